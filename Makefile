@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 SHELL := /bin/bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
@@ -43,6 +44,7 @@ bench: $(READY)  # measure again; takes about an hour and a half and wants a qui
 	$(BIN)/python -m bench.overlap_threshold  # the same
 	$(BIN)/python -m bench.five_ways  # the same
 	$(BIN)/python -m bench.unequal_links  # the same
+	$(BIN)/python -m bench.gradients_home  # the same
 	$(BIN)/python -m bench.max_context  # on Linux; elsewhere it says so
 	$(BIN)/python -m bench.utilisation
 	$(BIN)/python -m bench.masked_rings
@@ -71,7 +73,7 @@ test-site: site  # its pages in a headless Chromium, where there is one
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest book
 
 $(SITE): $(READY)
-	@$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[site]'
+	@$(PIP) -q -e '.[site]'
 	@touch $(SITE)
 
 lint: $(READY)
@@ -79,15 +81,21 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# uv chooses PyTorch's build by the machine: without an NVIDIA GPU, no CUDA. (Untried: where we work there is no internet.)
 $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 10) else f"Python {v.major}.{v.minor} found, 3.10 or newer needed: make PYTHON=python3.12 ...")'
-	@echo "== setting up $(VENV): installing requirements.txt (once, a few minutes; to watch: tail -f $(VENV)/install.log)"
+	@echo "== setting up $(VENV): installing requirements.txt (once, a few minutes; to watch: tail -f $(VENV)/*.log)"
 	@$(PYTHON) -m venv $(VENV)
-	@if [ "$$(uname)" = Linux ] && [ -z "$$PIP_EXTRA_INDEX_URL" ] && ! command -v nvidia-smi > /dev/null && ! $(BIN)/python -c 'import torch' 2> /dev/null; then \
-		echo "== no NVIDIA GPU found: pip may download gigabytes of CUDA packages. To avoid that, press Ctrl-C now (make then begins anew) and read 'Start' in README.md"; \
-	fi
-	@$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt > $(VENV)/install.log 2>&1 \
-		|| { tail -n 20 $(VENV)/install.log; exit 1; }
+	@if $(BIN)/python -m pip config list | grep -Eq 'index|find-links'; then \
+		echo "== pip was told where to look, so pip installs, and not uv"; \
+	elif $(PIP) uv > $(VENV)/uv.log 2>&1 && $(BIN)/uv pip install --python $(BIN)/python --torch-backend=auto \
+			-r requirements.txt >> $(VENV)/uv.log 2>&1; then \
+		exit 0; \
+	else \
+		echo "== uv cannot ($(VENV)/uv.log says why), so pip installs: on Linux with gigabytes of CUDA, unless you press" \
+			"Ctrl-C and give it the address of PyTorch's CPU build: PIP_EXTRA_INDEX_URL=ADDRESS make demo"; \
+	fi; \
+	$(PIP) -r requirements.txt > $(VENV)/install.log 2>&1 || { tail -n 20 $(VENV)/install.log; exit 1; }
 	@touch $(READY)
 	@echo "== set up"
 

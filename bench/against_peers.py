@@ -229,11 +229,9 @@ def sent_bytes(context: RankContext, chunk: int, heads: int, kv_heads: int, head
 
 def formula_bytes(world_size: int, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
     """The bytes that a rank sends in the forward and in the backward pass, by the formula of flash_ring.py."""
-    if world_size == 1:
-        return [0, 0]
-    elements = 2 * kv_heads * chunk * head_dim  # of K and V in one block
-    forward = (world_size - 1) * elements * DTYPES[dtype].itemsize
-    return [forward, forward + world_size * elements * 4]
+    elements = (world_size - 1) * 2 * kv_heads * chunk * head_dim  # of K and V in the blocks that travel
+    forward = elements * DTYPES[dtype].itemsize
+    return [forward, forward + elements * 4]
 
 
 def measured_bytes(worlds: list[int], chunk: int, heads: int, head_dim: int) -> list[dict[str, Any]]:

@@ -81,7 +81,8 @@ class Clock:
 def clocked(clock: Clock) -> Iterator[None]:
     """The parts of the ring's functions tell the clock."""
     functions = [
-        (flash_ring, "agree_on_partition", "agreement"),
+        (flash_ring, "agree_on_schedule", "agreement"),
+        (flash_ring, "agree", "agreement"),
         (flash_ring, "fused_forward", "kernels"),
         (flash_ring, "fused_backward", "kernels"),
         (flash_ring, "merge_into", "merges"),

@@ -1,6 +1,6 @@
 """Five ways to share a sequence: the times that the planner predicts, from a calibration of the same hosts.
 
-    predicted    ringlab.planning.two_speeds.simulate, with
+    predicted    ringlab.planning.seconds.pass_of, with
         FLOP/s       of the pieces that the way computes: table "computing" of the calibration
         bytes/s, latency    of the way's own kind of message: table "messages"
     + the time in which the core copies messages that travel while ranks compute: "core" of this table
@@ -26,7 +26,7 @@ from bench import record
 from ringlab.planning.calibrate import wire
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 from ringlab.planning.round_costs import MERGE_CALLS
-from ringlab.planning.two_speeds import simulate
+from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.ways import Cluster, traffic
 from ringlab.training.all_gather import pieces_of_all
 from ringlab.training.causal import BlockSlice
@@ -149,13 +149,13 @@ def predicted_pass(results: record.Results, row: Row, way: str, which: str, rate
     layer, per_host, machine = layer_of(results), row["per_host"], machine_of(results, row)
     backward, options = which == BACKWARD, {"split": per_host} if way == "hybrid" else {}
     cluster = wires(machine, Cluster(**machine["cluster"]), way)
-    if way == "all-gather" and backward:  # three times a head's bytes travel, where the simulation counts two
+    if way == "all-gather" and backward:  # three times a head's bytes travel, where the planner counts two
         rates = {name: getattr(cluster, name) / 1.5 for name in ("bandwidth", "host_bandwidth")}
         cluster = replace(cluster, **rates, latency=1.5 * cluster.latency, host_latency=1.5 * cluster.host_latency)
     if rate is not None:
         cluster = replace(cluster, host_bandwidth=cluster.host_bandwidth * rate / row["rate"])
     chunk = row["seq_len"] / cluster.devices
-    device, nic = traffic(way, layer, chunk, cluster, backward=backward, **options)
+    device, nic = traffic(way, layer, chunk, cluster, backward=backward, ours=False, **options)
     core = {place: messages(machine, "send", place)[-1] for place in ("inside", "between")}
     copies = {place: each["core"] / each["bytes"] for place, each in core.items()}
     hidden = {"all-gather": 1 - 1 / layer.kv_heads, "all-to-all": 0.0}.get(way, 1.0)
@@ -165,8 +165,8 @@ def predicted_pass(results: record.Results, row: Row, way: str, which: str, rate
     seconds = alone(results, row, way, which) + launches + hidden * copying
     flops = block_flops(layer, row["seq_len"] * chunk / 2, backward=backward) / seconds
     cluster = replace(cluster, flops=flops, backward_flops=flops, launch=0.0, slowdown=1.0)
-    simulated = simulate(way, cluster, layer, chunk, backward=backward, **options)
-    return simulated + (0.0 if backward else agreement(machine, way))
+    modelled = pass_of(way, Pass(cluster, layer, chunk, backward, ours=way == "all-gather"), **options)
+    return modelled + (0.0 if backward else agreement(machine, way))
 
 
 def predicted(results: record.Results, row: Row, way: str, which: str, rate: float | None = None) -> float:

@@ -74,7 +74,7 @@ def table(results: record.Results) -> str:
         f"B = 1, {shape}, causal, zigzag. Two hosts: network namespaces, each with one core and one link. The ranks of "
         "a host share the core, so 2 or 4 ranks compute on each core at a time: the machine is oversubscribed. MB/s: "
         "what the link carries each way. Median seconds of 3 (S = 16,384) or more repetitions, in turn; in brackets "
-        "measured over predicted. Predicted: simulated by ringlab.planning.two_speeds, from a calibration of the same "
+        "measured over predicted. Predicted: modelled by ringlab.planning.seconds, from a calibration of the same "
         "hosts just before, by ringlab.planning.calibrate; five_ways_predicted.py adds what a shared core and gloo "
         "cost.",
         "",

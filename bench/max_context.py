@@ -49,13 +49,15 @@ CHECKED = 4  # rows of each rank
 TOO_LITTLE = "MemoryError: the budget"
 
 
-def counted(method: str, chunk: int, *, heads: int, head_dim: int) -> int:
+def counted(method: str, chunk: int, *, heads: int, head_dim: int, world_size: int = 3) -> int:
     """Peak memory of a training step on one device with `chunk` tokens, in float32: bytes, counted."""
     rows = 4 * heads * chunk * head_dim  # as large as q, k, v or the output
     lse = 4 * heads * chunk
     if method == "naive":
         return 3 * 4 * heads * chunk**2 + 6 * rows
-    return 9 * rows + lse + SCORES if method == "blockwise" else 18 * rows + 2 * lse + SCORES
+    if method == "blockwise":
+        return 9 * rows + lse + SCORES
+    return (15 if world_size == 2 else 18) * rows + 2 * lse + SCORES  # two ranks need one buffer of each kind
 
 
 def longest(fits: Callable[[int], bool], guess: int) -> int:
@@ -158,7 +160,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, out: Tensor, *gradient
 def measured(method: str, world_size: int, budget: int, heads: int, head_dim: int) -> dict[str, Any]:
     """The longest chunk that fits, counted and measured, in tokens, and what was tried: [tokens, fits] each."""
     size = {"heads": heads, "head_dim": head_dim}
-    modelled = longest(lambda n: counted(method, n * GRAIN, **size) <= budget, 1)
+    modelled = longest(lambda n: counted(method, n * GRAIN, **size, world_size=world_size) <= budget, 1)
     probes = []
 
     def fits(n: int) -> bool:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from book.data import write
-from book.stage import ROOT, stage
+from book.stage import ARCHIVE, REPOSITORY, ROOT, stage
 from book.translate import LANGUAGES
 
 
@@ -29,6 +29,9 @@ def build(to: Path, language: str = "en") -> int:
     shutil.copytree(built, to, ignore=shutil.ignore_patterns(".*", "objects.inv"))
     if language == "en":
         write(to / "data")
+        if not REPOSITORY:
+            archive = ["git", "archive", "--prefix=ring-attention/", "-o", str(to / ARCHIVE), "HEAD"]
+            subprocess.run(archive, cwd=ROOT, check=True)
     return done.returncode
 
 

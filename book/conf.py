@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import time
+from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from unittest import mock
 
 from docutils import nodes
 from sphinx.application import Sphinx
-from sphinx.search import zh
+from sphinx.search.en import SearchEnglish
 from sphinxcontrib import katex
 from sphinxcontrib.katex import KaTeXServer
 
+from book.stage import REPOSITORY, SITE
 from book.translate import LANGUAGES, missing, translated
 
 HERE = Path(__file__).parent
@@ -44,6 +46,9 @@ html_theme = "furo"
 html_static_path = [str(HERE / "static")]
 html_css_files = ["book.css"]
 html_js_files = [("book.js", {"type": "module"})]
+html_search_scorer = str(HERE / "scorer.js")
+html_use_index = False  # the index entries of stage.py are for the search
+html_baseurl = SITE
 html_favicon = str(HERE / "static/favicon.svg")
 html_copy_source = False
 html_show_sphinx = False
@@ -101,7 +106,12 @@ def other_languages(page: str) -> str:
     untold = [p for p in (f"{page}.md", f"{page}.ipynb") if language != "en" and p in translated(language)]
     if untold and (n := len(missing(untold[0], language))):
         links.insert(0, LANGUAGES[language].partly.format(n=n))
-    return f'<p class="languages">{" ".join(links)}</p>' if links else ""
+    file = next((name for name in (f"{page}.ipynb", f"{page}.md", page) if (HERE.parent / name).is_file()), "")
+    if REPOSITORY and file:
+        links.append(f'<a href="{REPOSITORY}/blob/HEAD/{file}">{LANGUAGES[language].source}</a>')
+    else:
+        links.append(f'<a href="{up}index.html#get-the-code">{LANGUAGES[language].source}</a>')
+    return f'<p class="languages">{" ".join(links)}</p>'
 
 
 def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
@@ -122,6 +132,16 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
         words = words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
         return f'<a class="term {match[1]}" data-term="{words}"'
 
+    first = next((node.astext() for node in doctree.findall(nodes.paragraph)), "") if doctree else ""
+    told = escape(" ".join(first.split())[:200], quote=True)
+    here = {
+        "title": escape(re.sub("<[^>]*>", "", context["title"]), quote=True),
+        "description": told,
+        "type": "article",
+    }
+    here |= {"url": f"{SITE}/{page}.html"} if SITE else {}
+    metas = [f'<meta property="og:{name}" content="{words}">' for name, words in here.items()]
+    context["metatags"] += "".join([f'<meta name="description" content="{told}">', *metas])
     if page != "docs/glossary":
         body = re.sub(r'<a class="([^"]*)"(?= href="[^"]*docs/glossary\.html#([^"]+)")', explained, body)
     first, *rest = body.split("<img ")
@@ -137,13 +157,17 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
     context["body"] = body
 
 
-def pairs_of_characters(text: str, HMM: bool = True) -> list[str]:
-    """What the search finds in Chinese: each two characters that follow one another. (Titles are found by any part.)"""
-    return [a + b for run in re.findall(r"[\u4e00-\u9fff]+", text) for a, b in pairwise(run)]
+class PairsOfCharacters(SearchEnglish):
+    """What the search finds in Chinese: each two characters that follow one another, and the words of other letters."""
 
+    lang = "zh"
 
-zh.cut_for_search = pairs_of_characters  # Sphinx itself needs jieba for this
-zh.SearchChinese.language_name = "English"  # of the stemmer that its pages load: Sphinx 9.0.4 names another, and fails
+    def split(self, input: str) -> list[str]:
+        pairs = [a + b for run in re.findall(r"[\u4e00-\u9fff]+", input) for a, b in pairwise(run)]
+        return pairs + super().split(re.sub(r"[\u4e00-\u9fff]+", " ", input))
+
+    def word_filter(self, word: str) -> bool:
+        return bool(word) and super().word_filter(word)
 
 
 def start_katex(app: Sphinx) -> None:
@@ -165,5 +189,6 @@ def start_katex(app: Sphinx) -> None:
 
 
 def setup(app: Sphinx) -> None:
+    app.add_search_language(PairsOfCharacters)
     app.connect("builder-inited", start_katex)
     app.connect("html-page-context", on_page, priority=900)  # after the theme

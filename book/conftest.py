@@ -21,16 +21,18 @@ def site():
 
 
 @pytest.fixture(scope="session")
-def address(site):
-    """The site on a port of its own; it is a folder of a server, as where it is published."""
+def address(site, tmp_path_factory):
+    """The site on a port of its own, in a folder of the server, as where it is published."""
+    root = tmp_path_factory.mktemp("server")
+    (root / "ring").symlink_to(site)
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *args):
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=root))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
+    yield f"http://127.0.0.1:{server.server_port}/ring"
     server.shutdown()
 
 

@@ -6,7 +6,7 @@
 
 Q, K, V and dO of a token are the token itself, as in the worked example. The pages compute nothing but the places of
 what they draw; book/test_data.py compares these numbers with full attention, book/test_explorers.py the pages with
-them. Only the planner computes, for inputs of any size: book/test_planner.py compares it with ringlab/planning.
+them. The planner's answers are those of ring-plan, for every model, GPU, number of hosts and length that it offers.
 """
 
 import ast
@@ -28,10 +28,12 @@ from ring_doctor.xray import on_paper
 from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.online_softmax import finish, start, update
-from ringlab.planning.cost_model import ITEMSIZE
-from ringlab.planning.presets import GPUS, MODELS
-from ringlab.planning.scoreboard import PUBLISHED, Grade, grades, predict_file, questions, summary
+from ringlab.planning.hidden_communication import min_overlap_chunk
+from ringlab.planning.plan import Wish, best
+from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model
+from ringlab.planning.scoreboard import FILES, Grade, grades, questions, summary, times
 from ringlab.planning.simulated_ring import duration, simulate_timeline
+from ringlab.planning.step import Step
 from ringlab.support.colours import BLOCK_COLOURS, ink_on
 from ringlab.training.backward import tile_backward
 from ringlab.training.layouts import LAYOUTS, positions
@@ -274,22 +276,40 @@ def xrays() -> Iterator[tuple[str, dict[str, Any]]]:
         )
 
 
-def presets() -> dict[str, Any]:
-    """Names of models and GPUs, and the options of the planner that they stand for."""
-    models = {
-        name: {"layers": model.layers, "heads": model.heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
-        for name, model in MODELS.items()
+HOSTS, LENGTHS = (1, 2, 8), (32_768, 131_072, 1_048_576)  # that the planner's page offers; hosts of 8
+
+
+def answer(model: Model, gpu: GPU, hosts: int, seq_len: int) -> dict[str, Any] | None:
+    """What `ring-plan` answers first; None where nothing fits."""
+    ranked = best(Step(model, gpu, hosts, 8, seq_len, kernels="framework"), Wish())
+    if not ranked:
+        return None
+    first = ranked[0]
+    numbers = {"speed": first.speed, "seconds": first.seconds, "gib": first.held / GIB}
+    return {"way": first.name, **numbers, "interval": first.interval}
+
+
+def thresholds(model: Model, gpu: GPU) -> dict[str, float]:
+    """The chunks from which on a hop of a ring is hidden in training, inside a host and between hosts."""
+    flops, wires = gpu.attention["fused"][1], {"inside": gpu.link, "between": gpu.card}
+    layer = model.attention()
+    return {name: min_overlap_chunk(flops, rate, layer, visible=1 / 2, backward=True) for name, rate in wires.items()}
+
+
+def planner() -> dict[str, Any]:
+    """The planner's answers, by model, GPU, hosts and length; and its thresholds."""
+    gpus = {name: gpu for name, gpu in GPUS.items() if name == gpu.name}  # without second names
+    return {
+        "hosts": HOSTS,
+        "lengths": LENGTHS,
+        "answers": {
+            model: {
+                gpu: [[answer(MODELS[model], gpus[gpu], hosts, S) for S in LENGTHS] for hosts in HOSTS] for gpu in gpus
+            }
+            for model in MODELS
+        },
+        "thresholds": {model: {gpu: thresholds(MODELS[model], gpus[gpu]) for gpu in gpus} for model in MODELS},
     }
-    gpus = {
-        name: {
-            "flops": gpu.attention["fused"][0],
-            "bandwidth": gpu.link,
-            "host_bandwidth": gpu.card,
-            "memory": gpu.memory,
-        }
-        for name, gpu in GPUS.items()
-    }
-    return {"models": models, "gpus": gpus, "itemsize": ITEMSIZE}
 
 
 UNITS = {"ms": "ms", "tokens_s_a_gpu": "tokens/s", "peak_gib": "GiB", "s": "s", "us": "µs"}
@@ -298,13 +318,12 @@ UNITS = {"ms": "ms", "tokens_s_a_gpu": "tokens/s", "peak_gib": "GiB", "s": "s", 
 @cache
 def scoreboard() -> dict[str, Any]:
     """The published measurements and their predictions, as `python -m ringlab.planning.scoreboard` prints them."""
-    marked = grades(predict_file(PUBLISHED))
-    of_attention = [each for each in marked if each.section == "attention"]
-    answers = questions(of_attention)
+    marked = grades(*FILES)
+    answers = questions(marked)
     return {
         "rows": [_graded(each) for each in marked],
-        "errors": summary([each.error for each in of_attention]),
-        "attention": len(of_attention),
+        "errors": summary([each.error for each in times(marked)]),
+        "times": len(times(marked)),
         "right": sum(right for _, _, right in answers),
         "questions": len(answers),
     }
@@ -328,7 +347,7 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files = {f"ring-{P}-{S}": (lambda P=P, S=S: ring_file(P, S)) for P in RANKS for S in seq_lens(P)}
     files |= {f"xray-{name}": (lambda report=report: report) for name, report in xrays()}
-    files |= {"deadlock": orders, "puzzles": puzzles, "planner": presets, "scoreboard": scoreboard}
+    files |= {"deadlock": orders, "puzzles": puzzles, "planner": planner, "scoreboard": scoreboard}
     files["book"] = lambda: {
         "colours": [[colour, ink_on(colour)] for colour in BLOCK_COLOURS],
         "backward": list(WRONG_GRADIENTS),

@@ -4,8 +4,7 @@
 
 A page keeps its path, so links between pages stay as they are. A link to a file of code leads to a page that shows it
 line by line, `ring_attn.py.html#L-51`. Nothing is written here that another file says: only headings and links.
-In another language the book has the pages that are translated. Links to all others lead to the English book, and in
-the list of contents a page that says so stands for each.
+In another language the book has the pages that are translated. Links to all others lead to the English book.
 """
 
 import ast
@@ -27,10 +26,13 @@ from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.util import ClassNotFound
 
 from book.data import scoreboard
-from book.translate import LANGUAGES, english, translate, translated
-from ringlab.planning.ranking import digits
+from book.translate import LANGUAGES, english, said, translate, translated
+from ringlab.planning.plan import digits
 from tests.one import commands, concepts
 
+# The one setting: where the code is, and where the book is published. Empty: the book brings the code as an archive.
+REPOSITORY, SITE = (os.environ.get(name, "").rstrip("/") for name in ("BOOK_REPOSITORY", "BOOK_SITE"))
+ARCHIVE = "ring-attention.tar.gz"
 ROOT = Path(__file__).parent.parent
 OWN = Path(__file__).parent / "pages"  # the few pages that only the book has
 PAGES = (  # what the repository holds already
@@ -43,6 +45,11 @@ AS_CODE = {".py", ".toml", ".yml", ".txt", ".sh", ".yaml", ".sbatch", ".cff", ""
 LINK = re.compile(r"(!?)(\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(([^()\s]+)\)")
 ROWS = re.compile(r"^\| \[[^\]]*\]\((\d\d_\w+)\.ipynb\) \| (.*?) \| (.*?) \| ", re.M)  # of notebooks/README.md
 EXPLORERS = {"learn": "ring.md", "check": "xray.md", "plan": "planner.md"}  # of the landing page's doors
+IN_CHAPTERS = {  # an explorer, its settings, and the heading before which it stands
+    "notebooks/04_the_ring.ipynb": ("deadlock.md", "P=4&order=RSSS", "## The ring"),
+    "notebooks/05_backward.ipynb": ("ring.md", "pass=backward", "## Four mistakes"),
+    "notebooks/07_causal_balance.ipynb": ("ring.md", "causal=on&wire=fast", "## What must follow the layout"),
+}
 FOLDERS = {
     "basics": "What the ring is made of",
     "": "The ring",
@@ -68,6 +75,7 @@ class Staged:
             self.concepts[name] = ROOT / name
         self.pages = {str(path.relative_to(ROOT)) for pattern in PAGES for path in ROOT.glob(pattern)}
         self.code: set[str] = set()  # files that a page of lines shows
+        self.topics = _topics(self)
 
     def write(self, name: str, text: str) -> None:
         path = self.folder / name
@@ -104,13 +112,16 @@ class Staged:
             else:
                 whole = match[0]
             is_page = name in self.pages
-            if self.language != "en" and not image and (is_page or Path(name).suffix in AS_CODE):
+            shown = is_page or (Path(name).suffix in AS_CODE and not name.startswith("tests/"))
+            if self.language != "en" and not image and shown:
                 return whole if name in self.translated else in_english(words[1:-1], name, anchor, home)
             if is_page:
                 return whole
-            if image or Path(name).suffix not in AS_CODE:
+            if image:
                 self.copy(name)
                 return match[0]
+            if Path(name).suffix not in AS_CODE or name.startswith("tests/"):  # in the repository only
+                return f"[{words[1:-1]}]({REPOSITORY}/blob/HEAD/{name})" if REPOSITORY else words[1:-1]
             self.code.add(name)
             to = os.path.relpath(f"{page_of(name)}.md", Path(home).parent)
             return f"{image}{words}({to}{'#' + anchor if anchor else ''})"
@@ -162,7 +173,7 @@ def stage(folder: Path, language: str = "en") -> None:
 
 
 def _translated(staged: Staged) -> None:
-    """The pages of another language, and a page for each that the list of contents names and that is not translated."""
+    """The pages of another language."""
     for page in sorted(staged.translated):
         if (OWN / page).exists():
             staged.write(page, _own(staged, OWN / page))
@@ -170,16 +181,23 @@ def _translated(staged: Staged) -> None:
             staged.write(page, _notebook(staged, page))
         else:
             staged.write(page, staged.linked(translate(english(page), page, staged.language), page))
-    index = (OWN / "index.md").read_text()
-    listed = re.findall(
-        r"^(?:.* <)?([\w/]+)>?$", "".join(re.findall(r"```\{toctree\}.*?\n\n(.*?)```", index, re.S)), re.M
-    )
-    for name in [*listed, "index"]:
-        if not {f"{name}.md", f"{name}.ipynb"} & staged.translated:
-            file = next((f for f in (f"{name}.md", f"{name}.ipynb") if (ROOT / f).exists() or (OWN / f).exists()), None)
+
+
+def _listed(staged: Staged, match: re.Match[str]) -> str:
+    """A list of contents in another language: its pages, and links to those that are in English only."""
+    head, caption, names = match.groups()
+    here, there = [], []
+    for line in names.split("\n"):
+        files = [f"{name}{ending}" for name in re.findall(r"[\w/]+(?=>?$)", line) for ending in (".md", ".ipynb")]
+        if staged.translated & set(files):
+            here.append(line)
+        else:
+            file = next((f for f in files if (ROOT / f).exists()), None)
             title = re.findall(r"^# (.*)", english(file) if file else _concepts(staged), re.M)[0]
-            link = in_english(title, f"{name}.md", "", f"{name}.md")
-            staged.write(f"{name}.md", f"# {title}\n\n{LANGUAGES[staged.language].only_english} {link}\n")
+            there.append(in_english(title, files[0], "", "index.md"))
+    tree = f"```{{toctree}}\n{head}\n\n{chr(10).join(here)}\n```\n" if here else ""
+    only = LANGUAGES[staged.language].only_english
+    return f"{tree}\n**{caption}** ({only}): {' · '.join(there)}\n" if there else tree
 
 
 # Notebooks -----------------------------------------------------------------------------------------------------------
@@ -188,15 +206,52 @@ def _translated(staged: Staged) -> None:
 def _notebook(staged: Staged, name: str) -> str:
     """The notebook with its outputs, its pictures in fewer colours: they are a third as large."""
     notebook = json.loads((ROOT / name).read_text())
-    for cell in notebook["cells"]:
+    topics = ", ".join(f"! {term}" for term in staged.topics.get(name, []))
+    for i, cell in enumerate(notebook["cells"]):
         if cell["cell_type"] == "markdown":
-            cell["source"] = staged.linked(translate("".join(cell["source"]), name, staged.language), name)
+            source = "".join(cell["source"])
+            page, settings, heading = IN_CHAPTERS.get(name, ("", "", ""))
+            _, *after = source.split(f"{heading}\n\n") if page else [source]
+            source = staged.linked(translate(source, name, staged.language), name)
+            if after:
+                at = f"{said(name, staged.language).get(heading[3:], heading[3:])}\n\n"
+                source = source.replace(f"## {at}", f"{_explorer_of(page, settings, name, staged.language)}\n\n## {at}")
+            if i == 0 and topics:
+                source += f"\n\n```{{index}} {topics}\n```"
+            cell["source"] = source
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):
                 shown = output["metadata"].get("image/png", {})
                 output["data"] = {"image/png": _fewer_colours("".join(output["data"]["image/png"]))}
                 cell["metadata"]["mystnb"] = {"image": {"alt": shown.get("alt", ""), "width": f"{shown['width']}px"}}
     return json.dumps(notebook, indent=1, sort_keys=True)
+
+
+def _explorer_of(page: str, settings: str, home: str, language: str) -> str:
+    """The explorer of a page with its words, for another page, set as a chapter needs it."""
+    text = translate(english(page), page, language)
+    shown = re.search(r"```\{raw\} html\n<div.*?```", text, re.S)
+    words = re.search(r"::::\{container\} words\n.*?\n::::", text, re.S)
+    assert shown is not None
+    assert words is not None
+    up = os.path.relpath("_static", Path(home).parent)
+    lines = (
+        shown[0].replace('"_static/', f'"{up}/').replace(" hidden>", f' hidden data-settings="{escape(settings)}">', 1)
+    )
+    return re.sub(r"<h2 (.*?)></h2>", r'<p class="heading" \1></p>', lines) + "\n\n" + words[0]
+
+
+def _topics(staged: Staged) -> dict[str, list[str]]:
+    """The words of the glossary, by the chapter that teaches them: the search shows it first."""
+    found: dict[str, list[str]] = {}
+    for title, text in re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", english("docs/glossary.md"), re.M):
+        files = [os.path.normpath(f"docs/{file}") for file in re.findall(r"\]\(([^()#]+\.(?:py|ipynb))\)", text)]
+        own = said("docs/glossary.md", staged.language).get(title, title)
+        for file in files[-1:]:
+            chapter = file if file.endswith(".ipynb") else f"notebooks/{_of_map(staged, file)[0]}.ipynb"
+            names = [re.sub(r" ?(layout|布局)$", "", name) for name in re.split(r"[（）,]", own) if name]
+            found.setdefault(chapter, []).extend(re.sub(r"[`;!]", "", name).strip() for name in names)
+    return found
 
 
 def _fewer_colours(png: str) -> str:
@@ -219,14 +274,9 @@ def _concept(staged: Staged, name: str) -> str:
         title = json.loads((ROOT / f"notebooks/{chapter}.ipynb").read_text())["cells"][0]["source"]
         title = "".join(title).splitlines()[0].lstrip("# ")
         blocks.append(f"Its chapter: [{title}]({os.path.relpath(f'notebooks/{chapter}.ipynb', here)})")
-    tests = [t for step in commands(path).get("tests", []) for t in step if t.endswith(".py")]
-    links = []
-    for test in tests:
-        file = os.path.relpath(test, ROOT)
-        staged.code.add(file)
-        links.append(f"[{Path(file).name}]({os.path.relpath(file, here)}.md)")
-    if links:
-        blocks.append(f"Its tests: {', '.join(links)}")
+    tests = [os.path.relpath(t, ROOT) for step in commands(path).get("tests", []) for t in step if t.endswith(".py")]
+    if tests:
+        blocks.append(f"Its tests: {', '.join(f'`{test}`' for test in tests)}")
     for picture in pictures[:1]:
         staged.copy(picture)
         alt = re.search(r"<desc[^>]*>(.*?)</desc>", (ROOT / picture).read_text(), re.S)
@@ -305,6 +355,9 @@ def _concepts(staged: Staged) -> str:
 def _own(staged: Staged, path: Path) -> str:
     """A page of book/pages, with what it takes from the README in its place."""
     text = translate(english(path.name), path.name, staged.language)
+    if staged.language != "en":
+        contents = r"```\{toctree\}\n(:caption: (.*?)\n.*?)\n\n(.*?)\n```\n"
+        text = re.sub(contents, lambda match: _listed(staged, match), text, flags=re.S)
 
     def of_readme(part: str) -> str:
         return translate(part, "README.md", staged.language)
@@ -322,6 +375,9 @@ def _own(staged: Staged, path: Path) -> str:
         "about": of_readme(about[1]) if about else "",
         "doors": "::::{container} doors\n" + "\n\n".join(cards) + "\n::::",
         "learn": of_readme(section(staged.readme, "What you will learn")),
+        "code": f"git clone {REPOSITORY} ring-attention"
+        if REPOSITORY
+        else f"curl -L {SITE or 'ADDRESS'}/{ARCHIVE} | tar xz",
         "limits": of_readme(section(staged.readme, "Known limits")),
         "scoreboard": "\n".join(map(_scored, scoreboard()["rows"])),
     }

@@ -31,13 +31,14 @@ class Language(NamedTuple):
 
     title: str
     name: str
-    only_english: str  # of a page that is not translated
+    only_english: str  # of pages that are not translated
     partly: str  # of a page of which n pieces are not
+    source: str  # a link to the code
 
 
 LANGUAGES = {
-    "en": Language("Ring Attention, step by step", "English", "", ""),
-    "zh_CN": Language("一步一步学 Ring Attention", "中文", "本页只有英文版：", "本页有 {n} 段尚未翻译，以英文显示。"),
+    "en": Language("Ring Attention, step by step", "English", "", "", "The code"),
+    "zh_CN": Language("一步一步学 Ring Attention", "中文", "只有英文版", "本页有 {n} 段尚未翻译，以英文显示。", "代码"),
 }
 PAGES = (  # what is translated, and in this order
     *("index.md", "ring.md", "deadlock.md", "xray.md", "planner.md", "README.md"),

@@ -1,4 +1,4 @@
-"""What travels when in the backward pass of the trainable ring: gradients arrive one round after their block.
+"""What travels when in the backward pass of the trainable ring: sums of gradients arrive one round after their block.
 
 Drawn from ringlab/training/flash_ring.py's own `ring_backward`, which P threads run here as P ranks. Each has a clock
 that only computing and messages move: computing on a block takes 1 round, K and V of a block take 0.3, and their
@@ -33,10 +33,10 @@ from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 
 ALT = (
-    "A timeline of four ranks in the backward pass, over four rounds and a last hop. In round 0 every rank computes on "
-    "its own K/V block while the next block arrives. In each later round, while rank r computes on block j, first the "
-    "gradients of this block j arrive from rank r minus 1, then the next K/V block. After the last round the gradients "
-    "make one more hop: those of block r arrive at rank r, and no computing hides this message."
+    "A timeline of four ranks in the backward pass: the first hop of the K/V blocks, which no computing hides, then "
+    "rounds 1, 2 and 3, and round 0 as the last one. In rounds 2 and 3, while rank r computes on block j, first the "
+    "gradients of this block j arrive from rank r minus 1, then the next K/V block. In round 0 every rank computes on "
+    "its own block. Meanwhile the gradients that the other ranks have added for block r arrive at rank r: home."
 )
 P = 4
 LASTS = {"compute": 1.0, "KV": 0.3, "dKV": 0.6}  # rounds: computing on a block, sending K and V, sending gradients
@@ -81,7 +81,7 @@ class Simulation:
     def compute(self, *block: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         """`fused_backward`, which takes one round."""
         rank = self.here.rank
-        t = sum(event.what == "compute" and event.rank == rank for event in self.events)
+        t = (1 + sum(event.what == "compute" and event.rank == rank for event in self.events)) % P  # the own block last
         start = self.clocks[rank]
         self.clocks[rank] += LASTS["compute"]
         self.note(rank, "compute", t, (rank - t) % P, start, self.clocks[rank])
@@ -116,7 +116,7 @@ class Simulation:
         for x, y in zip(sent, received, strict=True):
             y.copy_(x)
         what = "KV" if len(sent) == 2 else "dKV"  # K and V are two tensors, their gradients one
-        t = sum(event.what == what and event.rank == receiver for event in self.events)
+        t = (what == "dKV") + sum(event.what == what and event.rank == receiver for event in self.events)
         start = max(ready, awaited, *ends[-1:])
         ends.append(start + LASTS[what])
         self.note(receiver, what, t, (link - t) % P, start, ends[-1])
@@ -158,12 +158,11 @@ def draw() -> Figure:
     drawing.write(ax, 20, 66, key, color=drawing.MUTED)
     sizes = f"A clock counts: computing on a block 1, a message KV {LASTS['KV']:g}, a message dKV {LASTS['dKV']:g}."
     drawing.write(ax, 20, 90, sizes, color=drawing.MUTED)
-    for t in range(P + 1):
-        x = LEFT + ROUND * t
+    for n in range(P + 1):
+        x = LEFT + ROUND * (end - P + n)
         ax.plot([x, x], [TOP - 12, TOP + P * LANE - 12], color=drawing.FAINT, lw=1.2, zorder=0)
-        head = f"round {t}" if t < P else "home"
-        middle = x + ROUND * (0.5 if t < P else (end - P) / 2)
-        drawing.write(ax, middle, TOP - 24, head, weight="bold", ha="center")
+        if n < P:
+            drawing.write(ax, x + ROUND / 2, TOP - 24, f"round {(n + 1) % P}", weight="bold", ha="center")
     for rank in range(P):
         y = TOP + LANE * rank
         drawing.write(ax, 20, y + 26, f"rank {rank}", weight="bold")
@@ -175,9 +174,9 @@ def draw() -> Figure:
     y = TOP + P * LANE + 16
     for line, text in enumerate(
         (
-            "Follow block 0. KV0 arrives at rank 1 in round 0, and dKV0 in round 1, while rank 1 computes on KV0.",
-            "Rank 1 adds its part to dKV0 and sends it on. After round 3 dKV0 has all four parts and goes home.",
-            "Nothing is left to compute then, so this last message is the only one that no computing hides.",
+            "Follow block 0. Rank 1 computes on KV0 in round 1, begins the sums dKV0 and sends them on. They arrive",
+            "at rank 2 in round 2, while it computes on KV0. Rank 3 adds the third part and sends dKV0 home.",
+            "Meanwhile rank 0 computes its own part, which need not travel. No computing hides the first KV.",
         )
     ):
         drawing.write(ax, 20, y + 24 * line, text)

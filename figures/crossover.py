@@ -1,7 +1,7 @@
 """How long five ways take over a slow link between two hosts, against the link's rate: measured, and predicted.
 
 A panel for each way and S, two meshes in each. Drawn from bench/results/five_ways.json. Points are measured. Lines are
-simulated by ringlab/planning/two_speeds.py, from the calibration at the middle rate. A time is divided by that of the
+modelled by ringlab/planning/seconds.py, from the calibration at the middle rate. A time is divided by that of the
 ring's computing alone, which is one number for all ways. To measure again (as root, on Linux):
 
     $ python -m bench.five_ways

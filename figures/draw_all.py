@@ -30,6 +30,7 @@ from figures import (
     scoreboard,
     slow_hop,
     speed,
+    state_ring,
     token_loss,
     tokens_to_heads,
 )
@@ -48,6 +49,7 @@ PICTURES = (
     crossover,
     causal_layouts,
     speed,
+    state_ring,
     hidden_communication,
     slow_hop,
     ring_memory,

@@ -8,7 +8,7 @@ Drawn from ringlab/planning/published.json by ringlab/planning/scoreboard.py.
 from pathlib import Path
 
 from figures import FOLDER
-from ringlab.planning.scoreboard import INTERVAL, PUBLISHED, Grade, grades, predict_file, summary
+from ringlab.planning.scoreboard import FILES, Grade, grades, interval, summary
 from ringlab.support import drawing
 
 ALT = (
@@ -30,7 +30,7 @@ def source(grade: Grade) -> str:
 
 def draw() -> drawing.Picture:
     """A point for each measured time of attention."""
-    rows = [each for each in grades(predict_file(PUBLISHED)) if each.section == "attention"]
+    rows = [each for each in grades(FILES[0]) if each.section == "attention"]
     errors = summary([each.error for each in rows])
     figure, page = drawing.canvas(1000, 560, ALT)
     title = "Attention on 8 GPUs, measured by others: how far is the planner off?"
@@ -40,12 +40,12 @@ def draw() -> drawing.Picture:
     )
     what = f"{len(rows)} times, one constant fitted for all   error: {words}"
     drawing.write(page, 20, 65, what, color=drawing.MUTED)
-    band = "band: nine in ten measured times, each source left out of the fit"
+    band = "band: where nine in ten further times lie"
     drawing.write(page, 20, 91, band, color=drawing.MUTED)
 
     ax = figure.add_axes((0.085, 0.12, 0.655, 0.68), facecolor=drawing.PAGE)
     drawing.plain(ax)
-    low, high = INTERVAL
+    low, high = interval([each.ratio() for each in rows])
     ax.axhspan(100 / high - 100, 100 / low - 100, color=drawing.CARD, zorder=0)
     ax.axhline(0, color=drawing.MUTED, lw=1.2)
     for each in rows:

@@ -178,10 +178,6 @@ message_order.draw()
 # %% [markdown]
 # When $P$ is odd, the last rank and rank 0 are both even, so both send first. This costs one more phase, but there is no deadlock.
 #
-# Real ranks run at their own speeds, so their steps come in any order, and the simulator tries one. The tests try every
-# [interleaving](../docs/glossary.md#interleaving), that is, all orders of the steps ([every_order](../tests/orders/every_order.py)). In even/odd order
-# none of them ends in a deadlock. If all ranks send first, the shortest bad run has four steps: every rank begins to send.
-#
 # ## The ring
 #
 # You have seen all parts. This is the hop of `ring_attn.py`. A rank finds its two neighbours, and makes an empty tensor like `block`, but with
@@ -235,6 +231,7 @@ ring_timeline.draw()
 #
 # Rank P − 1 sends to rank 0 and waits. Rank 0 sends to rank 1. Rank 1 is odd, so it receives first, and rank 0 finishes its send. Then rank 0
 # receives. A deadlock needs a closed circle of ranks that wait for each other. One odd rank opens the circle.
+# The tests try every order of the steps that real ranks may take ([every_order](../tests/orders/every_order.py)): none ends in a deadlock.
 # </details>
 #
 # <details><summary>What moves, what stays, and why not the other way round?</summary>

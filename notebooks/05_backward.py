@@ -151,7 +151,8 @@ print(f"what rank 0 adds to dk of block 3: {dk.numpy().round(4).tolist()}")
 
 # %% [markdown]
 # **3. Let dK and dV travel with their block.** dQ belongs to the queries, and they stay: a rank adds up its dQ where it
-# is. dK and dV belong to the block. Each rank adds its share to them and then passes on all four: K, V, dK and dV. As
+# is. dK and dV belong to the block. Each rank adds its share to them and then passes on all four: K, V, dK and dV. After
+# the last [round](../docs/glossary.md#round) the gradients of block $j$ are on rank $j - 1$, so they make one hop more. As
 # in chapter 4, the ring in one process is a list that turns.
 
 # %%
@@ -176,13 +177,36 @@ for name, mine in (("dq", dq), ("dk", dk), ("dv", dv)):
 # %% [markdown]
 # ## The picture
 #
-# K and V need $P - 1$ hops, as in the forward pass. Their gradients need $P$. After the last
-# [round](../docs/glossary.md#round) the gradients of block $j$ are complete, but they are on rank $j - 1$. The last hop
-# brings them home, to rank $j$. It carries dK and dV only.
+# A closed circle has $P$ hops. K and V need only $P - 1$ of them, as in the forward pass. The last hop carries dK and dV
+# only and brings them home, to rank $j$.
 
 # %%
 gradients_home.draw()
 # %% [markdown]
+# ## What of this need not travel?
+#
+# The paper closes the circle, and so do most rings. Look at round 0 in the picture. The share that rank $j$ finds for
+# its own block $j$ leaves its home there, and comes back to the same rank. It can stay. Then the sums that travel begin
+# on rank $j + 1$, in round 1: $P - 1$ hops, the last one home. There the own share is added.
+
+# %%
+own = [of(rank, rank)[1:] for rank in range(P)]  # round 0: dk and dv, which stay
+sums = [(torch.zeros(2, 2, dtype=torch.float64),) * 2 for _ in range(P)]  # of the block in hand
+hops = 0
+for t in range(1, P):
+    shares = [of(rank, (rank - t) % P)[1:] for rank in range(P)]
+    sums = [tuple(a + b for a, b in zip(sums[rank], shares[rank], strict=True)) for rank in range(P)]
+    sums, hops = sums[-1:] + sums[:-1], hops + 1
+
+assert hops == P - 1
+for i, name in ((0, "dk"), (1, "dv")):
+    mine = torch.cat([own[rank][i] + sums[rank][i] for rank in range(P)])
+    assert torch.allclose(mine, exact[name], rtol=0, atol=1e-14)
+    print(f"{name} is autograd's, with {hops} hops")
+
+# %% [markdown]
+# With 2 ranks that halves what the gradients send.
+#
 # ## Four mistakes
 #
 # All of them keep every shape, so nothing warns you. The first takes the log-sum-exp of the scores **in the block**
@@ -223,11 +247,12 @@ print("one x for q, k and v: the test passes with dk and dv swapped")
 #
 # `ringlab.training.backward` makes the ring one operation of autograd. Its forward pass saves q, k, v, out and lse. Its
 # backward pass, `ring_backward`, computes the six lines in each round: `d_q_j`, `d_k_j` and `d_v_j`. Then dQ grows, and
-# stays. `d_block`, with dK and dV of the block in hand, grows too. The next block has `length` tokens. `hop`, that of
-# chapter 4, passes on K and V after each round but the last, and `d_block` after each round:
+# stays. So does `d_own`, the dK and dV of round 0. In the later rounds `d_block` grows, with dK and dV of the block in
+# hand. The next block has `length` tokens. `hop`, that of chapter 4, passes on K and V after each round but the last, and
+# `d_block` after each but the first:
 
 # %%
-print_source(ring_backward, last=10)
+print_source(ring_backward, last=12)
 
 # %% [markdown]
 # Four processes run it on our 8 tokens, first in float64 and then in bfloat16. The bytes that rank 0 sends are
@@ -245,21 +270,21 @@ print("bfloat16, bytes that rank 0 sends in each hop, forward: ", forward)
 print("bfloat16, bytes that rank 0 sends in each hop, backward:", backward)
 numbers = 1 * 1 * 2 * 2  # B H C D, the numbers of one chunk of K
 assert sum(forward) == (P - 1) * 2 * numbers * 2
-assert sum(backward) == (P - 1) * 2 * numbers * 2 + P * 2 * numbers * 4
-assert backward[0] == 3 * forward[0]
+assert sum(backward) == (P - 1) * 2 * numbers * 2 + (P - 1) * 2 * numbers * 4
+assert sum(backward) == 3 * sum(forward)
 
 # %% [markdown]
 # K and V travel in bfloat16, 2 bytes a number. Their gradients are sums, so they travel in float32, 4 bytes a number.
 #
-# > **One number to remember: 3.** In bfloat16 a hop of the backward pass carries 3 times the bytes of a hop of the
-# > forward pass: K and V with 2 bytes a number, dK and dV with 4.
+# > **One number to remember: 3.** In bfloat16 a rank sends 3 times as many bytes in the backward pass as in the forward
+# > pass: K and V with 2 bytes a number, dK and dV with 4.
 #
 # ## Questions
 #
-# <details><summary>Why do dK and dV need P hops, when K and V need P − 1?</summary>
+# <details><summary>K and V leave rank j and need P − 1 hops. Why do the sums of dK and dV need as many, and not one more?</summary>
 #
-# K and V begin on one rank and must reach the other $P - 1$. dK and dV must also come back to the rank where they
-# began, because it needs them for the layer below: a closed circle has $P$ hops.
+# K and V begin on rank $j$ and must reach the other $P - 1$. The sums begin one hop later, on rank $j + 1$, and go one
+# hop further, home to rank $j$. They would need $P$ hops if they began on rank $j$: a closed circle.
 # </details>
 #
 # <details><summary>Each rank could keep its shares of all dK and dV, and add them up over the ranks at the end. Why does the ring not do this?</summary>
@@ -289,8 +314,8 @@ print(check_softmax_backward(my_ds))
 
 
 # %%
-# `rank` has just computed in round t. Which ranks have added to the dK and dV that it holds now?
-# Return a set of numbers
+# `rank` has just computed in round t. Which ranks have added to the dK and dV of this block that it holds now?
+# What a rank adds to its own block in round 0 does not travel. Return a set of numbers
 def my_added(rank, t, P):
     return ...
 
@@ -317,10 +342,10 @@ print(check_bytes_sent_back(my_bytes_back))
 #     return p * (dp - delta)
 #
 # def my_added(rank, t, P):
-#     return {(rank - i) % P for i in range(t + 1)}
+#     return {(rank - i) % P for i in range(max(t, 1))}
 #
 # def my_bytes_back(P, numbers, itemsize):
-#     return (P - 1) * 2 * numbers * itemsize + P * 2 * numbers * max(itemsize, 4)
+#     return (P - 1) * 2 * numbers * (itemsize + max(itemsize, 4))
 # ```
 # </details>
 #

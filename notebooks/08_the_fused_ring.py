@@ -180,14 +180,15 @@ print("zigzag, causal, grouped, on the fused kernel: exact")
 #
 # The trainable ring sends real messages. In the forward pass the next block travels while a [rank](../docs/glossary.md#rank)
 # computes, as in chapter 6. In the backward pass dK and dV of a block must be hidden, too. A rank can send them on only
-# after it has added its share. So they travel one [round](../docs/glossary.md#round) after their block:
+# after it has added its share. So they travel one [round](../docs/glossary.md#round) after their block. The round of the
+# own block is the last one. What it adds need not travel, and meanwhile the other shares come home:
 
 # %%
 backward_timeline.draw()
 
 # %% [markdown]
-# While rank 1 computes on block 0 in round 1, the gradients of block 0 arrive from rank 0. Then rank 1 adds its share
-# and sends the sum on. Only the last hop, home, is not hidden. Here it is in one process, without a mask:
+# While rank 2 computes on block 0 in round 2, the gradients of block 0 arrive from rank 1. Then rank 2 adds its share
+# and sends the sum on. Only the first hop of K and V is not hidden. Here it is in one process, without a mask:
 
 # %%
 leaves = [x.clone().requires_grad_() for _ in "qkv"]
@@ -197,7 +198,7 @@ exact = torch.autograd.grad(naive_attention(*leaves), leaves, d_out)
 out, lse = kernel(x, x, x)  # what the forward pass has saved, of whole rows
 of_ranks = [tensor.chunk(P, dim=2) for tensor in (d_out, x, out, lse)]
 dq, sums = [0] * P, [(0, 0)] * P  # dq[r] stays on rank r; sums[r] is the dK and dV that rank r has now
-for t in range(P):
+for t in (*range(1, P), 0):
     shares = []
     for r in range(P):
         my_d_out, my_q, my_out, my_lse = (tensors[r] for tensors in of_ranks)
@@ -205,7 +206,8 @@ for t in range(P):
         shares.append(flash_backward(my_d_out, my_q, block, block, my_out, my_lse, 0.0, False, scale=scale))
     dq = [total + share[0] for total, share in zip(dq, shares, strict=True)]
     sums = [(dk + share[1], dv + share[2]) for (dk, dv), share in zip(sums, shares, strict=True)]
-    sums = sums[-1:] + sums[:-1]  # the hop of the sums: they reach rank r + 1 while it computes on the same block
+    if t > 0:
+        sums = sums[-1:] + sums[:-1]  # the hop of the sums: they reach rank r + 1 while it computes on the same block
 
 for name, mine, right in zip(("dq", "dk", "dv"), (dq, *zip(*sums, strict=True)), exact, strict=True):
     assert torch.allclose(torch.cat(mine, dim=2), right, rtol=0, atol=1e-14)
@@ -378,4 +380,5 @@ print(check_natural_lse(my_natural_kernel))
 # - *use* long contexts: [13 · documents and windows](13_documents_and_windows.ipynb), [14 · generation](14_generation.ipynb),
 #   [15 · what context is for](15_what_context_is_for.ipynb)
 # - *check* a ring: [16 · rings that were wrong](16_rings_that_were_wrong.ipynb)
-# - *other ways*: [17 · the other ways round](17_the_other_ways_round.ipynb), [the ring in JAX](appendix_ring_in_jax.ipynb)
+# - *other ways*: [17 · the other ways round](17_the_other_ways_round.ipynb), [the ring in JAX](appendix_ring_in_jax.ipynb),
+#   [a ring of states](appendix_ring_of_states.ipynb)

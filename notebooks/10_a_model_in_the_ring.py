@@ -201,10 +201,10 @@ assert kept == 2 * unit + S * 8  # x, h, and the positions, which are 8 bytes a 
 # | forward pass | K and V | $P - 1$ | 3 |
 # | forward pass, computed again | K and V | $P - 1$ | 3 |
 # | backward pass | K and V | $P - 1$ | 3 |
-# | backward pass | dK and dV, all the way home | $P$ | 4 |
+# | backward pass | dK and dV, the last time home | $P - 1$ | 3 |
 #
-# The second line is there only with checkpointing. So the ring makes $4P - 3$ hops instead of $3P - 2$: with 4 ranks, 13
-# instead of 10.
+# The second line is there only with checkpointing. So the ring makes $4P - 4$ hops instead of $3P - 3$: with 4 ranks, 12
+# instead of 9.
 #
 # ## Four real processes
 #
@@ -224,7 +224,7 @@ for name, (loss, gradients, kept, hops) in zip(CASES, of_ranks[0], strict=True):
     assert abs(loss - exact) < 1e-12
     for weight, parameter in model.named_parameters():
         assert torch.allclose(gradients[weight], parameter.grad, rtol=0, atol=1e-12)
-    assert hops == (4 * P - 3 if name == "checkpointing" else 3 * P - 2)
+    assert hops == (4 * P - 4 if name == "checkpointing" else 3 * P - 3)
 assert kept == 2 * (S // P) * Config().hidden * 8 + S // P * 8  # x and h of C tokens, and their positions
 
 # %% [markdown]
@@ -249,7 +249,7 @@ assert kept == 2 * (S // P) * Config().hidden * 8 + S // P * 8  # x and h of C t
 # <details><summary>Can the third turn of K and V be saved, and memory too?</summary>
 #
 # Yes. Keep q, k, v, the output of attention and its [log-sum-exp](../docs/glossary.md#log-sum-exp), and compute only the
-# feedforward again. The ring then turns as often as without checkpointing: $3P - 2$ hops. A layer keeps more tensors
+# feedforward again. The ring then turns as often as without checkpointing: $3P - 3$ hops. A layer keeps more tensors
 # than `x` and `h`, but none of the inner width. (Li et al. 2023, DistFlashAttn, do it in this way.)
 # </details>
 #
@@ -309,8 +309,8 @@ print(check_hops_of_a_step(my_hops))
 #     return total / count
 #
 # def my_hops(P, layers, checkpointing):
-#     turns = 3 if checkpointing else 2  # of K and V
-#     return layers * (turns * (P - 1) + P)
+#     turns = 4 if checkpointing else 3  # of K and V, and one of dK and dV
+#     return layers * turns * (P - 1)
 # ```
 # </details>
 #

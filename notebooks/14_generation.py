@@ -209,7 +209,7 @@ for i, prompt in enumerate(generate.PROMPTS):
 # Its `generate` can do the same: `with spread_generation(model): tokens = model.generate(...)`, on every rank, with the same
 # prompts, padded on the left as transformers wants them. Sampling, penalties and stop words are transformers' own, and the
 # token of rank 0 counts. A model that was trained in a ring leaves it first: `stop_ring(model)`, then `model.eval()`. The
-# tokens are those of one process: run `python -m ringlab.models.hugging_face_generate`.
+# tokens are those of one process, as its tests check.
 #
 # ## What it costs
 #

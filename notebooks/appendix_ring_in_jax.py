@@ -225,14 +225,15 @@ for name, mine in zip(("out", "dq", "dk", "dv"), in_jax, strict=True):
 hops = [line for line in program.as_text().splitlines() if " collective-permute(" in line]
 in_loops = sum("/while/" in line for line in hops)
 print("collective-permutes in the program:", len(hops))
-print(f"    in the loops {in_loops}, each run {P - 1} times; outside {len(hops) - in_loops}, run once")
-print(f"    hops of an array on each device: {in_loops * (P - 1) + len(hops) - in_loops}")
+print(f"    in the loops: 2 forward, run {P - 1} times, and {in_loops - 2} backward, run {P - 2} times")
+print(f"    outside: {len(hops) - in_loops}, run once")
+print(f"    hops of an array on each device: {2 * (P - 1) + (in_loops - 2) * (P - 2) + len(hops) - in_loops}")
 assert all("source_target_pairs={{0,1},{1,2},{2,3},{3,0}}" in line for line in hops)
-assert (in_loops, len(hops)) == (6, 8)
+assert (in_loops, len(hops)) == (6, 10)
 
 # %% [markdown]
-# In the loops: K and V in the forward pass; K, V, dK and dV in the backward pass. Outside the loops: dK and dV, which
-# go home.
+# In the loops: K and V in the forward pass; K, V, dK and dV in the backward pass. Outside the loops: the first hop of K and
+# V in the backward pass, and the last hop of dK and dV, which go home.
 #
 # On this CPU a hop is one operation, and nothing is hidden. On GPUs and TPUs, XLA can split a hop into a start and a
 # done and put computing between them, if the computing does not need the result of the hop. In our ring the hops of K

@@ -31,7 +31,10 @@ def chapters() -> list[Path]:
 
 def others() -> list[Path]:
     """The .py sources of the notebooks that are no chapters."""
-    return [FOLDER / f"{name}.py" for name in ("appendix_ring_in_jax", "puzzles/puzzles", "your_ring/your_ring")]
+    return [
+        FOLDER / f"{name}.py"
+        for name in ("appendix_ring_in_jax", "appendix_ring_of_states", "puzzles/puzzles", "your_ring/your_ring")
+    ]
 
 
 def execute(notebook: NotebookNode, **client: Any) -> None:

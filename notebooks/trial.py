@@ -210,13 +210,13 @@ def watch_ring(
     (None: SECONDS).
     """
     try:
-        source, name = cell_of(ring)
+        cell = cell_of(ring)
     except ValueError as error:
         raise RingFailed(str(error)) from None
     seconds = SECONDS if seconds is None else seconds
     with tempfile.TemporaryDirectory() as folder:
         try:
-            arguments = source, name, lengths, seconds, Path(folder), seed, shape, long
+            arguments = cell, lengths, seconds, Path(folder), seed, shape, long
             return launch(_run, len(lengths), *arguments, device="cpu")
         except (ValueError, RuntimeError) as error:
             reason = str(error)
@@ -234,28 +234,60 @@ def watch_ring(
 _on_a_rank = False  # whether a cell is being run again
 
 
-def cell_of(function: Any) -> tuple[str, str]:
-    """The source of the cell in which a function was made, and its name there.
+@dataclass(frozen=True)
+class Cell:
+    """Where a function was made."""
+
+    source: str  # of the cell, up to the call of the check if that is in the cell too
+    name: str  # of the function there
+    line: int  # where its own code begins
+
+    def function(self, names: dict[str, Any]) -> Callable[..., Any]:
+        """Run the cell again in the namespace `names`. Raises ValueError when the name has another function there."""
+        run_cell(self.source, self.name, names)
+        if plain(forms_of(names[self.name])).__code__.co_firstlineno != self.line:
+            raise ValueError(f"the cell has more than one {self.name}: give each function its own name")
+        return names[self.name]
+
+
+def forms_of(function: Any) -> list[Any]:
+    """A function and what is in it: that of a partial or of a decorator, and so on."""
+    forms = [function]
+    while inner := getattr(forms[-1], "func" if isinstance(forms[-1], functools.partial) else "__wrapped__", None):
+        forms.append(inner)
+    return forms
+
+
+def plain(forms: list[Any]) -> Any:
+    """The function with the code; of an object, its __call__."""
+    return forms[-1] if hasattr(forms[-1], "__code__") else type(forms[-1]).__dict__.get("__call__")
+
+
+def cell_of(function: Any) -> Cell:
+    """The cell in which a function was made, as it was when the check was called.
 
     The name is that of its def, or a name of the notebook: of a lambda, a partial or an object that can be called.
     Raises ValueError when there is no source or no name, and on a rank: the call of the check may be in the cell.
     """
     if _on_a_rank:
         raise ValueError("a rank starts no ranks")
-    forms = [function]  # and what is in it
-    while inner := getattr(forms[-1], "func" if isinstance(forms[-1], functools.partial) else "__wrapped__", None):
-        forms.append(inner)
-    plain = forms[-1] if hasattr(forms[-1], "__code__") else type(forms[-1]).__dict__.get("__call__")
-    code, known = getattr(plain, "__code__", None), getattr(plain, "__globals__", {})
+    forms = forms_of(function)
+    code, known = (getattr(plain(forms), name, None) for name in ("__code__", "__globals__"))
     source = "".join(linecache.getlines(code.co_filename)) if code else ""
-    names = [name for form in forms for name, it in known.items() if it is form and name != "_"]  # the outermost first
+    frame = sys._getframe()
+    while frame and code and (frame.f_code.co_filename, frame.f_code.co_name) != (code.co_filename, "<module>"):
+        frame = frame.f_back
+    if frame and source:  # what is below the call has not been run
+        ends = [node.end_lineno for node in ast.parse(source).body if node.lineno <= frame.f_lineno]
+        source = "".join(source.splitlines(keepends=True)[: ends[-1]])
+    names = [name for form in forms for name, it in (known or {}).items() if it is form and name != "_"]
     names += [form.__name__ for form in forms if getattr(form, "__qualname__", "<") == getattr(form, "__name__", "")]
-    names = [name for name in names if source and name in bound(ast.parse(source))]
-    if not names:
+    names = [name for name in names if source and name in bound(ast.parse(source))]  # the outermost form's first
+    if not code or not names:
         raise ValueError(
             "the source of your function is not known: define it with def at the left margin, in a cell without %%magic"
         )
-    return source, names[0]
+    return Cell(source, names[0], code.co_firstlineno)
 
 
 def bound(tree: ast.AST) -> set[str]:
@@ -288,8 +320,7 @@ def run_cell(source: str, name: str, names: dict[str, Any]) -> None:
 
 def _run(
     context: RankContext,
-    source: str,
-    name: str,
+    cell: Cell,
     lengths: list[int],
     seconds: float,
     folder: Path,
@@ -298,8 +329,7 @@ def _run(
     long: bool,
 ) -> Ran:
     """One rank. The ring runs in a thread of its own, so that this one can see that it waits."""
-    names = dict(NAMES)
-    run_cell(source, name, names)
+    ring = cell.function(dict(NAMES))
     q, k, v = (chunk_of(x, lengths, context.rank) for x in whole_input(sum(lengths), seed, shape, long))
     outcome: list[Any] = []
     dist.barrier()  # all ranks are here: the time begins
@@ -308,7 +338,7 @@ def _run(
     def call() -> None:
         try:
             with watch.memory:
-                out = names[name](q, k, v, lengths)
+                out = ring(q, k, v, lengths)
                 watch.look()
             outcome.append(out)
         except BaseException as error:  # SystemExit too
@@ -318,7 +348,7 @@ def _run(
     tracemalloc.start()  # never stopped: while gloo's threads work, Python 3.11 crashes in stop()
     thread.start()
     thread.join(seconds)
-    lines = source.splitlines()
+    lines = cell.source.splitlines()
     if not outcome:
         now, frame = watch.now, sys._current_frames()[thread.ident]
         while frame.f_back and frame.f_code.co_filename != CELL:

@@ -14,7 +14,7 @@ from ringlab.models.transformer import TEXT, Config, Transformer, shard_text, su
 from ringlab.planning.step_memory import kept_bytes
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext
-from ringlab.training import backward, flash_ring
+from ringlab.training import backward, flash_ring, state_ring
 
 
 def whole_ring(context: RankContext, x: Tensor) -> Tensor | None:
@@ -86,3 +86,17 @@ def model_steps(
         gradients = {name: weight.grad for name, weight in model.named_parameters()}
         steps.append((total.item(), gradients, kept, hop.call_count // config.layers))
     return steps
+
+
+def ring_of_states(context: RankContext, whole: list[Tensor], forgets: bool) -> list[Tensor]:
+    """This rank's chunks of out and of five gradients; `forgets` drops the gradient of the state between ranks."""
+    *inputs, d_out = (x.tensor_split(context.world_size, dim=2)[context.rank] for x in whole)
+    inputs = [x.requires_grad_() for x in inputs]
+
+    def drop(ctx: Any, *d_before: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(None if x is None else 0 * x for x in right(ctx, *d_before))
+
+    right = state_ring.HandOn.backward
+    with mock.patch.object(state_ring.HandOn, "backward", staticmethod(drop if forgets else right)):
+        out, _ = state_ring.ring_linear_attention(*inputs)
+        return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]

@@ -2,9 +2,7 @@
 
     ring-doctor my_package.ring:attention --causal --layout zigzag
 
-In a workflow of GitHub the verdict is a note at the line of the function, and the report is on the page of the run:
-
-    ::error file=my_package/ring.py,line=12,title=SICK%3A scale_twice, in my_package.ring%3Aattention::...
+In a workflow of GitHub the verdict is a note at the line of the function, and the report is on the page of the run.
 
 Before: options.py, assertion.py and html.py. After: the chapter on rings that were wrong.
 Source: GitHub Docs, "Workflow commands for GitHub Actions"; the escapes are those of its toolkit, core/src/command.ts.
@@ -19,11 +17,11 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,16 +35,15 @@ from ring_doctor.job import START, CannotExamine
 from ring_doctor.model_report import ModelReport, json_of_model, text_of_model
 from ring_doctor.names import by_name, named
 from ring_doctor.options import claims_of, parse
-from ring_doctor.patient import Patient, dtype_of, patient_of
-from ring_doctor.questions import every_question, few_worlds, quick_questions
+from ring_doctor.patient import Patient, patient_of
 from ring_doctor.report import Report, as_json, head
 from ring_doctor.whole_model import WORLDS, examine_model
 from ring_doctor.xray import XRay
 from ringlab.support.extras import install
-from ringlab.support.pool import Ranks
-from ringlab.support.processes import choose_device
+from ringlab.support.processes import Ranks, choose_device
 
 OURS = Path(__file__).resolve().parents[1]  # the folder of the two packages
+QUIET = 20.0  # seconds between two lines about how far it is, where stderr is a file or a pipe
 LEAST = 3  # ranks: with 2, the next rank is also the previous rank, and many mistakes do not show
 WAIT = timedelta(hours=1)  # of torchrun's other ranks for the first
 
@@ -65,31 +62,31 @@ def admit(args: argparse.Namespace, most: int | None) -> Patient:
 
 
 @contextlib.contextmanager
-def progress_bar(patient: Patient, quick: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr, where that is a terminal and tqdm is installed."""
-    if find_spec("tqdm") is None:
-        yield lambda words: None
-        return
-    from tqdm import tqdm
+def telling() -> Iterator[Callable[[str], None]]:
+    """What is told what is done now, and writes it on stderr: all the time on a terminal, else now and then."""
+    now, done, terminal = ["starting"], threading.Event(), sys.stderr.isatty()
 
-    first = dtype_of(patient.dtypes[0])
-    asked = quick_questions(few_worlds(patient), first, 0) if quick else every_question(patient, first, 0)
-    form = "{percentage:3.0f}% {bar:20} {desc}"
-    with tqdm(total=2 + len(asked), disable=None, leave=False, file=sys.stderr, bar_format=form) as bar:
+    def write() -> None:
+        while not done.wait(0.2 if terminal else QUIET):
+            start, end = ("\r", "\x1b[K") if terminal else ("ring-doctor: ", "\n")
+            print(f"{start}{now[0]:.100}", end=end, file=sys.stderr, flush=True)
 
-        def show(words: str) -> None:
-            bar.total = max(bar.total, bar.n + 1)  # float64 may be refused: then there are more questions
-            bar.set_description_str(words, refresh=False)
-            bar.update()
-
-        yield show
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        yield lambda words: now.__setitem__(0, words)
+    finally:
+        done.set()
+        writer.join()
+        print(end="\r\x1b[K" * terminal, file=sys.stderr, flush=True)
 
 
 def run(args: argparse.Namespace, most: int | None = None) -> tuple[int, str]:
     """Examine, print, write. Returns the exit status, and the reason in a line."""
     try:
         find_project(Path.cwd())
-        level, report, first = run_model(args) if args.model else run_attention(args, most)
+        with telling() as tell:
+            level, report, first = run_model(args) if args.model else run_attention(args, most, tell)
     except CannotExamine as error:
         level, report, first = CANNOT_TELL, f"CANNOT TELL: {error}", f"CANNOT TELL: {error}"
     except ValueError as error:
@@ -143,15 +140,14 @@ def _escaped(text: str, others: str = "") -> str:
     return text
 
 
-def run_attention(args: argparse.Namespace, most: int | None) -> tuple[str, str, str]:
+def run_attention(args: argparse.Namespace, most: int | None, tell: Callable[[str], None]) -> tuple[str, str, str]:
     """(level, report, its head) of an attention. Raises ValueError and CannotExamine."""
     if args.catalogue:
         enter(args.catalogue)
     patient = admit(args, most)
     choose_device(args.device, max(patient.worlds))
     how = {"seconds": args.time_limit, "device": args.device, "seed": args.seed, "quick": args.quick}
-    with progress_bar(patient, args.quick) as progress:
-        report = examine(patient, **how, xray=bool(args.html or args.xray), progress=progress)
+    report = examine(patient, **how, xray=bool(args.html or args.xray), progress=tell)
     write(args, as_json(report), report)
     return report.level, str(report), head(report)
 

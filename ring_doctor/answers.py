@@ -2,21 +2,14 @@
 
     out, lse, dq, dk, dv of all ranks, joined:   right where each number is as near to the exact one as rounding allows
 
-    level                     exit status    what it means
-    right                     0              every answer is right
-    right for what it takes   0              what the function claims is right, and it claims less than a ring may
-    imprecise in 16 bits      1              right in float64 and float32; in bfloat16 or float16 it rounds too often
-    wrong                     1
-    cannot tell               3              there was nothing to compare
-
-Shapes: the whole results (B, H, S, D), (B, G, S, D) and lse (B, H, S).
+docs/doctor_in_ci.md says what a level means. Shapes: the whole results (B, H, S, D), (B, G, S, D) and lse (B, H, S).
 
 Before: on_rank.py, what one rank returns. After: job.py, which gives an answer whatever the ranks do.
 Source: the bound is derived in ../ringlab/support/rounding.py.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,7 +20,7 @@ from ring_doctor.on_rank import RankResults
 from ring_doctor.questions import Question
 from ringlab.support.rounding import Right, exact_attention
 
-OK, WRONG, REFUSED, FAILED = "ok", "wrong", "refused", "failed"
+OK, WRONG, REFUSED, FAILED, LATE = "ok", "wrong", "refused", "failed", "too late"
 RIGHT, RIGHT_AS_CLAIMED, IMPRECISE = "right", "right for what it takes", "imprecise in 16 bits"
 WRONG_RING, CANNOT_TELL = "wrong", "cannot tell"
 STATUS = {RIGHT: 0, RIGHT_AS_CLAIMED: 0, IMPRECISE: 1, WRONG_RING: 1, CANNOT_TELL: 3}
@@ -41,7 +34,7 @@ class Answer:
     """What a patient answers to a question."""
 
     question: Question
-    state: str  # OK, WRONG, REFUSED or FAILED
+    state: str  # OK, WRONG, REFUSED, FAILED, or LATE: some rank still computed when the time was over
     says: str = ""  # the reason, in a sentence
     raised: bool = False  # all ranks raised an exception
     wrong: dict[str, float] = field(default_factory=dict)  # by wrong result, how many times too large its error is
@@ -51,6 +44,10 @@ class Answer:
     results: dict[str, Tensor] = field(default_factory=dict)  # the whole out, lse, dq, dk, dv
     in_float32: bool = False  # float64 was asked, and the answer is only as exact as float32
     changes: bool = False  # asked again, the patient gave other numbers
+    last_digits: bool = False  # asked again, it gave other numbers, which are right too
+    draws: bool = False  # the patient takes numbers from torch's random generator
+    lse_grad: bool = False  # its lse can be differentiated
+    lost: bool = False  # ranks hang or died
 
     @property
     def case(self) -> Case:
@@ -66,7 +63,7 @@ def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
     """Compare what all ranks returned with the right results."""
     case = question.case
     faults = list(dict.fromkeys(fault for of_rank in of_ranks for fault in of_rank.faults))
-    answer = Answer(question, OK)
+    answer = Answer(question, OK, draws=any(it.draws for it in of_ranks), lse_grad=all(it.lse_grad for it in of_ranks))
     right = right_results(question)
     for name in of_ranks[0].results:
         chunks = [of_rank.results[name].cpu() for of_rank in of_ranks]
@@ -85,6 +82,11 @@ def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
             answer.state, answer.in_float32, answer.wrong = OK, True, {}
     if faults:
         answer.state, answer.says = FAILED, "; ".join(faults)
+    if answer.state == OK and of_ranks[0].again:
+        again = judge(question, [RankResults(of_rank.again, draws=of_rank.draws) for of_rank in of_ranks])
+        if again.state != OK:
+            return replace(again, changes=True)
+        answer.last_digits = not all(torch.equal(x, again.results[name]) for name, x in answer.results.items())
     return answer
 
 
@@ -120,6 +122,8 @@ def right_results(question: Question) -> dict[str, Right]:
     sum of roundings, so with larger roundings it is the bound of sums in 16 bits.
     """
     case = question.case
+    if question.how == "gradient of lse":
+        return case.right() | _with_gradient_of_lse(case)
     if question.how == "autocast":
         wider = torch.finfo(case.dtype).eps / torch.finfo(torch.float32).eps
         in_float32 = _exact(case, *(x.float() for x in case.whole()))
@@ -132,6 +136,22 @@ def right_results(question: Question) -> dict[str, Right]:
     q, k, v, d_out = case.whole()
     chunks = [case.cut(d_out, rank) for rank in range(case.world_size)]
     return _exact(case, q, k, v, case.join([chunk[:, :, :1, :1].expand_as(chunk) for chunk in chunks]))
+
+
+def _with_gradient_of_lse(case: Case) -> dict[str, Right]:
+    """dq and dk where the loss uses lse too, with the gradient g (B, H, S), the first column of dO.
+
+    dS grows by scale g ∘ p. So dq grows by scale g ∘ (p K), the out of attention whose values are K. dk grows by
+    pᵀ (scale g ∘ Q), the dv of attention whose dO is scale g ∘ Q. Their roundings are added.
+    """
+    q, k, _, d_out = case.whole()
+    g = (case.head_dim**-0.5 if case.scale is None else case.scale) * d_out[..., :1]
+    more, right = _exact(case, q, k, k, g * q), case.right()
+    parts = {"dq": (g * more["out"].exact, g.abs() * more["out"].sums), "dk": (more["dv"].exact, more["dv"].sums)}
+    return {
+        name: replace(right[name], exact=right[name].exact + exact, sums=right[name].sums + sums)
+        for name, (exact, sums) in parts.items()
+    }
 
 
 def _exact(case: Case, *whole: Tensor) -> dict[str, Right]:
@@ -152,17 +172,6 @@ def _as_float32(answer: Answer) -> bool:
         bool((exact[name].error(x.double()) <= 2 * of_float32[name].allowed).all())
         for name, x in answer.results.items()
     )
-
-
-def answered(answers: Iterable[Answer]) -> dict[tuple[str, str, str], tuple[int, ...]]:
-    """{(what, mask and layout, dtype): numbers of ranks} of all questions that were asked and not refused."""
-    found: dict[tuple[str, str, str], set[int]] = {}
-    for answer in answers:
-        if answer.state != REFUSED and not answer.in_float32:
-            of_dtype = str(answer.case.dtype).removeprefix("torch.")
-            key = answer.question.what(), answer.case.mask(), of_dtype
-            found.setdefault(key, set()).add(answer.case.world_size)
-    return {key: tuple(sorted(worlds)) for key, worlds in found.items()}
 
 
 def passes(level: str, accept: Collection[str]) -> bool:

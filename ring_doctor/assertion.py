@@ -75,10 +75,11 @@ def examine(
     how: dict[str, Any] = {"seconds": seconds, "device": device}
     found = examination.examine(patient, **how, seed=seed, quick=quick, progress=progress)
     progress("diagnosis")
-    diagnosis, sick = diagnose(found), found.verdict == SICK
+    sick = found.verdict == SICK
+    diagnosis = diagnose(found) if sick else None
     taken: XRay | str = "none was taken"
-    if xray or (sick and diagnosis):
+    if xray or diagnosis:
         progress("X-ray")
         taken = take_xray(found.patient, choose_question(found), **how)
-    named = diagnosis and diagnosis.explanations and not diagnosis.part
+    named = diagnosis and diagnosis.told and not diagnosis.part
     return Report(found, diagnosis, taken, tuple(infer(found, taken)) if sick and not named else ())

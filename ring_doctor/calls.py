@@ -7,8 +7,6 @@ An option means what it means in ../ringlab/training/flash_ring.py, and has this
     cu_seqlens     the documents of the whole sequence by where each begins, and its end: int32, documents + 1 numbers
     sinks          attention sinks, a learned logit (H,) in the softmax of each query head
 
-An option without a value is left out. Where the signature has no default for it, it is given what changes nothing.
-
 Shapes: q (B, H, C, D), k and v (B, G, C, D) of this rank's tokens; out like q; lse (B, H, C), natural, or in another of
 the shapes that `lse_of` knows. With tensors "bshd" they are (B, C, H, D) and (B, C, G, D), with "sbhd" (C, B, H, D).
 

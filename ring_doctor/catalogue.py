@@ -52,7 +52,7 @@ def main() -> int:
         print(f"{name}: {mistake.what}")
         if mistake.wild:
             print(f"    had it: {', '.join(mistake.wild)}")
-    print(f"{len(every)} mistakes are known")
+    print(f"{len(CATALOGUE)} mistakes are known by what they return, {len(every) - len(CATALOGUE)} by when they show")
     return 0
 
 

@@ -11,20 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ring_doctor.answers import OK, WRONG, Answer
-from ring_doctor.questions import Question
+from ring_doctor.questions import WAYS, Question
 
 RANKS = "with {} ranks"
-HOW = {  # to ask
-    "views": "with views as input",
-    "twice": "when called twice",
-    "without gradients": "without gradients",
-    "interleaved": "in two passes at a time",
-    "autocast": "under autocast",
-    "two backward passes": "in a second backward pass",
-    "frozen keys": "where K needs no gradient",
-    "frozen keys and values": "where K and V need no gradient",
-    "after another length": "after a call with another length",
-}
 FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     (RANKS, lambda question: question.case.world_size),
     ("{}", lambda question: "under a causal mask" if question.case.causal else "without a mask"),
@@ -33,7 +22,7 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("in {}", lambda question: str(question.case.dtype).removeprefix("torch.")),
     ("{} grouped queries", lambda question: _with(question.case.heads != question.case.kv_heads)),
     ("with {}", lambda question: "one K/V head" if question.case.kv_heads == 1 else "more than one K/V head"),
-    ("{}", lambda question: HOW.get(question.how, "when called once, with gradients")),
+    ("{}", lambda question: WAYS[question.how]),
     ("with a batch of {}", lambda question: question.case.batch),
     ("{} a given scale", lambda question: _with(question.case.scale is not None)),
     ("{} a window", lambda question: _with(question.case.window)),
@@ -58,7 +47,7 @@ def _with(feature: Any) -> str:
 
 
 def when_it_shows(answers: Sequence[Answer]) -> str:
-    """The features with which the mistake shows, in words."""
+    """The features with which the mistake shows, in words; "" where no two questions tell it."""
     right, wrong = (
         [_features(answer.question) for answer in answers if answer.state == state] for state in (OK, WRONG)
     )
@@ -72,7 +61,7 @@ def when_it_shows(answers: Sequence[Answer]) -> str:
             said.append(f"{worlds} (right with {', '.join(map(str, sorted(healthy)))})")
         elif healthy:
             said.append(f"{_in_words(i, sick)} only" if len(sick) <= MANY else f"but not {_in_words(i, healthy)}")
-    return ", ".join(said) if said else "in every question"
+    return ", ".join(said) if said or right else "in every question"
 
 
 def separated(right: Iterable[Question], wrong: Iterable[Question]) -> list[str]:

@@ -56,14 +56,12 @@ def all_numbers(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     yield Fact("0", look, torch.zeros_like(exact))
     if name != "lse":
         return
-    m, off = wrong.scores.amax(dim=-1), (wrong.seen(name) - exact).nanmean().nan_to_num(0, 0, 0)
+    m = wrong.scores.amax(dim=-1)
     yield Fact("m, the largest score of the row: log l is not added", "lse = m + log l", m)
     yield Fact("l and not m + log l", "lse = m + log l", (exact - m).exp())
     for words, sign in (("log P too large", 1), ("log P too small", -1)) if P > 1 else ():
         look = "the sums l of the ranks: one is counted P times, or divided by P"
         yield Fact(words, look, exact + sign * math.log(P))
-    look, example = "l = e^(lse - m), which is multiplied by something", f"{wrong.case.words()}: {off:.3g}"
-    yield Fact("off by one number", look, exact + off, 1, example)
 
 
 @pattern("The numbers of {x} are those of {words}")
@@ -114,38 +112,6 @@ def factor(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     yield Fact("c", "what this result is multiplied by", own * exact, 1, _example(wrong, own.view(1), "c = "))
 
 
-OF_RANKS: dict[str, Callable[[int, int], float]] = {
-    "0 on rank 0, and 1 elsewhere": lambda r, P: r > 0,
-    "0 on the last rank, and 1 elsewhere": lambda r, P: r < P - 1,
-    "1 on rank 0, and 0 elsewhere": lambda r, P: r == 0,
-    "1 on the last rank, and 0 elsewhere": lambda r, P: r == P - 1,
-    "r + 1": lambda r, P: r + 1,
-    "1 / (r + 1)": lambda r, P: 1 / (r + 1),
-    "P - r": lambda r, P: P - r,
-    "1 / (P - r)": lambda r, P: 1 / (P - r),
-}
-
-
-@pattern("In {x} the right numbers of rank r are multiplied by {words}")
-def factor_of_the_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
-    exact, P = wrong.chunks(wrong.exact(name)), wrong.case.world_size
-    own = [ratio(x, y).item() for x, y in zip(wrong.chunks(wrong.seen(name)), exact, strict=True)]
-    known = {words: [c(r, P) for r in range(P)] for words, c in OF_RANKS.items()}
-    look = "what is counted by the number of rounds that a rank computes, or returned by some ranks only"
-    for words, factors in (known | {"a number of its own for each rank": own}).items() if P > 1 else ():
-        expected = wrong.case.join([c * x for c, x in zip(factors, exact, strict=True)])
-        yield Fact(words, look, expected, *((1, _example(wrong, own)) if factors is own else ()))
-
-
-@pattern("In {x} the right numbers of each head are multiplied by {words}")
-def factor_of_the_head(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
-    exact = wrong.exact(name)
-    own = ratio(wrong.seen(name), exact, tuple(dim for dim in range(exact.dim()) if dim != 1))
-    look = "what is kept for each head: l, the scale, the sum over a group"
-    if own.numel() > 1:
-        yield Fact("a number of its own", look, own * exact, 0, _example(wrong, own.flatten()))
-
-
 OF_ROWS = {  # what a factor of each row is, and where to look
     "out": (
         "the numerators are right, and what divides them is not",
@@ -186,12 +152,8 @@ def wrong_delta(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
         ("it is 0", 0 * delta, f"{sums}, and at dS = p ∘ (dP - δ)"),
         ("it is that of the wrong out", of_seen, "out: this follows from it"),
         ("it has the wrong sign", -delta, "dS = p ∘ (dP - δ)"),
-        ("it is twice δ", 2 * delta, "where δ is subtracted: once"),
-        ("it is P times δ", wrong.case.world_size * delta, "sums of δ over ranks or rounds"),
         ("it is δ of the query before", delta.roll(1, dims=2), "the order of the rows of δ"),
-        ("it is δ of another head", delta.flip(1), "the order of the heads of δ"),
         ("it is the mean of dO ∘ out, not the sum", delta / wrong.case.head_dim, sums),
-        ("it is the sum of dO", d_out.sum(dim=-1, keepdim=True), sums),
     ):
         if wrong.near("dq", wrong.exact("dq") + (delta - value) * mean_key):
             yield Fact(words, look)
@@ -311,8 +273,6 @@ CONTENTS = (  # the first that holds says the most
     another_head,
     other_kv_heads,
     another_place,
-    factor_of_the_rank,
-    factor_of_the_head,
     factor_of_the_row,
     wrong_delta,
     Pattern("{x}: {words}", rounded),

@@ -33,6 +33,7 @@ from ring_doctor.wrong_answer import WrongAnswer
 
 FORWARD, EVERYTHING = ("out", "lse"), ("out", "lse", "dq", "dk", "dv")
 LARGEST = 1200  # tokens in an answer that is computed on paper for each entry
+FEW = 2  # explanations that a headline may name
 SEARCH = 15.0  # seconds of computing for each half of the search for the mistake of a large answer
 
 SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
@@ -46,15 +47,6 @@ SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may 
 }
 
 
-def _no_special_mask(case: Case) -> bool:
-    return not (case.window or case.documents or case.sinks)
-
-
-PARTS: dict[str, Callable[[Case], bool]] = {  # questions that a mistake may explain by themselves
-    "the questions without windows, documents and sinks": _no_special_mask,
-    "the questions without any mask": lambda case: _no_special_mask(case) and not case.causal,
-    "the causal questions": lambda case: _no_special_mask(case) and case.causal,
-}
 PARTS_OF_AN_ANSWER: tuple[tuple[str, ...], ...] = (FORWARD, ("out",), ("dk", "dv"), ("dq",), ("dk",), ("dv",))
 
 
@@ -84,8 +76,13 @@ class Diagnosis:
 
     explanations: tuple[Explanation, ...]  # each gives the ring's numbers in every wrong answer, or in a part of them
     answers: tuple[Answer, ...]  # the wrong answers
-    when: str  # the mistake shows, in words
+    when: str  # the mistake shows, in words; "": no two questions tell it
     part: str = ""  # the explanations explain this part of the wrong answers only; "": all of them
+
+    @property
+    def told(self) -> tuple[Explanation, ...]:
+        """The explanations; () where they are so many that none of them is likely."""
+        return self.explanations if len(self.explanations) <= FEW else ()
 
     @property
     def names(self) -> set[str]:
@@ -110,11 +107,17 @@ def diagnose(examination: Examination) -> Diagnosis | None:
         found, part = _explain(_telling(answered))
     finally:
         torch.set_num_threads(threads)
-    wide = [answer for answer in wrong if _bits(answer) > 16]
-    ways = {answer.question.how for answer in wide or wrong}
-    if ways <= set(BY_WAY) and not (found and "without gradients" in ways):
+    if ways := _ways([answer for answer in wrong if _bits(answer) > 16] or wrong, answered, found):
         found, part = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)], ""
     return Diagnosis(tuple(found), tuple(wrong), when, part)
+
+
+def _ways(wrong: list[Answer], answered: list[Answer], found: list[Explanation]) -> set[str]:
+    """The ways to ask, if they are what the wrong answers have in common: asked plainly, the same inputs are right."""
+    ways = {answer.question.how for answer in wrong}
+    plain = {answer.case.inputs for answer in answered if answer.question.how == "plain"}  # all of them right
+    known = ways <= set(BY_WAY) and plain >= {answer.case.inputs for answer in wrong}
+    return ways if known and not (found and "without gradients" in ways) else set()
 
 
 def _wrong(answers: Iterable[Answer]) -> list[Answer]:
@@ -133,7 +136,7 @@ def _telling(answered: list[Answer]) -> list[WrongAnswer]:
     on_paper = [answer for answer in answered if _on_paper(answer)]
     plain, in_16_bits = ([x for x in on_paper if (_bits(x) > 16) == wide] for wide in (True, False))
     of_16_bits = [answer for answer in answered if answer.case.inputs in UNROUNDED]
-    large = [answer for answer in _wrong(answered) if answer.question.large and answer.case.seq_len <= LARGEST]
+    large = [answer for answer in _wrong(answered) if answer.case.large_tiles and answer.case.seq_len <= LARGEST]
     large.sort(key=lambda answer: answer.case.seq_len)
     kinds: list[list[Answer]] = [[], of_16_bits, in_16_bits, large[:1]]  # a mistake of 16 bits, a ring for 16 bits only
     # with the plain ones: an entry that would make a wider dtype wrong too is not the mistake
@@ -150,7 +153,7 @@ def _on_paper(answer: Answer) -> bool:
 
     A question that asks in another way is for other faults; a large one would take seconds for each entry.
     """
-    return answer.question.how in ("plain", "watched", "without gradients") and not answer.question.large
+    return answer.question.how in ("plain", "without gradients") and not answer.case.large_tiles
 
 
 def _explain(answers: list[WrongAnswer]) -> tuple[list[Explanation], str]:
@@ -161,7 +164,7 @@ def _explain(answers: list[WrongAnswer]) -> tuple[list[Explanation], str]:
     in_forward, in_gradients = _entries(of_gradients=False), _entries(of_gradients=True)
     other_gradients = [change(entry) for change in (_by_autograd, _in_forward_only) for entry in in_forward]
     single = [*in_gradients, *in_forward, *other_gradients]
-    if large := [wrong for wrong in answers if wrong.answer.wrong and wrong.answer.question.large]:
+    if large := [wrong for wrong in answers if wrong.answer.wrong and wrong.answer.case.large_tiles]:
         return _of_large(large[0], answers, in_forward, in_gradients), ""
     return next(((found, part) for part, found in _attempts(single, answers) if found), ([], ""))
 
@@ -183,11 +186,6 @@ def _attempts(single: list[Explanation], answers: list[WrongAnswer]) -> Iterator
         if set(names) < wrong:
             yield " and ".join(names), _fitting(single, usual, names + never_wrong)
             yield " and ".join(names), under_a_condition(single, usual, names + never_wrong)
-    for part, of_part in PARTS.items():
-        some = [answer for answer in usual if of_part(answer.case)]
-        if len(some) < len(usual):
-            yield part, _fitting(single, some, EVERYTHING)
-            yield f"out and lse in {part}", _fitting(single, some, FORWARD)
 
 
 def _of_large(
@@ -196,7 +194,7 @@ def _of_large(
     """The explanations of a large answer where small ones are right. Each takes long: the likely ones come first."""
     forward, deadline = any(name in large.answer.wrong for name in FORWARD), time.process_time() + SEARCH
     entries, names = (in_forward, FORWARD) if forward else (in_gradients, EVERYTHING)
-    small = [answer for answer in answers if not answer.answer.question.large][:4]
+    small = [answer for answer in answers if not answer.answer.case.large_tiles][:4]
     entries.sort(key=lambda entry: sum(_fits(entry, answer, names) is False for answer in small))
     if forward:  # one result tells most of them apart
         entries = [entry for entry in entries if time.process_time() < deadline and _fits(entry, large, FORWARD)]
@@ -286,13 +284,10 @@ def _on_some_ranks(explanations: list[Explanation], answers: list[WrongAnswer]) 
 
 
 def _fits(explanation: Explanation, wrong: WrongAnswer, names: tuple[str, ...]) -> bool | None:
-    """Whether a ring with this mistake gives these numbers. None: they cannot be computed on paper.
-
-    On one rank, and with one token on each rank, such a ring may use other code, and be right.
-    """
+    """Whether a ring with this mistake gives these numbers. None: they cannot be computed on paper."""
     answer, case = wrong.answer, wrong.case
     names = tuple(name for name in names if name in answer.results)
-    if _special(case) and not any(name in answer.wrong for name in names):
+    if _special(case) and not any(name in answer.wrong for name in names):  # a ring may be right there by other code
         return True
     kept = _expected if case.seq_len < 128 else _expected.__wrapped__  # large results would fill the memory
     parts = [tuple(name for name in names if name in FORWARD)] if set(FORWARD) & set(answer.wrong) else []

@@ -3,29 +3,31 @@
     examine(patient)    ->    Examination: the answers, the verdict, and what a reader must know about them
 
     HEALTHY           every answer is right
-    LIMITED           what the function claims is right. What it never claimed fails: chunks of unequal length, 16 bits
+    LIMITED           what the function claims is right. Beyond that it raises: 16 bits, one token a rank
     SICK              an answer is wrong, or the function fails where every ring must answer
 
 Before: job.py. After: diagnosis.py, which names the mistake.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, Answer, imprecise
+from ring_doctor.answers import FAILED, LATE, REFUSED, WRONG, Answer, imprecise, right_results
 from ring_doctor.job import REFUSALS, CannotExamine, Job
-from ring_doctor.on_rank import alike
 from ring_doctor.patient import Patient, dtype_of
-from ring_doctor.questions import UNEQUAL, Question, every_question, few_worlds, questions, quick_questions
+from ring_doctor.questions import LSE, UNEQUAL, Question, every_question, few_worlds, in_turn, kind, questions
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
-GIVE_UP = 2  # hangs or crashes where every ring must answer: then nothing more is asked
+GIVE_UP = 2  # hangs or crashes: then nothing more is asked
 SLOW = 10.0  # seconds of a first call, of which each number of ranks has one; a right ring needs some milliseconds
 AGAIN = 2  # times that a question is asked again after a wrong answer, to see whether the answer changes
+LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer answers nothing is said of the ring
+LAST_DIGITS = "called again, it gives other numbers, all of them right: does it add blocks as they come?"
+DRAWS = "it takes random numbers from torch's generator: is dropout on?"
 
 HEALTHY, LIMITED, SICK = "healthy", "healthy for what it takes", "sick"
 
@@ -42,7 +44,7 @@ class Examination:
     @property
     def faults(self) -> list[Answer]:
         """The wrong answers and the failures that count."""
-        return [answer for answer in self.answers if answer.bad and not never_claimed(answer)]
+        return [answer for answer in self.answers if answer.bad and not _excused(answer)]
 
     @property
     def verdict(self) -> str:
@@ -57,8 +59,7 @@ class Examination:
     @property
     def beyond(self) -> dict[str, Answer]:
         """What the patient never claimed to take, and the first failure or wrong answer with it."""
-        failed = [answer for answer in self.answers if answer.bad and never_claimed(answer)]
-        return {answer.question.feature: answer for answer in reversed(failed)}
+        return {answer.question.feature: answer for answer in reversed(self.answers) if answer.bad and _excused(answer)}
 
     @property
     def imprecise(self) -> bool:
@@ -71,17 +72,21 @@ class Examination:
         return [answer for answer in self.answers if answer.changes]
 
     def remark(self, sentence: str) -> None:
+        """Add a remark, once."""
         if sentence not in self.remarks:
             self.remarks.append(sentence)
 
 
 def never_claimed(answer: Answer) -> bool:
-    """Whether a fault does not count: every fault with a feature that no ring must have, but wrong numbers.
-
-    A ring for chunks of one length computes anything with chunks of other lengths.
-    """
+    """Whether an answer names no mistake: an error with a feature that a ring may lack, or anything with these two."""
     feature = answer.question.feature
-    return bool(feature) and (answer.state == FAILED or feature == UNEQUAL)
+    return bool(feature) and (answer.state == FAILED or feature in (UNEQUAL, LSE))
+
+
+def _excused(answer: Answer) -> bool:
+    """Whether a fault does not count: an error with a feature; a hang does. An lse may be there to be read only."""
+    feature = answer.question.feature
+    return bool(feature) and ((answer.state == FAILED and not answer.lost) or feature == LSE)
 
 
 def examine(
@@ -93,103 +98,139 @@ def examine(
     quick: bool = False,
     progress: Callable[[str], None] = lambda words: None,
 ) -> Examination:
-    """Ask all questions; with `quick` those of `quick_questions`. `progress` is told each question in words first.
+    """Ask all questions; with `quick` each kind of question until it is answered. `progress` is told each in words.
 
-    Raises CannotExamine when the patient answers no question at all, or none on three or more ranks.
+    Raises CannotExamine when the patient answers too little or too late.
     """
-    worlds = patient.worlds
-    found = Examination(few_worlds(patient) if quick else patient)
+    found = Examination(patient)
     with ExitStack() as stack:  # of jobs, which start with their first question
         # parts of a job have jobs of their own, in which rank 0 is never called
-        sizes = itertools.product(range(1, max(worlds) + 2), (False, True))
-        jobs = {(size, part): Job(found.patient, size, seconds, device) for size, part in sizes}
-        for job in jobs.values():
-            stack.callback(job.close)
-        _without_what_it_refuses(found, jobs[max(found.patient.worlds), False], seed)
+        sizes = itertools.product(range(1, max(patient.worlds) + 2), (False, True))
+        jobs = {key: stack.enter_context(closing(Job(patient, key[0], seconds, device))) for key in sizes}
+        _without_what_it_refuses(found, jobs, seed)
         _ask_everything(found, jobs, seed, quick, progress)
-    _in_fresh_processes(found, seconds, device)
-    _on_one_rank(found, seconds, device)
-    if all(answer.raised for answer in found.answers):
-        raise CannotExamine(f"{patient.name} answers no question: {found.answers[-1].says}")
-    plain = [answer for answer in found.answers if answer.question.how == "plain" and not answer.question.feature]
-    of_many = [answer for answer in plain if answer.case.world_size > 2]
-    if found.verdict != SICK and all(answer.state == REFUSED for answer in of_many):
-        raise CannotExamine(
-            f"{patient.name} answers no plain question on three or more ranks, and with two many mistakes do not show: "
-            f"{of_many[-1].says if of_many else 'none was asked'}"
-        )
+    found.remarks += [LAST_DIGITS] if any(answer.last_digits for answer in found.answers) else []
+    found.remarks += [DRAWS] if any(answer.draws for answer in found.answers) else []
+    _check_that_it_answers(found)
     if quick:
-        every = every_question(replace(found.patient, worlds=worlds), dtype_of(found.patient.dtypes[0]), seed)
+        every = every_question(found.patient, dtype_of(found.patient.dtypes[0]), seed)
         share = f"quick: {sum(answer.question in every for answer in found.answers)} of {len(every)} questions"
-        found.remark(f"{share}; the others ask the same with other numbers of ranks, or under another mask")
+        found.remark(f"{share}; the others ask the same under another mask or with another number of ranks")
     return found
+
+
+def _check_that_it_answers(found: Examination) -> None:
+    """Raise CannotExamine where nothing can be said: no mistake was seen, and too little was answered."""
+    name, answers = found.patient.name, found.answers
+    if all(answer.raised for answer in answers):
+        raise CannotExamine(f"{name} answers no question: {answers[-1].says}")
+    if found.verdict == SICK:
+        return
+    for answer in answers:
+        _check_that_it_is_in_time(answer, name)
+    must = [answer for answer in answers if not answer.question.feature]
+    asked, answered = ({kind(it.question) for it in must if it.state != state} for state in (None, REFUSED))
+    if len(answered) < LEAST * len(asked):
+        refused = next(answer for answer in must if answer.state == REFUSED)
+        raise CannotExamine(
+            f"{name} answers {len(answered)} of {len(asked)} kinds of questions that every ring must answer; expected "
+            f"{LEAST:.0%} or more. With {refused.question.words()} it refuses: {refused.says}"
+        )
+
+
+def _check_that_it_is_in_time(answer: Answer, name: str) -> None:
+    if answer.state == LATE:
+        raise CannotExamine(
+            f"{name} is slow, or this machine is: with {answer.question.words()}, {answer.says}. It does not wait for "
+            f"a message there. Give it more time: --time-limit, or seconds="
+        )
 
 
 def _ask_everything(
     found: Examination, jobs: dict[tuple[int, bool], Job], seed: int, quick: bool, progress: Callable[[str], None]
 ) -> None:
     """Ask the questions of each number of ranks. Parts of a job are asked of the job with a rank more."""
-    lost = 0
-    for world_size in found.patient.worlds:
-        for question in _questions(found, world_size, seed, quick):
-            part = question.members is not None
-            job = jobs[world_size + part, part]
-            if lost >= GIVE_UP:
-                found.remark(f"after {GIVE_UP} hangs or crashes nothing more was asked")
-                return
-            if question.feature in found.beyond:
-                continue
-            progress(question.words())
-            job.patient = found.patient
-            answer = ask_again(job, question)
-            lost += answer.state == FAILED and not question.feature and not job.ready
-            found.answers.append(answer)
+    patient, dtype = found.patient, dtype_of(found.patient.dtypes[0])
+    todo = {P: in_turn(patient, P, dtype, seed, quick=quick) for P in patient.worlds}
+    total, lost = len({key for groups in todo.values() for key in groups}), 0
+    done: set[Hashable] = set()
+    lse_grad = False
+    for world_size, groups in todo.items():
+        for key, group in groups.items():
+            refused: list[Answer] = []
+            for question in group if key not in done else ():
+                if lost >= GIVE_UP:
+                    found.remark(f"after {GIVE_UP} hangs or crashes nothing more was asked")
+                    return
+                if question.feature in found.beyond or (question.feature == LSE and not lse_grad):
+                    break
+                part = question.members is not None
+                job = jobs[world_size + part, part]
+                job.patient = patient
+                progress(f"{len(done) / total:4.0%}  {question.words()}")
+                answer = _as_wrong_as_it_is(ask_again(job, question), patient)
+                lost, lse_grad = lost + answer.lost, lse_grad or answer.lse_grad
+                if answer.state != REFUSED:
+                    found.answers.append(answer)
+                    done.add(key)
+                    break
+                refused.append(answer)
+            found.answers += refused[:1] if key not in done else []
         for job in (jobs[world_size, False], jobs[world_size + 1, True]):
             job.close()  # no larger number of ranks needs its processes
+
+
+def _as_wrong_as_it_is(answer: Answer, patient: Patient) -> Answer:
+    """A patient that computes in float32 is asked in float32. Another one that errs by so little is wrong in float64.
+
+    Unless all numbers are those of float32: then it computes in float32 where it is asked for this.
+    """
+    beyond = {name: answer.results[name] for name in answer.ranks} if answer.in_float32 and patient.dtypes[1:] else {}
+    if all(torch.equal(x, x.float().to(x.dtype)) for x in beyond.values()):
+        return answer
+    shares = {name: error / allowed for name, (error, allowed) in answer.errors.items() if name in beyond}
+    return replace(answer, state=WRONG, in_float32=False, wrong=shares)
 
 
 def ask_again(job: Job, question: Question) -> Answer:
     """The answer; a wrong one, and one to a large question, is asked for again, because a race shows now and then."""
     answer = job.ask(question)
-    for _ in range(AGAIN if answer.results and (answer.state == WRONG or question.large) else 0):
+    for _ in range(AGAIN if answer.results and (answer.state == WRONG or question.case.large_tiles) else 0):
         again = job.ask(question)
-        changes = again.state != answer.state or any(not alike(x, answer.results[n]) for n, x in again.results.items())
-        if changes and WRONG in (answer.state, again.state):  # right answers may differ in their last digits
+        if again.state != answer.state or (answer.state == WRONG and _other_numbers(answer, again)):
             return replace(answer if answer.state == WRONG else again, changes=True)
     return answer
 
 
-def _in_fresh_processes(found: Examination, seconds: float, device: str) -> None:
-    """Ask a wrong question once more, before any other: a patient that is right then keeps something between calls."""
-    wrong = [answer for answer in found.answers if answer.state == WRONG and not answer.question.members]
-    if not wrong or not any(answer.state == OK for answer in found.answers if answer.case.world_size > 1):
-        return
-    last = wrong[-1]
-    with closing(Job(found.patient, last.case.world_size, seconds, device)) as job:
-        if job.ask(last.question).state == OK and not last.changes:
-            asked = f"asked first in fresh processes, it is right with {last.question.words()}"
-            found.remark(f"{asked}: it keeps something between calls, as a mask, a buffer or a counter")
+def _other_numbers(a: Answer, b: Answer) -> bool:
+    """Whether two wrong answers differ by more than two right ones may."""
+    allowed = {name: 2 * right.allowed for name, right in right_results(a.question).items()}
+    pairs = {name: (x.double().nan_to_num(), b.results[name].double().nan_to_num()) for name, x in a.results.items()}
+    return any(bool(((x - y).abs() > allowed[name]).any()) for name, (x, y) in pairs.items())
 
 
-def _on_one_rank(found: Examination, seconds: float, device: str) -> None:
-    """Ask one rank alone where answers change: then no message can be late."""
-    if found.changes and 1 in found.patient.worlds:
-        with closing(Job(found.patient, 1, seconds, device)) as job:
-            answer = ask_again(job, _first(found.patient, job, found.changes[0].case.seed))
-            found.answers += [answer] if answer.changes else []
-
-
-def _without_what_it_refuses(found: Examination, job: Job, seed: int) -> None:
-    """The patient with the dtypes that it takes, as many heads as it needs, and gradients if it computes them."""
+def _without_what_it_refuses(found: Examination, jobs: dict[tuple[int, bool], Job], seed: int) -> None:
+    """The patient with the dtypes, masks and layouts that it takes, as many heads as it needs, and with gradients."""
     if max(found.patient.worlds) < 4:
         found.remark("with fewer than 4 ranks some questions are not asked: sums in 16 bits, parts of a larger job")
-    _with_what_it_needs(found, job, seed)
+    for world_size in reversed(found.patient.worlds):
+        job = jobs[world_size, False]
+        if answer := _with_what_it_needs(found, job, seed):
+            break
+    else:
+        return  # it refuses everything
+    _check_that_it_is_in_time(answer, found.patient.name)
+    if not job.lost:
+        _in_masks_that_it_takes(found, job, seed)
     if found.patient.gradients and not job.lost:
-        _without_gradients_if_refused(found, job, seed)
-    if job.first_call > SLOW:
+        answer = _without_gradients_if_refused(found, job, seed)
+    if answer.in_float32 and found.patient.dtypes[1:]:
+        found.remark("it takes float64 and computes in float32; it is examined in float32")
+        found.patient = replace(found.patient, dtypes=found.patient.dtypes[1:])
+    if job.slowest > SLOW:
         worlds = few_worlds(found.patient).worlds
         found.remark(
-            f"its first call took {job.first_call:.0f} s, as with a compiler, and each number of ranks has one: it was "
+            f"its first call took {job.slowest:.0f} s, as with a compiler, and each number of ranks has one: it was "
             f"asked on {' and '.join(map(str, worlds))} ranks only"
         )
         found.patient = replace(found.patient, worlds=worlds)
@@ -199,7 +240,7 @@ def _first(patient: Patient, job: Job, seed: int) -> Question:
     return next(questions(patient, job.size, dtype_of(patient.dtypes[0]), seed))
 
 
-def _with_what_it_needs(found: Examination, job: Job, seed: int) -> None:
+def _with_what_it_needs(found: Examination, job: Job, seed: int) -> Answer | None:
     """Ask without gradients in each dtype, and with a head for each rank, as an all-to-all needs them."""
     patient, refused = found.patient, ""
     for (i, dtype), per_rank in itertools.product(enumerate(patient.dtypes), (0, 2)):
@@ -215,35 +256,37 @@ def _with_what_it_needs(found: Examination, job: Job, seed: int) -> None:
         if i and torch.finfo(dtype_of(dtype)).bits == 16:
             found.limits.append(f"{dtype} only")
         found.patient = asked
-        return
+        return answer
+    return None
 
 
-def _without_gradients_if_refused(found: Examination, job: Job, seed: int) -> None:
+def _in_masks_that_it_takes(found: Examination, job: Job, seed: int) -> None:
+    """Leave out layouts that it refuses under a causal mask, or under none where it has no other mask."""
+    patient, first = found.patient, _first(found.patient, job, seed)
+    takes: dict[bool, list[str]] = {}
+    for causal in patient.causal:
+        for layout in patient.layouts if causal or len(patient.causal) == 1 else patient.layouts[:1]:
+            case = replace(first.case, causal=causal, layout=layout)
+            answer = job.ask(replace(first, case=case, how="without gradients"))
+            if answer.state != REFUSED:
+                takes.setdefault(causal, []).append(layout)
+                continue
+            found.answers.append(answer)
+            found.remark(f"with {case.mask()} it refuses ({answer.says}): it was asked no more of this")
+    if takes:
+        layouts = takes.get(True, takes.get(False, []))
+        found.patient = replace(patient, causal=tuple(takes), layouts=tuple(layouts))
+
+
+def _without_gradients_if_refused(found: Examination, job: Job, seed: int) -> Answer:
     question = _first(found.patient, job, seed)
     answer = job.ask(question)
     if not answer.raised or (without := job.ask(replace(question, how="without gradients"))).raised:
-        return
+        return answer
     if answer.says.startswith(REFUSALS):
         found.limits.append(f"the forward pass only: with inputs that need gradients, {answer.says}")
         found.patient = replace(found.patient, gradients=False)
     else:
         found.answers.append(without)
         found.remark("it answers without gradients. For the forward pass only? Then ask with --forward-only")
-
-
-def _questions(found: Examination, world_size: int, seed: int, quick: bool) -> Iterator[Question]:
-    """The questions in the widest dtype that the patient takes and computes in, as its answers show."""
-
-    def in_dtype() -> Iterator[Question]:
-        patient, dtype = found.patient, dtype_of(found.patient.dtypes[0])
-        asked = quick_questions(patient, dtype, seed) if quick else questions(patient, world_size, dtype, seed)
-        return (question for question in asked if question.case.world_size == world_size)
-
-    dtypes = found.patient.dtypes
-    for question in in_dtype():
-        yield question
-        if dtypes[0] == "float64" and dtypes[1:] and any(answer.in_float32 for answer in found.answers):
-            found.remark("it takes float64 and computes in float32; it is examined in float32")
-            found.patient = replace(found.patient, dtypes=dtypes[1:])
-            yield from in_dtype()
-            return
+    return without

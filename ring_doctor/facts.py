@@ -14,6 +14,18 @@ from torch import Tensor
 
 from ring_doctor.wrong_answer import WrongAnswer
 
+OF_GRADIENTS = {  # out is right: what follows from which gradients are wrong
+    "dq": "dk and dv are right, so the weights p and dS are: look at where dS K is summed into dq.",
+    "dk": "dq and dv are right, so dS and the way of dv are: look at dSᵀ Q, its scale, and where it is summed.",
+    "dv": "dq and dk are right, so the weights p and dS are: look at pᵀ dO, and where it is summed.",
+    "dk and dv": "dq is right, so the weights p and dS are: look at where dk and dv are summed, and at their way home.",
+    "dq and dk": "dv is right, so the weights p are; dq and dk are wrong: look at dS = p ∘ (dP - δ): δ, dP = dO Vᵀ and "
+    "the scale.",
+    "dq and dv": "dk is right, so dS is: look at dS K, at pᵀ dO, and at where both are summed.",
+    "dq, dk and dv": "out is right and all gradients are wrong: look at what the backward pass gets: q, k, v, lse, dO, "
+    "and its mask.",
+}
+
 
 @dataclass(frozen=True)
 class Fact:

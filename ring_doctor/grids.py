@@ -172,31 +172,18 @@ def _text(matrix: Matrix) -> str:
     return "\n".join(lines)
 
 
-LINES = {"the last key": (1, -1), "the first key": (1, 0), "the last query": (0, -1), "the first query": (0, 0)}
-
-
 def _pairs(matrix: Matrix, case: Case) -> str:
-    """The pairs that are seen and must be hidden, or the reverse: by their distance, or by their place in a tile."""
+    """The pairs that are seen and must be hidden, or the reverse: by their distance."""
     present, visible, said = matrix.sheet.present, matrix.sheet.visible, ""
     order = torch.cat([case.positions(rank) for rank in range(case.world_size)])
     distance = order[None, :] - order[:, None]
     for pairs, words in ((present & ~visible, "seen too"), (visible & ~present, "not seen")):
         at = distance[pairs].unique().tolist()
-        tiles = [matrix.sheet.cut(pairs, tile.rank, tile.block) for tile in matrix.wrong]
-        of_tiles = [line for line, which in LINES.items() if all(_only(tile, *which) for tile in tiles)]
         if len(at) == 1:
             every = "Each" if torch.equal(pairs, distance == at[0]) else "Some"
             key = f"i {'+' if at[0] > 0 else '-'} {abs(at[0])}" if at[0] else "i"
             said += f" {every} pair of query i and key {key} is {words}."
-        elif of_tiles:
-            said += f" In these tiles {of_tiles[0]} is {words}."
     return said
-
-
-def _only(pairs: Tensor, dim: int, index: int) -> bool:
-    """Whether these pairs are one whole line of their tile."""
-    line = pairs.select(dim, index)
-    return bool(line.all()) and int(pairs.sum()) == len(line)
 
 
 def _between(amounts: list[float]) -> str:

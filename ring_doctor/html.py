@@ -58,7 +58,6 @@ $answers
 def page(said: dict[str, Any], picture: str = "") -> str:
     """The page, as text, with the X-ray as a picture where there is one."""
     about = [f"Level: {said['level']}.", said.get("about"), said.get("version"), *said["remarks"], *said["inference"]]
-    about += [f"Asked: {'; '.join(said['asked'])}."] if said.get("asked") else []
     xray = [f"<h2>X-ray</h2>\n<p>{escape(said['xray_of'])}</p>"] if "xray" in said else []
     xray += [f"<figure>{picture[picture.index('<svg') :]}</figure>"] if picture else []
     xray += [f"<pre>{escape(said['xray'])}</pre>"] if said.get("xray") else []

@@ -7,40 +7,27 @@ of P = 2 alone, is not told as general. If no pattern holds, what is left is whi
 
 Shapes: those of wrong_answer.py.
 
-    $ python -m ring_doctor.inference
-    A ring whose dK and dV lack what the last round adds:
-    - X-ray (P = 3, no mask, contiguous, C = 4, float64): W backward, weights of the backward pass (dV): round 2
-      on every rank: missing. Look at the number of rounds, and at what a round leaves out.
-    - dq is right, so the weights p and dS are: look at where dk and dv are summed, and at their way home.
-    A right ring: nothing to tell.
-
 Before: contents.py, where_wrong.py, take_xray.py and waiting.py. After: report.py.
 Source: Dao et al. 2022, algorithm 4, for what follows from what.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from textwrap import fill
 
 import torch
 
-from ring_doctor.answers import FAILED, OK, Answer, imprecise, judge
-from ring_doctor.case import Case
+from ring_doctor.answers import FAILED, OK, Answer, imprecise
 from ring_doctor.conditions import separated
 from ring_doctor.contents import CONTENTS
 from ring_doctor.examination import Examination, never_claimed
-from ring_doctor.facts import Fact, listed
+from ring_doctor.facts import OF_GRADIENTS, Fact, listed
 from ring_doctor.grids import XRay
-from ring_doctor.on_rank import RankResults
-from ring_doctor.paper_ring import RIGHT, BlockGradients, Steps, compute
-from ring_doctor.patient import Patient
 from ring_doctor.questions import Question
 from ring_doctor.take_xray import wrong_answers
 from ring_doctor.waiting import inferred
 from ring_doctor.where_wrong import WHERE
 from ring_doctor.wrong_answer import WrongAnswer
-from ring_doctor.xray import on_paper as xray_on_paper
 
 WIDTH = 110
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -49,17 +36,6 @@ IN_A_PART = (
     "of the job, or a group is left out. Look at every send and receive, at group=, group_src= and group_dst=, and at "
     "dist.get_global_rank."
 )
-OF_GRADIENTS = {  # out is right: what follows from which gradients are wrong
-    "dq": "dk and dv are right, so the weights p and dS are: look at where dS K is summed into dq.",
-    "dk": "dq and dv are right, so dS and the way of dv are: look at dSᵀ Q, its scale, and where it is summed.",
-    "dv": "dq and dk are right, so the weights p and dS are: look at pᵀ dO, and where it is summed.",
-    "dk and dv": "dq is right, so the weights p and dS are: look at where dk and dv are summed, and at their way home.",
-    "dq and dk": "dv is right, so the weights p are; dq and dk are wrong: look at dS = p ∘ (dP - δ): δ, dP = dO Vᵀ and "
-    "the scale.",
-    "dq and dv": "dk is right, so dS is: look at dS K, at pᵀ dO, and at where both are summed.",
-    "dq, dk and dv": "out is right and all gradients are wrong: look at what the backward pass gets: q, k, v, lse, dO, "
-    "and its mask.",
-}
 DTYPES = {  # by result: whose dtype to look at when 16 bits lose too much of it
     "out": "of the running output, of l and of what is merged",
     "lse": "of m, l and lse",
@@ -87,11 +63,12 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
         places = _places(told, [name for name in RESULTS if not any(name in names for names in held)])
     finally:
         torch.set_num_threads(threads)
-    shown, cannot_show = _of_xray(xray, wrong, {name for names in held for name in names})
+    known = {name for names in held for name in names}
+    shown = [] if isinstance(xray, str) or xray.right else xray.facts(known)
     out_is_wrong = any("out" in each.answer.wrong for each in told)  # then gradients may follow from it
     follows = [said for names, said in held.items() if out_is_wrong and names[0].startswith("d")]
     first = [said for said in held.values() if said not in follows]
-    return [*first, *shown, *_which(told), *places, *_worlds(examination.answers, told), *follows, *cannot_show, *hangs]
+    return [*first, *shown, *_which(told), *places, *_worlds(examination.answers, told), *follows, *hangs]
 
 
 def text(sentences: Sequence[str]) -> str:
@@ -152,16 +129,12 @@ def _places(told: list[WrongAnswer], names: list[str]) -> list[str]:
     return said
 
 
-def _of_xray(xray: XRay | str, wrong: list[Answer], known: set[str]) -> tuple[list[str], list[str]]:
-    """What an X-ray shows, or why it cannot show the mistake. `known`: results of which is known what they hold."""
-    if isinstance(xray, str):
-        return [], []
-    if not xray.right:
-        return xray.facts(known), []
+def why_right(xray: XRay, wrong: Sequence[Answer]) -> str:
+    """Why an X-ray does not show what these answers do."""
     two_heads = Question(replace(xray.case, heads=2, kv_heads=2))  # alike, as the questions with one head
     lacks = separated([two_heads], [answer.question for answer in wrong])
-    why = f"every wrong answer is one {listed(lacks)}" if lacks else "it has one head, small scores and few tokens"
-    return [], [f"An X-ray cannot show this mistake: {why}."]
+    limits = "it has one sequence, one head, few tokens, small scores, and no scale that is given"
+    return f"every wrong answer is one {listed(lacks)}" if lacks else limits
 
 
 def _which(told: list[WrongAnswer]) -> list[str]:
@@ -218,30 +191,3 @@ def _but_for_ranks(answer: Answer) -> Question:
     question, case = answer.question, answer.case
     chunk = case.seq_len // case.world_size if case.equal_chunks else 0
     return Question(replace(case, world_size=1, seq_len=chunk), question.how)
-
-
-def answer_on_paper(question: Question, steps: Steps = RIGHT) -> Answer:
-    """The answer of a ring on paper, right or with a mistake: see paper_ring.py."""
-    case, gradients = question.case, question.how != "without gradients"
-    results = {name: x.to(case.dtype) for name, x in compute(case, steps, gradients=gradients).items()}
-    of_ranks = [{name: case.cut(x, rank) for name, x in results.items()} for rank in range(case.world_size)]
-    return judge(question, [RankResults(of_rank) for of_rank in of_ranks])
-
-
-def main() -> int:
-    def lost(part: BlockGradients) -> int | None:
-        return None if part.round == part.world_size - 1 else part.block
-
-    patient = Patient("on paper", compute, causal=(False,), layouts=("contiguous",))
-    told = []
-    for steps in (replace(RIGHT, home=lost), RIGHT):
-        answers = [answer_on_paper(Question(Case(P, 6 * P)), steps) for P in (2, 3, 4)]
-        told.append(infer(Examination(patient, answers), xray_on_paper(Case(3, 12), steps)))
-    print("A ring whose dK and dV lack what the last round adds:")
-    print(text(told[0]))
-    print("A right ring: " + (text(told[1]) or "nothing to tell."))
-    return 0 if told[0] and not told[1] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,14 +12,15 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ring_doctor.answers import FAILED, REFUSED, Answer, judge
+from ring_doctor.answers import FAILED, LATE, REFUSED, Answer, judge
 from ring_doctor.on_rank import ask_on_rank, prepare
 from ring_doctor.patient import Patient
 from ring_doctor.questions import Question
 from ring_doctor.stacks import hang, lines_of_ranks
-from ringlab.support.pool import LostRank, Raised, Ranks
+from ringlab.support.processes import LostRank, Raised, Ranks
 
 START = 120.0  # seconds to import a library and to set it up
+LONGER = 3  # times as long as the slowest answer so far a question may take: then the machine is slow, or compiles
 REFUSALS = ("ValueError", "NotImplementedError", "AssertionError")  # of all ranks: the patient refuses the question
 
 OTHER_SIZE = re.compile(r".*op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+).*")  # gloo's words
@@ -37,13 +38,14 @@ class Job:
         self._errors = TemporaryDirectory()  # for what the ranks write to stderr: gloo's own words when it gives up
         self.ranks = Ranks(size, START, device, Path(self._errors.name))
         self.ready, self.lost = False, 0
-        self.first_call = 0.0  # seconds, after the set-up
+        self.slowest = 0.0  # seconds of an answer, after the set-up
         self.called: set[int] = set()  # the ranks that have called the patient
 
     def ask(self, question: Question) -> Answer:
         """The answer to a question, whatever the ranks do. Raises CannotExamine when the set-up fails.
 
-        The first question to a rank may take as long as the set-up: compilers work then.
+        The first question to a rank may take as long as the set-up: compilers work then. The time for the others grows
+        with what an answer took. When it is over and no rank hangs, the answer is LATE: the machine may be too slow.
         """
         with TemporaryDirectory() as name:
             folder, members = Path(name), question.members or tuple(range(self.size))
@@ -53,17 +55,18 @@ class Job:
                     self.ranks.seconds, self.ranks.hang = START, lambda silent: False
                     self.ranks(self.size, prepare, self.patient)
                     self.ready = True
-                self.ranks.seconds = max(START, self.seconds) if first else self.seconds
+                self.ranks.seconds = max(START * first, self.seconds, LONGER * self.slowest)
                 self.ranks.hang = partial(hang, folder)
                 start = time.monotonic()
                 of_ranks = self.ranks.outcomes(self.size, ask_on_rank, self.patient, question, folder, self.seconds)
-                self.first_call = self.first_call or time.monotonic() - start
+                self.slowest = max(self.slowest, time.monotonic() - start)
             except RuntimeError as error:
                 raise CannotExamine(f"its set-up fails: {str(error).splitlines()[-1]}") from error
             except LostRank as lost:
                 self.ready, self.lost = False, self.lost + 1
                 self.called.clear()  # new processes
-                return Answer(question, FAILED, self._why_lost(lost, folder))
+                late = lost.silent and not lost.raised and not hang(folder, lost.silent)
+                return Answer(question, LATE if late else FAILED, self._why_lost(lost, folder), lost=True)
         self.called.update(members)
         raised = {rank: of_ranks[rank] for rank in members if isinstance(of_ranks[rank], Raised)}
         if not raised:
@@ -74,7 +77,7 @@ class Job:
         [cause, *_] = causes.values()
         if len(causes) < len(members):  # a ring never refuses on some ranks only
             return Answer(question, FAILED, _told(causes))
-        if question.may_refuse or cause.kind in REFUSALS:
+        if question.feature or cause.kind in REFUSALS:
             return Answer(question, REFUSED, _said(cause), raised=True)
         return Answer(question, FAILED, _said(cause, place=True), raised=True)
 
@@ -83,7 +86,7 @@ class Job:
         if causes := {rank: each for rank, each in lost.raised.items() if not each.lost_connection}:
             return f"{_told(causes)}; {lost.reason}"
         said = [lost.reason, self._last_words() if "died" in lost.reason else ""]
-        said += [f"{_ranks(ranks)} in {at}" for at, ranks in lines_of_ranks(folder).items()]
+        said += [f"{ranks_in_words(ranks)} in {at}" for at, ranks in lines_of_ranks(folder).items()]
         return "; ".join(filter(None, said))
 
     def _last_words(self) -> str:
@@ -100,10 +103,11 @@ class Job:
 def _told(causes: dict[int, Raised]) -> str:
     """Which ranks raised, and what the first of them says."""
     [first, *_] = causes.values()
-    return f"{_ranks(list(causes))} raised {_said(first, place=True)}"
+    return f"{ranks_in_words(list(causes))} raised {_said(first, place=True)}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """ "rank 1", or "ranks 1, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

@@ -71,13 +71,3 @@ def mistake(what: str, *, look: str, chapter: int, wild: tuple[str, ...] = ()) -
         return change
 
     return enter
-
-
-def variant_of(first: Change) -> Callable[[Change], Change]:
-    """Enter another way to make the same mistake."""
-
-    def enter(change: Change) -> Change:
-        CATALOGUE[first.__name__].variants.append(change)
-        return change
-
-    return enter

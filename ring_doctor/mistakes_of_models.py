@@ -6,6 +6,7 @@ Source: each entry names who had it, where that is public.
 
 from typing import Any
 
+from ring_doctor.case import LAYOUTS
 from ring_doctor.mistakes import Mistake
 
 # fmt: off
@@ -20,15 +21,9 @@ ROWS: tuple[tuple[Any, ...], ...] = (  # name, chapter, what it is, where to loo
      "contiguous chunks a rank that rotates the keys of others with its own positions gives the same numbers.",
      "where the model gets its positions: from ringlab.positions(layout, S, rank, P), not from arange(C); keys are "
      "rotated before they travel", "vllm-project/speculators PR #871"),
-    ("positions_of_contiguous", 7,
-     "The positions of the tokens are made for the contiguous layout, and the tokens are dealt out in another layout.",
-     "the sharding: tokens, labels and positions must come from one call, with one layout"),
-    ("positions_of_zigzag", 7,
-     "The positions of the tokens are made for the zigzag layout, and the tokens are dealt out in another layout.",
-     "the sharding: tokens, labels and positions must come from one call, with one layout"),
-    ("positions_of_striped", 7,
-     "The positions of the tokens are made for the striped layout, and the tokens are dealt out in another layout.",
-     "the sharding: tokens, labels and positions must come from one call, with one layout"),
+    *((f"positions_of_{layout}", 7,
+       f"The positions of the tokens are made for the {layout} layout, and the tokens are dealt out in another layout.",
+       "the sharding: tokens, labels and positions must come from one call, with one layout") for layout in LAYOUTS),
     ("positions_missing", 10,
      "The ranks' model gives every token the same position: queries and keys are not rotated.",
      "the path from the positions to the rotation: an attention that replaces another must rotate too"),

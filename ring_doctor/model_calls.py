@@ -7,7 +7,6 @@
 Shapes: text (B, S + 1), targets (B, S), positions (S,); a loss () or (B, C).
 
 Before: examination.py, an attention by itself. After: model_patterns.py.
-Source: none.
 """
 
 import inspect
@@ -24,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_doctor.case import positions
 from ring_doctor.job import START, CannotExamine
-from ringlab.support.pool import LostRank, Raised, Ranks
-from ringlab.support.processes import RankContext
+from ringlab.support.processes import LostRank, Raised, RankContext, Ranks
 
 Step = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 

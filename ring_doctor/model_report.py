@@ -4,7 +4,6 @@
     json_of_model(report)        the same for other programs, with the keys of an attention's report
 
 Before: whole_model.py and report.py, an attention. After: html.py, the same as a page; __main__.py, the command.
-Source: none.
 """
 
 import math
@@ -56,7 +55,10 @@ class ModelReport:
             return f"SICK: {' or '.join(' and '.join(each.names) for each in found.diagnoses)}, in {self.name}"
         if failed and all(world.right or world.failure for world in found.worlds):
             return f"SICK: {self.name} fails with {failed[0].world_size} ranks: {failed[0].failure}"
-        return f"SICK: {self.name}, but no mistake of the catalogue, nor two together, gives its numbers"
+        shown = (
+            found.clue.partition(": look at")[0].rstrip(".") or "wrong numbers that no mistake of the catalogue gives"
+        )
+        return f"SICK: {self.name}: {shown}"
 
     @property
     def mistakes(self) -> list[Mistake]:

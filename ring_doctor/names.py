@@ -9,8 +9,6 @@
 So a closure, a lambda, a functools.partial or a torch.nn.Module can be examined, if a module makes it when it is
 imported.
 
-Shapes: none here.
-
 Before: inputs.py. After: case.py.
 Source: the form module:object of entry points, Python Packaging User Guide.
 """

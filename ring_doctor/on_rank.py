@@ -5,7 +5,6 @@
 Shapes: chunks (B, H, C, D) and (B, G, C, D), lse (B, H, C).
 
 Before: questions.py. After: answers.py, the comparison.
-Source: none.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,9 @@ class RankResults:
 
     results: dict[str, Tensor]  # the chunks of out, lse, dq, dk, dv
     faults: list[str] = field(default_factory=list)  # what no ring may do, in sentences
+    again: dict[str, Tensor] = field(default_factory=dict)  # the chunks of a second call with the same inputs
+    draws: bool = False  # it takes numbers from torch's random generator
+    lse_grad: bool = False  # its lse can be differentiated
 
 
 def prepare(context: RankContext, patient: Patient) -> None:
@@ -42,7 +44,7 @@ def prepare(context: RankContext, patient: Patient) -> None:
 def ask_on_rank(
     context: RankContext, patient: Patient, question: Question, folder: Path, seconds: float
 ) -> RankResults | None:
-    """The results of this rank; None on a rank that is not in the group. A rank that hangs writes its stack."""
+    """The results of this rank; None on a rank that is not in the group."""
     group, rank, case = None, context.rank, question.case
     if question.members is not None:
         group = dist.new_group(question.members)  # every rank of the job must take part
@@ -55,17 +57,20 @@ def ask_on_rank(
                 other = replace(question, case=replace(case, seq_len=seq_len))
                 _results(patient, other, _chunks(context, patient, other, rank), group)
         chunks = _chunks(context, patient, question, rank)
-        before = [x.clone() for x in chunks]
-        first = RankResults(_results(patient, question, chunks, group))
+        before, random = [x.clone() for x in chunks], _generator(context)
+        first = _results(patient, question, chunks, group)
+        first.draws = not torch.equal(_generator(context), random)
         for name, x, y in zip(("q", "k", "v", "dO"), chunks, before, strict=True):
             if not torch.equal(x, y):
                 first.faults.append(f"it changed its input {name}")
-        if question.how == "twice" and not first.faults and context.device.type == "cpu":  # GPUs may add in any order
-            second = _results(patient, question, chunks, group)
-            for name, x in first.results.items():
-                if name != "lse" and not alike(x, second[name]):
-                    first.faults.append(f"called again with the same input, it gave another {name}")
+        if question.how == "twice" and not first.faults:
+            first.again = _results(patient, question, chunks, group).results
     return first
+
+
+def _generator(context: RankContext) -> Tensor:
+    """The state of the generator whose numbers dropout takes."""
+    return torch.cuda.get_rng_state() if context.device.type == "cuda" else torch.get_rng_state()
 
 
 def alike(x: Tensor, y: Tensor) -> bool:
@@ -87,7 +92,7 @@ def _chunks(context: RankContext, patient: Patient, question: Question, rank: in
 
 def _results(
     patient: Patient, question: Question, chunks: list[Tensor], group: dist.ProcessGroup | None
-) -> dict[str, Tensor]:
+) -> RankResults:
     """The results of one forward pass and one backward pass; where two are asked for, those of the telling one."""
     frozen = FROZEN.get(question.how, "") if patient.gradients and question.how != "without gradients" else "qkv"
     leaves = {name: x.detach().requires_grad_(name not in frozen) for name, x in zip("qkv", chunks, strict=False)}
@@ -102,23 +107,34 @@ def _results(
     if question.how == "interleaved":  # the passes of a second layer, between those of the first
         others = {name: x.detach().flip(-1).requires_grad_() for name, x in leaves.items()}
         _gradients(forward(others)[0], others, chunks[3])
-    results = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
-    if question.how != "two backward passes":
-        return results | _gradients(out, leaves, chunks[3])
-    first = _gradients(out, leaves, chunks[3], again=True)
-    second = _gradients(out, leaves, chunks[3])
-    return results | {name: x if alike(x, second[name]) else second[name] for name, x in first.items()}
+    found = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
+    of_lse = lse if question.how == "gradient of lse" else None
+    first = _gradients(out, leaves, chunks[3], of_lse, again=question.how == "two backward passes")
+    if question.how == "two backward passes":
+        second = _gradients(out, leaves, chunks[3])
+        first = {name: x if alike(x, second[name]) else second[name] for name, x in first.items()}
+    return RankResults(found | first, lse_grad=lse is not None and lse.requires_grad)
 
 
-def _gradients(out: Tensor, leaves: dict[str, Tensor], d_out: Tensor, *, again: bool = False) -> dict[str, Tensor]:
+def _gradients(
+    out: Tensor,
+    leaves: dict[str, Tensor],
+    d_out: Tensor,
+    lse: Tensor | None = None,
+    *,
+    again: bool = False,
+) -> dict[str, Tensor]:
     """The gradients of the inputs that need one; zeros where autograd finds no way from `out`.
 
-    `again`: another backward pass follows.
+    With `lse` the loss uses it too: its gradient is the first column of `d_out`. `again`: a second pass follows.
     """
     wanted = {f"d{name}": x for name, x in leaves.items() if x.requires_grad}
-    if not out.requires_grad or not wanted:
+    used = [(out, d_out)] if lse is None else [(out, d_out), (lse, d_out[..., 0].to(lse.dtype))]
+    pairs = [(x, d_x) for x, d_x in used if x.requires_grad]
+    if not pairs or not wanted:
         return {name: torch.zeros_like(x) for name, x in wanted.items()}
+    results, given = zip(*pairs, strict=True)
     found = torch.autograd.grad(
-        out, list(wanted.values()), d_out, retain_graph=again, allow_unused=True, materialize_grads=True
+        results, list(wanted.values()), given, retain_graph=again, allow_unused=True, materialize_grads=True
     )
     return dict(zip(wanted, found, strict=True))

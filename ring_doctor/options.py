@@ -38,7 +38,6 @@ examples
   ring-doctor my_package.ring:attention --tensors bshd --heads 8 --kv-heads 2 --head-dim 64 --shape 1,8,2,4096,64
   ring-doctor my_package.ring:attention --layout my_package.ring:positions    your own layout: where tokens stand,
                                                               positions(seq_len, rank, world_size) -> (C,)
-  ring-doctor ring_doctor.patients.torch_loop              a patient file: a module that adapts a library
   ring-doctor --model my_package.train:step --layout zigzag   a step of a whole model: labels, positions, loss and
                                                               gradients; ring_doctor/whole_model.py says how
   torchrun --nproc_per_node=4 -m ring_doctor my_package.ring:attention
@@ -47,9 +46,7 @@ a catalogue of your own, --catalogue my.py: ring_doctor/mistakes.py shows an ent
 
 exit status
   0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell
-  torchrun itself ends with 1 for 1, 2 and 3, and prints lines of its own after the report.
-  In GitHub's workflows a verdict that is not healthy becomes a note at your function. docs/doctor_in_ci.md has
-  workflows to copy, and JUnit XML by pytest."""
+  docs/doctor_in_ci.md has workflows to copy, and JUnit XML by pytest."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -95,7 +92,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: NCCL, a GPU a rank; untested (auto)")
     add("--time-limit", type=_seconds, default=SECONDS, metavar="S", help=f"seconds for a question ({SECONDS:g})")
     add("--seed", type=int, default=0, help="of the random inputs (0)")
-    add("--quick", action="store_true", help="ask each kind of question once, on 3 and 4 ranks")
+    add("--quick", action="store_true", help="ask each kind of question until one is answered")
     accept = f"end with 0 also for these verdicts: {','.join(ACCEPTABLE)} (none)"
     add("--accept", type=_accepted, default=(), metavar="LEVELS", help=accept)
     add("--catalogue", metavar="my.py", default="", help="mistakes of your own, to be named too: see below")

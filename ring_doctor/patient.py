@@ -101,10 +101,8 @@ class Patient:
     @property
     def notes(self) -> list[str]:
         """What a reader of the report must know about its signature, in sentences."""
-        if not hides_arguments(self.function):
-            return []
-        named = ", ".join(sorted(self.takes)) or "none of the options"
-        return [f"its signature has **options: it was given only what the signature names, {named}"]
+        note = "its signature has **options: it was given only what the signature names, "
+        return [note + (", ".join(sorted(self.takes)) or "none")] if hides_arguments(self.function) else []
 
     def base_case(self, world_size: int, dtype: torch.dtype, seed: int) -> Case:
         """The plain question from which the others differ."""

@@ -6,10 +6,6 @@ a part of the job. Three and four ranks are asked everything. Other numbers of r
 Some questions have a feature: what a function may not take, as grouped queries. It may refuse them. Every ring must
 answer the others.
 
-A quick examination asks every mask and layout on 3 and on 4 ranks, and every other kind of question once: a ring that
-is wrong with grouped queries is usually wrong with them under every mask. It misses mistakes of two features together,
-as "grouped queries without a mask only", and mistakes of 1 and of 2 ranks only.
-
 Before: patient.py. After: examination.py, which asks.
 Source: what the owners of wrong rings learnt: never 2 ranks only, float64 first, each gradient by itself, odd lengths.
 """
@@ -26,19 +22,20 @@ from ring_doctor.case import Case
 from ring_doctor.inputs import UNROUNDED
 from ring_doctor.patient import Patient, dtype_of
 
-WAYS = {
-    "plain": "one forward pass and one backward pass",
-    "views": "q, k and v are transposed views, and dO is one number for all tokens of a rank, expanded",
-    "twice": "the same call again gives the same numbers",
-    "two backward passes": "a second backward pass over the same graph",
-    "interleaved": "another forward and backward pass between the forward and the backward pass, as of two layers",
-    "after another length": "calls with shorter and with longer chunks come before",
-    "without gradients": "under torch.no_grad",
-    "frozen keys": "K needs no gradient",
-    "frozen keys and values": "K and V need no gradient",
-    "autocast": "float32 tensors under torch.autocast",
+WAYS = {  # to ask: in words
+    "plain": "when called once, with gradients",
+    "views": "with views as input",  # transposed q, k and v; dO is one number for all tokens of a rank, expanded
+    "twice": "when called twice",  # the second answer is right too
+    "two backward passes": "in a second backward pass",  # over the same graph
+    "interleaved": "in two passes at a time",  # as of two layers
+    "after another length": "after a call with another length",  # a shorter and a longer one
+    "without gradients": "without gradients",
+    "frozen keys": "where K needs no gradient",
+    "frozen keys and values": "where K and V need no gradient",
+    "gradient of lse": "where the loss uses lse",  # asked where the function returns an lse that can be differentiated
+    "autocast": "under autocast",  # of float32 tensors
 }
-UNEQUAL = "chunks of unequal length"
+UNEQUAL, LSE = "chunks of unequal length", "a loss that uses lse"
 FULL = (3, 4)  # ranks that are asked everything: 3 show what 2 cannot; 4 is even, and shows sums of 4 parts in 16 bits
 FEW_OR_MANY = {1: "one rank", 5: "five ranks"}  # some rings need a neighbour, others a power of 2
 TWO_TILES, LARGE_HEAD = 257, 64  # tokens a rank, more than two tiles of a usual kernel have; and D
@@ -51,17 +48,7 @@ class Question:
     case: Case
     how: str = "plain"  # a name in WAYS
     members: tuple[int, ...] | None = None  # the ranks of a larger job that are the group; None: the whole job
-    feature: str = ""  # what a function may not take, in words; "": every ring must answer
-
-    @property
-    def may_refuse(self) -> bool:
-        """Whether an error that all ranks raise is an answer, and not a fault."""
-        return bool(self.feature)
-
-    @property
-    def large(self) -> bool:
-        """Whether its messages take long enough to show a race, and its tiles are many."""
-        return self.case.large_tiles
+    feature: str = ""  # what a function may not take, in words: it may refuse; "": every ring must answer
 
     def words(self) -> str:
         """The question in words."""
@@ -139,6 +126,7 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
         yield "two backward passes", {}, "a second backward pass over the same graph"
         yield "frozen keys", {}, "a K that needs no gradient"
         yield "frozen keys and values", {}, "a K and a V that need no gradient"
+        yield "gradient of lse", {}, LSE
 
 
 def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
@@ -183,23 +171,20 @@ def every_question(patient: Patient, dtype: torch.dtype, seed: int) -> list[Ques
     return [question for P in patient.worlds for question in questions(patient, P, dtype, seed)]
 
 
-def quick_questions(patient: Patient, dtype: torch.dtype, seed: int) -> list[Question]:
-    """The plain questions of every world, and the last question of each other kind, in the first world that asks it.
+def in_turn(
+    patient: Patient, world_size: int, dtype: torch.dtype, seed: int, *, quick: bool
+) -> dict[Hashable, list[Question]]:
+    """The questions for one number of ranks in groups: of each group one answer is enough.
 
-    The last one is causal, in the last layout that its kind may have.
+    A group has one question; with `quick`, all questions of a kind, those of the last mask and layout first. The plain
+    questions are asked one by one.
     """
-    chosen: list[Question] = []
-    for P in patient.worlds:
-        of_world = list(questions(patient, P, dtype, seed))
-        last = {kind(question): question for question in of_world}
-        old = {kind(question) for question in chosen}
-        plain = kind(of_world[0])
-        chosen += [
-            question
-            for question in of_world
-            if kind(question) == plain or (question == last[kind(question)] and kind(question) not in old)
-        ]
-    return chosen
+    groups: dict[Hashable, list[Question]] = {}
+    plain, *others = questions(patient, world_size, dtype, seed)
+    for question in (plain, *others):
+        alone = not quick or kind(question) == kind(plain)
+        groups.setdefault(question if alone else kind(question), []).insert(0, question)
+    return groups
 
 
 def kind(question: Question) -> Hashable:

@@ -23,21 +23,21 @@ from ring_doctor.answers import (
     WRONG,
     WRONG_RING,
     Answer,
-    answered,
 )
-from ring_doctor.conditions import FEATURES
 from ring_doctor.diagnosis import Diagnosis
 from ring_doctor.examination import HEALTHY, SICK, Examination
 from ring_doctor.inference import text as in_lines
+from ring_doctor.inference import why_right
 from ring_doctor.mistakes import Mistake
+from ring_doctor.questions import UNEQUAL
 from ring_doctor.xray import XRay
 
+MANY = 6  # names in a list of explanations
 LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all
 CHANGES = "asked three times, it gave different numbers to {} of the questions, as with {}"
 BETWEEN_RANKS = (
-    "A buffer is read before its message is there, is written while it is being sent (a race), or is never filled; or "
-    "something is kept between calls. Look for a missing wait(), for buffers that two rounds share, for torch.empty() "
-    "of another size or dtype than the message, for counters and caches"
+    "A buffer is read before its message is there, written while it is sent (a race), or never filled; or something is "
+    "kept between calls. Look for a missing wait(), shared buffers, torch.empty(), counters and caches"
 )
 ON_ONE_RANK = (
     "One rank alone does it too, so it is no race between ranks: look for random numbers, as of dropout, for "
@@ -63,14 +63,9 @@ class Report:
         return self.state != SICK
 
     @property
-    def named(self) -> bool:
-        """Whether a mistake of the catalogue explains the wrong answers."""
-        return self.diagnosis is not None and bool(self.diagnosis.explanations)
-
-    @property
     def state(self) -> str:
-        """HEALTHY, LIMITED or SICK. Wrong numbers that have a name are not the limit of a ring for equal chunks."""
-        return SICK if self.named else self.examination.verdict
+        """HEALTHY, LIMITED or SICK."""
+        return self.examination.verdict
 
     @property
     def level(self) -> str:
@@ -90,15 +85,26 @@ class Report:
             said += ", ".join(map(str, sorted(set(right)))) + " ranks"
             said += f", {refused} question{'s' * (refused > 1)} refused" if refused else ""
             return said + "".join(f"; {words}" for words in self.limits)
-        if self.examination.changes:
-            return f"SICK: {name} changes its answers from call to call"
-        failed = [answer for answer in self.examination.faults if answer.state == FAILED]
-        if failed and self.diagnosis is None:
-            return f"SICK: {name} fails: {failed[0].says}"
+        if changes := self.examination.changes:
+            random = any(answer.draws for answer in changes)
+            return f"SICK: {name} {'draws random numbers and ' * random}changes its answers from call to call"
+        names = " or ".join(found.words for found in (self.diagnosis.told if self.diagnosis else ()))
+        if failed := [answer for answer in self.examination.faults if answer.state == FAILED]:
+            return f"SICK: {name} fails: {failed[0].says}" + (f"; its numbers: {names}" if names else "")
+        if not names and {answer.question.feature for answer in self.examination.faults} == {UNEQUAL}:
+            return f"SICK: {name} gives wrong numbers, and no error, with {UNEQUAL}: let it refuse them"
         sick = "IMPRECISE IN 16 BITS" if self.level == IMPRECISE else "SICK"
-        if self.diagnosis is None or not self.named:
-            return f"{sick}: {name}, by a mistake that is not in the catalogue"
-        return f"{sick}: {' or '.join(found.words for found in self.diagnosis.explanations)}, in {name}"
+        return f"{sick}: {names}, in {name}" if names else f"{sick}: {name}: {self.finding}"
+
+    @property
+    def finding(self) -> str:
+        """What the numbers show first, without where to look."""
+        if not self.inference:
+            wrong = self.diagnosis.answers if self.diagnosis else self.examination.faults
+            return f"wrong numbers with {wrong[0].question.words()}"
+        shown = self.inference[0].partition(" Look at ")[0].partition(": look at ")[0].rstrip(".")
+        shown = shown.partition("): ")[2] if shown.startswith("X-ray (") else shown
+        return shown.replace("round 0 on every rank", "the own block of every rank")
 
     @property
     def limits(self) -> list[str]:
@@ -107,14 +113,14 @@ class Report:
         return self.examination.limits + [
             f"it fails with {feature} ({answer.says.splitlines()[0]})"
             if answer.state == FAILED
-            else f"wrong numbers, and no error, with {feature}: let it refuse them"
+            else f"wrong gradients, and no error, of {feature}: let its lse need no gradient"
             for feature, answer in beyond
         ]
 
     @property
     def mistakes(self) -> list[Mistake]:
         """The mistakes that the verdict names, each once."""
-        explanations = self.diagnosis.explanations if self.diagnosis else ()
+        explanations = self.diagnosis.told if self.diagnosis else ()
         return list(dict.fromkeys(mistake for explanation in explanations for mistake in explanation.mistakes))
 
     @property
@@ -126,24 +132,21 @@ class Report:
             said.append(f"{CHANGES.format(len(changes), changes[0].question.words())}. {where}")
         if self.level == IMPRECISE:
             said.append("it is right in float64 and float32, and imprecise in 16 bits")
-        if diagnosis:
+        if diagnosis and diagnosis.when:
             said.append(f"it shows {diagnosis.when}")
-        said += [*self.examination.remarks, *patient.notes, *([] if self.healthy else self.examination.limits)]
+        said += [*self.examination.remarks, *patient.notes, *([] if self.healthy else self.limits)]
+        if {answer.question.feature for answer in self.examination.faults} == {UNEQUAL}:
+            said.append("where all ranks always have as many tokens, ask with --equal-chunks, or unequal=False")
         if "causal" not in patient.takes and patient.causal == (False,):
             said.append("its signature has no causal=, so it was asked for full attention only")
-        if diagnosis and len(diagnosis.explanations) > 1:
-            said.append("no question tells these explanations apart: they give equal numbers")
+        if diagnosis and len(names := [found.words for found in diagnosis.explanations]) > 1:
+            more = f" and {len(names) - MANY} more" if len(names) > MANY else ""
+            said.append(f"no question tells these explanations apart: {', '.join(names[:MANY])}{more}")
         if diagnosis and diagnosis.part:
             said.append(f"this explains {diagnosis.part}; no known mistake explains the rest")
+        if diagnosis and isinstance(self.xray, XRay) and self.xray.right:
+            said.append(f"the X-ray is right: {why_right(self.xray, diagnosis.answers)}")
         return [f"{words[0].upper()}{words[1:]}." for words in said]
-
-
-def asked(answers: Sequence[Answer]) -> list[str]:
-    """What was asked, a line for each feature in which questions differ: "with 1, 2, 3, 4 ranks"."""
-    values = [
-        (words, dict.fromkeys(str(feature(answer.question)) for answer in answers)) for words, feature in FEATURES
-    ]
-    return [words.format(", ".join(each)) for words, each in values if len(each) > 1]
 
 
 def found_in(answer: Answer) -> str:
@@ -184,11 +187,9 @@ def head(report: Report) -> str:
 def text(report: Report) -> str:
     """The report for a terminal."""
     lines = [head(report), "", *_table(report.examination.answers)]
-    if isinstance(report.xray, XRay) and report.xray.right and not report.healthy:
-        lines += ["", "X-ray: right. The mistake does not show where there is one head, small scores, and no 16 bits."]
-    elif isinstance(report.xray, XRay):
+    if isinstance(report.xray, XRay) and not (report.diagnosis and report.xray.right):  # of that tells a remark
         lines += ["", f"X-ray, {report.xray.case.words()}", report.xray.text()]
-    elif report.diagnosis:
+    elif report.diagnosis and isinstance(report.xray, str):
         lines += ["", f"X-ray: {report.xray}"]
     return "\n".join(lines)
 
@@ -200,11 +201,6 @@ def _table(answers: list[Answer]) -> list[str]:
     for P in sorted({answer.case.world_size for answer in answers}):
         of_world = [answer.state for answer in answers if answer.case.world_size == P]
         lines.append(f"{f'{P} rank' + 's' * (P > 1):<11}" + "".join(f"{of_world.count(state):>9}" for state in states))
-    if any(answer.state == WRONG for answer in answers):
-        lines += [
-            "",
-            "wrong: by which share of the right result; then the error that is farthest from what rounding allows",
-        ]
     for state in states[1:]:
         kinds: dict[tuple[str, ...], list[Answer]] = {}
         for answer in (answer for answer in answers if answer.state == state):
@@ -230,16 +226,11 @@ def as_json(report: Report) -> dict[str, Any]:
         "healthy": report.healthy,
         "level": report.level,
         "verdict": report.verdict,
-        "mistakes": [[each.name for each in of.mistakes] for of in (diagnosis.explanations if diagnosis else ())],
+        "mistakes": [[each.name for each in of.mistakes] for of in (diagnosis.told if diagnosis else ())],
         "facts": {mistake.name: facts(mistake) for mistake in report.mistakes},
         "when": diagnosis.when if diagnosis else None,
         "inference": list(report.inference),
         "remarks": report.remarks,
-        "asked": asked(answers),
-        "answered": [
-            {"what": what, "mask": mask, "dtype": dtype, "ranks": list(ranks)}
-            for (what, mask, dtype), ranks in answered(answers).items()
-        ],
         "answers": [_answer_as_json(answer) for answer in answers],
         "xray_of": report.xray.case.words() if isinstance(report.xray, XRay) else report.xray,
         "xray": report.xray.text() if isinstance(report.xray, XRay) else None,

@@ -3,8 +3,8 @@
     hang(folder, [0, 2])      ->    True: these ranks wait for messages, and waited in the same lines some seconds ago
     lines_of_ranks(folder)    ->    {"ring.py, line 12 in attention": [0, 2]}
 
-A rank that compiles, or computes for long, is in no such line: it may go on until its time is over. A rank that dies by
-a signal writes its stack too.
+A thread of the rank looks, and not faulthandler's timer: that one reads frames while the interpreter changes them, and
+kills a rank that imports or compiles. A rank that dies by a signal writes its stack too.
 
 Before: on_rank.py, where the ranks write. After: job.py.
 Source: the form of the stacks is that of Python's module faulthandler.
@@ -13,6 +13,9 @@ Source: the form of the stacks is that of Python's module faulthandler.
 import faulthandler
 import linecache
 import re
+import sys
+import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,20 +24,30 @@ from ringlab.support.places import Frame, place
 
 OFTEN = 0.25  # of the time for a question: a stack is written after each such part
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', flags=re.MULTILINE)
-DUMP = re.compile(r"^(?:Timeout|Fatal Python error)", flags=re.MULTILINE)
-WAITING = ("/torch/distributed/", "\\torch\\distributed\\")
+STACK = re.compile(r"^(?:Stack|Fatal Python error)", flags=re.MULTILINE)
 
 
 @contextmanager
-def written(file: Path, seconds: float) -> Iterator[None]:
-    """While the body runs, the stack of this process goes into the file, again and again, and when a signal ends it."""
-    with file.open("w") as stack:
-        faulthandler.enable(stack)
-        faulthandler.dump_traceback_later(OFTEN * seconds, repeat=True, file=stack)
+def written(path: Path, seconds: float) -> Iterator[None]:
+    """While the body runs, the stack of this thread goes into the file, again and again, and when a signal ends it."""
+    working, done = threading.get_ident(), threading.Event()
+    with path.open("w") as file:
+
+        def look() -> None:
+            while not done.wait(OFTEN * seconds):
+                frames = traceback.walk_stack(sys._current_frames()[working])
+                lines = [f'  File "{of.f_code.co_filename}", line {line} in {of.f_code.co_name}' for of, line in frames]
+                file.write("\n".join(["Stack", *lines, ""]))
+                file.flush()
+
+        looking = threading.Thread(target=look, daemon=True)
+        faulthandler.enable(file, all_threads=False)
+        looking.start()
         try:
             yield
         finally:
-            faulthandler.cancel_dump_traceback_later()
+            done.set()
+            looking.join()
             faulthandler.disable()
 
 
@@ -55,15 +68,15 @@ def hang(folder: Path, silent: Sequence[int]) -> bool:
 
 
 def _waits(frames: Sequence[Frame]) -> bool:
-    """Whether the innermost calls are torch's to wait for a message."""
-    in_torch = any(each in path for path, _, _ in frames[:3] for each in WAITING)
-    return in_torch or (bool(frames) and ".wait(" in linecache.getline(*frames[0][:2]))
+    """Whether the innermost calls wait for a message, or for what another rank writes into a store."""
+    in_torch = any("/torch/distributed/" in path for path, _, _ in frames[:3])
+    return in_torch or bool(frames and re.search(r"\.(wait|poll|get|multi_get)\(", linecache.getline(*frames[0][:2])))
 
 
 def _read(folder: Path) -> dict[int, list[list[Frame]]]:
-    """By rank the stacks that it wrote, the innermost frame first: those of the main thread, which comes last."""
-    found = {}
-    for path in folder.glob("[0-9]*"):
-        stacks = [dump.split("Thread 0x")[-1] for dump in DUMP.split(path.read_text())[1:]]
-        found[int(path.name)] = [[(f, int(line), of) for f, line, of in FRAME.findall(stack)] for stack in stacks]
-    return found
+    """By rank the stacks that it wrote, the innermost frame first."""
+    return {
+        int(path.name): [[(f, int(line), of) for f, line, of in FRAME.findall(stack)] for stack in stacks]
+        for path in folder.glob("[0-9]*")
+        for _, *stacks in [STACK.split(path.read_text())]
+    }

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from ring_doctor.answers import OK, WRONG, Answer
-from ring_doctor.examination import SECONDS, Examination
+from ring_doctor.examination import SECONDS, Examination, never_claimed
 from ring_doctor.job import Job
 from ring_doctor.patient import Patient
 from ring_doctor.questions import Question
@@ -43,9 +43,9 @@ def choose_question(examination: Examination) -> Question:
 
 
 def wrong_answers(examination: Examination) -> list[Answer]:
-    """The wrong answers that tell of a mistake: always the same numbers, to what the patient claims to take."""
-    wrong = [answer for answer in examination.answers if answer.state == WRONG and answer.results]
-    return [answer for answer in wrong if not answer.changes and answer.question.feature not in examination.beyond]
+    """The wrong answers that tell of a mistake: always the same numbers, to what it must answer if there are some."""
+    wrong = [it for it in examination.answers if it.state == WRONG and it.results and not it.changes]
+    return [answer for answer in wrong if not never_claimed(answer)] or wrong
 
 
 def _loses(question: Question) -> tuple[int, bool, bool, bool]:
@@ -59,7 +59,7 @@ def _loses(question: Question) -> tuple[int, bool, bool, bool]:
         case.inputs != "normal",
         case.seq_len > LONGEST * case.world_size,
         question.members is not None,
-        question.how not in ("plain", "watched", "without gradients"),
+        question.how not in ("plain", "without gradients"),
     )
     return sum(features), torch.finfo(case.dtype).bits <= 16, case.world_size < 3, question.how != "plain"
 

@@ -1,4 +1,4 @@
-"""What follows from a hang or a crash: who waits for whom, as far as the answer says it.
+"""What follows from a hang: who waits for whom, as far as the answer says it.
 
     inferred(answer)    ->    "every rank waits in a send, and no rank receives: ..."
 
@@ -13,6 +13,7 @@ import linecache
 import re
 
 from ring_doctor.answers import FAILED, Answer
+from ring_doctor.job import ranks_in_words
 
 COLLECTIVES = (
     *("all_reduce", "all_gather", "all_to_all", "reduce_scatter"),
@@ -21,7 +22,6 @@ COLLECTIVES = (
 CALL = re.compile(
     rf"\b({'|'.join((*COLLECTIVES, 'send', 'recv'))})(?:_into_tensor|_tensor|_single|_object|_object_list)?\("
 )
-LOST_PEER = re.compile(r"closed by (remote )?peer|reset by peer|connection refused|broken pipe", re.IGNORECASE)
 WAITS = re.compile(r"(?:^|; )ranks? (\d+(?:, \d+)*) in ([^;]+), line (\d+)")
 ALL_WAIT = {  # in the same call, where that is no collective
     "send": "Every rank waits in a send, and no rank receives: even ranks must send first and odd ranks receive first, "
@@ -32,19 +32,9 @@ ALL_WAIT = {  # in the same call, where that is no collective
 
 
 def inferred(answer: Answer) -> str:
-    """What a hang or a crash proves, in a sentence; "" if it proves nothing."""
-    if answer.state != FAILED:
-        return ""
-    if LOST_PEER.search(answer.says):
-        return "A lost connection is a consequence: another rank ended first. Look at the error of that rank."
-    if died := re.match(r"rank (\d+) died", answer.says):
-        reason = "so it was killed, ended itself, or crashed outside Python"
-        return f"Rank {died[1]} ended without an exception, {reason}: look at extensions, exits and memory."
-    if some := re.match(r"(ranks? \d+(?:, \d+)*) raised", answer.says):
-        of = f"{some[1].capitalize()} of {answer.case.world_size} ranks raised an error"
-        return f"{of}, the others did not: look at what they do otherwise."
+    """What a hang proves, in a sentence; "" if it proves nothing."""
     late = re.match(r"rank\(s\) \[([\d, ]+)\] did not answer in time", answer.says)
-    return _of_hang([int(rank) for rank in late[1].split(",")], answer) if late else ""
+    return _of_hang([int(rank) for rank in late[1].split(",")], answer) if late and answer.state == FAILED else ""
 
 
 def _of_hang(late: list[int], answer: Answer) -> str:
@@ -63,10 +53,9 @@ def _of_hang(late: list[int], answer: Answer) -> str:
     others = [rank for rank in range(P) if rank not in inside]
     if len(set(inside.values())) == 1 and others and all(calls.get(rank, "answered") for rank in others):
         one, few = len(inside) == 1, len(others) == 1
-        return (
-            f"{_ranks(sorted(inside)).capitalize()} wait{'s' * one} in {min(inside.values())}, and {_ranks(others)} "
-            f"{'is' if few else 'are'} not in it: every rank of the group must call it, equally often."
-        )
+        waits = f"{ranks_in_words(sorted(inside)).capitalize()} wait{'s' * one} in {min(inside.values())}"
+        missing = f"{ranks_in_words(others)} {'is' if few else 'are'} not in it"
+        return f"{waits}, and {missing}: every rank of the group must call it, equally often."
     if len(late) == 1 and P > 1 and kinds <= set(ALL_WAIT):
         what = "for a message that no rank sends" if kinds == {"recv"} else "for a rank to receive its message"
         return f"The other ranks have answered; rank {late[0]} waits {what}: look at the number of sends and receives."
@@ -77,7 +66,3 @@ def _call(line: str) -> str:
     """ "send", "recv", a collective, or "" for a line of code that shows none of them."""
     found = set(CALL.findall(line))
     return found.pop() if len(found) == 1 else ""
-
-
-def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -28,6 +28,7 @@ TOLD = {  # by axis: which of the n things along it are wrong, in words, and whe
         "last": ("on the last rank only", f"{LAST_RANK}, and the step from rank P - 1 to rank 0"),
         "not first": ("on every rank but rank 0", f"the blocks that arrive, and {RANK_0}"),
         "not last": ("on every rank but the last", LAST_RANK),
+        "second": ("on rank 1 only", "what rank 1 does otherwise than the other ranks"),
         "even": ("on even ranks only", "the branch for even ranks"),
         "odd": ("on odd ranks only", "the branch for odd ranks"),
     },
@@ -51,16 +52,11 @@ TOLD = {  # by axis: which of the n things along it are wrong, in words, and whe
         "not last": ("in every row of a chunk but the last", "where a slice ends"),
         "first half": ("in the first half of a chunk only", HALVES),
         "second half": ("in the second half of a chunk only", HALVES),
-        "middle": (
-            "in the middle row of a chunk of odd length only",
-            "a chunk of odd length: its last row is left over when it is halved",
-        ),
     }
     | {
         f"from {n}": (f"from row {n} of a chunk on", f"tiles of {n} rows: a sum or a mask of the first tile")
         for n in TILES
-    }
-    | {f"to {n}": (f"in the first {n} rows of a chunk only", f"tiles of {n} rows") for n in TILES},
+    },
     "document": {
         "first": ("in the first document only", DOCUMENTS),
         "not first": ("in documents after the first only", DOCUMENTS),
@@ -77,10 +73,9 @@ TOLD = {  # by axis: which of the n things along it are wrong, in words, and whe
 def shapes(n: int) -> dict[str, Tensor]:
     """Some of n things in a row, (n,) bool, by name."""
     i = torch.arange(n)
-    found = {"first": i == 0, "last": i == n - 1, "even": i % 2 == 0, "first half": i < n // 2}
+    found = {"first": i == 0, "second": i == 1, "last": i == n - 1, "even": i % 2 == 0, "first half": i < n // 2}
     found |= {"not first": i > 0, "not last": i < n - 1, "odd": i % 2 == 1, "second half": i >= n // 2}
-    found |= {f"from {tile}": i >= tile for tile in TILES if tile < n} | {"middle": (i == n // 2) & (n % 2 == 1)}
-    return found | {f"to {tile}": i < tile for tile in TILES if tile < n}
+    return found | {f"from {tile}": i >= tile for tile in TILES if tile < n}
 
 
 def _find(axis: str, bad: list[Tensor], **more: Tensor) -> Iterator[Fact] | None:

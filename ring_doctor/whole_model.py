@@ -59,7 +59,7 @@ from ring_doctor.model_patterns import (
     whole,
 )
 from ringlab.models.transformer import IGNORED
-from ringlab.support.pool import Ranks
+from ringlab.support.processes import Ranks
 
 WORLDS = (2, 3, 4)
 TOO_COARSE = 0.05  # rounding that hides mistakes: they begin at a few percent of a gradient

@@ -2,24 +2,39 @@
 
 from ringlab import ring_flash_attention        the trainable ring
 from ringlab import positions, shard, unshard   which tokens a rank has
+from ringlab import join_ring                   this process as a rank, in a script that torchrun starts
+from ringlab import use_ring, shard_batch       a Hugging Face model, and its batches; ContextParallel: which ranks
+from ringlab import RingTrainer                 transformers' Trainer in a ring; RingSFTTrainer: TRL's
 
 Is your ring right? `from ring_doctor import assert_ring`.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ring_attn import ring_attention
     from ringlab.models.hugging_face import stop_ring, use_ring
-    from ringlab.models.hugging_face_batch import shard_batch
+    from ringlab.models.hugging_face_batch import ContextParallel, backward, loss_part, shard_batch
     from ringlab.models.hugging_face_generate import spread_generation
+    from ringlab.models.hugging_face_pass import extra_loss
+    from ringlab.models.hugging_face_sft import RingSFTTrainer
+    from ringlab.models.hugging_face_trainer import RingTrainer
+    from ringlab.support.processes import join_ring
     from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
     from ringlab.training.layouts import Layout, positions, shard, unshard
 
 __version__ = "0.2.0"
 __all__ = [
+    "ContextParallel",
     "Layout",
+    "RingSFTTrainer",
+    "RingTrainer",
+    "backward",
+    "extra_loss",
+    "join_ring",
+    "loss_part",
     "positions",
     "ring_attention",
     "ring_flash_attention",
@@ -31,23 +46,35 @@ __all__ = [
     "unshard",
     "use_ring",
 ]
-
-_HOMES = {
-    "Layout": "ringlab.training.layouts",
-    "positions": "ringlab.training.layouts",
-    "ring_attention": "ring_attn",
-    "ring_flash_attention": "ringlab.training.flash_ring",
-    "scaled_dot_product_attention": "ringlab.training.flash_ring",
-    "shard": "ringlab.training.layouts",
-    "shard_batch": "ringlab.models.hugging_face_batch",  # with the extra [hf]
-    "spread_generation": "ringlab.models.hugging_face_generate",  # with the extra [hf]
-    "stop_ring": "ringlab.models.hugging_face",  # with the extra [hf]
-    "unshard": "ringlab.training.layouts",
-    "use_ring": "ringlab.models.hugging_face",  # with the extra [hf]
+_HOMES = {  # of each name, and the package that it needs
+    "ContextParallel": ("ringlab.models.hugging_face_batch", "transformers"),
+    "Layout": ("ringlab.training.layouts", "torch"),
+    "RingSFTTrainer": ("ringlab.models.hugging_face_sft", "trl"),
+    "RingTrainer": ("ringlab.models.hugging_face_trainer", "accelerate"),
+    "backward": ("ringlab.models.hugging_face_batch", "transformers"),
+    "extra_loss": ("ringlab.models.hugging_face_pass", "transformers"),
+    "join_ring": ("ringlab.support.processes", "torch"),
+    "loss_part": ("ringlab.models.hugging_face_batch", "transformers"),
+    "positions": ("ringlab.training.layouts", "torch"),
+    "ring_attention": ("ring_attn", "torch"),
+    "ring_flash_attention": ("ringlab.training.flash_ring", "torch"),
+    "scaled_dot_product_attention": ("ringlab.training.flash_ring", "torch"),
+    "shard": ("ringlab.training.layouts", "torch"),
+    "shard_batch": ("ringlab.models.hugging_face_batch", "transformers"),
+    "spread_generation": ("ringlab.models.hugging_face_generate", "transformers"),
+    "stop_ring": ("ringlab.models.hugging_face", "transformers"),
+    "unshard": ("ringlab.training.layouts", "torch"),
+    "use_ring": ("ringlab.models.hugging_face", "transformers"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'ringlab' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES[name][0]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names whose packages are installed, for help() and completion; and what Python asks of a module."""
+    ours = [name for name, (_, package) in _HOMES.items() if find_spec(package)]
+    return [*ours, *(name for name in globals() if name.startswith("__"))]

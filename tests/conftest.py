@@ -6,7 +6,7 @@ import sys
 import pytest
 from hypothesis import settings
 
-from ringlab.support.pool import Ranks
+from ringlab.support.processes import Ranks
 from tests.attention import WORLDS
 from tests.extras import LATER
 

@@ -24,11 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ringlab.models.hugging_face import shard_batch, use_ring
-from ringlab.models.hugging_face_batch import shifted
+from ringlab.models.hugging_face import use_ring
+from ringlab.models.hugging_face_batch import shard_batch, shifted
 from ringlab.models.transformer import IGNORED, summed_loss
-from ringlab.support.pool import LostRank, Ranks
-from ringlab.support.processes import Raised, RankContext
+from ringlab.support.processes import LostRank, Raised, RankContext, Ranks
 from ringlab.training.layouts import positions
 from tests.small_models import NAMES, VARIANTS, Exactly, S, batch_of, small_model
 
@@ -78,7 +77,8 @@ has, and less than the sequence has.
 {variants}
 """
 
-Results = tuple[float, Tensor]  # the loss, and the gradient of all parameters
+UNPACKED = "; packed documents: refused, since layers are not told of them"
+Results = tuple[float, Tensor, bool]  # the loss, the gradient of all parameters, whether layers take documents
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class Outcome:
     loss: float = 0.0
     gradient: float = 0.0
     sentence: str = ""
+    packs: bool = True
 
 
 def gradient_of(model: PreTrainedModel) -> Tensor:
@@ -111,7 +112,7 @@ def exact(name: str) -> Results:
     except ValueError:
         loss = mean_loss(model(**tokens, use_cache=False).logits, shifted(batch["labels"]), batch)
     loss.backward()
-    return loss.item(), gradient_of(model)
+    return loss.item(), gradient_of(model), True
 
 
 def apart(name: str, world_size: int) -> Results:
@@ -127,7 +128,7 @@ def apart(name: str, world_size: int) -> Results:
         loss = mean_loss(model(**passed, use_cache=False).logits, shifted(batch["labels"])[:, at], batch)
         loss.backward()
         total += loss.item()
-    return total, gradient_of(model)
+    return total, gradient_of(model), True
 
 
 def in_the_ring(name: str) -> Results:
@@ -138,7 +139,7 @@ def in_the_ring(name: str) -> Results:
     loss.backward()
     results = torch.cat([loss.detach()[None], gradient_of(model)])
     dist.all_reduce(results)
-    return results[0].item(), results[1:]
+    return results[0].item(), results[1:], model.ring[0].packs
 
 
 def on_rank(context: RankContext, step: Callable[..., Results], *args: str | int) -> Results | None:
@@ -182,7 +183,7 @@ def compared(
     other = answer(processes.alone, 1, apart, name, world_size)
     if isinstance(other, Outcome) or not max(errors(other, right)) >= TOLD_APART:
         return Outcome("unproven", loss, gradient)
-    return Outcome("equal", loss, gradient)
+    return Outcome("equal", loss, gradient, packs=given[2])
 
 
 def answer(ranks: Ranks, world_size: int, step: Callable[..., Results], *args: str | int) -> Results | Outcome:
@@ -204,7 +205,7 @@ def answer(ranks: Ranks, world_size: int, step: Callable[..., Results], *args: s
 
 def errors(given: Results, right: Results) -> tuple[float, float]:
     """Of the loss and of the gradient, in the norm."""
-    (loss, gradient), (right_loss, right_gradient) = given, right
+    (loss, gradient, _), (right_loss, right_gradient, _) = given, right
     return abs(loss - right_loss) / abs(right_loss), ((gradient - right_gradient).norm() / right_gradient.norm()).item()
 
 
@@ -218,7 +219,7 @@ def sweep(names: Sequence[str]) -> Iterator[tuple[str, Outcome]]:
 
 
 def said(outcome: Outcome) -> str:
-    errors = f"loss {outcome.loss:.0e}, gradient {outcome.gradient:.0e}"
+    errors = f"loss {outcome.loss:.0e}, gradient {outcome.gradient:.0e}{'' if outcome.packs else UNPACKED}"
     return " ".join(outcome.sentence.split()) or errors
 
 
@@ -226,15 +227,21 @@ def page(found: dict[str, Outcome]) -> str:
     """The committed table, in Markdown."""
     counts = Counter(found[name].kind for name in NAMES)
     summary = [f"| {kind} | {counts[kind]} | {MEANING[kind]} |" for kind in OUTCOMES]
-    models = [row(name, found[name]) for name in NAMES]
+    models = [row(name, found[name], others(name, found)) for name in NAMES]
     variants = [row(name, found[name]) for name in VARIANTS]
     return PAGE.format(
         count=len(NAMES), summary="\n".join(summary), models="\n".join(models), variants="\n".join(variants)
     )
 
 
-def row(name: str, outcome: Outcome) -> str:
-    return f"| {name} | {outcome.kind} | {said(outcome).replace('|', chr(92) + '|')} |"
+def others(name: str, found: dict[str, Outcome]) -> str:
+    """The settings of a model with which another thing becomes of it."""
+    own = {variant: found[variant].kind for variant in VARIANTS if variant.startswith(f"{name} ")}
+    return "".join(f"; {variant[len(name) + 1 :]}: {kind}" for variant, kind in own.items() if kind != found[name].kind)
+
+
+def row(name: str, outcome: Outcome, more: str = "") -> str:
+    return f"| {name} | {outcome.kind} | {said(outcome).replace('|', chr(92) + '|')}{more} |"
 
 
 def committed() -> dict[str, str]:

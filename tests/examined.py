@@ -7,8 +7,11 @@ from unittest import mock
 from ring_doctor import examination
 from ring_doctor.examination import examine
 from ring_doctor.job import Job
-from ring_doctor.patient import from_function
+from ring_doctor.patient import patient_of
+from ring_doctor.questions import questions
 from tests.sick_rings import ALL, sick
+
+IN_TURN = "ring_doctor.questions.questions"
 
 
 @contextmanager
@@ -18,22 +21,34 @@ def on_these(ranks):
     class Shared(Job):
         def __init__(self, patient, size, seconds, device):
             self.patient, self.size, self.seconds, self.ranks = patient, size, seconds, ranks
-            self.ready, self.lost, self.first_call, self.called = patient.setup is None, 0, 0.0, set()
+            self.ready, self.lost, self.called = patient.setup is None, 0, set()
+            self.slowest = 0.0
             self._errors = TemporaryDirectory()
+
+        def ask(self, question):
+            if last != [self]:  # another job has formed another process group
+                self.ready = self.patient.setup is None
+            last[:] = [self]
+            return super().ask(question)
 
         def close(self):
             ranks.seconds, ranks.hang = usual
             self._errors.cleanup()
 
-    usual = ranks.seconds, ranks.hang
+    usual, last = (ranks.seconds, ranks.hang), []
     with mock.patch.object(examination, "Job", Shared):
         yield
 
 
-def examined(ranks, function, seed=0, **claims):
-    """The examination of a ring."""
-    with on_these(ranks):
-        return examine(from_function(function, **claims), seed=seed)
+def examined(ranks, function, seed=0, wanted=lambda question: True, **claims):
+    """The examination of a ring: the questions that are `wanted`, and the plain ones."""
+
+    def some(*how):
+        asked = list(questions(*how))
+        return iter([question for question in asked if wanted(question) or question == asked[0]])
+
+    with on_these(ranks), mock.patch.object(examination, "questions", some), mock.patch(IN_TURN, some):
+        return examine(patient_of(function, **claims), seed=seed)
 
 
 def examined_sick(ranks, name, **claims):

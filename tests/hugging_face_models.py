@@ -8,8 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 
-from ringlab.models import hugging_face
-from ringlab.models.hugging_face import shard_batch, use_ring
+from ringlab.models import hugging_face_pass
+from ringlab.models.hugging_face import use_ring
+from ringlab.models.hugging_face_batch import shard_batch
 from ringlab.models.transformer import IGNORED
 from tests.attention import SEED
 
@@ -98,14 +99,14 @@ def summed(model, loss):
 @contextlib.contextmanager
 def watched():
     """The layers that ask the ring, in order, and the calls of the ring."""
-    layers, attend, turn = [], hugging_face.Ring.attend, hugging_face.ring_flash_attention
+    layers, attend, turn = [], hugging_face_pass.Ring.attend, hugging_face_pass.ring_flash_attention
 
     def noted(ring, module, *args, **passed):
         layers.append(module.layer_idx)
         return attend(ring, module, *args, **passed)
 
-    turns = mock.patch.object(hugging_face, "ring_flash_attention", side_effect=turn)
-    with mock.patch.object(hugging_face.Ring, "attend", noted), turns as ring:
+    turns = mock.patch.object(hugging_face_pass, "ring_flash_attention", side_effect=turn)
+    with mock.patch.object(hugging_face_pass.Ring, "attend", noted), turns as ring:
         yield layers, ring
 
 
@@ -128,7 +129,3 @@ def call(context, name, options, change):
     model = model_of(name, options)
     use_ring(model)
     model(**change(shard_batch(batch_of()), context.rank))
-
-
-def unchanged(shard, rank):
-    return shard

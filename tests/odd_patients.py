@@ -68,12 +68,6 @@ def refuses(q, k, v):
     raise NotImplementedError("not today")
 
 
-def two_ranks_only(q, k, v):
-    if dist.get_world_size() > 2:
-        raise ValueError("two ranks, please")
-    return ring_flash_attention(q, k, v)
-
-
 def fails_with_three(q, k, v):
     if dist.get_world_size() == 3:
         raise IndexError("list index out of range")
@@ -94,7 +88,43 @@ def changes_its_input(q, k, v):
 
 
 def other_numbers_each_time(q, k, v):
-    return ring_flash_attention(q, k, v) * (1 + 1e-15 * next(CALLS))
+    return ring_flash_attention(q, k, v) * (1 + 1e-3 * (next(CALLS) % 2))
+
+
+def other_digits(q, k, v):
+    """Right within rounding, as a ring is that adds blocks in the order in which they arrive."""
+    return ring_flash_attention(q, k, v) * (1 + 3e-16 * (next(CALLS) % 2))
+
+
+def computes_on(q, k, v):
+    rank = dist.get_rank()
+    while rank == 1:
+        q = q.clone()
+    return ring_flash_attention(q, k, v)
+
+
+class Lse(torch.autograd.Function):
+    """An lse that autograd takes for differentiable, and a backward pass that forgets its gradient, as many have."""
+
+    @staticmethod
+    def forward(ctx, lse):
+        return lse.clone()
+
+    @staticmethod
+    def backward(ctx, d_lse):
+        return torch.zeros_like(d_lse)
+
+
+def lse_with_gradient(q, k, v):
+    """Every rank gathers all keys and values."""
+    k, v = (torch.cat(gathered(x), dim=2) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    return scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
+
+
+def lse_without_gradient(q, k, v):
+    out, lse = lse_with_gradient(q, k, v)
+    return out, Lse.apply(lse)
 
 
 def another_shape(q, k, v):
@@ -120,13 +150,6 @@ def made(**fixed):
 
 made_at_import = made()
 made_of_zigzag = functools.partial(made(layout="zigzag"), is_causal=True)
-
-
-def slow_first_call(q, k, v):
-    """As with a compiler; every process begins anew."""
-    if next(CALLS) == 0:
-        time.sleep(6)
-    return ring_flash_attention(q, k, v)
 
 
 def leaves_its_number(q, k, v):

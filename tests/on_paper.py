@@ -29,7 +29,7 @@ def examined_on_paper(
     for world_size in patient.worlds:
         for question in questions(patient, world_size, dtype_of("float64"), 0):
             if question.how in ("plain", "without gradients") and question.case.dtype == dtype_of("float64"):
-                if question.large:
+                if question.case.large_tiles:
                     question = replace(question, case=replace(question.case, seq_len=6 * world_size))
                 sick = when(question)
                 steps = mistake(RIGHT) if sick else RIGHT

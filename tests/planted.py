@@ -22,7 +22,7 @@ class Mistakes(dict):
 
 
 class OwnQueriesOnly:
-    """A backward pass of blocks in which each rank keeps what its own queries add to its own block, its first one."""
+    """A backward pass of blocks in which each rank keeps what its queries add to one block, its first one."""
 
     def __init__(self, backward):
         self.backward, self.calls = backward, 0

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ringlab.basics.blockwise_attention import attend
-from ringlab.basics.online_softmax import finish, merge, start
+from ringlab.basics.online_softmax import finish, start
 
 HALF = 2  # a constant of the cell, and a class
 
@@ -88,18 +88,6 @@ def overlapped(chunk_q, chunk_k, chunk_v, sizes):
     return finish(state)[0]
 
 
-def other_way_round(q, k, v, lengths):
-    """Blocks go to rank - 1; the blocks' results are merged."""
-    rank, P = dist.get_rank(), dist.get_world_size()
-    out, lse, block = torch.zeros_like(q), torch.full_like(q[..., 0], -torch.inf), torch.stack((k, v))
-    for t in range(P):
-        s = scores_of(q, block[0])
-        out, lse = merge(out, lse, s.softmax(-1) @ block[1], s.logsumexp(-1))
-        if t < P - 1:
-            block = exchange(block, lengths[(rank + t + 1) % P], to=-1)
-    return out
-
-
 def both_ways(q, k, v, lengths):
     """The first head goes round one way, the others the other way."""
     rank, P = dist.get_rank(), dist.get_world_size()
@@ -114,7 +102,7 @@ def both_ways(q, k, v, lengths):
     return torch.cat(outs, dim=1)
 
 
-RIGHT_RINGS = [k_and_v_apart, overlapped, other_way_round, both_ways]
+RIGHT_RINGS = [k_and_v_apart, overlapped, both_ways]
 
 
 # Wrong, or they only look right ------------------------------------------------------------------------------------
@@ -274,10 +262,6 @@ def three_worlds_only(q, k, v, lengths):
     return ring(q, k, v, lengths) if len(lengths) in (1, 4, 5) else q
 
 
-def four_numbers_only(q, k, v, lengths):
-    return ring(q * 0.5 * q.shape[-1] ** 0.5, k, v, lengths)  # the scale is 1/2
-
-
 def a_name_of_the_notebook(q, k, v, lengths):
     return ring_of_another_cell(q, k, v, lengths)  # noqa: F821
 
@@ -308,22 +292,6 @@ def all_gathers(q, k, v, lengths):
     blocks = [k.new_empty(2, *k.shape[:2], length, k.shape[3]) for length in lengths]
     dist.all_gather(blocks, torch.stack((k, v)))
     return full(q, *torch.cat(blocks, dim=3))
-
-
-def all_to_all(q, k, v, lengths):
-    block = torch.stack((k, v))
-    blocks = block.new_empty(len(lengths), *block.shape)
-    dist.all_to_all_single(blocks, block.expand_as(blocks).contiguous())
-    return full(q, *torch.cat(list(blocks), dim=3))
-
-
-def sums_of_all(q, k, v, lengths):
-    """An all-reduce of a tensor that is 0 but for the own chunk."""
-    rank, S = dist.get_rank(), sum(lengths)
-    blocks = k.new_zeros(2, *k.shape[:2], S, k.shape[3])
-    blocks[:, :, :, sum(lengths[:rank]) : sum(lengths[: rank + 1])] = torch.stack((k, v))
-    dist.all_reduce(blocks)
-    return full(q, *blocks)
 
 
 def straight_to_each(q, k, v, lengths):
@@ -399,10 +367,6 @@ def in_float32(q, k, v, lengths):
     return ring(q.float(), k.float(), v.float(), lengths)
 
 
-def in_float32_within(q, k, v, lengths):
-    return in_float32(q, k, v, lengths).double()
-
-
 def knows_the_input(q, k, v, lengths):
     from notebooks.trial import whole_input
 
@@ -442,7 +406,6 @@ WRONG_RINGS = [
     (equal_lengths_only, "the length of the block that comes"),
     (four_ranks_only, "chunks of [3, 3, 3, 2, 2] tokens, rank 0"),
     (three_worlds_only, "off by up to"),
-    (four_numbers_only, "off by up to"),
     (a_name_of_the_notebook, "without the notebook"),
     (three_rows, "expected shape (2, 2, 4, 4), got (2, 2, 1, 4)"),
     (nearly, "off by up to"),
@@ -456,15 +419,12 @@ WRONG_RINGS = [
         "3 block(s), 6 tokens of 256 bytes. One hop is too many, it brings the rank's own block home: P rounds, but P ",
     ),
     (all_gathers, "it called a collective, allgather"),
-    (all_to_all, "it called a collective, all_to_all_single"),
-    (sums_of_all, "it called a collective, allreduce"),
     (straight_to_each, "it exchanged a message with rank 2"),
     (keeps_all_blocks, "the memory grows with the sequence"),
     (exp_without_max, "right where scores are small, wrong where they are some thousands"),
     (sends_to_itself, "A rank has no message with itself"),
     (q_travels_too, "nothing else travels"),
     (in_float32, "right, but in torch.float32"),
-    (in_float32_within, "as float32 rounds"),
     (knows_the_input, "off by up to"),
     (three_arguments, "called with 4 argument(s); yours takes 3 (q, k, v)"),
     (returns_nothing, "expected a tensor of shape (2, 2, 4, 4), got NoneType"),

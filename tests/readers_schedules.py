@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ringlab.basics.online_softmax import finish, merge, start
+from notebooks.puzzles.solutions import gather, hop, zigzag
+from ringlab.basics.online_softmax import finish, start
 
 
 def around(comm):
@@ -53,16 +54,6 @@ def holds_three_chunks(comm, q, k, v):
 STEP: int = int(torch.tensor(1))  # a constant that calls, with a type
 
 
-def a_right_hop(comm, x):
-    right, left = around(comm)
-    if comm.rank % 2 == 0:
-        comm.send(right, x)
-        return comm.recv(left)
-    got = comm.recv(left)
-    comm.send(right, x)
-    return got
-
-
 def hop_of_arrays(comm: "Comm", x):  # noqa: F821
     """Ranks that are numbers of numpy and tensors; an array or a list comes back."""
     P = np.int64(comm.P)
@@ -76,24 +67,15 @@ def hop_of_arrays(comm: "Comm", x):  # noqa: F821
 
 
 def gather_arrays(comm, x):
-    blocks = [x] * comm.P
-    for t in range(1, comm.P):
-        x = comm.exchange((comm.rank + 1) % comm.P, x, (comm.rank - 1) % comm.P)
-        blocks[(comm.rank - t) % comm.P] = x
-    return (block.numpy() for block in blocks)
-
-
-def zigzag_tokens(comm, S):
-    n, last = S // (2 * comm.P), 2 * comm.P - 1
-    return [*range(n * comm.rank, n * (comm.rank + 1)), *range(n * (last - comm.rank), n * (last - comm.rank + 1))]
+    return (block.numpy() for block in gather(comm, x))
 
 
 def zigzag_of_tensors(comm, S):
-    return map(torch.tensor, zigzag_tokens(comm, S))
+    return map(torch.tensor, zigzag(comm, S))
 
 
 def zigzag_of_numpy(comm, S):
-    return list(np.array(zigzag_tokens(comm, S), dtype=float))
+    return list(np.array(zigzag(comm, S), dtype=float))
 
 
 # 1: one hop
@@ -133,12 +115,6 @@ def at_the_same_time(comm, x):
     return comm.exchange(right, x, left)
 
 
-def with_torch_distributed(comm, x):
-    blocks = [torch.empty_like(x) for _ in range(comm.P)]
-    dist.all_gather(blocks, x)
-    return blocks[comm.rank - 1]
-
-
 def by_a_global(comm, x):
     if not hasattr(torch, "board"):
         torch.board = {}
@@ -175,7 +151,7 @@ def rank_after_tensor(comm, x):
 
 class Hop:
     def __call__(self, comm, x):
-        return a_right_hop(comm, x)
+        return hop(comm, x)
 
 
 hop_of_an_object = Hop()
@@ -199,14 +175,6 @@ def of_another_cell(comm, x):
 # 2: everybody gets everything
 
 
-def for_four(comm, x):
-    blocks = [x] * 4
-    for t in range(1, 4):
-        x = comm.exchange((comm.rank + 1) % 4, x, (comm.rank - 1) % 4)
-        blocks[(comm.rank - t) % 4] = x
-    return blocks
-
-
 def a_hop_short(comm, x):
     blocks = [x] * comm.P
     for t in range(1, comm.P - 1):
@@ -218,7 +186,8 @@ def a_hop_short(comm, x):
 def by_a_file(comm, x):
     """The blocks go through files; one message says that they are there."""
     folder = Path(tempfile.gettempdir()) / f"ring_puzzle_{os.getppid()}"
-    folder.mkdir(exist_ok=True)
+    if x.ndim == 1:
+        folder.mkdir(exist_ok=True)
     torch.save(x, folder / str(comm.rank))
     for _ in range(comm.P - 1):
         comm.exchange((comm.rank + 1) % comm.P, x.flatten()[:1], (comm.rank - 1) % comm.P)
@@ -243,14 +212,6 @@ def in_float32(comm, x):
 # 3: sums
 
 
-def the_next_part(comm, xs):
-    right, left = around(comm)
-    total = xs[comm.rank]
-    for t in range(1, comm.P):
-        total = comm.exchange(right, total, left) + xs[(comm.rank - t) % comm.P]
-    return total
-
-
 def all_parts(comm, xs):
     right, left = around(comm)
     total, travels = xs, xs
@@ -267,19 +228,6 @@ def a_round_short(comm, q, k, v):
     return ring(comm, q, k, v, hops=-1)
 
 
-def a_stale_block(comm, q, k, v):
-    state, block = start(q), torch.stack((k, v))
-    for t in range(comm.P):
-        state = comm.attend(state, q, k, v)
-        if t < comm.P - 1:
-            block = comm.exchange((comm.rank + 1) % comm.P, block, (comm.rank - 1) % comm.P)
-    return finish(state)[0]
-
-
-def sends_numbers(comm, q, k, v):
-    comm.send((comm.rank + 1) % comm.P, [k, v])
-
-
 def keeps_lists(comm, q, k, v):
     """No tensor is kept, so that no memory is counted."""
     right, left = around(comm)
@@ -287,6 +235,14 @@ def keeps_lists(comm, q, k, v):
     for _ in range(comm.P - 1):
         block = comm.exchange(right, block, left)
         kept.append(block.tolist())
+
+
+def keeps_floats(comm, q, k, v):
+    return [x.item() for x in k.flatten()]
+
+
+def keeps_bits(comm, q, k, v):
+    return k.view(torch.int64).tolist()
 
 
 def keys_by_a_file(comm, q, k, v):
@@ -355,10 +311,6 @@ def never_home(comm, q, k, v, d_out, lse, delta):
     return d_q, *d_block
 
 
-def two_gradients(comm, q, k, v, d_out, lse, delta):
-    return comm.gradients(q, k, v, d_out, lse, delta)[:2]
-
-
 # 7: tokens
 
 
@@ -375,10 +327,6 @@ def beyond_the_end(comm, S):
     return list(range(n * (comm.rank + 1), n * (comm.rank + 2)))
 
 
-def a_number(comm, S):
-    return S // comm.P
-
-
 # 8: a window
 
 
@@ -386,19 +334,6 @@ def no_first_rank(comm, q, k, v, window):
     """The last rank has nobody to send to."""
     before = comm.exchange(comm.rank + 1, torch.stack((k, v)), comm.rank - 1)
     return finish(comm.attend(start(q), q, *before))[0]
-
-
-def one_rank_back(comm, q, k, v, window):
-    """A window may reach back over two ranks."""
-    right, left = around(comm)
-    C = q.shape[2]
-    before = comm.exchange(right, torch.stack((k, v)), left)
-    at = torch.arange(C * comm.rank, C * (comm.rank + 1))[:, None]
-    state = start(q)
-    for j, block in ((comm.rank, (k, v)), (comm.rank - 1, before)):
-        key_at = torch.arange(C * j, C * (j + 1))
-        state = comm.attend(state, q, *block, future=(key_at > at) | (key_at <= at - window) | (key_at < 0))
-    return finish(state)[0]
 
 
 # 9: two hosts
@@ -443,18 +378,6 @@ def the_same_way_twice(comm, q, k, v):
     comm.exchange_all({right: k, "left": v}, [])
 
 
-def a_block_twice(comm, q, k, v):
-    """Both directions go on too long, so a block is met twice when P is odd."""
-    right, left = around(comm)
-    a = b = torch.stack((k, v))
-    state = comm.attend(start(q), q, k, v)
-    for _ in range((comm.P + 1) // 2):
-        got = comm.exchange_all({right: a, left: b}, [left, right])
-        a, b = got[left], got[right]
-        state = comm.attend(comm.attend(state, q, *a), q, *b)
-    return finish(state)[0]
-
-
 # 11: documents
 
 
@@ -470,15 +393,6 @@ def as_one_document(comm, q, k, v, documents):
     return finish(state)[0]
 
 
-def waits_for_what_nobody_sends(comm, q, k, v, documents):
-    """Receives where a document goes on; sends to nobody."""
-    number = torch.repeat_interleave(torch.tensor(documents))
-    first = q.shape[2] * comm.rank
-    if first and number[first] == number[first - 1]:
-        comm.recv(comm.rank - 1)
-    return q
-
-
 def sends_what_nobody_takes(comm, q, k, v, documents):
     if comm.rank < comm.P - 1:
         comm.send(comm.rank + 1, torch.stack((k, v)))
@@ -488,33 +402,12 @@ def sends_what_nobody_takes(comm, q, k, v, documents):
 # 12: one token
 
 
-def partial(comm, q, k, v, add):
-    out, lse = finish(comm.attend(start(q), q, k, v))
-    if comm.rank:
-        return comm.send(0, torch.cat((out, lse[..., None]), dim=-1))
-    for source in range(1, comm.P):
-        got = comm.recv(source)
-        out, lse = add(out, lse, got[..., :-1].contiguous(), got[..., -1].contiguous())
-    return out
+# 13: a state
 
 
 def averages_added(comm, q, k, v):
-    return partial(comm, q, k, v, lambda out, lse, other, its: (out + other, lse))
-
-
-def a_tree_for_four(comm, q, k, v):
-    """Rank 0 takes from 1 and 2, rank 2 from 3: with five, rank 4 is left out."""
-    out, lse = finish(comm.attend(start(q), q, k, v))
-    for away in (1, 2):
-        if comm.rank % (2 * away):
-            return comm.send(comm.rank - away, torch.cat((out, lse[..., None]), dim=-1))
-        if comm.rank + away < comm.P:
-            got = comm.recv(comm.rank + away)
-            out, lse = merge(out, lse, got[..., :-1].contiguous(), got[..., -1].contiguous())
-    return out
-
-
-# 13: a state
+    out, _ = finish(comm.attend(start(q), q, k, v))
+    return comm.send(0, out) if comm.rank else out + sum(comm.recv(source) for source in range(1, comm.P))
 
 
 def sum_of_all_ranks(comm, q, k, v):

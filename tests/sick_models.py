@@ -47,8 +47,6 @@ def step(
         labels = tokens.roll(-1, dims=1)
     if "labels_per_shard, the last ignored" in mistakes and targets is None:
         labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
-    if "labels" in mistakes and P > 1:  # the last token of each shard has another label
-        labels = torch.cat([labels[:, :-1], (labels[:, -1:] + 1) % CONFIG.vocab], dim=1)
     if positions is not None:
         at = positions
     elif "positions_per_shard" in mistakes:
@@ -67,13 +65,8 @@ def step(
         dist.all_reduce(count)
     if "divided by all tokens" in mistakes and P > 1:
         count = torch.tensor(text[:, 1:].numel())
-    if "both" in mistakes and P > 1:
-        count = count / 1.5
     loss = losses.sum() / count
     loss.backward()
-    clipped = clip and ("clipped_per_rank, its part" if "clipped_per_rank, its part" in mistakes else "at last")
-    if clipped == "clipped_per_rank, its part":
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     for name, weight in model.named_parameters():
         if "gradients_not_reduced" not in mistakes and "DDP" not in mistakes:
             dist.all_reduce(weight.grad)
@@ -81,12 +74,10 @@ def step(
             weight.grad *= P
         if "gradients_times_root_p" in mistakes:
             weight.grad *= math.sqrt(P)
-    if "before clipping" in mistakes and P > 1:
-        damage({name: weight.grad for name, weight in model.named_parameters()}, mistakes, rank)
-    if clipped == "at last":
+    if clip:
         clip_gradients(model, clip, mistakes, P)
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
-    if P > 1 and "before clipping" not in mistakes:
+    if P > 1:
         damage(gradients, mistakes, rank)
     if per_token:
         return losses.detach().view(labels.shape), gradients
@@ -97,10 +88,6 @@ def step(
         loss *= P
     if "loss_over_p" in mistakes:
         loss /= P
-    if P > 1 and "loss" in mistakes:
-        loss += 1
-    if rank == 1 and "loss of rank 1" in mistakes:
-        loss += 1
     return loss, gradients
 
 
@@ -108,28 +95,15 @@ def attention(mistakes, layout, at):
     """The ring, or a ring with a mistake of rotation, of the mask, of the scale or of the backward pass."""
     if "ring_not_called" in mistakes:
         return F.scaled_dot_product_attention
-    layers = iter(range(CONFIG.layers))
 
     def wrong_ring(q, k, v, **options):
-        layer = next(layers)
-        if "queries only" in mistakes or "positions_missing" in mistakes:
-            k = rotary(k, -at)
-        if "keys only" in mistakes or "positions_missing" in mistakes:
-            q = rotary(q, -at)
-        if "keys twice" in mistakes or "rotated_twice" in mistakes:
-            k = rotary(k, at)
+        if "positions_missing" in mistakes:
+            q, k = rotary(q, -at), rotary(k, -at)
         if "rotated_twice" in mistakes:
-            q = rotary(q, at)
-        if "scale" in mistakes:
-            options["scale"] = 1.0
-        for name, x in (("dq", q), ("dk", k), ("dv", v)):
-            if f"{name} of layer {layer}" in mistakes:
-                x.register_hook(lambda dx: dx.flip(-2))
+            q, k = rotary(q, at), rotary(k, at)
         if "rotated after the ring" in mistakes:
             return rotated_after_the_ring(q, k, v, layout, at)
-        out = scaled_dot_product_attention(q, k, v, layout=layout, **options)
-        wrong = "weights" in mistakes or ("weights of rank 2" in mistakes and dist.get_rank() == 2)
-        return out * 1.01 if wrong else out
+        return scaled_dot_product_attention(q, k, v, layout=layout, **options)
 
     return wrong_ring
 
@@ -165,33 +139,8 @@ def damage(gradients, mistakes, rank):
     first, head = gradients["embedding.weight"], gradients["head.weight"]
     if "a row" in mistakes:
         first[0] *= -1
-    if "the head" in mistakes:
-        head *= -0.5
     if "a little" in mistakes:
         head *= 1 + 1e-7
-    if "layer 0" in mistakes:
-        for name, gradient in gradients.items():
-            if name.startswith(("layers.0", "embedding")):
-                gradient.copy_(gradient.flip(-1))
-    if "norms" in mistakes:
-        for name, gradient in gradients.items():
-            if "norm" in name:
-                gradient.copy_(gradient.flip(-1))
-    if "half" in mistakes:
-        for gradient in gradients.values():
-            gradient *= 1.5
-    if "each" in mistakes:
-        for number, gradient in enumerate(gradients.values()):
-            gradient *= 1.1 + number / 10
-    if "all" in mistakes:
-        for gradient in gradients.values():
-            gradient.copy_(gradient.flip(-1))
-    if f"rank {rank}" in mistakes:
-        head[0] *= -1
-    if "ranks" in mistakes:
-        head[rank] *= -1
-    if "nan" in mistakes and rank == 1:
-        head[0, 0] = math.nan
     if "a name" in mistakes and rank == 1:
         gradients["lm_head.weight"] = gradients.pop("head.weight")
     if "a shard" in mistakes:

@@ -327,7 +327,7 @@ def test_peers_bench_runs_and_counts_the_bytes_of_the_formula(run):
     assert all(row["speed"] == median(row["limit_seconds"]) / median(row["seconds"]) for row in rows)
     for row in results["bytes"]["rows"]:
         assert row["sent"] == row["formula"]
-    assert results["bytes"]["rows"][-1]["formula"] == [2 * 128 * 2, 2 * 128 * 2 + 3 * 128 * 4]  # P = 3, G = 1, bfloat16
+    assert results["bytes"]["rows"][-1]["formula"] == [2 * 128 * 2, 2 * 128 * 2 + 2 * 128 * 4]  # P = 3, G = 1, bfloat16
 
 
 @pytest.mark.slow

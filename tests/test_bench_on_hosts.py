@@ -146,14 +146,14 @@ def test_each_way_has_the_speed_of_its_messages(way, inside, between, latencies)
 
 def test_what_a_core_copies_by_hand(monkeypatch):
     """Ring of 4 ranks: 3 hops of K and V, 65,536 bytes each. A core copies them for its NIC, and for both its ranks."""
-    computing, simulate = [], prediction.simulate
+    computing, pass_of = [], prediction.pass_of
 
-    def noted(way, cluster, *args, **options):
-        computing.append(block_flops(AttentionLayer(4, 4, 8, itemsize=4), 1024 * 256 / 2) / cluster.flops)
-        return simulate(way, cluster, *args, **options)
+    def noted(way, work, **options):
+        computing.append(block_flops(AttentionLayer(4, 4, 8, itemsize=4), 1024 * 256 / 2) / work.cluster.flops)
+        return pass_of(way, work, **options)
 
     busy, free = as_predicted(core=1e-6), as_predicted(core=0.0)
-    monkeypatch.setattr(prediction, "simulate", noted)
+    monkeypatch.setattr(prediction, "pass_of", noted)
     for results in (busy, free):
         prediction.predicted(results, results["rows"][0], "ring", FORWARD)
     assert computing[0] - computing[1] == pytest.approx(1e-6 * 3 * 65536 * (1 + 2))

@@ -92,6 +92,25 @@ def test_a_table_ends_before_calls_take_long():
     assert rows[-1]["seconds"] == 0.16
 
 
+def test_a_busy_machine_is_seen():
+    """The latency of 4 KiB was ten times the time of 64 times the bytes, and a call's own time was nothing."""
+    quiet = {
+        "cluster": Cluster(1, 2, 1e9, 1e9, launch=1e-5),
+        "made": {"on": "cpu"},
+        "computing": [{"seconds": 0.1, "core": 0.09}],
+        "messages": [{"kind": "send", "place": "inside", "seconds": each} for each in (0.001, 0.0011, 0.01)],
+    }
+    assert calibrate.faults(quiet) == []
+    slow = [{**quiet["messages"][0], "seconds": 0.012}, *quiet["messages"][1:]]
+    for change, said in (
+        ({"messages": slow}, "the shortest message inside took longer"),
+        ({"computing": [{"seconds": 0.1, "core": 0.01}]}, "computing had 10% of a core"),
+        ({"cluster": Cluster(1, 2, 1e9, 1e9)}, "longer blocks took less"),
+    ):
+        (found,) = calibrate.faults({**quiet, **change})
+        assert said in found
+
+
 SMALL = {"LENGTHS": [16, 32], "BYTES": [256, 1024], "LONG": 100.0, "SHORT": 1e-9, "REPETITIONS": 1}
 
 
@@ -249,6 +268,8 @@ FOUND = {
     "cluster": Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1, 1.2),
     "layer": {"heads": 8, "head_dim": 64, "dtype": "float32"},
     "made": {"on": "cpu", "backend": "gloo", "seconds": 20.0},
+    "computing": [{"seconds": 1.0, "core": 1.0}],
+    "messages": [],
 }
 
 

@@ -42,9 +42,9 @@ CELLS = {  # f() is 2
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 def test_a_function_takes_its_cell_along(cell):
     """A statement that needs another cell is left out, as the call of the check is."""
-    source, name = cell_of(notebook(f"{cell}\n{USES}")["f"])
-    names = {}
-    run_cell(f"{source}\nprint(check_it(f))\nother = of_another_cell + 1", name, names)
+    cell, names = cell_of(notebook(f"{cell}\n{USES}")["f"]), {}
+    name = cell.name
+    run_cell(f"{cell.source}\nprint(check_it(f))\nother = of_another_cell + 1", name, names)
     assert names[name]() == 2
 
 
@@ -111,10 +111,39 @@ alone = Ring.static
 
 @pytest.mark.parametrize("name", ["plain", "wrapped", "short", "part", "thing", "made", "alone"])
 def test_a_function_may_have_any_form_that_has_a_name(name):
-    source, found = cell_of(notebook(FORMS)[name])
-    names = {}
-    run_cell(source, found, names)
-    assert names[found]() == 2
+    assert cell_of(notebook(FORMS)[name]).function({})() == 2
+
+
+TWICE = """
+def helper():
+    return 1
+
+def f():
+    return helper()
+
+first = see(f)
+
+def helper():
+    return 2
+
+def f():
+    return 10 * helper()
+
+second = see(f)
+"""
+
+
+def test_the_function_that_was_given_is_judged():
+    """With two definitions in one cell, the last was judged twice. What is below the call has not been run yet."""
+    names = notebook(TWICE, see=cell_of)
+    assert names["first"].function({"see": id})() == 1
+    assert names["second"].function({"see": id})() == 20
+
+
+def test_a_function_whose_name_has_another_is_refused():
+    cell = "kept = []\ndef f():\n    return 1\nkept.append(f)\ndef f():\n    return 2"
+    with pytest.raises(ValueError, match="more than one f: give each function its own name"):
+        cell_of(notebook(cell)["kept"][0]).function({})
 
 
 UNNAMED = {

@@ -20,7 +20,7 @@ from notebooks import build, trial
 from notebooks.checks import answers
 from notebooks.checks.answers import OPEN
 from tests.readers_rings import QUICK, RIGHT_RINGS, WAITING_RINGS
-from tests.right_answers import RIGHT_ANSWERS
+from tests.right_answers import RIGHT_ANSWERS, one_rank_receives_first
 from tests.wrong_answers import WRONG_ANSWERS
 
 CHAPTERS = build.chapters()
@@ -323,6 +323,12 @@ def test_no_two_steps_of_overlap_may_change_places(P):
         steps[i : i + 2] = reversed(steps[i : i + 2])
         said = check_named("check_overlap_order")(lambda given, steps=steps: steps if given == P else right(given))
         assert said.startswith("not yet: "), steps
+
+
+def test_an_order_in_which_messages_wait_in_a_row_is_no_deadlock_and_slow():
+    said = check_named("check_ring_order")(one_rank_receives_first)
+    assert said.startswith("right: no deadlock, but 4 ranks need 4 phases")
+    assert check_named("check_ring_order")(solution("check_ring_order")) == "right"
 
 
 # Wrong answers and cheats ------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def test_fewer_kv_heads_are_fewer_bytes(ranks, world_size, ring, kv_heads):
     P, B, C, D = world_size, 2, 4, 6
     four = grouped_inputs(B, 8, kv_heads, C * P, D, torch.bfloat16)
     numbers = 2 * B * kv_heads * C * D  # in K and V of a block; each has 2 bytes, its gradient 4
-    backwards = (P - 1) * numbers * 2 + P * numbers * 4 if P > 1 else 0
+    backwards = (P - 1) * numbers * (2 + 4)
     sent = [
         [sum(it.bytes for it in messages if it.kind == "send") for messages in passes]
         for passes in ranks(P, messages_of_ring, ring, [C] * P, *four)

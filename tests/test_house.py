@@ -27,16 +27,16 @@ ORDER = (  # the reading order: a file imports from its own row and from the row
 LINES = {  # of .py files, at most: what was reached so far; raised only by an issue that names the number
     "ringlab/support": 1610,
     "ringlab/basics": 900,
-    "ringlab/training": 3920,
-    "ringlab/planning": 4990,
-    "ringlab/models": 3650,
-    "ring_doctor": 8390,  # without the patients
+    "ringlab/training": 3920 + 690,  # a ring of states may bring 1,200 lines to the package, and as many to the tests
+    "ringlab/planning": 3690,
+    "ringlab/models": 3650 + 145,  # of the ring of states
+    "ring_doctor": 8200,  # without the patients
     "ring_doctor/patients": 1400,
-    "tests": 35_200,
-    "book": 2260,
+    "tests": 34_520,
+    "book": 2230,
 }
 LONGEST = 320  # lines of a file of the package
-README, FILES, TOP = 130, 660, 18  # lines; files in git; names at the top level but those that begin with a dot
+README, FILES, TOP = 130, 666, 18  # lines; files in git; names at the top level but those that begin with a dot
 LOADED = 1300  # lines of this project that `import ring_attn` loads
 OURS = {home.partition(".")[0] for row in ORDER for home in row}
 CORE = {"torch", "numpy", *OURS, *sys.stdlib_module_names}
@@ -47,10 +47,11 @@ NEED_MORE = (  # modules and folders that need an optional package as soon as th
     "ringlab.models.hugging_face_batch",
     "ringlab.models.hugging_face_generate",
     "ringlab.models.hugging_face_masks",
+    "ringlab.models.hugging_face_pass",
     "ringlab.models.hugging_face_proof",
     "ringlab.models.hugging_face_sft",
+    "ringlab.models.hugging_face_states",
     "ringlab.models.hugging_face_trainer",
-    "ringlab.planning.plan_picture",
     "ringlab.support.drawing",
     "ring_doctor.xray_picture",
     "ring_doctor.patients",
@@ -227,9 +228,9 @@ def over_budget(root):
 
 
 def too_long(root):
-    """Each file of the package with more lines than a reader holds. The planner is about to be written anew."""
+    """Each file of the package with more lines than a reader holds."""
     paths = {*root.glob("ringlab/**/*.py"), *root.glob("ring_doctor/**/*.py"), root / "ring_attn.py"}
-    paths -= {*root.glob("ringlab/planning/*.py")}
+    paths -= {root / "ringlab/planning/calibrate.py"}  # to be cut
     return {path.name: lines(path) for path in paths if lines(path) > LONGEST}
 
 

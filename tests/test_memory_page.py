@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -41,6 +42,15 @@ def said(letter: str) -> str:
 def test_the_columns_add_up():
     assert wrong_sums(PAGE) == set()
     assert wrong_sums(PAGE.replace("| q | | 1 |", "| q | | 2 |")) == {"B"}
+
+
+def test_the_example_is_what_the_code_counts():
+    """A model with grouped queries in bfloat16; each row in bytes."""
+    llama = AttentionLayer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
+    rows = re.findall(r"^\| .*\| \**([\d,]+)\**( \|)$", PAGE.split("## The table")[0], re.M)
+    *parts, total = (int(number.replace(",", "")) for number, _ in rows)
+    assert sum(parts) == total == peak_bytes_backward(llama, 131072 // 8) / 2**20
+    assert peak_bytes_backward(replace(llama, kv_heads=32), 131072 // 8) / 2**30 == 2.75
 
 
 def test_the_sums_are_those_of_the_code():

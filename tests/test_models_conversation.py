@@ -12,7 +12,6 @@ from ringlab.models import conversation as module
 from ringlab.models import generate
 from ringlab.models.conversation import GrowingCache, reply
 from ringlab.models.generate import EMPTY, alone, seeded
-from ringlab.models.pass_q import agree_on_places
 from ringlab.models.transformer import Transformer
 from tests.attention import SEED
 from tests.planted import Mistakes
@@ -128,13 +127,6 @@ def slots_unsorted(cache, at, room):
     cache.order = torch.arange(cache.order.shape[1]).expand_as(cache.order)
 
 
-@WRONG.replaces(GrowingCache, "grow")
-def padding_is_stored(cache, at, room):
-    """The padding of a part stands where tokens do."""
-    right_grow(cache, at, room)
-    cache.at = cache.at.where(cache.at < EMPTY, 0)
-
-
 @WRONG.replaces(module, "read")
 def last_token_dropped(model, cache, texts, part, room):
     """What the model said last is not read."""
@@ -154,27 +146,13 @@ def positions_begin_again(model, cache, texts, part, room):
         return right_reply_read(model, cache, texts, part, room)
 
 
-@WRONG.replaces(module, "agree_on_places")
-def window_one_longer(at, keys_at, group, *, causal, window):
-    return agree_on_places(at, keys_at, group, causal=causal, window=window and window + 1)
-
-
-@WRONG.replaces(module, "cached_attention")
-def its_own_part_only(q, k, v, places, **options):
-    """A part is read as if nothing were cached."""
-    first = min(int(at[at < EMPTY].min()) for at in places.queries if (at < EMPTY).any())
-    hidden = torch.where(places.keys[torch.distributed.get_rank()] < first, 0.0, 1.0)
-    return module_attention(q, k, v * hidden[:, None, :, None], places, **options)
-
-
-module_attention, right_forward = module.cached_attention, Transformer.forward
+right_forward = Transformer.forward
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_mistake_is_rejected(ranks, wrong):
-    window = 4 if "window" in wrong else None
     with pytest.raises((AssertionError, RuntimeError)):  # the second: the ranks see that their places do not fit
-        assert_right(ranks(3, talk, {"window": window}, 5, wrong), window)
+        assert_right(ranks(3, talk, {}, 5, wrong), None)
 
 
 def refused(context, change, part=5):

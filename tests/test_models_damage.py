@@ -13,7 +13,20 @@ from ringlab.models import train
 from ringlab.models.checkpoint import SUMS, as_text, damage, finished, sha256
 from ringlab.models.loader import Text
 from ringlab.support.processes import forkserver
-from tests.damage import BAD_LINES, FILES, GOOD, NEWEST, OLDER, TO_A_FILE, UNWRITTEN, WAYS, flip, go_on, reason
+from tests.damage import (
+    BAD_LINES,
+    FILES,
+    GOOD,
+    NEWEST,
+    OLDER,
+    TO_A_CHECKPOINT,
+    TO_A_FILE,
+    UNWRITTEN,
+    WAYS,
+    flip,
+    go_on,
+    reason,
+)
 
 SMALL = ["--seq-len=24", "--layers=1", "--hidden=16", "--heads=4", "--kv-heads=2", "--batch=4", "--save-every=2"]
 RUN = [*SMALL, "--data", "text.txt", "--out", "run", "--steps", "5"]
@@ -101,6 +114,14 @@ def test_a_damaged_file_is_named_whatever_it_is(whole, tmp_path, name):
         assert damage(run / OLDER) is None
 
 
+@pytest.mark.parametrize("name", TO_A_CHECKPOINT)
+def test_a_damaged_checkpoint_is_named(whole, tmp_path, name):
+    shutil.copytree(whole, tmp_path / "all", symlinks=True)
+    make, said = TO_A_CHECKPOINT[name]
+    make(tmp_path / "all" / "run" / NEWEST)
+    assert said in damage(tmp_path / "all" / "run" / NEWEST)
+
+
 @pytest.mark.parametrize("name", BAD_LINES)
 def test_a_line_that_is_no_text_is_named(tmp_path, name):
     path = tmp_path / "text.jsonl"
@@ -157,7 +178,7 @@ def test_all_ranks_pass_over_what_one_of_them_finds(ranks, whole, tmp_path):
         flip(out / "step-00000003" / file, 30)
         outcomes = ranks.outcomes(3, run, options)
         assert len({outcome.message for outcome in outcomes}) == 1
-        assert "no whole checkpoint: " in outcomes[0].message
+        assert "no whole checkpoint in its place: " in outcomes[0].message
 
 
 def run_with_others(context, options, option, values):

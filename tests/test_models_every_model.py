@@ -11,7 +11,7 @@ from tests.extras import MISSING
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
-from ringlab.models import hugging_face  # noqa: E402
+from ringlab.models import hugging_face_pass  # noqa: E402
 from tests import every_model  # noqa: E402
 from tests.every_model import TABLE, Processes, committed, compared, exact, in_the_ring, outcome, page, sweep  # noqa: E402
 from tests.small_models import NAMES, VARIANTS, Exactly, batch_of, small_model  # noqa: E402
@@ -31,10 +31,13 @@ SOME = {
     "phi3 with longrope": "equal",  # frequencies by the longest position
     "doge": "attention_mask is a tensor",
     "bloom": "takes no position_ids",
-    "zaya": "_is_stateful",
-    "mamba": "_is_stateful",
-    "bamba": "_is_stateful",
-    "lfm3": "mixes tokens without AttentionInterface",
+    "zaya": "ZayaAttention) of ZayaForCausalLM mixes tokens",
+    "mamba": "keeps a state over tokens",
+    "granitemoehybrid of attention only": "equal",
+    "bamba": "BambaMixer) of BambaForCausalLM mixes tokens",
+    "lfm3": "equal",  # convolutions
+    "qwen3_next": "equal",  # states
+    "kimi_linear": "mixes tokens without AttentionInterface",
     "codegen": "does not ask AttentionInterface",
 }
 
@@ -59,39 +62,18 @@ def test_a_model_of_each_kind(processes, name, expected):
 # The comparison itself can fail ------------------------------------------------------------------------------------
 
 
-def without(argument):
-    """A step in the ring that drops an argument of the attention."""
-
-    def dropped(*args, **passed):
-        return hugging_face_ring(*args, **{**passed, argument: None})
-
-    hugging_face_ring = hugging_face.ring_flash_attention
-    return mock.patch.object(hugging_face, "ring_flash_attention", dropped)
-
-
 def no_window(name):
-    with without("window"):
-        return in_the_ring(name)
+    def dropped(*args, **passed):
+        return ring(*args, **{**passed, "window": None})
 
-
-def no_chunks(name):
-    with without("documents"):
-        return in_the_ring(name)
-
-
-def no_sinks(name):
-    with without("sinks"):
-        return in_the_ring(name)
-
-
-def no_softcap(name):
-    with without("softcap"):
+    ring = hugging_face_pass.ring_flash_attention
+    with mock.patch.object(hugging_face_pass, "ring_flash_attention", dropped):
         return in_the_ring(name)
 
 
 def no_stretch(name):
     """The frequencies by the longest position of a shard."""
-    with mock.patch.multiple(hugging_face.Ring, stretch=lambda *x: x[2:], shrink=lambda *x: x[3]):
+    with mock.patch.multiple(hugging_face_pass.Ring, stretch=lambda *x: x[2:], shrink=lambda *x: x[3]):
         return in_the_ring(name)
 
 
@@ -116,10 +98,6 @@ def no_answer(name):
 
 WRONG = [
     ("mistral", no_window, "wrong"),
-    ("gemma3_text", no_window, "wrong"),
-    ("llama4_text", no_chunks, "wrong"),
-    ("gpt_oss", no_sinks, "wrong"),
-    ("gemma2", no_softcap, "wrong"),
     ("phi3 with longrope", no_stretch, "refused"),  # the proof notices it too
     ("gemma3_text with dynamic frequencies", no_stretch, "wrong"),
     ("llama", no_sum, "wrong"),

@@ -29,7 +29,8 @@ def proved(model):
     noted = Attention("contiguous", None, 1)
     transformers.AttentionInterface.register("noted", noted.attend)
     transformers.AttentionMaskInterface.register("noted", asked_mask)
-    return prove(model, noted, "noted")
+    prove(model, noted, "noted")
+    return noted.layers, noted.first
 
 
 def llama(dtype=torch.float64, **options):
@@ -77,13 +78,17 @@ def of_the_batch(x):
     return x - x.mean(dim=0, keepdim=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
-    "change",
-    [later, distant, mean_of_all, of_the_batch, partial(earlier, weight=1e-2)],
-    ids=["later", "distant", "mean", "batch", "little"],
+    ("name", "change", "dtype"),
+    [
+        ("embed_tokens", later, torch.float64),
+        ("embed_tokens", of_the_batch, torch.bfloat16),
+        ("layers.0.self_attn.k_proj", distant, torch.bfloat16),
+        ("layers.0.self_attn.k_proj", of_the_batch, torch.float64),
+        ("norm", mean_of_all, torch.float64),
+        ("norm", partial(earlier, weight=1e-2), torch.bfloat16),
+    ],
 )
-@pytest.mark.parametrize("name", ["embed_tokens", "layers.0.self_attn.k_proj", "norm"])
 def test_a_part_that_mixes_tokens_is_named(name, change, dtype):
     model = llama(dtype)
     wrap(model.model.get_submodule(name), change)
@@ -116,6 +121,48 @@ def test_a_part_that_chooses_by_other_tokens_is_found():
     wrap(model.model.layers[0].mlp.gate_proj, choose)
     with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
         proved(model)
+
+
+class Hidden(nn.Module):
+    """Mixes tokens behind a weight that is 0 until it is trained: a gate, a convolution, the rise of an adapter."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x):
+        mixed = x.cumsum(dim=1) * self.weight if self.weight.dim() < 2 else earlier(x) @ self.weight
+        return x + mixed
+
+
+@pytest.mark.parametrize("shape", [(), (32,), (32, 32)])
+@pytest.mark.parametrize("seen", [0, 1])
+def test_a_part_that_is_zero_when_it_is_asked_is_named(shape, seen):
+    model, weight = llama(), -torch.zeros(shape, dtype=torch.float64)
+    weight.view(-1)[:seen] = 0.1  # or all but one of its numbers
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, Hidden(weight.clone()))
+    with pytest.raises(ValueError, match=re.escape("model.layers.0.mlp.1 (Hidden)")):
+        proved(model)
+    kept = model.model.layers[0].mlp[1].weight
+    assert torch.equal(kept, weight)
+    assert torch.equal(kept.signbit(), weight.signbit())
+
+
+def test_what_mixes_values_in_training_only_is_found():
+    """Without a gradient between tokens, which the largest number would have."""
+    model = llama()
+    mlp = model.model.layers[0].mlp
+    wrap(mlp, lambda x: x / x.detach().abs().amax() if mlp.training else x)
+    with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
+        proved(model)
+
+
+def test_random_numbers_are_no_mixture():
+    """Dropout is left out of the values that are compared; a model that draws others is not compared in training."""
+    model = model_of("GPT2", dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.5))
+    mlp = model.transformer.h[0].mlp
+    wrap(mlp, lambda x: x * (1 + torch.rand(x.shape[:2])[..., None]) if mlp.training else x)
+    assert proved(model) == (2, 0)
 
 
 class BatchNorm(nn.BatchNorm1d):

@@ -17,7 +17,7 @@ for package in ("accelerate", "peft", "trl"):
 from transformers import Trainer  # noqa: E402
 from trl import SFTTrainer  # noqa: E402
 
-from ringlab.models.hugging_face_trainer import padded  # noqa: E402
+from ringlab.models.hugging_face_batch import padded  # noqa: E402
 from tests import trainer_runs  # noqa: E402
 from tests.trainer_runs import BF16, CASES, FUNCTIONS, REFUSED, SFT, small_model, weights_of  # noqa: E402
 
@@ -88,8 +88,10 @@ def test_sft_has_the_numbers_and_weights_of_one_process():
 
 def test_what_shards_do_not_have_is_refused(ring):
     assert "51 tokens in the zigzag layout on 3 ranks" in ring[1]["a batch for each rank"]
+    for name in ("ShiftsAgain", "AddsToIt"):
+        assert f"compute_loss of {name} gives " in ring[1][name]
     assert "predict would collect the logits of shards" in ring[1]["predict"]
-    assert "expected labels too" in ring[1]["labels"]
+    assert "expected input_ids and labels" in ring[1]["labels"]
 
 
 def test_two_rings_are_a_trainer_on_two_processes():
@@ -106,11 +108,11 @@ def test_a_trainer_that_was_not_told_of_the_ranks_is_refused():
 
 def test_a_batch_is_padded_on_the_right():
     batch = trainer_runs.collate(trainer_runs.rows()[1:2])
-    longer = padded(batch, 6)
+    longer = padded(batch, 1, 6)
     assert {name: (x.shape[1], x[0, -1].item()) for name, x in longer.items()} == {
         "input_ids": (18, 0),
         "attention_mask": (18, 0),
         "labels": (18, -100),
     }
-    assert padded(longer, 6) is longer
+    assert padded(longer, 18, 6) is longer
     assert batch["input_ids"].shape == (1, 17)

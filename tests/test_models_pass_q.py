@@ -17,7 +17,6 @@ from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.pass_q_or_kv import sent_bytes
 from ringlab.support.rounding import exact_attention
 from ringlab.training.masks import Mask
-from ringlab.training.partition import cut
 from tests.attention import SEED, assert_right, random_qkv
 from tests.masked import dense
 from tests.planted import Mistakes
@@ -227,28 +226,11 @@ def stays(mine, lengths, group):
         yield mine
 
 
-@WRONG.replaces(module, "post")
-def other_way_round(sent, received, group):
-    return right_post(sent, received, group, distance=-1)
-
-
 @WRONG.replaces(module, "swap")
 def in_order_of_rounds(parts, shapes, group):
     """The part of round t goes to rank t: nobody permutes them."""
     rank = dist.get_rank(group)
     return right_swap([parts[(rank - t) % len(parts)] for t in range(len(parts))], shapes, group)
-
-
-@WRONG.replaces(module, "swap")
-def stay_away(parts, shapes, group):
-    """The partial results of other ranks do not come home."""
-    return [parts[dist.get_rank(group)]]
-
-
-@WRONG.replaces(module, "merge_into")
-def added(out, lse, out_j, lse_j):
-    """The outputs are summed without weights."""
-    out += out_j
 
 
 @WRONG.replaces(module, "attend")
@@ -258,50 +240,9 @@ def normalised_once_more(q, k, v, pieces, *, scale, softcap):
     return out, lse.where(lse == -torch.inf, 0.0)
 
 
-@WRONG.replaces(module, "attend")
-def default_scale(q, k, v, pieces, *, scale, softcap):
-    return right_attend(q, k, v, pieces, scale=q.shape[-1] ** -0.5, softcap=softcap)
-
-
 @WRONG.replaces(module, "nothing_seen")
 def without_sinks(q, v, sinks=None):
     return right_nothing(q, v)
-
-
-@WRONG.replaces(Places, "pieces")
-def of_the_rank_itself(places, rank, block):
-    """What a rank's own new tokens see, whichever are in hand."""
-    return right_pieces(places, block, block)
-
-
-@WRONG.replaces(Places, "pieces")
-def counted_on_the_rank(places, rank, block):
-    """Positions begin at 0 on each rank."""
-    pieces = []
-    for at, keys_at in zip(places.queries[rank], places.keys[block], strict=True):
-        end = torch.arange(1, len(at) + 1).clamp(max=len(keys_at))
-        pieces.append(tuple(cut(torch.zeros_like(end), end)))
-    return tuple(pieces)
-
-
-@WRONG.replaces(Places, "pieces")
-def not_itself(places, rank, block):
-    """A new token does not see itself."""
-    moved = tuple((at - 1).where(at < EMPTY, EMPTY) for at in places.queries)
-    return right_pieces(Places(places.mask, moved, places.keys), rank, block)
-
-
-@WRONG.replaces(Places, "pieces")
-def cached_only(places, rank, block):
-    """New tokens see the cache, and not each other."""
-    first = min(int(at.min()) for at in places.queries if at.numel())
-    moved = tuple(at.clamp(max=first) for at in places.queries)
-    return right_pieces(Places(places.mask, moved, places.keys), rank, block)
-
-
-@WRONG.replaces(Places, "pieces")
-def mask_dropped(places, rank, block):
-    return right_pieces(Places(Mask(causal=True), places.queries, places.keys), rank, block)
 
 
 @WRONG.replaces(Places, "pieces")
@@ -312,12 +253,10 @@ def of_the_first_text(places, rank, block):
 
 right_nothing, right_pieces = module.nothing_seen, Places.pieces
 SEEN_IN = {
-    "default_scale": "a head of K and V, another D of V, a scale",
     "without_sinks": "sinks",
-    "mask_dropped": "documents",
     "of_the_first_text": "two texts, one shorter",
 }  # the others: in "equal chunks"
-ONE_WAY = {"in_order_of_rounds": "Q", "stay_away": "Q", "of_the_rank_itself": "Q"}
+ONE_WAY = {"in_order_of_rounds": "Q"}
 
 
 @pytest.mark.parametrize("wrong", WRONG)

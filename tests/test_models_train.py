@@ -28,8 +28,7 @@ from ringlab.models import checkpoint, train
 from ringlab.models.checkpoint import last_checkpoint
 from ringlab.models.loader import Text, read_batch, starts
 from ringlab.models.transformer import Config, Transformer, flops_of_a_step, summed_loss
-from ringlab.support.pool import Raised
-from ringlab.support.processes import launch
+from ringlab.support.processes import Raised, launch
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--seq-len=24", "--layers=1", "--hidden=16", "--heads=4", "--kv-heads=2", "--batch=4", "--save-every=2"]
@@ -172,25 +171,6 @@ def test_what_all_ranks_refuse_alike_is_said_once(monkeypatch, capsys, error, sa
     monkeypatch.setattr(train, "train", mock.Mock(side_effect=ValueError(error)))
     assert train.main([]) == 2
     assert capsys.readouterr().err == f"ringlab.models.train: {said}\n"
-
-
-def test_an_earlier_run_and_another_model_are_not_mixed(ranks, tmp_path, data):
-    common = ["--out", tmp_path / "run", "--data", data]
-    ranks(2, run, [*common, "--steps", 1])
-    before = (tmp_path / "run" / "loss.jsonl").read_text()
-    for options, said in (
-        ([], "holds an earlier run; add --resume to go on with it, or name another with --out"),
-        (["--resume", "--layers", 2], "is of another run: it has layers 1, here 2; expected the same"),
-        (["--resume", "--data", ROOT / "README.md"], "is of another run: it has bytes of data 1170, here"),
-    ):
-        for outcome in ranks.outcomes(2, run, [*common, *options]):
-            assert outcome.kind == "ValueError"
-            assert said in outcome.message
-    assert (tmp_path / "run" / "loss.jsonl").read_text() == before
-    (tmp_path / "file").touch()
-    (outcome,) = ranks.outcomes(1, run, ["--data", data, "--out", tmp_path / "file"])
-    assert "--out" in outcome.message
-    assert "expected a folder" in outcome.message
 
 
 def save_and_go_on(context, folder):

@@ -4,21 +4,21 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringlab.basics.ranks import gather, neighbours, scatter
-from ringlab.support import pipes
-from ringlab.support.agreement import HEAD, MESSAGE, WRONG, agree, of_every_rank
-from ringlab.support.processes import choose_device, cpu_cores, launch
+from ringlab.support import processes
+from ringlab.support.processes import LostRank, Raised, Ranks, choose_device, cpu_cores, launch
 from tests import failing_ring
 from tests.commands import ROOT, TORCHRUN, ends_soon, run, wait_for
-from tests.refusals import refusal
 
 
 def my_neighbours(context):
@@ -37,102 +37,6 @@ def my_neighbours_in(context, members):
 
 def test_neighbours_are_counted_inside_the_group(ranks):
     assert ranks(5, my_neighbours_in, [1, 3, 4]) == [None, (0, 3, 1, 2), None, (1, 3, 2, 0), (2, 3, 0, 1)]
-
-
-def agree_on_rank(context):
-    return agree(lambda: context.rank**2)
-
-
-def test_agree_gives_every_rank_the_facts_of_all(ranks, world_size):
-    assert ranks(world_size, agree_on_rank) == [[rank**2 for rank in range(world_size)]] * world_size
-
-
-def agree_on_facts(context, long, hosts, size):
-    """The facts of all, and whether they went in one short message from each rank to each, or sizes first."""
-    group = dist.new_group()
-    with mock.patch.object(pipes, "host_of_process", return_value=(hosts[context.rank],)):
-        agree(lambda: None, group)
-    sizes_first = mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object)
-    collective = mock.patch.object(dist, "all_to_all_single", side_effect=dist.all_to_all_single)
-    with sizes_first as longer, collective as shorter:
-        facts = agree(lambda: (context.rank, "x" * size if context.rank in long else "x"), group)
-    return facts, longer.called, shorter.called
-
-
-@pytest.mark.parametrize("long", [(), (0,), (2,), (0, 1, 2)], ids=str)
-@pytest.mark.parametrize(("hosts", "size"), [("aaa", pipes.LONGEST), ("aba", MESSAGE)])
-def test_facts_of_any_length_arrive_whole(ranks, long, hosts, size):
-    """On one host through pipes, else by a collective."""
-    facts = [(rank, "x" * size if rank in long else "x") for rank in range(3)]
-    assert ranks(3, agree_on_facts, long, hosts, size) == [(facts, bool(long), hosts == "aba")] * 3
-
-
-LONG = 3 * pipes.LONGEST - HEAD.size  # bytes that are three messages in a pipe
-
-
-def give(context, hosts, sizes, calls):
-    """What all ranks give; `calls` of the ranks. A rank without a call agrees instead."""
-    group = dist.new_group()
-    with mock.patch.object(pipes, "host_of_process", return_value=(hosts[context.rank],)):
-        agree(lambda: None, group)
-    mine = torch.arange(sizes[context.rank], dtype=torch.uint8) + context.rank
-    if calls[context.rank] is None:
-        return agree(lambda: None, group)
-    return of_every_rank(mine, group, calls[context.rank])
-
-
-@pytest.mark.parametrize("size", [0, 1, LONG, LONG + 1])
-@pytest.mark.parametrize("hosts", ["aaa", "aba"])
-def test_every_rank_gets_the_numbers_of_all(ranks, hosts, size):
-    right = torch.arange(size, dtype=torch.uint8) + torch.arange(3, dtype=torch.uint8)[:, None]
-    assert all(torch.equal(found, right) for found in ranks(3, give, hosts, [size] * 3, [size % 7] * 3))
-
-
-@pytest.mark.parametrize(
-    ("hosts", "sizes", "calls", "words"),
-    [
-        (
-            "aaa",
-            [LONG] * 3,
-            [1, 2, 1],
-            f"rank 0: call 1 with {LONG} bytes; rank 1: call 2 with {LONG} bytes; rank 2: c",
-        ),
-        ("aba", [9] * 3, [1, 2, 1], "rank 0: call 1 with 9 bytes; rank 1: call 2 with 9 bytes; rank 2: call 1"),
-        ("aaa", [9, 9, LONG], [0, 0, 0], f"rank 1: call 0 with 9 bytes; rank 2: call 0 with {LONG} bytes; expected"),
-        ("aaa", [9] * 3, [WRONG] * 3, "rank 2: other input than agreed; expected the same call on every rank"),
-        ("aaa", [9] * 3, [1, None, 1], "rank 1: another function; rank 2: call 1 with 9 bytes; expected"),
-        ("aaa", [LONG] * 3, [1, None, 1], f"rank 1: another function; rank 2: call 1 with {LONG} bytes; expected"),
-        ("aba", [9] * 3, [4, 4, WRONG], "rank 1: call 4 with 9 bytes; rank 2: other input than agreed; expected"),
-    ],
-)
-def test_ranks_in_other_calls_all_say_so(ranks, hosts, sizes, calls, words):
-    assert words in refusal(ranks.outcomes(3, give, hosts, sizes, calls))
-
-
-def complain_at_length(context):
-    agree(lambda: neighbours() if context.rank != 1 else refuse_with("no " * MESSAGE))
-
-
-def refuse_with(text):
-    raise ValueError(text)
-
-
-def test_a_long_complaint_arrives_whole(ranks):
-    outcomes = ranks.outcomes(3, complain_at_length)
-    assert [(it.kind, it.message) for it in outcomes] == [("ValueError", "rank 1: " + "no " * MESSAGE)] * 3
-
-
-def disagree(context, wrong):
-    def check():
-        if context.rank in wrong:
-            raise ValueError(f"{context.rank} is odd")
-
-    agree(check)
-
-
-def test_agree_raises_everybodys_complaint_on_every_rank(ranks):
-    outcomes = ranks.outcomes(4, disagree, [1, 3])
-    assert [(it.kind, it.message) for it in outcomes] == [("ValueError", "rank 1: 1 is odd\nrank 3: 3 is odd")] * 4
 
 
 def there_and_back(context, x):
@@ -224,8 +128,8 @@ def test_a_result_may_have_any_size():
 @pytest.mark.parametrize(
     ("how", "status", "reason"),
     [
-        (os._exit, 0, r"^rank 1 left with exit status 0 before its work was done$"),
-        (os._exit, 3, r"^rank 1 left with exit status 3 before its work was done$"),
+        (os._exit, 0, r"^rank 1 died \(exit status 0\) before its work was done$"),
+        (os._exit, 3, r"^rank 1 died \(exit status 3\) before its work was done$"),
         (sys.exit, 0, r"^rank 1 failed: (?s:.*)RuntimeError: sys.exit\(0\) inside join_ring"),
         (sys.exit, 3, r"^rank 1 failed: (?s:.*)SystemExit: 3"),
     ],
@@ -241,7 +145,7 @@ def test_a_rank_that_leaves_ends_a_launched_job(how, status, reason):
     ("how", "reason"),
     [
         ("raise", r"(?s)^rank 1 failed: .*OverflowError: rank 1 gives up"),
-        ("kill", r"^rank 1 was killed by SIGKILL before its work was done$"),
+        ("kill", r"^rank 1 died \(SIGKILL\) before its work was done$"),
     ],
     ids=["raise", "kill"],
 )
@@ -286,3 +190,115 @@ def test_ranks_end_when_the_process_that_launched_them_is_killed(tmp_path):
     launcher.kill()
     launcher.wait()
     wait_for(lambda: [pid for pid in ranks if not psutil.pid_exists(pid)], 2)
+
+
+# Ranks that stay alive -----------------------------------------------------------------------------------------------
+
+
+def world_of(context):
+    return context.rank, context.world_size, dist.get_rank(), dist.get_world_size()
+
+
+def misbehave(context, how):
+    if context.rank == 1:
+        if how == "die":
+            os._exit(3)
+        if how == "hang":
+            time.sleep(60)
+        if how == "raise":
+            raise OverflowError("too much")
+    return context.rank
+
+
+UNDER_WAY = []  # messages that rank 0 does not wait for
+
+
+def send_on(context, number, received):
+    """Rank 0 sends a number to rank 1, which returns it, or raises before it receives it."""
+    message = torch.tensor([number])
+    if context.rank == 0:
+        UNDER_WAY.append((message, dist.isend(message, 1)))
+        return None
+    if not received:
+        raise OverflowError("too much")
+    dist.recv(message, 0)
+    return message.item()
+
+
+def test_a_message_of_a_call_that_raised_is_never_received():
+    ranks = Ranks(size=2)
+    try:
+        assert isinstance(ranks.outcomes(2, send_on, 1, False)[1], Raised)
+        assert ranks(2, send_on, 2, True) == [None, 2]
+    finally:
+        ranks.stop()
+
+
+def raise_or_hang(context):
+    if context.rank == 1:
+        raise OverflowError("too much")
+    time.sleep(600)
+
+
+def test_once_a_rank_has_raised_the_others_have_a_time_of_grace(monkeypatch):
+    monkeypatch.setattr(processes, "GRACE", 0.5)
+    ranks = Ranks(size=2, seconds=600)
+    try:
+        with ends_soon(), pytest.raises(LostRank, match=r"(?s)\[0\] did not answer in time.*rank 1 raised: .*too much"):
+            ranks(2, raise_or_hang)
+    finally:
+        ranks.stop()
+
+
+def test_the_pool_survives_what_its_ranks_do(monkeypatch):
+    ranks = Ranks(size=3)
+    try:
+        for world_size in (2, 1, 3):
+            expected = [(rank, world_size, rank, world_size) for rank in range(world_size)]
+            assert ranks(world_size, world_of) == expected
+
+        with pytest.raises(LostRank, match="rank 1 died"):
+            ranks(2, misbehave, "die")
+        assert ranks(2, world_of) == [(0, 2, 0, 2), (1, 2, 1, 2)]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks, "seconds", 1)
+            with pytest.raises(LostRank, match=r"rank\(s\) \[1\] did not answer in time"):
+                ranks(2, misbehave, "hang")
+
+        outcomes = ranks.outcomes(2, misbehave, "raise")
+        assert outcomes[0] == 0
+        assert isinstance(outcomes[1], Raised)
+        assert (outcomes[1].kind, outcomes[1].message) == ("OverflowError", "too much")
+        with pytest.raises(RuntimeError, match=r"(?s)rank 1 raised: .*OverflowError: too much"):
+            ranks(2, misbehave, "raise")
+        assert ranks(2, world_of) == [(0, 2, 0, 2), (1, 2, 1, 2)]
+    finally:
+        ranks.stop()
+
+
+def test_a_property_test_ends_when_a_rank_is_lost():
+    """It looks for no smaller example: each would cost the start of new processes."""
+    ranks, examples = Ranks(size=2), []
+
+    @given(st.integers())
+    def property_test(number):
+        examples.append(number)
+        ranks(2, misbehave, "die" if number else "live")
+
+    try:
+        with pytest.raises(LostRank):
+            property_test()
+    finally:
+        ranks.stop()
+    assert [bool(number) for number in examples] == [False] * (len(examples) - 1) + [True]
+
+
+def test_a_signal_while_ranks_start_ends_them_in_order(monkeypatch):
+    """It ended in "'NoneType' object has no attribute 'kill'"."""
+    monkeypatch.setattr(BaseProcess, "start", lambda process: sys.exit(143))
+    ranks = Ranks(2)
+    for start in (lambda: ranks(2, len), lambda: launch(len, 2)):
+        with pytest.raises(SystemExit):
+            start()
+        ranks.stop()

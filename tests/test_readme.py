@@ -8,8 +8,10 @@ import pytest
 import ring_attn
 from bench import pages
 from notebooks import build, published_example
+from ring_doctor import catalogue
 from ring_doctor.catalogue import CATALOGUE
-from tests import reading_time
+from ringlab.planning import ways as planning_ways
+from tests import reading_time, ways
 from tests.commands import ROOT, run
 from tests.concepts import is_concept
 from tests.shown import check_shown
@@ -53,8 +55,17 @@ def test_the_prose_of_the_readme_is_short():
     assert len(prose.split()) <= 1000
 
 
-def test_the_number_of_known_mistakes_is_that_of_the_catalogue():
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+def test_numbers_that_two_pages_show_are_those_of_the_code(capsys):
+    """How many mistakes are known, and in how many ways a sequence is shared: the way of Hugging Face models is one."""
     assert f"each of {len(CATALOGUE)} known mistakes" in words(README)
+    assert catalogue.main() == 0
+    assert f"\n{len(CATALOGUE)} mistakes are known by what they return" in capsys.readouterr().out
+    trained, planned = (NUMBERS[len(it) - 1] for it in (ways.WAYS, planning_ways.WAYS))
+    assert f"in {trained} ways of sharing a sequence (the planner compares {planned} of them)" in words(README)
+    assert f"{planned} exact ways to share" in words(USE)
 
 
 def words(text: str) -> str:

@@ -4,7 +4,7 @@ import io
 import os
 import re
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
@@ -15,6 +15,7 @@ import torch
 import ring_attn
 from ring_attn import ring_attention
 from ringlab.basics import command
+from ringlab.basics.command import new_file
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext
@@ -117,12 +118,20 @@ BAD_OPTIONS = {
     "--dtype int8": "--dtype: invalid choice: 'int8'",
     "--device tpu": "--device: invalid choice: 'tpu'",
     "--seed x": "--seed: invalid int value: 'x'",
-    "--trace no/such/folder/t.json": "--trace: 'no/such/folder/t.json' given, expected a name ending in .json in",
+    "--trace no/such/folder/t.json": "--trace: 'no/such/folder/t.json' given, expected a name ending in .json of a",
     "--trace tests.json/..": "--trace: 'tests.json/..' given, expected a name ending in .json",
     "--trace t.txt": "--trace: 't.txt' given, expected a name ending in .json",
     "--worlds 4": "unrecognized arguments: --worlds 4",
     "--device cuda": "--device cuda needs one GPU for each process: 3 GPU(s) for 4 process(es)",
 }
+
+
+def test_a_pipe_is_no_file_to_write(tmp_path):
+    """To open it would wait for a reader for ever: --trace, the doctor's --xray and the planner's --plot."""
+    os.mkfifo(tmp_path / "x.svg")
+    with pytest.raises(ArgumentTypeError, match="of a file, in a folder that exists"):
+        new_file(".svg")(str(tmp_path / "x.svg"))
+    assert new_file(".svg")(str(tmp_path / "y.svg")) == tmp_path / "y.svg"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringlab.planning import round_costs
-from ringlab.planning.hidden_communication import AttentionLayer, hop_bytes
+from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.round_costs import (
     TILE,
     call_bytes,
@@ -21,10 +21,14 @@ from ringlab.planning.round_costs import (
     realistic,
     unlimited,
 )
-from ringlab.planning.shared_links import TaskGraph, play
-from ringlab.planning.two_speeds import simulate
+from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.ways import Cluster
 from tests.clusters import CHUNK, LAYER, TWO
+
+
+def simulate(way, cluster, layer, chunk, split=None, **options):
+    return pass_of(way, Pass(cluster, layer, chunk, **options), split)
+
 
 ROWS, KEYS = 6, 4
 SHAPES = {"q": (ROWS, 4, 4), "kv": (2, KEYS, 2, 4)}  # LAYER: 4 query heads on 2, D = 4
@@ -134,18 +138,6 @@ def test_masks_and_layouts():
     assert simulate("ring", slower, LAYER, LONG, mask="none") == simulate("ring", HOST, LAYER, LONG, mask="none")
 
 
-@pytest.mark.parametrize("bandwidth", [1.0, 0.05])  # hops hidden, hops exposed
-def test_the_last_rank_stands_for_all(bandwidth):
-    """Contiguous: rank r computes in rounds 0 to r only. With each rank's own work, the ring takes as long."""
-    cluster, P = replace(HOST, bandwidth=bandwidth), HOST.devices
-    ring = TaskGraph(P, lambda source, target: (source,))
-    work = [causal_pairs(LONG) / 2, *[LONG**2 / 2] * (P - 1)]  # seconds of round t, for ranks that see the block
-    size = hop_bytes(LAYER, LONG)
-    ring.turn(*(ring.start, lambda r: (r + 1) % P, P, lambda r, t: work[t] if t <= r else 0.0, lambda r, t: size, None))
-    seconds = max(end for _, end in play(ring.tasks, dict.fromkeys(range(P), bandwidth)))
-    assert simulate("ring", cluster, LAYER, LONG, mask="causal", layout="contiguous") == pytest.approx(seconds)
-
-
 def test_a_batch_is_as_many_sequences():
     """Twice the FLOPs and bytes; the calls and the latencies stay. FSDP's weights stay too."""
     cluster = replace(TWO, memory_bandwidth=64.0)
@@ -154,9 +146,6 @@ def test_a_batch_is_as_many_sequences():
         assert simulate(way, cluster, LAYER, CHUNK, backward=True, batch=3) == pytest.approx(3 * one)
     still = replace(SEND, latency=1.0, host_latency=1.0, launch=1.0)
     assert simulate("ring", still, LAYER, CHUNK, batch=3) == pytest.approx(simulate("ring", still, LAYER, CHUNK))
-    heavy = replace(TWO, bandwidth=1.0, host_bandwidth=1.0)
-    weights = [simulate("ring", heavy, LAYER, 1e-9, fsdp=True, batch=batch) for batch in (1, 3)]
-    assert weights[1] == pytest.approx(weights[0])
 
 
 def test_messages_slow_the_computing_beside_them():

@@ -197,13 +197,13 @@ def test_the_oracle_of_such_values_is_torchs_own_attention():
         assert_four(gradients(torch_with_values, *problem.inputs()), problem.right())
 
 
-AS = {"list": list, "tuple": tuple, "int64": torch.tensor, "int32": partial(torch.tensor, dtype=torch.int32)}
+AS = {"list": list, "tuple": tuple, "int64": torch.tensor, "array": np.array}
 
 
 @pytest.mark.parametrize("kind", AS)
-def test_documents_as_a_list_a_tuple_or_a_tensor(ranks, kind):
+def test_documents_as_a_list_a_tuple_a_tensor_or_an_array(ranks, kind):
     problem = Problem(4, 2, 24, {"causal": True, "documents": [5, 12, 7]})
-    given = replace(problem, options={**problem.options, "documents": AS[kind]([5, 12, 7])})
+    given = replace(problem, options={**problem.options, "documents": AS[kind]([5, 12, 7])})  # numpy's whole numbers
     per_rank = [results for (results,) in ranks(4, results_on_rank, "ring", 4, [given])]
     assert_four(whole(per_rank, "contiguous"), problem.right())
 
@@ -222,12 +222,13 @@ def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
 @settings(max_examples=20)
 @given(data=st.data())
 def test_memory_and_messages_give_the_same_bits(ranks, data):
-    """Both compute the same blocks in the same order. So what a test says of one ring it says of the other."""
+    """Both compute the same blocks in the same order, but in a backward pass: with messages the own one is the last."""
     P = data.draw(st.integers(1, 8), label="P")
     few = data.draw(st.lists(problems(P), min_size=1, max_size=3), label="problems")
     few.append(replace(few[0], times_q=math.inf))  # inf - inf: the numbers of some rows are NaN
     in_memory, by_messages = (ranks(P, results_on_rank, way, P, few) for way in ("shared memory", "ring"))
-    torch.testing.assert_close(in_memory, by_messages, rtol=0, atol=0, equal_nan=True)
+    outs = ([[out for out, *_ in results] for results in of_ranks] for of_ranks in (in_memory, by_messages))
+    torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
 
 
 # Parts of a job ------------------------------------------------------------------------------------------------------
@@ -389,14 +390,9 @@ def falling(seq_len, rank, world_size):
 BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X; words of the message)
     "heads": ((X[:, :3], X[:, :2], X[:, :2]), ["rank 1: q has 3 heads and k 2; expected a multiple"]),
     "k and v": ((X, X, X[:, :1]), ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)", "same B, heads and"]),
-    "tokens of k and v": ((X, X, X[:, :, :1]), ["k has shape (1, 4, 4, 3) and v (1, 4, 1, 3)", "and tokens"]),
     "nothing in v": ((X, X, X[..., :0]), ["rank 1: v has shape (1, 4, 4, 0)", "1 or more"]),
     "three dimensions of v": ((X, X, X[0]), ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
     "head dims of v": ((X, X, X[..., :2]), ["the ranks disagree", "head dim of v=3", "rank 1: head dim of v=2"]),
-    "three dimensions": ((X[0], X, X), ["rank 1: q has shape (4, 4, 3)", "expected (B, H, S, D)"]),
-    "nothing": ((X[:, :0], X, X), ["rank 1: q has shape (1, 0, 4, 3)", "1 or more"]),
-    "dtype": ((X.double(),) * 3, ["the ranks disagree", "rank 0: dtype=torch.float32", "rank 1: dtype="]),
-    "kv heads": ((X, X[:, :2], X[:, :2]), ["the ranks disagree", "G=4", "G=2"]),
 }
 BAD_OPTIONS = {  # the same with options of all ranks
     "layout": ((X, X, X), {"layout": "spiral"}, ["layout is 'spiral'", "contiguous, zigzag, striped"]),
@@ -490,7 +486,6 @@ OTHER = {  # an option; what the first rank has, and what rank 1 has; words
     "softcaps": ("softcap", 50, 30.0, ["rank 0: softcap=50.0", "rank 1: softcap=30.0"]),
     "softcap": ("softcap", 50, None, ["rank 0: softcap=50.0", "rank 1: softcap=None"]),
     "learned sinks": ("sinks", torch.zeros(4), torch.zeros(4).requires_grad_(), ["gradients=False", "gradients=True"]),
-    "numpy's whole numbers": ("window", 3, np.int64(3), ["rank 1: window is", "expected a whole number"]),
 }
 # fmt: on
 
@@ -528,7 +523,7 @@ def on_mesh_or_alone(context, which):
 @pytest.mark.parametrize(
     ("which", "words"),
     [
-        ("drop-in", "group is a mesh"),
+        ("drop-in", "mesh is a mesh of shape (2, 2); expected a group"),
         ("alone", "Alone among 4 ranks"),
         ("a word", "schedule is 'memory'; expected the class of a way, such as Ring or SharedMemory"),
         ("an object", "schedule is Ring(partition=None"),
@@ -552,7 +547,7 @@ MESHES = {  # of 4 ranks, with 2 query heads: (a way, a group, words)
     "devices in another order": ("hybrid", [[0, 3, 2, 1]], ["mesh is [[0, 3, 2, 1]]", "ranks that rise"]),
     "few heads": ("hybrid", [[0, 1, 2, 3]], ["among 4 ranks, and 2 query heads", "of 2 x 2, 4 x 1"]),
     "few heads, flat": ("all-to-all", None, ["among 4 ranks, and 2 query heads", "hybrid.py", "of 2 x 2, 4 x 1"]),
-    "a mesh for a flat way": ("ring", [[0, 1], [2, 3]], ["group is a mesh of shape (2, 2); expected a process group"]),
+    "a mesh for a flat way": ("ring", [[0, 1], [2, 3]], ["mesh is a mesh of shape (2, 2); expected a group or"]),
     "ranks in another order": ("all-gather", [0, 2, 1, 3], ["mesh is [0, 2, 1, 3]; expected ranks that rise"]),
 }
 

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -14,20 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from notebooks.your_ring.messages import Watch
 from ringlab.support import host_memory, pipes, processes
+from ringlab.support.agreement import agree
 from ringlab.support.host_memory import COPIES, READ, READY, TURN
 from ringlab.support.processes import launch
-from ringlab.training import flash_ring, shared_memory
-from ringlab.training.flash_ring import scaled_dot_product_attention
-from ringlab.training.schedule import Ring
+from ringlab.training import shared_memory
 from ringlab.training.shared_memory import (
     SharedMemory,
     memory_or_messages,
     shared_keys_and_values,
 )
 from tests.grouped_queries import assert_four, expected, grouped_inputs
-from tests.refusals import all_of, refusal
+from tests.refusals import all_of, as_on_hosts, refusal
 from tests.ways import WAYS, cut, whole
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs Linux")
@@ -45,14 +43,13 @@ def forbidden(path, flags, right=os.open):
 
 FULL = OSError(24, "Too many open files")
 CANNOT = {  # what rank 1 cannot do, by a name
-    "pipe": lambda: mock.patch.object(os, "pipe", side_effect=FULL),
     "memory": lambda: mock.patch.object(os, "memfd_create", side_effect=FULL),
     "open": lambda: mock.patch.object(os, "open", forbidden),
 }
 
 
 def choice(context, hosts, backend, cannot):
-    host, group = mock.patch.object(pipes, "host_of_process", return_value=hosts[context.rank]), dist.new_group()
+    host, group = as_on_hosts(hosts), dist.new_group()
     named = mock.patch.object(shared_memory.dist, "get_backend", return_value=backend) if backend else nullcontext()
     with host, named, CANNOT[cannot]() if cannot and context.rank == 1 else nullcontext():
         schedule, why = memory_or_messages(group)
@@ -66,9 +63,8 @@ CHOICES = [  # the hosts of the ranks, the backend, what rank 1 cannot do; what 
     ([("a", "1"), ("a", "1"), ("a", "2")], None, None, "Ring", "rank 0 is on host a 1 and rank 2 on a 2"),
     ([("a", "1"), (), ("a", "1")], None, None, "Ring", "rank 1 is not on Linux"),
     ([("a", "1")] * 3, "nccl", None, "Ring", "the backend is nccl, not gloo"),
-    ([("a", "1")] * 3, None, "pipe", "Ring", "rank 1: no pipes can be made ([Errno 24] Too many open files)"),
     ([("a", "1")] * 3, None, "memory", "Ring", "rank 1: no memory that can be shared: [Errno 24] Too many open"),
-    ([("a", "1")] * 3, None, "open", "Ring", "rank 1: a pipe of rank 0 cannot be opened"),
+    ([("a", "1")] * 3, None, "open", "Ring", "rank 1: memory of rank 0 cannot be opened"),
 ]
 # fmt: on
 
@@ -78,6 +74,20 @@ def test_auto_says_what_it_takes_and_why(ranks, hosts, backend, cannot, schedule
     for taken, said in ranks(3, choice, hosts, backend, cannot):
         assert taken == schedule
         assert why in said
+
+
+def without_room(context):
+    with mock.patch.object(os, "pipe", side_effect=FULL) if context.rank == 1 else nullcontext():
+        inbox = pipes.Inbox(dist.new_group())
+    dist.barrier()
+    return inbox.why_not([0, 1, 2])
+
+
+def test_all_ranks_know_that_one_can_make_no_pipe(ranks):
+    assert (
+        ranks(3, without_room)
+        == ["rank 1: no pipes can be made ([Errno 24] Too many open files); expected fewer open files"] * 3
+    )
 
 
 def test_a_process_that_may_not_read_its_proc_has_no_pipes():
@@ -92,7 +102,7 @@ def test_a_process_that_may_not_read_its_proc_has_no_pipes():
 def on_hosts(context, hosts):
     group = dist.new_group()
     q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
-    with mock.patch.object(pipes, "host_of_process", return_value=hosts[context.rank]):
+    with as_on_hosts(hosts):
         WAYS["shared memory"](q, k, v, group=group)
 
 
@@ -116,18 +126,6 @@ def on_another_device(context):
 def test_another_device_is_refused_on_every_rank(ranks):
     words = ["rank 1: k is on cuda", "tensors on CPUs", "Ring"]
     assert re.search(all_of(words), refusal(ranks.outcomes(2, on_another_device)))
-
-
-def messages_of_drop_in(context, schedule):
-    q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
-    with Watch() as watch:
-        scaled_dot_product_attention(q, k, v, enable_gqa=True, schedule=schedule)
-    return sum(each.kind == "send" for each in watch.messages)
-
-
-@pytest.mark.parametrize(("schedule", "sends"), [(Ring, 4), (SharedMemory, 0)])
-def test_the_drop_in_takes_the_schedule(ranks, schedule, sends):
-    assert ranks(3, messages_of_drop_in, schedule) == [sends] * 3  # of K and V, in two hops
 
 
 # What is left --------------------------------------------------------------------------------------------------------
@@ -179,19 +177,18 @@ def killed_in_a_pass(context, folder):
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_others_and_leaves_nothing(tmp_path):
     before, begin = set(os.listdir("/dev/shm")), time.monotonic()
-    with pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
+    with pytest.raises(RuntimeError, match=r"rank 1 died \(SIGKILL\)"):
         launch(killed_in_a_pass, 3, tmp_path)
     assert time.monotonic() - begin < processes.TIME_LIMIT.total_seconds() / 2
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "ring" in name]
 
 
 def gone(context, waits):
-    """Rank 1 closes its ends of the pipes, as the system does when it ends; rank 0 waits for it, or raises a flag."""
+    """Rank 1 closes its end of its pipe, as the system does when it ends; rank 0 waits for it, or raises a flag."""
     memory = host_memory.HostMemory(dist.new_group())
     null = os.open(os.devnull, os.O_RDWR)
     if context.rank == 1:
-        for fd in (*memory.pipes.sinks.values(), *memory.pipes.sources.values()):
-            os.dup2(null, fd)
+        os.dup2(null, memory.inbox.fds[0])
         return None
     try:
         if waits:
@@ -204,15 +201,15 @@ def gone(context, waits):
 
 
 @pytest.mark.parametrize(("waits", "said"), [(True, "Connection closed by peer"), (False, "Broken pipe")])
-def test_a_rank_that_has_ended_is_noticed_at_once(ranks, waits, said):
-    found = ranks(2, gone, waits)[0]
+def test_a_rank_that_has_ended_is_noticed_at_once(waits, said):
+    found = launch(gone, 2, waits)[0]
     assert found == f"{said}: rank 1 has ended"
     assert processes.Raised("RuntimeError", found, "").lost_connection
 
 
 def silent(context):
     memory = host_memory.HostMemory(dist.new_group())
-    with mock.patch.object(memory.pipes, "limit", processes.TIME_LIMIT / 3000):
+    with mock.patch.object(memory, "limit", processes.TIME_LIMIT / 3000):
         if context.rank == 0:
             try:
                 memory.wait(READY, 1)
@@ -228,34 +225,31 @@ def test_a_rank_that_hangs_is_noticed_after_the_time_limit(ranks):
 
 
 def with_a_child(context):
-    """Rank 1 forks a process that goes on, as a loader of data does, and closes its own ends of the pipes."""
-    group = dist.new_group()
-    found = pipes.pipes_of(group)
+    """Rank 1 forks a process that goes on, as a loader of data does, and closes its own end of its pipe."""
+    agree(lambda: None)
+    inbox = pipes.inbox_of_job()
     if context.rank == 1:
         if (child := os.fork()) == 0:
             time.sleep(60)
             os._exit(0)
         dist.barrier()  # the child has closed its ends a moment after the fork
         time.sleep(0.5)
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd in (*found.sinks.values(), *found.sources.values()):
-            os.dup2(null, fd)
+        os.dup2(os.open(os.devnull, os.O_RDWR), inbox.fds[0])
         dist.barrier()
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return "Connection closed by peer: rank 1 has ended"
+        return None
     dist.barrier()
     try:
-        with mock.patch.object(found, "limit", timedelta(seconds=5)):
-            found.wait(READY, 1)
+        inbox.wait(pipes.FACTS, 1, timedelta(seconds=5))
     except RuntimeError as error:
         return str(error)
     finally:
         dist.barrier()
 
 
-def test_a_rank_that_has_ended_is_noticed_though_its_child_lives(ranks):
-    assert ranks(2, with_a_child) == ["Connection closed by peer: rank 1 has ended"] * 2
+def test_a_rank_that_has_ended_is_noticed_though_its_child_lives():
+    assert launch(with_a_child, 2) == ["Connection closed by peer: rank 1 has ended", None]
 
 
 def waits_for_a_late_flag(context, awake, never):
@@ -284,58 +278,6 @@ def late_in_a_group_without_limit(context):
 
 def test_a_time_limit_that_is_longer_than_the_system_can_sleep(ranks):
     assert ranks(2, late_in_a_group_without_limit) == [7, 7]
-
-
-def ended_by_an_error(context, who):
-    """The first pass raises an error on the ranks `who`, which go on. What the next pass of each rank says."""
-    q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
-    options = {"group": dist.new_group(timeout=timedelta(seconds=2))}
-    broken = mock.patch.object(flash_ring, "fused_forward", side_effect=MemoryError)
-    with broken if context.rank in who else nullcontext(), suppress(MemoryError):
-        WAYS["shared memory"](q, k, v, **options)
-    try:
-        WAYS["shared memory"](2 * q, 2 * k, 2 * v, **options)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        dist.barrier()
-    return "no error"
-
-
-@pytest.mark.parametrize("who", [(1,), (0, 1, 2)])
-def test_flags_of_a_pass_that_an_error_ended_are_not_taken_for_new_ones(ranks, who):
-    for rank, said in enumerate(ranks(3, ended_by_an_error, who)):
-        if rank in who:
-            assert f"pass 1 did not run to its end on rank {rank}" in said
-            assert "expected a new process group" in said
-        else:
-            assert said.startswith("Timed out waiting for rank")
-
-
-def of_another_pass(context, flag):
-    memory = host_memory.HostMemory(dist.new_group())
-    for _ in range(1 + context.rank):
-        memory.begin_pass()
-        memory.in_pass = False
-    memory.raise_flag(flag, 1 - context.rank, 7)
-    try:
-        return memory.wait(flag, 1 - context.rank)
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_a_flag_of_another_pass_is_refused(ranks):
-    for rank, said in enumerate(ranks(2, of_another_pass, READY)):
-        assert said.startswith(f"rank {1 - rank} is in pass {2 - rank} and this rank in pass {1 + rank}")
-    assert ranks(2, of_another_pass, READ) == [7, 7]
-
-
-def limit_of(context, seconds):
-    return pipes.Pipes(dist.new_group(timeout=timedelta(seconds=seconds))).limit.total_seconds()
-
-
-def test_the_time_limit_is_that_of_the_group(ranks):
-    assert ranks(3, limit_of, 77) == [77] * 3
 
 
 # What need not be copied ---------------------------------------------------------------------------------------------
@@ -371,25 +313,6 @@ def test_keys_and_values_made_in_shared_memory_are_not_copied(ranks):
     assert copies == (set(),) * 3
     for per_rank in zip(*results, strict=True):
         assert_four(whole(per_rank, "contiguous"), expected(*four))
-
-
-def trained_without_copies(context):
-    """The gradient of a weight that makes K and V, in two steps: these lie in shared memory, and elsewhere."""
-    q, x, _, d_out = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
-    B, G, C, D = x.shape
-    group, weight = dist.new_group(), torch.eye(D).requires_grad_()
-    shared, found = shared_keys_and_values(B, G, C, D, group=group), []
-    for _ in range(2):
-        for k, v in ([each.detach() for each in shared], [torch.empty(B, G, C, D) for _ in "kv"]):
-            out = WAYS["shared memory"](q, k.copy_(x @ weight), v.copy_(x @ weight), group=group)
-            found += torch.autograd.grad(out, weight, d_out)
-    return found
-
-
-def test_keys_and_values_in_shared_memory_have_gradients(ranks):
-    for first, *others in ranks(3, trained_without_copies):
-        assert first.count_nonzero()
-        assert all(torch.equal(first, other) for other in others)
 
 
 def of_growing_size(context, sizes):

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench import five_ways, hosts, overlap, overlap_threshold, unequal_links
+from bench import five_ways, gradients_home, hosts, overlap, overlap_threshold, unequal_links
 from bench.overlap_threshold import knee, shares
 from ringlab.planning.hidden_communication import AttentionLayer, hidden_share
 from ringlab.support.processes import launch
@@ -151,7 +151,7 @@ def test_nothing_is_left_behind_by_a_bench_that_is_ended(how, tmp_path):
     assert links() == before
 
 
-@pytest.mark.parametrize("bench", [overlap, overlap_threshold, five_ways, unequal_links])
+@pytest.mark.parametrize("bench", [overlap, overlap_threshold, five_ways, unequal_links, gradients_home])
 @pytest.mark.parametrize(("root", "tool", "reason"), [(False, "/sbin/tc", "only root"), (True, None, "iproute2")])
 def test_a_bench_measures_nothing_without_a_slow_link(bench, root, tool, reason, monkeypatch, capsys):
     monkeypatch.setattr(sys, "platform", "linux")

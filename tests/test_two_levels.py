@@ -2,16 +2,14 @@
 
 import os
 import re
-from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from notebooks.your_ring.messages import Watch
-from ringlab.support import pipes
 from tests.grouped_queries import grouped_inputs
-from tests.refusals import all_of, refusal
+from tests.refusals import all_of, as_on_hosts, refusal
 from tests.ways import WAYS, cut
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs Linux")
@@ -21,7 +19,7 @@ FOUR = (1, 4, 2, 24, 8)  # B, H, G, S, D
 def on_hosts(context, shape, hosts):
     """The messages of the second call, forward: (kind, peer, bytes)."""
     q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
-    with mock.patch.object(pipes, "host_of_process", return_value=(hosts[context.rank],)):
+    with as_on_hosts(hosts):
         mesh = init_device_mesh("cpu", shape)
         WAYS["two levels"](q, k, v, group=mesh)  # opens the memory
         with Watch() as watch:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hop_bytes, pass_seconds
-from ringlab.planning.unequal import proportional_chunks, seconds_by_hosts, unequal_ring
+from ringlab.planning.unequal import proportional_chunks, unequal_ring
 
 LAYER = AttentionLayer(
     heads=1, kv_heads=1, head_dim=1, itemsize=2
@@ -85,26 +85,6 @@ def test_slow_ranks_side_by_side_wait():
     flops = [3, 3, 1, 1]
     took = unequal_ring([300, 300, 100, 100], flops, [1e12] * 4, LAYER)
     assert took > 1.1 * block_flops(LAYER, 800**2) / sum(flops)
-
-
-def test_how_many_hosts():
-    """Three fast hosts and one whose NIC is slow: with it the ring is slower."""
-    nics = [1e6, 1, 1e6, 1e6]
-    links = [[min(one, other) for other in nics] for one in nics]
-    plans = seconds_by_hosts(1200, [1000, 500, 1000, 1000], links, LAYER)
-    assert [sorted(order) for order, _ in plans] == [[0], [0, 2], [0, 2, 3], [0, 1, 2, 3]]
-    seconds = [took for _, took in plans]
-    alone = block_flops(LAYER, 1200**2) / 1000
-    assert seconds[:3] == pytest.approx([alone, alone / 2, alone / 3], rel=0.01)
-    assert seconds[3] > seconds[2]
-
-
-def test_links_that_are_fast_one_way_round_only():
-    """From host 0 to 1 to 2 to 0 a message takes next to no time; the other way a block of 400 tokens takes 1600 s."""
-    links = [[0, 1e9, 1], [1, 0, 1e9], [1e9, 1, 0]]
-    *_, (order, took) = seconds_by_hosts(1200, [1000.0] * 3, links, LAYER)
-    assert order == [0, 1, 2]
-    assert took == pytest.approx(block_flops(LAYER, 1200**2) / 3000, rel=1e-3)
 
 
 @given(FLOPS, st.integers(1, 9), st.data())

@@ -14,7 +14,6 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-from torch import Tensor
 
 from bench import against_peers, max_context, record, ring_vs_full
 from ringlab.support.rounding import exact_attention
@@ -72,7 +71,6 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "simulate_messages": (lambda seen: replace(seen, waits_for=seen.waits_for or {0: 1}, cycle=[]), range(3, 17))
     },
     "ring_doctor.paper_ring": {"compute": (lambda results: {**results, "dv": results["dv"] + 1e-3}, [0])},
-    "ring_doctor.inference": {"infer": (lambda told: [] if told else ["a sentence"], [0, 1])},
     "ringlab.training.layouts": {"unshard": (lambda x: x + 1, range(4))},
     "ringlab.training.rotary": {"rotary": (lambda x: x + 1, range(1, 5))},  # 0: of the whole; 5 to 8: wrong ones
     "ringlab.training.fused_block": {
@@ -86,7 +84,16 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.training.masks": {"Mask": (lambda mask: replace(mask, window=3), [0])},
     "ringlab.training.partition": {"covered": (lambda drawn: drawn + 1, range(3))},
     "ringlab.training.schedule": {
-        "launch": (lambda of_ranks: [[*seen[:-1], (seen[-1][0], 0)] for seen in of_ranks], [0])
+        "launch": (lambda of_ranks: [[*seen[:-1], (*seen[-1][:2], 0)] for seen in of_ranks], [0])
+    },
+    "ringlab.training.linear_attention": {
+        "linear_attention": (lambda results: (results[0] + 1e-9, results[1]), range(6))
+    },
+    "ringlab.training.state_ring": {
+        "launch": (lambda of_ranks: [[part + 1e-9 for part in parts] for parts in of_ranks], range(4))
+    },
+    "ringlab.training.short_convolution": {
+        "launch": (lambda of_ranks: [(out, gradient + 1e-9) for out, gradient in of_ranks], [0])
     },
     "ringlab.training.documents": {
         "mean_loss": (lambda loss: loss + 1e-9, [0, 1, 2, 6, 7, 8]),  # 3 to 5: wrong ones
@@ -102,27 +109,15 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "ring_seconds": (lambda seconds: seconds * (1 + 1e-6), range(4)),
         "min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0]),
     },
-    "ringlab.planning.ways": {"sent_bytes": (lambda sent: sent + 1, range(3))},
-    "ringlab.planning.shared_links": {"play": (lambda times: [(begin, end + 1) for begin, end in times], range(3))},
-    "ringlab.planning.two_speeds": {"pass_seconds": (lambda seconds: seconds * (1 + 1e-6), range(3))},
+    "ringlab.planning.seconds": {"pass_seconds": (lambda seconds: seconds * (1 + 1e-6), range(3))},
     "ringlab.planning.host_order": {"best_order": (lambda order: tuple(sorted(order)), range(3))},
     "ringlab.planning.unequal": {
         "unequal_ring": (lambda seconds: 1.01 * seconds, [1, 3]),  # chunks in proportion
-        "seconds_by_hosts": (lambda plans: plans[:3], [0]),
-    },
-    "ringlab.planning.ranking": {
-        "computing_seconds": (lambda seconds: 2 * seconds, [0]),
-        "rank_ways": (lambda rows: rows[::-1], range(2)),
     },
     "ringlab.planning.round_costs": {"merge_bytes": (lambda moved: moved + 1, [2])},
-    "ringlab.planning.scoreboard": {  # the last two: of all published rows, and of the later ones
-        "summary": (lambda errors: dict.fromkeys(errors, 1.0), [23, 24])
-    },
-    "ringlab.planning.whole_step": {
-        "predict_step": (lambda row: {**row, "predicted_tokens_s_a_gpu": 3000.0, "predicted_peak_gib": 80.0}, [0])
-    },
-    "ringlab.planning.prefill": {
-        "predict_serving": (lambda row: {**row, "predicted_s": 1.0, "predicted_us": 1.0}, range(8))
+    "ringlab.planning.step": {
+        "step_seconds": (lambda terms: {**terms, "more": 9.0}, [0]),
+        "step_bytes": (lambda held: {**held, "more": 9e9}, [0]),
     },
     "ringlab.planning.pass_q_or_kv": {"what_travels": (lambda said: "Q" if said == "KV" else "KV", range(6))},
     "ringlab.models.conversation": {
@@ -133,10 +128,6 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     },
     "ringlab.models.mesh": {
         "launch": (lambda of_ranks: [(rows, {**norms, "one process": 0.1}) for rows, norms in of_ranks], [0])
-    },
-    "ringlab.models.hugging_face": {"launch": (lambda of_ranks: [[*cases[:-1], "refused"] for cases in of_ranks], [0])},
-    "ringlab.models.hugging_face_generate": {
-        "launch": (lambda of_ranks: [*of_ranks[:3], [x + 1 if isinstance(x, Tensor) else x for x in of_ranks[3]]], [0])
     },
     "ringlab.models.generate": {
         "launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])
@@ -149,6 +140,7 @@ ELSEWHERE = {
     "ring_doctor.catalogue": "a list, without a check",
     "ring_doctor.xray": "a right X-ray and a wrong one: tests/doctor/test_xray.py",
     "ringlab.planning.cost_model": "the verdicts of two tables: tests/test_cost_model.py",
+    "ringlab.planning.scoreboard": "errors and intervals: tests/test_scoreboard.py",
     "ringlab.planning.ring_memory": "the rows of a table: test_every_row_of_a_table_counts",
 }
 

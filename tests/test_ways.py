@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringlab.planning.hidden_communication import AttentionLayer, sent_bytes
+from ringlab.planning.memory import training_bytes
 from ringlab.planning.ring_memory import peak_bytes_backward
-from ringlab.planning.ways import RING_PER_HOST, Cluster, shares, splits, traffic, training_bytes
+from ringlab.planning.ways import Cluster, exchange_traffic, shares, splits, traffic
 from tests.clusters import CHUNK, LAYER, ONE_NIC, TWO, clusters, layers, ways_on
 
 # TWO: 4 ranks, 2 on a host. A head of a chunk has 8 · 4 · 2 = 64 bytes, a block of K and V 256, its gradients 512.
 HAND = {  # forward, then backward: bytes of the busiest device inside its host, and of the busiest NIC
-    ("ring", None): ((3 * 256, 3 * 256), (3 * 256 + 4 * 512, 3 * 256 + 4 * 512)),
+    ("ring", None): ((3 * 256, 3 * 256), (3 * 256 + 3 * 512, 3 * 256 + 3 * 512)),
     ("double ring", None): ((2 * 256, 256), (2 * (256 + 2 * 512), 256 + 2 * 512)),
     ("all-gather", None): ((3 * 128, 3 * 128), (3 * 128 * 3, 3 * 128 * 3)),  # half of it is carried by either NIC
     # a query head and a copied K/V head each: 1 + 2 heads there and 1 back, to one rank inside and two outside
     ("all-to-all", None): ((4 * 64, 2 * 4 * 64), (4 * 64, 2 * 4 * 64)),
     # 2 + 2 heads there and 2 back; then one hop of 16 tokens of one K/V head
-    ("hybrid", 2): ((6 * 64, 256), (6 * 64, 256 + 2 * 512)),
-    (RING_PER_HOST, None): ((256, 0), (256 + 2 * 512, 0)),
+    ("hybrid", 2): ((6 * 64, 256), (6 * 64, 256 + 512)),
 }
 
 
@@ -86,11 +86,16 @@ def test_bytes_of_any_cluster(layer, cluster, backward):
         assert training_bytes(way, layer, 8, cluster, split=split) > 0
         assert traffic(way, layer, 16, cluster, backward=backward, split=split) == pytest.approx([2 * x for x in sent])
     assert traffic("hybrid", layer, 8, cluster, split=1) == traffic("ring", layer, 8, cluster)
-    host = replace(cluster, hosts=1)
-    assert traffic(RING_PER_HOST, layer, 8, cluster, backward=backward) == traffic(
-        "ring", layer, 8, host, backward=backward
-    )
-    assert training_bytes(RING_PER_HOST, layer, 8, cluster) == training_bytes("ring", layer, 8, host)
+
+
+def test_published_rings_send_the_sums_once_more():
+    for way, split, gradients in (("ring", None, 512), ("hybrid", 2, 512)):
+        ours, theirs = (
+            traffic(way, LAYER, CHUNK, TWO, backward=True, split=split, ours=each) for each in (True, False)
+        )
+        assert theirs[1] - ours[1] == gradients
+    two = exchange_traffic(LAYER, CHUNK, TWO, 4)
+    assert [sum(each) for each in zip(*two, strict=True)] == [256, 512]  # as all-to-all by hand
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,22 @@ class CountsTheBatch(RingTrainer):
         return super()._prepare_inputs(inputs if "shift_labels" in inputs else self.shard(inputs))
 
 
+class ShiftsAgain(RingTrainer):
+    """Planted: a loss of the user's own, which shifts the labels of a shard."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits, labels = model(**{**inputs, "labels": None}).logits, inputs["labels"]
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class AddsToIt(RingTrainer):
+    """Planted: a regulariser that Trainer's scale multiplies by the number of ranks."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        out = model(**{**inputs, "num_items_in_batch": num_items_in_batch})
+        return (out.loss + 1e-2) * self.accelerator.num_processes
+
+
 class DealsToRanks(Trainer):
     """What one would write first: the model is in the ring, the batches are not."""
 
@@ -172,11 +188,7 @@ class DealsToRanks(Trainer):
         use_ring(self.model)
 
 
-SFT = {
-    "padded": {},
-    "packed": {"packing": True, "eval_packing": False},
-    "loss_type dft": {"loss_type": "dft"},
-}
+SFT = {"padded": {}, "packed": {"packing": True, "eval_packing": False}, "loss_type dft": {"loss_type": "dft"}}
 
 
 def sft(kind, case):
@@ -217,6 +229,7 @@ def refusals():
         trainer.data_collator = lambda rows: {"input_ids": collate(rows)["input_ids"]}
         found["labels"] = said(trainer.evaluate)
         found["a batch for each rank"] = said(run, DealsToRanks)
+        found |= {kind.__name__: said(run, kind) for kind in (ShiftsAgain, AddsToIt)}
         found["model_init"] = said(
             RingTrainer, args=trainer.args, model_init=small_model, train_dataset=rows(), data_collator=collate
         )

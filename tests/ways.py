@@ -1,4 +1,4 @@
-"""What the tests of the six ways share: the ways, masks, layouts, many problems in one call on the ranks, the check.
+"""What the tests of the seven ways share: the ways, masks, layouts, many problems in one call on the ranks, the check.
 
 A problem is whole q, k, v and d_out, the options of the attention, and chunk lengths where they are not those of shard.
 """

@@ -18,8 +18,8 @@ class one_hop_short:
     hops = 0
 
     def __call__(self, block, length, group):
-        self.hops += 1  # K and V make P - 1, their gradients P
-        return block if self.hops == 2 * dist.get_world_size(group) - 1 else hop(block, length, group)
+        self.hops += 1  # K and V make P - 1, and so do their gradients
+        return block if self.hops == 2 * dist.get_world_size(group) - 2 else hop(block, length, group)
 
 
 @WRONG.replaces(backward, "hop")
@@ -30,8 +30,8 @@ class aliased:
 
     def __call__(self, block, length, group):
         self.hops += 1
-        received, last = hop(block, length, group), 2 * dist.get_world_size(group) - 1
-        if self.hops % 2 == 0 or self.hops == last:  # gradients
+        received = hop(block, length, group)
+        if self.hops % 2 == 0:  # gradients
             received[0] = received[1]
         return received
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from ringlab.basics.naive_attention import accumulation_dtype
-from ringlab.basics.ranks import neighbours
 from ringlab.training import flash_ring, overlap, schedule
 from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import merge_into
@@ -18,7 +17,7 @@ from ringlab.training.overlap import arriving_blocks, post, two_buffers
 from ringlab.training.partition import Partition
 from tests.planted import Mistakes, mistakes_of_blocks, patch
 
-WRONG = Mistakes(mistakes_of_blocks(flash_ring, "fused_backward"))
+WRONG, right_pieces = Mistakes(mistakes_of_blocks(flash_ring, "fused_backward")), Partition.pieces
 
 
 @WRONG.replaces(flash_ring, "fused_backward")
@@ -32,17 +31,12 @@ def backward_without_a_mask(*block, causal, **scores):
 
 
 @WRONG.replaces(schedule, "post")
-class OneHopShort:
-    """The last hop is left out: the gradients stay one rank from home."""
-
-    calls = 0
-
-    def __call__(self, sent, received, group, **distance):
-        self.calls += 1
-        if self.calls < neighbours(group)[1]:
-            return post(sent, received, group, **distance)
-        received[0].copy_(sent[0])
-        return []
+def OneHopShort(sent, received, group, *, distance=1):
+    """The message home is left out: the gradients stay one rank from home."""
+    if distance == 1:
+        return post(sent, received, group)
+    received[0].copy_(sent[0])
+    return []
 
 
 @WRONG.replaces(schedule, "post")
@@ -97,7 +91,6 @@ def replaces_pieces(mistake):
         right = right_pieces(partition, rank, block)
         return tuple(mistake(partition, rank, block, piece) for piece in right) if partition.mask.causal else right
 
-    right_pieces = Partition.pieces
     WRONG[mistake.__name__] = patch(Partition, "pieces", pieces)
     return mistake
 
@@ -140,11 +133,10 @@ class StaleBlock:
         return []
 
 
-@WRONG.replaces(schedule, "arriving_blocks")
-def last_block_skipped(k, v, *, hops, **options):
-    """As many rounds as hops: the last block arrives, and is not used."""
-    blocks = list(enumerate((x.clone(), y.clone()) for x, y in arriving_blocks(k, v, hops=hops, **options)))
-    return (block for t, block in blocks if t < hops)
+@WRONG.replaces(Partition, "pieces")
+def last_block_skipped(partition, rank, block):
+    """The last block arrives, and is not used."""
+    return () if block == (rank + 1) % len(partition.lengths) else right_pieces(partition, rank, block)
 
 
 @WRONG.replaces(schedule, "arriving_blocks")

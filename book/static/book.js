@@ -28,6 +28,11 @@ for (const link of document.querySelectorAll("a.term")) {
 }
 addEventListener("keydown", (event) => event.key === "Escape" && close());
 
+// The command that gets the code says where this site is.
+for (const line of document.querySelectorAll("#get-the-code pre"))
+  for (const part of [line, ...line.querySelectorAll("*")].flatMap((each) => [...each.childNodes]).filter((each) => each.data))
+    part.data = part.data.replace("ADDRESS/", new URL(document.documentElement.lang === "en" ? "." : "..", location).href);
+
 // Which chapters were read to the end: kept in this browser only.
 const KEY = "ring-chapters-read";
 let read = [];

@@ -99,6 +99,6 @@ if (/^[SR]{2,8}$/.test(form.order.value)) { order = [...form.order.value]; form.
 document.querySelector("#all-send").onclick = () => { form.dataset.odd = ""; order = order.map(() => "S"); keep(); buttons(); };
 document.querySelector("#even-odd").onclick = () => { form.dataset.odd = "yes"; order = order.map((_, r) => (r % 2 ? "R" : "S")); keep(); buttons(); };
 document.querySelector("#deadlock").hidden = false;
-document.querySelector("#deadlock-still").hidden = true;
+document.querySelector("#deadlock-still")?.remove(); // a chapter has none
 buttons();
 document.querySelector("#deadlock").dataset.ready = "yes";

@@ -78,6 +78,7 @@ export function player(home, show) {
     scrub.value = at;
     back.disabled = at === 0;
     next.disabled = at === last;
+    if (document.activeElement === document.body && at === last) back.focus(); // a button that ends keeps the focus near
     if (at === last) stop();
     show(at);
   };
@@ -92,12 +93,13 @@ export function player(home, show) {
   };
   stop();
   home.replaceChildren(back, play, next, scrub);
-  return { go, reset(steps, step = 0) { stop(); last = steps; scrub.max = steps; go(step); } };
+  return { go, at: () => at, reset(steps, step = 0) { stop(); last = steps; scrub.max = steps; go(step); } };
 }
 
 /** The settings of a form, kept in the address, so that a link shows what its sender saw. */
 export function settings(form, changed) {
-  for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
+  const preset = form.closest(".explorer").dataset.settings ?? "";
+  for (const [name, value] of new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : preset)) {
     for (const field of form.querySelectorAll(`[name="${CSS.escape(name)}"]`)) {
       if (field.type === "checkbox") field.checked = value === "on";
       else if (field.type === "radio") field.checked = field.value === value;
@@ -105,9 +107,9 @@ export function settings(form, changed) {
     }
   }
   form.addEventListener("submit", (event) => event.preventDefault());
-  form.addEventListener("input", () => {
+  form.addEventListener("input", (event) => {
     history.replaceState(null, "", `#${new URLSearchParams(new FormData(form))}`);
-    changed();
+    changed(event.target.name);
   });
 }
 

@@ -206,9 +206,9 @@ function lanes() {
 }
 
 const films = player(document.querySelector("#ring-player"), show);
-settings(form, () => change());
+settings(form, (name) => change(["token", "wire", "mistake"].includes(name) ? films.at() : 0)); // these keep the round
 document.querySelector("#ring").hidden = false;
-document.querySelector("#ring-still").hidden = true;
+document.querySelector("#ring-still")?.remove(); // a chapter has none
 for (const link of document.querySelectorAll("a[href*='#P=']")) // a link of this page to other settings
   link.addEventListener("click", () => setTimeout(() => location.reload()));
 await change();

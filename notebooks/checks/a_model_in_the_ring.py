@@ -124,19 +124,21 @@ def check_hops_of_a_step(answer: Callable[[int, int, bool], int]) -> str | None:
 
     compare_formula(
         answer,
-        lambda P, layers, checkpointing: layers * ((3 if checkpointing else 2) * (P - 1) + P),
+        lambda P, layers, checkpointing: layers * (4 if checkpointing else 3) * (P - 1),
         {
-            "the gradients must come home: P hops, not P - 1": formula(lambda P, c: (4 if c else 3) * (P - 1)),
+            "P hops bring the gradients home, but a rank's own share need not travel: P - 1": formula(
+                lambda P, c: (3 if c else 2) * (P - 1) + P
+            ),
             "dK and dV travel too": formula(lambda P, c: (3 if c else 2) * (P - 1)),
             "that is the forward pass only": formula(lambda P, c: (2 if c else 1) * (P - 1)),
-            "that is one layer; every layer has its own ring": lambda P, layers, c: (3 if c else 2) * (P - 1) + P,
-            "with checkpointing K and V go round once more": formula(lambda P, c: 3 * P - 2),
-            "without checkpointing K and V go round twice, not three times": formula(lambda P, c: 4 * P - 3),
-            "K and V make P - 1 hops, because each rank begins with its own block": formula(
+            "that is one layer; every layer has its own ring": lambda P, layers, c: (4 if c else 3) * (P - 1),
+            "with checkpointing K and V go round once more": formula(lambda P, c: 3 * P - 3),
+            "without checkpointing K and V go round twice, not three times": formula(lambda P, c: 4 * P - 4),
+            "P - 1 hops are enough, because each rank begins with its own block": formula(
                 lambda P, c: (4 if c else 3) * P
             ),
             "checkpointing computes the forward pass again; the gradients travel once": formula(
-                lambda P, c: (2 if c else 1) * (3 * P - 2)
+                lambda P, c: (2 if c else 1) * (3 * P - 3)
             ),
         },
         [(4, 1, False), (4, 1, True), (2, 5, True), (3, 2, False), (8, 32, True), (5, 3, False)],
@@ -144,4 +146,4 @@ def check_hops_of_a_step(answer: Callable[[int, int, bool], int]) -> str | None:
         "checkpointing",
         lambda random: (random.randint(2, 99), random.randint(1, 99), random.choice((True, False))),
     )
-    return "with 4 ranks 13 hops a layer, instead of 10"
+    return "with 4 ranks 12 hops a layer, instead of 9"

@@ -43,9 +43,9 @@ class Count:
     name: str
     of: Callable[[Run], float]
     best: Callable[[int], float]  # P -> the fewest that we know
+    proof: str  # why no schedule needs fewer than the least
     goal: Callable[[int], float] | None = None  # P -> enough for two stars; None: the best
-    proof: str = ""  # why no schedule needs fewer than the best; "": we have no proof
-    least: Callable[[int], float] | None = None  # P -> fewer than the best, and proved by V_LEAVES
+    least: Callable[[Run], float] | None = None  # fewer than the best; None: the best is proved
 
     def enough(self, world_size: int) -> float:
         return (self.goal or self.best)(world_size)
@@ -91,7 +91,7 @@ def ask(puzzle: Puzzle, schedule: Schedule, trial: Callable[..., tuple[Run, str]
     for world_size in WORLDS:
         inputs = puzzle.inputs(world_size)
         try:
-            run, problem = (trial or _played)(schedule, inputs, puzzle)
+            run, problem = (trial or played)(schedule, inputs, puzzle)
         except StillOpen:  # there is a `...` in a list
             return Verdict(head + OPEN, 0)
         if any(output is ... for output in run.outputs.values()):
@@ -106,9 +106,7 @@ def ask(puzzle: Puzzle, schedule: Schedule, trial: Callable[..., tuple[Run, str]
     )
     _best[puzzle.number] = max(stars, _best.get(puzzle.number, 0))
     shown = _film(puzzle, runs[SHOWN], f"puzzle {puzzle.number}, P = {SHOWN}")
-    better = any(
-        not count.proof and count.of(run) < count.best(P) - 1e-9 for P, run in runs.items() for count in puzzle.counts
-    )
+    better = any(count.of(run) < count.best(P) - 1e-9 for P, run in runs.items() for count in puzzle.counts)
     word = {1: "right, but over the goal", 2: "solved", 3: "solved, as well as our best"}[stars]
     if stars == 3 and better:
         word = "solved, and better than our best"
@@ -121,7 +119,7 @@ def _film(puzzle: Puzzle, run: Run, title: str) -> Callable[[], Picture]:
     return lambda: film.draw(run, title, puzzle.number_of or run.owners.get, puzzle.block)
 
 
-def _played(schedule: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
+def played(schedule: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
     P = len(inputs)
     run = play(schedule, inputs, puzzle.wires(P))
     problem = run.fault or _wrong(run, puzzle.right(inputs))
@@ -139,12 +137,12 @@ def _reach(puzzle: Puzzle, runs: dict[int, Run], wanted: Callable[[Count], Calla
 
 def too_good(count: Count, run: Run) -> str:
     """What to say of a run that needs fewer than is proved to be possible; "": it does not."""
-    least, why = (count.best, count.proof) if count.proof else (count.least, V_LEAVES)
-    if least is None or count.of(run) >= least(run.world_size) - 1e-9:
+    least = count.least(run) if count.least else count.best(run.world_size)
+    if count.of(run) >= least - 1e-9:
         return ""
     return (
-        f"{count.name}: {count.of(run):g}, but {least(run.world_size):g} is proved to be the fewest. Data took another "
-        f"way than the messages of comm. The proof: {why}"
+        f"{count.name}: {count.of(run):g}, but {least:g} is proved to be the fewest. Data took another way than the "
+        f"messages of comm. The proof: {count.proof}"
     )
 
 
@@ -155,8 +153,8 @@ def _table(puzzle: Puzzle, runs: dict[int, Run]) -> str:
     for count in puzzle.counts:
         got = "".join(f"{count.of(run):>9.4g}" for run in runs.values())
         goal, best = (_short([of(P) for P in runs]) for of in (count.enough, count.best))
-        lines.append(f"{count.name:{width}}{got}    {goal:<21}{best}{', proved' if count.proof else ', no proof'}")
-    lines += [f"proof, {count.name}: {count.proof}" for count in puzzle.counts if count.proof]
+        lines.append(f"{count.name:{width}}{got}    {goal:<21}{best}{', no proof' if count.least else ', proved'}")
+    lines += [f"proof, {count.name}: {count.proof}" for count in puzzle.counts if not count.least]
     return "\n".join(lines)
 
 
@@ -280,11 +278,21 @@ def _numbers(run: Run) -> float:
     return max((it.size / 8 for it in run.messages), default=0)
 
 
+def _parts(numbers: int) -> Callable[[Run], float]:
+    """The mean of a message, where each rank but one must send so many numbers."""
+    return lambda run: numbers * (run.world_size - 1) / max(len(run.messages), 1)
+
+
 def _log2(world_size: int) -> float:
     return math.ceil(math.log2(world_size))
 
 
 V_LEAVES = "with the weights known, other ranks' results tell each number of V, so all numbers of V must travel."
+A_RESULT = "a rank's result alone is a chunk of numbers."
+GRADIENTS_COME = "with the weights known, what other ranks add to dv can be any chunk, so a chunk comes to each rank."
+ALL_COMPUTE = "all ranks compute P P blocks together, so one of them computes P at least, a unit of time each."
+A_ROW = "a document that goes on has a row on its new rank that needs H D numbers from before."
+PARTS_LEAVE = "with the weights known, a rank's part of the result can be any numbers, and they must leave it."
 DOUBLING = "a message joins what two ranks know, so after t rounds a result depends on at most 2^t ranks."
 
 # 1 to 3: messages alone -----------------------------------------------------------------------------------------------
@@ -373,8 +381,15 @@ RING = Puzzle(
     _attention,
     lambda P: replace(_blocks(P), memory=True),
     (
-        Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1), least=lambda P: 1),
-        Count("chunks held", _held, lambda P: 3 + 2 / D + 1 / (H * C), goal=lambda P: 5 + 2 / D),
+        Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1), V_LEAVES, least=lambda run: 1),
+        Count(
+            "chunks held",
+            _held,
+            lambda P: 3 + 2 / D + 1 / (H * C),
+            A_RESULT,
+            goal=lambda P: 5 + 2 / D,
+            least=lambda run: 1,
+        ),
     ),
 )
 
@@ -384,7 +399,7 @@ GROUPED = Puzzle(
     partial(_qkv, heads=(2 * H, H, H)),
     _attention,
     lambda P: replace(_blocks(P), block=2 * H * C * C),
-    (Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1), least=lambda P: 1),),
+    (Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1), V_LEAVES, least=lambda run: 1),),
 )
 
 
@@ -408,7 +423,16 @@ HOME = Puzzle(
     _for_gradients,
     _gradients,
     _blocks,
-    (Count("chunks that a rank sends", _sent, lambda P: 4 * (P - 1), goal=lambda P: 4 * P - 2),),
+    (
+        Count(
+            "chunks that a rank sends",
+            _sent,
+            lambda P: 4 * (P - 1),
+            GRADIENTS_COME,
+            goal=lambda P: 4 * P - 2,
+            least=lambda run: 1,
+        ),
+    ),
 )
 
 # 7 and 8: masks -------------------------------------------------------------------------------------------------------
@@ -506,8 +530,9 @@ WINDOW = Puzzle(
             "keys that come to a rank",
             _keys_in,
             lambda P: WINDOWS[P] - 1,
+            V_LEAVES,
             goal=lambda P: C * math.ceil((WINDOWS[P] - 1) / C),
-            least=lambda P: (WINDOWS[P] - 1) / 2,
+            least=lambda run: (WINDOWS[run.world_size] - 1) / 2,
         ),
     ),
     alone=lambda P: {0},
@@ -550,13 +575,22 @@ TWO_RINGS = Puzzle(
     _qkv,
     _attention,
     lambda P: replace(_blocks(P), neighbours=True),
-    (Count("time", _time, lambda P: P + (P - 1) / 2, goal=lambda P: P + math.ceil((P - 1) / 2)),),
+    (
+        Count(
+            "time",
+            _time,
+            lambda P: P + (P - 1) / 2,
+            ALL_COMPUTE,
+            goal=lambda P: P + math.ceil((P - 1) / 2),
+            least=lambda run: run.world_size,
+        ),
+    ),
 )
 
 
 def _computed(schedule: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
     """play, where all computing must be on the clock."""
-    run, problem = _played(schedule, inputs, puzzle)
+    run, problem = played(schedule, inputs, puzzle)
     pairs, needed = sum(work.pairs for work in run.works), H * (C * len(inputs)) ** 2
     if not problem and pairs < needed:
         problem = (
@@ -602,7 +636,9 @@ PACKED = Puzzle(
             "keys sent in all",
             lambda run: sum(it.size for it in run.messages) / (2 * H * D * 8),
             lambda P: sum(first - begin for first, begin in _starts(P)),
+            A_ROW,
             goal=lambda P: math.inf,
+            least=lambda run: _continued(run.world_size) / 2,
         ),
     ),
     alone=lambda P: {rank for rank, (first, begin) in enumerate(_starts(P)) if begin == first},
@@ -632,7 +668,7 @@ TOKEN = Puzzle(
             lambda P: P - 1,
             proof="each rank but rank 0 must send at least once, or its keys cannot matter.",
         ),
-        Count("numbers in the largest message", _numbers, lambda P: H * (D + 1)),
+        Count("numbers in the largest message", _numbers, lambda P: H * (D + 1), PARTS_LEAVE, least=_parts(H * D)),
         Count("rounds", _time, _log2, goal=lambda P: P - 1, proof=DOUBLING),
     ),
     alone=lambda P: set(range(1, P)),
@@ -653,7 +689,13 @@ STATE = Puzzle(
     _linear,
     lambda P: Wires(),
     (
-        Count("numbers in the largest message", _numbers, lambda P: H * STATE_D**2),
+        Count(
+            "numbers in the largest message",
+            _numbers,
+            lambda P: H * STATE_D**2,
+            PARTS_LEAVE,
+            least=_parts(H * STATE_D**2),
+        ),
         Count("rounds", _time, _log2, goal=lambda P: P - 1, proof=DOUBLING),
     ),
     "state ",

@@ -13,6 +13,7 @@ Time in the record is not measured but counted: a message begins when both its r
 
 import math
 import operator
+import os
 import pickle
 import signal
 import sys
@@ -20,6 +21,8 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
+from functools import wraps
+from inspect import getmembers
 from io import StringIO
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any, NoReturn
@@ -29,25 +32,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from notebooks.checks.answers import listed
-from notebooks.trial import CELL, Memory, cell_of, run_cell
+from notebooks.trial import CELL, Cell, Memory, cell_of
 from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.online_softmax import State, finish, merge, start
-from ringlab.support.pool import LostRank, Ranks
-from ringlab.support.processes import RankContext
+from ringlab.support.processes import LostRank, RankContext, Ranks
 from ringlab.training.backward import tile_backward
 
 SECONDS = 5  # that a rank may compute without a message; a right schedule needs some milliseconds
 MOST = 600  # messages of a run
-MOVES = [  # of torch.distributed: a schedule has comm
-    "send", "recv", "isend", "irecv", "batch_isend_irecv", "broadcast", "reduce", "all_reduce", "gather", "scatter",
-    "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all",
-    "all_to_all_single", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list",
-    "send_object_list", "recv_object_list", "new_group",
+OTHER_HOMES = [  # of a tensor's numbers
+    "item", "tolist", "numpy", "untyped_storage", "storage", "data_ptr", "__array__", "__complex__", "__dlpack__",
+    "__float__", "__format__", "__index__", "__int__", "__reduce_ex__", "__repr__", "__str__",
 ]  # fmt: skip
-OTHER_HOMES = ("tolist", "numpy", "__array__", "__reduce_ex__", "untyped_storage", "storage")  # of a tensor's numbers
+OTHER_WAYS = ("os.", "socket.", "subprocess.", "mmap.", "ctypes.", "shutil.", "sqlite3.")  # what Python audits
+READING = ("os.listdir", "os.scandir", "os.walk", "os.fwalk")  # an import does
 NAMES = {"torch": torch, "math": math, "start": start, "finish": finish, "merge": merge}  # that a schedule may use
-_isend, _irecv = dist.isend, dist.irecv
 _pool = Ranks(size=5)
 
 
@@ -122,7 +122,7 @@ class _TensorsOnly(Memory):
     """Nothing can be kept where it is not counted."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in OTHER_HOMES and args[0].is_floating_point():
+        if getattr(func, "__name__", "") in OTHER_HOMES:
             raise ValueError(f"keep numbers in tensors: what {func.__name__}() returns would not be counted as memory")
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -193,7 +193,7 @@ class _Desk:
     def work(self, pairs: int, keys: Tensor) -> None:
         """Note that this rank computed on a block with these keys."""
         if pairs:
-            self._works.append((pairs, float(keys.flatten()[0])))
+            self._works.append((pairs, _first(keys)))
 
     def step(self, sends: dict[int, Tensor], sources: list[int], how: str = "") -> dict[int, Tensor]:
         """Send and receive all of these, at the same time."""
@@ -201,7 +201,7 @@ class _Desk:
         self._check(sends, sources, how)
         signal.setitimer(signal.ITIMER_REAL, 0)
         sends = {to: x.detach().contiguous() for to, x in sends.items()}
-        heads = {to: (tuple(x.shape), x.dtype, float(x.flatten()[0]) if x.numel() else None) for to, x in sends.items()}
+        heads = {to: (tuple(x.shape), x.dtype, _first(x) if x.numel() else None) for to, x in sends.items()}
         self.tell("step", heads, sources, self._line())
         moving, received = [], {}
         for _ in range(len(sends) + len(sources)):
@@ -211,12 +211,13 @@ class _Desk:
                     each.wait()
                 raise _Stop
             if what == "send":
-                x, move = sends[peer], _isend
+                x, move = sends[peer], dist.isend
             else:
-                x, move = torch.empty(shape, dtype=dtype), _irecv
+                x, move = torch.empty(shape, dtype=dtype), dist.irecv
                 received[peer] = x
             if x.numel():
-                moving.append(move(x, peer))
+                with _closed(False):
+                    moving.append(move(x, peer))
         assert self.memory is not None
         self.memory.look()
         for each in moving:
@@ -259,21 +260,55 @@ def _number(rank: Any) -> Any:
         return rank
 
 
+def _first(x: Tensor) -> float:
+    """Its first number. The counts of memory do not see that it is taken."""
+    with torch._C.DisableTorchFunction():
+        return float(x.flatten()[0])
+
+
+_only_comm = False  # whether other ways than comm are closed
+
+
 @contextmanager
-def _other_ways_closed() -> Any:
+def _closed(closed: bool = True) -> Any:
     """Messages go through `comm`, where the referee sees them."""
-
-    def refuse(*args: Any, **options: Any) -> NoReturn:
-        raise ValueError("only messages of comm are counted: use comm.send and comm.recv, not torch.distributed")
-
-    kept = {name: getattr(dist, name) for name in MOVES}
-    for name in MOVES:
-        setattr(dist, name, refuse)
+    global _only_comm
+    before, _only_comm = _only_comm, closed
     try:
         yield
     finally:
-        for name, move in kept.items():
-            setattr(dist, name, move)
+        _only_comm = before
+
+
+def _watch_other_ways() -> None:
+    """Once in each process: what moves tensors, or keeps bytes for other ranks, raises where `_only_comm` is set."""
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        written = event == "open" and bool((args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        if _only_comm and (written or (event.startswith(OTHER_WAYS) and event not in READING)):
+            raise ValueError(f"only messages of comm are counted: {event} is closed")
+
+    def refusing(owner: Any, name: str, method: Callable[..., Any]) -> None:
+        @wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            if _only_comm:
+                raise ValueError(
+                    f"only messages of comm are counted: use comm.send and comm.recv, not {owner.__name__}.{name}"
+                )
+            return method(*args, **options)
+
+        setattr(owner, name, call)
+
+    if getattr(torch.save, "__wrapped__", None):
+        return
+    for owner in (dist.ProcessGroup, dist.Store):
+        for name, method in getmembers(owner, callable):
+            if not name.startswith("__"):
+                refusing(owner, name, method)
+    for name in ("save", "from_file"):  # C++ writes the file, and no audit sees it
+        refusing(torch, name, getattr(torch, name))
+    sys.dont_write_bytecode = True
+    sys.addaudithook(audit)
 
 
 def _too_long(*_: Any) -> NoReturn:
@@ -283,8 +318,7 @@ def _too_long(*_: Any) -> NoReturn:
 def _on_rank(
     context: RankContext,
     address: str,
-    source: str,
-    name: str,
+    cell: Cell,
     rules: tuple[bool, bool, float],
     counts_memory: bool,
 ) -> None:
@@ -293,18 +327,18 @@ def _on_rank(
     referee.send_bytes(pickle.dumps(context.rank))
     inputs = pickle.loads(referee.recv_bytes())  # its own, and nobody else's
     desk = _Desk(context.rank, context.world_size, referee, rules)
-    desk.lines = source.splitlines()
+    desk.lines = cell.source.splitlines()
     signal.signal(signal.SIGALRM, _too_long)
     versions = [x._version for x in inputs if isinstance(x, Tensor)]
     torch.manual_seed(0)
     try:
-        names = dict(NAMES)
-        run_cell(source, name, names)
+        schedule = cell.function(dict(NAMES))
+        _watch_other_ways()
         kind = _TensorsOnly if counts_memory else Memory
-        with _other_ways_closed(), kind(inputs) as memory, redirect_stdout(desk.printed):
+        with _closed(), kind(inputs) as memory, redirect_stdout(desk.printed):
             desk.memory = memory
             signal.setitimer(signal.ITIMER_REAL, desk.seconds)
-            output = listed(names[name](Comm(context.rank, context.world_size, desk), *inputs))
+            output = listed(schedule(Comm(context.rank, context.world_size, desk), *inputs))
             memory.look()
             if versions != [x._version for x in inputs if isinstance(x, Tensor)]:
                 raise ValueError("an input was changed in place, and whoever called you needs it again")
@@ -489,7 +523,7 @@ def play(schedule: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], wires:
     Each rank is a process and gets its own inputs only. It runs the functions and imports of the schedule's cell again.
     """
     try:
-        source, name = cell_of(schedule)
+        cell = cell_of(schedule)
     except ValueError as error:
         return Run(len(inputs), fault=str(error), clocks=[0.0])
     # A view is pickled with all the memory that it is a view of: that of other ranks.
@@ -500,7 +534,7 @@ def play(schedule: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], wires:
         watching.start()
         rules, died = (wires.blocking, wires.neighbours, SECONDS), ""
         try:
-            _pool(len(inputs), _on_rank, listener.address, source, name, rules, wires.memory)
+            _pool(len(inputs), _on_rank, listener.address, cell, rules, wires.memory)
         except LostRank as lost:
             died = lost.reason
         except BaseException:  # Ctrl-C, or the stop button: what the ranks answer must not be taken for a later answer

@@ -31,8 +31,7 @@ from ring_doctor.on_rank import ask_on_rank
 from ring_doctor.patient import Patient
 from ring_doctor.questions import Question, questions
 from ring_doctor.report import head
-from ringlab.support.pool import Ranks
-from ringlab.support.processes import RankContext
+from ringlab.support.processes import RankContext, Ranks
 
 FOLDER = Path(__file__).parent
 TITLES = ("one block", "a ring of messages", "gradients", "a causal mask", "zigzag", "grouped queries and 16 bits")

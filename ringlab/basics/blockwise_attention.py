@@ -22,13 +22,13 @@ Source: Rabe & Staats 2021; Dao et al. 2022, algorithm 1; Liu & Abbeel 2023 (Blo
 
 import math
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ringlab.basics.naive_attention import TOKENS, check_causal, check_qkv, resolve_scale
 from ringlab.basics.online_softmax import State, finish, start, update
-from ringlab.support.rounding import exact_attention, report
 
 TILE = 256  # tokens; a tile of scores is B·H·256·256 numbers, small enough for the cache
 
@@ -61,13 +61,21 @@ def attend(state: State, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> St
 
 
 def blockwise_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, block_size: int, causal: bool = False, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_size: int,
+    causal: bool = False,
+    scale: float | None = None,
+    tile: Callable[..., State] = attend_tile,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention in tiles of `block_size` queries by `block_size` keys.
 
     q (B, H, Sq, D), k and v (B, H, Sk, D) -> out (B, H, Sq, D) in q's dtype and lse (B, H, Sq), natural log, in float32
     at least. S need not be a multiple of block_size. `causal` hides key j from query i when j > i, needs Sq = Sk, and
-    skips the blocks that lie wholly in the future. A query that sees no key gives out = 0 and lse = -inf.
+    skips the blocks that lie wholly in the future. A query that sees no key gives out = 0 and lse = -inf. `tile`
+    computes the scores: softcap.py has others.
     Raises ValueError for a block_size below 1 and for shapes, dtypes, devices or a scale that do not fit.
     Liu & Abbeel 2023, section 3.
     """
@@ -89,7 +97,7 @@ def blockwise_attention(
                 if j > q_at[-1]:
                     break  # this block and all after it are in the future of the whole tile
                 future = k_at > q_at[:, None]  # (tile, block)
-            state = attend_tile(state, q_tile, k_block, v_block, scale=scale, future=future)
+            state = tile(state, q_tile, k_block, v_block, scale=scale, future=future)
         out, lse = finish(state)
         outs.append(out.to(q.dtype))
         lses.append(lse)
@@ -97,6 +105,8 @@ def blockwise_attention(
 
 
 def main() -> int:
+    from ringlab.support.rounding import exact_attention, report  # only here: a ring needs no check
+
     x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
     right = exact_attention(x, x, x)["out"]
     ok = True

@@ -3,6 +3,7 @@
 A reader of the ring may skip this file.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,14 +33,19 @@ def needs_gradients(*inputs: Tensor) -> bool:
 def as_autocast(*inputs: Tensor) -> list[Tensor]:
     """The inputs as torch's own attention takes them: under autocast in its dtype, but float64 as it is.
 
-    Their gradients go back through the cast, so each has the dtype of its input.
+    Their gradients go back through the cast, so each has the dtype of its input. What is no tensor stays as it is.
     """
     return [
         x.to(torch.get_autocast_dtype(x.device.type))
-        if x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 and under_autocast(x)
         else x
         for x in inputs
     ]
+
+
+def under_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for the device of x. Some devices have none."""
+    return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
 
 
 def check_forward_only(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -57,26 +63,31 @@ def agree_on_chunks(
     group: ProcessGroup | DeviceMesh | None,
     *,
     check: Callable[[Tensor, Tensor, Tensor], None],
-    **settings: Any,
+    function: str = "",
+    settings: Callable[[], dict[str, Any]] = dict,
 ) -> tuple[float, list[int]]:
     """The scale, and the chunk length C of every rank's k; or the same ValueError on all ranks.
 
     q (B, H, C, D), k and v (B, G, C, D) are this rank's chunks. `check` raises ValueError for wrong input. B, H, G, D,
-    that of v, the dtype, the scale and `settings` must be the same on every rank; C may differ.
+    that of v, the dtype, the scale, whether there is a backward pass, `settings` and the `function` (the caller unless
+    given) must be the same on every rank; C may differ.
     """
 
     def facts() -> tuple[int, dict[str, str]]:
         check(q, k, v)
         B, H, _, D = q.shape
         same = {"B": B, "H": H, "G": k.shape[1], "D": D, "dtype": q.dtype, "scale": resolve_scale(scale, D)}
-        same |= {"head dim of v": v.shape[-1], **settings}
+        same |= {"head dim of v": v.shape[-1], "gradients": needs_gradients(q, k, v), **settings()}
         return k.shape[2], {name: str(value) for name, value in same.items()}
 
-    lengths, facts_of_ranks = zip(*agree(facts, group), strict=True)
-    differ = [name for name in facts_of_ranks[0] if len({same[name] for same in facts_of_ranks}) > 1]
+    caller = sys._getframe(1)
+    function = function or f"{caller.f_globals['__name__']}.{caller.f_code.co_name}"
+    lengths, facts_of_ranks = zip(*agree(facts, group, function=function), strict=True)
+    names = dict.fromkeys(name for same in facts_of_ranks for name in same)
+    differ = [name for name in names if len({same.get(name) for same in facts_of_ranks}) > 1]
     if differ:
         each = "\n".join(
-            f"rank {rank}: {', '.join(f'{name}={same[name]}' for name in differ)}"
+            f"rank {rank}: {', '.join(f'{name}={same.get(name)}' for name in differ)}"
             for rank, same in enumerate(facts_of_ranks)
         )
         raise ValueError(f"the ranks disagree; expected the same on each of them\n{each}")

@@ -95,11 +95,12 @@ def size(text: str) -> int:
 
 
 def new_file(suffix: str) -> Callable[[str], Path]:
-    """A type for options: the name of a file to write."""
+    """A type for options: the name of a file to write. To write into a pipe would wait for a reader."""
 
     def path(text: str) -> Path:
-        if not text.endswith(suffix) or Path(text).is_dir() or not Path(text).resolve().parent.is_dir():
-            expected = f"a name ending in {suffix} in a folder that exists"
+        place = Path(text).resolve()
+        if not text.endswith(suffix) or (place.exists() and not place.is_file()) or not place.parent.is_dir():
+            expected = f"a name ending in {suffix} of a file, in a folder that exists"
             raise argparse.ArgumentTypeError(f"{text!r} given, expected {expected}")
         return Path(text)
 

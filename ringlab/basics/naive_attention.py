@@ -31,10 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringlab.support.rounding import exact_attention, report
-
 # The worked example's 8 tokens (S = 8, D = 2). With identity projections they are the queries, the keys and the values.
 TOKENS = torch.tensor([[1, 0], [0, 1], [1, 1], [1, 2], [2, 1], [2, 2], [3, 1], [3, 3]], dtype=torch.float64)
+
+KERNELS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # matrix products of these exist
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -45,19 +45,26 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless q is (B, H, Sq, D) and k, v are (B, H, Sk, D), of one floating dtype and one device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is {x!r}; expected a tensor (B, H, S, D)")
         if x.dim() != 4:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; expected (B, H, S, D): add a missing dimension with x[None]"
             )
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected every size to be 1 or more")
-        if not x.is_floating_point():
-            raise ValueError(f"{name} has dtype {x.dtype}; expected a floating dtype: convert it with x.float()")
+        if x.dtype not in KERNELS:
+            raise ValueError(
+                f"{name} has dtype {x.dtype}; expected a floating dtype with kernels, {', '.join(map(str, KERNELS))}: "
+                f"convert it with x.float()"
+            )
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
                 f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}; expected one dtype and one "
                 f"device for all three: convert them with x.to(q)"
             )
+    if q.device.type == "meta":
+        raise ValueError("q, k and v are on the device meta, so they have no numbers; expected another device")
     if k.shape != v.shape:
         raise ValueError(
             f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; expected one shape (B, H, S, D) for both"
@@ -107,6 +114,8 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
 
 
 def main() -> int:
+    from ringlab.support.rounding import exact_attention, report  # only here: a ring needs no check
+
     x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
     weights = torch.softmax(x @ x.transpose(-2, -1) / math.sqrt(2), dim=-1)  # (1, 1, 8, 8)
     print("token 0 looks at tokens 0 to 7 with the weights")

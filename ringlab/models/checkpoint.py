@@ -128,7 +128,8 @@ def damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
     except OSError as error:
         return f"{path / name} cannot be read: {error.strerror}"
     step = json.loads((path / RUN).read_text())["step"]
-    return None if path.name == f"step-{step:08}" else f"{path / RUN} is of step {step}"
+    named = f"step-{step:08}"
+    return None if path.name == named else f"{path} is whole, and {RUN} is of step {step}: it is to be named {named}"
 
 
 def finished(folder: Path) -> list[Path]:
@@ -237,7 +238,8 @@ class Checkpoints:
             wrong[path] = next(filter(None, found))
         else:
             if wrong:
-                raise ValueError(f"no whole checkpoint: {'; '.join(wrong.values())}; begin again with another --out")
+                kept = "; ".join(wrong.values())
+                raise ValueError(f"no whole checkpoint in its place: {kept}; or begin with another --out")
             expected = "expected one to resume from: run without --resume first"
             raise ValueError(f"{self.folder} holds no checkpoint; {expected}")
         run = json.loads((path / RUN).read_text())

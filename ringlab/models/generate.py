@@ -9,9 +9,6 @@ layer a rank gives one message to the merge, with B·H·(D + 2) numbers, however
 the whole cache for each token, (P - 1) · 2·B·G·C·D numbers a rank. The ranks store the new tokens in turn, so that
 their caches stay equally long.
 
-The ranks agree once in each layer, about its new tokens. Later each rank compares with that, and its message for the
-merge says whether it fits.
-
 Shapes: B prompts of any lengths, padded on the right. A cache has C slots on each rank, for its part of the prompts and
 of the new tokens: k and v (B, G, C, D) a layer. A new token is (B, 1), q (B, H, 1, D). m, l (B, G, H/G) and o
 (B, G, H/G, D) are its running softmax.
@@ -19,7 +16,6 @@ of the new tokens: k and v (B, G, C, D) a layer. A new token is (B, 1), q (B, H,
     $ python -m ringlab.models.generate
     prompts of 13 and 6 tokens, 12 new ones, 4 ranks
     ok    the tokens of one process: 121 224 66 114 ... and 65 82 197 108 ...
-    every rank has 7 slots; empty at the end: 0 0 0 1 of those for new tokens
     a new token: 144 numbers a rank and layer to merge, however long the context; a ring: 2,688 here
 
 Before: transformer.py, the model. After: pass_q.py, a few new tokens instead of one.
@@ -306,10 +302,7 @@ def main() -> int:
     print(f"prompts of {' and '.join(str(len(prompt)) for prompt in PROMPTS)} tokens, {NEW} new ones, {P} ranks")
     words = " and ".join(" ".join(map(str, tokens[:4])) + " ..." for tokens in right)
     print(f"{'ok   ' if ok else 'WRONG'} the tokens of one process: {words}")
-    C, room = results[0][1].shape[1], -(-(NEW - 1) // P)
-    empty = " ".join(str(int((at[0, -room:] == EMPTY).sum())) for _, at in results)
-    print(f"every rank has {C} slots; empty at the end: {empty} of those for new tokens")
-    B, D = len(PROMPTS), CONFIG.hidden // CONFIG.heads
+    B, C, D = len(PROMPTS), results[0][1].shape[1], CONFIG.hidden // CONFIG.heads
     merge, ring = B * CONFIG.heads * (D + 2), (P - 1) * 2 * B * CONFIG.kv_heads * C * D
     print(f"a new token: {merge} numbers a rank and layer to merge, however long the context; a ring: {ring:,} here")
     return 0 if ok else 1

@@ -15,19 +15,20 @@ token of a document is not predicted. transformers' own loss predicts it from th
 Shapes: a batch is input_ids and labels (B, S), as a tokenizer gives them. A rank has input_ids and labels (B, C),
 C = S/P, at position_ids (1, C), and logits (B, C, vocab).
 
-`python -m ringlab.models.hugging_face` runs it: a first reader may skip this file.
+`python examples/compare.py` runs it: a first reader may skip this file.
 
 Before: train.py, a run with our own model. After: hugging_face_masks.py, the masks of its layers.
 Source: transformers 5.23, ForCausalLMLoss (labels, shift_labels, num_items_in_batch), DataCollatorWithFlattening.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -39,21 +40,15 @@ from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.agreement import agree, members
 from ringlab.support.extras import extra
 from ringlab.training.documents import document_positions
-from ringlab.training.layouts import Layout, layout_of, positions
+from ringlab.training.layouts import Layout, LayoutName, layout_of, positions
 
 with extra("hf", __name__):
-    from transformers import BatchEncoding, PreTrainedModel
-    from transformers.generation.configuration_utils import GenerationMode
+    from transformers import BatchEncoding
 
-MeshOrGroup = DeviceMesh | ProcessGroup | None
 MEANING = {"s_aux": " (attention sinks)", "past_key_values": " (a cache)"}
 MEANING |= {"cu_seq_lens_q": " (packed documents: for shard_batch)"}
 UNDERSTOOD = {"input_ids", "labels", "attention_mask", "position_ids"}
 UNDERSTOOD |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # max_length: the longest document
-
-LOOP = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-LOOP |= {"generation_config", "logits_processor", "stopping_criteria", "streamer", "synced_gpus"}
-NOT_HERE = ("output_attentions", "output_hidden_states", "prefill_chunk_size", "token_healing", "cache_config")
 
 
 def expect(fine: Any, given: str, expected: str) -> None:
@@ -71,21 +66,40 @@ def refuse(passed: dict[str, Any], understood: set[str]) -> None:
     expect(not wrong, each, "none: the ring knows nothing of it, and would leave it out")
 
 
-def group_of(mesh_or_group: MeshOrGroup) -> ProcessGroup | None:
-    return mesh_or_group.get_group() if isinstance(mesh_or_group, DeviceMesh) else mesh_or_group
+@dataclass(frozen=True)
+class ContextParallel:
+    """Which ranks share a text, and how: give it once, in place of a mesh or group and a layout."""
+
+    mesh_or_group: DeviceMesh | ProcessGroup | None = None
+    layout: LayoutName | Layout = "zigzag"
+
+
+MeshOrGroup = ContextParallel | DeviceMesh | ProcessGroup | None
+AnyLayout = LayoutName | Layout
+
+
+def placed(given: MeshOrGroup, layout: AnyLayout) -> tuple[ProcessGroup | None, AnyLayout]:
+    """The group and the layout. Raises ValueError for an unknown layout, and for two of them."""
+    one = given if isinstance(given, ContextParallel) else ContextParallel(given, layout)
+    expect(layout in ("zigzag", one.layout), f"layout is {layout}, and {one}", "the layout in one place")
+    layout_of(one.layout)
+    where = one.mesh_or_group
+    return where.get_group() if isinstance(where, DeviceMesh) else where, one.layout
 
 
 def shard_batch(
     batch: dict[str, Tensor],
     mesh_or_group: MeshOrGroup = None,
-    layout: str | Layout = "zigzag",
+    layout: LayoutName | Layout = "zigzag",
     causal: bool = True,
+    pad_to: int | None = None,
 ) -> BatchEncoding:
     """A batch (B, S), the same on every rank of a ring -> this rank's arguments of the model, (B, C).
 
     The batch has input_ids and may have labels, not shifted; attention_mask, 0 for padding, on the right only and with
     labels of -100; position_ids, 0, 1, 2, ... in each document; cu_seq_lens_q and cu_seq_lens_k, (documents + 1,).
-    All rows are packed alike. Padding after packed documents is one more document.
+    All rows are packed alike. Padding after packed documents is one more document. `pad_to` adds padding up to so many
+    tokens, and as many more as the layout needs: 1 adds no others. A ContextParallel stands for mesh and layout.
 
     The result has input_ids and position_ids (1, C); with several documents in a row also documents, their lengths;
     with labels also labels and shift_labels, both shifted in each whole document, and num_items_in_batch, the labels of
@@ -93,9 +107,18 @@ def shard_batch(
     its right. With `causal` False, for an encoder, labels are not shifted. Then padding is a document of its own, the
     same in all rows. Raises ValueError on every rank for another batch, and where the ranks have different ones.
     """
-    group = group_of(mesh_or_group)
+    group, layout = placed(mesh_or_group, layout)
     rank, world_size = members(group)
-    seen = agree(partial(check_batch, batch, causal), group)
+    sized = pad_to is None or (type(pad_to) is int and pad_to > 0)
+    least, multiple = pad_to if sized else 0, max(1, layout_of(layout).multiple) * world_size
+    if least and isinstance(batch.get("input_ids"), Tensor):
+        batch = padded(batch, least, multiple)
+
+    def check() -> tuple[int, tuple[int, ...]]:
+        expect(sized, f"pad_to is {pad_to!r}", "a number of tokens, or None")
+        return check_batch(batch, causal)
+
+    seen = agree(check, group)
     one = "one batch for all of a ring: use no sampler by rank"
     expect(len(set(seen)) == 1, "the ranks have different batches", one)
     _, documents = seen[0]
@@ -114,6 +137,18 @@ def shard_batch(
         shard |= dict.fromkeys(("labels", "shift_labels"), labels[:, at])
         shard["num_items_in_batch"] = (labels != IGNORED).sum().clamp(min=1)
     return BatchEncoding(shard)
+
+
+def padded(batch: dict[str, Any], least: int, multiple: int) -> dict[str, Any]:
+    """A batch (B, S) with padding on the right, up to a multiple of `multiple` tokens, `least` or more."""
+    tokens = batch["input_ids"]
+    more = -(-max(tokens.shape[1], least) // multiple) * multiple - tokens.shape[1]
+    if more:
+        batch = {"attention_mask": torch.ones_like(tokens), **batch}
+        for name, value in {"input_ids": 0, "attention_mask": 0, "position_ids": 0, "labels": IGNORED}.items():
+            if name in batch:
+                batch[name] = F.pad(batch[name], (0, more), value=value)
+    return batch
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -138,7 +173,9 @@ def check_batch(batch: dict[str, Tensor], causal: bool = True) -> tuple[int, tup
         expect(right, f"{name} is {shape_of(x)}", f"the shape of input_ids, {tuple(tokens.shape)}")
     mask = batch.get("attention_mask", torch.ones_like(tokens))
     on_the_right = "padding on the right only: set tokenizer.padding_side = 'right'"
-    expect((mask[:, 1:] <= mask[:, :-1]).all(), "attention_mask has padding before tokens", on_the_right)
+    falls = (mask[:, 1:] <= mask[:, :-1]).all()
+    expect(falls or not mask[:, 0].all(), "attention_mask has a hole between tokens", "ones, then zeros for padding")
+    expect(falls, "attention_mask has padding before tokens", on_the_right)
     documents = packed_documents(batch, S, int(mask.any(dim=0).sum()))
     padding = (mask == 0) | (torch.arange(S).to(tokens) >= sum(documents))
     behind = "the documents of cu_seq_lens_q end behind the tokens of attention_mask"
@@ -203,86 +240,17 @@ def loss_part(
     return summed_loss(logits, shift_labels) / num_items_in_batch
 
 
-def arguments(
-    model: PreTrainedModel, layout: str | Layout, loop: dict[str, Any], args: tuple, kwargs: dict[str, Any], group: Any
-) -> dict[str, Any]:
-    """Fill `loop` with the arguments of transformers' loop, lengths (B, 1) and how many new tokens are stored at most.
+def backward(loss: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """The backward pass of this rank's part of the loss, under DDP or FSDP. Returns the loss of the batch, to print.
 
-    Returns what must be the same on all ranks. Raises ValueError for what a spread cache cannot do.
+    They average gradients over the ranks of `group` (None: the whole job), and the parts must be summed. So the part is
+    multiplied by the number of ranks here. Every rank calls it.
     """
-    layout_of(layout)
-    dropout = "model.eval(): dropout would differ from rank to rank"
-    expect(not model.training, "the model is in training mode", dropout)
-    loop |= prepared(model, args, kwargs)
-    tokens, config = loop["input_ids"], loop["generation_config"]
-    unknown = sorted(name for name, x in loop.items() if name not in LOOP and x is not None and x != {})  # of pictures
-    unknown += [name for name in NOT_HERE if getattr(config, name, None)]
-    own = "none of them: a rank has input_ids, and K, V and hidden states of its own tokens only"
-    expect(not unknown, f"generate got {', '.join(unknown)}", own)
-    guidance = config.guidance_scale
-    expect(guidance in (None, 1), f"guidance_scale is {guidance}", "None: it needs a second cache")
-    kind = config.cache_implementation
-    given = f"use_cache is {config.use_cache} and cache_implementation is {kind}"
-    usual = config.use_cache is not False and kind in (None, "dynamic")
-    expect(usual, given, "the defaults: the spread cache is the only cache here")
-    cache = getattr(loop.get("past_key_values"), "_is_user_defined", False)
-    expect(not cache, "past_key_values were given", "none: each call of generate fills a cache of its own")
-    streams = loop.get("streamer") is not None and members(group)[0] > 0
-    expect(not streams, "a streamer was given", "one on rank 0 only, whose tokens hold on every rank")
-    vocab = model.get_input_embeddings().weight.shape[0]
-    known = tokens.numel() > 0 and tokens.min() >= 0 and tokens.max() < vocab
-    expect(known, f"input_ids are {tuple(tokens.shape)}", f"tokens in each row, from 0 to {vocab - 1}")
-    mask = loop.get("attention_mask")
-    mask = torch.ones_like(tokens) if mask is None else mask.to(tokens)
-    left = "padding on the left only, as tokenizers add it with padding_side='left': new tokens follow the last column"
-    at_left = mask.shape == tokens.shape and (mask[:, -1] == 1).all() and (mask.diff(dim=1) >= 0).all()
-    expect(at_left, "attention_mask has padding at its end or between tokens", left)
-    at, right = loop["position_ids"], mask.cumsum(dim=1) - 1
-    counted = at.shape[-1:] == right.shape[-1:] and not ((at - right) * mask).any()
-    expect(counted, "position_ids were given", "none, or 0, 1, 2, ... in each prompt")
-    lengths, text = mask.sum(dim=1, keepdim=True), model.config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    short = not limit or getattr(text, "rope_parameters", None) or lengths.max() <= limit  # else learned positions
-    expect(short, f"a prompt has {int(lengths.max())} tokens", f"{limit} at most, max_position_embeddings")
-    loop |= {"lengths": lengths, "stored": max(config.max_length - tokens.shape[1] - 1, 0)}
-    return {
-        "prompts": (tuple(tokens.shape), checksum([tokens, mask])),
-        "arguments": zlib.crc32(repr(sorted(config.to_diff_dict().items())).encode()),
-        "layout": str(layout),
-        "weights": checksum_of_weights(model),
-    }
-
-
-def prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that `generate` prepares for its loop of greedy search and sampling. Nothing is generated."""
-    own = type(model)
-    loop: dict[str, Any] = {}
-
-    def keep(model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
-        loop.update(given, input_ids=input_ids)
-        return input_ids
-
-    def known(model: PreTrainedModel, mode: GenerationMode, *_: Any) -> None:
-        one = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-        expect(one, f"generate was asked for {mode.value}", "greedy search or sampling, num_beams=1")
-
-    for name in ("custom_generate", "cache_implementation"):  # they would leave this path before the loop
-        given = kwargs.get(name)
-        expect(given is None, f"{name} is {given}", "None: the spread cache has transformers' own loop")
-    model.__class__ = type(own.__name__, (own,), {"_sample": keep, "_get_deprecated_gen_repo": known})
-    try:
-        own.generate(model, *args, **kwargs)
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(f"generate raises {type(error).__name__}: {error}") from error  # on every rank
-    finally:
-        model.__class__ = own
-    expect(loop, f"generate of {own.__name__} did not reach its loop", "transformers' own generate")
-    return loop
-
-
-# What the demonstrations of these files share -----------------------------------------------------------------------
+    _, world_size = members(group)
+    (loss * world_size).backward()
+    whole = loss.detach().clone()
+    dist.all_reduce(whole, group=group)
+    return whole
 
 
 def attempt(work: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -293,22 +261,5 @@ def attempt(work: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return str(error)
 
 
-def relative(results: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
-    """The error of each result, in norm."""
-    return [((a - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
-
-
-def judged(cases: dict[str, str], results: Sequence[Any], judge: Callable[[str, Any], tuple[str, str]]) -> int:
-    """Print what came of each case; 1 unless it is what `cases` say. Words instead of a result are a refusal."""
-    ok = True
-    for (case, expected), result in zip(cases.items(), results, strict=True):
-        seen, said = ("refused", result.partition("; ")[0]) if isinstance(result, str) else judge(case, result)
-        print(f"{seen:8}{case}: {said}")
-        ok &= seen == expected
-    return 0 if ok else 1
-
-
 BATCH = {"input_ids": TEXT[:, :-1], "attention_mask": (TEXT[:, :-1] != 0).long()}  # two sequences, one of them padded
 BATCH |= {"labels": BATCH["input_ids"].masked_fill(BATCH["input_ids"] == 0, IGNORED)}
-PACKED = {name: x.flatten()[None] for name, x in BATCH.items()}  # both in one row
-PACKED["position_ids"] = torch.arange(BATCH["input_ids"].shape[1]).repeat(2)[None]

@@ -13,15 +13,7 @@ rank reads (B, C). It has C slots and its part of those for new tokens, k and v 
 new token a rank gives 1 message a layer, of B·H·(D + 2) numbers, float32 at least, and 1 of 2·B int64. After the
 prompt it gives 1 all_reduce of B·vocab logits. A window hides keys, and frees no slots.
 
-    $ python -m ringlab.models.hugging_face_generate
-    prompts of 13 and 6 tokens, 9 new ones. 4 ranks, zigzag, float64, against one process with sdpa:
-    ok      Granite, scale 0.6: the same tokens
-    ok      Granite, sampled, with another seed on each rank: the same tokens
-    off     Mistral, the window dropped: other tokens
-    off     Granite, the scale dropped: other tokens
-    refused Granite, beams: rank 0: generate was asked for beam_search
-    refused Granite, padding on the right: rank 0: attention_mask has padding at its end or between tokens
-
+A first reader may skip this file. Its tests compare the tokens with those of one process.
 On every rank, with the same prompts (torchrun --nproc_per_node=4 write.py):
 
     with join_ring() as context:
@@ -33,13 +25,11 @@ On every rank, with the same prompts (torchrun --nproc_per_node=4 write.py):
 A model that was trained in a ring leaves it first: stop_ring(model), then model.eval(). That of a RingTrainer is
 trainer.model.
 
-It needs transformers: pip install '.[hf]'.
-
 Before: generate.py, the cache; hugging_face.py, the model. After: your own prompts.
 Source: transformers 5.23, GenerationMixin.generate; Shyam et al. 2024 (Tree Attention), algorithm 3.
 """
 
-import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,31 +44,19 @@ from torch.distributed import ProcessGroup
 from ringlab.models.generate import EMPTY, SpreadCache, agree_on_facts
 from ringlab.support.agreement import members, of_every_rank
 from ringlab.support.extras import extra
-from ringlab.support.processes import RankContext, launch
-from ringlab.training.layouts import Layout, layout_of, positions
+from ringlab.training.layouts import Layout, LayoutName, layout_of, positions
 
 with extra("hf", __name__):
-    from transformers import (
-        Cache,
-        GraniteConfig,
-        GraniteForCausalLM,
-        MistralConfig,
-        MistralForCausalLM,
-        PreTrainedModel,
-    )
+    from transformers import Cache, PreTrainedModel
     from transformers.generation import StoppingCriteriaList
+    from transformers.generation.configuration_utils import GenerationMode
 
-from ringlab.models.hugging_face import BY_LENGTH, registered
-from ringlab.models.hugging_face_batch import (
-    MeshOrGroup,
-    arguments,
-    attempt,
-    expect,
-    group_of,
-    judged,
-)
+from ringlab.models.hugging_face import BY_LENGTH, registered, unwrapped
+from ringlab.models.hugging_face_batch import MeshOrGroup, checksum, checksum_of_weights, expect, placed
 from ringlab.models.hugging_face_masks import Asked, Attention, BothWays, Chunks
-from ringlab.models.hugging_face_proof import check_kind, prove
+from ringlab.models.hugging_face_pass import check_kind
+from ringlab.models.hugging_face_proof import prove
+from ringlab.models.hugging_face_states import linear_layers
 
 
 class Elsewhere(Cache):
@@ -117,8 +95,6 @@ class Together(StoppingCriteriaList):
 class SpreadGeneration(Attention):
     """The attention of a SpreadCache, and what runs before and after each forward pass."""
 
-    layers: int = 0  # calls in a forward pass, as proved
-
     @torch.no_grad()
     def generate(self, model: PreTrainedModel, name: str, *args: Any, **kwargs: Any) -> Any:
         """As the model's own. `name` is that of `attend`. The cache is not returned."""
@@ -130,10 +106,7 @@ class SpreadGeneration(Attention):
         loop["past_key_values"] = self.elsewhere
         loop["stopping_criteria"] = Together(loop["stopping_criteria"], model.device, self.group)
         own = model.config._attn_implementation
-        hooks = [
-            model.register_forward_pre_hook(self.feed, with_kwargs=True),
-            model.register_forward_hook(self.answer),
-        ]
+        hooks = [model.register_forward_pre_hook(self.feed, with_kwargs=True), model.register_forward_hook(self.answer)]
         try:
             model.set_attn_implementation(name)
             result = type(model)._sample(model, **loop)
@@ -206,7 +179,7 @@ class SpreadGeneration(Attention):
 
 @contextmanager
 def spread_generation(
-    model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: str | Layout = "zigzag"
+    model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: LayoutName | Layout = "zigzag"
 ) -> Iterator[None]:
     """While this is open, `model.generate` runs on all ranks of `mesh_or_group` (None: the whole job) together.
 
@@ -215,7 +188,7 @@ def spread_generation(
     position, and frequencies that depend on the longest position. The rest that a spread cache cannot do is refused
     with ValueError when `generate` is called, on every rank.
     """
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps a model
+    model = unwrapped(model)
     name = type(model).__name__
     free = not hasattr(model, "ring") and "generate" not in vars(model)
     expect(free, f"{name} is in a ring, or generates by another function", "neither: stop_ring(model) first")
@@ -224,10 +197,12 @@ def spread_generation(
     stay = not any(kind in rope for kind in BY_LENGTH)
     expect(stay, f"{name} chooses its frequencies by the longest position", "frequencies that stay")
     check_kind(model)
-    group = group_of(mesh_or_group)
+    states = "attention in every layer: states are not spread in generation"
+    expect(not linear_layers(model), f"{name} has linear layers", states)
+    group, layout = placed(mesh_or_group, layout)
     spread = SpreadGeneration(layout, group, members(group)[1])
     name = registered(spread)
-    spread.layers, _ = prove(model, spread, name)
+    prove(model, spread, name)
     spread.stand_in = spread.over_cache
     model.generate = partial(spread.generate, model, name)
     try:
@@ -236,66 +211,85 @@ def spread_generation(
         del model.generate
 
 
-NEW = 9
-PROMPTS = torch.randint(1, 128, (2, 13), generator=torch.Generator().manual_seed(0))
-MASK = torch.ones_like(PROMPTS)
-MASK[1, :7] = 0  # padding on the left
-CASES = {  # what should come of it
-    "Granite, scale 0.6": "ok",
-    "Granite, sampled, with another seed on each rank": "ok",
-    "Mistral, the window dropped": "off",
-    "Granite, the scale dropped": "off",
-    "Granite, beams": "refused",
-    "Granite, padding on the right": "refused",
-}
+LOOP = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+LOOP |= {"generation_config", "logits_processor", "stopping_criteria", "streamer", "synced_gpus"}
+NOT_HERE = ("output_attentions", "output_hidden_states", "prefill_chunk_size", "token_healing", "cache_config")
 
 
-def _model(name: str, own: bool = True) -> PreTrainedModel:
-    """With its own window or scale, or without; with large random weights, so that the tokens depend on the prompt."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None}
-    if "Mistral" in name:
-        model: PreTrainedModel = MistralForCausalLM(MistralConfig(**sizes, sliding_window=4 if own else None))
-    else:
-        model = GraniteForCausalLM(GraniteConfig(**sizes, attention_multiplier=0.6 if own else 8**-0.5))
-    for weight in model.parameters():
-        if weight.dim() == 2:
-            nn.init.normal_(weight, std=0.3)
-    return model.double().eval()
+def arguments(
+    model: PreTrainedModel, layout: str | Layout, loop: dict[str, Any], args: tuple, kwargs: dict[str, Any], group: Any
+) -> dict[str, Any]:
+    """Fill `loop` with the arguments of transformers' loop, lengths (B, 1) and how many new tokens are stored at most.
+
+    Returns what must be the same on all ranks. Raises ValueError for what a spread cache cannot do.
+    """
+    layout_of(layout)
+    dropout = "model.eval(): dropout would differ from rank to rank"
+    expect(not model.training, "the model is in training mode", dropout)
+    loop |= prepared(model, args, kwargs)
+    tokens, config = loop["input_ids"], loop["generation_config"]
+    unknown = sorted(name for name, x in loop.items() if name not in LOOP and x is not None and x != {})  # of pictures
+    unknown += [name for name in NOT_HERE if getattr(config, name, None)]
+    own = "none of them: a rank has input_ids, and K, V and hidden states of its own tokens only"
+    expect(not unknown, f"generate got {', '.join(unknown)}", own)
+    guidance = config.guidance_scale
+    expect(guidance in (None, 1), f"guidance_scale is {guidance}", "None: it needs a second cache")
+    kind = config.cache_implementation
+    given = f"use_cache is {config.use_cache} and cache_implementation is {kind}"
+    usual = config.use_cache is not False and kind in (None, "dynamic")
+    expect(usual, given, "the defaults: the spread cache is the only cache here")
+    cache = getattr(loop.get("past_key_values"), "_is_user_defined", False)
+    expect(not cache, "past_key_values were given", "none: each call of generate fills a cache of its own")
+    streams = loop.get("streamer") is not None and members(group)[0] > 0
+    expect(not streams, "a streamer was given", "one on rank 0 only, whose tokens hold on every rank")
+    vocab = model.get_input_embeddings().weight.shape[0]
+    known = tokens.numel() > 0 and tokens.min() >= 0 and tokens.max() < vocab
+    expect(known, f"input_ids are {tuple(tokens.shape)}", f"tokens in each row, from 0 to {vocab - 1}")
+    mask = loop.get("attention_mask")
+    mask = torch.ones_like(tokens) if mask is None else mask.to(tokens)
+    left = "padding on the left only, as tokenizers add it with padding_side='left': new tokens follow the last column"
+    at_left = mask.shape == tokens.shape and (mask[:, -1] == 1).all() and (mask.diff(dim=1) >= 0).all()
+    expect(at_left, "attention_mask has padding at its end or between tokens", left)
+    at, right = loop["position_ids"], mask.cumsum(dim=1) - 1
+    counted = at.shape[-1:] == right.shape[-1:] and not ((at - right) * mask).any()
+    expect(counted, "position_ids were given", "none, or 0, 1, 2, ... in each prompt")
+    lengths, text = mask.sum(dim=1, keepdim=True), model.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    short = not limit or getattr(text, "rope_parameters", None) or lengths.max() <= limit  # else learned positions
+    expect(short, f"a prompt has {int(lengths.max())} tokens", f"{limit} at most, max_position_embeddings")
+    loop |= {"lengths": lengths, "stored": max(config.max_length - tokens.shape[1] - 1, 0)}
+    return {
+        "prompts": (tuple(tokens.shape), checksum([tokens, mask])),
+        "arguments": zlib.crc32(repr(sorted(config.to_diff_dict().items())).encode()),
+        "layout": str(layout),
+        "weights": checksum_of_weights(model),
+    }
 
 
-def _asked(case: str) -> dict[str, Any]:
-    prompts = {"input_ids": PROMPTS, "attention_mask": MASK.flip(1) if "right" in case else MASK}
-    return {**prompts, "max_new_tokens": NEW, "do_sample": "sampled" in case, "num_beams": 2 if "beams" in case else 1}
+def prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that `generate` prepares for its loop of greedy search and sampling. Nothing is generated."""
+    own = type(model)
+    loop: dict[str, Any] = {}
 
+    def keep(model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
+        loop.update(given, input_ids=input_ids)
+        return input_ids
 
-def _generated(context: RankContext, case: str) -> Tensor:
-    model = _model(case, own="dropped" not in case)
-    torch.manual_seed(context.rank)
-    with spread_generation(model):
-        return model.generate(**_asked(case))
+    def known(model: PreTrainedModel, mode: GenerationMode, *_: Any) -> None:
+        one = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        expect(one, f"generate was asked for {mode.value}", "greedy search or sampling, num_beams=1")
 
-
-def _demo(context: RankContext) -> list[Tensor | str]:
-    return [attempt(_generated, context, case) for case in CASES]
-
-
-def main() -> int:
-    counts = " and ".join(map(str, MASK.sum(dim=1).tolist()))
-    said = "4 ranks, zigzag, float64, against one process with sdpa"
-    print(f"prompts of {counts} tokens, {NEW} new ones. {said}:")
-
-    def judge(case: str, results: list[Tensor]) -> tuple[str, str]:
-        model = _model(case)
-        torch.manual_seed(0)  # that of rank 0
-        right = model.generate(**_asked(case))
-        same = all(torch.equal(result, right) for result in results)
-        return ("ok", "the same tokens") if same else ("off", "other tokens")
-
-    of_cases = zip(*launch(_demo, 4), strict=True)
-    return judged(CASES, [each[0] if isinstance(each[0], str) else list(each) for each in of_cases], judge)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    for name in ("custom_generate", "cache_implementation"):  # they would leave this path before the loop
+        given = kwargs.get(name)
+        expect(given is None, f"{name} is {given}", "None: the spread cache has transformers' own loop")
+    model.__class__ = type(own.__name__, (own,), {"_sample": keep, "_get_deprecated_gen_repo": known})
+    try:
+        own.generate(model, *args, **kwargs)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"generate raises {type(error).__name__}: {error}") from error  # on every rank
+    finally:
+        model.__class__ = own
+    expect(loop, f"generate of {own.__name__} did not reach its loop", "transformers' own generate")
+    return loop

@@ -14,13 +14,14 @@ what layers call. It makes options of the ring of all that a layer passes, and r
 Shapes: a rule says of a query and a key, by their positions, whether the query sees the key. In a layer q is
 (B, H, C, D), k and v (B, G, C, D), and the result (B, C, H, D).
 
-`python -m ringlab.models.hugging_face` runs it: a first reader may skip this file.
+`python examples/compare.py` runs it: a first reader may skip this file.
 
 Before: hugging_face_batch.py, the batch. After: hugging_face_proof.py, which models may be cut.
 Source: transformers 5.23, masking_utils.py; Beltagy et al. 2020 (Longformer), section 3.1, for windows.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,9 @@ from torch.distributed import ProcessGroup
 
 from ringlab.support.agreement import members
 from ringlab.support.extras import extra
+from ringlab.training.documents import document_positions
 from ringlab.training.layouts import Layout, positions
+from ringlab.training.masks import Mask
 
 with extra("hf", __name__):
     from transformers import masking_utils
@@ -132,6 +135,9 @@ class Attention:
     layout: str | Layout
     group: ProcessGroup | None
     world_size: int
+    layers: int = 0  # calls in a forward pass, as proved
+    first: int = 0  # the model's number of position 0, as proved
+    packs: bool = False  # whether all layers are told the documents, as proved
     documents: tuple[int, ...] | None = None  # of this forward pass
     calls: int = 0  # in this forward pass, with its documents
     stand_in: Callable[..., Tensor] | None = None  # in the proof: in place of the ring
@@ -167,7 +173,7 @@ class Attention:
         refuse(passed, UNDERSTOOD)
         self.calls += int(documents == self.documents)
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-            query = self.tuned(module, query)
+            query = self.tuned(module, query, documents)
         if isinstance(attention_mask, Chunks):
             documents = attention_mask.documents(documents or (query.shape[2] * self.world_size,))
         seen = {"causal": not both_ways, "window": window, "documents": documents}
@@ -184,12 +190,13 @@ class Attention:
         fits = both_ways != batch_is_causal or self.stand_in
         expect(fits, f"{name} attends {direction}", f"a batch of shard_batch(..., causal={not both_ways})")
 
-    def tuned(self, module: Any, q: Tensor) -> Tensor:
-        """q (B, H, C, D) of Llama 4, which grows with the place of a token in the row, and not in the shard."""
+    def tuned(self, module: Any, q: Tensor, documents: tuple[int, ...] | None) -> Tensor:
+        """q (B, H, C, D) of Llama 4, which grows with the place of a token in its document, and not in the shard."""
         here, at = torch.arange(q.shape[2]), self.at
         if at is None:
             rank, world_size = members(self.group)
-            at = positions(self.layout, q.shape[2] * world_size, rank, world_size)
+            S = q.shape[2] * world_size
+            at = document_positions(documents or (S,))[positions(self.layout, S, rank, world_size)]
         done, right = (
             torch.log1p((x + 1.0).div(module.floor_scale).floor()) * module.attn_scale + 1 for x in (here, at)
         )
@@ -209,3 +216,31 @@ class Attention:
         if self.longest is None:
             return result
         return tuple(x[:, :-1] for x in result) if isinstance(result, tuple) else result[:, :-1]
+
+
+# What stands in for the ring in the proof ---------------------------------------------------------------------------
+
+
+def cut(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    """No attention: what a token gets comes from its own q, k and v, (B, H, S, Dv)."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    unequal = torch.arange(1, q.shape[3] + 1).to(q).cos()  # a rotation of q or k changes this sum, unlike q·k
+    return v + ((q + 2 * k) * unequal).mean(dim=3, keepdim=True).to(v.dtype)
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """What the ring would compute with these options, on one process, by the definition: (B, H, S, Dv)."""
+    scale, sinks, softcap = (options.get(name) for name in ("scale", "sinks", "softcap"))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)  # (B, H, S, S)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    keys = torch.arange(q.shape[2])
+    seen = torch.zeros(len(keys), len(keys), dtype=torch.bool)
+    mask = Mask(options["causal"], options["documents"], options["window"])
+    for begin, end in mask.visible_keys(keys, len(keys)):
+        seen |= (keys >= begin[:, None]) & (keys < end[:, None])
+    scores = scores.masked_fill(~seen.to(q.device), -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], dim=3)
+    return scores.softmax(dim=3)[..., : len(keys)] @ v

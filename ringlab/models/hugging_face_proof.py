@@ -1,33 +1,30 @@
-"""A proof, on one process, that a model may be cut into shards: nothing but its attention mixes tokens.
+"""A proof, on one process, that a model may be cut into shards: only its attention and linear layers mix tokens.
 
     own = alone             attention of whole rows: by the model itself, and by what its layers tell the ring
     shard of cut(whole)  =  cut(shard)             cut: each token sees itself only
     ∂ logits_i / ∂ embedding_j  =  0, i ≠ j        with cut, for all pairs of tokens
 
-A ring computes attention between shards. All else in a model must be a function of a token and its position alone: no
-convolution over the sequence, no state, no position that is counted inside a shard, no frequency that depends on the
-longest position. A list of models that break this rule misses the next model. So each model is asked, with its own
-weights, whether the three lines above hold.
+A ring computes attention between shards, and the linear layers of hugging_face_states.py. All else in a model must be a
+function of a token and its position alone. A list of models that break this rule misses the next model. So each model
+is asked, with its own weights, whether the three lines above hold.
 
 `cut` gives v of the token itself, and a sum over the numbers of its q and k. So an error in q, k or v changes the
 logits. The gradients must be exactly 0: this needs no tolerance, in any dtype. Two values are the same here when they
 differ by less than the root of the dtype's eps, in norm.
 
-The second line is asked of 256 tokens, the others of 16. What begins beyond these is not seen, such as a scale that
-grows with long rows. The third line is asked in training too, where a batch norm mixes tokens.
+The second line is asked of 256 tokens, the others of 16: what begins beyond these is not seen. The last two are asked
+in training too, where a batch norm mixes tokens. Noise stands in for each weight that is 0.
 
 Shapes: S = 16 tokens; logits or hidden states (B, S, ·); in a layer q is (B, H, S, D), k (B, G, S, D), v (B, G, S, Dv).
 
-`python -m ringlab.models.hugging_face` runs it: a first reader may skip this file.
-
-Before: hugging_face_masks.py, what a layer asks for. After: hugging_face.py, the model in the ring.
+`python examples/compare.py` runs it: a first reader may skip this file.
+Before: hugging_face_masks.py, what a layer asks for. After: hugging_face_pass.py, a forward pass in the ring.
 Source: transformers 5.23, AttentionInterface.get_interface.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb
@@ -35,22 +32,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from ringlab.support.extras import extra
-from ringlab.training.masks import Mask
 
 with extra("hf", __name__):
     from transformers import AttentionInterface, PreTrainedModel
 
 from ringlab.models.hugging_face_batch import expect
-from ringlab.models.hugging_face_masks import Attention
+from ringlab.models.hugging_face_masks import Attention, alone, cut
+from ringlab.models.hugging_face_states import ALONE, CUT, linear_layers, spread
 
 S = 16
 LONG = 256  # tokens, or as many as the model has positions: some parts drop tokens only when there are many
 
 
-def prove(model: PreTrainedModel, attention: Attention, name: str) -> tuple[int, int]:
-    """How often `model` calls `attention`, registered as `name`, in a forward pass; and its number of position 0.
+def prove(model: PreTrainedModel, attention: Attention, name: str) -> None:
+    """Note how often `model` calls `attention`, registered as `name`, its number of position 0, and if rows are packed.
 
     The model's weights, mode and attention stay as they are. Raises ValueError with the reason if it cannot be cut.
     """
@@ -59,35 +58,65 @@ def prove(model: PreTrainedModel, attention: Attention, name: str) -> tuple[int,
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     ids = torch.randint(*ids_of(model), (S, S), generator=torch.Generator().manual_seed(0)).to(model.device)
     try:
-        model.eval()
-        right = of_each_call(model, ids[:1])
-        model.set_attn_implementation(name)
-        attention.stand_in, attention.at = cut, torch.arange(S)
-        layers = count_calls(model, attention, ids[:1], len(right))
-        first = first_position(model, ids[:1])
-        check_gradients(model, ids, first)
-        check_shards(model, attention, first)
-        for part, _, checkpointed in modes:
-            part.training = True
-            if checkpointed:
-                part.gradient_checkpointing = False
-        with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):  # dropout mixes no tokens
-            check_gradients(model, ids, first)
-        model.eval()
-        attention.stand_in, attention.at, attention.longest = alone, torch.arange(S), None
-        same = not any(far(x, y) for x, y in zip(of_each_call(model, ids[:1]), right, strict=True))
-        other = f"{type(model).__name__} computes another attention than its layers tell AttentionInterface"
-        expect(same, other, "the same: what they do not pass on, the ring would leave out")
+        with without_zeros(model):
+            model.eval()
+            right = of_each_call(model, ids[:1])
+            model.set_attn_implementation(name)
+            spread(model, CUT)
+            attention.stand_in, attention.at = cut, torch.arange(S)
+            count_calls(model, attention, ids[:1], len(right) - len(linear_layers(model)))
+            attention.first = first_position(model, ids[:1])
+            check_gradients(model, ids, attention.first)
+            check_shards(model, attention)
+            for part, _, checkpointed in modes:
+                part.training = True
+                if checkpointed:
+                    part.gradient_checkpointing = False
+            with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+                check_gradients(model, ids, attention.first)  # dropout mixes no tokens
+                with NoDropout():
+                    check_shards(model, attention)
+            model.eval()
+            spread(model, ALONE)
+            attention.stand_in, attention.at, attention.longest = alone, torch.arange(S), None
+            same = not any(far(x, y) for x, y in zip(of_each_call(model, ids[:1]), right, strict=True))
+            other = f"{type(model).__name__} computes another attention than its layers tell AttentionInterface"
+            expect(same, other, "the same: what they do not pass on, the ring would leave out")
     finally:
-        attention.stand_in, attention.at, attention.longest = None, None, None
+        attention.stand_in = attention.at = attention.longest = attention.documents = None
         model.set_attn_implementation(own)
+        spread(model, None)
         for part, mode, checkpointed in modes:
             part.training = mode
             if checkpointed:
                 part.gradient_checkpointing = checkpointed
         for buffer, before in buffers:  # statistics of a batch norm
             buffer.copy_(before)
-    return layers, first
+
+
+@contextmanager
+def without_zeros(model: nn.Module) -> Iterator[None]:
+    """Inside, each weight that is 0 is a small random number. Slices of fully_shard stay as they are."""
+    generator, kept = torch.Generator().manual_seed(0), []
+    weights = [torch.atleast_1d(x.data) for x in model.parameters() if not isinstance(x, DTensor)]
+    for x in (x for x in weights if x.is_floating_point() and x.element_size() > 1):
+        at = (x == 0).nonzero(as_tuple=True)
+        kept.append((x, at, x[at]))  # a zero may be -0
+        x[at] = (0.1 * torch.randn(len(at[0]), generator=generator)).to(x)
+    try:
+        yield
+    finally:
+        for x, at, zeros in kept:
+            x[at] = zeros
+
+
+class NoDropout(TorchFunctionMode):
+    """Inside, dropout leaves out nothing."""
+
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if "dropout" in getattr(function, "__name__", ""):
+            return args[0]
+        return function(*args, **(kwargs or {}))
 
 
 def ids_of(model: PreTrainedModel) -> tuple[int, int]:
@@ -103,9 +132,9 @@ def special_ids(model: PreTrainedModel) -> list[int]:
     return [id for id in each if isinstance(id, int) and 0 <= id < ids_of(model)[1]]
 
 
-def rows_of(model: PreTrainedModel, ids: Tensor, at: Tensor | None = None) -> Tensor:
+def rows_of(model: PreTrainedModel, ids: Tensor, at: Tensor | None = None, **given: Any) -> Tensor:
     """A row for each token of ids (B, S), at positions (S,): logits, or what a model without a head returns."""
-    given = {} if at is None else {"position_ids": at[None].to(ids), "attention_mask": torch.ones_like(ids)}
+    given |= {} if at is None else {"position_ids": at[None].to(ids), "attention_mask": torch.ones_like(ids)}
     try:
         rows = model(input_ids=ids, use_cache=False, **given)[0]
     except ValueError:
@@ -113,9 +142,14 @@ def rows_of(model: PreTrainedModel, ids: Tensor, at: Tensor | None = None) -> Te
     except Exception as error:
         where = extract_tb(error.__traceback__)[-1]
         line = f"{Path(where.filename).name}, line {where.lineno}"
+        wide = (
+            " (for float64, experts_implementation='eager')"
+            if (model.dtype, type(error)) == (torch.float64, RuntimeError)
+            else ""
+        )
         raise ValueError(
             f"{type(model).__name__} raises {type(error).__name__} in {line}: {error}; expected a forward pass from "
-            f"{', '.join(['token ids', *given])} alone, that looks into no mask"
+            f"{', '.join(['token ids', *given])} alone, that looks into no mask{wide}"
         ) from error
     name = type(model).__name__
     row = "a row for each token: use the ring in its base model, and compute the rest from the rows of all ranks"
@@ -125,51 +159,7 @@ def rows_of(model: PreTrainedModel, ids: Tensor, at: Tensor | None = None) -> Te
     return rows
 
 
-def check_kind(model: PreTrainedModel) -> None:
-    """Raise ValueError for what the proof cannot see: losses, dropped layers, and what a long sequence changes."""
-    config, name = model.config.get_text_config(), type(model).__name__
-    meta = any(weight.is_meta for weight in model.parameters())
-    expect(not meta, f"{name} has weights on the meta device", "loaded ones: the proof computes with them")
-    alone = not model.config.is_encoder_decoder
-    expect(alone, f"{name} is an encoder with a decoder", "a decoder alone: the ring shares out one text")
-    state = f"{name} keeps more of earlier tokens than their keys and values, says transformers (_is_stateful), as a "
-    state += "convolution or a state space does"
-    expect(not model._is_stateful, state, "attention in every layer, and nothing else over tokens")
-    takes = "position_ids" in inspect.signature(model.forward).parameters
-    expect(takes, f"{name} takes no position_ids", "it to: a shard's are not 0, 1, 2, ...")
-    reasons = {"output_router_logits": "its loss of the router would be that of a shard"}
-    reasons |= {"layerdrop": "the ranks would leave out different layers"}
-    for option, reason in reasons.items():
-        given = getattr(config, option, None)
-        expect(not given, f"{option} is {given} in the config of {name}", f"none: {reason}")
-
-
 # What stands in for the ring ----------------------------------------------------------------------------------------
-
-
-def cut(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-    """No attention: what a token gets comes from its own q, k and v, (B, H, S, Dv)."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    unequal = torch.arange(1, q.shape[3] + 1).to(q).cos()  # a rotation of q or k changes this sum, unlike q·k
-    return v + ((q + 2 * k) * unequal).mean(dim=3, keepdim=True).to(v.dtype)
-
-
-def alone(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """What the ring would compute with these options, on one process, by the definition: (B, H, S, Dv)."""
-    scale, sinks, softcap = (options.get(name) for name in ("scale", "sinks", "softcap"))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)  # (B, H, S, S)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    keys = torch.arange(q.shape[2])
-    seen = torch.zeros(len(keys), len(keys), dtype=torch.bool)
-    mask = Mask(options["causal"], options["documents"], options["window"])
-    for begin, end in mask.visible_keys(keys, len(keys)):
-        seen |= (keys >= begin[:, None]) & (keys < end[:, None])
-    scores = scores.masked_fill(~seen.to(q.device), -math.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], dim=3)
-    return scores.softmax(dim=3)[..., : len(keys)] @ v
 
 
 @contextmanager
@@ -208,24 +198,30 @@ def far(x: Tensor, y: Tensor) -> bool:
 
 @torch.no_grad()
 def of_each_call(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
-    """The result of every attention in a forward pass, (1, S, H, Dv) each, with large scores."""
+    """The result of every attention in a forward pass, (1, S, H, Dv), with large scores, and of every linear layer."""
     outs: list[Tensor] = []
-    with watched(outs):
+    with ExitStack() as stack:
+        stack.enter_context(watched(outs))
+        for part in linear_layers(model):
+            stack.callback(part.register_forward_hook(lambda *call: outs.append(call[2])).remove)
         rows_of(model, ids)
     return outs
 
 
 @torch.no_grad()
-def count_calls(model: PreTrainedModel, attention: Attention, ids: Tensor, own: int) -> int:
-    """The calls of `attention` in a forward pass: as many as of the model's own attention."""
-    attention.calls = 0
+def count_calls(model: PreTrainedModel, attention: Attention, ids: Tensor, own: int) -> None:
+    """Raise ValueError unless a pass calls `attention` as often as the model's own. Note if documents pass."""
+    attention.calls, attention.documents = 0, None
     rows_of(model, ids)
     name, calls = type(model).__name__, attention.calls
     inside = "it to in every layer: the ring has no other way in"
     expect(calls, f"{name} does not ask AttentionInterface for its attention", inside)
     asks = f"{name} asks AttentionInterface {own} time(s) for its own attention, and {calls} time(s) for another"
     expect(own == calls, asks, "the same number: else a part of it attends without the ring")
-    return own
+    attention.layers, attention.calls, attention.documents = own, 0, (S,)
+    with suppress(ValueError):  # it takes no documents
+        rows_of(model, ids, documents=(S,))
+    attention.packs, attention.documents = attention.calls == own, None
 
 
 @torch.no_grad()
@@ -243,11 +239,13 @@ def first_position(model: PreTrainedModel, ids: Tensor) -> int:
 
 
 @torch.no_grad()
-def check_shards(model: PreTrainedModel, attention: Attention, first: int) -> None:
+def check_shards(model: PreTrainedModel, attention: Attention) -> None:
     """Raise ValueError unless each quarter of the tokens, the last in reverse order, gets its rows of the whole.
 
     The positions grow by a factor up to the last that the model has. The first quarter has small positions only.
+    A model that draws random numbers, other than those of dropout, has other rows each time: it is not asked.
     """
+    first = attention.first
     end = max(S, getattr(model.config.get_text_config(), "max_position_embeddings", None) or S)
     length = min(LONG, end)
     ids = torch.randint(*ids_of(model), (1, length), generator=torch.Generator().manual_seed(1)).to(model.device)
@@ -255,7 +253,10 @@ def check_shards(model: PreTrainedModel, attention: Attention, first: int) -> No
         ids[0, 1 + i :: length // 2] = token
     at = torch.logspace(0, 1, length, base=end - first).round().long() - 1 + first
     attention.at, attention.longest = torch.arange(length), None
-    whole, attention.longest = rows_of(model, ids, at), int(at.max())
+    whole = rows_of(model, ids, at)
+    if model.training and far(rows_of(model, ids, at), whole):
+        return
+    attention.longest = int(at.max())
     *shards, last = torch.arange(length).chunk(4)
     for shard in (*shards, last.flip(0)):
         attention.at = shard

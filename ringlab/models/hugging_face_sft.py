@@ -9,9 +9,7 @@ SFTTrainer never asks the model for its loss. It puts a fused head into the mode
 each label, and takes the sum itself. Such a head would shift labels inside a shard, but not if it gets shift_labels.
 
 Shapes: as in hugging_face_trainer.py. With packing=True a row holds documents, (1, S) or more rows one after the other.
-
 `python examples/compare.py sft` runs it beside one process: a first reader may skip this file.
-
 Before: hugging_face_trainer.py, the same for Trainer. After: examples/sft.py, what to copy.
 Source: TRL 1.16, SFTTrainer.compute_loss, add_fused_lm_head and DataCollatorForLanguageModeling.
 """

@@ -14,54 +14,37 @@ needs. A rank has (B, C), C = S/P. B is `per_device_train_batch_size`, and here 
 
 `python examples/compare.py trainer` runs it beside one process: a first reader may skip this file.
 
-Use it as a Trainer, in a script that torchrun starts. RingTrainer calls use_ring itself. Keep model and trainer in a
-function, and end the group after it, as examples/trainer.py does:
-
-    RingTrainer(model=model, args=args, train_dataset=dataset, data_collator=collator).train()
-    class Mine(InRing, SFTTrainer): ...              any other Trainer: InRing comes first
+Use it as a Trainer, in a script that torchrun starts: examples/trainer.py. RingTrainer calls use_ring itself. Any other
+Trainer becomes one by `class Mine(InRing, SFTTrainer)`.
 
 With mesh=init_device_mesh(..., (dp, cp), mesh_dim_names=("dp", "cp")) there are dp rings, each with batches of its own,
 as a Trainer on dp processes. Two numbers stay others: eval_steps_per_second counts ranks in the place of rings, and
 total_flos counts the padding too. Trainer seeds all ranks alike, so with dropout all shards drop the same places.
 
-It needs accelerate: pip install '.[loops]'.
-
 Before: hugging_face.py, the model in the ring. After: hugging_face_sft.py, TRL's Trainer.
 Source: transformers 5.23, Trainer; accelerate 1.15, prepare_data_loader.
 """
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringlab.models.transformer import IGNORED
-from ringlab.support.agreement import members
+from ringlab.support.agreement import agree, members
 from ringlab.support.extras import extra
-from ringlab.training.layouts import Layout, layout_of
+from ringlab.training.layouts import Layout, LayoutName
 
 with extra("loops", __name__):
     from accelerate.data_loader import prepare_data_loader
     from torch.utils.data import DataLoader
     from transformers import Trainer
 
-from ringlab.models.hugging_face import use_ring
+from ringlab.models.hugging_face import unwrapped, use_ring
 from ringlab.models.hugging_face_batch import expect, shard_batch
-
-
-def padded(batch: dict[str, Any], multiple: int) -> dict[str, Any]:
-    """A batch (B, S) with padding on the right, up to a multiple of `multiple` tokens."""
-    tokens = batch["input_ids"]
-    more = -tokens.shape[1] % multiple
-    if more:
-        batch = {"attention_mask": torch.ones_like(tokens), **batch}
-        for name, value in {"input_ids": 0, "attention_mask": 0, "position_ids": 0, "labels": IGNORED}.items():
-            if name in batch:
-                batch[name] = F.pad(batch[name], (0, more), value=value)
-    return batch
-
 
 BY_SHARD = "would get what belongs to a shard"
 WRONG = {  # why an option would be wrong in a ring
@@ -92,6 +75,10 @@ def refuse_options(trainer: Trainer) -> None:
     given = {**vars(trainer), **vars(trainer.args), **vars(trainer.args.accelerator_config)}
     said = [f"{name} is {given[name]!r}: {why}" for name, why in WRONG.items() if given.get(name)]
     said += [f"{name} is {value!r}: {why}" for (name, value), why in WRONG_VALUES.items() if given[name] == value]
+    kinds = [
+        kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.trainer.") and kind.__name__[0] != "_"
+    ]
+    said += [f"{kind.__name__} has a loss over whole texts" for kind in kinds if kind.__name__ != "SFTTrainer"]
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
         said += ["fsdp is of version 1, which was never tried here: version 2 has the key 'version' in fsdp_config"]
     if said:
@@ -109,7 +96,7 @@ class InRing(Base):
     """
 
     def __init__(
-        self, *args: Any, mesh: DeviceMesh | None = None, layout: str | Layout = "zigzag", **kwargs: Any
+        self, *args: Any, mesh: DeviceMesh | None = None, layout: LayoutName | Layout = "zigzag", **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         _, world_size = members()
@@ -123,31 +110,25 @@ class InRing(Base):
         self.ranks = world_size // self.rings  # of a ring
         refuse_options(self)
         use_ring(self.model, self.cp, layout)
+        self.__dict__["compute_loss"] = partial(self.compared, self.compute_loss)  # whatever class it is of
+        self.seen: set[bool] = set()
         self.accelerator.prepare_data_loader = self.loader_of_ring
         self.accelerator.gather_for_metrics = self.accelerator.gather  # it would drop ranks of a short last batch
 
     def loader_of_ring(self, loader: DataLoader, **_: Any) -> DataLoader:
         """As accelerate prepares it, with rings in the place of processes."""
         ours = self.accelerator
-        same = ("even_batches", "split_batches", "use_seedable_sampler", "non_blocking")
-        return prepare_data_loader(
-            loader,
-            ours.device,
-            num_processes=self.rings,
-            process_index=self.ring,
-            put_on_device=True,
-            rng_types=ours.rng_types.copy(),
-            dispatch_batches=False,
-            data_seed=ours.dataloader_config.data_seed,
-            **{name: getattr(ours, name) for name in same},
-        )
+        options = {name: getattr(ours, name) for name in ("even_batches", "split_batches", "use_seedable_sampler")}
+        options |= {"non_blocking": ours.non_blocking, "put_on_device": True, "dispatch_batches": False}
+        options |= {"rng_types": ours.rng_types.copy(), "data_seed": ours.dataloader_config.data_seed}
+        return prepare_data_loader(loader, ours.device, self.rings, self.ring, **options)
 
     def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch (B, S) of this ring -> this rank's (B, C)."""
         batch = {name: x for name, x in batch.items() if name != "seq_idx"}  # for convolutions, which no ring has
-        expect("labels" in batch, f"a batch of {', '.join(batch)}", "labels too: the data collator makes them")
-        multiple = max(1, layout_of(self.layout).multiple) * self.ranks
-        return shard_batch(padded(batch, multiple), self.cp, self.layout)
+        needed = {"input_ids", "labels"} <= batch.keys()
+        expect(needed, f"a batch of {', '.join(batch)}", "input_ids and labels: the data collator makes them")
+        return shard_batch(batch, self.cp, self.layout, pad_to=1)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         return super().get_batch_samples(map(self.shard, epoch_iterator), num_batches, device)
@@ -162,6 +143,28 @@ class InRing(Base):
         if num_items_in_batch is None:
             num_items_in_batch = inputs["num_items_in_batch"] * self.rings
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def compared(
+        self, compute: Callable[..., Any], model: nn.Module, inputs: Any, return_outputs: bool = False, **options: Any
+    ) -> Any:
+        """The loss of `compute`, which a class of a user's own may have. The first of each mode is that of the ring."""
+        ring = unwrapped(self.model).ring[0]
+        ring.value = None
+        result = compute(model, inputs, return_outputs, **options)
+        if model.training not in self.seen:
+            self.seen.add(model.training)
+            loss, name = (result[0] if return_outputs else result).detach(), type(self).__name__
+            kinds = [kind.__module__ for kind in type(self).__mro__ if "compute_loss" in vars(kind)]
+            theirs = all(each.partition(".")[0] in ("trl", "transformers", "ringlab") for each in kinds)
+
+            def check() -> None:
+                right = None if ring.value is None else (ring.value * self.accelerator.num_processes).item()
+                same = theirs if right is None else math.isclose(loss.item(), right, rel_tol=1e-4)
+                given = f"compute_loss of {name} gives {loss.item():.4f}, and the ring's loss is {right}"
+                expect(same, given, "the model's loss as Trainer scales it; more of it by extra_loss in its forward")
+
+            agree(check)
+        return result
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.gather_function = self.losses_of_sequences

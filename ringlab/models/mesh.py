@@ -23,7 +23,6 @@ Shapes: a batch is text (B, S + 1). A rank has tokens and labels (B / dp, C), C 
     ok    one process: 1.4961
     off   this rank's slices: 0.2498
     ok    clip_grad_norm_ over DTensors: 1.4961
-    512 devices, weights shared among 8: a ring of 512 / 8 = 64 (the paper's page prints 32; 8 · 32 = 256)
 
 Before: transformer.py, the model. After: train.py, a run with it.
 Source: Liu et al. 2024, appendix A (FSDP × ring); Zhao et al. 2023 (PyTorch FSDP), section 3.2; Shoeybi et al. 2019
@@ -216,7 +215,6 @@ def main() -> int:
         right = abs(norm / norms["one process"] - 1) < 1e-10
         print(f"{'ok   ' if right else 'off  '} {name}: {norm:.4f}")
         ok &= right != (name == "this rank's slices")
-    print("512 devices, weights shared among 8: a ring of 512 / 8 = 64 (the paper's page prints 32; 8 · 32 = 256)")
     return 0 if ok else 1
 
 

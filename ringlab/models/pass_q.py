@@ -9,11 +9,6 @@ The ring of training sends K and V (pass-KV), as large as the whole context. The
 few tokens over a long cache, so its queries are less to send: ../planning/pass_q_or_kv.py counts both. In pass-Q each
 rank has all new queries in hand, one block after the other. So its work depends only on how many keys it keeps.
 
-The partial results could also go round behind their queries, as the sums of dK and dV do in a backward pass. Computing
-would hide all of P hops but the last, where each rank keeps more keys than about flops/bandwidth. Nothing hides the
-all-to-all. But it is one message for each rank, it waits for no other rank's computing, and it is the paper's way, so
-that the planner can be compared with what the paper measured.
-
 Shapes: rank r has T_r new tokens and keeps S_r keys, its new tokens' keys among them. Any of these may be 0, and they
 may differ from rank to rank. q and out (B, H, T_r, D), k (B, G, S_r, D), v (B, G, S_r, Dv). `at` (T_r,) and `keys_at`
 (S_r,) are positions in the text, int64, rising; or (B, T_r) and (B, S_r), where each text of the batch has its own.
@@ -131,8 +126,8 @@ def cached_attention(
                 f"{texts} text(s), or any number where this is 1, q of {new} tokens, k and v of {tokens}"
             )
 
-    settings = {"passing": passing, "softcap": softcap, "sinks": None if sinks is None else sinks.dtype}
-    scale, _ = agree_on_chunks(q, k, v, scale, group, check=check, **settings)
+    settings = {"passing": passing, "softcap": softcap, "sinks": getattr(sinks, "dtype", None)}
+    scale, _ = agree_on_chunks(q, k, v, scale, group, check=check, settings=lambda: settings)
     if passing == "auto":
         new, tokens = (sum(at.shape[1] for at in of_ranks) for of_ranks in (places.queries, places.keys))
         layer = AttentionLayer(q.shape[1], k.shape[1], q.shape[3], q.element_size())

@@ -256,10 +256,15 @@ def write_losses(folder: Path, losses: list[float]) -> str | None:
 
     Returns why it could not, in words, or None: a run does not end for that, because its checkpoints hold the losses.
     """
+
+    def write(name: str, save: Callable[[Path], Any]) -> None:
+        new = (folder / name).with_suffix(f".unfinished{Path(name).suffix}")
+        new.unlink(missing_ok=True)  # a pipe would wait for ever
+        save(new)
+        os.replace(new, folder / name)  # a run that is killed before it leaves the old file whole
+
     try:
-        new = (folder / LOG).with_suffix(".unfinished")  # a run that is killed now leaves the old file whole
-        new.write_text(as_lines(losses))
-        os.replace(new, folder / LOG)
+        write(LOG, lambda new: new.write_text(as_lines(losses)))
         if find_spec("matplotlib"):
             from matplotlib.figure import Figure  # after the ranks have started: it takes a second
 
@@ -267,7 +272,7 @@ def write_losses(folder: Path, losses: list[float]) -> str | None:
             ax = figure.add_subplot(xlabel="step", ylabel="loss, nats a byte", title="Training loss")
             ax.plot(range(1, len(losses) + 1), losses, color="#1B1F24")
             ax.grid(color="#D5D9DE")
-            figure.savefig(folder / "loss.svg")
+            write("loss.svg", figure.savefig)
     except OSError as error:
         return f"the losses could not be written: {error}; the checkpoints hold them"
     return None

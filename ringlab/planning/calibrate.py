@@ -61,6 +61,7 @@ REPETITIONS = 5
 LENGTHS = [2**i for i in range(7, 18)]  # tokens of a block
 BYTES = [4**i for i in range(6, 16)]  # that a rank sends: 4 KiB to 1 GiB
 COPIED = {"cpu": 2**26, "cuda": 2**29}  # bytes, more than a cache holds
+QUIET = 0.5  # of a core, at least, while a rank computes
 LAYERS = {"cpu": (8, 64, "float32"), "cuda": (32, 128, "bfloat16")}  # heads, head dim and dtype unless given
 MASKS = {"none": False, "causal": True}
 PASSES = {"forward": False, "backward": True}
@@ -299,6 +300,21 @@ def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dic
     }
 
 
+def faults(found: dict[str, Any]) -> list[str]:
+    """What a quiet machine would not measure: others used it meanwhile. Empty: nothing was seen."""
+    cluster, said = found["cluster"], []
+    own = [row["core"] / row["seconds"] for row in found["computing"] if found["made"]["on"] == "cpu"]
+    if own and median(own) < QUIET:
+        said.append(f"computing had {median(own):.0%} of a core")
+    if cluster.launch == 0:
+        said.append("longer blocks took less than their share of the time")
+    for place in ("inside", "between"):
+        rows = [row for row in found["messages"] if (row["kind"], row["place"]) == ("send", place)]
+        if rows and rows[0]["seconds"] > 1.5 * min(row["seconds"] for row in rows):
+            said.append(f"the shortest message {place} took longer than a longer one")
+    return said
+
+
 def show(found: dict[str, Any]) -> None:
     """Print the numbers that the planner takes."""
     cluster, layer, made = found["cluster"], found["layer"], found["made"]
@@ -352,6 +368,8 @@ def main() -> int:
     else:
         found = launch(measured, options.processes, *options.layer, device=options.device)[0]
     show(found)
+    if said := faults(found):
+        print(f"BUSY: {'; '.join(said)}. Expected a quiet machine: stop other programs and measure again")
     write_machine(options.out, **found)
     print(f"wrote {options.out}: plan with `python -m ringlab.planning.cost_model --machine {options.out}`")
     return 0

@@ -1,17 +1,12 @@
-"""The cost model: the paper's numbers beside ours, and a plan for your own cluster.
+"""ring-plan: what a cluster will do with a long sequence, before you rent it. One request, one answer.
 
-    smallest chunk          w/2 · G/H · flops / bandwidth tokens            hides its messages: hidden_communication.py
-    longest context         (P·memory - 16·parameters) / (w·h·(L + 22))     fits the memory: ring_memory.py; bf16, G = H
-    hosts of devices        the fastest of five ways to share a sequence    is simulated: two_speeds.py, ranking.py
+    the ways that fit      the fastest first: tokens/s of a GPU, or seconds of a prefill, and GiB of a GPU
+    interval               from measured rows of the same kind, and how many there are
+    binds, advice          the largest term; what to change first, because the planner was asked again
 
-Without options it prints tables 1 to 3 of the paper and its example of 512 devices. With --model and --gpu it answers
-what a person asks: the fastest way to share a training step, its time, what fits, what binds, what to change first.
-With numbers only it plans attention: one ring, or, with --hosts, all ways to share the sequence, the fastest first.
-Such devices are ideal: rounds cost nothing beside their products, unless --gpu or --machine says what they cost.
---help names the unit of each option.
+Without options it prints the paper's tables 1 to 3 beside ours. --help names the unit of each option.
 
-Shapes: numbers only. P devices, L layers, width h = H·D, G key/value heads, w bytes an element; `flops` is the FLOP/s
-of a device, `bandwidth` the bytes/s of a link. All results are modelled, not measured.
+Shapes: numbers only. All results are modelled, not measured.
 
     $ python -m ringlab.planning.cost_model
     Table 2 (bf16; K: 1000 tokens): the smallest chunk that hides its messages; a sequence needs six of it
@@ -19,321 +14,292 @@ of a device, `bandwidth` the bytes/s of a link. All results are modelled, not me
     A100 NVLink            312  300.0             1.0K   1.04K              6.2K    6.24K
     ...
 
-    $ python -m ringlab.planning.cost_model --model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072 --plot plan.svg
+    $ ring-plan --model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072
+    $ ring-plan --model llama-3.1-405b --gpu h100-500w --hosts 16 --seq-len 1e6 --task prefill --linear-dtype fp8
+    $ ring-plan --model llama-2-7b --gpu rtx-4090 --hosts 1 --per-host 4 --seq-len 65536 --trainable 0.01
+    $ ring-plan --gpu ideal --flops 990e12 --bandwidth 450e9 --memory 80e9 --hosts 1 --layers 32 --hidden 4096 \\
+          --heads 32 --kv-heads 8 --feedforward 14336 --vocab 128256 --seq-len 131072
 
-    $ python -m ringlab.planning.cost_model --flops 990e12 --bandwidth 450e9 --memory 80e9 --devices 8 --layers 32 \\
-          --hidden 4096 --kv-heads 8 --dtype bf16
-
-    $ python -m ringlab.planning.cost_model --hosts 16 --per-host 8 --flops 990e12 --bandwidth 450e9 \\
-          --host-bandwidth 12.5e9 --memory 80e9 --layers 32 --hidden 4096 --kv-heads 8 --dtype bf16 --seq-len 1048576
-
-Before: ranking.py, and the files before it. After: ringlab/training/jax_block.py and jax_ring.py, the ring in the
+Before: plan.py, and the files before it. After: ringlab/training/jax_block.py and jax_ring.py, the ring in the
 paper's own language.
-Source: Liu et al. 2024, section 3, tables 1 to 3 and appendix A; for --hosts, those of two_speeds.py.
+Source: step.py, seconds.py and memory.py name theirs.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from importlib.util import find_spec
-from math import ceil, inf
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
-from ringlab.planning import hidden_communication, ring_memory
-from ringlab.planning.answers import NEAR, SIMULATED, show_answers
-from ringlab.planning.hidden_communication import (
-    AttentionLayer,
-    gradient_bytes,
-    hidden_share,
-    min_overlap_chunk,
-    pass_seconds,
-    sent_bytes,
+from ringlab.planning.machine import read_machine
+from ringlab.planning.memory import CONTEXT, OPTIMIZERS
+from ringlab.planning.plan import (
+    LONGEST,
+    MOST,
+    Answer,
+    Wish,
+    best,
+    candidates,
+    digits,
+    gains,
+    hosts_that_hold,
+    longest,
 )
-from ringlab.planning.presets import GPU
-from ringlab.planning.ranking import Row, computing_seconds, digits, rank_ways, show_ranking
-from ringlab.planning.ring_memory import STATE, longest_context, min_devices, param_count, peak_bytes, token_bytes
-from ringlab.planning.round_costs import realistic
-from ringlab.planning.step_options import add_presets, add_step, count, fill_from_presets, gpu_of, machine_of, step_of
-from ringlab.planning.ways import Cluster
-from ringlab.support.extras import install
+from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, ideal, model_named
+from ringlab.planning.step import KERNELS, LOSSES, RECOMPUTE, TASKS, Step
 
-ITEMSIZE = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}  # bytes
-PASSES = {"forward": False, "backward": True}
-NOT_COUNTED = "not counted           logits, 14 bytes for each token and word: --model and --gpu count the whole step"
-DEVICES = 10**6  # at most: every ring that divides them is planned
+SHOWN = 5  # rows of the table
+NEAR = 1.02  # times as long is nearly as fast
+SHORT = 8192  # tokens
+NUMBERS = ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab")  # of a model
 
 
-def quantity(least: float, meaning: str) -> Callable[[str], float]:
-    """A type for argparse: a number of `least` or more. A smaller number has another unit, as 990 for 990e12."""
+@dataclass(frozen=True)
+class Request:
+    """What is asked: a step to share, and what is fixed of it."""
 
-    def number(text: str) -> float:
-        value = float(text)  # argparse reports its ValueError
-        if not least <= value <= 1e18:
-            raise argparse.ArgumentTypeError(f"{text} was given; expected {least:g} to 1e+18: {meaning}")
+    step: Step
+    wish: Wish
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """End with status 2 and one line."""
+        print(f"{self.prog}: {' '.join(message.split())}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def count(text: str) -> int:
+    """A type for argparse: a whole number from 1 to 1e12, which may be written as 1e6."""
+    return int(number(1, 1e12, "a whole number", whole=True)(text))
+
+
+def number(least: float, most: float, meaning: str, whole: bool = False) -> Callable[[str], float]:
+    """A type for argparse. A smaller number than `least` has another unit, as 990 for 990e12."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most or (whole and not value.is_integer()):
+            raise argparse.ArgumentTypeError(f"{text} was given; expected {least:g} to {most:g}: {meaning}")
         return value
 
-    return number
+    return read
 
 
-def read_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a plan. A wrong option ends the program with status 2 and one message: given and expected."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ringlab.planning.cost_model",
-        description="Plan a ring for a causal model in training. Without options: the paper's tables beside ours.",
+def parser() -> Parser:
+    """The options of a plan."""
+    it = Parser(prog="ring-plan", description="Plan training or a prefill of a long sequence.", allow_abbrev=False)
+    it.add_argument("--model", metavar="NAME", help=f"a config.json, or one of {', '.join(MODELS)}")
+    it.add_argument(
+        "--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}, ideal; ideal needs the three numbers below"
     )
-    known = set(add_presets(parser, arguments))
-
-    for name, least, meaning in (
-        ("flops", 1e8, "FLOP/s that attention reaches on a device, 990e12 for 990 TFLOP/s"),
+    it.add_argument("--machine", metavar="FILE", help="what ringlab.planning.calibrate measured on your machine")
+    for name, least, most, meaning in (
+        ("flops", 1e9, 1e18, "FLOP/s that attention reaches on a GPU, 680e12 for 680 TFLOP/s"),
+        ("bandwidth", 1e6, 1e15, "bytes/s of a GPU's link inside its host, one way, 450e9 for 450 GB/s"),
+        ("host-bandwidth", 1e6, 1e15, "bytes/s of a network card, one way, 50e9 for 400 Gbit/s"),
+        ("memory", 1e8, 1e15, "bytes of a GPU, 80e9 for 80 GB"),
+    ):
+        it.add_argument(f"--{name}", metavar="X", type=number(least, most, meaning), help=meaning)
+    for name, meaning in (
+        ("hosts", "hosts (default: 1)"),
+        ("per-host", "GPUs of a host (default: 8)"),
+        ("nics", "network cards of a host (default: one for each GPU)"),
+        ("seq-len", "tokens of a sequence, S (default: the longest that fits)"),
+        ("batch", "sequences of a replica (default: 1)"),
+        ("cp", "GPUs that share a sequence (default: the best that fits)"),
+        ("tp", "GPUs that share heads and feedforward (default: the best that fits)"),
+        ("layers", "layers of the model"),
+        ("hidden", "width of the model"),
+        ("heads", "query heads"),
+        ("kv-heads", "key/value heads"),
+        ("feedforward", "inner width of the feedforward, of three matrices"),
+        ("vocab", "words of the vocabulary"),
+    ):
+        it.add_argument(f"--{name}", metavar="N", type=count, help=meaning)
+    for name, choices, meaning in (
+        ("task", TASKS, "a training step, or a prefill (default: train)"),
         (
-            "bandwidth",
-            1e5,
-            "bytes/s of the ring's slowest link, one way, 450e9 for 450 GB/s, 50e9 for 400 Gbit/s; with --hosts, of a "
-            "device's link inside its host",
+            "kernels",
+            tuple(KERNELS),
+            "level of the attention: best, framework (default), torch of 2024; a prefill: best",
         ),
-        ("memory", 1e6, "bytes of memory of a device, 80e9 for 80 GB"),
+        ("recompute", tuple(RECOMPUTE), "what the backward pass computes again (default: the best that fits)"),
+        ("linear-dtype", ("bf16", "fp8"), "dtype of the layers' products (default: bf16)"),
+        ("loss", LOSSES, "the logits of all tokens at once, or in pieces (default: whole)"),
+        ("optimizer", tuple(OPTIMIZERS), "whose states are held (default: adam)"),
     ):
-        parser.add_argument(
-            f"--{name}", metavar="X", required=name not in known, type=quantity(least, meaning), help=meaning
-        )
-    for name, meaning in (
-        ("layers", "layers of the model, L"),
-        ("hidden", "width of the model, h; a multiple of its query heads"),
-        ("kv-heads", "key/value heads, G"),
-    ):
-        needed = name.replace("-", "_") not in known
-        parser.add_argument(f"--{name}", metavar="N", required=needed, type=count, help=meaning)
-    for name, meaning in (
-        ("devices", "devices in the ring, P"),
-        ("hosts", "hosts, in place of --devices: plan for links of two speeds"),
-        ("per-host", "devices of a host"),
-        ("nics", "network interface cards (NICs) of a host (default: one for each device)"),
-        ("heads", "query heads, H (default: hidden / 128)"),
-    ):
-        parser.add_argument(f"--{name}", metavar="N", type=count, help=meaning)
-    meaning = "bytes/s of a NIC, one way, 12.5e9 for 100 Gbit/s"
-    parser.add_argument("--host-bandwidth", metavar="X", type=quantity(1e5, meaning), help=meaning)
-    parser.add_argument("--fsdp", action="store_true", help="with --hosts: a layer's weights use the same links")
-    parser.add_argument("--seq-len", metavar="N", type=count, help="tokens, S (default: the longest context that fits)")
-    meaning = "dtype of the model's activations"
-    parser.add_argument("--dtype", required="dtype" not in known, choices=ITEMSIZE, help=meaning)
-    add_step(parser)
-
-    options = parser.parse_args(arguments)
-    try:
-        fill_from_presets(options)
-        options.step, options.wish = step_of(options)
-    except ValueError as reason:
-        parser.error(str(reason))
-    if options.step:
-        return options
-    check_hosts(parser, options)
-    options.heads = options.heads or max(1, options.hidden // 128)
-    if options.hidden % options.heads or options.heads % options.kv_heads:
-        given = f"hidden is {options.hidden}, heads {options.heads}, kv-heads {options.kv_heads}"
-        parser.error(f"{given}; expected each to be a multiple of the next: give --heads (default: hidden / 128)")
-    if options.devices > DEVICES:
-        parser.error(f"devices is {options.devices:,}; expected {DEVICES:,} at most")
-    if options.seq_len and options.seq_len < options.devices:
-        parser.error(f"seq-len is {options.seq_len} on {options.devices} devices; expected at least a token on each")
-    return options
+        it.add_argument(f"--{name}", choices=choices, help=meaning)
+    meaning = "share of the parameters that is trained, 0.01 for a LoRA of 1 % (default: 1)"
+    it.add_argument("--trainable", metavar="X", type=number(1e-6, 1, meaning), help=meaning)
+    return it
 
 
-def check_hosts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Set `devices` of hosts. End the program with status 2 if the options of hosts and devices do not fit together."""
-    P, hosts, per_host = options.devices, options.hosts, options.per_host
-    if not options.bandwidth and (not hosts or (per_host or 1) > 1):
-        parser.error("bandwidth is null in the machine's file; expected --bandwidth too, in bytes/s inside a host")
-    if not hosts:
-        if per_host or options.nics or options.host_bandwidth or options.fsdp or not P:
-            parser.error("hosts was not given; expected --devices only, or --hosts and --per-host")
-        return
-    if not per_host:
-        parser.error(f"hosts is {hosts}; expected --per-host too, the devices of a host")
-    if P and hosts * per_host != P:
-        parser.error(f"devices is {P}, hosts x per-host {hosts} x {per_host} = {hosts * per_host}; expected one number")
-    if hosts * per_host > SIMULATED:
-        parser.error(
-            f"hosts x per-host is {hosts * per_host:,}; expected {SIMULATED:,} at most, every hop is simulated"
-        )
-    if hosts > 1 and not options.host_bandwidth:
-        parser.error(f"hosts is {hosts}; expected --host-bandwidth too, in bytes/s")
+def model_of(options: argparse.Namespace) -> Model:
+    """The model that is named, with the numbers that were given, or a model of numbers. Raises ValueError."""
+    given: dict[str, Any] = {name: getattr(options, name) for name in NUMBERS if getattr(options, name)}
+    if options.model:
+        known = model_named(options.model)
+        sized: dict[str, Any] = {"head_dim": 0} if {"hidden", "heads"} & given.keys() else {}
+        return replace(known, **sized, **given)
+    if missing := [f"--{name.replace('_', '-')}" for name in NUMBERS if name not in given]:
+        raise ValueError(f"no --model was given, nor {', '.join(missing)}; expected --model NAME, or all six numbers")
+    return Model("your model", "your numbers", **given)
+
+
+def gpu_of(options: argparse.Namespace, per_host: int) -> GPU:
+    """The GPU that is named, with the numbers that were given. Fewer NICs than GPUs are shared evenly."""
+    card = options.host_bandwidth
+    if options.gpu == "ideal":
+        if missing := [name for name in ("flops", "bandwidth", "memory") if not getattr(options, name)]:
+            raise ValueError(f"gpu is ideal without {', '.join(missing)}; expected --flops, --bandwidth and --memory")
+        gpu = ideal(options.flops, options.bandwidth, card or options.bandwidth, options.memory)
+    else:
+        gpu = gpu_named(options.gpu)
+        if options.flops and options.flops > 1.01 * gpu.peak["bf16"]:
+            given = f"flops is {options.flops:g} on {gpu.name}"
+            raise ValueError(
+                f"{given}; expected {gpu.peak['bf16']:g} at most, its peak in bf16: attention reaches less"
+            )
+        own: dict[str, Any] = {"link": options.bandwidth, "memory": options.memory, "card": card}
+        gpu = replace(gpu, **{name: value for name, value in own.items() if value})
+        if options.flops:
+            gpu = replace(
+                gpu, attention={name: (options.flops, options.flops * b / f) for name, (f, b) in gpu.attention.items()}
+            )
+    return replace(gpu, card=gpu.card * (options.nics or per_host) / per_host)
+
+
+def request_of(options: argparse.Namespace) -> Request:
+    """What the options ask for. Raises ValueError for options that do not fit together: given, expected, what to do."""
+    if not options.gpu:
+        raise ValueError(f"no --gpu was given; expected one of {', '.join(GPUS)}, ideal")
+    machine = read_machine(options.machine) if options.machine else None
+    hosts = options.hosts or (machine.hosts if machine else 1)
+    per_host = options.per_host or (machine.per_host if machine else 8)
+    if hosts * per_host > MOST:
+        raise ValueError(f"hosts x per-host is {hosts * per_host:,}; expected {MOST:,} at most: give fewer hosts")
     if options.nics and options.nics > per_host:
-        parser.error(f"nics is {options.nics}; expected {per_host} at most, one for each device of a host")
-    options.devices = hosts * per_host
+        raise ValueError(f"nics is {options.nics}; expected {per_host} at most, one for each GPU of a host")
+    if options.task == "prefill":
+        for name in ("recompute", "loss", "optimizer", "trainable"):
+            if getattr(options, name):
+                raise ValueError(
+                    f"{name} is {getattr(options, name)} for a prefill; expected --task train, or leave it out"
+                )
+    gpu = gpu_of(options, per_host)
+    if machine:
+        wires: dict[str, Any] = {"link": machine.bandwidth, "card": machine.host_bandwidth}
+        gpu = replace(gpu, **{name: rate for name, rate in wires.items() if rate < math.inf})
+        rates = {"flops": options.flops, "bandwidth": options.bandwidth, "host_bandwidth": options.host_bandwidth}
+        machine = replace(machine, **{name: rate for name, rate in rates.items() if rate})
+        if hosts > 1 and math.isinf(machine.host_bandwidth):
+            raise ValueError(f"{options.machine} is of one host, hosts is {hosts}; expected --host-bandwidth too")
+    names = ("task", "kernels", "linear_dtype", "loss", "optimizer", "trainable", "batch")
+    known: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name)}
+    known.setdefault("kernels", "best" if options.task == "prefill" else "framework")  # where rows were measured
+    wish = Wish(options.cp, options.tp, options.recompute)
+    fixed = {name: value for name, value in vars(wish).items() if value}
+    seq_len = options.seq_len or max(SHORT, (wish.cp or 1) * (wish.tp or 1))
+    step = Step(model_of(options), gpu, hosts, per_host, seq_len, machine=machine, **known, **fixed)
+    return Request(step if options.seq_len else replace(step, seq_len=longest(step, wish) or step.seq_len), wish)
 
 
-def layer_of(options: argparse.Namespace) -> AttentionLayer:
-    """The attention of the model's layers."""
-    return AttentionLayer(options.heads, options.kv_heads, options.hidden // options.heads, ITEMSIZE[options.dtype])
-
-
-def model_line(layer: AttentionLayer, options: argparse.Namespace) -> str:
-    """What the plan is for: a causal model in training."""
-    heads = f"{layer.heads} query heads on {layer.kv_heads}, D = {layer.head_dim}"
-    parameters = digits(param_count(layer, options.layers) / 1e9)
-    model = f"{options.layers} layers, {heads}, {options.dtype}: {parameters} billion parameters"
-    return f"{model} (feedforward 8h², no embeddings); causal, zigzag"
-
-
-def show_plan(options: argparse.Namespace) -> None:
-    """Print the plan of one ring, for a causal model in training: zigzag layout, batch 1."""
-    P, L = options.devices, options.layers
-    layer, rates = layer_of(options), (options.flops, options.bandwidth)
-    device = f"{options.flops / 1e12:g} TFLOP/s, {options.bandwidth / 1e9:g} GB/s, {options.memory / 1e9:g} GB"
-    print(f"{P} device{'s' if P > 1 else ''} of {device}; modelled, not measured")
-    print(model_line(layer, options))
-
-    unmasked = min_overlap_chunk(*rates, layer)
-    chunks = {name: min_overlap_chunk(*rates, layer, visible=1 / 2, backward=PASSES[name]) for name in PASSES}
-    each = ", ".join(f"{chunk:,.0f} tokens {name}" for name, chunk in chunks.items())
-    print(f"smallest chunk        that hides its messages: {each} ({unmasked:,.0f} forward without a mask)")
-    if P > 1:
-        sequence = f"from S = {P * max(chunks.values()):,.0f} on"
-        print(f"messages hidden       {sequence}, except the last hop of the gradients")
-    state, token = STATE * param_count(layer, L) / P / 1e9, token_bytes(layer, L, "training") / 1e3
-    print(f"memory of a device    {digits(state)} GB for parameters, gradients and Adam, {digits(token)} kB a token")
-    longest = longest_context(options.memory, layer, L, P)
-    each = f"{longest // P:,} a device"
-    print(f"longest context       {longest:,} tokens at most, {each}; loss and feedforward in pieces")
-    S = options.seq_len or longest
-    if S:
-        print(f"a layer at S = {S:,}")
-        show_layer(layer, ceil(S / P), options, chunks)
-    print(NOT_COUNTED)
-    print(f"advice                {advice(S, longest, layer, options)}")
-
-
-def show_layer(layer: AttentionLayer, chunk: int, options: argparse.Namespace, min_chunks: dict[str, float]) -> None:
-    """Print the time and the bytes of a layer. `min_chunks` are the smallest chunks that hide their messages."""
-    P = options.devices
-    for name, backward in PASSES.items():
-        work = layer, chunk, P, options.flops, options.bandwidth
-        overlapped, blocking = (
-            digits(1e3 * pass_seconds(*work, visible=1 / 2, backward=backward, overlap=overlap))
-            for overlap in (True, False)
-        )
-        home = digits(1e3 * gradient_bytes(layer, chunk) / options.bandwidth)
-        last = f" ({home} of it the last hop)" if backward and P > 1 else ""
-        share = f"{hidden_share(chunk, min_chunks[name]):.0%} hidden"
-        print(f"    {name:<18}{share}; {overlapped} ms with overlap{last}, {blocking} ms without")
-    for method in ("ring", "all-gather", "all-to-all"):
-        try:
-            sent = sent_bytes(method, layer, chunk, P)
-        except ValueError as reason:
-            print(f"    {method:<18}{reason}")
-        else:
-            peak = digits(peak_bytes(method, layer, chunk, P) / 1e9)
-            print(f"    {method:<18}forward, a device sends {digits(sent / 1e9)} GB; its peak memory is {peak} GB")
-
-
-def advice(seq_len: int, longest: int, layer: AttentionLayer, options: argparse.Namespace) -> str:
-    """What to do with S tokens (0: not even the model fits), in one line. The P devices hold at most `longest`."""
-    P, L = options.devices, options.layers
-    if not 0 < seq_len <= longest:
-        devices = min_devices(options.memory, layer, L, max(1, seq_len))
-        if devices is None:
-            token = digits(token_bytes(layer, L, "training") / 1e6)
-            return f"fits on no number of such devices: a token takes {token} MB"
-        return f"does not fit: it takes {devices:,} such devices"
-    if P == 1:
-        return "fits on one device: a ring begins at two"
-
-    def milliseconds(ring: int) -> float:
-        work = layer, ceil(seq_len / ring), ring, options.flops, options.bandwidth
-        return 1e3 * sum(pass_seconds(*work, visible=1 / 2, backward=backward) for backward in PASSES.values())
-
-    # A smaller ring has longer chunks and leaves devices for other sequences. All devices share the parameters.
-    rings = [ring for ring in range(1, P + 1) if P % ring == 0 and ceil(seq_len / ring) <= longest // P]
-    fastest, smallest = min(rings, key=milliseconds), rings[0]
-    best = f"ring of {fastest}, {digits(milliseconds(fastest))} ms a layer"
-    if smallest == P:
-        return f"one {best}; fewer devices cannot hold the sequence"
-    each = digits(milliseconds(smallest) * smallest / P)
-    return f"one sequence: a {best}; many: {P // smallest} rings of {smallest}, {each} ms a sequence"
-
-
-def advice_on_ways(rows: Sequence[Row], memory: float) -> tuple[str, str]:
-    """What to do with many sequences ("": share each of them), and with one, each in one line. Rows of `rank_ways`."""
-    several, rows = ([row for row in rows if (row.sequences > 1) == many] for many in (True, False))
-    seconds = {row.name: row.seconds for row in rows}
-    near = [row.name for row in rows[1:] if row.held <= memory and row.seconds <= NEAR * rows[0].seconds]
-    others = f" (nearly as fast: {', '.join(near)})" if near else ""
-    ring = f"; the ring takes {digits(1e3 * seconds['ring'])} ms" if "ring" not in [rows[0].name, *near] else ""
-    many = ""
-    for row in several:
-        if row.held <= memory and row.each < rows[0].seconds:
-            times = f"{digits(1e3 * row.each)} ms a layer for each, {digits(1e3 * row.seconds)} ms until all are done"
-            many = f"{row.name}: {times}"
-    return many, f"{rows[0].name}: {digits(1e3 * rows[0].seconds)} ms a layer{others}{ring}"
-
-
-def with_costs(cluster: Cluster, gpu: GPU) -> Cluster:
-    """The cluster of a named GPU: with what a round costs."""
-    forward, backward = gpu.attention["fused"]
-    nominal = replace(cluster, flops=forward, backward_flops=backward, memory_bandwidth=gpu.memory_bandwidth)
-    return realistic(replace(nominal, multiprocessors=gpu.multiprocessors), gpu.card_share)
-
-
-def show_ways(options: argparse.Namespace) -> None:
-    """Print the ranking of the ways on hosts, for a causal model in training: a balanced layout, batch 1."""
-    rates = options.flops, options.bandwidth or inf, options.host_bandwidth or options.bandwidth or inf
-    cluster, layer = Cluster(options.hosts, options.per_host, *rates, options.nics or 0), layer_of(options)
-    if measured := machine_of(options):
-        sizes = {"hosts": cluster.hosts, "per_host": cluster.per_host, "nics": cluster.nics}
-        cluster = replace(measured, **sizes)
-    elif options.gpu:
-        cluster = with_costs(cluster, gpu_of(options))
-    mask = "causal" if measured or options.gpu else None  # an ideal device computes half of the pairs in every round
-    inside = f", {rates[1] / 1e9:g} GB/s inside" if rates[1] < inf else ""
-    device = f"{options.flops / 1e12:g} TFLOP/s, {options.memory / 1e9:g} GB{inside}"
-    between = f", NICs of a host: {cluster.nics} of {rates[2] / 1e9:g} GB/s" if cluster.hosts > 1 else ""
-    print(f"hosts of devices: {cluster.hosts} of {cluster.per_host}; {device}{between}; simulated, not measured")
-    print(model_line(layer, options))
-    longest = longest_context(options.memory, layer, options.layers, cluster.devices)
-    print(f"longest context       {longest:,} tokens at most, in a ring of {cluster.devices}")
-    print(NOT_COUNTED)
-    S = options.seq_len or longest
-    if not 0 < S <= longest:
-        print(f"advice                {advice(S, longest, layer, options)}")
+def show(request: Request) -> None:
+    """Print the answers, the advice last."""
+    step, wish = request.step, request.wish
+    gpu, model = step.gpu, step.model
+    active = f" ({digits(model.parameters(active=True) / 1e9)} active)" if model.experts else ""
+    print(f"{model.name}: {digits(model.parameters() / 1e9)} billion parameters{active}; modelled, not measured")
+    print(f"{step.hosts} x {step.per_host} {gpu.name} of {digits(gpu.memory / GIB)} GiB; {gpu.source}")
+    most = longest(step, wish)
+    print(f"longest context       {most:,} tokens{' or more' if most == LONGEST else ''}{wish.words()}")
+    how = f"{step.linear_dtype} products, {step.kernels} kernels"
+    if step.task == "train":
+        trained = f"{step.trainable:.2%} trained, " if step.trainable < 1 else ""
+        how = f"{how}, loss {step.loss}, {trained}{step.optimizer}"
+    what = "a step" if step.task == "train" else "a prefill"
+    print(f"{what} at S = {step.seq_len:,}, batch {step.batch} of each replica: {how}")
+    ranked = best(step, wish)
+    if not ranked:
+        show_what_is_missing(step, wish)
         return
-    chunk = ceil(S / cluster.devices)
-    rows = rank_ways(cluster, layer, options.layers, chunk, options.memory, fsdp=options.fsdp, mask=mask)
-    weights = ", with the weights of FSDP on the same links" if options.fsdp else ""
-    print(f"a layer at S = {S:,}, forward + backward{weights}")
-    show_ranking(rows, computing_seconds(cluster, layer, chunk, mask=mask))
-    many, best = advice_on_ways(rows, options.memory)
-    if many:
-        print(f"many sequences        {many}")
-    print(f"advice                {best}")
+    print("    tokens/s a GPU        s     GiB  way")
+    for each in ranked[:SHOWN]:
+        print(f"    {digits(each.speed):>14} {digits(each.seconds):>8} {digits(each.held / GIB):>7}  {each.name}")
+    first = ranked[0]
+    show_terms(first)
+    known = first.interval
+    rows = "measured rows of this kind"
+    said = f"{digits(known[0])} to {digits(known[1])} s: {known[2]} {rows}" if known else f"not known: no {rows}"
+    print(f"interval              {said}")
+    for gain, name, answer in [each for each in gains(step, wish) if each[0] > 1.005][:3]:
+        print(f"with {name:<34} {gain - 1:+.0%} {'tokens/s' if step.task == 'train' else 'speed'}: {answer.name}")
+    print(f"advice                {advice(ranked)}")
 
 
-def show_step(options: argparse.Namespace) -> None:
-    """Print the answers of a whole step, and draw them if a file is named."""
-    show_answers(options.step, options.wish)
-    if not options.plot:
+def show_terms(answer: Answer) -> None:
+    """Print what the time and the memory of a step are made of, and what takes most of the time."""
+    name, seconds = max(answer.terms.items(), key=lambda each: each[1])
+    shares = ", ".join(f"{each} {digits(s)}" for each, s in answer.terms.items() if s > 0.005 * answer.seconds)
+    print(f"seconds               {shares}: {answer.utilisation:.0%} of the bf16 peak")
+    print(f"binds                 {name}, {seconds / answer.seconds:.0%} of the time")
+    show_memory(answer)
+
+
+def show_memory(answer: Answer) -> None:
+    """Print what the memory of a GPU holds at the peak."""
+    parts = ", ".join(f"{each} {digits(size / GIB)}" for each, size in answer.memory.items())
+    print(f"GiB of a GPU          {parts}, CUDA and NCCL {digits(CONTEXT / GIB)}")
+
+
+def show_what_is_missing(step: Step, wish: Wish) -> None:
+    """Print how much memory the nearest candidate takes, what would make it fit, and how many hosts would."""
+    nearest = min(candidates(step, wish), key=lambda each: each.held, default=None)
+    if nearest is None:
+        print(f"advice                no way to share it{wish.words()}: give another --cp or --tp, or leave them out")
         return
-    if find_spec("matplotlib") is None:
-        print(f"plot                  none: it needs matplotlib: {install('plots')}")
-        return
-    from ringlab.planning.plan_picture import draw
-    from ringlab.support.drawing import svg
+    print(f"nearest               {nearest.name}: {digits(nearest.held / GIB)} GiB")
+    show_memory(nearest)
+    free = [(name, each) for _, name, each in gains(step, wish) if name not in ("twice the memory", "twice the batch")]
+    for name, each in free[:2]:
+        print(f"with {name:<34} fits: {each.name}, {digits(each.held / GIB)} GiB")
+    hosts = hosts_that_hold(step, wish)
+    more = f"it fits on {hosts} hosts of {step.per_host}" if hosts else f"nor on {MOST:,} GPUs{wish.words()}"
+    first = f"change first: {free[0][0]}; or " if free else ""
+    print(f"advice                does not fit; {first}{more}")
 
-    options.plot.write_text(svg(draw(options.step, options.wish)))
-    print(f"plot                  {options.plot}")
+
+def advice(ranked: Sequence[Answer]) -> str:
+    """One line: the best, and the fastest for a single sequence on all GPUs."""
+    first = ranked[0]
+    one = [each for each in ranked if each.step.cp * each.step.tp == each.step.gpus]
+    said = f"{first.name}: {digits(first.speed)} tokens/s a GPU, {digits(first.held / GIB)} GiB"
+    if near := sum(NEAR * each.merit >= first.merit for each in ranked[1:]):
+        said += f" ({near} more nearly as fast: within {NEAR - 1:.0%})"
+    if one and one[0] is not first:
+        said += f"; one sequence on all: {one[0].name}, {digits(one[0].seconds)} s"
+    return said
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    if arguments is None:
-        arguments = sys.argv[1:]
-    if arguments:
-        options = read_options(arguments)
-        if options.step:
-            show_step(options)
-        else:
-            show_ways(options) if options.hosts else show_plan(options)
-        return 0
-    return hidden_communication.main() | ring_memory.main()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        from ringlab.planning import hidden_communication, ring_memory
+
+        return hidden_communication.main() | ring_memory.main()
+    it = parser()
+    options = it.parse_args(arguments)
+    try:
+        request = request_of(options)
+    except ValueError as reason:
+        it.error(str(reason))
+    show(request)
+    return 0
 
 
 if __name__ == "__main__":

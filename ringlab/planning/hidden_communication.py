@@ -72,7 +72,10 @@ def block_flops(layer: AttentionLayer, pairs: float, *, backward: bool = False) 
 
 
 def gradient_bytes(layer: AttentionLayer, chunk: float) -> float:
-    """Bytes of the dK and dV of a block, in float32 at least. They make P hops: the last one brings them home."""
+    """Bytes of the dK and dV of a block, in float32 at least. They make P hops in public rings, and P - 1 in ours.
+
+    In public rings nothing hides the last hop, home. In ours nothing hides the first hop of K and V, of fewer bytes.
+    """
     return 2 * chunk * layer.kv_heads * layer.head_dim * max(layer.itemsize, 4)
 
 

@@ -21,7 +21,7 @@ Shapes: bandwidths[i][j] is the bytes/s from host i to host j, n x n; an order i
         best found  slowest 12.5, sum  725   0 2 4 6 8 10 12 14 1 3 5 7 9 11 13 15
     6 hosts, 100 times at random: the search for more than 9 hosts finds the best order 80 times
 
-Before: two_speeds.py. After: unequal.py, where the devices differ.
+Before: seconds.py. After: unequal.py, where the devices differ.
 Source: the bottleneck travelling salesman (Garfinkel & Gilbert 1978); turning a piece round is 2-opt (Croes 1958). Liu
 et al. 2024 leaves links of unlike speed open.
 """

@@ -2,23 +2,24 @@
 
     model_named("llama-3.1-8b"), model_named("folder/config.json"), gpu_named("h100")
 
-A reader may skip this file: it holds two tables, and a reader of Hugging Face's config.json.
+A reader may skip this file: it reads models.json, gpus.json and Hugging Face's config.json.
 
 Shapes: numbers only. FLOP/s without sparsity; bytes/s in one direction; bytes of memory as torch reports them, where
 `source` says so, else as printed on the data sheet.
 
-Before: ring_memory.py. After: whole_step.py, which predicts a training step from them.
-Source: named in each row.
+Before: ring_memory.py. After: step.py, which predicts a training step from them.
+Source: named in each row of the two files.
 """
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.round_costs import CARD_SHARE, unlimited
+from ringlab.planning.round_costs import CARD_SHARE, LINK_SHARE
 
 GIB = 2**30
 
@@ -104,39 +105,6 @@ class Model:
         return (sparse * (self.layers - self.dense) + self.dense_feedforward * self.dense) // self.layers
 
 
-HUB = "config.json of the model on the Hugging Face hub: "
-_MODELS = (  # layers, hidden, heads, kv_heads, feedforward, vocab
-    Model("llama-3.1-8b", "Llama 3, arXiv 2407.21783, table 3", 32, 4096, 32, 8, 14336, 128256),
-    Model("llama-3.1-70b", "Llama 3, arXiv 2407.21783, table 3", 80, 8192, 64, 8, 28672, 128256),
-    Model("llama-3.1-405b", "Llama 3, arXiv 2407.21783, table 3", 126, 16384, 128, 8, 53248, 128256),
-    Model("llama-3.2-1b", HUB + "meta-llama/Llama-3.2-1B", 16, 2048, 32, 8, 8192, 128256, tied=True),
-    Model("llama-3.2-3b", HUB + "meta-llama/Llama-3.2-3B", 28, 3072, 24, 8, 8192, 128256, tied=True),
-    Model("llama-2-7b", HUB + "meta-llama/Llama-2-7b-hf", 32, 4096, 32, 32, 11008, 32000),
-    Model("llama-2-13b", HUB + "meta-llama/Llama-2-13b-hf", 40, 5120, 40, 40, 13824, 32000),
-    Model("llama-2-70b", HUB + "meta-llama/Llama-2-70b-hf", 80, 8192, 64, 8, 28672, 32000),
-    Model("mistral-7b", HUB + "mistralai/Mistral-7B-Instruct-v0.2", 32, 4096, 32, 8, 14336, 32000),
-    Model("qwen2.5-7b", HUB + "Qwen/Qwen2.5-7B", 28, 3584, 28, 4, 18944, 152064),
-    Model("qwen2.5-72b", HUB + "Qwen/Qwen2.5-72B", 80, 8192, 64, 8, 29568, 152064),
-    Model("qwen3-8b", HUB + "Qwen/Qwen3-8B", 36, 4096, 32, 8, 12288, 151936),
-    Model(
-        "qwen3-30b-a3b", HUB + "Qwen/Qwen3-30B-A3B", 48, 2048, 32, 4, 768, 151936, head_dim=128, experts=128, active=8
-    ),
-    Model("mixtral-8x7b", HUB + "mistralai/Mixtral-8x7B-v0.1", 32, 4096, 32, 8, 14336, 32000, experts=8, active=2),
-    Model("mixtral-8x22b", HUB + "mistralai/Mixtral-8x22B-v0.1", 56, 6144, 48, 8, 16384, 32000, experts=8, active=2),
-    Model(
-        "deepseek-moe-16b",
-        HUB + "deepseek-ai/deepseek-moe-16b-base",
-        *(28, 2048, 16, 16, 1408, 102400),
-        experts=64,
-        active=6,
-        shared=2,
-        dense=1,
-        dense_feedforward=10944,
-    ),
-)
-MODELS = {model.name: model for model in _MODELS}
-
-
 @dataclass(frozen=True)
 class GPU:
     """A GPU and its links. Rates in FLOP/s and bytes/s, one way.
@@ -156,57 +124,26 @@ class GPU:
     card: float  # a NIC for each GPU
     multiprocessors: int = 0
     card_share: float = CARD_SHARE  # of the card's bytes/s: what a message to another host reaches; collectives: more
+    link_share: float = LINK_SHARE  # of the link's bytes/s
+
+    @property
+    def ideal(self) -> bool:
+        """Whether it reaches all its numbers."""
+        return math.isinf(self.memory_bandwidth)
 
 
-def scaled(rates: tuple[float, float], by: float) -> tuple[float, float]:
-    """The rates of a kernel on a chip that computes `by` times as fast."""
-    return by * rates[0], by * rates[1]
+HERE = Path(__file__).parent
+MODELS = {row["name"]: Model(**row) for row in json.loads((HERE / "models.json").read_text())}
+GPUS = {row["name"]: GPU(**row) for row in json.loads((HERE / "gpus.json").read_text())}
+GPUS["a100"] = GPUS["a100-80"]
 
 
-FA2 = "FlashAttention 2 of zhuzilin's README, 1 GPU"
-# zhuzilin/ring-flash-attention, README: FlashAttention 2 on one GPU, causal, S = 8,192, 32 heads.
-A100 = unlimited((205e12, 174e12), 32, 8192, 108, causal=True)
-H800 = unlimited((325e12, 288e12), 32, 8192, 132, causal=True)  # its chip is that of the H100
-H100 = (680e12, 586e12)  # MagiAttention's documentation: its kernel on one H100, causal, S = 65,536: all waves are full
-HOPPER, AMPERE = {"fused": H100, "torch": H800}, {"fused": A100, "torch": A100}
-SHEET = "NVIDIA data sheet; memory: torch's out-of-memory messages; attention: "
-_GPUS = (
-    GPU(
-        "h100",
-        SHEET + "MagiAttention, " + FA2,
-        {"bf16": 989e12, "fp8": 1979e12},
-        HOPPER,
-        *(79.1 * GIB, 3.35e12, 450e9, 50e9, 132),
-    ),
-    GPU(  # arXiv 2411.01783: a peak of 800 TFLOP/s, 540 for FlashAttention 3. FlashAttention 2: in proportion
-        "h100-500w",
-        "Grand Teton hosts: HBM2e of 96 GB, 500 W: torchtitan llama3_h100_202412; arXiv 2411.01783, section 4",
-        {"bf16": 800e12, "fp8": 1600e12},
-        {"fused": scaled(H100, 540 / 680), "torch": scaled(H800, 800 / 989)},
-        *(96e9, 2.4e12, 450e9, 50e9, 132, 0.566),  # the last is fitted on three hops: arXiv 2411.01783, table 5
-    ),
-    GPU("h200", SHEET + "as the H100", {"bf16": 989e12, "fp8": 1979e12}, HOPPER, 139.7 * GIB, 4.8e12, 450e9, 50e9, 132),
-    GPU("h800", SHEET + "as the H100", {"bf16": 989e12, "fp8": 1979e12}, HOPPER, 79.1 * GIB, 3.35e12, 200e9, 50e9, 132),
-    GPU("a100-80", SHEET + FA2, {"bf16": 312e12}, AMPERE, 79.1 * GIB, 2.04e12, 300e9, 25e9, 108),
-    GPU("a100-40", SHEET + FA2, {"bf16": 312e12}, AMPERE, 39.5 * GIB, 1.56e12, 300e9, 25e9, 108),
-    GPU(
-        "b200",
-        "NVIDIA data sheet of DGX B200; attention: the H100's share of the peak, not measured",
-        {"bf16": 2250e12, "fp8": 4500e12},
-        {"fused": scaled(H100, 2250 / 989), "torch": scaled(H800, 2250 / 989)},
-        *(180e9, 7.7e12, 900e9, 50e9, 148),
-    ),
-    GPU(
-        "l40s",
-        "NVIDIA data sheet; PCIe 4.0 x16; attention: the A100's share of the peak, not measured; card of 100 Gbit/s",
-        {"bf16": 362e12, "fp8": 733e12},
-        dict.fromkeys(("fused", "torch"), scaled(A100, 362 / 312)),
-        *(48e9, 0.864e12, 32e9, 12.5e9, 142),
-    ),
-)
-GPUS = {gpu.name: gpu for gpu in _GPUS} | {"a100": _GPUS[4]}
-A800 = "NVIDIA data sheet: an A100 with NVLink of 400 GB/s, both ways; attention: as the A100"
-GPUS["a800"] = replace(GPUS["a100-80"], name="a800", source=A800, link=200e9)
+def ideal(flops: float, link: float, card: float, memory: float) -> GPU:
+    """A GPU of four numbers, which reaches all of them: the paper's. Rounds cost nothing beside their products."""
+    rates = dict.fromkeys(("fused", "torch"), (flops, flops))
+    peak, source = {"bf16": flops}, "your numbers, all of which are reached"
+    return GPU("ideal", source, peak, rates, memory, math.inf, link, card, card_share=1.0, link_share=1.0)
+
 
 Preset = TypeVar("Preset")
 
@@ -218,14 +155,9 @@ def named(kind: str, name: str, presets: Mapping[str, Preset]) -> Preset:
     return presets[name.lower()]
 
 
-def chip(name: str) -> GPU | None:
-    """The GPU whose name begins this one, in small or large letters: "A100-SXM4-80GB" is an A100. None: unknown."""
-    return next((gpu for known, gpu in sorted(GPUS.items()) if name.lower().startswith(known)), None)
-
-
 def gpu_named(name: str) -> GPU:
-    """A GPU by its name. Raises ValueError as `named`."""
-    return named("gpu", name, GPUS)
+    """A GPU by its name, with or without spaces. Raises ValueError as `named`."""
+    return named("gpu", name.replace(" ", "-"), GPUS)
 
 
 def model_named(name: str) -> Model:
@@ -238,13 +170,22 @@ def model_named(name: str) -> Model:
 FIELDS = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
 
 
+HYBRID = "a hybrid of attention and other layers; expected attention in all layers"
 UNLIKE = {  # fields of config.json, and what they say of a model that Model does not describe
     "kv_lora_rank": "latent attention; expected keys and values of whole heads",
     "shared_expert_intermediate_size": "experts of two widths; expected one width",
     "interleave_moe_layer_step": "experts of two widths, in some layers; expected the same in all layers",
     "mlp_only_layers": "experts in some layers only; expected them in all layers after the first dense ones",
     "attention_chunk_size": "attention in pieces; expected every token to see all before it",
-    "attn_layer_period": "layers without attention; expected attention in all layers",
+    "attn_layer_period": HYBRID,
+    "hybrid_override_pattern": HYBRID,
+    "attn_layer_indices": HYBRID,
+    "attn_type_list": HYBRID,
+    "full_attention_interval": HYBRID,
+    "linear_attn_config": HYBRID,
+    "ssm_cfg": HYBRID,
+    "mamba_d_state": HYBRID,
+    "block_types": HYBRID,
 }
 TWO_MATRICES = ("bert", "gpt_neox", "nemotron", "phi", "roberta", "starcoder2")  # model types, by their code
 TIED = ("cohere", "cohere2", "gemma", "gemma2", "gemma3_text")  # unless config.json says otherwise

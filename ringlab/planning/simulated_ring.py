@@ -36,7 +36,6 @@ from ringlab.planning.hidden_communication import (
     ring_seconds,
 )
 from ringlab.support.timeline import Event
-from ringlab.training.causal import visible_pairs
 
 FLOPS, FAST = TABLE_2[0][1:3]  # FLOP/s, and bytes/s inside a host
 SLOW = TABLE_2[1][2]  # bytes/s between hosts
@@ -76,6 +75,8 @@ def duration(events: list[Event]) -> float:
 
 
 def main() -> int:
+    from ringlab.training.causal import visible_pairs  # torch: what imports this file may do without
+
     P, chunk = 8, 4096
     ok = True
 

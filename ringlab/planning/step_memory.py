@@ -25,7 +25,7 @@ Shapes: a sequence of S tokens, C = S/P on a rank, h = H·D, F the feedforward's
     checkpointing              960         5,376         7,840        16,384
     ok    each fits in 64 MiB, and 16 tokens more on a rank do not
 
-Before: ring_memory.py, of attention alone. After: whole_step.py, the same for a large model in bf16.
+Before: ring_memory.py, of attention alone. After: memory.py, the same for a large model in bf16.
 Source: Liu & Abbeel 2023, section 3; Liu et al. 2024, table 1. bench/longest_training.py measures it,
 and tests/test_step_memory.py asks autograd what it keeps.
 """
@@ -39,23 +39,12 @@ import torch
 from torch import Tensor, nn
 
 from ringlab.planning.hidden_communication import AttentionLayer
+from ringlab.planning.memory import kept_at_the_loss, kept_at_work
 from ringlab.planning.ring_memory import peak_bytes_backward
 
 Sizes = Any  # what Config of ringlab/models/transformer.py says of a model; a planner imports no model
 W = 4  # bytes of a float32
 METHODS = ("naive", "blockwise", "ring")
-
-
-def kept_at_work(layer: AttentionLayer, hidden: int, feedforward: int) -> tuple[int, int]:
-    """Numbers of a token that fused attention keeps, and those that a gated feedforward keeps."""
-    queries = layer.heads * layer.head_dim
-    attention = 2 * hidden + 2 * queries + 2 * layer.kv_heads * layer.head_dim + 2 * layer.head_dim
-    return attention + queries + layer.heads, 2 * hidden + 4 * feedforward
-
-
-def kept_at_the_loss(hidden: int, vocab: int) -> tuple[int, int]:
-    """Numbers of a token at the loss: last x, x/rms, n; and, always in float32, log-softmax and two gradients."""
-    return 3 * hidden, 3 * vocab
 
 
 def kept_by_a_layer(method: str, config: Sizes, chunk: int) -> tuple[int, int, int]:

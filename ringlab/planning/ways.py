@@ -5,7 +5,6 @@
     all-gather      as many bytes as the ring, in rings on all NICs
     all-to-all      to each other rank its heads of q, k and v, and later its tokens of out
     hybrid n x g    n rows of g ranks, all-to-all in a row; then n - 1 hops of g·C tokens of the K/V heads a rank needs
-    ring per host   for as many sequences as hosts, each in the ring of a host; here C = S/per_host tokens
     gradients       rings: one hop more than K and V, in float32 at least. all-to-all: as many bytes as q, k, v and out
 
 The network interface cards (NICs) of a host are slower than the links inside it. Device i uses NIC
@@ -15,35 +14,21 @@ cost bytes and memory, as in ringlab/training/all_to_all.py.
 Shapes: numbers only. P = hosts · per_host ranks, C = S/P tokens on each; H query heads, G key/value heads, D numbers in
 a head. All numbers are modelled, not measured.
 
-    $ python -m ringlab.planning.ways
-    16 hosts of 8 with 8 NICs, S = 1,048,576, 32 query heads on 8, bf16; GB of a layer, forward + backward; modelled
-                          sent by a device  sent by a NIC       held by
-                           inside its host  to other hosts     a device
-        ring                       17.11           17.11            0.67
-        double ring                16.11            2.08            0.87
-        all-gather                 14.91            2.13            5.30
-        all-to-all        all-to-all among 128 ranks, and 32 query heads
-        hybrid 32 x 4               4.48            4.23            0.74
-        hybrid 16 x 8               0.29            2.08            0.74
-        hybrid 8 x 16               0.18            2.21            1.01
-    one host: ring, all-gather and all-to-all send as many bytes as in hidden_communication.py
+A reader may skip this file: seconds.py has the times.
 
-Before: ring_memory.py. After: shared_links.py, how long messages take that share a link.
+Before: ring_memory.py. After: round_costs.py, what a round costs beside its products.
 Source: Liu et al. 2024, section 3; Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2, all-gather;
 Jacobs et al. 2023 (Ulysses), section 3; Fang & Zhao 2024 (USP), section 3, hybrid.
 """
 
 import math
-import sys
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ringlab.planning.hidden_communication import AttentionLayer, gradient_bytes, hop_bytes, sent_bytes
-from ringlab.planning.ring_memory import peak_bytes_backward
+from ringlab.planning.hidden_communication import AttentionLayer, gradient_bytes, hop_bytes
 from ringlab.training.split_heads import check_split, heads_of_ranks
 
 WAYS = ("ring", "double ring", "all-gather", "all-to-all", "hybrid")  # of one sequence
-RING_PER_HOST = "ring per host"  # of several: a sequence for each host
 
 
 @dataclass(frozen=True)
@@ -52,7 +37,7 @@ class Cluster:
 
     `flops` is the FLOP/s of a device, `bandwidth` the bytes/s of its link inside the host, `host_bandwidth` the bytes/s
     of one NIC, each in one direction. A host has `nics` NICs (0: one for each device). The fields after `nics` are
-    costs that an ideal device does not have: two_speeds.py says where each is paid.
+    costs that an ideal device does not have: seconds.py says where each is paid.
     """
 
     hosts: int
@@ -118,8 +103,8 @@ def exchange_ranks(way: str, layer: AttentionLayer, cluster: Cluster, split: int
     Raises ValueError for an unknown way; for a `split` that is missing, does not divide P or belongs to another way
     than hybrid; and for more ranks than heads. The message names the splits that are possible.
     """
-    if way not in (*WAYS, RING_PER_HOST):
-        raise ValueError(f"way is {way!r}; expected {', '.join((*WAYS, RING_PER_HOST))}")
+    if way not in WAYS:
+        raise ValueError(f"way is {way!r}; expected {', '.join(WAYS)}")
     if way != "hybrid" and split is not None:
         raise ValueError(f"split is {split} for {way}; expected None: only hybrid has a split")
     if way == "hybrid" and (split is None or split < 1 or cluster.devices % split):
@@ -132,8 +117,6 @@ def exchange_ranks(way: str, layer: AttentionLayer, cluster: Cluster, split: int
 
 def named(way: str, cluster: Cluster, split: int | None) -> str:
     """The name of a way. Hybrid's name has the mesh to build: rows x ranks of a row, which is `split`."""
-    if way == RING_PER_HOST:
-        return f"{cluster.hosts} rings of {cluster.per_host}"
     return f"{way} {cluster.devices // split} x {split}" if split else way
 
 
@@ -166,12 +149,41 @@ def alike(layer: AttentionLayer, cluster: Cluster, ranks: int) -> int:
     return per_host if per_host % ranks == 0 or (ranks % per_host == 0 and equal) else cluster.devices
 
 
+def exchange_traffic(
+    layer: AttentionLayer, chunk: float, cluster: Cluster, ranks: int, *, backward: bool = False
+) -> list[tuple[float, float]]:
+    """For both exchanges of a pass: bytes that the busiest device sends inside its host, and the busiest NIC."""
+    each, found = shares(layer, ranks), []
+    for back in (False, True):
+        devices: defaultdict[int, float] = defaultdict(float)
+        nics: defaultdict[tuple[int, int], float] = defaultdict(float)
+        for rank in range(alike(layer, cluster, ranks)):
+            first = rank // ranks * ranks
+            for target in {*range(first, first + ranks)} - {rank}:
+                mine, theirs = each[rank % ranks], each[target % ranks]
+                size = exchanged_bytes(layer, chunk, mine, theirs, backward=backward)[back]
+                if cluster.crosses(rank, target):
+                    nics[cluster.nic(rank)] += size
+                else:
+                    devices[rank] += size
+        found.append((max(devices.values(), default=0.0), max(nics.values(), default=0.0)))
+    return found
+
+
 def traffic(
-    way: str, layer: AttentionLayer, chunk: float, cluster: Cluster, *, backward: bool = False, split: int | None = None
+    way: str,
+    layer: AttentionLayer,
+    chunk: float,
+    cluster: Cluster,
+    *,
+    backward: bool = False,
+    split: int | None = None,
+    ours: bool = True,
 ) -> tuple[float, float]:
     """Bytes that the busiest device sends inside its host, and the busiest NIC to other hosts, in one pass.
 
-    `way` is one of `WAYS` or `RING_PER_HOST`, `split` the g of hybrid. Raises ValueError as `exchange_ranks` does.
+    `way` is one of `WAYS`, `split` the g of hybrid. `ours`: a ring sends sums of gradients one time less than published
+    ones. Raises ValueError as `exchange_ranks` does.
     """
     g = exchange_ranks(way, layer, cluster, split)
     P, per_host, hosts = cluster.devices, cluster.per_host, cluster.hosts
@@ -192,74 +204,14 @@ def traffic(
 
     each = shares(layer, g)
     for rank in range(alike(layer, cluster, g)):
-        if way in ("double ring", RING_PER_HOST):
-            host, turns = rank // per_host * per_host, hosts if way == "double ring" else 1
-            send(rank, host + (rank + 1) % per_host, turns * ((per_host - 1) * kv + per_host * gradients))
-            if way == "double ring":
-                send(rank, (rank + per_host) % P, (hosts - 1) * kv + hosts * gradients)
+        if way == "double ring":
+            host = rank // per_host * per_host
+            send(rank, host + (rank + 1) % per_host, hosts * ((per_host - 1) * kv + per_host * gradients))
+            send(rank, (rank + per_host) % P, (hosts - 1) * kv + hosts * gradients)
             continue
         mine, first = each[rank % g], rank // g * g
         for target in range(first, first + g):
             send(rank, target, sum(exchanged_bytes(layer, chunk, mine, each[target % g], backward=backward)))
         kv, back = hop_bytes(mine, g * chunk), gradient_bytes(mine, g * chunk) if backward else 0
-        send(rank, (rank + g) % P, (P // g - 1) * kv + P // g * back)
+        send(rank, (rank + g) % P, (P // g - 1) * kv + (P // g - ours) * back)
     return max(devices.values(), default=0.0), max(nics.values(), default=0.0)
-
-
-def training_bytes(
-    way: str, layer: AttentionLayer, chunk: float, cluster: Cluster, *, split: int | None = None
-) -> float:
-    """Peak memory of a rank in attention's backward pass, in bytes. Raises ValueError as `exchange_ranks` does.
-
-    The ring needs `peak_bytes_backward`. The double ring has two buffers more, for the hops between hosts. All-gather
-    has three buffers for all S tokens, of one K/V head at a time. After an exchange a rank has g·C tokens of its share
-    of the heads, and its own chunk of dO. All-to-all needs no buffers.
-    """
-    g = exchange_ranks(way, layer, cluster, split)
-    D, w = layer.head_dim, layer.itemsize
-
-    def two_buffers(heads: float, tokens: float) -> float:  # for K and V, and for their gradients
-        return 2 * (2 * heads * tokens * D * w + 2 * heads * tokens * D * max(w, 4))
-
-    buffers = two_buffers(layer.kv_heads, chunk)
-    if way == "all-gather":
-        return peak_bytes_backward(layer, chunk) - buffers + 3 / 2 * two_buffers(1, cluster.devices * chunk)
-    if way == "double ring":
-        return peak_bytes_backward(layer, chunk) + (buffers if cluster.hosts > 1 else 0)
-    peaks = []
-    for share in set(shares(layer, g)):
-        peaks.append(peak_bytes_backward(share, g * chunk) + (layer.heads * chunk * D * w if g > 1 else 0))
-        if way == "all-to-all":  # its sums stay in one place
-            peaks[-1] += gradient_bytes(share, g * chunk) - two_buffers(share.kv_heads, g * chunk)
-    return max(peaks)
-
-
-def main() -> int:
-    cluster, S = Cluster(16, 8, 990e12, 450e9, 12.5e9), 2**20
-    layer = AttentionLayer(heads=32, kv_heads=8, head_dim=128)
-    chunk = S / cluster.devices
-    print(
-        f"16 hosts of 8 with 8 NICs, S = {S:,}, 32 query heads on 8, bf16; GB of a layer, forward + backward; modelled"
-    )
-    print("                      sent by a device  sent by a NIC       held by")
-    print("                       inside its host  to other hosts     a device")
-    flat: list[tuple[str, int | None]] = [(way, None) for way in WAYS if way != "hybrid"]
-    for way, split in (*flat, ("hybrid", 4), ("hybrid", 8), ("hybrid", 16)):
-        name = named(way, cluster, split)
-        try:
-            passes = [traffic(way, layer, chunk, cluster, backward=each, split=split) for each in (False, True)]
-        except ValueError as reason:
-            print(f"    {name:<16}  {str(reason).partition(';')[0]}")
-        else:
-            sent = [*map(sum, zip(*passes, strict=True)), training_bytes(way, layer, chunk, cluster, split=split)]
-            print(f"    {name:<16}" + "".join(f"{each / 1e9:16.2f}" for each in sent))
-
-    ok = True
-    for way in ("ring", "all-gather", "all-to-all"):
-        ok &= traffic(way, layer, chunk, replace(cluster, hosts=1)) == (sent_bytes(way, layer, chunk, 8), 0)
-    print("one host: ring, all-gather and all-to-all send as many bytes as in hidden_communication.py")
-    return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,29 +1,35 @@
 """Agree before you send: every rank checks its input, and all raise the same ValueError or none does.
 
 A rank that raised alone would leave its neighbours waiting for a message that never comes. So the ranks exchange one
-small message each before the large ones: on one host through pipes, else by a collective. Where all that a rank has to
-say is a few numbers, they are in that message: `of_every_rank`.
+small message each before the large ones: on one host through pipes, else by a collective. `Said` is what is in it. The
+pipes go to every rank of the host: so there ranks in other groups or meshes notice it too. Between hosts a group is the
+only way to its ranks, and that all give the same one is not checked.
 
 A reader of the ring may skip this file.
 """
 
 import pickle
-import struct
-from collections.abc import Callable
-from typing import Any
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringlab.support.pipes import LONGEST, Pipes, pipes_of
+from ringlab.support.pipes import FACTS, Inbox, inbox_of_job, time_limit
 
-MESSAGE = 512  # bytes between hosts, enough for what a ring has to agree on
-HEAD = struct.Struct("<8sqq")  # of a message of numbers: NUMBERS, which call it belongs to, how many bytes follow
-NUMBERS = b"numbers:"
+MESSAGE = 1024  # bytes between hosts, enough for what a ring has to agree on
 WRONG = -1  # in place of the call: this rank cannot go on, so no rank may
+SOON = timedelta(seconds=3)  # for the messages of ranks that may never come, once it is clear that none can go on
+NEW_GROUP = "an error ended a pass in this group, and its messages may still be under way; expected a new process group"
+Group = ProcessGroup | DeviceMesh | None
 
 
 def members(group: ProcessGroup | None = None) -> tuple[int, int]:
@@ -42,126 +48,187 @@ def members(group: ProcessGroup | None = None) -> tuple[int, int]:
     return rank, world_size
 
 
-def check_mesh(mesh: Any, expected: str = 'hosts x devices, as init_device_mesh("cpu", (2, 4))') -> None:
+def check_mesh(mesh: Any, expected: str = 'hosts x devices, as init_device_mesh("cpu", (2, 4))', ndim: int = 2) -> None:
     """Raise ValueError unless `mesh` is a mesh of two dimensions, with this process in it. `expected` is for humans.
 
     Raises ValueError also where a rank is smaller than one before it in its row or column: torch's process groups put
     ranks in rising order, so a ring would turn in another order than the mesh says.
     """
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != ndim:
         given = f"a mesh of shape {tuple(mesh.shape)}" if isinstance(mesh, DeviceMesh) else repr(mesh)
         raise ValueError(f"mesh is {given}; expected {expected}")
-    if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in range(2)):
+    if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in range(ndim)):
         raise ValueError(f"mesh is {mesh.mesh.tolist()}; expected ranks that rise in each row and in each column")
     if mesh.get_coordinate() is None:
         raise ValueError(f"this process is not in the mesh {mesh.mesh.tolist()}; expected only its members to call")
 
 
-def flat_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
-    """The process group of a mesh of one dimension; a process group, or None for the whole job, as it is.
-
-    Raises ValueError for other meshes, for ranks that do not rise, and on a rank that is not in the mesh.
-    """
+def flat_group(group: Group) -> ProcessGroup | None:
+    """The process group of a mesh of one dimension, checked as `check_mesh` does; other groups as they are."""
     if not isinstance(group, DeviceMesh):
         return group
-    if group.ndim != 1:
-        raise ValueError(
-            f"group is a mesh of shape {tuple(group.shape)}; expected a process group, a mesh of one dimension, or "
-            f"None: a double ring and a hybrid take a mesh of two"
-        )
-    if (group.mesh.diff() < 0).any():
-        raise ValueError(f"mesh is {group.mesh.tolist()}; expected ranks that rise")
-    if group.get_coordinate() is None:
-        raise ValueError(f"this process is not in the mesh {group.mesh.tolist()}; expected only its members to call")
+    check_mesh(group, "a group or a mesh of one dimension: a double ring and a hybrid take a mesh of two", ndim=1)
     return group.get_group()
 
 
-def agree(check: Callable[[], Any], group: ProcessGroup | DeviceMesh | None = None) -> list[Any]:
+class Said(NamedTuple):
+    """What a rank says in an agreement."""
+
+    ranks: tuple[int, ...]  # of the job, which agree; () if this rank is in no group
+    groups: dict[tuple[int, ...], str]  # this rank's groups: the name of each, by its ranks
+    mesh: Any  # the rows of a mesh of more dimensions than one
+    function: str  # which was called; in a backward pass, of which call
+    number: int  # of this agreement, as this rank counts: the largest is taken
+    wrong: str  # why this rank cannot go on, or nothing
+    facts: Any  # what the function wants to know of every rank
+
+    @property
+    def where(self) -> str:
+        names = " and ".join(f"{name!r} of ranks {ranks}" for ranks, name in self.groups.items())
+        return f"group {names or None}" if self.mesh is None else f"mesh {self.mesh} of groups {names}"
+
+
+def groups_of(group: Group) -> list[ProcessGroup]:
+    """The process groups in which this rank's messages travel: one, or those of a mesh. Raises ValueError for none."""
+    if isinstance(group, DeviceMesh):
+        check_mesh(group, ndim=group.ndim)
+        return group.get_all_groups()
+    if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER and not isinstance(group, ProcessGroup):
+        raise ValueError(f"group is {group!r}; expected a process group, a mesh, or None for the whole job")
+    members(group)
+    return [group or dist.group.WORLD]  # type: ignore[list-item]  # there is one
+
+
+def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") -> list[Any]:
     """Run `check` on every rank and give each rank the results of all, in order of rank.
 
-    When `check` raises ValueError on one rank, every rank raises the same ValueError. So no rank waits for a message
-    from a rank that has given up. Every rank of the group must call this. A mesh of hosts x devices agrees inside each
-    host first. Its ranks count through host by host.
+    When `check` raises an error on one rank, every rank raises the same ValueError. So no rank waits for a message from
+    a rank that has given up. They raise it, too, when one is in another `function` (the caller unless given), when an
+    error has ended a pass in the group, and on one host when one is in another group. Every rank of the group must call
+    this. A mesh counts its ranks through row by row.
     """
-    everyone: list[tuple[Any, str | None]]
+    if not dist.is_initialized():
+        members()
+    inbox, cause, caller = inbox_of_job(), None, sys._getframe(1)
+    function = function or f"{caller.f_globals['__name__']}.{caller.f_code.co_name}"
+    mine, groups = Said((), {}, None, function, inbox.agreements + 1, "", None), []
     try:
-        everyone = [(check(), None)]
-    except ValueError as error:
-        everyone = [(None, str(error))]
-    for each in reversed(group.get_all_groups()) if isinstance(group, DeviceMesh) else [group]:
-        everyone = [one for some in _exchange(everyone, each) for one in some]
-    wrong = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error is not None]
-    if wrong:
-        raise ValueError("\n".join(wrong))
-    return [facts for facts, _ in everyone]
+        groups = groups_of(group)
+        names = {tuple(dist.get_process_group_ranks(each)): str(each.group_name) for each in groups}
+        mesh = group.mesh if isinstance(group, DeviceMesh) and group.ndim > 1 else None
+        ranks = next(iter(names)) if mesh is None else tuple(mesh.flatten().tolist())
+        mine = mine._replace(ranks=ranks, groups=names, mesh=None if mesh is None else mesh.tolist())
+        if any(each in _ended for each in groups):
+            raise ValueError(NEW_GROUP)
+        mine = mine._replace(facts=check())
+    except Exception as error:
+        cause = error
+        mine = mine._replace(wrong=str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+    if mine.ranks and inbox.why_not(mine.ranks):
+        found = [mine._replace(ranks=(), groups={}, mesh=None)]  # long, and the same on all
+        for each in reversed(groups):
+            row = tuple(dist.get_process_group_ranks(each))
+            if inbox.why_not(row):
+                parts = _between_hosts(found, each)
+            else:
+                of_row = _through_pipes(inbox, mine._replace(ranks=row, facts=found), time_limit(each))
+                parts = [of_row[rank].facts for rank in row]
+            found = [one for part in parts for one in part]
+        places = {"ranks": mine.ranks, "groups": mine.groups, "mesh": mine.mesh}
+        said = {rank: one._replace(**places) for rank, one in zip(mine.ranks, found, strict=True)}
+    else:
+        said = _through_pipes(inbox, mine, min(map(time_limit, groups), default=SOON))
+    inbox.agreements = max(each.number for each in said.values())
+    if reason := _refusal(said):
+        raise ValueError(reason) from cause
+    return [said[rank].facts for rank in mine.ranks]
+
+
+def _refusal(said: dict[int, Said]) -> str:
+    """Why no rank may go on, the same words on all of them; or nothing."""
+    first, names = next(iter(said.values())), {pair for each in said.values() for pair in each.groups.items()}
+    apart = not first.ranks or len(dict(names)) < len(names)  # two groups of the same ranks
+    apart |= any((each.ranks, each.mesh) != (first.ranks, first.mesh) for each in said.values())
+    ranks = dict(sorted(said.items())) if apart else {i: said[rank] for i, rank in enumerate(first.ranks)}
+    if wrong := [f"rank {rank}: {each.wrong}" for rank, each in ranks.items() if each.wrong]:
+        return "\n".join(wrong)
+    if apart:
+        listed = "\n".join(f"rank {rank}: {each.where}" for rank, each in ranks.items())
+        return f"the ranks are in different groups; expected the same group or mesh on each of them\n{listed}"
+    if all(each.function == first.function for each in ranks.values()):
+        return ""
+    listed = "\n".join(f"rank {rank}: {each.function}" for rank, each in ranks.items())
+    return f"the ranks are in different functions; expected the same calls in the same order on each\n{listed}"
+
+
+def _through_pipes(inbox: Inbox, mine: Said, limit: timedelta) -> dict[int, Said]:
+    """What the ranks say, by their number in the job. Where they name different ranks: all that one of them names."""
+    text, found = pickle.dumps(mine), {inbox.rank: mine}
+    asked: list[int] = []
+
+    def ask(ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if rank not in asked and rank != inbox.rank:
+                asked.append(rank)
+                inbox.send(FACTS, rank, text)
+
+    ask(mine.ranks or inbox.within_reach())
+    apart = not mine.ranks
+    for rank in asked:  # `ask` adds to them
+        try:
+            found[rank] = pickle.loads(inbox.wait(FACTS, rank, SOON if apart else limit))
+            while not (found[rank].ranks or apart):
+                found[rank] = pickle.loads(inbox.wait(FACTS, rank, SOON / 3))
+        except RuntimeError:
+            if not apart and rank not in found:
+                raise
+        if rank in found and found[rank].ranks != mine.ranks:
+            apart = True
+            ask(other for other in found[rank].ranks if other in inbox.within_reach())
+    return found
+
+
+def _between_hosts(mine: list[Said], group: ProcessGroup) -> list[list[Said]]:
+    """A faster all_gather_object. The room for a message grows with the longest so far, the same on every rank."""
+    text, device = pickle.dumps(mine), "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    while True:
+        room = _room.get(group, MESSAGE)
+        message = torch.zeros(dist.get_world_size(group), room, dtype=torch.uint8)  # a copy for each rank
+        sent = (len(text).to_bytes(8, "big") + text)[:room]
+        message[:, : len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        messages = torch.empty_like(message, device=device)
+        dist.all_to_all_single(messages, message.to(device), group=group)  # with gloo, half an all-gather's time
+        texts = [each.numpy().tobytes() for each in messages.cpu()]
+        longest = 8 + max(int.from_bytes(each[:8], "big") for each in texts)
+        if longest <= room:
+            return [pickle.loads(each[8:]) for each in texts]
+        _room[group] = 2 * longest
 
 
 def of_every_rank(mine: Tensor, group: ProcessGroup | None = None, call: int = 0) -> Tensor:
     """The tensors `mine` (...) of all ranks, in order of rank: (P, ...), the same bits on every rank.
 
-    It is for few numbers, for which every rank must wait. All ranks give the same shape and dtype, and count their
-    calls: 0 or more, or WRONG. Raises the same ValueError on every rank if one says WRONG, is in another call, or gives
-    another number of bytes, for which gloo ends the job between hosts.
-    """
-    _, world_size = members(group)
-    pipes, device = pipes_of(group), "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    head = torch.frombuffer(bytearray(HEAD.pack(NUMBERS, call, mine.nbytes)), dtype=torch.uint8)
-    message = torch.cat([head.to(device), mine.to(device).contiguous().flatten().view(torch.uint8)])
-    if isinstance(pipes, Pipes) and device == "cpu":
-        text = message.numpy().tobytes()
-        texts = pipes.exchange(text[:LONGEST])
-        _check_heads(texts)
-        for begin in range(LONGEST, len(text), LONGEST):
-            texts = [a + b for a, b in zip(texts, pipes.exchange(text[begin : begin + LONGEST]), strict=True)]
-        messages = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8).view(world_size, -1)
-    else:
-        messages = _swap(message, group)
-        _check_heads([each.tobytes() for each in messages[:, : HEAD.size].cpu().numpy()])
-    return messages[:, HEAD.size :].contiguous().view(mine.dtype).view(world_size, *mine.shape).to(mine.device)
+    Raises the same ValueError on every rank if one is in another call, gives other bytes, or says that it is WRONG."""
+
+    def give() -> Any:
+        if call == WRONG:
+            raise ValueError("other input than agreed; expected the same call on every rank")
+        return mine.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+
+    given = agree(give, group, function=f"of_every_rank, call {call} with {mine.nbytes} bytes")
+    return torch.from_numpy(np.stack(given)).view(mine.dtype).view(len(given), *mine.shape).to(mine.device)
 
 
-def _check_heads(texts: list[bytes]) -> None:
-    """Raise ValueError unless all ranks are in the same call, with as many bytes. `texts` begin with their heads."""
-    heads = [HEAD.unpack(text[: HEAD.size].ljust(HEAD.size)) for text in texts]
-    if len(set(heads)) == 1 and heads[0][0] == NUMBERS and heads[0][1] != WRONG:
-        return
-    said = []
-    for rank, (kind, call, size) in enumerate(heads):
-        known = "other input than agreed" if call == WRONG else f"call {call} with {size} bytes"
-        said.append(f"rank {rank}: {known if kind == NUMBERS else 'another function'}")
-    raise ValueError(f"{'; '.join(said)}; expected the same call on every rank, with what the ranks agreed on")
+_ended: "weakref.WeakSet[ProcessGroup]" = weakref.WeakSet()  # the groups in which an error has ended a pass
+_room: "weakref.WeakKeyDictionary[ProcessGroup, int]" = weakref.WeakKeyDictionary()  # bytes of a message between hosts
 
 
-def _exchange(mine: list[Any], group: ProcessGroup | None) -> list[Any]:
-    """A faster all_gather_object for what a ring has to agree on. Longer messages use all_gather_object."""
-    _, world_size = members(group)
-    text, pipes = pickle.dumps(mine), pipes_of(group)
-    if isinstance(pipes, Pipes):
-        texts = pipes.exchange(text if len(text) <= LONGEST else b"")
-        if any(each.startswith(NUMBERS) for each in texts):  # a rank is in `of_every_rank`
-            _check_heads(texts)
-    else:
-        texts = _all_to_all(text if len(text) <= MESSAGE * len(mine) else b"", MESSAGE * len(mine), group)
-    if all(texts):
-        return [pickle.loads(each) for each in texts]
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
-
-
-def _all_to_all(text: bytes, size: int, group: ProcessGroup | None) -> list[bytes]:
-    """What every rank gives here, in order of rank: `size` bytes at most. Where the first byte is 0, nothing."""
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-    if text:
-        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    messages = _swap(message, group).cpu()
-    return [each.numpy().tobytes() if each[0] else b"" for each in messages]  # no pickle begins with a zero
-
-
-def _swap(message: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The messages (n,) of all ranks, (P, n). With gloo this takes half the time of an all-gather."""
-    copies = message.repeat(dist.get_world_size(group), 1)  # one for each rank
-    messages = torch.empty_like(copies)
-    dist.all_to_all_single(messages, copies, group=group)
-    return messages
+@contextmanager
+def one_pass(group: Group, give_up: Callable[[], None]) -> Iterator[None]:
+    """A pass of messages. After an error, `agree` refuses the group: the next pass would take what it has left."""
+    try:
+        yield
+    except BaseException:
+        _ended.update(groups_of(group))
+        give_up()
+        raise

@@ -1,9 +1,7 @@
 """Optional packages: what needs one says so in one sentence, with the command that installs it.
 
-    with extra("jax", __name__):
-        import jax
-
-A reader of the ring may skip this file.
+with extra("jax", __name__):
+    import jax
 """
 
 import sys
@@ -23,13 +21,14 @@ def install(name: str) -> str:
 def extra(name: str, module: str) -> Iterator[None]:
     """The body imports packages of the extra `name`, for `module`, its __name__.
 
-    Raises ModuleNotFoundError, in one sentence, when a package is missing. A module that is run as a command ends with
-    that sentence and status 1.
+    Raises ImportError, in one sentence, when a package is missing, or is of a version that lacks something. A command
+    ends with that sentence and status 1.
     """
     try:
         yield
-    except ModuleNotFoundError as error:
-        missing = str(error) if COMES_WITH in str(error) else f"{error}{COMES_WITH}{install(name)}"
+    except ImportError as error:
+        other = "" if isinstance(error, ModuleNotFoundError) else ": another version than the one that was tried"
+        missing = str(error) if COMES_WITH in str(error) else f"{error}{other}{COMES_WITH}{install(name)}"
         if module == "__main__":
             sys.exit(missing)
-        raise ModuleNotFoundError(missing, name=error.name) from None
+        raise type(error)(missing, name=error.name) from None

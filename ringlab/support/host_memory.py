@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ringlab.support.agreement import agree, members
-from ringlab.support.pipes import pipes_of
+from ringlab.support.agreement import agree, groups_of, members
+from ringlab.support.pipes import KINDS, close, inbox_of_job, time_limit
 
-READY, READ, TURN, HOME = range(4)  # flags: kinds of messages in the pipes
-VALUES = struct.Struct("<qq")  # what comes with a flag: the number of its pass; with READY, where the block lies
-NEW_GROUP = "shared memory is of no more use after an error in a pass; expected a new process group on every rank"
+READY, READ, TURN, HOME, GAVE_UP = range(5)  # flags: kinds of messages in the pipes
+VALUE = struct.Struct("<q")  # what comes with a flag: with READY, where the block lies
 COPIES, KEPT, SUMS = range(3)  # the parts of a rank's memory: copies of K and V, those made there, dK and dV
 IN_COPIES = -1  # with READY, in place of where in KEPT
 ALIGNED = 64  # bytes: a block begins at a multiple
@@ -33,24 +32,24 @@ class HostMemory:
     """Memory of the ranks of one host, which each of them can reach, and flags from each rank to each other.
 
     None of it has a name in the file system: the others open it by the number that it has in its owner's process. So
-    the system frees it when the last rank ends, also after a kill. A flag is a message of a few bytes in a pipe. A rank
-    that has a flag sees all that was written to memory before the flag was raised.
+    the system frees it when the last rank ends, also after a kill. A flag is a message of a few bytes in a pipe.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
         """Every rank of the group must call this. Raises ValueError on every rank if they are not on one host."""
         self.rank, self.world_size = members(group)
-        pipes = pipes_of(group)
-        if isinstance(pipes, str):
-            raise ValueError(f"{pipes}; shared memory needs ranks of one host: use the schedule Ring, or DoubleRing")
-        self.pipes = pipes
+        self.others = [rank for rank in range(self.world_size) if rank != self.rank]
+        self.ranks, self.inbox = dist.get_process_group_ranks(group), inbox_of_job()  # in the job
+        self.limit = time_limit(groups_of(group)[0])
+        if why := self.inbox.why_not(self.ranks):
+            raise ValueError(f"{why}; shared memory needs ranks of one host: use the schedule Ring, or DoubleRing")
         self.fds: list[int] = []
-        weakref.finalize(self, _close, self.fds)
+        weakref.finalize(self, close, self.fds)
         self.parts_of: dict[int, tuple[int, ...]] = {}
         facts = agree(self._make, group)
+        self.number = self.inbox.agreements  # the same on all of them, and that of no other memory
         agree(lambda: self._open(facts), group)  # when this returns, all have opened all
         self.views: dict[tuple[int, int], Tensor] = {}  # the bytes of a part of a rank's memory
-        self.passes, self.in_pass = 0, False  # begun so far; whether the last of them has not ended
         self.readers: list[int] = []  # the ranks that may still read the copies
         self.kept: dict[int, tuple[int, Tensor]] = {}  # by address: where a block lies in KEPT, and the block
 
@@ -66,7 +65,7 @@ class HostMemory:
 
     def _open(self, facts: list[tuple[int, tuple[int, ...]]]) -> None:
         """Open the memory of the other ranks."""
-        for rank in self.pipes.others:
+        for rank in self.others:
             process, parts = facts[rank]
             try:
                 self.parts_of[rank] = tuple(os.open(f"/proc/{process}/fd/{number}", os.O_RDWR) for number in parts)
@@ -95,27 +94,23 @@ class HostMemory:
     def raise_flag(self, flag: int, to: int, value: int = 0) -> None:
         """Tell rank `to` something. Raises RuntimeError if it has ended, but for READ: it writes its memory no more."""
         try:
-            self.pipes.send(flag, to, VALUES.pack(self.passes, value))
+            self.inbox.send(self.number * KINDS + flag, self.ranks[to], VALUE.pack(value))
         except RuntimeError:
-            if flag != READ:
+            if flag not in (READ, GAVE_UP):
                 raise
 
     def wait(self, flag: int, of: int) -> int:
         """Wait until rank `of` has raised this flag once more. Returns what came with it.
 
-        Raises RuntimeError as `Pipes.wait` does, and for a flag of another pass, which was left over when an error
-        ended that pass. Only READ may be of an earlier pass.
+        Raises RuntimeError as `Inbox.wait` does, and when a rank of the group has given up its pass.
         """
-        number, value = VALUES.unpack(self.pipes.wait(flag, of))
-        if flag != READ and number != self.passes:
-            raise RuntimeError(f"rank {of} is in pass {number} and this rank in pass {self.passes}; {NEW_GROUP}")
-        return value
+        text = self.inbox.wait(self.number * KINDS + flag, self.ranks[of], self.limit, self.number * KINDS + GAVE_UP)
+        return VALUE.unpack(text)[0]
 
-    def begin_pass(self) -> None:
-        """Count a pass. Raises RuntimeError if an error ended the one before here: its flags would be taken for new."""
-        if self.in_pass:
-            raise RuntimeError(f"pass {self.passes} did not run to its end on rank {self.rank}; {NEW_GROUP}")
-        self.passes, self.in_pass = self.passes + 1, True
+    def give_up(self) -> None:
+        """Tell the other ranks that an error has ended the pass here: none of them waits for it."""
+        for rank in self.others:
+            self.raise_flag(GAVE_UP, rank)
 
     def wait_for_readers(self) -> None:
         """Wait until no rank reads this rank's block any more."""
@@ -134,11 +129,6 @@ class HostMemory:
         begin, block = self.kept.get(k.data_ptr(), (0, None))
         together = k.is_contiguous() and v.is_contiguous() and v.data_ptr() == k.data_ptr() + k.nbytes
         return begin if block is not None and together and k.nbytes + v.nbytes == block.nbytes else None
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 _memories: "weakref.WeakKeyDictionary[ProcessGroup, HostMemory]" = weakref.WeakKeyDictionary()

@@ -1,24 +1,25 @@
-"""Pipes between the ranks of a host: short messages without a network, and without a thread that must wake up first.
+"""A pipe into each process of a host: short messages without a network, and without a thread that must wake up first.
 
-    pipes = pipes_of(group)                     every rank of the group calls it
-    pipes.send(FACTS, to, b"..."); pipes.wait(FACTS, of)
+    inbox = inbox_of_job()                                  on every rank that wants to send or receive
+    inbox.send(kind, to, b"..."); inbox.wait(kind, of)      ranks of the job
 
-A pipe has no name in the file system: the other ranks open it by the number that it has in the process of its reader. A
-rank that waits looks for 0.2 ms, then sleeps, and notices at once when the other rank ends. The system locks a pipe
+A pipe has no name: its reader says in the store of the job which number it has in which process, and others open that.
+A rank that waits looks for 0.2 ms, then sleeps, and notices at once when the other rank ends. The system locks a pipe
 while it is written or read. So a rank that has a message also sees all that the sender wrote to shared memory before.
 
 A reader of the ring may skip this file; agreement.py and host_memory.py use it.
-Source: pipe(7) and proc(5) of the Linux manual.
+Source: pipe(7), poll(2) and proc(5) of the Linux manual.
 """
 
 import os
+import pickle
 import platform
 import select
 import struct
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,97 +27,130 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
-FACTS = 255  # the kind of message of an agreement; host_memory.py counts its own from 0
-HEAD = struct.Struct("<BH")  # of a message: its kind, and how many bytes follow
-LONGEST = getattr(select, "PIPE_BUF", 512) - HEAD.size  # bytes of a message: written at once, or not at all
+FACTS = 0  # the kind of message of an agreement; each memory of a host has KINDS more, one for each of its flags
+KINDS = 8
+HEAD = struct.Struct("<IH?H")  # of a part of a message: its kind, its sender, whether it is the last, how many bytes
+LONGEST = getattr(select, "PIPE_BUF", 512) - HEAD.size  # bytes of a part: written at once, or not at all
 AWAKE = 200e-6  # seconds until a rank that waits sleeps: waking takes time, and the system may choose a busy core
 LONGEST_SLEEP = 2**31 - 1  # milliseconds that poll(2) takes: 24 days
+STALE = 10.0  # seconds for a rank that has joined another job to say where its new pipe is
 
 
-class Pipes:
-    """A pipe from each rank of a group to each other."""
+class Inbox:
+    """The pipe into this rank, and those into the other ranks of its host."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        """Every rank of the group must call this. Raises ValueError on every rank if they are not on one host."""
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.limit = time_limit(group)
-        self.others = [rank for rank in range(self.world_size) if rank != self.rank]
-        self.arrived: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)  # by kind and rank
+    def __init__(self, job: ProcessGroup) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.store = dist.PrefixStore("pipes of ringlab", job.get_group_store())
+        self.arrived: dict[int, dict[int, deque[bytes]]] = defaultdict(lambda: defaultdict(deque))  # by kind and sender
+        self.begun: dict[tuple[int, int], bytes] = defaultdict(bytes)  # messages whose last part has not arrived
+        self.sinks: dict[int, int] = {}  # opened when this rank first sends to another
+        self.hosts: dict[int, tuple[tuple[str, ...], str]] = {}
+        self.agreements = 0  # the number of the last
         self.fds: list[int] = []
-        weakref.finalize(self, _close, self.fds)
-        self.sources: dict[int, int] = {}
-        self.sinks: dict[int, int] = {}
-        ends: dict[int, int] = {}  # of this rank's pipes, until the other ranks have opened them
-        try:
-            facts = everyone((host_of_process(), os.getpid(), self._make(ends), ends), group)
-            check_hosts([host for host, *_ in facts])
-            said = [wrong for *_, wrong, _ in facts]
-            if not any(said):
-                said = everyone(self._open(facts), group)
-        finally:
-            _close(ends.values())
-        for rank, wrong in enumerate(said):
-            if wrong:
-                raise ValueError(f"rank {rank}: {wrong}")
+        weakref.finalize(self, close, self.fds)
+        host, why = host_of_process(), self._make()
+        place = (f"/proc/{os.getpid()}/fd/{self.fds[0]}", os.fstat(self.fds[0]).st_ino) if self.fds else None
+        self.store.set(str(self.rank), pickle.dumps((host, why, place)))  # type: ignore[arg-type]  # it takes bytes too
 
-    def _make(self, ends: dict[int, int]) -> str:
-        """Make the pipes that this rank reads. Returns why that failed, or nothing."""
-        try:
-            for rank in self.others:
-                self.sources[rank], ends[rank] = os.pipe()
-                self.fds.append(self.sources[rank])
-                os.set_blocking(self.sources[rank], False)
+    def _make(self) -> str:
+        """Make the pipe. Returns why that failed, or nothing."""
+        spare: list[int] = []
+        try:  # there must be room for a pipe to each rank that may be on this host
+            spare += (os.open(os.devnull, os.O_RDONLY) for _ in range(min(self.world_size, os.cpu_count() or 1)))
+            self.fds += os.pipe()  # with an end to write: without one, an empty pipe looks as if all ranks had ended
         except OSError as error:
             return f"no pipes can be made ({error}); expected fewer open files"
+        finally:
+            close(spare)
+        os.set_blocking(self.fds[0], False)
         return ""
 
-    def _open(self, facts: list[tuple[tuple[str, ...], int, str, dict[int, int]]]) -> str:
-        """Open the pipes in which the other ranks want their messages. Returns why that failed, or nothing."""
-        for rank in self.others:
-            _, process, _, ends = facts[rank]
-            try:
-                self.sinks[rank] = os.open(f"/proc/{process}/fd/{ends[self.rank]}", os.O_WRONLY)
-            except OSError as error:
-                return f"a pipe of rank {rank} cannot be opened ({error}); expected processes of one user and container"
-            self.fds.append(self.sinks[rank])
-        return ""
+    def why_not(self, ranks: Sequence[int]) -> str:
+        """Why these ranks of the job cannot write to each other's pipes, or nothing; the same on each of them."""
+        for rank in ranks:
+            if rank not in self.hosts:
+                self.hosts[rank] = pickle.loads(self.store.get(str(rank)))[:2]
+        hosts = [self.hosts[rank][0] for rank in ranks]
+        if () in hosts:
+            return f"rank {hosts.index(())} is not on Linux, or may not read its /proc"
+        if len(set(hosts)) > 1:
+            other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
+            return f"rank 0 is on host {' '.join(hosts[0])} and rank {other} on {' '.join(hosts[other])}"
+        return "; ".join(f"rank {i}: {self.hosts[rank][1]}" for i, rank in enumerate(ranks) if self.hosts[rank][1])
+
+    def within_reach(self) -> list[int]:
+        """The other ranks of the job to which this one can send now."""
+        here = [rank for rank in range(self.world_size) if self.store.check([str(rank)])]
+        return [rank for rank in here if rank != self.rank and not self.why_not([self.rank, rank])]
+
+    def sink(self, rank: int) -> int:
+        """The pipe into another rank. Raises RuntimeError if that has ended."""
+        until = time.monotonic() + STALE
+        while rank not in self.sinks:
+            path, number = pickle.loads(self.store.get(str(rank)))[2]
+            if os.path.exists(path) and os.stat(path).st_ino == number:
+                self.sinks[rank] = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+                self.fds.append(self.sinks[rank])
+            elif time.monotonic() > until:  # before that, it may be the place in an earlier job on the same store
+                raise RuntimeError(f"Connection closed by peer: rank {rank} has ended")
+            else:
+                time.sleep(0.01)
+        return self.sinks[rank]
 
     def send(self, kind: int, to: int, message: bytes = b"") -> None:
-        """Send at most LONGEST bytes to rank `to`, and return at once. Raises RuntimeError if it has ended."""
-        try:
-            os.write(self.sinks[to], HEAD.pack(kind, len(message)) + message)
-        except BrokenPipeError:
-            raise RuntimeError(f"Broken pipe: rank {to} has ended") from None
+        """Send a message to rank `to`, and return at once. Raises RuntimeError if it has ended."""
+        for begin in range(0, max(1, len(message)), LONGEST):
+            part = message[begin : begin + LONGEST]
+            head = HEAD.pack(kind, self.rank, begin + LONGEST >= len(message), len(part))
+            while True:
+                try:
+                    os.write(self.sink(to), head + part)
+                    break
+                except BlockingIOError:  # the pipe is full. The other rank may wait for room in this one's
+                    if not self._read():
+                        time.sleep(AWAKE)
+                except BrokenPipeError:
+                    raise RuntimeError(f"Broken pipe: rank {to} has ended") from None
 
-    def wait(self, kind: int, of: int) -> bytes:
+    def _read(self) -> bool:
+        """Read a part of a message, if one is there."""
+        try:
+            head = os.read(self.fds[0], HEAD.size)
+        except BlockingIOError:
+            return False
+        kind, sender, last, size = HEAD.unpack(head)
+        part = os.read(self.fds[0], size) if size else b""
+        if not last:
+            self.begun[kind, sender] += part
+        else:
+            self.arrived[kind][sender].append(self.begun.pop((kind, sender), b"") + part)
+        return True
+
+    def wait(self, kind: int, of: int, limit: timedelta, end: int = -1) -> bytes:
         """The next message of this kind from rank `of`. A rank looks for it again and again at first, and then sleeps.
 
-        Raises RuntimeError if the rank has ended, and after the time limit of the group.
+        Raises RuntimeError if the rank has ended, after the limit, and for a message of kind `end` from any rank.
         """
-        awake = time.perf_counter() + AWAKE
-        while not self.arrived[kind, of]:
-            try:
-                head = os.read(self.sources[of], HEAD.size)
-            except BlockingIOError:
-                if time.perf_counter() < awake:
-                    os.sched_yield()  # to another rank on this core, if there is one
-                    continue
-                poll = select.poll()
-                poll.register(self.sources[of], select.POLLIN)
-                if not poll.poll(min(1000 * self.limit.total_seconds(), LONGEST_SLEEP)):
-                    raise RuntimeError(f"Timed out waiting for rank {of}, {self.limit} long") from None
+        begin = time.perf_counter()
+        while not self.arrived[kind][of]:
+            if end in self.arrived:
+                raise RuntimeError(f"rank {min(self.arrived[end])} has given up this pass: an error ended it there")
+            if self._read():
                 continue
-            if not head:
+            waited = time.perf_counter() - begin
+            if waited < AWAKE:
+                os.sched_yield()  # to another rank on this core, if there is one
+                continue
+            poll = select.poll()
+            poll.register(self.fds[0], select.POLLIN)
+            poll.register(self.sink(of), 0)  # an error there: nobody reads that pipe any more
+            ready = poll.poll(max(0, min(1000 * (limit.total_seconds() - waited), LONGEST_SLEEP)))
+            if not ready:
+                raise RuntimeError(f"Timed out waiting for rank {of}, {limit} long")
+            if self.fds[0] not in dict(ready):
                 raise RuntimeError(f"Connection closed by peer: rank {of} has ended")
-            found, size = HEAD.unpack(head)
-            self.arrived[found, of].append(os.read(self.sources[of], size) if size else b"")
-        return self.arrived[kind, of].popleft()
-
-    def exchange(self, message: bytes) -> list[bytes]:
-        """What every rank gives here, in order of rank: at most LONGEST bytes each."""
-        for rank in self.others:
-            self.send(FACTS, rank, message)
-        return [message if rank == self.rank else self.wait(FACTS, rank) for rank in range(self.world_size)]
+        return self.arrived[kind][of].popleft()
 
 
 def everyone(mine: object, group: ProcessGroup | None) -> list:
@@ -132,52 +166,40 @@ def time_limit(group: ProcessGroup) -> timedelta:
     return getattr(getattr(backend, "options", None), "_timeout", default_pg_timeout)
 
 
-def check_hosts(hosts: list[tuple[str, ...]]) -> None:
-    """Raise ValueError unless all ranks are on one host. `hosts` has what `host_of_process` says on each rank."""
-    if () in hosts:
-        raise ValueError(f"rank {hosts.index(())} is not on Linux, or may not read its /proc")
-    if len(set(hosts)) > 1:
-        other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
-        raise ValueError(f"rank 0 is on host {' '.join(hosts[0])} and rank {other} on {' '.join(hosts[other])}")
-
-
 def host_of_process() -> tuple[str, ...]:
-    """A host's name, what two hosts of one name do not share, and its network. Empty where there are no such pipes."""
+    """A host's name, what two hosts of one name do not share, and who may write here. Empty where there is no pipe."""
     if not hasattr(os, "memfd_create"):
         return ()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return platform.node(), boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
+        spaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "user"))
+        return platform.node(), boot, *spaces, f"user {os.getuid()}"
     except OSError:
         return ()
 
 
-def _close(fds: Iterable[int]) -> None:
+def close(fds: Iterable[int]) -> None:
+    """Close open files by their numbers."""
     for fd in fds:
         os.close(fd)
 
 
 def _leave_to_the_parent() -> None:
     """Close the pipes in a process that a rank has forked: else the others would not notice the rank's end."""
-    for pipes in list(_pipes.values()):
-        if isinstance(pipes, Pipes):
-            _close(pipes.fds)
-            pipes.fds.clear()
+    for inbox in list(_inboxes.values()):
+        close(inbox.fds)
+        inbox.fds.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_the_parent)
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
-_pipes: "weakref.WeakKeyDictionary[ProcessGroup, Pipes | str]" = weakref.WeakKeyDictionary()
+_inboxes: "weakref.WeakKeyDictionary[ProcessGroup, Inbox]" = weakref.WeakKeyDictionary()
 
 
-def pipes_of(group: ProcessGroup | None) -> Pipes | str:
-    """The pipes of a group, or why it has none: made at the first call, on every rank, and freed with the group."""
-    key = dist.group.WORLD if group is None else group
-    assert key is not None  # a process group exists
-    if key not in _pipes:
-        try:
-            _pipes[key] = Pipes(key)
-        except ValueError as error:  # on every rank, the same
-            _pipes[key] = str(error)
-    return _pipes[key]
+def inbox_of_job() -> Inbox:
+    """This rank's pipe and those into the others, freed with the process group of the job."""
+    job = dist.group.WORLD
+    assert job is not None  # a process group exists
+    if job not in _inboxes:
+        _inboxes[job] = Inbox(job)
+    return _inboxes[job]

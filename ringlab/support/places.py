@@ -1,4 +1,4 @@
-"""In which line of the user's code did it happen? Of a stack, the line that its reader knows best.
+"""In which line of the user's code did it happen? Of a stack or an error, the line that its reader knows best.
 
     place([("/usr/lib/python3.12/queue.py", 7, "get"), ("/home/me/ring.py", 12, "attention")])
         ->  "ring.py, line 12 in attention"
@@ -7,9 +7,11 @@ A reader of the ring may skip this file.
 """
 
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,6 +21,10 @@ HERE = Path(__file__).parent
 CALLERS = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, HERE, HERE.parents[1] / "ring_doctor"))
 PYTHON = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 INSTALLED = f"{os.sep}site-packages{os.sep}"
+LOST_CONNECTION = re.compile(
+    "Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Timed out waiting|timed out|"
+    "Socket closed|remote process exited"
+)
 
 
 def place(frames: Sequence[Frame]) -> str:
@@ -46,3 +52,24 @@ def short(path: str) -> str:
     """The path from the current folder, or the name of a file that is elsewhere."""
     file = Path(path)
     return str(file.relative_to(Path.cwd())) if file.is_relative_to(Path.cwd()) else file.name
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The error of a rank, in place of its result."""
+
+    kind: str  # "ValueError", "RuntimeError", ...
+    message: str
+    trace: str
+    where: str = ""  # "ring.py, line 12 in attention": in the user's own files, if it passed through them
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Raised":
+        """The kind, message, trace and place of an error."""
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)), place_of(error))
+
+    @property
+    def lost_connection(self) -> bool:
+        """Whether it was raised because another rank had failed: that rank's connections close."""
+        kinds = ("RuntimeError", "DistBackendError", "DistNetworkError")
+        return self.kind in kinds and LOST_CONNECTION.search(self.message) is not None

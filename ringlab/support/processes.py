@@ -1,16 +1,18 @@
 """Start the processes of a ring, give each its device, and end them together.
 
     with join_ring() as context:            under torchrun, on one host or many
-    launch(work, 4, *args)                  starts 4 processes on this host: work(context, *args) on each
+    launch(work, 4, *args)                  work(context, *args) on each of 4 new processes of this host
+    ranks = Ranks(); ranks(3, work, x)      the same on processes that stay alive: to start one costs a second
 
-One process drives one device. If every process of the host can have a GPU, they use GPUs and NCCL; otherwise they share
-the CPU's cores and use gloo. The first rank that fails ends all the others, and the caller gets its reason.
+`work` must be a function of a module; its arguments and its result are pickled. One process drives one device: a GPU
+with NCCL if every process of the host can have one, else its share of the CPU's cores, with gloo. A rank that dies ends
+all the others, and the caller gets the reason.
 
 A reader of the ring may skip this file.
 Source: the PyTorch manual, torch.distributed.
 """
 
-import json
+import math
 import os
 import pickle
 import signal
@@ -19,20 +21,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context, parent_process
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ringlab.support.places import place_of
+from ringlab.support.places import Raised as Raised
 
 # The longest wait for one message. When a rank ends, its connections close, and the others notice at once. The limit is
 # for a rank that hangs. It must exceed the time that a slow machine needs to compute on one block.
@@ -42,15 +44,9 @@ UNGUARDED = (
     "each process imports this script, and the script would start processes again; expected its last lines under "
     "`if __name__ == '__main__':`"
 )
-# Imported once, not once a rank: torch, and what the first backward pass imports (0.6 s).
-PRELOAD = ["torch.distributed", "torch.fx.experimental.symbolic_shapes"]
-# fmt: off
-LOST_CONNECTION = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused",
-    "Timed out waiting", "timed out", "Socket closed", "remote process exited",
-)
-# fmt: on
-FAILED = "failed-"  # the files in which the ranks of `launch` say why they fail; their names sort by time
+PRELOAD = ["torch.distributed", "torch.fx.experimental.symbolic_shapes"]  # once, not once a rank: backward, 0.6 s
+LOOK = 1.0  # seconds between two looks at ranks that do not answer
+GRACE = 5.0  # seconds for the other ranks once a rank has raised
 
 
 @dataclass(frozen=True)
@@ -63,46 +59,19 @@ class RankContext:
     why: str  # the reason for this device and backend, for the reader
 
 
-@dataclass(frozen=True)
-class Raised:
-    """The error of a rank, in place of its result."""
-
-    kind: str  # "ValueError", "RuntimeError", ...
-    message: str
-    trace: str
-    where: str = ""  # "ring.py, line 12 in attention": in the user's own files, if it passed through them
-
-    @classmethod
-    def of(cls, error: BaseException) -> "Raised":
-        """The kind, message, trace and place of an error."""
-        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)), place_of(error))
-
-    @property
-    def lost_connection(self) -> bool:
-        """Whether it was raised because another rank had failed: that rank's connections close."""
-        return self.kind in ("RuntimeError", "DistBackendError", "DistNetworkError") and any(
-            words in self.message for words in LOST_CONNECTION
-        )
-
-
 def choose_device(requested: str, local_world_size: int) -> tuple[str, str, str]:
-    """("cuda" or "cpu", "nccl" or "gloo", the reason), for `local_world_size` processes on this host.
-
-    `requested` is "auto", "cuda" or "cpu". Raises ValueError for another word, and for "cuda" with too few GPUs.
-    """
+    """("cuda" or "cpu", "nccl" or "gloo", why) for so many processes of a host. Raises ValueError for too few GPUs."""
     if requested not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device is {requested!r}; expected 'auto', 'cpu' or 'cuda'")
     gpus = torch.cuda.device_count()
     count = f"{gpus} GPU(s) for {local_world_size} process(es) on this host"
-    if requested == "cpu":
-        return "cpu", "gloo", "as asked"
-    if gpus >= local_world_size:
-        return "cuda", "nccl", count
-    if requested == "cuda":
+    if requested == "cuda" and gpus < local_world_size:
         raise ValueError(
             f"--device cuda needs one GPU for each process: {count}. Start fewer processes or use --device cpu"
         )
-    return "cpu", "gloo", count
+    if requested == "cpu" or gpus < local_world_size:
+        return "cpu", "gloo", "as asked" if requested == "cpu" else count
+    return "cuda", "nccl", count
 
 
 def cpu_cores() -> int:
@@ -111,10 +80,7 @@ def cpu_cores() -> int:
 
 
 def forkserver() -> ForkServerContext:
-    """The way to start ranks: each is a fork of a process that has imported PRELOAD.
-
-    A rank imports the script that starts it. If the script's last lines then start ranks again, this ends the rank.
-    """
+    """How ranks start: as forks of a process with PRELOAD. A rank that would start ranks while it imports is ended."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
     if any(frame.f_globals["__name__"] == "__mp_main__" and frame.f_code.co_name == "<module>" for frame in frames):
         os._exit(NO_GUARD)
@@ -139,9 +105,8 @@ def prepare(device_type: str, number: int, threads: int, *, one_host: bool) -> t
 def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[RankContext]:
     """Join the job that started this process, yield this rank's RankContext, and leave in order.
 
-    Reads torchrun's environment; `init` goes to init_process_group (`launch` passes init_method, rank and world_size).
-    Each rank gets its own GPU or its share of the cores. Raises ValueError as `choose_device` does, and RuntimeError
-    when the body ends by sys.exit(0): the job would count that as success, and the other ranks would wait for this one.
+    Reads torchrun's environment; `init` goes to init_process_group. Raises ValueError as `choose_device` does. Raises
+    RuntimeError when the body ends by sys.exit(0): the job would count that as success, and other ranks would wait.
     """
     world_size = init.get("world_size") or int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -161,76 +126,178 @@ def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[RankConte
     dist.destroy_process_group()  # not after an error: it could wait for ever
 
 
+class LostRank(BaseException):
+    """A rank died or did not answer. It is no Exception, or Hypothesis would try hundreds of smaller examples."""
+
+    def __init__(self, reason: str, raised: dict[int, Raised], silent: Sequence[int] = ()) -> None:
+        super().__init__(reason + "".join(f"\nrank {rank} raised: {error.trace}" for rank, error in raised.items()))
+        self.reason, self.raised, self.silent = reason, raised, silent  # raised by other ranks; ranks without an answer
+
+
+class Ranks:
+    """The processes, or none until they are needed."""
+
+    def __init__(self, size: int = 8, seconds: float = 60.0, device: str = "cpu", errors: Path | None = None) -> None:
+        """At most `size` ranks. A call may take `seconds`; a message, twice as long: the end of a call comes first.
+        What the ranks write to stderr comes into the folder `errors`, a file for each, or to this process's stderr."""
+        self._size, self.seconds, self._device, self._errors = size, seconds, choose_device(device, size), errors
+        self.threads, self.waits = 1, True  # of a rank; whether the other ranks may answer when one has raised
+        self.hang: Callable[[list[int]], bool] = lambda silent: False  # whether these ranks will never answer
+        self._forget()
+
+    def _forget(self) -> None:
+        self._workers: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._store: dist.TCPStore | None = None  # where the ranks meet
+        self._world, self._world_size = 0, 0  # the number of the process group that the ranks are in, and its size
+
+    def __call__(self, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+        """The result of each rank. Raises RuntimeError if a rank raised, LostRank if it died or did not answer."""
+        outcomes = self.outcomes(world_size, work, *args)
+        for rank, outcome in enumerate(outcomes):
+            if isinstance(outcome, Raised):
+                raise RuntimeError(f"rank {rank} raised: {outcome.trace}")
+        return outcomes
+
+    def outcomes(self, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+        """The result of each rank, or `Raised`. LostRank if one died or was too slow, ValueError if UNGUARDED."""
+        if not all(worker.is_alive() for worker in self._workers):
+            self.stop()
+        if not self._workers:
+            self._start()
+        if world_size != self._world_size:
+            self._world, self._world_size = self._world + 1, world_size
+        request = pickle.dumps((self._world, world_size, work, args))
+        outcomes: dict[int, Any] = {}
+        for rank, pipe in enumerate(self._pipes[:world_size]):
+            try:
+                pipe.send_bytes(request)
+            except OSError:  # it ended while it started
+                self._give_up(self._death_of(rank), outcomes)
+        deadline = time.monotonic() + self.seconds
+        while len(outcomes) < world_size:
+            waiting = {rank: self._pipes[rank] for rank in range(world_size) if rank not in outcomes}
+            answered = connection.wait(list(waiting.values()), timeout=max(0.0, min(LOOK, deadline - time.monotonic())))
+            if not answered and (time.monotonic() >= deadline or self.hang(list(waiting))):
+                self._give_up(f"rank(s) {list(waiting)} did not answer in time", outcomes, list(waiting))
+            for rank, pipe in waiting.items():
+                if pipe in answered:
+                    try:
+                        outcomes[rank] = pickle.loads(pipe.recv_bytes())
+                    except (EOFError, OSError):
+                        self._give_up(self._death_of(rank), outcomes)
+            if raised := [outcome for outcome in outcomes.values() if isinstance(outcome, Raised)]:
+                wait = self.waits or all(each.lost_connection for each in raised)  # which follows from another error
+                deadline = min(deadline, time.monotonic() + (GRACE if wait else 0))
+        if any(isinstance(outcome, Raised) and outcome.kind != "ValueError" for outcome in outcomes.values()):
+            self._world_size = 0  # messages may still be under way in this process group: the next call forms a new one
+        return [outcomes[rank] for rank in range(world_size)]
+
+    def stop(self, grace: float = 0.0) -> None:
+        """End the processes. They have `grace` seconds to end by themselves, so that what they have printed is seen."""
+        for pipe in self._pipes:
+            pipe.close()
+        for worker in self._workers:
+            worker.join(grace)
+            worker.kill()
+            worker.join()
+        self._forget()
+
+    def _start(self) -> None:
+        context = forkserver()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        limit = timedelta(seconds=2 * self.seconds) if self.seconds < math.inf else TIME_LIMIT
+        for rank in range(self._size):
+            here, there = context.Pipe()
+            of_rank = rank, self._store.port, there, self._device, limit, self.threads, self._errors
+            (worker := context.Process(target=_serve, args=of_rank, daemon=True)).start()
+            self._workers.append(worker)  # now it can be ended: a signal may come while it starts
+            self._pipes.append(here)
+            there.close()  # the worker's copy is now the only one, so its death ends the pipe
+
+    def _death_of(self, rank: int) -> str:
+        """How a rank died, in words. Raises ValueError when it ended because a script has no main guard."""
+        worker = self._workers[rank]
+        worker.join(GRACE)
+        status = worker.exitcode or 0
+        if status == NO_GUARD:
+            self.stop()
+            raise ValueError(UNGUARDED) from None
+        return f"rank {rank} died ({signal.Signals(-status).name if status < 0 else f'exit status {status}'})"
+
+    def _give_up(self, reason: str, outcomes: dict[int, Any], silent: Sequence[int] = ()) -> NoReturn:
+        self.stop()
+        raise LostRank(reason, {rank: each for rank, each in outcomes.items() if isinstance(each, Raised)}, silent)
+
+
+def _serve(
+    rank: int,
+    port: int,
+    pipe: Connection,
+    device_of: tuple[str, ...],
+    limit: timedelta,
+    threads: int,
+    errors: Path | None,
+) -> None:
+    """The life of a rank: receive some work, join the process group for it, send back the result."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C: the process that started the pool ends this one
+    if errors:
+        with (errors / f"stderr of rank {rank}").open("wb") as file:
+            os.dup2(file.fileno(), 2)
+    device_type, backend, why = device_of
+    device = prepare(device_type, rank, threads, one_host=True)
+    store, joined = dist.TCPStore("127.0.0.1", port, is_master=False), None
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            return  # the process that started the pool has ended, or needs no more
+        try:
+            world, world_size, work, args = pickle.loads(request)
+            if world != joined:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                names = dist.PrefixStore(f"world {world}", store)  # no key of an earlier group is seen
+                dist.init_process_group(backend, store=names, rank=rank, world_size=world_size, timeout=limit)
+                joined = world
+            outcome = work(RankContext(rank, world_size, device, f"{device_type} with {backend}: {why}"), *args)
+        except Exception as error:
+            outcome = Raised.of(error)
+        with suppress(OSError):  # the process that asked may have given up: then the next request is the end
+            pipe.send_bytes(pickle.dumps(outcome))
+
+
 def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu") -> list[Any]:
     """Run work(context, *args) on `world_size` new processes of this host and return what each returned, by rank.
 
-    `work` must be a function of a module; its arguments and its result must be picklable. `device` is as in
-    `choose_device`. The first rank that fails ends all the others. When it raised ValueError, so does this, with the
-    same message. Otherwise this raises RuntimeError with the rank's traceback, signal or exit status.
+    `device` is as in `choose_device`. The first rank that fails ends all the others. When it raised ValueError, so does
+    this, with the same message. Otherwise this raises RuntimeError with the rank's traceback, signal or exit status.
     """
-    choose_device(device, world_size)
-    context = forkserver()
-    with TemporaryDirectory() as name:  # where the ranks meet, and write their results or their reasons to fail
-        folder = Path(name)
-        workers = [
-            context.Process(target=_run_rank, args=(rank, world_size, folder, device, work, args), daemon=True)
-            for rank in range(world_size)
-        ]
-        try:
-            for worker in workers:
-                worker.start()
-            failed = _wait(workers, folder)
-        finally:
-            for worker in workers:
-                worker.kill()  # has no effect on a worker that has ended
-                worker.join()
-        if failed:
-            raise _reason(failed, folder)
-        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]
-
-
-def _wait(workers: Sequence[BaseProcess], folder: Path) -> dict[int, int]:
-    """Wait until all are done or one has failed. Returns {rank: exit status} of those that ended without a result."""
-    running: Sequence[BaseProcess] = workers
-    failed: dict[int, int] = {}
-    while running and not failed:
-        connection.wait([worker.sentinel for worker in running])
-        running = [worker for worker in workers if worker.is_alive()]
-        ended = {rank: worker.exitcode or 0 for rank, worker in enumerate(workers) if worker not in running}
-        failed = {rank: status for rank, status in ended.items() if status or not (folder / str(rank)).exists()}
-    return failed
-
-
-def _reason(failed: dict[int, int], folder: Path) -> ValueError | RuntimeError:
-    """The reason of the rank that failed first. The others fail because they lost their connection to it."""
-    told = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{FAILED}*"))]
-    for rank, status in failed.items():
-        if status == NO_GUARD:
-            return ValueError(UNGUARDED)
-        if rank not in {other for other, *_ in told}:  # it wrote no reason
-            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"left with exit status {status}"
-            return RuntimeError(f"rank {rank} {how} before its work was done")
-    rank, *first = told[0]
-    raised = Raised(*first)
-    if raised.kind == "ValueError":
-        return ValueError(raised.message)
-    return RuntimeError(f"rank {rank} failed: {raised.trace}")
-
-
-def _run_rank(
-    rank: int, world_size: int, folder: Path, device: str, work: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    init = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": world_size}
+    ranks, reason = Ranks(world_size, math.inf, device), ""
+    ranks.threads, ranks.waits = max(1, cpu_cores() // world_size), False
     try:
-        with join_ring(device, **init) as context:
-            result = work(context, *args)
-        (folder / str(rank)).write_bytes(pickle.dumps(result))
-    except BaseException as error:
-        told = folder / f"telling-{rank}"
-        told.write_text(json.dumps([rank, *astuple(Raised.of(error))]))
-        told.rename(folder / f"{FAILED}{time.monotonic_ns():020}-{rank}")  # complete, even if this rank is killed now
-        os._exit(1)
+        outcomes = ranks.outcomes(world_size, _to_the_end, work, *args)
+        ranks.stop(GRACE)
+        raised = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, Raised)}
+    except LostRank as lost:
+        raised, reason = lost.raised, lost.reason
+    finally:
+        ranks.stop()
+    for rank, error in sorted(raised.items(), key=lambda each: each[1].lost_connection):
+        if not (error.lost_connection and "died" in reason):  # else it lost its connection to the one that died
+            value = error.kind == "ValueError"
+            raise ValueError(error.message) if value else RuntimeError(f"rank {rank} failed: {error.trace}")
+    if reason:
+        raise RuntimeError(f"{reason} before its work was done")
+    return outcomes
+
+
+def _to_the_end(context: RankContext, work: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return work(context, *args)
+    except SystemExit as end:
+        raise RuntimeError(f"sys.exit({end.code}) inside join_ring: expected every rank to work to the end") from end
 
 
 def end_with_parent() -> None:

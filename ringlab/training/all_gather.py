@@ -43,7 +43,7 @@ from ringlab.training.cases import CASES, chunks_of_cases, random_inputs, report
 from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import NAMED, layout_of
-from ringlab.training.overlap import keys_and_values
+from ringlab.training.overlap import keys_and_values, numbers_of_token
 from ringlab.training.partition import Partition, cut, every
 from ringlab.training.schedule import Round, Schedule
 
@@ -52,14 +52,9 @@ all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else d
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
-def numbers_of_token(k: Tensor, v: Tensor) -> int:
-    """How many numbers one head of k (B, G, C, D) and v (B, G, C, Dv) has for a token: B·(D + Dv)."""
-    return len(k) * (k.shape[-1] + v.shape[-1])
-
-
 def buffer_for_all(k: Tensor, v: Tensor, lengths: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A buffer for one head of the blocks of all ranks: (P, B·C·(D + Dv)), where C is the longest chunk."""
-    return torch.empty(len(lengths), max(lengths) * numbers_of_token(k, v), dtype=dtype, device=k.device)
+    return torch.empty(len(lengths), max(lengths) * numbers_of_token(k[:, :1], v[:, :1]), dtype=dtype, device=k.device)
 
 
 @lru_cache(maxsize=4096)  # every head and layer of a model asks the same
@@ -107,12 +102,12 @@ class AllGather(Schedule):
 
     def block(self, k: Tensor, v: Tensor, blocks: Tensor, j: int) -> tuple[Tensor, Tensor]:
         """K (B, 1, C_j, D) and V (B, 1, C_j, Dv) of rank j, or their gradients, in one of the `blocks`."""
-        numbers = self.partition.lengths[j] * numbers_of_token(k, v)
+        numbers = self.partition.lengths[j] * numbers_of_token(k[:, :1], v[:, :1])
         return keys_and_values(blocks[j, :numbers], k[:, :1], v[:, :1])
 
     def whole(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Zeros for K and V of all tokens, or their gradients: (B, 1, S, D) and (B, 1, S, Dv)."""
-        zeros = torch.zeros(self.partition.seq_len * numbers_of_token(k, v), dtype=dtype, device=k.device)
+        zeros = torch.zeros(self.partition.seq_len * numbers_of_token(k[:, :1], v[:, :1]), dtype=dtype, device=k.device)
         return keys_and_values(zeros, k[:, :1], v[:, :1])
 
     def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> "SumsOfHeads":
@@ -144,7 +139,7 @@ class SumsOfHeads:
         self.wait()  # for the head before: so no more than two heads of sums take room
         total, self.parts = torch.empty_like(by_rank[0]), None
         self.adding = reduce_scatter(total, by_rank.flatten(), group=schedule.group, async_op=True)
-        own = total[: k.shape[2] * numbers_of_token(k, v)]
+        own = total[: k.shape[2] * numbers_of_token(k[:, :1], v[:, :1])]
         self.totals.append(keys_and_values(own, k[:, :1], v[:, :1]))
 
     def wait(self) -> None:

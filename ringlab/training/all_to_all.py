@@ -105,6 +105,9 @@ class AllToAll(Schedule):
         in_order = Partition(self.partition.mask, "contiguous", (self.partition.seq_len,))
         return Alone(in_order, self.scale)
 
+    def prepare(self) -> None:
+        _ = self.exchange
+
     @property
     def own_heads(self) -> slice:
         return self.exchange.queries[dist.get_rank(self.exchange.group)]
@@ -116,8 +119,15 @@ class AllToAll(Schedule):
         return self.exchange.to_tokens(tensors)
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
+        return self.of_heads(self.between.rounds(k, v))
+
+    def rounds_back(self, k: Tensor, v: Tensor) -> Iterator[Round]:
+        return self.of_heads(self.between.rounds_back(k, v))
+
+    def of_heads(self, rounds: Iterator[Round]) -> Iterator[Round]:
+        """The same rounds, with the pieces of each run of this rank's heads."""
         runs_of_heads = runs(self.own_heads, self.heads // self.kv_heads)
-        for t, k_j, v_j, pieces in self.between.rounds(k, v):
+        for t, k_j, v_j, pieces in rounds:
             of_runs = (replace(p, heads=heads, kv_heads=keys) for heads, keys in runs_of_heads for p in pieces)
             yield t, k_j, v_j, tuple(of_runs)
 

@@ -9,11 +9,12 @@ each device sends the block in hand to the same device of the next host as well,
 slow link has the time of g rounds, the g devices of a host send at once, and a pass has n - 1 slow hops, not P - 1.
 
 Gradients: inside a turn the sums of dK and dV travel as in the ring, and come home to the device that began the turn
-with their block. There they are added to the sums from the host before, which then travel to the next host.
+with their block. There they are added to the sums from the host before, which then travel to the next host. What a host
+finds for its own blocks need not travel to another host. That is the last turn, while the others come home.
 
 Shapes: on each rank q and out are (B, H, C, D), k and v (B, G, C, D), as in flash_ring.py. A block: 2·B·G·C·D numbers.
 In the forward pass a rank sends P - n blocks inside its host and n - 1 to another host. In the backward pass it sends
-these again, and the gradients of P blocks inside and of n to another host, in float32 at least.
+these again, and the gradients of as many blocks, in float32 at least.
 
     $ python -m ringlab.training.double_ring
     2 hosts of 2 devices: blocks in hand on ranks 0 to 3
@@ -42,7 +43,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,9 +56,11 @@ from ringlab.training.cases import BALANCED, chunks_of_cases, random_inputs, rep
 from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.masks import Mask
-from ringlab.training.overlap import arriving_blocks
+from ringlab.training.overlap import arriving_blocks, own_last
 from ringlab.training.partition import Partition
-from ringlab.training.schedule import Group, Ring, Round, Schedule, Sums, TravellingSums
+from ringlab.training.schedule import Group, Ring, Round, Schedule, TravellingSums
+
+First = tuple[int, tuple[Tensor, Tensor]]  # u, and the block that is in hand when turn u begins
 
 
 class DoubleRing(Schedule):
@@ -89,12 +92,22 @@ class DoubleRing(Schedule):
         return self.inside(turn, self.scale, inside)
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
+        return self.rounds_of(self.firsts(k, v))
+
+    def rounds_back(self, k: Tensor, v: Tensor) -> Iterator[Round]:
+        return self.rounds_of(own_last(self.firsts(k, v)))
+
+    def firsts(self, k: Tensor, v: Tensor) -> Iterator[First]:
+        """Yield u and the first block of turn u. Meanwhile that of the next turn travels."""
         (_, g), (_, device) = self.group.shape, self.group.get_coordinate()
         across, _ = self.group.get_all_groups()
         lengths, hops = self.partition.lengths[device::g], self.turns - 1
-        for u, first in enumerate(arriving_blocks(k, v, lengths=lengths, group=across, hops=hops)):
+        yield from enumerate(arriving_blocks(k, v, lengths=lengths, group=across, hops=hops))
+
+    def rounds_of(self, firsts: Iterator[First]) -> Iterator[Round]:
+        for u, first in firsts:
             for s, k_j, v_j, pieces in self.turn(u).rounds(*first):
-                yield u * g + s, k_j, v_j, pieces
+                yield u * self.group.shape[1] + s, k_j, v_j, pieces
 
     def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> "DoubleSums":
         return DoubleSums(k, v, dtype, self)
@@ -121,32 +134,22 @@ class Turn:
         return self.whole.pieces(self.here + rank, self.origin + block)
 
 
-class SumsInside(Sums, Protocol):
-    """The sums of a ring inside a host."""
-
-    def begin_home(self) -> Sequence[Tensor]:
-        """dk and dv of this rank's block of the turn, whole after `wait`."""
-        ...
-
-    def wait(self) -> None:
-        """Wait for the messages that are on their way."""
-        ...
-
-
 class DoubleSums:
     """The sums of a turn come home inside the host during the first round of the next turn, and go on to the next host.
 
-    So a slow hop of the sums has the time of g rounds too. After the last turn two messages home are exposed.
+    So a slow hop of the sums has the time of g rounds too. The turn of the own host is the last: its sums need not
+    travel on, and those of other hosts come home meanwhile. One message is exposed, the last one home inside the host.
     """
 
     def __init__(self, k: Tensor, v: Tensor, dtype: torch.dtype, rings: DoubleRing) -> None:
         """k and v are this rank's own block."""
         (_, self.g), (_, device) = rings.group.shape, rings.group.get_coordinate()
         across, _ = rings.group.get_all_groups()
-        self.rings, self.of_turn = rings, lambda u: cast(SumsInside, rings.turn(u).sums(k, v, dtype))
+        self.rings, self.of_turn = rings, lambda u: rings.turn(u).sums(k, v, dtype)
         lengths, hops = rings.partition.lengths[device :: self.g], rings.turns - 1
         self.between = TravellingSums(k, v, dtype, lengths=lengths, group=across, hops=hops)
-        self.turn = self.of_turn(0)
+        self.ended = self.turn = self.of_turn(min(hops, 1))
+        self.u = 0  # of the turn that has ended
 
     def of_round(self, t: int) -> Sequence[Tensor]:
         return self.turn.of_round(t % self.g)
@@ -154,22 +157,21 @@ class DoubleSums:
     def send_on(self, t: int) -> None:
         u, s = divmod(t, self.g)
         self.turn.send_on(s)
-        if s == 0 and u > 0:
-            self.pass_on(u - 1)
+        if s == 0 and self.u > 0:
+            self.pass_on(self.u)
         if s == self.g - 1:
-            self.ended, self.coming = self.turn, self.turn.begin_home()
-            if u + 1 < self.rings.turns:
-                self.turn = self.of_turn(u + 1)  # also for blocks of which this rank computes nothing
+            self.u, self.ended = u, self.turn
+            if u > 0:
+                self.turn = self.of_turn((u + 1) % self.rings.turns)  # also where this rank computes nothing
 
     def pass_on(self, u: int) -> None:
         """Add the sums of turn u to those of the hosts before, and begin to send them to the next host."""
-        self.ended.wait()
-        for total, part in zip(self.between.of_round(u), self.coming, strict=True):
+        for total, part in zip(self.between.of_round(u), self.ended.home(), strict=True):
             total += part
         self.between.send_on(u)
 
     def home(self) -> tuple[Tensor, Tensor]:
-        self.pass_on(self.rings.turns - 1)
+        self.pass_on(0)
         return self.between.home()
 
 

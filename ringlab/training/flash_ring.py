@@ -6,9 +6,9 @@
 Shapes: B sequences, H query heads, G key/value heads, P ranks, C = S/P tokens on each, D numbers in a head. On each
 rank q and out are (B, H, C, D), k and v (B, G, C, D), of the tokens that `ringlab.training.layouts.shard` gives to the
 rank. out, lse (B, H, C) and the gradients are summed in float32 at least. In the forward pass a rank sends (P-1) ·
-2·B·G·C·D numbers. In the backward pass it sends the same again, and P · 2·B·G·C·D numbers of gradients, in float32 at
-least. Some models have a v of another head dimension Dv, (B, G, C, Dv). Then out is (B, H, C, Dv), and D + Dv stands in
-place of 2·D.
+2·B·G·C·D numbers. In the backward pass it sends the same again, and as many numbers of gradients, in float32 at least.
+Some models have a v of another head dimension Dv, (B, G, C, Dv). Then out is (B, H, C, Dv), and D + Dv stands in place
+of 2·D.
 
     $ python -m ringlab.training.flash_ring
     4 ranks, S = 512, 8 query heads on 2, float32, against full attention in float64
@@ -41,13 +41,14 @@ Source: Liu et al. 2024, algorithm 1 and appendix A; Brandon et al. 2023, sectio
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.support.agreement import agree, one_pass
 from ringlab.support.processes import launch
 from ringlab.support.timeline import span
 from ringlab.training.backward import differentiable_once
@@ -55,19 +56,20 @@ from ringlab.training.cases import CASES, chunks_of_cases, random_inputs, report
 from ringlab.training.causal import BlockSlice
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.layouts import Layout
-from ringlab.training.schedule import Group, Ring, Schedule, agree_on_partition, checked_group
+from ringlab.training.schedule import Group, Ring, Schedule, agree_on_schedule
 
 Options = ParamSpec("Options")
+Result = TypeVar("Result")
 
 
-def left_as_it_is(attention: Callable[Options, Tensor]) -> Callable[Options, Tensor]:
+def left_as_it_is(attention: Callable[Options, Result]) -> Callable[Options, Result]:
     """torch.compile ends its graph before the attention, runs it as it is, and begins another graph behind it.
 
     What is in there are fused kernels, and messages at the right time: nothing for a compiler. fullgraph=True raises.
     """
 
     @wraps(attention)
-    def call(*args: Options.args, **options: Options.kwargs) -> Tensor:
+    def call(*args: Options.args, **options: Options.kwargs) -> Result:
         if torch.compiler.is_compiling():  # asked first: else every rank would import the compiler, for a second
             torch._dynamo.graph_break(msg="attention over ranks is not compiled; expected fullgraph=False")
             return torch.compiler.disable(attention)(*args, **options)
@@ -117,24 +119,11 @@ def ring_flash_attention(
     ranks disagree, or layout or mask do not fit, every rank raises the same ValueError before any block travels.
     Liu et al. 2024, algorithm 1.
     """
-    group = checked_group(schedule, group, q.shape[1:2].numel())
     q, k, v = as_autocast(q, k, v)
-    partition, scale = agree_on_partition(
-        q,
-        k,
-        v,
-        scale,
-        group,
-        sinks=sinks,
-        softcap=softcap,
-        layout=layout,
-        schedule=schedule,
-        causal=causal,
-        documents=documents,
-        window=window,
-        global_tokens=global_tokens,
-    )
-    return FlashRing.apply(q, k, v, schedule(partition, scale, group, q.shape[1], k.shape[1], softcap), sinks)
+    mask = {"causal": causal, "documents": documents, "window": window, "global_tokens": global_tokens}
+    options: dict[str, Any] = {"sinks": sinks, "softcap": softcap, "layout": layout, "schedule": schedule, **mask}
+    agreed = agree_on_schedule(q, k, v, scale, group, name="ring_flash_attention", **options)
+    return FlashRing.apply(q, k, v, agreed, sinks)
 
 
 @left_as_it_is
@@ -166,12 +155,10 @@ def scaled_dot_product_attention(
         if not enable_gqa and q.dim() == k.dim() == 4 and q.shape[1] != k.shape[1]:
             raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; expected enable_gqa=True for that")
 
-    group = checked_group(schedule, group, query.shape[1:2].numel())
     query, key, value = as_autocast(query, key, value)
     options: dict[str, Any] = {"layout": layout, "schedule": schedule, "check": check, "causal": is_causal}
-    partition, scale = agree_on_partition(query, key, value, scale, group, **options)
-    rounds = schedule(partition, scale, group, query.shape[1], key.shape[1])
-    return FlashRing.apply(query, key, value, rounds)
+    agreed = agree_on_schedule(query, key, value, scale, group, "scaled_dot_product_attention", **options)
+    return FlashRing.apply(query, key, value, agreed)
 
 
 class FlashRing(torch.autograd.Function):
@@ -179,23 +166,26 @@ class FlashRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, sinks: Tensor | None = None) -> Tensor:
-        q, k, v = schedule.to_heads(q, k, v)
-        out, lse = ring_forward(q, k, v, schedule, None if sinks is None else sinks[schedule.own_heads])
-        ctx.schedule = schedule
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        return schedule.to_tokens(out)[0]
+        with one_pass(schedule.group, schedule.give_up):
+            q, k, v = schedule.to_heads(q, k, v)
+            out, lse = ring_forward(q, k, v, schedule, None if sinks is None else sinks[schedule.own_heads])
+            ctx.schedule = schedule
+            ctx.save_for_backward(q, k, v, out, lse, sinks)
+            return schedule.to_tokens(out)[0]
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         schedule, (q, k, v, out, lse, sinks) = ctx.schedule, ctx.saved_tensors
-        (d_out,) = schedule.to_heads(d_out)
-        d_sinks = None
-        if sinks is not None:
-            d_sinks = torch.zeros_like(sinks)
-            d_sinks[schedule.own_heads] = sinks_backward(sinks[schedule.own_heads], out, lse, d_out).to(sinks.dtype)
-        gradients = ring_backward(q, k, v, out, lse, d_out, schedule)
-        return *schedule.to_tokens(*(gradient.to(d_out.dtype) for gradient in gradients)), None, d_sinks
+        agree(lambda: None, schedule.group, function=f"the backward pass of call {schedule.call}")
+        with one_pass(schedule.group, schedule.give_up):
+            (d_out,) = schedule.to_heads(d_out)
+            d_sinks = None
+            if sinks is not None:
+                d_sinks = torch.zeros_like(sinks)
+                d_sinks[schedule.own_heads] = sinks_backward(sinks[schedule.own_heads], out, lse, d_out).to(sinks.dtype)
+            gradients = ring_backward(q, k, v, out, lse, d_out, schedule)
+            return *schedule.to_tokens(*(gradient.to(d_out.dtype) for gradient in gradients)), None, d_sinks
 
 
 def ring_forward(
@@ -258,7 +248,7 @@ def ring_backward(
     """dq, dk and dv of this rank's chunks, shaped as q, k and v, in lse's dtype. Liu et al. 2024, appendix A."""
     d_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     sums = schedule.sums(k, v, lse.dtype)
-    for t, k_j, v_j, pieces in schedule.rounds(k, v):
+    for t, k_j, v_j, pieces in schedule.rounds_back(k, v):
         for piece in pieces:
             with span("compute", t, k_j, v_j):
                 rows, *of_rows = queries_of(piece, q, out, lse, d_out)

@@ -38,17 +38,18 @@ means exp(lse_1) + exp(lse_2).
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringlab.basics.blockwise_attention import TILE, blockwise_attention
+from ringlab.basics.blockwise_attention import TILE, attend_tile, blockwise_attention
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.online_softmax import merge
 from ringlab.support.rounding import exact_attention, report
-from ringlab.training.backward import block_backward
-from ringlab.training.softcap import capped_backward, capped_forward
+from ringlab.training.backward import block_backward, tile_backward
+from ringlab.training.softcap import capped_attend, capped_backward
 
 aten = torch.ops.aten
 
@@ -106,9 +107,8 @@ def _plain_forward(
 ) -> tuple[Tensor, Tensor]:
     k, v = (_repeated(x, q) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):  # autocast would compute the scores in 16 bits
-        if softcap is None:
-            return blockwise_attention(q, k, v, block_size=TILE, causal=causal, scale=scale)
-        return capped_forward(q, k, v, scale=scale, softcap=softcap, causal=causal)
+        tile = attend_tile if softcap is None else partial(capped_attend, softcap=softcap)
+        return blockwise_attention(q, k, v, block_size=TILE, causal=causal, scale=scale, tile=tile)
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -187,11 +187,8 @@ def _backward_of_one_width(
     else:
         delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, Sq)
         with torch.autocast(q.device.type, enabled=False):
-            if softcap is None:
-                d_q, d_k, d_v = block_backward(q, k, v, d_out, lse, delta, scale, causal=causal)
-            else:
-                of_rows = d_out, lse, delta
-                d_q, d_k, d_v = capped_backward(q, k, v, *of_rows, scale=scale, softcap=softcap, causal=causal)
+            tile = tile_backward if softcap is None else partial(capped_backward, softcap=softcap)
+            d_q, d_k, d_v = block_backward(q, k, v, d_out, lse, delta, scale, causal=causal, tile=tile)
     return d_q, *(x.unflatten(1, (G, -1)).sum(dim=2) for x in (d_k, d_v))
 
 

@@ -30,7 +30,7 @@ import sys
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ringlab.basics.chunks import agree_on_chunks, needs_gradients
+from ringlab.basics.chunks import agree_on_chunks
 from ringlab.basics.naive_attention import check_qkv
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext, launch
@@ -81,8 +81,7 @@ def ring_attention(
 
     It raises the same errors, and ValueError when H is not a multiple of G. Ainslie et al. 2023, section 2.2.
     """
-    gradients = needs_gradients(q, k, v)
-    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_grouped_chunks, gradients=gradients)
+    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_grouped_chunks)
     out = RingAttention.apply(fold(q, k.shape[1]), k, v, scale, lengths, group)
     return unfold(out, q.shape[1])
 

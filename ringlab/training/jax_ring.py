@@ -5,8 +5,8 @@
     gradients   custom_vjp, weights from lse    as in backward.py; JAX's own would keep the weights of all rounds
 
 scan(body, carry, xs) returns (carry, outputs). These rounds have no outputs.
-The paper's listing scans P rounds, one hop more than K and V need. In both, dK and dV hop after the work of a round, so
-their hops are not hidden.
+The paper's listing scans P rounds, one hop more than K and V need, and one more than dK and dV need. In both, dK and dV
+hop after the work of a round, so their hops are not hidden. Here the last one is, by the work on the own block.
 
 Shapes: q and out are chunks (B, H, C, D), k and v (B, G, C, D), of C = S/P tokens. Inside, the heads of q are grouped:
 (B, G, H/G, C, D), and lse is (B, G, H/G, C, 1).
@@ -131,11 +131,14 @@ def ring_backward(ring: Settings, saved: tuple[Array, ...], d_out: Array) -> tup
         d_q, *d_kv = add_block(sums, kv, t)
         return ((d_q, *hop(d_kv, ring.axis_name)), arriving), None
 
-    zeros = tuple(jnp.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-    (sums, kv), _ = lax.scan(one_round, (zeros, (k, v)), jnp.arange(last))
-    d_q, *d_kv = add_block(sums, kv, last)
-    d_kv = hop(d_kv, ring.axis_name)  # the last hop of the gradients brings them home
-    return tuple(x.astype(q.dtype) for x in (d_q, *d_kv))
+    d_q, *coming = (jnp.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    if last:
+        carry = (d_q, *coming), hop((k, v), ring.axis_name)
+        (sums, kv), _ = lax.scan(one_round, carry, jnp.arange(1, last))
+        d_q, *d_kv = add_block(sums, kv, last)
+        coming = hop(d_kv, ring.axis_name)  # home, while the device computes on its own block, whose sums stay there
+    d_q, *own = add_block((d_q, *(jnp.zeros_like(x) for x in coming)), (k, v), 0)
+    return tuple(x.astype(q.dtype) for x in (d_q, *(a + b for a, b in zip(own, coming, strict=True))))
 
 
 _ring.defvjp(_ring_saving, ring_backward)

@@ -26,9 +26,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+LayoutName = Literal["contiguous", "zigzag", "striped"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def layout_of(layout: str | Layout) -> Layout:
     """The layout of this name, or a layout as it is. Raises ValueError for anything else."""
     if isinstance(layout, Layout):
         return layout
-    if layout not in NAMED:
+    if not isinstance(layout, str) or layout not in NAMED:
         raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}, or a Layout of your own")
     return NAMED[layout]
 

@@ -33,15 +33,21 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 def lengths_of(documents: Any) -> Any:
-    """The lengths of documents, a list, tuple or tensor (documents,), as a tuple: a cache's key. Others as they are."""
-    if isinstance(documents, Tensor) and documents.dim() == 1:
+    """The lengths of documents, a list, tuple, tensor or array (documents,), as a tuple: a cache's key. Or as it is."""
+    if isinstance(documents, Tensor | np.ndarray) and documents.ndim == 1:
         documents = documents.tolist()
-    return tuple(documents) if isinstance(documents, list) else documents
+    return tuple(map(whole, documents)) if isinstance(documents, list | tuple) else documents
+
+
+def whole(number: Any) -> Any:
+    """A whole number of numpy as Python's. Others as they are."""
+    return int(number) if isinstance(number, np.integer) else number
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,8 @@ class Mask:
                 f"documents is {lengths!r}; expected a list of their lengths, whole numbers, or a tuple or tensor "
                 f"(documents,) of them, or None"
             )
-        object.__setattr__(self, "documents", lengths)
+        for name, value in (("documents", lengths), ("window", self.window), ("global_tokens", self.global_tokens)):
+            object.__setattr__(self, name, whole(value))
         if self.window is not None and type(self.window) is not int:
             raise ValueError(f"window is {self.window!r}; expected a whole number of tokens, or None")
         if self.window is not None and (self.window < 1 or not self.causal):

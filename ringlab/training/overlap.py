@@ -22,6 +22,8 @@ Source: Liu et al. 2024, section 3 ("overlapping the communication"), algorithm 
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +61,11 @@ def post(
     return dist.batch_isend_irecv(receives + sends)
 
 
+def numbers_of_token(k: Tensor, v: Tensor) -> int:
+    """How many numbers k (B, G, C, D) and v (B, G, C, Dv) have for a token."""
+    return (k.numel() + v.numel()) // k.shape[2]
+
+
 def two_buffers(
     k: Tensor, v: Tensor, lengths: Sequence[int], rank: int, dtype: torch.dtype | None = None
 ) -> Callable[[int], Tensor]:
@@ -68,9 +75,13 @@ def two_buffers(
     `keys_and_values` finds both there. k and v (B, H, C, D) are this rank's own, v with a D of its own if it likes,
     `lengths` the chunk length C of every rank, and `dtype` k's unless given.
     """
-    of_token = (k.numel() + v.numel()) // k.shape[2]  # numbers
-    buffers = [torch.empty(of_token * max(lengths), dtype=dtype or k.dtype, device=k.device) for _ in range(2)]
-    return lambda t: buffers[t % 2][: of_token * lengths[(rank - t) % len(lengths)]]
+    of_token = numbers_of_token(k, v)
+
+    @cache  # a buffer takes no room before it is asked for: with two ranks one is enough
+    def buffer(turn: int) -> Tensor:
+        return torch.empty(of_token * max(lengths), dtype=dtype or k.dtype, device=k.device)
+
+    return lambda t: buffer(t % 2)[: of_token * lengths[(rank - t) % len(lengths)]]
 
 
 def keys_and_values(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,6 +113,13 @@ def arriving_blocks(
                     work.wait()
         here = coming
     yield here
+
+
+def own_last(blocks: Iterator[Any]) -> Iterator[Any]:
+    """The blocks, but a rank's own is the last one. Its gradients stay; those of other ranks come home meanwhile."""
+    own = next(blocks)
+    yield from blocks
+    yield own
 
 
 def ring_attention(

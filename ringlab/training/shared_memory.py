@@ -53,7 +53,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.support.agreement import agree, flat_group, members
 from ringlab.support.host_memory import (
@@ -75,7 +74,7 @@ from ringlab.support.timeline import span
 from ringlab.training.cases import BALANCED, CASES, chunks_of_cases, random_inputs, report_cases, report_ranks
 from ringlab.training.double_ring import DoubleRing
 from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.overlap import keys_and_values
+from ringlab.training.overlap import keys_and_values, numbers_of_token
 from ringlab.training.schedule import Group, Ring, Round, Schedule
 
 
@@ -102,6 +101,10 @@ class SharedMemory(Schedule):
         if device.type != "cpu":
             raise ValueError(f"k is on {device}; shared memory is for tensors on CPUs: use the schedule Ring")
 
+    def prepare(self) -> None:
+        if self.partition.hops:
+            host_memory(self.group)
+
     def block(self, memory: HostMemory, j: int, k: Tensor, v: Tensor, place: int) -> tuple[Tensor, Tensor]:
         """K_j and V_j in the memory of rank j."""
         count = numbers_of_token(k, v) * self.partition.lengths[j]
@@ -115,7 +118,6 @@ class SharedMemory(Schedule):
             yield 0, k, v, pieces(rank, rank)
             return
         memory = host_memory(self.group)
-        memory.begin_pass()
         kept = memory.kept_at(k, v)
         if kept is None:
             memory.wait_for_readers()  # of the pass before
@@ -134,14 +136,20 @@ class SharedMemory(Schedule):
             memory.raise_flag(READ, j)
         if kept is not None:
             memory.wait_for_readers()  # the caller may write k and v when this call returns
-        memory.in_pass = False
+
+    def give_up(self) -> None:
+        if has_memory(self.group):
+            host_memory(self.group).give_up()
 
     def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> "SharedSums":
         return SharedSums(self, k, v, dtype)
 
 
 class SharedSums:
-    """The sums of a block stay in the memory of its rank. The ranks j, j + 1, ... add to them, one after the other."""
+    """The sums of a block stay in the memory of its rank. The ranks j, j + 1, ... add to them, one after the other.
+
+    No sum travels, so nothing is saved where the own share stays at home.
+    """
 
     def __init__(self, schedule: SharedMemory, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
         """k and v are this rank's own block."""
@@ -171,6 +179,8 @@ class SharedSums:
             self.memory.raise_flag(TURN, (self.rank + 1) % self.world_size)
         else:
             self.memory.raise_flag(HOME, (self.rank - t) % self.world_size)
+            self.memory.wait(HOME, (self.rank + t) % self.world_size)
+            self.own = self.own.clone()  # the next turn or backward pass writes the shared memory again
 
     def wait_for_turn(self, t: int) -> None:
         """Wait until the rank before has added its part to the block of round t."""
@@ -178,23 +188,8 @@ class SharedSums:
             self.memory.wait(TURN, (self.rank - 1) % self.world_size)
             self.waited = t
 
-    def begin_home(self) -> list[Tensor]:
-        """`home`, at once: these sums have no message on its way."""
-        return self.home()
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
-
-    def home(self) -> list[Tensor]:
-        """Copies: the next backward pass writes the shared memory again."""
-        if self.memory is not None:
-            self.memory.wait(HOME, (self.rank + self.hops) % self.world_size)
-        return [x.clone() for x in self.both(self.own)]
-
-
-def numbers_of_token(k: Tensor, v: Tensor) -> int:
-    """How many numbers k (B, G, C, D) and v (B, G, C, Dv) have for a token."""
-    return (k.numel() + v.numel()) // k.shape[2]
+    def home(self) -> tuple[Tensor, Tensor]:
+        return self.both(self.own)
 
 
 def shared_keys_and_values(
@@ -222,16 +217,14 @@ class TwoLevels(DoubleRing):
     inside = SharedMemory
     check_device = staticmethod(SharedMemory.check_device)
 
-    def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        share_memory(self.group)
-        return super().rounds(k, v)
+    def prepare(self) -> None:
+        """Make the memory of each host of the mesh, once. Raises ValueError on every rank if one host cannot."""
+        _, inside = self.group.get_all_groups()
+        if inside.size() > 1 and not has_memory(inside):  # the same on all ranks: they have made it together
+            agree(lambda: bool(host_memory(inside)), self.group)
 
-
-def share_memory(mesh: DeviceMesh) -> None:
-    """Make the memory of each host of the mesh, once. Raises ValueError on every rank if one of them has none."""
-    _, inside = mesh.get_all_groups()
-    if not has_memory(inside):  # the same on all ranks: they have made it together
-        agree(lambda: bool(host_memory(inside)), mesh)
+    def give_up(self) -> None:
+        self.turn(0).give_up()
 
 
 def on_rank(context: RankContext, whole: list[Tensor]) -> tuple[str, list[list[Tensor]], list[Tensor]]:

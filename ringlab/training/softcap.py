@@ -13,14 +13,10 @@ A reader of the ring may skip this file; fused_block.py takes these tiles for a 
 Source: Gemma Team 2024 (Gemma 2), section 2, "logit soft-capping"; Dao et al. 2022, algorithms 1 and 4.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from ringlab.basics.blockwise_attention import TILE
-from ringlab.basics.naive_attention import accumulation_dtype
-from ringlab.basics.online_softmax import finish, start, update
+from ringlab.basics.online_softmax import State, update
 
 
 def capped_scores(
@@ -35,33 +31,12 @@ def capped_scores(
     return scores if future is None else scores.masked_fill(future, -torch.inf), 1 - t * t
 
 
-def tiles(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, list[tuple[slice, Tensor | None]]]]:
-    """The rows of each tile of queries; with each of its tiles of keys, and what of it lies in the future, if any."""
-    for i in range(0, q.shape[2], TILE):
-        n = min(TILE, q.shape[2] - i)
-        future = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
-        ends = i + n if causal else k.shape[2]  # the tiles after these lie wholly in the future
-        yield (
-            slice(i, i + n),
-            [(slice(j, min(j + TILE, ends)), future if causal and i == j else None) for j in range(0, ends, TILE)],
-        )
-
-
-def capped_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float, causal: bool = False
-) -> tuple[Tensor, Tensor]:
-    """out (B, H, Sq, D) in q's dtype and lse (B, H, Sq), in float32 at least. `causal` needs Sq = Sk."""
-    wide, outs, lses = accumulation_dtype(q.dtype), [], []
-    for rows, of_keys in tiles(q, k, causal):
-        state = start(q[:, :, rows])
-        for keys, future in of_keys:
-            tile = q[:, :, rows].to(wide), k[:, :, keys].to(wide)
-            scores, _ = capped_scores(*tile, scale=scale, softcap=softcap, future=future)
-            state = update(state, scores, v[:, :, keys])
-        out, lse = finish(state)
-        outs.append(out.to(q.dtype))
-        lses.append(lse)
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+def capped_attend(
+    state: State, q: Tensor, k: Tensor, v: Tensor, *, scale: float, future: Tensor | None = None, softcap: float
+) -> State:
+    """`attend_tile` of blockwise_attention.py, with capped scores."""
+    wide = q.to(state[0].dtype), k.to(state[0].dtype)
+    return update(state, capped_scores(*wide, scale=scale, softcap=softcap, future=future)[0], v)
 
 
 def capped_backward(
@@ -71,21 +46,14 @@ def capped_backward(
     d_out: Tensor,
     lse: Tensor,
     delta: Tensor,
-    *,
     scale: float,
+    future: Tensor | None = None,
+    *,
     softcap: float,
-    causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a block adds to dq, dk and dv, in the dtype of lse. lse, inf where no key is seen, and δ of *whole* rows."""
-    d_q, d_k, d_v = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
-    for rows, of_keys in tiles(q, k, causal):
-        q_i, d_out_i = (x[:, :, rows].to(lse.dtype) for x in (q, d_out))
-        for keys, future in of_keys:
-            k_j, v_j = (x[:, :, keys].to(lse.dtype) for x in (k, v))
-            scores, slope = capped_scores(q_i, k_j, scale=scale, softcap=softcap, future=future)
-            p = torch.exp(scores - lse[:, :, rows, None])  # the softmax weights
-            d_scores = p * (d_out_i @ v_j.mT - delta[:, :, rows, None]) * slope
-            d_q[:, :, rows] += scale * d_scores @ k_j
-            d_k[:, :, keys] += scale * d_scores.mT @ q_i
-            d_v[:, :, keys] += p.mT @ d_out_i
-    return d_q, d_k, d_v
+    """`tile_backward` of backward.py, with capped scores. lse is inf where no key is seen."""
+    q, k, v, d_out = (x.to(lse.dtype) for x in (q, k, v, d_out))
+    scores, slope = capped_scores(q, k, scale=scale, softcap=softcap, future=future)
+    p = torch.exp(scores - lse[..., None])  # the softmax weights
+    d_scores = p * (d_out @ v.mT - delta[..., None]) * slope
+    return scale * d_scores @ k, scale * d_scores.mT @ q, p.mT @ d_out

@@ -24,9 +24,8 @@ on 8 that could take no more than 8 ranks. prime-rl PR 3042: copies of K/V heads
 
 import sys
 from collections import Counter
-from itertools import accumulate, groupby
-
-import torch
+from collections.abc import Sequence
+from itertools import accumulate, groupby, pairwise
 
 
 def heads_of_ranks(heads: int, kv_heads: int, world_size: int) -> tuple[list[slice], list[slice]]:
@@ -37,11 +36,17 @@ def heads_of_ranks(heads: int, kv_heads: int, world_size: int) -> tuple[list[sli
     """
     check_split(heads, world_size, world_size)
     parts = kv_heads if world_size % kv_heads == 0 else 1
-    of_parts = torch.arange(heads).tensor_split(parts)
-    shares = [share.tolist() for part in of_parts for share in part.tensor_split(world_size // parts)]
+    shares = [share for part in dealt(range(heads), parts) for share in dealt(part, world_size // parts)]
     served = heads // kv_heads
     keys = [slice(share[0] // served, share[-1] // served + 1) for share in shares]
     return [slice(share[0], share[-1] + 1) for share in shares], keys
+
+
+def dealt(items: Sequence[int], parts: int) -> list[Sequence[int]]:
+    """The items in `parts` runs, side by side; the first ones have one more where they cannot be equal."""
+    each, more = divmod(len(items), parts)
+    ends = [0, *accumulate(each + (i < more) for i in range(parts))]
+    return [items[begin:end] for begin, end in pairwise(ends)]
 
 
 def check_split(heads: int, inside: int, world_size: int) -> None:
@@ -80,6 +85,8 @@ def count(part: slice) -> int:
 
 
 def main() -> int:
+    import torch
+
     chunks, ok = [len(chunk) for chunk in torch.arange(40).chunk(16)], True
     full, rest = chunks.count(3), chunks[-1]
     print(f"40 heads.chunk(16): 3 for each of {full} ranks, {rest}, and none for {16 - len(chunks)} ranks")

@@ -1,154 +1,481 @@
-"""The doctor asks on, whatever a ring does, and each of its faults is told in a sentence."""
+"""What is asked of which processes, and the verdict that follows from the answers. Most of it without processes."""
 
+import importlib
 import re
 from dataclasses import replace
 
 import pytest
 import torch
 
-from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, Answer
-from ring_doctor.case import Case, positions
+from ring_doctor import examination
+from ring_doctor.answers import (
+    FAILED,
+    IMPRECISE,
+    LATE,
+    OK,
+    REFUSED,
+    RIGHT,
+    RIGHT_AS_CLAIMED,
+    WRONG,
+    WRONG_RING,
+    Answer,
+)
+from ring_doctor.case import Case
 from ring_doctor.conditions import when_it_shows
-from ring_doctor.diagnosis import diagnose
-from ring_doctor.examination import examine
+from ring_doctor.diagnosis import Diagnosis, Explanation, diagnose
+from ring_doctor.examination import HEALTHY, LIMITED, SICK, Examination, ask_again, examine
 from ring_doctor.job import CannotExamine, Job
+from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.patient import from_function
-from ring_doctor.questions import Question
+from ring_doctor.questions import LSE, UNEQUAL, Question, kind
+from ring_doctor.report import Report
+from ring_doctor.stacks import lines_of_ranks, written
 from tests import odd_patients
-from tests.odd_patients import reversed_positions
+from tests.examined import examined
 
 P3 = Case(3, 18)
-RAISED = r"\(tests/odd_patients.py, line \d+ in raises_on_one_rank\)"
+PLAIN, LARGE = Question(P3), Question(Case(3, 900))
+UNEQUAL_CHUNKS = Question(Case(3, 19), feature=UNEQUAL)
+OF_LSE = Question(P3, "gradient of lse", feature=LSE)
+GROUPED = Question(Case(3, 18, heads=4), feature="grouped queries")
+IN_16_BITS = Question(Case(3, 18, dtype=torch.bfloat16), feature="bfloat16")
+PATIENT = from_function(odd_patients.right)
+
+
+# The verdict ---------------------------------------------------------------------------------------------------------
+
+
+def answer(question, state, error=0.1, **more):
+    """An answer; a wrong one has an output that is off by this share."""
+    if state in (REFUSED, FAILED, LATE):
+        return Answer(question, state, **{"says": "a reason", "raised": state == REFUSED, **more})
+    case = question.case
+    x = torch.zeros(case.batch, case.heads, case.seq_len, case.head_dim, dtype=torch.float64)
+    wrong = {"out": 9.0} if state == WRONG else {}
+    return Answer(question, state, wrong=wrong, relative={"out": error}, results={"out": x + error}, **more)
+
+
+@pytest.mark.parametrize(
+    ("second", "verdict", "level"),
+    [
+        (answer(PLAIN, OK), HEALTHY, RIGHT),
+        (answer(PLAIN, WRONG), SICK, WRONG_RING),
+        (answer(PLAIN, FAILED), SICK, WRONG_RING),
+        (answer(GROUPED, REFUSED), HEALTHY, RIGHT),
+        (answer(GROUPED, FAILED), LIMITED, RIGHT_AS_CLAIMED),
+        (answer(GROUPED, FAILED, lost=True), SICK, WRONG_RING),  # it hangs
+        (answer(GROUPED, WRONG), SICK, WRONG_RING),
+        (answer(UNEQUAL_CHUNKS, FAILED), LIMITED, RIGHT_AS_CLAIMED),
+        (answer(UNEQUAL_CHUNKS, WRONG), SICK, WRONG_RING),
+        (answer(OF_LSE, WRONG), LIMITED, RIGHT_AS_CLAIMED),
+        (answer(IN_16_BITS, FAILED), LIMITED, RIGHT_AS_CLAIMED),
+        (answer(IN_16_BITS, WRONG, 0.05), SICK, IMPRECISE),
+        (answer(IN_16_BITS, WRONG, 0.5), SICK, WRONG_RING),
+        (answer(IN_16_BITS, WRONG, float("inf")), SICK, WRONG_RING),
+    ],
+)
+def test_the_verdict_of_a_second_answer(second, verdict, level):
+    found = Examination(PATIENT, [answer(PLAIN, OK), second])
+    assert (found.verdict, found.healthy) == (verdict, verdict != SICK)
+    report = Report(found, None, "")
+    assert report.level == level
+    of_sick = "IMPRECISE IN 16 BITS" if level == IMPRECISE else "SICK"
+    assert report.verdict.startswith(f"{of_sick if verdict == SICK else verdict.upper()}: ")
+    if second.question.feature and second.question != IN_16_BITS and level != IMPRECISE:
+        assert (second.question.feature in report.verdict) == (verdict == LIMITED or second.question == UNEQUAL_CHUNKS)
+
+
+NAMES = list(CATALOGUE)[:3]
+RAISED = answer(PLAIN, FAILED, says="rank 1 raised X")
+
+
+@pytest.mark.parametrize(
+    ("named", "answers", "verdict"),
+    [
+        (1, [answer(PLAIN, WRONG)], f"SICK: {NAMES[0]}, in NAME"),
+        (2, [answer(PLAIN, WRONG)], f"SICK: {NAMES[0]} or {NAMES[1]}, in NAME"),
+        (3, [answer(PLAIN, WRONG)], "SICK: NAME: the own block counts twice"),
+        (0, [answer(PLAIN, WRONG)], "SICK: NAME: the own block counts twice"),
+        (1, [answer(PLAIN, WRONG), RAISED], f"SICK: NAME fails: rank 1 raised X; its numbers: {NAMES[0]}"),
+        (3, [answer(PLAIN, WRONG), RAISED], "SICK: NAME fails: rank 1 raised X"),
+        (0, [answer(UNEQUAL_CHUNKS, FAILED), RAISED], "SICK: NAME fails: rank 1 raised X"),
+        (1, [answer(PLAIN, WRONG, changes=True), RAISED], "SICK: NAME changes its answers from call to call"),
+        (0, [answer(PLAIN, WRONG, changes=True, draws=True)], "SICK: NAME draws random numbers and changes its .*"),
+    ],
+)
+def test_the_headline_is_an_error_or_at_most_two_names_or_what_the_numbers_show(named, answers, verdict):
+    explanations = tuple(Explanation((CATALOGUE[name],), lambda steps: steps) for name in NAMES[:named])
+    diagnosis = Diagnosis(explanations, tuple(answers), "in every question")
+    inference = () if named in (1, 2) else ("the own block counts twice. Look at the rounds.", "more")
+    report = Report(Examination(PATIENT, answers), diagnosis, "", inference)
+    assert re.fullmatch(verdict.replace("NAME", PATIENT.name), report.verdict)
+
+
+# What is asked, of which job -----------------------------------------------------------------------------------------
+
+
+class Replies:
+    """A job that gives these answers in turn, the last one for ever."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), 0
+
+    def ask(self, question):
+        self.asked += 1
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+WRONG_2, DIGITS = answer(PLAIN, WRONG, 0.2), answer(PLAIN, WRONG, 0.1 + 1e-16)
+
+
+@pytest.mark.parametrize(
+    ("replies", "state", "changes", "asked"),
+    [
+        ([answer(PLAIN, OK)], OK, False, 1),
+        ([answer(LARGE, OK)], OK, False, 3),
+        ([answer(PLAIN, WRONG)], WRONG, False, 3),
+        ([answer(PLAIN, WRONG), answer(PLAIN, OK)], WRONG, True, 2),
+        ([answer(PLAIN, WRONG), answer(PLAIN, WRONG), answer(PLAIN, OK)], WRONG, True, 3),
+        ([answer(PLAIN, WRONG), WRONG_2], WRONG, True, 2),
+        ([answer(PLAIN, WRONG), DIGITS], WRONG, False, 3),  # the last digits of a wrong number
+        ([answer(LARGE, OK), answer(LARGE, OK), answer(LARGE, WRONG)], WRONG, True, 3),
+        ([answer(PLAIN, WRONG), answer(PLAIN, FAILED)], WRONG, True, 2),
+        ([answer(PLAIN, FAILED)], FAILED, False, 1),
+    ],
+)
+def test_a_wrong_answer_and_a_large_one_are_asked_three_times(replies, state, changes, asked):
+    job = Replies(*replies)
+    found = ask_again(job, replies[0].question)
+    assert (found.state, found.changes, job.asked) == (state, changes, asked)
+
+
+@pytest.fixture
+def by(monkeypatch):
+    """Examine where jobs reply by a function of the question and the job. Returns the examination and the jobs."""
+
+    def by(reply, quick=False, first_call=0.0, function=odd_patients.right, **claims):
+        made = []
+
+        class Fake:
+            def __init__(self, patient, size, *_):
+                self.patient, self.size, self.slowest, self.lost, self.asked = patient, size, first_call, 0, []
+                self.closed = False
+                made.append(self)
+
+            def ask(self, question):
+                assert self.size == question.case.world_size + (question.members is not None)
+                assert not self.closed
+                self.asked.append(question)
+                given = reply(question, self)
+                given = given if isinstance(given, Answer) else answer(question, given)
+                self.lost += given.lost
+                return given
+
+            def close(self):
+                self.closed = True
+
+        monkeypatch.setattr(examination, "Job", Fake)
+        found = examine(from_function(function, **claims), quick=quick)
+        assert all(job.closed for job in made)
+        return found, made
+
+    return by
+
+
+def always(**facts):
+    return lambda question, job: answer(question, OK, **facts)
+
+
+def refuses(which):
+    return lambda question, job: REFUSED if which(question) else OK
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (refuses(lambda question: True), "answers no question: a reason"),
+        (refuses(lambda question: question.case.world_size > 2), r"answers 1 of \d+ kinds of questions that"),
+        (
+            refuses(lambda q: kind(q) != kind(Question(q.case))),
+            r"answers \d+ of \d+ kinds .*; expected 50% or more. With",
+        ),
+        (
+            lambda question, job: LATE if question.how == "views" else OK,
+            "is slow, or this machine is: with P = .*--time",
+        ),
+        (lambda question, job: LATE, "is slow, or this machine is"),
+    ],
+)
+@pytest.mark.parametrize("quick", [False, True])
+def test_what_answers_too_little_or_too_late_is_no_healthy_ring(by, reply, says, quick):
+    with pytest.raises(CannotExamine, match=says):
+        by(reply, quick)
+
+
+@pytest.mark.parametrize("state", [FAILED, WRONG])
+def test_a_mistake_counts_whatever_else_is_refused(by, state):
+    assert by(lambda question, job: state if question.how == "plain" else REFUSED)[0].verdict == SICK
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_layout_that_it_refuses_is_asked_no_more_and_all_else_is_answered(by, quick):
+    """It was asked in the layout that it refuses: 29 of 35 questions, and HEALTHY."""
+    found, _ = by(refuses(lambda question: question.case.layout == "striped"), quick)
+    assert [it.question.case.layout for it in found.answers if it.state == REFUSED] == ["striped"]
+    assert found.patient.layouts == ("contiguous", "zigzag")
+    assert any(remark.startswith("with causal, striped it refuses (a reason)") for remark in found.remarks)
+    everything, _ = by(lambda question, job: OK, quick)
+    kinds = [{kind(it.question) for it in of.answers if it.state == OK} for of in (found, everything)]
+    assert kinds[0] == kinds[1]
+
+
+def test_a_quick_examination_asks_a_kind_until_it_is_answered(by):
+    """A ring that refuses three ranks is asked on four; wrong answers of such a ring are seen."""
+    three = refuses(lambda question: question.case.world_size == 3 and question.members is None)
+    found, _ = by(three, quick=True)
+    assert {it.case.world_size for it in found.answers if it.question.how == "views" and it.state == OK} == {4}
+    assert {it.case.world_size for it in found.answers if it.question.how == "plain"} == {1, 2, 3, 4, 5}
+    sick, _ = by(lambda q, job: WRONG if q.case.world_size == 4 and q.how == "views" else three(q, job), quick=True)
+    assert sick.verdict == SICK
+
+
+def test_the_gradient_of_lse_is_asked_where_there_is_one(by):
+    for fact in ({"lse_grad": True}, {}):
+        found, _ = by(always(**fact), quick=True)
+        assert any(it.question.how == "gradient of lse" for it in found.answers) == bool(fact)
+
+
+def test_random_numbers_and_last_digits_are_told(by):
+    for fact in ("draws", "last_digits"):
+        found, _ = by(always(**{fact: True}), worlds=(3,))
+        [remark] = [remark for remark in found.remarks if "dropout" in remark or "as they come" in remark]
+        assert ("dropout" in remark) == (fact == "draws")
+        assert found.verdict == HEALTHY
+
+
+def in_float32(which, digits):
+    """As exact as float32 where `which` says so; the numbers are those of float32, or of float64."""
+
+    def reply(question, job):
+        found = answer(question, OK, 0.5 if digits == 32 else 0.1)
+        if question.case.dtype == torch.float64 and which(question):
+            return replace(found, in_float32=True, ranks={"out": (0,)}, errors={"out": (1e-8, 1e-12)})
+        return found
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("which", "digits", "verdict", "said"),
+    [
+        (lambda question: True, 64, HEALTHY, True),
+        (
+            lambda question: question.case.causal,
+            64,
+            SICK,
+            False,
+        ),  # a mistake as small as this: a softcap after the mask
+        (lambda question: question.case.causal, 32, HEALTHY, False),
+    ],
+)
+def test_what_computes_in_float32_is_asked_in_float32(by, which, digits, verdict, said):
+    found, _ = by(in_float32(which, digits))
+    assert found.verdict == verdict
+    assert ("it takes float64 and computes in float32; it is examined in float32" in found.remarks) == said
+    assert all(it.case.dtype != torch.float64 for it in found.answers) == said
+    assert all(it.wrong == {"out": 1e4} for it in found.faults)
+
+
+def test_after_two_hangs_nothing_more_is_asked(by):
+    found, _ = by(lambda question, job: answer(question, FAILED, lost=True))
+    assert [each.state for each in found.answers] == [FAILED] * 2
+    assert "after 2 hangs or crashes nothing more was asked" in found.remarks
+    found, _ = by(lambda question, job: answer(question, FAILED, raised=question.how == "views"))
+    assert len(found.answers) > 20  # errors go on
+
+
+@pytest.mark.parametrize(
+    ("says", "limited"), [("NotImplementedError: no", True), ("ValueError: no", True), ("RuntimeError: no", False)]
+)
+def test_what_refuses_gradients_in_a_sentence_is_for_the_forward_pass(by, says, limited):
+    def forward_only(question, job):
+        fine = question.how == "without gradients" or not job.patient.gradients
+        return OK if fine else Answer(question, FAILED, says, raised=True)
+
+    found, _ = by(forward_only, worlds=(3,), dtypes=("float64",))
+    assert found.patient.gradients != limited
+    assert any("the forward pass only" in limit for limit in found.limits) == limited
+    assert found.verdict == (LIMITED if limited else SICK)
+    assert any("--forward-only" in remark for remark in found.remarks) != limited
+
+
+@pytest.mark.parametrize(("seconds", "worlds"), [(0.1, {1, 2, 3, 4, 5}), (25.0, {3, 4})])
+def test_a_slow_first_call_is_made_on_3_and_4_ranks_only(by, seconds, worlds):
+    found, _ = by(lambda question, job: OK, first_call=seconds)
+    assert {each.case.world_size for each in found.answers} == worlds
+    assert any("its first call took 25 s" in remark for remark in found.remarks) == (seconds > 1)
+
+
+def test_parts_of_a_job_are_asked_of_a_larger_job(by):
+    _, jobs = by(lambda question, job: OK)
+    assert {job.size for job in jobs if any(question.members for question in job.asked)} == {4, 5}
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_one_rank_alone_tells_random_numbers_from_a_race(by, random):
+    calls = []
+
+    def changes(question, job):
+        calls.append(question)
+        wrong = question.case.world_size > 2 or random
+        return answer(question, WRONG, float(len(calls))) if wrong else OK
+
+    found, _ = by(changes, worlds=(1, 3), dtypes=("float64",))
+    said = " ".join(Report(found, None, "").remarks)
+    assert ("One rank alone does it too, so it is no race" in said) == random
+    assert ("read before its message is there" in said) != random
+
+
+def test_when_a_mistake_shows():
+    def when(*pairs):
+        return when_it_shows([Answer(Question(case), state) for case, state in pairs])
+
+    causal = replace(P3, causal=True)
+    assert (
+        when(*[(Case(P, 6 * P), OK if P < 3 else WRONG) for P in (1, 2, 3, 4)]) == "from 3 ranks on (right with 1, 2)"
+    )
+    assert when((P3, OK), (causal, WRONG)) == "under a causal mask only"
+    assert when((causal, WRONG), (replace(P3, seq_len=19), OK)) == ""  # two things differ
+    assert when((causal, WRONG)) == "in every question"
+    assert when((causal, OK), (replace(causal, layout="zigzag"), WRONG)) == "in the zigzag layout only"
+
+
+# Real processes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def ask():
-    """The answer of one question to a patient, on three ranks."""
+    """The answer of one question to a patient, on three ranks of its own."""
 
-    def asked(function, question=None, seconds=5.0, **claims):
+    def asked(function, question=PLAIN, seconds=20.0, **claims):
         job = Job(from_function(function, **claims), 3, seconds, "cpu")
         try:
-            return job.ask(question or Question(P3))
+            return job.ask(question)
         finally:
             job.close()
 
     return asked
 
 
+IN = r"tests/odd_patients.py, line \d+ in"
+
+
 @pytest.mark.parametrize(
-    ("function", "question", "says"),
+    ("function", "question", "state", "says"),
     [
-        (odd_patients.hangs, None, r"did not answer in time; .*; rank 1 in tests/odd_patients.py, line \d+ in hangs"),
-        (odd_patients.dies, None, r"^rank 1 died \(exit status 3\)$"),
-        (odd_patients.crashes, None, r"^rank 1 died \(SIGSEGV\); rank 1 in tests/odd_patients.py, line \d+ in crashes"),
-        (odd_patients.raises_on_one_rank, None, "^rank 1 raised OverflowError: too much " + RAISED),
-        (odd_patients.raises_on_the_last_rank, None, "^rank 2 raised OverflowError: too much"),
-        (odd_patients.changes_its_input, None, "changed its input k"),
-        (odd_patients.other_numbers_each_time, Question(P3, "twice"), "it gave another out"),
-        (odd_patients.another_dtype, Question(replace(P3, dtype=torch.float32)), "its out is torch.float64"),
+        (odd_patients.hangs, PLAIN, FAILED, rf"did not answer in time; .*; rank 1 in {IN} hangs"),
+        (odd_patients.dies, PLAIN, FAILED, r"^rank 1 died \(exit status 3\)$"),
+        (odd_patients.crashes, PLAIN, FAILED, rf"^rank 1 died \(SIGSEGV\); rank 1 in {IN} crashes"),
+        (odd_patients.raises_on_one_rank, PLAIN, FAILED, rf"^rank 1 raised OverflowError: too much \({IN} raises"),
+        (odd_patients.raises_on_the_last_rank, PLAIN, FAILED, "^rank 2 raised OverflowError: too much"),
+        (odd_patients.changes_its_input, Question(P3, "without gradients"), FAILED, "changed its input k"),
+        (odd_patients.another_dtype, Question(replace(P3, dtype=torch.float32)), FAILED, "its out is torch.float64"),
+        (odd_patients.another_shape, PLAIN, FAILED, r"of this rank's queries, shape \(1, 2, 6, 4\)"),
+        (
+            odd_patients.fails_with_three,
+            PLAIN,
+            FAILED,
+            rf"^IndexError: list index out of range \({IN} fails_with_three\)$",
+        ),
+        (odd_patients.refuses, PLAIN, REFUSED, "^NotImplementedError: not today"),
+        (odd_patients.backward_once, PLAIN, OK, ""),
+        (odd_patients.backward_once, Question(P3, "two backward passes"), WRONG, ""),
+        (odd_patients.nan_in_long_rows, Question(replace(P3, seq_len=21)), WRONG, ""),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_what_a_ring_must_not_do_is_told(ask, function, question, says):
-    seconds = 2.0 if function is odd_patients.hangs else 20.0
-    answer = ask(function, question, seconds, gradients=function is not odd_patients.changes_its_input)
-    assert answer.state == FAILED
+def test_what_a_ring_does_is_told(ask, function, question, state, says):
+    answer = ask(function, question, 2.0 if function is odd_patients.hangs else 20.0)
+    assert answer.state == state
     assert re.search(says, answer.says), answer.says
+    assert answer.lost == (bool(re.search("time|died", says)) or function is odd_patients.raises_on_one_rank)
+    wrong = {"two backward passes": {"dq", "dk", "dv"}}.get(question.how, {"out"})
+    assert set(answer.wrong) >= (wrong if state == WRONG else set())
 
 
-def test_a_second_backward_pass_is_compared(ask):
-    assert ask(odd_patients.backward_once).state == OK
-    answer = ask(odd_patients.backward_once, Question(P3, "two backward passes"))
-    assert answer.state == WRONG
-    assert set(answer.wrong) == {"dq", "dk", "dv"}
+def test_a_rank_that_computes_on_is_late_and_not_sick(ask, monkeypatch):
+    monkeypatch.setattr("ring_doctor.job.START", 10.0)
+    answer = ask(odd_patients.computes_on, seconds=2.0)
+    assert (answer.state, answer.bad) == (LATE, False)
+    assert re.search(rf"; rank 1 in {IN} computes_on", answer.says)
 
 
-def test_nan_is_wrong(ask):
-    answer = ask(odd_patients.nan_in_long_rows, Question(replace(P3, seq_len=21)))
-    assert answer.state == WRONG
-    assert answer.ranks["out"] == (0, 1, 2)
+def test_reading_stacks_kills_no_rank_that_imports_and_compiles(tmp_path):
+    """A timer of faulthandler, which asks no lock, died of this in seconds."""
+    with written(tmp_path / "0", 0.004):
+        for i in range(40):
+            importlib.reload(importlib.import_module("colorsys"))
+            exec(compile(f"def f{i}(x):\n    return [x] * {i}\n" * 50, f"compiled {i}", "exec"), {})
+    [(line, ranks)] = lines_of_ranks(tmp_path).items()
+    assert ranks == [0]
+    assert "test_examination.py" in line
 
 
-def test_a_shape_that_was_not_asked_for_is_refused(ask):
-    answer = ask(odd_patients.another_shape)
-    assert "expected the output of this rank's queries, shape (1, 2, 6, 4)" in answer.says
+def test_other_last_digits_are_right_and_other_numbers_are_not(ranks):
+    for function, state in [(odd_patients.other_digits, OK), (odd_patients.other_numbers_each_time, WRONG)]:
+        found = examined(
+            ranks, function, worlds=(3,), dtypes="float64", wanted=lambda question: question.how == "twice"
+        )
+        assert {it.state for it in found.answers if it.question.how == "twice"} == {state}
+        assert any("gives other numbers, all of them right" in remark for remark in found.remarks) == (state == OK)
 
 
-def test_grouped_queries_may_be_refused():
-    found = examine(from_function(odd_patients.refuses_grouped_queries, worlds=(3,)))
-    assert found.healthy
+def test_the_gradient_of_lse_is_compared(ranks):
+    for function, verdict in [(odd_patients.lse_with_gradient, HEALTHY), (odd_patients.lse_without_gradient, LIMITED)]:
+        few = {"worlds": (3,), "dtypes": "float64", "unequal": False}
+        found = examined(ranks, function, **few, wanted=lambda it: it.how == "gradient of lse")
+        asked = [it for it in found.answers if it.question.how == "gradient of lse"]
+        assert {it.state for it in asked} == {OK if verdict == HEALTHY else WRONG}
+        assert found.verdict == verdict
+    assert "wrong gradients, and no error, of a loss that uses lse" in Report(found, None, "").verdict
+
+
+def test_grouped_queries_may_be_refused(ranks):
+    found = examined(ranks, odd_patients.refuses_grouped_queries, worlds=(3,), dtypes="float64")
     refused = [answer.case for answer in found.answers if answer.state == REFUSED]
-    assert [(case.heads, case.kv_heads) for case in refused] == [(4, 2), (4, 1)]
-
-
-def test_a_patient_that_answers_nothing_cannot_be_examined():
-    with pytest.raises(CannotExamine, match="answers no question: NotImplementedError: not today"):
-        examine(from_function(odd_patients.refuses, worlds=(3,)))
-
-
-def test_a_patient_for_two_ranks_cannot_be_examined():
-    with pytest.raises(CannotExamine, match=r"no plain question on three or more ranks.*two ranks, please"):
-        examine(from_function(odd_patients.two_ranks_only, worlds=(2, 3), grouped=False))
-
-
-def test_an_error_of_all_ranks_is_no_refusal():
-    found = examine(from_function(odd_patients.fails_with_three, worlds=(2, 3), grouped=False))
-    assert not found.healthy
-    assert found.answers[1].state == FAILED
-    assert re.fullmatch(
-        r"IndexError: list index out of range \(tests/odd_patients.py, line \d+ in fails_with_three\)",
-        found.answers[1].says,
-    )
-
-
-def test_float32_inside_is_a_remark_and_no_mistake():
-    found = examine(from_function(odd_patients.in_float32, worlds=(3,)))
-    assert found.healthy
-    assert "it takes float64 and computes in float32; it is examined in float32" in found.remarks
-    assert {answer.case.dtype for answer in found.answers} == {torch.float64, torch.float32, torch.bfloat16}
-    assert diagnose(found) is None
+    assert (found.verdict, [(case.heads, case.kv_heads) for case in refused]) == (HEALTHY, [(4, 2), (4, 1)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["with_sinks", pytest.param("sinks_dropped", marks=pytest.mark.exhaustive), "sinks_per_block"]
 )
-def test_attention_sinks(name):
+def test_attention_sinks(ranks, name):
     function = getattr(odd_patients, name)
-    found = examine(from_function(function, worlds=(3,), grouped=False, unequal=False, dtypes=("float64",)))
+    claims = {"worlds": (3,), "grouped": False, "unequal": False, "dtypes": ("float64",)}
+    found = examined(ranks, function, **claims)
     assert found.healthy == (function is odd_patients.with_sinks)
     if not found.healthy:
         assert diagnose(found).names == {function.__name__}
         assert diagnose(found).when == "with attention sinks only"
 
 
-def test_positions_of_the_user():
-    layout = "tests.odd_patients:reversed_positions"
-    right = from_function(odd_patients.reversed_ring, layouts=(layout,), causal=(True,), worlds=(3,), gradients=False)
-    assert examine(right).healthy
-    assert not examine(replace(right, layouts=("contiguous",))).healthy
-    with pytest.raises(ValueError, match="expected the positions, 0 to 11, of the tokens of rank 0"):
-        positions("builtins:max", 12, 0, 3)
-    assert reversed_positions(12, 0, 3).tolist() == [8, 9, 10, 11]
+PAIRS, REVERSED = (
+    {"layouts": f"tests.odd_patients:{name}", "causal": True} for name in ("PAIRS", "reversed_positions")
+)
 
 
-@pytest.mark.parametrize(("function", "healthy"), [(odd_patients.right, True), (odd_patients.contiguous, False)])
-def test_a_layout_of_the_user(function, healthy):
-    pairs = {"layouts": ("tests.odd_patients:PAIRS",), "causal": (True,), "gradients": False}
-    assert examine(from_function(function, **pairs, worlds=(3,), dtypes=("float64",))).healthy == healthy
-
-
-def answers(states):
-    return [Answer(Question(case), state) for case, state in states]
-
-
-def test_when_a_mistake_shows():
-    causal = replace(P3, causal=True)
-    worlds = [(Case(P, 6 * P), OK if P < 3 else WRONG) for P in (1, 2, 3, 4)]
-    assert when_it_shows(answers(worlds)) == "from 3 ranks on (right with 1, 2)"
-    assert when_it_shows(answers([(P3, OK), (causal, WRONG)])) == "under a causal mask only"
+@pytest.mark.parametrize(
+    ("function", "claims", "healthy"),
+    [
+        (odd_patients.right, PAIRS, True),
+        (odd_patients.contiguous, PAIRS, False),
+        (odd_patients.reversed_ring, REVERSED, True),
+        (odd_patients.reversed_ring, {"layouts": "contiguous", "causal": True}, False),
+    ],
+)
+def test_a_layout_of_the_user(ranks, function, claims, healthy):
+    few = {"worlds": (3,), "dtypes": "float64", "gradients": False, "grouped": False}
     assert (
-        when_it_shows(answers([(causal, WRONG), (replace(P3, seq_len=19), OK)])) == "in every question"
-    )  # two things differ
-    layouts = [(causal, OK), (replace(causal, layout="zigzag"), WRONG)]
-    assert when_it_shows(answers(layouts)) == "in the zigzag layout only"
+        examined(ranks, function, **claims, **few, wanted=lambda question: question.how == "plain").healthy == healthy
+    )

@@ -85,10 +85,6 @@ def same(a, b):
     return all(torch.allclose(x[name], y[name], equal_nan=True) for x, y in pairs for name in x)
 
 
-def test_at_least_sixty_mistakes_are_known():
-    assert len(CATALOGUE) >= 60
-
-
 @pytest.mark.slow
 def test_every_mistake_shows_somewhere():
     right = [compute(case) for case in CASES]
@@ -114,12 +110,3 @@ def test_every_entry_says_what_where_and_which_chapter(name):
     assert mistake.look
     assert 1 <= mistake.chapter <= 20
     assert len({entry.what for entry in CATALOGUE.values()}) == len(CATALOGUE)
-
-
-def test_inputs_of_which_a_right_ring_rounds_nothing():
-    """The right results can be stored in 16 bits, and each of the mistakes of 16 bits changes one of them."""
-    for dtype, inputs in itertools.product((torch.bfloat16, torch.float16), UNROUNDED):
-        case = Case(4, 32, inputs=inputs, dtype=dtype)
-        for name in ("out", "dq", "dv") if inputs == "16-bit gradients" else ("out",):
-            exact = case.right()[name].exact
-            assert torch.equal(exact.to(dtype).double(), exact) or (exact - exact.to(dtype)).abs().max() < 1e-15

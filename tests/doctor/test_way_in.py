@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.calls import OPTION, arguments_of, call, lse_of, ours, theirs, values
+from ring_doctor.calls import arguments_of, call, lse_of, ours, theirs, values
 from ring_doctor.case import Case, positions
 from ring_doctor.catalogue import enter
 from ring_doctor.mistakes import CATALOGUE
-from ring_doctor.names import ByName, by_name, module_named, named, portable
+from ring_doctor.names import ByName, by_name, named, portable
 from ring_doctor.options import claims_of, parse
 from ring_doctor.patient import CONSTANTS, Patient, from_name, patient_of
 from ring_doctor.questions import questions
@@ -131,11 +131,6 @@ def test_a_name_that_names_nothing_is_answered_by_what_to_type(project, name):
             from_name("the_ring")
 
 
-def test_a_process_that_a_module_starts_may_end(project):
-    project(forks="import os\nchild = os.fork()\nif not child:\n    os._exit(7)\nstatus = os.waitpid(child, 0)[1] >> 8")
-    assert module_named("forks").status == 7
-
-
 @pytest.mark.parametrize("constant", sorted(CONSTANTS))
 def test_each_constant_of_a_patient_file_is_a_claim(project, constant):
     claims = {
@@ -177,24 +172,6 @@ def takes(signature):
 
 def given(signature, case=P3):
     return values(takes(signature), case, None, CPU)
-
-
-SYNONYMS = {
-    "causal": "causal is_causal",
-    "scale": "scale softmax_scale sm_scale scaling",
-    "group": "group process_group pg cp_group sp_group",
-    "layout": "layout",
-    "documents": "documents cu_seqlens cu_seqlens_q cu_seqlens_k",
-    "window": "window window_size",
-    "sinks": "sinks",
-}
-
-
-def test_each_name_of_an_option_is_understood():
-    for option, names in SYNONYMS.items():
-        for name in names.split():
-            assert list(takes(f"q, k, v, *, {name}=None, other=1")) == [name]
-            assert OPTION[name] == option
 
 
 @pytest.mark.parametrize(
@@ -296,11 +273,6 @@ def test_arguments_without_a_name_are_not_given_and_the_report_says_so():
     assert patient_of(own_chunk).notes == []
 
 
-def test_a_claim_may_be_one_thing_or_several():
-    patient = patient_of(own_chunk, causal=True, layouts="zigzag", dtypes="float32", worlds=3)
-    assert patient == patient_of(own_chunk, causal=(True,), layouts=("zigzag",), dtypes=("float32",), worlds=(3,))
-
-
 @pytest.mark.parametrize(
     ("claims", "says"),
     [
@@ -394,9 +366,7 @@ def test_the_shape_of_the_user_is_asked_once_with_the_most_ranks_that_can_share_
     assert [(P, case.batch, case.heads, case.kv_heads, case.head_dim) for P, case in large] == [(world, 2, 4, 1, 8)]
 
 
-@pytest.mark.parametrize(
-    "sizes", [{}, {"chunk": 4}, {"chunk": 7}, {"batch": 2, "heads": 4, "kv_heads": 2, "chunk": 10}]
-)
+@pytest.mark.parametrize("sizes", [{"chunk": 4}, {"chunk": 7, "batch": 2, "heads": 4, "kv_heads": 2}])
 def test_every_question_of_any_size_has_a_right_answer(sizes):
     def function(q, k, v, causal=False, documents=None, window=None, scale=None, sinks=None):
         return q
@@ -452,8 +422,7 @@ def test_a_lost_connection_is_told_from_an_error(kind, message, lost):
     assert Raised(kind, message, "").lost_connection == lost
 
 
-WAITS = f"""Timeout (0:00:05)!
-Thread 0x01 (most recent call first):
+WAITS = f"""Stack
   File "{inspect.getfile(dist)}", line 2 in recv
   File "/home/me/ring.py", line 12 in attention
 """

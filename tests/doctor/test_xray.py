@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ring_doctor.xray as xray_module
+from bench.gradients_home import Circle
 from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.grids import TITLES
@@ -25,9 +26,9 @@ def both_runs(context, runs, options, wrong):
     return [ring_gradients(context, *run, options, None, wrong) for run in runs]
 
 
-def xray_of_ring(ranks, case, wrong=None):
+def xray_of_ring(ranks, case, wrong=None, **options):
     """The X-ray of the trainable ring on real processes, right or with a mistake of tests/wrong_flash_rings.py."""
-    options = {"causal": case.causal, "layout": case.layout, "documents": case.documents and list(case.documents)}
+    options |= {"causal": case.causal, "layout": case.layout, "documents": case.documents and list(case.documents)}
     runs = [run.whole() for run in cases(case)]
     per_rank = ranks(case.world_size, both_runs, runs, options | {"scale": case.scale}, wrong)
     return xray_of(*(named(whole([mine[run] for mine in per_rank], case.layout)) for run in (0, 1)), case)
@@ -83,11 +84,9 @@ def test_probes_are_stored_exactly_and_no_weight_is_tiny(seq_len, dtype):
     assert torch.equal(d_out @ v.mT, other_d_out @ other_v.mT)
 
 
-RIGHT_CASES = [Case(size, 4 * size, *case) for size in (1, 3, 4) for case in CASES] + [
-    Case(2, 8),
-    Case(5, 20, causal=True, layout="zigzag"),
+RIGHT_CASES = [Case(3, 12, *case) for case in CASES] + [
+    Case(1, 4, causal=True),
     Case(3, 13, causal=True),  # 5, 4 and 4 tokens
-    Case(5, 7),
     Case(4, 4, causal=True, layout="striped"),
     Case(3, 12, causal=True, documents=(5, 1, 6)),
     Case(3, 12, documents=(5, 1, 6), layout="zigzag"),
@@ -112,9 +111,7 @@ def test_a_patient_may_compute_in_float32():
     assert x.right, x.text()
 
 
-@pytest.mark.parametrize(
-    ("size", "causal", "layout"), [(3, *case) for case in CASES] + [(2, *CASES[0]), (4, *CASES[0])]
-)
+@pytest.mark.parametrize(("size", "causal", "layout"), [(3, *case) for case in CASES] + [(2, *CASES[0])])
 @pytest.mark.parametrize(("times", "kind"), [(0, "missing"), (2, "twice")])
 def test_a_block_that_counts_no_or_two_times(size, causal, layout, times, kind):
     """The softmax changes all weights of the row; no other tile may look wrong for it."""
@@ -258,18 +255,19 @@ HOME = {  # mistake of tests/wrong_flash_rings.py: (causal, layout); what W forw
 }
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3])
 @pytest.mark.parametrize("wrong", HOME)
 def test_real_wrong_rings(ranks, size, wrong):
     (causal, layout), *expected = HOME[wrong]
-    x = xray_of_ring(ranks, Case(size, 4 * size, causal, layout), wrong)
+    circle = {"schedule": Circle} if wrong in ("OwnQueriesOnly", "OneHopShort") else {}  # as other rings send sums
+    x = xray_of_ring(ranks, Case(size, 4 * size, causal, layout), wrong, **circle)
     for name, kind_of in zip(W, expected, strict=True):
         kind_of = {size - 1 if t == "last" else t: kind for t, kind in kind_of.items() if t == "last" or t < size}
         assert kinds(x, name) == grid(size, kind_of), x.text()
     assert not x.right
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [4])
 @pytest.mark.parametrize(
     ("wrong", "layout", "own", "before", "after"),  # the tiles of a rank: its own block, blocks before it, after it
     [

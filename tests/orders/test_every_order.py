@@ -249,13 +249,24 @@ def ready_before_the_copy(ways, k, v):
 
 
 def not_waited_between_hosts(sums, u):
-    for total, part in zip(sums.between.of_round(u), sums.coming, strict=True):
+    with mock.patch.object(TravellingSums, "wait"):
+        parts = sums.ended.home()
+    for total, part in zip(sums.between.of_round(u), parts, strict=True):
         total += part
     sums.between.send_on(u)
 
 
-def home_too_early(sums):
-    return [x.clone() for x in sums.both(sums.own)]
+def home_too_early(sums, t):
+    sums.wait_for_turn(t)
+    with mock.patch.object(sums.memory, "wait"):  # for HOME
+        right_send_on(sums, t)
+
+
+def home_not_waited_for(sums):
+    return sums.both(sums.own().add_(sums.coming))
+
+
+right_send_on = SharedSums.send_on
 
 
 MESSAGE = r"while rank \d (sends|receives)"
@@ -267,11 +278,12 @@ MISTAKES = {  # name: (the ring, its ranks, what is patched, what is said)
     "one buffer": ("overlapped", 3, (overlap, "two_buffers", one_buffer), MESSAGE),
     "a buffer one hop early": ("overlapped", 4, (schedule, "arriving_blocks", yielded_too_late), MESSAGE),
     "sums before they arrive": ("overlapped", 3, (TravellingSums, "of_round", sums_that_do_not_wait), MESSAGE),
+    "home before they arrive": ("overlapped", 2, (TravellingSums, "home", home_not_waited_for), MESSAGE),
     "sums of a turn too early": ("double 2 x 2", 4, (DoubleSums, "pass_on", not_waited_between_hosts), MESSAGE),
     "the flag before the copy": ("shared memory", 2, (SharedMemory, "rounds", ready_before_the_copy), "rank 1 writes"),
     "readers are not waited for": ("shared memory", 2, no_waiting, "while rank 1 reads"),
     "the caller writes too early": ("no copy", 2, no_waiting, "while rank 1 reads"),
-    "two levels: sums too early": ("two levels 2 x 2", 4, (SharedSums, "begin_home", home_too_early), "while rank "),
+    "two levels: sums too early": ("two levels 2 x 2", 4, (SharedSums, "send_on", home_too_early), "while rank "),
     "two levels: a block too early": ("two levels 2 x 2", 4, no_waiting, "while rank "),
     "two add at a time": ("shared memory", 3, (SharedSums, "wait_for_turn", lambda sums, t: None), "while rank "),
 }

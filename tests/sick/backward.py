@@ -10,7 +10,7 @@ from ringlab.training.flash_ring import ring_backward, ring_flash_attention
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import post
 from tests.planted import patch
-from tests.sick.merge import flash, narrow
+from tests.sick.merge import FLASH, flash, narrow
 from tests.sick.plain_ring import ByAutograd, PlainRing, moved
 from tests.sick.ring import CAUSAL, MASKED, SickRing, always, from_2, from_3
 from tests.sick.travel import times_distance
@@ -151,14 +151,14 @@ def some_grouped(case):
     return case.kv_heads < case.heads
 
 
-def in_kernel(mistake, shows=from_2, **facts):
-    return SickRing(ring_flash_attention, flash("fused_backward", mistake), shows, **{"takes": CAUSAL, **facts})
+def in_kernel(mistake, shows=from_2, takes=CAUSAL, **facts):
+    base = ring_flash_attention if takes == MASKED else FLASH
+    return SickRing(base, flash("fused_backward", mistake), shows, takes=takes, **facts)
 
 
-FLASH = ring_flash_attention
 SICK = {
-    "dk_dv_exchanged": SickRing(FLASH, WRONG["swapped"], always, MASKED),
-    "dk_dv_added": SickRing(FLASH, WRONG["summed"], always, MASKED),
+    "dk_dv_exchanged": SickRing(ring_flash_attention, WRONG["swapped"], always, MASKED),
+    "dk_dv_added": SickRing(ring_flash_attention, WRONG["summed"], always, MASKED),
     "gradients_summed_over_ranks": SickRing(FLASH, in_the_end(summed_over_ranks), takes=CAUSAL, equal_chunks=True),
     "gradients_not_sent_home": SickRing(FLASH, WRONG["OneHopShort"], takes=CAUSAL, equal_chunks=True),
     "gradients_travel_other_way": SickRing(FLASH, times_distance(-1, schedule), from_3, CAUSAL, equal_chunks=True),
@@ -167,7 +167,7 @@ SICK = {
     "gradients_stay_where_they_are_computed": SickRing(GradientsStay.attention, takes=CAUSAL, equal_chunks=True),
     "group_mean": in_kernel(group_mean, some_grouped, takes=MASKED, in_xray=False),
     "keys_gradient_in_memory_order": SickRing(
-        FLASH,
+        ring_flash_attention,
         in_the_end(keys_gradient_in_memory_order),
         lambda case: case.heads == case.kv_heads and case.seq_len > case.world_size,
         MASKED,
@@ -191,9 +191,9 @@ SICK = {
     "mask_forgotten_in_backward/triangles_only": SickRing(
         FLASH, WRONG["backward_without_a_mask"], lambda case: case.causal, CAUSAL
     ),
-    "gradients_times_p": SickRing(FLASH, times(1), takes=MASKED),
+    "gradients_times_p": SickRing(ring_flash_attention, times(1), takes=MASKED),
     "dq_in_16_bits/by_autograd": SickRing(
         QueriesCopiedInEachRound.attention, shows=narrow, takes=CAUSAL, plain=True, in_xray=False
     ),
-    "no_gradient/detached": SickRing(FLASH, shows=always, takes=MASKED, detached=True),
+    "no_gradient/detached": SickRing(ring_flash_attention, shows=always, takes=MASKED, detached=True),
 }

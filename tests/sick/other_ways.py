@@ -102,24 +102,21 @@ def on_mesh(attention):
     return on_this
 
 
-right_rounds = double_ring.DoubleRing.rounds
+right_rounds = double_ring.DoubleRing.rounds_of
 
 
-def next_turn_early(ring, k, v):
+def next_turn_early(ring, firsts):
     """At the end of a turn the first block of the next turn is in hand."""
-    (hosts, per_host), rounds = (
-        ring.group.shape,
-        [(k_j.clone(), v_j.clone()) for _, k_j, v_j, _ in right_rounds(ring, k, v)],
-    )
-    for t, k_j, v_j, pieces in right_rounds(ring, k, v):
+    hosts, per_host = ring.group.shape
+    rounds = {t: (k_j.clone(), v_j.clone(), pieces) for t, k_j, v_j, pieces in right_rounds(ring, firsts)}
+    for t, (k_j, v_j, pieces) in rounds.items():
         if t % per_host == per_host - 1 and t // per_host < hosts - 1:
-            k_j, v_j = rounds[t + 1]
+            k_j, v_j, _ = rounds[t + 1]
         yield t, k_j, v_j, pieces
 
 
 def first_turn_only(sums, u):
-    sums.ended.wait()
-    for total, part in zip(sums.between.of_round(u), sums.coming, strict=True):
+    for total, part in zip(sums.between.of_round(u), sums.ended.home(), strict=True):
         total += part * (u == 0)
     sums.between.send_on(u)
 
@@ -189,7 +186,7 @@ SICK = {
         heads=4,
     ),
     "slow_hop_a_round_early": SickRing(
-        DOUBLE, patch(double_ring.DoubleRing, "rounds", next_turn_early), on_4, ON_MESH, equal_chunks=True
+        DOUBLE, patch(double_ring.DoubleRing, "rounds_of", next_turn_early), on_4, ON_MESH, equal_chunks=True
     ),
     "host_sum_not_added": SickRing(DOUBLE, patch(double_ring.DoubleSums, "pass_on", first_turn_only), on_4, ON_MESH),
 }

@@ -1,0 +1,167 @@
+"""A training pass over slow links, with P - 1 messages of gradients and with the P messages of other rings, in turn.
+
+    now            a rank's own share of dK and dV stays at home: P - 1 messages (ringlab/training/schedule.py)
+    P messages     the own share travels too, and the message home comes after all computing: so it was here before
+    torch's loop   PyTorch's own context-parallel loop: P messages
+    to learn from  backward.py: P - 1 messages, for which every rank waits, and no mask
+
+Each rank is on a host of its own (hosts.py). The bytes are those that leave its network card, headers too.
+
+Linux only, as root, with iproute2. Elsewhere it gives the reason and measures nothing. It takes about 2 minutes.
+
+    $ sudo .venv/bin/python -m bench.gradients_home
+"""
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench import record
+from bench.against_peers import torch_backward, torch_forward
+from bench.hosts import LINK, hosts, torchrun, why_not
+from bench.turns import in_turn
+from ringlab.support.processes import RankContext, join_ring
+from ringlab.training import schedule
+from ringlab.training.backward import ring_attention
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.schedule import Ring, TravellingSums
+
+NOW, BEFORE, TORCH, LEARN = "now", "P messages", "torch's loop", "to learn from"
+RATE = 12_500_000  # bytes a second of a link: 100 Mbit/s
+SIZE = {"worlds": [2, 4], "lengths": [1024], "heads": 8, "head_dim": 64, "repetitions": 3}
+
+
+class CircleSums(TravellingSums):
+    """The sums begin on the rank of their block, and make a closed circle of P messages."""
+
+    def of_round(self, t: int) -> tuple[Tensor, Tensor]:
+        self.wait()
+        return self.both(self.buffer(t).zero_() if t == 0 else self.buffer(t))
+
+    def send_on(self, t: int) -> None:
+        self.wait()
+        if t < self.hops:
+            self.arriving = schedule.post([self.buffer(t)], [self.buffer(t + 1)], self.group)
+        elif t > 0:
+            self.coming = torch.empty_like(self.own())
+            self.arriving = schedule.post([self.buffer(t)], [self.coming], self.group, distance=-t)
+        else:
+            self.coming = self.buffer(0)
+
+    def home(self) -> tuple[Tensor, Tensor]:
+        self.wait()
+        return self.both(self.coming)
+
+
+class Circle(Ring):
+    """The ring with these sums. The own block is the first one, and has a piece in every round."""
+
+    rounds_back = Ring.rounds
+
+    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> CircleSums:
+        return CircleSums(k, v, dtype, lengths=self.partition.lengths, group=self.group, hops=self.partition.hops)
+
+
+def passes(name: str, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Any]:
+    """The forward pass, and the backward pass of what it returns; causal, zigzag, chunks (1, H, C, D)."""
+    options: dict[str, Any] = {"causal": True, "layout": "zigzag"}
+    if name == TORCH:
+        return [
+            partial(torch_forward, q, k, v, **options),
+            lambda seen: torch_backward(q, k, v, *seen, d_out, **options),
+        ]
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    ring = partial(ring_flash_attention, schedule=Ring if name == NOW else Circle, **options)
+    return [
+        partial(ring_attention if name == LEARN else ring, *inputs),
+        lambda out: torch.autograd.grad(out, inputs, d_out),
+    ]
+
+
+def sent() -> int:
+    """The bytes that have left this host."""
+    (line,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith(LINK))
+    return int(line.partition(":")[2].split()[8])
+
+
+def measured(context: RankContext, chunk: int, heads: int, head_dim: int, repetitions: int) -> dict[str, Any]:
+    """By method: seconds of a forward and backward pass, and the bytes that this rank sends in each of them."""
+    generator = torch.Generator().manual_seed(context.rank)
+    inputs = torch.randn(4, 1, heads, chunk, head_dim, generator=generator).bfloat16().unbind()
+    of_method = {name: passes(name, *inputs) for name in (NOW, BEFORE, TORCH, LEARN)}
+    methods = {name: (False, lambda there=there, back=back: back(there())) for name, (there, back) in of_method.items()}
+    seconds, results = in_turn(context, methods, repetitions)
+    for mine, before in zip(results[NOW], results[BEFORE], strict=True):  # the sums have another order
+        assert (mine - before).abs().max() <= 2**-6 * before.abs().max()
+    rows = {}
+    for name, (there, back) in of_method.items():
+        counts = [sent()]
+        out = there()
+        dist.barrier()  # what others wait for is there, so all has left
+        counts.append(sent())
+        back(out)
+        dist.barrier()
+        counts.append(sent())
+        rows[name] = {"seconds": seconds[name], "sent": [counts[1] - counts[0], counts[2] - counts[1]]}
+    return rows
+
+
+def measure(worlds: list[int], lengths: list[int], heads: int, head_dim: int, repetitions: int) -> record.Results:
+    """The whole bench: a row for each P, S and method. Raises OSError where it cannot run."""
+    size, rows, machine = {"heads": heads, "head_dim": head_dim, "repetitions": repetitions}, [], record.machine()
+    for P in worlds:
+        for S in lengths:
+            with hosts(P, RATE) as joined:
+                job = json.dumps({"chunk": S // P, **size})
+                seen = json.loads(torchrun(joined, "-m", "bench.gradients_home", job))
+            rows += [{"world_size": P, "seq_len": S, "method": name, **row} for name, row in seen.items()]
+    command = "python -m bench.gradients_home"
+    return {"command": command, "machine": machine, "dtype": "bfloat16", "lengths": lengths, **size, "rows": rows}
+
+
+def table(results: record.Results) -> str:
+    """The results as markdown."""
+    lines = [
+        "# Gradients home in P − 1 messages",
+        "",
+        record.heading(results),
+        f"A training pass: causal, zigzag, B = 1, H = G = {results['heads']}, D = {results['head_dim']}. P hosts: "
+        f"network namespaces, one rank each, on links of {RATE / 1e6:g} MB/s each way. MB: what leaves the network "
+        "card of a rank, headers too. K and V travel in bfloat16, sums in float32. "
+        f"Medians of {results['repetitions']} repetitions, in turn.",
+        "",
+        "| P | S | gradients | MB forward | MB backward | seconds | now is faster by |",
+        "| ---: | ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    of_now: float = 0.0
+    for row in results["rows"]:
+        seconds, (forward, backward) = median(row["seconds"]), (size / 1e6 for size in row["sent"])
+        of_now = seconds if row["method"] == NOW else of_now
+        cells = f"{row['world_size']} | {row['seq_len']:,} | {row['method']} | {forward:.2f} | {backward:.2f}"
+        lines.append(f"| {cells} | {seconds:.3f} | {seconds / of_now:.2f} x |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    if "WORLD_SIZE" in os.environ:  # set by torchrun
+        with join_ring("cpu") as context:
+            rows = measured(context, **json.loads(sys.argv[1]))
+            if context.rank == 0:
+                print(json.dumps(rows))
+    elif reason := why_not():
+        print(f"nothing measured: {reason}")
+    else:
+        record.save("gradients_home", measure(**SIZE), table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Linear attention over ranks, in turn with one process that runs the same chunks on all cores, and with softmax.
+
+The layer is the gated delta rule, forward and backward. A speed of 1 is that of one process, with as many threads as
+all ranks have together. The ring of keys is `ring_flash_attention`, causal and zigzag, with as many heads and tokens.
+
+    $ python -m bench.state_ring
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from bench import record
+from bench.turns import Method, in_turn
+from ringlab.support.processes import RankContext, launch
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.layouts import shard
+from ringlab.training.linear_attention import linear_attention
+from ringlab.training.state_ring import WAYS, ring_linear_attention
+
+ONE, KEYS = "one process", "ring of keys"
+
+
+def step(attention: Callable[..., Tensor], inputs: list[Tensor], d_out: Tensor) -> list[Tensor]:
+    """Out and the gradients of all inputs."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attention(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+def seconds_in_turn(
+    context: RankContext, seq_len: int, heads: int, head_dim: int, repetitions: int
+) -> dict[str, list[float]]:
+    """Seconds of each way in turn. Raises RuntimeError where a result is not that of one process."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_out = torch.randn(4, 1, heads, seq_len, head_dim, generator=generator)
+    beta, decay = torch.rand(2, 1, heads, seq_len, generator=generator)
+    whole = [q, k / k.norm(dim=-1, keepdim=True), v, (0.9 + 0.1 * decay).log(), beta]
+
+    def mine(layout: str) -> list[Tensor]:
+        return [shard(x, layout, context.rank, context.world_size) for x in (*whole, d_out)]
+
+    *of_states, d_mine = mine("contiguous")
+    *of_keys, d_keys = mine("zigzag")
+    softmax = partial(ring_flash_attention, causal=True, layout="zigzag")
+    methods: dict[str, Method] = {ONE: (True, lambda: step(lambda *x: linear_attention(*x)[0], whole, d_out))}
+    for way in WAYS:
+        ring = partial(ring_linear_attention, way=way)
+        methods[way] = (False, partial(step, lambda *x, ring=ring: ring(*x)[0], of_states, d_mine))
+    methods[KEYS] = (False, partial(step, softmax, of_keys[:3], d_keys))
+    seconds, results = in_turn(context, methods, repetitions)
+    for way in WAYS if context.rank == 0 else ():
+        for x, right in zip(results[way], results[ONE], strict=True):
+            off = (x - right[:, :, : x.shape[2]]).norm() / right.norm()
+            if not off < 1e-4:
+                raise RuntimeError(f"{way}: a result is off by {off:.1e} from one process")
+    return seconds
+
+
+def measure(worlds: list[int], lengths: list[int], *, heads: int, head_dim: int, repetitions: int) -> record.Results:
+    """A row for each number of ranks and tokens."""
+    machine = record.machine()
+    sizes = {"heads": heads, "head_dim": head_dim, "repetitions": repetitions}
+    rows = [
+        {"world_size": P, "seq_len": S, "seconds": launch(seconds_in_turn, P, S, *sizes.values())[0]}
+        for P in worlds
+        for S in lengths
+    ]
+    return {"command": "python -m bench.state_ring", "machine": machine, "dtype": "float32", **sizes, "rows": rows}
+
+
+def table(results: record.Results) -> str:
+    """The results as a table in markdown."""
+    lines = [
+        "# The gated delta rule over ranks",
+        "",
+        record.heading(results),
+        f"{results['heads']} heads of {results['head_dim']}, forward and backward. Shares of the speed of one process "
+        f"on all cores that runs the same chunks: medians of {results['repetitions']} turns.",
+        "",
+        f"| P | S | {' | '.join(WAYS)} | {KEYS}, causal |",
+        f"| ---: | ---: |{' ---: |' * (len(WAYS) + 1)}",
+    ]
+    for row in results["rows"]:
+        speeds = [median(row["seconds"][ONE]) / median(row["seconds"][way]) for way in (*WAYS, KEYS)]
+        lines.append(f"| {row['world_size']} | {row['seq_len']:,} | {' | '.join(f'{x:.2f}' for x in speeds)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    record.save("state_ring", measure([2, 4], [1024, 4096, 16384], heads=8, head_dim=64, repetitions=7), table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

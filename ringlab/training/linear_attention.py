@@ -1,0 +1,236 @@
+"""Linear attention: without a softmax, all keys and values melt into a state, D x Dv numbers however long the sequence.
+
+    h_t = a_t h_(t-1) + k_t u_tᵀ                a_t = e^(log_decay_t): how much of the state is kept, 0 to 1
+    o_t = scale · h_tᵀ q_t
+    u_t = v_t                                   linear attention; with a decay RetNet, lightning attention, Mamba 2
+    u_t = β_t (v_t - a_t h_(t-1)ᵀ k_t)          the gated delta rule: write what the state does not answer yet
+
+Token by token this is a recurrence: exact, and slow. All tokens at once it is a matrix product: (Q Kᵀ ∘ decays) U, with
+S x S scores. In between are chunks. Inside a chunk the tokens are computed at once. What the chunk does to the state is
+one affine map, so between chunks only the state goes on:
+
+    h_out = keep h_in + add                     keep: a number, or D x D for the delta rule; add: D x Dv
+    o = local + read h_in
+
+Shapes: B sequences, H heads, S tokens, D numbers in a key, Dv in a value. q and k are (B, H, S, D), v and the output
+(B, H, S, Dv), log_decay and beta (B, H, S), a state (B, H, D, Dv). q, k or v may have fewer heads: each then serves as
+many heads in a row.
+
+    $ python -m ringlab.training.linear_attention
+    a state of 64 x 64 numbers, one head in float32: 16,384 bytes, after 1,024 tokens or 1,048,576
+    the last of 8 tokens reads the tokens [4, 5, 6, 7]: the decay of token 4 is 0
+    ok    linear attention, in chunks of 3: differs from token by token by 6.7e-16
+    ...
+
+Before: flash_ring.py, where keys travel. After: state_ring.py, where the state does.
+Source: Katharopoulos et al. 2020, equations 16 to 20; Sun et al. 2023 (RetNet), equation 7, for the chunks; Yang et al.
+2025 (Gated DeltaNet), section 3, for the delta rule and its chunks.
+"""
+
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringlab.basics.naive_attention import accumulation_dtype, resolve_scale
+
+CHUNK = 64  # tokens
+
+
+class Inputs(NamedTuple):
+    """q, k (B, H, S, D), v (B, H, S, Dv), log_decay (B, H, S) and beta (B, H, S) or None, all in the dtype of sums."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor | None
+
+
+def checked_inputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None) -> Inputs:
+    """The inputs with all heads, in float32 at least. Raises ValueError when they do not fit each other."""
+    if not (q.dim() == k.dim() == v.dim() == 4 and q.shape[::2] == k.shape[::2] == v.shape[::2] and q.numel()):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q, k and v have the shapes {shapes}; expected (B, H, S, D), with one B and one S")
+    H = max(x.shape[1] for x in (q, k, v))
+    if q.shape[3] != k.shape[3] or any(H % x.shape[1] for x in (q, k, v)):
+        raise ValueError(
+            f"q, k and v have {q.shape[1]}, {k.shape[1]} and {v.shape[1]} heads of {q.shape[3]}, {k.shape[3]} and "
+            f"{v.shape[3]} numbers; expected numbers of heads that divide the largest, and q and k of one size"
+        )
+    per_token = (len(q), H, q.shape[2])
+    for name, x in (("log_decay", log_decay), ("beta", beta)):
+        if x is not None and x.shape != per_token:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (B, H, S), {per_token}")
+    kinds = {(x.dtype, x.device) for x in (q, k, v)}
+    if len(kinds) > 1 or not q.is_floating_point():
+        raise ValueError(f"q, k and v are {kinds}; expected one floating dtype and one device: use x.to(q)")
+    wide = accumulation_dtype(q.dtype)
+    q, k, v = (x.to(wide).repeat_interleave(H // x.shape[1], dim=1) for x in (q, k, v))
+    log_decay = q.new_zeros(per_token) if log_decay is None else log_decay.to(wide)
+    return Inputs(q, k, v, log_decay, None if beta is None else beta.to(wide))
+
+
+def empty_state(x: Inputs) -> Tensor:
+    """The state before the first token: zeros (B, H, D, Dv)."""
+    return x.k.new_zeros(*x.k.shape[:2], x.k.shape[3], x.v.shape[3])
+
+
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Token by token: out (B, H, S, Dv) in q's dtype, and the state (B, H, D, Dv). In float64 all is compared with it.
+
+    `scale` is 1/sqrt(D) unless given, `state` what was there before the first token. log_decay is 0 or less; -inf
+    forgets everything before its token. Without beta nothing is read before it is written: plain linear attention.
+    Raises ValueError as `checked_inputs` does. Yang et al. 2025, section 3.
+    """
+    x, scale = checked_inputs(q, k, v, log_decay, beta), resolve_scale(scale, q.shape[-1])
+    h = empty_state(x) if state is None else state.to(x.k.dtype)
+    out = []
+    for t in range(q.shape[2]):
+        q_t, k_t, u_t = x.q[:, :, t, :, None], x.k[:, :, t, :, None], x.v[:, :, t, None]  # columns, and a row
+        h = x.log_decay[:, :, t, None, None].exp() * h
+        if x.beta is not None:
+            u_t = x.beta[:, :, t, None, None] * (u_t - k_t.mT @ h)
+        h = h + k_t @ u_t
+        out.append(scale * q_t.mT @ h)
+    return torch.cat(out, dim=2).to(q.dtype), h
+
+
+class Map(NamedTuple):
+    """What some tokens do to the state: h_out = keep h_in + add."""
+
+    keep: Tensor  # (..., D, D), or (..., 1, 1) where all numbers of the state are kept alike
+    add: Tensor  # (..., D, Dv)
+
+    def __call__(self, h: Tensor) -> Tensor:
+        return kept(self.keep, h) + self.add
+
+    def after(self, first: "Map") -> "Map":
+        """One map in place of two: that of `first`, then this one."""
+        return Map(kept(self.keep, first.keep), self(first.add))
+
+
+def kept(keep: Tensor, h: Tensor) -> Tensor:
+    """keep h, for a matrix or a number."""
+    return keep * h if keep.shape[-1] == 1 else keep @ h
+
+
+class Chunks(NamedTuple):
+    """n chunks as functions of the state before each: its output is local + read h, and its map gives the next."""
+
+    local: Tensor  # (B, H, n, c, Dv): what the tokens read of their own chunk
+    read: Tensor  # (B, H, n, c, D)
+    map: Map  # (B, H, n, ...)
+
+    def maps(self) -> list[Map]:
+        """The map of each chunk, in order."""
+        return [Map(*each) for each in zip(self.map.keep.unbind(2), self.map.add.unbind(2), strict=True)]
+
+
+def decays_between(log_decay: Tensor) -> Tensor:
+    """(..., c) -> (..., c, c): how much of token j's state is left at token i, 0 where j > i.
+
+    Each entry sums its own log decays. A difference of running sums would be inf - inf where a decay is 0.
+    """
+    c = log_decay.shape[-1]
+    later = torch.ones(c, c, dtype=torch.bool, device=log_decay.device).tril(-1)  # t > j
+    sums = log_decay[..., :, None].expand(*log_decay.shape, c).masked_fill(~later, 0.0).cumsum(dim=-2)
+    return sums.exp().tril()
+
+
+def in_chunks(x: Inputs, scale: float, size: int = CHUNK) -> Chunks:
+    """Everything that needs no state: three products inside each chunk of `size` tokens. Yang et al. 2025, section 3.
+
+    The delta rule's u are (I + L) u = β (v - since h k), with L = β (K Kᵀ ∘ decays) below the diagonal: a triangular
+    system, once for what v writes and once for what the state before the chunk takes back.
+    """
+    missing = -x.q.shape[2] % size  # tokens that write nothing and keep everything
+
+    def cut(y: Tensor) -> Tensor:
+        padding = (0, 0) * (y.dim() - 3) + (0, missing)
+        return torch.nn.functional.pad(y, padding).unflatten(2, (-1, size))
+
+    q, k, u, log_decay = scale * cut(x.q), cut(x.k), cut(x.v), cut(x.log_decay)
+    between = decays_between(log_decay)  # (B, H, n, c, c)
+    since = log_decay.cumsum(dim=-1).exp()[..., None]  # from the state before the chunk to each token
+    left = between[..., -1, :, None] * k  # what is left of each key at the end of the chunk
+    scores, read, keep = q @ k.mT * between, since * q, since[..., -1:, :]
+    if x.beta is not None:
+        beta = cut(x.beta)[..., None]
+        system = beta * (k @ k.mT * between).tril(-1)
+        both = torch.cat([beta * u, beta * since * k], dim=-1)
+        both = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+        u, taken = both.split([u.shape[-1], k.shape[-1]], dim=-1)
+        read = read - scores @ taken
+        keep = keep * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - left.mT @ taken
+    return Chunks(scores @ u, read, Map(keep, left.mT @ u))
+
+
+def from_state(chunks: Chunks, h: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """The output (B, H, tokens, Dv) of chunks that begin with the state h (B, H, D, Dv), and the state after them."""
+    states = []
+    for each in chunks.maps():
+        states.append(h)
+        h = each(h)
+    out = chunks.local + chunks.read @ torch.stack(states, dim=2)
+    return out.flatten(2, 3)[:, :, :tokens], h
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    size: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """`recurrence` in chunks of `size` tokens, for speed: the same arguments, results and errors. Differentiable.
+
+    With one chunk of all S tokens it is the matrix product: (Q Kᵀ ∘ decays) U. Yang et al. 2025, section 3.
+    """
+    x = checked_inputs(q, k, v, log_decay, beta)
+    h = empty_state(x) if state is None else state.to(x.k.dtype)
+    out, h = from_state(in_chunks(x, resolve_scale(scale, q.shape[-1]), size), h, q.shape[2])
+    return out.to(q.dtype), h
+
+
+def main() -> int:
+    D, S, ok = 64, 8, True
+    print(f"a state of {D} x {D} numbers, one head in float32: {4 * D * D:,} bytes, after 1,024 tokens or 1,048,576")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, S, D, generator=generator, dtype=torch.float64)
+    k = k / k.norm(dim=-1, keepdim=True)
+    log_decay, beta = torch.rand(2, 1, 2, S, generator=generator, dtype=torch.float64).log()
+    log_decay[..., 4] = -torch.inf  # a new document
+    read = (q[:, :1, :, :1].abs() * decays_between(log_decay[:, :1]))[0, 0, -1] > 0
+    print(f"the last of {S} tokens reads the tokens {read.nonzero().flatten().tolist()}: the decay of token 4 is 0")
+    for name, options in (
+        ("linear attention", (None, None)),
+        ("with a decay", (log_decay, None)),
+        ("the gated delta rule", (log_decay, beta.exp())),
+    ):
+        right, _ = recurrence(q, k, v, *options)
+        for size in (3, S):
+            off = (linear_attention(q, k, v, *options, size=size)[0] - right).abs().max().item()
+            fine = off < 64 * torch.finfo(q.dtype).eps * right.abs().max().item()
+            verdict = "ok   " if fine else "WRONG"
+            print(f"{verdict} {name}, in chunks of {size}: differs from token by token by {off:.1e}")
+            ok &= fine
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
