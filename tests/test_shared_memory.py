@@ -49,6 +49,7 @@ CANNOT = {  # what rank 1 cannot do, by a name
 
 
 def choice(context, hosts, backend, cannot):
+    agree(lambda: None)  # the pipes are open
     host, group = as_on_hosts(hosts), dist.new_group()
     named = mock.patch.object(shared_memory.dist, "get_backend", return_value=backend) if backend else nullcontext()
     with host, named, CANNOT[cannot]() if cannot and context.rank == 1 else nullcontext():
@@ -74,6 +75,16 @@ def test_auto_says_what_it_takes_and_why(ranks, hosts, backend, cannot, schedule
     for taken, said in ranks(3, choice, hosts, backend, cannot):
         assert taken == schedule
         assert why in said
+
+
+def without_a_pipe(context):
+    with CANNOT["open"]() if context.rank == 1 else nullcontext():
+        agree(lambda: None)
+
+
+def test_a_pipe_that_may_not_be_opened_ends_the_job_with_its_reason():
+    with pytest.raises(RuntimeError, match="the pipe of rank 0 cannot be opened: .* Permission denied"):
+        launch(without_a_pipe, 3)
 
 
 def without_room(context):

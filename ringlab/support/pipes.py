@@ -85,12 +85,15 @@ class Inbox:
         return [rank for rank in here if rank != self.rank and not self.why_not([self.rank, rank])]
 
     def sink(self, rank: int) -> int:
-        """The pipe into another rank. Raises RuntimeError if that has ended."""
+        """The pipe into another rank. Raises RuntimeError if that has ended, or may not be opened here."""
         until = time.monotonic() + STALE
         while rank not in self.sinks:
             path, number = pickle.loads(self.store.get(str(rank)))[2]
             if os.path.exists(path) and os.stat(path).st_ino == number:
-                self.sinks[rank] = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+                try:
+                    self.sinks[rank] = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+                except OSError as error:
+                    raise RuntimeError(f"the pipe of rank {rank} cannot be opened: {error}") from None
                 self.fds.append(self.sinks[rank])
             elif time.monotonic() > until:  # before that, it may be the place in an earlier job on the same store
                 raise RuntimeError(f"Connection closed by peer: rank {rank} has ended")
