@@ -124,7 +124,9 @@ for name, factor, layer, options in (
     assert abs(chunk - min_overlap_chunk(a100, infiniband, layer, **options)) < 1e-6  # what the planner counts
 
 # %% [markdown]
-# One message cannot be hidden: the last hop of the gradients comes after all computing.
+# One message cannot be hidden. In published rings it is the last hop of the gradients, which comes after all computing.
+# Our ring computes on the own block last. So the gradients come home meanwhile, and the first hop of K and V is exposed,
+# which has fewer bytes.
 #
 # **The map.** Two numbers place a machine: its FLOP/s and the bytes/s of its link ([drawn](../figures/hidden_communication.svg),
 # with table 2 of the paper; `python -m ringlab.planning.calibrate` measures yours). NVLink, inside a host, needs chunks of
@@ -284,7 +286,7 @@ print(check_smallest_chunk(my_smallest_chunk))
 
 # %%
 # The same for training under a causal mask in the zigzag layout: one length for the forward pass and the backward
-# pass. Gradients travel in float32. (Leave out their last hop.) `ratio` is flops / bandwidth
+# pass. Gradients travel in float32. (Leave out the message that cannot be hidden.) `ratio` is flops / bandwidth
 def my_training_chunk(ratio, H, G, itemsize):
     return ...
 

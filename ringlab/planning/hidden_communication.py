@@ -10,7 +10,8 @@ with G = H, C >= flops / bandwidth remains, which the paper writes c >= F/B. A c
 balanced layout but none of the bytes, so C doubles.
 
 The backward pass costs 10·C²·H·D FLOPs a block (five products) and sends the gradients of K and V too, in float32:
-C >= (w + 4)/5 · G/H · flops / bandwidth. The last hop of the gradients follows all computing, so it is never hidden.
+C >= (w + 4)/5 · G/H · flops / bandwidth. In published rings the last hop of the gradients follows all computing, so
+nothing hides it. Our rings compute on the own block last: nothing hides the first hop of K and V, which is shorter.
 On P ranks, chunks of C tokens make a sequence of P·C. The paper asks for 6·C, because a rank holds six blocks.
 
     P rounds take     P·computing + (P-1)·message                   without overlap
@@ -72,10 +73,7 @@ def block_flops(layer: AttentionLayer, pairs: float, *, backward: bool = False) 
 
 
 def gradient_bytes(layer: AttentionLayer, chunk: float) -> float:
-    """Bytes of the dK and dV of a block, in float32 at least. They make P hops in public rings, and P - 1 in ours.
-
-    In public rings nothing hides the last hop, home. In ours nothing hides the first hop of K and V, of fewer bytes.
-    """
+    """Bytes of the dK and dV of a block, in float32 at least. They make P hops in published rings, P - 1 in ours."""
     return 2 * chunk * layer.kv_heads * layer.head_dim * max(layer.itemsize, 4)
 
 
@@ -129,9 +127,9 @@ def pass_seconds(
     backward: bool = False,
     overlap: bool = True,
 ) -> float:
-    """Seconds of a layer's forward or backward pass on a ring; arguments as in `min_overlap_chunk`.
+    """Seconds of a layer's forward or backward pass on a published ring; arguments as in `min_overlap_chunk`.
 
-    The backward pass ends with the last hop of the gradients, which no computing hides.
+    The backward pass ends with the last hop of the gradients, which no computing hides. For ours: seconds.py.
     """
     computing = block_flops(layer, visible * chunk**2, backward=backward) / flops
     message = hop_bytes(layer, chunk, backward=backward) / bandwidth

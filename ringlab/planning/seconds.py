@@ -1,8 +1,9 @@
 """How long a pass of attention takes by each way: closed forms, of the rounds and of what travels beside them.
 
     beside          max(message, computing + message · (1 - 1/slowdown))    both at once: messages slow the computing
-    ring            a round for each block: its call beside the hops. The last hop of the gradients is exposed
-    double ring     a turn of per_host rounds beside a slow hop; the slow hop of the last sums is exposed
+    ring            a round for each block: its call beside the hops. Published rings expose the last hop of the
+                    gradients; ours computes on the own block last, and exposes the first hop of K and V
+    double ring     a turn of per_host rounds beside a slow hop, in the same order; then the last sums inside a host
     all-gather      ours: one K/V head after the other, beside the call of the head before. Published ones gather all
                     heads first, and sum the gradients last: nothing hides them
     all-to-all      nothing travels while a rank computes: both exchanges are exposed
@@ -20,7 +21,7 @@ Shapes: numbers only, as in ways.py. All times are modelled, of attention only: 
                            forward  backward       sum
         computing alone       71.1     177.7     248.8
     ...
-    one host: a ring of 8 takes as long as in hidden_communication.py
+    one host: a published ring of 8 takes as long as in hidden_communication.py
 
 Before: round_costs.py. After: host_order.py, where the links between hosts differ.
 Source: Liu et al. 2024, algorithm 1; Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2; Jacobs et
@@ -121,23 +122,24 @@ class Pass:
         near = self.inside(size) if stride < self.cluster.per_host or self.cluster.hosts == 1 else 0.0
         return max(near, self.between(size, stride) if self.cluster.hosts > 1 else 0.0)
 
-    def ring(
-        self, rounds: int, first: float, later: float, kv: float, sums: float, hop: Callable[[float], float]
-    ) -> float:
-        """Seconds of a ring: K and V travel beside each round, the sums of a block's gradients one round behind it.
+    def order(
+        self, rounds: int, first: float, later: float, kv: float, sums: float
+    ) -> tuple[float, list[tuple[float, int, float]]]:
+        """Bytes that nothing hides; then for each kind of round: seconds of computing, how many, bytes beside one.
 
-        `first`: computing of round 0, `later`: of the others. Ours sends the sums from round 1 on: what a rank adds to
-        its own block stays at home. Published rings send those of round 0 too.
+        `first`: computing on the own block, `later`: on another. K and V travel a round before their block, the sums
+        of its gradients a round behind it. In our backward pass the own block is the last one: nothing hides the first
+        hop of K and V, and the sums come home meanwhile. In published rings it is the first, and its sums travel too.
         """
         if rounds == 1:
-            return first
-        sums = sums if self.backward else 0.0
-        begun = 0.0 if self.ours else sums
-        all_rounds = [(first, 1, kv), (later, 1, sums if rounds > 2 else begun)]  # the first, the last
-        if rounds > 2:
-            all_rounds += [(later, 1, kv + begun), (later, rounds - 3, kv + sums)]
-        slow = self.cluster.slowdown
-        return sum(count * beside(work, hop(size), slow) for work, count, size in all_rounds) + hop(sums)
+            return 0.0, [(first, 1, 0.0)]
+        if not self.backward:
+            return 0.0, [(first, 1, kv), (later, rounds - 2, kv), (later, 1, 0.0)]
+        if not self.ours:
+            return sums, [(first, 1, kv), (later, rounds - 2, kv + sums), (later, 1, sums)]
+        if rounds == 2:
+            return kv, [(later, 1, 0.0), (first, 1, sums)]
+        return kv, [(later, 1, kv), (later, rounds - 3, kv + sums), (later, 1, sums), (first, 1, sums)]
 
     def rings(self, ranks: int) -> float:
         """An exchange of heads in groups of `ranks`, then rings of P / `ranks`: ring, hybrid and all-to-all."""
@@ -145,7 +147,10 @@ class Pass:
         rounds, share = cluster.devices // ranks, max(shares(self.layer, ranks), key=lambda each: each.heads)
         first, later = (self.computing(share, tokens, t, rounds) for t in (0, 1))
         kv, sums = hop_bytes(share, tokens), gradient_bytes(share, tokens)
-        seconds = self.ring(rounds, first, later, kv, sums, lambda size: self.hop(size, ranks))
+        exposed, all_rounds = self.order(rounds, first, later, kv, sums)
+        slow = cluster.slowdown
+        seconds = sum(count * beside(work, self.hop(size, ranks), slow) for work, count, size in all_rounds)
+        seconds += self.hop(exposed, ranks)
         if ranks == 1:
             return seconds
         packing = 2 * (cluster.launch + self.batch * packing_bytes(self.layer, self.chunk) / cluster.memory_bandwidth)
@@ -159,16 +164,15 @@ class Pass:
         cluster, per_host, hosts = self.cluster, self.cluster.per_host, self.cluster.hosts
         kv, sums = hop_bytes(self.layer, self.chunk), gradient_bytes(self.layer, self.chunk) if self.backward else 0.0
         first, later = (self.computing(self.layer, self.chunk, t, per_host * hosts) for t in (0, 1))
-        seconds = 0.0
-        for u, turns in ((0, 1), (1, max(0, hosts - 2)), (hosts - 1, int(hosts > 1))):
-            far = self.between((kv if u < hosts - 1 else 0.0) + (sums if u > 0 else 0.0), per_host)
-            work = ((later if u else first) + (per_host - 1) * later) / per_host  # a round's, on an average
+        exposed, all_turns = self.order(hosts, first, later, kv, sums)
+        seconds = self.between(exposed, per_host)
+        for begin, turns, size in all_turns:
+            far, work = self.between(size, per_host), (begin + (per_host - 1) * later) / per_host  # a round's
             near, last, slow = self.inside(kv + sums), self.inside(sums), cluster.slowdown
             slowed = (per_host - 1) * max(near, slow * work) + max(last, slow * work)  # a turn beside the slow hop
             free = (per_host - 1) * beside(work, near, slow) + beside(work, last, slow)  # after it
             seconds += turns * max(far, far + (1 - far / slowed) * free)
-        home = self.inside(sums) + (self.between(sums, per_host) if hosts > 1 else 0.0)
-        return seconds + (home if self.backward else 0.0)
+        return seconds + self.inside(sums)
 
     def collective(self, size: float) -> float:
         """Seconds of an all-gather or reduce-scatter of `size` bytes of each rank: rings through all cards."""
@@ -235,10 +239,10 @@ def main() -> int:
 
     ok, host = True, replace(cluster, hosts=1)
     for chunk, backward in ((128, False), (8192, False), (8192, True)):  # exposed, hidden, hidden
-        seconds = pass_of("ring", Pass(host, layer, chunk, backward))
+        seconds = pass_of("ring", Pass(host, layer, chunk, backward, ours=False))
         right = pass_seconds(layer, chunk, 8, host.flops, host.bandwidth, visible=1 / 2, backward=backward)
         ok &= abs(seconds - right) < 1e-9 * right
-    print("one host: a ring of 8 takes as long as in hidden_communication.py")
+    print("one host: a published ring of 8 takes as long as in hidden_communication.py")
     return 0 if ok else 1
 
 
