@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench import generation, record, training_speed
+from bench import generation, gradients_home, record, state_ring, training_speed
 from bench.against_peers import LIMIT
 from bench.five_ways import COMPUTING
 from bench.five_ways_predicted import BACKWARD, FORWARD
@@ -71,11 +71,11 @@ def of_masks(results: record.Results) -> Iterator[Turn]:
             yield f"P={P}, {which}", "one by one", {"one by one": alone[which], **each}
 
 
-def of_training(results: record.Results) -> Iterator[Turn]:
-    """training_speed: a turn for each P."""
+def by_method(results: record.Results, reference: str) -> Iterator[Turn]:
+    """training_speed, gradients_home: a turn for each P, with a row for each method."""
     for P in dict.fromkeys(row["world_size"] for row in results["rows"]):
         each = {row["method"]: row["seconds"] for row in results["rows"] if row["world_size"] == P}
-        yield f"P={P}", training_speed.ONE, each
+        yield f"P={P}", reference, each
 
 
 TURNS: dict[str, Callable[[record.Results], Iterator[Turn]]] = {  # the benches that keep their repetitions
@@ -85,6 +85,7 @@ TURNS: dict[str, Callable[[record.Results], Iterator[Turn]]] = {  # the benches 
     ),
     "five_ways": of_ways,
     "generation": lambda results: ((label(row), generation.ONE, row["seconds"]) for row in results["rows"]),
+    "gradients_home": lambda results: by_method(results, gradients_home.NOW),
     "masked_rings": of_masks,
     "ring_vs_full": lambda results: (
         (label(run), BLOCKWISE, {row["method"]: row["seconds"] for row in run["rows"]})
@@ -95,7 +96,8 @@ TURNS: dict[str, Callable[[record.Results], Iterator[Turn]]] = {  # the benches 
         for step, cases in results["seconds"].items()
         for case, each in cases.items()
     ),
-    "training_speed": of_training,
+    "state_ring": lambda results: ((label(row), state_ring.ONE, row["seconds"]) for row in results["rows"]),
+    "training_speed": lambda results: by_method(results, training_speed.ONE),
     "unequal_links": lambda results: (  # simulated from the speeds of the links in the same job
         (label(row), "simulated", {"simulated": [row["simulated"]] * len(row["seconds"]), "measured": row["seconds"]})
         for row in results["rows"]
