@@ -29,7 +29,6 @@ al. 2023 (Ulysses), section 3; Fang & Zhao 2024 (USP).
 """
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, gradient_bytes, hop_bytes, pass_seconds
