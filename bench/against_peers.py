@@ -2,10 +2,11 @@
 
 The limit is scaled_dot_product_attention in one process with all the cores. It and all rings of a case take turns on
 the same two cores. The flash ring moves its blocks by messages or in shared memory. The other rings are PyTorch's own
-context-parallel loop (private functions; all-to-all rotation, the same kernel), ring-attention-pytorch (pip install -r
-bench/requirements.txt; left out if it is not installed) and this project's ring_attn.py. The last two run the forward
-pass only. It takes about half an hour on a quiet machine.
+context-parallel loop (private functions; all-to-all rotation, the same kernel), ring-attention-pytorch (left out if it
+is not installed) and this project's ring_attn.py. The last two run the forward pass only. It takes about half an hour
+on a quiet machine.
 
+    $ python -m pip install ring-attention-pytorch==0.5.20
     $ python -m bench.against_peers
 """
 

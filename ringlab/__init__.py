@@ -1,6 +1,7 @@
 """Ring Attention, step by step: the names that most people come for. Each is loaded when it is first used.
 
 from ringlab import ring_flash_attention        the trainable ring
+from ringlab import ring_linear_attention       linear attention in a ring of states; its ring_short_convolution
 from ringlab import positions, shard, unshard   which tokens a rank has
 from ringlab import join_ring                   this process as a rank, in a script that torchrun starts
 from ringlab import use_ring, shard_batch       a Hugging Face model, and its batches; ContextParallel: which ranks
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from ringlab.support.processes import join_ring
     from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
     from ringlab.training.layouts import Layout, positions, shard, unshard
+    from ringlab.training.short_convolution import ring_short_convolution
+    from ringlab.training.state_ring import ring_linear_attention
 
 __version__ = "0.2.0"
 __all__ = [
@@ -38,6 +41,8 @@ __all__ = [
     "positions",
     "ring_attention",
     "ring_flash_attention",
+    "ring_linear_attention",
+    "ring_short_convolution",
     "scaled_dot_product_attention",
     "shard",
     "shard_batch",
@@ -58,6 +63,8 @@ _HOMES = {  # of each name, and the package that it needs
     "positions": ("ringlab.training.layouts", "torch"),
     "ring_attention": ("ring_attn", "torch"),
     "ring_flash_attention": ("ringlab.training.flash_ring", "torch"),
+    "ring_linear_attention": ("ringlab.training.state_ring", "torch"),
+    "ring_short_convolution": ("ringlab.training.short_convolution", "torch"),
     "scaled_dot_product_attention": ("ringlab.training.flash_ring", "torch"),
     "shard": ("ringlab.training.layouts", "torch"),
     "shard_batch": ("ringlab.models.hugging_face_batch", "transformers"),

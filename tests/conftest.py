@@ -35,10 +35,10 @@ def world_size(request):
 # How `make test` spreads the suite over the cores. These files' tests take seconds each: they begin first, so that no
 # core is left with one at the end.
 LONG = ("notebooks", "bench", "max_context", "figures", "verdicts", "readme", "throttled_hosts")
-LONG += ("models_train",)
+LONG += ("models_train", "cluster", "models_hugging_face_trainer", "foreign_project")
 # The tests of these files share what takes seconds to make, so they run on one core.
 TOGETHER = {"figures": "figures", "verdicts": "concepts", "throttled_hosts": "hosts"}
-TOGETHER |= {"foreign_project": "environment"}
+TOGETHER |= {"foreign_project": "environment", "models_hugging_face_trainer": "trainer"}
 
 
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the

@@ -238,7 +238,7 @@ def test_the_ring_trains_there(here, flat):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["flat", "nested"])
+@pytest.mark.parametrize("layout", [pytest.param("flat", marks=pytest.mark.exhaustive), "nested"])
 def test_the_doctor_finds_their_ring(here, request, layout):
     folder = request.getfixturevalue(layout)
     doctor, few = (*torchrun(3), "-m", "ring_doctor"), ("--dtype", "float32", "--forward-only")

@@ -32,7 +32,6 @@ KINDS = 8
 HEAD = struct.Struct("<IH?H")  # of a part of a message: its kind, its sender, whether it is the last, how many bytes
 LONGEST = getattr(select, "PIPE_BUF", 512) - HEAD.size  # bytes of a part: written at once, or not at all
 AWAKE = 200e-6  # seconds until a rank that waits sleeps: waking takes time, and the system may choose a busy core
-LONGEST_SLEEP = 2**31 - 1  # milliseconds that poll(2) takes: 24 days
 STALE = 10.0  # seconds for a rank that has joined another job to say where its new pipe is
 
 
@@ -85,15 +84,12 @@ class Inbox:
         return [rank for rank in here if rank != self.rank and not self.why_not([self.rank, rank])]
 
     def sink(self, rank: int) -> int:
-        """The pipe into another rank. Raises RuntimeError if that has ended, or may not be opened here."""
+        """The pipe into another rank. Raises RuntimeError if that has ended."""
         until = time.monotonic() + STALE
         while rank not in self.sinks:
             path, number = pickle.loads(self.store.get(str(rank)))[2]
             if os.path.exists(path) and os.stat(path).st_ino == number:
-                try:
-                    self.sinks[rank] = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-                except OSError as error:
-                    raise RuntimeError(f"the pipe of rank {rank} cannot be opened: {error}") from None
+                self.sinks[rank] = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
                 self.fds.append(self.sinks[rank])
             elif time.monotonic() > until:  # before that, it may be the place in an earlier job on the same store
                 raise RuntimeError(f"Connection closed by peer: rank {rank} has ended")
@@ -102,7 +98,7 @@ class Inbox:
         return self.sinks[rank]
 
     def send(self, kind: int, to: int, message: bytes = b"") -> None:
-        """Send a message to rank `to`, and return at once. Raises RuntimeError if it has ended."""
+        """Send a message to rank `to`, and return at once. Raises RuntimeError if it has ended, or may not be asked."""
         for begin in range(0, max(1, len(message)), LONGEST):
             part = message[begin : begin + LONGEST]
             head = HEAD.pack(kind, self.rank, begin + LONGEST >= len(message), len(part))
@@ -113,8 +109,9 @@ class Inbox:
                 except BlockingIOError:  # the pipe is full. The other rank may wait for room in this one's
                     if not self._read():
                         time.sleep(AWAKE)
-                except BrokenPipeError:
-                    raise RuntimeError(f"Broken pipe: rank {to} has ended") from None
+                except OSError as error:
+                    why = "has ended" if isinstance(error, BrokenPipeError) else "has a pipe that cannot be opened"
+                    raise RuntimeError(f"{error.strerror}: rank {to} {why}") from None
 
     def _read(self) -> bool:
         """Read a part of a message, if one is there."""
@@ -148,7 +145,7 @@ class Inbox:
             poll = select.poll()
             poll.register(self.fds[0], select.POLLIN)
             poll.register(self.sink(of), 0)  # an error there: nobody reads that pipe any more
-            ready = poll.poll(max(0, min(1000 * (limit.total_seconds() - waited), LONGEST_SLEEP)))
+            ready = poll.poll(max(0, min(1000 * (limit.total_seconds() - waited), 2**31 - 1)))  # it takes 24 days
             if not ready:
                 raise RuntimeError(f"Timed out waiting for rank {of}, {limit} long")
             if self.fds[0] not in dict(ready):

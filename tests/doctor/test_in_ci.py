@@ -101,6 +101,7 @@ def test_the_files_of_ci_have_commands_that_these_tests_run():
     assert BLOCKS["Makefile"] == f"ring:\n\t{QUICK}\n"
 
 
+@pytest.mark.exhaustive  # of some questions: the next test
 def test_the_whole_examination_finds_the_mistake(project):
     done = run(project, WHOLE)
     assert done.returncode == 1
