@@ -112,6 +112,7 @@ def test_what_the_record_says_by_hand(capsys):
 BAD_OPTIONS = {
     "--seq-len 2": "--seq-len: 2 for 4 ranks, expected at least one token a rank",
     "--seq-len 0": "--seq-len: '0' given, expected a whole number of 1 or more",
+    "--seq-len 99999999999999999999": "q, k and v take more than the ",
     "--batch 1.5": "--batch: '1.5' given, expected a whole number of 1 or more",
     "--heads -1": "--heads: '-1' given, expected a whole number of 1 or more",
     "--head-dim many": "--head-dim: 'many' given, expected a whole number of 1 or more",

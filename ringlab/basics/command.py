@@ -129,6 +129,9 @@ def parse(argv: list[str] | None, world_size: int, local_world_size: int) -> arg
     args = parser.parse_args(argv)
     if args.seq_len < world_size:
         parser.error(f"argument --seq-len: {args.seq_len} for {world_size} ranks, expected at least one token a rank")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 3 * 4 * args.batch * args.heads * args.seq_len * args.head_dim > memory:
+        parser.error(f"q, k and v take more than the {memory / 1e9:.0f} GB of this machine, expected smaller sizes")
     try:
         choose_device(args.device, local_world_size)
     except ValueError as error:
