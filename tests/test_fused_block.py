@@ -114,9 +114,12 @@ def test_a_softcap_sums_in_float32(dtype):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [0.5, -0.5])
 def test_views(view, causal, scale):
-    four = grouped_inputs(2, 4, 2, 20, 6)
-    assert not view(four[0]).is_contiguous()
+    q, k, v, d_out = four = grouped_inputs(2, 4, 2, 20, 6)
+    assert not view(q).is_contiguous()
     assert_block(four, view=view, causal=causal, scale=scale)
+    for D, D_v in ((4, 6), (6, 4)):  # rows of one length: padded
+        four = q[..., :D], k[..., :D], v[..., :D_v], d_out[..., :D_v]
+        assert_block([x.contiguous() for x in four], view=view, causal=causal, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

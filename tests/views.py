@@ -20,4 +20,8 @@ def slices(x):
     return F.pad(x, (1, 2, 3, 4), value=9.0)[:, :, 3:-4, 1:-2]
 
 
-VIEWS = [columns, tokens_first, every_second, slices]
+def heads_last(x):
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # F.pad keeps this order
+
+
+VIEWS = [columns, tokens_first, every_second, slices, heads_last]

@@ -217,10 +217,8 @@ def _dense_rows(*tensors: Tensor) -> list[Tensor]:
     Shorter rows get zeros. These change no score, and only numbers of out and dv that nobody asked for.
     """
     longest = max(x.shape[-1] for x in tensors)
-    return [
-        F.pad(x, (0, longest - x.shape[-1])) if x.shape[-1] < longest else x if x.stride(-1) == 1 else x.contiguous()
-        for x in tensors
-    ]
+    same = [x if x.shape[-1] == longest else F.pad(x, (0, longest - x.shape[-1])) for x in tensors]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in same]
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
