@@ -87,7 +87,7 @@ $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 10) else f"Python {v.major}.{v.minor} found, 3.10 or newer needed: make PYTHON=python3.12 ...")'
 	@echo "== setting up $(VENV): installing requirements.txt (once, a few minutes; to watch: tail -f $(VENV)/*.log)"
 	@$(PYTHON) -m venv $(VENV)
-	@if $(BIN)/python -m pip config list | grep -Eq 'index|find-links'; then \
+	@if $(BIN)/python -m pip config list | grep -E 'index|find-links' > /dev/null; then \
 		echo "== pip was told where to look, so pip installs, and not uv"; \
 	elif $(PIP) uv > $(VENV)/uv.log 2>&1 && $(BIN)/uv pip install --python $(BIN)/python --torch-backend=auto \
 			-r requirements.txt >> $(VENV)/uv.log 2>&1; then \
