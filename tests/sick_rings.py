@@ -11,7 +11,7 @@ each kind. OF_TABLE are rings from its rows: "two_seats", and "two_seats:1" for 
 import functools
 
 from ring_doctor.catalogue import CATALOGUE
-from tests.sick import unknown
+from tests.sick import backward, forward
 from tests.sick.ring import CAUSAL, MASKED, ON_MESH
 from tests.sick.table_ring import from_table
 
@@ -23,9 +23,9 @@ OF_TABLE = {
     if name not in WITH_SINKS
     for i, variant in enumerate(mistake.variants)
 }
-BY_HAND = unknown.KNOWN
+BY_HAND = {**forward.SICK, **backward.SICK}
 SICK = {**OF_TABLE, **BY_HAND}
-UNKNOWN = unknown.SICK  # not in the catalogue when these were written
+UNKNOWN = backward.UNKNOWN
 ALL = {**SICK, **UNKNOWN}
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -14,13 +15,12 @@ import ring_doctor.__main__ as command
 from ring_doctor import html
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.job import CannotExamine
-from ring_doctor.mistakes_of_models import MISTAKES
+from ring_doctor.mistakes_of_models import MISTAKES, Pattern
 from ring_doctor.model_calls import Call, ModelPatient, Returned
 from ring_doctor.model_clues import clue
 from ring_doctor.model_comparison import ModelDiagnosis, World, explain, judge, same, tolerance, unlike
-from ring_doctor.model_patterns import Pattern
-from ring_doctor.model_report import ModelReport, json_of_model, text_of_model
-from ring_doctor.whole_model import ModelExamination, examine_model
+from ring_doctor.model_report import ModelExamination, json_of_model, text_of_model
+from ring_doctor.whole_model import examine_model
 from ringlab.support.processes import LostRank
 from tests import sick_models
 from tests.sick_models import blind_step, one_weight, step
@@ -387,26 +387,26 @@ def judged(results, patterns):
     """What is judged where one process returns RIGHT, and patterns predict without a call: {P: {names: prediction}}."""
     patient = mock.Mock(shards=lambda P: [], on_one_process=lambda calls, required: [])
     made = {P: [Pattern(names, (), lambda _, x=x: x) for names, x in of_P.items()] for P, of_P in patterns.items()}
-    return judge(patient, {P: [x] * P for P, x in results.items()}, RIGHT, made.__getitem__, 1e-12, 1e-12)
+    found = judge(patient, {P: [x] * P for P, x in results.items()}, RIGHT, made.__getitem__, 1e-12, 1e-12)
+    worlds, diagnoses, wrong = found
+    return [[each.names for each in world.found] for world in worlds], [each.names for each in diagnoses], set(wrong)
 
 
 def test_a_name_must_explain_every_wrong_number_of_ranks():
     one, other = result(2.0, [3.0, 5.0], [1.0]), result(2.0, [3.0, 6.0], [1.0])
     found = judged({2: one, 3: other}, {2: {("a",): one, ("b",): RIGHT}, 3: {("a",): RIGHT, ("b",): other}})
-    assert [[each.names for each in world.found] for world in found.worlds] == [[("a",)], [("b",)]]
-    assert found.diagnoses == ()
-    assert set(found.wrong) == {2, 3}
+    assert found == ([[("a",)], [("b",)]], [], {2, 3})
     found = judged({2: one, 3: other}, {2: {("a",): one, ("b",): one}, 3: {("a",): RIGHT, ("b",): other}})
-    assert [each.names for each in found.diagnoses] == [("b",)]
+    assert found[1] == [("b",)]
 
 
 def test_one_mistake_comes_before_two():
     wrong = result(2.0, [3.0, 5.0], [1.0])
     half = result(2.0, [1.5, 2.5], [0.5])
     found = judged({2: wrong}, {2: {("a",): wrong, ("b",): half, ("c", "d"): wrong}})
-    assert [each.names for each in found.diagnoses] == [("a",)]
+    assert found[1] == [("a",)]
     found = judged({2: wrong}, {2: {("b",): half, ("c", "d"): RIGHT}})
-    assert [each.names for each in found.diagnoses] == [("b", "gradients_times_p")]
+    assert found[1] == [("b", "gradients_times_p")]
 
 
 def test_a_small_gradient_is_compared_with_a_hundredth_of_an_average_gradient():
@@ -530,7 +530,7 @@ def test_the_layout_reaches_the_examination_and_both_files_are_written(capsys, t
 
 def examination(*worlds, **found):
     """An examination of these worlds."""
-    return ModelExamination(**{"worlds": worlds, "diagnoses": (), "allowed": 1e-12, "notes": ()} | found)
+    return ModelExamination(**{"name": "f", "worlds": worlds, "diagnoses": (), "allowed": 1e-12, "notes": ()} | found)
 
 
 FINE, WRONG = World(1, False, True, (), 0.0), World(3, True, False, (), 0.5)
@@ -559,15 +559,14 @@ FAILED = World(2, False, False, (), math.inf, "rank 1 died")
     ],
 )
 def test_the_verdict_of_a_model(found, verdict):
-    report = ModelReport("f", found)
-    assert report.verdict == verdict
-    assert report.healthy == verdict.startswith("HEALTHY")
-    assert report.level == ("right for what it takes" if found.only else "right" if report.healthy else "wrong")
+    assert found.verdict == verdict
+    assert found.healthy == verdict.startswith("HEALTHY")
+    assert found.level == ("right for what it takes" if found.only else "right" if found.healthy else "wrong")
 
 
 def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
     found = examination(FINE, FAILED, WRONG, notes=("it has a note",), clue="Look at the ring.")
-    assert text_of_model(ModelReport("f", found)).splitlines()[1:] == [
+    assert text_of_model(found).splitlines()[1:] == [
         "  Look at the ring.",
         "  It has a note.",
         "",
@@ -575,7 +574,7 @@ def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
         "FAILED P = 2: rank 1 died",
         "WRONG  P = 3, some labels hidden: off by 5.0e-01 of the norm, rounding allows 1.0e-12",
     ]
-    said = json_of_model(ModelReport("f", found))
+    said = json_of_model(found)
     assert (said["inference"], said["remarks"]) == (["Look at the ring."], ["It has a note."])
     answers = said["answers"]
     assert [(answer["state"], answer["labels_hidden"]) for answer in answers] == [
@@ -584,7 +583,7 @@ def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
         ("wrong", True),
     ]
     assert answers[1]["errors"]["largest"] is None  # JSON has no infinity
-    page = html.page(json_of_model(ModelReport("<f>", found)))
+    page = html.page(json_of_model(replace(found, name="<f>")))
     assert "<p>Look at the ring.</p>" in page
     assert "&lt;f&gt;" in page
     assert (page.count('<h1 class="sick">'), page.count("<td class='sick'>")) == (1, 2)
