@@ -1,8 +1,8 @@
 """Shared memory against messages and against PyTorch's loop, on one host.
 
 The same kernels compute the same blocks in the same rounds. In shared memory K and V are copied once to where the other
-ranks can read them. PyTorch's own context-parallel loop (private functions, all-to-all rotation) takes turns with them. Ratio: the time of messages, or of the loop, over that of another way; above
-1, this way is faster.
+ranks can read them. PyTorch's own context-parallel loop (private functions, all-to-all rotation) takes turns with them.
+Ratio: the time of messages, or of the loop, over that of another way; above 1, this way is faster.
 
     $ python -m bench.shared_memory
 """

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ringlab.support import host_memory, pipes, processes
 from ringlab.support.agreement import agree
-from ringlab.support.host_memory import COPIES, READ, READY, TURN
+from ringlab.support.host_memory import READ, READY, TURN
 from ringlab.support.processes import launch
 from ringlab.training import shared_memory
 from ringlab.training.shared_memory import SharedMemory, memory_or_messages
