@@ -25,12 +25,11 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringlab.support.extras import extra
 from ringlab.training.linear_attention import linear_attention
-from ringlab.training.short_convolution import ring_short_convolution
+from ringlab.training.short_convolution import ring_short_convolution, short_convolution
 from ringlab.training.state_ring import ring_linear_attention
 
 with extra("hf", __name__):
@@ -98,11 +97,6 @@ def in_ring(attention: Attention) -> Mixers:
     }
 
 
-def convolution_alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    padded = F.pad(x, (weight.shape[1] - 1, 0))
-    return F.conv1d(padded, weight[:, None], bias, groups=len(weight))
-
-
 def convolution_cut(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Each token sees itself only."""
     out = x * weight[:, -1:]
@@ -117,7 +111,7 @@ def rule_cut(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor
 
 
 ALONE: Mixers = {  # on one process: what the ring would compute
-    CONVOLUTION: partial(convolution, convolution_alone),
+    CONVOLUTION: partial(convolution, short_convolution),
     RULE: partial(rule, lambda *x: linear_attention(*x)[0]),
 }
 CUT: Mixers = {CONVOLUTION: partial(convolution, convolution_cut), RULE: partial(rule, rule_cut)}
