@@ -106,7 +106,7 @@ CASES = (
     (CHECKPOINTED, "zigzag", torch.float64),
     (CHECKPOINTED, "zigzag", torch.float32),
     (HYBRID, "zigzag", torch.float64),
-    (HYBRID, "contiguous", torch.float64),
+    (replace(HYBRID, checkpointing=True), "contiguous", torch.float64),
 )
 
 
@@ -116,12 +116,12 @@ def every_case(context):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_loss_and_every_gradient_are_those_of_one_process(ranks, world_size):
-    exact = {config: one_process(config) for config in (SMALL, TIED, CHECKPOINTED, HYBRID)}
+    exact = {config: one_process(config) for config in (SMALL, TIED, HYBRID)}
     for results in ranks(world_size, every_case):
         for (config, layout, dtype), result in zip(CASES, results, strict=True):
             assert all(x.dtype == dtype for x in result)
             allowed = 1e-10 if dtype == torch.float64 else 1e-5
-            assert max(errors(result, exact[config])) <= allowed, (config, layout, dtype)
+            assert max(errors(result, exact[replace(config, checkpointing=False)])) <= allowed, (config, layout, dtype)
 
 
 MISTAKES = (

@@ -132,6 +132,9 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.models.generate": {
         "launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])
     },
+    "ringlab.models.generate_states": {
+        "launch": (lambda of_ranks: [(tokens + 1, kept) for tokens, kept in of_ranks], [0])
+    },
     "ringlab.models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, *rest) for step, *rest in of_ranks], [1])},
     "ringlab.planning.step_memory": {"longest_chunk": (lambda chunk: chunk + 16, range(8))},
 }
