@@ -30,7 +30,6 @@ from ringlab.models.loader import Text, read_batch, starts
 from ringlab.models.transformer import Config, Linear, Transformer, flops_of_a_step, summed_loss
 from ringlab.support.processes import Raised, launch
 from ringlab.training.linear_attention import recurrence
-from ringlab.training.short_convolution import short_convolution
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--seq-len=24", "--layers=1", "--hidden=16", "--heads=4", "--kv-heads=2", "--batch=4", "--save-every=2"]
@@ -285,14 +284,14 @@ def test_starts_reach_from_the_first_to_the_last_byte():
 @pytest.mark.parametrize("linear", [0, 1])
 def test_flops_are_those_counted(linear):
     config = Config(vocab=32, layers=2, linear=linear, hidden=16, heads=2, kv_heads=2, feedforward=48)
-    by_token = Linear(short_convolution, recurrence)
-    model = Transformer(config, lambda q, k, v, **_: naive_attention(q, k, v), by_token)
+    linear_layers = Linear(lambda x, weight: x, recurrence)  # torch counts a convolution as if it had no groups
+    model = Transformer(config, lambda q, k, v, **_: naive_attention(q, k, v), linear_layers)
     tokens = torch.zeros(2, 24, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         summed_loss(model(tokens, torch.arange(24)), tokens).backward()
     masked = 6 * 2 * 24 * (config.layers - linear) * config.hidden * 24  # a causal mask spares half of attention
-    first = linear * 2 * 2 * config.hidden * 8  # the empty state before the first token needs no gradient
-    assert flops_of_a_step(model, 2, 24) + masked == counter.get_total_flops() + first
+    convolution = linear * 6 * 2 * 24 * (6 * 8) * 4  # 4 taps for each channel of q, k and v
+    assert flops_of_a_step(model, 2, 24) + masked == counter.get_total_flops() + convolution
 
 
 def test_plain_command_trains_on_one_process(tmp_path, data):
