@@ -15,7 +15,7 @@ Two runs with the same scores, scale X, and the same dO Vᵀ, which is Y, have t
     run 1    Q = X, K = I,  V = Yᵀ, dO = I    dV = Wᵀ dO shows Wᵀ, dQ = scale dS K shows dS
     run 2    Q = I, K = Xᵀ, V = I,  dO = Y    out = W V shows W, dK = scale dSᵀ Q shows dSᵀ
 
-Shapes: the whole q and d_out (B, H, S, D), k and v (B, G, S, D); in an X-ray B = H = G = 1 and D ≥ S. Rank r gets the
+Shapes: the whole q and d_out (B, H, S, D), k and v (B, G, S, D); in an X-ray B = H = G = 1 and D ≥ S. Rank r has the
 tokens at `positions(r)`.
 
 Before: names.py. After: calls.py, how a ring is called; xray.py, which reads the results of an X-ray.
@@ -117,8 +117,8 @@ class Case:
 
     def features(self) -> list[str]:
         """What else is asked, the same words for every number of ranks: ["batch of 2", "C = 6"]."""
-        first = ", ".join(map(str, self.documents[:-1])) if self.documents else ""
-        said = [f"documents of {first} and the other tokens"] if first else []
+        first = ", ".join(map(str, (self.documents or ())[:-1]))
+        said = [f"documents of {first} and the other tokens"] * bool(first)
         said += [f"window of {self.window}"] if self.window else []
         said += [f"{self.heads} query heads on {self.kv_heads}"] if self.heads != self.kv_heads else []
         said += ["attention sinks"] if self.sinks else []
@@ -171,13 +171,12 @@ def _right(case: Case) -> dict[str, Right]:
         return _right_with_sinks(case)
     runs = case.documents is not None or case.window is not None
     visible = case.visible() if runs else None  # a causal mask of a long sequence takes no S x S numbers
-    exact = partial(
-        exact_attention, causal=case.causal, visible=visible, scale=case.scale, fused_blocks=case.world_size
-    )
+    options = {"causal": case.causal, "visible": visible, "scale": case.scale, "fused_blocks": case.world_size}
+    exact = partial(exact_attention, **options)
     if case.inputs not in UNROUNDED:
         return exact(*case.whole())
-    in_float32 = exact(*(x.float() for x in case.whole()))
-    results = {name: replace(right, dtype=case.dtype) for name, right in in_float32.items()}
+    wide = exact(*(x.float() for x in case.whole()))
+    results = {name: replace(right, dtype=case.dtype) for name, right in wide.items()}
     return results | {"lse": exact(*case.whole())["lse"]}  # kernels sum lse from weights in 16 bits
 
 
