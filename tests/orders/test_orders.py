@@ -230,7 +230,7 @@ MISTAKES = {  # name: (the ring, its ranks, what is patched, what is said)
     "sums before they arrive": ("overlapped", 3, (TravellingSums, "of_round", sums_that_do_not_wait), MESSAGE),
     "home before they arrive": ("overlapped", 2, (TravellingSums, "home", home_not_waited_for), MESSAGE),
     "sums of a turn too early": ("double 2 x 2", 4, (DoubleSums, "pass_on", not_waited_between_hosts), MESSAGE),
-    "the flag before the copy": ("shared memory", 2, (SharedMemory, "rounds", ready_before_the_copy), "rank 0 writes K in copies"),
+    "the flag before the copy": ("shared memory", 2, (SharedMemory, "rounds", ready_before_the_copy), "K in copies"),
     "readers are not waited for": ("shared memory", 2, no_waiting, "while rank 1 reads"),
     "two levels: sums too early": ("two levels 2 x 2", 4, (SharedSums, "send_on", home_too_early), "while rank "),
     "two levels: a block too early": ("two levels 2 x 2", 4, no_waiting, "while rank "),
