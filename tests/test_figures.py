@@ -15,7 +15,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
 
-from bench import overlap
 from figures import (
     FOLDER,
     backward_timeline,
@@ -25,11 +24,9 @@ from figures import (
     hidden_communication,
     kv_rotation,
     masked_ring,
-    overlap_timeline,
     ring_timeline,
     slow_hop,
     token_loss,
-    tokens_to_heads,
 )
 from figures.draw_all import CHAPTERS, PAGES
 from notebooks import build
@@ -38,11 +35,7 @@ from ringlab.planning.hidden_communication import TABLE_2
 from ringlab.support import drawing
 from ringlab.support.colours import BLOCK_COLOURS
 from ringlab.support.timeline import Event
-from ringlab.training.all_to_all import AllToAll
 from ringlab.training.causal import visible_pairs
-from ringlab.training.layouts import shard
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
 from tests.commands import ROOT
 from tests.pictures import assert_legible
 
@@ -247,33 +240,6 @@ def test_the_outlines_of_a_rank_enclose_its_pairs(partition):
         assert area == partition.pairs(rank)
 
 
-def test_tables_of_tokens_and_heads_are_what_real_ranks_exchange(ranks):
-    """Tensors whose numbers say which head of which token they are: head 1 of token 7 is 107."""
-    P, S, H, G = tokens_to_heads.P, tokens_to_heads.S, tokens_to_heads.H, tokens_to_heads.G
-    before, between, after = tokens_to_heads.held()
-    whole = [(100 * torch.arange(count)[:, None] + torch.arange(S))[None, ..., None].double() for count in (H, G, G)]
-
-    def cells(table, rank, columns):
-        """What `rank` holds of these columns, by head: the numbers of its tokens, in order."""
-        mine = [(row, head) for head in columns for row in range(S) if rank in table.ranks[row][head]]
-        return [100 * (head - columns.start) + table.tokens[row] for row, head in mine]
-
-    for rank, (chunks, q, k, v, out) in enumerate(ranks(P, exchanged_cells, tokens_to_heads.LAYOUT, whole)):
-        assert chunks == cells(before, rank, range(H)) == cells(after, rank, range(H)) == out
-        assert q == cells(between, rank, range(H))
-        assert k == v == cells(between, rank, range(H, H + G))
-
-
-def exchanged_cells(context, layout, whole):
-    """This rank's numbers: its chunk of q; q, k and v between the exchanges; q again, after them."""
-    P, S = context.world_size, whole[0].shape[2]
-    partition = Partition(Mask(causal=True), layout, (S // P,) * P)
-    schedule = AllToAll(partition, 1.0, None, whole[0].shape[1], whole[1].shape[1])
-    chunks = [shard(x, layout, context.rank, P) for x in whole]
-    between = schedule.to_heads(*chunks)
-    return [x.flatten().tolist() for x in (chunks[0], *between, *schedule.to_tokens(between[0]))]
-
-
 def test_recorded_run_is_a_ring_and_its_waits_are_found():
     record = ring_timeline.events()
     P = 1 + max(event.rank for event in record)
@@ -287,23 +253,6 @@ def test_recorded_run_is_a_ring_and_its_waits_are_found():
     assert ring_timeline.waits([send, receive]) == [(send, 2.0)]
     send, receive = event(0, "send", 1.0, 1.5), event(1, "receive", 2.0, 3.0)  # it fitted into the network's buffers
     assert ring_timeline.waits([send, receive]) == [(send, 1.5)]
-
-
-def test_recorded_pair_of_rings_is_blocking_and_overlapped():
-    rings, chunk, rate = overlap_timeline.runs()
-    assert chunk in overlap.CHUNKS
-    assert rate == overlap.RATE
-    for name, record in rings.items():
-        ranks = {event.rank for event in record}
-        assert all(
-            event.block == (event.rank - event.round) % len(ranks) for event in record if event.what == "compute"
-        )
-        for rank in ranks:
-            at = {event.what: event for event in record if event.rank == rank and event.round == 0}
-            (during,) = [it.end for it in record if (it.rank, it.what, it.round) == (rank, "compute", 0)]
-            begun = min(at["send"].start, at["receive"].start)
-            assert begun < during if name == "overlapped" else begun > during
-            assert ("wait" in at) == (name == "overlapped")
 
 
 def test_map_has_the_machines_of_the_table_and_the_readers_own():
