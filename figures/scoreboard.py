@@ -1,13 +1,8 @@
 """Times of attention that others measured, and how far the planner's predictions lie from them.
 
 Drawn from ringlab/planning/published.json by ringlab/planning/scoreboard.py.
-
-    $ python -m figures.scoreboard
 """
 
-from pathlib import Path
-
-from figures import FOLDER
 from ringlab.planning.scoreboard import FILES, Grade, grades, interval, summary
 from ringlab.support import drawing
 
@@ -69,12 +64,3 @@ def draw() -> drawing.Picture:
         key.scatter(16, 180 + 28 * i, s=62, color=drawing.MUTED, marker=marker, lw=0)
         drawing.write(key, 34, 180 + 28 * i, NAMES[name])
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write scoreboard.svg."""
-    drawing.save(draw(), "scoreboard", folder)
-
-
-if __name__ == "__main__":
-    save()

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ring_doctor.answers import RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
-from ring_doctor.examination import HEALTHY, LIMITED
+from ring_doctor.answers import RIGHT, RIGHT_AS_CLAIMED, SAID, WRONG_RING
 from ring_doctor.mistakes import Mistake
 from ring_doctor.mistakes_of_models import MISTAKES
 from ring_doctor.model_comparison import ModelDiagnosis, World
@@ -48,8 +47,8 @@ class ModelExamination:
         """One line: healthy, or sick and of what."""
         failed = [world for world in self.worlds if world.failure]
         if self.healthy:
-            state, only = (LIMITED, f"; {self.only}") if self.only else (HEALTHY, "")
-            return f"{state.upper()}: {self.name}, loss and gradients are those of one process{only}"
+            said = f"{SAID[self.level]}: {self.name}, loss and gradients are those of one process"
+            return said + (f"; {self.only}" if self.only else "")
         if self.changes:
             return f"SICK: {self.name} changes its results from call to call"
         if self.diagnoses:

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import ring_doctor.__main__ as command
-from ring_doctor import html
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.job import CannotExamine
 from ring_doctor.mistakes_of_models import MISTAKES, Pattern
@@ -20,6 +19,7 @@ from ring_doctor.model_calls import Call, ModelPatient, Returned
 from ring_doctor.model_clues import clue
 from ring_doctor.model_comparison import ModelDiagnosis, World, explain, judge, same, tolerance, unlike
 from ring_doctor.model_report import ModelExamination, json_of_model, text_of_model
+from ring_doctor.report import page
 from ring_doctor.whole_model import examine_model
 from ringlab.support.processes import LostRank
 from tests import sick_models
@@ -556,7 +556,7 @@ def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
         ("wrong", True),
     ]
     assert answers[1]["errors"]["largest"] is None  # JSON has no infinity
-    page = html.page(json_of_model(replace(found, name="<f>")))
-    assert "<p>Look at the ring.</p>" in page
-    assert "&lt;f&gt;" in page
-    assert (page.count('<h1 class="sick">'), page.count("<td class='sick'>")) == (1, 2)
+    shown = page(json_of_model(replace(found, name="<f>")))
+    assert "<p>Look at the ring.</p>" in shown
+    assert "&lt;f&gt;" in shown
+    assert (shown.count('<h1 class="sick">'), shown.count("<td class='sick'>")) == (1, 2)

@@ -21,11 +21,11 @@ from ringlab.training.flash_ring import merge_into, ring_flash_attention
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import post
 from ringlab.training.partition import Partition
-from tests import wrong_groupings, wrong_rings
 from tests.planted import patch
 from tests.sick.plain_ring import PlainRing, moved
 from tests.sick.ring import CAUSAL, MASKED, SickRing, always, from_2, from_3
-from tests.wrong_flash_rings import WRONG
+from tests.wrong_rings import BLOCKING, GROUPED
+from tests.wrong_rings import FLASH as WRONG
 
 BF16 = torch.bfloat16
 FLASH = partial(ring_flash_attention, schedule=Circle)  # as other rings send sums: the catalogue tells their mistakes
@@ -316,7 +316,7 @@ SICK = {
     "last_block_skipped": SickRing(ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL),
     "two_seats": ring(times_distance(2, overlap, schedule), two_seats_show),
     "two_seats/ring_attn": SickRing(
-        ring_attention, wrong_rings.WRONG["two_seats"], lambda case: case.world_size % 2 == 0, **FORWARD
+        ring_attention, BLOCKING["two_seats"], lambda case: case.world_size % 2 == 0, **FORWARD
     ),
     "other_way": ring(times_distance(-1, overlap, schedule), lambda case: case.causal and case.world_size > 2),
     "stale_first_block": ring(WRONG["StaleBlock"]),
@@ -348,7 +348,7 @@ SICK = {
     "scale_twice": SickRing(scaled_twice, shows=always, takes=MASKED),
     "heads_interleaved": SickRing(
         grouped_query.ring_attention,
-        wrong_groupings.WRONG["head h uses K/V head h mod G"],
+        GROUPED["head h uses K/V head h mod G"],
         lambda case: 1 < case.kv_heads < case.heads,
         in_xray=False,
     ),
