@@ -3,7 +3,6 @@
 import math
 from contextlib import ExitStack
 from functools import partial
-from itertools import accumulate
 from unittest import mock
 
 import torch
@@ -13,7 +12,6 @@ import ring_attn
 from bench.gradients_home import Circle
 from ring_attn import ring_attention
 from ringlab.basics.blockwise_attention import attend
-from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.basics.online_softmax import start
 from ringlab.basics.ranks import neighbours
 from ringlab.training import backward, flash_ring, grouped_query, overlap, schedule
@@ -82,22 +80,6 @@ def own_max(max_of):
         return max_of(m, m_j), l + l_j, o + o_j
 
     return patch(ring_attn, "attend", attend_by_itself)
-
-
-class NoRescale(PlainRing):
-    """m, l and o of all blocks so far. The old sums are not multiplied by f = e^(old m - new m)."""
-
-    autograd = True
-
-    def forward(self, q, k, v):
-        q, k, v = (x.to(accumulation_dtype(q.dtype)) for x in (q, k, v))
-        m, l, o = q.new_full(q.shape[:3], -math.inf), 0.0, 0.0
-        for t, (k_j, v_j) in self.blocks(k, v):
-            s = self.scores(q, k_j, self.seen((self.rank - t) % self.P))
-            m = torch.maximum(m, s.amax(dim=-1))
-            p = torch.exp(s - m[..., None])
-            l, o = l + p.sum(dim=-1), o + p @ v_j.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        return o / l[..., None], m + l.log()
 
 
 class SharesExchangedOfSeenBlocks(PlainRing):
@@ -225,52 +207,12 @@ def ring(patch, shows=from_2, **facts):
 # The mask, rows that are lost, the scale, the heads ------------------------------------------------------------------
 
 
-class PerBlock(PlainRing):
-    def seen(self, block):
-        """A triangle of local indices: query i sees the keys 0 ... i."""
-        seen = super().seen(block)
-        return torch.ones_like(seen).tril() if self.causal else seen
-
-
-class HalvesSwapped(PlainRing):
-    def place(self, rank):
-        early, late = super().place(rank).chunk(2)
-        return torch.cat([late, early])
-
-
-class WindowPerBlock(PlainRing):
-    def seen(self, block):
-        window, self.window = self.window, None
-        seen = super().seen(block)
-        self.window = window
-        i = torch.arange(seen.shape[0])[:, None]
-        return seen if window is None else seen & (i - torch.arange(seen.shape[1]) < window)
-
-
-class DocumentsPerChunk(PlainRing):
-    """Local document numbers, by boundaries at length // P. A token past the last boundary is of no document."""
-
-    def seen(self, block):
-        documents, self.documents = self.documents, None
-        seen = super().seen(block)
-        self.documents = documents
-        if documents is None:
-            return seen
-        ends = torch.tensor(list(accumulate(length // self.P for length in documents)))
-        rows, keys = (torch.searchsorted(ends, torch.arange(n), right=True) for n in seen.shape)
-        return seen & (rows[:, None] == keys) & (keys < len(documents))
-
-
 class NaNOfUnseenRows(PlainRing):
     def attend(self, q, k, v, seen):
         out, lse = super().attend(q, k, v, seen)
         if seen.any():
             out = out.masked_fill(~seen.any(dim=-1)[:, None], torch.nan)
         return out, lse
-
-
-def scaled_twice(q, k, v, *, scale=None, **options):
-    return ring_flash_attention(q, k, v, scale=q.shape[-1] ** -1 if scale is None else scale**2, **options)
 
 
 def blocks(case):
@@ -281,10 +223,6 @@ def in_layout(*layouts):
     return lambda case: blocks(case) and case.layout in layouts
 
 
-def windowed(case):
-    return case.window is not None and case.window < case.seq_len
-
-
 def plain(ring, shows, takes=CAUSAL, **facts):
     return SickRing(ring.attention, shows=shows, takes=takes, **facts)
 
@@ -292,7 +230,6 @@ def plain(ring, shows, takes=CAUSAL, **facts):
 IN_ZIGZAG = {"takes": CAUSAL, "layouts": ("zigzag",)}
 IN_STRIPED = {"takes": CAUSAL, "layouts": ("striped",), "equals": ("causal_per_block",)}
 SICK = {
-    "no_rescale/autograd": SickRing(NoRescale.attention),
     "averages_added": SickRing(ring_flash_attention, flash("merge_into", averages_added), takes=CAUSAL),
     "shares_exchanged": SickRing(ring_flash_attention, flash("merge_into", shares_exchanged)),
     "shares_exchanged/seen_blocks": plain(SharesExchangedOfSeenBlocks, from_2),
@@ -324,7 +261,6 @@ SICK = {
     "sent_in_16_bits": ring(patch(overlap, "post", sent_in_16_bits), wide, in_xray=False),
     "keys_without_values": ring(WRONG["keys_without_values"]),
     "never_called": SickRing(own_chunk, takes=CAUSAL),
-    "causal_per_block": plain(PerBlock, blocks),
     "next_token_seen/triangles": SickRing(
         ring_flash_attention, WRONG["the_next_token_seen"], lambda case: case.causal, CAUSAL
     ),
@@ -335,17 +271,13 @@ SICK = {
         CAUSAL,
         equals=("chunk_index_under_zigzag", "positions_of_contiguous"),
     ),
-    "halves_swapped": plain(HalvesSwapped, lambda case: case.causal, **IN_ZIGZAG),
     "other_half_of_the_keys": SickRing(
         ring_flash_attention, WRONG["last_half_of_the_keys"], in_layout("zigzag"), **IN_ZIGZAG
     ),
     "striped_diagonal_kept": SickRing(
         ring_flash_attention, WRONG["first_query_kept"], in_layout("striped"), **IN_STRIPED
     ),
-    "window_per_block": plain(WindowPerBlock, lambda case: windowed(case) and case.world_size > 1, MASKED),
-    "documents_per_chunk": plain(DocumentsPerChunk, lambda case: case.documents and case.world_size > 1, MASKED),
     "nan_of_unseen_rows": plain(NaNOfUnseenRows, in_layout("zigzag", "striped")),
-    "scale_twice": SickRing(scaled_twice, shows=always, takes=MASKED),
     "heads_interleaved": SickRing(
         grouped_query.ring_attention,
         GROUPED["head h uses K/V head h mod G"],
