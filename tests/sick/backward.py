@@ -245,21 +245,17 @@ SICK = {
     "dv_in_place_of_dk/on_arrival": SickRing(FLASH, WRONG["aliased_gradients"], takes=CAUSAL),
     "dq_of_the_last_round": SickRing(FLASH, flash("fused_backward", DqOfTheLastRound)),
     "mask_forgotten_in_backward": SickRing(NoMaskInBackward.attention, shows=lambda case: case.causal, takes=CAUSAL),
-    "dq_in_16_bits/by_autograd": SickRing(
-        QueriesCopiedInEachRound.attention, shows=narrow, takes=CAUSAL, plain=True, in_xray=False
-    ),
+    "dq_in_16_bits/by_autograd": SickRing(QueriesCopiedInEachRound.attention, shows=narrow, takes=CAUSAL, plain=True),
     "no_gradient/detached": SickRing(ring_flash_attention, shows=always, takes=MASKED, detached=True),
-    "heads_permuted_after_all_to_all": ulysses(both(to_tokens=back_permuted), heads_move, in_xray=False),
+    "heads_permuted_after_all_to_all": ulysses(both(to_tokens=back_permuted), heads_move),
     "heads_permuted_after_all_to_all/both_passes": ulysses(
         both(to_tokens=back_permuted, to_heads=there_permuted), heads_move
     ),
     "all_to_all_back_in_wrong_token_order": ulysses(
         both(to_tokens=back_as_they_came), lambda case: case.layout != "contiguous" and case.world_size > 1
     ),
-    "kv_heads_dealt_in_turn": SickRing(
-        kv_heads_dealt_in_turn, shows=kv_heads_move, takes=CAUSAL, heads=4, in_xray=False
-    ),
-    "replicated_head_gradient_not_summed": ulysses(both(to_tokens=copies_not_summed), copied, in_xray=False),
+    "kv_heads_dealt_in_turn": SickRing(kv_heads_dealt_in_turn, shows=kv_heads_move, takes=CAUSAL, heads=4),
+    "replicated_head_gradient_not_summed": ulysses(both(to_tokens=copies_not_summed), copied),
     "positions_of_the_inner_layout": SickRing(
         HYBRID,
         patch(hybrid, "order", order_of_rank),

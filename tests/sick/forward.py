@@ -239,11 +239,10 @@ SICK = {
         ring_flash_attention,
         flash("merge_into", unstabilised),
         lambda case: case.world_size > 1 and case.inputs == "large",
-        in_xray=False,
     ),
     "own_max_per_block": SickRing(**BACKWARD, patch=own_max(torch.maximum)),
     "own_max_per_block/last_max": SickRing(**BACKWARD, patch=own_max(lambda m, m_j: m_j)),
-    "sums_in_16_bits": plain(SumsInTheDtypeOfQ, narrow_from_3, MASKED, plain=True, in_xray=False),
+    "sums_in_16_bits": plain(SumsInTheDtypeOfQ, narrow_from_3, MASKED, plain=True),
     "sums_in_16_bits/always": SickRing(FLASH, flash("merge_into", out_always_in_16_bits), wide, CAUSAL),
     "lse_in_16_bits/dtype_of_q": plain(LseInTheDtypeOfQ, narrow, MASKED, plain=True),
     "gradients_in_16_bits/dtype_of_q": SickRing(
@@ -258,7 +257,7 @@ SICK = {
     "other_way": ring(times_distance(-1, overlap, schedule), lambda case: case.causal and case.world_size > 2),
     "stale_first_block": ring(WRONG["StaleBlock"]),
     "overwritten_in_hand": ring(patch(schedule, "arriving_blocks", one_buffer), from_3),
-    "sent_in_16_bits": ring(patch(overlap, "post", sent_in_16_bits), wide, in_xray=False),
+    "sent_in_16_bits": ring(patch(overlap, "post", sent_in_16_bits), wide),
     "keys_without_values": ring(WRONG["keys_without_values"]),
     "never_called": SickRing(own_chunk, takes=CAUSAL),
     "next_token_seen/triangles": SickRing(
@@ -282,6 +281,5 @@ SICK = {
         grouped_query.ring_attention,
         GROUPED["head h uses K/V head h mod G"],
         lambda case: 1 < case.kv_heads < case.heads,
-        in_xray=False,
     ),
 }
