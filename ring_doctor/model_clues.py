@@ -132,7 +132,7 @@ def _of_forward(patient: ModelPatient, loss: Tensor, exact: Returned, results: l
     said += [_told(tokens, shards)] if tokens else []
     alike = Call(patient.text[:1, :1].expand_as(patient.text).contiguous(), {})
     [alone], of_ranks = patient.on_one_process([alike]), patient.on_ranks(len(results), [alike])
-    right = bool(alone) and not isinstance(of_ranks, str) and error_of(of_ranks[0], alone, shards) <= allowed
+    right = alone and not isinstance(of_ranks, str) and error_of(of_ranks[0], alone, shards) <= allowed
     if 0 not in tokens and right:  # of equal tokens the labels are equal too
         said.append("for a text of equal tokens all is right, so the weights of each query add up to 1")
     return "; ".join(said) + "."

@@ -193,7 +193,8 @@ def judge(
     Returned are what was found with each P; the diagnoses with the fewest mistakes of those that explain every wrong
     world; and the results of the wrong worlds, if they can be compared.
     """
-    worlds, wrong = [], {}
+    worlds: list[World] = []
+    wrong: dict[int, list[Returned]] = {}
     for P, of_ranks in results.items():
         failure = of_ranks if isinstance(of_ranks, str) else unlike(of_ranks, exact)
         error = math.inf
