@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.training.causal import idle_share, simulate_causal_ring, visible_pairs, visible_slice
-from ringlab.training.layouts import LAYOUTS, pad, positions, shard, unshard
-from ringlab.training.rotary import rotary
+from ringlab.training.layouts import LAYOUTS, pad, positions, rotary, shard, unshard
 from tests.attention import assert_attention, random_qkv
 
 worlds = st.integers(1, 8)

@@ -1,8 +1,6 @@
 """One block on a fused kernel, forward and backward, against full attention in float64; and which kernel is chosen."""
 
-import math
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,11 +14,9 @@ from ringlab.support.rounding import exact_attention
 from ringlab.training import fused_block
 from ringlab.training.backward import block_backward
 from ringlab.training.fused_block import (
-    aten,
     choose_kernel,
     fused_backward,
     fused_forward,
-    which_convention,
 )
 from tests.attention import DTYPES, SEED, assert_attention, assert_lse, assert_right, random_qkv
 from tests.grouped_queries import assert_four, expected, grouped_inputs
@@ -247,27 +243,3 @@ def test_autocast_does_not_round_the_scores_of_a_plain_block(softcap):
             out, lse = fused_forward(q, k, v, **options)
             results.append((out, lse, *fused_backward(q, k, v, out, lse, d_out, **options)))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-
-
-# In which base is the lse? --------------------------------------------------------------------------------------------
-
-CONVENTIONS = {  # the lse of scores, by its name
-    "natural": lambda scores: scores.logsumexp(dim=-1),
-    "log2 of e": lambda scores: scores.logsumexp(dim=-1) / math.log(2),
-    "log2 of 2": lambda scores: (scores * math.log(2)).logsumexp(dim=-1) / math.log(2),
-}
-
-
-def by_softmax(convention, q, k, v):
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return scores.softmax(dim=-1) @ v, CONVENTIONS[convention](scores)
-
-
-def test_two_calls_tell_the_convention():
-    flash = aten._scaled_dot_product_flash_attention_for_cpu
-    for convention in CONVENTIONS:
-        assert which_convention(partial(by_softmax, convention)) == convention
-    assert which_convention(lambda q, k, v: flash(q, k, v, 0.0, False)) == "natural"
-    assert which_convention(lambda q, k, v: flash(*(x.bfloat16() for x in (q, k, v)), 0.0, False)) == "natural"
-    with pytest.raises(ValueError, match="expected one of"):
-        which_convention(lambda q, k, v: (q, torch.zeros(1)))

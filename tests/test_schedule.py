@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from bench.gradients_home import Circle
 from ringlab.training import overlap, schedule
+from ringlab.training.all_to_all import check_split, count, heads_of_ranks, meshes, runs
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import two_buffers
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Ring, TravellingSums, agree_on_schedule
-from ringlab.training.split_heads import check_split, count, heads_of_ranks, meshes, runs
 from tests.grouped_queries import assert_four
 from tests.refusals import all_of
 from tests.ways import CASES, Problem, checked_gradients, cut, whole

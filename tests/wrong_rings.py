@@ -30,15 +30,13 @@ from ringlab.training import (
     hybrid,
     overlap,
     schedule,
-    softcap,
 )
-from ringlab.training.all_to_all import AllToAll, Exchange
+from ringlab.training.all_to_all import AllToAll, Exchange, heads_of_ranks
 from ringlab.training.backward import block_backward
 from ringlab.training.causal import BlockSlice
 from ringlab.training.double_ring import DoubleRing, DoubleSums
 from ringlab.training.overlap import arriving_blocks, post, two_buffers
 from ringlab.training.partition import Partition
-from ringlab.training.split_heads import heads_of_ranks
 from tests.masked import changed, forget, replaced, right_hops, right_keys
 from tests.planted import Mistakes, mistakes_of_blocks, patch
 
@@ -298,7 +296,7 @@ def lse_left_behind(out, lse, out_j, lse_j):
 # The other ways ------------------------------------------------------------------------------------------------------
 
 right_to_tokens, right_turns, right_send_on = Exchange.to_tokens, DoubleRing.rounds_of, DoubleSums.send_on
-right_numbers, right_scores, right_start = HostMemory.numbers, softcap.capped_scores, flash_ring.nothing_seen
+right_numbers, right_scores, right_start = HostMemory.numbers, fused_block.capped_scores, flash_ring.nothing_seen
 
 
 def in_both(name, mistake):
@@ -413,7 +411,7 @@ WAYS = {
     ),
     "sinks counted twice": patch(flash_ring, "nothing_seen", sinks_twice),
     "the sinks of the first heads": patch(AllToAll, "own_heads", property(first_heads)),
-    "the mask before the cap": patch(softcap, "capped_scores", capped_after_the_mask),
+    "the mask before the cap": patch(fused_block, "capped_scores", capped_after_the_mask),
     "a document leaks into the next": changed(first=-1),
     "a window of one more": replaced(lambda mask, at, S: right_keys(replace(mask, window=mask.window + 1), at, S)),
     "no global tokens": replaced(lambda mask, at, S: right_keys(mask, at, S)[:1]),

@@ -35,8 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import scaled_dot_product_attention
-from ringlab.training.layouts import positions
-from ringlab.training.rotary import rotary
+from ringlab.training.layouts import positions, rotary
 
 IGNORED = -100  # the label of a token that has no loss
 TEXT = torch.tensor([list(b"Keys and values go round a ring. ")])  # (1, S + 1)
