@@ -33,7 +33,7 @@ def draw() -> drawing.Picture:
     limit = f"{results['budget'] / 2**20:g} MiB a rank, a hard limit, weights and optimizer included"
     drawing.write(page, 20, 65, f"{limit}   {model}", color=drawing.MUTED)
     on = f"{results['machine']['cores']} cores, {results['machine']['date'][:10]}"
-    key = f"bars: measured, {on}   pale lines: predicted, ringlab/planning/step_memory.py"
+    key = f"bars: measured, {on}   pale lines: predicted, bench/longest_training.py"
     drawing.write(page, 20, 91, key, color=drawing.MUTED)
 
     ax = figure.add_axes((0.15, 0.1, 0.83, 0.73), facecolor=drawing.PAGE)

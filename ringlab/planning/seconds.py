@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, gradient_bytes, hop_bytes, pass_seconds
 from ringlab.planning.round_costs import MERGE_CALLS, call_bytes, causal_pairs, efficiency, merge_bytes, packing_bytes
-from ringlab.planning.ways import WAYS, Cluster, exchange_ranks, exchange_traffic, named, shares
+from ringlab.planning.ways import WAYS, Cluster, busiest, exchange_ranks, exchanges, named, shares
 
 MASKS, LAYOUTS = ("none", "causal"), ("contiguous", "zigzag", "striped")
 
@@ -153,7 +153,8 @@ class Pass:
         if ranks == 1:
             return seconds
         packing = 2 * (cluster.launch + self.batch * packing_bytes(self.layer, self.chunk) / cluster.memory_bandwidth)
-        for near, far in exchange_traffic(self.layer, self.chunk, cluster, ranks, backward=self.backward):
+        for sent in exchanges(self.layer, self.chunk, cluster, ranks, backward=self.backward):
+            near, far = busiest(sent, cluster)
             far_seconds = cluster.host_latency + self.batch * far / cluster.host_bandwidth if far else 0.0
             seconds += packing + max(self.inside(near), far_seconds)
         return seconds
