@@ -2,16 +2,17 @@
 
 import json
 import math
+from statistics import mean
 from unittest import mock
 
 import pytest
 
 from bench import scoreboard
 from bench.scoreboard import PUBLISHED, Grade, fitted, grades, interval, intervals, left_out, questions, summary, times
-from ringlab.planning import step
+from ringlab.planning import seconds, step
 from ringlab.planning.plan import ERRORS
 from ringlab.planning.presets import gpu_named, model_named
-from ringlab.planning.round_costs import FRAMEWORK, MEMORY_SHARE
+from ringlab.planning.round_costs import FRAMEWORK, MEMORY_SHARE, merge_bytes
 
 MARKED = grades()
 NUMBERS = {  # of attention: the least and the most
@@ -64,6 +65,30 @@ def test_wrong_predictions_are_seen():
     assert right
     vars(fast)["predicted"] = slow.predicted
     assert [right for *_, right in questions([fast, slow])] == [False]
+
+
+def test_the_bytes_of_a_merge_are_those_that_the_times_show():
+    """One kernel would move 10 bytes of each number, our own merge moves 18; round_costs.py says what that gives."""
+
+    def errors(size):
+        def moved(layer, rows, keys, *, first=False, backward=False):
+            other = first or backward
+            return (
+                merge_bytes(layer, rows, keys, first=first, backward=backward) if other else size * rows * layer.hidden
+            )
+
+        with mock.patch.object(seconds, "merge_bytes", moved):
+            marked = [each for each in grades() if each.section == "attention"]
+            (ring,) = [
+                each.error
+                for each in marked
+                if (each.row["gpu"], each.row["way"], each.row["pass"]) == ("H100", "ring", "forward")
+            ]
+            return round(100 * ring), mean(abs(each.error) for each in marked)
+
+    found = {size: errors(size) for size in (10, 18, 38)}
+    assert [ring for ring, _ in found.values()] == [-25, -19, -3]
+    assert min(found, key=lambda size: found[size][1]) == 38
 
 
 def test_an_interval_by_hand():
