@@ -2,14 +2,10 @@
 
 Drawn from ringlab/planning/memory.py: a 7B model in bf16. A device stores the inputs of all layers and what one
 layer's forward pass needs. Parameters are left out.
-
-    $ python -m figures.ring_memory
 """
 
 from bisect import bisect_right
-from pathlib import Path
 
-from figures import FOLDER
 from ringlab.planning.hidden_communication import LLAMA_7B
 from ringlab.planning.memory import peak_bytes
 from ringlab.support import drawing
@@ -87,12 +83,3 @@ def draw() -> drawing.Picture:
     ax.set_xlabel("S, tokens", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     drawing.plain(ax)
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write ring_memory.svg."""
-    drawing.save(draw(), "ring_memory", folder)
-
-
-if __name__ == "__main__":
-    save()

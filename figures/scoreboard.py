@@ -1,14 +1,9 @@
 """Times of attention that others measured, and how far the planner's predictions lie from them.
 
 Drawn from bench/published.json by bench/scoreboard.py.
-
-    $ python -m figures.scoreboard
 """
 
-from pathlib import Path
-
 from bench.scoreboard import Grade, grades, interval, summary
-from figures import FOLDER
 from ringlab.support import drawing
 
 ALT = (
@@ -69,12 +64,3 @@ def draw() -> drawing.Picture:
         key.scatter(16, 180 + 28 * i, s=62, color=drawing.MUTED, marker=marker, lw=0)
         drawing.write(key, 34, 180 + 28 * i, NAMES[name])
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write scoreboard.svg."""
-    drawing.save(draw(), "scoreboard", folder)
-
-
-if __name__ == "__main__":
-    save()

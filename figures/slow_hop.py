@@ -2,13 +2,8 @@
 
 Drawn from the events of ringlab.planning.unequal, with the FLOP/s and the links of its table: A100s, NVLink,
 InfiniBand.
-
-    $ python -m figures.slow_hop
 """
 
-from pathlib import Path
-
-from figures import FOLDER
 from ringlab.planning.hidden_communication import LLAMA_7B, block_flops, hop_bytes
 from ringlab.planning.unequal import FAST, FLOPS, SLOW, duration, simulate_timeline
 from ringlab.support import drawing, timeline
@@ -63,12 +58,3 @@ def draw() -> drawing.Picture:
         ax.tick_params(labelbottom=last)
         ax.set_xlabel("milliseconds" if last else "", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write slow_hop.svg."""
-    drawing.save(draw(), "slow_hop", folder)
-
-
-if __name__ == "__main__":
-    save()

@@ -2,17 +2,13 @@
 
 Drawn from `held`: the heads are those of `ringlab.training.split_heads.heads_of_ranks`, the order of the tokens that of
 `ringlab.training.all_to_all.order`. tests/test_figures.py compares it with what four real ranks exchange.
-
-    $ python -m figures.tokens_to_heads
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
 
-from figures import FOLDER
 from ringlab.support import drawing
 from ringlab.training.all_to_all import order
 from ringlab.training.masks import Mask
@@ -89,12 +85,3 @@ def draw() -> drawing.Picture:
     drawing.write(ax, 20, 452, text)
     drawing.write(ax, 20, 480, "Two ranks need the same K/V head, so each has a copy: half a cell for each rank.")
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write tokens_to_heads.svg."""
-    drawing.save(draw(), "tokens_to_heads", folder)
-
-
-if __name__ == "__main__":
-    save()

@@ -25,8 +25,7 @@
 from itertools import product
 
 from bench import max_context, record
-from figures import max_context as max_context_picture
-from figures import overlap_threshold, slow_hop
+from figures import measured, slow_hop
 from notebooks.checks.hidden_communication import (
     check_longest_sequence,
     check_peak_memory_backward,
@@ -139,7 +138,7 @@ for name, factor, layer, options in (
 # fits the points best.
 
 # %%
-overlap_threshold.draw()
+measured.overlap_threshold()
 
 # %%
 print("     link   knee, tokens: predicted   measured")
@@ -218,7 +217,7 @@ for row in results["rows"]:
     assert abs(row["chunk"] / row["counted_chunk"] - 1) < 0.05  # measured and modelled
 for times in max_context.linear(results):  # S of P devices / (P · S of one)
     assert abs(times - 1) < 0.05
-max_context_picture.draw()
+measured.max_context()
 
 # %% [markdown]
 # P devices of a ring reach P times the sequence of one device of a ring. One device of a ring reaches only half of what

@@ -28,8 +28,8 @@ import torch
 
 from bench import record
 from bench.five_ways_predicted import FORWARD, TRAIN, timed
-from figures import crossover
 from figures import double_ring as picture
+from figures import measured
 from notebooks.checks.two_speeds_of_wire import check_block, check_blocks_of_a_nic, check_seconds
 from notebooks.show import print_source
 from ringlab.basics.blockwise_attention import attend
@@ -256,7 +256,7 @@ assert ideal["ring"] > 5 * ideal["double ring"]
 # ([the numbers](../bench/results/README.md#five_ways)). Lower is faster:
 
 # %%
-crossover.draw()
+measured.crossover()
 
 # %%
 rows = record.load("five_ways")["rows"]

@@ -9,7 +9,6 @@ from ringlab.training import backward
 from ringlab.training.grouped_query import fold, ring_attention, unfold
 from tests.grouped_queries import grouped_inputs
 from tests.rings import assert_gradients, messages_of_ring
-from tests.wrong_groupings import WRONG
 
 assert_grouped = partial(assert_gradients, ring=ring_attention)
 
@@ -51,12 +50,3 @@ def test_fold_and_unfold():
         for h in range(6):  # query head h is with K/V head h // (H/G)
             row = h % (6 // G) * 5
             assert torch.equal(folded[:, h // (6 // G), row : row + 5], q[:, h])
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_wrong_grouping_is_rejected(ranks, size, wrong):
-    sizes = (1, 8, 2, 24, 6, torch.float32)
-    assert_grouped(ranks, size, *sizes)
-    with pytest.raises(AssertionError, match="numbers are wrong"):
-        assert_grouped(ranks, size, *sizes, wrong=wrong)

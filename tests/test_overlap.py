@@ -13,7 +13,6 @@ from ringlab.training import overlap
 from ringlab.training.overlap import hidden_share, keys_and_values, ring_attention, two_buffers
 from tests.attention import DTYPES, random_qkv
 from tests.rings import assert_ring, chunks, even_lengths
-from tests.wrong_overlapped_rings import WRONG
 
 assert_overlapped = partial(assert_ring, ring=ring_attention)
 
@@ -101,20 +100,6 @@ def test_keys_and_values_lie_side_by_side_in_a_block():
     assert (k_j.shape, v_j.shape) == ((2, 3, 2, 4), (2, 3, 2, 5))
     assert torch.equal(torch.cat([k_j.flatten(), v_j.flatten()]), block)
     assert k_j.data_ptr() == block.data_ptr()
-
-
-NUMBERS, BLOCKS = "numbers are wrong", "blocks in use"
-
-
-@pytest.mark.parametrize(
-    ("size", "wrong"),  # with 2 ranks there is only one direction, and one buffer is enough
-    [(P, wrong) for P in (2, 3) for wrong in WRONG if P > 2 or wrong not in ("backwards", "one_block_forever")],
-)
-def test_a_wrong_ring_is_rejected(ranks, size, wrong):
-    inputs = random_qkv((1, 2, 24, 8))
-    assert_overlapped(ranks, size, *inputs)
-    with pytest.raises(AssertionError, match=BLOCKS if wrong == "backwards" else NUMBERS):
-        assert_overlapped(ranks, size, *inputs, wrong=wrong)
 
 
 # How much is hidden ---------------------------------------------------------------------------------------------------

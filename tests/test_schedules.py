@@ -20,7 +20,6 @@ from ringlab.training.all_to_all import Alone
 from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
 from ringlab.training.layouts import Layout, shard
 from ringlab.training.schedule import Ring
-from tests import wrong_flash_rings, wrong_schedules
 from tests.attention import DTYPES, assert_right
 from tests.gradients import gradcheck_on_ranks, gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
@@ -590,24 +589,3 @@ def test_on_a_row_of_a_mesh(ranks, which):
     for row in range(2):
         four = grouped_inputs(1, 4, 2, 12, 8, seed=row)
         assert_four(whole(per_rank[3 * row : 3 * row + 3], "striped"), expected(*four, causal=True))
-
-
-# Mistakes ------------------------------------------------------------------------------------------------------------
-
-
-SHOWS = wrong_schedules.SHOWS | wrong_flash_rings.SHOWS
-SEEN_RIGHT = set()  # problems that the right way has solved
-
-
-@pytest.mark.parametrize(
-    ("wrong", "way", "shape", "problem"),
-    [(wrong, way, shape, problem) for wrong, cases in SHOWS.items() for way, shape, problem in cases if way in HERE],
-    ids=name_of,
-)
-def test_a_wrong_way_is_rejected(ranks, wrong, way, shape, problem):
-    right = Problem(*problem)
-    if (way, shape, repr(problem)) not in SEEN_RIGHT:
-        assert_right_results(ranks, way, shape, [right])
-        SEEN_RIGHT.add((way, shape, repr(problem)))
-    with pytest.raises(AssertionError, match="numbers are wrong"):
-        assert_right_results(ranks, way, shape, [right], wrong)

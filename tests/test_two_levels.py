@@ -1,4 +1,4 @@
-"""Two levels: what travels between hosts, and which meshes are refused. Numbers: test_schedules; order: every_order."""
+"""Two levels: what travels between hosts, and which meshes are refused. Numbers: test_schedules; order: orders/."""
 
 import os
 import re

@@ -123,19 +123,18 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
             range(1, 8),
         )
     },
-    "ringlab.models.conversation": {
-        "launch": (lambda of_ranks: [[(answers + 1, *rest) for answers, *rest in turns] for turns in of_ranks], [0])
-    },
     "ringlab.models.transformer": {
         "launch": (lambda of_ranks: [[*cases[:-1], (cases[-1][0], 0)] for cases in of_ranks], [0])  # no hops
     },
     "ringlab.models.mesh": {
-        "launch": (lambda of_ranks: [(rows, {**norms, "one process": 0.1}) for rows, norms in of_ranks], [0])
+        "launch": (lambda of_ranks: [[(name, ratio, 1.0) for name, ratio, _ in rows] for rows in of_ranks], [0])
     },
     "ringlab.models.generate": {
         "launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])
     },
-    "ringlab.models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, *rest) for step, *rest in of_ranks], [1])},
+    "ringlab.models.generate_states": {
+        "launch": (lambda of_ranks: [(tokens + 1, kept) for tokens, kept in of_ranks], [0])
+    },
 }
 ELSEWHERE = {
     "ringlab.basics.ranks": "an assert on each rank, which ends the job",

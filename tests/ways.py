@@ -23,18 +23,17 @@ from ringlab.training.layouts import LAYOUTS, Layout, shard, unshard
 from ringlab.training.masks import Mask
 from ringlab.training.schedule import Ring
 from ringlab.training.shared_memory import SharedMemory, TwoLevels
+from tests import wrong_rings
 from tests.attention import DTYPES, SEED, assert_right
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected, expected_of_inputs, grouped_inputs
 from tests.masked import dense, masks
 from tests.rings import chunks
-from tests.wrong_flash_rings import WRONG as WRONG_RINGS
-from tests.wrong_schedules import WRONG as WRONG_WAYS
 
 FLAT = {"ring": Ring, "all-gather": AllGather, "all-to-all": AllToAll, "shared memory": SharedMemory}
 ON_MESH = {"hybrid": Hybrid, "double ring": DoubleRing, "two levels": TwoLevels}
 WAYS = {way: functools.partial(ring_flash_attention, schedule=schedule) for way, schedule in (FLAT | ON_MESH).items()}
-WRONG = {**WRONG_RINGS, **WRONG_WAYS}
+WRONG = wrong_rings.FLASH | wrong_rings.WAYS
 
 
 def shapes(way, P):

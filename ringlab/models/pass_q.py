@@ -24,7 +24,7 @@ B·H·T·(Dv+1) of partial results, in float32 at least. Pass-KV sends (P-1)/P �
     ok    pass-auto: largest error 2.8e-07, rounding allows 5.1e-06 (float32 sums)
           Q travels: a rank sends 459 numbers on average
 
-Before: generate.py, one new token. After: conversation.py, a model that reads, answers, and reads on.
+Before: generate_states.py, one new token. After: conversation.py, a model that reads, answers, and reads on.
 Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.5: algorithm 2 is pass-KV, algorithm 3 pass-Q; appendix B.
 """
 

@@ -1,4 +1,4 @@
-"""The steps of every ring of this project, recorded from its real code; interleavings.py tries every order of them.
+"""The steps of every ring of this project, recorded from its real code; happens_before.py checks every order of them.
 
 The code runs once as rank 0, once as rank 1, ..., each time in this process. Functions of torch.distributed that note
 what they are asked for take the place of the messages. Each operation of torch says which memory it reads and writes.
@@ -7,7 +7,7 @@ expects to have in hand: it asks the mask what to compute of it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_attn
-from ringlab.support.host_memory import IN_COPIES, HostMemory
+from ringlab.support.host_memory import HostMemory
 from ringlab.training import backward, shared_memory
 from ringlab.training import schedule as schedules
 from ringlab.training.causal import BlockSlice
@@ -28,11 +28,11 @@ from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Ring, Schedule
 from ringlab.training.shared_memory import SharedMemory, TwoLevels
+from tests.orders.happens_before import Await, Irecv, Isend, Raise, Read, Step, Wait, Write
 from tests.orders.recorded_steps import Recorder, block_in, part_name
-from tests.orders.steps import Await, Irecv, Isend, Raise, Read, Step, Wait, Write
 
 FLAGS = ("ready", "read", "turn", "home")
-PARTS = ("copies", "kept", "sums")
+PARTS = ("copies", "sums")
 
 
 @dataclass(frozen=True)
@@ -66,35 +66,29 @@ class PaperWork(NamedTuple):
         self.recorder.notes.append(Wait((self.number,)))
 
 
-def name_part(recorder: Recorder, which: int, rank: int, part: Tensor) -> None:
-    """Give a part of a rank's shared memory its name."""
-    recorder.names[part.untyped_storage().data_ptr()] = block_in(f"{PARTS[which]} of rank {rank}")
-
-
 class PaperMemory(HostMemory):
     """The memory of a host on which this rank is alone: it writes the flags down, and waits for none."""
 
     def __init__(self, recorder: Recorder, ranks: tuple[int, ...]) -> None:
         """`ranks` of the job are on this host."""
         self.recorder, self.ranks, self.rank, self.world_size = recorder, ranks, ranks.index(recorder.rank), len(ranks)
-        self.views, self.kept, self.readers = {}, {}, []
+        self.views, self.readers = {}, []
         self.counts: dict[tuple[int, int], int] = {}  # of each flag and rank: how often it was waited for
 
     def part(self, which: int, rank: int, end: int) -> Tensor:
         if (which, rank) not in self.views:
             self.views[which, rank] = torch.empty(1024, dtype=torch.uint8)
-            name_part(self.recorder, which, self.ranks[rank], self.views[which, rank])
+            name = block_in(f"{PARTS[which]} of rank {self.ranks[rank]}")
+            self.recorder.names[self.views[which, rank].untyped_storage().data_ptr()] = name
         return self.views[which, rank]
 
-    def raise_flag(self, flag: int, to: int, value: int = 0) -> None:
+    def raise_flag(self, flag: int, to: int) -> None:
         self.recorder.notes.append(Raise(f"{FLAGS[flag]} {self.recorder.rank}->{self.ranks[to]}"))
 
-    def wait(self, flag: int, of: int) -> int:
+    def wait(self, flag: int, of: int) -> None:
         self.counts[flag, of] = self.counts.get((flag, of), 0) + 1
-        self.recorder.notes.append(
-            Await(f"{FLAGS[flag]} {self.ranks[of]}->{self.recorder.rank}", self.counts[flag, of])
-        )
-        return 0 if self.kept else IN_COPIES  # as all ranks do
+        name = f"{FLAGS[flag]} {self.ranks[of]}->{self.recorder.rank}"
+        self.recorder.notes.append(Await(name, self.counts[flag, of]))
 
 
 @contextmanager
@@ -171,8 +165,7 @@ class Claiming(Partition):
 
 
 Code = Callable[[Recorder, int, int, list[Tensor]], Iterator[Sequence[Tensor]]]
-FORWARD = [(0, "forward")]  # what a job does, by number of the layer
-TRAINING = [*FORWARD, (0, "backward")]
+TRAINING = [(0, "forward"), (0, "backward")]  # what a job does, by number of the layer
 TWO_LAYERS = [(0, "forward"), (1, "forward"), (1, "backward"), (0, "backward")]
 
 
@@ -215,34 +208,19 @@ class Scheduled:
         yield gradients[1:]
 
 
-class Kept(Scheduled):
-    """The same where K and V are made in shared memory: each layer writes them where those of the layer before lay."""
-
-    def __call__(
-        self, recorder: Recorder, world_size: int, layer: int, inputs: list[Tensor]
-    ) -> Iterator[Sequence[Tensor]]:
-        memory = shared_memory.host_memory(self.group_of(recorder.rank))
-        blocks = [block for _, block in memory.kept.values()] or [memory.keep(2, torch.float32)]
-        k, v = blocks[0].view(2, 1, 1, 1, 1)
-        k.copy_(inputs[1])
-        v.copy_(inputs[2])
-        yield from super().__call__(recorder, world_size, layer, [inputs[0], k, v, inputs[3]])
-
-
 def program(
     ring: Code,
     rank: int,
     world_size: int,
     passes: Sequence[tuple[int, str]] = TRAINING,
     mask: Mask | None = None,
-    world: Callable[[Recorder, int], AbstractContextManager[None]] = on_paper,
 ) -> list[Step]:
     """The steps of one rank in these passes of a ring, recorded from its code. At last it reads its dK and dV.
 
-    `mask` is that of the ring. `world` stands in for torch.distributed.
+    `mask` is that of the ring.
     """
     recorder, running, home = Recorder(rank), {}, []
-    with world(recorder, world_size):
+    with on_paper(recorder, world_size):
         for layer, direction in passes:
             if direction == "forward":
                 inputs = [torch.ones(1, 1, 1, 1) for _ in range(4)]
@@ -276,7 +254,6 @@ def rings_of(world_size: int) -> dict[str, tuple[Code, list[tuple[int, str]]]]:
             if n > 1 and g > 1
         },
         "shared memory": (Scheduled(SharedMemory), TWO_LAYERS),
-        "no copy": (Kept(SharedMemory), [*FORWARD, (1, "forward"), (1, "backward")]),
     }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.orders.steps import Cells, Irecv, Isend, Read, Step, Wait, Write
+from tests.orders.happens_before import Cells, Irecv, Isend, Read, Step, Wait, Write
 
 aten = torch.ops.aten
 MOVES = (aten.clone, aten.copy_, aten.stack, aten.cat)  # they write the numbers that they read
@@ -132,49 +132,33 @@ class Recorder(TorchDispatchMode):
 
     def steps(self) -> list[Step]:
         """The program of this rank. Wait steps in the notes count notes; here they count steps."""
-        known, names, steps, at = self.known(), dict(self.names), Steps(), {}
+        known, names, steps, at = self.known(), dict(self.names), [], {}
         for n, note in enumerate(self.notes):
             for place in _places(note):
                 if place.storage in known and place.storage not in names:
                     number = len(names) - len(self.names)
                     names[place.storage] = block_in(f"buffer {number} of rank {self.rank}")
+            at[n] = len(steps)
             if isinstance(note, Begun):
-                at[n] = len(steps)
                 steps.append(note.kind(note.peer, _cells(note.memory, names), note.channel))
             elif isinstance(note, Access):
-                steps.append(self._step(note, names))
+                steps += self._steps(note, names)
+            elif isinstance(note, Wait):
+                together = steps.pop().steps if steps and isinstance(steps[-1], Wait) else ()
+                steps.append(Wait((*together, *(at[m] for m in note.steps))))
             else:
-                steps.append(Wait(tuple(at[m] for m in note.steps)) if isinstance(note, Wait) else note)
+                steps.append(note)
         return steps
 
-    def _step(self, note: Access, names: dict[int, Cells]) -> Step | None:
+    def _steps(self, note: Access, names: dict[int, Cells]) -> Iterator[Step]:
         to = _cells(note.to, names) if note.to else ()
         source = _cells(note.source, names) if note.source else ()
-        if not to:
-            return Read(source, frozenset([str(note.claim)])) if source else None
-        assert note.what != "write", "an operation writes a block in a way that this recorder does not know"
-        parts = (part_name(self.rank, str(note.claim)),) if note.what == "add" and not source else ()
-        return Write(to, parts, source, note.what == "add") if to != source else None
-
-
-class Steps(list[Step]):
-    """Steps that one rank takes without a message or flag between them become one: no other rank can tell."""
-
-    def append(self, step: Step | None) -> None:
-        last = self[-1] if self else None
-        if isinstance(step, Read) and isinstance(last, Read) and step.expected == last.expected:
-            self[-1] = Read(tuple(sorted({*last.cells, *step.cells})), step.expected)
-        elif isinstance(step, Write) and isinstance(last, Write) and self._together(last, step):
-            self[-1] = Write(last.cells + step.cells, step.parts, last.source + step.source, step.add)
-        elif isinstance(step, Wait) and isinstance(last, Wait):
-            self[-1] = Wait(last.steps + step.steps)
-        elif step is not None:
-            super().append(step)
-
-    @staticmethod
-    def _together(one: Write, other: Write) -> bool:
-        apart = not {*one.cells, *one.source} & {*other.cells, *other.source}
-        return apart and (one.parts, bool(one.source), one.add) == (other.parts, bool(other.source), other.add)
+        assert note.what != "write" or not to, "an operation writes a block in a way that this recorder does not know"
+        if source and not to:
+            yield Read(source, frozenset([str(note.claim)]))
+        if to and to != source:
+            parts = (part_name(self.rank, str(note.claim)),) if note.what == "add" and not source else ()
+            yield Write(to, parts, source, note.what == "add")
 
 
 def _pairs(to: Place, sources: Sequence[Place]) -> Iterator[tuple[Place, Place]]:
