@@ -180,7 +180,6 @@ class GPU:
 
     @property
     def ideal(self) -> bool:
-        """Whether it reaches all its numbers."""
         return math.isinf(self.memory_bandwidth)
 
 

@@ -23,7 +23,7 @@ Shapes: numbers only, as in ways.py. All times are modelled, of attention only: 
     ...
     one host: a published ring of 8 takes as long as in hidden_communication.py
 
-Before: round_costs.py. After: host_order.py, where the links between hosts differ.
+Before: round_costs.py. After: step.py, a whole training step.
 Source: Liu et al. 2024, algorithm 1; Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2; Jacobs et
 al. 2023 (Ulysses), section 3; Fang & Zhao 2024 (USP).
 """
