@@ -128,20 +128,3 @@ def test_ranks_that_differ_are_refused_on_all(ranks, way, shape, case):
     dtypes, with_autocast, words = REFUSED[case]
     outcomes = ranks.outcomes(ranks_of(shape), on_some_ranks, way, shape, dtypes, with_autocast)
     assert re.search(all_of(words), refusal(outcomes))
-
-
-def drop_in(context, qkv, d_out):
-    *mine, d_out = cut(context, "contiguous", None, *qkv, d_out)
-
-    def attention(q, k, v):
-        return flash_ring.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    return under_autocast(attention, mine, d_out, torch.bfloat16)
-
-
-def test_the_drop_in(ranks):
-    qkv, d_out = problem((torch.float32, torch.float32, torch.bfloat16))
-    results = whole(ranks(3, drop_in, qkv, d_out), "contiguous")
-    right = expected(*(x.bfloat16() for x in (*qkv, d_out)))
-    assert [x.dtype for x in results] == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
-    assert_four([x.bfloat16() for x in results], right)

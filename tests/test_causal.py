@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlab.basics.naive_attention import naive_attention
 from ringlab.training.causal import idle_share, simulate_causal_ring, visible_pairs, visible_slice
 from ringlab.training.layouts import LAYOUTS, pad, positions, rotary, shard, unshard
 from tests.attention import assert_attention, random_qkv
@@ -122,7 +121,7 @@ def test_rotary_is_equation_34(base):
         assert torch.equal(rotary(x, FAR), rotary(x, FAR, base))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rotary_angles_are_not_rounded_to_the_dtype_of_x(dtype):
     """In bfloat16 position 4097 would be 4096. What is rounded: cos and sin, two products and their sum.
 
@@ -134,23 +133,6 @@ def test_rotary_angles_are_not_rounded_to_the_dtype_of_x(dtype):
     length = x.double().unflatten(-1, (-1, 2)).norm(dim=-1)  # of each pair
     error = (turned.double() - exact).unflatten(-1, (-1, 2)).norm(dim=-1)
     assert (error <= 2 * torch.finfo(dtype).eps * length).all()
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
-def test_rotary_positions_must_be_those_of_the_layout(layout):
-    q, k, v = random_qkv((1, 2, 16, 8), torch.float64)
-    everywhere = torch.arange(16)
-    exact = naive_attention(rotary(q, everywhere), rotary(k, everywhere), v, causal=True)
-
-    def ring(where):
-        turned = [
-            unshard([rotary(shard(x, layout, r, 4), positions(where, 16, r, 4)) for r in range(4)], layout)
-            for x in (q, k)
-        ]
-        return simulate_causal_ring(*turned, v, layout, 4)
-
-    torch.testing.assert_close(ring(layout), exact)
-    assert (ring("contiguous") - exact).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(

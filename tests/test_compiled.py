@@ -47,20 +47,6 @@ def test_every_way_is_right_between_two_graphs(ranks, way, backend):
         assert all(torch.equal(x, y) for pair in zip(four, uncompiled, strict=True) for x, y in zip(*pair, strict=True))
 
 
-def whole_graph(context):
-    torch._dynamo.reset()
-    model = functools.partial(around, attention_of(context, "ring", 3), CAUSAL)
-    q, k, v, _ = cut(context, PROBLEM.layout, None, *PROBLEM.inputs())
-    return torch.compile(model, backend="eager", fullgraph=True)(q, k, v)
-
-
-@pytest.mark.slow
-def test_one_graph_for_all_is_refused(ranks):
-    for outcome in ranks.outcomes(3, whole_graph):
-        assert outcome.kind == "Unsupported"
-        assert "attention over ranks is not compiled; expected fullgraph=False" in outcome.message
-
-
 def written(context):
     """The tokens of a compiled model, and how many graphs there were."""
     torch._dynamo.reset()

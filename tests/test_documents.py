@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ringlab.training import documents
 from ringlab.training.documents import (
     IGNORED,
     document_lengths,
@@ -18,8 +17,7 @@ from ringlab.training.documents import (
     window_hops,
     window_mask,
 )
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import LAYOUTS, positions
+from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 from tests.gradients import gradients
@@ -107,57 +105,6 @@ def test_the_ring_is_sdpa_with_a_dense_mask(ranks, lengths):
     ]
     for x, *right in zip(mine, *parts, strict=True):
         torch.testing.assert_close(x, torch.cat(right, dim=2))
-
-
-def loss_of(context, layout, spoiled):
-    """The loss of the pack of ringlab/training/documents.py: this rank's part, with one thing done wrong."""
-    tokens, labels, at, lengths = pack([documents.letters(text) for text in documents.DOCUMENTS], 8)
-    count = (labels != IGNORED).sum()
-    if spoiled == "positions run on":
-        at = torch.arange(len(tokens))
-    if spoiled == "padding counts":
-        labels = torch.where(torch.arange(len(tokens)) >= 22, 0, labels)
-        count = (labels != IGNORED).sum()
-    if spoiled == "boundaries forgotten":
-        lengths = None
-    if spoiled == "a boundary one token late":
-        lengths = [7, 8, 7, 2]
-    mine = positions(layout, len(tokens), context.rank, context.world_size)
-    q, k, v = (x[:, :, mine] for x in documents.lookup(tokens, at))
-    if spoiled == "positions of the rank":
-        q, k, v = documents.lookup(tokens[mine], torch.arange(len(mine)))
-    out = ring_flash_attention(q, k, v, causal=True, layout=layout, documents=lengths)
-    each = F.cross_entropy(documents.SHARP * out[0, 0], labels[mine], ignore_index=IGNORED, reduction="sum")
-    return each / count
-
-
-def alone():
-    """The mean loss over the labels of all documents, each computed by itself."""
-    losses = []
-    for text in map(documents.letters, documents.DOCUMENTS):
-        q, k, v = documents.lookup(text, torch.arange(len(text)))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        losses.append(F.cross_entropy(documents.SHARP * out[0, 0, :-1], text[1:], reduction="none"))
-    return torch.cat(losses).mean()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_loss_of_a_pack_is_that_of_its_documents(ranks, layout):
-    torch.testing.assert_close(sum(ranks(4, loss_of, layout, None)), alone())
-
-
-@pytest.mark.parametrize(
-    "spoiled",
-    [
-        "boundaries forgotten",
-        "a boundary one token late",
-        "positions run on",
-        "positions of the rank",
-        "padding counts",
-    ],
-)
-def test_a_wrong_pack_has_another_loss(ranks, spoiled):
-    assert abs(sum(ranks(4, loss_of, "zigzag", spoiled)) / alone() - 1) > 1e-3  # rounding: 1e-15
 
 
 # Windows --------------------------------------------------------------------------------------------------------------

@@ -111,14 +111,6 @@ def test_the_docstring_shows_what_is_printed(capsys):
     check_shown(textwrap.dedent(shown), run(capsys))
 
 
-@pytest.mark.parametrize("argv", [["--gpu", "4"], ["--round", "-1"]])
-def test_bad_options_are_usage_errors(capsys, argv):
-    with pytest.raises(SystemExit) as stopped:
-        example.main(argv)
-    assert stopped.value.code == 2
-    assert "error: argument" in capsys.readouterr().err
-
-
 def test_width_and_colour(capsys, monkeypatch):
     for argv in ([], ["--causal"]):
         printed = run(capsys, *argv)

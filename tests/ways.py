@@ -26,7 +26,7 @@ from ringlab.training.shared_memory import SharedMemory, TwoLevels
 from tests import wrong_rings
 from tests.attention import DTYPES, SEED, assert_right
 from tests.gradients import gradients
-from tests.grouped_queries import assert_four, expected, expected_of_inputs, grouped_inputs
+from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.masked import dense, masks
 from tests.rings import chunks
 
@@ -74,7 +74,6 @@ def scattered(seq_len, rank, world_size):
 
 OWN = Layout("scattered", scattered)
 CASES = [(causal, layout) for causal in (False, True) for layout in LAYOUTS]
-LARGE = (1, 4, 2, 360, 32)  # B, H, G, S, D: 360 is a multiple of 2P in every world, and more than a tile
 ALL_LAYOUTS = (*LAYOUTS, OWN)
 
 
@@ -255,16 +254,3 @@ def ring_gradients(context, q, k, v, d_out, options, lengths=None, wrong=None):
     mine = cut(context, options.get("layout", "contiguous"), lengths, q, k, v, d_out)
     with WRONG[wrong]() if wrong else nullcontext():
         return checked_gradients(ring_flash_attention, mine, options)
-
-
-def assert_flash(ranks, world_size, four, right=None, *, lengths=None, wrong=None, **options):
-    """The ring's out, dq, dk and dv of these inputs are as near to float64 as rounding allows."""
-    per_rank = ranks(world_size, ring_gradients, *four, options, lengths, wrong)
-    right = right or expected(*four, causal=options.get("causal", False), scale=options.get("scale"))
-    assert_four(whole(per_rank, options.get("layout", "contiguous"), lengths), right)
-
-
-def assert_large(ranks, world_size, causal, layout, dtype=torch.float32, wrong=None):
-    """The same of large inputs, whose right results are computed once."""
-    right = expected_of_inputs(*LARGE, dtype, causal=causal)
-    assert_flash(ranks, world_size, grouped_inputs(*LARGE, dtype), right, wrong=wrong, causal=causal, layout=layout)
