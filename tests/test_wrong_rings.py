@@ -93,6 +93,7 @@ SHOWS |= {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "way", "shape", "problem"),
     [(wrong, way, shape, problem) for wrong, cases in SHOWS.items() for way, shape, problem in cases if way in HERE],

@@ -21,10 +21,9 @@ is the natural logarithm of Σ e^score, float32 at least. v may have a D of its 
           dk with out and lse of the block (wrong): off by 0.5019
           lse in base 2, as they are (wrong): out off by 0.1472
           lse in base 2, made natural: out off by 0.0000
-    what the kernel itself does not check:
-        numbers of a row not side by side in memory: off by 0.6161, no error
-        causal, with a negative scale: nan
-        a row that sees no key: lse 0.0000, and not -inf
+
+The kernels themselves do not check that numbers of a row lie side by side in memory, nor that a scale is positive under
+a causal mask; and for a row that sees no key the one of CPUs returns the lse 0, not -inf.
 
 The base-2 trap: some kernels return the lse in base 2, log2 Σ e^s, and a merge in the wrong base is silently wrong.
 `to_natural` first.
@@ -284,19 +283,7 @@ def main() -> int:
         print(f"      lse in base 2, {name}: out off by {right['out'].error(merged).max():.4f}")
         ok &= right["out"].accepts(merged) == (convert is to_natural)
 
-    print("what the kernel itself does not check:")
-    flash = aten._scaled_dot_product_flash_attention_for_cpu
-    gaps = x.repeat_interleave(2, dim=3)[..., ::2]  # the same numbers, every second place of the memory
-    off = right["out"].error(flash(gaps, x, x, scale=scale)[0]).max()
-    print(f"    numbers of a row not side by side in memory: off by {off:.4f}, no error")
-    print(f"    causal, with a negative scale: {flash(x, x, x, 0.0, True, scale=-1.0)[0][0, 0, 0, 0]:.4f}")
-    huge = torch.full_like(x, 1e200)
-    fully_masked = flash(huge, -huge, x, scale=scale)[1][0, 0, 0].item()  # all scores -inf
-    print(f"    a row that sees no key: lse {fully_masked:.4f}, and not -inf")
-    our_lse = fused_forward(huge, -huge, x, scale=scale)[1][0, 0, 0].item()
-    ok &= bool(off > 0.1) and fully_masked == 0.0 and our_lse == -torch.inf
-    ours, _ = fused_forward(gaps, x, x, scale=scale)
-    return 0 if ok and right["out"].accepts(ours) else 1
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":
