@@ -11,8 +11,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ringlab.basics.ranks import gather, neighbours, scatter
 from ringlab.support.processes import LostRank, Raised, Ranks, choose_device, cpu_cores, launch
@@ -243,23 +241,6 @@ def test_the_pool_survives_what_its_ranks_do(monkeypatch):
         assert ranks(2, world_of) == [(0, 2, 0, 2), (1, 2, 1, 2)]
     finally:
         ranks.stop()
-
-
-def test_a_property_test_ends_when_a_rank_is_lost():
-    """It looks for no smaller example: each would cost the start of new processes."""
-    ranks, examples = Ranks(size=2), []
-
-    @given(st.integers())
-    def property_test(number):
-        examples.append(number)
-        ranks(2, misbehave, "die" if number else "live")
-
-    try:
-        with pytest.raises(LostRank):
-            property_test()
-    finally:
-        ranks.stop()
-    assert [bool(number) for number in examples] == [False] * (len(examples) - 1) + [True]
 
 
 def test_a_signal_while_ranks_start_ends_them_in_order(monkeypatch):
