@@ -19,7 +19,7 @@ assert_overlapped = partial(assert_ring, ring=ring_attention)
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [*(((1, 2, 120, 8), dtype) for dtype in DTYPES), ((3, 1, 13, 5), torch.float64), ((1, 2, 530, 4), torch.float32)],
+    [*(((1, 2, 24, 8), dtype) for dtype in DTYPES), ((3, 1, 13, 5), torch.float64)],
     ids=str,
 )
 def test_full_attention(ranks, world_size, dtype, shape):

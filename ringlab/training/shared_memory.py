@@ -213,11 +213,9 @@ def on_rank(context: RankContext, whole: list[Tensor]) -> tuple[str, list[list[T
 
 
 def main() -> int:
-    H, G, S, P = 8, 2, 512, 4
-    whole = random_inputs(1, H, G, S, 64)
+    P, whole = 4, random_inputs(1, 8, 2, 512, 64)
     taken, results, on_two_levels = zip(*launch(on_rank, P, whole), strict=True)
     print(f"auto: {taken[0]}")
-    print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     ok = report_cases(results, whole)
     print(f"two levels: the same, as 2 hosts of {P // 2} ranks, causal, zigzag")
     ok &= report_ranks(on_two_levels, "zigzag", exact_attention(*whole, causal=True, fused_blocks=P))

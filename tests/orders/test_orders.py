@@ -4,12 +4,10 @@ import re
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
-import ring_attn
 from ringlab.basics.blocking_messages import ring_programs, simulate_messages
 from ringlab.support.host_memory import HostMemory
-from ringlab.training import overlap, schedule, shared_memory
+from ringlab.training import overlap, schedule
 from ringlab.training.double_ring import DoubleRing, DoubleSums
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import two_buffers
@@ -142,22 +140,6 @@ def test_no_flag_may_be_raised_before_what_it_promises():
 # Mistakes in the code ------------------------------------------------------------------------------------------------
 
 
-def all_alike(first):
-    """ring_attn.hop in which all ranks send first, or all receive first."""
-
-    def hop(block, length, group=None):
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        received = block.new_empty(*block.shape[:-2], length, block.shape[-1])
-        if first == "send":
-            dist.send(block, group_dst=(rank + 1) % world_size, group=group)
-        dist.recv(received, group_src=(rank - 1) % world_size, group=group)
-        if first == "receive":
-            dist.send(block, group_dst=(rank + 1) % world_size, group=group)
-        return received
-
-    return hop
-
-
 def one_buffer(k, v, lengths, rank, dtype=None):
     right = two_buffers(k, v, lengths, rank, dtype)
     return lambda t: right(0)
@@ -182,22 +164,6 @@ def sums_that_do_not_wait(sums, t):
     return sums.both(sums.buffer(t))
 
 
-def ready_before_the_copy(ways, k, v):
-    """SharedMemory.rounds, but the flag comes first."""
-    memory, notes = shared_memory.host_memory(ways.group), []
-    with mock.patch.object(memory, "raise_flag", lambda *flag: notes.append(flag)):
-        rounds = right_rounds(ways, k, v)
-        begin = len(memory.recorder.notes)
-        first = next(rounds)
-    copies = memory.recorder.notes[begin:]
-    del memory.recorder.notes[begin:]
-    for flag in notes:
-        memory.raise_flag(*flag)
-    memory.recorder.notes += copies
-    yield first
-    yield from rounds
-
-
 def not_waited_between_hosts(sums, u):
     with mock.patch.object(TravellingSums, "wait"):
         parts = sums.ended.home()
@@ -216,21 +182,18 @@ def home_not_waited_for(sums):
     return sums.both(sums.own().add_(sums.coming))
 
 
-right_send_on, right_rounds = SharedSums.send_on, SharedMemory.rounds
+right_send_on = SharedSums.send_on
 
 
 MESSAGE = r"while rank \d (sends|receives)"
 no_waiting = HostMemory, "wait_for_readers", lambda memory: memory.readers.clear()
 # fmt: off
 MISTAKES = {  # name: (the ring, its ranks, what is patched, what is said)
-    "all send first": ("blocking", 3, (ring_attn, "hop", all_alike("send")), r"wait for ever: \[0, 1, 2\]"),
-    "all receive first": ("blocking", 3, (ring_attn, "hop", all_alike("receive")), r"wait for ever: \[0, 1, 2\]"),
     "one buffer": ("overlapped", 3, (overlap, "two_buffers", one_buffer), MESSAGE),
     "a buffer one hop early": ("overlapped", 4, (schedule, "arriving_blocks", yielded_too_late), MESSAGE),
     "sums before they arrive": ("overlapped", 3, (TravellingSums, "of_round", sums_that_do_not_wait), MESSAGE),
     "home before they arrive": ("overlapped", 2, (TravellingSums, "home", home_not_waited_for), MESSAGE),
     "sums of a turn too early": ("double 2 x 2", 4, (DoubleSums, "pass_on", not_waited_between_hosts), MESSAGE),
-    "the flag before the copy": ("shared memory", 2, (SharedMemory, "rounds", ready_before_the_copy), "K in copies"),
     "readers are not waited for": ("shared memory", 2, no_waiting, "while rank 1 reads"),
     "two levels: sums too early": ("two levels 2 x 2", 4, (SharedSums, "send_on", home_too_early), "while rank "),
     "two levels: a block too early": ("two levels 2 x 2", 4, no_waiting, "while rank "),

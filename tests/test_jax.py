@@ -1,4 +1,4 @@
-"""The ring in JAX: numbers and gradients on 1 to 8 devices, what it keeps in memory and sends; and with mistakes."""
+"""The ring in JAX and its blocks: numbers, gradients, what it keeps in memory and sends; and with a mistake."""
 
 import inspect
 import math
@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from ringlab.support.rounding import exact_attention, half_step
+from ringlab.support.rounding import exact_attention
 from ringlab.training.layouts import LAYOUTS, shard, unshard
+from tests.attention import assert_right
 from tests.extras import MISSING
+from tests.gradients import NAMES
 from tests.grouped_queries import grouped_inputs
-from tests.in_jax import OPTIONS, assert_all_right, equations, to_jax, to_torch
 from tests.planted import Mistakes
 
 jax = pytest.importorskip("jax", reason=MISSING["jax"])
@@ -21,9 +22,175 @@ jnp, lax = jax.numpy, jax.lax
 from jax.sharding import Mesh, PartitionSpec  # noqa: E402
 
 from ringlab.training import jax_block, jax_ring  # noqa: E402
+from ringlab.training.jax_block import scores_of, tile_backward  # noqa: E402
 from ringlab.training.jax_ring import hop, positions_in_round  # noqa: E402
 
-WORLDS = (1, 2, 3, 4, 8)
+OPTIONS = {  # of the compiler
+    "xla_backend_optimization_level": 0,  # quick to compile, slow to run
+    "xla_allow_excess_precision": False,  # else XLA leaves out roundings to 16 bits that the program asks for
+}
+
+
+def to_jax(x):
+    return jnp.asarray(x.float().numpy(), jnp.bfloat16) if x.dtype == torch.bfloat16 else jnp.asarray(x.numpy())
+
+
+def to_torch(x):
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(np.array(x, np.float32)).bfloat16()
+    return torch.tensor(np.array(x))
+
+
+def assert_all_right(mine, *inputs, **options):
+    """out, dq, dk, dv are as near as rounding allows to full attention."""
+    right = exact_attention(*inputs, **options)
+    for name, x in zip(NAMES, mine, strict=True):
+        assert_right(x, right[name], name)
+
+
+def equations(jaxpr, times=1):
+    """All equations of a jaxpr and of those inside it, each with how many times it runs."""
+    for equation in jaxpr.eqns:
+        yield equation, times
+        runs = times * equation.params["length"] if equation.primitive.name == "scan" else times
+        for parameter in equation.params.values():
+            for inner in parameter if isinstance(parameter, tuple | list) else [parameter]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner, runs)
+
+
+# A block -------------------------------------------------------------------------------------------------------------
+
+
+def of_blocks(scale, lengths, causal, q, k, v, d_out):
+    """out, dq, dk, dv and lse, by blocks of these lengths; q and d_out (B, G, R, S, D)."""
+    at = jnp.arange(sum(lengths))[:, None] * causal
+    begins = [sum(lengths[:i]) for i in range(len(lengths))]
+    blocks = [[x[..., i : i + n, :] for x in (k, v, at)] for i, n in zip(begins, lengths, strict=True)]
+    state = jax_block.start(q)
+    for k_j, v_j, k_at in blocks:
+        state = jax_block.attend(state, q, k_j, v_j, at, k_at, scale=scale)
+    out, lse = jax_block.finish(state)
+    delta = (d_out.astype(lse.dtype) * out).sum(axis=-1, keepdims=True)
+    parts = [
+        jax_block.block_backward(q, k_j, v_j, d_out, lse, delta, at, k_at, scale=scale) for k_j, v_j, k_at in blocks
+    ]
+    d_q, d_k, d_v = zip(*parts, strict=True)
+    return out, sum(d_q), jnp.concatenate(d_k, axis=-2), jnp.concatenate(d_v, axis=-2), lse
+
+
+def by_blocks(lengths, q, k, v, d_out, *, causal=False, scale=None, tile=4):
+    """`of_blocks`, compiled, with tensors of torch and tiles of so many tokens. lse (B, H, S)."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with jax.enable_x64(q.dtype == torch.float64), mock.patch.object(jax_block, "TILE", tile):
+        grouped = [to_jax(x).reshape(len(k), k.shape[1], -1, *x.shape[2:]) for x in (q, d_out)]
+        run = jax.jit(partial(of_blocks, scale, lengths, causal), compiler_options=OPTIONS)
+        out, d_q, d_k, d_v, lse = (to_torch(x) for x in run(grouped[0], to_jax(k), to_jax(v), grouped[1]))
+    return [out.reshape(q.shape), d_q.reshape(q.shape), d_k, d_v], lse.reshape(q.shape[:3])
+
+
+def assert_exact_blocks(lengths=(7, 5), *, heads=(4, 2), head_dim=3, seed=0, **options):
+    """The numbers are those of full attention in float64. 12 queries are 3 tiles, 7 keys are 2, one of them padded."""
+    inputs = grouped_inputs(2, *heads, sum(lengths), head_dim, torch.float64, seed=seed)
+    mine, lse = by_blocks(lengths, *inputs, **options)
+    assert_all_right(mine, *inputs, **options)
+    assert_right(lse, exact_attention(*inputs, **options)["lse"], "lse")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((7, 5), {"causal": False}),
+        ((7, 5), {"causal": True}),
+        ((1,), {"heads": (1, 1), "head_dim": 1, "scale": 0.0}),
+        ((9, 3), {"heads": (2, 1), "head_dim": 5, "scale": -0.7, "causal": True}),
+    ],
+    ids=str,
+)
+def test_numbers_gradients_and_lse_in_float64(lengths, options):
+    assert_exact_blocks(lengths, **options)
+
+
+def test_a_fully_masked_row_is_zero_and_so_are_its_gradients():
+    q = torch.full((1, 1, 8, 2), 1e30)  # all scores are -inf
+    v = torch.ones_like(q)
+    mine, lse = by_blocks((8,), q, -q, v, v)
+    assert [x.abs().max().item() for x in mine] == [0.0] * 4
+    assert (lse == -math.inf).all()
+
+
+def assert_sums_are_wide():
+    """With bfloat16 input the results are float32, and as exact as those of the same numbers in float32."""
+    inputs = grouped_inputs(1, 2, 2, 480, 8, torch.bfloat16)
+    mine, lse = by_blocks((480,), *inputs, tile=16)
+    assert lse.dtype == torch.float32
+    assert_all_right(mine, *(x.float() for x in inputs))
+
+
+OF_BLOCKS = Mistakes()
+
+
+@pytest.mark.parametrize("name", ["attend_tile", "tile_backward"])
+def test_sums_in_bfloat16_are_rejected(name):
+    function = getattr(jax_block, name)
+
+    def rounded(*args, **options):
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), function(*args, **options))
+
+    assert_sums_are_wide()
+    with mock.patch.object(jax_block, name, rounded), pytest.raises(AssertionError, match="numbers are wrong"):
+        assert_sums_are_wide()
+
+
+# What the program holds, read from its jaxpr -------------------------------------------------------------------------
+
+
+def assert_no_square(seq_len=64):
+    x = jnp.ones((1, 1, 1, seq_len, 2))
+    kv = x[:, :, 0]
+    traced = jax.make_jaxpr(partial(of_blocks, 1.0, (seq_len,), True))(x, kv, kv, x)
+    sizes = [math.prod(var.aval.shape) for equation, _ in equations(traced.jaxpr) for var in equation.outvars]
+    assert len(sizes) > 100
+    assert max(sizes) < seq_len**2
+
+
+def test_no_square_of_a_block_exists():
+    with mock.patch.object(jax_block, "TILE", 16):
+        assert_no_square()
+    with mock.patch.object(jax_block, "TILE", 64), pytest.raises(AssertionError):
+        assert_no_square()
+
+
+# Blocks with one mistake each ----------------------------------------------------------------------------------------
+
+
+@OF_BLOCKS.replaces(jax_block, "scores_of")
+def later_by_one(q, k, q_at, k_at, scale):
+    return scores_of(q, k, q_at + 1, k_at, scale)
+
+
+@OF_BLOCKS.replaces(jax_block, "visible")
+def skips_the_diagonal(q_at, k_at):
+    return k_at.max() <= q_at.min()
+
+
+@OF_BLOCKS.replaces(jax_block, "tile_backward")
+def lse_of_the_tile(d_q, d_kv, row, keys, *, scale):
+    q, d_out, _, delta, q_at = row
+    lse = jax.nn.logsumexp(scores_of(q, keys[0], q_at, keys[-1], scale), axis=-1, keepdims=True)
+    return tile_backward(d_q, d_kv, (q, d_out, lse, delta, q_at), keys, scale=scale)
+
+
+@pytest.mark.parametrize("mistake", OF_BLOCKS)
+def test_a_wrong_block_is_rejected(mistake):
+    with OF_BLOCKS[mistake](), pytest.raises(AssertionError, match="numbers are wrong"):
+        assert_exact_blocks((7,), causal=True)
+
+
+# The ring ------------------------------------------------------------------------------------------------------------
+
+WORLDS = (1, 3, 4)
 
 
 def deal(x, layout, world_size):
@@ -53,49 +220,14 @@ def test_numbers_and_gradients_in_float64(size):
     assert_exact(size, causal=True, layout=layout, chunk=6 if layout == "zigzag" else 7)
 
 
-@pytest.mark.parametrize(("size", "scale"), [(3, -0.7), (8, None)])
-def test_without_a_mask(size, scale):
-    assert_exact(size, scale=scale)
+def test_without_a_mask():
+    assert_exact(3, scale=-0.7)
 
 
-@pytest.mark.parametrize(
-    ("size", "dtype", "causal"), [(3, torch.float32, True), (4, torch.bfloat16, False), (5, torch.float16, True)]
-)
+@pytest.mark.parametrize(("size", "dtype", "causal"), [(4, torch.bfloat16, False), (3, torch.float16, True)])
 def test_other_dtypes(size, dtype, causal):
     inputs = grouped_inputs(2, 2, 2, 20 * size, 8, dtype)
     assert_all_right(in_jax(size, *inputs, causal=causal), *inputs, causal=causal)
-
-
-def test_delta_is_summed_in_float32_whatever_the_dtype():
-    """With large values delta is large beside dP - delta, so a delta of 16-bit products would spoil dq.
-
-    The exact dq is that of the saved out, which is bfloat16. Its allowed error: half a step of bfloat16, and 2 + √D
-    roundings in float32 for dP, for delta and for p each, as in ringlab/support/rounding.py.
-    """
-    P, D = 2, 8
-    q, k, v, d_out = grouped_inputs(1, 1, 1, 16 * P, D, torch.bfloat16)
-    v = v + 64
-    right = exact_attention(q, k, v)
-    out, lse = right["out"].exact.bfloat16(), right["lse"].exact.float()
-    qd, kd, vd, dd = (x.double() for x in (q, k, v, d_out))
-    p = torch.exp(qd @ kd.mT / math.sqrt(D) - lse.double()[..., None])
-    d_p, delta = dd @ vd.mT, (dd * out.double()).sum(dim=-1, keepdim=True)
-    exact = p * (d_p - delta) @ kd / math.sqrt(D)
-    sizes = dd.abs() @ vd.abs().mT + (dd * out.double()).abs().sum(dim=-1, keepdim=True) + (d_p - delta).abs()
-    sums = (2 + math.sqrt(D)) * 2**-24 * (p * sizes) @ kd.abs() / math.sqrt(D)
-
-    ring = jax_ring.Settings("ring", False, "contiguous", D**-0.5)
-    spec = PartitionSpec(None, None, None, "ring")
-    kv_spec = PartitionSpec(None, None, "ring")
-    saved = to_jax(q[:, :, None]), to_jax(k), to_jax(v), to_jax(out[:, :, None]), to_jax(lse[:, :, None, :, None])
-    backward = jax.shard_map(
-        partial(jax_ring.ring_backward, ring),
-        mesh=jax_ring.virtual_devices(P),
-        in_specs=((spec, kv_spec, kv_spec, spec, spec), spec),
-        out_specs=(spec, kv_spec, kv_spec),
-    )
-    d_q = to_torch(jax.jit(backward, compiler_options=OPTIONS)(saved, to_jax(d_out[:, :, None]))[0])[:, :, 0]
-    assert ((d_q.double() - exact).abs() <= sums + half_step(exact.abs() + sums, torch.bfloat16)).all()
 
 
 def test_inside_a_larger_mesh():
@@ -171,17 +303,6 @@ def to_the_previous_device(x, axis_name):
 
 
 @MISTAKES.replaces(jax_ring, "hop")
-def keys_without_values(x, axis_name):
-    return (hop(x, axis_name)[0], x[1])
-
-
-@MISTAKES.replaces(jax_ring, "hop")
-def stale_block(x, axis_name):
-    """Device 0 sends, but goes on with what it had."""
-    return jax.tree.map(partial(jnp.where, lax.axis_index(axis_name) == 0), x, hop(x, axis_name))
-
-
-@MISTAKES.replaces(jax_ring, "hop")
 def gradients_not_home(x, axis_name):
     """The gradients of K and V stay where the last round left them: the only hop outside the rounds is missing."""
     caller = inspect.stack()[1].function
@@ -206,13 +327,11 @@ def test_a_wrong_ring_is_rejected(mistake):
     ("shapes", "options", "message"),
     [
         (((2, 8, 2),) * 3, {}, r"q has shape \(2, 8, 2\); expected \(B, H, S, D\)"),
-        (((1, 2, 0, 2),) * 3, {}, "every size 1 or more"),
         (((1, 2, 8, 2), (1, 2, 8, 2), (1, 2, 8, 3)), {}, "k has shape .* and v .*; expected one shape"),
         (((1, 2, 8, 2), (1, 2, 12, 2), (1, 2, 12, 2)), {}, "expected the same B, S and D"),
         (((1, 3, 8, 2), (1, 2, 8, 2), (1, 2, 8, 2)), {}, "a multiple of k's heads in q"),
         (((1, 2, 10, 2),) * 3, {}, "10 tokens on 4 devices; expected a multiple: pad"),
         (((1, 2, 12, 2),) * 3, {"layout": "zigzag"}, "expected a multiple of 8: pad"),
-        (((1, 2, 8, 2),) * 3, {"layout": "spiral"}, "layout is 'spiral'; expected one of contiguous"),
         (((1, 2, 8, 2),) * 3, {"scale": math.inf}, "scale is inf; expected a finite number"),
     ],
 )
