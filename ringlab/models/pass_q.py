@@ -42,7 +42,7 @@ from ringlab.basics.chunks import agree_on_chunks, needs_gradients
 from ringlab.basics.ranks import neighbours
 from ringlab.models.generate import EMPTY
 from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.pass_q_or_kv import what_travels
+from ringlab.planning.pass_q_or_kv import Turn
 from ringlab.support.agreement import agree, members
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention, report
@@ -131,7 +131,7 @@ def cached_attention(
     if passing == "auto":
         new, tokens = (sum(at.shape[1] for at in of_ranks) for of_ranks in (places.queries, places.keys))
         layer = AttentionLayer(q.shape[1], k.shape[1], q.shape[3], q.element_size())
-        passing = what_travels(layer, new, max(tokens - new, 0), world_size)
+        passing = Turn(layer, new, max(tokens - new, 0), world_size).travels
     attention = partial(attend, scale=scale, softcap=softcap)
     out = WAYS[passing](q, k, v, places, nothing_seen(q, v, sinks), attention, group)
     return out.to(q.dtype), passing
