@@ -5,11 +5,13 @@ import linecache
 import math
 import re
 import symtable
+import sys
 from collections import deque
 from fractions import Fraction
 from functools import cache, partial
 from importlib import import_module
 from itertools import count
+from unittest import mock
 
 import nbformat
 import numpy as np
@@ -21,7 +23,7 @@ from notebooks.checks import answers
 from notebooks.checks.answers import OPEN
 from tests.readers_rings import QUICK, RIGHT_RINGS, WAITING_RINGS
 from tests.right_answers import RIGHT_ANSWERS, one_rank_receives_first
-from tests.wrong_answers import WRONG_ANSWERS
+from tests.wrong_answers import FORMULAS, WRONG_ANSWERS
 
 CHAPTERS = build.chapters()
 NAMES = [source.stem.partition("_")[2] for source in CHAPTERS]  # 04_the_ring -> the_ring
@@ -124,7 +126,7 @@ def test_the_exercises_are_open(source):
 
 def test_every_check_has_an_exercise_and_wrong_answers():
     defined = {check for name in NAMES for check in vars(checks_of(name)) if check.startswith("check_")}
-    assert CHECKS.keys() == defined == WRONG_ANSWERS.keys()
+    assert CHECKS.keys() == defined == WRONG_ANSWERS.keys() | {check for check, _ in FORMULAS}
 
 
 # Right answers in other forms --------------------------------------------------------------------------------------
@@ -339,6 +341,18 @@ def test_a_wrong_answer_is_told_why(check, answer, words):
     said = check_named(check)(answer)
     assert said.startswith("not yet: ")
     assert words in said
+
+
+@pytest.mark.parametrize(("check", "args"), FORMULAS)
+def test_a_common_mistake_in_a_formula_is_told_why(check, args):
+    """A hint belongs to the numbers of its mistake, and to no other mistake."""
+    formulas, judge = [], check_named(check)
+    module = sys.modules[judge.__module__]
+    with mock.patch.object(module, "compare_formula", lambda *given: formulas.append(given[1:3])):
+        judge(solution(check))
+    right, hints = formulas[0]
+    assert [formula(*args) for formula in (right, *hints.values())] == pytest.approx(FORMULAS[check, args], rel=1e-5)
+    assert {hint: judge(formula) for hint, formula in hints.items()} == {hint: f"not yet: {hint}" for hint in hints}
 
 
 @pytest.mark.parametrize(("check", "answer", "words"), cases({"check_ring": WAITING_RINGS}))
