@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 from ring_doctor.answers import WRONG, Answer, imprecise
-from ring_doctor.case import Case
+from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE, OF_GRADIENTS
 from ring_doctor.conditions import separated, when_it_shows
 from ring_doctor.examination import Examination, never_claimed
-from ring_doctor.inputs import UNROUNDED
 from ring_doctor.mistakes import Change, Mistake
 from ring_doctor.mistakes_of_calls import BY_WAY
 from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute

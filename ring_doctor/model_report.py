@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ring_doctor.answers import RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
-from ring_doctor.examination import HEALTHY, LIMITED, SICK
+from ring_doctor.answers import RIGHT, RIGHT_AS_CLAIMED, SAID, WRONG_RING
 from ring_doctor.mistakes import Mistake
 from ring_doctor.mistakes_of_models import MISTAKES
 from ring_doctor.report import explained, facts
@@ -33,21 +32,16 @@ class ModelReport:
         return self.examination.healthy
 
     @property
-    def state(self) -> str:
-        """HEALTHY, LIMITED or SICK."""
-        return SICK if not self.healthy else LIMITED if self.examination.only else HEALTHY
-
-    @property
     def level(self) -> str:
         """How bad: "right", "right for what it takes" or "wrong"."""
-        return {HEALTHY: RIGHT, LIMITED: RIGHT_AS_CLAIMED, SICK: WRONG_RING}[self.state]
+        return WRONG_RING if not self.healthy else RIGHT_AS_CLAIMED if self.examination.only else RIGHT
 
     @property
     def verdict(self) -> str:
         """One line: healthy, or sick and of what."""
         found, failed = self.examination, [world for world in self.examination.worlds if world.failure]
         if self.healthy:
-            said = f"{self.state.upper()}: {self.name}, loss and gradients are those of one process"
+            said = f"{SAID[self.level]}: {self.name}, loss and gradients are those of one process"
             return said + (f"; {found.only}" if found.only else "")
         if found.changes:
             return f"SICK: {self.name} changes its results from call to call"

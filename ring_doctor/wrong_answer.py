@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_doctor.answers import Answer, right_results
-from ring_doctor.case import Case
-from ring_doctor.inputs import UNROUNDED
+from ring_doctor.case import UNROUNDED, Case
 from ringlab.support.rounding import Right, half_step
 
 SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places

@@ -32,7 +32,7 @@ from ringlab.models import train
 from ringlab.planning import cost_model
 from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention
-from ringlab.training.rotary import rotary
+from ringlab.training.layouts import rotary
 from tests.attention import assert_right
 from tests.commands import LIMIT, ROOT, TORCHRUN, run
 from tests.sick_models import step as sick_step

@@ -8,11 +8,10 @@ import torch
 
 from ring_doctor import diagnosis
 from ring_doctor.answers import FAILED, OK, WRONG, Answer
-from ring_doctor.case import Case
+from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.diagnosis import Diagnosis, Explanation, diagnose
 from ring_doctor.examination import Examination
-from ring_doctor.inputs import UNROUNDED
 from ring_doctor.mistakes import Mistake
 from ring_doctor.paper_ring import RIGHT
 from ring_doctor.patient import from_function

@@ -8,10 +8,10 @@ import torch
 
 from ring_doctor import diagnosis
 from ring_doctor.answers import WRONG, judge
+from ring_doctor.calls import RankResults
 from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.examination import Examination
-from ring_doctor.on_rank import RankResults
 from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import Question

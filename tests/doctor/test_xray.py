@@ -27,7 +27,7 @@ def both_runs(context, runs, options, wrong):
 
 
 def xray_of_ring(ranks, case, wrong=None, **options):
-    """The X-ray of the trainable ring on real processes, right or with a mistake of tests/wrong_flash_rings.py."""
+    """The X-ray of the trainable ring on real processes, right or with a mistake of tests/wrong_rings.py."""
     options |= {"causal": case.causal, "layout": case.layout, "documents": case.documents and list(case.documents)}
     runs = [run.whole() for run in cases(case)]
     per_rank = ranks(case.world_size, both_runs, runs, options | {"scale": case.scale}, wrong)
@@ -242,7 +242,7 @@ def test_results_that_are_missing_are_left_out():
     assert [matrix.name for matrix in xray_of(run_1, {}, case).matrices] == ["W backward", "dS in dQ"]
 
 
-HOME = {  # mistake of tests/wrong_flash_rings.py: (causal, layout); what W forward and W backward hold, by round
+HOME = {  # mistake of tests/wrong_rings.py: (causal, layout); what W forward and W backward hold, by round
     "OwnQueriesOnly": (CASES[0], {}, {t: "missing" for t in range(1, 4)}),
     "StaleBlock": (CASES[0], {0: "twice", "last": "missing"}, {}),
     "last_block_skipped": (CASES[0], {"last": "missing"}, {"last": "missing"}),

@@ -14,7 +14,7 @@ from tests.sick.merge import FLASH, flash, narrow
 from tests.sick.plain_ring import ByAutograd, PlainRing, moved
 from tests.sick.ring import CAUSAL, MASKED, SickRing, always, from_2, from_3
 from tests.sick.travel import times_distance
-from tests.wrong_flash_rings import WRONG
+from tests.wrong_rings import FLASH as WRONG
 
 
 def in_the_end(change):

@@ -3,7 +3,7 @@
 from ringlab.training import grouped_query
 from ringlab.training.flash_ring import ring_flash_attention
 from tests.sick.ring import CAUSAL, MASKED, SickRing
-from tests.wrong_groupings import WRONG
+from tests.wrong_rings import GROUPED as WRONG
 
 
 def scaled(scale_of):

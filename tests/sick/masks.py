@@ -7,7 +7,7 @@ import torch
 from ringlab.training.flash_ring import ring_flash_attention
 from tests.sick.plain_ring import PlainRing
 from tests.sick.ring import CAUSAL, MASKED, SickRing
-from tests.wrong_flash_rings import WRONG
+from tests.wrong_rings import FLASH as WRONG
 
 
 def local(rows, keys, diagonal=0):

@@ -16,11 +16,11 @@ from ringlab.training import backward, flash_ring, schedule
 from ringlab.training.flash_ring import merge_into, ring_flash_attention
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.overlap import post
-from tests import wrong_backward_passes, wrong_rings
 from tests.planted import patch
 from tests.sick.plain_ring import PlainRing
 from tests.sick.ring import CAUSAL, MASKED, SickRing, always
-from tests.wrong_flash_rings import WRONG
+from tests.wrong_rings import BLOCKING, NARROW
+from tests.wrong_rings import FLASH as WRONG
 
 BF16 = torch.bfloat16
 FLASH = partial(ring_flash_attention, schedule=Circle)  # as other rings send sums: the catalogue tells their mistakes
@@ -34,7 +34,7 @@ def flash(name, mistake):
 
 def forward_only(name, **facts):
     """A mistake of ../wrong_rings.py in ring_attn.py."""
-    return SickRing(ring_attention, wrong_rings.WRONG[name], gradients=False, grouped=False, **facts)
+    return SickRing(ring_attention, BLOCKING[name], gradients=False, grouped=False, **facts)
 
 
 def averages_added(out, lse, out_j, lse_j):
@@ -232,8 +232,6 @@ SICK = {
         plain=True,
     ),
     "dq_in_16_bits": in_16_bits("fused_backward", DqAlwaysIn16Bits, worlds=1, in_xray=False),
-    "dq_in_16_bits/dtype_of_q": SickRing(
-        **BACKWARD, patch=wrong_backward_passes.NARROW["DqInTheDtypeOfQ"], shows=narrow, plain=True
-    ),
+    "dq_in_16_bits/dtype_of_q": SickRing(**BACKWARD, patch=NARROW["DqInTheDtypeOfQ"], shows=narrow, plain=True),
     "float32_inside": SickRing(in_float32, shows=lambda case: case.dtype == torch.float64, takes=MASKED),
 }

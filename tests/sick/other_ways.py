@@ -14,7 +14,8 @@ from ringlab.training.all_to_all import Exchange
 from ringlab.training.flash_ring import ring_flash_attention
 from tests.planted import patch
 from tests.sick.ring import CAUSAL, ON_MESH, SickRing
-from tests.wrong_schedules import WRONG, back_as_they_came, order_of_rank
+from tests.wrong_rings import WAYS as WRONG
+from tests.wrong_rings import back_as_they_came, order_of_rank
 
 right_to_heads, right_to_tokens = Exchange.to_heads, Exchange.to_tokens
 all_gather_attention = partial(ring_flash_attention, schedule=all_gather.AllGather)

@@ -11,13 +11,12 @@ from ringlab.training import overlap, schedule
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.overlap import post
 from ringlab.training.partition import Partition
-from tests import wrong_overlapped_rings, wrong_rings
 from tests.planted import patch
 from tests.sick.plain_ring import ByAutograd, PlainRing, moved
 from tests.sick.ring import CAUSAL, SickRing, always, from_2, from_3
-from tests.wrong_flash_rings import WRONG
+from tests.wrong_rings import BLOCKING, OVERLAPPED
+from tests.wrong_rings import FLASH as WRONG
 
-OVERLAPPED = wrong_overlapped_rings.WRONG
 right_pieces = Partition.pieces
 
 
@@ -129,7 +128,7 @@ FORWARD = {"gradients": False, "grouped": False, "equal_chunks": True}
 
 
 def blocking(name, **facts):
-    return SickRing(ring_attention, wrong_rings.WRONG[name], **FORWARD, **facts)
+    return SickRing(ring_attention, BLOCKING[name], **FORWARD, **facts)
 
 
 SICK = {
