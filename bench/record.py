@@ -1,4 +1,4 @@
-"""What the benches share: the machine's name, peak memory, methods in turn, runs in steps, results as JSON and table."""
+"""What the benches share: machine, peak memory, methods in turn, runs in steps, results as JSON and table."""
 
 import ctypes
 import hashlib
