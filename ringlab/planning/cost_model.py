@@ -19,23 +19,12 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from ringlab.planning.machine import read_machine
 from ringlab.planning.memory import CONTEXT, OPTIMIZERS
-from ringlab.planning.plan import (
-    LONGEST,
-    MOST,
-    Answer,
-    Wish,
-    best,
-    candidates,
-    digits,
-    gains,
-    hosts_that_hold,
-    longest,
-)
+from ringlab.planning.plan import LONGEST, MOST, Answer, Wish, best, candidates, digits, gains, hosts_that_hold, longest
 from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, ideal, model_named
 from ringlab.planning.step import KERNELS, LOSSES, RECOMPUTE, TASKS, Step
 
@@ -45,24 +34,12 @@ SHORT = 8192  # tokens
 NUMBERS = ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab")  # of a model
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is asked: a step to share, and what is fixed of it."""
-
-    step: Step
-    wish: Wish
-
-
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with status 2 and one line."""
-        print(f"{self.prog}: {' '.join(message.split())}", file=sys.stderr)
+        line = " ".join(message.split())
+        print(f"{self.prog}: {line}{'' if 'expected' in line else '; expected options as in --help'}", file=sys.stderr)
         raise SystemExit(2)
-
-
-def count(text: str) -> int:
-    """A type for argparse: a whole number from 1 to 1e12, which may be written as 1e6."""
-    return int(number(1, 1e12, "a whole number", whole=True)(text))
 
 
 def number(least: float, most: float, meaning: str, whole: bool = False) -> Callable[[str], float]:
@@ -75,57 +52,51 @@ def number(least: float, most: float, meaning: str, whole: bool = False) -> Call
             value = math.nan
         if not least <= value <= most or (whole and not value.is_integer()):
             raise argparse.ArgumentTypeError(f"{text} was given; expected {least:g} to {most:g}: {meaning}")
-        return value
+        return int(value) if whole else value
 
     return read
 
 
+OPTIONS = {  # name: its choices, or the least and the most; its meaning
+    "flops": ((1e9, 1e18), "FLOP/s that attention reaches on a GPU, 680e12 for 680 TFLOP/s"),
+    "bandwidth": ((1e6, 1e15), "bytes/s of a GPU's link inside its host, one way, 450e9 for 450 GB/s"),
+    "host-bandwidth": ((1e6, 1e15), "bytes/s of a network card, one way, 50e9 for 400 Gbit/s"),
+    "memory": ((2e9, 1e15), "bytes of a GPU, 80e9 for 80 GB"),
+    "trainable": ((1e-6, 1.0), "share of the parameters that is trained, 0.01 for a LoRA of one percent (default: 1)"),
+    "hosts": ((), "hosts (default: 1)"),
+    "per-host": ((), "GPUs of a host (default: 8)"),
+    "nics": ((), "network cards of a host (default: one for each GPU)"),
+    "seq-len": ((), "tokens of a sequence, S (default: the longest that fits)"),
+    "batch": ((), "sequences of a replica (default: 1)"),
+    "cp": ((), "GPUs that share a sequence (default: the best that fits)"),
+    "tp": ((), "GPUs that share heads and feedforward (default: the best that fits)"),
+    "layers": ((), "layers of the model"),
+    "hidden": ((), "width of the model"),
+    "heads": ((), "query heads"),
+    "kv-heads": ((), "key/value heads"),
+    "feedforward": ((), "inner width of the feedforward, of three matrices"),
+    "vocab": ((), "words of the vocabulary"),
+    "task": (TASKS, "a training step, or a prefill (default: train)"),
+    "kernels": (tuple(KERNELS), "of the attention: best, framework (default), torch of 2024; a prefill: best"),
+    "recompute": (tuple(RECOMPUTE), "what the backward pass computes again (default: the best that fits)"),
+    "linear-dtype": (("bf16", "fp8"), "dtype of the layers' products (default: bf16)"),
+    "loss": (LOSSES, "the logits of all tokens at once, or in pieces (default: whole)"),
+    "optimizer": (tuple(OPTIMIZERS), "whose states are held (default: adam)"),
+}
+
+
 def parser() -> Parser:
-    """The options of a plan."""
+    """The options of a plan. Counts are whole numbers up to 1e12, and may be written as 1e6."""
     it = Parser(prog="ring-plan", description="Plan training or a prefill of a long sequence.", allow_abbrev=False)
     it.add_argument("--model", metavar="NAME", help=f"a config.json, or one of {', '.join(MODELS)}")
-    it.add_argument(
-        "--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}, ideal; ideal needs the three numbers below"
-    )
+    it.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}, or ideal: with the next three numbers")
     it.add_argument("--machine", metavar="FILE", help="what ringlab.planning.calibrate measured on your machine")
-    for name, least, most, meaning in (
-        ("flops", 1e9, 1e18, "FLOP/s that attention reaches on a GPU, 680e12 for 680 TFLOP/s"),
-        ("bandwidth", 1e6, 1e15, "bytes/s of a GPU's link inside its host, one way, 450e9 for 450 GB/s"),
-        ("host-bandwidth", 1e6, 1e15, "bytes/s of a network card, one way, 50e9 for 400 Gbit/s"),
-        ("memory", 1e8, 1e15, "bytes of a GPU, 80e9 for 80 GB"),
-    ):
-        it.add_argument(f"--{name}", metavar="X", type=number(least, most, meaning), help=meaning)
-    for name, meaning in (
-        ("hosts", "hosts (default: 1)"),
-        ("per-host", "GPUs of a host (default: 8)"),
-        ("nics", "network cards of a host (default: one for each GPU)"),
-        ("seq-len", "tokens of a sequence, S (default: the longest that fits)"),
-        ("batch", "sequences of a replica (default: 1)"),
-        ("cp", "GPUs that share a sequence (default: the best that fits)"),
-        ("tp", "GPUs that share heads and feedforward (default: the best that fits)"),
-        ("layers", "layers of the model"),
-        ("hidden", "width of the model"),
-        ("heads", "query heads"),
-        ("kv-heads", "key/value heads"),
-        ("feedforward", "inner width of the feedforward, of three matrices"),
-        ("vocab", "words of the vocabulary"),
-    ):
-        it.add_argument(f"--{name}", metavar="N", type=count, help=meaning)
-    for name, choices, meaning in (
-        ("task", TASKS, "a training step, or a prefill (default: train)"),
-        (
-            "kernels",
-            tuple(KERNELS),
-            "level of the attention: best, framework (default), torch of 2024; a prefill: best",
-        ),
-        ("recompute", tuple(RECOMPUTE), "what the backward pass computes again (default: the best that fits)"),
-        ("linear-dtype", ("bf16", "fp8"), "dtype of the layers' products (default: bf16)"),
-        ("loss", LOSSES, "the logits of all tokens at once, or in pieces (default: whole)"),
-        ("optimizer", tuple(OPTIMIZERS), "whose states are held (default: adam)"),
-    ):
-        it.add_argument(f"--{name}", choices=choices, help=meaning)
-    meaning = "share of the parameters that is trained, 0.01 for a LoRA of 1 % (default: 1)"
-    it.add_argument("--trainable", metavar="X", type=number(1e-6, 1, meaning), help=meaning)
+    for name, (known, meaning) in OPTIONS.items():
+        if known and isinstance(known[0], str):
+            it.add_argument(f"--{name}", choices=known, help=meaning)
+        else:
+            kind = number(*known, meaning) if known else number(1, 1e12, "a whole number", whole=True)
+            it.add_argument(f"--{name}", metavar="X" if known else "N", type=kind, help=meaning)
     return it
 
 
@@ -150,22 +121,18 @@ def gpu_of(options: argparse.Namespace, per_host: int) -> GPU:
         gpu = ideal(options.flops, options.bandwidth, card or options.bandwidth, options.memory)
     else:
         gpu = gpu_named(options.gpu)
-        if options.flops and options.flops > 1.01 * gpu.peak["bf16"]:
-            given = f"flops is {options.flops:g} on {gpu.name}"
-            raise ValueError(
-                f"{given}; expected {gpu.peak['bf16']:g} at most, its peak in bf16: attention reaches less"
-            )
         own: dict[str, Any] = {"link": options.bandwidth, "memory": options.memory, "card": card}
+        if flops := options.flops:
+            if flops > 1.01 * (peak := gpu.peak["bf16"]):
+                given = f"flops is {flops:g} on {gpu.name}"
+                raise ValueError(f"{given}; expected {peak:g} at most, its peak in bf16: attention reaches less")
+            own["attention"] = {name: (flops, flops * b / f) for name, (f, b) in gpu.attention.items()}
         gpu = replace(gpu, **{name: value for name, value in own.items() if value})
-        if options.flops:
-            gpu = replace(
-                gpu, attention={name: (options.flops, options.flops * b / f) for name, (f, b) in gpu.attention.items()}
-            )
     return replace(gpu, card=gpu.card * (options.nics or per_host) / per_host)
 
 
-def request_of(options: argparse.Namespace) -> Request:
-    """What the options ask for. Raises ValueError for options that do not fit together: given, expected, what to do."""
+def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
+    """A step to share, and what is fixed of it. Raises ValueError for options that do not fit together."""
     if not options.gpu:
         raise ValueError(f"no --gpu was given; expected one of {', '.join(GPUS)}, ideal")
     machine = read_machine(options.machine) if options.machine else None
@@ -178,9 +145,8 @@ def request_of(options: argparse.Namespace) -> Request:
     if options.task == "prefill":
         for name in ("recompute", "loss", "optimizer", "trainable"):
             if getattr(options, name):
-                raise ValueError(
-                    f"{name} is {getattr(options, name)} for a prefill; expected --task train, or leave it out"
-                )
+                given = f"{name} is {getattr(options, name)} for a prefill"
+                raise ValueError(f"{given}; expected --task train, or leave it out")
     gpu = gpu_of(options, per_host)
     if machine:
         wires: dict[str, Any] = {"link": machine.bandwidth, "card": machine.host_bandwidth}
@@ -196,12 +162,11 @@ def request_of(options: argparse.Namespace) -> Request:
     fixed = {name: value for name, value in vars(wish).items() if value}
     seq_len = options.seq_len or max(SHORT, (wish.cp or 1) * (wish.tp or 1))
     step = Step(model_of(options), gpu, hosts, per_host, seq_len, machine=machine, **known, **fixed)
-    return Request(step if options.seq_len else replace(step, seq_len=longest(step, wish) or step.seq_len), wish)
+    return step if options.seq_len else replace(step, seq_len=longest(step, wish) or step.seq_len), wish
 
 
-def show(request: Request) -> None:
+def show(step: Step, wish: Wish) -> None:
     """Print the answers, the advice last."""
-    step, wish = request.step, request.wish
     gpu, model = step.gpu, step.model
     active = f" ({digits(model.parameters(active=True) / 1e9)} active)" if model.experts else ""
     print(f"{model.name}: {digits(model.parameters() / 1e9)} billion parameters{active}; modelled, not measured")
@@ -280,10 +245,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     it = parser()
     options = it.parse_args(arguments)
     try:
-        request = request_of(options)
+        step, wish = request_of(options)
     except ValueError as reason:
         it.error(str(reason))
-    show(request)
+    show(step, wish)
     return 0
 
 
