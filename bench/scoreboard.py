@@ -47,7 +47,7 @@ from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.memory import step_bytes
 from ringlab.planning.plan import ERRORS
 from ringlab.planning.presets import GIB, gpu_named, model_named
-from ringlab.planning.round_costs import FRAMEWORK, HOST_LATENCY, MEMORY_SHARE, realistic, unlimited
+from ringlab.planning.round_costs import FRAMEWORK, HOST_LATENCY, MEMORY_SHARE, efficiency, realistic
 from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.step import KERNELS, Step, step_seconds
 from ringlab.planning.ways import Cluster, named
@@ -70,6 +70,17 @@ MEASURES = (*UNITS, "tokens_s_a_gpu", "peak_gib")  # measured_...
 def layer_of(row: Row) -> AttentionLayer:
     """The attention of a row."""
     return AttentionLayer(row["heads"], row["kv_heads"], row["head_dim"], ITEMSIZE[row.get("dtype") or "bf16"])
+
+
+def unlimited(
+    flops: tuple[float, float], heads: float, tokens: float, multiprocessors: int, *, causal: bool
+) -> tuple[float, float]:
+    """FLOP/s of a kernel on infinitely many blocks, forward and backward, from those it reached on some."""
+    forward, backward = (
+        rate / efficiency(heads, tokens, multiprocessors, causal=causal, backward=each)
+        for rate, each in zip(flops, (False, True), strict=True)
+    )
+    return forward, backward
 
 
 def kernel_flops(row: Row) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from statistics import mean
 import pytest
 import torch
 
+from bench.scoreboard import unlimited
 from ringlab.planning import round_costs
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.round_costs import (
@@ -19,7 +20,6 @@ from ringlab.planning.round_costs import (
     merge_bytes,
     packing_bytes,
     realistic,
-    unlimited,
 )
 from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.ways import Cluster

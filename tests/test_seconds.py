@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringlab.planning.hidden_communication import pass_seconds
+from ringlab.planning.hidden_communication import block_flops, hop_bytes, ring_seconds
 from ringlab.planning.seconds import Pass, beside, pass_of
 from ringlab.planning.ways import Cluster
 from tests.clusters import CHUNK, LAYER, ONE_NIC, TWO, clusters, layers, ways_on
@@ -85,5 +85,5 @@ def test_any_cluster(layer, cluster, backward):
 @given(layers(), st.integers(2, 9), st.integers(1, 99))
 def test_a_flat_ring_is_the_formula_of_the_paper(layer, P, chunk):
     host = Cluster(1, P, 1000, 50)
-    right = pass_seconds(layer, chunk, P, 1000, 50, visible=1 / 2)
+    right = ring_seconds(P, block_flops(layer, chunk**2 / 2) / 1000, hop_bytes(layer, chunk) / 50)
     assert pass_of("ring", Pass(host, layer, chunk)) == pytest.approx(right)

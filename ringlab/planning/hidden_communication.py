@@ -28,7 +28,7 @@ bench/overlap_threshold.py measures them.
     TPU v4                 275  268.0             1.0K   1.03K              6.2K    6.16K
     TPU v5e                196  186.0             1.1K   1.05K              6.3K    6.32K
 
-Before: flash_ring.py, the ring that this model describes. After: unlike.py, where ranks and links differ.
+Before: flash_ring.py, the ring that this model describes. After: unequal.py, where ranks and links differ.
 Source: Liu et al. 2024, section 3 and table 2.
 """
 
@@ -109,26 +109,6 @@ def hidden_share(chunk: float, min_chunk: float) -> float:
 def ring_seconds(world_size: int, computing: float, message: float) -> float:
     """Seconds of P overlapped rounds of `computing`, and P - 1 hops of `message` seconds each."""
     return computing + (world_size - 1) * max(computing, message)
-
-
-def pass_seconds(
-    layer: AttentionLayer,
-    chunk: float,
-    world_size: int,
-    flops: float,
-    bandwidth: float,
-    *,
-    visible: float = 1.0,
-    backward: bool = False,
-) -> float:
-    """Seconds of a layer's forward or backward pass on a published ring; arguments as in `min_overlap_chunk`.
-
-    The backward pass ends with the last hop of the gradients, which no computing hides. For ours: seconds.py.
-    """
-    computing = block_flops(layer, visible * chunk**2, backward=backward) / flops
-    message = hop_bytes(layer, chunk, backward=backward) / bandwidth
-    home = gradient_bytes(layer, chunk) / bandwidth if backward and world_size > 1 else 0.0
-    return ring_seconds(world_size, computing, message) + home
 
 
 def main() -> int:

@@ -11,24 +11,19 @@ tokens. tp GPUs, of a host or of whole hosts, share heads, feedforward, tokens (
 these groups share a sequence by a way of ways.py. All GPUs but those of tp share parameters, gradients and the
 optimizer's moments (FSDP). Experts are not spread: FSDP gathers all of a layer. Pipelines are not modelled.
 
-    $ python -m ringlab.planning.step
-    Llama 3.1 8B, 8 H100 of 500 W, 32,768 tokens a GPU, all recomputed, FP8 layers: seconds of a step
-        products 2.29, attention 4.94, head 0.20, passes 0.72, tensor parallel 0.00, FSDP 0.00
-    ...
+A reader may skip this file: `ring-plan` shows the terms of a step.
 
 Before: memory.py. After: plan.py, which asks for many steps.
 Source: torchtitan (arXiv 2410.06511); Yang et al. 2024 (arXiv 2411.01783), prefill; Zhao et al. 2023 (FSDP).
 """
 
-import math
-import sys
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import gcd
 
 from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.memory import F32, OPTIMIZERS, W, step_bytes
-from ringlab.planning.presets import GIB, GPU, Model, gpu_named, model_named
+from ringlab.planning.memory import F32, OPTIMIZERS, W
+from ringlab.planning.presets import GPU, Model
 from ringlab.planning.round_costs import CARD_SHARE, FRAMEWORK, HOST_LATENCY, LATENCY, MEMORY_SHARE, realistic
 from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.ways import Cluster
@@ -274,19 +269,3 @@ def fsdp_seconds(step: Step) -> tuple[float, float]:
         collective_seconds(step, W * weights, ranks, inside),
         collective_seconds(step, F32 * weights, ranks, inside),
     )
-
-
-def main() -> int:
-    """A step that torchtitan measured: 3,890 tokens/s a GPU and 83.9 GiB."""
-    step = Step(model_named("llama-3.1-8b"), gpu_named("h100-500w"), 1, 8, 32768, linear_dtype="fp8", kernels="torch")
-    seconds, held = step_seconds(step), step_bytes(step)
-    print("Llama 3.1 8B, 8 H100 of 500 W, 32,768 tokens a GPU, all recomputed, FP8 layers: seconds of a step")
-    print("   ", ", ".join(f"{name} {each:.2f}" for name, each in seconds.items()))
-    print("GiB of a GPU\n   ", ", ".join(f"{name} {size / GIB:.1f}" for name, size in held.items()))
-    speed, peak = step.tokens / sum(seconds.values()), sum(held.values()) / GIB
-    print(f"{speed:,.0f} tokens/s a GPU, measured 3,890; {peak:.1f} GiB, measured 83.9")
-    return 0 if math.isclose(speed, 3890, rel_tol=0.15) and math.isclose(peak, 83.9, rel_tol=0.05) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
