@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from itertools import product
-from operator import mul
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,17 +63,10 @@ Call = Callable[[], Any]  # what is timed
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(fixed, rate) of seconds = fixed + size / rate: the least squares of relative errors.
-
-    Where these would be a negative time or rate, which no machine has, the line goes through 0.
-    """
-    x = [size / time for size, time in zip(sizes, seconds, strict=True)]
-    y = [1 / time for time in seconds]  # fixed · y + x / rate = 1
-    xx, xy, yy = (sum(map(mul, *each)) for each in ((x, x), (x, y), (y, y)))
-    determinant = xx * yy - xy * xy
-    fixed = (sum(y) * xx - sum(x) * xy) / determinant if determinant > 0 else 0.0
-    inverse = (sum(x) - fixed * xy) / xx
-    return (fixed, 1 / inverse) if fixed >= 0 and inverse > 0 else (0.0, xx / sum(x))
+    """(fixed, rate) of seconds = fixed + size / rate, from the first and the last; where none fits, fixed is 0."""
+    rise, run = seconds[-1] - seconds[0], sizes[-1] - sizes[0]
+    fixed = seconds[0] - sizes[0] * rise / run if run and rise > 0 else -1.0
+    return (fixed, run / rise) if fixed >= 0 else (0.0, sizes[-1] / seconds[-1])
 
 
 def wire(rows: Sequence[Row]) -> tuple[float, float]:

@@ -7,8 +7,6 @@
 --help names the unit of each option. All results are modelled, not measured.
 
     $ ring-plan --model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072
-    $ ring-plan --model llama-3.1-405b --gpu h100-500w --hosts 16 --seq-len 1e6 --task prefill --linear-dtype fp8
-    $ ring-plan --model llama-2-7b --gpu rtx-4090 --hosts 1 --per-host 4 --seq-len 65536 --trainable 0.01
     $ ring-plan --gpu ideal --flops 990e12 --bandwidth 450e9 --memory 80e9 --hosts 1 --layers 32 --hidden 4096 \\
           --heads 32 --kv-heads 8 --feedforward 14336 --vocab 128256 --seq-len 131072
 
@@ -25,7 +23,7 @@ from typing import Any, NoReturn
 from ringlab.planning.machine import read_machine
 from ringlab.planning.memory import CONTEXT, OPTIMIZERS
 from ringlab.planning.plan import LONGEST, MOST, Answer, Wish, best, candidates, digits, gains, hosts_that_hold, longest
-from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, ideal, model_named
+from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ringlab.planning.step import KERNELS, LOSSES, RECOMPUTE, TASKS, Step
 
 SHOWN = 5  # rows of the table
@@ -118,7 +116,10 @@ def gpu_of(options: argparse.Namespace, per_host: int) -> GPU:
     if options.gpu == "ideal":
         if missing := [name for name in ("flops", "bandwidth", "memory") if not getattr(options, name)]:
             raise ValueError(f"gpu is ideal without {', '.join(missing)}; expected --flops, --bandwidth and --memory")
-        gpu = ideal(options.flops, options.bandwidth, card or options.bandwidth, options.memory)
+        flops, link = options.flops, options.bandwidth
+        rates, shares = dict.fromkeys(("fused", "torch"), (flops, flops)), {"card_share": 1.0, "link_share": 1.0}
+        about = "ideal", "your numbers, all of which are reached", {"bf16": flops}, rates
+        gpu = GPU(*about, options.memory, math.inf, link, card or link, **shares)  # rounds cost nothing but products
     else:
         gpu = gpu_named(options.gpu)
         own: dict[str, Any] = {"link": options.bandwidth, "memory": options.memory, "card": card}
@@ -186,9 +187,11 @@ def show(step: Step, wish: Wish) -> None:
     print("    tokens/s a GPU        s     GiB  way")
     for each in ranked[:SHOWN]:
         print(f"    {digits(each.speed):>14} {digits(each.seconds):>8} {digits(each.held / GIB):>7}  {each.name}")
-    first = ranked[0]
-    show_terms(first)
-    known = first.interval
+    first, known = ranked[0], ranked[0].interval
+    name, seconds = max(first.terms.items(), key=lambda each: each[1])
+    shares = ", ".join(f"{each} {digits(s)}" for each, s in first.terms.items() if s > 0.005 * first.seconds)
+    print(f"seconds               {shares}: {first.utilisation:.0%} of the bf16 peak")
+    print(f"binds                 {name}, {seconds / first.seconds:.0%} of the time\n{memory_of(first)}")
     rows = "measured rows of this kind"
     said = f"{digits(known[0])} to {digits(known[1])} s: {known[2]} {rows}" if known else f"not known: no {rows}"
     print(f"interval              {said}")
@@ -197,19 +200,10 @@ def show(step: Step, wish: Wish) -> None:
     print(f"advice                {advice(ranked)}")
 
 
-def show_terms(answer: Answer) -> None:
-    """Print what the time and the memory of a step are made of, and what takes most of the time."""
-    name, seconds = max(answer.terms.items(), key=lambda each: each[1])
-    shares = ", ".join(f"{each} {digits(s)}" for each, s in answer.terms.items() if s > 0.005 * answer.seconds)
-    print(f"seconds               {shares}: {answer.utilisation:.0%} of the bf16 peak")
-    print(f"binds                 {name}, {seconds / answer.seconds:.0%} of the time")
-    show_memory(answer)
-
-
-def show_memory(answer: Answer) -> None:
-    """Print what the memory of a GPU holds at the peak."""
+def memory_of(answer: Answer) -> str:
+    """A line: what the memory of a GPU holds at the peak."""
     parts = ", ".join(f"{each} {digits(size / GIB)}" for each, size in answer.memory.items())
-    print(f"GiB of a GPU          {parts}, CUDA and NCCL {digits(CONTEXT / GIB)}")
+    return f"GiB of a GPU          {parts}, CUDA and NCCL {digits(CONTEXT / GIB)}"
 
 
 def show_what_is_missing(step: Step, wish: Wish) -> None:
@@ -218,8 +212,7 @@ def show_what_is_missing(step: Step, wish: Wish) -> None:
     if nearest is None:
         print(f"advice                no way to share it{wish.words()}: give another --cp or --tp, or leave them out")
         return
-    print(f"nearest               {nearest.name}: {digits(nearest.held / GIB)} GiB")
-    show_memory(nearest)
+    print(f"nearest               {nearest.name}: {digits(nearest.held / GIB)} GiB\n{memory_of(nearest)}")
     free = [(name, each) for _, name, each in gains(step, wish) if name not in ("twice the memory", "twice the batch")]
     for name, each in free[:2]:
         print(f"with {name:<34} fits: {each.name}, {digits(each.held / GIB)} GiB")

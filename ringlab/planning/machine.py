@@ -4,8 +4,6 @@
     cluster           the fields of a Cluster of ways.py, which says what they mean; null: there is no such wire
     computing         FLOP/s by pass, mask and block length; messages: seconds by kind, place and bytes: the tables
 
-Shapes: numbers only.
-
 A reader of the ring may skip this file.
 """
 

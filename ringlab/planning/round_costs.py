@@ -17,9 +17,7 @@ measured times say 38: with them the H100's ring, forward, is predicted within 3
 
 Shapes: numbers only. `rows` queries and `keys` keys, H query heads, G key/value heads, D numbers in a head.
 
-A reader may skip this file.
-
-Before: ways.py. After: seconds.py, where these costs take their time.
+A reader may skip this file. Before: ways.py. After: seconds.py, where these costs take their time.
 Source: Dao 2023 (FlashAttention 2), algorithms 1 and 2; zhuzilin/ring-flash-attention, utils.py, for the merge; NVIDIA,
 Matrix Multiplication Background, on wave quantization. bench/scoreboard.py fits two of the constants, and grades all.
 """

@@ -13,14 +13,13 @@ causal call, then whole blocks on the last rank; striped, a causal call in every
 
 Shapes: numbers only, as in ways.py. All times are modelled, of attention only: no projections, no feedforward.
 
-A reader may skip this file: chapter 18 prints its times.
-
-Before: round_costs.py. After: step.py, a whole training step.
+A reader may skip this file: chapter 18 prints its times. Before: round_costs.py. After: step.py.
 Source: Liu et al. 2024, algorithm 1; Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2; Jacobs et
 al. 2023 (Ulysses), section 3; Fang & Zhao 2024 (USP).
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, gradient_bytes, hop_bytes
 from ringlab.planning.round_costs import MERGE_CALLS, call_bytes, causal_pairs, efficiency, merge_bytes, packing_bytes
@@ -197,6 +196,7 @@ class Pass:
         )
 
 
+@lru_cache(maxsize=4096)  # steps that differ elsewhere share a pass
 def pass_of(way: str, work: Pass, split: int | None = None) -> float:
     """Seconds of a pass by a way of `ways.WAYS`; `split`: hybrid's ranks that exchange heads.
 

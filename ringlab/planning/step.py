@@ -11,14 +11,12 @@ tokens. tp GPUs, of a host or of whole hosts, share heads, feedforward, tokens (
 these groups share a sequence by a way of ways.py. All GPUs but those of tp share parameters, gradients and the
 optimizer's moments (FSDP). Experts are not spread: FSDP gathers all of a layer. Pipelines are not modelled.
 
-A reader may skip this file: `ring-plan` shows the terms of a step.
-
-Before: memory.py. After: plan.py, which asks for many steps.
+A reader may skip this file: `ring-plan` shows the terms of a step. Before: memory.py. After: plan.py.
 Source: torchtitan (arXiv 2410.06511); Yang et al. 2024 (arXiv 2411.01783), prefill; Zhao et al. 2023 (FSDP).
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import gcd
 
 from ringlab.planning.hidden_communication import AttentionLayer
@@ -70,10 +68,8 @@ class Step:
     machine: Cluster | None = None  # measured: what attention and messages cost; then `gpu` has its link and card
 
     def __post_init__(self) -> None:
-        for name, known in (
-            *(("recompute", RECOMPUTE), ("linear_dtype", self.gpu.peak), ("kernels", KERNELS)),
-            *(("task", TASKS), ("loss", LOSSES), ("optimizer", OPTIMIZERS)),
-        ):
+        names = ("recompute", "linear_dtype", "kernels", "task", "loss", "optimizer")
+        for name, known in zip(names, (RECOMPUTE, self.gpu.peak, KERNELS, TASKS, LOSSES, OPTIMIZERS), strict=True):
             if getattr(self, name) not in known:
                 on = f" on {self.gpu.name}" if name == "linear_dtype" else ""
                 raise ValueError(f"{name} is {getattr(self, name)!r}{on}; expected one of {', '.join(known)}")
@@ -137,30 +133,20 @@ def memory_rate(gpu: GPU) -> float:
     return MEMORY_SHARE * gpu.memory_bandwidth
 
 
-@lru_cache(maxsize=4096)
-def pass_seconds(
-    way: str, ring: Cluster, share: AttentionLayer, chunk: float, backward: bool, split: int | None, ours: bool
-) -> float:
-    """Seconds of a causal pass in zigzag, once for equal arguments: steps that differ elsewhere share it."""
-    return pass_of(way, Pass(ring, share, chunk, backward, "causal", ours=ours), split)
-
-
 def attention_seconds(step: Step) -> tuple[float, float]:
     """Seconds of a layer's attention, forward and backward: the mean of all layers. Linear layers: state_ring.py."""
     way, split = step.way_of_cp
     times = step.batch * (KERNELS[step.kernels][1] if step.cp > 1 else 1.0)
-    case = way, step.ring, step.share, step.seq_len / step.cp
-    forward, backward = (times * pass_seconds(*case, each, split, step.kernels == "best") for each in (False, True))
+    work = Pass(step.ring, step.share, step.seq_len / step.cp, mask="causal", ours=step.kernels == "best")  # in zigzag
+    forward, backward = (times * pass_of(way, replace(work, backward=each), split) for each in (False, True))
     if (linear := step.model.linear) is None:
         return forward, backward
     product = matmul_seconds(step.gpu, step.tokens * linear.flops, "bf16")
     changes = linear.state + linear.heads * linear.key_dim**2  # what a rank's chunk does to the state, gathered by all
-    size = step.cp * step.batch * F32 * changes / step.tp
-    message, share = collective_seconds(step, size, step.cp, step.ring.per_host), linear.layers / step.model.layers
-    return (
-        forward + share * (product + message - forward),
-        backward + share * (2 * product + message - backward),
-    )
+    size, share = step.cp * step.batch * F32 * changes / step.tp, linear.layers / step.model.layers
+    message = collective_seconds(step, size, step.cp, step.ring.per_host)
+    both = (forward, product + message), (backward, 2 * product + message)
+    return tuple((1 - share) * softmax + share * of_linear for softmax, of_linear in both)
 
 
 def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> float:
@@ -172,10 +158,9 @@ def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> floa
     if ranks == 1:
         return 0.0
     link, card, near, far = gpu.link_share * gpu.link, CARD_SHARE * gpu.card, LATENCY, HOST_LATENCY
-    if gpu.ideal:
-        link, card, near, far = gpu.link, gpu.card, 0.0, 0.0
-    if machine:  # measured: the GPU's numbers are what its wires reach
-        link, card, near, far = gpu.link, gpu.card, machine.latency, machine.host_latency
+    if gpu.ideal or machine:  # measured: the GPU's numbers are what its wires reach
+        link, card = gpu.link, gpu.card
+        near, far = (machine.latency, machine.host_latency) if machine else (0.0, 0.0)
     travel, inside = (ranks - 1) / ranks * size, min(inside, ranks)
     seconds = travel / link if inside > 1 else 0.0
     if ranks > inside:
