@@ -55,7 +55,7 @@ def number(least: float, most: float, meaning: str, whole: bool = False) -> Call
     return read
 
 
-OPTIONS = {  # name: its choices, or the least and the most; its meaning
+OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {  # name: its choices, or the least and the most; its meaning
     "flops": ((1e9, 1e18), "FLOP/s that attention reaches on a GPU, 680e12 for 680 TFLOP/s"),
     "bandwidth": ((1e6, 1e15), "bytes/s of a GPU's link inside its host, one way, 450e9 for 450 GB/s"),
     "host-bandwidth": ((1e6, 1e15), "bytes/s of a network card, one way, 50e9 for 400 Gbit/s"),
@@ -93,7 +93,7 @@ def parser() -> Parser:
         if known and isinstance(known[0], str):
             it.add_argument(f"--{name}", choices=known, help=meaning)
         else:
-            kind = number(*known, meaning) if known else number(1, 1e12, "a whole number", whole=True)
+            kind = number(known[0], known[1], meaning) if known else number(1, 1e12, "a whole number", whole=True)
             it.add_argument(f"--{name}", metavar="X" if known else "N", type=kind, help=meaning)
     return it
 
@@ -117,9 +117,9 @@ def gpu_of(options: argparse.Namespace, per_host: int) -> GPU:
         if missing := [name for name in ("flops", "bandwidth", "memory") if not getattr(options, name)]:
             raise ValueError(f"gpu is ideal without {', '.join(missing)}; expected --flops, --bandwidth and --memory")
         flops, link = options.flops, options.bandwidth
-        rates, shares = dict.fromkeys(("fused", "torch"), (flops, flops)), {"card_share": 1.0, "link_share": 1.0}
-        about = "ideal", "your numbers, all of which are reached", {"bf16": flops}, rates
-        gpu = GPU(*about, options.memory, math.inf, link, card or link, **shares)  # rounds cost nothing but products
+        rates, about = dict.fromkeys(("fused", "torch"), (flops, flops)), "your numbers, all of which are reached"
+        numbers = options.memory, math.inf, link, card or link  # rounds cost nothing beside their products
+        gpu = GPU("ideal", about, {"bf16": flops}, rates, *numbers, card_share=1.0, link_share=1.0)
     else:
         gpu = gpu_named(options.gpu)
         own: dict[str, Any] = {"link": options.bandwidth, "memory": options.memory, "card": card}

@@ -12,7 +12,6 @@ balanced layout but none of the bytes, so C doubles.
 The backward pass costs 10·C²·H·D FLOPs a block (five products) and sends the gradients of K and V too, in float32:
 C >= (w + 4)/5 · G/H · flops / bandwidth. In published rings the last hop of the gradients follows all computing, so
 nothing hides it. Our rings compute on the own block last: nothing hides the first hop of K and V, which is shorter.
-On P ranks, chunks of C tokens make a sequence of P·C. The paper asks for 6·C, because a rank holds six blocks.
 
     P rounds take     computing + (P-1)·max(computing, message)
 

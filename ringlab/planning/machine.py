@@ -54,6 +54,7 @@ def read_machine(path: str | Path) -> Cluster:
             expected = f"{'a whole number' if name in COUNTS else 'a number'}, 0 or {least:g} to {most:g}"
             raise ValueError(f"{path}: {name} is {value!r}; expected {expected}{', or null' * (name in WIRES)}")
     try:
-        return Cluster(**{name: math.inf if value is None else value for name, value in numbers.items()})
+        known: dict[str, Any] = {name: math.inf if value is None else value for name, value in numbers.items()}
+        return Cluster(**known)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

@@ -114,7 +114,7 @@ def kept_numbers(step: "Step") -> float:
     # selective: x; q and v, every other product; out and lse. Of the feedforward: the gate; the output
     softmax = {"selective": h + 2 * q + model.kv_heads * model.head_dim + model.heads, "none": 2 * h + attention}
     others = {"selective": h + model.inner, "none": feedforward}
-    kept = softmax[step.recompute]
+    kept: float = softmax[step.recompute]
     if linear:
         # none: x and h, x/rms and n; what goes into the convolution, and comes out; the gate, out, gated out
         some, every = linear.channels + 2 * linear.values, 2 * linear.channels + 3 * linear.values + 2 * linear.heads

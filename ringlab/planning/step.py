@@ -146,7 +146,8 @@ def attention_seconds(step: Step) -> tuple[float, float]:
     size, share = step.cp * step.batch * F32 * changes / step.tp, linear.layers / step.model.layers
     message = collective_seconds(step, size, step.cp, step.ring.per_host)
     both = (forward, product + message), (backward, 2 * product + message)
-    return tuple((1 - share) * softmax + share * of_linear for softmax, of_linear in both)
+    forward, backward = ((1 - share) * softmax + share * of_linear for softmax, of_linear in both)
+    return forward, backward
 
 
 def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> float:

@@ -8,8 +8,7 @@ Links differ: visit the hosts in an order whose slowest hop is fastest, and of t
 or a host is moved, as long as this helps: that may miss the best order.
 
 Devices differ: chunks in proportion to their FLOP/s keep all busy for S² / (sum of all FLOP/s), equal chunks for
-S² / (P · the slowest). Two slow ranks side by side make the others wait even so, because a rank holds one block more
-than the one in hand and gets at most about a round ahead.
+S² / (P · the slowest). Two slow ranks side by side make the others wait even so: a rank gets at most a round ahead.
 
 Shapes: seconds of computing (P, P), by round and rank; seconds of hops (P - 1, P), from rank r to r+1. C_r tokens on
 rank r, in contiguous chunks without a mask. bandwidths[i][j]: bytes/s from host i to host j. All times are simulated.

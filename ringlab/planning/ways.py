@@ -32,9 +32,8 @@ WAYS = ("ring", "double ring", "all-gather", "all-to-all", "hybrid")  # of one s
 class Cluster:
     """Hosts of devices that are all alike. Raises ValueError for a number that no cluster has.
 
-    `flops` is the FLOP/s of a device, `bandwidth` the bytes/s of its link inside the host, `host_bandwidth` the bytes/s
-    of one NIC, each in one direction. A host has `nics` NICs (0: one for each device). The fields after `nics` are
-    costs that an ideal device does not have: seconds.py says where each is paid.
+    `flops` is of a device, `bandwidth` of its link inside the host, `host_bandwidth` of one NIC, in one direction. A
+    host has `nics` NICs (0: one for each device). The fields after `nics` are costs that an ideal device does not have.
     """
 
     hosts: int
