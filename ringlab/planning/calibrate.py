@@ -75,7 +75,7 @@ def wire(rows: Sequence[Row]) -> tuple[float, float]:
     return latency, longest["bytes"] / max(longest["seconds"] - latency, longest["seconds"] / 2)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stopwatch:
     """Times what all ranks do at once."""
 
