@@ -48,7 +48,7 @@ def test_a_concept_checks_itself_and_its_docstring_shows_what_it_prints(name):
     check_shown(textwrap.dedent(shown), seen.printed)
 
 
-@pytest.mark.parametrize("name", marked([*CONCEPTS, "ring_attn"]))  # what the ring prints: tests/test_readme.py
+@pytest.mark.parametrize("name", marked([*CONCEPTS, "ring_attn"]))  # what the ring prints: tests/test_pages.py
 def test_a_docstring_has_every_part(name):
     text = importlib.import_module(name).__doc__
     assert [part for part in ("Shapes: ", "Before: ", "After: ", "Source: ") if part not in text] == []
@@ -72,15 +72,13 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "simulate_messages": (lambda seen: replace(seen, waits_for=seen.waits_for or {0: 1}, cycle=[]), range(3, 17))
     },
     "ring_doctor.paper_ring": {"compute": (lambda results: {**results, "dv": results["dv"] + 1e-3}, [0])},
-    "ringlab.training.layouts": {"unshard": (lambda x: x + 1, range(4))},
-    "ringlab.training.rotary": {"rotary": (lambda x: x + 1, range(1, 5))},  # 0: of the whole; 5 to 8: wrong ones
+    "ringlab.training.layouts": {
+        "unshard": (lambda x: x + 1, range(5)),
+        "rotary": (lambda x: x + 1, range(1, 5)),  # 0: of the whole; 5 to 8: wrong ones
+    },
     "ringlab.training.fused_block": {
         "fused_backward": (lambda gradients: [x + 1e-9 for x in gradients], [0, 1]),
         "to_natural": (lambda lse: lse + 1e-9, [0]),
-        "which_convention": (lambda convention: "another", [0]),
-    },
-    "ringlab.training.grouped_query": {
-        "launch": (lambda of_ranks: [(out, sent + 1) for out, sent in of_ranks], range(3))
     },
     "ringlab.training.masks": {"Mask": (lambda mask: replace(mask, window=3), [0])},
     "ringlab.training.partition": {"covered": (lambda drawn: drawn + 1, range(3))},
@@ -99,9 +97,6 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.training.documents": {
         "mean_loss": (lambda loss: loss + 1e-9, [0, 1, 2, 6, 7, 8]),  # 3 to 5: wrong ones
         "window_hops": (lambda hops: hops + 1, range(2)),
-    },
-    "ringlab.training.split_heads": {
-        "heads_of_ranks": (lambda shares: ([slice(0, 1), *shares[0][1:]], shares[1]), range(2)),
     },
     "ringlab.planning.hidden_communication": {
         "min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0, 2, 3, 4])

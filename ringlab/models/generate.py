@@ -41,10 +41,10 @@ from ringlab.models.transformer import ALONE, Config, Transformer
 from ringlab.support.agreement import WRONG, agree, members, of_every_rank
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import left_as_it_is, ring_flash_attention
+from ringlab.training.fused_block import capped_scores
 from ringlab.training.layouts import Layout, layout_of, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from ringlab.training.softcap import capped_scores
 
 EMPTY = 2**62  # the position in an empty slot, and of padding: in the future of every token
 

@@ -45,9 +45,8 @@ from torch.utils.checkpoint import checkpoint
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import scaled_dot_product_attention
-from ringlab.training.layouts import positions
+from ringlab.training.layouts import positions, rotary
 from ringlab.training.linear_attention import linear_attention
-from ringlab.training.rotary import rotary
 from ringlab.training.short_convolution import ring_short_convolution, short_convolution
 from ringlab.training.state_ring import ring_linear_attention
 
