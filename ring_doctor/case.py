@@ -26,6 +26,7 @@ Source: Liu et al. 2024, equation 1; Dao et al. 2022, algorithm 4, for the X-ray
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,14 +59,17 @@ class Case:
     inputs: str = "normal"  # a name in INPUTS
     seed: int = 0
 
-    def whole(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and d_out of the whole sequence, in the case's dtype."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        return "q", "k", "v"  # the inputs that have gradients
+
+    def whole(self) -> tuple[Tensor, ...]:
+        """The inputs and d_out of the whole sequence, in the case's dtype."""
         generator = torch.Generator().manual_seed(self.seed)
         q_shape, k_shape = ((self.batch, n, self.seq_len, self.head_dim) for n in (self.heads, self.kv_heads))
         shapes = q_shape, k_shape, k_shape, q_shape
         numbers = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        q, k, v, d_out = (x.to(self.dtype) for x in INPUTS[self.inputs](self, *numbers))
-        return q, k, v, d_out
+        return tuple(x.to(self.dtype) for x in INPUTS[self.inputs](self, *numbers))
 
     def sink_scores(self) -> Tensor:
         """(H,): the learned logit of each query head, in the case's dtype."""
@@ -90,8 +94,7 @@ class Case:
 
     @property
     def large_tiles(self) -> bool:
-        """Whether a rank has more tokens than a tile of a usual kernel, 128."""
-        return self.seq_len > 128 * self.world_size
+        return self.seq_len > 128 * self.world_size  # a rank has more than a tile of a usual kernel
 
     @property
     def equal_chunks(self) -> bool:
@@ -116,7 +119,7 @@ class Case:
         return f"{said}, {self.layout}"
 
     def features(self) -> list[str]:
-        """What else is asked, the same words for every number of ranks: ["batch of 2", "C = 6"]."""
+        """What else is asked, the same words for all numbers of ranks: ["batch of 2", "C = 6"]."""
         first = ", ".join(map(str, (self.documents or ())[:-1]))
         said = [f"documents of {first} and the other tokens"] * bool(first)
         said += [f"window of {self.window}"] if self.window else []
@@ -171,8 +174,8 @@ def _right(case: Case) -> dict[str, Right]:
         return _right_with_sinks(case)
     runs = case.documents is not None or case.window is not None
     visible = case.visible() if runs else None  # a causal mask of a long sequence takes no S x S numbers
-    options = {"causal": case.causal, "visible": visible, "scale": case.scale, "fused_blocks": case.world_size}
-    exact = partial(exact_attention, **options)
+    options: Any = {"visible": visible, "scale": case.scale, "fused_blocks": case.world_size}
+    exact = partial(exact_attention, causal=case.causal, **options)
     if case.inputs not in UNROUNDED:
         return exact(*case.whole())
     wide = exact(*(x.float() for x in case.whole()))
@@ -272,7 +275,7 @@ def _in_order(case: Case) -> Tensor:
 
 
 def _patterns(rows: Sequence[Sequence[float]], heads: int, columns: int) -> Tensor:
-    """(1, heads, 4, columns): a row of numbers for each column, another one for the next column or head."""
+    """(1, heads, 4, columns): a row of numbers for each column, the next one for the next column or head."""
     row = (torch.arange(heads)[:, None] + torch.arange(columns)) % len(rows)
     return torch.tensor(rows, dtype=torch.float64)[row].mT[None]
 

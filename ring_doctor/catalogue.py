@@ -25,6 +25,7 @@ from ring_doctor import (
 )
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.mistakes_of_calls import BY_WAY
+from ring_doctor.mistakes_of_states import MISTAKES as OF_STATES
 from ring_doctor.names import module_named
 
 TABLES = (
@@ -47,12 +48,14 @@ def enter(name: str) -> None:
 
 
 def main() -> int:
-    every = CATALOGUE | {mistake.name: mistake for mistake in BY_WAY.values()}
+    others = (*BY_WAY.values(), *OF_STATES)
+    every = CATALOGUE | {mistake.name: mistake for mistake in others}
     for name, mistake in sorted(every.items()):
         print(f"{name}: {mistake.what}")
         if mistake.wild:
             print(f"    had it: {', '.join(mistake.wild)}")
-    print(f"{len(CATALOGUE)} mistakes are known by what they return, {len(every) - len(CATALOGUE)} by when they show")
+    known = f"{len(CATALOGUE) + len(OF_STATES)} mistakes are known by what they return"
+    print(f"{known}, {len(OF_STATES)} of them of states, {len(BY_WAY)} by when they show")
     return 0
 
 

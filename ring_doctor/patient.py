@@ -16,6 +16,7 @@ Source: the interface of torch.nn.functional.scaled_dot_product_attention.
 """
 
 import difflib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from ring_doctor.calls import OPTION, TENSORS, arguments_of, hides_arguments
 from ring_doctor.case import LAYOUTS, Case
 from ring_doctor.names import by_name, module_named, portable
+from ring_doctor.states import Convolution
 
 CONSTANTS = {"LAYOUTS", "CAUSAL", "DTYPES", "WORLDS", "TENSORS", "GROUPED", "UNEQUAL", "GRADIENTS", "BATCH", "HEADS"}
 CONSTANTS |= {"KV_HEADS", "HEAD_DIM", "CHUNK"}
@@ -44,6 +46,7 @@ class Patient:
     grouped: bool = True  # K and V may have fewer heads
     unequal: bool = True  # contiguous chunks may have different lengths
     gradients: bool = True
+    state: bool = False  # a ring of states, or a short convolution, as in states.py
     batch: int = 1
     heads: int = 2  # query heads; with grouped queries twice as many. A function that refuses so few is asked with more
     heads_per_rank: int = 0  # there are at least as many query heads: an all-to-all needs them
@@ -155,7 +158,13 @@ def from_function(function: Callable[..., Any], name: str = "", **claims: Any) -
     if not name:
         of = getattr(function, "func", function)  # of a functools.partial
         name = f"{getattr(of, '__module__', type(of).__module__)}:{getattr(of, '__qualname__', type(of).__qualname__)}"
+    if claims.get("state"):
+        claims = {"causal": (True,), "grouped": False, "dtypes": ("float64", "float32")} | claims
+        if [*inspect.signature(function).parameters][:2] == ["x", "weight"]:
+            function = Convolution(portable(function))
     takes = {OPTION[argument] for argument in arguments_of(name, function)}
+    if claims.get("state") and "layout" in takes:
+        claims = {"layouts": ("contiguous", "zigzag")} | claims
     alone = {"layout": ("layouts", ("contiguous",)), "causal": ("causal", (False,))}
     claims = {claim: value for option, (claim, value) in alone.items() if option not in takes} | claims
     return Patient(name, portable(function), **claims)

@@ -20,6 +20,7 @@ import torch
 
 from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.patient import Patient, dtype_of
+from ring_doctor.states import TAPS, Convolution, state_case
 
 WAYS = {  # to ask: in words
     "plain": "when called once, with gradients",
@@ -65,6 +66,9 @@ class Question:
 def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) -> Iterator[Question]:
     """All the questions for one number of ranks, the plain ones first."""
     P, base = world_size, patient.base_case(world_size, dtype, seed)
+    if patient.state:
+        yield from _of_states(patient, base)
+        return
     masks = [
         (causal, layout) for causal in patient.causal for layout in (patient.layouts if causal else patient.layouts[:1])
     ]
@@ -126,6 +130,27 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
         yield "frozen keys", {}, "a K that needs no gradient"
         yield "frozen keys and values", {}, "a K and a V that need no gradient"
         yield "gradient of lse", {}, LSE
+
+
+def _of_states(patient: Patient, base: Case) -> Iterator[Question]:
+    """Every number of ranks is asked everything: short chunks, borders of documents, and float32."""
+    taps = TAPS if isinstance(patient.function, Convolution) else 0
+    given = tuple(name for name in ("log_decay", "beta") if name in patient.takes)
+    P, C = base.world_size, patient.chunk
+    for layout in patient.layouts:
+        case = state_case(base, given, taps, causal=True, layout=layout)
+        yield Question(case)
+        yield Question(replace(case, batch=2))
+        yield Question(case, "without gradients")
+        for first in ((C,), (C + 1,), (2, 1, C // 2, C)) if "documents" in patient.takes else ():
+            if sum(first) < case.seq_len:
+                yield Question(replace(case, documents=(*first, case.seq_len - sum(first))))
+        if layout == "contiguous":
+            yield Question(replace(case, seq_len=P), feature="one token a rank")
+            if patient.unequal and P > 1:
+                yield Question(replace(case, seq_len=case.seq_len + 1), feature=UNEQUAL)
+        for name in patient.dtypes[1:]:
+            yield Question(replace(case, dtype=dtype_of(name)), feature=name)
 
 
 def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
