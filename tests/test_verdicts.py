@@ -100,7 +100,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "window_hops": (lambda hops: hops + 1, range(2)),
     },
     "ringlab.training.split_heads": {
-        "heads_of_ranks": (lambda shares: ([slice(0, 1), *shares[0][1:]], shares[1]), range(2)),
+        "heads_of_ranks": (lambda shares: ([slice(0, 1), *shares[0][1:]], shares[1]), range(2))
     },
     "ringlab.planning.hidden_communication": {
         "min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0, 2, 3, 4])
@@ -112,7 +112,7 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.planning.seconds": {"pass_seconds": (lambda seconds: seconds * (1 + 1e-6), range(3))},
     "ringlab.planning.host_order": {"best_order": (lambda order: tuple(sorted(order)), range(3))},
     "ringlab.planning.unequal": {
-        "unequal_ring": (lambda seconds: 1.01 * seconds, [1, 3]),  # chunks in proportion
+        "unequal_ring": (lambda seconds: 1.01 * seconds, [1, 3])  # chunks in proportion
     },
     "ringlab.planning.round_costs": {"merge_bytes": (lambda moved: moved + 1, [2])},
     "ringlab.planning.step": {

@@ -22,15 +22,7 @@ from ring_doctor.diagnosis import diagnose
 from ring_doctor.examination import Examination, examine
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
-from ring_doctor.questions import (
-    LSE,
-    UNEQUAL,
-    WAYS,
-    Question,
-    in_turn,
-    kind,
-    questions,
-)
+from ring_doctor.questions import LSE, UNEQUAL, WAYS, Question, in_turn, kind, questions
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
 from tests import escaped_rings, odd_patients, ways
@@ -661,23 +653,22 @@ def told(answers):
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", escaped_rings.WRONG)
 def test_a_ring_that_is_wrong_in_one_kind_of_question_is_caught_by_it(ranks, ring):
-    answers = answers_of(ranks, ring, unequal=False)
+    expected = escaped_rings.WRONG[ring]
+    answers = answers_of(
+        ranks, ring, wanted=lambda it: it.what() in {"C = 6", "views, C = 6", *expected}, unequal=False
+    )
     wrong = [answer for answer in answers if answer.state not in (OK, REFUSED)]
-    assert {answer.question.what() for answer in wrong} == escaped_rings.WRONG[ring], told(wrong)
+    assert {answer.question.what() for answer in wrong} == expected, told(wrong)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", escaped_rings.REFUSED)
 def test_what_a_ring_may_refuse_is_no_fault(ranks, ring):
-    answers = [answer for answer in answers_of(ranks, ring, unequal=False) if answer.state != OK]
-    assert {answer.question.what() for answer in answers} == escaped_rings.REFUSED[ring], told(answers)
+    expected = escaped_rings.REFUSED[ring]
+    answers = answers_of(ranks, ring, wanted=lambda it: it.what() in {"C = 6", *expected}, unequal=False)
+    answers = [answer for answer in answers if answer.state != OK]
+    assert {answer.question.what() for answer in answers} == expected, told(answers)
     assert {answer.state for answer in answers} == {REFUSED}
-
-
-@pytest.mark.slow
-def test_five_ranks_are_asked(ranks):
-    answers = answers_of(ranks, escaped_rings.not_with_five, (1, 2, 3, 4, 5))
-    assert [answer.state for answer in answers] == [WRONG]
 
 
 def rounds_nothing(question):
@@ -704,7 +695,7 @@ def test_a_ring_that_adds_up_in_16_bits_is_wrong_under_every_mask(ranks, ring):
         assert set(answer.wrong) == expected, answer.question.words()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ring", escaped_rings.SICK_IN_16_BITS)
 def test_a_causal_ring_that_adds_up_in_16_bits_is_named(ranks, ring, layout):
@@ -715,7 +706,7 @@ def test_a_causal_ring_that_adds_up_in_16_bits_is_named(ranks, ring, layout):
     assert found.names == {escaped_rings.SICK_IN_16_BITS[ring][0]}, told(answers)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_ring_for_16_bits_only_is_right_in_16_bits(ranks):
     found = examined(ranks, escaped_rings.in_16_bits_only, worlds=(4,))
     assert {answer.case.dtype for answer in found.answers} == {torch.bfloat16}

@@ -310,8 +310,7 @@ SHARES = [0]
 
 
 @pytest.mark.parametrize(
-    ("found", "fine"),
-    [([11, 0], True), ([12, 0], False), ([-1, 0], False), ([], False), ([[0, 1]], False)],
+    ("found", "fine"), [([11, 0], True), ([12, 0], False), ([-1, 0], False), ([], False), ([[0, 1]], False)]
 )
 def test_a_layout_of_the_user_has_positions_in_the_sequence(monkeypatch, found, fine):
     monkeypatch.setattr(sys.modules[__name__], "SHARES", found)
@@ -435,11 +434,7 @@ WAITS = f"""Stack
         ({0: [WAITS] * 2, 1: [WAITS] * 3}, [0, 1], True),
         ({0: [WAITS] * 2}, [0], True),  # the other rank has answered
         ({0: [WAITS] * 2, 1: [WAITS, WAITS.replace("line 12", "line 13")]}, [0, 1], False),
-        (
-            {0: [WAITS] * 2, 1: [WAITS.replace("/torch/distributed/", "/triton/compiler/")] * 2},
-            [0, 1],
-            False,
-        ),
+        ({0: [WAITS] * 2, 1: [WAITS.replace("/torch/distributed/", "/triton/compiler/")] * 2}, [0, 1], False),
         ({0: [WAITS] * 2}, [0, 1], False),
     ],
 )
