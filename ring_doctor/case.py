@@ -6,7 +6,7 @@ The numbers show what random numbers hide: overflow, sums in 16 bits, the weight
 
     normal             random, 1.5 times a standard normal q
     large              every score is about 800 or about -800: e^800 overflows and e^-800 is 0
-    silent rank        no number of the last rank's out enters the loss
+    silent rank        no number of the last rank's out enters the loss, as where a rank has nothing but padding
     16-bit sums        a right ring of 4 ranks rounds nothing to 16 bits, one that sums in 16 bits does; gradients alike
     X-ray 1, X-ray 2   the results are the weights W of attention and the gradients dS of its scores
 
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return "q", "k", "v"  # the inputs that have gradients
+        return tuple("qkv")  # the inputs that have gradients
 
     def whole(self) -> tuple[Tensor, ...]:
         """The inputs and d_out of the whole sequence, in the case's dtype."""
@@ -101,7 +101,7 @@ class Case:
         return len({len(self.positions(rank)) for rank in range(self.world_size)}) == 1
 
     def visible(self) -> Tensor:
-        """(S, S) bool: True where the query, a row, sees the key, a column."""
+        """(S, S) bool: whether the query, a row, sees the key, a column."""
         return _visible(self.seq_len, self.causal, self.documents, self.window)
 
     def right(self) -> dict[str, Right]:
@@ -159,9 +159,8 @@ def layout_of(name: str) -> str | Layout | Callable[[int, int, int], Tensor]:
 
 @lru_cache(maxsize=512)
 def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, window: int | None) -> Tensor:
-    mask = Mask(causal, documents, window)
+    mask, keys = Mask(causal, documents, window), torch.arange(seq_len)
     mask.check_length(seq_len)
-    keys = torch.arange(seq_len)
     seen = torch.zeros(seq_len, seq_len, dtype=torch.bool)
     for first, end in mask.visible_keys(keys, seq_len):
         seen |= (first[:, None] <= keys) & (keys < end[:, None])
@@ -199,8 +198,6 @@ def _right_with_sinks(case: Case) -> dict[str, Right]:
     return results | {name: replace(x, exact=x.exact[own], sums=x.sums[own]) for name, x in of_heads.items()}
 
 
-# The numbers ---------------------------------------------------------------------------------------------------------
-
 RUNS = ("X-ray 1", "X-ray 2")
 FOUR = 4  # ranks of the inputs of which a right ring rounds nothing to 16 bits
 HIDES = 16.0, -32.0  # a number of q and a number of k: their score is so low that its weight is 0 beside a score of 0
@@ -215,7 +212,6 @@ def _large(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterab
 
 
 def _silent_rank(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
-    """As where a rank holds nothing but padding."""
     d_out[:, :, case.positions(case.world_size - 1)] = 0
     return 1.5 * q, k, v, d_out
 
@@ -282,8 +278,8 @@ def _patterns(rows: Sequence[Sequence[float]], heads: int, columns: int) -> Tens
 
 def _of_xray(case: Case, *_: Tensor) -> Iterable[Tensor]:
     heads = case.heads, case.kv_heads, case.kv_heads, case.heads
-    run = probes(case.seq_len, case.head_dim, case.scale)[case.inputs]
-    return [x.expand(-1, n, -1, -1) for x, n in zip(run, heads, strict=True)]
+    run = zip(probes(case.seq_len, case.head_dim, case.scale)[case.inputs], heads, strict=True)
+    return [x.expand(-1, n, -1, -1) for x, n in run]
 
 
 def probes(seq_len: int, head_dim: int, scale: float | None = None) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:

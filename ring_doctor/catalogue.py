@@ -54,8 +54,8 @@ def main() -> int:
         print(f"{name}: {mistake.what}")
         if mistake.wild:
             print(f"    had it: {', '.join(mistake.wild)}")
-    known = f"{len(CATALOGUE) + len(OF_STATES)} mistakes are known by what they return"
-    print(f"{known}, {len(OF_STATES)} of them of states, {len(BY_WAY)} by when they show")
+    print(f"{len(CATALOGUE)} mistakes are known by what they return, {len(BY_WAY)} by when they show")
+    print(f"{len(OF_STATES)} mistakes of rings of states")
     return 0
 
 

@@ -20,7 +20,7 @@ import torch
 
 from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.patient import Patient, dtype_of
-from ring_doctor.states import TAPS, Convolution, state_case
+from ring_doctor.states import TAPS, Convolution, StateCase
 
 WAYS = {  # to ask: in words
     "plain": "when called once, with gradients",
@@ -69,15 +69,14 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
     if patient.state:
         yield from _of_states(patient, base)
         return
-    masks = [
-        (causal, layout) for causal in patient.causal for layout in (patient.layouts if causal else patient.layouts[:1])
-    ]
-    plain = [replace(base, causal=causal, layout=layout) for causal, layout in masks]
+    layouts = {True: patient.layouts, False: patient.layouts[:1]}
+    plain = [replace(base, causal=causal, layout=layout) for causal in patient.causal for layout in layouts[causal]]
     full = [P for P in patient.worlds if P in FULL] or [max(patient.worlds)]
     for case in plain:
         yield Question(case, feature="" if P in full else FEW_OR_MANY.get(P, ""))
-    if patient.world_of_shape == P:
-        yield Question(patient.large_case(plain[-1]))
+    if patient.shape and patient.world_of_shape == P:
+        sizes: Any = dict(zip(("batch", "heads", "kv_heads", "seq_len", "head_dim"), patient.shape, strict=True))
+        yield Question(replace(plain[-1], **sizes))
     if P not in full:
         return
     for case in plain:
@@ -138,7 +137,7 @@ def _of_states(patient: Patient, base: Case) -> Iterator[Question]:
     given = tuple(name for name in ("log_decay", "beta") if name in patient.takes)
     P, C = base.world_size, patient.chunk
     for layout in patient.layouts:
-        case = state_case(base, given, taps, causal=True, layout=layout)
+        case = StateCase(**vars(base) | {"causal": True, "layout": layout}, given=given, taps=taps)
         yield Question(case)
         yield Question(replace(case, batch=2))
         yield Question(case, "without gradients")

@@ -15,7 +15,7 @@ Source: ../ringlab/training/linear_attention.py, token by token, gives the right
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
@@ -205,9 +205,3 @@ class Convolution:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         case = Case(1, heads=q.shape[1], head_dim=q.shape[3], dtype=q.dtype)
         return tokens(self.function(channels(q), weight(case).to(q.device), **options), case)
-
-
-def state_case(case: Case, given: tuple[str, ...], taps: int, **more: Any) -> StateCase:
-    """The case with what a state ring is given."""
-    same = {field.name: getattr(case, field.name) for field in fields(Case)}
-    return replace(StateCase(**same, given=given, taps=taps), **more)

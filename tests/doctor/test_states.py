@@ -8,13 +8,12 @@ import torch.distributed as dist
 
 from ring_doctor.assertion import diagnose_states
 from ring_doctor.calls import OPTION
-from ring_doctor.case import Case
 from ring_doctor.examination import examine
 from ring_doctor.mistakes_of_states import MISTAKES
 from ring_doctor.patient import patient_of
 from ring_doctor.questions import questions
 from ring_doctor.report import Report, as_json, page
-from ring_doctor.states import RIGHT_STATES, Convolution, compute_states, state_case
+from ring_doctor.states import RIGHT_STATES, Convolution, StateCase, compute_states
 from ringlab.training.linear_attention import Map, checked_inputs, empty_state, from_state, in_chunks
 from ringlab.training.short_convolution import ring_short_convolution
 from ringlab.training.state_ring import ring_linear_attention
@@ -181,7 +180,7 @@ def twice_as_much(q, k, v, log_decay):
 def cases():
     for given, taps in ((("log_decay", "beta"), 0), (("log_decay",), 0), ((), 0), ((), 4)):
         for P, S, documents in ((1, 6, None), (3, 16, None), (5, 5, None), (3, 18, (2, 1, 3, 12)), (2, 12, (7, 5))):
-            yield state_case(Case(P, S, True, documents=documents, heads=2, batch=2), given, taps)
+            yield StateCase(P, S, True, documents=documents, batch=2, given=given, taps=taps)
 
 
 def test_on_paper_a_ring_without_a_mistake_is_right():
