@@ -68,7 +68,7 @@ def wrong(how, q, k, v, log_decay, beta=None, documents=None):
     log_decay = log_decay.masked_fill(starts, -torch.inf)
     maps, chunks, h = maps_of(q, k, v, log_decay, beta)
     before = {"reversed": maps[:rank:-1], "one_less": maps[: max(0, rank - 1)], "nothing": []}.get(how, maps[:rank])
-    h = chained(before, h)
+    h = chained(before, h) + 0 * sum(one.keep.sum() + one.add.sum() for one in maps)  # all ranks go back together
     if how == "own_too":
         h = h + maps[rank].add
     if how == "summed":
@@ -93,13 +93,15 @@ def written_first(q, k, v, log_decay):
 
 
 def convolution(how, x, weight, documents=None):
-    rank, P, C, n = dist.get_rank(), dist.get_world_size(), x.shape[2], weight.shape[1] - 1
-    before = torch.cat([torch.zeros_like(x[..., :1]).expand(*x.shape[:2], n), *gathered(x)[:rank]], dim=2)
+    rank, C, n = dist.get_rank(), x.shape[2], weight.shape[1] - 1
+    everyone = gathered(x)
+    nothing = 0 * sum(chunk.sum() for chunk in everyone)  # all ranks go back together
+    before = torch.cat([nothing.expand(*x.shape[:2], n), *everyone[:rank]], dim=2)
     before = {"zeros": 0 * before, "detached": before.detach()}.get(how, before)
-    if how == "one_rank" and rank * C > C:
+    if how == "one_rank" and rank > 1:
         before = torch.cat([0 * before[..., :-C], before[..., -C:]], dim=2)
     row = torch.cat([before[..., -n:], x], dim=2)
-    return torch.nn.functional.conv1d(row, weight[:, None], groups=len(weight)) + 0 * P
+    return torch.nn.functional.conv1d(row, weight[:, None], groups=len(weight))
 
 
 SICK = {  # a ring, and the mistake that it has

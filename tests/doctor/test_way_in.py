@@ -334,7 +334,7 @@ def test_the_function_gets_the_order_of_dimensions_that_it_takes(tensors):
     patient = Patient("f", function, causal=(False,), layouts=("contiguous",), tensors=tensors)
     x = torch.randn(2, 4, 6, 3)
     q = ours(patient, theirs(patient, x).contiguous())
-    out, _ = call(patient, P3, q, q, q)
+    out, _ = call(patient, P3, dict.fromkeys("qkv", q))
     assert seen == [(tuple(letters[letter] for letter in tensors), True)]
     assert torch.equal(out, x)
 
