@@ -36,7 +36,6 @@ from bench import (
     utilisation,
 )
 from ringlab.models.transformer import Config
-from ringlab.planning.step_memory import longest_chunk
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import ring_flash_attention
@@ -286,7 +285,9 @@ def test_claims_of_memory():
     longest = record.load("longest_training")
     for row in longest["rows"]:
         config = Config(**{name: longest[name] for name in longest_training.MODEL}, checkpointing=row["checkpointing"])
-        assert row["predicted_chunk"] == longest_chunk(row["method"], config, row["world_size"], longest["budget"], 16)
+        assert row["predicted_chunk"] == longest_training.longest_chunk(
+            row["method"], config, row["world_size"], longest["budget"]
+        )
         assert abs(row["chunk"] / row["predicted_chunk"] - 1) < 0.05, row
     rows = record.load("generation")["rows"]
     assert len({row["bytes"][generation.MERGE] for row in rows}) == 1
@@ -391,8 +392,8 @@ def test_longest_training_bench_searches(run, monkeypatch):
     assert longest_training.lengths(results, "naive", True) == [96]
     for row in results["rows"]:
         size = {**longest_training.MODEL, "checkpointing": row["checkpointing"]}
-        args = row["method"], Config(**size), row["world_size"], 16 * MiB, 16
-        assert row["predicted_chunk"] == longest_chunk(*args)
+        args = row["method"], Config(**size), row["world_size"], 16 * MiB
+        assert row["predicted_chunk"] == longest_training.longest_chunk(*args)
 
 
 def no_public_way(context, causal):

@@ -201,7 +201,7 @@ def test_no_options_end_in_a_traceback(seed):
 def test_the_command_needs_no_torch_and_no_scoreboard():
     script = "import sys, ringlab.planning.cost_model; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not {"torch", "ringlab.planning.scoreboard"} & {*done.stdout.split()}
+    assert not {"torch", "bench.scoreboard"} & {*done.stdout.split()}
 
 
 def test_many_hosts_are_planned_in_seconds():

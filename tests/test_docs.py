@@ -28,7 +28,7 @@ from ring_doctor.whole_model import examine_model
 from ringlab.basics import command
 from ringlab.models import train
 from ringlab.planning import cost_model
-from ringlab.training.rotary import rotary
+from ringlab.training.layouts import rotary
 from tests.commands import LIMIT, ROOT
 from tests.sick_models import step as sick_step
 from tests.test_readme_snippets import TEXT, WORDS, Model

@@ -30,9 +30,9 @@ RINGS = {
     "flash_ring, plain blocks": functools.partial(flash_ring.ring_flash_attention, scale=-0.5),
 }
 FORWARD_ONLY = {"ring_attn", "overlap"}
-MOVES = {"alias", "as_strided", "cat", "clone", "detach", "expand", "select", "slice", "stack", "transpose", "view"}
-MOVES |= {"unsqueeze", "_unsafe_view"}
-MOVES |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros"}
+UNROUNDED = {"alias", "as_strided", "cat", "clone", "detach", "expand", "select", "slice", "stack", "transpose", "view"}
+UNROUNDED |= {"unsqueeze", "_unsafe_view"}
+UNROUNDED |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros"}
 
 
 class Watch(TorchDispatchMode):
@@ -49,7 +49,7 @@ class Watch(TorchDispatchMode):
             isinstance(result, Tensor)
             and result.is_floating_point()
             and result.dtype != self.wide
-            and name not in MOVES
+            and name not in UNROUNDED
         ):
             if name in ("_to_copy", "copy_"):
                 self.rounded += args[name == "copy_"].dtype == self.wide

@@ -11,7 +11,7 @@ from torch import nn
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention
-from ringlab.training.rotary import rotary
+from ringlab.training.layouts import rotary
 from tests.attention import assert_right
 from tests.commands import ROOT, TORCHRUN, run
 

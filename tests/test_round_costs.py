@@ -23,6 +23,7 @@ from ringlab.planning.round_costs import (
 )
 from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.ways import Cluster
+from ringlab.training.flash_ring import merge_into
 from tests.clusters import CHUNK, LAYER, TWO
 
 
@@ -54,6 +55,13 @@ def test_a_merge_moves_the_bytes_of_its_operations(dtype):
     with Moved() as moved:
         out = out - weight * (out - block.to(torch.float32))
     assert moved.bytes - weight.nbytes == merge_bytes(layer, ROWS, KEYS)
+    bytes_of_heads = []
+    for D in (4, 8):  # what lse costs does not depend on D
+        ours, found = torch.zeros(1, 4, ROWS, D), torch.zeros(1, 4, ROWS, D, dtype=dtype)
+        with Moved() as moved:
+            merge_into(ours, torch.zeros(1, 4, ROWS), found, torch.zeros(1, 4, ROWS))
+        bytes_of_heads.append(moved.bytes)
+    assert bytes_of_heads[1] - bytes_of_heads[0] == 4 * ROWS * 4 * (18 if dtype == torch.bfloat16 else 12)
     gradients = [torch.zeros(SHAPES["q"]), torch.zeros(SHAPES["kv"])]
     blocks = [torch.zeros_like(each, dtype=dtype) for each in gradients]
     with Moved() as moved:

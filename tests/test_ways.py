@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringlab.planning.hidden_communication import AttentionLayer, sent_bytes
-from ringlab.planning.memory import training_bytes
-from ringlab.planning.ring_memory import peak_bytes_backward
-from ringlab.planning.ways import Cluster, exchange_traffic, shares, splits, traffic
+from ringlab.planning.hidden_communication import AttentionLayer, hop_bytes
+from ringlab.planning.memory import peak_bytes_backward, training_bytes
+from ringlab.planning.ways import Cluster, busiest, exchanges, shares, splits, traffic
 from tests.clusters import CHUNK, LAYER, ONE_NIC, TWO, clusters, layers, ways_on
 
 # TWO: 4 ranks, 2 on a host. A head of a chunk has 8 · 4 · 2 = 64 bytes, a block of K and V 256, its gradients 512.
@@ -24,7 +23,7 @@ HAND = {  # forward, then backward: bytes of the busiest device inside its host,
 }
 
 
-def check_by_hand():
+def test_bytes_by_hand():
     for (way, split), passes in HAND.items():
         for backward, sent in zip((False, True), passes, strict=True):
             assert traffic(way, LAYER, CHUNK, TWO, backward=backward, split=split) == sent, way
@@ -34,7 +33,7 @@ def check_by_hand():
     assert traffic("hybrid", LAYER, CHUNK, ONE_NIC, split=2) == (384, 512)
 
 
-def check_memory_by_hand():
+def test_memory_by_hand():
     two_buffers, ring = 2 * (256 + 512), peak_bytes_backward(LAYER, CHUNK)
     assert training_bytes("ring", LAYER, CHUNK, TWO) == ring
     assert training_bytes("double ring", LAYER, CHUNK, TWO) == ring + two_buffers
@@ -42,11 +41,6 @@ def check_memory_by_hand():
     # q, k, v, out, dO, two buffers of K and V, dq, dk and dv; dQ and two buffers in 4 bytes; and dO of the own chunk
     assert training_bytes("hybrid", LAYER, CHUNK, TWO, split=2) == (16 * 2 + 6 * 4) * 16 * 4 + 256
     assert training_bytes("all-to-all", LAYER, CHUNK, TWO) == (8 * 2 + 3 * 4) * 32 * 4 + 256  # no buffers
-
-
-def test_by_hand():
-    check_by_hand()
-    check_memory_by_hand()
 
 
 def test_copies_and_unequal_shares():
@@ -64,11 +58,11 @@ def test_copies_and_unequal_shares():
 @given(layers(), st.integers(1, 9), st.integers(1, 100))
 def test_one_host_sends_what_the_flat_formulas_say(layer, P, chunk):
     host = Cluster(1, P, 1e12, 1e9)
-    for way in ("ring", "all-gather"):
-        assert traffic(way, layer, chunk, host) == (pytest.approx(sent_bytes(way, layer, chunk, P)), 0)
-    assert traffic("double ring", layer, chunk, host) == traffic("ring", layer, chunk, host)
-    if layer.kv_heads % P == 0:
-        right = pytest.approx(sent_bytes("all-to-all", layer, chunk, P))
+    for way in ("ring", "all-gather", "double ring"):
+        assert traffic(way, layer, chunk, host) == (pytest.approx((P - 1) * hop_bytes(layer, chunk)), 0)
+    if layer.kv_heads % P == 0:  # all but 1/P of q, k, v and out
+        numbers = 2 * chunk * (layer.heads + layer.kv_heads) * layer.head_dim
+        right = pytest.approx((1 - 1 / P) * numbers * layer.itemsize)
         assert traffic("all-to-all", layer, chunk, host) == (right, 0)
 
 
@@ -94,7 +88,7 @@ def test_published_rings_send_the_sums_once_more():
             traffic(way, LAYER, CHUNK, TWO, backward=True, split=split, ours=each) for each in (True, False)
         )
         assert theirs[1] - ours[1] == gradients
-    two = exchange_traffic(LAYER, CHUNK, TWO, 4)
+    two = [busiest(sent, TWO) for sent in exchanges(LAYER, CHUNK, TWO, 4)]
     assert [sum(each) for each in zip(*two, strict=True)] == [256, 512]  # as all-to-all by hand
 
 

@@ -1,29 +1,25 @@
 """Calibrate: measure the machine that this runs on, in a minute or two, and write a file that the planner reads.
 
-    computing          seconds of the kernel = launch + FLOPs / flops      fitted over block lengths, without a mask
-    memory             bytes / seconds of a copy that no cache holds
-    messages           latency = seconds of the shortest;   bytes/s = bytes / (seconds - latency) of the longest
-    NICs of a host     bytes/s of all devices together / bytes/s of one alone, rounded
-    slowdown           computing while messages travel / computing alone
-    causal             seconds of a pair with a causal mask / without one, of the longest block
+    computing      seconds of the kernel = launch + FLOPs / flops; causal: a pair with a mask / without one
+    memory         bytes / seconds of a copy that no cache holds
+    messages       latency = seconds of the shortest;   bytes/s = bytes / (seconds - latency) of the longest
+    NICs           bytes/s of all devices of a host together / of one alone, rounded
+    slowdown       computing while messages travel / computing alone
 
-All ranks do each of these at the same time, because ranks share memory, links and, on a CPU, cores. A repetition ends
-when its last rank is done; the median of the repetitions counts. Lengths and bytes grow until a call takes long enough.
-machine.py says what each number of the file means. The file has the tables too: FLOP/s by pass, mask and length, and
-seconds by kind of message, place and bytes. The same code runs on gloo and on NCCL. On NCCL it was never run.
-
-Shapes: a block is q, k and v (1, H, C, D). A message is counted by the bytes that a rank sends in all.
+All ranks do each of these at the same time, because they share memory, links and cores. A repetition ends when its last
+rank is done; the median counts. Lengths and bytes grow until a call takes long enough. The file has the tables too. The
+same code runs on gloo and on NCCL; on NCCL it was never run.
 
     $ python -m ringlab.planning.calibrate --out machine.json
     2 processes on 1 host, cpu with gloo, float32, 8 heads of 64: 42 s
         computing         44.5 GFLOP/s forward, 46.6 backward, 0.049 ms a call; memory 17.9 GB/s
         inside a host     1,211.1 MB/s a device, 0.603 ms a message
         slowdown          1.27 times as long does computing take while messages travel
-    wrote machine.json: plan with `python -m ringlab.planning.cost_model --machine machine.json`
+    wrote machine.json: plan with `ring-plan --machine machine.json`
 
     $ torchrun --nnodes=2 --nproc_per_node=8 ... -m ringlab.planning.calibrate --out machine.json
 
-A reader of the ring may skip this file.
+A reader of the ring may skip this file. machine.py says what each number means.
 Source: Hockney 1994, the latency and bytes/s of a message.
 """
 
@@ -35,13 +31,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from functools import partial
+from operator import mul
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -77,17 +73,11 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]
     """
     x = [size / time for size, time in zip(sizes, seconds, strict=True)]
     y = [1 / time for time in seconds]  # fixed · y + x / rate = 1
-    xx, xy, yy = (_dot(*each) for each in ((x, x), (x, y), (y, y)))
+    xx, xy, yy = (sum(map(mul, *each)) for each in ((x, x), (x, y), (y, y)))
     determinant = xx * yy - xy * xy
     fixed = (sum(y) * xx - sum(x) * xy) / determinant if determinant > 0 else 0.0
     inverse = (sum(x) - fixed * xy) / xx
-    if fixed < 0 or inverse <= 0:
-        fixed, inverse = 0.0, sum(x) / xx
-    return fixed, 1 / inverse
-
-
-def _dot(x: Sequence[float], y: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(x, y, strict=True))
+    return (fixed, 1 / inverse) if fixed >= 0 and inverse > 0 else (0.0, xx / sum(x))
 
 
 def wire(rows: Sequence[Row]) -> tuple[float, float]:
@@ -139,16 +129,12 @@ class Stopwatch:
         return rows
 
 
-def block(heads: int, head_dim: int, dtype: torch.dtype, length: int, device: torch.device) -> list[Tensor]:
-    """Random q, k, v and d_out (1, H, C, D)."""
-    return [torch.randn(1, heads, length, head_dim, device=device).to(dtype) for _ in range(4)]
-
-
 def computing(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype) -> list[Row]:
     """FLOP/s of the kernel by pass, mask and block length. FLOPs are counted of the pairs that a mask shows."""
+    device = watch.context.device
 
     def work(length: int, causal: bool, backward: bool) -> Call:
-        q, k, v, d_out = block(layer.heads, layer.head_dim, dtype, length, watch.context.device)
+        q, k, v, d_out = torch.randn(4, 1, layer.heads, length, layer.head_dim, device=device).to(dtype)
         options = {"scale": layer.head_dim**-0.5, "causal": causal}
         if not backward:
             return lambda: fused_forward(q, k, v, **options)
@@ -221,7 +207,7 @@ def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: 
     device = watch.context.device
     first, *longer = (row for row in rows if (row["pass"], row["mask"]) == ("forward", "none"))
     length = max([first["length"], *(row["length"] for row in longer if row["seconds"] <= travel["seconds"] / 2)])
-    q, k, v, _ = block(layer.heads, layer.head_dim, dtype, length, device)
+    q, k, v = torch.randn(3, 1, layer.heads, length, layer.head_dim, device=device).to(dtype)
     begin, works = hop(travel["bytes"], travel["group"], device), []
 
     def compute() -> None:
@@ -317,29 +303,32 @@ def faults(found: dict[str, Any]) -> list[str]:
 
 def show(found: dict[str, Any]) -> None:
     """Print the numbers that the planner takes."""
-    cluster, layer, made = found["cluster"], found["layer"], found["made"]
-    where = f"{cluster.devices} processes on {cluster.hosts} host{'s' * (cluster.hosts > 1)}"
+    it, layer, made = found["cluster"], found["layer"], found["made"]
+    where = f"{it.devices} processes on {it.hosts} host{'s' * (it.hosts > 1)}"
     on = f"{made['on']} with {made['backend']}, {layer['dtype']}, {layer['heads']} heads of {layer['head_dim']}"
     print(f"{where}, {on}: {made['seconds']:.0f} s")
-    rates = f"{cluster.flops / 1e9:,.1f} GFLOP/s forward, {cluster.backward_flops / 1e9:,.1f} backward"
-    memory = f"memory {cluster.memory_bandwidth / 1e9:,.1f} GB/s"
-    print(f"    computing         {rates}, {1e3 * cluster.launch:.3f} ms a call; {memory}")
-    if cluster.per_host > 1:
-        speed = f"{cluster.bandwidth / 1e6:,.1f} MB/s a device"
-        print(f"    inside a host     {speed}, {1e3 * cluster.latency:.3f} ms a message")
-    if cluster.hosts > 1:
-        speed = f"NICs of a host: {cluster.nics} of {cluster.host_bandwidth / 1e6:,.1f} MB/s"
-        print(f"    between hosts     {speed}, {1e3 * cluster.host_latency:.3f} ms a message")
-    print(f"    slowdown          {cluster.slowdown:.2f} times as long does computing take while messages travel")
+    rates = f"{it.flops / 1e9:,.1f} GFLOP/s forward, {it.backward_flops / 1e9:,.1f} backward"
+    print(
+        f"    computing         {rates}, {1e3 * it.launch:.3f} ms a call; memory {it.memory_bandwidth / 1e9:,.1f} GB/s"
+    )
+    if it.per_host > 1:
+        print(f"    inside a host     {it.bandwidth / 1e6:,.1f} MB/s a device, {1e3 * it.latency:.3f} ms a message")
+    if it.hosts > 1:
+        nics = f"NICs of a host: {it.nics} of {it.host_bandwidth / 1e6:,.1f} MB/s"
+        print(f"    between hosts     {nics}, {1e3 * it.host_latency:.3f} ms a message")
+    print(f"    slowdown          {it.slowdown:.2f} times as long does computing take while messages travel")
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ringlab.planning.calibrate", description="Measure this machine.")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write, for the planner")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--processes", metavar="N", type=int, help="on this host (default: GPUs, or else cores)")
-    parser.add_argument("--heads", metavar="N", type=int, help="query heads of a layer, H")
-    parser.add_argument("--head-dim", metavar="N", type=int, help="numbers in a head, D")
+    for name, meaning in {
+        "processes": "on this host (default: GPUs, or else cores)",
+        "heads": "query heads of a layer, H",
+        "head-dim": "numbers in a head, D",
+    }.items():
+        parser.add_argument(f"--{name}", metavar="N", type=int, help=meaning)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of q, k and v")
     options = parser.parse_args()
     for name in ("processes", "heads", "head_dim"):
@@ -347,8 +336,7 @@ def read_options() -> argparse.Namespace:
             parser.error(f"{name.replace('_', '-')} is {given}; expected 1 or more")
     if options.out.is_dir() or not options.out.parent.is_dir():
         parser.error(f"out is {options.out}; expected a file in a folder that is there")
-    gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
-    options.processes = options.processes or gpus or cpu_cores()
+    options.processes = options.processes or (options.device != "cpu" and torch.cuda.device_count()) or cpu_cores()
     try:
         device, _, _ = choose_device(options.device, int(os.environ.get("LOCAL_WORLD_SIZE", options.processes)))
     except ValueError as error:
@@ -371,7 +359,7 @@ def main() -> int:
     if said := faults(found):
         print(f"BUSY: {'; '.join(said)}. Expected a quiet machine: stop other programs and measure again")
     write_machine(options.out, **found)
-    print(f"wrote {options.out}: plan with `python -m ringlab.planning.cost_model --machine {options.out}`")
+    print(f"wrote {options.out}: plan with `ring-plan --machine {options.out}`")
     return 0
 
 

@@ -4,15 +4,7 @@
     interval               from measured rows of the same kind, and how many there are
     binds, advice          the largest term; what to change first, because the planner was asked again
 
-Without options it prints the paper's tables 1 to 3 beside ours. --help names the unit of each option.
-
-Shapes: numbers only. All results are modelled, not measured.
-
-    $ python -m ringlab.planning.cost_model
-    Table 2 (bf16; K: 1000 tokens): the smallest chunk that hides its messages; a sequence needs six of it
-                       TFLOP/s   GB/s    chunk: printed, ours    sequence: printed, ours
-    A100 NVLink            312  300.0             1.0K   1.04K              6.2K    6.24K
-    ...
+--help names the unit of each option. All results are modelled, not measured.
 
     $ ring-plan --model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072
     $ ring-plan --model llama-3.1-405b --gpu h100-500w --hosts 16 --seq-len 1e6 --task prefill --linear-dtype fp8
@@ -20,9 +12,7 @@ Shapes: numbers only. All results are modelled, not measured.
     $ ring-plan --gpu ideal --flops 990e12 --bandwidth 450e9 --memory 80e9 --hosts 1 --layers 32 --hidden 4096 \\
           --heads 32 --kv-heads 8 --feedforward 14336 --vocab 128256 --seq-len 131072
 
-Before: plan.py, and the files before it. After: ringlab/training/jax_block.py and jax_ring.py, the ring in the
-paper's own language.
-Source: step.py, seconds.py and memory.py name theirs.
+A reader may skip this file: plan.py answers, and this file reads options and prints.
 """
 
 import argparse
@@ -287,11 +277,6 @@ def advice(ranked: Sequence[Answer]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments:
-        from ringlab.planning import hidden_communication, ring_memory
-
-        return hidden_communication.main() | ring_memory.main()
     it = parser()
     options = it.parse_args(arguments)
     try:

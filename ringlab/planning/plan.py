@@ -75,8 +75,9 @@ class Answer:
         model, step = self.step.model, self.step
         passes = 2 + step.trainable if step.task == "train" else 1
         products = 2 * passes * (model.matrices + (passes > 1) * model.hidden * model.vocab)
-        attention = (3 if passes > 1 else 1) * 4 * (step.seq_len / 2) * model.heads * model.head_dim * model.layers
-        return self.speed * (products + attention) / step.gpu.peak["bf16"]
+        mixing = 4 * (step.seq_len / 2) * model.heads * model.head_dim * model.softmax_layers
+        mixing += model.linear.layers * model.linear.flops if model.linear else 0
+        return self.speed * (products + (3 if passes > 1 else 1) * mixing) / step.gpu.peak["bf16"]
 
     @property
     def name(self) -> str:
@@ -89,6 +90,8 @@ class Answer:
     @property
     def interval(self) -> tuple[float, float, int] | None:
         """Where nine in ten measured seconds lie, and how many rows of this kind say so; None: not known."""
+        if self.step.model.linear:
+            return None  # no hybrid was measured
         task = {"train": "step", "prefill": "prefill"}[self.step.task]
         kernels = "best kernels" if self.step.kernels == "best" else "framework"
         known = json.loads(ERRORS.read_text()).get(

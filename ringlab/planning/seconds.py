@@ -23,7 +23,7 @@ Shapes: numbers only, as in ways.py. All times are modelled, of attention only: 
     ...
     one host: a published ring of 8 takes as long as in hidden_communication.py
 
-Before: round_costs.py. After: host_order.py, where the links between hosts differ.
+Before: round_costs.py. After: step.py, a whole training step.
 Source: Liu et al. 2024, algorithm 1; Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2; Jacobs et
 al. 2023 (Ulysses), section 3; Fang & Zhao 2024 (USP).
 """
@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, gradient_bytes, hop_bytes, pass_seconds
 from ringlab.planning.round_costs import MERGE_CALLS, call_bytes, causal_pairs, efficiency, merge_bytes, packing_bytes
-from ringlab.planning.ways import WAYS, Cluster, exchange_ranks, exchange_traffic, named, shares
+from ringlab.planning.ways import WAYS, Cluster, busiest, exchange_ranks, exchanges, named, shares
 
 MASKS, LAYOUTS = ("none", "causal"), ("contiguous", "zigzag", "striped")
 
@@ -153,7 +153,8 @@ class Pass:
         if ranks == 1:
             return seconds
         packing = 2 * (cluster.launch + self.batch * packing_bytes(self.layer, self.chunk) / cluster.memory_bandwidth)
-        for near, far in exchange_traffic(self.layer, self.chunk, cluster, ranks, backward=self.backward):
+        for sent in exchanges(self.layer, self.chunk, cluster, ranks, backward=self.backward):
+            near, far = busiest(sent, cluster)
             far_seconds = cluster.host_latency + self.batch * far / cluster.host_bandwidth if far else 0.0
             seconds += packing + max(self.inside(near), far_seconds)
         return seconds

@@ -151,12 +151,21 @@ def pass_seconds(
 
 
 def attention_seconds(step: Step) -> tuple[float, float]:
-    """Seconds of a layer's attention, forward and backward."""
+    """Seconds of a layer's attention, forward and backward: the mean of all layers. Linear layers: state_ring.py."""
     way, split = step.way_of_cp
     times = step.batch * (KERNELS[step.kernels][1] if step.cp > 1 else 1.0)
     case = way, step.ring, step.share, step.seq_len / step.cp
     forward, backward = (times * pass_seconds(*case, each, split, step.kernels == "best") for each in (False, True))
-    return forward, backward
+    if (linear := step.model.linear) is None:
+        return forward, backward
+    product = matmul_seconds(step.gpu, step.tokens * linear.flops, "bf16")
+    changes = linear.state + linear.heads * linear.key_dim**2  # what a rank's chunk does to the state, gathered by all
+    size = step.cp * step.batch * F32 * changes / step.tp
+    message, share = collective_seconds(step, size, step.cp, step.ring.per_host), linear.layers / step.model.layers
+    return (
+        forward + share * (product + message - forward),
+        backward + share * (2 * product + message - backward),
+    )
 
 
 def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> float:
@@ -182,9 +191,12 @@ def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> floa
 def layer_numbers(model: Model) -> float:
     """Numbers of a token that a layer's forward pass reads and writes between its products, fused by a compiler.
 
-    Norm: 2h; rotary of q and k: twice each; residual and norm: 4h; silu and product: 3F; residual: 3h.
+    Norm: 2h; rotary of q and k: twice each; residual and norm: 4h; silu and product: 3F; residual: 3h. Linear: the
+    convolution reads and writes, the gate reads out and itself and writes.
     """
-    return 9 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim + 3 * model.inner
+    softmax = 2 * (model.heads + model.kv_heads) * model.head_dim * model.softmax_layers
+    linear = model.linear.layers * (2 * model.linear.channels + 3 * model.linear.values) if model.linear else 0
+    return 9 * model.hidden + (softmax + linear) / model.layers + 3 * model.inner
 
 
 def cast_numbers(model: Model) -> tuple[int, int]:
@@ -239,7 +251,7 @@ def prefill_seconds(step: Step) -> dict[str, float]:
     """
     model, gpu = step.model, step.gpu
     L, rows = model.layers, step.tokens * step.tp
-    products = matmul_seconds(gpu, 2 * step.tokens * L * model.projections, "bf16")
+    products = matmul_seconds(gpu, 2 * step.tokens * model.projections, "bf16")
     products += matmul_seconds(gpu, 2 * step.tokens * model.feedforwards(active=True), step.linear_dtype)
     inside = layer_numbers(model) - 9 * model.hidden
     cast = CAST * (model.hidden + model.inner / step.tp) if step.linear_dtype == "fp8" else 0

@@ -11,22 +11,22 @@ The network interface cards (NICs) of a host are slower than the links inside it
 ⌊i · nics / per_host⌋. The busiest device and the busiest NIC decide. Where g > G, ranks hold copies of K/V heads, which
 cost bytes and memory, as in ringlab/training/all_to_all.py.
 
-Shapes: numbers only. P = hosts · per_host ranks, C = S/P tokens on each; H query heads, G key/value heads, D numbers in
-a head. All numbers are modelled, not measured.
+Shapes: numbers only. P = hosts · per_host ranks, C = S/P tokens on each. All numbers are modelled, not measured.
 
 A reader may skip this file: seconds.py has the times.
 
-Before: ring_memory.py. After: round_costs.py, what a round costs beside its products.
+Before: unequal.py. After: round_costs.py, what a round costs beside its products.
 Source: Liu et al. 2024, section 3; Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2, all-gather;
 Jacobs et al. 2023 (Ulysses), section 3; Fang & Zhao 2024 (USP), section 3, hybrid.
 """
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ringlab.planning.hidden_communication import AttentionLayer, gradient_bytes, hop_bytes
-from ringlab.training.split_heads import check_split, heads_of_ranks
+from ringlab.training.all_to_all import check_split, heads_of_ranks
 
 WAYS = ("ring", "double ring", "all-gather", "all-to-all", "hybrid")  # of one sequence
 
@@ -149,24 +149,30 @@ def alike(layer: AttentionLayer, cluster: Cluster, ranks: int) -> int:
     return per_host if per_host % ranks == 0 or (ranks % per_host == 0 and equal) else cluster.devices
 
 
-def exchange_traffic(
+def busiest(sent: Iterable[tuple[int, int, float]], cluster: Cluster) -> tuple[float, float]:
+    """Bytes that the busiest device sends inside its host, and the busiest NIC, of (source, target, bytes)."""
+    devices: defaultdict[int, float] = defaultdict(float)
+    nics: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for source, target, size in sent:
+        if cluster.crosses(source, target):
+            nics[cluster.nic(source)] += size
+        elif source != target:
+            devices[source] += size
+    return max(devices.values(), default=0.0), max(nics.values(), default=0.0)
+
+
+def exchanges(
     layer: AttentionLayer, chunk: float, cluster: Cluster, ranks: int, *, backward: bool = False
-) -> list[tuple[float, float]]:
-    """For both exchanges of a pass: bytes that the busiest device sends inside its host, and the busiest NIC."""
-    each, found = shares(layer, ranks), []
-    for back in (False, True):
-        devices: defaultdict[int, float] = defaultdict(float)
-        nics: defaultdict[tuple[int, int], float] = defaultdict(float)
-        for rank in range(alike(layer, cluster, ranks)):
-            first = rank // ranks * ranks
-            for target in {*range(first, first + ranks)} - {rank}:
-                mine, theirs = each[rank % ranks], each[target % ranks]
-                size = exchanged_bytes(layer, chunk, mine, theirs, backward=backward)[back]
-                if cluster.crosses(rank, target):
-                    nics[cluster.nic(rank)] += size
-                else:
-                    devices[rank] += size
-        found.append((max(devices.values(), default=0.0), max(nics.values(), default=0.0)))
+) -> list[list[tuple[int, int, float]]]:
+    """The messages of both exchanges of heads of a pass, as `busiest` takes them."""
+    each = shares(layer, ranks)
+    found: list[list[tuple[int, int, float]]] = [[], []]
+    for rank in range(alike(layer, cluster, ranks)):
+        first = rank // ranks * ranks
+        for target in {*range(first, first + ranks)} - {rank}:
+            mine, theirs = each[rank % ranks], each[target % ranks]
+            for sent, size in zip(found, exchanged_bytes(layer, chunk, mine, theirs, backward=backward), strict=True):
+                sent.append((rank, target, size))
     return found
 
 
@@ -187,31 +193,20 @@ def traffic(
     """
     g = exchange_ranks(way, layer, cluster, split)
     P, per_host, hosts = cluster.devices, cluster.per_host, cluster.hosts
-    kv, gradients = hop_bytes(layer, chunk), gradient_bytes(layer, chunk) if backward else 0
+    kv, sums = hop_bytes(layer, chunk), gradient_bytes(layer, chunk) if backward else 0
     if way == "all-gather":  # each ring leaves a host at another device
-        size = (P - 1) * (kv + gradients)
+        size = (P - 1) * (kv + sums)
         between = size / cluster.nics if hosts > 1 else 0.0
         return (size - between if cluster.nics == per_host else size), between
-
-    devices: defaultdict[int, float] = defaultdict(float)
-    nics: defaultdict[tuple[int, int], float] = defaultdict(float)
-
-    def send(source: int, target: int, size: float) -> None:
-        if cluster.crosses(source, target):
-            nics[cluster.nic(source)] += size
-        elif source != target:
-            devices[source] += size
-
     each = shares(layer, g)
+    sent = [message for one in exchanges(layer, chunk, cluster, g, backward=backward) for message in one]
     for rank in range(alike(layer, cluster, g)):
         if way == "double ring":
-            host = rank // per_host * per_host
-            send(rank, host + (rank + 1) % per_host, hosts * ((per_host - 1) * kv + per_host * gradients))
-            send(rank, (rank + per_host) % P, (hosts - 1) * kv + hosts * gradients)
-            continue
-        mine, first = each[rank % g], rank // g * g
-        for target in range(first, first + g):
-            send(rank, target, sum(exchanged_bytes(layer, chunk, mine, each[target % g], backward=backward)))
-        kv, back = hop_bytes(mine, g * chunk), gradient_bytes(mine, g * chunk) if backward else 0
-        send(rank, (rank + g) % P, (P // g - 1) * kv + (P // g - ours) * back)
-    return max(devices.values(), default=0.0), max(nics.values(), default=0.0)
+            device = rank // per_host * per_host + (rank + 1) % per_host
+            sent.append((rank, device, hosts * ((per_host - 1) * kv + per_host * sums)))
+            sent.append((rank, (rank + per_host) % P, (hosts - 1) * kv + hosts * sums))
+        else:
+            mine = each[rank % g]
+            kv, back = hop_bytes(mine, g * chunk), gradient_bytes(mine, g * chunk) if backward else 0
+            sent.append((rank, (rank + g) % P, (P // g - 1) * kv + (P // g - ours) * back))
+    return busiest(sent, cluster)
