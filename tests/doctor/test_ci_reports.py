@@ -114,7 +114,7 @@ def test_what_cannot_be_accepted_is_refused_before_anything_is_asked(accept, cap
         with pytest.raises(SystemExit) as end:
             parse([RIGHT_RING, f"--accept={words}"])
         assert end.value.code == 2
-        assert "expected some of imprecise,cannot-tell" in capsys.readouterr().err
+        assert "expected some of imprecise, cannot-tell" in capsys.readouterr().err
 
 
 def parsed(line):
