@@ -10,32 +10,32 @@ import torch
 from torch import Tensor
 
 from ring_doctor.mistakes import but, entry
-from ring_doctor.states import Run, StateSteps
+from ring_doctor.states import After, StateSteps
 
 
-def nothing(steps: StateSteps, rank: int, P: int, after: Run, alone: Run) -> Tensor:
-    return torch.zeros_like(alone(rank))
+def nothing(steps: StateSteps, rank: int, P: int, after: After) -> Tensor:
+    return after()
 
 
-def of_the_next(steps: StateSteps, rank: int, P: int, after: Run, alone: Run) -> Tensor:
-    return after(rank + 1)
+def of_those_behind(steps: StateSteps, rank: int, P: int, after: After) -> Tensor:
+    return after(*range(P - 1, rank, -1))
 
 
-def of_two_before(steps: StateSteps, rank: int, P: int, after: Run, alone: Run) -> Tensor:
-    return after(rank - 2)
+def of_two_before(steps: StateSteps, rank: int, P: int, after: After) -> Tensor:
+    return after(*range(rank - 1))
 
 
-def with_its_own(steps: StateSteps, rank: int, P: int, after: Run, alone: Run) -> Tensor:
-    """A scan of the maps that counts a rank's own, too."""
-    return after(rank - 1) + alone(rank)
+def with_its_own(steps: StateSteps, rank: int, P: int, after: After) -> Tensor:
+    """An inclusive scan, where an exclusive one is needed."""
+    return after(*range(rank + 1))
 
 
-def summed(steps: StateSteps, rank: int, P: int, after: Run, alone: Run) -> Tensor:
-    return sum((alone(r) for r in range(rank)), torch.zeros_like(alone(rank)))
+def summed(steps: StateSteps, rank: int, P: int, after: After) -> Tensor:
+    return sum((after(r) for r in range(rank)), after())
 
 
-def detached(steps: StateSteps, rank: int, P: int, after: Run, alone: Run) -> Tensor:
-    return steps.begins(rank, P, after, alone).detach()
+def detached(steps: StateSteps, rank: int, P: int, after: After) -> Tensor:
+    return steps.begins(rank, P, after).detach()
 
 
 def decayed_afterwards(
@@ -58,7 +58,7 @@ def within(steps: StateSteps, starts: Tensor, at: Tensor) -> Tensor:
 
 
 def ignored(steps: StateSteps, starts: Tensor, at: Tensor) -> Tensor:
-    return steps.starts(starts, at) & (at == 0)
+    return torch.zeros_like(steps.starts(starts, at))
 
 
 BORDER = "what a rank begins with: what rank r - 1 sends is what its tokens left of the state that it got itself"
@@ -69,7 +69,7 @@ MISTAKES = (
     entry("state_not_handed_on", "Every rank begins with an empty state, or with its own copy of the first one.",
           BORDER, 0, but(begins=nothing), wild=("AI-Hypercomputer/maxtext #4348",)),
     entry("state_of_the_wrong_neighbour", "A rank begins with the state of another rank than the one before it.",
-          BORDER, 0, but(begins=of_the_next), but(begins=of_two_before), but(begins=with_its_own)),
+          BORDER, 0, but(begins=of_those_behind), but(begins=of_two_before), but(begins=with_its_own)),
     entry("states_summed_without_decay",
           "What the ranks before wrote is added up, and does not fade on its way through the ranks between.",
           "the keep of each rank's map: state = keep state + add, rank after rank, and no sum of the adds", 0,

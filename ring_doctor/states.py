@@ -105,7 +105,7 @@ def weight(case: Case) -> Tensor:
 
 # On paper -----------------------------------------------------------------------------------------------------------
 
-Run = Callable[[int], Tensor]  # a rank, and of it: the state after its tokens, or what they write alone
+After = Callable[..., Tensor]  # ranks: the state after their tokens, one rank after the other, from an empty one
 
 
 def right_token(h: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
@@ -119,7 +119,7 @@ class StateSteps:
     """The steps of a ring of states. Ranks and starts are those of the whole sequence, `at` the tokens of a rank."""
 
     token: Callable[..., Tensor] = right_token
-    begins: Callable[[int, int, Run, Run], Tensor] = lambda rank, P, after, alone: after(rank - 1)
+    begins: Callable[[int, int, After], Tensor] = lambda rank, P, after: after(*range(rank))
     reads: Callable[[Tensor], Tensor] = lambda decay: decay  # of the handed state, as the rank's tokens read it
     passes: Callable[[Tensor], Tensor] = lambda decay: decay  # and as it passes through the rank
     starts: Callable[[Tensor, Tensor], Tensor] = lambda starts, at: starts[at]  # whether a token begins a document
@@ -135,7 +135,7 @@ def compute_states(case: StateCase, steps: StateSteps = RIGHT_STATES) -> dict[st
         raise NotOnPaper("a rank has several runs of tokens")
     inputs, d_out = _leaves(case)
     starts = torch.zeros(case.seq_len, dtype=torch.bool)
-    starts[torch.tensor((0, *(case.documents or ())[:-1])).cumsum(0)] = True
+    starts[torch.tensor((case.documents or ())[:-1], dtype=torch.int64).cumsum(0)] = True
     parts = [case.positions(rank) for rank in range(case.world_size)]
     out = (_convolved if case.taps else _of_states)(case, steps, inputs, starts, parts)
     return _results(case, out, inputs, d_out)
@@ -161,16 +161,12 @@ def _of_states(case: StateCase, steps: StateSteps, inputs: list[Tensor], starts:
         return run(rank, empty, v, lambda decay: decay)
 
     @cache
-    def before(rank: int) -> Tensor:
-        return steps.begins(rank, case.world_size, after, lambda r: alone(r)[1])
+    def after(*ranks: int) -> Tensor:
+        *before, last = ranks or (None,)
+        return empty if last is None else alone(last)[1] + run(last, after(*before), 0 * v, steps.passes)[1]
 
-    @cache
-    def after(rank: int) -> Tensor:
-        outside = rank not in range(case.world_size)
-        return empty if outside else alone(rank)[1] + run(rank, before(rank), 0 * v, steps.passes)[1]
-
-    ranks = range(case.world_size)
-    return torch.cat([alone(r)[0] + run(r, before(r), 0 * v, steps.reads)[0] for r in ranks], dim=2)
+    ranks, P = range(case.world_size), case.world_size
+    return torch.cat([alone(r)[0] + run(r, steps.begins(r, P, after), 0 * v, steps.reads)[0] for r in ranks], dim=2)
 
 
 def _convolved(case: StateCase, steps: StateSteps, inputs: list[Tensor], starts: Tensor, parts: list[Tensor]) -> Tensor:

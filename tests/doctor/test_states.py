@@ -56,7 +56,7 @@ def chained(maps, h):
 
 def starts_of(documents, q):
     at = torch.arange(q.shape[2]) + dist.get_rank() * q.shape[2]
-    return torch.isin(at, torch.tensor(documents or (0,)).cumsum(0))
+    return torch.isin(at, torch.tensor(documents or (-1,)).cumsum(0))
 
 
 def wrong(how, q, k, v, log_decay, beta=None, documents=None):
@@ -65,12 +65,15 @@ def wrong(how, q, k, v, log_decay, beta=None, documents=None):
         starts = starts & False
     if how == "document_at_the_border":
         starts = starts & (torch.arange(n) > 0)
-    log_decay = log_decay.masked_fill(starts, -torch.inf)
-    maps, chunks, h = maps_of(q, k, v, log_decay, beta)
-    before = {"reversed": maps[:rank:-1], "one_less": maps[: max(0, rank - 1)], "nothing": []}.get(how, maps[:rank])
+    maps, chunks, h = maps_of(q, k, v, log_decay.masked_fill(starts, -torch.inf), beta)
+    before = {
+        "reversed": maps[:rank:-1],
+        "one_less": maps[: max(0, rank - 1)],
+        "own_too": maps[: rank + 1],
+        "nothing": [],
+    }
+    before = before.get(how, maps[:rank])
     h = chained(before, h) + 0 * sum(one.keep.sum() + one.add.sum() for one in maps)  # all ranks go back together
-    if how == "own_too":
-        h = h + maps[rank].add
     if how == "summed":
         h = sum((one.add for one in maps[:rank]), 0 * h)
     if how == "detached":
@@ -79,6 +82,7 @@ def wrong(how, q, k, v, log_decay, beta=None, documents=None):
     if how in ("undecayed", "late"):
         local, _ = from_state(chunks, 0 * h, n)
         faded = 0 * log_decay if how == "undecayed" else torch.cat([0 * log_decay[..., :1], log_decay[..., :-1]], dim=2)
+        faded = faded.masked_fill(starts, -torch.inf)
         handed = in_chunks(checked_inputs(q, k, 0 * v, faded, beta), q.shape[-1] ** -0.5)
         out = local + from_state(handed, h, n)[0]
     return out
@@ -92,7 +96,11 @@ def written_first(q, k, v, log_decay):
     return log_decay.exp()[..., None] * ring_linear_attention(q, k, v, late)[0]
 
 
-def convolution(how, x, weight, documents=None):
+def documents_forgotten(how, x, weight, documents=None):
+    return ring_short_convolution(x, weight)
+
+
+def convolution(how, x, weight):
     rank, C, n = dist.get_rank(), x.shape[2], weight.shape[1] - 1
     everyone = gathered(x)
     nothing = 0 * sum(chunk.sum() for chunk in everyone)  # all ranks go back together
@@ -118,7 +126,7 @@ SICK = {  # a ring, and the mistake that it has
     "zeros": (convolution, "border_tokens_missing"),
     "one_rank": (convolution, "border_tokens_missing"),
     "detached taps": (convolution, "gradient_of_the_border_dropped"),
-    "documents of taps": (convolution, "state_not_reset_at_documents"),
+    "documents of taps": (documents_forgotten, "state_not_reset_at_documents"),
 }
 
 
