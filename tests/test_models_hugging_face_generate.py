@@ -30,7 +30,6 @@ from tests.hugging_face_models import (  # noqa: E402
     import_transformers,
     model_of,
 )
-from tests.test_models_generate import given  # noqa: E402
 
 NEW = 9
 NO_END = {"eos_token_id": None}
@@ -195,38 +194,6 @@ def test_a_mistake_gives_other_tokens(ranks, wrong):
     asked = SAMPLED if "own" in wrong else {}
     results = ranks(3, on_ranks, name, prompts_of(), asked, "zigzag", wrong)
     assert any(not torch.equal(tokens, one_process(name, **asked)[0]) for tokens, _ in results)
-
-
-# What it sends and keeps ---------------------------------------------------------------------------------------------
-
-
-def counted(context, new):
-    """The numbers that a rank gives in a call of generate, each time, and the slots of this rank at its end."""
-    model, seen = evaluated("Granite"), []
-    begin = SpreadCache.begin
-
-    def noted(cache, at, room):
-        begin(cache, at, room)
-        seen.append(cache)
-
-    noted_begin = mock.patch.object(SpreadCache, "begin", noted)
-    with spread_generation(model), noted_begin, given(spread_module, module) as sizes:
-        model.generate(**prompts_of(), max_new_tokens=new, do_sample=False)
-    return sizes, seen[-1].at
-
-
-def test_what_a_new_token_sends_and_which_rank_stores_it(ranks):
-    B, H, D, L, vocab = 3, 4, 8, 2, SIZES["vocab_size"]
-    short, long = ranks(3, counted, 4), ranks(3, counted, 5)
-    of_a_token = [*[B * H * (D + 2)] * L, 2 * B]
-    for (few, _), (more, _) in zip(short, long, strict=True):
-        assert few == [B * vocab, 2 * B, *of_a_token * 3]
-        assert more == few + of_a_token
-    slots = [at for _, at in long]
-    assert {at.shape for at in slots} == {(3, 18 // 3 + 2)}  # 13 tokens are padded to 18; 4 of 5 new ones are stored
-    for i, length in enumerate(LENGTHS):
-        held = torch.cat([at[i] for at in slots])
-        assert sorted(held[held < EMPTY].tolist()) == list(range(length + 4))
 
 
 # Ranks that are not alike --------------------------------------------------------------------------------------------
