@@ -234,10 +234,10 @@ def learned_scale(shape):
 
 
 def weights_of_rank(x):
-    def work(rank):
-        return in_use(change=lambda model: model.lm_head.weight.data[3, 4].fill_(x) if rank == 1 else None)
+    def change(model):
+        model.lm_head.weight.data[3, 4] = x
 
-    return work
+    return lambda rank: in_use(change=change if rank == 1 else None)
 
 
 def used(**options):
