@@ -31,6 +31,7 @@ Source: Katharopoulos et al. 2020, equations 16 to 20; Sun et al. 2023 (RetNet),
 """
 
 import sys
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -131,16 +132,22 @@ def kept(keep: Tensor, h: Tensor) -> Tensor:
     return keep * h if keep.shape[-1] == 1 else keep @ h
 
 
+def each_of(maps: Map) -> list[Map]:
+    """The maps of n chunks, keep and add (B, H, n, ...), one by one."""
+    return [Map(*each) for each in zip(maps.keep.unbind(2), maps.add.unbind(2), strict=True)]
+
+
+def states_along(maps: Map, h: Tensor) -> Tensor:
+    """The state before each of n chunks, and after the last: (B, H, n + 1, D, Dv), from h (B, H, D, Dv) on."""
+    return torch.stack([*accumulate(each_of(maps), lambda state, one: one(state), initial=h)], dim=2)
+
+
 class Chunks(NamedTuple):
     """n chunks as functions of the state before each: its output is local + read h, and its map gives the next."""
 
     local: Tensor  # (B, H, n, c, Dv): what the tokens read of their own chunk
     read: Tensor  # (B, H, n, c, D)
     map: Map  # (B, H, n, ...)
-
-    def maps(self) -> list[Map]:
-        """The map of each chunk, in order."""
-        return [Map(*each) for each in zip(self.map.keep.unbind(2), self.map.add.unbind(2), strict=True)]
 
 
 def decays_between(log_decay: Tensor) -> Tensor:
@@ -190,14 +197,9 @@ def in_chunks(x: Inputs, scale: float, size: int | None = None) -> Chunks:
     return Chunks(scores @ u, read, Map(keep, left.mT @ u))
 
 
-def from_state(chunks: Chunks, h: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """The output (B, H, tokens, Dv) of chunks that begin with the state h (B, H, D, Dv), and the state after them."""
-    states = []
-    for each in chunks.maps():
-        states.append(h)
-        h = each(h)
-    out = chunks.local + chunks.read @ torch.stack(states, dim=2)
-    return out.flatten(2, 3)[:, :, :tokens], h
+def outputs(chunks: Chunks, states: Tensor, tokens: int) -> Tensor:
+    """The output (B, H, tokens, Dv) of n chunks, from `states_along`."""
+    return (chunks.local + chunks.read @ states[:, :, :-1]).flatten(2, 3)[:, :, :tokens]
 
 
 def linear_attention(
@@ -218,8 +220,9 @@ def linear_attention(
     """
     x = checked_inputs(q, k, v, log_decay, beta)
     h = empty_state(x) if state is None else state.to(x.k.dtype)
-    out, h = from_state(in_chunks(x, resolve_scale(scale, q.shape[-1]), size), h, q.shape[2])
-    return out.to(q.dtype), h
+    chunks = in_chunks(x, resolve_scale(scale, q.shape[-1]), size)
+    states = states_along(chunks.map, h)
+    return outputs(chunks, states, q.shape[2]).to(q.dtype), states[:, :, -1]
 
 
 def main() -> int:
