@@ -73,7 +73,8 @@ def checked_inputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, be
     if len(kinds) > 1 or not q.is_floating_point():
         raise ValueError(f"q, k and v are {kinds}; expected one floating dtype and one device: use x.to(q)")
     wide = accumulation_dtype(q.dtype)
-    q, k, v = (x.to(wide).repeat_interleave(H // x.shape[1], dim=1) for x in (q, k, v))
+    q, k, v = (x.to(wide) for x in (q, k, v))
+    q, k, v = (x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1) for x in (q, k, v))
     log_decay = (q.new_zeros(per_token) if log_decay is None else log_decay.to(wide)).view(*per_token, -1)
     return Inputs(q, k, v, log_decay, None if beta is None else beta.to(wide))
 
@@ -158,7 +159,7 @@ def decays_between(log_decay: Tensor) -> Tensor:
     j = torch.arange(log_decay.shape[-2], device=log_decay.device)[:, None]
     t = j[:, None]
     sums = log_decay[..., None, :].masked_fill(t <= j, 0.0).cumsum(dim=-3)  # over the tokens t after j, up to i
-    return sums.exp().masked_fill(t < j, 0.0)
+    return sums.masked_fill_(t < j, -torch.inf).exp_()
 
 
 def products(q: Tensor, k: Tensor, between: Tensor) -> Tensor:
@@ -178,8 +179,9 @@ def in_chunks(x: Inputs, scale: float, size: int | None = None) -> Chunks:
     missing = -x.q.shape[2] % size  # tokens that write nothing and keep everything
 
     def cut(y: Tensor) -> Tensor:
-        padding = (0, 0) * (y.dim() - 3) + (0, missing)
-        return torch.nn.functional.pad(y, padding).unflatten(2, (-1, size))
+        if missing:  # pad would copy else
+            y = torch.nn.functional.pad(y, (0, 0) * (y.dim() - 3) + (0, missing))
+        return y.unflatten(2, (-1, size))
 
     q, k, u, log_decay = scale * cut(x.q), cut(x.k), cut(x.v), cut(x.log_decay)
     between = decays_between(log_decay)  # (B, H, n, c, c, 1 or D)
