@@ -1240,6 +1240,33 @@ TWO_SPEEDS = {
     ],
 }
 
+RING_OF_STATES = {
+    "check_two_maps": [
+        (lambda a, x, b, y: (a @ b, b @ x + y), "a's matrix stands next to the state"),
+        (lambda a, x, b, y: (a * b, b @ x + y), "these are matrices"),
+        (lambda a, x, b, y: (b @ a, x + y), "what a has added goes through b too"),
+        (lambda a, x, b, y: (b @ a, a @ y + x), "a's matrix stands next to the state"),
+        (lambda a, x, b, y: (b @ x + y, b @ a), "in another order"),
+        (lambda a, x, b, y: b @ a, "expected shape (2, 2), got (2,)"),
+    ],
+    "check_state_gradient": [
+        (lambda keep, d_after, d_read: d_read, "nothing comes back from later ranks"),
+        (lambda keep, d_after, d_read: keep.T @ d_after, "own tokens read this state too"),
+        (lambda keep, d_after, d_read: keep @ d_after + d_read, "transposed"),
+        (lambda keep, d_after, d_read: keep.T @ (d_after + d_read), "through no map of this rank"),
+        (lambda keep, d_after, d_read: keep.T @ d_after + 2 * d_read, "off by up to"),
+        (lambda keep, d_after, d_read: d_after + d_read, "through this rank's map"),
+    ],
+    "check_scan_steps": [
+        (lambda P: P - 1, "by hops"),
+        (lambda P: P.bit_length() - 1, "round up"),
+        (math.log2, "whole steps"),
+        (lambda P: (P - 1).bit_length() + 1, "one rank waits for nobody"),
+        (lambda P: -(-P // 2), "2 to the n runs"),
+        (lambda P: 2, "twice as many ranks"),
+    ],
+}
+
 WRONG_ANSWERS = {
     **SOFTMAX,
     **BLOCKWISE,
@@ -1260,4 +1287,5 @@ WRONG_ANSWERS = {
     **RINGS_THAT_WERE_WRONG,
     **OTHER_WAYS,
     **TWO_SPEEDS,
+    **RING_OF_STATES,
 }
