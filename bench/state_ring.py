@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import record
-from bench.turns import Method, in_turn
+from bench.record import Method, in_turn
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import ring_flash_attention
