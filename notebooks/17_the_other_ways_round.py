@@ -227,7 +227,7 @@ tokens_to_heads.draw()
 
 # %% [markdown]
 # Which heads does rank $r$ get? The shares differ by one head at most, and a share takes the K/V heads that it needs: here
-# one only, ⌊r·G/P⌋ (`heads_of_ranks` in [`all_to_all.py`](../ringlab/training/all_to_all.py)).
+# one only, ⌊r·G/P⌋ (`heads_of_ranks` in [`heads.py`](../ringlab/training/heads.py)).
 #
 # In the backward pass the way back brings dq, dk and dv home, and adds what comes from copies of a head
 # ([`all_to_all.py`](../ringlab/training/all_to_all.py)). More ranks than heads are refused:

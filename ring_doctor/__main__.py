@@ -32,7 +32,7 @@ from ring_doctor.answers import BAD_INPUT, CANNOT_TELL, SAID, STATUS, WRONG_RING
 from ring_doctor.assertion import examine
 from ring_doctor.catalogue import enter
 from ring_doctor.job import START, CannotExamine
-from ring_doctor.model_report import ModelReport, json_of_model, text_of_model
+from ring_doctor.model_report import json_of_model, text_of_model
 from ring_doctor.names import by_name, named
 from ring_doctor.options import claims_of, parse
 from ring_doctor.patient import Patient, patient_of
@@ -157,14 +157,14 @@ def run_model(args: argparse.Namespace) -> tuple[str, str, str]:
     ranks = Ranks(max(WORLDS), max(START, args.time_limit), args.device)
     try:
         options = {"layout": args.layouts or "contiguous", "vocab": args.vocab, "seed": args.seed}
-        found = examine_model(by_name(args.patient), **options, seconds=args.time_limit, ranks=ranks)
+        options |= {"name": args.patient, "seconds": args.time_limit, "ranks": ranks}
+        found = examine_model(by_name(args.patient), **options)
     except CannotExamine as reason:
         raise CannotExamine(f"{args.patient}: {reason}") from reason
     finally:
         ranks.stop()
-    report = ModelReport(args.patient, found)
-    write(args, json_of_model(report))
-    return report.level, text_of_model(report), report.verdict
+    write(args, json_of_model(found))
+    return found.level, text_of_model(found), found.verdict
 
 
 def write(args: argparse.Namespace, said: dict[str, Any], report: Report | None = None) -> None:

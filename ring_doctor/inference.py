@@ -7,7 +7,7 @@ of P = 2 alone, is not told as general. If no pattern holds, what is left is whi
 
 Shapes: those of wrong_answer.py.
 
-Before: contents.py, where_wrong.py and grids.py. After: report.py.
+Before: facts.py, where_wrong.py and grids.py. After: report.py.
 Source: Dao et al. 2022, algorithm 4, for what follows from what. The PyTorch manual, torch.distributed: a blocking send
 may wait for its receiver.
 """
@@ -22,9 +22,8 @@ import torch
 
 from ring_doctor.answers import FAILED, OK, Answer, imprecise
 from ring_doctor.conditions import separated
-from ring_doctor.contents import CONTENTS
 from ring_doctor.examination import Examination, never_claimed
-from ring_doctor.facts import OF_GRADIENTS, Fact, listed
+from ring_doctor.facts import CONTENTS, OF_GRADIENTS, Fact, listed
 from ring_doctor.grids import XRay
 from ring_doctor.job import ranks_in_words
 from ring_doctor.questions import Question
