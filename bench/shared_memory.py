@@ -17,7 +17,7 @@ import torch
 
 from bench import record
 from bench.against_peers import torch_loop, with_gradients
-from bench.turns import Method, in_turn, pin
+from bench.record import Method, in_turn, pin
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import shard

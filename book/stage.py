@@ -69,7 +69,7 @@ class Staged:
         self.readme, self.map = english("README.md"), english("notebooks/README.md").replace("](../", "](")
         self.concepts = {str(path.relative_to(ROOT)): path for path in concepts().values()}
         for name in (
-            "notebooks/published_example.py",
+            *(f"notebooks/{n}.py" for n in ("published_example", "paper_tables")),
             *(f"ring_doctor/{n}.py" for n in ("paper_ring", "catalogue", "xray")),
         ):
             self.concepts[name] = ROOT / name

@@ -5,12 +5,12 @@ import io
 
 import pytest
 
+from bench.scoreboard import grades
 from book.data import HOSTS, LENGTHS, answer, thresholds
 from book.test_explorers import READY, rows
 from ringlab.planning import cost_model
 from ringlab.planning.plan import digits
 from ringlab.planning.presets import GPUS, MODELS
-from ringlab.planning.scoreboard import FILES, grades
 
 CHOICES = [("llama-3.1-8b", "h100", 1, 131072), ("qwen2.5-7b", "l40s", 2, 32768), ("llama-3.1-405b", "h200", 2, 131072)]
 
@@ -51,7 +51,7 @@ def test_the_page_says_what_its_command_prints(watched):
 
 def test_the_scoreboard_shows_every_prediction(watched):
     page = watched.open("planner.html", READY)
-    marked = grades(*FILES)
+    marked = grades()
     cells = [text.split("\t") for text in page.locator("#scoreboard-table tbody tr").all_inner_texts()]
     of_grades = [
         [" ".join(each.name.split()), digits(each.measured), digits(each.predicted), f"{100 * each.error:+.1f}"]

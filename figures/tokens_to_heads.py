@@ -1,6 +1,6 @@
 """Who holds which head of which token before, between and after the exchanges of an all-to-all, on 4 ranks.
 
-Drawn from `held`: the heads are those of `ringlab.training.split_heads.heads_of_ranks`, the order of the tokens that of
+Drawn from `held`: the heads are those of `ringlab.training.heads.heads_of_ranks`, the order of the tokens that of
 `ringlab.training.all_to_all.order`. tests/test_figures.py compares it with what four real ranks exchange.
 """
 
@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 
 from ringlab.support import drawing
 from ringlab.training.all_to_all import order
+from ringlab.training.heads import heads_of_ranks
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from ringlab.training.split_heads import heads_of_ranks
 
 ALT = (
     "Three tables of 8 tokens by 6 query heads and 2 K/V heads, on 4 ranks in the zigzag layout. A colour and a number "

@@ -34,7 +34,7 @@ from notebooks.checks.hidden_communication import (
 )
 from ringlab.planning import cost_model
 from ringlab.planning.hidden_communication import AttentionLayer, min_overlap_chunk
-from ringlab.planning.ring_memory import peak_bytes, peak_bytes_backward
+from ringlab.planning.memory import peak_bytes, peak_bytes_backward
 
 # %% [markdown]
 # ## The failure
@@ -167,7 +167,7 @@ slow_hop.draw()
 # $$\text{computing} + (P-1) \cdot \max(\text{computing},\ \text{slowest hop}) .$$
 #
 # A second slow link costs nothing more. So what counts is flops / bandwidth of the slowest link. A slow *rank* is another
-# matter: no chunk hides its computing, and all ranks wait for it. `python -m ringlab.planning.simulated_ring` prints these
+# matter: no chunk hides its computing, and all ranks wait for it. `python -m ringlab.planning.unequal` prints these
 # cases for 8 ranks.
 #
 # ## How far does it reach?
@@ -334,5 +334,5 @@ print(check_longest_sequence(my_longest))
 # </details>
 #
 # Open [`hidden_communication.py`](../ringlab/planning/hidden_communication.py) now: the counts of this page, and table 2 of the
-# paper, recomputed. Beside it is [`ring_memory.py`](../ringlab/planning/ring_memory.py), with tables 1 and 3. Next on this
+# paper, recomputed. Beside it is [`memory.py`](../ringlab/planning/memory.py), all counts of memory. Next on this
 # track: [18 · two speeds of wire](18_two_speeds_of_wire.ipynb).

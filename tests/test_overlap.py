@@ -19,7 +19,7 @@ assert_overlapped = partial(assert_ring, ring=ring_attention)
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [*(((1, 2, 120, 8), dtype) for dtype in DTYPES), ((3, 1, 13, 5), torch.float64), ((1, 2, 530, 4), torch.float32)],
+    [*(((1, 2, 24, 8), dtype) for dtype in DTYPES), ((3, 1, 13, 5), torch.float64)],
     ids=str,
 )
 def test_full_attention(ranks, world_size, dtype, shape):
@@ -80,7 +80,7 @@ def blocks_in_buffers(k, lengths, rank):
     return [block(t) for t in range(len(lengths) + 1)]
 
 
-@pytest.mark.parametrize("lengths", [[3, 3], [2, 5, 1], [1, 2, 3, 4]], ids=str)
+@pytest.mark.parametrize("lengths", [[2, 5, 1], [1, 2, 3, 4]], ids=str)
 def test_two_buffers_take_turns_and_fit_every_block(lengths):
     k, P = torch.empty(2, 3, lengths[1], 4, dtype=torch.bfloat16), len(lengths)
     blocks = blocks_in_buffers(k, lengths, 1)

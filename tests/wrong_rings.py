@@ -1,7 +1,7 @@
 """Rings of this project with one mistake each: a step of the real ring is replaced. The checks must reject all of them.
 
-On each rank: with FLASH["swapped"](): ... tests/test_wrong_rings.py says where each of them shows; tests/sick gives
-some to the doctor. By ring: BLOCKING, OVERLAPPED, BACKWARD, GROUPED and FLASH; WAYS are those of the other schedules.
+On each rank: with FLASH["swapped"](): ... SHOWS says where those of FLASH and WAYS show. tests/sick gives some
+to the doctor. By ring: BLOCKING, OVERLAPPED, BACKWARD, GROUPED, and FLASH, the trainable ring; WAYS: other schedules.
 """
 
 import contextlib
@@ -30,17 +30,13 @@ from ringlab.training import (
     hybrid,
     overlap,
     schedule,
-    softcap,
 )
-from ringlab.training.all_gather import AllGather
-from ringlab.training.all_to_all import AllToAll, Exchange
+from ringlab.training.all_to_all import AllToAll, Exchange, heads_of_ranks
 from ringlab.training.backward import block_backward
 from ringlab.training.causal import BlockSlice
 from ringlab.training.double_ring import DoubleRing, DoubleSums
 from ringlab.training.overlap import arriving_blocks, post, two_buffers
 from ringlab.training.partition import Partition
-from ringlab.training.shared_memory import SharedSums
-from ringlab.training.split_heads import heads_of_ranks
 from tests.masked import changed, forget, replaced, right_hops, right_keys
 from tests.planted import Mistakes, mistakes_of_blocks, patch
 
@@ -58,14 +54,6 @@ def no_rescale(state, scores, v):
 
 
 @BLOCKING.replaces(ring_attn, "attend")
-def sum_of_averages(state, q, k, v, *, scale):
-    """Each block's own softmax, added up: the weights of a row add up to P (the published mistake)."""
-    m, _, o = state
-    out, _ = finish(attend(start(q), q, k, v, scale=scale))
-    return m, torch.ones_like(m), o + out
-
-
-@BLOCKING.replaces(ring_attn, "attend")
 def mean_of_averages(state, q, k, v, *, scale):
     """Each block's own softmax, averaged as if every block had the same share of the whole sum."""
     m, l, o = state
@@ -79,18 +67,6 @@ def two_seats(block, length, group=None):
     return hop(hop(block, length, group), length, group)
 
 
-@BLOCKING.replaces(ring_attn, "hop")
-class stale_block:
-    """The first block received is thrown away, and the one in hand is used again."""
-
-    hops = 0
-
-    def __call__(self, block, length, group):
-        self.hops += 1
-        received = hop(block, length, group)
-        return block if self.hops == 1 else received
-
-
 @BLOCKING.replaces(ring_attn, "attend")
 class one_hop_short:
     """'Count = 1 to N - 1' read as the rounds: the last block is never used."""
@@ -100,12 +76,6 @@ class one_hop_short:
     def __call__(self, state, q, k, v, *, scale):
         self.rounds += 1
         return state if self.rounds == dist.get_world_size() else attend(state, q, k, v, scale=scale)
-
-
-@BLOCKING.replaces(ring_attn, "hop")
-def keys_without_values(block, length, group):
-    """Only the keys go round: they meet the values of another block."""
-    return torch.stack((hop(block, length, group)[0], block[1]))
 
 
 @BLOCKING.replaces(ring_attn, "attend")
@@ -151,13 +121,6 @@ def backwards(sent, received, group):
     return post(sent, received, group, distance=-1)
 
 
-@OVERLAPPED.replaces(overlap, "arriving_blocks")
-def lost_block(k, v, **options):
-    """The last round is left out."""
-    blocks = [(x.clone(), y.clone()) for x, y in arriving_blocks(k, v, **options)]
-    return iter(blocks[:-1])
-
-
 def one_block_forever(k, v, lengths, rank):
     """One buffer only: the next block overwrites the block in hand before the rank computes on it."""
     block = two_buffers(k, v, lengths, rank)
@@ -187,11 +150,6 @@ def without_delta(q, k, v, d_out, lse, delta, scale):
     return block_backward(q, k, v, d_out, lse, 0 * delta, scale)
 
 
-@BACKWARD.replaces(backward, "block_backward")
-def in_bfloat16(*args):
-    return tuple(x.bfloat16().to(x.dtype) for x in block_backward(*args))
-
-
 @NARROW.replaces(backward, "block_backward")
 class DqInTheDtypeOfQ:
     """dQ is summed over the rounds in q's dtype."""
@@ -216,7 +174,6 @@ GROUPED = {
     "head h uses K/V head h mod G": lambda: mock.patch.multiple(
         grouped_query, fold=interleaved_fold, unfold=interleaved_unfold
     ),
-    "unfolded in another order": patch(grouped_query, "unfold", interleaved_unfold),
 }
 
 # flash_ring.py -------------------------------------------------------------------------------------------------------
@@ -338,14 +295,8 @@ def lse_left_behind(out, lse, out_j, lse_j):
 
 # The other ways ------------------------------------------------------------------------------------------------------
 
-right_to_heads, right_to_tokens, right_rounds = Exchange.to_heads, Exchange.to_tokens, AllGather.rounds
-right_scatter, right_turns, right_send_on = all_gather.reduce_scatter, DoubleRing.rounds_of, DoubleSums.send_on
-right_numbers, right_sums, right_scores = HostMemory.numbers, SharedSums.of_round, softcap.capped_scores
-right_start, right_d_sinks, right_backward = (
-    flash_ring.nothing_seen,
-    flash_ring.sinks_backward,
-    flash_ring.ring_backward,
-)
+right_to_tokens, right_turns, right_send_on = Exchange.to_tokens, DoubleRing.rounds_of, DoubleSums.send_on
+right_numbers, right_scores, right_start = HostMemory.numbers, fused_block.capped_scores, flash_ring.nothing_seen
 
 
 def in_both(name, mistake):
@@ -387,11 +338,6 @@ def back_as_they_came(exchange, wholes):
     return right_to_tokens(replace(exchange, order=torch.arange(sum(lengths)).split(lengths)), wholes)
 
 
-def of_other_heads(exchange, tensors):
-    """The gradient of out is exchanged with its heads shifted by one."""
-    return right_to_heads(exchange, [x.roll(1, dims=1) for x in tensors] if len(tensors) == 1 else tensors)
-
-
 def rows_as_ranks(partition, rows):
     """The partition of the same layout, as if the rows were the ranks of a flat ring."""
     lengths = tuple(sum(some) for some in torch.tensor(partition.lengths).view(rows, -1).tolist())
@@ -405,26 +351,11 @@ def not_added(total, parts, *, group, async_op):
     return mock.Mock()
 
 
-def heads_of_the_group_before(gathering, k, v):
-    for t, k_j, v_j, pieces in right_rounds(gathering, k, v):
-        served = gathering.heads // gathering.kv_heads
-        first = (t - 1) % gathering.kv_heads * served
-        yield t, k_j, v_j, tuple(replace(piece, heads=slice(first, first + served)) for piece in pieces)
-
-
 def a_turn_is_a_round_short(ring, firsts):
     """The slow hop is due a round early: the last block of a turn is not computed."""
     n, g = ring.group.shape
     for t, k_j, v_j, pieces in right_turns(ring, firsts):
         yield t, k_j, v_j, () if t % g == g - 1 and t < (n - 1) * g else pieces
-
-
-def hosts_the_other_way(ring, firsts):
-    """The block in hand is taken for that of the host after, not before."""
-    (n, g), (host, device) = ring.group.shape, ring.group.get_coordinate()
-    for t, k_j, v_j, _ in right_turns(ring, firsts):
-        origin = (host + t // g) % n * g + (device - t) % g
-        yield t, k_j, v_j, ring.partition.pieces(host * g + device, origin)
 
 
 def not_brought_home(sums, t):
@@ -440,38 +371,15 @@ def block_of_the_next_rank(memory, which, rank, *size):
     return right_numbers(memory, which, other, *size)
 
 
-def not_zero(sums, t):
-    """The sums begin with those of the pass before."""
-    if t == 0:
-        sums.own += 1
-    return right_sums(sums, t)
-
-
 def sinks_twice(q, v, sinks=None):
     """Each sink is counted twice, as where two ranks add it."""
     return right_start(q, v, None if sinks is None else sinks + math.log(2))
-
-
-def of_every_rank(sinks, out, lse, d_out):
-    """Each rank returns a whole gradient of the sinks, so that their sum is too large."""
-    return right_d_sinks(sinks, out, lse, d_out) * dist.get_world_size()
-
-
-def of_the_keys_alone(q, k, v, out, lse, d_out, schedule):
-    """The backward pass has the lse of the keys, without the sinks."""
-    return right_backward(q, k, v, out, flash_ring.ring_forward(q, k, v, schedule)[1], d_out, schedule)
 
 
 def first_heads(schedule):
     """The sinks of as many heads as the rank has, but of the first ones."""
     mine = schedule.exchange.queries[dist.get_rank(schedule.exchange.group)]
     return slice(0, mine.stop - mine.start)
-
-
-def slope_of_1(q, k, **options):
-    """The backward pass forgets the slope of tanh."""
-    scores, slope = right_scores(q, k, **options)
-    return scores, torch.ones_like(slope)
 
 
 def capped_after_the_mask(q, k, *, future=None, **options):
@@ -493,27 +401,63 @@ WAYS = {
     "gradients of copies not added": patch(Exchange, "to_tokens", last_copy_only),
     "the layout is not undone": in_both("order", order_of_rank),
     "out goes back in order of rank": patch(Exchange, "to_tokens", back_as_they_came),
-    "the gradient of out by other heads": patch(Exchange, "to_heads", of_other_heads),
     "rows taken for ranks": patch(hybrid, "joined_rows", rows_as_ranks),
     "gathered gradients are not added": patch(all_gather, "reduce_scatter", not_added),
-    "query heads of another K/V head": patch(AllGather, "rounds", heads_of_the_group_before),
     "the slow hop a round early": patch(DoubleRing, "rounds_of", a_turn_is_a_round_short),
-    "the hosts in another order": patch(DoubleRing, "rounds_of", hosts_the_other_way),
     "sums of a turn not brought home": patch(DoubleSums, "send_on", not_brought_home),
     "the block of another rank": patch(HostMemory, "numbers", block_of_the_next_rank),
-    "sums that do not begin with 0": patch(SharedSums, "of_round", not_zero),
     "gradients sent to the next rank, and not home": patch(
         schedule, "post", lambda sent, received, group, distance=1: post(sent, received, group)
     ),
     "sinks counted twice": patch(flash_ring, "nothing_seen", sinks_twice),
-    "a whole gradient of the sinks on each rank": patch(flash_ring, "sinks_backward", of_every_rank),
-    "no sinks in the backward pass": patch(flash_ring, "ring_backward", of_the_keys_alone),
     "the sinks of the first heads": patch(AllToAll, "own_heads", property(first_heads)),
-    "no slope": patch(softcap, "capped_scores", slope_of_1),
-    "the mask before the cap": patch(softcap, "capped_scores", capped_after_the_mask),
+    "the mask before the cap": patch(fused_block, "capped_scores", capped_after_the_mask),
     "a document leaks into the next": changed(first=-1),
-    "the next token is seen": changed(end=1),
     "a window of one more": replaced(lambda mask, at, S: right_keys(replace(mask, window=mask.window + 1), at, S)),
     "no global tokens": replaced(lambda mask, at, S: right_keys(mask, at, S)[:1]),
     "a hop too few": one_hop_less,
+}
+
+# Where they show -----------------------------------------------------------------------------------------------------
+
+ZIGZAG, STRIPED, FULL = {"causal": True, "layout": "zigzag"}, {"causal": True, "layout": "striped"}, {}
+SOMETIMES = {  # of the trainable ring: the cases in which a mistake shows, where not in all
+    "backward_without_a_mask": [ZIGZAG, STRIPED],
+    "contiguous_slices": [ZIGZAG, STRIPED],
+    "the_diagonal_hidden": [ZIGZAG],
+    "the_next_token_seen": [STRIPED],
+    "last_half_of_the_keys": [ZIGZAG],
+    "first_half_of_the_queries": [ZIGZAG],
+    "first_query_kept": [STRIPED],
+}
+FOUR, SIX, ON_FOUR = (4, 2, 48), (6, 3, 48), (2, 2)
+DOCUMENTS = {"causal": True, "documents": [1, 10, 37], "window": 23}
+WINDOW, SHORT = {"causal": True, "window": 20, "global_tokens": 3}, {"causal": True, "window": 5}
+SINKS = (4, 2, 48, {"causal": True}, None, torch.float32, 1, 4, 0, 1.0, None, torch.float32)
+CAPPED = (4, 2, 48, {"causal": True, "softcap": 2.0})
+# fmt: off
+SHOWS = {  # where the mistakes of the other ways show: a way, its ranks, a problem
+    "K/V head r mod G": [("all-to-all", 4, (8, 2, 48, {})), ("hybrid", (2, 4), (8, 2, 48, {}))],
+    "gradients of copies not added": [("all-to-all", 4, (8, 2, 48, {})), ("hybrid", ON_FOUR, (4, 1, 48, {}))],
+    "the layout is not undone": [("all-to-all", 3, (*FOUR, ZIGZAG)), ("hybrid", ON_FOUR, (*FOUR, ZIGZAG))],
+    "out goes back in order of rank": [("all-to-all", 3, (*FOUR, ZIGZAG))],
+    "rows taken for ranks": [("hybrid", ON_FOUR, (*FOUR, STRIPED))],
+    "gathered gradients are not added": [("all-gather", 3, (*SIX, {})), ("all-gather", 5, (6, 3, 60, ZIGZAG))],
+    "the slow hop a round early": [("double ring", (3, 2), (*FOUR, ZIGZAG))],
+    "sums of a turn not brought home": [("double ring", (3, 2), (*FOUR, ZIGZAG))],
+    "the block of another rank": [("shared memory", 3, (*FOUR, ZIGZAG)), ("two levels", ON_FOUR, (*FOUR, ZIGZAG))],
+    "gradients sent to the next rank, and not home":
+        [("ring", 4, (*FOUR, SHORT)), ("double ring", (3, 2), (*FOUR, SHORT))],
+    "sinks counted twice": [("ring", 4, SINKS)],
+    "the sinks of the first heads": [("all-to-all", 3, SINKS), ("hybrid", ON_FOUR, SINKS)],
+    "the mask before the cap": [("ring", 4, CAPPED)],
+    "a document leaks into the next": [("ring", 4, (*FOUR, DOCUMENTS)), ("all-gather", 3, (*FOUR, DOCUMENTS))],
+    "a window of one more": [("ring", 4, (*FOUR, WINDOW)), ("hybrid", ON_FOUR, (*FOUR, WINDOW))],
+    "no global tokens": [("ring", 4, (*FOUR, WINDOW))],
+    "a hop too few": [("ring", 4, (*FOUR, SHORT)), ("double ring", (3, 1), (*FOUR, SHORT))],
+}
+# fmt: on
+SHOWS |= {
+    wrong: [("ring", 4, (*FOUR, case, None, torch.float32, 1, 16)) for case in SOMETIMES.get(wrong, [ZIGZAG, FULL])]
+    for wrong in FLASH
 }

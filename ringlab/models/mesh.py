@@ -79,12 +79,15 @@ def shard_weights(model: Transformer, line: DeviceMesh, precision: MixedPrecisio
 def share_heads(model: Transformer, tp: DeviceMesh) -> None:
     """Tensor parallelism: leave this rank its share of the heads, and of the inner width of the feedforward.
 
-    The ring does not change: it sends the K/V heads that are here. Raises ValueError when tp does not divide kv_heads.
+    The ring does not change: it sends the K/V heads that are here. Raises ValueError when tp does not divide kv_heads,
+    and for linear layers.
     """
     split = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), ColwiseParallel())
     summed = dict.fromkeys(("wo", "w2"), RowwiseParallel())
     if model.config.kv_heads % tp.size():
         raise ValueError(f"kv_heads is {model.config.kv_heads} for tp = {tp.size()}; expected a multiple of tp")
+    if model.config.linear:
+        raise ValueError(f"linear is {model.config.linear}; expected 0: tp shares out no heads of linear layers")
     for layer in model.layers:
         parallelize_module(layer, tp, {**split, **summed})
 

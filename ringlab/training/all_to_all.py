@@ -9,7 +9,16 @@ backward pass makes the same exchanges, in reverse.
 
 Three mistakes here raise no error. Tokens arrive in order of rank, so the layout must be undone before a causal mask
 fits. With more ranks than K/V heads, several ranks need the same one: each gets a copy, and the gradients of the copies
-must be added. And heads must come back in the order in which they left. Heads that do not divide: see split_heads.py.
+must be added. And heads must come back in the order in which they left.
+
+Which query heads does a rank get, and which K/V heads do these need? Query head h uses K/V head h // (H/G).
+
+    P divides G     rank r has H/P query heads on G/P K/V heads
+    G divides P     rank r has H/P query heads, rounded up or down, on K/V head ⌊r·G/P⌋: P/G ranks have a copy of it
+    neither         query heads are split as evenly as can be; a rank may have 1 on a K/V head and 2 on the next
+
+Kernels for grouped queries want the same number of query heads on every K/V head. So such a rank computes its heads in
+runs: in each of them the number is the same.
 
 Shapes: q and out (B, H, C, D), k and v (B, G, C, D), chunks as in flash_ring.py. Between the exchanges rank r has H_r
 of the query heads and G_r of the K/V heads: (B, H_r, S, D) and (B, G_r, S, D). In the forward pass it sends other ranks
@@ -25,16 +34,18 @@ gradients of copies are added in float32 at least.
     zigzag: out would be off by 0.8678 if tokens stayed in order of rank
     ...
 
-Before: split_heads.py. After: hybrid.py, for more ranks than heads.
-Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3.
+Before: all_gather.py. After: hybrid.py, for more ranks than heads.
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3, for heads that divide. verl issue 1226: a model with 40 heads
+on 8 that could take no more than 8 ranks. prime-rl PR 3042: copies of K/V heads.
 """
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import chain
+from itertools import accumulate, chain, groupby
 
 import torch
 import torch.distributed as dist
@@ -47,10 +58,30 @@ from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention
 from ringlab.training.cases import CAUSAL, chunks_of_cases, random_inputs, report_ranks
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.heads import heads_of_ranks
 from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Group, Round, Schedule, Sums
-from ringlab.training.split_heads import count, heads_of_ranks, runs
+
+
+def runs(mine: slice, served: int) -> list[tuple[slice, slice]]:
+    """(query heads, K/V heads) of runs of the query heads `mine`, both counted from the rank's first.
+
+    In a run every K/V head serves the same number. Where `served` = 3 query heads share a K/V head, query heads 2 to 6
+    are cut into 2, 3 to 5, and 6: 1 on 1, 3 on 1, 1 on 1. Kernels for grouped queries take one run at a time.
+    """
+    users = Counter(h // served for h in range(mine.start, mine.stop)).values()  # of each K/V head, in order
+    sizes = [(n, len(list(run))) for n, run in groupby(users)]
+    ends = accumulate(((n * keys, keys) for n, keys in sizes), lambda end, run: (end[0] + run[0], end[1] + run[1]))
+    return [
+        (slice(queries_end - n * keys, queries_end), slice(keys_end - keys, keys_end))
+        for (n, keys), (queries_end, keys_end) in zip(sizes, ends, strict=True)
+    ]
+
+
+def count(part: slice) -> int:
+    """How many heads these are."""
+    return part.stop - part.start
 
 
 @dataclass(frozen=True)

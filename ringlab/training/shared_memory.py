@@ -26,19 +26,12 @@ destroyed.
     ok    out: largest error 4.3e-07, rounding allows 1.2e-05 (float32 sums)
     ...
 
-In a model, on every rank of a Linux host, on CPUs:
-
-    from ringlab.training.shared_memory import memory_or_messages
-    ...
-    schedule, why = memory_or_messages()  # once: SharedMemory if all ranks are on this host, else Ring; why says it
-    out = ring_flash_attention(q, k, v, causal=True, layout="zigzag", schedule=schedule)
+In a model, on every rank of a Linux host, `memory_or_messages()` gives SharedMemory if all ranks are on this host, else
+Ring, and the reason: `ring_flash_attention(q, k, v, causal=True, layout="zigzag", schedule=schedule)`.
 
 Two levels are the double ring, with shared memory inside each host and messages between hosts. A block that arrives
 from another host is copied once more: to where the ranks of this host can read it. With n hosts, each of the P ranks
-sends n - 1 blocks in place of P - 1, all of them to another host. On n hosts of g ranks:
-
-    mesh = init_device_mesh("cpu", (n, g))  # once, on every rank
-    out = ring_flash_attention(q, k, v, causal=True, layout="zigzag", schedule=TwoLevels, group=mesh)
+sends n - 1 blocks in place of P - 1, all of them to another host. Its group is a mesh of hosts x ranks of a host.
 
 Before: double_ring.py. After: ../planning/hidden_communication.py, how long chunks must be.
 Source: Liu et al. 2024, algorithm 1, here with loads in place of messages; memfd_create(2), pipe(7), proc(5); Gu et al.
@@ -213,11 +206,9 @@ def on_rank(context: RankContext, whole: list[Tensor]) -> tuple[str, list[list[T
 
 
 def main() -> int:
-    H, G, S, P = 8, 2, 512, 4
-    whole = random_inputs(1, H, G, S, 64)
+    P, whole = 4, random_inputs(1, 8, 2, 512, 64)
     taken, results, on_two_levels = zip(*launch(on_rank, P, whole), strict=True)
     print(f"auto: {taken[0]}")
-    print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     ok = report_cases(results, whole)
     print(f"two levels: the same, as 2 hosts of {P // 2} ranks, causal, zigzag")
     ok &= report_ranks(on_two_levels, "zigzag", exact_attention(*whole, causal=True, fused_blocks=P))

@@ -51,10 +51,12 @@ from ringlab.training.linear_attention import (
     Inputs,
     Map,
     checked_inputs,
+    each_of,
     empty_state,
-    from_state,
     in_chunks,
+    outputs,
     recurrence,
+    states_along,
 )
 from ringlab.training.masks import Mask, lengths_of
 from ringlab.training.partition import Partition
@@ -134,30 +136,47 @@ Way = Callable[[Sequence[Map], Chain, Tensor, ProcessGroup | None], list[Tensor]
 WAYS: dict[str, Way] = {"hops": by_hops, "scan": by_scan, "gather": by_gather}
 
 
+def together(maps: Map) -> Map:
+    """One map in place of those of n chunks."""
+    return reduce(lambda first, then: then.after(first), each_of(maps))
+
+
 class HandOn(torch.autograd.Function):
-    """The state before each of this rank's runs, and backward the gradient of the state behind each."""
+    """The states along each of this rank's runs, as `states_along` gives them, and backward their gradients.
+
+    It is one function for a whole run: autograd would keep and walk the maps of all chunks one by one.
+    """
 
     @staticmethod
     def forward(ctx: Any, way: Way, chain: Chain, group: Any, h: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
-        """`maps` are keep and add of each run; h (B, H, D, Dv) is the state before the sequence."""
+        """`maps` are keep and add of each run's chunks; h (B, H, D, Dv) is the state before the sequence."""
         runs = [Map(*pair) for pair in zip(maps[::2], maps[1::2], strict=True)]
-        before = way(runs, chain, h, group)
+        before = way([together(run) for run in runs], chain, h, group)
+        states = tuple(states_along(*each) for each in zip(runs, before, strict=True))
         ctx.way, ctx.chain, ctx.group = way, chain, group
-        ctx.save_for_backward(*maps[::2], *before)
-        return tuple(state.clone() for state in before)  # autograd wants outputs that are no inputs
+        ctx.save_for_backward(*maps[::2], *states)
+        return states
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *d_before: Tensor) -> tuple[Tensor | None, ...]:
-        keeps, before = ctx.saved_tensors[: len(d_before)], ctx.saved_tensors[len(d_before) :]
-        back = [Map(keep.mT, d) for keep, d in zip(keeps, d_before, strict=True)]
-        behind = ctx.way(back[::-1], ctx.chain[::-1], torch.zeros_like(d_before[0]), ctx.group)[::-1]
-        gradients: list[Tensor] = []
-        for keep, h, d in zip(keeps, before, behind, strict=True):
-            d_keep = (d * h).sum(dim=(-2, -1), keepdim=True) if keep.shape[-1] == 1 else d @ h.mT
-            gradients += [d_keep, d]
+    def backward(ctx: Any, *d_states: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # asked for once: activation checkpointing computes them anew, and once only
+        keeps, states = saved[: len(d_states)], saved[len(d_states) :]
+        d_after = [d[:, :, -1] for d in d_states]  # of the state after each run
+        numbers = keeps[0].shape[-1] == 1
+        runs = [  # the other way: d_h before a chunk = keepᵀ d_h after it + d_read
+            Map((keep if numbers else keep.mT).flip(2), d[:, :, :-1].flip(2))
+            for keep, d in zip(keeps, d_states, strict=True)
+        ]
+        wholes = [one._replace(add=one(d)) for one, d in zip(map(together, runs), d_after, strict=True)]
+        behind = ctx.way(wholes[::-1], ctx.chain[::-1], torch.zeros_like(d_after[0]), ctx.group)[::-1]
+        d_along = [states_along(run, d + more).flip(2) for run, d, more in zip(runs, d_after, behind, strict=True)]
+        d_maps: list[Tensor] = []
+        for keep, along, d in zip(keeps, states, d_along, strict=True):
+            h, d = along[:, :, :-1], d[:, :, 1:]  # the state before each chunk, the gradient of that after it
+            d_maps += [(d * h).sum_to_size(keep.shape) if numbers else d @ h.mT, d]
         first = ctx.chain[0] == neighbours(ctx.group)[0]
-        return None, None, None, back[0](behind[0]) if first else torch.zeros_like(d_before[0]), *gradients
+        return None, None, None, d_along[0][:, :, 0] if first else torch.zeros_like(d_after[0]), *d_maps
 
 
 def check_layout_of_states(layout: str) -> None:
@@ -195,12 +214,13 @@ def ring_linear_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """This rank's rows of `linear_attention` over the whole sequence, differentiable once.
 
-    q, k (B, H, C, D), v (B, H, C, Dv), log_decay and beta (B, H, C): this rank's chunks, as `ringlab.shard` cuts them;
-    contiguous chunks may have any lengths. `state` (B, H, D, Dv), the same on every rank, is what was there before the
-    first token. Each rank gets its part of its gradient: the sum over the ranks is the whole. `documents` are the
-    lengths of packed documents: each begins with an empty state, but the first with `state`. `way` is "hops", "scan" or
-    "gather". Returns out (B, H, C, Dv), in q's dtype, and the state after the last token, in float32 at least, on the
-    rank that has this token; None on the others. Every rank must call it and run its backward pass.
+    q, k (B, H, C, D), v (B, H, C, Dv), log_decay (B, H, C) or (B, H, C, D), beta (B, H, C): this rank's chunks, as
+    `ringlab.shard` cuts them; contiguous chunks may have any lengths. `state` (B, H, D, Dv), the same on every rank, is
+    what was there before the first token. Each rank gets its part of its gradient: the sum over the ranks is the whole.
+    `documents` are the lengths of packed documents: each begins with an empty state, but the first with `state`. `way`
+    is "hops", "scan" or "gather". Returns out (B, H, C, Dv), in q's dtype, and the state after the last token, in
+    float32 at least, on the rank that has this token; None on the others. Every rank must call it and run its backward
+    pass.
 
     Raises the same ValueError on every rank, before any message, where inputs do not fit, the ranks disagree, or layout
     and way do not fit. Sun et al. 2025 (LASP-2), algorithms 1 and 2.
@@ -221,6 +241,7 @@ def ring_linear_attention(
     inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
     given = {name: x for name, x in inputs.items() if x is not None}
     same: dict[str, Any] = {"heads of v": v.shape[1:2], "given": [*given], "layout": layout, "way": way}
+    same |= {"dim of log_decay": getattr(log_decay, "ndim", None)}
     same |= {"documents": lengths_of(documents), "gradients": [name for name, x in given.items() if needs_gradients(x)]}
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check, settings=lambda: same)
     partition = Partition(Mask(documents=documents), layout, tuple(lengths))
@@ -231,15 +252,13 @@ def ring_linear_attention(
     x = checked_inputs(q, k, v, log_decay, beta)
     if documents is not None:  # a token that begins a document forgets everything before it
         starts = torch.isin(partition.positions(rank), torch.tensor(partition.mask.documents).cumsum(dim=0))
-        x = x._replace(log_decay=x.log_decay.masked_fill(starts.to(q.device), -torch.inf))
+        x = x._replace(log_decay=x.log_decay.masked_fill(starts.to(q.device)[:, None], -torch.inf))
     parts = zip(*([None] * len(mine) if y is None else y.split(mine, dim=2) for y in x), strict=True)
     chunks = [in_chunks(Inputs(*part), scale) for part in parts]
-    maps = [reduce(lambda first, then: then.after(first), run.maps()) for run in chunks]
     h = empty_state(x) if state is None else state.to(x.k.dtype)
-    before = HandOn.apply(WAYS[way], chain, group, h, *(y for one in maps for y in one))
-    results = [from_state(*each) for each in zip(chunks, before, mine, strict=True)]
-    out = torch.cat([out for out, _ in results], dim=2).to(q.dtype)
-    return out, results[-1][1] if chain[-1] == rank else None
+    states = HandOn.apply(WAYS[way], chain, group, h, *(y for run in chunks for y in run.map))
+    out = torch.cat([outputs(*each) for each in zip(chunks, states, mine, strict=True)], dim=2)
+    return out.to(q.dtype), states[-1][:, :, -1] if chain[-1] == rank else None
 
 
 def chunks_on_rank(context: RankContext, whole: Sequence[Tensor], layout: str, way: str) -> list[Tensor]:

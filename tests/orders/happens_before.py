@@ -3,8 +3,8 @@
 The steps of a rank are messages, flags, and accesses to cells of memory. Messages of two ranks and one channel arrive
 in order, and a flag has one owner. So what a step waits for is the same in every order: if one order ends, all do.
 Two accesses to a cell, one of which writes, are a race unless a wait stands between them. Where there is no race, the
-cells hold the same in every order. So one order is tried, with a vector clock for each rank: how many steps of each
-rank are over, as far as this rank can know.
+cells hold the same numbers in every order: those that other tests compare with full attention. So one order is tried,
+with a vector clock for each rank: how many steps of each rank are over, as far as this rank can know.
 
 A message is a rendezvous (blocking_messages.py): it moves when both ends have begun. From its beginning to the wait it
 may read or write its cells at any time.
@@ -20,7 +20,6 @@ from math import inf
 from ringlab.basics.blocking_messages import Program, Send
 
 Cells = tuple[str, ...]
-Parts = tuple[object, ...]  # what a cell holds: a block's number, or whatever was added up in it, in this order
 
 
 @dataclass(frozen=True)
@@ -54,38 +53,32 @@ class Await:
 
 
 @dataclass(frozen=True)
-class Read:
-    cells: Cells
-    expected: frozenset[object]  # these parts, each once
-
-
-@dataclass(frozen=True)
-class Write:
-    """Give the cells new parts, or those that the cells of `source` hold; with `add` besides what they hold."""
+class Use:
+    """Read some cells of memory, or write them."""
 
     cells: Cells
-    parts: Parts = ()
-    source: Cells = ()
-    add: bool = False
+    writes: bool = False
+
+    @property
+    def does(self) -> str:
+        return "writes" if self.writes else "reads"
 
 
-Step = Isend | Irecv | Wait | Raise | Await | Read | Write
+Step = Isend | Irecv | Wait | Raise | Await | Use
 
 
 @dataclass
 class Access:
-    """What a step does with a cell, from the place `begin` of its rank's program to the place `end`."""
+    """What a step does with a cell, until the place `end` of its rank's program."""
 
     rank: int
     does: str  # sends, receives, reads, writes
-    begin: int
     end: float
     over: tuple[int, ...]  # how many steps of each rank are over when it begins
 
     def clashes(self, other: "Access") -> bool:
         apart = self.over[other.rank] > other.end or other.over[self.rank] > self.end
-        one_step = (self.rank, self.begin) == (other.rank, other.begin)
-        return not apart and not one_step and not {self.does, other.does} <= {"sends", "reads"}
+        return not apart and not {self.does, other.does} <= {"sends", "reads"}
 
 
 class Run:
@@ -95,14 +88,12 @@ class Run:
         self.programs, self.ranks = programs, range(len(programs))
         self.places = [0] * len(programs)
         self.over = [[0] * len(programs) for _ in programs]  # as each rank knows
-        self.begun: dict[tuple, tuple[list, list]] = defaultdict(lambda: ([], []))  # sends and receives of two ranks
+        self.begun: dict[tuple, tuple[list, list]] = defaultdict(lambda: ([], []))  # what senders and receivers knew
         self.number: dict[tuple[int, int], int] = {}  # of each message, by rank and place
         self.raised: dict[str, list[tuple[int, ...]]] = defaultdict(list)  # what its owner knew
         self.owner: dict[str, int] = {}  # of each flag
         self.accesses: dict[str, list[Access]] = defaultdict(list)
         self.open: dict[tuple[int, int], list[Access]] = {}  # of messages that are not waited for
-        self.cells: dict[str, Parts | None] = defaultdict(lambda: None)  # None: nothing was written there
-        self.wrong = ""  # the first read of something unexpected
 
     def to_the_end(self) -> str:
         """What is bad, or ""."""
@@ -114,7 +105,7 @@ class Run:
                     first, then = sorted(pair, key=lambda it: ["writes", "reads", "receives", "sends"].index(it.does))
                     return f"rank {first.rank} {first.does} {cell} while rank {then.rank} {then.does} it"
         waiting = [rank for rank in self.ranks if self.places[rank] < len(self.programs[rank])]
-        return self.wrong or (f"these ranks wait for ever: {waiting}" if waiting else "")
+        return f"these ranks wait for ever: {waiting}" if waiting else ""
 
     def take(self, rank: int) -> bool:
         """Take the next step of this rank. Returns whether there is one for which it need not wait."""
@@ -126,14 +117,15 @@ class Run:
         if None in needed:
             return False
         self.over[rank] = [max(known) for known in zip(self.over[rank], *needed, strict=True)]
-        if isinstance(step, Isend | Irecv):
-            self.open[rank, at] = [self.access(rank, cell, step, inf) for cell in step.cells]
+        if isinstance(step, Isend | Irecv | Use):
+            does = step.does if isinstance(step, Use) else "sends" if isinstance(step, Isend) else "receives"
+            end = at if isinstance(step, Use) else inf
+            self.open[rank, at] = [Access(rank, does, end, tuple(self.over[rank])) for _ in step.cells]
+            for cell, access in zip(step.cells, self.open[rank, at], strict=True):
+                self.accesses[cell].append(access)
         elif isinstance(step, Wait):
-            for n in step.steps:
-                for access in self.open[rank, n]:
-                    access.end = at
-        elif isinstance(step, Read | Write):
-            self.use(rank, step)
+            for access in (access for n in step.steps for access in self.open[rank, n]):
+                access.end = at
         self.places[rank] = self.over[rank][rank] = at + 1
         if isinstance(step, Raise):
             if self.owner.setdefault(step.flag, rank) != rank:
@@ -150,47 +142,15 @@ class Run:
             sends = isinstance(message, Isend)
             peers = self.begun[ends(rank, message)][sends]
             number = self.number[rank, n]
-            yield peers[number][1] if number < len(peers) else None
+            yield peers[number] if number < len(peers) else None
         if isinstance(step, Await):
             raised = self.raised[step.flag]
             yield raised[step.count - 1] if step.count <= len(raised) else None
 
     def begin(self, rank: int, at: int, message: Isend | Irecv) -> None:
-        """Begin a message. It moves, if the other end has begun."""
-        of_both = self.begun[ends(rank, message)]
-        mine = of_both[isinstance(message, Irecv)]
-        self.number[rank, at] = number = len(mine)
-        mine.append((message, tuple(self.over[rank])))
-        if all(number < len(begun) for begun in of_both):
-            (sent, _), (received, _) = (begun[number] for begun in of_both)
-            for here, there in zip(sent.cells, received.cells, strict=True):
-                self.cells[there] = self.cells[here]
-
-    def access(self, rank: int, cell: str, step: Step, end: float | None = None, does: str = "") -> Access:
-        at = self.places[rank]
-        does = does or {Isend: "sends", Irecv: "receives", Read: "reads", Write: "writes"}[type(step)]
-        self.accesses[cell].append(Access(rank, does, at, at if end is None else end, tuple(self.over[rank])))
-        return self.accesses[cell][-1]
-
-    def use(self, rank: int, step: Read | Write) -> None:
-        for cell in step.cells:
-            self.access(rank, cell, step)
-        if isinstance(step, Read):
-            for cell in step.cells:
-                held = self.cells[cell]
-                if held is None or len(held) != len(step.expected) or set(held) != step.expected:
-                    holds = "nothing yet" if held is None else " + ".join(map(str, held)) or "zero"
-                    expected = " + ".join(sorted(map(str, step.expected)))
-                    self.wrong = self.wrong or f"rank {rank} reads {cell}: it holds {holds}; expected {expected}"
-            return
-        for cell in step.source:
-            self.access(rank, cell, step, does="reads")
-        for n, cell in enumerate(step.cells):
-            held, source = (
-                self.cells[cell] if step.add else (),
-                self.cells[step.source[n]] if step.source else step.parts,
-            )
-            self.cells[cell] = None if held is None or source is None else held + source
+        mine = self.begun[ends(rank, message)][isinstance(message, Irecv)]
+        self.number[rank, at] = len(mine)
+        mine.append(tuple(self.over[rank]))
 
 
 def ends(rank: int, message: Isend | Irecv) -> tuple[str, int, int]:
@@ -203,8 +163,7 @@ def ends(rank: int, message: Isend | Irecv) -> tuple[str, int, int]:
 def check(programs: Sequence[Sequence[Step]]) -> str:
     """What is bad in some order of the steps of these programs, one for each rank, or "".
 
-    It is a race; or what a rank reads without one is not what it expects; or ranks wait for ever. Raises ValueError for
-    a flag that several ranks raise.
+    It is a race, or ranks wait for ever. Raises ValueError for a flag that several ranks raise.
     """
     return Run(programs).to_the_end()
 

@@ -8,16 +8,16 @@
 A question of which way wins: two ways, or layouts, that one source measured on the same work. The planner is right if
 it predicts the order, or if the loser is within 5 % of the winner.
 
-The files: published.json, rows with which the constants were fitted; published_later.json and published_more.json,
-rows with which they were not, but for FRAMEWORK, fitted on NeMo's steps. A row names who measured it and where it was
-printed, the level of its kernels, and its GPU: nothing is read from words. A row with "apart" is not counted, and says
-why.
+The rows of published.json are of three sets: "fitted", with which the constants were fitted; "later" and "more", with
+which they were not, but for FRAMEWORK, fitted on NeMo's steps. A row names who measured it and where it was printed,
+the level of its kernels, and its GPU. A row with "apart" is not counted, and says why. The worst row, 4,096 tokens on 8
+GPUs without NVLink, is short: a hop of 512 tokens, where latencies that nobody measured there decide.
 
 Shapes: numbers only.
 
-It prints all, and writes errors.json: what ring-plan reads.
+It prints all, and writes ringlab/planning/errors.json: what ring-plan reads.
 
-    $ python -m ringlab.planning.scoreboard
+    $ python -m bench.scoreboard
     ...
     errors in %                                                       rows       median  nine in ten        worst
         attention, best kernels, one host                               48          5.3         18.1         46.6
@@ -29,7 +29,6 @@ It prints all, and writes errors.json: what ring-plan reads.
     which way wins, or loses by less than 5 %: 47 of 47 right
     intervals of other publishers' rows hold for 58 of 64 rows
 
-Before: step.py. After: plan.py, which prints the intervals.
 Source: every row says where it was printed.
 """
 
@@ -46,17 +45,17 @@ from typing import Any
 
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.memory import step_bytes
+from ringlab.planning.plan import ERRORS, kind_of
 from ringlab.planning.presets import GIB, gpu_named, model_named
-from ringlab.planning.round_costs import FRAMEWORK, HOST_LATENCY, MEMORY_SHARE, realistic, unlimited
+from ringlab.planning.round_costs import FRAMEWORK, HOST_LATENCY, MEMORY_SHARE, efficiency, realistic
 from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.step import KERNELS, Step, step_seconds
-from ringlab.planning.ways import Cluster, named
+from ringlab.planning.ways import Cluster
 
 Row = dict[str, Any]
 
-HERE = Path(__file__).parent
-FILES = tuple(HERE / f"published{name}.json" for name in ("", "_later", "_more"))
-ERRORS = HERE / "errors.json"
+PUBLISHED = Path(__file__).with_name("published.json")
+SETS = ("fitted", "later", "more")
 PASSES = {"forward": (False,), "backward": (True,), "training": (False, True)}  # backward?
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 BACKWARD = 0.88  # of the forward pass's FLOP/s, where one is not measured: the median of the kernels that have both
@@ -71,6 +70,17 @@ MEASURES = (*UNITS, "tokens_s_a_gpu", "peak_gib")  # measured_...
 def layer_of(row: Row) -> AttentionLayer:
     """The attention of a row."""
     return AttentionLayer(row["heads"], row["kv_heads"], row["head_dim"], ITEMSIZE[row.get("dtype") or "bf16"])
+
+
+def unlimited(
+    flops: tuple[float, float], heads: float, tokens: float, multiprocessors: int, *, causal: bool
+) -> tuple[float, float]:
+    """FLOP/s of a kernel on infinitely many blocks, forward and backward, from those it reached on some."""
+    forward, backward = (
+        rate / efficiency(heads, tokens, multiprocessors, causal=causal, backward=each)
+        for rate, each in zip(flops, (False, True), strict=True)
+    )
+    return forward, backward
 
 
 def kernel_flops(row: Row) -> tuple[float, float]:
@@ -176,10 +186,10 @@ class Grade:
         """The case in one line."""
         row = self.row
         if self.section == "attention":
-            split = row.get("inside") if row["way"] == "hybrid" else None
-            way = named(row["way"], Cluster(row["hosts"], row["per_host"], 1.0, 1.0), split)
+            split, gpus = row.get("inside") if row["way"] == "hybrid" else None, row["hosts"] * row["per_host"]
+            way = f"{row['way']} {gpus // split} x {split}" if split else row["way"]
             heads, tokens = f"{row['heads']}/{row['kv_heads']}", f"{row['seq_len'] / 1024:g}K"
-            size = f"{row['gpu']} x {row['hosts'] * row['per_host']}"
+            size = f"{row['gpu']} x {gpus}"
             return f"{size:<9} {tokens:>5} {heads:>6} {row['pass']:<8} {row.get('layout') or 'zigzag':<10} {way}"
         gpus = f"{row['hosts'] * row['per_host']} GPUs" if row.get("hosts") else None
         shared = [f"{name.upper()} {row[name]}" for name in ("cp", "tp") if row.get(name)]
@@ -187,21 +197,17 @@ class Grade:
         return ", ".join(str(each) for each in words if each)
 
 
-def kind_of(task: str, kernels: str, hosts: int) -> str:
-    """The name of a kind of row."""
-    return f"{task}, {'best kernels' if kernels == 'best' else 'framework'}, {'one host' if hosts == 1 else 'hosts'}"
-
-
-def grades(*paths: Path, apart: bool = False) -> list[Grade]:
-    """A grade for each measured number of these files; of the rows that are counted apart, with `apart`."""
+def grades(*sets: str, apart: bool = False) -> list[Grade]:
+    """A grade for each measured number of these sets (none: of all); with `apart`, of the rows that are counted apart.
+    Set by set, in each the attention, then the steps."""
+    content = json.loads(PUBLISHED.read_text())
     return [
         Grade(section, row, what)
-        for path in paths
-        for section, rows in json.loads(path.read_text()).items()
-        if section in ("attention", "steps", "serving")
-        for row in rows
+        for each in sets or SETS
+        for section in ("attention", "steps", "serving")
+        for row in content[section]
         for what in MEASURES
-        if row.get(f"measured_{what}") is not None and ("apart" in row) == apart
+        if row["set"] == each and row.get(f"measured_{what}") is not None and ("apart" in row) == apart
     ]
 
 
@@ -294,7 +300,7 @@ def show(marked: Sequence[Grade]) -> None:
 
 
 def main() -> int:
-    marked, apart = grades(*FILES), grades(*FILES, apart=True)
+    marked, apart = grades(), grades(apart=True)
     show([*marked, *apart])
     print(f"errors in %{'rows':>59}       median  nine in ten        worst")
     for kind in sorted({each.kind for each in times(marked)}):
