@@ -10,8 +10,7 @@ it predicts the order, or if the loser is within 5 % of the winner.
 
 The rows of published.json are of three sets: "fitted", with which the constants were fitted; "later" and "more", with
 which they were not, but for FRAMEWORK, fitted on NeMo's steps. A row names who measured it and where it was printed,
-the level of its kernels, and its GPU. A row with "apart" is not counted, and says why. The worst row, 4,096 tokens on 8
-GPUs without NVLink, is short: a hop of 512 tokens, where latencies that nobody measured there decide.
+the level of its kernels, and its GPU. A row with "apart" is not counted, and says why.
 
 Shapes: numbers only.
 
@@ -45,12 +44,12 @@ from typing import Any
 
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.memory import step_bytes
-from ringlab.planning.plan import ERRORS
+from ringlab.planning.plan import ERRORS, kind_of
 from ringlab.planning.presets import GIB, gpu_named, model_named
-from ringlab.planning.round_costs import FRAMEWORK, HOST_LATENCY, MEMORY_SHARE, realistic, unlimited
+from ringlab.planning.round_costs import FRAMEWORK, HOST_LATENCY, MEMORY_SHARE, efficiency, realistic
 from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.step import KERNELS, Step, step_seconds
-from ringlab.planning.ways import Cluster, named
+from ringlab.planning.ways import Cluster
 
 Row = dict[str, Any]
 
@@ -70,6 +69,17 @@ MEASURES = (*UNITS, "tokens_s_a_gpu", "peak_gib")  # measured_...
 def layer_of(row: Row) -> AttentionLayer:
     """The attention of a row."""
     return AttentionLayer(row["heads"], row["kv_heads"], row["head_dim"], ITEMSIZE[row.get("dtype") or "bf16"])
+
+
+def unlimited(
+    flops: tuple[float, float], heads: float, tokens: float, multiprocessors: int, *, causal: bool
+) -> tuple[float, float]:
+    """FLOP/s of a kernel on infinitely many blocks, forward and backward, from those it reached on some."""
+    forward, backward = (
+        rate / efficiency(heads, tokens, multiprocessors, causal=causal, backward=each)
+        for rate, each in zip(flops, (False, True), strict=True)
+    )
+    return forward, backward
 
 
 def kernel_flops(row: Row) -> tuple[float, float]:
@@ -175,20 +185,15 @@ class Grade:
         """The case in one line."""
         row = self.row
         if self.section == "attention":
-            split = row.get("inside") if row["way"] == "hybrid" else None
-            way = named(row["way"], Cluster(row["hosts"], row["per_host"], 1.0, 1.0), split)
+            split, gpus = row.get("inside") if row["way"] == "hybrid" else None, row["hosts"] * row["per_host"]
+            way = f"{row['way']} {gpus // split} x {split}" if split else row["way"]
             heads, tokens = f"{row['heads']}/{row['kv_heads']}", f"{row['seq_len'] / 1024:g}K"
-            size = f"{row['gpu']} x {row['hosts'] * row['per_host']}"
+            size = f"{row['gpu']} x {gpus}"
             return f"{size:<9} {tokens:>5} {heads:>6} {row['pass']:<8} {row.get('layout') or 'zigzag':<10} {way}"
         gpus = f"{row['hosts'] * row['per_host']} GPUs" if row.get("hosts") else None
         shared = [f"{name.upper()} {row[name]}" for name in ("cp", "tp") if row.get(name)]
         words = row.get("model"), row.get("message"), gpus, *shared, row.get("recompute"), row.get("linear_dtype")
         return ", ".join(str(each) for each in words if each)
-
-
-def kind_of(task: str, kernels: str, hosts: int) -> str:
-    """The name of a kind of row."""
-    return f"{task}, {'best kernels' if kernels == 'best' else 'framework'}, {'one host' if hosts == 1 else 'hosts'}"
 
 
 def grades(*sets: str, apart: bool = False) -> list[Grade]:
@@ -300,6 +305,8 @@ def main() -> int:
     for kind in sorted({each.kind for each in times(marked)}):
         show_errors(kind, [each.error for each in times(marked) if each.kind == kind])
     show_errors("all times", [each.error for each in times(marked)])
+    worst = max(times(marked), key=lambda each: abs(each.error))
+    print(f"        the worst: {' '.join(worst.name.split())}: {worst.row.get('note', 'no reason is known')}")
     show_errors("memory", [each.error for each in marked if each.what == "peak_gib"])
     for source in dict.fromkeys(each.row["source"] for each in apart):
         show_errors(f"apart: {source}", [each.error for each in apart if each.row["source"] == source])

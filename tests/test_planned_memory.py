@@ -24,14 +24,13 @@ def test_peaks_of_attention_by_hand():
     for P in (1, 2, 8):
         assert planned.peak_bytes("ring", SMALL, 5, P) == 30 * (4 + 4 + 4 * 2)  # q, out, two K and two V
         assert planned.peak_bytes("all-gather", SMALL, 5, P) == 30 * (4 + 4 + P * 4)  # q, out, P K and V
-        assert planned.peak_bytes("all-to-all", SMALL, 5, P) == 30 * 2 * (4 + 2 + 2)  # q, k, v twice
     # q, out, d_out, dq; k, v, two buffers of both, dk, dv; in 4 bytes dQ, and two buffers of dK and dV
     assert peak_bytes_backward(SMALL, 5) == 30 * (4 * 4 + 2 + 2 + 8 + 4) + 60 * (4 + 8)
     assert planned.peak_bytes("ring", LLAMA_7B, 1, 8) == 6 * 2 * 4096  # table 1: 12bch
     assert peak_bytes_backward(LLAMA_7B, 1) == 22 * 2 * 4096
     assert peak_bytes_backward(AttentionLayer(4, 4, 16, 4), 1) == 17 * 4 * 64
     assert peak_bytes_backward(AttentionLayer(4, 4, 16, 8), 1) == 17 * 8 * 64  # float64 sums for float64
-    with pytest.raises(ValueError, match="method is 'tree'; expected ring, all-gather, all-to-all"):
+    with pytest.raises(ValueError, match="method is 'tree'; expected ring, all-gather"):
         planned.peak_bytes("tree", SMALL, 5, 2)
 
 

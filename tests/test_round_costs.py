@@ -9,6 +9,7 @@ from statistics import mean
 import pytest
 import torch
 
+from bench.scoreboard import unlimited
 from ringlab.planning import round_costs
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.round_costs import (
@@ -19,7 +20,6 @@ from ringlab.planning.round_costs import (
     merge_bytes,
     packing_bytes,
     realistic,
-    unlimited,
 )
 from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.ways import Cluster
@@ -196,15 +196,19 @@ def test_bad_input(options, says):
     "wrong",
     [
         *({"memory_bandwidth": 0.0}, {"latency": -1.0}, {"host_latency": -1.0}, {"launch": -1.0}),
-        *({"backward_flops": -1.0}, {"slowdown": 0.9}, {"causal": 0.0}, {"slowdown": math.inf}),
+        *(
+            {"backward_flops": -1.0},
+            {"multiprocessors": -1},
+            {"slowdown": 0.9},
+            {"causal": 0.0},
+            {"slowdown": math.inf},
+        ),
         *({"latency": math.nan}, {"memory_bandwidth": math.nan}),
     ],
 )
 def test_a_cost_that_cannot_be(wrong):
     with pytest.raises(ValueError, match="expected memory_bandwidth above 0, latencies"):
         replace(TWO, **wrong)
-    with pytest.raises(ValueError, match="multiprocessors is -1; expected 0"):
-        replace(TWO, multiprocessors=-1)
 
 
 # Waves --------------------------------------------------------------------------------------------------------------

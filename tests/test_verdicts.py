@@ -101,16 +101,10 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.planning.hidden_communication": {
         "min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0, 2, 3, 4])
     },  # 1: misprinted
-    "ringlab.planning.seconds": {"pass_seconds": (lambda seconds: seconds * (1 + 1e-6), range(3))},
     "ringlab.planning.unequal": {
         "ring_seconds": (lambda seconds: seconds * (1 + 1e-6), range(4)),
         "unequal_ring": (lambda seconds: 1.01 * seconds, [1, 3]),  # chunks in proportion
         "best_order": (lambda order: tuple(sorted(order)), [0]),
-    },
-    "ringlab.planning.round_costs": {"merge_bytes": (lambda moved: moved + 1, [2])},
-    "ringlab.planning.step": {
-        "step_seconds": (lambda terms: {**terms, "more": 9.0}, [0]),
-        "step_bytes": (lambda held: {**held, "more": 9e9}, [0]),
     },
     "ringlab.planning.pass_q_or_kv": {
         "published": (

@@ -12,7 +12,6 @@ balanced layout but none of the bytes, so C doubles.
 The backward pass costs 10·C²·H·D FLOPs a block (five products) and sends the gradients of K and V too, in float32:
 C >= (w + 4)/5 · G/H · flops / bandwidth. In published rings the last hop of the gradients follows all computing, so
 nothing hides it. Our rings compute on the own block last: nothing hides the first hop of K and V, which is shorter.
-On P ranks, chunks of C tokens make a sequence of P·C. The paper asks for 6·C, because a rank holds six blocks.
 
     P rounds take     computing + (P-1)·max(computing, message)
 
@@ -28,7 +27,7 @@ bench/overlap_threshold.py measures them.
     TPU v4                 275  268.0             1.0K   1.03K              6.2K    6.16K
     TPU v5e                196  186.0             1.1K   1.05K              6.3K    6.32K
 
-Before: flash_ring.py, the ring that this model describes. After: unlike.py, where ranks and links differ.
+Before: flash_ring.py, the ring that this model describes. After: unequal.py, where ranks and links differ.
 Source: Liu et al. 2024, section 3 and table 2.
 """
 
@@ -109,26 +108,6 @@ def hidden_share(chunk: float, min_chunk: float) -> float:
 def ring_seconds(world_size: int, computing: float, message: float) -> float:
     """Seconds of P overlapped rounds of `computing`, and P - 1 hops of `message` seconds each."""
     return computing + (world_size - 1) * max(computing, message)
-
-
-def pass_seconds(
-    layer: AttentionLayer,
-    chunk: float,
-    world_size: int,
-    flops: float,
-    bandwidth: float,
-    *,
-    visible: float = 1.0,
-    backward: bool = False,
-) -> float:
-    """Seconds of a layer's forward or backward pass on a published ring; arguments as in `min_overlap_chunk`.
-
-    The backward pass ends with the last hop of the gradients, which no computing hides. For ours: seconds.py.
-    """
-    computing = block_flops(layer, visible * chunk**2, backward=backward) / flops
-    message = hop_bytes(layer, chunk, backward=backward) / bandwidth
-    home = gradient_bytes(layer, chunk) / bandwidth if backward and world_size > 1 else 0.0
-    return ring_seconds(world_size, computing, message) + home
 
 
 def main() -> int:

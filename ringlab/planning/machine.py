@@ -4,8 +4,6 @@
     cluster           the fields of a Cluster of ways.py, which says what they mean; null: there is no such wire
     computing         FLOP/s by pass, mask and block length; messages: seconds by kind, place and bytes: the tables
 
-Shapes: numbers only.
-
 A reader of the ring may skip this file.
 """
 
@@ -56,6 +54,7 @@ def read_machine(path: str | Path) -> Cluster:
             expected = f"{'a whole number' if name in COUNTS else 'a number'}, 0 or {least:g} to {most:g}"
             raise ValueError(f"{path}: {name} is {value!r}; expected {expected}{', or null' * (name in WIRES)}")
     try:
-        return Cluster(**{name: math.inf if value is None else value for name, value in numbers.items()})
+        known: dict[str, Any] = {name: math.inf if value is None else value for name, value in numbers.items()}
+        return Cluster(**known)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

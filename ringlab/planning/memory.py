@@ -12,12 +12,10 @@
 Each rank needs memory for its own chunk only, so P devices hold P times the sequence. Forward pass, paper's
 accounting: one device with blockwise attention stores L + 1 chunks, a ring L + 6.
 
-Shapes: numbers only; h = H·D, C = S/P tokens on a rank, w bytes an element; a Step of step.py. Tests count the tensors
-of real rings, and what autograd keeps; bench/max_context.py measures a layer, bench/longest_training.py a model.
+Shapes: h = H·D, C = S/P tokens on a rank, w bytes an element. Tests count the tensors of real rings, and what autograd
+keeps; bench/max_context.py measures a layer, bench/longest_training.py a model.
 
-A reader may skip this file.
-
-Before: ways.py. After: step.py.
+A reader may skip this file. Before: ways.py. After: step.py.
 Source: Liu et al. 2024, section 3 and table 1; torchtitan's pages, eight steps; Korthikanti et al. 2022 (arXiv
 2205.05198), selective recomputation.
 """
@@ -39,14 +37,13 @@ CONTEXT = 1.5 * GIB  # bytes that CUDA and NCCL take for themselves: assumed
 
 
 def peak_bytes(method: str, layer: AttentionLayer, chunk: float, world_size: int) -> float:
-    """Peak memory of a rank in attention's forward pass, in bytes, by "ring", "all-gather" or "all-to-all".
+    """Peak memory of a rank in attention's forward pass, in bytes, by "ring" or "all-gather".
 
-    ring: q, out, the K and V in hand, and those that arrive. all-gather: q, out, and every K and V. all-to-all: q, k
-    and v twice, as they leave and as they arrive. Raises ValueError for another method. The ring's is the paper's count
-    (section 3). For a backward pass a rank keeps its own K and V too.
+    ring: q, out, the K and V in hand, and those that arrive, the paper's count (section 3). all-gather: q, out, and
+    every K and V. Raises ValueError for another method. For a backward pass a rank keeps its own K and V too.
     """
     H, G = layer.heads, layer.kv_heads
-    heads = {"ring": 2 * H + 4 * G, "all-gather": 2 * H + 2 * G * world_size, "all-to-all": 2 * H + 4 * G}
+    heads = {"ring": 2 * H + 4 * G, "all-gather": 2 * H + 2 * G * world_size}
     if method not in heads:
         raise ValueError(f"method is {method!r}; expected {', '.join(heads)}")
     return heads[method] * chunk * layer.head_dim * layer.itemsize
@@ -117,7 +114,7 @@ def kept_numbers(step: "Step") -> float:
     # selective: x; q and v, every other product; out and lse. Of the feedforward: the gate; the output
     softmax = {"selective": h + 2 * q + model.kv_heads * model.head_dim + model.heads, "none": 2 * h + attention}
     others = {"selective": h + model.inner, "none": feedforward}
-    kept = softmax[step.recompute]
+    kept: float = softmax[step.recompute]
     if linear:
         # none: x and h, x/rms and n; what goes into the convolution, and comes out; the gate, out, gated out
         some, every = linear.channels + 2 * linear.values, 2 * linear.channels + 3 * linear.values + 2 * linear.heads

@@ -4,10 +4,9 @@
 
 A reader may skip this file: it reads models.json, gpus.json and Hugging Face's config.json.
 
-Shapes: numbers only. FLOP/s without sparsity; bytes/s in one direction; bytes of memory as torch reports them, where
+FLOP/s without sparsity; bytes/s in one direction; bytes of memory as torch reports them, where
 `source` says so, else as printed on the data sheet.
 
-Before: round_costs.py. After: step.py, which predicts a training step from them.
 Source: named in each row of the two files.
 """
 
@@ -196,13 +195,6 @@ GPUS = {row["name"]: GPU(**row) for row in rows("gpus.json")}
 GPUS["a100"] = GPUS["a100-80"]
 
 
-def ideal(flops: float, link: float, card: float, memory: float) -> GPU:
-    """A GPU of four numbers, which reaches all of them: the paper's. Rounds cost nothing beside their products."""
-    rates = dict.fromkeys(("fused", "torch"), (flops, flops))
-    peak, source = {"bf16": flops}, "your numbers, all of which are reached"
-    return GPU("ideal", source, peak, rates, memory, math.inf, link, card, card_share=1.0, link_share=1.0)
-
-
 def gpu_named(name: str) -> GPU:
     """A GPU by its name, with or without spaces. Raises ValueError that lists all, if there is none."""
     known = name.lower().replace(" ", "-")
@@ -273,11 +265,10 @@ def read_config(path: Path) -> Model:
         config = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as reason:
         raise ValueError(f"{path} cannot be read: {reason}; expected the config.json of a model") from reason
+    if isinstance(config, dict):
+        config = config.get("text_config") or config  # of a model that sees pictures too
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}; expected an object with the fields of a model")
-    config = config.get("text_config") or config  # of a model that sees pictures too
-    if not isinstance(config, dict):
-        raise ValueError(f"{path}: text_config is {config!r}; expected an object with the fields of a model")
+        raise ValueError(f"{path} holds {str(config)[:40]!r}; expected an object with the fields of a model")
     refuse_unlike(path, config)
 
     def field(*names: str, default: int | None = None) -> int:
@@ -298,22 +289,20 @@ def read_config(path: Path) -> Model:
     experts = field("num_local_experts", "num_experts", "n_routed_experts", default=0)
     width = field("intermediate_size", *["moe_intermediate_size"] * bool(experts))
     if experts:
-        dense = field("first_k_dense_replace", default=0)
+        dense, of_dense = field("first_k_dense_replace", default=0), width
+        width = max(1, field("moe_intermediate_size", default=width))
+        wide = field("shared_expert_intermediate_size", default=0)
+        if wide % width:
+            raise ValueError(f"{path} has shared_expert_intermediate_size {wide}; expected a multiple of {width}")
         known |= {"experts": experts, "active": field("num_experts_per_tok"), "dense": dense}
-        shared, each = (
-            field("shared_expert_intermediate_size", default=0),
-            field("moe_intermediate_size", default=width),
-        )
-        if shared % max(1, each):
-            raise ValueError(f"{path} has shared_expert_intermediate_size {shared}; expected a multiple of {each}")
-        shared = shared // max(1, each) or field("n_shared_experts", default=0)
-        known |= {"shared": shared, "dense_feedforward": width if dense else 0}
+        known |= {"shared": wide // width or field("n_shared_experts", default=0)}
+        known |= {"dense_feedforward": of_dense if dense else 0}
     return Model(
         name=kind,
         source=str(path),
         kv_heads=field("num_key_value_heads", default=known["heads"]),
         head_dim=field("head_dim", default=0),
-        feedforward=field("moe_intermediate_size", default=width) if experts else width,
+        feedforward=width,
         tied=config.get("tie_word_embeddings", kind in TIED) is True,
         gated=kind.startswith(GATED),
         **known,

@@ -7,15 +7,12 @@
     hybrid n x g    n rows of g ranks, all-to-all in a row; then n - 1 hops of g·C tokens of the K/V heads a rank needs
     gradients       rings: one hop more than K and V, in float32 at least. all-to-all: as many bytes as q, k, v and out
 
-The network interface cards (NICs) of a host are slower than the links inside it. Device i uses NIC
-⌊i · nics / per_host⌋. The busiest device and the busiest NIC decide. Where g > G, ranks hold copies of K/V heads, which
-cost bytes and memory, as in ringlab/training/all_to_all.py.
-
-Shapes: numbers only. P = hosts · per_host ranks, C = S/P tokens on each. All numbers are modelled, not measured.
+Network interface cards (NICs) are slower than the links inside a host. Device i uses NIC ⌊i · nics / per_host⌋. The
+busiest device and NIC decide. Where g > G, ranks hold copies of K/V heads, as in ../training/all_to_all.py.
 
 A reader may skip this file: seconds.py has the times.
 
-Before: unequal.py. After: round_costs.py, what a round costs beside its products.
+Shapes: P = hosts · per_host ranks, C = S/P tokens on each. Before: unequal.py. After: round_costs.py.
 Source: Liu et al. 2024, section 3; Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2, all-gather;
 Jacobs et al. 2023 (Ulysses), section 3; Fang & Zhao 2024 (USP), section 3, hybrid.
 """
@@ -26,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ringlab.planning.hidden_communication import AttentionLayer, gradient_bytes, hop_bytes
-from ringlab.training.all_to_all import check_split, heads_of_ranks
+from ringlab.training.heads import check_split, heads_of_ranks
 
 WAYS = ("ring", "double ring", "all-gather", "all-to-all", "hybrid")  # of one sequence
 
@@ -35,9 +32,8 @@ WAYS = ("ring", "double ring", "all-gather", "all-to-all", "hybrid")  # of one s
 class Cluster:
     """Hosts of devices that are all alike. Raises ValueError for a number that no cluster has.
 
-    `flops` is the FLOP/s of a device, `bandwidth` the bytes/s of its link inside the host, `host_bandwidth` the bytes/s
-    of one NIC, each in one direction. A host has `nics` NICs (0: one for each device). The fields after `nics` are
-    costs that an ideal device does not have: seconds.py says where each is paid.
+    `flops` is of a device, `bandwidth` of its link inside the host, `host_bandwidth` of one NIC, in one direction. A
+    host has `nics` NICs (0: one for each device). The fields after `nics` are costs that an ideal device does not have.
     """
 
     hosts: int
@@ -60,17 +56,15 @@ class Cluster:
             object.__setattr__(self, "nics", self.per_host)
         if min(self.hosts, self.per_host) < 1 or min(self.flops, self.bandwidth, self.host_bandwidth) <= 0:
             raise ValueError(f"the cluster is {self}; expected a host and a device or more, and rates above 0")
-        if self.multiprocessors < 0:
-            raise ValueError(f"multiprocessors is {self.multiprocessors}; expected 0 (blocks cost nothing) or more")
         if not 1 <= self.nics <= self.per_host:
             raise ValueError(f"nics is {self.nics}; expected 1 to {self.per_host}, the devices of a host")
-        costs = self.latency, self.host_latency, self.launch, self.backward_flops
+        costs = self.latency, self.host_latency, self.launch, self.backward_flops, self.multiprocessors
         factors = self.slowdown, self.causal
         if not self.memory_bandwidth > 0 or not min(costs) >= 0 or not 1 <= min(factors) <= max(factors) < math.inf:
-            raise ValueError(
-                f"the cluster is {self}; expected memory_bandwidth above 0, latencies, launch and backward_flops of 0 "
-                "or more, slowdown and causal of 1 or more"
+            rest = (
+                "latencies, launch, backward_flops and multiprocessors of 0 or more, slowdown and causal of 1 or more"
             )
+            raise ValueError(f"the cluster is {self}; expected memory_bandwidth above 0, {rest}")
 
     def rate(self, backward: bool) -> float:
         """FLOP/s of a device in the forward or backward pass."""
@@ -85,10 +79,6 @@ class Cluster:
         """(host, NIC of the host) that a rank uses."""
         host, device = divmod(rank, self.per_host)
         return host, device * self.nics // self.per_host
-
-    def crosses(self, source: int, target: int) -> bool:
-        """Whether a message leaves its host."""
-        return source // self.per_host != target // self.per_host
 
 
 def splits(layer: AttentionLayer, cluster: Cluster) -> list[int]:
@@ -113,11 +103,6 @@ def exchange_ranks(way: str, layer: AttentionLayer, cluster: Cluster, split: int
     ranks = cluster.devices if way == "all-to-all" else split or 1
     check_split(layer.heads, ranks, cluster.devices)
     return ranks
-
-
-def named(way: str, cluster: Cluster, split: int | None) -> str:
-    """The name of a way. Hybrid's name has the mesh to build: rows x ranks of a row, which is `split`."""
-    return f"{way} {cluster.devices // split} x {split}" if split else way
 
 
 def shares(layer: AttentionLayer, ranks: int) -> list[AttentionLayer]:
@@ -154,7 +139,7 @@ def busiest(sent: Iterable[tuple[int, int, float]], cluster: Cluster) -> tuple[f
     devices: defaultdict[int, float] = defaultdict(float)
     nics: defaultdict[tuple[int, int], float] = defaultdict(float)
     for source, target, size in sent:
-        if cluster.crosses(source, target):
+        if source // cluster.per_host != target // cluster.per_host:
             nics[cluster.nic(source)] += size
         elif source != target:
             devices[source] += size
