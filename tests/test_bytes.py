@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from notebooks.your_ring.messages import Watch
 from ringlab.support import pipes
 from ringlab.training import all_gather, all_to_all
-from ringlab.training.all_to_all import heads_of_ranks
+from ringlab.training.heads import heads_of_ranks
 from tests.attention import DTYPES
 from tests.grouped_queries import grouped_inputs
 from tests.refusals import all_of, as_on_hosts, refusal

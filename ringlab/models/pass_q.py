@@ -16,7 +16,7 @@ With T and S tokens on all ranks, a rank sends on average (P-1)/P · B·H·T·D 
 B·H·T·(Dv+1) of partial results, in float32 at least. Pass-KV sends (P-1)/P · B·G·S·(D+Dv).
 
     $ python -m ringlab.models.pass_q
-    4 ranks with 2 0 3 1 new tokens and 9 24 7 20 keys
+    4 ranks have 7 24 4 19 tokens in the cache and 2 0 3 1 new ones
     ok    pass-Q: largest error 2.8e-07, rounding allows 5.1e-06 (float32 sums)
           Q travels: a rank sends 459 numbers on average
     ok    pass-KV: largest error 2.8e-07, rounding allows 5.1e-06 (float32 sums)
@@ -245,37 +245,26 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
 
 
 B, H, G, D = 1, 6, 2, 8
-DOCUMENTS = (23, 37)  # a text of two documents, each of which goes on: the last three tokens of each are new
-NEW = torch.tensor([20, 21, 22, 57, 58, 59])
-NEW_OF_RANKS = (2, 0, 3, 1)
-CACHED = (7, 24, 4, 19)
-
-
-def deal() -> tuple[list[Tensor], list[Tensor]]:
-    """The positions of each rank's new tokens, and of its keys: cached tokens here and there, and its new ones."""
-    old = torch.randperm(sum(DOCUMENTS), generator=torch.Generator().manual_seed(0))
-    old = old[~torch.isin(old, NEW)].split(CACHED)
-    new = NEW.split(NEW_OF_RANKS)
-    return list(new), [torch.cat(both).sort().values for both in zip(old, new, strict=True)]
+CACHED, NEW = (7, 24, 4, 19), (2, 0, 3, 1)  # tokens of each rank
 
 
 def on_rank(context: RankContext, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, str]]:
-    """This rank's out by each way, for the whole q, k and v (B, H or G, S, D)."""
-    at, keys_at = (positions[context.rank] for positions in deal())
-    places = agree_on_places(at, keys_at, causal=True, documents=DOCUMENTS)
+    """This rank's out by each way, for the whole q, k and v. Cached tokens are here and there, and the last are new."""
+    cached = torch.randperm(sum(CACHED), generator=torch.Generator().manual_seed(0)).split(CACHED)
+    at = torch.arange(sum(CACHED), sum(CACHED + NEW)).split(NEW)[context.rank]
+    keys_at = torch.cat([cached[context.rank].sort().values, at])
+    places = agree_on_places(at, keys_at, causal=True)
     mine = q[:, :, at], k[:, :, keys_at], v[:, :, keys_at]
     return [cached_attention(*mine, places, passing=passing) for passing in ("Q", "KV", "auto")]
 
 
 def main() -> int:
-    P, S, T, ok = len(CACHED), sum(DOCUMENTS), len(NEW), True
+    P, S, T, ok = len(CACHED), sum(CACHED + NEW), sum(NEW), True
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, heads, S, D, generator=generator) for heads in (H, G, G))
-    number = torch.tensor([0] * DOCUMENTS[0] + [1] * DOCUMENTS[1])  # of each token's document
-    visible = ((number[:, None] == number).tril())[NEW]
-    right = exact_attention(q[:, :, NEW], k, v, visible=visible, fused_blocks=4 * P)["out"]
-    counts = [" ".join(str(len(x)) for x in of_ranks) for of_ranks in deal()]
-    print(f"{P} ranks with {counts[0]} new tokens and {counts[1]} keys")
+    visible = torch.ones(S, S, dtype=torch.bool).tril()[-T:]
+    right = exact_attention(q[:, :, -T:], k, v, visible=visible, fused_blocks=4 * P)["out"]
+    print(f"{P} ranks have {' '.join(map(str, CACHED))} tokens in the cache and {' '.join(map(str, NEW))} new ones")
     sent = {"Q": B * H * T * (2 * D + 1), "KV": 2 * B * G * S * D}
     for passing, of_ranks in zip((*sent, "auto"), zip(*launch(on_rank, P, q, k, v), strict=True), strict=True):
         outs, passed = zip(*of_ranks, strict=True)
