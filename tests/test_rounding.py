@@ -227,15 +227,13 @@ def test_what_a_fused_kernel_and_merges_may_be_off_by_hand():
 
 def test_what_a_saturated_softcap_may_be_off_by_hand():
     """tanh is 1 and its slope 0. So the exact gradients are 0, and only the rounding of the slope is left: 10 u a key."""
-    q, k = torch.full((1, 1, 1, 1), 100.0), torch.tensor([[[[1.0], [-1.0]]]])
-    rights = exact_attention(q, k, k, torch.ones(1, 1, 1, 1), scale=1.0, softcap=2.0)
-    u, p = (
-        torch.finfo(torch.float32).eps / 2 + torch.finfo(torch.float64).eps / 2,
-        torch.sigmoid(torch.tensor(4.0)).item(),
-    )
-    assert rights["dq"].exact.item() == 0  # weights p and 1 - p, dP = 1 and -1: p (1 - (2p - 1)) + (1 - p) (2p - 1 + 1)
-    assert rights["dq"].sums.item() == pytest.approx(10 * u * 4 * p * (1 - p), rel=1e-3)
-    assert rights["dk"].sums.flatten().tolist() == pytest.approx([10 * u * 200 * p * (1 - p)] * 2, rel=1e-3)
+    q, k, v = torch.full((1, 1, 1, 1), 100.0), torch.tensor([[[[1.0], [-0.5]]]]), torch.tensor([[[[1.0], [-1.0]]]])
+    rights = exact_attention(q, k, v, torch.ones(1, 1, 1, 1), scale=1.0, softcap=2.0)
+    u, p = torch.finfo(torch.float32).eps / 2 + torch.finfo(torch.float64).eps / 2, 1 / (1 + math.exp(-4))
+    assert rights["dq"].exact.item() == 0
+    each = 10 * u * 2 * p * (1 - p)  # weights p and 1 - p; dP - delta = 1 - (2p - 1) and -1 - (2p - 1)
+    assert rights["dq"].sums.item() == pytest.approx(each * (1 + 0.5), rel=1e-3)
+    assert rights["dk"].sums.flatten().tolist() == pytest.approx([each * 100] * 2, rel=1e-3)
 
 
 # Mistakes of precision ------------------------------------------------------------------------------------------------
