@@ -32,7 +32,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 from book.data import WRONG_GRADIENTS, WRONG_OUT, scoreboard
 from ring_doctor.catalogue import CATALOGUE
 from ringlab.planning.plan import digits
-from tests.one import chapter, concepts
+from tests.one import chapter
 
 # The one setting: where the code is, and where the book is published. Empty: the book brings the code as an archive.
 REPOSITORY, SITE = (os.environ.get(name, "").rstrip("/") for name in ("BOOK_REPOSITORY", "BOOK_SITE"))
@@ -52,6 +52,7 @@ AS_CODE = {".py", ".toml", ".yml", ".txt", ".sh", ".yaml", ".sbatch", ".cff", ""
 # Pictures, code, formulas, targets of links, tags
 NO_WORDS = re.compile(r"!\[[^\]]*\]\([^)]*\)|`[^`]*`|\$[^$]+\$|\]\([^)]*\)|<[^>]*>|https?://\S+")
 TREE = re.compile(r"```\{toctree\}\n(.*?)\n\n(.*?)\n```", re.S)
+IS_PATH = re.compile(r"[/.]|^[A-Z]+$")  # and not an anchor of the page itself
 IN_CHAPTERS = {  # an explorer, its settings, and the heading before which it stands
     "notebooks/04_the_ring": ("deadlock", "P=4&order=RSSS", "## The ring"),
     "notebooks/05_backward": ("ring", "pass=backward", "## Four mistakes"),
@@ -62,14 +63,6 @@ BELOW = {  # pages that stand below a page in the contents
     "bench/README": ("results/*",),
     "ring_doctor/patients/results": ("README", "findings/*"),
     "docs/your_model": ("../ringlab/models/EVERY_MODEL", "../examples/README"),
-}
-FOLDERS = {
-    "ringlab/basics": "What the ring is made of",
-    ".": "The ring",
-    "ringlab/training": "What training needs",
-    "ringlab/planning": "What it costs",
-    "ringlab/models": "What it is for",
-    "ring_doctor": "What is wrong with a ring",
 }
 
 
@@ -271,8 +264,6 @@ def part(name: str, language: str) -> str:
         )
     elif name == "scoreboard":
         return "\n".join(scored(row) for row in scoreboard()["rows"])
-    elif name == "concepts":
-        return "\n\n".join(listed())
     elif name == "learn":
         found = sections[1 + english.index("What you will learn")]
     else:
@@ -285,24 +276,6 @@ def scored(row: dict[str, Any]) -> str:
     times = (f"{digits(row[name])} {row['unit']}" for name in ("measured", "predicted"))
     cells = (row["case"], row["way"], *times, f"{100 * row['error']:+.1f}", row["source"])
     return f"| {' | '.join(cells)} |"
-
-
-def shown_files() -> dict[str, Path]:
-    """The files of code that a reader runs, by name: concepts() and a few more."""
-    more = ("notebooks/published_example.py", *(f"ring_doctor/{n}.py" for n in ("paper_ring", "catalogue", "xray")))
-    return {str(path.relative_to(ROOT)): path for path in (*concepts().values(), *(ROOT / name for name in more))}
-
-
-def listed() -> Iterator[str]:
-    """The concept files by folder, in the order of the map, with the sentence that each opens with."""
-    order = re.findall(r"\(\.\./([\w/]+\.py)\)", (ROOT / "notebooks/README.md").read_text())
-    names = sorted(shown_files(), key=lambda name: order.index(name) if name in order else len(order))
-    for home, words in FOLDERS.items():
-        yield f"## {words}"
-        for name in (name for name in names if str(Path(name).parent) == home):
-            first = (ast.get_docstring(ast.parse((ROOT / name).read_text())) or "").split("\n\n")[0]
-            sentence = re.sub(r"([\\*_\[\]<>$|#~])", r"\\\1", " ".join(first.split()))
-            yield f"[{Path(name).stem}]({name})\n: {sentence}"
 
 
 # Where links lead ----------------------------------------------------------------------------------------------------
@@ -333,7 +306,7 @@ class Links(SphinxPostTransform):
 
     def run(self) -> None:
         for node in list(self.document.findall(addnodes.pending_xref)):
-            if node["reftype"] == "myst" and node["refdomain"] != "doc" and re.search(r"[/.]", node["reftarget"]):
+            if node["reftype"] == "myst" and node["refdomain"] != "doc" and IS_PATH.search(node["reftarget"]):
                 to = self.address(node["reftarget"])
                 words = node[0].deepcopy()
                 classes = [] if self.config.language == "en" else ["english"]
@@ -366,7 +339,7 @@ def code_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """A page of lines for each file of code that a page links to."""
     for name in sorted(app.code) if app.config.language == "en" else []:  # type: ignore[attr-defined]
         body = f"<h1>{Path(name).name}</h1><p><code>{name}</code></p>"
-        if name in shown_files() and (its := chapter(ROOT / name)):
+        if its := chapter(ROOT / name):
             up = os.path.relpath(f"notebooks/{its}.html", Path(name).parent)
             body += f'<p>Its chapter: <a href="{up}">{escape(title(f"notebooks/{its}"))}</a></p>'
         yield page_of(name), {"title": Path(name).name, "body": f"<section>{body}{lines(name)}</section>"}, "page.html"
