@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import record
-from bench.turns import Method, in_turn, pin
+from bench.record import Method, in_turn, pin
 from notebooks.your_ring.messages import Watch
 from ring_attn import ring_attention
 from ringlab.basics.ranks import gather

@@ -15,7 +15,7 @@ run that was stopped goes on where it was.
 
     $ sudo .venv/bin/python -m bench.five_ways
 
-After: five_ways_predicted.py and five_ways_table.py.
+After: five_ways_predicted.py.
 """
 
 import json
@@ -34,10 +34,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench import record
 from bench.against_peers import torch_backward, torch_forward
-from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, Row, peer
-from bench.five_ways_table import table
+from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, Row, peer, table
 from bench.hosts import hosts, torchrun, why_not
-from bench.turns import Method, in_turn
+from bench.record import Method, in_turn
 from ringlab.basics.ranks import gather
 from ringlab.planning.ways import WAYS
 from ringlab.support.agreement import agree

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import record
-from bench.turns import Method, in_turn
+from bench.record import Method, in_turn
 from notebooks.your_ring.messages import Watch
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.naive_attention import resolve_scale

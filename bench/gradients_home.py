@@ -27,7 +27,7 @@ from torch import Tensor
 from bench import record
 from bench.against_peers import torch_backward, torch_forward
 from bench.hosts import LINK, hosts, torchrun, why_not
-from bench.turns import in_turn
+from bench.record import in_turn
 from ringlab.support.processes import RankContext, join_ring
 from ringlab.training import schedule
 from ringlab.training.backward import ring_attention

@@ -6,20 +6,28 @@ Before the limit is set, a step of another model sets up libraries and connectio
 first, which makes the optimizer's state. Then comes the step that counts. Each rank is a process of one thread.
 
 A length fits when the step completes on every rank. That its numbers are right is what tests/test_models_mesh.py and
-tests/test_models_train.py check. The prediction is ringlab/planning/step_memory.py, made before the measurement.
+tests/test_models_train.py check. The prediction is `peak_bytes`, made before the measurement: the counts of
+ringlab/planning/memory.py, in float32.
+
+    peak = weights + what all layers keep + max(the loss, the attention of the last layer - its feedforward)
+
+The feedforward of the last layer is done when its attention runs backwards. Its memory is free again, so a ring's
+buffers fit in it. With activation checkpointing there is nothing to free, and the buffers add to the peak.
 
     $ python -m bench.longest_training
 """
 
 import gc
 import sys
+from bisect import bisect_right
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench import record
 from bench.max_context import at_most, longest, no_limit_here, within
@@ -27,7 +35,8 @@ from ringlab.basics.naive_attention import naive_attention
 from ringlab.models.mesh import build_mesh
 from ringlab.models.train import RATE, build, take_step
 from ringlab.models.transformer import Config
-from ringlab.planning.step_memory import longest_chunk
+from ringlab.planning.hidden_communication import AttentionLayer
+from ringlab.planning.memory import F32, kept_at_the_loss, kept_at_work, peak_bytes_backward
 from ringlab.support.processes import RankContext
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import positions
@@ -37,6 +46,65 @@ SHORT = 64  # tokens of a step that warms up
 ONE_PROCESS = [("naive", 1), ("blockwise", 1)]
 MODEL = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "feedforward": 384}
 SIZES = {"worlds": [2, 4], "budget": 64 * 2**20, **MODEL}
+
+
+def kept_by_a_layer(method: str, config: Config, chunk: int) -> tuple[int, int, int]:
+    """Numbers of a token: inputs of a layer, and what attention and feedforward keep, if not checkpointed."""
+    h, H, D = config.hidden, config.heads, config.hidden // config.heads
+    attention, feedforward = kept_at_work(AttentionLayer(H, config.kv_heads, D, F32), h, config.feedforward)
+    if method == "naive":
+        attention += 2 * H * chunk + chunk // F32 - (h + H)  # all heads' mask has a byte for each pair; no out, lse
+    return 2 * h, attention, feedforward
+
+
+def parameters(config: Config) -> tuple[int, int]:
+    """The parameters of a layer, and those outside the layers."""
+    h, F = config.hidden, config.feedforward
+    kv = config.kv_heads * (h // config.heads)
+    return 2 * h * h + 2 * h * kv + 3 * h * F + 2 * h, (1 if config.tied else 2) * config.vocab * h + h
+
+
+def peak_bytes(method: str, config: Config, chunk: int, world_size: int) -> int:
+    """Peak memory of a rank with `chunk` tokens in a step of `ringlab.models.train`, float32, batch 1, from the second
+    step on. `method` is "naive" or "blockwise" (scaled_dot_product_attention) on one process, or "ring".
+    """
+    inputs, attention, feedforward = kept_by_a_layer(method, config, chunk)
+    h, H, D = config.hidden, config.heads, config.hidden // config.heads
+    kv = config.kv_heads * D
+    at_work = {
+        "naive": H * chunk + h,  # the gradient of the weights, dv
+        "blockwise": 2 * h + 2 * kv,  # dq, dk, dv, the kernel's copy of d_out
+        # all that peak_bytes_backward counts but q, k, v, out, d_out; a copy of v, the kernel's of d_out
+        "ring": int(peak_bytes_backward(AttentionLayer(H, config.kv_heads, D, F32), 1)) // F32 - 2 * h - kv,
+    }[method]
+    whole = inputs if config.checkpointing else inputs + attention + feedforward
+    at_attention = attention + at_work if config.checkpointing else at_work - feedforward
+    of_a_token = config.layers * whole + max(sum(kept_at_the_loss(h, config.vocab)), at_attention)
+    layer, outside = parameters(config)
+    state = 3 * (config.layers * layer + outside) // world_size + 2 * (layer + outside)  # weights and moments; gathered
+    return F32 * (of_a_token * chunk + state)
+
+
+def longest_chunk(method: str, config: Config, world_size: int, budget: int) -> int:
+    """The largest multiple of `GRAIN` tokens on a rank whose peak is at most `budget` bytes; 0 if none is."""
+    most = range(GRAIN, 2**40, GRAIN)
+    return GRAIN * bisect_right(most, budget, key=lambda chunk: peak_bytes(method, config, chunk, world_size))
+
+
+def kept_bytes(module: nn.Module, work: Callable[[], Tensor]) -> int:
+    """The bytes that autograd keeps for the backward pass of `work`, each memory once, without the module's weights."""
+    kept = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = work()  # as long as it lives, all that was kept lives
+    for weight in module.parameters():
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    del out
+    return sum(kept.values())
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
@@ -71,7 +139,7 @@ def training_step(context: RankContext, method: str, chunk: int, budget: int, co
 
 def measured(method: str, world_size: int, budget: int, config: Config) -> dict[str, Any]:
     """The longest chunk that trains, predicted and measured, in tokens, and what was tried: [tokens, fits] each."""
-    predicted = longest_chunk(method, config, world_size, budget, GRAIN)
+    predicted = longest_chunk(method, config, world_size, budget)
     probes = []
 
     def fits(n: int) -> bool:
@@ -124,7 +192,7 @@ def table(results: record.Results) -> str:
         f"{results['heads']} heads, "
         f"feedforward {results['feedforward']}, causal, one sequence. Each rank is a process of one thread with a hard "
         f"limit of {results['budget'] / 2**20:g} MiB for weights, optimizer, gradients, activations and buffers. "
-        f"Chunks are multiples of {results['grain']} tokens. Predicted: ringlab/planning/step_memory.py.",
+        f"Chunks are multiples of {results['grain']} tokens. Predicted: bench/longest_training.py.",
         "",
         "| activations | attention | ranks P | longest S, measured | predicted | measured / predicted | "
         "over blockwise's S |",

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from bench import record
 from bench.against_peers import with_gradients
-from bench.turns import Method, in_turn
+from bench.record import Method, in_turn
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import ring_flash_attention

@@ -13,7 +13,6 @@ Linux only, as root, with iproute2. Elsewhere it gives the reason and measures n
 """
 
 import ctypes
-import json
 import os
 import shutil
 import subprocess
@@ -41,7 +40,6 @@ RATE = 125_000_000  # bytes a second
 BURST = 128 * 1024  # bytes that pass at full speed: two packets of the loopback, 1 ms of the rate
 SEND_BUFFER = 256 * 1024  # bytes; with Linux's default, 4 MiB, a send returns long before its message has arrived
 TRACED = 2048  # tokens: at this chunk messages take about as long as computing
-TRACE = Path(__file__).parents[1] / "figures" / "overlap_timeline.json"
 CLONE_NEWNET = 0x40000000  # from sched.h
 Rings = dict[str, list[Event]]  # the events of all ranks of the "blocking" and of the "overlapped" ring
 
@@ -178,9 +176,8 @@ def main() -> int:
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # else torch mentions that the new network has no names of hosts
     results, middles = measure(CHUNKS, **SIZE, rate=RATE)
+    results["traced"] = {name: [asdict(event) for event in events] for name, events in middles[TRACED].items()}
     record.save("overlap", results, table)
-    rings = {name: [asdict(event) for event in events] for name, events in middles[TRACED].items()}
-    TRACE.write_text(json.dumps({"chunk": TRACED, "rate": RATE, **rings}, indent=1) + "\n")
     return 0
 
 

@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import record
+from bench.longest_training import kept_bytes
 from ringlab.models.train import WARM_UP, take_step
 from ringlab.models.transformer import IGNORED, Config, Transformer, summed_loss
-from ringlab.planning.step_memory import kept_bytes
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import positions

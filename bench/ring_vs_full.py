@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from bench import record
 from bench.memory import measured_ring
-from bench.turns import in_turn
+from bench.record import in_turn
 from ring_attn import ring_attention
 from ringlab.basics.blockwise_attention import TILE, blockwise_attention
 from ringlab.basics.ranks import gather, scatter

@@ -1,9 +1,8 @@
 """Shared memory against messages and against PyTorch's loop, on one host.
 
-The same kernels compute the same blocks in the same rounds. "memory": K and V are copied once to where the other ranks
-can read them. "memory, no copy": they were made there. PyTorch's own context-parallel loop (private functions,
-all-to-all rotation) takes turns with them. Ratio: the time of messages, or of the loop, over that of another way; above
-1, this way is faster.
+The same kernels compute the same blocks in the same rounds. In shared memory K and V are copied once to where the other
+ranks can read them. PyTorch's own context-parallel loop (private functions, all-to-all rotation) takes turns with them.
+Ratio: the time of messages, or of the loop, over that of another way; above 1, this way is faster.
 
     $ python -m bench.shared_memory
 """
@@ -18,14 +17,14 @@ import torch
 
 from bench import record
 from bench.against_peers import torch_loop, with_gradients
-from bench.turns import Method, in_turn, pin
+from bench.record import Method, in_turn, pin
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import shard
 from ringlab.training.schedule import Ring
-from ringlab.training.shared_memory import SharedMemory, shared_keys_and_values
+from ringlab.training.shared_memory import SharedMemory
 
-MESSAGES, MEMORY, NO_COPY, LOOP = "messages", "memory", "memory, no copy", "PyTorch's loop"
+MESSAGES, MEMORY, LOOP = "messages", "memory", "PyTorch's loop"
 CASES = {  # options of the attention, and whether its backward pass counts too
     "forward": ({}, False),
     "causal zigzag": ({"causal": True, "layout": "zigzag"}, False),
@@ -39,17 +38,10 @@ def methods_of(case: str, mine: list[torch.Tensor]) -> dict[str, Method]:
     """The attention of this case by messages and by memory, for this rank's q, k, v and d_out."""
     options, both = CASES[case]
     q, k, v, d_out = mine
-    kept = shared_keys_and_values(*k.shape, dtype=k.dtype)
-    for place, x in zip(kept, (k, v), strict=True):
-        place.copy_(x)
     found: dict[str, Method] = {}
-    for name, schedule, inputs in (
-        (MESSAGES, Ring, (q, k, v)),
-        (MEMORY, SharedMemory, (q, k, v)),
-        (NO_COPY, SharedMemory, (q, *kept)),
-    ):
+    for name, schedule in ((MESSAGES, Ring), (MEMORY, SharedMemory)):
         ring = partial(ring_flash_attention, schedule=schedule, **options)
-        found[name] = False, partial(with_gradients, ring, *inputs, d_out) if both else partial(ring, *inputs)
+        found[name] = False, partial(with_gradients, ring, q, k, v, d_out) if both else partial(ring, q, k, v)
     layout, causal = str(options.get("layout", "contiguous")), bool(options.get("causal"))
     found[LOOP] = False, partial(torch_loop, q, k, v, d_out if both else None, causal=causal, layout=layout)
     return found
@@ -69,10 +61,9 @@ def seconds_in_turn(
         layout = str(options.get("layout", "contiguous"))
         mine = [shard(x, layout, context.rank, context.world_size) for x in whole]
         found[case], results = in_turn(context, methods_of(case, mine), repetitions)
-        for name in (MEMORY, NO_COPY):
-            pairs = zip(_listed(results[MESSAGES]), _listed(results[name]), strict=True)
-            if not all(torch.equal(x, y) for x, y in pairs):
-                raise RuntimeError(f"{case}, {name}, {dtype}: the result is wrong: not that of messages, bit for bit")
+        pairs = zip(_listed(results[MESSAGES]), _listed(results[MEMORY]), strict=True)
+        if not all(torch.equal(x, y) for x, y in pairs):
+            raise RuntimeError(f"{case}, {dtype}: the result is wrong: not that of messages, bit for bit")
     return found
 
 
@@ -141,13 +132,13 @@ def table(results: record.Results) -> str:
         f"B = 1, H = {results['heads']}, D = {results['head_dim']}. Medians of {results['repetitions']} repetitions; "
         "all ways in turn. A number above 1: so many times as fast.",
         "",
-        f"Over messages: {MEMORY} / {NO_COPY}",
+        f"Over messages: {MEMORY}",
         "",
-        *rows(results, (MEMORY, NO_COPY), MESSAGES),
+        *rows(results, (MEMORY,), MESSAGES),
         "",
-        f"Over PyTorch's loop: {MESSAGES} / {MEMORY} / {NO_COPY}",
+        f"Over PyTorch's loop: {MESSAGES} / {MEMORY}",
         "",
-        *rows(results, (MESSAGES, MEMORY, NO_COPY), LOOP),
+        *rows(results, (MESSAGES, MEMORY), LOOP),
     ]
     return "\n".join(lines) + "\n"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench import record
-from bench.turns import Method, in_turn
+from bench.record import Method, in_turn
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import shard

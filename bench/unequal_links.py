@@ -31,11 +31,10 @@ from torch import Tensor
 from bench import record
 from bench.hosts import hosts, torchrun, why_not
 from bench.overlap_threshold import check_ring
-from bench.turns import in_turn
+from bench.record import in_turn
 from ringlab.basics.ranks import neighbours
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops
-from ringlab.planning.host_order import best_order
-from ringlab.planning.unequal import proportional_chunks, unequal_ring
+from ringlab.planning.unequal import best_order, proportional_chunks, unequal_ring
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, join_ring
 from ringlab.training import flash_ring

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.scoreboard import Grade, grades, questions, summary, times
 from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
@@ -28,9 +29,8 @@ from ringlab.basics.online_softmax import finish, start, update
 from ringlab.planning.hidden_communication import min_overlap_chunk
 from ringlab.planning.plan import Wish, best
 from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model
-from ringlab.planning.scoreboard import FILES, Grade, grades, questions, summary, times
-from ringlab.planning.simulated_ring import duration, simulate_timeline
 from ringlab.planning.step import Step
+from ringlab.planning.unequal import duration, simulate_timeline
 from ringlab.support.colours import BLOCK_COLOURS, ink_on
 from ringlab.training.backward import tile_backward
 from ringlab.training.layouts import LAYOUTS, positions
@@ -133,7 +133,7 @@ def timeline(pairs: list[list[int]], lengths: tuple[int, ...], factor: float) ->
     P, hop = len(lengths), factor * max(lengths) ** 2
     full = [[float(n) for n in row] for row in pairs] + [[0.0] * P] * (P - len(pairs))
     events = [
-        e for e in simulate_timeline(full, [hop] * P) if e.round < len(pairs) - (e.what != "compute")
+        e for e in simulate_timeline(full, [[hop] * P] * (P - 1)) if e.round < len(pairs) - (e.what != "compute")
     ]  # a ring stops where nobody needs the next block
     end = duration(events)
     busy = [sum(row[r] for row in pairs) for r in range(P)]
@@ -253,8 +253,8 @@ UNITS = {"ms": "ms", "tokens_s_a_gpu": "tokens/s", "peak_gib": "GiB", "s": "s", 
 
 @cache
 def scoreboard() -> dict[str, Any]:
-    """The published measurements and their predictions, as `python -m ringlab.planning.scoreboard` prints them."""
-    marked = grades(*FILES)
+    """The published measurements and their predictions, as `python -m bench.scoreboard` prints them."""
+    marked = grades()
     answers = questions(marked)
     return {
         "rows": [_graded(each) for each in marked],

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from bench import scoreboard
 from book import data
-from ringlab.planning import scoreboard
 from ringlab.support.rounding import exact_attention
 from ringlab.training.layouts import LAYOUTS, check_layout
 

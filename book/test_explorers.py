@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.scoreboard import grades
 from book import data
 from book.data import HOSTS, LENGTHS, answer, thresholds
 from ring_doctor.case import Case
@@ -23,7 +24,6 @@ from ringlab.basics.blocking_messages import Recv, Send, simulate_messages
 from ringlab.planning import cost_model
 from ringlab.planning.plan import digits
 from ringlab.planning.presets import GPUS, MODELS
-from ringlab.planning.scoreboard import FILES, grades
 from ringlab.training.layouts import positions
 
 READY = '.explorer[data-ready="yes"]'
@@ -381,7 +381,7 @@ def test_the_page_says_what_its_command_prints(watched):
 
 def test_the_scoreboard_shows_every_prediction(watched):
     page = watched.open("planner.html", READY)
-    marked = grades(*FILES)
+    marked = grades()
     cells = [text.split("\t") for text in page.locator("#scoreboard-table tbody tr").all_inner_texts()]
     of_grades = [
         [" ".join(each.name.split()), digits(each.measured), digits(each.predicted), f"{100 * each.error:+.1f}"]

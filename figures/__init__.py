@@ -1,4 +1,4 @@
-"""One script a picture, and the pictures: `make figures` draws them all again."""
+"""Every picture, and the scripts that draw them: `make figures` draws those again that pages show."""
 
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Drawn from ringlab/training/flash_ring.py's own `ring_backward`, which P threads run here as P ranks. Each has a clock
 that only computing and messages move: computing on a block takes 1 round, K and V of a block take 0.3, and their
 gradients 0.6, because they are float32 where K and V have 16 bits. A link carries one message at a time.
-
-    $ python -m figures.backward_timeline
 """
 
 import threading
@@ -12,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,7 +19,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from figures import FOLDER
 from figures.gradients_home import problem
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.support import drawing
@@ -181,12 +177,3 @@ def draw() -> Figure:
     ):
         drawing.write(ax, 20, y + 24 * line, text)
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write backward_timeline.svg."""
-    drawing.save(draw(), "backward_timeline", folder)
-
-
-if __name__ == "__main__":
-    save()

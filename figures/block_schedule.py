@@ -2,15 +2,10 @@
 
 Drawn from the record of a real run, ring_timeline.json: every cell is a "compute" event, every arrow a "send" event.
 The record identifies a block by its content.
-
-    $ python -m figures.block_schedule
 """
-
-from pathlib import Path
 
 import numpy as np
 
-from figures import FOLDER
 from figures.ring_timeline import events
 from ringlab.support import drawing
 
@@ -61,12 +56,3 @@ def draw() -> drawing.Picture:
     text = "No hop after the last round: nobody needs another block"
     drawing.write(ax, middle, under, text, color=drawing.MUTED, ha="center")
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write block_schedule.svg."""
-    drawing.save(draw(), "block_schedule", folder)
-
-
-if __name__ == "__main__":
-    save()

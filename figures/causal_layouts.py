@@ -2,18 +2,13 @@
 
 Drawn from ringlab/training/causal.py: the rows and columns are `positions`, a filled cell is a pair that the mask
 leaves, and the bars are `visible_pairs`. A round lasts as long as its busiest rank computes.
-
-    $ python -m figures.causal_layouts
 """
-
-from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from figures import FOLDER
 from ringlab.support import drawing
 from ringlab.training.causal import idle_share, visible_pairs
 from ringlab.training.layouts import LAYOUTS, positions
@@ -111,12 +106,3 @@ def draw() -> drawing.Picture:
     drawing.write(ax, 20, BARS - 48, text, color=drawing.MUTED)
     drawing.write(ax, 20, BARS - 14, "round", size=drawing.SMALL, color=drawing.MUTED)
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write causal_layouts.svg."""
-    drawing.save(draw(), "causal_layouts", folder)
-
-
-if __name__ == "__main__":
-    save()

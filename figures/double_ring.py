@@ -2,13 +2,10 @@
 
 Drawn from `DoubleRing.rounds` of ringlab/training/double_ring.py, which runs here for all ranks in one process, round
 by round. Its messages are noted: who sends which block, in which round, and in which round the receiver waits for it.
-
-    $ python -m figures.double_ring
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,7 +13,6 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from figures import FOLDER
 from ringlab.support import drawing
 from ringlab.training import overlap
 from ringlab.training.double_ring import DoubleRing
@@ -173,12 +169,3 @@ def draw() -> drawing.Picture:
     for line, text in enumerate(below):
         drawing.write(ax, 20, 714 + 24 * line, text)
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write double_ring.svg."""
-    drawing.save(draw(), "double_ring", folder)
-
-
-if __name__ == "__main__":
-    save()

@@ -1,78 +1,86 @@
-"""Draw every picture again.
+"""Draw the pictures that pages show again, or only some.
 
-$ python -m figures.draw_all
+$ python -m figures.draw_all [NAME ...]
+
+A chapter draws its own pictures: they are its outputs.
 """
 
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 from figures import (
+    FOLDER,
     backward_timeline,
     block_schedule,
     causal_layouts,
-    crossover,
     double_ring,
-    generation,
     gradients_home,
     hidden_communication,
-    in_context_rl,
     kv_rotation,
-    longest_training,
-    loss_curves,
     masked_ring,
-    max_context,
-    memory,
+    measured,
+    measured_models,
     mesh,
     message_order,
-    overlap_threshold,
     overlap_timeline,
-    retrieval,
     ring_memory,
     ring_timeline,
     running_softmax,
     scoreboard,
     slow_hop,
-    speed,
     state_ring,
     token_loss,
     tokens_to_heads,
 )
+from ringlab.support import drawing
 
-PICTURES = (
-    kv_rotation,
-    block_schedule,
-    message_order,
-    running_softmax,
-    memory,
-    ring_timeline,
-    gradients_home,
-    overlap_timeline,
-    backward_timeline,
-    overlap_threshold,
-    crossover,
-    causal_layouts,
-    speed,
-    state_ring,
-    hidden_communication,
-    slow_hop,
-    ring_memory,
-    max_context,
-    scoreboard,
-    token_loss,
-    mesh,
-    loss_curves,
-    longest_training,
-    masked_ring,
-    generation,
-    retrieval,
-    in_context_rl,
-    tokens_to_heads,
-    double_ring,
-)
+PAGES: dict[str, Callable[[], drawing.Picture]] = {  # pages show their SVG
+    "kv_rotation": kv_rotation.draw,
+    "message_order": message_order.draw,
+    "hidden_communication": hidden_communication.draw,
+    "ring_memory": ring_memory.draw,
+    "scoreboard": scoreboard.draw,
+    "speed": measured.speed,
+    "crossover": measured.crossover,
+    "in_context_rl": measured_models.in_context_rl,
+}
+CHAPTERS: dict[str, Callable[[], drawing.Picture]] = {  # chapters draw them
+    "running_softmax": running_softmax.draw,
+    "memory": measured.memory,
+    "block_schedule": block_schedule.draw,
+    "ring_timeline": ring_timeline.draw,
+    "gradients_home": gradients_home.draw,
+    "overlap_timeline": overlap_timeline.draw,
+    "causal_layouts": causal_layouts.draw,
+    "backward_timeline": backward_timeline.draw,
+    "overlap_threshold": measured.overlap_threshold,
+    "slow_hop": slow_hop.draw,
+    "max_context": measured.max_context,
+    "token_loss": token_loss.draw,
+    "mesh": mesh.draw,
+    "loss_curves": measured_models.loss_curves,
+    "masked_ring": masked_ring.draw,
+    "generation": measured_models.generation,
+    "retrieval": measured_models.retrieval,
+    "tokens_to_heads": tokens_to_heads.draw,
+    "double_ring": double_ring.draw,
+    "state_ring": state_ring.draw,
+}
 
 
-def main() -> None:
-    for picture in PICTURES:
-        picture.save()
-        print(f"drawn  {picture.__name__}")
+def save(name: str, folder: Path = FOLDER) -> None:
+    """Write folder/NAME.svg, of one of PAGES; the rotation as an animation, too."""
+    drawing.save(PAGES[name](), name, folder)
+    if name == "kv_rotation":
+        kv_rotation.save_gif(folder)
+
+
+def main(names: list[str]) -> None:
+    for name in names or PAGES:
+        save(name)
+        print(f"drawn  {name}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -2,18 +2,14 @@
 
 Drawn from a ring that computes, in one process, with ringlab/training/backward.py's `block_backward`. The small boxes
 are the ranks that have added to the gradients in hand. The errors are those of the dK in hand.
-
-    $ python -m figures.gradients_home
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from figures import FOLDER
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.support import drawing
 from ringlab.training.backward import block_backward
@@ -123,12 +119,3 @@ def draw() -> drawing.Picture:
             what = "dK, dV only" if t == P - 1 else "K, V, dK, dV"
             drawing.write(ax, 878, middle + 11, what, color=drawing.MUTED)
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write gradients_home.svg."""
-    drawing.save(draw(), "gradients_home", folder)
-
-
-if __name__ == "__main__":
-    save()

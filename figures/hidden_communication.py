@@ -5,17 +5,14 @@ bench/results/overlap_threshold.json: the FLOP/s and bytes/s that this project m
 Notebook 9 adds the reader's machine.
 
     $ python -m bench.overlap_threshold        # measures again, as root, on Linux
-    $ python -m figures.hidden_communication
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.text import Text
 
 from bench import record
-from figures import FOLDER
 from ringlab.planning.hidden_communication import LLAMA_7B, TABLE_2, min_overlap_chunk
 from ringlab.support import drawing
 
@@ -105,12 +102,3 @@ def draw(own: tuple[float, float] | None = None) -> drawing.Picture:
         flops, bandwidth = own
         _mark(ax, flops, bandwidth, f"yours: {in_float32(flops, bandwidth)}", (11, 0, "left"), OWN)
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write hidden_communication.svg."""
-    drawing.save(draw(), "hidden_communication", folder)
-
-
-if __name__ == "__main__":
-    save()

@@ -2,8 +2,6 @@
 
 Drawn from a ring that computes, `one_process_ring` of ringlab/training/causal.py. The blocks in the picture are those
 that were in hand. The numbers of token 0 are the (m, l, o) that it had.
-
-    $ python -m figures.kv_rotation
 """
 
 import math
@@ -15,7 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
-from figures import FOLDER
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import State, finish
 from ringlab.support import drawing
@@ -157,13 +154,3 @@ def save_gif(folder: Path) -> None:
     palette = images[-1].quantize(128)  # it shows all the colours; one palette for all frames, so nothing flickers
     images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
     images[0].save(folder / "kv_rotation.gif", save_all=True, append_images=images[1:], duration=milliseconds, loop=0)
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write kv_rotation.svg and kv_rotation.gif."""
-    drawing.save(draw(), "kv_rotation", folder)
-    save_gif(folder)
-
-
-if __name__ == "__main__":
-    save()

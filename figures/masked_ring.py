@@ -2,16 +2,11 @@
 
 Drawn from `Partition.pieces` of ringlab/training/partition.py: each outlined part is one call of the kernel, in the
 colour of its block.
-
-    $ python -m figures.masked_ring
 """
-
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Polygon, Rectangle
 
-from figures import FOLDER
 from ringlab.support import drawing
 from ringlab.training.causal import BlockSlice
 from ringlab.training.masks import Mask
@@ -79,12 +74,3 @@ def draw() -> drawing.Picture:
     for x, (name, partition) in zip(PANELS, MASKS.items(), strict=True):
         _panel(ax, x, name, partition)
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write masked_ring.svg."""
-    drawing.save(draw(), "masked_ring", folder)
-
-
-if __name__ == "__main__":
-    save()

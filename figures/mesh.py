@@ -2,17 +2,13 @@
 
 Drawn from `placement`: the order of the ranks is DeviceMesh's, the tokens are `ringlab.training.layouts.positions`, the
 slices are fully_shard's. tests/test_models_mesh.py compares it with what four real ranks hold.
-
-    $ python -m figures.mesh
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
 
-from figures import FOLDER
 from ringlab.support import drawing
 from ringlab.training.layouts import positions
 
@@ -86,12 +82,3 @@ def draw() -> drawing.Picture:
     text = "In the backward pass the gradients of all 4 ranks are averaged; each rank keeps its rows of the average."
     drawing.write(ax, 20, 574, text)
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write mesh.svg."""
-    drawing.save(draw(), "mesh", folder)
-
-
-if __name__ == "__main__":
-    save()

@@ -2,16 +2,12 @@
 
 Drawn from the simulation in ringlab/basics/blocking_messages.py: the messages of every phase, who waits for whom, and
 the circle if there is one.
-
-    $ python -m figures.message_order
 """
 
 import math
-from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from figures import FOLDER
 from ringlab.basics.blocking_messages import Outcome, Program, Send, ring_programs, simulate_messages
 from ringlab.support import drawing
 
@@ -102,12 +98,3 @@ def _phases(ax: Axes, x: float, y: float, programs: list[Program], outcome: Outc
             drawing.write(ax, left + width / 2, tops[rank] + 17, f"waits for {peer}", ha="center", color=drawing.MUTED)
     for rank, top in enumerate(tops):
         drawing.write(ax, x, top + 17, f"rank {rank}", weight="bold")
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write message_order.svg."""
-    drawing.save(draw(), "message_order", folder)
-
-
-if __name__ == "__main__":
-    save()

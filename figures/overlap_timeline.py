@@ -1,20 +1,17 @@
 """The same ring twice, as its ranks recorded themselves over a slow link: blocking above, overlapped below.
 
-Drawn from overlap_timeline.json, which the bench wrote. To measure again (as root, on Linux), and draw it:
+Drawn from bench/results/overlap.json. To measure again (as root, on Linux):
 
     $ python -m bench.overlap
-    $ python -m figures.overlap_timeline
 """
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 
-from bench.overlap import TRACE, duration
-from figures import FOLDER
+from bench import record
+from bench.overlap import TRACED, duration
 from ringlab.support import drawing, timeline
 from ringlab.support.timeline import Event
 from ringlab.training.overlap import hidden_share
@@ -31,8 +28,8 @@ TOPS = {"blocking": 138, "overlapped": 370}  # of the lanes, from the top of the
 
 def runs() -> tuple[dict[str, list[Event]], int, int]:
     """The committed records of "blocking" and "overlapped", the chunk length, and the link's bytes a second."""
-    trace = json.loads(TRACE.read_text())
-    return {name: [Event(**event) for event in trace[name]] for name in TOPS}, trace["chunk"], trace["rate"]
+    results = record.load("overlap")
+    return {name: [Event(**event) for event in results["traced"][name]] for name in TOPS}, TRACED, results["rate"]
 
 
 def _say_what(ax: Axes, events: list[Event]) -> None:
@@ -85,12 +82,3 @@ def draw() -> drawing.Picture:
         ax.tick_params(labelbottom=name == "overlapped")
         ax.set_xlabel("milliseconds" if name == "overlapped" else "", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write overlap_timeline.svg."""
-    drawing.save(draw(), "overlap_timeline", folder)
-
-
-if __name__ == "__main__":
-    save()

@@ -1,17 +1,13 @@
 """The activations of a device against S, for four ways to compute attention, and where they no longer fit. Modelled.
 
-Drawn from ringlab/planning/ring_memory.py: a 7B model in bf16. A device stores the inputs of all layers and what one
+Drawn from ringlab/planning/memory.py: a 7B model in bf16. A device stores the inputs of all layers and what one
 layer's forward pass needs. Parameters are left out.
-
-    $ python -m figures.ring_memory
 """
 
 from bisect import bisect_right
-from pathlib import Path
 
-from figures import FOLDER
 from ringlab.planning.hidden_communication import LLAMA_7B
-from ringlab.planning.ring_memory import largest_activations, peak_bytes
+from ringlab.planning.memory import peak_bytes
 from ringlab.support import drawing
 
 LAYERS, DEVICES, MEMORY = 32, 64, 80e9
@@ -28,7 +24,8 @@ def activations(method: str, seq_len: float) -> float:
     alone = method in ("vanilla", "blockwise")
     chunk = seq_len if alone else seq_len / DEVICES
     if alone:
-        at_work = largest_activations(method, LLAMA_7B, seq_len, chunk)[0]
+        row = LLAMA_7B.heads * seq_len if method == "vanilla" else LLAMA_7B.hidden  # the scores, or the output
+        at_work = LLAMA_7B.itemsize * row * seq_len
     else:
         at_work = peak_bytes(method, LLAMA_7B, chunk, DEVICES)
     return LAYERS * LLAMA_7B.itemsize * LLAMA_7B.hidden * chunk + at_work
@@ -86,12 +83,3 @@ def draw() -> drawing.Picture:
     ax.set_xlabel("S, tokens", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     drawing.plain(ax)
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write ring_memory.svg."""
-    drawing.save(draw(), "ring_memory", folder)
-
-
-if __name__ == "__main__":
-    save()

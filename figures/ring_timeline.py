@@ -4,10 +4,7 @@ Drawn from ring_timeline.json, the record of a real run. A message moves when it
 begun; the first of the two waits for the other. To record another run, and draw it:
 
     $ torchrun --nproc_per_node=4 ring_attn.py --seq-len 8192 --trace figures/ring_timeline.json
-    $ python -m figures.ring_timeline
 """
-
-from pathlib import Path
 
 from matplotlib.patches import Rectangle
 
@@ -64,12 +61,3 @@ def draw() -> drawing.Picture:
     drawing.plain(ax)
     ax.grid(axis="y", visible=False)  # the lanes are lines enough
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write ring_timeline.svg."""
-    drawing.save(draw(), "ring_timeline", folder)
-
-
-if __name__ == "__main__":
-    save()

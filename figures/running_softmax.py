@@ -2,16 +2,12 @@
 
 A bar shows the weights over the keys seen so far, e^(score - m) / l with the m and l of that round. When a block is
 added, the parts of the older blocks shrink. Drawn from the states of the ring in kv_rotation.py.
-
-    $ python -m figures.running_softmax
 """
 
 import math
-from pathlib import Path
 
 from matplotlib.patches import Polygon, Rectangle
 
-from figures import FOLDER
 from figures.kv_rotation import pair, rounds, token_0
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.support import drawing
@@ -69,12 +65,3 @@ def draw() -> drawing.Picture:
     drawing.write(ax, 20, 634, "full attention, all 8 tokens at once", color=drawing.MUTED)
     drawing.write(ax, LEFT + 3 * STEP + WIDTH / 2, 634, pair(exact), ha="center")
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write running_softmax.svg."""
-    drawing.save(draw(), "running_softmax", folder)
-
-
-if __name__ == "__main__":
-    save()

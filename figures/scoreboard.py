@@ -1,14 +1,9 @@
 """Times of attention that others measured, and how far the planner's predictions lie from them.
 
-Drawn from ringlab/planning/published.json by ringlab/planning/scoreboard.py.
-
-    $ python -m figures.scoreboard
+Drawn from bench/published.json by bench/scoreboard.py.
 """
 
-from pathlib import Path
-
-from figures import FOLDER
-from ringlab.planning.scoreboard import FILES, Grade, grades, interval, summary
+from bench.scoreboard import Grade, grades, interval, summary
 from ringlab.support import drawing
 
 ALT = (
@@ -30,7 +25,7 @@ def source(grade: Grade) -> str:
 
 def draw() -> drawing.Picture:
     """A point for each measured time of attention."""
-    rows = [each for each in grades(FILES[0]) if each.section == "attention"]
+    rows = [each for each in grades("fitted") if each.section == "attention"]
     errors = summary([each.error for each in rows])
     figure, page = drawing.canvas(1000, 560, ALT)
     title = "Attention on 8 GPUs, measured by others: how far is the planner off?"
@@ -69,12 +64,3 @@ def draw() -> drawing.Picture:
         key.scatter(16, 180 + 28 * i, s=62, color=drawing.MUTED, marker=marker, lw=0)
         drawing.write(key, 34, 180 + 28 * i, NAMES[name])
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write scoreboard.svg."""
-    drawing.save(draw(), "scoreboard", folder)
-
-
-if __name__ == "__main__":
-    save()

@@ -1,16 +1,11 @@
 """The effect of one slow link on a ring: at first its two ranks wait, a round later their neighbours, then all.
 
-Drawn from the events of ringlab.planning.simulated_ring, with the FLOP/s and the links of its table: A100s, NVLink,
+Drawn from the events of ringlab.planning.unequal, with the FLOP/s and the links of its table: A100s, NVLink,
 InfiniBand.
-
-    $ python -m figures.slow_hop
 """
 
-from pathlib import Path
-
-from figures import FOLDER
 from ringlab.planning.hidden_communication import LLAMA_7B, block_flops, hop_bytes
-from ringlab.planning.simulated_ring import FAST, FLOPS, SLOW, duration, simulate_timeline
+from ringlab.planning.unequal import FAST, FLOPS, SLOW, duration, simulate_timeline
 from ringlab.support import drawing, timeline
 from ringlab.support.timeline import Event
 
@@ -30,7 +25,9 @@ def runs() -> dict[str, list[Event]]:
     computing = block_flops(LLAMA_7B, CHUNK**2) / FLOPS
     fast, slow = (hop_bytes(LLAMA_7B, CHUNK) / bandwidth for bandwidth in (FAST, SLOW))
     hops = [fast] * P, [slow] + [fast] * (P - 1)
-    return {name: simulate_timeline([[computing] * P] * P, each) for name, each in zip(TOPS, hops, strict=True)}
+    return {
+        name: simulate_timeline([[computing] * P] * P, [each] * (P - 1)) for name, each in zip(TOPS, hops, strict=True)
+    }
 
 
 def draw() -> drawing.Picture:
@@ -61,12 +58,3 @@ def draw() -> drawing.Picture:
         ax.tick_params(labelbottom=last)
         ax.set_xlabel("milliseconds" if last else "", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write slow_hop.svg."""
-    drawing.save(draw(), "slow_hop", folder)
-
-
-if __name__ == "__main__":
-    save()

@@ -2,18 +2,14 @@
 
 Drawn from the messages of two runs on 8 ranks. Rank r's map adds 1 to entry r of the state and keeps the rest, so a
 state or map that arrives says which ranks' tokens are in it.
-
-    $ python -m figures.state_ring
 """
 
 from functools import cache
-from pathlib import Path
 from unittest import mock
 
 import torch
 from matplotlib.patches import Rectangle
 
-from figures import FOLDER
 from ringlab.support import drawing
 from ringlab.support.processes import RankContext, launch
 from ringlab.training import state_ring
@@ -80,12 +76,3 @@ def draw() -> drawing.Picture:
     drawing.write(ax, 520, 354, "A strip: the tokens of one rank, in its colour.", color=drawing.MUTED)
     drawing.write(ax, 520, 378, "Hops send a state. A scan sends maps, larger for the delta rule.", color=drawing.MUTED)
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write state_ring.svg."""
-    drawing.save(draw(), "state_ring", folder)
-
-
-if __name__ == "__main__":
-    save()

@@ -2,13 +2,10 @@
 
 Drawn from the losses of a small transformer that knows TEXT by heart. It runs in one process, and gets the labels or
 the positions that four ranks would make.
-
-    $ python -m figures.token_loss
 """
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from figures import FOLDER
 from ringlab.models.transformer import Config, Transformer, summed_loss
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
@@ -116,12 +112,3 @@ def draw() -> drawing.Picture:
     for top, (name, (labels, at)) in zip(TOPS, runs().items(), strict=True):
         _row(ax, top, name, labels, at)
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write token_loss.svg."""
-    drawing.save(draw(), "token_loss", folder)
-
-
-if __name__ == "__main__":
-    save()

@@ -1,23 +1,18 @@
 """Who holds which head of which token before, between and after the exchanges of an all-to-all, on 4 ranks.
 
-Drawn from `held`: the heads are those of `ringlab.training.split_heads.heads_of_ranks`, the order of the tokens that of
+Drawn from `held`: the heads are those of `ringlab.training.all_to_all.heads_of_ranks`, the order of the tokens that of
 `ringlab.training.all_to_all.order`. tests/test_figures.py compares it with what four real ranks exchange.
-
-    $ python -m figures.tokens_to_heads
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
 
-from figures import FOLDER
 from ringlab.support import drawing
-from ringlab.training.all_to_all import order
+from ringlab.training.all_to_all import heads_of_ranks, order
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from ringlab.training.split_heads import heads_of_ranks
 
 ALT = (
     "Three tables of 8 tokens by 6 query heads and 2 K/V heads, on 4 ranks in the zigzag layout. A colour and a number "
@@ -89,12 +84,3 @@ def draw() -> drawing.Picture:
     drawing.write(ax, 20, 452, text)
     drawing.write(ax, 20, 480, "Two ranks need the same K/V head, so each has a copy: half a cell for each rank.")
     return figure
-
-
-def save(folder: Path = FOLDER) -> None:
-    """Write tokens_to_heads.svg."""
-    drawing.save(draw(), "tokens_to_heads", folder)
-
-
-if __name__ == "__main__":
-    save()

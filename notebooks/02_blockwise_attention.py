@@ -26,7 +26,7 @@ import torch
 from ipywidgets import interact
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from figures import memory
+from figures import measured
 from notebooks.checks.blockwise_attention import check_blockwise, check_largest_tensor, check_visible_tiles
 from notebooks.show import print_source
 from ringlab.basics.blockwise_attention import TILE, attend, attend_tile, blockwise_attention
@@ -141,7 +141,7 @@ for _ in range(3):
 # with $S$. In a ring, the ranks share even that.
 
 # %%
-memory.draw()
+measured.memory()
 # %% [markdown]
 # ## A causal mask skips tiles
 #

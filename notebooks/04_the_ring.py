@@ -231,7 +231,7 @@ ring_timeline.draw()
 #
 # Rank P − 1 sends to rank 0 and waits. Rank 0 sends to rank 1. Rank 1 is odd, so it receives first, and rank 0 finishes its send. Then rank 0
 # receives. A deadlock needs a closed circle of ranks that wait for each other. One odd rank opens the circle.
-# The tests try every order of the steps that real ranks may take ([every_order](../tests/orders/every_order.py)): none ends in a deadlock.
+# The tests check every order of the steps that real ranks may take ([every_order](../tests/orders/every_order.py)): none ends in a deadlock.
 # </details>
 #
 # <details><summary>What moves, what stays, and why not the other way round?</summary>

@@ -133,7 +133,7 @@ for buffers in (1, 2):
 #
 # In chapter 4, four ranks that all send first wait for each other in a circle, because a blocking send waits for its
 # receiver. A post does not wait. When a rank waits, its send and its receive are both under way, and so are those of
-# all other ranks. [`every_order.py`](../tests/orders/every_order.py) tries all orders in which their steps can come.
+# all other ranks. [`every_order.py`](../tests/orders/every_order.py) checks all orders in which their steps can come.
 #
 # ## The code
 #

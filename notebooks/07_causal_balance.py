@@ -31,8 +31,7 @@ from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.training.causal import visible_slice
-from ringlab.training.layouts import LAYOUTS, NAMED, pad, positions
-from ringlab.training.rotary import rotary
+from ringlab.training.layouts import LAYOUTS, NAMED, pad, positions, rotary
 
 P = 4
 x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2): queries, keys and values

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from bench import against_peers, record
-from figures import backward_timeline, speed
+from figures import backward_timeline, measured
 from notebooks import workers
 from notebooks.checks.the_fused_ring import check_attention_on_a_kernel, check_merging_share, check_natural_lse
 from ringlab.basics.blockwise_attention import blockwise_attention
@@ -281,7 +281,7 @@ for name, factor in (
 # names it. Black bars need no messages: blocks stay in memory that all ranks of a host can read (chapter 17).
 
 # %%
-speed.draw()
+measured.speed()
 
 # %%
 results = record.load("against_peers")

@@ -25,8 +25,7 @@
 from itertools import product
 
 from bench import max_context, record
-from figures import max_context as max_context_picture
-from figures import overlap_threshold, slow_hop
+from figures import measured, slow_hop
 from notebooks.checks.hidden_communication import (
     check_longest_sequence,
     check_peak_memory_backward,
@@ -35,7 +34,7 @@ from notebooks.checks.hidden_communication import (
 )
 from ringlab.planning import cost_model
 from ringlab.planning.hidden_communication import AttentionLayer, min_overlap_chunk
-from ringlab.planning.ring_memory import peak_bytes, peak_bytes_backward
+from ringlab.planning.memory import peak_bytes, peak_bytes_backward
 
 # %% [markdown]
 # ## The failure
@@ -139,7 +138,7 @@ for name, factor, layer, options in (
 # fits the points best.
 
 # %%
-overlap_threshold.draw()
+measured.overlap_threshold()
 
 # %%
 print("     link   knee, tokens: predicted   measured")
@@ -168,7 +167,7 @@ slow_hop.draw()
 # $$\text{computing} + (P-1) \cdot \max(\text{computing},\ \text{slowest hop}) .$$
 #
 # A second slow link costs nothing more. So what counts is flops / bandwidth of the slowest link. A slow *rank* is another
-# matter: no chunk hides its computing, and all ranks wait for it. `python -m ringlab.planning.simulated_ring` prints these
+# matter: no chunk hides its computing, and all ranks wait for it. `python -m ringlab.planning.unequal` prints these
 # cases for 8 ranks.
 #
 # ## How far does it reach?
@@ -218,7 +217,7 @@ for row in results["rows"]:
     assert abs(row["chunk"] / row["counted_chunk"] - 1) < 0.05  # measured and modelled
 for times in max_context.linear(results):  # S of P devices / (P · S of one)
     assert abs(times - 1) < 0.05
-max_context_picture.draw()
+measured.max_context()
 
 # %% [markdown]
 # P devices of a ring reach P times the sequence of one device of a ring. One device of a ring reaches only half of what
@@ -335,5 +334,5 @@ print(check_longest_sequence(my_longest))
 # </details>
 #
 # Open [`hidden_communication.py`](../ringlab/planning/hidden_communication.py) now: the counts of this page, and table 2 of the
-# paper, recomputed. Beside it is [`ring_memory.py`](../ringlab/planning/ring_memory.py), with tables 1 and 3. Next on this
+# paper, recomputed. Beside it is [`memory.py`](../ringlab/planning/memory.py), all counts of memory. Next on this
 # track: [18 · two speeds of wire](18_two_speeds_of_wire.ipynb).

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from figures import loss_curves
+from figures import measured_models
 from figures import mesh as picture
 from notebooks.checks.meshes import check_gradient_norm, check_place, check_rank_loss
 from notebooks.show import print_source
@@ -283,10 +283,10 @@ assert all(abs(a / b - 1) < 1e-5 for a, b in zip(resumed, right, strict=True))
 # are as small as the effect of one rounding error in the first weights:
 
 # %%
-loss_curves.draw()
+measured_models.loss_curves()
 
 # %% [markdown]
-# What is the ring for? It fits longer sequences: [measured](../figures/longest_training.svg), in processes of 64 MiB each.
+# What is the ring for? It fits longer sequences: [measured](../bench/README.md#the-measurements), in processes of 64 MiB each.
 #
 # > **One number to remember: 1/P = 0.2500** on 4 ranks. That is what a ring's gradients are multiplied by under DDP or
 # > `fully_shard`, if the loss is sum / count. AdamW hides it, and the gradient norm shows it.

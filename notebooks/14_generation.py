@@ -22,7 +22,7 @@
 import torch
 import torch.nn.functional as F
 
-from figures import generation as picture
+from figures import measured_models
 from notebooks.checks.generation import check_bytes_of_a_token, check_caches, check_merge
 from notebooks.show import print_source
 from ringlab.basics.naive_attention import TOKENS
@@ -217,7 +217,7 @@ for i, prompt in enumerate(generate.PROMPTS):
 # with exact attention:
 
 # %%
-picture.draw()
+measured_models.generation()
 
 # %% [markdown]
 # The bytes of the merge are level; those of the ring grow with the context. The time of the merge grows too, because

@@ -23,7 +23,7 @@ import torch
 
 from bench import record, retrieval
 from bench.retrieval import START, accuracy_by_depth, shard_texts, write_texts
-from figures import retrieval as picture_of_lines
+from figures import measured_models
 from notebooks.checks.what_context_is_for import check_longest_text, check_pairs
 from notebooks.show import print_source
 from ringlab.support.processes import launch
@@ -141,7 +141,7 @@ assert shard_texts(texts, 0, 2)[0][0, 0, 1] == START
 # The third map is the first model again, which reads with squeezed positions:
 
 # %%
-picture_of_lines.draw()
+measured_models.retrieval()
 
 # %% [markdown]
 # In numbers: the right answers over all depths, in percent, mean of three seeds.

@@ -31,7 +31,7 @@ from notebooks import ways_workers
 from notebooks.checks.the_other_ways_round import check_copies, check_kv_head, check_meshes, check_sent
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.support.processes import launch
-from ringlab.training import split_heads
+from ringlab.training import all_to_all
 from ringlab.training.layouts import positions, unshard
 
 P = 4
@@ -227,14 +227,14 @@ tokens_to_heads.draw()
 
 # %% [markdown]
 # Which heads does rank $r$ get? The shares differ by one head at most, and a share takes the K/V heads that it needs: here
-# one only, ⌊r·G/P⌋ (`heads_of_ranks` in [`split_heads.py`](../ringlab/training/split_heads.py)).
+# one only, ⌊r·G/P⌋ (`heads_of_ranks` in [`all_to_all.py`](../ringlab/training/all_to_all.py)).
 #
 # In the backward pass the way back brings dq, dk and dv home, and adds what comes from copies of a head
 # ([`all_to_all.py`](../ringlab/training/all_to_all.py)). More ranks than heads are refused:
 
 # %%
 try:
-    split_heads.heads_of_ranks(6, 2, 8)
+    all_to_all.heads_of_ranks(6, 2, 8)
 except ValueError as error:
     print(error)
 

@@ -28,8 +28,8 @@ import torch
 
 from bench import record
 from bench.five_ways_predicted import FORWARD, TRAIN, timed
-from figures import crossover
 from figures import double_ring as picture
+from figures import measured
 from notebooks.checks.two_speeds_of_wire import check_block, check_blocks_of_a_nic, check_seconds
 from notebooks.show import print_source
 from ringlab.basics.blockwise_attention import attend
@@ -248,7 +248,7 @@ assert ideal["ring"] > 5 * ideal["double ring"]
 #   the time that is printed, and nothing of them leaves a host.
 #
 # Others published 82 times of attention, steps and prefills. With these costs the planner's median error is 4 %, and in
-# 47 of 47 pairs of ways it names the faster, or one that loses by less than 5 % (`python -m ringlab.planning.scoreboard`).
+# 47 of 47 pairs of ways it names the faster, or one that loses by less than 5 % (`python -m bench.scoreboard`).
 #
 # ## Measured
 #
@@ -256,7 +256,7 @@ assert ideal["ring"] > 5 * ideal["double ring"]
 # ([the numbers](../bench/results/README.md#five_ways)). Lower is faster:
 
 # %%
-crossover.draw()
+measured.crossover()
 
 # %%
 rows = record.load("five_ways")["rows"]
@@ -281,8 +281,8 @@ for which in (FORWARD, TRAIN):
 #   within 15 % of their prediction.
 #
 # When links between hosts differ, the slowest one counts, not the sum. So visit the hosts in an order that leaves the
-# slowest out ([`host_order.py`](../ringlab/planning/host_order.py)). A slow *device* makes all ranks wait, too: give it
-# fewer tokens ([`unequal.py`](../ringlab/planning/unequal.py)).
+# slowest out. A slow *device* makes all ranks wait, too: give it fewer tokens
+# ([`unequal.py`](../ringlab/planning/unequal.py) has both).
 #
 # > **One number to remember: the number of NICs of a host.** The double ring hides its slow hops with chunks
 # > that many times shorter. Chapter 9 has flops / bandwidth = 312e12 / 12.5e9 = 24,960 tokens for A100s; with 8 NICs it is

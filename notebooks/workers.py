@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.longest_training import kept_bytes
 from ring_attn import ring_attention
 from ringlab.basics.ranks import gather, scatter
 from ringlab.models.transformer import TEXT, Config, Transformer, shard_text, summed_loss
-from ringlab.planning.step_memory import kept_bytes
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext
 from ringlab.training import backward, flash_ring, state_ring

@@ -4,7 +4,7 @@
 
 In a workflow of GitHub the verdict is a note at the line of the function, and the report is on the page of the run.
 
-Before: options.py, assertion.py and html.py. After: the chapter on rings that were wrong.
+Before: options.py, assertion.py and report.py. After: the chapter on rings that were wrong.
 Source: GitHub Docs, "Workflow commands for GitHub Actions"; the escapes are those of its toolkit, core/src/command.ts.
 """
 
@@ -22,21 +22,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ring_doctor import html
-from ring_doctor.answers import BAD_INPUT, CANNOT_TELL, STATUS, WRONG_RING, passes
+from ring_doctor.answers import BAD_INPUT, CANNOT_TELL, SAID, STATUS, WRONG_RING, passes
 from ring_doctor.assertion import examine
 from ring_doctor.catalogue import enter
 from ring_doctor.job import START, CannotExamine
-from ring_doctor.model_report import ModelReport, json_of_model, text_of_model
+from ring_doctor.model_report import json_of_model, text_of_model
 from ring_doctor.names import by_name, named
 from ring_doctor.options import claims_of, parse
 from ring_doctor.patient import Patient, patient_of
-from ring_doctor.report import Report, as_json, head
+from ring_doctor.report import Report, as_json, head, page
 from ring_doctor.whole_model import WORLDS, examine_model
 from ring_doctor.xray import XRay
 from ringlab.support.extras import install
@@ -51,14 +51,13 @@ WAIT = timedelta(hours=1)  # of torchrun's other ranks for the first
 def admit(args: argparse.Namespace, most: int | None) -> Patient:
     """The patient that the options describe, on at most `most` ranks. Raises ValueError when it cannot be examined."""
     patient = patient_of(args.patient, **claims_of(args))
-    if most:
-        patient = replace(patient, worlds=tuple(P for P in patient.worlds if P in range(most + 1)))
-    if max(patient.worlds, default=0) < LEAST:
+    worlds = tuple(P for P in patient.worlds if most is None or most >= P)
+    if max(worlds, default=0) < LEAST:
         raise ValueError(
-            f"{max(patient.worlds, default=most)} ranks at most; expected {LEAST} or more: with 2, the next rank is "
-            f"also the previous rank, and many mistakes do not show"
+            f"{max(worlds, default=most)} ranks at most; expected {LEAST} or more: with 2, the next rank is also the "
+            f"previous rank, and many mistakes do not show"
         )
-    return patient
+    return replace(patient, worlds=worlds)
 
 
 @contextlib.contextmanager
@@ -88,7 +87,7 @@ def run(args: argparse.Namespace, most: int | None = None) -> tuple[int, str]:
         with telling() as tell:
             level, report, first = run_model(args) if args.model else run_attention(args, most, tell)
     except CannotExamine as error:
-        level, report, first = CANNOT_TELL, f"CANNOT TELL: {error}", f"CANNOT TELL: {error}"
+        level, report, first = CANNOT_TELL, *[f"{SAID[CANNOT_TELL]}: {error}"] * 2
     except ValueError as error:
         print(f"ring-doctor: {error}", file=sys.stderr)
         return BAD_INPUT, f"ring-doctor: {error}"
@@ -158,23 +157,27 @@ def run_model(args: argparse.Namespace) -> tuple[str, str, str]:
     ranks = Ranks(max(WORLDS), max(START, args.time_limit), args.device)
     try:
         options = {"layout": args.layouts or "contiguous", "vocab": args.vocab, "seed": args.seed}
-        found = examine_model(by_name(args.patient), **options, seconds=args.time_limit, ranks=ranks)
+        options |= {"name": args.patient, "seconds": args.time_limit, "ranks": ranks}
+        found = examine_model(by_name(args.patient), **options)
     except CannotExamine as reason:
         raise CannotExamine(f"{args.patient}: {reason}") from reason
     finally:
         ranks.stop()
-    report = ModelReport(args.patient, found)
-    write(args, json_of_model(report))
-    return report.level, text_of_model(report), report.verdict
+    write(args, json_of_model(found))
+    return found.level, text_of_model(found), found.verdict
 
 
 def write(args: argparse.Namespace, said: dict[str, Any], report: Report | None = None) -> None:
     """The files that were asked for: a report as JSON, as a page, and the X-ray of an attention."""
-    picture = html.picture(report.xray) if report else ""
+    picture = ""
+    if report and isinstance(report.xray, XRay) and find_spec("matplotlib"):
+        from ring_doctor.xray_picture import svg
+
+        picture = svg(report.xray)
     if args.json:
         args.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     if args.html:
-        args.html.write_text(html.page(said, picture), encoding="utf-8")
+        args.html.write_text(page(said, picture), encoding="utf-8")
     if args.xray and picture:
         args.xray.write_text(picture, encoding="utf-8")
     elif args.xray and report:

@@ -4,7 +4,7 @@
 
 docs/doctor_in_ci.md says what a level means. Shapes: the whole results (B, H, S, D), (B, G, S, D) and lse (B, H, S).
 
-Before: on_rank.py, what one rank returns. After: job.py, which gives an answer whatever the ranks do.
+Before: calls.py, what one rank returns. After: job.py, which gives an answer whatever the ranks do.
 Source: the bound is derived in ../ringlab/support/rounding.py.
 """
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ring_doctor.calls import RankResults
 from ring_doctor.case import Case
-from ring_doctor.on_rank import RankResults
 from ring_doctor.questions import Question
 from ringlab.support.rounding import Right, exact_attention
 
@@ -24,6 +24,8 @@ OK, WRONG, REFUSED, FAILED, LATE = "ok", "wrong", "refused", "failed", "too late
 RIGHT, RIGHT_AS_CLAIMED, IMPRECISE = "right", "right for what it takes", "imprecise in 16 bits"
 WRONG_RING, CANNOT_TELL = "wrong", "cannot tell"
 STATUS = {RIGHT: 0, RIGHT_AS_CLAIMED: 0, IMPRECISE: 1, WRONG_RING: 1, CANNOT_TELL: 3}
+SAID = {RIGHT: "HEALTHY", RIGHT_AS_CLAIMED: "HEALTHY FOR WHAT IT TAKES", IMPRECISE: "IMPRECISE IN 16 BITS"}
+SAID |= {WRONG_RING: "SICK", CANNOT_TELL: "CANNOT TELL"}  # how a verdict begins
 BAD_INPUT = 2  # the exit status for options that are no options
 ACCEPTABLE = {"imprecise": IMPRECISE, "cannot-tell": CANNOT_TELL}  # what --accept and accept= take
 ROUNDINGS = 32  # steps between two numbers of 16 bits: a ring of 4 that rounds at every step is off by less
@@ -62,13 +64,16 @@ class Answer:
 def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
     """Compare what all ranks returned with the right results."""
     case = question.case
-    faults = list(dict.fromkeys(fault for of_rank in of_ranks for fault in of_rank.faults))
-    answer = Answer(question, OK, draws=any(it.draws for it in of_ranks), lse_grad=all(it.lse_grad for it in of_ranks))
+    faults = list(dict.fromkeys(fault for each in of_ranks for fault in each.faults))
+    answer = Answer(question, OK, draws=any(of.draws for of in of_ranks), lse_grad=all(of.lse_grad for of in of_ranks))
     right = right_results(question)
     for name in of_ranks[0].results:
-        chunks = [of_rank.results[name].cpu() for of_rank in of_ranks]
-        if shapes := _other_shapes(case, chunks, right[name]):
-            faults += [f"its {name} {shapes}"]
+        chunks = [each.results[name].cpu() for each in of_ranks]
+        shapes = [tuple(case.cut(right[name].exact, rank).shape) for rank in range(case.world_size)]
+        other = [rank for rank, x in enumerate(chunks) if x.shape != shapes[rank]]
+        if other:
+            r = other[0]
+            faults += [f"its {name} has shape {tuple(chunks[r].shape)} on rank {r}; expected {shapes[r]}"]
             continue
         x = answer.results[name] = case.join(chunks)
         if x.dtype != right[name].dtype:
@@ -77,13 +82,12 @@ def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
             x = x.to(right[name].dtype)
         _compare(answer, name, x, right[name])
     if answer.wrong:
-        answer.state = WRONG
-        if _as_float32(answer):
-            answer.state, answer.in_float32, answer.wrong = OK, True, {}
+        answer.in_float32 = _as_float32(answer)
+        answer.state, answer.wrong = (OK, {}) if answer.in_float32 else (WRONG, answer.wrong)
     if faults:
         answer.state, answer.says = FAILED, "; ".join(faults)
     if answer.state == OK and of_ranks[0].again:
-        again = judge(question, [RankResults(of_rank.again, draws=of_rank.draws) for of_rank in of_ranks])
+        again = judge(question, [RankResults(each.again, draws=each.draws) for each in of_ranks])
         if again.state != OK:
             return replace(again, changes=True)
         answer.last_digits = not all(torch.equal(x, again.results[name]) for name, x in answer.results.items())
@@ -106,15 +110,6 @@ def _compare(answer: Answer, name: str, x: Tensor, right: Right) -> None:
         answer.ranks[name] = tuple(r for r in range(case.world_size) if bad[case.positions(r)].any())
 
 
-def _other_shapes(case: Case, chunks: list[Tensor], right: Right) -> str:
-    """The first chunk of a wrong shape, in words; "" when there is none."""
-    for rank, chunk in enumerate(chunks):
-        expected = case.cut(right.exact, rank).shape
-        if chunk.shape != expected:
-            return f"has shape {tuple(chunk.shape)} on rank {rank}; expected {tuple(expected)}"
-    return ""
-
-
 def right_results(question: Question) -> dict[str, Right]:
     """The right results. With "views" d_out is the same number for all tokens of a rank.
 
@@ -126,11 +121,9 @@ def right_results(question: Question) -> dict[str, Right]:
         return case.right() | _with_gradient_of_lse(case)
     if question.how == "autocast":
         wider = torch.finfo(case.dtype).eps / torch.finfo(torch.float32).eps
-        in_float32 = _exact(case, *(x.float() for x in case.whole()))
-        return {
-            name: Right(right.exact, wider * right.sums, right.dtype if name == "lse" else case.dtype, "autocast")
-            for name, right in in_float32.items()
-        }
+        wide = _exact(case, *(x.float() for x in case.whole()))
+        stored = {name: case.dtype for name in wide if name != "lse"}
+        return {name: replace(x, sums=wider * x.sums, dtype=stored.get(name, x.dtype)) for name, x in wide.items()}
     if question.how != "views":
         return case.right()
     q, k, v, d_out = case.whole()
@@ -166,12 +159,9 @@ def _as_float32(answer: Answer) -> bool:
     case = answer.case
     if case.dtype != torch.float64 or case.inputs != "normal":
         return False
-    of_float32 = right_results(replace(answer.question, case=replace(case, dtype=torch.float32)))
-    exact = right_results(answer.question)
-    return all(
-        bool((exact[name].error(x.double()) <= 2 * of_float32[name].allowed).all())
-        for name, x in answer.results.items()
-    )
+    in_float32 = right_results(replace(answer.question, case=replace(case, dtype=torch.float32)))
+    exact, found = right_results(answer.question), answer.results.items()
+    return all(bool((exact[name].error(x.double()) <= 2 * in_float32[name].allowed).all()) for name, x in found)
 
 
 def passes(level: str, accept: Collection[str]) -> bool:
@@ -187,8 +177,5 @@ def imprecise(answer: Answer) -> bool:
     Scores of 800 in 16 bits are off by 2, and so are weights: there the size of an error says nothing.
     """
     step = torch.finfo(answer.case.dtype)
-    if answer.state != WRONG or step.bits != 16:
-        return False
-    errors = [answer.relative[name] for name in answer.wrong]
-    usual = answer.case.inputs == "normal"
-    return all(error <= ROUNDINGS * step.eps if usual else error < float("inf") for error in errors)
+    most = ROUNDINGS * step.eps if answer.case.inputs == "normal" else torch.finfo(torch.float64).max
+    return answer.state == WRONG and step.bits == 16 and all(answer.relative[name] <= most for name in answer.wrong)

@@ -8,23 +8,33 @@
 
     report = examine(my_ring.attention)         # the same without a test: report.healthy, report.verdict, print(report)
 
+An X-ray is two runs on real processes, of a question that the patient answers wrongly. Shapes: S = 4 P tokens, B = H =
+G = 1, and D of S numbers or more, because V is the identity. A patient that needs more heads gets them, all alike. A
+length that matters (unequal chunks, one token each, odd chunks) is kept.
+
 Before: report.py. After: __main__.py, the command; patients/, libraries that were examined.
 """
 
 from collections.abc import Callable, Collection
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ring_doctor import examination
-from ring_doctor.answers import CANNOT_TELL, passes
+from ring_doctor.answers import CANNOT_TELL, OK, passes
 from ring_doctor.catalogue import enter
 from ring_doctor.diagnosis import diagnose
-from ring_doctor.examination import SECONDS, SICK
+from ring_doctor.examination import SECONDS, Examination
 from ring_doctor.inference import infer
-from ring_doctor.job import CannotExamine
+from ring_doctor.job import CannotExamine, Job
 from ring_doctor.patient import Patient, patient_of
+from ring_doctor.questions import Question
 from ring_doctor.report import Report
-from ring_doctor.take_xray import choose_question, take_xray
-from ring_doctor.xray import XRay
+from ring_doctor.xray import XRay, cases, xray_of
+
+LONGEST = 16  # tokens on a rank: a longer question is X-rayed with 4
 
 
 def assert_ring(function: Callable[..., Any] | str, *, accept: Collection[str] = (), **options: Any) -> None:
@@ -75,11 +85,49 @@ def examine(
     how: dict[str, Any] = {"seconds": seconds, "device": device}
     found = examination.examine(patient, **how, seed=seed, quick=quick, progress=progress)
     progress("diagnosis")
-    sick = found.verdict == SICK
-    diagnosis = diagnose(found) if sick else None
+    diagnosis = None if found.healthy else diagnose(found)
     taken: XRay | str = "none was taken"
     if xray or diagnosis:
         progress("X-ray")
         taken = take_xray(found.patient, choose_question(found), **how)
-    named = diagnosis and diagnosis.told and not diagnosis.part
-    return Report(found, diagnosis, taken, tuple(infer(found, taken)) if sick and not named else ())
+    named = found.healthy or (diagnosis and diagnosis.told and not diagnosis.part)
+    return Report(found, diagnosis, taken, () if named else tuple(infer(found, taken)))
+
+
+def choose_question(examination: Examination) -> Question:
+    """The wrong answer of which an X-ray shows the most, with one head; if none is wrong, the last plain right answer.
+
+    An X-ray has no batch, no heads, no large scores and no scale. 16 bits and two ranks show less.
+    """
+    right = [answer.question for answer in examination.answers if answer.state == OK]
+    plain = [question for question in right if not any(_loses(question))]
+    default = (plain or right or [examination.answers[0].question])[-1]
+    question = min((answer.question for answer in examination.wrong), key=_loses, default=default)
+    case, P, S = question.case, question.case.world_size, question.case.seq_len
+    if S > LONGEST * P or (case.equal_chunks and S // P % 2 == 0):
+        S = 4 * P
+    documents = (S // 2 - 1, S - S // 2 + 1) if case.documents else None
+    one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=max(S, case.head_dim), seq_len=S)
+    how = "without gradients" if question.how == "without gradients" else "plain"
+    return Question(replace(one_head, documents=documents, scale=None, sinks=False, inputs="normal"), how)
+
+
+def _loses(question: Question) -> tuple[int, bool, bool, bool]:
+    """How many features an X-ray has not; whether a question is in 16 bits, of two ranks, and without gradients."""
+    case, P = question.case, question.case.world_size
+    features = [case.batch > 1, case.heads != case.kv_heads, case.scale is not None, case.sinks]
+    features += [case.inputs != "normal", case.seq_len > LONGEST * P, question.members is not None]
+    features += [question.how not in ("plain", "without gradients")]
+    return sum(features), torch.finfo(case.dtype).bits <= 16, P < 3, question.how != "plain"
+
+
+def take_xray(patient: Patient, question: Question, *, seconds: float = SECONDS, device: str = "cpu") -> XRay | str:
+    """The X-ray, or why there is none."""
+    heads = patient.heads if patient.heads > 2 else 1  # all alike: the first one is shown
+    with closing(Job(patient, question.case.world_size, seconds, device)) as job:
+        runs = [replace(run, heads=heads, kv_heads=heads) for run in cases(question.case)]
+        first, second = (job.ask(replace(question, case=run)) for run in runs)
+    for answer in (first, second):
+        if not answer.results:
+            return f"none, because with {question.words()} it fails: {answer.says}"
+    return xray_of(first.results, second.results, question.case)

@@ -11,8 +11,6 @@ Before: catalogue.py, conditions.py. After: xray.py, a picture of what is wrong.
 Source: the mistakes of public rings, as each entry of the catalogue names them.
 """
 
-import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -21,20 +19,17 @@ import torch
 from torch import Tensor
 
 from ring_doctor.answers import WRONG, Answer, imprecise
-from ring_doctor.case import Case
-from ring_doctor.catalogue import CATALOGUE, OF_GRADIENTS
+from ring_doctor.case import UNROUNDED, Case
+from ring_doctor.catalogue import BY_WAY, CATALOGUE, OF_GRADIENTS
 from ring_doctor.conditions import separated, when_it_shows
 from ring_doctor.examination import Examination, never_claimed
-from ring_doctor.inputs import UNROUNDED
 from ring_doctor.mistakes import Change, Mistake
-from ring_doctor.mistakes_of_calls import BY_WAY
 from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
 from ring_doctor.wrong_answer import WrongAnswer
 
 FORWARD, EVERYTHING = ("out", "lse"), ("out", "lse", "dq", "dk", "dv")
 LARGEST = 1200  # tokens in an answer that is computed on paper for each entry
 FEW = 2  # explanations that a headline may name
-SEARCH = 15.0  # seconds of computing for each half of the search for the mistake of a large answer
 
 SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
     "on rank 0": lambda P: range(1),
@@ -45,7 +40,6 @@ SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may 
     "on all ranks but the first": lambda P: range(1, P),
     "on all ranks but the last": lambda P: range(P - 1),
 }
-
 
 PARTS_OF_AN_ANSWER: tuple[tuple[str, ...], ...] = (FORWARD, ("out",), ("dk", "dv"), ("dq",), ("dk",), ("dv",))
 
@@ -142,8 +136,8 @@ def _telling(answered: list[Answer]) -> list[WrongAnswer]:
     # with the plain ones: an entry that would make a wider dtype wrong too is not the mistake
     answers = next((plain + kind for kind in kinds if _wrong(plain + kind)), plain)
 
-    def first(answer: Answer) -> tuple[bool, int, int]:
-        return answer.state != WRONG, abs(answer.case.world_size - 3), answer.case.seq_len
+    def first(answer: Answer) -> tuple[bool, bool, int, int]:
+        return answer.case.large_tiles, answer.state != WRONG, abs(answer.case.world_size - 3), answer.case.seq_len
 
     return [WrongAnswer(answer) for answer in sorted(answers, key=first)]
 
@@ -164,8 +158,8 @@ def _explain(answers: list[WrongAnswer]) -> tuple[list[Explanation], str]:
     in_forward, in_gradients = _entries(of_gradients=False), _entries(of_gradients=True)
     other_gradients = [change(entry) for change in (_by_autograd, _in_forward_only) for entry in in_forward]
     single = [*in_gradients, *in_forward, *other_gradients]
-    if large := [wrong for wrong in answers if wrong.answer.wrong and wrong.answer.case.large_tiles]:
-        return _of_large(large[0], answers, in_forward, in_gradients), ""
+    if any(answer.answer.wrong and answer.case.large_tiles for answer in answers):
+        return _fitting(single, answers, EVERYTHING), ""  # those that spare the small answers, which come first
     return next(((found, part) for part, found in _attempts(single, answers) if found), ([], ""))
 
 
@@ -186,20 +180,6 @@ def _attempts(single: list[Explanation], answers: list[WrongAnswer]) -> Iterator
         if set(names) < wrong:
             yield " and ".join(names), _fitting(single, usual, names + never_wrong)
             yield " and ".join(names), under_a_condition(single, usual, names + never_wrong)
-
-
-def _of_large(
-    large: WrongAnswer, answers: list[WrongAnswer], in_forward: list[Explanation], in_gradients: list[Explanation]
-) -> list[Explanation]:
-    """The explanations of a large answer where small ones are right. Each takes long: the likely ones come first."""
-    forward, deadline = any(name in large.answer.wrong for name in FORWARD), time.process_time() + SEARCH
-    entries, names = (in_forward, FORWARD) if forward else (in_gradients, EVERYTHING)
-    small = [answer for answer in answers if not answer.answer.case.large_tiles][:4]
-    entries.sort(key=lambda entry: sum(_fits(entry, answer, names) is False for answer in small))
-    if forward:  # one result tells most of them apart
-        entries = [entry for entry in entries if time.process_time() < deadline and _fits(entry, large, FORWARD)]
-        entries = [change(entry) for entry in entries for change in (lambda same: same, _by_autograd, _in_forward_only)]
-    return under_a_condition(entries, answers, EVERYTHING, deadline + SEARCH)
 
 
 def _entries(*, of_gradients: bool) -> list[Explanation]:
@@ -247,7 +227,7 @@ def _explains(explanation: Explanation, answers: list[WrongAnswer], names: tuple
 
 
 def under_a_condition(
-    explanations: list[Explanation], answers: list[WrongAnswer], names: tuple[str, ...], deadline: float = math.inf
+    explanations: list[Explanation], answers: list[WrongAnswer], names: tuple[str, ...]
 ) -> list[Explanation]:
     """Those that give the numbers of every wrong answer, and with which a feature separates the right answers.
 
@@ -257,13 +237,11 @@ def under_a_condition(
     right = [answer for answer in answers if answer not in wrong]
     found: dict[str, tuple[int, Explanation]] = {}
     for explanation in explanations:
-        if time.process_time() > deadline:
-            break
         if not all(_fits(explanation, answer, names) for answer in wrong):
             continue
         spared = [answer.answer.question for answer in right if _fits(explanation, answer, names) is False]
         conditions = separated(spared, [answer.answer.question for answer in wrong]) if spared else [""]
-        if conditions and len(spared) < found.get(explanation.name, (math.inf, None))[0]:
+        if conditions and len(spared) < found.get(explanation.name, (len(right) + 1, None))[0]:
             found[explanation.name] = len(spared), replace(explanation, condition=conditions[0])
     least = min((count for count, _ in found.values()), default=0)
     return [explanation for count, explanation in found.values() if count == least]

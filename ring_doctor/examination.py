@@ -1,10 +1,6 @@
 """Ask a ring many questions, on real processes, each with a time limit.
 
-    examine(patient)    ->    Examination: the answers, the verdict, and what a reader must know about them
-
-    HEALTHY           every answer is right
-    LIMITED           what the function claims is right. Beyond that it raises: 16 bits, one token a rank
-    SICK              an answer is wrong, or the function fails where every ring must answer
+    examine(patient)    ->    Examination: the answers, how wrong they are, and what a reader must know about them
 
 Before: job.py. After: diagnosis.py, which names the mistake.
 """
@@ -16,10 +12,22 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ring_doctor.answers import FAILED, LATE, REFUSED, WRONG, Answer, imprecise, right_results
+from ring_doctor.answers import (
+    FAILED,
+    IMPRECISE,
+    LATE,
+    REFUSED,
+    RIGHT,
+    RIGHT_AS_CLAIMED,
+    WRONG,
+    WRONG_RING,
+    Answer,
+    imprecise,
+    right_results,
+)
 from ring_doctor.job import REFUSALS, CannotExamine, Job
 from ring_doctor.patient import Patient, dtype_of
-from ring_doctor.questions import LSE, UNEQUAL, Question, every_question, few_worlds, in_turn, kind, questions
+from ring_doctor.questions import FULL, LSE, UNEQUAL, Question, in_turn, kind, questions
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
 GIVE_UP = 2  # hangs or crashes: then nothing more is asked
@@ -28,8 +36,6 @@ AGAIN = 2  # times that a question is asked again after a wrong answer, to see w
 LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer answers nothing is said of the ring
 LAST_DIGITS = "called again, it gives other numbers, all of them right: does it add blocks as they come?"
 DRAWS = "it takes random numbers from torch's generator: is dropout on?"
-
-HEALTHY, LIMITED, SICK = "healthy", "healthy for what it takes", "sick"
 
 
 @dataclass
@@ -47,9 +53,17 @@ class Examination:
         return [answer for answer in self.answers if answer.bad and not _excused(answer)]
 
     @property
-    def verdict(self) -> str:
-        """HEALTHY, LIMITED or SICK."""
-        return SICK if self.faults else LIMITED if self.limits or self.beyond else HEALTHY
+    def wrong(self) -> list[Answer]:
+        """The wrong answers that tell of a mistake: always the same numbers, and if possible to what it must take."""
+        wrong = [it for it in self.answers if it.state == WRONG and it.results and not it.changes]
+        return [answer for answer in wrong if not never_claimed(answer)] or wrong
+
+    @property
+    def level(self) -> str:
+        """How wrong: one of those in answers.py. Imprecise: 16 bits only, and by no more than rounding can do."""
+        if self.faults:
+            return IMPRECISE if all(map(imprecise, self.faults)) else WRONG_RING
+        return RIGHT_AS_CLAIMED if self.limits or self.beyond else RIGHT
 
     @property
     def healthy(self) -> bool:
@@ -60,11 +74,6 @@ class Examination:
     def beyond(self) -> dict[str, Answer]:
         """What the patient never claimed to take, and the first failure or wrong answer with it."""
         return {answer.question.feature: answer for answer in reversed(self.answers) if answer.bad and _excused(answer)}
-
-    @property
-    def imprecise(self) -> bool:
-        """Whether only answers in 16 bits are wrong, and by no more than rounding can do."""
-        return bool(self.faults) and all(map(imprecise, self.faults))
 
     @property
     def changes(self) -> list[Answer]:
@@ -113,18 +122,22 @@ def examine(
     found.remarks += [DRAWS] if any(answer.draws for answer in found.answers) else []
     _check_that_it_answers(found)
     if quick:
-        every = every_question(found.patient, dtype_of(found.patient.dtypes[0]), seed)
-        share = f"quick: {sum(answer.question in every for answer in found.answers)} of {len(every)} questions"
+        every = sum(len(list(questions(found.patient, P, _dtype(found), seed))) for P in found.patient.worlds)
+        share = f"quick: {len(found.answers)} of {every} questions"
         found.remark(f"{share}; the others ask the same under another mask or with another number of ranks")
     return found
 
 
+def _dtype(found: Examination) -> torch.dtype:
+    return dtype_of(found.patient.dtypes[0])
+
+
 def _check_that_it_answers(found: Examination) -> None:
-    """Raise CannotExamine where nothing can be said: no mistake was seen, and too little was answered."""
+    """Raise CannotExamine where nothing can be said: no mistake was seen, and too little was answered, or too late."""
     name, answers = found.patient.name, found.answers
     if all(answer.raised for answer in answers):
         raise CannotExamine(f"{name} answers no question: {answers[-1].says}")
-    if found.verdict == SICK:
+    if not found.healthy:
         return
     for answer in answers:
         _check_that_it_is_in_time(answer, name)
@@ -150,8 +163,8 @@ def _ask_everything(
     found: Examination, jobs: dict[tuple[int, bool], Job], seed: int, quick: bool, progress: Callable[[str], None]
 ) -> None:
     """Ask the questions of each number of ranks. Parts of a job are asked of the job with a rank more."""
-    patient, dtype = found.patient, dtype_of(found.patient.dtypes[0])
-    todo = {P: in_turn(patient, P, dtype, seed, quick=quick) for P in patient.worlds}
+    patient = found.patient
+    todo = {P: in_turn(patient, P, _dtype(found), seed, quick=quick) for P in patient.worlds}
     total, lost = len({key for groups in todo.values() for key in groups}), 0
     done: set[Hashable] = set()
     lse_grad = False
@@ -228,11 +241,9 @@ def _without_what_it_refuses(found: Examination, jobs: dict[tuple[int, bool], Jo
         found.remark("it takes float64 and computes in float32; it is examined in float32")
         found.patient = replace(found.patient, dtypes=found.patient.dtypes[1:])
     if job.slowest > SLOW:
-        worlds = few_worlds(found.patient).worlds
-        found.remark(
-            f"its first call took {job.slowest:.0f} s, as with a compiler, and each number of ranks has one: it was "
-            f"asked on {' and '.join(map(str, worlds))} ranks only"
-        )
+        worlds = tuple(P for P in found.patient.worlds if P in FULL) or found.patient.worlds[-1:]
+        slow = f"its first call took {job.slowest:.0f} s, as with a compiler, and each number of ranks has one"
+        found.remark(f"{slow}: it was asked on {' and '.join(map(str, worlds))} ranks only")
         found.patient = replace(found.patient, worlds=worlds)
 
 
@@ -280,13 +291,13 @@ def _in_masks_that_it_takes(found: Examination, job: Job, seed: int) -> None:
 
 def _without_gradients_if_refused(found: Examination, job: Job, seed: int) -> Answer:
     question = _first(found.patient, job, seed)
-    answer = job.ask(question)
-    if not answer.raised or (without := job.ask(replace(question, how="without gradients"))).raised:
+    answer, without = job.ask(question), replace(question, how="without gradients")
+    if not answer.raised or (forward := job.ask(without)).raised:
         return answer
     if answer.says.startswith(REFUSALS):
         found.limits.append(f"the forward pass only: with inputs that need gradients, {answer.says}")
         found.patient = replace(found.patient, gradients=False)
     else:
-        found.answers.append(without)
+        found.answers.append(forward)
         found.remark("it answers without gradients. For the forward pass only? Then ask with --forward-only")
-    return without
+    return forward

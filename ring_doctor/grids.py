@@ -56,11 +56,14 @@ class Matrix:
     def wrong(self) -> list[Tile]:
         return [tile for tile in self.tiles if tile.kind != "ok"]
 
+    def _round(self, tile: Tile) -> int:
+        return (tile.rank - tile.block) % len(self.sheet.lengths)
+
     def _by_round(self, tiles: Iterable[Tile]) -> dict[int, list[int]]:
         """{round: the ranks that compute these tiles in it}."""
         rounds: dict[int, list[int]] = {}
         for tile in tiles:
-            rounds.setdefault((tile.rank - tile.block) % len(self.sheet.lengths), []).append(tile.rank)
+            rounds.setdefault(self._round(tile), []).append(tile.rank)
         return dict(sorted(rounds.items()))
 
     def details(self) -> list[str]:
@@ -91,7 +94,7 @@ class Matrix:
         if self.wrong:
             kinds = [tile.kind for tile in self.wrong]
             counts = ", ".join(f"{kinds.count(kind)} {words}" for kind, (words, _) in KINDS.items() if kind in kinds)
-            first = {tile.rank: tile for tile in sorted(self.wrong, key=lambda tile: -((tile.rank - tile.block) % P))}
+            first = {tile.rank: tile for tile in sorted(self.wrong, key=self._round, reverse=True)}
             starts = _in_rounds(self._by_round(first[rank] for rank in sorted(first)), P, ", ")
             said = [f"{len(kinds)} of {P * P} tiles are wrong: {counts}.", f"First in {starts}."]
         elif self.sums is None:
@@ -100,10 +103,6 @@ class Matrix:
             sums = _between(self.sums.tolist())
             said.append(f"The weights of {len(self.sums)} of {len(self.sheet.seen)} queries sum to {sums}, not to 1.")
         return said
-
-    def summary(self) -> str:
-        """The title and the sentences in one line."""
-        return f"{self.title}: {' '.join(self.sentences())}"
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,8 @@ class XRay:
 
     def summary(self) -> str:
         """The summary of each wrong matrix, or one sentence if all are right."""
-        if self.right:
-            return f"X-ray: all {len(self.matrices)} matrices are right."
-        return "\n".join(matrix.summary() for matrix in self.matrices if not matrix.ok)
+        wrong = [f"{matrix.title}: {' '.join(matrix.sentences())}" for matrix in self.matrices if not matrix.ok]
+        return "\n".join(wrong) or f"X-ray: all {len(self.matrices)} matrices are right."
 
     def text(self) -> str:
         """The summary of each matrix. Below a wrong matrix stand a grid and what each of its wrong tiles holds.
@@ -159,7 +157,8 @@ class XRay:
 
 
 def _text(matrix: Matrix) -> str:
-    lines = [f"{matrix.title}: {matrix.sentences()[0]}", *(f"    {sentence}" for sentence in matrix.sentences()[1:])]
+    first, *others = matrix.sentences()
+    lines = [f"{matrix.title}: {first}", *(f"    {sentence}" for sentence in others)]
     if matrix.wrong:
         P = len(matrix.sheet.lengths)
         labels = ["-" if tile.kind == "ok" and tile.hidden else tile.label for tile in matrix.tiles]

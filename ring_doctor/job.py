@@ -1,10 +1,14 @@
 """The processes that answer: a rank that hangs, crashes or raises is an answer too, and the next question follows.
 
+    hang(folder, [0, 2])      ->    True: these ranks wait for messages, and waited in the same lines some seconds ago
+    lines_of_ranks(folder)    ->    {"ring.py, line 12 in attention": [0, 2]}
+
 Each number of ranks gets processes of its own, because libraries note the rank when they are imported.
 
-Before: answers.py and stacks.py. After: examination.py, which asks.
+Before: answers.py. After: examination.py, which asks.
 """
 
+import linecache
 import re
 import time
 from collections.abc import Sequence
@@ -13,16 +17,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ring_doctor.answers import FAILED, LATE, REFUSED, Answer, judge
-from ring_doctor.on_rank import ask_on_rank, prepare
+from ring_doctor.calls import ask_on_rank, prepare
 from ring_doctor.patient import Patient
 from ring_doctor.questions import Question
-from ring_doctor.stacks import hang, lines_of_ranks
+from ringlab.support.places import Frame, place
 from ringlab.support.processes import LostRank, Raised, Ranks
 
 START = 120.0  # seconds to import a library and to set it up
 LONGER = 3  # times as long as the slowest answer so far a question may take: then the machine is slow, or compiles
 REFUSALS = ("ValueError", "NotImplementedError", "AssertionError")  # of all ranks: the patient refuses the question
-
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', flags=re.MULTILINE)
+STACK = re.compile(r"^(?:Stack|Fatal Python error)", flags=re.MULTILINE)
 OTHER_SIZE = re.compile(r".*op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+).*")  # gloo's words
 
 
@@ -114,3 +119,37 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 def _said(raised: Raised, *, place: bool = False) -> str:
     said = f"{raised.kind}: {raised.message.strip().partition(chr(10))[0]}"
     return said + (f" ({raised.where})" if place and raised.where else "")
+
+
+# What the ranks wrote -------------------------------------------------------------------------------------------------
+
+
+def lines_of_ranks(folder: Path) -> dict[str, list[int]]:
+    """The ranks that have written a stack, by the line of the user's code in which they are."""
+    found: dict[str, list[int]] = {}
+    for rank, stacks in sorted(_read(folder).items()):
+        if stacks and (at := place(stacks[-1])):
+            found.setdefault(at, []).append(rank)
+    return found
+
+
+def hang(folder: Path, silent: Sequence[int]) -> bool:
+    """Whether each of these ranks waits for a message, in the line in which it waited the last time."""
+    stacks = _read(folder)
+    last = [stacks.get(rank, [])[-2:] for rank in silent]
+    return all(len(two) == 2 and two[0] == two[1] and _waits(two[1]) for two in last)
+
+
+def _waits(frames: Sequence[Frame]) -> bool:
+    """Whether the innermost calls wait for a message, or for what another rank writes into a store."""
+    in_torch = any("/torch/distributed/" in path for path, _, _ in frames[:3])
+    return in_torch or bool(frames and re.search(r"\.(wait|poll|get|multi_get)\(", linecache.getline(*frames[0][:2])))
+
+
+def _read(folder: Path) -> dict[int, list[list[Frame]]]:
+    """By rank the stacks that it wrote, the innermost frame first."""
+    return {
+        int(path.name): [[(f, int(line), of) for f, line, of in FRAME.findall(stack)] for stack in stacks]
+        for path in folder.glob("[0-9]*")
+        for _, *stacks in [STACK.split(path.read_text())]
+    }

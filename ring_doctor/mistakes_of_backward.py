@@ -129,8 +129,7 @@ MISTAKES = (
           but(weights=own_weights, delta=own_delta)),
     entry("delta_summed_per_block",
           "δ is summed over the keys of one block only: the sum of p ∘ dP over a block, with the weights of the whole "
-          "row.", ROWS, 5,
-          but(delta=lambda steps, s, p, v, d_out, out: steps.delta(s, p, v, d_out, p @ v))),
+          "row.", ROWS, 5, but(delta=lambda steps, s, p, v, d_out, out: steps.delta(s, p, v, d_out, p @ v))),
     entry("delta_of_another_rank",
           "δ, or the output in it, is of another rank's rows: of the rank that has the keys, of the rank before, or of "
           "the next rank.",
@@ -156,13 +155,11 @@ MISTAKES = (
           in_backward(sees=whole_parts)),
     entry("gradients_in_16_bits",
           "dK and dV are rounded to the dtype of k at each hop. They must stay in float32.",
-          "the dtype of the buffer of dK and dV", 8,
-          but(add_kv=in_dtype(None)), but(add_kv=in_dtype(torch.bfloat16)),
+          "the dtype of the buffer of dK and dV", 8, but(add_kv=in_dtype(None)), but(add_kv=in_dtype(torch.bfloat16)),
           # parts in the dtype of k, added in the order of gloo's reduce_scatter: the own part comes last
           in_order(lambda t, P: (t + 1) % P, add_kv=in_dtype(None, parts_too=True))),
     entry("dq_in_16_bits", "dQ is summed in the dtype of q. It must be summed in float32.",
-          "the dtype of the sum of dQ", 8,
-          but(add_q=in_dtype(None)), but(add_q=in_dtype(torch.bfloat16)),
+          "the dtype of the sum of dQ", 8, but(add_q=in_dtype(None)), but(add_q=in_dtype(torch.bfloat16)),
           # a new float32 copy of q in each round: autograd adds their gradients in the dtype of q, the last round first
           in_order(lambda t, P: P - 1 - t, add_q=in_dtype(None, parts_too=True))),
 )

@@ -173,8 +173,7 @@ MISTAKES = (
           changed(lambda case, x: case.join(x.split(lengths_of(case), dim=2)), *KV)),
     entry("gradient_rows_rolled",
           "The rows of dK, of dV or of both are rolled by one inside each chunk: a key gets the gradient of its "
-          "neighbour.", ROLLED, 8,
-          *(rolled(by, *names) for names in (("dk",), ("dv",), KV) for by in (1, -1))),
+          "neighbour.", ROLLED, 8, *(rolled(by, *names) for names in (("dk",), ("dv",), KV) for by in (1, -1))),
     entry("gradients_not_sent_home",
           "The last hop is missing: a rank returns the gradients of the block of the next rank.", KEPT, 5,
           home(lambda part: part.block - 1),
@@ -239,7 +238,6 @@ MISTAKES = (
           "the forward pass only? Then ask with --forward-only", 5, zero(*KV)),
     entry("no_gradient_of_one_input",
           "The gradient of one input is zero, and the others are right: this input is cut off from the result.",
-          "detach, no_grad, .data, and what a backward pass returns for each input", 5,
-          *map(zero, ("dk", "dv", "dq"))),
+          "detach, no_grad, .data, and what a backward pass returns for each input", 5, *map(zero, ("dk", "dv", "dq"))),
 )
 # fmt: on

@@ -218,20 +218,17 @@ MISTAKES = (
     # In striped the blocks of earlier ranks are triangles too, and lose their diagonal. The blocks of later ranks are
     # triangles of one row less. The last variant takes a diagonal of these as well.
     entry("diagonal_hidden", "The causal mask is strict: a query does not see its own key.",
-          "< instead of <= in the mask", 7,
-          in_causal(both(right, by_positions(lambda query, key: key != query))),
+          "< instead of <= in the mask", 7, in_causal(both(right, by_positions(lambda query, key: key != query))),
           in_causal(own(strict, in_layout("striped", earlier(strict, right)))),
           in_causal(own(strict, in_layout("striped", earlier(strict, triangle(-2)))))),
     entry("strict_in_far_blocks",
           "Blocks of other ranks, and not the own block, have a strict mask by their indices: query i sees keys 0 to "
-          "i - 1.", FLAG, 7,
-          in_causal(own(right, strict)),
+          "i - 1.", FLAG, 7, in_causal(own(right, strict)),
           in_causal(own(right, lambda steps, case, r, j: strict(steps, case, r, j) & (j < r))),
           in_causal(own(right, both(strict, right)))),
     entry("key_lost_at_a_border",
           "A key at the border of a block is lost: the first or the last key, of each block that arrives or of all "
-          "blocks.", BORDER, 4,
-          *(but(sees=without_a_key(at, lambda r, j: r != j)) for at in (-1, 0)),
+          "blocks.", BORDER, 4, *(but(sees=without_a_key(at, lambda r, j: r != j)) for at in (-1, 0)),
           *(but(sees=without_a_key(at, lambda r, j: True)) for at in (-1, 0)),
           in_causal(without_a_key(-1, lambda r, j: j == r - 1))),  # of gathered keys: the past ends a key too early
     entry("causal_unasked", "A causal mask is used where full attention is asked for.", FLAG, 7,

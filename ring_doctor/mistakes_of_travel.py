@@ -98,16 +98,13 @@ OF_BLOCKS = (
           "There is a round too many, and in it a rank meets its own block for the second time.", LOOP, 4,
           but(rounds=lambda steps, case, rank: steps.rounds(case, rank) + 1)),
     entry("two_seats", "Each hop moves the blocks by two ranks, so with an even P half of the blocks never come.",
-          NEIGHBOUR, 4,
-          in_hand(lambda r, t, P: r - 2 * t), in_hand(lambda r, t, P: r - 2 * t, home=held)),
+          NEIGHBOUR, 4, in_hand(lambda r, t, P: r - 2 * t), in_hand(lambda r, t, P: r - 2 * t, home=held)),
     entry("other_way",
           "The blocks come from rank r + 1, and the mask and the gradients count on blocks from rank r - 1.",
-          NEIGHBOUR, 4,
-          in_hand(lambda r, t, P: r + t), in_hand(lambda r, t, P: r + t, home=held)),
+          NEIGHBOUR, 4, in_hand(lambda r, t, P: r + t), in_hand(lambda r, t, P: r + t, home=held)),
     entry("stale_first_block",
           "The first block received is thrown away, and the block in hand is used again. The last block never comes.",
-          "which of the two buffers is computed on after the first hop", 6,
-          in_hand(lambda r, t, P: r - max(0, t - 1))),
+          "which of the two buffers is computed on after the first hop", 6, in_hand(lambda r, t, P: r - max(0, t - 1))),
     entry("overwritten_in_hand",
           "There is one buffer only: the next block overwrites the block in hand before the rank computes on it.",
           "the buffers: a block in use, and another buffer to receive into", 6,
@@ -115,12 +112,10 @@ OF_BLOCKS = (
           in_hand(lambda r, t, P: r - (min(t + 1, P - 1) if t else 0))),  # the own block lies elsewhere
     entry("opposite_block_twice",
           "Blocks travel in both directions, half of the hops each. With an even P the block of the rank opposite "
-          "arrives from both sides, and counts twice.", OPPOSITE, 4,
-          two_ways(lambda P: P // 2 * 2 + 1)),
+          "arrives from both sides, and counts twice.", OPPOSITE, 4, two_ways(lambda P: P // 2 * 2 + 1)),
     entry("opposite_block_missed",
           "Blocks travel in both directions, half of the hops each. With an even P the block of the rank opposite "
-          "never arrives.", OPPOSITE, 4,
-          two_ways(lambda P: (P - 1) // 2 * 2 + 1)),
+          "never arrives.", OPPOSITE, 4, two_ways(lambda P: (P - 1) // 2 * 2 + 1)),
     entry("sent_in_16_bits",
           "K and V are sent in fewer bits than they have, with or without their gradients. A rank's own block is "
           "exact, and blocks that arrive are rounded to 16 bits.", WIRE, 8,
@@ -141,8 +136,7 @@ OF_BLOCKS = (
           wild=("axolotl PR #3928", "Automodel #3507")),
     entry("nothing_moves",
           "Nothing moves: a rank computes P times on its own block, as if each time another one had come.",
-          "the messages, and whether what is received is what is computed on", 4,
-          in_hand(lambda r, t, P: r)),
+          "the messages, and whether what is received is what is computed on", 4, in_hand(lambda r, t, P: r)),
 )
 # fmt: on
 
@@ -209,8 +203,7 @@ MISTAKES = (
           but(scale=lambda steps, case: steps.scale(case) ** 2),
           but(scale=lambda steps, case: 1 / case.head_dim)),  # not 1/√D, whatever scale was given
     entry("scale_of_padded_head", "The scale is computed from a head dimension that is padded to a multiple of 8.",
-          SCALE, 8,
-          scale_of(padded_head), but(scale=lambda steps, case: padded_head(case) ** -0.5)),
+          SCALE, 8, scale_of(padded_head), but(scale=lambda steps, case: padded_head(case) ** -0.5)),
     entry("scale_of_another_size",
           "The scale is not 1/√D: it is 1/√ of the tokens of a chunk, of all tokens, of the heads, of heads times D, "
           "of 64 or of 128.", f"{SCALE}. Which axis is D where tensors are (B, S, H, D)?", 8,
@@ -229,8 +222,7 @@ MISTAKES = (
           wild=("lmdeploy PR #3951",)),
     entry("tail_lost",
           "A length that P does not divide is rounded down. The last tokens are no keys, and their rows are exactly 0.",
-          "every `length // P`", 13,
-          but(sees=tail_hidden),
+          "every `length // P`", 13, but(sees=tail_hidden),
           wild=("TransformerEngine #1930", "TransformerEngine #3331")),
     entry("nan_of_unseen_rows",
           "A query that sees nothing of a block makes NaN, which stays in the running result.",

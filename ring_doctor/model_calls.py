@@ -6,7 +6,7 @@
 
 Shapes: text (B, S + 1), targets (B, S), positions (S,); a loss () or (B, C).
 
-Before: examination.py, an attention by itself. After: model_patterns.py.
+Before: examination.py, an attention by itself. After: mistakes_of_models.py, which calls with what is wrong.
 """
 
 import inspect
@@ -90,9 +90,8 @@ class ModelPatient:
         self.first = self.first or time.monotonic() - began
         raised = [result for result in results if isinstance(result, Raised)]
         if raised and required:
-            said = _why(raised[0])
             ours = raised[0].kind == NotAResult.__name__
-            raise CannotExamine(said if ours else f"on one process, {said}; expected it to return")
+            raise CannotExamine(_why(raised[0]) if ours else _alone(_why(raised[0])))
         return [None if isinstance(result, Raised) else result for result in results]
 
     def on_ranks(self, world_size: int, calls: list[Call]) -> list[list[Returned]] | str:
@@ -121,25 +120,28 @@ class ModelPatient:
         try:
             [results] = self.ranks.outcomes(1, _call_all, self.step, calls, self.seed, watch)
         except LostRank as lost:
-            raise CannotExamine(f"on one process, {lost.reason}; expected it to return") from lost
+            raise CannotExamine(_alone(lost.reason)) from lost
         if isinstance(results, Raised):
-            raise CannotExamine(f"on one process, {_why(results)}; expected it to return")
+            raise CannotExamine(_alone(_why(results)))
         return results
 
 
 def options_of(step: Step) -> frozenset[str]:
     """Which of positions= and targets= the step takes. Raises ValueError when it cannot be called with a text alone."""
     try:
-        parameters = inspect.signature(step).parameters.values()
-        inspect.signature(step).bind(None)
+        signature = inspect.signature(step)
+        signature.bind(None)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{getattr(step, '__name__', step)!s} cannot be called with a text alone ({error}); expected "
             f"step(text, *, positions=None, targets=None)"
         ) from error
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = {parameter.name for parameter in parameters}
-    return frozenset(name for name in ("positions", "targets") if anything or name in names)
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    return frozenset(name for name in ("positions", "targets") if anything or name in signature.parameters)
+
+
+def _alone(said: str) -> str:
+    return f"on one process, {said}; expected it to return"
 
 
 def _why(raised: Raised) -> str:
@@ -162,9 +164,7 @@ class _Draws(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here; else each rank would import the compiler, for seconds
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
         given = {argument.name: value for argument, value in zip(function._schema.arguments, args, strict=False)}
         if "bernoulli" in name or name == "native_dropout" or {**given, **(kwargs or {})}.get("dropout_p"):
@@ -200,13 +200,12 @@ def _checked(result: Any, text: Tensor, world_size: int) -> Returned:
     for name, gradient in result[1].items():
         if not isinstance(gradient, Tensor):
             raise NotAResult(f"the gradient of {name} is {gradient!r:.60}; {expected}")
-    loss, C = torch.as_tensor(result[0]).detach(), (text.shape[1] - 1) // world_size
-    if loss.dim() and loss.shape != (len(text), C):
+    loss, shape = torch.as_tensor(result[0]).detach(), (len(text), (text.shape[1] - 1) // world_size)
+    if loss.dim() and loss.shape != shape:
         raise NotAResult(
             f"the loss has shape {tuple(loss.shape)}; expected a number, or a loss for each token of the rank, "
-            f"(B, C) = {(len(text), C)}"
+            f"(B, C) = {shape}"
         )
     whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in result[1].items()}
-    gradients = {name: x.detach().double().cpu() for name, x in whole.items()}
     dtypes = frozenset(x.dtype for x in (loss, *whole.values()) if x.is_floating_point())
-    return Returned(loss.double().cpu(), gradients, dtypes)
+    return Returned(loss.double().cpu(), {name: x.detach().double().cpu() for name, x in whole.items()}, dtypes)

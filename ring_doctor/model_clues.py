@@ -15,14 +15,14 @@ Before: model_comparison.py; facts.py, what follows from which of dq, dk and dv 
 """
 
 import re
-from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ring_doctor.facts import OF_GRADIENTS, listed
 from ring_doctor.model_calls import Call, ModelPatient, Returned
-from ring_doctor.model_comparison import RIGHT, distance, explain, floors_of, in_text, same
+from ring_doctor.model_comparison import distance, error_of, floors_of, losses
 from ringlab.models.transformer import IGNORED
 
 PROJECTIONS = {  # as models name them: wq, q_proj, self_attn.query, to_q
@@ -38,10 +38,9 @@ def clue(
     P, results = max(wrong.items())
     if said := _of_ranks(results, exact, allowed):
         return said
-    result, floors = results[0], floors_of(exact)  # the ranks agree
-    loss = in_text(results, patient.shards(P)) if exact.loss.dim() else result.loss
+    result, floors, loss = results[0], floors_of(exact), losses(results, patient.shards(P))[0]  # the ranks agree
     loss_is_right, times = distance(loss, exact.loss) <= allowed, float(loss.sum() / exact.loss.sum())
-    bad = [n for n in floors if not distance(result.gradients[n], exact.gradients[n], floors[n]) <= allowed]
+    bad = [n for n in floors if distance(result.gradients[n], exact.gradients[n], floors[n]) > allowed]
     if not bad:
         return (
             f"All gradients are right and the reported loss is wrong ({times:.4g} times): look at how it is reported."
@@ -52,15 +51,19 @@ def clue(
             f"{said}, and clipped gradients are wrong: look at the norm in the clipping, over all ranks and weights; "
             f"or return the gradients as they are before the clipping, to learn which of them are wrong."
         )
-    factors = [_factor(result.gradients[name], exact.gradients[name], floors[name], allowed) for name in bad]
-    found, all_bad = [factor for factor in factors if factor is not None], len(bad) == len(floors)
-    known = len(found) == len(bad)
-    if known and max(found) - min(found) <= 4 * allowed * max(map(abs, found)) and (loss_is_right or all_bad):
+    factors, all_bad = {}, len(bad) == len(floors)
+    for name in bad:
+        x, right = result.gradients[name], exact.gradients[name]
+        factor = ((x * right).sum() / (right * right).sum()).item()
+        if distance(x, factor * right, floors[name]) <= allowed * max(1.0, abs(factor)):
+            factors[name] = factor
+    known, f = len(factors) == len(bad), [*factors.values()]
+    if known and max(f) - min(f) <= 4 * allowed * max(map(abs, f)) and (loss_is_right or all_bad):
         which = "every gradient is" if all_bad else f"of {_few(bad)} the gradient is"
         where = "what the loss is multiplied or divided by, the reduction, and clipping"
-        return f"{said}, and {which} {found[0]:.4g} times the right one: look at {where}."
+        return f"{said}, and {which} {f[0]:.4g} times the right one: look at {where}."
     if not loss_is_right:
-        return _of_forward(patient, P, exact, results, allowed)
+        return _of_forward(patient, loss, exact, results, allowed)
     if known:
         return f"{said}, and each wrong gradient has its own factor: look at scaling and clipping weight by weight."
     if all_bad:
@@ -84,27 +87,20 @@ def _of_ranks(results: list[Returned], exact: Returned, allowed: float) -> str:
                     f"On rank {rank}, {what} is not finite: look for a query that sees no key, for a division by 0 "
                     f"labels, and for memory that is read too early."
                 )
-    if exact.loss.dim():  # each rank has other tokens: their losses are not compared
-        nothing = torch.zeros((), dtype=torch.float64)
-        results, exact = [replace(result, loss=nothing) for result in results], replace(exact, loss=nothing)
-    bad = [rank for rank, result in enumerate(results) if not same(result, exact, allowed)]
+    # where each rank has the losses of its own tokens, they are not compared
+    error = partial(error_of, shards=[], loss=not exact.loss.dim())
+    bad = [str(rank) for rank, result in enumerate(results) if error([result], exact) > allowed]
     if 0 < len(bad) < len(results):
         return (
-            f"Only rank {listed([str(rank) for rank in bad])} is wrong: look at what the code does for this rank "
-            f"alone, and at a collective that not all ranks call."
+            f"Only rank {listed(bad)} is wrong: look at what the code does for this rank alone, and at a collective "
+            f"that not all ranks call."
         )
-    if bad and not all(same(result, results[0], allowed) for result in results):
+    if bad and error(results, results[0]) > allowed:
         return (
             "The ranks end with different results, and neither their sum nor their mean is right: look at the "
             "reduction over the ranks, and whether every rank and every weight takes part in it."
         )
     return ""
-
-
-def _factor(x: Tensor, right: Tensor, floor: float, allowed: float) -> float | None:
-    """f if x is f times the right gradient, else None."""
-    factor = ((x * right).sum() / (right * right).sum()).item()
-    return factor if distance(x, factor * right, floor) <= allowed * max(1.0, abs(factor)) else None
 
 
 def _few(names: list[str]) -> str:
@@ -129,11 +125,15 @@ def _layer(name: str) -> str:
     return found.group(1) if found else ""
 
 
-def _of_forward(patient: ModelPatient, P: int, exact: Returned, results: list[Returned], allowed: float) -> str:
+def _of_forward(patient: ModelPatient, loss: Tensor, exact: Returned, results: list[Returned], allowed: float) -> str:
     """The loss and the gradients are wrong. Which tokens are wrong, and do the weights of a softmax matter?"""
-    tokens = _wrong_tokens(patient, P, exact, results, allowed)
-    said = ["The loss is wrong, and with it the gradients", *([_told(tokens, patient.shards(P))] if tokens else [])]
-    if 0 not in tokens and _right_for_equal_tokens(patient, P, allowed):  # of equal tokens the labels are equal too
+    shards, said = patient.shards(len(results)), ["The loss is wrong, and with it the gradients"]
+    tokens = _wrong_tokens(patient, len(results), torch.stack([loss, exact.loss]), allowed)
+    said += [_told(tokens, shards)] if tokens else []
+    alike = Call(patient.text[:1, :1].expand_as(patient.text).contiguous(), {})
+    [alone], of_ranks = patient.on_one_process([alike]), patient.on_ranks(len(results), [alike])
+    right = alone and not isinstance(of_ranks, str) and error_of(of_ranks[0], alone, shards) <= allowed
+    if 0 not in tokens and right:  # of equal tokens the labels are equal too
         said.append("for a text of equal tokens all is right, so the weights of each query add up to 1")
     return "; ".join(said) + "."
 
@@ -155,7 +155,7 @@ def _told(tokens: list[int], shards: list[Tensor]) -> str:
             f"token {first} is wrong, which in a causal model sees keys of its own rank only: look at what a rank does "
             f"alone: the rotation of queries and of keys, the mask of its own block, the scale"
         )
-    if any(others.values()) and any(others[x] and rank_of[x] != rank for x in range(first)):
+    if any(others[x] and rank_of[x] != rank for x in range(first)):
         return f"the first wrong token is {first}, and tokens of other ranks are right: look at rank {rank} alone"
     return (
         f"the first wrong token is {first}, and tokens that see keys of their own rank only are right: look at what "
@@ -163,15 +163,15 @@ def _told(tokens: list[int], shards: list[Tensor]) -> str:
     )
 
 
-def _wrong_tokens(patient: ModelPatient, P: int, exact: Returned, results: list[Returned], allowed: float) -> list[int]:
-    """The tokens with a wrong loss, in order; none where that cannot be found out.
+def _wrong_tokens(patient: ModelPatient, P: int, wholes: Tensor, allowed: float) -> list[int]:
+    """The tokens with a wrong loss, in order; none where that cannot be found out. `wholes`: the loss, the right loss.
 
     A loss of all tokens is asked for again with the labels of one token hidden. The difference is the loss of this
     token, and it has the rounding of both.
     """
-    if exact.loss.dim():
-        errors = (in_text(results, patient.shards(P)) - exact.loss).abs().amax(dim=0)
-        return torch.nonzero(errors > allowed * exact.loss.abs().mean()).flatten().tolist()
+    if wholes.dim() > 1:
+        errors = (wholes[0] - wholes[1]).abs().amax(dim=0)
+        return torch.nonzero(errors > allowed * wholes[1].abs().mean()).flatten().tolist()
     if "targets" not in patient.takes:
         return []
     S, everywhere = patient.seq_len, torch.arange(patient.seq_len)
@@ -181,18 +181,9 @@ def _wrong_tokens(patient: ModelPatient, P: int, exact: Returned, results: list[
     if isinstance(theirs, str) or None in ours:
         return []
     without = torch.stack([torch.stack([each[0].loss for each in theirs]), torch.stack([x.loss for x in ours if x])])
-    wholes = torch.stack([results[0].loss, exact.loss])
     for n, rest in ((S, S - 1), (1, 1)):  # the loss is a mean over the labels, or a sum: n losses in all
         of_tokens = n * wholes[:, None] - rest * without
-        if distance(of_tokens[1].sum(), n * exact.loss) <= 4 * S * S * allowed:
+        if distance(of_tokens[1].sum(), n * wholes[1]) <= 4 * S * S * allowed:
             errors = (of_tokens[0] - of_tokens[1]).abs()
             return torch.nonzero(errors > 4 * S * allowed * wholes.abs().max()).flatten().tolist()
     return []
-
-
-def _right_for_equal_tokens(patient: ModelPatient, P: int, allowed: float) -> bool:
-    call = Call(patient.text[:1, :1].expand_as(patient.text).contiguous(), {})
-    [exact], of_ranks = patient.on_one_process([call]), patient.on_ranks(P, [call])
-    if exact is None or isinstance(of_ranks, str):
-        return False
-    return explain(of_ranks[0], exact, patient.shards(P), allowed) == RIGHT

@@ -2,27 +2,29 @@
 
     explain(results, predicted, shards, allowed)    ->  ModelDiagnosis(("loss_times_p",)), or None
     unlike(results, exact)                          ->  "on rank 1, there is no gradient of head.weight", or ""
-    judge(patient, results, exact, patterns, ...)   ->  Judgement: a World for each P, and the names that fit all
+    judge(patient, results, exact, patterns, ...)   ->  a World for each P, the names that fit all, the wrong results
 
 Two results are the same when they differ by at most `allowed`, as a share of the norm of what was predicted. A name
 must explain every wrong world. One mistake is tried first, then two together.
 
 Shapes: those of model_calls.py.
 
-Before: model_patterns.py, the predictions. After: model_clues.py, where nothing has a name.
+Before: mistakes_of_models.py, the predictions. After: model_clues.py, where nothing has a name.
 Source: the bound is derived in `tolerance`.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ring_doctor.answers import FAILED, OK, WRONG
+from ring_doctor.mistakes_of_models import Pattern, norm_of, predict
 from ring_doctor.model_calls import ModelPatient, Returned
-from ring_doctor.model_patterns import Pattern, predict
+
+OfRanks = list[Returned] | str  # what each rank returned, or why the function did not return
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,35 @@ class ModelDiagnosis:
     detail: str = ""
 
 
-RIGHT = ModelDiagnosis(())
+@dataclass(frozen=True)
+class World:
+    """What was found with P processes."""
+
+    world_size: int
+    hidden: bool  # with some labels hidden
+    right: bool
+    found: tuple[ModelDiagnosis, ...]  # each of them explains the result
+    error: float  # the largest error of the loss or of a gradient, as a share of its norm
+    failure: str = ""  # why the function did not return, or why its results cannot be compared
+
+    @property
+    def state(self) -> str:
+        return OK if self.right else FAILED if self.failure else WRONG
+
+    @property
+    def asked(self) -> str:
+        """The question in words: "P = 3, some labels hidden"."""
+        return f"P = {self.world_size}" + (", some labels hidden" if self.hidden else "")
+
+    def says(self, allowed: float) -> str:
+        """The largest error beside what rounding allows, or why there is none."""
+        return self.failure or f"off by {self.error:.1e} of the norm, rounding allows {allowed:.1e}"
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the result is right, or wrong by factors only."""
+        factors = ("loss_", "gradients_")
+        return self.right or any(all(name.startswith(factors) for name in found.names) for found in self.found)
 
 
 def unlike(results: list[Returned], exact: Returned) -> str:
@@ -70,6 +100,43 @@ def tolerance(result: Returned, tokens: int) -> float:
     return 2 * 2 * len(result.gradients) * (1 + math.sqrt(longest)) * math.sqrt(tokens) * u
 
 
+def distance(x: Tensor, y: Tensor, floor: float = 0.0) -> float:
+    """How far x is from y, as a share of the norm of y. NaN is infinitely far from everything."""
+    share = (x - y).norm().item() / max(y.norm().item(), floor, torch.finfo(torch.float64).tiny)
+    return math.inf if math.isnan(share) else share
+
+
+def floors_of(result: Returned) -> dict[str, float]:
+    """For each gradient 1% of the norm of an average gradient of its size. A smaller gradient may be rounding only.
+
+    The gradient of the bias of keys is an example: it is 0, because a softmax does not see that bias.
+    """
+    numbers, norm = sum(x.numel() for x in result.gradients.values()), norm_of([*result.gradients.values()])
+    return {name: 0.01 * norm * math.sqrt(x.numel() / numbers) for name, x in result.gradients.items()}
+
+
+def losses(results: list[Returned], shards: list[Tensor]) -> list[Tensor]:
+    """The loss of each rank; of the losses (B, C) of tokens, those of all ranks in the order of the text, (B, S)."""
+    if not results[0].loss.dim():
+        return [result.loss for result in results]
+    return [torch.cat([result.loss for result in results], dim=1)[:, torch.cat(shards).argsort()]]
+
+
+def error_of(results: list[Returned], exact: Returned, shards: list[Tensor], *, loss: bool = True) -> float:
+    """The largest error of the loss or of a gradient, as a share of its norm."""
+    floors, errors = floors_of(exact), [distance(x, exact.loss) for x in (losses(results, shards) if loss else [])]
+    for result in results:
+        errors += [distance(result.gradients[name], exact.gradients[name], floors[name]) for name in floors]
+    return max(errors)
+
+
+def same(result: Returned, other: Returned, allowed: float) -> bool:
+    """Whether two results of a rank are the same: NaN is like NaN."""
+    pairs = [(result.loss, other.loss, 0.0)]
+    pairs += [(result.gradients[name], other.gradients[name], floor) for name, floor in floors_of(other).items()]
+    return all(distance(x.nan_to_num(), y.nan_to_num(), floor) <= allowed for x, y, floor in pairs)
+
+
 def explain(
     results: list[Returned], predicted: Returned, shards: list[Tensor], allowed: float
 ) -> ModelDiagnosis | None:
@@ -77,23 +144,16 @@ def explain(
 
     No mistakes where both are the same. None where no such mistake, nor two of them, turns one into the other.
     """
-    names: list[str] = []
-    if predicted.loss.dim():
-        if not distance(in_text(results, shards), predicted.loss) <= allowed:
-            return None
-    else:
-        of_loss = _factors([result.loss for result in results], predicted.loss, 0.0, allowed)
-        of_loss = [factor for factor in of_loss if "root" not in factor]  # √P is a mistake of norms
-        if not of_loss:
-            return None
-        names += [f"loss_{of_loss[0]}"] if of_loss[0] else []
+    of_loss = _factors(losses(results, shards), predicted.loss, 0.0, allowed)
+    of_loss = [factor for factor in of_loss if "root" not in factor]  # √P is a mistake of norms
     floors = floors_of(predicted)
     fitting = {
         name: _factors([result.gradients[name] for result in results], gradient, floors[name], allowed)
         for name, gradient in predicted.gradients.items()
     }
-    if not all(fitting.values()):
+    if not of_loss or not all(fitting.values()):
         return None
+    names = [f"loss_{of_loss[0]}"] if of_loss[0] else []
     of_all = [factor for factor in next(iter(fitting.values())) if all(factor in fits for fits in fitting.values())]
     if of_all:
         return ModelDiagnosis((*names, *([f"gradients_{of_all[0]}"] if of_all[0] else [])))
@@ -118,89 +178,6 @@ def _factors(parts: list[Tensor], right: Tensor, floor: float, allowed: float) -
     return ["not_reduced"] if reduced else []
 
 
-def distance(x: Tensor, y: Tensor, floor: float = 0.0) -> float:
-    """How far x is from y, as a share of the norm of y. NaN is far from everything."""
-    difference = (x - y).norm().item()
-    return 0.0 if difference == 0 else difference / max(y.norm().item(), floor, torch.finfo(torch.float64).tiny)
-
-
-def same(x: Returned, y: Returned, allowed: float) -> bool:
-    """Whether two results of a rank are the same. NaN is taken for 0."""
-    floors = floors_of(y)
-    pairs = [(x.loss, y.loss, 0.0), *((x.gradients[name], y.gradients[name], floors[name]) for name in floors)]
-    return all(distance(a.nan_to_num(), b.nan_to_num(), floor) <= allowed for a, b, floor in pairs)
-
-
-def floors_of(result: Returned) -> dict[str, float]:
-    """For each gradient 1% of the norm of an average gradient of its size. A smaller gradient may be rounding only.
-
-    The gradient of the bias of keys is an example: it is 0, because a softmax does not see that bias.
-    """
-    numbers = sum(gradient.numel() for gradient in result.gradients.values())
-    norm = math.sqrt(sum(gradient.norm().item() ** 2 for gradient in result.gradients.values()))
-    return {name: 0.01 * norm * math.sqrt(gradient.numel() / numbers) for name, gradient in result.gradients.items()}
-
-
-def largest_error(results: list[Returned], exact: Returned, shards: list[Tensor]) -> float:
-    """The largest error of the loss or of a gradient, as a share of its norm."""
-    floors = floors_of(exact)
-    if exact.loss.dim():
-        errors = [distance(in_text(results, shards), exact.loss)]
-    else:
-        errors = [distance(result.loss, exact.loss) for result in results]
-    for result in results:
-        errors += [distance(result.gradients[name], exact.gradients[name], floors[name]) for name in floors]
-    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
-
-
-def in_text(results: list[Returned], shards: list[Tensor]) -> Tensor:
-    """The losses (B, C) of the ranks in the order of the text, (B, S)."""
-    return torch.cat([result.loss for result in results], dim=1)[:, torch.cat(shards).argsort()]
-
-
-OfRanks = list[Returned] | str  # what each rank returned, or why the function did not return
-
-
-@dataclass(frozen=True)
-class World:
-    """What was found with P processes."""
-
-    world_size: int
-    hidden: bool  # with some labels hidden
-    right: bool
-    found: tuple[ModelDiagnosis, ...]  # each of them explains the result
-    error: float  # the largest error of the loss or of a gradient, as a share of its norm
-    failure: str = ""  # why the function did not return, or why its results cannot be compared
-
-    @property
-    def state(self) -> str:
-        return OK if self.right else FAILED if self.failure else WRONG
-
-    @property
-    def asked(self) -> str:
-        """The question in words: "P = 3, some labels hidden"."""
-        return f"P = {self.world_size}" + (", some labels hidden" if self.hidden else "")
-
-    def says(self, allowed: float) -> str:
-        """The largest error beside what rounding allows, or why there is none."""
-        return self.failure or f"off by {self.error:.1e} of the norm, rounding allows {allowed:.1e}"
-
-    @property
-    def scaled(self) -> bool:
-        """Whether the result is right, or wrong by factors only."""
-        factors = ("loss_", "gradients_")
-        return self.right or any(all(name.startswith(factors) for name in found.names) for found in self.found)
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """What was found with each number of processes."""
-
-    worlds: tuple[World, ...]
-    diagnoses: tuple[ModelDiagnosis, ...]  # each of them explains every wrong world; those with the fewest mistakes
-    wrong: dict[int, list[Returned]] = field(repr=False)  # the results of the wrong worlds, if they can be compared
-
-
 def judge(
     patient: ModelPatient,
     results: dict[int, OfRanks],
@@ -210,23 +187,26 @@ def judge(
     loose: float,
     *,
     hidden: bool = False,
-) -> Judgement:
-    """Compare the results with `exact`, within `allowed`, and the wrong results with the patterns, within `loose`."""
-    worlds, wrong = [], {}
+) -> tuple[list[World], tuple[ModelDiagnosis, ...], dict[int, list[Returned]]]:
+    """Compare the results with `exact`, within `allowed`, and the wrong results with the patterns, within `loose`.
+
+    Returned are what was found with each P; the diagnoses with the fewest mistakes of those that explain every wrong
+    world; and the results of the wrong worlds, if they can be compared.
+    """
+    worlds: list[World] = []
+    wrong: dict[int, list[Returned]] = {}
     for P, of_ranks in results.items():
         failure = of_ranks if isinstance(of_ranks, str) else unlike(of_ranks, exact)
-        if isinstance(of_ranks, str) or failure:
-            worlds.append(World(P, hidden, False, (), math.inf, failure))
-            continue
-        right = explain(of_ranks, exact, patient.shards(P), allowed) == RIGHT
-        worlds.append(World(P, hidden, right, (), largest_error(of_ranks, exact, patient.shards(P))))
-        if not right:
-            wrong[P] = of_ranks
+        error = math.inf
+        if not isinstance(of_ranks, str) and not failure:
+            error = error_of(of_ranks, exact, patient.shards(P))
+            wrong |= {P: of_ranks} if error > allowed else {}
+        worlds.append(World(P, hidden, error <= allowed, (), error, failure))
     telling = {P: wrong[P] for P in wrong if P > 1} or wrong  # one process cannot show every mistake
     fits = _fitting(patient, telling, patterns, loose)
     common = set.intersection(*(set(fit) for fit in fits.values())) if fits else set()
-    explained = tuple(replace(world, found=_fewest(fits.get(world.world_size, {}))) for world in worlds)
-    return Judgement(explained, _fewest({names: fits[max(telling)][names] for names in common}), wrong)
+    explained = [replace(world, found=_fewest(fits.get(world.world_size, {}))) for world in worlds]
+    return explained, _fewest({names: fits[max(telling)][names] for names in common}), wrong
 
 
 def _fitting(

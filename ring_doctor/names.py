@@ -9,7 +9,7 @@
 So a closure, a lambda, a functools.partial or a torch.nn.Module can be examined, if a module makes it when it is
 imported.
 
-Before: inputs.py. After: case.py.
+Before: nothing. After: case.py.
 Source: the form module:object of entry points, Python Packaging User Guide.
 """
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from ring_doctor.case import Case
-from ring_doctor.inputs import UNROUNDED
+from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.patient import Patient, dtype_of
 
 WAYS = {  # to ask: in words
@@ -159,16 +158,6 @@ def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
             documents = (*first, case.seq_len - sum(first))
             feature = "" if case.causal else "documents without a causal mask"
             yield Question(replace(case, documents=documents, window=width), feature=feature)
-
-
-def few_worlds(patient: Patient) -> Patient:
-    """The patient on 3 and 4 ranks; on its largest number of ranks if it has neither."""
-    return replace(patient, worlds=tuple(P for P in patient.worlds if P in FULL) or patient.worlds[-1:])
-
-
-def every_question(patient: Patient, dtype: torch.dtype, seed: int) -> list[Question]:
-    """What a whole examination asks in `dtype`, world after world."""
-    return [question for P in patient.worlds for question in questions(patient, P, dtype, seed)]
 
 
 def in_turn(

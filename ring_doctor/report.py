@@ -1,31 +1,25 @@
 """What a visit to the doctor comes to: the verdict, the name of the mistake, an X-ray, and every answer.
 
-    text(report)       what a terminal shows; the first line is the verdict
-    as_json(report)    the same for other programs
+    text(report)           what a terminal shows; the first line is the verdict
+    as_json(report)        the same for other programs
+    page(said, picture)    the JSON of a report, of an attention or of a whole model, as one page that loads nothing
 
-Before: diagnosis.py, take_xray.py. After: html.py, the JSON as a page; assertion.py, which examines.
+Before: diagnosis.py, inference.py. After: assertion.py, which examines; __main__.py, which prints.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
 
-from ring_doctor.answers import (
-    FAILED,
-    IMPRECISE,
-    OK,
-    REFUSED,
-    RIGHT,
-    RIGHT_AS_CLAIMED,
-    WRONG,
-    WRONG_RING,
-    Answer,
-)
+from ring_doctor.answers import FAILED, IMPRECISE, OK, REFUSED, SAID, WRONG, Answer
 from ring_doctor.diagnosis import Diagnosis
-from ring_doctor.examination import HEALTHY, SICK, Examination
+from ring_doctor.examination import Examination
 from ring_doctor.inference import text as in_lines
 from ring_doctor.inference import why_right
 from ring_doctor.mistakes import Mistake
@@ -60,19 +54,12 @@ class Report:
     @property
     def healthy(self) -> bool:
         """Whether what the function claims is right."""
-        return self.state != SICK
-
-    @property
-    def state(self) -> str:
-        """HEALTHY, LIMITED or SICK."""
-        return self.examination.verdict
+        return self.examination.healthy
 
     @property
     def level(self) -> str:
         """How wrong: one of those in answers.py."""
-        if self.state == SICK:
-            return IMPRECISE if self.examination.imprecise else WRONG_RING
-        return RIGHT if self.state == HEALTHY else RIGHT_AS_CLAIMED
+        return self.examination.level
 
     @property
     def verdict(self) -> str:
@@ -81,8 +68,8 @@ class Report:
         if self.healthy:
             right = [answer.case.world_size for answer in answers if answer.state == OK]
             refused = len([answer for answer in answers if answer.state == REFUSED])
-            said = f"{self.state.upper()}: {name}, {len(right)} right answers with "
-            said += ", ".join(map(str, sorted(set(right)))) + " ranks"
+            worlds = ", ".join(map(str, sorted(set(right))))
+            said = f"{SAID[self.level]}: {name}, {len(right)} right answers with {worlds} ranks"
             said += f", {refused} question{'s' * (refused > 1)} refused" if refused else ""
             return said + "".join(f"; {words}" for words in self.limits)
         if changes := self.examination.changes:
@@ -93,8 +80,7 @@ class Report:
             return f"SICK: {name} fails: {failed[0].says}" + (f"; its numbers: {names}" if names else "")
         if not names and {answer.question.feature for answer in self.examination.faults} == {UNEQUAL}:
             return f"SICK: {name} gives wrong numbers, and no error, with {UNEQUAL}: let it refuse them"
-        sick = "IMPRECISE IN 16 BITS" if self.level == IMPRECISE else "SICK"
-        return f"{sick}: {names}, in {name}" if names else f"{sick}: {name}: {self.finding}"
+        return f"{SAID[self.level]}: {names}, in {name}" if names else f"{SAID[self.level]}: {name}: {self.finding}"
 
     @property
     def finding(self) -> str:
@@ -217,7 +203,6 @@ def _table(answers: list[Answer]) -> list[str]:
 def as_json(report: Report) -> dict[str, Any]:
     """The report as numbers, strings, lists and dicts. An infinite error is null."""
     patient, diagnosis = report.examination.patient, report.diagnosis
-    answers = report.examination.answers
     return {
         "name": patient.name,
         "about": patient.about,
@@ -231,7 +216,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "when": diagnosis.when if diagnosis else None,
         "inference": list(report.inference),
         "remarks": report.remarks,
-        "answers": [_answer_as_json(answer) for answer in answers],
+        "answers": [_answer_as_json(answer) for answer in report.examination.answers],
         "xray_of": report.xray.case.words() if isinstance(report.xray, XRay) else report.xray,
         "xray": report.xray.text() if isinstance(report.xray, XRay) else None,
     }
@@ -239,12 +224,8 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def _answer_as_json(answer: Answer) -> dict[str, Any]:
     case = answer.case
-
-    def numbers(name: str) -> dict[str, float | None]:
-        largest, allowed = answer.errors[name]
-        found = {"largest": largest, "allowed": allowed, "relative": answer.relative[name]}
-        return {key: x if math.isfinite(x) else None for key, x in found.items()}
-
+    errors = {name: (*answer.errors[name], answer.relative[name]) for name in answer.errors}
+    finite = {name: [x if math.isfinite(x) else None for x in each] for name, each in errors.items()}
     return {
         "question": answer.question.words(),
         "ranks": case.world_size,
@@ -255,5 +236,65 @@ def _answer_as_json(answer: Answer) -> dict[str, Any]:
         "says": answer.says,
         "found": found_in(answer),
         "wrong": {name: list(answer.ranks[name]) for name in answer.wrong},
-        "errors": {name: numbers(name) for name in answer.errors},
+        "errors": {
+            name: dict(zip(("largest", "allowed", "relative"), each, strict=True)) for name, each in finite.items()
+        },
     }
+
+
+CHAPTERS = Path(__file__).parents[1] / "notebooks"
+COLOURS = {OK: "ok", REFUSED: "quiet"}  # of answers; the others are sick
+PAGE = Template("""\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>ring doctor: $name</title>
+<style>
+:root { color-scheme: light dark; --ok: #006b4c; --sick: #b03a00; --quiet: #606870; }
+@media (prefers-color-scheme: dark) { :root { --ok: #3fcf9f; --sick: #ff9a5c; --quiet: #a0a8b0; } }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+.ok { color: var(--ok); } .sick { color: var(--sick); } .quiet { color: var(--quiet); }
+div, figure { margin: 0; overflow-x: auto; } table, pre { font-size: .87rem; }
+th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #8886; vertical-align: top; }
+</style>
+<h1 class="$state">$verdict</h1>
+$about
+$mistakes
+$xray
+<h2>Answers</h2>
+<p class="quiet">A wrong result is off by a share of the right result's norm.</p>
+<div><table>
+<tr><th>answer</th><th>question</th><th>result</th></tr>
+$answers
+</table></div>
+<p class="quiet">torch $torch</p>
+</html>
+""")
+
+
+def page(said: dict[str, Any], picture: str = "") -> str:
+    """The page, as text, legible on a light and on a dark screen, with the X-ray as an SVG where there is one."""
+    about = [f"Level: {said['level']}.", said.get("about"), said.get("version"), *said["remarks"], *said["inference"]]
+    xray = [f"<h2>X-ray</h2>\n<p>{escape(said['xray_of'])}</p>"] if "xray" in said else []
+    xray += [f"<figure>{picture[picture.index('<svg') :]}</figure>"] if picture else []
+    xray += [f"<div><pre>{escape(said['xray'])}</pre></div>"] if said.get("xray") else []
+    rows = [(COLOURS.get(it["state"], "sick"), it["state"], it["question"], it["found"]) for it in said["answers"]]
+    cells = [(kind, "</td><td>".join(map(escape, words))) for kind, *words in rows]
+    return PAGE.substitute(
+        name=escape(said["name"]),
+        state="ok" if said["healthy"] else "sick",
+        verdict=escape(said["verdict"]),
+        about="\n".join(f"<p>{escape(words)}</p>" for words in about if words),
+        mistakes="\n".join(_mistake(name, facts) for name, facts in said["facts"].items()),
+        xray="\n".join(xray),
+        answers="\n".join(f"<tr><td class={kind!r}>{words}</td></tr>" for kind, words in cells),
+        torch=said["torch"],
+    )
+
+
+def _mistake(name: str, facts: dict[str, str]) -> str:
+    said = {heading: escape(words) for heading, words in facts.items()}
+    for path in CHAPTERS.glob(f"{int(facts['chapter'].split()[0]):02}_*.ipynb"):
+        said["chapter"] = f'<a href="{path.as_uri()}">{said["chapter"]}</a>'
+    return f"<h2>{name}</h2>\n" + "\n".join(f"<p>{heading}: {words}</p>" for heading, words in said.items())

@@ -19,35 +19,29 @@ chunks. If the step clips, let it clip to a small norm, so that every call is cl
 
 The doctor calls the function on 1 process, where no ring can be wrong, and on 2, 3 and 4. Then it asks the function
 itself, on 1 process, what it would return with a mistake. That is the diagnosis when loss and gradients are equal.
-Without a diagnosis, model_clues.py says in a sentence where to look.
 
 What it cannot see, by design:
 - One process is the judge. A model that is wrong there too (rotary of keys only, on every number of ranks) looks right.
-- Dropout: other processes draw other masks, so nothing can be compared. Whether the ranks' masks differ, as they must,
-  cannot be seen either: the doctor gives all ranks one seed, because weights may be made from it.
-- One step. The optimizer, the second step, accumulated gradients and saved checkpoints are not asked for.
-- Short texts, 24 tokens: tiles of a kernel, and buffers that are shared by two forward passes, do not show.
-- Every rank has a label. A rank without any, which divides 0 by 0, is not asked for.
+- Dropout: other processes draw other masks, so nothing can be compared.
+- One step of a short text, and every rank has a label: not the optimizer, accumulated gradients, saved checkpoints, the
+  tiles of a kernel, nor a rank that divides 0 by 0 labels.
 - In 16 bits rounding hides mistakes: a step must compute in float64, or with few weights in float32.
 
 Shapes: text (B, S + 1), tokens and labels (B, S), the same on every rank. Rank r has C of the S tokens: those at
 `ringlab.positions(layout, S, r, P)`. All else is what your function makes of them.
 
-Before: model_clues.py. After: the command, __main__.py.
+Before: model_clues.py, model_report.py. After: the command, __main__.py.
 Source: Liu et al. 2024, appendix A.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from ring_doctor.case import LAYOUTS
 from ring_doctor.examination import SECONDS
 from ring_doctor.job import CannotExamine
-from ring_doctor.model_calls import Call, ModelPatient, Returned, Step, options_of
-from ring_doctor.model_clues import clue
-from ring_doctor.model_comparison import RIGHT, ModelDiagnosis, OfRanks, World, explain, judge, same, tolerance
-from ring_doctor.model_patterns import (
+from ring_doctor.mistakes_of_models import (
     Pattern,
     added,
     clipped_per_rank,
@@ -58,6 +52,10 @@ from ring_doctor.model_patterns import (
     slack,
     whole,
 )
+from ring_doctor.model_calls import Call, ModelPatient, Returned, Step, options_of
+from ring_doctor.model_clues import clue
+from ring_doctor.model_comparison import OfRanks, error_of, judge, same, tolerance
+from ring_doctor.model_report import ModelExamination
 from ringlab.models.transformer import IGNORED
 from ringlab.support.processes import Ranks
 
@@ -74,26 +72,10 @@ DROPOUT = (
 )
 
 
-@dataclass(frozen=True)
-class ModelExamination:
-    """All that the doctor found out about a function."""
-
-    worlds: tuple[World, ...]
-    diagnoses: tuple[ModelDiagnosis, ...]  # each of them explains every wrong world
-    allowed: float
-    notes: tuple[str, ...]
-    only: str = ""  # what the function was asked for, if not for everything: "a label for every token"
-    clue: str = ""  # where to look, if nothing explains the wrong worlds
-    changes: bool = False  # from call to call
-
-    @property
-    def healthy(self) -> bool:
-        return all(world.right for world in self.worlds)
-
-
 def examine_model(
     step: Step,
     *,
+    name: str = "the function",
     layout: str = "contiguous",
     vocab: int = 32,
     seq_len: int = 24,
@@ -115,9 +97,9 @@ def examine_model(
         raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}, or module:function")
     if seq_len < 1 or seq_len % 24:
         raise ValueError(f"seq_len is {seq_len}; expected a multiple of 24, which zigzag deals out to 2, 3 and 4 ranks")
-    for name, number in (("vocab", vocab), ("batch", batch)):
+    for argument, number in (("vocab", vocab), ("batch", batch)):
         if number < 1:
-            raise ValueError(f"{name} is {number}; expected 1 or more")
+            raise ValueError(f"{argument} is {number}; expected 1 or more")
     text = torch.randint(vocab, (batch, seq_len + 1), generator=torch.Generator().manual_seed(seed))
     takes = options_of(step)
     processes = ranks or Ranks(max(WORLDS))
@@ -125,20 +107,18 @@ def examine_model(
     try:
         patient = ModelPatient(step, text, layout, seed, processes, takes, seconds)
         patient.shards(max(WORLDS))  # raises ValueError for a function that is no layout
-        return _examine(patient)
+        return _examine(patient, name)
     finally:
         processes.seconds = usual
         if not ranks:
             processes.stop()
 
 
-def _examine(patient: ModelPatient) -> ModelExamination:
+def _examine(patient: ModelPatient, name: str) -> ModelExamination:
     exact, allowed = _exact(patient)
     kind, clipped = _kind_of_loss(patient, exact, allowed) if "targets" in patient.takes else ("sum", False)
-    notes = [
-        f"the function takes no {name}=, so not every mistake can be named"
-        for name in sorted({"positions", "targets"} - patient.takes)
-    ]
+    lacks = sorted({"positions", "targets"} - patient.takes)
+    notes = [f"the function takes no {option}=, so not every mistake can be named" for option in lacks]
     if kind == "other":
         why = "clipped" if clipped else "neither the mean nor the sum over the labels"
         notes.append(
@@ -151,17 +131,17 @@ def _examine(patient: ModelPatient) -> ModelExamination:
 
     loose = allowed + (slack(exact) if clipped else 0.0)
     plain = Call(patient.text, {})
+    worlds, diagnoses, wrong = judge(patient, _on_worlds(patient, (1, *WORLDS), plain), exact, patterns, allowed, loose)
     only = "" if "targets" in patient.takes else "a label for every token"
-    judged = judge(patient, _on_worlds(patient, (1, *WORLDS), plain), exact, patterns, allowed, loose)
-    found = ModelExamination(judged.worlds, judged.diagnoses, allowed, tuple(notes), only)
-    if changing := [P for P in judged.wrong if not _again_the_same(patient, plain, judged.wrong[P], allowed)]:
+    found = ModelExamination(name, tuple(worlds), diagnoses, allowed, tuple(notes), only)
+    if changing := [P for P in wrong if not _again_the_same(patient, plain, wrong[P], allowed)]:
         return replace(found, diagnoses=(), clue=RACE.format(changing[0]), changes=True)
     if "targets" in patient.takes:
         found = _with_hidden_labels(patient, found, kind, loose)
-    if judged.wrong and not found.diagnoses:
+    if wrong and not found.diagnoses:
         if drawn := patient.draws():
             raise CannotExamine(DROPOUT.format(", ".join(drawn)))
-        found = replace(found, clue=clue(patient, judged.wrong, exact, allowed, clipped=clipped))
+        found = replace(found, clue=clue(patient, wrong, exact, allowed, clipped=clipped))
     return found
 
 
@@ -175,7 +155,7 @@ def _exact(patient: ModelPatient) -> tuple[Returned, float]:
             f"in {dtypes}, rounding may move a gradient of this model by {allowed:.0%}, which hides mistakes; expected "
             f"float64, or a smaller model in float32"
         )
-    if explain([again], exact, patient.shards(1), allowed) != RIGHT:
+    if error_of([again], exact, patient.shards(1)) > allowed:
         raise CannotExamine(
             "two calls on one process return different results; expected weights that are made anew in each call, and "
             "random numbers from torch's generator only: torch.manual_seed is called before each call"
@@ -193,14 +173,14 @@ def _with_hidden_labels(patient: ModelPatient, found: ModelExamination, kind: st
         means = [mean_of_means(patient, P, hidden)] if kind == "mean" else []
         return [whole(patient, targets=hidden), *means]
 
-    [exact] = _required(patient, [whole(patient, targets=hidden)])
+    [exact] = _required(patient, patterns(1)[:1])
     results = _on_worlds(patient, sizes, Call(patient.text, {"targets": hidden}))
-    judged = judge(patient, results, exact, patterns, found.allowed, loose, hidden=True)
+    worlds, diagnoses, wrong = judge(patient, results, exact, patterns, found.allowed, loose, hidden=True)
     notes = found.notes
-    if judged.wrong and not judged.diagnoses:
+    if wrong and not diagnoses:
         notes += ("where labels are hidden, no name explains the results: look at what the loss is divided by",)
-    diagnoses = judged.diagnoses or found.diagnoses  # the same factors, and more
-    return replace(found, worlds=found.worlds + judged.worlds, diagnoses=diagnoses, notes=notes)
+    diagnoses = diagnoses or found.diagnoses  # the same factors, and more
+    return replace(found, worlds=(*found.worlds, *worlds), diagnoses=diagnoses, notes=notes)
 
 
 def _required(patient: ModelPatient, patterns: list[Pattern]) -> list[Returned]:
@@ -227,21 +207,19 @@ def _kind_of_loss(patient: ModelPatient, exact: Returned, allowed: float) -> tup
 
     Found by hiding a quarter of the labels, and then the others. Raises CannotExamine where that has no effect.
     """
-    early = torch.arange(patient.seq_len) < patient.seq_len // 4
-    late_part, early_part = (
-        whole(patient, targets=patient.labels.masked_fill(early == hide, IGNORED)) for hide in (True, False)
-    )
-    late, of_early = _required(patient, [late_part, early_part])
-    if explain([replace(late, loss=exact.loss)], exact, patient.shards(1), allowed) == RIGHT:
+    everywhere = torch.arange(patient.seq_len)
+    early = everywhere < patient.seq_len // 4
+    hidden = [patient.labels.masked_fill(early == hide, IGNORED) for hide in (True, False)]
+    parts = _required(patient, [whole(patient, targets=targets) for targets in hidden])
+    if error_of(parts[:1], exact, [], loss=False) <= allowed:
         raise CannotExamine(
             "targets= has no effect on the gradients; expected it to take the place of text[:, 1:], (B, S), where -100 "
             "has no loss"
         )
-    if is_clipped([exact, late, of_early]):
+    if is_clipped([exact, *parts]):
         return "other", True
-    nothing = torch.zeros((), dtype=torch.float64)  # only the gradients are compared
-    parts, both = [replace(part, loss=nothing) for part in (late, of_early)], replace(exact, loss=nothing)
     for kind, weights in (("mean", (0.75, 0.25)), ("sum", (1.0, 1.0))):
-        if explain([added(weights, (), patient.seq_len, parts)], both, patient.shards(1), allowed) == RIGHT:
+        both = added(weights, [(everywhere, everywhere)] * 2, patient.seq_len, parts)
+        if error_of([both], exact, [], loss=False) <= allowed:
             return kind, False
     return "other", False

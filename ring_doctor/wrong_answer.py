@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_doctor.answers import Answer, right_results
-from ring_doctor.case import Case
-from ring_doctor.inputs import UNROUNDED
+from ring_doctor.case import UNROUNDED, Case
 from ringlab.support.rounding import Right, half_step
 
 SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places
@@ -127,14 +126,10 @@ class WrongAnswer:
         return scores.masked_fill(~self.case.visible(), -torch.inf)
 
     @cached_property
-    def matrices(self) -> tuple[Tensor, Tensor] | None:
-        """The right weights p and scale dS, (B, H, S, S) float64; None where d_out is another one than the case's."""
-        if self.answer.question.how == "views":
-            return None
-        lse, d_out, v = self.exact("lse"), self.inputs["d_out"], self.of_query_heads(self.inputs["v"])
-        p = (self.scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp()
-        delta = (d_out * self.exact("out")).sum(dim=-1, keepdim=True)
-        return p, self.scale * p * (d_out @ v.mT - delta)
+    def weights(self) -> Tensor:
+        """(B, H, S, S): the right weights p."""
+        lse = self.exact("lse")
+        return (self.scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp()
 
 
 def rows_with(numbers: Tensor) -> Tensor:

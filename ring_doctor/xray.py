@@ -5,7 +5,7 @@
     dQ = scale dS K   with K = I     dQ = scale dS                    dS = W ∘ (dO Vᵀ - δ),  δ = Σ dO ∘ out
     dK = scale dSᵀ Q  with Q = I     dK = scale dSᵀ
 
-Two runs show all four, see inputs.py. Both have the same W and dS.
+Two runs show all four, see case.py. Both have the same W and dS.
 
 Shapes: S tokens on P ranks; Q, K, V, dO (1, 1, S, D) with D ≥ S, one head. A tile of W or dS is the pairs of rank r's
 queries and block j's keys, computed in round t = (r - j) mod P. If a block is missing, all other weights of a row are
@@ -24,7 +24,7 @@ larger by one factor. The other tiles are not wrong, so a row is compared with t
         round 2 on every rank: missing
     ...
 
-Before: inputs.py, tiles.py and grids.py. After: xray_picture.py.
+Before: case.py, tiles.py and grids.py. After: xray_picture.py.
 Source: none; the equations are those of Dao et al. 2022, algorithm 4.
 """
 
@@ -36,10 +36,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ring_doctor.case import Case
+from ring_doctor.case import RUNS, Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.grids import Matrix, XRay
-from ring_doctor.inputs import RUNS
 from ring_doctor.paper_ring import RIGHT, Steps, compute
 from ring_doctor.tiles import Sheet, factor, likeliest
 from ringlab.support.rounding import exact_attention

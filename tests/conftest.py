@@ -17,7 +17,7 @@ settings.load_profile("steady")
 # jsonschema, which checks notebooks, would parse a grammar of web addresses when imported: seconds that no test needs.
 sys.modules.setdefault("rfc3987_syntax", None)
 os.environ.pop("GITHUB_ACTIONS", None)  # else the doctor prints lines for GitHub: test_ci_reports.py asks it to
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for tests/test_jax_ring.py: JAX reads it when it begins to work
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for tests/test_jax.py: JAX reads it when it begins to work
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +43,7 @@ TOGETHER |= {"foreign_project": "environment", "models_hugging_face_trainer": "t
 
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the
 # later chapters add is slow too, so that `make test` takes a reader of the first ones five minutes.
-SLOW = ("models_", "jax_", "doctor_", *sorted(LATER), "masked_rings", "autocast")
+SLOW = ("models_", "jax", "doctor_", *sorted(LATER), "masked_rings", "autocast")
 
 # These tests of the doctor start no processes, or few.
 QUICK = (

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from ring_doctor.answers import judge
+from ring_doctor.calls import RankResults
 from ring_doctor.examination import Examination
-from ring_doctor.on_rank import RankResults
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import dtype_of, from_function
 from ring_doctor.questions import questions

@@ -2,7 +2,6 @@
 
 import math
 from fractions import Fraction
-from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -35,19 +34,6 @@ def merge_row_by_row(out_a, lse_a, out_b, lse_b):
         outs.append([(p * i + q * j) / (p + q) for i, j in zip(a, b, strict=True)])
         lses.append(largest + math.log(p + q))
     return outs, lses
-
-
-def blocks_of_queries_too(q, k, v, block_size):
-    rows = []
-    for q_i in q.split(block_size):
-        m, l, o = torch.full((len(q_i), 1), -math.inf), 0, 0
-        for k_j, v_j in zip(k.split(block_size), v.split(block_size), strict=True):
-            s = q_i @ k_j.T * q.shape[1] ** -0.5
-            m_new = torch.maximum(m, s.max(dim=1, keepdim=True).values)
-            f, p = torch.exp(m - m_new), torch.exp(s - m_new)
-            m, l, o = m_new, f * l + p.sum(dim=1, keepdim=True), f * o + p @ v_j
-        rows.append(o / l)
-    return torch.cat(rows)
 
 
 def blocks_in_numpy(q, k, v, block_size):
@@ -90,72 +76,6 @@ def steps_as_pairs(P):
             yield ["wait", t]
 
 
-def on_a_kernel_all_at_once(kernel, q, k, v, blocks):
-    parts = [kernel(q, k_j, v_j) for k_j, v_j in zip(k.tensor_split(blocks), v.tensor_split(blocks), strict=True)]
-    outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
-    return (lses.softmax(dim=0)[..., None] * outs).sum(dim=0)
-
-
-def natural_by_two_keys(kernel, q, k, v):
-    """Two equal keys add log 2 to the lse."""
-    D = q.shape[1]
-    one, two = torch.zeros(1, D), torch.zeros(2, D)
-    out, lse = kernel(q, k, v)
-    return out, lse * (math.log(2) / (kernel(one, two, two)[1] - kernel(one, one, one)[1]))
-
-
-def scan_by_recursion(body, carry, xs):
-    if not len(xs):
-        return carry, ()
-    carry, output = body(carry, xs[0])
-    last, outputs = scan_by_recursion(body, carry, xs[1:])
-    return last, (output, *outputs)
-
-
-def input_in_one_tensor(text, rank, P):
-    at = positions("zigzag", len(text) - 1, rank, P)
-    return torch.stack((text[at], text[at + 1], at))
-
-
-def place_on_a_grid(rank, dp, cp, B, S):
-    mesh = torch.arange(dp * cp).view(dp, cp)
-    row, column = (mesh == rank).nonzero()[0].tolist()
-    return mesh[row], torch.arange(B).chunk(dp)[row], np.split(np.arange(S), cp)[column]
-
-
-def attention_scaled_outside(ring, query, key, value, scaling):
-    """The ring's own scale is 1/√D; the rest is multiplied into q."""
-    D = query.shape[-1]
-    return ring(query * (1 if scaling is None else scaling * D**0.5), key, value).transpose(1, 2), None
-
-
-def shard_in_lists(tokens, labels, rank, P):
-    at = positions("zigzag", tokens.shape[1], rank, P).tolist()
-    shifted = [[*row[1:], -100] for row in labels.tolist()]
-    count = sum(label != -100 for row in shifted for label in row)
-    return [[row[i] for i in at] for row in tokens.tolist()], [[row[i] for i in at] for row in shifted], [at], count
-
-
-def refused_in_a_set(passed):
-    lost = {name for name, x in passed.items() if x is not None and (isinstance(x, torch.Tensor) or x)}
-    lost -= {"scaling", "position_ids", "is_causal"}
-    return lost | ({"is_causal"} if passed.get("is_causal", True) is False else set())
-
-
-def labels_by_ends(tokens, lengths, padded):
-    ends = [0, *accumulate(lengths)]
-    parts = [[*tokens[a + 1 : b], -100] for a, b in pairwise(ends)]
-    if padded:
-        parts[-1] = [-100] * lengths[-1]
-    return (label for part in parts for label in part)
-
-
-def merge_by_lse(m, l, o):
-    shares = torch.softmax(m + torch.log(l), dim=0)
-    outs = torch.nan_to_num(o / l[..., None])
-    return (shares[..., None] * outs).sum(dim=0).tolist()
-
-
 RIGHT_ANSWERS = {
     "check_safe_softmax": [
         lambda s: s.sub_(s.max()).exp_().div_(s.sum()),  # in place
@@ -163,7 +83,7 @@ RIGHT_ANSWERS = {
     ],
     "check_running_update": [update_in_place],
     "check_merge_two": [merge, merge_row_by_row],
-    "check_blockwise": [blocks_of_queries_too, blocks_in_numpy, blocks_on_a_kernel],
+    "check_blockwise": [blocks_in_numpy, blocks_on_a_kernel],
     "check_visible_tiles": [lambda n: torch.ones(n, n).tril().sum()],
     "check_largest_tensor": [np.int64(2_048_000_000)],
     "check_blocks_of_gpu": [((2 - t) % 4 for t in range(4)), torch.tensor([2, 1, 0, 3])],
@@ -189,21 +109,12 @@ RIGHT_ANSWERS = {
     "check_striped_mask": [lambda r, b, C: torch.ones(C, C, dtype=torch.int).tril(-int(b > r))],
     "check_idle_limit": [0.467, 0.4667, torch.tensor(7 / 15)],
     "check_merging_share": [lambda a, b: torch.exp(b - torch.logaddexp(a, b)), lambda a, b: 1 / (1 + torch.exp(a - b))],
-    "check_attention_on_a_kernel": [on_a_kernel_all_at_once],
-    "check_natural_lse": [natural_by_two_keys],
     "check_smallest_chunk": [lambda f, b, H, G, w: np.float64(f) / b * w * G / (2 * H)],
     "check_training_chunk": [lambda r, H, G, w: r * G / H * (w if w > 8 / 3 else (2 * w + 8) / 5)],
     "check_longest_sequence": [lambda m, s, t, P: P * math.floor((m - s / P) / t) if m * P > s else 0],
-    "check_rank_input": [input_in_one_tensor],
     "check_batch_loss": [lambda x, y: F.cross_entropy(torch.cat(x), torch.cat(y))[None]],  # of one element
     "check_rank_loss": [lambda s, n, N, dp, cp, tp: np.float32(s) / np.float32(N) * dp * cp],
-    "check_place": [place_on_a_grid],
     "check_gradient_norm": [lambda slices: torch.cat([part.flatten() for mine in slices for part in mine]).norm()],
-    "check_attention_function": [attention_scaled_outside],
-    "check_shard_by_hand": [shard_in_lists],
-    "check_what_is_refused": [refused_in_a_set],
-    "check_labels": [labels_by_ends],
-    "check_merge": [merge_by_lse],
     "check_caches": [lambda C, N, P: torch.tensor([C + (N - 1 - r + P - 1) // P for r in range(P)])],
     "check_bytes_of_a_token": [lambda n, B, H, *_, D=None: n * B * H * 8 + n * B * H * _[1] * 4],
     "check_pairs": [lambda texts, at: texts.unfold(1, 2, 1)[:, at].flip(2)],

@@ -12,16 +12,16 @@ from ring_attn import ring_attention
 from ringlab.basics import blockwise_attention
 from ringlab.support import timeline
 from ringlab.training import backward, grouped_query, overlap
-from tests import wrong_backward_passes, wrong_groupings, wrong_overlapped_rings, wrong_rings
 from tests.attention import assert_attention
 from tests.gradients import gradients
 from tests.grouped_queries import assert_four, expected_of_inputs, grouped_inputs
+from tests.wrong_rings import BACKWARD, BLOCKING, GROUPED, NARROW, OVERLAPPED
 
 WRONG = {  # by ring, its mistakes
-    ring_attention: wrong_rings.WRONG,
-    overlap.ring_attention: wrong_overlapped_rings.WRONG,
-    backward.ring_attention: wrong_backward_passes.WRONG | wrong_backward_passes.NARROW,
-    grouped_query.ring_attention: wrong_groupings.WRONG,
+    ring_attention: BLOCKING,
+    overlap.ring_attention: OVERLAPPED,
+    backward.ring_attention: BACKWARD | NARROW,
+    grouped_query.ring_attention: GROUPED,
 }
 
 

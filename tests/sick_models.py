@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringlab.models.transformer import IGNORED, Config, Transformer
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import positions as positions_of
-from ringlab.training.rotary import rotary
+from ringlab.training.layouts import rotary
 from tests.attention import SEED
 
 ROOT = Path(__file__).parent.parent

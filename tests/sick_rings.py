@@ -4,28 +4,26 @@
     SICK["two_seats"].shows(case)          # whether its results must be wrong in this case of ring_doctor/case.py
 
 BY_HAND are rings that share nothing with the doctor's catalogue: the patches of this project's rings, and some more of
-each kind. OF_TABLE are rings from its rows: "two_seats", and "two_seats:1" for another variant. In BY_HAND
-"name/variant" is the same mistake in another ring.
+each kind. OF_TABLE are rings from its rows, of mistakes of the forward pass: "two_seats", and "two_seats:1" for another
+variant. In BY_HAND "name/variant" is the same mistake in another ring.
 """
 
 import functools
 
 from ring_doctor.catalogue import CATALOGUE
-from tests.sick import unknown
+from tests.sick import backward, forward
 from tests.sick.ring import CAUSAL, MASKED, ON_MESH
 from tests.sick.table_ring import from_table
 
-NOT_IN_XRAY = ("last_tile_lost", "lse_of_the_first_sequence", "group_sum_missing", "lse_returned_in_base_2")
-WITH_SINKS = {"sinks_dropped", "sinks_per_block"}  # tests/doctor/test_examination.py has rings with them
 OF_TABLE = {
-    f"{name}:{i}" if i else name: from_table(variant, in_xray=name not in NOT_IN_XRAY)
+    f"{name}:{i}" if i else name: ring
     for name, mistake in CATALOGUE.items()
-    if name not in WITH_SINKS
     for i, variant in enumerate(mistake.variants)
+    if (ring := from_table(variant))
 }
-BY_HAND = unknown.KNOWN
+BY_HAND = {**forward.SICK, **backward.SICK}
 SICK = {**OF_TABLE, **BY_HAND}
-UNKNOWN = unknown.SICK  # not in the catalogue when these were written
+UNKNOWN = backward.UNKNOWN
 ALL = {**SICK, **UNKNOWN}
 
 

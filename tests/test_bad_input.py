@@ -17,6 +17,7 @@ from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.basics.ranks import neighbours, scatter
 from ringlab.training import backward, grouped_query, overlap
+from ringlab.training.grouped_query import check_grouped_chunks
 from tests.attention import random_qkv
 from tests.refusals import all_of, refusal
 from tests.rings import assert_ring
@@ -40,30 +41,36 @@ BAD = {  # what is wrong: ((q, k, v), scale, words of the message)
     "scale of nan": ((X, X, X), math.nan, ["scale is nan", "finite", "None for 1/sqrt(D)"]),
     "scale of inf": ((X, X, X), -math.inf, ["scale is -inf", "finite", "None for 1/sqrt(D)"]),
 }
-BAD_CHUNKS = BAD | {
-    "S of q and k": ((X, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 2, 4, 3) and k (1, 2, 3, 3)", "one shape"]),
-}
 GRADIENTS = (X, X.clone().requires_grad_(), X), None, ["requires gradients", "forward only", "torch.no_grad()"]
 FOUR = torch.ones(1, 4, 4, 3)  # query heads
-BAD_GROUPS = {name: bad for name, bad in BAD.items() if name != "H of q and k"} | {
+BAD_GROUPS = {
     "no multiple": ((FOUR[:, :3], X, X), None, ["q has 3 heads and k 2", "expected a multiple"]),
     "fewer heads": ((X[:, :1], X, X), None, ["q has 1 heads and k 2", "expected a multiple"]),
     "tokens": ((FOUR, X[:, :, :3], X[:, :, :3]), None, ["q has 4 tokens and k 3", "chunks of the same tokens"]),
     "H of k and v": ((FOUR, X, X[:, :1]), None, ["k has shape (1, 2, 4, 3) and v (1, 1, 4, 3)", "one shape"]),
     "no heads": ((FOUR, X[:, :0], X[:, :0]), None, ["k has shape (1, 0, 4, 3)", "every size to be 1 or more"]),
 }
-RINGS = {  # the ring, and what it refuses
-    "ring_attn": (ring_attention, BAD_CHUNKS | {"gradients": GRADIENTS}),
-    "overlap": (overlap.ring_attention, BAD_CHUNKS | {"gradients": GRADIENTS}),
-    "backward": (backward.ring_attention, BAD_CHUNKS),
-    "grouped_query": (grouped_query.ring_attention, BAD_GROUPS),
-}
+# All rings check their input in one function, that of ALONE below: some cases on the first of each kind, one on others.
+RINGS = [
+    *((ring_attention, BAD[bad]) for bad in ("k and v", "two dtypes", "three dimensions", "scale of nan")),
+    (
+        ring_attention,
+        ((X, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 2, 4, 3) and k (1, 2, 3, 3)", "one shape"]),
+    ),
+    (ring_attention, GRADIENTS),
+    (overlap.ring_attention, GRADIENTS),
+    (overlap.ring_attention, BAD["k and v"]),
+    (backward.ring_attention, BAD["k and v"]),
+    (grouped_query.ring_attention, BAD_GROUPS["no multiple"]),
+    (grouped_query.ring_attention, BAD_GROUPS["tokens"]),
+]
 
 
 OUT, LSE = torch.zeros(2, 4, 3), torch.zeros(2, 4)
 ALONE = [naive_attention, functools.partial(blockwise_attention, block_size=2)]
 NO_GROUP = ["no process group", "torchrun", "ringlab.support.processes.launch"]
 REFUSED = [  # in one process: function, arguments, options, words of the message
+    *((check_grouped_chunks, qkv, {}, words) for qkv, _, words in BAD_GROUPS.values()),
     *((alone, qkv, {"scale": scale}, words) for alone in ALONE for qkv, scale, words in BAD.values()),
     *(
         (
@@ -116,15 +123,9 @@ def refused_by(ranks, ring, inputs):
     return message
 
 
-# All rings refuse in one function: every case on the first of each kind, and one on each of the others.
-CASES = [("ring_attn", bad) for bad in RINGS["ring_attn"][1]] + [("grouped_query", bad) for bad in BAD_GROUPS]
-CASES += [("overlap", "gradients"), ("overlap", "k and v"), ("backward", "k and v")]
-
-
-@pytest.mark.parametrize(("name", "bad"), CASES)
-def test_one_rank_of_three(ranks, name, bad):
-    ring, refused = RINGS[name]
-    qkv, scale, words = refused[bad]
+@pytest.mark.parametrize(("ring", "bad"), RINGS)
+def test_one_rank_of_three(ranks, ring, bad):
+    qkv, scale, words = bad
     message = refused_by(ranks, ring, [((X, X, X), None), (qkv, scale), ((X, X, X), None)])
     assert re.match(all_of(["rank 1: ", *words]), message)
     assert "rank 0" not in message  # nothing is wrong there

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import resource
 import sys
 from statistics import median
 from unittest import mock
@@ -13,11 +14,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bench import (
     accuracy,
     against_peers,
-    call_profile,
     generation,
     gpu,
     in_context_rl,
@@ -32,11 +34,9 @@ from bench import (
     ring_vs_full,
     shared_memory,
     training_speed,
-    turns,
     utilisation,
 )
 from ringlab.models.transformer import Config
-from ringlab.planning.step_memory import longest_chunk
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import ring_flash_attention
@@ -52,7 +52,7 @@ MiB = 2**20
 
 def without_pause(context, work, *args):
     """`work` on a rank that other tests use too: turns follow at once, and the allocator stays as it is."""
-    with mock.patch.object(turns, "PAUSE", 0.0), mock.patch.object(record, "return_freed_memory"):
+    with mock.patch.object(record, "PAUSE", 0.0), mock.patch.object(record, "return_freed_memory"):
         return work(context, *args)
 
 
@@ -97,16 +97,6 @@ def test_committed_results_name_their_machine_and_their_table_shows_them(name):
         assert fact in table
 
 
-def test_a_table_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "FOLDER", tmp_path)
-    (tmp_path / "README.md").write_text("# All\n\n## a\n\nold\n\n### a part\n\n## c\n\nkept\n")
-    for name in ("b", "a"):
-        record.save(name, {"x": 1}, lambda results: f"# Title of {results['x']}\n\n## Part\n\n| 1 |\n")
-    parts = [f"## {name}\n\n**Title of 1.**\n\n### Part\n\n| 1 |\n\n" for name in ("a", "b")]
-    assert (tmp_path / "README.md").read_text() == "# All\n\n" + "".join(parts) + "## c\n\nkept\n"
-    assert json.loads((tmp_path / "b.json").read_text()) == {"x": 1}
-
-
 @pytest.mark.parametrize(
     ("method", "seq_len", "world_size", "expected"),
     [
@@ -124,51 +114,6 @@ def test_counted_memory(method, seq_len, world_size, expected):
     assert memory.counted(method, seq_len, heads=1, head_dim=64, world_size=world_size) == expected
 
 
-def test_a_stopped_bench_goes_on_where_it_was(tmp_path):
-    measured = []
-
-    def measure(step):
-        if step == "b" and measured == ["a"]:
-            raise KeyboardInterrupt
-        measured.append(step)
-        return {"seconds": ord(step)}
-
-    with pytest.raises(KeyboardInterrupt):
-        record.in_steps("slow", {"repetitions": 3}, ["a", "b"], measure, tmp_path)
-    measured.append("stopped")
-    results = record.in_steps("slow", {"repetitions": 3}, ["a", "b"], measure, tmp_path)
-    assert results == {"a": {"seconds": 97}, "b": {"seconds": 98}}
-    assert measured == ["a", "stopped", "b"]
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("cores", "changed", "kept"),
-    [
-        (2, None, False),
-        (1, "ring_attn.py", False),
-        (1, "ringlab/support/new.py", False),
-        (1, "README.md", True),
-    ],
-)
-def test_a_bench_begins_anew_with_other_settings_or_code(tmp_path, monkeypatch, cores, changed, kept):
-    def stops_at_b(step):
-        if step == "b":
-            raise KeyboardInterrupt
-        return "old"
-
-    for name in ("ring_attn.py", "ringlab/training/overlap.py", "ringlab/support/old.py", "README.md"):
-        tmp_path.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
-        tmp_path.joinpath(name).write_text("slow")
-    monkeypatch.setattr(record, "ROOT", tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        record.in_steps("slow", {"cores": 1}, ["a", "b"], stops_at_b, tmp_path)
-    if changed:
-        tmp_path.joinpath(changed).write_text("faster")
-    results = record.in_steps("slow", {"cores": cores}, ["a", "b"], lambda step: "new", tmp_path)
-    assert results == {"a": "old" if kept else "new", "b": "new"}
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="a process can reset its peak on Linux only")
 def test_peak_extra_sees_what_was_freed_again():
     kept = torch.ones(8 * MiB)  # 32 MiB before the start do not count
@@ -181,42 +126,19 @@ def test_peak_extra_sees_what_was_freed_again():
     assert kept.sum() == 8 * MiB
 
 
-@pytest.mark.slow
-def test_memory_bench_runs(run):
-    size = {"heads": 1, "head_dim": 64, "world_size": 2, "naive_limit": 1024}
-    results = run(memory, "\n| 2,048 | 48.0 / not measured |", [256, 1024, 2048], **size)
-    assert results["measured"]["naive"][2] is None
-    if sys.platform == "linux":
-        for name, counted in results["counted"].items():
-            for seen, expected in zip(results["measured"][name][1:], counted[1:], strict=True):
-                assert seen is None or abs(seen - expected) <= 0.05 * expected + MiB
-
-
-def ratios_of_medians(results):
+def of_ring_vs_full(results):
     ring, blockwise, sdpa = results["speed"]["runs"][0]["rows"]
     assert [len(row["seconds"]) for row in (ring, blockwise, sdpa)] == [2, 2, 2]
-    assert blockwise["ratio"] == 1.0
     assert ring["ratio"] == blockwise["median_seconds"] / ring["median_seconds"]
 
 
-def a_row_for_each_dtype(results):
-    assert [row["dtype"] for row in results["rows"]] == list(accuracy.DTYPES)
-
-
-def seconds_of_messages_over_those_of_memory(results):
+def of_shared_memory(results):
     seconds = results["seconds"]["2, 64, float32"]["causal zigzag"]
-    found = shared_memory.ratio(results, 2, 64, "float32", "causal zigzag", shared_memory.NO_COPY)
-    assert found == seconds["messages"][0] / seconds["memory, no copy"][0]
+    found = shared_memory.ratio(results, 2, 64, "float32", "causal zigzag", shared_memory.LOOP)
+    assert found == seconds["messages"][0] / seconds[shared_memory.LOOP][0]
 
 
-def every_part_of_a_call(results):
-    for row in results["rows"]:
-        assert set(row["seconds"]) == {*call_profile.PARTS, call_profile.CPU}
-        assert row["seconds"]["agreement"] > 0 < row["seconds"]["kernels"]
-        assert (row["seconds"]["merges"] > 0) == (row["world_size"] > 1)
-
-
-def as_much_kept_on_each_rank(results):
+def of_retrieval(results):
     one, four, squeezed = results["rows"]
     assert squeezed["losses"] == one["losses"]  # the same model
     assert (one["tokens"], four["tokens"]) == ([48], [48] * 4)
@@ -225,40 +147,140 @@ def as_much_kept_on_each_rank(results):
         assert retrieval.accuracies(results, name).shape == (1, 4, 8)
 
 
-def no_player_is_better_than_the_best(results):
+def of_in_context_rl(results):
     for player in (*in_context_rl.RUNS, in_context_rl.LEARNER, in_context_rl.CLONING, in_context_rl.BEST):
         seen = in_context_rl.rewards(results, player)
         assert seen.shape == (2, 4)
         assert ((seen > 0) & (seen <= in_context_rl.rewards(results, in_context_rl.BEST))).all()
 
 
-SPEED = {"worlds": [2], "seq_len": 64, "heads": 2, "head_dim": 8, "repetitions": 2}
+def of_memory(results):
+    assert results["measured"]["naive"][2] is None
+    if sys.platform == "linux":
+        for name, counted in results["counted"].items():
+            for seen, expected in zip(results["measured"][name][1:], counted[1:], strict=True):
+                assert seen is None or abs(seen - expected) <= 0.05 * expected + MiB
+
+
+def of_against_peers(results):
+    rows = results["speed"]["rows"]  # the bench itself compares every result with that of the limit
+    assert all(row["speed"] == median(row["limit_seconds"]) / median(row["seconds"]) for row in rows)
+    assert all(row["sent"] == row["formula"] for row in results["bytes"]["rows"])
+    assert results["bytes"]["rows"][-1]["formula"] == [2 * 128 * 2, 2 * 128 * 2 + 2 * 128 * 4]  # P = 3, G = 1, bfloat16
+
+
+def of_utilisation(results):
+    for row in results["rows"]:
+        seconds = {name: median(times) for name, times in row["seconds"].items()}
+        assert row["peak"] == max(2 * n**3 / seconds[f"peak, {n}"] for n in (8, 16))
+        ring = 12 * 2 * 8 * sum(range(2 * row["chunk"] + 1)) / seconds["ring, forward and backward"] / row["peak"]
+        assert ring == pytest.approx(row["utilisation"]["ring, forward and backward"])
+
+
+def of_masked_rings(results):
+    (full,) = masked_rings.rows_of(results, 2, masked_rings.NO_MASK)
+    assert sum(full["pairs"]) == 128**2
+    row, *_ = masked_rings.rows_of(results, 2, masked_rings.DOCUMENTS)
+    assert (row["hops"], row["pairs"]) == (0, [4 * 16 * 17 // 2] * 2)
+    alone = median(results["one_by_one"]["2"]["forward"])
+    assert masked_rings.speed(results, row, "forward") == alone / median(row["seconds"]["forward"])
+    row, *_ = masked_rings.rows_of(results, 2, masked_rings.WINDOW)
+    share = median(row["seconds"]["forward"]) / median(full["seconds"]["forward"])
+    assert masked_rings.cost(results, row, "forward") == share / (sum(row["pairs"]) / 128**2)
+
+
+def of_loss_curves(results):
+    off = loss_curves.differences(results)
+    assert all(
+        len(each) == 2 and each.max() < (0.01 if name == loss_curves.BF16 else 1e-6) for name, each in off.items()
+    )
+    assert off[loss_curves.BF16].max() > 1e-6
+
+
+def of_training_speed(results):
+    assert [len(row["seconds"]) for row in results["rows"]] == [2] * 6
+    (row,) = (row for row in results["rows"] if (row["method"], row["world_size"]) == (training_speed.TORCH, 2))
+    assert training_speed.speed(results, training_speed.TORCH, 2) == 2 * 16 / median(row["seconds"])
+
+
+def of_generation(results):
+    for row in results["rows"]:
+        P, C = row["world_size"], row["context"] // row["world_size"]
+        assert {len(turns) for turns in row["seconds"].values()} == {2}
+        assert row["bytes"] == row["formula"]
+        assert row["formula"] == {generation.MERGE: 6 * (8 + 2) * 4, generation.RING: (P - 1) * 2 * 2 * C * 8 * 4}
+
+
+ONE = {"heads": 1, "head_dim": 8}
 SHORT = {"heads": 2, "head_dim": 8, "repetitions": 1}
+SPEED = {**SHORT, "worlds": [2], "seq_len": 64, "repetitions": 2}
+PEERS = {**SHORT, "worlds": [2], "lengths": [64], "heads": 4}
 TEXTS = {"lines": 8, "ids": 64, "seeds": [0], "steps": 2, "batch": 2, "questions": 256}
 GAMES = {"trajectories": 1, "seeds": [0, 1], "steps": 2, "batch": 2, "histories": 6, "tasks": 5}
-RUNS = {  # a bench: a part of its table, what it measures in a small run, and what must be true of its results
-    "ring_vs_full": (
-        "| P = 2 | ring_attention, 2 ranks |",
-        [SPEED, {"worlds": [3], "chunk": 64, "heads": 1, "head_dim": 8}],
-        {},
-        ratios_of_medians,
+STEPS = {"chunk": 16, "steps": 1, "repetitions": 2, "layers": 1, "hidden": 16, "feedforward": 16}
+CURVES = {"steps": 2, "seq_len": 16, "batch": 2, "layers": 1, "hidden": 16}
+RUNS = {  # what must be true of a small run of a bench: a part of its table, what it measures
+    of_ring_vs_full: ("| P = 2 | ring_attention, 2 ranks |", [SPEED, {"worlds": [3], "chunk": 64, **ONE}], {}),
+    of_shared_memory: ("| 2 | 64 | bfloat16 |", [[2], [64]], SHORT),
+    of_retrieval: ("| 4 x, ring of 4 | 48 |", [], TEXTS),
+    of_in_context_rl: ("| Thompson sampling | 0.", [], GAMES),
+    of_memory: (
+        "\n| 2,048 | 48.0 / not measured |",
+        [[256, 1024, 2048]],
+        {"heads": 1, "head_dim": 64, "world_size": 2, "naive_limit": 1024},
     ),
-    "accuracy": ("| float64 |", [2], {"seq_len": 16, "heads": 1, "head_dim": 4}, a_row_for_each_dtype),
-    "shared_memory": ("| 2 | 64 | bfloat16 |", [[2], [64]], SHORT, seconds_of_messages_over_those_of_memory),
-    "call_profile": ("| 3 | 96 | bfloat16 | causal zigzag, memory |", [[3], [96]], SHORT, every_part_of_a_call),
-    "retrieval": ("| 4 x, ring of 4 | 48 |", [], TEXTS, as_much_kept_on_each_rank),
-    "in_context_rl": ("| Thompson sampling | 0.", [], GAMES, no_player_is_better_than_the_best),
+    of_against_peers: (
+        "| causal forward | flash ring, contiguous (idle",
+        [PEERS, {"worlds": [1, 3], "chunk": 8, "heads": 4, "head_dim": 8}],
+        {},
+    ),
+    of_utilisation: ("| 2 | 8 |", [[2], [8, 16]], SHORT),
+    of_masked_rings: ("| 2 | window | contiguous | 1 |", [[2]], {"seq_len": 128, **SHORT}),
+    of_loss_curves: ("| 2 x 2, dp x cp |", [], CURVES),
+    of_training_speed: ("\n| 2 | 32 | PyTorch's loop |", [[1, 2]], {**STEPS, "heads": 2, "kv_heads": 2}),
+    of_generation: ("\n| 3 | 48 |", [[1, 3, 4], [24, 48]], {**SHORT, "heads": 6, "kv_heads": 2, "repetitions": 2}),
 }
 
 
+def no_public_way(context, causal):
+    return ""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_a_small_run(run, name, monkeypatch):
-    if name in ("shared_memory", "call_profile") and not hasattr(os, "memfd_create"):
+@pytest.mark.parametrize("check", RUNS, ids=lambda check: check.__name__.removeprefix("of_"))
+def test_a_small_run(run, check, monkeypatch):
+    name = check.__name__.removeprefix("of_")
+    if name == "shared_memory" and not hasattr(os, "memfd_create"):
         pytest.skip("shared memory needs Linux")
-    monkeypatch.setattr(call_profile, "pin", lambda cores: None)
-    part, given, sizes, check = RUNS[name]
+    monkeypatch.setattr(utilisation, "SQUARES", [8, 16])
+    monkeypatch.setattr(training_speed, "public_way", no_public_way)
+    part, given, sizes = RUNS[check]
     check(run(importlib.import_module(f"bench.{name}"), part, *given, **sizes))
+
+
+def test_results_are_kept_and_a_stopped_bench_goes_on_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("# All\n\n## a\n\nold\n\n### a part\n\n## c\n\nkept\n")
+    for name in ("b", "a"):
+        record.save(name, {"x": 1}, lambda results: f"# Title of {results['x']}\n\n## Part\n\n| 1 |\n")
+    parts = [f"## {name}\n\n**Title of 1.**\n\n### Part\n\n| 1 |\n\n" for name in ("a", "b")]
+    assert (tmp_path / "README.md").read_text() == "# All\n\n" + "".join(parts) + "## c\n\nkept\n"
+    assert json.loads((tmp_path / "b.json").read_text()) == {"x": 1}
+
+    def stops_at_b(step):
+        if step == "b":
+            raise KeyboardInterrupt
+        return "old"
+
+    (tmp_path / "ringlab/support").mkdir(parents=True)
+    for cores, changed, kept in ((1, None, True), (2, None, False), (1, "ringlab/support/new.py", False)):
+        with pytest.raises(KeyboardInterrupt):
+            record.in_steps("slow", {"cores": 1}, ["a", "b"], stops_at_b, tmp_path)
+        (tmp_path / (changed or "notes.md")).write_text("faster")
+        results = record.in_steps("slow", {"cores": cores}, ["a", "b"], lambda step: "new", tmp_path)
+        assert results == {"a": "old" if kept else "new", "b": "new"}
+    assert not list(tmp_path.glob("*unfinished*"))
 
 
 @pytest.mark.slow
@@ -286,7 +308,9 @@ def test_claims_of_memory():
     longest = record.load("longest_training")
     for row in longest["rows"]:
         config = Config(**{name: longest[name] for name in longest_training.MODEL}, checkpointing=row["checkpointing"])
-        assert row["predicted_chunk"] == longest_chunk(row["method"], config, row["world_size"], longest["budget"], 16)
+        assert row["predicted_chunk"] == longest_training.longest_chunk(
+            row["method"], config, row["world_size"], longest["budget"]
+        )
         assert abs(row["chunk"] / row["predicted_chunk"] - 1) < 0.05, row
     rows = record.load("generation")["rows"]
     assert len({row["bytes"][generation.MERGE] for row in rows}) == 1
@@ -319,64 +343,6 @@ def test_claims_of_longer_contexts():
 
 
 @pytest.mark.slow
-def test_peers_bench_runs_and_counts_the_bytes_of_the_formula(run):
-    speed = {"worlds": [2], "lengths": [64], "heads": 4, "head_dim": 8, "repetitions": 1}
-    sizes = {"worlds": [1, 3], "chunk": 8, "heads": 4, "head_dim": 8}
-    results = run(against_peers, "| causal forward | flash ring, contiguous (idle", speed, sizes)
-    rows = results["speed"]["rows"]  # the bench itself compares every result with that of the limit
-    assert all(row["speed"] == median(row["limit_seconds"]) / median(row["seconds"]) for row in rows)
-    for row in results["bytes"]["rows"]:
-        assert row["sent"] == row["formula"]
-    assert results["bytes"]["rows"][-1]["formula"] == [2 * 128 * 2, 2 * 128 * 2 + 2 * 128 * 4]  # P = 3, G = 1, bfloat16
-
-
-@pytest.mark.slow
-def test_utilisation_bench_runs(run, monkeypatch):
-    monkeypatch.setattr(utilisation, "SQUARES", [8, 16])
-    results = run(utilisation, "| 2 | 8 |", [2], [8, 16], heads=2, head_dim=8, repetitions=1)
-    assert [row["chunk"] for row in results["rows"]] == [8, 16]
-    for row in results["rows"]:
-        seconds = {name: median(times) for name, times in row["seconds"].items()}
-        assert row["peak"] == max(2 * n**3 / seconds[f"peak, {n}"] for n in (8, 16))
-        ring = 12 * 2 * 8 * sum(range(2 * row["chunk"] + 1)) / seconds["ring, forward and backward"] / row["peak"]
-        assert ring == pytest.approx(row["utilisation"]["ring, forward and backward"])
-
-
-def test_the_parts_of_a_call_are_nested():
-    """The inner part stops the outer one, and all parts together are the time of the call."""
-    with mock.patch.object(call_profile.time, "perf_counter", side_effect=[0.0, 1.0, 3.0, 7.0, 15.0, 31.0]):
-        clock = call_profile.Clock()
-        with clock.part("agreement"), clock.part("waiting"):
-            pass
-        clock.turn()
-    assert clock.seconds == {"rest": 1.0 + 16.0, "agreement": 2.0 + 8.0, "waiting": 4.0}
-
-
-@pytest.mark.slow
-def test_masked_rings_bench_runs(run):
-    results = run(masked_rings, "| 2 | window | contiguous | 1 |", [2], seq_len=128, heads=2, head_dim=8, repetitions=1)
-    assert len(results["rows"]) == 1 + 3 * len(LAYOUTS)
-    (full,) = masked_rings.rows_of(results, 2, masked_rings.NO_MASK)
-    assert sum(full["pairs"]) == 128**2
-    row, *_ = masked_rings.rows_of(results, 2, masked_rings.DOCUMENTS)
-    assert (row["hops"], row["pairs"]) == (0, [4 * 16 * 17 // 2] * 2)
-    alone = median(results["one_by_one"]["2"]["forward"])
-    assert masked_rings.speed(results, row, "forward") == alone / median(row["seconds"]["forward"])
-    row, *_ = masked_rings.rows_of(results, 2, masked_rings.WINDOW)
-    share = median(row["seconds"]["forward"]) / median(full["seconds"]["forward"])
-    assert masked_rings.cost(results, row, "forward") == share / (sum(row["pairs"]) / 128**2)
-
-
-@pytest.mark.slow
-def test_loss_curves_bench_runs(run):
-    results = run(loss_curves, "| 2 x 2, dp x cp |", steps=2, seq_len=16, batch=2, layers=1, hidden=16)
-    for name, off in loss_curves.differences(results).items():
-        assert len(off) == 2
-        assert off.max() < (0.01 if name == loss_curves.BF16 else 1e-6), name
-    assert loss_curves.differences(results)[loss_curves.BF16].max() > 1e-6
-
-
-@pytest.mark.slow
 def test_longest_training_bench_searches(run, monkeypatch):
     def within(work, world_size, method, chunk, budget, config):
         assert work is longest_training.training_step
@@ -391,36 +357,8 @@ def test_longest_training_bench_searches(run, monkeypatch):
     assert longest_training.lengths(results, "naive", True) == [96]
     for row in results["rows"]:
         size = {**longest_training.MODEL, "checkpointing": row["checkpointing"]}
-        args = row["method"], Config(**size), row["world_size"], 16 * MiB, 16
-        assert row["predicted_chunk"] == longest_chunk(*args)
-
-
-def no_public_way(context, causal):
-    return ""
-
-
-@pytest.mark.slow
-def test_training_speed_bench_runs(run, monkeypatch):
-    monkeypatch.setattr(training_speed, "public_way", no_public_way)
-    size = {"chunk": 16, "steps": 1, "repetitions": 2, "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 2}
-    results = run(training_speed, "\n| 2 | 32 | PyTorch's loop |", [1, 2], **size, feedforward=16)
-    assert [len(row["seconds"]) for row in results["rows"]] == [2] * 6
-    assert results["public_way"] == {"causal": "", "no mask": ""}
-    (row,) = (row for row in results["rows"] if (row["method"], row["world_size"]) == (training_speed.TORCH, 2))
-    assert training_speed.speed(results, training_speed.TORCH, 2) == 2 * 16 / median(row["seconds"])
-
-
-@pytest.mark.slow
-def test_generation_bench_runs_and_counts_the_bytes_of_the_formulas(run):
-    shape = {"heads": 6, "kv_heads": 2, "head_dim": 8}
-    results = run(generation, "\n| 3 | 48 |", [1, 3, 4], [24, 48], repetitions=2, **shape)
-    for row in results["rows"]:
-        P, C = row["world_size"], row["context"] // row["world_size"]
-        assert {way: len(turns) for way, turns in row["seconds"].items()} == dict.fromkeys(
-            (generation.MERGE, generation.RING, generation.ONE), 2
-        )
-        assert row["bytes"] == row["formula"]
-        assert row["formula"] == {generation.MERGE: 6 * (8 + 2) * 4, generation.RING: (P - 1) * 2 * 2 * C * 8 * 4}
+        args = row["method"], Config(**size), row["world_size"], 16 * MiB
+        assert row["predicted_chunk"] == longest_training.longest_chunk(*args)
 
 
 def doubled(q, k, v, d_out, **options):
@@ -496,7 +434,20 @@ def test_the_simulated_ring_of_the_gpu_bench_is_right(dtype, layout):
         assert_right(x.to(right[name].dtype), right[name], name)
 
 
-def test_gpu_bench_runs(monkeypatch):
+def failing(device, ranks, sizes):
+    raise RuntimeError("rank 1 was killed")
+
+
+def test_gpu_bench_runs(monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        assert gpu.main([]) == 0
+        assert capsys.readouterr().out.startswith("no CUDA GPU here: nothing measured, nothing claimed")
+        parts = {"ways": failing, "doctor": lambda *_: (False, "SICK"), "speed": lambda *_: (True, "fast")}
+        patch.setattr(gpu, "PARTS", parts)
+        assert gpu.main(["--device", "cpu"]) == 1  # and it goes on after a mistake
+        said = capsys.readouterr().out.splitlines()[1:]
+        assert said == ["WRONG ways: it failed: rank 1 was killed", "WRONG doctor: SICK", "ok    speed: fast"]
     monkeypatch.setattr(gpu, "CASES", [("float32", "striped")])
     monkeypatch.setattr(gpu, "REPETITIONS", 1)
     size = {"seq_len": 32, "heads": 2, "head_dim": 8}
@@ -517,24 +468,6 @@ def test_the_command_of_the_gpu_bench_runs_all_its_parts_on_the_cpu(capsys):
     assert "HEALTHY: ringlab:ring_flash_attention, " in printed
     results = 3 * len(gpu.WAYS) * len(gpu.masks(9)) * len(LAYOUTS) * len(gpu.ON["cpu"].dtypes) * len(gpu.RESULTS)
     assert f"{results:,} results on 3 ranks are right" in printed
-
-
-def test_without_a_gpu_the_gpu_bench_claims_nothing(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main([]) == 0
-    assert capsys.readouterr().out.startswith("no CUDA GPU here: nothing measured, nothing claimed")
-
-
-def failing(device, ranks, sizes):
-    raise RuntimeError("rank 1 was killed")
-
-
-def test_the_gpu_bench_goes_on_after_a_mistake_and_ends_with_1(capsys, monkeypatch):
-    parts = {"ways": failing, "doctor": lambda *_: (False, "SICK"), "speed": lambda *_: (True, "fast")}
-    monkeypatch.setattr(gpu, "PARTS", parts)
-    assert gpu.main(["--device", "cpu"]) == 1
-    said = capsys.readouterr().out.splitlines()[1:]
-    assert said == ["WRONG ways: it failed: rank 1 was killed", "WRONG doctor: SICK", "ok    speed: fast"]
 
 
 def without(*names):
@@ -588,16 +521,6 @@ def test_weights_move_by_one_rounding():
         assert (now == down).any()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA holds a process on Linux only")
-def test_a_training_step_fits_or_does_not():
-    config = Config(layers=1, hidden=32, heads=2, kv_heads=2, feedforward=64, checkpointing=True)
-    fits = [
-        max_context.within(longest_training.training_step, 2, "ring", chunk, 8 * MiB, config) for chunk in (256, 8192)
-    ]
-    assert fits == [True, False]
-
-
 def test_training_speed_bench_does_not_measure_what_is_wrong(tmp_path, monkeypatch):
     def launch(work, world_size, *args):
         if work is training_speed.seconds_of_steps:
@@ -607,3 +530,135 @@ def test_training_speed_bench_does_not_measure_what_is_wrong(tmp_path, monkeypat
     monkeypatch.setattr(training_speed, "launch", launch)
     with pytest.raises(RuntimeError, match=r"PyTorch's loop, P = 2: the loss is 5.001; that of one process is 5.0"):
         training_speed.measure([2], chunk=16, steps=1, repetitions=1, folder=tmp_path)
+
+
+# The longest context in a fixed memory --------------------------------------------------------------------------------
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA holds a process on Linux only")
+
+
+def ask_again(context: RankContext) -> None:
+    """What is alive counts, freed memory does not, and after the limit everything is allowed again."""
+    torch.set_num_threads(1)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    record.return_freed_memory()
+    with max_context.at_most(16 * MiB):
+        for _ in range(4):
+            torch.ones(15 * MiB, dtype=torch.uint8)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    for sizes in ((20 * MiB,), (9 * MiB, 9 * MiB)):
+        with pytest.raises(MemoryError, match="the budget, 16,777,216 bytes, is spent"), max_context.at_most(16 * MiB):
+            [torch.ones(size, dtype=torch.uint8) for size in sizes]
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    torch.ones(20 * MiB, dtype=torch.uint8)
+
+
+def fail(context: RankContext, error: type[Exception]) -> None:
+    """Rank 1 fails within its budget."""
+    with max_context.at_most(16 * MiB):
+        if context.rank == 1:
+            raise error("the network is down")
+
+
+def too_much_on_one_rank(context: RankContext) -> None:
+    """Rank 1 asks for too much while the others wait for a message."""
+    with max_context.at_most(16 * MiB):
+        if context.rank == 1:
+            torch.empty(17 * MiB, dtype=torch.uint8)
+        torch.distributed.barrier()
+
+
+@linux
+def test_the_limit_counts_what_is_alive_and_ends():
+    assert max_context.within(ask_again, 1)
+
+
+@linux
+@pytest.mark.slow
+def test_one_rank_over_its_budget_ends_the_probe_at_once():
+    assert not max_context.within(too_much_on_one_rank, 3)
+
+
+@linux
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_another_failure_is_not_a_spent_budget(error):
+    with pytest.raises(RuntimeError, match=f"{error.__name__}: the network is down"):
+        max_context.within(fail, 2, error)
+
+
+@given(threshold=st.integers(0, 10_000), guess=st.integers(1, 10_000))
+def test_the_search_finds_the_threshold_from_any_guess(threshold, guess):
+    asked = []
+
+    def fits(n: int) -> bool:
+        asked.append(n)
+        return n <= threshold
+
+    assert max_context.longest(fits, guess) == threshold
+    assert threshold != guess or asked == [guess, guess + 1]
+    assert len(set(asked)) == len(asked)  # no length is tried twice
+    assert min(asked) >= 1
+
+
+@pytest.mark.parametrize(
+    ("method", "chunk", "expected"),
+    [
+        ("naive", 256, 3 * MiB // 4 + 6 * MiB // 16),  # three squares of 256 KiB, six times 64 KiB
+        ("blockwise", 4096, 9 * MiB + MiB // 64 + MiB),  # chunks of 1 MiB, an lse is a 64th, the kernel's tiles 1 MiB
+        ("ring", 4096, 18 * MiB + MiB // 32 + MiB),
+    ],
+)
+def test_counted_bytes_of_training(method, chunk, expected):
+    assert max_context.counted(method, chunk, heads=1, head_dim=64) == expected
+
+
+@linux
+@pytest.mark.slow
+def test_max_context_bench_runs(tmp_path):
+    results = max_context.measure([2], budget=12 * MiB, heads=4, head_dim=64, folder=tmp_path)
+    for row in results["rows"]:
+        probes = dict(row["probes"])
+        assert probes[row["chunk"]]
+        assert not probes[row["chunk"] + results["grain"]]
+        assert abs(row["chunk"] - row["counted_chunk"]) <= 0.1 * row["counted_chunk"], row
+    assert max_context.lengths(results, "naive")[0] < max_context.lengths(results, "blockwise")[0]
+    assert list(tmp_path.iterdir()) == []
+    assert "| ring | 2 |" in max_context.table(results)
+
+
+def wrong_step(context: RankContext) -> None:
+    """A step whose output is off by a thousandth."""
+    right = max_context.with_gradients
+
+    def off(*args: object) -> list[torch.Tensor]:
+        out, *gradients = right(*args)
+        return [1.001 * out, *gradients]
+
+    with mock.patch.object(max_context, "with_gradients", off):
+        max_context.training_step(context, "ring", 32, 16 * MiB, 2, 16)
+
+
+@linux
+def test_a_wrong_step_does_not_count_as_a_length_that_fits():
+    with pytest.raises(RuntimeError, match="out is wrong: off by"):
+        max_context.within(wrong_step, 1)
+
+
+@pytest.mark.parametrize("platform", ["darwin", "linux"])
+def test_no_context_is_measured_where_the_limit_does_not_hold(platform, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(max_context, "within", lambda *args: True)  # as under a kernel that ignores the limit
+    monkeypatch.setattr(max_context, "measure", None)  # calling it would fail
+    assert max_context.main() == 0
+    assert capsys.readouterr().out.startswith("nothing measured: ")
+
+
+def test_committed_context_is_linear_in_the_number_of_devices():
+    results = record.load("max_context")
+    assert results["worlds"] == [1, 2, 4, 8]
+    resolution = results["grain"] / max_context.lengths(results, "ring")[0]
+    assert resolution < 0.01
+    assert all(abs(share - 1) <= resolution for share in max_context.linear(results))
+    for method in max_context.METHODS:
+        both = (max_context.lengths(results, method, of) for of in ("chunk", "counted_chunk"))
+        assert all(abs(seen / modelled - 1) < 0.025 for seen, modelled in zip(*both, strict=True))

@@ -5,12 +5,9 @@ import json
 import math
 import shutil
 import subprocess
-from statistics import median
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bench import compare, record
 from bench.compare import TURNS, read, report
@@ -52,7 +49,7 @@ def moves(committed, fresh):
     return [(int(row.what.split("S=")[1]) // 1024 - 1, row.method, row.moved) for row in rows if row.moved]
 
 
-@pytest.mark.parametrize("repetitions", [5, 9, 20])
+@pytest.mark.parametrize("repetitions", [5, 20])
 def test_nothing_moved(repetitions):
     # Of two runs alike, with 5 repetitions, two intervals have no number in common in 2 of C(10, 5) cases, 0.8 %; with
     # more in fewer. In 480 rows that is 4; 17 have a chance below one in a million.
@@ -60,22 +57,15 @@ def test_nothing_moved(repetitions):
     assert sum(map(len, found)) <= 17
 
 
-@pytest.mark.parametrize("repetitions", [5, 9, 20])
-@pytest.mark.parametrize(("factor", "direction"), [(1.3, "down"), (1 / 1.3, "up")])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("repetitions", [5, 20])
+@pytest.mark.parametrize(("factor", "direction", "method"), [(1.3, "down", "ring"), (1 / 1.3, "up", "loop")])
 def test_what_moved_by_ten_times_the_noise_is_named(repetitions, factor, direction, method):
+    """What disturbs all methods of a turn alike, by factors of e², disturbs no ratio."""
     for seed in range(3):
-        before, after = timed(seed, repetitions), timed(100 + seed, repetitions)
+        before, after = (timed(each, repetitions, busy=2.0) for each in (seed, 100 + seed))
         said = moves(before, slower(after, 7, method, factor))
         assert (7, method, direction) in said
         assert [move for move in said if move != (7, method, direction)] == moves(before, after)
-
-
-@pytest.mark.parametrize("repetitions", [3, 5, 9, 20])
-def test_noise_hides_what_is_smaller(repetitions):
-    for seed in range(3):
-        before, after = timed(seed, repetitions, noise=0.3), timed(seed, repetitions, noise=0.3)
-        assert moves(before, slower(after, 7, "ring", 1.1)) == []
 
 
 @pytest.mark.parametrize("noisy", ["committed", "fresh"])
@@ -84,21 +74,6 @@ def test_the_noise_of_both_runs_counts(noisy):
     before, after = (loud, quiet) if noisy == "committed" else (quiet, loud)
     assert moves(before, slower(after, 7, "ring", 1.1)) == []
     assert moves(quiet, slower(quiet, 7, "ring", 1.1)) == [(7, "ring", "down")]
-
-
-def test_a_quiet_row_among_noisy_ones_is_not_hidden():
-    before, after = timed(0, 20, noise=0.4), timed(1, 20, noise=0.4)
-    half = len(before) // 2
-    before, after = timed(2, 20, noise=0.01)[:half] + before[half:], timed(3, 20, noise=0.01)[:half] + after[half:]
-    assert (1, "ring", "down") in moves(before, slower(after, 1, "ring", 2.0))
-    assert (half + 1, "ring", "down") not in moves(before, slower(after, half + 1, "ring", 1.2))
-
-
-def test_repetitions_are_compared_with_those_of_the_same_turn():
-    before, after = (
-        timed(seed, noise=0.01, busy=2.0) for seed in (0, 1)
-    )  # seconds vary by factors of e², ratios by 1 %
-    assert moves(before, slower(after, 7, "ring", 1.2)) == [(7, "ring", "down")]
 
 
 def test_medians_of_the_paired_ratios():
@@ -110,16 +85,11 @@ def test_medians_of_the_paired_ratios():
     assert (row.committed, row.fresh) == pytest.approx((1 / 3, 1 / 6))  # of medians it would be 3 / 8
 
 
-@pytest.mark.parametrize(
-    (
-        "repetitions",
-        "k",
-    ),  # tables of the sign test: with 95 %, the median is between the k-th smallest and k-th largest
-    [(1, 1), (3, 1), (5, 1), (6, 1), (8, 1), (9, 2), (11, 2), (12, 3), (14, 3), (15, 4), (17, 5), (20, 6), (25, 8)],
-)
-def test_interval(repetitions, k):
-    x = np.random.default_rng(0).permutation(repetitions).astype(float)
-    assert compare.interval(x) == (k - 1, repetitions - k)
+def test_interval():
+    """Tables of the sign test: with 95 %, the median is between the k-th smallest and k-th largest."""
+    for repetitions, k in {1: 1, 5: 1, 6: 1, 8: 1, 9: 2, 11: 2, 12: 3, 14: 3, 15: 4, 17: 5, 20: 6, 25: 8}.items():
+        x = np.random.default_rng(0).permutation(repetitions).astype(float)
+        assert compare.interval(x) == (k - 1, repetitions - k)
 
 
 def test_noise_is_what_halves_of_a_run_differ_by():
@@ -135,36 +105,11 @@ def test_noise_is_what_halves_of_a_run_differ_by():
     assert noise([0, 0, 3, 3], [0, 9, 0]) == pytest.approx([3, 4.5])  # each with rows of as many repetitions
     assert noise([1], [1, 2]) == [math.inf, math.inf]
     assert noise([0, 0, 9, 3, 3, 3]) == pytest.approx([3])  # medians of the halves
-    # Of 9 the interval leaves the smallest and the largest out: it is as wide as the halves differ, so q = 2 widths.
-    assert noise([0] * 4 + [2] * 5, [0, 0, 0, 99] + [6] * 5, [0] * 4 + [10] * 5) == pytest.approx([6, 6, 10])
-
-
-def test_noise_is_a_share_of_the_speed():
     rows = [{"ring": [1.0, 1.0, 2.0, 2.0], "one process": [1.0] * 4}]
     (row,) = report("generation", results(rows), results(rows))[0]
     assert row.noise == pytest.approx(1.0)  # 100 %: the halves differ by a factor of 2
-
-
-seconds = st.floats(1e-6, 1e3)
-turns = st.lists(
-    st.integers(1, 8).flatmap(
-        lambda n: st.fixed_dictionaries(
-            {name: st.lists(seconds, min_size=n, max_size=n) for name in (*METHODS, "one process")}
-        )
-    ),
-    max_size=6,
-)
-
-
-@given(turns)
-def test_a_run_does_not_move_from_itself(rows):
-    assert moves(rows, rows) == []
-
-
-@given(turns, turns)
-def test_the_other_way_round_the_same_rows_move_the_other_way(before, after):
-    other = {"up": "down", "down": "up"}
-    assert moves(after, before) == [(at, method, other[direction]) for at, method, direction in moves(before, after)]
+    # Of 9 the interval leaves the smallest and the largest out: it is as wide as the halves differ, so q = 2 widths.
+    assert noise([0] * 4 + [2] * 5, [0, 0, 0, 99] + [6] * 5, [0] * 4 + [10] * 5) == pytest.approx([6, 6, 10])
 
 
 @pytest.mark.parametrize(
@@ -173,8 +118,6 @@ def test_the_other_way_round_the_same_rows_move_the_other_way(before, after):
         (ON, ON, "the same machine: the references took 3.00 of their committed seconds"),
         (ON, {**ON, "cores": 8}, "another machine, or it is not known (cores 2 -> 8): ratios may have moved with it"),
         ({**ON, "cpu": "older"}, ON, "(cpu older -> one of 2026)"),
-        ({**ON, "cpu": None}, ON, "(cpu None -> one of 2026)"),
-        ({**ON, "cpu": None}, {**ON, "cpu": None}, "(no cpu recorded)"),
         ({**ON, "cpu": ""}, {**ON, "cpu": ""}, "(no cpu recorded)"),
     ],
 )
@@ -199,27 +142,14 @@ def test_rows_that_one_run_lacks_are_counted():
     assert "; 4 only in the committed run, 1 only in this one" in text
 
 
-def test_too_few_repetitions_have_no_known_noise():
-    row = {"ring": [1.0, 1.0], "one process": [1.0, 1.0]}
-    rows, text = report("generation", results([row]), results(slower([row], 0, "ring", 9.0)))
-    assert rows[0].moved == ""
-    assert "noise unknown" in text
-
-
 ROW = {"ring": THREE, "one process": THREE}
 WRONG = {  # results, and what is said of them
     "sizes": (results([ROW], heads=4), "generation: other sizes (heads 8 -> 4); measure again"),
-    "two sizes": (results([ROW], head_dim=64, heads=4), "(heads 8 -> 4, head_dim None -> 64)"),
     "dtype": ({**results([ROW]), "dtype": "float64"}, "(dtype float32 -> float64)"),
     "no rows": ({"command": "python -m bench.generation"}, "results of another form (no 'rows')"),
-    "no machine": ({"dtype": "float32", "rows": []}, "(no 'machine')"),
-    "no seconds": (results([None]), "results of another form"),
-    "medians": (results([{"ring": 0.5, "one process": 0.5}]), "results of another form"),
     "no reference": (results([{"ring": THREE}]), "(no 'one process')"),
     "repetitions": (results([{**ROW, "ring": [1.0]}]), "P=2, S=1024, ring: 1 repetitions beside 3"),
     "none": (results([{"ring": [], "one process": []}]), "the seconds are []"),
-    "zero": (results([{**ROW, "ring": [0.0, 1.0, 1.0]}]), "the seconds are [0.0, 1.0, 1.0]"),
-    "not finite": (results([{**ROW, "one process": [math.nan, 1.0, 1.0]}]), "one process: the seconds are [nan"),
     "endless": (results([{**ROW, "ring": [math.inf, 1.0, 1.0]}]), "the seconds are [inf, 1.0, 1.0]"),
     "twice": ({**results([ROW]), "rows": results([ROW])["rows"] * 2}, "P=2, S=1024, ring: 3 repetitions beside 3, or"),
 }
@@ -232,13 +162,6 @@ def test_what_cannot_be_compared_is_refused(name):
     with pytest.raises(ValueError, match=r"^generation: ") as refused:
         report("generation", results([ROW]), wrong)
     assert said in str(refused.value)
-
-
-def test_sizes_are_found_where_a_bench_keeps_them():
-    committed, fresh = record.load("against_peers"), record.load("against_peers")
-    fresh["dtype"], fresh["speed"]["heads"] = "float16", 4
-    with pytest.raises(ValueError, match=r"\(dtype float32 and bfloat16 -> float16, heads 8 -> 4\)"):
-        report("against_peers", committed, fresh)
 
 
 def lists_of_seconds(node, inside=False):
@@ -279,17 +202,6 @@ def _of_turns(bench, found):
     for what, _, each in TURNS[bench](found):
         for method, times in each.items():
             yield (what, method), times
-
-
-def test_ratios_are_those_of_the_tables():
-    """Where repetitions are alike, the ratio is the speed that the bench says."""
-    committed = record.load("against_peers")
-    for row in committed["speed"]["rows"]:
-        for name in ("seconds", "limit_seconds"):
-            row[name] = [median(row[name])] * len(row[name])
-    rows = report("against_peers", committed, committed)[0]
-    assert [row.fresh for row in rows] == pytest.approx([row["speed"] for row in committed["speed"]["rows"]])
-    assert rows[0].what == "P=2, float32, S=1024, forward"
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="git is not installed")

@@ -1,20 +1,32 @@
-"""The benches of hosts measure what they should, and nothing wrong; their sums are right. Nothing is timed."""
+"""Benches on hosts of network namespaces: what is measured, predicted, and left behind. Nothing is timed; root only."""
 
 import copy
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench import five_ways, five_ways_table, hosts, record, turns, unequal_links
+from bench import five_ways, gradients_home, hosts, overlap, overlap_threshold, record, unequal_links
 from bench import five_ways_predicted as prediction
-from bench.five_ways import COMPUTING
 from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, TRAIN, peer
-from ringlab.planning.hidden_communication import AttentionLayer, block_flops
+from bench.overlap_threshold import knee, shares
+from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hidden_share
 from ringlab.planning.ways import WAYS, Cluster
+from ringlab.support.processes import launch
 from ringlab.training.causal import BlockSlice
+from tests import failing_ring
+from tests.commands import LIMIT, ROOT, ends_soon, wait_for
 
 SIZE = {"heads": 4, "kv_heads": 4, "head_dim": 8}
 
@@ -28,16 +40,8 @@ def _allowed():
 def one_rank(context, size):
     """Without hosts: a rank of a mesh of processes of this one."""
     mesh = init_device_mesh("cpu", (2, context.world_size // 2), mesh_dim_names=("hosts", "devices"))
-    with mock.patch.object(turns, "PAUSE", 0.0):
+    with mock.patch.object(record, "PAUSE", 0.0):
         return five_ways.measured(context, mesh, **size)
-
-
-@pytest.mark.slow
-def test_a_rank_of_the_five_ways(ranks):
-    row = ranks(4, one_rank, {"seq_len": 64, "repetitions": 1, **SIZE})[0]
-    names = [*WAYS, *map(peer, ROTATIONS), COMPUTING]
-    assert set(row["seconds"]) == {f"{name}, {which}" for name in names for which in (FORWARD, BACKWARD)}
-    assert {len(seconds) for seconds in row["seconds"].values()} == {1}
 
 
 def a_wrong_way(context, name):
@@ -159,22 +163,6 @@ def test_what_a_core_copies_by_hand(monkeypatch):
     assert computing[0] - computing[1] == pytest.approx(1e-6 * 3 * 65536 * (1 + 2))
 
 
-def test_what_a_core_copies_and_agrees_on_is_predicted():
-    """All-to-all hides nothing, so its core's copies cost nothing more; the ring's lengthen its computing."""
-    busy, free = as_predicted(core=1e-8), as_predicted(core=0.0)
-    (row,) = busy["rows"]
-    for way, costs in (("all-to-all", False), ("ring", True)):
-        with_copies, without = (
-            prediction.predicted(results, results["rows"][0], way, FORWARD) for results in (busy, free)
-        )
-        assert (with_copies > without) == costs
-    later = as_predicted()
-    shortest = prediction.messages(later["machines"][0]["machine"], "all-to-all", "between")[0]
-    before = prediction.predicted(later, row, "ring", TRAIN)
-    shortest["seconds"] += 1
-    assert prediction.predicted(later, row, "ring", TRAIN) == pytest.approx(before + 1)
-
-
 def test_a_link_of_another_rate_is_as_much_faster():
     results = as_predicted()
     (row,) = results["rows"]
@@ -191,31 +179,31 @@ def test_a_link_of_another_rate_is_as_much_faster():
 
 def test_verdicts_of_the_five_ways():
     exact = as_predicted()
-    assert five_ways_table.errors(exact) == pytest.approx([0.0] * 10)
-    assert [five_ways_table.excess(exact, row, which) for row, which in five_ways_table.cells(exact)] == [0.0, 0.0]
-    right, pairs = five_ways_table.pairs_in_order(exact)
+    assert prediction.errors(exact) == pytest.approx([0.0] * 10)
+    assert [prediction.excess(exact, row, which) for row, which in prediction.cells(exact)] == [0.0, 0.0]
+    right, pairs = prediction.pairs_in_order(exact)
     assert right == pairs >= 3
     slower = as_predicted(slower=1.2)
-    assert five_ways_table.errors(slower) == pytest.approx([0.2] * 10)
-    assert five_ways_table.pairs_in_order(slower) == (right, pairs)
+    assert prediction.errors(slower) == pytest.approx([0.2] * 10)
+    assert prediction.pairs_in_order(slower) == (right, pairs)
 
     (row,) = exact["rows"]
     advised = min(WAYS, key=lambda way: prediction.predicted(exact, row, way, FORWARD))
     wrong = as_predicted(**{advised: 3.0})
-    assert five_ways_table.excess(wrong, wrong["rows"][0], FORWARD) > 1
-    right, pairs = five_ways_table.pairs_in_order(wrong)
+    assert prediction.excess(wrong, wrong["rows"][0], FORWARD) > 1
+    right, pairs = prediction.pairs_in_order(wrong)
     assert right < pairs
-    fastest = five_ways_table.over_peers(exact)["fastest"]
+    fastest = prediction.over_peers(exact)["fastest"]
     assert fastest[0] == pytest.approx(1 / prediction.predicted(exact, row, advised, FORWARD))
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive  # 44 s; test_a_rank_of_the_five_ways has its parts
+@pytest.mark.exhaustive  # 44 s; a rank that measures has a test of its own
 @pytest.mark.usefixtures("_allowed")
 def test_five_ways_bench_runs(tmp_path):
     results = five_ways.measure([(2, 2)], [50_000_000], {64: 1}, folder=tmp_path, **SIZE)
     results["machine"] = record.machine()
-    assert "\n| 2 x 2 | 64 | 50 |" in five_ways_table.table(results)
+    assert "\n| 2 x 2 | 64 | 50 |" in prediction.table(results)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -255,3 +243,203 @@ def test_cases_of_unequal_links():
         for case, seconds in zip(next(iter(unequal_links.GAINS.items())), (1.0, 3.0), strict=True)
     ]
     assert list(unequal_links.gains({"rows": rows}).values()) == [(3.0, 3.0)]
+
+
+# The hosts -----------------------------------------------------------------------------------------------------------
+
+RATE = 50_000_000
+
+
+def network(pid):
+    """The network namespace that a process is in; None when the process has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+
+
+def networks():
+    return {network(path.name) for path in Path("/proc").glob("[0-9]*")}
+
+
+def links():
+    return subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_allowed")
+def test_a_ring_over_two_nodes_is_full_attention():
+    with hosts.hosts(2, RATE) as both:
+        printed = hosts.torchrun(both, "ring_attn.py", "--seq-len", "37", processes=(1, 2))
+    assert "P = 3 ranks, S = 37 tokens" in printed
+    assert "ok    against full attention in float64" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_allowed")
+@pytest.mark.parametrize(
+    ("how", "reason"), [("raise", "OverflowError: rank 1 gives up"), ("kill", "Signal 9 (SIGKILL)")]
+)
+def test_a_rank_that_fails_in_mid_ring_ends_both_nodes(how, reason):
+    with ends_soon(), hosts.hosts(2, RATE) as both, pytest.raises(RuntimeError) as failed:
+        hosts.torchrun(both, failing_ring.__file__, how, processes=(1, 2))
+    assert reason in str(failed.value)
+    assert "host 0: status 1 " in str(failed.value)  # by itself: its rank has lost its neighbours
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_allowed")
+def test_a_node_that_never_meets_the_other_is_ended(monkeypatch):
+    monkeypatch.setattr(hosts, "GRACE", 1)
+    with (
+        ends_soon(),
+        hosts.hosts(2, RATE) as both,
+        pytest.raises(RuntimeError, match=r"host 0: status None (?s:.*)host 1: status [1-9]"),
+    ):
+        hosts.torchrun(both, "ring_attn.py", processes=(1, -1))
+
+
+def said(host, *command):
+    """What a command that prints JSON says on this host."""
+    return json.loads(subprocess.run(host.inside(*command), capture_output=True, text=True, check=True).stdout)
+
+
+def rates(host):
+    """The bytes a second that each device of the host may send."""
+    qdiscs = [it for it in said(host, "tc", "-j", "qdisc", "show") if it["kind"] != "noqueue"]
+    assert {it["kind"] for it in qdiscs} == {"tbf"}
+    return {it["dev"]: it["options"]["rate"] for it in qdiscs}
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_the_link_is_throttled_each_way_and_the_only_one():
+    with hosts.hosts(2, RATE) as both:
+        for host in both:
+            assert rates(host) == {hosts.LINK: RATE}
+            devices = said(host, "ip", "-j", "address", "show", "up")
+            assert [(it["ifname"], it["addr_info"][0]["local"]) for it in devices] == [
+                ("lo", "127.0.0.1"),
+                (hosts.LINK, host.address),
+            ]
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_one_link_and_the_wire_of_one_pair_may_be_slower():
+    with hosts.hosts(4, RATE, {(2,): RATE // 2, (0, 3): RATE // 5}) as four:
+        assert [rates(host) for host in four] == [
+            {hosts.LINK: RATE, "to3": RATE // 5},
+            {hosts.LINK: RATE},
+            {hosts.LINK: RATE // 2},
+            {hosts.LINK: RATE, "to0": RATE // 5},
+        ]
+        for here, there, device in ((0, 3, "to3"), (3, 0, "to0"), (0, 2, hosts.LINK), (1, 3, hosts.LINK)):
+            (way,) = said(four[here], "ip", "-j", "route", "get", four[there].address)
+            assert (way["dev"], way["prefsrc"]) == (device, four[here].address)
+
+
+@pytest.mark.usefixtures("_allowed")
+def test_nothing_is_left_behind_by_success_or_by_an_error():
+    before = links()
+    for error in (None, OverflowError):
+        with suppress(OverflowError), hosts.hosts(2, RATE) as both:
+            made = {network(host.holder) for host in both}
+            if error:
+                raise error
+        assert len(made - {network("self"), None}) == 2
+        assert not made & networks()
+    assert links() == before
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_allowed")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
+def test_nothing_is_left_behind_by_a_bench_that_is_ended(how, tmp_path):
+    before = links()
+    rank = f"import os, pathlib, time; pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).touch(); time.sleep(600)"
+    (tmp_path / "rank.py").write_text(rank)
+    bench = "import signal, sys; from bench.hosts import *\n"
+    bench += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background inherits: ignore it
+    bench += f"with hosts(2, {RATE}) as both: torchrun(both, sys.argv[1])"
+    running = subprocess.Popen([sys.executable, "-c", bench, tmp_path / "rank.py"], cwd=ROOT, stderr=subprocess.DEVNULL)
+    wait_for(lambda: list(tmp_path.glob("[01]")), 2)
+    family = psutil.Process(running.pid).children(recursive=True)
+    assert len(family) >= 7  # what holds the switch; for each host what holds it, torchrun, and a rank
+    made = {network(process.pid) for process in family}
+    assert len(made) == 3
+    running.send_signal(how)
+    assert running.wait(timeout=LIMIT) != 0
+    wait_for(lambda: made - networks(), len(made))  # a process that its parent did not wait for ends a moment later
+    assert links() == before
+
+
+@pytest.mark.parametrize("bench", [overlap, overlap_threshold, five_ways, unequal_links, gradients_home])
+@pytest.mark.parametrize(("root", "tool", "reason"), [(False, "/sbin/tc", "only root"), (True, None, "iproute2")])
+def test_a_bench_measures_nothing_without_a_slow_link(bench, root, tool, reason, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+    monkeypatch.setattr(shutil, "which", lambda name: tool)
+    monkeypatch.setattr(bench, "measure", None)  # calling it would fail
+    assert bench.main() == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("nothing measured: ")
+    assert reason in printed
+
+
+def test_a_rank_of_the_bench():
+    """Without two hosts: the ranks are processes of this one."""
+    row = launch(one_hop, 2)[0]
+    assert set(row) == {"computing", "messages", "ring", "waiting", "computing_meanwhile"}
+    assert all(seconds > 0 for seconds in row.values())
+    assert row["waiting"] + row["computing_meanwhile"] < row["ring"]
+
+
+def one_hop(context):
+    overlap_threshold.check_ring(context)
+    return overlap_threshold.measure_hop(context, 32, heads=2, head_dim=8, repetitions=1)
+
+
+def test_the_check_of_the_bench_can_fail(ranks):
+    ranks(2, overlap_threshold.check_ring)
+    raised, other = ranks.outcomes(2, check_a_wrong_ring)
+    assert raised.message == "the ring between the hosts differs from full attention"
+    assert other is None  # only rank 0 knows
+
+
+def check_a_wrong_ring(context):
+    right = overlap_threshold.ring_flash_attention
+    overlap_threshold.ring_flash_attention = lambda q, k, v: 1.001 * right(q, k, v)
+    try:
+        overlap_threshold.check_ring(context)
+    finally:
+        overlap_threshold.ring_flash_attention = right
+
+
+def row_of(chunk, *, flops, bandwidth, layer, slower=1.0):
+    """A row as it would be on a machine of `flops`, `slower` while messages travel, and a link of `bandwidth`."""
+    computing = 4 * chunk**2 * layer.heads * layer.head_dim / flops
+    messages = 2 * chunk * layer.heads * layer.head_dim * 4 / bandwidth
+    meanwhile = slower * computing
+    waiting = max(0.0, messages - meanwhile)
+    seen = {"chunk": chunk, "computing": computing, "messages": messages, "computing_meanwhile": meanwhile}
+    seen |= {"waiting": waiting, "ring": meanwhile + waiting + computing}
+    return {**seen, **shares(seen)}
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.25])
+def test_knee_of_a_machine_by_hand(slower):
+    layer = AttentionLayer(8, 8, 64, itemsize=4)
+    rows = [
+        row_of(chunk, flops=1e11, bandwidth=1e8, layer=layer, slower=slower) for chunk in (256, 512, 1024, 2048, 4096)
+    ]
+    found = knee(rows, layer)
+    assert found["flops"] == pytest.approx(1e11)
+    assert found["bandwidth"] == pytest.approx(1e8)
+    assert found["predicted"] == pytest.approx(2000)  # 4/2 · flops / bandwidth
+    assert found["flops_meanwhile"] == pytest.approx(1e11 / slower)
+    assert found["predicted_meanwhile"] == pytest.approx(2000 / slower)
+    assert found["measured"] == pytest.approx(2000 / slower, rel=0.01)
+    for it in rows:
+        assert it["hidden"] == pytest.approx(hidden_share(it["chunk"], 2000 / slower))
+    assert rows[-1]["overhead"] == pytest.approx((slower - 1) / 2)  # nobody waits, but one of two blocks takes longer
+    rows[1]["hidden"] = -1.0  # a repetition disturbed
+    assert knee(rows, layer)["measured"] == pytest.approx(2000 / slower, rel=0.01)

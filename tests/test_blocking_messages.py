@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringlab.basics.blocking_messages import Recv, Send, Transfer, ring_programs, sends_first, simulate_messages
+from ringlab.basics.blocking_messages import Recv, Send, Transfer, ring_programs, simulate_messages
 
 
-@pytest.mark.parametrize("world_size", range(2, 17))
+@pytest.mark.parametrize("world_size", [2, 3, 8, 9])
 @pytest.mark.parametrize("hops", [1, 3])
 def test_all_send_first_deadlocks(world_size, hops):
     outcome = simulate_messages(ring_programs(world_size, hops=hops, even_odd=False))
@@ -18,8 +18,8 @@ def test_all_send_first_deadlocks(world_size, hops):
     assert outcome.cycle == list(range(world_size))
 
 
-@pytest.mark.parametrize("world_size", range(2, 17))
-@pytest.mark.parametrize("hops", [0, 1, 2, 15])
+@pytest.mark.parametrize("world_size", range(2, 10))
+@pytest.mark.parametrize("hops", [0, 1, 7])
 def test_even_odd_delivers_every_message_once(world_size, hops):
     outcome = simulate_messages(ring_programs(world_size, hops=hops))
     assert (outcome.waits_for, outcome.cycle) == ({}, [])
@@ -35,10 +35,6 @@ def test_even_odd_delivers_every_message_once(world_size, hops):
 def test_a_hop_of_three_ranks_in_full():
     assert ring_programs(3) == [[Send(1), Recv(2)], [Recv(0), Send(2)], [Send(0), Recv(1)]]
     assert simulate_messages(ring_programs(3)).transfers == [Transfer(0, 0, 1), Transfer(1, 2, 0), Transfer(2, 1, 2)]
-
-
-def test_the_first_rank_sends_first():
-    assert [sends_first(rank) for rank in range(4)] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(

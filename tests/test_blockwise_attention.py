@@ -1,16 +1,21 @@
-"""Attention in blocks: the same numbers for every block size, and no square of scores in memory."""
+"""Attention in blocks: the same numbers for every block size, no square of scores; the oracle by its definition."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringlab.basics import blockwise_attention as module
 from ringlab.basics.blockwise_attention import blockwise_attention
-from tests.attention import DTYPES, assert_attention, assert_lse, random_qkv
+from ringlab.basics.naive_attention import accumulation_dtype, naive_attention
+from ringlab.support.rounding import exact_attention
+from tests.attention import DTYPES, assert_attention, assert_lse, assert_right, random_qkv
 
 
 @given(
@@ -29,19 +34,13 @@ def test_every_block_size_shape_dtype_and_scale(shape, block_size, dtype, causal
     assert_lse(lse, q, k, causal=causal, scale=scale)
 
 
-def test_fewer_queries_than_keys():
-    q, k, v = random_qkv((1, 2, 9, 3))
-    out, _ = blockwise_attention(q[:, :, 2:4], k, v, block_size=4)
+def test_views_and_fewer_queries_than_keys():
+    q, k, v = (x.transpose(1, 2) for x in random_qkv((2, 7, 3, 4)))
+    out, _ = blockwise_attention(q[:, :, 2:4], k, v, block_size=3)
     assert_attention(out, q[:, :, 2:4], k, v)
 
 
-def test_views_that_are_not_contiguous():
-    q, k, v = (x.transpose(1, 2) for x in random_qkv((2, 7, 3, 4)))
-    out, _ = blockwise_attention(q, k, v, block_size=3)
-    assert_attention(out, q, k, v)
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("block_size", [1, 3, 5])
 def test_hidden_keys_and_queries_that_see_nothing(block_size):
     q, k, v = random_qkv((1, 1, 5, 3))
     q = q.abs()
@@ -79,10 +78,60 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_no_square_of_scores_is_made(causal):
+def test_no_square_of_scores_is_made():
     B, H, S, D, block_size = 2, 3, 96, 4, 8
     q, k, v = random_qkv((B, H, S, D))
     with LargestTensor() as largest:
-        blockwise_attention(q, k, v, block_size=block_size, causal=causal)
+        blockwise_attention(q, k, v, block_size=block_size, causal=True)
     assert largest.numbers == B * H * S * D  # the result itself; the square has 24 times as many
+
+
+# The oracle: attention by its definition ------------------------------------------------------------------------------
+
+
+def definition(q, k, v, *, causal, scale):
+    """softmax(Q Kᵀ · scale) V in plain numpy, one query at a time."""
+    B, H, S, D = q.shape
+    q, k, v = q.numpy(), k.numpy(), v.numpy()
+    out = np.zeros((B, H, S, D))
+    for b in range(B):
+        for h in range(H):
+            for i in range(S):
+                keys = range(i + 1 if causal else S)
+                weights = [math.exp(scale * np.dot(q[b, h, i], k[b, h, j])) for j in keys]
+                out[b, h, i] = sum(weights[j] * v[b, h, j] for j in keys) / sum(weights)
+    return torch.from_numpy(out)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 5, 7)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_the_oracle_is_the_definition_and_torchs_attention(shape, causal, scale):
+    q, k, v = random_qkv(shape, torch.float64)
+    out = naive_attention(q, k, v, causal=causal, scale=scale)
+    right = exact_attention(q, k, v, causal=causal, scale=scale)["out"]
+    for oracle in (
+        right.exact,
+        definition(q, k, v, causal=causal, scale=scale or 1 / math.sqrt(shape[-1])),
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale),
+    ):
+        assert_right(out, replace(right, exact=oracle))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("largest_score", [None, 1e4])
+def test_every_dtype(dtype, causal, largest_score):
+    q, k, v = random_qkv((2, 3, 33, 5), dtype, largest_score=largest_score)
+    assert_attention(naive_attention(q, k, v, causal=causal), q, k, v, causal=causal)
+
+
+def test_a_query_that_sees_no_key_gives_zeros():
+    q, k, v = (torch.ones(1, 1, 3, 2) for _ in "qkv")
+    k[:, :, 0] = -math.inf  # causal: query 0 sees only key 0, whose score is -inf
+    assert naive_attention(q, k, v, causal=True)[0, 0, :, 0].tolist() == [0, 1, 1]
+
+
+def test_accumulation_dtype():
+    assert {accumulation_dtype(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)} == {torch.float32}
+    assert accumulation_dtype(torch.float64) is torch.float64

@@ -2,13 +2,12 @@
 
 import math
 import os
-import random
+import re
 import sys
 import time
 from dataclasses import asdict
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -20,39 +19,20 @@ from ringlab.planning.ways import Cluster
 from tests.refusals import refusal
 
 LAYER = AttentionLayer(2, 2, 8, itemsize=4)
-NOISE = 0.05
 
 
 @pytest.mark.parametrize("fixed", [0.0, 3e-5, 0.01])
 @pytest.mark.parametrize("rate", [1e9, 3e14])
 def test_the_fit_finds_what_was_planted(fixed, rate):
     sizes = [rate * 1e-4 * 4**i for i in range(6)]
-    right = [fixed + size / rate for size in sizes]
-    assert calibrate.fit(sizes, right) == (pytest.approx(fixed, abs=1e-12), pytest.approx(rate))
-
-    noise = random.Random(0)
-    seen = [seconds * (1 + noise.uniform(-NOISE, NOISE)) for seconds in right]
-    found, found_rate = calibrate.fit(sizes, seen)
-    # The planted line has relative errors of at most NOISE/(1 - NOISE), and the fitted line has the least squares. So
-    # its distance from the planted one is at most (1 + sqrt(n)) times as large.
-    for size, seconds, measured in zip(sizes, right, seen, strict=True):
-        allowed = (1 + math.sqrt(len(sizes))) * NOISE / (1 - NOISE) * measured
-        assert abs(found + size / found_rate - seconds) <= allowed
-
-    weights = 1 / np.array(seen)  # another way to the same line
-    line, *_ = np.linalg.lstsq(np.stack([weights, weights * sizes], axis=1), np.ones(len(sizes)), rcond=None)
-    if line[0] > 0:
-        assert (found, found_rate) == (pytest.approx(line[0], abs=1e-9), pytest.approx(1 / line[1]))
-    else:
-        assert found == 0
+    found = calibrate.fit(sizes, [fixed + size / rate for size in sizes])
+    assert found == (pytest.approx(fixed, abs=1e-12), pytest.approx(rate))
 
 
 def test_a_fit_without_a_line_goes_through_zero():
     assert calibrate.fit([10.0], [2.0]) == (0.0, pytest.approx(5.0))
     for seconds in ([2.0, 1.0], [1.0, 5.0]):  # the longer call is the faster one; a call of nothing would take less
-        fixed, rate = calibrate.fit([10.0, 20.0], seconds)
-        assert fixed == 0
-        assert 10 / max(seconds) <= rate <= 20 / min(seconds)
+        assert calibrate.fit([10.0, 20.0], seconds) == (0.0, 20 / seconds[1])
 
 
 def test_latency_of_the_shortest_message_and_bandwidth_of_the_longest():
@@ -280,8 +260,8 @@ def test_the_command_writes_what_the_planner_reads(tmp_path, capsys, monkeypatch
     assert launch.call_args.args[2:] == calibrate.LAYERS["cpu"]
     assert read_machine(tmp_path / "machine.json") == FOUND["cluster"]
     printed = capsys.readouterr().out
-    assert "8 processes on 2 hosts, cpu with gloo, float32, 8 heads of 64: 20 s" in printed
-    assert "NICs of a host: 2 of 12,500.0 MB/s, 0.020 ms a message" in printed
+    assert "8 processes, cpu with gloo, float32, 8 heads of 64: 20 s" in printed
+    assert re.search(r"^ +host_latency +2e-05$", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def stops(log):
     return [int(step) for step in re.findall(STOPPED, log.read_text())] if log.exists() else []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed: {', '.join(MISSING)} missing")
 def test_slurm_runs_the_script_and_a_preempted_job_saves_waits_and_resumes(slurm, tmp_path):
     """The signal before the end of the time goes to the steps, as that of `scancel --signal`; a preemption requeues."""
@@ -184,7 +184,7 @@ def test_the_options_of_the_script_are_a_mesh_of_its_ranks():
     assert "#SBATCH --requeue\n" in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_pods_of_the_job_save_when_one_is_evicted_and_resume(tmp_path):
     """Its command, in two shells on this host. A pod that ends before the last step must fail, or none replaces it."""
     out, [port] = tmp_path / "run", free_ports(1)

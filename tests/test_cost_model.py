@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from ringlab.planning import cost_model
+from ringlab.planning.machine import MAKE, write_machine
 from ringlab.planning.memory import CONTEXT, step_bytes
 from ringlab.planning.plan import Answer, Wish, best, candidates, changes, digits, gains, longest
 from ringlab.planning.presets import GIB, GPUS, MODELS, gpu_named, model_named
@@ -155,53 +156,61 @@ def test_a_refusal_is_one_line(words):
     assert REFUSED[words] in refused(words)
 
 
+VALUES = {  # most of them fit together; every option, and for each what it must refuse
+    **{"hosts": (1, 1, 2, 3, 16, 0), "per-host": (1, 4, 8, 8, 1.5), "batch": (1, 3, "many"), "nics": (1, 4, 99)},
+    **{"seq-len": (1, 8192, 131072, 1e6, 1e13), "cp": (1, 2, 4, 5), "tp": (1, 2, 8, 16), "heads": (3, 64, 2**20)},
+    **{"kv-heads": (1, 8, 7), "vocab": (7, -7), "layers": (2, 0), "hidden": (64, 1e12), "feedforward": (96,)},
+    **{"task": ("train", "prefill", "serve"), "loss": ("whole", "pieces"), "optimizer": ("adam", "sgd", "lion")},
+    **{"recompute": ("none", "full"), "linear-dtype": ("bf16", "fp8", "fp4"), "trainable": (0.01, 2)},
+    **{"kernels": ("best", "framework", "torch"), "flops": (4e14, 990), "memory": (8e10, 3e9, 1e8)},
+    **{"bandwidth": (5e9, "nan"), "host-bandwidth": (1e9, "inf"), "machine": ("MACHINE", "none.json")},
+    **{"gpu": ("h9", ""), "model": ("none.json", "gpt-9"), "colour": ("red",)},
+}
+
+
 def any_options(pick):
-    """Options at random, most of which fit together."""
+    """Options at random: a model and a GPU that are known, some more, and one time in three one that is refused."""
     words = ["--model", pick.choice([*MODELS]), "--gpu", pick.choice([*GPUS, "ideal"])]
-    values = {
-        **{"hosts": (1, 1, 2, 3, 16), "per-host": (1, 4, 8, 8), "seq-len": (1, 8192, 131072, 1e6), "batch": (1, 3)},
-        **{"cp": (1, 2, 4, 5), "tp": (1, 2, 8, 16), "nics": (1, 4), "kernels": ("best", "framework", "torch")},
-        **{
-            "task": ("train", "prefill"),
-            "loss": ("whole", "pieces"),
-            "optimizer": ("adam", "sgd"),
-            "trainable": (0.01,),
-        },
-        **{"recompute": ("none", "full"), "linear-dtype": ("bf16", "fp8"), "flops": (4e14,), "memory": (8e10, 1e8)},
-        **{
-            "bandwidth": (5e9,),
-            "host-bandwidth": (1e9,),
-            "heads": (3, 64),
-            "kv-heads": (1, 8),
-            "vocab": (7,),
-            "layers": (2,),
-        },
-    }
-    for name in pick.sample(sorted(values), pick.randint(1, 9)):
-        words += [f"--{name}", str(pick.choice(values[name]))]
-    return " ".join(words)
+    for name in pick.sample(sorted(VALUES), pick.randint(1, 9)):
+        words += [f"--{name}", str(pick.choice(VALUES[name][:1] if pick.random() < 0.7 else VALUES[name]))]
+    return words[: len(words) - (pick.random() < 0.02)]  # the last one without its value
 
 
-@pytest.mark.parametrize("seed", [pytest.param(range(15)), pytest.param(range(15, 2000), marks=pytest.mark.exhaustive)])
-def test_no_options_end_in_a_traceback(seed):
+@pytest.mark.parametrize(
+    "seed", [pytest.param(range(150)), pytest.param(range(150, 2000), marks=pytest.mark.exhaustive)]
+)
+def test_no_options_end_in_a_traceback(seed, tmp_path):
+    """Every set of options is answered, or refused in one line that says what was expected."""
+    write_machine(tmp_path / "machine.json", Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1))
     planned = 0
     for number in seed:
-        words = any_options(random.Random(number))
+        words = [
+            f"{tmp_path}/machine.json" if word == "MACHINE" else word for word in any_options(random.Random(number))
+        ]
         with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
-                status = cost_model.main(words.split())
+                status = cost_model.main(words)
             except SystemExit as end:
                 status = end.code
         planned += status == 0
-        assert (status, len(said.getvalue().splitlines())) in ((0, 0), (2, 1)), words
+        lines = said.getvalue().splitlines()
+        assert (status, len(lines)) in ((0, 0), (2, 1)), words
         assert ("advice" in printed.getvalue()) == (status == 0), words
-    assert planned > len(seed) / 4
+        assert all("expected" in line or MAKE in line for line in lines), (words, lines)
+    assert len(seed) / 8 < planned < 7 / 8 * len(seed)
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cost_model.main(["--help"])
+    printed = capsys.readouterr().out
+    assert all(f"--{name} " in printed for name in cost_model.OPTIONS)
 
 
 def test_the_command_needs_no_torch_and_no_scoreboard():
     script = "import sys, ringlab.planning.cost_model; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not {"torch", "ringlab.planning.scoreboard"} & {*done.stdout.split()}
+    assert not {"torch", "bench.scoreboard"} & {*done.stdout.split()}
 
 
 def test_many_hosts_are_planned_in_seconds():

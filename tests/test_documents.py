@@ -8,22 +8,18 @@ import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ringlab.training import documents
 from ringlab.training.documents import (
     IGNORED,
     document_lengths,
     document_positions,
-    mean_loss,
     pack,
     same_document,
     window_hops,
     window_mask,
 )
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import LAYOUTS, positions
+from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from ringlab.training.rotary import rotary
 from tests.gradients import gradients
 from tests.grouped_queries import grouped_inputs
 from tests.ways import ring_gradients, whole
@@ -62,14 +58,11 @@ def test_lengths_of_cu_seqlens(kind):
     ("cu_seqlens", "message"),
     [
         ([0], r"cu_seqlens is \(0,\); expected a list or tensor \(documents \+ 1,\)"),
-        ([], r"cu_seqlens is \(\); expected"),
-        (None, "cu_seqlens is None; expected"),
         ([0, 4.0], r"cu_seqlens is \(0, 4.0\); expected .* whole numbers"),
         (torch.tensor([0.0, 4.0]), r"cu_seqlens is \(0.0, 4.0\); expected .* whole numbers"),
         (torch.tensor([[0, 4]]), r"cu_seqlens is tensor\(\[\[0, 4\]\]\); expected"),
         ([5, 17, 24], "cu_seqlens begins with 5, .*; expected 0"),
         ([0, 5, 5, 24], "document 1 goes from 5 to 5; expected .* a token or more"),
-        ([0, 5, 3, 24], "document 1 goes from 5 to 3; expected .* a token or more"),
     ],
 )
 def test_cu_seqlens_that_are_none_are_refused(cu_seqlens, message):
@@ -83,13 +76,12 @@ def test_an_empty_document_is_refused(texts):
         pack(texts)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_single_document_hides_that_boundaries_are_forgotten(ranks, layout):
+def test_a_single_document_hides_that_boundaries_are_forgotten(ranks):
     """To the last bit: a test with one document proves nothing."""
-    four = grouped_inputs(1, 4, 2, 48, 8)
+    four = grouped_inputs(1, 4, 2, 24, 8)
     each = [
-        whole(ranks(4, ring_gradients, *four, {"causal": True, "layout": layout, **more}), layout)
-        for more in ({}, {"documents": [48]}, {"documents": [30, 18]})
+        whole(ranks(3, ring_gradients, *four, {"causal": True, "layout": "striped", **more}), "striped")
+        for more in ({}, {"documents": [24]}, {"documents": [15, 9]})
     ]
     assert all(torch.equal(x, y) for x, y in zip(each[0], each[1], strict=True))
     assert not any(torch.equal(x, y) for x, y in zip(each[0], each[2], strict=True))
@@ -99,7 +91,7 @@ def sdpa(q, k, v, visible):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
 
 
-@pytest.mark.parametrize("lengths", [[24], [1, 23], [5, 1, 12, 6], [8, 8, 8]])
+@pytest.mark.parametrize("lengths", [[1, 23], [5, 1, 12, 6]])
 def test_the_ring_is_sdpa_with_a_dense_mask(ranks, lengths):
     """A second oracle, and documents one by one as a third."""
     four = grouped_inputs(1, 4, 2, 24, 8, torch.float64)
@@ -113,87 +105,6 @@ def test_the_ring_is_sdpa_with_a_dense_mask(ranks, lengths):
     ]
     for x, *right in zip(mine, *parts, strict=True):
         torch.testing.assert_close(x, torch.cat(right, dim=2))
-
-
-def test_rotary_scores_do_not_depend_on_where_a_document_stands():
-    """As chapter 13 says: positions that run on are harmless there, and only there."""
-    (q, k, v, _), lengths = grouped_inputs(1, 2, 2, 24, 8, torch.float64), [5, 1, 12, 6]
-    outs = [
-        F.scaled_dot_product_attention(rotary(q, at), rotary(k, at), v, attn_mask=same_document(lengths).tril())
-        for at in (document_positions(lengths), torch.arange(24))
-    ]
-    torch.testing.assert_close(*outs)
-
-
-def loss_of(context, layout, spoiled):
-    """The loss of the pack of ringlab/training/documents.py: this rank's part, with one thing done wrong."""
-    tokens, labels, at, lengths = pack([documents.letters(text) for text in documents.DOCUMENTS], 8)
-    count = (labels != IGNORED).sum()
-    if spoiled == "positions run on":
-        at = torch.arange(len(tokens))
-    if spoiled == "padding counts":
-        labels = torch.where(torch.arange(len(tokens)) >= 22, 0, labels)
-        count = (labels != IGNORED).sum()
-    if spoiled == "the next document's first token is a label":
-        labels = F.pad(tokens[1:], (0, 1), value=IGNORED)
-        labels[22:] = IGNORED
-        count = (labels != IGNORED).sum()
-    if spoiled == "boundaries forgotten":
-        lengths = None
-    if spoiled == "a boundary one token late":
-        lengths = [7, 8, 7, 2]
-    mine = positions(layout, len(tokens), context.rank, context.world_size)
-    q, k, v = (x[:, :, mine] for x in documents.lookup(tokens, at))
-    if spoiled == "positions of the rank":
-        q, k, v = documents.lookup(tokens[mine], torch.arange(len(mine)))
-    out = ring_flash_attention(q, k, v, causal=True, layout=layout, documents=lengths)
-    each = F.cross_entropy(documents.SHARP * out[0, 0], labels[mine], ignore_index=IGNORED, reduction="sum")
-    return each / count
-
-
-def alone():
-    """The mean loss over the labels of all documents, each computed by itself."""
-    losses = []
-    for text in map(documents.letters, documents.DOCUMENTS):
-        q, k, v = documents.lookup(text, torch.arange(len(text)))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        losses.append(F.cross_entropy(documents.SHARP * out[0, 0, :-1], text[1:], reduction="none"))
-    return torch.cat(losses).mean()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_loss_of_a_pack_is_that_of_its_documents(ranks, size, layout):
-    torch.testing.assert_close(sum(ranks(size, loss_of, layout, None)), alone())
-
-
-@pytest.mark.parametrize(
-    "spoiled",
-    [
-        "boundaries forgotten",
-        "a boundary one token late",
-        "positions run on",
-        "positions of the rank",
-        "padding counts",
-        "the next document's first token is a label",
-    ],
-)
-def test_a_wrong_pack_has_another_loss(ranks, spoiled):
-    assert abs(sum(ranks(4, loss_of, "zigzag", spoiled)) / alone() - 1) > 1e-3  # rounding: 1e-15
-
-
-def test_mean_loss_counts_labels_only():
-    logits, labels = torch.randn(4, 3, dtype=torch.float64), torch.tensor([2, IGNORED, 0, IGNORED])
-    right = -(logits.log_softmax(dim=1)[0, 2] + logits.log_softmax(dim=1)[2, 0]) / 2
-    torch.testing.assert_close(mean_loss(logits, labels), right)
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from(LAYOUTS))
-def test_the_layouts_compute_the_same_pairs(sizes, layout):
-    P, padding = 2, -sum(sizes) % 4
-    lengths = (*sizes, padding) if padding else tuple(sizes)
-    partition = Partition(Mask(causal=True, documents=lengths), layout, (sum(lengths) // P,) * P)
-    assert sum(partition.pairs(rank) for rank in range(P)) == sum(n * (n + 1) // 2 for n in lengths)
 
 
 # Windows --------------------------------------------------------------------------------------------------------------
@@ -226,13 +137,12 @@ def test_the_mask_by_hand():
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("window", "global_tokens"), [(1, 0), (1, 1), (7, 0), (7, 3), (13, 40), (48, 0), (100, 9)])
-def test_a_window_is_sdpa_with_a_dense_mask(ranks, layout, window, global_tokens):
+@pytest.mark.parametrize(("window", "global_tokens"), [(1, 0), (7, 3), (13, 40)])
+def test_a_window_is_sdpa_with_a_dense_mask(ranks, window, global_tokens):
     """A second oracle. More global tokens than a query has before its window are no more than all."""
-    four = grouped_inputs(1, 4, 2, 48, 8, torch.float64)
-    options = {"causal": True, "layout": layout, "window": window, "global_tokens": global_tokens}
-    mine = whole(ranks(4, ring_gradients, *four, options), layout)
-    visible = window_mask(48, window, global_tokens)
+    four = grouped_inputs(1, 4, 2, 24, 8, torch.float64)
+    options = {"causal": True, "layout": "zigzag", "window": window, "global_tokens": global_tokens}
+    mine = whole(ranks(3, ring_gradients, *four, options), "zigzag")
+    visible = window_mask(24, window, global_tokens)
     for x, right in zip(mine, gradients(partial(sdpa, visible=visible), *four), strict=True):
         torch.testing.assert_close(x, right)

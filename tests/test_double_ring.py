@@ -17,9 +17,9 @@ from ringlab.training.layouts import shard
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 from tests.grouped_queries import grouped_inputs
-from tests.wrong_schedules import WRONG
+from tests.wrong_rings import WAYS
 
-MESHES = [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2)]
+MESHES = [(1, 3), (3, 1), (2, 2), (3, 2), (2, 3)]
 every_mesh = pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "{}x{}".format(*shape))
 
 
@@ -27,7 +27,7 @@ def blocks_in_use(context, shape, four, wrong=None):
     """Which block each rank computes on in each round of the forward pass, by (rank, round)."""
     mesh = init_device_mesh("cpu", shape)
     q, k, v, _ = (shard(x, "contiguous", context.rank, context.world_size) for x in four)
-    with WRONG[wrong]() if wrong else nullcontext(), timeline.record(k) as events:
+    with WAYS[wrong]() if wrong else nullcontext(), timeline.record(k) as events:
         ring_flash_attention(q, k, v, schedule=DoubleRing, group=mesh)
     return {(event.rank, event.round): event.block for event in events if event.what == "compute"}
 
@@ -49,7 +49,7 @@ def test_blocks_of_a_short_turn_are_missed(ranks):
     assert right_blocks(2, 2).items() - used.items() == {((0, 1), 1), ((1, 1), 0), ((2, 1), 3), ((3, 1), 2)}
 
 
-def journal(context, shape, wrong=None, *, back=False):
+def journal(context, shape, *, back=False):
     """What this rank does in the rounds of a pass, in order: rounds, and messages between hosts."""
     mesh, noted = init_device_mesh("cpu", shape), []
     across, _ = mesh.get_all_groups()
@@ -74,7 +74,6 @@ def journal(context, shape, wrong=None, *, back=False):
     with (
         mock.patch.object(overlap, "post", watched(overlap.post, "K and V")),
         mock.patch.object(schedule, "post", watched(schedule.post, "sums")),
-        WRONG[wrong]() if wrong else nullcontext(),
     ):
         ring = DoubleRing(Partition(Mask(), "contiguous", (1,) * context.world_size), 1.0, mesh)
         sums = ring.sums(k, k, k.dtype)
@@ -117,10 +116,3 @@ def test_a_slow_hop_has_the_time_of_a_turn(ranks, shape):
         assert_slow_hops_have_a_turn(journal_of_rank, n, g, range(n))
     for journal_of_rank in ranks(n * g, functools.partial(journal, back=True), shape):
         assert_slow_hops_have_a_turn(journal_of_rank, n, g, [*range(1, n), 0])
-
-
-@pytest.mark.parametrize("wrong", ["the slow hop waited for early", "the block in hand goes on"])
-def test_a_slow_hop_with_less_time_is_rejected(ranks, wrong):
-    for journal_of_rank in ranks(6, journal, (3, 2), wrong):
-        with pytest.raises(AssertionError):
-            assert_slow_hops_have_a_turn(journal_of_rank, 3, 2, range(3))

@@ -1,15 +1,17 @@
 """Every exercise: right answers are right in every form, wrong ones are told why, cheats are refused."""
 
 import ast
+import copy
 import linecache
-import math
 import re
 import symtable
+import sys
 from collections import deque
 from fractions import Fraction
 from functools import cache, partial
 from importlib import import_module
 from itertools import count
+from unittest import mock
 
 import nbformat
 import numpy as np
@@ -17,11 +19,14 @@ import pytest
 import torch
 
 from notebooks import build, trial
-from notebooks.checks import answers
+from notebooks.checks import answers, the_ring
 from notebooks.checks.answers import OPEN
+from notebooks.trial import Ran, RingFailed, Waiting, cell_of, run_cell, whole_input
+from ringlab.basics.naive_attention import naive_attention
+from tests import readers_rings
 from tests.readers_rings import QUICK, RIGHT_RINGS, WAITING_RINGS
 from tests.right_answers import RIGHT_ANSWERS, one_rank_receives_first
-from tests.wrong_answers import WRONG_ANSWERS
+from tests.wrong_answers import FORMULAS, WRONG_ANSWERS
 
 CHAPTERS = build.chapters()
 NAMES = [source.stem.partition("_")[2] for source in CHAPTERS]  # 04_the_ring -> the_ring
@@ -124,7 +129,7 @@ def test_the_exercises_are_open(source):
 
 def test_every_check_has_an_exercise_and_wrong_answers():
     defined = {check for name in NAMES for check in vars(checks_of(name)) if check.startswith("check_")}
-    assert CHECKS.keys() == defined == WRONG_ANSWERS.keys()
+    assert CHECKS.keys() == defined == WRONG_ANSWERS.keys() | {check for check, _ in FORMULAS}
 
 
 # Right answers in other forms --------------------------------------------------------------------------------------
@@ -165,24 +170,6 @@ def as_array(items):
     return np.array(items) if fits else items
 
 
-def is_real(x):
-    return isinstance(x, float) or (isinstance(x, torch.Tensor) and x.is_floating_point())
-
-
-def to_fraction(x):
-    if isinstance(x, torch.Tensor) and x.ndim == 1 and bool(x.isfinite().all()):
-        return [Fraction(value) for value in x.tolist()]
-    return Fraction(x) if not isinstance(x, torch.Tensor) and math.isfinite(x) else x
-
-
-def as_deque(items):
-    return items if isinstance(items, set) else deque(items)
-
-
-def as_values(items):
-    return items if isinstance(items, set) else dict(enumerate(items)).values()
-
-
 FORMS = {
     "numpy": lambda value: recast(value, to_numpy),
     "tensors of no dimension": lambda value: recast(value, torch.as_tensor),
@@ -191,13 +178,6 @@ FORMS = {
     "lists": lambda value: recast(value, to_list, lambda items: items if isinstance(items, set) else list(items)),
     "tuples": lambda value: recast(value, lambda x: x, tuple),
     "arrays for lists": lambda value: recast(value, lambda x: x, as_array),
-    "deques": lambda value: recast(value, lambda x: x, as_deque),
-    "values of a dict": lambda value: recast(value, lambda x: x, as_values),
-    "fractions": lambda value: recast(value, to_fraction),
-    "long doubles": lambda value: recast(value, lambda x: np.longdouble(to_numpy(x)) if is_real(x) else x),
-    "lists of arrays": lambda value: recast(
-        value, lambda x: list(to_numpy(x)) if isinstance(x, torch.Tensor) and x.ndim else x
-    ),
 }
 
 
@@ -256,6 +236,18 @@ def test_right_answers_are_right_in_every_form(check):
         tried = {name: form(right) for name, form in tried.items()}
     said = {name: judge(answer) for name, answer in tried.items()}
     assert {name: line for name, line in said.items() if not line.startswith("right")} == {}
+
+
+def test_numbers_of_many_kinds_are_read():
+    kinds = [deque([1, 2]), {"a": 1, "b": 2}.values(), iter([1, 2]), np.array([1.0, 2.0], np.longdouble), range(1, 3)]
+    kinds += [
+        [Fraction(1), Fraction(2)],
+        [torch.tensor(1), np.float32(2)],
+        torch.tensor([1.0, 2.0], requires_grad=True),
+    ]
+    for kind in kinds:
+        assert answers.numbers(listed := answers.listed(kind)) == [1, 2]
+        assert torch.equal(answers.as_tensor(listed).double(), torch.tensor([1.0, 2.0]).double())
 
 
 @pytest.mark.slow
@@ -339,6 +331,18 @@ def test_a_wrong_answer_is_told_why(check, answer, words):
     said = check_named(check)(answer)
     assert said.startswith("not yet: ")
     assert words in said
+
+
+@pytest.mark.parametrize(("check", "args"), FORMULAS)
+def test_a_common_mistake_in_a_formula_is_told_why(check, args):
+    """A hint belongs to the numbers of its mistake, and to no other mistake."""
+    formulas, judge = [], check_named(check)
+    module = sys.modules[judge.__module__]
+    with mock.patch.object(module, "compare_formula", lambda *given: formulas.append(given[1:3])):
+        judge(solution(check))
+    right, hints = formulas[0]
+    assert [formula(*args) for formula in (right, *hints.values())] == pytest.approx(FORMULAS[check, args], rel=1e-5)
+    assert {hint: judge(formula) for hint, formula in hints.items()} == {hint: f"not yet: {hint}" for hint in hints}
 
 
 @pytest.mark.parametrize(("check", "answer", "words"), cases({"check_ring": WAITING_RINGS}))
@@ -554,3 +558,317 @@ def test_open_answers_stay_open():
         assert check_named(check)(left) == OPEN
         if isinstance(value, list | tuple):
             assert check_named(check)([*value[:-1], ...]) == OPEN
+
+
+# Solutions with one change -------------------------------------------------------------------------------------------
+
+OTHERS = {
+    **{ast.Add: [ast.Sub], ast.Sub: [ast.Add], ast.Mult: [ast.Div, ast.Add], ast.Div: [ast.Mult]},
+    **{ast.FloorDiv: [ast.Mult], ast.Mod: [ast.FloorDiv], ast.Pow: [ast.Mult]},
+    **{ast.Lt: [ast.LtE, ast.GtE], ast.LtE: [ast.Lt], ast.Gt: [ast.GtE], ast.GtE: [ast.Gt], ast.Eq: [ast.NotEq]},
+    **{ast.NotEq: [ast.Eq], ast.Is: [ast.IsNot], ast.IsNot: [ast.Is], ast.NotIn: [ast.In]},
+}
+# Mutants that are right, too: a part of the text of each.
+RIGHT_TOO = {
+    # q, k and v have one shape, and any column of q has that of lse
+    "check_attention_on_a_kernel": "q[:, -1] | q[:, 1] | zeros_like(k) | zeros_like(v) | full_like(k | full_like(v",
+    "check_blockwise": "full((len(k) | full((len(v) | zeros(len(k)) | zeros(len(v)) | zeros_like(k) | zeros_like(v) | "
+    "range(0, len(q) | range(0, len(v) | sqrt(k.shape | sqrt(v.shape",
+    "check_mended_sum": "softmax(lses, -1)",  # it has one axis
+    "check_meshes": "range(1, H + 1) | range(1, G + 1) | range(1, P + 2)",  # the conditions leave out the rest
+    "check_natural_lse": "<= 1.2",  # the lse is 1 or 1.4427
+    "check_ring_order": "rank % 2 != 0 | rank + 0 == 0 | rank % 2 == 1 | rank % 3 == 0",  # some send first, some last
+    "check_shard_by_hand": "(0, 2) | labels.shape",  # a column more, which no rank takes; the shape of tokens
+    "check_softmax_backward": "dim=+1",  # the last of two axes
+}
+
+
+def changes(node, names):
+    """Functions that change a node of this kind in place."""
+    if isinstance(node, ast.BinOp):
+        yield from (lambda it, op=op: setattr(it, "op", op()) for op in OTHERS.get(type(node.op), []))
+        yield lambda it: (setattr(it, "op", ast.Add()), setattr(it, "right", ast.Constant(0)))
+        yield lambda it: (setattr(it, "op", ast.Add()), setattr(it, "left", ast.Constant(0)))
+    if isinstance(node, ast.Compare):
+        yield from (lambda it, op=op: it.ops.__setitem__(0, op()) for op in OTHERS.get(type(node.ops[0]), []))
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield from (lambda it, by=by: setattr(it, "value", it.value + by) for by in (1, -1))
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("min", "max"):
+        for i, kept in enumerate(node.args):
+            if not isinstance(kept, ast.Starred):
+                yield lambda it, i=i: setattr(it, "args", [ast.List([it.args[i]], ast.Load())])
+    if isinstance(node, ast.IfExp):
+        yield lambda it: setattr(it, "body", it.orelse)
+        yield lambda it: setattr(it, "orelse", it.body)
+    if isinstance(node, ast.BoolOp):
+        yield lambda it: setattr(it, "op", ast.Or() if isinstance(it.op, ast.And) else ast.And())
+        yield lambda it: setattr(it, "values", it.values[:1])
+        yield lambda it: setattr(it, "values", it.values[1:])
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        yield lambda it: setattr(it, "op", ast.UAdd())
+    if isinstance(node, ast.Name) and node.id in names:
+        yield from (lambda it, name=name: setattr(it, "id", name) for name in names if name != node.id)
+
+
+def mutants(function):
+    """The source of the function with one change, for all changes."""
+    names = sorted(argument.arg for argument in function.args.args)
+    nodes = [node for statement in function.body for node in ast.walk(statement)]
+    for i, node in enumerate(nodes):
+        for change in changes(node, names):
+            mutant = copy.deepcopy(function)
+            change([node for statement in mutant.body for node in ast.walk(statement)][i])
+            yield ast.unparse(mutant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [check for check in EXERCISES if callable(solution(check))])
+def test_a_solution_with_one_change_is_refused(check):
+    if check == "check_new_mistake":
+        pytest.skip("its solution is a mistake, and so is one with a change")
+    chapter, answer = CHECKS[check]
+    (function,) = (node for node in ast.parse(solution_code(chapter)).body if getattr(node, "name", "") == answer)
+    right, accepted, refused = ast.unparse(function), [], 0
+    for mutant in set(mutants(function)) - {right}:
+        names = dict(solutions(chapter))
+        exec(mutant, names)
+        if check_named(check)(names[answer]).startswith("right"):
+            accepted.append(mutant)
+        else:
+            refused += 1
+    known = RIGHT_TOO[check].split(" | ") if check in RIGHT_TOO else []
+    assert [text for text in accepted if not any(part in text for part in known)] == []
+    assert refused > 2
+
+
+# What travels to the ranks of chapter 4, and what is said of ranks that wait -----------------------------------------
+
+NUMBER = count()
+
+
+def notebook(cell, **known):
+    """The names of a notebook in which this cell has been run."""
+    file = f"<cell {next(NUMBER)}>"
+    linecache.cache[file] = len(cell), None, cell.splitlines(keepends=True), file
+    exec(compile(cell, file, "exec"), known)
+    return known
+
+
+USES = "def f():\n    return ROOT"
+CELLS = {  # f() is 2
+    "a constant": "ROOT = 2",
+    "a constant that calls": "import math\nROOT = math.sqrt(4)",
+    "a table": "TABLE = {}\nfor i in range(3):\n    TABLE[i] = i\nROOT = TABLE[2]",
+    "under a condition": "if True:\n    ROOT = 2",
+    "a fallback": "try:\n    import no_such_module\nexcept ImportError:\n    ROOT = 2",
+    "a class": "class ROOT:\n    pass\nROOT.__eq__ = lambda self, other: True\nROOT = 2",
+}
+
+
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+def test_a_function_takes_its_cell_along(cell):
+    """A statement that needs another cell is left out, as the call of the check is."""
+    cell, names = cell_of(notebook(f"{cell}\n{USES}")["f"]), {}
+    name = cell.name
+    run_cell(f"{cell.source}\nprint(check_it(f))\nother = of_another_cell + 1", name, names)
+    assert names[name]() == 2
+
+
+def test_a_rank_does_not_try_the_function_again():
+    """The call of the check may stand in the same cell."""
+    cell = "from notebooks.checks.the_ring import check_ring\ndef f(q, k, v, n):\n    return ...\nsaid = check_ring(f)"
+    names = {}
+    run_cell(cell, "f", names)
+    assert "a rank starts no ranks" in names["said"]
+    with pytest.raises(ValueError, match="define it with def"):
+        cell_of(print)  # this is no rank
+
+
+@pytest.mark.parametrize("cell", ["@of_another_cell\ndef f():\n    pass", "f = of_another_cell(2)"])
+def test_what_the_function_cannot_do_without_is_told(cell):
+    with pytest.raises(NameError, match="of_another_cell"):
+        run_cell(cell, "f", {})
+
+
+FUNCTIONS = """
+import functools
+
+def plain():
+    return 2
+
+@functools.wraps(plain)
+def wrapped():
+    return plain()
+
+class Ring:
+    func = 3  # no partial
+
+    def __call__(self):
+        return 2
+
+    @staticmethod
+    def static():
+        return 2
+
+def make():
+    def inner():
+        return 2
+
+    return inner
+
+short = lambda: 2
+part = functools.partial(plain)
+thing = Ring()
+made = make()
+alone = Ring.static
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "wrapped", "short", "part", "thing", "made", "alone"])
+def test_a_function_may_have_any_form_that_has_a_name(name):
+    assert cell_of(notebook(FUNCTIONS)[name]).function({})() == 2
+
+
+TWICE = """
+def helper():
+    return 1
+
+def f():
+    return helper()
+
+first = see(f)
+
+def helper():
+    return 2
+
+def f():
+    return 10 * helper()
+
+second = see(f)
+"""
+
+
+def test_the_function_that_was_given_is_judged():
+    """With two definitions in one cell, the last was judged twice. What is below the call has not been run yet."""
+    names = notebook(TWICE, see=cell_of)
+    assert names["first"].function({"see": id})() == 1
+    assert names["second"].function({"see": id})() == 20
+
+
+def test_a_function_whose_name_has_another_is_refused():
+    cell = "kept = []\ndef f():\n    return 1\nkept.append(f)\ndef f():\n    return 2"
+    with pytest.raises(ValueError, match="more than one f: give each function its own name"):
+        cell_of(notebook(cell)["kept"][0]).function({})
+
+
+UNNAMED = {
+    "a lambda": lambda: notebook(FUNCTIONS)["make"].__globals__ and eval("lambda: 2"),
+    "a closure": lambda: notebook(FUNCTIONS)["make"](),
+    "an object": lambda: notebook(FUNCTIONS)["Ring"](),
+    "a method": lambda: notebook(FUNCTIONS)["thing"].__call__,
+    "a partial of a foreign function": lambda: notebook("import functools, math\npart = 1")["functools"].partial(max),
+    "a builtin": lambda: print,
+    "a number": lambda: 3,
+}
+
+
+@pytest.mark.parametrize("form", UNNAMED.values(), ids=UNNAMED)
+def test_a_function_without_a_name_is_told(form):
+    with pytest.raises(ValueError, match="define it with def at the left margin"):
+        cell_of(form())
+
+
+SENDS, RECEIVES, COMPUTES = "send", "recv", ""
+WAITING = {  # rank: (what it waits for, the other rank, its sends that nobody waits for); ranks that have ended; words
+    "all send": ({0: (SENDS, 1, 0), 1: (SENDS, 0, 0)}, (), "a send returns when its message is received"),
+    "all receive": ({0: (RECEIVES, 1, 0), 1: (RECEIVES, 0, 0)}, (), "waits for a message, and none sends"),
+    "isend without wait": ({0: (RECEIVES, 1, 1), 1: (RECEIVES, 0, 1)}, (), "Rank 0, 1 sent with isend and has not"),
+    "of any rank": ({0: ("recv_anysource", None, 0)}, (), "waits for a message, and none sends"),
+    "a loop": ({0: (COMPUTES, None, 0), 1: (RECEIVES, 0, 0)}, (), "Rank 0 did not wait for a message, but computed"),
+    "one has ended": ({0: (RECEIVES, 1, 0)}, (1,), "do not meet: rank 0 receives from 1, rank 1 has ended. Every"),
+    "other peers": ({0: (SENDS, 2, 0), 1: (RECEIVES, 0, 0)}, (), "rank 0 sends to 2, rank 1 receives from 0."),
+    "on its way": (
+        {0: (SENDS, 1, 0), 1: (RECEIVES, 0, 0), 2: (RECEIVES, 1, 0)},
+        (),
+        "Ranks 0 and 1 wait for a message between them",
+    ),
+    "a barrier": ({0: ("barrier", None, 0), 1: (SENDS, 0, 0)}, (), "rank 0 is in barrier, rank 1 sends to 0."),
+}
+
+
+@pytest.mark.parametrize(("waiting", "ended", "words"), WAITING.values(), ids=WAITING)
+def test_a_hint_is_about_calls_and_not_about_names(waiting, ended, words):
+    """Each rank stands in the same line, whose name says both."""
+    state = {rank: Waiting("resend_and_recv()", *each) for rank, each in waiting.items()}
+    said = the_ring.failure_hint(RingFailed("P = 2: still waiting after 5 s", state, ended))
+    assert words in said
+    assert ("This is a deadlock" in said) == (words.startswith(("a send returns", "waits for a message")))
+
+
+FAILED = {
+    "P = 4, chunks: rank 0 ends in ValueError: Tensors must be contiguous": "send k.contiguous()",
+    "P = 4, chunks: rank 0 ends in ValueError: this view is not contiguous": None,
+    "P = 4, chunks: rank 0 ends in NameError: name 'x' is not defined": "without the notebook",
+    "P = 4, chunks: rank 0 ends in UnboundLocalError: cannot access local variable 'x'": None,
+    "P = 4, chunks: rank 0 ends in ValueError: rank of the current process": "A rank has no message with itself",
+    "P = 1, chunks: rank 0 ends in ValueError: rank of the current process": "One rank needs no message",
+    "P = 4, chunks: rank 0 ends in RuntimeError: not connected": None,
+}
+
+
+@pytest.mark.parametrize(("failure", "words"), FAILED.items())
+def test_a_hint_fits_the_failure(failure, words):
+    said = the_ring.failure_hint(RingFailed(failure))
+    assert said is None if words is None else words in said
+
+
+def test_long_queries_have_scores_whose_exp_is_inf_or_0():
+    """Each row, so a maximum that begins at 0 fails, too."""
+    for seed in range(20):
+        q, k, _ = whole_input(4, seed, (1, 3, 5), long=True)
+        scores = q @ k.mT / 5**0.5
+        assert scores[:, :, 0].amin() > 710
+        assert scores[:, :, 2].amax() < -746
+        assert scores[:, :, 1::2].abs().max() < 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ring", "blocks"),
+    [(readers_rings.ring, 0), (readers_rings.keeps_arrays, 5), (readers_rings.keeps_lists, 12)],
+)
+def test_arrays_and_lists_are_memory_too(ring, blocks):
+    """With 4 ranks. In the last hop 3 copies are there, and 2 blocks travel; a number in a list is 4 of a tensor."""
+    ran = trial.watch_ring(ring, [8] * 4, shape=(1, 2, 200), seconds=60)
+    held = max(it.held for it in ran) / (2 * 8 * 2 * 200 * 8)
+    assert held > blocks if blocks else held < 4
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        (lambda P, chunk: 7 * chunk, "right"),
+        (lambda P, chunk: min(P, 3) * 2 * chunk, "right"),  # three buffers of K and V
+        (lambda P, chunk: P * chunk + 90, "not yet: chunks of "),  # it keeps all K, or all V, or all results
+        (lambda P, chunk: P * 2 * chunk, "the memory grows with the sequence"),
+    ],
+)
+def test_memory_must_not_grow_with_the_ranks(held, words, monkeypatch):
+    """Rings that return what is right, in P - 1 hops, and hold what `held` says."""
+
+    def watched(answer, lengths, *, seed, shape, long):
+        (B, H, D), P, whole = shape, len(lengths), whole_input(sum(lengths), seed, shape, long)
+        rows = naive_attention(*whole).split(lengths, dim=2)
+        messages = [
+            trial.Counter(
+                trial.Message(how, (rank + to) % P, 2 * 8 * B * H * D * lengths[(rank + first - t) % P])
+                for t in range(P - 1)
+                for how, to, first in (("send", 1, 0), ("recv", -1, -1))
+            )
+            for rank in range(P)
+        ]
+        chunk = 8 * B * H * D * lengths[0]
+        return [Ran(rows[rank], messages[rank], held(P, chunk)) for rank in range(P)]
+
+    monkeypatch.setattr(the_ring, "watch_ring", watched)
+    assert words in the_ring.check_ring(lambda q, k, v, lengths: q)

@@ -1,12 +1,13 @@
 """Every committed picture is what its script draws now, is legible, and keeps the colours of the K/V blocks."""
 
+import base64
 import functools
+import io
 import itertools
 import re
-from pathlib import Path
-from unittest import mock
 from xml.etree import ElementTree
 
+import nbformat
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
 
-from bench import overlap
 from figures import (
     FOLDER,
     backward_timeline,
@@ -24,28 +24,29 @@ from figures import (
     hidden_communication,
     kv_rotation,
     masked_ring,
-    overlap_timeline,
     ring_timeline,
-    running_softmax,
     slow_hop,
     token_loss,
-    tokens_to_heads,
 )
-from figures.draw_all import PICTURES
+from figures.draw_all import CHAPTERS, PAGES
+from notebooks import build
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.planning.hidden_communication import TABLE_2
 from ringlab.support import drawing
 from ringlab.support.colours import BLOCK_COLOURS
 from ringlab.support.timeline import Event
-from ringlab.training.all_to_all import AllToAll
 from ringlab.training.causal import visible_pairs
-from ringlab.training.layouts import shard
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
+from tests.commands import ROOT
 from tests.pictures import assert_legible
 
-NAMES = [picture.__name__.removeprefix("figures.") for picture in PICTURES]
+PICTURES = PAGES | CHAPTERS
 TOLERANCE = 0.05  # of a number in an SVG: a fifteenth of a pixel, more than another CPU's last digit
+SHOWS_BLOCKS = {  # and how many of their colours; the others are measured, or of machines
+    **dict.fromkeys(("kv_rotation", "message_order", "running_softmax", "block_schedule", "ring_timeline"), 4),
+    **dict.fromkeys(("gradients_home", "causal_layouts", "backward_timeline", "slow_hop", "token_loss", "mesh"), 4),
+    **dict.fromkeys(("masked_ring", "tokens_to_heads", "double_ring", "state_ring"), 4),
+    "overlap_timeline": 2,
+}
 
 
 def svg_tokens(text: str) -> list[str | float]:
@@ -61,104 +62,97 @@ def same_svg(one: str, other: str) -> bool:
     return all(abs(a - b) <= TOLERANCE if isinstance(a, float) and isinstance(b, float) else a == b for a, b in pairs)
 
 
-def gif_frames(path: Path) -> tuple[np.ndarray, list[int]]:
-    """The frames (frame, y, x, colour) and how many milliseconds each is shown."""
-    with Image.open(path) as gif:
+def frames_of(file) -> tuple[np.ndarray, list[int]]:
+    """The frames (frame, y, x, colour) of an image, and how many milliseconds each is shown."""
+    with Image.open(file) as image:
         frames, durations = [], []
-        for i in range(gif.n_frames):
-            gif.seek(i)
-            frames.append(np.asarray(gif.convert("RGB"), dtype=np.int16))
-            durations.append(gif.info["duration"])
+        for i in range(getattr(image, "n_frames", 1)):
+            image.seek(i)
+            frames.append(np.asarray(image.convert("RGB"), dtype=np.int16))
+            durations.append(image.info.get("duration", 0))
     return np.stack(frames), durations
 
 
 def same_frames(one: np.ndarray, other: np.ndarray) -> bool:
     """Equal but for a few pixels at the edge of a letter."""
-    return one.shape == other.shape and bool(((np.abs(one - other).max(axis=-1) > 48).sum(axis=(1, 2)) <= 10).all())
+    few = max(10, one[0, ..., 0].size // 10_000)
+    return one.shape == other.shape and bool(((np.abs(one - other).max(axis=-1) > 48).sum(axis=(1, 2)) <= few).all())
 
 
 @functools.cache
-def drawn(picture):
-    return picture.draw()
+def drawn(name):
+    return PICTURES[name]()
 
 
-@pytest.fixture(scope="module")
-def redrawn(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictures")
-    for picture in PICTURES:
-        figure = drawn(picture)
-        with mock.patch.object(picture, "draw", lambda figure=figure: figure):
-            picture.save(folder)
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_committed_picture_is_current(name, redrawn):
-    committed, now = (folder.joinpath(f"{name}.svg").read_text() for folder in (FOLDER, redrawn))
-    assert same_svg(committed, now), f"figures/{name}.svg is not what figures/{name}.py draws: run make figures"
+@functools.cache
+def in_notebooks():
+    """The pictures that are outputs of the notebooks, by their description."""
+    cells = [cell for path in build.FOLDER.rglob("*.ipynb") for cell in nbformat.read(path, as_version=4).cells]
+    outputs = [output for cell in cells for output in cell.get("outputs", ()) if "image/png" in output.get("data", {})]
+    return {out.metadata["image/png"]["alt"]: io.BytesIO(base64.b64decode(out.data["image/png"])) for out in outputs}
 
 
 @pytest.mark.slow
-def test_committed_animation_is_current(redrawn):
-    (committed, pauses), (now, pauses_now) = (gif_frames(folder / "kv_rotation.gif") for folder in (FOLDER, redrawn))
+@pytest.mark.parametrize("name", PICTURES)
+def test_committed_picture_is_current_and_legible(name):
+    figure = drawn(name)
+    svg = drawing.svg(figure)
+    if name in PAGES:
+        is_current = same_svg(FOLDER.joinpath(f"{name}.svg").read_text(), svg)
+        assert is_current, f"figures/{name}.svg is not what its script draws: run make figures"
+    else:
+        now, committed = (frames_of(it)[0] for it in (io.BytesIO(figure._repr_png_()[0]), in_notebooks()[figure.alt]))
+        assert same_frames(now, committed), f"a chapter does not show what {name} draws: run make notebooks"
+    FigureCanvasAgg(figure).draw()
+    shown = set(re.findall(r"<!-- (.*?) -->", svg, re.DOTALL))  # not the labels of ticks beyond the axis
+    labels = [label for label in figure.findobj(Text) if label.get_text() in shown and label.get_visible()]
+    assert len(labels) > 10
+    assert_legible(figure, labels)
+    colours = [colour in svg.upper() for colour in BLOCK_COLOURS]
+    assert all(colours[: SHOWS_BLOCKS[name]]) if name in SHOWS_BLOCKS else not any(colours)
+    root = ElementTree.fromstring(svg)  # its description, for a reader who opens or embeds it
+    (description,) = root.findall("{http://www.w3.org/2000/svg}desc")
+    assert description.text == figure.alt == figure._repr_png_()[1]["alt"]
+    assert len(figure.alt) > 100
+    assert (root.get("role"), root.get("aria-labelledby")) == ("img", description.get("id"))
+
+
+@pytest.mark.slow
+def test_committed_animation_is_current(tmp_path):
+    kv_rotation.save_gif(tmp_path)
+    (committed, pauses), (now, pauses_now) = (frames_of(folder / "kv_rotation.gif") for folder in (FOLDER, tmp_path))
     assert pauses == pauses_now
     assert same_frames(committed, now), "figures/kv_rotation.gif is not what its script draws: run make figures"
     assert (FOLDER / "kv_rotation.gif").stat().st_size < 1.5e6
     assert committed.shape[2] == 900
 
 
-@pytest.mark.slow
-def test_comparison_sees_a_colour_a_number_and_a_word_change(redrawn):
-    svg = redrawn.joinpath("running_softmax.svg").read_text()
+def test_comparison_sees_a_colour_a_number_and_a_word_change():
+    svg = FOLDER.joinpath("message_order.svg").read_text()
     assert same_svg(svg, re.sub(r"(\d+\.\d\d)\d{3,}", r"\1", svg))  # coordinates cut to hundredths
-    for old, new in ((BLOCK_COLOURS[2].lower(), BLOCK_COLOURS[3].lower()), ("0.846", "0.847"), ("rescale", "scale")):
+    changes = [(BLOCK_COLOURS[2].lower(), BLOCK_COLOURS[3].lower()), ("<!-- rank 0 -->", "<!-- rank 1 -->")]
+    glyphs = re.findall(r"#DejaVuSans-\w+", svg)  # what is drawn, whatever the comment says
+    for old, new in (*changes, (glyphs[-1], "#DejaVuSans-31")):
         assert old in svg
         assert not same_svg(svg, svg.replace(old, new, 1))
-    glyphs = re.findall(r"#DejaVuSans-\w+", svg)
-    assert not same_svg(svg, svg.replace(glyphs[-1], "#DejaVuSans-31", 1))  # what is drawn, whatever the comment says
-
-    frames, _ = gif_frames(redrawn / "kv_rotation.gif")
+    frames, _ = frames_of(FOLDER / "kv_rotation.gif")
     wrong = frames.copy()
     wrong[3, 60:68, 60:66] = 0  # about one digit, in one frame
     assert same_frames(frames, np.clip(frames + 3, 0, 255))
     assert not same_frames(frames, wrong)
 
 
-def test_every_script_has_its_picture_and_every_picture_its_script():
-    helpers = {"__init__", "draw_all"}
-    assert {path.stem for path in FOLDER.glob("*.py")} - helpers == set(NAMES)
-    assert {path.name for path in FOLDER.glob("*.svg")} == {f"{name}.svg" for name in NAMES}
-    assert [path.name for path in FOLDER.glob("*.gif")] == ["kv_rotation.gif"]
-    for picture in PICTURES:
-        assert len(picture.ALT) > 100
-        assert picture.__doc__
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("picture", PICTURES, ids=NAMES)
-def test_no_label_is_small_cut_or_under_another(picture):
-    figure = drawn(picture)
-    FigureCanvasAgg(figure).draw()
-    svg = FOLDER.joinpath(f"{picture.__name__.removeprefix('figures.')}.svg").read_text()
-    shown = set(re.findall(r"<!-- (.*?) -->", svg, re.DOTALL))  # not the labels of ticks beyond the axis
-    labels = [label for label in figure.findobj(Text) if label.get_text() in shown and label.get_visible()]
-    assert len(labels) > 10
-    assert_legible(figure, labels)
-
-
-def test_blocks_have_their_colours_and_legible_ink():
-    measured = {"memory", "speed", "overlap_threshold", "crossover", "max_context"}
-    measured |= {"loss_curves", "longest_training", "generation", "retrieval", "in_context_rl"}
-    measured |= {"scoreboard"}
-    without = measured | {"hidden_communication", "ring_memory"}  # these show no block
-    for name in set(NAMES) - without:
-        svg = FOLDER.joinpath(f"{name}.svg").read_text().upper()
-        shown = 2 if name == "overlap_timeline" else 4
-        assert all(colour in svg for colour in BLOCK_COLOURS[:shown]), name
-    for name in without:
-        svg = FOLDER.joinpath(f"{name}.svg").read_text().upper()
-        assert not any(colour in svg for colour in BLOCK_COLOURS), name
+def test_every_picture_is_shown_and_every_shown_picture_is_there():
+    """A page shows an SVG, or a chapter draws the picture."""
+    assert {path.name for path in FOLDER.glob("*.svg")} == {f"{name}.svg" for name in PAGES}
+    pages = [
+        path for folder in ("", "docs", "bench", "book/pages", "notebooks") for path in (ROOT / folder).glob("*.md")
+    ]
+    text = "".join(path.read_text() for path in [*pages, *build.chapters()])
+    shown = set(re.findall(r"figures/(\w+)\.(?:svg|gif)", text))
+    assert shown == PAGES.keys()
+    scripts = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "draw_all"}
+    assert {draw.__module__.removeprefix("figures.") for draw in PICTURES.values()} == scripts
     assert drawing.ink_on(BLOCK_COLOURS[0]) == "#FFFFFF"  # blue
     assert drawing.ink_on(BLOCK_COLOURS[1]) == drawing.INK  # orange
     assert drawing.colour(len(BLOCK_COLOURS) + 1) == BLOCK_COLOURS[1]
@@ -246,33 +240,6 @@ def test_the_outlines_of_a_rank_enclose_its_pairs(partition):
         assert area == partition.pairs(rank)
 
 
-def test_tables_of_tokens_and_heads_are_what_real_ranks_exchange(ranks):
-    """Tensors whose numbers say which head of which token they are: head 1 of token 7 is 107."""
-    P, S, H, G = tokens_to_heads.P, tokens_to_heads.S, tokens_to_heads.H, tokens_to_heads.G
-    before, between, after = tokens_to_heads.held()
-    whole = [(100 * torch.arange(count)[:, None] + torch.arange(S))[None, ..., None].double() for count in (H, G, G)]
-
-    def cells(table, rank, columns):
-        """What `rank` holds of these columns, by head: the numbers of its tokens, in order."""
-        mine = [(row, head) for head in columns for row in range(S) if rank in table.ranks[row][head]]
-        return [100 * (head - columns.start) + table.tokens[row] for row, head in mine]
-
-    for rank, (chunks, q, k, v, out) in enumerate(ranks(P, exchanged_cells, tokens_to_heads.LAYOUT, whole)):
-        assert chunks == cells(before, rank, range(H)) == cells(after, rank, range(H)) == out
-        assert q == cells(between, rank, range(H))
-        assert k == v == cells(between, rank, range(H, H + G))
-
-
-def exchanged_cells(context, layout, whole):
-    """This rank's numbers: its chunk of q; q, k and v between the exchanges; q again, after them."""
-    P, S = context.world_size, whole[0].shape[2]
-    partition = Partition(Mask(causal=True), layout, (S // P,) * P)
-    schedule = AllToAll(partition, 1.0, None, whole[0].shape[1], whole[1].shape[1])
-    chunks = [shard(x, layout, context.rank, P) for x in whole]
-    between = schedule.to_heads(*chunks)
-    return [x.flatten().tolist() for x in (chunks[0], *between, *schedule.to_tokens(between[0]))]
-
-
 def test_recorded_run_is_a_ring_and_its_waits_are_found():
     record = ring_timeline.events()
     P = 1 + max(event.rank for event in record)
@@ -286,23 +253,6 @@ def test_recorded_run_is_a_ring_and_its_waits_are_found():
     assert ring_timeline.waits([send, receive]) == [(send, 2.0)]
     send, receive = event(0, "send", 1.0, 1.5), event(1, "receive", 2.0, 3.0)  # it fitted into the network's buffers
     assert ring_timeline.waits([send, receive]) == [(send, 1.5)]
-
-
-def test_recorded_pair_of_rings_is_blocking_and_overlapped():
-    rings, chunk, rate = overlap_timeline.runs()
-    assert chunk in overlap.CHUNKS
-    assert rate == overlap.RATE
-    for name, record in rings.items():
-        ranks = {event.rank for event in record}
-        assert all(
-            event.block == (event.rank - event.round) % len(ranks) for event in record if event.what == "compute"
-        )
-        for rank in ranks:
-            at = {event.what: event for event in record if event.rank == rank and event.round == 0}
-            (during,) = [it.end for it in record if (it.rank, it.what, it.round) == (rank, "compute", 0)]
-            begun = min(at["send"].start, at["receive"].start)
-            assert begun < during if name == "overlapped" else begun > during
-            assert ("wait" in at) == (name == "overlapped")
 
 
 def test_map_has_the_machines_of_the_table_and_the_readers_own():
@@ -341,17 +291,3 @@ def test_waiting_spreads_from_the_slow_hop():
     waiting = [{it.rank for it in slow if it.what == "wait" and it.round == t} for t in range(slow_hop.P - 1)]
     assert waiting[0] == {0, 1}
     assert waiting[1] == set(range(slow_hop.P))
-
-
-@pytest.mark.parametrize("picture", PICTURES, ids=NAMES)
-def test_a_picture_carries_its_description(picture):
-    """In the SVG, for a reader who opens or embeds it."""
-    root = ElementTree.parse(FOLDER / f"{picture.__name__.removeprefix('figures.')}.svg").getroot()
-    (description,) = root.findall("{http://www.w3.org/2000/svg}desc")
-    assert description.text == picture.ALT
-    assert (root.get("role"), root.get("aria-labelledby")) == ("img", description.get("id"))
-
-
-def test_a_picture_carries_its_description_into_a_notebook():
-    _, metadata = running_softmax.draw()._repr_png_()
-    assert metadata["alt"] == running_softmax.ALT

@@ -2,43 +2,29 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from bench.against_peers import torch_loop
 from ringlab.support.rounding import exact_attention
-from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
-from ringlab.training.layouts import LAYOUTS, pad, positions, unshard
-from tests.attention import assert_attention, random_qkv
+from ringlab.training.flash_ring import scaled_dot_product_attention
+from ringlab.training.layouts import pad, positions
+from tests.attention import SEED
 from tests.gradients import NAMES
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.refusals import all_of, refusal
-from tests.ways import CASES, assert_large, cut, ring_gradients, whole
+from tests.ways import CASES, Problem, assert_right_results, cut, ring_gradients, whole
 
 
 @pytest.mark.parametrize(("causal", "layout"), CASES)
 def test_as_exact_as_torch_on_one_device(ranks, world_size, causal, layout):
-    assert_large(ranks, world_size, causal, layout)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "causal", "layout"),
-    [(torch.bfloat16, False, "contiguous"), (torch.float16, True, "zigzag"), (torch.float64, True, "zigzag")],
-    ids=str,
-)
-def test_other_dtypes(ranks, world_size, dtype, causal, layout):
-    assert_large(ranks, world_size, causal, layout, dtype=dtype)
-
-
-def forward_in_zigzag(context, q, k, v):
-    return ring_flash_attention(*cut(context, "zigzag", None, q, k, v), causal=True, layout="zigzag")
-
-
-def test_4096_tokens(ranks):
-    q, k, v = random_qkv((1, 1, 4096, 64))
-    out = unshard(ranks(2, forward_in_zigzag, q, k, v), "zigzag")
-    assert_attention(out, q, k, v, causal=True, fused_blocks=2)
+    """A chunk is more than a tile, in the worlds where it can be."""
+    problem = Problem(4, 2, 360, {"causal": causal, "layout": layout}, head_dim=32)
+    assert_right_results(ranks, "ring", world_size, [problem])
 
 
 # Against torch's own ring ---------------------------------------------------------------------------------------------
@@ -55,15 +41,14 @@ def torchs_ring(context, q, k, v, d_out, causal, layout):
 # All its modes run on a CPU. It has no striped layout, and zigzag under a causal mask only.
 @pytest.mark.parametrize(
     ("causal", "layout", "kv_heads"),
-    [(False, "contiguous", 4), (True, "contiguous", 4), (True, "zigzag", 4), (True, "zigzag", 2)],
+    [(False, "contiguous", 4), (True, "contiguous", 4), (True, "zigzag", 2)],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_against_the_ring_of_torch(ranks, world_size, causal, layout, kv_heads):
+def test_against_the_ring_of_torch(ranks, causal, layout, kv_heads):
     four = grouped_inputs(1, 4, kv_heads, 240, 32)
-    theirs = ranks(world_size, torchs_ring, *four, causal, layout)
+    theirs = ranks(3, torchs_ring, *four, causal, layout)
     if theirs[0] is None:
         pytest.skip("this torch has no _templated_ring_attention")
-    mine = ranks(world_size, ring_gradients, *four, {"causal": causal, "layout": layout})
+    mine = ranks(3, ring_gradients, *four, {"causal": causal, "layout": layout})
     assert_four(whole(theirs, layout), expected(*four, causal=causal))  # so it is a right one
     assert_four(whole(mine, layout), expected(*four, causal=causal))
 
@@ -72,21 +57,16 @@ def test_against_the_ring_of_torch(ranks, world_size, causal, layout, kv_heads):
 
 
 @pytest.mark.parametrize(("causal", "layout"), CASES)
-def test_queries_that_see_no_key_give_zeros(ranks, world_size, causal, layout):
-    q, k, v, d_out = grouped_inputs(1, 4, 2, 4 * world_size, 3)
-    fully_masked = [
-        torch.full_like(q, 1e30),
-        torch.full_like(k, -1e30),
-        v,
-        d_out,
-    ]  # scores of -1e60 are -inf in float32
-    for results in ranks(world_size, ring_gradients, *fully_masked, {"causal": causal, "layout": layout}):
+def test_queries_that_see_no_key_give_zeros(ranks, causal, layout):
+    q, k, v, d_out = grouped_inputs(1, 4, 2, 12, 3)
+    fully_masked = [torch.full_like(q, 1e30), torch.full_like(k, -1e30), v, d_out]  # -1e60 is -inf in float32
+    for results in ranks(3, ring_gradients, *fully_masked, {"causal": causal, "layout": layout}):
         for x in results:
             assert torch.equal(x, torch.zeros_like(x))
 
 
 @pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_block_that_nobody_sees(ranks, rank, causal, layout):
     """The scores of one rank's keys are -inf in float32. In float64 their weights are 0 beside those of other keys."""
     q, k, v, d_out = grouped_inputs(1, 4, 2, 24, 4)
@@ -110,7 +90,7 @@ HAS_NAN = {  # where the NaN is: where out, dq, dk and dv must have one
 
 
 @pytest.mark.parametrize("where", HAS_NAN)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["zigzag"])
 def test_what_is_no_number_stays_visible(ranks, where, layout):
     q, k, v, d_out = grouped_inputs(2, 4, 2, 24, 4)
     {"q": q, "k": k, "v": v, "d_out": d_out}[where][0, HEAD, TOKEN] = math.nan
@@ -155,3 +135,42 @@ def test_what_a_ring_does_not_do_is_refused_on_every_rank(ranks, qkv, options, w
     """One rank asks for it, and every rank raises: so no rank waits for another."""
     outcomes = ranks.outcomes(3, drop_in, [((X, X, X), {}), (qkv, options), ((X, X, X), {})])
     assert re.match(all_of(["rank 1: ", *words]), refusal(outcomes))
+
+
+# Under DistributedDataParallel ---------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Causal attention with 4 query heads on 2, and its projections."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(16, (4 + 2 + 2) * 4), nn.Linear(16, 16)
+
+    def forward(self, x, attention):
+        q, k, v = self.qkv(x).unflatten(2, (8, 4)).transpose(1, 2).split([4, 2, 2], dim=1)
+        return self.proj(attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+def gradients_of_weights(x, d_out, attention, wrap=lambda model: model):
+    torch.manual_seed(SEED)
+    model = Layer().double()
+    wrapped = wrap(model)  # must live until the backward pass is over
+    wrapped(x, attention).backward(d_out)
+    return [weight.grad for weight in model.parameters()]
+
+
+def on_rank(context, x, d_out):
+    at = positions("zigzag", x.shape[1], context.rank, context.world_size)
+    attention = partial(scaled_dot_product_attention, layout="zigzag")
+    return gradients_of_weights(x[:, at], d_out[:, at], attention, nn.parallel.DistributedDataParallel)
+
+
+def test_ddp_averages_so_the_loss_times_p_gives_the_right_gradients(ranks):
+    """Without the factor P every gradient comes out at 1/P, as the docstring of flash_ring.py says."""
+    x, d_out = torch.randn(2, 2, 24, 16, dtype=torch.float64).unbind()
+    exact = gradients_of_weights(x, d_out, F.scaled_dot_product_attention)
+    for times, share in ((1, 1 / 3), (3, 1)):
+        for gradients in ranks(3, on_rank, x, times * d_out):
+            for mine, right in zip(gradients, exact, strict=True):
+                torch.testing.assert_close(mine, share * right, rtol=1e-10, atol=1e-10)

@@ -190,10 +190,7 @@ def test_the_wheel_holds_three_names_and_their_types(wheel):
     assert tops == {"ringlab", "ring_doctor", "ring_attn.py", f"ringlab-{ringlab.__version__}.dist-info"}
     assert {f"{name}/py.typed" for name in ("ringlab", "ring_doctor")} | {"ring_doctor/pytest_plugin.py"} < set(names)
     assert not [name for name in names if "patient" in name.removesuffix("patient.py")]
-    data = {
-        f"ringlab/planning/{name}.json"
-        for name in ("errors", "gpus", "models", "published", "published_later", "published_more")
-    }
+    data = {f"ringlab/planning/{name}.json" for name in ("errors", "gpus", "models")}
     assert {name for name in names if name.endswith(".json")} == data
     assert {path.parent.name for path in map(Path, names) if path.suffix == ".py"}.isdisjoint({"findings", "tests"})
     asked = [line.split(": ")[1] for line in about if line.startswith("Requires-Dist")]
@@ -238,9 +235,8 @@ def test_the_ring_trains_there(here, flat):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [pytest.param("flat", marks=pytest.mark.exhaustive), "nested"])
-def test_the_doctor_finds_their_ring(here, request, layout):
-    folder = request.getfixturevalue(layout)
+def test_the_doctor_finds_their_ring(here, nested):
+    folder = nested
     doctor, few = (*torchrun(3), "-m", "ring_doctor"), ("--dtype", "float32", "--forward-only")
     done = here(folder, *doctor, "theirs.models.ring:attention", "--worlds", "3", *few)
     assert done.stdout.startswith("HEALTHY: theirs.models.ring:attention, "), done.stderr
@@ -259,12 +255,6 @@ def test_the_doctor_works_in_their_tests(here, flat):
 
 
 @pytest.mark.slow
-def test_the_planner_reads_its_options(here, flat):
-    done = here(flat, "ring-plan", *["--model", "llama-3.1-8b", "--gpu", "h100", "--hosts", "1", "--seq-len", "131072"])
-    assert "GiB  way\n" in done.stdout, done.stderr
-
-
-@pytest.mark.slow
 def test_a_model_is_trained_without_pictures(here, flat):
     assert "--cp CP" in here(flat, "ring-train", "--help").stdout
     small = "--steps 2 --seq-len 24 --layers 1 --hidden 16 --heads 4 --kv-heads 2"
@@ -274,11 +264,3 @@ def test_a_model_is_trained_without_pictures(here, flat):
     assert done.stdout.splitlines()[-1] == said
     assert len((flat / "run/loss.jsonl").read_text().splitlines()) == 2
     shutil.rmtree(flat / "run")
-
-
-@pytest.mark.slow
-def test_a_ring_is_recorded_without_pictures(here, tmp_path):
-    done = here(tmp_path, "python", "-m", "ring_attn", "--seq-len", 64, "--trace", "run.json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "trace     run.json, without a picture: " in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]

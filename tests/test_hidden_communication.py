@@ -13,6 +13,7 @@ from bench.against_peers import sent_bytes as really_sent
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.planning import hidden_communication
 from ringlab.planning.hidden_communication import LLAMA_7B, MISPRINTED, TABLE_2, AttentionLayer
+from ringlab.planning.ways import Cluster, traffic
 from ringlab.training.backward import block_backward
 from ringlab.training.causal import visible_pairs
 
@@ -32,7 +33,7 @@ HAND = {
 }
 
 
-def check_by_hand():
+def test_counts_by_hand():
     for name, (layer, backward, visible, flops, sent, chunk) in HAND.items():
         assert hidden_communication.block_flops(layer, visible * 8**2, backward=backward) == flops, name
         assert hidden_communication.hop_bytes(layer, 8, backward=backward) == sent, name
@@ -40,27 +41,10 @@ def check_by_hand():
         assert ours == pytest.approx(chunk, rel=1e-12), name
 
 
-def check_rings():
-    """By hand: 4 ranks, computing 3 s, messages 5 s and 2 s."""
-    assert hidden_communication.ring_seconds(4, 3, 5, overlap=False) == 3 + 5 + 3 + 5 + 3 + 5 + 3
-    assert hidden_communication.ring_seconds(4, 3, 5, overlap=True) == 5 + 5 + 5 + 3
-    assert hidden_communication.ring_seconds(4, 3, 2, overlap=True) == 3 + 3 + 3 + 3
-
-
-def check_sent():
-    """By hand: 2 query heads, 1 of K and V, D = 4, bf16; chunks of 8 tokens."""
-    for method in ("ring", "all-gather"):
-        assert hidden_communication.sent_bytes(method, BF16, 8, 4) == 3 * (2 * 8 * 4 * 2)
-    two = AttentionLayer(
-        heads=4, kv_heads=2, head_dim=4
-    )  # on 2 ranks: half of q and out, 4 heads, and of k and v, 2 heads
-    assert hidden_communication.sent_bytes("all-to-all", two, 8, 2) == (2 * 4 + 2 * 2) * 8 * 4 * 2 / 2
-
-
-def test_by_hand():
-    check_by_hand()
-    check_rings()
-    check_sent()
+def test_rings_by_hand():
+    """4 ranks, computing 3 s, messages 5 s and 2 s."""
+    assert hidden_communication.ring_seconds(4, 3, 5) == 5 + 5 + 5 + 3
+    assert hidden_communication.ring_seconds(4, 3, 2) == 3 + 3 + 3 + 3
 
 
 @pytest.mark.parametrize("row", TABLE_2, ids=[row[0] for row in TABLE_2])
@@ -70,16 +54,6 @@ def test_table_2(row):
     assert ours == pytest.approx(flops / bandwidth)  # the paper's c >= F/B
     same = (round(ours / 1000, 1), round(6 * ours / 1000, 1)) == (chunk, sequence)
     assert same == (hardware not in MISPRINTED)
-
-
-def test_the_one_row_of_table_2_that_is_misprinted():
-    (row,) = (row for row in TABLE_2 if row[0] in MISPRINTED)
-    assert row == ("A100 InfiniBand", 312e12, 12.5e9, 24.5, 149.5)
-    assert math.isclose(312 / 12.5, 24.96)  # K, 25.0 when rounded; printed 24.5
-    assert round(149.5 / 6, 2) == 24.92  # nearer to the quotient than to the chunk printed beside it
-    assert abs(149.5 / 6 - 24.96) < abs(149.5 / 6 - 24.5)
-    others = ((312, 300), (123, 112), (275, 268), (196, 186))
-    assert [round(flops / bandwidth, 1) for flops, bandwidth in others] == [1.0, 1.1, 1.0, 1.1]
 
 
 def test_flops_are_those_that_torch_counts():
@@ -100,7 +74,7 @@ def test_flops_are_those_that_torch_counts():
 def test_the_bytes_are_those_that_a_real_ring_sends(ranks, P, dtype):
     H, G, C, D = 4, 2, 8, 4
     layer = AttentionLayer(H, G, D, DTYPES[dtype].itemsize)
-    forward = hidden_communication.sent_bytes("ring", layer, C, P)
+    forward = (P - 1) * hidden_communication.hop_bytes(layer, C)
     backward = (P - 1) * hidden_communication.hop_bytes(layer, C, backward=True)
     assert ranks(P, really_sent, C, H, G, D, dtype) == [[forward, backward]] * P
     assert formula_bytes(P, C, H, G, D, dtype) == [forward, backward]
@@ -113,25 +87,7 @@ def test_all_to_all_counted_on_tensors(P):
     x = {"q": torch.zeros(H, C, D), "k": torch.zeros(G, C, D), "v": torch.zeros(G, C, D)}
     there = sum(part.numel() for each in x.values() for part in each.chunk(P)[1:])  # rank 0 keeps the first group
     back = sum(part.numel() for part in torch.zeros(H // P, P * C, D).chunk(P, dim=1)[1:])  # and the first tokens
-    assert hidden_communication.sent_bytes("all-to-all", AttentionLayer(H, G, D), C, P) == 2 * (there + back)
-
-
-@given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 4), st.integers(1, 99))
-def test_ring_over_all_to_all(P, groups, queries, chunk):
-    G = P * groups
-    layer = AttentionLayer(heads=G * queries, kv_heads=G, head_dim=8)
-    ring, swapped = (hidden_communication.sent_bytes(method, layer, chunk, P) for method in ("ring", "all-to-all"))
-    assert ring == pytest.approx(swapped * P * G / (layer.heads + G))
-    if queries == 1:  # no grouped queries: as many bytes on 2 ranks, more from 3 on
-        assert (ring > swapped * (1 + 1e-9)) == (P > 2)
-
-
-def test_what_no_method_can_do():
-    for P in (3, 16):  # 16 ranks could share 32 query heads, but not 8 of K and V
-        with pytest.raises(ValueError, match=f"8 K/V heads for {P} ranks; expected a multiple, or copies of heads"):
-            hidden_communication.sent_bytes("all-to-all", AttentionLayer(32, 8, 128), 4096, P)
-    with pytest.raises(ValueError, match="method is 'all_to_all'; expected ring, all-gather or all-to-all"):
-        hidden_communication.sent_bytes("all_to_all", AttentionLayer(32, 8, 128), 4096, 8)
+    assert traffic("all-to-all", AttentionLayer(H, G, D), C, Cluster(1, P, 1, 1)) == (2 * (there + back), 0)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])

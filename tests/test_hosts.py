@@ -1,5 +1,6 @@
-"""Jobs of several hosts, seen from one: torchrun's environment is set by hand, and nothing is sent between hosts."""
+"""Jobs of several hosts, seen from one, which has torchrun's environment and sends nothing; releases of torch."""
 
+import importlib
 import os
 import platform
 import sys
@@ -9,9 +10,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
+from ringlab import support
 from ringlab.support import processes, timeline
 from ringlab.support.processes import TIME_LIMIT, join_ring
+from tests.commands import ROOT, run
 
 
 @pytest.fixture
@@ -46,16 +50,13 @@ def test_a_gpu_is_chosen_by_the_rank_on_its_host(job_of_two_hosts):
     job_of_two_hosts.set_device.assert_called_once_with(torch.device("cuda", 1))
 
 
-def test_no_rank_goes_ahead_before_all_are_connected(job_of_two_hosts):
-    """A rank with nothing to do would close connections that slower ranks are still opening."""
-    with join_ring("cpu"):
-        assert [name for name, *_ in job_of_two_hosts.dist.mock_calls][:2] == ["init_process_group", "barrier"]
-
-
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl")])
 def test_no_message_is_waited_for_longer_than_the_limit(job_of_two_hosts, device, backend):
+    """With gloo none goes ahead before all are connected: it would close connections that others still open."""
     with join_ring(device):
         job_of_two_hosts.dist.init_process_group.assert_called_once_with(backend, timeout=TIME_LIMIT)
+        called = [name for name, *_ in job_of_two_hosts.dist.mock_calls]
+        assert called[:2] == ["init_process_group", "barrier" if backend == "gloo" else "get_rank"]
     assert 60 <= TIME_LIMIT.total_seconds() <= 600
 
 
@@ -100,3 +101,32 @@ def test_ranks_of_one_host_share_a_clock(ranks):
     """Rank 1 begins an hour after rank 0 by a clock that both read."""
     events = ranks(2, record_on_hosts, ["one", "one"], [0, 3600])[0]
     assert 3590 < events[1].start - events[0].start < 3610
+
+
+# The release of torch ------------------------------------------------------------------------------------------------
+
+
+def test_the_project_asks_for_the_releases_that_it_accepts():
+    (asked,) = [line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("dependencies")]
+    assert f'"torch>={support.OLDEST},<{support.TOO_NEW}"' in asked
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.15.0+cu130"])
+def test_a_release_in_the_range_is_accepted(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    importlib.reload(support)
+
+
+@pytest.mark.parametrize("version", ["2.8.0+cpu", "2.16.0"])
+def test_another_release_is_named(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    with pytest.raises(ImportError) as raised:
+        importlib.reload(support)
+    assert str(raised.value) == f"torch {version} found; expected torch>=2.11,<2.16, as in requirements.txt"
+
+
+def test_no_ring_runs_on_another_release():
+    fake = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.5.1'); import ring_attn"
+    done = run("python", "-c", fake)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: torch 2.5.1 found; expected torch>=")

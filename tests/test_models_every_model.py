@@ -34,10 +34,11 @@ SOME = {
     "zaya": "ZayaAttention) of ZayaForCausalLM mixes tokens",
     "mamba": "keeps a state over tokens",
     "granitemoehybrid of attention only": "equal",
-    "bamba": "BambaMixer) of BambaForCausalLM mixes tokens",
+    "bamba": "equal",  # states without the delta rule
+    "jamba": "JambaMambaMixer) of JambaForCausalLM mixes tokens",
     "lfm3": "equal",  # convolutions
     "qwen3_next": "equal",  # states
-    "kimi_linear": "mixes tokens without AttentionInterface",
+    "kimi_linear": "equal",  # states with a decay for each number of a key
     "codegen": "does not ask AttentionInterface",
 }
 

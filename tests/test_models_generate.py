@@ -70,14 +70,23 @@ def right_answers(window=None, lengths=LENGTHS):
     return [alone(model, prompt, NEW) for prompt in prompts_of(lengths)]
 
 
-CASES = [(size, "zigzag", window) for size in (1, 3, 8) for window in (None, 4)]
-CASES += [(3, "striped", 4), (4, "striped", None), (2, "contiguous", 4), (5, "contiguous", None)]
+CASES = [(1, "zigzag", None), (3, "zigzag", 4), (4, "striped", None), (8, "contiguous", 4)]
 
 
 @pytest.mark.parametrize(("size", "layout", "window"), CASES)
 def test_token_for_token_what_one_process_generates(ranks, size, layout, window):
-    for tokens, _, _ in ranks(size, answers, layout, window):
-        assert tokens == right_answers(window)
+    """Every token is stored once, the caches stay equally long, and a token sends what the formula says."""
+    B, D = len(LENGTHS), CONFIG.hidden // CONFIG.heads
+    tokens, slots, sizes = zip(*ranks(size, answers, layout, window), strict=True)
+    assert list(tokens) == [right_answers(window)] * size
+    of_a_token = [B * CONFIG.heads * (D + 2)] * CONFIG.layers
+    assert list(sizes) == [[B * CONFIG.vocab, B, *[*of_a_token, B] * (NEW - 1)]] * size
+    for i, length in enumerate(LENGTHS):
+        stored = torch.cat([at[i] for at in slots])
+        assert sorted(stored[stored < EMPTY].tolist()) == list(range(length + NEW - 1))
+    room = -(-(NEW - 1) // size)
+    assert len({at.shape for at in slots}) == 1
+    assert min(int((at[0, -room:] < EMPTY).sum()) for at in slots) >= room - 1
 
 
 def with_other_logits(context):
@@ -131,29 +140,6 @@ def test_a_cache_refuses_attention_that_is_not_causal():
         cache(q, q, q, is_causal=False)
     with pytest.raises(TypeError, match="attn_mask"):
         cache(q, q, q, attn_mask=q)
-
-
-def stored_evenly(slots):
-    """Every rank has as many slots as any other, and stores as many new tokens, or one fewer than some."""
-    room = -(-(NEW - 1) // len(slots))
-    stored = [int((at[0, -room:] < EMPTY).sum()) for at in slots]
-    return len({at.shape for at in slots}) == 1 and sum(stored) == NEW - 1 and min(stored) >= room - 1
-
-
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_every_token_is_stored_once_and_the_caches_stay_equally_long(ranks, size):
-    slots = [at for _, at, _ in ranks(size, answers)]
-    for i, length in enumerate(LENGTHS):
-        stored = torch.cat([at[i] for at in slots])
-        assert sorted(stored[stored < EMPTY].tolist()) == list(range(length + NEW - 1))
-    assert stored_evenly(slots)
-
-
-def test_a_token_sends_what_the_formula_says(ranks):
-    B, D = len(LENGTHS), CONFIG.hidden // CONFIG.heads
-    for _, _, sizes in ranks(3, answers):
-        of_a_token = [B * CONFIG.heads * (D + 2)] * CONFIG.layers
-        assert sizes == [B * CONFIG.vocab, B, *[*of_a_token, B] * (NEW - 1)]
 
 
 def without_share(state, group=None, call=0):
@@ -258,16 +244,15 @@ DISAGREE = [
         {"G": 1},
         "rank 1: q, k and v of a new token are (2, 4, 1, 8), (2, 1, 1, 8) and (2, 1, 1, 8); expected k (2",
     ),
-    (0, 0, {"H": 6}, "the ranks disagree about shapes"),
     (0, 1, {"times": 2}, "rank 1: of_every_rank, call 4 with 320 bytes"),
-    *((1, 1, change, "rank 1: other input than agreed") for change in ({"window": 6}, {"H": 2}, {"G": 4}, {"B": 1})),
+    *((1, 1, change, "rank 1: other input than agreed") for change in ({"window": 6}, {"B": 1})),
 ]
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aba"])
-@pytest.mark.parametrize(("token", "layer", "change", "words"), DISAGREE, ids=str)
-def test_ranks_that_disagree_about_a_new_token_all_say_so(ranks, token, layer, change, words, hosts):
-    assert words in refusal(ranks.outcomes(3, two_tokens, token, layer, change, hosts))
+def test_ranks_that_disagree_about_a_new_token_all_say_so(ranks, hosts):
+    for *where, words in DISAGREE:
+        assert words in refusal(ranks.outcomes(3, two_tokens, *where, hosts)), where
 
 
 def refused(context, prompts_of_ranks, new_tokens=2, layouts=("zigzag",) * 3, window=None, other_attention=False):
@@ -281,25 +266,23 @@ def refused(context, prompts_of_ranks, new_tokens=2, layouts=("zigzag",) * 3, wi
 GOOD = [[[1]]] * 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (([[[1, 2], []]] * 3,), ["prompts of [2, 0] tokens", "expected", "1 token or more each"]),
-        (([[]] * 3,), ["prompts of [] tokens", "expected a prompt"]),
-        (([[[1]], [[1], []], [[1]]],), ["rank 1: prompts of [1, 0] tokens", "expected"]),
-        ((GOOD, 0), ["0 new ones", "expected", "1 new token or more"]),
-        (([[[1, 61]]] * 3,), ["61 is in a prompt", "expected tokens", "from 0 to 60"]),
-        (([[[-1]]] * 3,), ["-1 is in a prompt", "expected tokens"]),
-        ((["words"] * 3,), ["'w' is in a prompt", "expected tokens: Python integers"]),
-        (([[[1]], [[2]], [[1]]],), ["disagree about prompts;", "expected the same on each"]),
-        ((GOOD, 2, ("zigzag", "striped", "zigzag")), ["disagree about layout;", "expected the same on each"]),
-        ((GOOD, 2, ("zigzag", "zag", "zigzag")), ["rank 1: layout is 'zag'", "expected one of"]),
-        ((GOOD, 2, ("zigzag",) * 3, 0), ["window is 0", "expected 1 token or more"]),
-        ((GOOD, 2, ("zigzag",) * 3, None, True), ["rank 1: the model has another attention", "expected this cache"]),
-    ],
-)
-def test_input_that_makes_no_sense_is_refused_on_every_rank_before_the_model_runs(ranks, arguments, words):
-    assert re.search(all_of(words), refusal(ranks.outcomes(3, refused, *arguments)))
+REFUSED = [
+    (([[[1, 2], []]] * 3,), ["prompts of [2, 0] tokens", "expected", "1 token or more each"]),
+    (([[[1]], [[1], []], [[1]]],), ["rank 1: prompts of [1, 0] tokens", "expected"]),
+    ((GOOD, 0), ["0 new ones", "expected", "1 new token or more"]),
+    (([[[1, 61]]] * 3,), ["61 is in a prompt", "expected tokens", "from 0 to 60"]),
+    ((["words"] * 3,), ["'w' is in a prompt", "expected tokens: Python integers"]),
+    (([[[1]], [[2]], [[1]]],), ["disagree about prompts;", "expected the same on each"]),
+    ((GOOD, 2, ("zigzag", "striped", "zigzag")), ["disagree about layout;", "expected the same on each"]),
+    ((GOOD, 2, ("zigzag", "zag", "zigzag")), ["rank 1: layout is 'zag'", "expected one of"]),
+    ((GOOD, 2, ("zigzag",) * 3, 0), ["window is 0", "expected 1 token or more"]),
+    ((GOOD, 2, ("zigzag",) * 3, None, True), ["rank 1: the model has another attention", "expected this cache"]),
+]
+
+
+def test_input_that_makes_no_sense_is_refused_on_every_rank_before_the_model_runs(ranks):
+    for arguments, words in REFUSED:
+        assert re.search(all_of(words), refusal(ranks.outcomes(3, refused, *arguments))), words
 
 
 def stored_too_often(context):

@@ -1,25 +1,309 @@
-"""RingTrainer: every number that it reports, and the weights, are those of a Trainer on one process.
+"""RingTrainer: every number that it reports, and the weights, are those of a Trainer on one process. And the examples.
 
 The model has no layer in float32, so weights agree to float64: a gradient off by 1e-17 becomes 1e-9 of a step where
 AdamW divides it by its epsilon, 1e-8. Losses are added up in float32, 1e-7 each.
 """
 
-import shutil
+import os
+import re
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from ringlab.models.transformer import IGNORED, summed_loss
+from ringlab.support.agreement import members
 from ringlab.support.processes import launch
+from tests.commands import ROOT
 from tests.extras import MISSING
 
 for package in ("accelerate", "peft", "trl"):
     pytest.importorskip(package, reason=MISSING["trl"])
 
-from transformers import Trainer  # noqa: E402
-from trl import SFTTrainer  # noqa: E402
+from accelerate import PartialState  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+from datasets import Dataset, disable_progress_bars  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+from tokenizers.models import WordLevel  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
-from ringlab.models.hugging_face_batch import padded  # noqa: E402
-from tests import trainer_runs  # noqa: E402
-from tests.trainer_runs import BF16, CASES, FUNCTIONS, REFUSED, SFT, small_model, weights_of  # noqa: E402
+from ringlab.models.hugging_face import use_ring  # noqa: E402
+from ringlab.models.hugging_face_batch import attempt, padded, shifted  # noqa: E402
+from ringlab.models.hugging_face_sft import RingSFTTrainer  # noqa: E402
+from ringlab.models.hugging_face_trainer import InRing, RingTrainer  # noqa: E402
+
+NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "entropy", "mean_token_accuracy")
+NUMBERS += ("num_tokens", "eval_entropy", "eval_mean_token_accuracy")
+CASES = {
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "checkpointing": {"activation_checkpointing": True},
+    "packing": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2},
+    "lora": {},
+    "by length": {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2},
+}
+BF16 = {"optim": "sgd", "learning_rate": 0.1}
+REFUSED = {
+    "label_smoothing_factor": {"label_smoothing_factor": 0.1},
+    "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
+    "include_for_metrics": {"include_for_metrics": ["inputs"]},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "average_tokens_across_devices": {"average_tokens_across_devices": False},
+    "train_sampling_strategy": {"train_sampling_strategy": "batch_rebalance"},
+    "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "non_padding"},
+    "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+}
+FUNCTIONS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+
+
+OPTIONS = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+OPTIONS |= {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 2, "num_train_epochs": 1}
+OPTIONS |= {"ddp_find_unused_parameters": False, "use_cpu": True}
+
+
+def rows():
+    draw = torch.Generator().manual_seed(3)
+    return [{"input_ids": torch.randint(1, 61, (n,), generator=draw).tolist()} for n in (24, 17, 24, 9, 24, 24, 13)]
+
+
+def collate(rows):
+    """Rows of any lengths -> a batch (B, S), padded on the right."""
+    S = max(len(row["input_ids"]) for row in rows)
+    tokens = torch.tensor([row["input_ids"] + [0] * (S - len(row["input_ids"])) for row in rows])
+    real = tokens != 0
+    return {"input_ids": tokens, "attention_mask": real.long(), "labels": tokens.masked_fill(~real, IGNORED)}
+
+
+def whole_loss(logits, labels, vocab_size, num_items_in_batch=None, **_):
+    """As transformers' own loss, which computes in float32."""
+    return summed_loss(logits, shifted(labels)) / num_items_in_batch
+
+
+def small_model():
+    """Starcoder2 has no layer that computes in float32. Llama's norms do, and then a loss times 3 rounds otherwise."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
+    return Starcoder2ForCausalLM(Starcoder2Config(**sizes)).double()
+
+
+def weights_of(model):
+    return torch.cat(
+        [(w.full_tensor() if isinstance(w, DTensor) else w).detach().flatten() for w in model.parameters()]
+    )
+
+
+def as_torchrun():
+    """Set what torchrun sets and accelerate reads. `launch` has formed the group already."""
+    rank, world_size = members()
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | {"WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, and not used
+
+
+def trainer_of(kind, folder, case="", more=None, **options):
+    """Seven rows in batches of 1, in the order of a seed; they are evaluated in batches of 2, the last of them of 1."""
+    model = small_model()
+    if case == "bf16":
+        model = model.float()
+    elif kind is Trainer:
+        model.loss_function = whole_loss
+    args = TrainingArguments(folder, **{**OPTIONS, "learning_rate": 1e-3, **CASES.get(case, {}), **options})
+    if case == "lora":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    collator = DataCollatorWithFlattening() if case == "packing" else collate
+    data = {"train_dataset": rows(), "eval_dataset": rows(), "data_collator": collator}
+    trainer = kind(model=model, args=args, **data, **(more or {}))
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def reported(trainer):
+    """All numbers that a Trainer reported, those of a last evaluation, and its weights."""
+    logs = [*trainer.state.log_history, trainer.evaluate()]
+    return {name: [float(log[name]) for log in logs if name in log] for name in NUMBERS}, weights_of(trainer.model)
+
+
+def run(kind, case="", more=None, **options):
+    with TemporaryDirectory() as folder:
+        trainer = trainer_of(kind, folder, case, more=more, **options)
+        trainer.train()
+        return reported(trainer)
+
+
+def resumed(kind, folder, again):
+    """Two epochs, with a checkpoint after each second step; or the same from the checkpoint of step 4 on."""
+    options = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
+    trainer = trainer_of(kind, folder, **options)
+    trainer.train(resume_from_checkpoint=str(Path(folder, "checkpoint-4")) if again else None)
+    return reported(trainer)
+
+
+class CountsOwnRanks(RingTrainer):
+    """Planted: accelerate's own gather, which takes each rank for other sequences, and cuts the last batch."""
+
+    evaluation_loop = Trainer.evaluation_loop
+
+
+class CountsTheBatch(RingTrainer):
+    """Planted: the labels of the whole batch are counted on each rank, so on all of them P times."""
+
+    get_batch_samples = Trainer.get_batch_samples
+
+    def _prepare_inputs(self, inputs):
+        return super()._prepare_inputs(inputs if "shift_labels" in inputs else self.shard(inputs))
+
+
+class ShiftsAgain(RingTrainer):
+    """Planted: a loss of the user's own, which shifts the labels of a shard."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits, labels = model(**{**inputs, "labels": None}).logits, inputs["labels"]
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class AddsToIt(RingTrainer):
+    """Planted: a regulariser that Trainer's scale multiplies by the number of ranks."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        out = model(**{**inputs, "num_items_in_batch": num_items_in_batch})
+        return (out.loss + 1e-2) * self.accelerator.num_processes
+
+
+class DealsToRanks(Trainer):
+    """What one would write first: the model is in the ring, the batches are not."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        use_ring(self.model)
+
+
+SFT = {"padded": {}, "packed": {"packing": True, "eval_packing": False}, "loss_type dft": {"loss_type": "dft"}}
+
+
+def tokenizer():
+    words = {str(number): number for number in range(61)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "0")), pad_token="0", eos_token="0")
+
+
+def sft(kind, case, model=small_model):
+    """A small run of TRL's Trainer, whose head computes in float32."""
+    options = {"bf16": False, "max_length": 24, "gradient_accumulation_steps": 3}
+    options |= {"optim": "sgd", "learning_rate": 0.1}  # AdamW would divide small gradients by themselves
+    data = {"train_dataset": Dataset.from_list(rows()), "eval_dataset": Dataset.from_list(rows())}
+    with TemporaryDirectory() as folder:
+        args = SFTConfig(folder, **{**OPTIONS, **options, **SFT[case]})
+        trainer = kind(model=model(), args=args, processing_class=tokenizer(), **data)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        return reported(trainer)
+
+
+class RingDPOTrainer(InRing, DPOTrainer):
+    """A loss of pairs of whole texts."""
+
+
+def dpo():
+    pairs = Dataset.from_list([{"prompt": "1 2", "chosen": " 3 4", "rejected": " 5 6"}] * 3)
+    with TemporaryDirectory() as folder:
+        args = DPOConfig(folder, bf16=False, **OPTIONS)
+        RingDPOTrainer(
+            model=small_model(), ref_model=small_model(), args=args, processing_class=tokenizer(), train_dataset=pairs
+        )
+
+
+def mixture():
+    sizes = {name: getattr(small_model().config, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    return MixtralForCausalLM(MixtralConfig(**sizes, intermediate_size=40, num_attention_heads=4, num_local_experts=4))
+
+
+def sft_in_a_ring(context):
+    as_torchrun()
+    disable_progress_bars()
+    said = {"a mixture of experts": attempt(sft, RingSFTTrainer, "padded", mixture), "DPO": attempt(dpo)}
+    return {case: sft(RingSFTTrainer, case) for case in SFT}, said
+
+
+def refusals():
+    found = {name: attempt(run, RingTrainer, **options) for name, options in REFUSED.items()}
+    found |= {name: attempt(run, RingTrainer, more={name: print}) for name in FUNCTIONS}
+    with TemporaryDirectory() as folder:
+        trainer = trainer_of(RingTrainer, folder)
+        found["predict"] = attempt(trainer.predict, rows())
+        trainer.data_collator = lambda rows: {"input_ids": collate(rows)["input_ids"]}
+        found["labels"] = attempt(trainer.evaluate)
+        found["a batch for each rank"] = attempt(run, DealsToRanks)
+        found |= {kind.__name__: attempt(run, kind) for kind in (ShiftsAgain, AddsToIt)}
+        found["model_init"] = attempt(
+            RingTrainer, args=trainer.args, model_init=small_model, train_dataset=rows(), data_collator=collate
+        )
+    return found
+
+
+def in_a_ring(context, folder):
+    """Everything on one ring of three ranks."""
+    as_torchrun()
+    found = {case: run(RingTrainer, case) for case in CASES}
+    found["first"], found["again"] = (resumed(RingTrainer, folder, again) for again in (False, True))
+    found["own ranks"], found["the batch"] = run(CountsOwnRanks), run(CountsTheBatch)
+    found["right"], found["bf16"] = run(RingTrainer), run(RingTrainer, "bf16", bf16=True, **BF16)
+    return found, refusals()
+
+
+def on_a_mesh(context, dp):
+    """RingTrainer on dp rings, each of the rest of the ranks; or, with as many ranks as dp, a Trainer."""
+    as_torchrun()
+    if context.world_size == dp:
+        return run(Trainer, "accumulation")
+    mesh = init_device_mesh("cpu", (dp, context.world_size // dp), mesh_dim_names=("dp", "cp"))
+    return run(RingTrainer, "accumulation", more={"mesh": mesh})
+
+
+def with_fsdp2(context):
+    """RingTrainer with accelerate's FSDP2, which accelerate gives to GPUs only: so it is told that these are GPUs."""
+    as_torchrun()
+    create, config = Trainer.create_accelerator_and_postprocess, {"version": 2, "reshard_after_forward": True}
+
+    def told(trainer):
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        create(trainer)
+
+    with mock.patch.object(Trainer, "create_accelerator_and_postprocess", told), TemporaryDirectory() as folder:
+        trainer = trainer_of(RingTrainer, folder, "accumulation", fsdp=True, fsdp_config=config)
+        trainer.train()
+        assert isinstance(trainer.model, FSDPModule)
+        return reported(trainer)
+
+
+def not_told(context):
+    """What RingTrainer says where accelerate was not told of the other ranks."""
+    return attempt(run, RingTrainer)
+
+
+def loaded(folder):
+    """The weights of the last checkpoint, in a model of its own."""
+    last = max(Path(folder).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    return weights_of(AutoModelForCausalLM.from_pretrained(last, dtype=torch.float64))
+
+
+# What must come of it ------------------------------------------------------------------------------------------
 
 
 def same(result, exact):
@@ -35,55 +319,57 @@ def same(result, exact):
 @pytest.fixture(scope="module")
 def ring(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ring")
-    return *launch(trainer_runs.in_a_ring, 3, folder)[0], folder
+    return *launch(in_a_ring, 3, folder)[0], folder
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_is_that_of_one_process(ring, case):
-    same(ring[0][case], trainer_runs.run(Trainer, case))
+    same(ring[0][case], run(Trainer, case))
 
 
 def test_a_run_goes_on_from_a_checkpoint_and_a_model_without_a_ring_loads_it(ring, tmp_path):
     found, _, folder = ring
-    exact = trainer_runs.resumed(Trainer, tmp_path, again=False)
+    exact = resumed(Trainer, tmp_path, again=False)
     same(found["first"], exact)
-    same(found["again"], trainer_runs.resumed(Trainer, tmp_path, again=True))
+    same(found["again"], resumed(Trainer, tmp_path, again=True))
     assert (found["again"][1] - exact[1]).norm() <= 1e-11 * exact[1].norm()
-    assert (trainer_runs.loaded(folder) - exact[1]).norm() <= 1e-11 * exact[1].norm()
-    shutil.rmtree(tmp_path)
+    assert (loaded(folder) - exact[1]).norm() <= 1e-11 * exact[1].norm()
 
 
 def test_autocast_is_as_near_to_float64_as_that_of_one_process(ring):
-    (right, weights), start = trainer_runs.run(Trainer, **BF16), weights_of(small_model())
-    own, of_ring = trainer_runs.run(Trainer, "bf16", bf16=True, **BF16), ring[0]["bf16"]
+    (right, weights), start = run(Trainer, **BF16), weights_of(small_model())
+    own, of_ring = run(Trainer, "bf16", bf16=True, **BF16), ring[0]["bf16"]
     own_error, error = ((each[1] - weights).norm() for each in (own, of_ring))
     assert 0 < error <= 2 * own_error < 0.1 * (weights - start).norm()
     assert of_ring[0]["loss"] == pytest.approx(right["loss"], rel=2**-8)  # bfloat16 rounds by 2^-9
 
 
 def test_planted_mistakes_are_seen(ring):
-    exact = trainer_runs.run(Trainer)
+    exact = run(Trainer)
     same(ring[0]["right"], exact)
     for name in ("own ranks", "the batch"):
         with pytest.raises(AssertionError):
             same(ring[0][name], exact)
 
 
-@pytest.mark.parametrize("name", [*REFUSED, *FUNCTIONS, "model_init"])
-def test_what_would_be_wrong_is_refused_by_name(ring, name):
-    assert f"{name} is " in ring[1][name]
-    assert "expected a Trainer without it" in ring[1][name]
+def test_what_would_be_wrong_is_refused_by_name(ring):
+    for name in (*REFUSED, *FUNCTIONS, "model_init"):
+        assert f"{name} is " in ring[1][name]
+        assert "expected a Trainer without it" in ring[1][name]
 
 
 def test_sft_has_the_numbers_and_weights_of_one_process():
     """16 roundings of float32, in which TRL's head computes; num_tokens are whole numbers."""
-    found, start = launch(trainer_runs.sft_in_a_ring, 3)[0], weights_of(small_model())
+    (found, said), start = launch(sft_in_a_ring, 3)[0], weights_of(small_model())
     for case in SFT:
-        (numbers, weights), (right, right_weights) = found[case], trainer_runs.sft(SFTTrainer, case)
+        (numbers, weights), (right, right_weights) = found[case], sft(SFTTrainer, case)
         assert {"loss", "entropy", "mean_token_accuracy", "num_tokens"} <= {name for name, x in right.items() if x}
         for name, values in right.items():
             assert numbers[name] == pytest.approx(values, rel=1e-6, abs=0), (case, name)
         assert (weights - right_weights).norm() <= 1e-6 * (right_weights - start).norm(), case
+    assert "has output_router_logits=True in its config; expected False" in said["a mixture of experts"]
+    assert "in an SFTConfig: router_aux_loss_coef=0.0" in said["a mixture of experts"]
+    assert said["DPO"] == "DPOTrainer has a loss over whole texts; expected a Trainer without it"
 
 
 def test_what_shards_do_not_have_is_refused(ring):
@@ -95,19 +381,19 @@ def test_what_shards_do_not_have_is_refused(ring):
 
 
 def test_two_rings_are_a_trainer_on_two_processes():
-    same(launch(trainer_runs.on_a_mesh, 4, 2)[0], launch(trainer_runs.on_a_mesh, 2, 2)[0])
+    same(launch(on_a_mesh, 4, 2)[0], launch(on_a_mesh, 2, 2)[0])
 
 
 def test_weights_that_fsdp2_shares_out_are_those_of_one_process():
-    same(launch(trainer_runs.with_fsdp2, 3)[0], trainer_runs.run(Trainer, "accumulation"))
+    same(launch(with_fsdp2, 3)[0], run(Trainer, "accumulation"))
 
 
 def test_a_trainer_that_was_not_told_of_the_ranks_is_refused():
-    assert "accelerate sees 1 process(es) of 2" in launch(trainer_runs.not_told, 2)[0]
+    assert "accelerate sees 1 process(es) of 2" in launch(not_told, 2)[0]
 
 
 def test_a_batch_is_padded_on_the_right():
-    batch = trainer_runs.collate(trainer_runs.rows()[1:2])
+    batch = collate(rows()[1:2])
     longer = padded(batch, 1, 6)
     assert {name: (x.shape[1], x[0, -1].item()) for name, x in longer.items()} == {
         "input_ids": (18, 0),
@@ -116,3 +402,35 @@ def test_a_batch_is_padded_on_the_right():
     }
     assert padded(longer, 18, 6) is longer
     assert batch["input_ids"].shape == (1, 17)
+
+
+# The examples ----------------------------------------------------------------------------------------------------
+
+EXAMPLES = ROOT / "examples"
+SHARED = {"tiny", "compare"}
+SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in SHARED)
+
+
+IN_CI = ("fsdp2",)  # half a minute; the others are exhaustive
+EACH = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.exhaustive) for name in SCRIPTS]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_an_example_trains_as_one_process_does(name, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", ["compare.py"])
+    import compare
+
+    assert all(ok for _, ok in compare.table([name]))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_example_is_short_and_says_how_it_is_started(name):
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 40
+    assert f"torchrun --nproc_per_node=4 examples/{name}.py" in text
+
+
+def test_the_page_has_a_line_for_each_example():
+    page = (EXAMPLES / "README.md").read_text()
+    assert sorted({*re.findall(r"^\| \[(\w+)\.py\]", page, flags=re.MULTILINE)}) == SCRIPTS

@@ -17,7 +17,11 @@ from tests.attention import SEED
 
 CONFIG = Config(vocab=31, layers=2, hidden=24, heads=6, kv_heads=2, feedforward=40, piece=5, checkpointing=True)
 S, LENGTHS = 24, torch.tensor([24, 3, 17, 9])  # the ranks have different numbers of labels
-DTYPES = ((torch.float64, 1e-10), (torch.float32, 1e-5))
+CASES = (  # dtype, what rounding allows, whether the weights are on both dimensions (HSDP)
+    (torch.float64, 1e-10, False),
+    (torch.float32, 1e-5, False),
+    (torch.float64, 1e-10, True),
+)
 
 
 def model_of(dtype, group=None):
@@ -57,11 +61,11 @@ def errors(results, exact):
     return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
 
 
-def on_a_mesh(context, dp, cp, dtype, loss_of=batch_loss):
+def on_a_mesh(context, dp, cp, dtype, loss_of=batch_loss, hybrid=False):
     """The model after its backward pass, with the loss and every gradient, whole."""
     mesh, line = build_mesh(dp, cp, "cpu")
     model = model_of(dtype, mesh["cp"].get_group())
-    shard_weights(model, line)
+    shard_weights(model, mesh if hybrid else line)
     tokens, labels, at = shard_batch(text(), "zigzag", mesh)
     loss = loss_of(model(tokens, at), real(labels))
     loss.backward()
@@ -69,23 +73,23 @@ def on_a_mesh(context, dp, cp, dtype, loss_of=batch_loss):
     return model, [mean / dist.get_world_size(), *(full(weight.grad).clone() for weight in model.parameters())]
 
 
-def every_dtype(context, dp, cp):
-    """For each dtype: the loss and every gradient, the norm before clipping, and the norm after clipping to 0.1."""
+def every_case(context, dp, cp):
+    """For each case: the loss and every gradient, the norm before clipping, and the norm after clipping to 0.1."""
     outcomes = []
-    for dtype, _ in DTYPES:
-        model, results = on_a_mesh(context, dp, cp, dtype)
+    for dtype, _, hybrid in CASES:
+        model, results = on_a_mesh(context, dp, cp, dtype, hybrid=hybrid)
         norm = full(clip_grad_norm_(model.parameters(), 0.1)).item()
         clipped = full(get_total_norm([weight.grad for weight in model.parameters()])).item()
         outcomes.append((results, norm, clipped))
     return outcomes
 
 
-@pytest.mark.parametrize(("dp", "cp"), [(2, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("dp", "cp"), [(1, 3), (2, 2)])
 def test_loss_gradients_and_their_norm_are_those_of_one_process(ranks, dp, cp):
     exact = one_process()
     right = torch.cat([gradient.flatten() for gradient in exact[1:]]).norm().item()
-    for outcomes in ranks(dp * cp, every_dtype, dp, cp):
-        for (dtype, allowed), (results, norm, clipped) in zip(DTYPES, outcomes, strict=True):
+    for outcomes in ranks(dp * cp, every_case, dp, cp):
+        for (dtype, allowed, _), (results, norm, clipped) in zip(CASES, outcomes, strict=True):
             assert all(x.dtype == dtype for x in results)
             assert max(errors(results, exact)) <= allowed, dtype
             assert norm == pytest.approx(right, rel=allowed)
@@ -139,30 +143,6 @@ def test_mistakes_of_the_wild_are_rejected(ranks, dp, cp):
     assert norms.max() < 0.9 * right  # no rank's slices have the norm of all
     assert norms.sum() > 1.1 * right  # nor do the norms add up: their squares do
     assert norms.square().sum().sqrt().item() == pytest.approx(right, rel=1e-6)
-
-
-def other_lines(context):
-    """Every gradient, not made whole over the ring, with the weights on two dimensions (HSDP), and over dp only."""
-    mesh, _ = build_mesh(2, 2, "cpu")
-    outcomes = []
-    for weights in (mesh, mesh["dp"]):
-        model = model_of(torch.float64, mesh["cp"].get_group())
-        shard_weights(model, weights)
-        tokens, labels, at = shard_batch(text(), "zigzag", mesh)
-        loss = batch_loss(model(tokens, at), real(labels))
-        loss.backward()
-        outcomes.append([loss.detach(), *(full(weight.grad) for weight in model.parameters())])
-    return outcomes
-
-
-def test_weights_on_both_dimensions_are_right_and_over_dp_only_they_drift_apart(ranks):
-    exact = one_process()[1:]
-    outcomes = ranks(4, other_lines)
-    for (_, *hybrid), _ in outcomes:
-        assert max(errors(hybrid, exact)) < 1e-10
-    (_, *column_0), (_, *column_1) = outcomes[0][1], outcomes[1][1]
-    assert min(errors(column_0, column_1)) > 1e-3  # the two ranks of a ring would take different steps
-    assert min(errors(column_0, exact)) > 1e-3
 
 
 def refusals(context):

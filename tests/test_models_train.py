@@ -27,8 +27,9 @@ from ringlab.basics.naive_attention import naive_attention
 from ringlab.models import checkpoint, train
 from ringlab.models.checkpoint import last_checkpoint
 from ringlab.models.loader import Text, read_batch, starts
-from ringlab.models.transformer import Config, Transformer, flops_of_a_step, summed_loss
+from ringlab.models.transformer import Config, Linear, Transformer, flops_of_a_step, summed_loss
 from ringlab.support.processes import Raised, launch
+from ringlab.training.linear_attention import recurrence
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--seq-len=24", "--layers=1", "--hidden=16", "--heads=4", "--kv-heads=2", "--batch=4", "--save-every=2"]
@@ -95,6 +96,15 @@ def test_losses_are_those_of_one_process_on_any_mesh_and_after_any_resume(ranks,
     assert (out / "loss.svg").read_text().startswith("<?xml")
 
 
+def test_a_hybrid_learns_alike_on_any_mesh(ranks, tmp_path, data):
+    common = ["--data", data, "--layers", 4, "--linear", 3]
+    ranks(1, run, [*common, "--out", tmp_path / "one", "--steps", 5])
+    common += ["--out", tmp_path / "many"]
+    ranks(4, run, [*common, "--steps", 4, "--dp", 2, "--activation-checkpointing"])
+    ranks(3, run, [*common, "--steps", 5, "--resume", "--layout", "contiguous"])
+    torch.testing.assert_close(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=1e-5, atol=0)
+
+
 def test_bf16_learns_as_float32_does(ranks, tmp_path, data, unbroken):
     ranks(2, run, ["--out", tmp_path / "bf16", "--data", data, "--steps", 9, "--dtype", "bf16"])
     torch.testing.assert_close(losses(tmp_path / "bf16"), unbroken, rtol=0.02, atol=0)
@@ -140,11 +150,9 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(ranks, tmp_path
 
 
 BAD = [
-    (["--seq-len", 26], "--seq-len is 26, in the zigzag layout on rings of 2; expected a multiple of 4: 24 or 28"),
-    (
-        ["--seq-len", 3, "--layout", "zigzag"],
-        "--seq-len is 3, in the zigzag layout on rings of 2; expected a multiple of 4: 4",
-    ),
+    (["--seq-len", 26], "--seq-len is 26, in the zigzag layout on rings of 2; expected a multiple of 4"),
+    (["--linear", 1], "layers is 1, linear 1; expected linear to be 0 or more, and layers a multiple of linear + 1"),
+    (["--layers", 2, "--linear", 1, "--layout", "striped"], "layout is striped; expected contiguous or zigzag"),
     (["--heads", 3], "hidden is 16, heads 3; expected hidden to be a multiple of 2 x heads, 6"),
     (["--kv-heads", 3], "heads is 4, kv_heads 3; expected kv_heads to divide heads"),
     (["--dp", 2, "--batch", 3], "a batch of 3 sequences for 2 rings; expected a multiple"),
@@ -273,14 +281,17 @@ def test_starts_reach_from_the_first_to_the_last_byte():
     assert not torch.equal(starts(1000, 1, 4, 8), starts(1000, 2, 4, 8))
 
 
-def test_flops_are_those_counted():
-    config = Config(vocab=32, layers=2, hidden=16, heads=2, kv_heads=2, feedforward=48)
-    model = Transformer(config, lambda q, k, v, **_: naive_attention(q, k, v))
+@pytest.mark.parametrize("linear", [0, 1])
+def test_flops_are_those_counted(linear):
+    config = Config(vocab=32, layers=2, linear=linear, hidden=16, heads=2, kv_heads=2, feedforward=48)
+    linear_layers = Linear(lambda x, weight: x, recurrence)  # torch counts a convolution as if it had no groups
+    model = Transformer(config, lambda q, k, v, **_: naive_attention(q, k, v), linear_layers)
     tokens = torch.zeros(2, 24, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         summed_loss(model(tokens, torch.arange(24)), tokens).backward()
-    masked = 6 * 2 * 24 * config.layers * config.hidden * 24  # what a causal mask spares: half of attention
-    assert flops_of_a_step(model, 2, 24) + masked == counter.get_total_flops()
+    masked = 6 * 2 * 24 * (config.layers - linear) * config.hidden * 24  # a causal mask spares half of attention
+    convolution = linear * 6 * 2 * 24 * (6 * 8) * 4  # 4 taps for each channel of q, k and v
+    assert flops_of_a_step(model, 2, 24) + masked == counter.get_total_flops() + convolution
 
 
 def test_plain_command_trains_on_one_process(tmp_path, data):

@@ -69,13 +69,11 @@ def test_softmax_without_the_running_max_overflows():
     assert lse.item() == pytest.approx(1000 + math.log(1 + math.exp(-1)))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_the_state_is_float32_at_least(dtype):
-    m, l, o = start(torch.empty(2, 3, dtype=dtype))
-    assert m.tolist() == [-math.inf] * 2
-    assert l.tolist() == [0, 0]
-    assert o.tolist() == [[0] * 3] * 2
-    assert {x.dtype for x in (m, l, o)} == {torch.float64 if dtype is torch.float64 else torch.float32}
+def test_the_state_is_float32_at_least():
+    m, l, o = start(torch.empty(2, 3, dtype=torch.bfloat16))
+    assert (m.tolist(), l.tolist(), o.tolist()) == ([-math.inf] * 2, [0, 0], [[0] * 3] * 2)
+    assert {x.dtype for x in (m, l, o)} == {torch.float32}
+    assert start(torch.empty(2, 3, dtype=torch.float64))[0].dtype == torch.float64
 
 
 def test_keys_that_no_query_sees_change_nothing():
@@ -119,17 +117,6 @@ def test_merging_nothing_changes_nothing(results):
     for merged in (merge(out, lse, *nothing), merge(*nothing, out, lse)):
         assert torch.equal(merged[0], out)
         assert torch.equal(merged[1], lse)
-
-
-@given(seed=SEEDS, cut=st.integers(0, 8), size=st.sampled_from([1.0, 1e4]), hidden=st.sampled_from([0.0, 0.5]))
-def test_merge_of_two_parts_is_the_whole(seed, cut, size, hidden):
-    scores, v = random_scores(seed, rows=5, keys=9, size=size, hidden=hidden)
-    cut += cut == 0  # each part has a key
-
-    def attend(keys):
-        return finish(update(start(v.new_empty(5, 3)), scores[:, keys], v[keys]))
-
-    assert_softmax(*merge(*attend(slice(cut)), *attend(slice(cut, None))), scores, v, merged=2)
 
 
 def test_merge_widens_half_precision_outputs():

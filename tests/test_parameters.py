@@ -53,7 +53,7 @@ MOVED = {  # parameter: (the value it is moved to, other options of the ring, th
     "group": ([1, 3], CAUSAL, {"causal": True}),
     "enable_gqa": (True, {}, {}),
 }
-REFUSED = {  # parameter: (a value that no ring takes, words of the message)
+REFUSED = {  # of the ring or the drop-in, a parameter: (a value that no ring takes, words of the message)
     "scale": (math.nan, ["scale is nan", "finite"]),
     "layout": ("spiral", ["layout is 'spiral'", "contiguous, zigzag, striped"]),
     "documents": ([10, 13], ["documents of 10, 13 tokens, 23 in all", "expected", "24 in all"]),
@@ -145,7 +145,10 @@ def outcome_on_rank(context, name, four, options):
     return on_mesh(name, context.world_size)(q, k, v, **options)
 
 
-@pytest.mark.parametrize(("name", "parameter"), those_of(REFUSED))
+# All rings refuse in one function.
+@pytest.mark.parametrize(
+    ("name", "parameter"), [it for it in those_of(REFUSED) if it[0] in ("ring", "scaled_dot_product_attention")]
+)
 def test_a_wrong_value_is_refused(ranks, name, parameter):
     value, words = REFUSED[parameter]
     outcomes = ranks.outcomes(2, outcome_on_rank, name, inputs_of(name), options_of(name, **{parameter: value}))

@@ -15,12 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ring_attn
 from ringlab.basics.naive_attention import accumulation_dtype
-from ringlab.training import backward, flash_ring, grouped_query, overlap
+from ringlab.training import backward, flash_ring, grouped_query, overlap, schedule
 from tests.gradients import NAMES, gradients
-from tests.grouped_queries import full_attention, grouped_inputs
+from tests.grouped_queries import assert_four, expected_of_inputs, full_attention, grouped_inputs
 from tests.rings import chunks, even_lengths
-from tests.ways import assert_large, cut
-from tests.wrong_flash_rings import WRONG
+from tests.ways import cut
 
 RINGS = {
     "ring_attn": ring_attn.ring_attention,
@@ -31,9 +30,9 @@ RINGS = {
     "flash_ring, plain blocks": functools.partial(flash_ring.ring_flash_attention, scale=-0.5),
 }
 FORWARD_ONLY = {"ring_attn", "overlap"}
-MOVES = {"alias", "as_strided", "cat", "clone", "detach", "expand", "select", "slice", "stack", "transpose", "view"}
-MOVES |= {"unsqueeze", "_unsafe_view"}
-MOVES |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros"}
+UNROUNDED = {"alias", "as_strided", "cat", "clone", "detach", "expand", "select", "slice", "stack", "transpose", "view"}
+UNROUNDED |= {"unsqueeze", "_unsafe_view"}
+UNROUNDED |= {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros"}
 
 
 class Watch(TorchDispatchMode):
@@ -50,7 +49,7 @@ class Watch(TorchDispatchMode):
             isinstance(result, Tensor)
             and result.is_floating_point()
             and result.dtype != self.wide
-            and name not in MOVES
+            and name not in UNROUNDED
         ):
             if name in ("_to_copy", "copy_"):
                 self.rounded += args[name == "copy_"].dtype == self.wide
@@ -111,7 +110,7 @@ def in_float64(q, k, v, d_out):
 @pytest.mark.parametrize("name", ["backward", "grouped_query"])  # fused kernels round inside
 def test_the_error_of_all_numbers_is_that_of_one_rounding(ranks, name, dtype):
     four = grouped_inputs(1, 2, 2, 600, 8, dtype)
-    per_rank = ranks(8, ring_gradients, name, *four)
+    per_rank = ranks(5, ring_gradients, name, *four)
     exact = in_float64(*four)
     for of_what, parts, right in zip(NAMES, zip(*per_rank, strict=True), exact, strict=True):
         error, one_rounding = rms(torch.cat(parts, dim=2).double() - right), rms(right.to(dtype).double() - right)
@@ -122,27 +121,38 @@ def test_the_error_of_all_numbers_is_that_of_one_rounding(ranks, name, dtype):
 # The trainable ring ---------------------------------------------------------------------------------------------------
 
 
+def in_float32(context, *args):
+    def narrow(k, v, lengths, rank, dtype):
+        return overlap.two_buffers(k, v, lengths, rank, torch.float32)
+
+    with mock.patch.object(schedule, "two_buffers", narrow):
+        return ring_gradients(context, *args)
+
+
 def test_gradients_summed_in_float32_are_rejected_in_float64(ranks):
-    assert_large(ranks, 8, False, "contiguous", dtype=torch.float64)
-    with pytest.raises(AssertionError, match="numbers are wrong"):
-        assert_large(ranks, 8, False, "contiguous", dtype=torch.float64, wrong="gradients_in_float32")
+    sizes = 1, 4, 2, 48, 16, torch.float64
+    for of_rank, raises in ((ring_gradients, nullcontext()), (in_float32, pytest.raises(AssertionError))):
+        per_rank = ranks(3, of_rank, "flash_ring", *grouped_inputs(*sizes))
+        with raises:
+            assert_four([torch.cat(parts, dim=2) for parts in zip(*per_rank, strict=True)], expected_of_inputs(*sizes))
 
 
-def merged_numbers(context, q, k, v, wrong):
+def merged_numbers(context, q, k, v, round_too_early):
     """What `merge_into` leaves in the running output on this rank: all numbers, and how many bfloat16 could hold."""
-    with WRONG[wrong]() if wrong else nullcontext():
-        merge_into, counts = flash_ring.merge_into, []
+    merge_into, counts = flash_ring.merge_into, []
 
-        def watched(out, lse, out_j, lse_j):
-            merge_into(out, lse, out_j, lse_j)
-            counts.append((out.numel(), int((out == out.bfloat16()).sum())))
+    def watched(out, lse, out_j, lse_j):
+        merge_into(out, lse, out_j, lse_j)
+        if round_too_early:
+            out.copy_(out.to(out_j.dtype))
+        counts.append((out.numel(), int((out == out.bfloat16()).sum())))
 
-        with mock.patch.object(flash_ring, "merge_into", watched):
-            flash_ring.ring_flash_attention(*cut(context, "contiguous", None, q, k, v))
+    with mock.patch.object(flash_ring, "merge_into", watched):
+        flash_ring.ring_flash_attention(*cut(context, "contiguous", None, q, k, v))
     return [sum(each) for each in zip(*counts, strict=True)]
 
 
-@pytest.mark.parametrize("wrong", [None, "output_in_the_dtype_of_q"])
+@pytest.mark.parametrize("wrong", [False, True])
 def test_the_running_output_is_float32_for_bfloat16(ranks, wrong):
     """A kernel's own rounding to bfloat16 hides this mistake from every bound, so the numbers themselves are looked at.
 

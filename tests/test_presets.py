@@ -1,12 +1,19 @@
 """Names of models and GPUs: their parameters as published and as a real model has them, and config.json files."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ringlab.models.transformer import Config, Transformer
-from ringlab.planning.presets import GPUS, MODELS, Model, gpu_named, model_named
+from ringlab.planning.memory import step_bytes
+from ringlab.planning.plan import Answer
+from ringlab.planning.presets import GPUS, MODELS, Linear, Model, gpu_named, model_named
+from ringlab.planning.step import Step, attention_seconds
+from ringlab.training.linear_attention import linear_attention
 
 BILLIONS = {  # as the model's owner states: all, and those of a token
     "llama-3.1-8b": (8.03, 8.03),
@@ -25,6 +32,7 @@ BILLIONS = {  # as the model's owner states: all, and those of a token
     "mixtral-8x7b": (46.7, 12.9),
     "mixtral-8x22b": (141, 39),
     "deepseek-moe-16b": (16.4, 2.8),
+    "qwen3-next-80b-a3b": (79.7, 3.9),  # its page: 80B, 3B; all weights of its files, and those of a token
 }
 
 
@@ -51,6 +59,75 @@ def test_experts_by_hand():
     assert model.parameters(active=True) == every + 2 * (3 * 3 * 8 * 3 + router)
     assert model.matrices == model.parameters(active=True) - outside - 3 * norms
     assert model.inner == (2 * 3 * 3 + 10) // 3
+
+
+HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]
+DELTA = {
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
+    "linear_conv_kernel_dim": 4,
+}
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_hybrid_has_the_weights_of_transformers(kind, tmp_path):
+    """But for what `parameters` leaves out: convolutions, decays, norms inside attention, the shared expert's gate."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "intermediate_size": 48, "vocab_size": 50, **DELTA}
+    if kind == "olmo_hybrid":
+        sizes.pop("head_dim")
+        sizes |= {"linear_num_key_heads": 4, "pad_token_id": 0, "eos_token_id": 1}
+    if kind in ("qwen3_next", "qwen3_5_moe_text"):
+        sizes |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        sizes["shared_expert_intermediate_size"] = 24
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    with torch.device("meta"):
+        real = transformers.AutoModelForCausalLM.from_config(config)
+    left_out = re.compile(r"conv|A_log|dt_bias|linear_attn.*norm|self_attn.*norm|shared_expert_gate")
+    weights = sum(it.numel() for name, it in real.named_parameters() if not left_out.search(name))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_dict()))
+    model = model_named(str(path))
+    assert (model.linear.layers, model.softmax_layers, model.gated) == (3, 1, kind != "olmo_hybrid")
+    assert model.parameters() == weights
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_flops_of_a_linear_layer_are_those_that_torch_counts(chunks):
+    """In `linear_attention`, which takes chunks of the same length; torch counts no triangular solve."""
+    H, D, Dv, S = 2, 8, 16, 64 * chunks
+    q, k, v = torch.randn(1, H, S, D), torch.randn(1, H, S, D), torch.randn(1, H, S, Dv)
+    with FlopCounterMode(display=False) as counted:
+        linear_attention(q, k, v, torch.zeros(1, H, S), torch.ones(1, H, S))
+    solve = 64 * (D + Dv) * H * S
+    assert counted.get_total_flops() + solve == Linear(1, H, H, D, Dv, 4).flops * S
+
+
+def test_a_hybrid_is_counted_layer_by_layer():
+    """Three of four layers are linear: their time grows with S, not S²; their messages do not; they keep no K and V."""
+    hybrid = model_named("qwen3-next-80b-a3b")
+    softmax = replace(hybrid, linear=None)
+
+    def step(model, S, **options):
+        return Step(model, gpu_named("h200"), 4, 8, S, cp=8, tp=2, way="ring", **options)
+
+    for S in (2**17, 2**20):
+        each, whole = (attention_seconds(step(model, S)) for model in (hybrid, softmax))
+        assert 0 < each[0] - whole[0] / 4 < 0.2 * whole[0]
+    message, work = (
+        [attention_seconds(step(replace(hybrid, linear=it), 2**17))[0] for it in (hybrid.linear, twice)]
+        for twice in (replace(hybrid.linear, key_dim=256), replace(hybrid.linear, value_dim=256))
+    )
+    assert message[1] > message[0]
+    assert work[1] > work[0]
+    kv, all_kv = (step_bytes(step(model, 2**20, task="prefill"))["K and V"] for model in (hybrid, softmax))
+    states = 36 * 32 * 128 * 128 * 4 / 2
+    assert kv == all_kv / 4 + states
+    kept, all_kept = (step_bytes(step(model, 2**17, recompute="none"))["activations"] for model in (hybrid, softmax))
+    linear = 4 * 2048 + 2 * 8192 + 3 * 4096 + 2 * 32  # x, h, x/rms, n; q, k, v twice; gate, out, gated; decay and beta
+    attention = 4 * 2048 + 2 * 4096 + 2 * 512 + 2 * 256 + 4096 + 16  # n; q, out; k, v; rotary; the kernel's out and lse
+    assert all_kept - kept == 2 * 2**17 / 16 * 36 * (attention - linear)
+    assert Answer(step(hybrid, 2**17)).interval is None  # no hybrid was measured
 
 
 LLAMA = {
@@ -127,9 +204,9 @@ def test_a_field_that_is_missing_is_named(field, tmp_path):
         ({**LLAMA, "num_key_value_heads": 5}, "heads is 32, kv_heads 5; expected heads to be a multiple"),
         ({**LLAMA, "num_hidden_layers": 0}, "layers is 0; expected 1 or more"),
         ({**DEEPSEEK, "first_k_dense_replace": 29}, "dense is 29 of 28 layers"),
-        ({**QWEN, "shared_expert_intermediate_size": 768}, "shared_expert_intermediate_size: experts of two widths"),
-        ([LLAMA], "holds a list; expected an object"),
-        ({"text_config": "llama"}, "text_config is 'llama'; expected an object"),
+        ({**QWEN, "shared_expert_intermediate_size": 700}, "shared_expert_intermediate_size 700; expected a multiple"),
+        ([LLAMA], r"holds .*num_hidden.*; expected an object"),
+        ({"text_config": "llama"}, "holds 'llama'; expected an object"),
         ({"text_config": None}, "has no field num_hidden_layers"),
         ("[" * 10**5, "cannot be read: maximum recursion"),
         ({**LLAMA, "num_attention_heads": 0}, "heads is 0; expected 1 or more"),
@@ -138,15 +215,17 @@ def test_a_field_that_is_missing_is_named(field, tmp_path):
         ({**LLAMA, "sliding_window": 4096}, "has sliding_window 4096; expected null"),
         (
             {**LLAMA, "layer_types": ["full_attention", "linear_attention"]},
-            "linear_attention.*; expected full_attention",
+            "linear_attention.*; expected full_attention only; linear_attention only with linear_num_value_heads",
         ),
+        ({**LLAMA, "layer_types": ["full_attention", "mamba"]}, "mamba.*; expected full_attention only"),
+        ({**LLAMA, "full_attention_interval": 4}, "has no field linear_num_value_heads; add it"),
         ({**LLAMA, "layer_types": 3}, "has layer_types 3; expected full_attention only"),
         ({**LLAMA, "model_type": "gpt_neox"}, "model_type gpt_neox: a feedforward of two matrices; expected a gated"),
         ({**QWEN, "decoder_sparse_step": 2}, "decoder_sparse_step: experts in some layers only"),
         ({**QWEN, "mlp_only_layers": [0]}, "mlp_only_layers: experts in some layers only"),
         (
             {**MIXTRAL, "attn_layer_period": 8},
-            "attn_layer_period: a hybrid of attention and other layers; expected att",
+            "attn_layer_period: a hybrid of attention and layers that are not counted",
         ),
         ({**LLAMA, "hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern: a hybrid of attention"),
         ({**LLAMA, "attn_layer_indices": [3]}, "attn_layer_indices: a hybrid of attention"),

@@ -11,11 +11,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ringlab.basics.ranks import gather, neighbours, scatter
-from ringlab.support import processes
 from ringlab.support.processes import LostRank, Raised, Ranks, choose_device, cpu_cores, launch
 from tests import failing_ring
 from tests.commands import ROOT, TORCHRUN, ends_soon, run, wait_for
@@ -45,10 +42,9 @@ def there_and_back(context, x):
     return chunk.shape[2], chunk.is_contiguous(), view.is_contiguous(), gather(view, context)
 
 
-@pytest.mark.parametrize("seq_len", [8, 9, 21])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_scatter_and_gather(ranks, world_size, seq_len, dtype):
-    x = torch.arange(2 * 3 * seq_len * 5).view(2, 3, seq_len, 5).to(dtype).transpose(0, 1)
+@pytest.mark.parametrize("seq_len", [9, 21])
+def test_scatter_and_gather(ranks, world_size, seq_len):
+    x = torch.arange(2 * 3 * seq_len * 5).view(2, 3, seq_len, 5).bfloat16().transpose(0, 1)
     lengths, contiguous, view_contiguous, wholes = zip(*ranks(world_size, there_and_back, x), strict=True)
     longer = seq_len % world_size
     assert list(lengths) == [seq_len // world_size + (rank < longer) for rank in range(world_size)]
@@ -117,48 +113,34 @@ def test_launch_raises_bad_input_as_it_is():
         launch(refuse, 2)
 
 
-def much(context):
-    return bytes(10_000_000 * context.rank)
-
-
-def test_a_result_may_have_any_size():
-    assert [len(result) for result in launch(much, 3)] == [0, 10_000_000, 20_000_000]
-
-
 @pytest.mark.parametrize(
     ("how", "status", "reason"),
     [
         (os._exit, 0, r"^rank 1 died \(exit status 0\) before its work was done$"),
-        (os._exit, 3, r"^rank 1 died \(exit status 3\) before its work was done$"),
         (sys.exit, 0, r"^rank 1 failed: (?s:.*)RuntimeError: sys.exit\(0\) inside join_ring"),
-        (sys.exit, 3, r"^rank 1 failed: (?s:.*)SystemExit: 3"),
     ],
-    ids=["_exit-0", "_exit-3", "exit-0", "exit-3"],
 )
 def test_a_rank_that_leaves_ends_a_launched_job(how, status, reason):
     with ends_soon(), pytest.raises(RuntimeError, match=reason):
         launch(leave, 3, how, status)
 
 
-@pytest.mark.parametrize("where", ["forwards", "backwards"])
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("how", "where", "reason"),
     [
-        ("raise", r"(?s)^rank 1 failed: .*OverflowError: rank 1 gives up"),
-        ("kill", r"^rank 1 died \(SIGKILL\) before its work was done$"),
+        ("raise", "backwards", r"(?s)^rank 1 failed: .*OverflowError: rank 1 gives up"),
+        ("kill", "forwards", r"^rank 1 died \(SIGKILL\) before its work was done$"),
     ],
-    ids=["raise", "kill"],
 )
-def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, reason, where):
+def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, where, reason):
     with ends_soon(), pytest.raises(RuntimeError, match=reason):
-        launch(failing_ring.fail, 4, how, where)
+        launch(failing_ring.fail, 3, how, where)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "reason"),
-    [("raise", "OverflowError: rank 1 gives up"), ("kill", "SIGKILL"), ("kill backwards", "SIGKILL")],
-    ids=["raise", "kill", "kill backwards"],
+    [("raise", "OverflowError: rank 1 gives up"), ("kill backwards", "SIGKILL")],
 )
 def test_a_rank_that_fails_in_mid_ring_ends_a_torchrun_job(words, reason):
     done = run(*TORCHRUN, "--nproc_per_node=3", failing_ring.__file__, *words.split())
@@ -234,22 +216,6 @@ def test_a_message_of_a_call_that_raised_is_never_received():
         ranks.stop()
 
 
-def raise_or_hang(context):
-    if context.rank == 1:
-        raise OverflowError("too much")
-    time.sleep(600)
-
-
-def test_once_a_rank_has_raised_the_others_have_a_time_of_grace(monkeypatch):
-    monkeypatch.setattr(processes, "GRACE", 0.5)
-    ranks = Ranks(size=2, seconds=600)
-    try:
-        with ends_soon(), pytest.raises(LostRank, match=r"(?s)\[0\] did not answer in time.*rank 1 raised: .*too much"):
-            ranks(2, raise_or_hang)
-    finally:
-        ranks.stop()
-
-
 def test_the_pool_survives_what_its_ranks_do(monkeypatch):
     ranks = Ranks(size=3)
     try:
@@ -275,23 +241,6 @@ def test_the_pool_survives_what_its_ranks_do(monkeypatch):
         assert ranks(2, world_of) == [(0, 2, 0, 2), (1, 2, 1, 2)]
     finally:
         ranks.stop()
-
-
-def test_a_property_test_ends_when_a_rank_is_lost():
-    """It looks for no smaller example: each would cost the start of new processes."""
-    ranks, examples = Ranks(size=2), []
-
-    @given(st.integers())
-    def property_test(number):
-        examples.append(number)
-        ranks(2, misbehave, "die" if number else "live")
-
-    try:
-        with pytest.raises(LostRank):
-            property_test()
-    finally:
-        ranks.stop()
-    assert [bool(number) for number in examples] == [False] * (len(examples) - 1) + [True]
 
 
 def test_a_signal_while_ranks_start_ends_them_in_order(monkeypatch):

@@ -31,28 +31,19 @@ def ring_of(ranks, world_size, *args):
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [*((EQUAL_CHUNKS, dtype) for dtype in DTYPES), ((3, 1, 13, 5), torch.float64), ((2, 3, 8, 1), torch.float32)],
+    [*((EQUAL_CHUNKS, dtype) for dtype in DTYPES), ((3, 1, 13, 5), torch.float64)],
     ids=str,
 )
 def test_full_attention(ranks, world_size, dtype, shape):
     assert_ring(ranks, world_size, *random_qkv(shape, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scores_of_10000(ranks, world_size, dtype):
-    assert_ring(ranks, world_size, *random_qkv((1, 3, 16, 5), dtype, largest_score=1e4))
+def test_one_token_a_rank_and_chunks_longer_than_a_tile(ranks):
+    for S in (3, 901):
+        assert_ring(ranks, 3, *random_qkv((1, 1, S, 4)))
 
 
-def test_one_token_a_rank(ranks, world_size):
-    assert_ring(ranks, world_size, *random_qkv((1, 1, world_size, 3)))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_chunks_longer_than_a_tile(ranks, world_size):
-    assert_ring(ranks, world_size, *random_qkv((1, 1, 300 * world_size + 1, 4)))
-
-
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_chunk_lengths_shape_dtype_scale_and_tile(ranks, world_size, data):
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=world_size, max_size=world_size), label="lengths")
@@ -67,28 +58,18 @@ def test_any_chunk_lengths_shape_dtype_scale_and_tile(ranks, world_size, data):
     assert_attention(out, q, k, v, scale=scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_log_sum_exp(ranks, world_size, dtype):
-    q, k, v = random_qkv((2, 3, 11, 5), dtype)
+def test_log_sum_exp(ranks, world_size):
+    q, k, v = random_qkv((2, 3, 11, 5), torch.bfloat16)
     lse = torch.cat(ranks(world_size, ring_lse, q, k, v, even_lengths(11, world_size), 0.3), dim=2)
     assert_lse(lse, q, k, scale=0.3)
 
 
-def test_a_key_that_nobody_sees_is_as_good_as_none(ranks, world_size):
-    q, k, v = random_qkv((1, 2, 3 * world_size, 4))
-    q, hidden = q.abs(), torch.arange(3 * world_size) < 4  # all the keys of rank 0, and one of rank 1
+def test_keys_that_nobody_sees_are_as_good_as_none(ranks):
+    q, k, v = random_qkv((1, 2, 9, 4))
+    q, hidden = q.abs(), torch.arange(9) < 4  # all the keys of rank 0, and one of rank 1
     k[:, :, hidden] = -math.inf  # q > 0: scores of -inf
-    out = ring_of(ranks, world_size, q, k, v, [3] * world_size)
-    if world_size == 1:
-        assert out.count_nonzero() == 0
-    else:
-        assert_attention(out, q, k[:, :, ~hidden], v[:, :, ~hidden])
-
-
-def test_queries_that_see_no_key_give_zeros(ranks, world_size):
-    q, k, v = random_qkv((2, 1, 2 * world_size, 3))
-    out = ring_of(ranks, world_size, q.abs(), torch.full_like(k, -math.inf), v, [2] * world_size)
-    assert torch.equal(out, torch.zeros_like(q))
+    assert_attention(ring_of(ranks, 3, q, k, v, [3] * 3), q, k[:, :, ~hidden], v[:, :, ~hidden])
+    assert ring_of(ranks, 3, q, torch.full_like(k, -math.inf), v, [3] * 3).count_nonzero() == 0
 
 
 def test_views_that_are_not_contiguous(ranks):
@@ -96,9 +77,9 @@ def test_views_that_are_not_contiguous(ranks):
     assert_ring(ranks, 3, q, k, v)
 
 
-def test_a_second_call_gives_the_same_bits(ranks, world_size):
+def test_a_second_call_gives_the_same_bits(ranks):
     q, k, v = random_qkv((1, 2, 21, 4))
-    assert ranks(world_size, ring_twice, q, k, v, even_lengths(21, world_size)) == [True] * world_size
+    assert ranks(3, ring_twice, q, k, v, even_lengths(21, 3)) == [True] * 3
 
 
 def test_parameters_are_welcome_under_no_grad(ranks):
@@ -108,7 +89,7 @@ def test_parameters_are_welcome_under_no_grad(ranks):
 
 @pytest.mark.parametrize(
     ("world_size", "members"),
-    [(4, [[1, 3]]), (4, [[0, 2], [1, 3]]), (5, [[0, 4, 1], [2, 3]]), (8, [[7, 2, 5, 4], [0, 1, 3, 6]]), (3, [[2]])],
+    [(4, [[1, 3]]), (5, [[0, 4, 1], [2, 3]]), (3, [[2]])],
     ids=str,
 )
 def test_rings_in_parts_of_a_job_at_the_same_time(ranks, world_size, members):
@@ -137,39 +118,3 @@ def test_the_messages_are_those_of_the_simulator(ranks, world_size):
 
 def test_a_ring_of_one_sends_nothing(ranks):
     assert ranks(1, messages_of_ring, ring_attention, [4], *random_qkv((1, 1, 4, 2))) == [([], [])]
-
-
-# Rings with one mistake, on inputs with which the right ring passes the same check: test_full_attention.
-NUMBERS_ARE_WRONG, ORDER_IS_WRONG = "numbers are wrong", "blocks in use"
-MISTAKES = [  # the mistake, the worlds that it shows in, how it shows
-    ("no_rescale", (2, 3), NUMBERS_ARE_WRONG),
-    ("sum_of_averages", (2, 3), NUMBERS_ARE_WRONG),
-    ("mean_of_averages", (2, 3), NUMBERS_ARE_WRONG),
-    ("two_seats", (2, 8), NUMBERS_ARE_WRONG),
-    ("two_seats", (3,), ORDER_IS_WRONG),  # an odd P: all blocks come, in another order
-    ("backwards", (3, 8), ORDER_IS_WRONG),  # with 2 ranks there is only one direction
-    ("stale_block", (2, 3), NUMBERS_ARE_WRONG),
-    ("one_hop_short", (2, 3), NUMBERS_ARE_WRONG),
-    ("keys_without_values", (2, 3), NUMBERS_ARE_WRONG),
-]
-ROUNDING_MISTAKES = [  # the mistake, the dtypes that it shows in
-    ("output_in_bfloat16", (torch.bfloat16, torch.float16, torch.float32, torch.float64)),
-    ("state_in_q_dtype", (torch.bfloat16, torch.float16)),
-]
-
-
-@pytest.mark.parametrize(
-    ("mistake", "world_size", "complaint"),
-    [(mistake, P, complaint) for P in WORLDS for mistake, worlds, complaint in MISTAKES if P in worlds],
-)
-def test_a_wrong_ring_is_rejected(ranks, mistake, world_size, complaint):
-    with pytest.raises(AssertionError, match=complaint):
-        assert_ring(ranks, world_size, *random_qkv(EQUAL_CHUNKS), wrong=mistake)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "dtype"), [(mistake, dtype) for mistake, dtypes in ROUNDING_MISTAKES for dtype in dtypes], ids=str
-)
-def test_a_ring_that_rounds_too_early_is_rejected(ranks, mistake, dtype):
-    with pytest.raises(AssertionError, match=NUMBERS_ARE_WRONG):
-        assert_ring(ranks, 3, *random_qkv(EQUAL_CHUNKS, dtype), wrong=mistake)

@@ -9,6 +9,7 @@ from statistics import mean
 import pytest
 import torch
 
+from bench.scoreboard import unlimited
 from ringlab.planning import round_costs
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.round_costs import (
@@ -19,10 +20,10 @@ from ringlab.planning.round_costs import (
     merge_bytes,
     packing_bytes,
     realistic,
-    unlimited,
 )
 from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.ways import Cluster
+from ringlab.training.flash_ring import merge_into
 from tests.clusters import CHUNK, LAYER, TWO
 
 
@@ -54,6 +55,13 @@ def test_a_merge_moves_the_bytes_of_its_operations(dtype):
     with Moved() as moved:
         out = out - weight * (out - block.to(torch.float32))
     assert moved.bytes - weight.nbytes == merge_bytes(layer, ROWS, KEYS)
+    bytes_of_heads = []
+    for D in (4, 8):  # what lse costs does not depend on D
+        ours, found = torch.zeros(1, 4, ROWS, D), torch.zeros(1, 4, ROWS, D, dtype=dtype)
+        with Moved() as moved:
+            merge_into(ours, torch.zeros(1, 4, ROWS), found, torch.zeros(1, 4, ROWS))
+        bytes_of_heads.append(moved.bytes)
+    assert bytes_of_heads[1] - bytes_of_heads[0] == 4 * ROWS * 4 * (18 if dtype == torch.bfloat16 else 12)
     gradients = [torch.zeros(SHAPES["q"]), torch.zeros(SHAPES["kv"])]
     blocks = [torch.zeros_like(each, dtype=dtype) for each in gradients]
     with Moved() as moved:
@@ -188,15 +196,19 @@ def test_bad_input(options, says):
     "wrong",
     [
         *({"memory_bandwidth": 0.0}, {"latency": -1.0}, {"host_latency": -1.0}, {"launch": -1.0}),
-        *({"backward_flops": -1.0}, {"slowdown": 0.9}, {"causal": 0.0}, {"slowdown": math.inf}),
+        *(
+            {"backward_flops": -1.0},
+            {"multiprocessors": -1},
+            {"slowdown": 0.9},
+            {"causal": 0.0},
+            {"slowdown": math.inf},
+        ),
         *({"latency": math.nan}, {"memory_bandwidth": math.nan}),
     ],
 )
 def test_a_cost_that_cannot_be(wrong):
     with pytest.raises(ValueError, match="expected memory_bandwidth above 0, latencies"):
         replace(TWO, **wrong)
-    with pytest.raises(ValueError, match="multiprocessors is -1; expected 0"):
-        replace(TWO, multiprocessors=-1)
 
 
 # Waves --------------------------------------------------------------------------------------------------------------

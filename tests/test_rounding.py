@@ -93,14 +93,10 @@ def torchs(q, k, v, d_out, *, causal=False, scale=None):
     return with_gradients(attention, q, k, v, d_out)
 
 
-def largest_used(results, rights):
-    return max(rights[name].used(x).max().item() for name, x in results.items())
-
-
 # The exact values -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_exact_values_are_those_of_autograd(data):
     """Any shape, mask and scale, computed in slices of any size, against the formula and torch's own derivatives."""
@@ -142,7 +138,7 @@ def test_exact_values_are_those_of_autograd(data):
 KINDS = st.sampled_from(["normal", "huge", "positive", "shifted"])
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_right_answers_are_within_the_bound(data):
     """Rings of any size and torch's attention, in any dtype; plain code is held to the sharper bound."""
@@ -160,17 +156,6 @@ def test_right_answers_are_within_the_bound(data):
     assert_all_right({"out": out, "lse": lse}, rights)
     assert_all_right(torchs(*four, causal=causal), exact_attention(*four, causal=causal, fused_blocks=1))
     assert_all_right(fused_ring(*four, causal=causal, P=P), exact_attention(*four, causal=causal, fused_blocks=P))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-def test_right_rings_need_half_of_what_is_allowed(dtype, causal):
-    """A shape as in use: D = 64. (A sum of few terms may need all of it, as the next test says.)"""
-    four = inputs(1, 4, 2, 96, 64, dtype, seed=0)
-    assert largest_used(plain_ring(*four, causal=causal, P=8), exact_attention(*four, causal=causal)) <= 0.5
-    for P in (2, 8):
-        rights = exact_attention(*four, causal=causal, fused_blocks=P)
-        assert largest_used(fused_ring(*four, causal=causal, P=P), rights) <= 0.5
 
 
 # Not too wide ---------------------------------------------------------------------------------------------------------
@@ -243,11 +228,6 @@ def test_what_a_fused_kernel_and_merges_may_be_off_by_hand():
 # Mistakes of precision ------------------------------------------------------------------------------------------------
 
 
-def with_ten_bits(x):
-    """As tensor cores read float32: 10 bits behind the point."""
-    return (x.view(torch.int32) & -(2**13)).view(torch.float32)
-
-
 def narrow_blocks(q, k, v, d_out):
     """16-bit operands and partial results, in a ring that should have none."""
     return fused_ring(q, k, v, d_out, causal=False, P=4)
@@ -255,10 +235,6 @@ def narrow_blocks(q, k, v, d_out):
 
 def narrow_travel(q, k, v, d_out):
     return plain_ring(q, k.bfloat16().to(k.dtype), v.bfloat16().to(v.dtype), d_out, causal=False, P=4)
-
-
-def narrow_products(q, k, v, d_out):
-    return plain_ring(*(with_ten_bits(x) for x in (q, k, v, d_out)), causal=False, P=4)
 
 
 def narrow_sums(q, k, v, d_out):
@@ -276,12 +252,9 @@ def narrow_lse(q, k, v, d_out):
     ("mistake", "dtype", "seen_in"),
     [
         (narrow_travel, torch.float32, ["out", "lse", "dq", "dk", "dv"]),
-        (narrow_products, torch.float32, ["out", "lse", "dq", "dk", "dv"]),
         (narrow_sums, torch.float64, ["out", "lse", "dq", "dk", "dv"]),
         (narrow_blocks, torch.bfloat16, ["out", "dv"]),
-        (narrow_blocks, torch.float16, ["out", "dv"]),
         (narrow_lse, torch.bfloat16, ["lse"]),
-        (narrow_lse, torch.float16, ["lse"]),
     ],
 )
 def test_mistakes_of_precision_need_three_times_what_is_allowed(mistake, dtype, seen_in):

@@ -5,17 +5,19 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bench.gradients_home import Circle
 from ringlab.training import overlap, schedule
+from ringlab.training.all_to_all import check_split, count, heads_of_ranks, meshes, runs
 from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import two_buffers
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Ring, TravellingSums, agree_on_schedule
 from tests.grouped_queries import assert_four
+from tests.refusals import all_of
 from tests.ways import CASES, Problem, checked_gradients, cut, whole
 
 LENGTHS = {1: (3,), 3: (2, 5, 1), 5: (3, 1, 4, 1, 2)}
@@ -112,9 +114,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("size", [3, 5])
-def test_wrong_sums_are_rejected(ranks, size, wrong):
-    for partition in partitions(size):
+def test_wrong_sums_are_rejected(ranks, wrong):
+    for partition in partitions(3):
         with pytest.raises(AssertionError):
             assert_walk(ranks, partition, wrong)
 
@@ -141,25 +142,10 @@ def test_the_ranks_agree_on_a_mask_of_all_lengths(ranks):
 # Another schedule ----------------------------------------------------------------------------------------------------
 
 
-class PiecesOfTheOwnBlock(Circle):
-    """A mistake: the pieces of the rank's own block, whichever is in hand."""
-
-    def rounds(self, k, v):
-        for t, k_j, v_j, _ in super().rounds(k, v):
-            yield t, k_j, v_j, self.partition.pieces(dist.get_rank(), dist.get_rank())
-
-    rounds_back = rounds
-
-
 def other_way_round(context, problem, schedule):
     """This rank's chunks of out, dq, dk and dv, by a schedule that is none of ringlab's."""
     mine = cut(context, problem.layout, problem.lengths, *problem.inputs())
     return checked_gradients(ring_flash_attention, mine, {**problem.options, "schedule": schedule})
-
-
-def assert_other_way_round(ranks, size, problem, schedule=Circle):
-    per_rank = ranks(size, other_way_round, problem, schedule)
-    assert_four(whole(per_rank, problem.layout, problem.lengths), problem.right())
 
 
 @pytest.mark.parametrize("size", [3, 5])
@@ -167,11 +153,43 @@ def test_attention_on_a_schedule_of_ones_own(ranks, size):
     for causal, layout in CASES:
         lengths = LENGTHS[size] if layout == "contiguous" else None
         options = {"causal": causal, "layout": layout}
-        assert_other_way_round(ranks, size, Problem(4, 2, sum(lengths or [4] * size), options, lengths, head_dim=8))
+        problem = Problem(4, 2, sum(lengths or [4] * size), options, lengths, head_dim=8)
+        assert_four(whole(ranks(size, other_way_round, problem, Circle), layout, lengths), problem.right())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_schedule_with_the_pieces_of_another_block_is_rejected(ranks, layout):
-    problem = Problem(4, 2, 12, {"causal": True, "layout": layout})
-    with pytest.raises(AssertionError, match="numbers are wrong"):
-        assert_other_way_round(ranks, 3, problem, PiecesOfTheOwnBlock)
+# Heads that do not divide --------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.data())
+def test_every_head_once_and_as_evenly_as_can_be(kv_heads, served, data):
+    heads = kv_heads * served
+    P = data.draw(st.integers(1, heads))
+    queries, keys = heads_of_ranks(heads, kv_heads, P)
+    assert [h for mine in queries for h in range(mine.start, mine.stop)] == list(range(heads))
+    assert {count(mine) for mine in queries} <= {heads // P, -(-heads // P)}
+    for rank, (mine, need) in enumerate(zip(queries, keys, strict=True)):
+        assert {h // served for h in range(mine.start, mine.stop)} == set(range(need.start, need.stop))
+        if P % kv_heads == 0:
+            assert (need.start, need.stop) == (rank * kv_heads // P, rank * kv_heads // P + 1)
+        head, kv_head = 0, 0  # counted from the rank's first
+        for of_run, keys in runs(mine, served):  # in a run, K/V head i serves the query heads i · n/g and so on
+            n, g = count(of_run), count(keys)
+            assert (of_run.start, keys.start) == (head, kv_head)
+            used = [(mine.start + h) // served - need.start for h in range(head, head + n)]
+            assert used == [kv_head + i // (n // g) for i in range(n)]
+            head, kv_head = head + n, kv_head + g
+        assert (head, kv_head) == (count(mine), count(need))
+
+
+def test_meshes_are_those_that_heads_allow():
+    assert meshes(5, 12) == "3 x 4, 4 x 3, 6 x 2, 12 x 1"
+    assert meshes(5, 7) == "7 x 1"
+    assert meshes(8, 4) == "1 x 4, 2 x 2, 4 x 1"
+
+
+@pytest.mark.parametrize("split", [lambda: check_split(5, 6, 6), lambda: heads_of_ranks(5, 1, 6)])
+def test_more_ranks_than_heads_are_refused(split):
+    with pytest.raises(
+        ValueError, match=all_of(["among 6 ranks, and 5 query heads", "a head or more for each", "2 x 3"])
+    ):
+        split()

@@ -6,11 +6,9 @@ from dataclasses import replace
 from functools import partial
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ringlab.training.all_gather import AllGather
 from ringlab.training.all_to_all import Alone
 from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
-from ringlab.training.layouts import Layout, shard
-from ringlab.training.schedule import Ring
-from tests import wrong_flash_rings, wrong_schedules
+from ringlab.training.layouts import Layout, check_layout, check_lengths, shard
+from ringlab.training.schedule import Ring, check_sinks, check_softcap
 from tests.attention import DTYPES, assert_right
 from tests.gradients import gradcheck_on_ranks, gradients
 from tests.grouped_queries import assert_four, expected, grouped_inputs
@@ -29,7 +26,6 @@ from tests.views import VIEWS
 from tests.ways import (
     ALL_LAYOUTS,
     EVERY,
-    FLAT,
     HERE,
     ON_MESH,
     OWN,
@@ -76,7 +72,7 @@ def test_other_dtypes_scales_and_batches(ranks, way, shape, dtype):
 
 
 @pytest.mark.slow
-@every_way
+@some_ways
 def test_values_with_a_head_dimension_of_their_own(ranks, way, shape):
     """Longer and shorter than that of q and k, which alone sets the scale."""
     S, P = 6 * ranks_of(shape), ranks_of(shape)
@@ -90,7 +86,7 @@ def test_values_with_a_head_dimension_of_their_own(ranks, way, shape):
 
 
 @pytest.mark.slow
-@every_way
+@some_ways
 def test_learned_sinks(ranks, way, shape):
     """In every layout, with grouped queries, heads that do not divide, other dtypes, and queries that see no key."""
     S, P = 6 * ranks_of(shape), ranks_of(shape)
@@ -109,21 +105,20 @@ def test_learned_sinks(ranks, way, shape):
     assert_right_results(ranks, way, shape, problems)
 
 
-def at_the_edge(context, way, shape, four):
+def at_the_edge(context, four):
     """out, and what is learned where only the sinks are: the first is -inf, and query 2 sees no key."""
     q, k, v, d_out = cut(context, "striped", None, *four)
     sinks = torch.tensor([-torch.inf, 0.5, 1.0, -2.0], requires_grad=True)
-    out = attention_of(context, way, shape)(q, k, v, **STRIPED, sinks=sinks)
+    out = ring_flash_attention(q, k, v, **STRIPED, sinks=sinks)
     out.backward(d_out)
     return out.detach(), sinks.grad
 
 
-@some_ways
-def test_sinks_alone_are_learned_and_a_query_that_sees_no_key_gives_0(ranks, way, shape):
+def test_sinks_alone_are_learned_and_a_query_that_sees_no_key_gives_0(ranks):
     q, k, *others = four = grouped_inputs(1, 4, 2, 24, 8)
     q[..., -1], k[..., -1] = 0.0, -1e30
     q[:, :, 2, -1] = 1e30  # all scores of query 2 are -inf
-    outs, of_ranks = zip(*ranks(ranks_of(shape), at_the_edge, way, shape, four), strict=True)
+    outs, of_ranks = zip(*ranks(3, at_the_edge, four), strict=True)
     (out,) = whole([[out] for out in outs], "striped")
     d_sinks = sum(x.double() for x in of_ranks)
     assert out[:, :, 2].count_nonzero() == 0
@@ -136,27 +131,8 @@ def test_sinks_alone_are_learned_and_a_query_that_sees_no_key_gives_0(ranks, way
     assert d_sinks[1:].all()
 
 
-def eager_with_sinks(q, k, v, sinks):
-    """As transformers writes it for GPT-OSS: one more column of scores, which is cut off after the softmax."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    scores = scores.masked_fill(future, -torch.inf)
-    columns = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    return columns.softmax(dim=-1)[..., :-1] @ v
-
-
-def test_the_oracle_of_sinks_is_the_eager_formula():
-    for heads, kv_heads, dtype in ((4, 2, torch.float64), (6, 1, torch.float64)):
-        problem = Problem(heads, kv_heads, 12, {"causal": True}, dtype=dtype, sinks=torch.float64)
-        *four, right = problem.right()
-        sinks = problem.logits().requires_grad_()
-        assert_four(gradients(partial(eager_with_sinks, sinks=sinks), *problem.inputs()), four)
-        assert_right(sinks.grad, right, "dsinks")
-
-
 @pytest.mark.slow
-@every_way
+@pytest.mark.parametrize(("way", "shape"), SOME[:4], ids=name_of)
 def test_a_softcap(ranks, way, shape):
     """Scores far below the cap, near it and above it; all masks, and sinks, which are not capped."""
     S, P = 6 * ranks_of(shape), ranks_of(shape)
@@ -171,44 +147,29 @@ def test_a_softcap(ranks, way, shape):
     assert_right_results(ranks, way, shape, problems)
 
 
-def eager_with_softcap(q, k, v, softcap):
-    """As transformers writes it for Gemma 2: the cap, then the mask."""
+def eager(q, k, v, sinks=None, softcap=None):
+    """As transformers writes it for GPT-OSS and Gemma 2: the cap, the mask, one more column that is cut off at last."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = softcap * torch.tanh(q @ k.mT * q.shape[-1] ** -0.5 / softcap)
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(future, -torch.inf).softmax(dim=-1) @ v
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return scores.softmax(dim=-1)[..., : k.shape[2]] @ v
 
 
-@pytest.mark.parametrize("softcap", [0.1, 2.0, 50.0])
-def test_the_oracle_of_a_softcap_is_the_eager_formula(softcap):
-    for heads, kv_heads in ((4, 2), (6, 1)):
-        options = {"causal": True, "softcap": softcap}
-        problem = Problem(heads, kv_heads, 12, options, dtype=torch.float64, times_q=3.0)
-        assert_four(gradients(partial(eager_with_softcap, softcap=softcap), *problem.inputs()), problem.right())
+@pytest.mark.parametrize("softcap", [None, 0.1, 50.0])
+def test_the_oracle_of_sinks_and_softcaps_is_the_eager_formula(softcap):
+    problem = Problem(4, 2, 12, {"causal": True, "softcap": softcap}, dtype=torch.float64, times_q=3.0, value_dim=3)
+    assert_four(gradients(partial(eager, softcap=softcap), *problem.inputs()), problem.right())
+    if softcap != 0.1:  # else no score is as large as the sinks
+        *four, right = (problem := replace(problem, sinks=torch.float64)).right()
+        sinks = problem.logits().requires_grad_()
+        assert_four(gradients(partial(eager, sinks=sinks, softcap=softcap), *problem.inputs()), four)
+        assert_right(sinks.grad, right, "dsinks")
 
 
-def torch_with_values(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-
-def test_the_oracle_of_such_values_is_torchs_own_attention():
-    for D, D_v in ((6, 4), (3, 8)):
-        problem = Problem(4, 2, 12, dtype=torch.float64, head_dim=D, value_dim=D_v)
-        assert_four(gradients(torch_with_values, *problem.inputs()), problem.right())
-
-
-AS = {"list": list, "tuple": tuple, "int64": torch.tensor, "array": np.array}
-
-
-@pytest.mark.parametrize("kind", AS)
-def test_documents_as_a_list_a_tuple_a_tensor_or_an_array(ranks, kind):
-    problem = Problem(4, 2, 24, {"causal": True, "documents": [5, 12, 7]})
-    given = replace(problem, options={**problem.options, "documents": AS[kind]([5, 12, 7])})  # numpy's whole numbers
-    per_rank = [results for (results,) in ranks(4, results_on_rank, "ring", 4, [given])]
-    assert_four(whole(per_rank, "contiguous"), problem.right())
-
-
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
     way = data.draw(st.sampled_from(HERE), label="way")
@@ -219,7 +180,7 @@ def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
 
 
 @pytest.mark.skipif("shared memory" not in HERE, reason="shared memory needs Linux")
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_memory_and_messages_give_the_same_bits(ranks, data):
     """Both compute the same blocks in the same order, but in a backward pass: with messages the own one is the last."""
@@ -255,7 +216,7 @@ def in_parts_of_the_job(context, way, parts, inputs, meshes):
     return None
 
 
-@pytest.mark.parametrize(("way", "meshes"), [*((way, False) for way in PARTS), *((way, True) for way in FLAT)])
+@pytest.mark.parametrize(("way", "meshes"), [*((way, False) for way in PARTS), ("ring", True), ("all-to-all", True)])
 def test_in_parts_of_a_job_at_the_same_time(ranks, way, meshes):
     """In process groups, or in meshes of one dimension; hybrid and double ring always in meshes."""
     world_size, parts = PARTS[way]
@@ -301,7 +262,7 @@ def what_autograd_may_ask(context, way, shape, four):
     return d_k[0], same, graph, errors
 
 
-@some_ways
+@pytest.mark.parametrize(("way", "shape"), [("ring", 3), ("all-to-all", 3), ("shared memory", 3)])
 def test_one_gradient_none_or_a_second_derivative(ranks, way, shape):
     P, four = ranks_of(shape), grouped_inputs(1, 4, 2, 24, 8)
     d_k, same, graph, errors = zip(*ranks(P, what_autograd_may_ask, way, shape, four), strict=True)
@@ -312,31 +273,29 @@ def test_one_gradient_none_or_a_second_derivative(ranks, way, shape):
     assert all(["a ring can be differentiated once" in each for each in of_rank] == [True] * 2 for of_rank in errors)
 
 
-def on_views(context, way, shape, four, scale):
+def on_views(context, way, shape, four):
     """This rank's results with each kind of view, and with d_out expanded from one number."""
     attention, mine, results = attention_of(context, way, shape), cut(context, "striped", None, *four), []
-    options = {**STRIPED, "scale": scale}
     for view in VIEWS:
         inputs = [view(x).detach().requires_grad_() for x in mine[:3]]
         assert not inputs[0].is_contiguous()
-        out = attention(*inputs, **options)
+        out = attention(*inputs, **STRIPED)
         results.append((out.detach(), *torch.autograd.grad(out, inputs, view(mine[3]))))
     inputs = [x.clone().requires_grad_() for x in mine[:3]]
-    out = attention(*inputs, **options)
+    out = attention(*inputs, **STRIPED)
     out.sum().backward()
     return [*results, (out.detach(), *(x.grad for x in inputs))]
 
 
-@some_ways
-@pytest.mark.parametrize("scale", [0.3, -0.3])  # a fused kernel, and the plain one
-def test_views_are_as_good_as_contiguous_tensors(ranks, way, shape, scale):
+@pytest.mark.parametrize(("way", "shape"), [("ring", 3), ("all-gather", 3), ("all-to-all", 3), ("shared memory", 3)])
+def test_views_are_as_good_as_contiguous_tensors(ranks, way, shape):
     four = grouped_inputs(2, 4, 2, 24, 6)
-    *views, summed = zip(*ranks(ranks_of(shape), on_views, way, shape, four, scale), strict=True)
+    *views, summed = zip(*ranks(ranks_of(shape), on_views, way, shape, four), strict=True)
     assert len(views) == len(VIEWS)
     for per_rank in views:
-        assert_four(whole(per_rank, "striped"), expected(*four, causal=True, scale=scale))
+        assert_four(whole(per_rank, "striped"), expected(*four, causal=True))
     ones = [*four[:3], torch.ones_like(four[3])]
-    assert_four(whole(summed, "striped"), expected(*ones, causal=True, scale=scale))
+    assert_four(whole(summed, "striped"), expected(*ones, causal=True))
 
 
 # Other queries than keys ---------------------------------------------------------------------------------------------
@@ -387,49 +346,44 @@ def falling(seq_len, rank, world_size):
 
 
 # fmt: off
-BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X; words of the message)
-    "heads": ((X[:, :3], X[:, :2], X[:, :2]), ["rank 1: q has 3 heads and k 2; expected a multiple"]),
-    "k and v": ((X, X, X[:, :1]), ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)", "same B, heads and"]),
-    "nothing in v": ((X, X, X[..., :0]), ["rank 1: v has shape (1, 4, 4, 0)", "1 or more"]),
-    "three dimensions of v": ((X, X, X[0]), ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
-    "head dims of v": ((X, X, X[..., :2]), ["the ranks disagree", "head dim of v=3", "rank 1: head dim of v=2"]),
-}
-BAD_OPTIONS = {  # the same with options of all ranks
-    "layout": ((X, X, X), {"layout": "spiral"}, ["layout is 'spiral'", "contiguous, zigzag, striped"]),
+BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X; options of all; words of the message)
+    "heads": ((X[:, :3], X[:, :2], X[:, :2]), {}, ["rank 1: q has 3 heads and k 2; expected a multiple"]),
+    "k and v": ((X, X, X[:, :1]), {}, ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)", "same B, heads and"]),
+    "nothing in v": ((X, X, X[..., :0]), {}, ["rank 1: v has shape (1, 4, 4, 0)", "1 or more"]),
+    "three dimensions of v": ((X, X, X[0]), {}, ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
+    "head dims of v": ((X, X, X[..., :2]), {}, ["ranks disagree", "head dim of v=3", "rank 1: head dim of v=2"]),
     "no layout": ((X, X, X), {"layout": None}, ["layout is None", "expected one of contiguous"]),
     "a token twice": ((X, X, X), {"layout": Layout("twice", twice)}, ["the layout twice gives token 0", "on one rank"]),
-    "nowhere": ((X, X, X), {"layout": Layout("nowhere", without_the_first)}, ["gives token 0 to 0 of", "on one rank"]),
-    "halves": ((X, X, X), {"layout": Layout("halves", of_halves)}, ["the layout halves gives rank 0", "int64"]),
-    "a list": ((X, X, X), {"layout": Layout("a list", a_list)}, ["the layout a list gives rank 0", "int64"]),
-    "falling": ((X, X, X), {"layout": Layout("falling", falling)}, ["the layout falling gives rank 0", "rising order"]),
     "not a multiple": ((X[:, :, :3],) * 3, {"layout": "zigzag"}, ["tokens in the zigzag layout on", "pad(x, "]),
     "lengths": ((X[:, :, :1],) * 3, {"layout": OWN}, ["the ranks have [4, 1", "layout; expected [", "with shard"]),
-    "lengths of stripes":
-        ((torch.ones(1, 4, 16, 3),) * 3, {"layout": "striped"}, ["have [4, 16", "in the striped layout; expected ["]),
     "queries": ((X[:, :, :2], X, X), {"causal": True}, ["rank 1: q has 2 tokens and k 4; expected chunks of the same"]),
-    "queries, documents": ((X[:, :, :2], X, X), {"documents": [16]}, ["rank 1: q has 2 tokens and k 4; expected"]),
     "sinks": ((X, X, X), {"sinks": torch.zeros(3)}, ["sinks is torch.float32 of shape (3,) on cpu", "shape (4,), on"]),
-    "sinks of whole numbers": ((X, X, X), {"sinks": torch.arange(4)}, ["sinks is torch.int64", "a floating dtype"]),
-    "a list of sinks": ((X, X, X), {"sinks": [0.0] * 4}, ["sinks is [0.0, 0.0, 0.0, 0.0]", "expected a tensor"]),
     "softcap of 0": ((X, X, X), {"softcap": 0.0}, ["softcap is 0.0; expected a finite number above 0"]),
-    "softcap below 0": ((X, X, X), {"softcap": -5}, ["softcap is -5; expected a finite number above 0"]),
-    "softcap of nan": ((X, X, X), {"softcap": float("nan")}, ["softcap is nan; expected a finite number"]),
-    "softcap of inf": ((X, X, X), {"softcap": float("inf")}, ["softcap is inf; expected", "None for no cap"]),
-    "softcap in words": ((X, X, X), {"softcap": "large"}, ["softcap is 'large'; expected a finite number"]),
-    "a truth as softcap": ((X, X, X), {"softcap": True}, ["softcap is True; expected a finite number above 0"]),
     "documents": ((X, X, X), {"documents": [5, 6]}, ["documents of 5, 6 tokens, 11 in all", "expected"]),
-    "documents of halves": ((X, X, X), {"documents": [8.0, 8.0]}, ["documents is (8.0, 8.0)", "whole numbers"]),
-    "true as a length": ((X, X, X), {"documents": [True, 15]}, ["documents is (True, 15)", "whole numbers"]),
-    "a tensor of halves": ((X, X, X), {"documents": torch.tensor([8.0, 8.0])}, ["documents is (8.0, 8.0)", "tensor"]),
-    "a table of documents": ((X, X, X), {"documents": torch.ones(2, 8, dtype=int)}, ["documents is tensor([[1"]),
-    "documents in words": ((X, X, X), {"documents": "16"}, ["documents is '16'; expected a list of their lengths"]),
-    "no documents": ((X, X, X), {"documents": []}, ["documents is ()", "expected a list of their lengths"]),
-    "window": ((X, X, X), {"window": 3}, ["window is 3 with causal=False", "expected"]),
 }
+ALONE = [  # the same of one process: what refuses it, the arguments, words
+    (check_layout, (Layout("nowhere", without_the_first), 16, 4), "gives token 0 to 0 of 4 ranks; expected"),
+    (check_layout, (Layout("halves", of_halves), 16, 4), r"the layout halves gives rank 0 .*int64"),
+    (check_layout, (Layout("a list", a_list), 16, 4), r"the layout a list gives rank 0 .*int64"),
+    (check_layout, (Layout("falling", falling), 16, 4), "the layout falling gives rank 0 .*rising order"),
+    (check_lengths, ("striped", [4, 16]), r"have \[4, 16\] tokens in the striped layout; expected \["),
+    (check_sinks, (torch.arange(4), X), "sinks is torch.int64 .*a floating dtype"),
+    (check_sinks, (torch.zeros(4, 1), X), r"shape \(4, 1\)"),
+    (check_sinks, ([0.0] * 4, X), r"sinks is \[0.0, 0.0, 0.0, 0.0\]; expected a tensor"),
+    *((check_softcap, (cap,), f"softcap is {cap!r}; expected a finite number above 0")
+      for cap in (-5, math.nan, math.inf, "large", True)),
+]
 # fmt: on
-BAD_OPTIONS |= {bad: (qkv, {}, words) for bad, (qkv, words) in BAD.items()}
+
+
+@pytest.mark.parametrize(("refuses", "args", "words"), ALONE)
+def test_bad_options_are_refused(refuses, args, words):
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        refuses(*args)
+
+
 # All is refused in one function, before a way's own code: all cases on one way, and one on each other way.
-REFUSED = [("ring", 4, bad) for bad in BAD_OPTIONS] + [(way, shape, "heads") for way, shape in SOME if way != "ring"]
+REFUSED = [("ring", 3, bad) for bad in BAD] + [(way, shape, "heads") for way, shape in SOME if way != "ring"]
 
 
 def refused(context, way, shape, qkv_of_ranks, options):
@@ -446,7 +400,7 @@ def refused(context, way, shape, qkv_of_ranks, options):
 
 @pytest.mark.parametrize(("way", "shape", "bad"), REFUSED, ids=name_of)
 def test_bad_input_is_refused_on_every_rank_before_anything_travels(ranks, way, shape, bad):
-    qkv, options, words = BAD_OPTIONS[bad]
+    qkv, options, words = BAD[bad]
     P = ranks_of(shape)
     qkvs = [(X, X, X), qkv, *[(X, X, X)] * (P - 2)]
     assert re.search(all_of(words), refusal(ranks.outcomes(P, refused, way, shape, qkvs, options)))
@@ -460,33 +414,21 @@ def reversed_chunks(seq_len, rank, world_size):
     return torch.arange(seq_len).tensor_split(world_size)[world_size - 1 - rank]
 
 
-@some_ways
+@pytest.mark.parametrize(("way", "shape"), [("ring", 3), ("all-gather", 3), ("hybrid", (2, 2))], ids=name_of)
 def test_a_layout_of_ones_own_may_have_the_name_of_another(ranks, way, shape):
     options = {"causal": True, "layout": Layout("striped", from_the_end, 1)}
     assert_right_results(ranks, way, shape, [Problem(4, 2, 6 * ranks_of(shape), options)])
 
 
-@some_ways
-def test_huge_numbers_are_all_tokens(ranks, way, shape):
-    documents = {"causal": True, "documents": [8, 16]}
-    for huge in ({"window": 2, "global_tokens": 2**63 - 1}, {"window": 2**70, "global_tokens": 2**70}):
-        per_rank = ranks(ranks_of(shape), results_on_rank, way, shape, [Problem(4, 2, 24, {**documents, **huge})])
-        mine = whole([results for (results,) in per_rank], "contiguous")
-        assert_four(mine, Problem(4, 2, 24, documents).right())
-
-
 # fmt: off
-OTHER = {  # an option; what the first rank has, and what rank 1 has; words
-    "layouts of one name":
-        ("layout", Layout("mine", from_the_end), Layout("mine", reversed_chunks), ["positions of the"]),
-    "a name and a layout of it": ("layout", "striped", Layout("striped", from_the_end), ["layout=striped", "its own"]),
-    "schedules": ("schedule", Ring, AllGather, ["schedule=Ring", "schedule=AllGather"]),
-    "sinks": ("sinks", None, torch.zeros(4), ["rank 0: sinks=None", "rank 1: sinks=torch.float32"]),
-    "dtypes of sinks": ("sinks", torch.zeros(4), torch.zeros(4).half(), ["sinks=torch.float32", "sinks=torch.float16"]),
-    "softcaps": ("softcap", 50, 30.0, ["rank 0: softcap=50.0", "rank 1: softcap=30.0"]),
-    "softcap": ("softcap", 50, None, ["rank 0: softcap=50.0", "rank 1: softcap=None"]),
-    "learned sinks": ("sinks", torch.zeros(4), torch.zeros(4).requires_grad_(), ["gradients=False", "gradients=True"]),
-}
+OTHER = [  # a way, its ranks, an option; what the first rank has, and what rank 1 has; words
+    ("ring", 3, "layout", Layout("mine", from_the_end), Layout("mine", reversed_chunks), ["positions of the"]),
+    ("ring", 3, "layout", "striped", Layout("striped", from_the_end), ["layout=striped", "its own"]),
+    ("ring", 3, "schedule", Ring, AllGather, ["schedule=Ring", "schedule=AllGather"]),
+    ("ring", 3, "sinks", None, torch.zeros(4), ["rank 0: sinks=None", "rank 1: sinks=torch.float32"]),
+    ("ring", 3, "sinks", torch.zeros(4), torch.zeros(4).requires_grad_(), ["gradients=False", "gradients=True"]),
+    *((way, shape, "softcap", 50, None, ["rank 0: softcap=50.0", "rank 1: softcap=None"]) for way, shape in SOME),
+]
 # fmt: on
 
 
@@ -494,30 +436,23 @@ def with_its_own(context, way, shape, name, options_of_ranks):
     attention_of(context, way, shape)(X, X, X, causal=True, **{name: options_of_ranks[context.rank]})
 
 
-@pytest.mark.parametrize(
-    ("way", "shape", "case"),
-    [("ring", 4, case) for case in OTHER] + [(way, shape, "softcap") for way, shape in SOME if way != "ring"],
-    ids=name_of,
-)
-def test_ranks_that_disagree_are_refused(ranks, way, shape, case):
-    name, first, other, words = OTHER[case]
-    options = [first, other, *[first] * (ranks_of(shape) - 2)]
-    assert re.search(all_of(words), refusal(ranks.outcomes(ranks_of(shape), with_its_own, way, shape, name, options)))
-
-
-@pytest.mark.parametrize(("way", "shape"), [("all-to-all", 3), ("hybrid", (2, 2))], ids=name_of)
-def test_an_exchange_needs_the_queries_of_the_same_tokens(ranks, way, shape):
+@pytest.mark.parametrize(("way", "shape", "name", "first", "other", "words"), OTHER)
+def test_ranks_that_disagree_are_refused(ranks, way, shape, name, first, other, words):
     P = ranks_of(shape)
-    qkvs = [(X, X, X), (X[:, :, :2], X, X), *[(X, X, X)] * (P - 2)]
-    outcomes = ranks.outcomes(P, refused, way, shape, qkvs, {})
+    outcomes = ranks.outcomes(P, with_its_own, way, shape, name, [first, other, *[first] * (P - 2)])
+    assert re.search(all_of(words), refusal(outcomes))
+
+
+def test_an_exchange_needs_the_queries_of_the_same_tokens(ranks):
+    qkvs = [(X, X, X), (X[:, :, :2], X, X), (X, X, X)]
+    outcomes = ranks.outcomes(3, refused, "all-to-all", 3, qkvs, {})
     assert re.search(all_of(["rank 1: q has 2 tokens and k 4; expected chunks of the same"]), refusal(outcomes))
 
 
 def on_mesh_or_alone(context, which):
     if which == "drop-in":
         return scaled_dot_product_attention(X, X, X, group=init_device_mesh("cpu", (2, 2)))
-    schedule = {"alone": Alone, "a word": "memory", "an object": Ring(None, 1.0), "a pair": (Ring, "why")}[which]
-    return ring_flash_attention(X, X, X, schedule=schedule)
+    return ring_flash_attention(X, X, X, schedule={"alone": Alone, "a word": "memory", "a pair": (Ring, "why")}[which])
 
 
 @pytest.mark.parametrize(
@@ -526,7 +461,6 @@ def on_mesh_or_alone(context, which):
         ("drop-in", "mesh is a mesh of shape (2, 2); expected a group"),
         ("alone", "Alone among 4 ranks"),
         ("a word", "schedule is 'memory'; expected the class of a way, such as Ring or SharedMemory"),
-        ("an object", "schedule is Ring(partition=None"),
         ("a pair", "expected the class of a way"),
     ],
 )
@@ -563,9 +497,7 @@ def test_a_group_that_does_not_fit_is_refused(ranks, case):
     assert re.search(all_of(words), refusal(ranks.outcomes(4, on_group, way, ranks_of_mesh)))
 
 
-@pytest.mark.parametrize(
-    ("way", "mesh"), [("ring", [0, 1]), ("all-to-all", [0, 1]), *((way, [[0, 1], [2, 3]]) for way in ON_MESH)]
-)
+@pytest.mark.parametrize(("way", "mesh"), [("ring", [0, 1]), ("double ring", [[0, 1], [2, 3]])])
 def test_a_rank_outside_the_mesh_is_refused_alone(ranks, way, mesh):
     size = torch.tensor(mesh).numel()
     *inside, outside = ranks.outcomes(size + 1, on_group, way, mesh)
@@ -573,41 +505,17 @@ def test_a_rank_outside_the_mesh_is_refused_alone(ranks, way, mesh):
     assert re.search(all_of([f"not in the mesh {mesh}", "expected only its members"]), outside.message)
 
 
-def on_a_row(context, which):
+def on_a_row(context):
     """Attention among the ranks of a row of a larger mesh, which a job has for data and sequence parallelism."""
     row = init_device_mesh("cpu", (2, 3), mesh_dim_names=("data", "sequence"))["sequence"]
     four = grouped_inputs(1, 4, 2, 12, 8, seed=context.rank // 3)
     mine = [shard(x, "striped", row.get_local_rank(), 3) for x in four]
-    if which == "drop-in":
-        attention = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-        return checked_gradients(attention, mine, {"layout": "striped", "group": row})
-    return checked_gradients(WAYS[which], mine, {**STRIPED, "group": row})
+    attention = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    return checked_gradients(attention, mine, {"layout": "striped", "group": row})
 
 
-@pytest.mark.parametrize("which", ["drop-in", *FLAT])
-def test_on_a_row_of_a_mesh(ranks, which):
-    per_rank = ranks(6, on_a_row, which)
+def test_on_a_row_of_a_mesh(ranks):
+    per_rank = ranks(6, on_a_row)
     for row in range(2):
         four = grouped_inputs(1, 4, 2, 12, 8, seed=row)
         assert_four(whole(per_rank[3 * row : 3 * row + 3], "striped"), expected(*four, causal=True))
-
-
-# Mistakes ------------------------------------------------------------------------------------------------------------
-
-
-SHOWS = wrong_schedules.SHOWS | wrong_flash_rings.SHOWS
-SEEN_RIGHT = set()  # problems that the right way has solved
-
-
-@pytest.mark.parametrize(
-    ("wrong", "way", "shape", "problem"),
-    [(wrong, way, shape, problem) for wrong, cases in SHOWS.items() for way, shape, problem in cases if way in HERE],
-    ids=name_of,
-)
-def test_a_wrong_way_is_rejected(ranks, wrong, way, shape, problem):
-    right = Problem(*problem)
-    if (way, shape, repr(problem)) not in SEEN_RIGHT:
-        assert_right_results(ranks, way, shape, [right])
-        SEEN_RIGHT.add((way, shape, repr(problem)))
-    with pytest.raises(AssertionError, match="numbers are wrong"):
-        assert_right_results(ranks, way, shape, [right], wrong)

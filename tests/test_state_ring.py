@@ -32,7 +32,7 @@ def loop(q, k, v, log_decay, beta, state, scale, starts, sign=-1):
     """Out and the last state. `sign` +1: what the delta rule takes back is added."""
     outs = []
     for t in range(q.shape[2]):
-        state = torch.zeros_like(state) if t in starts else state * log_decay[:, :, t, None, None].exp()
+        state = torch.zeros_like(state) if t in starts else state * log_decay[:, :, t, :, None].exp()
         u = v[:, :, t]
         if beta is not None:
             u = beta[:, :, t, None] * (u + sign * torch.einsum("bhd,bhde->bhe", k[:, :, t], state))
@@ -49,7 +49,7 @@ class Problem:
     tokens: int = 12
     heads: tuple = (2, 2, 2)
     delta: bool = True
-    decays: bool = True
+    decays: int = 1  # how many a token: 0, 1 or D
     options: dict = field(default_factory=dict)
     lengths: tuple | None = None  # of contiguous chunks
     dtype: torch.dtype = torch.float64
@@ -64,8 +64,9 @@ class Problem:
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
         q, k, v = (normal(2, heads, S, size) for heads, size in zip(self.heads, (D, D, DV), strict=True))
-        decays = torch.rand(2, H, S, generator=generator).double().mul(1.5).clamp(max=1)  # a third of them are 1
-        decays[torch.rand(2, H, S, generator=generator) < 0.1] = 0
+        shape = (2, H, S, D) if self.decays == D else (2, H, S)
+        decays = torch.rand(shape, generator=generator).double().mul(1.5).clamp(max=1)  # a third of them are 1
+        decays[torch.rand(shape, generator=generator) < 0.1] = 0
         x = {"q": q, "k": k / k.norm(dim=-1, keepdim=True), "v": v}
         x |= {"log_decay": decays.log() if self.decays else None, "state": normal(2, H, D, DV)}
         x["beta"] = torch.rand(2, H, S, generator=generator).double() if self.delta else None
@@ -80,6 +81,7 @@ class Problem:
         leaves = {n: y.requires_grad_() for n, y in leaves.items()}
         wide = [leaves[n].repeat_interleave(H // leaves[n].shape[1], dim=1) for n in "qkv"]
         decays = leaves.get("log_decay", torch.zeros(2, H, self.tokens, dtype=torch.double))
+        decays = decays.reshape(2, H, self.tokens, -1)
         starts = set(torch.tensor(self.options.get("documents", [0])).cumsum(dim=0).tolist()) - {0}
         scale = self.options.get("scale", D**-0.5)
         results = loop(*wide, decays, leaves.get("beta"), leaves["state"], scale, starts, sign)
@@ -166,10 +168,10 @@ def problems_of(world_size, count=12):
             lengths = tuple(torch.tensor([0, *cuts.tolist(), S]).diff().tolist())
         heads = one_of((2, 2, 2), (1, 1, 2), (2, 1, 1), (1, 2, 1))
         dtype = one_of(torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16)
-        yield Problem(seed, S, heads, one_of(True, False), one_of(True, True, False), options, lengths, dtype)
+        yield Problem(seed, S, heads, one_of(True, False), one_of(0, 1, 1, D), options, lengths, dtype)
 
 
-@pytest.mark.parametrize("P", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("P", range(1, 8))
 def test_the_ring_of_states_is_the_loop(ranks, P):
     problems = list(problems_of(P))
     for problem, *of_ranks in zip(problems, *ranks(P, on_rank, problems), strict=True):
@@ -187,7 +189,7 @@ def test_the_state_stays_in_its_group(ranks, way):
 def test_both_forms_are_the_loop(form, size):
     if form is alone.linear_attention:
         form = functools.partial(form, size=size)
-    for seed, delta, decays in ((1, True, True), (2, False, True), (3, False, False), (4, True, False)):
+    for seed, delta, decays in ((1, True, 1), (2, False, 1), (3, False, 0), (4, True, 0), (5, True, D), (6, False, D)):
         problem = Problem(seed, 13, (2, 1, 2), delta, decays)
         x, d_results = problem.inputs
         x = {n: y.clone().requires_grad_() for n, y in x.items() if y is not None}
@@ -251,6 +253,7 @@ MISTAKES = {
 def test_a_mistake_is_seen(ranks, name):
     zigzag = Problem(5, options={"layout": "zigzag", "documents": [7, 5]})
     problems = [zigzag, Problem(6, options={"way": "scan"}), Problem(7, options={"way": "hops"})]
+    problems.append(Problem(9, delta=False, decays=D))
     seen = 0
     for problem, *of_ranks in zip(problems, *ranks(3, on_rank, problems, name), strict=True):
         try:
@@ -277,6 +280,8 @@ REFUSED = [
     ({"way": "scan", "layout": "zigzag"}, ["way is 'scan', layout zigzag", "for contiguous chunks"]),
     ({"v": torch.zeros(2, 2, 5, 2)}, ["shapes", "expected (B, H, S, D)"]),
     ({"v": torch.zeros(2, 3, 4, 2).double()}, ["2, 2 and 3 heads", "divide the largest"]),
+    ({"log_decay": torch.zeros(2, 2, 4, 2)}, ["log_decay has shape (2, 2, 4, 2)", "(2, 2, 4), or (B, H, S, D), D = 3"]),
+    ({"log_decay": (torch.zeros(2, 2, 4), torch.zeros(2, 2, 4, 3))}, ["the ranks disagree", "dim of log_decay=4"]),
     ({"beta": torch.zeros(2, 2, 3)}, ["beta has shape (2, 2, 3)", "expected (B, H, S), (2, 2, 4)"]),
     ({"state": torch.zeros(2, 2, 3, 3)}, ["state has shape (2, 2, 3, 3)", "expected (B, H, D, Dv)", "(2, 2, 3, 2)"]),
     ({"q": torch.zeros(2, 2, 4, 3)}, ["expected one floating dtype"]),

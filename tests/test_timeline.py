@@ -1,5 +1,7 @@
 """The record of a ring: which block each rank used, sent and received in each round, in what order, and the bytes."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,28 +48,17 @@ def test_who_does_what_with_which_block(ranks, world_size):
 def record_nothing(context, q, k, v, lengths):
     ring_and_events(context, q, k, v, lengths)
     (k,) = chunks(context, lengths, k)
-    with timeline.span("compute", 0, k):
-        pass  # nobody records
+    with suppress(OverflowError), timeline.record(k):
+        raise OverflowError
+    with timeline.span("compute", 0):  # nobody records: in a recording it would look for a tensor
+        pass
     with timeline.record(k) as events:
         pass
     return events
 
 
-def test_nothing_is_recorded_outside(ranks):
+def test_nothing_is_recorded_outside_or_after_an_error(ranks):
     assert ranks(2, record_nothing, *random_qkv((1, 1, 4, 2)), [2, 2]) == [[], []]
-
-
-def record_an_error(context):
-    try:
-        with timeline.record(torch.zeros(1, 1, 1, 1)):
-            raise OverflowError
-    except OverflowError:
-        with timeline.span("compute", 0):  # in a recording it would look for a tensor
-            return "ended"
-
-
-def test_an_error_ends_the_recording(ranks):
-    assert ranks(2, record_an_error) == ["ended", "ended"]
 
 
 def record_a_foreign_block(context):
@@ -93,12 +84,12 @@ def record_in_parts(context, parts):
     return None
 
 
-@pytest.mark.parametrize("parts", [[[1, 3]], [[2, 3], [0, 1]]], ids=str)
-def test_a_part_of_a_job_records_its_own_ranks(ranks, parts):
+def test_a_part_of_a_job_records_its_own_ranks(ranks):
     """Counted inside the part, whatever the other ranks do at the same time."""
-    seen = ranks(4, record_in_parts, parts)
+    parts = [[2, 4], [0, 1]]
+    seen = ranks(5, record_in_parts, parts)
     inside = {rank for part in parts for rank in part}
-    assert seen == [[(0, 0), (1, 1)] if rank in inside else None for rank in range(4)]
+    assert seen == [[(0, 0), (1, 1)] if rank in inside else None for rank in range(5)]
 
 
 EVENTS = [Event(0, "compute", 0, 1, 0.25, 0.5, 96), Event(1, "send", 2, 9, 1e-7, 0.125, 7)]
@@ -118,16 +109,6 @@ def test_every_event_is_drawn_in_its_blocks_colour():
     ]
     assert [bar.get_x() for bar in ax.patches] == pytest.approx([250, 1e-4])  # milliseconds
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([250, 125])
-
-
-def test_a_blocking_send_never_ends_before_its_receiver_begins(ranks):
-    """True of the ring, so it must be true of the record: the ranks of one host share a clock."""
-    q, k, v = (torch.randn(1, 2, 64, 8) for _ in "qkv")
-    for _ in range(10):
-        _, events = ranks(4, ring_and_events, q, k, v, [16] * 4)[0]
-        received = {(it.rank, it.round): it.start for it in events if it.what == "receive"}
-        for it in events:
-            assert it.what != "send" or it.end >= received[(it.rank + 1) % 4, it.round]
 
 
 def test_blocks_that_begin_alike_are_told_apart(ranks):

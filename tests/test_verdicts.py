@@ -11,6 +11,7 @@ import re
 import sys
 import textwrap
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -47,7 +48,7 @@ def test_a_concept_checks_itself_and_its_docstring_shows_what_it_prints(name):
     check_shown(textwrap.dedent(shown), seen.printed)
 
 
-@pytest.mark.parametrize("name", marked([*CONCEPTS, "ring_attn"]))  # what the ring prints: tests/test_readme.py
+@pytest.mark.parametrize("name", marked([*CONCEPTS, "ring_attn"]))  # what the ring prints: tests/test_pages.py
 def test_a_docstring_has_every_part(name):
     text = importlib.import_module(name).__doc__
     assert [part for part in ("Shapes: ", "Before: ", "After: ", "Source: ") if part not in text] == []
@@ -71,15 +72,13 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "simulate_messages": (lambda seen: replace(seen, waits_for=seen.waits_for or {0: 1}, cycle=[]), range(3, 17))
     },
     "ring_doctor.paper_ring": {"compute": (lambda results: {**results, "dv": results["dv"] + 1e-3}, [0])},
-    "ringlab.training.layouts": {"unshard": (lambda x: x + 1, range(4))},
-    "ringlab.training.rotary": {"rotary": (lambda x: x + 1, range(1, 5))},  # 0: of the whole; 5 to 8: wrong ones
+    "ringlab.training.layouts": {
+        "unshard": (lambda x: x + 1, range(5)),
+        "rotary": (lambda x: x + 1, range(1, 5)),  # 0: of the whole; 5 to 8: wrong ones
+    },
     "ringlab.training.fused_block": {
         "fused_backward": (lambda gradients: [x + 1e-9 for x in gradients], [0, 1]),
         "to_natural": (lambda lse: lse + 1e-9, [0]),
-        "which_convention": (lambda convention: "another", [0]),
-    },
-    "ringlab.training.grouped_query": {
-        "launch": (lambda of_ranks: [(out, sent + 1) for out, sent in of_ranks], range(3))
     },
     "ringlab.training.masks": {"Mask": (lambda mask: replace(mask, window=3), [0])},
     "ringlab.training.partition": {"covered": (lambda drawn: drawn + 1, range(3))},
@@ -99,49 +98,37 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
         "mean_loss": (lambda loss: loss + 1e-9, [0, 1, 2, 6, 7, 8]),  # 3 to 5: wrong ones
         "window_hops": (lambda hops: hops + 1, range(2)),
     },
-    "ringlab.training.split_heads": {
-        "heads_of_ranks": (lambda shares: ([slice(0, 1), *shares[0][1:]], shares[1]), range(2)),
-    },
     "ringlab.planning.hidden_communication": {
         "min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0, 2, 3, 4])
     },  # 1: misprinted
-    "ringlab.planning.simulated_ring": {
-        "ring_seconds": (lambda seconds: seconds * (1 + 1e-6), range(4)),
-        "min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0]),
-    },
-    "ringlab.planning.seconds": {"pass_seconds": (lambda seconds: seconds * (1 + 1e-6), range(3))},
-    "ringlab.planning.host_order": {"best_order": (lambda order: tuple(sorted(order)), range(3))},
     "ringlab.planning.unequal": {
+        "ring_seconds": (lambda seconds: seconds * (1 + 1e-6), range(4)),
         "unequal_ring": (lambda seconds: 1.01 * seconds, [1, 3]),  # chunks in proportion
+        "best_order": (lambda order: tuple(sorted(order)), [0]),
     },
-    "ringlab.planning.round_costs": {"merge_bytes": (lambda moved: moved + 1, [2])},
-    "ringlab.planning.step": {
-        "step_seconds": (lambda terms: {**terms, "more": 9.0}, [0]),
-        "step_bytes": (lambda held: {**held, "more": 9e9}, [0]),
-    },
-    "ringlab.planning.pass_q_or_kv": {"what_travels": (lambda said: "Q" if said == "KV" else "KV", range(6))},
-    "ringlab.models.conversation": {
-        "launch": (lambda of_ranks: [[(answers + 1, *rest) for answers, *rest in turns] for turns in of_ranks], [0])
+    "ringlab.planning.pass_q_or_kv": {
+        "published": (
+            lambda turn: SimpleNamespace(sent=turn.sent, seconds=turn.seconds, travels={"Q": "KV"}.get(turn.travels)),
+            range(1, 8),
+        )
     },
     "ringlab.models.transformer": {
         "launch": (lambda of_ranks: [[*cases[:-1], (cases[-1][0], 0)] for cases in of_ranks], [0])  # no hops
     },
     "ringlab.models.mesh": {
-        "launch": (lambda of_ranks: [(rows, {**norms, "one process": 0.1}) for rows, norms in of_ranks], [0])
+        "launch": (lambda of_ranks: [[(name, ratio, 1.0) for name, ratio, _ in rows] for rows in of_ranks], [0])
     },
     "ringlab.models.generate": {
         "launch": (lambda of_ranks: [(tokens + 1, stored) for tokens, stored in of_ranks], [0])
     },
-    "ringlab.models.checkpoint": {"launch": (lambda of_ranks: [(step + 1, *rest) for step, *rest in of_ranks], [1])},
-    "ringlab.planning.step_memory": {"longest_chunk": (lambda chunk: chunk + 16, range(8))},
+    "ringlab.models.generate_states": {
+        "launch": (lambda of_ranks: [(tokens + 1, kept) for tokens, kept in of_ranks], [0])
+    },
 }
 ELSEWHERE = {
     "ringlab.basics.ranks": "an assert on each rank, which ends the job",
     "ring_doctor.catalogue": "a list, without a check",
     "ring_doctor.xray": "a right X-ray and a wrong one: tests/doctor/test_xray.py",
-    "ringlab.planning.cost_model": "the verdicts of two tables: tests/test_cost_model.py",
-    "ringlab.planning.scoreboard": "errors and intervals: tests/test_scoreboard.py",
-    "ringlab.planning.ring_memory": "the rows of a table: test_every_row_of_a_table_counts",
 }
 
 
@@ -210,10 +197,11 @@ def test_every_concept_has_a_check(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "table", "column"), [("hidden_communication", "TABLE_2", 3), ("ring_memory", "TABLE_3", 5)]
+    ("name", "table", "column"),
+    [("ringlab.planning.hidden_communication", "TABLE_2", 3), ("notebooks.paper_tables", "TABLE_3", 5)],
 )
 def test_every_row_of_a_table_counts(name, table, column):
-    module = importlib.import_module(f"ringlab.planning.{name}")
+    module = importlib.import_module(name)
     rows = getattr(module, table)
     for i, row in enumerate(rows):
         if row[0] not in getattr(module, "MISPRINTED", ()):

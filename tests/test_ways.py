@@ -1,4 +1,4 @@
-"""The bytes and the memory of each way: by hand, against the flat formulas, by properties; and wrong counts fail."""
+"""The bytes, the memory and the seconds of each way: by hand, by properties, and both at once played step by step."""
 
 from dataclasses import replace
 
@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringlab.planning.hidden_communication import AttentionLayer, sent_bytes
-from ringlab.planning.memory import training_bytes
-from ringlab.planning.ring_memory import peak_bytes_backward
-from ringlab.planning.ways import Cluster, exchange_traffic, shares, splits, traffic
+from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hop_bytes, ring_seconds
+from ringlab.planning.memory import peak_bytes_backward, training_bytes
+from ringlab.planning.seconds import Pass, beside, pass_of
+from ringlab.planning.ways import Cluster, busiest, exchanges, shares, splits, traffic
 from tests.clusters import CHUNK, LAYER, ONE_NIC, TWO, clusters, layers, ways_on
 
 # TWO: 4 ranks, 2 on a host. A head of a chunk has 8 · 4 · 2 = 64 bytes, a block of K and V 256, its gradients 512.
@@ -24,7 +24,7 @@ HAND = {  # forward, then backward: bytes of the busiest device inside its host,
 }
 
 
-def check_by_hand():
+def test_bytes_by_hand():
     for (way, split), passes in HAND.items():
         for backward, sent in zip((False, True), passes, strict=True):
             assert traffic(way, LAYER, CHUNK, TWO, backward=backward, split=split) == sent, way
@@ -34,7 +34,7 @@ def check_by_hand():
     assert traffic("hybrid", LAYER, CHUNK, ONE_NIC, split=2) == (384, 512)
 
 
-def check_memory_by_hand():
+def test_memory_by_hand():
     two_buffers, ring = 2 * (256 + 512), peak_bytes_backward(LAYER, CHUNK)
     assert training_bytes("ring", LAYER, CHUNK, TWO) == ring
     assert training_bytes("double ring", LAYER, CHUNK, TWO) == ring + two_buffers
@@ -42,11 +42,6 @@ def check_memory_by_hand():
     # q, k, v, out, dO, two buffers of K and V, dq, dk and dv; dQ and two buffers in 4 bytes; and dO of the own chunk
     assert training_bytes("hybrid", LAYER, CHUNK, TWO, split=2) == (16 * 2 + 6 * 4) * 16 * 4 + 256
     assert training_bytes("all-to-all", LAYER, CHUNK, TWO) == (8 * 2 + 3 * 4) * 32 * 4 + 256  # no buffers
-
-
-def test_by_hand():
-    check_by_hand()
-    check_memory_by_hand()
 
 
 def test_copies_and_unequal_shares():
@@ -64,11 +59,11 @@ def test_copies_and_unequal_shares():
 @given(layers(), st.integers(1, 9), st.integers(1, 100))
 def test_one_host_sends_what_the_flat_formulas_say(layer, P, chunk):
     host = Cluster(1, P, 1e12, 1e9)
-    for way in ("ring", "all-gather"):
-        assert traffic(way, layer, chunk, host) == (pytest.approx(sent_bytes(way, layer, chunk, P)), 0)
-    assert traffic("double ring", layer, chunk, host) == traffic("ring", layer, chunk, host)
-    if layer.kv_heads % P == 0:
-        right = pytest.approx(sent_bytes("all-to-all", layer, chunk, P))
+    for way in ("ring", "all-gather", "double ring"):
+        assert traffic(way, layer, chunk, host) == (pytest.approx((P - 1) * hop_bytes(layer, chunk)), 0)
+    if layer.kv_heads % P == 0:  # all but 1/P of q, k, v and out
+        numbers = 2 * chunk * (layer.heads + layer.kv_heads) * layer.head_dim
+        right = pytest.approx((1 - 1 / P) * numbers * layer.itemsize)
         assert traffic("all-to-all", layer, chunk, host) == (right, 0)
 
 
@@ -94,7 +89,7 @@ def test_published_rings_send_the_sums_once_more():
             traffic(way, LAYER, CHUNK, TWO, backward=True, split=split, ours=each) for each in (True, False)
         )
         assert theirs[1] - ours[1] == gradients
-    two = exchange_traffic(LAYER, CHUNK, TWO, 4)
+    two = [busiest(sent, TWO) for sent in exchanges(LAYER, CHUNK, TWO, 4)]
     assert [sum(each) for each in zip(*two, strict=True)] == [256, 512]  # as all-to-all by hand
 
 
@@ -133,3 +128,83 @@ def test_a_split_that_is_not_possible(call, says):
 def test_a_cluster_that_cannot_be(numbers, says):
     with pytest.raises(ValueError, match=says):
         Cluster(*numbers)
+
+
+# Seconds -------------------------------------------------------------------------------------------------------------
+
+
+def played(computing, message, slowdown, steps=20_000):
+    """Seconds until both are done, in small steps: while the message travels, computing is slower."""
+    now, left, step = 0.0, computing, (computing + message) / steps
+    while left > 0 or now < message:
+        left -= step / (slowdown if now < message else 1)
+        now += step
+    return now
+
+
+@given(st.floats(0.1, 10), st.floats(0.1, 10), st.floats(1, 2))
+def test_both_at_once(computing, message, slowdown):
+    assert beside(computing, message, slowdown) == pytest.approx(played(computing, message, slowdown), rel=1e-3)
+
+
+# TWO: a block is computed in 2 s, 5 s backward; K and V are 256 bytes, 1 s or 4 s; their sums 512, 2 s or 8 s
+
+
+def test_a_ring_by_hand():
+    """Forward: three rounds wait for a slow hop of 4 s. Backward, 5 s each: a hop of 4 s, then 5 beside 4, 12, 8 and 8.
+    Published: 5 beside 4, 12, 12 and 8, then 8 s home."""
+    assert pass_of("ring", Pass(TWO, LAYER, CHUNK)) == 3 * 4 + 2
+    assert pass_of("ring", Pass(TWO, LAYER, CHUNK, True)) == 4 + 5 + 12 + 8 + 8
+    assert pass_of("ring", Pass(TWO, LAYER, CHUNK, True, ours=False)) == 5 + 12 + 12 + 8 + 8
+    two = replace(TWO, hosts=1)  # two ranks: ours has one message of sums, beside the own block
+    assert pass_of("ring", Pass(two, LAYER, CHUNK, True)) == 1 + 5 + 5
+    assert pass_of("ring", Pass(two, LAYER, CHUNK, True, ours=False)) == 5 + 5 + 2
+    slow = replace(two, bandwidth=64)
+    assert pass_of("ring", Pass(slow, LAYER, CHUNK, True)) == 4 + 5 + 8
+    assert pass_of("ring", Pass(slow, LAYER, CHUNK, True, ours=False)) == 5 + 8 + 8
+
+
+def test_a_double_ring_by_hand():
+    """A turn of 4 s hides the slow hop of 4 s; on one card for both, the hop takes 8 s. Backward: a turn is 10 s, after
+    a hop of 4 s, and 2 s bring the last sums home. Published: 8 s more, and no hop before."""
+    assert pass_of("double ring", Pass(TWO, LAYER, CHUNK)) == 4 + 4
+    assert pass_of("double ring", Pass(ONE_NIC, LAYER, CHUNK)) == 8 + 4
+    assert pass_of("double ring", Pass(TWO, LAYER, CHUNK, True)) == 4 + 10 + 10 + 2
+    assert pass_of("double ring", Pass(TWO, LAYER, CHUNK, True, ours=False)) == 10 + 10 + 2 + 8
+
+
+def test_all_gather_by_hand():
+    """Two heads of 384 bytes, gathered through two cards of 64: 3 s each; a head is computed in 4 s, 10 s backward.
+    Published: both heads at once."""
+    assert pass_of("all-gather", Pass(TWO, LAYER, CHUNK)) == 3 + 4 + 4
+    assert pass_of("all-gather", Pass(TWO, LAYER, CHUNK, ours=False)) == 6 + 8
+    assert pass_of("all-gather", Pass(TWO, LAYER, CHUNK, True)) == 3 + 10 + 10 + 6
+    assert pass_of("all-gather", Pass(TWO, LAYER, CHUNK, True, ours=False)) == 6 + 20 + 12
+
+
+def test_exchanges_by_hand():
+    """The cards carry 3 + 3 heads of 64 bytes there and 1 + 1 back; hybrid: 4 and 2 heads inside, a hop of 256."""
+    assert pass_of("all-to-all", Pass(TWO, LAYER, CHUNK)) == 6 + 8 + 2
+    assert pass_of("hybrid", Pass(TWO, LAYER, CHUNK), 2) == 1 + max(4, 4) + 4 + 0.5
+
+
+@given(layers(), clusters(), st.booleans())
+def test_any_cluster(layer, cluster, backward):
+    """No way is faster than computing alone, nor slower with faster links; hybrid of 1 is the ring."""
+    alone = pass_of("ring", Pass(replace(cluster, hosts=1, per_host=1, nics=1), layer, 8, backward)) * cluster.devices
+    for way, split in ways_on(layer, cluster):
+        work = Pass(cluster, layer, 8, backward)
+        seconds = pass_of(way, work, split)
+        if layer.heads % cluster.devices == 0 and layer.kv_heads % cluster.devices == 0:
+            assert seconds * (1 + 1e-9) >= alone
+        fast = replace(cluster, bandwidth=1e9 * cluster.bandwidth, host_bandwidth=1e9 * cluster.host_bandwidth)
+        assert pass_of(way, replace(work, cluster=fast), split) <= seconds * (1 + 1e-9)
+        assert pass_of(way, replace(work, ours=False), split) >= seconds * (1 - 1e-9)
+    assert pass_of("hybrid", work, 1) == pass_of("ring", work)
+
+
+@given(layers(), st.integers(2, 9), st.integers(1, 99))
+def test_a_flat_ring_is_the_formula_of_the_paper(layer, P, chunk):
+    host = Cluster(1, P, 1000, 50)
+    right = ring_seconds(P, block_flops(layer, chunk**2 / 2) / 1000, hop_bytes(layer, chunk) / 50)
+    assert pass_of("ring", Pass(host, layer, chunk)) == pytest.approx(right)

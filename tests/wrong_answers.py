@@ -6,9 +6,7 @@ What is wrong in one call only, the last one for example, is made from the right
 import math
 from dataclasses import replace
 from itertools import accumulate
-from math import ceil, floor
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -102,7 +100,6 @@ SOFTMAX = {
         (lambda m, l, o, s, v: (s.max(), l, o), "m is wrong when the max stays"),
         (lambda m, l, o, s, v: (torch.maximum(m, s.max()), l, o), "l is wrong when the max stays"),
         (lambda m, l, o, s, v: (m, l), "expected 3 values (m, l, o), got 2 value(s)"),
-        (lambda m, l, o, s, v: o, "expected 3 values (m, l, o), got 2 value(s)"),
         (lambda *given: updates()(*given)[::-1], "another order, o, l, m: return m, l, o"),
         (lambda *given: [updates()(*given)[i] for i in (1, 0, 2)], "another order, l, m, o"),
         (lambda *given: (*updates()(*given)[:2], given[2]), "o is wrong when the max stays at 1"),
@@ -118,7 +115,6 @@ SOFTMAX = {
         (merge_below_zero, "e^-1000 is 0"),
         (merge_relative_to_a, "a part that saw no key (out = 0, lse = -inf): it changes nothing"),
         (shares_merge(share, share), "twice no key (lse = -inf for both): -inf - (-inf) is NaN"),
-        (lambda *given: shares_merge(share, share)(*given)[::-1], "another order, lse, out"),
     ],
 }
 
@@ -153,15 +149,6 @@ BLOCKWISE = {
         ),
         (row_by_row, "you took 256 keys at once into a product"),
     ],
-    "check_visible_tiles": [
-        (lambda n: n * n, "that is all of them"),
-        (lambda n: n * (n - 1) // 2, "diagonal"),
-        (lambda n: n // 2 * (n + 1) + n % 2, "with n = 3 you say 5: row i"),
-        (lambda n: n * n / 2, "half of the diagonal more"),
-        (lambda n: n, "the tiles on the diagonal"),
-        (lambda n: n * n // 2, "half of"),
-        (lambda n: {1: 1, 2: 3, 3: 6, 4: 10, 5: 15, 32: 528}.get(n, 0), "right in 6 cases, but with"),
-    ],
     "check_largest_tensor": [
         (8 * 256 * 256 * 4, "tile of scores"),
         (8 * 10**12 * 4, "never made"),
@@ -169,7 +156,6 @@ BLOCKWISE = {
         (10**6 * 64 * 4, "one head of 8"),
         (4 * 8 * 10**6 * 64 * 4, "the largest single one"),
         (17, "you say 17"),
-        ("2 GB", "expected a number, got str"),
     ],
 }
 
@@ -182,8 +168,6 @@ WORKED_EXAMPLE = {
         ([0, 1, 2, 3], "its own block"),
         ([2, 1, 0, -1], "there is no block -1"),
         ([2, 2, 2, 2], "its own block in all rounds"),
-        ({0: 2, 1: 1, 2: 0, 3: 3}, "expected a list of four numbers, got dict"),
-        ("2103", "expected a list of four numbers, got str"),
     ],
     "check_token_two_in_round_two": [
         ((0.120, 4.243, 3.222), "l: rescale the old l = 1.979 by f first"),
@@ -196,8 +180,6 @@ WORKED_EXAMPLE = {
         ((0.120, 6, 1.480), "divide by sqrt(2)"),
         ((0.12, 4.24, 1.48), "4.24 is right but not exact enough: give 3 decimals"),
         ((4.243, 0.120, 1.480), "another order, m, f, l: return f, m, l"),
-        ((0.120, 1.480, 4.243), "another order, f, l, m: return f, m, l"),
-        (np.array([1.480, 4.243, 0.120]), "another order, l, m, f: return f, m, l"),
     ],
     "check_mended_sum": [
         (lambda outs, lses: outs.sum(0), "published sum"),
@@ -222,18 +204,14 @@ THE_RING = {
     "check_block_in_hand": [
         (lambda rank, t, P: (rank + t) % P, "the other way"),
         (lambda rank, t, P: rank - t, "take the remainder"),
-        (lambda rank, t, P: rank, "does not hold KV0"),
         (lambda rank, t, P: (rank - t) % 5 if P == 5 else (rank - t) % 4, "with rank = "),
-        (lambda rank, t, P: f"KV{(rank - t) % P}", "expected a number, got str"),
     ],
     "check_ring_order": [
         (lambda r, P: [Send((r + 1) % P), Recv((r - 1) % P)], "circle: [0, 1]"),
-        (lambda r, P: [Recv((r - 1) % P)], "rank 0 of 2: expected one Send(to=1) and one Recv(source=1)"),
         (lambda r, P: right_order(r, P) if P % 2 == 0 else right_order(0, P)[:1] * 2, "rank 0 of 3"),
         (lambda r, P: right_order(r if P % 2 == 0 else 0, P), "Recv(source=0)"),
         (lambda r, P: right_order(r, P)[:: -1 if P > 5 and r % 2 else 1], "ranks deadlock"),
         (lambda r, P: ["send", "recv"], "one Send and one Recv, got a str in it"),
-        (lambda r, P: Send((r + 1) % P), "expected a list of one Send and one Recv, got Send"),
     ],
     "check_bytes_sent": [
         (8 * HOP, "8 hops"),
@@ -243,7 +221,6 @@ THE_RING = {
         (56 * HOP, "not the whole sequence"),
         (7 * HOP + 1, "hops x"),
         (14, "not GiB"),
-        ([7 * HOP], "expected a number, got list"),
     ],
     "check_ring": WRONG_RINGS,
 }
@@ -278,20 +255,8 @@ BACKWARD = {
         (lambda rank, t, P: {(rank - i) % P for i in range(1, max(t, 1))}, "has just computed"),
         (lambda rank, t, P: {rank - i for i in range(max(t, 1))}, "remainder by P"),
         (lambda rank, t, P: {(rank - i) % 4 for i in range(max(t, 1))}, "P = 5, round 0, rank 4, you say [0]"),
-        (lambda rank, t, P: rank, "expected a set of numbers, got int"),
     ],
     "check_bytes_sent_back": [
-        (lambda P, n, w: (P - 1) * 2 * n * w, "forward pass"),
-        (lambda P, n, w: (P - 1) * 2 * n * max(w, 4), "K and V travel too"),
-        (lambda P, n, w: (P - 1) * 2 * n * w + P * 2 * n * max(w, 4), "need not travel: P - 1 hops"),
-        (lambda P, n, w: P * 2 * n * (w + max(w, 4)), "nothing needs P hops"),
-        (lambda P, n, w: 2 * n * ((P - 1) * w + (P - 2) * max(w, 4)), "the message home counts too"),
-        (lambda P, n, w: (P - 1) * 4 * n * w, "never fewer than 4 bytes"),
-        (lambda P, n, w: (P - 1) * 4 * n * max(w, 4), "in their own dtype"),
-        (lambda P, n, w: (P - 1) * 2 * n * (w + 4), "sums of float64"),
-        (lambda P, n, w: (P - 1) * n * (w + max(w, 4)), "count both"),
-        (lambda P, n, w: (P - 1) * n * (2 * w + 3 * max(w, 4)), "dQ does not travel"),
-        (lambda P, n, w: 3 * n * (P - 1) * (w + max(w, 4)), "Q and dQ stay"),
         (lambda P, n, w: 14 * n * (w + max(w, 4)), "wrong in 3 of 4 cases; with P = 5"),
         (42 * 2**30, "expected a function, got int"),
     ],
@@ -324,22 +289,11 @@ OVERLAP = {
         (lambda P: sorted(steps(P, "post", "compute", "wait")), "may not be there"),
         (lambda P: sorted(steps(P, "post", "compute", "wait"), key=all_posts_first), "cannot be sent"),
         (lambda P: sorted(steps(P, "post", "compute", "wait"), key=computes_last), "fills the buffer"),
-        (lambda P: P, "expected a list, got int"),
         (lambda P: steps(3, "post", "compute", "wait"), "P = 4: ('post', 2) is there 0 times"),
-        (lambda P: ["post", "compute", "wait"] * P, 'expected steps such as ("post", 0), got'),
         (lambda P: [("post",)], 'expected steps such as ("post", 0), got'),
-        (lambda P: {"post": 0}, "expected a list, got dict"),
     ],
     "check_hidden_by_overlap": [
-        (lambda computing, messages: computing / messages, "no more than all"),
-        (lambda computing, messages: messages / computing, "turned over: divide"),
-        (lambda computing, messages: min(1, messages / computing), "turned over: the computing"),
-        (lambda computing, messages: max(0, 1 - computing / messages), "not hidden"),
-        (min, "divide it by"),
-        (lambda computing, messages: min(computing, messages) / (computing + messages), "of both"),
-        (lambda computing, messages: float(computing >= messages), "all or nothing"),
         (lambda computing, messages: 100 * min(1, computing / messages), "not per cent"),
-        (lambda computing, messages: 0.25, "wrong in 3 of 4 cases; with computing = 2.0"),
         (lambda c, m: min(1, c / m) if (c, m) in KNOWN else 0.5, "right in 4 cases, but with"),
     ],
 }
@@ -357,7 +311,6 @@ CAUSAL_BALANCE = {
         (lambda r, S, P: range(r, S, P), "striped layout"),
         (lambda r, S, P: [14, 15, 0, 1], "rising order"),
         (lambda r, S, P: [r], "2 early and 2 late"),
-        (lambda r, S, P: "0, 1", "expected a list of positions, got str"),
     ],
     "check_striped_mask": [
         (lambda rank, block, C: torch.ones(C, C).tril().bool(), "the diagonal is hidden"),
@@ -377,8 +330,6 @@ CAUSAL_BALANCE = {
         (0.5, "limit of many"),
         (8 / 15, "in which they work"),
         (3 / 7, "limit of 4 ranks"),
-        (0.47, "0.47 is right but not exact enough: give 3 decimals"),
-        (46.67, "not per cent"),
         (1.01 * 7 / 15, "32 blocks of work"),
         (math.nan, "32 blocks of work"),
     ],
@@ -433,12 +384,6 @@ def besides_the_kernel(kernel, q, k, v, blocks):
     return torch.softmax(q @ k.T / math.sqrt(q.shape[1]), dim=1) @ v
 
 
-def right_natural(kernel, q, k, v):
-    one = torch.ones(1, 1)
-    out, lse = kernel(q, k, v)
-    return out, lse / kernel(one, one, one)[1]
-
-
 FUSED_RING = {
     "check_merging_share": [
         (lambda lse, lse_j: torch.sigmoid(lse - lse_j), "merged before"),
@@ -446,7 +391,6 @@ FUSED_RING = {
         (lambda lse, lse_j: (lse_j - lse).exp(), "that is e^lse_j / e^lse"),
         (lambda lse, lse_j: lse_j.exp() / (lse.exp() + lse_j.exp()), "lse near 1000: e^1000 overflows"),
         (lambda lse, lse_j: lse_j - lse, "e^lse_j / (e^lse + e^lse_j)"),
-        (lambda lse, lse_j: torch.sigmoid(lse_j - lse)[:3], "expected shape (7,), got (3,), with 7"),
         (lambda lse, lse_j: torch.sigmoid((lse_j - lse).clamp(-2, 2)), "with 7 queries"),
     ],
     "check_attention_on_a_kernel": [
@@ -456,7 +400,6 @@ FUSED_RING = {
         (lambda kernel, q, k, v, n: outs_of(kernel, q, k, v, n)[0], "after each merge"),
         (overflowing, "S = 20, 5 block(s), large scores"),
         (besides_the_kernel, "not the attention of the kernel"),
-        (lambda kernel, q, k, v, n: kernel(q, k, v), "expected"),
     ],
     "check_natural_lse": [
         (natural(math.log(2)), "natural: it was natural already"),
@@ -464,94 +407,15 @@ FUSED_RING = {
         (right_for_four_numbers, "S = 3, D = 2, a kernel whose lse is natural: off by"),
         (mends_out_too, "in base 2: off by"),
         (natural(1.0, out_factor=1.01), "natural: off by"),
-        (lambda *given: right_natural(*given)[::-1], "another order, lse, out: return out, lse"),
     ],
 }
-
-
-HIDDEN_COMMUNICATION = {
-    "check_smallest_chunk": [
-        (lambda f, b, H, G, w: f / b, "in bfloat16 with G = H only"),
-        (lambda f, b, H, G, w: w / 2 * f / b, "only G of H"),
-        (lambda f, b, H, G, w: w / 2 * H / G * f / b, "a shorter chunk"),
-        (lambda f, b, H, G, w: G / H * f / b, "itemsize bytes"),
-        (lambda f, b, H, G, w: w / 4 * G / H * f / b, "K and V travel"),
-        (lambda f, b, H, G, w: w * G / H * f / b, "two FLOPs"),
-        (lambda f, b, H, G, w: w / 2 * G / H * b / f, "turned over"),
-        (lambda f, b, H, G, w: w / 2 / (H // (2 * G) * 2 or 1) * f / b, "with flops"),
-    ],
-    "check_training_chunk": [
-        (lambda r, H, G, w: w / 2 * G / H * r, "forward pass without a mask"),
-        (lambda r, H, G, w: max(w / 2, (w + 4) / 5) * G / H * r, "both passes without a mask"),
-        (lambda r, H, G, w: max(w / 2, (w + 4) / 5) / 2 * G / H * r, "more tokens, not fewer"),
-        (lambda r, H, G, w: w * G / H * r, "forward pass only"),
-        (lambda r, H, G, w: 2 * (w + 4) / 5 * G / H * r, "backward pass only"),
-        (lambda r, H, G, w: 2 * max(w / 2, (w + 4) / 5) * r, "only G of H"),
-        (lambda r, H, G, w: (w + 4) * G / H * r, "five products"),
-        (lambda r, H, G, w: 2 * (w / 2 + (w + 4) / 5) * G / H * r, "the larger one"),
-        (lambda r, H, G, w: 2 * 6 / 5 * G / H * r, "wrong in 3 of 5 cases"),
-    ],
-}
-
-
-def peak(tensors, sums, wide=None):
-    """`tensors` and `sums` are how many of H heads and how many of G heads."""
-
-    def answer(H, G, C, D, w):
-        (a, b), (c, d) = tensors, sums
-        return ((a * H + b * G) * w + (c * H + d * G) * (wide or max(w, 4))) * C * D
-
-    return answer
-
-
-def longest(room, rounded=floor, least=0):
-    return lambda memory, state, token, P: P * max(least, rounded(room(memory, state, P) / token))
-
-
-def right_room(memory, state, P):
-    return memory - state / P
 
 
 HOW_FAR = {
     "check_peak_memory_backward": [
-        (lambda H, G, C, D, w: (5 * H + 12 * G) * w * C * D, "4 bytes, or 8"),
-        (peak((4, 8), (1, 4), wide=4), "sums of float64"),
-        (lambda H, G, C, D, w: (5 * H + 12 * G) * C * D, "not bytes"),
-        (peak((12, 0), (5, 0)), "G heads, not H"),
-        (peak((4, 6), (1, 4)), "K and V travel in two buffers"),
-        (peak((4, 8), (1, 2)), "sums of dK and dV travel in two buffers"),
-        (peak((4, 8), (0, 4)), "sum of dQ"),
-        (peak((3, 6), (1, 4)), "of the block in hand"),
-        (peak((3, 8), (1, 4)), "gradient of out"),
-        (lambda H, G, C, D, w: (2 * H + 4 * G) * w * C * D, "the forward pass"),
-        (lambda H, G, C, D, w: (6 * H + 6 * H) * C * D * w, "wrong in 4 of 4"),
         (lambda H, G: H, "is called with 5 argument(s); yours takes 2 (H, G)"),
     ],
-    "check_longest_sequence": [
-        (longest(lambda memory, state, P: memory - state), "shared out"),
-        (longest(lambda memory, state, P: memory), "take room too"),
-        (lambda memory, state, token, P: max(0, int((memory - state / P) / token)), "there are P"),
-        (lambda memory, state, token, P: max(0, int((P * memory - state) / token)), "on each, then"),
-        (longest(right_room, float), "a part of a token: round down on each"),
-        (longest(right_room, int, least=-99), "0, not less"),
-        (longest(right_room, floor, least=-99), "0, not less"),
-        (longest(right_room, ceil), "part of a token: round down"),
-        (longest(lambda memory, state, P: memory - state / (P // 2 * 2 or 1)), "P = 3 you say"),
-    ],
 }
-
-
-def right_scan(body, carry, xs):
-    outputs = []
-    for x in xs:
-        carry, output = body(carry, x)
-        outputs.append(output)
-    return carry, outputs
-
-
-def reversed_outputs(body, carry, xs):
-    carry, outputs = right_scan(body, carry, xs)
-    return carry, outputs[::-1]
 
 
 IGNORED = -100
@@ -623,8 +487,6 @@ MODEL_IN_THE_RING = {
         (rank_input(layout="striped"), "the tokens of the striped layout"),
         (rank_input(tokens=lambda text, at, rank: text[at + 1]), "yours begin with text[1]"),
         (shares_out_the_whole_text, "in the tokens; expected those at places [6, 7, 8, 9]"),
-        (lambda *given: rank_input()(*given)[::-1], "another order, positions, labels, tokens"),
-        (lambda *given: [rank_input()(*given)[i] for i in (1, 0, 2)], "order, labels, tokens, positions"),
     ],
     "check_batch_loss": [
         (lambda logits, labels: sum(losses(logits, labels, "mean")) / len(labels), "the ranks' means; a"),
@@ -644,17 +506,6 @@ MODEL_IN_THE_RING = {
             "4 rank(s) with 2, 0, 3, 3 labels: a rank without labels has no mean",
         ),
         (lambda logits, labels: 1.001 * sum(losses(logits, labels)) / real(labels), "off by up to"),
-    ],
-    "check_hops_of_a_step": [
-        (hops(2, lambda P: P), "a rank's own share need not travel"),
-        (hops(2, lambda P: 0), "dK and dV travel too"),
-        (hops(1, lambda P: 0), "the forward pass only"),
-        (lambda P, layers, c: hops(3, lambda P: 0)(P, 1, c), "that is one layer"),
-        (hops(3, lambda P: 0, again=0), "with checkpointing K and V go round once more"),
-        (hops(4, lambda P: 0, again=0), "without checkpointing K and V go round twice"),
-        (lambda P, layers, c: layers * (4 if c else 3) * P, "begins with its own block"),
-        (lambda P, layers, c: layers * (2 if c else 1) * (3 * P - 3), "the gradients travel once"),
-        (lambda P, layers, c: 12 if c else 9, "wrong in 4 of 6 cases"),
     ],
 }
 
@@ -691,15 +542,6 @@ def norm_of_rank(slices):
 
 MESHES = {
     "check_rank_loss": [
-        (lambda s, n, N, dp, cp, tp: s / N, "at 1 / (dp · cp) of the right one"),
-        (lambda s, n, N, dp, cp, tp: s / N / dp / cp, "do not do it twice"),
-        (lambda s, n, N, dp, cp, tp: s / N * cp, "cp alone is too little"),
-        (lambda s, n, N, dp, cp, tp: s / N * dp, "dp alone is too little"),
-        (lambda s, n, N, dp, cp, tp: s / N * dp * cp * tp, "tp ranks have the same tokens"),
-        (lambda s, n, N, dp, cp, tp: s / n, "on a rank that has few"),
-        (lambda s, n, N, dp, cp, tp: s / n * dp * cp, "no factor cures it"),
-        (lambda s, n, N, dp, cp, tp: s * dp * cp, "labels are not counted"),
-        (lambda s, n, N, dp, cp, tp: s, "a sum alone"),
         (lambda s, n, N, dp, cp, tp: s / n * n / N * dp * cp, "ZeroDivisionError"),
         (lambda s, n, N, dp, cp, tp: s / N * dp * cp if n else 1.0, "only padding"),
         (lambda *given: torch.zeros(2), "expected one number, got a Tensor of shape (2,)"),
@@ -716,7 +558,6 @@ MESHES = {
         (place(tokens=lambda rank, dp, cp, B, S: part(S, rank, dp * cp)), "stays inside a ring"),
         (place(tokens=lambda rank, dp, cp, B, S: range(S)), "S / cp"),
         (place(tokens=lambda rank, dp, cp, B, S: range(rank % cp, S, cp)), "chunk c of cp chunks"),
-        (place(ring=lambda rank, dp, cp, B, S: rank // cp), "expected a list of numbers, got int"),
     ],
     "check_gradient_norm": [
         (lambda slices: norm_of_rank(slices)[0], "the slices of rank 0"),
@@ -829,13 +670,8 @@ YOUR_OWN_MODEL = {
         (shard(lambda x, at, rank, right: x.roll(-1, 1)[:, at]), "the last token has no label"),
         (shard(lambda x, at, rank, right: 0 * right), "then take yours"),
         (shard(lambda x, at, rank, right: F.pad(x[:, :-1], (1, 0), value=IGNORED)[:, at]), "shifted the wrong way"),
-        (shard(lambda x, at, rank, right: x.roll(1, 1)[:, at]), "shifted the wrong way"),
         (shard(lambda x, at, rank, right: x[:, at].roll(1, 1)), "and shift before you cut"),
         (shard(place=lambda x, at, rank, right: torch.arange(len(at))[None]), "counted from 0 or rC on"),
-        (
-            shard(place=lambda x, at, rank, right: rank * len(at) + torch.arange(len(at))[None]),
-            "counted from 0 or rC on",
-        ),
         (shard(place=lambda x, at, rank, right: right + 1), "where the tokens stand in the whole sequence"),
         (shard(place=lambda x, at, rank, right: at), "an axis for the batch"),
         (shard(count=lambda x, at, rank, right: (x[:, at] != IGNORED).sum() + 100), "count after the shift"),
@@ -852,8 +688,6 @@ YOUR_OWN_MODEL = {
         (not_zero, "a sink of 0 is a sink"),
         (understood, "asks for both directions"),
         (known, "no list of what is wrong is complete"),
-        (lambda passed: "dropout", "expected a list of names"),
-        (lambda passed: {"dropout": True}, "expected a list of names, got dict"),
         (lambda passed: [1], "expected a list of names, got [1]"),
         (refuses_none, "is_causal is None, so nothing is lost"),
         (all_names_that_the_check_has, "the ring would drop it"),
@@ -913,17 +747,6 @@ DOCUMENTS_AND_WINDOWS = {
         (lambda tokens, lengths, padded: tokens[1:], "expected 9 labels"),
         (lambda tokens, lengths, padded: [-100] * len(tokens), "next token of the same document"),
         (before, "shifted the wrong way"),
-        (lambda tokens, lengths, padded: None, "expected a list of labels, got NoneType"),
-    ],
-    "check_hops": [
-        (lambda w, C, P: min(math.ceil(w / C), P - 1), "is no way back"),
-        (lambda w, C, P: min((w - 1) // C, P - 1), "needs the whole hop"),
-        (lambda w, C, P: min(w // C, P - 1), "round up, and the farthest"),
-        (lambda w, C, P: math.ceil((w - 1) / C), "has seen all blocks"),
-        (lambda w, C, P: P - 1, "without a window"),
-        (lambda w, C, P: min(math.ceil((w - 1) / C), P), "bring all P blocks"),
-        (lambda w, C, P: min(math.ceil((w - 1) / C) + 1, P), "has its own without a hop"),
-        (lambda w, C, P: w / C, "a hop reaches C tokens"),
     ],
 }
 
@@ -973,7 +796,6 @@ GENERATION = {
         (without_a_max, "there are NaNs"),
         (own_quotients, "beware of l = 0"),
         (lambda m, l, o: 1.01 * merged(m, l, o), "off by up to"),
-        (lambda m, l, o: merged(m, l, o)[0], "expected shape (2, 3), got (3,)"),
     ],
     "check_caches": [
         (lambda C, N, P: in_turn(C, N, P), "returned and never computed"),
@@ -988,23 +810,7 @@ GENERATION = {
         (lambda C, N, P: [C + (N - 1) // P] * P, "some ranks have one more"),
         (lambda C, N, P: [C + (N - 1) / P] * P, "rank n mod P stores"),
         (lambda C, N, P: C + N - 1, "expected a list of 4 numbers"),
-        (lambda C, N, P: [C] * 4, "expected a list of 3 numbers"),
-        (lambda C, N, P: {r: C for r in range(P)}, "expected a list of 4 numbers"),
         (lambda C, N, P: in_turn(C, N - 1, P) if P <= 5 else [C] * P, "you say"),
-    ],
-    "check_bytes_of_a_token": [
-        (lambda n, B, H, G, D, C, P: n * B * H * D * 4, "o alone is not enough"),
-        (lambda n, B, H, G, D, C, P: n * B * H * (D + 1) * 4, "one of m and l is missing"),
-        (lambda n, B, H, G, D, C, P: n * B * G * (D + 2) * 4, "H of them, not G"),
-        (lambda n, B, H, G, D, C, P: n * (P - 1) * 2 * B * G * C * D * 4, "that is a ring"),
-        (lambda n, B, H, G, D, C, P: n * B * H * (D + 2) * C * 4, "the number of keys"),
-        (lambda n, B, H, G, D, C, P: n * B * H * (D + 2) * P * 4, "once, for any P"),
-        (lambda n, B, H, G, D, C, P: n * B * H * (D + 2) * (P - 1) * 4, "not P - 1 times"),
-        (lambda n, B, H, G, D, C, P: n * H * (D + 2) * 4, "there are B of them"),
-        (lambda n, B, H, G, D, C, P: B * H * (D + 2) * 4, "one layer has that"),
-        (lambda n, B, H, G, D, C, P: n * B * H * (D + 2), "a float32 has 4 bytes"),
-        (lambda n, B, H, G, D, C, P: n * B * H * (D + 2) * 2, "not 2"),
-        (lambda n, B, H, G, D, C, P: n * B * H * (D + 3) * 4, "wrong in 3 of 3 cases"),
     ],
 }
 
@@ -1026,14 +832,6 @@ WHAT_CONTEXT_IS_FOR = {
         (pairs(own_chunk), "START on one rank only"),
         (pairs(lambda texts, at: texts[:, 1:].roll(1, dims=1)[:, at]), "START does"),
         (pairs(lambda texts, at: texts[:, at + 1]), "off by up to"),
-    ],
-    "check_longest_text": [
-        (lambda m, w, k, P: (m - w) // k, "what one rank holds"),
-        (lambda m, w, k, P: P * (m // k), "weights need memory"),
-        (lambda m, w, k, P: (P * m - w) // k, "memory of each"),
-        (lambda m, w, k, P: P * (m - w) // k, "round on a rank"),
-        (lambda m, w, k, P: (m - w) // (k * P), "its own tokens only"),
-        (lambda m, w, k, P: P * ((m - w) // k) + 1, "wrong in 4 of 4 cases"),
     ],
 }
 
@@ -1080,7 +878,6 @@ RINGS_THAT_WERE_WRONG = {
         (lambda steps: CATALOGUE["base_2_as_natural"].variants[0](steps), "the doctor knows it: base_2_as_natural"),
         (CATALOGUE["dk_dv_exchanged"].variants[0], "the doctor knows it: dk_dv_exchanged"),
         (lambda steps: 1.0, "expected Steps"),
-        (lambda steps: None, "expected Steps"),
     ],
     "check_ranks": [
         (RANKS | {"never_called": 1}, "1 rank has one block, and nothing moves"),
@@ -1110,17 +907,6 @@ def sent(factor):
 
 
 OTHER_WAYS = {
-    "check_kv_head": [
-        (lambda r, G, P: r % G, "0, 0, 1, 1, not 0, 1, 0, 1"),
-        (lambda r, G, P: r // G, "not G"),
-        (lambda r, G, P: min(r, G - 1), "only the first G ranks"),
-        (lambda r, G, P: r * P // G, "the wrong way round"),
-        (lambda r, G, P: r * G / P, "round down"),
-        (lambda r, G, P: round(r * G / P), "not to the nearest"),
-        (lambda r, G, P: P // G, "the number of ranks with a copy"),
-        (lambda r, G, P: 0, "dealt out to P ranks in order"),
-        (lambda r, G, P: r * G // P if P <= 16 else 0, "right in"),
-    ],
     "check_copies": [
         (lambda copies, G: grouped(copies, G).mean(dim=1).transpose(0, 1), "do not average"),
         (lambda copies, G: grouped(copies, G)[:, 0].transpose(0, 1), "the first copy"),
@@ -1128,21 +914,7 @@ OTHER_WAYS = {
         (lambda copies, G: copies.unflatten(0, (-1, G)).sum(dim=0).transpose(0, 1), "on neighbouring ranks"),
         (lambda copies, G: copies.sum(dim=0)[:, None].expand(-1, G, -1, -1), "its own copies only"),
         (lambda copies, G: grouped(copies, G).sum(dim=1), "B is the first dimension"),
-        (lambda copies, G: grouped(copies, G).mean(dim=1), "expected shape (5, 2, 4, 3), got (2, 5, 4, 3)"),
         (lambda copies, G: 2 * grouped(copies, G).sum(dim=1).transpose(0, 1), "off by up to"),
-    ],
-    "check_sent": [
-        (sent(lambda P, H, G: 2 * (H + G)), "of P parts it keeps one"),
-        (sent(lambda P, H, G: (P - 1) / P * (H + 2 * G)), "out must come back"),
-        (sent(lambda P, H, G: (P - 1) / P * (2 * H + G)), "two tensors"),
-        (sent(lambda P, H, G: (P - 1) / P * 4 * H), "k and v have G heads"),
-        (sent(lambda P, H, G: (P - 1) / P * 4 * G), "q and out have H heads"),
-        (sent(lambda P, H, G: (P - 1) * 2 * G), "a ring or an all-gather"),
-        (sent(lambda P, H, G: (P - 1) * 2 * (H + G)), "one part of P"),
-        (sent(lambda P, H, G: 2 * (H + G) / P), "one message"),
-        (lambda P, H, G, C, D, w: (P - 1) / P * 2 * (H + G) * C * D, "each has `itemsize` bytes"),
-        (sent(lambda P, H, G: (P - 1) / P * 4 * (H + G)), "only the forward pass"),
-        (sent(lambda P, H, G: 1.01 * (P - 1) / P * 2 * (H + G)), "a rank keeps one of P parts"),
     ],
     "check_meshes": [
         (meshes(lambda H, G, g: g <= H), "all meshes that work"),
@@ -1154,10 +926,6 @@ OTHER_WAYS = {
         (lambda P, H, G: [(g, P // g) for g in range(1, P + 1) if P % g == 0 == G % g], "wrong way round"),
         (lambda P, H, G: [(1, P), (P, P)], "must be P"),
         (lambda P, H, G: [g for g in range(1, P + 1) if P % g == 0 == G % g], "pairs"),
-        (lambda P, H, G: torch.ones(2), "pairs"),
-        (lambda P, H, G: {P: 1}, "expected a list of pairs (rows, ranks of a row), got dict"),
-        (lambda P, H, G: [(1, P, 1)], "pairs"),
-        (lambda P, H, G: ["8 x 1"], "pairs"),
     ],
 }
 
@@ -1172,74 +940,6 @@ def block(host, device):
     return answer
 
 
-def own_host(a, i, u, s, n, g):
-    return a - u
-
-
-def own_device(a, i, u, s, n, g):
-    return i - s
-
-
-def hosts_inside(rank, t, n, g):
-    device, host = divmod(rank, n)
-    return (host - t // g) % n * g + (device - t) % g
-
-
-def seconds(turns, turn_of):
-    """turns(n, turn, slow), where turn = turn_of(g, computing, fast)."""
-    return lambda n, g, computing, fast, slow: turns(n, turn_of(g, computing, fast), slow)
-
-
-def right_turn(g, computing, fast):
-    return computing + (g - 1) * max(computing, fast)
-
-
-def right_turns(n, turn, slow):
-    return turn + (n - 1) * max(turn, slow)
-
-
-TWO_SPEEDS = {
-    "check_block": [
-        (lambda rank, t, n, g: (rank - t) % (n * g), "that is the flat ring"),
-        (block(lambda a, i, u, s, n, g: a - u * g - s, own_device), "once a turn"),
-        (block(lambda a, i, u, s, n, g: a, own_device), "never leaves the host"),
-        (block(own_host, lambda a, i, u, s, n, g: i), "turn inside the host"),
-        (lambda r, t, n, g: (r // g - t // g) % n + (r % g - t) % g, "has the number host * g"),
-        (block(lambda a, i, u, s, n, g: a + u, lambda a, i, u, s, n, g: i + s), "minus"),
-        (block(lambda a, i, u, s, n, g: a + u, own_device), "turns go the wrong way"),
-        (lambda r, t, n, g: (r // g - t // n) % n * g + (r % g - t) % g, "g rounds, not n"),
-        (block(lambda a, i, u, s, n, g: a - u - (s + 1) // g, own_device), "a round too early"),
-        (block(own_host, lambda a, i, u, s, n, g: i - s - u * (g - 1)), "the time of one round only"),
-        (hosts_inside, "the host is rank // g"),
-        (lambda rank, t, n, g: rank, "wrong in"),
-    ],
-    "check_blocks_of_a_nic": [
-        (lambda n, g, nics: n * g - 1, "the flat ring"),
-        (lambda n, g, nics: n * g / nics, "n - 1 slow hops"),
-        (lambda n, g, nics: n - 1, "one NIC for each device"),
-        (lambda n, g, nics: (n - 1) * g, "the whole host"),
-        (lambda n, g, nics: (n * g - 1) / nics, "only the slow hops use a NIC"),
-        (lambda n, g, nics: g / nics, "that is a slow hop"),
-        (lambda n, g, nics: (n - 1) * nics / g, "more to send, not less"),
-        (lambda n, g, nics: n, "wrong in 5 of 5 cases; with n = 16"),
-    ],
-    "check_seconds": [
-        (lambda n, g, c, fast, slow: c + (n * g - 1) * max(c, fast, slow), "that is the flat ring"),
-        (seconds(lambda n, turn, slow: n * max(turn, slow), right_turn), "n - 1, not n"),
-        (seconds(lambda n, turn, slow: n * turn + (n - 1) * slow, right_turn), "not their sum"),
-        (seconds(right_turns, lambda g, c, fast: g * c), "a fast hop takes time too"),
-        (seconds(right_turns, lambda g, c, fast: g * max(c, fast)), "its last round only computes"),
-        (
-            lambda n, g, c, fast, slow: right_turn(g, c, fast) + (n - 1) * (right_turn(g, c, fast) - c + max(c, slow)),
-            "not with its last round",
-        ),
-        (seconds(right_turns, lambda g, c, fast: g * c + (g - 1) * fast), "fast hops travel while"),
-        (seconds(lambda n, turn, slow: n * turn, right_turn), "leaves the slow hops out"),
-        (seconds(lambda n, turn, slow: turn + (n - 1) * slow, right_turn), "for the slow hops only"),
-        (lambda n, g, c, fast, slow: 1.0, "wrong in 5 of 5 cases"),
-    ],
-}
-
 WRONG_ANSWERS = {
     **SOFTMAX,
     **BLOCKWISE,
@@ -1249,7 +949,6 @@ WRONG_ANSWERS = {
     **OVERLAP,
     **CAUSAL_BALANCE,
     **FUSED_RING,
-    **HIDDEN_COMMUNICATION,
     **HOW_FAR,
     **MODEL_IN_THE_RING,
     **MESHES,
@@ -1259,5 +958,44 @@ WRONG_ANSWERS = {
     **WHAT_CONTEXT_IS_FOR,
     **RINGS_THAT_WERE_WRONG,
     **OTHER_WAYS,
-    **TWO_SPEEDS,
 }
+
+# Of a formula: arguments, and there the right number and those of the common mistakes, in the order of the check. They
+# were computed by formulas that were written apart from those of the checks.
+# fmt: off
+FORMULAS = {
+    ("check_block", (26, 22, 9, 5)): [9, 4, 9, 29, 6, 5, 3, 4, 19, 9, 8, 20],
+    ("check_block", (10, 7, 4, 8)): [11, 3, 19, 11, 10, 4, 9, 11, 3, 3, 11, 19],
+    ("check_blocks_of_a_nic", (8, 20, 4)): [35, 159, 40, 7, 140, 39.75, 5, 1.4],
+    ("check_bytes_of_a_token", (44, 77, 7, 14, 1, 73, 20)): [284592, 94864, 189728, 569184, 526305472, 20775216,
+        5691840, 5407248, 3696, 6468, 71148, 142296],
+    ("check_bytes_sent_back", (4, 96, 8)): [9216, 4608, 4608, 10752, 12288, 7680, 9216, 9216, 6912, 4608, 11520,
+        13824],
+    ("check_bytes_sent_back", (3, 40, 2)): [960, 320, 640, 1280, 1440, 640, 640, 1280, 960, 480, 1280, 1440],
+    ("check_hidden_by_overlap", (0.5, 2)): [0.25, 0.25, 4, 1, 25, 0.75, 0.5, 0.2, 0],
+    ("check_hidden_by_overlap", (3, 2)): [1, 1.5, 0.666667, 0.666667, 100, 0, 2, 0.4, 1],
+    ("check_hops", (26, 15, 6)): [2, 2, 1, 1, 2, 5, 2, 3],
+    ("check_hops", (9, 8, 2)): [1, 1, 1, 1, 1, 1, 1, 2],
+    ("check_hops", (3, 8, 5)): [1, 1, 0, 0, 1, 4, 1, 2],
+    ("check_hops_of_a_step", (4, 1, False)): [9, 10, 6, 3, 9, 9, 12, 12, 9],
+    ("check_hops_of_a_step", (2, 5, True)): [20, 25, 15, 10, 4, 15, 20, 40, 30],
+    ("check_kv_head", (23, 10, 40)): [5, 3, 2, 9, 92, 5.75, 6, 4],
+    ("check_longest_sequence", (100, 40, 7, 4)): [48, 48, 48, 32, 56, 12, 52, 51, 51.4286],
+    ("check_longest_sequence", (100, 500, 7, 4)): [0, -12, -16, 0, 56, 0, 0, 0, 0],
+    ("check_longest_text", (500, 120, 11, 3)): [102, 34, 135, 125, 103, 11],
+    ("check_peak_memory_backward", (2, 2, 2, 39, 8)): [21216, 21216, 18096, 2652, 21216, 18720, 18720, 19968, 17472,
+        19968, 7488],
+    ("check_peak_memory_backward", (9, 1, 33, 16, 2)): [73920, 60192, 73920, 30096, 209088, 71808, 69696, 54912, 62304,
+        64416, 23232],
+    ("check_rank_loss", (87.83, 23, 73, 8, 6, 3)): [57.7512, 1.20315, 0.0250656, 7.2189, 9.62521, 173.254, 3.8187,
+        183.297, 4215.84, 87.83],
+    ("check_seconds", (2, 4, 2, 1, 11)): [19, 79, 22, 27, 19, 19, 25, 22, 16, 19],
+    ("check_seconds", (3, 4, 2, 3, 7)): [33, 79, 33, 47, 24, 36, 43, 51, 33, 25],
+    ("check_sent", (6, 126, 18, 1, 2, 8)): [3840, 4608, 2160, 3600, 6720, 960, 2880, 23040, 768, 480, 7680],
+    ("check_smallest_chunk", (740000000000000, 25000000000, 96, 16, 8)): [19733.3, 29600, 118400, 710400, 4933.33,
+        9866.67, 39466.7, 2.25225e-05],
+    ("check_training_chunk", (24960, 32, 8, 2)): [14976, 6240, 7488, 3744, 12480, 14976, 59904, 37440, 27456],
+    ("check_training_chunk", (700, 5, 5, 3)): [2100, 1050, 1050, 525, 2100, 1960, 2100, 4900, 4060],
+    ("check_visible_tiles", (5,)): [15, 25, 10, 12.5, 12, 5],
+}
+# fmt: on

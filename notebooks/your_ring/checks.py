@@ -25,9 +25,9 @@ from notebooks.checks.answers import TimeUp, difference, time_limit
 from notebooks.your_ring.messages import Message, Watch, words
 from ring_doctor import examine
 from ring_doctor.answers import REFUSED, RIGHT
+from ring_doctor.calls import ask_on_rank
 from ring_doctor.job import START, CannotExamine
 from ring_doctor.names import named
-from ring_doctor.on_rank import ask_on_rank
 from ring_doctor.patient import Patient
 from ring_doctor.questions import Question, questions
 from ring_doctor.report import head

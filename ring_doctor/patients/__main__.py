@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from ring_doctor import examine
-from ring_doctor.answers import FAILED, REFUSED, WRONG
-from ring_doctor.examination import HEALTHY, LIMITED, SICK
+from ring_doctor.answers import FAILED, REFUSED, RIGHT, RIGHT_AS_CLAIMED, SAID, WRONG, WRONG_RING
 from ring_doctor.job import CannotExamine
 from ring_doctor.patient import from_name
 from ring_doctor.report import Report
@@ -26,6 +25,7 @@ from ring_doctor.xray import XRay
 HERE = Path(__file__).parent
 RESULTS, TABLE = HERE / "results.json", HERE / "results.md"
 CANNOT = "cannot be examined"
+SICK, LIMITED, HEALTHY = (SAID[level].lower() for level in (WRONG_RING, RIGHT_AS_CLAIMED, RIGHT))
 ORDER = (SICK, CANNOT, LIMITED, HEALTHY)  # of the table's rows
 
 
@@ -52,7 +52,8 @@ def examined(name: str) -> dict[str, Any]:
 def of_report(report: Report) -> dict[str, Any]:
     """The verdict, the mistake, and how wrong the results are."""
     answers = report.examination.answers
-    found: dict[str, Any] = {"verdict": report.state, "level": report.level, "answers": len(answers)}
+    verdict = SAID[report.level].lower() if report.healthy else SICK
+    found: dict[str, Any] = {"verdict": verdict, "level": report.level, "answers": len(answers)}
     found |= {"limits": report.limits} if report.limits else {}
     found |= {state: sum(answer.state == state for answer in answers) for state in (WRONG, FAILED, REFUSED)}
     if report.diagnosis:

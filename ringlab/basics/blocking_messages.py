@@ -21,7 +21,7 @@ Shapes: none. A message stands for one block, K and V (B, H, C, D), and only the
     ok    2 to 8 ranks: all-send-first always deadlocks, even/odd never; an odd P takes one phase more
 
 Before: ../../worked_example.py says what travels. After: ranks.py and ../../ring_attn.py, which sends in this order. In
-which other orders could the messages move? tests/orders/ tries all of them.
+which other orders could the messages move? tests/orders/ checks all of them.
 Source: the even/odd order of blocking send/recv is a classic; Gropp, Lusk & Skjellum, Using MPI, chapter 4.
 """
 

@@ -75,7 +75,7 @@ def blockwise_attention(
     q (B, H, Sq, D), k and v (B, H, Sk, D) -> out (B, H, Sq, D) in q's dtype and lse (B, H, Sq), natural log, in float32
     at least. S need not be a multiple of block_size. `causal` hides key j from query i when j > i, needs Sq = Sk, and
     skips the blocks that lie wholly in the future. A query that sees no key gives out = 0 and lse = -inf. `tile`
-    computes the scores: softcap.py has others.
+    computes the scores: fused_block.py has others.
     Raises ValueError for a block_size below 1 and for shapes, dtypes, devices or a scale that do not fit.
     Liu & Abbeel 2023, section 3.
     """

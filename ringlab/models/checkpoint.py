@@ -8,10 +8,7 @@
 Shapes: a slice is what FSDP left on a rank. The file says which rows it is, so a job with another number of ranks reads
 the rows that it needs. The optimizer's state is sliced in the same way. The ranks share the work of the checksums.
 
-    $ python -m ringlab.models.checkpoint
-    3 ranks save steps 10 and 20; the job is killed while it saves step 30
-    a bit flips on the disk: step-00000020/__1_0.distcp does not match its checksum in SHA256SUMS
-    ok    2 ranks load step 10, and the step after it is the same
+train.py runs it: a first reader may skip this file.
 
 Before: loader.py, which reads the same text on every mesh. After: train.py, a run.
 Source: the PyTorch manual, torch.distributed.checkpoint; flock(2). `sha256sum -c SHA256SUMS` checks one by hand.
@@ -24,7 +21,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 import tempfile
 from collections import ChainMap
 from collections.abc import Callable, Iterator
@@ -34,19 +30,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from ringlab.models.mesh import gathered
 from ringlab.support.agreement import agree
-from ringlab.support.processes import RankContext, launch
 
 KEPT = 2  # checkpoints, so that one is whole if the last is found to be bad
 RUN, SUMS = "run.json", "SHA256SUMS"  # RUN: the step, the settings of the run, and its losses so far
@@ -264,53 +255,3 @@ class Checkpoints:
         agree(set_aside, self._group)
         said = [f"{why}; {path} is whole and used, {it.name} is now {it.name}.damaged" for it, why in wrong.items()]
         return run["step"], run["losses"], said
-
-
-def _linear(context: RankContext, folder: Path) -> tuple[nn.Module, Optimizer, Checkpoints]:
-    torch.manual_seed(context.world_size)  # other weights in each world: a checkpoint must replace them
-    model = nn.Linear(4, 5)  # 5 rows do not divide evenly
-    fully_shard(model, mesh=init_device_mesh(context.device.type, (context.world_size,)))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1), Checkpoints(folder, {"rows": 5})
-
-
-def _step(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
-    """The weights, and the optimizer's running mean of their gradients, whole, after one more step."""
-    optimizer.zero_grad()
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    return [gathered(x).detach() for w in model.parameters() for x in (w, optimizer.state[w]["exp_avg"])]
-
-
-def _save(context: RankContext, folder: Path) -> list[torch.Tensor]:
-    model, optimizer, checkpoints = _linear(context, folder)
-    _step(model, optimizer)
-    checkpoints.save(10, model, optimizer, [])
-    after = _step(model, optimizer)  # while it is written
-    checkpoints.save(20, model, optimizer, [])
-    checkpoints.finish()
-    if context.rank == 0:
-        (folder / "step-00000030.unfinished").mkdir()  # what is left of a save when the job is killed
-        slices = folder / "step-00000020" / "__1_0.distcp"
-        slices.write_bytes(bytes([slices.read_bytes()[0] ^ 1]) + slices.read_bytes()[1:])
-    return after
-
-
-def _load(context: RankContext, folder: Path) -> tuple[int, list[torch.Tensor], list[str]]:
-    model, optimizer, checkpoints = _linear(context, folder)
-    step, _, damaged = checkpoints.load(model, optimizer)
-    return step, _step(model, optimizer), damaged
-
-
-def main() -> int:
-    with tempfile.TemporaryDirectory() as name:
-        expected = launch(_save, 3, Path(name))[0]
-        print("3 ranks save steps 10 and 20; the job is killed while it saves step 30")
-        step, loaded, damaged = launch(_load, 2, Path(name))[0]
-        print("a bit flips on the disk:", *(each.partition(";")[0].replace(f"{name}/", "") for each in damaged))
-        right = all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(loaded, expected, strict=True))
-        print(f"{'ok   ' if right else 'WRONG'} 2 ranks load step {step}, and the step after it is the same")
-    return 0 if right and step == 10 and len(damaged) == 1 else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,12 +18,13 @@ of the new tokens: k and v (B, G, C, D) a layer. A new token is (B, 1), q (B, H,
     ok    the tokens of one process: 121 224 66 114 ... and 65 82 197 108 ...
     a new token: 144 numbers a rank and layer to merge, however long the context; a ring: 2,688 here
 
-Before: transformer.py, the model. After: pass_q.py, a few new tokens instead of one.
+Before: transformer.py, the model. After: generate_states.py, where linear layers remember.
 Source: Shyam et al. 2024 (Tree Attention), algorithm 3; Milakov & Gimelshein 2018, section 3.1, for the merge.
 """
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,14 +37,14 @@ from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import State, finish, start, update
-from ringlab.models.transformer import Config, Transformer
+from ringlab.models.transformer import ALONE, Config, Transformer
 from ringlab.support.agreement import WRONG, agree, members, of_every_rank
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import left_as_it_is, ring_flash_attention
+from ringlab.training.fused_block import capped_scores
 from ringlab.training.layouts import Layout, layout_of, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from ringlab.training.softcap import capped_scores
 
 EMPTY = 2**62  # the position in an empty slot, and of padding: in the future of every token
 
@@ -232,7 +233,8 @@ def agree_on_prompts(
         if unknown:
             raise ValueError(f"{unknown[0]!r} is in a prompt; expected tokens: Python integers from 0 to {vocab - 1}")
         if any(layer.attention is not cache for layer in model.layers):
-            raise ValueError("the model has another attention; expected this cache: make it by Transformer(..., cache)")
+            made = "Transformer(..., cache), or with linear layers by Transformer(..., cache, cache), a HybridCache"
+            raise ValueError(f"the model has another attention; expected this cache: make it by {made}")
         Partition(Mask(causal=True, window=cache.window), cache.layout, (2,) * members(cache.group)[1])
         texts = [list(prompt) for prompt in prompts]
         return {"prompts": texts, "new_tokens": new_tokens, "layout": cache.layout, "window": cache.window, **settings}
@@ -267,10 +269,10 @@ PROMPTS = (b"A ring reads.", b"Short.")
 NEW = 12
 
 
-def seeded(attention: Any) -> Transformer:
-    """A model with large random weights, so that its answers depend on the whole prompt."""
+def seeded(attention: Any, states: Any = ALONE, **sizes: int) -> Transformer:
+    """A model of CONFIG's or these sizes with large random weights: its answers depend on the whole prompt."""
     torch.manual_seed(0)
-    model = Transformer(CONFIG, attention)
+    model = Transformer(replace(CONFIG, **sizes), attention, states)
     for weight in model.parameters():
         if weight.dim() == 2:
             nn.init.normal_(weight, std=0.3)

@@ -53,6 +53,7 @@ def check_kind(model: PreTrainedModel) -> None:
     takes = inspect.signature(model.forward).parameters
     hidden = any(each.kind is each.VAR_POSITIONAL for each in takes.values())
     indexer = next((type(part).__name__ for part in model.modules() if "Indexer" in type(part).__name__), None)
+    stateful = model._is_stateful and "position_ids" not in takes
     drops, routes = (getattr(config, option, None) for option in ("layerdrop", "output_router_logits"))
     router = "False: its loss of the router would be that of a shard (in an SFTConfig: router_aux_loss_coef=0.0)"
     for wrong, given, expected in (
@@ -60,7 +61,7 @@ def check_kind(model: PreTrainedModel) -> None:
         (model._compiled_call_impl, "is compiled", "use_ring first, then compile: see examples/compiled.py"),
         (config.is_encoder_decoder, "is an encoder with a decoder", "a decoder alone: the ring shares out one text"),
         (hidden, "has a forward(*args)", "its arguments by name, as functools.wraps leaves them"),
-        (model._is_stateful and "position_ids" not in takes, "keeps a state over tokens", "attention in every layer"),
+        (stateful, "keeps a state over tokens and takes no position_ids", "a model with layers of attention too"),
         ("position_ids" not in takes, "takes no position_ids", "it to: a shard's are not 0, 1, 2, ..."),
         (indexer, f"has a {indexer}, which picks keys from all tokens", "none: a rank has the keys of its shard only"),
         (drops, f"has layerdrop={drops} in its config", "0: the ranks would leave out different layers"),

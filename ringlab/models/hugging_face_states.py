@@ -1,21 +1,24 @@
-"""Linear layers of a Hugging Face model in the ring: their own code, in which two names mean functions of ours.
+"""Linear layers of a Hugging Face model in the ring: their own code, in which a few names mean functions of ours.
 
     causal_conv1d_fn                 the last k - 1 tokens cross the border       short_convolution.py
-    torch_chunk_gated_delta_rule     the state does                               state_ring.py
+    torch_chunk_gated_delta_rule     the state does: Qwen3-Next, Qwen3.5, OLMo    state_ring.py
+    chunk_kimi_delta_attention       with a decay for each number of a key: Kimi linear
+    mamba2_chunk_scan                without the delta rule: Bamba, Falcon-H1, Granite, Nemotron-H, Zamba2
 
-transformers has no interface for linear layers, as it has for attention. But all that mixes tokens in a gated delta net
-is in these two functions of the model's file, and the forward pass of a layer finds them by name. So a layer gets a
-forward pass of the same code with other globals: the file and other models stay as they are. This serves Qwen3-Next,
-Qwen3.5 and OLMo hybrid, and LFM2, which has the convolution only. A layer that mixes tokens in another way is found by
-the proof, and refused: Mamba, Kimi's delta attention with a decay for each key, and whatever comes next.
+transformers has no interface for linear layers, as it has for attention. But all that mixes tokens in these layers is
+in these functions of the model's file, and the forward pass of a layer finds them by name. So a layer gets a forward
+pass of the same code with other globals: the file and other models stay as they are. LFM2 has the convolution only. A
+layer that mixes tokens in another way is found by the proof, and refused: Mamba 1, lightning attention, and whatever
+comes next.
 
-Shapes: hidden_states (B, N, C), N channels; query, key (B, C, H, D), value (B, C, Hv, Dv), g and beta (B, C, Hv), as
-transformers passes them.
+Shapes: hidden_states (B, N, C), N channels; query, key (B, C, H, D), value (B, C, Hv, Dv), g (B, C, Hv) or (B, C, Hv,
+D), beta (B, C, Hv), as transformers passes them. In the scan C and B (B, C, G, D) are query and key.
 
 `python examples/compare.py` trains a model in the ring: a first reader may skip this file.
 
 Before: hugging_face_masks.py, what a layer of attention asks for. After: hugging_face_proof.py.
-Source: transformers 5.23, models/qwen3_next; Yang et al. 2025 (Gated DeltaNet), section 3.
+Source: transformers 5.23, models/qwen3_next; Yang et al. 2025 (Gated DeltaNet), section 3; Dao & Gu 2024 (Mamba 2),
+section 6, the scan as linear attention.
 """
 
 import inspect
@@ -30,7 +33,7 @@ from torch import Tensor, nn
 
 from ringlab.support.extras import extra
 from ringlab.training.linear_attention import linear_attention
-from ringlab.training.short_convolution import ring_short_convolution
+from ringlab.training.short_convolution import ring_short_convolution, short_convolution
 from ringlab.training.state_ring import ring_linear_attention
 
 with extra("hf", __name__):
@@ -39,8 +42,9 @@ with extra("hf", __name__):
 from ringlab.models.hugging_face_batch import expect
 from ringlab.models.hugging_face_masks import Attention
 
-CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
-Mixers = dict[str, Callable[..., Any]]  # what the two names mean
+CONVOLUTION, RULE, KDA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
+SCAN, ALL_IN_ONE = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
+Mixers = dict[str, Callable[..., Any]]  # what these names mean
 
 
 def own_forward(part: nn.Module) -> Any:
@@ -49,13 +53,13 @@ def own_forward(part: nn.Module) -> Any:
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model whose forward pass calls one of the two functions."""
+    """The parts of a model whose forward pass calls one of these functions."""
     codes = [(part, getattr(own_forward(part), "__code__", None)) for part in model.modules()]
-    return [part for part, code in codes if code and {CONVOLUTION, RULE} & {*code.co_names}]
+    return [part for part, code in codes if code and {*ALONE} & {*code.co_names}]
 
 
 def spread(model: nn.Module, mixers: Mixers | None) -> None:
-    """Let the two names mean these functions in every linear layer; with None, those of transformers again."""
+    """Let the names mean these functions in every linear layer; with None, those of transformers again."""
     for part in linear_layers(model):
         own = own_forward(part)
         if mixers is None:
@@ -73,12 +77,18 @@ def convolution(compute: Callable[..., Tensor], x: Tensor, weight: Tensor, bias:
     return (out if activation is None else ACT2FN[activation](out)).to(x.dtype)
 
 
+def check_no_state(passed: dict[str, Any]) -> None:
+    """Raise ValueError where a layer starts from a state, or asks for the last one."""
+    names = ("initial_state", "initial_states", "output_final_state", "return_final_states")
+    state = next((name for name in names if passed.get(name) not in (None, False)), None)
+    expect(not state, f"a linear layer was given {state}, as generate does", "no cache in a ring")
+
+
 def rule(
     compute: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **passed: Any
 ) -> tuple[Tensor, None]:
-    """`torch_chunk_gated_delta_rule`, but for the recurrence: `compute`(q, k, v, g, beta), (B, H, C, ...) each."""
-    state = "initial_state" if passed.get("initial_state") is not None else "output_final_state"
-    expect(not passed.get(state), f"a linear layer was given {state}, as generate does", "no cache in a ring")
+    """The gated delta rule and Kimi's, but for the recurrence: `compute`(q, k, v, g, beta), (B, H, C, ...) each."""
+    check_no_state(passed)
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k, v, g, beta = (x.transpose(1, 2).to(wide) for x in (q, k, v, g, beta))
     if passed.get("use_qk_l2norm_in_kernel"):
@@ -86,21 +96,43 @@ def rule(
     return compute(q, k, v, g, beta).transpose(1, 2).contiguous().to(dtype), None
 
 
+def scan(
+    compute: Callable[..., Tensor], x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **passed: Any
+) -> Tensor:
+    """`mamba2_chunk_scan`, but for the recurrence: linear attention of C, B and Δ x, with the decay e^(A Δ)."""
+    check_no_state(passed)
+    wide, (least, most) = torch.promote_types(x.dtype, torch.float32), passed.get("dt_limit", (0.0, torch.inf))
+    dt = dt if passed.get("dt_bias") is None else dt + passed["dt_bias"].to(dt.dtype)
+    dt = (F.softplus(dt) if passed.get("dt_softplus") else dt).clamp(least, most).to(wide)  # (B, C, H)
+    x = x.to(wide)
+    inputs = (y.transpose(1, 2).to(wide) for y in (C, B, x * dt[..., None], A.to(wide) * dt))
+    out = compute(*inputs, None, scale=1.0).transpose(1, 2).contiguous()
+    return out if passed.get("D") is None else out + passed["D"][:, None] * x
+
+
 def in_ring(attention: Attention) -> Mixers:
-    """The two functions over the ranks of a ring."""
+    """These functions over the ranks of a ring."""
 
     def where() -> dict[str, Any]:
         return {"documents": attention.documents, "layout": attention.layout, "group": attention.group}
 
+    return mixers(
+        lambda *x: ring_short_convolution(*x, **where()),
+        lambda *x, **scale: ring_linear_attention(*x, **scale, **where())[0],
+    )
+
+
+def mixers(convolve: Callable[..., Tensor], attend: Callable[..., Tensor]) -> Mixers:
+    """What the names mean, when tokens mix by these two: `convolve`(x, weight, bias), `attend`(q, k, v, g, beta)."""
+    delta = partial(rule, attend)
+    in_one = {ALL_IN_ONE: lambda *inputs, **options: None}  # "there is no such kernel": else it would stay in its shard
     return {
-        CONVOLUTION: partial(convolution, lambda *x: ring_short_convolution(*x, **where())),
-        RULE: partial(rule, lambda *x: ring_linear_attention(*x, **where())[0]),
+        CONVOLUTION: partial(convolution, convolve),
+        RULE: delta,
+        KDA: delta,
+        SCAN: partial(scan, attend),
+        **in_one,
     }
-
-
-def convolution_alone(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    padded = F.pad(x, (weight.shape[1] - 1, 0))
-    return F.conv1d(padded, weight[:, None], bias, groups=len(weight))
 
 
 def convolution_cut(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -109,15 +141,16 @@ def convolution_cut(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias[:, None]
 
 
-def rule_cut(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+def attention_cut(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float | None = None
+) -> Tensor:
     """Each token sees itself only, and an error in any of the five changes the result."""
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
     unequal = torch.arange(1, q.shape[3] + 1).to(q).cos()
-    return v * beta[..., None] + ((q + 2 * k) * unequal).mean(dim=3, keepdim=True) + g[..., None]
+    g = g[..., None] if g.dim() == 3 else g
+    v = v if beta is None else v * beta[..., None]
+    return v + ((q + 2 * k + g) * unequal).mean(dim=3, keepdim=True)
 
 
-ALONE: Mixers = {  # on one process: what the ring would compute
-    CONVOLUTION: partial(convolution, convolution_alone),
-    RULE: partial(rule, lambda *x: linear_attention(*x)[0]),
-}
-CUT: Mixers = {CONVOLUTION: partial(convolution, convolution_cut), RULE: partial(rule, rule_cut)}
+ALONE = mixers(short_convolution, lambda *x, **scale: linear_attention(*x, **scale)[0])  # on one process
+CUT = mixers(convolution_cut, attention_cut)

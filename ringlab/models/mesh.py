@@ -17,12 +17,7 @@ Shapes: a batch is text (B, S + 1). A rank has tokens and labels (B / dp, C), C 
     off   fully_shard: sum / count: x 0.2500, error 7.5e-01
     off   fully_shard: mean over the rank's own labels: x 1.0634, error 4.9e-01
     ok    fully_shard: sum / count · 4: x 1.0000, error 2.3e-16
-    ok    fully_shard without its division: sum / count: x 1.0000, error 2.3e-16
     ok    tp x cp, fully_shard over cp: sum / count · 2: x 1.0000, error 2.4e-16
-    the norm by which gradients are clipped
-    ok    one process: 1.4961
-    off   this rank's slices: 0.2498
-    ok    clip_grad_norm_ over DTensors: 1.4961
 
 Before: transformer.py, the model. After: train.py, a run with it.
 Source: Liu et al. 2024, appendix A (FSDP × ring); Zhao et al. 2023 (PyTorch FSDP), section 3.2; Shoeybi et al. 2019
@@ -38,11 +33,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 
 from ringlab.models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
 from ringlab.support.processes import RankContext, launch
@@ -85,12 +79,15 @@ def shard_weights(model: Transformer, line: DeviceMesh, precision: MixedPrecisio
 def share_heads(model: Transformer, tp: DeviceMesh) -> None:
     """Tensor parallelism: leave this rank its share of the heads, and of the inner width of the feedforward.
 
-    The ring does not change: it sends the K/V heads that are here. Raises ValueError when tp does not divide kv_heads.
+    The ring does not change: it sends the K/V heads that are here. Raises ValueError when tp does not divide kv_heads,
+    and for linear layers.
     """
     split = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), ColwiseParallel())
     summed = dict.fromkeys(("wo", "w2"), RowwiseParallel())
     if model.config.kv_heads % tp.size():
         raise ValueError(f"kv_heads is {model.config.kv_heads} for tp = {tp.size()}; expected a multiple of tp")
+    if model.config.linear:
+        raise ValueError(f"linear is {model.config.linear}; expected 0: tp shares out no heads of linear layers")
     for layer in model.layers:
         parallelize_module(layer, tp, {**split, **summed})
 
@@ -136,15 +133,6 @@ def _fsdp(model: Transformer, line: DeviceMesh) -> nn.Module:
     return model
 
 
-def _undivided(model: Transformer, line: DeviceMesh) -> nn.Module:
-    shard_weights(model, line)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums
-    return model
-
-
 def _unscaled(logits: Tensor, labels: Tensor) -> Tensor:
     return batch_loss(logits, labels) / dist.get_world_size()
 
@@ -158,16 +146,12 @@ CASES = (
     ("fully_shard: sum / count", _fsdp, _unscaled),
     ("fully_shard: mean over the rank's own labels", _fsdp, _own_mean),
     ("fully_shard: sum / count · 4", _fsdp, batch_loss),
-    ("fully_shard without its division: sum / count", _undivided, _unscaled),
 )
 TENSOR_PARALLEL = "tp x cp, fully_shard over cp: sum / count · 2"
 
 
-def every_case(context: RankContext) -> tuple[list[tuple[str, float, float]], dict[str, float]]:
-    """(case, norm of its gradient / the right norm, relative error) for each case, and three norms of the gradient.
-
-    For 4 ranks. The norm of the slices is this rank's; all else is the same on every rank.
-    """
+def every_case(context: RankContext) -> list[tuple[str, float, float]]:
+    """(case, norm of its gradient / the right norm, relative error) for each case, on each of 4 ranks."""
     tokens, labels, at = shard_text(TEXT, "zigzag", 0, 1)
     model = _model()
     loss_of_all = _own_mean(model(tokens, at), _real(labels))
@@ -179,17 +163,12 @@ def every_case(context: RankContext) -> tuple[list[tuple[str, float, float]], di
         return name, (gradient.norm() / exact.norm()).item(), ((gradient - exact).norm() / exact.norm()).item()
 
     mesh, line = build_mesh(2, 2, context.device.type)
-    rows, norms = [], {"one process": exact.norm().item()}
+    rows = []
     tokens, labels, at = shard_batch(TEXT, "zigzag", mesh)
     for name, wrap, loss in CASES:
         wrapped = wrap(_model(mesh), line)
         loss(wrapped(tokens, at), _real(labels)).backward()
         rows.append(row(name, wrapped))
-        if loss is batch_loss:
-            gradients = [weight.grad for weight in wrapped.parameters()]
-            slices = torch.cat([g.to_local().flatten() for g in gradients if isinstance(g, DTensor)])
-            norms["this rank's slices"] = slices.norm().item()
-            norms["clip_grad_norm_ over DTensors"] = gathered(clip_grad_norm_(wrapped.parameters(), 1.0)).item()
 
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # gathering two shares is slow
     mesh = init_device_mesh(context.device.type, (2, 2), mesh_dim_names=("cp", "tp"))
@@ -199,22 +178,17 @@ def every_case(context: RankContext) -> tuple[list[tuple[str, float, float]], di
     shard_weights(model, mesh["cp"])
     batch_loss(model(tokens, at), _real(labels), mesh["cp"].get_group()).backward()
     rows.append(row(TENSOR_PARALLEL, model))
-    return rows, norms
+    return rows
 
 
 def main() -> int:
-    rows, norms = launch(every_case, 4)[0]
+    rows = launch(every_case, 4)[0]
     print("2 x 2 ranks, dp x cp, float64: the norm of the gradient as a multiple of the right one, and its error")
     ok = True
     for name, ratio, error in rows:
         right = error < 1e-10
         print(f"{'ok   ' if right else 'off  '} {name}: x {ratio:.4f}, error {error:.1e}")
-        ok &= right == (name in (TENSOR_PARALLEL, CASES[3][0], CASES[4][0]))
-    print("the norm by which gradients are clipped")
-    for name, norm in norms.items():
-        right = abs(norm / norms["one process"] - 1) < 1e-10
-        print(f"{'ok   ' if right else 'off  '} {name}: {norm:.4f}")
-        ok &= right != (name == "this rank's slices")
+        ok &= right == (name in (TENSOR_PARALLEL, CASES[3][0]))
     return 0 if ok else 1
 
 

@@ -24,7 +24,7 @@ B·H·T·(Dv+1) of partial results, in float32 at least. Pass-KV sends (P-1)/P �
     ok    pass-auto: largest error 2.8e-07, rounding allows 5.1e-06 (float32 sums)
           Q travels: a rank sends 459 numbers on average
 
-Before: generate.py, one new token. After: conversation.py, a model that reads, answers, and reads on.
+Before: generate_states.py, one new token. After: conversation.py, a model that reads, answers, and reads on.
 Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.5: algorithm 2 is pass-KV, algorithm 3 pass-Q; appendix B.
 """
 
@@ -42,7 +42,7 @@ from ringlab.basics.chunks import agree_on_chunks, needs_gradients
 from ringlab.basics.ranks import neighbours
 from ringlab.models.generate import EMPTY
 from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.pass_q_or_kv import what_travels
+from ringlab.planning.pass_q_or_kv import Turn
 from ringlab.support.agreement import agree, members
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention, report
@@ -131,7 +131,7 @@ def cached_attention(
     if passing == "auto":
         new, tokens = (sum(at.shape[1] for at in of_ranks) for of_ranks in (places.queries, places.keys))
         layer = AttentionLayer(q.shape[1], k.shape[1], q.shape[3], q.element_size())
-        passing = what_travels(layer, new, max(tokens - new, 0), world_size)
+        passing = Turn(layer, new, max(tokens - new, 0), world_size).travels
     attention = partial(attend, scale=scale, softcap=softcap)
     out = WAYS[passing](q, k, v, places, nothing_seen(q, v, sinks), attention, group)
     return out.to(q.dtype), passing

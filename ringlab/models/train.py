@@ -12,8 +12,6 @@ optimizer's state are float32 and sliced over all ranks; `--dtype bf16` computes
     step      4 x 512 tokens, 2 x 256 on a rank
     data      the moves of rings, 93,610 bytes
     ...
-        10/100 [##                  ] loss 3.9811, 5,598 tokens/s, MFU 8%, 370 MB a rank
-    ...
        100/100 [####################] loss 0.2316, 5,146 tokens/s, MFU 7%, 412 MB a rank
     done      100 steps; the curve is run/loss.svg; its numbers are run/loss.jsonl
 
@@ -53,7 +51,7 @@ from ringlab.basics.command import size
 from ringlab.models.checkpoint import Checkpoints, last_checkpoint, locked
 from ringlab.models.loader import Text, read_batch
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights
-from ringlab.models.transformer import Config, Transformer, flops_of_a_step
+from ringlab.models.transformer import ALONE, Config, Linear, Transformer, flops_of_a_step, ring_of_states
 from ringlab.support.agreement import agree
 from ringlab.support.extras import install
 from ringlab.support.processes import RankContext, join_ring
@@ -61,10 +59,12 @@ from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import LAYOUTS, layout_of
 from ringlab.training.schedule import Ring, Schedule
 from ringlab.training.shared_memory import SharedMemory, memory_or_messages
+from ringlab.training.state_ring import check_layout_of_states
 
 RATE, WARM_UP, CLIP = 2e-3, 20, 1.0  # learning rate, steps to reach it, largest gradient norm
 SHOWN_EVERY, LOG = 10, "loss.jsonl"  # steps; the losses so far
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SIZES = ("layers", "linear", "hidden", "heads", "kv_heads")  # of the model, that are options
 BLOCKS: dict[str, type[Schedule]] = {"messages": Ring, "memory": SharedMemory}
 
 
@@ -80,6 +80,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=size, default=4, help="sequences in a step, on all ranks together (4)")
     add("--seq-len", type=size, default=512, help="tokens in a sequence; a token is a byte (512)")
     add("--layers", type=size, default=2, help="(2)")
+    add("--linear", type=int, default=0, help="linear layers before each layer of attention (0; Qwen3-Next: 3)")
     add("--hidden", type=size, default=128, help="width of the model (128)")
     add("--heads", type=size, default=4, help="query heads (4)")
     add("--kv-heads", type=size, default=2, help="key/value heads (2)")
@@ -95,26 +96,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def check(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, Text]:
     """The size of the model, and the data. Raises ValueError when options do not fit together."""
-    sizes = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "kv_heads")}
+    sizes = {name: getattr(args, name) for name in SIZES}
     config = Config(**sizes, feedforward=3 * args.hidden, checkpointing=args.activation_checkpointing)
+    if args.linear:
+        check_layout_of_states(args.layout)
     multiple = max(1, layout_of(args.layout).multiple * cp)
-    if above := -args.seq_len % multiple:
-        more = args.seq_len + above
-        choice = f"{more - multiple} or {more}" if more > multiple else f"{more}"
-        raise ValueError(
-            f"--seq-len is {args.seq_len}, in the {args.layout} layout on rings of {cp}; expected a multiple of "
-            f"{multiple}: {choice}"
-        )
+    if args.seq_len % multiple:
+        given = f"--seq-len is {args.seq_len}, in the {args.layout} layout on rings of {cp}"
+        raise ValueError(f"{given}; expected a multiple of {multiple}")
     read_batch(text := Text(args.data), 0, args.batch, args.seq_len, args.layout, (0, dp), (0, cp))
     return config, text
 
 
 def build(
-    config: Config, attention: Callable[..., Tensor], line: DeviceMesh, dtype: torch.dtype
+    config: Config, attention: Callable[..., Tensor], line: DeviceMesh, dtype: torch.dtype, linear: Linear = ALONE
 ) -> tuple[Transformer, torch.optim.Optimizer]:
     """The model and its optimizer, sliced over the ranks of `line`; layers compute in `dtype`."""
     torch.manual_seed(0)  # the same weights on every rank
-    model = Transformer(config, attention).to(line.device_type)
+    model = Transformer(config, attention, linear).to(line.device_type)
     shard_weights(model, line, MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32))
     return model, torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -146,8 +145,9 @@ def _train(
     ring = mesh["cp"].get_group()
     schedule, why = memory_or_messages(ring) if args.blocks == "auto" else (BLOCKS[args.blocks], "")
     attention = partial(scaled_dot_product_attention, layout=args.layout, group=ring, schedule=schedule)
-    model, optimizer = build(config, attention, line, DTYPES[args.dtype])
-    same = {name: getattr(args, name) for name in ("layers", "hidden", "heads", "kv_heads", "batch", "seq_len")}
+    linear = ring_of_states(layout=args.layout, group=ring)
+    model, optimizer = build(config, attention, line, DTYPES[args.dtype], linear)
+    same = {name: getattr(args, name) for name in (*SIZES, "batch", "seq_len")}
     checkpoints = Checkpoints(args.out, {**same, "bytes of data": len(text), "sha256 of the data": text.sha256()[:16]})
     start, losses = 0, list[float]()
     if args.resume:
@@ -159,9 +159,9 @@ def _train(
     peak = measured_peak(context, DTYPES[args.dtype])
     of_a_step = args.batch * args.seq_len, flops_of_a_step(model, args.batch, args.seq_len)
     progress = Progress(start, args.steps, *of_a_step, peak)
-    parameters = sum(weight.numel() for weight in model.parameters())
-    sizes = f"{args.layers} layers, hidden {args.hidden}, {args.heads} heads on {args.kv_heads}"
-    say(f"model     {sizes}, {parameters:,} parameters, {args.dtype}")
+    layers = f"{args.layers} layers" + bool(args.linear) * f", {args.linear} of {args.linear + 1} linear"
+    sizes = f"{layers}, hidden {args.hidden}, {args.heads} heads on {args.kv_heads}"
+    say(f"model     {sizes}, {sum(w.numel() for w in model.parameters()):,} parameters, {args.dtype}")
     say(f"mesh      dp {dp} x cp {cp}, {args.layout} layout")
     if why:
         say(f"blocks    {'stay in shared memory' if schedule is SharedMemory else 'travel as messages'}: {why}")

@@ -1,29 +1,21 @@
 """Calibrate: measure the machine that this runs on, in a minute or two, and write a file that the planner reads.
 
-    computing          seconds of the kernel = launch + FLOPs / flops      fitted over block lengths, without a mask
-    memory             bytes / seconds of a copy that no cache holds
-    messages           latency = seconds of the shortest;   bytes/s = bytes / (seconds - latency) of the longest
-    NICs of a host     bytes/s of all devices together / bytes/s of one alone, rounded
-    slowdown           computing while messages travel / computing alone
-    causal             seconds of a pair with a causal mask / without one, of the longest block
+    computing      seconds of the kernel = launch + FLOPs / flops; causal: a pair with a mask / without one
+    memory         bytes / seconds of a copy that no cache holds
+    messages       latency = seconds of the shortest;   bytes/s = bytes / (seconds - latency) of the longest
+    NICs           bytes/s of all devices of a host together / of one alone, rounded
+    slowdown       computing while messages travel / computing alone
 
-All ranks do each of these at the same time, because ranks share memory, links and, on a CPU, cores. A repetition ends
-when its last rank is done; the median of the repetitions counts. Lengths and bytes grow until a call takes long enough.
-machine.py says what each number of the file means. The file has the tables too: FLOP/s by pass, mask and length, and
-seconds by kind of message, place and bytes. The same code runs on gloo and on NCCL. On NCCL it was never run.
-
-Shapes: a block is q, k and v (1, H, C, D). A message is counted by the bytes that a rank sends in all.
+All ranks do each of these at the same time, because they share memory, links and cores. A repetition ends with its last
+rank; the median counts. Lengths and bytes grow until a call takes long enough. On NCCL it was never run.
 
     $ python -m ringlab.planning.calibrate --out machine.json
-    2 processes on 1 host, cpu with gloo, float32, 8 heads of 64: 42 s
-        computing         44.5 GFLOP/s forward, 46.6 backward, 0.049 ms a call; memory 17.9 GB/s
-        inside a host     1,211.1 MB/s a device, 0.603 ms a message
-        slowdown          1.27 times as long does computing take while messages travel
-    wrote machine.json: plan with `python -m ringlab.planning.cost_model --machine machine.json`
-
+    2 processes, cpu with gloo, float32, 8 heads of 64: 42 s
+        flops             4.45e+10
+    ...
     $ torchrun --nnodes=2 --nproc_per_node=8 ... -m ringlab.planning.calibrate --out machine.json
 
-A reader of the ring may skip this file.
+A reader of the ring may skip this file. `Cluster` in ways.py says what each number means.
 Source: Hockney 1994, the latency and bytes/s of a message.
 """
 
@@ -32,21 +24,22 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops
-from ringlab.planning.machine import write_machine
+from ringlab.planning.machine import FIELDS, write_machine
 from ringlab.planning.round_costs import causal_pairs
 from ringlab.planning.ways import Cluster
 from ringlab.support.agreement import agree
@@ -63,31 +56,17 @@ BYTES = [4**i for i in range(6, 16)]  # that a rank sends: 4 KiB to 1 GiB
 COPIED = {"cpu": 2**26, "cuda": 2**29}  # bytes, more than a cache holds
 QUIET = 0.5  # of a core, at least, while a rank computes
 LAYERS = {"cpu": (8, 64, "float32"), "cuda": (32, 128, "bfloat16")}  # heads, head dim and dtype unless given
-MASKS = {"none": False, "causal": True}
-PASSES = {"forward": False, "backward": True}
+PASSES, MASKS, KINDS = ("forward", "backward"), ("none", "causal"), ("send", "all-gather", "all-to-all")
 
 Row = dict[str, Any]
 Call = Callable[[], Any]  # what is timed
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(fixed, rate) of seconds = fixed + size / rate: the least squares of relative errors.
-
-    Where these would be a negative time or rate, which no machine has, the line goes through 0.
-    """
-    x = [size / time for size, time in zip(sizes, seconds, strict=True)]
-    y = [1 / time for time in seconds]  # fixed · y + x / rate = 1
-    xx, xy, yy = (_dot(*each) for each in ((x, x), (x, y), (y, y)))
-    determinant = xx * yy - xy * xy
-    fixed = (sum(y) * xx - sum(x) * xy) / determinant if determinant > 0 else 0.0
-    inverse = (sum(x) - fixed * xy) / xx
-    if fixed < 0 or inverse <= 0:
-        fixed, inverse = 0.0, sum(x) / xx
-    return fixed, 1 / inverse
-
-
-def _dot(x: Sequence[float], y: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(x, y, strict=True))
+    """(fixed, rate) of seconds = fixed + size / rate, from the first and the last; where none fits, fixed is 0."""
+    rise, run = seconds[-1] - seconds[0], sizes[-1] - sizes[0]
+    fixed = seconds[0] - sizes[0] * rise / run if run and rise > 0 else -1.0
+    return (fixed, run / rise) if fixed >= 0 else (0.0, sizes[-1] / seconds[-1])
 
 
 def wire(rows: Sequence[Row]) -> tuple[float, float]:
@@ -96,18 +75,18 @@ def wire(rows: Sequence[Row]) -> tuple[float, float]:
     return latency, longest["bytes"] / max(longest["seconds"] - latency, longest["seconds"] / 2)
 
 
+@dataclass
 class Stopwatch:
     """Times what all ranks do at once."""
 
-    def __init__(self, context: RankContext) -> None:
-        self.context = context
+    context: RankContext
 
     def wait_for_device(self) -> None:
         """Until this rank's stream is done; messages that travel meanwhile have streams of their own."""
         if self.context.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def once(self, work: Call, calls: int = 1, after: Call = lambda: None) -> tuple[float, float]:
+    def once(self, work: Call, calls: int = 1, after: Call | None = None) -> tuple[float, float]:
         """Seconds of a call until the last rank has done all, and seconds of a rank's core. Then `after` runs."""
         self.wait_for_device()
         dist.barrier()
@@ -116,15 +95,16 @@ class Stopwatch:
             work()
         self.wait_for_device()
         mine = (time.perf_counter() - begin) / calls, (time.process_time() - busy) / calls
-        after()
+        if after:
+            after()
         everyone = agree(lambda: mine)
         return max(seconds for seconds, _ in everyone), sum(core for _, core in everyone) / len(everyone)
 
     def typical(self, work: Call, after: Call | None = None) -> tuple[float, float]:
         """The medians of some repetitions, after a call to warm up. With `after`, each is one call and `after`."""
-        seconds, _ = self.once(work, 1, after or (lambda: None))
+        seconds, _ = self.once(work, 1, after)
         calls = 1 if after else max(1, round(SHORT / seconds))
-        seen = [self.once(work, calls, after or (lambda: None)) for _ in range(REPETITIONS)]
+        seen = [self.once(work, calls, after) for _ in range(REPETITIONS)]
         seconds, core = (median(each) for each in zip(*seen, strict=True))
         return seconds, core
 
@@ -139,36 +119,29 @@ class Stopwatch:
         return rows
 
 
-def block(heads: int, head_dim: int, dtype: torch.dtype, length: int, device: torch.device) -> list[Tensor]:
-    """Random q, k, v and d_out (1, H, C, D)."""
-    return [torch.randn(1, heads, length, head_dim, device=device).to(dtype) for _ in range(4)]
-
-
 def computing(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype) -> list[Row]:
     """FLOP/s of the kernel by pass, mask and block length. FLOPs are counted of the pairs that a mask shows."""
+    device, rows = watch.context.device, []
 
-    def work(length: int, causal: bool, backward: bool) -> Call:
-        q, k, v, d_out = block(layer.heads, layer.head_dim, dtype, length, watch.context.device)
-        options = {"scale": layer.head_dim**-0.5, "causal": causal}
-        if not backward:
-            return lambda: fused_forward(q, k, v, **options)
+    def work(length: int, which: str, mask: str) -> Call:
+        q, k, v, d_out = torch.randn(4, 1, layer.heads, length, layer.head_dim, device=device).to(dtype)
+        options = {"scale": layer.head_dim**-0.5, "causal": mask == "causal"}
         out, lse = fused_forward(q, k, v, **options)
+        if which == "forward":
+            return lambda: fused_forward(q, k, v, **options)
         return lambda: fused_backward(q, k, v, out, lse, d_out, **options)
 
-    rows = []
-    for which, backward in PASSES.items():
-        for mask, causal in MASKS.items():
-            for row in watch.table("length", LENGTHS, 4, partial(work, causal=causal, backward=backward)):
-                pairs = row["length"] * (row["length"] + 1) / 2 if causal else row["length"] ** 2
-                flops = block_flops(layer, pairs, backward=backward)
-                rows.append({"pass": which, "mask": mask, **row, "flops": flops / row["seconds"]})
+    for which, mask in product(PASSES, MASKS):
+        for row in watch.table("length", LENGTHS, 4, partial(work, which=which, mask=mask)):
+            pairs = row["length"] * (row["length"] + 1) / 2 if mask == "causal" else row["length"] ** 2
+            flops = block_flops(layer, pairs, backward=which == "backward")
+            rows.append({"pass": which, "mask": mask, **row, "flops": flops / row["seconds"]})
     return rows
 
 
 def memory(watch: Stopwatch) -> float:
     """Bytes/s of a copy: each byte is read and written."""
-    x = torch.zeros(COPIED[watch.context.device.type] // 4, device=watch.context.device)
-    y = torch.empty_like(x)
+    x, y = torch.zeros(2, COPIED[watch.context.device.type] // 4, device=watch.context.device)
     return 2 * x.nbytes / watch.typical(lambda: y.copy_(x))[0]
 
 
@@ -178,12 +151,6 @@ def hop(size: int, group: ProcessGroup | None, device: torch.device) -> Callable
     return lambda: post([sent], [received], group)
 
 
-def done(works: Iterable[dist.Work]) -> None:
-    """Wait for messages."""
-    for work in works:
-        work.wait()
-
-
 def message(kind: str, group: ProcessGroup | None, device: torch.device) -> Callable[[int], Call]:
     """A function of the bytes that a rank sends: it gives what sends them, by send/receive or a collective."""
     P = dist.get_world_size(group)
@@ -191,7 +158,7 @@ def message(kind: str, group: ProcessGroup | None, device: torch.device) -> Call
     def work(size: int) -> Call:
         if kind == "send":
             begin = hop(size, group, device)
-            return lambda: done(begin())
+            return lambda: [each.wait() for each in begin()]
         part = -(-size // (P - 1))
         sent, received = torch.zeros(2, P * part, dtype=torch.uint8, device=device).unbind()
         if kind == "all-gather":
@@ -199,18 +166,6 @@ def message(kind: str, group: ProcessGroup | None, device: torch.device) -> Call
         return lambda: dist.all_to_all_single(received, sent, group=group)
 
     return work
-
-
-def places(context: RankContext, hosts: int) -> dict[str, dict[str, ProcessGroup | None]]:
-    """The groups of ranks that send, by place and kind of message. Between hosts collectives are of the whole job."""
-    P, kinds = context.world_size, ("send", "all-gather", "all-to-all")
-    mesh = init_device_mesh(context.device.type, (hosts, P // hosts), mesh_dim_names=("hosts", "devices"))
-    groups: dict[str, dict[str, ProcessGroup | None]] = {}
-    if hosts < P:
-        groups["inside"] = dict.fromkeys(kinds, mesh.get_group("devices"))
-    if hosts > 1:
-        groups["between"] = {kind: mesh.get_group("hosts") if kind == "send" else None for kind in kinds}
-    return groups
 
 
 def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: list[Row], travel: Row) -> float:
@@ -221,30 +176,24 @@ def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: 
     device = watch.context.device
     first, *longer = (row for row in rows if (row["pass"], row["mask"]) == ("forward", "none"))
     length = max([first["length"], *(row["length"] for row in longer if row["seconds"] <= travel["seconds"] / 2)])
-    q, k, v, _ = block(layer.heads, layer.head_dim, dtype, length, device)
-    begin, works = hop(travel["bytes"], travel["group"], device), []
+    q, k, v = torch.randn(3, 1, layer.heads, length, layer.head_dim, device=device).to(dtype)
+    begin, works = hop(travel["bytes"], travel["group"], device), list[dist.Work]()
 
     def compute() -> None:
         fused_forward(q, k, v, scale=layer.head_dim**-0.5)
 
     def compute_meanwhile() -> None:
-        works.extend(begin())
+        works[:] = begin()
         compute()
 
-    def arrive() -> None:
-        done(works)
-        works.clear()
-
     alone, _ = watch.typical(compute)
-    meanwhile, _ = watch.typical(compute_meanwhile, arrive)
+    meanwhile, _ = watch.typical(compute_meanwhile, lambda: [each.wait() for each in works])
     return max(1.0, meanwhile / alone)
 
 
 def cost_of_a_mask(rows: list[Row]) -> float:
-    """Times as long does the kernel take for each pair under a causal mask: of the longest block with both, forward.
-
-    The pairs are those that the planner counts, with the tiles of the diagonal.
-    """
+    """Times as long does the kernel take for a pair, as the planner counts them, under a causal mask: of the longest
+    block with both, forward."""
     seconds = {(row["mask"], row["length"]): row["seconds"] for row in rows if row["pass"] == "forward"}
     length = max(length for mask, length in seconds if mask == "none" and ("causal", length) in seconds)
     share = causal_pairs(length) / length**2
@@ -261,16 +210,16 @@ def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dic
     layer = AttentionLayer(heads, heads, head_dim, number.itemsize)
     rows = computing(watch, layer, number)
     numbers: dict[str, Any] = {"memory_bandwidth": memory(watch), "bandwidth": math.inf}
-    fits = {}
-    for which in PASSES:
-        table = [row for row in rows if row["pass"] == which and row["mask"] == "none"]
-        flops = [row["flops"] * row["seconds"] for row in table]
-        fits[which] = fit(flops, [row["seconds"] for row in table])
-    numbers |= {"flops": fits["forward"][1], "backward_flops": fits["backward"][1], "launch": fits["forward"][0]}
+    for which, name in zip(PASSES, ("flops", "backward_flops"), strict=True):
+        table = [row for row in rows if (row["pass"], row["mask"]) == (which, "none")]
+        launch, numbers[name] = fit([row["flops"] * row["seconds"] for row in table], [row["seconds"] for row in table])
+        numbers.setdefault("launch", launch)  # of the forward pass
     numbers["causal"] = cost_of_a_mask(rows)
+    mesh = init_device_mesh(context.device.type, (hosts, per_host), mesh_dim_names=("between", "inside"))
     tables: list[Row] = []
-    for place, groups in places(context, hosts).items():
-        for kind, group in groups.items():
+    for place in ["inside"] * (per_host > 1) + ["between"] * (hosts > 1):
+        for kind in KINDS:  # collectives between hosts are of the whole job
+            group = mesh.get_group(place) if kind == "send" or place == "inside" else None
             table = watch.table("bytes", BYTES, 4, message(kind, group, context.device))
             tables += [{"kind": kind, "place": place, **row} for row in table]
             if kind == "send":
@@ -279,25 +228,21 @@ def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dic
         if place == "inside":
             numbers |= {"bandwidth": bandwidth, "latency": latency}
         else:
-            alone = message("send", groups["send"], context.device)(longest["bytes"])
+            alone = message("send", longest["group"], context.device)(longest["bytes"])
             seconds, _ = watch.typical(alone if context.rank % per_host == 0 else lambda: None)
             nics = min(per_host, max(1, round(per_host * seconds / longest["seconds"])))
             numbers |= {"host_bandwidth": per_host * bandwidth / nics, "host_latency": latency, "nics": nics}
     if P > 1:
         numbers["slowdown"] = slowdown(watch, layer, number, rows, longest)
-    return {
-        "cluster": Cluster(hosts, per_host, **numbers),
-        "layer": {"heads": heads, "head_dim": head_dim, "dtype": dtype},
-        "made": {
-            "on": torch.cuda.get_device_name() if context.device.type == "cuda" else "cpu",
-            "backend": dist.get_backend(),
-            "torch": torch.__version__,
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            "seconds": time.perf_counter() - begin,
-        },
-        "computing": rows,
-        "messages": tables,
+    made = {
+        "on": torch.cuda.get_device_name() if context.device.type == "cuda" else "cpu",
+        "backend": dist.get_backend(),
+        "torch": torch.__version__,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "seconds": time.perf_counter() - begin,
     }
+    about = {"layer": {"heads": heads, "head_dim": head_dim, "dtype": dtype}, "made": made}
+    return {"cluster": Cluster(hosts, per_host, **numbers), **about, "computing": rows, "messages": tables}
 
 
 def faults(found: dict[str, Any]) -> list[str]:
@@ -309,28 +254,19 @@ def faults(found: dict[str, Any]) -> list[str]:
     if cluster.launch == 0:
         said.append("longer blocks took less than their share of the time")
     for place in ("inside", "between"):
-        rows = [row for row in found["messages"] if (row["kind"], row["place"]) == ("send", place)]
-        if rows and rows[0]["seconds"] > 1.5 * min(row["seconds"] for row in rows):
+        sent = [row["seconds"] for row in found["messages"] if (row["kind"], row["place"]) == ("send", place)]
+        if sent and sent[0] > 1.5 * min(sent):
             said.append(f"the shortest message {place} took longer than a longer one")
     return said
 
 
 def show(found: dict[str, Any]) -> None:
     """Print the numbers that the planner takes."""
-    cluster, layer, made = found["cluster"], found["layer"], found["made"]
-    where = f"{cluster.devices} processes on {cluster.hosts} host{'s' * (cluster.hosts > 1)}"
+    layer, made = found["layer"], found["made"]
     on = f"{made['on']} with {made['backend']}, {layer['dtype']}, {layer['heads']} heads of {layer['head_dim']}"
-    print(f"{where}, {on}: {made['seconds']:.0f} s")
-    rates = f"{cluster.flops / 1e9:,.1f} GFLOP/s forward, {cluster.backward_flops / 1e9:,.1f} backward"
-    memory = f"memory {cluster.memory_bandwidth / 1e9:,.1f} GB/s"
-    print(f"    computing         {rates}, {1e3 * cluster.launch:.3f} ms a call; {memory}")
-    if cluster.per_host > 1:
-        speed = f"{cluster.bandwidth / 1e6:,.1f} MB/s a device"
-        print(f"    inside a host     {speed}, {1e3 * cluster.latency:.3f} ms a message")
-    if cluster.hosts > 1:
-        speed = f"NICs of a host: {cluster.nics} of {cluster.host_bandwidth / 1e6:,.1f} MB/s"
-        print(f"    between hosts     {speed}, {1e3 * cluster.host_latency:.3f} ms a message")
-    print(f"    slowdown          {cluster.slowdown:.2f} times as long does computing take while messages travel")
+    print(f"{found['cluster'].devices} processes, {on}: {made['seconds']:.0f} s")
+    for name in FIELDS:
+        print(f"    {name:<18}{getattr(found['cluster'], name):.4g}")
 
 
 def read_options() -> argparse.Namespace:
@@ -342,13 +278,12 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--head-dim", metavar="N", type=int, help="numbers in a head, D")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of q, k and v")
     options = parser.parse_args()
-    for name in ("processes", "heads", "head_dim"):
-        if (given := getattr(options, name)) is not None and given < 1:
+    for name, given in vars(options).items():
+        if type(given) is int and given < 1:
             parser.error(f"{name.replace('_', '-')} is {given}; expected 1 or more")
     if options.out.is_dir() or not options.out.parent.is_dir():
         parser.error(f"out is {options.out}; expected a file in a folder that is there")
-    gpus = 0 if options.device == "cpu" else torch.cuda.device_count()
-    options.processes = options.processes or gpus or cpu_cores()
+    options.processes = options.processes or (options.device != "cpu" and torch.cuda.device_count()) or cpu_cores()
     try:
         device, _, _ = choose_device(options.device, int(os.environ.get("LOCAL_WORLD_SIZE", options.processes)))
     except ValueError as error:
@@ -371,7 +306,7 @@ def main() -> int:
     if said := faults(found):
         print(f"BUSY: {'; '.join(said)}. Expected a quiet machine: stop other programs and measure again")
     write_machine(options.out, **found)
-    print(f"wrote {options.out}: plan with `python -m ringlab.planning.cost_model --machine {options.out}`")
+    print(f"wrote {options.out}: plan with `ring-plan --machine {options.out}`")
     return 0
 
 

@@ -4,49 +4,26 @@
     interval               from measured rows of the same kind, and how many there are
     binds, advice          the largest term; what to change first, because the planner was asked again
 
-Without options it prints the paper's tables 1 to 3 beside ours. --help names the unit of each option.
-
-Shapes: numbers only. All results are modelled, not measured.
-
-    $ python -m ringlab.planning.cost_model
-    Table 2 (bf16; K: 1000 tokens): the smallest chunk that hides its messages; a sequence needs six of it
-                       TFLOP/s   GB/s    chunk: printed, ours    sequence: printed, ours
-    A100 NVLink            312  300.0             1.0K   1.04K              6.2K    6.24K
-    ...
+--help names the unit of each option. All results are modelled, not measured.
 
     $ ring-plan --model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072
-    $ ring-plan --model llama-3.1-405b --gpu h100-500w --hosts 16 --seq-len 1e6 --task prefill --linear-dtype fp8
-    $ ring-plan --model llama-2-7b --gpu rtx-4090 --hosts 1 --per-host 4 --seq-len 65536 --trainable 0.01
     $ ring-plan --gpu ideal --flops 990e12 --bandwidth 450e9 --memory 80e9 --hosts 1 --layers 32 --hidden 4096 \\
           --heads 32 --kv-heads 8 --feedforward 14336 --vocab 128256 --seq-len 131072
 
-Before: plan.py, and the files before it. After: ringlab/training/jax_block.py and jax_ring.py, the ring in the
-paper's own language.
-Source: step.py, seconds.py and memory.py name theirs.
+A reader may skip this file: plan.py answers, and this file reads options and prints.
 """
 
 import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from ringlab.planning.machine import read_machine
 from ringlab.planning.memory import CONTEXT, OPTIMIZERS
-from ringlab.planning.plan import (
-    LONGEST,
-    MOST,
-    Answer,
-    Wish,
-    best,
-    candidates,
-    digits,
-    gains,
-    hosts_that_hold,
-    longest,
-)
-from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, ideal, model_named
+from ringlab.planning.plan import LONGEST, MOST, Answer, Wish, best, candidates, digits, gains, hosts_that_hold, longest
+from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ringlab.planning.step import KERNELS, LOSSES, RECOMPUTE, TASKS, Step
 
 SHOWN = 5  # rows of the table
@@ -55,24 +32,12 @@ SHORT = 8192  # tokens
 NUMBERS = ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab")  # of a model
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is asked: a step to share, and what is fixed of it."""
-
-    step: Step
-    wish: Wish
-
-
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with status 2 and one line."""
-        print(f"{self.prog}: {' '.join(message.split())}", file=sys.stderr)
+        line = " ".join(message.split())
+        print(f"{self.prog}: {line}{'' if 'expected' in line else '; expected options as in --help'}", file=sys.stderr)
         raise SystemExit(2)
-
-
-def count(text: str) -> int:
-    """A type for argparse: a whole number from 1 to 1e12, which may be written as 1e6."""
-    return int(number(1, 1e12, "a whole number", whole=True)(text))
 
 
 def number(least: float, most: float, meaning: str, whole: bool = False) -> Callable[[str], float]:
@@ -85,57 +50,51 @@ def number(least: float, most: float, meaning: str, whole: bool = False) -> Call
             value = math.nan
         if not least <= value <= most or (whole and not value.is_integer()):
             raise argparse.ArgumentTypeError(f"{text} was given; expected {least:g} to {most:g}: {meaning}")
-        return value
+        return int(value) if whole else value
 
     return read
 
 
+OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {  # name: its choices, or the least and the most; its meaning
+    "flops": ((1e9, 1e18), "FLOP/s that attention reaches on a GPU, 680e12 for 680 TFLOP/s"),
+    "bandwidth": ((1e6, 1e15), "bytes/s of a GPU's link inside its host, one way, 450e9 for 450 GB/s"),
+    "host-bandwidth": ((1e6, 1e15), "bytes/s of a network card, one way, 50e9 for 400 Gbit/s"),
+    "memory": ((2e9, 1e15), "bytes of a GPU, 80e9 for 80 GB"),
+    "trainable": ((1e-6, 1.0), "share of the parameters that is trained, 0.01 for a LoRA of one percent (default: 1)"),
+    "hosts": ((), "hosts (default: 1)"),
+    "per-host": ((), "GPUs of a host (default: 8)"),
+    "nics": ((), "network cards of a host (default: one for each GPU)"),
+    "seq-len": ((), "tokens of a sequence, S (default: the longest that fits)"),
+    "batch": ((), "sequences of a replica (default: 1)"),
+    "cp": ((), "GPUs that share a sequence (default: the best that fits)"),
+    "tp": ((), "GPUs that share heads and feedforward (default: the best that fits)"),
+    "layers": ((), "layers of the model"),
+    "hidden": ((), "width of the model"),
+    "heads": ((), "query heads"),
+    "kv-heads": ((), "key/value heads"),
+    "feedforward": ((), "inner width of the feedforward, of three matrices"),
+    "vocab": ((), "words of the vocabulary"),
+    "task": (TASKS, "a training step, or a prefill (default: train)"),
+    "kernels": (tuple(KERNELS), "of the attention: best, framework (default), torch of 2024; a prefill: best"),
+    "recompute": (tuple(RECOMPUTE), "what the backward pass computes again (default: the best that fits)"),
+    "linear-dtype": (("bf16", "fp8"), "dtype of the layers' products (default: bf16)"),
+    "loss": (LOSSES, "the logits of all tokens at once, or in pieces (default: whole)"),
+    "optimizer": (tuple(OPTIMIZERS), "whose states are held (default: adam)"),
+}
+
+
 def parser() -> Parser:
-    """The options of a plan."""
+    """The options of a plan. Counts are whole numbers up to 1e12, and may be written as 1e6."""
     it = Parser(prog="ring-plan", description="Plan training or a prefill of a long sequence.", allow_abbrev=False)
     it.add_argument("--model", metavar="NAME", help=f"a config.json, or one of {', '.join(MODELS)}")
-    it.add_argument(
-        "--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}, ideal; ideal needs the three numbers below"
-    )
+    it.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}, or ideal: with the next three numbers")
     it.add_argument("--machine", metavar="FILE", help="what ringlab.planning.calibrate measured on your machine")
-    for name, least, most, meaning in (
-        ("flops", 1e9, 1e18, "FLOP/s that attention reaches on a GPU, 680e12 for 680 TFLOP/s"),
-        ("bandwidth", 1e6, 1e15, "bytes/s of a GPU's link inside its host, one way, 450e9 for 450 GB/s"),
-        ("host-bandwidth", 1e6, 1e15, "bytes/s of a network card, one way, 50e9 for 400 Gbit/s"),
-        ("memory", 1e8, 1e15, "bytes of a GPU, 80e9 for 80 GB"),
-    ):
-        it.add_argument(f"--{name}", metavar="X", type=number(least, most, meaning), help=meaning)
-    for name, meaning in (
-        ("hosts", "hosts (default: 1)"),
-        ("per-host", "GPUs of a host (default: 8)"),
-        ("nics", "network cards of a host (default: one for each GPU)"),
-        ("seq-len", "tokens of a sequence, S (default: the longest that fits)"),
-        ("batch", "sequences of a replica (default: 1)"),
-        ("cp", "GPUs that share a sequence (default: the best that fits)"),
-        ("tp", "GPUs that share heads and feedforward (default: the best that fits)"),
-        ("layers", "layers of the model"),
-        ("hidden", "width of the model"),
-        ("heads", "query heads"),
-        ("kv-heads", "key/value heads"),
-        ("feedforward", "inner width of the feedforward, of three matrices"),
-        ("vocab", "words of the vocabulary"),
-    ):
-        it.add_argument(f"--{name}", metavar="N", type=count, help=meaning)
-    for name, choices, meaning in (
-        ("task", TASKS, "a training step, or a prefill (default: train)"),
-        (
-            "kernels",
-            tuple(KERNELS),
-            "level of the attention: best, framework (default), torch of 2024; a prefill: best",
-        ),
-        ("recompute", tuple(RECOMPUTE), "what the backward pass computes again (default: the best that fits)"),
-        ("linear-dtype", ("bf16", "fp8"), "dtype of the layers' products (default: bf16)"),
-        ("loss", LOSSES, "the logits of all tokens at once, or in pieces (default: whole)"),
-        ("optimizer", tuple(OPTIMIZERS), "whose states are held (default: adam)"),
-    ):
-        it.add_argument(f"--{name}", choices=choices, help=meaning)
-    meaning = "share of the parameters that is trained, 0.01 for a LoRA of 1 % (default: 1)"
-    it.add_argument("--trainable", metavar="X", type=number(1e-6, 1, meaning), help=meaning)
+    for name, (known, meaning) in OPTIONS.items():
+        if known and isinstance(known[0], str):
+            it.add_argument(f"--{name}", choices=known, help=meaning)
+        else:
+            kind = number(known[0], known[1], meaning) if known else number(1, 1e12, "a whole number", whole=True)
+            it.add_argument(f"--{name}", metavar="X" if known else "N", type=kind, help=meaning)
     return it
 
 
@@ -157,25 +116,24 @@ def gpu_of(options: argparse.Namespace, per_host: int) -> GPU:
     if options.gpu == "ideal":
         if missing := [name for name in ("flops", "bandwidth", "memory") if not getattr(options, name)]:
             raise ValueError(f"gpu is ideal without {', '.join(missing)}; expected --flops, --bandwidth and --memory")
-        gpu = ideal(options.flops, options.bandwidth, card or options.bandwidth, options.memory)
+        flops, link = options.flops, options.bandwidth
+        rates, about = dict.fromkeys(("fused", "torch"), (flops, flops)), "your numbers, all of which are reached"
+        numbers = options.memory, math.inf, link, card or link  # rounds cost nothing beside their products
+        gpu = GPU("ideal", about, {"bf16": flops}, rates, *numbers, card_share=1.0, link_share=1.0)
     else:
         gpu = gpu_named(options.gpu)
-        if options.flops and options.flops > 1.01 * gpu.peak["bf16"]:
-            given = f"flops is {options.flops:g} on {gpu.name}"
-            raise ValueError(
-                f"{given}; expected {gpu.peak['bf16']:g} at most, its peak in bf16: attention reaches less"
-            )
         own: dict[str, Any] = {"link": options.bandwidth, "memory": options.memory, "card": card}
+        if flops := options.flops:
+            if flops > 1.01 * (peak := gpu.peak["bf16"]):
+                given = f"flops is {flops:g} on {gpu.name}"
+                raise ValueError(f"{given}; expected {peak:g} at most, its peak in bf16: attention reaches less")
+            own["attention"] = {name: (flops, flops * b / f) for name, (f, b) in gpu.attention.items()}
         gpu = replace(gpu, **{name: value for name, value in own.items() if value})
-        if options.flops:
-            gpu = replace(
-                gpu, attention={name: (options.flops, options.flops * b / f) for name, (f, b) in gpu.attention.items()}
-            )
     return replace(gpu, card=gpu.card * (options.nics or per_host) / per_host)
 
 
-def request_of(options: argparse.Namespace) -> Request:
-    """What the options ask for. Raises ValueError for options that do not fit together: given, expected, what to do."""
+def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
+    """A step to share, and what is fixed of it. Raises ValueError for options that do not fit together."""
     if not options.gpu:
         raise ValueError(f"no --gpu was given; expected one of {', '.join(GPUS)}, ideal")
     machine = read_machine(options.machine) if options.machine else None
@@ -188,9 +146,8 @@ def request_of(options: argparse.Namespace) -> Request:
     if options.task == "prefill":
         for name in ("recompute", "loss", "optimizer", "trainable"):
             if getattr(options, name):
-                raise ValueError(
-                    f"{name} is {getattr(options, name)} for a prefill; expected --task train, or leave it out"
-                )
+                given = f"{name} is {getattr(options, name)} for a prefill"
+                raise ValueError(f"{given}; expected --task train, or leave it out")
     gpu = gpu_of(options, per_host)
     if machine:
         wires: dict[str, Any] = {"link": machine.bandwidth, "card": machine.host_bandwidth}
@@ -206,12 +163,11 @@ def request_of(options: argparse.Namespace) -> Request:
     fixed = {name: value for name, value in vars(wish).items() if value}
     seq_len = options.seq_len or max(SHORT, (wish.cp or 1) * (wish.tp or 1))
     step = Step(model_of(options), gpu, hosts, per_host, seq_len, machine=machine, **known, **fixed)
-    return Request(step if options.seq_len else replace(step, seq_len=longest(step, wish) or step.seq_len), wish)
+    return step if options.seq_len else replace(step, seq_len=longest(step, wish) or step.seq_len), wish
 
 
-def show(request: Request) -> None:
+def show(step: Step, wish: Wish) -> None:
     """Print the answers, the advice last."""
-    step, wish = request.step, request.wish
     gpu, model = step.gpu, step.model
     active = f" ({digits(model.parameters(active=True) / 1e9)} active)" if model.experts else ""
     print(f"{model.name}: {digits(model.parameters() / 1e9)} billion parameters{active}; modelled, not measured")
@@ -231,9 +187,11 @@ def show(request: Request) -> None:
     print("    tokens/s a GPU        s     GiB  way")
     for each in ranked[:SHOWN]:
         print(f"    {digits(each.speed):>14} {digits(each.seconds):>8} {digits(each.held / GIB):>7}  {each.name}")
-    first = ranked[0]
-    show_terms(first)
-    known = first.interval
+    first, known = ranked[0], ranked[0].interval
+    name, seconds = max(first.terms.items(), key=lambda each: each[1])
+    shares = ", ".join(f"{each} {digits(s)}" for each, s in first.terms.items() if s > 0.005 * first.seconds)
+    print(f"seconds               {shares}: {first.utilisation:.0%} of the bf16 peak")
+    print(f"binds                 {name}, {seconds / first.seconds:.0%} of the time\n{memory_of(first)}")
     rows = "measured rows of this kind"
     said = f"{digits(known[0])} to {digits(known[1])} s: {known[2]} {rows}" if known else f"not known: no {rows}"
     print(f"interval              {said}")
@@ -242,19 +200,10 @@ def show(request: Request) -> None:
     print(f"advice                {advice(ranked)}")
 
 
-def show_terms(answer: Answer) -> None:
-    """Print what the time and the memory of a step are made of, and what takes most of the time."""
-    name, seconds = max(answer.terms.items(), key=lambda each: each[1])
-    shares = ", ".join(f"{each} {digits(s)}" for each, s in answer.terms.items() if s > 0.005 * answer.seconds)
-    print(f"seconds               {shares}: {answer.utilisation:.0%} of the bf16 peak")
-    print(f"binds                 {name}, {seconds / answer.seconds:.0%} of the time")
-    show_memory(answer)
-
-
-def show_memory(answer: Answer) -> None:
-    """Print what the memory of a GPU holds at the peak."""
+def memory_of(answer: Answer) -> str:
+    """A line: what the memory of a GPU holds at the peak."""
     parts = ", ".join(f"{each} {digits(size / GIB)}" for each, size in answer.memory.items())
-    print(f"GiB of a GPU          {parts}, CUDA and NCCL {digits(CONTEXT / GIB)}")
+    return f"GiB of a GPU          {parts}, CUDA and NCCL {digits(CONTEXT / GIB)}"
 
 
 def show_what_is_missing(step: Step, wish: Wish) -> None:
@@ -263,8 +212,7 @@ def show_what_is_missing(step: Step, wish: Wish) -> None:
     if nearest is None:
         print(f"advice                no way to share it{wish.words()}: give another --cp or --tp, or leave them out")
         return
-    print(f"nearest               {nearest.name}: {digits(nearest.held / GIB)} GiB")
-    show_memory(nearest)
+    print(f"nearest               {nearest.name}: {digits(nearest.held / GIB)} GiB\n{memory_of(nearest)}")
     free = [(name, each) for _, name, each in gains(step, wish) if name not in ("twice the memory", "twice the batch")]
     for name, each in free[:2]:
         print(f"with {name:<34} fits: {each.name}, {digits(each.held / GIB)} GiB")
@@ -287,18 +235,13 @@ def advice(ranked: Sequence[Answer]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments:
-        from ringlab.planning import hidden_communication, ring_memory
-
-        return hidden_communication.main() | ring_memory.main()
     it = parser()
     options = it.parse_args(arguments)
     try:
-        request = request_of(options)
+        step, wish = request_of(options)
     except ValueError as reason:
         it.error(str(reason))
-    show(request)
+    show(step, wish)
     return 0
 
 

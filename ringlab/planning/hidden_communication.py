@@ -12,10 +12,8 @@ balanced layout but none of the bytes, so C doubles.
 The backward pass costs 10·C²·H·D FLOPs a block (five products) and sends the gradients of K and V too, in float32:
 C >= (w + 4)/5 · G/H · flops / bandwidth. In published rings the last hop of the gradients follows all computing, so
 nothing hides it. Our rings compute on the own block last: nothing hides the first hop of K and V, which is shorter.
-On P ranks, chunks of C tokens make a sequence of P·C. The paper asks for 6·C, because a rank holds six blocks.
 
-    P rounds take     P·computing + (P-1)·message                   without overlap
-                      computing + (P-1)·max(computing, message)     overlapped
+    P rounds take     computing + (P-1)·max(computing, message)
 
 Shapes: q and out (H, C, D) on a rank, k and v (G, C, D), C = S/P. All numbers are modelled;
 bench/overlap_threshold.py measures them.
@@ -29,8 +27,8 @@ bench/overlap_threshold.py measures them.
     TPU v4                 275  268.0             1.0K   1.03K              6.2K    6.16K
     TPU v5e                196  186.0             1.1K   1.05K              6.3K    6.32K
 
-Before: flash_ring.py, the ring that this model describes. After: simulated_ring.py, where ranks and links differ.
-Source: Liu et al. 2024, section 3 and table 2; Jacobs et al. 2023 (Ulysses), section 3, for all-to-all.
+Before: flash_ring.py, the ring that this model describes. After: unequal.py, where ranks and links differ.
+Source: Liu et al. 2024, section 3 and table 2.
 """
 
 import sys
@@ -107,51 +105,9 @@ def hidden_share(chunk: float, min_chunk: float) -> float:
     return min(1.0, chunk / min_chunk)
 
 
-def ring_seconds(world_size: int, computing: float, message: float, *, overlap: bool) -> float:
-    """Seconds of P rounds of `computing` and P - 1 hops of `message` seconds each, with or without overlap.
-
-    A blocking ring whose even ranks send first takes two messages a hop: it sends, then it receives.
-    """
-    hops = world_size - 1
-    return computing + hops * (max(computing, message) if overlap else computing + message)
-
-
-def pass_seconds(
-    layer: AttentionLayer,
-    chunk: float,
-    world_size: int,
-    flops: float,
-    bandwidth: float,
-    *,
-    visible: float = 1.0,
-    backward: bool = False,
-    overlap: bool = True,
-) -> float:
-    """Seconds of a layer's forward or backward pass on a published ring; arguments as in `min_overlap_chunk`.
-
-    The backward pass ends with the last hop of the gradients, which no computing hides. For ours: seconds.py.
-    """
-    computing = block_flops(layer, visible * chunk**2, backward=backward) / flops
-    message = hop_bytes(layer, chunk, backward=backward) / bandwidth
-    home = gradient_bytes(layer, chunk) / bandwidth if backward and world_size > 1 else 0.0
-    return ring_seconds(world_size, computing, message, overlap=overlap) + home
-
-
-def sent_bytes(method: str, layer: AttentionLayer, chunk: float, world_size: int) -> float:
-    """Bytes that a rank sends in a forward pass by `method`: "ring", "all-gather" or "all-to-all".
-
-    All-gather sends as much as the ring, but before computing begins. All-to-all (Ulysses) exchanges chunks of tokens
-    for groups of heads, and back: a rank sends all but 1/P of its q, k, v and out. Raises ValueError for another
-    method. Raises it too for all-to-all when G is no multiple of P: ranks would then need copies of K/V heads, which
-    are not modelled.
-    """
-    if method in ("ring", "all-gather"):
-        return (world_size - 1) * hop_bytes(layer, chunk)
-    if method != "all-to-all":
-        raise ValueError(f"method is {method!r}; expected ring, all-gather or all-to-all")
-    if layer.kv_heads % world_size:
-        raise ValueError(f"{layer.kv_heads} K/V heads for {world_size} ranks; expected a multiple, or copies of heads")
-    return (1 - 1 / world_size) * 2 * chunk * (layer.heads + layer.kv_heads) * layer.head_dim * layer.itemsize
+def ring_seconds(world_size: int, computing: float, message: float) -> float:
+    """Seconds of P overlapped rounds of `computing`, and P - 1 hops of `message` seconds each."""
+    return computing + (world_size - 1) * max(computing, message)
 
 
 def main() -> int:

@@ -5,10 +5,7 @@
     changes     the planner is asked again with each change; nothing here is a rule of thumb
     interval    the errors of measured rows of the same kind, from errors.json; none: not known
 
-A reader may skip this file: step.py predicts a step, and this file asks it many times.
-
-Shapes: numbers only. Before: step.py. After: cost_model.py, the command.
-Source: none; the numbers are those of step.py and memory.py.
+A reader may skip this file: step.py predicts a step, and this file asks it many times. After: cost_model.py.
 """
 
 import json
@@ -30,6 +27,11 @@ ERRORS = Path(__file__).with_name("errors.json")
 def digits(number: float) -> str:
     """Three digits of a number, or all before the point: 0.0179, 5.89, 3,804."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def kind_of(task: str, kernels: str, hosts: int) -> str:
+    """The name of a kind of measured row: its errors count for a question like it."""
+    return f"{task}, {'best kernels' if kernels == 'best' else 'framework'}, {'one host' if hosts == 1 else 'hosts'}"
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,9 @@ class Answer:
         model, step = self.step.model, self.step
         passes = 2 + step.trainable if step.task == "train" else 1
         products = 2 * passes * (model.matrices + (passes > 1) * model.hidden * model.vocab)
-        attention = (3 if passes > 1 else 1) * 4 * (step.seq_len / 2) * model.heads * model.head_dim * model.layers
-        return self.speed * (products + attention) / step.gpu.peak["bf16"]
+        mixing = 4 * (step.seq_len / 2) * model.heads * model.head_dim * model.softmax_layers
+        mixing += model.linear.layers * model.linear.flops if model.linear else 0
+        return self.speed * (products + (3 if passes > 1 else 1) * mixing) / step.gpu.peak["bf16"]
 
     @property
     def name(self) -> str:
@@ -90,10 +93,8 @@ class Answer:
     def interval(self) -> tuple[float, float, int] | None:
         """Where nine in ten measured seconds lie, and how many rows of this kind say so; None: not known."""
         task = {"train": "step", "prefill": "prefill"}[self.step.task]
-        kernels = "best kernels" if self.step.kernels == "best" else "framework"
-        known = json.loads(ERRORS.read_text()).get(
-            f"{task}, {kernels}, {'one host' if self.step.hosts == 1 else 'hosts'}"
-        )
+        kind = kind_of(task, self.step.kernels, self.step.hosts) if not self.step.model.linear else "no hybrid"
+        known = json.loads(ERRORS.read_text()).get(kind)
         return known and (known["low"] * self.seconds, known["high"] * self.seconds, known["rows"])
 
 
@@ -169,8 +170,7 @@ def changes(step: Step) -> dict[str, Step]:
     """What could be changed, and the step with the change."""
     gpu = step.gpu
 
-    def twice(of_gpu: str, of_machine: str) -> Step:
-        """The step with a rate that is twice as high, of the GPU and of a measured machine."""
+    def twice(of_gpu: str, of_machine: str) -> Step:  # a rate of the GPU, and of a measured machine
         own = step.machine and replace(step.machine, **{of_machine: 2 * getattr(step.machine, of_machine)})
         return replace(step, gpu=replace(gpu, **{of_gpu: 2 * getattr(gpu, of_gpu)}), machine=own)
 
@@ -194,14 +194,10 @@ def changes(step: Step) -> dict[str, Step]:
 
 
 def gains(step: Step, wish: Wish) -> list[tuple[float, str, Answer]]:
-    """For each change, how many times as good the best way then is; the largest gain first. If nothing fits now, the
-    speed itself."""
-    now = best(step, wish)[:1]
-    found = []
-    for name, changed in changes(step).items():
-        ranked = best(changed, wish)
-        if ranked:
-            found.append((ranked[0].merit / (now[0].merit if now else 1.0), name, ranked[0]))
+    """For each change, how many times as good the best way then is, or, if nothing fits now, its speed; the largest
+    gain first."""
+    now, ranked = best(step, wish)[:1], {name: best(changed, wish) for name, changed in changes(step).items()}
+    found = [(each[0].merit / (now[0].merit if now else 1.0), name, each[0]) for name, each in ranked.items() if each]
     return sorted(found, key=lambda each: -each[0])
 
 

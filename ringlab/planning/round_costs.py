@@ -10,31 +10,21 @@
     waves               few blocks do not fill a GPU: its multiprocessors wait for the last blocks, see `efficiency`
 
 The bytes are counted from FlashAttention 2's kernels, and from PyTorch's operations in published rings: each operation
-reads its inputs and writes its result. A kernel that merges in one operation would move 10 bytes in place of 38; on 43
-published times 10, 18 and 24 bytes leave larger errors than 38.
+reads its inputs and writes its result. The published merge is a scripted function. If a compiler fused it to one kernel
+it would move 10 bytes, and 18 where a slice is written back; 18 are also what our own merge moves (`merge_into`). The
+measured times say 38: with them the H100's ring, forward, is predicted within 3 %; it is 19 % too fast with 18, and
+25 % with 10.
 
 Shapes: numbers only. `rows` queries and `keys` keys, H query heads, G key/value heads, D numbers in a head.
 
-    $ python -m ringlab.planning.round_costs
-    ring of 8, C = 8,192, 32 query heads on 8, bf16, causal in zigzag: the last rank, MB and ms
-                      a call   a merge   at 2 TB/s   computing at 200 TFLOP/s
-        forward        151.0    1275.1        0.71                       2.75
-        backward       771.8     419.4        0.60                       6.87
-    the share of the kernel's FLOP/s that 32, 5 and 1 heads reach, on 132 multiprocessors
-        no mask             97%  83%  48%
-        causal, forward     89%  55%  20%
-        causal, backward    94%  71%  33%
-
-Before: ways.py. After: seconds.py, where these costs take their time.
+A reader may skip this file. Before: ways.py. After: seconds.py, where these costs take their time.
 Source: Dao 2023 (FlashAttention 2), algorithms 1 and 2; zhuzilin/ring-flash-attention, utils.py, for the merge; NVIDIA,
-Matrix Multiplication Background, on wave quantization. The sources of the constants stand beside them; scoreboard.py
-fits one of them, and grades all.
+Matrix Multiplication Background, on wave quantization. bench/scoreboard.py fits two of the constants, and grades all.
 """
 
-import sys
 from dataclasses import replace
 
-from ringlab.planning.hidden_communication import AttentionLayer, block_flops
+from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.ways import Cluster
 
 TILE = 128  # queries and keys of a tile of the kernel: Dao 2023, section 3.3
@@ -52,7 +42,7 @@ LINK_SHARE = 0.8  # of the nominal bytes/s inside a host
 LATENCY = 5e-6  # seconds of a message inside a host, or of a step of a collective
 LAUNCH = 1e-5  # seconds of an operation of PyTorch
 # Times as long as with the best kernels does attention among several GPUs take in a framework: fitted on the six steps
-# of NeMo in published_more.json, and graded on the steps of torchtitan and EasyContext.
+# of NeMo in published.json, and graded on the steps of torchtitan and EasyContext.
 FRAMEWORK = 1.33
 SLOWDOWN = 1.2  # between 1.1 (NCCL has a tenth of an H100: pytorch issue 143988) and 1.3 to 1.4 (pytorch PR 179937)
 
@@ -61,7 +51,7 @@ def realistic(nominal: Cluster, card_share: float = CARD_SHARE, link_share: floa
     """What the rates of a data sheet become: shares of them, latencies, and messages that slow the computing.
 
     `card_share`: that of a card's bytes/s which a message to another host reaches; other than CARD_SHARE if measured.
-    `flops` and `backward_flops` stay: a data sheet does not know them, a run of the kernel does (`unlimited`).
+    `flops` and `backward_flops` stay: a data sheet does not know them, a run of the kernel does.
     """
     return replace(
         nominal,
@@ -98,17 +88,6 @@ def efficiency(
     if not causal:
         return waves / max(1.0, waves + 1 / 2)
     return waves / (waves + (1 if backward else 2))
-
-
-def unlimited(
-    flops: tuple[float, float], heads: float, tokens: float, multiprocessors: int, *, causal: bool
-) -> tuple[float, float]:
-    """FLOP/s of a kernel on infinitely many blocks, forward and backward, from those it reached on some."""
-    forward, backward = (
-        rate / efficiency(heads, tokens, multiprocessors, causal=causal, backward=each)
-        for rate, each in zip(flops, (False, True), strict=True)
-    )
-    return forward, backward
 
 
 def numbers(layer: AttentionLayer, rows: float, keys: float) -> tuple[float, float]:
@@ -150,28 +129,3 @@ def packing_bytes(layer: AttentionLayer, chunk: float) -> float:
     """Bytes that packing, or unpacking, moves for one of the two exchanges of heads: half of q, k, v and out."""
     q, kv = numbers(layer, chunk, chunk)
     return (2 * q + kv) * layer.itemsize
-
-
-def main() -> int:
-    layer, chunk = AttentionLayer(heads=32, kv_heads=8, head_dim=128), 8192
-    print(f"ring of 8, C = {chunk:,}, 32 query heads on 8, bf16, causal in zigzag: the last rank, MB and ms")
-    print("                  a call   a merge   at 2 TB/s   computing at 200 TFLOP/s")
-    for backward in (False, True):
-        call = call_bytes(layer, chunk, chunk / 2, backward=backward)
-        merge = merge_bytes(layer, chunk, chunk / 2, backward=backward)
-        computing = 1e3 * block_flops(layer, chunk**2 / 2, backward=backward) / 200e12
-        name = "backward" if backward else "forward"
-        print(f"    {name:<12}{call / 1e6:8.1f}{merge / 1e6:10.1f}{1e3 * (call + merge) / 2e12:12.2f}{computing:27.2f}")
-    print("the share of the kernel's FLOP/s that 32, 5 and 1 heads reach, on 132 multiprocessors")
-    for name, options in (
-        ("no mask", {}),
-        ("causal, forward", {"causal": True}),
-        ("causal, backward", {"causal": True, "backward": True}),
-    ):
-        shares = (efficiency(heads, chunk, 132, **options) for heads in (32, 5, 1))
-        print(f"    {name:<18}" + "".join(f"{share:5.0%}" for share in shares))
-    return 0 if merge_bytes(layer, chunk, chunk) == 38 * chunk * layer.hidden else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

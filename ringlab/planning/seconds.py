@@ -1,11 +1,9 @@
 """How long a pass of attention takes by each way: closed forms, of the rounds and of what travels beside them.
 
     beside          max(message, computing + message · (1 - 1/slowdown))    both at once: messages slow the computing
-    ring            a round for each block: its call beside the hops. Published rings expose the last hop of the
-                    gradients; ours computes on the own block last, and exposes the first hop of K and V
+    ring            a round for each block: its call beside the hops; `order` says which hops nothing hides
     double ring     a turn of per_host rounds beside a slow hop, in the same order; then the last sums inside a host
-    all-gather      ours: one K/V head after the other, beside the call of the head before. Published ones gather all
-                    heads first, and sum the gradients last: nothing hides them
+    all-gather      ours: one K/V head after the other, beside the call of the head before. Published: nothing is hidden
     all-to-all      nothing travels while a rank computes: both exchanges are exposed
     hybrid n x g    an exchange in rows of g ranks, then a ring of n with blocks of g·C tokens
     hop             latency + bytes / bandwidth, or, between hosts, the ranks that share a card one after the other
@@ -15,25 +13,17 @@ causal call, then whole blocks on the last rank; striped, a causal call in every
 
 Shapes: numbers only, as in ways.py. All times are modelled, of attention only: no projections, no feedforward.
 
-    $ python -m ringlab.planning.seconds
-    16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, a NIC of 12.5 GB/s for each device; modelled
-    S = 1,048,576, 32 query heads on 8, bf16, half of the pairs visible: ms of a layer
-                           forward  backward       sum
-        computing alone       71.1     177.7     248.8
-    ...
-    one host: a published ring of 8 takes as long as in hidden_communication.py
-
-Before: round_costs.py. After: host_order.py, where the links between hosts differ.
+A reader may skip this file: chapter 18 prints its times. Before: round_costs.py. After: step.py.
 Source: Liu et al. 2024, algorithm 1; Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2; Jacobs et
 al. 2023 (Ulysses), section 3; Fang & Zhao 2024 (USP).
 """
 
-import sys
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from ringlab.planning.hidden_communication import AttentionLayer, block_flops, gradient_bytes, hop_bytes, pass_seconds
+from ringlab.planning.hidden_communication import AttentionLayer, block_flops, gradient_bytes, hop_bytes
 from ringlab.planning.round_costs import MERGE_CALLS, call_bytes, causal_pairs, efficiency, merge_bytes, packing_bytes
-from ringlab.planning.ways import WAYS, Cluster, exchange_ranks, exchange_traffic, named, shares
+from ringlab.planning.ways import Cluster, busiest, exchange_ranks, exchanges, shares
 
 MASKS, LAYOUTS = ("none", "causal"), ("contiguous", "zigzag", "striped")
 
@@ -47,9 +37,9 @@ def beside(computing: float, message: float, slowdown: float) -> float:
 class Pass:
     """One pass of a layer's attention: each rank has `chunk` tokens of each of `batch` sequences.
 
-    `mask` is "none", "causal" in a `layout`, or None: in every round the share `visible` of the pairs is computed.
-    `ours`: our schedules, whose own sums stay at home and whose all-gather takes one head after the other. Published
-    rings send sums in all P rounds. Raises ValueError for another mask or layout, and for a batch below 1.
+    `mask` is "none", "causal" in a `layout`, or None: in every round half of the pairs is computed. `ours`: our
+    schedules, whose own sums stay at home and whose all-gather takes one head after the other. Published rings send
+    sums in all P rounds. Raises ValueError for another mask or layout, and for a batch below 1.
     """
 
     cluster: Cluster
@@ -58,7 +48,6 @@ class Pass:
     backward: bool = False
     mask: str | None = None
     layout: str = "zigzag"
-    visible: float = 1 / 2
     batch: int = 1
     ours: bool = True
 
@@ -89,7 +78,7 @@ class Pass:
         A causal call counts as many pairs as a call without a mask computes in the same time.
         """
         if self.mask is None:
-            return tokens, tokens, self.visible * tokens**2, False
+            return tokens, tokens, tokens**2 / 2, False
         if self.mask == "causal" and (t == 0 or self.layout == "striped"):
             return tokens, tokens, self.cluster.causal * causal_pairs(tokens), True
         keys = tokens / 2 if self.mask == "causal" and self.layout == "zigzag" else tokens
@@ -153,7 +142,8 @@ class Pass:
         if ranks == 1:
             return seconds
         packing = 2 * (cluster.launch + self.batch * packing_bytes(self.layer, self.chunk) / cluster.memory_bandwidth)
-        for near, far in exchange_traffic(self.layer, self.chunk, cluster, ranks, backward=self.backward):
+        for sent in exchanges(self.layer, self.chunk, cluster, ranks, backward=self.backward):
+            near, far = busiest(sent, cluster)
             far_seconds = cluster.host_latency + self.batch * far / cluster.host_bandwidth if far else 0.0
             seconds += packing + max(self.inside(near), far_seconds)
         return seconds
@@ -187,7 +177,7 @@ class Pass:
         layer, P, causal = self.layer, self.cluster.devices, self.cluster.causal
         parts = layer.kv_heads if self.ours else 1
         S, one = P * self.chunk, replace(layer, heads=layer.heads // parts, kv_heads=layer.kv_heads // parts)
-        pairs = self.chunk * {None: self.visible * S, "none": S, "causal": causal * S / 2}[self.mask]
+        pairs = self.chunk * {None: S / 2, "none": S, "causal": causal * S / 2}[self.mask]
         if self.mask == "causal" and self.layout == "contiguous":
             pairs = self.chunk * (S - self.chunk) + causal * self.chunk**2 / 2  # of the last rank
         uneven = self.mask == "causal" and self.layout != "contiguous"  # queries from the begin and from the end of S
@@ -206,6 +196,7 @@ class Pass:
         )
 
 
+@lru_cache(maxsize=4096)  # steps that differ elsewhere share a pass
 def pass_of(way: str, work: Pass, split: int | None = None) -> float:
     """Seconds of a pass by a way of `ways.WAYS`; `split`: hybrid's ranks that exchange heads.
 
@@ -215,35 +206,3 @@ def pass_of(way: str, work: Pass, split: int | None = None) -> float:
     if way == "double ring" and min(work.cluster.hosts, work.cluster.per_host) > 1:
         return work.double_ring()
     return work.all_gather() if way == "all-gather" else work.rings(ranks)
-
-
-def main() -> int:
-    cluster, S = Cluster(16, 8, 990e12, 450e9, 12.5e9), 2**20
-    layer = AttentionLayer(heads=32, kv_heads=8, head_dim=128)
-    print("16 hosts of 8: 990 TFLOP/s, 450 GB/s inside, a NIC of 12.5 GB/s for each device; modelled")
-    print(f"S = {S:,}, 32 query heads on 8, bf16, half of the pairs visible: ms of a layer")
-    print(f"    {'':<18} forward  backward       sum")
-    alone = [block_flops(layer, S**2 / 2, backward=each) / cluster.flops / cluster.devices for each in (False, True)]
-    print(f"    {'computing alone':<18}" + "".join(f"{1e3 * each:8.1f}  " for each in (*alone, sum(alone))))
-    for way in WAYS:
-        split = 8 if way == "hybrid" else None
-        name = named(way, cluster, split)
-        try:
-            times = [pass_of(way, Pass(cluster, layer, S / 128, each), split) for each in (False, True)]
-        except ValueError as reason:
-            print(f"    {name:<18}  {str(reason).partition(';')[0]}")
-        else:
-            row = "".join(f"{1e3 * each:8.1f}  " for each in (*times, sum(times)))
-            print(f"    {name:<18}{row}x {sum(times) / sum(alone):.2f}")
-
-    ok, host = True, replace(cluster, hosts=1)
-    for chunk, backward in ((128, False), (8192, False), (8192, True)):  # exposed, hidden, hidden
-        seconds = pass_of("ring", Pass(host, layer, chunk, backward, ours=False))
-        right = pass_seconds(layer, chunk, 8, host.flops, host.bandwidth, visible=1 / 2, backward=backward)
-        ok &= abs(seconds - right) < 1e-9 * right
-    print("one host: a published ring of 8 takes as long as in hidden_communication.py")
-    return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,24 +11,17 @@ tokens. tp GPUs, of a host or of whole hosts, share heads, feedforward, tokens (
 these groups share a sequence by a way of ways.py. All GPUs but those of tp share parameters, gradients and the
 optimizer's moments (FSDP). Experts are not spread: FSDP gathers all of a layer. Pipelines are not modelled.
 
-    $ python -m ringlab.planning.step
-    Llama 3.1 8B, 8 H100 of 500 W, 32,768 tokens a GPU, all recomputed, FP8 layers: seconds of a step
-        products 2.29, attention 4.94, head 0.20, passes 0.72, tensor parallel 0.00, FSDP 0.00
-    ...
-
-Before: memory.py. After: plan.py, which asks for many steps.
+A reader may skip this file: `ring-plan` shows the terms of a step. Before: memory.py. After: plan.py.
 Source: torchtitan (arXiv 2410.06511); Yang et al. 2024 (arXiv 2411.01783), prefill; Zhao et al. 2023 (FSDP).
 """
 
-import math
-import sys
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import gcd
 
 from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.memory import F32, OPTIMIZERS, W, step_bytes
-from ringlab.planning.presets import GIB, GPU, Model, gpu_named, model_named
+from ringlab.planning.memory import F32, OPTIMIZERS, W
+from ringlab.planning.presets import GPU, Model
 from ringlab.planning.round_costs import CARD_SHARE, FRAMEWORK, HOST_LATENCY, LATENCY, MEMORY_SHARE, realistic
 from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.ways import Cluster
@@ -75,10 +68,8 @@ class Step:
     machine: Cluster | None = None  # measured: what attention and messages cost; then `gpu` has its link and card
 
     def __post_init__(self) -> None:
-        for name, known in (
-            *(("recompute", RECOMPUTE), ("linear_dtype", self.gpu.peak), ("kernels", KERNELS)),
-            *(("task", TASKS), ("loss", LOSSES), ("optimizer", OPTIMIZERS)),
-        ):
+        names = ("recompute", "linear_dtype", "kernels", "task", "loss", "optimizer")
+        for name, known in zip(names, (RECOMPUTE, self.gpu.peak, KERNELS, TASKS, LOSSES, OPTIMIZERS), strict=True):
             if getattr(self, name) not in known:
                 on = f" on {self.gpu.name}" if name == "linear_dtype" else ""
                 raise ValueError(f"{name} is {getattr(self, name)!r}{on}; expected one of {', '.join(known)}")
@@ -142,20 +133,20 @@ def memory_rate(gpu: GPU) -> float:
     return MEMORY_SHARE * gpu.memory_bandwidth
 
 
-@lru_cache(maxsize=4096)
-def pass_seconds(
-    way: str, ring: Cluster, share: AttentionLayer, chunk: float, backward: bool, split: int | None, ours: bool
-) -> float:
-    """Seconds of a causal pass in zigzag, once for equal arguments: steps that differ elsewhere share it."""
-    return pass_of(way, Pass(ring, share, chunk, backward, "causal", ours=ours), split)
-
-
 def attention_seconds(step: Step) -> tuple[float, float]:
-    """Seconds of a layer's attention, forward and backward."""
+    """Seconds of a layer's attention, forward and backward: the mean of all layers. Linear layers: state_ring.py."""
     way, split = step.way_of_cp
     times = step.batch * (KERNELS[step.kernels][1] if step.cp > 1 else 1.0)
-    case = way, step.ring, step.share, step.seq_len / step.cp
-    forward, backward = (times * pass_seconds(*case, each, split, step.kernels == "best") for each in (False, True))
+    work = Pass(step.ring, step.share, step.seq_len / step.cp, mask="causal", ours=step.kernels == "best")  # in zigzag
+    forward, backward = (times * pass_of(way, replace(work, backward=each), split) for each in (False, True))
+    if (linear := step.model.linear) is None:
+        return forward, backward
+    product = matmul_seconds(step.gpu, step.tokens * linear.flops, "bf16")
+    changes = linear.state + linear.heads * linear.key_dim**2  # what a rank's chunk does to the state, gathered by all
+    size, share = step.cp * step.batch * F32 * changes / step.tp, linear.layers / step.model.layers
+    message = collective_seconds(step, size, step.cp, step.ring.per_host)
+    both = (forward, product + message), (backward, 2 * product + message)
+    forward, backward = ((1 - share) * softmax + share * of_linear for softmax, of_linear in both)
     return forward, backward
 
 
@@ -168,10 +159,9 @@ def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> floa
     if ranks == 1:
         return 0.0
     link, card, near, far = gpu.link_share * gpu.link, CARD_SHARE * gpu.card, LATENCY, HOST_LATENCY
-    if gpu.ideal:
-        link, card, near, far = gpu.link, gpu.card, 0.0, 0.0
-    if machine:  # measured: the GPU's numbers are what its wires reach
-        link, card, near, far = gpu.link, gpu.card, machine.latency, machine.host_latency
+    if gpu.ideal or machine:  # measured: the GPU's numbers are what its wires reach
+        link, card = gpu.link, gpu.card
+        near, far = (machine.latency, machine.host_latency) if machine else (0.0, 0.0)
     travel, inside = (ranks - 1) / ranks * size, min(inside, ranks)
     seconds = travel / link if inside > 1 else 0.0
     if ranks > inside:
@@ -182,9 +172,12 @@ def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> floa
 def layer_numbers(model: Model) -> float:
     """Numbers of a token that a layer's forward pass reads and writes between its products, fused by a compiler.
 
-    Norm: 2h; rotary of q and k: twice each; residual and norm: 4h; silu and product: 3F; residual: 3h.
+    Norm: 2h; rotary of q and k: twice each; residual and norm: 4h; silu and product: 3F; residual: 3h. Linear: the
+    convolution reads and writes, the gate reads out and itself and writes.
     """
-    return 9 * model.hidden + 2 * (model.heads + model.kv_heads) * model.head_dim + 3 * model.inner
+    softmax = 2 * (model.heads + model.kv_heads) * model.head_dim * model.softmax_layers
+    linear = model.linear.layers * (2 * model.linear.channels + 3 * model.linear.values) if model.linear else 0
+    return 9 * model.hidden + (softmax + linear) / model.layers + 3 * model.inner
 
 
 def cast_numbers(model: Model) -> tuple[int, int]:
@@ -239,7 +232,7 @@ def prefill_seconds(step: Step) -> dict[str, float]:
     """
     model, gpu = step.model, step.gpu
     L, rows = model.layers, step.tokens * step.tp
-    products = matmul_seconds(gpu, 2 * step.tokens * L * model.projections, "bf16")
+    products = matmul_seconds(gpu, 2 * step.tokens * model.projections, "bf16")
     products += matmul_seconds(gpu, 2 * step.tokens * model.feedforwards(active=True), step.linear_dtype)
     inside = layer_numbers(model) - 9 * model.hidden
     cast = CAST * (model.hidden + model.inner / step.tp) if step.linear_dtype == "fp8" else 0
@@ -262,19 +255,3 @@ def fsdp_seconds(step: Step) -> tuple[float, float]:
         collective_seconds(step, W * weights, ranks, inside),
         collective_seconds(step, F32 * weights, ranks, inside),
     )
-
-
-def main() -> int:
-    """A step that torchtitan measured: 3,890 tokens/s a GPU and 83.9 GiB."""
-    step = Step(model_named("llama-3.1-8b"), gpu_named("h100-500w"), 1, 8, 32768, linear_dtype="fp8", kernels="torch")
-    seconds, held = step_seconds(step), step_bytes(step)
-    print("Llama 3.1 8B, 8 H100 of 500 W, 32,768 tokens a GPU, all recomputed, FP8 layers: seconds of a step")
-    print("   ", ", ".join(f"{name} {each:.2f}" for name, each in seconds.items()))
-    print("GiB of a GPU\n   ", ", ".join(f"{name} {size / GIB:.1f}" for name, size in held.items()))
-    speed, peak = step.tokens / sum(seconds.values()), sum(held.values()) / GIB
-    print(f"{speed:,.0f} tokens/s a GPU, measured 3,890; {peak:.1f} GiB, measured 83.9")
-    return 0 if math.isclose(speed, 3890, rel_tol=0.15) and math.isclose(peak, 83.9, rel_tol=0.05) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,26 +7,23 @@
     hybrid n x g    n rows of g ranks, all-to-all in a row; then n - 1 hops of g·C tokens of the K/V heads a rank needs
     gradients       rings: one hop more than K and V, in float32 at least. all-to-all: as many bytes as q, k, v and out
 
-The network interface cards (NICs) of a host are slower than the links inside it. Device i uses NIC
-⌊i · nics / per_host⌋. The busiest device and the busiest NIC decide. Where g > G, ranks hold copies of K/V heads, which
-cost bytes and memory, as in ringlab/training/all_to_all.py.
-
-Shapes: numbers only. P = hosts · per_host ranks, C = S/P tokens on each; H query heads, G key/value heads, D numbers in
-a head. All numbers are modelled, not measured.
+Network interface cards (NICs) are slower than the links inside a host. Device i uses NIC ⌊i · nics / per_host⌋. The
+busiest device and NIC decide. Where g > G, ranks hold copies of K/V heads, as in ../training/all_to_all.py.
 
 A reader may skip this file: seconds.py has the times.
 
-Before: ring_memory.py. After: round_costs.py, what a round costs beside its products.
+Shapes: P = hosts · per_host ranks, C = S/P tokens on each. Before: unequal.py. After: round_costs.py.
 Source: Liu et al. 2024, section 3; Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2, all-gather;
 Jacobs et al. 2023 (Ulysses), section 3; Fang & Zhao 2024 (USP), section 3, hybrid.
 """
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ringlab.planning.hidden_communication import AttentionLayer, gradient_bytes, hop_bytes
-from ringlab.training.split_heads import check_split, heads_of_ranks
+from ringlab.training.all_to_all import check_split, heads_of_ranks
 
 WAYS = ("ring", "double ring", "all-gather", "all-to-all", "hybrid")  # of one sequence
 
@@ -35,9 +32,8 @@ WAYS = ("ring", "double ring", "all-gather", "all-to-all", "hybrid")  # of one s
 class Cluster:
     """Hosts of devices that are all alike. Raises ValueError for a number that no cluster has.
 
-    `flops` is the FLOP/s of a device, `bandwidth` the bytes/s of its link inside the host, `host_bandwidth` the bytes/s
-    of one NIC, each in one direction. A host has `nics` NICs (0: one for each device). The fields after `nics` are
-    costs that an ideal device does not have: seconds.py says where each is paid.
+    `flops` is of a device, `bandwidth` of its link inside the host, `host_bandwidth` of one NIC, in one direction. A
+    host has `nics` NICs (0: one for each device). The fields after `nics` are costs that an ideal device does not have.
     """
 
     hosts: int
@@ -60,17 +56,15 @@ class Cluster:
             object.__setattr__(self, "nics", self.per_host)
         if min(self.hosts, self.per_host) < 1 or min(self.flops, self.bandwidth, self.host_bandwidth) <= 0:
             raise ValueError(f"the cluster is {self}; expected a host and a device or more, and rates above 0")
-        if self.multiprocessors < 0:
-            raise ValueError(f"multiprocessors is {self.multiprocessors}; expected 0 (blocks cost nothing) or more")
         if not 1 <= self.nics <= self.per_host:
             raise ValueError(f"nics is {self.nics}; expected 1 to {self.per_host}, the devices of a host")
-        costs = self.latency, self.host_latency, self.launch, self.backward_flops
+        costs = self.latency, self.host_latency, self.launch, self.backward_flops, self.multiprocessors
         factors = self.slowdown, self.causal
         if not self.memory_bandwidth > 0 or not min(costs) >= 0 or not 1 <= min(factors) <= max(factors) < math.inf:
-            raise ValueError(
-                f"the cluster is {self}; expected memory_bandwidth above 0, latencies, launch and backward_flops of 0 "
-                "or more, slowdown and causal of 1 or more"
+            rest = (
+                "latencies, launch, backward_flops and multiprocessors of 0 or more, slowdown and causal of 1 or more"
             )
+            raise ValueError(f"the cluster is {self}; expected memory_bandwidth above 0, {rest}")
 
     def rate(self, backward: bool) -> float:
         """FLOP/s of a device in the forward or backward pass."""
@@ -85,10 +79,6 @@ class Cluster:
         """(host, NIC of the host) that a rank uses."""
         host, device = divmod(rank, self.per_host)
         return host, device * self.nics // self.per_host
-
-    def crosses(self, source: int, target: int) -> bool:
-        """Whether a message leaves its host."""
-        return source // self.per_host != target // self.per_host
 
 
 def splits(layer: AttentionLayer, cluster: Cluster) -> list[int]:
@@ -113,11 +103,6 @@ def exchange_ranks(way: str, layer: AttentionLayer, cluster: Cluster, split: int
     ranks = cluster.devices if way == "all-to-all" else split or 1
     check_split(layer.heads, ranks, cluster.devices)
     return ranks
-
-
-def named(way: str, cluster: Cluster, split: int | None) -> str:
-    """The name of a way. Hybrid's name has the mesh to build: rows x ranks of a row, which is `split`."""
-    return f"{way} {cluster.devices // split} x {split}" if split else way
 
 
 def shares(layer: AttentionLayer, ranks: int) -> list[AttentionLayer]:
@@ -149,24 +134,30 @@ def alike(layer: AttentionLayer, cluster: Cluster, ranks: int) -> int:
     return per_host if per_host % ranks == 0 or (ranks % per_host == 0 and equal) else cluster.devices
 
 
-def exchange_traffic(
+def busiest(sent: Iterable[tuple[int, int, float]], cluster: Cluster) -> tuple[float, float]:
+    """Bytes that the busiest device sends inside its host, and the busiest NIC, of (source, target, bytes)."""
+    devices: defaultdict[int, float] = defaultdict(float)
+    nics: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for source, target, size in sent:
+        if source // cluster.per_host != target // cluster.per_host:
+            nics[cluster.nic(source)] += size
+        elif source != target:
+            devices[source] += size
+    return max(devices.values(), default=0.0), max(nics.values(), default=0.0)
+
+
+def exchanges(
     layer: AttentionLayer, chunk: float, cluster: Cluster, ranks: int, *, backward: bool = False
-) -> list[tuple[float, float]]:
-    """For both exchanges of a pass: bytes that the busiest device sends inside its host, and the busiest NIC."""
-    each, found = shares(layer, ranks), []
-    for back in (False, True):
-        devices: defaultdict[int, float] = defaultdict(float)
-        nics: defaultdict[tuple[int, int], float] = defaultdict(float)
-        for rank in range(alike(layer, cluster, ranks)):
-            first = rank // ranks * ranks
-            for target in {*range(first, first + ranks)} - {rank}:
-                mine, theirs = each[rank % ranks], each[target % ranks]
-                size = exchanged_bytes(layer, chunk, mine, theirs, backward=backward)[back]
-                if cluster.crosses(rank, target):
-                    nics[cluster.nic(rank)] += size
-                else:
-                    devices[rank] += size
-        found.append((max(devices.values(), default=0.0), max(nics.values(), default=0.0)))
+) -> list[list[tuple[int, int, float]]]:
+    """The messages of both exchanges of heads of a pass, as `busiest` takes them."""
+    each = shares(layer, ranks)
+    found: list[list[tuple[int, int, float]]] = [[], []]
+    for rank in range(alike(layer, cluster, ranks)):
+        first = rank // ranks * ranks
+        for target in {*range(first, first + ranks)} - {rank}:
+            mine, theirs = each[rank % ranks], each[target % ranks]
+            for sent, size in zip(found, exchanged_bytes(layer, chunk, mine, theirs, backward=backward), strict=True):
+                sent.append((rank, target, size))
     return found
 
 
@@ -187,31 +178,20 @@ def traffic(
     """
     g = exchange_ranks(way, layer, cluster, split)
     P, per_host, hosts = cluster.devices, cluster.per_host, cluster.hosts
-    kv, gradients = hop_bytes(layer, chunk), gradient_bytes(layer, chunk) if backward else 0
+    kv, sums = hop_bytes(layer, chunk), gradient_bytes(layer, chunk) if backward else 0
     if way == "all-gather":  # each ring leaves a host at another device
-        size = (P - 1) * (kv + gradients)
+        size = (P - 1) * (kv + sums)
         between = size / cluster.nics if hosts > 1 else 0.0
         return (size - between if cluster.nics == per_host else size), between
-
-    devices: defaultdict[int, float] = defaultdict(float)
-    nics: defaultdict[tuple[int, int], float] = defaultdict(float)
-
-    def send(source: int, target: int, size: float) -> None:
-        if cluster.crosses(source, target):
-            nics[cluster.nic(source)] += size
-        elif source != target:
-            devices[source] += size
-
     each = shares(layer, g)
+    sent = [message for one in exchanges(layer, chunk, cluster, g, backward=backward) for message in one]
     for rank in range(alike(layer, cluster, g)):
         if way == "double ring":
-            host = rank // per_host * per_host
-            send(rank, host + (rank + 1) % per_host, hosts * ((per_host - 1) * kv + per_host * gradients))
-            send(rank, (rank + per_host) % P, (hosts - 1) * kv + hosts * gradients)
-            continue
-        mine, first = each[rank % g], rank // g * g
-        for target in range(first, first + g):
-            send(rank, target, sum(exchanged_bytes(layer, chunk, mine, each[target % g], backward=backward)))
-        kv, back = hop_bytes(mine, g * chunk), gradient_bytes(mine, g * chunk) if backward else 0
-        send(rank, (rank + g) % P, (P // g - 1) * kv + (P // g - ours) * back)
-    return max(devices.values(), default=0.0), max(nics.values(), default=0.0)
+            device = rank // per_host * per_host + (rank + 1) % per_host
+            sent.append((rank, device, hosts * ((per_host - 1) * kv + per_host * sums)))
+            sent.append((rank, (rank + per_host) % P, (hosts - 1) * kv + hosts * sums))
+        else:
+            mine = each[rank % g]
+            kv, back = hop_bytes(mine, g * chunk), gradient_bytes(mine, g * chunk) if backward else 0
+            sent.append((rank, (rank + g) % P, (P // g - 1) * kv + (P // g - ours) * back))
+    return busiest(sent, cluster)

@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.support.pipes import FACTS, Inbox, inbox_of_job, time_limit
 
-MESSAGE = 1024  # bytes between hosts, enough for what a ring has to agree on
 WRONG = -1  # in place of the call: this rank cannot go on, so no rank may
 SOON = timedelta(seconds=3)  # for the messages of ranks that may never come, once it is clear that none can go on
 NEW_GROUP = "an error ended a pass in this group, and its messages may still be under way; expected a new process group"
@@ -189,20 +188,9 @@ def _through_pipes(inbox: Inbox, mine: Said, limit: timedelta) -> dict[int, Said
 
 
 def _between_hosts(mine: list[Said], group: ProcessGroup) -> list[list[Said]]:
-    """A faster all_gather_object. The room for a message grows with the longest so far, the same on every rank."""
-    text, device = pickle.dumps(mine), "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    while True:
-        room = _room.get(group, MESSAGE)
-        message = torch.zeros(dist.get_world_size(group), room, dtype=torch.uint8)  # a copy for each rank
-        sent = (len(text).to_bytes(8, "big") + text)[:room]
-        message[:, : len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        messages = torch.empty_like(message, device=device)
-        dist.all_to_all_single(messages, message.to(device), group=group)  # with gloo, half an all-gather's time
-        texts = [each.numpy().tobytes() for each in messages.cpu()]
-        longest = 8 + max(int.from_bytes(each[:8], "big") for each in texts)
-        if longest <= room:
-            return [pickle.loads(each[8:]) for each in texts]
-        _room[group] = 2 * longest
+    found: list[list[Said]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(found, mine, group=group)
+    return found
 
 
 def of_every_rank(mine: Tensor, group: ProcessGroup | None = None, call: int = 0) -> Tensor:
@@ -220,7 +208,6 @@ def of_every_rank(mine: Tensor, group: ProcessGroup | None = None, call: int = 0
 
 
 _ended: "weakref.WeakSet[ProcessGroup]" = weakref.WeakSet()  # the groups in which an error has ended a pass
-_room: "weakref.WeakKeyDictionary[ProcessGroup, int]" = weakref.WeakKeyDictionary()  # bytes of a message between hosts
 
 
 @contextmanager

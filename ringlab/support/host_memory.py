@@ -10,7 +10,6 @@ Source: memfd_create(2) and proc(5) of the Linux manual.
 
 import mmap
 import os
-import struct
 import weakref
 
 import torch
@@ -22,17 +21,14 @@ from ringlab.support.agreement import agree, groups_of, members
 from ringlab.support.pipes import KINDS, close, inbox_of_job, time_limit
 
 READY, READ, TURN, HOME, GAVE_UP = range(5)  # flags: kinds of messages in the pipes
-VALUE = struct.Struct("<q")  # what comes with a flag: with READY, where the block lies
-COPIES, KEPT, SUMS = range(3)  # the parts of a rank's memory: copies of K and V, those made there, dK and dV
-IN_COPIES = -1  # with READY, in place of where in KEPT
-ALIGNED = 64  # bytes: a block begins at a multiple
+COPIES, SUMS = range(2)  # the parts of a rank's memory: copies of K and V, and dK and dV
 
 
 class HostMemory:
     """Memory of the ranks of one host, which each of them can reach, and flags from each rank to each other.
 
     None of it has a name in the file system: the others open it by the number that it has in its owner's process. So
-    the system frees it when the last rank ends, also after a kill. A flag is a message of a few bytes in a pipe.
+    the system frees it when the last rank ends, also after a kill. A flag is a message without a text in a pipe.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -51,12 +47,11 @@ class HostMemory:
         agree(lambda: self._open(facts), group)  # when this returns, all have opened all
         self.views: dict[tuple[int, int], Tensor] = {}  # the bytes of a part of a rank's memory
         self.readers: list[int] = []  # the ranks that may still read the copies
-        self.kept: dict[int, tuple[int, Tensor]] = {}  # by address: where a block lies in KEPT, and the block
 
     def _make(self) -> tuple[int, tuple[int, ...]]:
         """Make this rank's memory. Returns where the others find it."""
         try:
-            for _ in (COPIES, KEPT, SUMS):
+            for _ in (COPIES, SUMS):
                 self.fds.append(os.memfd_create("ring"))
         except OSError as error:
             raise ValueError(f"no memory that can be shared: {error}; use the schedule Ring") from None
@@ -86,26 +81,25 @@ class HostMemory:
         """How many bytes of this rank the others can reach."""
         return sum(os.fstat(fd).st_size for fd in self.parts_of[self.rank])
 
-    def numbers(self, which: int, rank: int, count: int, dtype: torch.dtype, begin: int = 0) -> Tensor:
-        """So many numbers of a part of a rank's memory, from byte `begin` on."""
-        end = begin + count * dtype.itemsize
-        return self.part(which, rank, end)[begin:end].view(dtype)
+    def numbers(self, which: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
+        """So many numbers of a part of a rank's memory."""
+        size = count * dtype.itemsize
+        return self.part(which, rank, size)[:size].view(dtype)
 
-    def raise_flag(self, flag: int, to: int, value: int = 0) -> None:
+    def raise_flag(self, flag: int, to: int) -> None:
         """Tell rank `to` something. Raises RuntimeError if it has ended, but for READ: it writes its memory no more."""
         try:
-            self.inbox.send(self.number * KINDS + flag, self.ranks[to], VALUE.pack(value))
+            self.inbox.send(self.number * KINDS + flag, self.ranks[to])
         except RuntimeError:
             if flag not in (READ, GAVE_UP):
                 raise
 
-    def wait(self, flag: int, of: int) -> int:
-        """Wait until rank `of` has raised this flag once more. Returns what came with it.
+    def wait(self, flag: int, of: int) -> None:
+        """Wait until rank `of` has raised this flag once more.
 
         Raises RuntimeError as `Inbox.wait` does, and when a rank of the group has given up its pass.
         """
-        text = self.inbox.wait(self.number * KINDS + flag, self.ranks[of], self.limit, self.number * KINDS + GAVE_UP)
-        return VALUE.unpack(text)[0]
+        self.inbox.wait(self.number * KINDS + flag, self.ranks[of], self.limit, self.number * KINDS + GAVE_UP)
 
     def give_up(self) -> None:
         """Tell the other ranks that an error has ended the pass here: none of them waits for it."""
@@ -116,19 +110,6 @@ class HostMemory:
         """Wait until no rank reads this rank's block any more."""
         while self.readers:
             self.wait(READ, self.readers.pop())
-
-    def keep(self, count: int, dtype: torch.dtype) -> Tensor:
-        """So many new numbers in KEPT, which stay there."""
-        begin = sum(-(-block.nbytes // ALIGNED) * ALIGNED for _, block in self.kept.values())
-        block = self.numbers(KEPT, self.rank, count, dtype, begin)
-        self.kept[block.data_ptr()] = begin, block
-        return block
-
-    def kept_at(self, k: Tensor, v: Tensor) -> int | None:
-        """Where in KEPT k and v lie, if `shared_keys_and_values` has made them."""
-        begin, block = self.kept.get(k.data_ptr(), (0, None))
-        together = k.is_contiguous() and v.is_contiguous() and v.data_ptr() == k.data_ptr() + k.nbytes
-        return begin if block is not None and together and k.nbytes + v.nbytes == block.nbytes else None
 
 
 _memories: "weakref.WeakKeyDictionary[ProcessGroup, HostMemory]" = weakref.WeakKeyDictionary()

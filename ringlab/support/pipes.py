@@ -153,13 +153,6 @@ class Inbox:
         return self.arrived[kind][of].popleft()
 
 
-def everyone(mine: object, group: ProcessGroup | None) -> list:
-    """What every rank of the group gives here, in order of rank: by a collective."""
-    found: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
-
-
 def time_limit(group: ProcessGroup) -> timedelta:
     """How long a message of the group may take: what init_process_group or new_group was given."""
     backend = group._get_backend(group._device_types[0])

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ringlab.support.agreement import agree
 from ringlab.support.colours import BLOCK_COLOURS, ink_on
 from ringlab.support.extras import extra
-from ringlab.support.pipes import everyone
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # a ring needs no pictures
@@ -106,7 +106,7 @@ def record(
     barrier. Clocks of different hosts are not compared.
     """
     global _recording
-    firsts = everyone(k[:, :, :FIRST].cpu(), group)
+    firsts = agree(lambda: k[:, :, :FIRST].cpu(), group)
     dist.barrier(group=group)
     begin = time.perf_counter()
     events: list[Event] = []
@@ -121,7 +121,7 @@ def record(
         mine = [
             (what, t, _which(first.cpu(), firsts), start, end, size) for what, t, start, end, size, first in _recording
         ]
-        seen = everyone((platform.node(), begin, mine), group)
+        seen = agree(lambda: (platform.node(), begin, mine), group)
     finally:
         _recording = None
     for rank, (host, _, spans) in enumerate(seen):

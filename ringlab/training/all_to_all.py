@@ -9,7 +9,16 @@ backward pass makes the same exchanges, in reverse.
 
 Three mistakes here raise no error. Tokens arrive in order of rank, so the layout must be undone before a causal mask
 fits. With more ranks than K/V heads, several ranks need the same one: each gets a copy, and the gradients of the copies
-must be added. And heads must come back in the order in which they left. Heads that do not divide: see split_heads.py.
+must be added. And heads must come back in the order in which they left.
+
+Which query heads does a rank get, and which K/V heads do these need? Query head h uses K/V head h // (H/G).
+
+    P divides G     rank r has H/P query heads on G/P K/V heads
+    G divides P     rank r has H/P query heads, rounded up or down, on K/V head ⌊r·G/P⌋: P/G ranks have a copy of it
+    neither         query heads are split as evenly as can be; a rank may have 1 on a K/V head and 2 on the next
+
+Kernels for grouped queries want the same number of query heads on every K/V head. So such a rank computes its heads in
+runs: in each of them the number is the same.
 
 Shapes: q and out (B, H, C, D), k and v (B, G, C, D), chunks as in flash_ring.py. Between the exchanges rank r has H_r
 of the query heads and G_r of the K/V heads: (B, H_r, S, D) and (B, G_r, S, D). In the forward pass it sends other ranks
@@ -25,16 +34,18 @@ gradients of copies are added in float32 at least.
     zigzag: out would be off by 0.8678 if tokens stayed in order of rank
     ...
 
-Before: split_heads.py. After: hybrid.py, for more ranks than heads.
-Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3.
+Before: all_gather.py. After: hybrid.py, for more ranks than heads.
+Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3, for heads that divide. verl issue 1226: a model with 40 heads
+on 8 that could take no more than 8 ranks. prime-rl PR 3042: copies of K/V heads.
 """
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import chain
+from itertools import accumulate, chain, groupby, pairwise
 
 import torch
 import torch.distributed as dist
@@ -50,7 +61,62 @@ from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Group, Round, Schedule, Sums
-from ringlab.training.split_heads import count, heads_of_ranks, runs
+
+
+def heads_of_ranks(heads: int, kv_heads: int, world_size: int) -> tuple[list[slice], list[slice]]:
+    """The query heads of each rank, and the K/V heads that these use: query head h uses h // (H/G).
+
+    No rank has more than ⌈H/P⌉ query heads. Raises ValueError for more ranks than query heads: it says which meshes of
+    rows and ranks are possible.
+    """
+    check_split(heads, world_size, world_size)
+    parts = kv_heads if world_size % kv_heads == 0 else 1
+    shares = [share for part in dealt(range(heads), parts) for share in dealt(part, world_size // parts)]
+    served = heads // kv_heads
+    keys = [slice(share[0] // served, share[-1] // served + 1) for share in shares]
+    return [slice(share[0], share[-1] + 1) for share in shares], keys
+
+
+def dealt(items: Sequence[int], parts: int) -> list[Sequence[int]]:
+    """The items in `parts` runs, side by side; the first ones have one more where they cannot be equal."""
+    each, more = divmod(len(items), parts)
+    ends = [0, *accumulate(each + (i < more) for i in range(parts))]
+    return [items[begin:end] for begin, end in pairwise(ends)]
+
+
+def check_split(heads: int, inside: int, world_size: int) -> None:
+    """Raise ValueError when H heads are split among more than H of the P ranks."""
+    if inside > heads:
+        raise ValueError(
+            f"all-to-all among {inside} ranks, and {heads} query heads; expected a head or more for each rank: use "
+            f"hybrid.py with a mesh (rings across x all-to-all inside) of {meshes(heads, world_size)}"
+        )
+
+
+def meshes(heads: int, world_size: int) -> str:
+    """The meshes (rows x ranks of a row) of P ranks in which each rank of a row gets a head."""
+    insides = (inside for inside in range(min(heads, world_size), 0, -1) if world_size % inside == 0)
+    return ", ".join(f"{world_size // inside} x {inside}" for inside in insides)
+
+
+def runs(mine: slice, served: int) -> list[tuple[slice, slice]]:
+    """(query heads, K/V heads) of runs of the query heads `mine`, both counted from the rank's first.
+
+    In a run every K/V head serves the same number. Where `served` = 3 query heads share a K/V head, query heads 2 to 6
+    are cut into 2, 3 to 5, and 6: 1 on 1, 3 on 1, 1 on 1. Kernels for grouped queries take one run at a time.
+    """
+    users = Counter(h // served for h in range(mine.start, mine.stop)).values()  # of each K/V head, in order
+    sizes = [(n, len(list(run))) for n, run in groupby(users)]
+    ends = accumulate(((n * keys, keys) for n, keys in sizes), lambda end, run: (end[0] + run[0], end[1] + run[1]))
+    return [
+        (slice(queries_end - n * keys, queries_end), slice(keys_end - keys, keys_end))
+        for (n, keys), (queries_end, keys_end) in zip(sizes, ends, strict=True)
+    ]
+
+
+def count(part: slice) -> int:
+    """How many heads these are."""
+    return part.stop - part.start
 
 
 @dataclass(frozen=True)

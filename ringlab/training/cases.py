@@ -64,9 +64,10 @@ def report_ranks(of_ranks: Sequence[Sequence[Tensor]], layout: str, right: dict[
 
 def report_cases(of_ranks: Sequence[Sequence[Sequence[Tensor]]], whole: list[Tensor]) -> bool:
     """`report_ranks` for each of CASES. `of_ranks` holds what `chunks_of_cases` returned on each rank."""
-    ok = True
+    (_, H, S, _), G, ok = whole[0].shape, whole[1].shape[1], True
+    print(f"{len(of_ranks)} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     for case, chunks in zip(CASES, zip(*of_ranks, strict=True), strict=True):
-        causal, layout = case["causal"], case["layout"]
-        print(f"{'causal, ' if causal else ''}{layout}")
-        ok &= report_ranks(chunks, layout, exact_attention(*whole, causal=causal, fused_blocks=len(chunks)))
+        print(f"{'causal, ' if case['causal'] else ''}{case['layout']}")
+        right = exact_attention(*whole, causal=case["causal"], fused_blocks=len(chunks))
+        ok &= report_ranks(chunks, case["layout"], right)
     return ok

@@ -7,6 +7,10 @@
 A layout of your own is an object: its name, its positions, and which numbers of tokens it can deal out. It works
 wherever a name works: `layout=Layout("pairs", pairs, multiple=2)`.
 
+Rotary positions must follow the layout. The score of a rotated query and a rotated key depends on how far apart the two
+stand. When each rank counts its tokens from its own rank · C, zigzag chunks get positions of other tokens: no error is
+raised. `rotary` turns each pair of neighbours (a, b) in D by φ = position · base^(-2i/D).
+
 Shapes: P ranks, S tokens. x is (B, H, S, D), and each rank holds a chunk of it, (B, H, C, D) with C = S/P tokens in
 rising order. Positions are (C,), int64.
 
@@ -16,9 +20,12 @@ rising order. Positions are (C,), int64.
     striped: ranks 0 to 3 hold [0, 4]  [1, 5]  [2, 6]  [3, 7]
     pairs, a layout of your own: ranks 0 to 3 hold [0, 1, 8, 9]  [2, 3, 10, 11]  [4, 5, 12, 13]  [6, 7, 14, 15]
     ok    in each of them every token is on one rank, and unshard undoes shard
+    zigzag with rotary positions of the layout: off by 0.0000
+    zigzag with rotary positions of contiguous chunks: off by 0.1564
 
-Before: overlap.py. After: rotary.py, positions that must follow the layout.
-Source: Brandon et al. 2023 (Striped Attention), section 3; Llama 3 (2024), section 3.3.2, for the 2P half chunks.
+Before: overlap.py. After: causal.py, what each rank computes under a causal mask.
+Source: Brandon et al. 2023 (Striped Attention), section 3; Llama 3 (2024), section 3.3.2, for the 2P half chunks; Su et
+al. 2021 (RoFormer), equation 34.
 """
 
 import sys
@@ -30,6 +37,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.support.rounding import exact_attention
 
 LayoutName = Literal["contiguous", "zigzag", "striped"]
 
@@ -173,6 +183,18 @@ def unshard(chunks: Sequence[Tensor], layout: str | Layout) -> Tensor:
     return torch.cat(list(chunks), dim=2)[:, :, order.argsort().to(chunks[0].device)]
 
 
+def rotary(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
+    """Rotary embedding of x (B, H, C, D), D even, for tokens at `position` (C,) or (B, 1, C) in the sequence.
+
+    Each pair of neighbours in D is turned by an angle that grows with the position. Su et al. 2021, equation 34.
+    """
+    pair = torch.arange(0, x.shape[3], 2, dtype=torch.float64, device=x.device)
+    angle = position.to(pair)[..., None] * base ** (-pair / x.shape[3])  # (C, D/2), radians; bfloat16 has no 257
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+
+
 def pairs(seq_len: int, rank: int, world_size: int) -> Tensor:
     """Pairs of tokens, dealt out in turn: a layout that is not one of the three."""
     return torch.arange(seq_len).view(-1, world_size, 2)[:, rank].flatten()
@@ -187,6 +209,16 @@ def main() -> int:
         x = torch.arange(S)[None, None, :, None]
         ok &= torch.equal(unshard([shard(x, layout, rank, P) for rank in range(P)], layout), x)
     print(f"{'ok   ' if ok else 'WRONG'} in each of them every token is on one rank, and unshard undoes shard")
+
+    x, S = TOKENS[None, None], len(TOKENS)  # x is (B, H, S, D) = (1, 1, 8, 2)
+    whole = rotary(x, torch.arange(S))
+    exact = exact_attention(whole, whole, x, causal=True)["out"]
+    for name, of in (("of the layout", "zigzag"), ("of contiguous chunks", "contiguous")):
+        turned = [rotary(shard(x, "zigzag", rank, P), positions(of, S, rank, P)) for rank in range(P)]
+        q = unshard(turned, "zigzag")
+        out = naive_attention(q, q, x, causal=True)
+        print(f"zigzag with rotary positions {name}: off by {exact.error(out).max():.4f}")
+        ok &= exact.accepts(out) == (of == "zigzag")
     return 0 if ok else 1
 
 

@@ -3,7 +3,7 @@
     h_t = a_t h_(t-1) + k_t u_tᵀ                a_t = e^(log_decay_t): how much of the state is kept, 0 to 1
     o_t = scale · h_tᵀ q_t
     u_t = v_t                                   linear attention; with a decay RetNet, lightning attention, Mamba 2
-    u_t = β_t (v_t - a_t h_(t-1)ᵀ k_t)          the gated delta rule: write what the state does not answer yet
+    u_t = β_t (v_t - (a_t h_(t-1))ᵀ k_t)        the gated delta rule: write what the state does not answer yet
 
 Token by token this is a recurrence: exact, and slow. All tokens at once it is a matrix product: (Q Kᵀ ∘ decays) U, with
 S x S scores. In between are chunks. Inside a chunk the tokens are computed at once. What the chunk does to the state is
@@ -12,9 +12,12 @@ one affine map, so between chunks only the state goes on:
     h_out = keep h_in + add                     keep: a number, or D x D for the delta rule; add: D x Dv
     o = local + read h_in
 
+a_t is one number, or one for each number of a key, a row of the state: Kimi delta attention (KDA). Then the decays
+between the tokens of a chunk are c x c x D numbers, so its chunks are shorter.
+
 Shapes: B sequences, H heads, S tokens, D numbers in a key, Dv in a value. q and k are (B, H, S, D), v and the output
-(B, H, S, Dv), log_decay and beta (B, H, S), a state (B, H, D, Dv). q, k or v may have fewer heads: each then serves as
-many heads in a row.
+(B, H, S, Dv), log_decay (B, H, S) or (B, H, S, D), beta (B, H, S), a state (B, H, D, Dv). q, k or v may have fewer
+heads: each then serves as many heads in a row.
 
     $ python -m ringlab.training.linear_attention
     a state of 64 x 64 numbers, one head in float32: 16,384 bytes, after 1,024 tokens or 1,048,576
@@ -24,7 +27,7 @@ many heads in a row.
 
 Before: flash_ring.py, where keys travel. After: state_ring.py, where the state does.
 Source: Katharopoulos et al. 2020, equations 16 to 20; Sun et al. 2023 (RetNet), equation 7, for the chunks; Yang et al.
-2025 (Gated DeltaNet), section 3, for the delta rule and its chunks.
+2025 (Gated DeltaNet), section 3, for the delta rule and its chunks; Kimi team 2025 (Kimi Linear), section 3, for KDA.
 """
 
 import sys
@@ -35,11 +38,11 @@ from torch import Tensor
 
 from ringlab.basics.naive_attention import accumulation_dtype, resolve_scale
 
-CHUNK = 64  # tokens
+CHUNK, CHUNK_OF_KEYS = 64, 16  # tokens; where each number of a key has its own decay
 
 
 class Inputs(NamedTuple):
-    """q, k (B, H, S, D), v (B, H, S, Dv), log_decay (B, H, S) and beta (B, H, S) or None, all in the dtype of sums."""
+    """q, k (B, H, S, D), v (B, H, S, Dv), log_decay (B, H, S, 1 or D), beta (B, H, S) or None, in the dtype of sums."""
 
     q: Tensor
     k: Tensor
@@ -60,15 +63,17 @@ def checked_inputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, be
             f"{v.shape[3]} numbers; expected numbers of heads that divide the largest, and q and k of one size"
         )
     per_token = (len(q), H, q.shape[2])
-    for name, x in (("log_decay", log_decay), ("beta", beta)):
-        if x is not None and x.shape != per_token:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (B, H, S), {per_token}")
+    if beta is not None and beta.shape != per_token:
+        raise ValueError(f"beta has shape {tuple(beta.shape)}; expected (B, H, S), {per_token}")
+    if log_decay is not None and log_decay.shape not in (per_token, (*per_token, q.shape[3])):
+        given = f"log_decay has shape {tuple(log_decay.shape)}"
+        raise ValueError(f"{given}; expected (B, H, S), {per_token}, or (B, H, S, D), D = {q.shape[3]}")
     kinds = {(x.dtype, x.device) for x in (q, k, v)}
     if len(kinds) > 1 or not q.is_floating_point():
         raise ValueError(f"q, k and v are {kinds}; expected one floating dtype and one device: use x.to(q)")
     wide = accumulation_dtype(q.dtype)
     q, k, v = (x.to(wide).repeat_interleave(H // x.shape[1], dim=1) for x in (q, k, v))
-    log_decay = q.new_zeros(per_token) if log_decay is None else log_decay.to(wide)
+    log_decay = (q.new_zeros(per_token) if log_decay is None else log_decay.to(wide)).view(*per_token, -1)
     return Inputs(q, k, v, log_decay, None if beta is None else beta.to(wide))
 
 
@@ -89,8 +94,9 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:
     """Token by token: out (B, H, S, Dv) in q's dtype, and the state (B, H, D, Dv). In float64 all is compared with it.
 
-    `scale` is 1/sqrt(D) unless given, `state` what was there before the first token. log_decay is 0 or less; -inf
-    forgets everything before its token. Without beta nothing is read before it is written: plain linear attention.
+    `scale` is 1/sqrt(D) unless given, `state` what was there before the first token. log_decay (B, H, S), or
+    (B, H, S, D) for a decay of each row of the state, is 0 or less; -inf forgets everything before its token. Without
+    beta nothing is read before it is written: plain linear attention.
     Raises ValueError as `checked_inputs` does. Yang et al. 2025, section 3.
     """
     x, scale = checked_inputs(q, k, v, log_decay, beta), resolve_scale(scale, q.shape[-1])
@@ -98,7 +104,7 @@ def recurrence(
     out = []
     for t in range(q.shape[2]):
         q_t, k_t, u_t = x.q[:, :, t, :, None], x.k[:, :, t, :, None], x.v[:, :, t, None]  # columns, and a row
-        h = x.log_decay[:, :, t, None, None].exp() * h
+        h = x.log_decay[:, :, t, :, None].exp() * h
         if x.beta is not None:
             u_t = x.beta[:, :, t, None, None] * (u_t - k_t.mT @ h)
         h = h + k_t @ u_t
@@ -109,7 +115,7 @@ def recurrence(
 class Map(NamedTuple):
     """What some tokens do to the state: h_out = keep h_in + add."""
 
-    keep: Tensor  # (..., D, D), or (..., 1, 1) where all numbers of the state are kept alike
+    keep: Tensor  # (..., D, D); or (..., D, 1) where each row of the state is kept by itself, (..., 1, 1) all alike
     add: Tensor  # (..., D, Dv)
 
     def __call__(self, h: Tensor) -> Tensor:
@@ -121,7 +127,7 @@ class Map(NamedTuple):
 
 
 def kept(keep: Tensor, h: Tensor) -> Tensor:
-    """keep h, for a matrix or a number."""
+    """keep h, for a matrix, or for numbers."""
     return keep * h if keep.shape[-1] == 1 else keep @ h
 
 
@@ -138,22 +144,30 @@ class Chunks(NamedTuple):
 
 
 def decays_between(log_decay: Tensor) -> Tensor:
-    """(..., c) -> (..., c, c): how much of token j's state is left at token i, 0 where j > i.
+    """(..., c, n) -> (..., c, c, n): how much of token j's state is left at token i, 0 where j > i.
 
     Each entry sums its own log decays. A difference of running sums would be inf - inf where a decay is 0.
     """
-    c = log_decay.shape[-1]
-    later = torch.ones(c, c, dtype=torch.bool, device=log_decay.device).tril(-1)  # t > j
-    sums = log_decay[..., :, None].expand(*log_decay.shape, c).masked_fill(~later, 0.0).cumsum(dim=-2)
-    return sums.exp().tril()
+    j = torch.arange(log_decay.shape[-2], device=log_decay.device)[:, None]
+    t = j[:, None]
+    sums = log_decay[..., None, :].masked_fill(t <= j, 0.0).cumsum(dim=-3)  # over the tokens t after j, up to i
+    return sums.exp().masked_fill(t < j, 0.0)
 
 
-def in_chunks(x: Inputs, scale: float, size: int = CHUNK) -> Chunks:
+def products(q: Tensor, k: Tensor, between: Tensor) -> Tensor:
+    """(..., c, c): q_i · k_j, times what is left of token j at token i."""
+    if between.shape[-1] == 1:
+        return q @ k.mT * between[..., 0]
+    return torch.einsum("...id,...jd,...ijd->...ij", q, k, between)
+
+
+def in_chunks(x: Inputs, scale: float, size: int | None = None) -> Chunks:
     """Everything that needs no state: three products inside each chunk of `size` tokens. Yang et al. 2025, section 3.
 
     The delta rule's u are (I + L) u = β (v - since h k), with L = β (K Kᵀ ∘ decays) below the diagonal: a triangular
     system, once for what v writes and once for what the state before the chunk takes back.
     """
+    size = size or (CHUNK if x.log_decay.shape[3] == 1 else CHUNK_OF_KEYS)
     missing = -x.q.shape[2] % size  # tokens that write nothing and keep everything
 
     def cut(y: Tensor) -> Tensor:
@@ -161,13 +175,13 @@ def in_chunks(x: Inputs, scale: float, size: int = CHUNK) -> Chunks:
         return torch.nn.functional.pad(y, padding).unflatten(2, (-1, size))
 
     q, k, u, log_decay = scale * cut(x.q), cut(x.k), cut(x.v), cut(x.log_decay)
-    between = decays_between(log_decay)  # (B, H, n, c, c)
-    since = log_decay.cumsum(dim=-1).exp()[..., None]  # from the state before the chunk to each token
-    left = between[..., -1, :, None] * k  # what is left of each key at the end of the chunk
-    scores, read, keep = q @ k.mT * between, since * q, since[..., -1:, :]
+    between = decays_between(log_decay)  # (B, H, n, c, c, 1 or D)
+    since = log_decay.cumsum(dim=-2).exp()  # from the state before the chunk to each token
+    left = between[..., -1, :, :] * k  # what is left of each key at the end of the chunk
+    scores, read, keep = products(q, k, between), since * q, since[..., -1:, :].mT
     if x.beta is not None:
         beta = cut(x.beta)[..., None]
-        system = beta * (k @ k.mT * between).tril(-1)
+        system = beta * products(k, k, between).tril(-1)
         both = torch.cat([beta * u, beta * since * k], dim=-1)
         both = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
         u, taken = both.split([u.shape[-1], k.shape[-1]], dim=-1)
@@ -195,11 +209,12 @@ def linear_attention(
     *,
     scale: float | None = None,
     state: Tensor | None = None,
-    size: int = CHUNK,
+    size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`recurrence` in chunks of `size` tokens, for speed: the same arguments, results and errors. Differentiable.
+    """`recurrence` in chunks of `size` tokens (64; KDA 16), for speed: the same arguments, results and errors.
 
-    With one chunk of all S tokens it is the matrix product: (Q Kᵀ ∘ decays) U. Yang et al. 2025, section 3.
+    Differentiable. With one chunk of all S tokens it is the matrix product: (Q Kᵀ ∘ decays) U. Yang et al. 2025,
+    section 3.
     """
     x = checked_inputs(q, k, v, log_decay, beta)
     h = empty_state(x) if state is None else state.to(x.k.dtype)
@@ -215,12 +230,13 @@ def main() -> int:
     k = k / k.norm(dim=-1, keepdim=True)
     log_decay, beta = torch.rand(2, 1, 2, S, generator=generator, dtype=torch.float64).log()
     log_decay[..., 4] = -torch.inf  # a new document
-    read = (q[:, :1, :, :1].abs() * decays_between(log_decay[:, :1]))[0, 0, -1] > 0
-    print(f"the last of {S} tokens reads the tokens {read.nonzero().flatten().tolist()}: the decay of token 4 is 0")
+    read = decays_between(log_decay[0, 0, :, None])[-1].flatten().nonzero().flatten().tolist()
+    print(f"the last of {S} tokens reads the tokens {read}: the decay of token 4 is 0")
     for name, options in (
         ("linear attention", (None, None)),
         ("with a decay", (log_decay, None)),
         ("the gated delta rule", (log_decay, beta.exp())),
+        ("with a decay for each number of a key", (log_decay[..., None] * q.sigmoid(), beta.exp())),
     ):
         right, _ = recurrence(q, k, v, *options)
         for size in (3, S):

@@ -124,15 +124,15 @@ def main() -> int:
         f"{S} tokens: documents of {' and '.join(map(str, documents))}, a window of {window}, {global_tokens} global "
         f"token. Query p sees the keys #"
     )
-    at = torch.arange(S)
     seen = torch.zeros(S, S, dtype=torch.bool)
+    at = torch.arange(S)
     for first, end in Mask(True, documents, window, global_tokens).visible_keys(at, S):
         seen |= (at >= first[:, None]) & (at < end[:, None])
     for p in range(S):
         print(f"{p}  {''.join('#' if key else '.' for key in seen[p].tolist())}")
-    number = torch.tensor([0] * 3 + [1] * 5)  # of each token's document
-    behind, start = at[:, None] - at, torch.tensor([0] * 3 + [3] * 5)
-    words = (number[:, None] == number) & (behind >= 0) & ((behind < window) | (at == start[:, None]))
+    begin = torch.tensor([0] * 3 + [3] * 5)  # of each token's document
+    behind = at[:, None] - at
+    words = (begin[:, None] == begin) & (behind >= 0) & ((behind < window) | (at == begin[:, None]))
     ok = torch.equal(seen, words)
     print(f"{'ok   ' if ok else 'WRONG'} each query sees the keys that the words above say")
     return 0 if ok else 1

@@ -142,7 +142,7 @@ class Ring(Schedule):
 class TravellingSums:
     """The sums of a ring travel one round after their block; what a rank adds to those of its own block stays at home.
 
-    The message home is their last: they make as many hops as their block. figures/backward_timeline.svg shows what
+    The message home is their last: they make as many hops as their block. figures/backward_timeline.py shows what
     travels when. In Liu et al. 2024, appendix A, and in other public rings, the own share travels too: one hop more.
     """
 

@@ -15,9 +15,9 @@ is for CPUs.
 So one rank at a time adds to dK and dV of a block, in the order j, j + 1, ...: the sums are the same bits in every run.
 
 Shapes: on each rank q and out are (B, H, C, D), k and v (B, G, C, D), as in flash_ring.py. A rank copies its K and V
-once into memory that others can read, 2·B·G·C·D numbers, or none if `shared_keys_and_values` made them. The ring has
-two buffers of that size. In the backward pass as many numbers hold dK and dV, in float32 at least. This memory stays
-for the next pass, until the process group is destroyed.
+once into memory that others can read, 2·B·G·C·D numbers. The ring has two buffers of that size. In the backward pass as
+many numbers hold dK and dV, in float32 at least. This memory stays for the next pass, until the process group is
+destroyed.
 
     $ python -m ringlab.training.shared_memory
     ...
@@ -26,19 +26,12 @@ for the next pass, until the process group is destroyed.
     ok    out: largest error 4.3e-07, rounding allows 1.2e-05 (float32 sums)
     ...
 
-In a model, on every rank of a Linux host, on CPUs:
-
-    from ringlab.training.shared_memory import memory_or_messages
-    ...
-    schedule, why = memory_or_messages()  # once: SharedMemory if all ranks are on this host, else Ring; why says it
-    out = ring_flash_attention(q, k, v, causal=True, layout="zigzag", schedule=schedule)
+In a model, on every rank of a Linux host, `memory_or_messages()` gives SharedMemory if all ranks are on this host, else
+Ring, and the reason: `ring_flash_attention(q, k, v, causal=True, layout="zigzag", schedule=schedule)`.
 
 Two levels are the double ring, with shared memory inside each host and messages between hosts. A block that arrives
 from another host is copied once more: to where the ranks of this host can read it. With n hosts, each of the P ranks
-sends n - 1 blocks in place of P - 1, all of them to another host. On n hosts of g ranks:
-
-    mesh = init_device_mesh("cpu", (n, g))  # once, on every rank
-    out = ring_flash_attention(q, k, v, causal=True, layout="zigzag", schedule=TwoLevels, group=mesh)
+sends n - 1 blocks in place of P - 1, all of them to another host. Its group is a mesh of hosts x ranks of a host.
 
 Before: double_ring.py. After: ../planning/hidden_communication.py, how long chunks must be.
 Source: Liu et al. 2024, algorithm 1, here with loads in place of messages; memfd_create(2), pipe(7), proc(5); Gu et al.
@@ -54,12 +47,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ringlab.support.agreement import agree, flat_group, members
+from ringlab.support.agreement import agree, members
 from ringlab.support.host_memory import (
     COPIES,
     HOME,
-    IN_COPIES,
-    KEPT,
     READ,
     READY,
     SUMS,
@@ -75,7 +66,7 @@ from ringlab.training.cases import BALANCED, CASES, chunks_of_cases, random_inpu
 from ringlab.training.double_ring import DoubleRing
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.overlap import keys_and_values, numbers_of_token
-from ringlab.training.schedule import Group, Ring, Round, Schedule
+from ringlab.training.schedule import Ring, Round, Schedule
 
 
 def memory_or_messages(group: ProcessGroup | None = None) -> tuple[type[Schedule], str]:
@@ -105,11 +96,10 @@ class SharedMemory(Schedule):
         if self.partition.hops:
             host_memory(self.group)
 
-    def block(self, memory: HostMemory, j: int, k: Tensor, v: Tensor, place: int) -> tuple[Tensor, Tensor]:
+    def block(self, memory: HostMemory, j: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """K_j and V_j in the memory of rank j."""
         count = numbers_of_token(k, v) * self.partition.lengths[j]
-        which, begin = (COPIES, 0) if place == IN_COPIES else (KEPT, place)
-        return keys_and_values(memory.numbers(which, j, count, k.dtype, begin), k, v)
+        return keys_and_values(memory.numbers(COPIES, j, count, k.dtype), k, v)
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         rank, world_size = members(self.group)
@@ -118,24 +108,20 @@ class SharedMemory(Schedule):
             yield 0, k, v, pieces(rank, rank)
             return
         memory = host_memory(self.group)
-        kept = memory.kept_at(k, v)
-        if kept is None:
-            memory.wait_for_readers()  # of the pass before
-            for copy, x in zip(self.block(memory, rank, k, v, IN_COPIES), (k, v), strict=True):
-                copy.copy_(x)
+        memory.wait_for_readers()  # of the pass before
+        for copy, x in zip(self.block(memory, rank, k, v), (k, v), strict=True):
+            copy.copy_(x)
         readers = [(rank + t) % world_size for t in range(1, hops + 1)]
         for reader in readers:
-            memory.raise_flag(READY, reader, IN_COPIES if kept is None else kept)
+            memory.raise_flag(READY, reader)
         memory.readers += readers
         yield 0, k, v, pieces(rank, rank)
         for t in range(1, hops + 1):
             j = (rank - t) % world_size
             with span("wait", t, k, v):
-                place = memory.wait(READY, j)
-            yield t, *self.block(memory, j, k, v, place), pieces(rank, j)
+                memory.wait(READY, j)
+            yield t, *self.block(memory, j, k, v), pieces(rank, j)
             memory.raise_flag(READ, j)
-        if kept is not None:
-            memory.wait_for_readers()  # the caller may write k and v when this call returns
 
     def give_up(self) -> None:
         if has_memory(self.group):
@@ -192,22 +178,6 @@ class SharedSums:
         return self.both(self.own)
 
 
-def shared_keys_and_values(
-    B: int, G: int, C: int, D: int, D_v: int | None = None, *, dtype: torch.dtype = torch.float32, group: Group = None
-) -> tuple[Tensor, Tensor]:
-    """Empty k (B, G, C, D) and v (B, G, C, Dv), where other ranks can read them: attention need not copy them.
-
-    In each step give the attention k.detach().copy_(x @ w): then autograd knows what made it. (torch refuses to record
-    what is written into k itself.) Write there again when the backward pass has run.
-    Use them again and again: this memory is not freed before the process group is destroyed. A call of the attention
-    returns when no rank reads them any more. Every rank of the group must call this before the first pass. Dv is D
-    unless given. Raises ValueError on every rank if the ranks are not on one Linux host.
-    """
-    memory, D_v = host_memory(flat_group(group)), D if D_v is None else D_v
-    k, v = memory.keep(B * G * C * (D + D_v), dtype).split([B * G * C * D, B * G * C * D_v])
-    return k.view(B, G, C, D), v.view(B, G, C, D_v)
-
-
 class TwoLevels(DoubleRing):
     """The double ring with shared memory in place of the messages inside a host.
 
@@ -236,11 +206,9 @@ def on_rank(context: RankContext, whole: list[Tensor]) -> tuple[str, list[list[T
 
 
 def main() -> int:
-    H, G, S, P = 8, 2, 512, 4
-    whole = random_inputs(1, H, G, S, 64)
+    P, whole = 4, random_inputs(1, 8, 2, 512, 64)
     taken, results, on_two_levels = zip(*launch(on_rank, P, whole), strict=True)
     print(f"auto: {taken[0]}")
-    print(f"{P} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     ok = report_cases(results, whole)
     print(f"two levels: the same, as 2 hosts of {P // 2} ranks, causal, zigzag")
     ok &= report_ranks(on_two_levels, "zigzag", exact_attention(*whole, causal=True, fused_blocks=P))

@@ -127,6 +127,12 @@ def convolved(ahead: Tensor, run: Tensor, since: Tensor, taps: Tensor) -> Tensor
     return torch.stack(parts).sum(dim=0)
 
 
+def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same on one process: x (B, N, S), weight (N, k), bias (N,) -> y (B, N, S)."""
+    padded = torch.nn.functional.pad(x, (weight.shape[1] - 1, 0))
+    return torch.nn.functional.conv1d(padded, weight[:, None], bias, groups=len(weight))
+
+
 def chunks_on_rank(context: RankContext, x: Tensor, weight: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
     """This rank's tokens of the output and of the gradient of x."""
     mine, d_mine = (y.tensor_split(context.world_size, dim=2)[context.rank] for y in (x, d_out))
@@ -139,7 +145,7 @@ def main() -> int:
     P, S, k = 3, 7, 4
     x, d_out = torch.randn(2, 1, 2, S, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x, weight = x.requires_grad_(), torch.ones(2, k, dtype=x.dtype)
-    right = torch.nn.functional.conv1d(torch.nn.functional.pad(x, (k - 1, 0)), weight[:, None], groups=2)
+    right = short_convolution(x, weight)
     rights = right.detach(), torch.autograd.grad(right, x, d_out)[0]
     lengths = [len(chunk) for chunk in torch.arange(S).tensor_split(P)]
     print(f"{P} ranks, {S} tokens, {k} taps; chunks of {lengths} tokens: the last rank reads tokens of both others")

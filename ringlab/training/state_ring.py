@@ -149,13 +149,14 @@ class HandOn(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *d_before: Tensor) -> tuple[Tensor | None, ...]:
-        keeps, before = ctx.saved_tensors[: len(d_before)], ctx.saved_tensors[len(d_before) :]
-        back = [Map(keep.mT, d) for keep, d in zip(keeps, d_before, strict=True)]
+        saved = ctx.saved_tensors  # asked for once: activation checkpointing computes them anew, and once only
+        keeps, before = saved[: len(d_before)], saved[len(d_before) :]
+        square = keeps[0].shape[-1] == keeps[0].shape[-2]
+        back = [Map(keep.mT if square else keep, d) for keep, d in zip(keeps, d_before, strict=True)]
         behind = ctx.way(back[::-1], ctx.chain[::-1], torch.zeros_like(d_before[0]), ctx.group)[::-1]
         gradients: list[Tensor] = []
         for keep, h, d in zip(keeps, before, behind, strict=True):
-            d_keep = (d * h).sum(dim=(-2, -1), keepdim=True) if keep.shape[-1] == 1 else d @ h.mT
-            gradients += [d_keep, d]
+            gradients += [(d * h).sum_to_size(keep.shape) if keep.shape[-1] == 1 else d @ h.mT, d]
         first = ctx.chain[0] == neighbours(ctx.group)[0]
         return None, None, None, back[0](behind[0]) if first else torch.zeros_like(d_before[0]), *gradients
 
@@ -195,12 +196,13 @@ def ring_linear_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """This rank's rows of `linear_attention` over the whole sequence, differentiable once.
 
-    q, k (B, H, C, D), v (B, H, C, Dv), log_decay and beta (B, H, C): this rank's chunks, as `ringlab.shard` cuts them;
-    contiguous chunks may have any lengths. `state` (B, H, D, Dv), the same on every rank, is what was there before the
-    first token. Each rank gets its part of its gradient: the sum over the ranks is the whole. `documents` are the
-    lengths of packed documents: each begins with an empty state, but the first with `state`. `way` is "hops", "scan" or
-    "gather". Returns out (B, H, C, Dv), in q's dtype, and the state after the last token, in float32 at least, on the
-    rank that has this token; None on the others. Every rank must call it and run its backward pass.
+    q, k (B, H, C, D), v (B, H, C, Dv), log_decay (B, H, C) or (B, H, C, D), beta (B, H, C): this rank's chunks, as
+    `ringlab.shard` cuts them; contiguous chunks may have any lengths. `state` (B, H, D, Dv), the same on every rank, is
+    what was there before the first token. Each rank gets its part of its gradient: the sum over the ranks is the whole.
+    `documents` are the lengths of packed documents: each begins with an empty state, but the first with `state`. `way`
+    is "hops", "scan" or "gather". Returns out (B, H, C, Dv), in q's dtype, and the state after the last token, in
+    float32 at least, on the rank that has this token; None on the others. Every rank must call it and run its backward
+    pass.
 
     Raises the same ValueError on every rank, before any message, where inputs do not fit, the ranks disagree, or layout
     and way do not fit. Sun et al. 2025 (LASP-2), algorithms 1 and 2.
@@ -221,6 +223,7 @@ def ring_linear_attention(
     inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
     given = {name: x for name, x in inputs.items() if x is not None}
     same: dict[str, Any] = {"heads of v": v.shape[1:2], "given": [*given], "layout": layout, "way": way}
+    same |= {"dim of log_decay": getattr(log_decay, "ndim", None)}
     same |= {"documents": lengths_of(documents), "gradients": [name for name, x in given.items() if needs_gradients(x)]}
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check, settings=lambda: same)
     partition = Partition(Mask(documents=documents), layout, tuple(lengths))
@@ -231,7 +234,7 @@ def ring_linear_attention(
     x = checked_inputs(q, k, v, log_decay, beta)
     if documents is not None:  # a token that begins a document forgets everything before it
         starts = torch.isin(partition.positions(rank), torch.tensor(partition.mask.documents).cumsum(dim=0))
-        x = x._replace(log_decay=x.log_decay.masked_fill(starts.to(q.device), -torch.inf))
+        x = x._replace(log_decay=x.log_decay.masked_fill(starts.to(q.device)[:, None], -torch.inf))
     parts = zip(*([None] * len(mine) if y is None else y.split(mine, dim=2) for y in x), strict=True)
     chunks = [in_chunks(Inputs(*part), scale) for part in parts]
     maps = [reduce(lambda first, then: then.after(first), run.maps()) for run in chunks]

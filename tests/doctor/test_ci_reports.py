@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ring_doctor.__main__ as command
-from ring_doctor import assertion, examination, html
+from ring_doctor import assertion, examination
 from ring_doctor.answers import (
     CANNOT_TELL,
     FAILED,
@@ -29,14 +29,14 @@ from ring_doctor.answers import (
     passes,
 )
 from ring_doctor.assertion import assert_ring
+from ring_doctor.calls import RankResults
 from ring_doctor.case import Case
 from ring_doctor.examination import Examination
 from ring_doctor.job import START, CannotExamine, Job
-from ring_doctor.on_rank import RankResults
 from ring_doctor.options import parse
 from ring_doctor.patient import from_function
 from ring_doctor.questions import UNEQUAL, Question
-from ring_doctor.report import Report, as_json, text
+from ring_doctor.report import Report, as_json, page, text
 from ringlab.support import processes
 from ringlab.support.processes import Raised
 from tests import odd_patients
@@ -81,7 +81,7 @@ def test_the_level_follows_from_the_answers_and_assert_ring_from_the_level(name)
     level, answers = LEVELS[name]
     found = report(*answers)
     assert found.level == as_json(found)["level"] == level
-    assert f"Level: {level}." in html.page(as_json(found))
+    assert f"Level: {level}." in page(as_json(found))
     with mock.patch.object(assertion, "examine", return_value=found):
         for accept, passing in ((), {RIGHT, RIGHT_AS_CLAIMED}), (("imprecise",), {RIGHT, RIGHT_AS_CLAIMED, IMPRECISE}):
             if level in passing:

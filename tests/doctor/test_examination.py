@@ -16,20 +16,22 @@ from ring_doctor.answers import (
     REFUSED,
     RIGHT,
     RIGHT_AS_CLAIMED,
+    SAID,
+    STATUS,
     WRONG,
     WRONG_RING,
     Answer,
 )
+from ring_doctor.calls import written
 from ring_doctor.case import Case
 from ring_doctor.conditions import when_it_shows
 from ring_doctor.diagnosis import Diagnosis, Explanation, diagnose
-from ring_doctor.examination import HEALTHY, LIMITED, SICK, Examination, ask_again, examine
-from ring_doctor.job import CannotExamine, Job
+from ring_doctor.examination import Examination, ask_again, examine
+from ring_doctor.job import CannotExamine, Job, lines_of_ranks
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.patient import from_function
 from ring_doctor.questions import LSE, UNEQUAL, Question, kind
 from ring_doctor.report import Report
-from ring_doctor.stacks import lines_of_ranks, written
 from tests import odd_patients
 from tests.examined import examined
 
@@ -56,33 +58,31 @@ def answer(question, state, error=0.1, **more):
 
 
 @pytest.mark.parametrize(
-    ("second", "verdict", "level"),
+    ("second", "level"),
     [
-        (answer(PLAIN, OK), HEALTHY, RIGHT),
-        (answer(PLAIN, WRONG), SICK, WRONG_RING),
-        (answer(PLAIN, FAILED), SICK, WRONG_RING),
-        (answer(GROUPED, REFUSED), HEALTHY, RIGHT),
-        (answer(GROUPED, FAILED), LIMITED, RIGHT_AS_CLAIMED),
-        (answer(GROUPED, FAILED, lost=True), SICK, WRONG_RING),  # it hangs
-        (answer(GROUPED, WRONG), SICK, WRONG_RING),
-        (answer(UNEQUAL_CHUNKS, FAILED), LIMITED, RIGHT_AS_CLAIMED),
-        (answer(UNEQUAL_CHUNKS, WRONG), SICK, WRONG_RING),
-        (answer(OF_LSE, WRONG), LIMITED, RIGHT_AS_CLAIMED),
-        (answer(IN_16_BITS, FAILED), LIMITED, RIGHT_AS_CLAIMED),
-        (answer(IN_16_BITS, WRONG, 0.05), SICK, IMPRECISE),
-        (answer(IN_16_BITS, WRONG, 0.5), SICK, WRONG_RING),
-        (answer(IN_16_BITS, WRONG, float("inf")), SICK, WRONG_RING),
+        (answer(PLAIN, OK), RIGHT),
+        (answer(PLAIN, WRONG), WRONG_RING),
+        (answer(PLAIN, FAILED), WRONG_RING),
+        (answer(GROUPED, REFUSED), RIGHT),
+        (answer(GROUPED, FAILED), RIGHT_AS_CLAIMED),
+        (answer(GROUPED, FAILED, lost=True), WRONG_RING),  # it hangs
+        (answer(GROUPED, WRONG), WRONG_RING),
+        (answer(UNEQUAL_CHUNKS, FAILED), RIGHT_AS_CLAIMED),
+        (answer(UNEQUAL_CHUNKS, WRONG), WRONG_RING),
+        (answer(OF_LSE, WRONG), RIGHT_AS_CLAIMED),
+        (answer(IN_16_BITS, FAILED), RIGHT_AS_CLAIMED),
+        (answer(IN_16_BITS, WRONG, 0.05), IMPRECISE),
+        (answer(IN_16_BITS, WRONG, 0.5), WRONG_RING),
+        (answer(IN_16_BITS, WRONG, float("inf")), WRONG_RING),
     ],
 )
-def test_the_verdict_of_a_second_answer(second, verdict, level):
-    found = Examination(PATIENT, [answer(PLAIN, OK), second])
-    assert (found.verdict, found.healthy) == (verdict, verdict != SICK)
-    report = Report(found, None, "")
-    assert report.level == level
-    of_sick = "IMPRECISE IN 16 BITS" if level == IMPRECISE else "SICK"
-    assert report.verdict.startswith(f"{of_sick if verdict == SICK else verdict.upper()}: ")
-    if second.question.feature and second.question != IN_16_BITS and level != IMPRECISE:
-        assert (second.question.feature in report.verdict) == (verdict == LIMITED or second.question == UNEQUAL_CHUNKS)
+def test_the_verdict_of_a_second_answer(second, level):
+    report = Report(Examination(PATIENT, [answer(PLAIN, OK), second]), None, "")
+    assert (report.level, report.healthy) == (level, STATUS[level] == 0)
+    assert report.verdict.startswith(f"{SAID[level]}: ")
+    if second.question.feature and second.question != IN_16_BITS:
+        told = level == RIGHT_AS_CLAIMED or second.question == UNEQUAL_CHUNKS
+        assert (second.question.feature in report.verdict) == told
 
 
 NAMES = list(CATALOGUE)[:3]
@@ -214,7 +214,7 @@ def test_what_answers_too_little_or_too_late_is_no_healthy_ring(by, reply, says,
 
 @pytest.mark.parametrize("state", [FAILED, WRONG])
 def test_a_mistake_counts_whatever_else_is_refused(by, state):
-    assert by(lambda question, job: state if question.how == "plain" else REFUSED)[0].verdict == SICK
+    assert by(lambda question, job: state if question.how == "plain" else REFUSED)[0].level == WRONG_RING
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -236,7 +236,7 @@ def test_a_quick_examination_asks_a_kind_until_it_is_answered(by):
     assert {it.case.world_size for it in found.answers if it.question.how == "views" and it.state == OK} == {4}
     assert {it.case.world_size for it in found.answers if it.question.how == "plain"} == {1, 2, 3, 4, 5}
     sick, _ = by(lambda q, job: WRONG if q.case.world_size == 4 and q.how == "views" else three(q, job), quick=True)
-    assert sick.verdict == SICK
+    assert sick.level == WRONG_RING
 
 
 def test_the_gradient_of_lse_is_asked_where_there_is_one(by):
@@ -250,7 +250,7 @@ def test_random_numbers_and_last_digits_are_told(by):
         found, _ = by(always(**{fact: True}), worlds=(3,))
         [remark] = [remark for remark in found.remarks if "dropout" in remark or "as they come" in remark]
         assert ("dropout" in remark) == (fact == "draws")
-        assert found.verdict == HEALTHY
+        assert found.level == RIGHT
 
 
 def in_float32(which, digits):
@@ -268,19 +268,19 @@ def in_float32(which, digits):
 @pytest.mark.parametrize(
     ("which", "digits", "verdict", "said"),
     [
-        (lambda question: True, 64, HEALTHY, True),
+        (lambda question: True, 64, RIGHT, True),
         (
             lambda question: question.case.causal,
             64,
-            SICK,
+            WRONG_RING,
             False,
         ),  # a mistake as small as this: a softcap after the mask
-        (lambda question: question.case.causal, 32, HEALTHY, False),
+        (lambda question: question.case.causal, 32, RIGHT, False),
     ],
 )
 def test_what_computes_in_float32_is_asked_in_float32(by, which, digits, verdict, said):
     found, _ = by(in_float32(which, digits))
-    assert found.verdict == verdict
+    assert found.level == verdict
     assert ("it takes float64 and computes in float32; it is examined in float32" in found.remarks) == said
     assert all(it.case.dtype != torch.float64 for it in found.answers) == said
     assert all(it.wrong == {"out": 1e4} for it in found.faults)
@@ -305,7 +305,7 @@ def test_what_refuses_gradients_in_a_sentence_is_for_the_forward_pass(by, says, 
     found, _ = by(forward_only, worlds=(3,), dtypes=("float64",))
     assert found.patient.gradients != limited
     assert any("the forward pass only" in limit for limit in found.limits) == limited
-    assert found.verdict == (LIMITED if limited else SICK)
+    assert found.level == (RIGHT_AS_CLAIMED if limited else WRONG_RING)
     assert any("--forward-only" in remark for remark in found.remarks) != limited
 
 
@@ -431,19 +431,22 @@ def test_other_last_digits_are_right_and_other_numbers_are_not(ranks):
 
 
 def test_the_gradient_of_lse_is_compared(ranks):
-    for function, verdict in [(odd_patients.lse_with_gradient, HEALTHY), (odd_patients.lse_without_gradient, LIMITED)]:
+    for function, verdict in [
+        (odd_patients.lse_with_gradient, RIGHT),
+        (odd_patients.lse_without_gradient, RIGHT_AS_CLAIMED),
+    ]:
         few = {"worlds": (3,), "dtypes": "float64", "unequal": False}
         found = examined(ranks, function, **few, wanted=lambda it: it.how == "gradient of lse")
         asked = [it for it in found.answers if it.question.how == "gradient of lse"]
-        assert {it.state for it in asked} == {OK if verdict == HEALTHY else WRONG}
-        assert found.verdict == verdict
+        assert {it.state for it in asked} == {OK if verdict == RIGHT else WRONG}
+        assert found.level == verdict
     assert "wrong gradients, and no error, of a loss that uses lse" in Report(found, None, "").verdict
 
 
 def test_grouped_queries_may_be_refused(ranks):
     found = examined(ranks, odd_patients.refuses_grouped_queries, worlds=(3,), dtypes="float64")
     refused = [answer.case for answer in found.answers if answer.state == REFUSED]
-    assert (found.verdict, [(case.heads, case.kv_heads) for case in refused]) == (HEALTHY, [(4, 2), (4, 1)])
+    assert (found.level, [(case.heads, case.kv_heads) for case in refused]) == (RIGHT, [(4, 2), (4, 1)])
 
 
 @pytest.mark.slow

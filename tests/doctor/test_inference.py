@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from ring_doctor.answers import FAILED, OK, WRONG, Answer, judge
+from ring_doctor.assertion import choose_question
+from ring_doctor.calls import RankResults
 from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.diagnosis import Diagnosis
 from ring_doctor.examination import Examination
 from ring_doctor.facts import OF_GRADIENTS
 from ring_doctor.inference import infer, text
-from ring_doctor.on_rank import RankResults
+from ring_doctor.inference import waiting as inferred
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import UNEQUAL, Question
 from ring_doctor.report import Report
-from ring_doctor.take_xray import choose_question
-from ring_doctor.waiting import inferred
 from ring_doctor.xray import cases as runs_of
 from ring_doctor.xray import on_paper, xray_of
 from tests.odd_patients import right

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring_doctor.case import Case
+from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.inputs import UNROUNDED
 from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.training.layouts import LAYOUTS
 

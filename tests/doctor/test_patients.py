@@ -12,8 +12,8 @@ import torch
 
 from ring_doctor import examine
 from ring_doctor.answers import OK, judge
+from ring_doctor.calls import ask_on_rank
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.on_rank import ask_on_rank
 from ring_doctor.patient import dtype_of, from_name
 from ring_doctor.patients.__main__ import RESULTS, TABLE, names, table
 from ring_doctor.patients.flash_attn_by_hand import (

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from ring_doctor import examination
 from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, judge, right_results
-from ring_doctor.case import Case
+from ring_doctor.calls import RankResults
+from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.diagnosis import diagnose
 from ring_doctor.examination import Examination, examine
-from ring_doctor.inputs import UNROUNDED
-from ring_doctor.on_rank import RankResults
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import (
@@ -28,7 +27,6 @@ from ring_doctor.questions import (
     UNEQUAL,
     WAYS,
     Question,
-    every_question,
     in_turn,
     kind,
     questions,
@@ -441,7 +439,7 @@ def test_every_kind_of_question_is_asked_and_each_mask_and_layout_on_each_number
     """Of each kind the last question, which is causal, comes first; the others follow where it is refused."""
     patient = PATIENTS[name]
     groups = [group for P in patient.worlds for group in in_turn(patient, P, F64, 0, quick=True).values()]
-    every = every_question(patient, F64, 0)
+    every = all_questions(patient)
     assert sorted(map(repr, every)) == sorted(repr(question) for group in groups for question in group)
     assert all(len({kind(question) for question in group}) == 1 for group in groups)
     plain = [[it for it in every if kind(it) == kind(every[0])], [it for it in groups if kind(it[0]) == kind(every[0])]]

@@ -8,10 +8,10 @@ import torch
 
 from ring_doctor import diagnosis
 from ring_doctor.answers import WRONG, judge
+from ring_doctor.calls import RankResults
 from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.examination import Examination
-from ring_doctor.on_rank import RankResults
 from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import Question
@@ -19,7 +19,7 @@ from ringlab.support.rounding import exact_attention
 from ringlab.training.layouts import LAYOUTS
 from tests.sick.plain_ring import ByAutograd, PlainRing
 from tests.sick.ring import MASKED, SickRing
-from tests.sick.table_ring import TableByAutograd, TableRing
+from tests.sick.table_ring import TableRing
 from tests.sick_rings import ALL, BY_HAND, OF_TABLE, UNKNOWN, of_table, sick
 
 
@@ -102,8 +102,8 @@ def test_a_sick_ring_is_wrong_exactly_where_it_must_be_and_its_entry_says_how(ra
         assert (found.names, found.part) == ({entry}, "")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("ring", [PlainRing, ByAutograd, TableRing, TableByAutograd])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("ring", [PlainRing, ByAutograd, TableRing])
 def test_the_plain_ring_without_a_mistake_is_right(ranks, size, ring):
     for case, wrong, _ in verdicts(ranks, size, SickRing(ring.attention, takes=MASKED), ring.attention):
         assert not wrong, case.words()
@@ -122,30 +122,17 @@ def asked_of_table(P, entry):
     if entry == "last_tile_lost":
         cases = [Case(P, 257 * P)]  # more than the largest of its tiles
     elif entry == "unstabilised":
-        cases.append(replace(full, inputs="large"))
+        cases = [replace(full, inputs="large")]
     elif "16_bits" in entry:
-        cases += [Case(P, 32, inputs=inputs, dtype=torch.bfloat16) for inputs in UNROUNDED]
+        cases = [Case(P, 32, inputs=inputs, dtype=torch.bfloat16) for inputs in UNROUNDED] + cases[:1]
     return cases
 
 
-def answers_of_table(ranks, P, name):
-    """What a ring from a row of the catalogue returns, or why it refuses: answers, beside what paper says."""
-    entry, _, variant = name.partition(":")
-    change, ring = CATALOGUE[entry].variants[int(variant or 0)], OF_TABLE[name]
-    fit = {}
-    for case in asked_of_table(P, entry):
-        with contextlib.suppress(NotOnPaper):
-            fit[case] = compute(case, change(RIGHT))
-    per_rank = ranks(P, on_rank, of_table(name), [options_of(case, ring.takes) for case in fit], True, list(fit))
-    for n, (case, expected) in enumerate(fit.items()):
-        of_ranks = [results[n] for results in per_rank]
-        for key in of_ranks[0]:
-            x = case.join([results[key] for results in of_ranks])
-            near, on_paper = max(1e-9, 2 * torch.finfo(x.dtype).eps), expected[key].to(x.dtype)
-            assert torch.allclose(x, on_paper, rtol=near, atol=near, equal_nan=True), f"{key} with {case.words()}"
-        yield judge(Question(case), [RankResults(results) for results in of_ranks])
+def is_wrong(case, results):
+    return not all(right.accepts(results[name].to(right.dtype)) for name, right in case.right().items())
 
 
+MANY = 2  # cases in which a mistake shows
 OTHERS = {name.partition("/")[0] for name in BY_HAND}  # entries with a ring that knows nothing of the table
 IN_CI = [pytest.param(n, marks=pytest.mark.exhaustive if ":" in n or n in OTHERS else ()) for n in OF_TABLE]
 
@@ -153,16 +140,16 @@ IN_CI = [pytest.param(n, marks=pytest.mark.exhaustive if ":" in n or n in OTHERS
 @pytest.mark.parametrize("name", IN_CI)
 def test_a_ring_from_the_table_returns_its_numbers(ranks, name):
     """Over real messages, as the ring on paper without any: so it has this name, and maybe others too."""
-    assert any(answer.state == WRONG for answer in answers_of_table(ranks, 4, name)), "the mistake shows nowhere"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", OF_TABLE)
-def test_and_on_three_ranks(ranks, name):
-    assert list(answers_of_table(ranks, 3, name))
-
-
-def test_tokens_that_do_not_fit_are_refused_on_all_ranks(ranks):
-    case = Case(3, 19)
-    with pytest.raises(Exception, match="the tokens do not fit"):
-        ranks(3, on_rank, of_table("two_seats"), [options_of(case, MASKED)], True, [case])
+    entry, _, variant = name.partition(":")
+    steps, computed = replace(CATALOGUE[entry].variants[int(variant or 0)](RIGHT), autograd=True), {}
+    for case in asked_of_table(4, entry):
+        with contextlib.suppress(NotOnPaper):
+            computed[case] = compute(case, steps)
+    fit = [case for case, results in computed.items() if is_wrong(case, results)][:MANY]
+    assert fit, "the mistake shows nowhere"
+    per_rank = ranks(4, on_rank, of_table(name), [options_of(case, MASKED) for case in fit], True, fit)
+    for n, case in enumerate(fit):
+        for key in per_rank[0][n]:
+            x = case.join([results[n][key] for results in per_rank])
+            near, on_paper = max(1e-9, 2 * torch.finfo(x.dtype).eps), computed[case][key].to(x.dtype)
+            assert torch.allclose(x, on_paper, rtol=near, atol=near, equal_nan=True), f"{key} with {case.words()}"

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from ring_doctor.calls import arguments_of, call, lse_of, ours, theirs, values
 from ring_doctor.case import Case, positions
 from ring_doctor.catalogue import enter
+from ring_doctor.job import hang, lines_of_ranks
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.names import ByName, by_name, named, portable
 from ring_doctor.options import claims_of, parse
 from ring_doctor.patient import CONSTANTS, Patient, from_name, patient_of
 from ring_doctor.questions import questions
-from ring_doctor.stacks import hang, lines_of_ranks
 from ringlab.support.places import place, place_of
 from ringlab.support.processes import Raised
 from tests.odd_patients import own_chunk

@@ -1,7 +1,5 @@
 """The X-ray of right rings is right, and the tiles of wrong ones say what was planted."""
 
-import contextlib
-
 import pytest
 import torch
 
@@ -10,11 +8,10 @@ from bench.gradients_home import Circle
 from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.grids import TITLES
-from ring_doctor.paper_ring import RIGHT, NotOnPaper
+from ring_doctor.paper_ring import RIGHT
 from ring_doctor.tiles import Sheet, likeliest, pattern
 from ring_doctor.xray import cases, on_paper, xray_of
 from tests.gradients import NAMES, gradients
-from tests.sick_rings import SICK
 from tests.ways import CASES, ring_gradients, whole
 
 W = ("W forward", "W backward")
@@ -27,7 +24,7 @@ def both_runs(context, runs, options, wrong):
 
 
 def xray_of_ring(ranks, case, wrong=None, **options):
-    """The X-ray of the trainable ring on real processes, right or with a mistake of tests/wrong_flash_rings.py."""
+    """The X-ray of the trainable ring on real processes, right or with a mistake of tests/wrong_rings.py."""
     options |= {"causal": case.causal, "layout": case.layout, "documents": case.documents and list(case.documents)}
     runs = [run.whole() for run in cases(case)]
     per_rank = ranks(case.world_size, both_runs, runs, options | {"scale": case.scale}, wrong)
@@ -84,26 +81,28 @@ def test_probes_are_stored_exactly_and_no_weight_is_tiny(seq_len, dtype):
     assert torch.equal(d_out @ v.mT, other_d_out @ other_v.mT)
 
 
-RIGHT_CASES = [Case(3, 12, *case) for case in CASES] + [
+RIGHT_CASES = [
+    *(Case(3, 12, *case) for case in CASES),
     Case(1, 4, causal=True),
     Case(3, 13, causal=True),  # 5, 4 and 4 tokens
     Case(4, 4, causal=True, layout="striped"),
-    Case(3, 12, causal=True, documents=(5, 1, 6)),
     Case(3, 12, documents=(5, 1, 6), layout="zigzag"),
     Case(3, 12, scale=0.7),
     Case(3, 12, head_dim=16, causal=True),
-    Case(3, 12, causal=True, layout="zigzag", dtype=torch.float32),
-    Case(4, 16, causal=True, layout="zigzag", dtype=torch.bfloat16),
-    Case(3, 12, dtype=torch.float16),
 ]
 
 
 @pytest.mark.parametrize("case", RIGHT_CASES, ids=str)
-def test_a_right_ring_shows_right_matrices(ranks, case):
-    xray = xray_of_ring(ranks, case)
+def test_a_right_ring_shows_right_matrices(case):
+    xray = on_paper(case)
     assert [matrix.name for matrix in xray.matrices] == list(TITLES)
     assert xray.right, xray.text()
     assert not all_wrong(xray)
+
+
+@pytest.mark.parametrize(("P", "dtype"), [(3, torch.float32), (4, torch.bfloat16)])
+def test_a_right_ring_on_real_processes_shows_right_matrices(ranks, P, dtype):
+    assert xray_of_ring(ranks, Case(P, 4 * P, causal=True, layout="zigzag", dtype=dtype)).right
 
 
 def test_a_patient_may_compute_in_float32():
@@ -242,46 +241,31 @@ def test_results_that_are_missing_are_left_out():
     assert [matrix.name for matrix in xray_of(run_1, {}, case).matrices] == ["W backward", "dS in dQ"]
 
 
-HOME = {  # mistake of tests/wrong_flash_rings.py: (causal, layout); what W forward and W backward hold, by round
-    "OwnQueriesOnly": (CASES[0], {}, {t: "missing" for t in range(1, 4)}),
-    "StaleBlock": (CASES[0], {0: "twice", "last": "missing"}, {}),
-    "last_block_skipped": (CASES[0], {"last": "missing"}, {"last": "missing"}),
-    "OneHopShort": (CASES[0], {}, {t: "shifted" for t in range(4)}),
-    "keys_without_values": (CASES[0], {0: "sum"} | {t: "missing" for t in range(1, 4)}, {}),
-    "lse_of_the_block": (CASES[0], {}, {t: "scaled" for t in range(4)}),
-    "average": (CASES[0], {t: "scaled" for t in range(4)}, {}),
-    "swapped": (CASES[0], {}, {t: "wrong" for t in range(4)}),
-    "aliased_gradients": (CASES[0], {}, {}),
+HOME = {  # a mistake of tests/wrong_rings.py: what W forward and W backward hold, by round
+    "OneHopShort": ({}, {t: "shifted" for t in range(3)}),
+    "StaleBlock": ({0: "twice", 2: "missing"}, {}),
+    "keys_without_values": ({0: "sum", 1: "missing", 2: "missing"}, {}),
 }
 
 
-@pytest.mark.parametrize("size", [3])
 @pytest.mark.parametrize("wrong", HOME)
-def test_real_wrong_rings(ranks, size, wrong):
-    (causal, layout), *expected = HOME[wrong]
-    circle = {"schedule": Circle} if wrong in ("OwnQueriesOnly", "OneHopShort") else {}  # as other rings send sums
-    x = xray_of_ring(ranks, Case(size, 4 * size, causal, layout), wrong, **circle)
-    for name, kind_of in zip(W, expected, strict=True):
-        kind_of = {size - 1 if t == "last" else t: kind for t, kind in kind_of.items() if t == "last" or t < size}
-        assert kinds(x, name) == grid(size, kind_of), x.text()
-    assert not x.right
+def test_real_wrong_rings(ranks, wrong):
+    circle = {"schedule": Circle} if wrong == "OneHopShort" else {}  # as other rings send sums
+    x = xray_of_ring(ranks, Case(3, 12, *CASES[0]), wrong, **circle)
+    for name, kind_of in zip(W, HOME[wrong], strict=True):
+        assert kinds(x, name) == grid(3, kind_of), x.text()
 
 
-@pytest.mark.parametrize("size", [4])
 @pytest.mark.parametrize(
     ("wrong", "layout", "own", "before", "after"),  # the tiles of a rank: its own block, blocks before it, after it
     [
-        ("the_diagonal_hidden", "zigzag", "a triangle without its diagonal instead of a triangle", "right", "right"),
-        ("the_next_token_seen", "zigzag", "a triangle and the next key instead of a triangle", "right", "right"),
         ("last_half_of_the_keys", "zigzag", "right", KEYS, "right"),
-        ("first_half_of_the_queries", "zigzag", "right", "right", QUERIES),
-        ("first_query_kept", "striped", "right", "right", "a triangle instead of a triangle without its diagonal"),
         ("contiguous_slices", "striped", "right", "all pairs instead of a triangle", "missing"),
     ],
 )
-def test_real_rings_with_wrong_masks(ranks, size, wrong, layout, own, before, after):
-    x = xray_of_ring(ranks, Case(size, 4 * size, True, layout), wrong)
-    expected = [[own if j == r else before if j < r else after for j in range(size)] for r in range(size)]
+def test_real_rings_with_wrong_masks(ranks, wrong, layout, own, before, after):
+    x = xray_of_ring(ranks, Case(4, 16, True, layout), wrong)
+    expected = [[own if j == r else before if j < r else after for j in range(4)] for r in range(4)]
     assert kinds(x, "W forward", "words") == expected, x.text()
 
 
@@ -319,21 +303,3 @@ def test_patterns_have_names():
     assert pattern(n[:3] < n[:, None]) == "a triangle without its diagonal"
     assert pattern(torch.ones(1, 1, dtype=torch.bool)) == "all pairs"
     assert pattern(torch.tensor([[True, False], [False, True]])) is None
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", CATALOGUE)
-def test_every_mistake_of_the_catalogue_shows(name):
-    masks = [{}, {"layout": "zigzag"}, {"layout": "striped"}, {"documents": (5, 7)}, {"window": 6}]
-    problems = [
-        Case(3, 12),
-        *(Case(3, 12, causal=True, **mask) for mask in masks),
-        Case(3, 13),
-        Case(4, 16),
-        Case(4, 16, causal=True),
-    ]
-    shows = False
-    for case in problems:
-        with contextlib.suppress(NotOnPaper):
-            shows = shows or not on_paper(case, CATALOGUE[name].variants[0](RIGHT)).right
-    assert shows == (name in SICK and SICK[name].in_xray)  # an X-ray is taken without attention sinks

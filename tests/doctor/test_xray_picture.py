@@ -25,13 +25,10 @@ SICK = {
     "a right ring": Case(4, 16),
     "last_block_skipped": Case(4, 16),
     "own_block_twice": Case(3, 12, causal=True, layout="zigzag"),
-    "next_token_seen": Case(4, 16, causal=True),
     "gradients_travel_other_way": Case(4, 16),
     "documents_ignored": Case(3, 12, causal=True, documents=(5, 7)),
     "running_half": Case(5, 20),
-    "lse_of_the_block": Case(2, 8, causal=True, layout="striped"),
     "dk_dv_exchanged": Case(3, 13, causal=True),
-    "keys_without_values": Case(4, 16),
 }
 
 

@@ -1,14 +1,13 @@
-"""The steps of every ring of this project, recorded from its real code; interleavings.py tries every order of them.
+"""The steps of every ring of this project, recorded from its real code; happens_before.py checks every order of them.
 
 The code runs once as rank 0, once as rank 1, ..., each time in this process. Functions of torch.distributed that note
 what they are asked for take the place of the messages. Each operation of torch says which memory it reads and writes.
-A block has one token with B = H = G = D = 1, so a cell of memory is a number. The code itself says which block it
-expects to have in hand: it asks the mask what to compute of it.
+A block has one token with B = H = G = D = 1, so a cell of memory is a number.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,21 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_attn
-from ringlab.support.host_memory import IN_COPIES, HostMemory
+from ringlab.support.host_memory import HostMemory
 from ringlab.training import backward, shared_memory
-from ringlab.training import schedule as schedules
-from ringlab.training.causal import BlockSlice
 from ringlab.training.double_ring import DoubleRing
 from ringlab.training.flash_ring import ring_backward, ring_forward
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Ring, Schedule
 from ringlab.training.shared_memory import SharedMemory, TwoLevels
-from tests.orders.recorded_steps import Recorder, block_in, part_name
-from tests.orders.steps import Await, Irecv, Isend, Raise, Read, Step, Wait, Write
+from tests.orders.happens_before import Await, Irecv, Isend, Raise, Step, Wait
+from tests.orders.recorded_steps import Recorder
 
 FLAGS = ("ready", "read", "turn", "home")
-PARTS = ("copies", "kept", "sums")
+PARTS = ("copies", "sums")
 
 
 @dataclass(frozen=True)
@@ -66,35 +63,29 @@ class PaperWork(NamedTuple):
         self.recorder.notes.append(Wait((self.number,)))
 
 
-def name_part(recorder: Recorder, which: int, rank: int, part: Tensor) -> None:
-    """Give a part of a rank's shared memory its name."""
-    recorder.names[part.untyped_storage().data_ptr()] = block_in(f"{PARTS[which]} of rank {rank}")
-
-
 class PaperMemory(HostMemory):
     """The memory of a host on which this rank is alone: it writes the flags down, and waits for none."""
 
     def __init__(self, recorder: Recorder, ranks: tuple[int, ...]) -> None:
         """`ranks` of the job are on this host."""
         self.recorder, self.ranks, self.rank, self.world_size = recorder, ranks, ranks.index(recorder.rank), len(ranks)
-        self.views, self.kept, self.readers = {}, {}, []
+        self.views, self.readers = {}, []
         self.counts: dict[tuple[int, int], int] = {}  # of each flag and rank: how often it was waited for
 
     def part(self, which: int, rank: int, end: int) -> Tensor:
         if (which, rank) not in self.views:
             self.views[which, rank] = torch.empty(1024, dtype=torch.uint8)
-            name_part(self.recorder, which, self.ranks[rank], self.views[which, rank])
+            address = self.views[which, rank].untyped_storage().data_ptr()
+            self.recorder.names[address] = f"{PARTS[which]} of rank {self.ranks[rank]}"
         return self.views[which, rank]
 
-    def raise_flag(self, flag: int, to: int, value: int = 0) -> None:
+    def raise_flag(self, flag: int, to: int) -> None:
         self.recorder.notes.append(Raise(f"{FLAGS[flag]} {self.recorder.rank}->{self.ranks[to]}"))
 
-    def wait(self, flag: int, of: int) -> int:
+    def wait(self, flag: int, of: int) -> None:
         self.counts[flag, of] = self.counts.get((flag, of), 0) + 1
-        self.recorder.notes.append(
-            Await(f"{FLAGS[flag]} {self.ranks[of]}->{self.recorder.rank}", self.counts[flag, of])
-        )
-        return 0 if self.kept else IN_COPIES  # as all ranks do
+        name = f"{FLAGS[flag]} {self.ranks[of]}->{self.recorder.rank}"
+        self.recorder.notes.append(Await(name, self.counts[flag, of]))
 
 
 @contextmanager
@@ -141,147 +132,59 @@ def on_paper(recorder: Recorder, world_size: int) -> Iterator[None]:
         yield
 
 
-def block_name(layer: int, j: int) -> str:
-    return f"KV{j} of layer {layer}"
+def inputs() -> list[Tensor]:
+    """q, k, v and d_out of one token."""
+    return [torch.ones(1, 1, 1, 1) for _ in range(4)]
 
 
-class Claims(list[int]):
-    """The chunk lengths of a ring that takes the length of a block just before it receives the block."""
-
-    def __init__(self, recorder: Recorder, layer: int, world_size: int) -> None:
-        super().__init__([1] * world_size)
-        self.recorder, self.layer = recorder, layer
-        recorder.claim = block_name(layer, recorder.rank)
-
-    def __getitem__(self, j: Any) -> Any:
-        self.recorder.claim = block_name(self.layer, j)
-        return super().__getitem__(j)
-
-
-class Claiming(Partition):
-    """A partition that notes which block the schedule has in hand: it asks what to compute of it."""
-
-    def noting(self, recorder: Recorder, layer: int) -> None:
-        """Note the blocks of this layer in this recorder. (A partition is frozen.)"""
-        object.__setattr__(self, "note", lambda block: setattr(recorder, "claim", block_name(layer, block)))
-
-    def pieces(self, rank: int, block: int) -> tuple[BlockSlice, ...]:  # type: ignore[override]
-        vars(self)["note"](block)
-        return Partition.pieces(self, rank, block)
-
-
-Code = Callable[[Recorder, int, int, list[Tensor]], Iterator[Sequence[Tensor]]]
-FORWARD = [(0, "forward")]  # what a job does, by number of the layer
-TRAINING = [*FORWARD, (0, "backward")]
-TWO_LAYERS = [(0, "forward"), (1, "forward"), (1, "backward"), (0, "backward")]
-
-
-def blocking(recorder: Recorder, world_size: int, layer: int, inputs: list[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """ring_attn.py, and then its backward pass, which yields dK and dV."""
-    q, k, v, d_out = inputs
-    lengths = Claims(recorder, layer, world_size)
+def blocking(rank: int, partition: Partition) -> Iterator[None]:
+    """ring_attn.py, and then its backward pass."""
+    (q, k, v, d_out), lengths = inputs(), list(partition.lengths)
     out, lse = ring_attn.ring_forward(q, k, v, scale=1.0, lengths=lengths)
-    yield ()
-    lengths = Claims(recorder, layer, world_size)
-    yield backward.ring_backward(q, k, v, out, lse, d_out, scale=1.0, lengths=lengths)[1:]
+    yield
+    backward.ring_backward(q, k, v, out, lse, d_out, scale=1.0, lengths=lengths)
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """flash_ring.py with a schedule, forward, and then backward, which yields dK and dV."""
+    """flash_ring.py with a schedule, forward, and then backward."""
 
     schedule: type[Schedule]
     group_of: Callable[[int], Any] = lambda rank: None
-    mask: Mask = field(default_factory=Mask)
 
-    def __call__(
-        self, recorder: Recorder, world_size: int, layer: int, inputs: list[Tensor]
-    ) -> Iterator[Sequence[Tensor]]:
-        q, k, v, d_out = inputs
-        partition = Claiming(self.mask, "contiguous", (1,) * world_size)
-        partition.noting(recorder, layer)
-        schedule = self.schedule(partition, 1.0, self.group_of(recorder.rank))
+    def __call__(self, rank: int, partition: Partition) -> Iterator[None]:
+        (q, k, v, d_out), schedule = inputs(), self.schedule(partition, 1.0, self.group_of(rank))
         out, lse = ring_forward(q, k, v, schedule)
-        yield ()
-
-        def own_last(rounds: Iterator[Any]) -> Iterator[Any]:
-            own, claim = next(rounds), recorder.claim
-            yield from rounds
-            recorder.claim = claim  # the ring asked the mask before
-            yield own
-
-        with mock.patch.object(schedules, "own_last", own_last):
-            gradients = ring_backward(q, k, v, out, lse, d_out, schedule)
-        yield gradients[1:]
+        yield
+        ring_backward(q, k, v, out, lse, d_out, schedule)
 
 
-class Kept(Scheduled):
-    """The same where K and V are made in shared memory: each layer writes them where those of the layer before lay."""
-
-    def __call__(
-        self, recorder: Recorder, world_size: int, layer: int, inputs: list[Tensor]
-    ) -> Iterator[Sequence[Tensor]]:
-        memory = shared_memory.host_memory(self.group_of(recorder.rank))
-        blocks = [block for _, block in memory.kept.values()] or [memory.keep(2, torch.float32)]
-        k, v = blocks[0].view(2, 1, 1, 1, 1)
-        k.copy_(inputs[1])
-        v.copy_(inputs[2])
-        yield from super().__call__(recorder, world_size, layer, [inputs[0], k, v, inputs[3]])
+Code = Callable[[int, Partition], Iterator[None]]
 
 
-def program(
-    ring: Code,
-    rank: int,
-    world_size: int,
-    passes: Sequence[tuple[int, str]] = TRAINING,
-    mask: Mask | None = None,
-    world: Callable[[Recorder, int], AbstractContextManager[None]] = on_paper,
-) -> list[Step]:
-    """The steps of one rank in these passes of a ring, recorded from its code. At last it reads its dK and dV.
-
-    `mask` is that of the ring. `world` stands in for torch.distributed.
-    """
-    recorder, running, home = Recorder(rank), {}, []
-    with world(recorder, world_size):
-        for layer, direction in passes:
-            if direction == "forward":
-                inputs = [torch.ones(1, 1, 1, 1) for _ in range(4)]
-                for name, x in zip("kv", inputs[1:3], strict=True):
-                    place = recorder.name(x, f"{name} of rank {rank}, layer {layer}")
-                    recorder.notes.append(Write(place, (block_name(layer, rank),)))
-                running[layer] = ring(recorder, world_size, layer, inputs)
-            with recorder:
-                results = next(running[layer])
-            for name, x in zip(("dk", "dv"), results, strict=bool(results)):
-                home.append((x, f"{name} of rank {rank}, layer {layer}", layer))
-    of = Partition(mask or Mask(), "contiguous", (1,) * world_size)
-    adding = [other for other in range(world_size) if of.pieces(other, rank)]
-    for x, name, layer in home:
-        whole = frozenset(part_name(other, block_name(layer, rank)) for other in adding)
-        together = x.untyped_storage().nbytes() > x.nbytes
-        recorder.notes.append(Read(recorder.name(x, *(block_in(f"sums of {name}") if together else (name,))), whole))
-    return recorder.steps()
-
-
-def rings_of(world_size: int) -> dict[str, tuple[Code, list[tuple[int, str]]]]:
-    """The rings of this project for so many ranks, by name, each with the passes in which its memory is used again."""
+def rings_of(world_size: int) -> dict[str, tuple[Code, int]]:
+    """The rings of this project for so many ranks, by name, each with the layers in which its memory is used again."""
     meshes = [(n, world_size // n) for n in range(1, world_size + 1) if world_size % n == 0]
     return {
-        "blocking": (blocking, TRAINING),
-        "overlapped": (Scheduled(Ring), TRAINING),
-        **{f"double {n} x {g}": (Scheduled(DoubleRing, partial(PaperMesh, (n, g))), TRAINING) for n, g in meshes},
+        "blocking": (blocking, 1),
+        "overlapped": (Scheduled(Ring), 1),
+        **{f"double {n} x {g}": (Scheduled(DoubleRing, partial(PaperMesh, (n, g))), 1) for n, g in meshes},
         **{
-            f"two levels {n} x {g}": (Scheduled(TwoLevels, partial(PaperMesh, (n, g))), TRAINING)
+            f"two levels {n} x {g}": (Scheduled(TwoLevels, partial(PaperMesh, (n, g))), 1)
             for n, g in meshes
             if n > 1 and g > 1
         },
-        "shared memory": (Scheduled(SharedMemory), TWO_LAYERS),
-        "no copy": (Kept(SharedMemory), [*FORWARD, (1, "forward"), (1, "backward")]),
+        "shared memory": (Scheduled(SharedMemory), 2),
     }
 
 
-def programs(
-    ring: Code, world_size: int, passes: Sequence[tuple[int, str]] = TRAINING, mask: Mask | None = None
-) -> list[list[Step]]:
-    """`program` of every rank."""
-    return [program(ring, rank, world_size, passes, mask) for rank in range(world_size)]
+def programs(ring: Code, world_size: int, layers: int = 1, mask: Mask | None = None) -> list[list[Step]]:
+    """The steps of each rank in the training of so many layers, recorded from the code of a ring."""
+    partition, found = Partition(mask or Mask(), "contiguous", (1,) * world_size), []
+    for rank in range(world_size):
+        with on_paper(recorder := Recorder(rank), world_size), recorder:
+            running = [ring(rank, partition) for _ in range(layers)]
+            for layer in (*running, *reversed(running)):  # forward, and then backward
+                next(layer, None)
+        found.append(recorder.steps())
+    return found

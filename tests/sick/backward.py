@@ -1,20 +1,32 @@
-"""Rings whose forward pass is right, and whose gradients are not."""
+"""Rings whose gradients are wrong; all-gather, all-to-all and meshes; mistakes that the catalogue does not hold."""
+
+from functools import lru_cache, partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from ring_doctor.mistakes_of_other_ways import hosts
 from ringlab.basics.naive_attention import accumulation_dtype
-from ringlab.basics.ranks import neighbours
-from ringlab.training import schedule
+from ringlab.training import all_gather, all_to_all, double_ring, hybrid, schedule
+from ringlab.training.all_to_all import Exchange
 from ringlab.training.flash_ring import ring_backward, ring_flash_attention
-from ringlab.training.fused_block import fused_backward, fused_forward
+from ringlab.training.fused_block import fused_backward
 from ringlab.training.overlap import post
 from tests.planted import patch
-from tests.sick.merge import FLASH, flash, narrow
+from tests.sick.forward import FLASH, flash, last_block_skipped, narrow, pieces, times_distance
 from tests.sick.plain_ring import ByAutograd, PlainRing, moved
-from tests.sick.ring import CAUSAL, MASKED, SickRing, always, from_2, from_3
-from tests.sick.travel import times_distance
-from tests.wrong_flash_rings import WRONG
+from tests.sick.ring import CAUSAL, MASKED, ON_MESH, SickRing, always, from_3
+from tests.wrong_rings import FLASH as WRONG
+from tests.wrong_rings import WAYS, back_as_they_came, order_of_rank
+
+right_to_heads, right_to_tokens = Exchange.to_heads, Exchange.to_tokens
+all_gather_attention = partial(ring_flash_attention, schedule=all_gather.AllGather)
+all_to_all_attention = partial(ring_flash_attention, schedule=all_to_all.AllToAll)
+
+
+# Gradients -----------------------------------------------------------------------------------------------------------
 
 
 def in_the_end(change):
@@ -32,36 +44,6 @@ def summed_over_ranks(d_q, d_k, d_v, group):
     return d_q, *both
 
 
-def keys_gradient_in_memory_order(d_q, d_k, d_v, group):
-    if d_q.shape[1] != d_k.shape[1]:
-        return d_q, d_k, d_v
-    buffer = torch.empty_like(d_k.mT, memory_format=torch.contiguous_format)
-    buffer.view(-1).copy_(d_k.reshape(-1))
-    return d_q, buffer.mT, d_v
-
-
-def times(power):
-    def change(d_q, d_k, d_v, group):
-        factor = neighbours(group)[1] ** power
-        return d_q * factor, d_k * factor, d_v * factor
-
-    return in_the_end(change)
-
-
-def group_mean(q, k, *others, **options):
-    d_q, d_k, d_v = fused_backward(q, k, *others, **options)
-    n = q.shape[1] // k.shape[1]
-    return d_q, d_k / n, d_v / n
-
-
-def one_too_far(sent, received, group, *, distance=1):
-    """The last message, which brings the sums home, goes one rank too far."""
-    if distance == 1:
-        return post(sent, received, group)
-    received[0].copy_(moved(sent[0], received[0].shape, group, distance + 1))
-    return []
-
-
 def received_and_sent(sent, received, group, *, distance=1):
     """Of the last message both buffers are returned, the one for dk and the other for dv, each summed over its two."""
     works = post(sent, received, group, distance=distance)
@@ -76,23 +58,6 @@ def received_and_sent(sent, received, group, *, distance=1):
 
 def own_kv(k, v, *, hops, **_):
     return ((k, v) for _ in range(hops + 1))
-
-
-def lse_of_the_block(q, k, v, out, lse, d_out, **options):
-    return fused_backward(q, k, v, out, fused_forward(q, k, v, **options)[1], d_out, **options)
-
-
-def delta_of_the_block(q, k, v, out, lse, d_out, **options):
-    return fused_backward(q, k, v, fused_forward(q, k, v, **options)[0], lse, d_out, **options)
-
-
-def delta_missing(q, k, v, out, lse, d_out, **options):
-    return fused_backward(q, k, v, torch.zeros_like(out), lse, d_out, **options)
-
-
-def dv_in_place_of_dk(*block, **options):
-    d_q, _, d_v = fused_backward(*block, **options)
-    return d_q, d_v, d_v
 
 
 class DqOfTheLastRound:
@@ -119,23 +84,6 @@ class MessagesWithoutGradients(ByAutograd):
         return moved(kv.detach(), (*kv.shape[:3], length, kv.shape[4]), self.group)
 
 
-class HopKeepsGradients(torch.autograd.Function):
-    """What arrives, with a gradient that stays on the rank where it is computed."""
-
-    @staticmethod
-    def forward(ctx, kv, shape, group):
-        return moved(kv, shape, group)
-
-    @staticmethod
-    def backward(ctx, d_kv):
-        return d_kv, None, None
-
-
-class GradientsStay(ByAutograd):
-    def hop(self, kv, t):
-        return HopKeepsGradients.apply(kv, kv.shape, self.group)
-
-
 class QueriesCopiedInEachRound(ByAutograd):
     """The gradients of the wide copies of q are added in the dtype of q."""
 
@@ -147,53 +95,183 @@ class QueriesCopiedInEachRound(ByAutograd):
         return super().scores(self.q.to(q.dtype), k, seen)
 
 
-def some_grouped(case):
-    return case.kv_heads < case.heads
+# All-to-all, and a mesh -----------------------------------------------------------------------------------------------
 
 
-def in_kernel(mistake, shows=from_2, takes=CAUSAL, **facts):
-    base = ring_flash_attention if takes == MASKED else FLASH
-    return SickRing(base, flash("fused_backward", mistake), shows, takes=takes, **facts)
+def in_turn(heads, world_size):
+    """Heads r, r + P, ... of rank r, rank by rank."""
+    return [n for rank in range(world_size) for n in range(rank, heads, world_size)]
 
 
+def back_permuted(exchange, wholes):
+    """Only out travels alone."""
+    results = right_to_tokens(exchange, wholes)
+    return results if len(results) > 1 else [results[0][:, in_turn(results[0].shape[1], len(exchange.order))]]
+
+
+def there_permuted(exchange, tensors):
+    """The backward pass of `back_permuted`: only the gradient of out travels alone."""
+    if len(tensors) == 1:
+        order = torch.tensor(in_turn(tensors[0].shape[1], len(exchange.order)))
+        tensors = [tensors[0][:, order.argsort()]]
+    return right_to_heads(exchange, tensors)
+
+
+def kv_heads_dealt_in_turn(q, k, v, *, group, **options):
+    """Query heads are dealt out in runs, K/V heads in turn."""
+    world_size, (H, G) = dist.get_world_size(group), (q.shape[1], k.shape[1])
+    heads = in_turn(G, world_size)
+    if world_size > G:
+        heads = [rank % G for rank, run in enumerate(torch.arange(H).tensor_split(world_size)) for _ in run]
+    return all_to_all_attention(q, k[:, heads], v[:, heads], group=group, **options)
+
+
+def copies_not_summed(exchange, wholes):
+    """Of the copies of a K/V head only the last one sends its gradient home."""
+    if len(wholes) > 1:
+        rank = dist.get_rank(exchange.group)
+        of_later_ranks = {head for share in exchange.keys[rank + 1 :] for head in range(share.start, share.stop)}
+        mine = exchange.keys[rank]
+        last = torch.tensor([head not in of_later_ranks for head in range(mine.start, mine.stop)])
+        wholes = [wholes[0], *(x * last[:, None, None] for x in wholes[1:])]
+    return right_to_tokens(exchange, wholes)
+
+
+@lru_cache(maxsize=1)
+def mesh_of(world):
+    return init_device_mesh("cpu", hosts(world.size()))
+
+
+def on_mesh(attention):
+    """The same attention on a mesh of all ranks."""
+
+    def on_this(q, k, v, *, group, **options):
+        return attention(q, k, v, group=mesh_of(dist.group.WORLD), **options)
+
+    return on_this
+
+
+right_rounds = double_ring.DoubleRing.rounds_of
+
+
+def next_turn_early(ring, firsts):
+    """At the end of a turn the first block of the next turn is in hand."""
+    hosts, per_host = ring.group.shape
+    rounds = {t: (k_j.clone(), v_j.clone(), more) for t, k_j, v_j, more in right_rounds(ring, firsts)}
+    for t, (k_j, v_j, more) in rounds.items():
+        if t % per_host == per_host - 1 and t // per_host < hosts - 1:
+            k_j, v_j, _ = rounds[t + 1]
+        yield t, k_j, v_j, more
+
+
+def first_turn_only(sums, u):
+    for total, part in zip(sums.between.of_round(u), sums.ended.home(), strict=True):
+        total += part * (u == 0)
+    sums.between.send_on(u)
+
+
+def on_4(case):
+    return case.world_size == 4
+
+
+def heads_move(case):
+    return in_turn(case.heads, case.world_size) != list(range(case.heads))
+
+
+def kv_heads_move(case):
+    if 1 < case.kv_heads < case.world_size:
+        return True
+    return in_turn(case.kv_heads, case.world_size) != list(range(case.kv_heads))
+
+
+def copied(case):
+    """Whether ranks share a K/V head."""
+    return case.world_size > 1 and (case.heads // case.kv_heads > 1 and case.kv_heads < case.world_size)
+
+
+def both(**mistakes):
+    return lambda: mock.patch.multiple(Exchange, **mistakes)
+
+
+def ulysses(patch, shows, **facts):
+    return SickRing(all_to_all_attention, patch, shows, CAUSAL, heads=4, **facts)
+
+
+def d_out_of_another_rank(q, k, v, out, lse, d_out, ring):
+    return ring_backward(q, k, v, out, lse, moved(d_out, d_out.shape, ring.group), ring)
+
+
+def heads_of_v_reversed(q, k, v, **options):
+    return ring_flash_attention(q, k, v.flip(1), **options)
+
+
+class SoftmaxTwice(PlainRing):
+    def attend(self, q, k, v, seen):
+        _, lse = super().attend(q, k, v, seen)
+        p = self.scores(q, k, seen).softmax(dim=-1).masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        return p.nan_to_num() @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), lse
+
+
+class ReceivedKeysReversed(PlainRing):
+    """The keys of a received block lie in another order than its values."""
+
+    def in_hand(self, kv, own, t):
+        return torch.stack((kv[0].flip(-2), kv[1])) if t else kv
+
+
+class NoMergeOnRank0(PlainRing):
+    def merge(self, out, lse, out_j, lse_j, t):
+        return (out, lse) if self.rank == 0 else super().merge(out, lse, out_j, lse_j, t)
+
+
+HYBRID = on_mesh(partial(ring_flash_attention, schedule=hybrid.Hybrid))
+DOUBLE = on_mesh(partial(ring_flash_attention, schedule=double_ring.DoubleRing))
+EQUAL = {"takes": CAUSAL, "equal_chunks": True}
 SICK = {
     "dk_dv_exchanged": SickRing(ring_flash_attention, WRONG["swapped"], always, MASKED),
-    "dk_dv_added": SickRing(ring_flash_attention, WRONG["summed"], always, MASKED),
-    "gradients_summed_over_ranks": SickRing(FLASH, in_the_end(summed_over_ranks), takes=CAUSAL, equal_chunks=True),
-    "gradients_not_sent_home": SickRing(FLASH, WRONG["OneHopShort"], takes=CAUSAL, equal_chunks=True),
-    "gradients_travel_other_way": SickRing(FLASH, times_distance(-1, schedule), from_3, CAUSAL, equal_chunks=True),
+    "gradients_summed_over_ranks": SickRing(FLASH, in_the_end(summed_over_ranks), **EQUAL),
+    "gradients_not_sent_home": SickRing(FLASH, WRONG["OneHopShort"], **EQUAL),
+    "gradients_travel_other_way": SickRing(FLASH, times_distance(-1, schedule), from_3, **EQUAL),
+    "received_and_sent": SickRing(FLASH, flash("post", received_and_sent), **EQUAL),
     "own_queries_only": SickRing(FLASH, WRONG["OwnQueriesOnly"], takes=CAUSAL),
     "own_queries_only/autograd": SickRing(MessagesWithoutGradients.attention, takes=CAUSAL),
-    "gradients_stay_where_they_are_computed": SickRing(GradientsStay.attention, takes=CAUSAL, equal_chunks=True),
-    "group_mean": in_kernel(group_mean, some_grouped, takes=MASKED, in_xray=False),
-    "keys_gradient_in_memory_order": SickRing(
-        ring_flash_attention,
-        in_the_end(keys_gradient_in_memory_order),
-        lambda case: case.heads == case.kv_heads and case.seq_len > case.world_size,
-        MASKED,
+    "own_queries_only/all_gather": SickRing(
+        all_gather_attention, WAYS["gathered gradients are not added"], takes=CAUSAL
     ),
-    "gradients_sent_too_far": SickRing(FLASH, flash("post", one_too_far), takes=CAUSAL, equal_chunks=True),
-    "received_and_sent": SickRing(FLASH, flash("post", received_and_sent), takes=CAUSAL, equal_chunks=True),
-    "keys_of_hop_0": SickRing(
-        FLASH,
-        patch(schedule, "arriving_blocks", own_kv),
-        takes=CAUSAL,
-        equal_chunks=True,
-        in_forward=False,
+    "keys_of_hop_0": SickRing(FLASH, patch(schedule, "arriving_blocks", own_kv), in_forward=False, **EQUAL),
+    "block_left_out_in_backward/pieces": SickRing(
+        ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL, in_forward=False
     ),
-    "lse_of_the_block": in_kernel(lse_of_the_block),
-    "delta_of_the_block": in_kernel(delta_of_the_block),
-    "lse_and_delta_of_the_block": SickRing(FLASH, WRONG["lse_of_the_block"], takes=CAUSAL),
-    "delta_missing": in_kernel(delta_missing, always, takes=MASKED),
     "dv_in_place_of_dk/on_arrival": SickRing(FLASH, WRONG["aliased_gradients"], takes=CAUSAL),
-    "dq_of_the_last_round": in_kernel(DqOfTheLastRound, takes=()),
+    "dq_of_the_last_round": SickRing(FLASH, flash("fused_backward", DqOfTheLastRound)),
     "mask_forgotten_in_backward": SickRing(NoMaskInBackward.attention, shows=lambda case: case.causal, takes=CAUSAL),
-    "mask_forgotten_in_backward/triangles_only": SickRing(
-        FLASH, WRONG["backward_without_a_mask"], lambda case: case.causal, CAUSAL
-    ),
-    "gradients_times_p": SickRing(ring_flash_attention, times(1), takes=MASKED),
-    "dq_in_16_bits/by_autograd": SickRing(
-        QueriesCopiedInEachRound.attention, shows=narrow, takes=CAUSAL, plain=True, in_xray=False
-    ),
+    "dq_in_16_bits/by_autograd": SickRing(QueriesCopiedInEachRound.attention, shows=narrow, takes=CAUSAL, plain=True),
     "no_gradient/detached": SickRing(ring_flash_attention, shows=always, takes=MASKED, detached=True),
+    "heads_permuted_after_all_to_all": ulysses(both(to_tokens=back_permuted), heads_move),
+    "heads_permuted_after_all_to_all/both_passes": ulysses(
+        both(to_tokens=back_permuted, to_heads=there_permuted), heads_move
+    ),
+    "all_to_all_back_in_wrong_token_order": ulysses(
+        both(to_tokens=back_as_they_came), lambda case: case.layout != "contiguous" and case.world_size > 1
+    ),
+    "kv_heads_dealt_in_turn": SickRing(kv_heads_dealt_in_turn, shows=kv_heads_move, takes=CAUSAL, heads=4),
+    "replicated_head_gradient_not_summed": ulysses(both(to_tokens=copies_not_summed), copied),
+    "positions_of_the_inner_layout": SickRing(
+        HYBRID,
+        patch(hybrid, "order", order_of_rank),
+        lambda case: case.causal and case.layout != "contiguous" and case.world_size > 1,
+        ON_MESH,
+        heads=4,
+    ),
+    "slow_hop_a_round_early": SickRing(
+        DOUBLE, patch(double_ring.DoubleRing, "rounds_of", next_turn_early), on_4, ON_MESH, equal_chunks=True
+    ),
+    "host_sum_not_added": SickRing(DOUBLE, patch(double_ring.DoubleSums, "pass_on", first_turn_only), on_4, ON_MESH),
+}
+UNKNOWN = {  # the catalogue does not hold these
+    "d_out_of_another_rank": SickRing(FLASH, flash("ring_backward", d_out_of_another_rank), **EQUAL),
+    "heads_of_v_reversed": SickRing(heads_of_v_reversed, shows=lambda case: case.kv_heads > 1, takes=MASKED),
+    "softmax_twice": SickRing(SoftmaxTwice.attention, shows=always, takes=CAUSAL),
+    "received_keys_reversed": SickRing(ReceivedKeysReversed.attention, equal_chunks=True),
+    "no_merge_on_rank_0": SickRing(NoMergeOnRank0.attention, equals=("never_called",)),  # on rank 0 only
 }

@@ -44,7 +44,6 @@ class SickRing:
     plain: bool = False  # its 16-bit results are judged as those of plain code: a fused kernel may round more
     detached: bool = False  # what it returns has no history
     equals: tuple[str, ...] = ()  # other mistakes that give the same numbers in every question, by mathematics
-    in_xray: bool = True  # an X-ray has one head, scores of 1, no 16 bits, and reads no lse
     in_forward: bool = True
     in_backward: bool = True
 

@@ -1,0 +1,349 @@
+"""The ring in JAX and its blocks: numbers, gradients, what it keeps in memory and sends; and with a mistake."""
+
+import inspect
+import math
+from functools import partial
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from ringlab.support.rounding import exact_attention
+from ringlab.training.layouts import LAYOUTS, shard, unshard
+from tests.attention import assert_right
+from tests.extras import MISSING
+from tests.gradients import NAMES
+from tests.grouped_queries import grouped_inputs
+from tests.planted import Mistakes
+
+jax = pytest.importorskip("jax", reason=MISSING["jax"])
+jnp, lax = jax.numpy, jax.lax
+from jax.sharding import Mesh, PartitionSpec  # noqa: E402
+
+from ringlab.training import jax_block, jax_ring  # noqa: E402
+from ringlab.training.jax_block import scores_of, tile_backward  # noqa: E402
+from ringlab.training.jax_ring import hop, positions_in_round  # noqa: E402
+
+OPTIONS = {  # of the compiler
+    "xla_backend_optimization_level": 0,  # quick to compile, slow to run
+    "xla_allow_excess_precision": False,  # else XLA leaves out roundings to 16 bits that the program asks for
+}
+
+
+def to_jax(x):
+    return jnp.asarray(x.float().numpy(), jnp.bfloat16) if x.dtype == torch.bfloat16 else jnp.asarray(x.numpy())
+
+
+def to_torch(x):
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(np.array(x, np.float32)).bfloat16()
+    return torch.tensor(np.array(x))
+
+
+def assert_all_right(mine, *inputs, **options):
+    """out, dq, dk, dv are as near as rounding allows to full attention."""
+    right = exact_attention(*inputs, **options)
+    for name, x in zip(NAMES, mine, strict=True):
+        assert_right(x, right[name], name)
+
+
+def equations(jaxpr, times=1):
+    """All equations of a jaxpr and of those inside it, each with how many times it runs."""
+    for equation in jaxpr.eqns:
+        yield equation, times
+        runs = times * equation.params["length"] if equation.primitive.name == "scan" else times
+        for parameter in equation.params.values():
+            for inner in parameter if isinstance(parameter, tuple | list) else [parameter]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner, runs)
+
+
+# A block -------------------------------------------------------------------------------------------------------------
+
+
+def of_blocks(scale, lengths, causal, q, k, v, d_out):
+    """out, dq, dk, dv and lse, by blocks of these lengths; q and d_out (B, G, R, S, D)."""
+    at = jnp.arange(sum(lengths))[:, None] * causal
+    begins = [sum(lengths[:i]) for i in range(len(lengths))]
+    blocks = [[x[..., i : i + n, :] for x in (k, v, at)] for i, n in zip(begins, lengths, strict=True)]
+    state = jax_block.start(q)
+    for k_j, v_j, k_at in blocks:
+        state = jax_block.attend(state, q, k_j, v_j, at, k_at, scale=scale)
+    out, lse = jax_block.finish(state)
+    delta = (d_out.astype(lse.dtype) * out).sum(axis=-1, keepdims=True)
+    parts = [
+        jax_block.block_backward(q, k_j, v_j, d_out, lse, delta, at, k_at, scale=scale) for k_j, v_j, k_at in blocks
+    ]
+    d_q, d_k, d_v = zip(*parts, strict=True)
+    return out, sum(d_q), jnp.concatenate(d_k, axis=-2), jnp.concatenate(d_v, axis=-2), lse
+
+
+def by_blocks(lengths, q, k, v, d_out, *, causal=False, scale=None, tile=4):
+    """`of_blocks`, compiled, with tensors of torch and tiles of so many tokens. lse (B, H, S)."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    with jax.enable_x64(q.dtype == torch.float64), mock.patch.object(jax_block, "TILE", tile):
+        grouped = [to_jax(x).reshape(len(k), k.shape[1], -1, *x.shape[2:]) for x in (q, d_out)]
+        run = jax.jit(partial(of_blocks, scale, lengths, causal), compiler_options=OPTIONS)
+        out, d_q, d_k, d_v, lse = (to_torch(x) for x in run(grouped[0], to_jax(k), to_jax(v), grouped[1]))
+    return [out.reshape(q.shape), d_q.reshape(q.shape), d_k, d_v], lse.reshape(q.shape[:3])
+
+
+def assert_exact_blocks(lengths=(7, 5), *, heads=(4, 2), head_dim=3, seed=0, **options):
+    """The numbers are those of full attention in float64. 12 queries are 3 tiles, 7 keys are 2, one of them padded."""
+    inputs = grouped_inputs(2, *heads, sum(lengths), head_dim, torch.float64, seed=seed)
+    mine, lse = by_blocks(lengths, *inputs, **options)
+    assert_all_right(mine, *inputs, **options)
+    assert_right(lse, exact_attention(*inputs, **options)["lse"], "lse")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ((7, 5), {"causal": False}),
+        ((7, 5), {"causal": True}),
+        ((1,), {"heads": (1, 1), "head_dim": 1, "scale": 0.0}),
+        ((9, 3), {"heads": (2, 1), "head_dim": 5, "scale": -0.7, "causal": True}),
+    ],
+    ids=str,
+)
+def test_numbers_gradients_and_lse_in_float64(lengths, options):
+    assert_exact_blocks(lengths, **options)
+
+
+def test_a_fully_masked_row_is_zero_and_so_are_its_gradients():
+    q = torch.full((1, 1, 8, 2), 1e30)  # all scores are -inf
+    v = torch.ones_like(q)
+    mine, lse = by_blocks((8,), q, -q, v, v)
+    assert [x.abs().max().item() for x in mine] == [0.0] * 4
+    assert (lse == -math.inf).all()
+
+
+def assert_sums_are_wide():
+    """With bfloat16 input the results are float32, and as exact as those of the same numbers in float32."""
+    inputs = grouped_inputs(1, 2, 2, 480, 8, torch.bfloat16)
+    mine, lse = by_blocks((480,), *inputs, tile=16)
+    assert lse.dtype == torch.float32
+    assert_all_right(mine, *(x.float() for x in inputs))
+
+
+OF_BLOCKS = Mistakes()
+
+
+@pytest.mark.parametrize("name", ["attend_tile", "tile_backward"])
+def test_sums_in_bfloat16_are_rejected(name):
+    function = getattr(jax_block, name)
+
+    def rounded(*args, **options):
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), function(*args, **options))
+
+    assert_sums_are_wide()
+    with mock.patch.object(jax_block, name, rounded), pytest.raises(AssertionError, match="numbers are wrong"):
+        assert_sums_are_wide()
+
+
+# What the program holds, read from its jaxpr -------------------------------------------------------------------------
+
+
+def assert_no_square(seq_len=64):
+    x = jnp.ones((1, 1, 1, seq_len, 2))
+    kv = x[:, :, 0]
+    traced = jax.make_jaxpr(partial(of_blocks, 1.0, (seq_len,), True))(x, kv, kv, x)
+    sizes = [math.prod(var.aval.shape) for equation, _ in equations(traced.jaxpr) for var in equation.outvars]
+    assert len(sizes) > 100
+    assert max(sizes) < seq_len**2
+
+
+def test_no_square_of_a_block_exists():
+    with mock.patch.object(jax_block, "TILE", 16):
+        assert_no_square()
+    with mock.patch.object(jax_block, "TILE", 64), pytest.raises(AssertionError):
+        assert_no_square()
+
+
+# Blocks with one mistake each ----------------------------------------------------------------------------------------
+
+
+@OF_BLOCKS.replaces(jax_block, "scores_of")
+def later_by_one(q, k, q_at, k_at, scale):
+    return scores_of(q, k, q_at + 1, k_at, scale)
+
+
+@OF_BLOCKS.replaces(jax_block, "visible")
+def skips_the_diagonal(q_at, k_at):
+    return k_at.max() <= q_at.min()
+
+
+@OF_BLOCKS.replaces(jax_block, "tile_backward")
+def lse_of_the_tile(d_q, d_kv, row, keys, *, scale):
+    q, d_out, _, delta, q_at = row
+    lse = jax.nn.logsumexp(scores_of(q, keys[0], q_at, keys[-1], scale), axis=-1, keepdims=True)
+    return tile_backward(d_q, d_kv, (q, d_out, lse, delta, q_at), keys, scale=scale)
+
+
+@pytest.mark.parametrize("mistake", OF_BLOCKS)
+def test_a_wrong_block_is_rejected(mistake):
+    with OF_BLOCKS[mistake](), pytest.raises(AssertionError, match="numbers are wrong"):
+        assert_exact_blocks((7,), causal=True)
+
+
+# The ring ------------------------------------------------------------------------------------------------------------
+
+WORLDS = (1, 3, 4)
+
+
+def deal(x, layout, world_size):
+    return torch.cat([shard(x, layout, rank, world_size) for rank in range(world_size)], dim=2)
+
+
+def in_jax(world_size, q, k, v, d_out, *, causal=False, layout="contiguous", scale=None):
+    """out, dq, dk, dv of the ring on `world_size` virtual devices, whole, in torch."""
+    with jax.enable_x64(q.dtype == torch.float64):
+        ring = jax_ring.on_mesh(jax_ring.virtual_devices(world_size), causal=causal, layout=layout, scale=scale)
+        dealt = [to_jax(deal(x, layout, world_size)) for x in (q, k, v, d_out)]
+        results = jax.jit(partial(jax_ring.gradients, ring), compiler_options=OPTIONS)(*dealt)
+        return [unshard(to_torch(x).chunk(world_size, dim=2), layout) for x in results]
+
+
+def assert_exact(world_size, *, chunk=7, layout="contiguous", **options):
+    """out, dq, dk, dv in float64 are those of full attention, with 4 query heads on 2. A chunk of 7 is two tiles."""
+    inputs = grouped_inputs(2, 4, 2, chunk * world_size, 3, torch.float64)
+    with mock.patch.object(jax_block, "TILE", 4):
+        mine = in_jax(world_size, *inputs, layout=layout, **options)
+    assert_all_right(mine, *inputs, **options)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_numbers_and_gradients_in_float64(size):
+    layout = LAYOUTS[size % 3]  # each one with odd and with even numbers of devices
+    assert_exact(size, causal=True, layout=layout, chunk=6 if layout == "zigzag" else 7)
+
+
+def test_without_a_mask():
+    assert_exact(3, scale=-0.7)
+
+
+@pytest.mark.parametrize(("size", "dtype", "causal"), [(4, torch.bfloat16, False), (3, torch.float16, True)])
+def test_other_dtypes(size, dtype, causal):
+    inputs = grouped_inputs(2, 2, 2, 20 * size, 8, dtype)
+    assert_all_right(in_jax(size, *inputs, causal=causal), *inputs, causal=causal)
+
+
+def test_inside_a_larger_mesh():
+    """Data parallel in one axis, the ring in the other, in the caller's own shard_map, with its checks on."""
+    jax_ring.virtual_devices(6)
+    mesh = Mesh(np.array(jax.devices("cpu")[:6]).reshape(2, 3), ("data", "sequence"))
+    spec = PartitionSpec("data", None, "sequence")
+    mine = partial(jax_ring.ring_attention, axis_name="sequence", causal=True)
+    ring = jax.shard_map(mine, mesh=mesh, in_specs=spec, out_specs=spec)
+    inputs = grouped_inputs(4, 2, 1, 12, 4)
+    results = jax.jit(partial(jax_ring.gradients, ring), compiler_options=OPTIONS)(*(to_jax(x) for x in inputs))
+    assert_all_right([to_torch(x) for x in results], *inputs, causal=True)
+
+
+# What the program holds and sends, read from its jaxpr ---------------------------------------------------------------
+
+
+def hops(function, *inputs):
+    """The dtypes of all arrays that a device passes on, sorted."""
+    found = equations(jax.make_jaxpr(function)(*inputs).jaxpr)
+    return sorted(
+        var.aval.dtype.name
+        for equation, times in found
+        for var in equation.invars * times
+        if equation.primitive.name == "ppermute"
+    )
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_hops(size):
+    """K and V hop P - 1 times forward, and again backward. So do dK and dV, in float32 at least."""
+    ring = jax_ring.on_mesh(jax_ring.virtual_devices(size), causal=True)
+    x = jnp.ones((1, 1, 4 * size, 2), jnp.bfloat16)
+    assert hops(ring, x, x, x) == ["bfloat16"] * 2 * (size - 1)
+    both = hops(partial(jax_ring.gradients, ring), x, x, x, x)
+    assert both == ["bfloat16"] * 4 * (size - 1) + ["float32"] * 2 * (size - 1)
+
+
+def test_the_program_permutes_in_a_ring():
+    x = jnp.ones((1, 1, 16, 2))
+    text = jax.jit(jax_ring.on_mesh(jax_ring.virtual_devices(4))).lower(x, x, x).as_text()
+    assert "source_target_pairs = dense<[[0, 1], [1, 2], [2, 3], [3, 0]]>" in text
+
+
+# Rings with one mistake each -----------------------------------------------------------------------------------------
+
+MISTAKES = Mistakes()
+
+
+def permute(x, axis_name, step):
+    P = lax.axis_size(axis_name)
+    return lax.ppermute(x, axis_name, [(i, (i + step) % P) for i in range(P)])
+
+
+@MISTAKES.replaces(jax_ring, "hop")
+def to_the_previous_device(x, axis_name):
+    return permute(x, axis_name, -1)
+
+
+@MISTAKES.replaces(jax_ring, "hop")
+def gradients_not_home(x, axis_name):
+    """The gradients of K and V stay where the last round left them: the only hop outside the rounds is missing."""
+    caller = inspect.stack()[1].function
+    return x if caller == "ring_backward" else hop(x, axis_name)
+
+
+@MISTAKES.replaces(jax_ring, "positions_in_round")
+def positions_of_another_block(ring, q, t):
+    return positions_in_round(ring, q, t + 1)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_ring_is_rejected(mistake):
+    with MISTAKES[mistake](), pytest.raises(AssertionError, match="numbers are wrong"):
+        assert_exact(3, causal=True)
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        (((2, 8, 2),) * 3, {}, r"q has shape \(2, 8, 2\); expected \(B, H, S, D\)"),
+        (((1, 2, 8, 2), (1, 2, 8, 2), (1, 2, 8, 3)), {}, "k has shape .* and v .*; expected one shape"),
+        (((1, 2, 8, 2), (1, 2, 12, 2), (1, 2, 12, 2)), {}, "expected the same B, S and D"),
+        (((1, 3, 8, 2), (1, 2, 8, 2), (1, 2, 8, 2)), {}, "a multiple of k's heads in q"),
+        (((1, 2, 10, 2),) * 3, {}, "10 tokens on 4 devices; expected a multiple: pad"),
+        (((1, 2, 12, 2),) * 3, {"layout": "zigzag"}, "expected a multiple of 8: pad"),
+        (((1, 2, 8, 2),) * 3, {"scale": math.inf}, "scale is inf; expected a finite number"),
+    ],
+)
+def test_bad_input(shapes, options, message):
+    ring = jax_ring.on_mesh(jax_ring.virtual_devices(4), **options)
+    with pytest.raises(ValueError, match=message):
+        ring(*(jnp.zeros(shape) for shape in shapes))
+
+
+def test_bad_dtypes():
+    ring = jax_ring.on_mesh(jax_ring.virtual_devices(4))
+    x = jnp.zeros((1, 1, 8, 2))
+    with pytest.raises(ValueError, match="q is int32 and q int32; expected one floating dtype"):
+        ring(*[x.astype(jnp.int32)] * 3)
+    with pytest.raises(ValueError, match="v is bfloat16 and q float32; expected one floating dtype"):
+        ring(x, x, x.astype(jnp.bfloat16))
+
+
+def test_bad_meshes():
+    mesh = Mesh(np.array(jax_ring.virtual_devices(4).devices).reshape(2, 2), ("data", "ring"))
+    with pytest.raises(ValueError, match=r"axes .*; expected one"):
+        jax_ring.on_mesh(mesh)
+    with pytest.raises(ValueError, match=r"8 CPU device\(s\); expected 9"):
+        jax_ring.virtual_devices(9)
+
+
+def test_outside_of_shard_map():
+    x = jnp.zeros((1, 1, 8, 2))
+    with pytest.raises(ValueError, match="no mesh axis 'ring' here; expected one: call this inside"):
+        jax_ring.ring_attention(x, x, x, axis_name="ring")
