@@ -54,7 +54,7 @@ def main() -> int:
 
         others = [language for language in LANGUAGES if language != "en"]
         status = max(extract(language, ROOT / "build/gettext") for language in others)
-        update(str(ROOT / "book/locale"), str(ROOT / "build/gettext"), others, line_width=120)
+        update(str(ROOT / "book/locale"), str(ROOT / "build/gettext"), others, line_width=120, ignore_obsolete=True)
         return status
     return max(build(language) for language in ([options.language] if options.language else LANGUAGES))
 
