@@ -30,6 +30,9 @@ myst_heading_anchors = 4
 smartquotes = False
 gettext_compact = "book"  # one file holds the pieces of all pages
 gettext_location = False
+gettext_additional_targets = [
+    "index"
+]  # words of the glossary, which the search shows with the chapter that teaches them
 gettext_last_translator = gettext_language_team = ""
 locale_dirs = [str(HERE / "locale")]  # book.po: our pages; sphinx.po: what the theme says
 # MyST does not know anchors that are HTML; test_pages.py follows every link and anchor.

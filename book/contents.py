@@ -130,6 +130,8 @@ def on_source(app: Sphinx, page: str, source: list[str]) -> None:
     language, text = os.environ.get("BOOK_LANGUAGE", "en"), source[0]
     if app.env.doc2path(page).suffix == ".ipynb":
         text = markdown(json.loads(text), Path(app.srcdir) / page, LANGUAGES[language].code)
+        if words := ", ".join(f"! {word}" for word in topics(Path(page).name) if "," not in word):
+            text += f"\n\n```{{index}} {words}\n```\n"
     if page in IN_CHAPTERS:
         name, settings, heading = IN_CHAPTERS[page]
         before, at, after = text.partition(f"{heading}\n")
@@ -207,6 +209,16 @@ def markdown(notebook: dict[str, Any], page: Path, code: str) -> str:
             else:
                 blocks.append(f":::{{container}} output\n`````text\n{''.join(data['text/plain']).rstrip()}\n`````\n:::")
     return "\n\n".join(blocks)
+
+
+def topics(notebook: str) -> list[str]:
+    """The words of the glossary that this chapter teaches: it, or a script of it, is the last link of their entries."""
+    found = []
+    for word, text in re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", (ROOT / "docs/glossary.md").read_text(), re.M):
+        for file in re.findall(r"\]\(\.\./([^()#]+\.(?:py|ipynb))\)", text)[-1:]:
+            if notebook == (Path(file).stem if file.endswith(".ipynb") else chapter(ROOT / file)):
+                found += [word, word.removesuffix(" layout")]
+    return list(dict.fromkeys(found))
 
 
 def only_imports(source: str) -> bool:
