@@ -1,6 +1,6 @@
 """Who holds which head of which token before, between and after the exchanges of an all-to-all, on 4 ranks.
 
-Drawn from `held`: the heads are those of `ringlab.training.all_to_all.heads_of_ranks`, the order of the tokens that of
+Drawn from `held`: the heads are those of `ringlab.training.heads.heads_of_ranks`, the order of the tokens that of
 `ringlab.training.all_to_all.order`. tests/test_figures.py compares it with what four real ranks exchange.
 """
 
@@ -10,7 +10,8 @@ import torch
 from matplotlib.axes import Axes
 
 from ringlab.support import drawing
-from ringlab.training.all_to_all import heads_of_ranks, order
+from ringlab.training.all_to_all import order
+from ringlab.training.heads import heads_of_ranks
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 

@@ -27,7 +27,7 @@ import math
 import torch
 
 from figures import tokens_to_heads
-from notebooks import ways_workers
+from notebooks import workers
 from notebooks.checks.the_other_ways_round import check_copies, check_kv_head, check_meshes, check_sent
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.support.processes import launch
@@ -227,7 +227,7 @@ tokens_to_heads.draw()
 
 # %% [markdown]
 # Which heads does rank $r$ get? The shares differ by one head at most, and a share takes the K/V heads that it needs: here
-# one only, ⌊r·G/P⌋ (`heads_of_ranks` in [`all_to_all.py`](../ringlab/training/all_to_all.py)).
+# one only, ⌊r·G/P⌋ (`heads_of_ranks` in [`heads.py`](../ringlab/training/heads.py)).
 #
 # In the backward pass the way back brings dq, dk and dv home, and adds what comes from copies of a head
 # ([`all_to_all.py`](../ringlab/training/all_to_all.py)). More ranks than heads are refused:
@@ -276,13 +276,13 @@ for mask, (_, visible) in masks.items():
     exact[mask] = [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 options = {mask: given for mask, (given, _) in masks.items()}
-ranks = launch(ways_workers.every_way, P, options, [q, k, v, d_out], device="cpu")
+ranks = launch(workers.every_way, P, options, [q, k, v, d_out], device="cpu")
 
 
 def count_right(way: str, computed: str, wanted: str) -> int:
     """How many of out, dq, dk and dv in four layouts are those of full attention."""
     count = 0
-    for layout in ways_workers.FOUR_LAYOUTS:
+    for layout in workers.FOUR_LAYOUTS:
         four = zip(*(mine[way, computed, str(layout)] for mine in ranks), strict=True)
         for chunks, whole in zip(four, exact[wanted], strict=True):
             count += torch.allclose(unshard(list(chunks), layout), whole, rtol=0, atol=1e-13)
@@ -290,7 +290,7 @@ def count_right(way: str, computed: str, wanted: str) -> int:
 
 
 print("right, of 16 results   " + "".join(f"{mask:>12}" for mask in masks))
-for way in ways_workers.WAYS:
+for way in workers.WAYS:
     counts = [count_right(way, mask, mask) for mask in masks]
     print(f"{way:<23}" + "".join(f"{count:>12}" for count in counts))
     assert counts == [16] * len(masks)

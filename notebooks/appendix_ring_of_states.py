@@ -16,7 +16,7 @@
 # - say what a rank's tokens do to the state, in one line, and hand the state on in three ways,
 # - send its gradient back, and name the mistake that only the last rank does not see.
 #
-# Before it: chapters 1 to 8. It takes 18 minutes to read.
+# Before it: chapters 1 to 8. It takes 19 minutes to read, and 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -24,6 +24,7 @@ import torch
 
 from figures import state_ring as picture
 from notebooks import workers
+from notebooks.checks.ring_of_states import check_scan_steps, check_state_gradient, check_two_maps
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.support.processes import launch
 from ringlab.training.linear_attention import Map, linear_attention, recurrence
@@ -163,7 +164,10 @@ for title, forgets in (("the gradient of the state forgotten", True), ("the ring
 # Such layers also mix each token with the three before it, by a short convolution. At the first tokens of a rank these lie on the rank
 # before, or on several when chunks are short. [short_convolution](../ringlab/training/short_convolution.py) gathers them. A
 # new document begins with an empty state: its first token has a decay of 0. In the zigzag layout a rank has two runs of tokens, so
-# the state passes it twice.
+# the state passes it twice. Kimi delta attention has a decay for each row of the state: then the rows are kept by numbers of their own.
+#
+# A model that generates needs no keys in these layers. Every rank gets the state after the prompt, and goes on alone:
+# [generate_states](../ringlab/models/generate_states.py).
 #
 # **One number to remember:** a state is $D \cdot D_v$ numbers. It does not grow with the sequence.
 #
@@ -181,4 +185,51 @@ for title, forgets in (("the gradient of the state forgotten", True), ("the ring
 # know what came before its own tokens.
 # </details>
 #
-# Next: [linear_attention](../ringlab/training/linear_attention.py), [state_ring](../ringlab/training/state_ring.py).
+# ## Your turn
+
+
+# %%
+# The map of some tokens is h -> keep_a @ h + add_a, that of the tokens behind them h -> keep_b @ h + add_b.
+# Give keep and add of both together.
+def my_two_maps(keep_a, add_a, keep_b, add_b):
+    return ...
+
+
+print(check_two_maps(my_two_maps))
+
+
+# %%
+# A rank's map is h -> keep @ h + add. `d_after` is the gradient of the state after it, as later ranks found it, `d_read` what
+# the rank's own outputs give to the state before it. Give the whole gradient of the state before the rank.
+def my_state_gradient(keep, d_after, d_read):
+    return ...
+
+
+print(check_state_gradient(my_state_gradient))
+
+
+# %%
+# A scan on P ranks: how many steps in which ranks wait for each other?
+def my_scan_steps(P):
+    return ...
+
+
+print(check_scan_steps(my_scan_steps))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def my_two_maps(keep_a, add_a, keep_b, add_b):
+#     return keep_b @ keep_a, keep_b @ add_a + add_b
+#
+# def my_state_gradient(keep, d_after, d_read):
+#     return keep.T @ d_after + d_read
+#
+# def my_scan_steps(P):
+#     return (P - 1).bit_length()
+# ```
+# </details>
+#
+# Next: [linear_attention](../ringlab/training/linear_attention.py), [state_ring](../ringlab/training/state_ring.py), and a
+# hybrid model in [transformer](../ringlab/models/transformer.py).

@@ -1,12 +1,14 @@
 """What the notebooks run on other processes: a function defined in a notebook cell cannot be sent to one."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from bench.longest_training import kept_bytes
 from ring_attn import ring_attention
@@ -15,6 +17,16 @@ from ringlab.models.transformer import TEXT, Config, Transformer, shard_text, su
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext
 from ringlab.training import backward, flash_ring, state_ring
+from ringlab.training.all_gather import AllGather
+from ringlab.training.all_to_all import AllToAll
+from ringlab.training.cases import chunks_of_rank
+from ringlab.training.double_ring import DoubleRing
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.hybrid import Hybrid
+from ringlab.training.layouts import LAYOUTS, Layout
+from ringlab.training.schedule import Ring
+
+WAYS = {"ring": Ring, "double ring": DoubleRing, "all-gather": AllGather, "all-to-all": AllToAll, "hybrid": Hybrid}
 
 
 def whole_ring(context: RankContext, x: Tensor) -> Tensor | None:
@@ -93,10 +105,33 @@ def ring_of_states(context: RankContext, whole: list[Tensor], forgets: bool) -> 
     *inputs, d_out = (x.tensor_split(context.world_size, dim=2)[context.rank] for x in whole)
     inputs = [x.requires_grad_() for x in inputs]
 
-    def drop(ctx: Any, *d_before: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(None if x is None else 0 * x for x in right(ctx, *d_before))
+    def drop(ctx: Any, *d_states: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.way = lambda maps, chain, h, group: [h] * len(maps)  # zeros: nothing comes from later ranks
+        return right(ctx, *d_states)
 
     right = state_ring.HandOn.backward
     with mock.patch.object(state_ring.HandOn, "backward", staticmethod(drop if forgets else right)):
         out, _ = state_ring.ring_linear_attention(*inputs)
         return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
+
+
+def diagonal(seq_len: int, rank: int, world_size: int) -> Tensor:
+    """Rows of P tokens, one for each rank; a row begins one rank further than the row before."""
+    row = torch.arange(seq_len // world_size)
+    return world_size * row + (rank + row) % world_size
+
+
+FOUR_LAYOUTS = *LAYOUTS, Layout("diagonal", diagonal, multiple=1)
+
+
+def every_way(
+    context: RankContext, masks: dict[str, dict[str, Any]], whole: list[Tensor]
+) -> dict[tuple[str, str, str], list[Tensor]]:
+    """This rank's chunks of out, dq, dk and dv, by way, mask and layout. `whole`: as in chunks_of_rank."""
+    mesh = init_device_mesh(context.device.type, (2, context.world_size // 2))
+    results = {}
+    for (way, schedule), (mask, options), layout in product(WAYS.items(), masks.items(), FOUR_LAYOUTS):
+        group = mesh if way in ("double ring", "hybrid") else None
+        attention = partial(ring_flash_attention, schedule=schedule, group=group, layout=layout, **options)
+        results[way, mask, str(layout)] = chunks_of_rank(context, whole, attention, layout)
+    return results

@@ -7,7 +7,6 @@ import functools
 
 import torch
 
-from ringlab.basics.naive_attention import naive_attention
 from ringlab.support.rounding import exact_attention
 from tests.attention import assert_right, random_qkv
 from tests.gradients import NAMES
@@ -18,12 +17,6 @@ def grouped_inputs(B, H, G, S, D, dtype=torch.float32, *, seed=0):
     q, d_out, _ = random_qkv((B, H, S, D), dtype, seed=seed)
     k, v, _ = random_qkv((B, G, S, D), dtype, seed=seed + 1000)
     return q, k, v, d_out
-
-
-def full_attention(q, k, v, *, causal=False, scale=None):
-    """Full attention by the definition: query head h uses K/V head h // (H/G)."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return naive_attention(q, k, v, causal=causal, scale=scale)
 
 
 def expected(q, k, v, d_out, *, fused_blocks=8, **options):

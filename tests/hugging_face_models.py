@@ -68,8 +68,7 @@ def one_process(name, options):
     model, batch = model_of(name, options), batch_of()
     out = model(**batch)
     loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
-    loss.backward()
-    return [loss.detach(), *(weight.grad for weight in model.parameters())], out.loss.item()
+    return results_of(model, loss), out.loss.item()
 
 
 def documents_alone(name, options, rows=1):
@@ -79,20 +78,25 @@ def documents_alone(name, options, rows=1):
         for document in tokens.split([*DOCUMENTS, PADDING])[:-1]:
             logits = model(document[None]).logits[0, :-1]
             parts.append(F.cross_entropy(logits, document[1:], reduction="sum"))
-    loss = sum(parts) / (rows * (sum(DOCUMENTS) - len(DOCUMENTS)))
-    loss.backward()
-    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+    return results_of(model, sum(parts) / (rows * (sum(DOCUMENTS) - len(DOCUMENTS))))
 
 
 def errors(results, exact):
     return [((a - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True)]
 
 
-def summed(model, loss):
+def results_of(model, loss):
+    """The loss and every gradient."""
     loss.backward()
-    results = [loss.detach(), *(weight.grad for weight in model.parameters())]
+    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+
+
+def summed(model, loss):
+    """The same of all ranks together."""
+    results = results_of(model, loss)
     for result in results:
-        dist.all_reduce(result)
+        if result is not None:
+            dist.all_reduce(result)
     return results
 
 
@@ -122,10 +126,3 @@ def in_the_ring(context, name, options, layout, batch):
     asked = [call.kwargs for call in ring.mock_calls]
     assert all(each["layout"] == layout and each["causal"] for each in asked)
     return results, layers, [(each["window"], each["documents"]) for each in asked]
-
-
-def call(context, name, options, change):
-    """Call a model in the ring, with its arguments changed by a function of a test."""
-    model = model_of(name, options)
-    use_ring(model)
-    model(**change(shard_batch(batch_of()), context.rank))

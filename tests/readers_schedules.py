@@ -250,6 +250,19 @@ def keys_by_a_file(comm, q, k, v):
     return finish(comm.attend(start(q), q, k, v))[0]
 
 
+def keeps_lists_unseen(comm, q, k, v):
+    with torch._C.DisableTorchFunction():
+        return k.tolist()
+
+
+def forgets_what_it_held(comm, q, k, v):
+    comm._referee.memory.look = lambda: None
+
+
+def of_a_name(comm, x):
+    return getattr(comm, "_" + "referee")
+
+
 def keeps_bytes(comm, q, k, v):
     return pickle.dumps(k)
 

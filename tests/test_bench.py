@@ -23,7 +23,6 @@ from bench import (
     generation,
     gpu,
     in_context_rl,
-    longest_training,
     loss_curves,
     masked_rings,
     max_context,
@@ -36,15 +35,12 @@ from bench import (
     training_speed,
     utilisation,
 )
-from ringlab.models.transformer import Config
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
-from ringlab.training.masks import Mask
 from ringlab.training.overlap import hidden_share
 from tests.attention import assert_right
-from tests.masked import dense
 
 BENCHES = sorted(path.stem for path in record.FOLDER.glob("*.json"))
 MiB = 2**20
@@ -300,33 +296,6 @@ def test_overlap_bench_runs():
 # What the pages claim, of the committed results; their numbers are those of bench/pages.py
 
 
-def test_claims_of_memory():
-    results = record.load("ring_vs_full")["memory"]
-    peaks = [row["peak_bytes"] for row in results["rows"]]
-    assert max(peaks) <= 6 * results["chunk_bytes"] + results["tile_bytes"]
-    assert peaks[3] <= 1.02 * peaks[1]  # one rank alone has no received block; from 2 on nothing grows
-    longest = record.load("longest_training")
-    for row in longest["rows"]:
-        config = Config(**{name: longest[name] for name in longest_training.MODEL}, checkpointing=row["checkpointing"])
-        assert row["predicted_chunk"] == longest_training.longest_chunk(
-            row["method"], config, row["world_size"], longest["budget"]
-        )
-        assert abs(row["chunk"] / row["predicted_chunk"] - 1) < 0.05, row
-    rows = record.load("generation")["rows"]
-    assert len({row["bytes"][generation.MERGE] for row in rows}) == 1
-    for P in (2, 4):  # the ring's bytes grow with the context
-        assert len({row["bytes"][generation.RING] / row["context"] for row in rows if row["world_size"] == P}) == 1
-
-
-def test_claims_of_errors_and_losses():
-    for row in record.load("accuracy")["rows"]:
-        allowed = 1.5 if row["dtype"] in ("float64", "float32") else 2
-        assert all(row["ring"][name] <= allowed * row["sdpa"][name] for name in accuracy.RESULTS)
-    off = loss_curves.differences(record.load("loss_curves"))
-    expected = 4 * max(off[loss_curves.ROUNDED].max(), torch.finfo(torch.float32).eps)
-    assert max(off["ring of 4"].max(), off["2 x 2, dp x cp"].max()) <= expected < off[loss_curves.BF16].max() < 0.02
-
-
 def test_claims_of_longer_contexts():
     results = record.load("retrieval")
     kept = [kept for row in results["rows"] for kept in row["kept_bytes"]]
@@ -340,25 +309,6 @@ def test_claims_of_longer_contexts():
     players = (in_context_rl.CLONING, *in_context_rl.RUNS, in_context_rl.BEST)
     rewards = [in_context_rl.rewards(games, player)[:, -1] for player in players]
     assert all((worse < better).all() for worse, better in itertools.pairwise(rewards))
-
-
-@pytest.mark.slow
-def test_longest_training_bench_searches(run, monkeypatch):
-    def within(work, world_size, method, chunk, budget, config):
-        assert work is longest_training.training_step
-        return chunk <= {"naive": 48, "blockwise": 112, "ring": 80}[method] * (2 if config.checkpointing else 1)
-
-    monkeypatch.setattr(longest_training, "within", within)
-    results = run(
-        longest_training, "| checkpointed | ring | 3 | 480 |", [2, 3], budget=16 * MiB, **longest_training.MODEL
-    )
-    assert longest_training.lengths(results, "ring", False) == [160, 240]
-    assert longest_training.lengths(results, "ring", True) == [320, 480]
-    assert longest_training.lengths(results, "naive", True) == [96]
-    for row in results["rows"]:
-        size = {**longest_training.MODEL, "checkpointing": row["checkpointing"]}
-        args = row["method"], Config(**size), row["world_size"], 16 * MiB
-        assert row["predicted_chunk"] == longest_training.longest_chunk(*args)
 
 
 def doubled(q, k, v, d_out, **options):
@@ -397,24 +347,6 @@ def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, name, mistake, work
             work(RankContext(0, 1, torch.device("cpu"), "alone"), *sizes)
     finally:
         dist.destroy_process_group()
-
-
-def test_verdicts_tell_a_goal_missed():
-    def row(method, speed, S=8192, dtype="float32"):
-        which = {"world_size": 2, "dtype": dtype, "seq_len": S, "case": against_peers.FORWARD}
-        return {**which, "method": method, "speed": speed}
-
-    rows = [row(against_peers.MEMORY, 0.99), row(against_peers.FULL, 0.5), row(against_peers.TORCH, 0.5)]
-    rows += [row(against_peers.MEMORY, 0.94, 2048, "bfloat16"), row(against_peers.MEMORY, 0.95, 2048)]
-    missed, reached, faster, mean = against_peers.verdicts({"speed": {"rows": rows}})
-    least = "the least, 0.94: forward, flash ring, in shared memory, bfloat16, S = 2,048"
-    said = "P = 2, S = 2,048, in shared memory: 1 of 2 cells reach 0.95 of the limit; "
-    assert missed == (False, said + least)
-    assert reached[0]
-    assert reached[1].startswith("P = 2, S = 8,192 and 16,384, in shared memory: 1 of 1 cells reach 0.99 of the limit")
-    peer = "against torch's context-parallel loop, in shared memory"
-    assert faster == (True, f"{peer} at least 1.98 times as fast, goal 1.05")
-    assert mean == (True, f"{peer} 1.98 times as fast in the geometric mean, goal 1.15")
 
 
 def test_accuracy_bench_does_not_measure_what_is_wrong():
@@ -498,12 +430,6 @@ def test_the_gpu_bench_names_what_is_wrong(monkeypatch, mistake, masks):
     assert {line.split("float32, ")[1].rsplit(", ", 1)[0] for line in wrong} == masks
 
 
-@pytest.mark.parametrize("mask", gpu.masks(9))
-def test_the_masks_of_the_gpu_bench_are_those_in_words(mask):
-    options, at = gpu.masks(24)[mask], torch.arange(24)
-    assert torch.equal(gpu.visible(24, **options), dense(Mask(**options), at, at))
-
-
 def test_model_flops():
     size = {"heads": 3, "head_dim": 5}
     assert utilisation.model_flops(4, **size, which=utilisation.FORWARD) == 4 * 3 * 5 * (1 + 2 + 3 + 4)
@@ -560,23 +486,9 @@ def fail(context: RankContext, error: type[Exception]) -> None:
             raise error("the network is down")
 
 
-def too_much_on_one_rank(context: RankContext) -> None:
-    """Rank 1 asks for too much while the others wait for a message."""
-    with max_context.at_most(16 * MiB):
-        if context.rank == 1:
-            torch.empty(17 * MiB, dtype=torch.uint8)
-        torch.distributed.barrier()
-
-
 @linux
 def test_the_limit_counts_what_is_alive_and_ends():
     assert max_context.within(ask_again, 1)
-
-
-@linux
-@pytest.mark.slow
-def test_one_rank_over_its_budget_ends_the_probe_at_once():
-    assert not max_context.within(too_much_on_one_rank, 3)
 
 
 @linux
@@ -598,18 +510,6 @@ def test_the_search_finds_the_threshold_from_any_guess(threshold, guess):
     assert threshold != guess or asked == [guess, guess + 1]
     assert len(set(asked)) == len(asked)  # no length is tried twice
     assert min(asked) >= 1
-
-
-@pytest.mark.parametrize(
-    ("method", "chunk", "expected"),
-    [
-        ("naive", 256, 3 * MiB // 4 + 6 * MiB // 16),  # three squares of 256 KiB, six times 64 KiB
-        ("blockwise", 4096, 9 * MiB + MiB // 64 + MiB),  # chunks of 1 MiB, an lse is a 64th, the kernel's tiles 1 MiB
-        ("ring", 4096, 18 * MiB + MiB // 32 + MiB),
-    ],
-)
-def test_counted_bytes_of_training(method, chunk, expected):
-    assert max_context.counted(method, chunk, heads=1, head_dim=64) == expected
 
 
 @linux
@@ -651,14 +551,3 @@ def test_no_context_is_measured_where_the_limit_does_not_hold(platform, monkeypa
     monkeypatch.setattr(max_context, "measure", None)  # calling it would fail
     assert max_context.main() == 0
     assert capsys.readouterr().out.startswith("nothing measured: ")
-
-
-def test_committed_context_is_linear_in_the_number_of_devices():
-    results = record.load("max_context")
-    assert results["worlds"] == [1, 2, 4, 8]
-    resolution = results["grain"] / max_context.lengths(results, "ring")[0]
-    assert resolution < 0.01
-    assert all(abs(share - 1) <= resolution for share in max_context.linear(results))
-    for method in max_context.METHODS:
-        both = (max_context.lengths(results, method, of) for of in ("chunk", "counted_chunk"))
-        assert all(abs(seen / modelled - 1) < 0.025 for seen, modelled in zip(*both, strict=True))

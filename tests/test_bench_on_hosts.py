@@ -1,6 +1,5 @@
 """Benches on hosts of network namespaces: what is measured, predicted, and left behind. Nothing is timed; root only."""
 
-import copy
 import json
 import os
 import shutil
@@ -24,7 +23,6 @@ from bench.overlap_threshold import knee, shares
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hidden_share
 from ringlab.planning.ways import WAYS, Cluster
 from ringlab.support.processes import launch
-from ringlab.training.causal import BlockSlice
 from tests import failing_ring
 from tests.commands import LIMIT, ROOT, ends_soon, wait_for
 
@@ -116,21 +114,6 @@ def test_speeds_between_two_lengths_and_beyond_them():
     assert [prediction.flops_at(table, length) for length in (1, 128, 256, 512, 10**6)] == [1, 1, 2, 3, 3]
 
 
-def test_a_long_triangle_is_short_ones_and_a_rectangle():
-    machine = calibrated()
-    for row in machine["computing"]:
-        row["flops"] /= 2 if row["mask"] == "causal" else 1  # the kernel computes what it hides
-    layer, whole = AttentionLayer(1, 1, 1), slice(None)
-    for length, triangles in ((128, 1), (256, 1), (1024, 4)):
-        tile = length / triangles
-        seconds = prediction.piece_seconds(machine, layer, BlockSlice(whole, whole, True), length, FORWARD)
-        hidden = triangles * tile * (tile + 1) / 2
-        pairs = length * (length + 1) / 2 + hidden
-        assert seconds == pytest.approx(4 * pairs / FLOPS[FORWARD])
-    rectangle = BlockSlice(slice(0, 64), whole, False)
-    assert prediction.piece_seconds(machine, layer, rectangle, 256, FORWARD) == pytest.approx(4 * 64 * 256 / 2e9)
-
-
 @pytest.mark.parametrize(
     ("way", "inside", "between", "latencies"),
     [
@@ -163,20 +146,6 @@ def test_what_a_core_copies_by_hand(monkeypatch):
     assert computing[0] - computing[1] == pytest.approx(1e-6 * 3 * 65536 * (1 + 2))
 
 
-def test_a_link_of_another_rate_is_as_much_faster():
-    results = as_predicted()
-    (row,) = results["rows"]
-    twice = copy.deepcopy(results)
-    for each in twice["machines"][0]["machine"]["messages"]:
-        if each["place"] == "between":
-            each["seconds"] = LATENCY + (each["seconds"] - LATENCY) / 2
-    twice["machines"][0]["machine"]["cluster"]["host_bandwidth"] *= 2
-    for way in WAYS:
-        faster = prediction.predicted(results, row, way, TRAIN, rate=40e6)
-        assert faster == pytest.approx(prediction.predicted(twice, row, way, TRAIN))
-        assert faster < prediction.predicted(results, row, way, TRAIN)
-
-
 def test_verdicts_of_the_five_ways():
     exact = as_predicted()
     assert prediction.errors(exact) == pytest.approx([0.0] * 10)
@@ -195,16 +164,6 @@ def test_verdicts_of_the_five_ways():
     assert right < pairs
     fastest = prediction.over_peers(exact)["fastest"]
     assert fastest[0] == pytest.approx(1 / prediction.predicted(exact, row, advised, FORWARD))
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive  # 44 s; a rank that measures has a test of its own
-@pytest.mark.usefixtures("_allowed")
-def test_five_ways_bench_runs(tmp_path):
-    results = five_ways.measure([(2, 2)], [50_000_000], {64: 1}, folder=tmp_path, **SIZE)
-    results["machine"] = record.machine()
-    assert "\n| 2 x 2 | 64 | 50 |" in prediction.table(results)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -321,20 +280,6 @@ def test_the_link_is_throttled_each_way_and_the_only_one():
                 ("lo", "127.0.0.1"),
                 (hosts.LINK, host.address),
             ]
-
-
-@pytest.mark.usefixtures("_allowed")
-def test_one_link_and_the_wire_of_one_pair_may_be_slower():
-    with hosts.hosts(4, RATE, {(2,): RATE // 2, (0, 3): RATE // 5}) as four:
-        assert [rates(host) for host in four] == [
-            {hosts.LINK: RATE, "to3": RATE // 5},
-            {hosts.LINK: RATE},
-            {hosts.LINK: RATE // 2},
-            {hosts.LINK: RATE, "to0": RATE // 5},
-        ]
-        for here, there, device in ((0, 3, "to3"), (3, 0, "to0"), (0, 2, hosts.LINK), (1, 3, hosts.LINK)):
-            (way,) = said(four[here], "ip", "-j", "route", "get", four[there].address)
-            assert (way["dev"], way["prefsrc"]) == (device, four[here].address)
 
 
 @pytest.mark.usefixtures("_allowed")

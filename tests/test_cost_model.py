@@ -235,7 +235,7 @@ def test_a_page_says_what_the_planner_says(command):
 
 
 def test_five_users():
-    assert len([each for each in SHOWN if "h100 --hosts 1 " not in each]) == 4
+    assert len([each for each in SHOWN if "h100 --hosts 1 " not in each]) == 5  # and a hybrid model
     one_card, many_cards = (
         next(block for each, block in SHOWN.items() if each.count(words)) for words in ("--nics 1", "--loss pieces")
     )

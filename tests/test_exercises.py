@@ -28,7 +28,7 @@ from tests.readers_rings import QUICK, RIGHT_RINGS, WAITING_RINGS
 from tests.right_answers import RIGHT_ANSWERS, one_rank_receives_first
 from tests.wrong_answers import FORMULAS, WRONG_ANSWERS
 
-CHAPTERS = build.chapters()
+CHAPTERS = [*build.chapters(), build.FOLDER / "appendix_ring_of_states.py"]
 NAMES = [source.stem.partition("_")[2] for source in CHAPTERS]  # 04_the_ring -> the_ring
 PROCESSES = {"check_ring"}  # its answers travel to other processes
 CHECKS = {}  # name of a check -> the chapter and the name of its answer
@@ -265,6 +265,7 @@ def test_other_right_answers_are_right(check):
 # What is asked -----------------------------------------------------------------------------------------------------
 
 CALLS = {  # how often a check calls an answer when nothing is drawn: a case that is lost shows
+    1: "state_gradient two_maps",
     3: "attention_function bytes_of_a_token mended_sum merge softmax_backward",
     4: (
         "attention_on_a_kernel batch_loss bytes_sent_back hidden_by_overlap longest_text merging_share "
@@ -273,7 +274,7 @@ CALLS = {  # how often a check calls an answer when nothing is drawn: a case tha
     5: ("blocks_of_a_nic caches copies labels overlap_order rank_loss seconds sent training_chunk"),
     6: "gradient_norm hops_of_a_step longest_sequence visible_tiles",
     7: "blockwise meshes safe_softmax",
-    8: "merge_two natural_lse",
+    8: "merge_two natural_lse scan_steps",
     9: "hops",
     10: "pairs what_is_refused",
     13: "shard_by_hand",

@@ -24,7 +24,6 @@ from figures import (
     hidden_communication,
     kv_rotation,
     masked_ring,
-    ring_timeline,
     slow_hop,
     token_loss,
 )
@@ -34,7 +33,6 @@ from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.planning.hidden_communication import TABLE_2
 from ringlab.support import drawing
 from ringlab.support.colours import BLOCK_COLOURS
-from ringlab.support.timeline import Event
 from ringlab.training.causal import visible_pairs
 from tests.commands import ROOT
 from tests.pictures import assert_legible
@@ -238,21 +236,6 @@ def test_the_outlines_of_a_rank_enclose_its_pairs(partition):
                 x, y = np.array(masked_ring.outline(piece)).T
                 area += abs((x * np.roll(y, 1) - y * np.roll(x, 1)).sum()) / 2
         assert area == partition.pairs(rank)
-
-
-def test_recorded_run_is_a_ring_and_its_waits_are_found():
-    record = ring_timeline.events()
-    P = 1 + max(event.rank for event in record)
-    assert all(event.block == (event.rank - event.round) % P for event in record if event.what != "receive")
-    assert {event.round for event in record if event.what == "send"} == set(range(P - 1))
-
-    def event(rank, what, start, end):
-        return Event(rank, what, 0, 0, start, end, 8)
-
-    send, receive = event(0, "send", 1.0, 3.0), event(1, "receive", 2.0, 3.0)
-    assert ring_timeline.waits([send, receive]) == [(send, 2.0)]
-    send, receive = event(0, "send", 1.0, 1.5), event(1, "receive", 2.0, 3.0)  # it fitted into the network's buffers
-    assert ring_timeline.waits([send, receive]) == [(send, 1.5)]
 
 
 def test_map_has_the_machines_of_the_table_and_the_readers_own():

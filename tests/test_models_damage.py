@@ -30,8 +30,8 @@ from ringlab.models import train
 from ringlab.models.checkpoint import SUMS, as_text, damage, finished, sha256
 from ringlab.models.loader import Text
 from ringlab.support.processes import forkserver
+from tests.test_models_train import SMALL, losses
 
-SMALL = ["--seq-len=24", "--layers=1", "--hidden=16", "--heads=4", "--kv-heads=2", "--batch=4", "--save-every=2"]
 RUN = [*SMALL, "--data", "text.txt", "--out", "run", "--steps", "5"]
 NEWEST, OLDER = ("step-00000004", "step-00000002")
 FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "run.json", "SHA256SUMS")
@@ -165,12 +165,6 @@ def go_on(folder, options, disk):
 
 def run(context, options):
     train.train(context, train.parse(options))
-
-
-def losses(folder):
-    lines = [json.loads(line) for line in (folder / "loss.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    return torch.tensor([line["loss"] for line in lines])
 
 
 def content(folder):

@@ -13,8 +13,22 @@ transformers = pytest.importorskip("transformers", reason=MISSING["transformers"
 
 from ringlab.models import hugging_face_pass  # noqa: E402
 from tests import every_model  # noqa: E402
-from tests.every_model import TABLE, Processes, committed, compared, exact, in_the_ring, outcome, page, sweep  # noqa: E402
-from tests.small_models import NAMES, VARIANTS, Exactly, batch_of, small_model  # noqa: E402
+from tests.every_model import (  # noqa: E402
+    NAMES,
+    TABLE,
+    VARIANTS,
+    Exactly,
+    Processes,
+    batch_of,
+    committed,
+    compared,
+    exact,
+    in_the_ring,
+    outcome,
+    page,
+    small_model,
+    sweep,
+)
 
 SOME = {
     "llama": "equal",
@@ -39,6 +53,7 @@ SOME = {
     "lfm3": "equal",  # convolutions
     "qwen3_next": "equal",  # states
     "kimi_linear": "equal",  # states with a decay for each number of a key
+    "deepseek_v32": "has a DeepseekV32Indexer, which picks keys from all tokens",
     "codegen": "does not ask AttentionInterface",
 }
 

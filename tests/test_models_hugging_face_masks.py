@@ -5,19 +5,17 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
 
 from ringlab.training.masks import Mask
 from tests.extras import MISSING
 from tests.masked import dense
-from tests.refusals import all_of
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 from transformers import masking_utils  # noqa: E402
 
 from ringlab.models import hugging_face_masks, hugging_face_pass  # noqa: E402
 from ringlab.models.hugging_face import use_ring  # noqa: E402
-from ringlab.models.hugging_face_batch import attempt, shard_batch, shifted  # noqa: E402
+from ringlab.models.hugging_face_batch import shard_batch, shifted  # noqa: E402
 from ringlab.models.hugging_face_masks import BothWays, Chunks, asked_mask, window_of, written  # noqa: E402
 from tests.hugging_face_models import (  # noqa: E402
     DOCUMENTS,
@@ -27,7 +25,6 @@ from tests.hugging_face_models import (  # noqa: E402
     PADDING,
     batch_of,
     boundaries,
-    call,
     documents_alone,
     errors,
     import_transformers,
@@ -135,21 +132,6 @@ def test_activation_checkpointing_keeps_the_documents_of_its_pass(ranks):
     exact = [a + b for a, b in both]
     for results in ranks(3, two_batches):
         assert max(errors(results, exact)) <= 1e-10
-
-
-def fully_sharded(context):
-    model = model_of("Mistral", WINDOWED)
-    use_ring(model)
-    for module in (*model.model.layers, model):
-        fully_shard(module)
-    loss = model(**shard_batch(packed_batch())).loss
-    (loss * context.world_size).backward()
-    return [weight.grad.full_tensor() for weight in model.parameters()]
-
-
-def test_documents_pass_through_fully_shard(ranks):
-    for gradients in ranks(4, fully_sharded):  # with 3, fully_shard multiplies by a third in float32
-        assert max(errors(gradients, documents_alone("Mistral", WINDOWED)[1:])) <= 1e-10
 
 
 # Mistakes -----------------------------------------------------------------------------------------------------------
@@ -289,104 +271,3 @@ def boundaries_of_one_document(context):
 def test_a_document_ends_where_its_boundary_says(ranks):
     """For an encoder; under a causal mask no token of it sees what follows."""
     assert ranks(3, boundaries_of_one_document) == [[(10, 14), (10, 14), None]] * 3
-
-
-def with_(**more):
-    return lambda batch, rank: {**batch, **more}
-
-
-def ends(*tokens, **more):
-    """cu_seq_lens in place of position_ids."""
-    both = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(tokens))
-    return lambda batch, rank: {**boundaries(batch), **both, **more}
-
-
-def labels_of_padding(batch, rank):
-    batch = boundaries({**batch, "labels": batch["input_ids"]})
-    del batch["attention_mask"]
-    return batch
-
-
-def a_jump(batch, rank):
-    return {**batch, "position_ids": batch["position_ids"] + 2 * (batch["position_ids"] > 6)}
-
-
-ROW = torch.arange(24)
-BATCHES = {  # how a batch is changed, and what is said
-    "rows packed differently": (
-        lambda batch, rank: {**batch, "position_ids": torch.stack([batch["position_ids"][0], ROW])},
-        ["position_ids are not 0, 1, 2, ... in each document, the same in all rows"],
-    ),
-    "a jump": (a_jump, ["position_ids are not 0, 1, 2, ..."]),
-    "two kinds of boundaries": (
-        lambda batch, rank: {**boundaries(batch), "cu_seq_lens_k": torch.tensor([0, 12, 24])},
-        ["cu_seq_lens_q is [0, 5, 14, 15, 21] and cu_seq_lens_k [0, 12, 24]"],
-    ),
-    "an empty document": (ends(0, 5, 5, 24), ["cu_seq_lens_q is [0, 5, 5, 24]"]),
-    "of both rows": (ends(0, 24, 48), ["cu_seq_lens_q is [0, 24, 48]", "from 0 up to 24"]),
-    "positions that run on": (ends(0, 5, 14, position_ids=ROW[None]), ["position_ids are not 0, 1, 2, ..."]),
-    "labels of padding": (labels_of_padding, ["labels", "after the last document"]),
-    "boundaries of a rank": (
-        lambda batch, rank: batch if rank else {**batch, "position_ids": ROW[None]},
-        ["the ranks have different batches"],
-    ),
-    "no whole numbers": (ends(0.0, 24.0), ["cu_seq_lens_q is [0.0, 24.0]"]),
-}
-
-
-def packed(**more):
-    return lambda shard, rank: {**shard_batch(packed_batch()), **more}
-
-
-INPUT = {
-    "without documents": (
-        packed(documents=None),
-        ["position_ids begin with [0, 1, 2, 3, 5, 0, 1, 2]; expected [0, 1, 2, 3, 20"],
-    ),
-    "other documents": (packed(documents=(12, 12)), ["position_ids begin with"]),
-    "other lengths": (
-        packed(documents=DOCUMENTS),
-        ["documents have 21 tokens; expected 24, as shard_batch gives them"],
-    ),
-    "positions of the row": (
-        lambda shard, rank: packed(position_ids=shard["position_ids"])(shard, rank),
-        ["position_ids begin with [0, 1, 2, 3, 20, 21, 22, 23]"],
-    ),
-    "documents of a rank": (
-        lambda shard, rank: {**shard, "documents": (24,) if rank else None},
-        ["the ranks disagree", "documents=None"],
-    ),
-}
-
-
-def layers_that_drop_documents():
-    model = model_of("Llama", {})
-    use_ring(model)
-    for layer in model.model.layers:
-        forward = layer.self_attn.forward
-        layer.self_attn.forward = lambda *args, documents, forward=forward, **passed: forward(*args, **passed)
-    model(**shard_batch(packed_batch()))
-
-
-def a_document_with_padding():
-    batch = {name: boundaries(packed_batch())[name] for name in ("input_ids", "attention_mask")}
-    shard_batch({**batch, "cu_seq_lens_q": torch.tensor([0, 5, 24])}, causal=False)
-
-
-def refused(context, name):
-    if name in INPUT:
-        return attempt(call, context, "Llama", {}, INPUT[name][0])
-    return attempt(shard_batch, BATCHES[name][0](packed_batch(rows=2), context.rank))
-
-
-def test_documents_that_do_not_fit_are_refused_on_every_rank(ranks):
-    for name, (_, words) in (*BATCHES.items(), *INPUT.items()):
-        said = ranks(3, refused, name)
-        assert re.search(all_of(words), str(said[0])), said[0]
-        assert said == said[:1] * 3
-    assert "documents of cu_seq_lens_q end behind" in ranks(3, attempt_on_rank, a_document_with_padding)[0]
-    assert "the ring with its documents 0 time(s)" in ranks(3, attempt_on_rank, layers_that_drop_documents)[0]
-
-
-def attempt_on_rank(context, work):
-    return attempt(work)

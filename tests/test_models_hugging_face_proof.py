@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama  # noqa: E402
 from ringlab.models import hugging_face_proof  # noqa: E402
 from ringlab.models.hugging_face_masks import Attention, asked_mask  # noqa: E402
 from ringlab.models.hugging_face_proof import prove  # noqa: E402
-from tests.hugging_face_models import model_of  # noqa: E402
+from tests.hugging_face_models import SIZES, model_of  # noqa: E402
 
 DTYPES = (torch.float64, torch.bfloat16)
 
@@ -111,18 +111,6 @@ def test_what_mixes_between_parts_is_named_by_its_parent():
         proved(model)
 
 
-def test_a_part_that_chooses_by_other_tokens_is_found():
-    """Without a gradient: the token with the largest first number is scaled, as by an expert's choice."""
-
-    def choose(x):
-        return x * (1 + (x[:, :, :1] == x[:, :, :1].amax(dim=1, keepdim=True)))
-
-    model = llama()
-    wrap(model.model.layers[0].mlp.gate_proj, choose)
-    with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
-        proved(model)
-
-
 class Hidden(nn.Module):
     """Mixes tokens behind a weight that is 0 until it is trained: a gate, a convolution, the rise of an adapter."""
 
@@ -148,21 +136,13 @@ def test_a_part_that_is_zero_when_it_is_asked_is_named(shape, seen):
     assert torch.equal(kept.signbit(), weight.signbit())
 
 
-def test_what_mixes_values_in_training_only_is_found():
-    """Without a gradient between tokens, which the largest number would have."""
-    model = llama()
-    mlp = model.model.layers[0].mlp
-    wrap(mlp, lambda x: x / x.detach().abs().amax() if mlp.training else x)
-    with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
-        proved(model)
-
-
-def test_random_numbers_are_no_mixture():
+def test_random_numbers_are_no_mixture_and_are_given_back():
     """Dropout is left out of the values that are compared; a model that draws others is not compared in training."""
     model = model_of("GPT2", dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.5))
-    mlp = model.transformer.h[0].mlp
+    mlp, before = model.transformer.h[0].mlp, torch.get_rng_state()
     wrap(mlp, lambda x: x * (1 + torch.rand(x.shape[:2])[..., None]) if mlp.training else x)
     assert proved(model) == (2, 0)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class BatchNorm(nn.BatchNorm1d):
@@ -181,12 +161,21 @@ def test_what_mixes_tokens_in_training_only_is_named():
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
 
 
-def test_dropout_mixes_no_tokens_and_its_numbers_are_given_back():
-    dropout = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.5)
-    model = model_of("GPT2", dropout)
-    before = torch.get_rng_state()
-    assert proved(model) == (2, 0)
-    assert torch.equal(torch.get_rng_state(), before)
+# Without a gradient between tokens ------------------------------------------------------------------------------------
+
+
+def of_mlp(change):
+    return lambda model: wrap(model.model.layers[0].mlp, change)
+
+
+def choose(x):
+    """The token with the largest first number is scaled, as by an expert's choice."""
+    return x * (1 + (x[:, :, :1] == x[:, :, :1].amax(dim=1, keepdim=True)))
+
+
+def in_training_only(model):
+    mlp = model.model.layers[0].mlp
+    wrap(mlp, lambda x: x / x.detach().abs().amax() if mlp.training else x)
 
 
 def far_behind(x):
@@ -200,38 +189,49 @@ def of_full_experts(x):
     return x * ((expert.cumsum(dim=1) * expert).sum(dim=2, keepdim=True) <= 20)
 
 
-@pytest.mark.parametrize("change", [far_behind, of_full_experts])
-def test_what_begins_beyond_16_tokens_is_found(change):
-    model = llama()
-    wrap(model.model.layers[0].mlp.down_proj, change)
-    with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
-        proved(model)
+def embedded(factor):
+    """The embeddings are multiplied by a factor of the token ids and the positions."""
+
+    def before(part, args, kwargs):
+        rows = part.embed_tokens(kwargs["input_ids"]) * factor(kwargs["input_ids"], kwargs["position_ids"])
+        return args, {**kwargs, "input_ids": None, "inputs_embeds": rows}
+
+    return lambda model: model.model.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def test_texts_that_are_numbered_by_a_special_token_are_found():
-    model = llama(eos_token_id=2)
-    model.model.register_forward_pre_hook(count_texts, with_kwargs=True)
-    with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
-        proved(model)
+def texts_before(ids, at):
+    """Texts are numbered by the token with which they end."""
+    return 1 + (ids == 2).cumsum(dim=1)[:, :, None]
 
 
-def count_texts(part, args, kwargs):
-    texts = (kwargs["input_ids"] == 2).cumsum(dim=1)[:, :, None]
-    embedded = part.embed_tokens(kwargs["input_ids"]) * (1 + texts)
-    return args, {**kwargs, "input_ids": None, "inputs_embeds": embedded}
-
-
-def twice_where_positions_fall(part, args, kwargs):
-    at = kwargs["position_ids"]
-    falls = at is not None and bool(at[0, 0] > at[0, -1])
-    embedded = part.embed_tokens(kwargs["input_ids"]) * (1 + falls)
-    return args, {**kwargs, "input_ids": None, "inputs_embeds": embedded}
-
-
-def test_a_model_that_depends_on_the_order_of_a_shard_is_found():
+def twice_where_positions_fall(ids, at):
     """Only the last quarter of the proof has falling positions, as a rank of a layout of a user's own may."""
-    model = llama()
-    model.model.register_forward_pre_hook(twice_where_positions_fall, with_kwargs=True)
+    return 2 if at is not None and at[0, 0] > at[0, -1] else 1
+
+
+def positions_of_the_shard(model):
+    rotary = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: rotary(x, torch.arange(x.shape[1])[None])
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}  # nothing shows the longest position; the ring does
+OTHER_VALUES = {
+    "a choice": of_mlp(choose),
+    "in training only": in_training_only,
+    "16 tokens behind": of_mlp(far_behind),
+    "full experts": of_mlp(of_full_experts),
+    "numbered texts": embedded(texts_before),
+    "the order of a shard": embedded(twice_where_positions_fall),
+    "positions of the shard": positions_of_the_shard,
+    "the longest position": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_other_values_in_a_shard_are_found(name):
+    model = llama(eos_token_id=2, **({"rope_parameters": LONGROPE} if name == "the longest position" else {}))
+    OTHER_VALUES[name](model)
     with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
         proved(model)
 
@@ -251,14 +251,6 @@ def test_a_layer_with_an_attention_of_its_own_is_found():
 # Positions ----------------------------------------------------------------------------------------------------------
 
 
-def test_positions_that_are_counted_in_a_shard_are_found():
-    model = llama(torch.float32)
-    rotary = model.model.rotary_emb.forward
-    model.model.rotary_emb.forward = lambda x, position_ids: rotary(x, torch.arange(x.shape[1])[None])
-    with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
-        proved(model)
-
-
 def test_positions_that_begin_elsewhere_are_found():
     model = llama(torch.float32)
     forward = model.model.forward
@@ -269,17 +261,6 @@ def test_positions_that_begin_elsewhere_are_found():
 
     model.model.forward = from_five
     with pytest.raises(ValueError, match=r"neither from 0 nor from pad_token_id \+ 1 = 1"):
-        proved(model)
-
-
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-
-
-def test_frequencies_of_the_longest_position_are_found():
-    """Nothing shows it to the rotary part. The ring does (test_models_hugging_face.py)."""
-    model = llama(torch.float32, rope_parameters=LONGROPE)
-    with pytest.raises(ValueError, match="depends on the number of tokens, on their order or on the longest position"):
         proved(model)
 
 
@@ -303,10 +284,13 @@ def other_heads(module, q, k, v, mask, **kwargs):
     return modeling_llama.eager_attention_forward(module, q, k.flip(1), v.flip(1), mask, **kwargs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("small", [False, True], ids=["", "scores all near 0, as after its initialisation"])
 @pytest.mark.parametrize("own", [twice_the_scale, with_a_bias, without_a_mask, other_heads])
-def test_an_attention_that_does_more_than_its_layer_says_is_found(own, dtype):
-    model = llama(dtype)
+def test_an_attention_that_does_more_than_its_layer_says_is_found(own, small):
+    model = llama(torch.float32 if small else torch.bfloat16)
+    for name, weight in model.named_parameters():
+        if small and ("q_proj" in name or "k_proj" in name):
+            weight.data.mul_(1e-3)
     transformers.AttentionInterface.register("own", own)
     transformers.AttentionMaskInterface.register("own", transformers.masking_utils.eager_mask)
     model.set_attn_implementation("own")
@@ -315,17 +299,12 @@ def test_an_attention_that_does_more_than_its_layer_says_is_found(own, dtype):
     assert model.config._attn_implementation == "own"
 
 
-def test_the_scores_of_small_weights_matter_too():
-    """A wrong scale of a model whose scores are all near 0, as after its initialisation."""
-    model = llama(torch.float32)
-    for name, weight in model.named_parameters():
-        if "q_proj" in name or "k_proj" in name:
-            weight.data.mul_(1e-3)
-    transformers.AttentionInterface.register("own", twice_the_scale)
-    transformers.AttentionMaskInterface.register("own", transformers.masking_utils.eager_mask)
-    model.set_attn_implementation("own")
-    with pytest.raises(ValueError, match="computes another attention"):
-        proved(model)
+def test_experts_that_take_no_float64_are_named():
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
+    with pytest.raises(
+        ValueError, match=r"MixtralForCausalLM raises .* \(for float64, experts_implementation='eager'\)"
+    ):
+        proved(transformers.MixtralForCausalLM(config).double())
 
 
 def test_a_model_that_never_asks_is_refused():

@@ -26,7 +26,7 @@ from tests.extras import MISSING
 for package in ("accelerate", "peft", "trl"):
     pytest.importorskip(package, reason=MISSING["trl"])
 
-from accelerate import PartialState  # noqa: E402
+from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from datasets import Dataset, disable_progress_bars  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
@@ -56,9 +56,9 @@ NUMBERS += ("num_tokens", "eval_entropy", "eval_mean_token_accuracy")
 CASES = {
     "accumulation": {"gradient_accumulation_steps": 3},
     "checkpointing": {"activation_checkpointing": True},
-    "packing": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 2},
+    "packing": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
     "lora": {},
-    "by length": {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2},
+    "by length": {"train_sampling_strategy": "group_by_length"},
 }
 BF16 = {"optim": "sgd", "learning_rate": 0.1}
 REFUSED = {
@@ -234,15 +234,9 @@ def mixture():
     return MixtralForCausalLM(MixtralConfig(**sizes, intermediate_size=40, num_attention_heads=4, num_local_experts=4))
 
 
-def sft_in_a_ring(context):
-    as_torchrun()
-    disable_progress_bars()
-    said = {"a mixture of experts": attempt(sft, RingSFTTrainer, "padded", mixture), "DPO": attempt(dpo)}
-    return {case: sft(RingSFTTrainer, case) for case in SFT}, said
-
-
 def refusals():
-    found = {name: attempt(run, RingTrainer, **options) for name, options in REFUSED.items()}
+    found = {"a mixture of experts": attempt(sft, RingSFTTrainer, "padded", mixture), "DPO": attempt(dpo)}
+    found |= {name: attempt(run, RingTrainer, **options) for name, options in REFUSED.items()}
     found |= {name: attempt(run, RingTrainer, more={name: print}) for name in FUNCTIONS}
     with TemporaryDirectory() as folder:
         trainer = trainer_of(RingTrainer, folder)
@@ -260,25 +254,30 @@ def refusals():
 def in_a_ring(context, folder):
     """Everything on one ring of three ranks."""
     as_torchrun()
-    found = {case: run(RingTrainer, case) for case in CASES}
+    disable_progress_bars()
+    found = {case: run(RingTrainer, case) for case in CASES} | {case: sft(RingSFTTrainer, case) for case in SFT}
     found["first"], found["again"] = (resumed(RingTrainer, folder, again) for again in (False, True))
     found["own ranks"], found["the batch"] = run(CountsOwnRanks), run(CountsTheBatch)
     found["right"], found["bf16"] = run(RingTrainer), run(RingTrainer, "bf16", bf16=True, **BF16)
-    return found, refusals()
+    return found | {"fsdp2": with_fsdp2()}, refusals()
 
 
 def on_a_mesh(context, dp):
-    """RingTrainer on dp rings, each of the rest of the ranks; or, with as many ranks as dp, a Trainer."""
+    """RingTrainer on dp rings, each of the rest of the ranks; or, with as many ranks as dp, a Trainer.
+
+    And what RingTrainer says before accelerate is told of the other ranks.
+    """
+    said = attempt(run, RingTrainer)
+    AcceleratorState._reset_state(reset_partial_state=True)
     as_torchrun()
     if context.world_size == dp:
-        return run(Trainer, "accumulation")
+        return run(Trainer, "accumulation"), said
     mesh = init_device_mesh("cpu", (dp, context.world_size // dp), mesh_dim_names=("dp", "cp"))
-    return run(RingTrainer, "accumulation", more={"mesh": mesh})
+    return run(RingTrainer, "accumulation", more={"mesh": mesh}), said
 
 
-def with_fsdp2(context):
+def with_fsdp2():
     """RingTrainer with accelerate's FSDP2, which accelerate gives to GPUs only: so it is told that these are GPUs."""
-    as_torchrun()
     create, config = Trainer.create_accelerator_and_postprocess, {"version": 2, "reshard_after_forward": True}
 
     def told(trainer):
@@ -290,11 +289,6 @@ def with_fsdp2(context):
         trainer.train()
         assert isinstance(trainer.model, FSDPModule)
         return reported(trainer)
-
-
-def not_told(context):
-    """What RingTrainer says where accelerate was not told of the other ranks."""
-    return attempt(run, RingTrainer)
 
 
 def loaded(folder):
@@ -358,9 +352,9 @@ def test_what_would_be_wrong_is_refused_by_name(ring):
         assert "expected a Trainer without it" in ring[1][name]
 
 
-def test_sft_has_the_numbers_and_weights_of_one_process():
+def test_sft_has_the_numbers_and_weights_of_one_process(ring):
     """16 roundings of float32, in which TRL's head computes; num_tokens are whole numbers."""
-    (found, said), start = launch(sft_in_a_ring, 3)[0], weights_of(small_model())
+    (found, said, _), start = ring, weights_of(small_model())
     for case in SFT:
         (numbers, weights), (right, right_weights) = found[case], sft(SFTTrainer, case)
         assert {"loss", "entropy", "mean_token_accuracy", "num_tokens"} <= {name for name, x in right.items() if x}
@@ -381,15 +375,13 @@ def test_what_shards_do_not_have_is_refused(ring):
 
 
 def test_two_rings_are_a_trainer_on_two_processes():
-    same(launch(on_a_mesh, 4, 2)[0], launch(on_a_mesh, 2, 2)[0])
+    (result, said), (exact, _) = launch(on_a_mesh, 4, 2)[0], launch(on_a_mesh, 2, 2)[0]
+    same(result, exact)
+    assert "accelerate sees 1 process(es) of 4" in said
 
 
-def test_weights_that_fsdp2_shares_out_are_those_of_one_process():
-    same(launch(with_fsdp2, 3)[0], run(Trainer, "accumulation"))
-
-
-def test_a_trainer_that_was_not_told_of_the_ranks_is_refused():
-    assert "accelerate sees 1 process(es) of 2" in launch(not_told, 2)[0]
+def test_weights_that_fsdp2_shares_out_are_those_of_one_process(ring):
+    same(ring[0]["fsdp2"], run(Trainer, "accumulation"))
 
 
 def test_a_batch_is_padded_on_the_right():

@@ -163,12 +163,12 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("options", "said"), BAD)
-def test_bad_input_is_one_line_on_every_rank(ranks, tmp_path, data, options, said):
-    outcomes = ranks.outcomes(2, run, ["--out", tmp_path / "run", "--data", data, *options])
-    assert {outcome.kind for outcome in outcomes} == {"ValueError"}
-    for outcome in outcomes:
-        assert said in outcome.message.splitlines()[0]
+def test_bad_input_is_one_line_on_every_rank(ranks, tmp_path, data):
+    for options, said in BAD:
+        outcomes = ranks.outcomes(2, run, ["--out", tmp_path / "run", "--data", data, *options])
+        assert {outcome.kind for outcome in outcomes} == {"ValueError"}
+        for outcome in outcomes:
+            assert said in outcome.message.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -304,11 +304,6 @@ def test_plain_command_trains_on_one_process(tmp_path, data):
     assert lines[0] == "model     1 layers, hidden 16, 4 heads on 2, 11,312 parameters, fp32"
     assert re.fullmatch(r" +3/3 \[#{20}\] loss \d\.\d{4}, [\d,]+ tokens/s, MFU \d+%, [\d,]+ MB a rank", lines[-2])
     assert lines[-1].startswith("done      3 steps; the curve is ")
-    again = subprocess.run(
-        [sys.executable, "-m", "ringlab.models.train", *options], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
-    assert (again.returncode, again.stdout) == (2, "")
-    assert re.fullmatch(r"ringlab.models.train: .* holds an earlier run; add --resume .*\n", again.stderr)
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "-m", "ringlab.models.train"]
@@ -393,7 +388,9 @@ def run_until_killed(context, options, moment):
         run(context, options, before_step)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(it, marks=() if it == "publishing" else pytest.mark.exhaustive) for it in MOMENTS]
+)
 def test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_loads(ranks, tmp_path, data, unbroken, moment):
     out = tmp_path / "run"
     common = ["--out", out, "--data", data, "--steps", 9]

@@ -9,6 +9,7 @@ import pytest
 import ring_attn
 from bench import pages
 from notebooks import build, published_example
+from notebooks.puzzles.checks import PUZZLES
 from ring_doctor import catalogue
 from ring_doctor.catalogue import CATALOGUE
 from ringlab.planning import ways as planning_ways
@@ -64,9 +65,25 @@ def test_numbers_that_two_pages_show_are_those_of_the_code(capsys):
     assert f"each of {len(CATALOGUE)} known mistakes" in words(README)
     assert catalogue.main() == 0
     assert f"\n{len(CATALOGUE)} mistakes are known by what they return" in capsys.readouterr().out
+    assert f"linear attention over ranks: {len(catalogue.OF_STATES)} more mistakes." in words(README)
     trained, planned = (NUMBERS[len(it) - 1] for it in (ways.WAYS, planning_ways.WAYS))
     assert f"in {trained} ways of sharing a sequence (the planner compares {planned} of them)" in words(README)
     assert f"{planned} exact ways to share" in words(USE)
+    chinese = (ROOT / "docs/README.zh-CN.md").read_text()
+    trained, planned = ("一二三四五六七八九十"[len(it) - 1] for it in (ways.WAYS, planning_ways.WAYS))
+    for said in (f"{len(CATALOGUE)} 种已知错误", f"{trained}种切分序列的方式（规划器比较其中{planned}种）"):
+        assert said in chinese
+    count = {13: "thirteen", 14: "fourteen"}[len(PUZZLES)]
+    assert f"[{count} puzzles]" in MAP
+    assert f"Here are {count} puzzles" in (ROOT / "notebooks/puzzles/puzzles.py").read_text()
+
+
+def test_the_shortest_road_is_the_same_on_both_pages():
+    """The same steps in the same order, with links from where each page is."""
+    readme = re.findall(r"^\d\. \[.*\]\((\S+)\): (.*)$", README, re.M)
+    on_map = re.findall(r"^\d\. \[.*\]\((\S+)\): (.*)$", MAP, re.M)
+    assert [link.removeprefix("notebooks/") for link, _ in readme] == [link.removeprefix("../") for link, _ in on_map]
+    assert [text for _, text in readme] == [text for _, text in on_map]
 
 
 def words(text: str) -> str:

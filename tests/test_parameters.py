@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import ring_attn
 from ringlab.training import backward, flash_ring, grouped_query, overlap
@@ -24,7 +23,6 @@ from tests.extras import NEEDED
 from tests.gradients import gradients
 from tests.grouped_queries import expected, grouped_inputs
 from tests.refusals import all_of, refusal
-from tests.ways import ON_MESH, WAYS
 
 RINGS = {
     "ring_attn": ring_attn.ring_attention,
@@ -32,7 +30,7 @@ RINGS = {
     "backward": backward.ring_attention,
     "grouped_query": grouped_query.ring_attention,
     "scaled_dot_product_attention": flash_ring.scaled_dot_product_attention,
-    **WAYS,  # the ring among them
+    "ring": flash_ring.ring_flash_attention,  # with other schedules: tests/test_schedules.py
 }
 FORWARD_ONLY = {"ring_attn", "overlap"}
 UNGROUPED = {"ring_attn", "overlap", "backward"}  # as many heads of K and V as of Q
@@ -69,7 +67,7 @@ OPTIONS = [
     (name, option)
     for name, ring in RINGS.items()
     for option in inspect.signature(ring).parameters
-    if option not in INPUTS and (option != "group" or name not in ON_MESH)  # meshes: tests/test_schedules.py
+    if option not in INPUTS
 ]
 
 
@@ -90,7 +88,7 @@ def test_every_ring_and_parameter_is_here():
             )
             if function.__module__ == module.__name__ and name[0] != "_" and a_ring:
                 rings.add(function)
-    assert rings == {getattr(ring, "func", ring) for ring in RINGS.values()}
+    assert rings == set(RINGS.values())
     assert {parameter for _, parameter in OPTIONS} == {*MOVED, *REFUSED}
 
 
@@ -104,15 +102,6 @@ def options_of(name, **options):
     return {option: value for option, value in {"enable_gqa": True, **options}.items() if option in known}
 
 
-def on_mesh(name, world_size):
-    """The ring; and if it takes a mesh, on one of two devices in each row, or of one if the ranks are odd."""
-    ring = RINGS[name]
-    if name not in ON_MESH:
-        return ring
-    inside = 2 - world_size % 2
-    return functools.partial(ring, group=init_device_mesh("cpu", (world_size // inside, inside)))
-
-
 def results_on_rank(context, name, four, options):
     """This rank's chunks of out, dq, dk and dv, or of out where the ring is forward only; None outside the group."""
     members, layout = options.get("group", range(context.world_size)), options.get("layout", "contiguous")
@@ -122,7 +111,7 @@ def results_on_rank(context, name, four, options):
     mine = [shard(x, layout, members.index(context.rank), len(members)) for x in four]
     if "group" in options:
         options = {**options, "group": group}
-    ring = functools.partial(on_mesh(name, context.world_size), **options)
+    ring = functools.partial(RINGS[name], **options)
     return [ring(*mine[:3])] if name in FORWARD_ONLY else gradients(ring, *mine)
 
 
@@ -142,7 +131,7 @@ def test_a_moved_parameter_does_what_it_says_forward_and_backward(ranks, name, p
 
 def outcome_on_rank(context, name, four, options):
     q, k, v = (shard(x, "contiguous", context.rank, context.world_size) for x in four[:3])
-    return on_mesh(name, context.world_size)(q, k, v, **options)
+    return RINGS[name](q, k, v, **options)
 
 
 # All rings refuse in one function.

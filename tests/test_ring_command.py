@@ -166,6 +166,10 @@ def test_every_option_is_read():
     )
 
 
+def test_one_token_for_each_rank_is_enough():
+    assert command.parse(["--seq-len", "4"], 4, 4).seq_len == 4
+
+
 @pytest.mark.parametrize("mistake", [1e-3, float("nan")])
 def test_the_check_of_the_result_can_fail(capsys, mistake):
     q, k, v = random_qkv((1, 2, 300, 4))

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from bench.gradients_home import Circle
 from ringlab.training import overlap, schedule
-from ringlab.training.all_to_all import check_split, count, heads_of_ranks, meshes, runs
+from ringlab.training.all_to_all import count, runs
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.heads import check_split, heads_of_ranks, meshes
 from ringlab.training.masks import Mask
 from ringlab.training.overlap import two_buffers
 from ringlab.training.partition import Partition

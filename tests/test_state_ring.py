@@ -129,6 +129,7 @@ def results_on_rank(problem, rank, P):
         out, last = ring_linear_attention(**mine, **problem.options)
     results, given = [out], [d_out[:, :, at]]
     if last is not None:
+        assert last.untyped_storage().nbytes() == last.nbytes  # no view that keeps the states of all chunks
         results, given = [out, last], [*given, d_last.to(last.dtype)]
     gradients = torch.autograd.grad(results, list(mine.values()), given)
     return at, {"out": out.detach(), **dict(zip(mine, gradients, strict=True))}, None if last is None else last.detach()
@@ -207,6 +208,7 @@ def test_scale_moves_and_without_a_state_it_is_zero():
     empty = {**x, "state": torch.zeros_like(x["state"])}
     torch.testing.assert_close(alone.recurrence(**{**x, "state": None}), alone.recurrence(**empty))
     assert last.dtype == torch.float64
+    assert last.untyped_storage().nbytes() == last.nbytes
 
 
 # Mistakes, each of which the check above must see ---------------------------------------------------------------------
@@ -233,6 +235,11 @@ def patched(module, name, mistake):
     return lambda: mock.patch.object(module, name, mistake)
 
 
+def no_gradient(ctx, *d_states, right=state_ring.HandOn.backward):
+    ctx.way = lambda maps, chain, h, group: [h] * len(maps)  # zeros
+    return right(ctx, *d_states)
+
+
 MISTAKES = {
     "the state stays on its rank": way_with(lambda before, maps, chain, h: [torch.zeros_like(x) for x in before]),
     "the first state only": way_with(lambda before, maps, chain, h: [h for _ in before]),
@@ -241,7 +248,7 @@ MISTAKES = {
     "maps in the other order": patched(
         alone.Map, "after", lambda self, first: alone.Map(alone.kept(first.keep, self.keep), first(self.add))
     ),
-    "no gradient of the state": backward_with(lambda ctx, g: tuple(None if x is None else 0 * x for x in g)),
+    "no gradient of the state": patched(state_ring.HandOn, "backward", staticmethod(no_gradient)),
     "no gradient of the decay": backward_with(lambda ctx, g: (*g[:4], *(x * (i % 2) for i, x in enumerate(g[4:])))),
     "no gradient of the first state": backward_with(lambda ctx, g: (*g[:3], 0 * g[3], *g[4:])),
     "the whole gradient of the first state on each rank": backward_with(lambda ctx, g: (*g[:3], g[3] + 1, *g[4:])),

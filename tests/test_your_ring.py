@@ -9,7 +9,7 @@ import torch.distributed as dist
 from notebooks.checks import answers
 from notebooks.your_ring import checks
 from notebooks.your_ring import solution as step_6
-from notebooks.your_ring.messages import Message, Watch, words
+from notebooks.your_ring.messages import Watch
 from tests.commands import ROOT
 
 pytestmark = pytest.mark.slow  # the doctor starts processes
@@ -77,10 +77,8 @@ NO_GROUPS = solution(6).replace(
 LSE_OF_SMALL = "lse = scores.exp().sum(-1).log()\n    return scores.softmax(-1) @ v, lse"
 CHEATS = [  # step, file, what is said
     (1, "def attention(q, k, v):\n    return ...", "expected a pair (out, lse), got ellipsis"),
-    (1, "def attention(q, k, v):\n    return undefined", "it ends in NameError"),
     (1, "def attention(q, k, v):\n    return (q @ k.mT).softmax(-1) @ v, q", "not divided by the root of D"),
     (1, "attention: int = 1", "expected a function"),
-    (1, "def attention(q, k, v):\n    raise SystemExit", "it ends in SystemExit"),
     (1, solution(1).replace("    scores", "    q *= 0.5\n    scores", 1), "it changes its inputs"),
     (
         1,
@@ -90,8 +88,6 @@ CHEATS = [  # step, file, what is said
     (1, "def attention(q, k, v):\n    while True:\n        pass", "it was still running after 0.05 s"),
     (1, solution(1).replace("lse = torch.logsumexp(scores, dim=-1)", LSE_OF_SMALL), "lse: scores of some thousands"),
     (2, "from ringlab import ring_flash_attention as attention", "it imports ringlab; the ring is yours to write"),
-    (3, "import torch\ndef attention(q, k, v):\n    import ring_attn", "it imports ring_attn"),
-    (2, "def attention(q, k, v) return", "it raised SyntaxError"),
     (2, GATHERED, "this is no ring of sends to a neighbour: with 3 ranks, each rank r sends 1 x allgather"),
     (2, P_HOPS, "a rank sends too much: 2,304 bytes, and 2 hops of a block take 1,536"),
     pytest.param(6, NO_GROUPS, "it refuses P = 3, causal, zigzag, 4 query heads on 2", marks=LONG),
@@ -125,19 +121,6 @@ def test_a_cheat_is_told_why(number, file, words, tmp_path, monkeypatch):
     assert words in said
 
 
-def test_a_pair_may_be_a_list(tmp_path):
-    path = tmp_path / "in_a_list.py"
-    path.write_text(solution(1) + "\n\npair = attention\n\n\ndef attention(q, k, v):\n    return [*pair(q, k, v)]\n")
-    assert checks.step_1(path).endswith(": right")
-
-
-def test_arguments_may_come_in_a_dict(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "_examined", lambda number, path: "")  # the doctor's part
-    path = tmp_path / "in_a_dict.py"
-    path.write_text("def attention(q, k, v, **options):\n    return q")
-    assert checks.step_5(path).endswith(": right")
-
-
 def test_a_file_that_was_changed_is_read_again(tmp_path):
     path = tmp_path / "once_written.py"
     assert "once_written.py is not there" in checks.step_1(path)
@@ -149,13 +132,6 @@ def test_a_file_that_was_changed_is_read_again(tmp_path):
 
 def test_the_solution_that_the_notebook_shows_is_that_of_step_6():
     assert solution(6) == inspect.getsource(step_6)
-
-
-def test_messages_in_words():
-    here = [[Message("send", (rank + 1) % 3, 64), Message("recv", (rank - 1) % 3, 64)] * 2 for rank in range(3)]
-    assert words(here) == "each rank r sends 2 messages of 64 bytes to rank r + 1"
-    assert words([[], [], []]) == "each rank r sends nothing"
-    assert words([[Message("allreduce", None, 8)], [], []]).startswith("rank 0 sends 1 x allreduce of 8 bytes; rank 1")
 
 
 def gathered(context):

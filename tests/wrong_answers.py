@@ -940,6 +940,26 @@ def block(host, device):
     return answer
 
 
+RING_OF_STATES = {
+    "check_two_maps": [
+        (lambda a, x, b, y: (a @ b, b @ x + y), "a's matrix stands next to the state"),
+        (lambda a, x, b, y: (a * b, b @ x + y), "these are matrices"),
+        (lambda a, x, b, y: (b @ a, x + y), "what a has added goes through b too"),
+        (lambda a, x, b, y: (b @ a, a @ y + x), "a's matrix stands next to the state"),
+        (lambda a, x, b, y: (b @ x + y, b @ a), "in another order"),
+        (lambda a, x, b, y: b @ a, "expected shape (2, 2), got (2,)"),
+    ],
+    "check_state_gradient": [
+        (lambda keep, d_after, d_read: d_read, "nothing comes back from later ranks"),
+        (lambda keep, d_after, d_read: keep.T @ d_after, "own tokens read this state too"),
+        (lambda keep, d_after, d_read: keep @ d_after + d_read, "transposed"),
+        (lambda keep, d_after, d_read: keep.T @ (d_after + d_read), "through no map of this rank"),
+        (lambda keep, d_after, d_read: keep.T @ d_after + 2 * d_read, "off by up to"),
+        (lambda keep, d_after, d_read: d_after + d_read, "through this rank's map"),
+    ],
+}
+
+
 WRONG_ANSWERS = {
     **SOFTMAX,
     **BLOCKWISE,
@@ -958,6 +978,7 @@ WRONG_ANSWERS = {
     **WHAT_CONTEXT_IS_FOR,
     **RINGS_THAT_WERE_WRONG,
     **OTHER_WAYS,
+    **RING_OF_STATES,
 }
 
 # Of a formula: arguments, and there the right number and those of the common mistakes, in the order of the check. They
@@ -989,6 +1010,8 @@ FORMULAS = {
         64416, 23232],
     ("check_rank_loss", (87.83, 23, 73, 8, 6, 3)): [57.7512, 1.20315, 0.0250656, 7.2189, 9.62521, 173.254, 3.8187,
         183.297, 4215.84, 87.83],
+    ("check_scan_steps", (9,)): [4, 8, 3, 3.16993, 5, 5],
+    ("check_scan_steps", (70,)): [7, 69, 6, 6.12928, 8, 35],
     ("check_seconds", (2, 4, 2, 1, 11)): [19, 79, 22, 27, 19, 19, 25, 22, 16, 19],
     ("check_seconds", (3, 4, 2, 3, 7)): [33, 79, 33, 47, 24, 36, 43, 51, 33, 25],
     ("check_sent", (6, 126, 18, 1, 2, 8)): [3840, 4608, 2160, 3600, 6720, 960, 2880, 23040, 768, 480, 7680],

@@ -1,7 +1,7 @@
 """Rings of this project with one mistake each: a step of the real ring is replaced. The checks must reject all of them.
 
-On each rank: with FLASH["swapped"](): ... tests/test_wrong_rings.py says where each of them shows; tests/sick gives
-some to the doctor. By ring: BLOCKING, OVERLAPPED, BACKWARD, GROUPED and FLASH; WAYS are those of the other schedules.
+On each rank: with FLASH["swapped"](): ... SHOWS says where those of FLASH and WAYS show. tests/sick gives some
+to the doctor. By ring: BLOCKING, OVERLAPPED, BACKWARD, GROUPED, and FLASH, the trainable ring; WAYS: other schedules.
 """
 
 import contextlib
@@ -416,4 +416,48 @@ WAYS = {
     "a window of one more": replaced(lambda mask, at, S: right_keys(replace(mask, window=mask.window + 1), at, S)),
     "no global tokens": replaced(lambda mask, at, S: right_keys(mask, at, S)[:1]),
     "a hop too few": one_hop_less,
+}
+
+# Where they show -----------------------------------------------------------------------------------------------------
+
+ZIGZAG, STRIPED, FULL = {"causal": True, "layout": "zigzag"}, {"causal": True, "layout": "striped"}, {}
+SOMETIMES = {  # of the trainable ring: the cases in which a mistake shows, where not in all
+    "backward_without_a_mask": [ZIGZAG, STRIPED],
+    "contiguous_slices": [ZIGZAG, STRIPED],
+    "the_diagonal_hidden": [ZIGZAG],
+    "the_next_token_seen": [STRIPED],
+    "last_half_of_the_keys": [ZIGZAG],
+    "first_half_of_the_queries": [ZIGZAG],
+    "first_query_kept": [STRIPED],
+}
+FOUR, SIX, ON_FOUR = (4, 2, 48), (6, 3, 48), (2, 2)
+DOCUMENTS = {"causal": True, "documents": [1, 10, 37], "window": 23}
+WINDOW, SHORT = {"causal": True, "window": 20, "global_tokens": 3}, {"causal": True, "window": 5}
+SINKS = (4, 2, 48, {"causal": True}, None, torch.float32, 1, 4, 0, 1.0, None, torch.float32)
+CAPPED = (4, 2, 48, {"causal": True, "softcap": 2.0})
+# fmt: off
+SHOWS = {  # where the mistakes of the other ways show: a way, its ranks, a problem
+    "K/V head r mod G": [("all-to-all", 4, (8, 2, 48, {})), ("hybrid", (2, 4), (8, 2, 48, {}))],
+    "gradients of copies not added": [("all-to-all", 4, (8, 2, 48, {})), ("hybrid", ON_FOUR, (4, 1, 48, {}))],
+    "the layout is not undone": [("all-to-all", 3, (*FOUR, ZIGZAG)), ("hybrid", ON_FOUR, (*FOUR, ZIGZAG))],
+    "out goes back in order of rank": [("all-to-all", 3, (*FOUR, ZIGZAG))],
+    "rows taken for ranks": [("hybrid", ON_FOUR, (*FOUR, STRIPED))],
+    "gathered gradients are not added": [("all-gather", 3, (*SIX, {})), ("all-gather", 5, (6, 3, 60, ZIGZAG))],
+    "the slow hop a round early": [("double ring", (3, 2), (*FOUR, ZIGZAG))],
+    "sums of a turn not brought home": [("double ring", (3, 2), (*FOUR, ZIGZAG))],
+    "the block of another rank": [("shared memory", 3, (*FOUR, ZIGZAG)), ("two levels", ON_FOUR, (*FOUR, ZIGZAG))],
+    "gradients sent to the next rank, and not home":
+        [("ring", 4, (*FOUR, SHORT)), ("double ring", (3, 2), (*FOUR, SHORT))],
+    "sinks counted twice": [("ring", 4, SINKS)],
+    "the sinks of the first heads": [("all-to-all", 3, SINKS), ("hybrid", ON_FOUR, SINKS)],
+    "the mask before the cap": [("ring", 4, CAPPED)],
+    "a document leaks into the next": [("ring", 4, (*FOUR, DOCUMENTS)), ("all-gather", 3, (*FOUR, DOCUMENTS))],
+    "a window of one more": [("ring", 4, (*FOUR, WINDOW)), ("hybrid", ON_FOUR, (*FOUR, WINDOW))],
+    "no global tokens": [("ring", 4, (*FOUR, WINDOW))],
+    "a hop too few": [("ring", 4, (*FOUR, SHORT)), ("double ring", (3, 1), (*FOUR, SHORT))],
+}
+# fmt: on
+SHOWS |= {
+    wrong: [("ring", 4, (*FOUR, case, None, torch.float32, 1, 16)) for case in SOMETIMES.get(wrong, [ZIGZAG, FULL])]
+    for wrong in FLASH
 }

@@ -62,6 +62,7 @@ class Puzzle:
     block: str = "KV"  # what the film calls a block
     number_of: Callable[[float | None], int | None] | None = None  # of the block, from its first number; None: by owner
     alone: Callable[[int], set[int]] = lambda P: set()  # ranks that can do without a message
+    mistakes: Callable[[Inputs], dict[str, list[Any]]] = lambda inputs: {}  # what each rank returns after common ones
 
 
 class Verdict:
@@ -122,7 +123,7 @@ def _film(puzzle: Puzzle, run: Run, title: str) -> Callable[[], Picture]:
 def played(schedule: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
     P = len(inputs)
     run = play(schedule, inputs, puzzle.wires(P))
-    problem = run.fault or _wrong(run, puzzle.right(inputs))
+    problem = run.fault or _wrong(run, puzzle.right(inputs), puzzle.mistakes(inputs))
     deaf = set(range(P)) - {it.to for it in run.messages} - puzzle.alone(P)
     if not problem and deaf:
         problem = f"rank {min(deaf)} has a right result and received no message: data took another way than comm"
@@ -168,7 +169,7 @@ def _short(values: list[float]) -> str:
     return "any" if math.inf in values else written[0] if len(set(written)) == 1 else ", ".join(written)
 
 
-def _wrong(run: Run, right: list[Any]) -> str:
+def _wrong(run: Run, right: list[Any], mistakes: dict[str, list[Any]] | None = None) -> str:
     """What is wrong with the results, in a sentence; "": nothing."""
     for rank, expected in enumerate(right):
         if expected is None:
@@ -178,6 +179,8 @@ def _wrong(run: Run, right: list[Any]) -> str:
             raise StillOpen
         if isinstance(expected, Tensor):
             if problem := _off(output, expected):
+                named = (words for words, results in (mistakes or {}).items() if not _off(output, results[rank]))
+                problem = next(named, "") or _of_another(run, output, rank, right) or problem
                 return f"rank {rank} returns a wrong result: {problem}{_met(run, rank)}"
             continue
         several = isinstance(output, list | Tensor | ndarray)
@@ -186,8 +189,20 @@ def _wrong(run: Run, right: list[Any]) -> str:
             return f"rank {rank} returns {what}; expected a list of {len(expected)} tensors"
         for i, (mine, x) in enumerate(zip(output, expected, strict=True)):
             if problem := _off(mine, x):
+                problem = _of_another(run, mine, rank, [each and each[i] for each in right]) or problem
                 return f"rank {rank} returns a list whose number {i} is wrong: {problem}"
     return ""
+
+
+def _of_another(run: Run, x: Any, rank: int, right: list[Any]) -> str:
+    """Whose numbers a wrong result has, or whose result it is; "": nobody's."""
+    if not isinstance(x, Tensor):
+        return ""
+    owners = {run.owners.get(number) for number in x.flatten().tolist()}
+    if len(owners) == 1 and None not in owners:
+        return f"these are numbers of rank {owners.pop()}"
+    others = (j for j, result in enumerate(right) if j != rank and isinstance(result, Tensor) and not _off(x, result))
+    return next((f"that is what rank {j} must return" for j in others), "")
 
 
 def _met(run: Run, rank: int) -> str:
@@ -242,6 +257,18 @@ def _attention(inputs: Inputs) -> list[Tensor]:
     heads = q.shape[1] // k.shape[1]
     out = naive_attention(q, k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1))
     return _rows(out, len(inputs))
+
+
+def _mistaken(inputs: Inputs) -> dict[str, list[Any]]:
+    """Rows of attention whose blocks were put together wrongly. All ranks may have the same single query."""
+    P, same = len(inputs), inputs[0][0].shape[2] < inputs[0][1].shape[2]
+    q, copies = inputs[0][0] if same else _whole(inputs, 0), inputs[0][0].shape[1] // inputs[0][1].shape[1]
+    outs = torch.stack([naive_attention(q, *(x.repeat_interleave(copies, 1) for x in mine[1:3])) for mine in inputs])
+    wrong = {
+        "the blocks' averages were added: weigh each by its share of the sum of weights, as merge does": outs.sum(0),
+        "the mean of the blocks' averages: weigh each by its share of the sum of weights, as merge does": outs.mean(0),
+    }
+    return {words: [out] * P if same else _rows(out, P) for words, out in wrong.items()}
 
 
 def _masked(inputs: Inputs, visible: Tensor) -> list[Tensor]:
@@ -391,6 +418,7 @@ RING = Puzzle(
             least=lambda run: 1,
         ),
     ),
+    mistakes=_mistaken,
 )
 
 GROUPED = Puzzle(
@@ -400,6 +428,7 @@ GROUPED = Puzzle(
     _attention,
     lambda P: replace(_blocks(P), block=2 * H * C * C),
     (Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1), V_LEAVES, least=lambda run: 1),),
+    mistakes=_mistaken,
 )
 
 
@@ -585,6 +614,7 @@ TWO_RINGS = Puzzle(
             least=lambda run: run.world_size,
         ),
     ),
+    mistakes=_mistaken,
 )
 
 
@@ -672,6 +702,7 @@ TOKEN = Puzzle(
         Count("rounds", _time, _log2, goal=lambda P: P - 1, proof=DOUBLING),
     ),
     alone=lambda P: set(range(1, P)),
+    mistakes=_mistaken,
 )
 
 STATE_D, STATE_C = 4, 16  # puzzle 13: fewer numbers in a head, more tokens on a rank

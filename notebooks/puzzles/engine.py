@@ -11,6 +11,7 @@ Time in the record is not measured but counted: a message begins when both its r
 `Wires` says. So a schedule has the same time on every machine.
 """
 
+import dis
 import math
 import operator
 import os
@@ -21,10 +22,9 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
-from functools import wraps
-from inspect import getmembers
 from io import StringIO
 from multiprocessing.connection import Client, Connection, Listener, wait
+from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from notebooks.checks.answers import listed
-from notebooks.trial import CELL, Cell, Memory, cell_of
+from notebooks.trial import CELL, Cell, Memory, cell_of, forms_of, plain
 from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.online_softmax import State, finish, merge, start
@@ -47,6 +47,11 @@ OTHER_HOMES = [  # of a tensor's numbers
 ]  # fmt: skip
 OTHER_WAYS = ("os.", "socket.", "subprocess.", "mmap.", "ctypes.", "shutil.", "sqlite3.")  # what Python audits
 READING = ("os.listdir", "os.scandir", "os.walk", "os.fwalk")  # an import does
+OPEN = {"torch", "math", "numpy", "itertools", "functools", "operator", "collections", "typing", "builtins", "ringlab"}
+CLOSED = {  # names by which a schedule reaches what it is not given: counts, files, other processes
+    "getattr", "setattr", "vars", "globals", "locals", "eval", "exec", "compile", "open", "input", "breakpoint",
+    "save", "load", "from_file", "share_memory_", "distributed", "multiprocessing", "hub", "os", "sys", "tofile",
+}  # fmt: skip
 NAMES = {"torch": torch, "math": math, "start": start, "finish": finish, "merge": merge}  # that a schedule may use
 _pool = Ranks(size=5)
 
@@ -280,35 +285,51 @@ def _closed(closed: bool = True) -> Any:
         _only_comm = before
 
 
+_watched = False
+
+
 def _watch_other_ways() -> None:
-    """Once in each process: what moves tensors, or keeps bytes for other ranks, raises where `_only_comm` is set."""
+    """Once in each process: what keeps bytes for other ranks raises where `_only_comm` is set."""
+    global _watched
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
         written = event == "open" and bool((args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
         if _only_comm and (written or (event.startswith(OTHER_WAYS) and event not in READING)):
             raise ValueError(f"only messages of comm are counted: {event} is closed")
 
-    def refusing(owner: Any, name: str, method: Callable[..., Any]) -> None:
-        @wraps(method)
-        def call(*args: Any, **options: Any) -> Any:
-            if _only_comm:
-                raise ValueError(
-                    f"only messages of comm are counted: use comm.send and comm.recv, not {owner.__name__}.{name}"
-                )
-            return method(*args, **options)
+    if not _watched:
+        _watched, sys.dont_write_bytecode = True, True
+        sys.addaudithook(audit)
 
-        setattr(owner, name, call)
 
-    if getattr(torch.save, "__wrapped__", None):
-        return
-    for owner in (dist.ProcessGroup, dist.Store):
-        for name, method in getmembers(owner, callable):
-            if not name.startswith("__"):
-                refusing(owner, name, method)
-    for name in ("save", "from_file"):  # C++ writes the file, and no audit sees it
-        refusing(torch, name, getattr(torch, name))
-    sys.dont_write_bytecode = True
-    sys.addaudithook(audit)
+def way_around(function: Callable[..., Any]) -> str:
+    """What a schedule, or a function of its cell that it calls, uses beside `comm`, tensors and OPEN; "": nothing."""
+    main = plain(forms_of(function))
+    known, codes, seen = main.__globals__, [main.__code__], set()
+    while codes:
+        code = codes.pop()
+        seen.add(code)
+        inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+        for each in dis.get_instructions(code):
+            name = str(each.argval)
+            of_module, is_attribute = "IMPORT_NAME" in each.opname, each.opname.endswith(("_ATTR", "_METHOD"))
+            if is_attribute and (name.startswith("_") or name in CLOSED):
+                return f".{name}"
+            value = known.get(name) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
+            if of_module or isinstance(value, ModuleType):
+                parts = name.split(".") if of_module else value.__name__.split(".")
+                if parts[0] not in OPEN or CLOSED & set(parts):
+                    return name
+            elif each.opname == "LOAD_GLOBAL" and (name in CLOSED or name == "__import__"):
+                return name
+            methods = list(vars(value).values()) if isinstance(value, type) else [value]
+            own = [it.__code__ for it in methods if getattr(it, "__code__", None)]
+            inner += [it for it in own if it.co_filename == code.co_filename]
+            home = (getattr(value, "__module__", None) or "builtins").partition(".")[0]
+            if callable(value) and not own and home not in OPEN:
+                return name
+        codes += [each for each in inner if each not in seen]
+    return ""
 
 
 def _too_long(*_: Any) -> NoReturn:
@@ -524,6 +545,8 @@ def play(schedule: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], wires:
     """
     try:
         cell = cell_of(schedule)
+        if name := way_around(schedule):
+            raise ValueError(f"{name} is closed: a schedule has comm, tensors, and {', '.join(sorted(OPEN))}")
     except ValueError as error:
         return Run(len(inputs), fault=str(error), clocks=[0.0])
     # A view is pickled with all the memory that it is a view of: that of other ranks.

@@ -269,7 +269,7 @@ PROMPTS = (b"A ring reads.", b"Short.")
 NEW = 12
 
 
-def seeded(attention: Any, states: Any = ALONE, **sizes: int) -> Transformer:
+def seeded(attention: Any, states: Any = ALONE, **sizes: Any) -> Transformer:
     """A model of CONFIG's or these sizes with large random weights: its answers depend on the whole prompt."""
     torch.manual_seed(0)
     model = Transformer(replace(CONFIG, **sizes), attention, states)

@@ -116,10 +116,10 @@ def in_ring(attention: Attention) -> Mixers:
     def where() -> dict[str, Any]:
         return {"documents": attention.documents, "layout": attention.layout, "group": attention.group}
 
-    return mixers(
-        lambda *x: ring_short_convolution(*x, **where()),
-        lambda *x, **scale: ring_linear_attention(*x, **scale, **where())[0],
-    )
+    def attend(*x: Any, scale: float | None = None) -> Tensor:
+        return ring_linear_attention(*x, scale=scale, **where())[0]
+
+    return mixers(lambda *x: ring_short_convolution(*x, **where()), attend)
 
 
 def mixers(convolve: Callable[..., Tensor], attend: Callable[..., Tensor]) -> Mixers:

@@ -135,9 +135,9 @@ class LinearLayer(Layer):
     """The gated delta rule in place of attention. It needs no positions."""
 
     def __init__(self, config: Config, linear: Any) -> None:
-        """`linear` is a Linear, or whatever has such functions."""
+        """`linear` is a Linear, or an object with such functions."""
         super().__init__(config, linear)
-        H, channels = config.heads, (config.heads + 2 * config.kv_heads) * self.D
+        self.linear, H, channels = linear, config.heads, (config.heads + 2 * config.kv_heads) * self.D
         self.wz, self.gates = (nn.Linear(config.hidden, width, bias=False) for width in (config.hidden, 2 * H))
         self.taps = nn.Parameter(torch.empty(channels, 1, TAPS).uniform_(-(TAPS**-0.5), TAPS**-0.5))
         self.log_rate = nn.Parameter(torch.linspace(-4, 0, H))  # heads forget after 80 tokens, ... after 1 or 2
@@ -146,11 +146,11 @@ class LinearLayer(Layer):
     def attend(self, x: Tensor, at: Tensor) -> Tensor:
         n, wide = self.norm1(x), accumulation_dtype(x.dtype)  # (B, C, hidden)
         qkv = torch.cat([w(n) for w in (self.wq, self.wk, self.wv)], dim=2).mT  # (B, channels, C)
-        qkv = F.silu(self.attention.convolution(qkv, self.taps[:, 0])).unflatten(1, (-1, self.D)).mT
+        qkv = F.silu(self.linear.convolution(qkv, self.taps[:, 0])).unflatten(1, (-1, self.D)).mT
         q, k, v = qkv.split([self.config.heads, *[self.config.kv_heads] * 2], dim=1)  # (B, H, C, D), (B, G, C, D)
         beta, forget = self.gates(n).mT.to(wide).chunk(2, dim=1)  # (B, H, C)
         log_decay = -self.log_rate.to(wide).exp()[:, None] * F.softplus(forget + self.bias.to(wide)[:, None])
-        out, _ = self.attention.rule(F.normalize(q, dim=3), F.normalize(k, dim=3), v, log_decay, beta.sigmoid())
+        out, _ = self.linear.rule(F.normalize(q, dim=3), F.normalize(k, dim=3), v, log_decay, beta.sigmoid())
         return self.wo(self.norm3(out).transpose(1, 2).flatten(2) * F.silu(self.wz(n)))
 
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ringlab.planning.hidden_communication import AttentionLayer, gradient_bytes, hop_bytes
-from ringlab.training.all_to_all import check_split, heads_of_ranks
+from ringlab.training.heads import check_split, heads_of_ranks
 
 WAYS = ("ring", "double ring", "all-gather", "all-to-all", "hybrid")  # of one sequence
 

@@ -165,8 +165,8 @@ def fused_backward(
             _, _, seed, offset = aten._scaled_dot_product_efficient_attention(*token, None, True, scale=scale)
             lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
             needed = [True, True, True, False]  # dq, dk, dv, and no gradient of a bias
-            block = d_out, q, k, v, None, out, lse
-            d_q, d_k, d_v, _ = efficient_backward(*block, seed, offset, 0.0, needed, causal, scale=scale)
+            rest = out, lse, seed, offset, 0.0, needed, causal
+            d_q, d_k, d_v, _ = efficient_backward(d_out, q, k, v, None, *rest, scale=scale)
         else:
             delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, Sq)
             with torch.autocast(q.device.type, enabled=False):

@@ -44,10 +44,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringlab.support.agreement import check_mesh
 from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention
-from ringlab.training.all_to_all import AllToAll, Exchange, check_split, heads_of_ranks, meshes, order
+from ringlab.training.all_to_all import AllToAll, Exchange, order
 from ringlab.training.cases import CAUSAL, chunks_of_cases, random_inputs, report_ranks
 from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.heads import check_split, heads_of_ranks, meshes
 from ringlab.training.layouts import LAYOUTS, NAMED, layout_of
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition, every

@@ -31,6 +31,7 @@ Source: Katharopoulos et al. 2020, equations 16 to 20; Sun et al. 2023 (RetNet),
 """
 
 import sys
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -72,7 +73,8 @@ def checked_inputs(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, be
     if len(kinds) > 1 or not q.is_floating_point():
         raise ValueError(f"q, k and v are {kinds}; expected one floating dtype and one device: use x.to(q)")
     wide = accumulation_dtype(q.dtype)
-    q, k, v = (x.to(wide).repeat_interleave(H // x.shape[1], dim=1) for x in (q, k, v))
+    q, k, v = (x.to(wide) for x in (q, k, v))
+    q, k, v = (x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1) for x in (q, k, v))
     log_decay = (q.new_zeros(per_token) if log_decay is None else log_decay.to(wide)).view(*per_token, -1)
     return Inputs(q, k, v, log_decay, None if beta is None else beta.to(wide))
 
@@ -131,16 +133,22 @@ def kept(keep: Tensor, h: Tensor) -> Tensor:
     return keep * h if keep.shape[-1] == 1 else keep @ h
 
 
+def each_of(maps: Map) -> list[Map]:
+    """The maps of n chunks, keep and add (B, H, n, ...), one by one."""
+    return [Map(*each) for each in zip(maps.keep.unbind(2), maps.add.unbind(2), strict=True)]
+
+
+def states_along(maps: Map, h: Tensor) -> Tensor:
+    """The state before each of n chunks, and after the last: (B, H, n + 1, D, Dv), from h (B, H, D, Dv) on."""
+    return torch.stack([*accumulate(each_of(maps), lambda state, one: one(state), initial=h)], dim=2)
+
+
 class Chunks(NamedTuple):
     """n chunks as functions of the state before each: its output is local + read h, and its map gives the next."""
 
     local: Tensor  # (B, H, n, c, Dv): what the tokens read of their own chunk
     read: Tensor  # (B, H, n, c, D)
     map: Map  # (B, H, n, ...)
-
-    def maps(self) -> list[Map]:
-        """The map of each chunk, in order."""
-        return [Map(*each) for each in zip(self.map.keep.unbind(2), self.map.add.unbind(2), strict=True)]
 
 
 def decays_between(log_decay: Tensor) -> Tensor:
@@ -151,7 +159,7 @@ def decays_between(log_decay: Tensor) -> Tensor:
     j = torch.arange(log_decay.shape[-2], device=log_decay.device)[:, None]
     t = j[:, None]
     sums = log_decay[..., None, :].masked_fill(t <= j, 0.0).cumsum(dim=-3)  # over the tokens t after j, up to i
-    return sums.exp().masked_fill(t < j, 0.0)
+    return sums.masked_fill_(t < j, -torch.inf).exp_()
 
 
 def products(q: Tensor, k: Tensor, between: Tensor) -> Tensor:
@@ -171,8 +179,9 @@ def in_chunks(x: Inputs, scale: float, size: int | None = None) -> Chunks:
     missing = -x.q.shape[2] % size  # tokens that write nothing and keep everything
 
     def cut(y: Tensor) -> Tensor:
-        padding = (0, 0) * (y.dim() - 3) + (0, missing)
-        return torch.nn.functional.pad(y, padding).unflatten(2, (-1, size))
+        if missing:  # pad would copy else
+            y = torch.nn.functional.pad(y, (0, 0) * (y.dim() - 3) + (0, missing))
+        return y.unflatten(2, (-1, size))
 
     q, k, u, log_decay = scale * cut(x.q), cut(x.k), cut(x.v), cut(x.log_decay)
     between = decays_between(log_decay)  # (B, H, n, c, c, 1 or D)
@@ -190,14 +199,9 @@ def in_chunks(x: Inputs, scale: float, size: int | None = None) -> Chunks:
     return Chunks(scores @ u, read, Map(keep, left.mT @ u))
 
 
-def from_state(chunks: Chunks, h: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """The output (B, H, tokens, Dv) of chunks that begin with the state h (B, H, D, Dv), and the state after them."""
-    states = []
-    for each in chunks.maps():
-        states.append(h)
-        h = each(h)
-    out = chunks.local + chunks.read @ torch.stack(states, dim=2)
-    return out.flatten(2, 3)[:, :, :tokens], h
+def outputs(chunks: Chunks, states: Tensor, tokens: int) -> Tensor:
+    """The output (B, H, tokens, Dv) of n chunks, from `states_along`."""
+    return (chunks.local + chunks.read @ states[:, :, :-1]).flatten(2, 3)[:, :, :tokens]
 
 
 def linear_attention(
@@ -218,8 +222,9 @@ def linear_attention(
     """
     x = checked_inputs(q, k, v, log_decay, beta)
     h = empty_state(x) if state is None else state.to(x.k.dtype)
-    out, h = from_state(in_chunks(x, resolve_scale(scale, q.shape[-1]), size), h, q.shape[2])
-    return out.to(q.dtype), h
+    chunks = in_chunks(x, resolve_scale(scale, q.shape[-1]), size)
+    states = states_along(chunks.map, h)
+    return outputs(chunks, states, q.shape[2]).to(q.dtype), states[:, :, -1].clone()
 
 
 def main() -> int:

@@ -51,10 +51,12 @@ from ringlab.training.linear_attention import (
     Inputs,
     Map,
     checked_inputs,
+    each_of,
     empty_state,
-    from_state,
     in_chunks,
+    outputs,
     recurrence,
+    states_along,
 )
 from ringlab.training.masks import Mask, lengths_of
 from ringlab.training.partition import Partition
@@ -134,31 +136,47 @@ Way = Callable[[Sequence[Map], Chain, Tensor, ProcessGroup | None], list[Tensor]
 WAYS: dict[str, Way] = {"hops": by_hops, "scan": by_scan, "gather": by_gather}
 
 
+def together(maps: Map) -> Map:
+    """One map in place of those of n chunks."""
+    return reduce(lambda first, then: then.after(first), each_of(maps))
+
+
 class HandOn(torch.autograd.Function):
-    """The state before each of this rank's runs, and backward the gradient of the state behind each."""
+    """The states along each of this rank's runs, as `states_along` gives them, and backward their gradients.
+
+    It is one function for a whole run: autograd would keep and walk the maps of all chunks one by one.
+    """
 
     @staticmethod
     def forward(ctx: Any, way: Way, chain: Chain, group: Any, h: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
-        """`maps` are keep and add of each run; h (B, H, D, Dv) is the state before the sequence."""
+        """`maps` are keep and add of each run's chunks; h (B, H, D, Dv) is the state before the sequence."""
         runs = [Map(*pair) for pair in zip(maps[::2], maps[1::2], strict=True)]
-        before = way(runs, chain, h, group)
+        before = way([together(run) for run in runs], chain, h, group)
+        states = tuple(states_along(*each) for each in zip(runs, before, strict=True))
         ctx.way, ctx.chain, ctx.group = way, chain, group
-        ctx.save_for_backward(*maps[::2], *before)
-        return tuple(state.clone() for state in before)  # autograd wants outputs that are no inputs
+        ctx.save_for_backward(*maps[::2], *states)
+        return states
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, *d_before: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *d_states: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # asked for once: activation checkpointing computes them anew, and once only
-        keeps, before = saved[: len(d_before)], saved[len(d_before) :]
-        square = keeps[0].shape[-1] == keeps[0].shape[-2]
-        back = [Map(keep.mT if square else keep, d) for keep, d in zip(keeps, d_before, strict=True)]
-        behind = ctx.way(back[::-1], ctx.chain[::-1], torch.zeros_like(d_before[0]), ctx.group)[::-1]
-        gradients: list[Tensor] = []
-        for keep, h, d in zip(keeps, before, behind, strict=True):
-            gradients += [(d * h).sum_to_size(keep.shape) if keep.shape[-1] == 1 else d @ h.mT, d]
+        keeps, states = saved[: len(d_states)], saved[len(d_states) :]
+        d_after = [d[:, :, -1] for d in d_states]  # of the state after each run
+        numbers = keeps[0].shape[-1] == 1
+        runs = [  # the other way: d_h before a chunk = keepᵀ d_h after it + d_read
+            Map((keep if numbers else keep.mT).flip(2), d[:, :, :-1].flip(2))
+            for keep, d in zip(keeps, d_states, strict=True)
+        ]
+        wholes = [one._replace(add=one(d)) for one, d in zip(map(together, runs), d_after, strict=True)]
+        behind = ctx.way(wholes[::-1], ctx.chain[::-1], torch.zeros_like(d_after[0]), ctx.group)[::-1]
+        d_along = [states_along(run, d + more).flip(2) for run, d, more in zip(runs, d_after, behind, strict=True)]
+        d_maps: list[Tensor] = []
+        for keep, along, d in zip(keeps, states, d_along, strict=True):
+            h, d = along[:, :, :-1], d[:, :, 1:]  # the state before each chunk, the gradient of that after it
+            d_maps += [(d * h).sum_to_size(keep.shape) if numbers else d @ h.mT, d]
         first = ctx.chain[0] == neighbours(ctx.group)[0]
-        return None, None, None, back[0](behind[0]) if first else torch.zeros_like(d_before[0]), *gradients
+        return None, None, None, d_along[0][:, :, 0] if first else torch.zeros_like(d_after[0]), *d_maps
 
 
 def check_layout_of_states(layout: str) -> None:
@@ -237,12 +255,10 @@ def ring_linear_attention(
         x = x._replace(log_decay=x.log_decay.masked_fill(starts.to(q.device)[:, None], -torch.inf))
     parts = zip(*([None] * len(mine) if y is None else y.split(mine, dim=2) for y in x), strict=True)
     chunks = [in_chunks(Inputs(*part), scale) for part in parts]
-    maps = [reduce(lambda first, then: then.after(first), run.maps()) for run in chunks]
     h = empty_state(x) if state is None else state.to(x.k.dtype)
-    before = HandOn.apply(WAYS[way], chain, group, h, *(y for one in maps for y in one))
-    results = [from_state(*each) for each in zip(chunks, before, mine, strict=True)]
-    out = torch.cat([out for out, _ in results], dim=2).to(q.dtype)
-    return out, results[-1][1] if chain[-1] == rank else None
+    states = HandOn.apply(WAYS[way], chain, group, h, *(y for run in chunks for y in run.map))
+    out = torch.cat([outputs(*each) for each in zip(chunks, states, mine, strict=True)], dim=2)
+    return out.to(q.dtype), states[-1][:, :, -1].clone() if chain[-1] == rank else None
 
 
 def chunks_on_rank(context: RankContext, whole: Sequence[Tensor], layout: str, way: str) -> list[Tensor]:
