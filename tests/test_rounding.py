@@ -226,7 +226,7 @@ def test_what_a_fused_kernel_and_merges_may_be_off_by_hand():
 
 
 def test_what_a_saturated_softcap_may_be_off_by_hand():
-    """tanh is 1 and its slope 0: the exact gradients are 0, and what is left is the rounding of the slope, 10 u a key."""
+    """tanh is 1 and its slope 0: exact gradients are 0, and what is left is the rounding of the slope, 10 u a key."""
     q, k, v = torch.full((1, 1, 1, 1), 100.0), torch.tensor([[[[1.0], [-0.5]]]]), torch.tensor([[[[1.0], [-1.0]]]])
     rights = exact_attention(q, k, v, torch.ones(1, 1, 1, 1), scale=1.0, softcap=2.0)
     u, p = torch.finfo(torch.float32).eps / 2 + torch.finfo(torch.float64).eps / 2, 1 / (1 + math.exp(-4))
