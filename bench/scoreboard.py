@@ -10,8 +10,7 @@ it predicts the order, or if the loser is within 5 % of the winner.
 
 The rows of published.json are of three sets: "fitted", with which the constants were fitted; "later" and "more", with
 which they were not, but for FRAMEWORK, fitted on NeMo's steps. A row names who measured it and where it was printed,
-the level of its kernels, and its GPU. A row with "apart" is not counted, and says why. The worst row, 4,096 tokens on 8
-GPUs without NVLink, is short: a hop of 512 tokens, where latencies that nobody measured there decide.
+the level of its kernels, and its GPU. A row with "apart" is not counted, and says why.
 
 Shapes: numbers only.
 
@@ -306,6 +305,8 @@ def main() -> int:
     for kind in sorted({each.kind for each in times(marked)}):
         show_errors(kind, [each.error for each in times(marked) if each.kind == kind])
     show_errors("all times", [each.error for each in times(marked)])
+    worst = max(times(marked), key=lambda each: abs(each.error))
+    print(f"        the worst: {' '.join(worst.name.split())}: {worst.row.get('note', 'no reason is known')}")
     show_errors("memory", [each.error for each in marked if each.what == "peak_gib"])
     for source in dict.fromkeys(each.row["source"] for each in apart):
         show_errors(f"apart: {source}", [each.error for each in apart if each.row["source"] == source])

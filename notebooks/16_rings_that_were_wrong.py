@@ -100,7 +100,7 @@ assert max(off[1] + off[2]) < 1e-14
 assert all(off[P][0] < 1e-14 and min(off[P][1:]) > 0.1 for P in (3, 4))
 
 # %% [markdown]
-# We ran the library's class itself, unmodified, in float64: the same pattern ([report](../ring_doctor/patients/findings/diffusers.md)).
+# We ran the library's class itself, unmodified, in float64: the same pattern ([report](../ring_doctor/patients/findings/README.md#diffusers)).
 # Which line of the loop is wrong?
 #
 # <details><summary>Guess first. Then open.</summary>

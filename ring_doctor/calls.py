@@ -7,6 +7,7 @@ An option means what it means in ../ringlab/training/flash_ring.py, and has this
     window_size    flash-attn's pair (left, right): a window of w keys is (w - 1, 0), no window (-1, -1)
     cu_seqlens     the documents of the whole sequence by where each begins, and its end: int32, documents + 1 numbers
     sinks          attention sinks, a learned logit (H,) in the softmax of each query head
+    log_decay, g   of a state ring (B, H, C); decay is e^log_decay. Its beta has this shape, too
 
 Shapes: q (B, H, C, D), k and v (B, G, C, D) of this rank's tokens; out like q; lse (B, H, C), natural, or in another of
 the shapes that `lse_of` knows. With tensors "bshd" they are (B, C, H, D) and (B, C, G, D), with "sbhd" (C, B, H, D).
@@ -20,7 +21,7 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -47,6 +48,8 @@ NAMES = {  # an option: the names of it
     "documents": ("documents", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"),
     "window": ("window", "window_size"),
     "sinks": ("sinks",),
+    "log_decay": ("log_decay", "g", "decay"),
+    "beta": ("beta",),
 }
 OPTION = {name: option for option, names in NAMES.items() for name in names}
 TENSORS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}  # where their dimensions are in ours
@@ -99,18 +102,24 @@ def hides_arguments(function: Callable[..., Any]) -> bool:
 
 
 def values(
-    takes: dict[str, inspect.Parameter], case: Case, group: ProcessGroup | None, device: torch.device
+    takes: dict[str, inspect.Parameter],
+    case: Case,
+    group: ProcessGroup | None,
+    device: torch.device,
+    of_states: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """The arguments for a case, by the names of the signature."""
     layout = layout_of(case.layout)
     ends = [0, *accumulate(case.documents or (case.seq_len,))]
     given: dict[str, Any] = {name: getattr(case, name) for name in ("causal", "scale", "documents", "window")}
-    given |= {"group": group, "layout": case.layout if callable(layout) else layout}
+    given |= {"group": group, "layout": case.layout if callable(layout) else layout, "log_decay": None, "beta": None}
+    given |= of_states or {}
     given["sinks"] = case.sink_scores().to(device) if case.sinks else None
     forms = {  # of what is given, and of what must be given although the case has none
         "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
         "group": group or dist.group.WORLD,
         "window_size": (-1, -1) if case.window is None else (case.window - 1, 0),
+        **({"decay": given["log_decay"].exp()} if of_states and "log_decay" in of_states else {}),
         **dict.fromkeys(NAMES["documents"][1:], torch.tensor(ends, dtype=torch.int32, device=device)),
     }
     needed = [name for name, of in takes.items() if given[OPTION[name]] is not None or of.default is of.empty]
@@ -119,20 +128,21 @@ def values(
 
 def theirs(patient: "Patient", x: Tensor) -> Tensor:
     """A view of x (B, H, C, D) in the order of dimensions that the function takes."""
-    return x.permute(TENSORS[patient.tensors])
+    return x.permute(TENSORS[patient.tensors][: x.dim()])
 
 
 def ours(patient: "Patient", x: Tensor) -> Tensor:
     """A view (B, H, C, D) of a tensor of the function."""
-    return x.permute(torch.tensor(TENSORS[patient.tensors]).argsort().tolist())
+    return x.permute(torch.tensor(TENSORS[patient.tensors][: x.dim()]).argsort().tolist())
 
 
 def call(
-    patient: "Patient", case: Case, q: Tensor, k: Tensor, v: Tensor, group: ProcessGroup | None = None
+    patient: "Patient", case: Case, given: dict[str, Tensor], group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """This rank's out (B, H, C, D), and lse (B, H, C) if it is returned. Raises WrongResult for other results."""
-    options = values(arguments_of(patient.name, patient.function), case, group, q.device)
-    inputs = [theirs(patient, x) for x in (q, k, v)]
+    q, of_states = given["q"], {name: theirs(patient, x) for name, x in given.items() if name not in "qkv"}
+    options = values(arguments_of(patient.name, patient.function), case, group, q.device, of_states)
+    inputs = [theirs(patient, given[name]) for name in "qkv"]
     returned = patient.function(*inputs, **options)
     out, lse = returned[:2] if isinstance(returned, tuple | list) and len(returned) > 1 else (returned, None)
     expected = inputs[0].shape
@@ -142,7 +152,7 @@ def call(
             f"{patient.name} returned {got}; expected the output of this rank's queries, shape {tuple(expected)}, or "
             f"(output, lse)"
         )
-    return ours(patient, out), lse_of(patient, lse, q) if isinstance(lse, Tensor) else None
+    return ours(patient, out), lse_of(patient, lse, q) if isinstance(lse, Tensor) and not patient.state else None
 
 
 def lse_of(patient: "Patient", lse: Tensor, q: Tensor) -> Tensor | None:
@@ -204,7 +214,7 @@ def ask_on_rank(
         before, random = [x.clone() for x in chunks], _generator(context)
         first = _results(patient, question, chunks, group)
         first.draws = not torch.equal(_generator(context), random)
-        for name, x, y in zip(("q", "k", "v", "dO"), chunks, before, strict=True):
+        for name, x, y in zip((*case.names, "dO"), chunks, before, strict=True):
             if not torch.equal(x, y):
                 first.faults.append(f"it changed its input {name}")
         if question.how == "twice" and not first.faults:
@@ -225,7 +235,7 @@ def _chunks(context: RankContext, patient: "Patient", question: "Question", rank
         handed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in handed]
     chunks = [ours(patient, x) for x in handed]
     if question.how == "views":
-        chunks[3] = chunks[3][:, :, :1, :1].expand_as(chunks[3])
+        chunks[-1] = chunks[-1][:, :, :1, :1].expand_as(chunks[-1])
     return [x.float() for x in chunks] if question.how == "autocast" else chunks
 
 
@@ -233,26 +243,27 @@ def _results(
     patient: "Patient", question: "Question", chunks: list[Tensor], group: dist.ProcessGroup | None
 ) -> RankResults:
     """The results of one forward pass and one backward pass; where two are asked for, those of the telling one."""
-    frozen = FROZEN.get(question.how, "") if patient.gradients and question.how != "without gradients" else "qkv"
-    leaves = {name: x.detach().requires_grad_(name not in frozen) for name, x in zip("qkv", chunks, strict=False)}
+    names, *_, d_out = question.case.names, *chunks
+    frozen: Collection[str] = FROZEN.get(question.how, ())
+    frozen = frozen if patient.gradients and question.how != "without gradients" else names
+    leaves = {name: x.detach().requires_grad_(name not in frozen) for name, x in zip(names, chunks, strict=False)}
 
     def forward(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         needed = any(x.requires_grad for x in inputs.values())
         autocast = torch.autocast(inputs["q"].device.type, torch.bfloat16, enabled=question.how == "autocast")
         with torch.set_grad_enabled(needed), autocast:
-            return call(patient, question.case, inputs["q"], inputs["k"], inputs["v"], group)
+            return call(patient, question.case, inputs, group)
 
     out, lse = forward(leaves)
     if question.how == "interleaved":  # the passes of a second layer, between those of the first
         others = {name: x.detach().flip(-1).requires_grad_() for name, x in leaves.items()}
-        _gradients(forward(others)[0], others, chunks[3])
+        _gradients(forward(others)[0], others, d_out)
     found = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
     of_lse = lse if question.how == "gradient of lse" else None
-    first = _gradients(out, leaves, chunks[3], of_lse, again=question.how == "two backward passes")
+    gradients = _gradients(out, leaves, d_out, of_lse, again=question.how == "two backward passes")
     if question.how == "two backward passes":
-        second = _gradients(out, leaves, chunks[3])
-        first = second  # the telling one: where it is right, so was the first
-    return RankResults(found | first, lse_grad=lse is not None and lse.requires_grad)
+        gradients = _gradients(out, leaves, d_out)
+    return RankResults(found | gradients, lse_grad=lse is not None and lse.requires_grad)
 
 
 def _gradients(

@@ -6,7 +6,7 @@ The numbers show what random numbers hide: overflow, sums in 16 bits, the weight
 
     normal             random, 1.5 times a standard normal q
     large              every score is about 800 or about -800: e^800 overflows and e^-800 is 0
-    silent rank        no number of the last rank's out enters the loss
+    silent rank        no number of the last rank's out enters the loss, as where a rank has nothing but padding
     16-bit sums        a right ring of 4 ranks rounds nothing to 16 bits, one that sums in 16 bits does; gradients alike
     X-ray 1, X-ray 2   the results are the weights W of attention and the gradients dS of its scores
 
@@ -26,6 +26,7 @@ Source: Liu et al. 2024, equation 1; Dao et al. 2022, algorithm 4, for the X-ray
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,14 +59,17 @@ class Case:
     inputs: str = "normal"  # a name in INPUTS
     seed: int = 0
 
-    def whole(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v and d_out of the whole sequence, in the case's dtype."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple("qkv")  # the inputs that have gradients
+
+    def whole(self) -> tuple[Tensor, ...]:
+        """The inputs and d_out of the whole sequence, in the case's dtype."""
         generator = torch.Generator().manual_seed(self.seed)
         q_shape, k_shape = ((self.batch, n, self.seq_len, self.head_dim) for n in (self.heads, self.kv_heads))
         shapes = q_shape, k_shape, k_shape, q_shape
         numbers = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        q, k, v, d_out = (x.to(self.dtype) for x in INPUTS[self.inputs](self, *numbers))
-        return q, k, v, d_out
+        return tuple(x.to(self.dtype) for x in INPUTS[self.inputs](self, *numbers))
 
     def sink_scores(self) -> Tensor:
         """(H,): the learned logit of each query head, in the case's dtype."""
@@ -90,15 +94,14 @@ class Case:
 
     @property
     def large_tiles(self) -> bool:
-        """Whether a rank has more tokens than a tile of a usual kernel, 128."""
-        return self.seq_len > 128 * self.world_size
+        return self.seq_len > 128 * self.world_size  # a rank has more than a tile of a usual kernel
 
     @property
     def equal_chunks(self) -> bool:
         return len({len(self.positions(rank)) for rank in range(self.world_size)}) == 1
 
     def visible(self) -> Tensor:
-        """(S, S) bool: True where the query, a row, sees the key, a column."""
+        """(S, S) bool: whether the query, a row, sees the key, a column."""
         return _visible(self.seq_len, self.causal, self.documents, self.window)
 
     def right(self) -> dict[str, Right]:
@@ -116,7 +119,7 @@ class Case:
         return f"{said}, {self.layout}"
 
     def features(self) -> list[str]:
-        """What else is asked, the same words for every number of ranks: ["batch of 2", "C = 6"]."""
+        """What else is asked, the same words for all numbers of ranks: ["batch of 2", "C = 6"]."""
         first = ", ".join(map(str, (self.documents or ())[:-1]))
         said = [f"documents of {first} and the other tokens"] * bool(first)
         said += [f"window of {self.window}"] if self.window else []
@@ -156,9 +159,8 @@ def layout_of(name: str) -> str | Layout | Callable[[int, int, int], Tensor]:
 
 @lru_cache(maxsize=512)
 def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, window: int | None) -> Tensor:
-    mask = Mask(causal, documents, window)
+    mask, keys = Mask(causal, documents, window), torch.arange(seq_len)
     mask.check_length(seq_len)
-    keys = torch.arange(seq_len)
     seen = torch.zeros(seq_len, seq_len, dtype=torch.bool)
     for first, end in mask.visible_keys(keys, seq_len):
         seen |= (first[:, None] <= keys) & (keys < end[:, None])
@@ -171,8 +173,8 @@ def _right(case: Case) -> dict[str, Right]:
         return _right_with_sinks(case)
     runs = case.documents is not None or case.window is not None
     visible = case.visible() if runs else None  # a causal mask of a long sequence takes no S x S numbers
-    options = {"causal": case.causal, "visible": visible, "scale": case.scale, "fused_blocks": case.world_size}
-    exact = partial(exact_attention, **options)
+    options: Any = {"visible": visible, "scale": case.scale, "fused_blocks": case.world_size}
+    exact = partial(exact_attention, causal=case.causal, **options)
     if case.inputs not in UNROUNDED:
         return exact(*case.whole())
     wide = exact(*(x.float() for x in case.whole()))
@@ -196,8 +198,6 @@ def _right_with_sinks(case: Case) -> dict[str, Right]:
     return results | {name: replace(x, exact=x.exact[own], sums=x.sums[own]) for name, x in of_heads.items()}
 
 
-# The numbers ---------------------------------------------------------------------------------------------------------
-
 RUNS = ("X-ray 1", "X-ray 2")
 FOUR = 4  # ranks of the inputs of which a right ring rounds nothing to 16 bits
 HIDES = 16.0, -32.0  # a number of q and a number of k: their score is so low that its weight is 0 beside a score of 0
@@ -212,7 +212,6 @@ def _large(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterab
 
 
 def _silent_rank(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
-    """As where a rank holds nothing but padding."""
     d_out[:, :, case.positions(case.world_size - 1)] = 0
     return 1.5 * q, k, v, d_out
 
@@ -272,15 +271,15 @@ def _in_order(case: Case) -> Tensor:
 
 
 def _patterns(rows: Sequence[Sequence[float]], heads: int, columns: int) -> Tensor:
-    """(1, heads, 4, columns): a row of numbers for each column, another one for the next column or head."""
+    """(1, heads, 4, columns): a row of numbers for each column, the next one for the next column or head."""
     row = (torch.arange(heads)[:, None] + torch.arange(columns)) % len(rows)
     return torch.tensor(rows, dtype=torch.float64)[row].mT[None]
 
 
 def _of_xray(case: Case, *_: Tensor) -> Iterable[Tensor]:
     heads = case.heads, case.kv_heads, case.kv_heads, case.heads
-    run = probes(case.seq_len, case.head_dim, case.scale)[case.inputs]
-    return [x.expand(-1, n, -1, -1) for x, n in zip(run, heads, strict=True)]
+    run = zip(probes(case.seq_len, case.head_dim, case.scale)[case.inputs], heads, strict=True)
+    return [x.expand(-1, n, -1, -1) for x, n in run]
 
 
 def probes(seq_len: int, head_dim: int, scale: float | None = None) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:

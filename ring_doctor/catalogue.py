@@ -1,4 +1,4 @@
-"""All the mistakes that the doctor knows: those of six tables by what they return, and some by the way to ask.
+"""All the mistakes that the doctor knows: those of seven tables by what they return, and some by the way to ask.
 
 Shapes: those of paper_ring.py.
 
@@ -8,7 +8,7 @@ Shapes: those of paper_ring.py.
     ...
 
 Before: mistakes_of_merging.py, mistakes_of_travel.py, mistakes_of_masks.py, mistakes_of_other_ways.py,
-mistakes_of_gradients.py, mistakes_of_backward.py.
+mistakes_of_gradients.py, mistakes_of_backward.py, mistakes_of_states.py.
 After: diagnosis.py, which compares a ring with all of them.
 Source: each entry names who had it, where that is public; BY_WAY is what the users of public rings met.
 """
@@ -24,6 +24,7 @@ from ring_doctor import (
     mistakes_of_travel,
 )
 from ring_doctor.mistakes import CATALOGUE, entry
+from ring_doctor.mistakes_of_states import MISTAKES as OF_STATES
 from ring_doctor.names import module_named
 
 TABLES = (
@@ -84,12 +85,14 @@ def enter(name: str) -> None:
 
 
 def main() -> int:
-    every = CATALOGUE | {mistake.name: mistake for mistake in BY_WAY.values()}
+    others = (*BY_WAY.values(), *OF_STATES)
+    every = CATALOGUE | {mistake.name: mistake for mistake in others}
     for name, mistake in sorted(every.items()):
         print(f"{name}: {mistake.what}")
         if mistake.wild:
             print(f"    had it: {', '.join(mistake.wild)}")
-    print(f"{len(CATALOGUE)} mistakes are known by what they return, {len(every) - len(CATALOGUE)} by when they show")
+    print(f"{len(CATALOGUE)} mistakes are known by what they return, {len(BY_WAY)} by when they show")
+    print(f"{len(OF_STATES)} mistakes of rings of states")
     return 0
 
 

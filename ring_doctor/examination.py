@@ -67,8 +67,7 @@ class Examination:
 
     @property
     def healthy(self) -> bool:
-        """Whether what the patient claims is right."""
-        return not self.faults
+        return not self.faults  # what the patient claims is right
 
     @property
     def beyond(self) -> dict[str, Answer]:
@@ -79,11 +78,6 @@ class Examination:
     def changes(self) -> list[Answer]:
         """The answers that were other ones when the patient was asked again."""
         return [answer for answer in self.answers if answer.changes]
-
-    def remark(self, sentence: str) -> None:
-        """Add a remark, once."""
-        if sentence not in self.remarks:
-            self.remarks.append(sentence)
 
 
 def never_claimed(answer: Answer) -> bool:
@@ -124,7 +118,7 @@ def examine(
     if quick:
         every = sum(len(list(questions(found.patient, P, _dtype(found), seed))) for P in found.patient.worlds)
         share = f"quick: {len(found.answers)} of {every} questions"
-        found.remark(f"{share}; the others ask the same under another mask or with another number of ranks")
+        found.remarks.append(f"{share}; the others ask the same under another mask or with another number of ranks")
     return found
 
 
@@ -139,8 +133,7 @@ def _check_that_it_answers(found: Examination) -> None:
         raise CannotExamine(f"{name} answers no question: {answers[-1].says}")
     if not found.healthy:
         return
-    for answer in answers:
-        _check_that_it_is_in_time(answer, name)
+    _check_that_it_is_in_time(name, *answers)
     must = [answer for answer in answers if not answer.question.feature]
     asked, answered = ({kind(it.question) for it in must if it.state != state} for state in (None, REFUSED))
     if len(answered) < LEAST * len(asked):
@@ -151,11 +144,11 @@ def _check_that_it_answers(found: Examination) -> None:
         )
 
 
-def _check_that_it_is_in_time(answer: Answer, name: str) -> None:
-    if answer.state == LATE:
+def _check_that_it_is_in_time(name: str, *answers: Answer) -> None:
+    for late in (answer for answer in answers if answer.state == LATE):
         raise CannotExamine(
-            f"{name} is slow, or this machine is: with {answer.question.words()}, {answer.says}. It does not wait for "
-            f"a message there. Give it more time: --time-limit, or seconds="
+            f"{name} is slow, or this machine is: with {late.question.words()}, {late.says}. It does not wait for a "
+            f"message there. Give it more time: --time-limit, or seconds="
         )
 
 
@@ -173,7 +166,7 @@ def _ask_everything(
             refused: list[Answer] = []
             for question in group if key not in done else ():
                 if lost >= GIVE_UP:
-                    found.remark(f"after {GIVE_UP} hangs or crashes nothing more was asked")
+                    found.remarks.append(f"after {GIVE_UP} hangs or crashes nothing more was asked")
                     return
                 if question.feature in found.beyond or (question.feature == LSE and not lse_grad):
                     break
@@ -224,26 +217,26 @@ def _other_numbers(a: Answer, b: Answer) -> bool:
 
 def _without_what_it_refuses(found: Examination, jobs: dict[tuple[int, bool], Job], seed: int) -> None:
     """The patient with the dtypes, masks and layouts that it takes, as many heads as it needs, and with gradients."""
-    if max(found.patient.worlds) < 4:
-        found.remark("with fewer than 4 ranks some questions are not asked: sums in 16 bits, parts of a larger job")
+    if max(found.patient.worlds) < 4 and not found.patient.state:
+        found.remarks.append("with fewer than 4 ranks sums in 16 bits and parts of a larger job are not asked for")
     for world_size in reversed(found.patient.worlds):
         job = jobs[world_size, False]
         if answer := _with_what_it_needs(found, job, seed):
             break
     else:
         return  # it refuses everything
-    _check_that_it_is_in_time(answer, found.patient.name)
+    _check_that_it_is_in_time(found.patient.name, answer)
     if not job.lost:
         _in_masks_that_it_takes(found, job, seed)
     if found.patient.gradients and not job.lost:
         answer = _without_gradients_if_refused(found, job, seed)
     if answer.in_float32 and found.patient.dtypes[1:]:
-        found.remark("it takes float64 and computes in float32; it is examined in float32")
+        found.remarks.append("it takes float64 and computes in float32; it is examined in float32")
         found.patient = replace(found.patient, dtypes=found.patient.dtypes[1:])
     if job.slowest > SLOW:
         worlds = tuple(P for P in found.patient.worlds if P in FULL) or found.patient.worlds[-1:]
         slow = f"its first call took {job.slowest:.0f} s, as with a compiler, and each number of ranks has one"
-        found.remark(f"{slow}: it was asked on {' and '.join(map(str, worlds))} ranks only")
+        found.remarks.append(f"{slow}: it was asked on {' and '.join(map(str, worlds))} ranks only")
         found.patient = replace(found.patient, worlds=worlds)
 
 
@@ -261,9 +254,9 @@ def _with_what_it_needs(found: Examination, job: Job, seed: int) -> Answer | Non
             refused = refused or answer.says
             continue
         if i:
-            found.remark(f"it refuses {patient.dtypes[0]} ({refused}); it is examined in {dtype}")
+            found.remarks.append(f"it refuses {patient.dtypes[0]} ({refused}); it is examined in {dtype}")
         elif per_rank:
-            found.remark(f"with {patient.heads} heads it refuses ({refused}): it got {per_rank} for each rank")
+            found.remarks.append(f"with {patient.heads} heads it refuses ({refused}): it got {per_rank} for each rank")
         if i and torch.finfo(dtype_of(dtype)).bits == 16:
             found.limits.append(f"{dtype} only")
         found.patient = asked
@@ -283,7 +276,7 @@ def _in_masks_that_it_takes(found: Examination, job: Job, seed: int) -> None:
                 takes.setdefault(causal, []).append(layout)
                 continue
             found.answers.append(answer)
-            found.remark(f"with {case.mask()} it refuses ({answer.says}): it was asked no more of this")
+            found.remarks.append(f"with {case.mask()} it refuses ({answer.says}): it was asked no more of this")
     if takes:
         layouts = takes.get(True, takes.get(False, []))
         found.patient = replace(patient, causal=tuple(takes), layouts=tuple(layouts))
@@ -299,5 +292,5 @@ def _without_gradients_if_refused(found: Examination, job: Job, seed: int) -> An
         found.patient = replace(found.patient, gradients=False)
     else:
         found.answers.append(forward)
-        found.remark("it answers without gradients. For the forward pass only? Then ask with --forward-only")
+        found.remarks.append("it answers without gradients. For the forward pass only? Then ask with --forward-only")
     return forward

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from ring_doctor.answers import ACCEPTABLE, BAD_INPUT
+from ring_doctor.answers import ACCEPTABLE, BAD_INPUT, CANNOT_TELL, passes
 from ring_doctor.calls import TENSORS
 from ring_doctor.case import LAYOUTS
 from ring_doctor.examination import SECONDS
@@ -66,6 +66,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("patient", metavar="module:function", help="the attention, or a module that is a patient file")
     add("--model", action="store_true", help="the function is a training step of a whole model")
+    state = "the function is a ring of states, f(q, k, v, log_decay, beta), or a short convolution f(x, weight)"
+    add("--state", action="store_const", const=True, help=state)
 
     layouts = f"{', '.join(LAYOUTS)}, or module:function. Without it, all three if the function takes layout=, else "
     add = parser.add_argument_group("what to ask (by default, what the signature allows)").add_argument
@@ -90,11 +92,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     add = parser.add_argument_group("how").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: NCCL, a GPU a rank; untested (auto)")
-    add("--time-limit", type=_seconds, default=SECONDS, metavar="S", help=f"seconds for a question ({SECONDS:g})")
+    add("--time-limit", type=float, default=SECONDS, metavar="S", help=f"seconds for a question ({SECONDS:g})")
     add("--seed", type=int, default=0, help="of the random inputs (0)")
     add("--quick", action="store_true", help="ask each kind of question until one is answered")
     accept = f"end with 0 also for these verdicts: {','.join(ACCEPTABLE)} (none)"
-    add("--accept", type=_accepted, default=(), metavar="LEVELS", help=accept)
+    add("--accept", type=lambda words: tuple(words.split(",")), default=(), metavar="LEVELS", help=accept)
     add("--catalogue", metavar="my.py", default="", help="mistakes of your own, to be named too: see below")
     add("--vocab", type=int, default=32, metavar="V", help="tokens of a --model are below V (32)")
 
@@ -105,8 +107,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--xray", type=new_file(".svg"), metavar="FILE", help=picture)
 
     args = parser.parse_args(argv)
-    if args.model and (args.quick or args.xray):
-        parser.error("a --model has no X-ray and no shorter way; expected neither --quick nor --xray")
+    if args.model and (args.quick or args.xray or args.state):
+        parser.error("a --model has no X-ray and no shorter way; expected neither --quick nor --xray nor --state")
+    if not 0 < args.time_limit < float("inf"):
+        parser.error(f"--time-limit is {args.time_limit:g}; expected a number of seconds")
+    try:
+        passes(CANNOT_TELL, args.accept)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 
@@ -127,20 +135,3 @@ def _numbers(what: str, count: int | None = None) -> Callable[[str], tuple[int, 
         return found if count else tuple(sorted(set(found)))
 
     return numbers
-
-
-def _accepted(words: str) -> tuple[str, ...]:
-    names = tuple(words.split(","))
-    if not set(names) <= set(ACCEPTABLE):
-        raise argparse.ArgumentTypeError(f"{words!r} given, expected some of {','.join(ACCEPTABLE)}")
-    return names
-
-
-def _seconds(words: str) -> float:
-    try:
-        seconds = float(words)
-    except ValueError:
-        seconds = 0.0
-    if 0 < seconds < float("inf"):
-        return seconds
-    raise argparse.ArgumentTypeError(f"{words!r} given, expected a number of seconds")

@@ -16,8 +16,9 @@ Source: the interface of torch.nn.functional.scaled_dot_product_attention.
 """
 
 import difflib
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -25,9 +26,15 @@ import torch
 from ring_doctor.calls import OPTION, TENSORS, arguments_of, hides_arguments
 from ring_doctor.case import LAYOUTS, Case
 from ring_doctor.names import by_name, module_named, portable
+from ring_doctor.states import Convolution
 
 CONSTANTS = {"LAYOUTS", "CAUSAL", "DTYPES", "WORLDS", "TENSORS", "GROUPED", "UNEQUAL", "GRADIENTS", "BATCH", "HEADS"}
 CONSTANTS |= {"KV_HEADS", "HEAD_DIM", "CHUNK"}
+
+
+def _expect(fine: bool, words: str) -> None:
+    if not fine:
+        raise ValueError(words)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class Patient:
     grouped: bool = True  # K and V may have fewer heads
     unequal: bool = True  # contiguous chunks may have different lengths
     gradients: bool = True
+    state: bool = False  # a ring of states, or a short convolution, as in states.py
     batch: int = 1
     heads: int = 2  # query heads; with grouped queries twice as many. A function that refuses so few is asked with more
     heads_per_rank: int = 0  # there are at least as many query heads: an all-to-all needs them
@@ -56,42 +64,33 @@ class Patient:
     version: str = ""
 
     def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("batch", "heads", "head_dim", "chunk")}
+        sizes["kv_heads"], shape, takes = self.kv_heads or self.heads, self.shape, self.takes
         for layout in self.layouts:
-            if layout not in LAYOUTS and ":" not in layout:
-                raise ValueError(
-                    f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}, or module:name of a Layout "
-                    f"or of a function positions(seq_len, rank, world_size)"
-                )
+            words = f"one of {', '.join(LAYOUTS)}, or module:name of a Layout, or of a function as --help shows it"
+            _expect(layout in LAYOUTS or ":" in layout, f"layout is {layout!r}; expected {words}")
         for dtype in self.dtypes:
             dtype_of(dtype)
-        if self.tensors not in TENSORS:
-            raise ValueError(f"tensors is {self.tensors!r}; expected one of {', '.join(TENSORS)}")
-        kv_heads = self.kv_heads or self.heads
-        for name in ("batch", "heads", "head_dim", "chunk", "kv_heads"):
-            size = kv_heads if name == "kv_heads" else getattr(self, name)
+        _expect(self.tensors in TENSORS, f"tensors is {self.tensors!r}; expected one of {', '.join(TENSORS)}")
+        for name, size in sizes.items():
             least = 4 if name == "chunk" else 1  # documents end within a chunk
-            if type(size) is not int or size < least:
-                raise ValueError(f"{name} is {size!r}; expected a whole number from {least} on")
-        if "zigzag" in self.layouts and self.chunk % 2:
-            raise ValueError(f"chunk is {self.chunk} tokens a rank in the zigzag layout; expected an even number")
-        groups = [(self.heads, kv_heads)]
-        if shape := self.shape:
-            if len(shape) != 5 or any(type(n) is not int or n < 1 for n in shape):
-                raise ValueError(f"shape is {shape}; expected five whole numbers from 1 on: B, H, G, S, D")
-            if not self.world_of_shape:
-                where = f"{shape[3]} tokens on {', '.join(map(str, self.worlds))} ranks"
-                raise ValueError(f"shape is {shape}: {where}; expected equal parts, two a rank for zigzag")
-            groups.append(shape[1:3])
-        for H, G in groups:
-            if H % G:
-                raise ValueError(f"{H} query heads and {G} key/value heads; expected a multiple of the latter")
-        if len(self.layouts) > 1 and "layout" not in self.takes:
-            raise ValueError(
-                f"{self.name} has no argument `layout` and is to be examined in {', '.join(self.layouts)}; expected "
-                f"one layout: name the layout for which it is made"
-            )
-        if len(self.causal) > 1 and "causal" not in self.takes:
-            raise ValueError(f"{self.name} has no argument `causal`; say whether it is causal or not")
+            fits = type(size) is int and size >= least
+            _expect(fits, f"{name} is {size!r}; expected a whole number from {least} on")
+        even = "zigzag" not in self.layouts or self.chunk % 2 == 0
+        _expect(even, f"chunk is {self.chunk} tokens a rank in the zigzag layout; expected an even number")
+        if shape:
+            fits = len(shape) == 5 and all(type(n) is int and n > 0 for n in shape)
+            _expect(fits, f"shape is {shape}; expected five whole numbers from 1 on: B, H, G, S, D")
+            where = f"{shape[3]} tokens on {', '.join(map(str, self.worlds))} ranks"
+            fits = self.world_of_shape > 0
+            _expect(fits, f"shape is {shape}: {where}; expected equal parts, two a rank for zigzag")
+        for H, G in [(self.heads, sizes["kv_heads"]), *([shape[1:3]] if shape else [])]:
+            _expect(H % G == 0, f"{H} query heads and {G} key/value heads; expected a multiple of the latter")
+        one = "has no argument `layout` and is to be examined in"
+        words = f"{self.name} {one} {', '.join(self.layouts)}; expected the one layout for which it is made"
+        _expect("layout" in takes or len(self.layouts) == 1, words)
+        words = f"{self.name} has no argument `causal`; say whether it is causal or not"
+        _expect("causal" in takes or len(self.causal) == 1, words)
 
     @property
     def takes(self) -> frozenset[str]:
@@ -107,16 +106,9 @@ class Patient:
     def base_case(self, world_size: int, dtype: torch.dtype, seed: int) -> Case:
         """The plain question from which the others differ."""
         heads = max(self.heads, self.heads_per_rank * world_size)
-        return Case(
-            world_size,
-            self.chunk * world_size,
-            batch=self.batch,
-            heads=heads,
-            kv_heads=self.kv_heads if self.kv_heads and heads == self.heads else heads,
-            head_dim=self.head_dim,
-            dtype=dtype,
-            seed=seed,
-        )
+        kv_heads = self.kv_heads if self.kv_heads and heads == self.heads else heads
+        sizes: Any = {"batch": self.batch, "heads": heads, "kv_heads": kv_heads, "head_dim": self.head_dim}
+        return Case(world_size, self.chunk * world_size, **sizes, dtype=dtype, seed=seed)
 
     @property
     def world_of_shape(self) -> int:
@@ -124,21 +116,15 @@ class Patient:
         parts = 2 if "zigzag" in self.layouts else 1
         return max((P for P in self.worlds if self.shape and self.shape[3] % (parts * P) == 0), default=0)
 
-    def large_case(self, base: Case) -> Case:
-        """`base` in the sizes of `shape`, which must be there."""
-        assert self.shape, "only a patient with a shape is asked in it"
-        B, H, G, S, D = self.shape
-        return replace(base, batch=B, heads=H, kv_heads=G, seq_len=S, head_dim=D)
-
 
 def patient_of(function: Callable[..., Any] | str, **claims: Any) -> Patient:
     """The patient that is meant: a function, or a name as `from_name` takes it. A claim may be one thing or several.
 
     Raises ValueError as `Patient` does.
     """
-    if unknown := set(claims) - {field.name for field in fields(Patient)}:
-        known = ", ".join(sorted(field.name for field in fields(Patient) if field.name not in ("name", "function")))
-        raise ValueError(f"{', '.join(sorted(unknown))} given; expected some of {known}")
+    known = {field.name for field in fields(Patient)} - {"name", "function"}
+    unknown = ", ".join(sorted(set(claims) - known))
+    _expect(not unknown, f"{unknown} given; expected some of {', '.join(sorted(known))}")
     for name in {"causal", "layouts", "dtypes", "worlds"} & set(claims):
         if isinstance(claims[name], bool | int | str):
             claims[name] = (claims[name],)
@@ -150,12 +136,18 @@ def from_function(function: Callable[..., Any], name: str = "", **claims: Any) -
 
     What `claims` leaves out follows from the signature: without `layout`, contiguous; without `causal`, full attention.
     """
-    if not callable(function):
-        raise ValueError(f"{function!r} is {type(function).__name__}; expected a function, or its name module:function")
+    kind = type(function).__name__
+    _expect(callable(function), f"{function!r} is {kind}; expected a function, or its name module:function")
     if not name:
         of = getattr(function, "func", function)  # of a functools.partial
         name = f"{getattr(of, '__module__', type(of).__module__)}:{getattr(of, '__qualname__', type(of).__qualname__)}"
+    if claims.get("state"):
+        claims = {"causal": (True,), "grouped": False, "dtypes": ("float64", "float32")} | claims
+        if [*inspect.signature(function).parameters][:2] == ["x", "weight"]:
+            function = Convolution(portable(function))
     takes = {OPTION[argument] for argument in arguments_of(name, function)}
+    if claims.get("state") and "layout" in takes:
+        claims = {"layouts": ("contiguous", "zigzag")} | claims
     alone = {"layout": ("layouts", ("contiguous",)), "causal": ("causal", (False,))}
     claims = {claim: value for option, (claim, value) in alone.items() if option not in takes} | claims
     return Patient(name, portable(function), **claims)
@@ -174,8 +166,8 @@ def from_name(name: str, **claims: Any) -> Patient:
         return from_function(function, name, **claims)
     for constant in filter(str.isupper, said):  # a misspelt claim would accuse a right ring
         near = difflib.get_close_matches(constant, CONSTANTS, n=1, cutoff=0.8)
-        if near and constant not in CONSTANTS:
-            raise ValueError(f"{name} has a constant {constant}; expected {near[0]}, or another name")
+        meant = constant in CONSTANTS or not near
+        _expect(meant, f"{name} has a constant {constant}; expected {''.join(near)}, or another name")
     of_file = {constant.lower(): said[constant] for constant in CONSTANTS if constant in said}
     words = {constant.lower(): str(said.get(constant, "")) for constant in ("ABOUT", "VERSION")}
     return from_function(function, name, **{"setup": said.get("setup"), **words, **of_file, **of_this, **claims})

@@ -20,6 +20,7 @@ import torch
 
 from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.patient import Patient, dtype_of
+from ring_doctor.states import TAPS, Convolution, StateCase
 
 WAYS = {  # to ask: in words
     "plain": "when called once, with gradients",
@@ -65,15 +66,17 @@ class Question:
 def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) -> Iterator[Question]:
     """All the questions for one number of ranks, the plain ones first."""
     P, base = world_size, patient.base_case(world_size, dtype, seed)
-    masks = [
-        (causal, layout) for causal in patient.causal for layout in (patient.layouts if causal else patient.layouts[:1])
-    ]
-    plain = [replace(base, causal=causal, layout=layout) for causal, layout in masks]
+    if patient.state:
+        yield from _of_states(patient, base)
+        return
+    layouts = {True: patient.layouts, False: patient.layouts[:1]}
+    plain = [replace(base, causal=causal, layout=layout) for causal in patient.causal for layout in layouts[causal]]
     full = [P for P in patient.worlds if P in FULL] or [max(patient.worlds)]
     for case in plain:
         yield Question(case, feature="" if P in full else FEW_OR_MANY.get(P, ""))
-    if patient.world_of_shape == P:
-        yield Question(patient.large_case(plain[-1]))
+    if patient.shape and patient.world_of_shape == P:
+        sizes: Any = dict(zip(("batch", "heads", "kv_heads", "seq_len", "head_dim"), patient.shape, strict=True))
+        yield Question(replace(plain[-1], **sizes))
     if P not in full:
         return
     for case in plain:
@@ -126,6 +129,27 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
         yield "frozen keys", {}, "a K that needs no gradient"
         yield "frozen keys and values", {}, "a K and a V that need no gradient"
         yield "gradient of lse", {}, LSE
+
+
+def _of_states(patient: Patient, base: Case) -> Iterator[Question]:
+    """Every number of ranks is asked everything: short chunks, borders of documents, and float32."""
+    taps = TAPS if isinstance(patient.function, Convolution) else 0
+    given = tuple(name for name in ("log_decay", "beta") if name in patient.takes)
+    P, C = base.world_size, patient.chunk
+    for layout in patient.layouts:
+        case = StateCase(**vars(base) | {"causal": True, "layout": layout}, given=given, taps=taps)
+        yield Question(case)
+        yield Question(replace(case, batch=2))
+        yield Question(case, "without gradients")
+        for first in ((C,), (C + 1,), (2, 1, C // 2, C)) if "documents" in patient.takes else ():
+            if sum(first) < case.seq_len:
+                yield Question(replace(case, documents=(*first, case.seq_len - sum(first))))
+        if layout == "contiguous":
+            yield Question(replace(case, seq_len=P), feature="one token a rank")
+            if patient.unequal and P > 1:
+                yield Question(replace(case, seq_len=case.seq_len + 1), feature=UNEQUAL)
+        for name in patient.dtypes[1:]:
+            yield Question(replace(case, dtype=dtype_of(name)), feature=name)
 
 
 def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:

@@ -149,7 +149,7 @@ def found_in(answer: Answer) -> str:
 def facts(mistake: Mistake) -> dict[str, str]:
     """What the catalogue says of a mistake: {heading: words}."""
     wild = {"who had it": ", ".join(mistake.wild)} if mistake.wild else {}
-    chapter = {"chapter": f"{mistake.chapter} of notebooks/"}
+    chapter = {"chapter": f"{mistake.chapter or 'appendix_ring_of_states'} of notebooks/"}
     return {"what it is": mistake.what, "where to look": mistake.look} | wild | chapter
 
 
@@ -295,6 +295,6 @@ def page(said: dict[str, Any], picture: str = "") -> str:
 
 def _mistake(name: str, facts: dict[str, str]) -> str:
     said = {heading: escape(words) for heading, words in facts.items()}
-    for path in CHAPTERS.glob(f"{int(facts['chapter'].split()[0]):02}_*.ipynb"):
+    for path in CHAPTERS.glob(f"{facts['chapter'].split()[0]:0>2}*.ipynb"):
         said["chapter"] = f'<a href="{path.as_uri()}">{said["chapter"]}</a>'
     return f"<h2>{name}</h2>\n" + "\n".join(f"<p>{heading}: {words}</p>" for heading, words in said.items())

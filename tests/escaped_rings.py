@@ -108,10 +108,6 @@ def once(q, k, v):
     return InBackward.apply(ring_flash_attention(q, k, v), change)
 
 
-def not_with_five(q, k, v):
-    return ring_flash_attention(q, k, v) * (2 if dist.get_world_size() == 5 else 1)
-
-
 def other_kernel_without_gradients(q, k, v):
     return ring_flash_attention(q, k, v) * (1 if torch.is_grad_enabled() else 2)
 

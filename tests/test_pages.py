@@ -64,6 +64,7 @@ def test_numbers_that_two_pages_show_are_those_of_the_code(capsys):
     assert f"each of {len(CATALOGUE)} known mistakes" in words(README)
     assert catalogue.main() == 0
     assert f"\n{len(CATALOGUE)} mistakes are known by what they return" in capsys.readouterr().out
+    assert f"linear attention over ranks: {len(catalogue.OF_STATES)} more mistakes." in words(README)
     trained, planned = (NUMBERS[len(it) - 1] for it in (ways.WAYS, planning_ways.WAYS))
     assert f"in {trained} ways of sharing a sequence (the planner compares {planned} of them)" in words(README)
     assert f"{planned} exact ways to share" in words(USE)

@@ -66,10 +66,7 @@ def llama3(
 
 
 CLAIMS: dict[str, dict[str, Any]] = {
-    "in_float32": {
-        "about": f"ring_flash_attn_func of ring-flash-attn in float32; {REPLACED}",
-        "dtypes": ("float32",),
-    },
+    "in_float32": {"about": f"ring_flash_attn_func of ring-flash-attn in float32; {REPLACED}", "dtypes": ("float32",)},
     "zigzag": {
         "about": f"zigzag_ring_flash_attn_func of ring-flash-attn; {REPLACED}",
         "layouts": ("zigzag",),
@@ -80,8 +77,5 @@ CLAIMS: dict[str, dict[str, Any]] = {
         "layouts": ("striped",),
         "causal": (True,),
     },
-    "llama3": {
-        "about": f"llama3_flash_attn_varlen_func of ring-flash-attn; {REPLACED}",
-        "worlds": (1, 2, 3, 4, 5),
-    },
+    "llama3": {"about": f"llama3_flash_attn_varlen_func of ring-flash-attn; {REPLACED}", "worlds": (1, 2, 3, 4, 5)},
 }

@@ -2,12 +2,14 @@
 
 import importlib
 import re
+from contextlib import closing, nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
-from ring_doctor import examination
+from ring_doctor import assertion, examination
 from ring_doctor.answers import (
     FAILED,
     IMPRECISE,
@@ -22,6 +24,7 @@ from ring_doctor.answers import (
     WRONG_RING,
     Answer,
 )
+from ring_doctor.assertion import assert_ring
 from ring_doctor.calls import written
 from ring_doctor.case import Case
 from ring_doctor.conditions import when_it_shows
@@ -31,9 +34,9 @@ from ring_doctor.job import CannotExamine, Job, lines_of_ranks
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.patient import from_function
 from ring_doctor.questions import LSE, UNEQUAL, Question, kind
-from ring_doctor.report import Report
+from ring_doctor.report import Report, as_json
 from tests import odd_patients
-from tests.examined import examined
+from tests.examined import examined, on_these
 
 P3 = Case(3, 18)
 PLAIN, LARGE = Question(P3), Question(Case(3, 900))
@@ -41,6 +44,7 @@ UNEQUAL_CHUNKS = Question(Case(3, 19), feature=UNEQUAL)
 OF_LSE = Question(P3, "gradient of lse", feature=LSE)
 GROUPED = Question(Case(3, 18, heads=4), feature="grouped queries")
 IN_16_BITS = Question(Case(3, 18, dtype=torch.bfloat16), feature="bfloat16")
+LARGE_IN_16_BITS = Question(Case(3, 18, dtype=torch.bfloat16, inputs="large"), feature="bfloat16")
 PATIENT = from_function(odd_patients.right)
 
 
@@ -53,8 +57,9 @@ def answer(question, state, error=0.1, **more):
         return Answer(question, state, **{"says": "a reason", "raised": state == REFUSED, **more})
     case = question.case
     x = torch.zeros(case.batch, case.heads, case.seq_len, case.head_dim, dtype=torch.float64)
-    wrong = {"out": 9.0} if state == WRONG else {}
-    return Answer(question, state, wrong=wrong, relative={"out": error}, results={"out": x + error}, **more)
+    wrong = {"wrong": {"out": 9.0}, "ranks": {"out": (0,)}} if state == WRONG else {}
+    errors = {"errors": {"out": (error, 1e-9)}, "relative": {"out": error}}
+    return Answer(question, state, results={"out": x + error}, **wrong, **errors, **more)
 
 
 @pytest.mark.parametrize(
@@ -71,16 +76,27 @@ def answer(question, state, error=0.1, **more):
         (answer(UNEQUAL_CHUNKS, WRONG), WRONG_RING),
         (answer(OF_LSE, WRONG), RIGHT_AS_CLAIMED),
         (answer(IN_16_BITS, FAILED), RIGHT_AS_CLAIMED),
-        (answer(IN_16_BITS, WRONG, 0.05), IMPRECISE),
-        (answer(IN_16_BITS, WRONG, 0.5), WRONG_RING),
+        (answer(IN_16_BITS, WRONG, 32 / 128), IMPRECISE),
+        (answer(IN_16_BITS, WRONG, 33 / 128), WRONG_RING),  # more than 32 steps of bfloat16
         (answer(IN_16_BITS, WRONG, float("inf")), WRONG_RING),
+        (answer(LARGE_IN_16_BITS, WRONG, 2.0), IMPRECISE),
+        (answer(LARGE_IN_16_BITS, WRONG, float("inf")), WRONG_RING),
+        (answer(Question(replace(P3, dtype=torch.float16)), WRONG, 0.01), IMPRECISE),
+        (answer(Question(replace(P3, dtype=torch.float16)), WRONG, 0.1), WRONG_RING),
+        (answer(Question(replace(P3, dtype=torch.float32)), WRONG, 1e-4), WRONG_RING),
     ],
 )
 def test_the_verdict_of_a_second_answer(second, level):
+    """And assert_ring follows from it; it raises without a diagnosis too, as for a ring that hangs."""
     report = Report(Examination(PATIENT, [answer(PLAIN, OK), second]), None, "")
-    assert (report.level, report.healthy) == (level, STATUS[level] == 0)
+    assert (report.level, report.healthy, as_json(report)["level"]) == (level, STATUS[level] == 0, level)
+    with mock.patch.object(assertion, "examine", return_value=report):
+        for accept, pardoned in (((), ()), (("imprecise",), (IMPRECISE,))):
+            passing = report.healthy or level in pardoned
+            with nullcontext() if passing else pytest.raises(AssertionError, match=f"^{SAID[level]}: "):
+                assert_ring(odd_patients.right, accept=accept)
     assert report.verdict.startswith(f"{SAID[level]}: ")
-    if second.question.feature and second.question != IN_16_BITS:
+    if second.question.feature not in ("", "bfloat16"):
         told = level == RIGHT_AS_CLAIMED or second.question == UNEQUAL_CHUNKS
         assert (second.question.feature in report.verdict) == told
 
@@ -355,19 +371,17 @@ def test_when_a_mistake_shows():
 
 @pytest.fixture(scope="module")
 def ask():
-    """The answer of one question to a patient, on three ranks of its own."""
+    """The answer of one question to a patient, on three ranks of its own: they may be lost."""
 
-    def asked(function, question=PLAIN, seconds=20.0, **claims):
-        job = Job(from_function(function, **claims), 3, seconds, "cpu")
-        try:
+    def asked(function, question=PLAIN, seconds=20.0, job=Job):
+        with closing(job(from_function(function), 3, seconds, "cpu")) as job:
             return job.ask(question)
-        finally:
-            job.close()
 
     return asked
 
 
 IN = r"tests/odd_patients.py, line \d+ in"
+LOST = (odd_patients.hangs, odd_patients.dies, odd_patients.crashes, odd_patients.raises_on_one_rank)
 
 
 @pytest.mark.parametrize(
@@ -394,11 +408,13 @@ IN = r"tests/odd_patients.py, line \d+ in"
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_what_a_ring_does_is_told(ask, function, question, state, says):
-    answer = ask(function, question, 2.0 if function is odd_patients.hangs else 20.0)
+def test_what_a_ring_does_is_told(ask, ranks, function, question, state, says):
+    lost = function in LOST
+    with nullcontext() if lost else on_these(ranks):
+        answer = ask(function, question, 2.0 if function is odd_patients.hangs else 20.0, examination.Job)
     assert answer.state == state
     assert re.search(says, answer.says), answer.says
-    assert answer.lost == (bool(re.search("time|died", says)) or function is odd_patients.raises_on_one_rank)
+    assert answer.lost == lost
     wrong = {"two backward passes": {"dq", "dk", "dv"}}.get(question.how, {"out"})
     assert set(answer.wrong) >= (wrong if state == WRONG else set())
 

@@ -194,11 +194,7 @@ LATER = cases((3, 4), [(True, "contiguous")])
             cases((3, 4)),
             "In dq rank r has the right numbers of rank P - 1 - r.",
         ),
-        (
-            only("out", lambda x: x.flip(1)),
-            None,
-            "In out the right heads are in the reverse order or moved on by one",
-        ),
+        (only("out", lambda x: x.flip(1)), None, "In out the right heads are in the reverse order or moved on by one"),
         (
             only("out", lambda x: x[:, [1, 0, 3, 2]]),
             cases(heads=4, kv_heads=4),
@@ -214,11 +210,7 @@ LATER = cases((3, 4), [(True, "contiguous")])
             None,
             "the right numbers are laid out as (B, C, H, ...) and read as (B, H, C, ...)",
         ),
-        (
-            chunkwise(lambda x: x.mT.reshape(x.shape), "dk"),
-            None,
-            "laid out as (B, H, D, C) and read as (B, H, C, D)",
-        ),
+        (chunkwise(lambda x: x.mT.reshape(x.shape), "dk"), None, "laid out as (B, H, D, C) and read as (B, H, C, D)"),
         (
             chunkwise(lambda x: x[:, :, [3, 1, 4, 0, 5, 2]], "dv"),
             None,
@@ -538,11 +530,7 @@ P3 = Case(3, 12)
             "key i is not seen",
             "the mask",
         ),
-        (
-            replace(RIGHT, sees=last_key_hidden),
-            "rounds 1, 2 on every rank: 4 pairs too few",
-            "the mask",
-        ),
+        (replace(RIGHT, sees=last_key_hidden), "rounds 1, 2 on every rank: 4 pairs too few", "the mask"),
     ],
 )
 def test_what_an_xray_shows_is_told_with_where_to_look(xray, says, look):
@@ -627,16 +615,8 @@ def hang(lines, late, P=3):
         ({"0, 1, 2": "    dist.send(k, right)"}, [0, 1, 2], "Every rank waits in a send, and no rank receives"),
         ({"0, 1, 2": "    dist.recv(k, left)"}, [0, 1, 2], "Every rank waits in a receive"),
         ({"1": "    dist.recv(k, left)"}, [1], "rank 1 waits for a message that no rank sends"),
-        (
-            {"0, 2": "    dist.all_reduce(k)", "1": "dist.recv(k, 0)"},
-            [0, 1, 2],
-            "Ranks 0, 2 wait in all_reduce,",
-        ),
-        (
-            {"1": "    dist.all_gather_into_tensor(k, k)"},
-            [1],
-            "Rank 1 waits in all_gather, and ranks 0, 2 are",
-        ),
+        ({"0, 2": "    dist.all_reduce(k)", "1": "dist.recv(k, 0)"}, [0, 1, 2], "Ranks 0, 2 wait in all_reduce,"),
+        ({"1": "    dist.all_gather_into_tensor(k, k)"}, [1], "Rank 1 waits in all_gather, and ranks 0, 2 are"),
         ({"0, 1": "    dist.send(k, right)", "2": "    dist.recv(k, left)"}, [0, 1, 2], ""),
         ({"0, 1, 2": "    work.wait()"}, [0, 1, 2], ""),
         ({"0, 1": "    dist.all_reduce(k)", "2": "    work.wait()"}, [0, 1, 2], ""),

@@ -380,13 +380,15 @@ def test_other_blocks_are_in_hand(name):
 
 
 def test_keys_and_values_are_exchanged():
-    k, v = FULL.whole()[1:3]
-    far = Pairs(FULL).far
-    for rank in range(4):
-        swapped = [torch.where(far[FULL.positions(rank)[0], :, None], y, x) for x, y in ((k, v), (v, k))]
-        found, expected = on_paper(FULL, "keys_and_values_exchanged", 1), dense(FULL, torch.ones(24, 24), *swapped)
-        assert torch.allclose(FULL.cut(found["out"], rank), FULL.cut(expected["out"], rank))
-    expected = dense(FULL, torch.ones(24, 24), v, k)
+    """In every second round, in every round but the first, or by the caller."""
+    (k, v), x, all_pairs = FULL.whole()[1:3], Pairs(FULL), torch.ones(24, 24)
+    for number, exchanged in enumerate(((x.r - x.j) % 2 == 1, x.far)):
+        found = on_paper(FULL, "keys_and_values_exchanged", number)
+        for rank in range(4):
+            swapped = [torch.where(exchanged[6 * rank, :, None], z, y) for y, z in ((k, v), (v, k))]
+            expected = dense(FULL, all_pairs, *swapped)
+            assert torch.allclose(FULL.cut(found["out"], rank), FULL.cut(expected["out"], rank))
+    expected = dense(FULL, all_pairs, v, k)
     assert_same(on_paper(FULL, "keys_and_values_exchanged", 2), expected, ["out", "lse", "dq"])
 
 

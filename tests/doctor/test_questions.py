@@ -22,15 +22,7 @@ from ring_doctor.diagnosis import diagnose
 from ring_doctor.examination import Examination, examine
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
-from ring_doctor.questions import (
-    LSE,
-    UNEQUAL,
-    WAYS,
-    Question,
-    in_turn,
-    kind,
-    questions,
-)
+from ring_doctor.questions import LSE, UNEQUAL, WAYS, Question, in_turn, kind, questions
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
 from tests import escaped_rings, odd_patients, ways
@@ -61,8 +53,9 @@ QUESTION = Question(Case(3, 18, True, "zigzag", dtype=torch.float32))
 
 
 @pytest.mark.parametrize("how", [how for how in WAYS if how != "autocast"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("dtype", "layout"), list(zip((torch.float64, torch.float32, torch.bfloat16), LAYOUTS, strict=True))
+)
 def test_a_right_answer_is_ok(how, dtype, layout):
     question = Question(Case(3, 18, True, layout, dtype=dtype, batch=2), how)
     answer = judged(question, stored(question))
@@ -83,8 +76,9 @@ def off_by(share, right):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("inputs", ["normal", "large", "silent rank"])
+@pytest.mark.parametrize(
+    ("dtype", "inputs"), [(torch.float32, "normal"), (torch.bfloat16, "large"), (torch.float16, "silent rank")]
+)
 def test_the_threshold_is_what_rounding_allows(name, dtype, inputs):
     question = Question(replace(QUESTION.case, dtype=dtype, inputs=inputs))
     right, results = right_results(question)[name], stored(question)
@@ -106,8 +100,7 @@ def test_the_threshold_in_float64_is_that_of_float64(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("number", "dtype"), [(math.nan, torch.float64), (-math.inf, torch.bfloat16)])
 def test_nan_and_infinity_are_wrong(name, number, dtype):
     question = Question(replace(QUESTION.case, dtype=dtype))
     results = stored(question)
@@ -395,7 +388,7 @@ def test_the_claims_of_a_patient_reach_every_kind_of_question():
     assert {q.case.head_dim for q in least if q.case.inputs in UNROUNDED} == {4}
 
 
-@pytest.mark.parametrize("head_dim", [*range(1, 66), 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [1, 4, 5, 16, 17, 63, 64, 65, 256])
 def test_the_scale_of_inputs_that_round_nothing_is_a_power_of_two(head_dim):
     patient = replace(RING, head_dim=head_dim, causal=(True,), layouts=("striped",))
     [found] = {q.case.head_dim for q in questions(patient, 4, torch.float64, 0) if q.case.inputs in UNROUNDED}
@@ -661,23 +654,22 @@ def told(answers):
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", escaped_rings.WRONG)
 def test_a_ring_that_is_wrong_in_one_kind_of_question_is_caught_by_it(ranks, ring):
-    answers = answers_of(ranks, ring, unequal=False)
+    expected = escaped_rings.WRONG[ring]
+    answers = answers_of(
+        ranks, ring, wanted=lambda it: it.what() in {"C = 6", "views, C = 6", *expected}, unequal=False
+    )
     wrong = [answer for answer in answers if answer.state not in (OK, REFUSED)]
-    assert {answer.question.what() for answer in wrong} == escaped_rings.WRONG[ring], told(wrong)
+    assert {answer.question.what() for answer in wrong} == expected, told(wrong)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", escaped_rings.REFUSED)
 def test_what_a_ring_may_refuse_is_no_fault(ranks, ring):
-    answers = [answer for answer in answers_of(ranks, ring, unequal=False) if answer.state != OK]
-    assert {answer.question.what() for answer in answers} == escaped_rings.REFUSED[ring], told(answers)
+    expected = escaped_rings.REFUSED[ring]
+    answers = answers_of(ranks, ring, wanted=lambda it: it.what() in {"C = 6", *expected}, unequal=False)
+    answers = [answer for answer in answers if answer.state != OK]
+    assert {answer.question.what() for answer in answers} == expected, told(answers)
     assert {answer.state for answer in answers} == {REFUSED}
-
-
-@pytest.mark.slow
-def test_five_ranks_are_asked(ranks):
-    answers = answers_of(ranks, escaped_rings.not_with_five, (1, 2, 3, 4, 5))
-    assert [answer.state for answer in answers] == [WRONG]
 
 
 def rounds_nothing(question):
@@ -704,7 +696,7 @@ def test_a_ring_that_adds_up_in_16_bits_is_wrong_under_every_mask(ranks, ring):
         assert set(answer.wrong) == expected, answer.question.words()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ring", escaped_rings.SICK_IN_16_BITS)
 def test_a_causal_ring_that_adds_up_in_16_bits_is_named(ranks, ring, layout):
@@ -715,7 +707,7 @@ def test_a_causal_ring_that_adds_up_in_16_bits_is_named(ranks, ring, layout):
     assert found.names == {escaped_rings.SICK_IN_16_BITS[ring][0]}, told(answers)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_ring_for_16_bits_only_is_right_in_16_bits(ranks):
     found = examined(ranks, escaped_rings.in_16_bits_only, worlds=(4,))
     assert {answer.case.dtype for answer in found.answers} == {torch.bfloat16}

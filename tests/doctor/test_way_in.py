@@ -310,8 +310,7 @@ SHARES = [0]
 
 
 @pytest.mark.parametrize(
-    ("found", "fine"),
-    [([11, 0], True), ([12, 0], False), ([-1, 0], False), ([], False), ([[0, 1]], False)],
+    ("found", "fine"), [([11, 0], True), ([12, 0], False), ([-1, 0], False), ([], False), ([[0, 1]], False)]
 )
 def test_a_layout_of_the_user_has_positions_in_the_sequence(monkeypatch, found, fine):
     monkeypatch.setattr(sys.modules[__name__], "SHARES", found)
@@ -335,7 +334,7 @@ def test_the_function_gets_the_order_of_dimensions_that_it_takes(tensors):
     patient = Patient("f", function, causal=(False,), layouts=("contiguous",), tensors=tensors)
     x = torch.randn(2, 4, 6, 3)
     q = ours(patient, theirs(patient, x).contiguous())
-    out, _ = call(patient, P3, q, q, q)
+    out, _ = call(patient, P3, dict.fromkeys("qkv", q))
     assert seen == [(tuple(letters[letter] for letter in tensors), True)]
     assert torch.equal(out, x)
 
@@ -435,11 +434,7 @@ WAITS = f"""Stack
         ({0: [WAITS] * 2, 1: [WAITS] * 3}, [0, 1], True),
         ({0: [WAITS] * 2}, [0], True),  # the other rank has answered
         ({0: [WAITS] * 2, 1: [WAITS, WAITS.replace("line 12", "line 13")]}, [0, 1], False),
-        (
-            {0: [WAITS] * 2, 1: [WAITS.replace("/torch/distributed/", "/triton/compiler/")] * 2},
-            [0, 1],
-            False,
-        ),
+        ({0: [WAITS] * 2, 1: [WAITS.replace("/torch/distributed/", "/triton/compiler/")] * 2}, [0, 1], False),
         ({0: [WAITS] * 2}, [0, 1], False),
     ],
 )

@@ -51,36 +51,39 @@ def test_a_right_model_is_healthy_and_rounds_much_less_than_allowed(ranks, layou
     assert max(world.error for world in examination.worlds) < examination.allowed / 10
 
 
-def named(mistake, layout="zigzag", found=None, **options):
+def named(mistake, layout="zigzag", found=None, *, marks=(), **options):
     """A mistake or several of tests/sick_models.py in a layout, and the names that are found: its own, or these."""
     mistakes = (mistake,) if isinstance(mistake, str) else mistake
-    return pytest.param(mistakes, layout, options, found or {mistakes}, id=" and ".join(mistakes))
+    return pytest.param(mistakes, layout, options, found or {mistakes}, id=" and ".join(mistakes), marks=marks)
+
+
+BY_HAND = {"marks": pytest.mark.exhaustive}
 
 
 @pytest.mark.parametrize(
     ("mistakes", "layout", "options", "found"),
     [
         named("labels_per_shard", per_token=True),
-        named("labels_per_shard, the last ignored", "striped", {("labels_per_shard",)}),
+        named("labels_per_shard, the last ignored", "striped", {("labels_per_shard",)}, **BY_HAND),
         named("positions_per_shard", "contiguous"),
         named("positions_missing", per_token=True),
         named("rotated_twice", "contiguous"),
         named("ring_not_called", "striped"),
         named("positions_of_striped"),
-        named("positions_of_zigzag", "contiguous"),
+        named("positions_of_zigzag", "contiguous", **BY_HAND),
         named("loss_not_reduced"),
-        named("gradients_times_root_p"),
+        named("gradients_times_root_p", **BY_HAND),
         named("gradients_not_reduced"),
         named("mean_of_means"),
         named("DDP", found={("gradients_over_p",)}),
         named(("labels_per_shard", "positions_per_shard")),
-        named(("mean_of_means", "loss_times_p")),
+        named(("mean_of_means", "loss_times_p"), **BY_HAND),
         named(  # rotary distances inside a rank's tokens are the same from 0 and from where contiguous chunks begin
             ("ring_not_called", "positions_per_shard"),
             found={("ring_not_called", "positions_per_shard"), ("ring_not_called", "positions_of_contiguous")},
         ),
         named("rotated after the ring", "contiguous", {("positions_per_shard",)}),  # by the rank that receives the keys
-        named("labels_per_shard", clip=0.1),
+        named("labels_per_shard", clip=0.1, **BY_HAND),
         named("gradients_over_root_p", clip=0.1),
         named("clipped_per_rank, its rows", found={("clipped_per_rank",)}, clip=0.1),
     ],
@@ -380,6 +383,12 @@ def test_one_mistake_comes_before_two():
     assert found[1] == [("a",)]
     found = judged({2: wrong}, {2: {("b",): half, ("c", "d"): RIGHT}})
     assert found[1] == [("b", "gradients_times_p")]
+
+
+@pytest.mark.parametrize(("error", "right"), [(0.9e-12, True), (1.1e-12, False), (math.nan, False)])
+def test_a_world_is_right_within_what_is_allowed(error, right):
+    for wrong in (result(2.0 * (1 + error), [3.0, 4.0], [1.0]), result(2.0, [3.0, 4.0], [1.0 + error])):
+        assert judged({2: wrong}, {2: {}})[2] == (set() if right else {2})
 
 
 def test_a_small_gradient_is_compared_with_a_hundredth_of_an_average_gradient():

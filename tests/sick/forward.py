@@ -93,12 +93,6 @@ class SharesExchangedOfSeenBlocks(PlainRing):
 # 16 bits -------------------------------------------------------------------------------------------------------------
 
 
-class SumsInTheDtypeOfQ(PlainRing):
-    def merge(self, out, lse, out_j, lse_j, t):
-        out, lse = super().merge(out, lse, out_j, lse_j, t)
-        return out.to(self.dtype).to(out.dtype), lse
-
-
 class LseInTheDtypeOfQ(PlainRing):
     def merge(self, out, lse, out_j, lse_j, t):
         out, lse = super().merge(out, lse, out_j, lse_j, t)
@@ -130,11 +124,6 @@ def in_float32(q, k, v, **options):
 
 def narrow(case):
     return case.world_size > 1 and case.dtype.itemsize == 2
-
-
-def narrow_from_3(case):
-    """Of two blocks there is one merge, and what it gives is rounded anyway."""
-    return case.world_size > 2 and case.dtype.itemsize == 2
 
 
 def wide(case):
@@ -242,7 +231,6 @@ SICK = {
     ),
     "own_max_per_block": SickRing(**BACKWARD, patch=own_max(torch.maximum)),
     "own_max_per_block/last_max": SickRing(**BACKWARD, patch=own_max(lambda m, m_j: m_j)),
-    "sums_in_16_bits": plain(SumsInTheDtypeOfQ, narrow_from_3, MASKED, plain=True),
     "sums_in_16_bits/always": SickRing(FLASH, flash("merge_into", out_always_in_16_bits), wide, CAUSAL),
     "lse_in_16_bits/dtype_of_q": plain(LseInTheDtypeOfQ, narrow, MASKED, plain=True),
     "gradients_in_16_bits/dtype_of_q": SickRing(

@@ -61,12 +61,11 @@ class PlainRing:
     def scale_of(self, scale, head_dim):
         return resolve_scale(scale, head_dim)
 
-    def place(self, rank):
-        return positions(self.layout, self.S, rank, self.P)
-
-    def visible(self, q_at, k_at):
-        """Which keys at k_at (1, Ck) the queries at q_at (Cq, 1) see."""
-        seen = torch.ones(q_at.shape[0], k_at.shape[1], dtype=torch.bool)
+    def seen(self, block):
+        """Which keys of a block the queries of this rank see: (Cq, Ck)."""
+        q_at, k_at = (positions(self.layout, self.S, rank, self.P) for rank in (self.rank, block))
+        q_at = q_at[:, None]
+        seen = torch.ones(len(q_at), len(k_at), dtype=torch.bool)
         if self.causal:
             seen &= k_at <= q_at
         if self.window is not None:
@@ -76,13 +75,7 @@ class PlainRing:
             seen &= number[q_at] == number[k_at]
         return seen
 
-    def seen(self, block):
-        return self.visible(self.place(self.rank)[:, None], self.place(block)[None])
-
     seen_in_backward = None  # None: as in the forward pass
-
-    def rounds(self):
-        return self.P
 
     def hop(self, kv, t):
         """The block of round t + 1, for the block of round t: (2, B, G, C, D)."""
@@ -95,7 +88,7 @@ class PlainRing:
     def blocks(self, k, v):
         own = torch.stack((k, v))
         kv = own
-        for t in range(self.rounds()):
+        for t in range(self.P):
             if t:
                 kv = self.hop(kv, t - 1)
             yield t, self.in_hand(kv, own, t)
@@ -134,29 +127,23 @@ class PlainRing:
         d_s = self.scale * p * (d_out @ v.mT - delta[..., None])
         return d_s @ k, *(x.unflatten(1, (G, -1)).sum(dim=2) for x in (d_s.mT @ q, p.mT @ d_out))
 
-    def delta(self, out, d_out):
-        return (d_out * out).sum(dim=-1)
-
     def backward(self, q, k, v, out, lse, d_out):
         q, out, d_out = (x.to(lse.dtype) for x in (q, out, d_out))
-        delta = self.delta(out, d_out)
+        delta = (d_out * out).sum(dim=-1)
         d_q, sums = torch.zeros_like(q), torch.zeros(2, *k.shape, dtype=lse.dtype)
         for t, (k_j, v_j) in self.blocks(k, v):
             j = (self.rank - t) % self.P
             seen = (self.seen_in_backward or self.seen)(j)
             d_q_j, *d_kv = self.parts(q, k_j.to(q.dtype), v_j.to(q.dtype), d_out, lse, delta, seen)
             d_q = d_q + d_q_j
-            sums = self.send_on(self.add(sums, torch.stack(d_kv)), t)
+            length = self.lengths[(self.rank - t - 1) % self.P]  # of the block of round t + 1, for which sums arrive
+            sums = self.add(sums, torch.stack(d_kv))
+            sums = moved(sums, (*sums.shape[:3], length, sums.shape[4]), self.group)  # after P rounds they are at home
         return d_q, *sums
 
     def add(self, sums, parts):
         """dk and dv of the block in hand, with what this rank adds."""
         return sums + parts
-
-    def send_on(self, sums, t):
-        """The sums that other ranks have made for the block of round t + 1; after P rounds they are at home."""
-        shape = (*sums.shape[:3], self.lengths[(self.rank - t - 1) % self.P], sums.shape[4])
-        return moved(sums, shape, self.group)
 
 
 class ByAutograd(PlainRing):

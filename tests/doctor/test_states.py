@@ -1,0 +1,222 @@
+"""Rings of states: the right ones are healthy, and each real wrong one has its name. Worlds of 1, 2, 3 and 5 ranks."""
+
+from functools import partial, reduce
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_doctor.assertion import diagnose_states
+from ring_doctor.calls import OPTION
+from ring_doctor.examination import examine
+from ring_doctor.mistakes_of_states import MISTAKES
+from ring_doctor.patient import patient_of
+from ring_doctor.questions import questions
+from ring_doctor.report import Report, as_json, page
+from ring_doctor.states import RIGHT_STATES, Convolution, StateCase, compute_states
+from ringlab.training.linear_attention import Map, checked_inputs, empty_state, from_state, in_chunks
+from ringlab.training.short_convolution import ring_short_convolution
+from ringlab.training.state_ring import ring_linear_attention
+from tests.examined import on_these
+from tests.odd_patients import gathered
+
+WORLDS = (1, 2, 3, 5)
+
+
+def right(way, q, k, v, log_decay, beta, documents=None):
+    return ring_linear_attention(q, k, v, log_decay, beta, documents=documents, way=way)
+
+
+def in_zigzag(q, k, v, *, g, layout="contiguous"):
+    return ring_linear_attention(q, k, v, g, layout=layout)[0]
+
+
+def by_factors(q, k, v, decay):
+    """(B, C, H, D), and a decay of 0 to 1 in place of its logarithm."""
+    q, k, v, decay = (x.transpose(1, 2) for x in (q, k, v, decay))
+    return ring_linear_attention(q, k, v, decay.log())[0].transpose(1, 2)
+
+
+# A ring that gathers the maps of all ranks. A mistake changes one of its steps ---------------------------------------
+
+
+def maps_of(q, k, v, log_decay, beta):
+    """The map of each rank's tokens, over messages with gradients; and this rank's chunks."""
+    x = checked_inputs(q, k, v, log_decay, beta)
+    chunks = in_chunks(x, q.shape[-1] ** -0.5)
+    mine = reduce(lambda first, then: then.after(first), chunks.maps())
+    return [Map(*each) for each in zip(gathered(mine.keep), gathered(mine.add), strict=True)], chunks, empty_state(x)
+
+
+def chained(maps, h):
+    for each in maps:
+        h = each(h)
+    return h
+
+
+def starts_of(documents, q):
+    at = torch.arange(q.shape[2]) + dist.get_rank() * q.shape[2]
+    return torch.isin(at, torch.tensor(documents or (-1,)).cumsum(0))
+
+
+def wrong(how, q, k, v, log_decay, beta=None, documents=None):
+    rank, n, starts = dist.get_rank(), q.shape[2], starts_of(documents, q)
+    if how == "documents_ignored":
+        starts = starts & False
+    if how == "document_at_the_border":
+        starts = starts & (torch.arange(n) > 0)
+    maps, chunks, h = maps_of(q, k, v, log_decay.masked_fill(starts, -torch.inf), beta)
+    before = {
+        "reversed": maps[:rank:-1],
+        "one_less": maps[: max(0, rank - 1)],
+        "own_too": maps[: rank + 1],
+        "nothing": [],
+    }
+    before = before.get(how, maps[:rank])
+    h = chained(before, h) + 0 * sum(one.keep.sum() + one.add.sum() for one in maps)  # all ranks go back together
+    if how == "summed":
+        h = sum((one.add for one in maps[:rank]), 0 * h)
+    if how == "detached":
+        h = h.detach()
+    out, _ = from_state(chunks, h, n)
+    if how in ("undecayed", "late"):
+        local, _ = from_state(chunks, 0 * h, n)
+        faded = 0 * log_decay if how == "undecayed" else torch.cat([0 * log_decay[..., :1], log_decay[..., :-1]], dim=2)
+        faded = faded.masked_fill(starts, -torch.inf)
+        handed = in_chunks(checked_inputs(q, k, 0 * v, faded, beta), q.shape[-1] ** -0.5)
+        out = local + from_state(handed, h, n)[0]
+    return out
+
+
+def written_first(q, k, v, log_decay):
+    """Each token's decay comes after its own write: in a plain layer, the decay of the next token's."""
+    everyone = torch.cat(gathered(log_decay), dim=2)
+    n, rank = q.shape[2], dist.get_rank()
+    late = torch.cat([0 * everyone[..., :1], everyone[..., :-1]], dim=2)[..., rank * n : (rank + 1) * n]
+    return log_decay.exp()[..., None] * ring_linear_attention(q, k, v, late)[0]
+
+
+def documents_forgotten(how, x, weight, documents=None):
+    return ring_short_convolution(x, weight)
+
+
+def convolution(how, x, weight):
+    rank, C, n = dist.get_rank(), x.shape[2], weight.shape[1] - 1
+    everyone = gathered(x)
+    nothing = 0 * sum(chunk.sum() for chunk in everyone)  # all ranks go back together
+    before = torch.cat([nothing.expand(*x.shape[:2], n), *everyone[:rank]], dim=2)
+    before = {"zeros": 0 * before, "detached": before.detach()}.get(how, before)
+    if how == "one_rank" and rank > 1:
+        before = torch.cat([0 * before[..., :-C], before[..., -C:]], dim=2)
+    row = torch.cat([before[..., -n:], x], dim=2)
+    return torch.nn.functional.conv1d(row, weight[:, None], groups=len(weight))
+
+
+SICK = {  # a ring, and the mistake that it has
+    "nothing": (wrong, "state_not_handed_on"),
+    "reversed": (wrong, "state_of_the_wrong_neighbour"),
+    "one_less": (wrong, "state_of_the_wrong_neighbour"),
+    "own_too": (wrong, "state_of_the_wrong_neighbour"),
+    "summed": (wrong, "states_summed_without_decay"),
+    "undecayed": (wrong, "decay_of_the_chunk_forgotten"),
+    "late": (wrong, "decay_after_the_write"),
+    "detached": (wrong, "gradient_of_the_state_dropped"),
+    "documents_ignored": (wrong, "state_not_reset_at_documents"),
+    "document_at_the_border": (wrong, "state_not_reset_at_documents"),
+    "zeros": (convolution, "border_tokens_missing"),
+    "one_rank": (convolution, "border_tokens_missing"),
+    "detached taps": (convolution, "gradient_of_the_border_dropped"),
+    "documents of taps": (documents_forgotten, "state_not_reset_at_documents"),
+}
+
+
+def examined(ranks, function, worlds=WORLDS, **claims):
+    with on_these(ranks):
+        found = examine(patient_of(function, state=True, worlds=worlds, **claims))
+    return Report(found, None if found.healthy else diagnose_states(found), "none")
+
+
+@pytest.mark.parametrize(
+    ("function", "claims"),
+    [
+        *((partial(right, way), {}) for way in ("hops", "scan", "gather")),
+        (in_zigzag, {"unequal": False}),
+        (by_factors, {"tensors": "bshd"}),
+        (ring_short_convolution, {}),
+        (partial(wrong, "right"), {"unequal": False}),
+    ],
+)
+def test_a_right_ring_of_states_is_healthy(ranks, function, claims):
+    report = examined(ranks, function, **claims)
+    assert report.level == "right", str(report)
+    assert {answer.case.world_size for answer in report.examination.answers} == set(WORLDS)
+
+
+@pytest.mark.parametrize("how", SICK)
+def test_a_wrong_ring_of_states_is_named(ranks, how):
+    function, name = SICK[how]
+    report = examined(ranks, partial(function, how.partition(" ")[0]), unequal=False)
+    assert report.verdict.startswith(f"SICK: {name}, in "), str(report)
+    wrong_worlds = {answer.case.world_size for answer in report.examination.wrong}
+    assert wrong_worlds >= {3, 5}
+    if name == "gradient_of_the_state_dropped":  # fla 1115: out is right, and of the last rank everything
+        assert {name for it in report.examination.wrong for name in it.wrong} == {"dk", "dv", "dlog_decay", "dbeta"}
+        assert all(
+            it.case.world_size - 1 not in ranks for it in report.examination.wrong for ranks in it.ranks.values()
+        )
+
+
+def test_a_decay_after_the_write_is_wrong_on_one_rank_too(ranks):
+    report = examined(ranks, written_first, (1, 3), unequal=False)
+    assert report.verdict.startswith("SICK: decay_after_the_write, in ")
+    assert 1 in {answer.case.world_size for answer in report.examination.wrong}
+
+
+def test_a_mistake_that_is_not_in_the_table_gets_no_name(ranks):
+    report = examined(ranks, twice_as_much, (3,), unequal=False)
+    assert report.verdict.startswith(f"SICK: {__name__}:twice_as_much: wrong numbers with P = 3, state and log_decay")
+    said = as_json(report)
+    assert (said["level"], said["mistakes"]) == ("wrong", [])
+    assert "wrong numbers with" in page(said)
+
+
+def twice_as_much(q, k, v, log_decay):
+    return 2 * ring_linear_attention(q, k, v, log_decay)[0]
+
+
+# On paper -------------------------------------------------------------------------------------------------------------
+
+
+def cases():
+    for given, taps in ((("log_decay", "beta"), 0), (("log_decay",), 0), ((), 0), ((), 4)):
+        for P, S, documents in ((1, 6, None), (3, 16, None), (5, 5, None), (3, 18, (2, 1, 3, 12)), (2, 12, (7, 5))):
+            yield StateCase(P, S, True, documents=documents, batch=2, given=given, taps=taps)
+
+
+def test_on_paper_a_ring_without_a_mistake_is_right():
+    for case in cases():
+        for name, x in compute_states(case).items():
+            assert case.right()[name].accepts(x), f"{name} of {case.words()}"
+
+
+def test_every_mistake_shows_somewhere_and_no_two_are_alike():
+    numbers = {}
+    for mistake in MISTAKES:
+        for variant in mistake.variants:
+            found = [(case, compute_states(case, variant(RIGHT_STATES))) for case in cases()]
+            bad = [not case.right()[n].accepts(x) for case, results in found for n, x in results.items()]
+            assert any(bad), mistake.name
+            numbers.setdefault(tuple(float(x.sum()) for _, results in found for x in results.values()), mistake.name)
+    assert len(numbers) == sum(len(mistake.variants) for mistake in MISTAKES)
+
+
+def test_what_a_function_of_states_is_given():
+    patient = patient_of(in_zigzag, state=True)
+    assert (patient.takes, patient.layouts) == ({"log_decay", "layout"}, ("contiguous", "zigzag"))
+    assert isinstance(patient_of(ring_short_convolution, state=True).function, Convolution)
+    asked = [
+        question.case for question in questions(patient_of(partial(right, "hops"), state=True), 3, torch.float64, 0)
+    ]
+    assert {case.given for case in asked} == {("log_decay", "beta")}
+    assert {case.documents for case in asked} == {None, (6, 12), (7, 11), (2, 1, 3, 6, 6)}
+    assert {"g", "decay", "log_decay", "beta"} <= set(OPTION)
