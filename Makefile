@@ -46,7 +46,6 @@ bench: $(READY)  # measure again; takes about an hour and a half and wants a qui
 	$(BIN)/python -m bench.unequal_links  # the same
 	$(BIN)/python -m bench.gradients_home  # the same
 	$(BIN)/python -m bench.max_context  # on Linux; elsewhere it says so
-	$(BIN)/python -m bench.utilisation
 	$(BIN)/python -m bench.masked_rings
 	$(BIN)/python -m bench.state_ring
 	$(BIN)/python -m bench.shared_memory  # on Linux
@@ -63,7 +62,7 @@ bench: $(READY)  # measure again; takes about an hour and a half and wants a qui
 	$(BIN)/python -m bench.compare  # says what moved since the last commit by more than the noise
 
 SITE := $(VENV)/site-ready
-site: $(SITE)  # the book, as pages in site/; nothing is fetched while it is built or read (formulas need node)
+site: $(SITE)  # the book, as pages in site/; nothing is fetched while it is built or read
 	OMP_NUM_THREADS=1 $(BIN)/python -m book
 
 site-serve: site  # look at it: http://localhost:8000

@@ -1,6 +1,7 @@
-"""Build the book: `make site` writes site/, which any web server can serve.
+"""Build the book: `make site` writes site/, which any web server can serve, and which opens from a file too.
 
 python -m book [--language zh_CN]    the Chinese book is site/zh-CN/
+python -m book --translations        bring book/locale/ up to date with the English pages; then fill in what is empty
 """
 
 import argparse
@@ -10,21 +11,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+from book.contents import ARCHIVE, LANGUAGES, REPOSITORY, ROOT, folder, stage
 from book.data import write
-from book.stage import ARCHIVE, REPOSITORY, ROOT, stage
-from book.translate import LANGUAGES
 
 
-def build(to: Path, language: str = "en") -> int:
-    """Lay out the pages, run Sphinx on all of them, and write the numbers of the explorers. Returns Sphinx's status."""
-    source, built = ROOT / f"build/book/{language}", ROOT / f"build/html/{language}"
-    source.mkdir(parents=True, exist_ok=True)
-    stage(source, language)
-    shutil.rmtree(built, ignore_errors=True)
-    sphinx = [sys.executable, "-m", "sphinx", "-b", "html", "-E", "-q", "-W", "--keep-going", "-c", "book"]
-    places = ["-d", f"build/doctrees/{language}", str(source), str(built)]
+def sphinx(builder: str, language: str, to: Path, *options: str) -> int:
+    """Lay out the pages of a language and run Sphinx on them. Returns its status: warnings are errors."""
+    source = stage(language)
+    shutil.rmtree(to, ignore_errors=True)
+    command = [sys.executable, "-m", "sphinx", "-b", builder, "-E", "-q", "-W", "--keep-going", "-c", "book", *options]
+    places = ["-d", f"build/doctrees/{language}", str(source), str(to)]
     environment = os.environ | {"BOOK_LANGUAGE": language, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*sphinx, *places], cwd=ROOT, env=environment)
+    return subprocess.run([*command, *places], cwd=ROOT, env=environment).returncode
+
+
+def build(language: str) -> int:
+    """Write the pages of a language into site/, with the numbers of the explorers and the archive of the code."""
+    built, to = ROOT / f"build/html/{language}", ROOT / "site" / folder(language)
+    status = sphinx("html", language, built)
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(built, to, ignore=shutil.ignore_patterns(".*", "objects.inv"))
     if language == "en":
@@ -32,22 +36,27 @@ def build(to: Path, language: str = "en") -> int:
         if not REPOSITORY:
             archive = ["git", "archive", "--prefix=ring-attention/", "-o", str(to / ARCHIVE), "HEAD"]
             subprocess.run(archive, cwd=ROOT, check=True)
-    return done.returncode
+    return status
 
 
-def folder(language: str) -> Path:
-    """Where a language is: the English book is site/, and the others are folders of it."""
-    return ROOT / "site" / ("" if language == "en" else language.replace("_", "-"))
+def extract(language: str, to: Path) -> int:
+    """Write what there is to translate, by Sphinx's own builder: book.pot. The README is docs/README.zh-CN.md."""
+    return sphinx("gettext", language, to, "-D", "language=en")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m book", description="Build the book into site/.")
     parser.add_argument("--language", choices=LANGUAGES, help="build the pages of one language (default: all)")
-    language = parser.parse_args().language
-    if not shutil.which("node"):
-        parser.error("node is missing: formulas are rendered with it; install it (Debian, Ubuntu: apt install nodejs)")
-    status = [build(folder(each), each) for each in ([language] if language else LANGUAGES)]
-    return max(status)
+    parser.add_argument("--translations", action="store_true", help="bring book/locale/ up to date, and build nothing")
+    options = parser.parse_args()
+    if options.translations:
+        from sphinx_intl.basic import update
+
+        others = [language for language in LANGUAGES if language != "en"]
+        status = max(extract(language, ROOT / "build/gettext") for language in others)
+        update(str(ROOT / "book/locale"), str(ROOT / "build/gettext"), others, line_width=120, ignore_obsolete=True)
+        return status
+    return max(build(language) for language in ([options.language] if options.language else LANGUAGES))
 
 
 if __name__ == "__main__":

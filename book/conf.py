@@ -1,23 +1,19 @@
-"""How Sphinx makes the book of the pages that stage.py laid out."""
+"""How Sphinx makes the book of the pages that contents.py lays out."""
 
 import os
 import re
-import subprocess
-import time
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+from docutils.utils.math.unichar2tex import uni2tex_table
 from sphinx.application import Sphinx
 from sphinx.search.en import SearchEnglish
-from sphinxcontrib import katex
-from sphinxcontrib.katex import KaTeXServer
 
-from book.stage import REPOSITORY, SITE
-from book.translate import LANGUAGES, missing, translated
+from book.contents import LANGUAGES, REPOSITORY, SITE, Anchors, Links, code_pages, folder, on_source, pages
 
 HERE = Path(__file__).parent
 
@@ -26,28 +22,31 @@ project = LANGUAGES[language].title
 html_title = project
 author = "The authors of Ring Attention, step by step"
 
-extensions = ["myst_nb", "sphinxcontrib.katex"]
-nb_execution_mode = "off"  # the outputs are those that are committed
-nb_render_markdown_format = "myst"
-nb_merge_streams = True
+extensions = ["myst_parser"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}  # contents.py makes Markdown of notebooks
+root_doc = "index"
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "attrs_block", "attrs_inline"]
 myst_heading_anchors = 4
-myst_heading_slug_func = "book.translate.slug"
 smartquotes = False
-locale_dirs = [str(HERE / "locale")]  # what the theme says: LC_MESSAGES/sphinx.po
+gettext_compact = "book"  # one file holds the pieces of all pages
+gettext_location = False
+gettext_additional_targets = [
+    "index"
+]  # words of the glossary, which the search shows with the chapter that teaches them
+gettext_last_translator = gettext_language_team = ""
+locale_dirs = [str(HERE / "locale")]  # book.po: our pages; sphinx.po: what the theme says
 # MyST does not know anchors that are HTML; test_pages.py follows every link and anchor.
 suppress_warnings = ["misc.highlighting_failure", "myst.header", "myst.xref_missing", "toc.not_included"]
 exclude_patterns = ["_build"]
 
-katex_prerender = True
-katex_css_path = "katex/katex.min.css"  # of the version that renders, with its fonts: nothing is fetched from elsewhere
-
 html_theme = "furo"
 html_static_path = [str(HERE / "static")]
 html_css_files = ["book.css"]
-html_js_files = [("book.js", {"type": "module"})]
+html_js_files = ["book.js"]
+html_scaled_image_link = False  # all pictures are links to themselves
+html_math_renderer = "mathml"
 html_search_scorer = str(HERE / "scorer.js")
-html_use_index = False  # the index entries of stage.py are for the search
+html_use_index = False
 html_baseurl = SITE
 html_favicon = str(HERE / "static/favicon.svg")
 html_copy_source = False
@@ -55,29 +54,8 @@ html_show_sphinx = False
 html_show_copyright = False
 pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
-html_theme_options = {
-    "top_of_page_buttons": [],
-    "light_css_variables": {
-        "color-brand-primary": "#00558c",
-        "color-brand-content": "#00558c",
-        "color-brand-visited": "#00558c",
-        "color-foreground-primary": "#1B1F24",
-        "color-foreground-secondary": "#4a525c",
-        "color-foreground-muted": "#57606A",
-        "color-background-primary": "#FCFCFA",
-        "color-background-secondary": "#F4F5F3",
-        "color-background-border": "#D5D9DE",
-    },
-    "dark_css_variables": {
-        "color-brand-primary": "#7cc4ee",
-        "color-brand-content": "#7cc4ee",
-        "color-brand-visited": "#7cc4ee",
-        "color-foreground-secondary": "#b4bcc6",
-        "color-foreground-muted": "#a3acb7",
-    },
-}
+html_theme_options = {"top_of_page_buttons": []}  # colours: book.css
 
-TRANSLATED = translated("zh_CN")
 ROAD = re.compile(r"notebooks/(0[1-8])_")
 
 
@@ -91,26 +69,19 @@ def first_sentences(app: Sphinx) -> dict[str, str]:
     return said
 
 
-def other_languages(page: str) -> str:
-    """Links to the same page in the other languages that have it. A translated book is a folder of the English one."""
+def other_languages(page: str, untold: int) -> str:
+    """Links to the same page in the other languages that have it, and to its source."""
     up = "../" * page.count("/")
-    found = {}
-    if language != "en":
-        found["en"] = f"{up}../{page}.html"
-    elif {f"{page}.md", f"{page}.ipynb"} & TRANSLATED:
-        found["zh_CN"] = f"{up}zh-CN/{page}.html"
-    links = [
-        f'<a href="{to}" rel="alternate" hreflang="{other[:2]}" lang="{other[:2]}">{LANGUAGES[other].name}</a>'
-        for other, to in found.items()
-    ]
-    untold = [p for p in (f"{page}.md", f"{page}.ipynb") if language != "en" and p in translated(language)]
-    if untold and (n := len(missing(untold[0], language))):
-        links.insert(0, LANGUAGES[language].partly.format(n=n))
-    file = next((name for name in (f"{page}.ipynb", f"{page}.md", page) if (HERE.parent / name).is_file()), "")
-    if REPOSITORY and file:
-        links.append(f'<a href="{REPOSITORY}/blob/HEAD/{file}">{LANGUAGES[language].source}</a>')
-    else:
-        links.append(f'<a href="{up}index.html#get-the-code">{LANGUAGES[language].source}</a>')
+    names = [f"{page}.md", f"{page}.ipynb", page]
+    links = [LANGUAGES[language].partly.format(n=untold)] if untold else []
+    for other in LANGUAGES:
+        if other != language and pages(other).keys() & set(names):
+            to = f"{up}../{page}.html" if other == "en" else f"{up}{folder(other)}/{page}.html"
+            tag = f'rel="alternate" hreflang="{other[:2]}" lang="{other[:2]}"'
+            links.append(f'<a href="{to}" {tag}>{LANGUAGES[other].name}</a>')
+    file = next((name for name in names if (HERE.parent / name).is_file()), "")
+    to = f"{REPOSITORY}/blob/HEAD/{file}" if REPOSITORY and file else f"{up}index.html#get-the-code"
+    links.append(f'<a href="{to}">{LANGUAGES[language].source}</a>')
     return f'<p class="languages">{" ".join(links)}</p>'
 
 
@@ -129,7 +100,7 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
         words = app.said.get(match[2])  # type: ignore[attr-defined]
         if not words:
             return match[0]
-        words = words.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+        words = escape(words)
         return f'<a class="term {match[1]}" data-term="{words}"'
 
     first = next((node.astext() for node in doctree.findall(nodes.paragraph)), "") if doctree else ""
@@ -141,7 +112,7 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
     }
     here |= {"url": f"{SITE}/{page}.html"} if SITE else {}
     metas = [f'<meta property="og:{name}" content="{words}">' for name, words in here.items()]
-    context["metatags"] += "".join([f'<meta name="description" content="{told}">', *metas])
+    context["metatags"] = context.get("metatags", "") + "".join([f'<meta name="description" content="{told}">', *metas])
     if page != "docs/glossary":
         body = re.sub(r'<a class="([^"]*)"(?= href="[^"]*docs/glossary\.html#([^"]+)")', explained, body)
     first, *rest = body.split("<img ")
@@ -150,7 +121,16 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
         n = int(at[1])
         steps = '<i class="done"></i>' * n + "<i></i>" * (8 - n)
         body = f'<div class="progress" role="img" aria-label="{n} / 8">{steps}</div>{body}'
-    body = other_languages(page) + body
+    pieces = doctree.findall(nodes.TextElement) if doctree and "/" in page else ()
+    body = other_languages(page, sum(not piece.get("translated", True) for piece in pieces)) + body
+    body = re.sub(r'(<img [^>]*?src="([^"]*)"[^>]*>)', r'<a class="large" href="\2">\1</a>', body)
+    still = r'<picture><source media="(prefers-reduced-motion: reduce)" srcset="\2.svg">\1</picture>'
+    body = re.sub(r'(<img [^>]*?src="([^"]*)\.gif"[^>]*>)', still, body)  # the film has a picture that stands still
+    for name in ("ring", "deadlock", "solve", "planner", "xray"):
+        if f'id="{name}" class="explorer"' in body:
+            for script in ("explorer", name):
+                body += f'<script defer src="{"../" * page.count("/")}_static/{script}.js"></script>'
+    body = re.sub(r'<span class="[wnp]">([^<]*)</span>', r"\1", body)  # colours that no style has: a third of the code
     # Long lines and tables scroll by themselves; a keyboard must reach them.
     for tag in ("<pre", '<div class="table-wrapper'):
         body = body.replace(tag, tag.replace("<pre", '<pre tabindex="0"').replace("<div", '<div tabindex="0"'))
@@ -170,25 +150,31 @@ class PairsOfCharacters(SearchEnglish):
         return bool(word) and super().word_filter(word)
 
 
-def start_katex(app: Sphinx) -> None:
-    """Start the process that renders formulas: its socket may be there before it listens. Each try starts another."""
-    started = []
+INSIDE = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"  # braces, and what is between them
+TEX = {  # what docutils does not know, and what it does
+    r"\\dots\b": r"\\ldots",
+    r"\\textstyle\b": "",
+    "°": r"^{\\circ}",
+    rf"\\underbrace{INSIDE}_{INSIDE}": r"\\underset{\2}{\\underbrace{\1}}",
+}
 
-    def popen(*command: Any, **options: Any) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(*command, **options))
-        return started[-1]
 
-    with mock.patch.object(katex, "Popen", popen):
-        for _ in range(50):
-            try:
-                KaTeXServer.get()
-                return
-            except ConnectionRefusedError:
-                started.pop().kill()  # else it would stay, and hold the output open
-                time.sleep(0.1)
+def set_math(writer: Any, node: nodes.Element) -> None:
+    """A formula as MathML, which browsers draw by themselves."""
+    formula, block = node.astext().translate(uni2tex_table), isinstance(node, nodes.math_block)
+    for pattern, instead in TEX.items():
+        formula = re.sub(pattern, instead, formula)
+    shown = tex2mathml(formula, as_block=block)
+    writer.body.append(f'<div class="math" tabindex="0">{shown}</div>' if block else shown)
+    raise nodes.SkipNode
 
 
 def setup(app: Sphinx) -> None:
+    app.code = set()  # type: ignore[attr-defined]  # the files to which pages link
+    app.add_html_math_renderer("mathml", (set_math, None), (set_math, None))
     app.add_search_language(PairsOfCharacters)
-    app.connect("builder-inited", start_katex)
+    app.add_transform(Anchors)
+    app.add_post_transform(Links)
+    app.connect("source-read", on_source)
+    app.connect("html-collect-pages", code_pages)
     app.connect("html-page-context", on_page, priority=900)  # after the theme

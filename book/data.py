@@ -1,20 +1,18 @@
-"""The numbers that the explorers show, computed by the tested files of ringlab: site/data/*.json.
+"""The numbers that the explorers show, computed by the tested files of ringlab: site/data/*.js, scripts for the pages.
 
-    ring-P-S.json      P ranks, S tokens: every layout and mask, what each token has after each round, what it costs
-    deadlock.json      every order of sends and receives of 2 to 8 ranks: what moves, who waits for whom
-    xray-*.json        reports as `ring-doctor --json` writes them, with the X-ray of a ring on paper
+    ring-P-S.js      P ranks, S tokens: every layout and mask, what each token has after each round, what it costs
+    planner.js       what ring-plan answers; scoreboard.js: published measurements and their predictions
+    xray-*.js        reports as `ring-doctor --json` writes them, with the X-ray of a ring on paper
 
 Q, K, V and dO of a token are the token itself, as in the worked example. The pages compute nothing but the places of
 what they draw; book/test_data.py compares these numbers with full attention, book/test_explorers.py the pages with
 them. The planner's answers are those of ring-plan, for every model, GPU, number of hosts and length that it offers.
 """
 
-import ast
 import json
 import math
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
 from ring_doctor.xray import on_paper
-from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.online_softmax import finish, start, update
 from ringlab.planning.hidden_communication import min_overlap_chunk
@@ -39,7 +36,6 @@ from ringlab.training.backward import tile_backward
 from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from tests import readers_schedules
 
 RANKS = range(1, 9)
 SCALE = 1 / math.sqrt(2)  # D = 2
@@ -53,8 +49,6 @@ MASKS = {  # name: of S tokens
     "causal window": lambda S: Mask(causal=True, window=S // 4 + 1),
     "causal documents window": lambda S: Mask(causal=True, documents=halves(S), window=S // 4 + 1),
 }
-PUZZLES = Path(__file__).parent.parent / "notebooks/puzzles/puzzles.py"
-FIRST_TRIES = ("my_hop", "my_gather")
 SPEEDS = {"fast": 0.5, "slow": 2.0}  # a hop, in times of computing a whole block
 
 
@@ -200,64 +194,6 @@ def ring_file(P: int, S: int) -> dict[str, Any]:
     }
 
 
-def orders() -> dict[str, Any]:
-    """One hop of a ring of 2 to 8 ranks, for every choice of who sends first: "SRSR" and what happens then."""
-    found = {}
-    for P in range(2, 9):
-        for letters in product("SR", repeat=P):
-            programs: list[Program] = []
-            for rank, letter in enumerate(letters):
-                hop: Program = [Send((rank + 1) % P), Recv((rank - 1) % P)]
-                programs.append(hop if letter == "S" else hop[::-1])
-            found["".join(letters)] = _outcome(programs)
-    return found
-
-
-def _outcome(programs: list[Program]) -> dict[str, Any]:
-    outcome = simulate_messages(programs)
-    return {
-        "moves": [[move.phase, move.source, move.to] for move in outcome.transfers],
-        "waits": {str(rank): peer for rank, peer in outcome.waits_for.items()},
-        "circle": outcome.cycle,
-    }
-
-
-class Noted:
-    """The `comm` of a puzzle on paper: it notes what a schedule sends and receives, and nothing waits."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.P = rank, world_size
-        self.program: Program = []
-
-    def send(self, to: int, x: Tensor) -> None:
-        self.program.append(Send(to))
-
-    def recv(self, source: int) -> Tensor:
-        self.program.append(Recv(source))
-        return torch.zeros(self.P)
-
-
-def puzzles() -> dict[str, Any]:
-    """Schedules of sends and receives on 4 ranks: the first tries in the notebook, and two answers that are wrong."""
-    cells = ast.parse(PUZZLES.read_text()).body
-    names: dict[str, Any] = {"torch": torch}
-    for cell in cells:
-        if isinstance(cell, ast.FunctionDef) and cell.name in FIRST_TRIES:
-            exec(compile(ast.Module([cell], []), str(PUZZLES), "exec"), names)
-    wrong = (readers_schedules.odd_ranks_only_wait, readers_schedules.all_but_rank_0_send_first)
-    schedules = {schedule.__name__: schedule for schedule in (names["my_hop"], *wrong, names["my_gather"])}
-    found = {}
-    for name, schedule in schedules.items():
-        comms = [Noted(rank, 4) for rank in range(4)]
-        for comm in comms:
-            schedule(comm, torch.zeros(4))
-        steps = [
-            [["S", step.to] if isinstance(step, Send) else ["R", step.source] for step in c.program] for c in comms
-        ]
-        found[name] = {"programs": steps, **_outcome([comm.program for comm in comms])}
-    return found
-
-
 def xrays() -> Iterator[tuple[str, dict[str, Any]]]:
     """Reports of rings on paper, with the fields of `ring-doctor --json` that the page reads."""
     case = Case(4, 16, True)
@@ -347,11 +283,11 @@ def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files = {f"ring-{P}-{S}": (lambda P=P, S=S: ring_file(P, S)) for P in RANKS for S in seq_lens(P)}
     files |= {f"xray-{name}": (lambda report=report: report) for name, report in xrays()}
-    files |= {"deadlock": orders, "puzzles": puzzles, "planner": planner, "scoreboard": scoreboard}
+    files |= {"planner": planner, "scoreboard": scoreboard}
     files["book"] = lambda: {
         "colours": [[colour, ink_on(colour)] for colour in BLOCK_COLOURS],
         "backward": list(WRONG_GRADIENTS),
         "seq_lens": {P: seq_lens(P) for P in RANKS},
     }
     for name, make in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(make(), separators=(",", ":")))
+        (folder / f"{name}.js").write_text(f'explorer.take("{name}",{json.dumps(make(), separators=(",", ":"))})')

@@ -104,31 +104,6 @@ def test_idle_time_is_that_of_the_slowest_rank():
     assert min(even["time"]["fast"]["idle"]) < min(one["time"]["fast"]["idle"][:-1])
 
 
-def test_a_ring_of_blocking_messages_stops_exactly_when_all_do_the_same_first():
-    found = data.orders()
-    assert len(found) == sum(2**P for P in range(2, 9))
-    for order, outcome in found.items():
-        P = len(order)
-        stuck = order in ("S" * P, "R" * P)
-        assert bool(outcome["waits"]) == bool(outcome["circle"]) == stuck
-        assert sorted(outcome["circle"]) == (list(range(P)) if stuck else [])
-        assert sorted(move[1:] for move in outcome["moves"]) == ([] if stuck else [[r, (r + 1) % P] for r in range(P)])
-        for phase in {move[0] for move in outcome["moves"]}:  # a rank takes part in one message a phase
-            ranks = [r for move in outcome["moves"] if move[0] == phase for r in move[1:]]
-            assert len(ranks) == len(set(ranks))
-
-
-def test_the_puzzles_end_as_their_schedules_say():
-    """By hand, for 4 ranks: what has moved when nothing moves any more, who waits for whom, and the circle."""
-    through_0 = [[0, 1, 0], [1, 2, 0], [2, 3, 0], [3, 0, 1], [4, 0, 2], [5, 0, 3]]
-    assert {name: (it["moves"], it["waits"], it["circle"]) for name, it in data.puzzles().items()} == {
-        "my_hop": ([], {"0": 1, "1": 2, "2": 3, "3": 0}, [0, 1, 2, 3]),
-        "odd_ranks_only_wait": ([[0, 0, 1], [0, 2, 3]], {"0": 3, "2": 1}, []),  # 1 and 3 have returned
-        "all_but_rank_0_send_first": ([], {"1": 2, "2": 3, "3": 1}, [1, 2, 3]),
-        "my_gather": (through_0, {}, []),
-    }
-
-
 def test_the_scoreboard_is_the_one_that_the_command_prints(capsys):
     assert scoreboard.main() == 0
     printed = " ".join(capsys.readouterr().out.split())

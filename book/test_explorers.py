@@ -1,19 +1,29 @@
-"""The explorers, driven by clicks and keys: what a reader sees is what Python computes."""
+"""The explorers, driven by clicks and keys: what a reader sees is what Python computes, and what `ring-plan` says."""
 
+import contextlib
+import csv
 import inspect
+import io
 import json
 import math
 import random
 import re
+from itertools import product
+from pathlib import Path
 
 import pytest
 
+from bench.scoreboard import grades
 from book import data
+from book.data import HOSTS, LENGTHS, answer, thresholds
 from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.report import as_json
 from ring_doctor.xray import on_paper
 from ringlab.basics.blocking_messages import Recv, Send, simulate_messages
+from ringlab.planning import cost_model
+from ringlab.planning.plan import digits
+from ringlab.planning.presets import GPUS, MODELS
 from ringlab.training.layouts import positions
 
 READY = '.explorer[data-ready="yes"]'
@@ -46,48 +56,33 @@ def number(x, none="NaN"):
     return none if x is None else f"{x:.4f}"
 
 
-def choose(page, P, S, layout, mask, backward):
-    slide(page, "P", P)
-    page.select_option("[name=S]", str(S))
-    settle(page)
-    for name in ("causal", "documents", "window"):
-        box = page.locator(f"[name={name}]")
-        if box.is_enabled() and box.is_checked() != (name in mask):
-            box.click()
-            settle(page)
-    page.locator(f"[name=layout][value={layout}]").click()
-    settle(page)
-    page.locator(f"[name=pass][value={'backward' if backward else 'forward'}]").click()
-    settle(page)
-
-
 CHOICES = [  # ranks, tokens, layout, mask, backward
     (4, 8, "contiguous", "none", False),
     (4, 8, "contiguous", "causal", True),
     (8, 32, "zigzag", "causal", False),
     (3, 8, "contiguous", "causal documents window", False),
-    (5, 20, "zigzag", "causal documents", True),
+    (5, 20, "zigzag", "documents", True),
     (1, 8, "striped", "none", True),
-    (2, 16, "striped", "causal window", True),
-    (7, 28, "zigzag", "documents", False),
 ]
 
 
-def test_the_data_of_the_site_is_what_python_computes(site, tmp_path):
-    data.write(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (site / "data").iterdir()}
-    stale = [path.name for path in tmp_path.iterdir() if path.read_text() != (site / "data" / path.name).read_text()]
-    assert stale == []
+def test_the_data_of_the_site_is_what_python_computes(site):
+    """Two rings, the scoreboard and the reports; the planner's answers are compared with the command below."""
+    fresh = {"ring-4-8": data.ring_file(4, 8), "ring-3-12": data.ring_file(3, 12), "scoreboard": data.scoreboard()}
+    fresh |= {f"xray-{name}": report for name, report in data.xrays()}
+    for name, its in fresh.items():
+        written = (site / f"data/{name}.js").read_text()
+        assert json.loads(written.removeprefix(f'explorer.take("{name}",').removesuffix(")")) == json.loads(
+            json.dumps(its)
+        )
 
 
 @pytest.mark.parametrize(("P", "S", "layout", "mask", "backward"), CHOICES)
 def test_the_ring_shows_what_python_computes(watched, P, S, layout, mask, backward):
-    page = watched.open("ring.html", READY)
-    choose(page, P, S, layout, mask, backward)
+    token, mask_on = random.Random(P).randrange(S), "".join(f"&{name}=on" for name in mask.split() if name != "none")
+    asked = f"P={P}&S={S}&layout={layout}{mask_on}&pass={'backward' if backward else 'forward'}&token={token}"
+    page = watched.open(f"ring.html#{asked}", READY)
     one = data.ring(P, S, layout, data.MASKS[mask](S))
-    token = random.Random(P).randrange(S)
-    page.select_option("[name=token]", str(token))
-    settle(page)
     places = [positions(layout, S, rank, P).tolist() for rank in range(P)]
     owner = next(rank for rank, tokens in enumerate(places) if token in tokens)
     for t in range(one["hops"] + 1):
@@ -173,15 +168,16 @@ def test_a_layout_that_cannot_deal_out_the_tokens_says_why(watched):
 
 def test_an_address_shows_what_its_sender_saw(watched):
     page = watched.open("ring.html", READY)
-    choose(page, 3, 12, "zigzag", "causal", True)
-    page.select_option("[name=token]", "5")
-    settle(page)
-    address = page.url
-    page = watched.open(address.removeprefix(f"{watched.address}/"), READY)
-    assert page.input_value("[name=token]") == "5"
-    assert page.locator("[name=S]").input_value() == "12"
-    assert page.locator("[value=zigzag]").is_checked()
-    assert page.locator("[value=backward]").is_checked()
+    slide(page, "P", 3)
+    for name, value in (("S", "12"), ("token", "5")):
+        page.select_option(f"[name={name}]", value)
+        settle(page)
+    for control in ("[name=causal]", "[value=zigzag]", "[value=backward]"):
+        page.click(control)
+        settle(page)
+    page = watched.open(page.url.removeprefix(f"{watched.address}/"), READY)
+    assert [page.input_value(f"[name={name}]") for name in ("P", "S", "token")] == ["3", "12", "5"]
+    assert all(page.is_checked(control) for control in ("[name=causal]", "[value=zigzag]", "[value=backward]"))
 
 
 @pytest.mark.parametrize("order", ["SSSS", "SRSR", "RRR", "SRSRS", "RS", "SSRSSSSS"])
@@ -219,32 +215,66 @@ def test_the_even_odd_button_fits_every_number_of_ranks(watched):
     assert page.locator("[name=order]").input_value() == "SRSRSRS"
 
 
-STUCK = {  # puzzle: what the page says at its end
-    "my_hop": "0 messages moved. The rest wait for ever. The circle: 0 → 1 → 2 → 3 → 0.",
-    "odd_ranks_only_wait": "2 messages moved. The rest wait for ever. No circle: a rank waits for one that has ended.",
-    "all_but_rank_0_send_first": "0 messages moved. The rest wait for ever. The circle: 1 → 2 → 3 → 1.",
-    "my_gather": "All 6 messages moved, in 6 phases. Every rank has ended.",
-}
-
-
-def test_the_films_of_the_puzzles_play(watched):
+def test_the_simulator_of_the_page_is_that_of_ringlab(watched):
+    """Every order of a hop of 2 to 8 ranks, and random programs."""
     page = watched.open("deadlock.html", READY)
-    slide(page, "P", 6)
-    for name, puzzle in data.puzzles().items():
-        page.select_option("[name=puzzle]", name)
-        assert page.locator(".rank").count() == 4
-        assert not page.is_visible("#orders")
-        for phase in range(1 + max([move[0] for move in puzzle["moves"]], default=-1)):
-            page.locator("#step").click()
-            moves = ", ".join(f"{source} → {to}" for at, source, to in puzzle["moves"] if at == phase)
-            assert page.inner_text("#deadlock-status") == f"Phase {phase}: {moves}"
-        page.locator("#step").click()
-        assert page.inner_text("#deadlock-status") == STUCK[name]
-        words = {"S": "send to", "R": "receive from"}
-        programs = [" · ".join(f"{words[letter]} {peer}" for letter, peer in its) for its in puzzle["programs"]]
-        assert [row[1] for row in rows(page, "programs")] == [program or "no messages" for program in programs]
-        page.select_option("[name=puzzle]", "")
-        assert page.locator(".rank").count() == 6
+    draw = random.Random(0)
+    programs = []
+    for P in range(2, 9):
+        for letters in product((1, -1), repeat=P):
+            programs.append([[Send((r + 1) % P), Recv((r - 1) % P)][::way] for r, way in enumerate(letters)])
+    for P in (2, 3, 4, 6) * 50:
+        peers = [[peer for peer in range(P) if peer != r] for r in range(P)]
+        programs.append(
+            [[draw.choice((Send, Recv))(draw.choice(each)) for _ in range(draw.randrange(5))] for each in peers]
+        )
+
+    def message(step):
+        return ["S", step.to] if isinstance(step, Send) else ["R", step.source]
+
+    for_page = [[[[message(step)] for step in one] for one in program] for program in programs]
+    found = page.evaluate("(all) => all.map((program) => explorer.simulate(program))", for_page)
+    for program, its in zip(programs, found, strict=True):
+        right = simulate_messages(program)
+        assert sorted(move[:3] for move in its["moves"]) == sorted([m.phase, m.source, m.to] for m in right.transfers)
+        assert {int(rank): peer for rank, peer in its["waits"].items()} == right.waits_for
+        assert its["circle"] == right.cycle
+
+
+def test_the_page_judges_puzzles(watched):
+    """solved.csv: what a reader writes, a rank after each stroke, and what the page says of it. By hand."""
+    page = watched.open("solve.html", READY)
+    for row in csv.DictReader(Path(__file__).with_name("solved.csv").open()):
+        page.select_option("[name=puzzle]", row["puzzle"])
+        page.fill("[name=text]", row["lines"].replace(" / ", "\n"))
+        assert row["said"] in page.inner_text("#solve-verdict"), row
+    page = watched.open(page.url.removeprefix(f"{watched.address}/"), READY)  # what was written is in the address
+    assert row["said"] in page.inner_text("#solve-verdict")
+
+
+def test_a_number_says_where_it_came_from(watched):
+    page = watched.open("ring.html#P=4&S=8&causal=on&layout=contiguous&pass=forward&token=5", READY)
+    page.locator("#step").click()
+    page.locator("#states [data-round='1']").click()
+    one, x = data.ring(4, 8, "contiguous", data.MASKS["causal"](8)), data.tokens(8)[0, 0]
+    scores = [number((x[5] @ x[key]).item() / math.sqrt(2)) for key in (2, 3)]
+    m, l = one["states"][1][5][:2]
+    said = page.inner_text("#why")
+    assert f"keys 2, 3. Scores: {', '.join(scores)}. The largest score is now m = {number(m)}" in said
+    assert f"= {number(l)}; o is rescaled alike" in said
+
+
+def test_a_rank_is_chosen_by_a_click_and_the_round_stays(watched):
+    page = watched.open("ring.html", READY)
+    page.locator("#step").click()
+    page.locator(".at").nth(2).click(position={"x": 8, "y": 8})
+    assert page.input_value("[name=token]") == "4"
+    assert "Round 1" in page.inner_text("#ring-status")
+
+
+def test_a_bad_address_gives_a_sentence(watched):
+    page = watched.open("ring.html#P=4&colour=red", READY)
+    assert "colour=red" in page.locator("[role=alert]").inner_text()
 
 
 def tiles(text):
@@ -310,3 +340,60 @@ def test_the_examples_have_the_fields_of_a_report():
     written = set(re.findall(r'^ {8}"(\w+)":', inspect.getsource(as_json), re.M))
     for _, report in data.xrays():
         assert set(report) <= written
+
+
+PLANS = [("llama-3.1-8b", "h100", 1, 131072), ("qwen2.5-7b", "l40s", 2, 32768), ("llama-3.1-405b", "h200", 2, 131072)]
+
+
+def printed(command):
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert cost_model.main(command.split()[1:]) == 0
+    return text.getvalue()
+
+
+@pytest.mark.parametrize(("model", "gpu", "hosts", "seq_len"), PLANS)
+def test_the_answers_are_those_of_the_command(model, gpu, hosts, seq_len):
+    found = answer(MODELS[model], GPUS[gpu], hosts, seq_len)
+    said = printed(f"ring-plan --model {model} --gpu {gpu} --hosts {hosts} --seq-len {seq_len}")
+    if found is None:
+        assert "does not fit" in said
+    else:
+        first = said.split("GiB  way\n")[1].splitlines()[0].split(maxsplit=3)
+        assert first == [*(digits(found[name]) for name in ("speed", "seconds", "gib")), found["way"]]
+    assert thresholds(MODELS["llama-3.1-8b"], GPUS["h100"])["between"] > 1e3
+
+
+def test_the_page_says_what_its_command_prints(watched):
+    page = watched.open("planner.html", READY)
+    for model, gpu, hosts, seq_len in PLANS:
+        for name, value in (("model", model), ("gpu", gpu), ("hosts", hosts), ("seq_len", seq_len)):
+            page.select_option(f"[name={name}]", str(value))
+        said = printed(page.inner_text("#planner-command"))
+        assert len(rows(page, "ways")) == len(HOSTS) * len(LENGTHS)
+        if "does not fit" in said:
+            assert page.inner_text("#planner-status").startswith("Advice: nothing fits.")
+        else:
+            way = said.split("GiB  way\n")[1].splitlines()[0].split(maxsplit=3)[3]
+            assert page.inner_text("#planner-status").startswith(f"Advice: {way}: ")
+    page = watched.open(page.url.removeprefix(f"{watched.address}/"), READY)
+    assert page.input_value("[name=model]") == PLANS[-1][0]  # kept in the address
+
+
+def test_the_scoreboard_shows_every_prediction(watched):
+    page = watched.open("planner.html", READY)
+    marked = grades()
+    cells = [text.split("\t") for text in page.locator("#scoreboard-table tbody tr").all_inner_texts()]
+    of_grades = [
+        [" ".join(each.name.split()), digits(each.measured), digits(each.predicted), f"{100 * each.error:+.1f}"]
+        for each in marked
+    ]
+    assert [[row[0].strip(), *(x.split()[0] for x in row[2:4]), row[4].strip()] for row in cells] == of_grades
+    page.select_option("#scoreboard-form [name=way]", "hybrid")
+    hybrids = sum(each.section == "attention" and each.row["way"] == "hybrid" for each in marked)
+    assert page.locator("#scoreboard-table tbody tr:visible").count() == hybrids
+    page.select_option("#scoreboard-form [name=way]", "")
+    page.locator("#scoreboard-table th button").nth(4).focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#scoreboard-table th").nth(4).get_attribute("aria-sort") == "ascending"
+    errors = [float(text.split("\t")[4]) for text in page.locator("#scoreboard-table tbody tr").all_inner_texts()]
+    assert errors == sorted(errors)

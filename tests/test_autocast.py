@@ -1,30 +1,15 @@
 """Under autocast the five ways do what torch's own attention does: values, gradients, dtypes, and what is refused."""
 
 import re
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ringlab.training import flash_ring
 from tests.grouped_queries import assert_four, expected, grouped_inputs
-from tests.planted import Mistakes
 from tests.refusals import all_of, refusal
 from tests.ways import SOME, attention_of, cut, name_of, ranks_of, whole
-
-WRONG = Mistakes()
-
-
-@WRONG.replaces(flash_ring, "as_autocast")
-def not_cast(*inputs):
-    return inputs
-
-
-@WRONG.replaces(flash_ring, "as_autocast")
-def cast_up(*inputs):
-    return [x.float() for x in inputs]
 
 
 def problem(dtypes):
@@ -42,15 +27,14 @@ def under_autocast(attention, qkv, d_out, dtype, *, checkpointed=False):
     return [out.detach(), *(x.grad for x in inputs)]
 
 
-def on_rank(context, way, shape, dtype, dtypes, checkpointed, wrong=None):
+def on_rank(context, way, shape, dtype, dtypes, checkpointed):
     attention, (qkv, d_out) = attention_of(context, way, shape), problem(dtypes)
     *mine, d_out = cut(context, "zigzag", None, *qkv, d_out)
 
     def causal(q, k, v):
         return attention(q, k, v, causal=True, layout="zigzag")
 
-    with WRONG[wrong]() if wrong else nullcontext():
-        return under_autocast(causal, mine, d_out, dtype, checkpointed=checkpointed)
+    return under_autocast(causal, mine, d_out, dtype, checkpointed=checkpointed)
 
 
 def assert_as_torch(of_ranks, dtype, dtypes):
@@ -85,13 +69,6 @@ CASES = [  # the dtype of autocast, and those of q, k and v
 def test_as_torch(ranks, way, shape, dtype, dtypes):
     for checkpointed in (False, True):
         assert_as_torch(ranks(ranks_of(shape), on_rank, way, shape, dtype, dtypes, checkpointed), dtype, dtypes)
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_cast_is_rejected(ranks, wrong):
-    dtypes = (torch.float32,) * 3
-    with pytest.raises(AssertionError):
-        assert_as_torch(ranks(3, on_rank, "ring", 3, torch.bfloat16, dtypes, False, wrong), torch.bfloat16, dtypes)
 
 
 def on_some_ranks(context, way, shape, dtypes, ranks_with_autocast):

@@ -15,7 +15,7 @@ from ringlab.planning import cost_model
 from ringlab.planning.machine import MAKE, write_machine
 from ringlab.planning.memory import CONTEXT, step_bytes
 from ringlab.planning.plan import Answer, Wish, best, candidates, changes, digits, gains, longest
-from ringlab.planning.presets import GIB, GPUS, MODELS, gpu_named, model_named
+from ringlab.planning.presets import GIB, GPUS, MODELS, Model, gpu_named, model_named
 from ringlab.planning.round_costs import FRAMEWORK
 from ringlab.planning.step import KERNELS, Step, step_seconds
 from ringlab.planning.ways import Cluster
@@ -116,6 +116,17 @@ def test_a_prefill_of_a_million_tokens():
     seconds = float(printed.split("GiB  way\n")[1].split()[1])
     assert seconds == pytest.approx(77, rel=0.03)
     assert "6 measured rows" in printed or "5 measured rows" in printed
+
+
+def test_a_prefill_by_hand():
+    """2 of 4 experts, h = 8, 2 heads of 4 on 1, F = 6, 3 layers; 64 tokens on cp 2 x tp 2: a group has 32 rows."""
+    model = Model("tiny", "", 3, 8, 2, 1, 6, 10, experts=4, active=2)
+    step = Step(model, HOST.gpu, 1, 4, 64, cp=2, tp=2, way="ring", task="prefill")
+    attention, experts, router = 8 * (2 * 2 + 2 * 1) * 4, 2 * 3 * 8 * 6, 8 * 4
+    seconds, rows = step_seconds(step), 32
+    assert seconds["products"] == pytest.approx(3 * 2 * rows / 2 * (attention + experts + router) / (0.65 * 989e12))
+    inside = 2 * (2 + 1) * 4 + 3 * 2 * 6  # rotary of q and k; silu of two experts: shared by tp, the rest is not
+    assert seconds["passes"] == pytest.approx(3 * 2 * rows * (9 * 8 + inside / 2) / (0.85 * 3.35e12))
 
 
 def test_ideal_numbers_are_a_gpu():

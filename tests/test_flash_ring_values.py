@@ -1,4 +1,4 @@
-"""The trainable ring's out, dq, dk and dv against full attention in float64 and against torch's own ring; its bytes."""
+"""The trainable ring's out, dq, dk and dv against full attention in float64; NaN, padding, the drop-in, DDP."""
 
 import math
 import re
@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bench.against_peers import torch_loop
 from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import pad, positions
@@ -17,7 +16,7 @@ from tests.attention import SEED
 from tests.gradients import NAMES
 from tests.grouped_queries import assert_four, expected, grouped_inputs
 from tests.refusals import all_of, refusal
-from tests.ways import CASES, Problem, assert_right_results, cut, ring_gradients, whole
+from tests.ways import CASES, Problem, assert_right_results, ring_gradients, whole
 
 
 @pytest.mark.parametrize(("causal", "layout"), CASES)
@@ -25,32 +24,6 @@ def test_as_exact_as_torch_on_one_device(ranks, world_size, causal, layout):
     """A chunk is more than a tile, in the worlds where it can be."""
     problem = Problem(4, 2, 360, {"causal": causal, "layout": layout}, head_dim=32)
     assert_right_results(ranks, "ring", world_size, [problem])
-
-
-# Against torch's own ring ---------------------------------------------------------------------------------------------
-
-
-def torchs_ring(context, q, k, v, d_out, causal, layout):
-    """This rank's out, dq, dk, dv by torch's context parallelism, with its CPU kernel; None where torch lacks it."""
-    try:
-        return torch_loop(*cut(context, layout, None, q, k, v, d_out), causal=causal, layout=layout)
-    except (ImportError, AttributeError):  # a private module: it may move
-        return None
-
-
-# All its modes run on a CPU. It has no striped layout, and zigzag under a causal mask only.
-@pytest.mark.parametrize(
-    ("causal", "layout", "kv_heads"),
-    [(False, "contiguous", 4), (True, "contiguous", 4), (True, "zigzag", 2)],
-)
-def test_against_the_ring_of_torch(ranks, causal, layout, kv_heads):
-    four = grouped_inputs(1, 4, kv_heads, 240, 32)
-    theirs = ranks(3, torchs_ring, *four, causal, layout)
-    if theirs[0] is None:
-        pytest.skip("this torch has no _templated_ring_attention")
-    mine = ranks(3, ring_gradients, *four, {"causal": causal, "layout": layout})
-    assert_four(whole(theirs, layout), expected(*four, causal=causal))  # so it is a right one
-    assert_four(whole(mine, layout), expected(*four, causal=causal))
 
 
 # Rows that see no key, and numbers that are NaN -----------------------------------------------------------------------

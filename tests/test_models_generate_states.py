@@ -71,7 +71,7 @@ def own(cache, method, *args):
 
 
 def padding_written(cache, method, *args):
-    with mock.patch.object(torch.Tensor, "masked_fill", lambda x, *_: x):
+    with mock.patch.object(cache, "at", torch.zeros_like(cache.at)):
         return method(*args)
 
 

@@ -129,6 +129,7 @@ def results_on_rank(problem, rank, P):
         out, last = ring_linear_attention(**mine, **problem.options)
     results, given = [out], [d_out[:, :, at]]
     if last is not None:
+        assert last.untyped_storage().nbytes() == last.nbytes  # no view that keeps the states of all chunks
         results, given = [out, last], [*given, d_last.to(last.dtype)]
     gradients = torch.autograd.grad(results, list(mine.values()), given)
     return at, {"out": out.detach(), **dict(zip(mine, gradients, strict=True))}, None if last is None else last.detach()
@@ -207,6 +208,7 @@ def test_scale_moves_and_without_a_state_it_is_zero():
     empty = {**x, "state": torch.zeros_like(x["state"])}
     torch.testing.assert_close(alone.recurrence(**{**x, "state": None}), alone.recurrence(**empty))
     assert last.dtype == torch.float64
+    assert last.untyped_storage().nbytes() == last.nbytes
 
 
 # Mistakes, each of which the check above must see ---------------------------------------------------------------------

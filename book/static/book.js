@@ -1,5 +1,7 @@
 // On every page: the glossary's words explain themselves, and the road remembers what was read. Without it, all works.
 
+
+(() => {
 let tip = null;
 
 function open(link) {
@@ -55,3 +57,31 @@ if (chapter && end)
     mark();
   }).observe(end);
 mark();
+
+// Code can be copied, without the prompts of a terminal; the film can be stopped.
+const WORDS = document.documentElement.lang === "en" ? ["copy", "copied", "⏸ stop", "▶ play"] : ["复制", "已复制", "⏸ 暂停", "▶ 播放"];
+function button(words, home) {
+  const made = Object.assign(document.createElement("button"), { type: "button", className: "small", textContent: words });
+  home.append(made);
+  return made;
+}
+for (const code of document.querySelectorAll("article :not(.output) > div[class^='highlight-'] > .highlight")) {
+  const copy = button(WORDS[0], code);
+  copy.onclick = async () => {
+    const text = code.querySelector("pre").textContent, lines = text.split("\n");
+    await navigator.clipboard.writeText(/^\$ /m.test(text) ? lines.filter((line) => line.startsWith("$ ")).map((line) => line.slice(2)).join("\n") : text);
+    copy.textContent = WORDS[1];
+  };
+}
+for (const film of document.querySelectorAll("picture")) {
+  let plays = !matchMedia("(prefers-reduced-motion: reduce)").matches;
+  const image = film.querySelector("img"), moving = image.src, still = film.querySelector("source").srcset;
+  const stop = button(WORDS[plays ? 2 : 3], film.closest("figure, p"));
+  stop.onclick = () => {
+    plays = !plays;
+    film.querySelector("source")?.remove();
+    image.src = plays ? moving : still;
+    stop.textContent = WORDS[plays ? 2 : 3];
+  };
+}
+})();

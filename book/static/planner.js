@@ -1,7 +1,7 @@
 // The planner's answers, computed by ring-plan: site/data/planner.json. The scoreboard: site/data/scoreboard.json.
 
-import { load, make, say, settings, table } from "./explorer.js";
-
+(async () => {
+const { load, make, say, settings, table } = explorer;
 const form = document.querySelector("#planner-form");
 const results = document.querySelector("#planner-results");
 const status = document.querySelector("#planner-status");
@@ -92,7 +92,8 @@ form.model.value = "llama-3.1-8b";
 form.seq_len.value = "131072";
 settings(form, change);
 document.querySelector("#planner").hidden = false;
-document.querySelector("#planner-still").hidden = true;
+document.querySelector("#planner-still")?.remove(); // another page has none
 change();
-await scoreboard();
+if (document.querySelector("#scoreboard")) await scoreboard();
 document.querySelector("#planner").dataset.ready = "yes";
+})();

@@ -1,10 +1,11 @@
 // The ring: every number is from site/data/ring-P-S.json, which book/data.py computes.
 
-import { arrow, draw, load, make, place, player, say, settings, table } from "./explorer.js";
-
+(async () => {
+const { arrow, draw, load, make, place, player, say, settings, table } = explorer;
 const form = document.querySelector("#ring-form");
 const stage = document.querySelector("#ring-stage");
 const book = await load("book");
+let asked = null; // the round whose numbers are explained
 let now = null; // what is shown: { file, layout, one, P, step }
 
 const shown = (x, none = "NaN") => (x === null ? none : x.toFixed(4));
@@ -51,22 +52,24 @@ async function change(step = 0) {
   films.reset(one.hops + (backward && one.hops > 0 ? 1 : 0), step);
 }
 
-const CARD = [106, 62];
+const CARD = [100, 60];
 
 /** The ring itself: cards that stay and blocks that move. */
 function prepare() {
   const { P, positions } = now;
-  const picture = draw("svg", { viewBox: "0 0 470 430", role: "img", id: "ring-picture" });
-  const at = (r) => place(r, P, 172, 235, 215);
+  const picture = draw("svg", { viewBox: "0 0 400 372", role: "img", id: "ring-picture" });
+  const at = (r) => place(r, P, 146, 200, 186);
   now.links = draw("g", { class: "links" });
   const cards = draw("g");
   for (let r = 0; r < P; r++) {
     const [x, y] = at(r);
     const tokens = positions[r].length > 2 ? `${positions[r][0]} … ${positions[r].at(-1)}` : positions[r].join(" ");
-    cards.append(draw("g", { transform: `translate(${x - CARD[0] / 2} ${y - CARD[1] / 2})` },
+    const card = draw("g", { transform: `translate(${x - CARD[0] / 2} ${y - CARD[1] / 2})`, class: "at" },
       draw("rect", { width: CARD[0], height: CARD[1], rx: 7, class: "card" }),
       draw("text", { x: 8, y: 16, class: "bold" }, say("rank", { r })),
-      draw("text", { x: CARD[0] - 7, y: 16, class: "muted small", "text-anchor": "end" }, `Q ${tokens}`)));
+      draw("text", { x: CARD[0] - 7, y: 16, class: "muted small", "text-anchor": "end" }, `Q ${tokens}`));
+    card.onclick = () => look(r); // the list of tokens does the same, with the keys
+    cards.append(card);
   }
   now.blocks = [...Array(P).keys()].map((j) => {
     const [back, ink] = colour(j);
@@ -74,11 +77,19 @@ function prepare() {
       draw("rect", { x: -CARD[0] / 2 + 6, y: -7, width: CARD[0] - 12, height: 30, rx: 5, fill: back }),
       draw("text", { x: 0, y: 14, "text-anchor": "middle", class: "bold", style: `fill:${ink}` }, `KV${j}`));
   });
+  now.blocks.forEach((block, j) => { block.onclick = () => look(now.hand.indexOf(j)); });
   now.marks = draw("g");
   picture.append(now.links, cards, ...now.blocks, now.marks);
   stage.replaceChildren(picture);
   now.picture = picture;
   now.at = at;
+}
+
+/** Look at the first token of a rank; once more, at its next one. */
+function look(r) {
+  const tokens = now.positions[r];
+  form.token.value = tokens[(tokens.indexOf(Number(form.token.value)) + 1) % tokens.length];
+  form.token.dispatchEvent(new Event("input", { bubbles: true }));
 }
 
 /** Bytes that a rank has sent when it computes in round t: its blocks, and backward also the sums of their gradients. */
@@ -95,13 +106,14 @@ function show(step) {
   const home = step > one.hops; // backward: the sums have come home
   const t = Math.min(step, one.hops);
   const hand = (r) => (((r - t) % P) + P) % P;
+  now.hand = [...Array(P).keys()].map(hand);
   for (let r = 0; r < P; r++) {
     const [x, y] = at(home ? hand(r) : r);
     now.blocks[hand(r)].style.transform = `translate(${x}px, ${y}px)`;
   }
   now.links.replaceChildren();
   if (t < one.hops) for (let r = 0; r < P; r++)
-    now.links.append(arrow(at(r), at((r + 1) % P), P > 5 ? 48 : 62, { class: "hop", style: `--c:${colour(hand(r))[0]}` }));
+    now.links.append(arrow(at(r), at((r + 1) % P), P > 5 ? 46 : 60, { class: "hop", style: `--c:${colour(hand(r))[0]}` }));
   const token = Number(form.token.value);
   const owner = now.positions.findIndex((tokens) => tokens.includes(token));
   const [x, y] = at(owner);
@@ -126,9 +138,32 @@ function states(t, token, owner) {
   const rows = [...Array(t + 1).keys()].map((i) => {
     const [m, l, a, b, c, d] = one.states[i][token];
     const j = (((owner - i) % P) + P) % P;
-    return { attributes: i === t ? { class: "now" } : {}, cells: [String(i), chip(j), shown(m, "−∞"), shown(l), pair(a, b), l ? pair(c, d) : "–"] };
+    return { attributes: i === t ? { class: "now" } : {}, cells: [round(i), chip(j), shown(m, "−∞"), shown(l), pair(a, b), l ? pair(c, d) : "–"] };
   });
-  return table(say("running", { s: token, r: owner }), [say("round"), say("block"), "m", "l", "o", "o / l"], rows, { id: "states" });
+  return make("div", {}, table(say("running", { s: token, r: owner }), [say("round"), say("block"), "m", "l", "o", "o / l"], rows, { id: "states" }),
+    make("p", { class: "note", id: "why", "aria-live": "polite" }, asked !== null && asked <= t ? why(asked, token, owner) : say("ask")));
+}
+
+/** The number of a round, to press: its numbers are explained. */
+function round(i) {
+  const button = make("button", { type: "button", class: "number", "aria-pressed": asked === i, "data-round": i }, String(i));
+  button.onclick = () => { asked = i; show(films.at()); document.querySelector(`[data-round="${i}"]`).focus(); };
+  return button;
+}
+
+/** Where the numbers of a token come from in round t: the scores of its block, and the update, as in online_softmax. */
+function why(t, token, owner) {
+  const { P, one, file, positions } = now;
+  const j = (((owner - t) % P) + P) % P, x = file.tokens;
+  const [from, to] = [file.documents[0], file.window];
+  const sees = (key) => (!form.causal.checked || key <= token) && (!form.documents.checked || (key < from) === (token < from)) && (form.window.disabled || !form.window.checked || key > token - to);
+  const keys = positions[j].filter(sees);
+  if (!keys.length) return say("why nothing", { t, j, s: token });
+  const scores = keys.map((key) => (x[token][0] * x[key][0] + x[token][1] * x[key][1]) / Math.SQRT2);
+  const [before] = t ? one.states[t - 1][token] : [null], l = t ? one.states[t - 1][token][1] : 0, m = one.states[t][token][0];
+  const weights = scores.map((score) => Math.exp(score - m)), list = (numbers) => numbers.map((each) => shown(each)).join(", ");
+  return say("why", { t, j, keys: keys.join(", "), scores: list(scores), m: shown(m), f: shown(before === null ? 0 : Math.exp(before - m)),
+    weights: list(weights), before: shown(l), sum: shown(weights.reduce((sum, each) => sum + each)), l: shown(one.states[t][token][1]) });
 }
 
 /** The sums of a token's gradients, round by round. */
@@ -184,7 +219,8 @@ function mistake(token) {
 function lanes() {
   const { P, one } = now;
   const time = one.time[form.wire.value];
-  const [left, width, lane] = [58, 640, 30];
+  const home = document.querySelector("#ring-time"), left = 58, lane = 30;
+  const width = Math.max(250, Math.min(640, home.clientWidth - left - 8)); // text keeps its size in a narrow window
   const x = (at) => left + (width * at) / (time.end || 1);
   const idle = time.idle.map((share, r) => say("idle words", { r, share: (100 * share).toFixed(0) })).join(" ");
   const picture = draw("svg", { viewBox: `0 0 ${left + width + 8} ${lane * P + 34}`, role: "img", id: "lanes", "aria-label": `${say("lanes")} ${idle}` });
@@ -209,7 +245,7 @@ const films = player(document.querySelector("#ring-player"), show);
 settings(form, (name) => change(["token", "wire", "mistake"].includes(name) ? films.at() : 0)); // these keep the round
 document.querySelector("#ring").hidden = false;
 document.querySelector("#ring-still")?.remove(); // a chapter has none
-for (const link of document.querySelectorAll("a[href*='#P=']")) // a link of this page to other settings
-  link.addEventListener("click", () => setTimeout(() => location.reload()));
+addEventListener("resize", () => document.querySelector("#ring-time").replaceChildren(lanes()));
 await change();
 document.querySelector("#ring").dataset.ready = "yes";
+})();

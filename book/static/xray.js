@@ -1,7 +1,7 @@
 // The X-ray: the tiles of a doctor's report (ring-doctor ... --json report.json). The file stays in the browser.
 
-import { load, make, say, table } from "./explorer.js";
-
+(async () => {
+const { load, make, say, settings, table } = explorer;
 const home = document.querySelector("#xray-report");
 const form = document.querySelector("#xray-form");
 const drop = document.querySelector("#drop");
@@ -51,7 +51,7 @@ async function read(file) {
   }
 }
 
-form.example.addEventListener("input", async () => show(await load(form.example.value)));
+settings(form, async (name) => name === "example" && show(await load(form.example.value)));
 form.file.addEventListener("change", () => form.file.files.length && read(form.file.files[0]));
 for (const name of ["dragover", "dragenter"]) drop.addEventListener(name, (event) => { event.preventDefault(); drop.classList.add("over"); });
 drop.addEventListener("dragleave", () => drop.classList.remove("over"));
@@ -63,3 +63,4 @@ drop.addEventListener("drop", (event) => {
 document.querySelector("#xray").hidden = false;
 show(await load(form.example.value));
 document.querySelector("#xray").dataset.ready = "yes";
+})();

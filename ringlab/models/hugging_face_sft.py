@@ -5,8 +5,7 @@
     entropy                summed over all ranks / labels of all ranks          right as it is
     num_tokens             the length of position_ids (1, C): one row           wrong; here the tokens of the batch
 
-SFTTrainer never asks the model for its loss. It puts a fused head into the model, which gives a log-probability for
-each label, and takes the sum itself. Such a head would shift labels inside a shard, but not if it gets shift_labels.
+SFTTrainer takes the loss from a fused head. That would shift labels inside a shard, but not if it gets shift_labels.
 
 Shapes: as in hugging_face_trainer.py. With packing=True a row holds documents, (1, S) or more rows one after the other.
 `python examples/compare.py sft` runs it beside one process: a first reader may skip this file.

@@ -103,11 +103,6 @@ def batch_loss(logits: Tensor, labels: Tensor, group: ProcessGroup | None = None
     return summed_loss(logits, labels) / count.clamp(min=1) * dist.get_world_size(group)
 
 
-def gathered(x: Tensor) -> Tensor:
-    """A tensor of which each rank has a slice, whole. Every rank must call."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 CONFIG = Config(vocab=128, layers=1, hidden=32, heads=4, kv_heads=2, feedforward=48)
 TEXT = torch.tensor([list(line) for line in (b"Keys and values go round a ring. ", b"A short line.".ljust(33, b"\0"))])
 
@@ -124,10 +119,6 @@ def _real(labels: Tensor) -> Tensor:
     return labels.masked_fill(labels == 0, IGNORED)  # byte 0 is padding
 
 
-def _ddp(model: Transformer, line: DeviceMesh) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
 def _fsdp(model: Transformer, line: DeviceMesh) -> nn.Module:
     shard_weights(model, line)
     return model
@@ -142,7 +133,7 @@ def _own_mean(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 CASES = (
-    ("DDP: sum / count", _ddp, _unscaled),
+    ("DDP: sum / count", lambda model, line: DistributedDataParallel(model), _unscaled),
     ("fully_shard: sum / count", _fsdp, _unscaled),
     ("fully_shard: mean over the rank's own labels", _fsdp, _own_mean),
     ("fully_shard: sum / count · 4", _fsdp, batch_loss),
@@ -159,7 +150,7 @@ def every_case(context: RankContext) -> list[tuple[str, float, float]]:
 
     def row(name: str, model: nn.Module) -> tuple[str, float, float]:
         gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-        gradient = torch.cat([gathered(g).flatten() for g in gradients])
+        gradient = torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in gradients])
         return name, (gradient.norm() / exact.norm()).item(), ((gradient - exact).norm() / exact.norm()).item()
 
     mesh, line = build_mesh(2, 2, context.device.type)

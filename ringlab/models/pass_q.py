@@ -15,20 +15,12 @@ may differ from rank to rank. q and out (B, H, T_r, D), k (B, G, S_r, D), v (B, 
 With T and S tokens on all ranks, a rank sends on average (P-1)/P · B·H·T·D numbers of Q, in q's dtype, and (P-1)/P ·
 B·H·T·(Dv+1) of partial results, in float32 at least. Pass-KV sends (P-1)/P · B·G·S·(D+Dv).
 
-    $ python -m ringlab.models.pass_q
-    4 ranks have 7 24 4 19 tokens in the cache and 2 0 3 1 new ones
-    ok    pass-Q: largest error 2.8e-07, rounding allows 5.1e-06 (float32 sums)
-          Q travels: a rank sends 459 numbers on average
-    ok    pass-KV: largest error 2.8e-07, rounding allows 5.1e-06 (float32 sums)
-          KV travels: a rank sends 1,440 numbers on average
-    ok    pass-auto: largest error 2.8e-07, rounding allows 5.1e-06 (float32 sums)
-          Q travels: a rank sends 459 numbers on average
+conversation.py calls it; its tests compare it with full attention in float64: a first reader may skip this file.
 
 Before: generate_states.py, one new token. After: conversation.py, a model that reads, answers, and reads on.
 Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.5: algorithm 2 is pass-KV, algorithm 3 pass-Q; appendix B.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,8 +36,6 @@ from ringlab.models.generate import EMPTY
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.pass_q_or_kv import Turn
 from ringlab.support.agreement import agree, members
-from ringlab.support.processes import RankContext, launch
-from ringlab.support.rounding import exact_attention, report
 from ringlab.training.all_to_all import swap
 from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import keys_of, merge_into, nothing_seen, queries_of, reversed_rows
@@ -121,10 +111,9 @@ def cached_attention(
             raise ValueError(f"the places of {len(places.keys)} ranks; expected those of {world_size}, this group's")
         (texts, new), tokens = places.queries[rank].shape, places.keys[rank].shape[1]
         if (q.shape[2], k.shape[2], v.shape[2]) != (new, tokens, tokens) or texts not in (1, len(q)):
-            raise ValueError(
-                f"q, k and v are {', '.join(str(tuple(x.shape)) for x in (q, k, v))}; expected what the places say: "
-                f"{texts} text(s), or any number where this is 1, q of {new} tokens, k and v of {tokens}"
-            )
+            shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+            expected = f"{texts} text(s), or any number where this is 1, q of {new} tokens, k and v of {tokens}"
+            raise ValueError(f"q, k and v are {shapes}; expected what the places say: {expected}")
 
     settings = {"passing": passing, "softcap": softcap, "sinks": getattr(sinks, "dtype", None)}
     scale, _ = agree_on_chunks(q, k, v, scale, group, check=check, settings=lambda: settings)
@@ -221,9 +210,8 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
     if any(other != masks[0] for other in masks):
         raise ValueError(f"the ranks have the masks {', '.join(map(str, masks))}; expected one")
     if len({len(x) for x, _ in of_ranks}) > 1:
-        raise ValueError(
-            f"the ranks have {', '.join(str(len(at)) for at, _ in of_ranks)} texts; expected as many on each"
-        )
+        counts = ", ".join(str(len(at)) for at, _ in of_ranks)
+        raise ValueError(f"the ranks have {counts} texts; expected as many on each")
     queries, keys = zip(*of_ranks, strict=True)
     if not any((at < EMPTY).any() for at in queries):
         raise ValueError("the ranks have no new token; expected 1 or more on one of them")
@@ -242,36 +230,3 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
             )
         masks[0].check_length(len(found))
     return Places(masks[0], queries, keys)
-
-
-B, H, G, D = 1, 6, 2, 8
-CACHED, NEW = (7, 24, 4, 19), (2, 0, 3, 1)  # tokens of each rank
-
-
-def on_rank(context: RankContext, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, str]]:
-    """This rank's out by each way, for the whole q, k and v. Cached tokens are here and there, and the last are new."""
-    cached = torch.randperm(sum(CACHED), generator=torch.Generator().manual_seed(0)).split(CACHED)
-    at = torch.arange(sum(CACHED), sum(CACHED + NEW)).split(NEW)[context.rank]
-    keys_at = torch.cat([cached[context.rank].sort().values, at])
-    places = agree_on_places(at, keys_at, causal=True)
-    mine = q[:, :, at], k[:, :, keys_at], v[:, :, keys_at]
-    return [cached_attention(*mine, places, passing=passing) for passing in ("Q", "KV", "auto")]
-
-
-def main() -> int:
-    P, S, T, ok = len(CACHED), sum(CACHED + NEW), sum(NEW), True
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(B, heads, S, D, generator=generator) for heads in (H, G, G))
-    visible = torch.ones(S, S, dtype=torch.bool).tril()[-T:]
-    right = exact_attention(q[:, :, -T:], k, v, visible=visible, fused_blocks=4 * P)["out"]
-    print(f"{P} ranks have {' '.join(map(str, CACHED))} tokens in the cache and {' '.join(map(str, NEW))} new ones")
-    sent = {"Q": B * H * T * (2 * D + 1), "KV": 2 * B * G * S * D}
-    for passing, of_ranks in zip((*sent, "auto"), zip(*launch(on_rank, P, q, k, v), strict=True), strict=True):
-        outs, passed = zip(*of_ranks, strict=True)
-        ok &= report(f"pass-{passing}", torch.cat(outs, dim=2), right) and len(set(passed)) == 1
-        print(f"      {passed[0]} travels: a rank sends {(P - 1) * sent[passed[0]] // P:,} numbers on average")
-    return 0 if ok else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

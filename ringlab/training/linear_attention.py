@@ -224,7 +224,7 @@ def linear_attention(
     h = empty_state(x) if state is None else state.to(x.k.dtype)
     chunks = in_chunks(x, resolve_scale(scale, q.shape[-1]), size)
     states = states_along(chunks.map, h)
-    return outputs(chunks, states, q.shape[2]).to(q.dtype), states[:, :, -1]
+    return outputs(chunks, states, q.shape[2]).to(q.dtype), states[:, :, -1].clone()
 
 
 def main() -> int:

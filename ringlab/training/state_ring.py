@@ -258,7 +258,7 @@ def ring_linear_attention(
     h = empty_state(x) if state is None else state.to(x.k.dtype)
     states = HandOn.apply(WAYS[way], chain, group, h, *(y for run in chunks for y in run.map))
     out = torch.cat([outputs(*each) for each in zip(chunks, states, mine, strict=True)], dim=2)
-    return out.to(q.dtype), states[-1][:, :, -1] if chain[-1] == rank else None
+    return out.to(q.dtype), states[-1][:, :, -1].clone() if chain[-1] == rank else None
 
 
 def chunks_on_rank(context: RankContext, whole: Sequence[Tensor], layout: str, way: str) -> list[Tensor]:
