@@ -46,7 +46,6 @@ bench: $(READY)  # measure again; takes about an hour and a half and wants a qui
 	$(BIN)/python -m bench.unequal_links  # the same
 	$(BIN)/python -m bench.gradients_home  # the same
 	$(BIN)/python -m bench.max_context  # on Linux; elsewhere it says so
-	$(BIN)/python -m bench.utilisation
 	$(BIN)/python -m bench.masked_rings
 	$(BIN)/python -m bench.state_ring
 	$(BIN)/python -m bench.shared_memory  # on Linux

@@ -102,7 +102,6 @@ TURNS: dict[str, Callable[[record.Results], Iterator[Turn]]] = {  # the benches 
         (label(row), "simulated", {"simulated": [row["simulated"]] * len(row["seconds"]), "measured": row["seconds"]})
         for row in results["rows"]
     ),
-    "utilisation": lambda results: ((label(row), "peak, 2048", row["seconds"]) for row in results["rows"]),
 }
 
 

@@ -21,7 +21,6 @@ from bench import (
     record,
     shared_memory,
     training_speed,
-    utilisation,
 )
 
 NUMBER = r"(\d+(?:[,.]\d+)*(?:e-\d+)?)"
@@ -138,19 +137,6 @@ def papers_claims() -> Iterator[str]:
     ring, (alone,) = (max_context.lengths(results, method) for method in ("ring", "blockwise"))
     yield f"8 ranks train on «{ring[-1] / ring[0]:.2f}» times the sequence of one rank"
     yield f"That is «{ring[-1] / alone:.2f}» times the sequence of fused attention"
-
-    results = record.load("utilisation")
-    ratios = [
-        ring / alone
-        for which in utilisation.PASSES
-        for P in results["worlds"]
-        for alone, ring in zip(
-            *(utilisation.utilisations(results, of, which, P) for of in ("one device", "ring")), strict=True
-        )
-    ]
-    yield f"reach «{min(ratios):.2f}» to «{max(ratios):.2f}» times the share"
-    last_cells = re.findall(r"(\d\.\d\d) \|$", utilisation.table(results), re.M)
-    yield f"they reach «{min(last_cells)}» to «{max(last_cells)}» times"
 
 
 def whole_model() -> Iterator[str]:

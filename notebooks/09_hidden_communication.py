@@ -224,7 +224,7 @@ measured.max_context()
 # fused attention reaches without a ring: in a training step in float32, fused attention holds 9 chunks and a ring 18. In
 # a whole model the inputs of $L$ layers are added on both sides, and the difference shrinks. With 32 layers, P devices
 # reach $(32 + 9)/(32 + 18) = 0.82$ of P times the sequence of one device without a ring. And at the same speed, as
-# [measured](../bench/results/README.md#utilisation) and as the paper says.
+# [measured](../bench/README.md#how-fast) and as the paper says.
 #
 # ## Plan your own
 #

@@ -217,7 +217,7 @@ def _other_numbers(a: Answer, b: Answer) -> bool:
 
 def _without_what_it_refuses(found: Examination, jobs: dict[tuple[int, bool], Job], seed: int) -> None:
     """The patient with the dtypes, masks and layouts that it takes, as many heads as it needs, and with gradients."""
-    if max(found.patient.worlds) < 4:
+    if max(found.patient.worlds) < 4 and not found.patient.state:
         found.remarks.append("with fewer than 4 ranks sums in 16 bits and parts of a larger job are not asked for")
     for world_size in reversed(found.patient.worlds):
         job = jobs[world_size, False]

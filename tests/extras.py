@@ -33,8 +33,7 @@ EVER = "03"  # the chapters up to this one run in every `make test`
 LATER = {  # concepts of chapters 13, 17 and 18, of a planned cluster, and linear attention
     *("documents", "all_gather", "all_to_all", "hybrid", "double_ring"),
     *("linear_attention", "state_ring", "short_convolution"),
-    *("ways", "seconds", "unequal", "orders", "shared_memory"),
-    *("pass_q_or_kv", "round_costs", "scoreboard", "step", "presets", "machine", "calibrate"),
+    *("unequal", "pass_q_or_kv", "orders", "shared_memory"),
 }
 
 

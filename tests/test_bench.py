@@ -33,7 +33,6 @@ from bench import (
     ring_vs_full,
     shared_memory,
     training_speed,
-    utilisation,
 )
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
@@ -60,7 +59,7 @@ def _in_the_pool(ranks, monkeypatch):
         return ranks(world_size, without_pause, work, *args)
 
     ours = (accuracy, against_peers, generation, in_context_rl, loss_curves, masked_rings, overlap, retrieval)
-    for bench in (*ours, ring_vs_full, shared_memory, training_speed, utilisation):
+    for bench in (*ours, ring_vs_full, shared_memory, training_speed):
         monkeypatch.setattr(bench, "launch", launch)
     for bench in (against_peers, shared_memory):
         monkeypatch.setattr(bench, "pin", lambda cores: None)  # it would pin this process too
@@ -165,14 +164,6 @@ def of_against_peers(results):
     assert results["bytes"]["rows"][-1]["formula"] == [2 * 128 * 2, 2 * 128 * 2 + 2 * 128 * 4]  # P = 3, G = 1, bfloat16
 
 
-def of_utilisation(results):
-    for row in results["rows"]:
-        seconds = {name: median(times) for name, times in row["seconds"].items()}
-        assert row["peak"] == max(2 * n**3 / seconds[f"peak, {n}"] for n in (8, 16))
-        ring = 12 * 2 * 8 * sum(range(2 * row["chunk"] + 1)) / seconds["ring, forward and backward"] / row["peak"]
-        assert ring == pytest.approx(row["utilisation"]["ring, forward and backward"])
-
-
 def of_masked_rings(results):
     (full,) = masked_rings.rows_of(results, 2, masked_rings.NO_MASK)
     assert sum(full["pairs"]) == 128**2
@@ -230,7 +221,6 @@ RUNS = {  # what must be true of a small run of a bench: a part of its table, wh
         [PEERS, {"worlds": [1, 3], "chunk": 8, "heads": 4, "head_dim": 8}],
         {},
     ),
-    of_utilisation: ("| 2 | 8 |", [[2], [8, 16]], SHORT),
     of_masked_rings: ("| 2 | window | contiguous | 1 |", [[2]], {"seq_len": 128, **SHORT}),
     of_loss_curves: ("| 2 x 2, dp x cp |", [], CURVES),
     of_training_speed: ("\n| 2 | 32 | PyTorch's loop |", [[1, 2]], {**STEPS, "heads": 2, "kv_heads": 2}),
@@ -248,7 +238,6 @@ def test_a_small_run(run, check, monkeypatch):
     name = check.__name__.removeprefix("of_")
     if name == "shared_memory" and not hasattr(os, "memfd_create"):
         pytest.skip("shared memory needs Linux")
-    monkeypatch.setattr(utilisation, "SQUARES", [8, 16])
     monkeypatch.setattr(training_speed, "public_way", no_public_way)
     part, given, sizes = RUNS[check]
     check(run(importlib.import_module(f"bench.{name}"), part, *given, **sizes))
@@ -331,7 +320,6 @@ def one_key_less(k, v, **options):
 TOKEN = (8, 1, {"heads": 2, "kv_heads": 1, "head_dim": 4})
 MISTAKES = [  # the name replaced and its mistake; the work of a rank and its sizes; words of the refusal
     ("bench.against_peers.torch_loop", doubled, against_peers.measured_speed, ([16], 2, 8, 1), "forward, float32"),
-    ("bench.utilisation.ring_flash_attention", too_large, utilisation.seconds_in_turn, (8, 2, 8, 1, [8]), "the ring"),
     ("bench.masked_rings.ring_flash_attention", too_large, masked_rings.seconds_in_turn, (64, 2, 8, 1), "no mask"),
     ("ringlab.models.generate.merge_over_ranks", sum_too_large, generation.measured_on_ranks, TOKEN, generation.MERGE),
     ("bench.generation.arriving_blocks", one_key_less, generation.measured_on_ranks, TOKEN, generation.RING),
@@ -428,12 +416,6 @@ def test_the_gpu_bench_names_what_is_wrong(monkeypatch, mistake, masks):
         dist.destroy_process_group()
     assert count == 4 * len(gpu.WAYS) * len(gpu.masks(9)) * len(LAYOUTS)
     assert {line.split("float32, ")[1].rsplit(", ", 1)[0] for line in wrong} == masks
-
-
-def test_model_flops():
-    size = {"heads": 3, "head_dim": 5}
-    assert utilisation.model_flops(4, **size, which=utilisation.FORWARD) == 4 * 3 * 5 * (1 + 2 + 3 + 4)
-    assert utilisation.model_flops(4, **size, which=utilisation.TRAIN) == 12 * 3 * 5 * (1 + 2 + 3 + 4)
 
 
 def test_weights_move_by_one_rounding():

@@ -25,8 +25,7 @@ from notebooks.trial import Ran, RingFailed, Waiting, cell_of, run_cell, whole_i
 from ringlab.basics.naive_attention import naive_attention
 from tests import readers_rings
 from tests.readers_rings import QUICK, RIGHT_RINGS, WAITING_RINGS
-from tests.right_answers import RIGHT_ANSWERS, one_rank_receives_first
-from tests.wrong_answers import FORMULAS, WRONG_ANSWERS
+from tests.tried_answers import FORMULAS, RIGHT_ANSWERS, WRONG_ANSWERS, one_rank_receives_first
 
 CHAPTERS = [*build.chapters(), build.FOLDER / "appendix_ring_of_states.py"]
 NAMES = [source.stem.partition("_")[2] for source in CHAPTERS]  # 04_the_ring -> the_ring

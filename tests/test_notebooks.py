@@ -10,9 +10,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from notebooks import build
 from tests import reading_time
-from tests.commands import ROOT
+from tests.commands import ROOT, masked
 from tests.extras import marked
-from tests.shown import masked
 
 CHAPTERS = build.chapters()
 IDS = [source.stem for source in CHAPTERS]

@@ -14,9 +14,8 @@ from ring_doctor import catalogue
 from ring_doctor.catalogue import CATALOGUE
 from ringlab.planning import ways as planning_ways
 from tests import reading_time, ways
-from tests.commands import ROOT, run
+from tests.commands import ROOT, check_shown, run
 from tests.concepts import is_concept
-from tests.shown import check_shown
 
 README = (ROOT / "README.md").read_text()
 MAP = (ROOT / "notebooks/README.md").read_text()

@@ -225,6 +225,17 @@ def test_what_a_fused_kernel_and_merges_may_be_off_by_hand():
     assert (fused["dq"].sums - plain["dq"].sums).item() == pytest.approx((4 + 1) * u_16, rel=0.02)
 
 
+def test_what_a_saturated_softcap_may_be_off_by_hand():
+    """tanh is 1 and its slope 0: exact gradients are 0, and what is left is the rounding of the slope, 10 u a key."""
+    q, k, v = torch.full((1, 1, 1, 1), 100.0), torch.tensor([[[[1.0], [-0.5]]]]), torch.tensor([[[[1.0], [-1.0]]]])
+    rights = exact_attention(q, k, v, torch.ones(1, 1, 1, 1), scale=1.0, softcap=2.0)
+    u, p = torch.finfo(torch.float32).eps / 2 + torch.finfo(torch.float64).eps / 2, 1 / (1 + math.exp(-4))
+    assert rights["dq"].exact.item() == 0
+    each = 10 * u * 2 * p * (1 - p)  # weights p and 1 - p; dP - delta = 1 - (2p - 1) and -1 - (2p - 1)
+    assert rights["dq"].sums.item() == pytest.approx(each * (1 + 0.5), rel=1e-3)
+    assert rights["dk"].sums.flatten().tolist() == pytest.approx([each * 100] * 2, rel=1e-3)
+
+
 # Mistakes of precision ------------------------------------------------------------------------------------------------
 
 

@@ -19,10 +19,10 @@ import pytest
 from bench import against_peers, max_context, record, ring_vs_full
 from ringlab.support.rounding import exact_attention
 from ringlab.training.cases import random_inputs, report_ranks
+from tests.commands import check_shown
 from tests.commands import run as run_command
 from tests.concepts import CONCEPTS, ROOT, is_concept, run, run_again, run_concept
 from tests.extras import marked
-from tests.shown import check_shown
 
 SCRIPTS = [
     path

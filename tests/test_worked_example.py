@@ -14,7 +14,7 @@ from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import start, update
 from ringlab.support.colours import BLOCK_COLOURS
 from ringlab.support.rounding import exact_attention
-from tests.shown import check_shown
+from tests.commands import check_shown
 
 X = TOKENS[None, None]
 

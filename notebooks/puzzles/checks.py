@@ -19,7 +19,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from notebooks.checks.answers import OPEN, NotYet, StillOpen, as_tensor, numbers
-from notebooks.puzzles import film, given
+from notebooks.puzzles import film, solutions
 from notebooks.puzzles.engine import Run, Wires, play
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.support.drawing import Picture
@@ -533,7 +533,7 @@ def _dealt(tokens: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
             return run, f"token {token} is on {f'ranks {ranks}' if ranks else 'no rank'}; expected exactly one"
     q, k, v = (_random(1, H, S, D) for _ in range(3))
     at = [torch.tensor(mine) for mine in places]
-    run = play(given.causal_ring, [(*(x[:, :, mine] for x in (q, k, v)), at) for mine in at], puzzle.wires(P))
+    run = play(solutions.causal_ring, [(*(x[:, :, mine] for x in (q, k, v)), at) for mine in at], puzzle.wires(P))
     out = naive_attention(q, k, v, causal=True)
     return run, run.fault or _wrong(run, [out[:, :, mine] for mine in at])
 

@@ -289,3 +289,14 @@ def state_chain(comm, q, k, v):
     if comm.rank < comm.P - 1:
         comm.send(comm.rank + 1, before + k.mT @ v)
     return (q @ k.mT).tril() @ v + q @ before
+
+
+def causal_ring(comm, q, k, v, places):
+    """The causal ring that puzzle 7 runs with the reader's tokens: places[r] (C) are those of rank r."""
+    state, block = start(q), torch.stack((k, v))
+    for t in range(comm.P):
+        j = (comm.rank - t) % comm.P
+        state = comm.attend(state, q, *block, future=places[j] > places[comm.rank][:, None])
+        if t < comm.P - 1:
+            block = comm.exchange((comm.rank + 1) % comm.P, block, (comm.rank - 1) % comm.P)
+    return finish(state)[0]

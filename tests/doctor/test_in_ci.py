@@ -12,8 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from tests.commands import LIMIT, ROOT
-from tests.shown import check_shown
+from tests.commands import LIMIT, ROOT, check_shown
 
 PAGE = (ROOT / "docs/doctor_in_ci.md").read_text()
 BLOCKS = {  # by the name in its first line, the file
