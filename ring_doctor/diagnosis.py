@@ -156,11 +156,19 @@ def _explain(answers: list[WrongAnswer]) -> tuple[list[Explanation], str]:
     The simplest kind of explanation that fits is returned.
     """
     in_forward, in_gradients = _entries(of_gradients=False), _entries(of_gradients=True)
-    other_gradients = [change(entry) for change in (_by_autograd, _in_forward_only) for entry in in_forward]
-    single = [*in_gradients, *in_forward, *other_gradients]
-    if any(answer.answer.wrong and answer.case.large_tiles for answer in answers):
-        return _fitting(single, answers, EVERYTHING), ""  # those that spare the small answers, which come first
-    return next(((found, part) for part, found in _attempts(single, answers) if found), ([], ""))
+
+    def with_other_gradients(entries: list[Explanation]) -> list[Explanation]:
+        return [*entries, *(change(entry) for change in (_by_autograd, _in_forward_only) for entry in entries)]
+
+    single = [*in_gradients, *with_other_gradients(in_forward)]
+    large = [answer for answer in answers if answer.answer.wrong and answer.case.large_tiles]
+    if not large:
+        return next(((found, part) for part, found in _attempts(single, answers) if found), ([], ""))
+    if found := _fitting(single, answers, EVERYTHING):  # those that spare the small answers, which come first
+        return found, ""
+    if any(name in large[0].answer.wrong for name in FORWARD):  # a large answer takes long: two results tell most apart
+        single = with_other_gradients([entry for entry in in_forward if _fits(entry, large[0], FORWARD)])
+    return under_a_condition(single, answers, EVERYTHING), ""
 
 
 def _attempts(single: list[Explanation], answers: list[WrongAnswer]) -> Iterator[tuple[str, list[Explanation]]]:

@@ -161,8 +161,7 @@ class SpreadGeneration(Attention):
 
     def over_cache(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """What stands in for the ring, with the options that a SpreadCache has."""
-        known = {name: options[name] for name in ("window", "scale", "sinks", "softcap")}  # the rest is the cache's own
-        return self.cache.attend(q, k, v, **known)
+        return self.cache.attend(q, k, v, **{name: options[name] for name in ("window", "scale", "sinks", "softcap")})
 
     def answer(self, model: nn.Module, args: tuple, output: Any) -> Any:
         """Give every rank the logits after each prompt, (B, 1, vocab)."""

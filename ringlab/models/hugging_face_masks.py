@@ -48,8 +48,7 @@ with extra("hf", __name__):
 from ringlab.models.hugging_face_batch import expect, refuse
 
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
-UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict"}
-UNDERSTOOD |= {"fused_lm_head", "causal"}
+UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict", "fused_lm_head", "causal"}
 
 
 class Window(int):
@@ -140,13 +139,12 @@ class Attention:
     packs: bool = False  # whether all layers are told the documents, as proved
     documents: tuple[int, ...] | None = None  # of this forward pass
     calls: int = 0  # in this forward pass, with its documents
-    stand_in: Callable[..., Tensor] | None = None  # in the proof: in place of the ring
+    stand_in: Any = None  # in the proof: a function of q, k and v in place of the ring
     at: Tensor | None = None  # in the proof: where the tokens of a shard stand in the row
     longest: int | None = None  # position in the whole sequence of this forward pass
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """The attention itself: q (B, H, C, D), k (B, G, C, D), v (B, G, C, Dv) -> out (B, H, C, Dv)."""
-        assert self.stand_in is not None
         return self.stand_in(q, k, v, **options)
 
     def attend(

@@ -142,11 +142,8 @@ def rows_of(model: PreTrainedModel, ids: Tensor, at: Tensor | None = None, **giv
     except Exception as error:
         where = extract_tb(error.__traceback__)[-1]
         line = f"{Path(where.filename).name}, line {where.lineno}"
-        wide = (
-            " (for float64, experts_implementation='eager')"
-            if (model.dtype, type(error)) == (torch.float64, RuntimeError)
-            else ""
-        )
+        float64 = (model.dtype, type(error)) == (torch.float64, RuntimeError)
+        wide = " (for float64, experts_implementation='eager')" if float64 else ""
         raise ValueError(
             f"{type(model).__name__} raises {type(error).__name__} in {line}: {error}; expected a forward pass from "
             f"{', '.join(['token ids', *given])} alone, that looks into no mask{wide}"

@@ -75,10 +75,8 @@ def refuse_options(trainer: Trainer) -> None:
     given = {**vars(trainer), **vars(trainer.args), **vars(trainer.args.accelerator_config)}
     said = [f"{name} is {given[name]!r}: {why}" for name, why in WRONG.items() if given.get(name)]
     said += [f"{name} is {value!r}: {why}" for (name, value), why in WRONG_VALUES.items() if given[name] == value]
-    kinds = [
-        kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.trainer.") and kind.__name__[0] != "_"
-    ]
-    said += [f"{kind.__name__} has a loss over whole texts" for kind in kinds if kind.__name__ != "SFTTrainer"]
+    kinds = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.trainer.")]
+    said += [f"{name} has a loss over whole texts" for name in kinds if name != "SFTTrainer" and name[0] != "_"]
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
         said += ["fsdp is of version 1, which was never tried here: version 2 has the key 'version' in fsdp_config"]
     if said:

@@ -111,10 +111,9 @@ def cached_attention(
             raise ValueError(f"the places of {len(places.keys)} ranks; expected those of {world_size}, this group's")
         (texts, new), tokens = places.queries[rank].shape, places.keys[rank].shape[1]
         if (q.shape[2], k.shape[2], v.shape[2]) != (new, tokens, tokens) or texts not in (1, len(q)):
-            raise ValueError(
-                f"q, k and v are {', '.join(str(tuple(x.shape)) for x in (q, k, v))}; expected what the places say: "
-                f"{texts} text(s), or any number where this is 1, q of {new} tokens, k and v of {tokens}"
-            )
+            shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+            expected = f"{texts} text(s), or any number where this is 1, q of {new} tokens, k and v of {tokens}"
+            raise ValueError(f"q, k and v are {shapes}; expected what the places say: {expected}")
 
     settings = {"passing": passing, "softcap": softcap, "sinks": getattr(sinks, "dtype", None)}
     scale, _ = agree_on_chunks(q, k, v, scale, group, check=check, settings=lambda: settings)
@@ -211,9 +210,8 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
     if any(other != masks[0] for other in masks):
         raise ValueError(f"the ranks have the masks {', '.join(map(str, masks))}; expected one")
     if len({len(x) for x, _ in of_ranks}) > 1:
-        raise ValueError(
-            f"the ranks have {', '.join(str(len(at)) for at, _ in of_ranks)} texts; expected as many on each"
-        )
+        counts = ", ".join(str(len(at)) for at, _ in of_ranks)
+        raise ValueError(f"the ranks have {counts} texts; expected as many on each")
     queries, keys = zip(*of_ranks, strict=True)
     if not any((at < EMPTY).any() for at in queries):
         raise ValueError("the ranks have no new token; expected 1 or more on one of them")
