@@ -12,7 +12,9 @@ them. The planner's answers are those of ring-plan, for every model, GPU, number
 import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -278,16 +280,19 @@ def _graded(grade: Grade) -> dict[str, Any]:
     }
 
 
+def shared() -> dict[str, Any]:
+    """What every explorer needs: the colour of each block and of what is written on it, the lengths, which mistakes."""
+    colours = [[colour, ink_on(colour)] for colour in BLOCK_COLOURS]
+    return {"colours": colours, "backward": list(WRONG_GRADIENTS), "seq_lens": {P: seq_lens(P) for P in RANKS}}
+
+
 def write(folder: Path) -> None:
-    """Write every file of numbers into `folder`."""
+    """Write every file of numbers into `folder`; processes share the work."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = {f"ring-{P}-{S}": (lambda P=P, S=S: ring_file(P, S)) for P in RANKS for S in seq_lens(P)}
-    files |= {f"xray-{name}": (lambda report=report: report) for name, report in xrays()}
-    files |= {"planner": planner, "scoreboard": scoreboard}
-    files["book"] = lambda: {
-        "colours": [[colour, ink_on(colour)] for colour in BLOCK_COLOURS],
-        "backward": list(WRONG_GRADIENTS),
-        "seq_lens": {P: seq_lens(P) for P in RANKS},
-    }
-    for name, make in files.items():
-        (folder / f"{name}.js").write_text(f'explorer.take("{name}",{json.dumps(make(), separators=(",", ":"))})')
+    calls: dict[str, tuple[Any, ...]] = {"planner": (planner,), "scoreboard": (scoreboard,), "book": (shared,)}
+    calls |= {f"ring-{P}-{S}": (ring_file, P, S) for P in RANKS for S in seq_lens(P)}
+    calls |= {f"xray-{name}": (dict, report) for name, report in xrays()}
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        for name, made in [(name, pool.submit(*call)) for name, call in calls.items()]:
+            numbers = json.dumps(made.result(), separators=(",", ":"))
+            (folder / f"{name}.js").write_text(f'explorer.take("{name}",{numbers})')
