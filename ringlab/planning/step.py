@@ -15,6 +15,7 @@ A reader may skip this file: `ring-plan` shows the terms of a step. Before: memo
 Source: torchtitan (arXiv 2410.06511); Yang et al. 2024 (arXiv 2411.01783), prefill; Zhao et al. 2023 (FSDP).
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -69,7 +70,8 @@ class Step:
 
     def __post_init__(self) -> None:
         names = ("recompute", "linear_dtype", "kernels", "task", "loss", "optimizer")
-        for name, known in zip(names, (RECOMPUTE, self.gpu.peak, KERNELS, TASKS, LOSSES, OPTIMIZERS), strict=True):
+        choices: tuple[Collection[str], ...] = RECOMPUTE, self.gpu.peak, KERNELS, TASKS, LOSSES, OPTIMIZERS
+        for name, known in zip(names, choices, strict=True):
             if getattr(self, name) not in known:
                 on = f" on {self.gpu.name}" if name == "linear_dtype" else ""
                 raise ValueError(f"{name} is {getattr(self, name)!r}{on}; expected one of {', '.join(known)}")
