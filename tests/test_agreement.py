@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ring_attn
 from ringlab.support.agreement import WRONG, agree, of_every_rank
 from ringlab.support.pipes import LONGEST
+from ringlab.support.processes import Ranks
 from ringlab.training import backward, flash_ring, grouped_query, overlap
 from ringlab.training.layouts import Layout
 from tests.refusals import as_on_hosts, refusal
@@ -159,6 +160,21 @@ def test_all_ranks_refuse_what_is_other_on_one(ranks, P):
 @pytest.mark.parametrize("part", range(40))
 def test_all_ranks_refuse_whatever_is_other_on_one(ranks, P, part):
     assert_all_refuse(ranks, P, range(25 * part, 25 * (part + 1)))
+
+
+def first_of_a_job(context):
+    """The first agreement of a job. Rank 0 is in no group, and says so before the others can be asked."""
+    group = dist.new_group([1, 2])
+    time.sleep(0.5 * (context.rank > 0))
+    agree(lambda: None, None if context.rank else group)
+
+
+def test_ranks_that_come_later_hear_of_one_in_no_group():
+    pool = Ranks(3)
+    try:
+        assert "rank 0: global rank 0 is not in the group" in refusal(pool.outcomes(3, first_of_a_job))
+    finally:
+        pool.stop()
 
 
 def agree_on_facts(context, long, hosts, size):

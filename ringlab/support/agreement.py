@@ -171,7 +171,7 @@ def _through_pipes(inbox: Inbox, mine: Said, limit: timedelta) -> dict[int, Said
                 asked.append(rank)
                 inbox.send(FACTS, rank, text)
 
-    ask(mine.ranks or inbox.within_reach())
+    ask(mine.ranks or inbox.within_reach(SOON))
     apart = not mine.ranks
     for rank in asked:  # `ask` adds to them
         try:
@@ -183,7 +183,8 @@ def _through_pipes(inbox: Inbox, mine: Said, limit: timedelta) -> dict[int, Said
                 raise
         if rank in found and found[rank].ranks != mine.ranks:
             apart = True
-            ask(other for other in found[rank].ranks if other in inbox.within_reach())
+            within_reach = inbox.within_reach(SOON)
+            ask(other for other in found[rank].ranks if other in within_reach)
     return found
 
 

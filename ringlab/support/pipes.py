@@ -20,6 +20,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -78,8 +79,10 @@ class Inbox:
             return f"rank 0 is on host {' '.join(hosts[0])} and rank {other} on {' '.join(hosts[other])}"
         return "; ".join(f"rank {i}: {self.hosts[rank][1]}" for i, rank in enumerate(ranks) if self.hosts[rank][1])
 
-    def within_reach(self) -> list[int]:
-        """The other ranks of the job to which this one can send now."""
+    def within_reach(self, limit: timedelta) -> list[int]:
+        """The other ranks of the job to which this one can send, or will be able to within the limit."""
+        with suppress(dist.DistStoreError):  # some rank has no pipe yet, or never will have
+            self.store.wait([str(rank) for rank in range(self.world_size)], limit)
         here = [rank for rank in range(self.world_size) if self.store.check([str(rank)])]
         return [rank for rank in here if rank != self.rank and not self.why_not([self.rank, rank])]
 
