@@ -10,10 +10,8 @@
     waves               few blocks do not fill a GPU: its multiprocessors wait for the last blocks, see `efficiency`
 
 The bytes are counted from FlashAttention 2's kernels, and from PyTorch's operations in published rings: each operation
-reads its inputs and writes its result. The published merge is a scripted function. If a compiler fused it to one kernel
-it would move 10 bytes, and 18 where a slice is written back; 18 are also what our own merge moves (`merge_into`). The
-measured times say 38: with them the H100's ring, forward, is predicted within 3 %; it is 19 % too fast with 18, and
-25 % with 10.
+reads its inputs and writes its result. A compiler that fused the published merge would move 10 bytes, or the 18 of our
+own `merge_into`. Measured times say 38: the H100's ring, forward, is then off by 3 %; with 18 by 19 %, with 10 by 25 %.
 
 Shapes: numbers only. `rows` queries and `keys` keys, H query heads, G key/value heads, D numbers in a head.
 
