@@ -184,7 +184,7 @@ def test_a_query_has_other_keys(name):
 BESIDE = {("mask_forgotten", 1), ("only_own_masked", 1), ("mask_inverted", 0), ("strict_in_far_blocks", 0)}
 
 
-@pytest.mark.parametrize(("name", "number"), BESIDE)
+@pytest.mark.parametrize(("name", "number"), sorted(BESIDE))
 def test_windows_and_documents_hide_keys_besides(name, number):
     for case in ALL_LAYOUTS:
         x = Pairs(case)

@@ -14,7 +14,15 @@ from ring_doctor.patient import patient_of
 from ring_doctor.questions import questions
 from ring_doctor.report import Report, as_json, page
 from ring_doctor.states import RIGHT_STATES, Convolution, StateCase, compute_states
-from ringlab.training.linear_attention import Map, checked_inputs, empty_state, from_state, in_chunks
+from ringlab.training.linear_attention import (
+    Map,
+    checked_inputs,
+    each_of,
+    empty_state,
+    in_chunks,
+    outputs,
+    states_along,
+)
 from ringlab.training.short_convolution import ring_short_convolution
 from ringlab.training.state_ring import ring_linear_attention
 from tests.examined import on_these
@@ -44,7 +52,7 @@ def maps_of(q, k, v, log_decay, beta):
     """The map of each rank's tokens, over messages with gradients; and this rank's chunks."""
     x = checked_inputs(q, k, v, log_decay, beta)
     chunks = in_chunks(x, q.shape[-1] ** -0.5)
-    mine = reduce(lambda first, then: then.after(first), chunks.maps())
+    mine = reduce(lambda first, then: then.after(first), each_of(chunks.map))
     return [Map(*each) for each in zip(gathered(mine.keep), gathered(mine.add), strict=True)], chunks, empty_state(x)
 
 
@@ -52,6 +60,10 @@ def chained(maps, h):
     for each in maps:
         h = each(h)
     return h
+
+
+def from_state(chunks, h, tokens):
+    return outputs(chunks, states_along(chunks.map, h), tokens)
 
 
 def starts_of(documents, q):
@@ -78,13 +90,13 @@ def wrong(how, q, k, v, log_decay, beta=None, documents=None):
         h = sum((one.add for one in maps[:rank]), 0 * h)
     if how == "detached":
         h = h.detach()
-    out, _ = from_state(chunks, h, n)
+    out = from_state(chunks, h, n)
     if how in ("undecayed", "late"):
-        local, _ = from_state(chunks, 0 * h, n)
+        local = from_state(chunks, 0 * h, n)
         faded = 0 * log_decay if how == "undecayed" else torch.cat([0 * log_decay[..., :1], log_decay[..., :-1]], dim=2)
         faded = faded.masked_fill(starts, -torch.inf)
         handed = in_chunks(checked_inputs(q, k, 0 * v, faded, beta), q.shape[-1] ** -0.5)
-        out = local + from_state(handed, h, n)[0]
+        out = local + from_state(handed, h, n)
     return out
 
 
