@@ -1,11 +1,15 @@
 """What the tests of attention share: inputs, and the one check that every right answer passes and no wrong one does."""
 
+import functools
 import math
 import os
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 from ringlab.support.rounding import exact_attention
+from ringlab.training.layouts import positions
 
 SEED = int(os.environ.get("RING_SEED", "0"))  # moves every random input of the tests
 WORLDS = (1, 2, 3, 5)  # the numbers of ranks that most tests try
@@ -38,3 +42,101 @@ def assert_attention(out, q, k, v, *, causal=False, scale=None, fused_blocks=0):
 def assert_lse(lse, q, k, *, causal=False, scale=None, fused_blocks=0):
     """lse (B, H, S) is log Σ e^score of each query, as in float64."""
     assert_right(lse, exact_attention(q, k, k, causal=causal, scale=scale, fused_blocks=fused_blocks)["lse"], "lse")
+
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def gradients(attention, q, k, v, d_out):
+    """out, dq, dk, dv of any attention."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    out = attention(q, k, v)
+    out.backward(d_out)
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+class Replicated(torch.autograd.Function):
+    """Every rank holds the same tensor: its gradient is the sum of what they all found."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_x):
+        d_x = d_x.clone()
+        dist.all_reduce(d_x)
+        return d_x
+
+
+class SumOfRanks(torch.autograd.Function):
+    """The sum of every rank's tensor, on all of them."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, d_x):
+        return d_x
+
+
+def gradcheck_on_ranks(context, ring, layout, q, k, v):
+    """gradcheck of `ring` as a function of whole q, k, v (float64). All ranks move the same number at once."""
+    at = positions(layout, q.shape[2], context.rank, context.world_size)
+
+    def attention(*qkv):
+        out = ring(*(Replicated.apply(x)[:, :, at] for x in qkv))
+        return SumOfRanks.apply(torch.zeros_like(q).index_copy(2, at, out))
+
+    return torch.autograd.gradcheck(attention, tuple(x.requires_grad_() for x in (q, k, v)))
+
+
+def grouped_inputs(B, H, G, S, D, dtype=torch.float32, *, seed=0):
+    """q (B, H, S, D), k and v (B, G, S, D), d_out as q; normal."""
+    q, d_out, _ = random_qkv((B, H, S, D), dtype, seed=seed)
+    k, v, _ = random_qkv((B, G, S, D), dtype, seed=seed + 1000)
+    return q, k, v, d_out
+
+
+def expected(q, k, v, d_out, *, fused_blocks=8, **options):
+    """What out, dq, dk and dv must be, and how far from it rounding may move them."""
+    right = exact_attention(q, k, v, d_out, fused_blocks=fused_blocks, **options)
+    return [right[name] for name in NAMES]
+
+
+@functools.cache
+def expected_of_inputs(*sizes_and_dtype, **options):
+    """`expected` of `grouped_inputs`, computed once for all worlds and layouts."""
+    return expected(*grouped_inputs(*sizes_and_dtype), **options)
+
+
+def assert_four(mine, right):
+    """Each number of out, dq, dk, dv is as near to float64 as rounding allows."""
+    for name, x, exact in zip(NAMES, mine, right, strict=True):
+        assert_right(x, exact, name)
+
+
+def columns(x):
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+def tokens_first(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def every_second(x):
+    return torch.stack([x, x.new_full((), 9.0).expand_as(x)], dim=-1)[..., 0]
+
+
+def slices(x):
+    return F.pad(x, (1, 2, 3, 4), value=9.0)[:, :, 3:-4, 1:-2]
+
+
+def heads_last(x):
+    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # F.pad keeps this order
+
+
+VIEWS = [columns, tokens_first, every_second, slices, heads_last]

@@ -12,9 +12,7 @@ from ring_attn import ring_attention
 from ringlab.basics import blockwise_attention
 from ringlab.support import timeline
 from ringlab.training import backward, grouped_query, overlap
-from tests.attention import assert_attention
-from tests.gradients import gradients
-from tests.grouped_queries import assert_four, expected_of_inputs, grouped_inputs
+from tests.attention import assert_attention, assert_four, expected_of_inputs, gradients, grouped_inputs
 from tests.wrong_rings import BACKWARD, BLOCKING, GROUPED, NARROW, OVERLAPPED
 
 WRONG = {  # by ring, its mistakes

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.grouped_queries import assert_four, expected, grouped_inputs
+from tests.attention import assert_four, expected, grouped_inputs
 from tests.refusals import all_of, refusal
 from tests.ways import SOME, attention_of, cut, name_of, ranks_of, whole
 

@@ -8,9 +8,7 @@ import torch
 from ringlab.training import grouped_query
 from ringlab.training.backward import block_backward, ring_attention
 from ringlab.training.grouped_query import fold, unfold
-from tests.attention import random_qkv
-from tests.gradients import gradcheck_on_ranks
-from tests.grouped_queries import grouped_inputs
+from tests.attention import gradcheck_on_ranks, grouped_inputs, random_qkv
 from tests.rings import assert_gradients, chunks, even_lengths, messages_of_ring
 
 

@@ -14,8 +14,7 @@ from notebooks.your_ring.messages import Watch
 from ringlab.support import pipes
 from ringlab.training import all_gather, all_to_all
 from ringlab.training.heads import heads_of_ranks
-from tests.attention import DTYPES
-from tests.grouped_queries import grouped_inputs
+from tests.attention import DTYPES, grouped_inputs
 from tests.refusals import all_of, as_on_hosts, refusal
 from tests.ways import ON_MESH, WAYS, Problem, attention_of, cut, name_of, ranks_of
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ringlab.models.generate import NEW, PROMPTS, SpreadCache, alone, generate, seeded
-from tests.gradients import gradients
-from tests.grouped_queries import assert_four
+from tests.attention import assert_four, gradients
 from tests.ways import ON_MESH, Problem, attention_of, cut, results_on_rank, whole
 
 CAUSAL = {"causal": True, "layout": "zigzag"}

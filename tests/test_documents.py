@@ -20,8 +20,7 @@ from ringlab.training.documents import (
 from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from tests.gradients import gradients
-from tests.grouped_queries import grouped_inputs
+from tests.attention import gradients, grouped_inputs
 from tests.ways import ring_gradients, whole
 
 

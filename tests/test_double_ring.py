@@ -16,7 +16,7 @@ from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import shard
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from tests.grouped_queries import grouped_inputs
+from tests.attention import grouped_inputs
 from tests.wrong_rings import WAYS
 
 MESHES = [(1, 3), (3, 1), (2, 2), (3, 2), (2, 3)]

@@ -12,9 +12,7 @@ from torch import nn
 from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import pad, positions
-from tests.attention import SEED
-from tests.gradients import NAMES
-from tests.grouped_queries import assert_four, expected, grouped_inputs
+from tests.attention import NAMES, SEED, assert_four, expected, grouped_inputs
 from tests.refusals import all_of, refusal
 from tests.ways import CASES, Problem, assert_right_results, ring_gradients, whole
 

@@ -18,9 +18,18 @@ from ringlab.training.fused_block import (
     fused_backward,
     fused_forward,
 )
-from tests.attention import DTYPES, SEED, assert_attention, assert_lse, assert_right, random_qkv
-from tests.grouped_queries import assert_four, expected, grouped_inputs
-from tests.views import VIEWS
+from tests.attention import (
+    DTYPES,
+    SEED,
+    VIEWS,
+    assert_attention,
+    assert_four,
+    assert_lse,
+    assert_right,
+    expected,
+    grouped_inputs,
+    random_qkv,
+)
 
 
 def both_ways(q, k, v, d_out, *, scale, causal):

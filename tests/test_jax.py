@@ -11,10 +11,8 @@ import torch
 
 from ringlab.support.rounding import exact_attention
 from ringlab.training.layouts import LAYOUTS, shard, unshard
-from tests.attention import assert_right
+from tests.attention import NAMES, assert_right, grouped_inputs
 from tests.extras import MISSING
-from tests.gradients import NAMES
-from tests.grouped_queries import grouped_inputs
 from tests.planted import Mistakes
 
 jax = pytest.importorskip("jax", reason=MISSING["jax"])

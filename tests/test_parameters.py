@@ -18,10 +18,8 @@ import torch.distributed as dist
 import ring_attn
 from ringlab.training import backward, flash_ring, grouped_query, overlap
 from ringlab.training.layouts import shard, unshard
-from tests.attention import assert_right
+from tests.attention import assert_right, expected, gradients, grouped_inputs
 from tests.extras import NEEDED
-from tests.gradients import gradients
-from tests.grouped_queries import expected, grouped_inputs
 from tests.refusals import all_of, refusal
 
 RINGS = {

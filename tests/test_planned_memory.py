@@ -1,19 +1,27 @@
 """The planner's memory: peaks by hand, those of real rings, what autograd keeps, and the count of the bench."""
 
+import gc
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensor
 
+import ring_attn
 from bench import max_context, memory
 from bench.longest_training import GRAIN, kept_by_a_layer, kept_bytes, longest_chunk, parameters, peak_bytes
 from figures import ring_memory as picture
+from ring_attn import hop, ring_attention
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.models.transformer import Config, Transformer, summed_loss
 from ringlab.planning import memory as planned
 from ringlab.planning.hidden_communication import LLAMA_7B, AttentionLayer
 from ringlab.planning.memory import peak_bytes_backward
-from tests.peak_memory import peak_in_a_hop, peak_in_training
+from ringlab.training import flash_ring
+from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.training.fused_block import fused_backward
 
 MiB = 2**20
 SMALL = AttentionLayer(heads=4, kv_heads=2, head_dim=3, itemsize=2)  # h = 12
@@ -154,3 +162,47 @@ def test_the_loss_keeps_its_last_rows_and_log_softmax():
     config, C = Config(layers=1, **SIZES[0]), 512
     layer = 4 * sum(kept_by_a_layer("blockwise", config, C))
     assert 0 <= bytes_in_the_graph(config, C) / C - layer - 4 * (3 * 32 + 50) <= 4 * 5 + 8 + 0.1  # 1/rms; token, label
+
+
+def alive():
+    """Bytes of the memory behind all tensors, each part of it counted once."""
+    tensors = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not isinstance(x, FakeTensor))
+    parts = (x.untyped_storage() for x in tensors)  # a compiler's fake tensors have no memory
+    return sum({part.data_ptr(): part.nbytes() for part in parts}.values())
+
+
+def most_alive(module, name, real, work):
+    """How many more bytes than now are alive at most when `real`, which `module` knows by `name`, returns in `work`."""
+    gc.collect()
+    before, seen = alive(), []
+
+    def watched(*args, **options):
+        results = real(*args, **options)
+        seen.append(alive() - before)
+        return results
+
+    with mock.patch.object(module, name, watched):
+        work()
+    return max(seen)
+
+
+def ones(heads, chunk, head_dim, dtype):
+    return torch.ones(1, heads, chunk, head_dim, dtype=dtype)
+
+
+def peak_in_a_hop(context, layer, chunk):
+    """Bytes that the ring of ring_attn.py holds in a hop, in float32: its statistics and its own K and V left out."""
+    H, D = layer.heads, layer.head_dim
+    most = most_alive(ring_attn, "hop", hop, lambda: ring_attention(*(ones(H, chunk, D, None) for _ in "qkv")))
+    return most - 4 * (2 * H * chunk + 2 * H * chunk * D)
+
+
+def peak_in_training(context, layer, chunk, dtype):
+    """Bytes that the flash ring holds in its backward pass when a block is computed, but for the lse of the chunk."""
+
+    def step():
+        q, d_out = (ones(layer.heads, chunk, layer.head_dim, dtype).requires_grad_() for _ in "qd")
+        k, v = (ones(layer.kv_heads, chunk, layer.head_dim, dtype).requires_grad_() for _ in "kv")
+        ring_flash_attention(q, k, v).backward(d_out.detach())
+
+    return most_alive(flash_ring, "fused_backward", fused_backward, step) - 4 * layer.heads * chunk

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ring_attn
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.training import backward, flash_ring, grouped_query, overlap, schedule
-from tests.gradients import gradients
-from tests.grouped_queries import assert_four, expected_of_inputs, grouped_inputs
+from tests.attention import assert_four, expected_of_inputs, gradients, grouped_inputs
 from tests.rings import chunks, even_lengths
 from tests.ways import cut
 

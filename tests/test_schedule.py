@@ -17,7 +17,7 @@ from ringlab.training.masks import Mask
 from ringlab.training.overlap import two_buffers
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Ring, TravellingSums, agree_on_schedule
-from tests.grouped_queries import assert_four
+from tests.attention import assert_four
 from tests.refusals import all_of
 from tests.ways import CASES, Problem, checked_gradients, cut, whole
 

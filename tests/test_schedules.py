@@ -18,11 +18,17 @@ from ringlab.training.all_to_all import Alone
 from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
 from ringlab.training.layouts import Layout, check_layout, check_lengths, shard
 from ringlab.training.schedule import Ring, check_sinks, check_softcap
-from tests.attention import DTYPES, assert_right
-from tests.gradients import gradcheck_on_ranks, gradients
-from tests.grouped_queries import assert_four, expected, grouped_inputs
+from tests.attention import (
+    DTYPES,
+    VIEWS,
+    assert_four,
+    assert_right,
+    expected,
+    gradcheck_on_ranks,
+    gradients,
+    grouped_inputs,
+)
 from tests.refusals import all_of, refusal
-from tests.views import VIEWS
 from tests.ways import (
     ALL_LAYOUTS,
     EVERY,

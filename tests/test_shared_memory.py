@@ -20,7 +20,7 @@ from ringlab.support.host_memory import READ, READY, TURN
 from ringlab.support.processes import launch
 from ringlab.training import shared_memory
 from ringlab.training.shared_memory import SharedMemory, memory_or_messages
-from tests.grouped_queries import assert_four, expected, grouped_inputs
+from tests.attention import assert_four, expected, grouped_inputs
 from tests.refusals import all_of, as_on_hosts, refusal
 from tests.ways import WAYS, cut, whole
 

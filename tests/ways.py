@@ -24,9 +24,7 @@ from ringlab.training.masks import Mask
 from ringlab.training.schedule import Ring
 from ringlab.training.shared_memory import SharedMemory, TwoLevels
 from tests import wrong_rings
-from tests.attention import DTYPES, SEED, assert_right
-from tests.gradients import gradients
-from tests.grouped_queries import assert_four, expected, grouped_inputs
+from tests.attention import DTYPES, SEED, assert_four, assert_right, expected, gradients, grouped_inputs
 from tests.masked import dense, masks
 from tests.rings import chunks
 

@@ -19,7 +19,7 @@ from ring_doctor.questions import Question
 from ring_doctor.report import Report
 from ring_doctor.wrong_answer import WrongAnswer
 from ringlab.training.flash_ring import ring_flash_attention
-from tests.on_paper import answer_on_paper
+from tests.examined import answer_on_paper
 
 NAMES = ("last_block_skipped", "scale_missing", "shares_exchanged")
 PATIENT = from_function(ring_flash_attention)

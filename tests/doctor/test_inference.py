@@ -24,8 +24,8 @@ from ring_doctor.questions import UNEQUAL, Question
 from ring_doctor.report import Report
 from ring_doctor.xray import cases as runs_of
 from ring_doctor.xray import on_paper, xray_of
+from tests.examined import answer_on_paper
 from tests.odd_patients import right
-from tests.on_paper import answer_on_paper
 
 PATIENT = from_function(right)
 NO_XRAY = "none was taken"
