@@ -1,4 +1,4 @@
-"""What the examples train: a random model and six short texts. Yours come from `from_pretrained` and from a data set.
+"""What the examples train: a random model and eight short texts. Yours come from `from_pretrained` and from a data set.
 
 All is in float64, and no layer of Starcoder2 computes in float32. So a difference from one process is a mistake.
 """

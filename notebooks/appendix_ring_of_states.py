@@ -89,7 +89,7 @@ for rank, each in enumerate(maps):
 # %% [markdown]
 # ## The failure
 #
-# A rank that begins with an empty state is right on rank 0 only. This happened: in a pull request for one library each shard began
+# A rank that begins with an empty state is right only if it is rank 0. This happened: in MaxText's pull request 4348 each shard began
 # with its own $h_0$, and the tests ran with one shard. Below, the error of the output on each rank:
 
 # %%
@@ -121,7 +121,7 @@ picture.draw()
 
 # %% [markdown]
 # **When is this less than a ring of keys?** A ring hands on $2 \cdot C \cdot D$ numbers per head in each hop. A state has
-# $D \cdot D_v$ numbers, and a map of the delta rule twice as many. So from $C = D$ tokens on a rank, the map is smaller, and it does not
+# $D \cdot D_v$ numbers, and a map of the delta rule twice as many. So with more than $C = D$ tokens on a rank the map is smaller, and it does not
 # grow. With $D = 128$ and 8,192 tokens a rank, a hop of keys is 64 times the map.
 
 # %%
@@ -135,7 +135,7 @@ print(f"keys and values of a block: {2 * C * D:,} numbers; a map: {2 * D * D:,};
 #
 # $$dh_{in} = keep^\top dh_{out} + d_{read}$$
 #
-# This is an affine map again, with the ranks in reverse order. One function hands on both. A ring that sends the state and forgets
+# This is an affine map again, with the ranks in reverse order. The function that hands on states hands on these gradients too. A ring that sends the state and forgets
 # its gradient has a **right forward pass, and wrong gradients on all ranks but the last**: on the last nothing follows. That too
 # happened (flash-linear-attention, issue 1115). Now on four processes, with the delta rule:
 
@@ -164,7 +164,7 @@ for title, forgets in (("the gradient of the state forgotten", True), ("the ring
 # Such layers also mix each token with the three before it, by a short convolution. At the first tokens of a rank these lie on the rank
 # before, or on several when chunks are short. [short_convolution](../ringlab/training/short_convolution.py) gathers them. A
 # new document begins with an empty state: its first token has a decay of 0. In the zigzag layout a rank has two runs of tokens, so
-# the state passes it twice. Kimi delta attention has a decay for each row of the state: then the rows are kept by numbers of their own.
+# the state passes it twice. Kimi delta attention has a decay for each row of the state: then $keep$ is a number for each row.
 #
 # A model that generates needs no keys in these layers. Every rank gets the state after the prompt, and goes on alone:
 # [generate_states](../ringlab/models/generate_states.py).

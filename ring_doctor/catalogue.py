@@ -20,6 +20,7 @@ from ring_doctor import (
     mistakes_of_gradients,
     mistakes_of_masks,
     mistakes_of_merging,
+    mistakes_of_models,
     mistakes_of_other_ways,
     mistakes_of_travel,
 )
@@ -86,13 +87,13 @@ def enter(name: str) -> None:
 
 def main() -> int:
     others = (*BY_WAY.values(), *OF_STATES)
-    every = CATALOGUE | {mistake.name: mistake for mistake in others}
+    every = CATALOGUE | {mistake.name: mistake for mistake in others} | mistakes_of_models.MISTAKES
     for name, mistake in sorted(every.items()):
         print(f"{name}: {mistake.what}")
         if mistake.wild:
             print(f"    had it: {', '.join(mistake.wild)}")
     print(f"{len(CATALOGUE)} mistakes are known by what they return, {len(BY_WAY)} by when they show")
-    print(f"{len(OF_STATES)} mistakes of rings of states")
+    print(f"{len(OF_STATES)} mistakes of rings of states, {len(mistakes_of_models.MISTAKES)} of whole models")
     return 0
 
 

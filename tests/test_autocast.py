@@ -1,4 +1,4 @@
-"""Under autocast the five ways do what torch's own attention does: values, gradients, dtypes, and what is refused."""
+"""Autocast: every way to share a sequence does what torch's own attention does, or refuses."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The six ways against full attention in float64: every mask, layout and world, gradients too; input and mistakes."""
+"""Every way to share a sequence against full attention in float64: masks, layouts, worlds, gradients; mistakes."""
 
 import math
 import re
