@@ -125,7 +125,7 @@ def test_the_training_snippet_gives_the_gradients_of_full_attention(ranks, world
 def test_ddp_and_fully_shard_average_so_the_loss_is_multiplied_by_p(wrap):
     """As the page says: without the last two lines, and with the loss times P; else every gradient is 1/P of it."""
     P = 4
-    assert "leave out the last two lines and multiply the loss by P" in " ".join(USE.split())
+    assert "leave out the loop over `model.parameters()` and multiply the loss by P" in " ".join(USE.split())
     without_sum = TRAINING.rstrip().rsplit("\n", 2)[0] + "\n"
     assert "all_reduce" not in without_sum
     multiplied = without_sum.replace("loss.backward()", "(world_size * loss).backward()")

@@ -148,7 +148,7 @@ PLAIN = """
 already an another are ask borders buffers by call code computes costs crosses cure cut dk does dq dv each every
 exact example face failure far fast fifth find first five follow for four free from function generation gets goes
 gpus grouped have high how hugging idea into is keep known learn lengths let limits links mean measured merging
-meshes mistakes model must name need new no not number of often one other own picture plan processes prompts proof
+meshes mistakes must name need new no not number of often one other own picture plan processes prompts proof
 questions reach reaches real results resume right road rotation run same saves second see setting shortest skips
 slices slow sources speeds staircase start step stop stores take task test that the this times too train travels two
 travel under unequal waits way were what when which while who why will wire work worked wrong you your
