@@ -34,6 +34,7 @@ import torch.nn.functional as F
 
 from figures import measured_models
 from figures import mesh as picture
+from notebooks import workers
 from notebooks.checks.meshes import check_gradient_norm, check_place, check_rank_loss
 from notebooks.show import print_source
 from ringlab.basics.naive_attention import TOKENS, naive_attention
@@ -97,7 +98,7 @@ assert torch.allclose(copies.grad.mean(dim=0), exact / P)
 
 # %%
 results = launch(mesh.every_case, P, device="cpu")
-cases = {name: (ratio, error) for name, ratio, error in results[0][0]}
+cases = {name: (ratio, error) for name, ratio, error in results[0]}
 
 
 def show(*names: str) -> None:
@@ -173,7 +174,7 @@ print_source(mesh.batch_loss)
 # | `fully_shard` over cp, beside tensor parallelism (below) | averages over cp ranks | sum / count · cp |
 #
 # The count is that of the whole batch, so the rings, too, have parts of one loss. Here are the small model with the factor
-# $P$, and two lines of the table on the four real processes. "Without its division" is the divide factor of 1:
+# $P$, and two lines of the table on the four real processes:
 
 # %%
 copies.grad = None
@@ -181,7 +182,7 @@ copies.grad = None
 print("average of the 4 gradients ", line(copies.grad.mean(dim=0)))
 print("the right gradient         ", line(exact))
 assert torch.allclose(copies.grad.mean(dim=0), exact)
-right = ("fully_shard: sum / count · 4", "fully_shard without its division: sum / count")
+right = ("fully_shard: sum / count · 4", mesh.TENSOR_PARALLEL)
 show(*right)
 assert all(cases[name][1] < 1e-12 for name in right)
 
@@ -229,11 +230,13 @@ print_source(mesh.shard_weights)
 #
 # Under `fully_shard` a rank has its own slice of each gradient. Weights and gradients are `DTensor`s: tensors of which
 # each process holds a part, `to_local()`. By which norm must gradients be clipped? By that of the whole gradient. Squares
-# add up, so $\text{norm} = \sqrt{\sum_r \|\text{slices of rank } r\|^2}$.
+# add up, so $\text{norm} = \sqrt{\sum_r \|\text{slices of rank } r\|^2}$. Here with `set_gradient_divide_factor(1.0)`:
+# each rank gives 1/P of the loss.
 
 # %%
-norms = results[0][1]
-assert abs(norms["clip_grad_norm_ over DTensors"] - norms["one process"]) < 1e-12
+norms = launch(workers.gradient_norms, P, device="cpu")  # of each rank: the whole gradient, its slices, clip_grad_norm_
+assert all(abs(clipped - whole) < 1e-12 for whole, _, clipped in norms)
+assert abs(sum(slices**2 for _, slices, _ in norms) ** 0.5 - norms[0][0]) < 1e-12
 
 # %% [markdown]
 # PyTorch's `clip_grad_norm_` knows DTensors. It clips by the norm of the whole gradient, and returns it

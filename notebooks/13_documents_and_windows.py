@@ -22,6 +22,8 @@
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
+from functools import partial
+
 import torch
 
 from figures import masked_ring
@@ -31,6 +33,7 @@ from ringlab.support.processes import launch
 from ringlab.training import documents, partition
 from ringlab.training.cases import chunks_of_rank
 from ringlab.training.documents import letters, lookup, mean_loss, pack
+from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
@@ -181,16 +184,17 @@ assert ours == toy_cut(first, end)
 # The ring is that of chapter 8. In each round a rank computes the pieces of the block in hand, merges each into the rows
 # of its queries, and skips a block without pieces.
 #
-# Here it runs on four real processes, with the pack of letters. `on_rank` runs the trainable ring with `documents=lengths` on the
-# chunks of its rank:
+# Here it runs on four real processes, with the pack of letters. `chunks_of_rank` runs an attention on the chunks of its rank, here the
+# trainable ring with `documents=lengths`:
 
 # %%
-print_source(documents.on_rank, chunks_of_rank)
+print_source(chunks_of_rank)
 
 # %%
 q, k, v = lookup(tokens, positions)
 for what in (None, lengths):
-    outs = [four[0] for four in launch(documents.on_rank, P, [q, k, v, q], "contiguous", what, device="cpu")]
+    ring = partial(ring_flash_attention, causal=True, documents=what)
+    outs = [four[0] for four in launch(chunks_of_rank, P, [q, k, v, q], ring, "contiguous", device="cpu")]
     loss = mean_loss(documents.SHARP * torch.cat(outs, dim=2)[0, 0], labels).item()
     print(f"documents={what}: loss {loss:.4f}, x {loss / right:.2f}")
 assert abs(loss - right) < 1e-12

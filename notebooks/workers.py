@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_
 
 from bench.longest_training import kept_bytes
 from ring_attn import ring_attention
@@ -33,6 +35,21 @@ def whole_ring(context: RankContext, x: Tensor) -> Tensor | None:
     """Self-attention of x (B, H, S, D) on the ring; rank 0 returns the whole result."""
     chunk = scatter(x if context.rank == 0 else None, context)
     return gather(ring_attention(chunk, chunk, chunk), context)
+
+
+def gradient_norms(context: RankContext) -> tuple[float, float, float]:
+    """The norm of a gradient: on one process, of this rank's slices, and as clip_grad_norm_ returns it."""
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole, sliced = torch.nn.Linear(6, 7, dtype=x.dtype), torch.nn.Linear(6, 7, dtype=x.dtype)
+    for weight, other in zip(whole.parameters(), sliced.parameters(), strict=True):
+        other.data.copy_(weight.data.fill_(0.1))
+    fully_shard(sliced, mesh=init_device_mesh(context.device.type, (context.world_size,)))
+    sliced.set_gradient_divide_factor(1.0)  # the ranks' gradients are summed
+    whole(x).square().sum().backward()
+    (sliced(x).square().sum() / context.world_size).backward()
+    norm = torch.cat([weight.grad.flatten() for weight in whole.parameters()]).norm()
+    slices = torch.cat([weight.grad.to_local().flatten() for weight in sliced.parameters()]).norm()
+    return norm.item(), slices.item(), clip_grad_norm_(sliced.parameters(), 1.0).full_tensor().item()
 
 
 def ring_gradients(context: RankContext, x: Tensor, d_out: Tensor, dtypes: list[torch.dtype]) -> list[dict[str, Any]]:

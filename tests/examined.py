@@ -61,7 +61,7 @@ def examined_sick(ranks, name, **claims):
     ring = ALL[name]
     layouts = ring.layouts if "layout" in ring.takes else ("contiguous",)
     claims = {"layouts": layouts, "grouped": ring.grouped, "gradients": ring.gradients, "heads": ring.heads, **claims}
-    return examined(ranks, sick(name), **{"name": name, **claims})
+    return examined(ranks, sick(name), **claims)
 
 
 def answer_on_paper(question, steps=RIGHT, ranks=None, change=lambda case, results: results):
