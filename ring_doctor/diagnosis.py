@@ -15,6 +15,7 @@ Source: the mistakes of public rings, as each entry of the catalogue names them.
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +26,12 @@ from ring_doctor.catalogue import BY_WAY, CATALOGUE
 from ring_doctor.conditions import separated, when_it_shows
 from ring_doctor.examination import Examination, never_claimed
 from ring_doctor.mistakes import Change, Mistake
+from ring_doctor.mistakes_of_states import MISTAKES as STATES
 from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
+from ring_doctor.states import RIGHT_STATES, StateCase, compute_states
 from ring_doctor.wrong_answer import WrongAnswer
 
-FORWARD, EVERYTHING = ("out", "lse"), ("out", "lse", "dq", "dk", "dv")
+FORWARD, EVERYTHING = ("out", "lse"), ("out", "lse", "dq", "dk", "dv", "dlog_decay", "dbeta")
 PARTS = ("dk", "dv"), ("dq",), ("dk",), ("dv",)  # of gradients, which may be wrong by a mistake each
 LARGEST = 1200  # tokens in an answer that is computed on paper for each entry
 FEW = 2  # explanations that a headline may name
@@ -86,7 +89,7 @@ def diagnose(examination: Examination) -> Diagnosis | None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
-        found, part = _explain(_telling(answered))
+        found, part = _explain(_telling(answered), STATES if examination.patient.state else CATALOGUE.values())
     finally:
         torch.set_num_threads(threads)
     if ways := _ways([answer for answer in wrong if _bits(answer) > 16] or wrong, answered, found):
@@ -138,12 +141,12 @@ def _on_paper(answer: Answer) -> bool:
     return answer.question.how in ("plain", "without gradients") and not answer.case.large_tiles
 
 
-def _explain(answers: list[WrongAnswer]) -> tuple[list[Explanation], str]:
+def _explain(answers: list[WrongAnswer], mistakes: Iterable[Mistake]) -> tuple[list[Explanation], str]:
     """All explanations, and which part of the wrong answers they explain; "" for all.
 
     The simplest kind of explanation that fits is returned.
     """
-    entries = [Explanation((mistake,), variant) for mistake in CATALOGUE.values() for variant in mistake.variants]
+    entries = [Explanation((mistake,), variant) for mistake in mistakes for variant in mistake.variants]
     usual = [answer for answer in answers if not _special(answer.case)]
     usual = usual if any(answer.answer.wrong for answer in usual) else answers
     wrong = {name for answer in usual for name in answer.answer.wrong}
@@ -226,6 +229,9 @@ def _fits(explanation: Explanation, wrong: WrongAnswer, names: tuple[str, ...]) 
 @lru_cache(maxsize=4096)
 def _expected(case: Case, change: Change, gradients: bool) -> dict[str, Tensor]:
     """What a ring with this mistake returns. Raises NotOnPaper."""
+    if isinstance(case, StateCase):
+        steps: Any = change
+        return compute_states(case, steps(RIGHT_STATES))
     return compute(case, change(RIGHT), gradients=gradients)
 
 

@@ -21,7 +21,6 @@ from textwrap import fill
 import torch
 
 from ring_doctor.answers import FAILED, OK, Answer, imprecise
-from ring_doctor.conditions import separated
 from ring_doctor.examination import Examination, never_claimed
 from ring_doctor.facts import CONTENTS, OF_GRADIENTS, Fact, listed
 from ring_doctor.grids import XRay
@@ -43,6 +42,13 @@ OF_WORLDS = {
     "round: look at the direction of the hops, and at the rounds after the second.",
     3: "One rank alone is right: look at what is done between blocks: the hops, the merge, the masks of others.",
 }
+LSE_ALONE = "out is right and lse is wrong: whatever uses this lse is wrong, as a merge or a backward pass."
+LSE_IS_RIGHT = (
+    "lse is right, so each query has the right scores: look at the order of V beside the order of K, at the sum of "
+    "p V, and at what becomes of out afterwards."
+)
+GRADIENTS_ARE_RIGHT = "out is wrong and all gradients are right: look at what becomes of out after it was computed."
+OUT_FIRST = ". Mend out first: all other results depend on the same scores."
 OF_LARGE_SCORES = (
     "Scores of some hundreds show it: a score or an lse of 800 in 16 bits is off by up to 2, and a weight by a factor "
     "of up to e^2. Look at the dtype of the scores, of m and of lse."
@@ -108,18 +114,13 @@ def _comparable(wrong: list[Answer]) -> list[Answer]:
 
 
 def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], str]:
-    """{results: what they hold}: of each result the first pattern that holds.
-
-    Where none holds, the answers without a mask are looked at by themselves, because a mask can hide a pattern.
-    """
-    unmasked = [each for each in told if bool(each.case.visible().all())]
-    some = [(told, ""), (unmasked, "Without a mask: ")] if len(unmasked) < len(told) else [(told, "")]
-    groups: dict[tuple[int, str, tuple[Fact, ...]], list[str]] = {}
+    """{results: what they hold}: of each result the first pattern that holds."""
+    groups: dict[tuple[int, tuple[Fact, ...]], list[str]] = {}
     for name in RESULTS:
-        common = ((i, where, one.common(answers, name)) for answers, where in some for i, one in enumerate(CONTENTS))
-        if first := next(((i, where, tuple(facts)) for i, where, facts in common if facts), None):
+        common = ((i, tuple(pattern.common(told, name))) for i, pattern in enumerate(CONTENTS))
+        if first := next(((i, facts) for i, facts in common if facts), None):
             groups.setdefault(first, []).append(name)
-    return {tuple(of): where + CONTENTS[i].sentence(of, facts) for (i, where, facts), of in groups.items()}
+    return {tuple(of): CONTENTS[i].sentence(of, facts) for (i, facts), of in groups.items()}
 
 
 def _places(told: list[WrongAnswer], names: list[str]) -> list[str]:
@@ -133,52 +134,26 @@ def _places(told: list[WrongAnswer], names: list[str]) -> list[str]:
     return said
 
 
-def why_right(xray: XRay, wrong: Sequence[Answer]) -> str:
-    """Why an X-ray does not show what these answers do."""
-    two_heads = Question(replace(xray.case, heads=2, kv_heads=2))  # alike, as the questions with one head
-    if lacks := separated([two_heads], [answer.question for answer in wrong]):
-        return f"every wrong answer is one {listed(lacks)}"
-    return "it has one sequence, one head, few tokens, small scores, and no scale that is given"
-
-
 def _which(told: list[WrongAnswer]) -> list[str]:
     """What follows from which results are wrong."""
     wrong = {name for each in told for name in each.answer.wrong}
-    given = {name for each in told for name in each.answer.results}
-    gradients = [name for name in ("dq", "dk", "dv") if name in wrong]
-    said = []
+    right = {name for each in told for name in each.answer.results} - wrong
+    gradients = [name for name in RESULTS[2:] if name in wrong]
     if "out" not in wrong:
-        if "lse" in wrong:
-            said.append(
-                "out is right and lse is wrong: whatever uses this lse is wrong, as a merge or a backward pass."
-            )
-        return said + ([OF_GRADIENTS[listed(gradients)]] if gradients else [])
-    if "lse" in given and "lse" not in wrong:
-        said.append(
-            "lse is right, so each query has the right scores: look at the order of V beside the order of K, at the "
-            "sum of p V, and at what becomes of out afterwards."
-        )
-    if "dq" in given and not gradients:
-        said.append("out is wrong and all gradients are right: look at what becomes of out after it was computed.")
-    right = [name for name in RESULTS if name in given - wrong]
-    and_right = (
-        f"; {listed(right)}: right." if right else ". Mend out first: all other results depend on the same scores."
-    )
+        return [LSE_ALONE] * ("lse" in wrong) + [OF_GRADIENTS[listed(gradients)] for _ in gradients[:1]]
+    said = [LSE_IS_RIGHT] * ("lse" in right) + [GRADIENTS_ARE_RIGHT] * ("dq" in right and not gradients)
+    and_right = f"; {listed([name for name in RESULTS if name in right])}: right." if right else OUT_FIRST
     return said or [f"{listed([name for name in RESULTS if name in wrong])}: wrong{and_right}"]
 
 
 def _worlds(answers: list[Answer], told: list[WrongAnswer]) -> list[str]:
     """What follows from the number of ranks."""
     worlds, asked = {each.case.world_size for each in told}, {_but_for_ranks(each.answer) for each in told}
-
-    def right(P: int) -> bool:
-        """Whether the same questions were asked with P ranks, and all were answered rightly."""
-        of = [answer for answer in answers if answer.case.world_size == P and _but_for_ranks(answer) in asked]
-        return bool(of) and all(answer.state == OK for answer in of)
-
+    same = [answer for answer in answers if _but_for_ranks(answer) in asked]  # questions, but for the number of ranks
+    states = {P: {answer.state for answer in same if answer.case.world_size == P} for P in (1, 2)}
     if 1 in worlds:
         return [OF_WORLDS[1]]
-    return [OF_WORLDS[2]] if min(worlds) > 2 and right(2) else [OF_WORLDS[3]] if right(1) else []
+    return [OF_WORLDS[2]] if min(worlds) > 2 and states[2] == {OK} else [OF_WORLDS[3]] * (states[1] == {OK})
 
 
 def _but_for_ranks(answer: Answer) -> Question:
@@ -209,25 +184,18 @@ def waiting(answer: Answer) -> str:
     receives or waits in a collective.
     """
     late = re.match(r"rank\(s\) \[([\d, ]+)\] did not answer in time", answer.says)
-    if answer.state != FAILED or not late:
-        return ""
-    silent, P = [int(rank) for rank in late[1].split(",")], answer.case.world_size
     lines = [(ranks, linecache.getline(path, int(line))) for ranks, path, line in WAITS.findall(answer.says)]
     calls = {int(rank): set(CALL.findall(line)) for ranks, line in lines for rank in ranks.split(", ")}
-    if set(calls) < set(silent) or any(len(found) != 1 for found in calls.values()):
-        return ""  # a line that shows no call, or two
-    kinds = set.union(*calls.values())
+    clear = late and set(calls) >= set(map(int, late[1].split(","))) and all(len(call) == 1 for call in calls.values())
+    if answer.state != FAILED or not clear:
+        return ""
+    kinds, P = set.union(*calls.values()), answer.case.world_size
+    if len(kinds) == 1 and kinds <= set(ALL_WAIT) and len(calls) == P > 1:
+        return ALL_WAIT[min(kinds)]
     inside = [rank for rank in range(P) if calls.get(rank, set()) - set(ALL_WAIT)]
     others = [rank for rank in range(P) if rank not in inside]
-    if len(kinds) == 1 and not inside and len(silent) == P > 1:
-        return ALL_WAIT[min(kinds)]
-    if inside and others and len(kinds - set(ALL_WAIT)) == 1:
-        waits = f"{ranks_in_words(inside).capitalize()} wait{'s' * (len(inside) == 1)} in {min(kinds - set(ALL_WAIT))}"
-        missing = f"{ranks_in_words(others)} {'is' if len(others) == 1 else 'are'} not in it"
-        return f"{waits}, and {missing}: every rank of the group must call it, equally often."
-    if len(silent) == 1 and P > 1 and not inside:
-        what = "for a message that no rank sends" if kinds == {"recv"} else "for a rank to receive its message"
-        return (
-            f"The other ranks have answered; rank {silent[0]} waits {what}: look at the number of sends and receives."
-        )
-    return ""
+    if not inside or not others or len(kinds - set(ALL_WAIT)) > 1:
+        return ""
+    waits = f"{ranks_in_words(inside).capitalize()} wait{'s' * (len(inside) == 1)} in {min(kinds - set(ALL_WAIT))}"
+    missing = f"{ranks_in_words(others)} {'is' if len(others) == 1 else 'are'} not in it"
+    return f"{waits}, and {missing}: every rank of the group must call it, equally often."

@@ -69,6 +69,11 @@ def own_delta(steps: Steps, s: Tensor, p: Tensor, v: Tensor, d_out: Tensor, out:
     return steps.delta(s, p, v, d_out, steps.block_out(s, v))
 
 
+def delta_times(factor: Callable[[int], float]) -> Change:
+    """δ times factor(D)."""
+    return but(delta=lambda steps, s, p, v, d_out, out: factor(v.shape[3]) * steps.delta(s, p, v, d_out, out))
+
+
 def delta_from(ranks: Callable[[int, int], tuple[int, int]]) -> Change:
     """dO and O of the ranks ranks(rank, block), modulo P."""
 
@@ -136,8 +141,8 @@ MISTAKES = (
           "what travels in the backward pass: dO, out, lse and δ belong to the queries, and go where the queries go", 5,
           delta_from(lambda r, j: (j, j)), delta_from(lambda r, j: (r, j)),
           delta_from(lambda r, j: (r - 1, r - 1)), delta_from(lambda r, j: (r + 1, r + 1))),
-    entry("delta_missing", "δ is left out: dS = p ∘ dP.", "dS = p ∘ (dP - δ)", 5,
-          but(delta=lambda steps, s, p, v, d_out, out: torch.zeros_like(s[..., :1]))),
+    entry("delta_missing", "δ is left out, has the wrong sign, or is the mean of dO ∘ out and not the sum.",
+          "dS = p ∘ (dP - δ), δ = Σ dO ∘ out", 5, *map(delta_times, (lambda D: 0.0, lambda D: -1.0, lambda D: 1 / D))),
     entry("gradient_scale_missing", "dQ, dK or both are not multiplied by the scale.",
           "dQ = scale dS K, dK = scale dSᵀ Q", 5,
           scale_missing(True, True), scale_missing(False, True), scale_missing(True, False)),

@@ -10,20 +10,13 @@ is full attention. With `replace(RIGHT, scale=...)` the result is what a ring wi
 
 Shapes: the whole q, d_out (B, H, S, D), k and v (B, G, S, D) of a `Case`. A tile of scores is (B, H, Cq, Ck).
 
-    $ python -m ring_doctor.paper_ring
-    a right ring of 3 ranks, causal, zigzag:
-    ok    out: largest error 4.4e-16, rounding allows 3.1e-14 (float64 sums)
-    ...
-    the same ring, scores not scaled: out off by 0.9
-
 Before: case.py. After: mistakes.py, which replace these steps.
 Source: Liu et al. 2024, algorithm 1 and appendix A; Dao et al. 2022, algorithm 4.
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -31,7 +24,6 @@ from torch import Tensor
 
 from ring_doctor.case import Case
 from ringlab.basics.online_softmax import merge
-from ringlab.support.rounding import report
 
 
 class NotOnPaper(Exception):
@@ -289,17 +281,3 @@ def _backward(
 def _check_shapes(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     if any(x.shape != y.shape for x, y in zip(found, expected, strict=True)):
         raise NotOnPaper
-
-
-def main() -> int:
-    case = Case(3, 18, True, "zigzag")
-    right = case.right()
-    print("a right ring of 3 ranks, causal, zigzag:")
-    ok = all([report(name, x, right[name]) for name, x in compute(case).items()])
-    out = compute(case, replace(RIGHT, scale=lambda case: 1.0), gradients=False)["out"]
-    print(f"the same ring, scores not scaled: out off by {right['out'].error(out).max():.1f}")
-    return 0 if ok and not right["out"].accepts(out) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

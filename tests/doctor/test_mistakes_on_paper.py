@@ -281,6 +281,8 @@ FORMULA = {  # the entry: what of the formula is another, for the pairs x
     "lse_and_delta_of_the_block": lambda x: {"p_of": OWN_P, "delta_of": OWN_DELTA},
     "delta_summed_per_block": lambda x: {"delta_of": lambda delta, per_block, own: per_block},
     "delta_missing": lambda x: {"delta_of": lambda delta, *_: 0 * delta},
+    "delta_missing:1": lambda x: {"delta_of": lambda delta, *_: -delta},
+    "delta_missing:2": lambda x: {"delta_of": lambda delta, *_: delta / 4},
     "own_queries_only": lambda x: {"of_kv": x.own},
     "dq_of_the_own_block": lambda x: {"of_q": x.own},
     "dq_of_the_last_round": lambda x: {"of_q": x.last},
@@ -293,8 +295,8 @@ FORMULA = {  # the entry: what of the formula is another, for the pairs x
 @pytest.mark.parametrize("name", FORMULA)
 def test_gradients_from_other_numbers_or_without_parts(name):
     for case in EVERY:
-        case = replace(case, heads=2)
-        assert_same(on_paper(case, name), by_the_formula(case, **FORMULA[name](Pairs(case))))
+        case, (entry, _, number) = replace(case, heads=2), name.partition(":")
+        assert_same(on_paper(case, entry, int(number or 0)), by_the_formula(case, **FORMULA[name](Pairs(case))))
 
 
 def test_parts_in_the_other_half_of_their_chunk():

@@ -13,7 +13,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
-import ring_doctor.xray as xray_module
 from bench.gradients_home import Circle
 from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
@@ -280,12 +279,6 @@ def test_real_rings_with_wrong_masks(ranks, wrong, layout, own, before, after):
     x = xray_of_ring(ranks, Case(4, 16, True, layout), wrong)
     expected = [[own if j == r else before if j < r else after for j in range(4)] for r in range(4)]
     assert kinds(x, "W forward", "words") == expected, x.text()
-
-
-def test_the_command(capsys):
-    shown = xray_module.__doc__.split("$ python -m ring_doctor.xray\n")[1].split("    ...")[0]
-    assert xray_module.main() == 0
-    assert capsys.readouterr().out.startswith("".join(line[4:] for line in shown.splitlines(keepends=True)))
 
 
 def test_text():
