@@ -80,7 +80,7 @@ HEALTHY = {
 }
 
 
-IN_CI = ("flash_ring", "all_to_all", "hybrid", "torch, causal")  # the others, and other seeds, by hand
+IN_CI = ("flash_ring", "hybrid", "torch, causal")  # the others, and other seeds, by hand
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ IN_CI = ("flash_ring", "all_to_all", "hybrid", "torch, causal")  # the others, a
 )
 def test_a_right_ring_is_healthy(ranks, name, seed):
     function, claims = HEALTHY[name]
-    worlds = {} if seed == 0 else {"worlds": (3,)}
+    worlds = {"worlds": (1, 4) if seed == 0 else (3,)}
     found = examined(ranks, function, seed + 1000 * SEED, **claims, **worlds)
     sick = [answer for answer in found.answers if answer.state not in ("ok", "refused")]
     assert found.healthy, "\n".join(f"{answer.question.words()}: {answer.says or answer.wrong}" for answer in sick)

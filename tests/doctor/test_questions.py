@@ -239,7 +239,6 @@ def test_mistakes_under_autocast_are_seen():
 
 RING = from_function(ring_flash_attention, worlds=(1, 2, 3, 4, 5), dtypes=("float64", "float32", "bfloat16", "float16"))
 FEW = {"no mask, contiguous", "causal, striped"}  # the first and the last
-UNALIKE = {"no mask, contiguous", "causal, contiguous", "causal, striped"}
 ALONE = {f"documents alone, {layout}" for layout in LAYOUTS}
 CAUSAL = set(IN_WORDS[1:])
 EXPECTED = {  # what: {dtypes: (masks, numbers of ranks)}

@@ -13,7 +13,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
-from bench.gradients_home import Circle
 from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.grids import TITLES
@@ -31,15 +30,14 @@ KEYS = "the last half of the keys instead of the first half of the keys"
 QUERIES = "the first half of the queries instead of the last half of the queries"
 
 
-def both_runs(context, runs, options, wrong):
-    return [ring_gradients(context, *run, options, None, wrong) for run in runs]
+def both_runs(context, runs, options):
+    return [ring_gradients(context, *run, options) for run in runs]
 
 
-def xray_of_ring(ranks, case, wrong=None, **options):
-    """The X-ray of the trainable ring on real processes, right or with a mistake of tests/wrong_rings.py."""
-    options |= {"causal": case.causal, "layout": case.layout, "documents": case.documents and list(case.documents)}
+def xray_of_ring(ranks, case):
+    """The X-ray of the trainable ring on real processes."""
     runs = [run.whole() for run in cases(case)]
-    per_rank = ranks(case.world_size, both_runs, runs, options | {"scale": case.scale}, wrong)
+    per_rank = ranks(case.world_size, both_runs, runs, {"causal": case.causal, "layout": case.layout})
     return xray_of(*(named(whole([mine[run] for mine in per_rank], case.layout)) for run in (0, 1)), case)
 
 
@@ -68,11 +66,6 @@ def kinds(xray, name, what="kind"):
     tiles = next(matrix.tiles for matrix in xray.matrices if matrix.name == name)
     P = xray.case.world_size
     return [[getattr(tile, what) for tile in tiles[rank * P : rank * P + P]] for rank in range(P)]
-
-
-def grid(P, kind_of, other="ok"):
-    """A list for each rank: the kind in each round, as blocks 0 ... P-1."""
-    return [[kind_of.get((rank - block) % P, other) for block in range(P)] for rank in range(P)]
 
 
 def all_wrong(xray):
@@ -251,34 +244,6 @@ def test_results_that_are_missing_are_left_out():
     run_1, run_2 = results_of(case, case.visible())
     assert [matrix.name for matrix in xray_of({}, {"out": run_2["out"]}, case).matrices] == ["W forward"]
     assert [matrix.name for matrix in xray_of(run_1, {}, case).matrices] == ["W backward", "dS in dQ"]
-
-
-HOME = {  # a mistake of tests/wrong_rings.py: what W forward and W backward hold, by round
-    "OneHopShort": ({}, {t: "shifted" for t in range(3)}),
-    "StaleBlock": ({0: "twice", 2: "missing"}, {}),
-    "keys_without_values": ({0: "sum", 1: "missing", 2: "missing"}, {}),
-}
-
-
-@pytest.mark.parametrize("wrong", HOME)
-def test_real_wrong_rings(ranks, wrong):
-    circle = {"schedule": Circle} if wrong == "OneHopShort" else {}  # as other rings send sums
-    x = xray_of_ring(ranks, Case(3, 12, *CASES[0]), wrong, **circle)
-    for name, kind_of in zip(W, HOME[wrong], strict=True):
-        assert kinds(x, name) == grid(3, kind_of), x.text()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "layout", "own", "before", "after"),  # the tiles of a rank: its own block, blocks before it, after it
-    [
-        ("last_half_of_the_keys", "zigzag", "right", KEYS, "right"),
-        ("contiguous_slices", "striped", "right", "all pairs instead of a triangle", "missing"),
-    ],
-)
-def test_real_rings_with_wrong_masks(ranks, wrong, layout, own, before, after):
-    x = xray_of_ring(ranks, Case(4, 16, True, layout), wrong)
-    expected = [[own if j == r else before if j < r else after for j in range(4)] for r in range(4)]
-    assert kinds(x, "W forward", "words") == expected, x.text()
 
 
 def test_text():
