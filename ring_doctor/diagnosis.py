@@ -33,7 +33,7 @@ from ring_doctor.wrong_answer import WrongAnswer
 
 FORWARD, EVERYTHING = ("out", "lse"), ("out", "lse", "dq", "dk", "dv", "dlog_decay", "dbeta")
 PARTS = ("dk", "dv"), ("dq",), ("dk",), ("dv",)  # of gradients, which may be wrong by a mistake each
-LARGEST = 1200  # tokens in an answer that is computed on paper for each entry
+LARGEST = 800  # tokens in an answer that is computed on paper for each entry
 FEW = 2  # explanations that a headline may name
 
 
