@@ -14,7 +14,7 @@ import pytest
 from ringlab.planning import cost_model
 from ringlab.planning.machine import MAKE, write_machine
 from ringlab.planning.memory import CONTEXT, step_bytes
-from ringlab.planning.plan import Answer, Wish, best, candidates, changes, digits, gains, longest
+from ringlab.planning.plan import Plan, Wish, best, candidates, changes, digits, gains, longest
 from ringlab.planning.presets import GIB, GPUS, MODELS, Model, gpu_named, model_named
 from ringlab.planning.round_costs import FRAMEWORK
 from ringlab.planning.step import KERNELS, Step, step_seconds
@@ -139,8 +139,8 @@ def test_ideal_numbers_are_a_gpu():
 def test_an_interval_is_of_rows_like_the_question():
     assert "measured rows of this kind" in plan(LLAMA)
     assert "not known" in plan(f"{LLAMA} --kernels best")
-    low, high, rows = Answer(replace(HOST, kernels="framework")).interval
-    assert low < Answer(replace(HOST, kernels="framework")).seconds < high
+    low, high, rows = Plan(replace(HOST, kernels="framework")).interval
+    assert low < Plan(replace(HOST, kernels="framework")).seconds < high
     assert rows == 7
 
 

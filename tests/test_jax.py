@@ -289,7 +289,7 @@ def to_the_previous_device(x, axis_name):
 def gradients_not_home(x, axis_name):
     """The gradients of K and V stay where the last round left them: the only hop outside the rounds is missing."""
     caller = inspect.stack()[1].function
-    return x if caller == "ring_backward" else hop(x, axis_name)
+    return x if caller == "jax_backward" else hop(x, axis_name)
 
 
 @MISTAKES.replaces(jax_ring, "positions_in_round")

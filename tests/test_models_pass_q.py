@@ -14,7 +14,7 @@ from ringlab.models import pass_q as module
 from ringlab.models.generate import EMPTY
 from ringlab.models.pass_q import Places, agree_on_places, cached_attention
 from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.pass_q_or_kv import Turn
+from ringlab.planning.pass_q_or_kv import Prefill
 from ringlab.support.rounding import exact_attention
 from ringlab.training.masks import Mask
 from tests.attention import SEED, assert_right, random_qkv
@@ -175,7 +175,7 @@ def test_the_bytes_on_the_wire_are_those_of_the_planner_and_auto_sends_fewer(ran
     taken = set()
     for i, case in enumerate(problems):
         layer = AttentionLayer(*case.heads, case.dims[0], case.dtype.itemsize)
-        keys, queries, home = Turn(layer, sum(case.new), sum(case.keys) - sum(case.new), size).sent
+        keys, queries, home = Prefill(layer, sum(case.new), sum(case.keys) - sum(case.new), size).sent
         sums = {passing: sum(results[i][2] for results in of_ranks) for passing, of_ranks in found.items()}
         assert sums["KV"] == pytest.approx(size * keys, abs=0.5)
         assert sums["Q"] == pytest.approx(size * (queries + home), abs=0.5)

@@ -94,7 +94,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def check(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, Text]:
+def check_options(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, Text]:
     """The size of the model, and the data. Raises ValueError when options do not fit together."""
     sizes = {name: getattr(args, name) for name in SIZES}
     config = Config(**sizes, feedforward=3 * args.hidden, checkpointing=args.activation_checkpointing)
@@ -122,7 +122,7 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
     """One rank of the run. Raises ValueError on every rank when options do not fit, or a checkpoint fails."""
     meshes = build_mesh(args.dp, args.cp or max(1, context.world_size // args.dp), context.device.type)
     checked: list[Any] = []
-    agree(lambda: checked.extend(check(args, *meshes[0].shape)))  # wrong on one rank is wrong on all
+    agree(lambda: checked.extend(check_options(args, *meshes[0].shape)))  # wrong on one rank is wrong on all
 
     def refuse() -> None:
         if not args.resume and last_checkpoint(args.out):
