@@ -2,7 +2,7 @@
 
     model_named("llama-3.1-8b"), model_named("folder/config.json"), gpu_named("h100")
 
-A reader may skip this file: it reads models.json, gpus.json and Hugging Face's config.json.
+A reader may skip this file: it reads presets.json and Hugging Face's config.json.
 
 FLOP/s without sparsity; bytes/s in one direction; bytes of memory as torch reports them, where
 `source` says so, else as printed on the data sheet.
@@ -182,16 +182,12 @@ class GPU:
         return math.isinf(self.memory_bandwidth)
 
 
-def rows(name: str) -> list[dict[str, Any]]:
-    """The rows of a file beside this one."""
-    return list(json.loads(Path(__file__).with_name(name).read_text()))
-
-
+KNOWN = json.loads(Path(__file__).with_name("presets.json").read_text())
 MODELS = {
     row["name"]: Model(**{**row, "linear": row.get("linear") and LinearLayers(**row["linear"])})
-    for row in rows("models.json")
+    for row in KNOWN["models"]
 }
-GPUS = {row["name"]: GPU(**row) for row in rows("gpus.json")}
+GPUS = {row["name"]: GPU(**row) for row in KNOWN["gpus"]}
 GPUS["a100"] = GPUS["a100-80"]
 
 
