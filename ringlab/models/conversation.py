@@ -28,9 +28,8 @@ from torch.distributed import ProcessGroup
 
 from ringlab.basics.chunks import as_autocast
 from ringlab.models.generate import EMPTY, SpreadCache, agree_on_prompts, read, write
-from ringlab.models.pass_q import WAYS, agree_on_places, cached_attention
+from ringlab.models.pass_q import agree_on_places, cached_attention
 from ringlab.models.transformer import Transformer
-from ringlab.support.agreement import agree
 from ringlab.training.flash_ring import left_as_it_is
 from ringlab.training.layouts import Layout
 
@@ -100,17 +99,11 @@ def reply(
     Raises ValueError on every rank, before anything is computed, as `agree_on_prompts` does; and for a `part` below 1,
     for another number of texts than before, and for a `passing` that is none.
     """
-
-    def check() -> None:
-        if type(part) is not int or part < 1:
-            raise ValueError(f"part is {part!r}; expected 1 token or more")
-        if cache.passing not in ("auto", *WAYS):
-            raise ValueError(f"passing is {cache.passing!r}; expected 'Q', 'KV' or 'auto'")
-        if cache.unread is not None and len(texts) != len(cache.unread):
-            raise ValueError(f"{len(texts)} texts for {len(cache.unread)} conversations; expected one for each")
-
-    agree(check, cache.group)
     agree_on_prompts(model, cache, texts, new_tokens, part=part, passing=cache.passing)
+    if part < 1:  # on every rank: they have agreed on the part, and on how many texts there are
+        raise ValueError(f"part is {part!r}; expected 1 token or more")
+    if cache.unread is not None and len(texts) != len(cache.unread):
+        raise ValueError(f"{len(texts)} texts for {len(cache.unread)} conversations; expected one for each")
     if cache.unread is None:
         nothing = torch.empty(len(texts), 0, dtype=torch.int64, device=next(model.parameters()).device)
         cache.begin(nothing, room=0)

@@ -152,9 +152,8 @@ def _train(
     start, losses = 0, list[float]()
     if args.resume:
         start, losses, damaged = checkpoints.load(model, optimizer)
-        log = restore_losses(args.out, losses) if context.rank == 0 else None
-        for words in [*(f"damaged   {each}" for each in damaged), *([f"log       {log}"] if log else [])]:
-            say(words)
+        for each in damaged:
+            say(f"damaged   {each}")
         say(f"resumed   after step {start}, from {args.out}")
     peak = measured_peak(context, DTYPES[args.dtype])
     of_a_step = args.batch * args.seq_len, flops_of_a_step(model, args.batch, args.seq_len)
@@ -252,19 +251,19 @@ class Progress:
 
 
 def write_losses(folder: Path, losses: list[float]) -> str | None:
-    """Write the losses of steps 1, 2, ...: as lines of JSON, and drawn if matplotlib is there.
+    """Write the losses of steps 1, 2, ...: a line of JSON for each, and a picture if matplotlib is there.
 
     Returns why it could not, in words, or None: a run does not end for that, because its checkpoints hold the losses.
     """
 
     def write(name: str, save: Callable[[Path], Any]) -> None:
         new = (folder / name).with_suffix(f".unfinished{Path(name).suffix}")
-        new.unlink(missing_ok=True)  # a pipe would wait for ever
         save(new)
         os.replace(new, folder / name)  # a run that is killed before it leaves the old file whole
 
+    lines = (json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1))
     try:
-        write(LOG, lambda new: new.write_text(as_lines(losses)))
+        write(LOG, lambda new: new.write_text("".join(lines)))
         if find_spec("matplotlib"):
             from matplotlib.figure import Figure  # after the ranks have started: it takes a second
 
@@ -276,20 +275,6 @@ def write_losses(folder: Path, losses: list[float]) -> str | None:
     except OSError as error:
         return f"the losses could not be written: {error}; the checkpoints hold them"
     return None
-
-
-def restore_losses(folder: Path, losses: list[float]) -> str | None:
-    """Write the losses of a checkpoint where the log has others or cannot be read. Returns what was done, or None."""
-    log = folder / LOG
-    with contextlib.suppress(OSError):
-        if log.is_file() and log.read_text(errors="replace").startswith(as_lines(losses)):
-            return None
-    return write_losses(folder, losses) or f"{log} was missing or damaged; it is written anew from the checkpoint"
-
-
-def as_lines(losses: list[float]) -> str:
-    """A line of JSON for each step."""
-    return "".join(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
