@@ -10,6 +10,7 @@ on a quiet machine.
     $ python -m bench.against_peers
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
