@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from figures import shapes
 from figures.gradients_home import problem
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.support import drawing
@@ -134,12 +135,12 @@ def timeline() -> tuple[list[Event], list[Tensor]]:
 def _bar(ax: Axes, event: Event, top: float, height: float, text: str) -> None:
     x, width = LEFT + ROUND * event.start, ROUND * (event.end - event.start)
     if event.what == "dKV":  # pale, with the edge of its block
-        drawing.box(
-            ax, x + 1, top, width - 2, height, fc=drawing.tint(event.block), ec=drawing.colour(event.block), lw=1.5
+        shapes.box(
+            ax, x + 1, top, width - 2, height, fc=shapes.tint(event.block), ec=drawing.colour(event.block), lw=1.5
         )
         drawing.write(ax, x + width / 2, top + height / 2, text, size=drawing.SMALL, ha="center")
     else:
-        drawing.block(ax, x + 1, top, width - 2, height, event.block, text, size=drawing.SMALL)
+        shapes.block(ax, x + 1, top, width - 2, height, event.block, text, size=drawing.SMALL)
 
 
 def draw() -> Figure:
