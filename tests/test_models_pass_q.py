@@ -216,7 +216,7 @@ def in_order_of_rounds(parts, shapes, group):
     return right_swap([parts[(rank - t) % len(parts)] for t in range(len(parts))], shapes, group)
 
 
-@WRONG.replaces(module, "attend")
+@WRONG.replaces(module, "attend_pieces")
 def normalised_once_more(q, k, v, pieces, *, scale, softcap):
     """Each rank says that its keys weigh as much as those of any other rank."""
     out, lse = right_attend(q, k, v, pieces, scale=scale, softcap=softcap)
