@@ -199,7 +199,7 @@ def test_pieces_of_one_call_are_not_those_of_the_next(ranks):
 
 
 WRONG = Mistakes()
-right_arriving, right_post, right_swap, right_attend = module.arriving, module.post, module.swap, module.attend
+right_arriving, right_post, right_swap, right_attend = module.arriving, module.post, module.swap, module.attend_pieces
 
 
 @WRONG.replaces(module, "arriving")
