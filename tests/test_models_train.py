@@ -157,7 +157,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(ranks, tmp_path
 
 
 BAD = [
-    (["--seq-len", 26], "--seq-len is 26, in the zigzag layout on rings of 2; expected a multiple of 4"),
+    (["--seq-len", 26], "26 tokens in the zigzag layout on 2 ranks; expected a multiple of 4"),
     (["--linear", 1], "layers is 1, linear 1; expected linear to be 0 or more, and layers a multiple of linear + 1"),
     (["--layers", 2, "--linear", 1, "--layout", "striped"], "layout is striped; expected contiguous or zigzag"),
     (["--heads", 3], "hidden is 16, heads 3; expected hidden to be a multiple of 2 x heads, 6"),

@@ -101,7 +101,7 @@ def damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
     """
     name = SUMS
     try:
-        text = (path / SUMS).read_text(errors="replace")
+        text = (path / SUMS).read_bytes().decode(errors="replace")
         sums = {name: digest for digest, _, name in (line.partition("  ") for line in text.splitlines())}
         if text != as_text(sums) or not sums.keys() >= PARTS:
             return f"{path / SUMS} is not the list of checksums that was written"
@@ -229,10 +229,7 @@ class Checkpoints:
         if differ := _differences(run["settings"], self.settings):
             raise ValueError(f"{path} is of another run: it has {differ}; expected the same, or another --out")
         weights, state = get_state_dict(model, optimizer)
-        try:
-            dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path, process_group=self._group)
-        except CheckpointException as error:
-            raise ValueError(f"{path} cannot be read: {next(iter(error.failures.values()))[0]}") from None
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path, process_group=self._group)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
         def set_aside() -> None:

@@ -56,7 +56,7 @@ from ringlab.support.agreement import agree
 from ringlab.support.extras import install
 from ringlab.support.processes import RankContext, join_ring
 from ringlab.training.flash_ring import scaled_dot_product_attention
-from ringlab.training.layouts import LAYOUTS, layout_of
+from ringlab.training.layouts import LAYOUTS
 from ringlab.training.schedule import Ring, Schedule
 from ringlab.training.shared_memory import SharedMemory, memory_or_messages
 from ringlab.training.state_ring import check_layout_of_states
@@ -100,10 +100,6 @@ def check_options(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, T
     config = Config(**sizes, feedforward=3 * args.hidden, checkpointing=args.activation_checkpointing)
     if args.linear:
         check_layout_of_states(args.layout)
-    multiple = max(1, layout_of(args.layout).multiple * cp)
-    if args.seq_len % multiple:
-        given = f"--seq-len is {args.seq_len}, in the {args.layout} layout on rings of {cp}"
-        raise ValueError(f"{given}; expected a multiple of {multiple}")
     read_batch(text := Text(args.data), 0, args.batch, args.seq_len, args.layout, (0, dp), (0, cp))
     return config, text
 
