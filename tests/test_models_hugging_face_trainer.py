@@ -31,7 +31,7 @@ from tests.extras import MISSING
 for package in ("accelerate", "peft", "trl"):
     pytest.importorskip(package, reason=MISSING["trl"])
 
-from accelerate.state import AcceleratorState, PartialState  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from datasets import Dataset, disable_progress_bars  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
@@ -121,6 +121,7 @@ def weights_of(model):
 def as_torchrun():
     """Set what torchrun sets and accelerate reads, and let it forget other groups. The group is formed already."""
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     rank, world_size = members()
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | {"WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, and not used
