@@ -24,7 +24,6 @@ from tests.attention import (
     assert_four,
     assert_right,
     expected,
-    gradcheck_on_ranks,
     gradients,
     grouped_inputs,
 )
@@ -234,19 +233,6 @@ def test_in_parts_of_a_job_at_the_same_time(ranks, way, meshes):
 
 
 # As an operation of autograd -----------------------------------------------------------------------------------------
-
-
-def gradcheck(context, way, shape, *qkv):
-    def attention(*chunks):
-        return attention_of(context, way, shape)(*chunks, **STRIPED)
-
-    return gradcheck_on_ranks(context, attention, "striped", *qkv)
-
-
-@some_ways
-def test_gradcheck(ranks, way, shape):
-    P = ranks_of(shape)
-    assert ranks(P, gradcheck, way, shape, *grouped_inputs(1, 3, 1, P, 1, torch.float64)[:3]) == [True] * P
 
 
 def what_autograd_may_ask(context, way, shape, four):
