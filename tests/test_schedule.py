@@ -149,13 +149,12 @@ def other_way_round(context, problem, schedule):
     return checked_gradients(ring_flash_attention, mine, {**problem.options, "schedule": schedule})
 
 
-@pytest.mark.parametrize("size", [3, 5])
-def test_attention_on_a_schedule_of_ones_own(ranks, size):
+def test_attention_on_a_schedule_of_ones_own(ranks):
     for causal, layout in CASES:
-        lengths = LENGTHS[size] if layout == "contiguous" else None
+        lengths = LENGTHS[3] if layout == "contiguous" else None
         options = {"causal": causal, "layout": layout}
-        problem = Problem(4, 2, sum(lengths or [4] * size), options, lengths, head_dim=8)
-        assert_four(whole(ranks(size, other_way_round, problem, Circle), layout, lengths), problem.right())
+        problem = Problem(4, 2, sum(lengths or [12]), options, lengths, head_dim=8)
+        assert_four(whole(ranks(3, other_way_round, problem, Circle), layout, lengths), problem.right())
 
 
 # Heads that do not divide --------------------------------------------------------------------------------------------
