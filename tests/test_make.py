@@ -71,6 +71,14 @@ def test_pip_sets_up_where_uv_fails(set_up, uv):
     assert "uv cannot (.venv/uv.log says why), so pip installs" in printed
 
 
+def test_the_demo_is_what_other_tests_run():
+    """tests/test_worked_example.py and tests/test_pages.py."""
+    printed = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    commands = [line.removeprefix(".venv/bin/") for line in printed.splitlines() if "/python worked" in line]
+    assert commands == ["python worked_example.py"]
+    assert ".venv/bin/torchrun --nproc_per_node=4 ring_attn.py\n" in printed
+
+
 def test_a_set_up_that_fails_is_not_ready(set_up):
     assert "no such package" in set_up(status=2, UV="fails", FOUND="no")[0]
 
