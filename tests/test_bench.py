@@ -337,15 +337,6 @@ def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, name, mistake, work
         dist.destroy_process_group()
 
 
-def test_accuracy_bench_does_not_measure_what_is_wrong():
-    four = accuracy.inputs(8, 1, 4, "float32")
-    rights = exact_attention(*four)
-    right = [rights[name].exact.float() for name in accuracy.RESULTS]
-    assert set(accuracy.errors(right, rights)) == set(accuracy.RESULTS)
-    with pytest.raises(RuntimeError, match="dk is wrong: off by"):
-        accuracy.errors([x * (1 + 1e-3 * (x is right[2])) for x in right], rights)
-
-
 @pytest.mark.parametrize(("dtype", "layout"), gpu.CASES)
 def test_the_simulated_ring_of_the_gpu_bench_is_right(dtype, layout):
     inputs = accuracy.inputs(36, 2, 8, dtype)
@@ -418,28 +409,6 @@ def test_the_gpu_bench_names_what_is_wrong(monkeypatch, mistake, masks):
     assert {line.split("float32, ")[1].rsplit(", ", 1)[0] for line in wrong} == masks
 
 
-def test_weights_move_by_one_rounding():
-    model = torch.nn.Linear(30, 40)
-    before = [weight.detach().clone() for weight in model.parameters()]
-    loss_curves.off_by_one_rounding(model)
-    for was, now in zip(before, model.parameters(), strict=True):
-        up, down = (was.nextafter(torch.full_like(was, end)) for end in (torch.inf, -torch.inf))
-        assert ((now == up) | (now == down)).all()
-        assert (now == up).any()
-        assert (now == down).any()
-
-
-def test_training_speed_bench_does_not_measure_what_is_wrong(tmp_path, monkeypatch):
-    def launch(work, world_size, *args):
-        if work is training_speed.seconds_of_steps:
-            return [([1.0], 5.0 + 0.001 * (args[0] == training_speed.TORCH))] * world_size
-        return [1] * world_size
-
-    monkeypatch.setattr(training_speed, "launch", launch)
-    with pytest.raises(RuntimeError, match=r"PyTorch's loop, P = 2: the loss is 5.001; that of one process is 5.0"):
-        training_speed.measure([2], chunk=16, steps=1, repetitions=1, folder=tmp_path)
-
-
 # The longest context in a fixed memory --------------------------------------------------------------------------------
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA holds a process on Linux only")
@@ -461,11 +430,11 @@ def ask_again(context: RankContext) -> None:
     torch.ones(20 * MiB, dtype=torch.uint8)
 
 
-def fail(context: RankContext, error: type[Exception]) -> None:
+def fail(context: RankContext) -> None:
     """Rank 1 fails within its budget."""
     with max_context.at_most(16 * MiB):
         if context.rank == 1:
-            raise error("the network is down")
+            raise MemoryError("the network is down")
 
 
 @linux
@@ -474,10 +443,9 @@ def test_the_limit_counts_what_is_alive_and_ends():
 
 
 @linux
-@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
-def test_another_failure_is_not_a_spent_budget(error):
-    with pytest.raises(RuntimeError, match=f"{error.__name__}: the network is down"):
-        max_context.within(fail, 2, error)
+def test_another_failure_is_not_a_spent_budget():
+    with pytest.raises(RuntimeError, match="MemoryError: the network is down"):
+        max_context.within(fail, 2)
 
 
 @given(threshold=st.integers(0, 10_000), guess=st.integers(1, 10_000))
@@ -506,24 +474,6 @@ def test_max_context_bench_runs(tmp_path):
     assert max_context.lengths(results, "naive")[0] < max_context.lengths(results, "blockwise")[0]
     assert list(tmp_path.iterdir()) == []
     assert "| ring | 2 |" in max_context.table(results)
-
-
-def wrong_step(context: RankContext) -> None:
-    """A step whose output is off by a thousandth."""
-    right = max_context.with_gradients
-
-    def off(*args: object) -> list[torch.Tensor]:
-        out, *gradients = right(*args)
-        return [1.001 * out, *gradients]
-
-    with mock.patch.object(max_context, "with_gradients", off):
-        max_context.training_step(context, "ring", 32, 16 * MiB, 2, 16)
-
-
-@linux
-def test_a_wrong_step_does_not_count_as_a_length_that_fits():
-    with pytest.raises(RuntimeError, match="out is wrong: off by"):
-        max_context.within(wrong_step, 1)
 
 
 @pytest.mark.parametrize("platform", ["darwin", "linux"])
