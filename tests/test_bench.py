@@ -28,6 +28,7 @@ from bench import (
     max_context,
     memory,
     overlap,
+    overlap_threshold,
     record,
     retrieval,
     ring_vs_full,
@@ -322,6 +323,7 @@ MISTAKES = [  # the name replaced and its mistake; the work of a rank and its si
     ("bench.against_peers.torch_loop", doubled, against_peers.measured_speed, ([16], 2, 8, 1), "forward, float32"),
     ("bench.masked_rings.ring_flash_attention", too_large, masked_rings.seconds_in_turn, (64, 2, 8, 1), "no mask"),
     ("ringlab.models.generate.merge_over_ranks", sum_too_large, generation.measured_on_ranks, TOKEN, generation.MERGE),
+    ("bench.overlap_threshold.ring_flash_attention", too_large, overlap_threshold.check_ring, (), "the ring between"),
     ("bench.generation.arriving_blocks", one_key_less, generation.measured_on_ranks, TOKEN, generation.RING),
 ]
 
@@ -331,7 +333,7 @@ def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, name, mistake, work
     monkeypatch.setattr(name, mistake)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(RuntimeError, match=f"{says}.*(is wrong|off by)"):
+        with pytest.raises(RuntimeError, match=f"{says}.*(is wrong|off by|differs)"):
             work(RankContext(0, 1, torch.device("cpu"), "alone"), *sizes)
     finally:
         dist.destroy_process_group()

@@ -13,7 +13,6 @@ from unittest import mock
 
 import psutil
 import pytest
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench import five_ways, gradients_home, hosts, overlap, overlap_threshold, record, unequal_links
@@ -178,32 +177,6 @@ def test_unequal_links_bench_runs(tmp_path):
     assert "| 24 9 23 8 |" in unequal_links.table(results)
 
 
-def test_a_device_of_a_set_speed_takes_its_time_and_says_when_it_cannot():
-    q = torch.randn(1, 2, 16, 8)
-    late = []
-    with mock.patch.object(unequal_links.time, "sleep") as sleep:
-        for flops in (1.0, 1e30):
-            with unequal_links.device_of(flops, late):
-                unequal_links.flash_ring.fused_forward(q, q, q, scale=1.0)
-    slept = [call.args[0] for call in sleep.call_args_list]
-    assert slept[0] == pytest.approx(4 * 16 * 16 * 2 * 8, abs=10)
-    assert slept[1] == 0.0
-    assert late[0] == 0.0 < late[1]
-
-
-def test_cases_of_unequal_links():
-    assert unequal_links.plan("all alike", 64, 1e9) == ([0, 1, 2, 3], [16] * 4, [1e9] * 4)
-    order, _, _ = unequal_links.plan("two slow wires, hosts in the best order", 64, 1e9)
-    slow = {(0, 1), (2, 3)}
-    assert not slow & {tuple(sorted(pair)) for pair in zip(order, [*order[1:], order[0]], strict=True)}
-    assert set(unequal_links.GAINS) | set(unequal_links.GAINS.values()) <= set(unequal_links.CASES)
-    rows = [
-        {"case": case, "seconds": [seconds], "simulated": 2 * seconds}
-        for case, seconds in zip(next(iter(unequal_links.GAINS.items())), (1.0, 3.0), strict=True)
-    ]
-    assert list(unequal_links.gains({"rows": rows}).values()) == [(3.0, 3.0)]
-
-
 # The hosts -----------------------------------------------------------------------------------------------------------
 
 RATE = 50_000_000
@@ -236,13 +209,10 @@ def test_a_ring_over_two_nodes_is_full_attention():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_allowed")
-@pytest.mark.parametrize(
-    ("how", "reason"), [("raise", "OverflowError: rank 1 gives up"), ("kill", "Signal 9 (SIGKILL)")]
-)
-def test_a_rank_that_fails_in_mid_ring_ends_both_nodes(how, reason):
+def test_a_rank_that_fails_in_mid_ring_ends_both_nodes():
     with ends_soon(), hosts.hosts(2, RATE) as both, pytest.raises(RuntimeError) as failed:
-        hosts.torchrun(both, failing_ring.__file__, how, processes=(1, 2))
-    assert reason in str(failed.value)
+        hosts.torchrun(both, failing_ring.__file__, "kill", processes=(1, 2))
+    assert "Signal 9 (SIGKILL)" in str(failed.value)
     assert "host 0: status 1 " in str(failed.value)  # by itself: its rank has lost its neighbours
 
 
@@ -341,22 +311,6 @@ def test_a_rank_of_the_bench():
 def one_hop(context):
     overlap_threshold.check_ring(context)
     return overlap_threshold.measure_hop(context, 32, heads=2, head_dim=8, repetitions=1)
-
-
-def test_the_check_of_the_bench_can_fail(ranks):
-    ranks(2, overlap_threshold.check_ring)
-    raised, other = ranks.outcomes(2, check_a_wrong_ring)
-    assert raised.message == "the ring between the hosts differs from full attention"
-    assert other is None  # only rank 0 knows
-
-
-def check_a_wrong_ring(context):
-    right = overlap_threshold.ring_flash_attention
-    overlap_threshold.ring_flash_attention = lambda q, k, v: 1.001 * right(q, k, v)
-    try:
-        overlap_threshold.check_ring(context)
-    finally:
-        overlap_threshold.ring_flash_attention = right
 
 
 def row_of(chunk, *, flops, bandwidth, layer, slower=1.0):
