@@ -65,7 +65,7 @@ def watched_ring(context, name, q, k, v, d_out):
     return watch.narrow, watch.rounded
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", RINGS)
 def test_sums_are_wide_and_results_are_rounded_once(ranks, name, dtype):
     four = grouped_inputs(1, 2, 2, 600, 4, dtype)
