@@ -36,10 +36,10 @@ def world_size(request):
 
 # How `make test` spreads the suite over the cores. These files' tests take seconds each: they begin first, so that no
 # core is left with one at the end.
-LONG = ("notebooks", "bench", "max_context", "figures", "verdicts", "readme", "throttled_hosts")
-LONG += ("models_train", "cluster", "models_hugging_face_trainer", "foreign_project")
+LONG = ("models_hugging_face_trainer", "notebooks", "models_train", "foreign_project", "bench_on_hosts", "bench")
+LONG += ("doctor_whole_model", "doctor_command", "doctor_catalogue", "doctor_in_ci", "verdicts", "figures", "pages")
 # The tests of these files share what takes seconds to make, so they run on one core.
-TOGETHER = {"figures": "figures", "verdicts": "concepts", "throttled_hosts": "hosts"}
+TOGETHER = {"figures": "figures", "verdicts": "concepts", "bench_on_hosts": "hosts"}
 TOGETHER |= {"foreign_project": "environment", "models_hugging_face_trainer": "trainer"}
 
 

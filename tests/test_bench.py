@@ -233,8 +233,15 @@ def no_public_way(context, causal):
     return ""
 
 
+LONG = (of_ring_vs_full, of_shared_memory, of_retrieval, of_memory, of_loss_curves)  # five seconds or more
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("check", RUNS, ids=lambda check: check.__name__.removeprefix("of_"))
+@pytest.mark.parametrize(
+    "check",
+    [pytest.param(check, marks=pytest.mark.exhaustive if check in LONG else ()) for check in RUNS],
+    ids=lambda check: check.__name__.removeprefix("of_"),
+)
 def test_a_small_run(run, check, monkeypatch):
     name = check.__name__.removeprefix("of_")
     if name == "shared_memory" and not hasattr(os, "memfd_create"):
@@ -372,7 +379,7 @@ def test_gpu_bench_runs(monkeypatch, capsys):
         gpu.measure("cpu", size, size)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_of_the_gpu_bench_runs_all_its_parts_on_the_cpu(capsys):
     assert gpu.main(["--device", "cpu", "--ranks", "3"]) == 0
     printed = capsys.readouterr().out

@@ -20,7 +20,7 @@ from ringlab.basics.naive_attention import naive_attention
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext
 from tests.attention import random_qkv
-from tests.commands import TORCHRUN, run
+from tests.commands import run
 
 
 def table(printed):
@@ -50,15 +50,6 @@ def test_by_itself_it_starts_four_processes_and_writes_their_trace(tmp_path):
     most_sent = 2 * (38 - 9) * 2 * 3 * 5 * 4  # K and V of all tokens but those of the shortest chunk, float32
     assert f"{most_sent:,} bytes" in done.stdout
     assert "<svg" in trace.with_suffix(".svg").read_text()
-
-
-@pytest.mark.slow
-def test_under_torchrun_with_an_odd_number_of_processes():
-    done = run(*TORCHRUN, "--nproc_per_node=3", "ring_attn.py", "--dtype", "bfloat16", "--seq-len", "100")
-    assert done.returncode == 0, done.stderr
-    assert "D = 64, bfloat16" in done.stdout
-    assert table(done.stdout) == blocks(3)
-    assert "ok    against full attention in float64" in done.stdout
 
 
 def given_to_the_ring(context, options):
