@@ -349,14 +349,10 @@ BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X;
     "nothing in v": ((X, X, X[..., :0]), {}, ["rank 1: v has shape (1, 4, 4, 0)", "1 or more"]),
     "three dimensions of v": ((X, X, X[0]), {}, ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
     "head dims of v": ((X, X, X[..., :2]), {}, ["ranks disagree", "head dim of v=3", "rank 1: head dim of v=2"]),
-    "no layout": ((X, X, X), {"layout": None}, ["layout is None", "expected one of contiguous"]),
     "a token twice": ((X, X, X), {"layout": Layout("twice", twice)}, ["the layout twice gives token 0", "on one rank"]),
     "not a multiple": ((X[:, :, :3],) * 3, {"layout": "zigzag"}, ["tokens in the zigzag layout on", "pad(x, "]),
     "lengths": ((X[:, :, :1],) * 3, {"layout": OWN}, ["the ranks have [4, 1", "layout; expected [", "with shard"]),
     "queries": ((X[:, :, :2], X, X), {"causal": True}, ["rank 1: q has 2 tokens and k 4; expected chunks of the same"]),
-    "sinks": ((X, X, X), {"sinks": torch.zeros(3)}, ["sinks is torch.float32 of shape (3,) on cpu", "shape (4,), on"]),
-    "softcap of 0": ((X, X, X), {"softcap": 0.0}, ["softcap is 0.0; expected a finite number above 0"]),
-    "documents": ((X, X, X), {"documents": [5, 6]}, ["documents of 5, 6 tokens, 11 in all", "expected"]),
 }
 ALONE = [  # the same of one process: what refuses it, the arguments, words
     (check_layout, (Layout("nowhere", without_the_first), 16, 4), "gives token 0 to 0 of 4 ranks; expected"),
@@ -368,7 +364,7 @@ ALONE = [  # the same of one process: what refuses it, the arguments, words
     (check_sinks, (torch.zeros(4, 1), X), r"shape \(4, 1\)"),
     (check_sinks, ([0.0] * 4, X), r"sinks is \[0.0, 0.0, 0.0, 0.0\]; expected a tensor"),
     *((check_softcap, (cap,), f"softcap is {cap!r}; expected a finite number above 0")
-      for cap in (-5, math.nan, math.inf, "large", True)),
+      for cap in (math.nan, "large", True)),
 ]
 # fmt: on
 
