@@ -39,14 +39,8 @@ def world_size(request):
 LONG = ("models_hugging_face_trainer", "notebooks", "models_train", "foreign_project", "bench_on_hosts", "bench")
 LONG += ("doctor_whole_model", "doctor_command", "doctor_catalogue", "doctor_in_ci", "verdicts", "figures", "pages")
 # The tests of these files share what takes seconds to make, so they run on one core.
-TOGETHER = {
-    "figures": "figures",
-    "verdicts": "concepts",
-    "bench_on_hosts": "hosts",
-    "notebooks": "notebooks",
-    "house": "house",
-}
-TOGETHER |= {"foreign_project": "environment", "models_hugging_face_trainer": "trainer"}
+TOGETHER = {"figures": "figures", "verdicts": "concepts", "notebooks": "kernel", "house": "house"}
+TOGETHER |= {"bench_on_hosts": "hosts", "foreign_project": "environment", "models_hugging_face_trainer": "trainer"}
 
 
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the
