@@ -45,7 +45,7 @@ TOGETHER |= {"bench_on_hosts": "hosts", "foreign_project": "environment", "model
 
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the
 # later chapters add is slow too, so that `make test` takes a reader of the first ones five minutes.
-SLOW = ("models_", "jax", "doctor_", *sorted(LATER), "masked_rings", "autocast")
+SLOW = ("models_", "jax", "doctor_", *sorted(LATER), "autocast")
 
 # These tests of the doctor start no processes, or few.
 QUICK = (
