@@ -97,7 +97,9 @@ def test_committed_results_name_their_machine_and_their_table_shows_them(name):
     ("method", "seq_len", "world_size", "expected"),
     [
         ("naive", 256, 1, 3 * MiB // 4),  # three squares of 256 KiB
+        ("naive", 32, 1, 2 * 4 * 32 * 32 + 4 * 32 * 64),  # two squares and the output, larger than a square
         ("blockwise", 4096, 1, 2 * MiB),  # the output twice, 1 MiB each
+        ("blockwise", 1024, 1, MiB),  # the output, 256 KiB, and three tiles of 256 KiB
         ("ring", 4096, 1, 5 * MiB),  # K and V, stacked, and o three times: old, in tiles, joined
         ("ring", 16382, 4, 5 * MiB),  # chunks round up
         ("ring", 4096, 4, 3 * MiB // 2),  # K, V and o, and three tiles, 256 KiB each
