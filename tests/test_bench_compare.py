@@ -12,7 +12,6 @@ import pytest
 from bench import compare, record
 from bench.compare import TURNS, report
 
-METHODS = ("ring", "loop")
 ON = {"system": "Linux x86_64", "cores": 2, "cpu": "one of 2026", "torch": "2.13"}
 THREE = [0.5, 0.7, 0.9]
 

@@ -84,8 +84,6 @@ def test_every_block_comes_and_its_sums_come_home_complete(ranks, size):
 
 # The agreed mask -----------------------------------------------------------------------------------------------------
 
-X = torch.ones(1, 2, 3, 4)
-
 
 def agreed(context, chunks, options_of_ranks):
     """The mask and the scale, of the chunk of this rank: q, k and v are the same."""
