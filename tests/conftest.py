@@ -87,3 +87,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if names[item] in TOGETHER:
             item.add_marker(pytest.mark.xdist_group(TOGETHER[names[item]]))
+
+
+def pytest_collection_finish(session):
+    """Where models of transformers are tested, it is imported once, and not once a rank: that takes some seconds."""
+    if any(item.path.stem.startswith(("test_models_hugging_face", "test_models_every")) for item in session.items):
+        PRELOAD.append("ringlab.models.hugging_face_generate")

@@ -15,7 +15,7 @@ import pytest
 from ringlab.planning import cost_model
 from ringlab.planning.machine import MAKE, write_machine
 from ringlab.planning.memory import CONTEXT, step_bytes
-from ringlab.planning.plan import ERRORS, Answer, Wish, best, candidates, changes, digits, gains, longest
+from ringlab.planning.plan import ERRORS, Plan, Wish, best, candidates, changes, digits, gains, longest
 from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ringlab.planning.round_costs import FRAMEWORK
 from ringlab.planning.step import KERNELS, Step, step_seconds
@@ -152,7 +152,7 @@ def test_ideal_numbers_are_a_gpu():
 def test_an_interval_is_of_rows_like_the_question():
     assert "measured rows of this kind" in plan(LLAMA)
     assert "not known" in plan(f"{LLAMA} --kernels best")
-    answer, known = Answer(replace(HOST, kernels="framework")), json.loads(ERRORS.read_text())
+    answer, known = Plan(replace(HOST, kernels="framework")), json.loads(ERRORS.read_text())
     ours = known["step, framework, one host"]
     assert answer.interval == (ours["low"] * answer.seconds, ours["high"] * answer.seconds, 7)
 

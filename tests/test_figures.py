@@ -25,7 +25,7 @@ from figures.draw_all import CHAPTERS, PAGES
 from notebooks import build
 from ringlab.planning.hidden_communication import TABLE_2
 from ringlab.support import drawing
-from ringlab.support.colours import BLOCK_COLOURS
+from ringlab.support.colours import BLOCK_COLOURS, ink_on
 from tests.commands import ROOT
 from tests.pictures import assert_legible
 
@@ -143,8 +143,8 @@ def test_every_picture_is_shown_and_every_shown_picture_is_there():
     assert shown == PAGES.keys()
     scripts = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "draw_all"}
     assert {draw.__module__.removeprefix("figures.") for draw in PICTURES.values()} == scripts
-    assert drawing.ink_on(BLOCK_COLOURS[0]) == "#FFFFFF"  # blue
-    assert drawing.ink_on(BLOCK_COLOURS[1]) == drawing.INK  # orange
+    assert ink_on(BLOCK_COLOURS[0]) == "#FFFFFF"  # blue
+    assert ink_on(BLOCK_COLOURS[1]) == drawing.INK  # orange
     assert drawing.colour(len(BLOCK_COLOURS) + 1) == BLOCK_COLOURS[1]
 
 

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ringlab.models.transformer import Config, Transformer
 from ringlab.planning.memory import step_bytes
-from ringlab.planning.plan import Answer
-from ringlab.planning.presets import GPUS, MODELS, Linear, Model, gpu_named, model_named
+from ringlab.planning.plan import Plan
+from ringlab.planning.presets import GPUS, MODELS, LinearLayers, Model, gpu_named, model_named
 from ringlab.planning.step import Step, attention_seconds
 from ringlab.training.linear_attention import linear_attention
 
@@ -100,7 +100,7 @@ def test_the_flops_of_a_linear_layer_are_those_that_torch_counts(chunks):
     with FlopCounterMode(display=False) as counted:
         linear_attention(q, k, v, torch.zeros(1, H, S), torch.ones(1, H, S))
     solve = 64 * (D + Dv) * H * S
-    assert counted.get_total_flops() + solve == Linear(1, H, H, D, Dv, 4).flops * S
+    assert counted.get_total_flops() + solve == LinearLayers(1, H, H, D, Dv, 4).flops * S
 
 
 def test_a_hybrid_is_counted_layer_by_layer():
@@ -127,7 +127,7 @@ def test_a_hybrid_is_counted_layer_by_layer():
     linear = 4 * 2048 + 2 * 8192 + 3 * 4096 + 2 * 32  # x, h, x/rms, n; q, k, v twice; gate, out, gated; decay and beta
     attention = 4 * 2048 + 2 * 4096 + 2 * 512 + 2 * 256 + 4096 + 16  # n; q, out; k, v; rotary; the kernel's out and lse
     assert all_kept - kept == 2 * 2**17 / 16 * 36 * (attention - linear)
-    assert Answer(step(hybrid, 2**17)).interval is None  # no hybrid was measured
+    assert Plan(step(hybrid, 2**17)).interval is None  # no hybrid was measured
 
 
 LLAMA = {
