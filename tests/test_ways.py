@@ -92,7 +92,8 @@ def test_one_host_sends_what_the_flat_formulas_say(layer, P, chunk):
     if layer.kv_heads % P == 0:  # all but 1/P of q, k, v and out
         numbers = 2 * chunk * (layer.heads + layer.kv_heads) * layer.head_dim
         right = pytest.approx((1 - 1 / P) * numbers * layer.itemsize)
-        assert traffic("all-to-all", layer, chunk, host) == (right, 0)
+        for backward in (False, True):  # of dO, dQ, dK and dV as much
+            assert traffic("all-to-all", layer, chunk, host, backward=backward) == (right, 0)
 
 
 @given(layers(), clusters(), st.booleans())
