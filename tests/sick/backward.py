@@ -11,7 +11,7 @@ from ring_doctor.mistakes_of_other_ways import hosts
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.training import all_gather, all_to_all, double_ring, hybrid, schedule
 from ringlab.training.all_to_all import Exchange
-from ringlab.training.flash_ring import ring_backward, ring_flash_attention
+from ringlab.training.flash_ring import flash_backward, ring_flash_attention
 from ringlab.training.overlap import post
 from tests.planted import patch
 from tests.sick.forward import FLASH, flash, last_block_skipped, narrow, pieces
@@ -157,7 +157,7 @@ def ulysses(patch, shows, **facts):
 
 
 def d_out_of_another_rank(q, k, v, out, lse, d_out, ring):
-    return ring_backward(q, k, v, out, lse, moved(d_out, d_out.shape, ring.group), ring)
+    return flash_backward(q, k, v, out, lse, moved(d_out, d_out.shape, ring.group), ring)
 
 
 def heads_of_v_reversed(q, k, v, **options):
@@ -217,7 +217,7 @@ SICK = {
     ),
 }
 UNKNOWN = {  # the catalogue does not hold these
-    "d_out_of_another_rank": SickRing(FLASH, flash("ring_backward", d_out_of_another_rank), **EQUAL),
+    "d_out_of_another_rank": SickRing(FLASH, flash("flash_backward", d_out_of_another_rank), **EQUAL),
     "heads_of_v_reversed": SickRing(heads_of_v_reversed, shows=lambda case: case.kv_heads > 1, takes=MASKED),
     "softmax_twice": SickRing(SoftmaxTwice.attention, shows=always, takes=CAUSAL),
     "received_keys_reversed": SickRing(ReceivedKeysReversed.attention, equal_chunks=True),
