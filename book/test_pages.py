@@ -150,7 +150,7 @@ PLAYED = [  # a page, and what a reader does and sees there, one after the other
      ("sees", ".sidebar-tree a.read", "1"), ("click", ".sidebar-brand"), ("sees", ".sidebar-tree a.read", "1")),
     ("notebooks/04_the_ring.html", ("click", ".languages a[hreflang]"), ("sees", "html[lang=zh-CN]", ""),
      ("click", ".languages a[hreflang]"), ("is_at", "notebooks/04_the_ring.html")),
-    ("docs/nccl.html", ("lacks", ".languages a[hreflang]")),
+    ("docs/cluster.html", ("lacks", ".languages a[hreflang]")),
     ("zh-CN/index.html", ("click", "article a.english[href$='09_hidden_communication.html']"),
      ("is_at", "notebooks/09_hidden_communication.html")),
     ("index.html", ("sees", "meta[property='og:title'][content^='Ring Attention']", ""),

@@ -28,6 +28,7 @@ from figures import (
     ring_timeline,
     running_softmax,
     scoreboard,
+    shapes,
     slow_hop,
     state_ring,
     token_loss,
@@ -74,14 +75,14 @@ NARROW = {"kv_rotation": kv_rotation, "message_order": message_order, "causal_la
 
 def save_narrow(name: str, folder: Path) -> None:
     """Write folder/NAME-narrow.svg, of one of NARROW, as the site shows it on phones; the rotation's animation, too."""
-    drawing.save(NARROW[name].draw(narrow=True), f"{name}-narrow", folder)
+    shapes.save(NARROW[name].draw(narrow=True), f"{name}-narrow", folder)
     if name == "kv_rotation":
         kv_rotation.save_gif(folder, narrow=True)
 
 
 def save(name: str, folder: Path = FOLDER) -> None:
     """Write folder/NAME.svg, of one of PAGES; the rotation as an animation, too."""
-    drawing.save(PAGES[name](), name, folder)
+    shapes.save(PAGES[name](), name, folder)
     if name == "kv_rotation":
         kv_rotation.save_gif(folder)
 
