@@ -17,10 +17,7 @@ from book.data import write
 
 
 def sphinx(builder: str, language: str, to: Path) -> int:
-    """Lay out the pages of a language and run Sphinx on them. Returns its status: warnings are errors.
-
-    The builder gettext writes what there is to translate: book.pot. The README is docs/README.zh-CN.md.
-    """
+    """Run Sphinx on the pages of a language; warnings are errors. The builder gettext writes book.pot, to translate."""
     source = stage(language)
     shutil.rmtree(to, ignore_errors=True)
     command = [sys.executable, "-m", "sphinx", "-b", builder, "-E", "-q", "-W", "--keep-going", "-c", "book"]
@@ -57,6 +54,7 @@ def main() -> int:
 
         others = [language for language in LANGUAGES if language != "en"]
         status = max(sphinx("gettext", language, ROOT / "build/gettext") for language in others)
+        (ROOT / "build/gettext/sphinx.pot").unlink()  # words of the theme and its templates: sphinx.po, by hand
         update(str(ROOT / "book/locale"), str(ROOT / "build/gettext"), others, line_width=120, ignore_obsolete=True)
         return status
     return build()

@@ -57,9 +57,6 @@ pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
 html_theme_options = {"top_of_page_buttons": []}  # colours: book.css
 
-ROAD = re.compile(r"notebooks/(0[1-8])_")
-EXPLORERS = ("ring", "deadlock", "solve", "planner", "xray")
-
 
 def first_sentences(app: Sphinx) -> dict[str, str]:
     """What the glossary says first of each of its words, by anchor, in the language of the book."""
@@ -88,12 +85,11 @@ def shown(image: re.Match[str]) -> str:
     if ending == "gif":
         sources = {f"{phone} and {calm}": f"{place}-narrow.svg", calm: f"{place}.svg", phone: f"{place}-narrow.gif"}
     others = "".join(f'<source media="{when}" srcset="{file}">' for when, file in sources.items())
-    lazy = image[0].replace("<img", '<img loading="lazy"')
-    return f'<a class="large" href="{image[1]}"><picture>{others}{lazy}</picture></a>'
+    return f'<a class="large" href="{image[1]}"><picture>{others}{image[0]}</picture></a>'
 
 
 def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
-    """Words of the glossary explain themselves, pictures load when they come into sight, the road shows how far."""
+    """Words of the glossary explain themselves, pictures open, and the template hears what it shows."""
     level = '<p class="caption" role="heading" aria-level="2"'  # a heading without its level says nothing
     for name in context.keys() & {"body", "furo_navigation_tree"}:
         context[name] = context[name].replace('<p class="caption" role="heading"', level)
@@ -120,14 +116,14 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
     first = next((node.astext() for node in doctree.findall(nodes.paragraph)), "") if doctree else ""
     pieces = doctree.findall(nodes.TextElement) if doctree and "/" in page else ()
     files = [name for name in names if REPOSITORY and (HERE.parent / name).is_file()]
-    touched = [name for name in EXPLORERS if f'id="{name}" class="explorer"' in body]
-    at = ROAD.match(page)
+    touched = [name for name in re.findall(r'id="(\w+)" class="explorer"', body) if name != "scoreboard"]
+    road = re.match(r"notebooks/0([1-8])_", page)
     context |= {  # for templates/page.html
         "told": " ".join(first.split())[:200],
         "untold": sum(not piece.get("translated", True) for piece in pieces),
         "languages": list(other_languages(page, names)),
         "source": f"{REPOSITORY}/blob/HEAD/{files[0]}" if files else "",
-        "road": int(at[1]) if at else 0,
+        "road": int(road[1]) if road else 0,
         "scripts": ["explorer", *touched] if touched else [],
     }
 

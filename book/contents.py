@@ -113,7 +113,7 @@ def on_source(app: Sphinx, page: str, source: list[str]) -> None:
     """Make Markdown of a notebook, put explorers, parts of README and tables into their places."""
     language, text = os.environ.get("BOOK_LANGUAGE", "en"), source[0]
     if app.env.doc2path(page).suffix == ".ipynb":
-        text = markdown(json.loads(text), Path(app.srcdir) / page, _("The code of this cell"))
+        text = markdown(json.loads(text), Path(app.srcdir) / page)
         if words := ", ".join(f"! {word}" for word in topics(Path(page).name) if "," not in word):
             text += f"\n\n```{{index}} {words}\n```\n"
     if page in IN_CHAPTERS:
@@ -159,7 +159,7 @@ def title(page: str) -> str:
     return re.findall("^# (.*)", text, re.M)[0]
 
 
-def markdown(notebook: dict[str, Any], page: Path, code: str) -> str:
+def markdown(notebook: dict[str, Any], page: Path) -> str:
     """A notebook as Markdown, with its outputs; its pictures become files beside the page, in few colours."""
     blocks = []
     for i, cell in enumerate(notebook["cells"]):
@@ -169,7 +169,7 @@ def markdown(notebook: dict[str, Any], page: Path, code: str) -> str:
             continue
         block = f"`````python\n{source}\n`````"
         if "hide-input" in cell["metadata"].get("tags", []) or only_imports(source):
-            block = f'<details class="code"><summary>{code}</summary>\n\n{block}\n\n</details>'
+            block = f'<details class="code"><summary>The code of this cell</summary>\n\n{block}\n\n</details>'
         blocks.append(block)
         for output in cell["outputs"]:
             data = output.get("data", {"text/plain": output.get("text", "")})
@@ -219,7 +219,8 @@ def explorer(name: str, settings: str) -> str:
     shown = re.findall(r"```\{raw\} html\n.*?```", text, re.S)[0]
     words = re.findall(r"::::\{container\} words\n.*?\n::::", text, re.S)[0]
     shown = shown.replace(" hidden>", f' hidden data-settings="{escape(settings)}">', 1)
-    return re.sub(r"<h2 (.*?)></h2>", r'<p class="heading" \1></p>', shown) + "\n\n" + words
+    shown = re.sub(r"<h2 (.*?)></h2>", r'<p class="heading" \1></p>', shown)
+    return f"## Touch it\n\n{shown}\n\n{words}"
 
 
 def part(name: str, language: str) -> str:
@@ -326,7 +327,5 @@ def code_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 def lines(name: str) -> str:
     """The lines of a file, each with an anchor: #L-12."""
     lexer = (find_lexer_class_for_filename(name) or TextLexer)()
-    look = HtmlFormatter(
-        linenos="inline", lineanchors="L", anchorlinenos=True, wrapcode=True, cssclass="highlight lines"
-    )
+    look = HtmlFormatter(linenos="inline", lineanchors="L", anchorlinenos=True, cssclass="highlight lines")
     return highlight((ROOT / name).read_text(), lexer, look)

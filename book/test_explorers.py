@@ -52,15 +52,13 @@ def test_every_ring_ends_with_full_attention_and_its_gradients(P, numbers):
         for name, one in shown["cases"].items():
             _, mask = name.split(", ")
             visible = sees(mask, S)
-            leaves = [x.clone().requires_grad_() for _ in range(3)]
-            q, k, v = leaves
+            q, k, v = leaves = [x.clone().requires_grad_() for _ in range(3)]
             weights = (q @ k.mT / math.sqrt(2)).masked_fill(~visible, -math.inf).softmax(dim=-1)
             out = weights @ v
             right = [out.detach(), *torch.autograd.grad(out, leaves, x)]
             rows = torch.cat([torch.tensor(one["out"]), torch.tensor(one["backward"][-1])], dim=-1)
             assert (rows - torch.cat([each[0, 0] for each in right], dim=-1)).abs().max() <= HALF, name
-            *_, last = one["states"]
-            assert torch.tensor([row[4:] for row in last]).sub(out[0, 0]).abs().max() <= HALF
+            assert torch.tensor([row[4:] for row in one["states"][-1]]).sub(out[0, 0]).abs().max() <= HALF
             assert sum(map(sum, one["pairs"])) == visible.sum()
             assert len(one["pairs"]) == len(one["states"]) == one["hops"] + 1 <= P
 
@@ -124,7 +122,7 @@ def test_the_ring_shows_what_python_computes(watched, P, S, layout, mask, backwa
     token, mask_on = random.Random(P).randrange(S), "".join(f"&{name}=on" for name in mask.split() if name != "none")
     asked = f"P={P}&S={S}&layout={layout}{mask_on}&pass={'backward' if backward else 'forward'}&token={token}"
     page = watched.open(f"ring.html#{asked}")
-    one = data.ring(P, S, layout, data.MASKS[mask](S))
+    one = data.ring(P, S, layout, data.mask_of(mask, S))
     places = [positions(layout, S, rank, P).tolist() for rank in range(P)]
     owner = next(rank for rank, tokens in enumerate(places) if token in tokens)
     for t in range(one["hops"] + 1):
@@ -183,17 +181,15 @@ def test_the_blocks_stand_where_they_are_in_hand(watched):
         for j, block in enumerate(blocks):
             distances = [math.dist(card, block) for card in cards]
             assert distances.index(min(distances)) == (j + t) % 4
-        page.locator("#step").click()
+        page.press("#scrub", "ArrowRight")
 
 
 def test_the_simulator_of_the_page_is_that_of_ringlab(watched):
     """Every order of a hop of 2 to 6 ranks, and random programs."""
     page = watched.open("deadlock.html")
     draw = random.Random(0)
-    programs = []
-    for P in range(2, 7):
-        for ways in product((1, -1), repeat=P):
-            programs.append([[Send((r + 1) % P), Recv((r - 1) % P)][::way] for r, way in enumerate(ways)])
+    orders = [order for P in range(2, 7) for order in product((1, -1), repeat=P)]
+    programs = [[[Send((r + 1) % len(o)), Recv((r - 1) % len(o))][::way] for r, way in enumerate(o)] for o in orders]
     for P in (2, 3, 4, 6) * 40:
         peers = [[peer for peer in range(P) if peer != r] for r in range(P)]
         programs.append(

@@ -22,7 +22,7 @@ LOOKED_AT = [  # in light and dark, in three widths
 TOO_WIDE = """() => Math.max(document.documentElement.scrollWidth - innerWidth,
   ...[...document.querySelectorAll(".content")].map((each) => each.scrollWidth - each.clientWidth))"""  # pixels
 TOO_SMALL = """() => [...document.querySelectorAll("article *")].filter((each) => {
-  const svg = each.ownerSVGElement && each.getScreenCTM();
+  const svg = each.getScreenCTM?.();
   return [...each.childNodes].some((node) => node.nodeType === 3 && node.data.trim())
     && each.getBoundingClientRect().width
     && parseFloat(getComputedStyle(each).fontSize) * (svg ? Math.hypot(svg.a, svg.b) : 1) < 10;
@@ -112,7 +112,7 @@ def test_every_page_loads_in_silence_and_can_be_read(watched, site, scheme):
 
 FIELDS = ("[value='12']", "[value='5']", "[value=zigzag]", "[name=causal]")
 CHOSEN = [("sees", f"{field}:checked", "") for field in FIELDS]
-COPIED = "navigator.clipboard.writeText = (text) => { document.title = text; }"
+COPIED = "navigator.clipboard.writeText = (text) => { document.body.dataset.copied = text; }"
 TO_THE_END = "document.documentElement.scrollTo(0, document.documentElement.scrollHeight)"
 SAID = "#ring-status"
 # fmt: off
@@ -121,8 +121,9 @@ PLAYED = [  # a page, and what a reader does and sees there, one after the other
      ("sees", SAID, "Round 0"), ("press", "#scrub", "ArrowRight"), ("click", "#back"), ("sees", SAID, "Round 0")),
     ("ring.html#P=3&S=8", ("sees", "#refused", "8 tokens in the zigzag layout on 3 ranks"),
      ("sees", "[value=zigzag]:disabled", "")),
-    ("ring.html", ("click", "#step"), ("click", ".at >> nth=2"), ("sees", "[name=token] option:checked", "token 4 "),
-     ("sees", SAID, "Round 1"), ("select_option", "[name=wire]", "slow"), ("sees", SAID, "Round 1")),
+    ("ring.html", ("click", "#step"), ("click", ".at >> nth=2 >> .bold"),
+     ("sees", "[name=token] option:checked", "token 4 "), ("sees", SAID, "Round 1"),
+     ("select_option", "[name=wire]", "slow"), ("sees", SAID, "Round 1")),
     ("ring.html#P=4&colour=red", ("sees", "[role=alert]", "colour=red")),
     ("ring.html", ("press", "[name=P]", "ArrowLeft"), ("select_option", "[name=S]", "12"),
      ("select_option", "[name=token]", "5"), ("click", "[value=zigzag]"), ("click", "[name=causal]"),
@@ -132,7 +133,8 @@ PLAYED = [  # a page, and what a reader does and sees there, one after the other
      ("sees", "#why", "= 1.0000. Weights exp(score − m): 0.0591, 0.2431. Then l = f · 1.2431 + 0.3022 = 1.5453")),
     ("ring.html#P=4&S=8&causal=on&pass=backward&token=5", ("click", "#step"), ("click", "#states [data-round='1']"),
      ("sees", "#why", "KV2, with token 5, is on rank 3. Its queries 6, 7 see token 5."),
-     ("sees", "#why", "Weights p = exp(score − lse): 0.1718, 0.0139. dS = p · (dO · v − Δ): -0.2048, -0.0807, where"),
+     ("sees", "#why", "Weights p = exp(score − lse): 0.1718, 0.0139. dS = p · (dO · v − Δ): -0.204"),
+     ("sees", "#why", ", -0.0807, where Δ = dO · out of the query"),
      ("sees", "#why", "to dK: [0.7884, 0.7884] becomes [0.1827, 0.4723]"),
      ("sees", "#why", "to dV: [1.2706, 1.2706] becomes [1.8277, 1.4841]")),  # of dense attention in float64
     ("deadlock.html", ("click", "#even-odd"), ("press", "[name=P]", "ArrowRight"),
@@ -141,7 +143,7 @@ PLAYED = [  # a page, and what a reader does and sees there, one after the other
      ("sees", "#deadlock-status", "0 messages moved. The rest wait for ever. The circle: 0 → 1 → 2 → 3 → 0."),
      ("sees", "#programs", "✗ waits for rank 3"), ("sees", ".waits.circle >> nth=3", "")),
     ("deadlock.html#P=5&order=SRSRS", ("click", "#step"), ("sees", "#deadlock-status", "Phase 0: 0 → 1, 2 → 3"),
-     ("click", "#step"), ("sees", "#deadlock-status", "Phase 1: 1 → 2, 3 → 4"), ("click", "#step"), ("click", "#step"),
+     ("click", "#step"), ("sees", "#deadlock-status", "Phase 1: 1 → 2, 4 → 0"), ("click", "#step"), ("click", "#step"),
      ("sees", "#deadlock-status", "All 5 messages moved, in 3 phases"), ("lacks", ".waits")),
     ("notebooks/04_the_ring.html", ("focus", "a.term[href$='#deadlock'] >> nth=0"),
      ("sees", "[role=tooltip]", "Some ranks wait for each other in a circle"), ("press", "body", "Escape"),
@@ -158,7 +160,7 @@ PLAYED = [  # a page, and what a reader does and sees there, one after the other
      ("lacks", "figure source"), ("sees", "figure img[src$='.gif']", ""), ("click", "figure button"),
      ("sees", "figure img[src$='.svg']", "")),  # the film plays and stops
     ("index.html", ("evaluate", COPIED), ("hover", ".door .highlight >> nth=0"), ("click", ".door button >> nth=0"),
-     ("sees", "title", "jupyter lab notebooks/01_attention_to_online_softmax.ipynb")),
+     ("sees", "[data-copied='jupyter lab notebooks/01_attention_to_online_softmax.ipynb']", "")),
     ("index.html", ("click", ".door:has-text('ring-plan') a[href='planner.html']"), ("sees", READY, "Advice")),
     ("index.html", ("sees", "#get-the-code", "curl -L ADDRESS/ring-attention.tar.gz | tar xz")),
     ("zh-CN/notebooks/04_the_ring.html", ("click", ".languages a[href$='#get-the-code']"),
@@ -200,7 +202,7 @@ def test_all_words_of_the_explorers_are_translated(watched):
     for name in EXPLORERS:
         page = watched.open(f"zh-CN/{name}")
         shown = page.locator(".explorer [data-say], [name=mistake] option").all_inner_texts()
-        assert {words for words in shown if words.isascii()} <= {"GPU"}
+        assert {words for words in shown if words.isascii()} <= {"GPU", "token", "zigzag"}
 
 
 def test_the_film_fits_the_window_and_stands_still_for_who_asks(watched):

@@ -101,7 +101,7 @@ def draw(narrow: bool = False) -> drawing.Picture:
     key = rows + f"In each tile: the round (r − j) mod {P}"
     text = "The time of each rank; a round lasts until its busiest rank is done. Numbers: pairs. Hatched: waiting"
     if narrow:
-        _lines(ax, 34, title, 38, size=16, weight="bold")
+        _lines(ax, 34, title, 41, size=15, weight="bold")
         _lines(ax, 88, f"{key}. Below: {text[0].lower()}{text[1:]}", 48, color=drawing.MUTED)
     else:
         drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")

@@ -92,8 +92,8 @@ def draw(narrow: bool = False) -> drawing.Picture:
     """The still: four rounds in two columns; narrow, for phones, in one."""
     width, height, columns = (NARROW[0], 1528, 1) if narrow else (1000, 800, 2)
     figure, ax = drawing.canvas(width, height, ALT)
-    left, size = (8, 16) if narrow else (20, drawing.TITLE)
-    drawing.write(ax, left, 34, "K/V blocks travel, queries stay: 4 rounds, 3 hops", size=size, weight="bold")
+    left, size, count = (8, 16, "") if narrow else (20, drawing.TITLE, ": 4 rounds, 3 hops")
+    drawing.write(ax, left, 34, f"K/V blocks travel, queries stay{count}", size=size, weight="bold")
     for t, now in enumerate(rounds()):
         x, y = left + 504 * (t % columns), 122 + 364 * (t // columns)
         drawing.write(ax, x, y - 26, f"Round {t}", size=16, weight="bold")
@@ -109,10 +109,10 @@ def _frame(ax: Axes, record: list[Round], t: int, moved: float, narrow: bool) ->
     """One frame: round t, its blocks `moved` (0 to 1) of the way to the next GPU, and token 0's numbers so far."""
     drawing.clear(ax, *(NARROW if narrow else FRAME))
     last, x = t == P - 1, 8 if narrow else 20
-    caption = f"Round {t}: each GPU computes on the block that it holds"
+    caption, rest = f"Round {t}: each GPU computes", " on the block that it holds"
     if moved:
-        rest = "" if narrow else " to the next GPU, queries stay"
-        caption = f"Hop {t + 1} of {P - 1}: every K/V block moves on{rest}"
+        caption, rest = f"Hop {t + 1} of {P - 1}: every K/V block moves on", " to the next GPU, queries stay"
+    caption += "" if narrow else rest
     drawing.write(ax, x, 34, caption, size=16 if narrow else drawing.TITLE, weight="bold")
     _ring(ax, x, 76, record[t].blocks, arrows=not (last or moved), moved=moved)
     if last:

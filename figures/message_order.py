@@ -27,13 +27,13 @@ def draw(narrow: bool = False) -> drawing.Picture:
     moved = f"{len(stuck.transfers)} messages move" if stuck.transfers else "no message ever moves"
     order, found = "Even ranks send first, odd ranks receive first: ", "every message finds its receiver"
     if narrow:
-        figure, ax = drawing.canvas(490, 1180, ALT)
-        left, circle, titles = 8, (245, 384), ((552, order[:-2]), (576, found))
-        places, size = ((614, 4), (868, 5)), 16.0
+        figure, ax = drawing.canvas(498, 1240, ALT)
+        left, circle, titles = 8, (249, 384), ((552, order[:-2]), (576, found))
+        places, size, column, width = ((614, 4), (908, 5)), 16.0, 138, 116
     else:
         figure, ax = drawing.canvas(1000, 732, ALT)
         left, circle, titles = 20, (856, 168), ((352, order + found),)
-        places, size = ((394, 4), (394, 5)), drawing.TITLE
+        places, size, column, width = ((394, 4), (394, 5)), drawing.TITLE, 160, 128
     drawing.write(ax, left, 34, f"All ranks send first: {moved}", size=size, weight="bold")
     _stuck(ax, left, 70, stuck, narrow)
     _circle(ax, *circle, stuck)
@@ -43,18 +43,21 @@ def draw(narrow: bool = False) -> drawing.Picture:
         drawing.write(ax, left, y, title, size=size, weight="bold")
     for i, (y, world_size) in enumerate(places):
         outcome = simulate_messages(ring_programs(world_size))
-        _phases(ax, left if narrow else 20 + 416 * i, y, ring_programs(world_size), outcome, 132 if narrow else 160)
+        x = left if narrow else 20 + 416 * i
+        _phases(ax, x, y, ring_programs(world_size), outcome, column, width)
     return figure
 
 
 def _stuck(ax: Axes, x: float, y: float, outcome: Outcome, narrow: bool) -> None:
     """A lane for each rank: the send at which it stands, and what it would do next."""
-    waits, then, width, words = (310, 368, 106, "never begins") if narrow else (430, 516, 172, "receive: never begins")
+    sends, waits, then, width, words = 310, 430, 516, 172, "receive: never begins"
+    if narrow:
+        sends, waits, then, width, words = 296, 304, 310, 106, "never begins"
     for rank, peer in outcome.waits_for.items():
         top = y + 54 * rank
         drawing.write(ax, x, top + 18, f"rank {rank}", weight="bold")
         shapes.box(ax, x + 72, top, waits, 36, fc=shapes.tint(rank), ec=drawing.colour(rank), lw=1, hatch="//")
-        shapes.block(ax, x + 72, top, 310, 36, rank, f"send KV{rank} to {peer}: waits until {peer} receives")
+        shapes.block(ax, x + 72, top, sends, 36, rank, f"send KV{rank} to {peer}: waits until {peer} receives")
         shapes.box(ax, x + then, top, width, 36, fc=drawing.PAGE, ec=drawing.MUTED, lw=1, ls=(0, (4, 3)))
         drawing.write(ax, x + then + width / 2, top + 18, words, color=drawing.MUTED, ha="center")
 
@@ -74,14 +77,16 @@ def _circle(ax: Axes, x: float, y: float, outcome: Outcome) -> None:
         drawing.write(ax, x, y - 9 + 20 * line, text, ha="center")
 
 
-def _phases(ax: Axes, x: float, y: float, programs: list[Program], outcome: Outcome, step: float) -> None:
-    """A lane for each rank, a column of `step` pixels for each phase; a message has one colour at both ends."""
-    P, width, height = len(programs), step - 32, 34
+def _phases(
+    ax: Axes, x: float, y: float, programs: list[Program], outcome: Outcome, column: float, width: float
+) -> None:
+    """A lane for each rank, a column for each phase, its boxes `width` wide; a message has one colour at both ends."""
+    P, height = len(programs), 34
     why = "" if P % 2 == 0 else f", as {P - 1} and 0 are neighbours and both even"
     drawing.write(ax, x, y, f"P = {P}: {outcome.phases} phases{why}", size=16)
     at = [0] * P  # the step at which each rank stands
     for phase in range(outcome.phases):
-        left = x + 72 + step * phase
+        left = x + 72 + column * phase
         drawing.write(ax, left + width / 2, y + 32, f"phase {phase}", color=drawing.MUTED, ha="center")
         tops = [y + 52 + LANE * rank for rank in range(P)]
         waiting = {rank for rank in range(P) if at[rank] < len(programs[rank])}
