@@ -378,5 +378,6 @@ def test_the_lines_that_show_where_a_rank_waits():
 
 
 def test_the_parts_of_the_gpu_bench_are_those_of_the_page():
-    listed = [row[0] for row in cells(PAGES["cluster"].partition("## On NCCL")[2]) if len(row) == 3 and row[0].isalpha()]
+    of_gpus = PAGES["cluster"].partition("## On NCCL")[2]
+    listed = [row[0] for row in cells(of_gpus) if len(row) == 3 and row[0].isalpha()]
     assert [name for name in listed if name != "part"] == [word for part in gpu.PARTS for word in part.split(" and ")]
