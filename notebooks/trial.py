@@ -91,7 +91,7 @@ class Ran:
 
 
 class Memory(TorchFunctionMode):
-    """Counts the bytes of all tensors that are alive, but for the inputs."""
+    """Counts the bytes of all tensors that a thread has made or used and that are alive, but for the inputs."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Memory(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
+        for x in tree_leaves((result, args, kwargs)):  # a tensor that was made elsewhere shows when it is used
             if isinstance(x, Tensor):
                 storage = StorageWeakRef(x.untyped_storage())
                 if storage not in self._inputs:
@@ -329,11 +329,11 @@ def _run(
     long: bool,
 ) -> Ran:
     """One rank. The ring runs in a thread of its own, so that this one can see that it waits."""
-    ring = cell.function(dict(NAMES))
     q, k, v = (chunk_of(x, lengths, context.rank) for x in whole_input(sum(lengths), seed, shape, long))
+    watch = _Watch(Memory((q, k, v)))
+    ring = cell.function(dict(NAMES))
     outcome: list[Any] = []
     dist.barrier()  # all ranks are here: the time begins
-    watch = _Watch(Memory((q, k, v)))
 
     def call() -> None:
         try:

@@ -20,7 +20,7 @@ from notebooks.checks.answers import (
 )
 from ringlab.basics.naive_attention import naive_attention
 
-PRODUCTS = ("mm", "mv", "dot")  # so end the names of torch's products of matrices
+PRODUCTS = ("mm", "mv", "dot", "_attention", "_for_cpu")  # so end the names of torch's products, and of its attention
 
 
 class PeakMemory(TorchDispatchMode):
