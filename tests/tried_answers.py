@@ -770,7 +770,7 @@ DOCUMENTS_AND_WINDOWS = {
         (lambda tokens, lengths, padded: tokens[1:], "expected 9 labels"),
         (lambda tokens, lengths, padded: [-100] * len(tokens), "next token of the same document"),
         (before, "shifted the wrong way"),
-        (lambda tokens, lengths, padded: [x + 7 for x in tokens], "next token of the same document"),
+        (lambda tokens, lengths, padded: [x + 7 for x in tokens], "of the next document is no label"),
     ],
 }
 

@@ -5,7 +5,9 @@ right it returns None or a remark. `exercise` turns that into a line: "right", "
 
 The same answer is right in many forms. `number`, `items` and `as_tensor` read them: a Python number, an array of numpy
 or JAX, a tensor; a list, tuple, set or generator. A check tries fixed cases first, because hints are written for them,
-and then cases that are drawn anew each time: a table of answers to the fixed cases is not enough.
+and then cases that are drawn anew each time: a table of answers to the fixed cases is not enough. An answer may not
+call the function of ours that does what it is asked for. One that reads the frames or the source of its check, or
+patches Python itself, is not found out: it would lie to its author only.
 """
 
 import builtins

@@ -52,7 +52,9 @@ def check_attention_function(answer: Callable[..., tuple[Tensor, None]]) -> str 
         wrong_scales = {
             "scaling is not passed on: the ring takes 1/√D": gain * attention(q, k, v),
             "scaled twice: by you, and by the ring with 1/√D": gain * attention(q * (scaling or D**-0.5), k, v),
-            "this is not what the ring returned: computed beside it, a rank sees its own chunk only": right / gain,
+            "this is not what the ring returned: computed beside it, a rank sees its own chunk only": attention(
+                q, k, v, scale=scaling
+            ),
         }
         if problem := difference(out, right):
             for hint, wrong in wrong_scales.items():

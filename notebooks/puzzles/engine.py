@@ -208,10 +208,8 @@ class _Desk:
         if pairs:
             self._works.append((pairs, _first(keys)))
 
-    def look(self) -> None:
-        """Count what is held, and see that it is not held in the inputs."""
-        assert self.memory is not None
-        self.memory.look()
+    def unchanged(self) -> None:
+        """Raise ValueError where an input is not as it was: what is held there is not counted."""
         with torch._C.DisableTorchFunction():
             if not all(torch.equal(x, was) for x, was in self.inputs):
                 raise ValueError("an input was changed in place, and whoever called you needs it again")
@@ -220,6 +218,7 @@ class _Desk:
         """Send and receive all of these, at the same time."""
         sends, sources = {_number(to): x for to, x in sends.items()}, [_number(source) for source in sources]
         self._check(sends, sources, how)
+        self.unchanged()
         signal.setitimer(signal.ITIMER_REAL, 0)
         sends = {to: x.detach().contiguous() for to, x in sends.items()}
         heads = {to: (tuple(x.shape), x.dtype, _first(x) if x.numel() else None) for to, x in sends.items()}
@@ -239,7 +238,8 @@ class _Desk:
             if x.numel():
                 with _closed(False):
                     moving.append(move(x, peer))
-        self.look()
+        assert self.memory is not None
+        self.memory.look()
         for each in moving:
             each.wait()
         signal.setitimer(signal.ITIMER_REAL, self.seconds)
@@ -393,7 +393,8 @@ def _on_rank(
             desk.memory = memory
             signal.setitimer(signal.ITIMER_REAL, desk.seconds)
             output = listed(schedule(Comm(context.rank, context.world_size, desk), *inputs))
-            desk.look()
+            memory.look()
+            desk.unchanged()
         desk.tell("end", output, memory.most)
     except _Stop:
         desk.tell("stopped")
