@@ -14,13 +14,11 @@ def around(comm):
     return (comm.rank + 1) % comm.P, (comm.rank - 1) % comm.P
 
 
-def ring(comm, q, k, v, hops=0, to=1, repeat=1, dtype=None):
+def ring(comm, q, k, v, hops=0, to=1):
     """Right, but for what it is told."""
     state, block = start(q), torch.stack((k, v))
-    if dtype:
-        block = block.to(dtype)
     for t in range(comm.P + hops):
-        state = comm.attend(state, q, *block.to(q.dtype).repeat_interleave(repeat, dim=2))
+        state = comm.attend(state, q, *block)
         if t < comm.P + hops - 1:
             block = comm.exchange((comm.rank + to) % comm.P, block, (comm.rank - to) % comm.P)
     return finish(state)[0]
@@ -282,17 +280,6 @@ def grouped_by_hand(comm, q, k, v):
     return ring_by_hand(comm, *(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (q, k, v)))
 
 
-def wrong_group(comm, q, k, v):
-    """Head 0 of q uses head 0, head 1 uses head 1, head 2 uses head 0: `repeat`, not `repeat_interleave`."""
-    right, left = around(comm)
-    state, block = start(q), torch.stack((k, v))
-    for t in range(comm.P):
-        state = comm.attend(state, q, *block.repeat(1, 1, 2, 1, 1))
-        if t < comm.P - 1:
-            block = comm.exchange(right, block, left)
-    return finish(state)[0]
-
-
 # 6: gradients
 
 
@@ -374,11 +361,6 @@ def off_the_clock(comm, q, k, v):
         blocks.append(comm.exchange(right, blocks[-1], left))
     k, v = torch.cat(blocks, dim=3)
     return torch.softmax(q @ k.mT / 4, dim=-1) @ v
-
-
-def the_same_way_twice(comm, q, k, v):
-    right, _ = around(comm)
-    comm.exchange_all({right: k, "left": v}, [])
 
 
 # 11: documents

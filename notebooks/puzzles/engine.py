@@ -52,7 +52,18 @@ OTHER_HOMES = [  # of a tensor's numbers
 ]  # fmt: skip
 OTHER_WAYS = ("os.", "socket.", "subprocess.", "mmap.", "ctypes.", "shutil.", "sqlite3.", "_thread.")  # Python audits
 READING = ("os.listdir", "os.scandir", "os.walk", "os.fwalk")  # an import does
-OPEN = {"torch", "math", "numpy", "itertools", "functools", "operator", "collections", "typing", "builtins"}
+OPEN = {
+    "builtins",
+    "collections",
+    "dataclasses",
+    "functools",
+    "itertools",
+    "math",
+    "numpy",
+    "operator",
+    "torch",
+    "typing",
+}
 BASICS = "ringlab.basics"  # open too
 CLOSED = {  # names by which a schedule reaches what it is not given: counts, files, other processes
     "getattr", "setattr", "vars", "globals", "locals", "eval", "exec", "compile", "open", "input", "breakpoint",
