@@ -74,7 +74,7 @@ class HybridCache(SpreadCache):
 SIZES = {"layers": 4, "linear": 3}
 
 
-def answers(context: RankContext) -> tuple[Tensor, list[int]]:
+def answers_on_rank(context: RankContext) -> tuple[Tensor, list[int]]:
     """The tokens that this rank generates after PROMPTS (B, NEW); how many numbers it keeps: of keys, and of states."""
     cache = HybridCache()
     tokens = generate(seeded(cache, cache, **SIZES), cache, PROMPTS, NEW)
@@ -86,7 +86,7 @@ def main() -> int:
     P = 4
     model = seeded(scaled_dot_product_attention, **SIZES)
     right = [alone(model, prompt, NEW) for prompt in PROMPTS]
-    results = launch(answers, P)
+    results = launch(answers_on_rank, P)
     ok = all(tokens.tolist() == right for tokens, _ in results)
     lengths = " and ".join(str(len(prompt)) for prompt in PROMPTS)
     print(f"{P} ranks, 3 linear layers and 1 of attention; prompts of {lengths} tokens, {NEW} new ones")
