@@ -133,11 +133,10 @@ def _of_forward(patient: ModelPatient, P: int, result: Returned, exact: Returned
     said += [] if tokens is None else [_told(tokens, patient.shards(P)) if tokens else OWN_LABELS]
     alike = patient.text[:1, :1].expand_as(patient.text).contiguous()
     alone, of_ranks = patient.ask(1, alike), patient.ask(P, alike)
-    both = (
-        0 not in (tokens or ()) and not isinstance(alone, str) and not isinstance(of_ranks, str)
-    )  # the labels are equal too
-    if both and max(max(errors(each, alone[0]).values()) for each in of_ranks) <= allowed:
-        said.append("for a text of equal tokens all is right, so the weights of each query add up to 1")
+    if 0 not in (tokens or ()) and not isinstance(alone, str) and not isinstance(of_ranks, str):
+        off = max(max(errors(each, alone[0]).values()) for each in of_ranks)  # if 0 is right: the labels are equal too
+        right = "for a text of equal tokens all is right, so the weights of each query add up to 1"
+        said += [right] * (off <= allowed)
     return "; ".join(said) + "."
 
 
