@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.assertion import diagnose_states
 from ring_doctor.calls import OPTION
-from ring_doctor.examination import examine
+from ring_doctor.diagnosis import diagnose
+from ring_doctor.examination import examination_of
 from ring_doctor.mistakes_of_states import MISTAKES
 from ring_doctor.patient import patient_of
 from ring_doctor.questions import questions
@@ -144,8 +144,8 @@ SICK = {  # a ring, and the mistake that it has
 
 def examined(ranks, function, worlds=WORLDS, **claims):
     with on_these(ranks):
-        found = examine(patient_of(function, state=True, worlds=worlds, **claims))
-    return Report(found, None if found.healthy else diagnose_states(found), "none")
+        found = examination_of(patient_of(function, state=True, worlds=worlds, **claims))
+    return Report(found, None if found.healthy else diagnose(found), "none")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
-import ring_doctor.xray as xray_module
-from bench.gradients_home import Circle
 from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.grids import TITLES
@@ -32,15 +30,14 @@ KEYS = "the last half of the keys instead of the first half of the keys"
 QUERIES = "the first half of the queries instead of the last half of the queries"
 
 
-def both_runs(context, runs, options, wrong):
-    return [ring_gradients(context, *run, options, None, wrong) for run in runs]
+def both_runs(context, runs, options):
+    return [ring_gradients(context, *run, options) for run in runs]
 
 
-def xray_of_ring(ranks, case, wrong=None, **options):
-    """The X-ray of the trainable ring on real processes, right or with a mistake of tests/wrong_rings.py."""
-    options |= {"causal": case.causal, "layout": case.layout, "documents": case.documents and list(case.documents)}
+def xray_of_ring(ranks, case):
+    """The X-ray of the trainable ring on real processes."""
     runs = [run.whole() for run in cases(case)]
-    per_rank = ranks(case.world_size, both_runs, runs, options | {"scale": case.scale}, wrong)
+    per_rank = ranks(case.world_size, both_runs, runs, {"causal": case.causal, "layout": case.layout})
     return xray_of(*(named(whole([mine[run] for mine in per_rank], case.layout)) for run in (0, 1)), case)
 
 
@@ -69,11 +66,6 @@ def kinds(xray, name, what="kind"):
     tiles = next(matrix.tiles for matrix in xray.matrices if matrix.name == name)
     P = xray.case.world_size
     return [[getattr(tile, what) for tile in tiles[rank * P : rank * P + P]] for rank in range(P)]
-
-
-def grid(P, kind_of, other="ok"):
-    """A list for each rank: the kind in each round, as blocks 0 ... P-1."""
-    return [[kind_of.get((rank - block) % P, other) for block in range(P)] for rank in range(P)]
 
 
 def all_wrong(xray):
@@ -254,40 +246,6 @@ def test_results_that_are_missing_are_left_out():
     assert [matrix.name for matrix in xray_of(run_1, {}, case).matrices] == ["W backward", "dS in dQ"]
 
 
-HOME = {  # a mistake of tests/wrong_rings.py: what W forward and W backward hold, by round
-    "OneHopShort": ({}, {t: "shifted" for t in range(3)}),
-    "StaleBlock": ({0: "twice", 2: "missing"}, {}),
-    "keys_without_values": ({0: "sum", 1: "missing", 2: "missing"}, {}),
-}
-
-
-@pytest.mark.parametrize("wrong", HOME)
-def test_real_wrong_rings(ranks, wrong):
-    circle = {"schedule": Circle} if wrong == "OneHopShort" else {}  # as other rings send sums
-    x = xray_of_ring(ranks, Case(3, 12, *CASES[0]), wrong, **circle)
-    for name, kind_of in zip(W, HOME[wrong], strict=True):
-        assert kinds(x, name) == grid(3, kind_of), x.text()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "layout", "own", "before", "after"),  # the tiles of a rank: its own block, blocks before it, after it
-    [
-        ("last_half_of_the_keys", "zigzag", "right", KEYS, "right"),
-        ("contiguous_slices", "striped", "right", "all pairs instead of a triangle", "missing"),
-    ],
-)
-def test_real_rings_with_wrong_masks(ranks, wrong, layout, own, before, after):
-    x = xray_of_ring(ranks, Case(4, 16, True, layout), wrong)
-    expected = [[own if j == r else before if j < r else after for j in range(4)] for r in range(4)]
-    assert kinds(x, "W forward", "words") == expected, x.text()
-
-
-def test_the_command(capsys):
-    shown = xray_module.__doc__.split("$ python -m ring_doctor.xray\n")[1].split("    ...")[0]
-    assert xray_module.main() == 0
-    assert capsys.readouterr().out.startswith("".join(line[4:] for line in shown.splitlines(keepends=True)))
-
-
 def test_text():
     case = Case(3, 12, causal=True)
     counts = case.visible().clone()
@@ -321,9 +279,7 @@ def test_patterns_have_names():
 SICK = {
     "a right ring": Case(4, 16),
     "last_block_skipped": Case(4, 16),
-    "own_block_twice": Case(3, 12, causal=True, layout="zigzag"),
     "gradients_travel_other_way": Case(4, 16),
-    "documents_ignored": Case(3, 12, causal=True, documents=(5, 7)),
     "running_half": Case(5, 20),
     "dk_dv_exchanged": Case(3, 13, causal=True),
 }
@@ -391,15 +347,6 @@ def test_cells_have_the_colour_of_their_block_or_of_the_block_whose_content_they
             assert np.allclose(share, share[:, :, :1], atol=1e-6), (rank, block)
             assert share.min() > 0.1
             assert share.max() <= 1 + 1e-6
-
-
-def test_what_is_missing_is_empty_and_what_leaks_is_not():
-    figure, card = picture(sick("last_block_skipped")), to_rgb(drawing.CARD)
-    empty = (image(figure, 0) == card).all(axis=2)
-    rank, block = np.arange(16)[:, None] // 4, np.arange(16) // 4
-    assert np.array_equal(empty, (rank - block) % 4 == 3)
-    leaking = (image(picture(sick("documents_ignored")), 0) != card).any(axis=2)
-    assert np.array_equal(leaking, np.tri(12, dtype=bool))
 
 
 def test_a_forward_pass_alone_and_numbers_that_are_not_finite():
