@@ -69,7 +69,7 @@ site-serve: site  # look at it: http://localhost:8000
 	$(BIN)/python -m http.server --directory site --bind 127.0.0.1 8000
 
 test-site: site  # its pages in a headless Chromium, where there is one
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest book
+	$(PYTEST) book
 
 $(SITE): $(READY)
 	@$(PIP) -q -e '.[site]'

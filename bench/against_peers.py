@@ -10,6 +10,7 @@ on a quiet machine.
     $ python -m bench.against_peers
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -260,7 +261,10 @@ def peak_memory(context: RankContext, chunk: int, heads: int, head_dim: int, sha
     for work in (lambda: ring(q, k, v)), (lambda: with_gradients(ring, q, k, v, d_out)):
         work()  # what libraries set up once, and shared memory
         peak = record.peak_extra(work)
-        peaks.append(peak if peak is None or not has_memory(None) else peak + host_memory(None).own_bytes())
+        if peak is not None and has_memory(None):
+            memory = host_memory(None)
+            peak += sum(os.fstat(fd).st_size for fd in memory.parts_of[memory.rank])
+        peaks.append(peak)
     return peaks
 
 

@@ -12,7 +12,7 @@ measured and nothing is claimed. With `--device cpu` the same code runs with glo
     $ python -m bench.gpu
     no CUDA GPU here: nothing measured, nothing claimed; --device cpu tries the same code on small sizes
 
-docs/nccl.md says what changes on GPUs, and what of it was never run.
+docs/cluster.md says what changes on GPUs, and what of it was never run.
 """
 
 import argparse

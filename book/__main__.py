@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from book.contents import ARCHIVE, LANGUAGES, REPOSITORY, ROOT, folder, stage
@@ -26,9 +27,12 @@ def sphinx(builder: str, language: str, to: Path, *options: str) -> int:
 
 
 def build(language: str) -> int:
+    return sphinx("html", language, ROOT / f"build/html/{language}")
+
+
+def publish(language: str) -> None:
     """Write the pages of a language into site/, with the numbers of the explorers and the archive of the code."""
     built, to = ROOT / f"build/html/{language}", ROOT / "site" / folder(language)
-    status = sphinx("html", language, built)
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(built, to, ignore=shutil.ignore_patterns(".*", "objects.inv"))
     if language == "en":
@@ -36,7 +40,6 @@ def build(language: str) -> int:
         if not REPOSITORY:
             archive = ["git", "archive", "--prefix=ring-attention/", "-o", str(to / ARCHIVE), "HEAD"]
             subprocess.run(archive, cwd=ROOT, check=True)
-    return status
 
 
 def extract(language: str, to: Path) -> int:
@@ -56,7 +59,12 @@ def main() -> int:
         status = max(extract(language, ROOT / "build/gettext") for language in others)
         update(str(ROOT / "book/locale"), str(ROOT / "build/gettext"), others, line_width=120, ignore_obsolete=True)
         return status
-    return max(build(language) for language in ([options.language] if options.language else LANGUAGES))
+    languages = [options.language] if options.language else list(LANGUAGES)
+    with ThreadPoolExecutor() as pool:  # a process each
+        status = max(pool.map(build, languages))
+    for language in languages:  # the English folder is that of the site, with the others in it
+        publish(language)
+    return status
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def test_a_page_leads_to_its_translation_and_back(watched):
     assert page.get_attribute("html", "lang") == "zh-CN"
     page.click(".languages a[hreflang]")
     assert page.url == f"{watched.address}/notebooks/04_the_ring.html"
-    assert watched.open("docs/nccl.html").locator(".languages a[hreflang]").count() == 0
+    assert watched.open("docs/cluster.html").locator(".languages a[hreflang]").count() == 0
 
 
 def test_the_book_opens_from_a_file(browser, site):

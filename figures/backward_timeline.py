@@ -1,6 +1,6 @@
 """What travels when in the backward pass of the trainable ring: sums of gradients arrive one round after their block.
 
-Drawn from ringlab/training/flash_ring.py's own `ring_backward`, which P threads run here as P ranks. Each has a clock
+Drawn from ringlab/training/flash_ring.py's own `flash_backward`, which P threads run here as P ranks. Each has a clock
 that only computing and messages move: computing on a block takes 1 round, K and V of a block take 0.3, and their
 gradients 0.6, because they are float32 where K and V have 16 bits. A link carries one message at a time.
 """
@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from figures import shapes
 from figures.gradients_home import problem
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.support import drawing
@@ -126,7 +127,7 @@ def timeline() -> tuple[list[Event], list[Tensor]]:
     chunks = [list(whole.chunk(P, dim=2)) for whole in (x, x, x, naive_attention(x, x, x), lse, d_out)]
     ring = schedule.Ring(Partition(Mask(), "contiguous", (x.shape[2] // P,) * P), scale)
     simulation = Simulation()
-    per_rank = simulation.run(lambda rank: flash_ring.ring_backward(*(chunk[rank] for chunk in chunks), ring))
+    per_rank = simulation.run(lambda rank: flash_ring.flash_backward(*(chunk[rank] for chunk in chunks), ring))
     events = sorted(simulation.events, key=lambda event: (event.rank, event.start, event.what))
     return events, [torch.cat(parts, dim=2) for parts in zip(*per_rank, strict=True)]
 
@@ -134,12 +135,12 @@ def timeline() -> tuple[list[Event], list[Tensor]]:
 def _bar(ax: Axes, event: Event, top: float, height: float, text: str) -> None:
     x, width = LEFT + ROUND * event.start, ROUND * (event.end - event.start)
     if event.what == "dKV":  # pale, with the edge of its block
-        drawing.box(
-            ax, x + 1, top, width - 2, height, fc=drawing.tint(event.block), ec=drawing.colour(event.block), lw=1.5
+        shapes.box(
+            ax, x + 1, top, width - 2, height, fc=shapes.tint(event.block), ec=drawing.colour(event.block), lw=1.5
         )
         drawing.write(ax, x + width / 2, top + height / 2, text, size=drawing.SMALL, ha="center")
     else:
-        drawing.block(ax, x + 1, top, width - 2, height, event.block, text, size=drawing.SMALL)
+        shapes.block(ax, x + 1, top, width - 2, height, event.block, text, size=drawing.SMALL)
 
 
 def draw() -> Figure:

@@ -6,6 +6,7 @@ The record identifies a block by its content.
 
 import numpy as np
 
+from figures import shapes
 from figures.ring_timeline import events
 from ringlab.support import drawing
 
@@ -37,16 +38,16 @@ def draw() -> drawing.Picture:
     for event in record:
         x, y = LEFT + STEP[0] * event.rank, TOP + STEP[1] * event.round
         if event.what == "compute":
-            drawing.block(ax, x, y, *CELL, event.block, f"KV{event.block}", size=19, weight="bold")
+            shapes.block(ax, x, y, *CELL, event.block, f"KV{event.block}", size=19, weight="bold")
         if event.what == "send":
             start = np.array([x + CELL[0] / 2, y + CELL[1] + 4])
             way = np.array([STEP[0], STEP[1] - CELL[1] - 8])
             look = {"color": drawing.colour(event.block), "lw": 4, "mutation_scale": 18}
             if event.rank < P - 1:
-                drawing.arrow(ax, start, start + way, **look)
+                shapes.arrow(ax, start, start + way, **look)
             else:  # out on the right, in again on the left
-                drawing.arrow(ax, start, start + way / 2, **{**look, "arrowstyle": "-"})
-                drawing.arrow(ax, start + way / 2 - (P * STEP[0], 0), start + way - (P * STEP[0], 0), **look)
+                shapes.arrow(ax, start, start + way / 2, **{**look, "arrowstyle": "-"})
+                shapes.arrow(ax, start + way / 2 - (P * STEP[0], 0), start + way - (P * STEP[0], 0), **look)
     for hop in range(hops):
         y = TOP + STEP[1] * hop + (STEP[1] + CELL[1]) / 2
         size = max(event.bytes for event in sent if event.round == hop)

@@ -10,6 +10,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from ringlab.support import drawing
+from ringlab.support.colours import ink_on
 from ringlab.training.causal import idle_share, visible_pairs
 from ringlab.training.layouts import LAYOUTS, positions
 
@@ -52,7 +53,7 @@ def _mask(ax: Axes, x: float, y: float, layout: str) -> None:
             spot = (x + CELL * C * block, y + CELL * C * rank)
             ax.add_patch(Rectangle(spot, CELL * C, CELL * C, fill=False, ec=drawing.INK, lw=1))
             if tile.any():  # the last query and the first keys, at the bottom left, are among what is left
-                ink = drawing.ink_on(drawing.colour(block))
+                ink = ink_on(drawing.colour(block))
                 at = (spot[0] + CELL, spot[1] + CELL * (C - 1))
                 ax.add_patch(
                     Rectangle((at[0] - 8, at[1] - 10), 16, 20, fc=drawing.colour(block), lw=0)
@@ -72,7 +73,7 @@ def _bars(ax: Axes, x: float, y: float, layout: str) -> None:
             ax.add_patch(Rectangle((left, top), UNIT * lasts[t], BAR, **wait))
             if work:
                 ax.add_patch(Rectangle((left, top), UNIT * work, BAR, fc=drawing.colour(block), lw=0))
-                ink = drawing.ink_on(drawing.colour(block))
+                ink = ink_on(drawing.colour(block))
                 drawing.write(
                     ax, left + UNIT * work / 2, top + BAR / 2, f"{work}", size=drawing.SMALL, color=ink, ha="center"
                 )

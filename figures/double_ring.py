@@ -13,6 +13,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from figures import shapes
 from ringlab.support import drawing
 from ringlab.training import overlap
 from ringlab.training.double_ring import DoubleRing
@@ -114,17 +115,17 @@ def _slow_hop(ax: Axes, hop: Hop) -> None:
         ROUND * (hop.last - hop.first) + width,
         f"KV{hop.block}, from rank {hop.sender} to rank {hop.receiver}",
     )
-    drawing.block(ax, x, y, length, LANE - 3, hop.block, text, size=drawing.SMALL)
+    shapes.block(ax, x, y, length, LANE - 3, hop.block, text, size=drawing.SMALL)
     left, top = cell(hop.receiver, hop.last + 1)
     look = {"color": drawing.colour(hop.block), "lw": 2.2, "mutation_scale": 10}
-    drawing.arrow(ax, (x + length, y + LANE / 2 - 1.5), (left - 1, top + height / 2), **look)
+    shapes.arrow(ax, (x + length, y + LANE / 2 - 1.5), (left - 1, top + height / 2), **look)
 
 
 def _fast_hop(ax: Axes, hop: Hop) -> None:
     width, height = CELL
     (x, y), (left, top) = cell(hop.sender, hop.first), cell(hop.receiver, hop.last + 1)
     look = {"color": drawing.colour(hop.block), "lw": 1.4, "mutation_scale": 9}
-    drawing.arrow(ax, (x + width, y + height / 2), (left - 1, top + height / 2), **look)
+    shapes.arrow(ax, (x + width, y + height / 2), (left - 1, top + height / 2), **look)
 
 
 def draw() -> drawing.Picture:
@@ -146,7 +147,7 @@ def draw() -> drawing.Picture:
     for t, in_hand in enumerate(blocks):
         for rank, number in enumerate(in_hand):
             x, y = cell(rank, t)
-            drawing.block(ax, x, y, width, height, number, f"KV{number}")
+            shapes.block(ax, x, y, width, height, number, f"KV{number}")
     for host, y in enumerate(TOPS):
         drawing.write(ax, 20, y - 20, f"host {host}", size=drawing.SMALL, color=drawing.MUTED)
     for rank in range(P):

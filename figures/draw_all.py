@@ -28,6 +28,7 @@ from figures import (
     ring_timeline,
     running_softmax,
     scoreboard,
+    shapes,
     slow_hop,
     state_ring,
     token_loss,
@@ -71,7 +72,7 @@ CHAPTERS: dict[str, Callable[[], drawing.Picture]] = {  # chapters draw them
 
 def save(name: str, folder: Path = FOLDER) -> None:
     """Write folder/NAME.svg, of one of PAGES; the rotation as an animation, too."""
-    drawing.save(PAGES[name](), name, folder)
+    shapes.save(PAGES[name](), name, folder)
     if name == "kv_rotation":
         kv_rotation.save_gif(folder)
 

@@ -10,8 +10,10 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from figures import shapes
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.support import drawing
+from ringlab.support.colours import ink_on
 from ringlab.training.backward import block_backward
 
 ALT = (
@@ -65,18 +67,18 @@ def travel() -> list[list[InHand]]:
 def _cell(ax: Axes, x: float, y: float, hand: InHand, off: float, *, home: bool) -> None:
     """The block above, its gradients below: who has added to them, and how far dK still is from autograd's."""
     width, height = CELL
-    drawing.box(ax, x, y, width, height, fc=drawing.tint(hand.block))
+    shapes.box(ax, x, y, width, height, fc=shapes.tint(hand.block))
     drawing.write(ax, x + 8, y + 50, "dK dV", size=drawing.SMALL)
     if home:
         drawing.write(ax, x + width / 2, y + 20, f"dK{hand.block}  dV{hand.block}", size=17, weight="bold", ha="center")
     else:
-        drawing.block(ax, x, y, width, 34, hand.block, f"K{hand.block}  V{hand.block}", size=17, weight="bold")
+        shapes.block(ax, x, y, width, 34, hand.block, f"K{hand.block}  V{hand.block}", size=17, weight="bold")
     for rank in range(P):
         left = x + width - 5 - (P - rank) * SLOT
         there = rank in hand.added
         look = {"fc": drawing.colour(hand.block)} if there else {"fc": drawing.PAGE, "ec": drawing.FAINT, "lw": 1}
-        drawing.box(ax, left, y + 40, SLOT - 3, 20, **look)
-        ink = drawing.ink_on(drawing.colour(hand.block)) if there else drawing.MUTED
+        shapes.box(ax, left, y + 40, SLOT - 3, 20, **look)
+        ink = ink_on(drawing.colour(hand.block)) if there else drawing.MUTED
         drawing.write(ax, left + (SLOT - 3) / 2, y + 50, f"{rank}", size=drawing.SMALL, color=ink, ha="center")
     drawing.write(ax, x + width / 2, y + 76, f"dK off by {off:.3f}", size=drawing.SMALL, ha="center")
 
@@ -108,11 +110,11 @@ def draw() -> drawing.Picture:
             last = t == P - 1
             look = {"color": drawing.colour(hand.block), "lw": 2 if last else 5, "mutation_scale": 18}
             if rank < P - 1:
-                drawing.arrow(ax, (x0, y0), (x0 + dx, y0 + dy), **look)
+                shapes.arrow(ax, (x0, y0), (x0 + dx, y0 + dy), **look)
             else:  # out on the right, in again on the left
-                drawing.arrow(ax, (x0, y0), (x0 + dx / 2, y0 + dy / 2), **{**look, "arrowstyle": "-"})
+                shapes.arrow(ax, (x0, y0), (x0 + dx / 2, y0 + dy / 2), **{**look, "arrowstyle": "-"})
                 x0 -= P * STEP[0]
-                drawing.arrow(ax, (x0 + dx / 2, y0 + dy / 2), (x0 + dx, y0 + dy), **look)
+                shapes.arrow(ax, (x0 + dx / 2, y0 + dy / 2), (x0 + dx, y0 + dy), **look)
         if not home:
             middle = y + (STEP[1] + CELL[1]) / 2
             drawing.write(ax, 878, middle - 10, f"hop {t + 1}", weight="bold")

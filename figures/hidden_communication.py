@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.text import Text
 
 from bench import record
+from figures import shapes
 from ringlab.planning.hidden_communication import LLAMA_7B, TABLE_2, min_overlap_chunk
 from ringlab.support import drawing
 
@@ -78,7 +79,7 @@ def draw(own: tuple[float, float] | None = None) -> drawing.Picture:
             drawing.write(page, x + 14, 94, key.get(mark, "yours, float32"), color=COLOURS[mark])
 
     ax = figure.add_axes((0.085, 0.11, 0.895, 0.71), facecolor=drawing.PAGE)
-    drawing.plain(ax)
+    shapes.plain(ax)
     ax.set(xscale="log", yscale="log", xlim=X, ylim=Y)
     ax.minorticks_off()
     ax.set_xticks([1e8, 1e9, 1e10, 1e11, 1e12], ["100 MB/s", "1 GB/s", "10 GB/s", "100 GB/s", "1 TB/s"])

@@ -13,9 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
+from figures import shapes
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import State, finish
 from ringlab.support import drawing
+from ringlab.support.colours import ink_on
 from ringlab.training.causal import one_process_ring
 
 ALT = (
@@ -65,8 +67,8 @@ def _ring(ax: Axes, x: float, y: float, blocks: list[int], *, arrows: bool, move
     for gpu, block in enumerate(blocks):
         (x0, y0), (x1, y1) = _corner(gpu), _corner(gpu + 1)
         left, top = x + x0, y + y0
-        drawing.box(ax, left, top, *CARD, ec=drawing.FAINT, lw=1)
-        drawing.box(ax, left + SLOT[0], top + SLOT[1], *SLOT[2:], fc=drawing.PAGE, ec=drawing.FAINT, lw=1)
+        shapes.box(ax, left, top, *CARD, ec=drawing.FAINT, lw=1)
+        shapes.box(ax, left + SLOT[0], top + SLOT[1], *SLOT[2:], fc=drawing.PAGE, ec=drawing.FAINT, lw=1)
         drawing.write(ax, left + 12, top + 21, f"GPU {gpu}", weight="bold")
         home = f"Q of tokens {2 * gpu}, {2 * gpu + 1}"
         drawing.write(ax, left + CARD[0] - 12, top + 21, home, color=drawing.MUTED, ha="right")
@@ -74,11 +76,11 @@ def _ring(ax: Axes, x: float, y: float, blocks: list[int], *, arrows: bool, move
             middle = np.array([x + (x0 + x1 + CARD[0]) / 2, y + (y0 + y1 + CARD[1]) / 2])
             reach = np.sign([x1 - x0, y1 - y0]) * (np.array(GAP) / 2 - 6)
             look = {"color": drawing.colour(block), "lw": 4, "mutation_scale": 20}
-            drawing.arrow(ax, middle - reach, middle + reach, **look)
+            shapes.arrow(ax, middle - reach, middle + reach, **look)
 
         left, top = left + SLOT[0] + moved * (x1 - x0), top + SLOT[1] + moved * (y1 - y0)
-        ink = drawing.ink_on(drawing.colour(block))
-        drawing.box(ax, left, top, *SLOT[2:], fc=drawing.colour(block), zorder=4)
+        ink = ink_on(drawing.colour(block))
+        shapes.box(ax, left, top, *SLOT[2:], fc=drawing.colour(block), zorder=4)
         drawing.write(ax, left + 11, top + 32, f"KV{block}", size=17, weight="bold", color=ink, zorder=5)
         for line, token in enumerate((2 * block, 2 * block + 1)):
             values = ", ".join(f"{value:.0f}" for value in TOKENS[token].tolist())
@@ -121,8 +123,8 @@ def _frame(ax: Axes, record: list[Round], t: int, moved: float) -> None:
     for row in range(t + 1):
         y, block = 164 + 40 * row, record[row].blocks[0]
         if row == t and not moved:
-            drawing.box(ax, left - 8, y - 19, 380, 38)
-        drawing.block(ax, left, y - 13, 48, 26, block, f"KV{block}", weight="bold")
+            shapes.box(ax, left - 8, y - 19, 380, 38)
+        shapes.block(ax, left, y - 13, 48, 26, block, f"KV{block}", weight="bold")
         m, l, result = token_0(record[row])
         for x, number in zip(columns, (f"{m:.3f}", f"{l:.3f}", pair(result)), strict=True):
             drawing.write(ax, left + x, y, number, ha="right")

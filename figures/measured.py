@@ -12,6 +12,7 @@ from bench import against_peers, record
 from bench.against_peers import CONTIGUOUS, FULL, MEMORY, OWN, PIP, STRIPED_MEMORY, TORCH, ZIGZAG, ZIGZAG_MEMORY
 from bench.five_ways_predicted import TRAIN, Row, predicted, rows_of, timed
 from bench.max_context import lengths as max_context_lengths
+from figures import shapes
 from ringlab.planning.hidden_communication import hidden_share
 from ringlab.planning.ways import WAYS
 from ringlab.support import drawing
@@ -59,7 +60,7 @@ def memory() -> drawing.Picture:
     ax.set_ylim(2**17.6, 2**33.4)
     ax.minorticks_off()
     ax.set_xlabel("S, tokens", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
-    drawing.plain(ax)
+    shapes.plain(ax)
     return figure
 
 
@@ -111,7 +112,7 @@ def overlap_threshold() -> drawing.Picture:
     ax.set_ylim(lowest - 0.04, 1.06)
     shares = [0, 0.25, 0.5, 0.75, 1]
     ax.set_yticks(shares, [f"{share:.0%}" for share in shares])
-    drawing.plain(ax)
+    shapes.plain(ax)
     ax.set_xlabel("C, tokens a rank", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     ax.set_ylabel("hidden: 1 - wait / hop", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     return figure
@@ -156,7 +157,7 @@ def max_context() -> drawing.Picture:
         times = S / ring[0]
         label = f"{S:,}, {times:.2f} times" if times > 1 else f"ring: {S:,}"
         ax.annotate(label, (P, S), (10, -15), color=colours["ring"], weight="bold", **look)
-    drawing.plain(ax)
+    shapes.plain(ax)
     ax.set(xlim=(0, right), ylim=(0, 1.1 * max(ring)))
     ax.set_xticks(worlds)
     ax.yaxis.set_major_formatter("{x:,.0f}")
@@ -210,7 +211,7 @@ def speed() -> drawing.Picture:
                 left = [group + (i - len(drawn) / 2) * width for group in range(len(seen))]
                 ax.bar(left, seen, width * 0.92, align="edge", color=colours[name])
             ax.axhline(1, color=drawing.INK, lw=1.2)
-            drawing.plain(ax)
+            shapes.plain(ax)
             ax.grid(axis="x", visible=False)
             ax.set_xticks(range(len(speed["lengths"])), [f"{S:,}" for S in speed["lengths"]])
             ax.set_xlim(-0.5, len(speed["lengths"]) - 0.5)
@@ -222,7 +223,7 @@ def speed() -> drawing.Picture:
 
     for i, (name, label) in enumerate(names.items()):
         x, y = 60 + 430 * (i % 2), 700 + 28 * (i // 2)
-        drawing.box(page, x, y - 8, 22, 16, fc=colours[name])
+        shapes.box(page, x, y - 8, 22, 16, fc=colours[name])
         drawing.write(page, x + 32, y, label)
     return figure
 
@@ -290,7 +291,7 @@ def crossover() -> drawing.Picture:
                 for row, rate, point in zip(rows, rates, points, strict=True):
                     marker, size = ("*", 17) if fastest(row) == way else ("o", 8)
                     ax.plot([rate * beside**side], [point], marker, color=colour, ms=size, mfc=fill, mew=1.5)
-            drawing.plain(ax)
+            shapes.plain(ax)
             ax.set_xscale("log")
             ax.set_xticks(rates, [f"{rate / 1e6:g}" for rate in rates])
             ax.minorticks_off()

@@ -13,6 +13,7 @@ from bench.in_context_rl import RUNS as LEARNERS
 from bench.loss_curves import BF16, ROUNDED, curves, differences
 from bench.loss_curves import ONE as ALONE
 from bench.retrieval import RUNS, SQUEEZED, accuracies, lengths
+from figures import shapes
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
 
@@ -55,7 +56,7 @@ def loss_curves() -> drawing.Picture:
         below.plot(steps, [x or None for x in largest], color=colour, ls=dashes, lw=min(width, 4))  # 0 has no logarithm
     below.set_yscale("log")
     for ax, label in ((above, "loss, nats a byte"), (below, "share of the loss")):
-        drawing.plain(ax)
+        shapes.plain(ax)
         ax.set_xlim(0, results["steps"] + 1)
         ax.set_ylabel(label, fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     below.minorticks_off()
@@ -111,7 +112,7 @@ def generation() -> drawing.Picture:
         ax = figure.add_axes((left, 0.285, 0.405, 0.52), facecolor=drawing.PAGE)
         for way, values in lines.items():
             ax.plot(contexts, values, "o-", color=colours[way], lw=1.8, ms=8, mec=drawing.PAGE, mew=1.2)
-        drawing.plain(ax)
+        shapes.plain(ax)
         ax.set(xscale="log", yscale="log")
         ax.minorticks_off()
         ax.set_xticks(contexts, [f"{S:,}" for S in contexts])
@@ -119,7 +120,7 @@ def generation() -> drawing.Picture:
         ax.set_xlabel("tokens in the context", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
         ax.set_title(name, fontsize=0.72 * drawing.TEXT, color=drawing.INK, loc="left", weight="bold")
     for i, (way, label) in enumerate(key.items()):
-        drawing.box(page, 70, 518 + 30 * i, 22, 16, fc=colours[way])
+        shapes.box(page, 70, 518 + 30 * i, 22, 16, fc=colours[way])
         drawing.write(page, 102, 526 + 30 * i, label)
     return figure
 
@@ -164,7 +165,7 @@ def retrieval() -> drawing.Picture:
         trained = lines.index(ranks * results["lines"])
         ax.axvline(trained + 0.5, color=drawing.INK, lw=2.5)
         ax.set_title(name, fontsize=0.72 * drawing.TEXT, color=drawing.INK, loc="left", weight="bold")
-        drawing.plain(ax)
+        shapes.plain(ax)
         ax.grid(visible=False)
         ax.set_xticks(range(len(lines)), lines)
         ax.set_yticks([0, mean.shape[1] - 1], ["first", "last"] if i == 0 else ["", ""])
@@ -178,7 +179,7 @@ def retrieval() -> drawing.Picture:
         below.plot([], [], lw=2.5, label=name, **look)
         if name != SQUEEZED:
             below.axvline(lines[trained], color=colour, lw=1.5, ls=(0, (4, 3)))
-    drawing.plain(below)
+    shapes.plain(below)
     below.set_xscale("log", base=2)
     below.set_xticks(lines, lines)
     below.minorticks_off()
@@ -227,7 +228,7 @@ def in_context_rl() -> drawing.Picture:
         drawing.write(page, x + 60, y, player)
     ax.axvline(n + 0.5, color=drawing.MUTED, lw=1.2)
     ax.text(n + 0.65, 0.47, "from here on the shorter context loses the first pulls", fontsize=0.72 * drawing.TEXT)
-    drawing.plain(ax)
+    shapes.plain(ax)
     ax.set_ylim(0.44, 0.95)
     ax.set_xticks(range(1, 4 * n + 1))
     ax.set_xlabel("trajectory", fontsize=0.72 * drawing.TEXT, color=drawing.INK)

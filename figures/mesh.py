@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from matplotlib.axes import Axes
 
+from figures import shapes
 from ringlab.support import drawing
 from ringlab.training.layouts import positions
 
@@ -45,16 +46,16 @@ def placement() -> list[Held]:
 
 
 def _card(ax: Axes, x: float, y: float, held: Held) -> None:
-    drawing.box(ax, x, y, WIDTH, HEIGHT)
+    shapes.box(ax, x, y, WIDTH, HEIGHT)
     drawing.write(ax, x + 18, y + 24, f"rank {held.rank}", size=16, weight="bold")
     drawing.write(ax, x + 18, y + 56, "tokens", color=drawing.MUTED)
     for i, token in enumerate(held.tokens):
-        drawing.block(ax, x + 100 + CELL * i, y + 38, CELL - 4, 36, held.rank, str(token))
+        shapes.block(ax, x + 100 + CELL * i, y + 38, CELL - 4, 36, held.rank, str(token))
     drawing.write(ax, x + 18, y + 103, "rows of each weight", color=drawing.MUTED)
     for row in range(ROWS):
         own = row in held.rows
         spot = (x + 18 + (CELL + 2) * row, y + 120)
-        drawing.box(ax, *spot, CELL - 2, 36, fc=drawing.INK if own else drawing.FAINT)
+        shapes.box(ax, *spot, CELL - 2, 36, fc=drawing.INK if own else drawing.FAINT)
         look = {"ha": "center", "color": drawing.PAGE if own else drawing.MUTED, "weight": "bold" if own else "normal"}
         drawing.write(ax, spot[0] + CELL / 2 - 1, spot[1] + 18, str(row), **look)
 
@@ -75,8 +76,8 @@ def draw() -> drawing.Picture:
             drawing.write(ax, 20, y + HEIGHT / 2 + 24 * (line - 1), text, weight="normal" if line else "bold")
         start, end = LEFT[0] + WIDTH + 8, LEFT[1] - 8
         drawing.write(ax, (start + end) / 2, y + HEIGHT / 2, "K, V", ha="center")
-        drawing.arrow(ax, (start, y + HEIGHT / 2 - 20), (end, y + HEIGHT / 2 - 20), color=drawing.colour(d * CP))
-        drawing.arrow(ax, (end, y + HEIGHT / 2 + 20), (start, y + HEIGHT / 2 + 20), color=drawing.colour(d * CP + 1))
+        shapes.arrow(ax, (start, y + HEIGHT / 2 - 20), (end, y + HEIGHT / 2 - 20), color=drawing.colour(d * CP))
+        shapes.arrow(ax, (end, y + HEIGHT / 2 + 20), (start, y + HEIGHT / 2 + 20), color=drawing.colour(d * CP + 1))
     text = "Before a layer computes, every rank gathers all 8 rows of its weights; after it, each keeps only its own."
     drawing.write(ax, 20, 546, text)
     text = "In the backward pass the gradients of all 4 ranks are averaged; each rank keeps its rows of the average."

@@ -8,6 +8,7 @@ import math
 
 from matplotlib.axes import Axes
 
+from figures import shapes
 from ringlab.basics.blocking_messages import Outcome, Program, Send, ring_programs, simulate_messages
 from ringlab.support import drawing
 
@@ -42,9 +43,9 @@ def _stuck(ax: Axes, x: float, y: float, outcome: Outcome) -> None:
     for rank, peer in outcome.waits_for.items():
         top = y + 54 * rank
         drawing.write(ax, x, top + 18, f"rank {rank}", weight="bold")
-        drawing.box(ax, x + 72, top, 430, 36, fc=drawing.tint(rank), ec=drawing.colour(rank), lw=1, hatch="//")
-        drawing.block(ax, x + 72, top, 310, 36, rank, f"send KV{rank} to {peer}: waits until {peer} receives")
-        drawing.box(ax, x + 516, top, 172, 36, fc=drawing.PAGE, ec=drawing.MUTED, lw=1, ls=(0, (4, 3)))
+        shapes.box(ax, x + 72, top, 430, 36, fc=shapes.tint(rank), ec=drawing.colour(rank), lw=1, hatch="//")
+        shapes.block(ax, x + 72, top, 310, 36, rank, f"send KV{rank} to {peer}: waits until {peer} receives")
+        shapes.box(ax, x + 516, top, 172, 36, fc=drawing.PAGE, ec=drawing.MUTED, lw=1, ls=(0, (4, 3)))
         drawing.write(ax, x + 602, top + 18, "receive: never begins", color=drawing.MUTED, ha="center")
 
 
@@ -57,8 +58,8 @@ def _circle(ax: Axes, x: float, y: float, outcome: Outcome) -> None:
     }
     for rank, (rank_x, rank_y) in at.items():
         ends = at[rank], at[outcome.waits_for[rank]]
-        drawing.arrow(ax, *ends, connectionstyle="arc3,rad=-0.25", shrinkA=17, shrinkB=17, color=drawing.INK)
-        drawing.block(ax, rank_x - 19, rank_y - 15, 38, 30, rank, f"{rank}", weight="bold")
+        shapes.arrow(ax, *ends, connectionstyle="arc3,rad=-0.25", shrinkA=17, shrinkB=17, color=drawing.INK)
+        shapes.block(ax, rank_x - 19, rank_y - 15, 38, 30, rank, f"{rank}", weight="bold")
     for line, text in enumerate(("each waits", "for the next")):
         drawing.write(ax, x, y - 9 + 20 * line, text, ha="center")
 
@@ -78,23 +79,23 @@ def _phases(ax: Axes, x: float, y: float, programs: list[Program], outcome: Outc
             if move.phase != phase:
                 continue
             source, to = tops[move.source], tops[move.to]
-            drawing.block(ax, left, source, *CELL, move.source, f"send KV{move.source} to {move.to}")
-            drawing.block(ax, left, to, *CELL, move.source, f"receive KV{move.source}")
+            shapes.block(ax, left, source, *CELL, move.source, f"send KV{move.source} to {move.to}")
+            shapes.block(ax, left, to, *CELL, move.source, f"receive KV{move.source}")
             look = {"color": drawing.colour(move.source), "lw": 4}
             if move.to == move.source + 1:
                 middle = left + width / 2
-                drawing.arrow(ax, (middle, source + height), (middle, to), **look, mutation_scale=14)
+                shapes.arrow(ax, (middle, source + height), (middle, to), **look, mutation_scale=14)
             else:  # round the side, from the last rank up to the first
                 edge, side = left + width, left + width + 16
                 ax.plot([edge, side, side], [source + 17, source + 17, to + 17], **look, solid_joinstyle="round")
-                drawing.arrow(ax, (side, to + 17), (edge, to + 17), **look, mutation_scale=14)
+                shapes.arrow(ax, (side, to + 17), (edge, to + 17), **look, mutation_scale=14)
             for rank in (move.source, move.to):
                 at[rank] += 1
                 waiting.remove(rank)
         for rank in waiting:
             step = programs[rank][at[rank]]
             peer = step.to if isinstance(step, Send) else step.source
-            drawing.box(ax, left, tops[rank], *CELL, fc=drawing.PAGE, ec=drawing.MUTED, lw=1, ls=(0, (4, 3)))
+            shapes.box(ax, left, tops[rank], *CELL, fc=drawing.PAGE, ec=drawing.MUTED, lw=1, ls=(0, (4, 3)))
             drawing.write(ax, left + width / 2, tops[rank] + 17, f"waits for {peer}", ha="center", color=drawing.MUTED)
     for rank, top in enumerate(tops):
         drawing.write(ax, x, top + 17, f"rank {rank}", weight="bold")

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 
 from bench import record
 from bench.overlap import TRACED, duration
+from figures import shapes
 from ringlab.support import drawing, timeline
 from ringlab.support.timeline import Event
 from ringlab.training.overlap import hidden_share
@@ -76,7 +77,7 @@ def draw() -> drawing.Picture:
         for label in ax.texts:
             label.set_fontsize(0.72 * 16)
         _say_what(ax, events)
-        drawing.plain(ax)
+        shapes.plain(ax)
         ax.grid(axis="y", visible=False)  # the lanes are lines enough
         ax.set_xlim(0, 1.08 * last)  # one time axis for both
         ax.tick_params(labelbottom=name == "overlapped")

@@ -6,6 +6,7 @@ layer's forward pass needs. Parameters are left out.
 
 from bisect import bisect_right
 
+from figures import shapes
 from ringlab.planning.hidden_communication import LLAMA_7B
 from ringlab.planning.memory import peak_bytes
 from ringlab.support import drawing
@@ -81,5 +82,5 @@ def draw() -> drawing.Picture:
     ax.set(xlim=(first, last), ylim=(1.2e8, 2e12))
     ax.minorticks_off()
     ax.set_xlabel("S, tokens", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
-    drawing.plain(ax)
+    shapes.plain(ax)
     return figure

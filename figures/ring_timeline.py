@@ -8,7 +8,7 @@ begun; the first of the two waits for the other. To record another run, and draw
 
 from matplotlib.patches import Rectangle
 
-from figures import FOLDER
+from figures import FOLDER, shapes
 from ringlab.support import drawing, timeline
 
 ALT = (
@@ -58,6 +58,6 @@ def draw() -> drawing.Picture:
         corner, height = bars[event].get_xy(), bars[event].get_height()
         ax.add_patch(Rectangle(corner, 1e3 * (came - event.start), height, **look))
     ax.set_xlabel("milliseconds", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
-    drawing.plain(ax)
+    shapes.plain(ax)
     ax.grid(axis="y", visible=False)  # the lanes are lines enough
     return figure

@@ -8,9 +8,11 @@ import math
 
 from matplotlib.patches import Polygon, Rectangle
 
+from figures import shapes
 from figures.kv_rotation import pair, rounds, token_0
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.support import drawing
+from ringlab.support.colours import ink_on
 
 ALT = (
     "Four stacked bars, one a round, each of height 1: the weights of token 0 over the keys seen so far. Block 0 "
@@ -43,14 +45,14 @@ def draw() -> drawing.Picture:
         for block in order[: t + 1]:
             scores = (TOKENS[2 * block : 2 * block + 2] @ TOKENS[0] / math.sqrt(2)).tolist()
             weight = sum(math.exp(score - m) / l for score in scores)
-            fill, ink = drawing.colour(block), drawing.ink_on(drawing.colour(block))
+            fill, ink = drawing.colour(block), ink_on(drawing.colour(block))
             ax.add_patch(Rectangle((x, y), WIDTH, -HEIGHT * weight, fc=fill, ec=drawing.PAGE))
             drawing.write(ax, x + 10, y - HEIGHT * weight / 2, f"KV{block}", weight="bold", color=ink)
             drawing.write(ax, x + WIDTH - 10, y - HEIGHT * weight / 2, f"{weight:.3f}", color=ink, ha="right")
             shares.append((y, y := y - HEIGHT * weight))
         for block, old, new in zip(order, before, shares, strict=False):
             corners = [(x - STEP + WIDTH, old[0]), (x - STEP + WIDTH, old[1]), (x, new[1]), (x, new[0])]
-            ax.add_patch(Polygon(corners, fc=drawing.tint(block), lw=0, zorder=0))
+            ax.add_patch(Polygon(corners, fc=shapes.tint(block), lw=0, zorder=0))
 
         middle = x + WIDTH / 2
         drawing.write(ax, middle, 86, f"Round {t}: KV{order[t]}", size=16, weight="bold", ha="center")

@@ -4,6 +4,7 @@ Drawn from bench/published.json by bench/scoreboard.py.
 """
 
 from bench.scoreboard import Grade, grades, interval, summary
+from figures import shapes
 from ringlab.support import drawing
 
 ALT = (
@@ -39,7 +40,7 @@ def draw() -> drawing.Picture:
     drawing.write(page, 20, 91, band, color=drawing.MUTED)
 
     ax = figure.add_axes((0.085, 0.12, 0.655, 0.68), facecolor=drawing.PAGE)
-    drawing.plain(ax)
+    shapes.plain(ax)
     low, high = interval([each.ratio() for each in rows])
     ax.axhspan(100 / high - 100, 100 / low - 100, color=drawing.CARD, zorder=0)
     ax.axhline(0, color=drawing.MUTED, lw=1.2)

@@ -4,6 +4,7 @@ Drawn from the events of ringlab.planning.unequal, with the FLOP/s and the links
 InfiniBand.
 """
 
+from figures import shapes
 from ringlab.planning.hidden_communication import LLAMA_7B, block_flops, hop_bytes
 from ringlab.planning.unequal import FAST, FLOPS, SLOW, duration, simulate_timeline
 from ringlab.support import drawing, timeline
@@ -47,7 +48,7 @@ def draw() -> drawing.Picture:
         timeline.draw(events, ax)
         for label in ax.texts:
             label.set_fontsize(0.72 * 14)
-        drawing.plain(ax)
+        shapes.plain(ax)
         ax.grid(axis="y", visible=False)  # the lanes are lines enough
         ax.set_xlim(0, 1.12e3 * max(ends))  # one time axis for both
         end = 1e3 * duration(events)

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from matplotlib.patches import Rectangle
 
+from figures import shapes
 from ringlab.support import drawing
 from ringlab.support.processes import RankContext, launch
 from ringlab.training import state_ring
@@ -67,7 +68,7 @@ def draw() -> drawing.Picture:
             for r, seen in enumerate(ranks):
                 at = left + 64 + (CELL[0] + GAP) * r
                 ready = seen == set(range(r))
-                drawing.box(ax, at, top, *CELL, ec=drawing.INK, lw=1.5 if ready else 0)
+                shapes.box(ax, at, top, *CELL, ec=drawing.INK, lw=1.5 if ready else 0)
                 strip = (CELL[0] - 6) / P
                 for j in seen:
                     place = (at + 3 + strip * j, top + 4)

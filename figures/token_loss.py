@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
+from figures import shapes
 from ringlab.models.transformer import Config, Transformer, summed_loss
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
@@ -91,13 +92,13 @@ def _row(ax: Axes, top: int, name: str, labels: Tensor, at: Tensor) -> None:
         for i in positions(LAYOUT, S, rank, P).tolist():
             x, size = LEFT + CELL * i, HEIGHT * losses[i].item() / HIGHEST
             ax.add_patch(Rectangle((x + 2, floor - size), CELL - 4, size, fc=drawing.colour(rank), lw=0))
-            drawing.box(ax, x + 1, floor + 9, CELL - 2, 22, fc=drawing.colour(rank))
+            shapes.box(ax, x + 1, floor + 9, CELL - 2, 22, fc=drawing.colour(rank))
             drawing.write(
                 ax, x + CELL / 2, floor + 20, _letter(TEXT[0, i]), ha="center", color=ink_on(drawing.colour(rank))
             )
             wrong = bool(given[i] != right[i])
             if wrong:
-                drawing.box(ax, x + 1, floor + 34, CELL - 2, 22, fc=drawing.INK)
+                shapes.box(ax, x + 1, floor + 34, CELL - 2, 22, fc=drawing.INK)
             text = _letter(given[i]) if what == "label" else str(given[i].item())
             drawing.write(ax, x + CELL / 2, floor + 45, text, ha="center", color=drawing.PAGE if wrong else drawing.INK)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from matplotlib.axes import Axes
 
+from figures import shapes
 from ringlab.support import drawing
 from ringlab.training.all_to_all import order
 from ringlab.training.heads import heads_of_ranks
@@ -69,7 +70,7 @@ def _table(ax: Axes, left: float, table: Table) -> None:
             width = (CELL - 3) / len(ranks[column])
             for i, rank in enumerate(ranks[column]):
                 spot = (x + width * i, TOP + CELL * row, width - (len(ranks[column]) > 1), CELL - 3)
-                drawing.block(ax, *spot, rank, str(rank), size=drawing.SMALL)
+                shapes.block(ax, *spot, rank, str(rank), size=drawing.SMALL)
     for row, token in enumerate(table.tokens):
         drawing.write(ax, left - 14, TOP + CELL * row + CELL / 2, str(token), ha="right")
 

@@ -90,7 +90,7 @@ class Ran:
     held: int  # bytes of all tensors, arrays and lists beside its inputs, when a message began, at most
 
 
-class Memory(TorchFunctionMode):
+class LiveTensors(TorchFunctionMode):
     """Counts the bytes of all tensors that are alive, but for the inputs."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
@@ -120,7 +120,7 @@ class _Watch:
     Whatever function of torch.distributed is called, a method of ProcessGroup moves the tensors, and its Work waits.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: LiveTensors) -> None:
         self.memory, self.messages = memory, Counter[Message]()
         self.now: Message | None = None  # what this rank waits for
         self._works: dict[int, Message] = {}  # by the id of a Work
@@ -333,7 +333,7 @@ def _run(
     q, k, v = (chunk_of(x, lengths, context.rank) for x in whole_input(sum(lengths), seed, shape, long))
     outcome: list[Any] = []
     dist.barrier()  # all ranks are here: the time begins
-    watch = _Watch(Memory((q, k, v)))
+    watch = _Watch(LiveTensors((q, k, v)))
 
     def call() -> None:
         try:

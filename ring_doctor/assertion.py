@@ -89,7 +89,7 @@ def examine(
         enter(catalogue)
     patient = function if isinstance(function, Patient) else patient_of(function, **claims)
     how: dict[str, Any] = {"seconds": seconds, "device": device}
-    found = examination.examine(patient, **how, seed=seed, quick=quick, progress=progress)
+    found = examination.examination_of(patient, **how, seed=seed, quick=quick, progress=progress)
     progress("diagnosis")
     diagnosis = None if found.healthy else (diagnose_states if patient.state else diagnose)(found)
     taken: XRay | str = "a state has no matrix of weights" if patient.state else "none was taken"

@@ -1,6 +1,6 @@
 """Ask a ring many questions, on real processes, each with a time limit.
 
-    examine(patient)    ->    Examination: the answers, how wrong they are, and what a reader must know about them
+    examination_of(patient)    ->    the answers, how wrong they are, and what a reader must know about them
 
 Before: job.py. After: diagnosis.py, which names the mistake.
 """
@@ -92,7 +92,7 @@ def _excused(answer: Answer) -> bool:
     return bool(feature) and ((answer.state == FAILED and not answer.lost) or feature == LSE)
 
 
-def examine(
+def examination_of(
     patient: Patient,
     *,
     seconds: float = SECONDS,

@@ -5,11 +5,9 @@ import math
 import os
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from ringlab.support.rounding import exact_attention
-from ringlab.training.layouts import positions
 
 SEED = int(os.environ.get("RING_SEED", "0"))  # moves every random input of the tests
 WORLDS = (1, 2, 3, 5)  # the numbers of ranks that most tests try
@@ -53,45 +51,6 @@ def gradients(attention, q, k, v, d_out):
     out = attention(q, k, v)
     out.backward(d_out)
     return out.detach(), q.grad, k.grad, v.grad
-
-
-class Replicated(torch.autograd.Function):
-    """Every rank holds the same tensor: its gradient is the sum of what they all found."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, d_x):
-        d_x = d_x.clone()
-        dist.all_reduce(d_x)
-        return d_x
-
-
-class SumOfRanks(torch.autograd.Function):
-    """The sum of every rank's tensor, on all of them."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, d_x):
-        return d_x
-
-
-def gradcheck_on_ranks(context, ring, layout, q, k, v):
-    """gradcheck of `ring` as a function of whole q, k, v (float64). All ranks move the same number at once."""
-    at = positions(layout, q.shape[2], context.rank, context.world_size)
-
-    def attention(*qkv):
-        out = ring(*(Replicated.apply(x)[:, :, at] for x in qkv))
-        return SumOfRanks.apply(torch.zeros_like(q).index_copy(2, at, out))
-
-    return torch.autograd.gradcheck(attention, tuple(x.requires_grad_() for x in (q, k, v)))
 
 
 def grouped_inputs(B, H, G, S, D, dtype=torch.float32, *, seed=0):

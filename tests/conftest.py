@@ -6,7 +6,7 @@ import sys
 import pytest
 from hypothesis import settings
 
-from ringlab.support.processes import Ranks
+from ringlab.support.processes import PRELOAD, Ranks
 from tests.attention import WORLDS
 from tests.extras import LATER
 
@@ -18,6 +18,8 @@ settings.load_profile("steady")
 sys.modules.setdefault("rfc3987_syntax", None)
 os.environ.pop("GITHUB_ACTIONS", None)  # else the doctor prints lines for GitHub: test_ci_reports.py asks it to
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for tests/test_jax.py: JAX reads it when it begins to work
+# Ranks are forks of one process. What most of their work imports is imported there, once and not once a rank.
+PRELOAD += ["pytest", "hypothesis", "tests.ways", "ring_doctor.examination"]
 
 
 @pytest.fixture(scope="session")
@@ -34,16 +36,16 @@ def world_size(request):
 
 # How `make test` spreads the suite over the cores. These files' tests take seconds each: they begin first, so that no
 # core is left with one at the end.
-LONG = ("notebooks", "bench", "max_context", "figures", "verdicts", "readme", "throttled_hosts")
-LONG += ("models_train", "cluster", "models_hugging_face_trainer", "foreign_project")
+LONG = ("models_hugging_face_trainer", "notebooks", "models_train", "foreign_project", "bench_on_hosts", "bench")
+LONG += ("doctor_whole_model", "doctor_command", "doctor_catalogue", "doctor_in_ci", "verdicts", "figures", "pages")
 # The tests of these files share what takes seconds to make, so they run on one core.
-TOGETHER = {"figures": "figures", "verdicts": "concepts", "throttled_hosts": "hosts"}
-TOGETHER |= {"foreign_project": "environment", "models_hugging_face_trainer": "trainer"}
+TOGETHER = {"figures": "figures", "verdicts": "concepts", "notebooks": "kernel", "house": "house"}
+TOGETHER |= {"bench_on_hosts": "hosts", "foreign_project": "environment", "models_hugging_face_trainer": "trainer"}
 
 
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the
 # later chapters add is slow too, so that `make test` takes a reader of the first ones five minutes.
-SLOW = ("models_", "jax", "doctor_", *sorted(LATER), "masked_rings", "autocast")
+SLOW = ("models_", "jax", "doctor_", *sorted(LATER), "autocast")
 
 # These tests of the doctor start no processes, or few.
 QUICK = (
@@ -57,16 +59,37 @@ QUICK = (
 )
 
 
+def name_of(path):
+    """causal for tests/test_causal.py, doctor_verdict for tests/doctor/test_verdict.py."""
+    return ("doctor_" if path.parent.name == "doctor" else "") + path.stem.removeprefix("test_")
+
+
+def is_slow(path):
+    return name_of(path).startswith(SLOW) and name_of(path) not in QUICK
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files of slow tests are not even imported where none of them is wanted. None: ask the other plug-ins."""
+    return ("not slow" in config.option.markexpr and is_slow(collection_path)) or None
+
+
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
 def pytest_collection_modifyitems(config, items):
-    names = {item: item.path.stem.removeprefix("test_") for item in items}
-    names |= {item: f"doctor_{names[item]}" for item in items if item.path.parent.name == "doctor"}
+    names = {item: name_of(item.path) for item in items}
     for item in items:
-        if names[item].startswith(SLOW) and names[item] not in QUICK:
+        if is_slow(item.path):
             item.add_marker(pytest.mark.slow)
+    if any(name.startswith("models_hugging_face") for name in names.values()):
+        PRELOAD.append("ringlab.models.hugging_face")
     if not hasattr(config, "workerinput"):  # xdist: only its workers collect
         return
     items.sort(key=lambda item: LONG.index(names[item]) if names[item] in LONG else len(LONG))  # a stable sort
     for item in items:
         if names[item] in TOGETHER:
             item.add_marker(pytest.mark.xdist_group(TOGETHER[names[item]]))
+
+
+def pytest_collection_finish(session):
+    """Where models of transformers are tested, it is imported once, and not once a rank: that takes some seconds."""
+    if any(item.path.stem.startswith(("test_models_hugging_face", "test_models_every")) for item in session.items):
+        PRELOAD.append("ringlab.models.hugging_face_generate")

@@ -8,7 +8,7 @@ from unittest import mock
 from ring_doctor import examination
 from ring_doctor.answers import judge
 from ring_doctor.calls import RankResults
-from ring_doctor.examination import Examination, examine
+from ring_doctor.examination import Examination, examination_of
 from ring_doctor.job import Job
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import dtype_of, from_function, patient_of
@@ -53,7 +53,7 @@ def examined(ranks, function, seed=0, wanted=lambda question: True, **claims):
         return iter([question for question in asked if wanted(question) or question == asked[0]])
 
     with on_these(ranks), mock.patch.object(examination, "questions", some), mock.patch(IN_TURN, some):
-        return examine(patient_of(function, **claims), seed=seed)
+        return examination_of(patient_of(function, **claims), seed=seed)
 
 
 def examined_sick(ranks, name, **claims):

@@ -29,6 +29,7 @@ NEEDED = {
 }  # concepts and chapters
 
 
+RARELY = ("appendix_ring_in_jax", "appendix_ring_of_states")  # chapters that take half a minute: exhaustive
 EVER = "03"  # the chapters up to this one run in every `make test`
 LATER = {  # concepts of chapters 13, 17 and 18, of a planned cluster, and linear attention
     *("documents", "all_gather", "all_to_all", "hybrid", "double_ring"),
@@ -49,6 +50,8 @@ def marked(names):
         later = short[:2] > EVER if isinstance(name, Path) else name.startswith("ringlab.models.") or short in LATER
         if needed or later:
             marks = [pytest.mark.slow]
+        if short in RARELY:
+            marks = [pytest.mark.exhaustive]
         if needed:
             marks += [pytest.mark.skipif(find_spec(needed) is None, reason=MISSING[needed])]
         parameters.append(pytest.param(name, marks=marks))

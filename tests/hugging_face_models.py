@@ -103,14 +103,14 @@ def summed(model, loss):
 @contextlib.contextmanager
 def watched():
     """The layers that ask the ring, in order, and the calls of the ring."""
-    layers, attend, turn = [], hugging_face_pass.Ring.attend, hugging_face_pass.ring_flash_attention
+    layers, attend, turn = [], hugging_face_pass.ModelInRing.attend, hugging_face_pass.ring_flash_attention
 
     def noted(ring, module, *args, **passed):
         layers.append(module.layer_idx)
         return attend(ring, module, *args, **passed)
 
     turns = mock.patch.object(hugging_face_pass, "ring_flash_attention", side_effect=turn)
-    with mock.patch.object(hugging_face_pass.Ring, "attend", noted), turns as ring:
+    with mock.patch.object(hugging_face_pass.ModelInRing, "attend", noted), turns as ring:
         yield layers, ring
 
 

@@ -10,8 +10,6 @@ import difflib
 import re
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.concepts import is_concept
@@ -50,15 +48,9 @@ def commands(concept: Path) -> dict[str, list[list[str]]]:
     return parts
 
 
-def run(steps: list[list[str]]) -> tuple[int, str, float]:
-    """Run the commands until one fails. Returns the last exit status, what all of them printed, and the seconds."""
-    begin, printed, status = time.monotonic(), "", 0
-    for step in steps:
-        done = subprocess.run(step, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        printed, status = printed + done.stdout, done.returncode
-        if status:
-            break
-    return status, printed, time.monotonic() - begin
+def run(steps: list[list[str]]) -> bool:
+    """Whether the commands succeed, one after the other until one fails. What they print is seen at once."""
+    return all(subprocess.run(step, cwd=ROOT).returncode == 0 for step in steps)
 
 
 def main(arguments: list[str]) -> int:
@@ -69,12 +61,10 @@ def main(arguments: list[str]) -> int:
         meant = f"Did you mean C={near[0]}? " if near else ""
         print(f"C={name} is no concept. {meant}Choose one of: {', '.join(known)}", file=sys.stderr)
         return 2
-    parts = commands(known[name])
     failed = []
-    with ThreadPoolExecutor() as pool:
-        for part, (status, printed, seconds) in zip(parts, pool.map(run, parts.values()), strict=True):
-            print(f"== {part}: {'FAILED' if status else 'ok'}, {seconds:.1f} s\n{printed}", flush=True)
-            failed += [part] * bool(status)
+    for part, steps in commands(known[name]).items():
+        print(f"== {part}", flush=True)
+        failed += [] if run(steps) else [part]
     print(f"{name}: {'FAILED: ' + ', '.join(failed) if failed else 'all ok'}")
     return 1 if failed else 0
 

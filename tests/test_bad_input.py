@@ -4,6 +4,7 @@ block travels, so that nobody waits for ever."""
 import functools
 import math
 import re
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.basics.ranks import neighbours, scatter
+from ringlab.support import agreement
 from ringlab.training import backward, grouped_query, overlap
 from ringlab.training.grouped_query import check_grouped_chunks
 from tests.attention import random_qkv
@@ -134,7 +136,8 @@ def test_one_rank_of_three(ranks, ring, bad):
 
 def ring_in_group(context, members):
     group = dist.new_group(members)
-    return ring_attention(X, X, X, group=group)
+    with mock.patch.object(agreement, "SOON", timedelta(seconds=0.3)):  # so long the other rank waits
+        return ring_attention(X, X, X, group=group)
 
 
 def test_a_rank_outside_the_group(ranks):

@@ -2,11 +2,12 @@
 
 import contextlib
 import io
+import json
+import math
 import random
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,8 @@ import pytest
 from ringlab.planning import cost_model
 from ringlab.planning.machine import MAKE, write_machine
 from ringlab.planning.memory import CONTEXT, step_bytes
-from ringlab.planning.plan import Answer, Wish, best, candidates, changes, digits, gains, longest
-from ringlab.planning.presets import GIB, GPUS, MODELS, Model, gpu_named, model_named
+from ringlab.planning.plan import ERRORS, Plan, Wish, best, candidates, changes, digits, gains, longest
+from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ringlab.planning.round_costs import FRAMEWORK
 from ringlab.planning.step import KERNELS, Step, step_seconds
 from ringlab.planning.ways import Cluster
@@ -108,16 +109,6 @@ def test_a_framework_takes_longer_among_several_gpus():
     assert set(KERNELS) == {"best", "framework", "torch"}
 
 
-def test_a_prefill_of_a_million_tokens():
-    """Item 10: measured, 77 s (arXiv 2411.01783)."""
-    printed = plan(
-        "--model llama-3.1-405b --gpu h100-500w --hosts 16 --seq-len 1e6 --task prefill --linear-dtype fp8 --tp 8"
-    )
-    seconds = float(printed.split("GiB  way\n")[1].split()[1])
-    assert seconds == pytest.approx(77, rel=0.03)
-    assert "6 measured rows" in printed or "5 measured rows" in printed
-
-
 def test_a_prefill_by_hand():
     """2 of 4 experts, h = 8, 2 heads of 4 on 1, F = 6, 3 layers; 64 tokens on cp 2 x tp 2: a group has 32 rows."""
     model = Model("tiny", "", 3, 8, 2, 1, 6, 10, experts=4, active=2)
@@ -127,6 +118,28 @@ def test_a_prefill_by_hand():
     assert seconds["products"] == pytest.approx(3 * 2 * rows / 2 * (attention + experts + router) / (0.65 * 989e12))
     inside = 2 * (2 + 1) * 4 + 3 * 2 * 6  # rotary of q and k; silu of two experts: shared by tp, the rest is not
     assert seconds["passes"] == pytest.approx(3 * 2 * rows * (9 * 8 + inside / 2) / (0.85 * 3.35e12))
+
+
+AGAIN = {"none": 0, "selective": 0.5, "full": 1}  # the share of its products that a layer computes once more
+
+
+@pytest.mark.parametrize("recompute", AGAIN)
+def test_what_fsdp_exposes_by_hand(recompute):
+    """h = 8, 3 layers of 352 weights, 336 of them in products of 64 tokens, 100 s; 4 GPUs, 1 byte a second.
+
+    3/4 of a layer's weights in 2 bytes arrive in 528 s, their gradients leave in 4 bytes, in 1056 s. The forward pass
+    hides 100 s of the first, the backward pass 200 to 300 s of both. The first gather has nothing beside it.
+    """
+    fast = (1e30, 1e30)
+    gpu = GPU("tiny", "", {"bf16": 430.08}, {"fused": fast, "torch": fast}, 1e9, math.inf, 1.0, 0.25, 0, 1.0, 1.0)
+    step = Step(Model("tiny", "", 3, 8, 2, 1, 6, 10), gpu, 1, 4, 64, recompute=recompute)
+    hidden = 100 * (2 + AGAIN[recompute])
+    assert step_seconds(step)["FSDP"] == pytest.approx(528 + 3 * (528 - 100 + 528 + 1056 - hidden))
+    assert step_seconds(replace(step, trainable=0.5))["FSDP"] == pytest.approx(
+        528 + 3 * (528 - 100 + 528 + 528 - hidden + 50)
+    )
+    two = step_seconds(replace(step, hosts=2, per_host=2))  # through two cards of a quarter of the rate
+    assert two["FSDP"] == pytest.approx(1056 + 3 * (1056 - 100 + 1056 + 2112 - hidden))
 
 
 def test_ideal_numbers_are_a_gpu():
@@ -139,9 +152,9 @@ def test_ideal_numbers_are_a_gpu():
 def test_an_interval_is_of_rows_like_the_question():
     assert "measured rows of this kind" in plan(LLAMA)
     assert "not known" in plan(f"{LLAMA} --kernels best")
-    low, high, rows = Answer(replace(HOST, kernels="framework")).interval
-    assert low < Answer(replace(HOST, kernels="framework")).seconds < high
-    assert rows == 7
+    answer, known = Plan(replace(HOST, kernels="framework")), json.loads(ERRORS.read_text())
+    ours = known["step, framework, one host"]
+    assert answer.interval == (ours["low"] * answer.seconds, ours["high"] * answer.seconds, 7)
 
 
 REFUSED = {
@@ -187,9 +200,7 @@ def any_options(pick):
     return words[: len(words) - (pick.random() < 0.02)]  # the last one without its value
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(range(150)), pytest.param(range(150, 2000), marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("seed", [pytest.param(range(80)), pytest.param(range(80, 2000), marks=pytest.mark.exhaustive)])
 def test_no_options_end_in_a_traceback(seed, tmp_path):
     """Every set of options is answered, or refused in one line that says what was expected."""
     write_machine(tmp_path / "machine.json", Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1))
@@ -222,12 +233,6 @@ def test_the_command_needs_no_torch_and_no_scoreboard():
     script = "import sys, ringlab.planning.cost_model; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"torch", "bench.scoreboard"} & {*done.stdout.split()}
-
-
-def test_many_hosts_are_planned_in_seconds():
-    begin = time.process_time()
-    plan("--model llama-3.1-8b --gpu h100 --hosts 128 --seq-len 1048576")
-    assert time.process_time() - begin < 6  # 3 on a quiet core
 
 
 SHOWN = {

@@ -114,7 +114,7 @@ def both_trained(context, code, other_code, wrap):
     return trained(context, code, wrap), trained(context, other_code, wrap)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_the_training_snippet_gives_the_gradients_of_full_attention(ranks, world_size):
     for gradients in ranks(world_size, trained, TRAINING, None):
         torch.testing.assert_close(gradients, exact_gradients())
@@ -255,10 +255,9 @@ def text_of_the_page():
     return torch.randint(WORDS, TEXT, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("P", [2, 3, 4])
-def test_the_step_of_the_page_is_that_of_one_process(ranks, P):
+def test_the_step_of_the_page_is_that_of_one_process(ranks):
     [(loss, gradients)] = ranks(1, on_rank, text_of_the_page(), 0)
-    for mine in ranks(P, on_rank, text_of_the_page(), 0):
+    for mine in ranks(3, on_rank, text_of_the_page(), 0):
         torch.testing.assert_close(mine, (loss, gradients))
 
 

@@ -81,17 +81,6 @@ def test_an_empty_document_is_refused(texts):
         pack(texts)
 
 
-def test_a_single_document_hides_that_boundaries_are_forgotten(ranks):
-    """To the last bit: a test with one document proves nothing."""
-    four = grouped_inputs(1, 4, 2, 24, 8)
-    each = [
-        whole(ranks(3, ring_gradients, *four, {"causal": True, "layout": "striped", **more}), "striped")
-        for more in ({}, {"documents": [24]}, {"documents": [15, 9]})
-    ]
-    assert all(torch.equal(x, y) for x, y in zip(each[0], each[1], strict=True))
-    assert not any(torch.equal(x, y) for x, y in zip(each[0], each[2], strict=True))
-
-
 def sdpa(q, k, v, visible):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
 
@@ -140,14 +129,3 @@ def test_the_mask_by_hand():
         [1, 0, 1, 1, 0],
         [1, 0, 0, 1, 1],
     ]
-
-
-@pytest.mark.parametrize(("window", "global_tokens"), [(1, 0), (7, 3), (13, 40)])
-def test_a_window_is_sdpa_with_a_dense_mask(ranks, window, global_tokens):
-    """A second oracle. More global tokens than a query has before its window are no more than all."""
-    four = grouped_inputs(1, 4, 2, 24, 8, torch.float64)
-    options = {"causal": True, "layout": "zigzag", "window": window, "global_tokens": global_tokens}
-    mine = whole(ranks(3, ring_gradients, *four, options), "zigzag")
-    visible = window_mask(24, window, global_tokens)
-    for x, right in zip(mine, gradients(partial(sdpa, visible=visible), *four), strict=True):
-        torch.testing.assert_close(x, right)

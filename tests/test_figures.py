@@ -17,23 +17,15 @@ from PIL import Image
 
 from figures import (
     FOLDER,
-    backward_timeline,
-    causal_layouts,
-    double_ring,
-    gradients_home,
     hidden_communication,
     kv_rotation,
-    masked_ring,
-    slow_hop,
     token_loss,
 )
 from figures.draw_all import CHAPTERS, PAGES
 from notebooks import build
-from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.planning.hidden_communication import TABLE_2
 from ringlab.support import drawing
-from ringlab.support.colours import BLOCK_COLOURS
-from ringlab.training.causal import visible_pairs
+from ringlab.support.colours import BLOCK_COLOURS, ink_on
 from tests.commands import ROOT
 from tests.pictures import assert_legible
 
@@ -151,91 +143,9 @@ def test_every_picture_is_shown_and_every_shown_picture_is_there():
     assert shown == PAGES.keys()
     scripts = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "draw_all"}
     assert {draw.__module__.removeprefix("figures.") for draw in PICTURES.values()} == scripts
-    assert drawing.ink_on(BLOCK_COLOURS[0]) == "#FFFFFF"  # blue
-    assert drawing.ink_on(BLOCK_COLOURS[1]) == drawing.INK  # orange
+    assert ink_on(BLOCK_COLOURS[0]) == "#FFFFFF"  # blue
+    assert ink_on(BLOCK_COLOURS[1]) == drawing.INK  # orange
     assert drawing.colour(len(BLOCK_COLOURS) + 1) == BLOCK_COLOURS[1]
-
-
-def test_rotation_is_a_ring_that_computes():
-    record = kv_rotation.rounds()
-    assert [now.blocks for now in record] == [[(r - t) % 4 for r in range(4)] for t in range(4)]
-    exact = naive_attention(*[TOKENS[None, None]] * 3)
-    got = torch.cat([kv_rotation.finish(state)[0] for state in record[-1].states], dim=2)
-    torch.testing.assert_close(got, exact)
-    assert kv_rotation.pair(kv_rotation.token_0(record[-1])[2]) == "[2.2688, 1.6500]"
-    assert kv_rotation.frames(2)[::2] == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0)]
-
-
-def test_gradients_come_home_with_the_share_of_every_rank():
-    record = gradients_home.travel()
-    assert [[hand.block for hand in hands] for hands in record[:-1]] == [
-        [(r - t) % 4 for r in range(4)] for t in range(4)
-    ]
-    for t, hands in enumerate(record[:-1]):
-        assert all(hand.added == [(hand.block + i) % 4 for i in range(t + 1)] for hand in hands)
-    assert [hand.block for hand in record[-1]] == [0, 1, 2, 3]
-    _, _, (_, d_k, d_v) = gradients_home.problem()
-    torch.testing.assert_close(torch.cat([hand.d_k for hand in record[-1]], dim=2), d_k)
-    torch.testing.assert_close(torch.cat([hand.d_v for hand in record[-1]], dim=2), d_v)
-
-
-def test_gradients_arrive_while_a_rank_computes_on_their_block():
-    events, gradients = backward_timeline.timeline()
-    for mine, right in zip(gradients, gradients_home.problem()[2], strict=True):
-        torch.testing.assert_close(mine, right)  # so the ring that is drawn is right
-    P, computing = backward_timeline.P, {}
-    for event in events:
-        if event.what == "compute":
-            computing[event.rank, event.block] = event
-            assert event.block == (event.rank - event.round) % P
-            assert event.start == pytest.approx(backward_timeline.LASTS["KV"] + (event.round - 1) % P)
-    messages = [event for event in events if event.what != "compute"]
-    assert [event.what for event in messages].count("KV") == P * (P - 1)
-    assert [event.what for event in messages].count("dKV") == P * (P - 1)
-    for event in messages:
-        meets = computing[event.rank, event.block]  # where this rank computes on the block of the message
-        if event.what == "KV":
-            assert meets.start - 1 <= event.start + 1e-9 < event.end <= meets.start
-        else:  # the last one goes home, where the rank computes on its own block
-            assert meets.start <= event.start < event.end <= meets.end
-
-
-def test_a_slow_hop_lasts_a_turn_and_brings_the_block_to_the_same_device_of_the_other_host():
-    blocks, hops = double_ring.schedule()
-    n, g, P = double_ring.HOSTS, double_ring.DEVICES, double_ring.P
-    for t, in_hand in enumerate(blocks):
-        u, s = divmod(t, g)
-        assert in_hand == [(host - u) % n * g + (device - s) % g for host in range(n) for device in range(g)]
-    for hop in hops:
-        assert blocks[hop.first][hop.sender] == blocks[hop.last + 1][hop.receiver] == hop.block
-        rounds, to = (g, hop.sender + g) if hop.slow else (1, hop.sender // g * g + (hop.sender + 1) % g)
-        assert (hop.last - hop.first + 1, hop.receiver) == (rounds, to % P)
-    assert sum(hop.slow for hop in hops) == P * (n - 1)
-    assert sum(not hop.slow for hop in hops) == P * (P - n)
-
-
-@pytest.mark.parametrize("layout", causal_layouts.LAYOUTS)
-def test_mask_as_the_ranks_hold_it_has_the_pairs_of_its_bars(layout):
-    order, pairs = causal_layouts.visible(layout)
-    S, P, C = causal_layouts.S, causal_layouts.P, causal_layouts.C
-    assert sorted(order.tolist()) == list(range(S))
-    bars = visible_pairs(layout, S, P)
-    for rank in range(P):
-        for block in range(P):
-            tile = pairs[C * rank : C * (rank + 1), C * block : C * (block + 1)]
-            assert tile.sum() == bars[(rank - block) % P, rank]
-            assert tile[C // 2 :, : C // 2].all() == bool(tile.any())  # where the picture writes the round
-
-
-@pytest.mark.parametrize("partition", masked_ring.MASKS.values(), ids=masked_ring.MASKS)
-def test_the_outlines_of_a_rank_enclose_its_pairs(partition):
-    for rank in range(masked_ring.P):
-        area = 0.0
-        for block in range(masked_ring.P):
-            for piece in partition.pieces(rank, block):
-                x, y = np.array(masked_ring.outline(piece)).T
-                area += abs((x * np.roll(y, 1) - y * np.roll(x, 1)).sum()) / 2
-        assert area == partition.pairs(rank)
 
 
 def test_map_has_the_machines_of_the_table_and_the_readers_own():
@@ -266,11 +176,3 @@ def test_the_losses_are_those_that_the_description_tells():
     assert (round(shifted[large].min().item()), round(shifted.max().item())) == (6, 11)
     assert round(counted.max().item()) == 10
     assert [bool(piece.max() > 1) for piece in counted.chunk(8)] == [False, True, True, False, False, True, True, True]
-
-
-def test_waiting_spreads_from_the_slow_hop():
-    fast, slow = slow_hop.runs().values()
-    assert not [event for event in fast if event.what == "wait"]
-    waiting = [{it.rank for it in slow if it.what == "wait" and it.round == t} for t in range(slow_hop.P - 1)]
-    assert waiting[0] == {0, 1}
-    assert waiting[1] == set(range(slow_hop.P))

@@ -84,10 +84,6 @@ FEW = {"worlds": (3,), "dtypes": ("float32",), "gradients": False}
 def test_right():
     assert_ring(ring.attention, **FEW)
 
-def test_wrong():
-    with pytest.raises(AssertionError, match="^SICK: scale_twice"):
-        assert_ring(ring.scaled_twice, **FEW)
-
 def test_fixture(ring_doctor):
     with pytest.raises(pytest.fail.Exception, match="^SICK: scale_twice"):
         ring_doctor(ring.scaled_twice, **FEW)
@@ -236,12 +232,8 @@ def test_the_ring_trains_there(here, flat):
 
 @pytest.mark.slow
 def test_the_doctor_finds_their_ring(here, nested):
-    folder = nested
-    doctor, few = (*torchrun(3), "-m", "ring_doctor"), ("--dtype", "float32", "--forward-only")
-    done = here(folder, *doctor, "theirs.models.ring:attention", "--worlds", "3", *few)
-    assert done.stdout.startswith("HEALTHY: theirs.models.ring:attention, "), done.stderr
-    picture = folder / "xray.svg"
-    done = here(folder, "ring-doctor", "theirs.models.ring:scaled_twice", "--worlds", "3", *few, "--xray", picture)
+    picture, few = nested / "xray.svg", ("--dtype", "float32", "--forward-only")
+    done = here(nested, "ring-doctor", "theirs.models.ring:scaled_twice", "--worlds", "3", *few, "--xray", picture)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("SICK: scale_twice, in theirs.models.ring:scaled_twice\n")
     assert done.stderr == f"ring-doctor: no X-ray in {picture}: it needs matplotlib: {install('plots')}\n"
@@ -251,14 +243,13 @@ def test_the_doctor_finds_their_ring(here, nested):
 @pytest.mark.slow
 def test_the_doctor_works_in_their_tests(here, flat):
     done = here(flat, "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "ringlab", "tests")
-    assert done.stdout.splitlines()[-1].startswith("3 passed"), done.stdout
+    assert done.stdout.splitlines()[-1].startswith("2 passed"), done.stdout
 
 
 @pytest.mark.slow
 def test_a_model_is_trained_without_pictures(here, flat):
-    assert "--cp CP" in here(flat, "ring-train", "--help").stdout
     small = "--steps 2 --seq-len 24 --layers 1 --hidden 16 --heads 4 --kv-heads 2"
-    done = here(flat, *torchrun(2), "-m", "ringlab.models.train", *small.split())
+    done = here(flat, "ring-train", *small.split())
     assert done.returncode == 0, done.stderr
     said = f"done      2 steps; the curve needs matplotlib: {install('plots')}; its numbers are run/loss.jsonl"
     assert done.stdout.splitlines()[-1] == said

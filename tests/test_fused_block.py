@@ -6,9 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.support.rounding import exact_attention
 from ringlab.training import fused_block
@@ -240,6 +242,29 @@ def test_shapes_and_dtypes_on_cuda(kernel, dtype, Sq, Sk, causal):
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
     assert [x.shape for x in results] == [q.shape, k.shape, v.shape]
     assert all(x.dtype == dtype for x in results)
+
+
+def efficient(q, k, v, bias, needs_lse, dropout=0.0, causal=False, *, scale):
+    """What the kernel for CUDA returns: its lse is longer, with numbers that mean nothing."""
+    out, lse = blockwise_attention(q, k, v, block_size=64, causal=causal, scale=scale)
+    return out, F.pad(lse, (0, -lse.shape[2] % 32), value=torch.nan), torch.tensor(0), torch.tensor(0)
+
+
+def efficient_backward(d_out, q, k, v, bias, out, lse, seed, offset, dropout, needed, causal, *, scale):
+    S = q.shape[2]
+    assert lse.shape[2] == S + -S % 32
+    assert (lse[:, :, S:] == torch.inf).all()  # so that what stands there has no weight
+    return *block_backward(q, k, v, d_out, lse[:, :, :S], (d_out * out).sum(dim=-1), scale, causal=causal), None
+
+
+@pytest.mark.parametrize("length", [32, 39])
+def test_lse_is_padded_with_infinity_for_the_efficient_kernel(length):
+    """On a CPU, with the same numbers by plain code in the place of the kernel."""
+    name = "_scaled_dot_product_efficient_attention"
+    kernels = SimpleNamespace(**{name: efficient, f"{name}_backward": efficient_backward})
+    chosen = mock.patch.object(fused_block, "choose_kernel", return_value=("cuda efficient", ""))
+    with chosen, mock.patch.object(fused_block, "aten", kernels):
+        assert_block(grouped_inputs(1, 4, 2, length, 8), causal=True)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

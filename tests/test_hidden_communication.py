@@ -1,4 +1,4 @@
-"""The closed forms against numbers worked out by hand, torch's counts and the bytes of real rings. Wrong ones fail."""
+"""The closed forms against numbers worked out by hand, torch's counts. Real rings send these bytes: test_bytes."""
 
 import math
 
@@ -8,14 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.against_peers import DTYPES, formula_bytes
-from bench.against_peers import sent_bytes as really_sent
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.planning import hidden_communication
 from ringlab.planning.hidden_communication import LLAMA_7B, MISPRINTED, TABLE_2, AttentionLayer
-from ringlab.planning.ways import Cluster, traffic
 from ringlab.training.backward import block_backward
-from ringlab.training.causal import visible_pairs
 
 BF16, FLOAT32, FLOAT64 = (AttentionLayer(heads=2, kv_heads=1, head_dim=4, itemsize=w) for w in (2, 4, 8))
 FLOPS, BANDWIDTH = 1024, 64  # FLOP/s and bytes/s: their quotient is 16
@@ -67,43 +63,6 @@ def test_flops_are_those_that_torch_counts():
         block_backward(q, k, v, d_out, lse, delta, D**-0.5)
     assert hidden_communication.block_flops(layer, C**2) == forth.get_total_flops()
     assert hidden_communication.block_flops(layer, C**2, backward=True) == back.get_total_flops()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("P", [1, 2, 3])
-def test_the_bytes_are_those_that_a_real_ring_sends(ranks, P, dtype):
-    H, G, C, D = 4, 2, 8, 4
-    layer = AttentionLayer(H, G, D, DTYPES[dtype].itemsize)
-    forward = (P - 1) * hidden_communication.hop_bytes(layer, C)
-    backward = (P - 1) * hidden_communication.hop_bytes(layer, C, backward=True)
-    assert ranks(P, really_sent, C, H, G, D, dtype) == [[forward, backward]] * P
-    assert formula_bytes(P, C, H, G, D, dtype) == [forward, backward]
-
-
-@pytest.mark.parametrize("P", [1, 2, 4])
-def test_all_to_all_counted_on_tensors(P):
-    """What a rank has of the heads that others will compute, and what it computes of the tokens that others hold."""
-    H, G, C, D = 8, 4, 6, 2
-    x = {"q": torch.zeros(H, C, D), "k": torch.zeros(G, C, D), "v": torch.zeros(G, C, D)}
-    there = sum(part.numel() for each in x.values() for part in each.chunk(P)[1:])  # rank 0 keeps the first group
-    back = sum(part.numel() for part in torch.zeros(H // P, P * C, D).chunk(P, dim=1)[1:])  # and the first tokens
-    assert traffic("all-to-all", AttentionLayer(H, G, D), C, Cluster(1, P, 1, 1)) == (2 * (there + back), 0)
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
-def test_half_of_a_balanced_block_is_visible(layout):
-    P = 4
-    for C in (8, 64, 256):  # the rest is a diagonal, of C pairs
-        off = (visible_pairs(layout, P * C, P) / C**2 - 1 / 2).abs().max().item()
-        assert off <= 1 / (2 * C)
-
-
-def test_all_of_a_contiguous_block_is_visible_to_the_last_rank():
-    P, C = 4, 64
-    shares = visible_pairs("contiguous", P * C, P) / C**2  # by round and rank
-    assert shares[1:, -1].tolist() == [1.0] * (P - 1)
-    assert shares.max() == 1
-    assert shares[0].tolist() == [(C + 1) / (2 * C)] * P  # but its own block is a triangle, in every layout
 
 
 RATES = st.floats(1e6, 1e16)

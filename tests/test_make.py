@@ -71,6 +71,14 @@ def test_pip_sets_up_where_uv_fails(set_up, uv):
     assert "uv cannot (.venv/uv.log says why), so pip installs" in printed
 
 
+def test_the_demo_is_what_other_tests_run():
+    """tests/test_worked_example.py and tests/test_pages.py."""
+    printed = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    commands = [line.removeprefix(".venv/bin/") for line in printed.splitlines() if "/python worked" in line]
+    assert commands == ["python worked_example.py"]
+    assert ".venv/bin/torchrun --nproc_per_node=4 ring_attn.py\n" in printed
+
+
 def test_a_set_up_that_fails_is_not_ready(set_up):
     assert "no such package" in set_up(status=2, UV="fails", FOUND="no")[0]
 
@@ -80,21 +88,13 @@ def test_a_set_up_that_fails_is_not_ready(set_up):
 CONCEPTS = one.concepts()
 
 
-@pytest.mark.parametrize("name", CONCEPTS)
-def test_every_part_of_a_concept_is_found(name):
-    concept = CONCEPTS[name]
-    parts = set(one.commands(concept))
-    # test_processes, test_schedules, test_models_train, test_models_hugging_face and test_cost_model test these
-    without_tests = {"ranks"}
-    without_tests |= {"linear_attention"}  # test_state_ring
-    without_tests |= {"all_gather", "all_to_all", "hybrid", "layouts", "partition"}
-    without_tests |= {
-        "naive_attention",
-        "grouped_query",
-        "jax_ring",
-    }  # test_blockwise_attention, test_backward, test_jax
-    expected = {"lint", "script"} if name in without_tests else {"lint", "script", "tests"}
-    assert parts == expected | {"notebook"}
+def test_every_part_of_a_concept_is_found():
+    # test_processes, test_schedules, test_state_ring, test_blockwise_attention, test_backward and test_jax test these
+    without_tests = {"ranks", "all_gather", "all_to_all", "hybrid", "layouts", "partition", "linear_attention"}
+    without_tests |= {"naive_attention", "grouped_query", "jax_ring"}
+    every = {"lint", "script", "tests", "notebook"}
+    for name, concept in CONCEPTS.items():
+        assert set(one.commands(concept)) == (every - {"tests"} if name in without_tests else every), name
 
 
 def test_the_chapter_is_the_one_of_the_map():
@@ -112,14 +112,15 @@ def test_the_chapter_is_the_one_of_the_map():
 @pytest.mark.parametrize("broken", [None, "lint", "tests", "script", "notebook"])
 def test_a_part_that_fails_is_named(monkeypatch, capsys, words, broken):
     parts = one.commands(CONCEPTS["causal"])
-    monkeypatch.setattr(one, "run", lambda steps: (int(broken is not None and steps == parts[broken]), "words", 1.0))
+    monkeypatch.setattr(one, "run", lambda steps: broken is None or steps != parts[broken])
     assert one.main(words) == (1 if broken else 0)
     assert capsys.readouterr().out.endswith(f"causal: FAILED: {broken}\n" if broken else "causal: all ok\n")
 
 
-def test_the_commands_of_a_part_run_until_one_fails():
-    status, printed, _ = one.run([["echo", "one"], ["sh", "-c", "echo two >&2; exit 3"], ["echo", "three"]])
-    assert (status, printed) == (3, "one\ntwo\n")
+def test_the_commands_of_a_part_run_until_one_fails(capfd):
+    assert not one.run([["echo", "one"], ["sh", "-c", "exit 3"], ["echo", "three"]])
+    assert one.run([["true"], ["true"]])
+    assert capfd.readouterr().out == "one\n"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ringlab.training import partition as partition_module
 from ringlab.training.causal import visible_slice
 from ringlab.training.layouts import LAYOUTS, positions
 from ringlab.training.masks import Mask
-from ringlab.training.partition import LARGEST_UPPER, Partition, cut
+from ringlab.training.partition import LARGEST_UPPER, Partition, cut, every
 from tests.masked import dense, masks
 
 
@@ -118,3 +118,8 @@ def test_a_window_costs_a_few_pieces_and_its_visible_pairs():
     partition = Partition(Mask(causal=True, window=16), "contiguous", (64, 64))
     sizes = [len(partition.pieces(*it)) for it in ((0, 0), (1, 1), (1, 0))]
     assert sizes == [7, 7, 1]  # own block: a triangle, then three tiles of an upper and a lower one; the other: upper
+
+
+def test_a_part_of_a_stripe_by_hand():
+    """Tokens 4 and 5 of stripe 1 of 3: 13 and 16."""
+    assert list(range(20))[every(3, 1, slice(4, 6))] == [13, 16]

@@ -113,17 +113,3 @@ def test_the_other_numbers():
     assert "| 9 |" in PAGE
     assert round(max_context.counted("blockwise", C, heads=8, head_dim=64) / (4 * CHUNK)) == 9
     assert all(f"L + {chunks}" in PAGE for chunks in (1, 6, 22))  # of a layer: columns C and F, and its output alone
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        "notebooks/03_worked_example.py",
-        "notebooks/09_hidden_communication.py",
-        "notebooks/appendix_errata.md",
-        "bench/README.md",
-        "docs/glossary.md",
-    ],
-)
-def test_the_pages_with_such_a_number_link_to_it(page):
-    assert "memory.md" in (ROOT / page).read_text()

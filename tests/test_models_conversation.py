@@ -34,13 +34,13 @@ def model_of(attention):
 
 def talk(context, settings, part=5, wrong=None):
     """For each turn the answers, and the logits after each text; what travelled; the positions in this rank's slots."""
-    cache = GrowingCache(**settings)
-    model, turns = model_of(cache), []
+    cache = GrowingCache(**{name: x for name, x in settings.items() if name != "passing"})
+    model, turns, passing = model_of(cache), [], settings.get("passing", "auto")
     with WRONG[wrong]() if wrong else mock.patch.object(module, "read", side_effect=module.read):
         for turn in range(len(LENGTHS)):
             logits = []
             with mock.patch.object(module, "write", side_effect=partial(keep, logits, module.write)):
-                turns.append((reply(model, cache, texts_of(turn), NEW, part=part).tolist(), logits[0]))
+                turns.append((reply(model, cache, texts_of(turn), NEW, part, passing).tolist(), logits[0]))
     return turns, cache.passed, cache.at
 
 
@@ -145,23 +145,24 @@ def test_a_mistake_is_rejected(ranks, wrong):
 
 def refused(context, change, part=5):
     rank = context.rank
-    cache = GrowingCache(passing="V" if change == "passing" and rank == 1 else "auto")
+    cache = GrowingCache()
     model, texts = model_of(cache), texts_of(0)
     if change == "texts":
         reply(model, cache, texts, NEW)
-        texts = texts[:1] if rank == 1 else texts
+        texts = texts[:1]
     if change == "another text" and rank == 1:
         texts = [texts[0], texts[1][1:]]
-    part = {"part": 0, "another part": 6}.get(change, part) if rank == 1 else part
+    part = {"part": 0, "another part": 5 + rank % 2}.get(change, part)
     with mock.patch.object(Transformer, "forward", side_effect=AssertionError("computed before all ranks agreed")):
-        return reply(model, cache, texts, 0 if change == "new tokens" else NEW, part=part)
+        new = 0 if change == "new tokens" else NEW
+        return reply(model, cache, texts, new, part, "KV" if change == "passing" and rank == 1 else "auto")
 
 
 REFUSED = {
-    "passing": ["rank 1: passing is 'V'", "expected 'Q', 'KV' or 'auto'"],
-    "texts": ["rank 1: 1 texts for 2 conversations", "expected one for each"],
+    "passing": ["disagree about passing"],
+    "texts": ["1 texts for 2 conversations", "expected one for each"],
     "another text": ["disagree about prompts"],
-    "part": ["rank 1: part is 0", "expected 1 token or more"],
+    "part": ["part is 0", "expected 1 token or more"],
     "another part": ["disagree about part"],
     "new tokens": ["0 new ones", "expected", "1 new token or more"],
 }

@@ -35,7 +35,7 @@ from tests.test_models_train import SMALL, losses
 RUN = [*SMALL, "--data", "text.txt", "--out", "run", "--steps", "5"]
 NEWEST, OLDER = ("step-00000004", "step-00000002")
 FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "run.json", "SHA256SUMS")
-NO_FILE = "cannot be read: there is no such file"
+NO_FILE = "cannot be read: No such file or directory"
 OTHER_SUM = "does not match its checksum in SHA256SUMS"
 NO_LIST = "SHA256SUMS is not the list of checksums"
 BAD_LINE = "text.jsonl, line 2: expected an object"
@@ -70,12 +70,11 @@ def copied(path, of):
     instead(path, lambda path: shutil.copytree(of, path))
 
 
-TO_A_FILE = {  # what is done, and what is said; the last two words differ for the list of checksums itself
+TO_A_FILE = {  # what is done, what is said, and what of the list of checksums itself
     "one byte short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), OTHER_SUM, NO_LIST),
     "garbage": (lambda path: path.write_bytes(bytes(range(256)) * 9), OTHER_SUM, NO_LIST),
     "deleted": (lambda path: path.unlink(), NO_FILE, NO_FILE),
-    "a folder": (lambda path: instead(path, Path.mkdir), NO_FILE, NO_FILE),
-    "a pipe": (lambda path: instead(path, os.mkfifo), NO_FILE, NO_FILE),
+    "a folder": (lambda path: instead(path, Path.mkdir), *["Is a directory"] * 2),
     "a bad disk": (lambda path: instead(path, lambda it: it.symlink_to("/proc/self/mem")), *["Input/output error"] * 2),
     "of another step": (lambda it: shutil.copy(it.parent.parent / OLDER / it.name, it), OTHER_SUM, OTHER_SUM),
 }
@@ -112,14 +111,13 @@ BAD_LINES = {
     "a long number": b'{"text": "x", "n": ' + b"9" * 5000 + b"}",
 }
 JSONL = ("--resume", "--data", "text.jsonl")
-REBUILT = ("loss.jsonl was missing or damaged; it is written anew from the checkpoint",)
 UNWRITTEN = ("the losses could not be written", "the checkpoints hold them")
 NOT_WRITTEN = ("step-00000005 could not be written", NEWEST, "--resume")
 BOTH_DAMAGED = ("no whole checkpoint in its place", NEWEST, OLDER, NO_LIST, "another --out")
 SWAPPED = (f"{NEWEST} is whole", f"to be named {OLDER}", f"{OLDER} is whole", f"to be named {NEWEST}")
 TAKEN = (f"SHA256SUMS {NO_FILE}; move it away, run/{NEWEST}.damaged cannot be made",)
 WAYS = {
-    "a pipe": Way("older", (NEWEST, f".metadata {NO_FILE}", OLDER), damaged(".metadata", "a pipe", NEWEST)),
+    "a file is gone": Way("older", (NEWEST, f".metadata {NO_FILE}", OLDER), damaged(".metadata", "deleted", NEWEST)),
     "of both, garbage": Way("refused", BOTH_DAMAGED, damaged("SHA256SUMS", "garbage", NEWEST, OLDER)),
     "the older one": Way("older", ("run.json is of step 2", OLDER), lambda run: copied(run / NEWEST, run / OLDER)),
     "swapped": Way("refused", SWAPPED, swapped),
@@ -133,7 +131,6 @@ WAYS = {
         lambda run: copied(run / NEWEST, run.parent / "other" / NEWEST),
     ),
     "started again": Way("refused", ("holds an earlier run", "--resume", "--out"), options=()),
-    "loss.jsonl, a pipe": Way("resumed", REBUILT, lambda run: instead(run / "loss.jsonl", os.mkfifo)),
     "loss.jsonl, of steps that were lost": Way(
         "resumed", (), lambda run: (run / "loss.jsonl").open("a").write('{"step": 5, "loss": 1.0}\n{"st')
     ),
@@ -207,6 +204,16 @@ def small(tmp_path):
         (folder / name).write_text(text)
     (folder / SUMS).write_text(as_text({path.name: sha256(path) for path in folder.iterdir()}))
     return folder
+
+
+def test_a_plain_command_trains_on_one_process(command, whole, tmp_path):
+    options = [*SMALL, "--data", str(whole / "text.txt"), "--steps", "3"]
+    status, stdout, stderr = command(tmp_path, options, None)
+    assert (status, stderr) == (0, "")
+    lines = stdout.splitlines()
+    assert lines[0] == "model     1 layers, hidden 16, 4 heads on 2, 11,312 parameters, fp32"
+    assert re.fullmatch(r" +3/3 \[#{20}\] loss \d\.\d{4}, [\d,]+ tokens/s, MFU \d+%, [\d,]+ MB a rank", lines[-2])
+    assert lines[-1].startswith("done      3 steps; the curve is ")
 
 
 def test_any_flipped_bit_is_found_and_by_one_rank_at_least(small):

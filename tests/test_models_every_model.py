@@ -89,7 +89,7 @@ def no_window(name):
 
 def no_stretch(name):
     """The frequencies by the longest position of a shard."""
-    with mock.patch.multiple(hugging_face_pass.Ring, stretch=lambda *x: x[2:], shrink=lambda *x: x[3]):
+    with mock.patch.multiple(hugging_face_pass.ModelInRing, stretch=lambda *x: x[2:], shrink=lambda *x: x[3]):
         return in_the_ring(name)
 
 

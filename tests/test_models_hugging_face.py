@@ -458,7 +458,7 @@ def test_a_layer_that_is_not_causal_is_refused():
     layer = torch.nn.Module()
     layer.is_causal = False
     with pytest.raises(ValueError, match="is_causal=False"):
-        hugging_face_pass.Ring("zigzag", None, 1).attend(layer, *torch.zeros(3, 1, 1, 2, 4))
+        hugging_face_pass.ModelInRing("zigzag", None, 1).attend(layer, *torch.zeros(3, 1, 1, 2, 4))
 
 
 # Other losses, other heads, a copy, another ring, none: each on one process, and in the ring --------------------------

@@ -404,7 +404,7 @@ UNSERVED = [
     ("Llama", {"rope_parameters": DYNAMIC}, ["chooses its frequencies by the longest position"]),
     ("Phi3", {"rope_parameters": LONGROPE}, ["chooses its frequencies by the longest position"]),
     ("Llama4Text", LLAMA_4, ["has a temperature by position", "causal attention and windows"]),
-    ("Llama4Text", CHUNKS, ["has Chunks(size=8)", "causal attention and windows"]),
+    ("Llama4Text", CHUNKS, ["has ChunkedAttention(size=8)", "causal attention and windows"]),
     ("Llama", {"is_causal": False}, ["has BothWays()", "causal attention and windows"]),
 ]
 

@@ -16,7 +16,7 @@ from transformers import masking_utils  # noqa: E402
 from ringlab.models import hugging_face_masks, hugging_face_pass  # noqa: E402
 from ringlab.models.hugging_face import use_ring  # noqa: E402
 from ringlab.models.hugging_face_batch import shard_batch, shifted  # noqa: E402
-from ringlab.models.hugging_face_masks import BothWays, Chunks, asked_mask, window_of, written  # noqa: E402
+from ringlab.models.hugging_face_masks import BothWays, ChunkedAttention, asked_mask, rule_in_words, window_of  # noqa: E402
 from tests.hugging_face_models import (  # noqa: E402
     DOCUMENTS,
     EXPERTS,
@@ -156,8 +156,8 @@ def in_the_ring_but(context, mistake):
     window = mock.patch.object(hugging_face_masks, "window_of", windows.get(mistake, window_of))
     model = model_of(name, options)
     use_ring(model)
-    check = (lambda *args: (True, 0, 0)) if mistake == "positions" else hugging_face_pass.Ring.check
-    with ring, window, mock.patch.object(hugging_face_pass.Ring, "check", check):
+    check = (lambda *args: (True, 0, 0)) if mistake == "positions" else hugging_face_pass.ModelInRing.check
+    with ring, window, mock.patch.object(hugging_face_pass.ModelInRing, "check", check):
         return summed(model, model(**shard).loss)
 
 
@@ -194,7 +194,7 @@ def test_the_rules_that_a_ring_knows():
     assert asked_mask(mask_function=CAUSAL) is None
     assert asked_mask(mask_function=WINDOW, local_size=3) == 3
     assert asked_mask(mask_function=WINDOW, local_size=3, attention_mask=torch.ones(2, 8)) == 3
-    assert asked_mask(mask_function=CHUNKS, local_size=3) == Chunks(3)
+    assert asked_mask(mask_function=CHUNKS, local_size=3) == ChunkedAttention(3)
     assert asked_mask(mask_function=WINDOW, local_size=3)[:, :, slice(-0, None), :] == 3  # all rows of it
     with pytest.raises(TypeError, match="no rows"):
         asked_mask(mask_function=WINDOW, local_size=3)[:, :, -1:, :]
@@ -208,7 +208,7 @@ def test_a_rule_shows_the_pairs_that_the_ring_computes(rule):
     function, whole = counted if rule is CHUNKS else rule, {"local_size": 3, "allow_is_causal_skip": False}
     shown = masking_utils.sdpa_mask(1, 8, 8, mask_function=function, **whole)[0, 0]
     asked = asked_mask(mask_function=rule, local_size=3)
-    documents = asked.documents((8,)) if isinstance(asked, Chunks) else None
+    documents = asked.documents((8,)) if isinstance(asked, ChunkedAttention) else None
     window = int(asked) if isinstance(asked, int) else None
     assert torch.equal(shown, dense(Mask(not isinstance(asked, BothWays), documents, window), at, at))
 
@@ -231,7 +231,9 @@ OTHER_RULES = {
 @pytest.mark.parametrize("text", OTHER_RULES)
 @pytest.mark.parametrize("local_size", [None, 4])
 def test_other_rules_are_told_in_words(text, local_size):
-    assert written(OTHER_RULES[text]) == asked_mask(mask_function=OTHER_RULES[text], local_size=local_size) == text
+    assert (
+        rule_in_words(OTHER_RULES[text]) == asked_mask(mask_function=OTHER_RULES[text], local_size=local_size) == text
+    )
 
 
 def test_padding_is_told_in_words():
@@ -243,10 +245,10 @@ def test_the_window_of_a_layer_is_that_of_its_mask():
     assert window_of("Layer", 4, 4) == 4
     own = asked_mask(mask_function=WINDOW, local_size=3)  # of a layer that passes no window itself
     assert type(window_of("Layer", own, own)) is int
-    assert window_of("Layer", Chunks(4), None) is window_of("Layer", BothWays(), None) is None
+    assert window_of("Layer", ChunkedAttention(4), None) is window_of("Layer", BothWays(), None) is None
     for mask, said, words in (
         (None, 4, "plain causal"),
-        (Chunks(4), 4, re.escape("Chunks(size=4)")),
+        (ChunkedAttention(4), 4, re.escape("ChunkedAttention(size=4)")),
         (4, None, "a window of 4"),
         (4, 5, "a window of 4"),
     ):

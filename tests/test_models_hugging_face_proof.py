@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason=MISSING["transformers"
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 from ringlab.models import hugging_face_proof  # noqa: E402
-from ringlab.models.hugging_face_masks import Attention, asked_mask  # noqa: E402
+from ringlab.models.hugging_face_masks import LayerAttention, asked_mask  # noqa: E402
 from ringlab.models.hugging_face_proof import prove  # noqa: E402
 from tests.hugging_face_models import SIZES, model_of  # noqa: E402
 
@@ -26,7 +26,7 @@ DTYPES = (torch.float64, torch.bfloat16)
 
 
 def proved(model):
-    noted = Attention("contiguous", None, 1)
+    noted = LayerAttention("contiguous", None, 1)
     transformers.AttentionInterface.register("noted", noted.attend)
     transformers.AttentionMaskInterface.register("noted", asked_mask)
     prove(model, noted, "noted")
@@ -393,7 +393,7 @@ def test_the_model_stays_as_it_was(mistake, frozen):
 def test_what_stands_in_for_the_attention_sees_its_own_token_only_and_all_of_it():
     """Each number of its q, k and v, and nothing of another token."""
     q, k, v = (torch.randn(1, heads, 4, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
-    out = hugging_face_proof.cut(q, k, v)
+    out = hugging_face_proof.own_token(q, k, v)
     for token in range(4):
         for x in torch.autograd.grad(out[:, :, token].sum(), (q, k, v), retain_graph=True):
             assert (x[:, :, token] != 0).all()
@@ -405,4 +405,4 @@ def test_a_rotation_of_q_and_k_changes_what_stands_in_for_the_attention():
     q, k, v = torch.randn(3, 1, 1, 4, 6, dtype=torch.float64)
     turned = [x.roll(1, dims=3) for x in (q, k)]
     assert torch.allclose((q * k).sum(3), (turned[0] * turned[1]).sum(3))
-    assert (hugging_face_proof.cut(q, k, v) - hugging_face_proof.cut(*turned, v)).abs().max() > 1e-3
+    assert (hugging_face_proof.own_token(q, k, v) - hugging_face_proof.own_token(*turned, v)).abs().max() > 1e-3

@@ -4,29 +4,34 @@ The model has no layer in float32, so weights agree to float64: a gradient off b
 AdamW divides it by its epsilon, 1e-8. Losses are added up in float32, 1e-7 each.
 """
 
+import importlib
 import os
 import re
 import sys
+from contextlib import ExitStack, nullcontext
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ringlab.models.transformer import IGNORED, summed_loss
+from ringlab.support import processes
 from ringlab.support.agreement import members
-from ringlab.support.processes import launch
+from ringlab.support.processes import Ranks
 from tests.commands import ROOT
 from tests.extras import MISSING
 
 for package in ("accelerate", "peft", "trl"):
     pytest.importorskip(package, reason=MISSING["trl"])
 
-from accelerate.state import AcceleratorState, PartialState  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from datasets import Dataset, disable_progress_bars  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
@@ -105,14 +110,18 @@ def small_model():
     return Starcoder2ForCausalLM(Starcoder2Config(**sizes)).double()
 
 
+def full(weight):
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
+
+
 def weights_of(model):
-    return torch.cat(
-        [(w.full_tensor() if isinstance(w, DTensor) else w).detach().flatten() for w in model.parameters()]
-    )
+    return torch.cat([full(weight).flatten() for weight in model.parameters()])
 
 
 def as_torchrun():
-    """Set what torchrun sets and accelerate reads. `launch` has formed the group already."""
+    """Set what torchrun sets and accelerate reads, and let it forget other groups. The group is formed already."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     rank, world_size = members()
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | {"WORLD_SIZE": str(world_size)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # asked for, and not used
@@ -257,8 +266,8 @@ def in_a_ring(context, folder):
     disable_progress_bars()
     found = {case: run(RingTrainer, case) for case in CASES} | {case: sft(RingSFTTrainer, case) for case in SFT}
     found["first"], found["again"] = (resumed(RingTrainer, folder, again) for again in (False, True))
-    found["own ranks"], found["the batch"] = run(CountsOwnRanks), run(CountsTheBatch)
-    found["right"], found["bf16"] = run(RingTrainer), run(RingTrainer, "bf16", bf16=True, **BF16)
+    found["own ranks"], found["the batch"] = (run(kind, "accumulation") for kind in (CountsOwnRanks, CountsTheBatch))
+    found["bf16"] = run(RingTrainer, "bf16", bf16=True, **BF16)
     return found | {"fsdp2": with_fsdp2()}, refusals()
 
 
@@ -267,8 +276,10 @@ def on_a_mesh(context, dp):
 
     And what RingTrainer says before accelerate is told of the other ranks.
     """
-    said = attempt(run, RingTrainer)
     AcceleratorState._reset_state(reset_partial_state=True)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    said = attempt(run, RingTrainer)
     as_torchrun()
     if context.world_size == dp:
         return run(Trainer, "accumulation"), said
@@ -311,14 +322,27 @@ def same(result, exact):
 
 
 @pytest.fixture(scope="module")
-def ring(tmp_path_factory):
+def pool():
+    """Processes of their own: accelerate and Trainer leave much behind."""
+    pool = Ranks(4, seconds=300)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="module")
+def ring(pool, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ring")
-    return *launch(in_a_ring, 3, folder)[0], folder
+    return *pool(3, in_a_ring, folder)[0], folder
+
+
+@cache
+def alone(case):
+    return run(Trainer, case)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_is_that_of_one_process(ring, case):
-    same(ring[0][case], run(Trainer, case))
+    same(ring[0][case], alone(case))
 
 
 def test_a_run_goes_on_from_a_checkpoint_and_a_model_without_a_ring_loads_it(ring, tmp_path):
@@ -339,8 +363,7 @@ def test_autocast_is_as_near_to_float64_as_that_of_one_process(ring):
 
 
 def test_planted_mistakes_are_seen(ring):
-    exact = run(Trainer)
-    same(ring[0]["right"], exact)
+    exact = alone("accumulation")
     for name in ("own ranks", "the batch"):
         with pytest.raises(AssertionError):
             same(ring[0][name], exact)
@@ -374,14 +397,14 @@ def test_what_shards_do_not_have_is_refused(ring):
     assert "expected input_ids and labels" in ring[1]["labels"]
 
 
-def test_two_rings_are_a_trainer_on_two_processes():
-    (result, said), (exact, _) = launch(on_a_mesh, 4, 2)[0], launch(on_a_mesh, 2, 2)[0]
+def test_two_rings_are_a_trainer_on_two_processes(pool):
+    (result, said), (exact, _) = pool(4, on_a_mesh, 2)[0], pool(2, on_a_mesh, 2)[0]
     same(result, exact)
     assert "accelerate sees 1 process(es) of 4" in said
 
 
 def test_weights_that_fsdp2_shares_out_are_those_of_one_process(ring):
-    same(ring[0]["fsdp2"], run(Trainer, "accumulation"))
+    same(ring[0]["fsdp2"], alone("accumulation"))
 
 
 def test_a_batch_is_padded_on_the_right():
@@ -403,16 +426,41 @@ SHARED = {"tiny", "compare"}
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in SHARED)
 
 
-IN_CI = ("fsdp2",)  # half a minute; the others are exhaustive
-EACH = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.exhaustive) for name in SCRIPTS]
+def example(context, name):
+    """The losses and the weights of a script, which runs as it stands on ranks that have joined already."""
+    as_torchrun()
+    kept = []
+
+    def keep(losses, model):
+        kept.append((losses, [full(weight).clone() for weight in model.state_dict().values()]))
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]))
+        stack.enter_context(mock.patch.object(importlib.import_module("tiny"), "keep", keep))
+        stack.enter_context(mock.patch.object(processes, "join_ring", return_value=nullcontext(context)))
+        stack.enter_context(mock.patch.object(dist, "destroy_process_group"))
+        exec((EXAMPLES / f"{name}.py").read_text(), {})
+    return kept[0]
 
 
-@pytest.mark.parametrize("name", EACH)
-def test_an_example_trains_as_one_process_does(name, monkeypatch):
+@pytest.fixture
+def compare(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(sys, "argv", ["compare.py"])
-    import compare
+    return importlib.import_module("compare")
 
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "compiled"])  # it compiles for half a minute
+def test_an_example_trains_as_one_process_does(pool, compare, name):
+    function, arguments, allowed = compare.ALONE[name]
+    exact, start = function(**arguments), compare.weights_of(compare.tiny.model())
+    seen = compare.errors(pool(3, example, name)[0], exact, start)
+    assert all(error <= most for error, most in zip(seen, allowed, strict=True)), seen
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_torchrun_starts_an_example(compare, name):
     assert all(ok for _, ok in compare.table([name]))
 
 

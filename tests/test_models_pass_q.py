@@ -14,7 +14,7 @@ from ringlab.models import pass_q as module
 from ringlab.models.generate import EMPTY
 from ringlab.models.pass_q import Places, agree_on_places, cached_attention
 from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.pass_q_or_kv import Turn
+from ringlab.planning.pass_q_or_kv import Prefill
 from ringlab.support.rounding import exact_attention
 from ringlab.training.masks import Mask
 from tests.attention import SEED, assert_right, random_qkv
@@ -175,7 +175,7 @@ def test_the_bytes_on_the_wire_are_those_of_the_planner_and_auto_sends_fewer(ran
     taken = set()
     for i, case in enumerate(problems):
         layer = AttentionLayer(*case.heads, case.dims[0], case.dtype.itemsize)
-        keys, queries, home = Turn(layer, sum(case.new), sum(case.keys) - sum(case.new), size).sent
+        keys, queries, home = Prefill(layer, sum(case.new), sum(case.keys) - sum(case.new), size).sent
         sums = {passing: sum(results[i][2] for results in of_ranks) for passing, of_ranks in found.items()}
         assert sums["KV"] == pytest.approx(size * keys, abs=0.5)
         assert sums["Q"] == pytest.approx(size * (queries + home), abs=0.5)
@@ -199,7 +199,7 @@ def test_pieces_of_one_call_are_not_those_of_the_next(ranks):
 
 
 WRONG = Mistakes()
-right_arriving, right_post, right_swap, right_attend = module.arriving, module.post, module.swap, module.attend
+right_arriving, right_post, right_swap, right_attend = module.arriving, module.post, module.swap, module.attend_pieces
 
 
 @WRONG.replaces(module, "arriving")
@@ -216,7 +216,7 @@ def in_order_of_rounds(parts, shapes, group):
     return right_swap([parts[(rank - t) % len(parts)] for t in range(len(parts))], shapes, group)
 
 
-@WRONG.replaces(module, "attend")
+@WRONG.replaces(module, "attend_pieces")
 def normalised_once_more(q, k, v, pieces, *, scale, softcap):
     """Each rank says that its keys weigh as much as those of any other rank."""
     out, lse = right_attend(q, k, v, pieces, scale=scale, softcap=softcap)

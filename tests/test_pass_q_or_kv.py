@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.pass_q_or_kv import HOSTS, MEASURED, ON_A_GPU, TOKENS, Turn, published
+from ringlab.planning.pass_q_or_kv import HOSTS, MEASURED, ON_A_GPU, TOKENS, Prefill, published
 
 LAYERS = [ON_A_GPU, AttentionLayer(8, 8, 64, 4), AttentionLayer(6, 2, 8, 8)]
 SPEEDS = [(500e12, 25e9), (500e12, 450e9), (1e12, 1e3)]  # FLOP/s and bytes/s
@@ -14,7 +14,7 @@ SPEEDS = [(500e12, 25e9), (500e12, 450e9), (1e12, 1e3)]  # FLOP/s and bytes/s
 
 @pytest.mark.parametrize(("new", "megabytes"), [(3_200, 3.28), (12_800, 13.11)])
 def test_a_hop_has_the_bytes_of_the_papers_table_5(new, megabytes):
-    keys, queries, _ = Turn(ON_A_GPU, new, TOKENS - new, HOSTS).sent
+    keys, queries, _ = Prefill(ON_A_GPU, new, TOKENS - new, HOSTS).sent
     assert queries / (HOSTS - 1) == pytest.approx(megabytes * 1e6, rel=2e-3)
     assert keys / (HOSTS - 1) == pytest.approx(16.38e6, rel=1e-3)
 
@@ -25,11 +25,11 @@ def test_a_hop_has_the_bytes_of_the_papers_table_5(new, megabytes):
 @pytest.mark.parametrize("P", [2, 3, 16])
 def test_at_the_closed_share_both_take_as_long(layer, P, speeds, partial):
     N = 200_000
-    share = Turn(layer, 1, N - 1, P, *speeds, partial).share_for_keys
+    share = Prefill(layer, 1, N - 1, P, *speeds, partial).share_for_keys
     for times, faster in ((0.9, 1), (1.0, None), (1.1, 0)):
         if times * share >= 1:
             continue  # with as many K/V heads as queries Q travels, even if all tokens are new
-        turn = Turn(layer, times * share * N, N - times * share * N, P, *speeds, partial)
+        turn = Prefill(layer, times * share * N, N - times * share * N, P, *speeds, partial)
         if faster is None:
             assert turn.seconds[0] == pytest.approx(turn.seconds[1], rel=1e-12)
         else:
@@ -39,10 +39,10 @@ def test_at_the_closed_share_both_take_as_long(layer, P, speeds, partial):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_without_a_speed_it_is_the_share_of_as_many_bytes(layer):
-    share = Turn(layer, 1, 999, 4).share_for_keys
-    keys, queries, home = Turn(layer, 1000 * share, 1000 - 1000 * share, 4).sent
+    share = Prefill(layer, 1, 999, 4).share_for_keys
+    keys, queries, home = Prefill(layer, 1000 * share, 1000 - 1000 * share, 4).sent
     assert keys == pytest.approx(queries + home, rel=1e-12)
-    assert share == Turn(layer, 1, 6999, 9).share_for_keys
+    assert share == Prefill(layer, 1, 6999, 9).share_for_keys
     sums = max(layer.itemsize, 4)
     assert home == pytest.approx(3 * 1000 * share / 4 * layer.heads * (layer.head_dim + 1) * sums)  # float32 at least
 
@@ -70,5 +70,5 @@ def test_the_winner_is_that_of_table_4_where_the_ways_differ_by_more_than_five_p
     [(0, 5, 2), (1, -1, 2), (1, 5, 0), (1, 5, 2, 0.0), (1, 5, 2, math.nan), (1, 5, 2, 1, 0), (1, 5, 2, 1, math.inf)],
 )
 def test_bad_input_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"Turn.* expected 1 new token, 0 cached ones and 1 rank or more"):
-        Turn(ON_A_GPU, *wrong)
+    with pytest.raises(ValueError, match=r"Prefill.* expected 1 new token, 0 cached ones and 1 rank or more"):
+        Prefill(ON_A_GPU, *wrong)

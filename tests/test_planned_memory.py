@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensor
 
 import ring_attn
-from bench import max_context, memory
 from bench.longest_training import GRAIN, kept_by_a_layer, kept_bytes, longest_chunk, parameters, peak_bytes
 from figures import ring_memory as picture
 from ring_attn import hop, ring_attention
@@ -44,8 +43,7 @@ def test_peaks_of_attention_by_hand():
 
 def test_the_peak_of_a_real_hop_is_modelled(ranks):
     layer, C = AttentionLayer(heads=4, kv_heads=4, head_dim=16, itemsize=4), 64
-    for P in (2, 3):
-        assert ranks(P, peak_in_a_hop, layer, C) == [planned.peak_bytes("ring", layer, C, P)] * P
+    assert ranks(3, peak_in_a_hop, layer, C) == [planned.peak_bytes("ring", layer, C, 3)] * 3
 
 
 @pytest.mark.slow
@@ -53,15 +51,6 @@ def test_the_peak_of_a_real_hop_is_modelled(ranks):
 def test_the_peak_of_a_real_training_step_is_modelled(ranks, dtype, kv_heads):
     layer = AttentionLayer(heads=4, kv_heads=kv_heads, head_dim=16, itemsize=dtype.itemsize)
     assert ranks(3, peak_in_training, layer, 64, dtype) == [peak_bytes_backward(layer, 64)] * 3
-
-
-def test_the_benches_of_memory_and_context_count_alike():
-    layer = AttentionLayer(heads=4, kv_heads=4, head_dim=64, itemsize=4)
-    counted = memory.counted("ring", 3 * 4096, heads=4, head_dim=64, world_size=3)  # without q, its own K and V
-    assert counted == 5 / 6 * planned.peak_bytes("ring", layer, 4096, 3)
-    long, short = (max_context.counted("ring", each, heads=4, head_dim=64) for each in (4096, 0))
-    rows, lse = 4 * 4 * 4096 * 64, 2 * 4 * 4 * 4096
-    assert long - short == peak_bytes_backward(layer, 4096) + rows + lse  # the kernel's copy of the output's gradient
 
 
 def test_the_points_of_the_picture_by_hand():

@@ -138,14 +138,10 @@ def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, where, reason):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [("raise", "OverflowError: rank 1 gives up"), ("kill backwards", "SIGKILL")],
-)
-def test_a_rank_that_fails_in_mid_ring_ends_a_torchrun_job(words, reason):
-    done = run(*TORCHRUN, "--nproc_per_node=3", failing_ring.__file__, *words.split())
+def test_a_rank_that_fails_in_mid_ring_ends_a_torchrun_job():
+    done = run(*TORCHRUN, "--nproc_per_node=3", failing_ring.__file__, "kill", "backwards")
     assert done.returncode != 0
-    assert reason in done.stderr
+    assert "SIGKILL" in done.stderr
 
 
 @pytest.mark.slow

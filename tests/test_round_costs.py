@@ -24,7 +24,7 @@ from ringlab.planning.round_costs import (
 from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.ways import Cluster
 from ringlab.training.flash_ring import merge_into
-from tests.clusters import CHUNK, LAYER, TWO
+from tests.test_ways import CHUNK, LAYER, TWO
 
 
 def simulate(way, cluster, layer, chunk, split=None, **options):

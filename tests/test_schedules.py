@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from unittest import mock
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ringlab.support import agreement
 from ringlab.training.all_gather import AllGather
 from ringlab.training.all_to_all import Alone
 from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
@@ -24,7 +26,6 @@ from tests.attention import (
     assert_four,
     assert_right,
     expected,
-    gradcheck_on_ranks,
     gradients,
     grouped_inputs,
 )
@@ -64,8 +65,11 @@ def test_every_mask_and_layout(ranks, way, shape):
     assert_right_results(ranks, way, shape, problems)
 
 
-@some_ways
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(
+    ("way", "shape", "dtype"),
+    [("ring", 3, dtype) for dtype in DTYPES[1:]] + [(*each, torch.bfloat16) for each in SOME if each != ("ring", 3)],
+    ids=name_of,
+)
 def test_other_dtypes_scales_and_batches(ranks, way, shape, dtype):
     options = [
         {},
@@ -175,22 +179,22 @@ def test_the_oracle_of_sinks_and_softcaps_is_the_eager_formula(softcap):
         assert_right(sinks.grad, right, "dsinks")
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
     way = data.draw(st.sampled_from(HERE), label="way")
-    P = data.draw(st.integers(1, 8), label="P")
+    P = data.draw(st.integers(1, 6), label="P")
     shape = data.draw(st.sampled_from(shapes(way, P)), label="shape")
     split = {"all-to-all": P, "hybrid": shape[1] if way == "hybrid" else 1}.get(way, 1)  # a head or more for each
     assert_right_results(ranks, way, shape, [data.draw(problems(P, split), label="problem")])
 
 
 @pytest.mark.skipif("shared memory" not in HERE, reason="shared memory needs Linux")
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_memory_and_messages_give_the_same_bits(ranks, data):
     """Both compute the same blocks in the same order, but in a backward pass: with messages the own one is the last."""
-    P = data.draw(st.integers(1, 8), label="P")
+    P = data.draw(st.integers(1, 5), label="P")
     few = data.draw(st.lists(problems(P), min_size=1, max_size=3), label="problems")
     few.append(replace(few[0], times_q=math.inf))  # inf - inf: the numbers of some rows are NaN
     in_memory, by_messages = (ranks(P, results_on_rank, way, P, few) for way in ("shared memory", "ring"))
@@ -234,19 +238,6 @@ def test_in_parts_of_a_job_at_the_same_time(ranks, way, meshes):
 
 
 # As an operation of autograd -----------------------------------------------------------------------------------------
-
-
-def gradcheck(context, way, shape, *qkv):
-    def attention(*chunks):
-        return attention_of(context, way, shape)(*chunks, **STRIPED)
-
-    return gradcheck_on_ranks(context, attention, "striped", *qkv)
-
-
-@some_ways
-def test_gradcheck(ranks, way, shape):
-    P = ranks_of(shape)
-    assert ranks(P, gradcheck, way, shape, *grouped_inputs(1, 3, 1, P, 1, torch.float64)[:3]) == [True] * P
 
 
 def what_autograd_may_ask(context, way, shape, four):
@@ -358,14 +349,10 @@ BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X;
     "nothing in v": ((X, X, X[..., :0]), {}, ["rank 1: v has shape (1, 4, 4, 0)", "1 or more"]),
     "three dimensions of v": ((X, X, X[0]), {}, ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
     "head dims of v": ((X, X, X[..., :2]), {}, ["ranks disagree", "head dim of v=3", "rank 1: head dim of v=2"]),
-    "no layout": ((X, X, X), {"layout": None}, ["layout is None", "expected one of contiguous"]),
     "a token twice": ((X, X, X), {"layout": Layout("twice", twice)}, ["the layout twice gives token 0", "on one rank"]),
     "not a multiple": ((X[:, :, :3],) * 3, {"layout": "zigzag"}, ["tokens in the zigzag layout on", "pad(x, "]),
     "lengths": ((X[:, :, :1],) * 3, {"layout": OWN}, ["the ranks have [4, 1", "layout; expected [", "with shard"]),
     "queries": ((X[:, :, :2], X, X), {"causal": True}, ["rank 1: q has 2 tokens and k 4; expected chunks of the same"]),
-    "sinks": ((X, X, X), {"sinks": torch.zeros(3)}, ["sinks is torch.float32 of shape (3,) on cpu", "shape (4,), on"]),
-    "softcap of 0": ((X, X, X), {"softcap": 0.0}, ["softcap is 0.0; expected a finite number above 0"]),
-    "documents": ((X, X, X), {"documents": [5, 6]}, ["documents of 5, 6 tokens, 11 in all", "expected"]),
 }
 ALONE = [  # the same of one process: what refuses it, the arguments, words
     (check_layout, (Layout("nowhere", without_the_first), 16, 4), "gives token 0 to 0 of 4 ranks; expected"),
@@ -377,7 +364,7 @@ ALONE = [  # the same of one process: what refuses it, the arguments, words
     (check_sinks, (torch.zeros(4, 1), X), r"shape \(4, 1\)"),
     (check_sinks, ([0.0] * 4, X), r"sinks is \[0.0, 0.0, 0.0, 0.0\]; expected a tensor"),
     *((check_softcap, (cap,), f"softcap is {cap!r}; expected a finite number above 0")
-      for cap in (-5, math.nan, math.inf, "large", True)),
+      for cap in (math.nan, "large", True)),
 ]
 # fmt: on
 
@@ -388,8 +375,8 @@ def test_bad_options_are_refused(refuses, args, words):
         refuses(*args)
 
 
-# All is refused in one function, before a way's own code: all cases on one way, and one on each other way.
-REFUSED = [("ring", 3, bad) for bad in BAD] + [(way, shape, "heads") for way, shape in SOME if way != "ring"]
+# All is refused in one function, before a way's own code: all cases on one way, and one on a few others.
+REFUSED = [("ring", 3, bad) for bad in BAD] + [(*each, "heads") for each in SOME[1:4]]
 
 
 def refused(context, way, shape, qkv_of_ranks, options):
@@ -433,7 +420,7 @@ OTHER = [  # a way, its ranks, an option; what the first rank has, and what rank
     ("ring", 3, "schedule", Ring, AllGather, ["schedule=Ring", "schedule=AllGather"]),
     ("ring", 3, "sinks", None, torch.zeros(4), ["rank 0: sinks=None", "rank 1: sinks=torch.float32"]),
     ("ring", 3, "sinks", torch.zeros(4), torch.zeros(4).requires_grad_(), ["gradients=False", "gradients=True"]),
-    *((way, shape, "softcap", 50, None, ["rank 0: softcap=50.0", "rank 1: softcap=None"]) for way, shape in SOME),
+    ("ring", 3, "softcap", 50, None, ["rank 0: softcap=50.0", "rank 1: softcap=None"]),
 ]
 # fmt: on
 
@@ -492,9 +479,10 @@ MESHES = {  # of 4 ranks, with 2 query heads: (a way, a group, words)
 }
 
 
-def on_group(context, way, ranks_of_mesh):
+def on_group(context, way, ranks_of_mesh, soon=agreement.SOON):
     group = None if ranks_of_mesh is None else DeviceMesh("cpu", ranks_of_mesh)
-    return WAYS[way](*[X[:, :2]] * 3, group=group)
+    with mock.patch.object(agreement, "SOON", soon):
+        return WAYS[way](*[X[:, :2]] * 3, group=group)
 
 
 @pytest.mark.parametrize("case", MESHES)
@@ -505,8 +493,8 @@ def test_a_group_that_does_not_fit_is_refused(ranks, case):
 
 @pytest.mark.parametrize(("way", "mesh"), [("ring", [0, 1]), ("double ring", [[0, 1], [2, 3]])])
 def test_a_rank_outside_the_mesh_is_refused_alone(ranks, way, mesh):
-    size = torch.tensor(mesh).numel()
-    *inside, outside = ranks.outcomes(size + 1, on_group, way, mesh)
+    size, soon = torch.tensor(mesh).numel(), timedelta(seconds=0.3)  # so long it waits for each of the others
+    *inside, outside = ranks.outcomes(size + 1, on_group, way, mesh, soon)
     assert all(torch.equal(out, X[:, :2]) for out in inside)
     assert re.search(all_of([f"not in the mesh {mesh}", "expected only its members"]), outside.message)
 

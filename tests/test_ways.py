@@ -9,8 +9,36 @@ from hypothesis import strategies as st
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hop_bytes, ring_seconds
 from ringlab.planning.memory import peak_bytes_backward, training_bytes
 from ringlab.planning.seconds import Pass, beside, pass_of
-from ringlab.planning.ways import Cluster, busiest, exchanges, shares, splits, traffic
-from tests.clusters import CHUNK, LAYER, ONE_NIC, TWO, clusters, layers, ways_on
+from ringlab.planning.ways import WAYS, Cluster, busiest, exchanges, shares, splits, traffic
+
+# A block of 8 tokens: 2048 FLOPs forward under a causal mask, 5120 backward; K and V 256 bytes, their gradients 512.
+LAYER, CHUNK = AttentionLayer(heads=4, kv_heads=2, head_dim=4, itemsize=2), 8
+TWO = Cluster(hosts=2, per_host=2, flops=1024, bandwidth=256, host_bandwidth=64)  # computing: 2 s and 5 s a block
+ONE_NIC = Cluster(hosts=2, per_host=2, flops=1024, bandwidth=256, host_bandwidth=64, nics=1)
+
+
+@st.composite
+def clusters(draw, most=9):
+    """Hosts of devices, at most so many in all."""
+    per_host = draw(st.integers(1, 4))
+    rates = (draw(st.sampled_from([64, 100, 256, 1000])) for _ in range(3))
+    return Cluster(draw(st.integers(1, most // per_host)), per_host, *rates, nics=draw(st.integers(1, per_host)))
+
+
+@st.composite
+def layers(draw):
+    kv_heads = draw(st.integers(1, 4))
+    return AttentionLayer(
+        kv_heads * draw(st.integers(1, 4)), kv_heads, draw(st.integers(1, 4)), draw(st.sampled_from([2, 4]))
+    )
+
+
+def ways_on(layer, cluster):
+    """All ways that the heads allow, and all splits of hybrid: (way, split)."""
+    possible = splits(layer, cluster)
+    flat = [way for way in WAYS if way != "hybrid" and (way != "all-to-all" or cluster.devices in possible)]
+    return [(way, None) for way in flat] + [("hybrid", a) for a in possible]
+
 
 # TWO: 4 ranks, 2 on a host. A head of a chunk has 8 · 4 · 2 = 64 bytes, a block of K and V 256, its gradients 512.
 HAND = {  # forward, then backward: bytes of the busiest device inside its host, and of the busiest NIC
@@ -64,7 +92,8 @@ def test_one_host_sends_what_the_flat_formulas_say(layer, P, chunk):
     if layer.kv_heads % P == 0:  # all but 1/P of q, k, v and out
         numbers = 2 * chunk * (layer.heads + layer.kv_heads) * layer.head_dim
         right = pytest.approx((1 - 1 / P) * numbers * layer.itemsize)
-        assert traffic("all-to-all", layer, chunk, host) == (right, 0)
+        for backward in (False, True):  # of dO, dQ, dK and dV as much
+            assert traffic("all-to-all", layer, chunk, host, backward=backward) == (right, 0)
 
 
 @given(layers(), clusters(), st.booleans())

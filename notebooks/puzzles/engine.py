@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from notebooks.checks.answers import listed
-from notebooks.trial import CELL, Cell, Memory, cell_of, forms_of, plain
+from notebooks.trial import CELL, Cell, LiveTensors, cell_of, forms_of, plain
 from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.online_softmax import State, finish, merge, start
@@ -123,7 +123,7 @@ class _TooLong(BaseException):
     """A rank computes for ever."""
 
 
-class _TensorsOnly(Memory):
+class _TensorsOnly(LiveTensors):
     """Nothing can be kept where it is not counted."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,7 +184,7 @@ class _Desk:
         self.rank, self.world_size, self._referee = rank, world_size, referee
         self.blocking, self.neighbours, self.seconds = rules
         self._works: list[tuple[float, float]] = []
-        self.memory: Memory | None = None
+        self.memory: LiveTensors | None = None
         self.printed = StringIO()
         self.lines: list[str] = []
 
@@ -355,7 +355,7 @@ def _on_rank(
     try:
         schedule = cell.function(dict(NAMES))
         _watch_other_ways()
-        kind = _TensorsOnly if counts_memory else Memory
+        kind = _TensorsOnly if counts_memory else LiveTensors
         with _closed(), kind(inputs) as memory, redirect_stdout(desk.printed):
             desk.memory = memory
             signal.setitimer(signal.ITIMER_REAL, desk.seconds)

@@ -6,6 +6,7 @@ from io import BytesIO
 from matplotlib.axes import Axes
 from PIL import Image
 
+from figures import shapes
 from notebooks.puzzles.engine import Run
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
@@ -37,9 +38,7 @@ def draw(run: Run, title: str, label: Label, name: str = "KV") -> drawing.Pictur
         right, look = (RIGHT, FAULT) if wait.end is None else (x(wait.end), drawing.MUTED)
         left = x(wait.begin)
         pale = drawing.PAGE
-        drawing.box(
-            ax, left, y(wait.rank) - BAR / 2, right - left, BAR, fc=pale, ec=look, lw=1, hatch="////", alpha=0.5
-        )
+        shapes.box(ax, left, y(wait.rank) - BAR / 2, right - left, BAR, fc=pale, ec=look, lw=1, hatch="////", alpha=0.5)
         if wait.end is None:
             peers = ", ".join(map(str, sorted(set(wait.peers))))
             _note(ax, (left + right) / 2, y(wait.rank), f"waits for {peers}", FAULT)
@@ -50,7 +49,7 @@ def draw(run: Run, title: str, label: Label, name: str = "KV") -> drawing.Pictur
         if width < 1:  # computing takes no time in this puzzle: a mark
             ax.plot([x(work.begin)], [y(work.rank)], "s", ms=6, color=colour, zorder=3)
             continue
-        drawing.box(ax, x(work.begin) + 1, y(work.rank) - BAR / 2, width - 2, BAR, fc=colour)
+        shapes.box(ax, x(work.begin) + 1, y(work.rank) - BAR / 2, width - 2, BAR, fc=colour)
         if width > 34:
             text = name if block is None else f"{name}{block}"
             drawing.write(ax, x(work.begin) + width / 2, y(work.rank), text, ha="center", color=ink_on(colour))
@@ -59,7 +58,7 @@ def draw(run: Run, title: str, label: Label, name: str = "KV") -> drawing.Pictur
         colour = drawing.MUTED if block is None else drawing.colour(block)
         below = 1 if message.to > message.source else -1
         edges = y(message.source) + below * 5, y(message.to) - below * 5
-        drawing.arrow(ax, (x(message.begin), edges[0]), (x(message.end), edges[1]), color=colour, lw=3, zorder=2)
+        shapes.arrow(ax, (x(message.begin), edges[0]), (x(message.end), edges[1]), color=colour, lw=3, zorder=2)
         for rank in (message.source, message.to):
             ax.plot(
                 [x(message.begin), x(message.end)], [y(rank)] * 2, color=colour, lw=5, solid_capstyle="butt", zorder=1

@@ -14,7 +14,6 @@ Before: loader.py, which reads the same text on every mesh. After: train.py, a r
 Source: the PyTorch manual, torch.distributed.checkpoint; flock(2). `sha256sum -c SHA256SUMS` checks one by hand.
 """
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -28,7 +27,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -81,16 +80,10 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _open(path: Path) -> BinaryIO:
-    if not path.is_file():  # to open a pipe would wait for ever
-        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path))
-    return path.open("rb")
-
-
 def sha256(path: Path) -> str:
     """The checksum of a file, in hexadecimal digits. Raises OSError."""
     total = hashlib.sha256()
-    with _open(path) as file:
+    with path.open("rb") as file:
         while piece := file.read(1 << 20):
             total.update(piece)
     return total.hexdigest()
@@ -108,8 +101,7 @@ def damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
     """
     name = SUMS
     try:
-        with _open(path / SUMS) as file:
-            text = file.read().decode(errors="replace")
+        text = (path / SUMS).read_bytes().decode(errors="replace")
         sums = {name: digest for digest, _, name in (line.partition("  ") for line in text.splitlines())}
         if text != as_text(sums) or not sums.keys() >= PARTS:
             return f"{path / SUMS} is not the list of checksums that was written"
@@ -237,10 +229,7 @@ class Checkpoints:
         if differ := _differences(run["settings"], self.settings):
             raise ValueError(f"{path} is of another run: it has {differ}; expected the same, or another --out")
         weights, state = get_state_dict(model, optimizer)
-        try:
-            dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path, process_group=self._group)
-        except CheckpointException as error:
-            raise ValueError(f"{path} cannot be read: {next(iter(error.failures.values()))[0]}") from None
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path, process_group=self._group)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
         def set_aside() -> None:

@@ -24,32 +24,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ringlab.basics.chunks import as_autocast
 from ringlab.models.generate import EMPTY, SpreadCache, agree_on_prompts, read, write
-from ringlab.models.pass_q import WAYS, agree_on_places, cached_attention
+from ringlab.models.pass_q import agree_on_places, cached_attention
 from ringlab.models.transformer import Transformer
-from ringlab.support.agreement import agree
 from ringlab.training.flash_ring import left_as_it_is
-from ringlab.training.layouts import Layout
 
 
 class GrowingCache(SpreadCache):
     """A SpreadCache that can read on. Give it to a Transformer as its attention, and to `reply`.
 
-    `passing` is "Q", "KV" or "auto", as in pass_q.py. `passed` says what travelled in each part read so far.
+    `passed` says what travelled in each part read so far, "Q" or "KV".
     """
 
-    def __init__(
-        self,
-        layout: str | Layout = "zigzag",
-        window: int | None = None,
-        group: ProcessGroup | None = None,
-        passing: str = "auto",
-    ) -> None:
-        super().__init__(layout, window, group)
-        self.passing = passing
+    passing = "auto"  # what shall travel, as in pass_q.py
 
     def begin(self, at: Tensor, room: int) -> None:
         """As that of a SpreadCache. A conversation that there was is over."""
@@ -92,29 +81,29 @@ class GrowingCache(SpreadCache):
 
 @torch.no_grad()
 def reply(
-    model: Transformer, cache: GrowingCache, texts: Sequence[Sequence[int]], new_tokens: int, part: int = 2**62
+    model: Transformer,
+    cache: GrowingCache,
+    texts: Sequence[Sequence[int]],
+    new_tokens: int,
+    part: int = 2**62,
+    passing: str = "auto",
 ) -> Tensor:
     """Read a text more of each of B conversations, in parts of `part` tokens, and write an answer: (B, new_tokens).
 
     Every rank of the cache's group calls this with the same weights and texts. The first call begins the conversations.
-    Raises ValueError on every rank, before anything is computed, as `agree_on_prompts` does; and for a `part` below 1,
-    for another number of texts than before, and for a `passing` that is none.
+    `passing` is "Q", "KV" or "auto", as in pass_q.py. Raises ValueError on every rank, before anything is sent, as
+    `agree_on_prompts` does; for a `part` below 1, for another number of texts than before, and for another `passing`.
     """
-
-    def check() -> None:
-        if type(part) is not int or part < 1:
-            raise ValueError(f"part is {part!r}; expected 1 token or more")
-        if cache.passing not in ("auto", *WAYS):
-            raise ValueError(f"passing is {cache.passing!r}; expected 'Q', 'KV' or 'auto'")
-        if cache.unread is not None and len(texts) != len(cache.unread):
-            raise ValueError(f"{len(texts)} texts for {len(cache.unread)} conversations; expected one for each")
-
-    agree(check, cache.group)
-    agree_on_prompts(model, cache, texts, new_tokens, part=part, passing=cache.passing)
+    agree_on_prompts(model, cache, texts, new_tokens, part=part, passing=passing)
+    if part < 1:  # on every rank: they have agreed on the part, and on how many texts there are
+        raise ValueError(f"part is {part!r}; expected 1 token or more")
+    if cache.unread is not None and len(texts) != len(cache.unread):
+        raise ValueError(f"{len(texts)} texts for {len(cache.unread)} conversations; expected one for each")
     if cache.unread is None:
         nothing = torch.empty(len(texts), 0, dtype=torch.int64, device=next(model.parameters()).device)
         cache.begin(nothing, room=0)
         cache.unread = nothing
+    cache.passing = passing
     whole = [[*unread, *text] for unread, text in zip(cache.unread.tolist(), texts, strict=True)]
     logits = read(model, cache, whole, new_tokens, part)
     answers = write(model, cache, logits, new_tokens)

@@ -41,7 +41,7 @@ from ringlab.models.transformer import ALONE, Config, Transformer
 from ringlab.support.agreement import WRONG, agree, members, of_every_rank
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import left_as_it_is, ring_flash_attention
-from ringlab.training.fused_block import capped_scores
+from ringlab.training.fused_block import capped_attend
 from ringlab.training.layouts import Layout, layout_of, positions
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
@@ -138,12 +138,8 @@ class SpreadCache:
         if window is not None:
             hidden |= self.at <= self.new - window
         scale, future = resolve_scale(scale, q.shape[-1]), hidden[:, None, None]
-        if softcap is None:
-            state = attend_tile(state, q, keys, values, scale=scale, future=future)
-        else:
-            wide = q.to(state[0]), keys.to(state[0])
-            scores, _ = capped_scores(*wide, scale=scale, softcap=softcap, future=future)
-            state = update(state, scores, values)
+        tile = attend_tile if softcap is None else partial(capped_attend, softcap=softcap)
+        state = tile(state, q, keys, values, scale=scale, future=future)
         state = merge_over_ranks(state, self.group, call=self.stored * len(self.blocks) + self.layer)
         if sinks is not None:  # one more key of each query head, with the value 0; it is on no rank
             scores = sinks.to(state[0]).view(1, *q.shape[1:3], 1)

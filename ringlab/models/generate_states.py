@@ -73,7 +73,7 @@ class HybridCache(SpreadCache):
 SIZES = {"layers": 4, "linear": 3}
 
 
-def answers(context: RankContext) -> tuple[Tensor, list[int]]:
+def answers_on_rank(context: RankContext) -> tuple[Tensor, list[int]]:
     """The tokens that this rank generates after PROMPTS (B, NEW); how many numbers it keeps: of keys, and of states."""
     cache = HybridCache()
     tokens = generate(seeded(cache, cache, **SIZES), cache, PROMPTS, NEW)
@@ -83,7 +83,7 @@ def answers(context: RankContext) -> tuple[Tensor, list[int]]:
 
 def main() -> int:
     right = [alone(seeded(scaled_dot_product_attention, **SIZES), prompt, NEW) for prompt in PROMPTS]
-    results = launch(answers, 4)
+    results = launch(answers_on_rank, 4)
     ok = all(tokens.tolist() == right for tokens, _ in results)
     print("4 ranks, 3 linear layers and 1 of attention, the prompts of generate.py")
     words = " and ".join(" ".join(map(str, tokens[:4])) + " ..." for tokens in right)

@@ -31,8 +31,8 @@ with extra("hf", __name__):
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from ringlab.models.hugging_face_batch import AnyLayout, MeshOrGroup, expect, placed
-from ringlab.models.hugging_face_masks import Attention, asked_mask
-from ringlab.models.hugging_face_pass import Ring
+from ringlab.models.hugging_face_masks import LayerAttention, asked_mask
+from ringlab.models.hugging_face_pass import ModelInRing
 from ringlab.models.hugging_face_states import spread
 
 WEIGHTS_ONLY = "an adapter of weights alone, such as LoRA"
@@ -52,7 +52,7 @@ def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: 
     outer, model = model, unwrapped(model)
     group, layout = placed(mesh_or_group, layout)
     stop_ring(outer)
-    ring = Ring(layout, group, members(group)[1], own=model.config._attn_implementation)
+    ring = ModelInRing(layout, group, members(group)[1], own=model.config._attn_implementation)
     own_config(model)
     ring.name = registered(ring)
     for part in model.modules():
@@ -87,7 +87,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
     return model
 
 
-def registered(attention: Attention) -> str:
+def registered(attention: LayerAttention) -> str:
     """The name by which layers find an attention, and models their masks: else transformers would drop every mask."""
     name = f"ring_{id(attention)}"
     AttentionInterface.register(name, attention.attend)

@@ -53,7 +53,7 @@ with extra("hf", __name__):
 
 from ringlab.models.hugging_face import BY_LENGTH, registered, unwrapped
 from ringlab.models.hugging_face_batch import MeshOrGroup, checksum, checksum_of_weights, expect, placed
-from ringlab.models.hugging_face_masks import Asked, Attention, BothWays, Chunks
+from ringlab.models.hugging_face_masks import Asked, BothWays, ChunkedAttention, LayerAttention
 from ringlab.models.hugging_face_pass import check_kind
 from ringlab.models.hugging_face_proof import prove
 from ringlab.models.hugging_face_states import linear_layers
@@ -92,7 +92,7 @@ class Together(StoppingCriteriaList):
 
 
 @dataclass(eq=False)
-class SpreadGeneration(Attention):
+class SpreadGeneration(LayerAttention):
     """The attention of a SpreadCache, and what runs before and after each forward pass."""
 
     @torch.no_grad()
@@ -154,7 +154,7 @@ class SpreadGeneration(Attention):
         """As that of a ring; but chunks, both directions, and queries that grow with their place, are refused."""
         tuned = getattr(module, "attn_temperature_tuning", False)
         has = f"{type(module).__name__} has {'a temperature by position' if tuned else attention_mask}"
-        known = not tuned and not isinstance(attention_mask, Chunks | BothWays)
+        known = not tuned and not isinstance(attention_mask, ChunkedAttention | BothWays)
         expect(known, has, "none: a spread cache has causal attention and windows")
         rest = {name: x for name, x in passed.items() if name not in ("use_cache", "logits_to_keep")}  # of the model
         return super().attend(module, query, key, value, attention_mask, **rest)

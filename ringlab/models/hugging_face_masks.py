@@ -2,14 +2,14 @@
 
     causal_mask_function                                             None: plain causal
     and_masks(sliding_window_overlay(w), causal_mask_function)       w: a window of w tokens, its own among them
-    and_masks(chunked_overlay(n, ...), causal_mask_function)         Chunks(n): of Llama 4; to a ring, documents
+    and_masks(chunked_overlay(n, ...), causal_mask_function)         ChunkedAttention(n): of Llama 4
     bidirectional_mask_function                                      BothWays(): of an encoder
     any other, such as a window in both directions                   the rule in words, which a layer refuses
 
 A model asks once for each kind of layer: it hands its rule to AttentionMaskInterface, and hands the answer to the
 layers. transformers calls windows and chunks by one name, local_size. A ring that trusted it would take chunks for
-windows. So the rule itself is read: by which functions of transformers it was made, and of what. `Attention.attend` is
-what layers call. It makes options of the ring of all that a layer passes, and refuses the rest by name.
+windows. So the rule itself is read: by which functions of transformers it was made, and of what. Layers call
+`LayerAttention.attend`. It makes options of the ring of all that a layer passes, and refuses the rest by name.
 
 Shapes: a rule says of a query and a key, by their positions, whether the query sees the key. In a layer q is
 (B, H, C, D), k and v (B, G, C, D), and the result (B, C, H, D).
@@ -61,7 +61,7 @@ class Window(int):
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ChunkedAttention:
     """A token sees those before it in its own chunk of `size` tokens, counted from the first token of its document."""
 
     size: int
@@ -76,7 +76,7 @@ class BothWays:
     """Every token sees every other token of its document: an encoder."""
 
 
-Asked = int | Chunks | BothWays | str | None  # a window; chunks; an encoder; another rule, in words; plain causal
+Asked = int | ChunkedAttention | BothWays | str | None  # a window, ..., a rule in words, plain causal
 
 
 def asked_mask(
@@ -89,29 +89,29 @@ def asked_mask(
     """
     if attention_mask is not None and not attention_mask.all():
         return "a mask of padding"
-    words = written(mask_function)
-    if words == written(causal_mask_function):
+    words = rule_in_words(mask_function)
+    if words == rule_in_words(causal_mask_function):
         return None
-    if words == written(bidirectional_mask_function):
+    if words == rule_in_words(bidirectional_mask_function):
         return BothWays()
-    if local_size is not None and words == written(sliding_window_causal_mask_function(local_size)):
+    if local_size is not None and words == rule_in_words(sliding_window_causal_mask_function(local_size)):
         return Window(local_size)
-    if local_size is not None and words == written(chunked_causal_mask_function(local_size, torch.zeros(1))):
-        return Chunks(local_size)  # the tensor counts padding on the left, of which a mask of ones has none
+    if local_size is not None and words == rule_in_words(chunked_causal_mask_function(local_size, torch.zeros(1))):
+        return ChunkedAttention(local_size)  # the tensor counts padding on the left, of which a mask of ones has none
     return words
 
 
-def written(rule: Any) -> str:
+def rule_in_words(rule: Any) -> str:
     """A rule as the calls that made it, read from its closure. Functions of other files stand with their file."""
     if isinstance(rule, tuple):
-        return ", ".join(map(written, rule))
+        return ", ".join(map(rule_in_words, rule))
     if not inspect.isfunction(rule):
         return "a tensor" if isinstance(rule, Tensor) else repr(rule)
     name = rule.__qualname__.partition(".<locals>")[0]  # of the function that made the rule
     if rule.__module__ != masking_utils.__name__:
         name = f"{rule.__module__}.{name}"
     made_of = inspect.getclosurevars(rule).nonlocals.values()
-    return f"{name}({', '.join(map(written, made_of))})" if made_of else name
+    return f"{name}({', '.join(map(rule_in_words, made_of))})" if made_of else name
 
 
 def window_of(layer: str, mask: Asked | Tensor, sliding_window: int | None) -> int | None:
@@ -120,7 +120,7 @@ def window_of(layer: str, mask: Asked | Tensor, sliding_window: int | None) -> i
     Raises ValueError for another mask, and where the two windows differ: sdpa would follow the mask, and a flash
     attention the other one.
     """
-    refuse({"attention_mask": None if isinstance(mask, int | Chunks | BothWays) else mask}, set())
+    refuse({"attention_mask": None if isinstance(mask, int | ChunkedAttention | BothWays) else mask}, set())
     asked = "plain causal" if mask is None else f"a window of {mask}" if isinstance(mask, int) else str(mask)
     same = sliding_window == (mask if isinstance(mask, int) else None)
     expect(same, f"{layer} passes sliding_window={sliding_window}, and its mask is {asked}", "the same")
@@ -128,7 +128,7 @@ def window_of(layer: str, mask: Asked | Tensor, sliding_window: int | None) -> i
 
 
 @dataclass(eq=False)
-class Attention:
+class LayerAttention:
     """What the layers of a model call in the place of their own attention, and what is known of the forward pass."""
 
     layout: str | Layout
@@ -172,7 +172,7 @@ class Attention:
         self.calls += int(documents == self.documents)
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
             query = self.tuned(module, query, documents)
-        if isinstance(attention_mask, Chunks):
+        if isinstance(attention_mask, ChunkedAttention):
             documents = attention_mask.documents(documents or (query.shape[2] * self.world_size,))
         seen = {"causal": not both_ways, "window": window, "documents": documents}
         out = self.compute(query, key, value, **seen, scale=scale, sinks=sinks, softcap=softcap)
@@ -219,14 +219,14 @@ class Attention:
 # What stands in for the ring in the proof ---------------------------------------------------------------------------
 
 
-def cut(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+def own_token(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
     """No attention: what a token gets comes from its own q, k and v, (B, H, S, Dv)."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     unequal = torch.arange(1, q.shape[3] + 1).to(q).cos()  # a rotation of q or k changes this sum, unlike q·k
     return v + ((q + 2 * k) * unequal).mean(dim=3, keepdim=True).to(v.dtype)
 
 
-def alone(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def full_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """What the ring would compute with these options, on one process, by the definition: (B, H, S, Dv)."""
     scale, sinks, softcap = (options.get(name) for name in ("scale", "sinks", "softcap"))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

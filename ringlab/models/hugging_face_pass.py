@@ -38,7 +38,7 @@ with extra("hf", __name__):
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from ringlab.models.hugging_face_batch import attempt, checksum_of_weights, expect, loss_part, refuse
-from ringlab.models.hugging_face_masks import UNDERSTOOD, Attention
+from ringlab.models.hugging_face_masks import UNDERSTOOD, LayerAttention
 from ringlab.models.hugging_face_proof import prove
 from ringlab.models.hugging_face_states import in_ring, linear_layers, spread
 
@@ -71,7 +71,7 @@ def check_kind(model: PreTrainedModel) -> None:
 
 
 @dataclass(eq=False)
-class Ring(Attention):
+class ModelInRing(LayerAttention):
     """The attention of a model in a ring, and what runs before and after the model."""
 
     name: str = ""  # by which layers find it
@@ -84,7 +84,7 @@ class Ring(Attention):
     more: Tensor | None = None  # of extra_loss in this forward pass
     value: Any = None  # of the loss of the last forward pass
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Ring":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelInRing":
         return self  # a copy of a model is in the same ring: a process group cannot be copied
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

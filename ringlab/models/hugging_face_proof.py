@@ -1,14 +1,14 @@
 """A proof, on one process, that a model may be cut into shards: only its attention and linear layers mix tokens.
 
-    own = alone             attention of whole rows: by the model itself, and by what its layers tell the ring
-    shard of cut(whole)  =  cut(shard)             cut: each token sees itself only
-    ∂ logits_i / ∂ embedding_j  =  0, i ≠ j        with cut, for all pairs of tokens
+    own = full_attention    attention of whole rows: by the model itself, and by what its layers tell the ring
+    shard of own_token(whole)  =  own_token(shard)     own_token: each token sees itself only
+    ∂ logits_i / ∂ embedding_j  =  0, i ≠ j        with own_token, for all pairs of tokens
 
 A ring computes attention between shards, and the linear layers of hugging_face_states.py. All else in a model must be a
 function of a token and its position alone. A list of models that break this rule misses the next model. So each model
 is asked, with its own weights, whether the three lines above hold.
 
-`cut` gives v of the token itself, and a sum over the numbers of its q and k. So an error in q, k or v changes the
+`own_token` gives v of the token itself, and a sum over the numbers of its q and k. So an error in q, k or v changes the
 logits. The gradients must be exactly 0: this needs no tolerance, in any dtype. Two values are the same here when they
 differ by less than the root of the dtype's eps, in norm.
 
@@ -41,14 +41,14 @@ with extra("hf", __name__):
     from transformers import AttentionInterface, PreTrainedModel
 
 from ringlab.models.hugging_face_batch import expect
-from ringlab.models.hugging_face_masks import Attention, alone, cut
+from ringlab.models.hugging_face_masks import LayerAttention, full_attention, own_token
 from ringlab.models.hugging_face_states import ALONE, CUT, linear_layers, spread
 
 S = 16
 LONG = 256  # tokens, or as many as the model has positions: some parts drop tokens only when there are many
 
 
-def prove(model: PreTrainedModel, attention: Attention, name: str) -> None:
+def prove(model: PreTrainedModel, attention: LayerAttention, name: str) -> None:
     """Note how often `model` calls `attention`, registered as `name`, its number of position 0, and if rows are packed.
 
     The model's weights, mode and attention stay as they are. Raises ValueError with the reason if it cannot be cut.
@@ -63,7 +63,7 @@ def prove(model: PreTrainedModel, attention: Attention, name: str) -> None:
             right = of_each_call(model, ids[:1])
             model.set_attn_implementation(name)
             spread(model, CUT)
-            attention.stand_in, attention.at = cut, torch.arange(S)
+            attention.stand_in, attention.at = own_token, torch.arange(S)
             count_calls(model, attention, ids[:1], len(right) - len(linear_layers(model)))
             attention.first = first_position(model, ids[:1])
             check_gradients(model, ids, attention.first)
@@ -78,7 +78,7 @@ def prove(model: PreTrainedModel, attention: Attention, name: str) -> None:
                     check_shards(model, attention)
             model.eval()
             spread(model, ALONE)
-            attention.stand_in, attention.at, attention.longest = alone, torch.arange(S), None
+            attention.stand_in, attention.at, attention.longest = full_attention, torch.arange(S), None
             same = not any(far(x, y) for x, y in zip(of_each_call(model, ids[:1]), right, strict=True))
             other = f"{type(model).__name__} computes another attention than its layers tell AttentionInterface"
             expect(same, other, "the same: what they do not pass on, the ring would leave out")
@@ -206,7 +206,7 @@ def of_each_call(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def count_calls(model: PreTrainedModel, attention: Attention, ids: Tensor, own: int) -> None:
+def count_calls(model: PreTrainedModel, attention: LayerAttention, ids: Tensor, own: int) -> None:
     """Raise ValueError unless a pass calls `attention` as often as the model's own. Note if documents pass."""
     attention.calls, attention.documents = 0, None
     rows_of(model, ids)
@@ -236,7 +236,7 @@ def first_position(model: PreTrainedModel, ids: Tensor) -> int:
 
 
 @torch.no_grad()
-def check_shards(model: PreTrainedModel, attention: Attention) -> None:
+def check_shards(model: PreTrainedModel, attention: LayerAttention) -> None:
     """Raise ValueError unless each quarter of the tokens, the last in reverse order, gets its rows of the whole.
 
     The positions grow by a factor up to the last that the model has. The first quarter has small positions only.

@@ -39,7 +39,7 @@ with extra("hf", __name__):
     from transformers.activations import ACT2FN
 
 from ringlab.models.hugging_face_batch import expect
-from ringlab.models.hugging_face_masks import Attention
+from ringlab.models.hugging_face_masks import LayerAttention
 
 CONVOLUTION, RULE, KDA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 SCAN, ALL_IN_ONE = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
@@ -107,7 +107,7 @@ def scan(compute: Callable[..., Any], x: Tensor, dt: Tensor, A: Tensor, B: Tenso
     return out if passed.get("D") is None else out + passed["D"][:, None] * x
 
 
-def in_ring(attention: Attention) -> Mixers:
+def in_ring(attention: LayerAttention) -> Mixers:
     """These functions over the ranks of a ring."""
 
     def here() -> Linear:  # documents are those of the pass

@@ -39,7 +39,7 @@ def moves_of_rings() -> bytes:
     ).encode()
 
 
-def documents(path: Path) -> bytes:
+def texts_of_lines(path: Path) -> bytes:
     """The texts of a .jsonl file, each with a newline after it.
 
     Raises ValueError when a line is not an object with a "text", and OSError.
@@ -62,7 +62,7 @@ def open_text(path: Path) -> list[np.ndarray]:
     files = [file for file in files if file.stat().st_size]
     if not files:
         raise ValueError(f"{path} holds no text; expected a file with bytes in it, or {', '.join(SUFFIXES)} files")
-    lines = [documents(file) if file.suffix == ".jsonl" else None for file in files]
+    lines = [texts_of_lines(file) if file.suffix == ".jsonl" else None for file in files]
     pairs = zip(files, lines, strict=True)
     return [np.memmap(f, np.uint8, "r") if text is None else np.frombuffer(text, np.uint8) for f, text in pairs]
 

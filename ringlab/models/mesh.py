@@ -55,18 +55,6 @@ def build_mesh(dp: int, cp: int, device_type: str) -> tuple[DeviceMesh, DeviceMe
     return init_device_mesh(device_type, (dp, cp), mesh_dim_names=("dp", "cp")), line
 
 
-def shard_batch(text: Tensor, layout: str, mesh: DeviceMesh) -> tuple[Tensor, Tensor, Tensor]:
-    """text (B, S + 1) -> this rank's tokens (B / dp, C), labels (B / dp, C) and positions (C,).
-
-    Raises ValueError when B is not a multiple of dp, and as `shard_text` does.
-    """
-    dp, cp = mesh["dp"], mesh["cp"]
-    if len(text) % dp.size():
-        raise ValueError(f"a batch of {len(text)} sequences for {dp.size()} rings; expected a multiple")
-    mine = text.chunk(dp.size())[dp.get_local_rank()]
-    return shard_text(mine, layout, cp.get_local_rank(), cp.size())
-
-
 def shard_weights(model: Transformer, line: DeviceMesh, precision: MixedPrecisionPolicy | None = None) -> None:
     """Leave this rank its slice of each weight. A layer's weights are gathered when it computes, and freed after it.
 
@@ -155,7 +143,8 @@ def every_case(context: RankContext) -> list[tuple[str, float, float]]:
 
     mesh, line = build_mesh(2, 2, context.device.type)
     rows = []
-    tokens, labels, at = shard_batch(TEXT, "zigzag", mesh)
+    mine = TEXT.chunk(2)[mesh["dp"].get_local_rank()]
+    tokens, labels, at = shard_text(mine, "zigzag", mesh["cp"].get_local_rank(), 2)
     for name, wrap, loss in CASES:
         wrapped = wrap(_model(mesh), line)
         loss(wrapped(tokens, at), _real(labels)).backward()

@@ -34,7 +34,7 @@ from ringlab.basics.chunks import agree_on_chunks, needs_gradients
 from ringlab.basics.ranks import neighbours
 from ringlab.models.generate import EMPTY
 from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.pass_q_or_kv import Turn
+from ringlab.planning.pass_q_or_kv import Prefill
 from ringlab.support.agreement import agree, members
 from ringlab.training.all_to_all import swap
 from ringlab.training.causal import BlockSlice
@@ -120,8 +120,8 @@ def cached_attention(
     if passing == "auto":
         new, tokens = (sum(at.shape[1] for at in of_ranks) for of_ranks in (places.queries, places.keys))
         layer = AttentionLayer(q.shape[1], k.shape[1], q.shape[3], q.element_size())
-        passing = Turn(layer, new, max(tokens - new, 0), world_size).travels
-    attention = partial(attend, scale=scale, softcap=softcap)
+        passing = Prefill(layer, new, max(tokens - new, 0), world_size).travels
+    attention = partial(attend_pieces, scale=scale, softcap=softcap)
     out = WAYS[passing](q, k, v, places, nothing_seen(q, v, sinks), attention, group)
     return out.to(q.dtype), passing
 
@@ -168,7 +168,7 @@ def arriving(mine: Sequence[Tensor], lengths: Sequence[int], group: Group) -> It
     yield here
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, *, scale: float, softcap: float | None) -> Partial:
+def attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, *, scale: float, softcap: float | None) -> Partial:
     """The out and lse of queries over the keys of one rank that they see."""
     out, lse = nothing_seen(q, v)
     rows = [slice(None)] if len(pieces) == 1 else [slice(text, text + 1) for text in range(len(pieces))]

@@ -56,7 +56,7 @@ from ringlab.support.agreement import agree
 from ringlab.support.extras import install
 from ringlab.support.processes import RankContext, join_ring
 from ringlab.training.flash_ring import scaled_dot_product_attention
-from ringlab.training.layouts import LAYOUTS, layout_of
+from ringlab.training.layouts import LAYOUTS
 from ringlab.training.schedule import Ring, Schedule
 from ringlab.training.shared_memory import SharedMemory, memory_or_messages
 from ringlab.training.state_ring import check_layout_of_states
@@ -94,16 +94,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def check(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, Text]:
+def check_options(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, Text]:
     """The size of the model, and the data. Raises ValueError when options do not fit together."""
     sizes = {name: getattr(args, name) for name in SIZES}
     config = Config(**sizes, feedforward=3 * args.hidden, checkpointing=args.activation_checkpointing)
     if args.linear:
         check_layout_of_states(args.layout)
-    multiple = max(1, layout_of(args.layout).multiple * cp)
-    if args.seq_len % multiple:
-        given = f"--seq-len is {args.seq_len}, in the {args.layout} layout on rings of {cp}"
-        raise ValueError(f"{given}; expected a multiple of {multiple}")
     read_batch(text := Text(args.data), 0, args.batch, args.seq_len, args.layout, (0, dp), (0, cp))
     return config, text
 
@@ -122,7 +118,7 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
     """One rank of the run. Raises ValueError on every rank when options do not fit, or a checkpoint fails."""
     meshes = build_mesh(args.dp, args.cp or max(1, context.world_size // args.dp), context.device.type)
     checked: list[Any] = []
-    agree(lambda: checked.extend(check(args, *meshes[0].shape)))  # wrong on one rank is wrong on all
+    agree(lambda: checked.extend(check_options(args, *meshes[0].shape)))  # wrong on one rank is wrong on all
 
     def refuse() -> None:
         if not args.resume and last_checkpoint(args.out):
@@ -152,9 +148,8 @@ def _train(
     start, losses = 0, list[float]()
     if args.resume:
         start, losses, damaged = checkpoints.load(model, optimizer)
-        log = restore_losses(args.out, losses) if context.rank == 0 else None
-        for words in [*(f"damaged   {each}" for each in damaged), *([f"log       {log}"] if log else [])]:
-            say(words)
+        for each in damaged:
+            say(f"damaged   {each}")
         say(f"resumed   after step {start}, from {args.out}")
     peak = measured_peak(context, DTYPES[args.dtype])
     of_a_step = args.batch * args.seq_len, flops_of_a_step(model, args.batch, args.seq_len)
@@ -252,19 +247,19 @@ class Progress:
 
 
 def write_losses(folder: Path, losses: list[float]) -> str | None:
-    """Write the losses of steps 1, 2, ...: as lines of JSON, and drawn if matplotlib is there.
+    """Write the losses of steps 1, 2, ...: a line of JSON for each, and a picture if matplotlib is there.
 
     Returns why it could not, in words, or None: a run does not end for that, because its checkpoints hold the losses.
     """
 
     def write(name: str, save: Callable[[Path], Any]) -> None:
         new = (folder / name).with_suffix(f".unfinished{Path(name).suffix}")
-        new.unlink(missing_ok=True)  # a pipe would wait for ever
         save(new)
         os.replace(new, folder / name)  # a run that is killed before it leaves the old file whole
 
+    lines = (json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1))
     try:
-        write(LOG, lambda new: new.write_text(as_lines(losses)))
+        write(LOG, lambda new: new.write_text("".join(lines)))
         if find_spec("matplotlib"):
             from matplotlib.figure import Figure  # after the ranks have started: it takes a second
 
@@ -276,20 +271,6 @@ def write_losses(folder: Path, losses: list[float]) -> str | None:
     except OSError as error:
         return f"the losses could not be written: {error}; the checkpoints hold them"
     return None
-
-
-def restore_losses(folder: Path, losses: list[float]) -> str | None:
-    """Write the losses of a checkpoint where the log has others or cannot be read. Returns what was done, or None."""
-    log = folder / LOG
-    with contextlib.suppress(OSError):
-        if log.is_file() and log.read_text(errors="replace").startswith(as_lines(losses)):
-            return None
-    return write_losses(folder, losses) or f"{log} was missing or damaged; it is written anew from the checkpoint"
-
-
-def as_lines(losses: list[float]) -> str:
-    """A line of JSON for each step."""
-    return "".join(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

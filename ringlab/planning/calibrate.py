@@ -59,7 +59,7 @@ LAYERS = {"cpu": (8, 64, "float32"), "cuda": (32, 128, "bfloat16")}  # heads, he
 PASSES, MASKS, KINDS = ("forward", "backward"), ("none", "causal"), ("send", "all-gather", "all-to-all")
 
 Row = dict[str, Any]
-Call = Callable[[], Any]  # what is timed
+Timed = Callable[[], Any]  # what is timed
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -86,7 +86,7 @@ class Stopwatch:
         if self.context.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
-    def once(self, work: Call, calls: int = 1, after: Call | None = None) -> tuple[float, float]:
+    def once(self, work: Timed, calls: int = 1, after: Timed | None = None) -> tuple[float, float]:
         """Seconds of a call until the last rank has done all, and seconds of a rank's core. Then `after` runs."""
         self.wait_for_device()
         dist.barrier()
@@ -100,7 +100,7 @@ class Stopwatch:
         everyone = agree(lambda: mine)
         return max(seconds for seconds, _ in everyone), sum(core for _, core in everyone) / len(everyone)
 
-    def typical(self, work: Call, after: Call | None = None) -> tuple[float, float]:
+    def typical(self, work: Timed, after: Timed | None = None) -> tuple[float, float]:
         """The medians of some repetitions, after a call to warm up. With `after`, each is one call and `after`."""
         seconds, _ = self.once(work, 1, after)
         calls = 1 if after else max(1, round(SHORT / seconds))
@@ -108,7 +108,7 @@ class Stopwatch:
         seconds, core = (median(each) for each in zip(*seen, strict=True))
         return seconds, core
 
-    def table(self, name: str, sizes: Sequence[int], growth: int, work: Callable[[int], Call]) -> list[Row]:
+    def table(self, name: str, sizes: Sequence[int], growth: int, work: Callable[[int], Timed]) -> list[Row]:
         """A row for each size, until the next call, with `growth` times the work, would take longer than LONG."""
         rows: list[Row] = []
         for size in sizes:
@@ -123,7 +123,7 @@ def computing(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype) -> li
     """FLOP/s of the kernel by pass, mask and block length. FLOPs are counted of the pairs that a mask shows."""
     device, rows = watch.context.device, []
 
-    def work(length: int, which: str, mask: str) -> Call:
+    def work(length: int, which: str, mask: str) -> Timed:
         q, k, v, d_out = torch.randn(4, 1, layer.heads, length, layer.head_dim, device=device).to(dtype)
         options = {"scale": layer.head_dim**-0.5, "causal": mask == "causal"}
         out, lse = fused_forward(q, k, v, **options)
@@ -145,19 +145,19 @@ def memory(watch: Stopwatch) -> float:
     return 2 * x.nbytes / watch.typical(lambda: y.copy_(x))[0]
 
 
-def hop(size: int, group: ProcessGroup | None, device: torch.device) -> Callable[[], list[dist.Work]]:
+def exchange(size: int, group: ProcessGroup | None, device: torch.device) -> Callable[[], list[dist.Work]]:
     """Begin to send `size` bytes to the next rank of the group."""
     sent, received = torch.zeros(2, size, dtype=torch.uint8, device=device).unbind()
     return lambda: post([sent], [received], group)
 
 
-def message(kind: str, group: ProcessGroup | None, device: torch.device) -> Callable[[int], Call]:
+def message(kind: str, group: ProcessGroup | None, device: torch.device) -> Callable[[int], Timed]:
     """A function of the bytes that a rank sends: it gives what sends them, by send/receive or a collective."""
     P = dist.get_world_size(group)
 
-    def work(size: int) -> Call:
+    def work(size: int) -> Timed:
         if kind == "send":
-            begin = hop(size, group, device)
+            begin = exchange(size, group, device)
             return lambda: [each.wait() for each in begin()]
         part = -(-size // (P - 1))
         sent, received = torch.zeros(2, P * part, dtype=torch.uint8, device=device).unbind()
@@ -177,7 +177,7 @@ def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: 
     first, *longer = (row for row in rows if (row["pass"], row["mask"]) == ("forward", "none"))
     length = max([first["length"], *(row["length"] for row in longer if row["seconds"] <= travel["seconds"] / 2)])
     q, k, v = torch.randn(3, 1, layer.heads, length, layer.head_dim, device=device).to(dtype)
-    begin, works = hop(travel["bytes"], travel["group"], device), list[dist.Work]()
+    begin, works = exchange(travel["bytes"], travel["group"], device), list[dist.Work]()
 
     def compute() -> None:
         fused_forward(q, k, v, scale=layer.head_dim**-0.5)

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from ringlab.planning.machine import read_machine
 from ringlab.planning.memory import CONTEXT, OPTIMIZERS
-from ringlab.planning.plan import LONGEST, MOST, Answer, Wish, best, candidates, digits, gains, hosts_that_hold, longest
+from ringlab.planning.plan import LONGEST, MOST, Plan, Wish, best, candidates, digits, gains, hosts_that_hold, longest
 from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ringlab.planning.step import KERNELS, LOSSES, RECOMPUTE, TASKS, Step
 
@@ -200,7 +200,7 @@ def show(step: Step, wish: Wish) -> None:
     print(f"advice                {advice(ranked)}")
 
 
-def memory_of(answer: Answer) -> str:
+def memory_of(answer: Plan) -> str:
     """A line: what the memory of a GPU holds at the peak."""
     parts = ", ".join(f"{each} {digits(size / GIB)}" for each, size in answer.memory.items())
     return f"GiB of a GPU          {parts}, CUDA and NCCL {digits(CONTEXT / GIB)}"
@@ -222,7 +222,7 @@ def show_what_is_missing(step: Step, wish: Wish) -> None:
     print(f"advice                does not fit; {first}{more}")
 
 
-def advice(ranked: Sequence[Answer]) -> str:
+def advice(ranked: Sequence[Plan]) -> str:
     """One line: the best, and the fastest for a single sequence on all GPUs."""
     first = ranked[0]
     one = [each for each in ranked if each.step.cp * each.step.tp == each.step.gpus]

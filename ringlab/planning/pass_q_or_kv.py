@@ -60,7 +60,7 @@ TABLE_5 = (3_200, 627e-6, 414e-6)  # new tokens; seconds of a hop of K and V, an
 
 
 @dataclass(frozen=True)
-class Turn:
+class Prefill:
     """New tokens over cached ones, on `world_size` ranks of `flops` FLOP/s and `bandwidth` bytes/s.
 
     Without `flops`, bytes alone decide. `partial` is w' (0: float32 at least, as in ringlab/models/pass_q.py). Raises
@@ -114,11 +114,11 @@ class Turn:
         return "KV" if self.new >= (self.cached + self.new) * self.share_for_keys else "Q"
 
 
-def published(new: int) -> Turn:
+def published(new: int) -> Prefill:
     """The turn of a row of table 4, with the FLOP/s and bytes/s that a GPU reached in table 5."""
     rows, hop, computing = TABLE_5
     flops = block_flops(ON_A_GPU, rows / HOSTS * TOKENS / HOSTS) / computing
-    return Turn(ON_A_GPU, new, TOKENS - new, HOSTS, flops, hop_bytes(ON_A_GPU, TOKENS / HOSTS) / hop, partial=2)
+    return Prefill(ON_A_GPU, new, TOKENS - new, HOSTS, flops, hop_bytes(ON_A_GPU, TOKENS / HOSTS) / hop, partial=2)
 
 
 def main() -> int:

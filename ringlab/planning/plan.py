@@ -35,7 +35,7 @@ def kind_of(task: str, kernels: str, hosts: int) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Plan:
     """A step, and what step.py and memory.py say of it."""
 
     step: Step
@@ -132,7 +132,7 @@ class Wish:
         return f" with {', '.join(fixed)}" if fixed else ""
 
 
-def candidates(step: Step, wish: Wish) -> Iterator[Answer]:
+def candidates(step: Step, wish: Wish) -> Iterator[Plan]:
     """Every way to share the step that is possible, whether it fits or not."""
     again = [wish.recompute] if wish.recompute else list(RECOMPUTE)
     for tp in [wish.tp] if wish.tp else divisors(step.per_host):
@@ -142,10 +142,10 @@ def candidates(step: Step, wish: Wish) -> Iterator[Answer]:
             if step.seq_len < cp * tp or step.gpus % (cp * tp):
                 continue
             for recompute in again if step.task == "train" else ["none"]:
-                yield from map(Answer, ways_of(replace(step, cp=cp, tp=tp, recompute=recompute)))
+                yield from map(Plan, ways_of(replace(step, cp=cp, tp=tp, recompute=recompute)))
 
 
-def best(step: Step, wish: Wish) -> list[Answer]:
+def best(step: Step, wish: Wish) -> list[Plan]:
     """All that fit, the best first."""
     return sorted((each for each in candidates(step, wish) if each.fits), key=lambda each: -each.merit)
 
@@ -193,7 +193,7 @@ def changes(step: Step) -> dict[str, Step]:
     return found
 
 
-def gains(step: Step, wish: Wish) -> list[tuple[float, str, Answer]]:
+def gains(step: Step, wish: Wish) -> list[tuple[float, str, Plan]]:
     """For each change, how many times as good the best way then is, or, if nothing fits now, its speed; the largest
     gain first."""
     now, ranked = best(step, wish)[:1], {name: best(changed, wish) for name, changed in changes(step).items()}

@@ -2,7 +2,7 @@
 
     model_named("llama-3.1-8b"), model_named("folder/config.json"), gpu_named("h100")
 
-A reader may skip this file: it reads models.json, gpus.json and Hugging Face's config.json.
+A reader may skip this file: it reads presets.json and Hugging Face's config.json.
 
 FLOP/s without sparsity; bytes/s in one direction; bytes of memory as torch reports them, where
 `source` says so, else as printed on the data sheet.
@@ -25,7 +25,7 @@ DELTA = 64  # tokens that the delta rule computes at once
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearLayers:
     """The layers of a hybrid that are a gated delta rule, in place of softmax attention: linear_attention.py.
 
     Queries and keys have `key_heads` heads of `key_dim` numbers, values and gates `heads` of `value_dim`. A short
@@ -92,7 +92,7 @@ class Model:
     dense: int = 0
     dense_feedforward: int = 0
     gated: bool = False
-    linear: Linear | None = None
+    linear: LinearLayers | None = None
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -182,16 +182,12 @@ class GPU:
         return math.isinf(self.memory_bandwidth)
 
 
-def rows(name: str) -> list[dict[str, Any]]:
-    """The rows of a file beside this one."""
-    return list(json.loads(Path(__file__).with_name(name).read_text()))
-
-
+KNOWN = json.loads(Path(__file__).with_name("presets.json").read_text())
 MODELS = {
-    row["name"]: Model(**{**row, "linear": row.get("linear") and Linear(**row["linear"])})
-    for row in rows("models.json")
+    row["name"]: Model(**{**row, "linear": row.get("linear") and LinearLayers(**row["linear"])})
+    for row in KNOWN["models"]
 }
-GPUS = {row["name"]: GPU(**row) for row in rows("gpus.json")}
+GPUS = {row["name"]: GPU(**row) for row in KNOWN["gpus"]}
 GPUS["a100"] = GPUS["a100-80"]
 
 
@@ -285,7 +281,7 @@ def read_config(path: Path) -> Model:
     every, kinds = field("full_attention_interval", default=0), config.get("layer_types")
     linear = kinds.count("linear_attention") if kinds else known["layers"] - known["layers"] // every if every else 0
     if linear:
-        known["linear"] = Linear(linear, **{name: field(given) for name, given in LINEAR.items()})
+        known["linear"] = LinearLayers(linear, **{name: field(given) for name, given in LINEAR.items()})
     experts = field("num_local_experts", "num_experts", "n_routed_experts", default=0)
     width = field("intermediate_size", *["moe_intermediate_size"] * bool(experts))
     if experts:

@@ -128,7 +128,8 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
         for each in reversed(groups):
             row = tuple(dist.get_process_group_ranks(each))
             if inbox.why_not(row):
-                parts = _between_hosts(found, each)
+                parts: list[list[Said]] = [[]] * len(row)
+                dist.all_gather_object(parts, found, group=each)
             else:
                 of_row = _through_pipes(inbox, mine._replace(ranks=row, facts=found), time_limit(each))
                 parts = [of_row[rank].facts for rank in row]
@@ -185,12 +186,6 @@ def _through_pipes(inbox: Inbox, mine: Said, limit: timedelta) -> dict[int, Said
             apart = True
             within_reach = inbox.within_reach(SOON)
             ask(other for other in found[rank].ranks if other in within_reach)
-    return found
-
-
-def _between_hosts(mine: list[Said], group: ProcessGroup) -> list[list[Said]]:
-    found: list[list[Said]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(found, mine, group=group)
     return found
 
 

@@ -5,19 +5,16 @@ and a notebook's output carry a description, for readers who do not see the pict
 """
 
 from io import BytesIO, StringIO
-from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from ringlab.support.colours import BLOCK_COLOURS, ink_on
+from ringlab.support.colours import BLOCK_COLOURS
 from ringlab.support.extras import extra
 
 with extra("plots", __name__):
     import matplotlib
     from matplotlib.axes import Axes
-    from matplotlib.colors import to_hex, to_rgb
     from matplotlib.figure import Figure
-    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 PAGE, INK, MUTED, FAINT, CARD = "#FCFCFA", "#1B1F24", "#57606A", "#D5D9DE", "#F0F1F0"
 TEXT, SMALL, TITLE = 14.5, 12.75, 18.0  # pixels on a page 1000 wide; SMALL is still 11 when it is shown 865 wide
@@ -69,43 +66,9 @@ def colour(block: int) -> str:
     return BLOCK_COLOURS[block % len(BLOCK_COLOURS)]
 
 
-def tint(block: int) -> str:
-    """A pale tone of the block's colour, for what is not the block itself: its shadow, its way."""
-    full, page = to_rgb(colour(block)), to_rgb(PAGE)
-    red, green, blue = (0.3 * mine + 0.7 * paper for mine, paper in zip(full, page, strict=True))
-    return to_hex((red, green, blue))
-
-
 def write(ax: Axes, x: float, y: float, text: str, size: float = TEXT, **options: Any) -> None:
     """Text of `size` pixels at (x, y), centred on its middle line; `options` go to matplotlib."""
     ax.text(x, y, text, **{"fontsize": 0.72 * size, "color": INK, "va": "center_baseline", **options})
-
-
-def box(ax: Axes, x: float, y: float, width: float, height: float, **options: Any) -> None:
-    """A box with round corners whose top left is (x, y)."""
-    shape = "round,pad=0,rounding_size=6"
-    ax.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, **{"lw": 0, "fc": CARD, **options}))
-
-
-def block(ax: Axes, x: float, y: float, width: float, height: float, number: int, text: str, **options: Any) -> None:
-    """A box of K/V block `number`, with `text` in its middle; `options` go to matplotlib, for the text."""
-    box(ax, x, y, width, height, fc=colour(number))
-    look = {"ha": "center", "color": ink_on(colour(number)), **options}
-    write(ax, x + width / 2, y + height / 2, text, **look)
-
-
-def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], **options: Any) -> None:
-    """An arrow from `start` to `end`."""
-    look = {"arrowstyle": "-|>", "mutation_scale": 13, "lw": 2, "color": MUTED, "shrinkA": 0, "shrinkB": 0}
-    ax.add_patch(FancyArrowPatch(start, end, **{**look, **options}))
-
-
-def plain(ax: Axes) -> None:
-    """The look of axes with numbers: readable labels, a pale grid behind the data, no frame."""
-    ax.tick_params(labelsize=0.72 * TEXT, colors=INK, length=0)
-    ax.spines[["left", "right", "top"]].set_visible(False)
-    ax.grid(color=FAINT, lw=0.8)
-    ax.set_axisbelow(True)
 
 
 def svg(figure: Picture) -> str:
@@ -116,8 +79,3 @@ def svg(figure: Picture) -> str:
     attributes, _, rest = rest.partition(">")
     described = f'{attributes} role="img" aria-labelledby="alt">\n <desc id="alt">{escape(figure.alt)}</desc>'
     return before + tag + described + rest
-
-
-def save(figure: Picture, name: str, folder: Path) -> None:
-    """Write the picture as `folder`/NAME.svg."""
-    (folder / f"{name}.svg").write_text(svg(figure))

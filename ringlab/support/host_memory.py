@@ -77,10 +77,6 @@ class HostMemory:
             self.views[which, rank] = torch.frombuffer(mmap.mmap(fd, end), dtype=torch.uint8)
         return self.views[which, rank]
 
-    def own_bytes(self) -> int:
-        """How many bytes of this rank the others can reach."""
-        return sum(os.fstat(fd).st_size for fd in self.parts_of[self.rank])
-
     def numbers(self, which: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
         """So many numbers of a part of a rank's memory."""
         size = count * dtype.itemsize

@@ -157,7 +157,7 @@ class FlashRing(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, sinks: Tensor | None = None) -> Tensor:
         with one_pass(schedule.group, schedule.give_up):
             q, k, v = schedule.to_heads(q, k, v)
-            out, lse = ring_forward(q, k, v, schedule, None if sinks is None else sinks[schedule.own_heads])
+            out, lse = flash_forward(q, k, v, schedule, None if sinks is None else sinks[schedule.own_heads])
             ctx.schedule = schedule
             ctx.save_for_backward(q, k, v, out, lse, sinks)
             return schedule.to_tokens(out)[0]
@@ -173,11 +173,11 @@ class FlashRing(torch.autograd.Function):
             if sinks is not None:
                 d_sinks = torch.zeros_like(sinks)
                 d_sinks[schedule.own_heads] = sinks_backward(sinks[schedule.own_heads], out, lse, d_out).to(sinks.dtype)
-            gradients = ring_backward(q, k, v, out, lse, d_out, schedule)
+            gradients = flash_backward(q, k, v, out, lse, d_out, schedule)
             return *schedule.to_tokens(*(gradient.to(d_out.dtype) for gradient in gradients)), None, d_sinks
 
 
-def ring_forward(
+def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Checked chunks -> out (B, H, C, Dv) in q's dtype and lse (B, H, C). Liu et al. 2024, algorithm 1."""
@@ -231,7 +231,7 @@ def merge_into(out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> None:
     torch.logaddexp(lse, lse_j, out=lse)
 
 
-def ring_backward(
+def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of this rank's chunks, shaped as q, k and v, in lse's dtype. Liu et al. 2024, appendix A."""

@@ -89,15 +89,15 @@ def ring_attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring(ring: Settings, q: Array, k: Array, v: Array) -> Array:
-    return ring_forward(ring, q, k, v)[0]
+    return jax_forward(ring, q, k, v)[0]
 
 
 def _ring_saving(ring: Settings, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
-    out, lse = ring_forward(ring, q, k, v)
+    out, lse = jax_forward(ring, q, k, v)
     return out, (q, k, v, out, lse)
 
 
-def ring_forward(ring: Settings, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def jax_forward(ring: Settings, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """q (B, G, H/G, C, D), k and v (B, G, C, D) -> out, of q's shape and dtype, and lse (B, G, H/G, C, 1)."""
     last = lax.axis_size(ring.axis_name) - 1
     q_at = positions_in_round(ring, q, 0)
@@ -115,7 +115,7 @@ def ring_forward(ring: Settings, q: Array, k: Array, v: Array) -> tuple[Array, A
     return out.astype(q.dtype), lse
 
 
-def ring_backward(ring: Settings, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, ...]:
+def jax_backward(ring: Settings, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, ...]:
     """dq, dk and dv, shaped like q, k and v and in their dtype, from what the forward pass saved."""
     q, k, v, out, lse = saved
     last = lax.axis_size(ring.axis_name) - 1
@@ -142,7 +142,7 @@ def ring_backward(ring: Settings, saved: tuple[Array, ...], d_out: Array) -> tup
     return tuple(x.astype(q.dtype) for x in (d_q, *(a + b for a, b in zip(own, coming, strict=True))))
 
 
-_ring.defvjp(_ring_saving, ring_backward)
+_ring.defvjp(_ring_saving, jax_backward)
 
 
 def hop(x: Any, axis_name: str) -> Any:

@@ -29,7 +29,7 @@ from ring_doctor.calls import written
 from ring_doctor.case import Case
 from ring_doctor.conditions import when_it_shows
 from ring_doctor.diagnosis import Diagnosis, Explanation, diagnose
-from ring_doctor.examination import Examination, ask_again, examine
+from ring_doctor.examination import Examination, ask_again, examination_of
 from ring_doctor.job import CannotExamine, Job, lines_of_ranks
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.patient import from_function
@@ -191,7 +191,7 @@ def by(monkeypatch):
                 self.closed = True
 
         monkeypatch.setattr(examination, "Job", Fake)
-        found = examine(from_function(function, **claims), quick=quick)
+        found = examination_of(from_function(function, **claims), quick=quick)
         assert all(job.closed for job in made)
         return found, made
 

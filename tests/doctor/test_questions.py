@@ -19,7 +19,7 @@ from ring_doctor.calls import RankResults
 from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.diagnosis import diagnose
-from ring_doctor.examination import Examination, examine
+from ring_doctor.examination import Examination, examination_of
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import LSE, UNEQUAL, WAYS, Question, in_turn, kind, questions
@@ -717,8 +717,10 @@ def test_a_ring_for_16_bits_only_is_right_in_16_bits(ranks):
 @pytest.mark.slow
 def test_it_finds_a_rank_of_the_job_taken_for_a_rank_of_the_group(ranks):
     with on_these(ranks):
-        found = examine(from_function(odd_patients.rank_of_the_job, gradients=False), quick=True)
-        whole_job = examine(from_function(odd_patients.rank_of_the_job, gradients=False, worlds=(4,)), quick=True)
+        found = examination_of(from_function(odd_patients.rank_of_the_job, gradients=False), quick=True)
+        whole_job = examination_of(
+            from_function(odd_patients.rank_of_the_job, gradients=False, worlds=(4,)), quick=True
+        )
     wrong = [answer for answer in found.answers if answer.state == "wrong"]
     assert wrong
     assert all(answer.question.members and answer.case.causal for answer in wrong)

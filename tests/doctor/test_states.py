@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ring_doctor.assertion import diagnose_states
 from ring_doctor.calls import OPTION
-from ring_doctor.examination import examine
+from ring_doctor.examination import examination_of
 from ring_doctor.mistakes_of_states import MISTAKES
 from ring_doctor.patient import patient_of
 from ring_doctor.questions import questions
@@ -137,7 +137,7 @@ SICK = {  # a ring, and the mistake that it has
 
 def examined(ranks, function, worlds=WORLDS, state=True, **claims):
     with on_these(ranks):
-        found = examine(patient_of(function, state=state, worlds=worlds, **claims))
+        found = examination_of(patient_of(function, state=state, worlds=worlds, **claims))
     return Report(found, None if found.healthy else diagnose_states(found), "none")
 
 

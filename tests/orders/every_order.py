@@ -20,7 +20,7 @@ import ring_attn
 from ringlab.support.host_memory import HostMemory
 from ringlab.training import backward, shared_memory
 from ringlab.training.double_ring import DoubleRing
-from ringlab.training.flash_ring import ring_backward, ring_forward
+from ringlab.training.flash_ring import flash_backward, flash_forward
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Ring, Schedule
@@ -154,9 +154,9 @@ class Scheduled:
 
     def __call__(self, rank: int, partition: Partition) -> Iterator[None]:
         (q, k, v, d_out), schedule = inputs(), self.schedule(partition, 1.0, self.group_of(rank))
-        out, lse = ring_forward(q, k, v, schedule)
+        out, lse = flash_forward(q, k, v, schedule)
         yield
-        ring_backward(q, k, v, out, lse, d_out, schedule)
+        flash_backward(q, k, v, out, lse, d_out, schedule)
 
 
 Code = Callable[[int, Partition], Iterator[None]]

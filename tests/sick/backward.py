@@ -11,7 +11,7 @@ from ring_doctor.mistakes_of_other_ways import hosts
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.training import all_gather, all_to_all, double_ring, hybrid, schedule
 from ringlab.training.all_to_all import Exchange
-from ringlab.training.flash_ring import ring_backward, ring_flash_attention
+from ringlab.training.flash_ring import flash_backward, ring_flash_attention
 from ringlab.training.fused_block import fused_backward
 from ringlab.training.overlap import post
 from tests.planted import patch
@@ -33,9 +33,9 @@ def in_the_end(change):
     """A change of dq, dk and dv when all rounds are over."""
 
     def patched(*args):
-        return change(*ring_backward(*args), args[-1].group)
+        return change(*flash_backward(*args), args[-1].group)
 
-    return flash("ring_backward", patched)
+    return flash("flash_backward", patched)
 
 
 def summed_over_ranks(d_q, d_k, d_v, group):
@@ -198,7 +198,7 @@ def ulysses(patch, shows, **facts):
 
 
 def d_out_of_another_rank(q, k, v, out, lse, d_out, ring):
-    return ring_backward(q, k, v, out, lse, moved(d_out, d_out.shape, ring.group), ring)
+    return flash_backward(q, k, v, out, lse, moved(d_out, d_out.shape, ring.group), ring)
 
 
 def heads_of_v_reversed(q, k, v, **options):
@@ -269,7 +269,7 @@ SICK = {
     "host_sum_not_added": SickRing(DOUBLE, patch(double_ring.DoubleSums, "pass_on", first_turn_only), on_4, ON_MESH),
 }
 UNKNOWN = {  # the catalogue does not hold these
-    "d_out_of_another_rank": SickRing(FLASH, flash("ring_backward", d_out_of_another_rank), **EQUAL),
+    "d_out_of_another_rank": SickRing(FLASH, flash("flash_backward", d_out_of_another_rank), **EQUAL),
     "heads_of_v_reversed": SickRing(heads_of_v_reversed, shows=lambda case: case.kv_heads > 1, takes=MASKED),
     "softmax_twice": SickRing(SoftmaxTwice.attention, shows=always, takes=CAUSAL),
     "received_keys_reversed": SickRing(ReceivedKeysReversed.attention, equal_chunks=True),

@@ -1,0 +1,50 @@
+"""Shapes that the pictures of this folder and of the puzzles share: boxes, blocks, arrows, plain axes."""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+from ringlab.support import drawing
+from ringlab.support.colours import ink_on
+
+
+def tint(block: int) -> str:
+    """A pale tone of the block's colour, for what is not the block itself: its shadow, its way."""
+    full, page = to_rgb(drawing.colour(block)), to_rgb(drawing.PAGE)
+    red, green, blue = (0.3 * mine + 0.7 * paper for mine, paper in zip(full, page, strict=True))
+    return to_hex((red, green, blue))
+
+
+def box(ax: Axes, x: float, y: float, width: float, height: float, **options: Any) -> None:
+    """A box with round corners whose top left is (x, y)."""
+    shape = "round,pad=0,rounding_size=6"
+    ax.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, **{"lw": 0, "fc": drawing.CARD, **options}))
+
+
+def block(ax: Axes, x: float, y: float, width: float, height: float, number: int, text: str, **options: Any) -> None:
+    """A box of K/V block `number`, with `text` in its middle; `options` go to matplotlib, for the text."""
+    box(ax, x, y, width, height, fc=drawing.colour(number))
+    look = {"ha": "center", "color": ink_on(drawing.colour(number)), **options}
+    drawing.write(ax, x + width / 2, y + height / 2, text, **look)
+
+
+def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], **options: Any) -> None:
+    """An arrow from `start` to `end`."""
+    look = {"arrowstyle": "-|>", "mutation_scale": 13, "lw": 2, "color": drawing.MUTED, "shrinkA": 0, "shrinkB": 0}
+    ax.add_patch(FancyArrowPatch(start, end, **{**look, **options}))
+
+
+def plain(ax: Axes) -> None:
+    """The look of axes with numbers: readable labels, a pale grid behind the data, no frame."""
+    ax.tick_params(labelsize=0.72 * drawing.TEXT, colors=drawing.INK, length=0)
+    ax.spines[["left", "right", "top"]].set_visible(False)
+    ax.grid(color=drawing.FAINT, lw=0.8)
+    ax.set_axisbelow(True)
+
+
+def save(figure: drawing.Picture, name: str, folder: Path) -> None:
+    """Write the picture as `folder`/NAME.svg."""
+    (folder / f"{name}.svg").write_text(drawing.svg(figure))
