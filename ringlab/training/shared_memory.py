@@ -208,7 +208,10 @@ def main() -> int:
     P, whole = 4, random_inputs(1, 8, 2, 512, 64)
     taken, *both = zip(*launch(on_rank, P, whole), strict=True)
     print(f"auto: {taken[0]}; then two levels, 2 hosts of {P // 2} ranks")
-    return 0 if all([report_cases(results, whole) for results in both]) else 1
+    ok = True
+    for results in both:
+        ok &= report_cases(results, whole)
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":
