@@ -19,7 +19,6 @@ Source: Poli et al. 2023 (Hyena), section 3.2, short convolutions; Yang et al. 2
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,9 +62,8 @@ def ring_short_convolution(
             raise ValueError(f"bias has shape {tuple(bias.shape)}; expected (N,), {tuple(x.shape[1:2])}")
 
     token = x.mT[:, None] if x.dim() == 3 else x  # (B, 1, C, N), as chunks of attention
-    inputs, same = {"x": x, "weight": weight, "bias": bias}, {"documents": documents, "layout": layout}
-    size: Any = {"shape of weight": weight.shape}
-    runs = agree_on_runs((token,) * 3, inputs, 1.0, group, check, "ring_short_convolution", **same, **size)
+    inputs, same = {"x": x, "weight": weight, "bias": bias}, {"shape of weight": weight.shape}
+    runs = agree_on_runs((token, token, token), inputs, 1.0, group, check, documents, layout, same)
 
     wide, taps = x.to(accumulation_dtype(x.dtype)), weight.to(accumulation_dtype(x.dtype))
     mine, before, since = wide.split(runs.mine, dim=2), taps.shape[1] - 1, runs.since.to(x.device).split(runs.mine)

@@ -172,21 +172,18 @@ class Runs(NamedTuple):
 
 
 def agree_on_runs(
-    chunks: Sequence[Tensor],
+    chunks: tuple[Tensor, Tensor, Tensor],
     inputs: dict[str, Tensor | None],
     scale: float | None,
     group: ProcessGroup | None,
     check: Callable[[], None],
-    function: str,
-    *,
     documents: Sequence[int] | Tensor | None,
     layout: str,
-    **same: Any,
+    same: dict[str, Any],
 ) -> Runs:
     """The runs of this call; or the same ValueError on every rank, where `check` raises it or the ranks disagree.
 
-    `chunks` are three tensors (B, H, C, ...). The ranks must give the same of the inputs, and need gradients of the
-    same.
+    `chunks` are (B, H, C, ...). The ranks must give the same of the inputs, and need gradients of the same.
     """
 
     def check_all(*_: Tensor) -> None:
@@ -197,8 +194,7 @@ def agree_on_runs(
     given = {name: x for name, x in inputs.items() if x is not None}
     same |= {"given": [*given], "layout": layout, "documents": lengths_of(documents)}
     same |= {"gradients": [name for name, x in given.items() if needs_gradients(x)]}
-    how: dict[str, Any] = {"check": check_all, "function": function, "settings": lambda: same}
-    scale, lengths = agree_on_chunks(*chunks, scale, group, **how)
+    scale, lengths = agree_on_chunks(*chunks, scale, group, check=check_all, settings=lambda: same)
     partition, rank = Partition(Mask(causal=True, documents=documents), layout, tuple(lengths)), neighbours(group)[0]
     owner = torch.empty(partition.seq_len, dtype=torch.int64)
     for r in range(len(lengths)):
@@ -247,8 +243,7 @@ def ring_linear_attention(
 
     inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
     same = {"heads of v": v.shape[1:2], "dim of log_decay": getattr(log_decay, "ndim", None), "way": way}
-    same |= {"documents": documents, "layout": layout}
-    runs = agree_on_runs((q, k, v), inputs, scale, group, check, "ring_linear_attention", **same)
+    runs = agree_on_runs((q, k, v), inputs, scale, group, check, documents, layout, same)
 
     x, h = checked_inputs(q, k, v, log_decay, beta, state)
     if documents is not None:  # a token that begins a document forgets everything before it
