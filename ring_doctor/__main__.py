@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -32,12 +31,11 @@ from ring_doctor.answers import BAD_INPUT, CANNOT_TELL, SAID, STATUS, WRONG_RING
 from ring_doctor.assertion import examine
 from ring_doctor.catalogue import enter
 from ring_doctor.job import START, CannotExamine
-from ring_doctor.model_report import json_of_model, text_of_model
 from ring_doctor.names import by_name, named
 from ring_doctor.options import claims_of, parse
 from ring_doctor.patient import Patient, patient_of
 from ring_doctor.report import Report, as_json, head, page
-from ring_doctor.whole_model import WORLDS, examine_model
+from ring_doctor.whole_model import WORLDS, examine_model, json_of_model, text_of_model
 from ring_doctor.xray import XRay
 from ringlab.support.extras import install
 from ringlab.support.processes import Ranks, choose_device
@@ -62,21 +60,19 @@ def admit(args: argparse.Namespace, most: int | None) -> Patient:
 
 @contextlib.contextmanager
 def telling() -> Iterator[Callable[[str], None]]:
-    """What is told what is done now, and writes it on stderr: all the time on a terminal, else now and then."""
-    now, done, terminal = ["starting"], threading.Event(), sys.stderr.isatty()
+    """What is told what is done now, and writes it on stderr: all of it on a terminal, else now and then."""
+    last, terminal = [time.monotonic()], sys.stderr.isatty()
 
-    def write() -> None:
-        while not done.wait(0.2 if terminal else QUIET):
-            start, end = ("\r", "\x1b[K") if terminal else ("ring-doctor: ", "\n")
-            print(f"{start}{now[0]:.100}", end=end, file=sys.stderr, flush=True)
+    def tell(words: str) -> None:
+        if terminal:
+            print(f"\r{words:.100}", end="\x1b[K", file=sys.stderr, flush=True)
+        elif time.monotonic() - last[0] > QUIET:
+            last[0] = time.monotonic()
+            print(f"ring-doctor: {words:.100}", file=sys.stderr, flush=True)
 
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
     try:
-        yield lambda words: now.__setitem__(0, words)
+        yield tell
     finally:
-        done.set()
-        writer.join()
         print(end="\r\x1b[K" * terminal, file=sys.stderr, flush=True)
 
 

@@ -18,24 +18,20 @@ Before: report.py. After: __main__.py, the command; patients/, libraries that we
 from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ring_doctor import examination
-from ring_doctor.answers import CANNOT_TELL, OK, WRONG, Answer, passes, right_results
+from ring_doctor.answers import CANNOT_TELL, OK, passes
 from ring_doctor.catalogue import enter
-from ring_doctor.conditions import when_it_shows
-from ring_doctor.diagnosis import Diagnosis, Explanation, diagnose
+from ring_doctor.diagnosis import diagnose
 from ring_doctor.examination import SECONDS, Examination
 from ring_doctor.inference import infer
 from ring_doctor.job import CannotExamine, Job
-from ring_doctor.mistakes_of_states import MISTAKES as STATES
-from ring_doctor.paper_ring import NotOnPaper
 from ring_doctor.patient import Patient, patient_of
 from ring_doctor.questions import Question
 from ring_doctor.report import Report
-from ring_doctor.states import RIGHT_STATES, StateCase, compute_states
 from ring_doctor.xray import XRay, cases, xray_of
 
 LONGEST = 16  # tokens on a rank: a longer question is X-rayed with 4
@@ -91,36 +87,13 @@ def examine(
     how: dict[str, Any] = {"seconds": seconds, "device": device}
     found = examination.examination_of(patient, **how, seed=seed, quick=quick, progress=progress)
     progress("diagnosis")
-    diagnosis = None if found.healthy else (diagnose_states if patient.state else diagnose)(found)
+    diagnosis = None if found.healthy else diagnose(found)
     taken: XRay | str = "a state has no matrix of weights" if patient.state else "none was taken"
     if not patient.state and (xray or diagnosis):
         progress("X-ray")
         taken = take_xray(found.patient, choose_question(found), **how)
     named = patient.state or found.healthy or (diagnosis and diagnosis.told and not diagnosis.part)
     return Report(found, diagnosis, taken, () if named else tuple(infer(found, taken)))
-
-
-def diagnose_states(found: Examination) -> Diagnosis | None:
-    """The mistakes of states that give the ring's numbers in every answer; None when no answer is wrong."""
-    answers = sorted((it for it in found.answers if it.results and not it.in_float32), key=lambda it: it.state != WRONG)
-    if not found.wrong:
-        return None
-    entries = [Explanation((mistake,), variant) for mistake in STATES for variant in mistake.variants]
-    fitting = {each.name: each for each in entries if all(_gives(each, answer) for answer in answers)}
-    when = when_it_shows([answer for answer in found.answers if not answer.changes])
-    return Diagnosis(() if found.changes else tuple(fitting.values()), tuple(found.wrong), when)
-
-
-def _gives(explanation: Explanation, answer: Answer) -> bool:
-    """Whether a ring with this mistake gives these numbers, or the case cannot be computed on paper."""
-    change: Any = explanation.change
-    try:
-        expected = compute_states(cast(StateCase, answer.case), change(RIGHT_STATES))
-    except NotOnPaper:
-        return True
-    allowed = right_results(answer.question)
-    pairs = [(x.double() - expected[name], allowed[name].allowed) for name, x in answer.results.items()]
-    return all(bool((error.abs() <= 2 * most).all()) for error, most in pairs)
 
 
 def choose_question(examination: Examination) -> Question:

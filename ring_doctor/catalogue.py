@@ -37,7 +37,6 @@ TABLES = (
     mistakes_of_travel,
 )
 CATALOGUE.update((mistake.name, mistake) for table in TABLES for mistake in table.MISTAKES)
-OF_GRADIENTS = frozenset(each.name for each in mistakes_of_gradients.MISTAKES + mistakes_of_backward.MISTAKES)
 
 # Rings that compute rightly when called plainly, and wrongly in another way. No number tells these mistakes, the way to
 # ask does: one is named when every wrong answer was asked in its way.

@@ -3,45 +3,38 @@
     a mistake is named    if a ring with this mistake gives the same numbers in every wrong answer,
                           and the right answers are right, or a condition keeps the mistake from them
 
-An entry that explains everything comes first. Then entries with a condition: "without gradients only", "on rank 0
-only". Then entries that explain a part: out and lse, or the questions without masks. If nothing fits, the diagnosis
-says only what can be seen: which results are wrong, and when.
+If out is wrong, out and lse are compared: wrong gradients follow from them, by more ways than one. Else all results
+are. An entry that explains everything comes first, then one with a condition: "without gradients only". Then come
+entries that explain a part: dk and dv, or dq. If nothing fits, the diagnosis says only which results are wrong, and
+when.
 
 Before: catalogue.py, conditions.py. After: xray.py, a picture of what is wrong.
 Source: the mistakes of public rings, as each entry of the catalogue names them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ring_doctor.answers import WRONG, Answer, imprecise
 from ring_doctor.case import UNROUNDED, Case
-from ring_doctor.catalogue import BY_WAY, CATALOGUE, OF_GRADIENTS
+from ring_doctor.catalogue import BY_WAY, CATALOGUE
 from ring_doctor.conditions import separated, when_it_shows
 from ring_doctor.examination import Examination, never_claimed
 from ring_doctor.mistakes import Change, Mistake
+from ring_doctor.mistakes_of_states import MISTAKES as STATES
 from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
+from ring_doctor.states import RIGHT_STATES, StateCase, compute_states
 from ring_doctor.wrong_answer import WrongAnswer
 
-FORWARD, EVERYTHING = ("out", "lse"), ("out", "lse", "dq", "dk", "dv")
-LARGEST = 1200  # tokens in an answer that is computed on paper for each entry
+FORWARD, EVERYTHING = ("out", "lse"), ("out", "lse", "dq", "dk", "dv", "dlog_decay", "dbeta")
+PARTS = ("dk", "dv"), ("dq",), ("dk",), ("dv",)  # of gradients, which may be wrong by a mistake each
+LARGEST = 800  # tokens in an answer that is computed on paper for each entry
 FEW = 2  # explanations that a headline may name
-
-SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
-    "on rank 0": lambda P: range(1),
-    "on the last rank": lambda P: range(P - 1, P),
-    "on rank 1": lambda P: range(1, min(2, P)),
-    "on odd ranks": lambda P: range(1, P, 2),
-    "on even ranks": lambda P: range(0, P, 2),
-    "on all ranks but the first": lambda P: range(1, P),
-    "on all ranks but the last": lambda P: range(P - 1),
-}
-
-PARTS_OF_AN_ANSWER: tuple[tuple[str, ...], ...] = (FORWARD, ("out",), ("dk", "dv"), ("dq",), ("dk",), ("dv",))
 
 
 @dataclass(frozen=True)
@@ -50,7 +43,6 @@ class Explanation:
 
     mistakes: tuple[Mistake, ...]
     change: Change = field(compare=False)
-    ranks: str = ""  # a name in SOME_RANKS; "": on all ranks
     condition: str = ""  # in words; "": in every question
 
     @property
@@ -59,9 +51,8 @@ class Explanation:
 
     @property
     def words(self) -> str:
-        """The name with its condition: "last_block_skipped (on rank 0 only)"."""
-        said = [f"{words} only" for words in (self.ranks, self.condition) if words]
-        return f"{self.name} ({', '.join(said)})" if said else self.name
+        """The name with its condition: "last_block_skipped (under a causal mask only)"."""
+        return f"{self.name} ({self.condition} only)" if self.condition else self.name
 
 
 @dataclass(frozen=True)
@@ -98,7 +89,7 @@ def diagnose(examination: Examination) -> Diagnosis | None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
-        found, part = _explain(_telling(answered))
+        found, part = _explain(_telling(answered), STATES if examination.patient.state else CATALOGUE.values())
     finally:
         torch.set_num_threads(threads)
     if ways := _ways([answer for answer in wrong if _bits(answer) > 16] or wrong, answered, found):
@@ -150,64 +141,26 @@ def _on_paper(answer: Answer) -> bool:
     return answer.question.how in ("plain", "without gradients") and not answer.case.large_tiles
 
 
-def _explain(answers: list[WrongAnswer]) -> tuple[list[Explanation], str]:
+def _explain(answers: list[WrongAnswer], mistakes: Iterable[Mistake]) -> tuple[list[Explanation], str]:
     """All explanations, and which part of the wrong answers they explain; "" for all.
 
     The simplest kind of explanation that fits is returned.
     """
-    in_forward, in_gradients = _entries(of_gradients=False), _entries(of_gradients=True)
-
-    def with_other_gradients(entries: list[Explanation]) -> list[Explanation]:
-        return [*entries, *(change(entry) for change in (_by_autograd, _in_forward_only) for entry in entries)]
-
-    single = [*in_gradients, *with_other_gradients(in_forward)]
-    large = [answer for answer in answers if answer.answer.wrong and answer.case.large_tiles]
-    if not large:
-        return next(((found, part) for part, found in _attempts(single, answers) if found), ([], ""))
-    if found := _fitting(single, answers, EVERYTHING):  # those that spare the small answers, which come first
-        return found, ""
-    if any(name in large[0].answer.wrong for name in FORWARD):  # a large answer takes long: two results tell most apart
-        single = with_other_gradients([entry for entry in in_forward if _fits(entry, large[0], FORWARD)])
-    return under_a_condition(single, answers, EVERYTHING), ""
-
-
-def _attempts(single: list[Explanation], answers: list[WrongAnswer]) -> Iterator[tuple[str, list[Explanation]]]:
-    """(the part that is explained, its explanations), the simplest kind first."""
-    yield "", _fitting(single, answers, EVERYTHING)
+    entries = [Explanation((mistake,), variant) for mistake in mistakes for variant in mistake.variants]
     usual = [answer for answer in answers if not _special(answer.case)]
     usual = usual if any(answer.answer.wrong for answer in usual) else answers
-    yield "", _fitting(single, usual, EVERYTHING)
-    yield "", under_a_condition(single, usual, EVERYTHING)
-    yield "", _on_some_ranks(single, usual)
     wrong = {name for answer in usual for name in answer.answer.wrong}
-    never_wrong = tuple(name for name in EVERYTHING if name not in wrong)
-    out_is_wrong = any(name in each.answer.wrong for each in usual if not imprecise(each.answer) for name in FORWARD)
-    for names in PARTS_OF_AN_ANSWER:
-        if out_is_wrong and not set(names) <= set(FORWARD):
-            break  # wrong gradients follow from a wrong output: to name them would mislead
-        if set(names) < wrong:
-            yield " and ".join(names), _fitting(single, usual, names + never_wrong)
-            yield " and ".join(names), under_a_condition(single, usual, names + never_wrong)
-
-
-def _entries(*, of_gradients: bool) -> list[Explanation]:
-    """Every variant of every entry about gradients, or of every other entry."""
-    return [
-        Explanation((mistake,), variant)
-        for mistake in CATALOGUE.values()
-        for variant in mistake.variants
-        if (mistake.name in OF_GRADIENTS) == of_gradients
-    ]
-
-
-def _by_autograd(explanation: Explanation) -> Explanation:
-    """The same forward pass; its gradients by autograd instead of by the formula."""
-    return replace(explanation, change=lambda steps: replace(explanation.change(steps), autograd=True))
-
-
-def _in_forward_only(explanation: Explanation) -> Explanation:
-    """A right backward pass, with the out and lse that the wrong forward pass saved."""
-    return replace(explanation, change=lambda steps: replace(explanation.change(steps), backward=steps))
+    right = tuple(name for name in EVERYTHING if name not in wrong)
+    parts = [EVERYTHING, *(part + right for part in PARTS if set(part) < wrong)]
+    if any(name in each.answer.wrong for each in usual if not imprecise(each.answer) for name in FORWARD):
+        parts = [FORWARD, ("out",)]
+    for names in parts:
+        for some, search in ((answers, _fitting), (usual, _fitting), (usual, under_a_condition)):
+            if found := search(entries, some, names):
+                same = {each.name for each in found if not each.condition}  # out and lse; their gradients may differ
+                found = _fitting((each for each in entries if each.name in same), some, EVERYTHING) or found
+                return found, "" if names is parts[0] else " and ".join(name for name in names if name in wrong)
+    return [], ""
 
 
 # Which explanations fit ---------------------------------------------------------------------------------------------
@@ -255,20 +208,6 @@ def under_a_condition(
     return [explanation for count, explanation in found.values() if count == least]
 
 
-def _on_some_ranks(explanations: list[Explanation], answers: list[WrongAnswer]) -> list[Explanation]:
-    """Those that explain everything when some ranks make the mistake and the others do not."""
-    for words, ranks in SOME_RANKS.items():
-        if all(
-            set(each.answer.ranks.get(name, ())) <= set(ranks(each.case.world_size))
-            for each in answers
-            for name in ("out", "lse", "dq")
-        ):
-            of_ranks = (replace(explanation, ranks=words) for explanation in explanations)
-            if found := _fitting(of_ranks, answers, EVERYTHING):
-                return found
-    return []
-
-
 def _fits(explanation: Explanation, wrong: WrongAnswer, names: tuple[str, ...]) -> bool | None:
     """Whether a ring with this mistake gives these numbers. None: they cannot be computed on paper."""
     answer, case = wrong.answer, wrong.case
@@ -276,13 +215,11 @@ def _fits(explanation: Explanation, wrong: WrongAnswer, names: tuple[str, ...]) 
     if _special(case) and not any(name in answer.wrong for name in names):  # a ring may be right there by other code
         return True
     kept = _expected if case.seq_len < 128 else _expected.__wrapped__  # large results would fill the memory
-    parts = [tuple(name for name in names if name in FORWARD)] if set(FORWARD) & set(answer.wrong) else []
-    if not parts or not set(names) <= set(FORWARD):
-        parts.append(names)  # most entries fail by their output, which costs less than gradients
+    parts = [names] if set(names) <= set(FORWARD) else [FORWARD, names]  # most fail by their output, which costs less
     try:
         for part in parts:
-            expected = kept(case, explanation.change, explanation.ranks, not set(part) <= set(FORWARD))
-            if not all(wrong.near(name, expected[name]) for name in part):
+            expected = kept(case, explanation.change, not set(part) <= set(FORWARD))
+            if not all(wrong.near(name, expected[name]) for name in part if name in names):
                 return False
     except NotOnPaper:
         return None
@@ -290,10 +227,12 @@ def _fits(explanation: Explanation, wrong: WrongAnswer, names: tuple[str, ...]) 
 
 
 @lru_cache(maxsize=4096)
-def _expected(case: Case, change: Change, ranks: str, gradients: bool) -> dict[str, Tensor]:
+def _expected(case: Case, change: Change, gradients: bool) -> dict[str, Tensor]:
     """What a ring with this mistake returns. Raises NotOnPaper."""
-    some = SOME_RANKS[ranks](case.world_size) if ranks else None
-    return compute(case, change(RIGHT), gradients=gradients, ranks=some)
+    if isinstance(case, StateCase):
+        steps: Any = change
+        return compute_states(case, steps(RIGHT_STATES))
+    return compute(case, change(RIGHT), gradients=gradients)
 
 
 def _special(case: Case) -> bool:

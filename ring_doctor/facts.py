@@ -8,7 +8,7 @@ Each fact says what the whole result would be, and is compared with it within ro
 two ranks "2 times" and "P times" are the same, so a pattern finds both, and an answer of three ranks decides.
 
 Before: wrong_answer.py. After: where_wrong.py, more patterns; inference.py, all that is told.
-Source: Dao et al. 2022, algorithm 4, for δ.
+Source: Dao et al. 2022, algorithm 4, for what a row's own factor means.
 """
 
 import math
@@ -80,14 +80,13 @@ def listed(names: Sequence[str]) -> str:
 
 # What a result holds ------------------------------------------------------------------------------------------------
 
-FEW = 256  # tokens up to which every pair of a query and a key may be looked at by itself
 QUERY_ROWS = ("out", "lse", "dq")  # the other results have a row for each key
 COPIES = "a sum or a mean over ranks: it counts a rank's part P times, or divides where nothing was added"
 SCALES = "the scale: it is forgotten in this result, or applied twice"
 BASE = "e^x and log beside 2^x and log2: a factor of log 2 is missing or too many"
 GROUP = "the sum over the query heads that share a K/V head"
 OF_L = "the sums l of the ranks: one is counted P times, or divided by P"
-SUMS = "δ = Σ dO ∘ out"
+TWICE = "a sum that starts from a number that it also adds, or a mean of two"
 OF_ROWS = {  # what a factor of each row is, and where to look
     "out": (
         "the numerators are right, and what divides them is not",
@@ -99,39 +98,27 @@ OF_ROWS = {  # what a factor of each row is, and where to look
 
 def _not_finite(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     bad, visible = ~wrong.seen(name).isfinite() & wrong.exact(name).isfinite(), wrong.case.visible()
-    if not bad.any():
-        return
-    yield Fact("in some places", order=2)
+    blocks = [visible[:, wrong.case.positions(block)].any(dim=1) for block in range(wrong.case.world_size)]
+    lacks_one = ~torch.stack(blocks).all(dim=0)  # a query that sees no key of some block
+    if bad.any():
+        yield Fact("in some places", order=2)
     if bad.all():
         yield Fact("everywhere", order=1)
-    if wrong.case.inputs == "large":
+    if bad.any() and wrong.case.inputs == "large":
         look = "exp: e^s overflows unless the largest score of the row is subtracted first"
         yield Fact("where scores are large", look)
-    if name not in QUERY_ROWS or visible.all():
-        return
-    rows, sees_none = rows_with(bad), ~visible.any(dim=1)
-    blocks = [visible[:, wrong.case.positions(block)].any(dim=1) for block in range(wrong.case.world_size)]
-    lacks_one = ~torch.stack(blocks).all(dim=0)
-    if sees_none.any() and (rows == sees_none).all():
-        yield Fact("in the queries that see no key", "the division by l, which is 0 there")
-    elif (rows == lacks_one).all() and lacks_one.sum() > 1:
+    if name in QUERY_ROWS and lacks_one.sum() > 1 and (rows_with(bad) == lacks_one).all():
         look = "the merge of a block of which a query sees no key: -inf - (-inf) is NaN"
         yield Fact("in the queries that see no key of some block", look)
-    elif rows[:, :, 0].all() and not rows[:, :, 1:].any():
-        yield Fact("in the first query of the sequence", "the mask: this query sees its own key, and no other key")
 
 
 def _all_numbers(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
-    exact, P = wrong.exact(name), wrong.case.world_size
+    exact, log_p = wrong.exact(name), math.log(wrong.case.world_size)
     look = "detach, no_grad, .data, and a buffer that is returned before it is filled"
     yield Fact("0", look, torch.zeros_like(exact))
-    if name == "lse":
-        m = wrong.scores.amax(dim=-1)
-        yield Fact("m, the largest score of the row: log l is not added", "lse = m + log l", m)
-        yield Fact("l and not m + log l", "lse = m + log l", (exact - m).exp())
-    if name == "lse" and P > 1:
-        yield Fact("log P too large", OF_L, exact + math.log(P))
-        yield Fact("log P too small", OF_L, exact - math.log(P))
+    if name == "lse" and log_p:
+        yield Fact("log P too large", OF_L, exact + log_p)
+        yield Fact("log P too small", OF_L, exact - log_p)
 
 
 def _another_result(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
@@ -145,19 +132,12 @@ def _another_result(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
 def _factor(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     """Factors with a meaning. P times is 2 times where P = 2: all that fit are found, and other answers decide."""
     exact, P, n, scale = wrong.exact(name), wrong.case.world_size, wrong.case.heads // wrong.case.kv_heads, wrong.scale
-    of_ranks = {"P": P, "1/P": 1 / P, "√P": P**0.5, "1/√P": P**-0.5}
-    known = [("-1", -1.0, "a sign"), *((words, c, COPIES) for words, c in of_ranks.items())]
-    known += [("scale", scale, SCALES), ("1/scale", 1 / scale, SCALES)]
-    known += [
-        ("log 2", math.log(2), BASE),
-        ("1/log 2", 1 / math.log(2), BASE),
-        ("H/G", n, GROUP),
-        ("G/H", 1 / n, GROUP),
-    ]
-    known += [("2", 2.0, "a sum that starts from a number that it also adds"), ("1/2", 0.5, "a mean of two")]
-    for words, c, look in known:
-        if c != 1:
-            yield Fact(words, look, c * exact)
+    known = [("P", P, COPIES), ("√P", P**0.5, COPIES), ("scale", scale, SCALES), ("log 2", math.log(2), BASE)]
+    yield Fact("-1", "a sign", -exact)
+    for words, c, look in [*known, ("H/G", n, GROUP), ("2", 2, TWICE)]:
+        for said, factor in ((words, c), ("G/H" if words == "H/G" else f"1/{words}", 1 / c)):
+            if factor != 1:
+                yield Fact(said, look, factor * exact)
     own = ratio(wrong.seen(name), exact)
     example = f"{wrong.case.words()}: c = {float(own):.3g}"
     yield Fact("c", "what this result is multiplied by", own * exact, 1, example)
@@ -167,33 +147,6 @@ def _factor_of_the_row(wrong: WrongAnswer, name: str) -> list[Fact] | None:
     if name not in OF_ROWS or wrong.case.head_dim < 3:
         return None
     return [Fact(*OF_ROWS[name], ratio(wrong.seen(name), wrong.exact(name), (3,)) * wrong.exact(name))]
-
-
-def _wrong_delta(wrong: WrongAnswer, name: str) -> list[Fact] | None:
-    """Whether dS = p ∘ (dP - δ) has another δ for each query: then dQ is off by (δ - δ') Σ scale p k."""
-    both = {"dq", "dk"} <= set(wrong.answer.wrong) and wrong.answer.question.how != "views"  # which has another dO
-    if not both or name not in ("dq", "dk") or wrong.case.head_dim < 3:
-        return None
-    q, k, _, d_out = wrong.inputs.values()
-    mean_key = wrong.scale * wrong.weights @ wrong.of_query_heads(k)
-    off = ratio(wrong.seen("dq") - wrong.exact("dq"), mean_key, (3,))
-    in_dk = wrong.exact("dk") + wrong.of_kv_heads(wrong.scale * (off * wrong.weights).mT @ q)
-    if not wrong.near("dq", wrong.exact("dq") + off * mean_key) or not wrong.near("dk", in_dk):
-        return []
-    delta, of_seen = ((d_out * out).sum(dim=-1, keepdim=True) for out in (wrong.exact("out"), wrong.seen("out")))
-    known = (
-        ("it is 0", 0 * delta, f"{SUMS}, and at dS = p ∘ (dP - δ)"),
-        ("it is that of the wrong out", of_seen, "out: this follows from it"),
-        ("it has the wrong sign", -delta, "dS = p ∘ (dP - δ)"),
-        ("it is δ of the query before", delta.roll(1, dims=2), "the order of the rows of δ"),
-        ("it is the mean of dO ∘ out, not the sum", delta / wrong.case.head_dim, SUMS),
-    )
-    found = [
-        Fact(words, look)
-        for words, value, look in known
-        if wrong.near("dq", wrong.exact("dq") + (delta - value) * mean_key)
-    ]
-    return [*found, Fact("it is another number for a query", f"{SUMS}, with the out of the whole row", order=1)]
 
 
 def _another_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
@@ -215,27 +168,6 @@ def _another_head(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     yield Fact("moved on by one", look, exact.roll(1, dims=1))
     if n > 2 and all(any(torch.allclose(seen[:, h], exact[:, i], 1e-3, 1e-4) for i in range(n)) for h in range(n)):
         yield Fact("in other places", look, order=1)
-
-
-def _other_kv_heads(wrong: WrongAnswer, name: str) -> list[Fact] | None:
-    (q, k, v, _), H, G = wrong.inputs.values(), wrong.case.heads, wrong.case.kv_heads
-    if name != "out" or G == 1 or wrong.case.seq_len > FEW or wrong.case.sinks:
-        return None
-    scores = (wrong.scale * q[:, :, None] @ k[:, None].mT).masked_fill(~wrong.case.visible(), -torch.inf)
-    outs = scores.softmax(dim=-1).nan_to_num()[:, :, :, None] @ v[:, None, None]  # (B, H, G of K, G of V, S, D)
-    off = (outs - wrong.seen(name)[:, :, None, None]).abs().amax(dim=(0, 4, 5))
-    used = [divmod(int(of_head.argmin()), G) for of_head in off]
-    expected = torch.stack([outs[:, h, a, b] for h, (a, b) in enumerate(used)], dim=1)
-    own, look = [h // (H // G) for h in range(H)], "how a query head finds its K/V head: h // (H/G)"
-    known = {
-        "K/V head h mod G": [(h % G, h % G) for h in range(H)],
-        "K/V head 0 alone": [(0, 0)] * H,
-        "the right K and another head's V": [(a, b) for a, (_, b) in zip(own, used, strict=True)],
-        "the right V and another head's K": [(a, b) for (a, _), b in zip(used, own, strict=True)],
-    }
-    found = [Fact(words, look, expected) for words, pairs in known.items() if used == pairs]
-    example = f"{wrong.case.words()}: (K, V) {', '.join(map(str, used))}"
-    return [*found, Fact("other K/V heads than h // (H/G)", look, expected, 1, example)]
 
 
 MOVES: dict[str, Callable[[Tensor], Tensor]] = {  # of a chunk: moved rows, or another order of its dimensions
@@ -272,16 +204,12 @@ def _rounded(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     seen, exact = wrong.seen(name), wrong.exact(name)
     there = exact.isfinite() & wrong.bad(name).view(*seen.shape[:3], *[1] * (seen.dim() - 3))
     error, typical = (seen - exact)[there].abs(), float(exact[there].square().mean().sqrt())
-    for order, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
-        eps, named = torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")
-        if eps <= torch.finfo(wrong.case.dtype).eps or torch.finfo(wrong.case.dtype).bits <= 16:
-            continue
-        if torch.equal(seen, seen.to(dtype).double()):
-            yield Fact(f"every number is one that {named} can hold", f"where the result becomes {named}", None, order)
-        if bool((error <= 4 * eps * (exact[there].abs() + typical)).all()) and error.median() > eps / 100 * typical:
-            size = "float32" if dtype == torch.float32 else "16 bits"
+    for order, (size, dtype) in enumerate((("float32", torch.float32), ("16 bits", torch.bfloat16))):
+        eps, own = torch.finfo(dtype).eps, torch.finfo(wrong.case.dtype)
+        small = bool((error <= 4 * eps * (exact[there].abs() + typical)).all()) and error.median() > eps / 100 * typical
+        if own.bits > 16 and own.eps < eps and small:
             look = f"casts to {size}: of messages, of buffers, and of sums over blocks"
-            yield Fact(f"the errors are as small as roundings to {size}", look, None, 5 - order)
+            yield Fact(f"the errors are as small as roundings to {size}", look, None, order)
 
 
 CONTENTS = (  # the first that holds says the most
@@ -291,9 +219,7 @@ CONTENTS = (  # the first that holds says the most
     Pattern("In {x} all numbers are {words} times the right numbers", _factor),
     Pattern("In {x} rank r has the right numbers of {words}", _another_rank),
     Pattern("In {x} the right heads are {words}", _another_head),
-    Pattern("{x} is attention of the query heads to {words}", _other_kv_heads),
     Pattern("In {x} the right numbers are {words}", _another_place),
     Pattern("In {x} each row is the right row times a number of its own: {words}", _factor_of_the_row),
-    Pattern("The errors of {x} are those of a wrong δ, and of nothing else: {words}", _wrong_delta),
     Pattern("{x}: {words}", _rounded, clear=False),
 )

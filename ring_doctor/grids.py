@@ -11,7 +11,6 @@ Before: tiles.py. After: xray.py.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ring_doctor.case import Case
@@ -148,7 +147,6 @@ class XRay:
                 continue  # it follows from another matrix, or says less than is known
             details = "; ".join(matrix.details()) + "."
             shown = details if kinds and len(details) < LONG else " ".join(matrix.sentences())
-            shown += _pairs(matrix, self.case) if kinds and set(kinds) <= {"mask", "foreign"} else ""
             kind = next((kind for kind in kinds if KINDS[kind][1] and not held), "ok")
             look = OF_LSE if (matrix.name, kind) == ("W backward", "scaled") else KINDS[kind][1]
             if shown not in said:
@@ -169,20 +167,6 @@ def _text(matrix: Matrix) -> str:
             lines.append("    " + f"rank {rank}".ljust(9) + row.rstrip())
         lines += [f"    {detail}" for detail in matrix.details()]
     return "\n".join(lines)
-
-
-def _pairs(matrix: Matrix, case: Case) -> str:
-    """The pairs that are seen and must be hidden, or the reverse: by their distance."""
-    present, visible, said = matrix.sheet.present, matrix.sheet.visible, ""
-    order = torch.cat([case.positions(rank) for rank in range(case.world_size)])
-    distance = order[None, :] - order[:, None]
-    for pairs, words in ((present & ~visible, "seen too"), (visible & ~present, "not seen")):
-        at = distance[pairs].unique().tolist()
-        if len(at) == 1:
-            every = "Each" if torch.equal(pairs, distance == at[0]) else "Some"
-            key = f"i {'+' if at[0] > 0 else '-'} {abs(at[0])}" if at[0] else "i"
-            said += f" {every} pair of query i and key {key} is {words}."
-    return said
 
 
 def _between(amounts: list[float]) -> str:

@@ -12,8 +12,6 @@ Source: Dao et al. 2022, algorithm 4, for what follows from what. The PyTorch ma
 may wait for its receiver.
 """
 
-import linecache
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from textwrap import fill
@@ -21,11 +19,9 @@ from textwrap import fill
 import torch
 
 from ring_doctor.answers import FAILED, OK, Answer, imprecise
-from ring_doctor.conditions import separated
 from ring_doctor.examination import Examination, never_claimed
 from ring_doctor.facts import CONTENTS, OF_GRADIENTS, Fact, listed
 from ring_doctor.grids import XRay
-from ring_doctor.job import ranks_in_words
 from ring_doctor.questions import Question
 from ring_doctor.where_wrong import WHERE
 from ring_doctor.wrong_answer import WrongAnswer
@@ -37,12 +33,24 @@ IN_A_PART = (
     "of the job, or a group is left out. Look at every send and receive, at group=, group_src= and group_dst=, and at "
     "dist.get_global_rank."
 )
+HANGS = (
+    "Ranks wait for each other. Look at the order of send and receive: even ranks must send first and odd ranks "
+    "receive first, or all use isend and irecv; at the ranks on both sides; and whether every rank of the group calls "
+    "each collective, equally often."
+)
 OF_WORLDS = {
     1: "One rank alone is wrong too, so the mistake needs no message: look at what a rank does with its own block.",
     2: "Two ranks are right. With two, the next and the previous rank are the same, and so are the second and the last "
     "round: look at the direction of the hops, and at the rounds after the second.",
     3: "One rank alone is right: look at what is done between blocks: the hops, the merge, the masks of others.",
 }
+LSE_ALONE = "out is right and lse is wrong: whatever uses this lse is wrong, as a merge or a backward pass."
+LSE_IS_RIGHT = (
+    "lse is right, so each query has the right scores: look at the order of V beside the order of K, at the sum of "
+    "p V, and at what becomes of out afterwards."
+)
+GRADIENTS_ARE_RIGHT = "out is wrong and all gradients are right: look at what becomes of out after it was computed."
+OUT_FIRST = ". Mend out first: all other results depend on the same scores."
 OF_LARGE_SCORES = (
     "Scores of some hundreds show it: a score or an lse of 800 in 16 bits is off by up to 2, and a weight by a factor "
     "of up to e^2. Look at the dtype of the scores, of m and of lse."
@@ -60,10 +68,9 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
     """The sentences, the most telling first; [] if nothing is wrong. `xray` as take_xray returns it."""
     wrong = examination.wrong
     claimed = [answer for answer in examination.answers if not never_claimed(answer)]
-    hangs = list(dict.fromkeys(said for answer in claimed if (said := waiting(answer))))
     failed = [answer for answer in claimed if answer.state == FAILED]
-    if failed and all(answer.question.members for answer in failed):
-        hangs.insert(0, IN_A_PART)
+    hangs = [IN_A_PART] if failed and all(answer.question.members for answer in failed) else []
+    hangs += [HANGS] if any(answer.lost and answer.says.startswith("rank(s)") for answer in failed) else []
     if not wrong or all(map(imprecise, wrong)):
         return [*_of_rounding(wrong), *hangs]
     told = [WrongAnswer(answer) for answer in _comparable(wrong)]
@@ -108,18 +115,13 @@ def _comparable(wrong: list[Answer]) -> list[Answer]:
 
 
 def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], str]:
-    """{results: what they hold}: of each result the first pattern that holds.
-
-    Where none holds, the answers without a mask are looked at by themselves, because a mask can hide a pattern.
-    """
-    unmasked = [each for each in told if bool(each.case.visible().all())]
-    some = [(told, ""), (unmasked, "Without a mask: ")] if len(unmasked) < len(told) else [(told, "")]
-    groups: dict[tuple[int, str, tuple[Fact, ...]], list[str]] = {}
+    """{results: what they hold}: of each result the first pattern that holds."""
+    groups: dict[tuple[int, tuple[Fact, ...]], list[str]] = {}
     for name in RESULTS:
-        common = ((i, where, one.common(answers, name)) for answers, where in some for i, one in enumerate(CONTENTS))
-        if first := next(((i, where, tuple(facts)) for i, where, facts in common if facts), None):
+        common = ((i, tuple(pattern.common(told, name))) for i, pattern in enumerate(CONTENTS))
+        if first := next(((i, facts) for i, facts in common if facts), None):
             groups.setdefault(first, []).append(name)
-    return {tuple(of): where + CONTENTS[i].sentence(of, facts) for (i, where, facts), of in groups.items()}
+    return {tuple(of): CONTENTS[i].sentence(of, facts) for (i, facts), of in groups.items()}
 
 
 def _places(told: list[WrongAnswer], names: list[str]) -> list[str]:
@@ -133,52 +135,26 @@ def _places(told: list[WrongAnswer], names: list[str]) -> list[str]:
     return said
 
 
-def why_right(xray: XRay, wrong: Sequence[Answer]) -> str:
-    """Why an X-ray does not show what these answers do."""
-    two_heads = Question(replace(xray.case, heads=2, kv_heads=2))  # alike, as the questions with one head
-    if lacks := separated([two_heads], [answer.question for answer in wrong]):
-        return f"every wrong answer is one {listed(lacks)}"
-    return "it has one sequence, one head, few tokens, small scores, and no scale that is given"
-
-
 def _which(told: list[WrongAnswer]) -> list[str]:
     """What follows from which results are wrong."""
     wrong = {name for each in told for name in each.answer.wrong}
-    given = {name for each in told for name in each.answer.results}
-    gradients = [name for name in ("dq", "dk", "dv") if name in wrong]
-    said = []
+    right = {name for each in told for name in each.answer.results} - wrong
+    gradients = [name for name in RESULTS[2:] if name in wrong]
     if "out" not in wrong:
-        if "lse" in wrong:
-            said.append(
-                "out is right and lse is wrong: whatever uses this lse is wrong, as a merge or a backward pass."
-            )
-        return said + ([OF_GRADIENTS[listed(gradients)]] if gradients else [])
-    if "lse" in given and "lse" not in wrong:
-        said.append(
-            "lse is right, so each query has the right scores: look at the order of V beside the order of K, at the "
-            "sum of p V, and at what becomes of out afterwards."
-        )
-    if "dq" in given and not gradients:
-        said.append("out is wrong and all gradients are right: look at what becomes of out after it was computed.")
-    right = [name for name in RESULTS if name in given - wrong]
-    and_right = (
-        f"; {listed(right)}: right." if right else ". Mend out first: all other results depend on the same scores."
-    )
+        return [LSE_ALONE] * ("lse" in wrong) + [OF_GRADIENTS[listed(gradients)] for _ in gradients[:1]]
+    said = [LSE_IS_RIGHT] * ("lse" in right) + [GRADIENTS_ARE_RIGHT] * ("dq" in right and not gradients)
+    and_right = f"; {listed([name for name in RESULTS if name in right])}: right." if right else OUT_FIRST
     return said or [f"{listed([name for name in RESULTS if name in wrong])}: wrong{and_right}"]
 
 
 def _worlds(answers: list[Answer], told: list[WrongAnswer]) -> list[str]:
     """What follows from the number of ranks."""
     worlds, asked = {each.case.world_size for each in told}, {_but_for_ranks(each.answer) for each in told}
-
-    def right(P: int) -> bool:
-        """Whether the same questions were asked with P ranks, and all were answered rightly."""
-        of = [answer for answer in answers if answer.case.world_size == P and _but_for_ranks(answer) in asked]
-        return bool(of) and all(answer.state == OK for answer in of)
-
+    same = [answer for answer in answers if _but_for_ranks(answer) in asked]  # questions, but for the number of ranks
+    states = {P: {answer.state for answer in same if answer.case.world_size == P} for P in (1, 2)}
     if 1 in worlds:
         return [OF_WORLDS[1]]
-    return [OF_WORLDS[2]] if min(worlds) > 2 and right(2) else [OF_WORLDS[3]] if right(1) else []
+    return [OF_WORLDS[2]] if min(worlds) > 2 and states[2] == {OK} else [OF_WORLDS[3]] * (states[1] == {OK})
 
 
 def _but_for_ranks(answer: Answer) -> Question:
@@ -186,48 +162,3 @@ def _but_for_ranks(answer: Answer) -> Question:
     question, case = answer.question, answer.case
     chunk = case.seq_len // case.world_size if case.equal_chunks else 0
     return Question(replace(case, world_size=1, seq_len=chunk), question.how)
-
-
-# A hang -------------------------------------------------------------------------------------------------------------
-
-COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "reduce", "gather", "scatter", "broadcast")
-CALLS = "|".join((*COLLECTIVES, "barrier", "send", "recv"))
-CALL = re.compile(rf"\b({CALLS})(?:_into_tensor|_tensor|_single|_object|_object_list)?\(")
-WAITS = re.compile(r"(?:^|; )ranks? (\d+(?:, \d+)*) in ([^;]+), line (\d+)")
-ALL_WAIT = {  # in the same call, where that is no collective
-    "send": "Every rank waits in a send, and no rank receives: even ranks must send first and odd ranks receive first, "
-    "or all use isend and irecv.",
-    "recv": "Every rank waits in a receive: what they wait for was not sent, or was sent to another rank. Look at the "
-    "order of send and receive, and at the ranks on both sides.",
-}
-
-
-def waiting(answer: Answer) -> str:
-    """Who waits for whom in a hang, in a sentence; "" where the answer does not prove it.
-
-    The answer names the line of code in which each rank waits. The call in this line says whether the rank sends,
-    receives or waits in a collective.
-    """
-    late = re.match(r"rank\(s\) \[([\d, ]+)\] did not answer in time", answer.says)
-    if answer.state != FAILED or not late:
-        return ""
-    silent, P = [int(rank) for rank in late[1].split(",")], answer.case.world_size
-    lines = [(ranks, linecache.getline(path, int(line))) for ranks, path, line in WAITS.findall(answer.says)]
-    calls = {int(rank): set(CALL.findall(line)) for ranks, line in lines for rank in ranks.split(", ")}
-    if set(calls) < set(silent) or any(len(found) != 1 for found in calls.values()):
-        return ""  # a line that shows no call, or two
-    kinds = set.union(*calls.values())
-    inside = [rank for rank in range(P) if calls.get(rank, set()) - set(ALL_WAIT)]
-    others = [rank for rank in range(P) if rank not in inside]
-    if len(kinds) == 1 and not inside and len(silent) == P > 1:
-        return ALL_WAIT[min(kinds)]
-    if inside and others and len(kinds - set(ALL_WAIT)) == 1:
-        waits = f"{ranks_in_words(inside).capitalize()} wait{'s' * (len(inside) == 1)} in {min(kinds - set(ALL_WAIT))}"
-        missing = f"{ranks_in_words(others)} {'is' if len(others) == 1 else 'are'} not in it"
-        return f"{waits}, and {missing}: every rank of the group must call it, equally often."
-    if len(silent) == 1 and P > 1 and not inside:
-        what = "for a message that no rank sends" if kinds == {"recv"} else "for a rank to receive its message"
-        return (
-            f"The other ranks have answered; rank {silent[0]} waits {what}: look at the number of sends and receives."
-        )
-    return ""

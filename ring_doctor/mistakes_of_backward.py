@@ -14,42 +14,39 @@ from torch import Tensor
 
 from ring_doctor.case import Case
 from ring_doctor.mistakes import Change, but, entry
+from ring_doctor.mistakes_of_masks import Pairs, sees
 from ring_doctor.paper_ring import Rows, Scores, Steps, Values
 
 
-def in_backward(**wrong: Callable[..., Any]) -> Change:
+def in_backward(wrong: Change) -> Change:
     """Steps that are wrong in the backward pass only."""
-    return lambda steps: replace(steps, backward=but(**wrong)(steps.backward or steps))
+    return lambda steps: replace(steps, backward=wrong(steps.backward or steps))
 
 
 def in_order(at: Callable[[int, int], int], **more: Callable[..., Any]) -> Change:
     """The rounds of the backward pass are in another order: round t is round at(t, P)."""
-    return in_backward(
+    wrong = but(
         in_hand=lambda steps, case, rank, t: steps.in_hand(case, rank, at(t, case.world_size)),
         believed=lambda steps, case, rank, t: steps.believed(case, rank, at(t, case.world_size)),
         **more,
     )
+    return in_backward(wrong)
 
 
-def left_out(of: Callable[[Steps, Case, int, int], bool]) -> Change:
-    def sees(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
-        seen = steps.sees(case, rank, block)
-        return torch.zeros_like(seen) if case.world_size > 1 and of(steps, case, rank, block) else seen
-
-    return in_backward(sees=sees)
+def left_out(of: Callable[[Pairs], bool]) -> Change:
+    return in_backward(sees(lambda x: x.seen & (not (x.case.world_size > 1 and of(x)))))
 
 
-def is_last_seen(steps: Steps, case: Case, rank: int, block: int) -> bool:
+def is_last_seen(x: Pairs) -> bool:
     """Under a causal mask blocks that no query sees are left out, and of the others the last one too."""
-    P = case.world_size
-    seen = [j for t in range(P) if steps.sees(case, rank, j := (rank - t) % P).any()]
-    return len(seen) > 1 and block == seen[-1]
+    P = x.case.world_size
+    seen = [j for t in range(P) if x.steps.sees(x.case, x.r, j := (x.r - t) % P).any()]
+    return len(seen) > 1 and x.j == seen[-1]
 
 
-def whole_parts(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
+def whole_parts(x: Pairs) -> Tensor:
     """Blocks that are left out stay out; the parts of a block that the kernel computes are whole."""
-    seen = steps.sees(case, rank, block)
-    return seen.any(dim=1, keepdim=True) & seen.any(dim=0) if case.causal else seen
+    return x.seen.any(dim=1, keepdim=True) & x.seen.any(dim=0) if x.case.causal else x.seen
 
 
 def lse_of_the_last(*, seen: bool) -> Change:
@@ -67,6 +64,11 @@ def own_weights(steps: Steps, s: Tensor, lse: Tensor) -> Tensor:
 
 def own_delta(steps: Steps, s: Tensor, p: Tensor, v: Tensor, d_out: Tensor, out: Tensor) -> Tensor:
     return steps.delta(s, p, v, d_out, steps.block_out(s, v))
+
+
+def delta_times(factor: Callable[[int], float]) -> Change:
+    """δ times factor(D)."""
+    return but(delta=lambda steps, s, p, v, d_out, out: factor(v.shape[3]) * steps.delta(s, p, v, d_out, out))
 
 
 def delta_from(ranks: Callable[[int, int], tuple[int, int]]) -> Change:
@@ -108,12 +110,11 @@ ADD = "+= and not = where a round adds to a gradient"
 MISTAKES = (
     entry("keys_of_hop_0", "The backward pass uses the rank's own K and V in all rounds.",
           "the blocks of the backward pass: they must travel again", 5,
-          in_backward(in_hand=lambda steps, case, rank, t: (rank, rank)), wild=("diffusers #14265",)),
+          in_backward(but(in_hand=lambda steps, case, rank, t: (rank, rank))), wild=("diffusers #14265",)),
     entry("block_left_out_in_backward",
           "The backward pass leaves out a block that the forward pass has met: the last one, or the own one.",
           "the rounds of the backward pass: the first, the last, and what a mask leaves out", 5,
-          left_out(lambda steps, case, rank, block: block == (rank + 1) % case.world_size),
-          left_out(lambda steps, case, rank, block: block == rank), left_out(is_last_seen)),
+          left_out(lambda x: x.j == (x.r + 1) % x.case.world_size), left_out(lambda x: x.own), left_out(is_last_seen)),
     entry("lse_of_the_last_block", "The backward pass uses the lse of the last block, not the merged lse of the row.",
           ROWS, 5, lse_of_the_last(seen=False), lse_of_the_last(seen=True)),
     entry("lse_of_the_first_sequence",
@@ -136,8 +137,8 @@ MISTAKES = (
           "what travels in the backward pass: dO, out, lse and δ belong to the queries, and go where the queries go", 5,
           delta_from(lambda r, j: (j, j)), delta_from(lambda r, j: (r, j)),
           delta_from(lambda r, j: (r - 1, r - 1)), delta_from(lambda r, j: (r + 1, r + 1))),
-    entry("delta_missing", "δ is left out: dS = p ∘ dP.", "dS = p ∘ (dP - δ)", 5,
-          but(delta=lambda steps, s, p, v, d_out, out: torch.zeros_like(s[..., :1]))),
+    entry("delta_missing", "δ is left out, has the wrong sign, or is the mean of dO ∘ out and not the sum.",
+          "dS = p ∘ (dP - δ), δ = Σ dO ∘ out", 5, *map(delta_times, (lambda D: 0.0, lambda D: -1.0, lambda D: 1 / D))),
     entry("gradient_scale_missing", "dQ, dK or both are not multiplied by the scale.",
           "dQ = scale dS K, dK = scale dSᵀ Q", 5,
           scale_missing(True, True), scale_missing(False, True), scale_missing(True, False)),
@@ -151,8 +152,7 @@ MISTAKES = (
           but(add_kv=last), but(add_kv=last, home=lambda steps, part: None if part.hidden else steps.home(part))),
     entry("mask_forgotten_in_backward", "The causal mask is forgotten in the backward pass.",
           "the causal flag of the backward kernel", 7,
-          in_backward(sees=lambda steps, case, r, j: steps.sees(replace(case, causal=False, window=None), r, j)),
-          in_backward(sees=whole_parts)),
+          in_backward(sees(lambda x: x.of(causal=False, window=None))), in_backward(sees(whole_parts))),
     entry("gradients_in_16_bits",
           "dK and dV are rounded to the dtype of k at each hop. They must stay in float32.",
           "the dtype of the buffer of dK and dV", 8, but(add_kv=in_dtype(None)), but(add_kv=in_dtype(torch.bfloat16)),

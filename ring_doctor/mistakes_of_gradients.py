@@ -18,6 +18,7 @@ from ring_doctor.paper_ring import BlockGradients, NotOnPaper, Steps
 
 Results = dict[str, Tensor]
 ALL, KV = ("dq", "dk", "dv"), ("dk", "dv")
+SUM, MEAN = (lambda x: x.sum(0, True)), (lambda x: x.mean(0, True))  # every rank gets the same chunk
 
 
 def in_the_end(wrong: Callable[[Steps, Case, Results], Results]) -> Change:
@@ -30,11 +31,6 @@ def in_the_end(wrong: Callable[[Steps, Case, Results], Results]) -> Change:
     return but(at_the_end=at_the_end)
 
 
-def changed(change: Callable[[Case, Tensor], Tensor], *names: str) -> Change:
-    """The same change of each of these results, (B, H, S, D)."""
-    return in_the_end(lambda steps, case, results: {name: change(case, results[name]) for name in names})
-
-
 def chunks(case: Case, x: Tensor) -> Tensor:
     """(P, B, H, C, D): the chunks of all ranks."""
     if not case.equal_chunks:
@@ -42,24 +38,14 @@ def chunks(case: Case, x: Tensor) -> Tensor:
     return torch.stack([case.cut(x, rank) for rank in range(case.world_size)])
 
 
-def on_every_rank(of_chunks: Callable[[Tensor], Tensor], *names: str) -> Change:
-    """Every rank gets the same chunk."""
-    return changed(lambda case, x: case.join([of_chunks(chunks(case, x))] * case.world_size), *names)
+def changed(change: Callable[[Tensor], Tensor], *names: str) -> Change:
+    """Of each of these results other chunks (P, B, H, C, D), or one (1, B, H, C, D) for all ranks."""
 
+    def wrong(steps: Steps, case: Case, results: Results) -> Results:
+        of_ranks = {name: chunks(case, results[name]) for name in names}
+        return {name: case.join(list(change(x).expand_as(x))) for name, x in of_ranks.items()}
 
-def summed(x: Tensor) -> Tensor:
-    return x.sum(dim=0)
-
-
-def averaged(x: Tensor) -> Tensor:
-    return x.mean(dim=0)
-
-
-def rolled(by: int, *names: str) -> Change:
-    def roll(case: Case, x: Tensor) -> Tensor:
-        return case.join([case.cut(x, rank).roll(by, dims=2) for rank in range(case.world_size)])
-
-    return changed(roll, *names)
+    return in_the_end(wrong)
 
 
 def received_and_sent(steps: Steps, case: Case, results: Results) -> Results:
@@ -67,10 +53,15 @@ def received_and_sent(steps: Steps, case: Case, results: Results) -> Results:
     return {"dk": case.join(list(both)), "dv": case.join(list(both.roll(-1, dims=0)))}
 
 
-def in_memory_order(case: Case, x: Tensor) -> Tensor:
+def in_memory_order(steps: Steps, case: Case, results: Results) -> Results:
     if case.heads != case.kv_heads:
-        return x  # the sum over query heads that share a K/V head is a new tensor, in the usual order
-    return case.join([c.reshape(c.mT.shape).mT for c in (case.cut(x, rank) for rank in range(case.world_size))])
+        return {}  # the sum over query heads that share a K/V head is a new tensor, in the usual order
+    of_ranks = [case.cut(results["dk"], rank) for rank in range(case.world_size)]
+    return {"dk": case.join([x.reshape(x.mT.shape).mT for x in of_ranks])}
+
+
+def in_runs(steps: Steps, case: Case, results: Results) -> Results:
+    return {name: case.join(results[name].split(lengths_of(case), dim=2)) for name in KV}
 
 
 def counted_twice(steps: Steps, case: Case, results: Results) -> Results:
@@ -80,11 +71,11 @@ def counted_twice(steps: Steps, case: Case, results: Results) -> Results:
 
 
 def times_p(power: float, *names: str) -> Change:
-    return changed(lambda case, x: x * case.world_size**power, *names)
+    return changed(lambda x: x * len(x) ** power, *names)
 
 
 def zero(*names: str) -> Change:
-    return changed(lambda case, x: torch.zeros_like(x), *names)
+    return changed(torch.zeros_like, *names)
 
 
 # The parts of dq, dk and dv that a tile adds, and where they go -----------------------------------------------------
@@ -161,23 +152,23 @@ MISTAKES = (
     entry("gradients_summed_over_ranks",
           "dK and dV are summed over all ranks chunk by chunk: each rank gets the sum, or the mean, of all ranks' dK "
           "and dV.", "an all_reduce of dk and dv: each block's gradient belongs to one rank", 5,
-          on_every_rank(summed, *KV), on_every_rank(averaged, *KV)),
+          changed(SUM, *KV), changed(MEAN, *KV)),
     entry("dq_averaged_over_ranks",
           "dQ is summed over all ranks chunk by chunk: each rank gets the mean, or the sum, of all ranks' dQ.",
           "an all_reduce of dq: a rank's queries are its own, and no other rank adds to their gradient", 5,
-          on_every_rank(averaged, "dq"), on_every_rank(summed, "dq")),
+          changed(MEAN, "dq"), changed(SUM, "dq")),
     entry("wrong_slice_of_the_gradient",
           "dK and dV of the gathered K and V are right, and a rank cuts the wrong slice out of them: always the first "
           "block, always the last block, or a run of the sequence where its layout has other tokens.", SLICE, 17,
-          on_every_rank(lambda x: x[0], *KV), on_every_rank(lambda x: x[-1], *KV),
-          changed(lambda case, x: case.join(x.split(lengths_of(case), dim=2)), *KV)),
+          changed(lambda x: x[:1], *KV), changed(lambda x: x[-1:], *KV), in_the_end(in_runs)),
     entry("gradient_rows_rolled",
           "The rows of dK, of dV or of both are rolled by one inside each chunk: a key gets the gradient of its "
-          "neighbour.", ROLLED, 8, *(rolled(by, *names) for names in (("dk",), ("dv",), KV) for by in (1, -1))),
+          "neighbour.", ROLLED, 8,
+          *(changed(lambda x, by=by: x.roll(by, -2), *names) for names in (("dk",), ("dv",), KV) for by in (1, -1))),
     entry("gradients_not_sent_home",
           "The last hop is missing: a rank returns the gradients of the block of the next rank.", KEPT, 5,
-          home(lambda part: part.block - 1),
-          home(lambda part: part.block - hosts(part.world_size)[1] % part.world_size)),  # a slow hop of a double ring
+          changed(lambda x: x.roll(-1, 0), *KV),
+          changed(lambda x: x.roll(-hosts(len(x))[1], 0), *KV)),  # a slow hop of a double ring
     entry("received_and_sent",
           "The last hop returns two buffers, what was received and what was sent. They are taken for dK and for dV.",
           "what the function of a hop returns: the received buffer holds both, dK and dV", 5,
@@ -185,10 +176,10 @@ MISTAKES = (
     entry("keys_gradient_in_memory_order",
           "The numbers of dK are right, in wrong places: a buffer that is transposed in memory was filled row by row.",
           "torch.empty_like of a transposed gradient, and a message that is received into it", 5,
-          changed(in_memory_order, "dk"), wild=("torch 2.13.0, torch.distributed.nn.functional.all_gather over gloo",)),
+          in_the_end(in_memory_order), wild=("torch 2.13.0, torch.distributed.nn.functional.all_gather over gloo",)),
     entry("gradients_sent_too_far",
           "There is a hop too many: a rank returns the gradients of the block of the rank before.", KEPT, 5,
-          home(lambda part: part.block + 1)),
+          changed(lambda x: x.roll(1, 0), *KV)),
     entry("gradients_travel_other_way",
           "K and V come from one side, and their gradients are passed on to the other: parts reach the wrong block.",
           "the direction of both: a block's gradients must go the way of the block", 5,

@@ -9,6 +9,7 @@ Source: each entry names who had it, where that is public.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,32 +27,22 @@ def is_seen(s: Tensor) -> bool:
 def in_seen_blocks(change: Change) -> Change:
     """The same in a ring that leaves out the blocks of which a rank sees nothing."""
 
-    def leaving_out(steps: Steps) -> Steps:
-        changed = change(steps)
+    def combine(right: Steps, its: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+        seen = [i for i, s in enumerate(scores) if is_seen(s)] or [0]
+        return change(right).combine(its, case, [scores[i] for i in seen], [values[i] for i in seen])
 
-        def combine(its: Steps, case: Case, scores: Scores, values: Values) -> Rows:
-            seen = [i for i, s in enumerate(scores) if is_seen(s)] or [0]
-            return changed.combine(its, case, [scores[i] for i in seen], [values[i] for i in seen])
-
-        return replace(changed, combine=combine)
-
-    return leaving_out
+    return lambda steps: replace(change(steps), combine=partial(combine, steps))
 
 
 def in_seen_rows(change: Change) -> Change:
     """The same merge, but a query that sees nothing of a block keeps its row."""
 
-    def keeping(steps: Steps) -> Steps:
-        changed = change(steps)
+    def merge(right: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+        new, new_lse = change(right).merge(case, out, lse, out_j, lse_j)
+        seen = lse_j > -math.inf
+        return torch.where(seen[..., None], new, out), torch.where(seen, new_lse, lse)
 
-        def merge(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
-            new, new_lse = changed.merge(case, out, lse, out_j, lse_j)
-            seen = lse_j > -math.inf
-            return torch.where(seen[..., None], new, out), torch.where(seen, new_lse, lse)
-
-        return replace(changed, merge=merge)
-
-    return keeping
+    return but(merge=merge)
 
 
 def finite(lse: Tensor) -> Tensor:

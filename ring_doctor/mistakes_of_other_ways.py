@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ring_doctor.case import Case
 from ring_doctor.mistakes import Change, but, entry
-from ring_doctor.mistakes_of_masks import in_place_of, of_visible
+from ring_doctor.mistakes_of_masks import Pairs, believed, in_place_of, sees
 from ring_doctor.paper_ring import NotOnPaper, Steps
 
 
@@ -82,10 +82,6 @@ def as_gathered(case: Case, block: int) -> Tensor:
     return torch.arange(case.seq_len).split(lengths_of(case))[block]
 
 
-def keys_as_gathered(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
-    return case.visible()[case.positions(rank)][:, as_gathered(case, block)]
-
-
 def arrived(order: Callable[[int, int], int], *, keys: bool = True, values: bool = True) -> Change:
     """What is taken for block n is block order(rank, n)."""
 
@@ -104,13 +100,11 @@ def from_the_rank_before(rank: int, n: int) -> int:
 def triangle_of_gathered(at: Callable[[Case, int], Tensor], *, from_the_end: bool) -> Change:
     """C queries and S keys at(case, block): query i sees the keys 0 to i, or with `from_the_end` 0 to i + S - C."""
 
-    def sees(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
-        if not case.causal:
-            return steps.sees(case, rank, block)
-        C = lengths_of(case)[rank]
-        return at(case, block) <= torch.arange(C)[:, None] + (case.seq_len - C) * from_the_end
+    def seen(x: Pairs) -> Tensor:
+        more = (x.case.seq_len - x.rows) * from_the_end
+        return at(x.case, x.j) <= x.i + more if x.case.causal else x.seen
 
-    return but(sees=sees)
+    return sees(seen)
 
 
 def undone_by_its_own_order(case: Case, rank: int) -> Tensor:
@@ -190,7 +184,7 @@ MISTAKES = (
     entry("keys_in_gathered_order",
           "The gathered K and V lie rank by rank, and the mask takes this order for the order of the sequence.",
           "the positions of the gathered keys: those of the layout, joined in the order of the ranks", 17,
-          but(sees=keys_as_gathered)),
+          sees(lambda x: x.case.visible()[x.p[:, 0]][:, as_gathered(x.case, x.j)])),
     entry("gathered_in_order_of_arrival",
           "The blocks are joined in the order of their arrival, the own block first, and are taken for the blocks 0, "
           "1, ... This is so for K and V, for K alone, or for V alone.", GATHERED, 17,
@@ -207,20 +201,20 @@ MISTAKES = (
     entry("layout_undone_the_wrong_way",
           "After the exchange the layout is undone with its own order in the place of the inverse one: x[order] and "
           "not x[order.argsort()]. The mask then meets tokens in a third order.", ORDER, 17,
-          but(sees=of_visible(undone_by_its_own_order))),
+          believed(undone_by_its_own_order)),
     entry("positions_of_the_inner_layout",
           "Hybrid: after the exchange in a row the tokens lie rank by rank, and the mask takes them for the row in "
           "order.",
           "the positions of a row's tokens: those of all its ranks, in order. Striped chunks do not join to a stripe",
           17,
-          but(sees=of_visible(of_row(sort=False, layout_of_rows=False))),
-          but(sees=of_visible(of_row(sort=True, layout_of_rows=True))),  # right for contiguous and zigzag chunks
-          but(sees=of_visible(of_row(sort=False, layout_of_rows=True)))),
+          believed(of_row(sort=False, layout_of_rows=False)),
+          believed(of_row(sort=True, layout_of_rows=True)),  # right for contiguous and zigzag chunks
+          believed(of_row(sort=False, layout_of_rows=True))),
     entry("groups_exchanged",
           "Hybrid: the groups are exchanged. The all-to-all is in a column of the mesh and the ring in a row, and the "
           "mask takes each rank's tokens for those of the rank at the mirrored place of the mesh.",
           "the two groups of the mesh: the dimension of the all-to-all, and the dimension of the ring", 17,
-          but(sees=of_visible(mirrored))),
+          believed(mirrored)),
     entry("slow_hop_a_round_early",
           "Double ring: in the last round of a turn a rank has the block of the next host already. One block is "
           "missed, and another block counts twice.",

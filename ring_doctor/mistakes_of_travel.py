@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ring_doctor.case import Case
 from ring_doctor.mistakes import Change, but, entry
+from ring_doctor.mistakes_of_masks import Pairs, sees
 from ring_doctor.paper_ring import BlockGradients, NotOnPaper, Rows, Scores, Steps, Values
 
 # Blocks do not arrive, or others do --------------------------------------------------------------------------------
@@ -40,11 +41,6 @@ def needed(steps: Steps, case: Case, rank: int) -> int:
     P = case.world_size
     rounds = [t for t in range(P) if any(steps.sees(case, r, (r - t) % P).any() for r in range(P))]
     return max(1, max(rounds, default=0))
-
-
-def own_block_hidden(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
-    seen = steps.sees(case, rank, block)
-    return torch.zeros_like(seen) if block == rank else seen
 
 
 def two_ways(rounds: Callable[[int], int]) -> Change:
@@ -93,7 +89,7 @@ OF_BLOCKS = (
           but(rounds=needed)),
     entry("own_block_skipped",
           "A rank's own block is never used: the work begins with the first block that arrives.", LOOP, 4,
-          but(sees=own_block_hidden)),
+          sees(lambda x: x.seen & (not x.own))),
     entry("own_block_twice",
           "There is a round too many, and in it a rank meets its own block for the second time.", LOOP, 4,
           but(rounds=lambda steps, case, rank: steps.rounds(case, rank) + 1)),
@@ -173,11 +169,10 @@ def sinks_of_seen_blocks(right: Steps, steps: Steps, case: Case, scores: Scores,
     return out, lse
 
 
-def tail_hidden(steps: Steps, case: Case, rank: int, block: int) -> Tensor:
-    lengths = case.documents or (case.seq_len,)
-    kept = torch.cat([torch.arange(n) < n // case.world_size * case.world_size for n in lengths])  # (S,)
-    rows, keys = kept[case.positions(rank)], kept[case.positions(block)]
-    return steps.sees(case, rank, block) & rows[:, None] & keys
+def tail_hidden(x: Pairs) -> Tensor:
+    lengths = x.case.documents or (x.case.seq_len,)
+    kept = torch.cat([torch.arange(n) < n // x.case.world_size * x.case.world_size for n in lengths])  # (S,)
+    return x.seen & kept[x.p] & kept[x.c]
 
 
 def nan_stays(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
@@ -222,7 +217,7 @@ MISTAKES = (
           wild=("lmdeploy PR #3951",)),
     entry("tail_lost",
           "A length that P does not divide is rounded down. The last tokens are no keys, and their rows are exactly 0.",
-          "every `length // P`", 13, but(sees=tail_hidden),
+          "every `length // P`", 13, sees(tail_hidden),
           wild=("TransformerEngine #1930", "TransformerEngine #3331")),
     entry("nan_of_unseen_rows",
           "A query that sees nothing of a block makes NaN, which stays in the running result.",

@@ -6,7 +6,7 @@
 Shapes: the whole results of a `Case`, (B, H, S, D), (B, G, S, D), and lse (B, H, S).
 
 Before: answers.py. After: facts.py, what can be seen in all wrong answers; diagnosis.py, the name of the mistake.
-Source: Dao et al. 2022, algorithm 4, for the parts of the gradients.
+Source: the bound is derived in ../ringlab/support/rounding.py.
 """
 
 from dataclasses import dataclass, replace
@@ -107,29 +107,9 @@ class WrongAnswer:
         """The chunks of all ranks of a whole tensor."""
         return [self.case.cut(x, rank) for rank in range(self.case.world_size)]
 
-    def of_query_heads(self, x: Tensor) -> Tensor:
-        """(B, G, ...) -> (B, H, ...): each K/V head for all query heads that share it."""
-        return x.repeat_interleave(self.case.heads // self.case.kv_heads, dim=1)
-
-    def of_kv_heads(self, x: Tensor) -> Tensor:
-        """(B, H, ...) -> (B, G, ...): the sums over the query heads that share a K/V head."""
-        return x.unflatten(1, (self.case.kv_heads, -1)).sum(dim=2)
-
     @property
     def scale(self) -> float:
         return self.case.head_dim**-0.5 if self.case.scale is None else self.case.scale
-
-    @cached_property
-    def scores(self) -> Tensor:
-        """(B, H, S, S): scale Q Kᵀ, -inf where the mask hides a key."""
-        scores = self.scale * self.inputs["q"] @ self.of_query_heads(self.inputs["k"]).mT
-        return scores.masked_fill(~self.case.visible(), -torch.inf)
-
-    @cached_property
-    def weights(self) -> Tensor:
-        """(B, H, S, S): the right weights p."""
-        lse = self.exact("lse")
-        return (self.scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp()
 
 
 def rows_with(numbers: Tensor) -> Tensor:

@@ -11,24 +11,10 @@ Shapes: S tokens on P ranks; Q, K, V, dO (1, 1, S, D) with D ≥ S, one head. A 
 queries and block j's keys, computed in round t = (r - j) mod P. If a block is missing, all other weights of a row are
 larger by one factor. The other tiles are not wrong, so a row is compared with the right row times its factor.
 
-    $ python -m ring_doctor.xray
-    A right ring of 3:
-    X-ray: all 4 matrices are right.
-    A ring of 3 that skips its last block:
-    W forward, weights of the forward pass (out): 3 of 9 tiles are wrong: 3 missing.
-        First in round 2 on every rank.
-                 KV0      KV1      KV2
-        rank 0   ok       missing  ok
-        rank 1   ok       ok       missing
-        rank 2   missing  ok       ok
-        round 2 on every rank: missing
-    ...
-
 Before: case.py, tiles.py and grids.py. After: xray_picture.py.
 Source: none; the equations are those of Dao et al. 2022, algorithm 4.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -37,7 +23,6 @@ import torch
 from torch import Tensor
 
 from ring_doctor.case import RUNS, Case
-from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.grids import Matrix, XRay
 from ring_doctor.paper_ring import RIGHT, Steps, compute
 from ring_doctor.tiles import Sheet, factor, likeliest
@@ -175,17 +160,3 @@ def on_paper(case: Case, steps: Steps = RIGHT) -> XRay:
     """The X-ray of a ring on paper, right or with a mistake: see paper_ring.py."""
     first, second = (compute(run, steps) for run in cases(case))
     return xray_of(first, second, case)
-
-
-def main() -> int:
-    case = Case(3, seq_len=12)
-    print("A right ring of 3:")
-    print(on_paper(case).summary())
-    print("A ring of 3 that skips its last block:")
-    wrong = on_paper(case, CATALOGUE["last_block_skipped"].variants[0](RIGHT))
-    print(wrong.text())
-    return 0 if on_paper(case).right and not wrong.right else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -140,12 +140,6 @@ REFUSED = {  # by ring: what it refuses
 # In 16 bits --------------------------------------------------------------------------------------------------------
 
 
-def in_16_bits_only(q, k, v, causal=False, layout="contiguous"):
-    if q.dtype.itemsize > 2:
-        raise RuntimeError("FlashAttention only supports fp16 and bf16")
-    return ring_flash_attention(q, k, v, causal=causal, layout=layout)
-
-
 class PartsIn16Bits(PlainRing):
     """Right: the kernel returns each block's out in q's dtype, and the merge is in float32."""
 

@@ -1,17 +1,16 @@
 """The doctor's examination on the ranks of the tests, which are there already: to start new ones takes seconds."""
 
 from contextlib import contextmanager
-from dataclasses import replace
 from tempfile import TemporaryDirectory
 from unittest import mock
 
 from ring_doctor import examination
 from ring_doctor.answers import judge
 from ring_doctor.calls import RankResults
-from ring_doctor.examination import Examination, examination_of
+from ring_doctor.examination import examination_of
 from ring_doctor.job import Job
 from ring_doctor.paper_ring import RIGHT, compute
-from ring_doctor.patient import dtype_of, from_function, patient_of
+from ring_doctor.patient import patient_of
 from ring_doctor.questions import questions
 from tests.sick_rings import ALL, sick
 
@@ -64,28 +63,11 @@ def examined_sick(ranks, name, **claims):
     return examined(ranks, sick(name), **claims)
 
 
-def answer_on_paper(question, steps=RIGHT, ranks=None, change=lambda case, results: results):
-    """The answer of a ring on paper to a question; `ranks` take these steps, and `change` is planted at the end."""
+def answer_on_paper(question, steps=RIGHT, change=lambda case, results: results):
+    """The answer of a ring on paper to a question; `change` is planted at the end."""
     case = question.case
-    results = change(case, compute(case, steps, ranks=ranks))
+    results = change(case, compute(case, steps))
     if question.how == "without gradients":
         results = {name: results[name] for name in ("out", "lse")}
     wide = {name: x if name == "lse" else x.to(case.dtype) for name, x in results.items()}
     return judge(question, [RankResults({n: case.cut(x, r) for n, x in wide.items()}) for r in range(case.world_size)])
-
-
-def examined_on_paper(
-    function, mistake=lambda steps: steps, when=lambda question: True, ranks=lambda world_size: None, **claims
-):
-    """The examination of a ring that makes the mistake when `when(question)`, on the ranks `ranks(P)`."""
-    patient = from_function(function, **claims)
-    found = Examination(patient)
-    for world_size in patient.worlds:
-        for question in questions(patient, world_size, dtype_of("float64"), 0):
-            if question.how in ("plain", "without gradients") and question.case.dtype == dtype_of("float64"):
-                if question.case.large_tiles:
-                    question = replace(question, case=replace(question.case, seq_len=6 * world_size))
-                sick = when(question)
-                steps = mistake(RIGHT) if sick else RIGHT
-                found.answers.append(answer_on_paper(question, steps, ranks(world_size) if sick else None))
-    return found

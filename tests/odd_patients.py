@@ -165,13 +165,9 @@ def sequence_first(q, k, v, causal=False):
     return out.permute(2, 0, 1, 3)
 
 
-def larger_by_a_quarter(q, k, v):
-    return 1.25 * ring_flash_attention(q, k, v)
-
-
 def wrong_in_long_chunks(q, k, v):
     out = ring_flash_attention(q, k, v)
-    return out * (1 + 1e-3 * (q.shape[2] > 300))
+    return out * (1 + 1e-3 * (q.shape[2] > 260))
 
 
 not_a_function = 1
@@ -179,10 +175,6 @@ not_a_function = 1
 
 def no_arguments():
     return None
-
-
-def takes_one(q):
-    return q
 
 
 def backward_once(q, k, v):

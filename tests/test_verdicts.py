@@ -70,7 +70,6 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.basics.blocking_messages": {
         "simulate_messages": (lambda seen: replace(seen, waits_for=seen.waits_for or {0: 1}, cycle=[]), range(3, 17))
     },
-    "ring_doctor.paper_ring": {"compute": (lambda results: {**results, "dv": results["dv"] + 1e-3}, [0])},
     "ringlab.training.layouts": {
         "unshard": (lambda x: x + 1, range(5)),
         "rotary": (lambda x: x + 1, range(1, 5)),  # 0: of the whole; 5 to 8: wrong ones
@@ -125,7 +124,6 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
 ELSEWHERE = {
     "ringlab.basics.ranks": "an assert on each rank, which ends the job",
     "ring_doctor.catalogue": "a list, without a check",
-    "ring_doctor.xray": "a right X-ray and a wrong one: tests/doctor/test_xray.py",
 }
 
 

@@ -16,8 +16,7 @@ import ring_attn
 from ring_attn import hop
 from ringlab.basics import blockwise_attention
 from ringlab.basics.blockwise_attention import attend
-from ringlab.basics.naive_attention import accumulation_dtype
-from ringlab.basics.online_softmax import finish, start, update
+from ringlab.basics.online_softmax import start, update
 from ringlab.basics.ranks import neighbours
 from ringlab.support.host_memory import COPIES, HostMemory
 from ringlab.training import (
@@ -35,7 +34,7 @@ from ringlab.training.all_to_all import AllToAll, Exchange, heads_of_ranks
 from ringlab.training.backward import block_backward
 from ringlab.training.causal import BlockSlice
 from ringlab.training.double_ring import DoubleRing, DoubleSums
-from ringlab.training.overlap import arriving_blocks, post, two_buffers
+from ringlab.training.overlap import post, two_buffers
 from ringlab.training.partition import Partition
 from tests.masked import changed, forget, replaced, right_hops, right_keys
 from tests.planted import Mistakes, mistakes_of_blocks, patch
@@ -51,14 +50,6 @@ def no_rescale(state, scores, v):
     m, l, o = state
     m, l_block, o_block = update((m, torch.zeros_like(l), torch.zeros_like(o)), scores, v)
     return m, l + l_block, o + o_block
-
-
-@BLOCKING.replaces(ring_attn, "attend")
-def mean_of_averages(state, q, k, v, *, scale):
-    """Each block's own softmax, averaged as if every block had the same share of the whole sum."""
-    m, l, o = state
-    out, _ = finish(attend(start(q), q, k, v, scale=scale))
-    return m, l + 1, o + out
 
 
 @BLOCKING.replaces(ring_attn, "hop")
@@ -112,11 +103,6 @@ def nothing_received(sent, received, group):
 
 
 @OVERLAPPED.replaces(overlap, "post")
-def values_before_keys(sent, received, group):
-    return at_once(sent, received[::-1], group)
-
-
-@OVERLAPPED.replaces(overlap, "post")
 def backwards(sent, received, group):
     return post(sent, received, group, distance=-1)
 
@@ -143,11 +129,6 @@ class gradients_one_rank_from_home:
     def __call__(self, block, length, group):
         self.hops += 1  # K and V make P - 1, and so do their gradients
         return block if self.hops == 2 * dist.get_world_size(group) - 2 else hop(block, length, group)
-
-
-@BACKWARD.replaces(backward, "block_backward")
-def without_delta(q, k, v, d_out, lse, delta, scale):
-    return block_backward(q, k, v, d_out, lse, 0 * delta, scale)
 
 
 @NARROW.replaces(backward, "block_backward")
@@ -192,105 +173,23 @@ def backward_without_a_mask(*block, causal, **scores):
     return fused_backward(*block, **scores)
 
 
-@FLASH.replaces(schedule, "post")
-def OneHopShort(sent, received, group, *, distance=1):
-    """The message home is left out: the gradients stay one rank from home."""
-    if distance == 1:
-        return post(sent, received, group)
-    received[0].copy_(sent[0])
-    return []
-
-
-@FLASH.replaces(schedule, "post")
-def aliased_gradients(sent, received, group, **distance):
-    """dk and dv arrive in one buffer, so the second overwrites the first."""
-    at_once(sent, received, group, **distance)
-    d_kv = received[0].view(2, -1)
-    d_kv[0].copy_(d_kv[1])
-    return []
-
-
-def off_by_one(diagonal):
-    def forward(q, k, v, *, scale, softcap=None, causal=False):
-        if not causal:
-            return fused_forward(q, k, v, scale=scale)
-        wide = accumulation_dtype(q.dtype)
-        q_wide, k, v = (x.to(wide).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (q, k, v))
-        scores = q_wide @ k.mT * scale
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(diagonal), -torch.inf)
-        return (scores.softmax(dim=-1).nan_to_num() @ v).to(q.dtype), scores.logsumexp(dim=-1)
-
-    return patch(flash_ring, "fused_forward", forward)
-
-
-def of_causal_pieces(change):
-    """A mistake in what a rank computes of a block, for one piece a block: how each of them is changed."""
-
-    def pieces(partition, rank, block):
-        right = right_pieces(partition, rank, block)
-        half = partition.lengths[rank] // 2
-        return tuple(change(piece, rank, block, half) for piece in right) if partition.mask.causal else right
-
-    return patch(Partition, "pieces", pieces)
+def every_piece_a_triangle(partition, rank, block):
+    pieces, triangle = right_pieces(partition, rank, block), BlockSlice(slice(None), slice(None), triangle=True)
+    return tuple(triangle for _ in pieces) if partition.mask.causal else pieces
 
 
 FLASH |= {
-    "the_diagonal_hidden": off_by_one(0),
-    "the_next_token_seen": off_by_one(2),
-    "last_half_of_the_keys": of_causal_pieces(
-        lambda it, rank, block, half: BlockSlice(it.queries, slice(half, None), False) if block < rank else it
-    ),
-    "first_half_of_the_queries": of_causal_pieces(
-        lambda it, rank, block, half: BlockSlice(slice(0, half), it.keys, False) if block > rank else it
-    ),
-    "first_query_kept": of_causal_pieces(
-        lambda it, rank, block, half: BlockSlice(slice(None), slice(None), triangle=True)
-    ),
+    "first_query_kept": patch(Partition, "pieces", every_piece_a_triangle),
     "contiguous_slices": patch(
         Partition, "pieces", lambda it, rank, block: right_pieces(replace(it, layout="contiguous"), rank, block)
     ),
 }
 
 
-@FLASH.replaces(overlap, "post")
-class StaleBlock:
-    """The block in hand overwrites the first block that arrives."""
-
-    calls = 0
-
-    def __call__(self, sent, received, group):
-        self.calls += 1
-        at_once(sent, received, group)
-        return nothing_received(sent, received, group) if self.calls == 1 else []
-
-
-@FLASH.replaces(Partition, "pieces")
-def last_block_skipped(partition, rank, block):
-    """The last block arrives, and is not used."""
-    return () if block == (rank + 1) % len(partition.lengths) else right_pieces(partition, rank, block)
-
-
-FLASH["keys_without_values"] = patch(
-    schedule, "arriving_blocks", lambda k, v, **options: ((k_j, v) for k_j, _ in arriving_blocks(k, v, **options))
-)
-
-
 @FLASH.replaces(flash_ring, "merge_into")
 def average(out, lse, out_j, lse_j):
     out.lerp_(out_j.to(out.dtype), 0.5)
     torch.logaddexp(lse, lse_j, out=lse)
-
-
-@FLASH.replaces(flash_ring, "merge_into")
-def merge_in_base_2(out, lse, out_j, lse_j):
-    share = torch.sigmoid((lse_j - lse) * math.log(2))
-    out.lerp_(out_j.to(out.dtype), share[..., None])
-    torch.logaddexp2(lse, lse_j, out=lse)
-
-
-@FLASH.replaces(flash_ring, "merge_into")
-def lse_left_behind(out, lse, out_j, lse_j):
-    out.lerp_(out_j.to(out.dtype), torch.sigmoid(lse_j - lse)[..., None])
 
 
 # The other ways ------------------------------------------------------------------------------------------------------
@@ -424,10 +323,6 @@ ZIGZAG, STRIPED, FULL = {"causal": True, "layout": "zigzag"}, {"causal": True, "
 SOMETIMES = {  # of the trainable ring: the cases in which a mistake shows, where not in all
     "backward_without_a_mask": [ZIGZAG, STRIPED],
     "contiguous_slices": [ZIGZAG, STRIPED],
-    "the_diagonal_hidden": [ZIGZAG],
-    "the_next_token_seen": [STRIPED],
-    "last_half_of_the_keys": [ZIGZAG],
-    "first_half_of_the_queries": [ZIGZAG],
     "first_query_kept": [STRIPED],
 }
 FOUR, SIX, ON_FOUR = (4, 2, 48), (6, 3, 48), (2, 2)

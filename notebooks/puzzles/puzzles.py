@@ -172,7 +172,8 @@ puzzle_4(my_ring)
 # Now `q` has four heads, and `k` and `v` have two: heads 0 and 1 of `q` use head 0 of `k` and `v`, and heads 2 and 3 use head 1. `comm.attend` wants as many heads of
 # `k` and `v` as of `q`, and `k.repeat_interleave(2, dim=1)` makes them.
 #
-# **Goal:** a rank sends 2 (P − 1) chunks, half of what the first try sends.
+# **Goal:** a rank sends 2 (P − 1) chunks, half of what the first try sends, and no rank computes more than its share. The referee sees the work in `comm.attend` only, so
+# compute with it.
 
 
 # %%
@@ -199,7 +200,7 @@ puzzle_5(my_grouped_ring)
 # The backward pass. `comm.gradients(q, k, v, d_out, lse, delta)` returns what the queries of this rank and one block add to `d_q`, `d_k` and `d_v`. Return all three for the
 # chunks of this rank. K and V travel; the sums d_k and d_v travel with them, and must come home.
 #
-# The first try sends all four, P times. **Goal:** a rank sends 4 P − 2 chunks. **Best known:** 4 P − 4.
+# The first try sends all four, P times. **Goal:** a rank sends 4 P − 2 chunks, and no rank computes more than its share, all with `comm.gradients`. **Best known:** 4 P − 4.
 
 
 # %%

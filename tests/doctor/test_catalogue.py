@@ -16,7 +16,7 @@ from tests.sick_rings import BY_HAND, UNKNOWN
 from tests.ways import WAYS
 
 NAMED = [name for name in BY_HAND if name != "float32_inside"]
-IN_CI = {"base_2_as_natural", *NAMED[3::20]}  # the first: gradients that float32 cannot hold
+IN_CI = {"base_2_as_natural", "positions_of_the_inner_layout"}  # the first: gradients that float32 cannot hold
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in IN_CI else pytest.mark.exhaustive) for n in NAMED])
@@ -80,7 +80,7 @@ HEALTHY = {
 }
 
 
-IN_CI = ("flash_ring", "all_to_all", "hybrid", "torch, causal")  # the others, and other seeds, by hand
+IN_CI = ("flash_ring", "hybrid", "torch, causal")  # the others, and other seeds, by hand
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ IN_CI = ("flash_ring", "all_to_all", "hybrid", "torch, causal")  # the others, a
 )
 def test_a_right_ring_is_healthy(ranks, name, seed):
     function, claims = HEALTHY[name]
-    worlds = {} if seed == 0 else {"worlds": (3,)}
+    worlds = {"worlds": (1, 4) if seed == 0 else (3,)}
     found = examined(ranks, function, seed + 1000 * SEED, **claims, **worlds)
     sick = [answer for answer in found.answers if answer.state not in ("ok", "refused")]
     assert found.healthy, "\n".join(f"{answer.question.words()}: {answer.says or answer.wrong}" for answer in sick)

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from functools import cache
 from importlib.util import find_spec
 from unittest import mock
@@ -163,18 +162,14 @@ def test_a_model_is_examined_by_the_command():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "function", "status", "said"), [(3, "own_chunk", 1, "SICK: never_called"), (2, "right", 1, "")]
-)
-def test_under_torchrun_rank_0_examines_and_the_last_line_is_the_verdict(ranks, function, status, said):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-    done = run(*torchrun, "-m", "ring_doctor", f"{HERE}:{function}", "--forward-only", "--dtype=float64")
-    assert done.returncode == status
-    assert done.stdout.startswith(said)
-    assert done.stdout.count(f"{HERE}:{function}") == bool(said)
-    if status:
-        verdict = done.stdout.splitlines()[0] if said else "ring-doctor: 2 ranks at most; expected 3 or more"
-        assert f"traceback : {verdict}" in done.stderr.splitlines()[-2]
+def test_under_torchrun_rank_0_examines_and_the_last_line_is_the_verdict():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3"]
+    done = run(*torchrun, "-m", "ring_doctor", f"{HERE}:own_chunk", *FEW, "--quick")
+    verdict = done.stdout.splitlines()[0]
+    assert done.returncode == 1
+    assert verdict.startswith("SICK: never_called")
+    assert done.stdout.count(f"{HERE}:own_chunk") == 1
+    assert f"traceback : {verdict}" in done.stderr.splitlines()[-2]
 
 
 @pytest.mark.slow
@@ -216,11 +211,11 @@ def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path):
 
 
 def test_it_says_how_far_it_is_where_its_output_is_a_pipe(capsys, monkeypatch):
-    monkeypatch.setattr(command, "QUIET", 0.02)
-    with command.telling() as tell:
-        tell(" 37%  P = 3, causal")
-        time.sleep(0.2)
-    assert "ring-doctor:  37%  P = 3, causal\n" in capsys.readouterr().err
+    for quiet, said in ((-1.0, "ring-doctor:  37%  P = 3, causal\n"), (20.0, "")):
+        monkeypatch.setattr(command, "QUIET", quiet)
+        with command.telling() as tell:
+            tell(" 37%  P = 3, causal")
+        assert capsys.readouterr().err == said
 
 
 @pytest.mark.slow
@@ -240,9 +235,7 @@ EXAMINED = [  # a function, how it is asked, and whether it is healthy
     ("tests/odd_patients.py:made_of_zigzag", {"layouts": "zigzag", "causal": True}, True),
     (odd_patients.made_of_zigzag, {"layouts": "striped", "causal": True}, False),  # found in its module
     (odd_patients.sequence_first, {"tensors": "sbhd", "gradients": True}, True),
-    (odd_patients.sequence_first, {}, False),
-    (odd_patients.wrong_in_long_chunks, {"dtypes": "float32", "chunk": 8}, True),
-    (odd_patients.wrong_in_long_chunks, {"dtypes": "float32", "shape": (1, 4, 2, 960, 8)}, False),
+    (odd_patients.wrong_in_long_chunks, {"dtypes": "float32", "shape": (1, 4, 2, 810, 8)}, False),
 ]
 
 
@@ -255,23 +248,4 @@ def test_a_function_is_examined_as_it_is_said(ranks, function, how, healthy):
     assert str(report).startswith(report.verdict)
     if "shape" in how:  # the only wrong answer
         [wrong] = [answer.question.words() for answer in report.examination.faults]
-        assert wrong == "P = 3, no mask, contiguous, 4 query heads on 2, D = 8, C = 320, float32"
-
-
-CATALOGUE = """
-from ring_doctor.mistakes import mistake, replaces
-
-@mistake("The output is multiplied by 1.25.", look="at the end", chapter=4)
-@replaces("returned")
-def too_large_by_a_quarter(steps, case, out):
-    return 1.25 * steps.returned(case, out)
-"""
-
-
-@pytest.mark.slow
-def test_a_mistake_of_the_users_catalogue_is_named(tmp_path):
-    (tmp_path / "my.py").write_text(CATALOGUE)
-    function = f"{HERE}:larger_by_a_quarter"
-    status, printed, _ = ask(function, *FEW, "--catalogue", str(tmp_path / "my.py"))
-    assert (status, printed.splitlines()[0]) == (1, f"SICK: too_large_by_a_quarter, in {function}")
-    assert "where to look  at the end" in printed
+        assert wrong == "P = 3, no mask, contiguous, 4 query heads on 2, D = 8, C = 270, float32"

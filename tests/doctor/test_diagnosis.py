@@ -36,16 +36,14 @@ def _few_entries(monkeypatch):
     monkeypatch.setattr(diagnosis, "CATALOGUE", {name: CATALOGUE[name] for name in names})
 
 
-def examined(mistake=lambda steps: steps, when=lambda question: True, ranks=lambda P: None, worlds=(3,)):
+def examined(mistake=lambda steps: steps, when=lambda question: True, worlds=(3,)):
     """The examination of a ring on paper that makes the mistake when `when(question)`: few questions, of each kind."""
     answers = []
     for P in worlds:
         full, causal = Case(P, 6 * P), Case(P, 6 * P, True)
         asked = [full, causal, replace(causal, layout="zigzag"), replace(causal, heads=4), Case(P, 7 * P), Case(P, P)]
         for question in [*map(Question, asked), Question(causal, "without gradients")]:
-            sick = when(question)
-            steps = mistake(RIGHT) if sick else RIGHT
-            answers.append(answer_on_paper(question, steps, ranks(P) if sick else None))
+            answers.append(answer_on_paper(question, mistake(RIGHT) if when(question) else RIGHT))
     return Examination(PATIENT, answers)
 
 
@@ -66,20 +64,6 @@ def test_a_mistake_under_a_condition_is_named_with_it(name, condition):
     assert name in found.names
     assert {explanation.condition for explanation in found.explanations} == {condition}
     assert not found.part
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "ranks"),
-    [
-        ("last_block_skipped", "on rank 0", lambda P: {0}),
-        ("delta_missing", "on the last rank", lambda P: {P - 1}),
-        ("no_rescale", "on odd ranks", lambda P: set(range(1, P, 2))),
-        ("last_block_skipped", "on all ranks but the first", lambda P: set(range(1, P))),
-    ],
-)
-def test_a_mistake_on_some_ranks_is_named_with_them(name, words, ranks):
-    found = diagnose(examined(variant(name), ranks=ranks, worlds=(3, 4)))
-    assert [explanation.words for explanation in found.explanations] == [f"{name} ({words} only)"]
 
 
 def test_an_unconditional_name_comes_before_a_condition():
@@ -125,12 +109,10 @@ def with_changed(name, change):
 
 
 @pytest.mark.parametrize("change", [lambda x: x.flip(2), lambda x: 1.7 * x + 0.1])
-def test_what_explains_the_output_alone_is_told_as_a_part(change):
-    found = with_changed("dk", change)
-    assert (found.names, found.part) == ({"scale_missing"}, "out and lse")
-    found = with_changed("lse", change)
-    assert found.names == {"scale_missing"}
-    assert found.part in ("out", "")
+def test_wrong_gradients_follow_from_a_wrong_output_and_out_alone_is_told_as_a_part(change):
+    for name, part in (("dk", ""), ("lse", "out")):
+        found = with_changed(name, change)
+        assert (found.names, found.part) == ({"scale_missing"}, part)
 
 
 def test_numbers_that_cannot_be_computed_confirm_nothing():

@@ -109,17 +109,6 @@ def test_the_whole_examination_finds_the_mistake(project):
     assert "scale_twice" in (project / "ring.html").read_text()
 
 
-def test_a_right_ring_passes_with_all_its_files(project):
-    (project / "summary.md").touch()
-    there = {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(project / "summary.md")}
-    files = "--json right.json --html right.html"
-    done = run(project, f"{QUICK.replace('ring:', 'right:')} {files}", **there)
-    assert done.returncode == 0
-    assert done.stdout.startswith("HEALTHY: my_package.right:attention")
-    assert "::" not in done.stdout
-    assert (project / "summary.md").read_text().startswith("### ring-doctor: right\n\n```text\nHEALTHY: ")
-
-
 @pytest.mark.parametrize("command", SHOWN)
 def test_a_command_prints_what_is_shown(project, command):
     done = run(project, command, PYTEST_ADDOPTS=PLUGIN + f" {JUNIT}" * command.startswith("pytest"))

@@ -1,9 +1,7 @@
 """A pattern that is planted into right numbers is told. Random numbers show no pattern, and right rings no sentence."""
 
-import linecache
 from dataclasses import replace
 from math import log
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,15 +11,12 @@ from ring_doctor.assertion import choose_question
 from ring_doctor.calls import RankResults
 from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.diagnosis import Diagnosis
 from ring_doctor.examination import Examination
 from ring_doctor.facts import OF_GRADIENTS
 from ring_doctor.inference import infer, text
-from ring_doctor.inference import waiting as inferred
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import UNEQUAL, Question
-from ring_doctor.report import Report
 from ring_doctor.xray import cases as runs_of
 from ring_doctor.xray import on_paper, xray_of
 from tests.examined import answer_on_paper
@@ -31,7 +26,6 @@ PATIENT = from_function(right)
 NO_XRAY = "none was taken"
 GRADIENTS = ("dq", "dk", "dv")
 EVERYTHING = ("out", "lse", *GRADIENTS)
-OUT_FIRST = "Mend out first"
 
 
 def cases(worlds=(2, 3, 4), masks=((False, "contiguous"), (True, "zigzag")), chunk=6, **features):
@@ -110,158 +104,65 @@ def rising(case):
     return torch.linspace(0.5, 2.0, case.seq_len, dtype=torch.float64)[:, None]
 
 
-def with_scores(change):
-    """What change(case, x, scores (B, H, S, S), weights, q, k, d_out) gives."""
-
-    def planting(case, x):
-        q, k, _, d_out = (y.double() for y in case.whole())
-        scores = (q @ k.mT / case.head_dim**0.5).masked_fill(~case.visible(), -torch.inf)
-        return change(case, x, scores, scores.softmax(dim=-1), q, k, d_out)
-
-    return planting
-
-
-def wrong_delta(delta, in_dk=True):
-    """dS = p ∘ (dP - δ') differs from dS by p (δ - δ'), written out here for the whole sequence."""
-
-    def change(case, x, scores, weights, q, k, d_out):
-        right = (d_out * x["out"]).sum(dim=-1, keepdim=True)
-        d_s = weights * (right - delta(case, right)) / case.head_dim**0.5
-        return {"dq": x["dq"] + d_s @ k} | ({"dk": x["dk"] + d_s.mT @ q} if in_dk else noise("dk")(case, x))
-
-    return with_scores(change)
-
-
 def nan_in_hidden_blocks(case, x):
     sees = [case.visible()[:, case.positions(block)].any(dim=1) for block in range(case.world_size)]
     lacks = ~torch.stack(sees).all(dim=0)
     return {"out": torch.where(lacks[:, None], torch.nan, x["out"])}
 
 
-LATER = cases((3, 4), [(True, "contiguous")])
+def row_factors(name):
+    return lambda case, x: {name: x[name] * rising(case)}
 
 
-@pytest.mark.parametrize(
-    ("change", "of", "says"),
-    [
-        (
-            times(lambda r, P: P, "dk", "dv"),
-            None,
-            "In dk and dv all numbers are P times the right numbers. Look at a sum",
-        ),
-        (times(lambda r, P: 1 / P, *GRADIENTS), None, "In dq, dk and dv all numbers are 1/P times the right"),
-        (times(lambda r, P: P**0.5, "dq"), None, "In dq all numbers are √P times the right"),
-        (times(lambda r, P: P**-0.5, "dk"), None, "In dk all numbers are 1/√P times the right"),
-        (times(lambda r, P: -1, "out"), None, "In out all numbers are -1 times the right"),
-        (times(lambda r, P: 2, "dq", "dk"), None, "In dq and dk all numbers are 1/scale or 2 times the right"),
-        (times(lambda r, P: 2, "dv"), cases(head_dim=16), "In dv all numbers are 2 times the right"),
-        (times(lambda r, P: 0.25, "dv"), cases(head_dim=16), "In dv all numbers are scale times the right"),
-        (times(lambda r, P: 3, "dv"), cases((2, 4), heads=6), "In dv all numbers are H/G times the right"),
-        (times(lambda r, P: 1 / 3, "dv"), cases((2, 4), heads=6), "In dv all numbers are G/H times the right"),
-        (times(lambda r, P: 0.1 * P, "dv"), None, "In dv all numbers are c times the right numbers (P = 2,"),
-        (times(lambda r, P: 0, *GRADIENTS), None, "In dq, dk and dv all numbers are 0. Look at detach"),
-        (times(lambda r, P: 1 / log(2), "lse"), None, "In lse all numbers are 1/log 2 times the right"),
-        (lambda case, x: {"lse": x["lse"] + log(case.world_size)}, None, "In lse all numbers are log P too large"),
-        (lambda case, x: {"lse": x["lse"] - log(case.world_size)}, None, "In lse all numbers are log P too small"),
-        (
-            with_scores(lambda case, x, scores, *_: {"lse": scores.amax(dim=-1)}),
-            None,
-            "In lse all numbers are m, the largest score of the row: log l is not added.",
-        ),
-        (
-            with_scores(lambda case, x, scores, *_: {"lse": (x["lse"] - scores.amax(dim=-1)).exp()}),
-            None,
-            "In lse all numbers are l and not m + log l.",
-        ),
-        (lambda case, x: {"dk": x["dv"], "dv": x["dk"]}, None, "The numbers of dk are those of the right dv."),
-        (
-            lambda case, x: dict.fromkeys(("dk", "dv"), x["dk"] + x["dv"]),
-            None,
-            "The numbers of dk and dv are those of dk + dv.",
-        ),
-        (
-            from_rank(lambda r, P: r + 1, "dk", "dv"),
-            None,
-            "In dk and dv rank r has the right numbers of rank r + 1. Look at the hops of dK",
-        ),
-        (
-            from_rank(lambda r, P: r - 1, "out"),
-            None,
-            "In out rank r has the right numbers of rank r - 1. Look at the rank",
-        ),
-        (
-            from_rank(lambda r, P: P - 1 - r, "dq"),
-            cases((3, 4)),
-            "In dq rank r has the right numbers of rank P - 1 - r.",
-        ),
-        (only("out", lambda x: x.flip(1)), None, "In out the right heads are in the reverse order or moved on by one"),
-        (
-            only("out", lambda x: x[:, [1, 0, 3, 2]]),
-            cases(heads=4, kv_heads=4),
-            "In out the right heads are in other places",
-        ),
-        (
-            chunkwise(lambda x: x.roll(1, dims=2), "dq"),
-            None,
-            "In dq the right numbers are one row too late in each chunk",
-        ),
-        (
-            chunkwise(lambda x: x.transpose(1, 2).reshape(x.shape), "out"),
-            None,
-            "the right numbers are laid out as (B, C, H, ...) and read as (B, H, C, ...)",
-        ),
-        (chunkwise(lambda x: x.mT.reshape(x.shape), "dk"), None, "laid out as (B, H, D, C) and read as (B, H, C, D)"),
-        (
-            chunkwise(lambda x: x[:, :, [3, 1, 4, 0, 5, 2]], "dv"),
-            None,
-            "In dv the right numbers are in other places of their chunk",
-        ),
-        (
-            only("dv", lambda x: x[:, :, torch.randperm(x.shape[2], generator=torch.Generator().manual_seed(0))]),
-            None,
-            "In dv the right numbers are in other places of the whole sequence",
-        ),
-        (
-            lambda case, x: {"out": x["out"] * rising(case)},
-            None,
-            "In out each row is the right row times a number of its own: the numerators are right",
-        ),
-        (
-            lambda case, x: {"dq": x["dq"] * rising(case)},
-            None,
-            "In dq each row is the right row times a number of its own: dS is wrong by a factor of its row.",
-        ),
-        (only("dk", lambda x: x.bfloat16().double()), None, "dk: every number is one that bfloat16 can hold."),
-        (small(2**-8), None, "out: the errors are as small as roundings to 16 bits. Look at casts to 16 bits"),
-        (
-            nan_in_hidden_blocks,
-            LATER,
-            "In out numbers are NaN or infinite in the queries that see no key of some block.",
-        ),
-        (
-            times(lambda r, P: torch.nan, "out"),
-            cases(inputs="large"),
-            "In out numbers are NaN or infinite where scores are large.",
-        ),
-        (times(lambda r, P: torch.nan, "dk"), None, "In dk numbers are NaN or infinite everywhere."),
-        (wrong_delta(lambda case, right: 0 * right), None, "and of nothing else: it is 0. Look at"),
-        (wrong_delta(lambda case, right: -right), None, "of a wrong δ, and of nothing else: it has the wrong sign."),
-        (wrong_delta(lambda case, right: right.roll(1, dims=2)), None, "it is δ of the query before. Look at"),
-        (wrong_delta(lambda case, right: right / case.head_dim), None, "it is the mean of dO ∘ out, not the sum."),
-        (
-            wrong_delta(lambda case, right: right + torch.arange(case.seq_len)[:, None]),
-            None,
-            "The errors of dq and dk are those of a wrong δ, and of nothing else: it is another number for a query.",
-        ),
-        *[(noise(*names.replace(" and", ",").split(", ")), None, said) for names, said in OF_GRADIENTS.items()],
-        (noise("lse"), None, "out is right and lse is wrong"),
-        (noise("out"), None, "lse is right, so each query has the right scores"),
-        (noise("out"), None, "out is wrong and all gradients are right"),
-        (noise(*EVERYTHING), None, OUT_FIRST),
-    ],
-)
-def test_a_planted_pattern_is_told(change, of, says):
-    sentences = told(planted(change, of))
+def log_p(sign):
+    return lambda case, x: {"lse": x["lse"] + sign * log(case.world_size)}
+
+
+OF_LATER = {"worlds": (3, 4), "masks": [(True, "contiguous")]}
+SHUFFLED = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+EACH_ROW = "each row is the right row times a number of its own"
+PLANTED = [  # what is told, what is planted, and in which cases
+    ("In dk and dv all numbers are P times the right numbers. Look at", times(lambda r, P: P, "dk", "dv"), {}),
+    ("In dk all numbers are 1/√P times the right", times(lambda r, P: P**-0.5, "dk"), {}),
+    ("In out all numbers are -1 times the right", times(lambda r, P: -1, "out"), {}),
+    ("In dq and dk all numbers are 1/scale or 2 times the right", times(lambda r, P: 2, "dq", "dk"), {}),
+    ("In dv all numbers are scale times the right", times(lambda r, P: 0.25, "dv"), {"head_dim": 16}),
+    ("In dv all numbers are H/G times the right", times(lambda r, P: 3, "dv"), {"worlds": (2, 4), "heads": 6}),
+    ("In dv all numbers are G/H times the right", times(lambda r, P: 1 / 3, "dv"), {"worlds": (2, 4), "heads": 6}),
+    ("In dv all numbers are c times the right numbers (P = 2,", times(lambda r, P: 0.1 * P, "dv"), {}),
+    ("In dq, dk and dv all numbers are 0. Look at detach", times(lambda r, P: 0, *GRADIENTS), {}),
+    ("In lse all numbers are 1/log 2 times the right", times(lambda r, P: 1 / log(2), "lse"), {}),
+    ("In lse all numbers are log P too large", log_p(1), {}),
+    ("In lse all numbers are log P too small", log_p(-1), {}),
+    ("The numbers of dk are those of the right dv.", lambda case, x: {"dk": x["dv"], "dv": x["dk"]}, {}),
+    ("The numbers of dk are those of dk + dv.", lambda case, x: {"dk": x["dk"] + x["dv"]}, {}),
+    ("In dk rank r has the right numbers of rank r + 1. Look at the hops", from_rank(lambda r, P: r + 1, "dk"), {}),
+    ("In out rank r has the right numbers of rank r - 1. Look at the rank", from_rank(lambda r, P: r - 1, "out"), {}),
+    ("has the right numbers of rank P - 1 - r.", from_rank(lambda r, P: P - 1 - r, "dq"), {"worlds": (3, 4)}),
+    ("the right heads are in the reverse order or moved on by one", only("out", lambda x: x.flip(1)), {}),
+    ("the right heads are in other places", only("out", lambda x: x[:, [1, 0, 3, 2]]), {"heads": 4, "kv_heads": 4}),
+    ("In dq the right numbers are one row too late in each chunk", chunkwise(lambda x: x.roll(1, 2), "dq"), {}),
+    ("(B, C, H, ...) and read as (B, H, C, ...)", chunkwise(lambda x: x.transpose(1, 2).reshape(x.shape), "out"), {}),
+    ("laid out as (B, H, D, C) and read as (B, H, C, D)", chunkwise(lambda x: x.mT.reshape(x.shape), "dk"), {}),
+    ("are in other places of their chunk", chunkwise(lambda x: x[:, :, [3, 1, 4, 0, 5, 2]], "dv"), {}),
+    ("are in other places of the whole", only("dv", lambda x: x[:, :, SHUFFLED]), {"worlds": (4,)}),
+    (f"In out {EACH_ROW}: the numerators are right", row_factors("out"), {}),
+    (f"In dq {EACH_ROW}: dS is wrong by a factor of its row.", row_factors("dq"), {}),
+    ("out: the errors are as small as roundings to 16 bits. Look at casts to 16 bits", small(2**-8), {}),
+    ("NaN or infinite in the queries that see no key of some block.", nan_in_hidden_blocks, OF_LATER),
+    ("NaN or infinite where scores are large.", times(lambda r, P: torch.nan, "out"), {"inputs": "large"}),
+    ("In dk numbers are NaN or infinite everywhere.", times(lambda r, P: torch.nan, "dk"), {}),
+    *[(said, noise(*names.replace(" and", ",").split(", ")), {}) for names, said in OF_GRADIENTS.items()],
+    ("out is right and lse is wrong", noise("lse"), {}),
+    ("lse is right, so each query has the right scores", noise("out"), {}),
+    ("out is wrong and all gradients are right", noise("out"), {}),
+    ("Mend out first", noise(*EVERYTHING), {}),
+]
+
+
+@pytest.mark.parametrize(("says", "change", "features"), PLANTED)
+def test_a_planted_pattern_is_told(says, change, features):
+    sentences = told(planted(change, cases(**features)))
     assert any(says in sentence for sentence in sentences), text(sentences)
 
 
@@ -286,8 +187,6 @@ def test_what_the_others_need_is_told_first():
         (times(lambda r, P: 1.001 * P, "dq"), "P times"),
         (times(lambda r, P: 1.001 * P**-0.5, "dq"), "√P times"),
         (times(lambda r, P: 1e-3, "dq"), "are 0"),
-        (only("lse", lambda x: x + 0.001 + log(3)), "log P too"),
-        (wrong_delta(lambda case, right: 0.999 * right), "it is 0"),
     ],
 )
 def test_what_is_near_a_pattern_and_is_none(change, alone):
@@ -295,35 +194,6 @@ def test_what_is_near_a_pattern_and_is_none(change, alone):
     answers = planted(change)
     assert all(answer.state == WRONG for answer in answers)
     assert not any(alone in sentence for sentence in told(answers)), text(told(answers))
-
-
-def test_a_wrong_delta_explains_both_gradients_or_none():
-    assert told(planted(wrong_delta(lambda case, right: 0 * right, in_dk=False))) == [OF_GRADIENTS["dq and dk"]]
-
-
-def test_a_first_query_that_sees_no_key():
-    def sees(case, rank, block):
-        query, key = case.positions(rank)[:, None], case.positions(block)
-        return RIGHT.sees(case, rank, block) & (query != key)
-
-    answers = with_steps(
-        replace(RIGHT, sees=sees), cases(masks=[(True, "contiguous"), (True, "zigzag"), (True, "striped")])
-    )
-    assert told(answers)[0].startswith("In lse numbers are NaN or infinite in the first query of the sequence. Look")
-
-
-@pytest.mark.parametrize(
-    ("used", "says"),
-    [
-        (lambda h, case: h % case.kv_heads, "K/V head h mod G."),
-        (lambda h, case: 0, "K/V head 0 alone."),
-        (lambda h, case: 1 - h // 2, "other K/V heads than h // (H/G) (P = 3,"),
-    ],
-)
-def test_other_heads_of_keys_and_values(used, says):
-    steps = replace(RIGHT, kv_heads=lambda case: torch.tensor([used(h, case) for h in range(case.heads)]))
-    answers = with_steps(steps, cases((3, 4), heads=4, kv_heads=2))
-    assert told(answers)[0].startswith(f"out is attention of the query heads to {says}")
 
 
 def rank_is(rank):
@@ -364,13 +234,11 @@ GROUPED = cases((3, 4), heads=6, kv_heads=2)
     ("where", "of", "says"),
     [
         (rank_is(0), None, "on rank 0 only"),
-        (rank_is(-1), None, "on the last rank only"),
         (along(0, [1]), cases(batch=2), "in every sequence of a batch but the first"),
         (along(1, [1, 2]), cases(heads=3, kv_heads=3), "in every head but the first"),
         (along(1, [1, 2, 4, 5]), GROUPED, "in the query heads that are not the first of their group"),
         (along(1, [1, 4]), GROUPED, "in the query heads h for which h mod G is not h // (H/G)"),
         (chunk_row(0), None, "in the first row of a chunk only"),
-        (chunk_row(-1), None, "in the last row of a chunk only"),
         (chunk_row(slice(3, None)), None, "in the second half of a chunk only"),
         (chunk_row(slice(32, None)), cases((3,), chunk=70), "from row 32 of a chunk on"),
         (along(2, slice(7, None)), DOCUMENTS, "in documents after the first only"),
@@ -397,8 +265,15 @@ def test_a_right_ring_gets_no_sentence():
     assert text(told(answers)) == ""
 
 
-@pytest.mark.parametrize("names", [("dq",), ("dk", "dv"), GRADIENTS, EVERYTHING])
-@pytest.mark.parametrize("features", [{}, {"batch": 2}, {"heads": 4}, {"chunk": 1}, {"dtype": torch.float32}], ids=str)
+@pytest.mark.parametrize(
+    ("names", "features"),
+    [
+        (("dq",), {"batch": 2}),
+        (("dk", "dv"), {"heads": 4}),
+        (GRADIENTS, {"chunk": 1}),
+        (EVERYTHING, {"dtype": torch.float32}),
+    ],
+)
 def test_random_errors_get_the_generic_sentence_alone(names, features):
     mask = [(False, "contiguous"), (True, "striped")]
     assert len(told(planted(noise(*names), cases((2, 3, 4), mask, **features)))) == 1
@@ -431,13 +306,6 @@ def test_two_ranks_do_not_tell_p_from_2():
     assert "P or 1/scale or 2 times" in told(planted(twice, cases((2,))))[0]
     assert "1/scale or 2 times" in told(planted(twice, cases((2,)) + cases((3,))))[0]
     assert "P or" not in told(planted(twice, cases((2,)) + cases((3,))))[0]
-
-
-def test_a_pattern_that_masks_hide_is_told_without_a_mask():
-    def change(case, x):
-        return {"dq": 3 * x["dq"]} if not case.causal else noise("dq")(case, x)
-
-    assert told(planted(change))[0].startswith("Without a mask: In dq all numbers are c times")
 
 
 def test_numbers_of_patterns_do_not_count_where_they_are_right():
@@ -526,8 +394,7 @@ P3 = Case(3, 12)
         (of_catalogue("last_block_skipped", P3), "round 2 on every rank: missing", "the number of rounds"),
         (
             of_catalogue("diagonal_hidden", replace(P3, causal=True)),
-            "round 0 on every rank: a triangle without its diagonal instead of a triangle. Each pair of query i and "
-            "key i is not seen",
+            "round 0 on every rank: a triangle without its diagonal instead of a triangle",
             "the mask",
         ),
         (replace(RIGHT, sees=last_key_hidden), "rounds 1, 2 on every rank: 4 pairs too few", "the mask"),
@@ -547,20 +414,6 @@ def test_each_matrix_of_the_backward_pass_that_is_wrong_in_its_own_way_is_told()
     assert [sentence.partition("): ")[2] for sentence in on_paper(P3, steps).facts(known={"dv", "dq"})] == [
         sentence.partition(" Look")[0] for sentence in shown
     ]
-
-
-def test_an_xray_that_cannot_show_the_mistake():
-    case = Case(3, 12, True, "zigzag")
-    for of, why in (
-        ([replace(case, batch=2)], "every wrong answer is one with a batch of 2"),
-        ([replace(case, heads=4)], "every wrong answer is one with grouped queries"),
-        ([replace(case, sinks=True)], "every wrong answer is one with attention sinks"),
-        ([replace(case, scale=0.3)], "every wrong answer is one with a given scale"),
-        ([replace(case, batch=2), case], "it has one sequence, one head"),
-    ):
-        wrong = tuple(planted(noise("dq"), of))
-        report = Report(Examination(PATIENT, list(wrong)), Diagnosis((), wrong, ""), on_paper(case))
-        assert report.remarks[0].startswith(f"The X-ray is right: {why}")
 
 
 def test_answers_that_change_or_were_never_claimed_prove_nothing():
@@ -598,38 +451,17 @@ def test_the_question_of_an_xray():
     assert healthy.case.layout == "zigzag"
 
 
-def hang(lines, late, P=3):
-    """What a job says of ranks that wait in these lines of code."""
-    Path("ring.py").write_text("\n".join(lines.values()) + "\n")
-    linecache.clearcache()
-    waits = [
-        f"rank{'s' * (',' in ranks)} {ranks} in ring.py, line {i + 1} in attention" for i, ranks in enumerate(lines)
-    ]
-    says = "; ".join([f"rank(s) {late} did not answer in time", *waits])
-    return inferred(Answer(Question(Case(P, 6 * P)), FAILED, says))
-
-
 @pytest.mark.parametrize(
-    ("lines", "late", "says"),
+    ("says", "hangs"),
     [
-        ({"0, 1, 2": "    dist.send(k, right)"}, [0, 1, 2], "Every rank waits in a send, and no rank receives"),
-        ({"0, 1, 2": "    dist.recv(k, left)"}, [0, 1, 2], "Every rank waits in a receive"),
-        ({"1": "    dist.recv(k, left)"}, [1], "rank 1 waits for a message that no rank sends"),
-        ({"0, 2": "    dist.all_reduce(k)", "1": "dist.recv(k, 0)"}, [0, 1, 2], "Ranks 0, 2 wait in all_reduce,"),
-        ({"1": "    dist.all_gather_into_tensor(k, k)"}, [1], "Rank 1 waits in all_gather, and ranks 0, 2 are"),
-        ({"0, 1": "    dist.send(k, right)", "2": "    dist.recv(k, left)"}, [0, 1, 2], ""),
-        ({"0, 1, 2": "    work.wait()"}, [0, 1, 2], ""),
-        ({"0, 1": "    dist.all_reduce(k)", "2": "    work.wait()"}, [0, 1, 2], ""),
-        ({"0, 1": "    dist.send(k, right)"}, [0, 1, 2], ""),
-        ({"0, 1, 2": "    dist.isend(k, right).wait()"}, [0, 1, 2], ""),
-        ({"0, 1, 2": "    dist.send(k, 1) if even else dist.recv(k, 0)"}, [0, 1, 2], ""),
+        ("rank(s) [0, 1, 2] did not answer in time; ranks 0, 1, 2 in ring.py, line 12 in attention", True),
+        ("rank 1 raised KeyError: k; rank(s) [0, 2] did not answer in time", False),  # they wait for rank 1
+        ("rank 1 died (SIGSEGV)", False),
     ],
 )
-def test_a_hang(tmp_path, monkeypatch, lines, late, says):
-    monkeypatch.chdir(tmp_path)
-    said = hang(lines, late)
-    assert said.startswith(says) if says and says[0].isupper() else says in said
-    assert bool(said) == bool(says)
+def test_a_hang(says, hangs):
+    found = told([Answer(Question(Case(3, 18)), FAILED, says, lost=True)])
+    assert [sentence.partition(".")[0] for sentence in found] == ["Ranks wait for each other"] * hangs
 
 
 def imprecise(inputs, wrong):

@@ -97,6 +97,10 @@ PACKED = [replace(case, documents=(7, 17)) for case in ALL_LAYOUTS]
 COUNTS = {  # the entry: its cases, and for each variant how often a query has a key
     "own_block_twice": (EVERY, lambda x: x.seen * (1 + x.own.int())),
     "own_block_skipped": ([FULL], lambda x: x.far),
+    "last_block_skipped": (EVERY, *[lambda x: x.seen & ~x.last] * 3),
+    "chunk_index_under_zigzag": (ALL_LAYOUTS, lambda x: torch.where(x.own, x.n <= x.i, x.j < x.r)),
+    "striped_diagonal_kept": ([STRIPED], lambda x: torch.where(x.j > x.r, x.n <= x.i, x.past)),
+    "other_half_of_the_keys": ([ZIGZAG], lambda x: torch.where(x.j < x.r, x.n >= x.C // 2, x.past)),
     "opposite_block_twice": (EVERY, lambda x: x.seen * (1 + (2 * ((x.r - x.j) % x.P) == x.P).int())),
     "opposite_block_missed": (EVERY, lambda x: x.seen & (2 * ((x.r - x.j) % x.P) != x.P)),
     "next_host_missing": ([FULL, *ALL_LAYOUTS], lambda x: x.seen & (x.r // 2 == x.j // 2)),
@@ -214,6 +218,10 @@ PLACES = {  # the entry: for each variant what becomes of the right dq, dk and d
     "gradient_rows_rolled": [
         each(lambda x, by=by: x.roll(by, -2), *names) for names in (("dk",), ("dv",), KV) for by in (1, -1)
     ],
+    "dk_dv_exchanged": [lambda r: {"dk": r["dv"], "dv": r["dk"]}],
+    "gradients_summed_over_ranks": [each(SUM, *KV), each(MEAN, *KV)],
+    "gradients_not_sent_home": [each(lambda x: x.roll(-1, 0), *KV), each(lambda x: x, *KV)],  # of one host
+    "no_gradient": [each(lambda x: 0 * x, "dq", *KV)],
     "dk_dv_added": [lambda r: dict.fromkeys(KV, r["dk"] + r["dv"])],
     "dv_in_place_of_dk": [lambda r: {"dk": r["dv"]}, lambda r: {"dv": r["dk"]}],
     "gradients_sent_too_far": [each(lambda x: x.roll(1, 0), *KV)],
@@ -281,11 +289,16 @@ FORMULA = {  # the entry: what of the formula is another, for the pairs x
     "lse_and_delta_of_the_block": lambda x: {"p_of": OWN_P, "delta_of": OWN_DELTA},
     "delta_summed_per_block": lambda x: {"delta_of": lambda delta, per_block, own: per_block},
     "delta_missing": lambda x: {"delta_of": lambda delta, *_: 0 * delta},
+    "delta_missing:1": lambda x: {"delta_of": lambda delta, *_: -delta},
+    "delta_missing:2": lambda x: {"delta_of": lambda delta, *_: delta / 4},
     "own_queries_only": lambda x: {"of_kv": x.own},
     "dq_of_the_own_block": lambda x: {"of_q": x.own},
     "dq_of_the_last_round": lambda x: {"of_q": x.last},
     "dk_dv_of_the_last_round": lambda x: {"of_kv": x.last},
     "host_sum_not_added": lambda x: {"of_kv": x.r // 2 == x.j // 2 if x.P == 4 else 1},
+    "block_left_out_in_backward": lambda x: {"of_q": ~x.last, "of_kv": ~x.last},
+    "block_left_out_in_backward:1": lambda x: {"of_q": x.far, "of_kv": x.far},
+    "gradients_travel_other_way": lambda x: {"to": x.at(2 * x.r - x.j, x.n)},
     "gradients_stay_where_they_are_computed": lambda x: {"to": x.at(x.r, x.n)},
 }
 
@@ -293,8 +306,8 @@ FORMULA = {  # the entry: what of the formula is another, for the pairs x
 @pytest.mark.parametrize("name", FORMULA)
 def test_gradients_from_other_numbers_or_without_parts(name):
     for case in EVERY:
-        case = replace(case, heads=2)
-        assert_same(on_paper(case, name), by_the_formula(case, **FORMULA[name](Pairs(case))))
+        case, (entry, _, number) = replace(case, heads=2), name.partition(":")
+        assert_same(on_paper(case, entry, int(number or 0)), by_the_formula(case, **FORMULA[name](Pairs(case))))
 
 
 def test_parts_in_the_other_half_of_their_chunk():
@@ -353,6 +366,10 @@ def same(block):
 
 
 IN_HAND = {  # the entry: for each variant the blocks of K and of V on rank r in round t, where it takes them for r - t
+    "two_seats": [same(lambda r, t, P: r - 2 * t)] * 2,
+    "other_way": [same(lambda r, t, P: r + t)] * 2,
+    "stale_first_block": [same(lambda r, t, P: r - (t - 1).clamp(min=0))],
+    "keys_without_values": [lambda r, t, P: (r - t, r + 0 * t)],
     "values_without_keys": [lambda r, t, P: (r + 0 * t, r - t)],
     "nothing_moves": [same(lambda r, t, P: r + 0 * t)],
     "overwritten_in_hand": [same(lambda r, t, P: r - (t + 1).clamp(max=P - 1))],
@@ -436,6 +453,11 @@ class Blocks:
         l, o = l.sum(dim=-1).sum(dim=0), (o @ self.v).sum(dim=0)
         return o / l[..., None], self.m + l.log()
 
+    def by_own_max(self, m):
+        """Each block's sums with its own largest scores; this m counts for lse."""
+        out, lse = self.sums(*[self.s.amax(dim=-1)] * 2)
+        return out, lse - self.m + m
+
     def averaged(self, lses):
         """The averages by the shares of these lse."""
         return (lses.softmax(dim=0)[..., None] * self.outs).sum(dim=0), lses.logsumexp(dim=0)
@@ -459,6 +481,9 @@ MERGES = {  # the entry: of each variant out and lse
     "l_not_rescaled": [lambda x: x.sums(x.so_far, x.m)],
     "o_not_rescaled": [lambda x: x.sums(x.m, x.so_far)],
     "not_divided": [lambda x: (x.sums(x.m, x.m)[0] * (x.lse - x.m).exp()[..., None], x.lse)],
+    "own_max_per_block": [lambda x: x.by_own_max(x.s[-1].amax(dim=-1)), lambda x: x.by_own_max(x.m)],
+    "shares_exchanged": [folded(lambda a, lse, b, lse_j, share: (b + share * (a - b), lse.logaddexp(lse_j)))] * 3,
+    "averages_added": [lambda x: (x.outs.sum(dim=0), x.lse)],
     "averages_averaged": [lambda x: (x.outs.mean(dim=0), x.lse)] * 3,
     "running_half": [folded(lambda out, lse, out_j, lse_j, _: ((out + out_j) / 2, lse.logaddexp(lse_j)))] * 3,
     "lse_of_zeros": [lambda x: x.averaged(0 * x.lses)] * 3,

@@ -18,15 +18,14 @@ from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, judge, right_results
 from ring_doctor.calls import RankResults
 from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.diagnosis import diagnose
-from ring_doctor.examination import Examination, examination_of
+from ring_doctor.examination import examination_of
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import LSE, UNEQUAL, WAYS, Question, in_turn, kind, questions
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
 from tests import escaped_rings, odd_patients, ways
-from tests.examined import examined, on_these
+from tests.examined import on_these
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
@@ -239,7 +238,6 @@ def test_mistakes_under_autocast_are_seen():
 
 RING = from_function(ring_flash_attention, worlds=(1, 2, 3, 4, 5), dtypes=("float64", "float32", "bfloat16", "float16"))
 FEW = {"no mask, contiguous", "causal, striped"}  # the first and the last
-UNALIKE = {"no mask, contiguous", "causal, contiguous", "causal, striped"}
 ALONE = {f"documents alone, {layout}" for layout in LAYOUTS}
 CAUSAL = set(IN_WORDS[1:])
 EXPECTED = {  # what: {dtypes: (masks, numbers of ranks)}
@@ -694,24 +692,6 @@ def test_a_ring_that_adds_up_in_16_bits_is_wrong_under_every_mask(ranks, ring):
     for answer in answers:
         expected = shows if answer.case.inputs == inputs else set()
         assert set(answer.wrong) == expected, answer.question.words()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ring", escaped_rings.SICK_IN_16_BITS)
-def test_a_causal_ring_that_adds_up_in_16_bits_is_named(ranks, ring, layout):
-    claims = {"causal": (True,), "layouts": (layout,)}
-    answers = answers_of(ranks, ring, (4,), lambda q: q.how == "plain" or rounds_nothing(q), **claims, unequal=False)
-    found = diagnose(Examination(from_function(ring, **claims), answers))
-    assert found, told(answers)
-    assert found.names == {escaped_rings.SICK_IN_16_BITS[ring][0]}, told(answers)
-
-
-@pytest.mark.exhaustive
-def test_a_ring_for_16_bits_only_is_right_in_16_bits(ranks):
-    found = examined(ranks, escaped_rings.in_16_bits_only, worlds=(4,))
-    assert {answer.case.dtype for answer in found.answers} == {torch.bfloat16}
-    assert {answer.state for answer in found.answers} == {OK}
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.assertion import diagnose_states
 from ring_doctor.calls import OPTION
+from ring_doctor.diagnosis import diagnose
 from ring_doctor.examination import examination_of
 from ring_doctor.mistakes_of_states import MISTAKES
 from ring_doctor.patient import patient_of
@@ -138,7 +138,7 @@ SICK = {  # a ring, and the mistake that it has
 def examined(ranks, function, worlds=WORLDS, state=True, **claims):
     with on_these(ranks):
         found = examination_of(patient_of(function, state=state, worlds=worlds, **claims))
-    return Report(found, None if found.healthy else diagnose_states(found), "none")
+    return Report(found, None if found.healthy else diagnose(found), "none")
 
 
 @pytest.mark.parametrize(

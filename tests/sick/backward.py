@@ -12,36 +12,20 @@ from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.training import all_gather, all_to_all, double_ring, hybrid, schedule
 from ringlab.training.all_to_all import Exchange
 from ringlab.training.flash_ring import flash_backward, ring_flash_attention
-from ringlab.training.fused_block import fused_backward
 from ringlab.training.overlap import post
 from tests.planted import patch
-from tests.sick.forward import FLASH, flash, last_block_skipped, narrow, pieces, times_distance
+from tests.sick.forward import FLASH, flash, last_block_skipped, narrow, pieces
 from tests.sick.plain_ring import ByAutograd, PlainRing, moved
-from tests.sick.ring import CAUSAL, MASKED, ON_MESH, SickRing, always, from_3
+from tests.sick.ring import CAUSAL, MASKED, ON_MESH, SickRing, always
 from tests.wrong_rings import FLASH as WRONG
 from tests.wrong_rings import WAYS, back_as_they_came, order_of_rank
 
-right_to_heads, right_to_tokens = Exchange.to_heads, Exchange.to_tokens
+right_to_tokens = Exchange.to_tokens
 all_gather_attention = partial(ring_flash_attention, schedule=all_gather.AllGather)
 all_to_all_attention = partial(ring_flash_attention, schedule=all_to_all.AllToAll)
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------
-
-
-def in_the_end(change):
-    """A change of dq, dk and dv when all rounds are over."""
-
-    def patched(*args):
-        return change(*flash_backward(*args), args[-1].group)
-
-    return flash("flash_backward", patched)
-
-
-def summed_over_ranks(d_q, d_k, d_v, group):
-    both = torch.stack((d_k, d_v))
-    dist.all_reduce(both, group=group)
-    return d_q, *both
 
 
 def received_and_sent(sent, received, group, *, distance=1):
@@ -58,17 +42,6 @@ def received_and_sent(sent, received, group, *, distance=1):
 
 def own_kv(k, v, *, hops, **_):
     return ((k, v) for _ in range(hops + 1))
-
-
-class DqOfTheLastRound:
-    """The sum of differences leaves the last one."""
-
-    last = 0.0
-
-    def __call__(self, *block, **options):
-        d_q, d_k, d_v = fused_backward(*block, **options)
-        before, self.last = self.last, d_q
-        return d_q - before, d_k, d_v
 
 
 class NoMaskInBackward(PlainRing):
@@ -107,14 +80,6 @@ def back_permuted(exchange, wholes):
     """Only out travels alone."""
     results = right_to_tokens(exchange, wholes)
     return results if len(results) > 1 else [results[0][:, in_turn(results[0].shape[1], len(exchange.order))]]
-
-
-def there_permuted(exchange, tensors):
-    """The backward pass of `back_permuted`: only the gradient of out travels alone."""
-    if len(tensors) == 1:
-        order = torch.tensor(in_turn(tensors[0].shape[1], len(exchange.order)))
-        tensors = [tensors[0][:, order.argsort()]]
-    return right_to_heads(exchange, tensors)
 
 
 def kv_heads_dealt_in_turn(q, k, v, *, group, **options):
@@ -162,12 +127,6 @@ def next_turn_early(ring, firsts):
         if t % per_host == per_host - 1 and t // per_host < hosts - 1:
             k_j, v_j, _ = rounds[t + 1]
         yield t, k_j, v_j, more
-
-
-def first_turn_only(sums, u):
-    for total, part in zip(sums.between.of_round(u), sums.ended.home(), strict=True):
-        total += part * (u == 0)
-    sums.between.send_on(u)
 
 
 def on_4(case):
@@ -228,10 +187,6 @@ HYBRID = on_mesh(partial(ring_flash_attention, schedule=hybrid.Hybrid))
 DOUBLE = on_mesh(partial(ring_flash_attention, schedule=double_ring.DoubleRing))
 EQUAL = {"takes": CAUSAL, "equal_chunks": True}
 SICK = {
-    "dk_dv_exchanged": SickRing(ring_flash_attention, WRONG["swapped"], always, MASKED),
-    "gradients_summed_over_ranks": SickRing(FLASH, in_the_end(summed_over_ranks), **EQUAL),
-    "gradients_not_sent_home": SickRing(FLASH, WRONG["OneHopShort"], **EQUAL),
-    "gradients_travel_other_way": SickRing(FLASH, times_distance(-1, schedule), from_3, **EQUAL),
     "received_and_sent": SickRing(FLASH, flash("post", received_and_sent), **EQUAL),
     "own_queries_only": SickRing(FLASH, WRONG["OwnQueriesOnly"], takes=CAUSAL),
     "own_queries_only/autograd": SickRing(MessagesWithoutGradients.attention, takes=CAUSAL),
@@ -242,15 +197,9 @@ SICK = {
     "block_left_out_in_backward/pieces": SickRing(
         ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL, in_forward=False
     ),
-    "dv_in_place_of_dk/on_arrival": SickRing(FLASH, WRONG["aliased_gradients"], takes=CAUSAL),
-    "dq_of_the_last_round": SickRing(FLASH, flash("fused_backward", DqOfTheLastRound)),
     "mask_forgotten_in_backward": SickRing(NoMaskInBackward.attention, shows=lambda case: case.causal, takes=CAUSAL),
     "dq_in_16_bits/by_autograd": SickRing(QueriesCopiedInEachRound.attention, shows=narrow, takes=CAUSAL, plain=True),
-    "no_gradient/detached": SickRing(ring_flash_attention, shows=always, takes=MASKED, detached=True),
     "heads_permuted_after_all_to_all": ulysses(both(to_tokens=back_permuted), heads_move),
-    "heads_permuted_after_all_to_all/both_passes": ulysses(
-        both(to_tokens=back_permuted, to_heads=there_permuted), heads_move
-    ),
     "all_to_all_back_in_wrong_token_order": ulysses(
         both(to_tokens=back_as_they_came), lambda case: case.layout != "contiguous" and case.world_size > 1
     ),
@@ -266,12 +215,11 @@ SICK = {
     "slow_hop_a_round_early": SickRing(
         DOUBLE, patch(double_ring.DoubleRing, "rounds_of", next_turn_early), on_4, ON_MESH, equal_chunks=True
     ),
-    "host_sum_not_added": SickRing(DOUBLE, patch(double_ring.DoubleSums, "pass_on", first_turn_only), on_4, ON_MESH),
 }
 UNKNOWN = {  # the catalogue does not hold these
     "d_out_of_another_rank": SickRing(FLASH, flash("flash_backward", d_out_of_another_rank), **EQUAL),
     "heads_of_v_reversed": SickRing(heads_of_v_reversed, shows=lambda case: case.kv_heads > 1, takes=MASKED),
     "softmax_twice": SickRing(SoftmaxTwice.attention, shows=always, takes=CAUSAL),
     "received_keys_reversed": SickRing(ReceivedKeysReversed.attention, equal_chunks=True),
-    "no_merge_on_rank_0": SickRing(NoMergeOnRank0.attention, equals=("never_called",)),  # on rank 0 only
+    "no_merge_on_rank_0": SickRing(NoMergeOnRank0.attention),
 }

@@ -23,10 +23,6 @@ def from_2(case):
     return case.world_size > 1
 
 
-def from_3(case):
-    return case.world_size > 2
-
-
 @dataclass(frozen=True)
 class SickRing:
     """A ring with a mistake. `shows` says in which cases of doctor/case.py its results must differ from right ones."""
@@ -42,7 +38,6 @@ class SickRing:
     heads: int = 2  # the least with which it is asked; an all-to-all needs one for each rank
     equal_chunks: bool = False  # refuses chunks of different lengths
     plain: bool = False  # its 16-bit results are judged as those of plain code: a fused kernel may round more
-    detached: bool = False  # what it returns has no history
     equals: tuple[str, ...] = ()  # other mistakes that give the same numbers in every question, by mathematics
     in_forward: bool = True
     in_backward: bool = True
@@ -55,7 +50,6 @@ class SickRing:
             with torch.no_grad(), self.patch():
                 return self.base(q, k, v, **options)
         out, lse = Scoped.apply(q, k, v, self, options)
-        out = out.detach() if self.detached else out
         return out if lse is None else (out, lse)
 
 
