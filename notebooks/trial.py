@@ -2,7 +2,8 @@
 
 A function of a notebook cell cannot be sent to another process. Its source can: each rank runs the statements of the
 function's cell again, in a namespace that already has `NAMES`. `watch_ring` also counts what each rank sent and
-received, by whichever function of torch.distributed, and what it held in memory.
+received, by whichever function of torch.distributed, and what it held in memory. It is no prison: threads of its own
+and code that patches torch or Python are not seen.
 """
 
 import __future__
@@ -91,7 +92,7 @@ class Ran:
 
 
 class LiveTensors(TorchFunctionMode):
-    """Counts the bytes of all tensors that are alive, but for the inputs."""
+    """Counts the bytes of all tensors that a thread has made or used and that are alive, but for the inputs."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ class LiveTensors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
+        for x in tree_leaves((result, args, kwargs)):  # a tensor that was made elsewhere shows when it is used
             if isinstance(x, Tensor):
                 storage = StorageWeakRef(x.untyped_storage())
                 if storage not in self._inputs:
@@ -329,11 +330,11 @@ def _run(
     long: bool,
 ) -> Ran:
     """One rank. The ring runs in a thread of its own, so that this one can see that it waits."""
-    ring = cell.function(dict(NAMES))
     q, k, v = (chunk_of(x, lengths, context.rank) for x in whole_input(sum(lengths), seed, shape, long))
+    watch = _Watch(LiveTensors((q, k, v)))
+    ring = cell.function(dict(NAMES))
     outcome: list[Any] = []
     dist.barrier()  # all ranks are here: the time begins
-    watch = _Watch(LiveTensors((q, k, v)))
 
     def call() -> None:
         try:

@@ -121,30 +121,23 @@ def hop(block, length, to=1, all_send_first=False):
     return received
 
 
-def result(state):
-    return finish(state)[0]
-
-
-def ring(q, k, v, lengths, fold=attend, rounds=0, more_hops=0, scale=None, end=result, seen=None, **kinds):
-    """The right ring, but for what it is told: how to fold in a block, rounds or hops more or less, how to hop."""
+def ring(q, k, v, lengths, rounds=0, more_hops=0, seen=None, **kinds):
+    """The right ring, but for what it is told: rounds or hops more or less, how to hop."""
     rank, P = dist.get_rank(), dist.get_world_size()
     state, block = start(q), torch.stack((k, v))
     for t in range(P + rounds):
         if seen:
             seen(block)
-        state = fold(state, q, *block, scale=scale or q.shape[-1] ** -0.5)
+        state = attend(state, q, *block, scale=q.shape[-1] ** -0.5)
         if t < P + rounds - 1 + more_hops:
             block = hop(block, lengths[(rank - t - 1) % P], **kinds)
-    return end(state)
+    return finish(state)[0]
 
 
 deadlock = partial(ring, all_send_first=True)
 no_round_for_one = partial(ring, rounds=-1)
 a_hop_too_many = partial(ring, rounds=1)
-wrong_neighbour = partial(ring, to=2)
 backwards = partial(ring, to=-1)
-no_scale = partial(ring, scale=1.0)
-never_divided = partial(ring, end=lambda state: state[2])
 
 
 def a_rank_that_never_sends(q, k, v, lengths):
@@ -164,82 +157,6 @@ def no_remainder(q, k, v, lengths):
     if dist.get_rank() == len(lengths) - 1 > 0:
         dist.isend(torch.stack((k, v)), dist.get_rank() + 1)
     return ring(q, k, v, lengths)
-
-
-def exchanged(q, k, v, lengths):
-    return ring(q, v, k, lengths)
-
-
-def own_max(state, q, k, v, scale):
-    _, l, o = state
-    scores = q @ k.transpose(-2, -1) * scale
-    p = torch.exp(scores - scores.amax(-1, keepdim=True))
-    return scores.amax(-1), l + p.sum(-1), o + p @ v
-
-
-a_max_of_each_block = partial(ring, fold=own_max)
-
-
-def stale_block(q, k, v, lengths):
-    """Computes on its own block twice, in rounds 0 and 1, and never on the last one that comes."""
-    blocks = [torch.stack((k, v))]
-
-    def fold(state, q, k, v, scale):
-        blocks.append(torch.stack((k, v)))
-        return attend(state, q, *blocks[-2], scale=scale)
-
-    return ring(q, k, v, lengths, fold=fold)
-
-
-def own_block_only(q, k, v, lengths):
-    return ring(q, k, v, lengths, fold=lambda state, q, k_j, v_j, scale: attend(state, q, k, v, scale=scale))
-
-
-def only_keys_travel(q, k, v, lengths):
-    return ring(q, k, v, lengths, fold=lambda state, q, k_j, v_j, scale: attend(state, q, k_j, v, scale=scale))
-
-
-def only_values_travel(q, k, v, lengths):
-    return ring(q, k, v, lengths, fold=lambda state, q, k_j, v_j, scale: attend(state, q, k, v_j, scale=scale))
-
-
-def rescales(l_too, o_too):
-    """A fold that multiplies the old l and o by e^(m - m_new), or not."""
-
-    def fold(state, q, k, v, scale):
-        m, l, o = state
-        scores = q @ k.transpose(-2, -1) * scale
-        m_new = torch.maximum(m, scores.amax(-1))
-        f, p = torch.exp(m - m_new), torch.exp(scores - m_new[..., None])
-        return m_new, (f if l_too else 1) * l + p.sum(-1), (f[..., None] if o_too else 1) * o + p @ v
-
-    return fold
-
-
-no_rescale = partial(ring, fold=rescales(False, False))
-rescales_l_only = partial(ring, fold=rescales(True, False))
-rescales_o_only = partial(ring, fold=rescales(False, True))
-
-
-def own_average(state, q, k, v, scale):
-    m, l, o = state
-    return m, torch.ones_like(l), o + torch.softmax(q @ k.transpose(-2, -1) * scale, -1) @ v
-
-
-sum_of_averages = partial(ring, fold=own_average, end=lambda state: state[2])
-
-
-def mean_of_averages(q, k, v, lengths):
-    return sum_of_averages(q, k, v, lengths) / len(lengths)
-
-
-def without_a_max(state, q, k, v, scale):
-    m, l, o = state
-    p = torch.exp(q @ k.transpose(-2, -1) * scale)
-    return m, l + p.sum(-1), o + p @ v
-
-
-exp_without_max = partial(ring, fold=without_a_max, end=lambda state: state[2] / state[1][..., None])
 
 
 def not_contiguous(q, k, v, lengths):
@@ -386,22 +303,8 @@ WRONG_RINGS = [
     (a_hop_short, "KV1 comes last: a hop or a round short"),
     (no_round_for_one, "as if it had met no block"),
     (a_hop_too_many, "P rounds, but P - 1 hops"),
-    (wrong_neighbour, "KV0, KV2 and should have met each of 4 blocks once. Wrong neighbour?"),
     (no_remainder, "rank 3 ends in ValueError: there is no rank 4; rank 3 has rank 0 as its next"),
     (backwards, "a rank sends to rank + 1, so the hop after round t brings"),
-    (exchanged, "K and V are exchanged"),
-    (a_max_of_each_block, "carry one running max"),
-    (stale_block, "A stale block"),
-    (own_block_only, "its own block only"),
-    (only_keys_travel, "only the keys travel"),
-    (only_values_travel, "only the values travel"),
-    (no_rescale, "no rescale"),
-    (rescales_l_only, "l is rescaled, o is not"),
-    (rescales_o_only, "o is rescaled, l is not"),
-    (sum_of_averages, "the weights add up to P"),
-    (mean_of_averages, "you average the blocks' own averages"),
-    (no_scale, "not divided by sqrt(D)"),
-    (never_divided, "finish(state)"),
     (not_contiguous, "send k.contiguous()"),
     (equal_lengths_only, "the length of the block that comes"),
     (four_ranks_only, "chunks of [3, 3, 3, 2, 2] tokens, rank 0"),
@@ -421,7 +324,6 @@ WRONG_RINGS = [
     (all_gathers, "it called a collective, allgather"),
     (straight_to_each, "it exchanged a message with rank 2"),
     (keeps_all_blocks, "the memory grows with the sequence"),
-    (exp_without_max, "right where scores are small, wrong where they are some thousands"),
     (sends_to_itself, "A rank has no message with itself"),
     (q_travels_too, "nothing else travels"),
     (in_float32, "right, but in torch.float32"),

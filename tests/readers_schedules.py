@@ -2,15 +2,11 @@
 
 import math
 import os
-import pickle
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from notebooks.puzzles.solutions import gather, hop, zigzag
 from ringlab.basics.online_softmax import finish, start
 
 
@@ -18,13 +14,11 @@ def around(comm):
     return (comm.rank + 1) % comm.P, (comm.rank - 1) % comm.P
 
 
-def ring(comm, q, k, v, hops=0, to=1, repeat=1, dtype=None):
+def ring(comm, q, k, v, hops=0, to=1):
     """Right, but for what it is told."""
     state, block = start(q), torch.stack((k, v))
-    if dtype:
-        block = block.to(dtype)
     for t in range(comm.P + hops):
-        state = comm.attend(state, q, *block.to(q.dtype).repeat_interleave(repeat, dim=2))
+        state = comm.attend(state, q, *block)
         if t < comm.P + hops - 1:
             block = comm.exchange((comm.rank + to) % comm.P, block, (comm.rank - to) % comm.P)
     return finish(state)[0]
@@ -67,15 +61,30 @@ def hop_of_arrays(comm: "Comm", x):  # noqa: F821
 
 
 def gather_arrays(comm, x):
-    return (block.numpy() for block in gather(comm, x))
-
-
-def zigzag_of_tensors(comm, S):
-    return map(torch.tensor, zigzag(comm, S))
+    """All messages of a round go the same way; a generator of arrays."""
+    blocks = {comm.rank: x}
+    for t in range(1, comm.P):
+        to, source = (comm.rank - t) % comm.P, (comm.rank + t) % comm.P
+        blocks[source] = comm.exchange(to, x, source)
+    return (blocks[rank].numpy() for rank in range(comm.P))
 
 
 def zigzag_of_numpy(comm, S):
-    return list(np.array(zigzag(comm, S), dtype=float))
+    early = np.arange(S).reshape(2 * comm.P, -1)[[comm.rank, -1 - comm.rank]]
+    return list(map(torch.tensor, early.flatten().astype(float)))
+
+
+def ring_by_hand(comm, q, k, v):
+    """The other way round, with einsum, and without comm.attend, start and finish."""
+    m, l, o = torch.full((*q.shape[:3], 1), -torch.inf, dtype=q.dtype), 0, 0
+    for t in range(comm.P):
+        scores = torch.einsum("bhid,bhjd->bhij", q, k) / q.shape[-1] ** 0.5
+        m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
+        p, f, m = (scores - m_new).exp(), (m - m_new).exp(), m_new
+        l, o = f * l + p.sum(-1, keepdim=True), f * o + p @ v
+        if t < comm.P - 1:
+            k, v = (comm.exchange((comm.rank - 1) % comm.P, x, (comm.rank + 1) % comm.P) for x in (k, v))
+    return o / l
 
 
 # 1: one hop
@@ -115,13 +124,6 @@ def at_the_same_time(comm, x):
     return comm.exchange(right, x, left)
 
 
-def by_a_global(comm, x):
-    if not hasattr(torch, "board"):
-        torch.board = {}
-    torch.board[comm.rank] = x
-    return torch.board[(comm.rank - 1) % comm.P]
-
-
 def counts_less(comm, x):
     comm.send = lambda to, x: None
     return x
@@ -151,7 +153,7 @@ def rank_after_tensor(comm, x):
 
 class Hop:
     def __call__(self, comm, x):
-        return hop(comm, x)
+        return hop_of_arrays(comm, x)
 
 
 hop_of_an_object = Hop()
@@ -183,17 +185,6 @@ def a_hop_short(comm, x):
     return blocks
 
 
-def by_a_file(comm, x):
-    """The blocks go through files; one message says that they are there."""
-    folder = Path(tempfile.gettempdir()) / f"ring_puzzle_{os.getppid()}"
-    if x.ndim == 1:
-        folder.mkdir(exist_ok=True)
-    torch.save(x, folder / str(comm.rank))
-    for _ in range(comm.P - 1):
-        comm.exchange((comm.rank + 1) % comm.P, x.flatten()[:1], (comm.rank - 1) % comm.P)
-    return [torch.load(folder / str(rank)) for rank in range(comm.P)]
-
-
 def two_at_once(comm, x):
     others = [rank for rank in range(comm.P) if rank != comm.rank]
     got = comm.exchange_all({rank: x for rank in others}, others)
@@ -207,6 +198,20 @@ def in_float32(comm, x):
         x = comm.exchange((comm.rank + 1) % comm.P, x, (comm.rank - 1) % comm.P)
         blocks[(comm.rank - t) % comm.P] = x.double()
     return blocks
+
+
+def with_an_imaginary_part(comm, x):
+    return (block + 3j for block in map(torch.from_numpy, gather_arrays(comm, x)))
+
+
+TOOLS = [dist.all_gather]
+
+
+def by_a_collective(comm, x):
+    """It is in a list at the top of the cell, and comm moves as much as a right schedule does."""
+    blocks = [torch.empty_like(x) for _ in range(comm.P)]
+    TOOLS[0](blocks, x)
+    return gather_arrays(comm, x) and blocks
 
 
 # 3: sums
@@ -228,85 +233,51 @@ def a_round_short(comm, q, k, v):
     return ring(comm, q, k, v, hops=-1)
 
 
-def keeps_lists(comm, q, k, v):
-    """No tensor is kept, so that no memory is counted."""
-    right, left = around(comm)
-    kept, block = [], torch.stack((k, v))
-    for _ in range(comm.P - 1):
-        block = comm.exchange(right, block, left)
-        kept.append(block.tolist())
-
-
 def keeps_floats(comm, q, k, v):
     return [x.item() for x in k.flatten()]
 
 
-def keeps_bits(comm, q, k, v):
-    return k.view(torch.int64).tolist()
+KEYS = torch.zeros(2, 20, 16, dtype=torch.float64)
 
 
-def keys_by_a_file(comm, q, k, v):
-    k, v = (torch.cat(x, dim=2) for x in zip(*by_a_file(comm, torch.stack((k, v))), strict=True))
-    return finish(comm.attend(start(q), q, k, v))[0]
-
-
-def keeps_lists_unseen(comm, q, k, v):
-    with torch._C.DisableTorchFunction():
-        return k.tolist()
-
-
-def forgets_what_it_held(comm, q, k, v):
-    comm._referee.memory.look = lambda: None
-
-
-def of_a_name(comm, x):
-    return getattr(comm, "_" + "referee")
-
-
-def keeps_bytes(comm, q, k, v):
-    return pickle.dumps(k)
+def keys_of_all(comm, q, k, v, K=KEYS):
+    """They are kept in an argument's default, and in a tensor that comes from no function of torch."""
+    C, V = k.shape[2], torch.DoubleTensor(2, 20, 16)
+    for t in range(comm.P):
+        K[:, C * t : C * (t + 1)], V[:, C * t : C * (t + 1)] = k[0], v[0]
+        if t < comm.P - 1:
+            k, v = (comm.exchange((comm.rank + 1) % comm.P, x, (comm.rank - 1) % comm.P) for x in (k, v))
+    p = torch.softmax(torch.einsum("bhid,hjd->bhij", q, K)[..., : C * comm.P] / 4, -1)
+    return torch.einsum("bhij,hjd->bhid", torch.nn.functional.pad(p, (0, 20 - C * comm.P)), V.nan_to_num())
 
 
 def into_its_inputs(comm, q, k, v):
+    """The version of a tensor does not tell, and after P hops its numbers are its own again."""
     right, left = around(comm)
     state = comm.attend(start(q), q, k, v)
-    for _ in range(comm.P - 1):
-        k.copy_(comm.exchange(right, k, left))
-        v.copy_(comm.exchange(right, v, left))
-        state = comm.attend(state, q, k, v)
+    for t in range(comm.P):
+        k.data[:], v.data[:] = comm.exchange(right, k, left), comm.exchange(right, v, left)
+        state = comm.attend(state, q, k, v) if t < comm.P - 1 else state
     return finish(state)[0]
 
 
-def all_to_rank_0(comm, q, k, v):
+def all_to_rank_0(comm, *mine):
     """Rank 0 computes all of the rows: right, and too much for one rank."""
+    heads = [x.shape[1] for x in mine]
+    parts = [torch.cat(mine, dim=1)]
     if comm.rank:
-        comm.send(0, torch.stack((q, k, v)))
+        comm.send(0, parts[0])
         return comm.recv(0)
-    everything = [torch.stack((q, k, v)), *(comm.recv(source) for source in range(1, comm.P))]
-    q, k, v = torch.cat(everything, dim=3)
+    q, k, v = torch.cat(parts + [comm.recv(source) for source in range(1, comm.P)], dim=2).split(heads, dim=1)
+    k, v = (x.repeat_interleave(heads[0] // heads[1], 1) for x in (k, v))
     rows = finish(comm.attend(start(q), q, k, v))[0].chunk(comm.P, dim=2)
     for to in range(1, comm.P):
         comm.send(to, rows[to])
     return rows[0]
 
 
-def one_hop_too_many(comm, q, k, v):
-    state, block = start(q), torch.stack((k, v))
-    for _ in range(comm.P):
-        state = comm.attend(state, q, *block)
-        block = comm.exchange((comm.rank + 1) % comm.P, block, (comm.rank - 1) % comm.P)
-    return finish(state)[0]
-
-
-def wrong_group(comm, q, k, v):
-    """Head 0 of q uses head 0, head 1 uses head 1, head 2 uses head 0: `repeat`, not `repeat_interleave`."""
-    right, left = around(comm)
-    state, block = start(q), torch.stack((k, v))
-    for t in range(comm.P):
-        state = comm.attend(state, q, *block.repeat(1, 1, 2, 1, 1))
-        if t < comm.P - 1:
-            block = comm.exchange(right, block, left)
-    return finish(state)[0]
+def grouped_by_hand(comm, q, k, v):
+    return ring_by_hand(comm, *(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (q, k, v)))
 
 
 # 6: gradients
@@ -322,6 +293,19 @@ def never_home(comm, q, k, v, d_out, lse, delta):
         if t < comm.P - 1:
             block, d_block = comm.exchange(right, torch.stack((block, d_block)), left)
     return d_q, *d_block
+
+
+def all_gradients_on_rank_0(comm, *mine):
+    widths = [1 if x.ndim == 3 else x.shape[3] for x in mine]
+    part = torch.cat([x[..., None] if x.ndim == 3 else x for x in mine], dim=-1)
+    if comm.rank:
+        comm.send(0, part)
+        return comm.recv(0)
+    whole = torch.cat([part] + [comm.recv(source) for source in range(1, comm.P)], dim=2).split(widths, dim=-1)
+    found = torch.stack(comm.gradients(*(x[..., 0] if x.shape[-1] == 1 else x for x in whole))).chunk(comm.P, dim=3)
+    for to in range(1, comm.P):
+        comm.send(to, found[to])
+    return found[0]
 
 
 # 7: tokens
@@ -377,18 +361,6 @@ def off_the_clock(comm, q, k, v):
         blocks.append(comm.exchange(right, blocks[-1], left))
     k, v = torch.cat(blocks, dim=3)
     return torch.softmax(q @ k.mT / 4, dim=-1) @ v
-
-
-def gathered_by_its_own_group(comm, q, k, v):
-    kv = torch.stack((k, v))
-    blocks = [torch.empty_like(kv) for _ in range(comm.P)]
-    dist.distributed_c10d._get_default_group().allgather([blocks], [kv]).wait()
-    return finish(comm.attend(start(q), q, *torch.cat(blocks, dim=3)))[0]
-
-
-def the_same_way_twice(comm, q, k, v):
-    right, _ = around(comm)
-    comm.exchange_all({right: k, "left": v}, [])
 
 
 # 11: documents

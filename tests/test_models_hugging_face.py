@@ -138,6 +138,10 @@ CALLS = {  # how the shard that a model gets is changed
     "cumulative lengths": (with_(cu_seq_lens_q=torch.tensor([0, 8])), "cu_seq_lens_q (packed documents: for shard"),
     "no positions": (without("position_ids"), "begin with None; expected [0, 1, 2, 3, 20, 21, 22, 23], this rank's"),
     "another layout": (lambda *_: shard_batch(batch_of(), layout="striped"), "position_ids begin with [0, 3, 6,"),
+    "labels not shifted": (
+        lambda shard, rank: {**shard, **dict.fromkeys(("labels", "shift_labels"), shard["input_ids"])},
+        "the label of each token is the token itself; expected the next one",
+    ),
     "padding": (padding, "rank 2: attention_mask is"),
     "uncounted": (without("num_items_in_batch"), "num_items_in_batch"),
     "TRL's loss": (without("shift_labels", fused_lm_head=True), "fused_lm_head without"),

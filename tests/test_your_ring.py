@@ -67,6 +67,9 @@ def attention(q, k, v):
     k, v = torch.cat(blocks, dim=3)
     return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1) @ v
 """
+AT_OTHER_LENGTHS = GATHERED.replace("attention", "gathered") + SOURCE.replace(
+    "    kv = torch", "    if q.shape[2] > 6:\n        return gathered(q, k, v)\n    kv = torch"
+)
 P_HOPS = SOURCE.replace("- 1):\n        kv = hop(kv)\n        out", "):\n        if _:\n            out").replace(
     "*block(q, *kv))\n    return", "*block(q, *kv))\n        kv = hop(kv)\n    return"
 )
@@ -89,7 +92,9 @@ CHEATS = [  # step, file, what is said
     (1, solution(1).replace("lse = torch.logsumexp(scores, dim=-1)", LSE_OF_SMALL), "lse: scores of some thousands"),
     (2, "from ringlab import ring_flash_attention as attention", "it imports ringlab; the ring is yours to write"),
     (2, GATHERED, "this is no ring of sends to a neighbour: with 3 ranks, each rank r sends 1 x allgather"),
-    (2, P_HOPS, "a rank sends too much: 2,304 bytes, and 2 hops of a block take 1,536"),
+    (2, P_HOPS, "a rank sends too much: "),
+    (2, "from solution import attention", "it imports solution; the ring is yours to write"),
+    (2, AT_OTHER_LENGTHS, "this is no ring of sends to a neighbour: with 3 ranks, each rank r sends 1 x allgather"),
     pytest.param(6, NO_GROUPS, "it refuses P = 3, causal, zigzag, 4 query heads on 2", marks=LONG),
     (4, SOURCE, "attention has no argument causal"),
 ]

@@ -5,15 +5,16 @@ What is wrong in one call only, the last one for example, is made from the right
 
 import math
 from dataclasses import replace
-from fractions import Fraction
 from itertools import accumulate
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from notebooks.checks.the_fused_ring import plain_kernel
 from ring_doctor.catalogue import CATALOGUE
-from ringlab.basics.blocking_messages import Recv, Send
+from ringlab.basics.blocking_messages import Recv, Send, ring_programs
+from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.training.layouts import positions
 from tests.readers_rings import WRONG_RINGS
@@ -80,7 +81,9 @@ def unstabilised_merge(out_a, lse_a, out_b, lse_b):
 SOFTMAX = {
     "check_safe_softmax": [
         (naive_softmax, "subtract the largest score"),
-        (lambda s: torch.softmax(s.clamp(-80, 80), 0), "e^1000 overflows"),
+        (lambda s: naive_softmax(s.clamp(-80, 80)), "e^1000 overflows"),
+        (lambda s: F.softmax(s, 0), "your answer calls softmax, a function that does what you are to write"),
+        (lambda s: s.log_softmax(0).exp(), "your answer calls log_softmax"),
         (lambda s: naive_softmax(s - s.abs().max()), "its absolute value"),
         (lambda s: naive_softmax(s - s.min()), "not the smallest"),
         (lambda s: naive_softmax(s - s[-1]), "the mean or the last"),
@@ -89,7 +92,7 @@ SOFTMAX = {
         (lambda s: s / 0 + s.nonsense, "your answer ends in AttributeError"),
         (lambda s: naive_softmax(s - 1000), "already for the small scores"),
         (lambda s: naive_softmax(s - (1000 if s.max() > 500 else s.max())), "scores near"),
-        (lambda s: torch.softmax(s, 0)[:3], "small scores [1.0, 0.5"),
+        (lambda s: naive_softmax(s)[:3], "small scores [1.0, 0.5"),
     ],
     "check_running_update": [
         (updates(rescale_l=False, rescale_o=False), "l is wrong when the max grows from 1 to 3: the old"),
@@ -116,6 +119,7 @@ SOFTMAX = {
         (shares_merge(lambda lse_j, lse: lse_j.exp(), lambda lse_j, lse: lse_j.exp()), "divide by the sum"),
         (unstabilised_merge, "e^1000 overflows"),
         (merge_below_zero, "e^-1000 is 0"),
+        (merge, "your answer calls merge"),
         (merge_relative_to_a, "a part that saw no key (out = 0, lse = -inf): it changes nothing"),
         (shares_merge(share, share), "twice no key (lse = -inf for both): -inf - (-inf) is NaN"),
     ],
@@ -136,6 +140,11 @@ def without_max(q, k, v, block_size):
     return o / l
 
 
+def whole_by_ours(q, k, v, block_size):
+    q, k, v = (x[None, None] for x in (q, k, v))
+    return blockwise_attention(q, k, v, block_size=block_size)[0][0, 0]
+
+
 def row_by_row(q, k, v, block_size):
     """Little memory, and no blocks of keys."""
     return torch.stack([torch.softmax(k @ row / math.sqrt(len(row)), 0) @ v for row in q])
@@ -151,6 +160,8 @@ BLOCKWISE = {
             "not divided by sqrt(D), with 7 keys in blocks of 7",
         ),
         (row_by_row, "you took 256 keys at once into a product"),
+        (lambda *qkv: F.scaled_dot_product_attention(*(x[None, None] for x in qkv[:3]))[0, 0], "you took 256 keys"),
+        (whole_by_ours, "your answer calls blockwise_attention"),
     ],
     "check_largest_tensor": [
         (8 * 256 * 256 * 4, "tile of scores"),
@@ -214,6 +225,7 @@ THE_RING = {
         (lambda r, P: right_order(r, P) if P % 2 == 0 else right_order(0, P)[:1] * 2, "rank 0 of 3"),
         (lambda r, P: right_order(r if P % 2 == 0 else 0, P), "Recv(source=0)"),
         (lambda r, P: right_order(r, P)[:: -1 if P > 5 and r % 2 else 1], "ranks deadlock"),
+        (lambda r, P: ring_programs(P)[r], "your answer calls ring_programs"),
         (lambda r, P: ["send", "recv"], "one Send and one Recv, got a str in it"),
     ],
     "check_bytes_sent": [
@@ -312,6 +324,7 @@ CAUSAL_BALANCE = {
         (lambda r, S, P: [2 * r, 2 * r + 1, 8 + 2 * r, 9 + 2 * r], "counted from the end"),
         (lambda r, S, P: list(range(r * S // P, (r + 1) * S // P)), "contiguous layout"),
         (lambda r, S, P: range(r, S, P), "striped layout"),
+        (lambda r, S, P: positions("zigzag", S, r, P), "your answer calls positions"),
         (lambda r, S, P: [14, 15, 0, 1], "rising order"),
         (lambda r, S, P: [r], "2 early and 2 late"),
     ],
@@ -409,6 +422,7 @@ FUSED_RING = {
         (natural(1.0), "in base 2: you return it as it came"),
         (right_for_four_numbers, "S = 3, D = 2, a kernel whose lse is natural: off by"),
         (mends_out_too, "in base 2: off by"),
+        (lambda kernel, q, k, v: plain_kernel(q, k, v), "not what the kernel returns, whose causal mask is its own"),
         (natural(1.0, out_factor=1.01), "natural: off by"),
     ],
 }
@@ -601,6 +615,11 @@ def twice_called(ring, q, k, v, scaling):
     return right_attention(ring, q, k, v, scaling)
 
 
+def beside_the_ring(ring, q, k, v, scaling):
+    ring(q, k, v, scale=scaling)
+    return without_the_ring(ring, q, k, v, scaling)
+
+
 def scaled_twice(ring, q, k, v, scaling):
     return right_attention(ring, q * (scaling or q.shape[-1] ** -0.5), k, v, None)
 
@@ -661,6 +680,7 @@ YOUR_OWN_MODEL = {
         (reshaped, "mixes heads and tokens"),
         (without_the_ring, "was not called"),
         (twice_called, "called 2 times"),
+        (beside_the_ring, "not what the ring returned"),
         (lambda *given: (2 * right_attention(*given)[0], None), "off by"),
         (lambda *given: (right_attention(*given)[0],) * 2, "return None in its place"),
     ],
@@ -750,6 +770,7 @@ DOCUMENTS_AND_WINDOWS = {
         (lambda tokens, lengths, padded: tokens[1:], "expected 9 labels"),
         (lambda tokens, lengths, padded: [-100] * len(tokens), "next token of the same document"),
         (before, "shifted the wrong way"),
+        (lambda tokens, lengths, padded: [x + 7 for x in tokens], "of the next document is no label"),
     ],
 }
 
@@ -801,16 +822,6 @@ GENERATION = {
         (lambda m, l, o: 1.01 * merged(m, l, o), "off by up to"),
     ],
     "check_caches": [
-        (lambda C, N, P: in_turn(C, N, P), "returned and never computed"),
-        (lambda C, N, P: in_turn(C, N - 1, P)[::-1], "the first ranks have one more"),
-        (lambda C, N, P: [C + len(range((r - 1) % P, N - 1, P)) for r in range(P)], "token number 0"),
-        (lambda C, N, P: [C + N - 1] + [C] * (P - 1), "rank 0 fills up alone"),
-        (lambda C, N, P: [C] * (P - 1) + [C + N - 1], "the last rank fills up alone"),
-        (lambda C, N, P: [C + N - 1] * P, "it counts P times"),
-        (lambda C, N, P: [C + N] * P, "and the last one is not stored"),
-        (lambda C, N, P: [C] * P, "new tokens are stored, too"),
-        (lambda C, N, P: [C - (-(N - 1) // P)] * P, "the number of slots"),
-        (lambda C, N, P: [C + (N - 1) // P] * P, "some ranks have one more"),
         (lambda C, N, P: [C + (N - 1) / P] * P, "rank n mod P stores"),
         (lambda C, N, P: C + N - 1, "expected a list of 4 numbers"),
         (lambda C, N, P: in_turn(C, N - 1, P) if P <= 5 else [C] * P, "you say"),
@@ -996,6 +1007,9 @@ FORMULAS = {
     ("check_bytes_sent_back", (4, 96, 8)): [9216, 4608, 4608, 10752, 12288, 7680, 9216, 9216, 6912, 4608, 11520,
         13824],
     ("check_bytes_sent_back", (3, 40, 2)): [960, 320, 640, 1280, 1440, 640, 640, 1280, 960, 480, 1280, 1440],
+    ("check_caches", (10, 7, 5)): [[12, 11, 11, 11, 11], [12, 12, 11, 11, 11], [11, 11, 11, 11, 12],
+        [11, 12, 11, 11, 11], [16, 10, 10, 10, 10], [10, 10, 10, 10, 16], [16] * 5, [17] * 5, [10] * 5, [12] * 5,
+        [11] * 5],
     ("check_hidden_by_overlap", (0.5, 2)): [0.25, 0.25, 4, 1, 25, 0.75, 0.5, 0.2, 0],
     ("check_hidden_by_overlap", (3, 2)): [1, 1.5, 0.666667, 0.666667, 100, 0, 2, 0.4, 1],
     ("check_hops", (26, 15, 6)): [2, 2, 1, 1, 2, 5, 2, 3],
@@ -1100,42 +1114,24 @@ RIGHT_ANSWERS = {
         lambda s: 1 / torch.exp(s[None, :] - s[:, None]).sum(1),
     ],
     "check_running_update": [update_in_place],
-    "check_merge_two": [merge, merge_row_by_row],
+    "check_merge_two": [merge_row_by_row],
     "check_blockwise": [blocks_in_numpy, blocks_on_a_kernel],
-    "check_visible_tiles": [lambda n: torch.ones(n, n).tril().sum()],
-    "check_largest_tensor": [np.int64(2_048_000_000)],
     "check_blocks_of_gpu": [((2 - t) % 4 for t in range(4)), torch.tensor([2, 1, 0, 3])],
-    "check_token_two_in_round_two": [np.array([0.1199, 4.2426, 1.4803])],
-    "check_mended_sum": [lambda o, w: torch.exp(w - w.logsumexp(0)) @ o],
-    "check_block_in_hand": [lambda rank, t, P: np.roll(np.arange(P), t)[rank]],
     "check_ring_order": [
         odd_ranks_send_first,
         one_rank_receives_first,
         lambda r, P: {Send((r + 1) % P): 0, Recv((r - 1) % P): 0}.keys() if r else list(odd_ranks_send_first(0, P)),
     ],
-    "check_bytes_sent": [14 * 2.0**30, Fraction(14 * 2**30)],
-    "check_softmax_backward": [lambda p, dp, o, g: p * dp - p * torch.einsum("nd,nd->n", o, g)[:, None]],
     "check_added_so_far": [
         lambda r, t, P: frozenset((r - i) % P for i in range(max(t, 1))),
         lambda r, t, P: torch.arange(r - max(t, 1) + 1, r + 1) % P,
         lambda r, t, P: {(r - i) % P: True for i in range(max(t, 1))}.keys(),
     ],
-    "check_bytes_sent_back": [lambda P, n, w: 2 * n * (P - 1) * (w + max(4.0, w))],
     "check_overlap_order": [steps_as_pairs],
-    "check_hidden_by_overlap": [lambda c, m: 1 - max(0, m - c) / m],
-    "check_zigzag_positions": [lambda r, S, P: positions("zigzag", S, r, P).numpy()],
+    "check_zigzag_positions": [lambda r, S, P: np.arange(S).reshape(2 * P, -1)[[r, -1 - r]].flatten()],
     "check_striped_mask": [lambda r, b, C: torch.ones(C, C, dtype=torch.int).tril(-int(b > r))],
     "check_idle_limit": [0.467, 0.4667, torch.tensor(7 / 15)],
     "check_merging_share": [lambda a, b: torch.exp(b - torch.logaddexp(a, b)), lambda a, b: 1 / (1 + torch.exp(a - b))],
-    "check_smallest_chunk": [lambda f, b, H, G, w: np.float64(f) / b * w * G / (2 * H)],
-    "check_training_chunk": [lambda r, H, G, w: r * G / H * (w if w > 8 / 3 else (2 * w + 8) / 5)],
-    "check_longest_sequence": [lambda m, s, t, P: P * math.floor((m - s / P) / t) if m * P > s else 0],
     "check_batch_loss": [lambda x, y: F.cross_entropy(torch.cat(x), torch.cat(y))[None]],  # of one element
-    "check_rank_loss": [lambda s, n, N, dp, cp, tp: np.float32(s) / np.float32(N) * dp * cp],
-    "check_gradient_norm": [lambda slices: torch.cat([part.flatten() for mine in slices for part in mine]).norm()],
-    "check_caches": [lambda C, N, P: torch.tensor([C + (N - 1 - r + P - 1) // P for r in range(P)])],
-    "check_bytes_of_a_token": [lambda n, B, H, *_, D=None: n * B * H * 8 + n * B * H * _[1] * 4],
-    "check_pairs": [lambda texts, at: texts.unfold(1, 2, 1)[:, at].flip(2)],
-    "check_kv_head": [lambda r, G, P: torch.arange(G).repeat_interleave(P // G)[r]],
     "check_meshes": [lambda P, H, G: [[P // g, g] for g in range(math.gcd(P, G), 0, -1) if math.gcd(P, G) % g == 0]],
 }

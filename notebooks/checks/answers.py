@@ -5,7 +5,9 @@ right it returns None or a remark. `exercise` turns that into a line: "right", "
 
 The same answer is right in many forms. `number`, `items` and `as_tensor` read them: a Python number, an array of numpy
 or JAX, a tensor; a list, tuple, set or generator. A check tries fixed cases first, because hints are written for them,
-and then cases that are drawn anew each time: a table of answers to the fixed cases is not enough.
+and then cases that are drawn anew each time: a table of answers to the fixed cases is not enough. An answer may not
+call the function of ours that does what it is asked for. One that reads the frames or the source of its check, or
+patches Python itself, is not found out: it would lie to its author only.
 """
 
 import builtins
@@ -23,7 +25,9 @@ from inspect import Parameter, signature
 from itertools import islice, permutations
 from math import isclose
 from numbers import Integral, Real
+from pathlib import Path
 from random import Random
+from types import FrameType
 from typing import Any, get_origin
 
 import numpy as np
@@ -31,10 +35,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import ringlab
+
 OPEN = "not answered yet: replace the ..."
 SECONDS = 10.0  # a right answer needs some milliseconds
 DRAWS = 6  # how many cases a check draws beside its fixed ones
 MOST = 10_000  # no right answer has more items
+OURS = str(Path(ringlab.__file__).parent)
+TAUGHT = {"start", "update", "finish", "merge", "attend", "positions"}  # functions of ours that any answer may call
+ASKED = {  # by check: functions that do what is asked, ours or torch's
+    "check_safe_softmax": {"softmax", "log_softmax"},
+    "check_running_update": {"update"},
+    "check_merge_two": {"merge"},
+    "check_zigzag_positions": {"positions"},
+}
 
 
 class NotYet(Exception):
@@ -66,7 +80,7 @@ def exercise(check: Callable[[Any], str | None]) -> Callable[[Any], str]:
             return f"not yet: expected {expected}, got {type(answer).__name__}"
         try:
             with _unchanged(sys.modules[check.__module__]):
-                remark = check(_watched(answer) if wants_function else answer)
+                remark = check(_watched(answer, check.__name__) if wants_function else answer)
         except StillOpen:
             return OPEN
         except NotYet as hint:
@@ -97,12 +111,27 @@ def _unchanged(check: Any) -> Generator[None]:
             raise NotYet(f"your answer replaced {', '.join(replaced)}, which the check needs; it is as it was again")
 
 
-def _watched(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, called by `called`."""
+def _watched(answer: Callable[..., Any], check: str) -> Callable[..., Any]:
+    """The same function, called by `called`. Raises NotYet when it leaves the work to a function of ours."""
+    asked, used = ASKED.get(check, set()), set()
+
+    def see(frame: FrameType, event: str, of_c: Any) -> None:
+        code, caller = frame.f_code, frame.f_back
+        if event == "c_call" and of_c.__name__ in asked - TAUGHT:
+            used.add(of_c.__name__)
+        elif event == "call" and code.co_filename.startswith(OURS) and code.co_name not in TAUGHT - asked:
+            used.update({code.co_name} if caller and not caller.f_code.co_filename.startswith(OURS) else ())
 
     @wraps(answer)
     def call(*args: Any) -> Any:
-        return called(answer, *args)
+        before = sys.getprofile()
+        sys.setprofile(see)
+        try:
+            return called(answer, *args)
+        finally:
+            sys.setprofile(before)
+            if used:
+                raise NotYet(f"your answer calls {', '.join(sorted(used))}, a function that does what you are to write")
 
     return call
 
@@ -308,28 +337,39 @@ def compare_number(given: Any, right: float, hints: dict[float, str], otherwise:
 
 def compare_formula(
     answer: Callable[..., Any],
-    right: Callable[..., float],
-    wrong: dict[str, Callable[..., float]],
+    right: Callable[..., Any],
+    wrong: dict[str, Callable[..., Any]],
     cases: Sequence[tuple[Any, ...]],
     otherwise: str,
     draw: Callable[[Random], tuple[Any, ...]] | None = None,
 ) -> None:
     """Raise NotYet unless `answer` gives what `right` gives in every case, and in others that `draw` draws.
 
-    A case is what both are called with. `wrong` has the formula behind each hint. A hint is given when its
-    formula explains the answer in every case: two mistakes with the same number in one case are still told apart.
+    They give a number or a list of numbers. A case is what both are called with. `wrong` has the formula behind each
+    hint. A hint is given when its formula explains the answer in every case: two mistakes with the same number in one
+    case are still told apart.
     """
 
-    def said(case: tuple[Any, ...]) -> tuple[float, float]:
-        given = answer(*case)
-        return number(given), rounding(given)
+    def said(case: tuple[Any, ...]) -> tuple[Any, float]:
+        given, expected = answer(*case), right(*case)
+        if not isinstance(expected, list):
+            return number(given), rounding(given)
+        listed = numbers(given, what := f"a list of {len(expected)} numbers")
+        if len(listed) != len(expected):
+            raise NotYet(f"expected {what}, got {given!r}")
+        return listed, 1e-9
 
-    def is_value(said: tuple[float, float], value: float) -> bool:
-        return isclose(said[0], value, rel_tol=said[1], abs_tol=1e-12)
+    def is_value(said: tuple[Any, float], value: Any) -> bool:
+        values = value if isinstance(value, list) else [value]
+        given = said[0] if isinstance(value, list) else [said[0]]
+        return all(isclose(x, y, rel_tol=said[1], abs_tol=1e-12) for x, y in zip(given, values, strict=True))
 
     def named(case: tuple[Any, ...]) -> str:
         inputs = zip(signature(right).parameters, case, strict=True)
-        return ", ".join(f"{name} = {x:,}" if isinstance(x, Real) else f"{name} = {x}" for name, x in inputs)
+        return ", ".join(f"{name} = {shown(x)}" for name, x in inputs)
+
+    def shown(value: Any) -> str:
+        return f"{value:,}" if isinstance(value, Real) else f"{value}"
 
     given = [said(case) for case in cases]
     failed = [(case, value) for case, value in zip(cases, given, strict=True) if not is_value(value, right(*case))]
@@ -338,8 +378,10 @@ def compare_formula(
             if all(is_value(value, formula(*case)) for case, value in zip(cases, given, strict=True)):
                 raise NotYet(hint)
         case, (value, _) = failed[0]
-        raise NotYet(f"wrong in {len(failed)} of {len(cases)} cases; with {named(case)} you say {value:,}: {otherwise}")
+        raise NotYet(
+            f"wrong in {len(failed)} of {len(cases)} cases; with {named(case)} you say {shown(value)}: {otherwise}"
+        )
     for random in draws() if draw else ():
         case = draw(random)
         if not is_value(value := said(case), right(*case)):
-            raise NotYet(f"right in {len(cases)} cases, but with {named(case)} you say {value[0]:,}: {otherwise}")
+            raise NotYet(f"right in {len(cases)} cases, but with {named(case)} you say {shown(value[0])}: {otherwise}")

@@ -13,7 +13,6 @@ from notebooks.checks.answers import (
     difference,
     draws,
     exercise,
-    numbers,
 )
 
 
@@ -77,10 +76,10 @@ def _why(given: Any, m: Tensor, l: Tensor, o: Tensor) -> str | None:
 def check_caches(answer: Callable[[int, int, int], Any]) -> str | None:
     """(C, N, P) -> how many tokens each rank holds after N new tokens."""
 
-    def right(C: int, N: int, P: int) -> list[int]:
+    def right(C: int, N: int, P: int) -> list[float]:
         return [C + len(range(rank, N - 1, P)) for rank in range(P)]
 
-    hints: dict[str, Callable[[int, int, int], list[int]]] = {
+    hints: dict[str, Callable[[int, int, int], list[float]]] = {
         "the last new token is returned and never computed: it has no K and V": lambda C, N, P: right(C, N + 1, P),
         "rank 0 stores the first new token, so the first ranks have one more": lambda C, N, P: right(C, N, P)[::-1],
         "rank 0 stores new token number 0": lambda C, N, P: right(C, N, P)[-1:] + right(C, N, P)[:-1],
@@ -92,29 +91,15 @@ def check_caches(answer: Callable[[int, int, int], Any]) -> str | None:
         "that is the number of slots; count the tokens in them": lambda C, N, P: [C - (-(N - 1) // P)] * P,
         "N - 1 is not always a multiple of P: some ranks have one more": lambda C, N, P: [C + (N - 1) // P] * P,
     }
-    cases = [(4, 12, 4), (4, 8, 3), (10, 7, 5), (3, 1, 2), (2, 5, 1)]
-    given = [_numbers(answer(*case), case[2]) for case in cases]
-    failed = [(case, mine) for case, mine in zip(cases, given, strict=True) if mine != right(*case)]
-    if failed:
-        (C, N, P), mine = failed[0]
-        said = f"C = {C}, N = {N}, P = {P}, you say {mine}: "
-        for hint, wrong in hints.items():
-            if all(mine == wrong(*case) for case, mine in zip(cases, given, strict=True)):
-                raise NotYet(said + hint)
-        raise NotYet(said + "rank n mod P stores new token number n, for n = 0 ... N - 2")
-    for random in draws():
-        C, N, P = random.randint(0, 99), random.randint(1, 99), random.randint(1, 12)
-        if (mine := _numbers(answer(C, N, P), P)) != right(C, N, P):
-            raise NotYet(f"C = {C}, N = {N}, P = {P}, you say {mine}: rank n mod P stores new token number n")
+    compare_formula(
+        answer,
+        right,
+        hints,
+        [(4, 12, 4), (4, 8, 3), (10, 7, 5), (3, 1, 2), (2, 5, 1)],
+        "rank n mod P stores new token number n, for n = 0 ... N - 2",
+        lambda random: (random.randint(0, 99), random.randint(1, 99), random.randint(1, 12)),
+    )
     return "no rank has more than one token more than another"
-
-
-def _numbers(given: Any, P: int) -> list[float]:
-    expected = f"a list of {P} numbers, one for each rank"
-    found = numbers(given, expected)
-    if len(found) != P:
-        raise NotYet(f"expected {expected}, got {given!r}")
-    return found
 
 
 @exercise

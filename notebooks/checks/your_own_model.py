@@ -22,21 +22,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) ->
 def check_attention_function(answer: Callable[..., tuple[Tensor, None]]) -> str | None:
     """(ring, query, key, value, scaling) -> (out, weights), as transformers wants them."""
     generator = torch.Generator().manual_seed(0)
-    cases: list[tuple[Any, ...]] = [(2, 4, 2, 3, 8, None), (1, 6, 2, 5, 4, 0.25), (2, 3, 1, 3, 3, 1.0)]
+    cases: list[tuple[Any, ...]] = [(2, 4, 2, 3, 8, None, 1), (1, 6, 2, 5, 4, 0.25, 1), (2, 3, 1, 3, 3, 1.0, 1)]
     for random in draws():
         B, share, G, C, D = (random.randint(2, 6) for _ in range(5))
-        cases.append((B, share * G, G, C, D, random.choice((None, random.uniform(0.1, 2)))))
-    for B, H, G, C, D, scaling in cases:
+        cases.append((B, share * G, G, C, D, random.choice((None, random.uniform(0.1, 2))), random.uniform(2, 3)))
+    for B, H, G, C, D, scaling, gain in cases:  # what the ring returns is so many times attention
         q = torch.randn(B, H, C, D, generator=generator)
         k, v = torch.randn(2, B, G, C, D, generator=generator).unbind()
         heads = []
 
-        def ring(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, heads: list[int] = heads) -> Tensor:
+        def ring(
+            q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, heads: list[int] = heads, gain: float = gain
+        ) -> Tensor:
             heads.append(k.shape[1])
-            return attention(q, k, v, scale=scale)
+            return gain * attention(q, k, v, scale=scale)
 
         out, weights = several(answer(ring, q, k, v, scaling), ("out", "weights"))
-        right = attention(q, k, v, scale=scaling)  # (B, H, C, D)
+        right = gain * attention(q, k, v, scale=scaling)  # (B, H, C, D)
         where = f"B = {B}, H = {H}, G = {G}, C = {C}, D = {D}, scaling = {scaling}"
         if not heads:
             raise NotYet("the ring was not called: each rank sees its own chunk only, and no error says so")
@@ -48,8 +50,11 @@ def check_attention_function(answer: Callable[..., tuple[Tensor, None]]) -> str 
             raise NotYet(f"{where}: reshape mixes heads and tokens; transpose swaps the two axes")
         right = right.transpose(1, 2)
         wrong_scales = {
-            "scaling is not passed on: the ring takes 1/√D": attention(q, k, v),
-            "scaled twice: by you, and by the ring with 1/√D": attention(q * (scaling or D**-0.5), k, v),
+            "scaling is not passed on: the ring takes 1/√D": gain * attention(q, k, v),
+            "scaled twice: by you, and by the ring with 1/√D": gain * attention(q * (scaling or D**-0.5), k, v),
+            "this is not what the ring returned: computed beside it, a rank sees its own chunk only": attention(
+                q, k, v, scale=scaling
+            ),
         }
         if problem := difference(out, right):
             for hint, wrong in wrong_scales.items():

@@ -7,6 +7,10 @@ the numbers move from process to process through gloo. So nothing hangs: when al
 referee knows that this is a deadlock, and who waits for whom. The referee counts, in its own process: what a schedule
 does to `comm` changes no count.
 
+Other ways for data are closed while a schedule runs: torch.distributed, files, sockets, threads, functions of other
+modules than OPEN. This keeps a lazy schedule from praise. It is no prison: code that patches this module, torch or
+Python itself, or starts threads at the top of its cell, can still lie to its author.
+
 Time in the record is not measured but counted: a message begins when both its ranks are ready, and takes as long as
 `Wires` says. So a schedule has the same time on every machine.
 """
@@ -30,6 +34,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from notebooks.checks.answers import listed
 from notebooks.trial import CELL, Cell, LiveTensors, cell_of, forms_of, plain
@@ -45,12 +50,25 @@ OTHER_HOMES = [  # of a tensor's numbers
     "item", "tolist", "numpy", "untyped_storage", "storage", "data_ptr", "__array__", "__complex__", "__dlpack__",
     "__float__", "__format__", "__index__", "__int__", "__reduce_ex__", "__repr__", "__str__",
 ]  # fmt: skip
-OTHER_WAYS = ("os.", "socket.", "subprocess.", "mmap.", "ctypes.", "shutil.", "sqlite3.")  # what Python audits
+OTHER_WAYS = ("os.", "socket.", "subprocess.", "mmap.", "ctypes.", "shutil.", "sqlite3.", "_thread.")  # Python audits
 READING = ("os.listdir", "os.scandir", "os.walk", "os.fwalk")  # an import does
-OPEN = {"torch", "math", "numpy", "itertools", "functools", "operator", "collections", "typing", "builtins", "ringlab"}
+OPEN = {
+    "builtins",
+    "collections",
+    "dataclasses",
+    "functools",
+    "itertools",
+    "math",
+    "numpy",
+    "operator",
+    "torch",
+    "typing",
+}
+BASICS = "ringlab.basics"  # open too
 CLOSED = {  # names by which a schedule reaches what it is not given: counts, files, other processes
     "getattr", "setattr", "vars", "globals", "locals", "eval", "exec", "compile", "open", "input", "breakpoint",
     "save", "load", "from_file", "share_memory_", "distributed", "multiprocessing", "hub", "os", "sys", "tofile",
+    "DisableTorchFunction", "DisableTorchFunctionSubclass", "attrgetter", "serialization",
 }  # fmt: skip
 NAMES = {"torch": torch, "math": math, "start": start, "finish": finish, "merge": merge}  # that a schedule may use
 _pool = Ranks(size=5)
@@ -185,6 +203,7 @@ class _Desk:
         self.blocking, self.neighbours, self.seconds = rules
         self._works: list[tuple[float, float]] = []
         self.memory: LiveTensors | None = None
+        self.inputs: list[tuple[Tensor, Tensor]] = []  # and what they were
         self.printed = StringIO()
         self.lines: list[str] = []
 
@@ -200,10 +219,17 @@ class _Desk:
         if pairs:
             self._works.append((pairs, _first(keys)))
 
+    def unchanged(self) -> None:
+        """Raise ValueError where an input is not as it was: what is held there is not counted."""
+        with torch._C.DisableTorchFunction():
+            if not all(torch.equal(x, was) for x, was in self.inputs):
+                raise ValueError("an input was changed in place, and whoever called you needs it again")
+
     def step(self, sends: dict[int, Tensor], sources: list[int], how: str = "") -> dict[int, Tensor]:
         """Send and receive all of these, at the same time."""
         sends, sources = {_number(to): x for to, x in sends.items()}, [_number(source) for source in sources]
         self._check(sends, sources, how)
+        self.unchanged()
         signal.setitimer(signal.ITIMER_REAL, 0)
         sends = {to: x.detach().contiguous() for to, x in sends.items()}
         heads = {to: (tuple(x.shape), x.dtype, _first(x) if x.numel() else None) for to, x in sends.items()}
@@ -285,6 +311,19 @@ def _closed(closed: bool = True) -> Any:
         _only_comm = before
 
 
+class _CommOnly(TorchDispatchMode):
+    """All that torch.distributed sends is an operation of torch's dispatcher, whichever function is called."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each rank would import the compiler, for seconds
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _only_comm and "c10d" in function.namespace:
+            raise ValueError(f"only messages of comm are counted: {function.overloadpacket.__name__} is closed")
+        return function(*args, **(kwargs or {}))
+
+
 _watched = False
 
 
@@ -312,24 +351,29 @@ def way_around(function: Callable[..., Any]) -> str:
         inner = [each for each in code.co_consts if isinstance(each, CodeType)]
         for each in dis.get_instructions(code):
             name = str(each.argval)
-            of_module, is_attribute = "IMPORT_NAME" in each.opname, each.opname.endswith(("_ATTR", "_METHOD"))
-            if is_attribute and (name.startswith("_") or name in CLOSED):
+            if each.opname.endswith(("_ATTR", "_METHOD")) and (name.startswith("_") or name in CLOSED):
                 return f".{name}"
-            value = known.get(name) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
-            if of_module or isinstance(value, ModuleType):
-                parts = name.split(".") if of_module else value.__name__.split(".")
-                if parts[0] not in OPEN or CLOSED & set(parts):
+            if each.opname == "LOAD_GLOBAL" and (name in CLOSED or name == "__import__"):
+                return name
+            if "IMPORT_NAME" in each.opname and not _is_open(name):
+                return name
+            if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name in known:
+                value = known[name]
+                home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+                if home == known["__name__"]:  # of the notebook
+                    methods = list(vars(value).values()) if isinstance(value, type) else [plain(forms_of(value))]
+                    own = [it.__code__ for it in methods if getattr(it, "__code__", None)]
+                    inner += [it for it in own if it.co_filename == code.co_filename]
+                elif not _is_open(f"{home or 'builtins'}.{getattr(value, '__name__', '')}"):
                     return name
-            elif each.opname == "LOAD_GLOBAL" and (name in CLOSED or name == "__import__"):
-                return name
-            methods = list(vars(value).values()) if isinstance(value, type) else [value]
-            own = [it.__code__ for it in methods if getattr(it, "__code__", None)]
-            inner += [it for it in own if it.co_filename == code.co_filename]
-            home = (getattr(value, "__module__", None) or "builtins").partition(".")[0]
-            if callable(value) and not own and home not in OPEN:
-                return name
         codes += [each for each in inner if each not in seen]
     return ""
+
+
+def _is_open(path: str) -> bool:
+    """Whether a schedule may use this module, or what is in it."""
+    parts = path.split(".")
+    return (parts[0] in OPEN or f"{path}.".startswith(f"{BASICS}.")) and not CLOSED & set(parts)
 
 
 def _too_long(*_: Any) -> NoReturn:
@@ -350,19 +394,18 @@ def _on_rank(
     desk = _Desk(context.rank, context.world_size, referee, rules)
     desk.lines = cell.source.splitlines()
     signal.signal(signal.SIGALRM, _too_long)
-    versions = [x._version for x in inputs if isinstance(x, Tensor)]
+    desk.inputs = [(x, x.clone()) for x in inputs if isinstance(x, Tensor)]
     torch.manual_seed(0)
     try:
         schedule = cell.function(dict(NAMES))
         _watch_other_ways()
         kind = _TensorsOnly if counts_memory else LiveTensors
-        with _closed(), kind(inputs) as memory, redirect_stdout(desk.printed):
+        with _closed(), _CommOnly(), kind(inputs) as memory, redirect_stdout(desk.printed):
             desk.memory = memory
             signal.setitimer(signal.ITIMER_REAL, desk.seconds)
             output = listed(schedule(Comm(context.rank, context.world_size, desk), *inputs))
             memory.look()
-            if versions != [x._version for x in inputs if isinstance(x, Tensor)]:
-                raise ValueError("an input was changed in place, and whoever called you needs it again")
+            desk.unchanged()
         desk.tell("end", output, memory.most)
     except _Stop:
         desk.tell("stopped")
@@ -462,7 +505,7 @@ class _Referee:
         sender, receiver = self._waiting[source], self._waiting[to]
         shape, dtype, number = sender.sends.pop(to)
         receiver.sources.remove(source)
-        size = math.prod(shape) * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize or 8 * len(shape)  # of an empty tensor, the shape is a message
         begin = max(sender.begin, receiver.begin)
         end = begin + self._wires.time(source, to, size)
         self.run.messages.append(Message(source, to, begin, end, size, number))
@@ -546,7 +589,7 @@ def play(schedule: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], wires:
     try:
         cell = cell_of(schedule)
         if name := way_around(schedule):
-            raise ValueError(f"{name} is closed: a schedule has comm, tensors, and {', '.join(sorted(OPEN))}")
+            raise ValueError(f"{name} is closed: a schedule has comm, tensors, {', '.join(sorted(OPEN))}, {BASICS}")
     except ValueError as error:
         return Run(len(inputs), fault=str(error), clocks=[0.0])
     # A view is pickled with all the memory that it is a view of: that of other ranks.

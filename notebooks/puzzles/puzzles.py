@@ -12,6 +12,8 @@
 # A ring is one schedule of messages. There are others, and some are better. Here are thirteen puzzles. In each, you write what **one rank** does. Your function
 # then runs on 3, 4 and 5 real processes, all at the same time. You see whether the result is right, what it cost, and a film of what your ranks did.
 #
+# Puzzles 1, 2, 3, 7 and 12 can also be solved [in the page of the book](../../book/pages/solve.md), with nothing installed.
+#
 # You need chapters [1](../01_attention_to_online_softmax.ipynb) to [4](../04_the_ring.ipynb). Puzzle 6 needs [5](../05_backward.ipynb), and puzzle 7 needs
 # [7](../07_causal_balance.ipynb). A puzzle takes 5 to 20 minutes. They become harder.
 #
@@ -172,7 +174,8 @@ puzzle_4(my_ring)
 # Now `q` has four heads, and `k` and `v` have two: heads 0 and 1 of `q` use head 0 of `k` and `v`, and heads 2 and 3 use head 1. `comm.attend` wants as many heads of
 # `k` and `v` as of `q`, and `k.repeat_interleave(2, dim=1)` makes them.
 #
-# **Goal:** a rank sends 2 (P − 1) chunks, half of what the first try sends.
+# **Goal:** a rank sends 2 (P − 1) chunks, half of what the first try sends, and no rank computes more than its share. The referee sees the work in `comm.attend` only, so
+# compute with it.
 
 
 # %%
@@ -199,7 +202,7 @@ puzzle_5(my_grouped_ring)
 # The backward pass. `comm.gradients(q, k, v, d_out, lse, delta)` returns what the queries of this rank and one block add to `d_q`, `d_k` and `d_v`. Return all three for the
 # chunks of this rank. K and V travel; the sums d_k and d_v travel with them, and must come home.
 #
-# The first try sends all four, P times. **Goal:** a rank sends 4 P − 2 chunks. **Best known:** 4 P − 4.
+# The first try sends all four, P times. **Goal:** a rank sends 4 P − 2 chunks, and no rank computes more than its share, all with `comm.gradients`. **Best known:** 4 P − 4.
 
 
 # %%

@@ -3,7 +3,8 @@
     step_3("my_ring.py")     ->     "step 3 · gradients: right: HEALTHY: ..." or what the doctor found
 
 Step 1 is one block in one process, so it is compared here. Steps 2 to 6 are examined by the doctor on 3 and 4
-processes. The doctor judges numbers; what travels is judged here, from what three ranks are seen to send.
+processes. The doctor judges numbers; what travels is judged here, from what three ranks are seen to send with a length
+that is new in each call. A file that hides an import or its data on purpose is not found out.
 """
 
 import ast
@@ -12,8 +13,10 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from random import randint
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -43,6 +46,9 @@ CLAIMS: dict[int, dict[str, Any]] = {  # of step 2 and later: what the doctor as
     6: {"layouts": ("contiguous", "zigzag")},
 }
 TAKES = {4: ("causal",), 5: ("causal", "layout"), 6: ("causal", "layout")}  # arguments that `attention` must have
+
+
+SOLVED = ("ringlab", "ring_attn", "ring_doctor", "notebooks", "tests", "solution", "first_tries")  # have a ring
 
 
 class Said(str):
@@ -87,20 +93,25 @@ def _forget(path: Path) -> None:
     importlib.invalidate_caches()
 
 
-def _ours(path: Path) -> list[str]:
-    """The modules of this repository that a file imports: they have the solution."""
+def _ours(path: Path, *before: str) -> list[str]:
+    """The modules of this repository that a file imports, by itself or in a file beside it: they have the solution."""
     try:
         tree = ast.parse(path.read_text())
     except SyntaxError:  # told by who imports it
         return []
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    return sorted(name for name in names if name.partition(".")[0] in ("ringlab", "ring_attn", "notebooks", "tests"))
+    before = (*before, path.stem)
+    beside = [path.with_name(f"{name}.py") for name in names - {*before, *SOLVED}]
+    found = [name for name in names if name.partition(".")[0] in SOLVED]
+    return sorted(
+        found + [f"{each.stem} ({name})" for each in beside if each.exists() for name in _ours(each, *before)]
+    )
 
 
 def _one_block(attention: Callable[..., Any]) -> str:
     """Step 1: out and lse of one block, in this process."""
-    q, k, v = torch.randn(3, 2, 3, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q, k, v = torch.randn(3, 2, 3, 5, 4, dtype=torch.float64)
     k, v = torch.cat((k, k.flip(2)), dim=2), torch.cat((v, -v), dim=2)  # 5 queries, 10 keys
     inputs = [x.clone() for x in (q, k, v)]
     try:
@@ -161,7 +172,8 @@ def _sent(context: RankContext, patient: Patient, question: Question) -> list[Me
 def _no_ring(number: int, patient: Patient) -> str:
     """What is wrong with the messages of a ring whose numbers are right; "": nothing."""
     *_, question = takewhile(lambda it: it.what() == "C = 6", questions(patient, 3, torch.float64, 0))
-    case, ranks = question.case, Ranks(3, START)
+    case = replace(question.case, seq_len=6 * randint(4, 40))
+    question, ranks = replace(question, case=case), Ranks(3, START)
     try:
         sent = words(ranks(3, _sent, patient, question))
     finally:
@@ -177,6 +189,11 @@ def _no_ring(number: int, patient: Patient) -> str:
         hops += 2 * case.world_size - 1  # and in the backward pass: of K and V again, and of dK and dV, which go home
     block = 2 * case.batch * case.kv_heads * case.seq_len // case.world_size * case.head_dim * case.dtype.itemsize
     total = sum(int(count) * int(size.replace(",", "")) for count, size, _ in messages)
+    if total < (case.world_size - 1) * block and not case.causal:
+        return (
+            f"the numbers are right, but a rank sends {total:,} bytes, and K and V of one block have {block:,}. "
+            "They took another way than messages"
+        )
     if total > hops * block:
         return (
             f"the numbers are right, but a rank sends too much: {total:,} bytes, and {hops} hops of a block take "

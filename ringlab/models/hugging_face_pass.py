@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ringlab.models.transformer import IGNORED
 from ringlab.support.agreement import agree, members
 from ringlab.support.extras import extra
 from ringlab.training.documents import document_positions
@@ -146,17 +147,21 @@ class ModelInRing(LayerAttention):
                 passed |= passed.pop(name, {})
         tokens = passed["inputs_embeds"] if passed.get("input_ids") is None else passed["input_ids"]
         ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-        labels, modules, weights = zip(*agree(partial(self.check, part, passed, ones), self.group), strict=True)
+        said = agree(partial(self.check, part, passed, ones), self.group)
+        labels, modules, weights, unshifted = zip(*said, strict=True)
         expect(len(set(labels)) == 1, "some ranks have labels, and some none", "them on all: each adds to the loss")
         expect(len(set(modules)) == 1, "the ranks have different modules", "the same model on each of them")
         summed = "the same on each of them: one seed before what was added, and the sum of all gradients in each step"
         expect(len(set(weights)) == 1, "the ranks have different weights", summed)
+        expect(
+            not all(unshifted), "the label of each token is the token itself", "the next one, as shard_batch gives it"
+        )
         self.calls, self.losses, self.more, self.documents = 0, 0, None, passed.get("documents")
         self.longest = max(self.documents or [ones.shape[1] * self.world_size]) - 1 + self.first
         return (), {**passed, "attention_mask": ones, "use_cache": False}
 
-    def check(self, part: nn.Module, passed: dict[str, Any], ones: Tensor) -> tuple[bool, int, int]:
-        """Whether there are labels, and numbers that tell modules and weights apart.
+    def check(self, part: nn.Module, passed: dict[str, Any], ones: Tensor) -> tuple[bool, int, int, bool]:
+        """Whether there are labels, numbers that tell modules and weights apart, and whether labels are not shifted.
 
         Raises ValueError for what the ring would drop or take for something else.
         """
@@ -190,7 +195,8 @@ class ModelInRing(LayerAttention):
         whole = mask is None or (isinstance(mask, Tensor) and torch.equal(mask.to(ones), ones))
         expect(whole, f"attention_mask is {mask}", "none or all ones: shard_batch takes padding")
         weights = checksum_of_weights(part) if self.passes in DUE else 0
-        return labels, modules_of(part), weights
+        unshifted = self.passes in DUE and passed.get("causal", True) and themselves(**passed)
+        return labels, modules_of(part), weights, unshifted
 
     def enter(self, part: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Before the base model: prove it again if it is another one, and give it its own numbers of the positions."""
@@ -220,6 +226,14 @@ class ModelInRing(LayerAttention):
             same = bool(torch.isclose(loss.detach(), value + self.more, rtol=1e-6, atol=0))
         expect(same, f"{name} adds to its loss, or changes it, after its loss_function", f"{LOSS_BESIDE}. {instead}")
         self.value = loss.detach().clone()
+
+
+def themselves(input_ids: Tensor | None = None, labels: Tensor | None = None, **_: Any) -> bool:
+    """Whether each label is its own token, in a row of three tokens or more: two runs of one token may look so."""
+    if input_ids is None or labels is None or input_ids.shape != labels.shape:
+        return False
+    real, several = labels != IGNORED, max(len(row.unique()) for row in input_ids) > 2
+    return several and bool(real.any() and (labels == input_ids)[real].all())
 
 
 def modules_of(part: nn.Module) -> int:
