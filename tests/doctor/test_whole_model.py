@@ -349,6 +349,8 @@ def test_a_name_must_explain_every_wrong_number_of_ranks():
     assert found == ([], {2, 3})
     found = judged({2: one, 3: other}, {2: {("a",): one, ("b",): one}, 3: {("a",): RIGHT, ("b",): other}})
     assert found[0] == [("b",)]
+    found = judged({1: one, 2: one}, {1: {}, 2: {("a",): one}})  # one process cannot show every mistake
+    assert found == ([("a",)], {1, 2})
 
 
 def test_one_mistake_comes_before_two():
