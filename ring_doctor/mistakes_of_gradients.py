@@ -74,6 +74,10 @@ def times_p(power: float, *names: str) -> Change:
     return changed(lambda x: x * len(x) ** power, *names)
 
 
+def rolled(by: int, *names: str) -> Change:
+    return changed(lambda x: x.roll(by, -2), *names)
+
+
 def zero(*names: str) -> Change:
     return changed(torch.zeros_like, *names)
 
@@ -164,7 +168,7 @@ MISTAKES = (
     entry("gradient_rows_rolled",
           "The rows of dK, of dV or of both are rolled by one inside each chunk: a key gets the gradient of its "
           "neighbour.", ROLLED, 8,
-          *(changed(lambda x, by=by: x.roll(by, -2), *names) for names in (("dk",), ("dv",), KV) for by in (1, -1))),
+          *(rolled(by, *names) for names in (("dk",), ("dv",), KV) for by in (1, -1))),
     entry("gradients_not_sent_home",
           "The last hop is missing: a rank returns the gradients of the block of the next rank.", KEPT, 5,
           changed(lambda x: x.roll(-1, 0), *KV),

@@ -86,6 +86,11 @@ def next_of_the_triangle(x: Pairs) -> Tensor:
     return x.seen if x.rows == 1 else (x.n <= x.i) & (x.i > 0) & (x.n < x.keys - 1)
 
 
+def without_a_key(x: Pairs, *, at: int, far: bool) -> Tensor:
+    """No query sees the key number `at` of a block; with `far`, of the blocks of other ranks."""
+    return x.seen & ((x.n != at % x.keys) | (far and x.own))
+
+
 def exchanged_halves(case: Case, rank: int) -> Tensor:
     at = case.positions(rank)
     return at.roll(len(at) // 2) if case.layout == "zigzag" else at
@@ -167,8 +172,7 @@ MISTAKES = (
     entry("key_lost_at_a_border",
           "A key at the border of a block is lost: the first or the last key, of each block that arrives or of all "
           "blocks.", BORDER, 4,
-          *(sees(lambda x, at=at, far=far: x.seen & ((x.n != at % x.keys) | (far and x.own)))
-            for far in (True, False) for at in (-1, 0)),
+          *(sees(partial(without_a_key, at=at, far=far)) for far in (True, False) for at in (-1, 0)),
           causal(lambda x: x.seen & ((x.n != x.keys - 1) | (x.j != x.r - 1)))),  # of gathered keys: a key too early
     entry("causal_unasked", "A causal mask is used where full attention is asked for.", FLAG, 7,
           sees(lambda x: x.of(causal=True))),
