@@ -74,10 +74,8 @@ def step(
     for name, weight in model.named_parameters():
         if "gradients_not_reduced" not in mistakes and "DDP" not in mistakes:
             dist.all_reduce(weight.grad)
-        if "gradients_times_p" in mistakes or ("embedding twice" in mistakes and name == "embedding.weight"):
+        if "embedding twice" in mistakes and name == "embedding.weight":
             weight.grad *= P
-        if "gradients_times_root_p" in mistakes:
-            weight.grad *= math.sqrt(P)
     if clip:
         clip_gradients(model, clip, mistakes, P)
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
@@ -90,8 +88,6 @@ def step(
         dist.all_reduce(loss)
     if "loss_times_p" in mistakes:
         loss *= P
-    if "loss_over_p" in mistakes:
-        loss /= P
     return loss, gradients
 
 

@@ -21,7 +21,7 @@ from figures import (
     kv_rotation,
     token_loss,
 )
-from figures.draw_all import CHAPTERS, PAGES
+from figures.draw_all import CHAPTERS, NARROW, PAGES
 from notebooks import build
 from ringlab.planning.hidden_communication import TABLE_2
 from ringlab.support import drawing
@@ -105,6 +105,15 @@ def test_committed_picture_is_current_and_legible(name):
     assert description.text == figure.alt == figure._repr_png_()[1]["alt"]
     assert len(figure.alt) > 100
     assert (root.get("role"), root.get("aria-labelledby")) == ("img", description.get("id"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NARROW)
+def test_a_narrow_picture_is_legible_on_a_phone(name):
+    figure = NARROW[name].draw(narrow=True)
+    FigureCanvasAgg(figure).draw()
+    assert_legible(figure, [label for label in figure.findobj(Text) if label.get_text() and label.get_visible()])
+    assert figure.bbox.width <= 500  # shown 358 pixels wide: letters of 14.5 pixels are 10 or more
 
 
 @pytest.mark.slow
