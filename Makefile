@@ -25,7 +25,7 @@ test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/tes
 slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, hosts, JAX
 	$(PYTEST) -m "slow and not exhaustive"
 
-exhaustive: $(READY)  # every variant of every mistake, every model, a hundred seeds: half an hour
+exhaustive: $(READY)  # every variant of every mistake, every model, a hundred seeds, long benches: half an hour
 	$(PYTEST) -m exhaustive
 
 one: $(READY)  # lint, tests, script and notebook cells of one concept: make one C=causal

@@ -1,7 +1,7 @@
 """Build the book: `make site` writes site/, which any web server can serve, and which opens from a file too.
 
-python -m book [--language zh_CN]    the Chinese book is site/zh-CN/
-python -m book --translations        bring book/locale/ up to date with the English pages; then fill in what is empty
+python -m book                   the Chinese book is site/zh-CN/
+python -m book --translations    bring book/locale/ up to date with the English pages; then fill in what is empty
 """
 
 import argparse
@@ -16,55 +16,48 @@ from book.contents import ARCHIVE, LANGUAGES, REPOSITORY, ROOT, folder, stage
 from book.data import write
 
 
-def sphinx(builder: str, language: str, to: Path, *options: str) -> int:
-    """Lay out the pages of a language and run Sphinx on them. Returns its status: warnings are errors."""
+def sphinx(builder: str, language: str, to: Path) -> int:
+    """Run Sphinx on the pages of a language; warnings are errors. The builder gettext writes book.pot, to translate."""
     source = stage(language)
     shutil.rmtree(to, ignore_errors=True)
-    command = [sys.executable, "-m", "sphinx", "-b", builder, "-E", "-q", "-W", "--keep-going", "-c", "book", *options]
+    command = [sys.executable, "-m", "sphinx", "-b", builder, "-E", "-q", "-W", "--keep-going", "-c", "book"]
+    command += ["-D", "language=en"] if builder == "gettext" else []
     places = ["-d", f"build/doctrees/{language}", str(source), str(to)]
     environment = os.environ | {"BOOK_LANGUAGE": language, "PYTHONPATH": str(ROOT)}
     return subprocess.run([*command, *places], cwd=ROOT, env=environment).returncode
 
 
-def build(language: str) -> int:
-    return sphinx("html", language, ROOT / f"build/html/{language}")
-
-
-def publish(language: str) -> None:
-    """Write the pages of a language into site/, with the numbers of the explorers and the archive of the code."""
-    built, to = ROOT / f"build/html/{language}", ROOT / "site" / folder(language)
-    shutil.rmtree(to, ignore_errors=True)
-    shutil.copytree(built, to, ignore=shutil.ignore_patterns(".*", "objects.inv"))
-    if language == "en":
-        write(to / "data")
-        if not REPOSITORY:
-            archive = ["git", "archive", "--prefix=ring-attention/", "-o", str(to / ARCHIVE), "HEAD"]
-            subprocess.run(archive, cwd=ROOT, check=True)
-
-
-def extract(language: str, to: Path) -> int:
-    """Write what there is to translate, by Sphinx's own builder: book.pot. The README is docs/README.zh-CN.md."""
-    return sphinx("gettext", language, to, "-D", "language=en")
+def build() -> int:
+    """Write the pages of all languages into site/, with the numbers of the explorers and the archive of the code."""
+    html, data, site = ROOT / "build/html", ROOT / "build/data", ROOT / "site"
+    with ThreadPoolExecutor() as threads:
+        built = [threads.submit(sphinx, "html", language, html / language) for language in LANGUAGES]
+        write(data)
+    shutil.rmtree(site, ignore_errors=True)
+    for language in LANGUAGES:
+        to = site / folder(language)
+        shutil.copytree(html / language, to, ignore=shutil.ignore_patterns(".*", "objects.inv"), dirs_exist_ok=True)
+        shutil.copytree(data / "narrow", to / "_images", dirs_exist_ok=True)
+    shutil.copytree(data, site / "data", ignore=shutil.ignore_patterns("narrow"))
+    if not REPOSITORY:
+        archive = ["git", "archive", "--prefix=ring-attention/", "-o", str(site / ARCHIVE), "HEAD"]
+        subprocess.run(archive, cwd=ROOT, check=True)
+    return max(each.result() for each in built)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m book", description="Build the book into site/.")
-    parser.add_argument("--language", choices=LANGUAGES, help="build the pages of one language (default: all)")
     parser.add_argument("--translations", action="store_true", help="bring book/locale/ up to date, and build nothing")
     options = parser.parse_args()
     if options.translations:
         from sphinx_intl.basic import update
 
         others = [language for language in LANGUAGES if language != "en"]
-        status = max(extract(language, ROOT / "build/gettext") for language in others)
+        status = max(sphinx("gettext", language, ROOT / "build/gettext") for language in others)
+        (ROOT / "build/gettext/sphinx.pot").unlink()  # words of the theme and its templates: sphinx.po, by hand
         update(str(ROOT / "book/locale"), str(ROOT / "build/gettext"), others, line_width=120, ignore_obsolete=True)
         return status
-    languages = [options.language] if options.language else list(LANGUAGES)
-    with ThreadPoolExecutor() as pool:  # a process each
-        status = max(pool.map(build, languages))
-    for language in languages:  # the English folder is that of the site, with the others in it
-        publish(language)
-    return status
+    return build()
 
 
 if __name__ == "__main__":

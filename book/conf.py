@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -13,12 +14,13 @@ from docutils.utils.math.unichar2tex import uni2tex_table
 from sphinx.application import Sphinx
 from sphinx.search.en import SearchEnglish
 
-from book.contents import LANGUAGES, REPOSITORY, SITE, Anchors, Links, code_pages, folder, on_source, pages
+from book import contents
+from book.contents import LANGUAGES, REPOSITORY, SITE, folder, pages
 
 HERE = Path(__file__).parent
 
 language = os.environ.get("BOOK_LANGUAGE", "en")
-project = LANGUAGES[language].title
+project = LANGUAGES[language][1]
 html_title = project
 author = "The authors of Ring Attention, step by step"
 
@@ -30,9 +32,7 @@ myst_heading_anchors = 4
 smartquotes = False
 gettext_compact = "book"  # one file holds the pieces of all pages
 gettext_location = False
-gettext_additional_targets = [
-    "index"
-]  # words of the glossary, which the search shows with the chapter that teaches them
+gettext_additional_targets = ["index"]  # words of the glossary, by which the search finds their chapter
 gettext_last_translator = gettext_language_team = ""
 locale_dirs = [str(HERE / "locale")]  # book.po: our pages; sphinx.po: what the theme says
 # MyST does not know anchors that are HTML; test_pages.py follows every link and anchor.
@@ -40,6 +40,7 @@ suppress_warnings = ["misc.highlighting_failure", "myst.header", "myst.xref_miss
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
+templates_path = [str(HERE / "templates")]
 html_static_path = [str(HERE / "static")]
 html_css_files = ["book.css"]
 html_js_files = ["book.js"]
@@ -56,8 +57,6 @@ pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
 html_theme_options = {"top_of_page_buttons": []}  # colours: book.css
 
-ROAD = re.compile(r"notebooks/(0[1-8])_")
-
 
 def first_sentences(app: Sphinx) -> dict[str, str]:
     """What the glossary says first of each of its words, by anchor, in the language of the book."""
@@ -69,24 +68,28 @@ def first_sentences(app: Sphinx) -> dict[str, str]:
     return said
 
 
-def other_languages(page: str, untold: int) -> str:
-    """Links to the same page in the other languages that have it, and to its source."""
+def other_languages(page: str, names: set[str]) -> Iterator[tuple[str, str, str]]:
+    """The same page in the other languages that have it: where it is, the language's tag and name."""
     up = "../" * page.count("/")
-    names = [f"{page}.md", f"{page}.ipynb", page]
-    links = [LANGUAGES[language].partly.format(n=untold)] if untold else []
     for other in LANGUAGES:
-        if other != language and pages(other).keys() & set(names):
+        if other != language and pages(other).keys() & names:
             to = f"{up}../{page}.html" if other == "en" else f"{up}{folder(other)}/{page}.html"
-            tag = f'rel="alternate" hreflang="{other[:2]}" lang="{other[:2]}"'
-            links.append(f'<a href="{to}" {tag}>{LANGUAGES[other].name}</a>')
-    file = next((name for name in names if (HERE.parent / name).is_file()), "")
-    to = f"{REPOSITORY}/blob/HEAD/{file}" if REPOSITORY and file else f"{up}index.html#get-the-code"
-    links.append(f'<a href="{to}">{LANGUAGES[language].source}</a>')
-    return f'<p class="languages">{" ".join(links)}</p>'
+            yield to, other[:2], LANGUAGES[other][0]
+
+
+def shown(image: re.Match[str]) -> str:
+    """A picture that a tap opens; some have a narrow version for phones, and the film a picture that stands still."""
+    place, ending = image[1].rsplit(".", 1)
+    phone, calm = "(max-width: 40em)", "(prefers-reduced-motion: reduce)"
+    sources = {phone: f"{place}-narrow.svg"} if Path(place).name in contents.DRAWN_NARROW.values() else {}
+    if ending == "gif":
+        sources = {f"{phone} and {calm}": f"{place}-narrow.svg", calm: f"{place}.svg", phone: f"{place}-narrow.gif"}
+    others = "".join(f'<source media="{when}" srcset="{file}">' for when, file in sources.items())
+    return f'<a class="large" href="{image[1]}"><picture>{others}{image[0]}</picture></a>'
 
 
 def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
-    """Words of the glossary explain themselves, pictures load when they come into sight, the road shows how far."""
+    """Words of the glossary explain themselves, pictures open, and the template hears what it shows."""
     level = '<p class="caption" role="heading" aria-level="2"'  # a heading without its level says nothing
     for name in context.keys() & {"body", "furo_navigation_tree"}:
         context[name] = context[name].replace('<p class="caption" role="heading"', level)
@@ -98,43 +101,31 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
 
     def explained(match: re.Match[str]) -> str:
         words = app.said.get(match[2])  # type: ignore[attr-defined]
-        if not words:
-            return match[0]
-        words = escape(words)
-        return f'<a class="term {match[1]}" data-term="{words}"'
+        return f'<a class="term {match[1]}" data-term="{escape(words)}"' if words else match[0]
 
-    first = next((node.astext() for node in doctree.findall(nodes.paragraph)), "") if doctree else ""
-    told = escape(" ".join(first.split())[:200], quote=True)
-    here = {
-        "title": escape(re.sub("<[^>]*>", "", context["title"]), quote=True),
-        "description": told,
-        "type": "article",
-    }
-    here |= {"url": f"{SITE}/{page}.html"} if SITE else {}
-    metas = [f'<meta property="og:{name}" content="{words}">' for name, words in here.items()]
-    context["metatags"] = context.get("metatags", "") + "".join([f'<meta name="description" content="{told}">', *metas])
     if page != "docs/glossary":
         body = re.sub(r'<a class="([^"]*)"(?= href="[^"]*docs/glossary\.html#([^"]+)")', explained, body)
-    first, *rest = body.split("<img ")
-    body = "<img ".join([first, *(f'loading="{"lazy" if i else "eager"}" {part}' for i, part in enumerate(rest))])
-    if at := ROAD.match(page):
-        n = int(at[1])
-        steps = '<i class="done"></i>' * n + "<i></i>" * (8 - n)
-        body = f'<div class="progress" role="img" aria-label="{n} / 8">{steps}</div>{body}'
-    pieces = doctree.findall(nodes.TextElement) if doctree and "/" in page else ()
-    body = other_languages(page, sum(not piece.get("translated", True) for piece in pieces)) + body
-    body = re.sub(r'(<img [^>]*?src="([^"]*)"[^>]*>)', r'<a class="large" href="\2">\1</a>', body)
-    still = r'<picture><source media="(prefers-reduced-motion: reduce)" srcset="\2.svg">\1</picture>'
-    body = re.sub(r'(<img [^>]*?src="([^"]*)\.gif"[^>]*>)', still, body)  # the film has a picture that stands still
-    for name in ("ring", "deadlock", "solve", "planner", "xray"):
-        if f'id="{name}" class="explorer"' in body:
-            for script in ("explorer", name):
-                body += f'<script defer src="{"../" * page.count("/")}_static/{script}.js"></script>'
+    body = re.sub(r'<img [^>]*?src="([^"]*)"[^>]*>', shown, body)
     body = re.sub(r'<span class="[wnp]">([^<]*)</span>', r"\1", body)  # colours that no style has: a third of the code
     # Long lines and tables scroll by themselves; a keyboard must reach them.
     for tag in ("<pre", '<div class="table-wrapper'):
         body = body.replace(tag, tag.replace("<pre", '<pre tabindex="0"').replace("<div", '<div tabindex="0"'))
     context["body"] = body
+
+    names = {f"{page}.md", f"{page}.ipynb", page}
+    first = next((node.astext() for node in doctree.findall(nodes.paragraph)), "") if doctree else ""
+    pieces = doctree.findall(nodes.TextElement) if doctree and "/" in page else ()
+    files = [name for name in names if REPOSITORY and (HERE.parent / name).is_file()]
+    touched = [name for name in re.findall(r'id="(\w+)" class="explorer"', body) if name != "scoreboard"]
+    road = re.match(r"notebooks/0([1-8])_", page)
+    context |= {  # for templates/page.html
+        "told": " ".join(first.split())[:200],
+        "untold": sum(not piece.get("translated", True) for piece in pieces),
+        "languages": list(other_languages(page, names)),
+        "source": f"{REPOSITORY}/blob/HEAD/{files[0]}" if files else "",
+        "road": int(road[1]) if road else 0,
+        "scripts": ["explorer", *touched] if touched else [],
+    }
 
 
 class PairsOfCharacters(SearchEnglish):
@@ -173,8 +164,8 @@ def setup(app: Sphinx) -> None:
     app.code = set()  # type: ignore[attr-defined]  # the files to which pages link
     app.add_html_math_renderer("mathml", (set_math, None), (set_math, None))
     app.add_search_language(PairsOfCharacters)
-    app.add_transform(Anchors)
-    app.add_post_transform(Links)
-    app.connect("source-read", on_source)
-    app.connect("html-collect-pages", code_pages)
+    app.add_transform(contents.Anchors)
+    app.add_post_transform(contents.Links)
+    app.connect("source-read", contents.on_source)
+    app.connect("html-collect-pages", contents.code_pages)
     app.connect("html-page-context", on_page, priority=900)  # after the theme

@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import json
 import os
 import shutil
 import threading
@@ -11,6 +12,7 @@ import pytest
 
 SITE = Path(__file__).parent.parent / "site"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+READY = '.explorer[data-ready="yes"]'
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +20,12 @@ def site():
     if not (SITE / "index.html").exists():
         pytest.skip("there is no site/: make site builds it")
     return SITE
+
+
+@pytest.fixture(scope="session")
+def numbers(site):
+    """The numbers of the explorers, by file, as the pages load them."""
+    return {path.stem: json.loads(path.read_text().partition(",")[2][:-1]) for path in site.glob("data/*.js")}
 
 
 @pytest.fixture(scope="session")
@@ -55,20 +63,23 @@ class Watched:
         self.page, self.address, self.faults = page, address, []
         page.on("console", lambda said: said.type in ("error", "warning") and self.faults.append(said.text))
         page.on("pageerror", lambda error: self.faults.append(str(error)))
-        page.on("request", lambda asked: self.foreign(asked.url))
+        ours = (address, "data:", "blob:")
+        page.on("request", lambda asked: asked.url.startswith(ours) or self.faults.append(f"asks for {asked.url}"))
         page.on("response", lambda got: got.status >= 400 and self.faults.append(f"{got.status} {got.url}"))
 
-    def foreign(self, url):
-        if not url.startswith((self.address, "data:", "blob:")):
-            self.faults.append(f"a request to {url}")
-
-    def open(self, name, wait=None):
+    def open(self, name):
+        """Load a page, and its explorer where it has one."""
         if "#" in str(name):
             self.page.goto("about:blank")  # so that another address of the same page loads it again
         self.page.goto(f"{self.address}/{name}")
-        if wait:
-            self.page.wait_for_selector(wait, state="attached")
+        if self.page.locator(".explorer").count():
+            settle(self.page)
         return self.page
+
+
+def settle(page):
+    """Wait until what was chosen is drawn."""
+    page.wait_for_selector(READY, state="attached")
 
 
 @pytest.fixture

@@ -16,20 +16,22 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from docutils import nodes
 from PIL import Image
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import TextLexer, get_lexer_for_filename
-from pygments.util import ClassNotFound
+from pygments.lexers import TextLexer, find_lexer_class_for_filename
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.locale import _
 from sphinx.transforms import SphinxTransform
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
-from book.data import WRONG_GRADIENTS, WRONG_OUT, scoreboard
+from bench.scoreboard import Grade, grades
+from book.data import WRONG_GRADIENTS, WRONG_OUT
+from figures.draw_all import NARROW
 from ring_doctor.catalogue import CATALOGUE
 from ringlab.planning.plan import digits
 from tests.one import chapter
@@ -51,6 +53,7 @@ TRANSLATED = (
 AS_CODE = {".py", ".toml", ".yml", ".txt", ".sh", ".yaml", ".sbatch", ".cff", ""}  # a link to it leads to its lines
 # Pictures, code, formulas, targets of links, tags
 NO_WORDS = re.compile(r"!\[[^\]]*\]\([^)]*\)|`[^`]*`|\$[^$]+\$|\]\([^)]*\)|<[^>]*>|https?://\S+")
+UNITS = {"ms": "ms", "tokens_s_a_gpu": "tokens/s", "peak_gib": "GiB", "s": "s", "us": "µs"}  # of the scoreboard
 TREE = re.compile(r"```\{toctree\}\n(.*?)\n\n(.*?)\n```", re.S)
 IS_PATH = re.compile(r"[/.]|^[A-Z]+$")  # and not an anchor of the page itself
 IN_CHAPTERS = {  # an explorer, its settings, and the heading before which it stands
@@ -59,35 +62,14 @@ IN_CHAPTERS = {  # an explorer, its settings, and the heading before which it st
     "notebooks/07_causal_balance": ("ring", "causal=on&wire=fast", "## What must follow the layout"),
     "docs/which_way": ("planner", "model=llama-3.1-8b&gpu=h100&hosts=1&seq_len=131072", "## One host with NVLink"),
 }
+DRAWN_NARROW = {module.ALT: name for name, module in NARROW.items()}  # pictures that phones see in a narrow version
 BELOW = {  # pages that stand below a page in the contents
     "bench/README": ("results/*",),
     "ring_doctor/patients/results": ("README", "findings/*"),
     "docs/your_model": ("../ringlab/models/EVERY_MODEL", "../examples/README"),
 }
-
-
-class Language(NamedTuple):
-    """What the book says in a language by itself."""
-
-    title: str
-    name: str
-    partly: str  # of a page of which n pieces are not translated
-    source: str  # a link to the code
-    code: str  # of code that is folded
-    only_english: str
-
-
-LANGUAGES = {
-    "en": Language("Ring Attention, step by step", "English", "", "The code", "The code of this cell", ""),
-    "zh_CN": Language(
-        "一步一步学 Ring Attention",
-        "中文",
-        "本页有 {n} 段尚未翻译，以英文显示。",
-        "代码",
-        "这个单元格的代码",
-        "只有英文版",
-    ),
-}
+# What a language calls itself, and this book in it. What the book says by itself is translated in sphinx.po.
+LANGUAGES = {"en": ("English", "Ring Attention, step by step"), "zh_CN": ("中文", "一步一步学 Ring Attention")}
 
 
 def folder(language: str) -> str:
@@ -112,13 +94,15 @@ def readme(language: str) -> str:
 
 
 def stage(language: str) -> Path:
-    """Copy the pages of a language to where Sphinx reads them."""
+    """Copy the pages of a language, and pictures, to where Sphinx reads them."""
     to = ROOT / f"build/book/{language}"
     shutil.rmtree(to, ignore_errors=True)
     for name, path in pages(language).items():
         (to / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, to / name)
+        text = path.read_text()
+        (to / name).write_text(text.replace("../../", "") if path in OWN else text)  # pages of our own go to the top
     (to / "README.md").write_text(readme(language))
+    shutil.copytree(ROOT / "figures", to / "figures", ignore=shutil.ignore_patterns("__pycache__", "*.py", "*.json"))
     return to
 
 
@@ -126,10 +110,10 @@ def stage(language: str) -> Path:
 
 
 def on_source(app: Sphinx, page: str, source: list[str]) -> None:
-    """Make Markdown of a notebook, put explorers, parts of README and tables into their places, bring pictures."""
+    """Make Markdown of a notebook, put explorers, parts of README and tables into their places."""
     language, text = os.environ.get("BOOK_LANGUAGE", "en"), source[0]
     if app.env.doc2path(page).suffix == ".ipynb":
-        text = markdown(json.loads(text), Path(app.srcdir) / page, LANGUAGES[language].code)
+        text = markdown(json.loads(text), Path(app.srcdir) / page)
         if words := ", ".join(f"! {word}" for word in topics(Path(page).name) if "," not in word):
             text += f"\n\n```{{index}} {words}\n```\n"
     if page in IN_CHAPTERS:
@@ -141,17 +125,15 @@ def on_source(app: Sphinx, page: str, source: list[str]) -> None:
     if page == "ring":
         text = text.replace("<!-- mistakes -->", mistakes())
     if app.builder.name == "gettext":  # what has its translation elsewhere, or none
-        text = text.replace("<!-- scoreboard -->", "| – |") if page != "README" else f"# {LANGUAGES['en'].title}"
+        text = text.replace("<!-- scoreboard -->", "| – |") if page != "README" else f"# {LANGUAGES['en'][1]}"
     else:
-        text = re.sub(r"<!-- (\w+) -->", lambda match: part(match[1], language), text)
+        text = re.sub(r"<!-- (about|code|doors|learn|scoreboard) -->", lambda match: part(match[1], language), text)
     if page == "index":
         text = TREE.sub(lambda match: contents(match[1], match[2], language), text)
     if page in BELOW and language == "en":
         text += "\n\n```{toctree}\n:hidden:\n:glob:\n\n" + "\n".join(BELOW[page]) + "\n```\n"
     # The words of a fold are a piece of their own, for translators.
     text = re.sub(r"<summary>(.*?)</summary>", r"<summary>\n\n\1\n\n</summary>", text, flags=re.S)
-    for picture in re.findall(r"!\[[^\]]*\]\(([^:)]+)\)|^:+\{figure\} (\S+)", text, re.M):
-        copy(os.path.normpath(f"{Path(page).parent}/{''.join(picture)}"), Path(app.srcdir))
     source[0] = text
 
 
@@ -165,7 +147,7 @@ def contents(options: str, entries: str, language: str) -> str:
         else:
             there.append(f'<a class="english" href="../{name}.html">{escape(title(name))}</a>')
     tree = "\n".join(("```{toctree}", options, "", *here, "```"))
-    return f"{tree}\n\n<p>{LANGUAGES[language].only_english}{' · '.join(there)}</p>" if there else tree
+    return f"{tree}\n\n<p>{_('In English only')}{' · '.join(there)}</p>" if there else tree
 
 
 def title(page: str) -> str:
@@ -177,17 +159,7 @@ def title(page: str) -> str:
     return re.findall("^# (.*)", text, re.M)[0]
 
 
-def copy(name: str, to: Path) -> None:
-    """Bring a picture; an SVG without indents, comments and who drew it."""
-    (to / name).parent.mkdir(parents=True, exist_ok=True)
-    if name.endswith(".svg"):
-        text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", (ROOT / name).read_text(), flags=re.S)
-        (to / name).write_text(re.sub(r"\n\s*", "\n", text))
-    elif not (to / name).exists():
-        shutil.copy(ROOT / name, to / name)
-
-
-def markdown(notebook: dict[str, Any], page: Path, code: str) -> str:
+def markdown(notebook: dict[str, Any], page: Path) -> str:
     """A notebook as Markdown, with its outputs; its pictures become files beside the page, in few colours."""
     blocks = []
     for i, cell in enumerate(notebook["cells"]):
@@ -197,14 +169,15 @@ def markdown(notebook: dict[str, Any], page: Path, code: str) -> str:
             continue
         block = f"`````python\n{source}\n`````"
         if "hide-input" in cell["metadata"].get("tags", []) or only_imports(source):
-            block = f'<details class="code"><summary>{code}</summary>\n\n{block}\n\n</details>'
+            block = f'<details class="code"><summary>The code of this cell</summary>\n\n{block}\n\n</details>'
         blocks.append(block)
         for output in cell["outputs"]:
             data = output.get("data", {"text/plain": output.get("text", "")})
             if "image/png" in data:
-                shown, name = output["metadata"]["image/png"], f"{page.name}-{i}.png"
-                page.with_name(name).write_bytes(few_colours(base64.b64decode("".join(data["image/png"]))))
+                shown = output["metadata"]["image/png"]
                 alt = " ".join(shown.get("alt", "").split())
+                name = f"{DRAWN_NARROW.get(alt, f'{page.name}-{i}')}.png"
+                page.with_name(name).write_bytes(few_colours(base64.b64decode("".join(data["image/png"]))))
                 blocks.append(f":::{{image}} {name}\n:alt: {alt}\n:width: {shown['width']}px\n:::")
             else:
                 blocks.append(f":::{{container}} output\n`````text\n{''.join(data['text/plain']).rstrip()}\n`````\n:::")
@@ -246,7 +219,8 @@ def explorer(name: str, settings: str) -> str:
     shown = re.findall(r"```\{raw\} html\n.*?```", text, re.S)[0]
     words = re.findall(r"::::\{container\} words\n.*?\n::::", text, re.S)[0]
     shown = shown.replace(" hidden>", f' hidden data-settings="{escape(settings)}">', 1)
-    return re.sub(r"<h2 (.*?)></h2>", r'<p class="heading" \1></p>', shown) + "\n\n" + words
+    shown = re.sub(r"<h2 (.*?)></h2>", r'<p class="heading" \1></p>', shown)
+    return f"## Touch it\n\n{shown}\n\n{words}"
 
 
 def part(name: str, language: str) -> str:
@@ -255,38 +229,29 @@ def part(name: str, language: str) -> str:
     sections = re.split("^## .*\n", text, flags=re.M)
     if name == "about":
         return sections[0].split("\n\n")[1]
+    if name == "code":
+        here = f"curl -L {SITE or 'ADDRESS'}/{ARCHIVE} | tar xz"
+        return f"git clone {REPOSITORY} ring-attention" if REPOSITORY else here
     if name == "doors":
-        rows = [
-            [cell.strip() for cell in row.strip("|").split("|")]
-            for row in re.findall(r"^\| .*`.* \|$", sections[0], re.M)
-        ]
+        rows = re.findall(r"^\| (.*?) \| (.*?) \| `(.*?)` \| (.*?) \|$", sections[0], re.M)
         touch = ("[](/ring.md)", "", "[](/xray.md)", "[](/planner.md)")  # the explorer of each door
-        doors = [
-            "\n\n".join(
-                (":::{container} door", door, want, f"```console\n$ {command.strip('`')}\n```", page, its, ":::")
-            )
-            for (door, want, command, page), its in zip(rows, touch, strict=True)
-        ]
-        found = "\n\n".join(("::::{container} doors", *doors, "::::"))
-    elif name == "code":
-        return (
-            f"git clone {REPOSITORY} ring-attention"
-            if REPOSITORY
-            else f"curl -L {SITE or 'ADDRESS'}/{ARCHIVE} | tar xz"
-        )
+        found = "::::{container} doors\n\n"
+        for (door, want, command, its), explorer_of in zip(rows, touch, strict=True):
+            lines_of = (":::{container} door", door, want, f"```console\n$ {command}\n```", its, explorer_of, ":::\n\n")
+            found += "\n\n".join(lines_of)
+        found += "::::"
     elif name == "scoreboard":
-        return "\n".join(scored(row) for row in scoreboard()["rows"])
-    elif name == "learn":
+        return "\n".join(map(scored, grades()))
+    else:  # learn
         found = sections[1 + english.index("What you will learn")]
-    else:
-        return f"<!-- {name} -->"
     return found.replace("](#", "](README.md#")
 
 
-def scored(row: dict[str, Any]) -> str:
-    """A line of the scoreboard's table."""
-    times = (f"{digits(row[name])} {row['unit']}" for name in ("measured", "predicted"))
-    cells = (row["case"], row["way"], *times, f"{100 * row['error']:+.1f}", row["source"])
+def scored(grade: Grade) -> str:
+    """A line of the scoreboard's table. A whole step and serving have no way: their section stands there."""
+    way, source = grade.row.get("way", grade.section), grade.row["source"]
+    seen, said = (f"{digits(number)} {UNITS[grade.what]}" for number in (grade.measured, grade.predicted))
+    cells = (" ".join(grade.name.split()), way, seen, said, f"{100 * grade.error:+.1f}", source)
     return f"| {' | '.join(cells)} |"
 
 
@@ -328,8 +293,10 @@ class Links(SphinxPostTransform):
         """Where the link leads, from this page; None for what is on no page."""
         path, _, anchor = target.partition("#")
         here = Path(self.env.docname).parent
-        name = os.path.normpath(here / path)
-        if (ROOT / name).is_dir():
+        name = os.path.normpath(here / path).removeprefix("book/pages/")
+        if name == "book/pages":
+            name = "index.md"
+        elif (ROOT / name).is_dir():
             name = f"{name}/README.md" if (ROOT / f"{name}/README.md").is_file() else f"{name.split('/')[0]}/README.md"
         up = os.path.relpath(".", here) + ("" if self.config.language == "en" else "/..")
         if name in pages():
@@ -359,12 +326,6 @@ def code_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 def lines(name: str) -> str:
     """The lines of a file, each with an anchor: #L-12."""
-    try:
-        lexer = get_lexer_for_filename(name)
-    except ClassNotFound:
-        lexer = TextLexer()
-    look: dict[str, Any] = {"lineanchors": "L", "anchorlinenos": True, "wrapcode": True}
-    shown = highlight((ROOT / name).read_text(), lexer, HtmlFormatter(linenos="inline", **look))
-    return shown.replace(
-        '<div class="highlight">', f'<div class="highlight lines" role="region" aria-label="{escape(name)}">'
-    )
+    lexer = (find_lexer_class_for_filename(name) or TextLexer)()
+    look = HtmlFormatter(linenos="inline", lineanchors="L", anchorlinenos=True, cssclass="highlight lines")
+    return highlight((ROOT / name).read_text(), lexer, look)

@@ -1,19 +1,18 @@
 """The numbers that the explorers show, computed by the tested files of ringlab: site/data/*.js, scripts for the pages.
 
     ring-P-S.js      P ranks, S tokens: every layout and mask, what each token has after each round, what it costs
-    planner.js       what ring-plan answers; scoreboard.js: published measurements and their predictions
+    planner-*.js     what ring-plan answers of a model; scoreboard.js: how far off it was
     xray-*.js        reports as `ring-doctor --json` writes them, with the X-ray of a ring on paper
 
 Q, K, V and dO of a token are the token itself, as in the worked example. The pages compute nothing but the places of
-what they draw; book/test_data.py compares these numbers with full attention, book/test_explorers.py the pages with
-them. The planner's answers are those of ring-plan, for every model, GPU, number of hosts and length that it offers.
+what they draw; book/test_explorers.py compares these numbers with full attention, and the pages with them.
+The planner's answers are those of ring-plan, for every model, GPU, number of hosts and length that the page offers.
 """
 
 import json
 import math
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.scoreboard import Grade, grades, questions, summary, times
+from bench.scoreboard import grades, questions, summary, times
+from figures.draw_all import NARROW, save_narrow
 from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
@@ -43,20 +43,19 @@ RANKS = range(1, 9)
 SCALE = 1 / math.sqrt(2)  # D = 2
 WRONG_OUT = ("averages_added", "no_rescale", "last_block_skipped", "causal_per_block")  # switches, forward
 WRONG_GRADIENTS = ("keys_of_hop_0", "lse_of_the_block", "gradients_not_sent_home")  # and backward
-MASKS = {  # name: of S tokens
-    "none": lambda S: Mask(),
-    "causal": lambda S: Mask(causal=True),
-    "documents": lambda S: Mask(documents=halves(S)),
-    "causal documents": lambda S: Mask(causal=True, documents=halves(S)),
-    "causal window": lambda S: Mask(causal=True, window=S // 4 + 1),
-    "causal documents window": lambda S: Mask(causal=True, documents=halves(S), window=S // 4 + 1),
-}
+MASKS = ("none", "causal", "documents", "causal documents", "causal window", "causal documents window")
 SPEEDS = {"fast": 0.5, "slow": 2.0}  # a hop, in times of computing a whole block
 
 
 def halves(S: int) -> tuple[int, int]:
     """Two documents: 3 and 5 of 8 tokens."""
     return 3 * S // 8, S - 3 * S // 8
+
+
+def mask_of(name: str, S: int) -> Mask:
+    """One of MASKS for S tokens: a window is a fourth of them, and a token."""
+    documents, window = halves(S) if "documents" in name else None, S // 4 + 1 if "window" in name else None
+    return Mask(causal="causal" in name, documents=documents, window=window)
 
 
 def seq_lens(P: int) -> list[int]:
@@ -182,8 +181,7 @@ def ring_file(P: int, S: int) -> dict[str, Any]:
         except ValueError as refused:
             layouts[layout] = {"refused": str(refused).split(":")[0]}
             continue
-        for name, mask in MASKS.items():
-            cases[f"{layout}, {name}"] = ring(P, S, layout, mask(S))
+        cases |= {f"{layout}, {name}": ring(P, S, layout, mask_of(name, S)) for name in MASKS}
     return {
         "P": P,
         "S": S,
@@ -201,17 +199,14 @@ def xrays() -> Iterator[tuple[str, dict[str, Any]]]:
     case = Case(4, 16, True)
     for name in ("last_block_skipped", "keys_of_hop_0", "causal_per_block"):
         known = CATALOGUE[name]
-        yield (
-            name,
-            {
-                "name": f"a ring on paper: {name}",
-                "healthy": False,
-                "verdict": f"SICK: {name}",
-                "mistakes": [[name]],
-                "remarks": [known.what, f"Where to look: {known.look}."],
-                "xray": on_paper(case, known.variants[0](RIGHT)).text(),
-            },
-        )
+        report = {
+            "name": f"a ring on paper: {name}",
+            "healthy": False,
+            "verdict": f"SICK: {name}",
+            "mistakes": [[name]],
+        }
+        report["remarks"] = [known.what, f"Where to look: {known.look}."]
+        yield name, report | {"xray": on_paper(case, known.variants[0](RIGHT)).text()}
 
 
 HOSTS, LENGTHS = (1, 2, 8), (32_768, 131_072, 1_048_576)  # that the planner's page offers; hosts of 8
@@ -235,49 +230,25 @@ def thresholds(model: Model, gpu: GPU) -> dict[str, float]:
 
 
 def planner() -> dict[str, Any]:
-    """The planner's answers, by model, GPU, hosts and length; and its thresholds."""
-    gpus = {name: gpu for name, gpu in GPUS.items() if name == gpu.name}  # without second names
-    return {
-        "hosts": HOSTS,
-        "lengths": LENGTHS,
-        "answers": {
-            model: {
-                gpu: [[answer(MODELS[model], gpus[gpu], hosts, S) for S in LENGTHS] for hosts in HOSTS] for gpu in gpus
-            }
-            for model in MODELS
-        },
-        "thresholds": {model: {gpu: thresholds(MODELS[model], gpus[gpu]) for gpu in gpus} for model in MODELS},
-    }
+    """What the planner's page offers; GPUs without second names."""
+    gpus = [name for name, gpu in GPUS.items() if name == gpu.name]
+    return {"models": list(MODELS), "gpus": gpus, "hosts": HOSTS, "lengths": LENGTHS}
 
 
-UNITS = {"ms": "ms", "tokens_s_a_gpu": "tokens/s", "peak_gib": "GiB", "s": "s", "us": "µs"}
+def planned(model: str) -> dict[str, Any]:
+    """The planner's answers for a model, by GPU, hosts and length; and its thresholds."""
+    its, gpus = MODELS[model], planner()["gpus"]
+    answers = {gpu: [[answer(its, GPUS[gpu], hosts, S) for S in LENGTHS] for hosts in HOSTS] for gpu in gpus}
+    return {"answers": answers, "thresholds": {gpu: thresholds(its, GPUS[gpu]) for gpu in gpus}}
 
 
-@cache
 def scoreboard() -> dict[str, Any]:
-    """The published measurements and their predictions, as `python -m bench.scoreboard` prints them."""
+    """What `python -m bench.scoreboard` says of all its rows: contents.py makes a table of them."""
     marked = grades()
     answers = questions(marked)
-    return {
-        "rows": [_graded(each) for each in marked],
-        "errors": summary([each.error for each in times(marked)]),
-        "times": len(times(marked)),
-        "right": sum(right for _, _, right in answers),
-        "questions": len(answers),
-    }
-
-
-def _graded(grade: Grade) -> dict[str, Any]:
-    """A row of the scoreboard. What was measured of a whole step or of serving has no way: its section stands there."""
-    return {
-        "source": grade.row["source"],
-        "case": " ".join(grade.name.split()),
-        "way": grade.row.get("way", grade.section),
-        "unit": UNITS[grade.what],
-        "measured": grade.measured,
-        "predicted": grade.predicted,
-        "error": grade.error,
-    }
+    right = sum(right for _, _, right in answers)
+    errors = summary([each.error for each in times(marked)])
+    return {"errors": errors, "times": len(times(marked)), "right": right, "questions": len(answers)}
 
 
 def shared() -> dict[str, Any]:
@@ -287,12 +258,16 @@ def shared() -> dict[str, Any]:
 
 
 def write(folder: Path) -> None:
-    """Write every file of numbers into `folder`; processes share the work."""
-    folder.mkdir(parents=True, exist_ok=True)
-    calls: dict[str, tuple[Any, ...]] = {"planner": (planner,), "scoreboard": (scoreboard,), "book": (shared,)}
+    """Write every file of numbers into `folder`, and pictures for phones below it; processes share the work."""
+    (folder / "narrow").mkdir(parents=True, exist_ok=True)
+    calls: dict[str, tuple[Any, ...]] = {f"planner-{model}": (planned, model) for model in MODELS}
+    calls |= {"planner": (planner,), "scoreboard": (scoreboard,), "book": (shared,)}
     calls |= {f"ring-{P}-{S}": (ring_file, P, S) for P in RANKS for S in seq_lens(P)}
     calls |= {f"xray-{name}": (dict, report) for name, report in xrays()}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        drawn = [pool.submit(save_narrow, name, folder / "narrow") for name in NARROW]
         for name, made in [(name, pool.submit(*call)) for name, call in calls.items()]:
             numbers = json.dumps(made.result(), separators=(",", ":"))
             (folder / f"{name}.js").write_text(f'explorer.take("{name}",{numbers})')
+        for picture in drawn:
+            picture.result()

@@ -4,6 +4,9 @@ Drawn from ringlab/training/causal.py: the rows and columns are `positions`, a f
 leaves, and the bars are `visible_pairs`. A round lasts as long as its busiest rank computes.
 """
 
+import textwrap
+from typing import Any
+
 import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
@@ -24,7 +27,8 @@ ALT = (
 S, P = 16, 4
 C = S // P
 CELL = 15  # pixels
-PANELS, TOP, BARS = (98, 412, 726), 130, 452  # left edges of the three masks; the top of the masks, and of the bars
+PANELS, TOP, BARS = (98, 412, 726), 130, 322  # left edges of the three masks; the first's top; from it to its bars
+NARROW, NEXT = 400, 560  # the width for phones, and from one layout to the next there
 BAR, UNIT = 30, 4  # pixels: the height of a bar, and one pair
 
 
@@ -88,22 +92,35 @@ def _bars(ax: Axes, x: float, y: float, layout: str) -> None:
     drawing.write(ax, x, y + (BAR + 6) * P + 20, f"idle: {100 * idle_share(pairs):.0f}% of the time", weight="bold")
 
 
-def draw() -> drawing.Picture:
-    """The masks side by side, and under each what its ranks do."""
-    figure, ax = drawing.canvas(1000, 648, ALT)
+def draw(narrow: bool = False) -> drawing.Picture:
+    """The masks side by side, and under each what its ranks do; narrow, for phones, one layout below the other."""
+    width, height = (NARROW, 180 + 3 * NEXT) if narrow else (1000, 648)
+    figure, ax = drawing.canvas(width, height, ALT)
     title = "A causal mask, as the ranks hold it: the same pairs, shared out in three ways"
-    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
     rows = f"{S} tokens. Rows: the queries of each rank. Columns: the keys of each block. "
     key = rows + f"In each tile: the round (r − j) mod {P}"
-    drawing.write(ax, 20, 64, key, color=drawing.MUTED)
-    for x, layout in zip(PANELS, LAYOUTS, strict=True):
-        drawing.write(ax, x, TOP - 38, layout, size=16, weight="bold")
-        _mask(ax, x, TOP, layout)
-        _bars(ax, x, BARS, layout)
-    for rank in range(P):
-        drawing.write(ax, 20, TOP + CELL * C * (rank + 0.5), f"rank {rank}", weight="bold")
-        drawing.write(ax, 20, BARS + (BAR + 6) * rank + BAR / 2, f"rank {rank}", weight="bold")
     text = "The time of each rank; a round lasts until its busiest rank is done. Numbers: pairs. Hatched: waiting"
-    drawing.write(ax, 20, BARS - 48, text, color=drawing.MUTED)
-    drawing.write(ax, 20, BARS - 14, "round", size=drawing.SMALL, color=drawing.MUTED)
+    if narrow:
+        _lines(ax, 34, title, 41, size=15, weight="bold")
+        _lines(ax, 88, f"{key}. Below: {text[0].lower()}{text[1:]}", 48, color=drawing.MUTED)
+    else:
+        drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
+        drawing.write(ax, 20, 64, key, color=drawing.MUTED)
+        drawing.write(ax, 20, TOP + BARS - 48, text, color=drawing.MUTED)
+    for i, layout in enumerate(LAYOUTS):
+        x, top = (PANELS[0], 250 + NEXT * i) if narrow else (PANELS[i], TOP)
+        drawing.write(ax, x, top - 38, layout, size=16, weight="bold")
+        _mask(ax, x, top, layout)
+        _bars(ax, x, top + BARS, layout)
+        if x == PANELS[0]:
+            for rank in range(P):
+                drawing.write(ax, 20, top + CELL * C * (rank + 0.5), f"rank {rank}", weight="bold")
+                drawing.write(ax, 20, top + BARS + (BAR + 6) * rank + BAR / 2, f"rank {rank}", weight="bold")
+            drawing.write(ax, 20, top + BARS - 14, "round", size=drawing.SMALL, color=drawing.MUTED)
     return figure
+
+
+def _lines(ax: Axes, y: float, text: str, width: int, **options: Any) -> None:
+    """Text in lines of `width` characters."""
+    for i, line in enumerate(textwrap.wrap(text, width)):
+        drawing.write(ax, 20, y + 24 * i, line, **options)

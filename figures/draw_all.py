@@ -69,6 +69,16 @@ CHAPTERS: dict[str, Callable[[], drawing.Picture]] = {  # chapters draw them
     "state_ring": state_ring.draw,
 }
 
+# those that are drawn for phones, too
+NARROW = {"kv_rotation": kv_rotation, "message_order": message_order, "causal_layouts": causal_layouts}
+
+
+def save_narrow(name: str, folder: Path) -> None:
+    """Write folder/NAME-narrow.svg, of one of NARROW, as the site shows it on phones; the rotation's animation, too."""
+    shapes.save(NARROW[name].draw(narrow=True), f"{name}-narrow", folder)
+    if name == "kv_rotation":
+        kv_rotation.save_gif(folder, narrow=True)
+
 
 def save(name: str, folder: Path = FOLDER) -> None:
     """Write folder/NAME.svg, of one of PAGES; the rotation as an animation, too."""

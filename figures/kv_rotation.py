@@ -29,7 +29,7 @@ ALT = (
 P = 4
 CARD, GAP = (196, 112), (64, 46)  # pixels: a GPU, and the space between two
 SLOT = (8, 40, 180, 64)  # where the block lies on the card: x, y, width, height
-FRAME = (900, 424)  # pixels
+FRAME, NARROW = (900, 424), (472, 736)  # pixels: of the animation, and of the one for phones
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,14 @@ def _ring(ax: Axes, x: float, y: float, blocks: list[int], *, arrows: bool, move
             drawing.write(ax, left + 172, top + 20 + 24 * line, f"[{values}]", color=ink, ha="right", zorder=5)
 
 
-def draw() -> drawing.Picture:
-    """The still: four rounds side by side."""
-    figure, ax = drawing.canvas(1000, 800, ALT)
-    drawing.write(ax, 20, 34, "K/V blocks travel, queries stay: 4 rounds, 3 hops", size=drawing.TITLE, weight="bold")
+def draw(narrow: bool = False) -> drawing.Picture:
+    """The still: four rounds in two columns; narrow, for phones, in one."""
+    width, height, columns = (NARROW[0], 1528, 1) if narrow else (1000, 800, 2)
+    figure, ax = drawing.canvas(width, height, ALT)
+    left, size, count = (8, 16, "") if narrow else (20, drawing.TITLE, ": 4 rounds, 3 hops")
+    drawing.write(ax, left, 34, f"K/V blocks travel, queries stay{count}", size=size, weight="bold")
     for t, now in enumerate(rounds()):
-        x, y = 20 + 504 * (t % 2), 122 + 364 * (t // 2)
+        x, y = left + 504 * (t % columns), 122 + 364 * (t // columns)
         drawing.write(ax, x, y - 26, f"Round {t}", size=16, weight="bold")
         *_, so_far = token_0(now)
         drawing.write(ax, x + 456, y - 26, f"token 0 so far: {pair(so_far)}", ha="right")
@@ -103,25 +105,27 @@ def draw() -> drawing.Picture:
     return figure
 
 
-def _frame(ax: Axes, record: list[Round], t: int, moved: float) -> None:
+def _frame(ax: Axes, record: list[Round], t: int, moved: float, narrow: bool) -> None:
     """One frame: round t, its blocks `moved` (0 to 1) of the way to the next GPU, and token 0's numbers so far."""
-    drawing.clear(ax, *FRAME)
-    last = t == P - 1
-    caption = f"Round {t}: each GPU computes on the block that it holds"
+    drawing.clear(ax, *(NARROW if narrow else FRAME))
+    last, x = t == P - 1, 8 if narrow else 20
+    caption, rest = f"Round {t}: each GPU computes", " on the block that it holds"
     if moved:
-        caption = f"Hop {t + 1} of {P - 1}: every K/V block moves on to the next GPU, queries stay"
-    drawing.write(ax, 20, 34, caption, size=drawing.TITLE, weight="bold")
-    _ring(ax, 20, 76, record[t].blocks, arrows=not (last or moved), moved=moved)
+        caption, rest = f"Hop {t + 1} of {P - 1}: every K/V block moves on", " to the next GPU, queries stay"
+    caption += "" if narrow else rest
+    drawing.write(ax, x, 34, caption, size=16 if narrow else drawing.TITLE, weight="bold")
+    _ring(ax, x, 76, record[t].blocks, arrows=not (last or moved), moved=moved)
     if last:
-        drawing.write(ax, 248, 386, "No hop after the last round: every query has met every key.", ha="center")
+        drawing.write(ax, x + 228, 386, "No hop after the last round: every query has met every key.", ha="center")
 
-    left, columns = 516, (116, 194, 364)  # pixels; the right edges of m, l and o / l
-    drawing.write(ax, left, 97, "Token 0 on GPU 0", weight="bold")
-    drawing.write(ax, left, 130, "block", color=drawing.MUTED)
+    left, top = (x + 8, 336) if narrow else (516, 0)  # token 0 stands below the ring, or beside it
+    columns = (116, 194, 364)  # pixels; the right edges of m, l and o / l
+    drawing.write(ax, left, top + 97, "Token 0 on GPU 0", weight="bold")
+    drawing.write(ax, left, top + 130, "block", color=drawing.MUTED)
     for x, head in zip(columns, ("m", "l", "o / l"), strict=True):
-        drawing.write(ax, left + x, 130, head, color=drawing.MUTED, ha="right")
+        drawing.write(ax, left + x, top + 130, head, color=drawing.MUTED, ha="right")
     for row in range(t + 1):
-        y, block = 164 + 40 * row, record[row].blocks[0]
+        y, block = top + 164 + 40 * row, record[row].blocks[0]
         if row == t and not moved:
             shapes.box(ax, left - 8, y - 19, 380, 38)
         shapes.block(ax, left, y - 13, 48, 26, block, f"KV{block}", weight="bold")
@@ -130,10 +134,11 @@ def _frame(ax: Axes, record: list[Round], t: int, moved: float) -> None:
             drawing.write(ax, left + x, y, number, ha="right")
     if last:
         exact = naive_attention(*[TOKENS[None, None]] * 3)[0, 0, 0].tolist()
-        drawing.write(ax, left, 334, "full attention", color=drawing.MUTED)
-        drawing.write(ax, left + columns[-1], 334, pair(exact), ha="right", weight="bold")
+        drawing.write(ax, left, top + 334, "full attention", color=drawing.MUTED)
+        drawing.write(ax, left + columns[-1], top + 334, pair(exact), ha="right", weight="bold")
+    size = drawing.TEXT if narrow else drawing.SMALL
     drawing.write(
-        ax, left, 386, "m: largest score, l: sum of e^(score − m), so far", size=drawing.SMALL, color=drawing.MUTED
+        ax, left, top + 386, "m: largest score, l: sum of e^(score − m), so far", size=size, color=drawing.MUTED
     )
 
 
@@ -143,16 +148,17 @@ def frames(steps: int) -> list[tuple[int, float]]:
     return [(t, way) for t in range(P - 1) for way in ways] + [(P - 1, 0.0)]
 
 
-def save_gif(folder: Path) -> None:
-    """Write the animation as kv_rotation.gif. It stays a while on every round, longest on the last."""
-    figure, ax = drawing.canvas(*FRAME, ALT)
+def save_gif(folder: Path, narrow: bool = False) -> None:
+    """Write the animation as kv_rotation.gif or kv_rotation-narrow.gif. It stays a while on every round."""
+    figure, ax = drawing.canvas(*(NARROW if narrow else FRAME), ALT)
     shown = FigureCanvasAgg(figure)
     record, images, milliseconds = rounds(), [], []
     for t, moved in frames(steps=10):
-        _frame(ax, record, t, moved)
+        _frame(ax, record, t, moved, narrow)
         shown.draw()
         images.append(Image.fromarray(np.asarray(shown.buffer_rgba())[..., :3].copy()))
         milliseconds.append(70 if moved else 4500 if t == P - 1 else 2000)
     palette = images[-1].quantize(128)  # it shows all the colours; one palette for all frames, so nothing flickers
     images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
-    images[0].save(folder / "kv_rotation.gif", save_all=True, append_images=images[1:], duration=milliseconds, loop=0)
+    name = f"kv_rotation{'-narrow' if narrow else ''}.gif"
+    images[0].save(folder / name, save_all=True, append_images=images[1:], duration=milliseconds, loop=0)

@@ -27,7 +27,7 @@ CELL, GAP = (46, 34), 6  # pixels
 
 def known_on_rank(context: RankContext) -> tuple[list[int], list[list[int]]]:
     """Whose tokens are in the state that came by hops; and in the maps that came by a scan, after each step."""
-    mine = Map(torch.ones(1, 1, 1, 1), torch.eye(P)[context.rank, :, None].expand(1, 1, P, 1))
+    mine = Map(torch.ones(1, 1, P, 1), torch.eye(P)[context.rank, :, None].expand(1, 1, P, 1))
     empty, chain = torch.zeros(1, 1, P, 1), list(range(P))
     (h,) = state_ring.by_hops([mine], chain, empty, None)
     arrived: list[list[int]] = []

@@ -57,7 +57,7 @@ print("the state after 8 tokens:", h.tolist(), " output of token 7:", out[7].tol
 # %% [markdown]
 # Plain sums never forget. So layers multiply the state by a **decay** $a_t$ between 0 and 1 before each token. Many also use the
 # **delta rule**: ask the state first what it answers to this key, and write only what is missing,
-# $u_t = \beta_t (v_t - a_t h_{t-1}^\top k_t)$ in place of $v_t$.
+# $u_t = \beta_t (v_t - a_t h_{t-1}^\top k_t)$ in place of $v_t$. $\beta_t$ between 0 and 1 says how much of it is written.
 #
 # ## A chunk is one affine map
 #
@@ -66,7 +66,11 @@ print("the state after 8 tokens:", h.tolist(), " output of token 7:", out[7].tol
 # $$h_{out} = keep \cdot h_{in} + add$$
 #
 # Without a decay $keep$ is 1. With a decay it is the product of the decays: one number. With the delta rule it is a $D \times D$
-# matrix. Two maps in a row are again one map. So a rank computes the map of its own tokens, and needs no other rank for it:
+# matrix. Two maps in a row are again one map. So a rank computes the map of its own tokens, and needs no other rank for it.
+#
+# Its outputs are such a map too: what the tokens read of their own chunk, by the matrix product above, plus what they read of
+# $h_{in}$. So a long sequence is computed **in chunks**: all products at once, and only the state goes from chunk to chunk. The maps
+# of our four ranks:
 
 
 # %%
@@ -113,8 +117,8 @@ for rank in range(P):
 # | scan | up to $\lceil \log_2 P \rceil$ maps | $\lceil \log_2 P \rceil$ |
 # | gather | $P - 1$ maps | 1 |
 #
-# By **hops** a rank waits for the state, maps it and sends it on. In a **scan** all ranks work at once: after the first step a rank has
-# the map of 2 ranks, then of 4, then of 8. **Gather** gives everyone all maps. The picture is drawn from the messages of two runs on 8 ranks.
+# By **hops** a rank waits for the state, maps it and sends it on. In a **scan** all ranks work at once: rank $r$ gets a map from rank
+# $r - 1$, then from $r - 2$, then from $r - 4$. So it has the map of 2 ranks, then of 4, then of 8. **Gather** gives everyone all maps. The picture is drawn from the messages of two runs on 8 ranks.
 
 # %%
 picture.draw()
@@ -135,7 +139,7 @@ print(f"keys and values of a block: {2 * C * D:,} numbers; a map: {2 * D * D:,};
 #
 # $$dh_{in} = keep^\top dh_{out} + d_{read}$$
 #
-# This is an affine map again, with the ranks in reverse order. The function that hands on states hands on these gradients too. A ring that sends the state and forgets
+# where $d_{read}$ comes from the rank's own outputs. This is an affine map again, with the ranks in reverse order. The function that hands on states hands on these gradients too. A ring that sends the state and forgets
 # its gradient has a **right forward pass, and wrong gradients on all ranks but the last**: on the last nothing follows. That too
 # happened (flash-linear-attention, issue 1115). Now on four processes, with the delta rule:
 
@@ -162,8 +166,8 @@ for title, forgets in (("the gradient of the state forgotten", True), ("the ring
 # ## What else crosses the border
 #
 # Such layers also mix each token with the three before it, by a short convolution. At the first tokens of a rank these lie on the rank
-# before, or on several when chunks are short. [short_convolution](../ringlab/training/short_convolution.py) gathers them. A
-# new document begins with an empty state: its first token has a decay of 0. In the zigzag layout a rank has two runs of tokens, so
+# before, or on several when chunks are short. The last three tokens are a state too: each new token moves it along by one place. So
+# the same ring hands it on: [short_convolution](../ringlab/training/short_convolution.py). A new document begins with an empty state: its first token has a decay of 0. In the zigzag layout a rank has two runs of tokens, so
 # the state passes it twice. Kimi delta attention has a decay for each row of the state: then $keep$ is a number for each row.
 #
 # A model that generates needs no keys in these layers. Every rank gets the state after the prompt, and goes on alone:

@@ -31,12 +31,11 @@ from ring_doctor.answers import BAD_INPUT, CANNOT_TELL, SAID, STATUS, WRONG_RING
 from ring_doctor.assertion import examine
 from ring_doctor.catalogue import enter
 from ring_doctor.job import START, CannotExamine
-from ring_doctor.model_report import json_of_model, text_of_model
 from ring_doctor.names import by_name, named
 from ring_doctor.options import claims_of, parse
 from ring_doctor.patient import Patient, patient_of
 from ring_doctor.report import Report, as_json, head, page
-from ring_doctor.whole_model import WORLDS, examine_model
+from ring_doctor.whole_model import WORLDS, examine_model, json_of_model, text_of_model
 from ring_doctor.xray import XRay
 from ringlab.support.extras import install
 from ringlab.support.processes import Ranks, choose_device

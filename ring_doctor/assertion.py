@@ -73,9 +73,10 @@ def examine(
     "path/to/ring.py:attention", is imported by each process. `claims` restrict what is asked, as the options of the
     command do: causal=True, layouts="zigzag", worlds=(1, 2, 3), dtypes="float32", tensors="bshd", heads=8, kv_heads=2,
     head_dim=64, batch=2, chunk=16, shape=(B, H, G, S, D), grouped=False, unequal=False, gradients=False. state=True: it
-    is a ring of states, f(q, k, v, log_decay, beta), or a short convolution f(x, weight). A question may take
-    `seconds`. `quick` asks less, as questions.py says. `xray`: take one of a healthy ring too. `catalogue`: a module or
-    a file with mistakes of your own. `progress` is told what is done, in words.
+    is a ring of states, f(q, k, v, log_decay, beta), or a short convolution f(x, weight); state="each key": with a
+    log_decay shaped as k. A question may take `seconds`. `quick` asks less, as questions.py says. `xray`: take one of a
+    healthy ring too. `catalogue`: a module or a file with mistakes of your own. `progress` is told what is done, in
+    words.
 
     Raises ValueError for a function that cannot be examined, or that no other process can import, and CannotExamine
     where it answers no question at all.

@@ -7,7 +7,7 @@ An option means what it means in ../ringlab/training/flash_ring.py, and has this
     window_size    flash-attn's pair (left, right): a window of w keys is (w - 1, 0), no window (-1, -1)
     cu_seqlens     the documents of the whole sequence by where each begins, and its end: int32, documents + 1 numbers
     sinks          attention sinks, a learned logit (H,) in the softmax of each query head
-    log_decay, g   of a state ring (B, H, C); decay is e^log_decay. Its beta has this shape, too
+    log_decay, g   of a state ring (B, H, C), or k's shape if so claimed; decay is e^log_decay. Its beta is (B, H, C)
 
 Shapes: q (B, H, C, D), k and v (B, G, C, D) of this rank's tokens; out like q; lse (B, H, C), natural, or in another of
 the shapes that `lse_of` knows. With tensors "bshd" they are (B, C, H, D) and (B, C, G, D), with "sbhd" (C, B, H, D).

@@ -18,10 +18,9 @@ Source: each entry names who had it, where that is public; clipping: Pascanu, Mi
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from ring_doctor.case import LAYOUTS
 from ring_doctor.mistakes import Mistake
-from ring_doctor.model_calls import Call, ModelPatient, Returned
+from ring_doctor.model_calls import ModelPatient, Returned
 from ringlab.models.transformer import IGNORED
 
 # fmt: off
@@ -98,169 +97,114 @@ ROWS: tuple[tuple[Any, ...], ...] = (  # name, chapter, what it is, where to loo
 MISTAKES = {name: Mistake(name, what, look, chapter, tuple(wild)) for name, chapter, what, look, *wild in ROWS}
 
 EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by |g| + EPS
-ALIKE = 1e-3  # norms that differ by less, as shares, are of clipped gradients: EPS moves them, if |g| is small
+Prediction = tuple[tuple[str, ...], Callable[[], Returned | str]]  # mistakes, and what the step returns with them
+Part = tuple[float, Returned | str, Tensor, Tensor]  # a weight, a result, and whose losses count: see `added`
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """Mistakes, and the calls whose results, put together, are the result of a step with these mistakes."""
+def added(seq_len: int, parts: Sequence[Part]) -> Returned | str:
+    """Results times their weights, together; where one is missing, why. The losses of tokens are put in their places.
 
-    names: tuple[str, ...]
-    calls: tuple[Call, ...]
-    together: Callable[[Sequence[Returned]], Returned]
-
-
-def predict(patient: ModelPatient, patterns: Sequence[Pattern], *, required: bool = False) -> list[Returned | None]:
-    """What the step would return with each pattern; None where it raises, unless it is `required`.
-
-    Raises CannotExamine as `on_one_process` does.
+    A part tells whose losses count, by their places in its call and in the text.
     """
-    results = iter(patient.on_one_process([call for pattern in patterns for call in pattern.calls], required=required))
-    of_patterns = [[next(results) for _ in pattern.calls] for pattern in patterns]
-    return [
-        None if None in found else pattern.together([result for result in found if result])
-        for pattern, found in zip(patterns, of_patterns, strict=True)
-    ]
-
-
-def added(
-    weights: Sequence[float], tokens: Sequence[tuple[Tensor, Tensor]], seq_len: int, results: Sequence[Returned]
-) -> Returned:
-    """The results of calls, times their weights, together. The losses of tokens, (B, S), are put in their places.
-
-    `tokens` of each call: whose losses count, by their places in the call and in the text.
-    """
-    first, factors = results[0], torch.tensor(weights, dtype=torch.float64)
+    results = [result for _, result, _, _ in parts if isinstance(result, Returned)]
+    if missing := [result for _, result, _, _ in parts if isinstance(result, str)]:
+        return missing[0]
+    first, weights = results[0], torch.tensor([weight for weight, *_ in parts], dtype=torch.float64)
 
     def weighted(numbers: list[Tensor]) -> Tensor:
-        return torch.tensordot(factors, torch.stack(numbers), dims=1)
+        return torch.tensordot(weights, torch.stack(numbers), dims=1)
 
-    if first.loss.dim():
-        loss = first.loss.new_zeros(len(first.loss), seq_len)
-        for result, (in_call, in_text) in zip(results, tokens, strict=True):
-            loss[:, in_text] = result.loss[:, in_call]
-    else:
-        loss = weighted([result.loss for result in results])
     gradients = {name: weighted([result.gradients[name] for result in results]) for name in first.gradients}
+    if not first.loss.dim():
+        return Returned(weighted([result.loss for result in results]), gradients, first.dtypes)
+    loss = first.loss.new_zeros(len(first.loss), seq_len)
+    for (_, _, in_call, in_text), result in zip(parts, results, strict=True):
+        loss[:, in_text] = result.loss[:, in_call]
     return Returned(loss, gradients, first.dtypes)
 
 
-def whole(patient: ModelPatient, *names: str, targets: Tensor | None = None, at: Tensor | None = None) -> Pattern:
-    """The whole text in one call, with these labels and positions, or with the right ones."""
-    everywhere = torch.arange(patient.seq_len)
-    call = patient.call(patient.text, patient.labels if targets is None else targets, everywhere if at is None else at)
-    return Pattern(names, (call,), itemgetter(0))
-
-
-def sharding_mistakes(patient: ModelPatient, world_size: int, kind: str) -> list[Pattern]:
+def sharding_mistakes(patient: ModelPatient, world_size: int, kinds: Sequence[str]) -> list[Prediction]:
     """Every combination of wrong labels, wrong positions, and a ring that is not called; first the right one.
 
-    `kind` of the loss over the labels: "mean", "sum", or "other"; of the last kind, parts cannot be added.
+    `kinds` of loss, over the labels, that are tried where the ring is not called: "mean", "sum".
     """
-    patterns, shards = [], patient.shards(world_size)
-    labels, ats = [("", patient.labels)], [("", torch.arange(patient.seq_len))]
-    labels += _wrong_labels(patient, shards) if "targets" in patient.takes else []
-    ats += _wrong_positions(patient, shards) if "positions" in patient.takes else []
+    shards = patient.shards(world_size)
+    labels = [((), patient.labels), *(_wrong_labels(patient, shards) if "targets" in patient.takes else [])]
+    ats = [((), torch.arange(patient.seq_len)), *(_wrong_positions(patient, shards) * ("positions" in patient.takes))]
+    found: list[Prediction] = []
     for (of_labels, targets), (of_positions, at) in product(labels, ats):
-        names = tuple(name for name in (of_labels, of_positions) if name)
-        patterns.append(whole(patient, *names, targets=targets, at=at))
-        if kind != "other":
-            patterns += _each_shard_alone(patient, shards, ("ring_not_called", *names), targets, at, kind)
-    return patterns
+        names = (*of_labels, *of_positions)
+        found.append((names, partial(patient.alone, targets, at)))
+        for kind in kinds:
+            found.append((("ring_not_called", *names), partial(_each_shard_alone, patient, shards, targets, at, kind)))
+    return found
 
 
-def _wrong_labels(patient: ModelPatient, shards: list[Tensor]) -> list[tuple[str, Tensor]]:
+def _wrong_labels(patient: ModelPatient, shards: list[Tensor]) -> list[tuple[tuple[str, ...], Tensor]]:
     """Labels that are shifted inside each shard: its last one is its first token, or ignored."""
     rolled = patient.labels.clone()
     for at in shards:
         rolled[:, at] = patient.text[:, at].roll(-1, dims=1)
     ignored = rolled.clone()
     ignored[:, [int(at[-1]) for at in shards]] = IGNORED
-    return [("labels_per_shard", rolled), ("labels_per_shard", ignored)]
+    return [(("labels_per_shard",), rolled), (("labels_per_shard",), ignored)]
 
 
-def _wrong_positions(patient: ModelPatient, shards: list[Tensor]) -> list[tuple[str, Tensor]]:
+def _wrong_positions(patient: ModelPatient, shards: list[Tensor]) -> list[tuple[tuple[str, ...], Tensor]]:
     """Positions (S,) that wrong shards or a wrong rotation give."""
-    in_text, P = torch.cat(shards).argsort(), len(shards)
+    in_text, right = torch.cat(shards).argsort(), torch.arange(patient.seq_len)
     believed = {"positions_per_shard": [torch.arange(len(at)) for at in shards]}
-    believed |= {f"positions_of_{name}": patient.shards(P, name) for name in LAYOUTS if name != patient.layout}
-    right = torch.arange(patient.seq_len)
-    wrong = {name: torch.cat(others)[in_text] for name, others in believed.items()}
-    return [*wrong.items(), ("positions_missing", 0 * right), ("rotated_twice", 2 * right)]
+    others = [name for name in LAYOUTS if name != patient.layout]
+    believed |= {f"positions_of_{name}": patient.shards(len(shards), name) for name in others}
+    wrong = {name: torch.cat(of_ranks)[in_text] for name, of_ranks in believed.items()}
+    wrong |= {"positions_missing": 0 * right, "rotated_twice": 2 * right}
+    return [((name,), at) for name, at in wrong.items()]
 
 
 def _each_shard_alone(
-    patient: ModelPatient, shards: list[Tensor], names: tuple[str, ...], targets: Tensor, at: Tensor, kind: str
-) -> list[Pattern]:
+    patient: ModelPatient, shards: list[Tensor], targets: Tensor, at: Tensor, kind: str
+) -> Returned | str:
     """Each rank sees its own shard only: a call for each, with the shard at the beginning, where it sees nothing else.
 
-    The other tokens follow, without labels, so that a loss that is divided by S is still divided by S.
+    The other tokens follow, without labels, so that a loss that is divided by S is still divided by S. A step without
+    targets= takes the next tokens for labels, so its text must be the shard alone, which is contiguous.
     """
-    P, C = len(shards), len(shards[0])
-    tokens = tuple((torch.arange(C), shard) for shard in shards)
-    if "targets" not in patient.takes:  # the labels are the next tokens, so the shard must be the whole text
-        if patient.layout != "contiguous":
-            return []
-        texts = tuple(Call(patient.text[:, shard[0] : shard[-1] + 2], {}) for shard in shards)
-        return [  # a sum, or a mean
-            Pattern(names, texts, partial(added, (weight,) * P, tokens, patient.seq_len)) for weight in (1.0, 1 / P)
-        ]
-    calls, counts = [], []
+    C, parts, counts = len(shards[0]), [], []
     for shard in shards:
-        order = torch.cat([shard, *(other for other in shards if other is not shard)])
-        text = torch.cat([patient.text[:, order], patient.text[:, -1:]], dim=1)
-        own = targets[:, order].clone()
-        own[:, C:] = IGNORED
-        calls.append(patient.call(text, own, at[order]))
+        if "targets" in patient.takes:
+            order = torch.cat([shard, *(other for other in shards if other is not shard)])
+            text, own = torch.cat([patient.text[:, order], patient.text[:, -1:]], dim=1), targets[:, order].clone()
+            own[:, C:] = IGNORED
+        else:
+            order, text, own = shard, patient.text[:, shard[0] : shard[-1] + 2], targets[:, shard]
         counts.append(int((own != IGNORED).sum()))
-    weights = tuple(count / sum(counts) if kind == "mean" else 1.0 for count in counts)
-    return [Pattern(names, tuple(calls), partial(added, weights, tokens, patient.seq_len))]
+        parts.append((1.0, patient.alone(own, at[order], text), torch.arange(C), shard))
+    if kind == "mean":
+        parts = [(count / sum(counts), *part[1:]) for count, part in zip(counts, parts, strict=True)]
+    return added(patient.seq_len, parts)
 
 
-def mean_of_means(patient: ModelPatient, world_size: int, targets: Tensor) -> Pattern:
+def mean_of_means(patient: ModelPatient, world_size: int, targets: Tensor) -> Returned | str:
     """Each rank's part of the loss is the mean over its own labels, and the parts are averaged."""
-    calls: list[Call] = []
-    shards = patient.shards(world_size)
-    for shard in shards:
+    parts = []
+    for shard in patient.shards(world_size):
         own = torch.full_like(targets, IGNORED)
         own[:, shard] = targets[:, shard]
-        calls += whole(patient, targets=own).calls
-    weights, tokens = [1 / world_size] * world_size, [(shard, shard) for shard in shards]
-    return Pattern(("mean_of_means",), tuple(calls), partial(added, weights, tokens, patient.seq_len))
+        parts.append((1 / world_size, patient.alone(own), shard, shard))
+    return added(patient.seq_len, parts)
 
 
-def norm_of(gradients: Sequence[Tensor]) -> float:
+def norm_of(result: Returned) -> float:
     """The norm of all gradients together."""
-    return math.sqrt(sum(gradient.norm().item() ** 2 for gradient in gradients))
+    return math.hypot(*(gradient.norm().item() for gradient in result.gradients.values()))
 
 
-def is_clipped(results: Sequence[Returned]) -> bool:
-    """Whether the gradients are clipped: the results are of different labels, and the norms are alike."""
-    norms = [norm_of([*result.gradients.values()]) for result in results]
-    return max(norms) - min(norms) < ALIKE * max(norms)
-
-
-def slack(exact: Returned) -> float:
-    """How far EPS moves a prediction from clipped gradients, as a share of its norm.
-
-    A gradient that is clipped to c has a norm of c or more, so the factor c / (|g| + EPS) is off by EPS/c at most. The
-    prediction and the result are both off.
-    """
-    return 2 * EPS / norm_of([*exact.gradients.values()])
-
-
-def clipped_per_rank(patient: ModelPatient, world_size: int) -> Pattern:
+def clipped_per_rank(exact: Returned, world_size: int) -> Returned:
     """Each rank clips its rows of the weights, as torch.chunk deals them out, by the norm of its rows."""
-
-    def rows_clipped(results: Sequence[Returned]) -> Returned:
-        [exact] = results
-        gradients = {name: gradient.clone() for name, gradient in exact.gradients.items()}
-        largest = norm_of([*exact.gradients.values()])
-        for rank in range(world_size):  # the last ranks may have fewer rows, or none
-            rows = [parts[rank] for x in gradients.values() if x.dim() and len(parts := x.chunk(world_size)) > rank]
-            factor = largest / max(norm_of(rows), EPS)
-            for part in rows:
-                part *= factor  # a part is a view of its gradient
-        return replace(exact, gradients=gradients)
-
-    return Pattern(("clipped_per_rank",), whole(patient).calls, rows_clipped)
+    gradients = {name: gradient.clone() for name, gradient in exact.gradients.items()}
+    for rank in range(world_size):  # the last ranks may have fewer rows, or none
+        rows = [parts[rank] for x in gradients.values() if x.dim() and len(parts := x.chunk(world_size)) > rank]
+        factor = norm_of(exact) / max(math.hypot(*(part.norm().item() for part in rows)), EPS)
+        for part in rows:
+            part *= factor  # a part is a view of its gradient
+    return replace(exact, gradients=gradients)

@@ -13,29 +13,8 @@ from ring_doctor.mistakes import but, entry
 from ring_doctor.states import After, StateSteps
 
 
-def nothing(steps: StateSteps, rank: int, P: int, after: After) -> Tensor:
-    return after()
-
-
-def of_those_behind(steps: StateSteps, rank: int, P: int, after: After) -> Tensor:
-    return after(*range(P - 1, rank, -1))
-
-
-def of_two_before(steps: StateSteps, rank: int, P: int, after: After) -> Tensor:
-    return after(*range(rank - 1))
-
-
-def with_its_own(steps: StateSteps, rank: int, P: int, after: After) -> Tensor:
-    """An inclusive scan, where an exclusive one is needed."""
-    return after(*range(rank + 1))
-
-
-def summed(steps: StateSteps, rank: int, P: int, after: After) -> Tensor:
-    return sum((after(r) for r in range(rank)), after())
-
-
 def detached(steps: StateSteps, rank: int, P: int, after: After) -> Tensor:
-    return steps.begins(rank, P, after).detach()
+    return after(*range(rank)).detach()
 
 
 def decayed_afterwards(
@@ -45,20 +24,7 @@ def decayed_afterwards(
 
 
 def one_token_late(steps: StateSteps, decay: Tensor) -> Tensor:
-    return torch.cat([torch.ones_like(decay[..., :1]), decay[..., :-1]], dim=-1)
-
-
-def none(steps: StateSteps, decay: Tensor) -> Tensor:
-    return torch.ones_like(decay)
-
-
-def within(steps: StateSteps, starts: Tensor, at: Tensor) -> Tensor:
-    """A document that begins with a rank's first token begins with the state that was handed on."""
-    return steps.starts(starts, at) & (at > at[0])
-
-
-def ignored(steps: StateSteps, starts: Tensor, at: Tensor) -> Tensor:
-    return torch.zeros_like(steps.starts(starts, at))
+    return torch.cat([torch.ones_like(decay[:, :, :1]), decay[:, :, :-1]], dim=2)
 
 
 BORDER = "what a rank begins with: what rank r - 1 sends is what its tokens left of the state that it got itself"
@@ -67,15 +33,17 @@ DECAY = "the cumulative sum of the log decays: the state before token t is decay
 # fmt: off
 MISTAKES = (
     entry("state_not_handed_on", "Every rank begins with an empty state, or with its own copy of the first one.",
-          BORDER, 0, but(begins=nothing), wild=("AI-Hypercomputer/maxtext #4348",)),
+          BORDER, 0, but(begins=lambda steps, rank, P, after: after()), wild=("AI-Hypercomputer/maxtext #4348",)),
     entry("state_of_the_wrong_neighbour", "A rank begins with the state of another rank than the one before it.",
-          BORDER, 0, but(begins=of_those_behind), but(begins=of_two_before), but(begins=with_its_own)),
+          BORDER, 0, but(begins=lambda steps, rank, P, after: after(*range(P - 1, rank, -1))),
+          but(begins=lambda steps, rank, P, after: after(*range(rank - 1))),
+          but(begins=lambda steps, rank, P, after: after(*range(rank + 1)))),  # inclusive in place of exclusive
     entry("states_summed_without_decay",
           "What the ranks before wrote is added up, and does not fade on its way through the ranks between.",
           "the keep of each rank's map: state = keep state + add, rank after rank, and no sum of the adds", 0,
-          but(begins=summed)),
+          but(begins=lambda steps, rank, P, after: sum((after(r) for r in range(rank)), after()))),
     entry("decay_of_the_chunk_forgotten", "A rank's tokens read the state handed to them as if it did not decay.",
-          DECAY, 0, but(reads=none)),
+          DECAY, 0, but(reads=lambda steps, decay: torch.ones_like(decay))),
     entry("decay_after_the_write", "A token's decay falls on what the token itself writes, or one token too late.",
           DECAY, 0, but(token=decayed_afterwards), but(reads=one_token_late),
           but(reads=one_token_late, passes=one_token_late)),
@@ -85,13 +53,14 @@ MISTAKES = (
           but(begins=detached), wild=("fla-org/flash-linear-attention #1115",)),
     entry("state_not_reset_at_documents", "A document begins with what the document before it left.",
           "cu_seqlens: state and convolution are empty before the first token of each, at a rank's border too", 0,
-          but(starts=ignored), but(starts=within)),
+          but(starts=lambda steps, starts, at: torch.zeros(len(at), dtype=torch.bool)),
+          but(starts=lambda steps, starts, at: starts[at] & (at > at[0]))),  # but those of a rank's first token
     entry("border_tokens_missing", "A convolution begins with zeros on every rank, or with too few tokens.",
           "the last k - 1 tokens before a rank's own; where chunks are shorter, they lie on several ranks", 0,
-          but(lent=lambda steps, x, first, C: 0 * x), but(lent=lambda steps, x, first, C: torch.cat(
-              [0 * x[:, :, :max(0, first - C)], x[:, :, max(0, first - C):]], dim=2))),
+          but(lent=lambda steps, rank, P, after: after()),
+          but(lent=lambda steps, rank, P, after: after(*range(max(0, rank - 1), rank)))),
     entry("gradient_of_the_border_dropped", "The tokens lent to the next rank bring no gradient back.",
           "a message or a gather outside of autograd: each lent token gets a sum of gradients", 0,
-          but(lent=lambda steps, x, first, C: x.detach())),
+          but(lent=detached)),
 )
 # fmt: on

@@ -1,10 +1,9 @@
 """Asking: how the doctor calls a training step of a whole model, and what it keeps of the results.
 
-    patient.on_one_process(calls)    ->  for each call what the step returned, or None where it raised
-    patient.on_ranks(P, calls)       ->  for each call what each rank returned, or a sentence that says why it failed
-    patient.draws()                  ->  the operations of dropout that the step calls, by name
+    patient.ask(P)                  ->  what each of P ranks returned, or a sentence that says why they did not
+    patient.alone(targets, at)      ->  what one process returned with these labels and positions, or a sentence
 
-Shapes: text (B, S + 1), targets (B, S), positions (S,); a loss () or (B, C).
+Shapes: text (B, S + 1), targets (B, S), positions (S,); a loss () or (B, S), of a rank (B, C).
 
 Before: examination.py, an attention by itself. After: mistakes_of_models.py, which calls with what is wrong.
 """
@@ -12,8 +11,7 @@ Before: examination.py, an attention by itself. After: mistakes_of_models.py, wh
 import inspect
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,27 +24,30 @@ from ring_doctor.job import START, CannotExamine
 from ringlab.support.processes import LostRank, Raised, RankContext, Ranks
 
 Step = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-
-
-@dataclass(frozen=True)
-class Call:
-    """The inputs of one call of the step."""
-
-    text: Tensor  # (B, S + 1)
-    options: dict[str, Tensor]  # positions and targets, if they are given
+EXPECTED = "expected (loss, gradients): a tensor, and a dict of the gradient of each weight by its name"
+DROPOUT = (
+    "the function drops numbers at random ({}): other processes draw other masks, so right results differ; "
+    "expected dropout of 0, for example by model.eval(). Whether the masks of the ranks differ, as they must, cannot "
+    "be examined: the doctor gives all ranks the same seed"
+)
 
 
 @dataclass(frozen=True)
 class Returned:
     """What the step returned on a rank, or what it would return on all: float64, on the CPU."""
 
-    loss: Tensor  # (), or (B, C) of a rank, or (B, S)
+    loss: Tensor  # (), or (B, S): the losses of the tokens of all ranks in the order of the text
     gradients: dict[str, Tensor]
     dtypes: frozenset[torch.dtype]
 
+    @property
+    def numbers(self) -> dict[str, Tensor]:
+        """The loss and the gradients, by what they are in words."""
+        return {"the loss": self.loss} | {f"the gradient of {name}": x for name, x in self.gradients.items()}
+
 
 class NotAResult(Exception):
-    """The step returned something else than (loss, gradients)."""
+    """The step returned something else than (loss, gradients), or what cannot be compared."""
 
 
 @dataclass
@@ -59,7 +60,7 @@ class ModelPatient:
     seed: int
     ranks: Ranks
     takes: frozenset[str]  # which of the options positions= and targets= it has: `options_of`
-    seconds: float  # for a call on several ranks, beside the time of the first call: see `on_ranks`
+    seconds: float  # for a call on several ranks, beside the time of the first call: see `ask`
     first: float = 0.0  # seconds that the first call on one process took
 
     @property
@@ -75,55 +76,49 @@ class ModelPatient:
         """For each rank the positions (C,) of its tokens."""
         return [positions(layout or self.layout, self.seq_len, rank, world_size) for rank in range(world_size)]
 
-    def call(self, text: Tensor, targets: Tensor, at: Tensor) -> Call:
-        """A call with those of the labels and positions that the step takes."""
-        given = {"targets": targets, "positions": at}
-        return Call(text, {name: given[name] for name in given if name in self.takes})
-
-    def on_one_process(self, calls: list[Call], *, required: bool = False) -> list[Returned | None]:
-        """For each call what the step returns, or None where it raises; if it is `required`, CannotExamine is raised.
-
-        CannotExamine is also raised when the process hangs or dies.
-        """
-        began = time.monotonic()
-        results = self._alone(calls)
-        self.first = self.first or time.monotonic() - began
-        raised = [result for result in results if isinstance(result, Raised)]
-        if raised and required:
-            ours = raised[0].kind == NotAResult.__name__
-            raise CannotExamine(_why(raised[0]) if ours else _alone(_why(raised[0])))
-        return [None if isinstance(result, Raised) else result for result in results]
-
-    def on_ranks(self, world_size: int, calls: list[Call]) -> list[list[Returned]] | str:
-        """For each call what each rank returned, or why there is no result.
+    def ask(self, world_size: int, text: Tensor | None = None, **options: Tensor) -> list[Returned] | str:
+        """What each rank returned, or why there is no result. CannotExamine is raised when one process hangs or dies.
 
         A call may take `seconds`, and P times the first call on one process: compilers and imports need that.
         """
-        self.ranks.seconds = len(calls) * self.seconds + world_size * self.first
+        alone = world_size == 1
+        self.ranks.seconds = max(START, self.seconds) if alone else self.seconds + world_size * self.first
+        began, text = time.monotonic(), self.text if text is None else text
         try:
-            results = self.ranks.outcomes(world_size, _call_all, self.step, calls, self.seed)
+            results = self.ranks.outcomes(world_size, _call, self.step, text, options, self.seed)
         except LostRank as lost:
+            if alone:
+                raise CannotExamine(f"on one process, {lost.reason}; expected it to return") from lost
             return lost.reason
+        self.first = self.first or time.monotonic() - began
         raised = [(rank, result) for rank, result in enumerate(results) if isinstance(result, Raised)]
         if raised:  # the first rank that failed; the others then lost their connections to it
             rank, first = min(raised, key=lambda each: each[1].lost_connection)
-            return f"on rank {rank}, {_why(first)}"
-        return [list(of_call) for of_call in zip(*results, strict=True)]
-
-    def draws(self) -> list[str]:
-        """The operations of dropout that the step calls, by name."""
-        return self._alone([Call(self.text, {})], watch=True)[0]
-
-    def _alone(self, calls: list[Call], *, watch: bool = False) -> list[Any]:
-        """Call by call what the step returned on one process, or Raised. Raises CannotExamine when it hangs or dies."""
-        self.ranks.seconds = max(START, len(calls) * self.seconds)
-        try:
-            [results] = self.ranks.outcomes(1, _call_all, self.step, calls, self.seed, watch)
-        except LostRank as lost:
-            raise CannotExamine(_alone(lost.reason)) from lost
-        if isinstance(results, Raised):
-            raise CannotExamine(_alone(_why(results)))
+            return f"{'on one process' if alone else f'on rank {rank}'}, {_why(first)}"
+        if all(result.loss.dim() for result in results):
+            at = [positions(self.layout, text.shape[1] - 1, rank, world_size) for rank in range(world_size)]
+            loss = torch.cat([result.loss for result in results], dim=1)[:, torch.cat(at).argsort()]
+            results = [replace(result, loss=loss) for result in results]
         return results
+
+    def alone(
+        self, targets: Tensor | None = None, at: Tensor | None = None, text: Tensor | None = None
+    ) -> Returned | str:
+        """What one process returned with these labels and positions, as far as the step takes them, or why it did not.
+
+        Without them it gets the right ones.
+        """
+        given = {"targets": self.labels if targets is None else targets}
+        given["positions"] = torch.arange(self.seq_len) if at is None else at
+        found = self.ask(1, text, **{name: given[name] for name in given if name in self.takes})
+        return found if isinstance(found, str) else found[0]
+
+    def must(self, targets: Tensor | None = None) -> Returned:
+        """What one process returned. Raises CannotExamine where it did not."""
+        found = self.alone(targets)
+        if isinstance(found, str):
+            raise CannotExamine(found)
+        return found
 
 
 def options_of(step: Step) -> frozenset[str]:
@@ -140,10 +135,6 @@ def options_of(step: Step) -> frozenset[str]:
     return frozenset(name for name in ("positions", "targets") if anything or name in signature.parameters)
 
 
-def _alone(said: str) -> str:
-    return f"on one process, {said}; expected it to return"
-
-
 def _why(raised: Raised) -> str:
     """What was raised and in which line of the user's code."""
     lines = raised.message.strip().splitlines()
@@ -153,54 +144,37 @@ def _why(raised: Raised) -> str:
     return said + (f" ({raised.where})" if raised.where else "")
 
 
-class _Draws(TorchDispatchMode):
-    """Notes the operations of dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: dict[str, None] = {}
+class _NoDropout(TorchDispatchMode):
+    """Raises NotAResult where an operation drops numbers at random."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here; else each rank would import the compiler, for seconds
+        return False  # nothing is compiled here; else the rank would import the compiler, for seconds
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
         given = {argument.name: value for argument, value in zip(function._schema.arguments, args, strict=False)}
         if "bernoulli" in name or name == "native_dropout" or {**given, **(kwargs or {})}.get("dropout_p"):
-            self.names.setdefault(name)
+            raise NotAResult(DROPOUT.format(name))
         return function(*args, **(kwargs or {}))
 
 
-def _call_all(context: RankContext, step: Step, calls: list[Call], seed: int, watch: bool = False) -> list[Any]:
-    """Call by call what the step returns on this rank; on one process, Raised where it raises.
-
-    With `watch`, the names of its operations of dropout.
-    """
-    results: list[Any] = []
-    for call in calls:
-        torch.manual_seed(seed)
-        options = {name: value.to(context.device) for name, value in call.options.items()}
-        try:
-            with _Draws() if watch else nullcontext() as draws:
-                result = step(call.text.to(context.device), **options)
-            results.append(list(draws.names) if draws else _checked(result, call.text, context.world_size))
-        except Exception as error:
-            if context.world_size > 1:  # the other ranks may be in another call
-                raise
-            results.append(Raised.of(error))
-    return results
+def without_dropout(step: Step, text: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The step, which raises where it drops numbers at random."""
+    with _NoDropout():
+        return step(text)
 
 
-def _checked(result: Any, text: Tensor, world_size: int) -> Returned:
-    """The result of the step. Raises NotAResult when it is not (loss, gradients)."""
-    expected = "expected (loss, gradients): a tensor, and a dict of the gradient of each weight by its name"
+def _call(context: RankContext, step: Step, text: Tensor, options: dict[str, Tensor], seed: int) -> Returned:
+    """What the step returns on this rank. Raises NotAResult when it is not (loss, gradients)."""
+    torch.manual_seed(seed)
+    result = step(text.to(context.device), **{name: value.to(context.device) for name, value in options.items()})
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict) or not result[1]:
-        raise NotAResult(f"the function returned {type(result).__name__}; {expected}")
+        raise NotAResult(f"the function returned {type(result).__name__}; {EXPECTED}")
     for name, gradient in result[1].items():
         if not isinstance(gradient, Tensor):
-            raise NotAResult(f"the gradient of {name} is {gradient!r:.60}; {expected}")
-    loss, shape = torch.as_tensor(result[0]).detach(), (len(text), (text.shape[1] - 1) // world_size)
+            raise NotAResult(f"the gradient of {name} is {gradient!r:.60}; {EXPECTED}")
+    loss, shape = torch.as_tensor(result[0]).detach(), (len(text), (text.shape[1] - 1) // context.world_size)
     if loss.dim() and loss.shape != shape:
         raise NotAResult(
             f"the loss has shape {tuple(loss.shape)}; expected a number, or a loss for each token of the rank, "

@@ -5,7 +5,7 @@
 The evidence, in this order: numbers that are not finite; ranks that disagree; the loss beside the gradients; which
 weights are wrong, and by what. If the loss is wrong, the step is asked again on P ranks:
 
-    one label hidden            the loss of one token, as a difference: which tokens are wrong, and what they see
+    one label and no other      the loss of one token: which tokens are wrong, and what they see
     a text of equal tokens      all keys and values of a layer are equal, so no weight of a softmax matters: if the
                                 result is right now, the weights of each query add up to 1, whatever they are
 
@@ -15,20 +15,23 @@ Before: model_comparison.py; facts.py, what follows from which of dq, dk and dv 
 """
 
 import re
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ring_doctor.facts import OF_GRADIENTS, listed
-from ring_doctor.model_calls import Call, ModelPatient, Returned
-from ring_doctor.model_comparison import distance, error_of, floors_of, losses
+from ring_doctor.model_calls import ModelPatient, Returned
+from ring_doctor.model_comparison import LOSS, distance, errors, floors_of
 from ringlab.models.transformer import IGNORED
 
 PROJECTIONS = {  # as models name them: wq, q_proj, self_attn.query, to_q
     kind: re.compile(rf"(^|[._])({words})([._]|$)")
     for kind, words in {"dq": "wq|q|query", "dk": "wk|k|key", "dv": "wv|v|value"}.items()
 }
+OWN_LABELS = (
+    "but with one label alone, given by targets=, the loss of each token is right: look at the labels that the "
+    "function makes itself, and at what the loss is divided by"
+)
 
 
 def clue(
@@ -38,41 +41,31 @@ def clue(
     P, results = max(wrong.items())
     if said := _of_ranks(results, exact, allowed):
         return said
-    result, floors, loss = results[0], floors_of(exact), losses(results, patient.shards(P))[0]  # the ranks agree
-    loss_is_right, times = distance(loss, exact.loss) <= allowed, float(loss.sum() / exact.loss.sum())
-    bad = [n for n in floors if distance(result.gradients[n], exact.gradients[n], floors[n]) > allowed]
+    result, off = results[0], errors(results[0], exact)  # the ranks agree
+    bad, loss_is_right = [name for name in exact.gradients if off[name] > allowed], off[LOSS] <= allowed
+    times, all_bad = f"{float(result.loss.sum() / exact.loss.sum()):.4g}", len(bad) == len(exact.gradients)
     if not bad:
-        return (
-            f"All gradients are right and the reported loss is wrong ({times:.4g} times): look at how it is reported."
-        )
-    said = "The loss is right" if loss_is_right else f"The loss is {times:.4g} times the right one"
+        return f"All gradients are right and the reported loss is wrong ({times} times): look at how it is reported."
+    said = "The loss is right" if loss_is_right else f"The loss is {times} times the right one"
+    few = listed(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
     if loss_is_right and clipped:
         return (
             f"{said}, and clipped gradients are wrong: look at the norm in the clipping, over all ranks and weights; "
             f"or return the gradients as they are before the clipping, to learn which of them are wrong."
         )
-    factors, all_bad = {}, len(bad) == len(floors)
-    for name in bad:
-        x, right = result.gradients[name], exact.gradients[name]
-        factor = ((x * right).sum() / (right * right).sum()).item()
-        if distance(x, factor * right, floors[name]) <= allowed * max(1.0, abs(factor)):
-            factors[name] = factor
-    known, f = len(factors) == len(bad), [*factors.values()]
-    if known and max(f) - min(f) <= 4 * allowed * max(map(abs, f)) and (loss_is_right or all_bad):
-        which = "every gradient is" if all_bad else f"of {_few(bad)} the gradient is"
-        where = "what the loss is multiplied or divided by, the reduction, and clipping"
-        return f"{said}, and {which} {f[0]:.4g} times the right one: look at {where}."
+    if (factors := _factors(bad, result, exact, allowed)) and (loss_is_right or all_bad):
+        which = "every gradient is" if all_bad else f"of {few} the gradient is"
+        where = "what the loss or a weight's gradient is multiplied or divided by, the reduction, and clipping"
+        return f"{said}, and {which} {factors} times the right one: look at {where}."
     if not loss_is_right:
-        return _of_forward(patient, loss, exact, results, allowed)
-    if known:
-        return f"{said}, and each wrong gradient has its own factor: look at scaling and clipping weight by weight."
+        return _of_forward(patient, P, result, exact, allowed)
     if all_bad:
         return (
             f"{said} and every gradient is wrong, even that of {bad[-1]}: look at the backward pass of the loss and at "
             f"the reduction, before the attention."
         )
-    return _in_a_layer(bad, list(floors)) or (
-        f"{said}, and only the gradients of {_few(bad)} are wrong: look at what happens to these weights alone: a tied "
+    return _in_a_layer(bad, list(exact.gradients)) or (
+        f"{said}, and only the gradients of {few} are wrong: look at what happens to these weights alone: a tied "
         f"weight, an index, a hook, their place in the reduction."
     )
 
@@ -80,22 +73,23 @@ def clue(
 def _of_ranks(results: list[Returned], exact: Returned, allowed: float) -> str:
     """A rank whose numbers are not finite; the ranks that are wrong where others are right, or disagree."""
     for rank, result in enumerate(results):
-        for name, x in {"the loss": result.loss, **result.gradients}.items():
-            if not torch.isfinite(x).all():
-                what = f"the gradient of {name}" if name in result.gradients else name
+        for what, x in result.numbers.items():
+            if not x.isfinite().all():
                 return (
                     f"On rank {rank}, {what} is not finite: look for a query that sees no key, for a division by 0 "
                     f"labels, and for memory that is read too early."
                 )
-    # where each rank has the losses of its own tokens, they are not compared
-    error = partial(error_of, shards=[], loss=not exact.loss.dim())
-    bad = [str(rank) for rank, result in enumerate(results) if error([result], exact) > allowed]
+
+    def off(x: Returned, y: Returned) -> bool:  # the losses of tokens are those of all ranks
+        return any(error > allowed for name, error in errors(x, y).items() if name != LOSS or not y.loss.dim())
+
+    bad = [str(rank) for rank, x in enumerate(results) if off(x, exact)]
     if 0 < len(bad) < len(results):
         return (
             f"Only rank {listed(bad)} is wrong: look at what the code does for this rank alone, and at a collective "
             f"that not all ranks call."
         )
-    if bad and error(results, results[0]) > allowed:
+    if bad and any(off(x, results[0]) for x in results):
         return (
             "The ranks end with different results, and neither their sum nor their mean is right: look at the "
             "reduction over the ranks, and whether every rank and every weight takes part in it."
@@ -103,8 +97,16 @@ def _of_ranks(results: list[Returned], exact: Returned, allowed: float) -> str:
     return ""
 
 
-def _few(names: list[str]) -> str:
-    return listed(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _factors(bad: list[str], result: Returned, exact: Returned, allowed: float) -> str:
+    """What the wrong gradients are multiplied by: "1.5" or "3 and 2"; "" if one of them is no multiple."""
+    found, floors = [], floors_of(exact)
+    for name in bad:
+        x, right = result.gradients[name], exact.gradients[name]
+        c = float((x * right).sum() / (right * right).sum())
+        if not distance(x, c * right, floors[name]) <= allowed * max(1.0, abs(c)):
+            return ""
+        found.append(f"{c:.4g}")
+    return listed(list(dict.fromkeys(found))[:3])
 
 
 def _in_a_layer(bad: list[str], names: list[str]) -> str:
@@ -125,16 +127,16 @@ def _layer(name: str) -> str:
     return found.group(1) if found else ""
 
 
-def _of_forward(patient: ModelPatient, loss: Tensor, exact: Returned, results: list[Returned], allowed: float) -> str:
+def _of_forward(patient: ModelPatient, P: int, result: Returned, exact: Returned, allowed: float) -> str:
     """The loss and the gradients are wrong. Which tokens are wrong, and do the weights of a softmax matter?"""
-    shards, said = patient.shards(len(results)), ["The loss is wrong, and with it the gradients"]
-    tokens = _wrong_tokens(patient, len(results), torch.stack([loss, exact.loss]), allowed)
-    said += [_told(tokens, shards)] if tokens else []
-    alike = Call(patient.text[:1, :1].expand_as(patient.text).contiguous(), {})
-    [alone], of_ranks = patient.on_one_process([alike]), patient.on_ranks(len(results), [alike])
-    right = alone and not isinstance(of_ranks, str) and error_of(of_ranks[0], alone, shards) <= allowed
-    if 0 not in tokens and right:  # of equal tokens the labels are equal too
-        said.append("for a text of equal tokens all is right, so the weights of each query add up to 1")
+    tokens, said = _wrong_tokens(patient, P, result, exact, allowed), ["The loss is wrong, and with it the gradients"]
+    said += [] if tokens is None else [_told(tokens, patient.shards(P)) if tokens else OWN_LABELS]
+    alike = patient.text[:1, :1].expand_as(patient.text).contiguous()
+    alone, of_ranks = patient.ask(1, alike), patient.ask(P, alike)
+    if 0 not in (tokens or ()) and not isinstance(alone, str) and not isinstance(of_ranks, str):
+        off = max(max(errors(each, alone[0]).values()) for each in of_ranks)  # if 0 is right: the labels are equal too
+        right = "for a text of equal tokens all is right, so the weights of each query add up to 1"
+        said += [right] * (off <= allowed)
     return "; ".join(said) + "."
 
 
@@ -142,7 +144,7 @@ def _told(tokens: list[int], shards: list[Tensor]) -> str:
     """What the wrong tokens have in common."""
     rank_of = {int(token): rank for rank, shard in enumerate(shards) for token in shard}
     first, rank = tokens[0], rank_of[tokens[0]]
-    others = {token: {rank_of[x] for x in range(token)} - {rank_of[token]} for token in range(first + 1)}
+    sees_others = [bool({rank_of[x] for x in range(token)} - {rank_of[token]}) for token in range(first + 1)]
     if first == 0:
         return (
             "token 0 is wrong, which attends to itself only, so positions and masks do not matter there: look at "
@@ -150,12 +152,12 @@ def _told(tokens: list[int], shards: list[Tensor]) -> str:
         )
     if set(tokens) <= {int(shard[-1]) for shard in shards}:
         return "only the last tokens of shards are wrong: look at their labels"
-    if not others[first]:
+    if not sees_others[first]:
         return (
             f"token {first} is wrong, which in a causal model sees keys of its own rank only: look at what a rank does "
             f"alone: the rotation of queries and of keys, the mask of its own block, the scale"
         )
-    if any(others[x] and rank_of[x] != rank for x in range(first)):
+    if any(sees_others[x] and rank_of[x] != rank for x in range(first)):
         return f"the first wrong token is {first}, and tokens of other ranks are right: look at rank {rank} alone"
     return (
         f"the first wrong token is {first}, and tokens that see keys of their own rank only are right: look at what "
@@ -163,27 +165,17 @@ def _told(tokens: list[int], shards: list[Tensor]) -> str:
     )
 
 
-def _wrong_tokens(patient: ModelPatient, P: int, wholes: Tensor, allowed: float) -> list[int]:
-    """The tokens with a wrong loss, in order; none where that cannot be found out. `wholes`: the loss, the right loss.
+def _wrong_tokens(patient: ModelPatient, P: int, result: Returned, exact: Returned, allowed: float) -> list[int] | None:
+    """The tokens with a wrong loss, in order; None where that cannot be found out.
 
-    A loss of all tokens is asked for again with the labels of one token hidden. The difference is the loss of this
-    token, and it has the rounding of both.
+    A step that returns one loss is asked again for each token, with the labels of this token only.
     """
-    if wholes.dim() > 1:
-        errors = (wholes[0] - wholes[1]).abs().amax(dim=0)
-        return torch.nonzero(errors > allowed * wholes[1].abs().mean()).flatten().tolist()
-    if "targets" not in patient.takes:
-        return []
-    S, everywhere = patient.seq_len, torch.arange(patient.seq_len)
-    hidden = [patient.labels.masked_fill(everywhere == token, IGNORED) for token in range(S)]
-    calls = [Call(patient.text, {"targets": targets}) for targets in hidden]
-    ours, theirs = patient.on_one_process(calls), patient.on_ranks(P, calls)
-    if isinstance(theirs, str) or None in ours:
-        return []
-    without = torch.stack([torch.stack([each[0].loss for each in theirs]), torch.stack([x.loss for x in ours if x])])
-    for n, rest in ((S, S - 1), (1, 1)):  # the loss is a mean over the labels, or a sum: n losses in all
-        of_tokens = n * wholes[:, None] - rest * without
-        if distance(of_tokens[1].sum(), n * wholes[1]) <= 4 * S * S * allowed:
-            errors = (of_tokens[0] - of_tokens[1]).abs()
-            return torch.nonzero(errors > 4 * S * allowed * wholes.abs().max()).flatten().tolist()
-    return []
+    loss, right, S = result.loss, exact.loss, patient.seq_len
+    if not right.dim() and "targets" in patient.takes:
+        labels = [patient.labels.masked_fill(torch.arange(S) != token, IGNORED) for token in range(S)]
+        alone, of_ranks = [patient.alone(each) for each in labels], [patient.ask(P, targets=each) for each in labels]
+        right = torch.tensor([[found.loss for found in alone if not isinstance(found, str)]])
+        loss = torch.tensor([[found[0].loss for found in of_ranks if not isinstance(found, str)]])
+    if not right.dim() or loss.shape != right.shape or not (loss - right).isfinite().all():
+        return None
+    return torch.nonzero(((loss - right).abs() > allowed * right.abs().mean()).any(dim=0)).flatten().tolist()

@@ -1,8 +1,8 @@
 """What the ranks returned beside what was predicted: the same, the same but for factors, or something else.
 
-    explain(results, predicted, shards, allowed)    ->  ModelDiagnosis(("loss_times_p",)), or None
+    explain(results, predicted, allowed)            ->  ModelDiagnosis(("loss_times_p",)), or None
     unlike(results, exact)                          ->  "on rank 1, there is no gradient of head.weight", or ""
-    judge(patient, results, exact, patterns, ...)   ->  a World for each P, the names that fit all, the wrong results
+    judge(patient, results, exact, predict, ...)    ->  a World for each P, the names that fit all, the wrong results
 
 Two results are the same when they differ by at most `allowed`, as a share of the norm of what was predicted. A name
 must explain every wrong world. One mistake is tried first, then two together.
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from ring_doctor.answers import FAILED, OK, WRONG
-from ring_doctor.mistakes_of_models import Pattern, norm_of, predict
-from ring_doctor.model_calls import ModelPatient, Returned
+from ring_doctor.mistakes_of_models import Prediction, norm_of
+from ring_doctor.model_calls import Returned
 
+LOSS = "the loss"  # its name beside those of the gradients
 OfRanks = list[Returned] | str  # what each rank returned, or why the function did not return
 
 
@@ -42,7 +43,6 @@ class World:
     world_size: int
     hidden: bool  # with some labels hidden
     right: bool
-    found: tuple[ModelDiagnosis, ...]  # each of them explains the result
     error: float  # the largest error of the loss or of a gradient, as a share of its norm
     failure: str = ""  # why the function did not return, or why its results cannot be compared
 
@@ -59,30 +59,22 @@ class World:
         """The largest error beside what rounding allows, or why there is none."""
         return self.failure or f"off by {self.error:.1e} of the norm, rounding allows {allowed:.1e}"
 
-    @property
-    def scaled(self) -> bool:
-        """Whether the result is right, or wrong by factors only."""
-        factors = ("loss_", "gradients_")
-        return self.right or any(all(name.startswith(factors) for name in found.names) for found in self.found)
-
 
 def unlike(results: list[Returned], exact: Returned) -> str:
     """Why the results cannot be compared: on a rank the gradients have other names or shapes. "" if they can."""
+    expected = exact.numbers
     for rank, result in enumerate(results):
-        missing = sorted(exact.gradients.keys() - result.gradients.keys())
-        more = sorted(result.gradients.keys() - exact.gradients.keys())
+        found = result.numbers
+        missing, more = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
         if missing or more:
-            said = f"there is no gradient of {missing[0]}" if missing else f"there is a gradient of {more[0]} too"
+            said = f"{missing[0]} is missing" if missing else f"{more[0]} is there too"
             return f"on rank {rank}, {said}; expected the names of one process"
-        for name, gradient in exact.gradients.items():
-            if (found := result.gradients[name].shape) != gradient.shape:
+        for what, x in expected.items():
+            if found[what].shape != x.shape:
                 return (
-                    f"on rank {rank}, the gradient of {name} has shape {tuple(found)}; expected "
-                    f"{tuple(gradient.shape)} as on one process: gather the parts, or return DTensors"
+                    f"on rank {rank}, {what} has shape {tuple(found[what].shape)}; expected {tuple(x.shape)} as on one "
+                    f"process: gather the parts, or return DTensors"
                 )
-        if result.loss.dim() != exact.loss.dim():
-            dims = f"{result.loss.dim()} dimensions; expected {exact.loss.dim()}"
-            return f"on rank {rank}, the loss has {dims}, as on one process"
     return ""
 
 
@@ -106,45 +98,38 @@ def distance(x: Tensor, y: Tensor, floor: float = 0.0) -> float:
     return math.inf if math.isnan(share) else share
 
 
-def floors_of(result: Returned) -> dict[str, float]:
+def floors_of(exact: Returned) -> dict[str, float]:
     """For each gradient 1% of the norm of an average gradient of its size. A smaller gradient may be rounding only.
 
     The gradient of the bias of keys is an example: it is 0, because a softmax does not see that bias.
     """
-    numbers, norm = sum(x.numel() for x in result.gradients.values()), norm_of([*result.gradients.values()])
-    return {name: 0.01 * norm * math.sqrt(x.numel() / numbers) for name, x in result.gradients.items()}
+    of_one = 0.01 * norm_of(exact) / math.sqrt(sum(x.numel() for x in exact.gradients.values()))
+    return {name: of_one * math.sqrt(x.numel()) for name, x in exact.gradients.items()}
 
 
-def losses(results: list[Returned], shards: list[Tensor]) -> list[Tensor]:
-    """The loss of each rank; of the losses (B, C) of tokens, those of all ranks in the order of the text, (B, S)."""
-    if not results[0].loss.dim():
-        return [result.loss for result in results]
-    return [torch.cat([result.loss for result in results], dim=1)[:, torch.cat(shards).argsort()]]
-
-
-def error_of(results: list[Returned], exact: Returned, shards: list[Tensor], *, loss: bool = True) -> float:
-    """The largest error of the loss or of a gradient, as a share of its norm."""
-    floors, errors = floors_of(exact), [distance(x, exact.loss) for x in (losses(results, shards) if loss else [])]
-    for result in results:
-        errors += [distance(result.gradients[name], exact.gradients[name], floors[name]) for name in floors]
-    return max(errors)
+def errors(result: Returned, exact: Returned) -> dict[str, float]:
+    """The error of the loss and of each gradient, as a share of its norm."""
+    found = {LOSS: distance(result.loss, exact.loss)}
+    return found | {
+        name: distance(result.gradients[name], exact.gradients[name], floor) for name, floor in floors_of(exact).items()
+    }
 
 
 def same(result: Returned, other: Returned, allowed: float) -> bool:
     """Whether two results of a rank are the same: NaN is like NaN."""
-    pairs = [(result.loss, other.loss, 0.0)]
-    pairs += [(result.gradients[name], other.gradients[name], floor) for name, floor in floors_of(other).items()]
-    return all(distance(x.nan_to_num(), y.nan_to_num(), floor) <= allowed for x, y, floor in pairs)
+    both = (
+        Returned(x.loss.nan_to_num(), {name: g.nan_to_num() for name, g in x.gradients.items()}, x.dtypes)
+        for x in (result, other)
+    )
+    return max(errors(*both).values()) <= allowed
 
 
-def explain(
-    results: list[Returned], predicted: Returned, shards: list[Tensor], allowed: float
-) -> ModelDiagnosis | None:
+def explain(results: list[Returned], predicted: Returned, allowed: float) -> ModelDiagnosis | None:
     """The mistakes in the reduction over ranks that turn what was predicted into the results of the ranks.
 
     No mistakes where both are the same. None where no such mistake, nor two of them, turns one into the other.
     """
-    of_loss = _factors(losses(results, shards), predicted.loss, 0.0, allowed)
+    of_loss = _factors([result.loss for result in results], predicted.loss, 0.0, allowed)
     of_loss = [factor for factor in of_loss if "root" not in factor]  # √P is a mistake of norms
     floors = floors_of(predicted)
     fitting = {
@@ -179,16 +164,15 @@ def _factors(parts: list[Tensor], right: Tensor, floor: float, allowed: float) -
 
 
 def judge(
-    patient: ModelPatient,
     results: dict[int, OfRanks],
     exact: Returned,
-    patterns: Callable[[int], list[Pattern]],
+    predictions: Callable[[int], list[Prediction]],
     allowed: float,
     loose: float,
     *,
     hidden: bool = False,
 ) -> tuple[list[World], tuple[ModelDiagnosis, ...], dict[int, list[Returned]]]:
-    """Compare the results with `exact`, within `allowed`, and the wrong results with the patterns, within `loose`.
+    """Compare the results with `exact`, within `allowed`, and the wrong results with the predictions, within `loose`.
 
     Returned are what was found with each P; the diagnoses with the fewest mistakes of those that explain every wrong
     world; and the results of the wrong worlds, if they can be compared.
@@ -196,36 +180,23 @@ def judge(
     worlds: list[World] = []
     wrong: dict[int, list[Returned]] = {}
     for P, of_ranks in results.items():
-        failure = of_ranks if isinstance(of_ranks, str) else unlike(of_ranks, exact)
-        error = math.inf
+        failure, error = of_ranks if isinstance(of_ranks, str) else unlike(of_ranks, exact), math.inf
         if not isinstance(of_ranks, str) and not failure:
-            error = error_of(of_ranks, exact, patient.shards(P))
+            error = max(max(errors(result, exact).values()) for result in of_ranks)
             wrong |= {P: of_ranks} if error > allowed else {}
-        worlds.append(World(P, hidden, error <= allowed, (), error, failure))
+        worlds.append(World(P, hidden, error <= allowed, error, failure))
     telling = {P: wrong[P] for P in wrong if P > 1} or wrong  # one process cannot show every mistake
-    fits = _fitting(patient, telling, patterns, loose)
-    common = set.intersection(*(set(fit) for fit in fits.values())) if fits else set()
-    explained = [replace(world, found=_fewest(fits.get(world.world_size, {}))) for world in worlds]
-    return explained, _fewest({names: fits[max(telling)][names] for names in common}), wrong
-
-
-def _fitting(
-    patient: ModelPatient, wrong: dict[int, list[Returned]], patterns: Callable[[int], list[Pattern]], allowed: float
-) -> dict[int, dict[tuple[str, ...], ModelDiagnosis]]:
-    """For each wrong world the mistakes that explain it."""
-    fits: dict[int, dict[tuple[str, ...], ModelDiagnosis]] = {P: {} for P in wrong}
-    for few in (True, False):  # two mistakes together only when no single one explains everything
-        tried = [(P, pattern) for P in wrong for pattern in patterns(P) if (len(pattern.names) < 2) == few]
-        if not tried or set.intersection(*(set(fit) for fit in fits.values())):
-            break
-        for (P, pattern), predicted in zip(tried, predict(patient, [pattern for _, pattern in tried]), strict=True):
-            found = predicted and explain(wrong[P], predicted, patient.shards(P), allowed)
-            if found and (names := pattern.names + found.names):
-                fits[P].setdefault(names, ModelDiagnosis(names, found.detail))
-    return fits
-
-
-def _fewest(fits: dict[tuple[str, ...], ModelDiagnosis]) -> tuple[ModelDiagnosis, ...]:
-    """Those with the fewest mistakes."""
-    least = min(map(len, fits), default=0)
-    return tuple(fits[names] for names in sorted(fits) if len(names) == least)
+    fits: dict[int, dict[tuple[str, ...], ModelDiagnosis]] = {P: {} for P in telling}
+    common: set[tuple[str, ...]] = set()
+    for together in (False, True):  # mistakes together only when no single one explains everything
+        tried = [(P, *each) for P in telling for each in predictions(P) if (len(each[0]) > 1) == together]
+        for P, names, predict in tried if not common else ():
+            predicted = predict()
+            if isinstance(predicted, str) or (names and same(predicted, exact, loose)):
+                continue  # it fails, or it does not show in this model
+            found = explain(telling[P], predicted, loose)
+            if found and (names := names + found.names):
+                fits[P].setdefault(names, replace(found, names=names))
+        common = set.intersection(*map(set, fits.values())) if fits else common
+    fewest = min(map(len, common), default=0)
+    return worlds, tuple(fits[max(telling)][names] for names in sorted(common) if len(names) == fewest), wrong

@@ -68,6 +68,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", action="store_true", help="the function is a training step of a whole model")
     state = "the function is a ring of states, f(q, k, v, log_decay, beta), or a short convolution f(x, weight)"
     add("--state", action="store_const", const=True, help=state)
+    keys = "the same, where log_decay has the shape of k: a decay for each number of a key"
+    add("--state-of-each-key", dest="state", action="store_const", const="each key", help=keys)
 
     layouts = f"{', '.join(LAYOUTS)}, or module:function. Without it, all three if the function takes layout=, else "
     add = parser.add_argument_group("what to ask (by default, what the signature allows)").add_argument

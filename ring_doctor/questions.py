@@ -137,7 +137,8 @@ def _of_states(patient: Patient, base: Case) -> Iterator[Question]:
     given = tuple(name for name in ("log_decay", "beta") if name in patient.takes)
     P, C = base.world_size, patient.chunk
     for layout in patient.layouts:
-        case = StateCase(**vars(base) | {"causal": True, "layout": layout}, given=given, taps=taps)
+        plain = vars(base) | {"causal": True, "layout": layout}
+        case = StateCase(**plain, given=given, taps=taps, each_key=patient.state == "each key")
         yield Question(case)
         yield Question(replace(case, batch=2))
         yield Question(case, "without gradients")

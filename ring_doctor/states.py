@@ -4,10 +4,11 @@
     o_t = scale h_tᵀ q_t
     y_t = Σ_d w_(n-1-d) x_(t-d)         a short convolution of n taps: x are the rows of q, one channel each
 
-On paper a rank's tokens write from an empty state, and the state handed to it fades beside them. A mistake replaces one
-of the steps. Gradients are those of autograd, so a state that is detached on its way is a mistake too.
+On paper a rank's tokens write from an empty state, and the state handed to it fades beside them. The state of a
+convolution is the last n tokens. A mistake replaces one of the steps. Gradients are those of autograd, so a state that
+is detached on its way is a mistake too.
 
-Shapes: q, k, v and out (B, H, S, D), log_decay and beta (B, H, S), a state (B, H, D, D), x (B, H·D, S).
+Shapes: q, k, v and out (B, H, S, D), beta (B, H, S), log_decay as beta or as k, a state (B, H, D, D), x (B, H·D, S).
 
 Before: case.py. After: mistakes_of_states.py, changes of the steps; questions.py, which asks.
 Source: ../ringlab/training/linear_attention.py, token by token, gives the right results; Yang et al. 2025, section 3.
@@ -37,6 +38,7 @@ class StateCase(Case):
 
     given: tuple[str, ...] = ("log_decay", "beta")
     taps: int = 0
+    each_key: bool = False  # a decay for each number of a key: (B, H, S, D)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -46,14 +48,15 @@ class StateCase(Case):
         """The inputs, and d_out. Keys have norm 1 and decays are 0.5 to 1, so that no state grows."""
         q, k, v, d_out = super().whole()
         generator = torch.Generator().manual_seed(self.seed + 1)
-        decay, beta = torch.rand(2, *q.shape[:3], generator=generator, dtype=torch.float64)
+        shapes = q.shape if self.each_key else q.shape[:3], q.shape[:3]
+        decay, beta = (torch.rand(shape, generator=generator, dtype=torch.float64) for shape in shapes)
         more = {"log_decay": (0.5 + decay / 2).log(), "beta": beta}
         k = k / k.norm(dim=-1, keepdim=True)
         return (q, k, v, *(more[name].to(q.dtype) for name in self.given), d_out)
 
     def mask(self) -> str:
         words = f"{self.taps} taps" if self.taps else " and ".join(("state", *self.given))
-        return f"{words}, {self.layout}"
+        return f"{words}{', a decay for each key' if self.each_key else ''}, {self.layout}"
 
     def right(self) -> dict[str, Right]:
         """The right results, document by document, and how far rounding may move them."""
@@ -106,12 +109,22 @@ def weight(case: Case) -> Tensor:
 # On paper -----------------------------------------------------------------------------------------------------------
 
 After = Callable[..., Tensor]  # ranks: the state after their tokens, one rank after the other, from an empty one
+Begins = Callable[[int, int, After], Tensor]  # what a rank of P begins with
 
 
 def right_token(h: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
-    """The state after a token: k (..., D, 1), v (..., 1, D), decay and beta (..., 1, 1)."""
+    """The state after a token: k (..., D, 1), v (..., 1, D), decay (..., 1 or D, 1), beta (..., 1, 1)."""
     h = decay * h
     return h + k @ (v if beta is None else beta * (v - k.mT @ h))
+
+
+def moved_on(h: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
+    """The last TAPS tokens (..., TAPS, D) of a convolution after token v, the newest first: its state."""
+    return torch.cat([v, decay * h[..., :-1, :]], dim=-2)
+
+
+def all_before(rank: int, P: int, after: After) -> Tensor:
+    return after(*range(rank))
 
 
 @dataclass(frozen=True)
@@ -119,11 +132,11 @@ class StateSteps:
     """The steps of a ring of states. Ranks and starts are those of the whole sequence, `at` the tokens of a rank."""
 
     token: Callable[..., Tensor] = right_token
-    begins: Callable[[int, int, After], Tensor] = lambda rank, P, after: after(*range(rank))
+    begins: Begins = all_before
+    lent: Begins = all_before  # the same in a convolution
     reads: Callable[[Tensor], Tensor] = lambda decay: decay  # of the handed state, as the rank's tokens read it
     passes: Callable[[Tensor], Tensor] = lambda decay: decay  # and as it passes through the rank
     starts: Callable[[Tensor, Tensor], Tensor] = lambda starts, at: starts[at]  # whether a token begins a document
-    lent: Callable[[Tensor, int, int], Tensor] = lambda x, first, C: x  # what of the tokens before a rank comes to it
 
 
 RIGHT_STATES = StateSteps()
@@ -134,26 +147,23 @@ def compute_states(case: StateCase, steps: StateSteps = RIGHT_STATES) -> dict[st
     if case.layout != "contiguous":
         raise NotOnPaper("a rank has several runs of tokens")
     inputs, d_out = _leaves(case)
+    x = dict(zip(case.names, inputs, strict=True))
+    k, beta, decay = x["k"], x.get("beta"), x.get("log_decay", torch.zeros_like(x["q"][..., 0])).exp()
+    decay = decay if case.each_key else decay[..., None]
     starts = torch.zeros(case.seq_len, dtype=torch.bool)
     starts[torch.tensor((case.documents or ())[:-1], dtype=torch.int64).cumsum(0)] = True
-    parts = [case.positions(rank) for rank in range(case.world_size)]
-    out = (_convolved if case.taps else _of_states)(case, steps, inputs, starts, parts)
-    return _results(case, out, inputs, d_out)
-
-
-def _of_states(case: StateCase, steps: StateSteps, inputs: list[Tensor], starts: Tensor, parts: list[Tensor]) -> Tensor:
-    q, k, v = inputs[:3]
-    more = dict(zip(case.given, inputs[3:], strict=True))
-    decay, beta = more.get("log_decay", torch.zeros_like(q[..., 0])).exp(), more.get("beta")
-    empty = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3])
+    taps = weight(case).double().view(case.heads, case.head_dim, TAPS).mT.flip(1)  # (H, TAPS, D), the newest first
+    token, begins, v = (moved_on, steps.lent, x["q"]) if case.taps else (steps.token, steps.begins, x["v"])
+    empty = v.new_zeros(case.batch, case.heads, TAPS if case.taps else case.head_dim, case.head_dim)
 
     def run(rank: int, h: Tensor, values: Tensor, fades: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        at, outs = parts[rank], []
-        kept = fades(decay[:, :, at]) * ~steps.starts(starts, at)
+        at, outs = case.positions(rank), []
+        kept = fades(decay[:, :, at]) * ~steps.starts(starts, at)[:, None]
         for i, t in enumerate(at.tolist()):
             betas = None if beta is None else beta[:, :, t, None, None]
-            h = steps.token(h, k[:, :, t, :, None], values[:, :, t, None], kept[:, :, i, None, None], betas)
-            outs.append(q[:, :, t, None] @ h * case.head_dim**-0.5)
+            h = token(h, k[:, :, t, :, None], values[:, :, t, None], kept[:, :, i, :, None], betas)
+            scaled = x["q"][:, :, t, None] * case.head_dim**-0.5
+            outs.append((taps * h).sum(dim=2, keepdim=True) if case.taps else scaled @ h)
         return torch.cat(outs, dim=2), h
 
     @cache
@@ -166,20 +176,8 @@ def _of_states(case: StateCase, steps: StateSteps, inputs: list[Tensor], starts:
         return empty if last is None else alone(last)[1] + run(last, after(*before), 0 * v, steps.passes)[1]
 
     ranks, P = range(case.world_size), case.world_size
-    return torch.cat([alone(r)[0] + run(r, steps.begins(r, P, after), 0 * v, steps.reads)[0] for r in ranks], dim=2)
-
-
-def _convolved(case: StateCase, steps: StateSteps, inputs: list[Tensor], starts: Tensor, parts: list[Tensor]) -> Tensor:
-    x, taps, outs = inputs[0], weight(case).double().view(case.heads, 1, case.head_dim, TAPS), []
-    for at in parts:
-        first = int(at[0])
-        row = torch.cat([steps.lent(x[:, :, :first], first, len(at)), x[:, :, at]], dim=2)
-        of = steps.starts(starts, torch.arange(int(at[-1]) + 1)).cumsum(0)  # the document of each token
-        shifted = [pad(row, (0, 0, d, 0))[:, :, : row.shape[2]] for d in range(TAPS)]
-        same = [(pad(of, (d, 0), value=-1)[: len(of)] == of)[:, None] for d in range(TAPS)]
-        y = sum(taps[..., TAPS - 1 - d] * shifted[d] * same[d] for d in range(TAPS))
-        outs.append(y[:, :, first:])  # type: ignore[index]
-    return torch.cat(outs, dim=2)
+    out = torch.cat([alone(r)[0] + run(r, begins(r, P, after), 0 * v, steps.reads)[0] for r in ranks], dim=2)
+    return _results(case, out, inputs, d_out)
 
 
 # A convolution as a function of q, k and v -------------------------------------------------------------------------

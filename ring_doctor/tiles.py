@@ -9,8 +9,8 @@ Before: case.py. After: grids.py, which puts them into words.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ class Tile:
     kind: str  # of KINDS
     label: str  # at most some ten letters, for a grid
     words: str  # the same for a sentence
-    amount: tuple[float, float] | None = None  # "scaled": the least and the largest factor; "wrong": 0 and the error
     holds: int | None = None  # "shifted": the block to which its numbers belong
+    amount: tuple[float, float] | None = None  # "scaled": the least and the largest factor; "wrong": 0 and the error
 
 
 @dataclass(frozen=True)
@@ -100,19 +100,19 @@ def likeliest(sheets: Iterable[Sheet]) -> list[Tile]:
     The sheets differ in the right matrix: the rows of a rank use the sheet that explains most. It has the fewest tiles
     "wrong" or "scaled", and of several such sheets the most right tiles.
     """
+
+    def unexplained(row: list[Tile]) -> tuple[int, int]:
+        kinds = [tile.kind for tile in row]
+        return kinds.count("wrong") + kinds.count("scaled"), len(kinds) - kinds.count("ok")
+
     best: list[list[Tile]] = []
     for sheet in sheets:
         P = range(len(sheet.lengths))
         rows = [[_tile(sheet, rank, block) for block in P] for rank in P]
-        best = [min(both, key=_unexplained) for both in zip(best or rows, rows, strict=True)]
+        best = [min(both, key=unexplained) for both in zip(best or rows, rows, strict=True)]
         if all(tile.kind == "ok" for row in best for tile in row):
             break
     return [tile for row in best for tile in row]
-
-
-def _unexplained(row: list[Tile]) -> tuple[int, int]:
-    kinds = [tile.kind for tile in row]
-    return kinds.count("wrong") + kinds.count("scaled"), len(kinds) - kinds.count("ok")
 
 
 def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
@@ -120,10 +120,7 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
     seen, full, visible, allowed, present = (sheet.cut(x, rank, block) for x in tensors)
     right, hidden = full * visible, not visible.any()
     error = (seen - right).abs()
-
-    def tile(kind: str, label: str, words: str, amount: tuple[float, float] | None = None) -> Tile:
-        return Tile(rank, block, hidden, kind, label, words, amount)
-
+    tile = partial(Tile, rank, block, hidden)
     if not seen.isfinite().all():
         return tile("NaN", "NaN", "NaN or infinite")
     if (error <= allowed).all():
@@ -141,17 +138,17 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
     if found and abs(found[0] - 2) <= found[1]:
         return tile("twice", "twice", "counted twice")
     if elsewhere := _elsewhere(sheet, rank, block, seen):
-        return replace(tile(*elsewhere[:3]), holds=elsewhere[3])
+        return tile(*elsewhere)
     if found:
-        return tile("scaled", f"x {found[0]:.3g}", "scaled", (found[0], found[0]))
+        return tile("scaled", f"x {found[0]:.3g}", "scaled", amount=(found[0], found[0]))
     of_queries = [factor(*row) for row in zip(*rows, strict=True) if row[1].any() or row[0].any()]
     factors = [of_query[0] for of_query in of_queries if of_query]
     if factors and len(factors) == len(of_queries) and (right != 0).sum(dim=1).max() > 1:  # one pair fits any factor
         low, high = min(factors), max(factors)
-        return tile("scaled", f"x {low:.2g}-{high:.2g}", "scaled, each query by its own factor", (low, high))
+        return tile("scaled", f"x {low:.2g}-{high:.2g}", "scaled, each query by its own factor", amount=(low, high))
     if hidden:
         return tile("foreign", f"leak {int(present.sum())}", f"{_pairs(present)} behind the mask")
-    return tile("wrong", "wrong", "wrong", (0.0, error.max().item()))
+    return tile("wrong", "wrong", "wrong", amount=(0.0, error.max().item()))
 
 
 def _elsewhere(sheet: Sheet, rank: int, block: int, seen: Tensor) -> tuple[str, str, str, int | None] | None:
@@ -161,10 +158,10 @@ def _elsewhere(sheet: Sheet, rank: int, block: int, seen: Tensor) -> tuple[str, 
     """
     tiles = {spot: both for spot, both in sheet.right_tiles.items() if both[0].shape == seen.shape}
     held = [spot for spot, (right, allowed) in tiles.items() if ((seen - right).abs() <= allowed).all()]
-    for b in (b for other, b in held if other == rank):
-        return "shifted", f"is KV{b}", f"what belongs to KV(j + {(b - block) % len(sheet.lengths)})", b
-    for other, b in held:
-        return "shifted", f"r{other} KV{b}", f"what rank {other} should have for KV{b}", b
+    for other, b in sorted(held, key=lambda spot: spot[0] != rank):  # these rows first
+        words = f"what belongs to KV(j + {(b - block) % len(sheet.lengths)})"
+        other_rank = f"r{other} KV{b}", f"what rank {other} should have for KV{b}"
+        return "shifted", *((f"is KV{b}", words) if other == rank else other_rank), b
     here = {b: both for (other, b), both in tiles.items() if other == rank}
     if 1 < len(here) <= seen.numel():
         each, allowed = (torch.stack(x) for x in zip(*here.values(), strict=True))
@@ -172,8 +169,7 @@ def _elsewhere(sheet: Sheet, rank: int, block: int, seen: Tensor) -> tuple[str, 
         some = (shares - 1).abs() < 0.5  # the blocks that may be in the sum
         if some.sum() > 1 and ((seen - each[some].sum(dim=0)).abs() <= allowed[some].sum(dim=0)).all():
             blocks = [b for b, is_in in zip(here, some, strict=True) if is_in]
-            words = listed([f"KV{b}" for b in blocks])
-            return "sum", "+".join(map(str, blocks)), f"the sum of {words}", None
+            return "sum", "+".join(map(str, blocks)), f"the sum of {listed([f'KV{b}' for b in blocks])}", None
     return None
 
 
@@ -181,12 +177,11 @@ def _of_mask(present: Tensor, visible: Tensor) -> tuple[str, str, str]:
     """The kind, label and words of a tile with the right numbers for other pairs than the visible ones."""
     extra, lost = present & ~visible, visible & ~present
     is_, should = pattern(present), pattern(visible)
-    if visible.any() and is_ and should:
-        return "mask", "mask", f"{is_} instead of {should}"
-    if visible.any() and lost.any():
-        return "mask", "mask", f"{_pairs(lost)} too few" + (f", {_pairs(extra)} too many" if extra.any() else "")
-    shape = f", {is_}" if is_ and not visible.any() else ""
-    return "foreign", f"leak {int(extra.sum())}", f"{_pairs(extra)} behind the mask{shape}"
+    if not visible.any() or (not lost.any() and not (is_ and should)):
+        shape = f", {is_}" if is_ and not visible.any() else ""
+        return "foreign", f"leak {int(extra.sum())}", f"{_pairs(extra)} behind the mask{shape}"
+    too_many = f", {_pairs(extra)} too many" if extra.any() else ""
+    return "mask", "mask", f"{is_} instead of {should}" if is_ and should else f"{_pairs(lost)} too few{too_many}"
 
 
 def pattern(seen: Tensor) -> str | None:

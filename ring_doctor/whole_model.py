@@ -20,6 +20,9 @@ chunks. If the step clips, let it clip to a small norm, so that every call is cl
 The doctor calls the function on 1 process, where no ring can be wrong, and on 2, 3 and 4. Then it asks the function
 itself, on 1 process, what it would return with a mistake. That is the diagnosis when loss and gradients are equal.
 
+    text_of_model(found)        what a terminal shows; the first line is the verdict
+    json_of_model(found)        the same for other programs, with the keys of an attention's report
+
 What it cannot see, by design:
 - One process is the judge. A model that is wrong there too (rotary of keys only, on every number of ranks) looks right.
 - Dropout: other processes draw other masks, so nothing can be compared.
@@ -30,46 +33,103 @@ What it cannot see, by design:
 Shapes: text (B, S + 1), tokens and labels (B, S), the same on every rank. Rank r has C of the S tokens: those at
 `ringlab.positions(layout, S, r, P)`. All else is what your function makes of them.
 
-Before: model_clues.py, model_report.py. After: the command, __main__.py.
+Before: model_clues.py, and report.py, an attention. After: the command, __main__.py.
 Source: Liu et al. 2024, appendix A.
 """
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
+from ring_doctor.answers import RIGHT, RIGHT_AS_CLAIMED, SAID, WRONG_RING
 from ring_doctor.case import LAYOUTS
 from ring_doctor.examination import SECONDS
 from ring_doctor.job import CannotExamine
+from ring_doctor.mistakes import Mistake
 from ring_doctor.mistakes_of_models import (
-    Pattern,
+    EPS,
+    MISTAKES,
+    Prediction,
     added,
     clipped_per_rank,
-    is_clipped,
     mean_of_means,
-    predict,
+    norm_of,
     sharding_mistakes,
-    slack,
-    whole,
 )
-from ring_doctor.model_calls import Call, ModelPatient, Returned, Step, options_of
+from ring_doctor.model_calls import ModelPatient, Returned, Step, options_of, without_dropout
 from ring_doctor.model_clues import clue
-from ring_doctor.model_comparison import OfRanks, error_of, judge, same, tolerance
-from ring_doctor.model_report import ModelExamination
+from ring_doctor.model_comparison import LOSS, ModelDiagnosis, World, errors, judge, same, tolerance
+from ring_doctor.report import explained, facts
 from ringlab.models.transformer import IGNORED
 from ringlab.support.processes import Ranks
 
 WORLDS = (2, 3, 4)
 TOO_COARSE = 0.05  # rounding that hides mistakes: they begin at a few percent of a gradient
+ALIKE = 1e-3  # norms that differ by less, as shares, are of clipped gradients: EPS moves them, if |g| is small
 RACE = (
     "With {} ranks it returns other results when it is called again with the same text: look for a buffer that is "
     "written while it is being sent, for a wait that is missing, and for state that a call leaves behind."
 )
-DROPOUT = (
-    "the function drops numbers at random ({}): other processes draw other masks, so right results differ; "
-    "expected dropout of 0, for example by model.eval(). Whether the masks of the ranks differ, as they must, cannot "
-    "be examined: the doctor gives all ranks the same seed"
-)
+HIDES = {  # kinds of loss that hide mistakes
+    "clipped": "clipped",
+    "other": "neither the mean nor the sum over the labels",
+}
+
+
+@dataclass(frozen=True)
+class ModelExamination:
+    """All that the doctor found out about a function."""
+
+    name: str
+    worlds: tuple[World, ...]
+    diagnoses: tuple[ModelDiagnosis, ...]  # each of them explains every wrong world
+    allowed: float
+    notes: tuple[str, ...]
+    only: str = ""  # what the function was asked for, if not for everything: "a label for every token"
+    clue: str = ""  # where to look, if nothing explains the wrong worlds
+    changes: bool = False  # from call to call
+
+    @property
+    def healthy(self) -> bool:
+        """Whether what the function takes is right."""
+        return all(world.right for world in self.worlds)
+
+    @property
+    def level(self) -> str:
+        """How bad: "right", "right for what it takes" or "wrong"."""
+        return WRONG_RING if not self.healthy else RIGHT_AS_CLAIMED if self.only else RIGHT
+
+    @property
+    def verdict(self) -> str:
+        """One line: healthy, or sick and of what."""
+        failed = [world for world in self.worlds if world.failure]
+        if self.healthy:
+            said = f"{SAID[self.level]}: {self.name}, loss and gradients are those of one process"
+            return said + (f"; {self.only}" if self.only else "")
+        if self.changes:
+            return f"SICK: {self.name} changes its results from call to call"
+        if self.diagnoses:
+            return f"SICK: {' or '.join(' and '.join(each.names) for each in self.diagnoses)}, in {self.name}"
+        if failed and all(world.right or world.failure for world in self.worlds):
+            return f"SICK: {self.name} fails with {failed[0].world_size} ranks: {failed[0].failure}"
+        shown = self.clue.partition(": look at")[0].rstrip(".")
+        return f"SICK: {self.name}: {shown or 'wrong numbers that no mistake of the catalogue gives'}"
+
+    @property
+    def mistakes(self) -> list[Mistake]:
+        """The mistakes that the verdict names, each once."""
+        return [MISTAKES[name] for name in dict.fromkeys(name for found in self.diagnoses for name in found.names)]
+
+    @property
+    def remarks(self) -> list[str]:
+        """What else a reader must know about the verdict, in sentences."""
+        said = [*self.notes, *(each.detail for each in self.diagnoses if each.detail)]
+        if len(self.diagnoses) > 1:
+            said.append("no number of ranks tells these explanations apart: they give equal numbers")
+        return [f"{words[0].upper()}{words[1:]}." for words in said]
 
 
 def examine_model(
@@ -116,38 +176,42 @@ def examine_model(
 
 def _examine(patient: ModelPatient, name: str) -> ModelExamination:
     exact, allowed = _exact(patient)
-    kind, clipped = _kind_of_loss(patient, exact, allowed) if "targets" in patient.takes else ("sum", False)
+    kind = _kind_of_loss(patient, exact, allowed) if "targets" in patient.takes else "unknown"
+    tried = {"mean": ["mean"], "sum": ["sum"], "unknown": ["sum", "mean"] * (patient.layout == "contiguous")}
     lacks = sorted({"positions", "targets"} - patient.takes)
     notes = [f"the function takes no {option}=, so not every mistake can be named" for option in lacks]
-    if kind == "other":
-        why = "clipped" if clipped else "neither the mean nor the sum over the labels"
+    if kind in HIDES:
         notes.append(
-            f"the gradients of one process are {why}: factors of them may be hidden, and the names ring_not_called and "
-            f"mean_of_means are not tried"
+            f"the gradients of one process are {HIDES[kind]}: factors of them may be hidden, and the names "
+            f"ring_not_called and mean_of_means are not tried"
         )
 
-    def patterns(P: int) -> list[Pattern]:
-        return sharding_mistakes(patient, P, kind) + [clipped_per_rank(patient, P)] * clipped
+    def predictions(P: int) -> list[Prediction]:
+        clipped = [(("clipped_per_rank",), lambda: clipped_per_rank(exact, P))] * (kind == "clipped")
+        return sharding_mistakes(patient, P, tried.get(kind, [])) + clipped
 
-    loose = allowed + (slack(exact) if clipped else 0.0)
-    plain = Call(patient.text, {})
-    worlds, diagnoses, wrong = judge(patient, _on_worlds(patient, (1, *WORLDS), plain), exact, patterns, allowed, loose)
+    # a gradient clipped to c had a norm of c or more, so EPS moves it, and a prediction, by a share of EPS/c at most
+    loose = allowed + (2 * EPS / norm_of(exact) if kind == "clipped" else 0.0)
+    results = {P: patient.ask(P) for P in (1, *WORLDS)}
+    worlds, diagnoses, wrong = judge(results, exact, predictions, allowed, loose)
     only = "" if "targets" in patient.takes else "a label for every token"
     found = ModelExamination(name, tuple(worlds), diagnoses, allowed, tuple(notes), only)
-    if changing := [P for P in wrong if not _again_the_same(patient, plain, wrong[P], allowed)]:
-        return replace(found, diagnoses=(), clue=RACE.format(changing[0]), changes=True)
-    if "targets" in patient.takes:
+    for P in wrong:
+        for again in (patient.ask(P), patient.ask(P)):
+            if isinstance(again, str) or not all(map(partial(same, allowed=allowed), again, wrong[P])):
+                return replace(found, diagnoses=(), clue=RACE.format(P), changes=True)
+    scaled = [each for each in diagnoses if all(name.startswith(("loss_", "gradients_")) for name in each.names)]
+    if "targets" in patient.takes and (scaled or not wrong):
         found = _with_hidden_labels(patient, found, kind, loose)
     if wrong and not found.diagnoses:
-        if drawn := patient.draws():
-            raise CannotExamine(DROPOUT.format(", ".join(drawn)))
-        found = replace(found, clue=clue(patient, wrong, exact, allowed, clipped=clipped))
+        replace(patient, step=partial(without_dropout, patient.step), takes=frozenset()).must()
+        found = replace(found, clue=clue(patient, wrong, exact, allowed, clipped=kind == "clipped"))
     return found
 
 
 def _exact(patient: ModelPatient) -> tuple[Returned, float]:
     """What the step returns on one process, and how far rounding may move it. Raises CannotExamine."""
-    exact, again = _required(patient, [whole(patient)] * 2)
+    exact, again = patient.must(), patient.must()
     allowed = tolerance(exact, patient.labels.numel())
     if allowed > TOO_COARSE:
         dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in exact.dtypes))
@@ -155,7 +219,7 @@ def _exact(patient: ModelPatient) -> tuple[Returned, float]:
             f"in {dtypes}, rounding may move a gradient of this model by {allowed:.0%}, which hides mistakes; expected "
             f"float64, or a smaller model in float32"
         )
-    if error_of([again], exact, patient.shards(1)) > allowed:
+    if max(errors(again, exact).values()) > allowed:
         raise CannotExamine(
             "two calls on one process return different results; expected weights that are made anew in each call, and "
             "random numbers from torch's generator only: torch.manual_seed is called before each call"
@@ -163,19 +227,46 @@ def _exact(patient: ModelPatient) -> tuple[Returned, float]:
     return exact, allowed
 
 
+def _kind_of_loss(patient: ModelPatient, exact: Returned, allowed: float) -> str:
+    """What the loss is over the labels, "mean", "sum" or "other"; or "clipped", as are then the gradients.
+
+    Found by hiding a quarter of the labels, and then the others. Raises CannotExamine where that has no effect.
+    """
+    everywhere = torch.arange(patient.seq_len)
+    early = everywhere < patient.seq_len // 4
+    parts = [patient.must(patient.labels.masked_fill(early == hide, IGNORED)) for hide in (True, False)]
+
+    def off(result: Returned) -> float:
+        return max(error for name, error in errors(result, exact).items() if name != LOSS)
+
+    if off(parts[0]) <= allowed:
+        raise CannotExamine(
+            "targets= has no effect on the gradients; expected it to take the place of text[:, 1:], (B, S), where -100 "
+            "has no loss"
+        )
+    norms = [norm_of(result) for result in (exact, *parts)]
+    if max(norms) - min(norms) < ALIKE * max(norms):
+        return "clipped"
+    for kind, weights in (("mean", (0.75, 0.25)), ("sum", (1.0, 1.0))):
+        both = added(patient.seq_len, [(c, x, everywhere, everywhere) for c, x in zip(weights, parts, strict=True)])
+        if isinstance(both, Returned) and off(both) <= allowed:
+            return kind
+    return "other"
+
+
 def _with_hidden_labels(patient: ModelPatient, found: ModelExamination, kind: str, loose: float) -> ModelExamination:
-    """The right worlds, and those that are wrong by a factor, are asked again with some labels hidden."""
+    """Where all is right, or wrong by a factor, ask again with some labels hidden."""
     hidden = patient.labels.clone()  # the ranks have different numbers of labels, and each has one
     hidden[:, : patient.seq_len // max(WORLDS) - 1] = IGNORED
-    sizes = tuple(world.world_size for world in found.worlds if world.scaled and world.world_size > 1)
+    exact = patient.must(hidden)
 
-    def patterns(P: int) -> list[Pattern]:
-        means = [mean_of_means(patient, P, hidden)] if kind == "mean" else []
-        return [whole(patient, targets=hidden), *means]
+    def predictions(P: int) -> list[Prediction]:
+        means = [(("mean_of_means",), partial(mean_of_means, patient, P, hidden))] * (kind == "mean")
+        return [((), lambda: exact), *means]
 
-    [exact] = _required(patient, patterns(1)[:1])
-    results = _on_worlds(patient, sizes, Call(patient.text, {"targets": hidden}))
-    worlds, diagnoses, wrong = judge(patient, results, exact, patterns, found.allowed, loose, hidden=True)
+    sizes = [world.world_size for world in found.worlds if not world.failure]
+    results = {P: patient.ask(P, targets=hidden) for P in sizes if P > 1}
+    worlds, diagnoses, wrong = judge(results, exact, predictions, found.allowed, loose, hidden=True)
     notes = found.notes
     if wrong and not diagnoses:
         notes += ("where labels are hidden, no name explains the results: look at what the loss is divided by",)
@@ -183,43 +274,38 @@ def _with_hidden_labels(patient: ModelPatient, found: ModelExamination, kind: st
     return replace(found, worlds=(*found.worlds, *worlds), diagnoses=diagnoses, notes=notes)
 
 
-def _required(patient: ModelPatient, patterns: list[Pattern]) -> list[Returned]:
-    """The predictions, without which there is nothing to compare with."""
-    return [result for result in predict(patient, patterns, required=True) if result]
+def text_of_model(found: ModelExamination) -> str:
+    """The report for a terminal."""
+    lines = [found.verdict, *(f"  {words}" for words in [found.clue, *found.remarks] if words)]
+    lines += [*explained(found.mistakes), ""]
+    for world in found.worlds:
+        state = world.state if world.right else world.state.upper()
+        lines.append(f"{state:<7}{world.asked}: {world.says(found.allowed)}")
+    return "\n".join(lines)
 
 
-def _on_worlds(patient: ModelPatient, sizes: tuple[int, ...], call: Call) -> dict[int, OfRanks]:
-    """What the ranks return, for each number of ranks."""
-    answered = {P: patient.on_ranks(P, [call]) for P in sizes}
-    return {P: results if isinstance(results, str) else results[0] for P, results in answered.items()}
-
-
-def _again_the_same(patient: ModelPatient, call: Call, results: list[Returned], allowed: float) -> bool:
-    """Whether two more calls return what the first returned, on each rank."""
-    again = patient.on_ranks(len(results), [call] * 2)
-    return not isinstance(again, str) and all(
-        same(result, first, allowed) for of_ranks in again for result, first in zip(of_ranks, results, strict=True)
-    )
-
-
-def _kind_of_loss(patient: ModelPatient, exact: Returned, allowed: float) -> tuple[str, bool]:
-    """What the loss does over the labels, "mean", "sum" or "other", and whether the gradients are clipped.
-
-    Found by hiding a quarter of the labels, and then the others. Raises CannotExamine where that has no effect.
-    """
-    everywhere = torch.arange(patient.seq_len)
-    early = everywhere < patient.seq_len // 4
-    hidden = [patient.labels.masked_fill(early == hide, IGNORED) for hide in (True, False)]
-    parts = _required(patient, [whole(patient, targets=targets) for targets in hidden])
-    if error_of(parts[:1], exact, [], loss=False) <= allowed:
-        raise CannotExamine(
-            "targets= has no effect on the gradients; expected it to take the place of text[:, 1:], (B, S), where -100 "
-            "has no loss"
-        )
-    if is_clipped([exact, *parts]):
-        return "other", True
-    for kind, weights in (("mean", (0.75, 0.25)), ("sum", (1.0, 1.0))):
-        both = added(weights, [(everywhere, everywhere)] * 2, patient.seq_len, parts)
-        if error_of([both], exact, [], loss=False) <= allowed:
-            return kind, False
-    return "other", False
+def json_of_model(found: ModelExamination) -> dict[str, Any]:
+    """The report as numbers, strings, lists and dicts. An infinite error is null."""
+    return {
+        "name": found.name,
+        "torch": torch.__version__,
+        "healthy": found.healthy,
+        "level": found.level,
+        "verdict": found.verdict,
+        "mistakes": [list(each.names) for each in found.diagnoses],
+        "facts": {mistake.name: facts(mistake) for mistake in found.mistakes},
+        "remarks": found.remarks,
+        "inference": [found.clue] if found.clue else [],
+        "answers": [
+            {
+                "question": world.asked,
+                "ranks": world.world_size,
+                "labels_hidden": world.hidden,
+                "state": world.state,
+                "says": world.failure,
+                "found": world.says(found.allowed),
+                "errors": {"largest": world.error if math.isfinite(world.error) else None, "allowed": found.allowed},
+            }
+            for world in found.worlds
+        ],
+    }

@@ -8,6 +8,8 @@ Before: xray.py. After: the report of the doctor.
 Source: drawn from the matrices of an `XRay`, as all pictures here from what the code did.
 """
 
+from itertools import product
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -51,7 +53,8 @@ def picture(xray: XRay, title: str = "X-ray of a ring") -> drawing.Picture:
             _panel(ax, x, top, matrix, matrix.sheet.seen, labels=True)
         drawing.write(ax, LEFTS[2], top - 58, "What they should be", weight="bold")
         _panel(ax, LEFTS[2], top, row[0], row[0].sheet.right, labels=False)
-        _ranks(ax, LEFTS[0] - 8, top, row[0].sheet.lengths)
+        for rank, (start, end) in enumerate(_edges(row[0].sheet.lengths, top)):
+            drawing.write(ax, LEFTS[0] - 8, (start + end) / 2, f"rank {rank}", weight="bold", ha="right")
     return figure
 
 
@@ -69,60 +72,45 @@ def _verdict(matrix: Matrix) -> str:
 
 
 def _panel(ax: Axes, x: float, y: float, matrix: Matrix, numbers: Tensor, *, labels: bool) -> None:
-    _cells(ax, x, y, SIDE, matrix, numbers)
-    edges = _edges(matrix.sheet.lengths, SIDE)
-    for block, (start, end) in enumerate(edges):
-        middle = x + (start + end) / 2
-        drawing.write(ax, middle, y - 14, f"KV{block}", size=drawing.SMALL, weight="bold", ha="center")
-    if labels:
-        _frames(ax, x, y, SIDE, matrix)
-        for tile in matrix.wrong:
-            (left, right), (top, bottom) = edges[tile.block], edges[tile.rank]
-            label = tile.label if len(tile.label) < 8 and "-" not in tile.label else tile.kind
-            height = y + ((top + bottom) / 2 if tile.kind == "missing" else top + 14)  # above what the tile holds
-            if right - left >= SMALLEST:
-                drawing.write(ax, x + (left + right) / 2, height, label, size=drawing.SMALL, ha="center", bbox=BACK)
-
-
-def _ranks(ax: Axes, x: float, y: float, lengths: tuple[int, ...]) -> None:
-    for rank, (start, end) in enumerate(_edges(lengths, SIDE)):
-        drawing.write(ax, x, y + (start + end) / 2, f"rank {rank}", weight="bold", ha="right")
-
-
-def _edges(lengths: tuple[int, ...], side: float) -> list[tuple[float, float]]:
-    """Where the tiles begin and end, in pixels."""
-    cell = side / sum(lengths)
-    ends = np.cumsum(lengths) * cell
-    return list(zip(ends - np.array(lengths) * cell, ends, strict=True))
-
-
-def _cells(ax: Axes, x: float, y: float, side: float, matrix: Matrix, numbers: Tensor) -> None:
-    """All cells as one image, and a line around each tile."""
+    """All cells as one image, a line around each tile; with labels a frame and a word on each wrong tile."""
     lengths = matrix.sheet.lengths
+    cells = _cells(matrix, numbers).repeat(16, axis=0).repeat(16, axis=1)  # so that a viewer may smooth the image
+    ax.imshow(cells, extent=(x, x + SIDE, y + SIDE, y), interpolation="none", aspect="auto", zorder=1)
+    for i in np.linspace(0, SIDE, sum(lengths) + 1):
+        ax.plot([x, x + SIDE, np.nan, x + i, x + i], [y + i, y + i, np.nan, y, y + SIDE], color=drawing.PAGE, lw=0.7)
+    columns, rows = _edges(lengths, x), _edges(lengths, y)
+    for (top, bottom), (left, right) in product(rows, columns):
+        ax.add_patch(
+            Rectangle((left, top), right - left, bottom - top, fill=False, ec=drawing.MUTED, lw=0.8, zorder=2.5)
+        )
+    for block, (left, right) in enumerate(columns):
+        drawing.write(ax, (left + right) / 2, y - 14, f"KV{block}", size=drawing.SMALL, weight="bold", ha="center")
+    inside = FRAME * 0.7  # so that the frames of two neighbours are two
+    for tile in matrix.wrong if labels else ():
+        (left, right), (top, bottom) = columns[tile.block], rows[tile.rank]
+        spot, size = (left + inside, top + inside), (right - left - 2 * inside, bottom - top - 2 * inside)
+        ax.add_patch(Rectangle(spot, *size, fill=False, ec=drawing.INK, lw=FRAME, joinstyle="miter", zorder=3))
+    for tile in matrix.wrong if labels else ():
+        (left, right), (top, bottom) = columns[tile.block], rows[tile.rank]
+        label = tile.label if len(tile.label) < 8 and "-" not in tile.label else tile.kind
+        height = (top + bottom) / 2 if tile.kind == "missing" else top + 14  # above what the tile holds
+        if right - left >= SMALLEST:
+            drawing.write(ax, (left + right) / 2, height, label, size=drawing.SMALL, ha="center", bbox=BACK)
+
+
+def _edges(lengths: tuple[int, ...], start: float) -> list[tuple[float, float]]:
+    """Where the tiles begin and end, in pixels, from `start` on."""
+    ends = start + np.cumsum(lengths) * SIDE / sum(lengths)
+    return list(zip([start, *ends], ends, strict=False))
+
+
+def _cells(matrix: Matrix, numbers: Tensor) -> np.ndarray:
+    """The colour of each pair: (S, S, 3)."""
     largest = matrix.sheet.right.abs().amax(dim=1, keepdim=True)  # of a row
     largest = torch.where(largest > matrix.sheet.allowed.amax(), largest, matrix.sheet.right.abs().max())
     strength = (numbers.abs() / largest).nan_to_num(nan=1.0).clamp(max=1).sqrt()[:, :, None].numpy()
-    colours = np.empty((sum(lengths), sum(lengths), 3))
+    colours = torch.empty(*numbers.shape, 3, dtype=torch.float64)
     for tile in matrix.tiles:
-        wrong_block = tile.holds if numbers is matrix.sheet.seen else None
-        rows, columns = (slice(sum(lengths[:n]), sum(lengths[: n + 1])) for n in (tile.rank, tile.block))
-        colours[rows, columns] = to_rgb(drawing.colour(tile.block if wrong_block is None else wrong_block))
-    cells = strength * colours + (1 - strength) * np.array(to_rgb(drawing.CARD))
-    image = cells.repeat(16, axis=0).repeat(16, axis=1)  # so that a viewer may smooth the image
-    ax.imshow(image, extent=(x, x + side, y + side, y), interpolation="none", aspect="auto", zorder=1)
-    for i in np.linspace(0, side, sum(lengths) + 1):
-        ax.plot([x, x + side, np.nan, x + i, x + i], [y + i, y + i, np.nan, y, y + side], color=drawing.PAGE, lw=0.7)
-    for top, bottom in _edges(lengths, side):
-        for left, right in _edges(lengths, side):
-            spot, size = (x + left, y + top), (right - left, bottom - top)
-            ax.add_patch(Rectangle(spot, *size, fill=False, ec=drawing.MUTED, lw=0.8, zorder=2.5))
-
-
-def _frames(ax: Axes, x: float, y: float, side: float, matrix: Matrix) -> None:
-    edges = _edges(matrix.sheet.lengths, side)
-    for tile in matrix.wrong:
-        (left, right), (top, bottom) = edges[tile.block], edges[tile.rank]
-        inside = FRAME * 0.7  # so that the frames of two neighbours are two
-        spot = (x + left + inside, y + top + inside)
-        size = (right - left - 2 * inside, bottom - top - 2 * inside)
-        ax.add_patch(Rectangle(spot, *size, fill=False, ec=drawing.INK, lw=FRAME, joinstyle="miter", zorder=3))
+        block = tile.block if tile.holds is None or numbers is not matrix.sheet.seen else tile.holds
+        matrix.sheet.cut(colours, tile.rank, tile.block)[:] = torch.tensor(to_rgb(drawing.colour(block)))
+    return strength * colours.numpy() + (1 - strength) * np.array(to_rgb(drawing.CARD))

@@ -79,8 +79,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if is_slow(item.path):
             item.add_marker(pytest.mark.slow)
-    if any(name.startswith("models_hugging_face") for name in names.values()):
-        PRELOAD.append("ringlab.models.hugging_face")
     if not hasattr(config, "workerinput"):  # xdist: only its workers collect
         return
     items.sort(key=lambda item: LONG.index(names[item]) if names[item] in LONG else len(LONG))  # a stable sort

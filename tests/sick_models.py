@@ -1,7 +1,7 @@
 """Steps of a tiny transformer in a ring, right or with real mistakes: what doctor/whole_model.py must tell apart."""
 
 import math
-import time
+from dataclasses import replace
 from pathlib import Path
 from random import random
 
@@ -18,7 +18,7 @@ from ringlab.training.layouts import rotary
 from tests.attention import SEED
 
 ROOT = Path(__file__).parent.parent
-CONFIG = Config(vocab=32, layers=2, hidden=24, heads=6, kv_heads=2, feedforward=40, piece=5)
+CONFIG = Config(vocab=32, layers=1, hidden=24, heads=6, kv_heads=2, feedforward=40, piece=5)
 
 
 def step(
@@ -28,15 +28,19 @@ def step(
     dtype=torch.float64,
     per_token=False,
     clip=None,
+    layers=CONFIG.layers,
     *,
     positions=None,
     targets=None,
 ):
-    """The loss of the batch, or with per_token that of each token of this rank, and the gradients."""
+    """The loss of the batch, or with per_token that of each token of this rank, and the gradients.
+
+    Without layers there is no attention, so it is quick: for mistakes of labels, losses and gradients.
+    """
     rank, P = dist.get_rank(), dist.get_world_size()
     at = positions_of(layout, text.shape[1] - 1, rank, P)
     torch.manual_seed(SEED)
-    model = Transformer(CONFIG, attention(mistakes if P > 1 else (), layout, at))
+    model = Transformer(replace(CONFIG, layers=layers), attention(mistakes if P > 1 else (), layout, at))
     for weight in model.parameters():  # scores of size 1, so that positions matter
         torch.nn.init.normal_(weight, std=0.3) if weight.dim() == 2 else torch.nn.init.uniform_(weight, 0.5, 1.5)
     model = model.to(dtype)
@@ -70,15 +74,13 @@ def step(
     for name, weight in model.named_parameters():
         if "gradients_not_reduced" not in mistakes and "DDP" not in mistakes:
             dist.all_reduce(weight.grad)
-        if "gradients_times_p" in mistakes or ("embedding twice" in mistakes and name == "embedding.weight"):
+        if "embedding twice" in mistakes and name == "embedding.weight":
             weight.grad *= P
-        if "gradients_times_root_p" in mistakes:
-            weight.grad *= math.sqrt(P)
     if clip:
         clip_gradients(model, clip, mistakes, P)
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
     if P > 1:
-        damage(gradients, mistakes, rank)
+        damage(gradients, mistakes)
     if per_token:
         return losses.detach().view(labels.shape), gradients
     loss = loss.detach()
@@ -86,8 +88,6 @@ def step(
         dist.all_reduce(loss)
     if "loss_times_p" in mistakes:
         loss *= P
-    if "loss_over_p" in mistakes:
-        loss /= P
     return loss, gradients
 
 
@@ -134,17 +134,13 @@ def clip_gradients(model, largest, mistakes, P):
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), largest, copies * norm)
 
 
-def damage(gradients, mistakes, rank):
+def damage(gradients, mistakes):
     """Mistakes without a name."""
     first, head = gradients["embedding.weight"], gradients["head.weight"]
     if "a row" in mistakes:
         first[0] *= -1
     if "a little" in mistakes:
         head *= 1 + 1e-7
-    if "a name" in mistakes and rank == 1:
-        gradients["lm_head.weight"] = gradients.pop("head.weight")
-    if "a shard" in mistakes:
-        gradients["head.weight"] = head[:10]
     if "race" in mistakes:
         first[0] *= 1 + random()
 
@@ -155,7 +151,7 @@ def blind_step(text, mistakes=(), layout="contiguous"):
 
 
 def unknown_mistake(text, *, positions=None, targets=None):
-    return step(text, ("a row",), positions=positions, targets=targets)
+    return step(text, ("a row",), layers=0, positions=positions, targets=targets)
 
 
 def random_step(text, *, positions=None, targets=None):
@@ -170,15 +166,15 @@ def wrong_shape(text):
     return torch.zeros(len(text), text.shape[1]), {"weight": torch.ones(2)}
 
 
-def deaf_step(text, *, positions=None, targets=None):
+def deaf_step(text, *, targets=None):
     """Takes targets= and does not obey."""
-    return step(text, positions=positions)
+    return one_weight(text)
 
 
 def failing_step(text, *, positions=None, targets=None):
     if dist.get_world_size() == 3:
         raise OverflowError("three are too many")
-    return step(text, positions=positions, targets=targets)
+    return one_weight(text, targets=targets)
 
 
 def one_weight(text, change=None, vocab=32, dtype=torch.float64, targets=None):
@@ -199,31 +195,17 @@ def with_dropout(text, *, targets=None):
     return one_weight(text, F.dropout, targets=targets)
 
 
-def of_8_tokens(text, *, targets=None):
-    return one_weight(text, vocab=8, targets=targets)
-
-
-def of_seed_5(text, *, targets=None):
+def of_8_tokens_and_seed_5(text, *, targets=None):
     """Fails unless text and generator are of seed 5."""
     if torch.initial_seed() != 5 or not torch.equal(
-        text, torch.randint(32, (2, 25), generator=torch.Generator().manual_seed(5))
+        text, torch.randint(8, (2, 25), generator=torch.Generator().manual_seed(5))
     ):
         raise LookupError("another seed")
-    return one_weight(text, targets=targets)
-
-
-def hanging_with_2(text, *, targets=None):
-    if dist.get_world_size() == 2 and dist.get_rank() == 1:
-        time.sleep(600)
-    return one_weight(text, targets=targets)
-
-
-def failing_alone(text):
-    raise LookupError("no weights")
+    return one_weight(text, vocab=8, targets=targets)
 
 
 def other_positions_fail(text, *, positions=None, targets=None):
     """As step with wrong labels, but a table of positions ends with the text."""
     if positions is not None and positions.max() >= text.shape[1] - 1:
         raise IndexError("no such position")
-    return step(text, ("labels_per_shard",), positions=positions, targets=targets)
+    return step(text, ("labels_per_shard",), layers=0, positions=positions, targets=targets)

@@ -140,7 +140,7 @@ def test_ddp_and_fully_shard_average_so_the_loss_is_multiplied_by_p(wrap):
 
 PAGES = {path.stem: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
 MODEL, SYMPTOMS = PAGES["your_model"], PAGES["symptoms"]
-NEW = ("your_model", "symptoms", "nccl", "cluster", "use")
+NEW = ("your_model", "symptoms", "cluster", "use")
 KNOWN = CATALOGUE | MISTAKES
 
 
@@ -378,5 +378,6 @@ def test_the_lines_that_show_where_a_rank_waits():
 
 
 def test_the_parts_of_the_gpu_bench_are_those_of_the_page():
-    listed = [row[0] for row in cells(PAGES["nccl"]) if len(row) == 3 and row[0].isalpha()]
+    of_gpus = PAGES["cluster"].partition("## On NCCL")[2]
+    listed = [row[0] for row in cells(of_gpus) if len(row) == 3 and row[0].isalpha()]
     assert [name for name in listed if name != "part"] == [word for part in gpu.PARTS for word in part.split(" and ")]

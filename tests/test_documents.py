@@ -15,13 +15,19 @@ from ringlab.training.documents import (
     pack,
     same_document,
     window_hops,
-    window_mask,
 )
 from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 from tests.attention import gradients, grouped_inputs
 from tests.ways import ring_gradients, whole
+
+
+def window_mask(seq_len, window, global_tokens=0):
+    """Which keys a query sees under a causal window with global tokens: (S, S), bool."""
+    at = torch.arange(seq_len)
+    behind = at[:, None] - at
+    return (behind >= 0) & ((behind < window) | (at < global_tokens))
 
 
 def test_positions_restart_with_each_document():

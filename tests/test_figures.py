@@ -21,7 +21,7 @@ from figures import (
     kv_rotation,
     token_loss,
 )
-from figures.draw_all import CHAPTERS, PAGES
+from figures.draw_all import CHAPTERS, NARROW, PAGES
 from notebooks import build
 from ringlab.planning.hidden_communication import TABLE_2
 from ringlab.support import drawing
@@ -108,6 +108,15 @@ def test_committed_picture_is_current_and_legible(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", NARROW)
+def test_a_narrow_picture_is_legible_on_a_phone(name):
+    figure = NARROW[name].draw(narrow=True)
+    FigureCanvasAgg(figure).draw()
+    assert_legible(figure, [label for label in figure.findobj(Text) if label.get_text() and label.get_visible()])
+    assert figure.bbox.width <= 500  # shown 358 pixels wide: letters of 14.5 pixels are 10 or more
+
+
+@pytest.mark.slow
 def test_committed_animation_is_current(tmp_path):
     kv_rotation.save_gif(tmp_path)
     (committed, pauses), (now, pauses_now) = (frames_of(folder / "kv_rotation.gif") for folder in (FOLDER, tmp_path))
@@ -141,7 +150,7 @@ def test_every_picture_is_shown_and_every_shown_picture_is_there():
     text = "".join(path.read_text() for path in [*pages, *build.chapters()])
     shown = set(re.findall(r"figures/(\w+)\.(?:svg|gif)", text))
     assert shown == PAGES.keys()
-    scripts = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "draw_all"}
+    scripts = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "draw_all", "shapes"}
     assert {draw.__module__.removeprefix("figures.") for draw in PICTURES.values()} == scripts
     assert ink_on(BLOCK_COLOURS[0]) == "#FFFFFF"  # blue
     assert ink_on(BLOCK_COLOURS[1]) == drawing.INK  # orange

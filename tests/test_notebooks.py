@@ -37,8 +37,12 @@ def kernel():
 
 
 # Before each chapter: no names of an earlier one, numpy's own printing, and no pictures, which have tests of their own.
+# The chapters share one process of which their ranks are forks: it imports what the ranks of later chapters need.
 CLEAN = """
 %reset -f
+__import__("ringlab.support.processes").support.processes.PRELOAD[2:] = [
+    "ring_doctor.examination", "notebooks.model_workers"
+]
 __spec__ = None  # multiprocessing looks for it, and reset takes it away
 __import__("ringlab.support.drawing").support.drawing.Picture._ipython_display_ = lambda picture: None
 __import__("numpy").set_printoptions(precision=8, floatmode="maxprec", suppress=False)

@@ -155,7 +155,7 @@ slices slow sources speeds staircase start step stop stores take task test that 
 travel under unequal waits way were what when which while who why will wire work worked wrong you your
 """  # the words of headings that need no entry
 # Whatever a reader may click; a notebook's .py source has the same links as its .ipynb.
-FOLDERS = ("", "bench/", "docs/", "examples/", "notebooks/", "ringlab/**/", "ring_doctor/**/")
+FOLDERS = ("", "bench/", "book/pages/", "docs/", "examples/", "notebooks/", "ringlab/**/", "ring_doctor/**/")
 PAGES = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")] + [
     *ROOT.glob("notebooks/[0-9]*.py"),
     *build.others(),

@@ -235,6 +235,16 @@ def patched(module, name, mistake):
     return lambda: mock.patch.object(module, name, mistake)
 
 
+def decay_forgotten(way, *rest, right=state_ring.along):
+    """In the maps that are handed on."""
+    return right(lambda maps, *on: way([one._replace(keep=0 * one.keep[..., :1] + 1) for one in maps], *on), *rest)
+
+
+def without_documents(*args, right=state_ring.agree_on_runs, **options):
+    runs = right(*args, **options)
+    return runs._replace(first=runs.first & False)
+
+
 def no_gradient(ctx, *d_states, right=state_ring.HandOn.backward):
     ctx.way = lambda maps, chain, h, group: [h] * len(maps)  # zeros
     return right(ctx, *d_states)
@@ -244,7 +254,7 @@ MISTAKES = {
     "the state stays on its rank": way_with(lambda before, maps, chain, h: [torch.zeros_like(x) for x in before]),
     "the first state only": way_with(lambda before, maps, chain, h: [h for _ in before]),
     "the state behind": way_with(lambda before, maps, chain, h: [one(x) for one, x in zip(maps, before, strict=True)]),
-    "the decay of the run forgotten": patched(alone, "kept", lambda keep, h: h),
+    "the decay of the run forgotten": patched(state_ring, "along", decay_forgotten),
     "maps in the other order": patched(
         alone.Map, "after", lambda self, first: alone.Map(alone.kept(first.keep, self.keep), first(self.add))
     ),
@@ -252,7 +262,7 @@ MISTAKES = {
     "no gradient of the decay": backward_with(lambda ctx, g: (*g[:4], *(x * (i % 2) for i, x in enumerate(g[4:])))),
     "no gradient of the first state": backward_with(lambda ctx, g: (*g[:3], 0 * g[3], *g[4:])),
     "the whole gradient of the first state on each rank": backward_with(lambda ctx, g: (*g[:3], g[3] + 1, *g[4:])),
-    "documents forgotten": patched(state_ring.torch, "isin", lambda at, starts: torch.zeros(len(at), dtype=bool)),
+    "documents forgotten": patched(state_ring, "agree_on_runs", without_documents),
 }
 
 
@@ -287,7 +297,7 @@ REFUSED = [
     ({"way": "scan", "layout": "zigzag"}, ["way is 'scan', layout zigzag", "for contiguous chunks"]),
     ({"v": torch.zeros(2, 2, 5, 2)}, ["shapes", "expected (B, H, S, D)"]),
     ({"v": torch.zeros(2, 3, 4, 2).double()}, ["2, 2 and 3 heads", "divide the largest"]),
-    ({"log_decay": torch.zeros(2, 2, 4, 2)}, ["log_decay has shape (2, 2, 4, 2)", "(2, 2, 4), or (B, H, S, D), D = 3"]),
+    ({"log_decay": torch.zeros(2, 2, 4, 2)}, ["log_decay has shape (2, 2, 4, 2)", "(2, 2, 4) or (2, 2, 4, 3)"]),
     ({"log_decay": (torch.zeros(2, 2, 4), torch.zeros(2, 2, 4, 3))}, ["the ranks disagree", "dim of log_decay=4"]),
     ({"beta": torch.zeros(2, 2, 3)}, ["beta has shape (2, 2, 3)", "expected (B, H, S), (2, 2, 4)"]),
     ({"state": torch.zeros(2, 2, 3, 3)}, ["state has shape (2, 2, 3, 3)", "expected (B, H, D, Dv)", "(2, 2, 3, 2)"]),

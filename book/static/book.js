@@ -73,14 +73,15 @@ for (const code of document.querySelectorAll("article :not(.output) > div[class^
     copy.textContent = WORDS[1];
   };
 }
-for (const film of document.querySelectorAll("picture")) {
+for (const film of document.querySelectorAll("picture:has(img[src$='.gif'])")) {
   let plays = !matchMedia("(prefers-reduced-motion: reduce)").matches;
-  const image = film.querySelector("img"), moving = image.src, still = film.querySelector("source").srcset;
+  const image = film.querySelector("img");
   const stop = button(WORDS[plays ? 2 : 3], film.closest("figure, p"));
   stop.onclick = () => {
     plays = !plays;
-    film.querySelector("source")?.remove();
-    image.src = plays ? moving : still;
+    const now = image.currentSrc.replace(/\.\w+$/, plays ? ".gif" : ".svg"); // in the width that is shown
+    for (const source of film.querySelectorAll("source")) source.remove();
+    image.src = now;
     stop.textContent = WORDS[plays ? 2 : 3];
   };
 }

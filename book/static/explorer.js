@@ -118,8 +118,8 @@ window.explorer = (() => {
   }
 
   /** Run a program on each rank, as simulate_messages of ringlab does. A step is [["S", to], ["R", source], ...]: one
-   *  message, or several at the same time. In each phase every message moves whose two ranks are ready.
-   *  Returns { moves: [[phase, from, to, step's message]], waits: {rank: peer}, circle: [ranks] }. */
+   *  message, or several at the same time; a third word says what the message carries, or what is done with it. In each phase every message moves whose two ranks are ready.
+   *  Returns { moves: [[phase, from, to, its third word]], waits: {rank: peer}, circle: [ranks] }. */
   function simulate(programs) {
     const left = programs.map((program) => program.map((step) => [...step]));
     const moves = [];
@@ -129,9 +129,9 @@ window.explorer = (() => {
         .map((message) => [from, message]));
       if (!ready.length) break;
       for (const [from, message] of ready) {
-        moves.push([phase, from, message[1], message[2]]);
+        const to = message[1], [taken] = now[to].splice(now[to].findIndex(([what, source]) => what === "R" && source === from), 1);
         now[from].splice(now[from].indexOf(message), 1);
-        now[message[1]].splice(now[message[1]].findIndex(([what, source]) => what === "R" && source === from), 1);
+        moves.push([phase, from, to, message[2] ?? taken[2]]);
       }
       for (const program of left) if (program.length && !program[0].length) program.shift();
     }

@@ -1,11 +1,11 @@
-// The planner's answers, computed by ring-plan: site/data/planner.json. The scoreboard: site/data/scoreboard.json.
+// The planner's answers, computed by ring-plan: site/data/planner-MODEL.js. The scoreboard: site/data/scoreboard.js.
 
 (async () => {
 const { load, make, say, settings, table } = explorer;
 const form = document.querySelector("#planner-form");
-const results = document.querySelector("#planner-results");
 const status = document.querySelector("#planner-status");
 const its = await load("planner");
+let model = null; // the answers and thresholds of the model that is chosen
 const count = (number) => Math.round(number).toLocaleString("en");
 const three = (number) => (number >= 100 ? count(number) : Number(number.toPrecision(3)).toString());
 
@@ -14,7 +14,7 @@ function options(select, names, first) {
 }
 
 /** The answers of the model and GPU that are chosen: by hosts, by length; nothing where no way fits. */
-const answers = () => its.answers[form.model.value][form.gpu.value];
+const answers = () => model.answers[form.gpu.value];
 
 /** A table of all hosts and lengths; the chosen row is marked. */
 function all() {
@@ -29,23 +29,28 @@ function all() {
 
 /** From which chunk on a hop of a ring is hidden, in training. */
 function thresholds() {
-  const found = its.thresholds[form.model.value][form.gpu.value], P = 8 * Number(form.hosts.value);
+  const found = model.thresholds[form.gpu.value], P = 8 * Number(form.hosts.value);
   const rows = Object.entries(found).map(([wire, chunk]) => [say(wire), count(chunk), count(chunk * P)]);
   return table(say("thresholds"), ["wire", "smallest chunk", "smallest sequence"].map((head) => say(head)), rows, { id: "thresholds" });
 }
 
-function change() {
+async function change() {
+  const home = document.querySelector("#planner");
+  home.dataset.ready = "no";
+  const asked = form.model.value, loaded = await load(`planner-${asked}`);
+  if (form.model.value !== asked) return;
+  model = loaded;
   const hosts = Number(form.hosts.value), S = Number(form.seq_len.value);
   const found = answers()[its.hosts.indexOf(hosts)][its.lengths.indexOf(S)];
   const words = found ? { ...found, speed: three(found.speed), seconds: three(found.seconds), gib: three(found.gib) } : {};
   status.replaceChildren(make("strong", {}, say(found ? "advice" : "nothing fits", words)));
   const known = found?.interval ? say("interval", { low: three(found.interval[0]), high: three(found.interval[1]), rows: found.interval[2] }) : say("not known");
-  document.querySelector("#planner-facts").replaceChildren(...(found ? [make("li", {}, known)] : []));
+  document.querySelector("#planner-facts").textContent = found ? known : "";
   document.querySelector("#planner-ways").replaceChildren(all());
   document.querySelector("#planner-thresholds").replaceChildren(thresholds());
   document.querySelector("#planner-command").textContent =
     `ring-plan --model ${form.model.value} --gpu ${form.gpu.value} --hosts ${hosts} --seq-len ${S}`;
-  results.setAttribute("aria-busy", false);
+  home.dataset.ready = "yes";
 }
 
 // The scoreboard -------------------------------------------------------------------------------------------------------
@@ -53,27 +58,26 @@ function change() {
 async function scoreboard() {
   const board = await load("scoreboard"), choose = document.querySelector("#scoreboard-form");
   const home = document.querySelector("#scoreboard-table table"), lines = [...home.tBodies[0].rows];
+  const words = (line, column) => line.cells[column].textContent.trim(), [WAY, MEASURED, ERROR, SOURCE] = [1, 2, 4, 5];
   const percent = (share) => (100 * share).toFixed(1);
   const { errors } = board;
   document.querySelector("#scoreboard-summary").textContent = say("scoreboard summary", {
     n: board.times, median: percent(errors.median), nine: percent(errors["nine in ten"]), worst: percent(errors.worst), right: board.right, questions: board.questions });
-  options(choose.way, [...new Set(board.rows.map((row) => row.way))], say("all"));
+  for (const [select, column] of [[choose.way, WAY], [choose.source, SOURCE]])
+    options(select, [...new Set(lines.map((line) => words(line, column)))], say("all"));
   for (const option of choose.way.options) if (["steps", "serving"].includes(option.value)) option.textContent = say(option.value);
-  options(choose.source, [...new Set(board.rows.map((row) => row.source))], say("all"));
-  const matches = (row) => (!choose.way.value || row.way === choose.way.value) && (!choose.source.value || row.source === choose.source.value);
   const filter = () => {
-    board.rows.forEach((row, i) => { lines[i].hidden = !matches(row); });
-    document.querySelector("#scoreboard-status").textContent = say("shown", { n: board.rows.filter(matches).length, of: board.rows.length });
+    for (const line of lines) line.hidden = ![[choose.way, WAY], [choose.source, SOURCE]].every(([select, column]) => !select.value || select.value === words(line, column));
+    document.querySelector("#scoreboard-status").textContent = say("shown", { n: lines.filter((line) => !line.hidden).length, of: lines.length });
   };
-  const keys = ["case", "way", "measured", "predicted", "error", "source"];
   [...home.tHead.rows[0].cells].forEach((head, column) => {
-    const words = head.textContent.trim(), button = make("button", { type: "button", "aria-label": say("sort by", { column: words }) }, words);
+    const name = head.textContent.trim(), button = make("button", { type: "button", "aria-label": say("sort by", { column: name }) }, name);
+    const key = (line) => (MEASURED <= column && column <= ERROR ? parseFloat(words(line, column).replaceAll(",", "")) : words(line, column));
     button.onclick = () => {
-      const down = head.getAttribute("aria-sort") === "ascending" ? -1 : 1, key = keys[column];
+      const down = head.getAttribute("aria-sort") === "ascending" ? -1 : 1;
       for (const each of home.tHead.rows[0].cells) each.removeAttribute("aria-sort");
       head.setAttribute("aria-sort", down > 0 ? "ascending" : "descending");
-      const order = board.rows.map((_, i) => i).sort((a, b) => down * (board.rows[a][key] < board.rows[b][key] ? -1 : board.rows[a][key] > board.rows[b][key] ? 1 : 0));
-      home.tBodies[0].append(...order.map((i) => lines[i]));
+      home.tBodies[0].append(...[...lines].sort((a, b) => down * (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0)));
     };
     head.replaceChildren(button);
   });
@@ -83,8 +87,8 @@ async function scoreboard() {
   filter();
 }
 
-options(form.gpu, Object.keys(its.answers["llama-3.1-8b"]));
-options(form.model, Object.keys(its.answers));
+options(form.gpu, its.gpus);
+options(form.model, its.models);
 options(form.hosts, its.hosts);
 options(form.seq_len, its.lengths);
 form.gpu.value = "h100";
@@ -93,7 +97,6 @@ form.seq_len.value = "131072";
 settings(form, change);
 document.querySelector("#planner").hidden = false;
 document.querySelector("#planner-still")?.remove(); // another page has none
-change();
 if (document.querySelector("#scoreboard")) await scoreboard();
-document.querySelector("#planner").dataset.ready = "yes";
+await change();
 })();

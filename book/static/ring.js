@@ -26,7 +26,8 @@ function fill(select, options, wanted) {
 
 /** Read the form, load its numbers, and begin at round 0. */
 async function change(step = 0) {
-  const P = Number(form.P.value);
+  const P = Number(form.P.value), home = document.querySelector("#ring");
+  home.dataset.ready = "no";
   form.querySelector("output").textContent = P;
   fill(form.S, book.seq_lens[P].map((S) => [S, S]));
   const file = await load(`ring-${P}-${form.S.value}`);
@@ -50,6 +51,7 @@ async function change(step = 0) {
   now = { file, one, P, S: file.S, positions, lengths: positions.map((at) => at.length), backward };
   prepare();
   films.reset(one.hops + (backward && one.hops > 0 ? 1 : 0), step);
+  home.dataset.ready = "yes";
 }
 
 const CARD = [100, 60];
@@ -140,8 +142,7 @@ function states(t, token, owner) {
     const j = (((owner - i) % P) + P) % P;
     return { attributes: i === t ? { class: "now" } : {}, cells: [round(i), chip(j), shown(m, "−∞"), shown(l), pair(a, b), l ? pair(c, d) : "–"] };
   });
-  return make("div", {}, table(say("running", { s: token, r: owner }), [say("round"), say("block"), "m", "l", "o", "o / l"], rows, { id: "states" }),
-    make("p", { class: "note", id: "why", "aria-live": "polite" }, asked !== null && asked <= t ? why(asked, token, owner) : say("ask")));
+  return explained(say("running", { s: token, r: owner }), [say("round"), say("block"), "m", "l", "o", "o / l"], rows, (at) => why(at, token, owner), t);
 }
 
 /** The number of a round, to press: its numbers are explained. */
@@ -151,28 +152,55 @@ function round(i) {
   return button;
 }
 
+/** Whether the mask lets a query see a key. */
+function sees(query, key) {
+  const { documents: [first], window } = now.file;
+  return (!form.causal.checked || key <= query) && (!form.documents.checked || (key < first) === (query < first))
+    && (form.window.disabled || !form.window.checked || key > query - window);
+}
+
+const list = (numbers) => numbers.map((each) => shown(each)).join(", ");
+const dot = (a, b) => a[0] * b[0] + a[1] * b[1];
+
 /** Where the numbers of a token come from in round t: the scores of its block, and the update, as in online_softmax. */
 function why(t, token, owner) {
   const { P, one, file, positions } = now;
   const j = (((owner - t) % P) + P) % P, x = file.tokens;
-  const [from, to] = [file.documents[0], file.window];
-  const sees = (key) => (!form.causal.checked || key <= token) && (!form.documents.checked || (key < from) === (token < from)) && (form.window.disabled || !form.window.checked || key > token - to);
-  const keys = positions[j].filter(sees);
+  const keys = positions[j].filter((key) => sees(token, key));
   if (!keys.length) return say("why nothing", { t, j, s: token });
-  const scores = keys.map((key) => (x[token][0] * x[key][0] + x[token][1] * x[key][1]) / Math.SQRT2);
+  const scores = keys.map((key) => dot(x[token], x[key]) / Math.SQRT2);
   const [before] = t ? one.states[t - 1][token] : [null], l = t ? one.states[t - 1][token][1] : 0, m = one.states[t][token][0];
-  const weights = scores.map((score) => Math.exp(score - m)), list = (numbers) => numbers.map((each) => shown(each)).join(", ");
+  const weights = scores.map((score) => Math.exp(score - m));
   return say("why", { t, j, keys: keys.join(", "), scores: list(scores), m: shown(m), f: shown(before === null ? 0 : Math.exp(before - m)),
     weights: list(weights), before: shown(l), sum: shown(weights.reduce((sum, each) => sum + each)), l: shown(one.states[t][token][1]) });
+}
+
+/** Where dK and dV of a token come from in round t: the queries of the rank that has its block, as in backward. */
+function whyBack(t, token, owner) {
+  const { P, one, file, positions } = now;
+  const r = (owner + t) % P, x = file.tokens, queries = positions[r].filter((query) => sees(query, token));
+  if (!queries.length) return say("why no gradient", { t, j: owner, r, s: token });
+  const weights = queries.map((query) => Math.exp(dot(x[query], x[token]) / Math.SQRT2 - one.states.at(-1)[query][0] - Math.log(one.states.at(-1)[query][1])));
+  const scores = queries.map((query, i) => weights[i] * (dot(x[query], x[token]) - dot(x[query], one.out[query])));
+  const before = t ? one.backward[t - 1][token] : Array(6).fill(0), after = one.backward[t][token];
+  return say("why gradient", { t, j: owner, r, s: token, queries: queries.join(", "), weights: list(weights), scores: list(scores),
+    k: pair(before[2], before[3]), dk: pair(after[2], after[3]), v: pair(before[4], before[5]), dv: pair(after[4], after[5]) });
+}
+
+/** A table of the rounds so far, and where the numbers of the round that was pressed come from. */
+function explained(words, heads, rows, told, t) {
+  return make("div", {}, table(words, heads, rows, { id: "states" }),
+    make("p", { class: "note", id: "why", "aria-live": "polite" }, asked !== null && asked <= t ? told(asked) : say("ask")));
 }
 
 /** The sums of a token's gradients, round by round. */
 function gradients(t, token, owner) {
   const rows = [...Array(t + 1).keys()].map((i) => {
     const [a, b, c, d, e, f] = now.one.backward[i][token];
-    return { attributes: i === t ? { class: "now" } : {}, cells: [String(i), pair(a, b), pair(c, d), pair(e, f)] };
+    return { attributes: i === t ? { class: "now" } : {}, cells: [round(i), pair(a, b), pair(c, d), pair(e, f)] };
   });
-  return table(say("gradients", { s: token, r: owner }), [say("round"), `dQ · ${say("stays")}`, `dK · ${say("travels")}`, `dV · ${say("travels")}`], rows, { id: "states" });
+  const heads = [say("round"), `dQ · ${say("stays")}`, `dK · ${say("travels")}`, `dV · ${say("travels")}`];
+  return explained(say("gradients", { s: token, r: owner }), heads, rows, (at) => whyBack(at, token, owner), t);
 }
 
 function bar(share, words) {
@@ -247,5 +275,4 @@ document.querySelector("#ring").hidden = false;
 document.querySelector("#ring-still")?.remove(); // a chapter has none
 addEventListener("resize", () => document.querySelector("#ring-time").replaceChildren(lanes()));
 await change();
-document.querySelector("#ring").dataset.ready = "yes";
 })();

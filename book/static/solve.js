@@ -8,10 +8,12 @@
     hop: "0: send 1, recv 3\n1: send 2, recv 0\n2: send 3, recv 1\n3: send 0, recv 2",
     gather: "0: recv 1, recv 2, recv 3, send 1 x0, send 1 x2, send 1 x3, send 2 x0\n1: send 0 x1, recv 0, recv 0, recv 0\n2: send 0 x2, recv 0\n3: send 0 x3",
     sums: "0: send 1 p1 + recv 3\n1: send 2 p2 + recv 0\n2: send 3 p3 + recv 1\n3: send 0 p0 + recv 2",
+    token: "0: recv 1 add, recv 2 add, recv 3 add\n1: send 0\n2: send 0\n3: send 0",
     tokens: "0: 0 1 2 3\n1: 4 5 6 7\n2: 8 9 10 11\n3: 12 13 14 15",
   };
-  const GOALS = { hop: 2, gather: 3, sums: 3 };
-  const BLOCK = { gather: /^x[0-3]$/, sums: /^p[0-3]$/ }; // what a message carries
+  const GOALS = { hop: 2, gather: 3, sums: 3, token: 2 };
+  const WORD = { gather: { send: /^x[0-3]$/ }, sums: { send: /^p[0-3]$/ }, token: { recv: /^(merge|add)$/ } }; // what a message carries, or what is done with it
+  const EXAMPLE = { gather: "send 1 x0, or recv 3", sums: "send 1 p1, or recv 3", token: "send 1, or recv 3 merge" };
   let outcome = null, held = [];
 
   /** The lines of the text, one a rank; a sentence for the first that cannot be read. */
@@ -31,11 +33,11 @@
   function step(text, rank) {
     const found = [];
     for (const part of text.split("+").map((each) => each.trim())) {
-      const [, what, peer, block] = part.match(/^(send|recv)\s+(\d+)(?:\s+(\w+))?$/) ?? [];
-      const wants = what === "send" ? BLOCK[form.puzzle.value] : undefined;
-      if (!what || (wants ? !wants.test(block ?? "") : block)) return say("no step", { step: part, r: rank, example: `send 1${{ gather: " x0", sums: " p1" }[form.puzzle.value] ?? ""}` });
+      const [, what, peer, word] = part.match(/^(send|recv)\s+(\d+)(?:\s+(\w+))?$/) ?? [];
+      const wants = WORD[form.puzzle.value]?.[what];
+      if (!what || (wants ? !wants.test(word ?? "") : word)) return say("no step", { step: part, r: rank, example: EXAMPLE[form.puzzle.value] ?? "send 1, or recv 3" });
       if (Number(peer) >= P || Number(peer) === rank) return say("no peer", { step: part, r: rank });
-      found.push(what === "send" ? ["S", Number(peer), block] : ["R", Number(peer)]);
+      found.push([what === "send" ? "S" : "R", Number(peer), word]);
     }
     return found;
   }
@@ -43,15 +45,18 @@
   /** What each rank has after each phase, and the mistakes: a list of sentences. */
   function follow(kind) {
     const mistakes = [];
-    let has = RANKS.map((r) => (kind === "sums" ? RANKS.map(() => [r]) : kind === "gather" ? [r] : null)); // sums: the shares in each part
+    let has = RANKS.map((r) => (kind === "sums" ? RANKS.map(() => [r]) : kind === "hop" ? null : [r])); // sums: the shares in each part
     held = [has];
     for (let phase = 0; phase <= (outcome.moves.at(-1)?.[0] ?? -1); phase++) {
       const next = structuredClone(has);
-      for (const [, from, to, block] of outcome.moves.filter(([at]) => at === phase)) {
-        const n = Number(block?.[1]);
+      for (const [, from, to, word] of outcome.moves.filter(([at]) => at === phase)) {
+        const n = Number(word?.[1]);
         if (kind === "hop") next[to] = from;
         else if (kind === "sums") next[to][n] = [...next[to][n], ...has[from][n]];
-        else if (!has[from].includes(n)) mistakes.push(say("not held", { r: from, block }));
+        else if (kind === "token") {
+          next[to] = [...next[to], ...has[from]];
+          if (word === "add") mistakes.push(say("averages added", { r: to, from }));
+        } else if (!has[from].includes(n)) mistakes.push(say("not held", { r: from, block: word }));
         else if (!next[to].includes(n)) next[to].push(n);
       }
       held.push(has = next);
@@ -62,8 +67,9 @@
       else if (kind === "hop" && has[r] !== before) mistakes.push(say("wrong x", { r, found: has[r], before }));
       for (const s of RANKS) {
         if (kind === "gather" && !has[r].includes(s)) mistakes.push(say("no block", { r, s }));
-        const times = kind === "sums" ? has[r][r].filter((share) => share === s).length : 1;
-        if (times !== 1) mistakes.push(say(times ? "share twice" : "no share", { r, s, times }));
+        const shares = kind === "sums" ? has[r][r] : kind === "token" && r === 0 ? has[0] : [s];
+        const times = shares.filter((share) => share === s).length;
+        if (times !== 1) mistakes.push(say({ sums: times ? "share twice" : "no share", token: times ? "keys twice" : "no keys" }[kind], { r, s, times }));
       }
     }
     return mistakes;
@@ -88,8 +94,9 @@
     const kind = form.puzzle.value, film = kind !== "tokens";
     document.querySelector("#solve-task").textContent = say(`task ${kind}`);
     const { fault, programs } = parse(form.text.value, film ? step : (words, r) => (words.split(/\s+/).every((token) => /^\d+$/.test(token) && token < S) ? words.split(/\s+/).map(Number) : say("no tokens", { words, r })));
-    for (const part of ["player", "stage", "table", "status"]) document.querySelector(`#solve-${part}`).hidden = Boolean(fault) || (part !== "table" && !film);
+    document.querySelector("#solve-film").classList.toggle("old", Boolean(fault)); // it stays, so that nothing jumps while one writes
     if (fault) return verdict([fault]);
+    for (const part of ["player", "stage", "status"]) document.querySelector(`#solve-${part}`).hidden = !film;
     if (!film) {
       const { mistakes, time, rows } = deal(programs.map((steps) => steps.flat()));
       document.querySelector("#solve-table").replaceChildren(table(say("pairs"), [say("round"), ...RANKS.map((r) => say("rank", { r })), say("longest")], rows, { id: "dealt" }));
@@ -106,7 +113,8 @@
   /** What rank r has, in words: blocks, or the shares of its own part. */
   function owned(r, has) {
     if (form.puzzle.value === "hop") return has === null ? "–" : `x${has}`;
-    return form.puzzle.value === "gather" ? has.map((s) => `x${s}`).join(" ") : has.map((shares, part) => `p${part}: ${shares.join(" + ")}`).join(" · ");
+    if (form.puzzle.value !== "sums") return has.map((s) => `${form.puzzle.value === "token" ? "KV" : "x"}${s}`).join(" ");
+    return has.map((shares, part) => `p${part}: ${shares.join(" + ")}`).join(" · ");
   }
 
   function show(at) {

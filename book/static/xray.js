@@ -26,8 +26,7 @@ function tile(label) {
 }
 
 function show(report) {
-  const parts = [make("h2", {}, report.name ?? say("report")),
-    make("p", { class: report.healthy ? "well" : "sick" }, `${report.healthy ? "✓" : "✗"} ${report.verdict}`)];
+  const parts = [make("p", { class: "heading" }, report.name ?? say("report"))];
   for (const remark of report.remarks ?? []) parts.push(make("p", {}, remark));
   if (report.when) parts.push(make("p", {}, report.when));
   if (!report.xray) parts.push(make("p", { class: "muted" }, say("no xray")));
@@ -37,7 +36,13 @@ function show(report) {
     if (notes.length) parts.push(make("ul", {}, ...notes.map((note) => make("li", {}, note))));
   }
   home.replaceChildren(...parts);
-  document.querySelector("#xray-status").textContent = report.verdict;
+  tell(`${report.healthy ? "✓" : "✗"} ${report.verdict}`, report.healthy);
+}
+
+function tell(words, well) {
+  const status = document.querySelector("#xray-status");
+  status.textContent = words;
+  status.className = `status ${well ? "well" : "sick"}`;
 }
 
 async function read(file) {
@@ -46,12 +51,19 @@ async function read(file) {
     if (typeof report.verdict !== "string" || !("xray" in report)) throw new Error(say("no report"));
     show(report);
   } catch (error) {
-    document.querySelector("#xray-status").textContent = say("unreadable", { name: file.name, why: error.message });
+    tell(say("unreadable", { name: file.name, why: error.message }));
     home.replaceChildren();
   }
 }
 
-settings(form, async (name) => name === "example" && show(await load(form.example.value)));
+/** Show the example that is chosen. */
+async function example() {
+  document.querySelector("#xray").dataset.ready = "no";
+  show(await load(form.example.value));
+  document.querySelector("#xray").dataset.ready = "yes";
+}
+
+settings(form, (name) => name === "example" && example());
 form.file.addEventListener("change", () => form.file.files.length && read(form.file.files[0]));
 for (const name of ["dragover", "dragenter"]) drop.addEventListener(name, (event) => { event.preventDefault(); drop.classList.add("over"); });
 drop.addEventListener("dragleave", () => drop.classList.remove("over"));
@@ -61,6 +73,5 @@ drop.addEventListener("drop", (event) => {
   if (event.dataTransfer.files.length) read(event.dataTransfer.files[0]);
 });
 document.querySelector("#xray").hidden = false;
-show(await load(form.example.value));
-document.querySelector("#xray").dataset.ready = "yes";
+await example();
 })();

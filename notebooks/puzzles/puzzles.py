@@ -12,6 +12,8 @@
 # A ring is one schedule of messages. There are others, and some are better. Here are thirteen puzzles. In each, you write what **one rank** does. Your function
 # then runs on 3, 4 and 5 real processes, all at the same time. You see whether the result is right, what it cost, and a film of what your ranks did.
 #
+# Puzzles 1, 2, 3, 7 and 12 can also be solved [in the page of the book](../../book/pages/solve.md), with nothing installed.
+#
 # You need chapters [1](../01_attention_to_online_softmax.ipynb) to [4](../04_the_ring.ipynb). Puzzle 6 needs [5](../05_backward.ipynb), and puzzle 7 needs
 # [7](../07_causal_balance.ipynb). A puzzle takes 5 to 20 minutes. They become harder.
 #

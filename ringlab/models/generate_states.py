@@ -10,7 +10,7 @@ Shapes: B prompts of any lengths, padded on the right: padding writes nothing an
 (B, H, D, D), the tokens of a convolution (B, N, k - 1) with N channels.
 
     $ python -m ringlab.models.generate_states
-    4 ranks, 3 linear layers and 1 of attention; prompts of 13 and 6 tokens, 12 new ones
+    4 ranks, 3 linear layers and 1 of attention, the prompts of generate.py
     ok    the tokens of one process: 216 214 131 168 ... and 191 234 62 236 ...
     a rank keeps 896 numbers of keys and values, which grow with the text, and 8,448 of states
 
@@ -53,8 +53,7 @@ class HybridCache(SpreadCache):
             self.ends.append(row[..., 1:])
             return short_convolution(row, weight)[..., -1:]
         kept = self.counts + torch.arange(1 - weight.shape[1], 0, device=x.device)  # (B, k - 1): positions
-        mine = self.at[:, : x.shape[2], None] == kept[:, None]  # (B, n, k - 1)
-        self.ends.append(x @ mine.to(x))
+        self.ends.append(x @ (self.at[:, : x.shape[2], None] == kept[:, None]).to(x))
         dist.all_reduce(self.ends[-1], group=self.group)  # one rank has the token, the others zeros
         return self.ring.convolution(x, weight)
 
@@ -83,13 +82,10 @@ def answers_on_rank(context: RankContext) -> tuple[Tensor, list[int]]:
 
 
 def main() -> int:
-    P = 4
-    model = seeded(scaled_dot_product_attention, **SIZES)
-    right = [alone(model, prompt, NEW) for prompt in PROMPTS]
-    results = launch(answers_on_rank, P)
+    right = [alone(seeded(scaled_dot_product_attention, **SIZES), prompt, NEW) for prompt in PROMPTS]
+    results = launch(answers_on_rank, 4)
     ok = all(tokens.tolist() == right for tokens, _ in results)
-    lengths = " and ".join(str(len(prompt)) for prompt in PROMPTS)
-    print(f"{P} ranks, 3 linear layers and 1 of attention; prompts of {lengths} tokens, {NEW} new ones")
+    print("4 ranks, 3 linear layers and 1 of attention, the prompts of generate.py")
     words = " and ".join(" ".join(map(str, tokens[:4])) + " ..." for tokens in right)
     print(f"{'ok   ' if ok else 'WRONG'} the tokens of one process: {words}")
     keys, states = results[0][1]

@@ -31,10 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ringlab.models import transformer
+from ringlab.models.transformer import Linear, ring_of_states
 from ringlab.support.extras import extra
-from ringlab.training.linear_attention import linear_attention
-from ringlab.training.short_convolution import ring_short_convolution, short_convolution
-from ringlab.training.state_ring import ring_linear_attention
 
 with extra("hf", __name__):
     from transformers.activations import ACT2FN
@@ -85,20 +84,18 @@ def check_no_state(passed: dict[str, Any]) -> None:
 
 
 def rule(
-    compute: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **passed: Any
+    compute: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **passed: Any
 ) -> tuple[Tensor, None]:
-    """The gated delta rule and Kimi's, but for the recurrence: `compute`(q, k, v, g, beta), (B, H, C, ...) each."""
+    """The gated delta rule and Kimi's, but for the recurrence: `compute`(q, k, v, g, beta) -> (out, state)."""
     check_no_state(passed)
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k, v, g, beta = (x.transpose(1, 2).to(wide) for x in (q, k, v, g, beta))
     if passed.get("use_qk_l2norm_in_kernel"):
         q, k = (x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6) for x in (q, k))
-    return compute(q, k, v, g, beta).transpose(1, 2).contiguous().to(dtype), None
+    return compute(q, k, v, g, beta)[0].transpose(1, 2).contiguous().to(dtype), None
 
 
-def scan(
-    compute: Callable[..., Tensor], x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **passed: Any
-) -> Tensor:
+def scan(compute: Callable[..., Any], x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **passed: Any) -> Tensor:
     """`mamba2_chunk_scan`, but for the recurrence: linear attention of C, B and Δ x, with the decay e^(A Δ)."""
     check_no_state(passed)
     wide, (least, most) = torch.promote_types(x.dtype, torch.float32), passed.get("dt_limit", (0.0, torch.inf))
@@ -106,32 +103,27 @@ def scan(
     dt = (F.softplus(dt) if passed.get("dt_softplus") else dt).clamp(least, most).to(wide)  # (B, C, H)
     x = x.to(wide)
     inputs = (y.transpose(1, 2).to(wide) for y in (C, B, x * dt[..., None], A.to(wide) * dt))
-    out = compute(*inputs, None, scale=1.0).transpose(1, 2).contiguous()
+    out = compute(*inputs, None, scale=1.0)[0].transpose(1, 2).contiguous()
     return out if passed.get("D") is None else out + passed["D"][:, None] * x
 
 
 def in_ring(attention: LayerAttention) -> Mixers:
     """These functions over the ranks of a ring."""
 
-    def where() -> dict[str, Any]:
-        return {"documents": attention.documents, "layout": attention.layout, "group": attention.group}
+    def here() -> Linear:  # documents are those of the pass
+        return ring_of_states(documents=attention.documents, layout=attention.layout, group=attention.group)
 
-    def attend(*x: Any, scale: float | None = None) -> Tensor:
-        return ring_linear_attention(*x, scale=scale, **where())[0]
-
-    return mixers(lambda *x: ring_short_convolution(*x, **where()), attend)
+    return mixers(lambda *x: here().convolution(*x), lambda *x, **scale: here().rule(*x, **scale))
 
 
-def mixers(convolve: Callable[..., Tensor], attend: Callable[..., Tensor]) -> Mixers:
-    """What the names mean, when tokens mix by these two: `convolve`(x, weight, bias), `attend`(q, k, v, g, beta)."""
-    delta = partial(rule, attend)
-    in_one = {ALL_IN_ONE: lambda *inputs, **options: None}  # "there is no such kernel": else it would stay in its shard
+def mixers(convolve: Callable[..., Tensor], attend: Callable[..., Any]) -> Mixers:
+    """What the names mean, when tokens mix by these two functions of a `transformer.Linear`."""
     return {
         CONVOLUTION: partial(convolution, convolve),
-        RULE: delta,
-        KDA: delta,
+        RULE: partial(rule, attend),
+        KDA: partial(rule, attend),
         SCAN: partial(scan, attend),
-        **in_one,
+        ALL_IN_ONE: lambda *inputs, **options: None,  # "there is no such kernel": else it would stay in its shard
     }
 
 
@@ -143,14 +135,14 @@ def convolution_cut(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def attention_cut(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float | None = None
-) -> Tensor:
+) -> tuple[Tensor, None]:
     """Each token sees itself only, and an error in any of the five changes the result."""
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
     unequal = torch.arange(1, q.shape[3] + 1).to(q).cos()
     g = g[..., None] if g.dim() == 3 else g
     v = v if beta is None else v * beta[..., None]
-    return v + ((q + 2 * k + g) * unequal).mean(dim=3, keepdim=True)
+    return v + ((q + 2 * k + g) * unequal).mean(dim=3, keepdim=True), None
 
 
-ALONE = mixers(short_convolution, lambda *x, **scale: linear_attention(*x, **scale)[0])  # on one process
+ALONE = mixers(*transformer.ALONE)  # on one process
 CUT = mixers(convolution_cut, attention_cut)

@@ -28,13 +28,6 @@ Shapes: S tokens in all, P ranks, C = S/P. tokens, labels and positions are (S,)
     the ring, contiguous: loss 0.8124
     ok    out: largest error 4.4e-16, rounding allows 1.5e-14 (float64 sums)
     ...
-    65,536 tokens on 8 ranks: hops, and how much the busiest rank computes, 1 is the average
-                                        contiguous          zigzag         striped
-    documents: 8 of S/8                    0  1.00         7  1.00         7  1.00
-    1 of S/2, 2 of S/8, 16 of S/64         3  3.07         7  1.75         7  1.00
-    window of 8,193                        1  1.07         7  1.07         7  1.00
-    window of 8,194                        2  1.07         7  1.07         7  1.00
-    window of 1,024, 4 global tokens       7  1.01         7  1.01         7  1.00
 
 Striped deals out each document evenly, so it needs no layout of its own for a pack. Contiguous chunks need the fewest
 hops, and none where each document lies on one rank.
@@ -59,8 +52,7 @@ from ringlab.support.rounding import exact_attention
 from ringlab.training.cases import chunks_of_rank, report_ranks
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS, unshard
-from ringlab.training.masks import Mask, lengths_of
-from ringlab.training.partition import Partition
+from ringlab.training.masks import lengths_of
 
 IGNORED = -100  # the label of a token that counts in no loss, as in F.cross_entropy
 
@@ -132,13 +124,6 @@ def same_document(lengths: Sequence[int]) -> Tensor:
     return number[:, None] == number
 
 
-def window_mask(seq_len: int, window: int, global_tokens: int = 0) -> Tensor:
-    """Which keys a query sees under a causal window with global tokens: (S, S), bool."""
-    at = torch.arange(seq_len)
-    behind = at[:, None] - at
-    return (behind >= 0) & ((behind < window) | (at < global_tokens))
-
-
 def window_hops(window: int, chunk: int, world_size: int) -> int:
     """The hops of a causal window in the contiguous layout, with `chunk` tokens on each rank."""
     return min(-(-(window - 1) // chunk), world_size - 1)
@@ -191,22 +176,6 @@ def main() -> int:
         ok &= abs(loss - alone) < 1e-12
         ok &= report_ranks(of_ranks, layout, right)
 
-    P, C = 8, 8192
-    print(f"{P * C:,} tokens on {P} ranks: hops, and how much the busiest rank computes, 1 is the average")
-    print(" " * 30 + "".join(f"{layout:>16}" for layout in LAYOUTS))
-    for name, mask in (
-        ("documents: 8 of S/8", Mask(True, EQUAL)),
-        ("1 of S/2, 2 of S/8, 16 of S/64", Mask(True, MIXED)),
-        ("window of 8,193", Mask(True, None, C + 1)),
-        ("window of 8,194", Mask(True, None, C + 2)),
-        ("window of 1,024, 4 global tokens", Mask(True, None, C // 8, 4)),
-    ):
-        partitions = [Partition(mask, layout, (C,) * P) for layout in LAYOUTS]
-        work = [[partition.pairs(rank) for rank in range(P)] for partition in partitions]
-        cells = [f"{it.hops:>10}  {P * max(each) / sum(each):.2f}" for it, each in zip(partitions, work, strict=True)]
-        print(f"{name:<32}{''.join(cells)[2:]}")
-        if mask.window and not mask.global_tokens:
-            ok &= partitions[0].hops == window_hops(mask.window, C, P)
     return 0 if ok else 1
 
 

@@ -38,6 +38,7 @@ from ringlab.basics.naive_attention import resolve_scale
 from ringlab.support.extras import extra
 from ringlab.support.rounding import exact_attention
 from ringlab.training.cases import random_inputs, report_ranks
+from ringlab.training.grouped_query import check_grouped_chunks
 from ringlab.training.layouts import check_layout, positions, shard
 
 with extra("jax", __name__):
@@ -184,18 +185,10 @@ def on_mesh(mesh: Mesh, **settings: Any) -> Callable[[Array, Array, Array], Arra
 
 
 def check_chunks(q: Array, k: Array, v: Array) -> None:
-    """Raise ValueError unless q is (B, H, C, D), k and v (B, G, C, D), H a multiple of G, of one floating dtype."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4 or 0 in x.shape:
-            raise ValueError(f"{name} has shape {x.shape}; expected (B, H, S, D), every size 1 or more")
-        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype} and q {q.dtype}; expected one floating dtype: use x.astype(dtype)")
-    if k.shape != v.shape:
-        raise ValueError(f"k has shape {k.shape} and v {v.shape}; expected one shape (B, G, S, D) for both")
-    if (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]) or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"q has shape {q.shape} and k {k.shape}; expected the same B, S and D, and a multiple of k's heads in q"
-        )
+    """Raise ValueError as `check_grouped_chunks` does in PyTorch: for shapes and dtypes."""
+    dtypes = [getattr(torch, x.dtype.name, torch.bool) for x in (q, k, v)]
+    like = [torch.zeros((), dtype=dtype).expand(x.shape) for x, dtype in zip((q, k, v), dtypes, strict=True)]
+    check_grouped_chunks(*like)
 
 
 def virtual_devices(number: int) -> Mesh:

@@ -20,8 +20,8 @@ layout each token is a run of its own, which is refused.
 Shapes: as in linear_attention.py, with C = S/P tokens on each of P ranks.
 
     $ python -m ringlab.training.state_ring
-    4 ranks, S = 512, 4 heads of 32, float64: the gated delta rule, beside token by token
-    ok    hops, contiguous: out and five gradients differ by 9.7e-16 at most
+    the gated delta rule on 4 ranks, S = 512, 4 heads of 32: out and gradients, beside token by token
+    ok    hops, contiguous: differs by 9.7e-16
     ...
 
 Before: linear_attention.py, the map of a chunk. After: short_convolution.py, what else crosses a border.
@@ -31,8 +31,8 @@ all-gather of states in each direction, for linear attention without the delta r
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,22 +42,13 @@ from torch.distributed import ProcessGroup
 from ringlab.basics.chunks import agree_on_chunks, as_autocast, needs_gradients
 from ringlab.basics.ranks import neighbours
 from ringlab.support.agreement import flat_group
-from ringlab.support.processes import RankContext, launch
+from ringlab.support.processes import launch
 from ringlab.training.all_gather import all_gather
 from ringlab.training.backward import differentiable_once
+from ringlab.training.cases import chunks_of_rank, report_loop
 from ringlab.training.flash_ring import left_as_it_is
-from ringlab.training.layouts import shard, unshard
-from ringlab.training.linear_attention import (
-    Inputs,
-    Map,
-    checked_inputs,
-    each_of,
-    empty_state,
-    in_chunks,
-    outputs,
-    recurrence,
-    states_along,
-)
+from ringlab.training.layouts import unshard
+from ringlab.training.linear_attention import Inputs, Map, checked_inputs, each_of, in_chunks, recurrence, states_along
 from ringlab.training.masks import Mask, lengths_of
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Group
@@ -65,30 +56,22 @@ from ringlab.training.schedule import Group
 Chain = Sequence[int]  # the rank of each run of tokens, in the order of the sequence
 
 
-def packed(one: Map) -> Tensor:
-    """A map as one message."""
-    return torch.cat([one.keep.flatten(), one.add.flatten()])
-
-
 def unpacked(message: Tensor, like: Map) -> Map:
-    """The map in a message, in the shapes of `like`."""
-    keep, add = message.split([like.keep.numel(), like.add.numel()])
-    return Map(keep.view_as(like.keep), add.view_as(like.add))
+    """The map in a message (..., D, D + Dv or 1 + Dv), with as many columns as `like`: torch.cat(map, dim=-1) back."""
+    return Map(*message.split([x.shape[-1] for x in like], dim=-1))
 
 
 def by_hops(maps: Sequence[Map], chain: Chain, h: Tensor, group: ProcessGroup | None) -> list[Tensor]:
     """The state before each of this rank's runs, whose maps are given: it comes from the rank before, and goes on."""
-    rank, before = neighbours(group)[0], []
+    before: list[Tensor] = []
     for i, owner in enumerate(chain):
-        if owner != rank:
-            continue
-        if i > 0 and chain[i - 1] != rank:
-            h = torch.empty_like(h)
-            dist.recv(h, group=group, group_src=chain[i - 1])
-        before.append(h)
-        h = maps[len(before) - 1](h)
-        if i + 1 < len(chain) and chain[i + 1] != rank:
-            dist.send(h.contiguous(), group=group, group_dst=chain[i + 1])
+        if owner == neighbours(group)[0]:
+            if i > 0:
+                h = torch.empty_like(h)
+                dist.recv(h, group=group, group_src=chain[i - 1])
+            before.append(h)
+            if i + 1 < len(chain):
+                dist.send(maps[len(before) - 1](h).contiguous(), group=group, group_dst=chain[i + 1])
     return before
 
 
@@ -98,7 +81,7 @@ def by_scan(maps: Sequence[Map], chain: Chain, h: Tensor, group: ProcessGroup | 
     place, (total,), before = chain.index(rank), maps, None  # total: of this run and those in `before`
     distance = 1
     while distance < P:
-        message = packed(total)
+        message = torch.cat(total, dim=-1)
         arriving, messages = torch.empty_like(message), []
         if place >= distance:
             messages.append(dist.P2POp(dist.irecv, arriving, group=group, group_peer=chain[place - distance]))
@@ -116,43 +99,37 @@ def by_scan(maps: Sequence[Map], chain: Chain, h: Tensor, group: ProcessGroup | 
 def by_gather(maps: Sequence[Map], chain: Chain, h: Tensor, group: ProcessGroup | None) -> list[Tensor]:
     """The same, from the maps of all ranks."""
     rank, P, _, _ = neighbours(group)
-    runs = max(chain.count(r) for r in range(P))
-    mine = torch.cat([packed(one) for one in maps])
-    mine = torch.nn.functional.pad(mine, (0, mine.numel() // len(maps) * (runs - len(maps))))  # all messages alike
-    everyone = mine.new_empty(P * mine.numel())
-    all_gather(everyone, mine, group=group)
-    of_rank = [iter(part.view(runs, -1)) for part in everyone.view(P, -1)]
-    before = []
-    for owner in chain:
-        if owner == rank:
-            before.append(h)
-            if len(before) == len(maps):
-                break
-        h = unpacked(next(of_rank[owner]), maps[0])(h)
-    return before
+    most = max(map(chain.count, chain))  # runs of a rank: the messages of all are as long
+    mine = torch.stack(([torch.cat(one, dim=-1) for one in maps] * most)[:most])
+    everyone = mine.new_empty(P, *mine.shape)
+    all_gather(everyone.flatten(), mine.flatten(), group=group)
+    of_rank = [iter(each) for each in everyone]
+    states = states_along((unpacked(next(of_rank[owner]), maps[0]) for owner in chain), h)
+    return [before for owner, before in zip(chain, states[:-1], strict=True) if owner == rank]
 
 
 Way = Callable[[Sequence[Map], Chain, Tensor, ProcessGroup | None], list[Tensor]]
 WAYS: dict[str, Way] = {"hops": by_hops, "scan": by_scan, "gather": by_gather}
 
 
-def together(maps: Map) -> Map:
-    """One map in place of those of n chunks."""
-    return reduce(lambda first, then: then.after(first), each_of(maps))
+def along(way: Way, chain: Chain, group: Any, runs: list[list[Map]], h: Tensor) -> list[list[Tensor]]:
+    """The state before each chunk of this rank's runs, whose maps are given; h is the state before the sequence."""
+    wholes = [reduce(lambda first, then: then.after(first), run) for run in runs]
+    before = way(wholes, chain, h, group)
+    return [states_along(run[:-1], each) for run, each in zip(runs, before, strict=True)]
 
 
 class HandOn(torch.autograd.Function):
-    """The states along each of this rank's runs, as `states_along` gives them, and backward their gradients.
+    """The state before each chunk of this rank's runs, (B, H, n, D, Dv) a run, and backward the gradients.
 
-    It is one function for a whole run: autograd would keep and walk the maps of all chunks one by one.
+    It is one function for all chunks: autograd would keep and walk their maps one by one.
     """
 
     @staticmethod
     def forward(ctx: Any, way: Way, chain: Chain, group: Any, h: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
         """`maps` are keep and add of each run's chunks; h (B, H, D, Dv) is the state before the sequence."""
-        runs = [Map(*pair) for pair in zip(maps[::2], maps[1::2], strict=True)]
-        before = way([together(run) for run in runs], chain, h, group)
-        states = tuple(states_along(*each) for each in zip(runs, before, strict=True))
+        runs = [each_of(Map(*pair)) for pair in zip(maps[::2], maps[1::2], strict=True)]
+        states = tuple(torch.stack(of_run, dim=2) for of_run in along(way, chain, group, runs, h))
         ctx.way, ctx.chain, ctx.group = way, chain, group
         ctx.save_for_backward(*maps[::2], *states)
         return states
@@ -161,22 +138,18 @@ class HandOn(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, *d_states: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # asked for once: activation checkpointing computes them anew, and once only
-        keeps, states = saved[: len(d_states)], saved[len(d_states) :]
-        d_after = [d[:, :, -1] for d in d_states]  # of the state after each run
-        numbers = keeps[0].shape[-1] == 1
-        runs = [  # the other way: d_h before a chunk = keepᵀ d_h after it + d_read
-            Map((keep if numbers else keep.mT).flip(2), d[:, :, :-1].flip(2))
-            for keep, d in zip(keeps, d_states, strict=True)
-        ]
-        wholes = [one._replace(add=one(d)) for one, d in zip(map(together, runs), d_after, strict=True)]
-        behind = ctx.way(wholes[::-1], ctx.chain[::-1], torch.zeros_like(d_after[0]), ctx.group)[::-1]
-        d_along = [states_along(run, d + more).flip(2) for run, d, more in zip(runs, d_after, behind, strict=True)]
+        keeps, states, numbers = saved[: len(d_states)], saved[len(d_states) :], saved[0].shape[-1] == 1
+        runs = [  # the other way: the gradient before a chunk = keepᵀ (that behind it) + what the chunk reads
+            each_of(Map(keep if numbers else keep.mT, d))[::-1] for keep, d in zip(keeps, d_states, strict=True)
+        ][::-1]
+        zeros = torch.zeros_like(d_states[0][:, :, 0])
+        behind = along(ctx.way, ctx.chain[::-1], ctx.group, runs, zeros)
+        d_h = runs[-1][-1](behind[-1][-1]) if ctx.chain[0] == neighbours(ctx.group)[0] else zeros
         d_maps: list[Tensor] = []
-        for keep, along, d in zip(keeps, states, d_along, strict=True):
-            h, d = along[:, :, :-1], d[:, :, 1:]  # the state before each chunk, the gradient of that after it
-            d_maps += [(d * h).sum_to_size(keep.shape) if numbers else d @ h.mT, d]
-        first = ctx.chain[0] == neighbours(ctx.group)[0]
-        return None, None, None, d_along[0][:, :, 0] if first else torch.zeros_like(d_after[0]), *d_maps
+        for h, of_run in zip(states, behind[::-1], strict=True):
+            d = torch.stack(of_run[::-1], dim=2)  # of the state behind each chunk
+            d_maps += [(d * h).sum(dim=-1, keepdim=True) if numbers else d @ h.mT, d]
+        return None, None, None, d_h, *d_maps
 
 
 def check_layout_of_states(layout: str) -> None:
@@ -188,13 +161,48 @@ def check_layout_of_states(layout: str) -> None:
         )
 
 
-def runs_of(partition: Partition) -> tuple[list[int], list[int]]:
-    """The chain of ranks, and where this layout cuts: the lengths of all runs, in the order of the sequence."""
+class Runs(NamedTuple):
+    """Where a layout cuts the sequence into runs of tokens, and which of them this rank has."""
+
+    scale: float
+    chain: list[int]  # the rank of each run, in the order of the sequence
+    mine: list[int]  # the lengths of this rank's runs
+    since: Tensor  # (C,): how many tokens of its document stand before each token of this rank
+    first: Tensor  # (C,): whether a token begins a document, but the first
+
+
+def agree_on_runs(
+    chunks: tuple[Tensor, Tensor, Tensor],
+    inputs: dict[str, Tensor | None],
+    scale: float | None,
+    group: ProcessGroup | None,
+    check: Callable[[], None],
+    documents: Sequence[int] | Tensor | None,
+    layout: str,
+    same: dict[str, Any],
+) -> Runs:
+    """The runs of this call; or the same ValueError on every rank, where `check` raises it or the ranks disagree.
+
+    `chunks` are (B, H, C, ...). The ranks must give the same of the inputs, and need gradients of the same.
+    """
+
+    def check_all(*_: Tensor) -> None:
+        check()
+        check_layout_of_states(layout)
+        Mask(documents=documents)
+
+    given = {name: x for name, x in inputs.items() if x is not None}
+    same |= {"given": [*given], "layout": layout, "documents": lengths_of(documents)}
+    same |= {"gradients": [name for name, x in given.items() if needs_gradients(x)]}
+    scale, lengths = agree_on_chunks(*chunks, scale, group, check=check_all, settings=lambda: same)
+    partition, rank = Partition(Mask(causal=True, documents=documents), layout, tuple(lengths)), neighbours(group)[0]
     owner = torch.empty(partition.seq_len, dtype=torch.int64)
-    for r in range(len(partition.lengths)):
+    for r in range(len(lengths)):
         owner[partition.positions(r)] = r
-    chain, lengths = torch.unique_consecutive(owner, return_counts=True)
-    return chain.tolist(), lengths.tolist()
+    chain, tokens = (x.tolist() for x in torch.unique_consecutive(owner, return_counts=True))
+    mine = [length for r, length in zip(chain, tokens, strict=True) if r == rank]
+    at, ((begin, _),) = partition.positions(rank), partition.visible_keys(rank)
+    return Runs(scale, chain, mine, at - begin, (at == begin) & (at > 0))
 
 
 @left_as_it_is
@@ -228,45 +236,25 @@ def ring_linear_attention(
     group = flat_group(group)
     q, k, v = as_autocast(q, k, v)
 
-    def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-        checked_inputs(q, k, v, log_decay, beta)
-        Mask(documents=documents)
-        check_layout_of_states(layout)
+    def check() -> None:
+        checked_inputs(q, k, v, log_decay, beta, state)
         if way not in WAYS or (way == "scan" and layout == "zigzag"):
             raise ValueError(f"way is {way!r}, layout {layout}; expected hops or gather, or scan for contiguous chunks")
-        shape = (len(q), max(x.shape[1] for x in (q, k, v)), k.shape[3], v.shape[3])
-        if state is not None and state.shape != shape:
-            raise ValueError(f"state has shape {tuple(state.shape)}; expected (B, H, D, Dv), {shape}")
 
     inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
-    given = {name: x for name, x in inputs.items() if x is not None}
-    same: dict[str, Any] = {"heads of v": v.shape[1:2], "given": [*given], "layout": layout, "way": way}
-    same |= {"dim of log_decay": getattr(log_decay, "ndim", None)}
-    same |= {"documents": lengths_of(documents), "gradients": [name for name, x in given.items() if needs_gradients(x)]}
-    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check, settings=lambda: same)
-    partition = Partition(Mask(documents=documents), layout, tuple(lengths))
-    chain, tokens = runs_of(partition)
-    rank = neighbours(group)[0]
-    mine = [length for owner, length in zip(chain, tokens, strict=True) if owner == rank]
+    same = {"heads of v": v.shape[1:2], "dim of log_decay": getattr(log_decay, "ndim", None), "way": way}
+    runs = agree_on_runs((q, k, v), inputs, scale, group, check, documents, layout, same)
 
-    x = checked_inputs(q, k, v, log_decay, beta)
+    x, h = checked_inputs(q, k, v, log_decay, beta, state)
     if documents is not None:  # a token that begins a document forgets everything before it
-        starts = torch.isin(partition.positions(rank), torch.tensor(partition.mask.documents).cumsum(dim=0))
-        x = x._replace(log_decay=x.log_decay.masked_fill(starts.to(q.device)[:, None], -torch.inf))
-    parts = zip(*([None] * len(mine) if y is None else y.split(mine, dim=2) for y in x), strict=True)
-    chunks = [in_chunks(Inputs(*part), scale) for part in parts]
-    h = empty_state(x) if state is None else state.to(x.k.dtype)
-    states = HandOn.apply(WAYS[way], chain, group, h, *(y for run in chunks for y in run.map))
-    out = torch.cat([outputs(*each) for each in zip(chunks, states, mine, strict=True)], dim=2)
-    return out.to(q.dtype), states[-1][:, :, -1].clone() if chain[-1] == rank else None
-
-
-def chunks_on_rank(context: RankContext, whole: Sequence[Tensor], layout: str, way: str) -> list[Tensor]:
-    """This rank's chunks of out and of the gradients of all inputs, for the whole inputs and d_out (B, H, S, ...)."""
-    *inputs, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
-    inputs = [x.requires_grad_() for x in inputs]
-    out, _ = ring_linear_attention(*inputs, layout=layout, way=way)
-    return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
+        x = x._replace(log_decay=x.log_decay.masked_fill(runs.first.to(q.device)[:, None], -torch.inf))
+    parts = zip(*([None] * len(runs.mine) if y is None else y.split(runs.mine, dim=2) for y in x), strict=True)
+    reads, changes = zip(*(in_chunks(Inputs(*part), runs.scale) for part in parts), strict=True)
+    states = HandOn.apply(WAYS[way], runs.chain, group, h, *(y for run in changes for y in run))
+    outs = [read(h).flatten(2, 3)[:, :, :n] for read, h, n in zip(reads, states, runs.mine, strict=True)]
+    last = Map(*(y[:, :, -1] for y in changes[-1]))
+    out = torch.cat(outs, dim=2).to(q.dtype)
+    return out, last(states[-1][:, :, -1]) if runs.chain[-1] == neighbours(group)[0] else None
 
 
 def main() -> int:
@@ -278,15 +266,12 @@ def main() -> int:
     whole = [x.requires_grad_() for x in whole]
     out, _ = recurrence(*whole)
     right = [out, *torch.autograd.grad(out, whole, d_out)]
-    print(f"{P} ranks, S = {S}, {H} heads of {D}, float64: the gated delta rule, beside token by token")
+    print(f"the gated delta rule on {P} ranks, S = {S}, {H} heads of {D}: out and gradients, beside token by token")
     whole = [x.detach() for x in (*whole, d_out)]
     for layout, way in (("contiguous", "hops"), ("contiguous", "scan"), ("contiguous", "gather"), ("zigzag", "gather")):
-        of_ranks = launch(chunks_on_rank, P, whole, layout, way)
+        of_ranks = launch(chunks_of_rank, P, whole, partial(ring_linear_attention, layout=layout, way=way), layout)
         found = [unshard(chunks, layout) for chunks in zip(*of_ranks, strict=True)]
-        off = max(((x - y).abs().max() / y.abs().max()).item() for x, y in zip(found, right, strict=True))
-        fine = off < 64 * S**0.5 * torch.finfo(out.dtype).eps
-        print(f"{'ok   ' if fine else 'WRONG'} {way}, {layout}: out and five gradients differ by {off:.1e} at most")
-        ok &= fine
+        ok &= report_loop(f"{way}, {layout}", found, right)
     return 0 if ok else 1
 
 

@@ -14,15 +14,7 @@ from ring_doctor.patient import patient_of
 from ring_doctor.questions import questions
 from ring_doctor.report import Report, as_json, page
 from ring_doctor.states import RIGHT_STATES, Convolution, StateCase, compute_states
-from ringlab.training.linear_attention import (
-    Map,
-    checked_inputs,
-    each_of,
-    empty_state,
-    in_chunks,
-    outputs,
-    states_along,
-)
+from ringlab.training.linear_attention import Map, checked_inputs, each_of, in_chunks, states_along
 from ringlab.training.short_convolution import ring_short_convolution
 from ringlab.training.state_ring import ring_linear_attention
 from tests.examined import on_these
@@ -50,20 +42,15 @@ def by_factors(q, k, v, decay):
 
 def maps_of(q, k, v, log_decay, beta):
     """The map of each rank's tokens, over messages with gradients; and this rank's chunks."""
-    x = checked_inputs(q, k, v, log_decay, beta)
+    x, empty = checked_inputs(q, k, v, log_decay, beta)
     chunks = in_chunks(x, q.shape[-1] ** -0.5)
-    mine = reduce(lambda first, then: then.after(first), each_of(chunks.map))
-    return [Map(*each) for each in zip(gathered(mine.keep), gathered(mine.add), strict=True)], chunks, empty_state(x)
-
-
-def chained(maps, h):
-    for each in maps:
-        h = each(h)
-    return h
+    mine = reduce(lambda first, then: then.after(first), each_of(chunks[1]))
+    return [Map(*each) for each in zip(gathered(mine.keep), gathered(mine.add), strict=True)], chunks, empty
 
 
 def from_state(chunks, h, tokens):
-    return outputs(chunks, states_along(chunks.map, h), tokens)
+    reads, changes = chunks
+    return reads(torch.stack(states_along(each_of(changes), h)[:-1], dim=2)).flatten(2, 3)[:, :, :tokens]
 
 
 def starts_of(documents, q):
@@ -77,6 +64,7 @@ def wrong(how, q, k, v, log_decay, beta=None, documents=None):
         starts = starts & False
     if how == "document_at_the_border":
         starts = starts & (torch.arange(n) > 0)
+    starts = starts if log_decay.dim() == 3 else starts[:, None]
     maps, chunks, h = maps_of(q, k, v, log_decay.masked_fill(starts, -torch.inf), beta)
     before = {
         "reversed": maps[:rank:-1],
@@ -85,7 +73,9 @@ def wrong(how, q, k, v, log_decay, beta=None, documents=None):
         "nothing": [],
     }
     before = before.get(how, maps[:rank])
-    h = chained(before, h) + 0 * sum(one.keep.sum() + one.add.sum() for one in maps)  # all ranks go back together
+    h = states_along(before, h)[-1] + 0 * sum(
+        one.keep.sum() + one.add.sum() for one in maps
+    )  # all ranks go back together
     if how == "summed":
         h = sum((one.add for one in maps[:rank]), 0 * h)
     if how == "detached":
@@ -93,9 +83,11 @@ def wrong(how, q, k, v, log_decay, beta=None, documents=None):
     out = from_state(chunks, h, n)
     if how in ("undecayed", "late"):
         local = from_state(chunks, 0 * h, n)
-        faded = 0 * log_decay if how == "undecayed" else torch.cat([0 * log_decay[..., :1], log_decay[..., :-1]], dim=2)
+        faded = (
+            0 * log_decay if how == "undecayed" else torch.cat([0 * log_decay[:, :, :1], log_decay[:, :, :-1]], dim=2)
+        )
         faded = faded.masked_fill(starts, -torch.inf)
-        handed = in_chunks(checked_inputs(q, k, 0 * v, faded, beta), q.shape[-1] ** -0.5)
+        handed = in_chunks(checked_inputs(q, k, 0 * v, faded, beta)[0], q.shape[-1] ** -0.5)
         out = local + from_state(handed, h, n)
     return out
 
@@ -132,6 +124,7 @@ SICK = {  # a ring, and the mistake that it has
     "summed": (wrong, "states_summed_without_decay"),
     "undecayed": (wrong, "decay_of_the_chunk_forgotten"),
     "late": (wrong, "decay_after_the_write"),
+    "late of each key": (wrong, "decay_after_the_write"),
     "detached": (wrong, "gradient_of_the_state_dropped"),
     "documents_ignored": (wrong, "state_not_reset_at_documents"),
     "document_at_the_border": (wrong, "state_not_reset_at_documents"),
@@ -142,9 +135,9 @@ SICK = {  # a ring, and the mistake that it has
 }
 
 
-def examined(ranks, function, worlds=WORLDS, **claims):
+def examined(ranks, function, worlds=WORLDS, state=True, **claims):
     with on_these(ranks):
-        found = examination_of(patient_of(function, state=True, worlds=worlds, **claims))
+        found = examination_of(patient_of(function, state=state, worlds=worlds, **claims))
     return Report(found, None if found.healthy else diagnose(found), "none")
 
 
@@ -153,7 +146,7 @@ def examined(ranks, function, worlds=WORLDS, **claims):
     [
         *((partial(right, way), {}) for way in ("hops", "scan", "gather")),
         (in_zigzag, {"unequal": False}),
-        (by_factors, {"tensors": "bshd"}),
+        (by_factors, {"tensors": "bshd", "state": "each key"}),
         (ring_short_convolution, {}),
         (partial(wrong, "right"), {"unequal": False}),
     ],
@@ -167,7 +160,8 @@ def test_a_right_ring_of_states_is_healthy(ranks, function, claims):
 @pytest.mark.parametrize("how", SICK)
 def test_a_wrong_ring_of_states_is_named(ranks, how):
     function, name = SICK[how]
-    report = examined(ranks, partial(function, how.partition(" ")[0]), unequal=False)
+    state = "each key" if how.endswith("each key") else True
+    report = examined(ranks, partial(function, how.partition(" ")[0]), state=state, unequal=False)
     assert report.verdict.startswith(f"SICK: {name}, in "), str(report)
     wrong_worlds = {answer.case.world_size for answer in report.examination.wrong}
     assert wrong_worlds >= {3, 5}
@@ -200,9 +194,14 @@ def twice_as_much(q, k, v, log_decay):
 
 
 def cases():
-    for given, taps in ((("log_decay", "beta"), 0), (("log_decay",), 0), ((), 0), ((), 4)):
+    for given, more in (
+        (("log_decay", "beta"), {}),
+        (("log_decay",), {"each_key": True}),
+        ((), {}),
+        ((), {"taps": 4}),
+    ):
         for P, S, documents in ((1, 6, None), (3, 16, None), (5, 5, None), (3, 18, (2, 1, 3, 12)), (2, 12, (7, 5))):
-            yield StateCase(P, S, True, documents=documents, batch=2, given=given, taps=taps)
+            yield StateCase(P, S, True, documents=documents, batch=2, given=given, **more)
 
 
 def test_on_paper_a_ring_without_a_mistake_is_right():

@@ -17,28 +17,17 @@ from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.grids import TITLES
 from ring_doctor.paper_ring import RIGHT, compute
-from ring_doctor.tiles import Sheet, likeliest, pattern
+from ring_doctor.tiles import Sheet, likeliest
 from ring_doctor.xray import cases, on_paper, xray_of
 from ring_doctor.xray_picture import picture, svg
 from ringlab.support import drawing
 from tests.attention import NAMES, gradients
 from tests.pictures import assert_legible
-from tests.ways import CASES, ring_gradients, whole
+from tests.ways import CASES
 
 W = ("W forward", "W backward")
 KEYS = "the last half of the keys instead of the first half of the keys"
 QUERIES = "the first half of the queries instead of the last half of the queries"
-
-
-def both_runs(context, runs, options):
-    return [ring_gradients(context, *run, options) for run in runs]
-
-
-def xray_of_ring(ranks, case):
-    """The X-ray of the trainable ring on real processes."""
-    runs = [run.whole() for run in cases(case)]
-    per_rank = ranks(case.world_size, both_runs, runs, {"causal": case.causal, "layout": case.layout})
-    return xray_of(*(named(whole([mine[run] for mine in per_rank], case.layout)) for run in (0, 1)), case)
 
 
 def named(results):
@@ -68,11 +57,7 @@ def kinds(xray, name, what="kind"):
     return [[getattr(tile, what) for tile in tiles[rank * P : rank * P + P]] for rank in range(P)]
 
 
-def all_wrong(xray):
-    return {tile.kind for matrix in xray.matrices for tile in matrix.wrong}
-
-
-@pytest.mark.parametrize("seq_len", [8, 12, 16, 20, 64])
+@pytest.mark.parametrize("seq_len", [8, 20, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probes_are_stored_exactly_and_no_weight_is_tiny(seq_len, dtype):
     exact, stored = ([run.whole() for run in cases(Case(1, seq_len, dtype=of))] for of in (torch.float64, dtype))
@@ -87,35 +72,25 @@ def test_probes_are_stored_exactly_and_no_weight_is_tiny(seq_len, dtype):
 
 
 RIGHT_CASES = [
-    *(Case(3, 12, *case) for case in CASES),
+    Case(3, 12, causal=True, layout="zigzag"),
     Case(1, 4, causal=True),
     Case(3, 13, causal=True),  # 5, 4 and 4 tokens
     Case(4, 4, causal=True, layout="striped"),
     Case(3, 12, documents=(5, 1, 6), layout="zigzag"),
-    Case(3, 12, scale=0.7),
-    Case(3, 12, head_dim=16, causal=True),
+    Case(3, 12, head_dim=16, scale=0.7),
 ]
 
 
 @pytest.mark.parametrize("case", RIGHT_CASES, ids=str)
-def test_a_right_ring_shows_right_matrices(case):
-    xray = on_paper(case)
-    assert [matrix.name for matrix in xray.matrices] == list(TITLES)
-    assert xray.right, xray.text()
-    assert not all_wrong(xray)
+def test_a_right_ring_shows_right_matrices_though_a_patient_may_compute_in_float32(case):
+    single = xray(case, change=lambda results: {name: x.float() for name, x in results.items()})
+    for x in (on_paper(case), single):
+        assert [matrix.name for matrix in x.matrices] == list(TITLES)
+        assert x.right, x.text()
+        assert all(tile.kind == "ok" for matrix in x.matrices for tile in matrix.tiles)
 
 
-@pytest.mark.parametrize(("P", "dtype"), [(3, torch.float32), (4, torch.bfloat16)])
-def test_a_right_ring_on_real_processes_shows_right_matrices(ranks, P, dtype):
-    assert xray_of_ring(ranks, Case(P, 4 * P, causal=True, layout="zigzag", dtype=dtype)).right
-
-
-def test_a_patient_may_compute_in_float32():
-    x = xray(Case(4, 16, causal=True), change=lambda results: {name: x.float() for name, x in results.items()})
-    assert x.right, x.text()
-
-
-@pytest.mark.parametrize(("size", "causal", "layout"), [(3, *case) for case in CASES] + [(2, *CASES[0])])
+@pytest.mark.parametrize(("size", "causal", "layout"), [(3, *CASES[0]), (3, True, "zigzag"), (2, *CASES[0])])
 @pytest.mark.parametrize(("times", "kind"), [(0, "missing"), (2, "twice")])
 def test_a_block_that_counts_no_or_two_times(size, causal, layout, times, kind):
     """The softmax changes all weights of the row; no other tile may look wrong for it."""
@@ -239,13 +214,6 @@ def test_a_number_near_0_says_nothing_of_its_pair(size, words):
     assert tile.words == words
 
 
-def test_results_that_are_missing_are_left_out():
-    case = Case(2, 8)
-    run_1, run_2 = results_of(case, case.visible())
-    assert [matrix.name for matrix in xray_of({}, {"out": run_2["out"]}, case).matrices] == ["W forward"]
-    assert [matrix.name for matrix in xray_of(run_1, {}, case).matrices] == ["W backward", "dS in dQ"]
-
-
 def test_text():
     case = Case(3, 12, causal=True)
     counts = case.visible().clone()
@@ -268,16 +236,7 @@ def test_text():
     assert after == [f"dS in {name}, gradients of the scores ({name}): {follows}" for name in ("dQ", "dK")]
 
 
-def test_patterns_have_names():
-    n = torch.arange(4)
-    assert pattern(n <= n[:, None]) == "a triangle"
-    assert pattern(n[:3] < n[:, None]) == "a triangle without its diagonal"
-    assert pattern(torch.ones(1, 1, dtype=torch.bool)) == "all pairs"
-    assert pattern(torch.tensor([[True, False], [False, True]])) is None
-
-
 SICK = {
-    "a right ring": Case(4, 16),
     "last_block_skipped": Case(4, 16),
     "gradients_travel_other_way": Case(4, 16),
     "running_half": Case(5, 20),
@@ -287,42 +246,32 @@ SICK = {
 
 @functools.cache
 def sick(name):
-    return on_paper(SICK[name], CATALOGUE[name].variants[0](RIGHT) if name in CATALOGUE else RIGHT)
-
-
-def texts(figure):
-    return [label for label in figure.findobj(Text) if label.get_text()]
+    return on_paper(SICK[name], CATALOGUE[name].variants[0](RIGHT))
 
 
 def words(figure):
-    return [label.get_text() for label in texts(figure)]
+    return [label.get_text() for label in figure.findobj(Text) if label.get_text()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SICK)
+@pytest.mark.parametrize("name", ["last_block_skipped", "running_half", "dk_dv_exchanged"])
 def test_every_label_is_legible_and_every_wrong_tile_has_one(name):
     xray = sick(name)
     figure = picture(xray, name)
     FigureCanvasAgg(figure).draw()
-    assert_legible(figure, texts(figure))
+    assert_legible(figure, [label for label in figure.findobj(Text) if label.get_text()])
     wrong = [tile for matrix in xray.matrices for tile in matrix.wrong]
     assert all({tile.kind, tile.label} & set(words(figure)) for tile in wrong)
-    assert len(words(figure)) - len(wrong) == 2 + 4 * 2 + 2 + xray.case.world_size * (
-        6 + 2
-    )  # titles, heads, KV and rank
+    titles, heads, of_ranks = 2, 4 * 2 + 2, 6 + 2
+    assert len(words(figure)) - len(wrong) == titles + heads + xray.case.world_size * of_ranks
 
 
-def test_words_say_which_matrix_is_right():
+def test_words_say_which_matrix_is_right_and_the_svg_is_the_same_in_every_run():
     shown = words(picture(sick("gradients_travel_other_way")))
-    assert "read from out: right" in shown
-    assert "read from dV: 8 of 16 tiles wrong" in shown
+    assert {"read from out: right", "read from dV: 8 of 16 tiles wrong"} <= set(shown)
     assert "read from dK: follows from these weights" in words(picture(sick("running_half")))
-
-
-def test_svg_is_the_same_in_every_run_and_is_described():
-    xray = sick("last_block_skipped")
-    text = svg(xray)
-    assert text == svg(xray)
+    text = svg(sick("last_block_skipped"))
+    assert text == svg(sick("last_block_skipped"))
     assert "<desc" in text
     assert "4 of 16 tiles are wrong: 4 missing. First in round 3 on every rank." in text
 
@@ -353,6 +302,8 @@ def test_a_forward_pass_alone_and_numbers_that_are_not_finite():
     case = Case(1, 4)
     run_1, run_2 = (compute(run) for run in cases(case))
     alone = xray_of({}, {"out": run_2["out"]}, case)
+    assert [matrix.name for matrix in alone.matrices] == ["W forward"]
+    assert [matrix.name for matrix in xray_of(run_1, {}, case).matrices] == ["W backward", "dS in dQ"]
     assert "read from dQ: right" not in words(picture(alone))
     assert len(picture(alone).axes[0].images) == 2
     broken = xray_of(run_1 | {"dv": run_1["dv"] * torch.nan}, run_2, case)
