@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ring_doctor.facts import OF_GRADIENTS, listed
 from ring_doctor.model_calls import ModelPatient, Returned
-from ring_doctor.model_comparison import LOSS, distance, errors, floors_of
+from ring_doctor.model_comparison import LOSS, distance, error_of, errors, floors_of
 from ringlab.models.transformer import IGNORED
 
 PROJECTIONS = {  # as models name them: wq, q_proj, self_attn.query, to_q
@@ -80,16 +80,13 @@ def _of_ranks(results: list[Returned], exact: Returned, allowed: float) -> str:
                     f"labels, and for memory that is read too early."
                 )
 
-    def off(x: Returned, y: Returned) -> bool:  # the losses of tokens are those of all ranks
-        return any(error > allowed for name, error in errors(x, y).items() if name != LOSS or not y.loss.dim())
-
-    bad = [str(rank) for rank, x in enumerate(results) if off(x, exact)]
+    bad = [str(rank) for rank, x in enumerate(results) if error_of(x, exact) > allowed]
     if 0 < len(bad) < len(results):
         return (
             f"Only rank {listed(bad)} is wrong: look at what the code does for this rank alone, and at a collective "
             f"that not all ranks call."
         )
-    if bad and any(off(x, results[0]) for x in results):
+    if bad and any(error_of(x, results[0]) > allowed for x in results):
         return (
             "The ranks end with different results, and neither their sum nor their mean is right: look at the "
             "reduction over the ranks, and whether every rank and every weight takes part in it."
@@ -134,7 +131,7 @@ def _of_forward(patient: ModelPatient, P: int, result: Returned, exact: Returned
     alike = patient.text[:1, :1].expand_as(patient.text).contiguous()
     alone, of_ranks = patient.ask(1, alike), patient.ask(P, alike)
     if 0 not in (tokens or ()) and not isinstance(alone, str) and not isinstance(of_ranks, str):
-        off = max(max(errors(each, alone[0]).values()) for each in of_ranks)  # if 0 is right: the labels are equal too
+        off = max(error_of(each, alone[0]) for each in of_ranks)  # if token 0 is right: the labels are equal too
         right = "for a text of equal tokens all is right, so the weights of each query add up to 1"
         said += [right] * (off <= allowed)
     return "; ".join(said) + "."

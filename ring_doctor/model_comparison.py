@@ -115,13 +115,18 @@ def errors(result: Returned, exact: Returned) -> dict[str, float]:
     }
 
 
+def error_of(result: Returned, exact: Returned) -> float:
+    """The largest of these errors."""
+    return max(errors(result, exact).values())
+
+
 def same(result: Returned, other: Returned, allowed: float) -> bool:
     """Whether two results of a rank are the same: NaN is like NaN."""
     both = (
         Returned(x.loss.nan_to_num(), {name: g.nan_to_num() for name, g in x.gradients.items()}, x.dtypes)
         for x in (result, other)
     )
-    return max(errors(*both).values()) <= allowed
+    return error_of(*both) <= allowed
 
 
 def explain(results: list[Returned], predicted: Returned, allowed: float) -> ModelDiagnosis | None:
@@ -182,7 +187,7 @@ def judge(
     for P, of_ranks in results.items():
         failure, error = of_ranks if isinstance(of_ranks, str) else unlike(of_ranks, exact), math.inf
         if not isinstance(of_ranks, str) and not failure:
-            error = max(max(errors(result, exact).values()) for result in of_ranks)
+            error = max(error_of(result, exact) for result in of_ranks)
             wrong |= {P: of_ranks} if error > allowed else {}
         worlds.append(World(P, hidden, error <= allowed, error, failure))
     telling = {P: wrong[P] for P in wrong if P > 1} or wrong  # one process cannot show every mistake

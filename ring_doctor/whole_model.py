@@ -61,7 +61,7 @@ from ring_doctor.mistakes_of_models import (
 )
 from ring_doctor.model_calls import ModelPatient, Returned, Step, options_of, without_dropout
 from ring_doctor.model_clues import clue
-from ring_doctor.model_comparison import LOSS, ModelDiagnosis, World, errors, judge, same, tolerance
+from ring_doctor.model_comparison import LOSS, ModelDiagnosis, World, error_of, errors, judge, same, tolerance
 from ring_doctor.report import explained, facts
 from ringlab.models.transformer import IGNORED
 from ringlab.support.processes import Ranks
@@ -219,7 +219,7 @@ def _exact(patient: ModelPatient) -> tuple[Returned, float]:
             f"in {dtypes}, rounding may move a gradient of this model by {allowed:.0%}, which hides mistakes; expected "
             f"float64, or a smaller model in float32"
         )
-    if max(errors(again, exact).values()) > allowed:
+    if error_of(again, exact) > allowed:
         raise CannotExamine(
             "two calls on one process return different results; expected weights that are made anew in each call, and "
             "random numbers from torch's generator only: torch.manual_seed is called before each call"

@@ -1,14 +1,10 @@
-"""What the tests of masks share: a mask by its words, masks of all kinds, and masks that are wrong by one."""
+"""What the tests of masks share: a mask by its words, and masks of all kinds."""
 
-from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from unittest import mock
 
 import torch
 from hypothesis import strategies as st
 
-from ringlab.training.all_gather import pieces_of_all
-from ringlab.training.hybrid import Rows
 from ringlab.training.layouts import LAYOUTS, Layout
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
@@ -52,35 +48,3 @@ def in_pairs_and_turned(seq_len, rank, world_size):
 
 
 PAIRS = Layout("pairs, from the last rank on", in_pairs_and_turned, 2)
-right_keys, right_hops = Mask.visible_keys, Partition.hops.fget
-
-
-def replaced(visible_keys):
-    """Masks with another `visible_keys`, and nothing remembered of the right ones before or of these afterwards."""
-
-    @contextmanager
-    def patch():
-        forget()
-        try:
-            with mock.patch.object(Mask, "visible_keys", visible_keys):
-                yield
-        finally:
-            forget()
-
-    return patch
-
-
-def changed(first=0, end=0):
-    """A mask whose runs of keys begin or end that many places away."""
-
-    def visible_keys(mask, at, seq_len):
-        (a, b), *others = right_keys(mask, at, seq_len)
-        return [((a + first).clamp(min=0), (b + end).clamp(max=seq_len)), *others]
-
-    return replaced(visible_keys)
-
-
-def forget():
-    """What partitions remember."""
-    for cached in (Partition.pieces, Rows.pieces, pieces_of_all, right_hops):
-        cached.cache_clear()

@@ -5,11 +5,9 @@ import torch
 
 import ring_attn
 from ringlab.training import backward, grouped_query, overlap
-from tests import wrong_rings
 from tests.attention import DTYPES, random_qkv
 from tests.rings import assert_gradients, assert_ring
-from tests.ways import HERE, Problem, assert_right_results, name_of
-from tests.wrong_rings import BACKWARD, BLOCKING, FLASH, GROUPED, OVERLAPPED, SHOWS
+from tests.wrong_rings import BACKWARD, BLOCKING, GROUPED, OVERLAPPED
 
 SEEN_RIGHT = set()  # what the right rings have passed
 IN_16_BITS = {"output_in_bfloat16": DTYPES, "state_in_q_dtype": (torch.bfloat16, torch.float16)}
@@ -48,22 +46,3 @@ def test_backward(ranks, case):
     for wrong in mistakes:
         with pytest.raises(AssertionError, match=f"{first}.*numbers are wrong"):
             assert_gradients(ranks, 3, *sizes, ring=ring, wrong=wrong)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wrong", "way", "shape", "problem"),
-    [(wrong, way, shape, problem) for wrong, cases in SHOWS.items() for way, shape, problem in cases if way in HERE],
-    ids=name_of,
-)
-def test_a_way(ranks, wrong, way, shape, problem):
-    right = Problem(*problem)
-    if (way, shape, repr(problem)) not in SEEN_RIGHT:
-        assert_right_results(ranks, way, shape, [right])
-        SEEN_RIGHT.add((way, shape, repr(problem)))
-    with pytest.raises(AssertionError, match="numbers are wrong"):
-        assert_right_results(ranks, way, shape, [right], wrong)
-
-
-def test_every_mistake_is_here():
-    assert SHOWS.keys() == {*FLASH, *wrong_rings.WAYS}

@@ -6,7 +6,6 @@ A problem is whole q, k, v and d_out, the options of the attention, and chunk le
 import functools
 import math
 import os
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,7 +22,6 @@ from ringlab.training.layouts import LAYOUTS, Layout, shard, unshard
 from ringlab.training.masks import Mask
 from ringlab.training.schedule import Ring
 from ringlab.training.shared_memory import SharedMemory, TwoLevels
-from tests import wrong_rings
 from tests.attention import DTYPES, SEED, assert_four, assert_right, expected, gradients, grouped_inputs
 from tests.masked import dense, masks
 from tests.rings import chunks
@@ -31,7 +29,6 @@ from tests.rings import chunks
 FLAT = {"ring": Ring, "all-gather": AllGather, "all-to-all": AllToAll, "shared memory": SharedMemory}
 ON_MESH = {"hybrid": Hybrid, "double ring": DoubleRing, "two levels": TwoLevels}
 WAYS = {way: functools.partial(ring_flash_attention, schedule=schedule) for way, schedule in (FLAT | ON_MESH).items()}
-WRONG = wrong_rings.FLASH | wrong_rings.WAYS
 
 
 def shapes(way, P):
@@ -218,7 +215,7 @@ def checked_gradients(attention, mine, options):
     return results
 
 
-def results_on_rank(context, way, shape, problems, wrong=None):
+def results_on_rank(context, way, shape, problems):
     """This rank's chunks of out, dq, dk, dv of each problem."""
     attention, results = attention_of(context, way, shape), []
     for problem in problems:
@@ -226,17 +223,16 @@ def results_on_rank(context, way, shape, problems, wrong=None):
         options, sinks = dict(problem.options), problem.logits()
         if sinks is not None:
             options["sinks"] = sinks.requires_grad_()
-        with WRONG[wrong]() if wrong else nullcontext():
-            results.append(checked_gradients(attention, mine, options))
+        results.append(checked_gradients(attention, mine, options))
         if sinks is not None:
             assert (sinks.grad.dtype, sinks.grad.shape) == (problem.sinks, (problem.heads,))
             results[-1] = *results[-1], sinks.grad
     return results
 
 
-def assert_right_results(ranks, way, shape, problems, wrong=None):
+def assert_right_results(ranks, way, shape, problems):
     """out, dq, dk and dv of each problem are as near to float64 as rounding allows."""
-    of_ranks = ranks(ranks_of(shape), results_on_rank, way, shape, problems, wrong)
+    of_ranks = ranks(ranks_of(shape), results_on_rank, way, shape, problems)
     for problem, per_rank in zip(problems, zip(*of_ranks, strict=True), strict=True):
         four, right = [results[:4] for results in per_rank], problem.right()
         try:
@@ -247,8 +243,7 @@ def assert_right_results(ranks, way, shape, problems, wrong=None):
             raise AssertionError(f"{problem}: {error}") from None
 
 
-def ring_gradients(context, q, k, v, d_out, options, lengths=None, wrong=None):
+def ring_gradients(context, q, k, v, d_out, options, lengths=None):
     """This rank's chunks of out, dq, dk, dv by the ring, for any whole q, k, v and d_out."""
     mine = cut(context, options.get("layout", "contiguous"), lengths, q, k, v, d_out)
-    with WRONG[wrong]() if wrong else nullcontext():
-        return checked_gradients(ring_flash_attention, mine, options)
+    return checked_gradients(ring_flash_attention, mine, options)

@@ -130,35 +130,31 @@ def every(x):
 LAYER_1 = {**every(TURNED), "head": 1.0, "layers_1_norm": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("results", "says"),
-    [
-        ([of_step(), of_step(head=math.nan)], "On rank 1, the gradient of head is not finite"),
-        ([of_step(math.inf), of_step()], "On rank 0, the loss is not finite"),
-        ([of_step(), of_step(), of_step(head=2)], "Only rank 2 is wrong: look at what the code does for this rank"),
-        ([of_step(head=2), of_step(head=3)], "The ranks end with different results"),
-        ([of_step(2.5)], "All gradients are right and the reported loss is wrong (1.25 times): look"),
-        ([of_step(3.0, **every(1.5))], "The loss is 1.5 times the right one, and every gradient is 1.5 times"),
-        ([of_step(**every(1.5))], "The loss is right, and every gradient is 1.5 times the right one: look at what"),
-        ([of_step(head=-0.5)], "The loss is right, and of head the gradient is -0.5 times the right one"),
-        ([of_step(head=2, embedding=3)], "of embedding and head the gradient is 3 and 2 times the right one: look at"),
-        ([of_step(**every(TURNED))], "The loss is right and every gradient is wrong, even that of head: look at"),
-        ([of_step(embedding=TURNED)], "The loss is right, and only the gradients of embedding are wrong"),
-        (
-            [of_step(**dict.fromkeys(("embedding", "layers_0_norm", "layers_1_norm"), TURNED))],
-            "The loss is right. The gradients after layers.1 are right, those of layers.1 and before are wrong: look",
-        ),
-        ([of_step(layers_1_norm=TURNED)], "The loss is right, and only the gradients of layers.1.norm are wrong"),
-        (
-            [of_step(**{**LAYER_1, "layers_1_wq": 1.0})],
-            "layers.1 and before are wrong: of its projections, dq is right",
-        ),
-        ([of_step(**{**LAYER_1, "layers_1_wv": 1.0})], "of its projections, dv is right, so the weights p are"),
-        ([of_step(**LAYER_1)], "of its projections, out is right and all gradients are wrong"),
-    ],
-)
-def test_what_has_no_name_has_a_sentence_that_says_where_to_look(results, says):
-    assert says in clue_of(*results)
+TIED = dict.fromkeys(("embedding", "layers_0_norm", "layers_1_norm"), TURNED)
+AFTER = "The loss is right. The gradients after layers.1 are right, those of layers.1 and before are wrong:"
+SAYS = {
+    "On rank 1, the gradient of head is not finite": [of_step(), of_step(head=math.nan)],
+    "On rank 0, the loss is not finite": [of_step(math.inf), of_step()],
+    "Only rank 2 is wrong: look at what the code does for this rank": [of_step(), of_step(), of_step(head=2)],
+    "The ranks end with different results": [of_step(head=2), of_step(head=3)],
+    "All gradients are right and the reported loss is wrong (1.25 times): look": [of_step(2.5)],
+    "The loss is 1.5 times the right one, and every gradient is 1.5 times": [of_step(3.0, **every(1.5))],
+    "The loss is right, and every gradient is 1.5 times the right one: look at": [of_step(**every(1.5))],
+    "The loss is right, and of head the gradient is -0.5 times the right one": [of_step(head=-0.5)],
+    "of embedding and head the gradient is 3 and 2 times the right one": [of_step(head=2, embedding=3)],
+    "The loss is right and every gradient is wrong, even that of head: look": [of_step(**every(TURNED))],
+    "The loss is right, and only the gradients of embedding are wrong": [of_step(embedding=TURNED)],
+    f"{AFTER} look there": [of_step(**TIED)],
+    "The loss is right, and only the gradients of layers.1.norm are wrong": [of_step(layers_1_norm=TURNED)],
+    f"{AFTER} of its projections, dq is right": [of_step(**{**LAYER_1, "layers_1_wq": 1.0})],
+    f"{AFTER} of its projections, dv is right, so": [of_step(**{**LAYER_1, "layers_1_wv": 1.0})],
+    f"{AFTER} of its projections, out is right and all gradients are wrong": [of_step(**LAYER_1)],
+}
+
+
+@pytest.mark.parametrize("says", SAYS)
+def test_what_has_no_name_has_a_sentence_that_says_where_to_look(says):
+    assert says in clue_of(*SAYS[says])
 
 
 def test_of_clipped_gradients_the_clipping_is_looked_at():
@@ -353,6 +349,8 @@ def test_a_name_must_explain_every_wrong_number_of_ranks():
     assert found == ([], {2, 3})
     found = judged({2: one, 3: other}, {2: {("a",): one, ("b",): one}, 3: {("a",): RIGHT, ("b",): other}})
     assert found[0] == [("b",)]
+    found = judged({1: one, 2: one}, {1: {}, 2: {("a",): one}})  # one process cannot show every mistake
+    assert found == ([("a",)], {1, 2})
 
 
 def test_one_mistake_comes_before_two():
@@ -463,28 +461,21 @@ FINE, WRONG = World(1, False, True, 0.0), World(3, True, False, 0.5)
 FAILED = World(2, False, False, math.inf, "rank 1 died")
 
 
-@pytest.mark.parametrize(
-    ("found", "verdict"),
-    [
-        (examination(FINE), "HEALTHY: f, loss and gradients are those of one process"),
-        (
-            examination(FINE, only="a label for every token"),
-            "HEALTHY FOR WHAT IT TAKES: f, loss and gradients are those of one process; a label for every token",
-        ),
-        (examination(FINE, FAILED), "SICK: f fails with 2 ranks: rank 1 died"),
-        (
-            examination(FINE, FAILED, WRONG),
-            "SICK: f: wrong numbers that no mistake of the catalogue gives",
-        ),
-        (examination(WRONG, clue="The loss is wrong: look at it."), "SICK: f: The loss is wrong"),
-        (examination(WRONG, changes=True), "SICK: f changes its results from call to call"),
-        (
-            examination(WRONG, diagnoses=(ModelDiagnosis(("a", "b")), ModelDiagnosis(("c",)))),
-            "SICK: a and b or c, in f",
-        ),
-    ],
-)
-def test_the_verdict_of_a_model(found, verdict):
+ALIKE = "loss and gradients are those of one process"
+VERDICTS = {
+    f"HEALTHY: f, {ALIKE}": examination(FINE),
+    f"HEALTHY FOR WHAT IT TAKES: f, {ALIKE}; a label a token": examination(FINE, only="a label a token"),
+    "SICK: f fails with 2 ranks: rank 1 died": examination(FINE, FAILED),
+    "SICK: f: wrong numbers that no mistake of the catalogue gives": examination(FINE, FAILED, WRONG),
+    "SICK: f: The loss is wrong": examination(WRONG, clue="The loss is wrong: look at it."),
+    "SICK: f changes its results from call to call": examination(WRONG, changes=True),
+    "SICK: a and b or c, in f": examination(WRONG, diagnoses=(ModelDiagnosis(("a", "b")), ModelDiagnosis(("c",)))),
+}
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_the_verdict_of_a_model(verdict):
+    found = VERDICTS[verdict]
     assert found.verdict == verdict
     assert found.healthy == verdict.startswith("HEALTHY")
     assert found.level == ("right for what it takes" if found.only else "right" if found.healthy else "wrong")

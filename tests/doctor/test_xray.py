@@ -191,6 +191,14 @@ def test_gradients_that_are_wrong_by_themselves(name, change, expected):
     x = xray(Case(4, 16), change=lambda results: results | {result: change(results[result])})
     assert kinds(x, name, "label") == expected
     assert all(not matrix.wrong for matrix in x.matrices if matrix.name != name)
+    held = {tile.words for matrix in x.matrices for tile in matrix.wrong if tile.label.startswith("is KV")}
+    assert held <= {"what belongs to KV(j + 3)"}
+
+
+def test_a_tile_that_counts_twice_for_some_queries_is_not_twice():
+    counts = torch.ones(12, 12)
+    counts[4:6, :4] = 2
+    assert kinds(xray(Case(3, 12), counts), "W forward", "label")[1] == ["x 1-2", "ok", "ok"]
 
 
 @pytest.mark.parametrize(
