@@ -30,6 +30,7 @@ def sphinx(builder: str, language: str, to: Path) -> int:
 def build() -> int:
     """Write the pages of all languages into site/, with the numbers of the explorers and the archive of the code."""
     html, data, site = ROOT / "build/html", ROOT / "build/data", ROOT / "site"
+    shutil.rmtree(data, ignore_errors=True)  # of an earlier build
     with ThreadPoolExecutor() as threads:
         built = [threads.submit(sphinx, "html", language, html / language) for language in LANGUAGES]
         write(data)

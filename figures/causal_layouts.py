@@ -94,7 +94,7 @@ def _bars(ax: Axes, x: float, y: float, layout: str) -> None:
 
 def draw(narrow: bool = False) -> drawing.Picture:
     """The masks side by side, and under each what its ranks do; narrow, for phones, one layout below the other."""
-    width, height = (NARROW, 180 + 3 * NEXT) if narrow else (1000, 648)
+    width, height = (NARROW, 204 + 3 * NEXT) if narrow else (1000, 648)
     figure, ax = drawing.canvas(width, height, ALT)
     title = "A causal mask, as the ranks hold it: the same pairs, shared out in three ways"
     rows = f"{S} tokens. Rows: the queries of each rank. Columns: the keys of each block. "

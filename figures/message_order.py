@@ -52,7 +52,7 @@ def _stuck(ax: Axes, x: float, y: float, outcome: Outcome, narrow: bool) -> None
     """A lane for each rank: the send at which it stands, and what it would do next."""
     sends, waits, then, width, words = 310, 430, 516, 172, "receive: never begins"
     if narrow:
-        sends, waits, then, width, words = 296, 304, 310, 106, "never begins"
+        sends, waits, then, width, words = 296, 304, 380, 102, "never begins"
     for rank, peer in outcome.waits_for.items():
         top = y + 54 * rank
         drawing.write(ax, x, top + 18, f"rank {rank}", weight="bold")

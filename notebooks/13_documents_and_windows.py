@@ -217,7 +217,7 @@ masked_ring.draw()
 # %%
 S = 65_536
 print("                              hops, and the pairs of the busiest rank over the average")
-for name, packed in (("8 of 8,192 tokens", documents.EQUAL), ("1 long, 18 shorter", documents.MIXED)):
+for name, packed in (("8 of 8,192 tokens", (8192,) * 8), ("1 long, 18 shorter", (32_768, *(8192,) * 2, *(1024,) * 16))):
     cells = []
     for layout in LAYOUTS:
         parts = Partition(Mask(causal=True, documents=packed), layout, (S // 8,) * 8)

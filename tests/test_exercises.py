@@ -243,6 +243,17 @@ def test_other_right_answers_are_right(check):
 # What is asked -----------------------------------------------------------------------------------------------------
 
 
+def test_no_fixed_case_is_lost(monkeypatch):
+    """All checks together call their answers so often when nothing is drawn."""
+    monkeypatch.setattr(answers, "DRAWS", 0)
+    calls = []
+    for check in (check for check in EXERCISES if callable(solution(check))):
+        assert (
+            check_named(check)(lambda *args, check=check: (calls.append(0), solution(check)(*args))[1])[:5] == "right"
+        )
+    assert len(calls) == 719
+
+
 @pytest.mark.parametrize("P", [2, 3, 4, 5])
 def test_no_two_steps_of_overlap_may_change_places(P):
     right = solution("check_overlap_order")

@@ -119,7 +119,7 @@ def test_a_right_schedule_gets_its_stars(number, schedule, stars):
     assert f"{number:>3}  {'★' * stars}{'☆' * (3 - stars)}" in checks.score_card().text
 
 
-THREADS, GATHER = ThreadPoolExecutor(1), dist.all_gather
+THREADS, GATHER, STORE = ThreadPoolExecutor(1), dist.all_gather, dist.TCPStore
 WAYS = [  # a schedule, and what of it is closed
     (lambda comm, x: pickle.dumps(x), "pickle"),
     (lambda comm, x: getattr(comm, "_" + "referee"), "getattr"),
@@ -130,6 +130,7 @@ WAYS = [  # a schedule, and what of it is closed
     (lambda comm, x: torch.save(x, "here"), ".save"),
     (lambda comm, x: dist.all_gather([x], x), "dist"),
     (lambda comm, x: GATHER([x], x), "GATHER"),
+    (lambda comm, x: STORE("localhost", 1).set("x", str(x)), "STORE"),
     (lambda comm, x: THREADS.submit(comm.send, 1, x), "THREADS"),
     (lambda comm, x: right.gather(comm, x), "right"),
     (lambda comm, q, k, v: ring_flash_attention(q, k, v), "ring_flash_attention"),

@@ -1,4 +1,4 @@
-// The ring: every number is from site/data/ring-P-S.json, which book/data.py computes.
+// The ring: every number is from site/data/ring-P-S.js, which book/data.py computes.
 
 (async () => {
 const { arrow, draw, load, make, place, player, say, settings, table } = explorer;

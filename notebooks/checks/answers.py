@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from contextlib import contextmanager
 from decimal import Decimal
 from functools import wraps
@@ -35,13 +35,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import ring_attn
 import ringlab
 
 OPEN = "not answered yet: replace the ..."
 SECONDS = 10.0  # a right answer needs some milliseconds
 DRAWS = 6  # how many cases a check draws beside its fixed ones
 MOST = 10_000  # no right answer has more items
-OURS = str(Path(ringlab.__file__).parent)
+OURS = (str(Path(ringlab.__file__).parent), str(ring_attn.__file__))
 TAUGHT = {"start", "update", "finish", "merge", "attend", "positions"}  # functions of ours that any answer may call
 ASKED = {  # by check: functions that do what is asked, ours or torch's
     "check_safe_softmax": {"softmax", "log_softmax"},
@@ -113,7 +114,23 @@ def _unchanged(check: Any) -> Generator[None]:
 
 def _watched(answer: Callable[..., Any], check: str) -> Callable[..., Any]:
     """The same function, called by `called`. Raises NotYet when it leaves the work to a function of ours."""
-    asked, used = ASKED.get(check, set()), set()
+
+    @wraps(answer)
+    def call(*args: Any) -> Any:
+        with own_work(ASKED.get(check, set())) as used:
+            try:
+                return called(answer, *args)
+            finally:
+                if used:
+                    raise NotYet(f"your answer calls {words(used)}")
+
+    return call
+
+
+@contextmanager
+def own_work(asked: Set[str] = frozenset()) -> Generator[set[str]]:
+    """The names of those functions of ours that the body calls, but for TAUGHT, and of `asked`, torch's too."""
+    used: set[str] = set()
 
     def see(frame: FrameType, event: str, of_c: Any) -> None:
         code, caller = frame.f_code, frame.f_back
@@ -122,18 +139,16 @@ def _watched(answer: Callable[..., Any], check: str) -> Callable[..., Any]:
         elif event == "call" and code.co_filename.startswith(OURS) and code.co_name not in TAUGHT - asked:
             used.update({code.co_name} if caller and not caller.f_code.co_filename.startswith(OURS) else ())
 
-    @wraps(answer)
-    def call(*args: Any) -> Any:
-        before = sys.getprofile()
-        sys.setprofile(see)
-        try:
-            return called(answer, *args)
-        finally:
-            sys.setprofile(before)
-            if used:
-                raise NotYet(f"your answer calls {', '.join(sorted(used))}, a function that does what you are to write")
+    before = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        yield used
+    finally:
+        sys.setprofile(before)
 
-    return call
+
+def words(used: Set[str]) -> str:
+    return f"{', '.join(sorted(used))}, a function that does what you are to write"
 
 
 def called(answer: Callable[..., Any], *args: Any) -> Any:

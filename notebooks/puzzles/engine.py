@@ -68,7 +68,7 @@ BASICS = "ringlab.basics"  # open too
 CLOSED = {  # names by which a schedule reaches what it is not given: counts, files, other processes
     "getattr", "setattr", "vars", "globals", "locals", "eval", "exec", "compile", "open", "input", "breakpoint",
     "save", "load", "from_file", "share_memory_", "distributed", "multiprocessing", "hub", "os", "sys", "tofile",
-    "DisableTorchFunction", "DisableTorchFunctionSubclass", "attrgetter", "serialization",
+    "DisableTorchFunction", "DisableTorchFunctionSubclass", "attrgetter", "serialization", "_distributed_c10d",
 }  # fmt: skip
 NAMES = {"torch": torch, "math": math, "start": start, "finish": finish, "merge": merge}  # that a schedule may use
 _pool = Ranks(size=5)

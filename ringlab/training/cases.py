@@ -36,7 +36,7 @@ def chunks_of_rank(
     *inputs, d_out = (shard(x, layout, context.rank, context.world_size) for x in whole)
     inputs = [x.requires_grad_() for x in inputs]
     out = attention(*inputs)
-    out = out[0] if isinstance(out, tuple) else out
+    out = out[0] if isinstance(out, tuple) else out  # linear attention gives its state, too
     return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
 
 

@@ -129,8 +129,6 @@ def window_hops(window: int, chunk: int, world_size: int) -> int:
     return min(-(-(window - 1) // chunk), world_size - 1)
 
 
-EQUAL = (8192,) * 8
-MIXED = (32_768,) + (8192,) * 2 + (1024,) * 16
 DOCUMENTS = ("ababab", "bcbcbcbcb", "cacacac")
 
 

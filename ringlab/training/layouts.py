@@ -114,13 +114,8 @@ def check_layout(layout: str | Layout, seq_len: int, world_size: int) -> None:
 def _check_own_layout(layout: Layout, seq_len: int, world_size: int) -> None:
     dealt = [layout.positions(seq_len, rank, world_size) for rank in range(world_size)]
     for rank, at in enumerate(dealt):
-        if (
-            not isinstance(at, Tensor)
-            or at.dim() != 1
-            or at.dtype != torch.int64
-            or len(at) == 0
-            or (at.diff() <= 0).any()
-        ):
+        fits = isinstance(at, Tensor) and at.dim() == 1 and at.dtype == torch.int64 and len(at) > 0
+        if not fits or (at.diff() <= 0).any():
             raise ValueError(
                 f"the layout {layout} gives rank {rank} of {world_size} the positions {at}; expected (C,), int64, one "
                 f"or more, in rising order"

@@ -48,17 +48,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ringlab.support.agreement import agree, members
-from ringlab.support.host_memory import (
-    COPIES,
-    HOME,
-    READ,
-    READY,
-    SUMS,
-    TURN,
-    HostMemory,
-    has_memory,
-    host_memory,
-)
+from ringlab.support.host_memory import COPIES, HOME, READ, READY, SUMS, TURN, HostMemory, has_memory, host_memory
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.timeline import span
 from ringlab.training.cases import CASES, chunks_of_cases, random_inputs, report_cases
