@@ -2,8 +2,8 @@
 
 A function of a notebook cell cannot be sent to another process. Its source can: each rank runs the statements of the
 function's cell again, in a namespace that already has `NAMES`. `watch_ring` also counts what each rank sent and
-received, by whichever function of torch.distributed, and what it held in memory. It is no prison: threads of its own
-and code that patches torch or Python are not seen.
+received, by whichever function of torch.distributed, and what it held in memory. It is no prison: threads of its own,
+functional collectives (`torch.distributed._functional_collectives`) and code that patches torch or Python are not seen.
 """
 
 import __future__
