@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -60,19 +61,21 @@ def admit(args: argparse.Namespace, most: int | None) -> Patient:
 
 @contextlib.contextmanager
 def telling() -> Iterator[Callable[[str], None]]:
-    """What is told what is done now, and writes it on stderr: all of it on a terminal, else now and then."""
-    last, terminal = [time.monotonic()], sys.stderr.isatty()
+    """What is told what is done now, and writes it on stderr: all the time on a terminal, else now and then."""
+    now, done, terminal = ["starting"], threading.Event(), sys.stderr.isatty()
 
-    def tell(words: str) -> None:
-        if terminal:
-            print(f"\r{words:.100}", end="\x1b[K", file=sys.stderr, flush=True)
-        elif time.monotonic() - last[0] > QUIET:
-            last[0] = time.monotonic()
-            print(f"ring-doctor: {words:.100}", file=sys.stderr, flush=True)
+    def write() -> None:
+        while not done.wait(0.2 if terminal else QUIET):
+            start, end = ("\r", "\x1b[K") if terminal else ("ring-doctor: ", "\n")
+            print(f"{start}{now[0]:.100}", end=end, file=sys.stderr, flush=True)
 
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
     try:
-        yield tell
+        yield lambda words: now.__setitem__(0, words)
     finally:
+        done.set()
+        writer.join()
         print(end="\r\x1b[K" * terminal, file=sys.stderr, flush=True)
 
 
