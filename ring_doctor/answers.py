@@ -46,6 +46,7 @@ class Answer:
     results: dict[str, Tensor] = field(default_factory=dict)  # the whole out, lse, dq, dk, dv
     in_float32: bool = False  # float64 was asked, and the answer is only as exact as float32
     changes: bool = False  # asked again, the patient gave other numbers
+    last_digits: bool = False  # asked again, it gave other numbers, which are right too
     draws: bool = False  # the patient takes numbers from torch's random generator
     lse_grad: bool = False  # its lse can be differentiated
     lost: bool = False  # ranks hang or died
@@ -87,7 +88,9 @@ def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
         answer.state, answer.says = FAILED, "; ".join(faults)
     if answer.state == OK and of_ranks[0].again:
         again = judge(question, [RankResults(each.again, draws=each.draws) for each in of_ranks])
-        return answer if again.state == OK else replace(again, changes=True)
+        if again.state != OK:
+            return replace(again, changes=True)
+        answer.last_digits = not all(torch.equal(x, again.results[name]) for name, x in answer.results.items())
     return answer
 
 

@@ -4,15 +4,15 @@
                           and the right answers are right, or a condition keeps the mistake from them
 
 If out is wrong, out and lse are compared: wrong gradients follow from them, by more ways than one. Else all results
-are. An entry that explains everything comes first, then one with a condition: "without gradients only". Then come
-entries that explain a part: dk and dv, or dq. If nothing fits, the diagnosis says only which results are wrong, and
-when.
+are. An entry that explains everything comes first, then one with a condition: "without gradients only", "on rank 0
+only". Then come entries that explain a part: dk and dv, or dq. If nothing fits, the diagnosis says only which results
+are wrong, and when.
 
 Before: catalogue.py, conditions.py. After: xray.py, a picture of what is wrong.
 Source: the mistakes of public rings, as each entry of the catalogue names them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -36,6 +36,16 @@ PARTS = ("dk", "dv"), ("dq",), ("dk",), ("dv",)  # of gradients, which may be wr
 LARGEST = 800  # tokens in an answer that is computed on paper for each entry
 FEW = 2  # explanations that a headline may name
 
+SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
+    "on rank 0": lambda P: range(1),
+    "on the last rank": lambda P: range(P - 1, P),
+    "on rank 1": lambda P: range(1, min(2, P)),
+    "on odd ranks": lambda P: range(1, P, 2),
+    "on even ranks": lambda P: range(0, P, 2),
+    "on all ranks but the first": lambda P: range(1, P),
+    "on all ranks but the last": lambda P: range(P - 1),
+}
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -43,7 +53,7 @@ class Explanation:
 
     mistakes: tuple[Mistake, ...]
     change: Change = field(compare=False)
-    condition: str = ""  # in words; "": in every question
+    condition: str = ""  # in words, or a name in SOME_RANKS; "": on all ranks and in every question
 
     @property
     def name(self) -> str:
@@ -155,7 +165,8 @@ def _explain(answers: list[WrongAnswer], mistakes: Iterable[Mistake]) -> tuple[l
     if any(name in each.answer.wrong for each in usual if not imprecise(each.answer) for name in FORWARD):
         parts = [FORWARD, ("out",)]
     for names in parts:
-        for some, search in ((answers, _fitting), (usual, _fitting), (usual, under_a_condition)):
+        searches = (answers, _fitting), (usual, _fitting), (usual, under_a_condition), (usual, _on_some_ranks)
+        for some, search in searches:
             if found := search(entries, some, names):
                 same = {each.name for each in found if not each.condition}  # out and lse; their gradients may differ
                 found = _fitting((each for each in entries if each.name in same), some, EVERYTHING) or found
@@ -208,6 +219,19 @@ def under_a_condition(
     return [explanation for count, explanation in found.values() if count == least]
 
 
+def _on_some_ranks(
+    explanations: list[Explanation], answers: list[WrongAnswer], names: tuple[str, ...]
+) -> list[Explanation]:
+    """Those that give out and lse when some ranks make the mistake and the others do not."""
+    for words, ranks in SOME_RANKS.items() if names == FORWARD else ():
+        of_ranks = [(it.answer.ranks.get(name, ()), ranks(it.case.world_size)) for it in answers for name in names]
+        if all(set(wrong) <= set(sick) for wrong, sick in of_ranks):
+            found = _fitting((replace(each, condition=words) for each in explanations), answers, names)
+            if found:
+                return found
+    return []
+
+
 def _fits(explanation: Explanation, wrong: WrongAnswer, names: tuple[str, ...]) -> bool | None:
     """Whether a ring with this mistake gives these numbers. None: they cannot be computed on paper."""
     answer, case = wrong.answer, wrong.case
@@ -218,7 +242,7 @@ def _fits(explanation: Explanation, wrong: WrongAnswer, names: tuple[str, ...]) 
     parts = [names] if set(names) <= set(FORWARD) else [FORWARD, names]  # most fail by their output, which costs less
     try:
         for part in parts:
-            expected = kept(case, explanation.change, not set(part) <= set(FORWARD))
+            expected = kept(case, explanation.change, not set(part) <= set(FORWARD), explanation.condition)
             if not all(wrong.near(name, expected[name]) for name in part if name in names):
                 return False
     except NotOnPaper:
@@ -227,12 +251,17 @@ def _fits(explanation: Explanation, wrong: WrongAnswer, names: tuple[str, ...]) 
 
 
 @lru_cache(maxsize=4096)
-def _expected(case: Case, change: Change, gradients: bool) -> dict[str, Tensor]:
-    """What a ring with this mistake returns. Raises NotOnPaper."""
+def _expected(case: Case, change: Change, gradients: bool, condition: str) -> dict[str, Tensor]:
+    """What a ring with this mistake returns, on some ranks or on all. Raises NotOnPaper."""
     if isinstance(case, StateCase):
         steps: Any = change
         return compute_states(case, steps(RIGHT_STATES))
-    return compute(case, change(RIGHT), gradients=gradients)
+    found = compute(case, change(RIGHT), gradients=gradients)
+    if condition not in SOME_RANKS:
+        return found
+    right, sick = compute(case, RIGHT, gradients=gradients), SOME_RANKS[condition](case.world_size)
+    of_ranks = {n: [case.cut((found if r in sick else right)[n], r) for r in range(case.world_size)] for n in found}
+    return {name: case.join(chunks) for name, chunks in of_ranks.items()}
 
 
 def _special(case: Case) -> bool:

@@ -34,6 +34,7 @@ GIVE_UP = 2  # hangs or crashes: then nothing more is asked
 SLOW = 10.0  # seconds of a first call, of which each number of ranks has one; a right ring needs some milliseconds
 AGAIN = 2  # times that a question is asked again after a wrong answer, to see whether the answer changes
 LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer answers nothing is said of the ring
+LAST_DIGITS = "called again, it gives other numbers, all of them right: does it add blocks as they come?"
 DRAWS = "it takes random numbers from torch's generator: is dropout on?"
 
 
@@ -111,6 +112,7 @@ def examination_of(
         jobs = {key: stack.enter_context(closing(Job(patient, key[0], seconds, device))) for key in sizes}
         _without_what_it_refuses(found, jobs, seed)
         _ask_everything(found, jobs, seed, quick, progress)
+    found.remarks += [LAST_DIGITS] if any(answer.last_digits for answer in found.answers) else []
     found.remarks += [DRAWS] if any(answer.draws for answer in found.answers) else []
     _check_that_it_answers(found)
     if quick:

@@ -12,6 +12,8 @@ Source: Dao et al. 2022, algorithm 4, for what follows from what. The PyTorch ma
 may wait for its receiver.
 """
 
+import linecache
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from textwrap import fill
@@ -22,6 +24,7 @@ from ring_doctor.answers import FAILED, OK, Answer, imprecise
 from ring_doctor.examination import Examination, never_claimed
 from ring_doctor.facts import CONTENTS, OF_GRADIENTS, Fact, listed
 from ring_doctor.grids import XRay
+from ring_doctor.job import ranks_in_words
 from ring_doctor.questions import Question
 from ring_doctor.where_wrong import WHERE
 from ring_doctor.wrong_answer import WrongAnswer
@@ -32,11 +35,6 @@ IN_A_PART = (
     "It fails only where its group is a part of the job, as ranks 1 to 3 of 4: a rank of the group is used as a rank "
     "of the job, or a group is left out. Look at every send and receive, at group=, group_src= and group_dst=, and at "
     "dist.get_global_rank."
-)
-HANGS = (
-    "Ranks wait for each other. Look at the order of send and receive: even ranks must send first and odd ranks "
-    "receive first, or all use isend and irecv; at the ranks on both sides; and whether every rank of the group calls "
-    "each collective, equally often."
 )
 OF_WORLDS = {
     1: "One rank alone is wrong too, so the mistake needs no message: look at what a rank does with its own block.",
@@ -70,7 +68,7 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
     claimed = [answer for answer in examination.answers if not never_claimed(answer)]
     failed = [answer for answer in claimed if answer.state == FAILED]
     hangs = [IN_A_PART] if failed and all(answer.question.members for answer in failed) else []
-    hangs += [HANGS] if any(answer.lost and answer.says.startswith("rank(s)") for answer in failed) else []
+    hangs += dict.fromkeys(said for answer in failed if (said := waiting(answer)))
     if not wrong or all(map(imprecise, wrong)):
         return [*_of_rounding(wrong), *hangs]
     told = [WrongAnswer(answer) for answer in _comparable(wrong)]
@@ -162,3 +160,48 @@ def _but_for_ranks(answer: Answer) -> Question:
     question, case = answer.question, answer.case
     chunk = case.seq_len // case.world_size if case.equal_chunks else 0
     return Question(replace(case, world_size=1, seq_len=chunk), question.how)
+
+
+# A hang -------------------------------------------------------------------------------------------------------------
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "reduce", "gather", "scatter", "broadcast")
+CALLS = "|".join((*COLLECTIVES, "barrier", "send", "recv"))
+CALL = re.compile(rf"\b({CALLS})(?:_into_tensor|_tensor|_single|_object|_object_list)?\(")
+WAITS = re.compile(r"(?:^|; )ranks? (\d+(?:, \d+)*) in ([^;]+), line (\d+)")
+ALL_WAIT = {  # in the same call, where that is no collective
+    "send": "Every rank waits in a send, and no rank receives: even ranks must send first and odd ranks receive first, "
+    "or all use isend and irecv.",
+    "recv": "Every rank waits in a receive: what they wait for was not sent, or was sent to another rank. Look at the "
+    "order of send and receive, and at the ranks on both sides.",
+}
+
+
+def waiting(answer: Answer) -> str:
+    """Who waits for whom in a hang, in a sentence; "" where the answer does not prove it.
+
+    The answer names the line of code in which each rank waits. The call in this line says whether the rank sends,
+    receives or waits in a collective.
+    """
+    late = re.match(r"rank\(s\) \[([\d, ]+)\] did not answer in time", answer.says)
+    if answer.state != FAILED or not late:
+        return ""
+    silent, P = [int(rank) for rank in late[1].split(",")], answer.case.world_size
+    lines = [(ranks, linecache.getline(path, int(line))) for ranks, path, line in WAITS.findall(answer.says)]
+    calls = {int(rank): set(CALL.findall(line)) for ranks, line in lines for rank in ranks.split(", ")}
+    if set(calls) < set(silent) or any(len(found) != 1 for found in calls.values()):
+        return ""  # a line that shows no call, or two
+    kinds = set.union(*calls.values())
+    inside = [rank for rank in range(P) if calls.get(rank, set()) - set(ALL_WAIT)]
+    others = [rank for rank in range(P) if rank not in inside]
+    if len(kinds) == 1 and not inside and len(silent) == P > 1:
+        return ALL_WAIT[min(kinds)]
+    if inside and others and len(kinds - set(ALL_WAIT)) == 1:
+        waits = f"{ranks_in_words(inside).capitalize()} wait{'s' * (len(inside) == 1)} in {min(kinds - set(ALL_WAIT))}"
+        missing = f"{ranks_in_words(others)} {'is' if len(others) == 1 else 'are'} not in it"
+        return f"{waits}, and {missing}: every rank of the group must call it, equally often."
+    if len(silent) == 1 and P > 1 and not inside:
+        what = "for a message that no rank sends" if kinds == {"recv"} else "for a rank to receive its message"
+        return (
+            f"The other ranks have answered; rank {silent[0]} waits {what}: look at the number of sends and receives."
+        )
+    return ""

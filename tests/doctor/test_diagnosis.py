@@ -13,7 +13,7 @@ from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.diagnosis import Diagnosis, Explanation, diagnose
 from ring_doctor.examination import Examination
 from ring_doctor.mistakes import Mistake
-from ring_doctor.paper_ring import RIGHT
+from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import Question
 from ring_doctor.report import Report
@@ -64,6 +64,27 @@ def test_a_mistake_under_a_condition_is_named_with_it(name, condition):
     assert name in found.names
     assert {explanation.condition for explanation in found.explanations} == {condition}
     assert not found.part
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "ranks"),
+    [
+        ("last_block_skipped", "on rank 0", lambda P: {0}),
+        ("scale_missing", "on the last rank", lambda P: {P - 1}),
+        ("no_rescale", "on odd ranks", lambda P: set(range(1, P, 2))),
+        ("last_block_skipped", "on all ranks but the first", lambda P: set(range(1, P))),
+    ],
+)
+def test_a_mistake_on_some_ranks_is_named_with_them(name, words, ranks):
+    def planted(case, right):
+        P, sick = case.world_size, compute(case, variant(name)(RIGHT))
+        return right | {
+            n: case.join([case.cut((sick if r in ranks(P) else right)[n], r) for r in range(P)]) for n in sick
+        }
+
+    examination = examined(worlds=(3, 4))
+    examination.answers = [answer_on_paper(it.question, change=planted) for it in examination.answers]
+    assert [explanation.words for explanation in diagnose(examination).explanations] == [f"{name} ({words} only)"]
 
 
 def test_an_unconditional_name_comes_before_a_condition():

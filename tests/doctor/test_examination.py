@@ -261,10 +261,12 @@ def test_the_gradient_of_lse_is_asked_where_there_is_one(by):
         assert any(it.question.how == "gradient of lse" for it in found.answers) == bool(fact)
 
 
-def test_random_numbers_are_told(by):
-    found, _ = by(always(draws=True), worlds=(3,))
-    assert any("dropout" in remark for remark in found.remarks)
-    assert found.level == RIGHT
+def test_random_numbers_and_last_digits_are_told(by):
+    for fact in ("draws", "last_digits"):
+        found, _ = by(always(**{fact: True}), worlds=(3,))
+        [remark] = [remark for remark in found.remarks if "dropout" in remark or "as they come" in remark]
+        assert ("dropout" in remark) == (fact == "draws")
+        assert found.level == RIGHT
 
 
 def in_float32(which, digits):
@@ -440,6 +442,7 @@ def test_other_last_digits_are_right_and_other_numbers_are_not(ranks):
         few = {"worlds": (3,), "dtypes": "float64", "wanted": lambda question: question.how == "twice"}
         found = examined(ranks, function, **few)
         assert {it.state for it in found.answers if it.question.how == "twice"} == {state}
+        assert any("gives other numbers, all of them right" in remark for remark in found.remarks) == (state == OK)
 
 
 def test_the_gradient_of_lse_is_compared(ranks):

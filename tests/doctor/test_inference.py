@@ -1,7 +1,9 @@
 """A pattern that is planted into right numbers is told. Random numbers show no pattern, and right rings no sentence."""
 
+import linecache
 from dataclasses import replace
 from math import log
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.examination import Examination
 from ring_doctor.facts import OF_GRADIENTS
 from ring_doctor.inference import infer, text
+from ring_doctor.inference import waiting as inferred
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import UNEQUAL, Question
@@ -451,17 +454,38 @@ def test_the_question_of_an_xray():
     assert healthy.case.layout == "zigzag"
 
 
+def hang(lines, late, P=3):
+    """What a job says of ranks that wait in these lines of code."""
+    Path("ring.py").write_text("\n".join(lines.values()) + "\n")
+    linecache.clearcache()
+    waits = [
+        f"rank{'s' * (',' in ranks)} {ranks} in ring.py, line {i + 1} in attention" for i, ranks in enumerate(lines)
+    ]
+    says = "; ".join([f"rank(s) {late} did not answer in time", *waits])
+    return inferred(Answer(Question(Case(P, 6 * P)), FAILED, says))
+
+
 @pytest.mark.parametrize(
-    ("says", "hangs"),
+    ("lines", "late", "says"),
     [
-        ("rank(s) [0, 1, 2] did not answer in time; ranks 0, 1, 2 in ring.py, line 12 in attention", True),
-        ("rank 1 raised KeyError: k; rank(s) [0, 2] did not answer in time", False),  # they wait for rank 1
-        ("rank 1 died (SIGSEGV)", False),
+        ({"0, 1, 2": "    dist.send(k, right)"}, [0, 1, 2], "Every rank waits in a send, and no rank receives"),
+        ({"0, 1, 2": "    dist.recv(k, left)"}, [0, 1, 2], "Every rank waits in a receive"),
+        ({"1": "    dist.recv(k, left)"}, [1], "rank 1 waits for a message that no rank sends"),
+        ({"0, 2": "    dist.all_reduce(k)", "1": "dist.recv(k, 0)"}, [0, 1, 2], "Ranks 0, 2 wait in all_reduce,"),
+        ({"1": "    dist.all_gather_into_tensor(k, k)"}, [1], "Rank 1 waits in all_gather, and ranks 0, 2 are"),
+        ({"0, 1": "    dist.send(k, right)", "2": "    dist.recv(k, left)"}, [0, 1, 2], ""),
+        ({"0, 1, 2": "    work.wait()"}, [0, 1, 2], ""),
+        ({"0, 1": "    dist.all_reduce(k)", "2": "    work.wait()"}, [0, 1, 2], ""),
+        ({"0, 1": "    dist.send(k, right)"}, [0, 1, 2], ""),
+        ({"0, 1, 2": "    dist.isend(k, right).wait()"}, [0, 1, 2], ""),
+        ({"0, 1, 2": "    dist.send(k, 1) if even else dist.recv(k, 0)"}, [0, 1, 2], ""),
     ],
 )
-def test_a_hang(says, hangs):
-    found = told([Answer(Question(Case(3, 18)), FAILED, says, lost=True)])
-    assert [sentence.partition(".")[0] for sentence in found] == ["Ranks wait for each other"] * hangs
+def test_a_hang(tmp_path, monkeypatch, lines, late, says):
+    monkeypatch.chdir(tmp_path)
+    said = hang(lines, late)
+    assert said.startswith(says) if says and says[0].isupper() else says in said
+    assert bool(said) == bool(says)
 
 
 def imprecise(inputs, wrong):

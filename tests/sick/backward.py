@@ -221,5 +221,5 @@ UNKNOWN = {  # the catalogue does not hold these
     "heads_of_v_reversed": SickRing(heads_of_v_reversed, shows=lambda case: case.kv_heads > 1, takes=MASKED),
     "softmax_twice": SickRing(SoftmaxTwice.attention, shows=always, takes=CAUSAL),
     "received_keys_reversed": SickRing(ReceivedKeysReversed.attention, equal_chunks=True),
-    "no_merge_on_rank_0": SickRing(NoMergeOnRank0.attention),
+    "no_merge_on_rank_0": SickRing(NoMergeOnRank0.attention, equals=("never_called",)),  # on rank 0 only
 }
