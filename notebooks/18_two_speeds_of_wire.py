@@ -22,6 +22,7 @@
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -41,6 +42,8 @@ from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.ways import Cluster, traffic
 from ringlab.support.processes import launch
 from ringlab.training import double_ring
+from ringlab.training.cases import chunks_of_cases
+from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import unshard
 
 # %% [markdown]
@@ -176,7 +179,7 @@ print_source(double_ring.DoubleRing.rounds)
 
 # %%
 d_out = torch.arange(16.0, dtype=torch.float64).view_as(x)
-in_hand, results = zip(*launch(double_ring.on_rank, P, n, [x, x, x, d_out], device="cpu"), strict=True)
+in_hand = launch(double_ring.blocks_in_hand, P, n, device="cpu")
 assert [list(blocks) for blocks in zip(*in_hand, strict=True)] == schedule
 print("four processes had the blocks in hand that the table above says")
 
@@ -184,6 +187,9 @@ q, k, v = (x.clone().requires_grad_() for _ in "qkv")
 right = naive_attention(q, k, v, causal=True)
 right.backward(d_out)
 exact = right, q.grad, k.grad, v.grad
+causal = {"causal": True, "layout": "zigzag"}
+attention = partial(ring_flash_attention, schedule=double_ring.DoubleRing)
+results = [only for [only] in launch(chunks_of_cases, P, [x, x, x, d_out], [causal], attention, (n, g), device="cpu")]
 for name, parts, whole in zip(("out", "dQ", "dK", "dV"), zip(*results, strict=True), exact, strict=True):
     assert torch.allclose(unshard(list(parts), "zigzag"), whole, rtol=0, atol=1e-12)
     print(f"{name:<4} equal to full attention")

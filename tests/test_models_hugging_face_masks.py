@@ -156,7 +156,7 @@ def in_the_ring_but(context, mistake):
     window = mock.patch.object(hugging_face_masks, "window_of", windows.get(mistake, window_of))
     model = model_of(name, options)
     use_ring(model)
-    check = (lambda *args: (True, 0, 0)) if mistake == "positions" else hugging_face_pass.ModelInRing.check
+    check = (lambda *args: (True, 0, 0, False)) if mistake == "positions" else hugging_face_pass.ModelInRing.check
     with ring, window, mock.patch.object(hugging_face_pass.ModelInRing, "check", check):
         return summed(model, model(**shard).loss)
 
