@@ -59,7 +59,7 @@ if (chapter && end)
 mark();
 
 // Code can be copied, without the prompts of a terminal; the film can be stopped.
-const WORDS = document.documentElement.lang === "en" ? ["copy", "copied", "⏸ stop", "▶ play"] : ["复制", "已复制", "⏸ 暂停", "▶ 播放"];
+const WORDS = document.documentElement.lang === "en" ? ["copy", "copied", "❚❚ stop", "▶ play"] : ["复制", "已复制", "❚❚ 暂停", "▶ 播放"];
 function button(words, home) {
   const made = Object.assign(document.createElement("button"), { type: "button", className: "small", textContent: words });
   home.append(made);

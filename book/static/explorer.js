@@ -83,7 +83,7 @@ window.explorer = (() => {
       if (timer) return stop();
       if (at === last) go(0);
       timer = setInterval(() => go(at + 1), 1300);
-      play.textContent = `⏸ ${say("pause")}`;
+      play.textContent = `❚❚ ${say("pause")}`;
     };
     stop();
     home.replaceChildren(back, play, next, scrub);
