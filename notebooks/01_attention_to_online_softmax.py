@@ -56,7 +56,7 @@ assert torch.allclose(shifted, torch.softmax(scores, 0))
 # result does not change. Now no exponent is above 0.
 #
 # But the cure has a price. To know the largest score, we need **all** scores of the row first. Attention has $S$ rows (one for each query), and each
-# row has $S$ scores (one for each key). These $S^2$ numbers soon fill any memory:
+# row has $S$ scores (one for each key). For all rows at once, as a GPU computes them, these are $S^2$ numbers, which soon fill any memory:
 
 # %%
 for S in (8, 1024, 32 * 1024, 1024 * 1024):
@@ -79,7 +79,7 @@ for S in (8, 1024, 32 * 1024, 1024 * 1024):
 #
 # After the last key, $o/l$ is the attention of the row. Here is all of it for one row.
 #
-# This and all other chapters use the same tiny example: 8 tokens of 2 numbers. Each token is its own query, key and value, so $Q = K = V$
+# Most chapters use the same tiny example: 8 tokens of 2 numbers. Each token is its own query, key and value, so $Q = K = V$
 # and $D = 2$. Token 0 reads the 8 keys two at a time:
 
 # %%
@@ -267,7 +267,7 @@ print(check_running_update(my_update))
 
 
 # %%
-# For later.
+# For later: no chapter needs it.
 # For outputs (n, D) and lses (n,) of any size. A part without keys has out = 0 and lse = -inf.
 def my_merge(out_a, lse_a, out_b, lse_b):
     return ...  # out, lse
@@ -296,6 +296,6 @@ print(check_merge_two(my_merge))
 # ```
 # </details>
 #
-# Open [`online_softmax.py`](../ringlab/basics/online_softmax.py) now: it has every line of this page, and runs by itself.
+# Open [`online_softmax.py`](../ringlab/basics/online_softmax.py) now: it has the running values and the merge, and runs by itself.
 # Next: [2 · blockwise attention and memory](02_blockwise_attention.ipynb), without the $S \times S$ scores. On the shortest path to the ring, go on
 # with [3 · the worked example](03_worked_example.ipynb).

@@ -261,7 +261,7 @@ def my_order(rank, world_size):
 print(check_ring_order(my_order))
 
 # %%
-# For later.
+# For later: no chapter needs it.
 # P = 8 ranks, S = 1,048,576 tokens, B = 1, H = 32, D = 128, bfloat16 (2 bytes): how many bytes does each rank send in all?
 my_bytes = ...
 
@@ -282,7 +282,7 @@ print(check_bytes_sent(my_bytes))
 
 
 # %%
-# For later, half an hour of its own.
+# For later: no chapter needs it. Half an hour of its own.
 def my_ring(q, k, v, lengths):
     return ...
 

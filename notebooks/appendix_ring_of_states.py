@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Appendix: a ring of states
 #
-# Three of four layers in the newest open models have no softmax: gated delta nets, Mamba 2, lightning attention. They keep no list
-# of keys. They keep a **state**, a small matrix. What moves in a ring when there are no keys? After this page you can
+# In several of the newest open models three of four layers have no softmax: gated delta nets, Kimi delta attention, lightning
+# attention. They keep no list of keys. They keep a **state**, a small matrix. What moves in a ring when there are no keys? After this page you can
 #
 # - write linear attention as a recurrence, as a matrix product, and in chunks,
 # - say what a rank's tokens do to the state, in one line, and hand the state on in three ways,
@@ -126,7 +126,8 @@ picture.draw()
 # %% [markdown]
 # **When is this less than a ring of keys?** A ring hands on $2 \cdot C \cdot D$ numbers per head in each hop. A state has
 # $D \cdot D_v$ numbers, and a map of the delta rule twice as many. So with more than $C = D$ tokens on a rank the map is smaller, and it does not
-# grow. With $D = 128$ and 8,192 tokens a rank, a hop of keys is 64 times the map.
+# grow. With $D = 128$ and 8,192 tokens a rank, a hop of keys is 64 times the map. (This counts as many heads of keys as of states, in one
+# dtype. With grouped queries and 16-bit keys it begins later: some 1,000 to 2,000 tokens a rank.)
 
 # %%
 D, C = 128, 8192
@@ -140,14 +141,14 @@ print(f"keys and values of a block: {2 * C * D:,} numbers; a map: {2 * D * D:,};
 # $$dh_{in} = keep^\top dh_{out} + d_{read}$$
 #
 # where $d_{read}$ comes from the rank's own outputs. This is an affine map again, with the ranks in reverse order. The function that hands on states hands on these gradients too. A ring that sends the state and forgets
-# its gradient has a **right forward pass, and wrong gradients on all ranks but the last**: on the last nothing follows. That too
-# happened (flash-linear-attention, issue 1115). Now on four processes, with the delta rule:
+# its gradient has a **right forward pass, and wrong gradients on all ranks but the last**: on the last nothing follows. Such
+# gradients happened (flash-linear-attention, issue 1115): there the gradient travelled, with the decays of another head. Now on four processes, with the delta rule:
 
 # %%
 generator = torch.Generator().manual_seed(0)
 q, k, v, d_out = torch.randn(4, 1, 2, 64, 8, generator=generator, dtype=torch.float64)
-beta, log_decay = torch.rand(2, 1, 2, 64, generator=generator, dtype=torch.float64)
-whole = [x.requires_grad_() for x in (q, k / k.norm(dim=-1, keepdim=True), v, (0.5 + 0.5 * log_decay).log(), beta)]
+beta, uniform = torch.rand(2, 1, 2, 64, generator=generator, dtype=torch.float64)
+whole = [y.requires_grad_() for y in (q, k / k.norm(dim=-1, keepdim=True), v, (0.5 + 0.5 * uniform).log(), beta)]
 exact, _ = recurrence(*whole)
 exact = [exact, *torch.autograd.grad(exact, whole, d_out)]
 inputs = [x.detach() for x in (*whole, d_out)]
@@ -185,7 +186,7 @@ for title, forgets in (("the gradient of the state forgotten", True), ("the ring
 #
 # <details><summary>A ring of softmax attention needs no order of the ranks. Why does this one?</summary>
 #
-# A softmax merges sums: each block adds to them, whenever it comes. A state is multiplied by every decay after it, so each rank must
+# A softmax merges m, l and o: each block adds to them, after rescaling, whenever it comes. A state is multiplied by every decay after it, so each rank must
 # know what came before its own tokens.
 # </details>
 #

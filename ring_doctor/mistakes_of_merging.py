@@ -242,7 +242,7 @@ MISTAKES = (
           own_max(last_max), own_max(largest_of), in_seen_blocks(own_max(last_max))),
     entry("averages_added",
           "The blocks' own softmax averages are added up. The weights of a row add up to the number of blocks.",
-          MERGE, 1, with_right_lse(lambda averages, scores: averages.sum(dim=0))),
+          MERGE, 3, with_right_lse(lambda averages, scores: averages.sum(dim=0))),
     entry("averages_averaged",
           "The blocks' own softmax averages are averaged. Each block counts alike, whatever its weights add up to.",
           MERGE, 1, with_right_lse(mean_of_seen_rows), with_right_lse(lambda averages, scores: averages.mean(dim=0)),

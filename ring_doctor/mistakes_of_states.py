@@ -50,7 +50,7 @@ MISTAKES = (
     entry("gradient_of_the_state_dropped",
           "The state is handed on without its gradient: out is right, and gradients are wrong but on the last rank.",
           "a message or a gather outside of autograd: the gradient of the state goes back from rank r to rank r - 1", 0,
-          but(begins=detached), wild=("fla-org/flash-linear-attention #1115",)),
+          but(begins=detached)),
     entry("state_not_reset_at_documents", "A document begins with what the document before it left.",
           "cu_seqlens: state and convolution are empty before the first token of each, at a rank's border too", 0,
           but(starts=lambda steps, starts, at: torch.zeros(len(at), dtype=torch.bool)),

@@ -121,7 +121,7 @@ class Report:
         if diagnosis and diagnosis.when:
             said.append(f"it shows {diagnosis.when}")
         said += [*self.examination.remarks, *patient.notes, *([] if self.healthy else self.limits)]
-        if {answer.question.feature for answer in self.examination.faults} == {UNEQUAL}:
+        if any(answer.question.feature == UNEQUAL for answer in self.examination.faults):
             said.append("where all ranks always have as many tokens, ask with --equal-chunks, or unequal=False")
         if "causal" not in patient.takes and patient.causal == (False,):
             said.append("its signature has no causal=, so it was asked for full attention only")

@@ -19,7 +19,7 @@ OF_TABLE = {
     f"{name}:{i}" if i else name: ring
     for name, mistake in CATALOGUE.items()
     for i, variant in enumerate(mistake.variants)
-    if (ring := from_table(variant))
+    if name != "sinks_per_block" and (ring := from_table(variant))  # these rings take no sinks
 }
 BY_HAND = {**forward.SICK, **backward.SICK}
 SICK = {**OF_TABLE, **BY_HAND}

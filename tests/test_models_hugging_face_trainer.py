@@ -458,8 +458,9 @@ def test_an_example_trains_as_one_process_does(pool, compare, name):
     assert all(error <= most for error, most in zip(seen, allowed, strict=True)), seen
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "compiled" else pytest.mark.exhaustive) for name in SCRIPTS]
+)
 def test_torchrun_starts_an_example(compare, name):
     assert all(ok for _, ok in compare.table([name]))
 

@@ -160,6 +160,7 @@ class ModelInRing(LayerAttention):
         self.longest = max(self.documents or [ones.shape[1] * self.world_size]) - 1 + self.first
         return (), {**passed, "attention_mask": ones, "use_cache": False}
 
+    @torch.compiler.disable  # a traced method is equal to no other
     def check(self, part: nn.Module, passed: dict[str, Any], ones: Tensor) -> tuple[bool, int, int, bool]:
         """Whether there are labels, numbers that tell modules and weights apart, and whether labels are not shifted.
 

@@ -306,7 +306,7 @@ def main() -> int:
     if said := faults(found):
         print(f"BUSY: {'; '.join(said)}. Expected a quiet machine: stop other programs and measure again")
     write_machine(options.out, **found)
-    print(f"wrote {options.out}: plan with `ring-plan --machine {options.out}`")
+    print(f"wrote {options.out}: plan with `ring-plan --gpu NAME --machine {options.out}`: the GPU gives the memory")
     return 0
 
 

@@ -251,7 +251,7 @@ def _serve(
     while True:
         try:
             request = pipe.recv_bytes()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return  # the process that started the pool has ended, or needs no more
         try:
             world, world_size, work, args = pickle.loads(request)

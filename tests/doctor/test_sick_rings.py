@@ -118,7 +118,8 @@ def asked_of_table(P, entry):
     cases = [full, replace(full, scale=0.3, batch=2, kv_heads=4), replace(full, seq_len=6 * P + 1)]
     cases += [replace(causal, layout=layout) for layout in LAYOUTS]
     cases += [replace(causal, window=8), replace(causal, window=3, layout="zigzag")]
-    cases += [replace(causal, documents=(7, 6 * P - 7)), replace(causal, heads=12, kv_heads=3, layout="striped")]
+    cases += [replace(causal, heads=4 * P, kv_heads=2 * P), replace(causal, documents=(7, 6 * P - 7))]
+    cases += [replace(causal, heads=12, kv_heads=3, layout="striped")]
     if entry == "last_tile_lost":
         cases = [Case(P, 257 * P)]  # more than the largest of its tiles
     elif entry == "unstabilised":

@@ -165,7 +165,7 @@ def test_a_wrong_ring_of_states_is_named(ranks, how):
     assert report.verdict.startswith(f"SICK: {name}, in "), str(report)
     wrong_worlds = {answer.case.world_size for answer in report.examination.wrong}
     assert wrong_worlds >= {3, 5}
-    if name == "gradient_of_the_state_dropped":  # fla 1115: out is right, and of the last rank everything
+    if name == "gradient_of_the_state_dropped":  # out is right, and of the last rank everything
         assert {name for it in report.examination.wrong for name in it.wrong} == {"dk", "dv", "dlog_decay", "dbeta"}
         assert all(
             it.case.world_size - 1 not in ranks for it in report.examination.wrong for ranks in it.ranks.values()

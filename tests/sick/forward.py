@@ -157,5 +157,6 @@ SICK = {
         grouped_query.ring_attention,
         GROUPED["head h uses K/V head h mod G"],
         lambda case: 1 < case.kv_heads < case.heads,
+        equals=("kv_heads_dealt_in_turn",),  # on 4 ranks
     ),
 }

@@ -28,18 +28,19 @@ class TableRing(ByAutograd):
     def forward(self, q, k, v):
         documents, (B, H, _, D) = self.documents and tuple(self.documents), q.shape
         mask = self.causal, self.layout, documents, self.window
-        case, its = Case(self.P, self.S, *mask, B, H, k.shape[1], D, q.dtype, self.scale), self.its
+        dtype, its = q.dtype, self.its
+        case = Case(self.P, self.S, *mask, B, H, k.shape[1], D, dtype, self.scale)
         blocks = {(self.rank - t) % self.P: kv for t, kv in self.blocks(k.double(), v.double())}
-        heads, scores, values = its.kv_heads(case), [], []
+        heads, scores, values, q = its.kv_heads(case), [], [], q.double()
         for t in range(its.rounds(case, self.rank)):
             of_k, of_v = its.in_hand(case, self.rank, t)
             k_j, v_j = (x[:, heads] for x in its.keys_and_values(t, blocks[of_k][0], blocks[of_v][1]))
             seen = its.sees(case, self.rank, its.believed(case, self.rank, t))
-            scores.append((its.scale(case) * q.double() @ k_j.mT).masked_fill(~seen, -torch.inf))
+            scores.append((its.scale(case) * q @ k_j.mT).masked_fill(~seen, -torch.inf))
             values.append(v_j)
         out, lse = its.combine(its, case, scores, values)
         unused = 0 * sum(kv.sum() for kv in blocks.values())  # so that all ranks send back the gradients of all blocks
-        return out + unused, lse.to(accumulation_dtype(q.dtype))
+        return out + unused, lse.to(accumulation_dtype(dtype))
 
 
 def from_table(change):
