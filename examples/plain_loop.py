@@ -2,12 +2,11 @@
 
 import tiny
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from ringlab import shard_batch, use_ring
-from ringlab.support.processes import RankContext, join_ring
+from ringlab import backward, join_ring, shard_batch, use_ring
+from ringlab.support.processes import RankContext
 
 
 def train(context: RankContext) -> None:
@@ -18,13 +17,11 @@ def train(context: RankContext) -> None:
     losses = []
     for batch in tiny.batches():  # the same batch on every rank
         shard = shard_batch(batch).to(context.device)
-        loss = parallel(**shard).loss  # this rank's part of the loss of the batch
-        (loss * dist.get_world_size()).backward()  # DDP averages gradients; parts must be summed
+        loss = backward(parallel(**shard).loss)  # of this rank's part; gradients are averaged, and parts must be summed
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        dist.all_reduce(total := loss.detach())  # the sum of the parts, the same on every rank
-        losses.append(total.item())
+        losses.append(loss.item())  # that of the batch, the same on every rank
     tiny.keep(losses, model)
 
 

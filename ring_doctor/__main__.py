@@ -2,6 +2,10 @@
 
     ring-doctor my_package.ring:attention --causal --layout zigzag
 
+    asked       examination.examination_of: every question; job.Job.ask: one, on processes; answers.judge: right or wrong
+    explained   diagnosis.diagnose: the name; xray.xray_of: where; inference.infer: what is seen without a name
+    told        report.Report, as text, JSON or a page
+
 In a workflow of GitHub the verdict is a note at the line of the function, and the report is on the page of the run.
 
 Before: options.py, assertion.py and report.py. After: the chapter on rings that were wrong.

@@ -60,7 +60,8 @@ def when_it_shows(answers: Sequence[Answer]) -> str:
             worlds = f"from {min(sick)} ranks on" if max(healthy) < min(sick) else _in_words(i, sick, ", ")
             said.append(f"{worlds} (right with {', '.join(map(str, sorted(healthy)))})")
         elif healthy:
-            said.append(f"{_in_words(i, sick)} only" if len(sick) <= MANY else f"but not {_in_words(i, healthy)}")
+            but = "but not" if said else "everywhere but"
+            said.append(f"{_in_words(i, sick)} only" if len(sick) <= MANY else f"{but} {_in_words(i, healthy)}")
     return ", ".join(said) if said or right else "in every question"
 
 

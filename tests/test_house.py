@@ -30,7 +30,7 @@ LINES = {  # of .py files, at most: what was reached so far; raised only by an i
     "ringlab/training": 4265,  # 640 of them a ring of states
     "ringlab/planning": 2600,
     "ringlab/models": 3745,  # 245 and 70 of the ring of states
-    "ring_doctor": 7590,  # without the patients; 330 of the ring of states
+    "ring_doctor": 7595,  # without the patients; 330 of the ring of states
     "ring_doctor/patients": 1300,
     "tests": 28_410,
     "book": 1600,

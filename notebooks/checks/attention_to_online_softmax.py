@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -29,8 +30,9 @@ def check_safe_softmax(answer: Callable[[Tensor], Tensor]) -> str | None:
         large = torch.tensor(scores, dtype=torch.float64)  # float32 would round them
         if problem := difference(answer(large), torch.softmax(large, 0)):
             raise NotYet(f"{problem}, for the scores {list(scores)}: {hint}")
-    for random in draws():  # scores of other lengths, below and above what a fixed number can be subtracted from
-        n, place = random.randint(1, 9), random.choice((0, 5000, -5000, 10**6))
+    places = cycle((5000, -5000, 0, 10**6))  # below and above what a fixed number can be subtracted from
+    for random, place in zip(draws(), places, strict=False):
+        n = random.randint(1, 9)
         drawn = place + 3 * torch.randn(n, dtype=torch.float64, generator=torch_generator(random))
         if problem := difference(answer(drawn), torch.softmax(drawn, 0)):
             raise NotYet(f"{problem}, for {n} scores near {place}: subtract the largest of them before exp")
