@@ -2,7 +2,7 @@
 
     ring-doctor my_package.ring:attention --causal --layout zigzag
 
-    asked       examination.examination_of: every question; job.Job.ask: one, on processes; answers.judge: right or wrong
+    asked       examination.examination_of: every question; job.Job.ask: one, on processes; answers.judge: the answer
     explained   diagnosis.diagnose: the name; xray.xray_of: where; inference.infer: what is seen without a name
     told        report.Report, as text, JSON or a page
 
