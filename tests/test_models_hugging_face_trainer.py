@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from contextlib import ExitStack, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
@@ -439,6 +439,8 @@ def example(context, name):
         stack.enter_context(mock.patch.object(importlib.import_module("tiny"), "keep", keep))
         stack.enter_context(mock.patch.object(processes, "join_ring", return_value=nullcontext(context)))
         stack.enter_context(mock.patch.object(dist, "destroy_process_group"))
+        quick = partial(torch.compile, backend="aot_eager")  # traced as always, and no kernel is made of it
+        stack.enter_context(mock.patch.object(torch, "compile", quick))
         exec((EXAMPLES / f"{name}.py").read_text(), {})
     return kept[0]
 
@@ -450,7 +452,7 @@ def compare(monkeypatch):
     return importlib.import_module("compare")
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "compiled"])  # it compiles for half a minute
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_an_example_trains_as_one_process_does(pool, compare, name):
     function, arguments, allowed = compare.ALONE[name]
     exact, start = function(**arguments), compare.weights_of(compare.tiny.model())
@@ -458,9 +460,8 @@ def test_an_example_trains_as_one_process_does(pool, compare, name):
     assert all(error <= most for error, most in zip(seen, allowed, strict=True)), seen
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "compiled" else pytest.mark.exhaustive) for name in SCRIPTS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_torchrun_starts_an_example(compare, name):
     assert all(ok for _, ok in compare.table([name]))
 
