@@ -36,13 +36,6 @@ def left_out(of: Callable[[Pairs], bool]) -> Change:
     return in_backward(sees(lambda x: x.seen & (not (x.case.world_size > 1 and of(x)))))
 
 
-def is_last_seen(x: Pairs) -> bool:
-    """Under a causal mask blocks that no query sees are left out, and of the others the last one too."""
-    P = x.case.world_size
-    seen = [j for t in range(P) if x.steps.sees(x.case, x.r, j := (x.r - t) % P).any()]
-    return len(seen) > 1 and x.j == seen[-1]
-
-
 def whole_parts(x: Pairs) -> Tensor:
     """Blocks that are left out stay out; the parts of a block that the kernel computes are whole."""
     return x.seen.any(dim=1, keepdim=True) & x.seen.any(dim=0) if x.case.causal else x.seen
@@ -107,7 +100,6 @@ CHANGES = {
     "block_left_out_in_backward": [
         left_out(lambda x: x.j == (x.r + 1) % x.case.world_size),
         left_out(lambda x: x.own),
-        left_out(is_last_seen),
     ],
     "lse_of_the_last_block": [lse_of_the_last(seen=False), lse_of_the_last(seen=True)],
     "lse_of_the_first_sequence": [but(weights=lambda steps, s, lse: steps.weights(s, lse[:1].expand_as(lse)))],

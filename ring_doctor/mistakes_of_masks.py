@@ -80,11 +80,6 @@ def believed(at: Callable[[Case, int], Tensor]) -> Change:
     return sees(lambda x: x.believed(at))
 
 
-def next_of_the_triangle(x: Pairs) -> Tensor:
-    """Striped, a block of a later rank: query i + 1 sees the keys up to i + 1, without the last key."""
-    return x.seen if x.rows == 1 else (x.n <= x.i) & (x.i > 0) & (x.n < x.keys - 1)
-
-
 def without_a_key(x: Pairs, *, at: int, far: bool) -> Tensor:
     """No query sees the key number `at` of a block; with `far`, of the blocks of other ranks."""
     return x.seen & ((x.n != at % x.keys) | (far and x.own))
@@ -95,10 +90,10 @@ def exchanged_halves(case: Case, rank: int) -> Tensor:
     return at.roll(len(at) // 2) if case.layout == "zigzag" else at
 
 
-def in_place_of(layout: str, case: Case, rank: int, world_size: int | None = None) -> Tensor:
-    """The positions of a rank in another layout, or of so many ranks. Raises NotOnPaper where the tokens do not fit."""
+def in_place_of(layout: str, case: Case, rank: int) -> Tensor:
+    """The positions of a rank in another layout. Raises NotOnPaper where the tokens do not fit."""
     try:
-        return positions(layout, case.seq_len, rank, world_size or case.world_size)
+        return positions(layout, case.seq_len, rank, case.world_size)
     except ValueError as error:
         raise NotOnPaper from error
 
@@ -164,19 +159,7 @@ CHANGES = {
         causal(lambda x: x.seen & ((x.n != x.keys - 1) | (x.j != x.r - 1))),  # of gathered keys: a key too early
     ],
     "causal_unasked": [sees(lambda x: x.of(causal=True))],
-    "next_token_seen": [
-        causal(lambda x: x.c <= x.p + 1),
-        causal(
-            lambda x: (
-                x.n <= x.i + 1
-                if x.own or (x.striped and x.before)
-                else next_of_the_triangle(x)
-                if x.striped
-                else x.seen
-            )
-        ),
-        causal(lambda x: x.c <= x.p + 1 if x.own else x.seen),
-    ],
+    "next_token_seen": [causal(lambda x: x.c <= x.p + 1), causal(lambda x: x.c <= x.p + 1 if x.own else x.seen)],
     "chunk_index_under_zigzag": [causal(lambda x: x.n <= x.i if x.own else x.before)],
     "halves_swapped": [causal(lambda x: x.believed(exchanged_halves))],
     "other_half_of_the_keys": [causal(lambda x: x.n >= x.keys // 2 if x.zigzag and x.before else x.seen)],

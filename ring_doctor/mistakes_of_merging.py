@@ -139,7 +139,7 @@ def paddings() -> Iterator[Change]:
     """The usual one first. A mask of a triangle hides what comes after its keys, so only whole tiles see it."""
     in_every_tile = lambda s: torch.ones_like(s[..., :1], dtype=torch.bool)  # noqa: E731
     in_whole_tiles = lambda s: (s > -math.inf).all().expand(*s.shape[:-1], 1)  # noqa: E731
-    for multiple in (8, None, 16, 64, 128):
+    for multiple in (8, None, 64, 128):
         yield in_seen_blocks(padded(multiple, in_every_tile))
         yield padded(multiple, in_every_tile)
         yield padded(multiple, in_whole_tiles)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ring_doctor.case import Case
 from ring_doctor.mistakes import Change, but, told
-from ring_doctor.mistakes_of_masks import Pairs, believed, in_place_of, sees
-from ring_doctor.paper_ring import NotOnPaper, Steps
+from ring_doctor.mistakes_of_masks import Pairs, believed, sees
+from ring_doctor.paper_ring import Steps
 
 
 def hosts(world_size: int) -> tuple[int, int]:
@@ -52,13 +52,10 @@ def returned(change: Callable[[Case, Tensor], Tensor]) -> Change:
     return but(returned=lambda steps, case, out: change(case, steps.returned(case, out)))
 
 
-def kv_heads_in_turn(*, split: bool, replicated: bool) -> Change:
-    def kv_heads(steps: Steps, case: Case) -> Tensor:
-        if case.kv_heads < case.world_size:
-            return rank_of_heads(case) % case.kv_heads if replicated else steps.kv_heads(case)
-        return dealt_in_turn(case, case.kv_heads)[steps.kv_heads(case)] if split else steps.kv_heads(case)
-
-    return but(kv_heads=kv_heads)
+def kv_heads_in_turn(steps: Steps, case: Case) -> Tensor:
+    if case.kv_heads < case.world_size:
+        return rank_of_heads(case) % case.kv_heads
+    return dealt_in_turn(case, case.kv_heads)[steps.kv_heads(case)]
 
 
 def kv_heads_tiled(steps: Steps, case: Case) -> Tensor:
@@ -112,26 +109,12 @@ def undone_by_its_own_order(case: Case, rank: int) -> Tensor:
     return order.argsort().split(lengths_of(case))[rank]
 
 
-def of_row(*, sort: bool, layout_of_rows: bool) -> Callable[[Case, int], Tensor]:
-    """The positions (C,) that a rank's tokens get in a ring of rows.
-
-    The positions of a row are the right positions of its tokens, or, with `layout_of_rows`, what the layout gives to
-    rank `row` of so many rows. The tokens get them in the order of the sequence, `sort`, or rank by rank.
-    """
-
-    def at(case: Case, rank: int) -> Tensor:
-        rows, per_row = hosts(case.world_size)
-        row, number = divmod(rank, per_row)
-        parts = [case.positions(row * per_row + i) for i in range(per_row)]
-        of_tokens = torch.cat(parts)
-        believed = in_place_of(case.layout, case, row, rows) if layout_of_rows else of_tokens.sort().values
-        if len(believed) != len(of_tokens):
-            raise NotOnPaper
-        if sort:
-            believed = believed[of_tokens.argsort().argsort()]
-        return believed.split([len(part) for part in parts])[number]
-
-    return at
+def in_order_of_the_row(case: Case, rank: int) -> Tensor:
+    """(C,): the positions of a row's tokens, dealt out rank by rank."""
+    _, per_row = hosts(case.world_size)
+    row, number = divmod(rank, per_row)
+    parts = [case.positions(row * per_row + i) for i in range(per_row)]
+    return torch.cat(parts).sort().values.split([len(part) for part in parts])[number]
 
 
 def mirrored(case: Case, rank: int) -> Tensor:
@@ -149,13 +132,13 @@ def of_double_ring(case: Case, rank: int, t: int) -> int:
     return (rank // per_host - turn) % count * per_host + (rank - s) % per_host
 
 
-def double_ring(early: Callable[[int], int], **more: Callable[..., object]) -> Change:
-    """In the last round of a turn, before another turn, a rank has the block of round t + early(ranks of a host)."""
+def double_ring(early: int, **more: Callable[..., object]) -> Change:
+    """In the last round of a turn, before another turn, a rank has the block of round t + early."""
 
     def held(steps: Steps, case: Case, rank: int, t: int) -> tuple[int, int]:
         count, per_host = hosts(case.world_size)
         last = t % per_host == per_host - 1 and t < (count - 1) * per_host
-        block = of_double_ring(case, rank, t + early(per_host) * last)
+        block = of_double_ring(case, rank, t + early * last)
         return block, block
 
     return but(believed=lambda steps, *at: of_double_ring(*at), in_hand=held, **more)
@@ -166,12 +149,7 @@ CHANGES = {
         returned(lambda case, out: out[:, dealt_in_turn(case, case.heads)]),
         returned(lambda case, out: out[:, dealt_in_turn(case, case.heads).argsort()]),
     ],
-    "kv_heads_dealt_in_turn": [
-        kv_heads_in_turn(split=True, replicated=True),
-        kv_heads_in_turn(split=True, replicated=False),
-        kv_heads_in_turn(split=False, replicated=True),
-        but(kv_heads=kv_heads_tiled),
-    ],
+    "kv_heads_dealt_in_turn": [but(kv_heads=kv_heads_in_turn), but(kv_heads=kv_heads_tiled)],
     "all_to_all_back_in_wrong_token_order": [
         returned(in_runs),
         returned(lambda case, out: in_runs(case, in_runs(case, out))),
@@ -190,13 +168,9 @@ CHANGES = {
         *(triangle_of_gathered(at, from_the_end=True) for at in (as_gathered, Case.positions))
     ],
     "layout_undone_the_wrong_way": [believed(undone_by_its_own_order)],
-    "positions_of_the_inner_layout": [
-        believed(of_row(sort=False, layout_of_rows=False)),
-        believed(of_row(sort=True, layout_of_rows=True)),  # right for contiguous and zigzag chunks
-        believed(of_row(sort=False, layout_of_rows=True)),
-    ],
+    "positions_of_the_inner_layout": [believed(in_order_of_the_row)],
     "groups_exchanged": [believed(mirrored)],
-    "slow_hop_a_round_early": [double_ring(lambda per_host: 1), double_ring(lambda per_host: per_host)],
-    "next_host_missing": [double_ring(lambda per_host: 0, rounds=lambda steps, case, rank: hosts(case.world_size)[1])],
+    "slow_hop_a_round_early": [double_ring(1)],
+    "next_host_missing": [double_ring(0, rounds=lambda steps, case, rank: hosts(case.world_size)[1])],
 }
 MISTAKES = told("Other ways", CHANGES)

@@ -35,13 +35,6 @@ def held(steps: Steps, part: BlockGradients) -> int:
     return part.held
 
 
-def needed(steps: Steps, case: Case, rank: int) -> int:
-    """A ring that ends when no rank sees more, as with a window: of its blocks the last is skipped."""
-    P = case.world_size
-    rounds = [t for t in range(P) if any(steps.sees(case, r, (r - t) % P).any() for r in range(P))]
-    return max(1, max(rounds, default=0))
-
-
 def two_ways(rounds: Callable[[int], int]) -> Change:
     """A ring whose blocks come from both sides: r, r - 1, r + 1, r - 2, ... in so many rounds."""
 
@@ -78,7 +71,6 @@ OF_BLOCKS = {
     "last_block_skipped": [
         but(rounds=lambda steps, case, rank: max(1, steps.rounds(case, rank) - 1)),
         but(rounds=lambda steps, case, rank: steps.rounds(case, rank) - 1),  # on one rank too
-        but(rounds=needed),
     ],
     "own_block_skipped": [sees(lambda x: x.seen & (not x.own))],
     "own_block_twice": [but(rounds=lambda steps, case, rank: steps.rounds(case, rank) + 1)],
