@@ -47,8 +47,8 @@ def _one(context, attention, options, case):
     out = attention(*leaves, **options)
     out, lse = out if isinstance(out, tuple) else (out, None)
     gradients = torch.autograd.grad(out, leaves, d_out, allow_unused=True, materialize_grads=True)
-    results = {"out": out.detach(), "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
-    return {name: x for name, x in results.items() if x is not None}
+    results = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    return {name: x.detach() for name, x in results.items() if x is not None}
 
 
 def cases_of(ring, world_size):
