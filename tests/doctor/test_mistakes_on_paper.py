@@ -73,8 +73,9 @@ class Pairs:
         self.r, self.j = rank[:, None], rank[None]  # the rank of the query, and the block of the key
         self.i, self.n = place[:, None], place[None]
         self.p, self.c = torch.arange(S)[:, None], torch.arange(S)[None]
-        self.far, self.own = self.r != self.j, self.r == self.j
+        self.far, self.own, self.striped = self.r != self.j, self.r == self.j, self.case.layout == "striped"
         self.past, self.last = self.c <= self.p, self.j == (self.r + 1) % P  # the block of the last round
+        self.round = (self.r - self.j) % P
 
     def at(self, rank, place):
         """The positions of these places on these ranks."""
@@ -92,6 +93,11 @@ class Pairs:
         tiles = torch.zeros(self.P, self.P, dtype=torch.bool)
         tiles[self.r.expand_as(pairs)[pairs], self.j.expand_as(pairs)[pairs]] = True
         return tiles[self.r, self.j]
+
+    def last_met(self, dim):
+        """The pairs of the last round in which a query (dim 1) or a key (dim 0) is in a tile that is not hidden."""
+        rounds = torch.where(self.met(self.seen), self.round, -1)
+        return self.round == rounds.amax(dim=dim, keepdim=True)
 
     def whole_parts(self):
         """All pairs of a query that sees a key of the block and a key that a query of the rank sees."""
@@ -112,8 +118,8 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
     "chunk_index_under_zigzag": (ALL_LAYOUTS, lambda x: torch.where(x.own, x.n <= x.i, x.j < x.r)),
     "striped_diagonal_kept": ([STRIPED], lambda x: torch.where(x.j > x.r, x.n <= x.i, x.past)),
     "other_half_of_the_keys": ([ZIGZAG], lambda x: torch.where(x.j < x.r, x.n >= x.C // 2, x.past)),
-    "opposite_block_twice": (EVERY, lambda x: x.seen * (1 + (2 * ((x.r - x.j) % x.P) == x.P).int())),
-    "opposite_block_missed": (EVERY, lambda x: x.seen & (2 * ((x.r - x.j) % x.P) != x.P)),
+    "opposite_block_twice": (EVERY, lambda x: x.seen * (1 + (2 * x.round == x.P).int())),
+    "opposite_block_missed": (EVERY, lambda x: x.seen & (2 * x.round != x.P)),
     "next_host_missing": ([FULL, *ALL_LAYOUTS], lambda x: x.seen & (x.r // 2 == x.j // 2)),
     "key_lost_at_a_border": (
         EVERY,
@@ -124,13 +130,22 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
         lambda x: x.seen & ((x.j != x.r - 1) | (x.n != x.C - 1) | (not x.case.causal)),
     ),
     "causal_unasked": ([FULL, replace(FULL, world_size=3)], lambda x: x.past),
-    "mask_forgotten": (ALL_LAYOUTS, lambda x: x.past | True),
-    "causal_per_block": (ALL_LAYOUTS, lambda x: x.n <= x.i, lambda x: (x.n <= x.i) & x.met(x.past)),
+    "mask_forgotten": (ALL_LAYOUTS, *[lambda x: x.past | True] * 2),
+    "causal_per_block": (ALL_LAYOUTS, *[lambda x: x.n <= x.i, lambda x: (x.n <= x.i) & x.met(x.past)] * 2),
     "halves_swapped": ([ZIGZAG], lambda x: x.believed(lambda r: x.case.positions(r).roll(3))),
-    "only_own_masked": (ALL_LAYOUTS, lambda x: x.far | x.past),
+    "only_own_masked": (ALL_LAYOUTS, *[lambda x: x.far | x.past] * 2),
     "own_block_unmasked": (ALL_LAYOUTS, lambda x: x.past | x.own),
-    "diagonal_hidden": (ALL_LAYOUTS, lambda x: x.c < x.p),
-    "next_token_seen": (ALL_LAYOUTS, lambda x: x.c <= x.p + 1),
+    "diagonal_hidden": (
+        ALL_LAYOUTS,
+        lambda x: x.c < x.p,
+        lambda x: torch.where(x.own | (x.striped & (x.j < x.r)), x.n < x.i, x.past),
+        lambda x: torch.where(x.own | x.striped, x.n < x.i - (x.j > x.r).int(), x.past),
+    ),
+    "next_token_seen": (
+        ALL_LAYOUTS,
+        lambda x: x.c <= x.p + 1,
+        lambda x: torch.where(x.own, x.c <= x.p + 1, x.past),
+    ),
     "last_tile_lost": (
         [Case(2, 258), Case(2, 258, True, "striped")],
         *(lambda x, kept=kept: x.seen & (x.n < kept) for kept in (128, 128, 129)),
@@ -146,7 +161,11 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
     "striped_diagonal_lost": ([STRIPED], lambda x: x.past & ~((x.j < x.r) & (x.n == x.i))),
     **{f"positions_of_{layout}": (ALL_LAYOUTS, lambda x, to=layout: x.of_layout(to)) for layout in LAYOUTS},
     "window_ignored": (WINDOWED, lambda x: x.past),
-    "window_one_more": (WINDOWED, lambda x: x.past & (x.c >= x.p - x.w)),
+    "window_one_more": (
+        WINDOWED,
+        lambda x: x.past & (x.c >= x.p - x.w),
+        lambda x: x.past & (x.c >= x.p - x.w) & x.met(x.seen),
+    ),
     "window_one_less": (WINDOWED, lambda x: x.past & (x.c > x.p - x.w + 1)),
     "window_in_the_own_block_only": (
         WINDOWED,
@@ -312,8 +331,11 @@ FORMULA = {  # the entry: what of the formula is another, for the pairs x
     "own_queries_only": lambda x: {"of_kv": x.own},
     "dq_of_the_own_block": lambda x: {"of_q": x.own},
     "dq_of_the_last_round": lambda x: {"of_q": x.last},
+    "dq_of_the_last_round:1": lambda x: {"of_q": x.last_met(1)},
     "dk_dv_of_the_last_round": lambda x: {"of_kv": x.last},
+    "dk_dv_of_the_last_round:1": lambda x: {"of_kv": x.last_met(0)},
     "host_sum_not_added": lambda x: {"of_kv": x.r // 2 == x.j // 2 if x.P == 4 else 1},
+    "host_sum_not_added:1": lambda x: {"of_kv": x.r // 2 != x.j // 2 if x.P == 4 else 1},
     "block_left_out_in_backward": lambda x: {"of_q": ~x.last, "of_kv": ~x.last},
     "block_left_out_in_backward:1": lambda x: {"of_q": x.far, "of_kv": x.far},
     "mask_forgotten_in_backward": lambda x: {"seen": x.seen | True},
@@ -368,7 +390,7 @@ def test_gradients_are_summed_in_16_bits_in_the_order_of_their_rounds(dtype):
     case = Case(4, 24, heads=2, dtype=dtype)
     rounds, q_first, own_last = [0, 1, 2, 3], [3, 2, 1, 0], [1, 2, 3, 0]
     variants = ((dtype, rounds), (torch.bfloat16, rounds), (dtype, None))
-    pairs = [(Pairs(case).r - Pairs(case).j) % 4 == t for t in rounds]
+    pairs = [Pairs(case).round == t for t in rounds]
     of_round = [by_the_formula(case, of_q=of_pairs, of_kv=of_pairs) for of_pairs in pairs]
     for entry, names, last_order in (("gradients_in_16_bits", KV, own_last), ("dq_in_16_bits", ("dq",), q_first)):
         for number, (to, order) in enumerate(variants):
@@ -439,7 +461,10 @@ IN_HAND = {  # the entry: for each variant the blocks of K and of V on rank r in
     "keys_without_values": [lambda r, t, P: (r - t, r + 0 * t)],
     "values_without_keys": [lambda r, t, P: (r + 0 * t, r - t)],
     "nothing_moves": [same(lambda r, t, P: r + 0 * t)],
-    "overwritten_in_hand": [same(lambda r, t, P: r - (t + 1).clamp(max=P - 1))],
+    "overwritten_in_hand": [
+        same(lambda r, t, P: r - (t + 1).clamp(max=P - 1)),
+        same(lambda r, t, P: r - torch.where(t > 0, (t + 1).clamp(max=P - 1), 0)),
+    ],
     "slow_hop_a_round_early": [same(lambda r, t, P: torch.where(((r - t) % P == r ^ 1) & (P == 4), r + 2, r - t))],
     "gathered_in_order_of_arrival": [
         same(lambda r, t, P: t),
@@ -589,15 +614,20 @@ LOG_2, TO = math.log(2), (None, None, torch.bfloat16, torch.bfloat16)
 MERGES = {  # the entry: of each variant out and lse
     "no_rescale": [lambda x: x.sums(x.so_far, x.so_far)],
     "l_not_rescaled": [lambda x: x.sums(x.so_far, x.m)],
-    "o_not_rescaled": [lambda x: x.sums(x.m, x.so_far)],
+    "o_not_rescaled": [
+        lambda x: x.sums(x.m, x.so_far),
+        folded(lambda out, lse, out_j, lse_j, share: (out + share * out_j, lse.logaddexp(lse_j))),
+    ],
     "not_divided": [lambda x: (x.sums(x.m, x.m)[0] * (x.lse - x.m).exp()[..., None], x.lse)],
-    "own_max_per_block": [lambda x: x.by_own_max(x.s[-1].amax(dim=-1)), lambda x: x.by_own_max(x.m)],
+    "own_max_per_block": [
+        lambda x, which=which: x.by_own_max(x.s[which].amax(dim=-1).amax(dim=0)) for which in ([-1], [0, 1, 2, 3], [-1])
+    ],
     "shares_exchanged": [folded(lambda a, lse, b, lse_j, share: (b + share * (a - b), lse.logaddexp(lse_j)))] * 3,
     "averages_added": [lambda x: (x.outs.sum(dim=0), x.lse)],
     "averages_averaged": [lambda x: (x.outs.mean(dim=0), x.lse)] * 3,
     "running_half": [folded(lambda out, lse, out_j, lse_j, _: ((out + out_j) / 2, lse.logaddexp(lse_j)))] * 3,
     "lse_of_zeros": [lambda x: x.averaged(0 * x.lses)] * 3,
-    "base_2_as_natural": [lambda x: x.averaged(x.lses / LOG_2)],
+    "base_2_as_natural": [lambda x: x.averaged(x.lses / LOG_2)] * 2,
     "natural_as_base_2": [lambda x: (x.averaged(x.lses * LOG_2)[0], x.averaged(x.lses * LOG_2)[1] / LOG_2)],
     "lse_not_updated": [folded(lambda out, lse, out_j, _, share: (out + share * (out_j - out), lse))],
     "lse_merged_by_maximum": [
