@@ -53,8 +53,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 from ringlab.models.hugging_face import use_ring  # noqa: E402
 from ringlab.models.hugging_face_batch import attempt, padded, shifted  # noqa: E402
-from ringlab.models.hugging_face_sft import RingSFTTrainer  # noqa: E402
-from ringlab.models.hugging_face_trainer import InRing, RingTrainer  # noqa: E402
+from ringlab.models.hugging_face_trainer import InRing, RingSFTTrainer, RingTrainer  # noqa: E402
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "entropy", "mean_token_accuracy")
 NUMBERS += ("num_tokens", "eval_entropy", "eval_mean_token_accuracy")
