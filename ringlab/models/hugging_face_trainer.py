@@ -45,8 +45,9 @@ with extra("loops", __name__):
     from transformers import Trainer
     from trl import SFTTrainer
 
+from ringlab.models import expect
 from ringlab.models.hugging_face import unwrapped, use_ring
-from ringlab.models.hugging_face_batch import expect, shard_batch
+from ringlab.models.hugging_face_batch import shard_batch
 
 BY_SHARD = "would get what belongs to a shard"
 WRONG = {  # why an option would be wrong in a ring
