@@ -1,7 +1,7 @@
 """Generation over a spread cache: token for token what one process generates; what it sends; and with mistakes."""
 
 import re
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from unittest import mock
 
@@ -38,14 +38,14 @@ def answers(context, layout="zigzag", window=None, lengths=LENGTHS, wrong=None):
     cache = SpreadCache(layout, window)
     with mock.patch.object(module, "CONFIG", CONFIG):
         model = seeded(cache)
-    with WRONG[wrong]() if wrong else given(module) as sizes:
+    with WRONG[wrong]() if wrong else given() as sizes:
         tokens = generate(model, cache, prompts_of(lengths), NEW)
     assert all(x.shape[2] == cache.at.shape[1] for block in cache.blocks for x in block)
     return tokens.tolist(), cache.at, None if wrong else sizes
 
 
 @contextmanager
-def given(*modules):
+def given():
     """The numbers that this rank gives to all_reduce and to of_every_rank, one entry for each call."""
     sizes = []
 
@@ -56,9 +56,8 @@ def given(*modules):
 
         return call
 
-    with ExitStack() as patches:
-        for where, name in ((dist, "all_reduce"), *((each, "of_every_rank") for each in modules)):
-            patches.enter_context(mock.patch.object(where, name, noted(getattr(where, name))))
+    reduced = mock.patch.object(dist, "all_reduce", noted(dist.all_reduce))
+    with reduced, mock.patch.object(module, "of_every_rank", noted(module.of_every_rank)):
         yield sizes
 
 

@@ -15,7 +15,6 @@ from tests.extras import MISSING
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
-from ringlab.models import hugging_face_pass  # noqa: E402
 from ringlab.models.hugging_face import stop_ring, use_ring  # noqa: E402
 from ringlab.models.hugging_face_batch import ContextParallel, attempt, backward, shard_batch  # noqa: E402
 from ringlab.models.hugging_face_pass import extra_loss  # noqa: E402
@@ -434,14 +433,6 @@ def test_what_would_be_wrong_in_a_ring_is_refused_on_every_rank(ranks, table):
         said = ranks(3, refused, table, name)
         assert words in str(said[0]), (name, said[0])
         assert said == said[:1] * 3, name
-
-
-def test_a_layer_that_is_not_causal_is_refused():
-    """Whatever mask its model asks for, or none."""
-    layer = torch.nn.Module()
-    layer.is_causal = False
-    with pytest.raises(ValueError, match="is_causal=False"):
-        hugging_face_pass.ModelInRing("zigzag", None, 1).attend(layer, *torch.zeros(3, 1, 1, 2, 4))
 
 
 # Other losses, other heads, a copy, another ring, none: each on one process, and in the ring --------------------------

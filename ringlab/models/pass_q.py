@@ -213,9 +213,9 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
     expect(some, "the ranks have no new token", "1 or more on one of them")
     for text, (new, tokens) in enumerate(zip(torch.cat(queries, dim=1), torch.cat(keys, dim=1), strict=True)):
         found, last = tokens[tokens < EMPTY].sort().values.tolist(), max(new[new < EMPTY].tolist(), default=-1)
-        at, should = next(((x, i) for i, x in enumerate(found) if x != i), (0, 0))
-        given = f"text {text} has a key at position {at} where {should} should follow"
-        expect(at == should, given, "the keys 0, 1, 2, ... of each text, each on one rank")
+        key, place = next(((key, place) for place, key in enumerate(found) if key != place), (0, 0))
+        given = f"text {text} has a key at position {key} where {place} should follow"
+        expect(key == place, given, "the keys 0, 1, 2, ... of each text, each on one rank")
         given = f"text {text} has a new token at position {last} and {len(found)} keys"
         expect(last < len(found), given, "a key for each new token")
         masks[0].check_length(len(found))
