@@ -249,23 +249,11 @@ def call_refused(context, change):
 
 
 CHANGES = {  # what rank 1 gives, and what every rank says
-    "tokens of q": (
-        lambda it: {"q": it["q"][:, :, 1:]},
-        ["rank 1: q, k and v are", "expected what the places say", "q of 3 tokens"],
-    ),
-    "tokens of k and v": (
-        lambda it: {"k": it["k"][:, :, 1:], "v": it["v"][:, :, 1:]},
-        ["rank 1: q, k and v are", "k and v of 6"],
-    ),
-    "passing of a rank": (
-        lambda it: {"passing": "KV"},
-        ["the ranks disagree", "rank 0: passing=Q", "rank 1: passing=KV"],
-    ),
+    "tokens of q": (lambda it: {"q": it["q"][:, :, 1:]}, ["rank 1: q, k and v are", "expected what the places say"]),
+    "tokens of v": (lambda it: {name: it[name][:, :, 1:] for name in "kv"}, ["rank 1: q, k and v are", "k and v of 6"]),
+    "passing of a rank": (lambda it: {"passing": "KV"}, ["rank 0: passing=Q", "rank 1: passing=KV"]),
     "passing": (lambda it: {"passing": "V"}, ["rank 1: passing is 'V'", "expected 'Q', 'KV' or 'auto'"]),
-    "gradients": (
-        lambda it: {"q": it["q"].requires_grad_()},
-        ["rank 1: the input requires gradients", "torch.no_grad()"],
-    ),
+    "gradients": (lambda it: {"q": it["q"].requires_grad_()}, ["rank 1: the input requires gradients"]),
     "sinks": (lambda it: {"sinks": torch.zeros(3)}, ["rank 1: sinks is"]),
     "texts": (
         lambda it: {"places": replace(it["places"], queries=tuple(x.repeat(2, 1) for x in it["places"].queries))},
