@@ -118,14 +118,6 @@ def test_the_oracle_is_the_definition_and_torchs_attention(shape, causal, scale)
         assert_right(out, replace(right, exact=oracle))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("largest_score", [None, 1e4])
-def test_every_dtype(dtype, causal, largest_score):
-    q, k, v = random_qkv((2, 3, 33, 5), dtype, largest_score=largest_score)
-    assert_attention(naive_attention(q, k, v, causal=causal), q, k, v, causal=causal)
-
-
 def test_a_query_that_sees_no_key_gives_zeros():
     q, k, v = (torch.ones(1, 1, 3, 2) for _ in "qkv")
     k[:, :, 0] = -math.inf  # causal: query 0 sees only key 0, whose score is -inf
