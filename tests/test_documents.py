@@ -23,13 +23,6 @@ from tests.attention import gradients, grouped_inputs
 from tests.ways import ring_gradients, whole
 
 
-def window_mask(seq_len, window, global_tokens=0):
-    """Which keys a query sees under a causal window with global tokens: (S, S), bool."""
-    at = torch.arange(seq_len)
-    behind = at[:, None] - at
-    return (behind >= 0) & ((behind < window) | (at < global_tokens))
-
-
 def test_positions_restart_with_each_document():
     assert document_positions([3, 1, 2]).tolist() == [0, 1, 2, 0, 0, 1]
 
@@ -119,13 +112,3 @@ def test_hops_of_a_window(window, chunk, P, global_token):
         assert hops["contiguous"] == window_hops(window, 2 * chunk, P)
         assert hops["striped"] == min(window - 1, P - 1)
         assert hops["zigzag"] == (P - 1 if window > 1 else 0)
-
-
-def test_the_mask_by_hand():
-    assert window_mask(5, 2, 1).long().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 0, 1, 1, 0],
-        [1, 0, 0, 1, 1],
-    ]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hop_bytes, ring_seconds
+from ringlab.planning.hidden_communication import AttentionLayer, hop_bytes
 from ringlab.planning.memory import peak_bytes_backward, training_bytes
 from ringlab.planning.seconds import Pass, beside, pass_of
 from ringlab.planning.ways import WAYS, Cluster, busiest, exchanges, shares, splits, traffic
@@ -231,10 +231,3 @@ def test_any_cluster(layer, cluster, backward):
         assert pass_of(way, replace(work, cluster=fast), split) <= seconds * (1 + 1e-9)
         assert pass_of(way, replace(work, ours=False), split) >= seconds * (1 - 1e-9)
     assert pass_of("hybrid", work, 1) == pass_of("ring", work)
-
-
-@given(layers(), st.integers(2, 9), st.integers(1, 99))
-def test_a_flat_ring_is_the_formula_of_the_paper(layer, P, chunk):
-    host = Cluster(1, P, 1000, 50)
-    right = ring_seconds(P, block_flops(layer, chunk**2 / 2) / 1000, hop_bytes(layer, chunk) / 50)
-    assert pass_of("ring", Pass(host, layer, chunk)) == pytest.approx(right)
