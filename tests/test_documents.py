@@ -1,10 +1,7 @@
-"""Packed documents: what a pack holds, the loss of the pack in the ring, and the mistakes that give another one."""
-
-from functools import partial
+"""Packed documents: what a pack holds, and the hops of windows."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -13,14 +10,11 @@ from ringlab.training.documents import (
     document_lengths,
     document_positions,
     pack,
-    same_document,
     window_hops,
 )
 from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from tests.attention import gradients, grouped_inputs
-from tests.ways import ring_gradients, whole
 
 
 def test_positions_restart_with_each_document():
@@ -72,26 +66,6 @@ def test_cu_seqlens_that_are_none_are_refused(cu_seqlens, message):
 def test_an_empty_document_is_refused(texts):
     with pytest.raises(ValueError, match="expected one or more, none empty"):
         pack(texts)
-
-
-def sdpa(q, k, v, visible):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
-
-
-@pytest.mark.parametrize("lengths", [[1, 23], [5, 1, 12, 6]])
-def test_the_ring_is_sdpa_with_a_dense_mask(ranks, lengths):
-    """A second oracle, and documents one by one as a third."""
-    four = grouped_inputs(1, 4, 2, 24, 8, torch.float64)
-    mine = whole(ranks(3, ring_gradients, *four, {"causal": True, "documents": lengths}), "contiguous")
-    visible = same_document(lengths).tril()
-    for x, right in zip(mine, gradients(partial(sdpa, visible=visible), *four), strict=True):
-        torch.testing.assert_close(x, right)
-    parts = [
-        gradients(lambda q, k, v: sdpa(q, k, v, torch.ones(q.shape[2], q.shape[2]).tril().bool()), *each)
-        for each in zip(*(x.split(lengths, dim=2) for x in four), strict=True)
-    ]
-    for x, *right in zip(mine, *parts, strict=True):
-        torch.testing.assert_close(x, torch.cat(right, dim=2))
 
 
 # Windows --------------------------------------------------------------------------------------------------------------
