@@ -37,12 +37,6 @@ def ring_lse(context, q, k, v, lengths, scale):
     return ring_attn.ring_forward(*chunks(context, lengths, q, k, v), scale=scale, lengths=lengths)[1]
 
 
-def ring_without_gradients(context, q, k, v, lengths):
-    """The ring on parameters, as in the evaluation of a model."""
-    with torch.no_grad():
-        return ring_attention(*(x.requires_grad_() for x in chunks(context, lengths, q, k, v)))
-
-
 def ring_and_events(context, q, k, v, lengths, ring=ring_attention):
     """This rank's chunk of the result, and the recorded events of all ranks."""
     q, k, v = chunks(context, lengths, q, k, v)

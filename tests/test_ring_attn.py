@@ -19,7 +19,6 @@ from tests.rings import (
     ring,
     ring_and_events,
     ring_lse,
-    ring_without_gradients,
 )
 
 
@@ -69,11 +68,6 @@ def test_keys_that_nobody_sees_are_as_good_as_none(ranks):
     k[:, :, hidden] = -math.inf  # q > 0: scores of -inf
     assert_attention(ring_of(ranks, 3, q, k, v, [3] * 3), q, k[:, :, ~hidden], v[:, :, ~hidden])
     assert ring_of(ranks, 3, q, torch.full_like(k, -math.inf), v, [3] * 3).count_nonzero() == 0
-
-
-def test_parameters_are_welcome_under_no_grad(ranks):
-    q, k, v = random_qkv((1, 2, 6, 4))
-    assert_attention(torch.cat(ranks(2, ring_without_gradients, q, k, v, [3, 3]), dim=2), q, k, v)
 
 
 @pytest.mark.parametrize("world_size", WORLDS[1:])
