@@ -16,7 +16,7 @@
 # - say what a rank's tokens do to the state, in one line, and hand the state on in three ways,
 # - send its gradient back, and name the mistake that only the last rank does not see.
 #
-# Before it: chapters 1 to 8. It takes 19 minutes to read, and 15 for the exercises.
+# Before it: chapters 1 to 8. It takes 20 minutes to read, and 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
