@@ -42,7 +42,7 @@ examples
                                                               gradients; ring_doctor/whole_model.py says how
   torchrun --nproc_per_node=4 -m ring_doctor my_package.ring:attention
 
-a catalogue of your own, --catalogue my.py: ring_doctor/mistakes.py shows an entry
+a catalogue of your own, --catalogue my.py: ring_doctor/mistakes.md shows an entry
 
 exit status
   0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell
