@@ -29,20 +29,12 @@ from tests.hugging_face_models import (  # noqa: E402
     boundaries,
     documents_alone,
     errors,
-    import_transformers,
     model_of,
     one_process,
     packed_batch,
     results_of,
     summed,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported(ranks):
-    """One rank after the other imports transformers: together they might exceed the time limit of a call."""
-    for world_size in range(1, 5):
-        ranks(world_size, import_transformers)
 
 
 def autocast(context, ring):
