@@ -175,7 +175,8 @@ def _ask_everything(
                 job.patient = patient
                 progress(f"{len(done) / total:4.0%}  {question.words()}")
                 answer = _as_wrong_as_it_is(ask_again(job, question), patient)
-                lost, lse_grad = lost + answer.lost, lse_grad or answer.lse_grad
+                lost += answer.lost and question.feature != UNEQUAL  # a ring may die of these, and answer all else
+                lse_grad = lse_grad or answer.lse_grad
                 if answer.state != REFUSED:
                     found.answers.append(answer)
                     done.add(key)

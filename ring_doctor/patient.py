@@ -30,6 +30,7 @@ from ring_doctor.states import Convolution
 
 CONSTANTS = {"LAYOUTS", "CAUSAL", "DTYPES", "WORLDS", "TENSORS", "GROUPED", "UNEQUAL", "GRADIENTS", "BATCH", "HEADS"}
 CONSTANTS |= {"KV_HEADS", "HEAD_DIM", "CHUNK"}
+LEAST = 3  # ranks: with 2, the next rank is also the previous rank, and many mistakes do not show
 
 
 def _expect(fine: bool, words: str) -> None:
@@ -66,6 +67,11 @@ class Patient:
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("batch", "heads", "head_dim", "chunk")}
         sizes["kv_heads"], shape, takes = self.kv_heads or self.heads, self.shape, self.takes
+        most = max(self.worlds, default=0)
+        words = (
+            f"{most} ranks at most; expected {LEAST} or more: with 2, the next rank is also the previous rank, and many"
+        )
+        _expect(most >= LEAST, f"{words} mistakes do not show")
         for layout in self.layouts:
             words = f"one of {', '.join(LAYOUTS)}, or module:name of a Layout, or of a function as --help shows it"
             _expect(layout in LAYOUTS or ":" in layout, f"layout is {layout!r}; expected {words}")

@@ -136,14 +136,14 @@ class Report:
 
 
 def found_in(answer: Answer) -> str:
-    """The wrong results and their shares, the worst beside what rounding allows; or what the answer says."""
+    """How wrong each wrong result is, and the worst number beside what rounding allows; or what the answer says."""
     if answer.says or not answer.errors:
         return answer.says
     share = answer.wrong or {name: error / allowed for name, (error, allowed) in answer.errors.items()}
     name = max(share, key=share.__getitem__)
     error, allowed = answer.errors[name]
-    wrong = ", ".join(f"{each} {answer.relative[each]:.2g}" for each in answer.wrong)
-    return f"{wrong}{'; ' * bool(wrong)}{name} off by {error:.1e}, rounding allows {allowed:.1e}"
+    off = [f"{each} is off by {float(f'{100 * answer.relative[each]:.2g}'):g} % of its norm" for each in answer.wrong]
+    return "; ".join([*off, f"one number of {name} is off by {error:.1e}, rounding allows {allowed:.1e}"])
 
 
 def facts(mistake: Mistake) -> dict[str, str]:
@@ -263,7 +263,6 @@ $about
 $mistakes
 $xray
 <h2>Answers</h2>
-<p class="quiet">A wrong result is off by a share of the right result's norm.</p>
 <div><table>
 <tr><th>answer</th><th>question</th><th>result</th></tr>
 $answers
