@@ -12,7 +12,6 @@ Before: options.py, assertion.py, which calls these in turn, and report.py. Afte
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -37,7 +36,6 @@ from ring_doctor.xray import XRay
 from ringlab.support.extras import install
 from ringlab.support.processes import Ranks, choose_device
 
-OURS = Path(__file__).resolve().parents[1]  # the folder of the two packages
 QUIET = 20.0  # seconds between two lines about how far it is, where stderr is a file or a pipe
 
 
@@ -132,17 +130,10 @@ def write(args: argparse.Namespace, said: dict[str, Any], report: Report | None 
 def find_project(folder: Path) -> None:
     """Let modules of the user's project be imported, by the doctor's processes too: from its folder and from its src/.
 
-    A src/ that is a package itself holds no modules of their own. Raises ValueError where a module of the project would
-    take the place of the doctor's own package.
+    A src/ that is a package itself holds no modules of their own.
     """
     source = folder / "src"
     homes = [folder, source] if source.is_dir() and not (source / "__init__.py").exists() else [folder]
-    for home, name in itertools.product(homes, ("ringlab", "ring_doctor")):
-        for path in (home / f"{name}.py", home / name / "__init__.py"):
-            if path.exists() and path.resolve() != OURS / name / "__init__.py":
-                raise ValueError(
-                    f"{path} takes the place of the package {name}, which is the doctor; expected another name"
-                )
     sys.path[:0] = [str(home) for home in homes if str(home) not in sys.path]
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ring_doctor.calls import OPTION, TENSORS, arguments_of, hides_arguments
+from ring_doctor.calls import OPTION, TENSORS, arguments_of
 from ring_doctor.case import LAYOUTS, Case
 from ring_doctor.names import by_name, module_named, portable
 from ring_doctor.states import Convolution
@@ -102,12 +102,6 @@ class Patient:
     def takes(self) -> frozenset[str]:
         """Which options its signature has, under whatever name."""
         return frozenset(OPTION[name] for name in arguments_of(self.name, self.function))
-
-    @property
-    def notes(self) -> list[str]:
-        """What a reader of the report must know about its signature, in sentences."""
-        note = "its signature has **options: it was given only what the signature names, "
-        return [note + (", ".join(sorted(self.takes)) or "none")] if hides_arguments(self.function) else []
 
     def base_case(self, world_size: int, dtype: torch.dtype, seed: int) -> Case:
         """The plain question from which the others differ."""
