@@ -23,7 +23,6 @@ TITLES = {  # the four matrices: what a reader sees of them, and the result that
     "dS in dQ": ("gradients of the scores", "dQ"),
     "dS in dK": ("gradients of the scores", "dK"),
 }
-LONG = 300  # letters: details of tiles that are longer are told in sum
 OF_LSE = "the lse that the backward pass gets: p = e^(s - lse), with the lse of the whole row"
 
 
@@ -143,8 +142,7 @@ class XRay:
             held = TITLES[matrix.name][1].lower() in known
             if (said and not kinds) or (held and set(kinds) <= {"wrong"}):
                 continue  # it follows from another matrix, or says less than is known
-            details = "; ".join(matrix.details()) + "."
-            shown = details if kinds and len(details) < LONG else " ".join(matrix.sentences())
+            shown = "; ".join(matrix.details()) + "." if kinds else " ".join(matrix.sentences())
             kind = next((kind for kind in kinds if KINDS[kind][1] and not held), "ok")
             look = OF_LSE if (matrix.name, kind) == ("W backward", "scaled") else KINDS[kind][1]
             if shown not in said:

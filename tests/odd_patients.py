@@ -135,10 +135,6 @@ def another_dtype(q, k, v):
     return ring_flash_attention(q, k, v).double()
 
 
-def in_float32(q, k, v):
-    return ring_flash_attention(q.float(), k.float(), v.float()).to(q.dtype)
-
-
 def made(**fixed):
     """A closure, which pickle cannot send."""
 
@@ -163,11 +159,6 @@ def sequence_first(q, k, v, causal=False):
         raise BufferError("contiguous tensors, please")
     out = ring_flash_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), causal=causal)
     return out.permute(2, 0, 1, 3)
-
-
-def wrong_in_long_chunks(q, k, v):
-    out = ring_flash_attention(q, k, v)
-    return out * (1 + 1e-3 * (q.shape[2] > 260))
 
 
 not_a_function = 1
@@ -242,14 +233,3 @@ def reversed_ring(q, k, v):
     rank, size = world_size - 1 - dist.get_rank(), q.shape[2]
     out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     return out[:, :, rank * size : (rank + 1) * size]
-
-
-def rank_of_the_job(q, k, v, causal=False, group=None):
-    """Its mask takes the rank in the whole job for the rank in the group."""
-    size, world_size = q.shape[2], dist.get_world_size(group)
-    whole = [[torch.empty_like(x) for _ in range(world_size)] for x in (k, v)]
-    for parts, x in zip(whole, (k, v), strict=True):
-        dist.all_gather(parts, x.contiguous(), group=group)
-    k, v = (torch.cat(parts, dim=2) for parts in whole)
-    seen = torch.arange(k.shape[2]) <= dist.get_rank() * size + torch.arange(size)[:, None] if causal else None
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)

@@ -10,6 +10,7 @@ from ring_doctor import diagnosis
 from ring_doctor.answers import OK, WRONG, Answer
 from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.conditions import when_it_shows
 from ring_doctor.diagnosis import Diagnosis, Explanation, diagnose
 from ring_doctor.examination import Examination
 from ring_doctor.mistakes import Mistake
@@ -170,6 +171,20 @@ def test_a_ring_that_is_right_on_one_rank_or_with_one_token_is_named_without_a_c
     """Many rings have other code there."""
     found = diagnose(examined(variant("scale_twice"), shows, worlds=(1, 3)))
     assert [explanation.words for explanation in found.explanations] == ["scale_twice"]
+
+
+def test_when_a_mistake_shows():
+    def when(*pairs):
+        return when_it_shows([Answer(Question(case), state) for case, state in pairs])
+
+    plain, causal = Case(3, 18), Case(3, 18, True)
+    assert (
+        when(*[(Case(P, 6 * P), WRONG if P > 2 else OK) for P in (1, 2, 3, 4)]) == "from 3 ranks on (right with 1, 2)"
+    )
+    assert when((plain, OK), (causal, WRONG)) == "under a causal mask only"
+    assert when((causal, WRONG), (replace(plain, seq_len=19), OK)) == ""  # two things differ
+    assert when((causal, WRONG)) == "in every question"
+    assert when((causal, OK), (replace(causal, layout="zigzag"), WRONG)) == "in the zigzag layout only"
 
 
 # The headline --------------------------------------------------------------------------------------------------------
