@@ -43,12 +43,6 @@ def dies(q, k, v):
     return ring_flash_attention(q, k, v)
 
 
-def raises_on_one_rank(q, k, v):
-    if dist.get_rank() == 1:
-        raise OverflowError("too much")
-    return ring_flash_attention(q, k, v)
-
-
 def raises_on_the_last_rank(q, k, v):
     """A ValueError of one rank is no refusal; the others lose their connection to it, and raise that."""
     if dist.get_rank() == 2:
@@ -208,10 +202,6 @@ def with_sinks(q, k, v, sinks=None, causal=False, times=1):
         scores = torch.cat([scores, *[more] * times], dim=-1)
         v = F.pad(v, (0, 0, 0, times))
     return scores.softmax(dim=-1) @ v
-
-
-def sinks_dropped(q, k, v, sinks=None, causal=False):
-    return with_sinks(q, k, v, None, causal)
 
 
 def sinks_per_block(q, k, v, sinks=None, causal=False):

@@ -146,6 +146,7 @@ def test_bad_input(ring_doctor):
 """
 
 
+@pytest.mark.exhaustive  # one of these is on the page
 def test_the_fixture_says_what_is_wrong_and_shows_nothing_of_ours(project):
     (project / "tests_of_ours").mkdir()
     (project / "tests_of_ours/odd.py").write_text("def refuses(q, k, v):\n    raise NotImplementedError('not today')\n")
