@@ -42,7 +42,6 @@ class PlainRing:
     """The steps. `attention` is the ring: it returns out and lse."""
 
     autograd = False
-    skips = False  # blocks that no query of this rank sees
 
     @classmethod
     def attention(cls, q, k, v, **options):
@@ -75,23 +74,16 @@ class PlainRing:
             seen &= number[q_at] == number[k_at]
         return seen
 
-    seen_in_backward = None  # None: as in the forward pass
-
     def hop(self, kv, t):
         """The block of round t + 1, for the block of round t: (2, B, G, C, D)."""
         return Hop.apply(kv, (*kv.shape[:3], self.lengths[(self.rank - t - 1) % self.P], kv.shape[4]), self.group)
 
-    def in_hand(self, kv, own, t):
-        """What the rank takes for K and V of block r - t."""
-        return kv
-
     def blocks(self, k, v):
-        own = torch.stack((k, v))
-        kv = own
+        kv = torch.stack((k, v))
         for t in range(self.P):
             if t:
                 kv = self.hop(kv, t - 1)
-            yield t, self.in_hand(kv, own, t)
+            yield t, kv
 
     def scores(self, q, k, seen):
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
@@ -112,8 +104,6 @@ class PlainRing:
         q, out, lse = q.to(accumulation_dtype(q.dtype)), None, None
         for t, (k_j, v_j) in self.blocks(k, v):
             seen = self.seen((self.rank - t) % self.P)
-            if self.skips and not seen.any():
-                continue
             block = self.attend(q, k_j.to(q.dtype), v_j.to(q.dtype), seen)
             out, lse = (*block,) if out is None else self.merge(out, lse, *block, t)
         unseen = lse <= HIDDEN / 2
@@ -133,8 +123,7 @@ class PlainRing:
         d_q, sums = torch.zeros_like(q), torch.zeros(2, *k.shape, dtype=lse.dtype)
         for t, (k_j, v_j) in self.blocks(k, v):
             j = (self.rank - t) % self.P
-            seen = (self.seen_in_backward or self.seen)(j)
-            d_q_j, *d_kv = self.parts(q, k_j.to(q.dtype), v_j.to(q.dtype), d_out, lse, delta, seen)
+            d_q_j, *d_kv = self.parts(q, k_j.to(q.dtype), v_j.to(q.dtype), d_out, lse, delta, self.seen(j))
             d_q = d_q + d_q_j
             length = self.lengths[(self.rank - t - 1) % self.P]  # of the block of round t + 1, for which sums arrive
             sums = self.add(sums, torch.stack(d_kv))
