@@ -40,7 +40,6 @@ examples
                                                               positions(seq_len, rank, world_size) -> (C,)
   ring-doctor --model my_package.train:step --layout zigzag   a step of a whole model: labels, positions, loss and
                                                               gradients; ring_doctor/whole_model.py says how
-  torchrun --nproc_per_node=4 -m ring_doctor my_package.ring:attention
 
 a catalogue of your own, --catalogue my.py: ring_doctor/mistakes.md shows an entry
 
