@@ -235,6 +235,17 @@ def test_windows_and_documents_hide_keys_besides(name, number):
         assert_same(on_paper(packed, name, number), dense(case, (counts & document).double()))
 
 
+def test_a_query_that_sees_no_key_of_a_block_is_nan():
+    """Where another query of its rank sees one, or in any block."""
+    for case in ALL_LAYOUTS:
+        x, right = Pairs(case), compute(case)
+        blind = x.seen.double() @ x.own.double() == 0  # query p sees no key of the block of key c
+        for number, blocks in enumerate((x.met(x.seen), x.past | True)):
+            rows = (blind & blocks).any(dim=1, keepdim=True)
+            expected = {"out": right["out"].masked_fill(rows, math.nan), "lse": right["lse"]}
+            assert_same(on_paper(case, "nan_of_unseen_rows", number), expected)
+
+
 # Gradients that are right numbers in wrong places, or times a factor ------------------------------------------------
 
 

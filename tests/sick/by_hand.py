@@ -60,18 +60,6 @@ def last_block_skipped(partition, rank, block):
     return () if world_size > 1 and block == (rank + 1) % world_size else right_pieces(partition, rank, block)
 
 
-class NaNOfUnseenRows(PlainRing):
-    def attend(self, q, k, v, seen):
-        out, lse = super().attend(q, k, v, seen)
-        if seen.any():
-            out = out.masked_fill(~seen.any(dim=-1)[:, None], torch.nan)
-        return out, lse
-
-
-def unseen_rows(case):
-    return case.causal and case.world_size > 1 and case.layout != "contiguous"
-
-
 # Gradients -----------------------------------------------------------------------------------------------------------
 
 
@@ -120,7 +108,6 @@ BY_HAND = {
     ),
     "float32_inside": SickRing(in_float32, shows=lambda case: case.dtype == torch.float64, takes=MASKED),
     "last_block_skipped": SickRing(ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL),
-    "nan_of_unseen_rows": SickRing(NaNOfUnseenRows.attention, shows=unseen_rows, takes=CAUSAL),
     "received_and_sent": SickRing(FLASH, flash("post", received_and_sent), **EQUAL),
     "own_queries_only/all_gather": SickRing(
         all_gather_attention, patch(all_gather, "reduce_scatter", not_added), takes=CAUSAL
