@@ -37,8 +37,9 @@ def build() -> int:
     shutil.rmtree(site, ignore_errors=True)
     for language in LANGUAGES:
         to = site / folder(language)
-        shutil.copytree(html / language, to, ignore=shutil.ignore_patterns(".*", "objects.inv"), dirs_exist_ok=True)
-        shutil.copytree(data / "narrow", to / "_images", dirs_exist_ok=True)
+        left_out = (".*", "objects.inv", "*.map", "_images" if folder(language) else "")  # see conf.py
+        shutil.copytree(html / language, to, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
+    shutil.copytree(data / "narrow", site / "_images", dirs_exist_ok=True)
     shutil.copytree(data, site / "data", ignore=shutil.ignore_patterns("narrow"))
     if not REPOSITORY:
         archive = ["git", "archive", "--prefix=ring-attention/", "-o", str(site / ARCHIVE), "HEAD"]

@@ -106,6 +106,8 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
     if page != "docs/glossary":
         body = re.sub(r'<a class="([^"]*)"(?= href="[^"]*docs/glossary\.html#([^"]+)")', explained, body)
     body = re.sub(r'<img [^>]*?src="([^"]*)"[^>]*>', shown, body)
+    if folder(language):
+        body = re.sub(r'(?<=["/])_images/', "../_images/", body)  # the pictures of the English book
     body = re.sub(r'<span class="[wnp]">([^<]*)</span>', r"\1", body)  # colours that no style has: a third of the code
     # Long lines and tables scroll by themselves; a keyboard must reach them.
     for tag in ("<pre", '<div class="table-wrapper'):

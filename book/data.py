@@ -199,13 +199,8 @@ def xrays() -> Iterator[tuple[str, dict[str, Any]]]:
     case = Case(4, 16, True)
     for name in ("last_block_skipped", "keys_of_hop_0", "causal_per_block"):
         known = CATALOGUE[name]
-        report = {
-            "name": f"a ring on paper: {name}",
-            "healthy": False,
-            "verdict": f"SICK: {name}",
-            "mistakes": [[name]],
-        }
-        report["remarks"] = [known.what, f"Where to look: {known.look}."]
+        report: dict[str, Any] = {"name": f"a ring on paper: {name}", "healthy": False, "verdict": f"SICK: {name}"}
+        report |= {"mistakes": [[name]], "remarks": [known.what, f"Where to look: {known.look}."]}
         yield name, report | {"xray": on_paper(case, known.variants[0](RIGHT)).text()}
 
 

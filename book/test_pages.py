@@ -15,9 +15,9 @@ from book.conftest import READY, SITE
 AXE = Path(__file__).parent / "vendor/axe.min.js"
 ROAD = sorted(f"notebooks/{path.name}" for path in SITE.glob("notebooks/0[1-8]_*.html"))
 EXPLORERS = ("ring.html", "deadlock.html", "solve.html", "xray.html", "planner.html")
-LOOKED_AT = [  # in light and dark, in three widths
-    *("index.html", *EXPLORERS, "docs/glossary.html", "bench/README.html", "ring_attn.py.html"),
-    *("notebooks/04_the_ring.html", "notebooks/07_causal_balance.html", "zh-CN/notebooks/05_backward.html"),
+LOOKED_AT = [  # in light and dark, and in three widths
+    *("index.html", *EXPLORERS, "docs/glossary.html", "ring_attn.py.html", "notebooks/04_the_ring.html"),
+    "zh-CN/notebooks/05_backward.html",
 ]
 TOO_WIDE = """() => Math.max(document.documentElement.scrollWidth - innerWidth,
   ...[...document.querySelectorAll(".content")].map((each) => each.scrollWidth - each.clientWidth))"""  # pixels
@@ -28,7 +28,7 @@ TOO_SMALL = """() => [...document.querySelectorAll("article *")].filter((each) =
     && parseFloat(getComputedStyle(each).fontSize) * (svg ? Math.hypot(svg.a, svg.b) : 1) < 10;
 }).map((each) => each.textContent.slice(0, 40))"""  # words in less than 10 pixels
 UNDONE = "(rules) => axe.run(document, { resultTypes: ['violations'], runOnly: rules })"
-LIMIT, WEIGHT = 1_000_000, 20_000_000  # bytes: of a page with all it loads, of all pages
+LIMIT, WEIGHT = 1_000_000, 18_000_000  # bytes: of a page with all it loads, of all pages
 
 
 class Parts(HTMLParser):
@@ -97,10 +97,10 @@ def test_every_page_loads_in_silence_and_can_be_read(watched, site, scheme):
     watched.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     rules, found = ["wcag2a", "wcag2aa", "wcag21aa"] if scheme == "light" else ["color-contrast"], {}
     pages = {str(path.relative_to(site)) for path in site.rglob("*.html")}
-    code = sorted(page for page in pages if ".py." in page)  # all alike
-    for page in LOOKED_AT if scheme == "dark" else sorted(pages - set(code[5:]) | set(LOOKED_AT)):
+    alike = {page for page in pages if ".py." in page or page.startswith("zh-CN/notebooks/")}  # some are in LOOKED_AT
+    for page in LOOKED_AT if scheme == "dark" else sorted(pages - alike | set(LOOKED_AT)):
         shown = watched.open(page)
-        for width in (1280, 768, 390) if page in LOOKED_AT else (390,):
+        for width in (1280, 768, 390) if scheme == "light" and page in LOOKED_AT else (390,):
             shown.set_viewport_size({"width": width, "height": 900})
             found[page, width] = [shown.evaluate(TOO_WIDE) > 0, *shown.evaluate(TOO_SMALL)]
         if page in LOOKED_AT:
@@ -133,8 +133,6 @@ PLAYED = [  # a page, and what a reader does and sees there, one after the other
      ("sees", "#why", "= 1.0000. Weights exp(score − m): 0.0591, 0.2431. Then l = f · 1.2431 + 0.3022 = 1.5453")),
     ("ring.html#P=4&S=8&causal=on&pass=backward&token=5", ("click", "#step"), ("click", "#states [data-round='1']"),
      ("sees", "#why", "KV2, with token 5, is on rank 3. Its queries 6, 7 see token 5."),
-     ("sees", "#why", "Weights p = exp(score − lse): 0.1718, 0.0139. dS = p · (dO · v − Δ): -0.204"),
-     ("sees", "#why", ", -0.0807, where Δ = dO · out of the query"),
      ("sees", "#why", "to dK: [0.7884, 0.7884] becomes [0.1827, 0.4723]"),
      ("sees", "#why", "to dV: [1.2706, 1.2706] becomes [1.8277, 1.4841]")),  # of dense attention in float64
     ("deadlock.html", ("click", "#even-odd"), ("press", "[name=P]", "ArrowRight"),
@@ -170,10 +168,7 @@ PLAYED = [  # a page, and what a reader does and sees there, one after the other
     ("notebooks/04_the_ring.html", ("click", ".player #step"), ("sees", "#deadlock-status", "Phase 0")),
     ("notebooks/05_backward.html", ("sees", "[value=backward]:checked", ""), ("click", "#step"),
      ("sees", SAID, "Round 1")),
-    ("notebooks/07_causal_balance.html", ("sees", "[name=causal]:checked", ""), ("click", "#step"),
-     ("sees", SAID, "Round 1")),
-    ("zh-CN/notebooks/04_the_ring.html", ("click", ".player #step"), ("sees", "#deadlock-status", "0")),
-    ("zh-CN/notebooks/07_causal_balance.html", ("click", "#step"), ("sees", SAID, "第 1 轮")),
+    ("zh-CN/notebooks/05_backward.html", ("click", "#step"), ("sees", SAID, "第 1 轮")),
     ("zh-CN/notebooks/01_attention_to_online_softmax.html", ("sees", "details.code", "这个单元格的代码"),
      ("sees", ".languages", "代码"), ("click", ".sidebar-brand"), ("sees", "article", "只有英文版")),
     ("zh-CN/planner.html", ("sees", "#planner-status", "建议：")),
@@ -196,13 +191,6 @@ def test_a_page_does_what_it_is_asked(watched, play):
             expect(page).to_have_url(f"{watched.address}/{told[0]}")
         else:
             getattr(page, verb)(*told)
-
-
-def test_all_words_of_the_explorers_are_translated(watched):
-    for name in EXPLORERS:
-        page = watched.open(f"zh-CN/{name}")
-        shown = page.locator(".explorer [data-say], [name=mistake] option").all_inner_texts()
-        assert {words for words in shown if words.isascii()} <= {"GPU", "token", "zigzag"}
 
 
 def test_the_film_fits_the_window_and_stands_still_for_who_asks(watched):

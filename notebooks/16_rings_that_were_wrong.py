@@ -172,8 +172,8 @@ picture(weights_of(xray), "Gradients that travel the other way")
 # 25 small steps. **A mistake is a function that replaces a step.** One of the steps is `home`: what the queries of a rank add
 # to dK and dV of a block must end on the rank where the block began. The mistake of diffusers replaces it: rank r meets
 # block j after r − j hops, the sums go r − j ranks *further*, and so they end on rank 2r − j.
-# The doctor has a row for each mistake: its name, what such a ring does, where to look, the chapter, the step with what
-# replaces it, and who had it:
+# The doctor has a row for each mistake: its name, and the step with what replaces it. A page says
+# [what such a ring does, where to look, and who had it](../ring_doctor/mistakes.md#gradients_travel_other_way).
 
 # %%
 print_row("gradients_travel_other_way")

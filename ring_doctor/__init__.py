@@ -1,4 +1,7 @@
-"""Is your ring right, and if not, which mistake is it? From tests: `from ring_doctor import assert_ring`."""
+"""Is your ring right, and if not, which mistake is it? From tests: `from ring_doctor import assert_ring`.
+
+Read examination.py first: the main loop. diagnosis.py finds the name. mistakes_of_*.py are tables: skip them.
+"""
 
 from typing import TYPE_CHECKING, Any
 

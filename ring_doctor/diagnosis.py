@@ -99,7 +99,7 @@ def diagnose(examination: Examination) -> Diagnosis | None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
-        found, part = _explain(_telling(answered), STATES if examination.patient.state else CATALOGUE.values())
+        found, part = _explain(_telling(answered), (STATES if examination.patient.state else CATALOGUE).values())
     finally:
         torch.set_num_threads(threads)
     if ways := _ways([answer for answer in wrong if _bits(answer) > 16] or wrong, answered, found):

@@ -1,10 +1,9 @@
-"""An entry of the catalogue of mistakes: a row of a table. The tables are in the files mistakes_of_*.py, by kind.
+"""An entry of the catalogue of mistakes: its words are on a page, mistakes.md, and its changes in a row of a table.
 
 A mistake changes the steps of a ring on paper. So the doctor can compute what a ring *with that mistake* returns, for
-any mask and number of ranks. A row has a name, what such a ring does, where to look, the chapter, and the change:
+any mask and number of ranks. The tables are in the files mistakes_of_*.py, by kind. A row is a name and the change:
 
-    entry("own_block_skipped", "A rank's own block is never used.", LOOP, 4,
-          but(sees=lambda steps, case, rank, block: ...))         the steps as they were, then the arguments of `sees`
+    "own_block_skipped": [but(sees=lambda steps, case, rank, block: ...)]    the steps as they were, then the arguments
 
 Some mistakes can be made in several ways whose numbers differ. They are further changes of one row. In a file of one's
 own, a catalogue for --catalogue, a mistake is a function:
@@ -14,17 +13,21 @@ own, a catalogue for --catalogue, a mistake is a function:
     def own_block_skipped(steps, case, rank, block): ...          the arguments of `sees` in paper_ring.py
 
 Before: paper_ring.py. After: mistakes_of_merging.py, the first entries.
-Source: each entry names who had it, where that is public.
+Source: the page names who had a mistake, where that is public.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 from ring_doctor.paper_ring import Steps
 
 Change = Callable[[Steps], Steps]
+PAGE = Path(__file__).with_name("mistakes.md")
+ENTRY = re.compile(r"^### (\w+)\n(.+)\n- Look at: (.+)(?:\n- Chapter: (\d+))?(?:\n- Seen in: (.+))?$", re.M)
 
 
 @dataclass(frozen=True)
@@ -34,17 +37,31 @@ class Mistake:
     name: str
     what: str  # what such a ring does, in a sentence
     look: str  # where in a ring to look
-    chapter: int  # which explains it
+    chapter: int  # which explains it; 0: the appendix of states
     wild: tuple[str, ...] = ()  # who had it: repository and number
-    variants: list[Change] = field(default_factory=list, compare=False)
+    variants: tuple[Change, ...] = field(default=(), compare=False)
 
 
 CATALOGUE: dict[str, Mistake] = {}
 
 
-def entry(name: str, what: str, look: str, chapter: int, *variants: Change, wild: tuple[str, ...] = ()) -> Mistake:
-    """A row of a table."""
-    return Mistake(name, what, look, chapter, wild, list(variants))
+def words(section: str) -> dict[str, Mistake]:
+    """The mistakes under a heading of mistakes.md, by name, without their changes."""
+    text = PAGE.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return {
+        name: Mistake(name, what, look, int(chapter or 0), tuple(filter(None, wild.split("; "))))
+        for name, what, look, chapter, wild in ENTRY.findall(text)
+    }
+
+
+def told(section: str, changes: Mapping[str, Sequence[Change]]) -> dict[str, Mistake]:
+    """The mistakes of a table, by name, with the words of a section. Raises ValueError where either is missing."""
+    known = words(section)
+    if missing := sorted(changes.keys() - known.keys()):
+        raise ValueError(f"no words of {', '.join(missing)}; expected a heading for each in {PAGE.name}, ## {section}")
+    if missing := sorted(known.keys() - changes.keys()):
+        raise ValueError(f"no change of {', '.join(missing)}; expected a row for each in the table of ## {section}")
+    return {name: replace(known[name], variants=tuple(variants)) for name, variants in changes.items()}
 
 
 def but(**wrong: Callable[..., Any]) -> Change:
@@ -67,7 +84,7 @@ def mistake(what: str, *, look: str, chapter: int, wild: tuple[str, ...] = ()) -
     """Enter a function into the catalogue, under its own name."""
 
     def enter(change: Change) -> Change:
-        CATALOGUE[change.__name__] = entry(change.__name__, what, look, chapter, change, wild=wild)
+        CATALOGUE[change.__name__] = Mistake(change.__name__, what, look, chapter, wild, (change,))
         return change
 
     return enter

@@ -1,7 +1,6 @@
 """The catalogue, continued: rings whose forward pass is right, and whose backward pass computes other numbers.
 
 Before: mistakes_of_gradients.py. After: catalogue.py, all entries together.
-Source: each entry names who had it, where that is public.
 """
 
 import math
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ring_doctor.case import Case
-from ring_doctor.mistakes import Change, but, entry
+from ring_doctor.mistakes import Change, but, told
 from ring_doctor.mistakes_of_masks import Pairs, sees
 from ring_doctor.paper_ring import Rows, Scores, Steps, Values
 
@@ -35,13 +34,6 @@ def in_order(at: Callable[[int, int], int], **more: Callable[..., Any]) -> Chang
 
 def left_out(of: Callable[[Pairs], bool]) -> Change:
     return in_backward(sees(lambda x: x.seen & (not (x.case.world_size > 1 and of(x)))))
-
-
-def is_last_seen(x: Pairs) -> bool:
-    """Under a causal mask blocks that no query sees are left out, and of the others the last one too."""
-    P = x.case.world_size
-    seen = [j for t in range(P) if x.steps.sees(x.case, x.r, j := (x.r - t) % P).any()]
-    return len(seen) > 1 and x.j == seen[-1]
 
 
 def whole_parts(x: Pairs) -> Tensor:
@@ -103,64 +95,47 @@ def in_dtype(dtype: torch.dtype | None, *, parts_too: bool = False) -> Callable[
     return add
 
 
-ROWS = "what the backward pass of a block gets: the lse and δ of the whole row, not of the block"
-ADD = "+= and not = where a round adds to a gradient"
-
-# fmt: off
-MISTAKES = (
-    entry("keys_of_hop_0", "The backward pass uses the rank's own K and V in all rounds.",
-          "the blocks of the backward pass: they must travel again", 5,
-          in_backward(but(in_hand=lambda steps, case, rank, t: (rank, rank))), wild=("diffusers #14265",)),
-    entry("block_left_out_in_backward",
-          "The backward pass leaves out a block that the forward pass has met: the last one, or the own one.",
-          "the rounds of the backward pass: the first, the last, and what a mask leaves out", 5,
-          left_out(lambda x: x.j == (x.r + 1) % x.case.world_size), left_out(lambda x: x.own), left_out(is_last_seen)),
-    entry("lse_of_the_last_block", "The backward pass uses the lse of the last block, not the merged lse of the row.",
-          ROWS, 5, lse_of_the_last(seen=False), lse_of_the_last(seen=True)),
-    entry("lse_of_the_first_sequence",
-          "The backward pass uses the lse of the first sequence of a batch for all of its sequences.",
-          "what is saved for the backward pass, and how its lse (B, H, S) is cut and viewed", 5,
-          but(weights=lambda steps, s, lse: steps.weights(s, lse[:1].expand_as(lse)))),
-    entry("lse_of_the_block", "The backward pass uses the weights of each block by itself: the lse of the block.",
-          ROWS, 5, but(weights=own_weights)),
-    entry("delta_of_the_block",
-          "δ is computed with the output of each block, and not with the output of the whole row.", ROWS, 5,
-          but(delta=own_delta), wild=("tt-metal #53205",)),
-    entry("lse_and_delta_of_the_block", "The backward pass uses a block's own output and lse.", ROWS, 5,
-          but(weights=own_weights, delta=own_delta)),
-    entry("delta_summed_per_block",
-          "δ is summed over the keys of one block only: the sum of p ∘ dP over a block, with the weights of the whole "
-          "row.", ROWS, 5, but(delta=lambda steps, s, p, v, d_out, out: steps.delta(s, p, v, d_out, p @ v))),
-    entry("delta_of_another_rank",
-          "δ, or the output in it, is of another rank's rows: of the rank that has the keys, of the rank before, or of "
-          "the next rank.",
-          "what travels in the backward pass: dO, out, lse and δ belong to the queries, and go where the queries go", 5,
-          delta_from(lambda r, j: (j, j)), delta_from(lambda r, j: (r, j)),
-          delta_from(lambda r, j: (r - 1, r - 1)), delta_from(lambda r, j: (r + 1, r + 1))),
-    entry("delta_missing", "δ is left out, has the wrong sign, or is the mean of dO ∘ out and not the sum.",
-          "dS = p ∘ (dP - δ), δ = Σ dO ∘ out", 5, *map(delta_times, (lambda D: 0.0, lambda D: -1.0, lambda D: 1 / D))),
-    entry("gradient_scale_missing", "dQ, dK or both are not multiplied by the scale.",
-          "dQ = scale dS K, dK = scale dSᵀ Q", 5,
-          scale_missing(True, True), scale_missing(False, True), scale_missing(True, False)),
-    entry("dq_of_the_last_round", "dQ is what the last round adds: each round overwrites the round before.", ADD, 5,
-          but(add_q=last), but(add_q=last, gives_q=lambda steps, part: not part.hidden)),
-    entry("dq_of_the_own_block", "dQ is only what the rank's own block gives.", ADD, 5,
-          but(gives_q=lambda steps, part: part.block == part.rank)),
-    entry("dk_dv_of_the_last_round",
-          "dK and dV are what the last rank adds: each rank overwrites the sums that arrive, instead of adding to "
-          "them.", ADD, 5,
-          but(add_kv=last), but(add_kv=last, home=lambda steps, part: None if part.hidden else steps.home(part))),
-    entry("mask_forgotten_in_backward", "The causal mask is forgotten in the backward pass.",
-          "the causal flag of the backward kernel", 7,
-          in_backward(sees(lambda x: x.of(causal=False, window=None))), in_backward(sees(whole_parts))),
-    entry("gradients_in_16_bits",
-          "dK and dV are rounded to the dtype of k at each hop. They must stay in float32.",
-          "the dtype of the buffer of dK and dV", 8, but(add_kv=in_dtype(None)), but(add_kv=in_dtype(torch.bfloat16)),
-          # parts in the dtype of k, added in the order of gloo's reduce_scatter: the own part comes last
-          in_order(lambda t, P: (t + 1) % P, add_kv=in_dtype(None, parts_too=True))),
-    entry("dq_in_16_bits", "dQ is summed in the dtype of q. It must be summed in float32.",
-          "the dtype of the sum of dQ", 8, but(add_q=in_dtype(None)), but(add_q=in_dtype(torch.bfloat16)),
-          # a new float32 copy of q in each round: autograd adds their gradients in the dtype of q, the last round first
-          in_order(lambda t, P: P - 1 - t, add_q=in_dtype(None, parts_too=True))),
-)
-# fmt: on
+CHANGES = {
+    "keys_of_hop_0": [in_backward(but(in_hand=lambda steps, case, rank, t: (rank, rank)))],
+    "block_left_out_in_backward": [
+        left_out(lambda x: x.j == (x.r + 1) % x.case.world_size),
+        left_out(lambda x: x.own),
+    ],
+    "lse_of_the_last_block": [lse_of_the_last(seen=False), lse_of_the_last(seen=True)],
+    "lse_of_the_first_sequence": [but(weights=lambda steps, s, lse: steps.weights(s, lse[:1].expand_as(lse)))],
+    "lse_of_the_block": [but(weights=own_weights)],
+    "delta_of_the_block": [but(delta=own_delta)],
+    "lse_and_delta_of_the_block": [but(weights=own_weights, delta=own_delta)],
+    "delta_summed_per_block": [but(delta=lambda steps, s, p, v, d_out, out: steps.delta(s, p, v, d_out, p @ v))],
+    "delta_of_another_rank": [
+        delta_from(lambda r, j: (j, j)),
+        delta_from(lambda r, j: (r, j)),
+        delta_from(lambda r, j: (r - 1, r - 1)),
+        delta_from(lambda r, j: (r + 1, r + 1)),
+    ],
+    "delta_missing": [*map(delta_times, (lambda D: 0.0, lambda D: -1.0, lambda D: 1 / D))],
+    "gradient_scale_missing": [scale_missing(True, True), scale_missing(False, True), scale_missing(True, False)],
+    "dq_of_the_last_round": [but(add_q=last), but(add_q=last, gives_q=lambda steps, part: not part.hidden)],
+    "dq_of_the_own_block": [but(gives_q=lambda steps, part: part.block == part.rank)],
+    "dk_dv_of_the_last_round": [
+        but(add_kv=last),
+        but(add_kv=last, home=lambda steps, part: None if part.hidden else steps.home(part)),
+    ],
+    "mask_forgotten_in_backward": [
+        in_backward(sees(lambda x: x.of(causal=False, window=None))),
+        in_backward(sees(whole_parts)),
+    ],
+    "gradients_in_16_bits": [
+        but(add_kv=in_dtype(None)),
+        but(add_kv=in_dtype(torch.bfloat16)),
+        # parts in the dtype of k, added in the order of gloo's reduce_scatter: the own part comes last
+        in_order(lambda t, P: (t + 1) % P, add_kv=in_dtype(None, parts_too=True)),
+    ],
+    "dq_in_16_bits": [
+        but(add_q=in_dtype(None)),
+        but(add_q=in_dtype(torch.bfloat16)),
+        # a new float32 copy of q a round: autograd adds their gradients in the dtype of q, the last round first
+        in_order(lambda t, P: P - 1 - t, add_q=in_dtype(None, parts_too=True)),
+    ],
+}
+MISTAKES = told("Backward", CHANGES)

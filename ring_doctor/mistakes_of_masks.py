@@ -6,7 +6,6 @@ the step `sees`: which keys of a block the queries of a rank see. It is a formul
     causal(lambda x: x.n <= x.i)        under a causal mask every block is a triangle by its own indices
 
 Before: mistakes_of_travel.py. After: mistakes_of_other_ways.py.
-Source: each entry names who had it, where that is public.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ring_doctor.case import LAYOUTS, Case, positions
-from ring_doctor.mistakes import Change, but, entry
+from ring_doctor.mistakes import Change, but, told
 from ring_doctor.paper_ring import NotOnPaper, Steps
 
 
@@ -81,11 +80,6 @@ def believed(at: Callable[[Case, int], Tensor]) -> Change:
     return sees(lambda x: x.believed(at))
 
 
-def next_of_the_triangle(x: Pairs) -> Tensor:
-    """Striped, a block of a later rank: query i + 1 sees the keys up to i + 1, without the last key."""
-    return x.seen if x.rows == 1 else (x.n <= x.i) & (x.i > 0) & (x.n < x.keys - 1)
-
-
 def without_a_key(x: Pairs, *, at: int, far: bool) -> Tensor:
     """No query sees the key number `at` of a block; with `far`, of the blocks of other ranks."""
     return x.seen & ((x.n != at % x.keys) | (far and x.own))
@@ -96,10 +90,10 @@ def exchanged_halves(case: Case, rank: int) -> Tensor:
     return at.roll(len(at) // 2) if case.layout == "zigzag" else at
 
 
-def in_place_of(layout: str, case: Case, rank: int, world_size: int | None = None) -> Tensor:
-    """The positions of a rank in another layout, or of so many ranks. Raises NotOnPaper where the tokens do not fit."""
+def in_place_of(layout: str, case: Case, rank: int) -> Tensor:
+    """The positions of a rank in another layout. Raises NotOnPaper where the tokens do not fit."""
     try:
-        return positions(layout, case.seq_len, rank, world_size or case.world_size)
+        return positions(layout, case.seq_len, rank, case.world_size)
     except ValueError as error:
         raise NotOnPaper from error
 
@@ -136,98 +130,53 @@ def documents_by_indices(x: Pairs, *, tail_is_a_document: bool) -> Tensor:
     return x.of(documents=None) & (mine == theirs) & (tail_is_a_document | (mine < len(x.case.documents)))
 
 
-MASK = "the mask of a block: it follows from the positions of the rank's queries and of the block's keys"
-FLAG = "the causal flag of each call of the kernel: which block is whole, a triangle, or left out"
-BORDER = "the slices where a block is received or used: [1:], [:-1], or a boundary that is off by one"
-LAYOUT = "where the mask is made: it must use the layout of the data. After an all-to-all: undo the layout first"
-WINDOW = "what the ring makes of the window, in each block"
-EDGE = "window or window - 1 keys before the own one"
-DOCUMENTS = "the boundaries of the documents: in tokens of the whole sequence, or of a chunk?"
-
-# fmt: off
-MISTAKES = (
-    entry("mask_forgotten", "The causal mask is forgotten: a query sees future keys too.", FLAG, 7,
-          sees(lambda x: x.of(causal=False, window=None)), causal(lambda x: True)),
-    entry("causal_per_block",
-          "The causal flag is passed for every block, so each block is a triangle by its own indices.", FLAG, 7,
-          *(causal(wrong, only=only) for only in (True, False)
-            for wrong in (lambda x: x.n <= x.i, lambda x: (x.n <= x.i) & x.seen.any()))),
-    entry("only_own_masked", "Only the own block is masked. All other blocks are used whole, future blocks too.",
-          FLAG, 7, *(causal(lambda x: x.seen | (not x.own), only=only) for only in (True, False))),
-    entry("own_block_unmasked", "The own block is not masked: a query sees the later tokens of its own chunk.",
-          FLAG, 7, causal(lambda x: x.seen | x.own)),
-    entry("mask_inverted", "The causal mask is inverted: a query sees itself and the future.", MASK, 7,
-          causal(lambda x: x.c >= x.p), causal(lambda x: ~x.seen)),
+CHANGES = {
+    "mask_forgotten": [sees(lambda x: x.of(causal=False, window=None)), causal(lambda x: True)],
+    "causal_per_block": [
+        *(
+            causal(wrong, only=only)
+            for only in (True, False)
+            for wrong in (lambda x: x.n <= x.i, lambda x: (x.n <= x.i) & x.seen.any())
+        )
+    ],
+    "only_own_masked": [*(causal(lambda x: x.seen | (not x.own), only=only) for only in (True, False))],
+    "own_block_unmasked": [causal(lambda x: x.seen | x.own)],
+    "mask_inverted": [causal(lambda x: x.c >= x.p), causal(lambda x: ~x.seen)],
     # In striped the blocks of earlier ranks are triangles too, and lose their diagonal. The blocks of later ranks are
     # triangles of one row less. The last variant takes a diagonal of these as well.
-    entry("diagonal_hidden", "The causal mask is strict: a query does not see its own key.",
-          "< instead of <= in the mask", 7, causal(lambda x: x.seen & (x.c != x.p)),
-          causal(lambda x: x.n < x.i if x.own or (x.striped and x.before) else x.seen),
-          causal(lambda x: x.n < x.i - int(x.after) if x.own or x.striped else x.seen)),
-    entry("strict_in_far_blocks",
-          "Blocks of other ranks, and not the own block, have a strict mask by their indices: query i sees keys 0 to "
-          "i - 1.", FLAG, 7, causal(lambda x: x.seen if x.own else x.n < x.i),
-          causal(lambda x: x.seen if x.own else (x.n < x.i) & x.before),
-          causal(lambda x: x.seen if x.own else (x.n < x.i) & x.seen)),
-    entry("key_lost_at_a_border",
-          "A key at the border of a block is lost: the first or the last key, of each block that arrives or of all "
-          "blocks.", BORDER, 4,
-          *(sees(partial(without_a_key, at=at, far=far)) for far in (True, False) for at in (-1, 0)),
-          causal(lambda x: x.seen & ((x.n != x.keys - 1) | (x.j != x.r - 1)))),  # of gathered keys: a key too early
-    entry("causal_unasked", "A causal mask is used where full attention is asked for.", FLAG, 7,
-          sees(lambda x: x.of(causal=True))),
-    entry("next_token_seen", "A query sees the next token too.", "a mask off by one: triu(2) instead of triu(1)", 7,
-          causal(lambda x: x.c <= x.p + 1),
-          causal(lambda x: x.n <= x.i + 1 if x.own or (x.striped and x.before)
-                 else next_of_the_triangle(x) if x.striped else x.seen),
-          causal(lambda x: x.c <= x.p + 1 if x.own else x.seen)),
-    entry("chunk_index_under_zigzag",
-          "The mask follows the numbers of the ranks, as in contiguous chunks, and the layout is another.", LAYOUT, 7,
-          causal(lambda x: x.n <= x.i if x.own else x.before)),
-    entry("halves_swapped", "In zigzag the mask takes the two half chunks of a rank in exchanged order.", LAYOUT, 7,
-          causal(lambda x: x.believed(exchanged_halves))),
-    entry("other_half_of_the_keys",
-          "In zigzag a block of an earlier rank gives the last half of its keys instead of the first.", FLAG, 7,
-          causal(lambda x: x.n >= x.keys // 2 if x.zigzag and x.before else x.seen)),
-    entry("other_half_of_the_queries",
-          "In zigzag the first half of the queries meets a block of a later rank instead of the last.", FLAG, 7,
-          causal(lambda x: x.i < x.rows // 2 if x.zigzag and x.after else x.seen)),
-    entry("striped_diagonal_kept", "In striped query i sees key i of the blocks of later ranks too.", FLAG, 7,
-          causal(lambda x: x.n <= x.i if x.striped and x.after else x.seen)),
-    entry("striped_diagonal_lost", "In striped query i does not see key i of the blocks of earlier ranks.", FLAG, 7,
-          causal(lambda x: x.n < x.i if x.striped and x.before else x.seen)),
-    *(entry(f"positions_of_{layout}", f"The mask is made for the {layout} layout. The data are in another.", LAYOUT, 7,
-            believed(partial(in_place_of, layout))) for layout in LAYOUTS),
-    entry("last_tile_lost",
-          "Of more keys than a tile of the kernel has, only whole tiles count: the last keys of each chunk are lost.",
-          "the number of tiles: rounded up, with the last one masked", 8,
-          *(whole_tiles(tile) for tile in (128, 64, 256))),
-    entry("window_ignored", "The window is dropped without a word. Every query sees the whole past.", WINDOW, 13,
-          sees(lambda x: x.of(window=None)),
-          wild=("accelerate PR #4177", "prime-rl PR #2828", "TransformerEngine PR #3527", "ring-flash-attention #35")),
-    entry("window_one_more", "A query sees one key more than the window has.", EDGE, 13,
-          sees(lambda x: other_window(x, 1)), sees(lambda x: other_window(x, 1) & x.seen.any())),
-    entry("window_one_less", "A query sees one key less than the window has.", EDGE, 13,
-          sees(lambda x: other_window(x, -1))),
-    entry("window_in_the_own_block_only",
-          "The window is applied in the own block only: of earlier blocks every key is seen.", WINDOW, 13,
-          sees(own_window), sees(lambda x: own_window(x) & x.seen.any())),
-    entry("window_hops_rounded_down",
-          "The number of hops that a window needs is rounded down: the farthest chunk of the window is not met.",
-          "how many chunks before the own one a window of W tokens reaches: (W - 1) / C, rounded up", 13,
-          # (W - 1) / C or W / C hops, rounded down: this is right where C divides W
-          *(sees(partial(fewer_hops, less=less)) for less in (1, 0))),
-    entry("window_per_block", "The window is counted by the indices within each block, not in the sequence.",
-          WINDOW, 13, *(sees(partial(window_by_indices, upper_edge=edge)) for edge in (True, False))),
-    entry("documents_ignored", "The documents are ignored: tokens see tokens of other documents.", DOCUMENTS, 13,
-          sees(lambda x: x.of(documents=None)),
-          wild=("axolotl #3608", "trl PR #6843 and unsloth PR #3823, which forbid packing instead")),
-    entry("documents_per_chunk",
-          "The lengths of the documents, each divided by P, are taken as boundaries within every chunk.", DOCUMENTS, 13,
-          *(sees(partial(documents_by_indices, tail_is_a_document=tail)) for tail in (False, True)),
-          wild=("TransformerEngine #1930",)),
-    entry("documents_end_with_the_chunk",
-          "Each chunk is taken for a sequence of its own: documents end where a rank's chunk ends.", DOCUMENTS, 13,
-          sees(lambda x: x.seen & (x.case.documents is None or x.own))),
-)
-# fmt: on
+    "diagonal_hidden": [
+        causal(lambda x: x.seen & (x.c != x.p)),
+        causal(lambda x: x.n < x.i if x.own or (x.striped and x.before) else x.seen),
+        causal(lambda x: x.n < x.i - int(x.after) if x.own or x.striped else x.seen),
+    ],
+    "strict_in_far_blocks": [
+        causal(lambda x: x.seen if x.own else x.n < x.i),
+        causal(lambda x: x.seen if x.own else (x.n < x.i) & x.before),
+        causal(lambda x: x.seen if x.own else (x.n < x.i) & x.seen),
+    ],
+    "key_lost_at_a_border": [
+        *(sees(partial(without_a_key, at=at, far=far)) for far in (True, False) for at in (-1, 0)),
+        causal(lambda x: x.seen & ((x.n != x.keys - 1) | (x.j != x.r - 1))),  # of gathered keys: a key too early
+    ],
+    "causal_unasked": [sees(lambda x: x.of(causal=True))],
+    "next_token_seen": [causal(lambda x: x.c <= x.p + 1), causal(lambda x: x.c <= x.p + 1 if x.own else x.seen)],
+    "chunk_index_under_zigzag": [causal(lambda x: x.n <= x.i if x.own else x.before)],
+    "halves_swapped": [causal(lambda x: x.believed(exchanged_halves))],
+    "other_half_of_the_keys": [causal(lambda x: x.n >= x.keys // 2 if x.zigzag and x.before else x.seen)],
+    "other_half_of_the_queries": [causal(lambda x: x.i < x.rows // 2 if x.zigzag and x.after else x.seen)],
+    "striped_diagonal_kept": [causal(lambda x: x.n <= x.i if x.striped and x.after else x.seen)],
+    "striped_diagonal_lost": [causal(lambda x: x.n < x.i if x.striped and x.before else x.seen)],
+    **{f"positions_of_{layout}": [believed(partial(in_place_of, layout))] for layout in LAYOUTS},
+    "last_tile_lost": [*(whole_tiles(tile) for tile in (128, 64, 256))],
+    "window_ignored": [sees(lambda x: x.of(window=None))],
+    "window_one_more": [sees(lambda x: other_window(x, 1)), sees(lambda x: other_window(x, 1) & x.seen.any())],
+    "window_one_less": [sees(lambda x: other_window(x, -1))],
+    "window_in_the_own_block_only": [sees(own_window), sees(lambda x: own_window(x) & x.seen.any())],
+    # (W - 1) / C or W / C hops, rounded down: this is right where C divides W
+    "window_hops_rounded_down": [*(sees(partial(fewer_hops, less=less)) for less in (1, 0))],
+    "window_per_block": [*(sees(partial(window_by_indices, upper_edge=edge)) for edge in (True, False))],
+    "documents_ignored": [sees(lambda x: x.of(documents=None))],
+    "documents_per_chunk": [*(sees(partial(documents_by_indices, tail_is_a_document=tail)) for tail in (False, True))],
+    "documents_end_with_the_chunk": [sees(lambda x: x.seen & (x.case.documents is None or x.own))],
+}
+MISTAKES = told("Masks", CHANGES)

@@ -3,7 +3,6 @@
 A ring computes the softmax of a row in P pieces. These mistakes put the pieces together wrongly, or round them.
 
 Before: mistakes.py. After: mistakes_of_travel.py.
-Source: each entry names who had it, where that is public.
 """
 
 import math
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ring_doctor.case import Case
-from ring_doctor.mistakes import Change, but, entry
+from ring_doctor.mistakes import Change, but, told
 from ring_doctor.paper_ring import Rows, Scores, Steps, Values
 
 
@@ -140,7 +139,7 @@ def paddings() -> Iterator[Change]:
     """The usual one first. A mask of a triangle hides what comes after its keys, so only whole tiles see it."""
     in_every_tile = lambda s: torch.ones_like(s[..., :1], dtype=torch.bool)  # noqa: E731
     in_whole_tiles = lambda s: (s > -math.inf).all().expand(*s.shape[:-1], 1)  # noqa: E731
-    for multiple in (8, None, 16, 64, 128):
+    for multiple in (8, None, 64, 128):
         yield in_seen_blocks(padded(multiple, in_every_tile))
         yield padded(multiple, in_every_tile)
         yield padded(multiple, in_whole_tiles)
@@ -224,70 +223,47 @@ def returned_in_base_2(steps: Steps, case: Case, results: dict[str, Tensor]) -> 
     return results | {"lse": results["lse"] / math.log(2)}
 
 
-MERGE = "where the result of a new block meets the running result"
-BASE = "the kernel's documentation: is its lse a natural logarithm or a logarithm in base 2?"
-
-# fmt: off
-MISTAKES = (
-    entry("no_rescale", "The running maximum grows, and the old sums l and o are not rescaled to it.", MERGE, 1,
-          running_sums(l_rescaled=False, o_rescaled=False)),
-    entry("l_not_rescaled",
-          "The running maximum grows, and of the old sums only o is rescaled to it. l is not.", MERGE, 1,
-          running_sums(l_rescaled=False, o_rescaled=True)),
-    entry("o_not_rescaled",
-          "The running maximum grows, and of the old sums only l is rescaled to it. o is not.", MERGE, 1,
-          running_sums(l_rescaled=True, o_rescaled=False), but(merge=average_not_rescaled)),
-    entry("own_max_per_block",
-          "Each block has its own maximum, and the blocks' sums are added as if they had one.", MERGE, 1,
-          own_max(last_max), own_max(largest_of), in_seen_blocks(own_max(last_max))),
-    entry("averages_added",
-          "The blocks' own softmax averages are added up. The weights of a row add up to the number of blocks.",
-          MERGE, 3, with_right_lse(lambda averages, scores: averages.sum(dim=0))),
-    entry("averages_averaged",
-          "The blocks' own softmax averages are averaged. Each block counts alike, whatever its weights add up to.",
-          MERGE, 1, with_right_lse(mean_of_seen_rows), with_right_lse(lambda averages, scores: averages.mean(dim=0)),
-          in_seen_blocks(with_right_lse(lambda averages, scores: averages.mean(dim=0)))),
-    entry("running_half", "Each merge takes the mean of the old and the new output, and leaves the lse out.", MERGE, 8,
-          in_seen_rows(HALF), in_seen_blocks(HALF), HALF),
-    entry("lse_of_zeros",
-          "The kernel returns zeros as the lse of each block, and they are merged as if they were right.",
-          "what the kernel returns as lse, or the code that stands in for the kernel", 8,
-          but(block_lse=zeros_in_seen_rows), LSE_OF_ZEROS, in_seen_blocks(LSE_OF_ZEROS),
-          wild=("yunchang, its attention without flash kernels",)),
-    entry("base_2_as_natural", "The blocks' lse are in base 2 and are merged as natural logarithms.", BASE, 8,
-          but(block_lse=lambda steps, s: steps.block_lse(s) / math.log(2)),
-          but(block_lse=lambda steps, s: steps.block_lse(s) / math.log(2),  # and the backward kernel takes such an lse
-              weights=lambda steps, s, lse: steps.weights(s, lse * math.log(2))),
-          wild=("flashinfer #2113", "vllm PR #28840", "sglang #40903")),
-    entry("natural_as_base_2", "The blocks' lse are natural logarithms and are merged with powers of 2.", BASE, 8,
-          but(merge=natural_as_base_2)),
-    entry("lse_not_updated",
-          "The output is merged, and the running lse stays the lse of the first block. Later blocks count too much.",
-          MERGE, 8, but(merge=lambda steps, case, out, lse, *block: (steps.merge(case, out, lse, *block)[0], lse))),
-    entry("shares_exchanged",
-          "A merge gives the old output the share of the new output, and the new output the share of the old output.",
-          MERGE, 8, but(merge=exchanged), in_seen_blocks(but(merge=exchanged)), in_seen_rows(but(merge=exchanged))),
-    entry("lse_merged_by_maximum",
-          "Two lse are merged as the larger of them, and not as log(e^a + e^b). The shares of the blocks are then "
-          "wrong.", MERGE, 8,
-          but(merge=lambda steps, case, o, lse, o_j, lse_j: (steps.merge(case, o, lse, o_j, lse_j)[0],
-                                                             torch.maximum(lse, lse_j))),
-          merge(shares_by_maximum)),
-    entry("unstabilised",
-          "Partial results are merged as e^a + e^b without their maximum. Large scores overflow, very small ones "
-          "vanish.", MERGE, 1, merge(without_maximum), wild=("TransformerEngine PR #716",)),
-    entry("not_divided", "The running output is never divided by l, the sum of the weights.",
-          "the end of the forward pass", 1, but(combine=undivided)),
-    entry("padding_unmasked",
-          "K and V are padded with zeros, and no mask hides the padding. Each key of it counts as e^0 in l.",
-          "what pads K and V: its score must be -inf, because e^0 is 1", 13, *paddings()),
-    entry("lse_returned_in_base_2", "The lse that is returned is in base 2.",
-          "the lse that the forward pass returns or saves", 8, but(at_the_end=returned_in_base_2)),
-    entry("sums_in_16_bits", "The running output is rounded to 16 bits at each merge. It must stay in float32.",
-          "the dtype of the buffer for the running output", 8,
-          *rounding("out"), *map(undivided_in_16_bits, (False, True)),
-          wild=("ring-flash-attention #42", "ring-flash-attention #67", "flash-attention PR #2723")),
-    entry("lse_in_16_bits", "The lse is rounded to 16 bits. Shares of blocks are then wrong by up to a percent.",
-          "the dtype of the running lse", 8, *rounding("lse"), *rounding("lse", "given")),
-)
-# fmt: on
+CHANGES = {
+    "no_rescale": [running_sums(l_rescaled=False, o_rescaled=False)],
+    "l_not_rescaled": [running_sums(l_rescaled=False, o_rescaled=True)],
+    "o_not_rescaled": [running_sums(l_rescaled=True, o_rescaled=False), but(merge=average_not_rescaled)],
+    "own_max_per_block": [own_max(last_max), own_max(largest_of), in_seen_blocks(own_max(last_max))],
+    "averages_added": [with_right_lse(lambda averages, scores: averages.sum(dim=0))],
+    "averages_averaged": [
+        with_right_lse(mean_of_seen_rows),
+        with_right_lse(lambda averages, scores: averages.mean(dim=0)),
+        in_seen_blocks(with_right_lse(lambda averages, scores: averages.mean(dim=0))),
+    ],
+    "running_half": [in_seen_rows(HALF), in_seen_blocks(HALF), HALF],
+    "lse_of_zeros": [but(block_lse=zeros_in_seen_rows), LSE_OF_ZEROS, in_seen_blocks(LSE_OF_ZEROS)],
+    "base_2_as_natural": [
+        but(block_lse=lambda steps, s: steps.block_lse(s) / math.log(2)),
+        but(
+            block_lse=lambda steps, s: steps.block_lse(s) / math.log(2),  # and the backward kernel takes such an lse
+            weights=lambda steps, s, lse: steps.weights(s, lse * math.log(2)),
+        ),
+    ],
+    "natural_as_base_2": [but(merge=natural_as_base_2)],
+    "lse_not_updated": [but(merge=lambda steps, case, out, lse, *block: (steps.merge(case, out, lse, *block)[0], lse))],
+    "shares_exchanged": [
+        but(merge=exchanged),
+        in_seen_blocks(but(merge=exchanged)),
+        in_seen_rows(but(merge=exchanged)),
+    ],
+    "lse_merged_by_maximum": [
+        but(
+            merge=lambda steps, case, o, lse, o_j, lse_j: (
+                steps.merge(case, o, lse, o_j, lse_j)[0],
+                torch.maximum(lse, lse_j),
+            )
+        ),
+        merge(shares_by_maximum),
+    ],
+    "unstabilised": [merge(without_maximum)],
+    "not_divided": [but(combine=undivided)],
+    "padding_unmasked": [*paddings()],
+    "lse_returned_in_base_2": [but(at_the_end=returned_in_base_2)],
+    "sums_in_16_bits": [*rounding("out"), *map(undivided_in_16_bits, (False, True))],
+    "lse_in_16_bits": [*rounding("lse"), *rounding("lse", "given")],
+}
+MISTAKES = told("Merging", CHANGES)

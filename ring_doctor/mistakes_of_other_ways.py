@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ring_doctor.case import Case
-from ring_doctor.mistakes import Change, but, entry
-from ring_doctor.mistakes_of_masks import Pairs, believed, in_place_of, sees
-from ring_doctor.paper_ring import NotOnPaper, Steps
+from ring_doctor.mistakes import Change, but, told
+from ring_doctor.mistakes_of_masks import Pairs, believed, sees
+from ring_doctor.paper_ring import Steps
 
 
 def hosts(world_size: int) -> tuple[int, int]:
@@ -52,13 +52,10 @@ def returned(change: Callable[[Case, Tensor], Tensor]) -> Change:
     return but(returned=lambda steps, case, out: change(case, steps.returned(case, out)))
 
 
-def kv_heads_in_turn(*, split: bool, replicated: bool) -> Change:
-    def kv_heads(steps: Steps, case: Case) -> Tensor:
-        if case.kv_heads < case.world_size:
-            return rank_of_heads(case) % case.kv_heads if replicated else steps.kv_heads(case)
-        return dealt_in_turn(case, case.kv_heads)[steps.kv_heads(case)] if split else steps.kv_heads(case)
-
-    return but(kv_heads=kv_heads)
+def kv_heads_in_turn(steps: Steps, case: Case) -> Tensor:
+    if case.kv_heads < case.world_size:
+        return rank_of_heads(case) % case.kv_heads
+    return dealt_in_turn(case, case.kv_heads)[steps.kv_heads(case)]
 
 
 def kv_heads_tiled(steps: Steps, case: Case) -> Tensor:
@@ -112,26 +109,12 @@ def undone_by_its_own_order(case: Case, rank: int) -> Tensor:
     return order.argsort().split(lengths_of(case))[rank]
 
 
-def of_row(*, sort: bool, layout_of_rows: bool) -> Callable[[Case, int], Tensor]:
-    """The positions (C,) that a rank's tokens get in a ring of rows.
-
-    The positions of a row are the right positions of its tokens, or, with `layout_of_rows`, what the layout gives to
-    rank `row` of so many rows. The tokens get them in the order of the sequence, `sort`, or rank by rank.
-    """
-
-    def at(case: Case, rank: int) -> Tensor:
-        rows, per_row = hosts(case.world_size)
-        row, number = divmod(rank, per_row)
-        parts = [case.positions(row * per_row + i) for i in range(per_row)]
-        of_tokens = torch.cat(parts)
-        believed = in_place_of(case.layout, case, row, rows) if layout_of_rows else of_tokens.sort().values
-        if len(believed) != len(of_tokens):
-            raise NotOnPaper
-        if sort:
-            believed = believed[of_tokens.argsort().argsort()]
-        return believed.split([len(part) for part in parts])[number]
-
-    return at
+def in_order_of_the_row(case: Case, rank: int) -> Tensor:
+    """(C,): the positions of a row's tokens, dealt out rank by rank."""
+    _, per_row = hosts(case.world_size)
+    row, number = divmod(rank, per_row)
+    parts = [case.positions(row * per_row + i) for i in range(per_row)]
+    return torch.cat(parts).sort().values.split([len(part) for part in parts])[number]
 
 
 def mirrored(case: Case, rank: int) -> Tensor:
@@ -149,81 +132,45 @@ def of_double_ring(case: Case, rank: int, t: int) -> int:
     return (rank // per_host - turn) % count * per_host + (rank - s) % per_host
 
 
-def double_ring(early: Callable[[int], int], **more: Callable[..., object]) -> Change:
-    """In the last round of a turn, before another turn, a rank has the block of round t + early(ranks of a host)."""
+def double_ring(early: int, **more: Callable[..., object]) -> Change:
+    """In the last round of a turn, before another turn, a rank has the block of round t + early."""
 
     def held(steps: Steps, case: Case, rank: int, t: int) -> tuple[int, int]:
         count, per_host = hosts(case.world_size)
         last = t % per_host == per_host - 1 and t < (count - 1) * per_host
-        block = of_double_ring(case, rank, t + early(per_host) * last)
+        block = of_double_ring(case, rank, t + early * last)
         return block, block
 
     return but(believed=lambda steps, *at: of_double_ring(*at), in_hand=held, **more)
 
 
-DEALT = "the order of heads in both all-to-alls: rank r has a run of query heads, and comes back with the same run"
-ORDER = "the order of the tokens around the attention: undo the layout before it, and make the layout again after it"
-GATHERED = "the order of the gathered blocks: rank 0, 1, ..., for K, for V, for the mask and for dK and dV"
-IS_CAUSAL = "is_causal with C queries and S keys: give a mask made of positions, or the keys up to the rank's own block"
-
-# fmt: off
-MISTAKES = (
-    entry("heads_permuted_after_all_to_all",
-          "After the second all-to-all the heads of out stand in another order: dealt out in turn, not in runs.",
-          DEALT, 17, returned(lambda case, out: out[:, dealt_in_turn(case, case.heads)]),
-          returned(lambda case, out: out[:, dealt_in_turn(case, case.heads).argsort()])),
-    entry("kv_heads_dealt_in_turn",
-          "All-to-all: query heads are dealt out in runs and K/V heads in turn: rank r gets K/V head r, r + P, ..., "
-          "and for G < P head r mod G. Query heads meet K/V heads of other groups.",
-          "which K/V heads a rank gets: those of its query heads, for G < P head r·G // P", 17,
-          kv_heads_in_turn(split=True, replicated=True), kv_heads_in_turn(split=True, replicated=False),
-          kv_heads_in_turn(split=False, replicated=True), but(kv_heads=kv_heads_tiled)),
-    entry("all_to_all_back_in_wrong_token_order",
-          "After the second all-to-all a rank holds the rows of other tokens: a run of the sequence, not its layout.",
-          ORDER, 17, returned(in_runs), returned(lambda case, out: in_runs(case, in_runs(case, out)))),
-    entry("keys_in_gathered_order",
-          "The gathered K and V lie rank by rank, and the mask takes this order for the order of the sequence.",
-          "the positions of the gathered keys: those of the layout, joined in the order of the ranks", 17,
-          sees(lambda x: x.case.visible()[x.p[:, 0]][:, as_gathered(x.case, x.j)])),
-    entry("gathered_in_order_of_arrival",
-          "The blocks are joined in the order of their arrival, the own block first, and are taken for the blocks 0, "
-          "1, ... This is so for K and V, for K alone, or for V alone.", GATHERED, 17,
-          arrived(from_the_rank_before), arrived(from_the_rank_before, values=False),
-          arrived(from_the_rank_before, keys=False), arrived(lambda rank, n: rank + n)),
-    entry("causal_from_the_first_gathered_key",
-          "K and V of all ranks are gathered, and is_causal begins at the first key: query i of every rank sees the "
-          "gathered keys 0 to i.", IS_CAUSAL, 17,
-          *(triangle_of_gathered(at, from_the_end=False) for at in (as_gathered, Case.positions))),
-    entry("causal_to_the_last_gathered_key",
-          "K and V of all ranks are gathered, and is_causal ends at the last key: every rank's queries are taken for "
-          "the last C of the sequence, so query i sees the gathered keys 0 to i + S - C.", IS_CAUSAL, 17,
-          *(triangle_of_gathered(at, from_the_end=True) for at in (as_gathered, Case.positions))),
-    entry("layout_undone_the_wrong_way",
-          "After the exchange the layout is undone with its own order in the place of the inverse one: x[order] and "
-          "not x[order.argsort()]. The mask then meets tokens in a third order.", ORDER, 17,
-          believed(undone_by_its_own_order)),
-    entry("positions_of_the_inner_layout",
-          "Hybrid: after the exchange in a row the tokens lie rank by rank, and the mask takes them for the row in "
-          "order.",
-          "the positions of a row's tokens: those of all its ranks, in order. Striped chunks do not join to a stripe",
-          17,
-          believed(of_row(sort=False, layout_of_rows=False)),
-          believed(of_row(sort=True, layout_of_rows=True)),  # right for contiguous and zigzag chunks
-          believed(of_row(sort=False, layout_of_rows=True))),
-    entry("groups_exchanged",
-          "Hybrid: the groups are exchanged. The all-to-all is in a column of the mesh and the ring in a row, and the "
-          "mask takes each rank's tokens for those of the rank at the mirrored place of the mesh.",
-          "the two groups of the mesh: the dimension of the all-to-all, and the dimension of the ring", 17,
-          believed(mirrored)),
-    entry("slow_hop_a_round_early",
-          "Double ring: in the last round of a turn a rank has the block of the next host already. One block is "
-          "missed, and another block counts twice.",
-          "the buffers of a double ring: a block of the next host is used from the first round of the next turn on",
-          18,
-          double_ring(lambda per_host: 1), double_ring(lambda per_host: per_host)),
-    entry("next_host_missing",
-          "Double ring: a rank meets only the blocks of its own host. The result is attention inside each host.",
-          "the loop over the turns: as many turns as hosts, and a slow hop between two turns", 18,
-          double_ring(lambda per_host: 0, rounds=lambda steps, case, rank: hosts(case.world_size)[1])),
-)
-# fmt: on
+CHANGES = {
+    "heads_permuted_after_all_to_all": [
+        returned(lambda case, out: out[:, dealt_in_turn(case, case.heads)]),
+        returned(lambda case, out: out[:, dealt_in_turn(case, case.heads).argsort()]),
+    ],
+    "kv_heads_dealt_in_turn": [but(kv_heads=kv_heads_in_turn), but(kv_heads=kv_heads_tiled)],
+    "all_to_all_back_in_wrong_token_order": [
+        returned(in_runs),
+        returned(lambda case, out: in_runs(case, in_runs(case, out))),
+    ],
+    "keys_in_gathered_order": [sees(lambda x: x.case.visible()[x.p[:, 0]][:, as_gathered(x.case, x.j)])],
+    "gathered_in_order_of_arrival": [
+        arrived(from_the_rank_before),
+        arrived(from_the_rank_before, values=False),
+        arrived(from_the_rank_before, keys=False),
+        arrived(lambda rank, n: rank + n),
+    ],
+    "causal_from_the_first_gathered_key": [
+        *(triangle_of_gathered(at, from_the_end=False) for at in (as_gathered, Case.positions))
+    ],
+    "causal_to_the_last_gathered_key": [
+        *(triangle_of_gathered(at, from_the_end=True) for at in (as_gathered, Case.positions))
+    ],
+    "layout_undone_the_wrong_way": [believed(undone_by_its_own_order)],
+    "positions_of_the_inner_layout": [believed(in_order_of_the_row)],
+    "groups_exchanged": [believed(mirrored)],
+    "slow_hop_a_round_early": [double_ring(1)],
+    "next_host_missing": [double_ring(0, rounds=lambda steps, case, rank: hosts(case.world_size)[1])],
+}
+MISTAKES = told("Other ways", CHANGES)

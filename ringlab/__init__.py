@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from ringlab.models.hugging_face_batch import ContextParallel, backward, loss_part, shard_batch
     from ringlab.models.hugging_face_generate import spread_generation
     from ringlab.models.hugging_face_pass import extra_loss
-    from ringlab.models.hugging_face_sft import RingSFTTrainer
-    from ringlab.models.hugging_face_trainer import RingTrainer
+    from ringlab.models.hugging_face_trainer import RingSFTTrainer, RingTrainer
     from ringlab.support.processes import join_ring
     from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
     from ringlab.training.layouts import Layout, positions, shard, unshard
@@ -54,8 +53,8 @@ __all__ = [
 _HOMES = {  # of each name, and the package that it needs
     "ContextParallel": ("ringlab.models.hugging_face_batch", "transformers"),
     "Layout": ("ringlab.training.layouts", "torch"),
-    "RingSFTTrainer": ("ringlab.models.hugging_face_sft", "trl"),
-    "RingTrainer": ("ringlab.models.hugging_face_trainer", "accelerate"),
+    "RingSFTTrainer": ("ringlab.models.hugging_face_trainer", "trl"),
+    "RingTrainer": ("ringlab.models.hugging_face_trainer", "trl"),
     "backward": ("ringlab.models.hugging_face_batch", "transformers"),
     "extra_loss": ("ringlab.models.hugging_face_pass", "transformers"),
     "join_ring": ("ringlab.support.processes", "torch"),

@@ -12,7 +12,8 @@ from ring_doctor.job import Job
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import patient_of
 from ring_doctor.questions import questions
-from tests.sick_rings import ALL, sick
+from ringlab.training.layouts import LAYOUTS
+from tests.sick_rings import ALL, Sick
 
 IN_TURN = "ring_doctor.questions.questions"
 
@@ -58,9 +59,8 @@ def examined(ranks, function, seed=0, wanted=lambda question: True, **claims):
 def examined_sick(ranks, name, **claims):
     """The examination of a ring of sick_rings.py."""
     ring = ALL[name]
-    layouts = ring.layouts if "layout" in ring.takes else ("contiguous",)
-    claims = {"layouts": layouts, "grouped": ring.grouped, "gradients": ring.gradients, "heads": ring.heads, **claims}
-    return examined(ranks, sick(name), **claims)
+    layouts = LAYOUTS if "layout" in ring.takes else LAYOUTS[:1]
+    return examined(ranks, Sick(name), layouts=layouts, grouped=ring.grouped, heads=ring.heads, **claims)
 
 
 def answer_on_paper(question, steps=RIGHT, change=lambda case, results: results):

@@ -24,7 +24,6 @@ NEEDED = {
     "hugging_face_states": "transformers",
     "hugging_face": "transformers",
     "hugging_face_trainer": "trl",
-    "hugging_face_sft": "trl",
     "12_your_own_model": "transformers",
 }  # concepts and chapters
 

@@ -1,14 +1,10 @@
 """What the tests of Hugging Face models share: small models, batches, and a step on one process and in the ring."""
 
-import contextlib
-from unittest import mock
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 
-from ringlab.models import hugging_face_pass
 from ringlab.models.hugging_face import use_ring
 from ringlab.models.hugging_face_batch import shard_batch
 from ringlab.models.transformer import IGNORED
@@ -100,29 +96,8 @@ def summed(model, loss):
     return results
 
 
-@contextlib.contextmanager
-def watched():
-    """The layers that ask the ring, in order, and the calls of the ring."""
-    layers, attend, turn = [], hugging_face_pass.ModelInRing.attend, hugging_face_pass.ring_flash_attention
-
-    def noted(ring, module, *args, **passed):
-        layers.append(module.layer_idx)
-        return attend(ring, module, *args, **passed)
-
-    turns = mock.patch.object(hugging_face_pass, "ring_flash_attention", side_effect=turn)
-    with mock.patch.object(hugging_face_pass.ModelInRing, "attend", noted), turns as ring:
-        yield layers, ring
-
-
 def in_the_ring(context, name, options, layout, batch):
-    """The loss and every gradient, summed over the ranks; the layers that asked the ring; what the ring was asked."""
-    with watched() as (layers, ring):
-        model = model_of(name, options)
-        use_ring(model, layout=layout)
-        layers.clear()  # of the proof
-        out = model(**shard_batch(batch, layout=layout))
-        results = summed(model, out.loss)
-    assert out.past_key_values is None
-    asked = [call.kwargs for call in ring.mock_calls]
-    assert all(each["layout"] == layout and each["causal"] for each in asked)
-    return results, layers, [(each["window"], each["documents"]) for each in asked]
+    """The loss and every gradient, summed over the ranks."""
+    model = model_of(name, options)
+    use_ring(model, layout=layout)
+    return summed(model, model(**shard_batch(batch, layout=layout)).loss)

@@ -19,29 +19,3 @@ class Mistakes(dict):
             return mistake
 
         return note
-
-
-class OwnQueriesOnly:
-    """A backward pass of blocks in which each rank keeps what its queries add to one block, its first one."""
-
-    def __init__(self, backward):
-        self.backward, self.calls = backward, 0
-
-    def __call__(self, *block, **options):
-        self.calls += 1
-        d_q, d_k, d_v = self.backward(*block, **options)
-        return (d_q, d_k, d_v) if self.calls == 1 else (d_q, 0 * d_k, 0 * d_v)
-
-
-def mistakes_of_blocks(module, name):
-    """Mistakes of any backward pass of a block, whose results are dq, dk and dv: for `name` of this module."""
-    backward = getattr(module, name)
-
-    def then(change):
-        return patch(module, name, lambda *block, **options: change(*backward(*block, **options)))
-
-    return {
-        "swapped": then(lambda d_q, d_k, d_v: (d_q, d_v, d_k)),
-        "summed": then(lambda d_q, d_k, d_v: (d_q, d_k + d_v, d_k + d_v)),
-        "OwnQueriesOnly": lambda: mock.patch.object(module, name, OwnQueriesOnly(backward)),
-    }

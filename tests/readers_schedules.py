@@ -295,19 +295,6 @@ def never_home(comm, q, k, v, d_out, lse, delta):
     return d_q, *d_block
 
 
-def all_gradients_on_rank_0(comm, *mine):
-    widths = [1 if x.ndim == 3 else x.shape[3] for x in mine]
-    part = torch.cat([x[..., None] if x.ndim == 3 else x for x in mine], dim=-1)
-    if comm.rank:
-        comm.send(0, part)
-        return comm.recv(0)
-    whole = torch.cat([part] + [comm.recv(source) for source in range(1, comm.P)], dim=2).split(widths, dim=-1)
-    found = torch.stack(comm.gradients(*(x[..., 0] if x.shape[-1] == 1 else x for x in whole))).chunk(comm.P, dim=3)
-    for to in range(1, comm.P):
-        comm.send(to, found[to])
-    return found[0]
-
-
 # 7: tokens
 
 
@@ -364,18 +351,6 @@ def off_the_clock(comm, q, k, v):
 
 
 # 11: documents
-
-
-def as_one_document(comm, q, k, v, documents):
-    right, left = around(comm)
-    C, state, block = q.shape[2], start(q), torch.stack((k, v))
-    at = torch.arange(C * comm.rank, C * (comm.rank + 1))[:, None]
-    for t in range(comm.P):
-        j = (comm.rank - t) % comm.P
-        state = comm.attend(state, q, *block, future=torch.arange(C * j, C * (j + 1)) > at)
-        if t < comm.P - 1:
-            block = comm.exchange(right, block, left)
-    return finish(state)[0]
 
 
 def sends_what_nobody_takes(comm, q, k, v, documents):

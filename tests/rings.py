@@ -1,26 +1,15 @@
 """What the tests run on every rank: rings with eyes on them. Whole tensors go in, each rank takes its own chunk."""
 
-from contextlib import nullcontext
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 import ring_attn
 from notebooks.your_ring.messages import Watch
 from ring_attn import ring_attention
 from ringlab.basics import blockwise_attention
 from ringlab.support import timeline
-from ringlab.training import backward, grouped_query, overlap
 from tests.attention import assert_attention, assert_four, expected_of_inputs, gradients, grouped_inputs
-from tests.wrong_rings import BACKWARD, BLOCKING, GROUPED, NARROW, OVERLAPPED
-
-WRONG = {  # by ring, its mistakes
-    ring_attention: BLOCKING,
-    overlap.ring_attention: OVERLAPPED,
-    backward.ring_attention: BACKWARD | NARROW,
-    grouped_query.ring_attention: GROUPED,
-}
 
 
 def even_lengths(seq_len, world_size):
@@ -48,37 +37,11 @@ def ring_lse(context, q, k, v, lengths, scale):
     return ring_attn.ring_forward(*chunks(context, lengths, q, k, v), scale=scale, lengths=lengths)[1]
 
 
-def ring_twice(context, q, k, v, lengths):
-    """Whether the same ring gives the same bits again."""
-    return torch.equal(ring(context, q, k, v, lengths), ring(context, q, k, v, lengths))
-
-
-def ring_without_gradients(context, q, k, v, lengths):
-    """The ring on parameters, as in the evaluation of a model."""
-    with torch.no_grad():
-        return ring_attention(*(x.requires_grad_() for x in chunks(context, lengths, q, k, v)))
-
-
-def ring_in_part_of_the_job(context, members, inputs):
-    """Form all the groups, as every rank must, and run the ring of the one that this rank is in, if any."""
-    groups = [dist.new_group(ranks) for ranks in members]
-    for ranks, group, qkv in zip(members, groups, inputs, strict=True):
-        if context.rank in ranks:
-            mine = [x.tensor_split(len(ranks), dim=2)[ranks.index(context.rank)] for x in qkv]
-            return ring_attention(*mine, group=group)
-    return None
-
-
-def planted(ring, wrong):
-    """A ring with the mistake of this name; with None, a right one."""
-    return WRONG[ring][wrong]() if wrong else nullcontext()
-
-
-def ring_and_events(context, q, k, v, lengths, ring=ring_attention, wrong=None):
+def ring_and_events(context, q, k, v, lengths, ring=ring_attention):
     """This rank's chunk of the result, and the recorded events of all ranks."""
     q, k, v = chunks(context, lengths, q, k, v)
     before = [x.clone() for x in (q, k, v)]
-    with planted(ring, wrong), timeline.record(k, ring=ring) as events:
+    with timeline.record(k, ring=ring) as events:
         out = ring(q, k, v)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True)), "the ring changed its input"
     return out, events
@@ -98,26 +61,25 @@ def messages_of_ring(context, ring, lengths, q, k, v, *d_out):
     return tuple([it for it in watch.messages if it.peer is not None] for watch in (forwards, backwards))
 
 
-def assert_ring(ranks, world_size, q, k, v, *, ring=ring_attention, lengths=None, wrong=None):
+def assert_ring(ranks, world_size, q, k, v, *, ring=ring_attention, lengths=None):
     """The check of every whole ring: the right numbers, from block (r - t) mod P on rank r in round t."""
     lengths = lengths or even_lengths(q.shape[2], world_size)
-    outs, events = zip(*ranks(world_size, ring_and_events, q, k, v, lengths, ring, wrong), strict=True)
+    outs, events = zip(*ranks(world_size, ring_and_events, q, k, v, lengths, ring), strict=True)
     used = {(it.rank, it.round): it.block for it in events[0] if it.what == "compute"}
     expected = {(r, t): (r - t) % world_size for r in range(world_size) for t in range(world_size)}
     assert_attention(torch.cat(outs, dim=2), q, k, v)
     assert used == expected, f"blocks in use, by (rank, round): {used}; expected {expected}"
 
 
-def ring_gradients(context, ring, q, k, v, d_out, lengths, wrong):
+def ring_gradients(context, ring, q, k, v, d_out, lengths):
     """This rank's chunks of out, dq, dk, dv."""
-    with planted(ring, wrong):
-        return gradients(ring, *chunks(context, lengths, q, k, v, d_out))
+    return gradients(ring, *chunks(context, lengths, q, k, v, d_out))
 
 
-def assert_gradients(ranks, world_size, *sizes_and_dtype, ring, lengths=None, wrong=None):
+def assert_gradients(ranks, world_size, *sizes_and_dtype, ring, lengths=None):
     """out, dq, dk, dv of `grouped_inputs` of these sizes are as near to float64 as rounding allows."""
     four = grouped_inputs(*sizes_and_dtype)
     lengths = lengths or even_lengths(four[0].shape[2], world_size)
-    per_rank = ranks(world_size, ring_gradients, ring, *four, lengths, wrong)
+    per_rank = ranks(world_size, ring_gradients, ring, *four, lengths)
     mine = [torch.cat(parts, dim=2) for parts in zip(*per_rank, strict=True)]
     assert_four(mine, expected_of_inputs(*sizes_and_dtype, causal=False, fused_blocks=0))

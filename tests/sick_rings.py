@@ -1,61 +1,43 @@
 """Real rings, over real messages, a mistake in each: what the doctor must recognise, and what it cannot know.
 
-    attention = sick("two_seats")          # pickles; call it on every rank: attention(q, k, v, scale=..., group=...)
-    SICK["two_seats"].shows(case)          # whether its results must be wrong in this case of ring_doctor/case.py
+    attention = Sick("two_seats:0")        # pickles; call it on every rank: attention(q, k, v, scale=..., group=...)
+    ALL["two_seats:0"].shows(case)         # whether its results must be wrong in this case of ring_doctor/case.py
 
-BY_HAND are rings that share nothing with the doctor's catalogue: the patches of this project's rings, and some more of
-each kind. OF_TABLE are rings from its rows, of mistakes of the forward pass: "two_seats", and "two_seats:1" for another
-variant. In BY_HAND "name/variant" is the same mistake in another ring.
+BY_HAND are rings that share nothing with the doctor's catalogue: patches of this project's rings, and some more of each
+kind; "name/variant" is another ring with a mistake. OF_TABLE are rings from its rows, of mistakes of the forward pass:
+"name:0" from the first variant.
 """
 
-import functools
+import inspect
+from dataclasses import dataclass
 
 from ring_doctor.catalogue import CATALOGUE
-from tests.sick import backward, forward
-from tests.sick.ring import CAUSAL, MASKED, ON_MESH
+from tests.sick.by_hand import BY_HAND, UNKNOWN
 from tests.sick.table_ring import from_table
 
 OF_TABLE = {
-    f"{name}:{i}" if i else name: ring
+    f"{name}:{i}": ring
     for name, mistake in CATALOGUE.items()
     for i, variant in enumerate(mistake.variants)
     if name != "sinks_per_block" and (ring := from_table(variant))  # these rings take no sinks
 }
-BY_HAND = {**forward.SICK, **backward.SICK}
-SICK = {**OF_TABLE, **BY_HAND}
-UNKNOWN = backward.UNKNOWN
-ALL = {**SICK, **UNKNOWN}
+ALL = {**OF_TABLE, **BY_HAND, **UNKNOWN}
+OPTIONS = {"causal": False, "layout": "contiguous", "documents": None, "window": None, "scale": None, "group": None}
+ARGUMENTS = dict.fromkeys("qkv", inspect.Parameter.empty) | OPTIONS  # and their defaults
 
 
-def sick(name):
-    """The ring with this mistake: f(q, k, v), with those of causal, layout, documents and window that it takes.
+@dataclass(frozen=True)
+class Sick:
+    """The ring of this name: f(q, k, v), with those options that it takes."""
 
-    What BY_HAND and OF_TABLE both have is that of BY_HAND.
-    """
-    function = {(): plain, CAUSAL: causal, MASKED: masked, ON_MESH: on_mesh}[ALL[name].takes]
-    return functools.partial(function, name)
+    name: str
 
+    @property
+    def __signature__(self):
+        takes = {*"qkv", "scale", "group", *ALL[self.name].takes}
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        given = [inspect.Parameter(name, kind, default=default) for name, default in ARGUMENTS.items() if name in takes]
+        return inspect.Signature(given)
 
-def of_table(name):
-    return functools.partial(tabled, name)
-
-
-def tabled(name, q, k, v, **options):
-    return OF_TABLE[name](q, k, v, **options)
-
-
-def plain(name, q, k, v, *, scale=None, group=None):
-    return ALL[name](q, k, v, scale=scale, group=group)
-
-
-def causal(name, q, k, v, *, causal=False, layout="contiguous", scale=None, group=None):
-    return ALL[name](q, k, v, causal=causal, layout=layout, scale=scale, group=group)
-
-
-def on_mesh(name, q, k, v, *, causal=False, layout="contiguous", scale=None):
-    return ALL[name](q, k, v, causal=causal, layout=layout, scale=scale)
-
-
-def masked(name, q, k, v, *, causal=False, layout="contiguous", documents=None, window=None, scale=None, group=None):
-    options = {"causal": causal, "layout": layout, "documents": documents, "window": window}
-    return ALL[name](q, k, v, **options, scale=scale, group=group)
+    def __call__(self, q, k, v, **options):
+        return ALL[self.name](q, k, v, **options)

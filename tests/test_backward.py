@@ -7,9 +7,8 @@ import torch
 
 from ringlab.training import grouped_query
 from ringlab.training.backward import block_backward, ring_attention
-from ringlab.training.grouped_query import fold, unfold
-from tests.attention import grouped_inputs, random_qkv
-from tests.rings import assert_gradients, chunks, even_lengths, messages_of_ring
+from tests.attention import grouped_inputs
+from tests.rings import assert_gradients, messages_of_ring
 
 
 def assert_backward(ranks, world_size, shape, dtype=torch.float32, **options):
@@ -28,19 +27,6 @@ def assert_backward(ranks, world_size, shape, dtype=torch.float32, **options):
 )
 def test_gradients(ranks, world_size, shape, dtype):
     assert_backward(ranks, world_size, shape, dtype)
-
-
-def backward_twice(context, q, k, v, d_out):
-    q, k, v = (x.requires_grad_() for x in chunks(context, even_lengths(q.shape[2], context.world_size), q, k, v))
-    out = ring_attention(q, k, v)
-    mine = chunks(context, even_lengths(d_out.shape[2], context.world_size), d_out)[0]
-    first = torch.autograd.grad(out, (q, k, v), mine, retain_graph=True)
-    again = torch.autograd.grad(out, (q, k, v), mine)
-    return all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
-
-
-def test_backward_twice_gives_the_same(ranks):
-    assert all(ranks(3, backward_twice, *random_qkv((1, 2, 12, 4)), random_qkv((1, 2, 12, 4), seed=9)[0]))
 
 
 def test_a_row_that_saw_no_key_has_no_gradient():
@@ -67,10 +53,6 @@ def test_any_number_of_kv_heads(ranks, world_size, kv_heads, dtype):
     assert_grouped(ranks, world_size, 2, 8, kv_heads, 37, 6, dtype)
 
 
-def test_grouped_chunks_of_any_length(ranks):
-    assert_grouped(ranks, 4, 1, 6, 2, 23, 4, torch.float32, lengths=[1, 9, 2, 11])
-
-
 @pytest.mark.parametrize(
     ("ring", "kv_heads"), [(grouped_query.ring_attention, 2), (grouped_query.ring_attention, 1), (ring_attention, 8)]
 )
@@ -84,14 +66,3 @@ def test_fewer_kv_heads_are_fewer_bytes(ranks, world_size, ring, kv_heads):
         for passes in ranks(P, messages_of_ring, ring, [C] * P, *four)
     ]
     assert sent == [[(P - 1) * numbers * 2, backwards]] * P
-
-
-def test_fold_and_unfold():
-    q = torch.arange(2 * 6 * 5 * 3).view(2, 6, 5, 3)
-    for G in (6, 3, 2, 1):
-        folded = fold(q, G)
-        assert folded.shape == (2, G, 6 // G * 5, 3)
-        assert torch.equal(unfold(folded, 6), q)
-        for h in range(6):  # query head h is with K/V head h // (H/G)
-            row = h % (6 // G) * 5
-            assert torch.equal(folded[:, h // (6 // G), row : row + 5], q[:, h])

@@ -4,7 +4,6 @@ block travels, so that nobody waits for ever."""
 import functools
 import math
 import re
-from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -17,7 +16,6 @@ from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.basics.ranks import neighbours, scatter
-from ringlab.support import agreement
 from ringlab.training import backward, grouped_query, overlap
 from ringlab.training.grouped_query import check_grouped_chunks
 from tests.attention import random_qkv
@@ -132,19 +130,6 @@ def test_one_rank_of_three(ranks, ring, bad):
     assert re.match(all_of(["rank 1: ", *words]), message)
     assert "rank 0" not in message  # nothing is wrong there
     assert "rank 2" not in message
-
-
-def ring_in_group(context, members):
-    group = dist.new_group(members)
-    with mock.patch.object(agreement, "SOON", timedelta(seconds=0.3)):  # so long the other rank waits
-        return ring_attention(X, X, X, group=group)
-
-
-def test_a_rank_outside_the_group(ranks):
-    inside, outside = ranks.outcomes(2, ring_in_group, [0])
-    assert torch.equal(inside, X)  # with ones for values every average is 1
-    assert outside.kind == "ValueError"
-    assert re.match(all_of(["rank 1: global rank 1 is not in the group", "expected only its members"]), outside.message)
 
 
 def scatter_from_the_first(context, x):

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import ringlab
 from bench import gpu
 from ring_doctor import __main__ as doctor
 from ring_doctor.case import Case
@@ -30,7 +29,6 @@ from ringlab.basics import command
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.models import train
 from ringlab.planning import cost_model
-from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention
 from ringlab.training.layouts import rotary
 from tests.attention import assert_right
@@ -39,9 +37,9 @@ from tests.sick_models import step as sick_step
 
 # The code of docs/use.md, as it stands, on real processes ------------------------------------------------------------
 
-USE = (ROOT / "docs/use.md").read_text()
-FORWARD, TRAINING = re.findall(r"^```python\n(.*?)^```", USE, re.M | re.S)
-WORDS, TEXT = 11, (2, 49)  # the size of the vocabulary; B and S + 1: 48 tokens on 1, 2, 3 or 4 ranks
+PAGES = {path.stem: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
+MODEL, SYMPTOMS = PAGES["your_model"], PAGES["symptoms"]
+[FORWARD] = re.findall(r"^```python\n(.*?)^```", PAGES["use"], re.M | re.S)
 
 
 @pytest.mark.slow
@@ -57,89 +55,8 @@ def test_the_forward_snippet_is_full_attention_on_torchruns_processes(tmp_path):
     assert_right(out, exact_attention(q, k, v, causal=True, fused_blocks=P)["out"])
 
 
-class Model(nn.Module):
-    """A transformer of two layers without its norms and MLPs: 4 query heads on 2 key/value heads, D = 6, float64."""
+# Names and commands --------------------------------------------------------------------------------------------------
 
-    def __init__(self, attention):
-        super().__init__()
-        torch.manual_seed(0)
-        self.attention = attention
-        self.embedding = nn.Embedding(WORDS, 24)
-        self.to_qkv = nn.ModuleList(nn.Linear(24, (4 + 2 + 2) * 6) for _ in range(2))
-        self.to_words = nn.Linear(24, WORDS)
-        self.double()
-
-    def forward(self, tokens, at):
-        x = self.embedding(tokens)  # (B, C, 24)
-        for to_qkv in self.to_qkv:
-            q, k, v = to_qkv(x).unflatten(2, (8, 6)).transpose(1, 2).split([4, 2, 2], dim=1)
-            x = x + self.attention(q, k, v, at).transpose(1, 2).flatten(2)
-        return self.to_words(x)
-
-
-def full_attention(q, k, v, at):
-    q, k = rotary(q, at), rotary(k, at)
-    return naive_attention(q, k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1), causal=True)
-
-
-def text_of_the_tests():
-    return torch.randint(WORDS, TEXT, generator=torch.Generator().manual_seed(1))
-
-
-def exact_gradients():
-    """The gradients of every weight, on one device, without the page's code."""
-    model, text = Model(full_attention), text_of_the_tests()
-    logits = model(text[:, :-1], torch.arange(TEXT[1] - 1))
-    F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
-    return [weight.grad for weight in model.parameters()]
-
-
-def trained(context, code, wrap):
-    """One rank: run the page's code on a model that is wrapped, or not. Returns the gradients."""
-    names = {}
-    exec(compile(code, "use.md", "exec"), names)
-    model = Model(names["attention"])
-    if wrap == "DDP":
-        model = nn.parallel.DistributedDataParallel(model)
-    elif wrap == "fully_shard":
-        from torch.distributed import fsdp  # a second's import, for this alone
-
-        fsdp.fully_shard(model, mesh=dist.init_device_mesh("cpu", (context.world_size,)))
-    names["gradients"](model, text_of_the_tests(), context.rank, context.world_size)
-    grads = [weight.grad for weight in model.parameters()]
-    return [grad.full_tensor() if wrap == "fully_shard" else grad for grad in grads]
-
-
-def both_trained(context, code, other_code, wrap):
-    return trained(context, code, wrap), trained(context, other_code, wrap)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_the_training_snippet_gives_the_gradients_of_full_attention(ranks, world_size):
-    for gradients in ranks(world_size, trained, TRAINING, None):
-        torch.testing.assert_close(gradients, exact_gradients())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrap", ["DDP", "fully_shard"])
-def test_ddp_and_fully_shard_average_so_the_loss_is_multiplied_by_p(wrap):
-    """As the page says: without the last two lines, and with the loss times P; else every gradient is 1/P of it."""
-    P = 4
-    assert "leave out the loop over `model.parameters()` and multiply the loss by P" in " ".join(USE.split())
-    without_sum = TRAINING.rstrip().rsplit("\n", 2)[0] + "\n"
-    assert "all_reduce" not in without_sum
-    multiplied = without_sum.replace("loss.backward()", "(world_size * loss).backward()")
-    for right, divided in launch(both_trained, P, multiplied, without_sum, wrap):
-        torch.testing.assert_close(right, exact_gradients())
-        pairs = zip(divided, exact_gradients(), strict=True)
-        assert {f"{gradient.norm() / exact.norm():.4f}" for gradient, exact in pairs} == {"0.2500"}
-    assert f"(measured on {P} ranks: 0.2500)" in USE
-
-
-# Names, commands, the step of docs/your_model.md, and docs/symptoms.md -----------------------------------------------
-
-PAGES = {path.stem: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
-MODEL, SYMPTOMS = PAGES["your_model"], PAGES["symptoms"]
 NEW = ("your_model", "symptoms", "cluster", "use")
 KNOWN = CATALOGUE | MISTAKES
 
@@ -150,23 +67,12 @@ def cells(page):
     return [re.split(r"(?<!\\) *\| *", line.strip("| ")) for line in re.findall(r"^\|(?! ?-).*\|$", page, re.M)]
 
 
-def test_every_test_that_the_checklist_names_is_in_the_file_before_it():
-    """A name stands behind the link of its file; "the same" is the file of the row above."""
-    file, seen = "", 0
-    for row in cells(MODEL):
-        for link, name in re.findall(r"\]\(\.\./(tests/[\w/]+\.py)\)|`(test_\w+)`", row[-1]):
-            file = link or file
-            assert not name or f"def {name}(" in (ROOT / file).read_text(), (file, name)
-            seen += bool(name)
-    assert seen >= 20
-
-
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", ["your_model", "symptoms"])
 def test_the_names_of_mistakes_are_the_doctors_and_their_chapters_too(name):
     for row in cells(PAGES[name]):
-        known = [word for word in re.findall(r"`([a-z_]+)`", row[-2]) if "_" in word] if len(row) == 5 else []
-        for mistake in known:
+        for mistake in re.findall(r"`([a-z]+_[a-z_0-9]+)`", " ".join(row[3:4])):
             assert mistake in KNOWN, mistake
+        for mistake in KNOWN.keys() & set(re.findall(r"`(\w+)`", " ".join(row))):
             chapters = re.findall(r"notebooks/(\d+)_", row[-1])
             assert not chapters or KNOWN[mistake].chapter == int(chapters[0]), mistake
 
@@ -207,7 +113,7 @@ SPOILED = {  # the number of the line of the checklist: what is in the step, and
         "labels = text[:, at].roll(-1, dims=1) if P > 1 and targets is None else labels[:, at]",
     ),
     2: ("at if positions is None else", "torch.arange(len(at)) if positions is None else"),
-    4: ("model = build_model()", "model = build_model(twice=True)"),
+    4: ("q, k = rotary(q, at), rotary(k, at)", "q, k = (rotary(rotary(x, at), at) for x in (q, k))"),
     10: ("dist.all_reduce(count)", "pass"),
     11: ("dist.all_reduce(weight.grad)", "dist.all_reduce(weight.grad.div_(P))"),
     12: ("dist.all_reduce(weight.grad)", "dist.all_reduce(weight.grad.mul_(P))"),
@@ -216,38 +122,59 @@ SPOILED = {  # the number of the line of the checklist: what is in the step, and
     15: ("return loss, {", "return loss / P, {"),
     16: ("dist.all_reduce(loss := loss.detach())", "loss = loss.detach()"),
 }
+IN_A_TRANSFORMER = {3: "positions_of_striped", 5: "ring_not_called", 17: "gradients_over_root_p"}
+ELSEWHERE = {  # where the mistakes of the other lines are made
+    6: "test_models_hugging_face_masks.py::test_mistakes_are_seen",
+    7: "test_causal.py::test_padding_on_the_right_changes_no_real_token",
+    8: "test_models_hugging_face.py::test_what_would_be_wrong_in_a_ring_is_refused_on_every_rank",
+    9: "test_models_hugging_face_proof.py::test_a_part_that_mixes_tokens_is_named",
+    18: "doctor/test_whole_model.py::test_a_mistake_is_named",
+    19: "test_models_hugging_face_trainer.py::test_a_run_is_that_of_one_process",
+    20: "test_models_transformer.py::test_checkpointing_turns_the_ring_once_more",
+    21: "test_compiled.py::test_every_way_is_right_between_two_graphs",
+    22: "test_causal.py::test_rotary_angles_are_not_rounded_to_the_dtype_of_x",
+    23: "test_models_hugging_face.py::test_what_would_be_wrong_in_a_ring_is_refused_on_every_rank",
+    24: "test_models_mesh.py::test_padding_alone_gives_no_loss_and_no_nan",
+    25: "test_schedules.py::test_one_gradient_none_or_a_second_derivative",
+    26: "test_models_train.py::test_losses_are_those_of_one_process_on_any_mesh_and_after_any_resume",
+    27: "test_models_hugging_face_generate.py::test_a_mistake_gives_other_tokens",
+    28: "test_models_hugging_face_trainer.py::test_planted_mistakes_are_seen",
+}
 FACTORS = {"P": lambda P: P, "1/P": lambda P: 1 / P, "1/√P": lambda P: P**-0.5}
-SYMPTOM = {int(row[0]): row[2] for row in cells(MODEL) if row[0].isdecimal()}
-NAME = {int(row[0]): row[3].strip("`") for row in cells(MODEL) if row[0].isdecimal() and len(row) == 5}
+LINES = {int(row[0]): row for row in cells(MODEL) if row[0].isdecimal()}
+WORDS, TEXT = 11, (2, 49)  # the size of the vocabulary; B and S + 1: 48 tokens on 1, 2, 3 or 4 ranks
 
 
-def build_model(twice=False):
-    """The model of the test of docs/use.md, with the ring as its attention."""
-
-    def attention(q, k, v, at):
-        for _ in range(1 + (twice and dist.get_world_size() > 1)):
-            q, k = rotary(q, at), rotary(k, at)
-        return ringlab.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, layout="zigzag")
-
-    return Model(attention)
+def test_every_line_of_the_checklist_has_a_test_that_makes_its_mistake():
+    assert LINES.keys() == SPOILED.keys() | IN_A_TRANSFORMER.keys() | ELSEWHERE.keys()
+    for place in ELSEWHERE.values():
+        file, name = place.split("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), place
 
 
-def the_step(text, *, positions=None, targets=None, spoiled=0):
-    """The step of the page, or with one line forgotten."""
-    old, new = SPOILED.get(spoiled, ("", ""))
-    assert old in STEP
-    names = {"build_model": build_model}
-    exec(compile(STEP.replace(old, new) if spoiled else STEP, "your_model.md", "exec"), names)
-    return names["step"](text % WORDS, positions=positions, targets=None if targets is None else shortened(targets))
+class Model(nn.Module):
+    """A transformer of two layers without its norms and MLPs: 4 query heads on 2 key/value heads, D = 6, float64."""
+
+    def __init__(self, attention):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = attention
+        self.embedding = nn.Embedding(WORDS, 24)
+        self.to_qkv = nn.ModuleList(nn.Linear(24, (4 + 2 + 2) * 6) for _ in range(2))
+        self.to_words = nn.Linear(24, WORDS)
+        self.double()
+
+    def forward(self, tokens, at):
+        x = self.embedding(tokens)  # (B, C, 24)
+        for to_qkv in self.to_qkv:
+            q, k, v = to_qkv(x).unflatten(2, (8, 6)).transpose(1, 2).split([4, 2, 2], dim=1)
+            x = x + self.attention(q, k, v, at).transpose(1, 2).flatten(2)
+        return self.to_words(x)
 
 
-def shortened(targets):
-    return torch.where(targets < 0, targets, targets % WORDS)
-
-
-def on_rank(context, text, spoiled):
-    loss, gradients = the_step(text, spoiled=spoiled)
-    return loss, torch.cat([gradient.flatten() for gradient in gradients.values()])
+def full_attention(q, k, v, at):
+    q, k = rotary(q, at), rotary(k, at)
+    return naive_attention(q, k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1), causal=True)
 
 
 @cache
@@ -255,17 +182,73 @@ def text_of_the_page():
     return torch.randint(WORDS, TEXT, generator=torch.Generator().manual_seed(2))
 
 
-def test_the_step_of_the_page_is_that_of_one_process(ranks):
-    [(loss, gradients)] = ranks(1, on_rank, text_of_the_page(), 0)
-    for mine in ranks(3, on_rank, text_of_the_page(), 0):
-        torch.testing.assert_close(mine, (loss, gradients))
+@cache
+def exact():
+    """The loss and the gradients of all weights, on one device, without the page's code."""
+    model, text = Model(full_attention), text_of_the_page()
+    logits = model(text[:, :-1], torch.arange(TEXT[1] - 1))
+    loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+    loss.backward()
+    return loss.detach(), torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+def wrapped(model, wrap):
+    if wrap == "DDP":
+        return nn.parallel.DistributedDataParallel(model)
+    if wrap == "fully_shard":
+        from torch.distributed import fsdp  # a second's import, for this alone
+
+        fsdp.fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def the_step(text, *, positions=None, targets=None, code=STEP, wrap=None):
+    """The step of the page, or another; the vocabulary is small."""
+    names = {"build_model": lambda: wrapped(Model(names["attention"]), wrap)}
+    exec(compile(code, "your_model.md", "exec"), names)
+    if targets is not None:
+        targets = torch.where(targets < 0, targets, targets % WORDS)
+    return names["step"](text % WORDS, positions=positions, targets=targets)
+
+
+def spoiled(line):
+    old, new = SPOILED[line]
+    assert old in STEP
+    return STEP.replace(old, new)
+
+
+def on_rank(context, code, wrap=None):
+    loss, gradients = the_step(text_of_the_page(), code=code, wrap=wrap)
+    whole = [gradient.full_tensor() if wrap == "fully_shard" else gradient for gradient in gradients.values()]
+    return loss, torch.cat([gradient.flatten() for gradient in whole])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_step_of_the_page_is_that_of_full_attention_on_one_device(ranks, world_size):
+    for found in ranks(world_size, on_rank, STEP):
+        torch.testing.assert_close(found, exact())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["DDP", "fully_shard"])
+def test_ddp_and_fully_shard_average_so_the_loss_is_multiplied_by_p(ranks, wrap):
+    """As the page says: without the loop over the weights, and with the loss times P; else all gradients are 1/P."""
+    P = 4
+    assert "leave out the loop over `model.parameters()` and call `(P * loss).backward()`" in " ".join(MODEL.split())
+    without_sum = re.sub(r" +for weight in model.parameters\(\):\n.*\n", "", STEP)
+    multiplied = without_sum.replace("loss.backward()", "(P * loss).backward()")
+    assert len({STEP, without_sum, multiplied}) == 3
+    for right in ranks(P, on_rank, multiplied, wrap):
+        torch.testing.assert_close(right, exact())
+    for _, divided in ranks(P, on_rank, without_sum, wrap):
+        torch.testing.assert_close(divided, exact()[1] / P)
+    assert f"(measured on {P} ranks: {1 / P:.4f})" in MODEL
 
 
 @pytest.mark.parametrize("line", SPOILED)
 def test_a_line_that_is_forgotten_has_the_symptom_of_the_page(ranks, line):
-    P, said = 3, SYMPTOM[line]
-    [(loss, gradients)] = ranks(1, on_rank, text_of_the_page(), 0)
-    for mine, of_weights in ranks(P, on_rank, text_of_the_page(), line):
+    P, said, (loss, gradients) = 3, LINES[line][2], exact()
+    for mine, of_weights in ranks(P, on_rank, spoiled(line)):
         factors = {what: FACTORS[factor](P) for what, factor in re.findall(r"(loss|gradients) × (1/√P|1/P|P)", said)}
         if factors:
             torch.testing.assert_close(mine, loss * factors.get("loss", 1))
@@ -281,9 +264,11 @@ def test_a_line_that_is_forgotten_has_the_symptom_of_the_page(ranks, line):
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [0, 2, 11])
 def test_the_doctor_names_the_line_that_is_forgotten(ranks, line):
-    examination = examine_model(partial(the_step, spoiled=line), layout="zigzag", ranks=ranks)
+    step = partial(the_step, code=spoiled(line) if line else STEP)
+    examination = examine_model(step, layout="zigzag", ranks=ranks)
     assert examination.healthy == (line == 0)
-    assert [found.names for found in examination.diagnoses] == ([(NAME[line],)] if line else [])
+    named = [(LINES[line][3].strip("`"),)] if line else []
+    assert [found.names for found in examination.diagnoses] == named
 
 
 def sick(context, mistakes, clip):
@@ -291,15 +276,16 @@ def sick(context, mistakes, clip):
     return loss, torch.cat([gradient.flatten() for gradient in gradients.values()])
 
 
-@pytest.mark.parametrize(("line", "mistake"), [(3, "positions_of_striped"), (5, "ring_not_called"), (17, "")])
+@pytest.mark.parametrize(("line", "mistake"), IN_A_TRANSFORMER.items())
 def test_the_symptom_of_a_mistake_in_a_tiny_transformer(ranks, line, mistake):
-    mistake, clip = mistake or NAME[line], 0.1 if line == 17 else None
+    clip = 0.1 if line == 17 else None
+    assert LINES[line][3] == f"`{mistake}`"
     [(loss, gradients)] = ranks(1, sick, (), clip)
     for mine, of_weights in ranks(4, sick, (mistake,), clip):
         if line == 17:
             torch.testing.assert_close(of_weights, gradients / 2, rtol=1e-5, atol=0)  # 1/√4; the norm + 1e-6 divides
         else:
-            assert SYMPTOM[line].startswith("another loss")
+            assert LINES[line][2].startswith("another loss")
             assert abs(mine / loss - 1) > 1e-3
 
 

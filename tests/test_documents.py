@@ -1,10 +1,7 @@
-"""Packed documents: what a pack holds, the loss of the pack in the ring, and the mistakes that give another one."""
-
-from functools import partial
+"""Packed documents: what a pack holds, and the hops of windows."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -13,21 +10,11 @@ from ringlab.training.documents import (
     document_lengths,
     document_positions,
     pack,
-    same_document,
     window_hops,
 )
 from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from tests.attention import gradients, grouped_inputs
-from tests.ways import ring_gradients, whole
-
-
-def window_mask(seq_len, window, global_tokens=0):
-    """Which keys a query sees under a causal window with global tokens: (S, S), bool."""
-    at = torch.arange(seq_len)
-    behind = at[:, None] - at
-    return (behind >= 0) & ((behind < window) | (at < global_tokens))
 
 
 def test_positions_restart_with_each_document():
@@ -81,26 +68,6 @@ def test_an_empty_document_is_refused(texts):
         pack(texts)
 
 
-def sdpa(q, k, v, visible):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
-
-
-@pytest.mark.parametrize("lengths", [[1, 23], [5, 1, 12, 6]])
-def test_the_ring_is_sdpa_with_a_dense_mask(ranks, lengths):
-    """A second oracle, and documents one by one as a third."""
-    four = grouped_inputs(1, 4, 2, 24, 8, torch.float64)
-    mine = whole(ranks(3, ring_gradients, *four, {"causal": True, "documents": lengths}), "contiguous")
-    visible = same_document(lengths).tril()
-    for x, right in zip(mine, gradients(partial(sdpa, visible=visible), *four), strict=True):
-        torch.testing.assert_close(x, right)
-    parts = [
-        gradients(lambda q, k, v: sdpa(q, k, v, torch.ones(q.shape[2], q.shape[2]).tril().bool()), *each)
-        for each in zip(*(x.split(lengths, dim=2) for x in four), strict=True)
-    ]
-    for x, *right in zip(mine, *parts, strict=True):
-        torch.testing.assert_close(x, torch.cat(right, dim=2))
-
-
 # Windows --------------------------------------------------------------------------------------------------------------
 
 
@@ -119,13 +86,3 @@ def test_hops_of_a_window(window, chunk, P, global_token):
         assert hops["contiguous"] == window_hops(window, 2 * chunk, P)
         assert hops["striped"] == min(window - 1, P - 1)
         assert hops["zigzag"] == (P - 1 if window > 1 else 0)
-
-
-def test_the_mask_by_hand():
-    assert window_mask(5, 2, 1).long().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 0, 1, 1, 0],
-        [1, 0, 0, 1, 1],
-    ]

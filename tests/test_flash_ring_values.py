@@ -1,7 +1,6 @@
 """The trainable ring's out, dq, dk and dv against full attention in float64; NaN, padding, the drop-in, DDP."""
 
 import math
-import re
 from functools import partial
 
 import pytest
@@ -13,7 +12,6 @@ from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import pad, positions
 from tests.attention import NAMES, SEED, assert_four, expected, grouped_inputs
-from tests.refusals import all_of, refusal
 from tests.ways import CASES, Problem, assert_right_results, ring_gradients, whole
 
 
@@ -79,27 +77,6 @@ def test_padding_on_the_right_changes_no_real_token(ranks):
 
 
 # In the place of torch's own attention --------------------------------------------------------------------------------
-
-X = torch.ones(1, 2, 4, 3)
-
-
-def drop_in(context, calls):
-    qkv, options = calls[context.rank]
-    return scaled_dot_product_attention(*qkv, **options)
-
-
-@pytest.mark.parametrize(
-    ("qkv", "words"),
-    [
-        ((X, X[:, :1], X[:, :1]), ["query has 2 heads and key 1", "expected enable_gqa=True"]),
-        ((X[:, :, :2], X, X), ["q has 2 tokens and k 4; expected chunks of the same tokens"]),
-    ],
-    ids=["heads", "queries"],
-)
-def test_what_a_ring_does_not_do_is_refused_on_every_rank(ranks, qkv, words):
-    """One rank asks for it, and every rank raises: so no rank waits for another."""
-    outcomes = ranks.outcomes(3, drop_in, [((X, X, X), {}), (qkv, {"is_causal": True}), ((X, X, X), {})])
-    assert re.match(all_of(["rank 1: ", *words]), refusal(outcomes))
 
 
 # Under DistributedDataParallel ---------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringlab.basics.blockwise_attention import blockwise_attention
-from ringlab.basics.online_softmax import merge
 from ringlab.support.rounding import exact_attention
 from ringlab.training import fused_block
 from ringlab.training.backward import block_backward
@@ -70,7 +69,6 @@ def test_any_shape_dtype_and_scale(data):
         (129, torch.float32, 2, (3, 2)),
         (129, torch.float32, 3, (1, 2)),  # with two heads a strip would leave a thread idle
         (300, torch.float64, 1, (5, 3)),
-        (300, torch.float16, 1, (5, 1)),
         (1024, torch.float32, 1, (16, 8)),
         (1025, torch.float32, 1, (1, 9)),
         (2049, torch.float32, 1, (1, 1)),
@@ -87,29 +85,15 @@ def test_a_short_triangle_is_computed_in_strips(length, dtype, threads, calls):
     assert tuple(each.call_count for each in vars(counted).values()) == calls
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale", [0.2, -0.2])
-def test_blocks_longer_than_a_tile(dtype, scale):
-    assert_block(grouped_inputs(1, 4, 2, 300, 33, dtype), scale=scale, causal=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_softcap_in_tiles(dtype, causal):
-    four = grouped_inputs(1, 4, 2, 257, 5, dtype)
-    out, lse = fused_forward(*four[:3], scale=1.0, softcap=2.0, causal=causal)
-    mine = out, *fused_backward(*four[:3], out, lse, four[3], scale=1.0, softcap=2.0, causal=causal)
-    assert_four([x.to(dtype) for x in mine], expected(*four, scale=1.0, softcap=2.0, causal=causal))
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:3], ids=str)
-def test_a_softcap_sums_in_float32(dtype):
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, True), (torch.bfloat16, False), (torch.float16, True)])
+def test_a_softcap_sums_in_float32(dtype, causal):
     """Its tiles are plain code, which is held to the sharper bound: no sum in 16 bits fits."""
-    four = q, k, v, d_out = grouped_inputs(1, 2, 2, 600, 5, dtype)
-    out, lse = fused_forward(q, k, v, scale=1.0, softcap=2.0)
-    gradients = fused_backward(q, k, v, out, lse, d_out, scale=1.0, softcap=2.0)
+    four = q, k, v, d_out = grouped_inputs(1, 2, 1, 600, 5, dtype)
+    options = {"scale": 1.0, "softcap": 2.0, "causal": causal}
+    out, lse = fused_forward(q, k, v, **options)
+    gradients = fused_backward(q, k, v, out, lse, d_out, **options)
     assert {x.dtype for x in (lse, *gradients)} == {torch.float32}
-    right = exact_attention(*four, scale=1.0, softcap=2.0)
+    right = exact_attention(*four, **options)
     for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True):
         assert_right(x.to(right[name].dtype), right[name], name)
 
@@ -123,27 +107,6 @@ def test_views(view, causal, scale):
     for D, D_v in ((4, 6), (6, 4)):  # rows of one length: padded
         four = q[..., :D], k[..., :D], v[..., :D_v], d_out[..., :D_v]
         assert_block([x.contiguous() for x in four], view=view, causal=causal, scale=scale)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("scale", [0.4, -0.4])
-def test_two_blocks_make_the_whole_with_out_and_lse_of_the_whole_rows(dtype, scale):
-    four = q, k, v, d_out = grouped_inputs(1, 4, 2, 40, 8, dtype)
-    blocks = [(k[:, :, part], v[:, :, part]) for part in (slice(0, 13), slice(13, 40))]
-    parts = [fused_forward(q, *block, scale=scale) for block in blocks]
-    out, lse = merge(*parts[0], *parts[1])
-    out = out.to(dtype)
-    results = [fused_backward(q, *block, out, lse, d_out, scale=scale) for block in blocks]
-    d_q = results[0][0] + results[1][0]
-    d_k, d_v = (torch.cat([result[i] for result in results], dim=2) for i in (1, 2))
-    mine = [x.to(dtype) for x in (out, d_q, d_k, d_v)]
-    right = expected(*four, scale=scale)
-    assert_four(mine, right)
-
-    of_block = [fused_backward(q, *block, *part, d_out, scale=scale) for block, part in zip(blocks, parts, strict=True)]
-    mine[2] = torch.cat([result[1] for result in of_block], dim=2).to(dtype)
-    with pytest.raises(AssertionError, match=r"dk: .* numbers are wrong"):
-        assert_four(mine, right)
 
 
 @pytest.mark.parametrize("causal", [False, True])

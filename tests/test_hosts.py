@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 from ringlab import support
 from ringlab.support import processes, timeline
 from ringlab.support.processes import TIME_LIMIT, join_ring
-from tests.commands import ROOT, run
+from tests.commands import ROOT
 
 
 @pytest.fixture
@@ -123,10 +123,3 @@ def test_another_release_is_named(monkeypatch, version):
     with pytest.raises(ImportError) as raised:
         importlib.reload(support)
     assert str(raised.value) == f"torch {version} found; expected torch>=2.11,<2.16, as in requirements.txt"
-
-
-def test_no_ring_runs_on_another_release():
-    fake = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.5.1'); import ring_attn"
-    done = run("python", "-c", fake)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("ImportError: torch 2.5.1 found; expected torch>=")

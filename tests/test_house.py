@@ -49,7 +49,6 @@ NEED_MORE = (  # modules and folders that need an optional package as soon as th
     "ringlab.models.hugging_face_masks",
     "ringlab.models.hugging_face_pass",
     "ringlab.models.hugging_face_proof",
-    "ringlab.models.hugging_face_sft",
     "ringlab.models.hugging_face_states",
     "ringlab.models.hugging_face_trainer",
     "ringlab.support.drawing",

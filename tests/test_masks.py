@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringlab.training import partition as partition_module
-from ringlab.training.causal import visible_slice
-from ringlab.training.layouts import LAYOUTS, positions
+from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.partition import LARGEST_UPPER, Partition, cut, every
 from tests.masked import dense, masks
@@ -61,22 +60,6 @@ def test_any_staircase_is_cut(steps, width, largest):
     assert all(it.queries.stop - it.queries.start <= largest for it in pieces if it.upper)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("P", [1, 2, 3, 4])
-def test_without_documents_and_window_they_are_the_slices_of_chapter_7(layout, causal, P):
-    lengths = (4,) * P
-    partition = Partition(Mask(causal), layout, lengths)
-    for rank in range(P):
-        assert torch.equal(partition.positions(rank), positions(layout, 4 * P, rank, P))
-        for block in range(P):
-            slices = visible_slice(layout, rank, block, lengths, causal=causal)
-            right = [] if slices is None else [(range(4)[slices.queries], range(4)[slices.keys], slices.triangle)]
-            pieces = partition.pieces(rank, block)
-            assert [(range(4)[it.queries], range(4)[it.keys], it.triangle) for it in pieces] == right
-            assert not any(it.upper for it in pieces)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -114,7 +97,11 @@ def test_documents_and_windows_may_be_of_any_kind_and_size(kind):
     assert torch.equal(no_key, begin)
 
 
-def test_a_window_costs_a_few_pieces_and_its_visible_pairs():
+def test_a_mask_costs_a_few_pieces():
+    for layout in LAYOUTS:
+        causal = Partition(Mask(causal=True), layout, (4,) * 3)
+        sizes = [[len(causal.pieces(rank, block)) for block in range(3)] for rank in range(3)]
+        assert sizes == [[1, *[int(layout != "contiguous")] * 2], [1, 1, int(layout != "contiguous")], [1, 1, 1]]
     partition = Partition(Mask(causal=True, window=16), "contiguous", (64, 64))
     sizes = [len(partition.pieces(*it)) for it in ((0, 0), (1, 1), (1, 0))]
     assert sizes == [7, 7, 1]  # own block: a triangle, then three tiles of an upper and a lower one; the other: upper

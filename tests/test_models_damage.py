@@ -30,11 +30,10 @@ from ringlab.models import train
 from ringlab.models.checkpoint import SUMS, as_text, damage, finished, sha256
 from ringlab.models.loader import Text
 from ringlab.support.processes import forkserver
-from tests.test_models_train import SMALL, losses
+from tests.test_models_train import SMALL, losses, run
 
 RUN = [*SMALL, "--data", "text.txt", "--out", "run", "--steps", "5"]
 NEWEST, OLDER = ("step-00000004", "step-00000002")
-FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "run.json", "SHA256SUMS")
 NO_FILE = "cannot be read: No such file or directory"
 OTHER_SUM = "does not match its checksum in SHA256SUMS"
 NO_LIST = "SHA256SUMS is not the list of checksums"
@@ -76,7 +75,6 @@ TO_A_FILE = {  # what is done, what is said, and what of the list of checksums i
     "deleted": (lambda path: path.unlink(), NO_FILE, NO_FILE),
     "a folder": (lambda path: instead(path, Path.mkdir), *["Is a directory"] * 2),
     "a bad disk": (lambda path: instead(path, lambda it: it.symlink_to("/proc/self/mem")), *["Input/output error"] * 2),
-    "of another step": (lambda it: shutil.copy(it.parent.parent / OLDER / it.name, it), OTHER_SUM, OTHER_SUM),
 }
 
 
@@ -121,26 +119,17 @@ WAYS = {
     "of both, garbage": Way("refused", BOTH_DAMAGED, damaged("SHA256SUMS", "garbage", NEWEST, OLDER)),
     "the older one": Way("older", ("run.json is of step 2", OLDER), lambda run: copied(run / NEWEST, run / OLDER)),
     "swapped": Way("refused", SWAPPED, swapped),
-    "both gone": Way("refused", ("holds no checkpoint",), lambda run: [shutil.rmtree(it) for it in finished(run)]),
-    "an unfinished one": Way("resumed", (), lambda run: copied(run / "step-00000006.unfinished", run / OLDER)),
     "its folder is a file": Way("ended", NOT_WRITTEN, lambda run: (run / "step-00000005.unfinished").touch()),
     "damaged, and the name is taken": Way("refused", TAKEN, damaged_and_its_name_taken),
-    "of another run": Way(
+    "started again": Way("refused", ("holds an earlier run", "--resume", "--out"), options=()),
+    "loss.svg, a folder": Way("resumed", UNWRITTEN, lambda run: instead(run / "loss.svg", Path.mkdir)),
+    "lock, a pipe": Way("refused", ("--out", "cannot be written"), lambda run: instead(run / "lock", os.mkfifo)),
+    "data, one bit": Way(
         "refused",
         (NEWEST, "is of another run: it has sha256 of the data ", ", here "),
-        lambda run: copied(run / NEWEST, run.parent / "other" / NEWEST),
+        lambda run: flip(run.parent / "text.txt", 500),
     ),
-    "started again": Way("refused", ("holds an earlier run", "--resume", "--out"), options=()),
-    "loss.jsonl, of steps that were lost": Way(
-        "resumed", (), lambda run: (run / "loss.jsonl").open("a").write('{"step": 5, "loss": 1.0}\n{"st')
-    ),
-    "loss.svg, a folder": Way("resumed", UNWRITTEN, lambda run: instead(run / "loss.svg", Path.mkdir)),
-    "lock, garbage": Way("resumed", (), lambda run: (run / "lock").write_bytes(bytes(range(256)))),
-    "lock, a pipe": Way("refused", ("--out", "cannot be written"), lambda run: instead(run / "lock", os.mkfifo)),
-    "data, one bit": Way("refused", ("sha256 of the data",), lambda run: flip(run.parent / "text.txt", 500)),
     ".jsonl, a bad line": Way("refused", (BAD_LINE,), as_jsonl(GOOD, b"the keys", GOOD), JSONL),
-    ".jsonl, the same data": Way("resumed", (), as_jsonl(json.dumps({"text": TEXT.decode()[:-1]}).encode()), JSONL),
-    "--hidden 32": Way("refused", (NEWEST, "is of another run", ", here 32"), options=("--resume", "--hidden", "32")),
     # the largest file that can be written: as on a full disk, some writes fail
     "disk, no byte": Way("refused", ("--out", "cannot be written", "File too large"), disk=0),
     "disk, 100 bytes": Way("ended", NOT_WRITTEN, disk=100),
@@ -160,10 +149,6 @@ def go_on(folder, options, disk):
     return status, out.getvalue(), error.getvalue()
 
 
-def run(context, options):
-    train.train(context, train.parse(options))
-
-
 def content(folder):
     """The checksums of the files in a folder, but for the lock."""
     files = [path for path in folder.glob("**/*") if path.is_file() and not path.is_symlink() and path.name != "lock"]
@@ -172,21 +157,12 @@ def content(folder):
 
 @pytest.fixture(scope="module")
 def whole(ranks, tmp_path_factory):
-    """A folder with a text, a run of 4 steps on 3 ranks in run/, and one of as long a text in other/."""
+    """A folder with a text, a run of 4 steps on 3 ranks in run/, and one of 5 steps on one process in unbroken/."""
     folder = tmp_path_factory.mktemp("whole")
-    for out, data in (("run", TEXT), ("other", TEXT[::-1])):
-        (folder / "text.txt").write_bytes(data)
-        ranks(3, run, [*SMALL, "--data", f"{folder}/text.txt", "--out", f"{folder}/{out}", "--steps", "4"])
     (folder / "text.txt").write_bytes(TEXT)
+    for world_size, out, steps in ((3, "run", 4), (1, "unbroken", 5)):
+        ranks(world_size, run, ["--data", f"{folder}/text.txt", "--out", f"{folder}/{out}", "--steps", steps])
     return folder
-
-
-@pytest.fixture(scope="module")
-def unbroken(ranks, whole, tmp_path_factory):
-    """The losses of 5 steps on one process."""
-    out = tmp_path_factory.mktemp("unbroken")
-    ranks(1, run, [*SMALL, "--data", f"{whole}/text.txt", "--out", str(out), "--steps", "5"])
-    return losses(out)
 
 
 @pytest.fixture(scope="module")
@@ -234,15 +210,14 @@ def test_the_list_is_that_of_the_command_sha256sum(small):
     assert done.stdout.splitlines() == [".metadata: OK", "__0_0.distcp: OK", "run.json: OK"]
 
 
-def test_a_damaged_file_is_named_whatever_it_is(whole, tmp_path):
+def test_a_damaged_file_is_named_whatever_it_is(small, tmp_path):
     for name, (damage_it, said, said_of_the_list) in TO_A_FILE.items():
-        for file in FILES:
-            copied(tmp_path / "run", whole / "run")
-            damage_it(tmp_path / "run" / NEWEST / file)
-            found = damage(tmp_path / "run" / NEWEST)
-            assert (said_of_the_list if file == "SHA256SUMS" else file) in found, (name, file)
-            assert said in found or file == "SHA256SUMS", (name, file)
-            assert damage(tmp_path / "run" / OLDER) is None
+        for path in sorted(small.iterdir()):
+            copied(tmp_path / name / NEWEST, small)
+            damage_it(tmp_path / name / NEWEST / path.name)
+            found = damage(tmp_path / name / NEWEST)
+            assert (said_of_the_list if path.name == SUMS else path.name) in found, (name, path.name)
+            assert said in found or path.name == SUMS, (name, path.name)
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
@@ -254,7 +229,7 @@ def test_a_line_that_is_no_text_is_named(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_damaged_run_says_one_line_and_loses_nothing(command, whole, unbroken, tmp_path, name):
+def test_a_damaged_run_says_one_line_and_loses_nothing(command, whole, tmp_path, name):
     way = WAYS[name]
     shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
     out = tmp_path / "run"
@@ -276,7 +251,7 @@ def test_a_damaged_run_says_one_line_and_loses_nothing(command, whole, unbroken,
     assert len(notes) == bool(way.said), notes
     assert [word for word in way.said if word not in "".join(notes)] == [], notes
     assert f"resumed   after step {2 if way.outcome == 'older' else 4}, from run" in lines
-    newest = json.loads((out / "step-00000005" / "run.json").read_text())
+    newest, unbroken = json.loads((out / "step-00000005" / "run.json").read_text()), losses(whole / "unbroken")
     torch.testing.assert_close(torch.tensor(newest["losses"]), unbroken, rtol=1e-5, atol=0)
     if way.said != UNWRITTEN:
         torch.testing.assert_close(losses(out), unbroken, rtol=1e-5, atol=0)
@@ -286,18 +261,17 @@ def test_a_damaged_run_says_one_line_and_loses_nothing(command, whole, unbroken,
 
 
 def test_all_ranks_pass_over_what_one_of_them_finds(ranks, whole, tmp_path):
-    for file in (".metadata", "__2_0.distcp"):
-        out = tmp_path / file
-        shutil.copytree(whole / "run", out)
-        flip(out / NEWEST / file, 30)
-        options = [*SMALL, "--data", f"{whole}/text.txt", "--out", str(out), "--steps", "3", "--resume"]
-        ranks(3, run, options)
-        assert [path.name for path in finished(out)] == ["step-00000003", OLDER]
-        flip(out / OLDER / file, 30)
-        flip(out / "step-00000003" / file, 30)
-        outcomes = ranks.outcomes(3, run, options)
-        assert len({outcome.message for outcome in outcomes}) == 1
-        assert "no whole checkpoint in its place: " in outcomes[0].message
+    out, file = tmp_path / "run", "__2_0.distcp"
+    shutil.copytree(whole / "run", out)
+    flip(out / NEWEST / file, 30)
+    options = ["--data", f"{whole}/text.txt", "--out", out, "--steps", 3, "--resume"]
+    ranks(3, run, options)
+    assert [path.name for path in finished(out)] == ["step-00000003", OLDER]
+    flip(out / OLDER / file, 30)
+    flip(out / "step-00000003" / file, 30)
+    outcomes = ranks.outcomes(3, run, options)
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "no whole checkpoint in its place: " in outcomes[0].message
 
 
 def run_with_others(context, options, option, values):
@@ -313,6 +287,6 @@ def test_ranks_with_other_data_or_another_folder_are_refused(ranks, whole, tmp_p
         ("--seq-len", ["24", "24", "36"], "rank 2 has seq_len 36, here 24"),
         ("--out", [str(tmp_path / each) for each in "aab"], f"--out {tmp_path / 'b'} has no lock of rank 0"),
     ):
-        options = [*SMALL, "--data", here, "--out", str(tmp_path / "run")]
+        options = ["--data", here, "--out", tmp_path / "run"]
         for outcome in ranks.outcomes(3, run_with_others, options, name, values):
             assert (outcome.kind, said in outcome.message) == ("ValueError", True), outcome.message

@@ -1,7 +1,7 @@
 """Generation over a spread cache: token for token what one process generates; what it sends; and with mistakes."""
 
 import re
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from unittest import mock
 
@@ -38,14 +38,14 @@ def answers(context, layout="zigzag", window=None, lengths=LENGTHS, wrong=None):
     cache = SpreadCache(layout, window)
     with mock.patch.object(module, "CONFIG", CONFIG):
         model = seeded(cache)
-    with WRONG[wrong]() if wrong else given(module) as sizes:
+    with WRONG[wrong]() if wrong else given() as sizes:
         tokens = generate(model, cache, prompts_of(lengths), NEW)
     assert all(x.shape[2] == cache.at.shape[1] for block in cache.blocks for x in block)
     return tokens.tolist(), cache.at, None if wrong else sizes
 
 
 @contextmanager
-def given(*modules):
+def given():
     """The numbers that this rank gives to all_reduce and to of_every_rank, one entry for each call."""
     sizes = []
 
@@ -56,9 +56,8 @@ def given(*modules):
 
         return call
 
-    with ExitStack() as patches:
-        for where, name in ((dist, "all_reduce"), *((each, "of_every_rank") for each in modules)):
-            patches.enter_context(mock.patch.object(where, name, noted(getattr(where, name))))
+    reduced = mock.patch.object(dist, "all_reduce", noted(dist.all_reduce))
+    with reduced, mock.patch.object(module, "of_every_rank", noted(module.of_every_rank)):
         yield sizes
 
 
@@ -106,34 +105,6 @@ def test_the_choice_of_rank_0_holds_on_every_rank(ranks):
     assert ranks(3, with_other_logits) == [right_answers()] * 3
 
 
-SCALE = 0.6  # 1/sqrt(D) is 0.35
-
-
-class Scaled(SpreadCache):
-    """The attention of a model with a scale of its own; `of_new` is the scale of the new tokens."""
-
-    of_new = SCALE
-
-    def __call__(self, q, k, v, **options):
-        return super().__call__(q, k, v, **options, scale=SCALE if self.new is None else self.of_new)
-
-
-def scaled_answers(context, of_new):
-    cache = Scaled()
-    cache.of_new = of_new
-    with mock.patch.object(module, "CONFIG", CONFIG):
-        return generate(seeded(cache), cache, prompts_of(), NEW).tolist()
-
-
-def test_the_scale_is_the_callers(ranks):
-    with mock.patch.object(module, "CONFIG", CONFIG):
-        model = seeded(partial(F.scaled_dot_product_attention, scale=SCALE))
-    right = [alone(model, prompt, NEW) for prompt in prompts_of()]
-    assert ranks(3, scaled_answers, SCALE) == [right] * 3
-    assert all(tokens != right for tokens in ranks(3, scaled_answers, None))
-    assert right != right_answers()
-
-
 def test_a_cache_refuses_attention_that_is_not_causal():
     q, cache = torch.zeros(1, 1, 1, 2), SpreadCache()
     with pytest.raises(ValueError, match=r"is_causal is False; expected True"):
@@ -142,36 +113,14 @@ def test_a_cache_refuses_attention_that_is_not_causal():
         cache(q, q, q, attn_mask=q)
 
 
-def without_share(state, group=None, call=0):
-    """The parts are summed as they are: each of them has another max."""
-    m, l, o = (x.clone() for x in state)
-    for x in (l, o):
-        dist.all_reduce(x, group=group)
-    return m, l, o
-
-
 def padding_seen(cache, position):
     right_store(cache, position)
     cache.at = cache.at.clamp(max=0)
 
 
-def beside(cache, position):
-    """One rank stores K and V, and the one before it the position."""
-    right_store(cache, position)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    turn, owner = divmod(cache.stored - 1, world_size)
-    cache.slot = cache.at.shape[1] - cache.room + turn if (owner + 1) % world_size == rank else None
-
-
-def stores(store):
-    return mock.patch.object(SpreadCache, "store", store)
-
-
 right_store = SpreadCache.store
 WRONG = {
-    "stored by another rank than its position": partial(stores, beside),
-    "padding seen": partial(stores, padding_seen),
-    "parts with another max summed": lambda: mock.patch.object(module, "merge_over_ranks", without_share),
+    "padding seen": lambda: mock.patch.object(SpreadCache, "store", padding_seen),
     "no merge": lambda: mock.patch.object(module, "merge_over_ranks", lambda state, group=None, call=0: state),
 }
 

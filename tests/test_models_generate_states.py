@@ -47,7 +47,7 @@ def answers(context, layout, lengths, wrong=None):
     return tokens.tolist(), {*counts, sum(x.numel() for x in (*cache.states, *cache.ends))}
 
 
-@pytest.mark.parametrize(("P", "layout"), [(1, "zigzag"), (3, "zigzag"), (4, "contiguous"), (5, "zigzag")])
+@pytest.mark.parametrize(("P", "layout"), [(1, "zigzag"), (3, "zigzag"), (4, "contiguous")])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_a_hybrid_generates_what_one_process_computes_and_its_states_do_not_grow(ranks, P, layout, lengths):
     D, B = 8, len(lengths)
@@ -75,23 +75,10 @@ def padding_written(cache, method, *args):
         return method(*args)
 
 
-def not_kept(name):
-    def change(cache, method, *args):
-        before = getattr(cache, name)[:1]
-        result = method(*args)
-        if cache.new is not None:
-            getattr(cache, name)[-1:] = before
-        return result
-
-    return change
-
-
 WRONG = {
     "the state stays on its rank": cache_with("rule", own),
     "the last tokens stay on their rank": cache_with("convolution", own),
     "padding changes the state": cache_with("rule", padding_written),
-    "the state of the prompt": cache_with("rule", not_kept("states")),
-    "the tokens of the prompt": cache_with("convolution", not_kept("ends")),
 }
 
 

@@ -13,7 +13,7 @@ from tests.masked import dense
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 from transformers import masking_utils  # noqa: E402
 
-from ringlab.models import hugging_face_masks, hugging_face_pass  # noqa: E402
+from ringlab.models import hugging_face_pass  # noqa: E402
 from ringlab.models.hugging_face import use_ring  # noqa: E402
 from ringlab.models.hugging_face_batch import shard_batch, shifted  # noqa: E402
 from ringlab.models.hugging_face_masks import BothWays, ChunkedAttention, asked_mask, rule_in_words, window_of  # noqa: E402
@@ -36,12 +36,7 @@ from tests.hugging_face_models import (  # noqa: E402
 )
 
 BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
-MODELS = {  # with windows: what is asked besides sliding_window, and which layers have one
-    "Mistral": ({}, (True, True)),
-    "Gemma3Text": ({**HEAD, **BOTH}, (True, False)),
-    "Qwen2": ({**BOTH, "use_sliding_window": True}, (True, False)),
-}
-ROUNDED = dict.fromkeys(("Gemma2", "Gemma3Text", "Llama4Text"), 1e-6)  # they compute norms in float32
+ROUNDED = dict.fromkeys(("Gemma2", "Llama4Text"), 1e-6)  # they compute norms in float32
 ALL = (*DOCUMENTS, PADDING)
 
 
@@ -50,24 +45,6 @@ def imported(ranks):
     """One rank after the other imports transformers: together they might exceed the time limit of a call."""
     for world_size in range(1, 5):
         ranks(world_size, import_transformers)
-
-
-# Windows ------------------------------------------------------------------------------------------------------------
-
-# below a chunk, about a chunk, longer than the sequence
-CASES = [(3, "Mistral", 3, "zigzag"), (4, "Gemma3Text", 8, "striped"), (2, "Qwen2", 40, "contiguous")]
-
-
-@pytest.mark.parametrize(("world_size", "name", "window", "layout"), CASES)
-def test_windows_are_those_of_one_process(ranks, world_size, name, window, layout):
-    options, windowed = MODELS[name]
-    options = {**options, "sliding_window": window}
-    exact, own_loss = one_process(name, options)
-    for results, layers, asked in ranks(world_size, in_the_ring, name, options, layout, batch_of()):
-        assert max(errors(results, exact)) <= ROUNDED.get(name, 1e-10)
-        assert layers == [0, 1]
-        assert asked == [(window if has else None, None) for has in windowed]
-        assert results[0].item() == pytest.approx(own_loss, rel=1e-6)  # which is float32
 
 
 # Documents ----------------------------------------------------------------------------------------------------------
@@ -82,12 +59,9 @@ CASES += [(3, "Gemma2", {**HEAD, **BOTH, "attn_logit_softcapping": None, "slidin
 
 @pytest.mark.parametrize(("world_size", "name", "options", "layout"), CASES)
 def test_packed_documents_are_each_document_by_itself(ranks, world_size, name, options, layout):
-    exact, window = documents_alone(name, options), options.get("sliding_window")
-    windows = [window, None if "layer_types" in options else window]
-    for results, layers, asked in ranks(world_size, in_the_ring, name, options, layout, packed_batch()):
+    exact = documents_alone(name, options)
+    for results in ranks(world_size, in_the_ring, name, options, layout, packed_batch()):
         assert max(errors(results, exact)) <= ROUNDED.get(name, 1e-10)
-        assert layers == [0, 1]
-        assert asked == [(each, ALL) for each in windows]
 
 
 BOUNDARIES = (
@@ -98,10 +72,9 @@ BOUNDARIES = (
 
 def test_documents_are_told_by_cumulative_lengths_too_and_rows_are_packed_alike(ranks):
     for batch in BOUNDARIES:
-        for results, _, asked in ranks(3, in_the_ring, "Llama", {}, "zigzag", batch):
+        for results in ranks(3, in_the_ring, "Llama", {}, "zigzag", batch):
             assert max(errors(results, documents_alone("Llama", {}))) <= 1e-10
-            assert asked == [(None, ALL)] * 2
-    for results, _, _ in ranks(3, in_the_ring, "Mistral", WINDOWED, "zigzag", packed_batch(rows=2)):
+    for results in ranks(3, in_the_ring, "Mistral", WINDOWED, "zigzag", packed_batch(rows=2)):
         assert max(errors(results, documents_alone("Mistral", WINDOWED, rows=2))) <= 1e-10
 
 
@@ -112,9 +85,8 @@ def test_a_batch_of_transformers_own_collator_has_its_own_loss(ranks):
     model = model_of("Mistral", WINDOWED)
     plain = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
     own = model(**plain, use_cache=False).loss.item()
-    for results, _, asked in ranks(3, in_the_ring, "Mistral", WINDOWED, "zigzag", dict(batch)):
+    for results in ranks(3, in_the_ring, "Mistral", WINDOWED, "zigzag", dict(batch)):
         assert results[0].item() == pytest.approx(own, rel=1e-6)
-        assert asked == [(4, ALL)] * 2
     assert abs(model(**plain).loss.item() / own - 1) > 1e-3  # with the default use_cache
 
 
@@ -147,26 +119,21 @@ def in_the_ring_but(context, mistake):
         shard["position_ids"] = at[None]
     if mistake == "labels":
         shard["shift_labels"] = shifted(batch["labels"])[:, at]
-    windows = {"window off by one": lambda name, mask, said: mask + 1}
-    documents = {"padding left out": (5, 9, 1, 9), "a boundary off by one": (6, 8, 1, 6, 3)}
-    wrong = {"documents": documents[mistake]} if mistake in documents else {}
+    wrong = {"documents": (6, 8, 1, 6, 3)} if mistake == "a boundary off by one" else {}
     ring = mock.patch.object(
         hugging_face_pass, "ring_flash_attention", lambda *qkv, **passed: turn(*qkv, **{**passed, **wrong})
     )
-    window = mock.patch.object(hugging_face_masks, "window_of", windows.get(mistake, window_of))
     model = model_of(name, options)
     use_ring(model)
     check = (lambda *args: (True, 0, 0, False)) if mistake == "positions" else hugging_face_pass.ModelInRing.check
-    with ring, window, mock.patch.object(hugging_face_pass.ModelInRing, "check", check):
+    with ring, mock.patch.object(hugging_face_pass.ModelInRing, "check", check):
         return summed(model, model(**shard).loss)
 
 
 @pytest.mark.parametrize(
     ("mistake", "seen"),
     [
-        ("window off by one", True),
         ("a boundary off by one", True),
-        ("padding left out", False),  # under a causal mask nobody sees the padding behind the last document
         ("positions", True),
         ("labels", True),
         ("", False),

@@ -284,12 +284,12 @@ def other_heads(module, q, k, v, mask, **kwargs):
     return modeling_llama.eager_attention_forward(module, q, k.flip(1), v.flip(1), mask, **kwargs)
 
 
-@pytest.mark.parametrize("small", [False, True], ids=["", "scores all near 0, as after its initialisation"])
 @pytest.mark.parametrize("own", [twice_the_scale, with_a_bias, without_a_mask, other_heads])
-def test_an_attention_that_does_more_than_its_layer_says_is_found(own, small):
-    model = llama(torch.float32 if small else torch.bfloat16)
+def test_an_attention_that_does_more_than_its_layer_says_is_found(own):
+    """Scores are all near 0 here, as after an initialisation."""
+    model = llama(torch.float32)
     for name, weight in model.named_parameters():
-        if small and ("q_proj" in name or "k_proj" in name):
+        if "q_proj" in name or "k_proj" in name:
             weight.data.mul_(1e-3)
     transformers.AttentionInterface.register("own", own)
     transformers.AttentionMaskInterface.register("own", transformers.masking_utils.eager_mask)
@@ -370,12 +370,11 @@ def state_of(model):
     return modes, hooks, wanted, model.config._attn_implementation, torch.get_rng_state().tolist()
 
 
-@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("mistake", [False, True])
-def test_the_model_stays_as_it_was(mistake, frozen):
+def test_the_model_stays_as_it_was(mistake):
     model = llama()
     model.model.layers[1].eval()
-    model.requires_grad_(not frozen)
+    model.requires_grad_(mistake)
     if mistake:
         wrap(model.model.layers[0].mlp.down_proj, earlier)
     before, register = state_of(model), transformers.AttentionInterface.get_interface

@@ -24,7 +24,7 @@ from tests.extras import MISSING
 SMALL = Config(vocab=31, layers=2, hidden=24, heads=6, kv_heads=2, feedforward=40, piece=5)
 TIED = replace(SMALL, layers=1, tied=True)
 CHECKPOINTED = replace(SMALL, checkpointing=True)
-HYBRID = replace(SMALL, layers=4, linear=3)
+HYBRID = replace(SMALL, layers=2, linear=1)
 S = 24  # a multiple of 2P for P = 1, 2, 3, 4
 LABELLED = 17  # of the labels of the first sequence; the ranks have different numbers of them
 
@@ -61,7 +61,7 @@ def one_process(config, dtype=torch.float64):
 
 
 def in_a_ring(context, config, layout, dtype=torch.float64, mistake=None):
-    """The same from the ranks of a ring, or with one of the mistakes that were found in the wild."""
+    """The same from the ranks of a ring, or with a layer that stays in its shard."""
     attention = partial(scaled_dot_product_attention, layout=layout)
     of_states = ring_of_states(layout=layout)
     if mistake == "states not handed on":
@@ -71,25 +71,13 @@ def in_a_ring(context, config, layout, dtype=torch.float64, mistake=None):
     attention = F.scaled_dot_product_attention if mistake == "ring not called" else attention
     model = model_of(config, dtype, attention, of_states)
     tokens, labels, at = shard_text(text(), layout, context.rank, context.world_size)
-    if mistake == "labels shifted on each rank":
-        labels = tokens.roll(-1, dims=1)
-    if mistake == "labels shifted on each rank, the last one ignored":
-        labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
     labels = hide_labels(labels, at)
-    if mistake == "positions counted on each rank":
-        at = torch.arange(len(at))
-    if mistake == "positions of another layout":
-        at = shard_text(text(), "striped", context.rank, context.world_size)[2]
     count = (labels != IGNORED).sum()
-    if mistake == "mean of means":
-        count = count * context.world_size
-    else:
-        dist.all_reduce(count)
+    dist.all_reduce(count)
     loss = summed_loss(model(tokens, at), labels) / count
     loss.backward()
     results = [loss.detach(), *(weight.grad for weight in model.parameters())]
-    reduced = [loss.detach(), *(w.grad for _, w in model.named_parameters(remove_duplicate=mistake != "tied twice"))]
-    for result in reduced:
+    for result in results:
         dist.all_reduce(result)
     return results
 
@@ -100,8 +88,6 @@ def errors(results, exact):
 
 
 CASES = (
-    (SMALL, "contiguous", torch.float64),
-    (SMALL, "zigzag", torch.float64),
     (TIED, "striped", torch.float64),
     (CHECKPOINTED, "zigzag", torch.float64),
     (CHECKPOINTED, "zigzag", torch.float32),
@@ -114,7 +100,7 @@ def every_case(context):
     return [in_a_ring(context, *case) for case in CASES]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_loss_and_every_gradient_are_those_of_one_process(ranks, world_size):
     exact = {config: one_process(config) for config in (SMALL, TIED, HYBRID)}
     for results in ranks(world_size, every_case):
@@ -124,26 +110,15 @@ def test_loss_and_every_gradient_are_those_of_one_process(ranks, world_size):
             assert max(errors(result, exact[replace(config, checkpointing=False)])) <= allowed, (config, layout, dtype)
 
 
-MISTAKES = (
-    "ring not called",
-    "labels shifted on each rank",
-    "labels shifted on each rank, the last one ignored",
-    "positions counted on each rank",
-    "positions of another layout",
-    "mean of means",
-    "tied twice",
-    "states not handed on",
-    "convolution of each shard",
-)
-PATIENT = replace(TIED, layers=2, linear=1)
+MISTAKES = ("ring not called", "states not handed on", "convolution of each shard")  # of losses: sick_models.py
 
 
 def every_mistake(context):
-    return [in_a_ring(context, PATIENT, "zigzag", mistake=mistake) for mistake in MISTAKES]
+    return [in_a_ring(context, HYBRID, "zigzag", mistake=mistake) for mistake in MISTAKES]
 
 
-def test_mistakes_of_the_wild_are_rejected(ranks):
-    exact = one_process(PATIENT)
+def test_a_layer_that_stays_in_its_shard_is_seen(ranks):
+    exact = one_process(HYBRID)
     for mistake, result in zip(MISTAKES, ranks(3, every_mistake)[0], strict=True):
         assert max(errors(result, exact)) > 1e-3, mistake
 
@@ -207,7 +182,7 @@ def test_a_linear_layer_is_that_of_qwen():
         torch.testing.assert_close(layer.attend(x, torch.arange(S)), right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("piece", [1, 7, S, 10 * S])
+@pytest.mark.parametrize("piece", [1, 10 * S])
 def test_pieces_of_the_feedforward_change_nothing(piece):
     assert max(errors(one_process(replace(SMALL, piece=piece)), one_process(SMALL))) <= 1e-13
 
@@ -271,7 +246,7 @@ def hops(context, checkpointing):
     return hop.call_count
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_checkpointing_turns_the_ring_once_more(ranks, world_size):
     P, layers = world_size, SMALL.layers
     assert set(ranks(P, hops, False)) == {layers * 3 * (P - 1)}  # K and V twice, and their gradients

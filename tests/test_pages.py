@@ -10,10 +10,9 @@ import ring_attn
 from bench import pages
 from notebooks import build, published_example
 from notebooks.puzzles.checks import PUZZLES
-from ring_doctor import catalogue
 from ring_doctor.catalogue import CATALOGUE
 from ringlab.planning import ways as planning_ways
-from tests import reading_time, ways
+from tests import reading_time
 from tests.commands import ROOT, check_shown, run
 from tests.concepts import is_concept
 
@@ -60,30 +59,22 @@ def test_the_prose_of_the_readme_is_short():
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
-def test_numbers_that_two_pages_show_are_those_of_the_code(capsys):
-    """How many mistakes are known, and in how many ways a sequence is shared: the way of Hugging Face models is one."""
-    assert f"each of {len(CATALOGUE)} known mistakes" in words(README)
-    assert catalogue.main() == 0
-    assert f"\n{len(CATALOGUE)} mistakes are known by what they return" in capsys.readouterr().out
-    assert f"linear attention over ranks: {len(catalogue.OF_STATES)} more mistakes." in words(README)
-    trained, planned = (NUMBERS[len(it) - 1] for it in (ways.WAYS, planning_ways.WAYS))
-    assert f"in {trained} ways of sharing a sequence (the planner compares {planned} of them)" in words(README)
-    assert f"{planned} exact ways to share" in words(USE)
-    chinese = (ROOT / "docs/README.zh-CN.md").read_text()
-    trained, planned = ("一二三四五六七八九十"[len(it) - 1] for it in (ways.WAYS, planning_ways.WAYS))
-    for said in (f"{len(CATALOGUE)} 种已知错误", f"{trained}种切分序列的方式（规划器比较其中{planned}种）"):
-        assert said in chinese
+def test_numbers_that_two_pages_show_are_those_of_the_code():
+    assert "more than 100 known mistakes" in words(README)
+    assert len(CATALOGUE) > 100
+    assert f"{NUMBERS[len(planning_ways.WAYS) - 1]} exact ways to share" in words(USE)
     count = {13: "thirteen", 14: "fourteen"}[len(PUZZLES)]
     assert f"[{count} puzzles]" in MAP
     assert f"Here are {count} puzzles" in (ROOT / "notebooks/puzzles/puzzles.py").read_text()
 
 
-def test_the_shortest_road_is_the_same_on_both_pages():
-    """The same steps in the same order, with links from where each page is."""
-    readme = re.findall(r"^\d\. \[.*\]\((\S+)\): (.*)$", README, re.M)
-    on_map = re.findall(r"^\d\. \[.*\]\((\S+)\): (.*)$", MAP, re.M)
-    assert [link.removeprefix("notebooks/") for link, _ in readme] == [link.removeprefix("../") for link, _ in on_map]
-    assert [text for _, text in readme] == [text for _, text in on_map]
+def test_the_core_is_as_small_as_the_map_says():
+    core = MAP.partition("## The core")[2].partition("\n\n**")[0]
+    files = [ROOT / "notebooks" / link for link in re.findall(r"^\| \[\w+\]\((\S+)\)", core, re.M)]
+    number, lines = re.match(r": (\w+) files, ([\d,]+) lines", core).groups()
+    assert NUMBERS[len(files) - 1] == number
+    assert abs(sum(len(file.read_text().splitlines()) for file in files) - int(lines.replace(",", ""))) <= 50
+    assert f"is {number} files, {lines} lines" in words(README)
 
 
 def words(text: str) -> str:

@@ -138,13 +138,6 @@ def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, where, reason):
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_in_mid_ring_ends_a_torchrun_job():
-    done = run(*TORCHRUN, "--nproc_per_node=3", failing_ring.__file__, "kill", "backwards")
-    assert done.returncode != 0
-    assert "SIGKILL" in done.stderr
-
-
-@pytest.mark.slow
 def test_torchrun_reports_a_wrong_result_by_its_exit_status():
     """Only rank 0 knows: the status of the job must be its status."""
     done = run(*TORCHRUN, "--nproc_per_node=2", failing_ring.__file__, "wrong")

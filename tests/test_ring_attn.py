@@ -1,12 +1,14 @@
-"""The ring, on real processes, against full attention; and rings with a mistake, which the same check rejects."""
+"""The ring, on real processes, against full attention; and what it sends."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ring_attn
 from ring_attn import ring_attention
 from ringlab.basics.blocking_messages import Recv, Send, ring_programs
 from tests.attention import DTYPES, WORLDS, assert_attention, assert_lse, random_qkv
@@ -15,13 +17,9 @@ from tests.rings import (
     even_lengths,
     messages_of_ring,
     ring,
-    ring_in_part_of_the_job,
+    ring_and_events,
     ring_lse,
-    ring_twice,
-    ring_without_gradients,
 )
-
-EQUAL_CHUNKS = (1, 2, 120, 8)  # in every world
 
 
 def ring_of(ranks, world_size, *args):
@@ -31,7 +29,7 @@ def ring_of(ranks, world_size, *args):
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [*((EQUAL_CHUNKS, dtype) for dtype in DTYPES), ((3, 1, 13, 5), torch.float64)],
+    [((1, 2, 120, 8), torch.bfloat16), ((3, 1, 13, 5), torch.float64)],  # the first: equal chunks in every world
     ids=str,
 )
 def test_full_attention(ranks, world_size, dtype, shape):
@@ -72,34 +70,6 @@ def test_keys_that_nobody_sees_are_as_good_as_none(ranks):
     assert ring_of(ranks, 3, q, torch.full_like(k, -math.inf), v, [3] * 3).count_nonzero() == 0
 
 
-def test_views_that_are_not_contiguous(ranks):
-    q, k, v = (x.transpose(1, 2) for x in random_qkv((2, 10, 3, 4)))
-    assert_ring(ranks, 3, q, k, v)
-
-
-def test_a_second_call_gives_the_same_bits(ranks):
-    q, k, v = random_qkv((1, 2, 21, 4))
-    assert ranks(3, ring_twice, q, k, v, even_lengths(21, 3)) == [True] * 3
-
-
-def test_parameters_are_welcome_under_no_grad(ranks):
-    q, k, v = random_qkv((1, 2, 6, 4))
-    assert_attention(torch.cat(ranks(2, ring_without_gradients, q, k, v, [3, 3]), dim=2), q, k, v)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "members"),
-    [(4, [[1, 3]]), (5, [[0, 4, 1], [2, 3]]), (3, [[2]])],
-    ids=str,
-)
-def test_rings_in_parts_of_a_job_at_the_same_time(ranks, world_size, members):
-    members = [sorted(group) for group in members]  # new_group orders them so
-    inputs = [random_qkv((1, 2, 7, 3), seed=seed) for seed in range(len(members))]
-    outs = ranks(world_size, ring_in_part_of_the_job, members, inputs)
-    for group, (q, k, v) in zip(members, inputs, strict=True):
-        assert_attention(torch.cat([outs[rank] for rank in group], dim=2), q, k, v)
-
-
 @pytest.mark.parametrize("world_size", WORLDS[1:])
 def test_the_messages_are_those_of_the_simulator(ranks, world_size):
     B, H, S, D = 2, 3, 21, 4
@@ -118,3 +88,21 @@ def test_the_messages_are_those_of_the_simulator(ranks, world_size):
 
 def test_a_ring_of_one_sends_nothing(ranks):
     assert ranks(1, messages_of_ring, ring_attention, [4], *random_qkv((1, 1, 4, 2))) == [([], [])]
+
+
+def with_hops(context, hops, *args, hop=ring_attn.hop):
+    """The ring with so many hops in place of each."""
+
+    def some(block, *args):
+        for _ in range(hops):
+            block = hop(block, *args)
+        return block
+
+    with mock.patch.object(ring_attn, "hop", some):
+        return ring_and_events(context, *args)
+
+
+@pytest.mark.parametrize(("hops", "says"), [(2, "blocks in use"), (0, "numbers are wrong")])
+def test_a_ring_with_other_hops_is_rejected(ranks, hops, says):
+    with pytest.raises(AssertionError, match=says):
+        assert_ring(lambda P, _, *args: ranks(P, with_hops, hops, *args), 3, *random_qkv((1, 2, 12, 4)))

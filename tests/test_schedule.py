@@ -11,7 +11,7 @@ from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.heads import check_split, heads_of_ranks, meshes
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from ringlab.training.schedule import Ring, agree_on_schedule
+from ringlab.training.schedule import Ring
 from tests.attention import assert_four
 from tests.refusals import all_of
 from tests.ways import CASES, Problem, checked_gradients, cut, whole
@@ -83,20 +83,6 @@ def test_every_block_comes_and_its_sums_come_home_complete(ranks, size):
 
 
 # The agreed mask -----------------------------------------------------------------------------------------------------
-
-
-def agreed(context, chunks, options_of_ranks):
-    """The mask and the scale, of the chunk of this rank: q, k and v are the same."""
-    x, options = chunks[context.rank], {"layout": "contiguous", **options_of_ranks[context.rank]}
-    scale, fixed = options.pop("scale", None), {"schedule": Ring, "name": "agreed"}
-    schedule = agree_on_schedule(x, x, x, scale, None, **fixed, **options)
-    return schedule.partition, schedule.scale
-
-
-def test_the_ranks_agree_on_a_mask_of_all_lengths(ranks):
-    chunks = [torch.ones(1, 2, length, 4) for length in LENGTHS[5]]
-    right = Partition(Mask(causal=True, window=4), "contiguous", LENGTHS[5]), 0.5
-    assert ranks(5, agreed, chunks, [{"causal": 1, "window": 4}] * 5) == [right] * 5
 
 
 # Another schedule ----------------------------------------------------------------------------------------------------

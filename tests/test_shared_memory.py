@@ -105,20 +105,6 @@ def test_a_process_that_may_not_read_its_proc_has_no_pipes():
         assert pipes.host_of_process() == ()
 
 
-def on_hosts(context, hosts):
-    group = dist.new_group()
-    q, k, v, _ = cut(context, "contiguous", None, *grouped_inputs(*FOUR))
-    with as_on_hosts(hosts):
-        WAYS["shared memory"](q, k, v, group=group)
-
-
-def test_ranks_that_cannot_share_memory_are_refused_on_every_rank(ranks):
-    words = ["rank 0 is on host north 1 and rank 2 on north 2", "use the schedule Ring"]
-    assert re.search(
-        all_of(words), refusal(ranks.outcomes(3, on_hosts, [("north", "1"), ("north", "1"), ("north", "2")]))
-    )
-
-
 def on_another_device(context):
     x, device = torch.ones(1, 2, 4, 8), torch.device("cuda" if context.rank == 1 else "cpu")
     with mock.patch.object(SharedMemory, "check_device", lambda _, check=SharedMemory.check_device: check(device)):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringlab.planning import unequal
-from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hop_bytes, ring_seconds
+from ringlab.planning.hidden_communication import AttentionLayer, block_flops, ring_seconds
 from ringlab.planning.unequal import (
     best_order,
     duration,
@@ -160,13 +160,6 @@ def test_unequal_chunks_by_hand():
     assert unequal_ring([300, 300, 100, 100], slow_last, [1e12] * 4, LAYER) > 1.1 * work / sum(slow_last)
     by_turns = [3, 1, 3, 1]
     assert unequal_ring([300, 100, 300, 100], by_turns, [1e12] * 4, LAYER) == pytest.approx(work / sum(by_turns))
-
-
-@given(WORLDS, st.integers(1, 50), st.integers(1, 50))
-def test_equal_devices_are_the_closed_form(P, chunk, bandwidth):
-    took = unequal_ring([chunk] * P, [100] * P, [bandwidth] * P, LAYER)
-    computing, message = block_flops(LAYER, chunk**2) / 100, hop_bytes(LAYER, chunk) / bandwidth
-    assert took == pytest.approx(ring_seconds(P, computing, message))
 
 
 @given(FLOPS, st.integers(100, 1000), st.integers(0, 1000))

@@ -161,29 +161,34 @@ function sees(query, key) {
 
 const list = (numbers) => numbers.map((each) => shown(each)).join(", ");
 const dot = (a, b) => a[0] * b[0] + a[1] * b[1];
+const score = (a, b) => dot(a, b) / Math.SQRT2;
+const sum = (all, of = (each) => each) => all.reduce((so_far, each) => so_far + of(each), 0);
 
-/** Where the numbers of a token come from in round t: the scores of its block, and the update, as in online_softmax. */
+/** Where the numbers of a token come from in round t: the scores of its block, and the update, as in online_softmax. They
+ * are computed from the tokens: those of the file are rounded to four digits, and the last digit would be another. */
 function why(t, token, owner) {
-  const { P, one, file, positions } = now;
-  const j = (((owner - t) % P) + P) % P, x = file.tokens;
-  const keys = positions[j].filter((key) => sees(token, key));
+  const { P, one, file: { tokens: x }, positions } = now;
+  const scores = (i) => positions[(((owner - i) % P) + P) % P].filter((key) => sees(token, key)).map((key) => score(x[token], x[key]));
+  const j = (((owner - t) % P) + P) % P, keys = positions[j].filter((key) => sees(token, key));
   if (!keys.length) return say("why nothing", { t, j, s: token });
-  const scores = keys.map((key) => dot(x[token], x[key]) / Math.SQRT2);
-  const [before] = t ? one.states[t - 1][token] : [null], l = t ? one.states[t - 1][token][1] : 0, m = one.states[t][token][0];
-  const weights = scores.map((score) => Math.exp(score - m));
-  return say("why", { t, j, keys: keys.join(", "), scores: list(scores), m: shown(m), f: shown(before === null ? 0 : Math.exp(before - m)),
-    weights: list(weights), before: shown(l), sum: shown(weights.reduce((sum, each) => sum + each)), l: shown(one.states[t][token][1]) });
+  const earlier = [...Array(t).keys()].flatMap(scores), before = Math.max(...earlier), m = Math.max(before, ...scores(t));
+  const weights = scores(t).map((each) => Math.exp(each - m));
+  return say("why", { t, j, keys: keys.join(", "), scores: list(scores(t)), m: shown(m), f: shown(Math.exp(before - m)), weights: list(weights),
+    before: shown(sum(earlier, (each) => Math.exp(each - before))), sum: shown(sum(weights)), l: shown(one.states[t][token][1]) });
 }
 
 /** Where dK and dV of a token come from in round t: the queries of the rank that has its block, as in backward. */
 function whyBack(t, token, owner) {
-  const { P, one, file, positions } = now;
-  const r = (owner + t) % P, x = file.tokens, queries = positions[r].filter((query) => sees(query, token));
+  const { P, one, file: { tokens: x }, positions } = now;
+  const r = (owner + t) % P, queries = positions[r].filter((query) => sees(query, token));
   if (!queries.length) return say("why no gradient", { t, j: owner, r, s: token });
-  const weights = queries.map((query) => Math.exp(dot(x[query], x[token]) / Math.SQRT2 - one.states.at(-1)[query][0] - Math.log(one.states.at(-1)[query][1])));
-  const scores = queries.map((query, i) => weights[i] * (dot(x[query], x[token]) - dot(x[query], one.out[query])));
+  const rows = queries.map((query) => {
+    const keys = x.filter((_, key) => sees(query, key)), weight = (key) => Math.exp(score(x[query], key)), l = sum(keys, weight);
+    const p = weight(x[token]) / l, delta = sum(keys, (key) => weight(key) * dot(x[query], key)) / l;
+    return [p, p * (dot(x[query], x[token]) - delta)];
+  });
   const before = t ? one.backward[t - 1][token] : Array(6).fill(0), after = one.backward[t][token];
-  return say("why gradient", { t, j: owner, r, s: token, queries: queries.join(", "), weights: list(weights), scores: list(scores),
+  return say("why gradient", { t, j: owner, r, s: token, queries: queries.join(", "), weights: list(rows.map(([p]) => p)), scores: list(rows.map(([, ds]) => ds)),
     k: pair(before[2], before[3]), dk: pair(after[2], after[3]), v: pair(before[4], before[5]), dv: pair(after[4], after[5]) });
 }
 

@@ -56,9 +56,9 @@ def first(name: str) -> Change:
 
 
 def print_row(name: str) -> None:
-    """Print the row of a mistake as it is in its table."""
+    """Print the row of a mistake as it is in its table, on one line or on more."""
     for table in TABLES:
-        if row := re.search(rf'^ {{4}}entry\("{name}",.*?(?=^ {{4}}\S|^\))', inspect.getsource(table), re.M | re.S):
+        if row := re.search(rf'^ {{4}}"{name}": .*?(?=^ {{4}}["#*]|^}})', inspect.getsource(table), re.M | re.S):
             print(textwrap.dedent(row[0]), end="")
 
 

@@ -1,1 +1,4 @@
-"""What the ring is made of: attention, online softmax, blocks, messages, ranks."""
+"""What the ring is made of: attention, online softmax, blocks, messages, ranks.
+
+Read online_softmax.py first, then blocking_messages.py. chunks.py and command.py check input: skip them.
+"""

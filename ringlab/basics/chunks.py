@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.basics.naive_attention import check_qkv, resolve_scale
-from ringlab.support.agreement import agree
+from ringlab.support.agreement import Group, agree
 
 
 def check_chunks(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -60,7 +58,7 @@ def agree_on_chunks(
     k: Tensor,
     v: Tensor,
     scale: float | None,
-    group: ProcessGroup | DeviceMesh | None,
+    group: Group,
     *,
     check: Callable[[Tensor, Tensor, Tensor], None],
     function: str = "",

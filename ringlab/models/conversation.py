@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ringlab.basics.chunks import as_autocast
+from ringlab.models import expect
 from ringlab.models.generate import EMPTY, SpreadCache, agree_on_prompts, read, write
 from ringlab.models.pass_q import agree_on_places, cached_attention
 from ringlab.models.transformer import Transformer
@@ -61,8 +62,7 @@ class GrowingCache(SpreadCache):
     @left_as_it_is
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, **options: Any) -> Tensor:
         """As that of a SpreadCache, for a part q (B, H, n, D), k and v (B, G, n, D), or for a new token."""
-        if window != self.window:
-            raise ValueError(f"a layer has the window {window}; expected that of the cache, {self.window}")
+        expect(window == self.window, f"a layer has the window {window}", f"that of the cache, {self.window}")
         if self.new is not None:
             return super().attend(q, k, v, window=window, **options)
         q, k, v = as_autocast(q, k, v)
@@ -95,14 +95,13 @@ def reply(
     `agree_on_prompts` does; for a `part` below 1, for another number of texts than before, and for another `passing`.
     """
     agree_on_prompts(model, cache, texts, new_tokens, part=part, passing=passing)
-    if part < 1:  # on every rank: they have agreed on the part, and on how many texts there are
-        raise ValueError(f"part is {part!r}; expected 1 token or more")
-    if cache.unread is not None and len(texts) != len(cache.unread):
-        raise ValueError(f"{len(texts)} texts for {len(cache.unread)} conversations; expected one for each")
+    expect(part >= 1, f"part is {part!r}", "1 token or more")  # on every rank: they have agreed on it
     if cache.unread is None:
         nothing = torch.empty(len(texts), 0, dtype=torch.int64, device=next(model.parameters()).device)
         cache.begin(nothing, room=0)
         cache.unread = nothing
+    begun = len(cache.unread)
+    expect(len(texts) == begun, f"{len(texts)} texts for {begun} conversations", "one for each")
     cache.passing = passing
     whole = [[*unread, *text] for unread, text in zip(cache.unread.tolist(), texts, strict=True)]
     logits = read(model, cache, whole, new_tokens, part)

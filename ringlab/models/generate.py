@@ -291,15 +291,21 @@ def alone(model: Transformer, prompt: Sequence[int], new_tokens: int) -> list[in
     return text[len(prompt) :]
 
 
-def main() -> int:
-    P = 4
-    model = seeded(nn.functional.scaled_dot_product_attention)
+def as_one_process(of_ranks: Sequence[Tensor], **sizes: Any) -> bool:
+    """Whether the tokens of all ranks (B, NEW) are those of a `seeded` model on one process. It says so."""
+    model = seeded(nn.functional.scaled_dot_product_attention, **sizes)
     right = [alone(model, prompt, NEW) for prompt in PROMPTS]
-    results = launch(answers, P)
-    ok = all(tokens.tolist() == right for tokens, _ in results)
-    print(f"prompts of {' and '.join(str(len(prompt)) for prompt in PROMPTS)} tokens, {NEW} new ones, {P} ranks")
+    ok = all(tokens.tolist() == right for tokens in of_ranks)
     words = " and ".join(" ".join(map(str, tokens[:4])) + " ..." for tokens in right)
     print(f"{'ok   ' if ok else 'WRONG'} the tokens of one process: {words}")
+    return ok
+
+
+def main() -> int:
+    P = 4
+    results = launch(answers, P)
+    print(f"prompts of {' and '.join(str(len(prompt)) for prompt in PROMPTS)} tokens, {NEW} new ones, {P} ranks")
+    ok = as_one_process([tokens for tokens, _ in results])
     B, C, D = len(PROMPTS), results[0][1].shape[1], CONFIG.hidden // CONFIG.heads
     merge, ring = B * CONFIG.heads * (D + 2), (P - 1) * 2 * B * CONFIG.kv_heads * C * D
     print(f"a new token: {merge} numbers a rank and layer to merge, however long the context; a ring: {ring:,} here")

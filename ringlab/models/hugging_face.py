@@ -30,7 +30,8 @@ from ringlab.support.extras import extra
 with extra("hf", __name__):
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from ringlab.models.hugging_face_batch import AnyLayout, MeshOrGroup, expect, placed
+from ringlab.models import expect
+from ringlab.models.hugging_face_batch import AnyLayout, MeshOrGroup, placed
 from ringlab.models.hugging_face_masks import LayerAttention, asked_mask
 from ringlab.models.hugging_face_pass import ModelInRing
 from ringlab.models.hugging_face_states import spread

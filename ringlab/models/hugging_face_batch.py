@@ -35,6 +35,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ringlab.models import expect
 from ringlab.models.mesh import TEXT
 from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.support.agreement import agree, members
@@ -49,12 +50,6 @@ MEANING = {"s_aux": " (attention sinks)", "past_key_values": " (a cache)"}
 MEANING |= {"cu_seq_lens_q": " (packed documents: for shard_batch)"}
 UNDERSTOOD = {"input_ids", "labels", "attention_mask", "position_ids"}
 UNDERSTOOD |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # max_length: the longest document
-
-
-def expect(fine: Any, given: str, expected: str) -> None:
-    """Raise ValueError, "given; expected", unless all is fine."""
-    if not fine:
-        raise ValueError(f"{given}; expected {expected}")
 
 
 def refuse(passed: dict[str, Any], understood: set[str]) -> None:

@@ -51,8 +51,9 @@ with extra("hf", __name__):
     from transformers.generation import StoppingCriteriaList
     from transformers.generation.configuration_utils import GenerationMode
 
+from ringlab.models import expect
 from ringlab.models.hugging_face import BY_LENGTH, registered, unwrapped
-from ringlab.models.hugging_face_batch import MeshOrGroup, checksum, checksum_of_weights, expect, placed
+from ringlab.models.hugging_face_batch import MeshOrGroup, checksum, checksum_of_weights, placed
 from ringlab.models.hugging_face_masks import Asked, BothWays, ChunkedAttention, LayerAttention
 from ringlab.models.hugging_face_pass import check_kind
 from ringlab.models.hugging_face_proof import prove

@@ -45,7 +45,8 @@ with extra("hf", __name__):
         sliding_window_causal_mask_function,
     )
 
-from ringlab.models.hugging_face_batch import expect, refuse
+from ringlab.models import expect
+from ringlab.models.hugging_face_batch import refuse
 
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
 UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict", "fused_lm_head", "causal"}

@@ -38,7 +38,8 @@ with extra("hf", __name__):
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from ringlab.models.hugging_face_batch import attempt, checksum_of_weights, expect, loss_part, refuse
+from ringlab.models import expect
+from ringlab.models.hugging_face_batch import attempt, checksum_of_weights, loss_part, refuse
 from ringlab.models.hugging_face_masks import UNDERSTOOD, LayerAttention
 from ringlab.models.hugging_face_proof import prove
 from ringlab.models.hugging_face_states import in_ring, linear_layers, spread

@@ -40,7 +40,7 @@ from ringlab.support.extras import extra
 with extra("hf", __name__):
     from transformers import AttentionInterface, PreTrainedModel
 
-from ringlab.models.hugging_face_batch import expect
+from ringlab.models import expect
 from ringlab.models.hugging_face_masks import LayerAttention, full_attention, own_token
 from ringlab.models.hugging_face_states import ALONE, CUT, linear_layers, spread
 

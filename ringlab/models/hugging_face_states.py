@@ -38,7 +38,7 @@ from ringlab.support.extras import extra
 with extra("hf", __name__):
     from transformers.activations import ACT2FN
 
-from ringlab.models.hugging_face_batch import expect
+from ringlab.models import expect
 from ringlab.models.hugging_face_masks import LayerAttention
 
 CONVOLUTION, RULE, KDA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"

@@ -1,4 +1,4 @@
-"""transformers' Trainer with a sequence on many ranks: each gets the same batch, and trains on its shard of it.
+"""transformers' Trainer, and TRL's, with a sequence on many ranks: each gets the same batch, and trains on its shard.
 
     loader    accelerate deals batches to rings, not to ranks          a rank: shard_batch of its ring's batch
     loss      a rank: sum over its labels / labels of all micro-batches on all ranks · ranks
@@ -7,22 +7,23 @@
 A Trainer counts the labels of all ranks, multiplies the loss by their number, and averages loss and gradients over
 them. So it already sums parts, if each rank counts the labels of its shard only. Three places remain: what the loader
 deals out, the shard, and the evaluation, which takes every rank for a batch of its own. The rest is unchanged:
-accumulation, the norm of the gradient, clipping, checkpoints, resuming.
+accumulation, the norm of the gradient, clipping, checkpoints, resuming. TRL's SFTTrainer takes its loss from a fused
+head, which takes shifted labels as they are. Of its own numbers one is wrong, num_tokens: the tokens of one shard.
 
 Shapes: the collator gives a batch (B, S), as for one process. It is padded on the right to a multiple that the layout
 needs. A rank has (B, C), C = S/P. B is `per_device_train_batch_size`, and here it is that of a ring.
 
-`python examples/compare.py trainer` runs it beside one process: a first reader may skip this file.
+`python examples/compare.py trainer sft` runs both beside one process: a first reader may skip this file.
 
-Use it as a Trainer, in a script that torchrun starts: examples/trainer.py. RingTrainer calls use_ring itself. Any other
-Trainer becomes one by `class Mine(InRing, SFTTrainer)`.
+Use it as a Trainer, in a script that torchrun starts: examples/trainer.py, sft.py. RingTrainer calls use_ring itself.
+Any other Trainer becomes one by `class Mine(InRing, Trainer)`.
 
 With mesh=init_device_mesh(..., (dp, cp), mesh_dim_names=("dp", "cp")) there are dp rings, each with batches of its own,
 as a Trainer on dp processes. Two numbers stay others: eval_steps_per_second counts ranks in the place of rings, and
 total_flos counts the padding too. Trainer seeds all ranks alike, so with dropout all shards drop the same places.
 
-Before: hugging_face.py, the model in the ring. After: hugging_face_sft.py, TRL's Trainer.
-Source: transformers 5.23, Trainer; accelerate 1.15, prepare_data_loader.
+Before: hugging_face.py, the model in the ring. After: examples/, what to copy.
+Source: transformers 5.23, Trainer; accelerate 1.15, prepare_data_loader; TRL 1.16, SFTTrainer.compute_loss.
 """
 
 import math
@@ -42,9 +43,11 @@ with extra("loops", __name__):
     from accelerate.data_loader import prepare_data_loader
     from torch.utils.data import DataLoader
     from transformers import Trainer
+    from trl import SFTTrainer
 
+from ringlab.models import expect
 from ringlab.models.hugging_face import unwrapped, use_ring
-from ringlab.models.hugging_face_batch import expect, shard_batch
+from ringlab.models.hugging_face_batch import shard_batch
 
 BY_SHARD = "would get what belongs to a shard"
 WRONG = {  # why an option would be wrong in a ring
@@ -184,3 +187,21 @@ class InRing(Base):
 
 class RingTrainer(InRing, Trainer):
     """transformers' Trainer in a ring."""
+
+
+class RingSFTTrainer(InRing, SFTTrainer):
+    """TRL's SFTTrainer in a ring."""
+
+    _total_train_tokens: int  # TRL's
+
+    def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+        tokens = batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
+        return {**super().shard(batch), "tokens": int(tokens)}
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens, seen = torch.tensor(inputs.pop("tokens"), device=self.args.device), self._total_train_tokens
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.model.training:
+            self._total_train_tokens = seen + self.accelerator.gather(tokens).sum().item() // self.ranks
+            self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+        return loss

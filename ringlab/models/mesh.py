@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from ringlab.models import expect
 from ringlab.models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import scaled_dot_product_attention
@@ -49,8 +50,8 @@ def build_mesh(dp: int, cp: int, device_type: str) -> tuple[DeviceMesh, DeviceMe
     The ranks of a ring are neighbours, so that a ring stays inside a host where it fits.
     Raises ValueError when the job does not have dp · cp ranks.
     """
-    if dp * cp != dist.get_world_size():
-        raise ValueError(f"dp · cp is {dp} · {cp} on {dist.get_world_size()} process(es); expected as many processes")
+    P = dist.get_world_size()
+    expect(dp * cp == P, f"dp · cp is {dp} · {cp} on {P} process(es)", "as many processes")
     line = init_device_mesh(device_type, (dp * cp,), mesh_dim_names=("fsdp",))
     return init_device_mesh(device_type, (dp, cp), mesh_dim_names=("dp", "cp")), line
 
@@ -72,10 +73,9 @@ def share_heads(model: Transformer, tp: DeviceMesh) -> None:
     """
     split = dict.fromkeys(("wq", "wk", "wv", "w1", "w3"), ColwiseParallel())
     summed = dict.fromkeys(("wo", "w2"), RowwiseParallel())
-    if model.config.kv_heads % tp.size():
-        raise ValueError(f"kv_heads is {model.config.kv_heads} for tp = {tp.size()}; expected a multiple of tp")
-    if model.config.linear:
-        raise ValueError(f"linear is {model.config.linear}; expected 0: tp shares out no heads of linear layers")
+    G, linear, P = model.config.kv_heads, model.config.linear, tp.size()
+    expect(G % P == 0, f"kv_heads is {G} for tp = {P}", "a multiple of tp")
+    expect(linear == 0, f"linear is {linear}", "0: tp shares out no heads of linear layers")
     for layer in model.layers:
         parallelize_module(layer, tp, {**split, **summed})
 

@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 
 from ringlab.basics.chunks import agree_on_chunks, needs_gradients
 from ringlab.basics.ranks import neighbours
+from ringlab.models import expect
 from ringlab.models.generate import EMPTY
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.pass_q_or_kv import Prefill
@@ -100,20 +101,19 @@ def cached_attention(
     rank, world_size = members(group)
 
     def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-        if passing not in ("auto", *WAYS):
-            raise ValueError(f"passing is {passing!r}; expected 'Q', 'KV' or 'auto'")
+        expect(passing in ("auto", *WAYS), f"passing is {passing!r}", "'Q', 'KV' or 'auto'")
         check_grouped_chunks(*(a_token(x) for x in (q, k, v)), same_tokens=False, same_head_dim=False)
         check_sinks(sinks, q)
         check_softcap(softcap)
-        if needs_gradients(q, k, v):
-            raise ValueError("the input requires gradients; a cache is forward only: call it under torch.no_grad()")
-        if len(places.keys) != world_size:
-            raise ValueError(f"the places of {len(places.keys)} ranks; expected those of {world_size}, this group's")
+        forward_only = "torch.no_grad(): a cache is forward only"
+        expect(not needs_gradients(q, k, v), "the input requires gradients", forward_only)
+        placed = len(places.keys)
+        expect(placed == world_size, f"the places of {placed} ranks", f"those of {world_size}, this group's")
         (texts, new), tokens = places.queries[rank].shape, places.keys[rank].shape[1]
-        if (q.shape[2], k.shape[2], v.shape[2]) != (new, tokens, tokens) or texts not in (1, len(q)):
-            shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-            expected = f"{texts} text(s), or any number where this is 1, q of {new} tokens, k and v of {tokens}"
-            raise ValueError(f"q, k and v are {shapes}; expected what the places say: {expected}")
+        fits = (q.shape[2], k.shape[2], v.shape[2]) == (new, tokens, tokens) and texts in (1, len(q))
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        right = f"{texts} text(s), or any number where this is 1, q of {new} tokens, k and v of {tokens}"
+        expect(fits, f"q, k and v are {shapes}", f"what the places say: {right}")
 
     settings = {"passing": passing, "softcap": softcap, "sinks": getattr(sinks, "dtype", None)}
     scale, _ = agree_on_chunks(q, k, v, scale, group, check=check, settings=lambda: settings)
@@ -196,37 +196,27 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
 
     def check() -> tuple[list[Tensor], Mask]:
         for name, x in (("at", at), ("keys_at", keys_at)):
-            if x.dtype != torch.int64 or x.dim() not in (1, 2) or x.shape[:-1] != at.shape[:-1]:
-                raise ValueError(
-                    f"{name} is {x.dtype} of shape {tuple(x.shape)}, at {tuple(at.shape)}; expected int64, (tokens,) "
-                    f"or (B, tokens), both alike"
-                )
-            if ((x < 0) | (x > EMPTY)).any() or ((x.diff() <= 0) & (x[..., 1:] < EMPTY)).any():
-                few = ", ".join(map(str, x.flatten()[:8].tolist())) + (", ..." if x.numel() > 8 else "")
-                raise ValueError(f"{name} is {few}; expected positions from 0 on, in rising order, EMPTY at the end")
+            fits = x.dtype == torch.int64 and x.dim() in (1, 2) and x.shape[:-1] == at.shape[:-1]
+            given = f"{name} is {x.dtype} of shape {tuple(x.shape)}, at {tuple(at.shape)}"
+            expect(fits, given, "int64, (tokens,) or (B, tokens), both alike")
+            rising = ((x >= 0) & (x <= EMPTY)).all() and ((x.diff() > 0) | (x[..., 1:] == EMPTY)).all()
+            few = ", ".join(map(str, x.flatten()[:8].tolist())) + (", ..." if x.numel() > 8 else "")
+            expect(rising, f"{name} is {few}", "positions from 0 on, in rising order, EMPTY at the end")
         return [torch.atleast_2d(x).cpu() for x in (at, keys_at)], Mask(**mask)
 
     of_ranks, masks = zip(*agree(check, group), strict=True)
-    if any(other != masks[0] for other in masks):
-        raise ValueError(f"the ranks have the masks {', '.join(map(str, masks))}; expected one")
-    if len({len(x) for x, _ in of_ranks}) > 1:
-        counts = ", ".join(str(len(at)) for at, _ in of_ranks)
-        raise ValueError(f"the ranks have {counts} texts; expected as many on each")
+    expect(masks.count(masks[0]) == len(masks), f"the ranks have the masks {', '.join(map(str, masks))}", "one")
+    counts = [len(at) for at, _ in of_ranks]
+    expect(len(set(counts)) == 1, f"the ranks have {', '.join(map(str, counts))} texts", "as many on each")
     queries, keys = zip(*of_ranks, strict=True)
-    if not any((at < EMPTY).any() for at in queries):
-        raise ValueError("the ranks have no new token; expected 1 or more on one of them")
+    some = any((at < EMPTY).any() for at in queries)
+    expect(some, "the ranks have no new token", "1 or more on one of them")
     for text, (new, tokens) in enumerate(zip(torch.cat(queries, dim=1), torch.cat(keys, dim=1), strict=True)):
-        found = tokens[tokens < EMPTY].sort().values
-        wrong = (found != torch.arange(len(found))).nonzero().flatten().tolist()
-        if wrong:
-            raise ValueError(
-                f"text {text} has a key at position {found[wrong[0]]} where {wrong[0]} should follow; expected the "
-                f"keys 0, 1, 2, ... of each text, each on one rank"
-            )
-        if (new[new < EMPTY] >= len(found)).any():
-            raise ValueError(
-                f"text {text} has a new token at position {new[new < EMPTY].max()} and {len(found)} keys; expected a "
-                f"key for each new token"
-            )
+        found, last = tokens[tokens < EMPTY].sort().values.tolist(), max(new[new < EMPTY].tolist(), default=-1)
+        key, place = next(((key, place) for place, key in enumerate(found) if key != place), (0, 0))
+        given = f"text {text} has a key at position {key} where {place} should follow"
+        expect(key == place, given, "the keys 0, 1, 2, ... of each text, each on one rank")
+        given = f"text {text} has a new token at position {last} and {len(found)} keys"
+        expect(last < len(found), given, "a key for each new token")
         masks[0].check_length(len(found))
     return Places(masks[0], queries, keys)

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.models import expect
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import positions, rotary
@@ -70,18 +71,14 @@ class Config:
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        if self.hidden % (2 * self.heads):
-            raise ValueError(
-                f"hidden is {self.hidden}, heads {self.heads}; expected hidden to be a multiple of 2 x heads, "
-                f"{2 * self.heads}: rotary turns pairs of channels"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads is {self.heads}, kv_heads {self.kv_heads}; expected kv_heads to divide heads")
-        if self.linear < 0 or self.layers % (self.linear + 1):
-            raise ValueError(
-                f"layers is {self.layers}, linear {self.linear}; expected linear to be 0 or more, and layers a "
-                f"multiple of linear + 1: so many linear layers stand before each layer of attention"
-            )
+        given, pairs = f"hidden is {self.hidden}, heads {self.heads}", "rotary turns pairs of channels"
+        multiple = f"hidden to be a multiple of 2 x heads, {2 * self.heads}: {pairs}"
+        expect(self.hidden % (2 * self.heads) == 0, given, multiple)
+        given = f"heads is {self.heads}, kv_heads {self.kv_heads}"
+        expect(self.heads % self.kv_heads == 0, given, "kv_heads to divide heads")
+        fits = self.linear >= 0 and self.layers % (self.linear + 1) == 0
+        multiple = "layers a multiple of linear + 1: linear layers stand before each layer of attention"
+        expect(fits, f"layers is {self.layers}, linear {self.linear}", f"linear to be 0 or more, and {multiple}")
 
 
 class Layer(nn.Module):

@@ -28,7 +28,7 @@ from ringlab.support.pipes import FACTS, Inbox, inbox_of_job, time_limit
 WRONG = -1  # in place of the call: this rank cannot go on, so no rank may
 SOON = timedelta(seconds=3)  # for the messages of ranks that may never come, once it is clear that none can go on
 NEW_GROUP = "an error ended a pass in this group, and its messages may still be under way; expected a new process group"
-Group = ProcessGroup | DeviceMesh | None
+Group = ProcessGroup | DeviceMesh | None  # of ranks; None: the whole job
 
 
 def members(group: ProcessGroup | None = None) -> tuple[int, int]:

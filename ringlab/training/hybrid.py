@@ -73,21 +73,16 @@ class Hybrid(AllToAll):
     @cached_property
     def between(self) -> Schedule:
         """The ring of rows that this rank is in."""
-        return Ring(joined_rows(self.partition, self.group.shape[0]), self.scale, self.group.get_all_groups()[0])
-
-
-def joined_rows(flat: Partition, rows: int) -> "Rows":
-    """The partition of a ring of rows, each with the tokens of its ranks in order. `flat` is that of all ranks."""
-    inside = len(flat.lengths) // rows
-    lengths = tuple(sum(flat.lengths[row * inside : (row + 1) * inside]) for row in range(rows))
-    return Rows(flat.mask, flat.layout, lengths, flat=flat)
+        (rows, inside), flat = self.group.shape, self.partition
+        lengths = tuple(sum(flat.lengths[row * inside : (row + 1) * inside]) for row in range(rows))
+        return Ring(Rows(flat.mask, flat.layout, lengths, flat=flat), self.scale, self.group.get_all_groups()[0])
 
 
 @dataclass(frozen=True)
 class Rows(Partition):
     """What each row computes of the block of each row."""
 
-    flat: Partition = field(kw_only=True)
+    flat: Partition = field(kw_only=True)  # of all ranks; a row has the tokens of its ranks in order
 
     def __post_init__(self) -> None:
         """Nothing to check: `flat` has checked the lengths of its ranks."""

@@ -32,11 +32,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
-from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.basics.chunks import agree_on_chunks, needs_gradients, under_autocast
 from ringlab.basics.ranks import neighbours
-from ringlab.support.agreement import agree, flat_group
+from ringlab.support.agreement import Group, agree, flat_group
 from ringlab.support.pipes import inbox_of_job
 from ringlab.support.processes import RankContext, launch
 from ringlab.training.causal import BlockSlice
@@ -46,7 +45,6 @@ from ringlab.training.masks import Mask
 from ringlab.training.overlap import arriving_blocks, keys_and_values, numbers_of_token, own_last, post, two_buffers
 from ringlab.training.partition import Partition
 
-Group = ProcessGroup | DeviceMesh | None  # of ranks; None: the whole job
 Check = Callable[[Tensor, Tensor, Tensor], None] | None  # of q, k and v
 
 Round = tuple[int, Tensor, Tensor, tuple[BlockSlice, ...]]  # t, k_j and v_j in hand, and what to compute of them

@@ -97,7 +97,8 @@ PACKED = [replace(case, documents=(7, 17)) for case in ALL_LAYOUTS]
 COUNTS = {  # the entry: its cases, and for each variant how often a query has a key
     "own_block_twice": (EVERY, lambda x: x.seen * (1 + x.own.int())),
     "own_block_skipped": ([FULL], lambda x: x.far),
-    "last_block_skipped": (EVERY, *[lambda x: x.seen & ~x.last] * 3),
+    "never_called": (EVERY, lambda x: x.seen & x.own),
+    "last_block_skipped": (EVERY, *[lambda x: x.seen & ~x.last] * 2),
     "chunk_index_under_zigzag": (ALL_LAYOUTS, lambda x: torch.where(x.own, x.n <= x.i, x.j < x.r)),
     "striped_diagonal_kept": ([STRIPED], lambda x: torch.where(x.j > x.r, x.n <= x.i, x.past)),
     "other_half_of_the_keys": ([ZIGZAG], lambda x: torch.where(x.j < x.r, x.n >= x.C // 2, x.past)),
@@ -165,6 +166,12 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
         ALL_LAYOUTS,
         lambda x: x.j * x.C + x.n <= x.i + x.S - x.C,
         lambda x: x.c <= x.i + x.S - x.C,
+    ),
+    "positions_of_the_inner_layout": (
+        ALL_LAYOUTS,
+        lambda x: x.believed(
+            lambda r: torch.cat([x.case.positions(r), x.case.positions(r ^ 1)]).sort().values[r % 2 * x.C :][: x.C]
+        ),
     ),
     "groups_exchanged": (ALL_LAYOUTS, lambda x: x.believed(lambda r: x.case.positions([0, 2, 1, 3][r]))),
     "layout_undone_the_wrong_way": (
@@ -348,13 +355,41 @@ def test_query_heads_that_share_a_key_head():
     assert_same(on_paper(case, "group_mean"), right | {name: right[name] / 2 for name in KV})
     s = q @ case.whole()[1].mT / 2
     assert torch.allclose(on_paper(case, "group_sum_missing")["dv"], s.softmax(dim=-1).mT @ d_out)
-    first = dense(case, torch.ones(18, 18), *(x[:, :1] for x in case.whole()[1:3]))
-    assert_same(on_paper(case, "first_kv_head_only"), first, ["out", "lse", "dq"])
     four = replace(case, world_size=4, seq_len=24)  # rank r has query head r, and so a copy of K/V head r // 2
-    right = compute(four)
+    right, of_heads = compute(four), dense(four, torch.ones(24, 24), *(x[:, [0, 0, 1, 1]] for x in four.whole()[1:3]))
     assert_same(
         on_paper(four, "replicated_head_gradient_counted_twice"), right | {name: 2 * right[name] for name in KV}
     )
+    for number, kept in enumerate(([0, 2], [1, 3])):
+        found = on_paper(four, "replicated_head_gradient_not_summed", number)
+        assert_same(found, right | {name: of_heads[name][:, kept] for name in KV})
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "case", "heads"),  # the K/V head of each query head
+    [
+        ("first_kv_head_only", 0, Case(3, 18, heads=4), [0, 0, 0, 0]),
+        ("heads_interleaved", 0, Case(3, 18, heads=4), [0, 1, 0, 1]),
+        ("kv_heads_dealt_in_turn", 0, Case(3, 18, heads=4, kv_heads=4), [0, 3, 1, 2]),
+        ("kv_heads_dealt_in_turn", 0, Case(3, 18, heads=6, kv_heads=2), [0, 0, 1, 1, 0, 0]),
+        ("kv_heads_dealt_in_turn", 1, Case(3, 18, heads=6, kv_heads=2), [0, 1, 0, 1, 0, 1]),
+        ("kv_heads_dealt_in_turn", 1, Case(3, 18, heads=4, kv_heads=4), [0, 1, 2, 3]),
+    ],
+)
+def test_query_heads_meet_other_key_heads(name, number, case, heads):
+    expected = dense(case, torch.ones(18, 18), *(x[:, heads] for x in case.whole()[1:3]))
+    assert_same(on_paper(case, name, number), expected, ["out", "lse", "dq"])
+
+
+def test_out_comes_back_in_another_order():
+    case = Case(3, 18, True, "zigzag", heads=4, kv_heads=4)
+    right, runs = compute(case), torch.cat([case.positions(rank) for rank in range(3)]).argsort()
+    for name, outs in {
+        "heads_permuted_after_all_to_all": [right["out"][:, [0, 3, 1, 2]], right["out"][:, [0, 2, 3, 1]]],
+        "all_to_all_back_in_wrong_token_order": [right["out"][:, :, runs], right["out"][:, :, runs[runs]]],
+    }.items():
+        for number, out in enumerate(outs):
+            assert_same(on_paper(case, name, number), right | {"out": out})
 
 
 # Other keys, values and scales ----------------------------------------------------------------------------------------
@@ -373,6 +408,7 @@ IN_HAND = {  # the entry: for each variant the blocks of K and of V on rank r in
     "values_without_keys": [lambda r, t, P: (r + 0 * t, r - t)],
     "nothing_moves": [same(lambda r, t, P: r + 0 * t)],
     "overwritten_in_hand": [same(lambda r, t, P: r - (t + 1).clamp(max=P - 1))],
+    "slow_hop_a_round_early": [same(lambda r, t, P: torch.where(((r - t) % P == r ^ 1) & (P == 4), r + 2, r - t))],
     "gathered_in_order_of_arrival": [
         same(lambda r, t, P: t),
         lambda r, t, P: (t, r - t),
@@ -514,7 +550,7 @@ def test_the_lse_that_is_returned_in_base_2():
 
 def test_padding_counts_in_l():
     """A key of zeros adds e^0 = 1 to the sum of the weights, and nothing to that of the values."""
-    variants = [(n, where) for n in (8, None, 16, 64, 128) for where in ("seen", "every", "whole")]
+    variants = [(n, where) for n in (8, None, 64, 128) for where in ("seen", "every", "whole")]
     assert len(variants) == len(CATALOGUE["padding_unmasked"].variants)
     for case in (FULL, ZIGZAG, Case(3, 19, True)):
         x, lengths = Pairs(case), [len(case.positions(rank)) for rank in range(case.world_size)]

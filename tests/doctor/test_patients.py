@@ -41,8 +41,9 @@ def with_marks(some):
     """Names as parameters; those whose library is not installed are skipped."""
     of = {name: LIBRARIES.get(name.partition(":")[0], "torch") for name in some}
     missing = {name for name, library in of.items() if not find_spec(library)}
-    reason = "needs ring_doctor/patients/requirements.txt: see ring_doctor/patients/README.md"
-    return [pytest.param(name, marks=[pytest.mark.skip(reason)] * (name in missing)) for name in some]
+    skipped = pytest.mark.skip("needs ring_doctor/patients/requirements.txt: see ring_doctor/patients/README.md")
+    by_hand = {name for name in of if name != "torch_loop"}
+    return [pytest.param(n, marks=[skipped] * (n in missing) + [pytest.mark.exhaustive] * (n in by_hand)) for n in some]
 
 
 def test_the_table_is_that_of_the_results():
@@ -114,7 +115,6 @@ def test_a_patient_file_may_have_several_functions(tmp_path, monkeypatch):
     assert from_name("several_adapters:other", heads=8).heads == 8
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", with_marks([name for name in names() if name in LINES and name != "blog"]))
 def test_the_doctor_finds_what_the_table_says(name):
     patient = from_name(f"ring_doctor.patients.{name}")
@@ -125,7 +125,6 @@ def test_the_doctor_finds_what_the_table_says(name):
         assert set(LINES[name].get("mistake", [])) <= found
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", with_marks([path.stem for path in sorted(FINDINGS.glob("*.py"))]))
 def test_a_reproduction_shows_its_mistake(name, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", FINDINGS / f"{name}.py"]

@@ -1,4 +1,4 @@
-"""Every sick ring is wrong where it must be and right everywhere else; one from the table returns what paper says."""
+"""Real rings: a sick one is wrong exactly where it must be and has its name, a right one is healthy."""
 
 import contextlib
 from dataclasses import replace
@@ -6,21 +6,29 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ring_attn import ring_attention
 from ring_doctor import diagnosis
 from ring_doctor.answers import WRONG, judge
 from ring_doctor.calls import RankResults
 from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.diagnosis import diagnose
 from ring_doctor.examination import Examination
 from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import Question
 from ringlab.support.rounding import exact_attention
+from ringlab.training import backward, grouped_query, overlap
+from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
+from tests import mesh_patients
+from tests.attention import SEED
+from tests.examined import examined, examined_sick
 from tests.sick.plain_ring import ByAutograd, PlainRing
 from tests.sick.ring import MASKED, SickRing
 from tests.sick.table_ring import TableRing
-from tests.sick_rings import ALL, BY_HAND, OF_TABLE, UNKNOWN, of_table, sick
+from tests.sick_rings import ALL, BY_HAND, OF_TABLE, UNKNOWN, Sick
+from tests.ways import WAYS
 
 
 def options_of(case, takes):
@@ -28,26 +36,19 @@ def options_of(case, takes):
     return {**{name: value for name, value in each.items() if name in takes}, "scale": case.scale}
 
 
-def on_rank(context, attention, options, gradients, cases):
+def on_rank(context, attention, options, cases):
     """This rank's results of each case: out, lse if there is one, and the gradients."""
-    return [_one(context, attention, option, gradients, case) for option, case in zip(options, cases, strict=True)]
+    return [_one(context, attention, option, case) for option, case in zip(options, cases, strict=True)]
 
 
-def _one(context, attention, options, gradients, case):
+def _one(context, attention, options, case):
     q, k, v, d_out = (case.cut(x, context.rank).contiguous() for x in case.whole())
-    for x in (q, k, v):
-        x.requires_grad_(gradients)
-    out = attention(q, k, v, **options)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, **options)
     out, lse = out if isinstance(out, tuple) else (out, None)
-    results = {"out": out.detach()} | ({} if lse is None else {"lse": lse})
-    if gradients:
-        if out.requires_grad:
-            out.backward(d_out)
-        results |= {
-            f"d{name}": torch.zeros_like(x) if x.grad is None else x.grad
-            for name, x in zip("qkv", (q, k, v), strict=True)
-        }
-    return results
+    gradients = torch.autograd.grad(out, leaves, d_out, allow_unused=True, materialize_grads=True)
+    results = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    return {name: x.detach() for name, x in results.items() if x is not None}
 
 
 def cases_of(ring, world_size):
@@ -56,56 +57,54 @@ def cases_of(ring, world_size):
     cases = [case, replace(case, inputs="large", head_dim=8), replace(case, dtype=torch.bfloat16)]
     if ring.grouped:
         cases.append(replace(case, heads=2 * ring.heads, kv_heads=2, scale=0.7))
-    if not ring.equal_chunks and "contiguous" in ring.layouts:
+    if not ring.equal_chunks:
         cases.append(replace(case, seq_len=25))
     if ring.takes:
         cases += [replace(case, causal=True, layout=layout) for layout in LAYOUTS]
-        cases += [replace(case, layout=ring.layouts[-1])]
+        cases += [replace(case, layout=LAYOUTS[-1])]
     if ring.takes == MASKED:
         cases.append(replace(case, causal=True, layout="striped", window=5))
         cases.append(replace(case, causal=True, window=5, documents=(7, 9, 8)))
         cases.append(replace(case, layout="zigzag", documents=(7, 9, 8)))
-    return [case for case in cases if case.layout in ring.layouts or case.world_size == 1]
+    return cases
 
 
-def plain_answers(case):
-    """Without what fused kernels may round to 16 bits: that is more than most mistakes of 16 bits."""
-    if case.dtype != torch.bfloat16:
-        return case.right()
-    return exact_attention(*case.whole(), visible=case.visible(), scale=case.scale)
+def right_answers(case, plain):
+    """With `plain` without what fused kernels may round to 16 bits: that is more than most mistakes of 16 bits."""
+    if plain and case.dtype == torch.bfloat16:
+        return exact_attention(*case.whole(), visible=case.visible(), scale=case.scale)
+    return case.right()
 
 
 def verdicts(ranks, world_size, ring, attention):
     """For each case: the names of the results that are wrong, and the answer."""
     cases = cases_of(ring, world_size)
-    options = [options_of(case, ring.takes) for case in cases]
-    per_rank = ranks(world_size, on_rank, attention, options, ring.gradients, cases)
+    per_rank = ranks(world_size, on_rank, attention, [options_of(case, ring.takes) for case in cases], cases)
     for n, case in enumerate(cases):
-        answers = plain_answers(case) if ring.plain else case.right()
+        right = right_answers(case, ring.plain)
         whole = {name: case.join([results[n][name] for results in per_rank]) for name in per_rank[0][n]}
         answer = judge(Question(case), [RankResults(results[n]) for results in per_rank])
-        yield case, [name for name, x in whole.items() if not answers[name].accepts(x)], answer
+        yield case, [name for name, x in whole.items() if not right[name].accepts(x)], answer
 
 
 @pytest.mark.parametrize("name", {**BY_HAND, **UNKNOWN})
 @pytest.mark.parametrize("size", [3, *(pytest.param(P, marks=pytest.mark.exhaustive) for P in (1, 2, 4))])
 def test_a_sick_ring_is_wrong_exactly_where_it_must_be_and_its_entry_says_how(ranks, size, name, monkeypatch):
-    """That no other entry gives its numbers is asked in tests/doctor/test_catalogue.py."""
+    """That no other entry gives its numbers is asked in test_a_mistake_is_named."""
     answers = []
-    for case, wrong, answer in verdicts(ranks, size, ALL[name], sick(name)):
+    for case, wrong, answer in verdicts(ranks, size, ALL[name], Sick(name)):
         assert bool(wrong) == ALL[name].shows(case), f"{case.words()}: wrong are {wrong}"
         answers += [answer] if case.dtype == torch.float64 else []
     entry = name.partition("/")[0]
     if entry in CATALOGUE and any(answer.state == WRONG for answer in answers):
         monkeypatch.setattr(diagnosis, "CATALOGUE", {entry: CATALOGUE[entry]})
-        found = diagnosis.diagnose(Examination(from_function(sick(name), name=name), answers))
+        found = diagnose(Examination(from_function(Sick(name), name=name), answers))
         assert (found.names, found.part) == ({entry}, "")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("ring", [PlainRing, ByAutograd, TableRing])
-def test_the_plain_ring_without_a_mistake_is_right(ranks, size, ring):
-    for case, wrong, _ in verdicts(ranks, size, SickRing(ring.attention, takes=MASKED), ring.attention):
+def test_the_plain_ring_without_a_mistake_is_right(ranks, ring):
+    for case, wrong, _ in verdicts(ranks, 3, SickRing(ring.attention, takes=MASKED), ring.attention):
         assert not wrong, case.words()
 
 
@@ -129,28 +128,84 @@ def asked_of_table(P, entry):
     return cases
 
 
-def is_wrong(case, results):
-    return not all(right.accepts(results[name].to(right.dtype)) for name, right in case.right().items())
+def wrong_on_paper(cases, steps):
+    """Of these cases those in which a ring of these steps is wrong, with its results."""
+    for case in cases:
+        with contextlib.suppress(NotOnPaper):
+            results = compute(case, steps)
+            if not all(right.accepts(results[name].to(right.dtype)) for name, right in case.right().items()):
+                yield case, results
 
 
-MANY = 2  # cases in which a mistake shows
 OTHERS = {name.partition("/")[0] for name in BY_HAND}  # entries with a ring that knows nothing of the table
-IN_CI = [pytest.param(n, marks=pytest.mark.exhaustive if ":" in n or n in OTHERS else ()) for n in OF_TABLE]
 
 
-@pytest.mark.parametrize("name", IN_CI)
+def in_ci(name):
+    entry, _, variant = name.partition(":")
+    return variant == "0" and entry not in OTHERS
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if in_ci(n) else pytest.mark.exhaustive) for n in OF_TABLE])
 def test_a_ring_from_the_table_returns_its_numbers(ranks, name):
     """Over real messages, as the ring on paper without any: so it has this name, and maybe others too."""
     entry, _, variant = name.partition(":")
-    steps, computed = replace(CATALOGUE[entry].variants[int(variant or 0)](RIGHT), autograd=True), {}
-    for case in asked_of_table(4, entry):
-        with contextlib.suppress(NotOnPaper):
-            computed[case] = compute(case, steps)
-    fit = [case for case, results in computed.items() if is_wrong(case, results)][:MANY]
-    assert fit, "the mistake shows nowhere"
-    per_rank = ranks(4, on_rank, of_table(name), [options_of(case, MASKED) for case in fit], True, fit)
-    for n, case in enumerate(fit):
-        for key in per_rank[0][n]:
-            x = case.join([results[n][key] for results in per_rank])
-            near, on_paper = max(1e-9, 2 * torch.finfo(x.dtype).eps), computed[case][key].to(x.dtype)
-            assert torch.allclose(x, on_paper, rtol=near, atol=near, equal_nan=True), f"{key} with {case.words()}"
+    steps = replace(CATALOGUE[entry].variants[int(variant)](RIGHT), autograd=True)
+    case, on_paper = next(wrong_on_paper(asked_of_table(4, entry), steps))
+    per_rank = ranks(4, on_rank, Sick(name), [options_of(case, MASKED)], [case])
+    for key in per_rank[0][0]:
+        x = case.join([results[0][key] for results in per_rank])
+        near = max(1e-9, 2 * torch.finfo(x.dtype).eps)
+        assert torch.allclose(x, on_paper[key].to(x.dtype), rtol=near, atol=near, equal_nan=True), key
+
+
+# From all questions --------------------------------------------------------------------------------------------------
+
+
+NAMED = [name for name in BY_HAND if name != "float32_inside"]
+IN_CI = "base_2_as_natural"  # it has gradients that float32 cannot hold
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == IN_CI else pytest.mark.exhaustive) for n in NAMED])
+def test_a_mistake_is_named(ranks, name):
+    found = diagnose(examined_sick(ranks, name, worlds=(4,)))
+    assert (found.names, found.part) == ({name.split("/")[0]}, "")
+
+
+def test_float32_inside_is_a_remark_and_no_mistake(ranks):
+    found = examined_sick(ranks, "float32_inside", worlds=(1, 3))
+    assert diagnose(found) is None
+    assert any("computes in float32" in remark for remark in found.remarks)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_mistake_that_is_not_in_the_catalogue_gets_no_name_of_it(ranks, name):
+    """On rank 0 the ring without a merge is as one that was never called."""
+    found = diagnose(examined_sick(ranks, name, worlds=(2, 3)))
+    assert found
+    assert found.names == ({"never_called"} if name == "no_merge_on_rank_0" else set())
+
+
+FORWARD = {"gradients": False, "grouped": False}
+HEALTHY = {  # PyTorch's loop is in test_patients.py
+    "hybrid": (mesh_patients.hybrid, {"setup": mesh_patients.setup}),
+    "flash_ring": (ring_flash_attention, {}),
+    "ring_attn": (ring_attention, FORWARD),
+    "overlap": (overlap.ring_attention, FORWARD),
+    "backward": (backward.ring_attention, {"grouped": False}),
+    "grouped_query": (grouped_query.ring_attention, {}),
+    "all_gather": (WAYS["all-gather"], {}),
+    "all_to_all": (WAYS["all-to-all"], {}),
+    "double_ring": (mesh_patients.double_ring, {"setup": mesh_patients.setup}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "hybrid" else pytest.mark.exhaustive) for n in HEALTHY]
+)
+def test_a_right_ring_is_healthy(ranks, name):
+    function, claims = HEALTHY[name]
+    found = examined(ranks, function, 1000 * SEED, **claims, worlds=(1, 4) if name == "hybrid" else (1, 3, 4))
+    sick = [answer for answer in found.answers if answer.state not in ("ok", "refused")]
+    assert found.healthy, "\n".join(f"{answer.question.words()}: {answer.says or answer.wrong}" for answer in sick)
+    assert diagnose(found) is None

@@ -212,13 +212,13 @@ def test_on_paper_a_ring_without_a_mistake_is_right():
 
 def test_every_mistake_shows_somewhere_and_no_two_are_alike():
     numbers = {}
-    for mistake in MISTAKES:
+    for mistake in MISTAKES.values():
         for variant in mistake.variants:
             found = [(case, compute_states(case, variant(RIGHT_STATES))) for case in cases()]
             bad = [not case.right()[n].accepts(x) for case, results in found for n, x in results.items()]
             assert any(bad), mistake.name
             numbers.setdefault(tuple(float(x.sum()) for _, results in found for x in results.values()), mistake.name)
-    assert len(numbers) == sum(len(mistake.variants) for mistake in MISTAKES)
+    assert len(numbers) == sum(len(mistake.variants) for mistake in MISTAKES.values())
 
 
 def test_what_a_function_of_states_is_given():

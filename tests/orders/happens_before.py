@@ -8,16 +8,24 @@ with a vector clock for each rank: how many steps of each rank are over, as far 
 
 A message is a rendezvous (blocking_messages.py): it moves when both ends have begun. From its beginning to the wait it
 may read or write its cells at any time.
+
+    $ python -m tests.orders.happens_before
+    a hop of 3 ranks, all send first: these ranks wait for ever: [0, 1, 2]
+    a hop of 3 ranks, even ranks send first: right in every order
+    the block is written again before the wait for its send: rank 0 writes x while rank 0 sends it
+    the block is written again after it: right in every order
+
 Source: Lamport 1978, "happened before"; Mattern 1989, vector clocks.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import inf
 
-from ringlab.basics.blocking_messages import Program, Send
+from ringlab.basics.blocking_messages import Program, Send, ring_programs
 
 Cells = tuple[str, ...]
 
@@ -178,3 +186,19 @@ def of_blocking(programs: Sequence[Program]) -> list[list[Step]]:
         ]
         for program in programs
     ]
+
+
+def main() -> int:
+    hop = {name: of_blocking(ring_programs(3, even_odd=name != "all")) for name in ("all", "even ranks")}
+    send, write, wait, receives = Isend(1, ("x",)), Use(("x",), writes=True), Wait((0,)), [Irecv(0), Wait((0,))]
+    cases = {f"a hop of 3 ranks, {name} send first": programs for name, programs in hop.items()}
+    cases["the block is written again before the wait for its send"] = [[send, write, wait], receives]
+    cases["the block is written again after it"] = [[send, wait, write], receives]
+    found = [check(programs) for programs in cases.values()]
+    for name, bad in zip(cases, found, strict=True):
+        print(f"{name}: {bad or 'right in every order'}")
+    return 0 if list(map(bool, found)) == [True, False, True, False] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

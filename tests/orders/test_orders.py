@@ -1,5 +1,7 @@
 """Rings of this project are right in every order of their steps, and each of their waits and flags is needed."""
 
+from textwrap import indent
+
 import pytest
 
 from ringlab.basics.blocking_messages import ring_programs, simulate_messages
@@ -7,6 +9,7 @@ from ringlab.training.double_ring import DoubleRing
 from ringlab.training.masks import Mask
 from ringlab.training.schedule import Ring
 from ringlab.training.shared_memory import SharedMemory, TwoLevels
+from tests.orders import happens_before
 from tests.orders.every_order import FLAGS, Scheduled, blocking, programs, rings_of
 from tests.orders.happens_before import Await, Irecv, Isend, Raise, Use, Wait, check, of_blocking
 
@@ -70,6 +73,11 @@ def test_it_says_what_the_simulator_says_of_one_order(even_odd):
     for world_size in range(2, 9):
         steps = ring_programs(world_size, hops=2, even_odd=even_odd)
         assert bool(check(of_blocking(steps))) == bool(simulate_messages(steps).waits_for) == (not even_odd)
+
+
+def test_the_demonstration_says_what_its_docstring_shows(capsys):
+    assert happens_before.main() == 0
+    assert indent(capsys.readouterr().out, "    ") in happens_before.__doc__
 
 
 # The rings -----------------------------------------------------------------------------------------------------------

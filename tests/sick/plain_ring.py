@@ -42,7 +42,6 @@ class PlainRing:
     """The steps. `attention` is the ring: it returns out and lse."""
 
     autograd = False
-    skips = False  # blocks that no query of this rank sees
 
     @classmethod
     def attention(cls, q, k, v, **options):
@@ -81,17 +80,12 @@ class PlainRing:
         """The block of round t + 1, for the block of round t: (2, B, G, C, D)."""
         return Hop.apply(kv, (*kv.shape[:3], self.lengths[(self.rank - t - 1) % self.P], kv.shape[4]), self.group)
 
-    def in_hand(self, kv, own, t):
-        """What the rank takes for K and V of block r - t."""
-        return kv
-
     def blocks(self, k, v):
-        own = torch.stack((k, v))
-        kv = own
+        kv = torch.stack((k, v))
         for t in range(self.P):
             if t:
                 kv = self.hop(kv, t - 1)
-            yield t, self.in_hand(kv, own, t)
+            yield t, kv
 
     def scores(self, q, k, seen):
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
@@ -112,8 +106,6 @@ class PlainRing:
         q, out, lse = q.to(accumulation_dtype(q.dtype)), None, None
         for t, (k_j, v_j) in self.blocks(k, v):
             seen = self.seen((self.rank - t) % self.P)
-            if self.skips and not seen.any():
-                continue
             block = self.attend(q, k_j.to(q.dtype), v_j.to(q.dtype), seen)
             out, lse = (*block,) if out is None else self.merge(out, lse, *block, t)
         unseen = lse <= HIDDEN / 2

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from ringlab.support.agreement import agree
-from ringlab.training.layouts import LAYOUTS
 
 MASKED = ("causal", "layout", "documents", "window")
 CAUSAL = ("causal", "layout")
-ON_MESH = (*CAUSAL, "mesh")  # without a group: its mesh has all ranks of the job
 
 
 def always(case):
@@ -30,26 +28,17 @@ class SickRing:
     base: Callable[..., Any]  # a right ring: (q, k, v, **options) -> out, or (out, lse)
     patch: Callable[[], AbstractContextManager] = nullcontext  # makes it sick; a new one in each pass
     shows: Callable[[Any], bool] = from_2
-    takes: tuple[str, ...] = ()  # besides scale and group: CAUSAL, MASKED or ON_MESH
-    layouts: tuple[str, ...] = LAYOUTS
-    causal: tuple[bool, ...] = (False, True)  # with CAUSAL and MASKED: what it is made for
-    gradients: bool = True
+    takes: tuple[str, ...] = ()  # besides scale and group: CAUSAL or MASKED
     grouped: bool = True
     heads: int = 2  # the least with which it is asked; an all-to-all needs one for each rank
     equal_chunks: bool = False  # refuses chunks of different lengths
     plain: bool = False  # its 16-bit results are judged as those of plain code: a fused kernel may round more
-    equals: tuple[str, ...] = ()  # other mistakes that give the same numbers in every question, by mathematics
-    in_forward: bool = True
-    in_backward: bool = True
+    in_forward: bool = True  # and in the backward pass; False: in the backward pass only
 
     def __call__(self, q, k, v, *, group=None, **options):
         if self.equal_chunks and len(lengths := set(agree(lambda: k.shape[2], group))) > 1:
             raise ValueError(f"chunks of {sorted(lengths)} tokens; expected one length on all ranks")
-        options = {"group": group, **options}
-        if not self.gradients:
-            with torch.no_grad(), self.patch():
-                return self.base(q, k, v, **options)
-        out, lse = Scoped.apply(q, k, v, self, options)
+        out, lse = Scoped.apply(q, k, v, self, {"group": group, **options})
         return out if lse is None else (out, lse)
 
 
@@ -70,6 +59,6 @@ class Scoped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, _):
-        with ctx.sick.patch() if ctx.sick.in_backward else nullcontext():
+        with ctx.sick.patch():
             gradients = torch.autograd.grad(ctx.result, ctx.inputs, d_out, retain_graph=True, allow_unused=True)
         return *gradients, None, None
