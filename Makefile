@@ -62,7 +62,7 @@ bench: $(READY)  # measure again; takes about an hour and a half and wants a qui
 	$(BIN)/python -m bench.compare  # says what moved since the last commit by more than the noise
 
 SITE := $(VENV)/site-ready
-site: $(SITE)  # the book, as pages in site/; nothing is fetched while it is built or read
+site: $(SITE)  # the book, as pages in site/, in some minutes; nothing is fetched while it is built or read
 	OMP_NUM_THREADS=1 $(BIN)/python -m book
 
 site-serve: site  # look at it: http://localhost:8000

@@ -275,7 +275,7 @@ def test_the_xray_shows_every_tile_of_a_report_and_refuses_other_files(watched):
         page.set_input_files("[name=file]", [])
 
 
-PLANS = [("llama-3.1-8b", "h100", 1, 131072), ("qwen2.5-7b", "l40s", 2, 32768), ("llama-3.1-405b", "h200", 2, 131072)]
+PLANS = [("llama-3.1-8b", "h100", 1, 131072), ("llama-3.1-405b", "h200", 2, 131072)]
 
 
 def test_the_planner_says_what_its_command_prints(watched, numbers, capsys):

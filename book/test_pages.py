@@ -16,8 +16,7 @@ AXE = Path(__file__).parent / "vendor/axe.min.js"
 ROAD = sorted(f"notebooks/{path.name}" for path in SITE.glob("notebooks/0[1-8]_*.html"))
 EXPLORERS = ("ring.html", "deadlock.html", "solve.html", "xray.html", "planner.html")
 LOOKED_AT = [  # in light and dark, and in three widths
-    *("index.html", *EXPLORERS, "docs/glossary.html", "ring_attn.py.html", "notebooks/04_the_ring.html"),
-    "zh-CN/notebooks/05_backward.html",
+    *("index.html", *EXPLORERS, "ring_attn.py.html", "notebooks/04_the_ring.html", "zh-CN/notebooks/05_backward.html")
 ]
 TOO_WIDE = """() => Math.max(document.documentElement.scrollWidth - innerWidth,
   ...[...document.querySelectorAll(".content")].map((each) => each.scrollWidth - each.clientWidth))"""  # pixels

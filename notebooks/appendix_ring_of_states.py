@@ -16,7 +16,7 @@
 # - say what a rank's tokens do to the state, in one line, and hand the state on in three ways,
 # - send its gradient back, and name the mistake that only the last rank does not see.
 #
-# Before it: chapters 1 to 8. It takes 19 minutes to read, and 15 for the exercises.
+# Before it: chapters 1 to 8. It takes 20 minutes to read, and 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -25,9 +25,11 @@ import torch
 from figures import state_ring as picture
 from notebooks import workers
 from notebooks.checks.ring_of_states import check_scan_steps, check_state_gradient, check_two_maps
+from notebooks.show import print_source
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.support.processes import launch
 from ringlab.training.linear_attention import Map, linear_attention, recurrence
+from ringlab.training.state_ring import by_hops
 
 P = 4
 torch.set_printoptions(precision=3, sci_mode=False)
@@ -117,8 +119,17 @@ for rank in range(P):
 # | scan | up to $\lceil \log_2 P \rceil$ maps | $\lceil \log_2 P \rceil$ |
 # | gather | $P - 1$ maps | 1 |
 #
-# By **hops** a rank waits for the state, maps it and sends it on. In a **scan** all ranks work at once: rank $r$ gets a map from rank
-# $r - 1$, then from $r - 2$, then from $r - 4$. So it has the map of 2 ranks, then of 4, then of 8. **Gather** gives everyone all maps. The picture is drawn from the messages of two runs on 8 ranks.
+# By **hops** a rank waits for the state, maps it and sends it on. Here is this ring, as it is in
+# [state_ring](../ringlab/training/state_ring.py). `chain` lists the ranks in the order of the sequence, `maps` are those of this rank's
+# runs of tokens. Contiguous chunks have one run a rank.
+
+# %%
+print_source(by_hops)
+
+# %% [markdown]
+# In a **scan** all ranks work at once: rank $r$ gets a map from rank $r - 1$, then from $r - 2$, then from $r - 4$. So it has the map of
+# 2 ranks, then of 4, then of 8. **Gather** gives everyone all maps. It is the default of `ringlab.ring_linear_attention`: one step, and
+# the maps are small. The picture is drawn from the messages of two runs on 8 ranks.
 
 # %%
 picture.draw()

@@ -41,12 +41,12 @@ def ranks_of(shape):
 
 
 TRIED = {  # the ranks of a way: one, odd, even; rows and ranks of a row, alone and together
-    "ring": [1, 2, 3, 5],
+    "ring": [1, 2, 5],
     "all-gather": [1, 3],
     "all-to-all": [1, 3, 5],
-    "hybrid": [(1, 3), (3, 1), (2, 2), (2, 3)],
-    "double ring": [(1, 3), (3, 1), (3, 2)],
-    "shared memory": [1, 5],  # few: most of the code of these two is that of other ways
+    "hybrid": [(1, 3), (3, 1), (2, 3)],
+    "double ring": [(1, 3), (3, 2)],
+    "shared memory": [5],  # few: most of the code of these two is that of other ways
     "two levels": [(3, 2)],
 }
 SOME = [("ring", 3), ("all-gather", 3), ("all-to-all", 3), ("hybrid", (2, 2)), ("double ring", (3, 2))]

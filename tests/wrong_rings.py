@@ -49,12 +49,6 @@ FLASH = {
 right_to_tokens = Exchange.to_tokens
 
 
-def order_of_rank(partition, ranks):
-    """The tokens stay as they come: those of the first rank, those of the second, ..."""
-    lengths = [partition.lengths[rank] for rank in ranks]
-    return torch.arange(sum(lengths)).split(lengths)
-
-
 def back_as_they_came(exchange, wholes):
     """Out goes back as if its tokens were in order of rank."""
     if len(wholes) == 3:

@@ -68,19 +68,15 @@ class HostMemory:
                 raise ValueError(f"memory of rank {rank} cannot be opened: {error}; use the schedule Ring") from None
             self.fds += self.parts_of[rank]
 
-    def part(self, which: int, rank: int, end: int) -> Tensor:
-        """The bytes of a part of a rank's memory, `end` of them at least. Its owner makes it longer if need be."""
-        if (which, rank) not in self.views or len(self.views[which, rank]) < end:
+    def numbers(self, which: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
+        """So many numbers of a part of a rank's memory. Its owner makes it longer if need be."""
+        size = count * dtype.itemsize
+        if (which, rank) not in self.views or len(self.views[which, rank]) < size:
             fd = self.parts_of[rank][which]
             if rank == self.rank:
-                os.ftruncate(fd, end)
-            self.views[which, rank] = torch.frombuffer(mmap.mmap(fd, end), dtype=torch.uint8)
-        return self.views[which, rank]
-
-    def numbers(self, which: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
-        """So many numbers of a part of a rank's memory."""
-        size = count * dtype.itemsize
-        return self.part(which, rank, size)[:size].view(dtype)
+                os.ftruncate(fd, size)
+            self.views[which, rank] = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        return self.views[which, rank][:size].view(dtype)
 
     def raise_flag(self, flag: int, to: int) -> None:
         """Tell rank `to` something. Raises RuntimeError if it has ended, but for READ: it writes its memory no more."""

@@ -118,9 +118,10 @@ def record(
             if ring is not None:
                 watches.enter_context(_watch(ring.__globals__, "attend", "compute", lambda state, q, k, v: [k]))
             yield events
-        mine = [
-            (what, t, _which(first.cpu(), firsts), start, end, size) for what, t, start, end, size, first in _recording
-        ]
+        mine = []
+        for what, t, start, end, size, first in _recording:
+            block = next((j for j, other in enumerate(firsts) if torch.equal(first.cpu(), other)), -1)  # -1: no rank's
+            mine.append((what, t, block, start, end, size))
         seen = agree(lambda: (platform.node(), begin, mine), group)
     finally:
         _recording = None
@@ -128,10 +129,6 @@ def record(
         zero = min(begin for other, begin, _ in seen if other == host)
         for what, t, block, start, end, size in spans:
             events.append(Event(rank, what, t, block, start - zero, end - zero, size))
-
-
-def _which(first: Tensor, firsts: list[Tensor]) -> int:
-    return next((block for block, other in enumerate(firsts) if torch.equal(first, other)), -1)  # -1: no rank's block
 
 
 def save(events: list[Event], path: Path) -> None:

@@ -16,7 +16,7 @@ of 2·D.
     ok    out: largest error 3.5e-07, rounding allows 8.0e-06 (float32 sums)
     ...
 
-docs/use.md shows it as the attention of a model. The targets are shifted by one before the tokens are dealt out, and
+docs/your_model.md shows it as the attention of a model. Targets are shifted by one before the tokens are dealt out, and
 positions are those of the layout: others are wrong without an error.
 
 Each rank's loss is its part of the whole loss, so the gradient of a weight is the sum over the ranks. all_reduce sums.

@@ -5,6 +5,7 @@ variants has a line for each of them, in their order; None leaves a variant out.
 tests/sick that knows nothing of the catalogue.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +23,12 @@ FULL, CAUSAL = Case(4, 24, heads=4), Case(4, 24, True, heads=4)
 ALL_LAYOUTS = [replace(CAUSAL, layout=layout) for layout in LAYOUTS]
 ZIGZAG, STRIPED = ALL_LAYOUTS[1:]
 EVERY = [FULL, replace(FULL, world_size=3), *ALL_LAYOUTS]
-KV = ("dk", "dv")
+KV, SIXTEEN = ("dk", "dv"), (torch.bfloat16, torch.float16)
 
 
 def dense(case, counts, k=None, v=None, scale=None):
     """All results of one softmax in which query p has key c counts[p, c] times, for K and V, or for these."""
-    q, own_k, own_v, d_out = case.whole()
+    q, own_k, own_v, d_out = (x.double() for x in case.whole())
     k, v = own_k if k is None else k, own_v if v is None else v
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     q, k, v = leaves[0], *(x.repeat_interleave(case.heads // x.shape[1], dim=1) for x in leaves[1:])
@@ -38,6 +39,10 @@ def dense(case, counts, k=None, v=None, scale=None):
     gradients = torch.autograd.grad(out, leaves, d_out)
     lse = (l.log() + s.amax(dim=-1, keepdim=True))[..., 0].detach()
     return {"out": out.detach(), "lse": lse, **dict(zip(("dq", *KV), gradients, strict=True))}
+
+
+def narrow(x, dtype):
+    return x.to(dtype).double()
 
 
 def assert_same(found, expected, names=None):
@@ -68,8 +73,9 @@ class Pairs:
         self.r, self.j = rank[:, None], rank[None]  # the rank of the query, and the block of the key
         self.i, self.n = place[:, None], place[None]
         self.p, self.c = torch.arange(S)[:, None], torch.arange(S)[None]
-        self.far, self.own = self.r != self.j, self.r == self.j
+        self.far, self.own, self.striped = self.r != self.j, self.r == self.j, self.case.layout == "striped"
         self.past, self.last = self.c <= self.p, self.j == (self.r + 1) % P  # the block of the last round
+        self.round = (self.r - self.j) % P
 
     def at(self, rank, place):
         """The positions of these places on these ranks."""
@@ -88,6 +94,16 @@ class Pairs:
         tiles[self.r.expand_as(pairs)[pairs], self.j.expand_as(pairs)[pairs]] = True
         return tiles[self.r, self.j]
 
+    def last_met(self, dim):
+        """The pairs of the last round in which a query (dim 1) or a key (dim 0) is in a tile that is not hidden."""
+        rounds = torch.where(self.met(self.seen), self.round, -1)
+        return self.round == rounds.amax(dim=dim, keepdim=True)
+
+    def whole_parts(self):
+        """All pairs of a query that sees a key of the block and a key that a query of the rank sees."""
+        seen, own = self.seen.double(), self.own.double()
+        return (seen @ own > 0) & (own @ seen > 0)
+
     def of_layout(self, layout):
         return self.believed(lambda rank: positions(layout, self.S, rank, self.P))
 
@@ -102,8 +118,8 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
     "chunk_index_under_zigzag": (ALL_LAYOUTS, lambda x: torch.where(x.own, x.n <= x.i, x.j < x.r)),
     "striped_diagonal_kept": ([STRIPED], lambda x: torch.where(x.j > x.r, x.n <= x.i, x.past)),
     "other_half_of_the_keys": ([ZIGZAG], lambda x: torch.where(x.j < x.r, x.n >= x.C // 2, x.past)),
-    "opposite_block_twice": (EVERY, lambda x: x.seen * (1 + (2 * ((x.r - x.j) % x.P) == x.P).int())),
-    "opposite_block_missed": (EVERY, lambda x: x.seen & (2 * ((x.r - x.j) % x.P) != x.P)),
+    "opposite_block_twice": (EVERY, lambda x: x.seen * (1 + (2 * x.round == x.P).int())),
+    "opposite_block_missed": (EVERY, lambda x: x.seen & (2 * x.round != x.P)),
     "next_host_missing": ([FULL, *ALL_LAYOUTS], lambda x: x.seen & (x.r // 2 == x.j // 2)),
     "key_lost_at_a_border": (
         EVERY,
@@ -114,13 +130,22 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
         lambda x: x.seen & ((x.j != x.r - 1) | (x.n != x.C - 1) | (not x.case.causal)),
     ),
     "causal_unasked": ([FULL, replace(FULL, world_size=3)], lambda x: x.past),
-    "mask_forgotten": (ALL_LAYOUTS, lambda x: x.past | True),
-    "causal_per_block": (ALL_LAYOUTS, lambda x: x.n <= x.i, lambda x: (x.n <= x.i) & x.met(x.past)),
+    "mask_forgotten": (ALL_LAYOUTS, *[lambda x: x.past | True] * 2),
+    "causal_per_block": (ALL_LAYOUTS, *[lambda x: x.n <= x.i, lambda x: (x.n <= x.i) & x.met(x.past)] * 2),
     "halves_swapped": ([ZIGZAG], lambda x: x.believed(lambda r: x.case.positions(r).roll(3))),
-    "only_own_masked": (ALL_LAYOUTS, lambda x: x.far | x.past),
+    "only_own_masked": (ALL_LAYOUTS, *[lambda x: x.far | x.past] * 2),
     "own_block_unmasked": (ALL_LAYOUTS, lambda x: x.past | x.own),
-    "diagonal_hidden": (ALL_LAYOUTS, lambda x: x.c < x.p),
-    "next_token_seen": (ALL_LAYOUTS, lambda x: x.c <= x.p + 1),
+    "diagonal_hidden": (
+        ALL_LAYOUTS,
+        lambda x: x.c < x.p,
+        lambda x: torch.where(x.own | (x.striped & (x.j < x.r)), x.n < x.i, x.past),
+        lambda x: torch.where(x.own | x.striped, x.n < x.i - (x.j > x.r).int(), x.past),
+    ),
+    "next_token_seen": (
+        ALL_LAYOUTS,
+        lambda x: x.c <= x.p + 1,
+        lambda x: torch.where(x.own, x.c <= x.p + 1, x.past),
+    ),
     "last_tile_lost": (
         [Case(2, 258), Case(2, 258, True, "striped")],
         *(lambda x, kept=kept: x.seen & (x.n < kept) for kept in (128, 128, 129)),
@@ -136,7 +161,11 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
     "striped_diagonal_lost": ([STRIPED], lambda x: x.past & ~((x.j < x.r) & (x.n == x.i))),
     **{f"positions_of_{layout}": (ALL_LAYOUTS, lambda x, to=layout: x.of_layout(to)) for layout in LAYOUTS},
     "window_ignored": (WINDOWED, lambda x: x.past),
-    "window_one_more": (WINDOWED, lambda x: x.past & (x.c >= x.p - x.w)),
+    "window_one_more": (
+        WINDOWED,
+        lambda x: x.past & (x.c >= x.p - x.w),
+        lambda x: x.past & (x.c >= x.p - x.w) & x.met(x.seen),
+    ),
     "window_one_less": (WINDOWED, lambda x: x.past & (x.c > x.p - x.w + 1)),
     "window_in_the_own_block_only": (
         WINDOWED,
@@ -270,17 +299,18 @@ def test_a_run_of_the_gradient_in_the_place_of_the_layout():
 # Gradients from wrong weights, from a wrong δ, or without some of their parts ----------------------------------------
 
 
-def by_the_formula(case, p_of=None, delta_of=None, of_q=1, of_kv=1, to=None):
+def by_the_formula(case, p_of=None, delta_of=None, of_q=1, of_kv=1, to=None, seen=None):
     """dq, dk and dv from whole matrices (B, H, S, S): weights, and δ, which may differ from key to key.
 
     The pairs of a query and a key that count in dq, and in dk and dv; and the key `to` that gets a pair's part of them.
     """
-    q, k, v, d_out = case.whole()
+    q, k, v, d_out = (x.double() for x in case.whole())
     x, right = Pairs(case), dense(case, case.visible().double())
-    p = ((q @ k.mT / 2).masked_fill(~case.visible(), -math.inf) - right["lse"][..., None]).exp()
-    d_p, of_block = d_out @ v.mT, (x.j[0] == x.j[0][:, None]).double()
+    hidden = ~case.visible() if seen is None else ~seen
+    p = ((q @ k.mT / 2).masked_fill(hidden, -math.inf) - right["lse"][..., None]).exp()
+    d_p, of_block = d_out @ v.mT, x.own.double()
     sums = (p @ of_block).clamp(min=1e-300)  # the weights of the key's whole block
-    delta, per_block = (p * d_p).sum(dim=-1, keepdim=True), (p * d_p) @ of_block
+    delta, per_block = (d_out * right["out"]).sum(dim=-1, keepdim=True), (p * d_p) @ of_block
     weights = p_of(p, p / sums) if p_of else p
     d_s = weights * (d_p - (delta_of(delta, per_block, per_block / sums) if delta_of else delta)) / 2
     moved = torch.nn.functional.one_hot(x.c.expand_as(x.seen) if to is None else to, case.seq_len).double()
@@ -301,10 +331,15 @@ FORMULA = {  # the entry: what of the formula is another, for the pairs x
     "own_queries_only": lambda x: {"of_kv": x.own},
     "dq_of_the_own_block": lambda x: {"of_q": x.own},
     "dq_of_the_last_round": lambda x: {"of_q": x.last},
+    "dq_of_the_last_round:1": lambda x: {"of_q": x.last_met(1)},
     "dk_dv_of_the_last_round": lambda x: {"of_kv": x.last},
+    "dk_dv_of_the_last_round:1": lambda x: {"of_kv": x.last_met(0)},
     "host_sum_not_added": lambda x: {"of_kv": x.r // 2 == x.j // 2 if x.P == 4 else 1},
+    "host_sum_not_added:1": lambda x: {"of_kv": x.r // 2 != x.j // 2 if x.P == 4 else 1},
     "block_left_out_in_backward": lambda x: {"of_q": ~x.last, "of_kv": ~x.last},
     "block_left_out_in_backward:1": lambda x: {"of_q": x.far, "of_kv": x.far},
+    "mask_forgotten_in_backward": lambda x: {"seen": x.seen | True},
+    "mask_forgotten_in_backward:1": lambda x: {"seen": x.whole_parts()},
     "gradients_travel_other_way": lambda x: {"to": x.at(2 * x.r - x.j, x.n)},
     "gradients_stay_where_they_are_computed": lambda x: {"to": x.at(x.r, x.n)},
 }
@@ -347,6 +382,25 @@ def test_delta_of_another_rank(number):
         delta = (d_out[:, :, of_d_out] * out[:, :, of_out]).sum(dim=-1)
         expected = by_the_formula(case, delta_of=lambda *_, delta=delta: delta)
         assert_same(on_paper(case, "delta_of_another_rank", number), expected)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_gradients_are_summed_in_16_bits_in_the_order_of_their_rounds(dtype):
+    """What rank r adds to block j, or block j to the rows of rank r, is added in these orders of r - j."""
+    case = Case(4, 24, heads=2, dtype=dtype)
+    rounds, q_first, own_last = [0, 1, 2, 3], [3, 2, 1, 0], [1, 2, 3, 0]
+    variants = ((dtype, rounds), (torch.bfloat16, rounds), (dtype, None))
+    pairs = [Pairs(case).round == t for t in rounds]
+    of_round = [by_the_formula(case, of_q=of_pairs, of_kv=of_pairs) for of_pairs in pairs]
+    for entry, names, last_order in (("gradients_in_16_bits", KV, own_last), ("dq_in_16_bits", ("dq",), q_first)):
+        for number, (to, order) in enumerate(variants):
+            found = on_paper(case, entry, number)
+            for name in names:
+                total = torch.zeros(())
+                for t in order or last_order:
+                    part = of_round[t][name]
+                    total = narrow(total + (part if order else narrow(part, to)), to)
+                assert torch.equal(found[name], total), (entry, number, name)
 
 
 def test_query_heads_that_share_a_key_head():
@@ -407,7 +461,10 @@ IN_HAND = {  # the entry: for each variant the blocks of K and of V on rank r in
     "keys_without_values": [lambda r, t, P: (r - t, r + 0 * t)],
     "values_without_keys": [lambda r, t, P: (r + 0 * t, r - t)],
     "nothing_moves": [same(lambda r, t, P: r + 0 * t)],
-    "overwritten_in_hand": [same(lambda r, t, P: r - (t + 1).clamp(max=P - 1))],
+    "overwritten_in_hand": [
+        same(lambda r, t, P: r - (t + 1).clamp(max=P - 1)),
+        same(lambda r, t, P: r - torch.where(t > 0, (t + 1).clamp(max=P - 1), 0)),
+    ],
     "slow_hop_a_round_early": [same(lambda r, t, P: torch.where(((r - t) % P == r ^ 1) & (P == 4), r + 2, r - t))],
     "gathered_in_order_of_arrival": [
         same(lambda r, t, P: t),
@@ -445,6 +502,19 @@ def test_keys_and_values_are_exchanged():
     assert_same(on_paper(FULL, "keys_and_values_exchanged", 2), expected, ["out", "lse", "dq"])
 
 
+def test_keys_and_values_are_rounded_when_they_are_sent():
+    k, v = FULL.whole()[1:3]
+    for number, dtype in enumerate((torch.bfloat16, torch.bfloat16, torch.float16, torch.float16)):
+        found = on_paper(FULL, "sent_in_16_bits", number)
+        for rank in range(4):
+            own = Pairs(FULL).own[6 * rank, :, None]
+            expected = dense(FULL, torch.ones(24, 24), *(torch.where(own, x, narrow(x, dtype)) for x in (k, v)))
+            for name in ("out", "lse", "dq"):
+                assert torch.allclose(FULL.cut(found[name], rank), FULL.cut(expected[name], rank))
+        rounded = {name: torch.equal(found[name], narrow(found[name], dtype)) for name in KV}
+        assert rounded == dict.fromkeys(KV, number % 2 == 1)  # with their gradients
+
+
 def test_gathered_in_order_of_arrival_and_without_a_mask():
     """The softmax does not know the order of its keys, and autograd sends dK and dV to where K and V came from."""
     for number in (0, 3):
@@ -475,7 +545,7 @@ class Blocks:
     """What a rank has of each block, in the order in which it meets them; and the largest scores so far."""
 
     def __init__(self, case, rank):
-        q, k, v, _ = case.whole()
+        (q, k, v, _), self.dtype = (x.double() for x in case.whole()), case.dtype
         s = case.cut(q @ k.mT / 2, rank)
         at = [case.positions((rank - t) % case.world_size) for t in range(case.world_size)]
         self.s, self.v = torch.stack([s[..., a] for a in at]), torch.stack([v[:, :, a] for a in at])
@@ -511,32 +581,71 @@ def folded(merge):
     return fold
 
 
-LOG_2 = math.log(2)
+def rounded(*which, to=None):
+    """At each merge out, lse and the lse that are given are rounded, those that `which` names: to the dtype of q."""
+
+    def merge_of(x):
+        in_16_bits = {name: lambda y: narrow(y, to or x.dtype) for name in which}
+        out_of, lse_of, given = (in_16_bits.get(name, lambda y: y) for name in ("out", "lse", "given"))
+
+        def merge(out, lse, out_j, lse_j, _):
+            lse, lse_j = given(lse), given(lse_j)
+            return out_of(out + torch.sigmoid(lse_j - lse)[..., None] * (out_j - out)), lse_of(lse.logaddexp(lse_j))
+
+        return folded(merge)(x)
+
+    return merge_of
+
+
+def rounded_sum(to):
+    """The sum of weighted values is rounded after each block, and divided at the end."""
+
+    def out_and_lse(x):
+        o, before = torch.zeros(()), x.so_far[0]
+        for s, v, m in zip(x.s, x.v, x.so_far, strict=True):
+            o = narrow(o * (before - m).exp()[..., None] + (s - m[..., None]).exp() @ v, to or x.dtype)
+            before = m
+        return o / (x.lse - x.m).exp()[..., None], x.lse
+
+    return out_and_lse
+
+
+LOG_2, TO = math.log(2), (None, None, torch.bfloat16, torch.bfloat16)
 MERGES = {  # the entry: of each variant out and lse
     "no_rescale": [lambda x: x.sums(x.so_far, x.so_far)],
     "l_not_rescaled": [lambda x: x.sums(x.so_far, x.m)],
-    "o_not_rescaled": [lambda x: x.sums(x.m, x.so_far)],
+    "o_not_rescaled": [
+        lambda x: x.sums(x.m, x.so_far),
+        folded(lambda out, lse, out_j, lse_j, share: (out + share * out_j, lse.logaddexp(lse_j))),
+    ],
     "not_divided": [lambda x: (x.sums(x.m, x.m)[0] * (x.lse - x.m).exp()[..., None], x.lse)],
-    "own_max_per_block": [lambda x: x.by_own_max(x.s[-1].amax(dim=-1)), lambda x: x.by_own_max(x.m)],
+    "own_max_per_block": [
+        lambda x, which=which: x.by_own_max(x.s[which].amax(dim=-1).amax(dim=0)) for which in ([-1], [0, 1, 2, 3], [-1])
+    ],
     "shares_exchanged": [folded(lambda a, lse, b, lse_j, share: (b + share * (a - b), lse.logaddexp(lse_j)))] * 3,
+    "unstabilised": [lambda x: x.averaged(x.lses)],  # right where no score is large
     "averages_added": [lambda x: (x.outs.sum(dim=0), x.lse)],
     "averages_averaged": [lambda x: (x.outs.mean(dim=0), x.lse)] * 3,
     "running_half": [folded(lambda out, lse, out_j, lse_j, _: ((out + out_j) / 2, lse.logaddexp(lse_j)))] * 3,
     "lse_of_zeros": [lambda x: x.averaged(0 * x.lses)] * 3,
-    "base_2_as_natural": [lambda x: x.averaged(x.lses / LOG_2)],
+    "base_2_as_natural": [lambda x: x.averaged(x.lses / LOG_2)] * 2,
     "natural_as_base_2": [lambda x: (x.averaged(x.lses * LOG_2)[0], x.averaged(x.lses * LOG_2)[1] / LOG_2)],
     "lse_not_updated": [folded(lambda out, lse, out_j, _, share: (out + share * (out_j - out), lse))],
     "lse_merged_by_maximum": [
         folded(lambda out, lse, out_j, lse_j, share: (out + share * (out_j - out), lse.maximum(lse_j))),
         lambda x: (((x.lses - x.lses.amax(dim=0)).exp()[..., None] * x.outs).sum(dim=0), x.lses.amax(dim=0)),
     ],
+    "sums_in_16_bits": [*(rounded("out", to=to) for to in TO), rounded_sum(None), rounded_sum(torch.bfloat16)],
+    "lse_in_16_bits": [rounded(*which, to=to) for which in (["lse"], ["lse", "given"]) for to in TO],
 }
 
 
 @pytest.mark.parametrize("name", MERGES)
 def test_the_results_of_blocks_are_put_together_wrongly(name):
-    case = Case(4, 24)
-    for number, merge in enumerate(MERGES[name]):
+    for dtype, (number, merge) in itertools.product(
+        SIXTEEN if "16" in name else (torch.float64,), enumerate(MERGES[name])
+    ):
+        case = Case(4, 24, dtype=dtype)
         found = on_paper(case, name, number)
         for rank in range(4):
             out, lse = merge(Blocks(case, rank))

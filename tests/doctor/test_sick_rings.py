@@ -17,7 +17,6 @@ from ring_doctor.examination import Examination
 from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import Question
-from ringlab.support.rounding import exact_attention
 from ringlab.training import backward, grouped_query, overlap
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
@@ -69,19 +68,12 @@ def cases_of(ring, world_size):
     return cases
 
 
-def right_answers(case, plain):
-    """With `plain` without what fused kernels may round to 16 bits: that is more than most mistakes of 16 bits."""
-    if plain and case.dtype == torch.bfloat16:
-        return exact_attention(*case.whole(), visible=case.visible(), scale=case.scale)
-    return case.right()
-
-
 def verdicts(ranks, world_size, ring, attention):
     """For each case: the names of the results that are wrong, and the answer."""
     cases = cases_of(ring, world_size)
     per_rank = ranks(world_size, on_rank, attention, [options_of(case, ring.takes) for case in cases], cases)
     for n, case in enumerate(cases):
-        right = right_answers(case, ring.plain)
+        right = case.right()
         whole = {name: case.join([results[n][name] for results in per_rank]) for name in per_rank[0][n]}
         answer = judge(Question(case), [RankResults(results[n]) for results in per_rank])
         yield case, [name for name, x in whole.items() if not right[name].accepts(x)], answer

@@ -72,12 +72,12 @@ class PaperMemory(HostMemory):
         self.views, self.readers = {}, []
         self.counts: dict[tuple[int, int], int] = {}  # of each flag and rank: how often it was waited for
 
-    def part(self, which: int, rank: int, end: int) -> Tensor:
+    def numbers(self, which: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
         if (which, rank) not in self.views:
             self.views[which, rank] = torch.empty(1024, dtype=torch.uint8)
             address = self.views[which, rank].untyped_storage().data_ptr()
             self.recorder.names[address] = f"{PARTS[which]} of rank {self.ranks[rank]}"
-        return self.views[which, rank]
+        return self.views[which, rank][: count * dtype.itemsize].view(dtype)
 
     def raise_flag(self, flag: int, to: int) -> None:
         self.recorder.notes.append(Raise(f"{FLAGS[flag]} {self.recorder.rank}->{self.ranks[to]}"))

@@ -5,23 +5,20 @@ from functools import partial
 
 import torch
 
-import ring_attn
 from bench.gradients_home import Circle
-from ringlab.basics.naive_attention import accumulation_dtype
-from ringlab.training import all_gather, all_to_all, backward, flash_ring, overlap, schedule
+from ringlab.training import all_gather, all_to_all, flash_ring, schedule
 from ringlab.training.all_to_all import Exchange
-from ringlab.training.flash_ring import flash_backward, merge_into, ring_flash_attention
+from ringlab.training.flash_ring import flash_backward, ring_flash_attention
 from ringlab.training.fused_block import fused_forward
 from ringlab.training.overlap import post
 from ringlab.training.partition import Partition
 from tests.planted import patch
-from tests.sick.plain_ring import ByAutograd, PlainRing, moved
+from tests.sick.plain_ring import PlainRing, moved
 from tests.sick.ring import CAUSAL, MASKED, SickRing, always
 from tests.wrong_rings import back_as_they_came, not_added
 
 all_gather_attention = partial(ring_flash_attention, schedule=all_gather.AllGather)
 all_to_all_attention = partial(ring_flash_attention, schedule=all_to_all.AllToAll)
-BF16 = torch.bfloat16
 FLASH = partial(ring_flash_attention, schedule=Circle)  # as other rings send sums: the catalogue tells their mistakes
 right_pieces = Partition.pieces
 
@@ -46,45 +43,8 @@ def unstabilised(out, lse, out_j, lse_j):
     lse.copy_((a + b).log())
 
 
-# 16 bits -------------------------------------------------------------------------------------------------------------
-
-
-class LseInTheDtypeOfQ(PlainRing):
-    def merge(self, out, lse, out_j, lse_j, t):
-        out, lse = super().merge(out, lse, out_j, lse_j, t)
-        return out, lse.to(self.dtype).to(lse.dtype)
-
-
-def out_always_in_16_bits(out, lse, out_j, lse_j):
-    merge_into(out, lse, out_j, lse_j)
-    out.copy_(out.to(BF16))
-
-
-class GradientsInTheDtypeOfK:
-    """The first call of `hop` moves K and V; with their dtype the gradients travel."""
-
-    dtype = None
-
-    def __call__(self, block, length, group):
-        self.dtype = self.dtype or block.dtype
-        return ring_attn.hop(block.to(self.dtype), length, group).to(block.dtype)
-
-
-def sent_in_16_bits(sent, received, group, **distance):
-    return post([x.to(BF16).to(x.dtype) for x in sent], received, group, **distance)
-
-
 def in_float32(q, k, v, **options):
     return ring_flash_attention(*(x.float() for x in (q, k, v)), **options).to(q.dtype)
-
-
-def narrow(case):
-    return case.world_size > 1 and case.dtype.itemsize == 2
-
-
-def wide(case):
-    """With 16-bit input a sum in 16 bits hides behind what fused kernels may round."""
-    return case.world_size > 1 and case.dtype.itemsize > 2
 
 
 # The blocks that arrive ----------------------------------------------------------------------------------------------
@@ -131,22 +91,6 @@ def own_kv(k, v, *, hops, **_):
     return ((k, v) for _ in range(hops + 1))
 
 
-class NoMaskInBackward(PlainRing):
-    def seen_in_backward(self, block):
-        return torch.ones(self.lengths[self.rank], self.lengths[block], dtype=torch.bool)
-
-
-class QueriesCopiedInEachRound(ByAutograd):
-    """The gradients of the wide copies of q are added in the dtype of q."""
-
-    def forward(self, q, k, v):
-        self.q, wide = q, accumulation_dtype(q.dtype)
-        return super().forward(q, k.to(wide), v.to(wide))
-
-    def scores(self, q, k, seen):
-        return super().scores(self.q.to(q.dtype), k, seen)
-
-
 # Mistakes that the catalogue does not hold ----------------------------------------------------------------------------
 
 
@@ -174,16 +118,8 @@ BY_HAND = {
         flash("merge_into", unstabilised),
         lambda case: case.world_size > 1 and case.inputs == "large",
     ),
-    "sums_in_16_bits/always": SickRing(FLASH, flash("merge_into", out_always_in_16_bits), wide, CAUSAL),
-    "lse_in_16_bits/dtype_of_q": SickRing(LseInTheDtypeOfQ.attention, shows=narrow, takes=MASKED, plain=True),
-    "gradients_in_16_bits/dtype_of_q": SickRing(
-        backward.ring_attention, patch(backward, "hop", GradientsInTheDtypeOfK), narrow, grouped=False, plain=True
-    ),
     "float32_inside": SickRing(in_float32, shows=lambda case: case.dtype == torch.float64, takes=MASKED),
     "last_block_skipped": SickRing(ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL),
-    "sent_in_16_bits": SickRing(
-        ring_flash_attention, patch(overlap, "post", sent_in_16_bits), wide, CAUSAL, equal_chunks=True
-    ),
     "nan_of_unseen_rows": SickRing(NaNOfUnseenRows.attention, shows=unseen_rows, takes=CAUSAL),
     "received_and_sent": SickRing(FLASH, flash("post", received_and_sent), **EQUAL),
     "own_queries_only/all_gather": SickRing(
@@ -193,8 +129,6 @@ BY_HAND = {
     "block_left_out_in_backward/pieces": SickRing(
         ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL, in_forward=False
     ),
-    "mask_forgotten_in_backward": SickRing(NoMaskInBackward.attention, shows=lambda case: case.causal, takes=CAUSAL),
-    "dq_in_16_bits/by_autograd": SickRing(QueriesCopiedInEachRound.attention, shows=narrow, takes=CAUSAL, plain=True),
     "all_to_all_back_in_wrong_token_order": SickRing(
         all_to_all_attention,
         patch(Exchange, "to_tokens", back_as_they_came),

@@ -74,8 +74,6 @@ class PlainRing:
             seen &= number[q_at] == number[k_at]
         return seen
 
-    seen_in_backward = None  # None: as in the forward pass
-
     def hop(self, kv, t):
         """The block of round t + 1, for the block of round t: (2, B, G, C, D)."""
         return Hop.apply(kv, (*kv.shape[:3], self.lengths[(self.rank - t - 1) % self.P], kv.shape[4]), self.group)
@@ -125,8 +123,7 @@ class PlainRing:
         d_q, sums = torch.zeros_like(q), torch.zeros(2, *k.shape, dtype=lse.dtype)
         for t, (k_j, v_j) in self.blocks(k, v):
             j = (self.rank - t) % self.P
-            seen = (self.seen_in_backward or self.seen)(j)
-            d_q_j, *d_kv = self.parts(q, k_j.to(q.dtype), v_j.to(q.dtype), d_out, lse, delta, seen)
+            d_q_j, *d_kv = self.parts(q, k_j.to(q.dtype), v_j.to(q.dtype), d_out, lse, delta, self.seen(j))
             d_q = d_q + d_q_j
             length = self.lengths[(self.rank - t - 1) % self.P]  # of the block of round t + 1, for which sums arrive
             sums = self.add(sums, torch.stack(d_kv))

@@ -32,7 +32,6 @@ class SickRing:
     grouped: bool = True
     heads: int = 2  # the least with which it is asked; an all-to-all needs one for each rank
     equal_chunks: bool = False  # refuses chunks of different lengths
-    plain: bool = False  # its 16-bit results are judged as those of plain code: a fused kernel may round more
     in_forward: bool = True  # and in the backward pass; False: in the backward pass only
 
     def __call__(self, q, k, v, *, group=None, **options):
