@@ -41,7 +41,7 @@ examples
   ring-doctor --model my_package.train:step --layout zigzag   a step of a whole model: labels, positions, loss and
                                                               gradients; ring_doctor/whole_model.py says how
 
-a catalogue of your own, --catalogue my.py: ring_doctor/mistakes.py shows an entry
+a catalogue of your own, --catalogue my.py: ring_doctor/mistakes.md shows an entry
 
 exit status
   0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell

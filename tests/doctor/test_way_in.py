@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import re
 import sys
 
 import pytest
@@ -13,7 +14,7 @@ from ring_doctor.calls import arguments_of, call, lse_of, ours, theirs, values
 from ring_doctor.case import Case, positions
 from ring_doctor.catalogue import enter
 from ring_doctor.job import hang, lines_of_ranks
-from ring_doctor.mistakes import CATALOGUE
+from ring_doctor.mistakes import CATALOGUE, PAGE
 from ring_doctor.names import ByName, by_name, named, portable
 from ring_doctor.options import claims_of, parse
 from ring_doctor.patient import CONSTANTS, Patient, from_name, patient_of
@@ -416,14 +417,7 @@ def test_ranks_hang_when_all_wait_where_they_waited(tmp_path, dumps, silent, han
     assert lines_of_ranks(tmp_path)["ring.py, line 12 in attention"][0] == 0
 
 
-MINE = """
-from ring_doctor.mistakes import mistake, replaces
-
-@mistake("Every rank leaves out its own block.", look="where the first block is chosen", chapter=4)
-@replaces("sees")
-def own_block_left_out(steps, case, rank, block):
-    return steps.sees(case, rank, block) & (rank != block)
-"""
+[MINE] = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
 
 
 def test_a_catalogue_of_the_user(project):
