@@ -102,9 +102,8 @@ def choose_question(examination: Examination) -> Question:
     An X-ray has no batch, no heads, no large scores and no scale. 16 bits and two ranks show less.
     """
     right = [answer.question for answer in examination.answers if answer.state == OK]
-    plain = [question for question in right if not any(_loses(question))]
-    default = (plain or right or [examination.answers[0].question])[-1]
-    question = min((answer.question for answer in examination.wrong), key=_loses, default=default)
+    others = right[::-1] or [examination.answers[0].question]
+    question = min([answer.question for answer in examination.wrong] or others, key=_loses)
     case, P, S = question.case, question.case.world_size, question.case.seq_len
     if S > LONGEST * P or (case.equal_chunks and S // P % 2 == 0):
         S = 4 * P
@@ -116,11 +115,9 @@ def choose_question(examination: Examination) -> Question:
 
 def _loses(question: Question) -> tuple[int, bool, bool, bool]:
     """How many features an X-ray has not; whether a question is in 16 bits, of two ranks, and without gradients."""
-    case, P = question.case, question.case.world_size
-    features = [case.batch > 1, case.heads != case.kv_heads, case.scale is not None, case.sinks]
-    features += [case.inputs != "normal", case.seq_len > LONGEST * P, question.members is not None]
-    features += [question.how not in ("plain", "without gradients")]
-    return sum(features), torch.finfo(case.dtype).bits <= 16, P < 3, question.how != "plain"
+    case, plain = question.case, question.how in ("plain", "without gradients")
+    features = len(case.features()) - bool(case.documents) - bool(case.window) + bool(question.members) + (not plain)
+    return features, torch.finfo(case.dtype).bits <= 16, case.world_size < 3, question.how != "plain"
 
 
 def take_xray(patient: Patient, question: Question, *, seconds: float = SECONDS, device: str = "cpu") -> XRay | str:

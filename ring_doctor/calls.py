@@ -80,8 +80,6 @@ def arguments_of(name: str, function: Callable[..., Any]) -> dict[str, inspect.P
 def _why_not(signature: inspect.Signature, error: TypeError) -> str:
     others = list(signature.parameters.values())[3:]
     unknown = [of.name for of in others if of.default is of.empty and of.name not in OPTION and of.kind not in ANY]
-    if next(iter(signature.parameters), "") == "self":
-        return "is a method of a class; expected that of an object, which its module makes: module:thing.method"
     if unknown:
         return f"needs {' and '.join(unknown)}, which the doctor does not know; {WRAP}"
     return f"cannot be called as f(q, k, v): {error}; expected a function of this rank's q, k and v, and of any of " + (
@@ -94,11 +92,6 @@ def _callee(function: Callable[..., Any]) -> Callable[..., Any]:
     function = inspect.unwrap(function)
     function = getattr(function, "_orig_mod", function)
     return function.forward if isinstance(function, torch.nn.Module) else function
-
-
-def hides_arguments(function: Callable[..., Any]) -> bool:
-    """Whether the signature ends in **options, which do not say what they may be."""
-    return any(of.kind is of.VAR_KEYWORD for of in inspect.signature(_callee(function)).parameters.values())
 
 
 def values(

@@ -27,11 +27,10 @@ from ring_doctor.answers import (
 )
 from ring_doctor.job import REFUSALS, CannotExamine, Job
 from ring_doctor.patient import Patient, dtype_of
-from ring_doctor.questions import FULL, LSE, UNEQUAL, Question, in_turn, kind, questions
+from ring_doctor.questions import LSE, UNEQUAL, Question, in_turn, kind, questions
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
 GIVE_UP = 2  # hangs or crashes: then nothing more is asked
-SLOW = 10.0  # seconds of a first call, of which each number of ranks has one; a right ring needs some milliseconds
 AGAIN = 2  # times that a question is asked again after a wrong answer, to see whether the answer changes
 LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer answers nothing is said of the ring
 LAST_DIGITS = "called again, it gives other numbers, all of them right: does it add blocks as they come?"
@@ -175,7 +174,8 @@ def _ask_everything(
                 job.patient = patient
                 progress(f"{len(done) / total:4.0%}  {question.words()}")
                 answer = _as_wrong_as_it_is(ask_again(job, question), patient)
-                lost, lse_grad = lost + answer.lost, lse_grad or answer.lse_grad
+                lost += answer.lost and question.feature != UNEQUAL  # a ring may die of these, and answer all else
+                lse_grad = lse_grad or answer.lse_grad
                 if answer.state != REFUSED:
                     found.answers.append(answer)
                     done.add(key)
@@ -233,11 +233,6 @@ def _without_what_it_refuses(found: Examination, jobs: dict[tuple[int, bool], Jo
     if answer.in_float32 and found.patient.dtypes[1:]:
         found.remarks.append("it takes float64 and computes in float32; it is examined in float32")
         found.patient = replace(found.patient, dtypes=found.patient.dtypes[1:])
-    if job.slowest > SLOW:
-        worlds = tuple(P for P in found.patient.worlds if P in FULL) or found.patient.worlds[-1:]
-        slow = f"its first call took {job.slowest:.0f} s, as with a compiler, and each number of ranks has one"
-        found.remarks.append(f"{slow}: it was asked on {' and '.join(map(str, worlds))} ranks only")
-        found.patient = replace(found.patient, worlds=worlds)
 
 
 def _first(patient: Patient, job: Job, seed: int) -> Question:

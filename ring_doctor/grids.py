@@ -24,7 +24,6 @@ TITLES = {  # the four matrices: what a reader sees of them, and the result that
     "dS in dK": ("gradients of the scores", "dK"),
 }
 OF_LSE = "the lse that the backward pass gets: p = e^(s - lse), with the lse of the whole row"
-LONG = 300  # letters: details of tiles that are longer are told in sum
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,7 @@ class Matrix:
             elif all(len(ranks) == P for ranks in rounds.values()) and len(rounds) > 1:
                 where = f"rounds {', '.join(map(str, rounds))} on every rank"
             elif len(rounds) > 2:
-                rows, columns = {tile.rank for tile in tiles}, {tile.block for tile in tiles}
-                of = f" of {_ranks(list(rows), P)}" if len(rows) == 1 else f" of KV{min(columns)}" * (len(columns) == 1)
-                where = f"{len(tiles)} tiles{of}"
+                where = f"{len(tiles)} tiles"
             amounts = [amount for tile in tiles for amount in tile.amount or ()]
             how = f": by {_between(amounts)}" if amounts else ""
             lines.append(f"{where}: {words}" + (f", off by up to {max(amounts):.2g}" if words == "wrong" else how))
@@ -145,8 +142,7 @@ class XRay:
             held = TITLES[matrix.name][1].lower() in known
             if (said and not kinds) or (held and set(kinds) <= {"wrong"}):
                 continue  # it follows from another matrix, or says less than is known
-            details = "; ".join(matrix.details()) + "."
-            shown = details if kinds and len(details) < LONG else " ".join(matrix.sentences())
+            shown = "; ".join(matrix.details()) + "." if kinds else " ".join(matrix.sentences())
             kind = next((kind for kind in kinds if KINDS[kind][1] and not held), "ok")
             look = OF_LSE if (matrix.name, kind) == ("W backward", "scaled") else KINDS[kind][1]
             if shown not in said:

@@ -15,17 +15,15 @@ may wait for its receiver.
 import linecache
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from textwrap import fill
 
 import torch
 
-from ring_doctor.answers import FAILED, OK, Answer, imprecise
+from ring_doctor.answers import FAILED, Answer, imprecise
 from ring_doctor.examination import Examination, never_claimed
 from ring_doctor.facts import CONTENTS, OF_GRADIENTS, Fact, listed
 from ring_doctor.grids import XRay
 from ring_doctor.job import ranks_in_words
-from ring_doctor.questions import Question
 from ring_doctor.where_wrong import WHERE
 from ring_doctor.wrong_answer import WrongAnswer
 
@@ -36,12 +34,6 @@ IN_A_PART = (
     "of the job, or a group is left out. Look at every send and receive, at group=, group_src= and group_dst=, and at "
     "dist.get_global_rank."
 )
-OF_WORLDS = {
-    1: "One rank alone is wrong too, so the mistake needs no message: look at what a rank does with its own block.",
-    2: "Two ranks are right. With two, the next and the previous rank are the same, and so are the second and the last "
-    "round: look at the direction of the hops, and at the rounds after the second.",
-    3: "One rank alone is right: look at what is done between blocks: the hops, the merge, the masks of others.",
-}
 LSE_ALONE = "out is right and lse is wrong: whatever uses this lse is wrong, as a merge or a backward pass."
 LSE_IS_RIGHT = (
     "lse is right, so each query has the right scores: look at the order of V beside the order of K, at the sum of "
@@ -84,7 +76,7 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
     out_is_wrong = any("out" in each.answer.wrong for each in told)  # then gradients may follow from it
     follows = [said for names, said in held.items() if out_is_wrong and names[0].startswith("d")]
     first = [said for said in held.values() if said not in follows]
-    return [*first, *shown, *_which(told), *places, *_worlds(examination.answers, told), *follows, *hangs]
+    return [*first, *shown, *_which(told), *places, *follows, *hangs]
 
 
 def text(sentences: Sequence[str]) -> str:
@@ -143,23 +135,6 @@ def _which(told: list[WrongAnswer]) -> list[str]:
     said = [LSE_IS_RIGHT] * ("lse" in right) + [GRADIENTS_ARE_RIGHT] * ("dq" in right and not gradients)
     and_right = f"; {listed([name for name in RESULTS if name in right])}: right." if right else OUT_FIRST
     return said or [f"{listed([name for name in RESULTS if name in wrong])}: wrong{and_right}"]
-
-
-def _worlds(answers: list[Answer], told: list[WrongAnswer]) -> list[str]:
-    """What follows from the number of ranks."""
-    worlds, asked = {each.case.world_size for each in told}, {_but_for_ranks(each.answer) for each in told}
-    same = [answer for answer in answers if _but_for_ranks(answer) in asked]  # questions, but for the number of ranks
-    states = {P: {answer.state for answer in same if answer.case.world_size == P} for P in (1, 2)}
-    if 1 in worlds:
-        return [OF_WORLDS[1]]
-    return [OF_WORLDS[2]] if min(worlds) > 2 and states[2] == {OK} else [OF_WORLDS[3]] * (states[1] == {OK})
-
-
-def _but_for_ranks(answer: Answer) -> Question:
-    """The question with one rank and one token: those of different numbers of ranks are equal."""
-    question, case = answer.question, answer.case
-    chunk = case.seq_len // case.world_size if case.equal_chunks else 0
-    return Question(replace(case, world_size=1, seq_len=chunk), question.how)
 
 
 # A hang -------------------------------------------------------------------------------------------------------------

@@ -6,11 +6,7 @@ any mask and number of ranks. The tables are in the files mistakes_of_*.py, by k
     "own_block_skipped": [but(sees=lambda steps, case, rank, block: ...)]    the steps as they were, then the arguments
 
 Some mistakes can be made in several ways whose numbers differ. They are further changes of one row. In a file of one's
-own, a catalogue for --catalogue, a mistake is a function:
-
-    @mistake("what such a ring does", look="where", chapter=4)
-    @replaces("sees")
-    def own_block_skipped(steps, case, rank, block): ...          the arguments of `sees` in paper_ring.py
+own, a catalogue for --catalogue, a mistake is a function under @mistake: the page shows one.
 
 Before: paper_ring.py. After: mistakes_of_merging.py, the first entries.
 Source: the page names who had a mistake, where that is public.

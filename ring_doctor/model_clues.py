@@ -3,31 +3,23 @@
     clue(patient, wrong, exact, allowed)    ->  "The loss is right, and ..."
 
 The evidence, in this order: numbers that are not finite; ranks that disagree; the loss beside the gradients; which
-weights are wrong, and by what. If the loss is wrong, the step is asked again on P ranks:
-
-    one label and no other      the loss of one token: which tokens are wrong, and what they see
-    a text of equal tokens      all keys and values of a layer are equal, so no weight of a softmax matters: if the
-                                result is right now, the weights of each query add up to 1, whatever they are
+weights are wrong, and by what. If the loss is wrong, the step is asked again on P ranks with one label and no other:
+which tokens are wrong, and what do they see?
 
 Shapes: those of model_calls.py.
 
-Before: model_comparison.py; facts.py, what follows from which of dq, dk and dv are wrong. After: whole_model.py.
+Before: model_comparison.py. After: whole_model.py.
 """
 
 import re
 
 import torch
-from torch import Tensor
 
-from ring_doctor.facts import OF_GRADIENTS, listed
+from ring_doctor.facts import listed
 from ring_doctor.model_calls import ModelPatient, Returned
 from ring_doctor.model_comparison import LOSS, distance, error_of, errors, floors_of
 from ringlab.models.transformer import IGNORED
 
-PROJECTIONS = {  # as models name them: wq, q_proj, self_attn.query, to_q
-    kind: re.compile(rf"(^|[._])({words})([._]|$)")
-    for kind, words in {"dq": "wq|q|query", "dk": "wk|k|key", "dv": "wv|v|value"}.items()
-}
 OWN_LABELS = (
     "but with one label alone, given by targets=, the loss of each token is right: look at the labels that the "
     "function makes itself, and at what the loss is divided by"
@@ -107,15 +99,13 @@ def _factors(bad: list[str], result: Returned, exact: Returned, allowed: float) 
 
 
 def _in_a_layer(bad: list[str], names: list[str]) -> str:
-    """The backward pass goes from the last weight to the first. Which projections are wrong in the last wrong layer?"""
+    """The backward pass goes from the last weight to the first. In which layer do its results become wrong?"""
     layer = _layer(bad[-1])
     before = {_layer(name) for name in names[: names.index(bad[-1])]} - {""}
     if not layer or not before <= {_layer(name) for name in bad}:
         return ""
-    kinds = {x: [n for n in names if _layer(n) == layer and name.search(n)] for x, name in PROJECTIONS.items()}
-    wrong = [x for x, weights in kinds.items() if set(weights) & set(bad)]
-    here = f"of its projections, {OF_GRADIENTS[listed(wrong)]}" if wrong and all(kinds.values()) else "look there."
-    return f"The loss is right. The gradients after {layer} are right, those of {layer} and before are wrong: {here}"
+    here = listed([name for name in bad if _layer(name) == layer])
+    return f"The loss is right. The gradients after {layer} are right, others are wrong: look at {here}."
 
 
 def _layer(name: str) -> str:
@@ -125,40 +115,26 @@ def _layer(name: str) -> str:
 
 
 def _of_forward(patient: ModelPatient, P: int, result: Returned, exact: Returned, allowed: float) -> str:
-    """The loss and the gradients are wrong. Which tokens are wrong, and do the weights of a softmax matter?"""
-    tokens, said = _wrong_tokens(patient, P, result, exact, allowed), ["The loss is wrong, and with it the gradients"]
-    said += [] if tokens is None else [_told(tokens, patient.shards(P)) if tokens else OWN_LABELS]
-    alike = patient.text[:1, :1].expand_as(patient.text).contiguous()
-    alone, of_ranks = patient.ask(1, alike), patient.ask(P, alike)
-    if 0 not in (tokens or ()) and not isinstance(alone, str) and not isinstance(of_ranks, str):
-        off = max(error_of(each, alone[0]) for each in of_ranks)  # if token 0 is right: the labels are equal too
-        right = "for a text of equal tokens all is right, so the weights of each query add up to 1"
-        said += [right] * (off <= allowed)
-    return "; ".join(said) + "."
-
-
-def _told(tokens: list[int], shards: list[Tensor]) -> str:
-    """What the wrong tokens have in common."""
-    rank_of = {int(token): rank for rank, shard in enumerate(shards) for token in shard}
-    first, rank = tokens[0], rank_of[tokens[0]]
-    sees_others = [bool({rank_of[x] for x in range(token)} - {rank_of[token]}) for token in range(first + 1)]
-    if first == 0:
+    """The loss and the gradients are wrong. Which tokens are wrong, and what do they see?"""
+    said, tokens = "The loss is wrong, and with it the gradients", _wrong_tokens(patient, P, result, exact, allowed)
+    if tokens is None:
+        return f"{said}."
+    if not tokens:
+        return f"{said}; {OWN_LABELS}."
+    if tokens[0] == 0:
         return (
-            "token 0 is wrong, which attends to itself only, so positions and masks do not matter there: look at "
-            "tokens, labels and the loss, and at the division in the softmax"
+            f"{said}; token 0 is wrong, which attends to itself only, so positions and masks do not matter there: look "
+            f"at tokens, labels and the loss, and at the division in the softmax."
         )
-    if set(tokens) <= {int(shard[-1]) for shard in shards}:
-        return "only the last tokens of shards are wrong: look at their labels"
-    if not sees_others[first]:
+    own = next(shard.tolist() for shard in patient.shards(P) if tokens[0] in shard)
+    if set(range(tokens[0])) <= set(own):
         return (
-            f"token {first} is wrong, which in a causal model sees keys of its own rank only: look at what a rank does "
-            f"alone: the rotation of queries and of keys, the mask of its own block, the scale"
+            f"{said}; token {tokens[0]} is wrong, which in a causal model sees keys of its own rank only: look at what "
+            f"a rank does alone: the rotation of queries and of keys, the mask of its own block, the scale."
         )
-    if any(sees_others[x] and rank_of[x] != rank for x in range(first)):
-        return f"the first wrong token is {first}, and tokens of other ranks are right: look at rank {rank} alone"
     return (
-        f"the first wrong token is {first}, and tokens that see keys of their own rank only are right: look at what "
-        f"the other ranks' keys are when they are used: which block, which mask, which positions, and the merge"
+        f"{said}; the first wrong token is {tokens[0]}, and tokens that see keys of their own rank only are right: "
+        f"look at what the other ranks' keys are when they are used: which block, mask and positions, and the merge."
     )
 
 

@@ -13,19 +13,15 @@ Before: nothing. After: case.py.
 Source: the form module:object of entry points, Python Packaging User Guide.
 """
 
-import difflib
 import importlib
 import operator
-import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
-from unittest import mock
+from typing import Any
 
 from ringlab.support.places import place_of
 from ringlab.training.layouts import Layout
@@ -70,9 +66,7 @@ def named(name: str) -> Any:
     try:
         found = operator.attrgetter(attribute)(module)
     except AttributeError as error:
-        near = difflib.get_close_matches(attribute, vars(module), n=1)
-        hint = f"; did you mean {home}:{near[0]}?" if near else ""
-        raise ValueError(f"{name!r} cannot be imported: {error}; {EXPECTED}{hint}") from error
+        raise ValueError(f"{name!r} cannot be imported: {error}; {EXPECTED}") from error
     if not callable(found) and not isinstance(found, Layout):
         raise ValueError(f"{name!r} is {type(found).__name__}; expected a function")
     return found
@@ -84,8 +78,7 @@ def module_named(name: str) -> ModuleType:
         raise ValueError(f"{name!r} is no name of a module; {EXPECTED}")
     module = _module_of(name) if name.endswith(".py") else name
     try:
-        with _staying():
-            found = importlib.import_module(module)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not error.name or not f"{module}.".startswith(f"{error.name}."):  # another module is missing
             raise ValueError(_raised(name, error)) from error
@@ -119,26 +112,10 @@ def _raised(name: str, error: BaseException) -> str:
 
 
 def _did_you_mean(name: str) -> str:
-    """What a name without a module may stand for: my.module.f for my.module:f, path/to/ring for path/to/ring.py."""
-    if Path(f"{name}.py").is_file():
-        return f"did you mean {name}.py:function?"
+    """my.module:f where my.module.f is given."""
     home, _, attribute = name.rpartition(".")
     is_there = home in sys.modules and hasattr(sys.modules[home], attribute)  # it was imported on the way
     return f"did you mean {home}:{attribute}?" if is_there else ""
-
-
-@contextmanager
-def _staying() -> Iterator[None]:
-    """A module that ends the process while it is imported raises SystemExit: exit status 0 would look healthy."""
-    here, leave = os.getpid(), os._exit
-
-    def stay(status: int) -> NoReturn:
-        if os.getpid() != here:  # a process that the module has started
-            leave(status)
-        raise SystemExit(f"os._exit({status})")
-
-    with mock.patch.object(os, "_exit", stay):
-        yield
 
 
 def portable(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,9 +40,8 @@ examples
                                                               positions(seq_len, rank, world_size) -> (C,)
   ring-doctor --model my_package.train:step --layout zigzag   a step of a whole model: labels, positions, loss and
                                                               gradients; ring_doctor/whole_model.py says how
-  torchrun --nproc_per_node=4 -m ring_doctor my_package.ring:attention
 
-a catalogue of your own, --catalogue my.py: ring_doctor/mistakes.py shows an entry
+a catalogue of your own, --catalogue my.py: ring_doctor/mistakes.md shows an entry
 
 exit status
   0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell

@@ -15,7 +15,6 @@ Before: calls.py. After: questions.py.
 Source: the interface of torch.nn.functional.scaled_dot_product_attention.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -23,13 +22,14 @@ from typing import Any
 
 import torch
 
-from ring_doctor.calls import OPTION, TENSORS, arguments_of, hides_arguments
+from ring_doctor.calls import OPTION, TENSORS, arguments_of
 from ring_doctor.case import LAYOUTS, Case
 from ring_doctor.names import by_name, module_named, portable
 from ring_doctor.states import Convolution
 
 CONSTANTS = {"LAYOUTS", "CAUSAL", "DTYPES", "WORLDS", "TENSORS", "GROUPED", "UNEQUAL", "GRADIENTS", "BATCH", "HEADS"}
 CONSTANTS |= {"KV_HEADS", "HEAD_DIM", "CHUNK"}
+LEAST = 3  # ranks: with 2, the next rank is also the previous rank, and many mistakes do not show
 
 
 def _expect(fine: bool, words: str) -> None:
@@ -66,6 +66,11 @@ class Patient:
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("batch", "heads", "head_dim", "chunk")}
         sizes["kv_heads"], shape, takes = self.kv_heads or self.heads, self.shape, self.takes
+        most = max(self.worlds, default=0)
+        words = (
+            f"{most} ranks at most; expected {LEAST} or more: with 2, the next rank is also the previous rank, and many"
+        )
+        _expect(most >= LEAST, f"{words} mistakes do not show")
         for layout in self.layouts:
             words = f"one of {', '.join(LAYOUTS)}, or module:name of a Layout, or of a function as --help shows it"
             _expect(layout in LAYOUTS or ":" in layout, f"layout is {layout!r}; expected {words}")
@@ -96,12 +101,6 @@ class Patient:
     def takes(self) -> frozenset[str]:
         """Which options its signature has, under whatever name."""
         return frozenset(OPTION[name] for name in arguments_of(self.name, self.function))
-
-    @property
-    def notes(self) -> list[str]:
-        """What a reader of the report must know about its signature, in sentences."""
-        note = "its signature has **options: it was given only what the signature names, "
-        return [note + (", ".join(sorted(self.takes)) or "none")] if hides_arguments(self.function) else []
 
     def base_case(self, world_size: int, dtype: torch.dtype, seed: int) -> Case:
         """The plain question from which the others differ."""
@@ -164,10 +163,6 @@ def from_name(name: str, **claims: Any) -> Patient:
     of_this = said.get("CLAIMS", {}).get(function_name, {})
     if function_name and not of_this:
         return from_function(function, name, **claims)
-    for constant in filter(str.isupper, said):  # a misspelt claim would accuse a right ring
-        near = difflib.get_close_matches(constant, CONSTANTS, n=1, cutoff=0.8)
-        meant = constant in CONSTANTS or not near
-        _expect(meant, f"{name} has a constant {constant}; expected {''.join(near)}, or another name")
     of_file = {constant.lower(): said[constant] for constant in CONSTANTS if constant in said}
     words = {constant.lower(): str(said.get(constant, "")) for constant in ("ABOUT", "VERSION")}
     return from_function(function, name, **{"setup": said.get("setup"), **words, **of_file, **of_this, **claims})

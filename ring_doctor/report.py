@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -120,7 +119,7 @@ class Report:
             said.append("it is right in float64 and float32, and imprecise in 16 bits")
         if diagnosis and diagnosis.when:
             said.append(f"it shows {diagnosis.when}")
-        said += [*self.examination.remarks, *patient.notes, *([] if self.healthy else self.limits)]
+        said += [*self.examination.remarks, *([] if self.healthy else self.limits)]
         if any(answer.question.feature == UNEQUAL for answer in self.examination.faults):
             said.append("where all ranks always have as many tokens, ask with --equal-chunks, or unequal=False")
         if "causal" not in patient.takes and patient.causal == (False,):
@@ -136,14 +135,14 @@ class Report:
 
 
 def found_in(answer: Answer) -> str:
-    """The wrong results and their shares, the worst beside what rounding allows; or what the answer says."""
+    """How wrong each wrong result is, and the worst number beside what rounding allows; or what the answer says."""
     if answer.says or not answer.errors:
         return answer.says
     share = answer.wrong or {name: error / allowed for name, (error, allowed) in answer.errors.items()}
     name = max(share, key=share.__getitem__)
     error, allowed = answer.errors[name]
-    wrong = ", ".join(f"{each} {answer.relative[each]:.2g}" for each in answer.wrong)
-    return f"{wrong}{'; ' * bool(wrong)}{name} off by {error:.1e}, rounding allows {allowed:.1e}"
+    off = [f"{each} is off by {float(f'{100 * answer.relative[each]:.2g}'):g} % of its norm" for each in answer.wrong]
+    return "; ".join([*off, f"one number of {name} is off by {error:.1e}, rounding allows {allowed:.1e}"])
 
 
 def facts(mistake: Mistake) -> dict[str, str]:
@@ -242,7 +241,6 @@ def _answer_as_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-CHAPTERS = Path(__file__).parents[1] / "notebooks"
 COLOURS = {OK: "ok", REFUSED: "quiet"}  # of answers; the others are sick
 PAGE = Template("""\
 <!doctype html>
@@ -263,7 +261,6 @@ $about
 $mistakes
 $xray
 <h2>Answers</h2>
-<p class="quiet">A wrong result is off by a share of the right result's norm.</p>
 <div><table>
 <tr><th>answer</th><th>question</th><th>result</th></tr>
 $answers
@@ -294,7 +291,5 @@ def page(said: dict[str, Any], picture: str = "") -> str:
 
 
 def _mistake(name: str, facts: dict[str, str]) -> str:
-    said = {heading: escape(words) for heading, words in facts.items()}
-    for path in CHAPTERS.glob(f"{facts['chapter'].split()[0]:0>2}*.ipynb"):
-        said["chapter"] = f'<a href="{path.as_uri()}">{said["chapter"]}</a>'
-    return f"<h2>{name}</h2>\n" + "\n".join(f"<p>{heading}: {words}</p>" for heading, words in said.items())
+    said = (f"<p>{heading}: {escape(words)}</p>" for heading, words in facts.items())
+    return "\n".join([f"<h2>{name}</h2>", *said])

@@ -15,7 +15,6 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from ring_doctor.facts import listed
 from ring_doctor.where_wrong import shapes
 
 MASK = "the mask of these tiles: the positions of queries and keys, < and <="
@@ -25,7 +24,6 @@ KINDS = {  # of tiles: how a sentence goes on after "3 of 16 tiles are wrong: 2 
     "twice": ("counted twice", "the number of rounds, and at the start of the sums"),
     "scaled": ("scaled", "the scale, and the factors with which blocks are merged"),
     "shifted": ("from elsewhere", "the hops: who sends to whom, and which block a rank takes it for"),
-    "sum": ("sums of several blocks", "buffers that are added to and not replaced"),
     "mask": ("under another mask", MASK),
     "foreign": ("with pairs behind the mask", MASK),
     "wrong": ("wrong in another way", ""),
@@ -137,8 +135,8 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
     found = factor(*rows)
     if found and abs(found[0] - 2) <= found[1]:
         return tile("twice", "twice", "counted twice")
-    if elsewhere := _elsewhere(sheet, rank, block, seen):
-        return tile(*elsewhere)
+    if (held := _elsewhere(sheet, rank, seen)) is not None:
+        return tile("shifted", f"is KV{held}", f"what belongs to KV(j + {(held - block) % len(sheet.lengths)})", held)
     if found:
         return tile("scaled", f"x {found[0]:.3g}", "scaled", amount=(found[0], found[0]))
     of_queries = [factor(*row) for row in zip(*rows, strict=True) if row[1].any() or row[0].any()]
@@ -151,26 +149,10 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
     return tile("wrong", "wrong", "wrong", amount=(0.0, error.max().item()))
 
 
-def _elsewhere(sheet: Sheet, rank: int, block: int, seen: Tensor) -> tuple[str, str, str, int | None] | None:
-    """The kind, label and words of a tile with the numbers of other tiles, and their block if they are of one block.
-
-    The other tiles are one or some tiles of these rows, or one tile of another rank.
-    """
-    tiles = {spot: both for spot, both in sheet.right_tiles.items() if both[0].shape == seen.shape}
-    held = [spot for spot, (right, allowed) in tiles.items() if ((seen - right).abs() <= allowed).all()]
-    for other, b in sorted(held, key=lambda spot: spot[0] != rank):  # these rows first
-        words = f"what belongs to KV(j + {(b - block) % len(sheet.lengths)})"
-        other_rank = f"r{other} KV{b}", f"what rank {other} should have for KV{b}"
-        return "shifted", *((f"is KV{b}", words) if other == rank else other_rank), b
-    here = {b: both for (other, b), both in tiles.items() if other == rank}
-    if 1 < len(here) <= seen.numel():
-        each, allowed = (torch.stack(x) for x in zip(*here.values(), strict=True))
-        shares = torch.linalg.lstsq(each.flatten(1).T, seen.reshape(-1, 1)).solution[:, 0]
-        some = (shares - 1).abs() < 0.5  # the blocks that may be in the sum
-        if some.sum() > 1 and ((seen - each[some].sum(dim=0)).abs() <= allowed[some].sum(dim=0)).all():
-            blocks = [b for b, is_in in zip(here, some, strict=True) if is_in]
-            return "sum", "+".join(map(str, blocks)), f"the sum of {listed([f'KV{b}' for b in blocks])}", None
-    return None
+def _elsewhere(sheet: Sheet, rank: int, seen: Tensor) -> int | None:
+    """The block whose numbers in these rows the tile holds."""
+    tiles = {b: both for (r, b), both in sheet.right_tiles.items() if r == rank and both[0].shape == seen.shape}
+    return next((b for b, (right, allowed) in tiles.items() if ((seen - right).abs() <= allowed).all()), None)
 
 
 def _of_mask(present: Tensor, visible: Tensor) -> tuple[str, str, str]:
@@ -196,9 +178,11 @@ def pattern(seen: Tensor) -> str | None:
         "a triangle of later keys": key >= query,
         "a triangle of later keys without its diagonal": key > query,
     }
-    for name in ("first half", "second half"):
-        half = f"the {name.replace('second', 'last')} of the"
-        named |= {f"{half} keys": shapes(len(key))[name], f"{half} queries": shapes(len(query))[name][:, None]}
+    for half in ("the first half", "the last half"):
+        named |= {
+            f"{half} of the keys": shapes(len(key))[half],
+            f"{half} of the queries": shapes(len(query))[half][:, None],
+        }
     return next((name for name, shape in named.items() if torch.equal(seen, shape.expand(seen.shape))), None)
 
 

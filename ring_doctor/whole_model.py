@@ -67,6 +67,7 @@ from ringlab.models.transformer import IGNORED
 from ringlab.support.processes import Ranks
 
 WORLDS = (2, 3, 4)
+BATCH, SEQ_LEN = 2, 24  # tokens that zigzag deals out to 2, 3 and 4 ranks
 TOO_COARSE = 0.05  # rounding that hides mistakes: they begin at a few percent of a gradient
 ALIKE = 1e-3  # norms that differ by less, as shares, are of clipped gradients: EPS moves them, if |g| is small
 RACE = (
@@ -138,29 +139,24 @@ def examine_model(
     name: str = "the function",
     layout: str = "contiguous",
     vocab: int = 32,
-    seq_len: int = 24,
-    batch: int = 2,
     seed: int = 0,
     seconds: float = SECONDS,
     ranks: Ranks | None = None,
 ) -> ModelExamination:
     """Call `step` on 1, 2, 3 and 4 processes, compare, and name the mistakes.
 
-    `layout` is the layout of the shards of `step`; "module:function" names your own. `seq_len` is a multiple of 24, so
-    that zigzag suits 2, 3 and 4 ranks. Tokens are below `vocab`. torch's generator is seeded before each call. A call
-    on several ranks may take `seconds`, beside the time that the first call took. `ranks` are the processes (None: new
-    ones). Raises ValueError for such an argument, or a function, that is not as described, and CannotExamine when
-    nothing can be compared: on one process the function fails, returns something else, returns other numbers when it is
-    called again, or has a dtype too coarse to tell a mistake from rounding; or it has dropout.
+    `layout` is the layout of the shards of `step`; "module:function" names your own. Tokens are below `vocab`. torch's
+    generator is seeded before each call. A call on several ranks may take `seconds`, beside the time that the first
+    call took. `ranks` are the processes (None: new ones). Raises ValueError for such an argument, or a function, that
+    is not as described, and CannotExamine when nothing can be compared: on one process the function fails, returns
+    something else, returns other numbers when it is called again, or has a dtype too coarse to tell a mistake from
+    rounding; or it has dropout.
     """
     if layout not in LAYOUTS and ":" not in layout:
         raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}, or module:function")
-    if seq_len < 1 or seq_len % 24:
-        raise ValueError(f"seq_len is {seq_len}; expected a multiple of 24, which zigzag deals out to 2, 3 and 4 ranks")
-    for argument, number in (("vocab", vocab), ("batch", batch)):
-        if number < 1:
-            raise ValueError(f"{argument} is {number}; expected 1 or more")
-    text = torch.randint(vocab, (batch, seq_len + 1), generator=torch.Generator().manual_seed(seed))
+    if vocab < 1:
+        raise ValueError(f"vocab is {vocab}; expected 1 or more")
+    text = torch.randint(vocab, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(seed))
     takes = options_of(step)
     processes = ranks or Ranks(max(WORLDS))
     usual = processes.seconds

@@ -21,10 +21,6 @@ NO_DROPOUTS = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_pro
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}  # of GPT-2
 
 
-def import_transformers(context):
-    pass  # the module of this function has
-
-
 def model_of(name, options, dtype=torch.float64):
     torch.manual_seed(SEED)
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})

@@ -43,12 +43,6 @@ def dies(q, k, v):
     return ring_flash_attention(q, k, v)
 
 
-def raises_on_one_rank(q, k, v):
-    if dist.get_rank() == 1:
-        raise OverflowError("too much")
-    return ring_flash_attention(q, k, v)
-
-
 def raises_on_the_last_rank(q, k, v):
     """A ValueError of one rank is no refusal; the others lose their connection to it, and raise that."""
     if dist.get_rank() == 2:
@@ -135,10 +129,6 @@ def another_dtype(q, k, v):
     return ring_flash_attention(q, k, v).double()
 
 
-def in_float32(q, k, v):
-    return ring_flash_attention(q.float(), k.float(), v.float()).to(q.dtype)
-
-
 def made(**fixed):
     """A closure, which pickle cannot send."""
 
@@ -163,11 +153,6 @@ def sequence_first(q, k, v, causal=False):
         raise BufferError("contiguous tensors, please")
     out = ring_flash_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), causal=causal)
     return out.permute(2, 0, 1, 3)
-
-
-def wrong_in_long_chunks(q, k, v):
-    out = ring_flash_attention(q, k, v)
-    return out * (1 + 1e-3 * (q.shape[2] > 260))
 
 
 not_a_function = 1
@@ -219,10 +204,6 @@ def with_sinks(q, k, v, sinks=None, causal=False, times=1):
     return scores.softmax(dim=-1) @ v
 
 
-def sinks_dropped(q, k, v, sinks=None, causal=False):
-    return with_sinks(q, k, v, None, causal)
-
-
 def sinks_per_block(q, k, v, sinks=None, causal=False):
     return with_sinks(q, k, v, sinks, causal, times=dist.get_world_size())
 
@@ -242,14 +223,3 @@ def reversed_ring(q, k, v):
     rank, size = world_size - 1 - dist.get_rank(), q.shape[2]
     out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     return out[:, :, rank * size : (rank + 1) * size]
-
-
-def rank_of_the_job(q, k, v, causal=False, group=None):
-    """Its mask takes the rank in the whole job for the rank in the group."""
-    size, world_size = q.shape[2], dist.get_world_size(group)
-    whole = [[torch.empty_like(x) for _ in range(world_size)] for x in (k, v)]
-    for parts, x in zip(whole, (k, v), strict=True):
-        dist.all_gather(parts, x.contiguous(), group=group)
-    k, v = (torch.cat(parts, dim=2) for parts in whole)
-    seen = torch.arange(k.shape[2]) <= dist.get_rank() * size + torch.arange(size)[:, None] if causal else None
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)

@@ -62,8 +62,8 @@ KNOWN = CATALOGUE | MISTAKES
 
 
 def cells(page):
-    """The cells of every row of every table, without anchors."""
-    page = re.sub(r"<a id=[^>]*></a>", "", page)
+    """The cells of every row of every table, without anchors, and without the links of names."""
+    page = re.sub(r"<a id=[^>]*></a>|\[(?=`\w+`\])|(?<=`)\]\([^)]*mistakes\.md[^)]*\)", "", page)
     return [re.split(r"(?<!\\) *\| *", line.strip("| ")) for line in re.findall(r"^\|(?! ?-).*\|$", page, re.M)]
 
 

@@ -26,7 +26,6 @@ from tests.hugging_face_models import (  # noqa: E402
     HEAD,
     NO_DROPOUT,
     SIZES,
-    import_transformers,
     model_of,
 )
 
@@ -47,12 +46,6 @@ MODELS = {
 }
 EAGER = ("GptOss", "Gemma2")  # sdpa knows neither sinks nor softcap
 LENGTHS = (13, 6, 1)  # no multiple of 2P for any P > 1; the last one is shorter than any P > 1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported(ranks):
-    for world_size in range(1, 5):
-        ranks(world_size, import_transformers)
 
 
 def prompts_of(lengths=LENGTHS, width=None):

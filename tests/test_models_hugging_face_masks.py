@@ -27,7 +27,6 @@ from tests.hugging_face_models import (  # noqa: E402
     boundaries,
     documents_alone,
     errors,
-    import_transformers,
     in_the_ring,
     model_of,
     one_process,
@@ -38,13 +37,6 @@ from tests.hugging_face_models import (  # noqa: E402
 BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
 ROUNDED = dict.fromkeys(("Gemma2", "Llama4Text"), 1e-6)  # they compute norms in float32
 ALL = (*DOCUMENTS, PADDING)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported(ranks):
-    """One rank after the other imports transformers: together they might exceed the time limit of a call."""
-    for world_size in range(1, 5):
-        ranks(world_size, import_transformers)
 
 
 # Documents ----------------------------------------------------------------------------------------------------------

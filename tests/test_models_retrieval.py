@@ -6,15 +6,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from bench import in_context_rl, retrieval
 from bench.in_context_rl import ARMS, CONFIG, TRAJECTORY, choose, cloned, draw_tasks, play, thompson
-from bench.retrieval import IDS, START, VALUES, accuracy_by_depth, retriever, shard_texts, write_texts
-from ringlab.models.transformer import IGNORED, Transformer, summed_loss
-from ringlab.training.flash_ring import scaled_dot_product_attention
+from bench.retrieval import IDS, START, VALUES, accuracy_by_depth, shard_texts, write_texts
+from ringlab.models.transformer import IGNORED, Transformer
 from tests.attention import SEED
 
 LINES, BATCH = 8, 3
@@ -54,44 +51,6 @@ def test_the_ranks_have_every_token_with_the_one_before_and_the_labels_of_questi
             question = place >= 2 * LINES and place % 2 == 0
             assert torch.equal(labels[:, i], texts[:, place + 2] if question else torch.full((BATCH,), IGNORED))
     assert sorted(seen) == list(range(3 * LINES))
-
-
-def chunk_by_chunk(texts, rank, world_size):
-    """The token before is looked for in the rank's own chunk."""
-    tokens, labels, at = shard_texts(texts, rank, world_size)
-    before = F.pad(tokens[:, :-1, 0], (1, 0), value=START)
-    return torch.stack([tokens[..., 0], before], dim=2), labels, at
-
-
-def answers_asked(texts, rank, world_size):
-    """The labels are one place late: what is after an answer."""
-    tokens, labels, at = shard_texts(texts, rank, world_size)
-    return tokens, labels.roll(1, dims=1), at
-
-
-def gradients(context, shard=shard_texts):
-    """The loss of a batch and every gradient, float64, summed over the ranks."""
-    model = retriever(partial(scaled_dot_product_attention, layout="zigzag"), SEED).double()
-    for weight in model.parameters():
-        nn.init.normal_(weight, std=0.3)
-    tokens, labels, at = shard(texts_of()[0], context.rank, context.world_size)
-    loss = summed_loss(model(tokens, at), labels)
-    loss.backward()
-    results = [loss.detach(), *(weight.grad for weight in model.parameters())]
-    for result in results:
-        dist.all_reduce(result)
-    return results
-
-
-def largest_error(results, exact):
-    return max(((a - b).norm() / b.norm()).item() for a, b in zip(results, exact, strict=True))
-
-
-def test_loss_and_gradients_of_a_ring_are_those_of_one_process_and_wrong_shards_are_rejected(ranks):
-    (exact,) = ranks(1, gradients)
-    assert largest_error(ranks(3, gradients)[0], exact) <= 1e-10
-    for wrong in (chunk_by_chunk, answers_asked):
-        assert largest_error(ranks(3, gradients, wrong)[0], exact) > 1e-3, wrong
 
 
 class KnowsTheFirstHalf(nn.Module):

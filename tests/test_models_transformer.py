@@ -188,7 +188,7 @@ def test_pieces_of_the_feedforward_change_nothing(piece):
 
 
 class Alive(TorchDispatchMode):
-    """The bytes of all tensors made inside that are still alive: now, and at the worst moment."""
+    """The bytes of all tensors made inside that are still alive, at the worst moment."""
 
     def __init__(self, model):
         super().__init__()
@@ -200,44 +200,32 @@ class Alive(TorchDispatchMode):
         for x in tree_leaves(out):
             if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self.before:
                 self.sizes[StorageWeakRef(x.untyped_storage())] = x.untyped_storage().nbytes()
-        self.most = max(self.most, self.now())
+        self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
+        self.most = max(self.most, sum(self.sizes.values()))
         return out
 
-    def now(self):
-        self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
-        return sum(self.sizes.values())
+
+C, WIDE = 64, 512  # tokens, and the width: most of a layer is the inside of its feedforward
 
 
-C, HIDDEN, WIDE = 64, 16, 512  # tokens, and the widths: most of a layer is the inside of its feedforward
-
-
-def bytes_of_a_step(layers, piece, checkpointing):
-    """(kept for the backward pass, at most alive in it) of a model of float32."""
-    sizes = {"hidden": HIDDEN, "heads": 2, "kv_heads": 1, "feedforward": WIDE}
-    model = Transformer(Config(vocab=8, layers=layers, piece=piece, checkpointing=checkpointing, **sizes))
+def most_alive(piece, checkpointing):
+    """Bytes in a step of a model of float32 with two layers, at the worst moment."""
+    sizes = {"hidden": 16, "heads": 2, "kv_heads": 1, "feedforward": WIDE}
+    model = Transformer(Config(vocab=8, piece=piece, checkpointing=checkpointing, **sizes))
     tokens = torch.zeros(1, C, dtype=torch.int64)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
     with Alive(model) as alive:
-        loss = summed_loss(model(tokens, torch.arange(C)), tokens)
-        kept = alive.now()
-        loss.backward()
-    return kept, alive.most
-
-
-def test_a_checkpointed_layer_keeps_two_tensors():
-    kept = {flag: [bytes_of_a_step(n, C, flag)[0] for n in (1, 3)] for flag in (False, True)}
-    a_layer = {flag: (three - one) // 2 for flag, (one, three) in kept.items()}
-    assert a_layer[True] == 2 * C * HIDDEN * 4  # x and h
-    assert a_layer[False] > 3 * C * WIDE * 4  # the inside of the feedforward: w1, silu, w3 and their product
+        summed_loss(model(tokens, torch.arange(C)), tokens).backward()
+    return alive.most
 
 
 def test_checkpointed_pieces_bound_the_wide_layer():
-    whole, pieces = (bytes_of_a_step(2, piece, True)[1] for piece in (C, C // 4))
+    whole, pieces = (most_alive(piece, True) for piece in (C, C // 4))
     inside = 3 * C * WIDE * 4  # at least these are alive at once when a whole chunk goes through the feedforward
     assert whole > inside
     assert pieces < whole - inside / 2
-    assert bytes_of_a_step(2, C // 4, False)[1] > inside  # without checkpointing all pieces are kept
+    assert most_alive(C // 4, False) > inside  # without checkpointing all pieces are kept
 
 
 def hops(context, checkpointing):

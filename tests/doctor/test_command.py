@@ -1,6 +1,5 @@
 """The doctor's command: exit statuses, one sentence for bad input, the report as text, JSON and page; assert_ring."""
 
-import html.parser
 import json
 import os
 import re
@@ -34,12 +33,14 @@ def ask(*options):
 
 
 MODULE_NOT_FOUND = "'nowhere' cannot be imported: No module named 'nowhere'; expected module:function"
+TORCHRUN = f"{HERE}:right --quick"  # under torchrun, which sets WORLD_SIZE
 BAD = [  # what is typed, and the sentence
+    (TORCHRUN, "WORLD_SIZE is set, as torchrun sets it; start it without: it starts its own processes"),
     ("nowhere:f", f"ring-doctor: {MODULE_NOT_FOUND}"),
     (HERE, f"ring-doctor: '{HERE}:attention' cannot be imported"),
     (f"{HERE}:not_a_function", f"ring-doctor: '{HERE}:not_a_function' is int; expected a function"),
     (f"{HERE}.right", rf"did you mean {HERE}:right\?"),
-    (f"{HERE}:right --worlds 1,2", "ring-doctor: 2 ranks at most; expected 3 or more"),
+    (f"{HERE}:right --worlds 1,2", "ring-doctor: 2 ranks at most; expected 3 or more: with 2, the next rank is also"),
     (f"{HERE}:right --worlds 1,x", "argument --worlds: '1,x' given, expected numbers of ranks"),
     (f"{HERE}:right --shape 1,2,2,8", "--shape: '1,2,2,8' given, expected five sizes, as 1,8,2,4096,64"),
     (f"{HERE}:right --catalogue {HERE}", f"{HERE} has no mistakes; expected functions under @mistake"),
@@ -59,6 +60,7 @@ BAD = [  # what is typed, and the sentence
 def test_bad_input_is_one_sentence_and_status_2(capsys, typed, sentence):
     with mock.patch.dict(os.environ):
         os.environ.pop("WORLD_SIZE", None)
+        os.environ |= {"WORLD_SIZE": "3"} if typed == TORCHRUN else {}
         try:
             status = command.main(typed.split())
         except SystemExit as end:
@@ -78,7 +80,7 @@ def test_the_help_has_examples_and_the_exit_status(capsys):
     assert "docs/doctor_in_ci.md" in said
     assert max(map(len, said.splitlines())) <= 120
     examples = re.findall(r"(?:ring-doctor|-m ring_doctor) (my_package\S* .*|my_package\S*)", said)
-    assert len(examples) >= 4
+    assert len(examples) == 4
 
 
 @cache
@@ -101,7 +103,9 @@ def test_the_text_of_a_sick_ring_has_verdict_diagnosis_answers_and_xray(folder):
     assert verdict == f"SICK: never_called or nothing_moves, in {HERE}:own_chunk"
     assert any(line.startswith("  what it is     The ring is not called") for line in others)
     assert any(re.match(r"3 ranks +0 +\d+ +0 +0$", line) for line in others)
-    assert any(re.match(r"wrong     P = 3, no mask, contiguous, C = 6, float64.*: out \d", line) for line in others)
+    assert any(
+        re.match(r"wrong     P = 3, no mask, contiguous, C = 6, float64.*: out is off by \d", line) for line in others
+    )
     assert "    rank 0   ok       missing  missing" in others
     assert max(map(len, others)) < 180
 
@@ -118,36 +122,11 @@ def test_the_json_of_a_sick_ring_has_every_answer(folder):
     assert wrong[0]["wrong"]["out"] == [0, 1, 2]
 
 
-class Page(html.parser.HTMLParser):
-    """What a browser would load, and whether the tags match."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.loads, self.links = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        if tag == "a":  # a browser loads what a link names when it is clicked
-            self.links += [value for name, value in attributes if name == "href"]
-            attributes = []
-        self.loads += [value for name, value in attributes if name in ("src", "href") and not value.startswith("#")]
-        if tag not in ("meta", "br", "link", "img"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.loads += [value for name, value in attributes if name in ("src", "href") and not value.startswith("#")]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 @pytest.mark.slow
 def test_the_page_of_a_sick_ring_loads_nothing_and_has_all(folder):
     sick(folder)
     text = (folder / "report.html").read_text()
-    page = Page(text)
-    assert (page.open, page.loads) == ([], [])
-    assert {path.rpartition("/")[2] for path in page.links} == {"12_your_own_model.ipynb", "04_the_ring.ipynb"}
+    assert not re.search(r"\s(src|href)=.(?!#)", text)
     assert "SICK: never_called or nothing_moves" in text
     assert "prefers-color-scheme: dark" in text
     assert text.count("<tr>") == 1 + len(json.loads((folder / "report.json").read_text())["answers"])
@@ -163,19 +142,7 @@ def test_a_model_is_examined_by_the_command():
 
 
 @pytest.mark.slow
-def test_under_torchrun_rank_0_examines_and_the_last_line_is_the_verdict():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3"]
-    done = run(*torchrun, "-m", "ring_doctor", f"{HERE}:own_chunk", *FEW, "--quick")
-    verdict = done.stdout.splitlines()[0]
-    assert done.returncode == 1
-    assert verdict.startswith("SICK: never_called")
-    assert done.stdout.count(f"{HERE}:own_chunk") == 1
-    assert f"traceback : {verdict}" in done.stderr.splitlines()[-2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_ends_all_processes_at_once(how, tmp_path):
+def test_a_signal_ends_all_processes_at_once(tmp_path):
     psutil = pytest.importorskip("psutil")
     command = [sys.executable, "-m", "ring_doctor", f"{HERE}:leaves_its_number", "--worlds", "3"]
     environment = {**os.environ, "NUMBERS": str(tmp_path)}
@@ -183,32 +150,13 @@ def test_a_signal_ends_all_processes_at_once(how, tmp_path):
     wait_for(lambda: list(tmp_path.iterdir()), 3)
     others = psutil.Process(doctor.pid).children(recursive=True)
     assert {int(path.name) for path in tmp_path.iterdir()} <= {other.pid for other in others}
-    doctor.send_signal(how)
+    doctor.send_signal(signal.SIGTERM)
     with ends_soon():
         printed, said = doctor.communicate()
         wait_for(lambda: [other for other in others if not other.is_running()], len(others))
-    assert doctor.returncode == (-how if how == signal.SIGKILL else 128 + how)
+    assert doctor.returncode == 128 + signal.SIGTERM
     assert printed == b""
     assert b"Traceback" not in said
-
-
-UNGUARDED = """
-from ring_doctor import assert_ring, examine
-from tests.odd_patients import right
-print("imported")
-assert_ring(right, worlds=(3,), causal=True, layouts="zigzag", dtypes="float64", gradients=False)
-"""
-
-
-@pytest.mark.slow
-def test_a_script_without_a_main_guard_is_told_what_to_do(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(UNGUARDED)
-    done = run(sys.executable, script, PYTHONPATH=str(ROOT))
-    assert done.returncode != 0
-    assert done.stderr.splitlines()[-1].startswith("ValueError: each process imports this script, and the script")
-    assert "under `if __name__ == '__main__':`" in done.stderr.splitlines()[-1]
-    assert done.stderr.count("Traceback") == 1
 
 
 def test_it_says_how_far_it_is_where_its_output_is_a_pipe(capsys, monkeypatch):
@@ -219,24 +167,11 @@ def test_it_says_how_far_it_is_where_its_output_is_a_pipe(capsys, monkeypatch):
     assert "ring-doctor:  37%  P = 3, causal\n" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_module_that_hides_the_doctor_is_named(tmp_path):
-    (tmp_path / "ringlab.py").touch()
-    call = "import sys; from ring_doctor.__main__ import main; sys.exit(main(['tests.odd_patients:right']))"
-    code = f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import ringlab; os.chdir({str(tmp_path)!r}); {call}"
-    done = run(sys.executable, "-c", code)
-    assert done.returncode == 2
-    says = r"ring-doctor: .*/ringlab.py takes the place of the package ringlab, which is the doctor; expected .*\n"
-    assert re.fullmatch(says, done.stderr)
-
-
 FEW_ASKED = {"worlds": 3, "dtypes": "float64", "gradients": False}
 EXAMINED = [  # a function, how it is asked, and whether it is healthy
-    (f"{HERE}:made_at_import", {}, True),
     ("tests/odd_patients.py:made_of_zigzag", {"layouts": "zigzag", "causal": True}, True),
     (odd_patients.made_of_zigzag, {"layouts": "striped", "causal": True}, False),  # found in its module
     (odd_patients.sequence_first, {"tensors": "sbhd", "gradients": True}, True),
-    (odd_patients.wrong_in_long_chunks, {"dtypes": "float32", "shape": (1, 4, 2, 810, 8)}, False),
 ]
 
 
@@ -247,6 +182,3 @@ def test_a_function_is_examined_as_it_is_said(ranks, function, how, healthy):
         report = examine(function, **FEW_ASKED | how)
     assert report.healthy == healthy
     assert str(report).startswith(report.verdict)
-    if "shape" in how:  # the only wrong answer
-        [wrong] = [answer.question.words() for answer in report.examination.faults]
-        assert wrong == "P = 3, no mask, contiguous, 4 query heads on 2, D = 8, C = 270, float32"

@@ -10,6 +10,7 @@ from ring_doctor import diagnosis
 from ring_doctor.answers import OK, WRONG, Answer
 from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.conditions import when_it_shows
 from ring_doctor.diagnosis import Diagnosis, Explanation, diagnose
 from ring_doctor.examination import Examination
 from ring_doctor.mistakes import Mistake
@@ -49,10 +50,8 @@ def examined(mistake=lambda steps: steps, when=lambda question: True, worlds=(3,
 
 CONDITIONS = {
     "with 4 ranks": lambda question: question.case.world_size == 4,
-    "with 2 or 4 ranks": lambda question: question.case.world_size % 2 == 0,
     "without gradients": lambda question: question.how == "without gradients",
     "under a causal mask": lambda question: question.case.causal,
-    "in the zigzag layout": lambda question: question.case.layout == "zigzag",
     "with grouped queries": lambda question: question.case.heads != question.case.kv_heads,
     "with an odd number of tokens a rank": lambda question: len(question.case.positions(0)) % 2 == 1,
 }
@@ -72,7 +71,6 @@ def test_a_mistake_under_a_condition_is_named_with_it(name, condition):
         ("last_block_skipped", "on rank 0", lambda P: {0}),
         ("scale_missing", "on the last rank", lambda P: {P - 1}),
         ("no_rescale", "on odd ranks", lambda P: set(range(1, P, 2))),
-        ("last_block_skipped", "on all ranks but the first", lambda P: set(range(1, P))),
     ],
 )
 def test_a_mistake_on_some_ranks_is_named_with_them(name, words, ranks):
@@ -129,10 +127,9 @@ def with_changed(name, change):
     return diagnose(examination)
 
 
-@pytest.mark.parametrize("change", [lambda x: x.flip(2), lambda x: 1.7 * x + 0.1])
-def test_wrong_gradients_follow_from_a_wrong_output_and_out_alone_is_told_as_a_part(change):
+def test_wrong_gradients_follow_from_a_wrong_output_and_out_alone_is_told_as_a_part():
     for name, part in (("dk", ""), ("lse", "out")):
-        found = with_changed(name, change)
+        found = with_changed(name, lambda x: 1.7 * x + 0.1)
         assert (found.names, found.part) == ({"scale_missing"}, part)
 
 
@@ -172,34 +169,24 @@ def test_a_ring_that_is_right_on_one_rank_or_with_one_token_is_named_without_a_c
     assert [explanation.words for explanation in found.explanations] == ["scale_twice"]
 
 
-# The headline --------------------------------------------------------------------------------------------------------
+def test_when_a_mistake_shows():
+    def when(*pairs):
+        return when_it_shows([Answer(Question(case), state) for case, state in pairs])
 
-OUT = Answer(Question(Case(3, 18)), WRONG, wrong={"out": 9.0}, relative={"out": 0.5})
-SEEN = ("X-ray (P = 3, no mask): W forward: round 0 on every rank: counted twice. Look at the number of rounds.",)
-
-
-def entries(*names):
-    return tuple(Explanation((Mistake(name, "", "", 1),), lambda steps: steps) for name in names)
-
-
-@pytest.mark.parametrize(
-    ("names", "seen", "verdict"),
-    [
-        ("abc", SEEN, "{}: W forward: the own block of every rank: counted twice"),
-        ("", ("dq is right, so p and dS are: look at dv.",), "{}: dq is right, so p and dS are"),
-        ("", (), "{}: wrong numbers with P = 3"),
-    ],
-)
-def test_what_the_numbers_show_comes_after_two_names_at_most(names, seen, verdict):
-    report = Report(Examination(PATIENT, [OUT]), Diagnosis(entries(*names), (OUT,), ""), "", seen)
-    assert report.verdict.startswith("SICK: " + verdict.format(PATIENT.name))
-    assert report.mistakes == []
-    assert not any("It shows" in remark for remark in report.remarks)
+    plain, causal = Case(3, 18), Case(3, 18, True)
+    assert (
+        when(*[(Case(P, 6 * P), WRONG if P > 2 else OK) for P in (1, 2, 3, 4)]) == "from 3 ranks on (right with 1, 2)"
+    )
+    assert when((plain, OK), (causal, WRONG)) == "under a causal mask only"
+    assert when((causal, WRONG), (replace(plain, seq_len=19), OK)) == ""  # two things differ
+    assert when((causal, WRONG)) == "in every question"
+    assert when((causal, OK), (replace(causal, layout="zigzag"), WRONG)) == "in the zigzag layout only"
 
 
 def test_many_explanations_are_counted():
-    found = Diagnosis(entries(*"abcdefgh"), (OUT,), "")
-    [said] = Report(Examination(PATIENT, [OUT]), found, "").remarks
+    entries = tuple(Explanation((Mistake(name, "", "", 1),), lambda steps: steps) for name in "abcdefgh")
+    wrong = Answer(Question(Case(3, 18)), WRONG, wrong={"out": 9.0}, relative={"out": 0.5})
+    [said] = Report(Examination(PATIENT, [wrong]), Diagnosis(entries, (wrong,), ""), "").remarks
     assert said == "No question tells these explanations apart: a, b, c, d, e, f and 2 more."
 
 

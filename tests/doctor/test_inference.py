@@ -96,6 +96,11 @@ def noise(*names, where=lambda case, x: torch.ones_like(x, dtype=torch.bool)):
     return change
 
 
+def turned(x):
+    B, H, C, D = x.shape
+    return x.reshape(B, C, H, D).transpose(1, 2)
+
+
 def small(c):
     """Relative errors of up to c / 2, each another."""
     generator = torch.Generator().manual_seed(0)
@@ -113,17 +118,8 @@ def nan_in_hidden_blocks(case, x):
     return {"out": torch.where(lacks[:, None], torch.nan, x["out"])}
 
 
-def row_factors(name):
-    return lambda case, x: {name: x[name] * rising(case)}
-
-
-def log_p(sign):
-    return lambda case, x: {"lse": x["lse"] + sign * log(case.world_size)}
-
-
 OF_LATER = {"worlds": (3, 4), "masks": [(True, "contiguous")]}
 SHUFFLED = torch.randperm(24, generator=torch.Generator().manual_seed(0))
-EACH_ROW = "each row is the right row times a number of its own"
 PLANTED = [  # what is told, what is planted, and in which cases
     ("In dk and dv all numbers are P times the right numbers. Look at", times(lambda r, P: P, "dk", "dv"), {}),
     ("In dk all numbers are 1/√P times the right", times(lambda r, P: P**-0.5, "dk"), {}),
@@ -135,22 +131,19 @@ PLANTED = [  # what is told, what is planted, and in which cases
     ("In dv all numbers are c times the right numbers (P = 2,", times(lambda r, P: 0.1 * P, "dv"), {}),
     ("In dq, dk and dv all numbers are 0. Look at detach", times(lambda r, P: 0, *GRADIENTS), {}),
     ("In lse all numbers are 1/log 2 times the right", times(lambda r, P: 1 / log(2), "lse"), {}),
-    ("In lse all numbers are log P too large", log_p(1), {}),
-    ("In lse all numbers are log P too small", log_p(-1), {}),
     ("The numbers of dk are those of the right dv.", lambda case, x: {"dk": x["dv"], "dv": x["dk"]}, {}),
-    ("The numbers of dk are those of dk + dv.", lambda case, x: {"dk": x["dk"] + x["dv"]}, {}),
     ("In dk rank r has the right numbers of rank r + 1. Look at the hops", from_rank(lambda r, P: r + 1, "dk"), {}),
     ("In out rank r has the right numbers of rank r - 1. Look at the rank", from_rank(lambda r, P: r - 1, "out"), {}),
     ("has the right numbers of rank P - 1 - r.", from_rank(lambda r, P: P - 1 - r, "dq"), {"worlds": (3, 4)}),
     ("the right heads are in the reverse order or moved on by one", only("out", lambda x: x.flip(1)), {}),
-    ("the right heads are in other places", only("out", lambda x: x[:, [1, 0, 3, 2]]), {"heads": 4, "kv_heads": 4}),
     ("In dq the right numbers are one row too late in each chunk", chunkwise(lambda x: x.roll(1, 2), "dq"), {}),
     ("(B, C, H, ...) and read as (B, H, C, ...)", chunkwise(lambda x: x.transpose(1, 2).reshape(x.shape), "out"), {}),
-    ("laid out as (B, H, D, C) and read as (B, H, C, D)", chunkwise(lambda x: x.mT.reshape(x.shape), "dk"), {}),
+    ("(B, H, C, ...) and read as (B, C, H, ...)", chunkwise(turned, "out"), {}),
+    ("one row too early in each chunk", chunkwise(lambda x: x.roll(-1, 2), "dk"), {}),
+    ("in the reverse order of rows in each chunk", chunkwise(lambda x: x.flip(2), "dk"), {}),
+    ("in the other half of each chunk", chunkwise(lambda x: torch.cat([x[:, :, 3:], x[:, :, :3]], 2), "dv"), {}),
     ("are in other places of their chunk", chunkwise(lambda x: x[:, :, [3, 1, 4, 0, 5, 2]], "dv"), {}),
     ("are in other places of the whole", only("dv", lambda x: x[:, :, SHUFFLED]), {"worlds": (4,)}),
-    (f"In out {EACH_ROW}: the numerators are right", row_factors("out"), {}),
-    (f"In dq {EACH_ROW}: dS is wrong by a factor of its row.", row_factors("dq"), {}),
     ("out: the errors are as small as roundings to 16 bits. Look at casts to 16 bits", small(2**-8), {}),
     ("NaN or infinite in the queries that see no key of some block.", nan_in_hidden_blocks, OF_LATER),
     ("NaN or infinite where scores are large.", times(lambda r, P: torch.nan, "out"), {"inputs": "large"}),
@@ -229,35 +222,32 @@ def along(dim, index):
     return where
 
 
-DOCUMENTS = [Case(3, 18, True, documents=(7, 11)), Case(4, 24, True, documents=(7, 17))]
 GROUPED = cases((3, 4), heads=6, kv_heads=2)
 
 
 @pytest.mark.parametrize(
     ("where", "of", "says"),
     [
-        (rank_is(0), None, "on rank 0 only"),
-        (along(0, [1]), cases(batch=2), "in every sequence of a batch but the first"),
-        (along(1, [1, 2]), cases(heads=3, kv_heads=3), "in every head but the first"),
-        (along(1, [1, 2, 4, 5]), GROUPED, "in the query heads that are not the first of their group"),
-        (along(1, [1, 4]), GROUPED, "in the query heads h for which h mod G is not h // (H/G)"),
-        (chunk_row(0), None, "in the first row of a chunk only"),
-        (chunk_row(slice(3, None)), None, "in the second half of a chunk only"),
-        (chunk_row(slice(32, None)), cases((3,), chunk=70), "from row 32 of a chunk on"),
-        (along(2, slice(7, None)), DOCUMENTS, "in documents after the first only"),
-        (along(3, slice(2, None)), None, "in the second half of D only"),
+        (rank_is(0), None, "on these ranks: the first"),
+        (along(0, [1]), cases(batch=2), "in these sequences: the second"),
+        (along(1, [1, 2]), cases(heads=3, kv_heads=3), "in these heads: all but the first"),
+        (along(1, [1, 2, 4, 5]), GROUPED, "in these heads: all but the first of a group"),
+        (along(1, [1, 4]), GROUPED, "in these heads: those whose h mod G is not h // (H/G)"),
+        (chunk_row(0), None, "in these rows of each chunk: the first"),
+        (chunk_row(slice(3, None)), None, "in these rows of each chunk: the last half"),
+        (chunk_row(slice(32, None)), cases((3,), chunk=70), "in these rows of each chunk: from 32 on"),
     ],
 )
 def test_the_place_of_random_errors(where, of, says):
     sentences = told(planted(noise("out", where=where), of))
-    assert [sentence for sentence in sentences if sentence.startswith(f"out: wrong {says}. Look at")], text(sentences)
+    assert [sentence for sentence in sentences if sentence.startswith(f"out: wrong {says}")], text(sentences)
 
 
 def test_one_number_of_ranks_does_not_tell_rank_1_from_odd_ranks():
     places = [told(planted(noise("out", where=rank_is(1)), cases(worlds)))[-1] for worlds in ((3,), (3, 5), (3, 4))]
     assert [said.partition(". Look")[0] for said in places] == [
-        "out: wrong on rank 1 only or on odd ranks only",
-        *2 * ["out: wrong on rank 1 only"],
+        "out: wrong on these ranks: the second or on these ranks: the odd ones",
+        *2 * ["out: wrong on these ranks: the second"],
     ]
 
 
@@ -286,13 +276,9 @@ def test_random_errors_get_the_generic_sentence_alone(names, features):
     "change",
     [
         times(lambda r, P: P, "dq"),
-        from_rank(lambda r, P: r + 1, "dq"),
         chunkwise(lambda x: x.roll(1, dims=2), "dq"),
-        chunkwise(lambda x: x.transpose(1, 2).reshape(x.shape), "dq"),
         only("dq", lambda x: x.bfloat16().double()),
         noise("dq", where=rank_is(0)),
-        noise("dq", where=chunk_row(0)),
-        times(lambda r, P: 0, "dq"),
         lambda case, x: {"dq": x["dk"]},
     ],
 )
@@ -320,17 +306,6 @@ def test_numbers_of_patterns_do_not_count_where_they_are_right():
     sentences = told(planted(change))
     assert any(sentence.startswith("In dv all numbers are 0.") for sentence in sentences)
     assert OF_GRADIENTS["dq and dv"] in sentences
-
-
-def test_what_follows_from_the_number_of_ranks():
-    right = cases((1,), [(False, "contiguous")])
-    of = cases((3, 4), [(False, "contiguous")])
-    assert any("One rank alone is right" in said for said in told(with_steps(RIGHT, right) + planted(noise("dq"), of)))
-    assert any("One rank alone is wrong too" in said for said in told(planted(noise("dq"), right + of)))
-    two = with_steps(RIGHT, cases((2,), [(False, "contiguous")]))
-    assert any("Two ranks are right" in said for said in told(two + planted(noise("dq"), of)))
-    other = with_steps(RIGHT, cases((1, 2), [(True, "contiguous")]))  # not the question that is wrong
-    assert told(other + planted(noise("dq"), of)) == [OF_GRADIENTS["dq"]]
 
 
 def home(kept):
@@ -367,8 +342,6 @@ P3 = Case(3, 12)
         (home(lambda part: part.round < part.world_size - 1), "round 2 on every rank: missing", "the number of rounds"),
         (home(lambda part: part.round > 0), "round 0 on every rank: missing", "the number of rounds"),
         (home(lambda part: part.round == 0), "rounds 1, 2 on every rank: missing", "the number of rounds"),
-        (home(lambda part: part.rank > 0), "3 tiles of rank 0: missing", "the number of rounds"),
-        (home(lambda part: part.block > 0), "3 tiles of KV0: missing", "the number of rounds"),
         (
             home(lambda part: part.rank < 2 or part.rank == part.block),
             "round 1 on rank 2; round 2 on rank 2: missing",
@@ -383,11 +356,6 @@ P3 = Case(3, 12)
             lambda: with_d_v(lambda case, weights: weights * rising(case)),
             "all tiles: scaled, each query by its own factor: by 0.5 to 2",
             "the lse that the backward pass gets",
-        ),
-        (
-            lambda: with_d_v(lambda case, weights: weights.roll(4, dims=2)),
-            "9 of 9 tiles are wrong: 9 from elsewhere. First in round 0 on every rank",
-            "the hops",
         ),
         (
             replace(RIGHT, add_q=lambda case, total, part: 2 * part if total is None else total + part),

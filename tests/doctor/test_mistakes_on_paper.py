@@ -623,6 +623,7 @@ MERGES = {  # the entry: of each variant out and lse
         lambda x, which=which: x.by_own_max(x.s[which].amax(dim=-1).amax(dim=0)) for which in ([-1], [0, 1, 2, 3], [-1])
     ],
     "shares_exchanged": [folded(lambda a, lse, b, lse_j, share: (b + share * (a - b), lse.logaddexp(lse_j)))] * 3,
+    "unstabilised": [lambda x: x.averaged(x.lses)],  # right where no score is large
     "averages_added": [lambda x: (x.outs.sum(dim=0), x.lse)],
     "averages_averaged": [lambda x: (x.outs.mean(dim=0), x.lse)] * 3,
     "running_half": [folded(lambda out, lse, out_j, lse_j, _: ((out + out_j) / 2, lse.logaddexp(lse_j)))] * 3,

@@ -118,7 +118,7 @@ def test_a_patient_file_may_have_several_functions(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", with_marks([name for name in names() if name in LINES and name != "blog"]))
 def test_the_doctor_finds_what_the_table_says(name):
     patient = from_name(f"ring_doctor.patients.{name}")
-    report = examine(replace(patient, worlds=patient.worlds[:-1]))
+    report = examine(replace(patient, worlds=(4,) if name == "torch_loop" else patient.worlds[:-1]))  # quick, in CI
     assert report.healthy == (LINES[name]["level"] in ("right", "right for what it takes"))
     if name != "ring_flash_attn:in_float32":  # its errors change from run to run
         found = report.diagnosis.names if report.diagnosis else set()

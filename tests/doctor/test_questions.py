@@ -1,12 +1,11 @@
 """What the doctor asks, and how it judges: each question is there, and each way to be wrong is seen, but no other.
 
-The inputs for sums in 16 bits are tried on paper in every order in which blocks may arrive, and by real rings.
+The inputs for sums in 16 bits are tried on paper and by real rings, right ones and wrong ones.
 """
 
 import itertools
 import math
 from dataclasses import replace
-from functools import reduce
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, judge, right_results
 from ring_doctor.calls import RankResults
 from ring_doctor.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.examination import examination_of
 from ring_doctor.paper_ring import RIGHT, compute
 from ring_doctor.patient import from_function
 from ring_doctor.questions import LSE, UNEQUAL, WAYS, Question, in_turn, kind, questions
@@ -345,28 +343,14 @@ def test_a_patient_is_not_asked_what_it_does_not_claim():
     assert "autocast, C = 6" not in whats(replace(RING, dtypes=("float64", "float32")))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_causal_ring_is_asked_for_sums_in_16_bits_too(layout):
-    causal = replace(RING, causal=(True,), layouts=(layout,))
-    in_16_bits = [question for question in all_questions(causal) if question.case.inputs in UNROUNDED]
-    assert {(q.case.inputs, q.case.dtype) for q in in_16_bits} == set(itertools.product(UNROUNDED, SIXTEEN))
-    assert all(q.case.causal and q.case.layout == layout for q in in_16_bits)
-
-
 def test_other_numbers_of_ranks():
     """Everything is asked with 3 and 4 ranks, or else with the most."""
-    for worlds, full in [((1, 2, 3, 4, 5), {3, 4}), ((2, 3), {3}), ((8,), {8}), ((6, 8), {8}), ((1, 2), {2})]:
+    for worlds, full in [((1, 2, 3, 4, 5), {3, 4}), ((2, 3), {3}), ((6, 8), {8})]:
         found = all_questions(replace(RING, worlds=worlds))
         assert {q.case.world_size for q in found} == set(worlds)
         assert {q.case.world_size for q in found if q.how == "views"} == full
         assert all(q.members == tuple(range(1, q.case.world_size + 1)) for q in found if q.members)  # not from rank 0
         assert {q.case.world_size for q in found if q.members} == {P for P in full if max(worlds) > P}
-
-
-def test_more_heads_are_asked_in_groups_too():
-    """An all-to-all needs a head for each rank: with K/V heads fewer than ranks it may not answer."""
-    groups = {(q.case.heads, q.case.kv_heads) for q in all_questions(replace(RING, heads=4))}
-    assert groups == {(4, 4), (8, 4), (8, 2), (8, 1)}
 
 
 def test_the_claims_of_a_patient_reach_every_kind_of_question():
@@ -404,14 +388,6 @@ def test_a_ring_for_16_bits_only_is_asked_everything_in_16_bits(dtype):
     assert {question.what() for question in found} == widest - {"autocast, C = 6"}
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN)
-def test_right_answers_in_16_bits_only_are_ok(dtype):
-    """The bounds hold in 16 bits for every question: here a right ring rounds once, to store its results."""
-    name = str(dtype).removeprefix("torch.")
-    for question in questions(replace(RING, dtypes=(name,), worlds=(4,)), 4, dtype, 0):
-        assert judged(question, stored(question)).state == OK, question.words()
-
-
 # What a quick examination asks ------------------------------------------------------------------------------------
 
 F64 = torch.float64
@@ -419,9 +395,7 @@ PATIENTS = {
     "a mask and layouts": from_function(odd_patients.right),
     "every argument": RING,
     "no argument": from_function(plain_only),
-    "forward only": from_function(odd_patients.right, gradients=False),
     "three ranks": from_function(odd_patients.right, worlds=(1, 2, 3)),
-    "one dtype": from_function(odd_patients.right, dtypes=("float64",)),
 }
 
 
@@ -482,102 +456,6 @@ def test_attention_sinks_are_one_more_logit_in_each_softmax(dtype, heads, kv_hea
     gradients = torch.autograd.grad(out, leaves, d_out)
     for name, x in zip(NAMES, (out, scores.logsumexp(dim=-1), *gradients), strict=True):
         torch.testing.assert_close(case.right()[name].exact, x.detach(), rtol=1e-12, atol=1e-12)
-
-
-ORDERS = list(itertools.permutations(range(4)))
-HYBRID = [(0, 1), (2, 3)]  # the rows of a mesh of 2 x 2 ranks
-GATHERED = [(0, 1, 2)]  # what the last rank has before its own block
-
-
-def in_one_piece(case):
-    """Blocks that a right ring may compute together, and store the result in 16 bits."""
-    return HYBRID + GATHERED if case.causal else HYBRID
-
-
-def of_rings(case):
-    """Orders of arrival. Under a causal mask one is left out: block after block is what pieces of right rings are."""
-    cycles = [[(rank + t * way) % 4 for t in range(4)] for rank in range(4) for way in (1, -1)]
-    return [order for order in cycles if order[0] == 3] if case.causal else ORDERS
-
-
-def rounded(x, dtype):
-    return x.to(dtype).double()
-
-
-def mean_in_16_bits(parts, dtype):
-    """A running mean that is rounded at each merge."""
-    return reduce(lambda a, b: (b[0] + 1, rounded((a[1] * b[0] + b[1]) / (b[0] + 1), dtype)), enumerate(parts))[1]
-
-
-def sum_in_16_bits(parts, dtype):
-    return reduce(lambda a, b: rounded(a + b, dtype), parts)
-
-
-def blocks_of_values(case):
-    """(4, H, D): the value that a query which sees everything takes from each block; and the right mean."""
-    v = case.whole()[2].double()
-    first = torch.stack([case.positions(rank).min() for rank in range(4)])
-    return v[0][:, first].movedim(1, 0), case.right()["out"].exact[0, :, case.seq_len - 1]
-
-
-@pytest.mark.parametrize("dtype", SIXTEEN)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", [4, 16, 64])
-def test_of_16_bit_sums_every_order_of_arrival_rounds(dtype, mask, head_dim):
-    case = Case(4, 32, *mask, inputs="16-bit sums", dtype=dtype, head_dim=head_dim)
-    parts, mean = blocks_of_values(case)
-    assert torch.equal(parts.mean(dim=0), mean)
-    assert torch.equal(rounded(mean, dtype), mean)
-    for order in of_rings(case):
-        some = [parts[block] for block in order]
-        assert not torch.equal(mean_in_16_bits(some, dtype), mean), order
-        assert not torch.equal(rounded(sum_in_16_bits(some, dtype) / 4, dtype), mean), order
-    for row in in_one_piece(case):
-        assert torch.equal(rounded(parts[list(row)].mean(dim=0), dtype), parts[list(row)].mean(dim=0))
-
-
-@pytest.mark.parametrize("dtype", SIXTEEN)
-@pytest.mark.parametrize("mask", MASKS)
-def test_of_16_bit_sums_every_weight_can_be_stored(dtype, mask):
-    """A weight of 1/3 cannot: a right kernel that rounds its weights would be called wrong."""
-    case = Case(4, 32, *mask, inputs="16-bit sums", dtype=dtype)
-    q, k, *_ = (x.double() for x in case.whole())
-    weights = (q @ k.mT / 2).masked_fill(~case.visible(), -math.inf).softmax(dim=-1)
-    assert set(weights.unique().round(decimals=12).tolist()) <= {0.0, 0.25, 0.5, 1.0}
-
-
-def parts_of_gradients(case):
-    """What each block adds to dq of the last query, and what each rank adds to dk and dv: {name: (4, H, S, D)}."""
-    parts = {"dq": [], "dk": [], "dv": []}
-
-    def note(part):
-        parts["dk"].append((part.rank, part.block, part.d_k)) if part.block == 0 else None
-        parts["dv"].append((part.rank, part.block, part.d_v)) if part.block == 0 else None
-        if case.positions(part.rank).max() == case.seq_len - 1:
-            parts["dq"].append((part.block, part.rank, part.d_q))
-        return part.block
-
-    compute(case, replace(RIGHT, home=note))
-    return {name: torch.stack([x[0] for _, _, x in sorted(of, key=lambda part: part[0])]) for name, of in parts.items()}
-
-
-@pytest.mark.parametrize("dtype", SIXTEEN)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", [4, 16, 64])
-def test_of_16_bit_gradients_every_order_of_arrival_rounds(dtype, mask, head_dim):
-    case = Case(4, 32, *mask, inputs="16-bit gradients", dtype=dtype, head_dim=head_dim)
-    for name, parts in parts_of_gradients(case).items():
-        assert len(parts) == 4
-        parts = torch.where(parts.abs() < 1e-9, 0.0, parts)
-        stored_parts = rounded(parts, dtype)
-        assert (parts - stored_parts).abs().max() <= 1e-7, name  # each part by itself loses nothing
-        total = rounded(stored_parts.sum(dim=0), dtype)
-        assert torch.allclose(total, stored_parts.sum(dim=0), rtol=1e-7, atol=1e-7), name
-        for order in of_rings(case) if name == "dq" else ORDERS:
-            assert not torch.equal(sum_in_16_bits([stored_parts[i] for i in order], dtype), total), (name, order)
-        for row in in_one_piece(case) if name == "dq" else HYBRID:
-            two = stored_parts[list(row)].sum(dim=0)
-            assert torch.allclose(rounded(two, dtype), two, rtol=1e-7, atol=1e-7), name
 
 
 ROUNDING = {  # entries that round, on paper: which inputs show them, and in which results
@@ -692,16 +570,3 @@ def test_a_ring_that_adds_up_in_16_bits_is_wrong_under_every_mask(ranks, ring):
     for answer in answers:
         expected = shows if answer.case.inputs == inputs else set()
         assert set(answer.wrong) == expected, answer.question.words()
-
-
-@pytest.mark.slow
-def test_it_finds_a_rank_of_the_job_taken_for_a_rank_of_the_group(ranks):
-    with on_these(ranks):
-        found = examination_of(from_function(odd_patients.rank_of_the_job, gradients=False), quick=True)
-        whole_job = examination_of(
-            from_function(odd_patients.rank_of_the_job, gradients=False, worlds=(4,)), quick=True
-        )
-    wrong = [answer for answer in found.answers if answer.state == "wrong"]
-    assert wrong
-    assert all(answer.question.members and answer.case.causal for answer in wrong)
-    assert all(answer.state != "wrong" for answer in whole_job.answers)

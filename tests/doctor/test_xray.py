@@ -1,10 +1,6 @@
 """The X-ray of right rings is right, and the tiles of wrong ones say what was planted."""
 
 import functools
-import runpy
-import sys
-from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -126,16 +122,13 @@ def local(case, rank, block, shape):
     [
         ("contiguous", 1, 1, lambda i, j: j < i, "mask", "a triangle without its diagonal instead of a triangle"),
         ("contiguous", 1, 1, lambda i, j: j <= i + 1, "mask", "a triangle and the next key instead of a triangle"),
-        ("contiguous", 2, 2, lambda i, j: j >= 0, "mask", "all pairs instead of a triangle"),
         ("contiguous", 2, 2, lambda i, j: j >= i, "mask", "a triangle of later keys instead of a triangle"),
         ("contiguous", 2, 1, lambda i, j: j <= i, "mask", "a triangle instead of all pairs"),
         ("contiguous", 1, 2, lambda i, j: j <= i, "foreign", "10 pairs behind the mask, a triangle"),
-        ("contiguous", 1, 2, lambda i, j: (j == 0) & (i == 3), "foreign", "1 pair behind the mask"),
         ("contiguous", 2, 1, lambda i, j: (j != 0) | (i != 3), "mask", "1 pair too few"),
         ("zigzag", 2, 1, lambda i, j: j > 1, "mask", KEYS),
         ("zigzag", 1, 2, lambda i, j: i < 2, "mask", QUERIES),
         ("striped", 1, 2, lambda i, j: j <= i, "mask", "a triangle instead of a triangle without its diagonal"),
-        ("striped", 2, 1, lambda i, j: j < i, "mask", "a triangle without its diagonal instead of a triangle"),
     ],
 )
 def test_masks_are_named_and_the_other_tiles_are_right(layout, rank, block, shape, kind, words):
@@ -176,14 +169,11 @@ def test_weights_that_do_not_sum_to_one():
     [
         (lambda dk: 4 * dk, [["x 4"] * 4] * 4),
         (lambda dk: dk.roll(4, dims=2), [["is KV3", "is KV0", "is KV1", "is KV2"]] * 4),
-        (lambda dk: sum(dk.chunk(4, dim=2)).repeat(1, 1, 4, 1), [["0+1+2+3"] * 4] * 4),
-        (lambda dk: dk + dk.roll(4, dims=2), [["0+3", "0+1", "1+2", "2+3"]] * 4),
         (lambda dk: 0 * dk, [["missing"] * 4] * 4),
         (lambda dk: dk * torch.nan, [["NaN"] * 4] * 4),
-        (lambda dk: dk.roll(4, dims=3), [[f"r{(rank - 1) % 4} KV{j}" for j in range(4)] for rank in range(4)]),
         (lambda dk: dk.roll(1, dims=3), [["wrong"] * 4] * 4),
     ],
-    ids=["4 times", "one rank from home", "summed over the ranks", "two of them", "zeros", "NaN", "ranks", "shuffled"],
+    ids=["4 times", "one rank from home", "zeros", "NaN", "shuffled"],
 )
 @pytest.mark.parametrize("name", ["W backward", "dS in dK"])
 def test_gradients_that_are_wrong_by_themselves(name, change, expected):
@@ -316,9 +306,3 @@ def test_a_forward_pass_alone_and_numbers_that_are_not_finite():
     assert len(picture(alone).axes[0].images) == 2
     broken = xray_of(run_1 | {"dv": run_1["dv"] * torch.nan}, run_2, case)
     assert "NaN" in words(picture(broken))
-
-
-def test_pictures_need_no_ipython():
-    with mock.patch.dict(sys.modules, {"IPython": None, "IPython.display": None}):
-        names = runpy.run_path(Path(drawing.__file__))
-    assert names["canvas"](100, 100, "nothing")[0].alt == "nothing"
