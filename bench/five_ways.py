@@ -19,7 +19,6 @@ After: five_ways_predicted.py.
 """
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,12 +34,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from bench import record
 from bench.against_peers import torch_backward, torch_forward
 from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, Row, peer, table
-from bench.hosts import hosts, torchrun, why_not
+from bench.hosts import command, hosts, row_of, torchrun
 from bench.record import Method, in_turn
 from ringlab.basics.ranks import gather
 from ringlab.planning.ways import WAYS
 from ringlab.support.agreement import agree
-from ringlab.support.processes import RankContext, join_ring
+from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
 from ringlab.training.all_gather import AllGather
 from ringlab.training.all_to_all import AllToAll, Alone
@@ -145,10 +144,11 @@ def check(context: RankContext, ways: dict[str, Pass], whole: list[Tensor]) -> N
 
 
 def measured(
-    context: RankContext, mesh: DeviceMesh, seq_len: int, repetitions: int, heads: int, kv_heads: int, head_dim: int
+    context: RankContext, per_host: int, seq_len: int, repetitions: int, heads: int, kv_heads: int, head_dim: int
 ) -> Row:
     """Seconds of each way in both passes, and of the ring's computing alone."""
     P, sizes = context.world_size, (heads, kv_heads, head_dim)
+    mesh = init_device_mesh("cpu", (P // per_host, per_host), mesh_dim_names=("hosts", "devices"))
 
     def passes(whole: list[Tensor]) -> dict[str, Pass]:
         chunks = [shard(x, "zigzag", context.rank, P) for x in whole]
@@ -172,15 +172,6 @@ def measured(
     return {"seconds": seconds}
 
 
-def work(per_host: int, **size: int) -> None:
-    """The work of a rank that torchrun started: measure, and print the row on rank 0."""
-    with join_ring("cpu") as context:
-        shape = (context.world_size // per_host, per_host)
-        row = measured(context, init_device_mesh("cpu", shape, mesh_dim_names=("hosts", "devices")), **size)
-        if context.rank == 0:
-            print(json.dumps(row))
-
-
 def measure(
     meshes: list[tuple[int, int]],
     rates: list[int],
@@ -200,13 +191,14 @@ def measure(
     def step(name: str) -> Row:
         (count, per_host), rate, seq_len = steps[name]
         with hosts(count, rate) as joined, TemporaryDirectory() as made:
-            job = partial(torchrun, joined, "-m", processes=[per_host] * count)
+            processes = [per_host] * count
             if seq_len is None:
-                layer = ["--heads", str(size["heads"]), "--head-dim", str(size["head_dim"]), "--dtype", "float32"]
-                job("ringlab.planning.calibrate", "--device", "cpu", *layer, "--out", f"{made}/machine.json")
+                layer = f"--heads {size['heads']} --head-dim {size['head_dim']} --dtype float32".split()
+                words = "-m", "ringlab.planning.calibrate", "--device", "cpu", *layer, "--out", f"{made}/machine.json"
+                torchrun(joined, *words, processes=processes)
                 return json.loads(Path(made, "machine.json").read_text())
             sizes = {"per_host": per_host, "seq_len": seq_len, "repetitions": repetitions[seq_len], **size}
-            return json.loads(job("bench.five_ways", json.dumps(sizes)))
+            return row_of(joined, "five_ways", sizes, processes)
 
     settings = {"machine": {name: machine[name] for name in ("cores", "torch")}, "repetitions": repetitions, **size}
     seen = record.in_steps("five_ways", settings, list(steps), step, folder)
@@ -222,13 +214,7 @@ def measure(
 
 
 def main() -> int:
-    if "WORLD_SIZE" in os.environ:  # set by torchrun
-        work(**json.loads(sys.argv[1]))
-    elif reason := why_not():
-        print(f"nothing measured: {reason}")
-    else:
-        record.save("five_ways", measure(MESHES, RATES, REPETITIONS, **SIZE), table)
-    return 0
+    return command("five_ways", measured, lambda: measure(MESHES, RATES, REPETITIONS, **SIZE), table)
 
 
 if __name__ == "__main__":

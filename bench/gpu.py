@@ -31,7 +31,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench import record
 from bench.accuracy import RESULTS, errors, inputs
 from bench.against_peers import with_gradients
 from ring_doctor import examine
@@ -130,58 +129,24 @@ def seconds(work: Callable[[], Any], device: str) -> float:
     return median(times[1:])
 
 
-def measure(device: str, exact: dict[str, int], speed: dict[str, int]) -> record.Results:
-    """A row for each dtype and layout: the kernel, errors of the ring and of SDPA, speed as a share of SDPA's.
+def measured_blocks(device: str, exact: dict[str, int], speed: dict[str, int]) -> list[str]:
+    """A line for each dtype and layout: the kernel, errors of the ring over those of SDPA, speed as a share of SDPA's.
 
     Raises RuntimeError where rounding does not explain an error.
     """
-    rows = []
+    lines = []
     for dtype, layout in CASES:
         whole = [x.to(device) for x in inputs(*exact.values(), dtype)]
         sdpa = partial(F.scaled_dot_product_attention, is_causal=layout != "full")
         rights = exact_attention(*whole, causal=layout != "full", fused_blocks=WORLD_SIZE)
-        row = {"dtype": dtype, "layout": layout, "kernel": choose_kernel(*whole[:2], 0.125)[0]}
-        row["ring"] = errors(simulated_ring(*whole, layout, WORLD_SIZE), rights)
-        row["sdpa"] = errors(with_gradients(sdpa, *whole), rights)
+        ring = errors(simulated_ring(*whole, layout, WORLD_SIZE), rights)
+        alone = errors(with_gradients(sdpa, *whole), rights)
+        off = ", ".join(f"{name} {ring[name] / alone[name]:.2f}" for name in RESULTS)
         long = [x.to(device) for x in inputs(*speed.values(), dtype)]
         ring_seconds = seconds(lambda long=long, layout=layout: simulated_ring(*long, layout, WORLD_SIZE), device)
-        rows.append(
-            {**row, "speed": seconds(lambda long=long, sdpa=sdpa: with_gradients(sdpa, *long), device) / ring_seconds}
-        )
-    name = torch.cuda.get_device_name() if device == "cuda" else device
-    return {
-        "command": "python -m bench.gpu",
-        "machine": {**record.machine(), "device": name},
-        "dtype": "bfloat16, float16 and float32",
-        "world_size": WORLD_SIZE,
-        "exact": exact,
-        "speed": speed,
-        "rows": rows,
-    }
-
-
-def table(results: record.Results) -> str:
-    """The results as a table in markdown."""
-    exact, speed = results["exact"], results["speed"]
-    lines = [
-        "# The fused blocks on one GPU, as a simulated ring",
-        "",
-        record.heading(results),
-        f"Device: {results['machine']['device']}.",
-        "",
-        f"{results['world_size']} ranks simulated one after the other. Largest errors against float64 over those of "
-        f"SDPA (S = {exact['seq_len']:,}, H = {exact['heads']}, D = {exact['head_dim']}). Speed, forward and backward, "
-        f"as a share of SDPA's (S = {speed['seq_len']:,}, H = {speed['heads']}, D = {speed['head_dim']}).",
-        "",
-        "| dtype | layout | kernel | " + " | ".join(RESULTS) + " | speed |",
-        "| --- | --- | --- |" + " ---: |" * (1 + len(RESULTS)),
-    ]
-    for row in results["rows"]:
-        cells = [f"{row['ring'][name] / row['sdpa'][name]:.2f}" for name in RESULTS]
-        lines.append(
-            f"| {row['dtype']} | {row['layout']} | {row['kernel']} | {' | '.join(cells)} | {row['speed']:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
+        share = seconds(lambda long=long, sdpa=sdpa: with_gradients(sdpa, *long), device) / ring_seconds
+        lines.append(f"{dtype}, {layout}, {choose_kernel(*whole[:2], 0.125)[0]}: errors {off}; speed {share:.2f}")
+    return lines
 
 
 def masks(S: int) -> dict[str, dict[str, Any]]:
@@ -284,13 +249,11 @@ def measured_ring(context: RankContext, seq_len: int, heads: int, head_dim: int)
 
 
 def blocks(device: str, ranks: int, sizes: Sizes) -> tuple[bool, str]:
-    """The part of one device; on a GPU its table is kept in bench/results."""
-    results = measure(device, sizes.exact, sizes.speed)
+    """The part of one device: a ring of WORLD_SIZE ranks, one after the other, beside SDPA."""
+    lines = measured_blocks(device, sizes.exact, sizes.speed)
     if device == "cuda":
-        record.save("gpu", results, table)
         torch.cuda.empty_cache()  # the ranks of the next parts are other processes
-    slowest = min(row["speed"] for row in results["rows"])
-    return True, f"{len(results['rows'])} cases are right; at least {slowest:.2f} of SDPA's speed"
+    return True, "\n".join([f"{len(lines)} cases are right; errors and speed beside SDPA's:", *lines])
 
 
 def ways(device: str, ranks: int, sizes: Sizes) -> tuple[bool, str]:

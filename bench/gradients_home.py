@@ -12,8 +12,6 @@ Linux only, as root, with iproute2. Elsewhere it gives the reason and measures n
     $ sudo .venv/bin/python -m bench.gradients_home
 """
 
-import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -26,9 +24,9 @@ from torch import Tensor
 
 from bench import record
 from bench.against_peers import torch_backward, torch_forward
-from bench.hosts import LINK, hosts, torchrun, why_not
+from bench.hosts import LINK, command, hosts, row_of
 from bench.record import in_turn
-from ringlab.support.processes import RankContext, join_ring
+from ringlab.support.processes import RankContext
 from ringlab.training import schedule
 from ringlab.training.backward import ring_attention
 from ringlab.training.flash_ring import ring_flash_attention
@@ -120,11 +118,10 @@ def measure(worlds: list[int], lengths: list[int], heads: int, head_dim: int, re
     for P in worlds:
         for S in lengths:
             with hosts(P, RATE) as joined:
-                job = json.dumps({"chunk": S // P, **size})
-                seen = json.loads(torchrun(joined, "-m", "bench.gradients_home", job))
+                seen = row_of(joined, "gradients_home", {"chunk": S // P, **size})
             rows += [{"world_size": P, "seq_len": S, "method": name, **row} for name, row in seen.items()]
-    command = "python -m bench.gradients_home"
-    return {"command": command, "machine": machine, "dtype": "bfloat16", "lengths": lengths, **size, "rows": rows}
+    made = {"command": "python -m bench.gradients_home", "machine": machine, "dtype": "bfloat16"}
+    return {**made, "lengths": lengths, **size, "rows": rows}
 
 
 def table(results: record.Results) -> str:
@@ -151,16 +148,7 @@ def table(results: record.Results) -> str:
 
 
 def main() -> int:
-    if "WORLD_SIZE" in os.environ:  # set by torchrun
-        with join_ring("cpu") as context:
-            rows = measured(context, **json.loads(sys.argv[1]))
-            if context.rank == 0:
-                print(json.dumps(rows))
-    elif reason := why_not():
-        print(f"nothing measured: {reason}")
-    else:
-        record.save("gradients_home", measure(**SIZE), table)
-    return 0
+    return command("gradients_home", measured, lambda: measure(**SIZE), table)
 
 
 if __name__ == "__main__":

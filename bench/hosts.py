@@ -16,18 +16,21 @@ namespaces and the links end with them; they have no names, so nothing is left b
 Linux only, as root, with iproute2 and util-linux. Elsewhere `why_not` gives the reason.
 """
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from bench import record
 from bench.overlap import throttle, why_no_network
+from ringlab.support.processes import join_ring
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "taskset")
@@ -149,6 +152,30 @@ def torchrun(hosts: list[Host], *command: str, processes: Sequence[int] = ()) ->
             ]
             raise RuntimeError("\n".join(reasons))
         return _text(outs[0])
+
+
+def row_of(joined: list[Host], bench: str, sizes: dict[str, Any], processes: Sequence[int] = ()) -> dict[str, Any]:
+    """What `work(context, **sizes)` of `command` returns on rank 0, in a job on these hosts."""
+    return json.loads(torchrun(joined, "-m", f"bench.{bench}", json.dumps(sizes), processes=processes))
+
+
+def command(
+    bench: str,
+    work: Callable[..., Any],
+    measure: Callable[[], record.Results],
+    table: Callable[[record.Results], str],
+) -> int:
+    """What a bench on hosts does: measure, and keep the results; on a rank of its jobs, `work`. Or say why not."""
+    if "WORLD_SIZE" in os.environ:  # set by torchrun
+        with join_ring("cpu") as context:
+            row = work(context, **json.loads(sys.argv[1]))
+            if context.rank == 0:
+                print(json.dumps(row))
+    elif reason := why_not():
+        print(f"nothing measured: {reason}")
+    else:
+        record.save(bench, measure(), table)
+    return 0
 
 
 def _text(file: IO[str]) -> str:

@@ -117,20 +117,20 @@ def summary(pairs: list[Rings], world_size: int) -> dict[str, float]:
 
 
 def measure(
-    chunks: list[int], *, heads: int, head_dim: int, world_size: int, repetitions: int, rate: int | None
-) -> tuple[record.Results, dict[int, Rings]]:
-    """The whole bench: a row for each chunk length, and for each length the events of its median repetition.
+    chunks: list[int], traced: int, *, heads: int, head_dim: int, world_size: int, repetitions: int, rate: int | None
+) -> record.Results:
+    """The whole bench: a row for each chunk length, and for the length `traced` the events of its median repetition.
 
     `rate` is the bytes a second of the loopback, None without a limit. It is recorded here, not set.
     """
-    rows, middles = [], {}
-    machine = record.machine()
+    rows, events, machine = [], {}, record.machine()
     for chunk in chunks:
         pairs = launch(rings_in_turn, world_size, chunk, heads, head_dim, repetitions)[0]
         rows.append({"chunk": chunk, **summary(pairs, world_size)})
-        by_share = sorted(pairs, key=lambda pair: hidden_share(pair["blocking"], pair["overlapped"]))
-        middles[chunk] = by_share[len(pairs) // 2]
-    results = {
+        if chunk == traced:
+            by_share = sorted(pairs, key=lambda pair: hidden_share(pair["blocking"], pair["overlapped"]))
+            events = {name: [asdict(each) for each in ring] for name, ring in by_share[len(pairs) // 2].items()}
+    return {
         "command": "python -m bench.overlap",
         "machine": machine,
         "dtype": "float32",
@@ -140,8 +140,8 @@ def measure(
         "world_size": world_size,
         "repetitions": repetitions,
         "rows": rows,
+        "traced": events,
     }
-    return results, middles
 
 
 def table(results: record.Results) -> str:
@@ -175,9 +175,7 @@ def main() -> int:
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # else torch mentions that the new network has no names of hosts
-    results, middles = measure(CHUNKS, **SIZE, rate=RATE)
-    results["traced"] = {name: [asdict(event) for event in events] for name, events in middles[TRACED].items()}
-    record.save("overlap", results, table)
+    record.save("overlap", measure(CHUNKS, TRACED, **SIZE, rate=RATE), table)
     return 0
 
 

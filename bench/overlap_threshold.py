@@ -15,19 +15,16 @@ minutes; a run that was stopped goes on where it was.
     $ sudo .venv/bin/python -m bench.overlap_threshold
 """
 
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
 from statistics import mean, median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bench import record
-from bench.hosts import hosts, torchrun, why_not
+from bench.hosts import command, hosts, row_of
 from ringlab.basics.ranks import gather, scatter
 from ringlab.planning.hidden_communication import (
     AttentionLayer,
@@ -38,7 +35,7 @@ from ringlab.planning.hidden_communication import (
 )
 from ringlab.support import timeline
 from ringlab.support.agreement import agree
-from ringlab.support.processes import RankContext, join_ring
+from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.fused_block import fused_forward
@@ -65,8 +62,9 @@ def check_ring(context: RankContext) -> None:
 def measure_hop(context: RankContext, chunk: int, *, heads: int, head_dim: int, repetitions: int) -> Row:
     """Mean seconds of the ranks, then the median of the repetitions: of computing on a block; of a hop by itself; of
     the whole overlapped ring; and in this ring, of the wait and of computing on the block that travels. A repetition
-    measures all of them in turn.
+    measures all of them in turn. Raises RuntimeError on rank 0 when the ring is wrong.
     """
+    check_ring(context)
     q, k, v = torch.randn(3, 1, heads, chunk, head_dim, generator=torch.Generator().manual_seed(context.rank)).unbind()
     received = [torch.empty_like(k), torch.empty_like(v)]
 
@@ -141,15 +139,15 @@ def measure(chunks: dict[int, list[int]], **size: int) -> record.Results:
     def step(name: str) -> Row:
         rate, chunk = steps[name]
         with hosts(2, rate) as both:
-            return json.loads(torchrun(both, "-m", "bench.overlap_threshold", json.dumps({"chunk": chunk, **size})))
+            return row_of(both, "overlap_threshold", {"chunk": chunk, **size})
 
     settings = {"machine": {name: machine[name] for name in ("cores", "torch")}, **size}
     seen = record.in_steps("overlap_threshold", settings, list(steps), step)
     rows = [{"rate": steps[name][0], "chunk": steps[name][1], **row, **shares(row)} for name, row in seen.items()]
     layer = AttentionLayer(size["heads"], size["heads"], size["head_dim"], itemsize=torch.float32.itemsize)
     knees = [{"rate": rate, **knee([row for row in rows if row["rate"] == rate], layer)} for rate in chunks]
-    command = "python -m bench.overlap_threshold"
-    return {"command": command, "machine": machine, "dtype": "float32", **size, "rows": rows, "knees": knees}
+    made = {"command": "python -m bench.overlap_threshold", "machine": machine, "dtype": "float32"}
+    return {**made, **size, "rows": rows, "knees": knees}
 
 
 def table(results: record.Results) -> str:
@@ -197,23 +195,8 @@ def table(results: record.Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-def work(size: dict[str, Any]) -> None:
-    """The work of a rank that torchrun started: check the ring, measure, and print the row on rank 0."""
-    with join_ring("cpu") as context:
-        check_ring(context)
-        row = measure_hop(context, **size)
-        if context.rank == 0:
-            print(json.dumps(row))
-
-
 def main() -> int:
-    if "WORLD_SIZE" in os.environ:  # set by torchrun
-        work(json.loads(sys.argv[1]))
-    elif reason := why_not():
-        print(f"nothing measured: {reason}")
-    else:
-        record.save("overlap_threshold", measure(CHUNKS, **SIZE), table)
-    return 0
+    return command("overlap_threshold", measure_hop, lambda: measure(CHUNKS, **SIZE), table)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ that was stopped goes on where it was.
     $ sudo .venv/bin/python -m bench.unequal_links
 """
 
-import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,14 +27,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import record
-from bench.hosts import hosts, torchrun, why_not
+from bench.hosts import command, hosts, row_of
 from bench.overlap_threshold import check_ring
 from bench.record import in_turn
 from ringlab.basics.ranks import neighbours
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops
 from ringlab.planning.unequal import best_order, proportional_chunks, unequal_ring
 from ringlab.support.agreement import agree
-from ringlab.support.processes import RankContext, join_ring
+from ringlab.support.processes import RankContext
 from ringlab.training import flash_ring
 from ringlab.training.fused_block import fused_forward
 
@@ -141,8 +139,8 @@ def measure(
     def step(name: str) -> Row:
         order, lengths, each = plan(name, seq_len, flops)
         with hosts(len(order), FAST, CASES[name][0]) as joined:
-            job = json.dumps({"lengths": lengths, "flops": each, **size})
-            row = json.loads(torchrun([joined[host] for host in order], "-m", "bench.unequal_links", job))
+            in_order = [joined[host] for host in order]
+            row = row_of(in_order, "unequal_links", {"lengths": lengths, "flops": each, **size})
         layer = AttentionLayer(heads, heads, head_dim, itemsize=torch.float32.itemsize)
         return {**row, "lengths": lengths, "simulated": unequal_ring(lengths, each, row["bandwidths"], layer)}
 
@@ -154,9 +152,8 @@ def measure(
     }
     seen = record.in_steps("unequal_links", settings, cases, step, folder)
     rows = [{"case": name, **row} for name, row in seen.items()]
-    command = "python -m bench.unequal_links"
-    settings = {"seq_len": seq_len, **size, "flops": flops}
-    return {"command": command, "machine": machine, "dtype": "float32", **settings, "rows": rows}
+    made = {"command": "python -m bench.unequal_links", "machine": machine, "dtype": "float32"}
+    return {**made, "seq_len": seq_len, **size, "flops": flops, "rows": rows}
 
 
 def gains(results: record.Results) -> dict[str, tuple[float, float]]:
@@ -203,16 +200,7 @@ def table(results: record.Results) -> str:
 
 
 def main() -> int:
-    if "WORLD_SIZE" in os.environ:  # set by torchrun
-        with join_ring("cpu") as context:
-            row = measured(context, **json.loads(sys.argv[1]))
-            if context.rank == 0:
-                print(json.dumps(row))
-    elif reason := why_not():
-        print(f"nothing measured: {reason}")
-    else:
-        record.save("unequal_links", measure(list(CASES), **SIZE), table)
-    return 0
+    return command("unequal_links", measured, lambda: measure(list(CASES), **SIZE), table)
 
 
 if __name__ == "__main__":

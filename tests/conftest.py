@@ -89,5 +89,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     """Where models of transformers are tested, it is imported once, and not once a rank: that takes some seconds."""
-    if any(item.path.stem.startswith(("test_models_hugging_face", "test_models_every")) for item in session.items):
+    tested = {item.path.stem for item in session.items}
+    if any(name.startswith(("test_models_hugging_face", "test_models_every")) for name in tested):
         PRELOAD.append("ringlab.models.hugging_face_generate")
+    if "test_models_hugging_face_trainer" in tested:  # and TRL
+        PRELOAD.append("ringlab.models.hugging_face_trainer")

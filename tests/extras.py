@@ -28,7 +28,7 @@ NEEDED = {
 }  # concepts and chapters
 
 
-RARELY = ("appendix_ring_in_jax", "appendix_ring_of_states")  # chapters that take half a minute: exhaustive
+RARELY = ("appendix_ring_in_jax", "appendix_ring_of_states", "your_ring")  # they take half a minute: exhaustive
 EVER = "03"  # the chapters up to this one run in every `make test`
 LATER = {  # concepts of chapters 13, 17 and 18, of a planned cluster, and linear attention
     *("documents", "all_gather", "all_to_all", "hybrid", "double_ring"),

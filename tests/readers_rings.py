@@ -176,21 +176,9 @@ def four_ranks_only(q, k, v, lengths):
     return ring(q, k, v, lengths, rounds=-1 if len(lengths) == 5 else 0)
 
 
-def three_worlds_only(q, k, v, lengths):
-    return ring(q, k, v, lengths) if len(lengths) in (1, 4, 5) else q
-
-
-def a_name_of_the_notebook(q, k, v, lengths):
-    return ring_of_another_cell(q, k, v, lengths)  # noqa: F821
-
-
 def a_loop_without_end(q, k, v, lengths):
     while True:
         math.sqrt(2)
-
-
-def three_rows(q, k, v, lengths):
-    return ring(q, k, v, lengths)[:, :, :1]
 
 
 def leaves(q, k, v, lengths):
@@ -247,7 +235,6 @@ def in_turn(message, other):
 
 
 send_and_recv = in_turn(lambda k, new, at: dist.send(k, at.next), lambda k, new, at: dist.recv(new, at.before))
-all_receive = in_turn(lambda k, new, at: dist.recv(new, at.before), lambda k, new, at: dist.send(k, at.next))
 isend_without_wait = in_turn(lambda k, new, at: dist.isend(k, at.next), lambda k, new, at: dist.recv(new, at.before))
 
 
@@ -309,9 +296,6 @@ WRONG_RINGS = [
     (not_contiguous, "send k.contiguous()"),
     (equal_lengths_only, "the length of the block that comes"),
     (four_ranks_only, "chunks of [3, 3, 3, 2, 2] tokens, rank 0"),
-    (three_worlds_only, "off by up to"),
-    (a_name_of_the_notebook, "without the notebook"),
-    (three_rows, "expected shape (2, 2, 4, 4), got (2, 2, 1, 4)"),
     (leaves, "rank 0 ends in SystemExit"),
     (lambda q, k, v, lengths: q, "define it with def"),
     (Nested().ring, "define it with def at the left margin"),
@@ -340,7 +324,6 @@ WAITING_RINGS = [  # they wait for ever
     (a_rank_that_never_sends, "rank 2 has ended. Every rank must send"),
     (a_loop_without_end, "rank 0 in: math.sqrt(2). Rank 0 did not wait"),
     (send_and_recv, "This is a deadlock: a send returns when"),
-    (all_receive, "each of these ranks waits for a message, and none sends"),
     (isend_without_wait, "sent with isend and has not called wait()"),
     (irecv_without_wait, "the ranks have ended, and their messages have not: wait() for each isend and irecv"),
 ]

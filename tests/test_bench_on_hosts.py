@@ -8,20 +8,17 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
-from torch.distributed.device_mesh import init_device_mesh
 
-from bench import five_ways, gradients_home, hosts, overlap, overlap_threshold, record, unequal_links
+from bench import five_ways, gradients_home, hosts, overlap, overlap_threshold, unequal_links
 from bench import five_ways_predicted as prediction
 from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, TRAIN, peer
 from bench.overlap_threshold import knee, shares
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hidden_share
 from ringlab.planning.ways import WAYS, Cluster
 from ringlab.support.processes import launch
-from tests import failing_ring
 from tests.commands import LIMIT, ROOT, ends_soon, wait_for
 
 SIZE = {"heads": 4, "kv_heads": 4, "head_dim": 8}
@@ -31,30 +28,6 @@ SIZE = {"heads": 4, "kv_heads": 4, "head_dim": 8}
 def _allowed():
     if reason := hosts.why_not():
         pytest.skip(f"no hosts here: {reason}")
-
-
-def one_rank(context, size):
-    """Without hosts: a rank of a mesh of processes of this one."""
-    mesh = init_device_mesh("cpu", (2, context.world_size // 2), mesh_dim_names=("hosts", "devices"))
-    with mock.patch.object(record, "PAUSE", 0.0):
-        return five_ways.measured(context, mesh, **size)
-
-
-def a_wrong_way(context, name):
-    right = five_ways.attentions
-
-    def attentions(mesh):
-        ways = right(mesh)
-        return {**ways, name: lambda *qkv: 1.001 * ways[name](*qkv)}
-
-    with mock.patch.object(five_ways, "attentions", attentions):
-        return one_rank(context, {"seq_len": 64, "repetitions": 1, **SIZE})
-
-
-@pytest.mark.slow
-def test_the_five_ways_do_not_measure_what_is_wrong(ranks):
-    for raised in ranks.outcomes(4, a_wrong_way, "hybrid"):
-        assert raised.message.startswith("hybrid: out is off by")
 
 
 FLOPS, LATENCY = {FORWARD: 2e9, BACKWARD: 1e9}, 0.001
@@ -206,16 +179,7 @@ def test_a_ring_over_two_nodes_is_full_attention():
     assert "ok    against full attention in float64" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("_allowed")
-def test_a_rank_that_fails_in_mid_ring_ends_both_nodes():
-    with ends_soon(), hosts.hosts(2, RATE) as both, pytest.raises(RuntimeError) as failed:
-        hosts.torchrun(both, failing_ring.__file__, "kill", processes=(1, 2))
-    assert "Signal 9 (SIGKILL)" in str(failed.value)
-    assert "host 0: status 1 " in str(failed.value)  # by itself: its rank has lost its neighbours
-
-
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_allowed")
 def test_a_node_that_never_meets_the_other_is_ended(monkeypatch):
     monkeypatch.setattr(hosts, "GRACE", 1)
@@ -264,7 +228,7 @@ def test_nothing_is_left_behind_by_success_or_by_an_error():
     assert links() == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_allowed")
 def test_nothing_is_left_behind_by_a_bench_that_is_killed(tmp_path):
     before = links()
@@ -305,7 +269,6 @@ def test_a_rank_of_the_bench():
 
 
 def one_hop(context):
-    overlap_threshold.check_ring(context)
     return overlap_threshold.measure_hop(context, 32, heads=2, head_dim=8, repetitions=1)
 
 

@@ -14,11 +14,10 @@ import pytest
 
 from ringlab.planning import cost_model
 from ringlab.planning.machine import MAKE, write_machine
-from ringlab.planning.memory import CONTEXT, step_bytes
+from ringlab.planning.memory import CONTEXT, RESERVE, step_bytes
 from ringlab.planning.plan import ERRORS, Plan, Wish, best, candidates, changes, digits, gains, longest
-from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, model_named
-from ringlab.planning.round_costs import FRAMEWORK
-from ringlab.planning.step import KERNELS, Step, step_seconds
+from ringlab.planning.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
+from ringlab.planning.step import Step, step_seconds
 from ringlab.planning.ways import Cluster
 from tests.commands import ROOT
 
@@ -54,7 +53,7 @@ def test_every_way_to_share_a_host_is_tried():
 
 def test_the_best_fits_and_none_that_fits_is_faster():
     ranked, everything = best(HOST, FREE), list(candidates(HOST, FREE))
-    assert all(sum(step_bytes(each.step).values()) + CONTEXT <= HOST.gpu.memory for each in ranked)
+    assert all((1 + RESERVE) * sum(step_bytes(each.step).values()) + CONTEXT <= HOST.gpu.memory for each in ranked)
     fastest = max(each.step.tokens / sum(step_seconds(each.step).values()) for each in everything if each.fits)
     assert ranked[0].speed == fastest
     S = longest(HOST, FREE)
@@ -70,43 +69,6 @@ def test_a_change_is_asked_and_its_gain_is_the_planners():
     assert dict((name, gain) for gain, name, _ in ranked)["FP8 products"] == by_hand > 1.05
     machine = Cluster(1, 8, 1e12, 4e11, 1e10, memory_bandwidth=1e12)
     assert changes(replace(HOST, hosts=2, machine=machine))["NICs twice as fast"].machine.host_bandwidth == 2e10
-
-
-def test_the_loss_in_pieces():
-    """Item 2: the logits of 1M tokens of Llama-3.1-8B on a host are three quarters of a GPU's bytes."""
-    million = replace(HOST, seq_len=2**20, cp=8)
-    whole, pieces = (step_bytes(replace(million, loss=each)) for each in ("whole", "pieces"))
-    assert whole["loss"] > 200 * GIB
-    assert sum(pieces.values()) < 0.32 * sum(whole.values())
-    assert step_seconds(replace(million, loss="pieces")) == step_seconds(million)
-    assert longest(replace(HOST, loss="pieces"), FREE) > 2 * longest(HOST, FREE)
-    printed = plan("--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 524288")
-    assert "change first: the loss in pieces" in printed.splitlines()[-1]
-    assert "twice the memory" not in printed.splitlines()[-1]
-
-
-def test_lora_holds_a_frozen_model():
-    """Item 9: 7B on 4 cards of 24 GB at 64K."""
-    step = Step(model_named("llama-2-7b"), gpu_named("rtx-4090"), 1, 4, 65536, trainable=0.01)
-    lora = best(step, FREE)[0]
-    assert not best(replace(step, trainable=1.0), FREE)
-    assert 14 < lora.held / GIB < 20
-    assert lora.memory["state"] == pytest.approx((2 + 0.01 * 14) * step.model.parameters() / 4)
-    frozen, trained = (step_seconds(replace(HOST, trainable=each))["products"] for each in (1e-9, 1.0))
-    assert frozen / trained == pytest.approx(3 / 4)  # forward, again, and the gradient of the activations
-    for optimizer, size in {"adam": 16, "adam8bit": 10, "sgd": 8}.items():
-        held = step_bytes(replace(HOST, optimizer=optimizer))["state"]
-        assert held == pytest.approx(size * HOST.model.parameters() / 8)
-
-
-def test_a_framework_takes_longer_among_several_gpus():
-    one, several = (
-        [step_seconds(replace(HOST, cp=cp, way="ring", kernels=each))["attention"] for each in ("best", "framework")]
-        for cp in (1, 8)
-    )
-    assert one[0] == one[1]
-    assert FRAMEWORK < several[1] / several[0] < 1.02 * FRAMEWORK  # and sums in all rounds
-    assert set(KERNELS) == {"best", "framework", "torch"}
 
 
 def test_a_prefill_by_hand():

@@ -167,37 +167,6 @@ def test_every_number_of_every_explanation():
     assert f"{P} rounds have {P - 1} hops" in explanations["N"]
 
 
-def test_the_sum_of_averages_number_by_number(capsys):
-    table, moral = run(capsys).partition("THE SUM OF AVERAGES")[2].split("The page stops")
-    total, seen = torch.zeros(2, dtype=torch.float64), []
-    for t, block in enumerate((0, 3, 2, 1)):
-        keys = TOKENS[2 * block : 2 * block + 2]
-        output = softmax(*(keys @ TOKENS[0] / 2**0.5)) @ keys
-        total, seen = total + output, [*seen, keys]
-        so_far = softmax(*(torch.cat(seen) @ TOKENS[0] / 2**0.5)) @ torch.cat(seen)
-        (line,) = re.findall(rf"^ +{t} \| +KV{block} .*", table, re.M)
-        np.testing.assert_allclose(decimals(line), torch.cat([output, total, so_far]), atol=5.001e-4)
-        assert f" {t + 1} " in line.split("|")[3]
-    mended = softmax(1 / 2**0.5, 0) + torch.tensor([3, 2])  # round 0 with the scale, round 1 as on the page
-    shares = softmax(*(TOKENS @ TOKENS[0] / 2**0.5)).reshape(4, 2).sum(1)
-    exact = naive_attention(X, X, X)[0, 0, 0]
-    expected = [3.731, 2.269, *mended, *total / 4, *shares, *exact, 2.269]
-    np.testing.assert_allclose(decimals(moral), [float(x) for x in expected], atol=5.001e-4)
-    assert "No value of the example is above 3," in moral
-    assert TOKENS.max() == 3
-
-
-def test_the_page_is_shown_whole(capsys):
-    printed = run(capsys)
-    assert printed.count("right\n") == 18
-    assert printed.count("wrong, see") == 18
-    assert "ok    18 of the 36 rows are wrong" in printed
-    for letter in published.explanations():
-        assert f"\n  {letter}  " in printed
-    assert max(len(line) for line in printed.splitlines()) <= 100
-    assert "\033" not in printed
-
-
 @pytest.mark.parametrize(("printed", "letter"), [((0.731, 0.269), ""), ((0.670, 0.330), "A")])
 def test_a_wrong_row_without_explanation_and_a_right_one_with_it_exit_1(monkeypatch, capsys, printed, letter):
     row = (0, 0, "weights", (printed, (0.330, 0.670)), (letter, ""))

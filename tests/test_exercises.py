@@ -511,17 +511,7 @@ def test_open_answers_stay_open():
 # What travels to the ranks of chapter 4, and what is said of ranks that wait -----------------------------------------
 
 MISTAKES = {  # in the doctor's catalogue: what is said of a ring with it, on the last of 4 ranks
-    "no_rescale": "no rescale: when the max grows",
-    "o_not_rescaled": "l is rescaled, o is not",
-    "l_not_rescaled": "o is rescaled, l is not",
-    "own_max_per_block": "carry one running max",
-    "averages_added": "the weights add up to P",
-    "averages_averaged": "you average the blocks' own averages",
-    "not_divided": "finish(state)",
-    "scale_missing": "not divided by sqrt(D)",
-    "keys_and_values_exchanged": "K and V are exchanged",
-    "keys_without_values": "only the keys travel",
-    "values_without_keys": "only the values travel",
+    **the_ring.HINTS,
     "never_called": "its own block only",
     "stale_first_block": "A stale block",
     "last_block_skipped": "KV0 comes last: a hop or a round short",

@@ -230,7 +230,7 @@ def test_the_ring_trains_there(here, flat):
     assert sorted(said) == ["0", "1", "2"], done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the next test asks it for the same mistake
 def test_the_doctor_finds_their_ring(here, nested):
     picture, few = nested / "xray.svg", ("--dtype", "float32", "--forward-only")
     done = here(nested, "ring-doctor", "theirs.models.ring:scaled_twice", "--worlds", "3", *few, "--xray", picture)

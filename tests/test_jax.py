@@ -76,10 +76,8 @@ def in_jax(world_size, q, k, v, d_out, *, causal=False, layout="contiguous", sca
     ("size", "chunk", "options"),
     [
         (1, 1, {"causal": True}),
-        (1, 7, {"causal": True, "layout": "striped"}),
         (3, 6, {"causal": True, "layout": "zigzag"}),
-        (4, 7, {"causal": True, "scale": -0.7}),
-        (3, 7, {}),
+        (4, 7, {"causal": True, "layout": "striped", "scale": -0.7}),
     ],
     ids=str,
 )
@@ -100,16 +98,24 @@ def test_a_fully_masked_row_is_zero_and_so_are_its_gradients():
     assert [x.count_nonzero() for x in in_jax(1, q, -q, torch.ones_like(q), torch.ones_like(q))] == [0] * 4
 
 
+def assert_sums_are_wide():
+    inputs = grouped_inputs(1, 2, 2, 480, 8, torch.bfloat16)
+    assert_all_right(in_jax(1, *inputs, tile=16), *inputs)
+
+
+def test_sums_are_float32():
+    assert_sums_are_wide()
+
+
 @pytest.mark.parametrize("name", ["attend_tile", "tile_backward"])
 def test_sums_in_bfloat16_are_rejected(name):
-    function, inputs = getattr(jax_block, name), grouped_inputs(1, 2, 2, 480, 8, torch.bfloat16)
+    function = getattr(jax_block, name)
 
     def rounded(*args, **options):
         return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), function(*args, **options))
 
-    assert_all_right(in_jax(1, *inputs, tile=16), *inputs)
     with mock.patch.object(jax_block, name, rounded), pytest.raises(AssertionError, match="numbers are wrong"):
-        assert_all_right(in_jax(1, *inputs, tile=16), *inputs)
+        assert_sums_are_wide()
 
 
 def test_inside_a_larger_mesh():

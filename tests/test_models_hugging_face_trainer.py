@@ -58,7 +58,6 @@ CASES = {
     "accumulation": {"gradient_accumulation_steps": 3},
     "packing": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
     "lora": {},
-    "by length": {"train_sampling_strategy": "group_by_length"},
 }
 REFUSED = {
     "label_smoothing_factor": {"label_smoothing_factor": 0.1},

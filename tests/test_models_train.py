@@ -303,9 +303,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3",
 
 def test_a_second_run_is_kept_out(ranks, tmp_path, data):
     with (tmp_path / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_SH)  # a run that would share its lock would come in
         print("process 7", file=lock, end="", flush=True)
-        for outcome in ranks.outcomes(2, run, ["--data", data, "--out", tmp_path]):
+        for outcome in ranks.outcomes(2, run, ["--data", data, "--out", tmp_path, "--steps", 1]):
             said = f"--out {tmp_path} is in use by another run, process 7; wait until it ends, or name another"
             assert (outcome.kind, said in outcome.message) == ("ValueError", True)
 

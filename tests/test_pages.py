@@ -136,15 +136,6 @@ def test_every_concept_is_on_the_map():
 
 GLOSSARY = (ROOT / "docs/glossary.md").read_text()
 TERMS = re.findall(r"^## (.+)$", GLOSSARY, re.M)
-PLAIN = """
-already an another are ask borders buffers by call code computes costs crosses cure cut dk does dq dv each every
-exact example face failure far fast fifth find first five follow for four free from function generation gets goes
-gpus grouped have high how hugging idea into is keep known learn lengths let limits links mean measured merging
-meshes mistakes must name need new no not number of often one other own picture plan processes prompts proof
-questions reach reaches real results resume right road rotation run same saves second see setting shortest skips
-slices slow sources speeds staircase start step stop stores take task test that the this times too train travels two
-travel under unequal waits way were what when which while who why will wire work worked wrong you your
-"""  # the words of headings that need no entry
 # Whatever a reader may click; a notebook's .py source has the same links as its .ipynb.
 FOLDERS = ("", "bench/", "book/pages/", "docs/", "examples/", "notebooks/", "ringlab/**/", "ring_doctor/**/")
 PAGES = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")] + [
@@ -174,19 +165,6 @@ def dead_links(page: Path, text: str) -> list[str]:
 def test_terms_are_in_alphabetical_order_and_each_appears_once():
     assert len(TERMS) > 40
     assert sorted(set(TERMS), key=str.lower) == TERMS
-
-
-def stems(text: str) -> set[str]:
-    """The words of a text, singular: "Grouped queries" -> {"grouped", "query"}."""
-    return {re.sub("ie$", "y", word.lower().removesuffix("s")) for word in re.findall(r"[^\W\d_]{2,}", text)}
-
-
-def test_every_word_of_a_heading_is_of_a_term_or_plain():
-    """A new word in a heading of the README or of a chapter gets an entry here, or a place in PLAIN."""
-    readme = re.sub(r"^```.*?^```", "", (ROOT / "README.md").read_text(), flags=re.M | re.S)
-    chapters = "".join(page.read_text() for page in ROOT.glob("notebooks/[0-9]*.py"))
-    headings = re.findall(r"^#+ (.+)$", readme, re.M) + re.findall(r"^# #+ (.+)$", chapters, re.M)
-    assert stems(" ".join(headings)) - stems(" ".join(TERMS)) == stems(PLAIN)
 
 
 def test_a_term_is_explained_briefly_and_names_the_file_that_teaches_it():

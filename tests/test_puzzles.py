@@ -98,8 +98,17 @@ def solve(number, schedule):
     return getattr(checks, f"puzzle_{number}")(schedule)
 
 
-def names(cases):
-    return [f"{number}-{getattr(schedule, '__name__', 'an_object')}" for number, schedule, _ in cases]
+def some(cases):
+    """The first two of each puzzle are slow, the others exhaustive."""
+    numbers = [number for number, *_ in cases]
+    return [
+        pytest.param(
+            *case,
+            id=f"{case[0]}-{getattr(case[1], '__name__', 'an_object')}",
+            marks=slow if numbers[:i].count(case[0]) < 2 else pytest.mark.exhaustive,
+        )
+        for i, case in enumerate(cases)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -107,8 +116,7 @@ def _a_new_score_card(monkeypatch):
     monkeypatch.setattr(checks, "_best", {})
 
 
-@slow
-@pytest.mark.parametrize(("number", "schedule", "stars"), RIGHT, ids=names(RIGHT))
+@pytest.mark.parametrize(("number", "schedule", "stars"), some(RIGHT))
 def test_a_right_schedule_gets_its_stars(number, schedule, stars):
     verdict, ours = solve(number, schedule), schedule.__module__ == right.__name__
     assert verdict.stars == stars, verdict.text
@@ -142,8 +150,7 @@ def test_a_schedule_has_comm_tensors_and_what_its_cell_defines(schedule, closed)
     assert engine.way_around(schedule) == closed
 
 
-@slow
-@pytest.mark.parametrize(("number", "schedule", "words"), WRONG, ids=names(WRONG))
+@pytest.mark.parametrize(("number", "schedule", "words"), some(WRONG))
 def test_a_wrong_schedule_is_told_why(number, schedule, words, monkeypatch):
     if schedule is tried.loop:
         monkeypatch.setattr(engine, "SECONDS", 1)

@@ -2,15 +2,11 @@
 
 import math
 from dataclasses import replace
-from heapq import heappop, heappush
-from itertools import islice, product
-from statistics import mean
 
 import pytest
 import torch
 
 from bench.scoreboard import unlimited
-from ringlab.planning import round_costs
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.round_costs import (
     TILE,
@@ -19,7 +15,6 @@ from ringlab.planning.round_costs import (
     efficiency,
     merge_bytes,
     packing_bytes,
-    realistic,
 )
 from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.ways import Cluster
@@ -166,19 +161,6 @@ def test_messages_slow_the_computing_beside_them():
     )
 
 
-def test_a_realistic_cluster_is_never_faster():
-    nominal = Cluster(2, 4, 680e12, 450e9, 50e9, memory_bandwidth=3.35e12)
-    real = realistic(nominal)
-    assert (real.flops, real.nics, real.devices) == (nominal.flops, 4, 8)
-    layer = AttentionLayer(32, 8, 128)
-    for way in ("ring", "double ring", "all-gather", "all-to-all"):
-        for backward in (False, True):
-            assert simulate(way, real, layer, 8192, backward=backward) > simulate(
-                way, nominal, layer, 8192, backward=backward
-            )
-    assert 0 < round_costs.MEMORY_SHARE <= 1
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -212,44 +194,6 @@ def test_a_cost_that_cannot_be(wrong):
 
 
 # Waves --------------------------------------------------------------------------------------------------------------
-
-
-def played(lengths, multiprocessors, slots):
-    """The time at which blocks end that are launched in this order. Those of a multiprocessor share its speed."""
-    queue, held, ends, now, free = iter(lengths), [[] for _ in range(multiprocessors)], [], 0, [*range(multiprocessors)]
-    while free:
-        for _ in range(slots):  # each gets a block before one gets its second
-            for i in free:
-                held[i] += islice(queue, int(len(held[i]) < slots))
-        for i in free:
-            if held[i]:
-                heappush(ends, (now + min(held[i]) * len(held[i]), i))
-        now, free = ends[0][0] if ends else now, []
-        while ends and ends[0][0] == now:
-            free.append(i := heappop(ends)[1])
-            held[i] = [left - min(held[i]) for left in held[i] if left > min(held[i])]
-    return now
-
-
-N = 64  # blocks of a head: 8,192 tokens
-LAUNCHED = {  # a head's blocks in order, those of a multiprocessor; the call
-    "no mask, forward": ([1] * N, 2, {}),
-    "no mask, backward": ([1] * N, 1, {"backward": True}),
-    "causal, forward": (range(1, N + 1), 2, {"causal": True}),  # the first queries see the fewest keys
-    "causal, backward": (range(N, 0, -1), 1, {"causal": True, "backward": True}),  # the first keys, the most queries
-}
-
-
-@pytest.mark.parametrize("name", LAUNCHED)
-def test_waiting_is_that_of_the_launch_order(name):
-    """On an average of many heads and two GPUs, to the nearest half of a mean block."""
-    head, slots, call = LAUNCHED[name]
-    waited, said = [], set()
-    for multiprocessors, heads in product((108, 132), range(4, 41)):
-        waves = heads * N / multiprocessors
-        waited.append(played([*head] * heads, multiprocessors, slots) / mean(head) - waves)
-        said.add(round(waves / efficiency(heads, N * TILE, multiprocessors, **call) - waves, 9))
-    assert said == {round(2 * mean(waited)) / 2}
 
 
 def test_few_blocks():

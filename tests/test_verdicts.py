@@ -8,7 +8,6 @@ import importlib
 import itertools
 import os
 import re
-import sys
 import textwrap
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ import pytest
 from ringlab.support.rounding import exact_attention
 from ringlab.training.cases import random_inputs, report_ranks
 from tests.commands import check_shown
-from tests.commands import run as run_command
 from tests.concepts import CONCEPTS, ROOT, is_concept, run, run_again, run_concept
 from tests.extras import marked
 
@@ -51,12 +49,6 @@ def test_a_concept_checks_itself_and_its_docstring_shows_what_it_prints(name):
 def test_a_docstring_has_every_part(name):
     text = importlib.import_module(name).__doc__
     assert [part for part in ("Shapes: ", "Before: ", "After: ", "Source: ") if part not in text] == []
-
-
-def test_a_concept_is_a_command():
-    done = run_command(sys.executable, "-m", "ringlab.basics.online_softmax")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == run_concept("ringlab.basics.online_softmax").printed
 
 
 def reports_of(name):

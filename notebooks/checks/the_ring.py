@@ -1,7 +1,7 @@
 """Checks of chapter 4: the block in hand, the order of messages, the bytes sent, and the ring itself."""
 
-import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import product
 from random import Random
 from typing import Any
@@ -255,9 +255,7 @@ def mistake(
     world_size = len(lengths)
     q, k, v = (x.split(lengths, dim=2) for x in whole)
     scale = q[rank].shape[-1] ** -0.5
-    order = [(rank - t) % world_size for t in range(world_size)]
     scores = [q[rank] @ k[j].transpose(-2, -1) * scale for j in range(world_size)]
-    outs = [torch.softmax(s, dim=-1) @ v[j] for j, s in enumerate(scores)]
     short = slice((sum(lengths[:rank]) + 1) % 2, None, 2)  # the rows whose scores are small
     rows = attention(scores, v)[:, :, short]
     if long and rows.numel() and difference(out[:, :, short], rows) is None:
@@ -272,42 +270,39 @@ def mistake(
 
     if not out.any():
         return "the result is 0, as if it had met no block: P rounds, and P - 1 hops"
-    maxima = torch.stack([s.amax(dim=-1) for s in scores])  # (P, B, H, C)
-    m, l, o, right_l, right_o = torch.full_like(maxima[0], -math.inf), 0, 0, 0, 0
-    for j in order:  # l and o are never rescaled
-        f, m = torch.exp(m - torch.maximum(m, maxima[j]))[..., None], torch.maximum(m, maxima[j])
-        p = torch.exp(scores[j] - m[..., None])
-        new_l, new_o = p.sum(dim=-1, keepdim=True), p @ v[j]
-        l, o, right_l, right_o = l + new_l, o + new_o, f * right_l + new_l, f * right_o + new_o
-    p = [torch.exp(s - m_j[..., None]) for s, m_j in zip(scores, maxima, strict=True)]
-    own_max = sum(p_j @ v_j for p_j, v_j in zip(p, v, strict=True)) / sum(p_j.sum(-1, keepdim=True) for p_j in p)
-    exchanged = attention([q[rank] @ v_j.transpose(-2, -1) * scale for v_j in v], k)
-    total = torch.cat(scores, dim=-1)
-    sums = torch.exp(total - total.amax(dim=-1, keepdim=True)).sum(dim=-1, keepdim=True)
-    wrong = [
-        (
-            sum(outs),
-            "you add up the blocks' own averages, so the weights add up to P: carry (m, l, o), or merge by lse",
-        ),
-        (
-            sum(outs) / world_size,
-            "you average the blocks' own averages; a block counts by its share e^lse of the whole",
-        ),
-        (o / l, "no rescale: when the max grows, multiply the old l and o by e^(m - m_new)"),
-        (o / right_l, "l is rescaled, o is not: when the max grows, multiply the old o by e^(m - m_new) too"),
-        (right_o / l, "o is rescaled, l is not: when the max grows, multiply the old l by e^(m - m_new) too"),
-        (own_max, "each block has its own max: carry one running max, and rescale l and o when it grows"),
-        (exchanged, "K and V are exchanged: the first of the pair that you stack is K"),
-        (attention(scores, v) * sums, "o is not divided by l yet: finish(state)"),
-        (attention([s / scale for s in scores], v), "the scores are not divided by sqrt(D): scale = D**-0.5"),
-    ]
-    if len(set(lengths)) == 1:
-        apart = "K and V of a block belong together: both must travel"
-        wrong.append((attention([scores[j] for j in order], [v[rank]] * world_size), f"only the keys travel; {apart}"))
-        wrong.append(
-            (attention([scores[rank]] * world_size, [v[j] for j in order]), f"only the values travel; {apart}")
-        )
-    return next((hint for value, hint in wrong if difference(out, value) is None), None)
+    return of_the_catalogue(out, rank, lengths, whole)
+
+
+HINTS = {  # mistakes of the doctor's catalogue, in the words of chapter 4
+    "averages_added": "you add up the blocks' own averages, so their weights add up to P: carry (m, l, o), or merge",
+    "averages_averaged": "you average the blocks' own averages; a block counts by its share e^lse of the whole",
+    "no_rescale": "no rescale: when the max grows, multiply the old l and o by e^(m - m_new)",
+    "o_not_rescaled": "l is rescaled, o is not: when the max grows, multiply the old o by e^(m - m_new) too",
+    "l_not_rescaled": "o is rescaled, l is not: when the max grows, multiply the old l by e^(m - m_new) too",
+    "own_max_per_block": "each block has its own max: carry one running max, and rescale l and o when it grows",
+    "keys_and_values_exchanged": "K and V are exchanged: the first of the pair that you stack is K",
+    "not_divided": "o is not divided by l yet: finish(state)",
+    "scale_missing": "the scores are not divided by sqrt(D): scale = D**-0.5",
+    "keys_without_values": "only the keys travel; K and V of a block belong together: both must travel",
+    "values_without_keys": "only the values travel; K and V of a block belong together: both must travel",
+}
+
+
+def of_the_catalogue(out: Tensor, rank: int, lengths: list[int], whole: tuple[Tensor, Tensor, Tensor]) -> str | None:
+    """The hint of the mistake with which a ring on paper returns `out` on this rank; None: of no such mistake."""
+    from ring_doctor.case import Case  # it takes a second, and a right ring needs none of it
+    from ring_doctor.catalogue import CATALOGUE
+    from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
+
+    batch, heads, seq_len, head_dim = whole[0].shape
+    case = Case(len(lengths), seq_len, batch=batch, heads=heads, kv_heads=heads, head_dim=head_dim)
+    for name, hint in HINTS.items():
+        for variant in CATALOGUE[name].variants:
+            with suppress(NotOnPaper):
+                found = compute(case, variant(RIGHT), (*whole, whole[0]), gradients=False)["out"]
+                if difference(out, case.cut(found, rank)) is None:
+                    return hint
+    return None
 
 
 def attention(scores: list[Tensor], values: list[Tensor]) -> Tensor:

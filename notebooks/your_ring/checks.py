@@ -48,7 +48,19 @@ CLAIMS: dict[int, dict[str, Any]] = {  # of step 2 and later: what the doctor as
 TAKES = {4: ("causal",), 5: ("causal", "layout"), 6: ("causal", "layout")}  # arguments that `attention` must have
 
 
-SOLVED = ("ringlab", "ring_attn", "ring_doctor", "notebooks", "tests", "solution", "first_tries")  # have a ring
+FIRST_TRIES = {  # step: what is right in solution.py, and what somebody wrote first. Steps 1 and 2: files of their own
+    3: ("if P > 1:\n                d_kv = hop", "if t < P - 1:\n                d_kv = hop"),
+    4: (
+        "at, key_at = positions(rank, C, layout), positions((rank - t) % P, C, layout)",
+        "key_at = at = torch.arange(C)",
+    ),
+    5: (
+        "positions(rank, C, layout), positions((rank - t) % P, C, layout)",
+        'positions(rank, C, "contiguous"), positions((rank - t) % P, C, "contiguous")',
+    ),
+    6: ("repeat_interleave(q.shape[1] // kv.shape[2], dim=2)", "repeat(1, 1, q.shape[1] // kv.shape[2], 1, 1)"),
+}
+SOLVED = ("ringlab", "ring_attn", "ring_doctor", "notebooks", "tests", "solution", "first_try_2")  # have a ring
 
 
 class Said(str):
@@ -63,6 +75,18 @@ class Said(str):
 def step(number: int, path: str | Path) -> Said:
     """What is said of the file at this step. A path that is not absolute begins in this folder."""
     return Said(_said(number, FOLDER / path).replace(f"{FOLDER}/", ""))
+
+
+def first_try(number: int) -> Said:
+    """What is said of somebody's first try at this step: a program with the mistake that the notebook shows."""
+    path = FOLDER / f"first_try_{number}.py"
+    if path.exists():
+        return step(number, path)
+    right, wrong = FIRST_TRIES[number]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / path.name
+        path.write_text((FOLDER / "solution.py").read_text().replace(right, wrong))
+        return Said(step(number, path).replace(f"{folder}/", ""))
 
 
 def _said(number: int, path: Path) -> str:

@@ -20,7 +20,7 @@
 # Each step below shows a first try of somebody else, and what the doctor says of it. Then it is your turn.
 
 # %%
-from notebooks.your_ring.checks import step_1, step_2, step_3, step_4, step_5, step_6
+from notebooks.your_ring.checks import first_try, step_1, step_2, step_3, step_4, step_5, step_6
 
 # %% [markdown]
 # ## Step 1 · one block
@@ -35,7 +35,7 @@ from notebooks.your_ring.checks import step_1, step_2, step_3, step_4, step_5, s
 # ```
 
 # %%
-step_1("first_tries/step_1.py")
+first_try(1)
 
 # %% [markdown]
 # Your turn:
@@ -59,7 +59,7 @@ step_1("my_ring.py")
 # ```
 
 # %%
-step_2("first_tries/step_2.py")
+first_try(2)
 
 # %% [markdown]
 # The X-ray at the end is the matrix of softmax weights that the ring has really used, a tile for each rank and block. Your turn:
@@ -80,11 +80,12 @@ step_2("my_ring.py")
 # ```python
 # if t < P - 1:
 #     kv = hop(kv)
+# if t < P - 1:
 #     d_kv = hop(d_kv)
 # ```
 
 # %%
-step_3("first_tries/step_3.py")
+first_try(3)
 
 # %% [markdown]
 # Your turn:
@@ -100,11 +101,11 @@ step_3("my_ring.py")
 #
 # ```python
 # key_at = at = torch.arange(C)
-# hidden = key_at > at[:, None]
+# return key_at > at[:, None]  # hidden
 # ```
 
 # %%
-step_4("first_tries/step_4.py")
+first_try(4)
 
 # %% [markdown]
 # Your turn:
@@ -123,7 +124,7 @@ step_4("my_ring.py")
 # ```
 
 # %%
-step_5("first_tries/step_5.py")
+first_try(5)
 
 # %% [markdown]
 # Your turn:
@@ -143,7 +144,7 @@ step_5("my_ring.py")
 # ```
 
 # %%
-step_6("first_tries/step_6.py")
+first_try(6)
 
 # %% [markdown]
 # Your turn:
@@ -153,4 +154,4 @@ step_6("my_ring.py")
 
 # %% [markdown]
 # You have a ring that trains. Compare it with [`flash_ring.py`](../../ringlab/training/flash_ring.py), which adds overlap, a fused kernel, documents and windows, and with
-# [one solution of each step](solution.py). The whole examination takes some minutes: `ring-doctor my_ring.py:attention --layout zigzag --equal-chunks`. To send and compute at the same time: [chapter 6](../06_overlap.ipynb).
+# [one solution](solution.py). The whole examination takes some minutes: `ring-doctor my_ring.py:attention --layout zigzag --equal-chunks`. To send and compute at the same time: [chapter 6](../06_overlap.ipynb).

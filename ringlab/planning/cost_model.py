@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from ringlab.planning.machine import read_machine
-from ringlab.planning.memory import CONTEXT, OPTIMIZERS
+from ringlab.planning.memory import OPTIMIZERS, RESERVE
 from ringlab.planning.plan import LONGEST, MOST, Plan, Wish, best, candidates, digits, gains, hosts_that_hold, longest
 from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ringlab.planning.step import KERNELS, LOSSES, RECOMPUTE, TASKS, Step
@@ -184,7 +184,7 @@ def show(step: Step, wish: Wish) -> None:
     if not ranked:
         show_what_is_missing(step, wish)
         return
-    print("    tokens/s a GPU        s     GiB  way")
+    print(f"    tokens/s a GPU        s     GiB  way; GiB with a reserve of {RESERVE:.1%}, the error of the planner")
     for each in ranked[:SHOWN]:
         print(f"    {digits(each.speed):>14} {digits(each.seconds):>8} {digits(each.held / GIB):>7}  {each.name}")
     first, known = ranked[0], ranked[0].interval
@@ -202,8 +202,7 @@ def show(step: Step, wish: Wish) -> None:
 
 def memory_of(answer: Plan) -> str:
     """A line: what the memory of a GPU holds at the peak."""
-    parts = ", ".join(f"{each} {digits(size / GIB)}" for each, size in answer.memory.items())
-    return f"GiB of a GPU          {parts}, CUDA and NCCL {digits(CONTEXT / GIB)}"
+    return "GiB of a GPU          " + ", ".join(f"{each} {digits(size / GIB)}" for each, size in answer.memory.items())
 
 
 def show_what_is_missing(step: Step, wish: Wish) -> None:

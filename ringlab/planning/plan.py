@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from ringlab.planning.memory import CONTEXT, step_bytes
+from ringlab.planning.memory import CONTEXT, RESERVE, step_bytes
 from ringlab.planning.step import RECOMPUTE, Step, step_seconds
 from ringlab.planning.ways import WAYS, splits
 
@@ -46,7 +46,9 @@ class Plan:
 
     @cached_property
     def memory(self) -> dict[str, float]:
-        return step_bytes(self.step)
+        """Bytes of a GPU at the peak, those of CUDA and NCCL, and a reserve as large as the error of the count."""
+        counted = step_bytes(self.step)
+        return {**counted, "CUDA and NCCL": CONTEXT, "reserve": RESERVE * sum(counted.values())}
 
     @property
     def seconds(self) -> float:
@@ -64,8 +66,7 @@ class Plan:
 
     @property
     def held(self) -> float:
-        """Bytes of a GPU at the peak, with those of CUDA and NCCL."""
-        return sum(self.memory.values()) + CONTEXT
+        return sum(self.memory.values())
 
     @property
     def fits(self) -> bool:

@@ -4,8 +4,7 @@
 
 A reader may skip this file: it reads presets.json and Hugging Face's config.json.
 
-FLOP/s without sparsity; bytes/s in one direction; bytes of memory as torch reports them, where
-`source` says so, else as printed on the data sheet.
+FLOP/s without sparsity; bytes/s in one direction; memory as torch reports it where `source` says so, else as printed.
 
 Source: named in each row of the two files.
 """

@@ -1,1 +1,0 @@
-"""First tries of each step of the workshop. Each is wrong."""
