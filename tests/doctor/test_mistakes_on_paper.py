@@ -120,7 +120,7 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
     "other_half_of_the_keys": ([ZIGZAG], lambda x: torch.where(x.j < x.r, x.n >= x.C // 2, x.past)),
     "opposite_block_twice": (EVERY, lambda x: x.seen * (1 + (2 * x.round == x.P).int())),
     "opposite_block_missed": (EVERY, lambda x: x.seen & (2 * x.round != x.P)),
-    "next_host_missing": ([FULL, *ALL_LAYOUTS], lambda x: x.seen & (x.r // 2 == x.j // 2)),
+    "next_host_missing": (EVERY, lambda x: x.seen & ((x.r // 2 == x.j // 2) | (x.P != 4))),
     "key_lost_at_a_border": (
         EVERY,
         lambda x: x.seen & (x.own | (x.n != x.C - 1)),
