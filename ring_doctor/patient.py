@@ -15,6 +15,7 @@ Before: calls.py. After: questions.py.
 Source: the interface of torch.nn.functional.scaled_dot_product_attention.
 """
 
+import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -163,6 +164,10 @@ def from_name(name: str, **claims: Any) -> Patient:
     of_this = said.get("CLAIMS", {}).get(function_name, {})
     if function_name and not of_this:
         return from_function(function, name, **claims)
+    for constant in filter(str.isupper, said):  # a misspelt claim would accuse a right ring
+        near = difflib.get_close_matches(constant, CONSTANTS, n=1, cutoff=0.8)
+        meant = constant in CONSTANTS or not near
+        _expect(meant, f"{name} has a constant {constant}; expected {''.join(near)}, or another name")
     of_file = {constant.lower(): said[constant] for constant in CONSTANTS if constant in said}
     words = {constant.lower(): str(said.get(constant, "")) for constant in ("ABOUT", "VERSION")}
     return from_function(function, name, **{"setup": said.get("setup"), **words, **of_file, **of_this, **claims})

@@ -142,6 +142,12 @@ def test_each_constant_of_a_patient_file_is_a_claim(project, constant):
     assert getattr(default, constant.lower()) != claims[constant]
 
 
+def test_a_misspelt_claim_is_answered_by_its_name(project):
+    project(adapter="SIZE = 3\nCASUAL = True\ndef attention(q, k, v): return q\n")
+    with pytest.raises(ValueError, match="adapter has a constant CASUAL; expected CAUSAL, or another name"):
+        from_name("adapter")
+
+
 def test_a_function_that_pickle_cannot_send_goes_by_its_name(project):
     project(the_ring=RING)
     ring = importlib.import_module("the_ring")
