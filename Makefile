@@ -19,7 +19,7 @@ demo: $(READY)
 # Each process of the suite computes with one thread: two or more of them run at a time, and their ranks beside them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder
 
-test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/test_causal.py
+test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/training/test_causal.py
 	$(PYTEST) -m "not slow and not exhaustive" $(TESTS)
 
 slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, hosts, JAX

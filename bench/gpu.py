@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench.accuracy import RESULTS, errors, inputs
 from bench.against_peers import with_gradients
 from ring_doctor import examine
-from ring_doctor.job import CannotExamine
+from ring_doctor.asking.job import CannotExamine
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention

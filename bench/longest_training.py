@@ -5,8 +5,8 @@ AdamW. The model is built within the limit, so weights, optimizer state and grad
 Before the limit is set, a step of another model sets up libraries and connections. Within the limit a short step comes
 first, which makes the optimizer's state. Then comes the step that counts. Each rank is a process of one thread.
 
-A length fits when the step completes on every rank. That its numbers are right is what tests/test_models_mesh.py and
-tests/test_models_train.py check. The prediction is `peak_bytes`, made before the measurement: the counts of
+A length fits when the step completes on every rank. That its numbers are right is what tests/models/test_mesh.py and
+tests/models/test_train.py check. The prediction is `peak_bytes`, made before the measurement: the counts of
 ringlab/planning/memory.py, in float32.
 
     peak = weights + what all layers keep + max(the loss, the attention of the last layer - its feedforward)

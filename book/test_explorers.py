@@ -16,10 +16,10 @@ import torch
 from bench.scoreboard import grades
 from book import data
 from book.conftest import settle
-from ring_doctor.case import Case
+from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.explaining.xray import on_paper
 from ring_doctor.report import as_json
-from ring_doctor.xray import on_paper
 from ringlab.basics.blocking_messages import Recv, Send, simulate_messages
 from ringlab.planning import cost_model
 from ringlab.planning.plan import digits

@@ -1,7 +1,7 @@
 """Who holds which tokens and which slice of each weight, on a mesh of 2 × 2 ranks.
 
 Drawn from `placement`: the order of the ranks is DeviceMesh's, the tokens are `ringlab.training.layouts.positions`, the
-slices are fully_shard's. tests/test_models_mesh.py compares it with what four real ranks hold.
+slices are fully_shard's. tests/models/test_mesh.py compares it with what four real ranks hold.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Who holds which head of which token before, between and after the exchanges of an all-to-all, on 4 ranks.
 
 Drawn from `held`: the heads are those of `ringlab.training.heads.heads_of_ranks`, the order of the tokens that of
-`ringlab.training.all_to_all.order`. tests/test_figures.py compares it with what four real ranks exchange.
+`ringlab.training.all_to_all.order`. tests/pages/test_figures.py compares it with what four real ranks exchange.
 """
 
 from dataclasses import dataclass

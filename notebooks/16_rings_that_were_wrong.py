@@ -39,11 +39,11 @@ from notebooks.checks.rings_that_were_wrong import (
     print_row,
     xray_of_ring,
 )
-from ring_doctor.case import Case
+from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.paper_ring import RIGHT, compute
-from ring_doctor.xray import XRay, on_paper
-from ring_doctor.xray_picture import picture
+from ring_doctor.explaining.xray import XRay, on_paper
+from ring_doctor.explaining.xray_picture import picture
+from ring_doctor.mistakes.paper_ring import RIGHT, compute
 
 # %% [markdown]
 # ## The failure
@@ -141,7 +141,7 @@ for r in range(P):
 # rank, and its sums by one rank the other way. After one round they are two ranks apart, after two rounds four. With 4
 # ranks, four apart is together again.
 #
-# `ring_doctor/xray.py` does this for any ring. Its numbers are all different, so that each weight is recognised. Here is
+# `ring_doctor/explaining/xray.py` does this for any ring. Its numbers are all different, so that each weight is recognised. Here is
 # its picture of the same mistake. A ring computes its weights twice, forward and backward, and the two can differ. (It
 # also takes an X-ray of the gradients of the scores: with $K = I$, dQ is $dS$, times the scale.)
 
@@ -173,7 +173,7 @@ picture(weights_of(xray), "Gradients that travel the other way")
 # to dK and dV of a block must end on the rank where the block began. The mistake of diffusers replaces it: rank r meets
 # block j after r − j hops, the sums go r − j ranks *further*, and so they end on rank 2r − j.
 # The doctor has a row for each mistake: its name, and the step with what replaces it. A page says
-# [what such a ring does, where to look, and who had it](../ring_doctor/mistakes.md#gradients_travel_other_way).
+# [what such a ring does, where to look, and who had it](../ring_doctor/mistakes/README.md#gradients_travel_other_way).
 
 # %%
 print_row("gradients_travel_other_way")
@@ -394,7 +394,7 @@ print(check_xrays(my_names))
 
 # %%
 # A mistake that the doctor does not know: return steps in which you replaced one, as the entries
-# above do. The names of the steps and their arguments are in ring_doctor/paper_ring.py.
+# above do. The names of the steps and their arguments are in ring_doctor/mistakes/paper_ring.py.
 def my_mistake(steps):
     return ...
 
@@ -446,6 +446,6 @@ print(check_ranks(my_ranks))
 # ```
 # </details>
 #
-# Open [`paper_ring.py`](../ring_doctor/paper_ring.py) now: the steps that a mistake replaces. [`xray.py`](../ring_doctor/xray.py) makes the X-ray. What the doctor
+# Open [`paper_ring.py`](../ring_doctor/mistakes/paper_ring.py) now: the steps that a mistake replaces. [`xray.py`](../ring_doctor/explaining/xray.py) makes the X-ray. What the doctor
 # found in public rings: [ring_doctor/patients/findings](../ring_doctor/patients/findings/README.md). Next:
 # [17 · the other ways round](17_the_other_ways_round.ipynb).

@@ -1,6 +1,6 @@
 """Is your ring right, and if not, which mistake is it? From tests: `from ring_doctor import assert_ring`.
 
-Read examination.py first: the main loop. diagnosis.py finds the name. mistakes_of_*.py are tables: skip them.
+Read asking/examination.py first: the main loop. explaining/diagnosis.py finds the name. mistakes/ holds tables.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -22,17 +22,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ring_doctor.answers import BAD_INPUT, CANNOT_TELL, SAID, STATUS, passes
+from ring_doctor.asking.answers import BAD_INPUT, CANNOT_TELL, SAID, STATUS, passes
+from ring_doctor.asking.job import START, CannotExamine
+from ring_doctor.asking.names import by_name, named
+from ring_doctor.asking.patient import patient_of
 from ring_doctor.assertion import examine
 from ring_doctor.catalogue import enter
+from ring_doctor.explaining.xray import XRay
 from ring_doctor.github import tell_github
-from ring_doctor.job import START, CannotExamine
-from ring_doctor.names import by_name, named
 from ring_doctor.options import claims_of, parse
-from ring_doctor.patient import patient_of
 from ring_doctor.report import Report, as_json, head, page
-from ring_doctor.whole_model import WORLDS, examine_model, json_of_model, text_of_model
-from ring_doctor.xray import XRay
+from ring_doctor.whole_models.whole_model import WORLDS, examine_model, json_of_model, text_of_model
 from ringlab.support.extras import install
 from ringlab.support.processes import Ranks, choose_device
 
@@ -113,7 +113,7 @@ def write(args: argparse.Namespace, said: dict[str, Any], report: Report | None 
     """The files that were asked for: a report as JSON, as a page, and the X-ray of an attention."""
     picture = ""
     if report and isinstance(report.xray, XRay) and find_spec("matplotlib"):
-        from ring_doctor.xray_picture import svg
+        from ring_doctor.explaining.xray_picture import svg
 
         picture = svg(report.xray)
     if args.json:

@@ -22,17 +22,17 @@ from typing import Any
 
 import torch
 
-from ring_doctor import examination
-from ring_doctor.answers import CANNOT_TELL, OK, passes
+from ring_doctor.asking import examination
+from ring_doctor.asking.answers import CANNOT_TELL, OK, passes
+from ring_doctor.asking.examination import SECONDS, Examination
+from ring_doctor.asking.job import CannotExamine, Job
+from ring_doctor.asking.patient import Patient, patient_of
+from ring_doctor.asking.questions import Question
 from ring_doctor.catalogue import enter
-from ring_doctor.diagnosis import diagnose
-from ring_doctor.examination import SECONDS, Examination
-from ring_doctor.inference import infer
-from ring_doctor.job import CannotExamine, Job
-from ring_doctor.patient import Patient, patient_of
-from ring_doctor.questions import Question
+from ring_doctor.explaining.diagnosis import diagnose
+from ring_doctor.explaining.inference import infer
+from ring_doctor.explaining.xray import XRay, cases, xray_of
 from ring_doctor.report import Report
-from ring_doctor.xray import XRay, cases, xray_of
 
 LONGEST = 16  # tokens on a rank: a longer question is X-rayed with 4
 

@@ -6,34 +6,17 @@ Shapes: those of paper_ring.py.
     # The mistakes that the doctor knows
     ...
 
-Before: mistakes_of_merging.py, mistakes_of_travel.py, mistakes_of_masks.py, mistakes_of_other_ways.py,
-mistakes_of_gradients.py, mistakes_of_backward.py, mistakes_of_states.py.
+Before: the tables in mistakes/.
 After: diagnosis.py, which compares a ring with all of them.
-Source: mistakes.md names who had each, where that is public; BY_WAY is what the users of public rings met.
+Source: mistakes/README.md names who had each, where that is public; BY_WAY is what the users of public rings met.
 """
 
 import sys
 
-from ring_doctor import (
-    mistakes_of_backward,
-    mistakes_of_gradients,
-    mistakes_of_masks,
-    mistakes_of_merging,
-    mistakes_of_other_ways,
-    mistakes_of_travel,
-)
-from ring_doctor.mistakes import CATALOGUE, PAGE, told
-from ring_doctor.names import module_named
+from ring_doctor.asking.names import module_named
+from ring_doctor.mistakes import CATALOGUE, PAGE, backward, gradients, masks, merging, other_ways, told, travel
 
-TABLES = (
-    mistakes_of_other_ways,
-    mistakes_of_gradients,
-    mistakes_of_backward,
-    mistakes_of_masks,
-    mistakes_of_merging,
-    mistakes_of_travel,
-)
-for table in TABLES:
+for table in (other_ways, gradients, backward, masks, merging, travel):
     CATALOGUE.update(table.MISTAKES)
 
 # Rings that compute rightly when called plainly, and wrongly in another way. No number tells these mistakes, the way to

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ring_doctor.answers import STATUS
+from ring_doctor.asking.answers import STATUS
 
 
 def tell_github(function: Callable[..., Any], level: str, head: str, report: str, *, passed: bool) -> str:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from ring_doctor.answers import ACCEPTABLE, BAD_INPUT, CANNOT_TELL, passes
-from ring_doctor.calls import TENSORS
-from ring_doctor.case import LAYOUTS
-from ring_doctor.examination import SECONDS
-from ring_doctor.patient import Patient
+from ring_doctor.asking.answers import ACCEPTABLE, BAD_INPUT, CANNOT_TELL, passes
+from ring_doctor.asking.calls import TENSORS
+from ring_doctor.asking.case import LAYOUTS
+from ring_doctor.asking.examination import SECONDS
+from ring_doctor.asking.patient import Patient
 from ringlab.basics.command import new_file
 
 DESCRIPTION = """\
@@ -39,9 +39,9 @@ examples
   ring-doctor my_package.ring:attention --layout my_package.ring:positions    your own layout: where tokens stand,
                                                               positions(seq_len, rank, world_size) -> (C,)
   ring-doctor --model my_package.train:step --layout zigzag   a step of a whole model: labels, positions, loss and
-                                                              gradients; ring_doctor/whole_model.py says how
+                                                              gradients: ring_doctor/whole_models/whole_model.py
 
-a catalogue of your own, --catalogue my.py: ring_doctor/mistakes.md shows an entry
+a catalogue of your own, --catalogue my.py: ring_doctor/mistakes/README.md shows an entry
 
 exit status
   0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell

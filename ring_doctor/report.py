@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from ring_doctor.answers import FAILED, IMPRECISE, OK, REFUSED, SAID, WRONG, Answer
-from ring_doctor.diagnosis import Diagnosis
-from ring_doctor.examination import Examination
-from ring_doctor.inference import text as in_lines
+from ring_doctor.asking.answers import FAILED, IMPRECISE, OK, REFUSED, SAID, WRONG, Answer
+from ring_doctor.asking.examination import Examination
+from ring_doctor.asking.questions import UNEQUAL
+from ring_doctor.explaining.diagnosis import Diagnosis
+from ring_doctor.explaining.inference import text as in_lines
+from ring_doctor.explaining.xray import XRay
 from ring_doctor.mistakes import Mistake
-from ring_doctor.questions import UNEQUAL
-from ring_doctor.xray import XRay
 
 MANY = 6  # names in a list of explanations
 LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all

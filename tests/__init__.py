@@ -1,4 +1,6 @@
 """The proof: every claim of the code above is checked here, and broken rings show that the checks can fail.
 
-Read test_ring_attn.py first. The tests of a concept have its name; those of the doctor are in doctor/.
+Read basics/test_ring_attn.py first. A folder here has the tests of the folder of its name, and basics/ those of
+ringlab/support too. pages/ has the tests of what people read: chapters, exercises, pictures, documents and
+measured numbers. The files beside this one are shared.
 """

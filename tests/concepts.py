@@ -24,7 +24,7 @@ CONCEPTS = [
     f"ringlab.{path.parent.name}.{path.stem}"
     for folder in ("basics", "training", "planning", "models")
     for path in ROOT.glob(f"ringlab/{folder}/[!_]*.py")
-    if path.stem != "train"  # a run with files of its own: tests/test_models_train.py
+    if path.stem != "train"  # a run with files of its own: tests/models/test_train.py
     and is_concept(path)
 ] + ["ring_doctor.catalogue"]
 SLOW = ("launch", "gradients")  # functions that start processes or compile

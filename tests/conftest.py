@@ -17,9 +17,9 @@ settings.load_profile("steady")
 # jsonschema, which checks notebooks, would parse a grammar of web addresses when imported: seconds that no test needs.
 sys.modules.setdefault("rfc3987_syntax", None)
 os.environ.pop("GITHUB_ACTIONS", None)  # else the doctor prints lines for GitHub: test_ci_reports.py asks it to
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for tests/test_jax.py: JAX reads it when it begins to work
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for tests/training/test_jax.py: JAX reads it when it begins to work
 # Ranks are forks of one process. What most of their work imports is imported there, once and not once a rank.
-PRELOAD += ["pytest", "hypothesis", "tests.ways", "ring_doctor.examination"]
+PRELOAD += ["pytest", "hypothesis", "tests.ways", "ring_doctor.asking.examination"]
 
 
 @pytest.fixture(scope="session")
@@ -60,8 +60,9 @@ QUICK = (
 
 
 def name_of(path):
-    """causal for tests/test_causal.py, doctor_verdict for tests/doctor/test_verdict.py."""
-    return ("doctor_" if path.parent.name == "doctor" else "") + path.stem.removeprefix("test_")
+    """causal for tests/training/test_causal.py, models_train for tests/models/test_train.py."""
+    folder = path.parent.name
+    return f"{folder}_" * (folder in ("doctor", "models")) + path.stem.removeprefix("test_")
 
 
 def is_slow(path):
@@ -89,8 +90,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     """Where models of transformers are tested, it is imported once, and not once a rank: that takes some seconds."""
-    tested = {item.path.stem for item in session.items}
-    if any(name.startswith(("test_models_hugging_face", "test_models_every")) for name in tested):
+    tested = {name_of(item.path) for item in session.items}
+    if any(name.startswith(("models_hugging_face", "models_every")) for name in tested):
         PRELOAD.append("ringlab.models.hugging_face_generate")
-    if "test_models_hugging_face_trainer" in tested:  # and TRL
+    if "models_hugging_face_trainer" in tested:  # and TRL
         PRELOAD.append("ringlab.models.hugging_face_trainer")

@@ -2,8 +2,8 @@
 
     $ make one C=causal
 
-runs ruff on ringlab/training/causal.py and its tests, tests/test_causal*.py, python -m ringlab.training.causal, and the
-tests of chapter 7, which runs all its cells.
+runs ruff on ringlab/training/causal.py and its tests, tests/training/test_causal*.py, the module itself, and the tests
+of chapter 7, which runs all its cells.
 """
 
 import difflib
@@ -35,8 +35,8 @@ def chapter(concept: Path) -> str | None:
 def commands(concept: Path) -> dict[str, list[list[str]]]:
     """What to run for each part, in order: {part: [command, ...]}."""
     python, name, folder = sys.executable, concept.stem, concept.parent.name
-    patterns = (f"tests/test_{name}*.py", f"tests/test_{folder}_{name}*.py")
-    tests = sorted(str(path) for pattern in patterns for path in ROOT.glob(pattern))
+    home = "basics" if concept.parent == ROOT else folder
+    tests = sorted(map(str, ROOT.glob(f"tests/{home}/test_{name}*.py")))
     ruff = [str(Path(python).parent / "ruff")]
     module = [str(concept)] if concept.parent == ROOT else ["-m", f"ringlab.{folder}.{name}"]
     parts = {"lint": [[*ruff, "check", str(concept), *tests], [*ruff, "format", "--check", str(concept), *tests]]}
@@ -44,7 +44,7 @@ def commands(concept: Path) -> dict[str, list[list[str]]]:
         parts["tests"] = [[python, "-m", "pytest", "-q", *tests]]
     parts["script"] = [[python, *module]]
     if notebook := chapter(concept):
-        parts["notebook"] = [[python, "-m", "pytest", "-q", "tests/test_notebooks.py", "-k", notebook]]
+        parts["notebook"] = [[python, "-m", "pytest", "-q", "tests/pages/test_notebooks.py", "-k", notebook]]
     return parts
 
 

@@ -20,6 +20,9 @@ ORDER = (  # the reading order: a file imports from its own row and from the row
     ("ringlab.training",),
     ("ringlab.planning",),
     ("ringlab.models",),
+    ("ring_doctor.asking",),
+    ("ring_doctor.mistakes", "ring_doctor.catalogue"),
+    ("ring_doctor.explaining",),
     ("ring_doctor",),
     ("ringlab",),  # the package itself, which names what people come for
     ("figures", "notebooks", "bench", "tests", "book"),
@@ -52,7 +55,7 @@ NEED_MORE = (  # modules and folders that need an optional package as soon as th
     "ringlab.models.hugging_face_states",
     "ringlab.models.hugging_face_trainer",
     "ringlab.support.drawing",
-    "ring_doctor.xray_picture",
+    "ring_doctor.explaining.xray_picture",
     "ring_doctor.patients",
     "ring_doctor.pytest_plugin",
 )

@@ -72,7 +72,7 @@ def test_pip_sets_up_where_uv_fails(set_up, uv):
 
 
 def test_the_demo_is_what_other_tests_run():
-    """tests/test_worked_example.py and tests/test_pages.py."""
+    """tests/basics/test_worked_example.py and tests/pages/test_pages.py."""
     printed = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     commands = [line.removeprefix(".venv/bin/") for line in printed.splitlines() if "/python worked" in line]
     assert commands == ["python worked_example.py"]

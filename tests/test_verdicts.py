@@ -45,7 +45,7 @@ def test_a_concept_checks_itself_and_its_docstring_shows_what_it_prints(name):
     check_shown(textwrap.dedent(shown), seen.printed)
 
 
-@pytest.mark.parametrize("name", marked([*CONCEPTS, "ring_attn"]))  # what the ring prints: tests/test_pages.py
+@pytest.mark.parametrize("name", marked([*CONCEPTS, "ring_attn"]))  # what the ring prints: tests/pages/test_pages.py
 def test_a_docstring_has_every_part(name):
     text = importlib.import_module(name).__doc__
     assert [part for part in ("Shapes: ", "Before: ", "After: ", "Source: ") if part not in text] == []

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from notebooks.checks.answers import NotYet, StillOpen, called, exercise, number
-from ring_doctor.case import Case
+from ring_doctor.asking.case import Case, NotOnPaper
 from ring_doctor.catalogue import CATALOGUE, TABLES
+from ring_doctor.explaining.xray import XRay, on_paper
 from ring_doctor.mistakes import Change
-from ring_doctor.paper_ring import RIGHT, NotOnPaper, Steps, compute
-from ring_doctor.xray import XRay, on_paper
+from ring_doctor.mistakes.paper_ring import RIGHT, Steps, compute
 
 # Small questions. A mistake shows in one of them. Chunks have one length, so nearly all can be computed on paper.
 CASES = (
@@ -161,7 +161,7 @@ def check_new_mistake(answer: Callable[[Steps], Steps]) -> str | None:
         raise NotYet(f"the doctor knows it: {' or '.join(names)}")
     return (
         f"wrong in {', '.join(wrong)}, and no entry returns its numbers. To be known it needs an entry: your function "
-        f"under @mistake(what, look=..., chapter=...), or a row of a table in ring_doctor/mistakes_of_...py"
+        f"under @mistake(what, look=..., chapter=...), or a row of a table in ring_doctor/mistakes/"
     )
 
 

@@ -290,9 +290,9 @@ HINTS = {  # mistakes of the doctor's catalogue, in the words of chapter 4
 
 def of_the_catalogue(out: Tensor, rank: int, lengths: list[int], whole: tuple[Tensor, Tensor, Tensor]) -> str | None:
     """The hint of the mistake with which a ring on paper returns `out` on this rank; None: of no such mistake."""
-    from ring_doctor.case import Case  # it takes a second, and a right ring needs none of it
+    from ring_doctor.asking.case import Case  # it takes a second, and a right ring needs none of it
     from ring_doctor.catalogue import CATALOGUE
-    from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
+    from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
 
     batch, heads, seq_len, head_dim = whole[0].shape
     case = Case(len(lengths), seq_len, batch=batch, heads=heads, kv_heads=heads, head_dim=head_dim)

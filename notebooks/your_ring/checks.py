@@ -27,12 +27,12 @@ from notebooks.checks import answers
 from notebooks.checks.answers import TimeUp, difference, time_limit
 from notebooks.your_ring.messages import Message, Watch, words
 from ring_doctor import examine
-from ring_doctor.answers import REFUSED, RIGHT
-from ring_doctor.calls import ask_on_rank
-from ring_doctor.job import START, CannotExamine
-from ring_doctor.names import named
-from ring_doctor.patient import Patient
-from ring_doctor.questions import Question, questions
+from ring_doctor.asking.answers import REFUSED, RIGHT
+from ring_doctor.asking.calls import ask_on_rank
+from ring_doctor.asking.job import START, CannotExamine
+from ring_doctor.asking.names import named
+from ring_doctor.asking.patient import Patient
+from ring_doctor.asking.questions import Question, questions
 from ring_doctor.report import head
 from ringlab.support.processes import RankContext, Ranks
 

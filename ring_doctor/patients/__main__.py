@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ring_doctor import examine
-from ring_doctor.answers import FAILED, REFUSED, RIGHT, RIGHT_AS_CLAIMED, SAID, WRONG, WRONG_RING
-from ring_doctor.job import CannotExamine
-from ring_doctor.patient import from_name
+from ring_doctor.asking.answers import FAILED, REFUSED, RIGHT, RIGHT_AS_CLAIMED, SAID, WRONG, WRONG_RING
+from ring_doctor.asking.job import CannotExamine
+from ring_doctor.asking.patient import from_name
+from ring_doctor.explaining.xray import XRay
 from ring_doctor.report import Report
-from ring_doctor.xray import XRay
 
 HERE = Path(__file__).parent
 RESULTS, TABLE = HERE / "results.json", HERE / "results.md"

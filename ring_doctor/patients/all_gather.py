@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_single
 from torch.distributed.nn.functional import all_gather
 
-from ring_doctor.case import positions
+from ring_doctor.asking.case import positions
 
 ABOUT = "K and V by torch's all_gather_single, then softmax: written here"
 VERSION = f"torch {torch.__version__}"

@@ -14,7 +14,7 @@ from ring_attention_pytorch.tree_attn_decoding import tree_attn_decode
 from ring_attention_pytorch.zig_zag_attention import zig_zag_attn
 from torch import Tensor
 
-from ring_doctor.case import positions
+from ring_doctor.asking.case import positions
 
 ABOUT = "ring_flash_attn of ring-attention-pytorch, unmodified"
 VERSION = "ring-attention-pytorch 0.5.20"

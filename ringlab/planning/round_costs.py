@@ -77,8 +77,9 @@ def efficiency(
                                                    blocks share a multiprocessor, so at the end it works at half speed
         causal, backward    waves + 1              the longest is launched first, and each multiprocessor has one block
 
-    The 1/2, 2 and 1 are counts of what FlashAttention 2 launches, to the nearest half: tests/test_round_costs.py plays
-    it, with 64 blocks a head. Nothing is fitted on times. 0 multiprocessors: an ideal device, 1.
+    The 1/2, 2 and 1 are counts of what FlashAttention 2 launches, to the nearest half. A test plays it, with 64
+    blocks a head: tests/planning/test_round_costs.py. Nothing is fitted on times. 0 multiprocessors: an ideal
+    device, 1.
     """
     if not multiprocessors:
         return 1.0

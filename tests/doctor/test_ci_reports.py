@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import ring_doctor.__main__ as command
-from ring_doctor import assertion, examination, github
-from ring_doctor.answers import (
+from ring_doctor import assertion, github
+from ring_doctor.asking import examination
+from ring_doctor.asking.answers import (
     CANNOT_TELL,
     FAILED,
     IMPRECISE,
@@ -27,21 +28,21 @@ from ring_doctor.answers import (
     Answer,
     passes,
 )
+from ring_doctor.asking.calls import RankResults
+from ring_doctor.asking.case import Case
+from ring_doctor.asking.examination import Examination
+from ring_doctor.asking.job import START, CannotExamine, Job
+from ring_doctor.asking.patient import from_function
+from ring_doctor.asking.questions import Question
 from ring_doctor.assertion import assert_ring
-from ring_doctor.calls import RankResults
-from ring_doctor.case import Case
-from ring_doctor.examination import Examination
-from ring_doctor.job import START, CannotExamine, Job
 from ring_doctor.options import parse
-from ring_doctor.patient import from_function
-from ring_doctor.questions import Question
 from ring_doctor.report import Report, text
 from ringlab.support import processes
 from ringlab.support.processes import Raised
-from tests import odd_patients
 from tests.commands import ROOT
+from tests.doctor import odd_patients
 
-RIGHT_RING = "tests.odd_patients:right"
+RIGHT_RING = "tests.doctor.odd_patients:right"
 
 
 def answer(state, dtype=torch.float64, error=0.0, says="", feature="", **case):
@@ -173,13 +174,13 @@ def test_github_is_told_where_it_runs_the_command(on_github, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     told = (WRONG_RING, "SICK: f\nhead\nX-ray", "SICK: f\nhead")
     with mock.patch.object(command, "run_attention", return_value=told):
-        assert command.run(parse(["tests.odd_patients:hangs"])) == 1
+        assert command.run(parse(["tests.doctor.odd_patients:hangs"])) == 1
     printed = capsys.readouterr().out.splitlines()
     assert printed[:3] == ["SICK: f", "head", "X-ray"]
     assert len(printed) == 3 + there
     if there:
         kind, properties, message = parsed(printed[3])
-        assert (kind, properties["file"], message) == ("error", "tests/odd_patients.py", "head")
+        assert (kind, properties["file"], message) == ("error", "tests/doctor/odd_patients.py", "head")
     assert ("ring-doctor: wrong" in on_github.read_text()) == there
 
 
@@ -189,10 +190,10 @@ def decorated(*args):
 
 
 def test_the_line_of_a_function():
-    lines = (ROOT / "tests/odd_patients.py").read_text().splitlines()
+    lines = (ROOT / "tests/doctor/odd_patients.py").read_text().splitlines()
     for function in (odd_patients.hangs, decorated, functools.partial(functools.partial(odd_patients.hangs))):
         found = github.line_of(function, ROOT)
-        assert (found["file"], lines[int(found["line"]) - 1]) == ("tests/odd_patients.py", "def hangs(q, k, v):")
+        assert (found["file"], lines[int(found["line"]) - 1]) == ("tests/doctor/odd_patients.py", "def hangs(q, k, v):")
     assert github.line_of(odd_patients.hangs, ROOT / "ringlab") == {}  # GitHub knows the files of its checkout only
     assert github.line_of(len, ROOT) == {}
 

@@ -15,13 +15,13 @@ import pytest
 
 import ring_doctor.__main__ as command
 from ring_doctor import examine
-from ring_doctor.answers import FAILED, OK, REFUSED, WRONG
+from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG
 from ring_doctor.options import parse
-from tests import odd_patients
 from tests.commands import ROOT, ends_soon, run, wait_for
-from tests.examined import on_these
+from tests.doctor import odd_patients
+from tests.doctor.examined import on_these
 
-HERE = "tests.odd_patients"
+HERE = "tests.doctor.odd_patients"
 FEW = ("--worlds", "3", "--forward-only", "--dtype", "float64")  # few questions
 
 
@@ -135,9 +135,9 @@ def test_the_page_of_a_sick_ring_loads_nothing_and_has_all(folder):
 
 @pytest.mark.slow
 def test_a_model_is_examined_by_the_command():
-    status, printed, _ = ask("--model", "tests.sick_models:unknown_mistake", "--layout", "zigzag")
+    status, printed, _ = ask("--model", "tests.models.sick_models:unknown_mistake", "--layout", "zigzag")
     assert status == 1
-    assert printed.startswith("SICK: tests.sick_models:unknown_mistake: The loss is right, and only the")
+    assert printed.startswith("SICK: tests.models.sick_models:unknown_mistake: The loss is right, and only the")
     assert re.search(r"^ok     P = 1: .*\nWRONG  P = 2: off by", printed, flags=re.MULTILINE)
 
 
@@ -169,7 +169,7 @@ def test_it_says_how_far_it_is_where_its_output_is_a_pipe(capsys, monkeypatch):
 
 FEW_ASKED = {"worlds": 3, "dtypes": "float64", "gradients": False}
 EXAMINED = [  # a function, how it is asked, and whether it is healthy
-    ("tests/odd_patients.py:made_of_zigzag", {"layouts": "zigzag", "causal": True}, True),
+    ("tests/doctor/odd_patients.py:made_of_zigzag", {"layouts": "zigzag", "causal": True}, True),
     (odd_patients.made_of_zigzag, {"layouts": "striped", "causal": True}, False),  # found in its module
     (odd_patients.sequence_first, {"tensors": "sbhd", "gradients": True}, True),
 ]

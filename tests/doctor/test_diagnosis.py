@@ -6,21 +6,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ring_doctor import diagnosis
-from ring_doctor.answers import OK, WRONG, Answer
-from ring_doctor.case import UNROUNDED, Case
+from ring_doctor.asking.answers import OK, WRONG, Answer
+from ring_doctor.asking.case import UNROUNDED, Case
+from ring_doctor.asking.examination import Examination
+from ring_doctor.asking.patient import from_function
+from ring_doctor.asking.questions import Question
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.conditions import when_it_shows
-from ring_doctor.diagnosis import Diagnosis, Explanation, diagnose
-from ring_doctor.examination import Examination
+from ring_doctor.explaining import diagnosis
+from ring_doctor.explaining.conditions import when_it_shows
+from ring_doctor.explaining.diagnosis import Diagnosis, Explanation, diagnose
+from ring_doctor.explaining.wrong_answer import WrongAnswer
 from ring_doctor.mistakes import Mistake
-from ring_doctor.paper_ring import RIGHT, compute
-from ring_doctor.patient import from_function
-from ring_doctor.questions import Question
+from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ring_doctor.report import Report
-from ring_doctor.wrong_answer import WrongAnswer
 from ringlab.training.flash_ring import ring_flash_attention
-from tests.examined import answer_on_paper
+from tests.doctor.examined import answer_on_paper
 
 NAMES = ("last_block_skipped", "scale_missing", "shares_exchanged")
 PATIENT = from_function(ring_flash_attention)

@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from ring_doctor import assertion, examination
-from ring_doctor.answers import (
+from ring_doctor import assertion
+from ring_doctor.asking import examination
+from ring_doctor.asking.answers import (
     FAILED,
     IMPRECISE,
     LATE,
@@ -24,18 +25,18 @@ from ring_doctor.answers import (
     WRONG_RING,
     Answer,
 )
+from ring_doctor.asking.calls import written
+from ring_doctor.asking.case import Case
+from ring_doctor.asking.examination import Examination, ask_again, examination_of
+from ring_doctor.asking.job import CannotExamine, Job, lines_of_ranks
+from ring_doctor.asking.patient import from_function
+from ring_doctor.asking.questions import LSE, UNEQUAL, Question, kind
 from ring_doctor.assertion import assert_ring
-from ring_doctor.calls import written
-from ring_doctor.case import Case
-from ring_doctor.diagnosis import Diagnosis, Explanation, diagnose
-from ring_doctor.examination import Examination, ask_again, examination_of
-from ring_doctor.job import CannotExamine, Job, lines_of_ranks
+from ring_doctor.explaining.diagnosis import Diagnosis, Explanation, diagnose
 from ring_doctor.mistakes import CATALOGUE
-from ring_doctor.patient import from_function
-from ring_doctor.questions import LSE, UNEQUAL, Question, kind
 from ring_doctor.report import Report, as_json
-from tests import odd_patients
-from tests.examined import examined, on_these
+from tests.doctor import odd_patients
+from tests.doctor.examined import examined, on_these
 
 P3 = Case(3, 18)
 PLAIN, LARGE = Question(P3), Question(Case(3, 900))
@@ -364,7 +365,7 @@ def ask():
     return asked
 
 
-IN = r"tests/odd_patients.py, line \d+ in"
+IN = r"tests/doctor/odd_patients.py, line \d+ in"
 LOST = (odd_patients.hangs, odd_patients.dies, odd_patients.crashes)
 
 
@@ -403,7 +404,7 @@ def test_what_a_ring_does_is_told(ask, ranks, function, question, state, says):
 
 
 def test_a_rank_that_computes_on_is_late_and_not_sick(ask, monkeypatch):
-    monkeypatch.setattr("ring_doctor.job.START", 10.0)
+    monkeypatch.setattr("ring_doctor.asking.job.START", 10.0)
     answer = ask(odd_patients.computes_on, seconds=2.0)
     assert (answer.state, answer.bad) == (LATE, False)
     assert re.search(rf"; rank 1 in {IN} computes_on", answer.says)
@@ -460,7 +461,7 @@ def test_attention_sinks(ranks, name):
 
 
 PAIRS, REVERSED = (
-    {"layouts": f"tests.odd_patients:{name}", "causal": True} for name in ("PAIRS", "reversed_positions")
+    {"layouts": f"tests.doctor.odd_patients:{name}", "causal": True} for name in ("PAIRS", "reversed_positions")
 )
 
 

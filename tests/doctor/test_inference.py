@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_doctor.answers import FAILED, OK, WRONG, Answer, judge
+from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer, judge
+from ring_doctor.asking.calls import RankResults
+from ring_doctor.asking.case import Case
+from ring_doctor.asking.examination import Examination
+from ring_doctor.asking.patient import from_function
+from ring_doctor.asking.questions import UNEQUAL, Question
 from ring_doctor.assertion import choose_question
-from ring_doctor.calls import RankResults
-from ring_doctor.case import Case
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.examination import Examination
-from ring_doctor.facts import OF_GRADIENTS
-from ring_doctor.inference import infer, text
-from ring_doctor.inference import waiting as inferred
-from ring_doctor.paper_ring import RIGHT, compute
-from ring_doctor.patient import from_function
-from ring_doctor.questions import UNEQUAL, Question
-from ring_doctor.xray import cases as runs_of
-from ring_doctor.xray import on_paper, xray_of
-from tests.examined import answer_on_paper
-from tests.odd_patients import right
+from ring_doctor.explaining.facts import OF_GRADIENTS
+from ring_doctor.explaining.inference import infer, text
+from ring_doctor.explaining.inference import waiting as inferred
+from ring_doctor.explaining.xray import cases as runs_of
+from ring_doctor.explaining.xray import on_paper, xray_of
+from ring_doctor.mistakes.paper_ring import RIGHT, compute
+from tests.doctor.examined import answer_on_paper
+from tests.doctor.odd_patients import right
 
 PATIENT = from_function(right)
 NO_XRAY = "none was taken"

@@ -2,7 +2,7 @@
 
 A row of a table is an entry, and the mistake in a line that knows nothing of rounds, tiles or merges. An entry with
 variants has a line for each of them, in their order; None leaves a variant out. What has no line here has a ring in
-tests/sick that knows nothing of the catalogue.
+sick/ that knows nothing of the catalogue.
 """
 
 import itertools
@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_doctor.case import Case
+from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
+from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.training.layouts import LAYOUTS, positions
-from tests.sick_rings import BY_HAND
+from tests.doctor.sick_rings import BY_HAND
 
 FULL, CAUSAL = Case(4, 24, heads=4), Case(4, 24, True, heads=4)
 ALL_LAYOUTS = [replace(CAUSAL, layout=layout) for layout in LAYOUTS]

@@ -9,11 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring_doctor import mistakes_of_backward, mistakes_of_states
-from ring_doctor.case import UNROUNDED, Case
+from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes import PAGE, told, words
-from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
+from ring_doctor.mistakes import backward as mistakes_of_backward
+from ring_doctor.mistakes import states as mistakes_of_states
+from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.training.layouts import LAYOUTS
 
 MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]

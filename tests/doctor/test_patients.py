@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from ring_doctor import examine
-from ring_doctor.answers import OK, judge
-from ring_doctor.calls import ask_on_rank
+from ring_doctor.asking.answers import OK, judge
+from ring_doctor.asking.calls import ask_on_rank
+from ring_doctor.asking.patient import dtype_of, from_name
+from ring_doctor.asking.questions import questions
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.patient import dtype_of, from_name
 from ring_doctor.patients.__main__ import RESULTS, TABLE, names, table
 from ring_doctor.patients.flash_attn_by_hand import (
     flash_attn_backward,
@@ -23,7 +24,6 @@ from ring_doctor.patients.flash_attn_by_hand import (
     flash_attn_varlen_backward,
     flash_attn_varlen_forward,
 )
-from ring_doctor.questions import questions
 from ringlab.support.rounding import exact_attention
 
 LINES = json.loads(RESULTS.read_text())

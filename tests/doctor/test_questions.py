@@ -12,18 +12,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring_doctor import examination
-from ring_doctor.answers import FAILED, OK, REFUSED, WRONG, judge, right_results
-from ring_doctor.calls import RankResults
-from ring_doctor.case import UNROUNDED, Case
+from ring_doctor.asking import examination
+from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG, judge, right_results
+from ring_doctor.asking.calls import RankResults
+from ring_doctor.asking.case import UNROUNDED, Case
+from ring_doctor.asking.patient import from_function
+from ring_doctor.asking.questions import LSE, UNEQUAL, WAYS, Question, in_turn, kind, questions
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.paper_ring import RIGHT, compute
-from ring_doctor.patient import from_function
-from ring_doctor.questions import LSE, UNEQUAL, WAYS, Question, in_turn, kind, questions
+from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
-from tests import escaped_rings, odd_patients, ways
-from tests.examined import on_these
+from tests import ways
+from tests.basics import escaped_rings
+from tests.doctor import odd_patients
+from tests.doctor.examined import on_these
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]

@@ -7,26 +7,26 @@ import pytest
 import torch
 
 from ring_attn import ring_attention
-from ring_doctor import diagnosis
-from ring_doctor.answers import WRONG, judge
-from ring_doctor.calls import RankResults
-from ring_doctor.case import UNROUNDED, Case
+from ring_doctor.asking.answers import WRONG, judge
+from ring_doctor.asking.calls import RankResults
+from ring_doctor.asking.case import UNROUNDED, Case
+from ring_doctor.asking.examination import Examination
+from ring_doctor.asking.patient import from_function
+from ring_doctor.asking.questions import Question
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.diagnosis import diagnose
-from ring_doctor.examination import Examination
-from ring_doctor.paper_ring import RIGHT, NotOnPaper, compute
-from ring_doctor.patient import from_function
-from ring_doctor.questions import Question
+from ring_doctor.explaining import diagnosis
+from ring_doctor.explaining.diagnosis import diagnose
+from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.training import backward, grouped_query, overlap
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
-from tests import mesh_patients
 from tests.attention import SEED
-from tests.examined import examined, examined_sick
-from tests.sick.plain_ring import ByAutograd, PlainRing
-from tests.sick.ring import MASKED, SickRing
-from tests.sick.table_ring import TableRing
-from tests.sick_rings import ALL, BY_HAND, OF_TABLE, UNKNOWN, Sick
+from tests.doctor.examined import examined, examined_sick
+from tests.doctor.sick.plain_ring import ByAutograd, PlainRing
+from tests.doctor.sick.ring import MASKED, SickRing
+from tests.doctor.sick.table_ring import TableRing
+from tests.doctor.sick_rings import ALL, BY_HAND, OF_TABLE, UNKNOWN, Sick
+from tests.models import mesh_patients
 from tests.ways import WAYS
 
 

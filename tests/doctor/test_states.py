@@ -6,19 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.calls import OPTION
-from ring_doctor.diagnosis import diagnose
-from ring_doctor.examination import examination_of
-from ring_doctor.mistakes_of_states import MISTAKES
-from ring_doctor.patient import patient_of
-from ring_doctor.questions import questions
+from ring_doctor.asking.calls import OPTION
+from ring_doctor.asking.examination import examination_of
+from ring_doctor.asking.patient import patient_of
+from ring_doctor.asking.questions import questions
+from ring_doctor.asking.state_case import Convolution, StateCase
+from ring_doctor.explaining.diagnosis import diagnose
+from ring_doctor.mistakes.states import MISTAKES, RIGHT_STATES, compute_states
 from ring_doctor.report import Report, as_json, page
-from ring_doctor.states import RIGHT_STATES, Convolution, StateCase, compute_states
 from ringlab.training.linear_attention import Map, checked_inputs, each_of, in_chunks, states_along
 from ringlab.training.short_convolution import ring_short_convolution
 from ringlab.training.state_ring import ring_linear_attention
-from tests.examined import on_these
-from tests.odd_patients import gathered
+from tests.doctor.examined import on_these
+from tests.doctor.odd_patients import gathered
 
 WORLDS = (1, 2, 3, 5)
 

@@ -10,22 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.calls import arguments_of, call, lse_of, ours, theirs, values
-from ring_doctor.case import Case, positions
+from ring_doctor.asking.calls import arguments_of, call, lse_of, ours, theirs, values
+from ring_doctor.asking.case import Case, positions
+from ring_doctor.asking.job import hang, lines_of_ranks
+from ring_doctor.asking.names import ByName, by_name, named, portable
+from ring_doctor.asking.patient import CONSTANTS, Patient, from_name, patient_of
+from ring_doctor.asking.questions import questions
 from ring_doctor.catalogue import enter
-from ring_doctor.job import hang, lines_of_ranks
 from ring_doctor.mistakes import CATALOGUE, PAGE
-from ring_doctor.names import ByName, by_name, named, portable
 from ring_doctor.options import claims_of, parse
-from ring_doctor.patient import CONSTANTS, Patient, from_name, patient_of
-from ring_doctor.questions import questions
 from ringlab.support.places import place
 from ringlab.support.processes import Raised
-from tests.odd_patients import own_chunk
+from tests.doctor.odd_patients import own_chunk
 
 CPU = torch.device("cpu")
 P3 = Case(3, 18, causal=True, head_dim=16)
-ODD = "tests.odd_patients"
+ODD = "tests.doctor.odd_patients"
 
 
 @pytest.fixture

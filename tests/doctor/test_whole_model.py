@@ -12,17 +12,17 @@ import pytest
 import torch
 
 import ring_doctor.__main__ as command
+from ring_doctor.asking.job import CannotExamine
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.job import CannotExamine
-from ring_doctor.mistakes_of_models import MISTAKES, sharding_mistakes
-from ring_doctor.model_calls import ModelPatient, Returned
-from ring_doctor.model_clues import clue
-from ring_doctor.model_comparison import ModelDiagnosis, World, explain, judge, same, tolerance, unlike
 from ring_doctor.report import page
-from ring_doctor.whole_model import ModelExamination, examine_model, json_of_model, text_of_model
+from ring_doctor.whole_models.model_calls import ModelPatient, Returned
+from ring_doctor.whole_models.model_clues import clue
+from ring_doctor.whole_models.model_comparison import ModelDiagnosis, World, explain, judge, same, tolerance, unlike
+from ring_doctor.whole_models.model_mistakes import MISTAKES, sharding_mistakes
+from ring_doctor.whole_models.whole_model import ModelExamination, examine_model, json_of_model, text_of_model
 from ringlab.support.processes import LostRank
-from tests import sick_models
-from tests.sick_models import blind_step, step
+from tests.models import sick_models
+from tests.models.sick_models import blind_step, step
 
 
 def names(examination):
@@ -51,7 +51,7 @@ def test_a_right_model_is_healthy_and_rounds_much_less_than_allowed(ranks, layou
 
 
 def named(mistake, layout="zigzag", found=None, *, marks=(), **options):
-    """A mistake or several of tests/sick_models.py in a layout, and the names that are found: its own, or these."""
+    """A mistake or several of sick_models.py in a layout, and the names that are found: its own, or these."""
     mistakes = (mistake,) if isinstance(mistake, str) else mistake
     return pytest.param(mistakes, layout, options, found or {mistakes}, id=" and ".join(mistakes), marks=marks)
 
@@ -272,7 +272,7 @@ def test_what_cannot_be_compared_is_refused_with_a_reason(ranks, function, messa
     ("options", "message"),
     [
         ({"layout": "ring"}, "layout is 'ring'"),
-        ({"layout": "tests.sick_models:nowhere"}, "cannot be imported"),
+        ({"layout": "tests.models.sick_models:nowhere"}, "cannot be imported"),
         ({"vocab": 0}, "vocab is 0; expected 1 or more"),
         ({"step": lambda: None}, "cannot be called with a text alone"),
     ],
@@ -417,7 +417,7 @@ def command_says(capsys, function, *options):
     """(exit status, what is printed) of ring-doctor --model, in this process."""
     with mock.patch.dict(os.environ):
         os.environ.pop("WORLD_SIZE", None)
-        status = command.main(["--model", f"tests.sick_models:{function}", *options])
+        status = command.main(["--model", f"tests.models.sick_models:{function}", *options])
     return status, capsys.readouterr().out
 
 
@@ -436,7 +436,7 @@ def test_each_option_reaches_the_examination_and_the_limit_of_the_processes_stay
 def test_a_prediction_that_fails_is_left_out_and_both_files_are_written(capsys, tmp_path):
     files = [f"--json={tmp_path / 'report.json'}", f"--html={tmp_path / 'report.html'}"]
     status, printed = command_says(capsys, "other_positions_fail", "--layout", "zigzag", *files)
-    verdict = "SICK: labels_per_shard, in tests.sick_models:other_positions_fail"
+    verdict = "SICK: labels_per_shard, in tests.models.sick_models:other_positions_fail"
     assert (status, printed.splitlines()[0]) == (1, verdict)
     assert re.search(r"^WRONG  P = 1: off by .*\nWRONG  P = 2: off by", printed, flags=re.MULTILINE)
 

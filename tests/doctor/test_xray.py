@@ -9,16 +9,16 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
-from ring_doctor.case import Case
+from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.grids import TITLES
-from ring_doctor.paper_ring import RIGHT, compute
-from ring_doctor.tiles import Sheet, likeliest
-from ring_doctor.xray import cases, on_paper, xray_of
-from ring_doctor.xray_picture import picture, svg
+from ring_doctor.explaining.grids import TITLES
+from ring_doctor.explaining.tiles import Sheet, likeliest
+from ring_doctor.explaining.xray import cases, on_paper, xray_of
+from ring_doctor.explaining.xray_picture import picture, svg
+from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ringlab.support import drawing
 from tests.attention import NAMES, gradients
-from tests.pictures import assert_legible
+from tests.pages.pictures import assert_legible
 from tests.ways import CASES
 
 W = ("W forward", "W backward")

@@ -1,0 +1,181 @@
+"""The answer to a question: what all ranks returned, beside full attention in float64; and how wrong a ring is by it.
+
+    out, lse, dq, dk, dv of all ranks, joined:   right where each number is as near to the exact one as rounding allows
+
+docs/doctor_in_ci.md says what a level means. Shapes: the whole results (B, H, S, D), (B, G, S, D) and lse (B, H, S).
+
+Before: calls.py, what one rank returns. After: job.py, which gives an answer whatever the ranks do.
+Source: the bound is derived in ../../ringlab/support/rounding.py.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ring_doctor.asking.calls import RankResults
+from ring_doctor.asking.case import Case
+from ring_doctor.asking.questions import Question
+from ringlab.support.rounding import Right, exact_attention
+
+OK, WRONG, REFUSED, FAILED, LATE = "ok", "wrong", "refused", "failed", "too late"
+RIGHT, RIGHT_AS_CLAIMED, IMPRECISE = "right", "right for what it takes", "imprecise in 16 bits"
+WRONG_RING, CANNOT_TELL = "wrong", "cannot tell"
+STATUS = {RIGHT: 0, RIGHT_AS_CLAIMED: 0, IMPRECISE: 1, WRONG_RING: 1, CANNOT_TELL: 3}
+SAID = {RIGHT: "HEALTHY", RIGHT_AS_CLAIMED: "HEALTHY FOR WHAT IT TAKES", IMPRECISE: "IMPRECISE IN 16 BITS"}
+SAID |= {WRONG_RING: "SICK", CANNOT_TELL: "CANNOT TELL"}  # how a verdict begins
+BAD_INPUT = 2  # the exit status for options that are no options
+ACCEPTABLE = {"imprecise": IMPRECISE, "cannot-tell": CANNOT_TELL}  # what --accept and accept= take
+ROUNDINGS = 32  # steps between two numbers of 16 bits: a ring of 4 that rounds at every step is off by less
+
+
+@dataclass
+class Answer:
+    """What a patient answers to a question."""
+
+    question: Question
+    state: str  # OK, WRONG, REFUSED, FAILED, or LATE: some rank still computed when the time was over
+    says: str = ""  # the reason, in a sentence
+    raised: bool = False  # all ranks raised an exception
+    wrong: dict[str, float] = field(default_factory=dict)  # by wrong result, how many times too large its error is
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # (largest error, what rounding allows there)
+    relative: dict[str, float] = field(default_factory=dict)  # the error of each result in norm, over the exact norm
+    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # the ranks whose part of a result is wrong
+    results: dict[str, Tensor] = field(default_factory=dict)  # the whole out, lse, dq, dk, dv
+    in_float32: bool = False  # float64 was asked, and the answer is only as exact as float32
+    changes: bool = False  # asked again, the patient gave other numbers
+    last_digits: bool = False  # asked again, it gave other numbers, which are right too
+    draws: bool = False  # the patient takes numbers from torch's random generator
+    lse_grad: bool = False  # its lse can be differentiated
+    lost: bool = False  # ranks hang or died
+
+    @property
+    def case(self) -> Case:
+        return self.question.case
+
+    @property
+    def bad(self) -> bool:
+        """Whether it is wrong or failed."""
+        return self.state in (WRONG, FAILED)
+
+
+def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
+    """Compare what all ranks returned with the right results."""
+    case = question.case
+    faults = list(dict.fromkeys(fault for each in of_ranks for fault in each.faults))
+    answer = Answer(question, OK, draws=any(of.draws for of in of_ranks), lse_grad=all(of.lse_grad for of in of_ranks))
+    right = right_results(question)
+    for name in of_ranks[0].results:
+        chunks = [each.results[name].cpu() for each in of_ranks]
+        shapes = [tuple(case.cut(right[name].exact, rank).shape) for rank in range(case.world_size)]
+        other = [rank for rank, x in enumerate(chunks) if x.shape != shapes[rank]]
+        if other:
+            r = other[0]
+            faults += [f"its {name} has shape {tuple(chunks[r].shape)} on rank {r}; expected {shapes[r]}"]
+            continue
+        x = answer.results[name] = case.join(chunks)
+        if x.dtype != right[name].dtype:
+            if name != "lse" and (question.how, x.dtype) != ("autocast", torch.float32):  # as the tensors given
+                faults += [f"its {name} is {x.dtype}, its input {right[name].dtype}"]
+            x = x.to(right[name].dtype)
+        _compare(answer, name, x, right[name])
+    if answer.wrong:
+        answer.in_float32 = _as_float32(answer)
+        answer.state, answer.wrong = (OK, {}) if answer.in_float32 else (WRONG, answer.wrong)
+    if faults:
+        answer.state, answer.says = FAILED, "; ".join(faults)
+    if answer.state == OK and of_ranks[0].again:
+        again = judge(question, [RankResults(each.again, draws=each.draws) for each in of_ranks])
+        if again.state != OK:
+            return replace(again, changes=True)
+        answer.last_digits = not all(torch.equal(x, again.results[name]) for name, x in answer.results.items())
+    return answer
+
+
+def _compare(answer: Answer, name: str, x: Tensor, right: Right) -> None:
+    """Note the errors of one result, and the ranks whose part of the result is wrong."""
+    case = answer.case
+    error = right.error(x).nan_to_num(nan=math.inf)
+    share = error / right.allowed
+    worst = int(share.argmax())
+    answer.errors[name] = float(error.flatten()[worst]), float(right.allowed.flatten()[worst])
+    finite = torch.where(error.isfinite(), error, 0.0)
+    exact = torch.where(right.exact.isfinite(), right.exact, 0.0)
+    answer.relative[name] = math.inf if error.isinf().any() else float(finite.norm() / exact.norm().clamp(1e-300))
+    if not right.accepts(x):
+        answer.wrong[name] = float(share.max())
+        bad = (share > 1).movedim(2, 0).flatten(1).any(dim=1)
+        answer.ranks[name] = tuple(r for r in range(case.world_size) if bad[case.positions(r)].any())
+
+
+def right_results(question: Question) -> dict[str, Right]:
+    """The right results. With "views" d_out is the same number for all tokens of a rank.
+
+    With "autocast" each product, and what becomes of it, may be rounded to 16 bits. The bound of sums in float32 is a
+    sum of roundings, so with larger roundings it is the bound of sums in 16 bits.
+    """
+    case = question.case
+    if question.how == "gradient of lse":
+        return case.right() | _with_gradient_of_lse(case)
+    if question.how == "autocast":
+        wider = torch.finfo(case.dtype).eps / torch.finfo(torch.float32).eps
+        wide = _exact(case, *(x.float() for x in case.whole()))
+        stored = {name: case.dtype for name in wide if name != "lse"}
+        return {name: replace(x, sums=wider * x.sums, dtype=stored.get(name, x.dtype)) for name, x in wide.items()}
+    if question.how != "views":
+        return case.right()
+    q, k, v, d_out = case.whole()
+    chunks = [case.cut(d_out, rank) for rank in range(case.world_size)]
+    return _exact(case, q, k, v, case.join([chunk[:, :, :1, :1].expand_as(chunk) for chunk in chunks]))
+
+
+def _with_gradient_of_lse(case: Case) -> dict[str, Right]:
+    """dq and dk where the loss uses lse too, with the gradient g (B, H, S), the first column of dO.
+
+    dS grows by scale g ∘ p. So dq grows by scale g ∘ (p K), the out of attention whose values are K. dk grows by
+    pᵀ (scale g ∘ Q), the dv of attention whose dO is scale g ∘ Q. Their roundings are added.
+    """
+    q, k, _, d_out = case.whole()
+    g = (case.head_dim**-0.5 if case.scale is None else case.scale) * d_out[..., :1]
+    more, right = _exact(case, q, k, k, g * q), case.right()
+    parts = {"dq": (g * more["out"].exact, g.abs() * more["out"].sums), "dk": (more["dv"].exact, more["dv"].sums)}
+    return {
+        name: replace(right[name], exact=right[name].exact + exact, sums=right[name].sums + sums)
+        for name, (exact, sums) in parts.items()
+    }
+
+
+def _exact(case: Case, *whole: Tensor) -> dict[str, Right]:
+    return exact_attention(*whole, visible=case.visible(), scale=case.scale, fused_blocks=case.world_size)
+
+
+def _as_float32(answer: Answer) -> bool:
+    """Whether every number of every result is as near to the exact one as sums in float32 are.
+
+    The inputs were rounded to float32 too. That moves a result by no more than the roundings of its sums.
+    """
+    case = answer.case
+    if case.dtype != torch.float64 or case.inputs != "normal":
+        return False
+    in_float32 = right_results(replace(answer.question, case=replace(case, dtype=torch.float32)))
+    exact, found = right_results(answer.question), answer.results.items()
+    return all(bool((exact[name].error(x.double()) <= 2 * in_float32[name].allowed).all()) for name, x in found)
+
+
+def passes(level: str, accept: Collection[str]) -> bool:
+    """Whether a test passes with this level. Raises ValueError where `accept` holds anything but ACCEPTABLE."""
+    if isinstance(accept, str) or not set(accept) <= set(ACCEPTABLE):
+        raise ValueError(f'accept is {accept!r}; expected some of {", ".join(ACCEPTABLE)}, as ("imprecise",)')
+    return STATUS[level] == 0 or level in {ACCEPTABLE[name] for name in accept}
+
+
+def imprecise(answer: Answer) -> bool:
+    """Whether an answer is wrong in 16 bits by no more than rounding at every step can do: never NaN, nor a failure.
+
+    Scores of 800 in 16 bits are off by 2, and so are weights: there the size of an error says nothing.
+    """
+    step = torch.finfo(answer.case.dtype)
+    most = ROUNDINGS * step.eps if answer.case.inputs == "normal" else torch.finfo(torch.float64).max
+    return answer.state == WRONG and step.bits == 16 and all(answer.relative[name] <= most for name in answer.wrong)

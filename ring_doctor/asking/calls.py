@@ -1,0 +1,306 @@
+"""How a function is called on a rank, what it may return, and what a rank does with a question.
+
+    attention(q, k, v, is_causal=False, softmax_scale=None, process_group=None)    takes causal, scale and group
+    q, k, v, dO of rank r    ->    out, lse, dq, dk, dv of rank r, and what the function did that no ring may do
+
+An option means what it means in ../../ringlab/training/flash_ring.py, and has this form:
+    window_size    flash-attn's pair (left, right): a window of w keys is (w - 1, 0), no window (-1, -1)
+    cu_seqlens     the documents of the whole sequence by where each begins, and its end: int32, documents + 1 numbers
+    sinks          attention sinks, a learned logit (H,) in the softmax of each query head
+    log_decay, g   of a state ring (B, H, C), or k's shape if so claimed; decay is e^log_decay. Its beta is (B, H, C)
+
+Shapes: q (B, H, C, D), k and v (B, G, C, D) of this rank's tokens; out like q; lse (B, H, C), natural, or in another of
+the shapes that `lse_of` knows. With tensors "bshd" they are (B, C, H, D) and (B, C, G, D), with "sbhd" (C, B, H, D).
+
+Before: case.py. After: patient.py, the claims; answers.py, the comparison.
+Source: the signatures of flash_attn_func, ring-flash-attention, torch.nn.functional.scaled_dot_product_attention.
+"""
+
+import faulthandler
+import inspect
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ring_doctor.asking.case import Case, layout_of
+from ringlab.support.processes import RankContext
+
+if TYPE_CHECKING:
+    from ring_doctor.asking.patient import Patient
+    from ring_doctor.asking.questions import Question
+
+NAMES = {  # an option: the names of it
+    "causal": ("causal", "is_causal"),
+    "scale": ("scale", "softmax_scale", "sm_scale", "scaling"),
+    "group": ("group", "process_group", "pg", "cp_group", "sp_group"),
+    "layout": ("layout",),
+    "documents": ("documents", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"),
+    "window": ("window", "window_size"),
+    "sinks": ("sinks",),
+    "log_decay": ("log_decay", "g", "decay"),
+    "beta": ("beta",),
+}
+OPTION = {name: option for option, names in NAMES.items() for name in names}
+TENSORS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}  # where their dimensions are in ours
+ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+WRAP = "give it by functools.partial in a module of yours, or wrap the function in one that takes q, k and v"
+
+
+class WrongResult(ValueError):
+    """A function returned what is no attention. That is a fault; a ValueError of its own refuses a question."""
+
+
+def arguments_of(name: str, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function that the doctor can give. Raises ValueError when it cannot be called."""
+    if inspect.isclass(inspect.unwrap(function)):
+        raise ValueError(f"{name} is a class; expected a function, or an object of the class that its module makes")
+    try:
+        signature = inspect.signature(_callee(function))
+    except ValueError as error:
+        raise ValueError(f"{name} has no signature ({error}); wrap it in a function attention(q, k, v)") from error
+    given = {each: of for each, of in signature.parameters.items() if each in OPTION and of.kind not in ANY}
+    try:
+        signature.bind(*"qkv", **dict.fromkeys(given))
+    except TypeError as error:
+        raise ValueError(f"{name}{signature} {_why_not(signature, error)}") from error
+    return given
+
+
+def _why_not(signature: inspect.Signature, error: TypeError) -> str:
+    others = list(signature.parameters.values())[3:]
+    unknown = [of.name for of in others if of.default is of.empty and of.name not in OPTION and of.kind not in ANY]
+    if unknown:
+        return f"needs {' and '.join(unknown)}, which the doctor does not know; {WRAP}"
+    return f"cannot be called as f(q, k, v): {error}; expected a function of this rank's q, k and v, and of any of " + (
+        ", ".join(NAMES)
+    )
+
+
+def _callee(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Whose signature counts: a torch.nn.Module shows that of its `forward`, also when torch.compile has wrapped it."""
+    function = inspect.unwrap(function)
+    function = getattr(function, "_orig_mod", function)
+    return function.forward if isinstance(function, torch.nn.Module) else function
+
+
+def values(
+    takes: dict[str, inspect.Parameter],
+    case: Case,
+    group: ProcessGroup | None,
+    device: torch.device,
+    of_states: dict[str, Tensor] | None = None,
+) -> dict[str, Any]:
+    """The arguments for a case, by the names of the signature."""
+    layout = layout_of(case.layout)
+    ends = [0, *accumulate(case.documents or (case.seq_len,))]
+    given: dict[str, Any] = {name: getattr(case, name) for name in ("causal", "scale", "documents", "window")}
+    given |= {"group": group, "layout": case.layout if callable(layout) else layout, "log_decay": None, "beta": None}
+    given |= of_states or {}
+    given["sinks"] = case.sink_scores().to(device) if case.sinks else None
+    forms = {  # of what is given, and of what must be given although the case has none
+        "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
+        "group": group or dist.group.WORLD,
+        "window_size": (-1, -1) if case.window is None else (case.window - 1, 0),
+        **({"decay": given["log_decay"].exp()} if of_states and "log_decay" in of_states else {}),
+        **dict.fromkeys(NAMES["documents"][1:], torch.tensor(ends, dtype=torch.int32, device=device)),
+    }
+    needed = [name for name, of in takes.items() if given[OPTION[name]] is not None or of.default is of.empty]
+    return {name: forms.get(name, forms.get(OPTION[name], given[OPTION[name]])) for name in needed}
+
+
+def theirs(patient: "Patient", x: Tensor) -> Tensor:
+    """A view of x (B, H, C, D) in the order of dimensions that the function takes."""
+    return x.permute(TENSORS[patient.tensors][: x.dim()])
+
+
+def ours(patient: "Patient", x: Tensor) -> Tensor:
+    """A view (B, H, C, D) of a tensor of the function."""
+    return x.permute(torch.tensor(TENSORS[patient.tensors][: x.dim()]).argsort().tolist())
+
+
+def call(
+    patient: "Patient", case: Case, given: dict[str, Tensor], group: ProcessGroup | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """This rank's out (B, H, C, D), and lse (B, H, C) if it is returned. Raises WrongResult for other results."""
+    q, of_states = given["q"], {name: theirs(patient, x) for name, x in given.items() if name not in "qkv"}
+    options = values(arguments_of(patient.name, patient.function), case, group, q.device, of_states)
+    inputs = [theirs(patient, given[name]) for name in "qkv"]
+    returned = patient.function(*inputs, **options)
+    out, lse = returned[:2] if isinstance(returned, tuple | list) and len(returned) > 1 else (returned, None)
+    expected = inputs[0].shape
+    if not isinstance(out, Tensor) or out.shape != expected:
+        got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        raise WrongResult(
+            f"{patient.name} returned {got}; expected the output of this rank's queries, shape {tuple(expected)}, or "
+            f"(output, lse)"
+        )
+    return ours(patient, out), lse_of(patient, lse, q) if isinstance(lse, Tensor) and not patient.state else None
+
+
+def lse_of(patient: "Patient", lse: Tensor, q: Tensor) -> Tensor | None:
+    """A view (B, H, C) of the lse that the function returned with queries (B, H, C, D).
+
+    It may also be (B, C, H), of one sequence (H, C) or (C, H), and have a last dimension of 1. Where H = C and the
+    tensors are not (B, H, S, D), nobody can tell which it is: then None, and it is not compared. Raises WrongResult
+    for other shapes.
+    """
+    B, H, C = q.shape[:3]
+    x = lse.squeeze(-1) if lse.dim() == 4 else lse[None] if lse.dim() == 2 else lse
+    if x.shape == (B, H, C):
+        return None if H == C and C > 1 and patient.tensors != "bhsd" else x
+    if x.shape == (B, C, H):
+        return x.transpose(1, 2)
+    raise WrongResult(f"{patient.name} returned an lse of shape {tuple(lse.shape)}; expected (B, H, C) = {(B, H, C)}")
+
+
+# On a rank ------------------------------------------------------------------------------------------------------------
+
+OFTEN = 0.25  # of the time for a question: a stack is written after each such part
+FROZEN = {"frozen keys": "k", "frozen keys and values": "kv"}  # by the way to ask: what needs no gradient
+
+
+@dataclass
+class RankResults:
+    """What one rank returned, and what it did."""
+
+    results: dict[str, Tensor]  # the chunks of out, lse, dq, dk, dv
+    faults: list[str] = field(default_factory=list)  # what no ring may do, in sentences
+    again: dict[str, Tensor] = field(default_factory=dict)  # the chunks of a second call with the same inputs
+    draws: bool = False  # it takes numbers from torch's random generator
+    lse_grad: bool = False  # its lse can be differentiated
+
+
+def prepare(context: RankContext, patient: "Patient") -> None:
+    """Import the patient, which may take long, and set it up."""
+    arguments_of(patient.name, patient.function)
+    if patient.setup is not None:
+        patient.setup(context)
+
+
+def ask_on_rank(
+    context: RankContext, patient: "Patient", question: "Question", folder: Path, seconds: float
+) -> RankResults | None:
+    """The results of this rank; None on a rank that is not in the group."""
+    group, rank, case = None, context.rank, question.case
+    if question.members is not None:
+        group = dist.new_group(question.members)  # every rank of the job must take part
+        if rank not in question.members:
+            return None
+        rank = question.members.index(rank)
+    with written(folder / str(context.rank), seconds):  # so that a hang can be located
+        if question.how == "after another length":  # what a patient keeps from these calls does not fit the next one
+            for seq_len in (case.seq_len // 2, case.seq_len * 3 // 2):
+                other = replace(question, case=replace(case, seq_len=seq_len))
+                _results(patient, other, _chunks(context, patient, other, rank), group)
+        chunks = _chunks(context, patient, question, rank)
+        before, random = [x.clone() for x in chunks], _generator(context)
+        first = _results(patient, question, chunks, group)
+        first.draws = not torch.equal(_generator(context), random)
+        for name, x, y in zip((*case.names, "dO"), chunks, before, strict=True):
+            if not torch.equal(x, y):
+                first.faults.append(f"it changed its input {name}")
+        if question.how == "twice" and not first.faults:
+            first.again = _results(patient, question, chunks, group).results
+    return first
+
+
+def _generator(context: RankContext) -> Tensor:
+    """The state of the generator whose numbers dropout takes."""
+    return torch.cuda.get_rng_state() if context.device.type == "cuda" else torch.get_rng_state()
+
+
+def _chunks(context: RankContext, patient: "Patient", question: "Question", rank: int) -> list[Tensor]:
+    """This rank's chunks of q, k, v and dO, as the question hands them over."""
+    case = question.case
+    handed = [theirs(patient, case.cut(x, rank).to(context.device)).contiguous() for x in case.whole()]
+    if question.how == "views":  # as a model has them: transposed, and dO of a sum, expanded
+        handed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in handed]
+    chunks = [ours(patient, x) for x in handed]
+    if question.how == "views":
+        chunks[-1] = chunks[-1][:, :, :1, :1].expand_as(chunks[-1])
+    return [x.float() for x in chunks] if question.how == "autocast" else chunks
+
+
+def _results(
+    patient: "Patient", question: "Question", chunks: list[Tensor], group: dist.ProcessGroup | None
+) -> RankResults:
+    """The results of one forward pass and one backward pass; where two are asked for, those of the telling one."""
+    names, *_, d_out = question.case.names, *chunks
+    frozen: Collection[str] = FROZEN.get(question.how, ())
+    frozen = frozen if patient.gradients and question.how != "without gradients" else names
+    leaves = {name: x.detach().requires_grad_(name not in frozen) for name, x in zip(names, chunks, strict=False)}
+
+    def forward(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        needed = any(x.requires_grad for x in inputs.values())
+        autocast = torch.autocast(inputs["q"].device.type, torch.bfloat16, enabled=question.how == "autocast")
+        with torch.set_grad_enabled(needed), autocast:
+            return call(patient, question.case, inputs, group)
+
+    out, lse = forward(leaves)
+    if question.how == "interleaved":  # the passes of a second layer, between those of the first
+        others = {name: x.detach().flip(-1).requires_grad_() for name, x in leaves.items()}
+        _gradients(forward(others)[0], others, d_out)
+    found = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
+    of_lse = lse if question.how == "gradient of lse" else None
+    gradients = _gradients(out, leaves, d_out, of_lse, again=question.how == "two backward passes")
+    if question.how == "two backward passes":
+        gradients = _gradients(out, leaves, d_out)
+    return RankResults(found | gradients, lse_grad=lse is not None and lse.requires_grad)
+
+
+def _gradients(
+    out: Tensor, leaves: dict[str, Tensor], d_out: Tensor, lse: Tensor | None = None, *, again: bool = False
+) -> dict[str, Tensor]:
+    """The gradients of the inputs that need one; zeros where autograd finds no way from `out`.
+
+    With `lse` the loss uses it too: its gradient is the first column of `d_out`. `again`: a second pass follows.
+    """
+    wanted = {f"d{name}": x for name, x in leaves.items() if x.requires_grad}
+    used = [(out, d_out)] if lse is None else [(out, d_out), (lse, d_out[..., 0].to(lse.dtype))]
+    pairs = [(x, d_x) for x, d_x in used if x.requires_grad]
+    if not pairs or not wanted:
+        return {name: torch.zeros_like(x) for name, x in wanted.items()}
+    results, given = zip(*pairs, strict=True)
+    found = torch.autograd.grad(
+        results, list(wanted.values()), given, retain_graph=again, allow_unused=True, materialize_grads=True
+    )
+    return dict(zip(wanted, found, strict=True))
+
+
+@contextmanager
+def written(path: Path, seconds: float) -> Iterator[None]:
+    """While the body runs, the stack of this thread goes into the file, again and again, and when a signal ends it.
+
+    A thread looks, and not faulthandler's timer: that one reads frames while the interpreter changes them, and kills a
+    rank that imports or compiles.
+    """
+    working, done = threading.get_ident(), threading.Event()
+    with path.open("w") as file:
+
+        def look() -> None:
+            while not done.wait(OFTEN * seconds):
+                frames = traceback.walk_stack(sys._current_frames()[working])
+                lines = [f'  File "{of.f_code.co_filename}", line {line} in {of.f_code.co_name}' for of, line in frames]
+                file.write("\n".join(["Stack", *lines, ""]))
+                file.flush()
+
+        looking = threading.Thread(target=look, daemon=True)
+        faulthandler.enable(file, all_threads=False)
+        looking.start()
+        try:
+            yield
+        finally:
+            done.set()
+            looking.join()
+            faulthandler.disable()

@@ -1,0 +1,319 @@
+"""A case for a ring: how many ranks, which mask and layout, which dtype and numbers; and the right results.
+
+    out = softmax(scale Q Kᵀ, where visible) V        and its gradients, for given Q, K, V and dO
+
+The numbers show what random numbers hide: overflow, sums in 16 bits, the weights themselves.
+
+    normal             random, 1.5 times a standard normal q
+    large              every score is about 800 or about -800: e^800 overflows and e^-800 is 0
+    silent rank        no number of the last rank's out enters the loss, as where a rank has nothing but padding
+    16-bit sums        a right ring of 4 ranks rounds nothing to 16 bits, one that sums in 16 bits does; gradients alike
+    X-ray 1, X-ray 2   the results are the weights W of attention and the gradients dS of its scores
+
+Two runs with the same scores, scale X, and the same dO Vᵀ, which is Y, have the same W and dS:
+
+    run 1    Q = X, K = I,  V = Yᵀ, dO = I    dV = Wᵀ dO shows Wᵀ, dQ = scale dS K shows dS
+    run 2    Q = I, K = Xᵀ, V = I,  dO = Y    out = W V shows W, dK = scale dSᵀ Q shows dSᵀ
+
+Shapes: the whole q and d_out (B, H, S, D), k and v (B, G, S, D); in an X-ray B = H = G = 1 and D ≥ S. Rank r has the
+tokens at `positions(r)`.
+
+Before: names.py. After: calls.py, how a ring is called; xray.py, which reads the results of an X-ray.
+Source: Liu et al. 2024, equation 1; Dao et al. 2022, algorithm 4, for the X-ray. The right answers come from
+../../ringlab/support/rounding.py.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ring_doctor.asking.names import named
+from ringlab.support.rounding import Right, exact_attention
+from ringlab.training.layouts import LAYOUTS, Layout
+from ringlab.training.layouts import positions as positions_of_layout
+from ringlab.training.masks import Mask
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case. Another seed gives other numbers."""
+
+    world_size: int
+    seq_len: int = 24
+    causal: bool = False
+    layout: str = "contiguous"  # or zigzag, striped, or "module:name" of a `Layout` or of a function that deals out
+    documents: tuple[int, ...] | None = None
+    window: int | None = None
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 4
+    dtype: torch.dtype = torch.float64
+    scale: float | None = None
+    sinks: bool = False  # attention sinks: for each query head a learned logit in every softmax, without a value
+    inputs: str = "normal"  # a name in INPUTS
+    seed: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple("qkv")  # the inputs that have gradients
+
+    def whole(self) -> tuple[Tensor, ...]:
+        """The inputs and d_out of the whole sequence, in the case's dtype."""
+        generator = torch.Generator().manual_seed(self.seed)
+        q_shape, k_shape = ((self.batch, n, self.seq_len, self.head_dim) for n in (self.heads, self.kv_heads))
+        shapes = q_shape, k_shape, k_shape, q_shape
+        numbers = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        return tuple(x.to(self.dtype) for x in INPUTS[self.inputs](self, *numbers))
+
+    def sink_scores(self) -> Tensor:
+        """(H,): the learned logit of each query head, in the case's dtype."""
+        return torch.linspace(-1.0, 2.0, self.heads, dtype=torch.float64).to(self.dtype)
+
+    def positions(self, rank: int) -> Tensor:
+        """Where in the sequence the tokens of `rank` stand: (C,), int64."""
+        return positions(self.layout, self.seq_len, rank, self.world_size)
+
+    def cut(self, x: Tensor, rank: int) -> Tensor:
+        """The chunk of `rank`, (B, H, C, ...), of a whole tensor (B, H, S, ...)."""
+        return x[:, :, self.positions(rank).to(x.device)]
+
+    def join(self, chunks: Sequence[Tensor]) -> Tensor:
+        """The whole tensor (B, H, S, ...) from the chunks of all ranks."""
+        order = torch.cat([self.positions(rank) for rank in range(self.world_size)])
+        return torch.cat(list(chunks), dim=2)[:, :, order.argsort().to(chunks[0].device)]
+
+    @property
+    def one_token_each(self) -> bool:
+        return self.seq_len == self.world_size
+
+    @property
+    def large_tiles(self) -> bool:
+        return self.seq_len > 128 * self.world_size  # a rank has more than a tile of a usual kernel
+
+    @property
+    def equal_chunks(self) -> bool:
+        return len({len(self.positions(rank)) for rank in range(self.world_size)}) == 1
+
+    def visible(self) -> Tensor:
+        """(S, S) bool: whether the query, a row, sees the key, a column."""
+        return _visible(self.seq_len, self.causal, self.documents, self.window)
+
+    def right(self) -> dict[str, Right]:
+        """The right out, lse, dq, dk and dv of the whole sequence, and how far rounding may move them."""
+        return _right(self)
+
+    def words(self) -> str:
+        """The case in words: "P = 3, causal, zigzag, 4 query heads on 2, C = 6, float32"."""
+        said = [f"P = {self.world_size}", self.mask(), *self.features()]
+        return ", ".join(said) + f", {str(self.dtype).removeprefix('torch.')}"
+
+    def mask(self) -> str:
+        """Which keys a query sees by its position, and the layout: "causal, zigzag"."""
+        said = "causal" if self.causal else "no mask" if self.documents is None else "documents alone"
+        return f"{said}, {self.layout}"
+
+    def features(self) -> list[str]:
+        """What else is asked, the same words for all numbers of ranks: ["batch of 2", "C = 6"]."""
+        first = ", ".join(map(str, (self.documents or ())[:-1]))
+        said = [f"documents of {first} and the other tokens"] * bool(first)
+        said += [f"window of {self.window}"] if self.window else []
+        said += [f"{self.heads} query heads on {self.kv_heads}"] if self.heads != self.kv_heads else []
+        said += ["attention sinks"] if self.sinks else []
+        said += [f"scale {self.scale:g}"] if self.scale is not None else []
+        said += [f"batch of {self.batch}"] if self.batch > 1 else []
+        said += [f"{self.inputs} {'scores' if self.inputs == 'large' else 'inputs'}"] * (self.inputs != "normal")
+        said += [f"D = {self.head_dim}"] if self.large_tiles else []
+        C, more = divmod(self.seq_len, self.world_size)
+        return [*said, f"C = {C} or {C + 1}" if more else f"C = {C}"]
+
+
+@lru_cache(maxsize=512)
+def positions(layout: str, seq_len: int, rank: int, world_size: int) -> Tensor:
+    """Where the tokens of `rank` stand: (C,), int64. Do not write into this tensor.
+
+    Raises ValueError for a length that does not fit, and for a function of the user that returns no such positions. A
+    function, unlike a `Layout`, may return them in any order.
+    """
+    found = layout_of(layout)
+    if isinstance(found, str | Layout):
+        return positions_of_layout(found, seq_len, rank, world_size)
+    at = torch.as_tensor(found(seq_len, rank, world_size)).long().cpu()
+    if at.dim() != 1 or len(at) == 0 or at.min() < 0 or at.max() >= seq_len:
+        raise ValueError(
+            f"{layout}({seq_len}, {rank}, {world_size}) returned {at.tolist()}; expected the positions, 0 to "
+            f"{seq_len - 1}, of the tokens of rank {rank}"
+        )
+    return at
+
+
+def layout_of(name: str) -> str | Layout | Callable[[int, int, int], Tensor]:
+    """The layout of this name, or what "module:name" names. Raises ValueError when there is none."""
+    return name if name in LAYOUTS else named(name)
+
+
+@lru_cache(maxsize=512)
+def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, window: int | None) -> Tensor:
+    mask, keys = Mask(causal, documents, window), torch.arange(seq_len)
+    mask.check_length(seq_len)
+    seen = torch.zeros(seq_len, seq_len, dtype=torch.bool)
+    for first, end in mask.visible_keys(keys, seq_len):
+        seen |= (first[:, None] <= keys) & (keys < end[:, None])
+    return seen
+
+
+@lru_cache(maxsize=512)
+def _right(case: Case) -> dict[str, Right]:
+    if case.sinks:
+        return _right_with_sinks(case)
+    runs = case.documents is not None or case.window is not None
+    visible = case.visible() if runs else None  # a causal mask of a long sequence takes no S x S numbers
+    options: Any = {"visible": visible, "scale": case.scale, "fused_blocks": case.world_size}
+    exact = partial(exact_attention, causal=case.causal, **options)
+    if case.inputs not in UNROUNDED:
+        return exact(*case.whole())
+    wide = exact(*(x.float() for x in case.whole()))
+    results = {name: replace(right, dtype=case.dtype) for name, right in wide.items()}
+    return results | {"lse": exact(*case.whole())["lse"]}  # kernels sum lse from weights in 16 bits
+
+
+def _right_with_sinks(case: Case) -> dict[str, Right]:
+    """A learned logit is the score of one more key, whose value is 0. One more dimension of q and k gives it."""
+    q, k, v, d_out = case.whole()
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    sink = torch.zeros(*k.shape[:2], 1, case.head_dim + 1, dtype=torch.float64)
+    sink[..., -1] = 1 / scale
+    q, k, v, d_out = (pad(x, (0, 1)) for x in (q, k, v, d_out))
+    q[..., -1] = case.sink_scores()[:, None]
+    visible = pad(case.visible(), (0, 1), value=True)
+    k, v = torch.cat([k, sink], dim=2), pad(v, (0, 0, 0, 1))
+    results = exact_attention(q, k, v, d_out, visible=visible, scale=scale, fused_blocks=case.world_size)
+    own = (..., slice(case.seq_len), slice(case.head_dim))  # without the sink
+    of_heads = {name: x for name, x in results.items() if name != "lse"}
+    return results | {name: replace(x, exact=x.exact[own], sums=x.sums[own]) for name, x in of_heads.items()}
+
+
+RUNS = ("X-ray 1", "X-ray 2")
+FOUR = 4  # ranks of the inputs of which a right ring rounds nothing to 16 bits
+HIDES = 16.0, -32.0  # a number of q and a number of k: their score is so low that its weight is 0 beside a score of 0
+LARGE = 800.0  # added to or taken from the scores of `large` inputs: the weights are as before
+
+
+def _large(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
+    side = (LARGE * case.head_dim**0.5) ** 0.5
+    q[..., 0], k[..., 0] = side, side
+    q[:, :, 1::2, 0] = -side
+    return q, k, v, d_out
+
+
+def _silent_rank(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
+    d_out[:, :, case.positions(case.world_size - 1)] = 0
+    return 1.5 * q, k, v, d_out
+
+
+def _sums(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
+    """Every weight is 0, 1, 1/2 or 1/4. The mean over the values of four blocks can be stored in 16 bits; the mean over
+    some of them cannot.
+
+    A query sees only the first key of each block: column 0 hides the others. Three such keys would need weights of 1/3,
+    so these queries see only the first key of block 0: column 1 hides the others.
+    Right rings compute some blocks in one piece: a hybrid the rows of its 2 x 2 mesh; under a causal mask, what has
+    gathered all keys the blocks before its own. The means over these blocks can be stored too.
+    """
+    half = torch.finfo(case.dtype).eps / 2
+    rows = [(1, -1, 1, -1), (1, 0, half, half), (half, half, 1, 0), (1, 1 + 4 * half, 1 + 2 * half, 1 + 2 * half)]
+    rows = [(half, 0.75 + half, half, 0.75 - half), (half, half, 4 * half, 1)] if case.causal else rows
+    first = _in_order(case)[:, 0]
+    q, k, v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    of_few = case.visible()[:, first].sum(dim=1) == 3
+    q[..., 0], q[..., 1] = HIDES[0] * ~of_few, HIDES[0] * of_few
+    k[..., :2] = HIDES[1]
+    k[:, :, first, 0], k[:, :, first[0], 1] = 0.0, 0.0
+    v[:, :, first] = _patterns(rows, case.kv_heads, case.head_dim)
+    return q, k, v, d_out
+
+
+def _gradients(case: Case, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Iterable[Tensor]:
+    """Each gradient is a sum of four parts that can be stored in 16 bits; the sum of some of the parts cannot.
+
+    Of two keys with equal weights one has the value 1 and the other -1, so out and delta are 0 and dP is dO or -dO.
+    dk and dv, sums over ranks: of each rank one query sees the first two keys of block 0, which all ranks see.
+    dq, a sum over blocks: the last query of each rank sees the first two keys of each block, if no mask hides one.
+    The dO of all other queries is 0. In 16 bits 1 + half is 1: a sum that adds the halves to 1 one by one loses both.
+    """
+    half = torch.finfo(case.dtype).eps / 2
+    by_rank = (1, 0, half, half), (half, half, 1, 0)
+    by_block = ((half, half, 0, 1), (half, half, 1, 0)) if case.causal else by_rank
+    keys = _in_order(case)[:, :2]
+    last_two = _in_order(case)[:, -2:]
+    patterns = _patterns(by_rank, case.kv_heads, case.head_dim - 1)
+    q, k, v, d_out = (torch.zeros_like(x) for x in (q, k, v, d_out))
+    k[..., :2] = HIDES[1]
+    k[:, :, keys.flatten(), 0], k[:, :, keys[0], 1] = 0.0, 0.0
+    k[:, :, keys[:, 0], 2:] = _patterns(by_block, case.kv_heads, case.head_dim - 2)
+    v[:, :, keys[0], 0] = torch.tensor([1.0, -1.0], dtype=v.dtype)
+    v[:, :, keys.flatten(), 1] = torch.tensor([1.0, -1.0], dtype=v.dtype).repeat(FOUR)
+    q[..., 1] = HIDES[0]
+    d_out[:, :, last_two[:, 0], 0], d_out[:, :, last_two[:, 0], 2:] = patterns[..., 0], patterns[..., 1:]
+    of_all = last_two[case.visible()[last_two[:, 1]][:, keys.flatten()].all(dim=1), 1]
+    q[:, :, of_all, 0], q[:, :, of_all, 1], d_out[:, :, of_all, 1] = HIDES[0], 0.0, 1.0
+    return q, k, v, d_out
+
+
+def _in_order(case: Case) -> Tensor:
+    """(P, C): the positions of each rank from the first to the last."""
+    return torch.stack([case.positions(rank).sort().values for rank in range(FOUR)])
+
+
+def _patterns(rows: Sequence[Sequence[float]], heads: int, columns: int) -> Tensor:
+    """(1, heads, 4, columns): a row of numbers for each column, the next one for the next column or head."""
+    row = (torch.arange(heads)[:, None] + torch.arange(columns)) % len(rows)
+    return torch.tensor(rows, dtype=torch.float64)[row].mT[None]
+
+
+def _of_xray(case: Case, *_: Tensor) -> Iterable[Tensor]:
+    heads = case.heads, case.kv_heads, case.kv_heads, case.heads
+    run = zip(probes(case.seq_len, case.head_dim, case.scale)[case.inputs], heads, strict=True)
+    return [x.expand(-1, n, -1, -1) for x, n in run]
+
+
+def probes(seq_len: int, head_dim: int, scale: float | None = None) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """{name of the run: (q, k, v, d_out)}, float64. bfloat16 stores them exactly, unless a scale is given.
+
+    Raises ValueError unless S tokens fit into D numbers.
+    """
+    if head_dim < seq_len:
+        raise ValueError(f"{seq_len} tokens with D = {head_dim}; expected {seq_len} or more: a column each")
+    generator = torch.Generator().manual_seed(seq_len)
+
+    def shuffled_rows(low: float, high: float, step: float) -> Tensor:
+        order = torch.rand(seq_len, seq_len, generator=generator).argsort(dim=1)
+        numbers = torch.linspace(low, high, seq_len, dtype=torch.float64)
+        return step * (numbers / step).round()[order]
+
+    largest = head_dim**0.5 if scale is None else 1 / scale
+    x = shuffled_rows(-largest, largest, largest * 2**-20 if scale else 1 / 8)
+    y = shuffled_rows(0.75, 1.25, 1 / 64) * (1 - 2 * (torch.arange(seq_len) % 2))
+    one = torch.eye(seq_len, dtype=torch.float64)
+
+    def wide(matrix: Tensor) -> Tensor:
+        return pad(matrix[None, None], (0, head_dim - seq_len))
+
+    one = wide(one)
+    return {RUNS[0]: (wide(x), one, wide(y.T), one), RUNS[1]: (one, wide(x.T), one, wide(y))}
+
+
+UNROUNDED = ("16-bit sums", "16-bit gradients")
+INPUTS: dict[str, Callable[..., Iterable[Tensor]]] = {
+    "normal": lambda case, q, k, v, d_out: (1.5 * q, k, v, d_out),
+    "large": _large,
+    "silent rank": _silent_rank,
+    "16-bit sums": _sums,
+    "16-bit gradients": _gradients,
+    **dict.fromkeys(RUNS, _of_xray),
+}

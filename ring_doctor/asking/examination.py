@@ -1,0 +1,291 @@
+"""Ask a ring many questions, on real processes, each with a time limit.
+
+    examination_of(patient)    ->    the answers, how wrong they are, and what a reader must know about them
+
+Before: job.py. After: diagnosis.py, which names the mistake.
+"""
+
+import itertools
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ring_doctor.asking.answers import (
+    FAILED,
+    IMPRECISE,
+    LATE,
+    REFUSED,
+    RIGHT,
+    RIGHT_AS_CLAIMED,
+    WRONG,
+    WRONG_RING,
+    Answer,
+    imprecise,
+    right_results,
+)
+from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
+from ring_doctor.asking.patient import Patient, dtype_of
+from ring_doctor.asking.questions import LSE, UNEQUAL, Question, in_turn, kind, questions
+
+SECONDS = 10.0  # for one question; a right ring needs some milliseconds
+GIVE_UP = 2  # hangs or crashes: then nothing more is asked
+AGAIN = 2  # times that a question is asked again after a wrong answer, to see whether the answer changes
+LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer answers nothing is said of the ring
+LAST_DIGITS = "called again, it gives other numbers, all of them right: does it add blocks as they come?"
+DRAWS = "it takes random numbers from torch's generator: is dropout on?"
+
+
+@dataclass
+class Examination:
+    """A patient, its answers, and what a reader must know about them."""
+
+    patient: Patient
+    answers: list[Answer] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)  # what the patient takes, where that is less than a ring may take
+
+    @property
+    def faults(self) -> list[Answer]:
+        """The wrong answers and the failures that count."""
+        return [answer for answer in self.answers if answer.bad and not _excused(answer)]
+
+    @property
+    def wrong(self) -> list[Answer]:
+        """The wrong answers that tell of a mistake: always the same numbers, and if possible to what it must take."""
+        wrong = [it for it in self.answers if it.state == WRONG and it.results and not it.changes]
+        return [answer for answer in wrong if not never_claimed(answer)] or wrong
+
+    @property
+    def level(self) -> str:
+        """How wrong: one of those in answers.py. Imprecise: 16 bits only, and by no more than rounding can do."""
+        if self.faults:
+            return IMPRECISE if all(map(imprecise, self.faults)) else WRONG_RING
+        return RIGHT_AS_CLAIMED if self.limits or self.beyond else RIGHT
+
+    @property
+    def healthy(self) -> bool:
+        return not self.faults  # what the patient claims is right
+
+    @property
+    def beyond(self) -> dict[str, Answer]:
+        """What the patient never claimed to take, and the first failure or wrong answer with it."""
+        return {answer.question.feature: answer for answer in reversed(self.answers) if answer.bad and _excused(answer)}
+
+    @property
+    def changes(self) -> list[Answer]:
+        """The answers that were other ones when the patient was asked again."""
+        return [answer for answer in self.answers if answer.changes]
+
+
+def never_claimed(answer: Answer) -> bool:
+    """Whether an answer names no mistake: an error with a feature that a ring may lack, or anything with these two."""
+    feature = answer.question.feature
+    return bool(feature) and (answer.state == FAILED or feature in (UNEQUAL, LSE))
+
+
+def _excused(answer: Answer) -> bool:
+    """Whether a fault does not count: an error with a feature; a hang does. An lse may be there to be read only."""
+    feature = answer.question.feature
+    return bool(feature) and ((answer.state == FAILED and not answer.lost) or feature == LSE)
+
+
+def examination_of(
+    patient: Patient,
+    *,
+    seconds: float = SECONDS,
+    device: str = "cpu",
+    seed: int = 0,
+    quick: bool = False,
+    progress: Callable[[str], None] = lambda words: None,
+) -> Examination:
+    """Ask all questions; with `quick` each kind of question until it is answered. `progress` is told each in words.
+
+    Raises CannotExamine when the patient answers too little or too late.
+    """
+    found = Examination(patient)
+    with ExitStack() as stack:  # of jobs, which start with their first question
+        # parts of a job have jobs of their own, in which rank 0 is never called
+        sizes = itertools.product(range(1, max(patient.worlds) + 2), (False, True))
+        jobs = {key: stack.enter_context(closing(Job(patient, key[0], seconds, device))) for key in sizes}
+        _without_what_it_refuses(found, jobs, seed)
+        _ask_everything(found, jobs, seed, quick, progress)
+    found.remarks += [LAST_DIGITS] if any(answer.last_digits for answer in found.answers) else []
+    found.remarks += [DRAWS] if any(answer.draws for answer in found.answers) else []
+    _check_that_it_answers(found)
+    if quick:
+        every = sum(len(list(questions(found.patient, P, _dtype(found), seed))) for P in found.patient.worlds)
+        share = f"quick: {len(found.answers)} of {every} questions"
+        found.remarks.append(f"{share}; the others ask the same under another mask or with another number of ranks")
+    return found
+
+
+def _dtype(found: Examination) -> torch.dtype:
+    return dtype_of(found.patient.dtypes[0])
+
+
+def _check_that_it_answers(found: Examination) -> None:
+    """Raise CannotExamine where nothing can be said: no mistake was seen, and too little was answered, or too late."""
+    name, answers = found.patient.name, found.answers
+    if all(answer.raised for answer in answers):
+        raise CannotExamine(f"{name} answers no question: {answers[-1].says}")
+    if not found.healthy:
+        return
+    _check_that_it_is_in_time(name, *answers)
+    must = [answer for answer in answers if not answer.question.feature]
+    asked, answered = ({kind(it.question) for it in must if it.state != state} for state in (None, REFUSED))
+    if len(answered) < LEAST * len(asked):
+        refused = next(answer for answer in must if answer.state == REFUSED)
+        raise CannotExamine(
+            f"{name} answers {len(answered)} of {len(asked)} kinds of questions that every ring must answer; expected "
+            f"{LEAST:.0%} or more. With {refused.question.words()} it refuses: {refused.says}"
+        )
+
+
+def _check_that_it_is_in_time(name: str, *answers: Answer) -> None:
+    for late in (answer for answer in answers if answer.state == LATE):
+        raise CannotExamine(
+            f"{name} is slow, or this machine is: with {late.question.words()}, {late.says}. It does not wait for a "
+            f"message there. Give it more time: --time-limit, or seconds="
+        )
+
+
+def _ask_everything(
+    found: Examination, jobs: dict[tuple[int, bool], Job], seed: int, quick: bool, progress: Callable[[str], None]
+) -> None:
+    """Ask the questions of each number of ranks. Parts of a job are asked of the job with a rank more."""
+    patient = found.patient
+    todo = {P: in_turn(patient, P, _dtype(found), seed, quick=quick) for P in patient.worlds}
+    total, lost = len({key for groups in todo.values() for key in groups}), 0
+    done: set[Hashable] = set()
+    lse_grad = False
+    for world_size, groups in todo.items():
+        for key, group in groups.items():
+            refused: list[Answer] = []
+            for question in group if key not in done else ():
+                if lost >= GIVE_UP:
+                    found.remarks.append(f"after {GIVE_UP} hangs or crashes nothing more was asked")
+                    return
+                if question.feature in found.beyond or (question.feature == LSE and not lse_grad):
+                    break
+                part = question.members is not None
+                job = jobs[world_size + part, part]
+                job.patient = patient
+                progress(f"{len(done) / total:4.0%}  {question.words()}")
+                answer = _as_wrong_as_it_is(ask_again(job, question), patient)
+                lost += answer.lost and question.feature != UNEQUAL  # a ring may die of these, and answer all else
+                lse_grad = lse_grad or answer.lse_grad
+                if answer.state != REFUSED:
+                    found.answers.append(answer)
+                    done.add(key)
+                    break
+                refused.append(answer)
+            found.answers += refused[:1] if key not in done else []
+        for job in (jobs[world_size, False], jobs[world_size + 1, True]):
+            job.close()  # no larger number of ranks needs its processes
+
+
+def _as_wrong_as_it_is(answer: Answer, patient: Patient) -> Answer:
+    """A patient that computes in float32 is asked in float32. Another one that errs by so little is wrong in float64.
+
+    Unless all numbers are those of float32: then it computes in float32 where it is asked for this.
+    """
+    beyond = {name: answer.results[name] for name in answer.ranks} if answer.in_float32 and patient.dtypes[1:] else {}
+    if all(torch.equal(x, x.float().to(x.dtype)) for x in beyond.values()):
+        return answer
+    shares = {name: error / allowed for name, (error, allowed) in answer.errors.items() if name in beyond}
+    return replace(answer, state=WRONG, in_float32=False, wrong=shares)
+
+
+def ask_again(job: Job, question: Question) -> Answer:
+    """The answer; a wrong one, and one to a large question, is asked for again, because a race shows now and then."""
+    answer = job.ask(question)
+    for _ in range(AGAIN if answer.results and (answer.state == WRONG or question.case.large_tiles) else 0):
+        again = job.ask(question)
+        if again.state != answer.state or (answer.state == WRONG and _other_numbers(answer, again)):
+            return replace(answer if answer.state == WRONG else again, changes=True)
+    return answer
+
+
+def _other_numbers(a: Answer, b: Answer) -> bool:
+    """Whether two wrong answers differ by more than two right ones may."""
+    allowed = {name: 2 * right.allowed for name, right in right_results(a.question).items()}
+    pairs = {name: (x.double().nan_to_num(), b.results[name].double().nan_to_num()) for name, x in a.results.items()}
+    return any(bool(((x - y).abs() > allowed[name]).any()) for name, (x, y) in pairs.items())
+
+
+def _without_what_it_refuses(found: Examination, jobs: dict[tuple[int, bool], Job], seed: int) -> None:
+    """The patient with the dtypes, masks and layouts that it takes, as many heads as it needs, and with gradients."""
+    if max(found.patient.worlds) < 4 and not found.patient.state:
+        found.remarks.append("with fewer than 4 ranks sums in 16 bits and parts of a larger job are not asked for")
+    for world_size in reversed(found.patient.worlds):
+        job = jobs[world_size, False]
+        if answer := _with_what_it_needs(found, job, seed):
+            break
+    else:
+        return  # it refuses everything
+    _check_that_it_is_in_time(found.patient.name, answer)
+    if not job.lost:
+        _in_masks_that_it_takes(found, job, seed)
+    if found.patient.gradients and not job.lost:
+        answer = _without_gradients_if_refused(found, job, seed)
+    if answer.in_float32 and found.patient.dtypes[1:]:
+        found.remarks.append("it takes float64 and computes in float32; it is examined in float32")
+        found.patient = replace(found.patient, dtypes=found.patient.dtypes[1:])
+
+
+def _first(patient: Patient, job: Job, seed: int) -> Question:
+    return next(questions(patient, job.size, dtype_of(patient.dtypes[0]), seed))
+
+
+def _with_what_it_needs(found: Examination, job: Job, seed: int) -> Answer | None:
+    """Ask without gradients in each dtype, and with a head for each rank, as an all-to-all needs them."""
+    patient, refused = found.patient, ""
+    for (i, dtype), per_rank in itertools.product(enumerate(patient.dtypes), (0, 2)):
+        asked = replace(patient, heads_per_rank=per_rank, dtypes=patient.dtypes[i:])
+        answer = job.ask(replace(_first(asked, job, seed), how="without gradients"))
+        if answer.raised:
+            refused = refused or answer.says
+            continue
+        if i:
+            found.remarks.append(f"it refuses {patient.dtypes[0]} ({refused}); it is examined in {dtype}")
+        elif per_rank:
+            found.remarks.append(f"with {patient.heads} heads it refuses ({refused}): it got {per_rank} for each rank")
+        if i and torch.finfo(dtype_of(dtype)).bits == 16:
+            found.limits.append(f"{dtype} only")
+        found.patient = asked
+        return answer
+    return None
+
+
+def _in_masks_that_it_takes(found: Examination, job: Job, seed: int) -> None:
+    """Leave out layouts that it refuses under a causal mask, or under none where it has no other mask."""
+    patient, first = found.patient, _first(found.patient, job, seed)
+    takes: dict[bool, list[str]] = {}
+    for causal in patient.causal:
+        for layout in patient.layouts if causal or len(patient.causal) == 1 else patient.layouts[:1]:
+            case = replace(first.case, causal=causal, layout=layout)
+            answer = job.ask(replace(first, case=case, how="without gradients"))
+            if answer.state != REFUSED:
+                takes.setdefault(causal, []).append(layout)
+                continue
+            found.answers.append(answer)
+            found.remarks.append(f"with {case.mask()} it refuses ({answer.says}): it was asked no more of this")
+    if takes:
+        layouts = takes.get(True, takes.get(False, []))
+        found.patient = replace(patient, causal=tuple(takes), layouts=tuple(layouts))
+
+
+def _without_gradients_if_refused(found: Examination, job: Job, seed: int) -> Answer:
+    question = _first(found.patient, job, seed)
+    answer, without = job.ask(question), replace(question, how="without gradients")
+    if not answer.raised or (forward := job.ask(without)).raised:
+        return answer
+    if answer.says.startswith(REFUSALS):
+        found.limits.append(f"the forward pass only: with inputs that need gradients, {answer.says}")
+        found.patient = replace(found.patient, gradients=False)
+    else:
+        found.answers.append(forward)
+        found.remarks.append("it answers without gradients. For the forward pass only? Then ask with --forward-only")
+    return forward

@@ -1,0 +1,155 @@
+"""The processes that answer: a rank that hangs, crashes or raises is an answer too, and the next question follows.
+
+    hang(folder, [0, 2])      ->    True: these ranks wait for messages, and waited in the same lines some seconds ago
+    lines_of_ranks(folder)    ->    {"ring.py, line 12 in attention": [0, 2]}
+
+Each number of ranks gets processes of its own, because libraries note the rank when they are imported.
+
+Before: answers.py. After: examination.py, which asks.
+"""
+
+import linecache
+import re
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ring_doctor.asking.answers import FAILED, LATE, REFUSED, Answer, judge
+from ring_doctor.asking.calls import ask_on_rank, prepare
+from ring_doctor.asking.patient import Patient
+from ring_doctor.asking.questions import Question
+from ringlab.support.places import Frame, place
+from ringlab.support.processes import LostRank, Raised, Ranks
+
+START = 120.0  # seconds to import a library and to set it up
+LONGER = 3  # times as long as the slowest answer so far a question may take: then the machine is slow, or compiles
+REFUSALS = ("ValueError", "NotImplementedError", "AssertionError")  # of all ranks: the patient refuses the question
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', flags=re.MULTILINE)
+STACK = re.compile(r"^(?:Stack|Fatal Python error)", flags=re.MULTILINE)
+OTHER_SIZE = re.compile(r".*op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+).*")  # gloo's words
+
+
+class CannotExamine(Exception):
+    """There is nothing to examine: the patient refuses or fails where every ring must answer."""
+
+
+class Job:
+    """Processes for one number of ranks, with the patient set up on each."""
+
+    def __init__(self, patient: Patient, size: int, seconds: float, device: str) -> None:
+        self.patient, self.size, self.seconds = patient, size, seconds
+        self._errors = TemporaryDirectory()  # for what the ranks write to stderr: gloo's own words when it gives up
+        self.ranks = Ranks(size, START, device, Path(self._errors.name))
+        self.ready, self.lost = False, 0
+        self.slowest = 0.0  # seconds of an answer, after the set-up
+        self.called: set[int] = set()  # the ranks that have called the patient
+
+    def ask(self, question: Question) -> Answer:
+        """The answer to a question, whatever the ranks do. Raises CannotExamine when the set-up fails.
+
+        The first question to a rank may take as long as the set-up: compilers work then. The time for the others grows
+        with what an answer took. When it is over and no rank hangs, the answer is LATE: the machine may be too slow.
+        """
+        with TemporaryDirectory() as name:
+            folder, members = Path(name), question.members or tuple(range(self.size))
+            first = not self.called.issuperset(members)
+            try:
+                if not self.ready:
+                    self.ranks.seconds, self.ranks.hang = START, lambda silent: False
+                    self.ranks(self.size, prepare, self.patient)
+                    self.ready = True
+                self.ranks.seconds = max(START * first, self.seconds, LONGER * self.slowest)
+                self.ranks.hang = partial(hang, folder)
+                start = time.monotonic()
+                of_ranks = self.ranks.outcomes(self.size, ask_on_rank, self.patient, question, folder, self.seconds)
+                self.slowest = max(self.slowest, time.monotonic() - start)
+            except RuntimeError as error:
+                raise CannotExamine(f"its set-up fails: {str(error).splitlines()[-1]}") from error
+            except LostRank as lost:
+                self.ready, self.lost = False, self.lost + 1
+                self.called.clear()  # new processes
+                late = lost.silent and not lost.raised and not hang(folder, lost.silent)
+                return Answer(question, LATE if late else FAILED, self._why_lost(lost, folder), lost=True)
+        self.called.update(members)
+        raised = {rank: of_ranks[rank] for rank in members if isinstance(of_ranks[rank], Raised)}
+        if not raised:
+            return judge(question, [of_ranks[rank] for rank in members])
+        if any(each.kind != "ValueError" for each in raised.values()):
+            self.ready = False  # the ranks form another process group: set up again
+        causes = {rank: each for rank, each in raised.items() if not each.lost_connection} or raised
+        [cause, *_] = causes.values()
+        if len(causes) < len(members):  # a ring never refuses on some ranks only
+            return Answer(question, FAILED, _told(causes))
+        if question.feature or cause.kind in REFUSALS:
+            return Answer(question, REFUSED, _said(cause), raised=True)
+        return Answer(question, FAILED, _said(cause, place=True), raised=True)
+
+    def _why_lost(self, lost: LostRank, folder: Path) -> str:
+        """Which rank died or waits, and in which line of code, as far as the ranks could write it."""
+        if causes := {rank: each for rank, each in lost.raised.items() if not each.lost_connection}:
+            return f"{_told(causes)}; {lost.reason}"
+        said = [lost.reason, self._last_words() if "died" in lost.reason else ""]
+        said += [f"{ranks_in_words(ranks)} in {at}" for at, ranks in lines_of_ranks(folder).items()]
+        return "; ".join(filter(None, said))
+
+    def _last_words(self) -> str:
+        """What a C++ library wrote when it ended its process."""
+        texts = (path.read_text(errors="replace") for path in sorted(Path(self._errors.name).iterdir()))
+        lines = (line.partition("what():")[2].strip() for text in texts for line in text.splitlines())
+        return OTHER_SIZE.sub(r"a message of \1 bytes came for a buffer of \2", next(filter(None, lines), ""))
+
+    def close(self) -> None:
+        self.ranks.stop()
+        self._errors.cleanup()
+
+
+def _told(causes: dict[int, Raised]) -> str:
+    """Which ranks raised, and what the first of them says."""
+    [first, *_] = causes.values()
+    return f"{ranks_in_words(list(causes))} raised {_said(first, place=True)}"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """ "rank 1", or "ranks 1, 2"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _said(raised: Raised, *, place: bool = False) -> str:
+    said = f"{raised.kind}: {raised.message.strip().partition(chr(10))[0]}"
+    return said + (f" ({raised.where})" if place and raised.where else "")
+
+
+# What the ranks wrote -------------------------------------------------------------------------------------------------
+
+
+def lines_of_ranks(folder: Path) -> dict[str, list[int]]:
+    """The ranks that have written a stack, by the line of the user's code in which they are."""
+    found: dict[str, list[int]] = {}
+    for rank, stacks in sorted(_read(folder).items()):
+        if stacks and (at := place(stacks[-1])):
+            found.setdefault(at, []).append(rank)
+    return found
+
+
+def hang(folder: Path, silent: Sequence[int]) -> bool:
+    """Whether each of these ranks waits for a message, in the line in which it waited the last time."""
+    stacks = _read(folder)
+    last = [stacks.get(rank, [])[-2:] for rank in silent]
+    return all(len(two) == 2 and two[0] == two[1] and _waits(two[1]) for two in last)
+
+
+def _waits(frames: Sequence[Frame]) -> bool:
+    """Whether the innermost calls wait for a message, or for what another rank writes into a store."""
+    in_torch = any("/torch/distributed/" in path for path, _, _ in frames[:3])
+    return in_torch or bool(frames and re.search(r"\.(wait|poll|get|multi_get)\(", linecache.getline(*frames[0][:2])))
+
+
+def _read(folder: Path) -> dict[int, list[list[Frame]]]:
+    """By rank the stacks that it wrote, the innermost frame first."""
+    return {
+        int(path.name): [[(f, int(line), of) for f, line, of in FRAME.findall(stack)] for stack in stacks]
+        for path in folder.glob("[0-9]*")
+        for _, *stacks in [STACK.split(path.read_text())]
+    }

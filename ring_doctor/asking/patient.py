@@ -1,0 +1,181 @@
+"""A patient: any attention that is called on every rank with its chunks, and its claims about what it can do.
+
+    out = f(q, k, v)            or      out, lse = f(q, k, v)
+
+f gets those options that its signature has, under any of the names in calls.py: causal, scale, group, layout,
+documents, window, sinks. What f cannot do is not asked: a function without `causal` is asked for full attention, or,
+with `--causal`, for causal attention only. Options that only its **options could take are not given.
+
+A patient file is a module that adapts a library to this. It has a function `attention` and, where they differ from what
+stands in `Patient`, constants in capitals: those in CONSTANTS, and ABOUT and VERSION for the report. A function
+`setup(context)` is called once on each rank: there a way that needs a mesh of ranks builds it, as in
+../../tests/models/mesh_patients.py. Where it has several functions, CLAIMS says what differs for the others, by name.
+
+Before: calls.py. After: questions.py.
+Source: the interface of torch.nn.functional.scaled_dot_product_attention.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from ring_doctor.asking.calls import OPTION, TENSORS, arguments_of
+from ring_doctor.asking.case import LAYOUTS, Case
+from ring_doctor.asking.names import by_name, module_named, portable
+from ring_doctor.asking.state_case import Convolution
+
+CONSTANTS = {"LAYOUTS", "CAUSAL", "DTYPES", "WORLDS", "TENSORS", "GROUPED", "UNEQUAL", "GRADIENTS", "BATCH", "HEADS"}
+CONSTANTS |= {"KV_HEADS", "HEAD_DIM", "CHUNK"}
+LEAST = 3  # ranks: with 2, the next rank is also the previous rank, and many mistakes do not show
+
+
+def _expect(fine: bool, words: str) -> None:
+    if not fine:
+        raise ValueError(words)
+
+
+@dataclass(frozen=True)
+class Patient:
+    """A ring to examine. Raises ValueError when its claims contradict its signature."""
+
+    name: str  # for the report
+    function: Callable[..., Any]  # one that pickle sends to other processes, or one that `by_name` finds
+    causal: tuple[bool, ...] = (False, True)  # full attention, causal attention
+    layouts: tuple[str, ...] = LAYOUTS  # with two or more, the function takes `layout`
+    dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")  # all questions use the first that the function takes
+    worlds: tuple[int, ...] = (1, 2, 3, 4, 5)  # 3 and 4 are asked everything
+    tensors: str = "bhsd"  # a name in TENSORS: the order of dimensions that the function takes
+    grouped: bool = True  # K and V may have fewer heads
+    unequal: bool = True  # contiguous chunks may have different lengths
+    gradients: bool = True
+    state: bool | str = False  # a ring of states, or a short convolution, as in states.py; "each key": with its decay
+    batch: int = 1
+    heads: int = 2  # query heads; with grouped queries twice as many. A function that refuses so few is asked with more
+    heads_per_rank: int = 0  # there are at least as many query heads: an all-to-all needs them
+    kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int = 4
+    chunk: int = 6  # tokens of a rank
+    shape: tuple[int, int, int, int, int] | None = None  # B, H, G, S, D of one more question, as large as the user's
+    setup: Callable[..., None] | None = None
+    about: str = ""
+    version: str = ""
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("batch", "heads", "head_dim", "chunk")}
+        sizes["kv_heads"], shape, takes = self.kv_heads or self.heads, self.shape, self.takes
+        most = max(self.worlds, default=0)
+        words = (
+            f"{most} ranks at most; expected {LEAST} or more: with 2, the next rank is also the previous rank, and many"
+        )
+        _expect(most >= LEAST, f"{words} mistakes do not show")
+        for layout in self.layouts:
+            words = f"one of {', '.join(LAYOUTS)}, or module:name of a Layout, or of a function as --help shows it"
+            _expect(layout in LAYOUTS or ":" in layout, f"layout is {layout!r}; expected {words}")
+        for dtype in self.dtypes:
+            dtype_of(dtype)
+        _expect(self.tensors in TENSORS, f"tensors is {self.tensors!r}; expected one of {', '.join(TENSORS)}")
+        for name, size in sizes.items():
+            least = 4 if name == "chunk" else 1  # documents end within a chunk
+            fits = type(size) is int and size >= least
+            _expect(fits, f"{name} is {size!r}; expected a whole number from {least} on")
+        even = "zigzag" not in self.layouts or self.chunk % 2 == 0
+        _expect(even, f"chunk is {self.chunk} tokens a rank in the zigzag layout; expected an even number")
+        if shape:
+            fits = len(shape) == 5 and all(type(n) is int and n > 0 for n in shape)
+            _expect(fits, f"shape is {shape}; expected five whole numbers from 1 on: B, H, G, S, D")
+            where = f"{shape[3]} tokens on {', '.join(map(str, self.worlds))} ranks"
+            fits = self.world_of_shape > 0
+            _expect(fits, f"shape is {shape}: {where}; expected equal parts, two a rank for zigzag")
+        for H, G in [(self.heads, sizes["kv_heads"]), *([shape[1:3]] if shape else [])]:
+            _expect(H % G == 0, f"{H} query heads and {G} key/value heads; expected a multiple of the latter")
+        one = "has no argument `layout` and is to be examined in"
+        words = f"{self.name} {one} {', '.join(self.layouts)}; expected the one layout for which it is made"
+        _expect("layout" in takes or len(self.layouts) == 1, words)
+        words = f"{self.name} has no argument `causal`; say whether it is causal or not"
+        _expect("causal" in takes or len(self.causal) == 1, words)
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """Which options its signature has, under whatever name."""
+        return frozenset(OPTION[name] for name in arguments_of(self.name, self.function))
+
+    def base_case(self, world_size: int, dtype: torch.dtype, seed: int) -> Case:
+        """The plain question from which the others differ."""
+        heads = max(self.heads, self.heads_per_rank * world_size)
+        kv_heads = self.kv_heads if self.kv_heads and heads == self.heads else heads
+        sizes: Any = {"batch": self.batch, "heads": heads, "kv_heads": kv_heads, "head_dim": self.head_dim}
+        return Case(world_size, self.chunk * world_size, **sizes, dtype=dtype, seed=seed)
+
+    @property
+    def world_of_shape(self) -> int:
+        """The most ranks among which S of `shape` can be dealt out equally; 0: none, or no shape."""
+        parts = 2 if "zigzag" in self.layouts else 1
+        return max((P for P in self.worlds if self.shape and self.shape[3] % (parts * P) == 0), default=0)
+
+
+def patient_of(function: Callable[..., Any] | str, **claims: Any) -> Patient:
+    """The patient that is meant: a function, or a name as `from_name` takes it. A claim may be one thing or several.
+
+    Raises ValueError as `Patient` does.
+    """
+    known = {field.name for field in fields(Patient)} - {"name", "function"}
+    unknown = ", ".join(sorted(set(claims) - known))
+    _expect(not unknown, f"{unknown} given; expected some of {', '.join(sorted(known))}")
+    for name in {"causal", "layouts", "dtypes", "worlds"} & set(claims):
+        if isinstance(claims[name], bool | int | str):
+            claims[name] = (claims[name],)
+    return from_name(function, **claims) if isinstance(function, str) else from_function(function, **claims)
+
+
+def from_function(function: Callable[..., Any], name: str = "", **claims: Any) -> Patient:
+    """The patient that a function is; `claims` are fields of `Patient`. Raises ValueError as `Patient` does.
+
+    What `claims` leaves out follows from the signature: without `layout`, contiguous; without `causal`, full attention.
+    """
+    kind = type(function).__name__
+    _expect(callable(function), f"{function!r} is {kind}; expected a function, or its name module:function")
+    if not name:
+        of = getattr(function, "func", function)  # of a functools.partial
+        name = f"{getattr(of, '__module__', type(of).__module__)}:{getattr(of, '__qualname__', type(of).__qualname__)}"
+    if claims.get("state"):
+        claims = {"causal": (True,), "grouped": False, "dtypes": ("float64", "float32")} | claims
+        if [*inspect.signature(function).parameters][:2] == ["x", "weight"]:
+            function = Convolution(portable(function))
+    takes = {OPTION[argument] for argument in arguments_of(name, function)}
+    if claims.get("state") and "layout" in takes:
+        claims = {"layouts": ("contiguous", "zigzag")} | claims
+    alone = {"layout": ("layouts", ("contiguous",)), "causal": ("causal", (False,))}
+    claims = {claim: value for option, (claim, value) in alone.items() if option not in takes} | claims
+    return Patient(name, portable(function), **claims)
+
+
+def from_name(name: str, **claims: Any) -> Patient:
+    """The patient "module:function", or a patient file "module"; path/to/file.py stands for a module too.
+
+    Raises ValueError when it cannot be imported.
+    """
+    home, _, function_name = name.partition(":")
+    function = by_name(f"{home}:{function_name or 'attention'}")
+    said = vars(module_named(home))
+    of_this = said.get("CLAIMS", {}).get(function_name, {})
+    if function_name and not of_this:
+        return from_function(function, name, **claims)
+    for constant in filter(str.isupper, said):  # a misspelt claim would accuse a right ring
+        near = difflib.get_close_matches(constant, CONSTANTS, n=1, cutoff=0.8)
+        meant = constant in CONSTANTS or not near
+        _expect(meant, f"{name} has a constant {constant}; expected {''.join(near)}, or another name")
+    of_file = {constant.lower(): said[constant] for constant in CONSTANTS if constant in said}
+    words = {constant.lower(): str(said.get(constant, "")) for constant in ("ABOUT", "VERSION")}
+    return from_function(function, name, **{"setup": said.get("setup"), **words, **of_file, **of_this, **claims})
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch.float32 for "float32". Raises ValueError for what is no floating-point dtype."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype is {name!r}; expected float64, float32, bfloat16 or float16")
+    return dtype

@@ -1,0 +1,209 @@
+"""The questions to a ring: all masks and layouts plainly, and what showed the mistakes of public rings.
+
+A question is a `Case` and a way to ask: plainly, with views instead of contiguous tensors, twice, without gradients, in
+a part of the job. Three and four ranks are asked everything. Other numbers of ranks are asked the plain questions only.
+
+Some questions have a feature: what a function may not take, as grouped queries. It may refuse them. Every ring must
+answer the others.
+
+Before: patient.py. After: examination.py, which asks.
+Source: what the owners of wrong rings learnt: never 2 ranks only, float64 first, each gradient by itself, odd lengths.
+"""
+
+import itertools
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ring_doctor.asking.case import UNROUNDED, Case
+from ring_doctor.asking.patient import Patient, dtype_of
+from ring_doctor.asking.state_case import TAPS, Convolution, StateCase
+
+WAYS = {  # to ask: in words
+    "plain": "when called once, with gradients",
+    "views": "with views as input",  # transposed q, k and v; dO is one number for all tokens of a rank, expanded
+    "twice": "when called twice",  # the second answer is right too
+    "two backward passes": "in a second backward pass",  # over the same graph
+    "interleaved": "in two passes at a time",  # as of two layers
+    "after another length": "after a call with another length",  # a shorter and a longer one
+    "without gradients": "without gradients",
+    "frozen keys": "where K needs no gradient",
+    "frozen keys and values": "where K and V need no gradient",
+    "gradient of lse": "where the loss uses lse",  # asked where the function returns an lse that can be differentiated
+    "autocast": "under autocast",  # of float32 tensors
+}
+UNEQUAL, LSE = "chunks of unequal length", "a loss that uses lse"
+FULL = (3, 4)  # ranks that are asked everything: 3 show what 2 cannot; 4 is even, and shows sums of 4 parts in 16 bits
+FEW_OR_MANY = {1: "one rank", 5: "five ranks"}  # some rings need a neighbour, others a power of 2
+TWO_TILES, LARGE_HEAD = 257, 64  # tokens a rank, more than two tiles of a usual kernel have; and D
+
+
+@dataclass(frozen=True)
+class Question:
+    """A case, and a way to ask."""
+
+    case: Case
+    how: str = "plain"  # a name in WAYS
+    members: tuple[int, ...] | None = None  # the ranks of a larger job that are the group; None: the whole job
+    feature: str = ""  # what a function may not take, in words: it may refuse; "": every ring must answer
+
+    def words(self) -> str:
+        """The question in words."""
+        said = self.case.words()
+        said += f", {self.how}" if self.how != "plain" else ""
+        return said + (f", ranks {', '.join(map(str, self.members))} of a larger job" if self.members else "")
+
+    def what(self) -> str:
+        """What is asked, whatever the mask, the layout, the dtype and the number of ranks: "views, C = 6"."""
+        said = [] if self.how == "plain" else [self.how]
+        said += [*self.case.features(), *(["part of a larger job"] if self.members else [])]
+        return ", ".join(said)
+
+
+def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) -> Iterator[Question]:
+    """All the questions for one number of ranks, the plain ones first."""
+    P, base = world_size, patient.base_case(world_size, dtype, seed)
+    if patient.state:
+        yield from _of_states(patient, base)
+        return
+    layouts = {True: patient.layouts, False: patient.layouts[:1]}
+    plain = [replace(base, causal=causal, layout=layout) for causal in patient.causal for layout in layouts[causal]]
+    full = [P for P in patient.worlds if P in FULL] or [max(patient.worlds)]
+    for case in plain:
+        yield Question(case, feature="" if P in full else FEW_OR_MANY.get(P, ""))
+    if patient.shape and patient.world_of_shape == P:
+        sizes: Any = dict(zip(("batch", "heads", "kv_heads", "seq_len", "head_dim"), patient.shape, strict=True))
+        yield Question(replace(plain[-1], **sizes))
+    if P not in full:
+        return
+    for case in plain:
+        yield Question(replace(case, batch=case.batch + 1))
+        for kv_heads in dict.fromkeys((case.heads, 2, 1)) if patient.grouped else ():
+            feature = "grouped queries" if kv_heads > 1 else "one K/V head for all query heads"
+            yield Question(replace(case, heads=2 * case.heads, kv_heads=kv_heads), feature=feature)
+        if "sinks" in patient.takes:
+            yield Question(replace(case, sinks=True))
+        for name in patient.dtypes if P == 4 else ():
+            if torch.finfo(dtype_of(name)).bits == 16:
+                yield from _unrounded(patient, case, name)
+    for case in dict.fromkeys((plain[0], plain[-1])):
+        for how, change, feature in _of_one_mask(patient, case):
+            yield Question(replace(case, **change), how, feature=feature)
+        if "group" in patient.takes and max(patient.worlds) > P:
+            yield Question(case, members=tuple(range(1, P + 1)))
+    yield from _of_masks(patient, plain)
+
+
+def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Other ways to ask than plainly, other numbers, dtypes and lengths: (how, what differs in the case, feature)."""
+    P, plain = case.world_size, "plain"
+    tiles = math.ceil(TWO_TILES / patient.chunk) * patient.chunk  # 258, so a half of zigzag has more than a tile too
+    head_dim = LARGE_HEAD if case.head_dim == Patient.head_dim else case.head_dim
+    yield "views", {}, ""
+    yield "twice", {}, ""
+    yield "after another length", {"seq_len": 2 * case.seq_len}, ""
+    yield plain, {"seq_len": tiles * P, "head_dim": head_dim}, ""
+    yield plain, {"inputs": "large"}, ""
+    if "scale" in patient.takes:
+        yield plain, {"scale": 0.3}, ""
+    for name in patient.dtypes:
+        narrow = dtype_of(name)
+        if torch.finfo(narrow).bits < torch.finfo(case.dtype).bits:
+            yield plain, {"dtype": narrow}, name
+            yield plain, {"dtype": narrow, "inputs": "large"}, name
+    if {"float32", "bfloat16"} <= set(patient.dtypes):
+        yield "autocast", {"dtype": torch.bfloat16}, "autocast"
+    if case.layout != "zigzag":
+        yield plain, {"seq_len": P}, "one token a rank"
+        yield plain, {"seq_len": (patient.chunk + 1 | 1) * P}, "an odd number of tokens a rank"
+    if case.layout == "contiguous" and patient.unequal:
+        yield plain, {"seq_len": case.seq_len + 1}, UNEQUAL
+    if patient.gradients:
+        yield "without gradients", {}, ""
+        yield "interleaved", {}, ""
+        yield plain, {"inputs": "silent rank"}, ""
+        yield "two backward passes", {}, "a second backward pass over the same graph"
+        yield "frozen keys", {}, "a K that needs no gradient"
+        yield "frozen keys and values", {}, "a K and a V that need no gradient"
+        yield "gradient of lse", {}, LSE
+
+
+def _of_states(patient: Patient, base: Case) -> Iterator[Question]:
+    """Every number of ranks is asked everything: short chunks, borders of documents, and float32."""
+    taps = TAPS if isinstance(patient.function, Convolution) else 0
+    given = tuple(name for name in ("log_decay", "beta") if name in patient.takes)
+    P, C = base.world_size, patient.chunk
+    for layout in patient.layouts:
+        plain = vars(base) | {"causal": True, "layout": layout}
+        case = StateCase(**plain, given=given, taps=taps, each_key=patient.state == "each key")
+        yield Question(case)
+        yield Question(replace(case, batch=2))
+        yield Question(case, "without gradients")
+        for first in ((C,), (C + 1,), (2, 1, C // 2, C)) if "documents" in patient.takes else ():
+            if sum(first) < case.seq_len:
+                yield Question(replace(case, documents=(*first, case.seq_len - sum(first))))
+        if layout == "contiguous":
+            yield Question(replace(case, seq_len=P), feature="one token a rank")
+            if patient.unequal and P > 1:
+                yield Question(replace(case, seq_len=case.seq_len + 1), feature=UNEQUAL)
+        for name in patient.dtypes[1:]:
+            yield Question(replace(case, dtype=dtype_of(name)), feature=name)
+
+
+def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
+    """Inputs of which a right ring rounds nothing to 16 bits. Their scale, 1/√D, must be a power of 2."""
+    bits = (case.head_dim - 1).bit_length()
+    S = max(8, patient.chunk) * case.world_size
+    exact = replace(
+        case, batch=1, seq_len=S, kv_heads=case.heads, head_dim=max(4, 4 ** ((bits + 1) // 2)), dtype=dtype_of(dtype)
+    )
+    sums, gradients = (replace(exact, inputs=inputs) for inputs in UNROUNDED)
+    yield Question(sums, "without gradients", feature=dtype)
+    if patient.gradients:
+        yield Question(gradients, feature=dtype)
+
+
+def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
+    """Windows and documents: shorter and longer than a chunk C, and borders inside a chunk and between two."""
+    C = plain[0].seq_len // plain[0].world_size
+    causal = [case for case in plain if case.causal]
+    for case in causal if "window" in patient.takes else ():
+        for window in (1, 3, C + 2, 2 * C + 1):
+            yield Question(replace(case, window=window))
+    if "documents" not in patient.takes:
+        return
+    alone = [replace(plain[0], causal=False, layout=layout) for layout in patient.layouts] if plain != causal else []
+    packed: list[tuple[tuple[int, ...], int | None]] = [((C,), None), ((C + 1,), None), ((2, 1, C // 2, C + 2), None)]
+    packed += [((C + 1,), 3)] if "window" in patient.takes else []
+    for case, (first, width) in itertools.product(causal + alone, packed):
+        if sum(first) < case.seq_len and (case.causal or width is None):
+            documents = (*first, case.seq_len - sum(first))
+            feature = "" if case.causal else "documents without a causal mask"
+            yield Question(replace(case, documents=documents, window=width), feature=feature)
+
+
+def in_turn(
+    patient: Patient, world_size: int, dtype: torch.dtype, seed: int, *, quick: bool
+) -> dict[Hashable, list[Question]]:
+    """The questions for one number of ranks in groups: of each group one answer is enough.
+
+    A group has one question; with `quick`, all questions of a kind, those of the last mask and layout first. The plain
+    questions are asked one by one.
+    """
+    groups: dict[Hashable, list[Question]] = {}
+    plain, *others = questions(patient, world_size, dtype, seed)
+    for question in (plain, *others):
+        alone = not quick or kind(question) == kind(plain)
+        groups.setdefault(question if alone else kind(question), []).insert(0, question)
+    return groups
+
+
+def kind(question: Question) -> Hashable:
+    """All that is asked but the mask and the layout. Lengths count in tokens a rank, so that all worlds have them."""
+    case = question.case
+    length = case.seq_len // case.world_size, case.equal_chunks
+    same = replace(case, world_size=1, seq_len=1, causal=False, layout="contiguous", documents=None, seed=0)
+    return same, length, case.documents is None, question.how, question.members is None

@@ -1,0 +1,124 @@
+"""A case for a ring of states: linear attention whose state goes from rank to rank, or a short convolution.
+
+    h_t = a_t h_(t-1) + k_t u_tᵀ        a_t = e^(log_decay_t); u_t = v_t, or β_t (v_t - a_t h_(t-1)ᵀ k_t) with beta
+    o_t = scale h_tᵀ q_t
+    y_t = Σ_d w_(n-1-d) x_(t-d)         a short convolution of n taps: x are the rows of q, one channel each
+
+Shapes: q, k, v and out (B, H, S, D), beta (B, H, S), log_decay as beta or as k, a state (B, H, D, D), x (B, H·D, S).
+
+Before: case.py. After: questions.py, which asks; mistakes/states.py, the ring of states on paper.
+Source: ../../ringlab/training/linear_attention.py gives the right results, token by token.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, pad
+
+from ring_doctor.asking.case import Case
+from ringlab.support.rounding import Right
+from ringlab.training.linear_attention import recurrence
+
+TAPS = 4  # of the convolution
+
+
+@dataclass(frozen=True)
+class StateCase(Case):
+    """A case for a function of q, k, v and the `given`, or, with `taps`, for a convolution of q alone."""
+
+    given: tuple[str, ...] = ("log_decay", "beta")
+    taps: int = 0
+    each_key: bool = False  # a decay for each number of a key: (B, H, S, D)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("q", "k", "v", *self.given)
+
+    def whole(self) -> tuple[Tensor, ...]:
+        """The inputs, and d_out. Keys have norm 1 and decays are 0.5 to 1, so that no state grows."""
+        q, k, v, d_out = super().whole()
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        shapes = q.shape if self.each_key else q.shape[:3], q.shape[:3]
+        decay, beta = (torch.rand(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+        more = {"log_decay": (0.5 + decay / 2).log(), "beta": beta}
+        k = k / k.norm(dim=-1, keepdim=True)
+        return (q, k, v, *(more[name].to(q.dtype) for name in self.given), d_out)
+
+    def mask(self) -> str:
+        words = f"{self.taps} taps" if self.taps else " and ".join(("state", *self.given))
+        return f"{words}{', a decay for each key' if self.each_key else ''}, {self.layout}"
+
+    def right(self) -> dict[str, Right]:
+        """The right results, document by document, and how far rounding may move them."""
+        return _right(self)
+
+
+@lru_cache(maxsize=512)
+def _right(case: StateCase) -> dict[str, Right]:
+    """No map of a state enlarges it, so each of S tokens adds one rounding of D + 3 operations to what it holds."""
+    outs, (inputs, d_out) = [], leaves(case)
+    for part in zip(*(x.split(list(case.documents or (case.seq_len,)), dim=2) for x in inputs), strict=True):
+        if case.taps:
+            x = channels(pad(part[0], (0, 0, case.taps - 1, 0)))
+            outs.append(tokens(conv1d(x, weight(case).double()[:, None], groups=x.shape[1]), case))
+        else:
+            outs.append(recurrence(*part[:3], **dict(zip(case.given, part[3:], strict=True)))[0])
+    exact = with_gradients(case, torch.cat(outs, dim=2), inputs, d_out)
+    size = max(float(x.norm()) for x in exact.values())
+    wide = torch.promote_types(case.dtype, torch.float32)
+    rounding = case.seq_len * (case.head_dim + 3) * torch.finfo(wide).eps * size
+    return {name: Right(x, torch.full_like(x, rounding), case.dtype, "sums of states") for name, x in exact.items()}
+
+
+def leaves(case: StateCase) -> tuple[list[Tensor], Tensor]:
+    """The inputs, which need gradients, and d_out; float64."""
+    *inputs, d_out = (x.double() for x in case.whole())
+    return [x.requires_grad_() for x in inputs], d_out
+
+
+def with_gradients(case: StateCase, out: Tensor, inputs: list[Tensor], d_out: Tensor) -> dict[str, Tensor]:
+    """out and the gradients of the inputs, by name."""
+    gradients = torch.autograd.grad(out, inputs, d_out, allow_unused=True, materialize_grads=True)
+    return {"out": out.detach(), **{f"d{name}": x for name, x in zip(case.names, gradients, strict=True)}}
+
+
+def channels(x: Tensor) -> Tensor:
+    """(B, H, C, D) as (B, H·D, C)."""
+    return x.transpose(2, 3).flatten(1, 2)
+
+
+def tokens(x: Tensor, case: Case) -> Tensor:
+    """(B, H·D, C) as (B, H, C, D)."""
+    return x.unflatten(1, (case.heads, case.head_dim)).transpose(2, 3)
+
+
+def weight(case: Case) -> Tensor:
+    """(H·D, TAPS): the taps of every channel."""
+    numbers = torch.linspace(0.5, 1.5, case.heads * case.head_dim * TAPS, dtype=torch.float64)
+    return numbers.view(-1, TAPS).to(case.dtype)
+
+
+# A convolution as a function of q, k and v -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """f(x, weight, ...) as f(q, k, v, ...), so that it is asked like a ring. x are the channels of q."""
+
+    function: Callable[..., Any]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        given = inspect.signature(self.function)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        first = [inspect.Parameter(name, kind) for name in "qkv"]
+        return given.replace(parameters=[*first, *list(given.parameters.values())[2:]])
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        case = Case(1, heads=q.shape[1], head_dim=q.shape[3], dtype=q.dtype)
+        return tokens(self.function(channels(q), weight(case).to(q.device), **options), case)

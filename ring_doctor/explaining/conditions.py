@@ -1,0 +1,91 @@
+"""When does a mistake show? In words: "from 3 ranks on (right with 1, 2), under a causal mask only".
+
+Two questions that differ in one feature are compared. If one answer is right and the other is wrong, the mistake shows
+with that feature.
+
+Before: questions.py. After: diagnosis.py; inference.py, for what an X-ray cannot show.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ring_doctor.asking.answers import OK, WRONG, Answer
+from ring_doctor.asking.questions import WAYS, Question
+
+RANKS = "with {} ranks"
+FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
+    (RANKS, lambda question: question.case.world_size),
+    ("{}", lambda question: "under a causal mask" if question.case.causal else "without a mask"),
+    ("in the {} layout", lambda question: question.case.layout),
+    ("with {} inputs", lambda question: question.case.inputs),
+    ("in {}", lambda question: str(question.case.dtype).removeprefix("torch.")),
+    ("{} grouped queries", lambda question: _with(question.case.heads != question.case.kv_heads)),
+    ("with {}", lambda question: "one K/V head" if question.case.kv_heads == 1 else "more than one K/V head"),
+    ("{}", lambda question: WAYS[question.how]),
+    ("with a batch of {}", lambda question: question.case.batch),
+    ("{} a given scale", lambda question: _with(question.case.scale is not None)),
+    ("{} a window", lambda question: _with(question.case.window)),
+    ("{} attention sinks", lambda question: _with(question.case.sinks)),
+    ("{} documents", lambda question: _with(question.case.documents)),
+    ("with chunks of {}", lambda question: "one length" if question.case.equal_chunks else "unequal lengths"),
+    ("with {} a rank", lambda question: "one token" if question.case.one_token_each else "more than one token"),
+    ("with an {} number of tokens a rank", lambda question: "odd" if _tokens(question) % 2 else "even"),
+    ("with {} tokens a rank", lambda question: "more than 128" if _tokens(question) > 128 else "at most 128"),
+    ("in {} job", lambda question: "a part of the" if question.members else "the whole"),
+]
+MANY = 2  # values of a feature in a sentence; of more, those without the mistake are said
+
+
+def _tokens(question: Question) -> int:
+    """Of rank 0, which has the most."""
+    return len(question.case.positions(0))
+
+
+def _with(feature: Any) -> str:
+    return "with" if feature else "without"
+
+
+def when_it_shows(answers: Sequence[Answer]) -> str:
+    """The features with which the mistake shows, in words; "" where no two questions tell it."""
+    right, wrong = (
+        [_features(answer.question) for answer in answers if answer.state == state] for state in (OK, WRONG)
+    )
+    said = []
+    for i, (words, _) in enumerate(FEATURES):
+        sick = {features[i] for features in wrong}
+        others = {features[:i] + features[i + 1 :] for features in wrong}
+        healthy = {x[i] for x in right if x[i] not in sick and x[:i] + x[i + 1 :] in others}
+        if healthy and words == RANKS:
+            worlds = f"from {min(sick)} ranks on" if max(healthy) < min(sick) else _in_words(i, sick, ", ")
+            said.append(f"{worlds} (right with {', '.join(map(str, sorted(healthy)))})")
+        elif healthy:
+            but = "but not" if said else "everywhere but"
+            said.append(f"{_in_words(i, sick)} only" if len(sick) <= MANY else f"{but} {_in_words(i, healthy)}")
+    return ", ".join(said) if said or right else "in every question"
+
+
+def separated(right: Iterable[Question], wrong: Iterable[Question]) -> list[str]:
+    """In words, what all wrong questions have and no right one has: each such feature; if there is none, two together.
+
+    [] if no two features do.
+    """
+    of_right, of_wrong = [_features(question) for question in right], [_features(question) for question in wrong]
+    sick = [{features[i] for features in of_wrong} for i in range(len(FEATURES))]
+    for n in (1, 2):
+        found = [
+            " and ".join(_in_words(i, sick[i]) for i in some)
+            for some in itertools.combinations(range(len(FEATURES)), n)
+            if all(any(features[i] not in sick[i] for i in some) for features in of_right)
+        ]
+        if found:
+            return found
+    return []
+
+
+def _in_words(i: int, values: set[Any], between: str = " or ") -> str:
+    return FEATURES[i][0].format(between.join(map(str, sorted(values))))
+
+
+def _features(question: Question) -> tuple[Any, ...]:
+    return tuple(feature(question) for _, feature in FEATURES)

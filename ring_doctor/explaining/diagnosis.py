@@ -1,0 +1,270 @@
+"""The name of the mistake: the answers of a sick ring are compared with what each entry of the catalogue would return.
+
+    a mistake is named    if a ring with this mistake gives the same numbers in every wrong answer,
+                          and the right answers are right, or a condition keeps the mistake from them
+
+If out is wrong, out and lse are compared: wrong gradients follow from them, by more ways than one. Else all results
+are. An entry that explains everything comes first, then one with a condition: "without gradients only", "on rank 0
+only". Then come entries that explain a part: dk and dv, or dq. If nothing fits, the diagnosis says only which results
+are wrong, and when.
+
+Before: catalogue.py, conditions.py. After: xray.py, a picture of what is wrong.
+Source: the mistakes of public rings, as each entry of the catalogue names them.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_doctor.asking.answers import WRONG, Answer, imprecise
+from ring_doctor.asking.case import UNROUNDED, Case
+from ring_doctor.asking.examination import Examination, never_claimed
+from ring_doctor.asking.state_case import StateCase
+from ring_doctor.catalogue import BY_WAY, CATALOGUE
+from ring_doctor.explaining.conditions import separated, when_it_shows
+from ring_doctor.explaining.wrong_answer import WrongAnswer
+from ring_doctor.mistakes import Change, Mistake
+from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
+from ring_doctor.mistakes.states import MISTAKES as STATES
+from ring_doctor.mistakes.states import RIGHT_STATES, compute_states
+
+FORWARD, EVERYTHING = ("out", "lse"), ("out", "lse", "dq", "dk", "dv", "dlog_decay", "dbeta")
+PARTS = ("dk", "dv"), ("dq",), ("dk",), ("dv",)  # of gradients, which may be wrong by a mistake each
+LARGEST = 800  # tokens in an answer that is computed on paper for each entry
+FEW = 2  # explanations that a headline may name
+
+SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
+    "on rank 0": lambda P: range(1),
+    "on the last rank": lambda P: range(P - 1, P),
+    "on rank 1": lambda P: range(1, min(2, P)),
+    "on odd ranks": lambda P: range(1, P, 2),
+    "on even ranks": lambda P: range(0, P, 2),
+    "on all ranks but the first": lambda P: range(1, P),
+    "on all ranks but the last": lambda P: range(P - 1),
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A mistake, or one for each way to ask, and the condition under which it is made."""
+
+    mistakes: tuple[Mistake, ...]
+    change: Change = field(compare=False)
+    condition: str = ""  # in words, or a name in SOME_RANKS; "": on all ranks and in every question
+
+    @property
+    def name(self) -> str:
+        return " and ".join(mistake.name for mistake in self.mistakes)
+
+    @property
+    def words(self) -> str:
+        """The name with its condition: "last_block_skipped (under a causal mask only)"."""
+        return f"{self.name} ({self.condition} only)" if self.condition else self.name
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong with a ring."""
+
+    explanations: tuple[Explanation, ...]  # each gives the ring's numbers in every wrong answer, or in a part of them
+    answers: tuple[Answer, ...]  # the wrong answers
+    when: str  # the mistake shows, in words; "": no two questions tell it
+    part: str = ""  # the explanations explain this part of the wrong answers only; "": all of them
+
+    @property
+    def told(self) -> tuple[Explanation, ...]:
+        """The explanations; () where they are so many that none of them is likely."""
+        return self.explanations if len(self.explanations) <= FEW else ()
+
+    @property
+    def names(self) -> set[str]:
+        return {explanation.name for explanation in self.explanations}
+
+
+def diagnose(examination: Examination) -> Diagnosis | None:
+    """The diagnosis of the wrong answers; None when no answer is wrong."""
+    answered = [answer for answer in examination.answers if answer.results and not answer.in_float32]
+    claimed = [answer for answer in answered if not never_claimed(answer)]
+    answered = claimed if _wrong(claimed) else answered  # what was never claimed may be anything
+    if not (wrong := _wrong(answered)):
+        return None
+    others = [answer for answer in answered if not imprecise(answer)]  # what is only imprecise has another cause
+    telling = others if _wrong(others) else answered
+    when = when_it_shows([answer for answer in telling if not answer.changes])
+    if examination.changes:
+        return Diagnosis((), tuple(wrong), when)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
+    try:
+        found, part = _explain(_telling(answered), (STATES if examination.patient.state else CATALOGUE).values())
+    finally:
+        torch.set_num_threads(threads)
+    if ways := _ways([answer for answer in wrong if _bits(answer) > 16] or wrong, answered, found):
+        found, part = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)], ""
+    return Diagnosis(tuple(found), tuple(wrong), when, part)
+
+
+def _ways(wrong: list[Answer], answered: list[Answer], found: list[Explanation]) -> set[str]:
+    """The ways to ask, if they are what the wrong answers have in common: asked plainly, the same inputs are right."""
+    ways = {answer.question.how for answer in wrong}
+    plain = {answer.case.inputs for answer in answered if answer.question.how == "plain"}  # all of them right
+    known = ways <= set(BY_WAY) and plain >= {answer.case.inputs for answer in wrong}
+    return ways if known and not (found and "without gradients" in ways) else set()
+
+
+def _wrong(answers: Iterable[Answer]) -> list[Answer]:
+    return [answer for answer in answers if answer.state == WRONG]
+
+
+def _bits(answer: Answer) -> int:
+    return torch.finfo(answer.case.dtype).bits
+
+
+def _telling(answered: list[Answer]) -> list[WrongAnswer]:
+    """The answers that name a mistake. The first kind of answer of which one is wrong is taken.
+
+    Wrong answers of three ranks come first: they are small, and most entries are ruled out by the first of them.
+    """
+    on_paper = [answer for answer in answered if _on_paper(answer)]
+    plain, in_16_bits = ([x for x in on_paper if (_bits(x) > 16) == wide] for wide in (True, False))
+    of_16_bits = [answer for answer in answered if answer.case.inputs in UNROUNDED]
+    large = [answer for answer in _wrong(answered) if answer.case.large_tiles and answer.case.seq_len <= LARGEST]
+    large.sort(key=lambda answer: answer.case.seq_len)
+    kinds: list[list[Answer]] = [[], of_16_bits, in_16_bits, large[:1]]  # a mistake of 16 bits, a ring for 16 bits only
+    # with the plain ones: an entry that would make a wider dtype wrong too is not the mistake
+    answers = next((plain + kind for kind in kinds if _wrong(plain + kind)), plain)
+
+    def first(answer: Answer) -> tuple[bool, bool, int, int]:
+        return answer.case.large_tiles, answer.state != WRONG, abs(answer.case.world_size - 3), answer.case.seq_len
+
+    return [WrongAnswer(answer) for answer in sorted(answers, key=first)]
+
+
+def _on_paper(answer: Answer) -> bool:
+    """Whether the numbers of an answer can be computed on paper; those of 16-bit kernels with their roundings cannot.
+
+    A question that asks in another way is for other faults; a large one would take seconds for each entry.
+    """
+    return answer.question.how in ("plain", "without gradients") and not answer.case.large_tiles
+
+
+def _explain(answers: list[WrongAnswer], mistakes: Iterable[Mistake]) -> tuple[list[Explanation], str]:
+    """All explanations, and which part of the wrong answers they explain; "" for all.
+
+    The simplest kind of explanation that fits is returned.
+    """
+    entries = [Explanation((mistake,), variant) for mistake in mistakes for variant in mistake.variants]
+    usual = [answer for answer in answers if not _special(answer.case)]
+    usual = usual if any(answer.answer.wrong for answer in usual) else answers
+    wrong = {name for answer in usual for name in answer.answer.wrong}
+    right = tuple(name for name in EVERYTHING if name not in wrong)
+    parts = [EVERYTHING, *(part + right for part in PARTS if set(part) < wrong)]
+    if any(name in each.answer.wrong for each in usual if not imprecise(each.answer) for name in FORWARD):
+        parts = [FORWARD, ("out",)]
+    for names in parts:
+        searches = (answers, _fitting), (usual, _fitting), (usual, under_a_condition), (usual, _on_some_ranks)
+        for some, search in searches:
+            if found := search(entries, some, names):
+                same = {each.name for each in found if not each.condition}  # out and lse; their gradients may differ
+                found = _fitting((each for each in entries if each.name in same), some, EVERYTHING) or found
+                return found, "" if names is parts[0] else " and ".join(name for name in names if name in wrong)
+    return [], ""
+
+
+# Which explanations fit ---------------------------------------------------------------------------------------------
+
+
+def _fitting(
+    explanations: Iterable[Explanation], answers: list[WrongAnswer], names: tuple[str, ...]
+) -> list[Explanation]:
+    """The explanations that give the ring's numbers in every answer, each name once."""
+    found: dict[str, Explanation] = {}
+    for explanation in explanations:
+        if explanation.name not in found and _explains(explanation, answers, names):
+            found[explanation.name] = explanation
+    return list(found.values())
+
+
+def _explains(explanation: Explanation, answers: list[WrongAnswer], names: tuple[str, ...]) -> bool:
+    """Whether no answer contradicts the explanation, and a wrong answer confirms it."""
+    confirmed = False
+    for answer in answers:
+        if (fits := _fits(explanation, answer, names)) is False:
+            return False
+        confirmed |= fits is True and any(name in answer.answer.wrong for name in names)
+    return confirmed
+
+
+def under_a_condition(
+    explanations: list[Explanation], answers: list[WrongAnswer], names: tuple[str, ...]
+) -> list[Explanation]:
+    """Those that give the numbers of every wrong answer, and with which a feature separates the right answers.
+
+    Only the right answers that the mistake would make wrong count. Those with the fewest of them are returned.
+    """
+    wrong = [answer for answer in answers if any(name in answer.answer.wrong for name in names)]
+    right = [answer for answer in answers if answer not in wrong]
+    found: dict[str, tuple[int, Explanation]] = {}
+    for explanation in explanations:
+        if not all(_fits(explanation, answer, names) for answer in wrong):
+            continue
+        spared = [answer.answer.question for answer in right if _fits(explanation, answer, names) is False]
+        conditions = separated(spared, [answer.answer.question for answer in wrong]) if spared else [""]
+        if conditions and len(spared) < found.get(explanation.name, (len(right) + 1, None))[0]:
+            found[explanation.name] = len(spared), replace(explanation, condition=conditions[0])
+    least = min((count for count, _ in found.values()), default=0)
+    return [explanation for count, explanation in found.values() if count == least]
+
+
+def _on_some_ranks(
+    explanations: list[Explanation], answers: list[WrongAnswer], names: tuple[str, ...]
+) -> list[Explanation]:
+    """Those that give out and lse when some ranks make the mistake and the others do not."""
+    for words, ranks in SOME_RANKS.items() if names == FORWARD else ():
+        of_ranks = [(it.answer.ranks.get(name, ()), ranks(it.case.world_size)) for it in answers for name in names]
+        if all(set(wrong) <= set(sick) for wrong, sick in of_ranks):
+            found = _fitting((replace(each, condition=words) for each in explanations), answers, names)
+            if found:
+                return found
+    return []
+
+
+def _fits(explanation: Explanation, wrong: WrongAnswer, names: tuple[str, ...]) -> bool | None:
+    """Whether a ring with this mistake gives these numbers. None: they cannot be computed on paper."""
+    answer, case = wrong.answer, wrong.case
+    names = tuple(name for name in names if name in answer.results)
+    if _special(case) and not any(name in answer.wrong for name in names):  # a ring may be right there by other code
+        return True
+    kept = _expected if case.seq_len < 128 else _expected.__wrapped__  # large results would fill the memory
+    parts = [names] if set(names) <= set(FORWARD) else [FORWARD, names]  # most fail by their output, which costs less
+    try:
+        for part in parts:
+            expected = kept(case, explanation.change, not set(part) <= set(FORWARD), explanation.condition)
+            if not all(wrong.near(name, expected[name]) for name in part if name in names):
+                return False
+    except NotOnPaper:
+        return None
+    return True
+
+
+@lru_cache(maxsize=4096)
+def _expected(case: Case, change: Change, gradients: bool, condition: str) -> dict[str, Tensor]:
+    """What a ring with this mistake returns, on some ranks or on all. Raises NotOnPaper."""
+    if isinstance(case, StateCase):
+        steps: Any = change
+        return compute_states(case, steps(RIGHT_STATES))
+    found = compute(case, change(RIGHT), gradients=gradients)
+    if condition not in SOME_RANKS:
+        return found
+    right, sick = compute(case, RIGHT, gradients=gradients), SOME_RANKS[condition](case.world_size)
+    of_ranks = {n: [case.cut((found if r in sick else right)[n], r) for r in range(case.world_size)] for n in found}
+    return {name: case.join(chunks) for name, chunks in of_ranks.items()}
+
+
+def _special(case: Case) -> bool:
+    """One rank, or one token on each rank: many rings treat such a case in another way."""
+    return case.world_size == 1 or case.one_token_each

@@ -1,0 +1,198 @@
+"""A fact is what is true of a wrong result. A pattern looks for one kind of fact; what all wrong answers share is told.
+
+    for pattern in CONTENTS: pattern.common(answers, "dk")    ->    what dk holds in each of these wrong answers
+
+    P times: a sum over ranks counts too much.    1/scale times: the scale is missing.
+
+Each fact says what the whole result would be, and is compared with it within rounding. Random numbers fit none. With
+two ranks "2 times" and "P times" are the same, so a pattern finds both, and an answer of three ranks decides.
+
+Before: wrong_answer.py. After: where_wrong.py, more patterns; inference.py, all that is told.
+Source: Dao et al. 2022, algorithm 4, for what follows from which gradients are wrong.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ring_doctor.explaining.wrong_answer import WrongAnswer, ratio, rows_with
+
+OF_GRADIENTS = {  # out is right: what follows from which gradients are wrong
+    "dq": "dk and dv are right, so the weights p and dS are: look at where dS K is summed into dq.",
+    "dk": "dq and dv are right, so dS and the way of dv are: look at dSᵀ Q, its scale, and where it is summed.",
+    "dv": "dq and dk are right, so the weights p and dS are: look at pᵀ dO, and where it is summed.",
+    "dk and dv": "dq is right, so the weights p and dS are: look at where dk and dv are summed, and at their way home.",
+    "dq and dk": "dv is right, so the weights p are; dq and dk are wrong: look at dS = p ∘ (dP - δ): δ, dP = dO Vᵀ and "
+    "the scale.",
+    "dq and dv": "dk is right, so dS is: look at dS K, at pᵀ dO, and at where both are summed.",
+    "dq, dk and dv": "out is right and all gradients are wrong: look at what the backward pass gets: q, k, v, lse, dO, "
+    "and its mask.",
+}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is true of a wrong answer if the result is as expected. Facts with equal words are the same."""
+
+    words: str  # fill the gap in the pattern's sentence; without the numbers of this answer
+    look: str = field(default="", compare=False)  # where to look
+    expected: Tensor | None = field(default=None, compare=False)  # the result, if this is true; None: it is true
+    order: int = field(default=0, compare=False)  # of several facts only those with the least order are told
+    example: str = field(default="", compare=False)  # the numbers of one answer
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A kind of fact."""
+
+    says: str  # a sentence with the gaps {x}, the results, and {words}
+    find: Callable[[WrongAnswer, str], Iterable[Fact] | None]  # None where an answer cannot show it
+    clear: bool = True  # it says nothing of an error that is little more than rounding
+
+    def common(self, answers: Sequence[WrongAnswer], name: str) -> list[Fact]:
+        """The facts of every answer in which this result is wrong and the pattern can be seen."""
+        common: list[Fact] | None = None
+        for wrong in answers:
+            unseen = name not in wrong.answer.wrong or (self.clear and not wrong.clear(name))
+            if unseen or (found := self.find(wrong, name)) is None:
+                continue
+            facts = [fact for fact in found if fact.expected is None or wrong.near(name, fact.expected)]
+            common = facts if common is None else [fact for fact in common if fact in facts]
+            if not common:
+                return []
+        least = min((fact.order for fact in common or []), default=0)
+        return [fact for fact in common or [] if fact.order == least]
+
+    def sentence(self, names: Sequence[str], facts: Sequence[Fact]) -> str:
+        said = self.says.format(x=listed(names), words=" or ".join(dict.fromkeys(fact.words for fact in facts)))
+        looks = ", or at ".join(dict.fromkeys(fact.look for fact in facts if fact.look))
+        said += f" ({facts[0].example})" if facts[0].example else ""
+        return f"{said}. Look at {looks}." if looks else f"{said}."
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "dq", "dq and dk", "dq, dk and dv"."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+# What a result holds ------------------------------------------------------------------------------------------------
+
+QUERY_ROWS = ("out", "lse", "dq")  # the other results have a row for each key
+COPIES = "a sum or a mean over ranks: it counts a rank's part P times, or divides where nothing was added"
+SCALES = "the scale: it is forgotten in this result, or applied twice"
+BASE = "e^x and log beside 2^x and log2: a factor of log 2 is missing or too many"
+GROUP = "the sum over the query heads that share a K/V head"
+TWICE = "a sum that starts from a number that it also adds, or a mean of two"
+
+
+def _not_finite(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
+    bad, visible = ~wrong.seen(name).isfinite() & wrong.exact(name).isfinite(), wrong.case.visible()
+    blocks = [visible[:, wrong.case.positions(block)].any(dim=1) for block in range(wrong.case.world_size)]
+    lacks_one = ~torch.stack(blocks).all(dim=0)  # a query that sees no key of some block
+    if bad.any():
+        yield Fact("everywhere" if bad.all() else "in some places", order=1)
+    if bad.any() and wrong.case.inputs == "large":
+        look = "exp: e^s overflows unless the largest score of the row is subtracted first"
+        yield Fact("where scores are large", look)
+    if name in QUERY_ROWS and lacks_one.sum() > 1 and (rows_with(bad) == lacks_one).all():
+        look = "the merge of a block of which a query sees no key: -inf - (-inf) is NaN"
+        yield Fact("in the queries that see no key of some block", look)
+
+
+def _all_numbers(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
+    look = "detach, no_grad, .data, and a buffer that is returned before it is filled"
+    yield Fact("0", look, torch.zeros_like(wrong.exact(name)))
+
+
+def _another_result(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
+    others = {f"the right {x}": wrong.exact(x) for x in wrong.right if x != name}
+    others |= {f"the input {x}": value for x, value in wrong.inputs.items()}
+    look = "the order in which the results are returned or unpacked, and buffers that two of them share"
+    return (Fact(words, look, x) for words, x in others.items())
+
+
+def _factor(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
+    """Factors with a meaning. P times is 2 times where P = 2: all that fit are found, and other answers decide."""
+    exact, P, n, scale = wrong.exact(name), wrong.case.world_size, wrong.case.heads // wrong.case.kv_heads, wrong.scale
+    known = [("P", P, COPIES), ("√P", P**0.5, COPIES), ("scale", scale, SCALES), ("log 2", math.log(2), BASE)]
+    yield Fact("-1", "a sign", -exact)
+    for words, c, look in [*known, ("H/G", n, GROUP), ("2", 2, TWICE)]:
+        for said, factor in ((words, c), ("G/H" if words == "H/G" else f"1/{words}", 1 / c)):
+            if factor != 1:
+                yield Fact(said, look, factor * exact)
+    own = ratio(wrong.seen(name), exact)
+    example = f"{wrong.case.words()}: c = {own:.3g}"
+    yield Fact("c", "what this result is multiplied by", own * exact, 1, example)
+
+
+def _another_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
+    if not wrong.case.equal_chunks:
+        return None
+    P, chunks = wrong.case.world_size, wrong.chunks(wrong.exact(name))
+    travel = "the hops of dK and dV: one too few or one too many on the way home"
+    look = "the rank that this chunk is cut for, sent to or returned on" if name in QUERY_ROWS else travel
+    moved = {f"rank r + {n}": chunks[n:] + chunks[:n] for n in range(1, P)}
+    moved |= {f"rank r - {n}": chunks[-n:] + chunks[:-n] for n in range(1, P)}
+    moved["rank P - 1 - r"] = chunks[::-1]
+    return (Fact(words, look, wrong.case.join(of_ranks)) for words, of_ranks in moved.items())
+
+
+def _another_head(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
+    exact, look = wrong.exact(name), "every view, reshape and all-to-all that splits or joins heads"
+    yield Fact("in the reverse order", look, exact.flip(1))
+    yield Fact("moved on by one", look, exact.roll(1, dims=1))
+
+
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {  # of a chunk: moved rows, or another order of its dimensions
+    "one row too late in each chunk": lambda x: x.roll(1, dims=2),
+    "one row too early in each chunk": lambda x: x.roll(-1, dims=2),
+    "in the reverse order of rows in each chunk": lambda x: x.flip(2),
+    "in the other half of each chunk": lambda x: torch.cat(x.tensor_split(2, dim=2)[::-1], dim=2),
+    "laid out as (B, C, H, ...) and read as (B, H, C, ...)": lambda x: x.transpose(1, 2).reshape(x.shape),
+    "laid out as (B, H, C, ...) and read as (B, C, H, ...)": lambda x: x.reshape(x.transpose(1, 2).shape).transpose(
+        1, 2
+    ),
+}
+
+
+def _another_place(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
+    look = "roll, slices, view, reshape and the memory order of buffers for messages"
+    exact, seen = wrong.chunks(wrong.exact(name)), wrong.chunks(wrong.seen(name))
+    for words, move in MOVES.items():
+        yield Fact(words, look, wrong.case.join([move(x) for x in exact]))
+    if all(_same_numbers(x, y) for x, y in zip(seen, exact, strict=True)):
+        yield Fact("in other places of their chunk", look, order=1)
+    if _same_numbers(wrong.seen(name), wrong.exact(name)):
+        yield Fact("in other places of the whole sequence", look, order=2)
+
+
+def _same_numbers(x: Tensor, y: Tensor) -> bool:
+    return torch.allclose(x.flatten().sort().values, y.flatten().sort().values, rtol=1e-4, atol=1e-5)
+
+
+def _rounded(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
+    """Errors as small as roundings, in a dtype that is wider. Roundings move most numbers, each by a little."""
+    seen, exact = wrong.seen(name), wrong.exact(name)
+    there = exact.isfinite() & wrong.bad(name).view(*seen.shape[:3], *[1] * (seen.dim() - 3))
+    error, typical = (seen - exact)[there].abs(), float(exact[there].square().mean().sqrt())
+    for order, (size, dtype) in enumerate((("float32", torch.float32), ("16 bits", torch.bfloat16))):
+        eps, own = torch.finfo(dtype).eps, torch.finfo(wrong.case.dtype)
+        small = bool((error <= 4 * eps * (exact[there].abs() + typical)).all()) and error.median() > eps / 100 * typical
+        if own.bits > 16 and own.eps < eps and small:
+            look = f"casts to {size}: of messages, of buffers, and of sums over blocks"
+            yield Fact(f"the errors are as small as roundings to {size}", look, None, order)
+
+
+CONTENTS = (  # the first that holds says the most
+    Pattern("In {x} numbers are NaN or infinite {words}", _not_finite),
+    Pattern("In {x} all numbers are {words}", _all_numbers),
+    Pattern("The numbers of {x} are those of {words}", _another_result),
+    Pattern("In {x} all numbers are {words} times the right numbers", _factor),
+    Pattern("In {x} rank r has the right numbers of {words}", _another_rank),
+    Pattern("In {x} the right heads are {words}", _another_head),
+    Pattern("In {x} the right numbers are {words}", _another_place),
+    Pattern("{x}: {words}", _rounded, clear=False),
+)

@@ -1,0 +1,182 @@
+"""What a mistake without a name must be, as far as its numbers prove it: what is seen, and where to look.
+
+    infer(examination, xray)    ->    ["In dk and dv all numbers are P times the right numbers. Look at ...", ...]
+
+A sentence is told only if it is true of every wrong answer that can show it. So a pattern of one answer by chance, or
+of P = 2 alone, is not told as general. If no pattern holds, what is left is which results are wrong.
+
+Shapes: those of wrong_answer.py.
+
+Before: facts.py, where_wrong.py and grids.py. After: report.py.
+Source: Dao et al. 2022, algorithm 4, for what follows from what. The PyTorch manual, torch.distributed: a blocking send
+may wait for its receiver.
+"""
+
+import linecache
+import re
+from collections.abc import Sequence
+from textwrap import fill
+
+import torch
+
+from ring_doctor.asking.answers import FAILED, Answer, imprecise
+from ring_doctor.asking.examination import Examination, never_claimed
+from ring_doctor.asking.job import ranks_in_words
+from ring_doctor.explaining.facts import CONTENTS, OF_GRADIENTS, Fact, listed
+from ring_doctor.explaining.grids import XRay
+from ring_doctor.explaining.where_wrong import WHERE
+from ring_doctor.explaining.wrong_answer import WrongAnswer
+
+WIDTH = 110
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+IN_A_PART = (
+    "It fails only where its group is a part of the job, as ranks 1 to 3 of 4: a rank of the group is used as a rank "
+    "of the job, or a group is left out. Look at every send and receive, at group=, group_src= and group_dst=, and at "
+    "dist.get_global_rank."
+)
+LSE_ALONE = "out is right and lse is wrong: whatever uses this lse is wrong, as a merge or a backward pass."
+LSE_IS_RIGHT = (
+    "lse is right, so each query has the right scores: look at the order of V beside the order of K, at the sum of "
+    "p V, and at what becomes of out afterwards."
+)
+GRADIENTS_ARE_RIGHT = "out is wrong and all gradients are right: look at what becomes of out after it was computed."
+OUT_FIRST = ". Mend out first: all other results depend on the same scores."
+OF_LARGE_SCORES = (
+    "Scores of some hundreds show it: a score or an lse of 800 in 16 bits is off by up to 2, and a weight by a factor "
+    "of up to e^2. Look at the dtype of the scores, of m and of lse."
+)
+DTYPES = {  # by result: whose dtype to look at when 16 bits lose too much of it
+    "out": "of the running output, of l and of what is merged",
+    "lse": "of m, l and lse",
+    "dq": "of the sum of dQ, and of q where autograd sums the gradients of its copies",
+    "dk": "of the sum of dK, and of its messages",
+    "dv": "of the sum of dV, and of its messages",
+}
+
+
+def infer(examination: Examination, xray: XRay | str) -> list[str]:
+    """The sentences, the most telling first; [] if nothing is wrong. `xray` as take_xray returns it."""
+    wrong = examination.wrong
+    claimed = [answer for answer in examination.answers if not never_claimed(answer)]
+    failed = [answer for answer in claimed if answer.state == FAILED]
+    hangs = [IN_A_PART] if failed and all(answer.question.members for answer in failed) else []
+    hangs += dict.fromkeys(said for answer in failed if (said := waiting(answer)))
+    if not wrong or all(map(imprecise, wrong)):
+        return [*_of_rounding(wrong), *hangs]
+    told = [WrongAnswer(answer) for answer in _comparable(wrong)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
+    try:
+        held = _contents(told)
+        places = _places(told, [name for name in RESULTS if not any(name in names for names in held)])
+    finally:
+        torch.set_num_threads(threads)
+    known = {name for names in held for name in names}
+    shown = [] if isinstance(xray, str) or xray.right else xray.facts(known)
+    out_is_wrong = any("out" in each.answer.wrong for each in told)  # then gradients may follow from it
+    follows = [said for names, said in held.items() if out_is_wrong and names[0].startswith("d")]
+    first = [said for said in held.values() if said not in follows]
+    return [*first, *shown, *_which(told), *places, *follows, *hangs]
+
+
+def text(sentences: Sequence[str]) -> str:
+    """The sentences for a terminal; "" if there is none."""
+    return "\n".join(fill(f"- {sentence}", WIDTH, subsequent_indent="  ") for sentence in sentences)
+
+
+def _of_rounding(wrong: list[Answer]) -> list[str]:
+    """What follows from answers that are right but for rounding to 16 bits."""
+    usual = [answer for answer in wrong if answer.case.inputs != "large"]
+    names = [name for name in RESULTS if any(name in answer.wrong for answer in usual)]
+    said = [OF_LARGE_SCORES] * (len(usual) < len(wrong))
+    return said + [f"{name} is rounded to 16 bits too often: look at the dtype {DTYPES[name]}." for name in names]
+
+
+def _comparable(wrong: list[Answer]) -> list[Answer]:
+    """Wrong answers in 32 bits or more to random inputs; all wrong answers if there is none."""
+    plain = [
+        answer
+        for answer in wrong
+        if answer.question.how not in ("views", "twice", "two backward passes", "autocast")
+        and answer.case.inputs in ("normal", "large")
+        and torch.finfo(answer.case.dtype).bits > 16
+    ]
+    return sorted(plain or wrong, key=lambda answer: answer.case.seq_len)  # a small one refutes in no time
+
+
+def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], str]:
+    """{results: what they hold}: of each result the first pattern that holds."""
+    groups: dict[tuple[int, tuple[Fact, ...]], list[str]] = {}
+    for name in RESULTS:
+        common = ((i, tuple(pattern.common(told, name))) for i, pattern in enumerate(CONTENTS))
+        if first := next(((i, facts) for i, facts in common if facts), None):
+            groups.setdefault(first, []).append(name)
+    return {tuple(of): CONTENTS[i].sentence(of, facts) for (i, facts), of in groups.items()}
+
+
+def _places(told: list[WrongAnswer], names: list[str]) -> list[str]:
+    """Where results are wrong of which no pattern says what they hold."""
+    said = []
+    for pattern in WHERE:
+        same: dict[tuple[Fact, ...], list[str]] = {}
+        for name in names:
+            same.setdefault(tuple(pattern.common(told, name)), []).append(name)
+        said += [pattern.sentence(of, facts) for facts, of in same.items() if facts]
+    return said
+
+
+def _which(told: list[WrongAnswer]) -> list[str]:
+    """What follows from which results are wrong."""
+    wrong = {name for each in told for name in each.answer.wrong}
+    right = {name for each in told for name in each.answer.results} - wrong
+    gradients = [name for name in RESULTS[2:] if name in wrong]
+    if "out" not in wrong:
+        return [LSE_ALONE] * ("lse" in wrong) + [OF_GRADIENTS[listed(gradients)] for _ in gradients[:1]]
+    said = [LSE_IS_RIGHT] * ("lse" in right) + [GRADIENTS_ARE_RIGHT] * ("dq" in right and not gradients)
+    and_right = f"; {listed([name for name in RESULTS if name in right])}: right." if right else OUT_FIRST
+    return said or [f"{listed([name for name in RESULTS if name in wrong])}: wrong{and_right}"]
+
+
+# A hang -------------------------------------------------------------------------------------------------------------
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "reduce", "gather", "scatter", "broadcast")
+CALLS = "|".join((*COLLECTIVES, "barrier", "send", "recv"))
+CALL = re.compile(rf"\b({CALLS})(?:_into_tensor|_tensor|_single|_object|_object_list)?\(")
+WAITS = re.compile(r"(?:^|; )ranks? (\d+(?:, \d+)*) in ([^;]+), line (\d+)")
+ALL_WAIT = {  # in the same call, where that is no collective
+    "send": "Every rank waits in a send, and no rank receives: even ranks must send first and odd ranks receive first, "
+    "or all use isend and irecv.",
+    "recv": "Every rank waits in a receive: what they wait for was not sent, or was sent to another rank. Look at the "
+    "order of send and receive, and at the ranks on both sides.",
+}
+
+
+def waiting(answer: Answer) -> str:
+    """Who waits for whom in a hang, in a sentence; "" where the answer does not prove it.
+
+    The answer names the line of code in which each rank waits. The call in this line says whether the rank sends,
+    receives or waits in a collective.
+    """
+    late = re.match(r"rank\(s\) \[([\d, ]+)\] did not answer in time", answer.says)
+    if answer.state != FAILED or not late:
+        return ""
+    silent, P = [int(rank) for rank in late[1].split(",")], answer.case.world_size
+    lines = [(ranks, linecache.getline(path, int(line))) for ranks, path, line in WAITS.findall(answer.says)]
+    calls = {int(rank): set(CALL.findall(line)) for ranks, line in lines for rank in ranks.split(", ")}
+    if set(calls) < set(silent) or any(len(found) != 1 for found in calls.values()):
+        return ""  # a line that shows no call, or two
+    kinds = set.union(*calls.values())
+    inside = [rank for rank in range(P) if calls.get(rank, set()) - set(ALL_WAIT)]
+    others = [rank for rank in range(P) if rank not in inside]
+    if len(kinds) == 1 and not inside and len(silent) == P > 1:
+        return ALL_WAIT[min(kinds)]
+    if inside and others and len(kinds - set(ALL_WAIT)) == 1:
+        waits = f"{ranks_in_words(inside).capitalize()} wait{'s' * (len(inside) == 1)} in {min(kinds - set(ALL_WAIT))}"
+        missing = f"{ranks_in_words(others)} {'is' if len(others) == 1 else 'are'} not in it"
+        return f"{waits}, and {missing}: every rank of the group must call it, equally often."
+    if len(silent) == 1 and P > 1 and not inside:
+        what = "for a message that no rank sends" if kinds == {"recv"} else "for a rank to receive its message"
+        return (
+            f"The other ranks have answered; rank {silent[0]} waits {what}: look at the number of sends and receives."
+        )
+    return ""

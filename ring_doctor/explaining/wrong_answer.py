@@ -1,0 +1,124 @@
+"""A wrong answer beside the exact numbers, in float64: what diagnosis.py and the facts of facts.py are proved on.
+
+    wrong = WrongAnswer(answer)
+    wrong.near("dq", 2 * wrong.exact("dq"))    ->    whether dq is twice the right dq, within rounding
+
+Shapes: the whole results of a `Case`, (B, H, S, D), (B, G, S, D), and lse (B, H, S).
+
+Before: answers.py. After: facts.py, what can be seen in all wrong answers; diagnosis.py, the name of the mistake.
+Source: the bound is derived in ../../ringlab/support/rounding.py.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ring_doctor.asking.answers import Answer, right_results
+from ring_doctor.asking.case import UNROUNDED, Case
+from ringlab.support.rounding import Right, half_step
+
+SLACK = 8.0  # times the bound of a right ring, because a wrong ring rounds in other places
+
+
+@dataclass(frozen=True, eq=False)
+class WrongAnswer:
+    """An answer with wrong numbers. Right answers can be compared with what is expected too."""
+
+    answer: Answer
+
+    @property
+    def case(self) -> Case:
+        return self.answer.case
+
+    @cached_property
+    def inputs(self) -> dict[str, Tensor]:
+        """q, k, v and d_out, float64."""
+        return dict(zip(("q", "k", "v", "d_out"), (x.double() for x in self.case.whole()), strict=True))
+
+    @cached_property
+    def right(self) -> dict[str, Right]:
+        """The right results, with the bound of this dtype."""
+        return right_results(self.answer.question)
+
+    def seen(self, name: str) -> Tensor:
+        """The result of the patient, float64."""
+        return self.answer.results[name].double()
+
+    def exact(self, name: str) -> Tensor:
+        return self.right[name].exact
+
+    def bad_numbers(self, name: str) -> Tensor:
+        """The numbers of a result that rounding does not allow, bool in the shape of the result."""
+        right = self.right[name]
+        error = right.error(self.answer.results[name].to(right.dtype)).nan_to_num(nan=torch.inf)
+        return error > right.allowed
+
+    def bad(self, name: str) -> Tensor:
+        """(B, H, S) bool: the rows with such a number."""
+        return rows_with(self.bad_numbers(name))
+
+    @cached_property
+    def _allowed(self) -> dict[str, tuple[float, float]]:
+        """How far the numbers of a wrong ring may be from what is expected, and the largest right number.
+
+        The ring may compute in float32.
+        """
+        wide = replace(self.case, dtype=torch.float32) if self.case.dtype == torch.float64 else self.case
+        found = {}
+        for name, right in right_results(replace(self.answer.question, case=wide)).items():
+            finite = right.exact.isfinite()
+            largest = float(right.exact[finite].abs().max().clamp(1e-300))
+            found[name] = SLACK * float(right.allowed[finite].max()), largest
+        return found
+
+    def near(self, name: str, expected: Tensor) -> bool:
+        """Whether a result is what was expected: NaN and inf at the same places, the rest within rounding.
+
+        What is expected is float64. A number that the dtype of the ring cannot hold is inf there, or NaN after a sum.
+        """
+        seen = self.seen(name)
+        if seen.shape != expected.shape:
+            return False
+        if self.answer.results[name].dtype != torch.float64:
+            too_large = expected.isfinite() & (expected.abs() > torch.finfo(self.answer.results[name].dtype).max)
+            expected = torch.where(too_large & ~seen.isfinite(), seen, expected)
+        finite = seen.isfinite() & expected.isfinite()
+        if not bool(finite.all()):
+            if not torch.equal(seen[~finite].nan_to_num(nan=0.5), expected[~finite].nan_to_num(nan=0.5)):
+                return False
+            seen, expected = (x.masked_fill(~finite, 0.0) for x in (seen, expected))
+        most = float(expected.abs().max())
+        if self.case.inputs in UNROUNDED:  # nothing but the last rounding
+            return bool(((seen - expected).abs() <= half_step(expected, self.right[name].dtype) + 1e-6 * most).all())
+        allowed, largest = self._allowed[name]
+        return bool((seen - expected).abs().max() <= allowed * max(1.0, most / largest))
+
+    @cached_property
+    def _clear(self) -> dict[str, bool]:
+        return {name: not self.near(name, self.exact(name)) for name in self.answer.results}
+
+    def clear(self, name: str) -> bool:
+        """Whether a result is so wrong that its numbers can be told from the right numbers."""
+        return self._clear[name]
+
+    def chunks(self, x: Tensor) -> list[Tensor]:
+        """The chunks of all ranks of a whole tensor."""
+        return [self.case.cut(x, rank) for rank in range(self.case.world_size)]
+
+    @property
+    def scale(self) -> float:
+        return self.case.head_dim**-0.5 if self.case.scale is None else self.case.scale
+
+
+def rows_with(numbers: Tensor) -> Tensor:
+    """(B, H, S): the rows of a bool (B, H, S, D) with a number that is True; an lse has one number in a row."""
+    return numbers.any(dim=3) if numbers.dim() == 4 else numbers
+
+
+def ratio(x: Tensor, right: Tensor) -> float:
+    """The c with the smallest squares of x - c right."""
+    finite = x.isfinite() & right.isfinite()
+    x, right = (y.masked_fill(~finite, 0.0) for y in (x, right))
+    return float((x * right).sum() / right.square().sum().clamp(1e-300))

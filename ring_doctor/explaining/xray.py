@@ -1,0 +1,162 @@
+"""With V = the identity, a ring returns the matrix of weights that it used: an X-ray of the ring.
+
+    out = W V         with V = I     out = W
+    dV = Wᵀ dO        with dO = I    dV = Wᵀ                          W = softmax(scale Q Kᵀ)
+    dQ = scale dS K   with K = I     dQ = scale dS                    dS = W ∘ (dO Vᵀ - δ),  δ = Σ dO ∘ out
+    dK = scale dSᵀ Q  with Q = I     dK = scale dSᵀ
+
+Two runs show all four, see case.py. Both have the same W and dS.
+
+Shapes: S tokens on P ranks; Q, K, V, dO (1, 1, S, D) with D ≥ S, one head. A tile of W or dS is the pairs of rank r's
+queries and block j's keys, computed in round t = (r - j) mod P. If a block is missing, all other weights of a row are
+larger by one factor. The other tiles are not wrong, so a row is compared with the right row times its factor.
+
+Before: case.py, tiles.py and grids.py. After: xray_picture.py.
+Source: none; the equations are those of Dao et al. 2022, algorithm 4.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ring_doctor.asking.case import RUNS, Case
+from ring_doctor.explaining.grids import Matrix, XRay
+from ring_doctor.explaining.tiles import Sheet, factor, likeliest
+from ring_doctor.mistakes.paper_ring import RIGHT, Steps, compute
+from ringlab.support.rounding import exact_attention
+
+
+def cases(case: Case) -> tuple[Case, Case]:
+    """The two questions that make an X-ray of a ring with this mask, layout, dtype and scale: for `xray_of`."""
+    one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=max(case.seq_len, case.head_dim))
+    first, second = (replace(one_head, inputs=run) for run in RUNS)
+    return first, second
+
+
+def read_matrices(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """The matrices (S, S), float64, that the results of two runs show, by the names of `grids.TITLES`.
+
+    A result that is missing shows no matrix.
+    """
+    shown = {
+        "W forward": (run_2, "out", False, 1.0),
+        "W backward": (run_1, "dv", True, 1.0),
+        "dS in dQ": (run_1, "dq", False, scale),
+        "dS in dK": (run_2, "dk", True, scale),
+    }
+    found = {}
+    for name, (run, result, transposed, times) in shown.items():
+        if run.get(result) is not None:
+            x = run[result][0, 0].double()[:, : run[result].shape[2]] / times
+            found[name] = x.T if transposed else x
+    return found
+
+
+def _right(case: Case, scale: float) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """The right weights and dP of every pair, as if it were visible, δ, and how far rounding may move each matrix.
+
+    All in the order of the sequence: (S, S), (S, S), (S, 1), {name: (S, S)}.
+    """
+    runs, visible = [run.whole() for run in cases(case)], case.visible()
+    q, k, v, d_out = (x[0, 0].double() for x in runs[0])
+    scores = scale * q @ k.T
+    every_lse = scores.logsumexp(dim=1, keepdim=True)
+    lse = scores.masked_fill(~visible, -torch.inf).logsumexp(dim=1, keepdim=True)
+    lse = torch.where(lse == -torch.inf, every_lse, lse)  # a row that sees nothing
+    weights, d_p = (scores - lse).exp(), d_out @ v.T
+
+    def rounding(seen: Tensor) -> dict[str, Tensor]:
+        wide = torch.float32 if case.dtype == torch.float64 else case.dtype  # a patient may compute in float32
+        exact = partial(exact_attention, visible=seen, scale=scale, fused_blocks=case.world_size)
+        first, second = (exact(*(x.to(wide) for x in run)) for run in runs)
+        allowed_1, allowed_2 = ({name: right.allowed for name, right in run.items()} for run in (first, second))
+        return read_matrices(allowed_1, allowed_2, scale)
+
+    of_every_pair = rounding(torch.ones_like(visible))
+    larger = (every_lse - lse).exp()  # how much larger weights are when some pairs are hidden
+    allowed = {name: torch.maximum(x, larger * of_every_pair[name]) for name, x in rounding(visible).items()}
+    return weights, d_p, (visible * weights * d_p).sum(dim=1, keepdim=True), allowed
+
+
+def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case) -> XRay:
+    """The X-ray of a patient from its whole results {"out", "dq", "dk", "dv"}, each (1, 1, S, D) in any dtype.
+
+    `run_1` and `run_2` are the results of `cases(case)`. Results may be missing: the gradients, or those of a run that
+    failed ({}). Their matrices are left out.
+    """
+    chunks = [case.positions(rank) for rank in range(case.world_size)]
+    order, lengths = torch.cat(chunks), tuple(len(chunk) for chunk in chunks)
+    scale = cases(case)[0].head_dim ** -0.5 if case.scale is None else case.scale
+    weights, d_p, delta, allowed = _right(case, scale)
+    shown = read_matrices(run_1, run_2, scale)
+
+    def sheet_of(name: str, full: Tensor) -> Sheet:
+        """Tokens in the order of the ranks."""
+        tensors = (x[order][:, order] for x in (shown[name], full, case.visible(), allowed[name]))
+        return Sheet(lengths, *tensors)
+
+    found, factors = [], [[(1.0, 0.0)] * case.seq_len]  # what the weights of rows may be multiplied by
+    for name in ("W forward", "W backward"):
+        if name in shown:
+            sheet = sheet_of(name, weights)
+            own, whole = ([find(sheet, row) for row in range(case.seq_len)] for find in (_row_factor, _whole_row))
+            factors = [own, *(x for x in factors if x != own)]
+            found.append(Matrix(name, sheet, likeliest(_times_rows(sheet, of_rows) for of_rows in factors)))
+            factors += [whole] if whole not in factors else []
+    for name, run, of_run in (("dS in dQ", run_1, 0), ("dS in dK", run_2, 1)):
+        if name in shown:
+            deltas = [delta]
+            if run.get("out") is not None:  # a right backward pass makes this of a wrong forward pass
+                d_out = cases(case)[of_run].whole()[3][0, 0].double()
+                deltas.append((run["out"][0, 0].double() * d_out).sum(dim=1, keepdim=True))
+            sheets = [sheet_of(name, weights * (d_p - each)) for each in deltas]
+            both = (_times_rows(sheet, of_rows) for of_rows in factors for sheet in sheets)
+            found.append(Matrix(name, sheets[0], likeliest(both)))
+    return XRay(found, case)
+
+
+def _row_factor(sheet: Sheet, row: int) -> tuple[float, float]:
+    """(c, how far rounding may move c): in the right tiles of a query the weights are c times the right weights.
+
+    c is 1, or the factor of most tiles of the row. Where the row sums to 1, c may also be a factor with which all other
+    tiles are missing or counted twice.
+    """
+    tensors = (sheet.seen, sheet.full, sheet.visible, sheet.allowed)
+    ratios: list[tuple[float, float] | None] = []
+    for seen, full, visible, allowed in zip(*(x[row].split(sheet.lengths) for x in tensors), strict=True):
+        there = visible & ~(seen.abs() <= allowed)
+        if visible.any():
+            ratios.append(factor(seen[there], full[there], allowed[there]) if there.any() else (0.0, 0.0))
+
+    def count(c: float, off: float) -> int:
+        return sum(x is not None and abs(x[0] - c) <= x[1] + off for x in ratios)
+
+    normal = (sheet.seen[row].sum() - sheet.right[row].sum()).abs() <= sheet.allowed[row].sum()
+    best, most = (1.0, 0.0), count(1.0, 0.0)
+    for c, off in (x for x in ratios if x and x[0] > 0):
+        same, missing_or_twice = count(c, off), ratios.count((0.0, 0.0)) + count(2 * c, 2 * off)
+        majority = 2 * same > len(ratios) and (normal or same < len(ratios))
+        if same > most and (majority or (normal and same + missing_or_twice == len(ratios))):
+            best, most = (c, off), same
+    return best
+
+
+def _whole_row(sheet: Sheet, row: int) -> tuple[float, float]:
+    """The factor that all visible pairs of the row have in common, or 1."""
+    there = sheet.visible[row]
+    found = factor(*(x[row][there] for x in (sheet.seen, sheet.full, sheet.allowed)))
+    return found if found and found[0] > found[1] and abs(found[0] - 1) > found[1] else (1.0, 0.0)
+
+
+def _times_rows(sheet: Sheet, factors: list[tuple[float, float]]) -> Sheet:
+    c, off = torch.tensor(factors, dtype=torch.float64).T[:, :, None]
+    return replace(sheet, full=c * sheet.full, allowed=c.clamp(min=1) * sheet.allowed + off * sheet.full.abs())
+
+
+def on_paper(case: Case, steps: Steps = RIGHT) -> XRay:
+    """The X-ray of a ring on paper, right or with a mistake: see paper_ring.py."""
+    first, second = (compute(run, steps) for run in cases(case))
+    return xray_of(first, second, case)

@@ -1,0 +1,86 @@
+"""An entry of the catalogue of mistakes: its words are on a page, README.md, and its changes in a row of a table.
+
+A mistake changes the steps of a ring on paper. So the doctor can compute what a ring *with that mistake* returns, for
+any mask and number of ranks. The tables are the other files of this folder, by kind. A row is a name and the change:
+
+    "own_block_skipped": [but(sees=lambda steps, case, rank, block: ...)]    the steps as they were, then the arguments
+
+Some mistakes can be made in several ways whose numbers differ. They are further changes of one row. In a file of one's
+own, a catalogue for --catalogue, a mistake is a function under @mistake: the page shows one.
+
+Before: paper_ring.py. After: merging.py, the first entries.
+Source: the page names who had a mistake, where that is public.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+from ring_doctor.mistakes.paper_ring import Steps
+
+Change = Callable[[Steps], Steps]
+PAGE = Path(__file__).with_name("README.md")
+ENTRY = re.compile(r"^### (\w+)\n(.+)\n- Look at: (.+)(?:\n- Chapter: (\d+))?(?:\n- Seen in: (.+))?$", re.M)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """An entry of the catalogue."""
+
+    name: str
+    what: str  # what such a ring does, in a sentence
+    look: str  # where in a ring to look
+    chapter: int  # which explains it; 0: the appendix of states
+    wild: tuple[str, ...] = ()  # who had it: repository and number
+    variants: tuple[Change, ...] = field(default=(), compare=False)
+
+
+CATALOGUE: dict[str, Mistake] = {}
+
+
+def words(section: str) -> dict[str, Mistake]:
+    """The mistakes under a heading of README.md, by name, without their changes."""
+    text = PAGE.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return {
+        name: Mistake(name, what, look, int(chapter or 0), tuple(filter(None, wild.split("; "))))
+        for name, what, look, chapter, wild in ENTRY.findall(text)
+    }
+
+
+def told(section: str, changes: Mapping[str, Sequence[Change]]) -> dict[str, Mistake]:
+    """The mistakes of a table, by name, with the words of a section. Raises ValueError where either is missing."""
+    known = words(section)
+    if missing := sorted(changes.keys() - known.keys()):
+        raise ValueError(f"no words of {', '.join(missing)}; expected a heading for each in {PAGE.name}, ## {section}")
+    if missing := sorted(known.keys() - changes.keys()):
+        raise ValueError(f"no change of {', '.join(missing)}; expected a row for each in the table of ## {section}")
+    return {name: replace(known[name], variants=tuple(variants)) for name, variants in changes.items()}
+
+
+def but(**wrong: Callable[..., Any]) -> Change:
+    """Some steps are wrong: by the name of a step, a function of the steps as they were and of its own arguments."""
+
+    @wraps(next(iter(wrong.values())))
+    def change(steps: Steps) -> Steps:
+        changed: dict[str, Any] = {step: partial(function, steps) for step, function in wrong.items()}
+        return replace(steps, **changed)
+
+    return change
+
+
+def replaces(step: str) -> Callable[[Callable[..., Any]], Change]:
+    """`but` as a decorator: make a mistake of a wrong step."""
+    return lambda wrong: but(**{step: wrong})
+
+
+def mistake(what: str, *, look: str, chapter: int, wild: tuple[str, ...] = ()) -> Callable[[Change], Change]:
+    """Enter a function into the catalogue, under its own name."""
+
+    def enter(change: Change) -> Change:
+        CATALOGUE[change.__name__] = Mistake(change.__name__, what, look, chapter, wild, (change,))
+        return change
+
+    return enter

@@ -1,0 +1,141 @@
+"""The catalogue, continued: rings whose forward pass is right, and whose backward pass computes other numbers.
+
+Before: gradients.py. After: catalogue.py, all entries together.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_doctor.asking.case import Case
+from ring_doctor.mistakes import Change, but, told
+from ring_doctor.mistakes.masks import Pairs, sees
+from ring_doctor.mistakes.paper_ring import Rows, Scores, Steps, Values
+
+
+def in_backward(wrong: Change) -> Change:
+    """Steps that are wrong in the backward pass only."""
+    return lambda steps: replace(steps, backward=wrong(steps.backward or steps))
+
+
+def in_order(at: Callable[[int, int], int], **more: Callable[..., Any]) -> Change:
+    """The rounds of the backward pass are in another order: round t is round at(t, P)."""
+    wrong = but(
+        in_hand=lambda steps, case, rank, t: steps.in_hand(case, rank, at(t, case.world_size)),
+        believed=lambda steps, case, rank, t: steps.believed(case, rank, at(t, case.world_size)),
+        **more,
+    )
+    return in_backward(wrong)
+
+
+def left_out(of: Callable[[Pairs], bool]) -> Change:
+    return in_backward(sees(lambda x: x.seen & (not (x.case.world_size > 1 and of(x)))))
+
+
+def whole_parts(x: Pairs) -> Tensor:
+    """Blocks that are left out stay out; the parts of a block that the kernel computes are whole."""
+    return x.seen.any(dim=1, keepdim=True) & x.seen.any(dim=0) if x.case.causal else x.seen
+
+
+def lse_of_the_last(*, seen: bool) -> Change:
+    def combine(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+        out, _ = right.combine(steps, case, scores, values)
+        of_last = [s for s in scores if not seen or (s > -math.inf).any()][-1]
+        return out, steps.block_lse(of_last)
+
+    return but(combine=combine)
+
+
+def own_weights(steps: Steps, s: Tensor, lse: Tensor) -> Tensor:
+    return steps.weights(s, s.logsumexp(dim=-1))
+
+
+def own_delta(steps: Steps, s: Tensor, p: Tensor, v: Tensor, d_out: Tensor, out: Tensor) -> Tensor:
+    return steps.delta(s, p, v, d_out, steps.block_out(s, v))
+
+
+def delta_times(factor: Callable[[int], float]) -> Change:
+    """δ times factor(D)."""
+    return but(delta=lambda steps, s, p, v, d_out, out: factor(v.shape[3]) * steps.delta(s, p, v, d_out, out))
+
+
+def delta_from(ranks: Callable[[int, int], tuple[int, int]]) -> Change:
+    """dO and O of the ranks ranks(rank, block), modulo P."""
+
+    def rows(steps: Steps, case: Case, rank: int, block: int) -> tuple[int, int]:
+        of_d_out, of_out = ranks(rank, block)
+        return of_d_out % case.world_size, of_out % case.world_size
+
+    return but(delta_from=rows)
+
+
+def scale_missing(*of: bool) -> Change:
+    """In dq, in dk."""
+    return but(
+        parts=lambda steps, q, k, v, scale: steps.parts(q / scale if of[0] else q, k / scale if of[1] else k, v, scale)
+    )
+
+
+def last(steps: Steps, case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+    return part
+
+
+def in_dtype(dtype: torch.dtype | None, *, parts_too: bool = False) -> Callable[..., Tensor]:
+    """A sum that is rounded after each part to a dtype; None: to that of q."""
+
+    def add(steps: Steps, case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+        to = dtype or case.dtype
+        part = part.to(to).double() if parts_too else part
+        return (part if total is None else total + part).to(to).double()
+
+    return add
+
+
+CHANGES = {
+    "keys_of_hop_0": [in_backward(but(in_hand=lambda steps, case, rank, t: (rank, rank)))],
+    "block_left_out_in_backward": [
+        left_out(lambda x: x.j == (x.r + 1) % x.case.world_size),
+        left_out(lambda x: x.own),
+    ],
+    "lse_of_the_last_block": [lse_of_the_last(seen=False), lse_of_the_last(seen=True)],
+    "lse_of_the_first_sequence": [but(weights=lambda steps, s, lse: steps.weights(s, lse[:1].expand_as(lse)))],
+    "lse_of_the_block": [but(weights=own_weights)],
+    "delta_of_the_block": [but(delta=own_delta)],
+    "lse_and_delta_of_the_block": [but(weights=own_weights, delta=own_delta)],
+    "delta_summed_per_block": [but(delta=lambda steps, s, p, v, d_out, out: steps.delta(s, p, v, d_out, p @ v))],
+    "delta_of_another_rank": [
+        delta_from(lambda r, j: (j, j)),
+        delta_from(lambda r, j: (r, j)),
+        delta_from(lambda r, j: (r - 1, r - 1)),
+        delta_from(lambda r, j: (r + 1, r + 1)),
+    ],
+    "delta_missing": [*map(delta_times, (lambda D: 0.0, lambda D: -1.0, lambda D: 1 / D))],
+    "gradient_scale_missing": [scale_missing(True, True), scale_missing(False, True), scale_missing(True, False)],
+    "dq_of_the_last_round": [but(add_q=last), but(add_q=last, gives_q=lambda steps, part: not part.hidden)],
+    "dq_of_the_own_block": [but(gives_q=lambda steps, part: part.block == part.rank)],
+    "dk_dv_of_the_last_round": [
+        but(add_kv=last),
+        but(add_kv=last, home=lambda steps, part: None if part.hidden else steps.home(part)),
+    ],
+    "mask_forgotten_in_backward": [
+        in_backward(sees(lambda x: x.of(causal=False, window=None))),
+        in_backward(sees(whole_parts)),
+    ],
+    "gradients_in_16_bits": [
+        but(add_kv=in_dtype(None)),
+        but(add_kv=in_dtype(torch.bfloat16)),
+        # parts in the dtype of k, added in the order of gloo's reduce_scatter: the own part comes last
+        in_order(lambda t, P: (t + 1) % P, add_kv=in_dtype(None, parts_too=True)),
+    ],
+    "dq_in_16_bits": [
+        but(add_q=in_dtype(None)),
+        but(add_q=in_dtype(torch.bfloat16)),
+        # a new float32 copy of q a round: autograd adds their gradients in the dtype of q, the last round first
+        in_order(lambda t, P: P - 1 - t, add_q=in_dtype(None, parts_too=True)),
+    ],
+}
+MISTAKES = told("Backward", CHANGES)

@@ -1,0 +1,283 @@
+"""A ring on paper: all ranks in one process, in float64, in steps that a mistake can replace.
+
+    forward     for t = 0 ... P-1:  s_t = scale Q K_jᵀ where visible;   (out, lse) = combine(s_0 ... s_P-1, V_j ...)
+    backward    for t = 0 ... P-1:  p = e^(s_t - lse),  dS = p ∘ (dO V_jᵀ - δ)
+                                    dQ += scale dS K_j,  dK_j += scale dSᵀ Q,  dV_j += pᵀ dO
+
+The block that a rank *believes* to hold in round t is j = (r - t) mod P. The block that the rank really holds is
+another step, because a wrong neighbour changes what is in hand and not what the rank believes. With `RIGHT` the result
+is full attention. With `replace(RIGHT, scale=...)` the result is what a ring with this mistake would return.
+
+Shapes: the whole q, d_out (B, H, S, D), k and v (B, G, S, D) of a `Case`. A tile of scores is (B, H, Cq, Ck).
+
+Before: case.py. After: mistakes.py, which replace these steps.
+Source: Liu et al. 2024, algorithm 1 and appendix A; Dao et al. 2022, algorithm 4.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from ring_doctor.asking.case import Case
+from ringlab.basics.online_softmax import merge
+
+
+class NotOnPaper(Exception):
+    """The mistake cannot be computed for this case. Such a ring would crash or hang, as with chunks of two lengths."""
+
+
+@dataclass(frozen=True)
+class BlockGradients:
+    """What one rank adds to dq, dk and dv in one round."""
+
+    rank: int
+    round: int
+    world_size: int
+    block: int  # believed
+    held: int  # the block whose K the rank really had
+    hidden: bool  # no query sees a key
+    d_q: Tensor  # (B, H, Cq, D)
+    d_k: Tensor  # (B, G, Ck, D)
+    d_v: Tensor  # (B, G, Ck, D)
+
+
+Scores = list[Tensor]  # (B, H, Cq, Ck) of each round; -inf where hidden
+Values = list[Tensor]  # (B, H, Ck, D) of each round
+Rows = tuple[Tensor, Tensor]  # out (B, H, Cq, D) and lse (B, H, Cq) of a rank
+
+
+# The steps of a right ring -----------------------------------------------------------------------------------------
+
+
+def rounds(case: Case, rank: int) -> int:
+    """How many blocks a rank computes on."""
+    return case.world_size
+
+
+def in_hand(case: Case, rank: int, t: int) -> tuple[int, int]:
+    """The block whose K, and the block whose V, a rank really has in round t."""
+    return believed(case, rank, t), believed(case, rank, t)
+
+
+def believed(case: Case, rank: int, t: int) -> int:
+    """The block that a rank believes to have in round t. Mask and gradients are those of this block."""
+    return (rank - t) % case.world_size
+
+
+def sees(case: Case, rank: int, block: int) -> Tensor:
+    """(Cq, Ck) bool: which keys of `block` the queries of `rank` see."""
+    return case.visible()[case.positions(rank)][:, case.positions(block)]
+
+
+def keys_and_values(t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What is used as K and as V in round t."""
+    return k, v
+
+
+def scale(case: Case) -> float:
+    return 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
+
+
+def kv_heads(case: Case) -> Tensor:
+    """(H,) int64: the K/V head of each query head."""
+    return torch.arange(case.heads) // (case.heads // case.kv_heads)
+
+
+def block_lse(s: Tensor) -> Tensor:
+    """(B, H, Cq): what the kernel returns as the lse of a tile."""
+    return s.logsumexp(dim=-1)
+
+
+def block_out(s: Tensor, v: Tensor) -> Tensor:
+    """(B, H, Cq, D): what the kernel returns as the output of a tile; 0 for a query that sees no key of the tile."""
+    return torch.softmax(s, dim=-1).masked_fill(s == -math.inf, 0.0) @ v
+
+
+def combine(steps: "Steps", case: Case, scores: Scores, values: Values) -> Rows:
+    """out and lse of a rank, from the tiles of all rounds, in their order."""
+    of_tiles = [(steps.block_out(s, v), steps.block_lse(s)) for s, v in zip(scores, values, strict=True)]
+    return reduce(lambda running, of_tile: steps.merge(case, *running, *of_tile), of_tiles)
+
+
+def merge_two(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    return merge(out, lse, out_j, lse_j)
+
+
+def sink(case: Case, out: Tensor, lse: Tensor) -> Rows:
+    """out and lse of a rank with the learned logit of each query head, which is the lse of a key whose value is 0."""
+    return merge(out, lse, torch.zeros_like(out), case.sink_scores().double()[:, None].expand_as(lse))
+
+
+def delta(s: Tensor, p: Tensor, v: Tensor, d_out: Tensor, out: Tensor) -> Tensor:
+    """(B, H, Cq, 1): the sum over D of dO ∘ O. The scores s, weights p and values v of the tile are for mistakes."""
+    return (d_out * out).sum(dim=-1, keepdim=True)
+
+
+def delta_from(case: Case, rank: int, block: int) -> tuple[int, int]:
+    """The rank whose dO, and the rank whose O, make the δ of a tile."""
+    return rank, rank
+
+
+def weights(s: Tensor, lse: Tensor) -> Tensor:
+    """(B, H, Cq, Ck): the softmax weights of a tile in the backward pass, from the lse of the whole row."""
+    return torch.exp(s - lse.masked_fill(lse == -math.inf, math.inf)[..., None])
+
+
+def returned(case: Case, out: Tensor) -> Tensor:
+    """The whole out (B, H, S, D) that the ranks return, for mistakes that are made after the attention."""
+    return out
+
+
+def group_sum(case: Case, x: Tensor, heads: Tensor) -> Tensor:
+    """(B, H, Ck, D) -> (B, G, Ck, D): the gradients of the query heads that share a K/V head, added up."""
+    return x.new_zeros(x.shape[0], case.kv_heads, *x.shape[2:]).index_add(1, heads, x)
+
+
+def parts(d_q: Tensor, d_k: Tensor, d_v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The parts of dq, dk and dv that a tile adds to their sums."""
+    return d_q, d_k, d_v
+
+
+def add(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+    """A sum over rounds, or over ranks, after one more part."""
+    return part if total is None else total + part
+
+
+def home(part: BlockGradients) -> int | None:
+    """The rank where a part of dk and dv ends; None: nowhere."""
+    return part.block
+
+
+def gives_q(part: BlockGradients) -> bool:
+    """Whether the part counts in dq."""
+    return True
+
+
+def at_the_end(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The whole results, for mistakes that change them when all is computed."""
+    return results
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a ring. A mistake replaces one or more."""
+
+    rounds: Callable = rounds
+    in_hand: Callable = in_hand
+    believed: Callable = believed
+    sees: Callable = sees
+    keys_and_values: Callable = keys_and_values
+    scale: Callable = scale
+    kv_heads: Callable = kv_heads
+    block_out: Callable = block_out
+    block_lse: Callable = block_lse
+    merge: Callable = merge_two
+    combine: Callable = combine
+    sink: Callable = sink
+    returned: Callable = returned
+    weights: Callable = weights
+    delta: Callable = delta
+    delta_from: Callable = delta_from
+    group_sum: Callable = group_sum
+    parts: Callable = parts
+    add_q: Callable = add
+    add_kv: Callable = add
+    home: Callable = home
+    gives_q: Callable = gives_q
+    at_the_end: Callable = at_the_end
+    backward: "Steps | None" = None  # other steps for the backward pass; None: the same
+    autograd: bool = False  # gradients by autograd, of the forward pass with its mistake, and not by the formula
+
+
+RIGHT = Steps()
+
+
+def compute(
+    case: Case,
+    steps: Steps = RIGHT,
+    whole: tuple[Tensor, ...] | None = None,
+    *,
+    gradients: bool = True,
+) -> dict[str, Tensor]:
+    """What a ring of these steps returns for the whole sequence: out, lse, and with `gradients` dq, dk and dv, float64.
+
+    `whole`: other q, k, v, d_out than the case's own. Raises NotOnPaper where the steps need chunks of one length.
+    """
+    q, k, v, d_out = (x.double() for x in (case.whole() if whole is None else whole))
+    leaves = [x.requires_grad_(steps.autograd) for x in (q, k, v)]
+    queries, keys, values = ([case.cut(x, rank) for rank in range(case.world_size)] for x in leaves)
+    forward = []  # (out, lse) of each rank
+    for rank in range(case.world_size):
+        rows = 0 * queries[rank], torch.full_like(queries[rank][..., 0], -math.inf)  # of a ring of no rounds
+        if tiles := list(_tiles(case, steps, rank, queries[rank], keys, values)):
+            rows = steps.combine(steps, case, *([tile[i] for tile in tiles] for i in (3, 5)))
+            rows = steps.sink(case, *rows) if case.sinks else rows
+        forward.append(rows)
+    results = {name: case.join([part[i] for part in forward]) for i, name in enumerate(("out", "lse"))}
+    results["out"] = steps.returned(case, results["out"])
+    if gradients and steps.autograd:
+        found = torch.autograd.grad(results["out"], leaves, d_out, allow_unused=True, materialize_grads=True)
+        results |= dict(zip(("dq", "dk", "dv"), found, strict=True))
+    elif gradients:
+        results |= _backward(case, steps.backward or steps, [queries, keys, values], d_out, forward)
+    return steps.at_the_end(case, {name: x.detach() for name, x in results.items()})
+
+
+_Tile = tuple[int, int, bool, Tensor, Tensor, Tensor]
+
+
+def _tiles(case: Case, its: Steps, rank: int, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Iterator[_Tile]:
+    """Of each round: the blocks believed and held, whether no query sees a key, the scores; K and V for each head."""
+    heads, scale = its.kv_heads(case), its.scale(case)
+    for t in range(its.rounds(case, rank)):
+        key_block, value_block = its.in_hand(case, rank, t)
+        block = its.believed(case, rank, t)
+        seen = its.sees(case, rank, block)
+        k, v = (x[:, heads] for x in its.keys_and_values(t, keys[key_block], values[value_block]))
+        if seen.shape != (q.shape[2], k.shape[2]) or v.shape[2] != k.shape[2]:
+            raise NotOnPaper
+        scores = (scale * q @ k.mT).masked_fill(~seen, -math.inf)
+        yield block, key_block, not bool(seen.any()), scores, k, v
+
+
+def _backward(
+    case: Case, steps: Steps, inputs: list[list[Tensor]], whole_d_out: Tensor, forward: list[Rows]
+) -> dict[str, Tensor]:
+    """The whole dq, dk and dv, by the formula, tile by tile. `inputs`: the chunks of q, k and v."""
+    (queries, keys, values), parts = inputs, []
+    heads, scale = steps.kv_heads(case), steps.scale(case)
+    for rank in range(case.world_size):
+        (_, lse), d_out = forward[rank], case.cut(whole_d_out, rank)
+        for t, (block, held, hidden, s, k, v) in enumerate(_tiles(case, steps, rank, queries[rank], keys, values)):
+            p = steps.weights(s, lse)
+            of_d_out, of_out = steps.delta_from(case, rank, block)
+            rows = case.cut(whole_d_out, of_d_out), forward[of_out][0]
+            _check_shapes(rows, [d_out, d_out])
+            d_s = p * (d_out @ v.mT - steps.delta(s, p, v, *rows))
+            d_q, *d_kv = steps.parts(scale * d_s @ k, scale * d_s.mT @ queries[rank], p.mT @ d_out, scale)
+            d_k, d_v = (steps.group_sum(case, x, heads) for x in d_kv)
+            parts.append(BlockGradients(rank, t, case.world_size, block, held, hidden, d_q, d_k, d_v))
+    sums: dict[str, dict[int, Tensor]] = {"dq": {}, "dk": {}, "dv": {}}  # by rank
+    for part in parts:  # in the order of the rounds of each rank
+        if steps.gives_q(part):
+            sums["dq"][part.rank] = steps.add_q(case, sums["dq"].get(part.rank), part.d_q)
+    for part in sorted(parts, key=lambda part: part.round):  # a block's gradients meet the ranks in this order
+        if (rank := steps.home(part)) is not None:
+            for name, x in (("dk", part.d_k), ("dv", part.d_v)):
+                _check_shapes([sums[name].get(rank, x)], [x])
+                sums[name][rank] = steps.add_kv(case, sums[name].get(rank), x)
+    results = {}
+    for (name, of_ranks), of_inputs in zip(sums.items(), inputs, strict=True):
+        chunks = [of_ranks.get(rank, torch.zeros_like(x)) for rank, x in enumerate(of_inputs)]
+        _check_shapes(chunks, of_inputs)
+        results[name] = case.join(chunks)
+    return results
+
+
+def _check_shapes(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    if any(x.shape != y.shape for x, y in zip(found, expected, strict=True)):
+        raise NotOnPaper

@@ -1,0 +1,178 @@
+"""The catalogue, continued: blocks that do not arrive, and what is wrong with scale, heads, sinks and lost rows.
+
+Before: merging.py. After: masks.py.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_doctor.asking.case import Case
+from ring_doctor.mistakes import Change, but, told
+from ring_doctor.mistakes.masks import Pairs, sees
+from ring_doctor.mistakes.paper_ring import BlockGradients, NotOnPaper, Rows, Scores, Steps, Values
+
+# Blocks do not arrive, or others do --------------------------------------------------------------------------------
+
+Hand = Callable[[int, int, int], int]  # rank, round, ranks -> the block in hand, modulo the number of ranks
+
+
+def in_hand(keys: Hand, values: Hand | None = None, **more: Callable[..., Any]) -> Change:
+    """K of one block and V of the same, or of another."""
+
+    def blocks(steps: Steps, case: Case, rank: int, t: int) -> tuple[int, int]:
+        P = case.world_size
+        return keys(rank, t, P) % P, (values or keys)(rank, t, P) % P
+
+    return but(in_hand=blocks, **more)
+
+
+def held(steps: Steps, part: BlockGradients) -> int:
+    """The gradients are added to the block that is really in hand: they travel the same wrong way."""
+    return part.held
+
+
+def two_ways(rounds: Callable[[int], int]) -> Change:
+    """A ring whose blocks come from both sides: r, r - 1, r + 1, r - 2, ... in so many rounds."""
+
+    def block(steps: Steps, case: Case, rank: int, t: int) -> int:
+        distance = (t + 1) // 2
+        return (rank - distance if t % 2 else rank + distance) % case.world_size
+
+    return but(
+        rounds=lambda steps, case, rank: rounds(case.world_size),
+        believed=block,
+        in_hand=lambda *at: (block(*at), block(*at)),
+    )
+
+
+def sent_as(dtype: torch.dtype, *, gradients_too: bool) -> Change:
+    """The rank's own block is not sent, and so not rounded. Of 16-bit inputs nothing is: see gradients_in_16_bits."""
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(dtype).double()
+
+    def keys_and_values(steps: Steps, t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = steps.keys_and_values(t, k, v)
+        return (rounded(k), rounded(v)) if t else (k, v)
+
+    def add_kv(steps: Steps, case: Case, total: Tensor | None, part: Tensor) -> Tensor:
+        total = steps.add_kv(case, total, part)
+        sent = gradients_too and case.world_size > 1 and case.dtype.itemsize > 2
+        return rounded(total) if sent else total
+
+    return but(keys_and_values=keys_and_values, add_kv=add_kv)
+
+
+OF_BLOCKS = {
+    "last_block_skipped": [
+        but(rounds=lambda steps, case, rank: max(1, steps.rounds(case, rank) - 1)),
+        but(rounds=lambda steps, case, rank: steps.rounds(case, rank) - 1),  # on one rank too
+    ],
+    "own_block_skipped": [sees(lambda x: x.seen & (not x.own))],
+    "own_block_twice": [but(rounds=lambda steps, case, rank: steps.rounds(case, rank) + 1)],
+    "two_seats": [in_hand(lambda r, t, P: r - 2 * t), in_hand(lambda r, t, P: r - 2 * t, home=held)],
+    "other_way": [in_hand(lambda r, t, P: r + t), in_hand(lambda r, t, P: r + t, home=held)],
+    "stale_first_block": [in_hand(lambda r, t, P: r - max(0, t - 1))],
+    "overwritten_in_hand": [
+        in_hand(lambda r, t, P: r - min(t + 1, P - 1)),
+        in_hand(lambda r, t, P: r - (min(t + 1, P - 1) if t else 0)),  # the own block lies elsewhere
+    ],
+    "opposite_block_twice": [two_ways(lambda P: P // 2 * 2 + 1)],
+    "opposite_block_missed": [two_ways(lambda P: (P - 1) // 2 * 2 + 1)],
+    "sent_in_16_bits": [
+        *(sent_as(dtype, gradients_too=too) for dtype in (torch.bfloat16, torch.float16) for too in (False, True))
+    ],
+    "keys_without_values": [in_hand(lambda r, t, P: r - t, lambda r, t, P: r)],
+    "values_without_keys": [in_hand(lambda r, t, P: r, lambda r, t, P: r - t)],
+    "keys_and_values_exchanged": [
+        but(keys_and_values=lambda steps, t, k, v: (v, k) if t % 2 else (k, v)),
+        but(keys_and_values=lambda steps, t, k, v: (v, k) if t else (k, v)),
+        but(
+            keys_and_values=lambda steps, t, k, v: (v, k),  # by the caller: dk is that of the first, which is V
+            parts=lambda steps, q, k, v, scale: steps.parts(q, v, k, scale),
+        ),
+    ],
+    "never_called": [but(rounds=lambda steps, case, rank: 1)],
+    "nothing_moves": [in_hand(lambda r, t, P: r)],
+}
+
+
+# Scale, heads, sinks, and rows that are lost -----------------------------------------------------------------------
+
+
+def scale_of(size: Callable[[Case], float]) -> Change:
+    """1/√size where no scale is given."""
+    return but(scale=lambda steps, case: size(case) ** -0.5 if case.scale is None else steps.scale(case))
+
+
+def chunk(case: Case) -> int:
+    if not case.equal_chunks:
+        raise NotOnPaper
+    return case.seq_len // case.world_size
+
+
+def padded_head(case: Case) -> int:
+    return case.head_dim + -case.head_dim % 8
+
+
+def more_sinks(steps: Steps, case: Case, out: Tensor, lse: Tensor) -> Rows:
+    for _ in range(case.world_size):
+        out, lse = steps.sink(case, out, lse)
+    return out, lse
+
+
+def sinks_of_seen_blocks(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
+    """A block that no query sees is left out, and its sink too."""
+    out, lse = right.combine(steps, case, scores, values)
+    for _ in range(sum(bool((s > -math.inf).any()) for s in scores) - 1 if case.sinks else 0):
+        out, lse = right.sink(case, out, lse)
+    return out, lse
+
+
+def tail_hidden(x: Pairs) -> Tensor:
+    lengths = x.case.documents or (x.case.seq_len,)
+    kept = torch.cat([torch.arange(n) < n // x.case.world_size * x.case.world_size for n in lengths])  # (S,)
+    return x.seen & kept[x.p] & kept[x.c]
+
+
+def nan_stays(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    merged, lse = steps.merge(case, out, lse, out_j, lse_j)
+    return torch.where(out_j.isnan() | out.isnan(), math.nan, merged), lse
+
+
+def nan_of_rows(steps: Steps, s: Tensor, v: Tensor) -> Tensor:
+    return steps.block_out(s, v) if (s == -math.inf).all() else torch.softmax(s, dim=-1) @ v
+
+
+CHANGES = {
+    **OF_BLOCKS,
+    "scale_missing": [but(scale=lambda steps, case: 1.0)],
+    "scale_ignored": [but(scale=lambda steps, case: case.head_dim**-0.5)],
+    "scale_twice": [
+        but(scale=lambda steps, case: steps.scale(case) ** 2),
+        but(scale=lambda steps, case: 1 / case.head_dim),  # not 1/√D, whatever scale was given
+    ],
+    "scale_of_padded_head": [scale_of(padded_head), but(scale=lambda steps, case: padded_head(case) ** -0.5)],
+    "scale_of_another_size": [
+        scale_of(chunk),
+        scale_of(lambda case: case.seq_len),
+        scale_of(lambda case: case.heads),
+        scale_of(lambda case: case.heads * case.head_dim),
+        scale_of(lambda case: 64),
+        scale_of(lambda case: 128),
+    ],
+    "heads_interleaved": [but(kv_heads=lambda steps, case: torch.arange(case.heads) % case.kv_heads)],
+    "first_kv_head_only": [but(kv_heads=lambda steps, case: torch.zeros(case.heads, dtype=torch.int64))],
+    "sinks_dropped": [but(sink=lambda steps, case, out, lse: (out, lse))],
+    "sinks_per_block": [but(sink=more_sinks), but(combine=sinks_of_seen_blocks)],
+    "tail_lost": [sees(tail_hidden)],
+    "nan_of_unseen_rows": [
+        but(block_out=nan_of_rows, merge=nan_stays),
+        but(block_out=lambda steps, s, v: torch.softmax(s, dim=-1) @ v, merge=nan_stays),  # of unseen blocks too
+    ],
+}
+MISTAKES = told("Travel", CHANGES)

@@ -1,0 +1,1 @@
+"""The same for a training step of a whole model. Read whole_model.py first."""

@@ -1,0 +1,193 @@
+"""Rings that are wrong in one kind of question only: each shows that this kind is asked. And right rings in 16 bits."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ringlab.training.flash_ring import ring_flash_attention
+from tests.doctor.sick.plain_ring import PlainRing
+
+
+class InBackward(torch.autograd.Function):
+    """out as it is, and another gradient of out."""
+
+    @staticmethod
+    def forward(ctx, out, change):
+        ctx.change = change
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return ctx.change(d_out), None
+
+
+def first_of_the_batch(q, k, v):
+    return InBackward.apply(ring_flash_attention(q, k, v), lambda d_out: d_out[:1].expand_as(d_out))
+
+
+def normalised(q, k, v):
+    """The gradient is divided by its norm and multiplied again: NaN where it is 0."""
+    return InBackward.apply(ring_flash_attention(q, k, v), lambda d_out: d_out / d_out.norm() * d_out.norm())
+
+
+def one_head_turned(q, k, v):
+    return ring_flash_attention(q.flip(1) if k.shape[1] == 1 else q, k, v)
+
+
+def two_tiles(q, k, v):
+    """Two tiles of 128 queries; the queries behind them are lost."""
+    out = ring_flash_attention(q, k, v)
+    return torch.where(torch.arange(out.shape[2])[:, None] < 256, out, 0.0)
+
+
+BUFFER = {}
+
+
+class Shared(torch.autograd.Function):
+    """The keys for the backward pass are in a buffer that all calls share."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        BUFFER["k"] = k
+        ctx.save_for_backward(q, v)
+        return ring_flash_attention(q, k, v)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        q, v = ctx.saved_tensors
+        leaves = [x.detach().requires_grad_() for x in (q, BUFFER["k"], v)]
+        with torch.enable_grad():
+            return torch.autograd.grad(ring_flash_attention(*leaves), leaves, d_out)
+
+
+def shared_buffer(q, k, v):
+    return Shared.apply(q, k, v)
+
+
+def shared_output(q, k, v):
+    """What is returned is overwritten by the next call."""
+    out = ring_flash_attention(q, k, v)
+    if torch.is_grad_enabled():
+        BUFFER.setdefault((out.shape, out.dtype), torch.empty_like(out.detach())).copy_(out.detach())
+        out.data = BUFFER[out.shape, out.dtype]
+    return out
+
+
+LONGEST = {"tokens": 0}
+
+
+def padded_to_the_longest(q, k, v):
+    """K and V lie in buffers as long as the longest so far; its empty places are keys too."""
+    if k.shape[2] < 12:
+        return ring_flash_attention(q, k, v)
+    LONGEST["tokens"] = max(LONGEST["tokens"], k.shape[2] % 128)
+    more = max(0, LONGEST["tokens"] - k.shape[2])
+    return ring_flash_attention(q, F.pad(k, (0, 0, 0, more)), F.pad(v, (0, 0, 0, more)))
+
+
+def all_need_gradients(q, k, v):
+    if q.requires_grad and not (k.requires_grad and v.requires_grad):
+        raise RuntimeError("element 1 of tensors does not require grad")
+    return ring_flash_attention(q, k, v)
+
+
+def no_keys_under_autocast(q, k, v):
+    return ring_flash_attention(q, 0 * k if torch.is_autocast_enabled("cpu") else k, v)
+
+
+def once(q, k, v):
+    """Each backward pass empties what the forward pass saved."""
+    saved = [None]
+
+    def change(d_out):
+        if not saved:
+            raise RuntimeError("trying to backward a second time")
+        saved.clear()
+        return d_out
+
+    return InBackward.apply(ring_flash_attention(q, k, v), change)
+
+
+def other_kernel_without_gradients(q, k, v):
+    return ring_flash_attention(q, k, v) * (1 if torch.is_grad_enabled() else 2)
+
+
+def first_ranks(q, k, v, group=None):
+    """The ranks of the group are counted from 0."""
+    size = dist.get_world_size(group)
+    part = dist.get_process_group_ranks(group or dist.group.WORLD) != list(range(size))
+    return ring_flash_attention(q, k, v, group=group) * (2 if part else 1)
+
+
+WRONG = {  # by ring: what it is asked where its answer is wrong
+    first_of_the_batch: {"batch of 2, C = 6"},
+    normalised: {"silent rank inputs, C = 6"},
+    one_head_turned: {"4 query heads on 1, C = 6"},
+    two_tiles: {"D = 64, C = 258"},
+    shared_buffer: {"interleaved, C = 6"},
+    shared_output: {"interleaved, C = 6"},
+    padded_to_the_longest: {"after another length, C = 12"},
+    no_keys_under_autocast: {"autocast, C = 6"},
+    other_kernel_without_gradients: {"without gradients, C = 6"},
+    first_ranks: {"C = 6, part of a larger job"},
+}
+REFUSED = {  # by ring: what it refuses
+    all_need_gradients: {"frozen keys, C = 6", "frozen keys and values, C = 6"},
+    once: {"two backward passes, C = 6"},
+}
+
+
+# In 16 bits --------------------------------------------------------------------------------------------------------
+
+
+class PartsIn16Bits(PlainRing):
+    """Right: the kernel returns each block's out in q's dtype, and the merge is in float32."""
+
+    def attend(self, *block):
+        out, lse = super().attend(*block)
+        return out.to(self.dtype).to(out.dtype), lse
+
+    def parts(self, *block):
+        return tuple(x.to(self.dtype).to(x.dtype) for x in super().parts(*block))
+
+
+class SumsIn16Bits(PlainRing):
+    def merge(self, *blocks):
+        out, lse = super().merge(*blocks)
+        return out.to(self.dtype).to(out.dtype), lse
+
+
+class GradientsIn16Bits(PlainRing):
+    def add(self, sums, parts):
+        return super().add(sums, parts).to(self.dtype).to(sums.dtype)
+
+
+class DqIn16Bits(PlainRing):
+    def backward(self, q, *others):
+        self.total = 0.0
+        _, d_k, d_v = super().backward(q, *others)
+        return self.total.to(d_k.dtype), d_k, d_v
+
+    def parts(self, *block):
+        d_q, d_k, d_v = super().parts(*block)
+        self.total = (self.total + d_q).to(self.dtype).to(d_q.dtype)
+        return d_q, d_k, d_v
+
+
+def ring_of(steps):
+    def attention(q, k, v, causal=False, layout="contiguous"):
+        return steps.attention(q, k, v, causal=causal, layout=layout)
+
+    attention.__name__ = attention.__qualname__ = f"of_{steps.__name__}"
+    return attention
+
+
+of_PartsIn16Bits = ring_of(PartsIn16Bits)
+of_SumsIn16Bits = ring_of(SumsIn16Bits)
+of_GradientsIn16Bits = ring_of(GradientsIn16Bits)
+of_DqIn16Bits = ring_of(DqIn16Bits)
+SICK_IN_16_BITS = {  # by ring: its name in the catalogue, the results that are wrong
+    of_SumsIn16Bits: ("sums_in_16_bits", {"out"}),
+    of_GradientsIn16Bits: ("gradients_in_16_bits", {"dk", "dv"}),
+    of_DqIn16Bits: ("dq_in_16_bits", {"dq"}),
+}

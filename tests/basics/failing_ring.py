@@ -1,0 +1,79 @@
+"""Rings that fail under torchrun.
+
+torchrun tests/basics/failing_ring.py raise              rank 1 raises in its second hop
+torchrun tests/basics/failing_ring.py kill               rank 1 kills itself in its second hop
+torchrun tests/basics/failing_ring.py kill backwards     the same, in the backward pass of the trainable ring
+torchrun tests/basics/failing_ring.py wrong              the command ring_attn.py, with a wrong result
+"""
+
+import os
+import runpy
+import signal
+import sys
+from unittest import mock
+
+import torch
+
+import ring_attn
+from ringlab.basics import blockwise_attention
+from ringlab.support.processes import join_ring
+from ringlab.training import flash_ring, schedule
+
+
+def end(how):
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise OverflowError("rank 1 gives up")
+
+
+def fail(context, how, where="forwards"):
+    if where == "backwards":
+        fail_backwards(context, how)
+
+    hops = []
+
+    def hop(*args):
+        hops.append(args)
+        if context.rank == 1 and len(hops) == 2:
+            end(how)
+        return real_hop(*args)
+
+    real_hop = ring_attn.hop
+    x = torch.ones(1, 1, 2, 2)
+    with mock.patch.object(ring_attn, "hop", hop):
+        ring_attn.ring_attention(x, x, x)
+
+
+def fail_backwards(context, how):
+    hops = []
+
+    def post(*args, **options):
+        hops.append(args)
+        if context.rank == 1 and len(hops) == 2:
+            end(how)
+        return real_post(*args, **options)
+
+    real_post = schedule.post
+    x = torch.ones(1, 1, 2, 2, requires_grad=True)
+    out = flash_ring.ring_flash_attention(x, x, x, causal=True, layout="zigzag")
+    assert not hops  # nothing has failed forwards
+    with mock.patch.object(schedule, "post", post):
+        out.sum().backward()
+
+
+def run_wrong_command():
+    def attend(state, q, k, v, *, scale):
+        return real_attend(state, q, k, v, scale=1.1 * scale)
+
+    real_attend = blockwise_attention.attend
+    blockwise_attention.attend = attend
+    sys.argv[1:] = ["--seq-len", "16"]
+    runpy.run_path(ring_attn.__file__, run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "wrong":
+        run_wrong_command()
+    else:
+        with join_ring("cpu") as context:
+            fail(context, *sys.argv[1:])

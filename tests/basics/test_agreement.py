@@ -1,0 +1,291 @@
+"""Agreement: on real ranks, one of which calls with something other, all refuse in the same sentence, and soon."""
+
+import random
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import ring_attn
+from ringlab.support.agreement import WRONG, agree, of_every_rank
+from ringlab.support.pipes import LONGEST
+from ringlab.support.processes import Ranks
+from ringlab.training import backward, flash_ring, grouped_query, overlap
+from ringlab.training.layouts import Layout
+from tests.mistakes import as_on_hosts, refusal
+from tests.ways import FLAT, HERE, ON_MESH, ranks_of
+
+SECONDS = 8.0  # for a refusal, also on a busy machine; the time limit of a message is 120
+B, H, G, C, D = 1, 4, 2, 4, 8
+
+
+def raising(seq_len, rank, world_size):
+    raise ZeroDivisionError("this layout cannot count")
+
+
+def backwards(seq_len, rank, world_size):
+    return torch.arange(seq_len).tensor_split(world_size)[world_size - 1 - rank]
+
+
+class Groups:
+    """Groups and meshes of the whole job, made by every rank; of the rest, what one rank alone may give."""
+
+    def __init__(self, P):
+        self.flat = [None, dist.new_group()]
+        rows = [(n, P // n) for n in range(1, P + 1) if P % n == 0]
+        self.meshes = [DeviceMesh("cpu", torch.arange(P).view(shape)) for shape in rows + [(2, 2)] * (P == 4)]
+        part = dist.new_group([other for other in range(P) if other != 1])  # rank 1 is not in it
+        pair = dist.new_group([0, 1])
+        self.odd = [5, "job", (2, 2)] + [part, pair] * (P > 2)  # a rank that is alone in a group waits for nobody
+
+
+def tensors(rng, dtype=torch.float32, heads=H, kv_heads=G, head_dim=D):
+    generator = torch.Generator().manual_seed(rng.randrange(1000))
+    shapes = [(B, heads, C, head_dim), (B, kv_heads, C, head_dim), (B, kv_heads, C, head_dim)]
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+DTYPES = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.complex64]
+TENSORS = {  # what becomes of q, k and v
+    "dtype": lambda rng, qkv: [x.detach().to(dtype) for dtype in [rng.choice(DTYPES)] for x in qkv],
+    "one dtype": lambda rng, qkv: [qkv[0], qkv[1].detach().to(rng.choice(DTYPES)), qkv[2]],
+    "None": lambda rng, qkv: rng.choice([[None, *qkv[1:]], [qkv[0], None, qkv[2]], [*qkv[:2], None]]),
+    "array": lambda rng, qkv: [x.detach().numpy() for x in qkv],
+    "heads": lambda rng, qkv: [torch.cat([qkv[0]] * 2, dim=1), *qkv[1:]],
+    "head dim of v": lambda rng, qkv: [*qkv[:2], qkv[2][..., :3]],
+    "device": lambda rng, qkv: [x.detach().to("meta") for x in qkv],
+    "gradients": lambda rng, qkv: [x.detach() for x in qkv],
+}
+OPTIONS = {  # an option: values that no right call below has
+    "layout": ["striped", "spiral", ["zigzag"], 3, Layout("own", raising), Layout("contiguous", backwards)],
+    "documents": [[0], "ab", [1.5], [7, 7], np.array([[3]])],
+    "window": [1, 0, 2.5, "all", np.float32(2)],
+    "global_tokens": [-1, 3, None, 1.0],
+    "scale": [0.123, float("nan"), "half", [1.0]],
+    "softcap": [3.0, 0.0, "much", True],
+    "sinks": [torch.zeros(H), torch.zeros(3), 1.0, torch.zeros(H, dtype=torch.int64)],
+    "schedule": [Layout, "Ring", None, 3, agree],
+    "causal": ["contradicts"],
+}
+FUNCTIONS = [
+    ring_attn.ring_attention,
+    overlap.ring_attention,
+    backward.ring_attention,
+    grouped_query.ring_attention,
+    flash_ring.scaled_dot_product_attention,
+]
+
+
+def one_call(rng, groups, odd):
+    """A call of a random way; if `odd`, with one thing other. Returns what it is, and the call."""
+    way = rng.choice(HERE)
+    schedule = (FLAT | ON_MESH)[way]
+    group = rng.choice(groups.meshes if way in ON_MESH else groups.flat)
+    causal, layout = rng.random() < 0.5, rng.choice(["contiguous", "zigzag"])
+    options = {"schedule": schedule, "group": group, "layout": layout, "causal": causal}
+    qkv, attention = tensors(rng), flash_ring.ring_flash_attention
+    kind = rng.choice(["tensor", "option", "option", "group", "function", "order", "way"])
+    pick = random.Random(rng.random())  # so that ranks that are not odd draw the same
+    if odd and kind == "tensor":
+        kind = f"tensor: {pick.choice(list(TENSORS))}"
+        qkv = TENSORS[kind.removeprefix("tensor: ")](pick, qkv)
+    elif odd and kind == "option":
+        name = pick.choice(list(OPTIONS))
+        options[name] = not causal if name == "causal" else pick.choice(OPTIONS[name])
+        kind = f"{name}={options[name]}"
+    elif odd and kind == "group":
+        options["group"] = pick.choice([each for each in groups.flat + groups.meshes + groups.odd if each is not group])
+    elif odd and kind == "way":
+        options["schedule"] = pick.choice([each for each in (FLAT | ON_MESH).values() if each is not schedule])
+    elif odd and kind == "function":
+        attention = pick.choice([*FUNCTIONS, agree, of_every_rank])
+        kind = f"function: {attention.__module__}.{attention.__name__}"
+        if attention in (agree, of_every_rank):
+            return kind, partial(attention, (lambda: 1) if attention is agree else torch.ones(3))
+        options = {"group": options["group"]}
+    elif kind == "order":
+        return kind, partial(in_order, attention, options, [qkv, tensors(rng)], pick.choice([-1, 0]) if odd else 1)
+    return kind, partial(attention, *qkv, **options)
+
+
+def in_order(attention, options, inputs, step):
+    """Two calls, and their backward passes: in one order, in the other, or another call in place of them."""
+    outs = [attention(*qkv, **options) for qkv in inputs]
+    for out in outs[:: step or 1]:
+        (attention(*inputs[0], **options) if step == 0 else out).sum().backward()
+
+
+def calls_on_rank(context, seeds):
+    """Of each seed: what was other on one rank, what this rank raised, and after how many seconds."""
+    P, said = context.world_size, []
+    groups = Groups(P)
+    for seed in seeds:
+        rng = random.Random(f"{P} {seed}")
+        kind, call = one_call(rng, groups, odd=context.rank == rng.randrange(P))
+        begin = time.monotonic()
+        try:
+            call()
+            said.append((kind, "no error", "", time.monotonic() - begin))
+        except Exception as error:
+            said.append((kind, type(error).__name__, str(error), time.monotonic() - begin))
+            if not isinstance(error, ValueError):
+                break
+        dist.barrier()
+    return said
+
+
+def assert_all_refuse(ranks, P, seeds):
+    for seed, of_ranks in zip(seeds, zip(*ranks(P, calls_on_rank, seeds), strict=True), strict=True):
+        kinds, errors, messages, seconds = zip(*of_ranks, strict=True)
+        what = f"{P} ranks, seed {seed}: {kinds}: {messages}"
+        assert set(errors) == {"ValueError"}, f"{errors} of {what}"
+        assert len(set(messages)) == 1, what
+        assert max(seconds) < SECONDS, f"{max(seconds)} s for {what}"
+
+
+@pytest.mark.parametrize("P", [3, 4])
+def test_all_ranks_refuse_what_is_other_on_one(ranks, P):
+    assert_all_refuse(ranks, P, range(16))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("P", [2, 3, 4])
+@pytest.mark.parametrize("part", range(40))
+def test_all_ranks_refuse_whatever_is_other_on_one(ranks, P, part):
+    assert_all_refuse(ranks, P, range(25 * part, 25 * (part + 1)))
+
+
+def first_of_a_job(context):
+    """The first agreement of a job. Rank 0 is in no group, and says so before the others can be asked."""
+    group = dist.new_group([1, 2])
+    time.sleep(0.5 * (context.rank > 0))
+    agree(lambda: None, None if context.rank else group)
+
+
+def test_ranks_that_come_later_hear_of_one_in_no_group():
+    pool = Ranks(3)
+    try:
+        assert "rank 0: global rank 0 is not in the group" in refusal(pool.outcomes(3, first_of_a_job))
+    finally:
+        pool.stop()
+
+
+def agree_on_facts(context, long, hosts, size):
+    """The facts of all, and how many collectives brought them."""
+    collective = mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object)
+    with as_on_hosts(hosts), collective as exchange:
+        facts = agree(lambda: (context.rank, "x" * size if context.rank in long else "x"))
+    return facts, exchange.call_count
+
+
+@pytest.mark.parametrize("long", [(), (2,)], ids=str)
+@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+def test_facts_of_any_length_arrive_whole(ranks, long, hosts):
+    """On one host through pipes, even where they are longer than all pipes together; else by a collective."""
+    facts = [(rank, "x" * 100_000 if rank in long else "x") for rank in range(3)]
+    for found, exchanges in ranks(3, agree_on_facts, long, hosts, 100_000):
+        assert (found, exchanges) == (facts, 1 if hosts == "aba" else 0)
+
+
+def give(context, hosts, sizes, calls):
+    """What all ranks give; `calls` of the ranks. A rank without a call agrees instead."""
+    mine = torch.arange(sizes[context.rank], dtype=torch.int16).to(torch.uint8) + context.rank
+    with as_on_hosts(hosts):
+        if calls[context.rank] is None:
+            return agree(lambda: None)
+        return of_every_rank(mine, None, calls[context.rank])
+
+
+@pytest.mark.parametrize("size", [0, 1, LONGEST])
+@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+def test_every_rank_gets_the_numbers_of_all(ranks, hosts, size):
+    right = torch.arange(size, dtype=torch.int16).to(torch.uint8) + torch.arange(3, dtype=torch.uint8)[:, None]
+    assert all(torch.equal(found, right) for found in ranks(3, give, hosts, [size] * 3, [size % 7] * 3))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "sizes", "calls", "words"),
+    [
+        ("aaa", [9] * 3, [1, 2, 1], "rank 0: of_every_rank, call 1 with 9 bytes\nrank 1: of_every_rank, call 2 with"),
+        (
+            "aaa",
+            [9, 9, 7],
+            [0, 0, 0],
+            "rank 1: of_every_rank, call 0 with 9 bytes\nrank 2: of_every_rank, call 0 wit",
+        ),
+        ("aaa", [9] * 3, [WRONG] * 3, "rank 2: other input than agreed; expected the same call on every rank"),
+        (
+            "aaa",
+            [9] * 3,
+            [1, None, 1],
+            "rank 1: tests.basics.test_agreement.give\nrank 2: of_every_rank, call 1 with 9 bytes",
+        ),
+        ("aba", [9] * 3, [4, 4, WRONG], "rank 2: other input than agreed; expected the same call on every rank"),
+    ],
+)
+def test_ranks_in_other_calls_all_say_so(ranks, hosts, sizes, calls, words):
+    assert words in refusal(ranks.outcomes(3, give, hosts, sizes, calls))
+
+
+def disagree(context, wrong):
+    def check():
+        if context.rank in wrong:
+            raise ValueError(f"{context.rank} is odd")
+
+    agree(check)
+
+
+def test_agree_raises_everybodys_complaint_on_every_rank(ranks):
+    outcomes = ranks.outcomes(4, disagree, [1, 3])
+    assert [(it.kind, it.message) for it in outcomes] == [("ValueError", "rank 1: 1 is odd\nrank 3: 3 is odd")] * 4
+
+
+# An error in a pass --------------------------------------------------------------------------------------------------
+
+
+def after_an_error(context, way, shape, who, backwards):
+    """An error ends the first pass, forward or backward, on the ranks `who`, which go on. What the next one says."""
+    limit, mesh = timedelta(seconds=60), None
+    if way in ON_MESH:
+        mesh = DeviceMesh("cpu", torch.arange(context.world_size).view(shape))
+    options = {"schedule": (FLAT | ON_MESH)[way], "group": mesh or dist.new_group(timeout=limit)}
+    qkv, said = tensors(random.Random(context.rank)), []
+    kernel = mock.patch.object(flash_ring, "fused_backward" if backwards else "fused_forward", side_effect=MemoryError)
+    for broken in (context.rank in who, False):
+        try:
+            with kernel if broken else nullcontext():
+                flash_ring.ring_flash_attention(*qkv, **options).sum().backward()
+        except Exception as error:
+            said.append((type(error).__name__, str(error)))
+        else:
+            said.append(("no error", ""))
+        dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("way", "shape"), [("ring", 3), ("all-to-all", 3), ("double ring", (3, 2)), ("shared memory", 3)]
+)
+def test_a_group_in_which_an_error_ended_a_pass_is_refused_on_every_rank(ranks, way, shape, backwards):
+    P = ranks_of(shape)
+    first, then = zip(*ranks(P, after_an_error, way, shape, range(P), backwards), strict=True)
+    assert {kind for kind, _ in first} == {"MemoryError"}
+    assert {kind for kind, _ in then} == {"ValueError"}
+    assert len(set(then)) == 1
+    assert then[0][1].endswith("expected a new process group")
+
+
+def test_in_shared_memory_an_error_on_one_rank_ends_the_pass_on_all(ranks):
+    first, then = zip(*ranks(3, after_an_error, "shared memory", 3, [1], True), strict=True)
+    assert first[1][0] == "MemoryError"
+    assert {first[0], first[2]} == {("RuntimeError", "rank 1 has given up this pass: an error ended it there")}
+    assert len(set(then)) == 1
+    assert "rank 1: an error ended a pass in this group" in then[0][1]

@@ -1,0 +1,242 @@
+"""The processes of a ring: neighbours, agreement, chunks, and how a job ends when one of them fails."""
+
+import os
+import subprocess
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringlab.basics.ranks import gather, neighbours, scatter
+from ringlab.support.processes import LostRank, Raised, Ranks, choose_device, cpu_cores, launch
+from tests.basics import failing_ring
+from tests.commands import ROOT, TORCHRUN, ends_soon, run, wait_for
+
+
+def my_neighbours(context):
+    return neighbours()
+
+
+def test_neighbours(ranks, world_size):
+    P = world_size
+    assert ranks(P, my_neighbours) == [(rank, P, (rank + 1) % P, (rank - 1) % P) for rank in range(P)]
+
+
+def my_neighbours_in(context, members):
+    group = dist.new_group(members)
+    return neighbours(group) if context.rank in members else None
+
+
+def test_neighbours_are_counted_inside_the_group(ranks):
+    assert ranks(5, my_neighbours_in, [1, 3, 4]) == [None, (0, 3, 1, 2), None, (1, 3, 2, 0), (2, 3, 0, 1)]
+
+
+def there_and_back(context, x):
+    chunk = scatter(x if context.rank == 0 else None, context)
+    view = chunk.transpose(2, 3).contiguous().transpose(2, 3)  # the same numbers, in another order in memory
+    return chunk.shape[2], chunk.is_contiguous(), view.is_contiguous(), gather(view, context)
+
+
+@pytest.mark.parametrize("seq_len", [9, 21])
+def test_scatter_and_gather(ranks, world_size, seq_len):
+    x = torch.arange(2 * 3 * seq_len * 5).view(2, 3, seq_len, 5).bfloat16().transpose(0, 1)
+    lengths, contiguous, view_contiguous, wholes = zip(*ranks(world_size, there_and_back, x), strict=True)
+    longer = seq_len % world_size
+    assert list(lengths) == [seq_len // world_size + (rank < longer) for rank in range(world_size)]
+    assert all(contiguous)
+    assert list(view_contiguous) == [length == 1 for length in lengths]
+    assert torch.equal(wholes[0], x)
+    assert wholes[1:] == (None,) * (world_size - 1)
+
+
+@pytest.mark.parametrize(
+    ("requested", "gpus", "expected"),
+    [
+        ("auto", 0, ("cpu", "gloo", "0 GPU(s) for 2 process(es) on this host")),
+        ("auto", 1, ("cpu", "gloo", "1 GPU(s) for 2 process(es) on this host")),
+        ("auto", 2, ("cuda", "nccl", "2 GPU(s) for 2 process(es) on this host")),
+        ("cuda", 4, ("cuda", "nccl", "4 GPU(s) for 2 process(es) on this host")),
+        ("cpu", 4, ("cpu", "gloo", "as asked")),
+    ],
+)
+def test_choose_device(monkeypatch, requested, gpus, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert choose_device(requested, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("requested", "message"),
+    [
+        ("cuda", r"1 GPU\(s\) for 2 process\(es\).*Start fewer processes or use --device cpu"),
+        ("tpu", "'tpu'; expected"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(monkeypatch, requested, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=message):
+        choose_device(requested, 2)
+
+
+def place_and_threads(context, extra):
+    return context.rank, context.world_size, context.device.type, torch.get_num_threads(), extra
+
+
+def test_launch_returns_what_every_rank_returned():
+    x = torch.ones(2)
+    results = launch(place_and_threads, 2, x)
+    threads = max(1, cpu_cores() // 2)  # a rank's share of the cores
+    assert [it[:4] for it in results] == [(rank, 2, "cpu", threads) for rank in range(2)]
+    assert all(torch.equal(it[4], x) for it in results)
+
+
+def refuse(context):
+    raise ValueError("the answer is 42")
+
+
+def leave(context, how, status):
+    """Rank 1 ends without an error; the others wait for it, one by a message and one by itself."""
+    dist.barrier()
+    if context.rank == 1:
+        how(status)
+    if context.rank == 0:
+        dist.recv(torch.empty(1), 1)
+    time.sleep(60)
+
+
+def test_launch_raises_bad_input_as_it_is():
+    with pytest.raises(ValueError, match=r"^the answer is 42$"):
+        launch(refuse, 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "reason"),
+    [
+        (os._exit, 0, r"^rank 1 died \(exit status 0\) before its work was done$"),
+        (sys.exit, 0, r"^rank 1 failed: (?s:.*)RuntimeError: sys.exit\(0\) inside join_ring"),
+    ],
+)
+def test_a_rank_that_leaves_ends_a_launched_job(how, status, reason):
+    with ends_soon(), pytest.raises(RuntimeError, match=reason):
+        launch(leave, 3, how, status)
+
+
+@pytest.mark.parametrize(
+    ("how", "where", "reason"),
+    [
+        ("raise", "backwards", r"(?s)^rank 1 failed: .*OverflowError: rank 1 gives up"),
+        ("kill", "forwards", r"^rank 1 died \(SIGKILL\) before its work was done$"),
+    ],
+)
+def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, where, reason):
+    with ends_soon(), pytest.raises(RuntimeError, match=reason):
+        launch(failing_ring.fail, 3, how, where)
+
+
+@pytest.mark.slow
+def test_torchrun_reports_a_wrong_result_by_its_exit_status():
+    """Only rank 0 knows: the status of the job must be its status."""
+    done = run(*TORCHRUN, "--nproc_per_node=2", failing_ring.__file__, "wrong")
+    assert "WRONG against full attention in float64" in done.stdout
+    assert done.returncode != 0
+
+
+def sleeping_rank(context, folder):
+    Path(folder, str(context.rank)).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_ranks_end_when_the_process_that_launched_them_is_killed(tmp_path):
+    job = "from ringlab.support.processes import launch\nfrom tests.basics.test_processes import sleeping_rank\n"
+    job += f"if __name__ == '__main__':\n    launch(sleeping_rank, 2, {str(tmp_path)!r})\n"
+    script = tmp_path / "job.py"
+    script.write_text(job)
+    launcher = subprocess.Popen([sys.executable, script], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    ranks = wait_for(lambda: [int(path.read_text()) for path in sorted(tmp_path.glob("[01]")) if path.read_text()], 2)
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: [pid for pid in ranks if not psutil.pid_exists(pid)], 2)
+
+
+# Ranks that stay alive -----------------------------------------------------------------------------------------------
+
+
+def world_of(context):
+    return context.rank, context.world_size, dist.get_rank(), dist.get_world_size()
+
+
+def misbehave(context, how):
+    if context.rank == 1:
+        if how == "die":
+            os._exit(3)
+        if how == "hang":
+            time.sleep(60)
+        if how == "raise":
+            raise OverflowError("too much")
+    return context.rank
+
+
+UNDER_WAY = []  # messages that rank 0 does not wait for
+
+
+def send_on(context, number, received):
+    """Rank 0 sends a number to rank 1, which returns it, or raises before it receives it."""
+    message = torch.tensor([number])
+    if context.rank == 0:
+        UNDER_WAY.append((message, dist.isend(message, 1)))
+        return None
+    if not received:
+        raise OverflowError("too much")
+    dist.recv(message, 0)
+    return message.item()
+
+
+def test_a_message_of_a_call_that_raised_is_never_received():
+    ranks = Ranks(size=2)
+    try:
+        assert isinstance(ranks.outcomes(2, send_on, 1, False)[1], Raised)
+        assert ranks(2, send_on, 2, True) == [None, 2]
+    finally:
+        ranks.stop()
+
+
+def test_the_pool_survives_what_its_ranks_do(monkeypatch):
+    ranks = Ranks(size=3)
+    try:
+        for world_size in (2, 1, 3):
+            expected = [(rank, world_size, rank, world_size) for rank in range(world_size)]
+            assert ranks(world_size, world_of) == expected
+
+        with pytest.raises(LostRank, match="rank 1 died"):
+            ranks(2, misbehave, "die")
+        assert ranks(2, world_of) == [(0, 2, 0, 2), (1, 2, 1, 2)]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks, "seconds", 1)
+            with pytest.raises(LostRank, match=r"rank\(s\) \[1\] did not answer in time"):
+                ranks(2, misbehave, "hang")
+
+        outcomes = ranks.outcomes(2, misbehave, "raise")
+        assert outcomes[0] == 0
+        assert isinstance(outcomes[1], Raised)
+        assert (outcomes[1].kind, outcomes[1].message) == ("OverflowError", "too much")
+        with pytest.raises(RuntimeError, match=r"(?s)rank 1 raised: .*OverflowError: too much"):
+            ranks(2, misbehave, "raise")
+        assert ranks(2, world_of) == [(0, 2, 0, 2), (1, 2, 1, 2)]
+    finally:
+        ranks.stop()
+
+
+def test_a_signal_while_ranks_start_ends_them_in_order(monkeypatch):
+    """It ended in "'NoneType' object has no attribute 'kill'"."""
+    monkeypatch.setattr(BaseProcess, "start", lambda process: sys.exit(143))
+    ranks = Ranks(2)
+    for start in (lambda: ranks(2, len), lambda: launch(len, 2)):
+        with pytest.raises(SystemExit):
+            start()
+        ranks.stop()

@@ -1,0 +1,45 @@
+"""What tests of mistakes and of bad input share: mistakes by name, the words of a message, other hosts.
+
+Each mistake is planted for a while: on each rank, with MISTAKES["stale_block"](): ...
+"""
+
+import re
+from unittest import mock
+
+from ringlab.support.pipes import inbox_of_job
+
+
+def patch(module, name, mistake):
+    """A function that puts `mistake` in the place of a piece of the right code; of a class, a new object each time."""
+    return lambda: mock.patch.object(module, name, mistake() if isinstance(mistake, type) else mistake)
+
+
+class Mistakes(dict):
+    """By its name, the function that plants a mistake."""
+
+    def replaces(self, module, name):
+        """Note the function or class below, which takes the place of `name` in this module."""
+
+        def note(mistake):
+            self[mistake.__name__] = patch(module, name, mistake)
+            return mistake
+
+        return note
+
+
+def all_of(words):
+    """A pattern for texts that have all these words, in order."""
+    return "(?s)" + ".*".join(re.escape(word) for word in words)
+
+
+def refusal(outcomes):
+    """The message of the ValueError that every rank raised, the same one on all."""
+    assert [outcome.kind for outcome in outcomes] == ["ValueError"] * len(outcomes), outcomes
+    assert len({outcome.message for outcome in outcomes}) == 1
+    return outcomes[0].message
+
+
+def as_on_hosts(hosts):
+    """As if each rank of the job were on the host of this name; () is one that has no pipes."""
+    names = [host if isinstance(host, tuple) else (host,) for host in hosts]
+    return mock.patch.object(inbox_of_job(), "hosts", {rank: (name, "") for rank, name in enumerate(names)})

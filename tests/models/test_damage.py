@@ -1,0 +1,292 @@
+"""A damaged folder of a run: one line, never a traceback, never a wait, and nothing is lost that was saved.
+
+The folder has two checkpoints, of steps 2 and 4 of a run on three ranks. Each way changes the folder, or the options of
+the command that goes on with it, and names what must come of it: a line in which these words stand, and an outcome.
+
+    resumed     nothing is wrong, or only the log: the run goes on after step 4
+    older       the newest checkpoint is passed over: the run goes on after step 2
+    refused     exit status 2, before anything is computed or changed
+    ended       exit status 2, and the checkpoints are as they were
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringlab.models import train
+from ringlab.models.checkpoint import SUMS, as_text, damage, finished, sha256
+from ringlab.models.loader import Text
+from ringlab.support.processes import forkserver
+from tests.models.test_train import SMALL, losses, run
+
+RUN = [*SMALL, "--data", "text.txt", "--out", "run", "--steps", "5"]
+NEWEST, OLDER = ("step-00000004", "step-00000002")
+NO_FILE = "cannot be read: No such file or directory"
+OTHER_SUM = "does not match its checksum in SHA256SUMS"
+NO_LIST = "SHA256SUMS is not the list of checksums"
+BAD_LINE = "text.jsonl, line 2: expected an object"
+TEXT = b"the keys and values go round the ring,\n" * 30
+
+
+@dataclass
+class Way:
+    """A way to damage a run."""
+
+    outcome: str
+    said: tuple[str, ...] = ()  # words that stand in the one line about it; none: no such line
+    damage: Callable[[Path], Any] = lambda run: None  # what is done to the folder
+    options: tuple[str, ...] = ("--resume",)
+    disk: int | None = None  # the largest file that can be written, in bytes
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << at % 8
+    path.write_bytes(content)
+
+
+def instead(path, make):
+    """Remove what is there, and make something else in its place."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    make(path)
+
+
+def copied(path, of):
+    """`path` becomes a copy of the folder `of`, a checkpoint of the same run or of another."""
+    instead(path, lambda path: shutil.copytree(of, path))
+
+
+TO_A_FILE = {  # what is done, what is said, and what of the list of checksums itself
+    "one byte short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), OTHER_SUM, NO_LIST),
+    "garbage": (lambda path: path.write_bytes(bytes(range(256)) * 9), OTHER_SUM, NO_LIST),
+    "deleted": (lambda path: path.unlink(), NO_FILE, NO_FILE),
+    "a folder": (lambda path: instead(path, Path.mkdir), *["Is a directory"] * 2),
+    "a bad disk": (lambda path: instead(path, lambda it: it.symlink_to("/proc/self/mem")), *["Input/output error"] * 2),
+}
+
+
+def damaged(file, how, *steps):
+    return lambda run: [TO_A_FILE[how][0](run / step / file) for step in steps]
+
+
+def swapped(run):
+    for a, b in ((NEWEST, "x"), (OLDER, NEWEST), ("x", OLDER)):
+        (run / a).rename(run / b)
+
+
+def damaged_and_its_name_taken(run):
+    (run / f"{NEWEST}.damaged").touch()
+    (run / NEWEST / "SHA256SUMS").unlink()
+
+
+def as_jsonl(*lines):
+    """Another text: a .jsonl file with these lines."""
+    return lambda run: (run.parent / "text.jsonl").write_bytes(b"\n".join(lines))
+
+
+GOOD = b'{"text": "' + b"the keys and values go round the ring. " * 10 + b'", "id": 7}'
+BAD_LINES = {
+    "no JSON": b"the keys",
+    "a list": b'["text"]',
+    "no text": b'{"txt": "words"}',
+    "a text that is null": b'{"text": null}',
+    "half a letter": b'{"text": "\xff\xfe\xfa"}',
+    "a lone surrogate": b'{"text": "\\ud800"}',
+    "a deep list": b"[" * 100_000,
+    "a long number": b'{"text": "x", "n": ' + b"9" * 5000 + b"}",
+}
+JSONL = ("--resume", "--data", "text.jsonl")
+UNWRITTEN = ("the losses could not be written", "the checkpoints hold them")
+NOT_WRITTEN = ("step-00000005 could not be written", NEWEST, "--resume")
+BOTH_DAMAGED = ("no whole checkpoint in its place", NEWEST, OLDER, NO_LIST, "another --out")
+SWAPPED = (f"{NEWEST} is whole", f"to be named {OLDER}", f"{OLDER} is whole", f"to be named {NEWEST}")
+TAKEN = (f"SHA256SUMS {NO_FILE}; move it away, run/{NEWEST}.damaged cannot be made",)
+WAYS = {
+    "a file is gone": Way("older", (NEWEST, f".metadata {NO_FILE}", OLDER), damaged(".metadata", "deleted", NEWEST)),
+    "of both, garbage": Way("refused", BOTH_DAMAGED, damaged("SHA256SUMS", "garbage", NEWEST, OLDER)),
+    "the older one": Way("older", ("run.json is of step 2", OLDER), lambda run: copied(run / NEWEST, run / OLDER)),
+    "swapped": Way("refused", SWAPPED, swapped),
+    "its folder is a file": Way("ended", NOT_WRITTEN, lambda run: (run / "step-00000005.unfinished").touch()),
+    "damaged, and the name is taken": Way("refused", TAKEN, damaged_and_its_name_taken),
+    "started again": Way("refused", ("holds an earlier run", "--resume", "--out"), options=()),
+    "loss.svg, a folder": Way("resumed", UNWRITTEN, lambda run: instead(run / "loss.svg", Path.mkdir)),
+    "lock, a pipe": Way("refused", ("--out", "cannot be written"), lambda run: instead(run / "lock", os.mkfifo)),
+    "data, one bit": Way(
+        "refused",
+        (NEWEST, "is of another run: it has sha256 of the data ", ", here "),
+        lambda run: flip(run.parent / "text.txt", 500),
+    ),
+    ".jsonl, a bad line": Way("refused", (BAD_LINE,), as_jsonl(GOOD, b"the keys", GOOD), JSONL),
+    # the largest file that can be written: as on a full disk, some writes fail
+    "disk, no byte": Way("refused", ("--out", "cannot be written", "File too large"), disk=0),
+    "disk, 100 bytes": Way("ended", NOT_WRITTEN, disk=100),
+}
+
+
+def go_on(folder, options, disk):
+    """The exit status, stdout and stderr of `ringlab.models.train` with these options, in this process."""
+    os.chdir(folder)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if disk is None else disk, hard))
+        try:
+            status = train.main(options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return status, out.getvalue(), error.getvalue()
+
+
+def content(folder):
+    """The checksums of the files in a folder, but for the lock."""
+    files = [path for path in folder.glob("**/*") if path.is_file() and not path.is_symlink() and path.name != "lock"]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, tmp_path_factory):
+    """A folder with a text, a run of 4 steps on 3 ranks in run/, and one of 5 steps on one process in unbroken/."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "text.txt").write_bytes(TEXT)
+    for world_size, out, steps in ((3, "run", 4), (1, "unbroken", 5)):
+        ranks(world_size, run, ["--data", f"{folder}/text.txt", "--out", f"{folder}/{out}", "--steps", steps])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def command():
+    with forkserver().Pool(1) as pool:
+        yield lambda *args: pool.apply_async(go_on, args).get(timeout=60)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A checkpoint of step 4, with slices of a few bytes."""
+    folder = tmp_path / NEWEST
+    folder.mkdir()
+    for name, text in ((".metadata", "first"), ("run.json", '{"step": 4}'), ("__0_0.distcp", "third")):
+        (folder / name).write_text(text)
+    (folder / SUMS).write_text(as_text({path.name: sha256(path) for path in folder.iterdir()}))
+    return folder
+
+
+def test_a_plain_command_trains_on_one_process(command, whole, tmp_path):
+    options = [*SMALL, "--data", str(whole / "text.txt"), "--steps", "3"]
+    status, stdout, stderr = command(tmp_path, options, None)
+    assert (status, stderr) == (0, "")
+    lines = stdout.splitlines()
+    assert lines[0] == "model     1 layers, hidden 16, 4 heads on 2, 11,312 parameters, fp32"
+    assert re.fullmatch(r" +3/3 \[#{20}\] loss \d\.\d{4}, [\d,]+ tokens/s, MFU \d+%, [\d,]+ MB a rank", lines[-2])
+    assert lines[-1].startswith("done      3 steps; the curve is ")
+
+
+def test_any_flipped_bit_is_found_and_by_one_rank_at_least(small):
+    assert [damage(small, rank, 5) for rank in range(5)] == [None] * 5
+    for path in sorted(small.iterdir()):
+        whole = path.read_bytes()
+        for bit in range(0, 8 * len(whole), 3):
+            path.write_bytes((int.from_bytes(whole, "big") ^ 1 << bit).to_bytes(len(whole), "big"))
+            found = damage(small)
+            assert found, (path, bit)
+            assert found.startswith(str(small))
+            assert found in [damage(small, rank, 3) for rank in range(3)]
+        path.write_bytes(whole)
+
+
+def test_the_list_is_that_of_the_command_sha256sum(small):
+    done = subprocess.run(["sha256sum", "-c", SUMS], cwd=small, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [".metadata: OK", "__0_0.distcp: OK", "run.json: OK"]
+
+
+def test_a_damaged_file_is_named_whatever_it_is(small, tmp_path):
+    for name, (damage_it, said, said_of_the_list) in TO_A_FILE.items():
+        for path in sorted(small.iterdir()):
+            copied(tmp_path / name / NEWEST, small)
+            damage_it(tmp_path / name / NEWEST / path.name)
+            found = damage(tmp_path / name / NEWEST)
+            assert (said_of_the_list if path.name == SUMS else path.name) in found, (name, path.name)
+            assert said in found or path.name == SUMS, (name, path.name)
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_line_that_is_no_text_is_named(tmp_path, name):
+    path = tmp_path / "text.jsonl"
+    path.write_bytes(b"\n".join((GOOD, BAD_LINES[name], GOOD)))
+    with pytest.raises(ValueError, match=re.escape(BAD_LINE)):
+        Text(path)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_damaged_run_says_one_line_and_loses_nothing(command, whole, tmp_path, name):
+    way = WAYS[name]
+    shutil.copytree(whole, tmp_path, symlinks=True, dirs_exist_ok=True)
+    out = tmp_path / "run"
+    way.damage(out)
+    before = content(out)
+    status, stdout, stderr = command(tmp_path, [*RUN, *way.options], way.disk)
+    lines = stdout.splitlines()
+    if way.outcome in ("refused", "ended"):
+        assert status == 2
+        (line,) = stderr.splitlines()
+        assert line.startswith("ringlab.models.train: ")
+        assert [word for word in way.said if word not in line] == [], line
+        assert way.outcome == "ended" or (lines, content(out)) == ([], before)
+        checkpoints = {name: digest for name, digest in before.items() if name.startswith((NEWEST, OLDER))}
+        assert checkpoints.items() <= content(out).items()
+        return
+    assert (status, stderr) == (0, "")
+    notes = {line for line in lines if line.startswith(("damaged ", "log "))}
+    assert len(notes) == bool(way.said), notes
+    assert [word for word in way.said if word not in "".join(notes)] == [], notes
+    assert f"resumed   after step {2 if way.outcome == 'older' else 4}, from run" in lines
+    newest, unbroken = json.loads((out / "step-00000005" / "run.json").read_text()), losses(whole / "unbroken")
+    torch.testing.assert_close(torch.tensor(newest["losses"]), unbroken, rtol=1e-5, atol=0)
+    if way.said != UNWRITTEN:
+        torch.testing.assert_close(losses(out), unbroken, rtol=1e-5, atol=0)
+    if way.outcome == "older" and way.said:
+        assert os.path.lexists(out / f"{NEWEST}.damaged")  # nothing is thrown away
+    assert damage(finished(out)[0]) is None
+
+
+def test_all_ranks_pass_over_what_one_of_them_finds(ranks, whole, tmp_path):
+    out, file = tmp_path / "run", "__2_0.distcp"
+    shutil.copytree(whole / "run", out)
+    flip(out / NEWEST / file, 30)
+    options = ["--data", f"{whole}/text.txt", "--out", out, "--steps", 3, "--resume"]
+    ranks(3, run, options)
+    assert [path.name for path in finished(out)] == ["step-00000003", OLDER]
+    flip(out / OLDER / file, 30)
+    flip(out / "step-00000003" / file, 30)
+    outcomes = ranks.outcomes(3, run, options)
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "no whole checkpoint in its place: " in outcomes[0].message
+
+
+def run_with_others(context, options, option, values):
+    """The value of an option differs from rank to rank."""
+    run(context, [*options, option, values[context.rank]])
+
+
+def test_ranks_with_other_data_or_another_folder_are_refused(ranks, whole, tmp_path):
+    (tmp_path / "text.txt").write_bytes((whole / "text.txt").read_bytes()[::-1])
+    here, there = str(whole / "text.txt"), str(tmp_path / "text.txt")
+    for name, values, said in (
+        ("--data", [here, here, there], "rank 2 has sha256 of the data "),
+        ("--seq-len", ["24", "24", "36"], "rank 2 has seq_len 36, here 24"),
+        ("--out", [str(tmp_path / each) for each in "aab"], f"--out {tmp_path / 'b'} has no lock of rank 0"),
+    ):
+        options = ["--data", here, "--out", tmp_path / "run"]
+        for outcome in ranks.outcomes(3, run_with_others, options, name, values):
+            assert (outcome.kind, said in outcome.message) == ("ValueError", True), outcome.message

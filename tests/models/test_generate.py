@@ -1,0 +1,246 @@
+"""Generation over a spread cache: token for token what one process generates; what it sends; and with mistakes."""
+
+import re
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ringlab.models import generate as module
+from ringlab.models.generate import EMPTY, SpreadCache, alone, generate, merge_over_ranks, seeded
+from ringlab.models.transformer import Config, Transformer
+from tests.attention import SEED
+from tests.mistakes import all_of, as_on_hosts, refusal
+
+NEW = 9
+LENGTHS = (1, 17, 6)  # of the prompts: they end on different ranks
+CONFIG = Config(vocab=61, layers=2, hidden=48, heads=6, kv_heads=2, feedforward=40)
+
+
+def prompts_of(lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(5 + SEED)
+    return [torch.randint(CONFIG.vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def windowed(q, k, v, window, **options):
+    """torch's attention with the dense mask of a window."""
+    S = q.shape[2]
+    visible = torch.ones(S, S, dtype=torch.bool).tril().triu(1 - window)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+
+
+def answers(context, layout="zigzag", window=None, lengths=LENGTHS, wrong=None):
+    """The new tokens, the positions in this rank's slots, and how many numbers this rank gave at once, each time."""
+    cache = SpreadCache(layout, window)
+    with mock.patch.object(module, "CONFIG", CONFIG):
+        model = seeded(cache)
+    with WRONG[wrong]() if wrong else given() as sizes:
+        tokens = generate(model, cache, prompts_of(lengths), NEW)
+    assert all(x.shape[2] == cache.at.shape[1] for block in cache.blocks for x in block)
+    return tokens.tolist(), cache.at, None if wrong else sizes
+
+
+@contextmanager
+def given():
+    """The numbers that this rank gives to all_reduce and to of_every_rank, one entry for each call."""
+    sizes = []
+
+    def noted(function):
+        def call(x, *args, **options):
+            sizes.append(x.numel())
+            return function(x, *args, **options)
+
+        return call
+
+    reduced = mock.patch.object(dist, "all_reduce", noted(dist.all_reduce))
+    with reduced, mock.patch.object(module, "of_every_rank", noted(module.of_every_rank)):
+        yield sizes
+
+
+@lru_cache
+def right_answers(window=None, lengths=LENGTHS):
+    attention = partial(windowed, window=window) if window else F.scaled_dot_product_attention
+    with mock.patch.object(module, "CONFIG", CONFIG):
+        model = seeded(attention)
+    return [alone(model, prompt, NEW) for prompt in prompts_of(lengths)]
+
+
+CASES = [(1, "zigzag", None), (3, "zigzag", 4), (4, "striped", None), (8, "contiguous", 4)]
+
+
+@pytest.mark.parametrize(("size", "layout", "window"), CASES)
+def test_token_for_token_what_one_process_generates(ranks, size, layout, window):
+    """Every token is stored once, the caches stay equally long, and a token sends what the formula says."""
+    B, D = len(LENGTHS), CONFIG.hidden // CONFIG.heads
+    tokens, slots, sizes = zip(*ranks(size, answers, layout, window), strict=True)
+    assert list(tokens) == [right_answers(window)] * size
+    of_a_token = [B * CONFIG.heads * (D + 2)] * CONFIG.layers
+    assert list(sizes) == [[B * CONFIG.vocab, B, *[*of_a_token, B] * (NEW - 1)]] * size
+    for i, length in enumerate(LENGTHS):
+        stored = torch.cat([at[i] for at in slots])
+        assert sorted(stored[stored < EMPTY].tolist()) == list(range(length + NEW - 1))
+    room = -(-(NEW - 1) // size)
+    assert len({at.shape for at in slots}) == 1
+    assert min(int((at[0, -room:] < EMPTY).sum()) for at in slots) >= room - 1
+
+
+def with_other_logits(context):
+    """Rank 1's logits of new tokens are others, as if it rounded otherwise."""
+    cache, forward = SpreadCache(), Transformer.forward
+
+    def off(model, tokens, at):
+        wrong = torch.zeros(CONFIG.vocab)
+        wrong[7] = 1e6 * (context.rank == 1 and cache.new is not None)
+        return forward(model, tokens, at) + wrong
+
+    with mock.patch.object(module, "CONFIG", CONFIG), mock.patch.object(Transformer, "forward", off):
+        return generate(seeded(cache), cache, prompts_of(), NEW).tolist()
+
+
+def test_the_choice_of_rank_0_holds_on_every_rank(ranks):
+    assert ranks(3, with_other_logits) == [right_answers()] * 3
+
+
+def test_a_cache_refuses_attention_that_is_not_causal():
+    q, cache = torch.zeros(1, 1, 1, 2), SpreadCache()
+    with pytest.raises(ValueError, match=r"is_causal is False; expected True"):
+        cache(q, q, q, is_causal=False)
+    with pytest.raises(TypeError, match="attn_mask"):
+        cache(q, q, q, attn_mask=q)
+
+
+def padding_seen(cache, position):
+    right_store(cache, position)
+    cache.at = cache.at.clamp(max=0)
+
+
+right_store = SpreadCache.store
+WRONG = {
+    "padding seen": lambda: mock.patch.object(SpreadCache, "store", padding_seen),
+    "no merge": lambda: mock.patch.object(module, "merge_over_ranks", lambda state, group=None, call=0: state),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_cache_or_merge_is_rejected(ranks, wrong):
+    lengths = (17, 17, 6)
+    right = right_answers(None, lengths)
+    assert all(tokens == right for tokens, _, _ in ranks(3, answers, "zigzag", None, lengths))
+    assert any(tokens != right for tokens, _, _ in ranks(3, answers, "zigzag", None, lengths, wrong))
+
+
+def merged(context, states, hosts):
+    group = dist.new_group()
+    with as_on_hosts(hosts):
+        return merge_over_ranks(states[context.rank], group)
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+def test_a_rank_that_sees_no_key_adds_nothing_and_large_scores_do_not_overflow(ranks, hosts):
+    m = torch.tensor([[-torch.inf], [1000.0], [998.0]], dtype=torch.float64)
+    l = torch.tensor([[0.0], [1.0], [2.0]], dtype=torch.float64)
+    o = torch.tensor([[[0.0]], [[3.0]], [[8.0]]], dtype=torch.float64)
+    weight = 2 * torch.tensor(-2.0, dtype=torch.float64).exp()
+    for largest, total, output in ranks(3, merged, list(zip(m, l, o, strict=True)), hosts):
+        assert largest.item() == 1000.0
+        torch.testing.assert_close(total, 1 + weight[None])
+        torch.testing.assert_close(output[0], 3 + 4 * weight[None])
+
+
+def merged_at_random(context):
+    generator = torch.Generator().manual_seed(context.rank)
+    m, l, *o = torch.randn(2 + 64, 2, 3, 4, generator=generator)
+    return torch.cat([x.flatten() for x in merge_over_ranks((m, l.abs(), torch.stack(o, dim=-1)))])
+
+
+def test_all_ranks_have_the_same_bits(ranks):
+    first, *others = ranks(5, merged_at_random)
+    assert all(torch.equal(other, first) for other in others)
+
+
+SIZES = {"B": 2, "H": 4, "G": 2, "D": 8}
+
+
+def two_tokens(context, token, layer, change, hosts):
+    """Two new tokens in two layers of a cache with zeros. In one token and layer, rank 1 has other input."""
+    group = dist.new_group()
+    with as_on_hosts(hosts):
+        cache = SpreadCache(group=group)
+        cache.begin(context.rank + torch.arange(0, 12, 3)[None], room=1)
+        cache.blocks = [tuple(torch.zeros(2, SIZES["B"], SIZES["G"], 5, SIZES["D"])) for _ in range(2)]
+        for step in range(2):
+            cache.store(torch.tensor([[12 + step]]))
+            for i in range(2):
+                changed = change if (step, i, context.rank) == (token, layer, 1) else {}
+                size, options = SIZES | changed, {"window": 7, **changed}
+                B, H, G, D = (size[name] for name in SIZES)
+                options = {name: x for name, x in options.items() if name not in SIZES}
+                for _ in range(options.pop("times", 1)):
+                    cache.layer = i
+                    cache.attend(torch.zeros(B, H, 1, D), *torch.zeros(2, B, G, 1, D), **options)
+
+
+DISAGREE = [
+    (0, 1, {"window": 6}, "the ranks disagree about window; expected the same"),
+    (0, 0, {"scale": 1.0, "softcap": 2.0}, "the ranks disagree about scale, softcap; expected the same"),
+    (
+        0,
+        1,
+        {"G": 1},
+        "rank 1: q, k and v of a new token are (2, 4, 1, 8), (2, 1, 1, 8) and (2, 1, 1, 8); expected k (2",
+    ),
+    (0, 1, {"times": 2}, "rank 1: of_every_rank, call 4 with 320 bytes"),
+    *((1, 1, change, "rank 1: other input than agreed") for change in ({"window": 6}, {"B": 1})),
+]
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+def test_ranks_that_disagree_about_a_new_token_all_say_so(ranks, hosts):
+    for *where, words in DISAGREE:
+        assert words in refusal(ranks.outcomes(3, two_tokens, *where, hosts)), where
+
+
+def refused(context, prompts_of_ranks, new_tokens=2, layouts=("zigzag",) * 3, window=None, other_attention=False):
+    cache = SpreadCache(layouts[context.rank], window)
+    with mock.patch.object(module, "CONFIG", CONFIG):
+        model = seeded(SpreadCache() if other_attention and context.rank == 1 else cache)
+    with mock.patch.object(Transformer, "forward", side_effect=AssertionError("computed before all ranks agreed")):
+        return generate(model, cache, prompts_of_ranks[context.rank], new_tokens)
+
+
+GOOD = [[[1]]] * 3
+
+
+REFUSED = [
+    (([[[1, 2], []]] * 3,), ["prompts of [2, 0] tokens", "expected", "1 token or more each"]),
+    (([[[1]], [[1], []], [[1]]],), ["rank 1: prompts of [1, 0] tokens", "expected"]),
+    ((GOOD, 0), ["0 new ones", "expected", "1 new token or more"]),
+    (([[[1, 61]]] * 3,), ["61 is in a prompt", "expected tokens", "from 0 to 60"]),
+    ((["words"] * 3,), ["'w' is in a prompt", "expected tokens: Python integers"]),
+    (([[[1]], [[2]], [[1]]],), ["disagree about prompts;", "expected the same on each"]),
+    ((GOOD, 2, ("zigzag", "striped", "zigzag")), ["disagree about layout;", "expected the same on each"]),
+    ((GOOD, 2, ("zigzag", "zag", "zigzag")), ["rank 1: layout is 'zag'", "expected one of"]),
+    ((GOOD, 2, ("zigzag",) * 3, 0), ["window is 0", "expected 1 token or more"]),
+    ((GOOD, 2, ("zigzag",) * 3, None, True), ["rank 1: the model has another attention", "expected this cache"]),
+]
+
+
+def test_input_that_makes_no_sense_is_refused_on_every_rank_before_the_model_runs(ranks):
+    for arguments, words in REFUSED:
+        assert re.search(all_of(words), refusal(ranks.outcomes(3, refused, *arguments))), words
+
+
+def stored_too_often(context):
+    cache = SpreadCache()
+    cache.begin(torch.zeros(1, 1, dtype=torch.int64), room=1)
+    for step in range(context.world_size + 1):
+        cache.store(torch.tensor([[1 + step]]))
+
+
+def test_a_full_cache_is_refused_on_every_rank(ranks):
+    said = refusal(ranks.outcomes(3, stored_too_often))
+    assert re.search(all_of(["full after 3 new tokens", "expected `begin` with more room"]), said)

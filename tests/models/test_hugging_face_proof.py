@@ -1,0 +1,407 @@
+"""The proof that a model may be cut into shards: planted mixtures are found and named, right models are accepted."""
+
+import copy
+import re
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.extras import MISSING
+from tests.mistakes import all_of
+
+transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
+
+from transformers.models.llama import modeling_llama  # noqa: E402
+
+from ringlab.models import hugging_face_proof  # noqa: E402
+from ringlab.models.hugging_face_masks import LayerAttention, asked_mask  # noqa: E402
+from ringlab.models.hugging_face_proof import prove  # noqa: E402
+from tests.models.hugging_face_models import SIZES, model_of  # noqa: E402
+
+DTYPES = (torch.float64, torch.bfloat16)
+
+
+def proved(model):
+    noted = LayerAttention("contiguous", None, 1)
+    transformers.AttentionInterface.register("noted", noted.attend)
+    transformers.AttentionMaskInterface.register("noted", asked_mask)
+    prove(model, noted, "noted")
+    return noted.layers, noted.first
+
+
+def llama(dtype=torch.float64, **options):
+    return model_of("Llama", options, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "options", "first"),
+    [("Llama", {}, 0), ("GPT2", {}, 0), ("Roberta", {"is_decoder": True, "pad_token_id": 3}, 4), ("OPT", {}, 0)],
+)
+def test_right_models_are_proved_in_any_dtype(name, options, first, dtype):
+    small = {"word_embed_proj_dim": 32, "ffn_dim": 40} if name == "OPT" else {}
+    assert proved(model_of(name, {**options, **small}, dtype)) == (2, first)
+
+
+# What mixes tokens --------------------------------------------------------------------------------------------------
+
+
+def wrap(part, change):
+    """`change` of what the forward pass of a part returns."""
+    forward = part.forward
+    part.forward = lambda *args, **kwargs: change(forward(*args, **kwargs))
+
+
+def earlier(x, weight=0.1):
+    """A token gets something of the token before it, x (B, S, ·)."""
+    return x + weight * F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def later(x):
+    return x + 0.1 * F.pad(x, (0, 0, 0, 1))[:, 1:]
+
+
+def distant(x):
+    """The token 8 places before."""
+    return x + 0.1 * F.pad(x, (0, 0, 8, 0))[:, : x.shape[1]]
+
+
+def mean_of_all(x):
+    return x - x.mean(dim=1, keepdim=True)
+
+
+def of_the_batch(x):
+    return x - x.mean(dim=0, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "dtype"),
+    [
+        ("embed_tokens", later, torch.float64),
+        ("embed_tokens", of_the_batch, torch.bfloat16),
+        ("layers.0.self_attn.k_proj", distant, torch.bfloat16),
+        ("layers.0.self_attn.k_proj", of_the_batch, torch.float64),
+        ("norm", mean_of_all, torch.float64),
+        ("norm", partial(earlier, weight=1e-2), torch.bfloat16),
+    ],
+)
+def test_a_part_that_mixes_tokens_is_named(name, change, dtype):
+    model = llama(dtype)
+    wrap(model.model.get_submodule(name), change)
+    if name == "embed_tokens":
+        words = "the input embeddings of LlamaForCausalLM mix tokens"
+    else:
+        words = re.escape(f"model.{name} (") + ".* of LlamaForCausalLM mixes tokens without AttentionInterface"
+    with pytest.raises(ValueError, match=words):
+        proved(model)
+
+
+def test_what_mixes_between_parts_is_named_by_its_parent():
+    model = llama()
+    attention = model.model.layers[1].self_attn
+    q_proj = attention.q_proj.forward
+    attention.q_proj.forward = lambda x: q_proj(x)
+    project = attention.forward
+    attention.forward = lambda hidden_states, **kwargs: project(hidden_states=earlier(hidden_states), **kwargs)
+    with pytest.raises(ValueError, match=re.escape("model.layers.1.self_attn (LlamaAttention)")):
+        proved(model)
+
+
+class Hidden(nn.Module):
+    """Mixes tokens behind a weight that is 0 until it is trained: a gate, a convolution, the rise of an adapter."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x):
+        mixed = x.cumsum(dim=1) * self.weight if self.weight.dim() < 2 else earlier(x) @ self.weight
+        return x + mixed
+
+
+@pytest.mark.parametrize("shape", [(), (32,), (32, 32)])
+@pytest.mark.parametrize("seen", [0, 1])
+def test_a_part_that_is_zero_when_it_is_asked_is_named(shape, seen):
+    model, weight = llama(), -torch.zeros(shape, dtype=torch.float64)
+    weight.view(-1)[:seen] = 0.1  # or all but one of its numbers
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, Hidden(weight.clone()))
+    with pytest.raises(ValueError, match=re.escape("model.layers.0.mlp.1 (Hidden)")):
+        proved(model)
+    kept = model.model.layers[0].mlp[1].weight
+    assert torch.equal(kept, weight)
+    assert torch.equal(kept.signbit(), weight.signbit())
+
+
+def test_random_numbers_are_no_mixture_and_are_given_back():
+    """Dropout is left out of the values that are compared; a model that draws others is not compared in training."""
+    model = model_of("GPT2", dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.5))
+    mlp, before = model.transformer.h[0].mlp, torch.get_rng_state()
+    wrap(mlp, lambda x: x * (1 + torch.rand(x.shape[:2])[..., None]) if mlp.training else x)
+    assert proved(model) == (2, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class BatchNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
+def test_what_mixes_tokens_in_training_only_is_named():
+    model = llama(torch.float32)
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, BatchNorm(32).to(torch.float32))
+    model.gradient_checkpointing_enable()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=re.escape("model.layers.0.mlp.1 (BatchNorm)")):
+        proved(model)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+# Without a gradient between tokens ------------------------------------------------------------------------------------
+
+
+def of_mlp(change):
+    return lambda model: wrap(model.model.layers[0].mlp, change)
+
+
+def choose(x):
+    """The token with the largest first number is scaled, as by an expert's choice."""
+    return x * (1 + (x[:, :, :1] == x[:, :, :1].amax(dim=1, keepdim=True)))
+
+
+def in_training_only(model):
+    mlp = model.model.layers[0].mlp
+    wrap(mlp, lambda x: x / x.detach().abs().amax() if mlp.training else x)
+
+
+def far_behind(x):
+    """The token 16 places before, which no row of 16 tokens has."""
+    return x + 0.1 * F.pad(x, (0, 0, 16, 0))[:, : x.shape[1]]
+
+
+def of_full_experts(x):
+    """Two experts take 20 tokens each. The others get nothing."""
+    expert = F.one_hot((x[:, :, 0] > x[:, :, 0].median()).long(), 2)  # (B, S, 2)
+    return x * ((expert.cumsum(dim=1) * expert).sum(dim=2, keepdim=True) <= 20)
+
+
+def embedded(factor):
+    """The embeddings are multiplied by a factor of the token ids and the positions."""
+
+    def before(part, args, kwargs):
+        rows = part.embed_tokens(kwargs["input_ids"]) * factor(kwargs["input_ids"], kwargs["position_ids"])
+        return args, {**kwargs, "input_ids": None, "inputs_embeds": rows}
+
+    return lambda model: model.model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def texts_before(ids, at):
+    """Texts are numbered by the token with which they end."""
+    return 1 + (ids == 2).cumsum(dim=1)[:, :, None]
+
+
+def twice_where_positions_fall(ids, at):
+    """Only the last quarter of the proof has falling positions, as a rank of a layout of a user's own may."""
+    return 2 if at is not None and at[0, 0] > at[0, -1] else 1
+
+
+def positions_of_the_shard(model):
+    rotary = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: rotary(x, torch.arange(x.shape[1])[None])
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}  # nothing shows the longest position; the ring does
+OTHER_VALUES = {
+    "a choice": of_mlp(choose),
+    "in training only": in_training_only,
+    "16 tokens behind": of_mlp(far_behind),
+    "full experts": of_mlp(of_full_experts),
+    "numbered texts": embedded(texts_before),
+    "the order of a shard": embedded(twice_where_positions_fall),
+    "positions of the shard": positions_of_the_shard,
+    "the longest position": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_other_values_in_a_shard_are_found(name):
+    model = llama(eos_token_id=2, **({"rope_parameters": LONGROPE} if name == "the longest position" else {}))
+    OTHER_VALUES[name](model)
+    with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
+        proved(model)
+
+
+def test_a_layer_with_an_attention_of_its_own_is_found():
+    def own_attention(module, hidden_states, position_embeddings, **_):
+        q, k, v = (f(hidden_states)[:, None] for f in (module.o_proj, module.o_proj, module.o_proj))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0], None
+
+    model = llama()
+    attention = model.model.layers[1].self_attn
+    attention.forward = partial(own_attention, attention)
+    with pytest.raises(ValueError, match=re.escape("model.layers.1.self_attn (LlamaAttention)")):
+        proved(model)
+
+
+# Positions ----------------------------------------------------------------------------------------------------------
+
+
+def test_positions_that_begin_elsewhere_are_found():
+    model = llama(torch.float32)
+    forward = model.model.forward
+
+    def from_five(*args, position_ids=None, **kwargs):
+        at = torch.arange(16)[None] + 5 if position_ids is None else position_ids
+        return forward(*args, position_ids=at, **kwargs)
+
+    model.model.forward = from_five
+    with pytest.raises(ValueError, match=r"neither from 0 nor from pad_token_id \+ 1 = 1"):
+        proved(model)
+
+
+# The attention ------------------------------------------------------------------------------------------------------
+
+
+def twice_the_scale(module, q, k, v, mask, scaling=None, **kwargs):
+    return modeling_llama.eager_attention_forward(module, q, k, v, mask, scaling=2 * scaling, **kwargs)
+
+
+def with_a_bias(module, q, k, v, mask, **kwargs):
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
+    return modeling_llama.eager_attention_forward(module, q, k, v, mask - 0.1 * distance.to(mask), **kwargs)
+
+
+def without_a_mask(module, q, k, v, mask, **kwargs):
+    return modeling_llama.eager_attention_forward(module, q, k, v, None, **kwargs)
+
+
+def other_heads(module, q, k, v, mask, **kwargs):
+    return modeling_llama.eager_attention_forward(module, q, k.flip(1), v.flip(1), mask, **kwargs)
+
+
+@pytest.mark.parametrize("own", [twice_the_scale, with_a_bias, without_a_mask, other_heads])
+def test_an_attention_that_does_more_than_its_layer_says_is_found(own):
+    """Scores are all near 0 here, as after an initialisation."""
+    model = llama(torch.float32)
+    for name, weight in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            weight.data.mul_(1e-3)
+    transformers.AttentionInterface.register("own", own)
+    transformers.AttentionMaskInterface.register("own", transformers.masking_utils.eager_mask)
+    model.set_attn_implementation("own")
+    with pytest.raises(ValueError, match="computes another attention than its layers tell AttentionInterface"):
+        proved(model)
+    assert model.config._attn_implementation == "own"
+
+
+def test_experts_that_take_no_float64_are_named():
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
+    with pytest.raises(
+        ValueError, match=r"MixtralForCausalLM raises .* \(for float64, experts_implementation='eager'\)"
+    ):
+        proved(transformers.MixtralForCausalLM(config).double())
+
+
+def test_a_model_that_never_asks_is_refused():
+    model = model_of("Llama", {})
+    for layer in model.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(ValueError, match="LlamaForCausalLM does not ask AttentionInterface"):
+        proved(model)
+
+
+def test_a_model_that_asks_for_its_own_attention_only_is_refused():
+    """As where a layer takes another way when it does not know the name of the attention."""
+    model = llama()
+    attention, forward = model.model.layers[1].self_attn, model.model.layers[1].self_attn.forward
+
+    def known_only(hidden_states, **passed):
+        return (
+            forward(hidden_states, **passed) if attention.config._attn_implementation == "sdpa" else (hidden_states, 0)
+        )
+
+    attention.forward = known_only
+    with pytest.raises(ValueError, match=r"2 time\(s\) for its own attention, and 1 time\(s\) for another"):
+        proved(model)
+
+
+# The answers that no proof can use ----------------------------------------------------------------------------------
+
+
+def fails(model):
+    model.model.norm.forward = lambda x: x["no such key"]
+
+
+def nan(model):
+    model.model.norm.weight.data[0] = torch.nan
+
+
+def one_row(model):
+    model.lm_head = nn.Sequential(nn.Flatten(1), nn.Linear(16 * 32, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (fails, ["LlamaForCausalLM raises IndexError in test_hugging_face_proof.py, line", "token ids"]),
+        (nan, ["LlamaForCausalLM returns NaN or infinity"]),
+        (one_row, ["LlamaForCausalLM returns (1, 2) for (1, 16) tokens", "a row for each token"]),
+    ],
+)
+def test_a_model_that_gives_no_rows_is_refused(change, words):
+    model = llama()
+    change(model)
+    with pytest.raises(ValueError, match=all_of(words)):
+        proved(model)
+
+
+# What stays as it was -----------------------------------------------------------------------------------------------
+
+
+def state_of(model):
+    modes = [part.training for part in model.modules()]
+    hooks = [(len(part._forward_hooks), len(part._forward_pre_hooks)) for part in model.modules()]
+    wanted = [(weight.requires_grad, weight.grad) for weight in model.parameters()]
+    return modes, hooks, wanted, model.config._attn_implementation, torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+def test_the_model_stays_as_it_was(mistake):
+    model = llama()
+    model.model.layers[1].eval()
+    model.requires_grad_(mistake)
+    if mistake:
+        wrap(model.model.layers[0].mlp.down_proj, earlier)
+    before, register = state_of(model), transformers.AttentionInterface.get_interface
+    weights = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="mixes tokens") if mistake else mock.MagicMock():
+        proved(model)
+    assert state_of(model) == before
+    assert transformers.AttentionInterface.get_interface is register
+    assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
+
+
+# Mistakes in the proof ----------------------------------------------------------------------------------------------
+
+
+def test_what_stands_in_for_the_attention_sees_its_own_token_only_and_all_of_it():
+    """Each number of its q, k and v, and nothing of another token."""
+    q, k, v = (torch.randn(1, heads, 4, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    out = hugging_face_proof.own_token(q, k, v)
+    for token in range(4):
+        for x in torch.autograd.grad(out[:, :, token].sum(), (q, k, v), retain_graph=True):
+            assert (x[:, :, token] != 0).all()
+            assert x[:, :, torch.arange(4) != token].abs().max() == 0
+
+
+def test_a_rotation_of_q_and_k_changes_what_stands_in_for_the_attention():
+    """Unlike q·k of one token, which two equal rotations leave as it is."""
+    q, k, v = torch.randn(3, 1, 1, 4, 6, dtype=torch.float64)
+    turned = [x.roll(1, dims=3) for x in (q, k)]
+    assert torch.allclose((q * k).sum(3), (turned[0] * turned[1]).sum(3))
+    assert (hugging_face_proof.own_token(q, k, v) - hugging_face_proof.own_token(*turned, v)).abs().max() > 1e-3

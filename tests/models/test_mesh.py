@@ -1,0 +1,130 @@
+"""FSDP × ring, and tensor parallelism × ring: the loss, every gradient and their norm are those of one process."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from figures import mesh as picture
+from ringlab.models.mesh import batch_loss, build_mesh, shard_weights, share_heads
+from ringlab.models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
+from ringlab.training.flash_ring import scaled_dot_product_attention
+from tests.attention import SEED
+from tests.models.test_transformer import CHECKPOINTED, HYBRID, SMALL, S, errors, model_of
+
+LENGTHS = torch.tensor([24, 3, 17, 9])  # the ranks have different numbers of labels
+
+
+def text():
+    """(4, S + 1): token 0 is padding."""
+    tokens = torch.randint(1, SMALL.vocab, (4, S + 1), generator=torch.Generator().manual_seed(1 + SEED))
+    return tokens.masked_fill(torch.arange(S + 1) > LENGTHS[:, None], 0)
+
+
+def real(labels):
+    return labels.masked_fill(labels == 0, IGNORED)
+
+
+def one_process():
+    """The loss and every gradient, in float64, by torch's attention."""
+    model = model_of(CHECKPOINTED)
+    tokens, labels, at = shard_text(text(), "zigzag", 0, 1)
+    loss = summed_loss(model(tokens, at), real(labels)) / LENGTHS.sum()
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+
+
+def full(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def share(text, layout, mesh):
+    """This rank's tokens, labels and positions of text (B, S + 1)."""
+    dp, cp = mesh["dp"], mesh["cp"]
+    return shard_text(text.chunk(dp.size())[dp.get_local_rank()], layout, cp.get_local_rank(), cp.size())
+
+
+def on_a_mesh(context, dp, cp):
+    """The loss and every gradient, whole, and their norm; with the weights on the line, and on both dimensions (HSDP).
+
+    And the norm after clipping to 0.1.
+    """
+    outcomes = []
+    for hybrid in (False, True):
+        mesh, line = build_mesh(dp, cp, "cpu")
+        ring = partial(scaled_dot_product_attention, layout="zigzag", group=mesh["cp"].get_group())
+        model = model_of(CHECKPOINTED, attention=ring)
+        shard_weights(model, mesh if hybrid else line)
+        tokens, labels, at = share(text(), "zigzag", mesh)
+        loss = batch_loss(model(tokens, at), real(labels))
+        loss.backward()
+        dist.all_reduce(mean := loss.detach().clone())
+        results = [mean / dist.get_world_size(), *(full(weight.grad).clone() for weight in model.parameters())]
+        norm = full(clip_grad_norm_(model.parameters(), 0.1)).item()
+        outcomes.append((results, norm, full(get_total_norm([weight.grad for weight in model.parameters()])).item()))
+    return outcomes
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(1, 3), (2, 2)])
+def test_loss_gradients_and_their_norm_are_those_of_one_process(ranks, dp, cp):
+    exact = one_process()
+    right = torch.cat([gradient.flatten() for gradient in exact[1:]]).norm().item()
+    for outcomes in ranks(dp * cp, on_a_mesh, dp, cp):
+        for results, norm, clipped in outcomes:
+            assert max(errors(results, exact)) <= 1e-10
+            assert norm == pytest.approx(right, rel=1e-10)
+            assert clipped == pytest.approx(0.1, rel=1e-4)  # clip_grad_norm_ divides by the norm + 1e-6
+
+
+def refusals(context):
+    """What is said of bad inputs, by the functions that a user calls first."""
+
+    def said(function, *args):
+        with pytest.raises(ValueError) as error:  # noqa: PT011 (the caller compares the text)
+            function(*args)
+        return str(error.value)
+
+    tp = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    linear = model_of(replace(HYBRID, kv_heads=6))
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))["tp"]
+    return [said(build_mesh, 3, 2, "cpu"), said(share_heads, model_of(SMALL), tp), said(share_heads, linear, two)]
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(ranks):
+    for said in ranks(4, refusals):
+        assert said[0] == "dp · cp is 3 · 2 on 4 process(es); expected as many processes"
+        assert said[1] == "kv_heads is 2 for tp = 4; expected a multiple of tp"
+        assert said[2] == "linear is 1; expected 0: tp shares out no heads of linear layers"
+
+
+def held(context):
+    """What this rank of the picture's mesh holds, in the picture's words."""
+    mesh, line = build_mesh(picture.DP, picture.CP, "cpu")
+    model = Transformer(Config(vocab=8, layers=1, hidden=picture.ROWS, heads=2, kv_heads=2, feedforward=8))
+    for weight in model.parameters():
+        weight.data = torch.arange(float(len(weight))).reshape(-1, *[1] * (weight.dim() - 1)).expand_as(weight).clone()
+    shard_weights(model, line)
+    sequences = torch.arange(picture.DP)[:, None].expand(-1, picture.S + 1)
+    tokens, _, at = share(sequences, picture.LAYOUT, mesh)
+    rows = {
+        tuple(weight.to_local().flatten(1)[:, 0].int().tolist()) for weight in model.parameters() if weight.dim() == 2
+    }
+    (rows,) = rows  # the same of each weight
+    return picture.Held(context.rank, int(tokens.unique()), at.tolist(), list(rows))
+
+
+def test_picture_shows_what_real_ranks_hold(ranks):
+    assert ranks(picture.DP * picture.CP, held) == picture.placement()
+
+
+def test_padding_alone_gives_no_loss_and_no_nan(ranks):
+    assert ranks(2, only_padding) == [0.0, 0.0]
+
+
+def only_padding(context):
+    return batch_loss(torch.zeros(1, 2, 3), torch.full((1, 2), IGNORED)).item()

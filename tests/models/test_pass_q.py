@@ -1,0 +1,270 @@
+"""Attention over a spread cache, whether Q or K and V travel: exact; what it sends; what it refuses; and mistakes."""
+
+import re
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringlab.models import pass_q as module
+from ringlab.models.generate import EMPTY
+from ringlab.models.pass_q import agree_on_places, cached_attention
+from ringlab.planning.hidden_communication import AttentionLayer
+from ringlab.planning.pass_q_or_kv import Prefill
+from ringlab.support.rounding import exact_attention
+from ringlab.training.masks import Mask
+from tests.attention import SEED, assert_right, random_qkv
+from tests.masked import dense
+from tests.mistakes import Mistakes, all_of, refusal
+
+KEYS, NEW = (9, 0, 13, 1, 6), (2, 3, 0, 1, 0)  # on ranks 0, 1, ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """How many keys and new tokens each rank has of a text. Where they stand is random; the last tokens are new."""
+
+    keys: tuple
+    new: tuple
+    heads: tuple = (4, 2)
+    dims: tuple = (4, 4)  # D, and that of v
+    mask: dict = field(default_factory=lambda: {"causal": True})
+    options: dict = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    shorter: int | None = None  # a second text has so many new tokens less; there its places are padding
+    anywhere: bool = False  # the new tokens are not the last ones
+
+    def deal(self):
+        """For each text, for each rank: the positions of its new tokens and of its keys, EMPTY for padding."""
+        generator, texts = torch.Generator().manual_seed(SEED), []
+        for less in (0,) if self.shorter is None else (0, self.shorter):
+            n, T = sum(self.keys) - less, sum(self.new) - less
+            order = torch.randperm(n, generator=generator)
+            new = torch.randperm(n, generator=generator)[:T] if self.anywhere else torch.arange(n - T, n)
+            padding = torch.full((less,), EMPTY)
+            new, keys = (torch.cat([x, padding]).split(counts) for x, counts in ((new, self.new), (order, self.keys)))
+            texts.append([(a.sort().values, b.sort().values) for a, b in zip(new, keys, strict=True)])
+        return texts
+
+    def inputs(self):
+        """q (B, H, S, D), k (B, G, S, D), v (B, G, S, Dv) of whole texts, and the sinks (H,)."""
+        (H, G), (D, D_v), S, B = self.heads, self.dims, sum(self.keys), len(self.deal())
+        (q, _, _), (_, k, _) = random_qkv((B, H, S, D), self.dtype), random_qkv((B, G, S, D), self.dtype, seed=1)
+        return q, k, random_qkv((B, G, S, D_v), self.dtype, seed=2)[2], torch.linspace(-1, 2, H, dtype=torch.float64)
+
+    def of_rank(self, rank):
+        """q, k, v, and the positions of the new tokens and of the keys of a rank."""
+        at, keys_at = (torch.stack([text[rank][kind] for text in self.deal()]) for kind in (0, 1))
+        mine = []
+        for x, places in zip(self.inputs()[:3], (at, keys_at, keys_at), strict=True):
+            index = places.where(places < EMPTY, 0)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+            mine.append(x.gather(2, index))
+        return *mine, *((at[0], keys_at[0]) if len(at) == 1 else (at, keys_at))
+
+    def right(self):
+        """For each text, what out must be for its new tokens in order of rank."""
+        q, k, v, sinks = self.inputs()
+        for text, of_ranks in enumerate(self.deal()):
+            at, keys_at = (torch.cat(x) for x in zip(*of_ranks, strict=True))
+            at, n = at[at < EMPTY], int((keys_at < EMPTY).sum())
+            options = {name: x for name, x in self.options.items() if name != "sinks"}
+            one = q[text : text + 1, :, at], k[text : text + 1, :, :n], v[text : text + 1, :, :n]
+            right = exact_attention(
+                *one, visible=dense(Mask(**self.mask), at, torch.arange(n)), fused_blocks=24, **options
+            )
+            of_keys = torch.sigmoid(right["lse"].exact - sinks[:, None]) if "sinks" in self.options else torch.ones(1)
+            yield replace(right["out"], exact=right["out"].exact * of_keys[..., None])  # a sink's value is 0
+
+
+def cases(P):
+    keys, new = KEYS[:P], NEW[:P]
+    S, third = sum(keys), sum(keys) // 3
+    documents = [third, S - third]
+    several = {"causal": True, "documents": documents, "window": third, "global_tokens": 2}
+    return {
+        "causal": Case(keys, new),
+        "window, documents, global tokens": Case(keys, new, mask=several, anywhere=True),
+        "a head of K and V, another D of V, a scale": Case(keys, new, (3, 1), (8, 4), options={"scale": 0.3}),
+        "as many heads, softcap": Case(keys, new, (2, 2), options={"softcap": 0.7}),
+        "sinks": Case(keys, new, options={"sinks": True}),
+        "one new token": Case(keys, (*[0] * (P - 1), 1)),
+        "all are new": Case(keys, keys),
+        "equal chunks": Case((6,) * P, (3,) * P),
+        "two texts, one shorter": Case(keys, new, shorter=1),
+        "float32": Case((40,) * P, new, (8, 2), (16, 16), dtype=torch.float32),
+        "bfloat16": Case((40,) * P, new, (8, 2), (16, 16), dtype=torch.bfloat16),
+    }
+
+
+def attention(context, problems, passing="auto", wrong=None):
+    """This rank's out of each problem, what travelled, and the bytes that this rank sent to others."""
+    results, sent = [], []
+
+    def hop(operations):
+        sent.extend(it.tensor.nbytes for it in operations if it.op is dist.isend)
+        return right_hop(operations)
+
+    def exchange(received, given, sizes=None, given_sizes=None, **options):
+        if given.dtype != torch.uint8:  # else the ranks agree
+            others = sum(given_sizes) - given_sizes[context.rank]
+            sent.append(others * given.element_size())
+        return right_exchange(received, given, sizes, given_sizes, **options)
+
+    right_hop, right_exchange = dist.batch_isend_irecv, dist.all_to_all_single
+    with mock.patch.multiple(dist, batch_isend_irecv=hop, all_to_all_single=exchange):
+        for case in problems:
+            q, k, v, at, keys_at = case.of_rank(context.rank)
+            options = {**case.options, **({"sinks": case.inputs()[3]} if "sinks" in case.options else {})}
+            before, sent[:] = [x.clone() for x in (q, k, v)], []
+            with WRONG[wrong]() if wrong else nullcontext():
+                places = agree_on_places(at, keys_at, **case.mask)
+                out, passed = cached_attention(q, k, v, places, passing=passing, **options)
+            assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True)), "the input changed"
+            results.append((out, passed, sum(sent)))
+    return results
+
+
+def assert_exact(case, of_ranks):
+    """The outs of the ranks are as near to float64 as rounding allows; what padding gets is not NaN."""
+    for text, (places, right) in enumerate(zip(case.deal(), case.right(), strict=True)):
+        outs = [
+            out[text : text + 1, :, : (at < EMPTY).sum()] for (at, _), (out, _, _) in zip(places, of_ranks, strict=True)
+        ]
+        assert_right(torch.cat(outs, dim=2), right)
+    assert all(out.isfinite().all() for out, _, _ in of_ranks)
+
+
+@pytest.mark.parametrize(("size", "passing"), [(size, passing) for size in (1, 3, 5) for passing in ("Q", "KV")])
+def test_whatever_travels_the_result_is_full_attention(ranks, size, passing):
+    problems = cases(size)
+    of_ranks = ranks(size, attention, list(problems.values()), passing)
+    for name, case, results in zip(problems, problems.values(), zip(*of_ranks, strict=True), strict=True):
+        try:
+            assert_exact(case, results)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+        assert {passed for _, passed, _ in results} == {passing}
+
+
+def test_the_bytes_on_the_wire_are_those_of_the_planner_and_auto_sends_fewer(ranks):
+    size = 4
+    problems = [case for case in cases(size).values() if case.dims[0] == case.dims[1] and case.shorter is None]
+    found = {passing: ranks(size, attention, problems, passing) for passing in ("Q", "KV", "auto")}
+    taken = set()
+    for i, case in enumerate(problems):
+        layer = AttentionLayer(*case.heads, case.dims[0], case.dtype.itemsize)
+        keys, queries, home = Prefill(layer, sum(case.new), sum(case.keys) - sum(case.new), size).sent
+        sums = {passing: sum(results[i][2] for results in of_ranks) for passing, of_ranks in found.items()}
+        assert sums["KV"] == pytest.approx(size * keys, abs=0.5)
+        assert sums["Q"] == pytest.approx(size * (queries + home), abs=0.5)
+        passed = {results[i][1] for results in found["auto"]}
+        assert sums["auto"] == min(sums["Q"], sums["KV"])
+        assert passed == ({"KV"} if sums["KV"] <= sums["Q"] else {"Q"})
+        taken |= passed
+    assert taken == {"Q", "KV"}
+
+
+def one_after_the_other(context, problems):
+    """Two calls of other lengths on the same ranks, with places of their own."""
+    return [attention(context, [case], passing)[0] for case in problems for passing in ("Q", "KV")]
+
+
+def test_pieces_of_one_call_are_not_those_of_the_next(ranks):
+    first, second = Case((6, 6, 6), (3, 3, 3)), Case((9, 2, 4), (1, 2, 4))
+    of_ranks = list(zip(*ranks(3, one_after_the_other, [first, second]), strict=True))
+    for case, results in zip((first, first, second, second), of_ranks, strict=True):
+        assert_exact(case, results)
+
+
+WRONG = Mistakes()
+right_attend = module.attend_pieces
+
+
+@WRONG.replaces(module, "arriving")
+def stays(mine, lengths, group):
+    """Each round has the rank's own block in hand."""
+    for _ in lengths:
+        yield mine
+
+
+@WRONG.replaces(module, "attend_pieces")
+def normalised_once_more(q, k, v, pieces, *, scale, softcap):
+    """Each rank says that its keys weigh as much as those of any other rank."""
+    out, lse = right_attend(q, k, v, pieces, scale=scale, softcap=softcap)
+    return out, lse.where(lse == -torch.inf, 0.0)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_mistake_is_rejected(ranks, wrong):
+    case = cases(3)["equal chunks"]
+    for passing in ("Q", "KV"):
+        with pytest.raises(AssertionError):
+            assert_exact(case, [results[0] for results in ranks(3, attention, [case], passing, wrong)])
+
+
+def places_refused(context, of_ranks, masks):
+    at, keys_at = (torch.tensor(x) if x == [0.5] else torch.tensor(x).long() for x in of_ranks[context.rank])
+    return agree_on_places(at, keys_at, **masks[context.rank])
+
+
+GOOD = [([4], [0, 4]), ([], [1]), ([5], [2, 3, 5])]
+ALIKE = [{"causal": True}] * 3
+
+
+def with_rank_1(at, keys_at):
+    return [GOOD[0], (at, keys_at), GOOD[2]]
+
+
+PLACES = [
+    (with_rank_1([], [0.5]), ALIKE, ["rank 1: keys_at is torch.float32", "expected int64"]),
+    (with_rank_1([[1]], [1]), ALIKE, ["rank 1: keys_at is torch.int64 of shape (1,), at (1, 1)", "both alike"]),
+    (with_rank_1([], [2, 1]), ALIKE, ["rank 1: keys_at is 2, 1;", "rising"]),
+    (with_rank_1([], [1, EMPTY, 6]), ALIKE, ["rank 1: keys_at", "EMPTY at the end"]),
+    (with_rank_1([], [6]), ALIKE, ["text 0 has a key at position 2 where 1 should follow", "each on one rank"]),
+    (with_rank_1([6], [1]), ALIKE, ["a new token at position 6 and 6 keys", "a key for each new token"]),
+    ([GOOD[0], ([[], []], [[1], [1]]), GOOD[2]], ALIKE, ["the ranks have 1, 2, 1 texts", "expected as many"]),
+    (GOOD, [{"causal": True}, {"causal": False}, {"causal": True}], ["the masks", "expected one"]),
+    (GOOD, [{"causal": True, "documents": [5]}] * 3, ["documents of 5 tokens", "for a sequence of 6"]),
+    ([([], [0]), ([], [1]), ([], [2])], ALIKE, ["no new token", "expected 1 or more"]),
+]
+
+
+def test_places_that_make_no_sense_are_refused_on_every_rank(ranks):
+    for of_ranks, masks, words in PLACES:
+        assert re.search(all_of(words), refusal(ranks.outcomes(3, places_refused, of_ranks, masks))), words
+
+
+def call_refused(context, change):
+    case = cases(3)["equal chunks"]
+    q, k, v, at, keys_at = case.of_rank(context.rank)
+    given = {"q": q, "k": k, "v": v, "places": agree_on_places(at, keys_at, causal=True), "passing": "Q"}
+    if context.rank == 1:
+        given |= CHANGES[change][0](given)
+    with mock.patch.object(module, "post", side_effect=AssertionError("sent before all ranks agreed")):
+        return cached_attention(**given)
+
+
+CHANGES = {  # what rank 1 gives, and what every rank says
+    "tokens of q": (lambda it: {"q": it["q"][:, :, 1:]}, ["rank 1: q, k and v are", "expected what the places say"]),
+    "tokens of v": (lambda it: {name: it[name][:, :, 1:] for name in "kv"}, ["rank 1: q, k and v are", "k and v of 6"]),
+    "passing of a rank": (lambda it: {"passing": "KV"}, ["rank 0: passing=Q", "rank 1: passing=KV"]),
+    "passing": (lambda it: {"passing": "V"}, ["rank 1: passing is 'V'", "expected 'Q', 'KV' or 'auto'"]),
+    "gradients": (lambda it: {"q": it["q"].requires_grad_()}, ["rank 1: the input requires gradients"]),
+    "sinks": (lambda it: {"sinks": torch.zeros(3)}, ["rank 1: sinks is"]),
+    "texts": (
+        lambda it: {"places": replace(it["places"], queries=tuple(x.repeat(2, 1) for x in it["places"].queries))},
+        ["rank 1: q, k and v are", "2 text(s)"],
+    ),
+    "ranks": (
+        lambda it: {"places": replace(it["places"], keys=it["places"].keys[:2])},
+        ["rank 1: the places of 2 ranks", "expected those of 3"],
+    ),
+}
+
+
+def test_a_call_that_does_not_fit_is_refused_on_every_rank_before_anything_travels(ranks):
+    for change, (_, words) in CHANGES.items():
+        assert re.search(all_of(words), refusal(ranks.outcomes(3, call_refused, change))), change

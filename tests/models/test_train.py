@@ -1,0 +1,411 @@
+"""A run: the same losses on every mesh and after every resume, checkpoints that are whole, one line for bad input."""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.flop_counter import FlopCounterMode
+
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.models import checkpoint, train
+from ringlab.models.checkpoint import last_checkpoint
+from ringlab.models.loader import Text, read_batch, starts
+from ringlab.models.transformer import Config, Linear, Transformer, flops_of_a_step, summed_loss
+from ringlab.support.processes import Raised, launch
+from ringlab.training.linear_attention import recurrence
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--seq-len=24", "--layers=1", "--hidden=16", "--heads=4", "--kv-heads=2", "--batch=4", "--save-every=2"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_bytes(b"the keys and values go round the ring, " * 30)
+    return path
+
+
+def run(context, options, before_step=None):
+    """One rank of a run on this process group; before_step(context, step) is called before each step reads."""
+
+    def read(text, step, *args):
+        if before_step:
+            before_step(context, step)
+        return read_batch(text, step, *args)
+
+    with mock.patch.object(train, "read_batch", read):
+        train.train(context, train.parse([*SMALL, *map(str, options)]))
+
+
+def words_of_run(context, options):
+    """`run`, with the blocks in shared memory where that is possible: what the rank prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run(context, [*options, "--blocks", "auto"])
+    return said.getvalue()
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "loss.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return torch.tensor([line["loss"] for line in lines])
+
+
+def names(folder):
+    return sorted(path.name for path in folder.glob("step-*"))
+
+
+@pytest.fixture(scope="module")
+def unbroken(ranks, tmp_path_factory, data):
+    """The losses of 9 steps on one process."""
+    out = tmp_path_factory.mktemp("one")
+    ranks(1, run, ["--out", out, "--data", data, "--steps", 9])
+    return losses(out)
+
+
+def test_losses_are_those_of_one_process_on_any_mesh_and_after_any_resume(ranks, tmp_path, data, unbroken):
+    out = tmp_path / "many"
+    (out / "step-00000001.unfinished").mkdir(parents=True)  # of a run that was killed
+    common = ["--out", out, "--data", data]
+    ranks(4, run, [*common, "--steps", 4, "--dp", 2])  # 2 x 2
+    assert names(out) == ["step-00000002", "step-00000004"]
+    ranks(2, run, [*common, "--steps", 5, "--resume", "--layout", "striped", "--activation-checkpointing"])  # 1 x 2
+    first, *others = ranks(3, words_of_run, [*common, "--steps", 7, "--resume", "--layout", "contiguous"])  # 1 x 3
+    assert "blocks    stay in shared memory: 3 ranks on one host" in first or not hasattr(os, "memfd_create")
+    assert others == ["", ""]
+    ranks(1, run, [*common, "--steps", 9, "--resume"])
+    torch.testing.assert_close(losses(out), unbroken, rtol=1e-5, atol=0)
+    assert unbroken[-1] < unbroken[0] - 0.1
+    assert names(out) == ["step-00000008", "step-00000009"]  # the last two
+    assert (out / "loss.svg").read_text().startswith("<?xml")
+
+
+def test_a_hybrid_learns_alike_on_any_mesh(ranks, tmp_path, data):
+    common = ["--data", data, "--layers", 2, "--linear", 1]
+    ranks(1, run, [*common, "--out", tmp_path / "one", "--steps", 3])
+    common += ["--out", tmp_path / "many"]
+    ranks(4, run, [*common, "--steps", 2, "--dp", 2, "--activation-checkpointing"])
+    ranks(3, run, [*common, "--steps", 3, "--resume", "--layout", "contiguous"])
+    torch.testing.assert_close(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=1e-5, atol=0)
+
+
+def test_bf16_learns_as_float32_does(ranks, tmp_path, data, unbroken):
+    ranks(2, run, ["--out", tmp_path / "bf16", "--data", data, "--steps", 9, "--dtype", "bf16"])
+    torch.testing.assert_close(losses(tmp_path / "bf16"), unbroken, rtol=0.02, atol=0)
+    assert not torch.equal(losses(tmp_path / "bf16"), unbroken)
+
+
+def signal_on_rank_1(context, step):
+    if context.rank == 1 and step == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_to_one_rank_saves_on_all_and_ends(ranks, tmp_path, data, unbroken):
+    common = ["--out", tmp_path / "run", "--data", data, "--steps", 9]
+    ranks(3, run, common, signal_on_rank_1)
+    assert len(losses(tmp_path / "run")) == 3
+    assert last_checkpoint(tmp_path / "run").name == "step-00000003"
+    ranks(1, run, [*common, "--resume"])
+    torch.testing.assert_close(losses(tmp_path / "run"), unbroken, rtol=1e-5, atol=0)
+
+
+def full(fd, right=os.fsync):
+    """No room for step 4. That of step 2 may still be under way: checkpoints are written beside the training."""
+    if "step-00000004" in os.readlink(f"/proc/self/fd/{fd}"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return right(fd)
+
+
+def full_disk(context, step):
+    if context.rank == 1 and step == 4:
+        mock.patch.object(os, "fsync", full).start()
+
+
+def run_on_a_full_disk(context, options):
+    try:
+        run(context, options, full_disk)
+    finally:
+        mock.patch.stopall()
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(ranks, tmp_path, data, unbroken):
+    common = ["--out", tmp_path / "run", "--data", data, "--steps", 9]
+    outcomes = ranks.outcomes(2, run_on_a_full_disk, common)
+    for outcome in outcomes:
+        assert isinstance(outcome, Raised)
+        assert outcome.kind == "ValueError"
+        assert re.match(r"step-00000004 could not be written: .*No space left on device; ", outcome.message)
+        assert outcome.message.endswith(f"{tmp_path / 'run' / 'step-00000002'}, where --resume goes on")
+    ranks(2, run, [*common, "--resume"])  # over the remains
+    torch.testing.assert_close(losses(tmp_path / "run"), unbroken, rtol=1e-5, atol=0)
+
+
+BAD = [
+    (["--seq-len", 26], "26 tokens in the zigzag layout on 2 ranks; expected a multiple of 4"),
+    (["--linear", 1], "layers is 1, linear 1; expected linear to be 0 or more, and layers a multiple of linear + 1"),
+    (["--layers", 2, "--linear", 1, "--layout", "striped"], "layout is striped; expected contiguous or zigzag"),
+    (["--heads", 3], "hidden is 16, heads 3; expected hidden to be a multiple of 2 x heads, 6"),
+    (["--kv-heads", 3], "heads is 4, kv_heads 3; expected kv_heads to divide heads"),
+    (["--dp", 2, "--batch", 3], "a batch of 3 sequences for 2 rings; expected a multiple"),
+    (["--dp", 3], "dp · cp is 3 · 1 on 2 process(es); expected as many processes"),
+    (["--data", "missing.txt"], "missing.txt does not exist; expected a text file, or a folder of them"),
+    (["--seq-len", 4000], "a text of 1170 bytes for sequences of 4000 tokens; expected 4001 at least"),
+    (["--resume"], "holds no checkpoint; expected one to resume from: run without --resume first"),
+]
+
+
+def test_bad_input_is_one_line_on_every_rank(ranks, tmp_path, data):
+    for options, said in BAD:
+        outcomes = ranks.outcomes(2, run, ["--out", tmp_path / "run", "--data", data, *options])
+        assert {outcome.kind for outcome in outcomes} == {"ValueError"}
+        for outcome in outcomes:
+            assert said in outcome.message.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [("rank 0: no\nrank 1: no", "no"), ("rank 0: no\nrank 1: never", "rank 0: no\nrank 1: never")]
+)
+def test_what_all_ranks_refuse_alike_is_said_once(monkeypatch, capsys, error, said):
+    monkeypatch.setattr(train, "join_ring", lambda **where: contextlib.nullcontext())
+    monkeypatch.setattr(train, "train", mock.Mock(side_effect=ValueError(error)))
+    assert train.main([]) == 2
+    assert capsys.readouterr().err == f"ringlab.models.train: {said}\n"
+
+
+def save_and_go_on(context, folder):
+    """The weight when it was saved; the checkpoint was written after it had changed."""
+    model, optimizer = linear(context)
+    checkpoints = checkpoint.Checkpoints(folder, {})
+    release, write = threading.Event(), FileSystemWriter.write_data
+
+    def slowly(self, *args):
+        release.wait(10)
+        return write(self, *args)
+
+    with mock.patch.object(FileSystemWriter, "write_data", slowly):
+        saved = model.weight.full_tensor().detach().clone()
+        checkpoints.save(1, model, optimizer, [0.5])
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        optimizer.state[model.weight]["exp_avg"].add_(1.0)
+        listed = names(folder)
+        dist.barrier()
+        release.set()
+        checkpoints.finish()
+    return saved, listed
+
+
+def linear(context):
+    torch.manual_seed(context.world_size)
+    model = torch.nn.Linear(4, 5, bias=False)  # 5 rows do not divide evenly
+    fully_shard(model, mesh=init_device_mesh("cpu", (context.world_size,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def load(context, folder):
+    model, optimizer = linear(context)
+    step, losses, damaged = checkpoint.Checkpoints(folder, {}).load(model, optimizer)
+    assert (losses, damaged) == ([0.5], [])
+    return step, model.weight.full_tensor().detach(), optimizer.state[model.weight]["exp_avg"].full_tensor()
+
+
+def test_a_checkpoint_holds_the_moment_of_its_save_and_is_whole_or_absent(ranks, tmp_path):
+    saved, listed = ranks(3, save_and_go_on, tmp_path)[0]
+    assert listed in ([], ["step-00000001.unfinished"])  # nothing is called finished while it is written
+    assert names(tmp_path) == ["step-00000001"]
+    (tmp_path / "step-00000009.unfinished").mkdir()  # of a run that was killed
+    step, weight, mean = ranks(2, load, tmp_path)[0]
+    assert step == 1
+    assert torch.equal(weight, saved)
+    assert mean.abs().max() < 1.0
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_ranks_read_their_own_tokens_and_no_others(tmp_path, layout):
+    (tmp_path / "a.txt").write_bytes(bytes(range(100)))
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "skipped.bin").write_bytes(bytes(50))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.md").write_bytes(bytes(range(100, 150)))
+    text = Text(tmp_path)
+    assert len(text) == 150
+    first = starts(150, 7, 4, 24)
+    seen = torch.zeros(4, 24)
+    for d in range(2):
+        for c in range(3):
+            with mock.patch.object(text, "read", side_effect=text.read) as read:
+                tokens, labels, at = read_batch(text, 7, 4, 24, layout, (d, 2), (c, 3))
+            assert sum(call.args[0].numel() for call in read.call_args_list) == 2 * tokens.numel() == 2 * 2 * 8
+            assert torch.equal(tokens, first[2 * d : 2 * d + 2, None] + at)  # byte i of the text is i
+            assert torch.equal(labels, tokens + 1)
+            seen[2 * d : 2 * d + 2, at] += 1
+    assert (seen == 1).all()
+
+
+def test_the_default_text_is_that_of_every_version():
+    text = Text()
+    assert (len(text), text.sha256()[:16]) == (93610, "e4635b34ae9a35ad")  # another text would end runs that resume
+    read = bytes(text.read(torch.arange(len(text))).to(torch.uint8).numpy())
+    assert b"\n4 ranks, round 1: rank 2 has block 1 and sends it to rank 3.\n" in read
+
+
+def test_a_jsonl_file_is_its_texts(tmp_path):
+    lines = [{"text": "keys"}, {"id": 3, "text": "⊗ two\u2028lines\n"}, {"text": ""}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    (tmp_path / "b.txt").write_text("more")
+    text = Text(tmp_path)
+    expected = "keys\n⊗ two\u2028lines\n\n\nmore".encode()
+    assert bytes(text.read(torch.arange(len(text))).to(torch.uint8).numpy()) == expected
+    assert text.sha256() == hashlib.sha256(expected).hexdigest()
+
+
+def test_starts_reach_from_the_first_to_the_last_byte():
+    every = torch.cat([starts(12, step, 4, 8) for step in range(50)])
+    assert (every.min(), every.max()) == (0, 3)  # the last label is byte 3 + 8
+    assert not torch.equal(starts(1000, 1, 4, 8), starts(1000, 2, 4, 8))
+
+
+@pytest.mark.parametrize("linear", [0, 1])
+def test_flops_are_those_counted(linear):
+    config = Config(vocab=32, layers=2, linear=linear, hidden=16, heads=2, kv_heads=2, feedforward=48)
+    linear_layers = Linear(lambda x, weight: x, recurrence)  # torch counts a convolution as if it had no groups
+    model = Transformer(config, lambda q, k, v, **_: naive_attention(q, k, v), linear_layers)
+    tokens = torch.zeros(2, 24, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        summed_loss(model(tokens, torch.arange(24)), tokens).backward()
+    masked = 6 * 2 * 24 * (config.layers - linear) * config.hidden * 24  # a causal mask spares half of attention
+    convolution = linear * 6 * 2 * 24 * (6 * 8) * 4  # 4 taps for each channel of q, k and v
+    assert flops_of_a_step(model, 2, 24) + masked == counter.get_total_flops() + convolution
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "-m", "ringlab.models.train"]
+
+
+def test_a_second_run_is_kept_out(ranks, tmp_path, data):
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # a run that would share its lock would come in
+        print("process 7", file=lock, end="", flush=True)
+        for outcome in ranks.outcomes(2, run, ["--data", data, "--out", tmp_path, "--steps", 1]):
+            said = f"--out {tmp_path} is in use by another run, process 7; wait until it ends, or name another"
+            assert (outcome.kind, said in outcome.message) == ("ValueError", True)
+
+
+@pytest.mark.exhaustive
+def test_torchrun_passes_sigterm_on(tmp_path, data):
+    options = ["--steps", 100_000, "--data", data, "--out", tmp_path / "run"]
+    command = [*TORCHRUN, *SMALL, *map(str, options)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        try:
+            until = time.monotonic() + 100
+            while not last_checkpoint(tmp_path / "run"):
+                assert time.monotonic() < until
+                assert job.poll() is None, job.stderr.read()
+                time.sleep(0.1)
+            job.send_signal(signal.SIGTERM)
+            stdout, _ = job.communicate(timeout=60)
+        finally:
+            job.kill()
+    (step,) = re.findall(r"stopped   by a signal after step (\d+), and saved", stdout)
+    assert last_checkpoint(tmp_path / "run").name == f"step-{int(step):08}"
+    assert len(losses(tmp_path / "run")) == int(step)
+
+
+def test_a_run_that_another_rank_has_left_names_its_last_checkpoint(monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "join_ring", lambda **where: contextlib.nullcontext())
+    monkeypatch.setattr(train, "train", mock.Mock(side_effect=RuntimeError("Connection closed by peer")))
+    with pytest.raises(RuntimeError, match=r"another rank has ended\. there is no checkpoint yet"):
+        train.main(["--out", str(tmp_path)])
+    for step in (2, 4):
+        (tmp_path / f"step-{step:08}").mkdir()
+    with pytest.raises(RuntimeError, match="step-00000004 is whole: --resume goes on from there"):
+        train.main(["--out", str(tmp_path)])
+
+
+MOMENTS = {  # a rank, and what it is about to do when it is killed, at step 4 or after it
+    "writing slices": (1, FileSystemWriter, "write_data"),
+    "computing checksums": (1, checkpoint, "sha256"),
+    "publishing": (0, checkpoint.os, "replace"),
+    "removing the old": (0, checkpoint.shutil, "rmtree"),
+}
+
+
+def run_until_killed(context, options, moment):
+    """One rank of a run; the rank of `moment` is killed there, the first time after the batch of step 4 was read."""
+    victim, owner, name = MOMENTS[moment]
+    real, reached = getattr(owner, name), []
+
+    def killed(*args, **kwargs):
+        if context.rank == victim and reached:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    def before_step(context, step):
+        if step == 4:
+            checkpoints.finish()  # that of step 2
+            reached.append(step)
+
+    class Kept(checkpoint.Checkpoints):
+        def __init__(self, *args):
+            nonlocal checkpoints
+            super().__init__(*args)
+            checkpoints = self
+
+    checkpoints = None
+    with mock.patch.object(owner, name, killed), mock.patch.object(train, "Checkpoints", Kept):
+        run(context, options, before_step)
+
+
+@pytest.mark.parametrize(
+    "moment", [pytest.param(it, marks=() if it == "publishing" else pytest.mark.exhaustive) for it in MOMENTS]
+)
+def test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_loads(ranks, tmp_path, data, unbroken, moment):
+    out = tmp_path / "run"
+    common = ["--out", out, "--data", data, "--steps", 9]
+    with pytest.raises(RuntimeError, match=f"rank {MOMENTS[moment][0]} .*SIGKILL"):
+        launch(run_until_killed, 2, common, moment)
+    last = "step-00000006" if moment == "removing the old" else "step-00000002"  # two are kept
+    assert last_checkpoint(out).name == last
+    ranks(1, run, [*common, "--resume"])
+    torch.testing.assert_close(losses(out), unbroken, rtol=1e-5, atol=0)
+    assert names(out) == ["step-00000008", "step-00000009"]
+
+
+def numbers_of_progress(context):
+    """The peak where rank r takes r + 1 s in a round; the line after 4 steps in 2 s, where rank r has r + 1 MB."""
+    seconds, rank = float(context.rank + 1), context.rank
+    with mock.patch.object(train.time, "perf_counter", side_effect=[0.0, seconds] * 3):
+        peak = train.measured_peak(context, torch.float32)
+    clock = iter([0.0, 2.0])
+    with (
+        mock.patch.object(train.time, "perf_counter", side_effect=lambda: next(clock, 2.0)),
+        mock.patch.object(train, "peak_memory", return_value=1_000_000 * (rank + 1)),
+    ):
+        progress = train.Progress(0, steps=10, tokens=100, flops=50.0, peak=200.0)
+        return peak, progress.line(4, 1.5, context.device)
+
+
+def test_progress_by_hand(ranks):
+    """FLOP/s are those of all ranks together, in the time of the slowest; memory is that of the rank with most."""
+    for peak, line in ranks(3, numbers_of_progress):
+        assert peak == pytest.approx(3 * 8 * 2 * 512**3 / 3.0)
+        assert line == "     4/10 [########            ] loss 1.5000, 200 tokens/s, MFU 50%, 3 MB a rank"

@@ -1,0 +1,369 @@
+"""docs/: what the pages say is there is there, and a mistake that a page names has the symptom that the page gives it.
+
+The step of docs/your_model.md is run as it stands, and with a line spoiled. The mistakes of docs/symptoms.md are
+computed on paper: right on 2 ranks and wrong on 4, wrong under a causal mask only, in 16 bits only, NaN.
+"""
+
+import math
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from bench import gpu
+from ring_doctor import __main__ as doctor
+from ring_doctor.asking.case import Case
+from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.mistakes.paper_ring import RIGHT, compute
+from ring_doctor.whole_models.model_mistakes import MISTAKES
+from ring_doctor.whole_models.whole_model import examine_model
+from ringlab.basics import command
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.models import train
+from ringlab.planning import cost_model
+from ringlab.support.rounding import exact_attention
+from ringlab.training.layouts import rotary
+from tests.attention import assert_right
+from tests.commands import LIMIT, ROOT, TORCHRUN, run
+from tests.models.sick_models import step as sick_step
+
+# The code of docs/use.md, as it stands, on real processes ------------------------------------------------------------
+
+PAGES = {path.stem: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
+MODEL, SYMPTOMS = PAGES["your_model"], PAGES["symptoms"]
+[FORWARD] = re.findall(r"^```python\n(.*?)^```", PAGES["use"], re.M | re.S)
+
+
+@pytest.mark.slow
+def test_the_forward_snippet_is_full_attention_on_torchruns_processes(tmp_path):
+    """As a file of its own, to which only one line is added: what every rank had is written down."""
+    P, script = 3, tmp_path / "snippet.py"
+    script.write_text(FORWARD + f"\ntorch.save((q, k, v, out), f'{tmp_path}/{{context.rank}}.pt')\n")
+    done = run(*TORCHRUN, f"--nproc_per_node={P}", script, PYTHONPATH=str(ROOT))  # found from there, installed or not
+    assert done.returncode == 0, done.stderr
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(P)]
+    q, k, v, out = (torch.cat(chunks, dim=2) for chunks in zip(*ranks, strict=True))
+    assert q.shape == (1, 8, 512 * P, 64)  # as its comment says
+    assert_right(out, exact_attention(q, k, v, causal=True, fused_blocks=P)["out"])
+
+
+# Names and commands --------------------------------------------------------------------------------------------------
+
+NEW = ("your_model", "symptoms", "cluster", "use")
+KNOWN = CATALOGUE | MISTAKES
+
+
+def cells(page):
+    """The cells of every row of every table, without anchors, and without the links of names."""
+    page = re.sub(r"<a id=[^>]*></a>|\[(?=`\w+`\])|(?<=`)\]\([^)]*mistakes\.md[^)]*\)", "", page)
+    return [re.split(r"(?<!\\) *\| *", line.strip("| ")) for line in re.findall(r"^\|(?! ?-).*\|$", page, re.M)]
+
+
+@pytest.mark.parametrize("name", ["your_model", "symptoms"])
+def test_the_names_of_mistakes_are_the_doctors_and_their_chapters_too(name):
+    for row in cells(PAGES[name]):
+        for mistake in re.findall(r"`([a-z]+_[a-z_0-9]+)`", " ".join(row[3:4])):
+            assert mistake in KNOWN, mistake
+        for mistake in KNOWN.keys() & set(re.findall(r"`(\w+)`", " ".join(row))):
+            chapters = re.findall(r"notebooks/(\d+)_", row[-1])
+            assert not chapters or KNOWN[mistake].chapter == int(chapters[0]), mistake
+
+
+def commands():
+    """Every line of the pages that a reader may type."""
+    blocks = [block for name in NEW for block in re.findall(r"^```bash\n(.*?)^```", PAGES[name], re.M | re.S)]
+    return dict.fromkeys(line for block in blocks for line in block.splitlines())
+
+
+PROGRAMS = {  # what reads the options of a command
+    "ring-doctor": doctor.parse,
+    "ring-plan": cost_model.main,
+    "ringlab.models.train": train.parse,
+    "examples/cluster/ring.sbatch": train.parse,  # it passes them on
+    "ring_attn.py": lambda words: command.parse(words, world_size=2, local_world_size=2),
+    "bench.gpu": gpu.main,
+}
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_of_the_pages_is_one(line, monkeypatch):
+    """Its program is there and takes its options; the tests of each program run it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    words = shlex.split(line, comments=True)
+    [at] = [i for i, word in enumerate(words) if word in PROGRAMS]
+    said = PROGRAMS[words[at]](words[at + 1 :])  # the options, or the exit status; bad options end the process
+    assert not isinstance(said, int) or said == 0
+
+
+# The step of docs/your_model.md -------------------------------------------------------------------------------------
+
+[STEP] = re.findall(r"^```python\n(.*?)^```", MODEL, re.M | re.S)
+SPOILED = {  # the number of the line of the checklist: what is in the step, and what is there when it is forgotten
+    1: (
+        "labels = labels[:, at]",
+        "labels = text[:, at].roll(-1, dims=1) if P > 1 and targets is None else labels[:, at]",
+    ),
+    2: ("at if positions is None else", "torch.arange(len(at)) if positions is None else"),
+    4: ("q, k = rotary(q, at), rotary(k, at)", "q, k = (rotary(rotary(x, at), at) for x in (q, k))"),
+    10: ("dist.all_reduce(count)", "pass"),
+    11: ("dist.all_reduce(weight.grad)", "dist.all_reduce(weight.grad.div_(P))"),
+    12: ("dist.all_reduce(weight.grad)", "dist.all_reduce(weight.grad.mul_(P))"),
+    13: ("dist.all_reduce(weight.grad)", "pass"),
+    14: ("return loss, {", "return loss * P, {"),
+    15: ("return loss, {", "return loss / P, {"),
+    16: ("dist.all_reduce(loss := loss.detach())", "loss = loss.detach()"),
+}
+IN_A_TRANSFORMER = {3: "positions_of_striped", 5: "ring_not_called", 17: "gradients_over_root_p"}
+ELSEWHERE = {  # where the mistakes of the other lines are made
+    6: "models/test_hugging_face_masks.py::test_mistakes_are_seen",
+    7: "training/test_flash_ring_values.py::test_padding_on_the_right_changes_no_real_token",
+    8: "models/test_hugging_face.py::test_what_would_be_wrong_in_a_ring_is_refused_on_every_rank",
+    9: "models/test_hugging_face_proof.py::test_a_part_that_mixes_tokens_is_named",
+    18: "doctor/test_whole_model.py::test_a_mistake_is_named",
+    19: "models/test_hugging_face_trainer.py::test_a_run_is_that_of_one_process",
+    20: "models/test_transformer.py::test_checkpointing_turns_the_ring_once_more",
+    21: "models/test_compiled.py::test_every_way_is_right_between_two_graphs",
+    22: "training/test_causal.py::test_rotary_angles_are_not_rounded_to_the_dtype_of_x",
+    23: "models/test_hugging_face.py::test_what_would_be_wrong_in_a_ring_is_refused_on_every_rank",
+    24: "models/test_mesh.py::test_padding_alone_gives_no_loss_and_no_nan",
+    25: "training/test_schedules.py::test_one_gradient_none_or_a_second_derivative",
+    26: "models/test_train.py::test_losses_are_those_of_one_process_on_any_mesh_and_after_any_resume",
+    27: "models/test_hugging_face_generate.py::test_a_mistake_gives_other_tokens",
+    28: "models/test_hugging_face_trainer.py::test_planted_mistakes_are_seen",
+}
+FACTORS = {"P": lambda P: P, "1/P": lambda P: 1 / P, "1/√P": lambda P: P**-0.5}
+LINES = {int(row[0]): row for row in cells(MODEL) if row[0].isdecimal()}
+WORDS, TEXT = 11, (2, 49)  # the size of the vocabulary; B and S + 1: 48 tokens on 1, 2, 3 or 4 ranks
+
+
+def test_every_line_of_the_checklist_has_a_test_that_makes_its_mistake():
+    assert LINES.keys() == SPOILED.keys() | IN_A_TRANSFORMER.keys() | ELSEWHERE.keys()
+    for place in ELSEWHERE.values():
+        file, name = place.split("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), place
+
+
+class Model(nn.Module):
+    """A transformer of two layers without its norms and MLPs: 4 query heads on 2 key/value heads, D = 6, float64."""
+
+    def __init__(self, attention):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = attention
+        self.embedding = nn.Embedding(WORDS, 24)
+        self.to_qkv = nn.ModuleList(nn.Linear(24, (4 + 2 + 2) * 6) for _ in range(2))
+        self.to_words = nn.Linear(24, WORDS)
+        self.double()
+
+    def forward(self, tokens, at):
+        x = self.embedding(tokens)  # (B, C, 24)
+        for to_qkv in self.to_qkv:
+            q, k, v = to_qkv(x).unflatten(2, (8, 6)).transpose(1, 2).split([4, 2, 2], dim=1)
+            x = x + self.attention(q, k, v, at).transpose(1, 2).flatten(2)
+        return self.to_words(x)
+
+
+def full_attention(q, k, v, at):
+    q, k = rotary(q, at), rotary(k, at)
+    return naive_attention(q, k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1), causal=True)
+
+
+@cache
+def text_of_the_page():
+    return torch.randint(WORDS, TEXT, generator=torch.Generator().manual_seed(2))
+
+
+@cache
+def exact():
+    """The loss and the gradients of all weights, on one device, without the page's code."""
+    model, text = Model(full_attention), text_of_the_page()
+    logits = model(text[:, :-1], torch.arange(TEXT[1] - 1))
+    loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+    loss.backward()
+    return loss.detach(), torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+def wrapped(model, wrap):
+    if wrap == "DDP":
+        return nn.parallel.DistributedDataParallel(model)
+    if wrap == "fully_shard":
+        from torch.distributed import fsdp  # a second's import, for this alone
+
+        fsdp.fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def the_step(text, *, positions=None, targets=None, code=STEP, wrap=None):
+    """The step of the page, or another; the vocabulary is small."""
+    names = {"build_model": lambda: wrapped(Model(names["attention"]), wrap)}
+    exec(compile(code, "your_model.md", "exec"), names)
+    if targets is not None:
+        targets = torch.where(targets < 0, targets, targets % WORDS)
+    return names["step"](text % WORDS, positions=positions, targets=targets)
+
+
+def spoiled(line):
+    old, new = SPOILED[line]
+    assert old in STEP
+    return STEP.replace(old, new)
+
+
+def on_rank(context, code, wrap=None):
+    loss, gradients = the_step(text_of_the_page(), code=code, wrap=wrap)
+    whole = [gradient.full_tensor() if wrap == "fully_shard" else gradient for gradient in gradients.values()]
+    return loss, torch.cat([gradient.flatten() for gradient in whole])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_step_of_the_page_is_that_of_full_attention_on_one_device(ranks, world_size):
+    for found in ranks(world_size, on_rank, STEP):
+        torch.testing.assert_close(found, exact())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["DDP", "fully_shard"])
+def test_ddp_and_fully_shard_average_so_the_loss_is_multiplied_by_p(ranks, wrap):
+    """As the page says: without the loop over the weights, and with the loss times P; else all gradients are 1/P."""
+    P = 4
+    assert "leave out the loop over `model.parameters()` and call `(P * loss).backward()`" in " ".join(MODEL.split())
+    without_sum = re.sub(r" +for weight in model.parameters\(\):\n.*\n", "", STEP)
+    multiplied = without_sum.replace("loss.backward()", "(P * loss).backward()")
+    assert len({STEP, without_sum, multiplied}) == 3
+    for right in ranks(P, on_rank, multiplied, wrap):
+        torch.testing.assert_close(right, exact())
+    for _, divided in ranks(P, on_rank, without_sum, wrap):
+        torch.testing.assert_close(divided, exact()[1] / P)
+    assert f"(measured on {P} ranks: {1 / P:.4f})" in MODEL
+
+
+@pytest.mark.parametrize("line", SPOILED)
+def test_a_line_that_is_forgotten_has_the_symptom_of_the_page(ranks, line):
+    P, said, (loss, gradients) = 3, LINES[line][2], exact()
+    for mine, of_weights in ranks(P, on_rank, spoiled(line)):
+        factors = {what: FACTORS[factor](P) for what, factor in re.findall(r"(loss|gradients) × (1/√P|1/P|P)", said)}
+        if factors:
+            torch.testing.assert_close(mine, loss * factors.get("loss", 1))
+            torch.testing.assert_close(of_weights, gradients * factors.get("gradients", 1))
+        elif said.startswith("another loss"):
+            assert abs(mine / loss - 1) > 1e-6  # rounding: 1e-15
+        else:
+            assert said.startswith("other gradients on each rank")
+            assert (of_weights - gradients).norm() > 0.1 * gradients.norm()
+            torch.testing.assert_close(mine, loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [0, 2, 11])
+def test_the_doctor_names_the_line_that_is_forgotten(ranks, line):
+    step = partial(the_step, code=spoiled(line) if line else STEP)
+    examination = examine_model(step, layout="zigzag", ranks=ranks)
+    assert examination.healthy == (line == 0)
+    named = [(LINES[line][3].strip("`"),)] if line else []
+    assert [found.names for found in examination.diagnoses] == named
+
+
+def sick(context, mistakes, clip):
+    loss, gradients = sick_step(text_of_the_page() % 32, mistakes, clip=clip)
+    return loss, torch.cat([gradient.flatten() for gradient in gradients.values()])
+
+
+@pytest.mark.parametrize(("line", "mistake"), IN_A_TRANSFORMER.items())
+def test_the_symptom_of_a_mistake_in_a_tiny_transformer(ranks, line, mistake):
+    clip = 0.1 if line == 17 else None
+    assert LINES[line][3] == f"`{mistake}`"
+    [(loss, gradients)] = ranks(1, sick, (), clip)
+    for mine, of_weights in ranks(4, sick, (mistake,), clip):
+        if line == 17:
+            torch.testing.assert_close(of_weights, gradients / 2, rtol=1e-5, atol=0)  # 1/√4; the norm + 1e-6 divides
+        else:
+            assert LINES[line][2].startswith("another loss")
+            assert abs(mine / loss - 1) > 1e-3
+
+
+# The mistakes of docs/symptoms.md, on paper -------------------------------------------------------------------------
+
+
+def named(heading):
+    """The names in the table under this heading."""
+    [part] = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", SYMPTOMS, re.M | re.S)
+    rows = [row for row in cells(part) if len(row) == 5]
+    return [name for row in rows for name in re.findall(r"`([a-z_0-9]+)`", row[3]) if name in CATALOGUE]
+
+
+def wrong(case, variant):
+    """Which results differ from the right ones by more than the last digits of float64."""
+    found, right = compute(case, variant(RIGHT)), compute(case, RIGHT)
+    return {x for x in right if not torch.allclose(found[x].double(), right[x].double(), rtol=1e-9, atol=1e-9)}
+
+
+FULL, CAUSAL = Case(4, heads=4, kv_heads=4), Case(4, causal=True, layout="zigzag", heads=4, kv_heads=4)
+
+
+@pytest.mark.parametrize("name", named("Right on 2 GPUs, wrong on 4"))
+def test_right_on_two_wrong_on_four(name):
+    heads = 2 if name.startswith("replicated") else 4
+    four = [replace(case, kv_heads=heads) for case in (FULL, CAUSAL)]
+    two = [replace(case, world_size=2) for case in four]
+    assert any(
+        not any(wrong(case, variant) for case in two) and any(wrong(case, variant) for case in four)
+        for variant in CATALOGUE[name].variants
+    )
+
+
+@pytest.mark.parametrize("name", named("Right without causal, wrong with it"))
+def test_right_without_causal_wrong_with_it(name):
+    causal = [CAUSAL, replace(CAUSAL, layout="striped"), replace(CAUSAL, layout="contiguous")]
+    assert any(
+        not wrong(FULL, variant) and any(wrong(case, variant) for case in causal)
+        for variant in CATALOGUE[name].variants
+    )
+
+
+@pytest.mark.parametrize("name", named("Right in float32, wrong in bf16"))
+def test_right_in_float32_wrong_in_bf16(name):
+    """Rounding to 16 bits: nothing in float64, beyond float32's digits in bfloat16."""
+    assert any(
+        not wrong(FULL, variant) and wrong(replace(FULL, dtype=torch.bfloat16), variant)
+        for variant in CATALOGUE[name].variants
+    )
+
+
+@pytest.mark.parametrize("name", named("NaN in some rows"))
+def test_nan_in_some_rows(name):
+    inputs = "large" if name == "unstabilised" else "normal"
+    for variant in CATALOGUE[name].variants:
+        out = compute(replace(CAUSAL, inputs=inputs), variant(RIGHT))["out"]
+        rows = out.isnan().any(dim=-1).any(dim=1).any(dim=0)
+        assert rows.any()
+        assert name == "unstabilised" or not compute(FULL, variant(RIGHT))["out"].isnan().any()
+
+
+def test_the_lines_that_find_the_rows(capsys):
+    [snippet] = [it for it in re.findall(r"^```python\n(.*?)^```", SYMPTOMS, re.M | re.S) if "isnan" in it]
+    out = torch.zeros(2, 3, 4, 5)
+    out[1, 2, 1, 0] = out[0, 0, 3] = math.nan
+    exec(snippet, {"out": out, "rank": 2, "at": torch.tensor([4, 5, 18, 19])})
+    assert capsys.readouterr().out == "rank 2: NaN at positions [5, 19]\n"
+
+
+def test_the_lines_that_show_where_a_rank_waits():
+    [snippet] = [it for it in re.findall(r"^```python\n(.*?)^```", SYMPTOMS, re.M | re.S) if "faulthandler" in it]
+    script = snippet.replace("120", "0.1") + "def waits():\n    __import__('time').sleep(60)\nwaits()\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 1
+    assert re.search(r"line \d+ in waits\b", done.stderr)
+
+
+def test_the_parts_of_the_gpu_bench_are_those_of_the_page():
+    of_gpus = PAGES["cluster"].partition("## On NCCL")[2]
+    listed = [row[0] for row in cells(of_gpus) if len(row) == 3 and row[0].isalpha()]
+    assert [name for name in listed if name != "part"] == [word for part in gpu.PARTS for word in part.split(" and ")]

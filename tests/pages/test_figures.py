@@ -1,0 +1,187 @@
+"""Every committed picture is what its script draws now, is legible, and keeps the colours of the K/V blocks."""
+
+import base64
+import functools
+import io
+import itertools
+import re
+from xml.etree import ElementTree
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from PIL import Image
+
+from figures import (
+    FOLDER,
+    hidden_communication,
+    kv_rotation,
+    token_loss,
+)
+from figures.draw_all import CHAPTERS, NARROW, PAGES
+from notebooks import build
+from ringlab.planning.hidden_communication import TABLE_2
+from ringlab.support import drawing
+from ringlab.support.colours import BLOCK_COLOURS, ink_on
+from tests.commands import ROOT
+from tests.pages.pictures import assert_legible
+
+PICTURES = PAGES | CHAPTERS
+TOLERANCE = 0.05  # of a number in an SVG: a fifteenth of a pixel, more than another CPU's last digit
+SHOWS_BLOCKS = {  # and how many of their colours; the others are measured, or of machines
+    **dict.fromkeys(("kv_rotation", "message_order", "running_softmax", "block_schedule", "ring_timeline"), 4),
+    **dict.fromkeys(("gradients_home", "causal_layouts", "backward_timeline", "slow_hop", "token_loss", "mesh"), 4),
+    **dict.fromkeys(("masked_ring", "tokens_to_heads", "double_ring", "state_ring"), 4),
+    "overlap_timeline": 2,
+}
+
+
+def svg_tokens(text: str) -> list[str | float]:
+    """The text cut into numbers and what is between them, labels and colours whole; hashed ids become 0, 1, 2, ..."""
+    ids: dict[str, str] = {}
+    text = re.sub(r"\b[a-z][0-9a-f]{10}\b", lambda found: ids.setdefault(found[0], str(len(ids))), text)
+    parts = re.split(r"(<desc.*?</desc>|<!--.*?-->|#[0-9a-fA-F]{6}\b|-?\d+(?:\.\d+)?(?:e-?\d+)?)", text)
+    return [float(part) if re.match(r"-?\d", part) else part for part in parts]
+
+
+def same_svg(one: str, other: str) -> bool:
+    pairs = list(itertools.zip_longest(svg_tokens(one), svg_tokens(other)))
+    return all(abs(a - b) <= TOLERANCE if isinstance(a, float) and isinstance(b, float) else a == b for a, b in pairs)
+
+
+def frames_of(file) -> tuple[np.ndarray, list[int]]:
+    """The frames (frame, y, x, colour) of an image, and how many milliseconds each is shown."""
+    with Image.open(file) as image:
+        frames, durations = [], []
+        for i in range(getattr(image, "n_frames", 1)):
+            image.seek(i)
+            frames.append(np.asarray(image.convert("RGB"), dtype=np.int16))
+            durations.append(image.info.get("duration", 0))
+    return np.stack(frames), durations
+
+
+def same_frames(one: np.ndarray, other: np.ndarray) -> bool:
+    """Equal but for a few pixels at the edge of a letter."""
+    few = max(10, one[0, ..., 0].size // 10_000)
+    return one.shape == other.shape and bool(((np.abs(one - other).max(axis=-1) > 48).sum(axis=(1, 2)) <= few).all())
+
+
+@functools.cache
+def drawn(name):
+    return PICTURES[name]()
+
+
+@functools.cache
+def in_notebooks():
+    """The pictures that are outputs of the notebooks, by their description."""
+    cells = [cell for path in build.FOLDER.rglob("*.ipynb") for cell in nbformat.read(path, as_version=4).cells]
+    outputs = [output for cell in cells for output in cell.get("outputs", ()) if "image/png" in output.get("data", {})]
+    return {out.metadata["image/png"]["alt"]: io.BytesIO(base64.b64decode(out.data["image/png"])) for out in outputs}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PICTURES)
+def test_committed_picture_is_current_and_legible(name):
+    figure = drawn(name)
+    svg = drawing.svg(figure)
+    if name in PAGES:
+        is_current = same_svg(FOLDER.joinpath(f"{name}.svg").read_text(), svg)
+        assert is_current, f"figures/{name}.svg is not what its script draws: run make figures"
+    else:
+        now, committed = (frames_of(it)[0] for it in (io.BytesIO(figure._repr_png_()[0]), in_notebooks()[figure.alt]))
+        assert same_frames(now, committed), f"a chapter does not show what {name} draws: run make notebooks"
+    FigureCanvasAgg(figure).draw()
+    shown = set(re.findall(r"<!-- (.*?) -->", svg, re.DOTALL))  # not the labels of ticks beyond the axis
+    labels = [label for label in figure.findobj(Text) if label.get_text() in shown and label.get_visible()]
+    assert len(labels) > 10
+    assert_legible(figure, labels)
+    colours = [colour in svg.upper() for colour in BLOCK_COLOURS]
+    assert all(colours[: SHOWS_BLOCKS[name]]) if name in SHOWS_BLOCKS else not any(colours)
+    root = ElementTree.fromstring(svg)  # its description, for a reader who opens or embeds it
+    (description,) = root.findall("{http://www.w3.org/2000/svg}desc")
+    assert description.text == figure.alt == figure._repr_png_()[1]["alt"]
+    assert len(figure.alt) > 100
+    assert (root.get("role"), root.get("aria-labelledby")) == ("img", description.get("id"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NARROW)
+def test_a_narrow_picture_is_legible_on_a_phone(name):
+    figure = NARROW[name].draw(narrow=True)
+    FigureCanvasAgg(figure).draw()
+    assert_legible(figure, [label for label in figure.findobj(Text) if label.get_text() and label.get_visible()])
+    assert figure.bbox.width <= 500  # shown 358 pixels wide: letters of 14.5 pixels are 10 or more
+
+
+@pytest.mark.slow
+def test_committed_animation_is_current(tmp_path):
+    kv_rotation.save_gif(tmp_path)
+    (committed, pauses), (now, pauses_now) = (frames_of(folder / "kv_rotation.gif") for folder in (FOLDER, tmp_path))
+    assert pauses == pauses_now
+    assert same_frames(committed, now), "figures/kv_rotation.gif is not what its script draws: run make figures"
+    assert (FOLDER / "kv_rotation.gif").stat().st_size < 1.5e6
+    assert committed.shape[2] == 900
+
+
+def test_comparison_sees_a_colour_a_number_and_a_word_change():
+    svg = FOLDER.joinpath("message_order.svg").read_text()
+    assert same_svg(svg, re.sub(r"(\d+\.\d\d)\d{3,}", r"\1", svg))  # coordinates cut to hundredths
+    changes = [(BLOCK_COLOURS[2].lower(), BLOCK_COLOURS[3].lower()), ("<!-- rank 0 -->", "<!-- rank 1 -->")]
+    glyphs = re.findall(r"#DejaVuSans-\w+", svg)  # what is drawn, whatever the comment says
+    for old, new in (*changes, (glyphs[-1], "#DejaVuSans-31")):
+        assert old in svg
+        assert not same_svg(svg, svg.replace(old, new, 1))
+    frames, _ = frames_of(FOLDER / "kv_rotation.gif")
+    wrong = frames.copy()
+    wrong[3, 60:68, 60:66] = 0  # about one digit, in one frame
+    assert same_frames(frames, np.clip(frames + 3, 0, 255))
+    assert not same_frames(frames, wrong)
+
+
+def test_every_picture_is_shown_and_every_shown_picture_is_there():
+    """A page shows an SVG, or a chapter draws the picture."""
+    assert {path.name for path in FOLDER.glob("*.svg")} == {f"{name}.svg" for name in PAGES}
+    pages = [
+        path for folder in ("", "docs", "bench", "book/pages", "notebooks") for path in (ROOT / folder).glob("*.md")
+    ]
+    text = "".join(path.read_text() for path in [*pages, *build.chapters()])
+    shown = set(re.findall(r"figures/(\w+)\.(?:svg|gif)", text))
+    assert shown == PAGES.keys()
+    scripts = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "draw_all", "shapes"}
+    assert {draw.__module__.removeprefix("figures.") for draw in PICTURES.values()} == scripts
+    assert ink_on(BLOCK_COLOURS[0]) == "#FFFFFF"  # blue
+    assert ink_on(BLOCK_COLOURS[1]) == drawing.INK  # orange
+    assert drawing.colour(len(BLOCK_COLOURS) + 1) == BLOCK_COLOURS[1]
+
+
+def test_map_has_the_machines_of_the_table_and_the_readers_own():
+    def points(figure, mark):
+        on = figure.axes[1]  # beside the page, which has the key
+        return [(line.get_ydata()[0], line.get_xdata()[0]) for line in on.lines if line.get_marker() == mark]
+
+    figure = hidden_communication.draw(own=(1e11, 2e9))
+    assert points(figure, hidden_communication.PRINTED) == [(flops, bandwidth) for _, flops, bandwidth, *_ in TABLE_2]
+    assert points(figure, hidden_communication.OWN) == [(1e11, 2e9)]
+    assert "yours: 100 in float32" in [label.get_text() for label in figure.findobj(Text)]
+    assert points(hidden_communication.draw(), hidden_communication.OWN) == []
+    assert [hidden_communication.tokens(chunk) for chunk in (31.4, 1000, 24_960, 1098)] == [
+        "31",
+        "1K",
+        "24.96K",
+        "1.1K",
+    ]
+
+
+def test_the_losses_are_those_that_the_description_tells():
+    right, shifted, counted = [
+        token_loss.token_losses(token_loss.trained_model(), labels, at) for labels, at in token_loss.runs().values()
+    ]
+    assert right.max() < 0.1
+    large = torch.nonzero(shifted > 1).flatten().tolist()
+    assert large == [3, 7, 11, 19, 23, 27, 31]  # the ends of all pieces but the fourth, which goes on on its rank
+    assert (round(shifted[large].min().item()), round(shifted.max().item())) == (6, 11)
+    assert round(counted.max().item()) == 10
+    assert [bool(piece.max() > 1) for piece in counted.chunk(8)] == [False, True, True, False, False, True, True, True]

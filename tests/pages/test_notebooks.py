@@ -1,0 +1,186 @@
+"""Every chapter runs, has the form of a chapter, and its committed outputs are current."""
+
+import re
+
+import jupytext
+import nbformat
+import pytest
+from jupyter_client.manager import KernelManager
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from notebooks import build
+from tests.commands import ROOT, masked
+from tests.extras import marked
+from tests.pages import reading_time
+
+CHAPTERS = build.chapters()
+IDS = [source.stem for source in CHAPTERS]
+ROAD = [source for source in CHAPTERS if int(source.stem[:2]) <= 8]
+TRACKS = ("plan", "train", "use", "check", "other ways")
+LONGEST_SOURCE = 12  # lines of the library that a cell prints at once
+by_chapter = pytest.mark.parametrize("source", CHAPTERS, ids=IDS)
+ALL = CHAPTERS + build.others()
+ALL_IDS = [source.stem for source in ALL]
+
+
+def committed(source):
+    return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    """One kernel for all chapters: a new one for each would spend most of its time on importing torch again."""
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(**build.KERNEL, extra_arguments=build.QUIET)
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
+# Before each chapter: no names of an earlier one, numpy's own printing, and no pictures, which have tests of their own.
+# The chapters share one process of which their ranks are forks: it imports what the ranks of later chapters need.
+CLEAN = """
+%reset -f
+__import__("ringlab.support.processes").support.processes.PRELOAD[2:] = [
+    "ring_doctor.asking.examination", "notebooks.model_workers"
+]
+__spec__ = None  # multiprocessing looks for it, and reset takes it away
+__import__("ringlab.support.drawing").support.drawing.Picture._ipython_display_ = lambda picture: None
+__import__("numpy").set_printoptions(precision=8, floatmode="maxprec", suppress=False)
+"""
+
+
+def text_outputs(notebook) -> list[list[str]]:
+    """What each code cell printed or returned as text, without pictures."""
+    texts = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            shown = [output for output in cell.outputs if "image/png" not in output.get("data", {})]
+            texts.append(masked("".join(output.get("text") or output["data"]["text/plain"] for output in shown)))
+    return texts
+
+
+def test_there_are_chapters():
+    assert len(CHAPTERS) >= 4
+    assert {path.stem for path in build.FOLDER.rglob("*.ipynb")} == {source.stem for source in ALL}
+
+
+@pytest.mark.parametrize("source", ALL, ids=ALL_IDS)
+def test_the_pair_is_in_step(source):
+    assert [(cell.cell_type, cell.source) for cell in jupytext.read(source).cells] == [
+        (cell.cell_type, cell.source) for cell in committed(source).cells
+    ], "the .py and the .ipynb differ: run make notebooks"
+
+
+@pytest.mark.parametrize("source", marked(ALL), ids=ALL_IDS)
+def test_it_runs_and_its_outputs_are_current(source, kernel):
+    if (source.parent / "my_ring.py").exists():
+        pytest.skip("the outputs are of a workshop without a my_ring.py, and you have written one")
+    notebook = jupytext.read(source)
+    notebook.cells.insert(0, new_code_cell(CLEAN))
+    build.execute(notebook, km=kernel)
+    notebook.cells.pop(0)
+    for cell, now, before in zip(
+        [cell for cell in notebook.cells if cell.cell_type == "code"],
+        text_outputs(notebook),
+        text_outputs(committed(source)),
+        strict=True,
+    ):
+        assert now == before, f"the output of this cell has changed; run make notebooks:\n{cell.source}"
+
+
+@by_chapter
+def test_it_has_the_form_of_a_chapter(source):
+    text = source.read_text()
+    for part in ("## The failure", "## The idea", "One number to remember", "## Questions", "## Your turn", "assert "):
+        assert part in text, part
+    questions = re.search(r"## Questions(.*)## Your turn", text, re.S)[1].count("<details>")
+    assert 2 <= questions <= 3
+    assert 2 <= len(re.findall(r"print\(check_", text)) <= 4
+    assert not re.findall(r"^# #[^#\s].*", text, re.M), "some viewers make a heading of this line"
+
+
+@pytest.mark.parametrize("source", [*CHAPTERS, build.FOLDER / "puzzles/puzzles.py"], ids=[*IDS, "puzzles"])
+def test_its_pictures_are_described(source):
+    outputs = [output for cell in committed(source).cells for output in cell.get("outputs", ())]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert pictures
+    for picture in pictures:
+        assert len(picture.metadata["image/png"].get("alt", "")) > 100, "run make notebooks"
+    assert not re.search(r"!\[\]", source.read_text()), "a picture in a text cell needs a description too"
+
+
+def head(source) -> str:
+    """The first text of a chapter."""
+    return next(cell.source for cell in committed(source).cells if cell.cell_type == "markdown")
+
+
+def names_its_door(text: str, number: int) -> bool:
+    """Whether the head of this chapter says where on the road it is, or its track and the chapters before it."""
+    if number <= len(ROAD):
+        return f"\nThe road, {number} of {len(ROAD)}. " in text
+    found = re.search(r"^Track \*([a-z ]+)\*\. Before it: chapters? (\d+(?:(?:, | to | and )\d+)*)\. ", text, re.M)
+    return bool(found) and found[1] in TRACKS and all(int(each) < number for each in re.findall(r"\d+", found[2]))
+
+
+@by_chapter
+def test_its_head_names_its_door(source):
+    assert names_its_door(head(source), int(source.stem[:2]))
+
+
+@by_chapter
+def test_its_minutes_are_those_of_the_rule(source):
+    seen = reading_time.count(committed(source))
+    read, more = reading_time.stated(source)
+    assert abs(read - seen.minutes) <= 3, f"{seen} take {seen.minutes:.1f} minutes to read; the page states {read}"
+    least, most = reading_time.EXERCISE
+    assert least * seen.exercises <= more <= most * seen.exercises
+    assert (read + more if source in ROAD else read) <= reading_time.LONGEST
+
+
+def test_the_road_takes_four_hours_at_most():
+    assert sum(sum(reading_time.stated(source)) for source in ROAD) <= 4 * 60
+
+
+def test_the_rule_of_the_minutes_is_that_of_the_contributors():
+    said = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    rule = reading_time
+    assert f"{rule.WORDS} words, {rule.CODE} lines of code, {rule.OUTPUT} lines of output or a picture" in said
+    assert "{} to {} minutes an exercise".format(*rule.EXERCISE) in said
+    assert f"at most {LONGEST_SOURCE} lines" in said
+
+
+def test_the_minutes_of_a_page_are_counted():
+    cells = [
+        new_markdown_cell("A [link](a_long_address) of four words.\n```python\nx = 1\n```\n![a picture](x.svg)"),
+        new_code_cell("import x\n\nprint_source(f)", outputs=[new_output("stream", text="a\nb\n")]),
+        new_code_cell("f()", outputs=[new_output("stream", text="1\n" * 40)]),
+        new_markdown_cell("one two\n## Your turn\nnot counted"),
+        new_code_cell("print(check_a(a))"),
+        new_code_cell("# For later\nprint(check_b(b))"),
+    ]
+    seen = reading_time.count(new_notebook(cells=cells))
+    assert seen == reading_time.Counted(words=9, code=1 + 1 + 2 + 1, output=40, pictures=1, exercises=1)
+    assert seen.minutes == pytest.approx(9 / 120 + 5 / 12 + 1 + 1)
+
+
+def long_sources(cells) -> list[str]:
+    """The cells that print more of the library than a reader takes in at once, or print it without a word above."""
+    wrong = []
+    for before, cell in zip([None, *cells], cells, strict=False):
+        if cell.cell_type == "code" and reading_time.PRINTS_SOURCE.search(cell.source):
+            lines = [line for line in reading_time.printed(cell).splitlines() if line.strip()]
+            if len(lines) > LONGEST_SOURCE or before is None or before.cell_type != "markdown":
+                wrong.append(f"{cell.source}: {len(lines)} lines")
+    return wrong
+
+
+@by_chapter
+def test_it_prints_no_long_source(source):
+    assert long_sources(committed(source).cells) == []
+
+
+@by_chapter
+def test_it_says_once_which_file_to_open(source):
+    text = source.read_text()
+    assert text.count("Open [`") == 1
+    assert not re.findall(r"^# .*\bRead \[`", text, re.M)

@@ -1,0 +1,193 @@
+"""README, map, glossary: commands print what is shown, numbers are those of the code, links lead somewhere."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import ring_attn
+from bench import pages
+from notebooks import build, published_example
+from notebooks.puzzles.checks import PUZZLES
+from ring_doctor.catalogue import CATALOGUE
+from ringlab.planning import ways as planning_ways
+from tests.commands import ROOT, check_shown, run
+from tests.concepts import is_concept
+from tests.pages import reading_time
+
+README = (ROOT / "README.md").read_text()
+MAP = (ROOT / "notebooks/README.md").read_text()
+USE = (ROOT / "docs/use.md").read_text()
+MEASURED = (ROOT / "bench/README.md").read_text()
+
+# Commands are lines "$ command" followed by what they print: in the README's blocks ```console, and in the docstring of
+# the ring. The set-up and make blocks are ```bash: they are what runs these tests.
+BLOCKS = re.findall(r"^```console\n(.*?)^```", README + USE, re.M | re.S)
+SHOWN = {}  # by command, what each document shows of its output
+for block in [*BLOCKS, "".join(re.findall(r"^    (\$ .*\n)((?:    .*\n)*)", ring_attn.__doc__, re.M)[0])]:
+    for command, shown in re.findall(r"^ *\$ (.+)\n((?:(?!\$ ).*\n)*)", block, re.M):
+        SHOWN.setdefault(command, []).append(textwrap.dedent(shown))
+
+
+def test_there_are_commands():
+    assert len(SHOWN) >= 3
+    assert "torchrun --nproc_per_node=4 ring_attn.py" in SHOWN
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(it, marks=pytest.mark.slow if re.search("torchrun|ring_doctor", it) else ()) for it in SHOWN],
+)
+def test_a_command_prints_what_is_shown(command):
+    done = run(command)
+    assert done.returncode == (1 if "published_example" in command else 0), done.stderr  # the doctor's sick patient
+    for shown in SHOWN[command]:
+        check_shown(shown, done.stdout)
+
+
+def test_every_picture_has_alt_text():
+    assert re.findall(r"!\[\]\(|<img(?![^>]*alt=)", README + MEASURED + USE) == []
+
+
+def test_the_prose_of_the_readme_is_short():
+    """A new row of a table costs nothing, nor does a new command."""
+    prose = re.sub(r"^```.*?^```$|^\|[^\n]*$", "", README, flags=re.M | re.S)
+    assert len(prose.split()) <= 1000
+
+
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+def test_numbers_that_two_pages_show_are_those_of_the_code():
+    assert "more than 100 known mistakes" in words(README)
+    assert len(CATALOGUE) > 100
+    assert f"{NUMBERS[len(planning_ways.WAYS) - 1]} exact ways to share" in words(USE)
+    count = {13: "thirteen", 14: "fourteen"}[len(PUZZLES)]
+    assert f"[{count} puzzles]" in MAP
+    assert f"Here are {count} puzzles" in (ROOT / "notebooks/puzzles/puzzles.py").read_text()
+
+
+def test_the_core_is_as_small_as_the_map_says():
+    core = MAP.partition("## The core")[2].partition("\n\n**")[0]
+    files = [ROOT / "notebooks" / link for link in re.findall(r"^\| \[\w+\]\((\S+)\)", core, re.M)]
+    number, lines = re.match(r": (\w+) files, ([\d,]+) lines", core).groups()
+    assert NUMBERS[len(files) - 1] == number
+    assert abs(sum(len(file.read_text().splitlines()) for file in files) - int(lines.replace(",", ""))) <= 50
+    assert f"is {number} files, {lines} lines" in words(README)
+
+
+def words(text: str) -> str:
+    """The text with single spaces, so that a sentence is found wherever its lines are broken."""
+    return " ".join(text.split())
+
+
+def test_the_measured_numbers_are_those_of_the_committed_results():
+    assert pages.renewed([MEASURED]) == [MEASURED], "python -m bench.pages writes them"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("S = 8,192, float32", "S = 9, float32"),
+        ("attn.py` | 0.99 |", "attn.py` | 1.02 |"),
+        ("2.4e-07 of", "2.4e-7 of"),
+        ("2, 4\n", "2, 3\n"),
+    ],
+)
+def test_a_number_that_was_changed_is_renewed(right, wrong):
+    assert pages.renewed([MEASURED.replace(right, wrong)]) == [MEASURED]
+
+
+def test_a_number_whose_words_have_gone_is_an_error():
+    with pytest.raises(ValueError, match=r"no page has these words: The ring takes «\d+» times as long as the merge"):
+        pages.renewed([MEASURED.replace("The ring takes", "A ring takes")])
+
+
+def test_the_numbers_of_the_published_page_are_those_of_its_check():
+    wrong = [bool(letter) for *_, letters in published_example.PUBLISHED for letter in letters]
+    errata = (ROOT / "notebooks/appendix_errata.md").read_text()
+    assert f"{sum(wrong)} of its {len(wrong)} rows of numbers are wrong" in words(errata)
+
+
+def test_the_minutes_of_the_map_are_those_of_the_chapters_and_add_up():
+    minutes = [(int(read), int(more)) for read, more in re.findall(r"\| (\d+) \+ (\d+) \|$", MAP, re.M)]
+    assert minutes == [reading_time.stated(path) for path in build.chapters()]
+    read, more = (sum(column) for column in zip(*minutes, strict=True))
+    assert f"{read} minutes for all chapters, {read + more} with exercises" in words(MAP)
+    assert read <= 6 * 60
+    shortest = [minutes[chapter - 1][0] for chapter in (1, 3, 4)]
+    assert 50 <= sum(shortest) + 10 <= 70  # and ten for ring_attn.py: "about an hour"
+
+
+def test_every_concept_is_on_the_map():
+    for path in [
+        *ROOT.glob("ringlab/basics/[a-z]*.py"),
+        *ROOT.glob("ringlab/training/[a-z]*.py"),
+        *ROOT.glob("ringlab/models/[a-z]*.py"),
+        *ROOT.glob("*.py"),
+    ]:
+        assert f"](../{path.relative_to(ROOT)})" in MAP or not is_concept(path), path
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        assert f"]({path.name})" in MAP, path
+
+
+# The glossary, and links ---------------------------------------------------------------------------------------------
+
+GLOSSARY = (ROOT / "docs/glossary.md").read_text()
+TERMS = re.findall(r"^## (.+)$", GLOSSARY, re.M)
+# Whatever a reader may click; a notebook's .py source has the same links as its .ipynb.
+FOLDERS = ("", "bench/", "book/pages/", "docs/", "examples/", "notebooks/", "ringlab/**/", "ring_doctor/**/")
+PAGES = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")] + [
+    *ROOT.glob("notebooks/[0-9]*.py"),
+    *build.others(),
+]
+
+
+def anchors(markdown: str) -> set[str]:
+    """The addresses that a forge gives to the headings of a page: small letters, no punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.+)$", markdown, re.M)
+    given = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return given | set(re.findall(r'<a id="([^"]+)"></a>', markdown))
+
+
+def dead_links(page: Path, text: str) -> list[str]:
+    """The links and pictures of a page that lead nowhere."""
+    dead = []
+    for link in re.findall(r"(?:\]\(|src=\")(?!https?:)([^)\s\"]+)[)\"]", text):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            dead.append(link)
+    return dead
+
+
+def test_terms_are_in_alphabetical_order_and_each_appears_once():
+    assert len(TERMS) > 40
+    assert sorted(set(TERMS), key=str.lower) == TERMS
+
+
+def test_a_term_is_explained_briefly_and_names_the_file_that_teaches_it():
+    for term in TERMS:
+        entry = GLOSSARY.partition(f"\n## {term}\n")[2].partition("\n## ")[0]
+        assert 40 < len(entry) < 600, term
+        assert re.search(r"\]\([a-z_/0-9.]+\.(py|ipynb)\)|\]\((\.\./README|use)\.md#", entry), term
+
+
+def test_every_link_leads_somewhere():
+    for page in PAGES:
+        text = page.read_text()
+        if page.suffix == ".py":  # a notebook: its text is in comments
+            text = "\n".join(re.findall(r"^#.*", text, re.M))
+        assert dead_links(page, text) == [], page
+
+
+def test_a_dead_link_is_found():
+    page = ROOT / "notebooks/04_the_ring.py"
+    assert dead_links(page, "a [hop](../docs/glossary.md#hop) and a [leap](../docs/glossary.md#leap)") == [
+        "../docs/glossary.md#leap"
+    ]
+    assert dead_links(page, "[hop](docs/glossary.md#hop)") == [
+        "docs/glossary.md#hop"
+    ]  # there is none beside the notebook
+    assert dead_links(page, '<img src="../figures/none.svg">, ![](../figures/speed.svg)') == ["../figures/none.svg"]

@@ -1,0 +1,265 @@
+"""The puzzles: right schedules get their stars, wrong ones and cheats are told why, and nothing hangs."""
+
+import operator
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from matplotlib.colors import to_hex
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+from notebooks.checks.answers import OPEN
+from notebooks.puzzles import checks, engine, film
+from notebooks.puzzles import solutions as right
+from ringlab import ring_flash_attention
+from ringlab.basics.online_softmax import finish, start
+from ringlab.support.colours import BLOCK_COLOURS
+from tests.pages.pictures import assert_legible
+from tests.training import readers_schedules as tried
+
+slow = pytest.mark.slow  # they start processes
+
+RIGHT = [  # puzzle, schedule, stars
+    (1, right.hop, 3),
+    (1, tried.hop_of_arrays, 3),
+    (1, tried.hop_of_an_object, 3),
+    (2, right.gather, 3),
+    (2, right.gather_directly, 3),
+    (2, tried.gather_arrays, 3),
+    (3, right.reduce_scatter, 3),
+    (3, right.reduce_scatter_directly, 3),
+    (4, right.ring_in_pieces, 3),
+    (4, right.ring, 2),
+    (4, right.ring_in_one_message, 2),
+    (4, tried.ring_by_hand, 1),
+    (4, tried.keys_of_all, 1),
+    (5, right.grouped, 3),
+    (5, tried.all_to_rank_0, 1),
+    (6, right.home, 3),
+    (6, right.home_with_a_last_hop, 2),
+    (7, right.zigzag, 3),
+    (7, tried.zigzag_of_numpy, 3),
+    (7, right.stripes, 2),
+    (8, right.window_of, 3),
+    (9, right.slow_link, 3),
+    (9, right.slow_link_ring, 2),
+    (10, right.two_rings, 3),
+    (10, right.two_directions, 2),
+    (10, right.ring_in_one_message, 1),
+    (11, right.documents_of, 3),
+    (12, right.one_token, 3),
+    (12, right.one_token_in_a_row, 2),
+    (13, right.state_doubling, 3),
+    (13, right.state_chain, 2),
+]
+WRONG = [  # puzzle, schedule, words of its sentence
+    (1, tried.odd_ranks_only_wait, "rank 2 waits for rank 1, which has returned and never sends"),
+    (1, tried.all_but_rank_0_send_first, "a deadlock: rank 1 waits for 2, 2 waits for 1, in a circle"),
+    (1, tried.of_another_cell, "It knows the functions, imports and constants of its own cell, and torch, math"),
+    (1, tried.before_it_is_bound, "with a value, in: return got\nrank 0 printed: here"),
+    (1, tried.rank_after_tensor, "a tensor (8,) is no rank: the rank comes first, comm.send(to, x)"),
+    (1, tried.no_last_rank, "there is no rank 3: with P = 3"),
+    (1, tried.a_hop_to_the_left, "rank 0 returns a wrong result: these are numbers of rank 1"),
+    (1, tried.a_hop_to_the_left, "rank 0 printed: to 2\nrank 1 printed: to 0"),
+    (1, tried.at_the_same_time, "send and recv only, no exchange, in: return comm.exchange(right, x, left)"),
+    (1, tried.counts_less, "comm.send is not yours to change"),
+    (1, tried.ends, "rank 1 died (exit status 0)"),
+    (1, tried.loop, "a loop without end?, in: "),
+    (1, tried.sends_for_ever, "more than 600 messages"),
+    (2, tried.a_hop_short, "rank 0 returns a list whose number 1 is wrong: these are numbers of rank 0"),
+    (2, tried.by_a_collective, "only messages of comm are counted: allgather_ is closed"),
+    (2, tried.with_an_imaginary_part, "expected real numbers"),
+    (2, tried.two_at_once, "one wire out and one wire in"),
+    (2, tried.in_float32, "float32 on the way?"),
+    (3, tried.all_parts, "expected shape (8,), got (3, 8)"),
+    (4, tried.a_round_short, "It computed on KV0, KV2"),
+    (4, tried.keeps_floats, "what item() returns would not be counted as memory"),
+    (4, tried.into_its_inputs, "an input was changed in place"),
+    (5, tried.grouped_by_hand, "compute with comm.attend, so that the work of each rank is counted"),
+    (6, tried.never_home, "rank 0 returns a list whose number 1 is wrong: that is what rank 1 must return"),
+    (7, tried.all_on_rank_0, "rank 0 takes 24 tokens; each of 3 ranks must take 8"),
+    (7, tried.the_same_everywhere, "token 0 is on ranks [0, 1, 2]"),
+    (7, tried.beyond_the_end, "rank 2 takes token 24; there are tokens 0 to 23"),
+    (8, tried.no_first_rank, "there is no rank -1"),
+    (9, tried.ring_of_hosts_in_wrong_order, "is wrong: these are numbers of rank"),
+    (10, tried.across_the_ring, "P = 4: rank 0 ends in ValueError: there is no wire between ranks 0 and 2"),
+    (10, tried.off_the_clock, "computing elsewhere is not on the clock"),
+    (11, tried.sends_what_nobody_takes, "rank 1 waits for rank 2, which has returned and never receives"),
+    (12, tried.averages_added, "rank 0 returns a wrong result: the blocks' averages were added"),
+    (13, tried.sum_of_all_ranks, "rank 0 returns a wrong result"),
+]
+
+
+def solve(number, schedule):
+    return getattr(checks, f"puzzle_{number}")(schedule)
+
+
+def some(cases):
+    """The first two of each puzzle are slow, the others exhaustive."""
+    numbers = [number for number, *_ in cases]
+    return [
+        pytest.param(
+            *case,
+            id=f"{case[0]}-{getattr(case[1], '__name__', 'an_object')}",
+            marks=slow if numbers[:i].count(case[0]) < 2 else pytest.mark.exhaustive,
+        )
+        for i, case in enumerate(cases)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _a_new_score_card(monkeypatch):
+    monkeypatch.setattr(checks, "_best", {})
+
+
+@pytest.mark.parametrize(("number", "schedule", "stars"), some(RIGHT))
+def test_a_right_schedule_gets_its_stars(number, schedule, stars):
+    verdict, ours = solve(number, schedule), schedule.__module__ == right.__name__
+    assert verdict.stars == stars, verdict.text
+    assert ("it is ours" in verdict.text) == ours
+    stars = 0 if ours else stars
+    assert f"{number:>3}  {'★' * stars}{'☆' * (3 - stars)}" in checks.score_card().text
+
+
+THREADS, GATHER, STORE = ThreadPoolExecutor(1), dist.all_gather, dist.TCPStore
+WAYS = [  # a schedule, and what of it is closed
+    (lambda comm, x: pickle.dumps(x), "pickle"),
+    (lambda comm, x: getattr(comm, "_" + "referee"), "getattr"),
+    (lambda comm, x: comm._referee.look, "._referee"),
+    (lambda comm, x: operator.attrgetter("_referee")(comm), ".attrgetter"),
+    (lambda comm, x: torch._C.DisableTorchFunction(), "._C"),
+    (lambda comm, x: torch.DisableTorchFunction(), ".DisableTorchFunction"),
+    (lambda comm, x: torch.save(x, "here"), ".save"),
+    (lambda comm, x: dist.all_gather([x], x), "dist"),
+    (lambda comm, x: GATHER([x], x), "GATHER"),
+    (lambda comm, x: STORE("localhost", 1).set("x", str(x)), "STORE"),
+    (lambda comm, x: THREADS.submit(comm.send, 1, x), "THREADS"),
+    (lambda comm, x: right.gather(comm, x), "right"),
+    (lambda comm, q, k, v: ring_flash_attention(q, k, v), "ring_flash_attention"),
+    (lambda comm, x: [(lambda: input())() for _ in x], "input"),
+    (lambda comm, q: (np.asarray(q), finish(start(q)), torch.nn.functional.pad(q, (1, 1)), texts(q)), ""),
+]
+
+
+@pytest.mark.parametrize(("schedule", "closed"), WAYS)
+def test_a_schedule_has_comm_tensors_and_what_its_cell_defines(schedule, closed):
+    assert engine.way_around(schedule) == closed
+
+
+@pytest.mark.parametrize(("number", "schedule", "words"), some(WRONG))
+def test_a_wrong_schedule_is_told_why(number, schedule, words, monkeypatch):
+    if schedule is tried.loop:
+        monkeypatch.setattr(engine, "SECONDS", 1)
+    if schedule is tried.ends:  # by os._exit
+        monkeypatch.setattr(engine, "way_around", lambda schedule: "")
+    verdict = solve(number, schedule)
+    assert verdict.stars == 0
+    assert ": not yet. P = " in verdict.text
+    assert words in verdict.text
+    assert checks.score_card().text.startswith("0 of 39 stars")
+
+
+def test_every_puzzle_has_answers_of_each_kind():
+    for puzzle in checks.PUZZLES:
+        assert 3 in {stars for number, _, stars in RIGHT if number == puzzle.number}
+        assert sum(number == puzzle.number for number, *_ in WRONG) >= 1
+
+
+@slow
+@pytest.mark.parametrize(
+    ("number", "answer"),
+    [(1, ...), (1, tried.nothing_yet), (2, tried.nothing_yet), (2, tried.a_list_of_nothing), (7, tried.nothing_yet)],
+)
+def test_an_open_puzzle_is_not_wrong(number, answer):
+    assert solve(number, answer).text.endswith(OPEN)
+
+
+@pytest.mark.parametrize("answer", [lambda comm, x: x, print, 3, tried.Hop(), tried.Hop().__call__])
+def test_what_has_no_source_is_told(answer):
+    assert "define it with def" in solve(1, answer).text
+
+
+def test_a_right_result_without_a_message_took_another_way(monkeypatch):
+    inputs = checks.TWO_RINGS.inputs(3)
+    run = engine.Run(3, clocks=[3.0] * 3, outputs=dict(enumerate(checks.TWO_RINGS.right(inputs))))
+    monkeypatch.setattr(checks, "play", lambda *args: run)
+    assert "rank 0 has a right result and received no message" in checks.played(None, inputs, checks.TWO_RINGS)[1]
+
+
+@pytest.mark.parametrize("puzzle", checks.PUZZLES, ids=lambda puzzle: puzzle.title)
+def test_a_count_below_its_proof_is_refused(puzzle):
+    """Each count has a proof: a schedule that beats it has cheated. One that beats the best known is praised."""
+    for count in puzzle.counts:
+        run = engine.Run(4, messages=[engine.Message(0, 1, 0.0, 1.0, 64, None)] * 3, clocks=[1.0] * 4)
+        least = count.least(run) if count.least else count.best(4)
+        assert least <= count.best(4)
+        for number, said in ((least, ""), (least - 0.01, "is proved to be the fewest")):
+            assert said in checks.too_good(replace(count, of=lambda run, number=number: number), run)
+            assert bool(said) == bool(checks.too_good(replace(count, of=lambda run, number=number: number), run))
+
+
+def record_of(schedule):
+    return engine.play(schedule, checks.RING.inputs(4), checks.RING.wires(4))
+
+
+@slow
+def test_the_record_is_the_same_in_every_run():
+    """The ring of chapter 4: rank r computes on block r - t in round t, and sends it on. The numbers are new."""
+    runs = [record_of(right.ring_in_one_message) for _ in range(2)]
+    one, other = ([(it.source, it.to, it.begin, it.end, it.size) for it in run.messages] for run in runs)
+    assert (
+        one == other == [(r, (r + 1) % 4, 2 * t + 1, 2 * t + 2, 2 * checks.CHUNK) for t in range(3) for r in range(4)]
+    )
+    assert runs[0].messages[0].number != runs[1].messages[0].number
+    for run in runs:
+        blocks = [[run.owners[work.number] for work in run.works if work.rank == r] for r in range(4)]
+        assert blocks == [[(r - t) % 4 for t in range(4)] for r in range(4)]
+        assert run.time == 7
+
+
+@slow
+def test_memory_is_all_tensors_alive_but_the_inputs():
+    """Three chunks and the one that comes. A view takes nothing, nor do the numbers that are gone."""
+    assert set(record_of(tried.holds_three_chunks).held.values()) == {4 * checks.CHUNK}
+
+
+@slow
+def test_a_rank_gets_no_memory_of_other_ranks():
+    """A view would come with all that it is a view of."""
+    sizes = engine.play(tried.sizes_of_inputs, checks.HOME.inputs(4), checks.HOME.wires(4)).outputs
+    assert {size for of_rank in sizes.values() for size in of_rank} == {checks.CHUNK, checks.CHUNK // checks.D}
+
+
+def texts(figure):
+    return [text for text in figure.axes[0].texts if text.get_text()]
+
+
+@slow
+def test_a_film_shows_each_block_in_its_colour():
+    run = record_of(right.ring_in_one_message)
+    figure = film.draw(run, "a ring", run.owners.get)
+    figure.canvas.draw()
+    assert_legible(figure, texts(figure))
+    boxes = [patch for patch in figure.axes[0].patches if isinstance(patch, FancyBboxPatch)]
+    arrows = [patch for patch in figure.axes[0].patches if isinstance(patch, FancyArrowPatch)]
+    assert [to_hex(box.get_facecolor()).upper() for box in boxes] == [
+        BLOCK_COLOURS[run.owners[work.number]] for work in run.works
+    ]
+    assert [to_hex(arrow.get_edgecolor()).upper() for arrow in arrows] == [
+        BLOCK_COLOURS[run.owners[message.number]] for message in run.messages
+    ]
+    assert "0 to 1 from 1 to 2" in figure.alt
+
+
+@slow
+def test_a_film_of_a_deadlock_says_who_waits_for_whom():
+    run = engine.play(tried.odd_ranks_only_wait, checks.HOP.inputs(3), checks.HOP.wires(3))
+    figure = film.draw(run, "a hop", run.owners.get)
+    figure.canvas.draw()
+    assert_legible(figure, texts(figure))
+    assert "waits for 1" in {text.get_text() for text in texts(figure)}
+    assert figure.alt.endswith("At the end rank 2 waits for 1.")
