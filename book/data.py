@@ -22,10 +22,10 @@ from torch import Tensor
 
 from bench.scoreboard import grades, questions, summary, times
 from figures.draw_all import NARROW, save_narrow
-from ring_doctor.asking.case import Case, NotOnPaper
+from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.xray import on_paper
-from ring_doctor.mistakes.paper_ring import RIGHT, compute
+from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.online_softmax import finish, start, update
 from ringlab.planning.hidden_communication import min_overlap_chunk

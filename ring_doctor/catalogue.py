@@ -16,7 +16,8 @@ import sys
 from ring_doctor.asking.names import module_named
 from ring_doctor.mistakes import CATALOGUE, PAGE, backward, gradients, masks, merging, other_ways, told, travel
 
-for table in (other_ways, gradients, backward, masks, merging, travel):
+TABLES = (other_ways, gradients, backward, masks, merging, travel)
+for table in TABLES:
     CATALOGUE.update(table.MISTAKES)
 
 # Rings that compute rightly when called plainly, and wrongly in another way. No number tells these mistakes, the way to

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from notebooks.checks.answers import NotYet, StillOpen, called, exercise, number
-from ring_doctor.asking.case import Case, NotOnPaper
+from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE, TABLES
 from ring_doctor.explaining.xray import XRay, on_paper
 from ring_doctor.mistakes import Change
-from ring_doctor.mistakes.paper_ring import RIGHT, Steps, compute
+from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, Steps, compute
 
 # Small questions. A mistake shows in one of them. Chunks have one length, so nearly all can be computed on paper.
 CASES = (

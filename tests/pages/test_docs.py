@@ -279,7 +279,7 @@ def sick(context, mistakes, clip):
 @pytest.mark.parametrize(("line", "mistake"), IN_A_TRANSFORMER.items())
 def test_the_symptom_of_a_mistake_in_a_tiny_transformer(ranks, line, mistake):
     clip = 0.1 if line == 17 else None
-    assert LINES[line][3] == f"`{mistake}`"
+    assert f"`{mistake}`" in LINES[line][3]
     [(loss, gradients)] = ranks(1, sick, (), clip)
     for mine, of_weights in ranks(4, sick, (mistake,), clip):
         if line == 17:
