@@ -44,7 +44,7 @@ OWN = sorted((Path(__file__).parent / "pages").glob("*.md"))  # the few pages th
 PAGES = (  # what the repository holds already
     *("README.md", "CONTRIBUTING.md", "docs/[!R]*.md", "examples/README.md", "notebooks/*.md"),
     *("notebooks/*.ipynb", "notebooks/*/*.ipynb", "bench/README.md", "bench/results/*.md", "ringlab/models/*.md"),
-    *("ring_doctor/*.md", "ring_doctor/patients/*.md", "ring_doctor/patients/findings/*.md"),
+    *(f"ring_doctor/{folder}/*.md" for folder in ("mistakes", "whole_models", "patients", "patients/findings")),
 )
 TRANSLATED = (
     *("index.md", "ring.md", "deadlock.md", "solve.md", "xray.md", "planner.md", "README.md"),

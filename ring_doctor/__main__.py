@@ -2,10 +2,10 @@
 
     ring-doctor my_package.ring:attention --causal --layout zigzag
 
-    asked       examination.examination_of, the main loop: every question; job.Job.ask: one, on processes of its own;
-                answers.judge: the answer
-    explained   diagnosis.diagnose: the name; xray.xray_of: where; inference.infer: what is seen without a name
-    told        report.Report, as text, JSON or a page; github.py, a note at a line of code
+    asked       asking/examination.py, the main loop: every question; asking/job.py: one, on processes of its own;
+                asking/answers.py: judge, the answer
+    explained   explaining/diagnosis.py: the name; xray.py: where; inference.py: what is seen without a name
+    told        report.py, as text, JSON or a page; github.py, a note at a line of code
 
 Before: options.py, assertion.py, which calls these in turn, and report.py. After: the chapter on rings that were wrong.
 """
@@ -155,10 +155,8 @@ def ending_in_order() -> Iterator[None]:
 def main(argv: list[str] | None = None) -> int:
     """The exit status of the command."""
     if "WORLD_SIZE" in os.environ:
-        print(
-            "ring-doctor: WORLD_SIZE is set, as torchrun sets it; start it without: it starts its own processes",
-            file=sys.stderr,
-        )
+        said = "WORLD_SIZE is set, as torchrun sets it; expected no torchrun, or WORLD_SIZE unset"
+        print(f"ring-doctor: {said}: the doctor starts its own processes", file=sys.stderr)
         return BAD_INPUT
     with ending_in_order():
         return run(parse(argv))

@@ -44,7 +44,8 @@ def enter(name: str) -> None:
 
 
 def main() -> int:
-    print(PAGE.read_text(encoding="utf-8"))
+    for page in (PAGE, PAGE.parents[1] / "whole_models" / PAGE.name):
+        print(page.read_text(encoding="utf-8"))
     return 0
 
 

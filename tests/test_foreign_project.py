@@ -187,6 +187,7 @@ def test_the_wheel_holds_three_names_and_their_types(wheel):
     assert {f"{name}/py.typed" for name in ("ringlab", "ring_doctor")} | {"ring_doctor/pytest_plugin.py"} < set(names)
     assert not [name for name in names if "patient" in name.removesuffix("patient.py")]
     data = {"ringlab/planning/errors.json", "ringlab/planning/presets.json", "ring_doctor/mistakes/README.md"}
+    data |= {"ring_doctor/whole_models/README.md"}
     assert {name for name in names if name.endswith((".json", ".md", ".svg"))} == data
     assert {path.parent.name for path in map(Path, names) if path.suffix == ".py"}.isdisjoint({"findings", "tests"})
     asked = [line.split(": ")[1] for line in about if line.startswith("Requires-Dist")]

@@ -41,9 +41,9 @@ class Mistake:
 CATALOGUE: dict[str, Mistake] = {}
 
 
-def words(section: str) -> dict[str, Mistake]:
-    """The mistakes under a heading of README.md, by name, without their changes."""
-    text = PAGE.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+def words(section: str, page: Path = PAGE) -> dict[str, Mistake]:
+    """The mistakes under a heading of a page, by name, without their changes."""
+    text = page.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     return {
         name: Mistake(name, what, look, int(chapter or 0), tuple(filter(None, wild.split("; "))))
         for name, what, look, chapter, wild in ENTRY.findall(text)

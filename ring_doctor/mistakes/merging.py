@@ -2,7 +2,7 @@
 
 A ring computes the softmax of a row in P pieces. These mistakes put the pieces together wrongly, or round them.
 
-Before: mistakes.py. After: travel.py.
+Before: __init__.py, a row. After: travel.py.
 """
 
 import math

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from ring_doctor.mistakes import words
 from ring_doctor.whole_models.model_calls import ModelPatient, Returned
 from ringlab.models.transformer import IGNORED
 
-MISTAKES = words("Whole models")
+MISTAKES = words("Whole models", Path(__file__).with_name("README.md"))
 EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by |g| + EPS
 Prediction = tuple[tuple[str, ...], Callable[[], Returned | str]]  # mistakes, and what the step returns with them
 Part = tuple[float, Returned | str, Tensor, Tensor]  # a weight, a result, and whose losses count: see `added`

@@ -35,7 +35,7 @@ def ask(*options):
 MODULE_NOT_FOUND = "'nowhere' cannot be imported: No module named 'nowhere'; expected module:function"
 TORCHRUN = f"{HERE}:right --quick"  # under torchrun, which sets WORLD_SIZE
 BAD = [  # what is typed, and the sentence
-    (TORCHRUN, "WORLD_SIZE is set, as torchrun sets it; start it without: it starts its own processes"),
+    (TORCHRUN, "WORLD_SIZE is set, as torchrun sets it; expected no torchrun, or WORLD_SIZE unset"),
     ("nowhere:f", f"ring-doctor: {MODULE_NOT_FOUND}"),
     (HERE, f"ring-doctor: '{HERE}:attention' cannot be imported"),
     (f"{HERE}:not_a_function", f"ring-doctor: '{HERE}:not_a_function' is int; expected a function"),

@@ -18,7 +18,7 @@ from ring_doctor.explaining.xray_picture import picture, svg
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ringlab.support import drawing
 from tests.attention import NAMES, gradients
-from tests.pages.pictures import assert_legible
+from tests.pages import assert_legible
 from tests.ways import CASES
 
 W = ("W forward", "W backward")

@@ -18,7 +18,7 @@ from notebooks.puzzles import solutions as right
 from ringlab import ring_flash_attention
 from ringlab.basics.online_softmax import finish, start
 from ringlab.support.colours import BLOCK_COLOURS
-from tests.pages.pictures import assert_legible
+from tests.pages import assert_legible
 from tests.training import readers_schedules as tried
 
 slow = pytest.mark.slow  # they start processes
