@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.memory import peak_bytes_backward, training_bytes
 from ringlab.planning.seconds import Pass, beside, pass_of
-from ringlab.planning.ways import WAYS, Cluster, busiest, exchanges, shares, splits, traffic
+from ringlab.planning.ways import WAYS, Cluster, alike, busiest, exchanges, shares, splits, traffic
 
 # A block of 8 tokens: 2048 FLOPs forward under a causal mask, 5120 backward; K and V 256 bytes, their gradients 512.
 LAYER, CHUNK = AttentionLayer(heads=4, kv_heads=2, head_dim=4, itemsize=2), 8
@@ -50,6 +50,14 @@ HAND = {  # forward, then backward: bytes of the busiest device inside its host,
     # 2 + 2 heads there and 2 back; then one hop of 16 tokens of one K/V head
     ("hybrid", 2): ((6 * 64, 256), (6 * 64, 256 + 512)),
 }
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_host", "ranks", "stand"), [(3, 2, 2, 2), (2, 2, 4, 2), (2, 3, 2, 6), (4, 1, 3, 4)]
+)
+def test_the_ranks_of_one_host_stand_for_all_where_hosts_do_the_same(hosts, per_host, ranks, stand):
+    # 4 query heads on 3 ranks are 2, 1, 1; two of three devices exchange over a border of hosts
+    assert alike(LAYER, replace(TWO, hosts=hosts, per_host=per_host, nics=0), ranks) == stand
 
 
 def test_bytes_by_hand():
