@@ -41,7 +41,7 @@ QUIET = 20.0  # seconds between two lines about how far it is, where stderr is a
 
 @contextlib.contextmanager
 def telling() -> Iterator[Callable[[str], None]]:
-    """What is told what is done now, and writes it on stderr: all the time on a terminal, else now and then."""
+    """A writer of progress on stderr, all the time on a terminal, else now and then: call it with the present step."""
     now, done, terminal = ["starting"], threading.Event(), sys.stderr.isatty()
 
     def write() -> None:

@@ -92,7 +92,11 @@ def examine(
     if not patient.state and (xray or diagnosis):
         progress("X-ray")
         taken = take_xray(found.patient, choose_question(found), **how)
-    named = patient.state or found.healthy or (diagnosis and diagnosis.told and not diagnosis.part)
+    named = (
+        patient.state
+        or found.healthy
+        or (diagnosis and diagnosis.told and not diagnosis.part and diagnosis.besides != ())
+    )
     return Report(found, diagnosis, taken, () if named else tuple(infer(found, taken)))
 
 

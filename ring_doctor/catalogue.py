@@ -1,4 +1,4 @@
-"""All the mistakes that the doctor knows: those of seven tables by what they return, and some by the way to ask.
+"""The mistakes of an attention ring: six tables by the numbers that they give, and one by the way to ask.
 
 Shapes: those of paper_ring.py.
 
@@ -7,7 +7,7 @@ Shapes: those of paper_ring.py.
     ...
 
 Before: the tables in mistakes/.
-After: diagnosis.py, which compares a ring with all of them.
+After: explaining/diagnosis.py, which compares a ring with all of them.
 Source: mistakes/README.md names who had each, where that is public; BY_WAY is what the users of public rings met.
 """
 

@@ -2,7 +2,7 @@
 
     ::error file=my_package/ring.py,line=5,title=SICK%3A scale_twice::...
 
-Before: names.py. After: __main__.py, the command.
+Before: asking/names.py. After: __main__.py, the command.
 Source: GitHub Docs, "Workflow commands for GitHub Actions"; the escapes are those of its toolkit, core/src/command.ts.
 """
 

@@ -2,7 +2,7 @@
 
     --heads 8 --kv-heads 2 --tensors bshd --equal-chunks    ->    heads=8, kv_heads=2, tensors="bshd", unequal=False
 
-Before: patient.py. After: __main__.py, the command.
+Before: asking/patient.py. After: __main__.py, the command.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     as_json(report)        the same for other programs
     page(said, picture)    the JSON of a report, of an attention or of a whole model, as one page that loads nothing
 
-Before: diagnosis.py, inference.py. After: assertion.py, which examines; __main__.py, which prints.
+Before: diagnosis.py and inference.py in explaining/. After: assertion.py, which examines; __main__.py, which prints.
 """
 
 import math
@@ -19,7 +19,7 @@ import torch
 from ring_doctor.asking.answers import FAILED, IMPRECISE, OK, REFUSED, SAID, WRONG, Answer
 from ring_doctor.asking.examination import Examination
 from ring_doctor.asking.questions import UNEQUAL
-from ring_doctor.explaining.diagnosis import Diagnosis
+from ring_doctor.explaining.diagnosis import FEW, Diagnosis
 from ring_doctor.explaining.inference import text as in_lines
 from ring_doctor.explaining.xray import XRay
 from ring_doctor.mistakes import Mistake
@@ -76,6 +76,9 @@ class Report:
             return f"SICK: {name} {'draws random numbers and ' * random}changes its answers from call to call"
         names = " or ".join(found.words for found in (self.diagnosis.told if self.diagnosis else ()))
         if failed := [answer for answer in self.examination.faults if answer.state == FAILED]:
+            failed.sort(key=lambda answer: bool(answer.question.feature))
+            if names and (feature := failed[0].question.feature):  # which a ring may lack: the mistake comes first
+                return f"SICK: {names}, in {name}; it fails with {feature}: {failed[0].says}"
             return f"SICK: {name} fails: {failed[0].says}" + (f"; its numbers: {names}" if names else "")
         if not names and {answer.question.feature for answer in self.examination.faults} == {UNEQUAL}:
             return f"SICK: {name} gives wrong numbers, and no error, with {UNEQUAL}: let it refuse them"
@@ -129,6 +132,9 @@ class Report:
             said.append(f"no question tells these explanations apart: {', '.join(names[:MANY])}{more}")
         if diagnosis and diagnosis.part:
             said.append(f"this explains {diagnosis.part}; no known mistake explains the rest")
+        if diagnosis and diagnosis.besides is not None:
+            others = " or ".join(found.words for found in diagnosis.besides[:FEW]) or "no known mistake"
+            said.append(f"it does not explain gradients that are wrong where out is right: {others} does")
         if diagnosis and isinstance(self.xray, XRay) and self.xray.right:
             said.append(f"the X-ray is right: {PLAIN}")
         return [f"{words[0].upper()}{words[1:]}." for words in said]

@@ -2,7 +2,7 @@
 
     examination_of(patient)    ->    the answers, how wrong they are, and what a reader must know about them
 
-Before: job.py. After: diagnosis.py, which names the mistake.
+Before: job.py. After: explaining/diagnosis.py, which names the mistake.
 """
 
 import itertools
@@ -80,7 +80,7 @@ class Examination:
 
 
 def never_claimed(answer: Answer) -> bool:
-    """Whether an answer names no mistake: an error with a feature that a ring may lack, or anything with these two."""
+    """Whether an answer identifies no mistake: a failure with an optional feature, or any fault with these two."""
     feature = answer.question.feature
     return bool(feature) and (answer.state == FAILED or feature in (UNEQUAL, LSE))
 

@@ -3,7 +3,7 @@
 Two questions that differ in one feature are compared. If one answer is right and the other is wrong, the mistake shows
 with that feature.
 
-Before: questions.py. After: diagnosis.py; inference.py, for what an X-ray cannot show.
+Before: asking/questions.py. After: diagnosis.py; inference.py, for what an X-ray cannot show.
 """
 
 import itertools

@@ -74,6 +74,7 @@ class Diagnosis:
     answers: tuple[Answer, ...]  # the wrong answers
     when: str  # the mistake shows, in words; "": no two questions tell it
     part: str = ""  # the explanations explain this part of the wrong answers only; "": all of them
+    besides: tuple[Explanation, ...] | None = None  # of gradients that are wrong where out is right, if others are
 
     @property
     def told(self) -> tuple[Explanation, ...]:
@@ -100,12 +101,15 @@ def diagnose(examination: Examination) -> Diagnosis | None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
-        found, part = _explain(_telling(answered), (STATES if examination.patient.state else CATALOGUE).values())
+        mistakes = (STATES if examination.patient.state else CATALOGUE).values()
+        found, part = _explain(_telling(answered), mistakes)
+        besides = _besides(found, _telling(answered), mistakes)
     finally:
         torch.set_num_threads(threads)
     if ways := _ways([answer for answer in wrong if _bits(answer) > 16] or wrong, answered, found):
         found, part = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)], ""
-    return Diagnosis(tuple(found), tuple(wrong), when, part)
+        besides = None
+    return Diagnosis(tuple(found), tuple(wrong), when, part, besides)
 
 
 def _ways(wrong: list[Answer], answered: list[Answer], found: list[Explanation]) -> set[str]:
@@ -157,7 +161,7 @@ def _explain(answers: list[WrongAnswer], mistakes: Iterable[Mistake]) -> tuple[l
 
     The simplest kind of explanation that fits is returned.
     """
-    entries = [Explanation((mistake,), variant) for mistake in mistakes for variant in mistake.variants]
+    entries = _entries(mistakes)
     usual = [answer for answer in answers if not _special(answer.case)]
     usual = usual if any(answer.answer.wrong for answer in usual) else answers
     wrong = {name for answer in usual for name in answer.answer.wrong}
@@ -173,6 +177,28 @@ def _explain(answers: list[WrongAnswer], mistakes: Iterable[Mistake]) -> tuple[l
                 found = _fitting((each for each in entries if each.name in same), some, EVERYTHING) or found
                 return found, "" if names is parts[0] else " and ".join(name for name in names if name in wrong)
     return [], ""
+
+
+def _besides(
+    found: list[Explanation], answers: list[WrongAnswer], mistakes: Iterable[Mistake]
+) -> tuple[Explanation, ...] | None:
+    """What explains the wrong gradients of answers whose out is right, where no way to make what was found gives them.
+
+    None where there are no such gradients: those that follow from a wrong out are not asked, as there are many ways.
+    """
+    out_is_right = [each for each in answers if set(FORWARD).isdisjoint(each.answer.wrong)]
+    same = [entry for each in found for mistake in each.mistakes for entry in _entries([mistake])]
+    same = same if not any(each.condition for each in found) else found
+    wrong = [each for each in out_is_right if each.answer.wrong and not _special(each.case)]
+    if not found or len(out_is_right) == len(answers):
+        return None
+    if all(any(_fits(entry, each, EVERYTHING) is not False for entry in same) for each in wrong):
+        return None
+    return tuple(_explain(out_is_right, mistakes)[0])
+
+
+def _entries(mistakes: Iterable[Mistake]) -> list[Explanation]:
+    return [Explanation((mistake,), variant) for mistake in mistakes for variant in mistake.variants]
 
 
 # Which explanations fit ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A fact is what is true of a wrong result. A pattern looks for one kind of fact; what all wrong answers share is told.
+"""What all wrong answers have in common, as sentences for the report. A pattern looks for one kind of fact.
 
     for pattern in CONTENTS: pattern.common(answers, "dk")    ->    what dk holds in each of these wrong answers
 

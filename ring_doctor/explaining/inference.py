@@ -40,7 +40,7 @@ LSE_IS_RIGHT = (
     "p V, and at what becomes of out afterwards."
 )
 GRADIENTS_ARE_RIGHT = "out is wrong and all gradients are right: look at what becomes of out after it was computed."
-OUT_FIRST = ". Mend out first: all other results depend on the same scores."
+OUT_FIRST = ". Mend out first: all other results depend on the same scores. Then ask again for a second fault."
 OF_LARGE_SCORES = (
     "Scores of some hundreds show it: a score or an lse of 800 in 16 bits is off by up to 2, and a weight by a factor "
     "of up to e^2. Look at the dtype of the scores, of m and of lse."

@@ -5,7 +5,7 @@ contents: nothing, twice the right numbers, the numbers of another block, pairs 
 
 Shapes: matrices (S, S) with the tokens in the order of the ranks; a tile is [a:b, c:d] of a matrix.
 
-Before: case.py. After: grids.py, which puts them into words.
+Before: asking/case.py. After: grids.py, which puts them into words.
 """
 
 from collections.abc import Iterable

@@ -5,7 +5,7 @@
 
 Shapes: the whole results of a `Case`, (B, H, S, D), (B, G, S, D), and lse (B, H, S).
 
-Before: answers.py. After: facts.py, what can be seen in all wrong answers; diagnosis.py, the name of the mistake.
+Before: asking/answers.py. After: facts.py, what all wrong answers have in common; diagnosis.py, the name.
 Source: the bound is derived in ../../ringlab/support/rounding.py.
 """
 

@@ -11,7 +11,7 @@ Shapes: S tokens on P ranks; Q, K, V, dO (1, 1, S, D) with D ≥ S, one head. A 
 queries and block j's keys, computed in round t = (r - j) mod P. If a block is missing, all other weights of a row are
 larger by one factor. The other tiles are not wrong, so a row is compared with the right row times its factor.
 
-Before: case.py, tiles.py and grids.py. After: xray_picture.py.
+Before: asking/case.py, tiles.py and grids.py. After: xray_picture.py.
 Source: none; the equations are those of Dao et al. 2022, algorithm 4.
 """
 

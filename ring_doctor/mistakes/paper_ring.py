@@ -10,7 +10,7 @@ is full attention. With `replace(RIGHT, scale=...)` the result is what a ring wi
 
 Shapes: the whole q, d_out (B, H, S, D), k and v (B, G, S, D) of a `Case`. A tile of scores is (B, H, Cq, Ck).
 
-Before: case.py. After: __init__.py: mistakes replace these steps.
+Before: asking/case.py. After: __init__.py: mistakes replace these steps.
 Source: Liu et al. 2024, algorithm 1 and appendix A; Dao et al. 2022, algorithm 4.
 """
 

@@ -5,7 +5,7 @@
 
 Shapes: text (B, S + 1), targets (B, S), positions (S,); a loss () or (B, S), of a rank (B, C).
 
-Before: examination.py, an attention by itself. After: model_mistakes.py, which calls with what is wrong.
+Before: asking/examination.py, an attention by itself. After: model_mistakes.py, which calls with what is wrong.
 """
 
 import inspect

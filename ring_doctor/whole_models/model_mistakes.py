@@ -1,4 +1,4 @@
-"""Mistakes of whole models: what they are, and which calls on one process return what P processes with one return.
+"""Mistakes of whole models: for each, the calls on one process that give its results.
 
     labels_per_shard       the whole text in one call, with these wrong labels
     positions_per_shard    the whole text in one call, with these wrong positions; also positions_of_zigzag, ...

@@ -1,6 +1,6 @@
 """A mask and a layout say what each rank computes of each block: some rectangles and triangles, and nothing else.
 
-    positions of the queries  ->  first and end of the keys that they see  ->  counted in the keys of the block
+    positions of the queries  ->  first and end of the keys that they see, in all keys  ->  the same inside the block
 
 first and end never fall from a query to the next. So in the square of a rank's queries and a block's keys, each run of
 visible keys is a staircase. `cut` takes it apart: rectangles, triangles, and upper triangles, in which query i sees

@@ -4,8 +4,8 @@
     backward pass    the same, and: where do I add this block's dK and dV?
 
 In the ring of P ranks, rank r has block j = (r - t) mod P in hand in round t: it visits the ranks j, j + 1, ... Sums
-of its dK and dV follow it from rank j + 1 on, while the ranks compute what they add. Of their P - 1 messages the last
-one brings them home. Meanwhile rank j computes its own part, which stays. No rank sends on what a window hides.
+of its dK and dV follow it from rank j + 1 on. They arrive while a rank computes its own part. The last of their
+P - 1 messages brings them home. Rank j's own part stays where it is computed. No rank sends on what a window hides.
 
 Shapes: k (B, G, C, D) and v (B, G, C, Dv) are a rank's own block, k_j and v_j with C_j tokens a block in hand. Its sums
 dk_j and dv_j have the same shapes. Dv, the head dimension of v, is D in most models.

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ring_doctor.asking.answers import OK, WRONG, Answer
+from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.examination import Examination
 from ring_doctor.asking.patient import from_function
@@ -131,6 +131,38 @@ def test_wrong_gradients_follow_from_a_wrong_output_and_out_alone_is_told_as_a_p
     for name, part in (("dk", ""), ("lse", "out")):
         found = with_changed(name, lambda x: 1.7 * x + 0.1)
         assert (found.names, found.part) == ({"scale_missing"}, part)
+
+
+@pytest.mark.parametrize(
+    ("second", "known", "said"),
+    [
+        ("own_queries_only", ("other_way", "own_queries_only"), "own_queries_only does"),
+        ("own_queries_only", ("other_way",), "no known mistake does"),
+        (None, ("other_way", "own_queries_only"), None),
+    ],
+)
+def test_gradients_that_are_wrong_where_out_is_right_are_another_mistake(monkeypatch, second, known, said):
+    """Without a mask the order of the blocks does not show in out, but dk and dv are those of another mistake."""
+    monkeypatch.setattr(diagnosis, "CATALOGUE", {name: CATALOGUE[name] for name in known})
+    both = variant(second)(variant("other_way")(RIGHT)) if second else variant("other_way")(RIGHT)
+    examination = examined(lambda steps: both, worlds=(2, 3))
+    found = diagnose(examination)
+    assert found.names == {"other_way"}
+    words = "It does not explain gradients that are wrong where out is right: "
+    remarks = [remark for remark in Report(examination, found, "").remarks if remark.startswith(words)]
+    assert remarks == ([f"{words}{said}."] if said else [])
+
+
+def test_a_name_comes_before_a_failure_with_what_a_ring_may_lack():
+    examination = examined(variant("scale_missing"))
+    found, case = diagnose(examination), Case(3, 19)
+    optional = Answer(Question(case, feature="chunks of unequal length"), FAILED, "rank 1 died", lost=True)
+    examination.answers.append(optional)
+    verdict = Report(examination, found, "").verdict
+    name = examination.patient.name
+    assert verdict == f"SICK: scale_missing, in {name}; it fails with chunks of unequal length: rank 1 died"
+    examination.answers.append(replace(optional, question=Question(case), says="rank 2 died"))
+    assert Report(examination, found, "").verdict == f"SICK: {name} fails: rank 2 died; its numbers: scale_missing"
 
 
 def test_numbers_that_cannot_be_computed_confirm_nothing():

@@ -1,4 +1,4 @@
-"""Steps of a tiny transformer in a ring, right or with real mistakes: what doctor/whole_model.py must tell apart."""
+"""Steps of a tiny transformer in a ring, right or with real mistakes, which the doctor must tell apart."""
 
 import math
 from dataclasses import replace

@@ -23,7 +23,7 @@ def from_2(case):
 
 @dataclass(frozen=True)
 class SickRing:
-    """A ring with a mistake. `shows` says in which cases of doctor/case.py its results must differ from right ones."""
+    """A ring with a mistake. `shows` says in which cases its results must differ from right ones."""
 
     base: Callable[..., Any]  # a right ring: (q, k, v, **options) -> out, or (out, lse)
     patch: Callable[[], AbstractContextManager] = nullcontext  # makes it sick; a new one in each pass
