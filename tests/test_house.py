@@ -28,14 +28,18 @@ ORDER = (  # the reading order: a file imports from its own row and from the row
     ("figures", "notebooks", "bench", "tests", "book"),
 )
 LINES = {  # of .py files, at most: what was reached so far; raised only by an issue that names the number
-    "ringlab/support": 1525,
+    "ringlab/support": 1520,
     "ringlab/basics": 900,
-    "ringlab/training": 4265,  # 640 of them a ring of states
+    "ringlab/training": 4260,  # 640 of them a ring of states
     "ringlab/planning": 2600,
-    "ringlab/models": 3745,  # 245 and 70 of the ring of states
-    "ring_doctor": 7595,  # without the patients; 330 of the ring of states
+    "ringlab/models": 3715,  # 245 and 70 of the ring of states
+    "ring_doctor": 7070,  # without the patients; 330 of the ring of states
     "ring_doctor/patients": 1300,
-    "tests": 28_410,
+    "figures": 2620,
+    "notebooks": 13_350,
+    "bench": 5600,
+    "examples": 375,
+    "tests": 26_080,
     "book": 1600,
 }
 LONGEST = 320  # lines of a file of the package
