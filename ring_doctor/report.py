@@ -147,8 +147,9 @@ def found_in(answer: Answer) -> str:
     share = answer.wrong or {name: error / allowed for name, (error, allowed) in answer.errors.items()}
     name = max(share, key=share.__getitem__)
     error, allowed = answer.errors[name]
-    off = [f"{each} is off by {float(f'{100 * answer.relative[each]:.2g}'):g} % of its norm" for each in answer.wrong]
-    return "; ".join([*off, f"one number of {name} is off by {error:.1e}, rounding allows {allowed:.1e}"])
+    shares = ", ".join(f"{each} {float(f'{100 * answer.relative[each]:.2g}'):g} %" for each in answer.wrong)
+    said = f"off by {shares} of the norm; " * bool(shares)
+    return f"{said}one number of {name} is off by {error:.1e}, rounding allows {allowed:.1e}"
 
 
 def facts(mistake: Mistake) -> dict[str, str]:

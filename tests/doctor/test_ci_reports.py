@@ -65,7 +65,7 @@ def test_the_text_has_one_row_of_each_kind_of_wrong_answer():
     wrong = [answer(WRONG, error=0.5, causal=causal) for causal in (False, True, True)]
     others = [answer(WRONG, BF16, 0.5), answer(WRONG, error=0.25, batch=2), answer(OK)]
     refused = [answer(REFUSED, says="ValueError: no", batch=batch) for batch in (1, 2)]
-    half = "out is off by 50 % of its norm; one number of out is off by 5.0e-01, rounding allows 1.0e-09"
+    half = "off by out 50 % of the norm; one number of out is off by 5.0e-01, rounding allows 1.0e-09"
     quarter = half.replace("50 %", "25 %").replace("5.0e", "2.5e")
     lines = text(report(*wrong, *others, *refused, answer(FAILED, says="rank 1 died"))).splitlines()
     assert "3 ranks            1        5        1        2" in lines
