@@ -154,12 +154,13 @@ def ending_in_order() -> Iterator[None]:
 
 def main(argv: list[str] | None = None) -> int:
     """The exit status of the command."""
-    if "WORLD_SIZE" in os.environ:
-        said = "WORLD_SIZE is set, as torchrun sets it; expected no torchrun, or WORLD_SIZE unset"
+    args = parse(argv)
+    if os.environ.get("WORLD_SIZE"):
+        said = "WORLD_SIZE is set, as torchrun and sbatch scripts set it; expected no torchrun, or WORLD_SIZE unset"
         print(f"ring-doctor: {said}: the doctor starts its own processes", file=sys.stderr)
         return BAD_INPUT
     with ending_in_order():
-        return run(parse(argv))
+        return run(args)
 
 
 if __name__ == "__main__":

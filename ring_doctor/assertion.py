@@ -69,12 +69,12 @@ def examine(
     """Examine a ring, name its mistake, and return the report. It starts processes of its own.
 
     function(q, k, v, ...) is called on every rank with its chunks, q (B, H, C, D), k and v (B, G, C, D). It returns out
-    or (out, lse); calls.py says which other arguments it may take. A name, "my_package.ring:attention" or
+    or (out, lse); asking/calls.py says which other arguments it may take. A name, "my_package.ring:attention" or
     "path/to/ring.py:attention", is imported by each process. `claims` restrict what is asked, as the options of the
     command do: causal=True, layouts="zigzag", worlds=(1, 2, 3), dtypes="float32", tensors="bshd", heads=8, kv_heads=2,
     head_dim=64, batch=2, chunk=16, shape=(B, H, G, S, D), grouped=False, unequal=False, gradients=False. state=True: it
     is a ring of states, f(q, k, v, log_decay, beta), or a short convolution f(x, weight); state="each key": with a
-    log_decay shaped as k. A question may take `seconds`. `quick` asks less, as questions.py says. `xray`: take one of a
+    log_decay shaped as k. A question may take `seconds`. `quick` asks less (asking/questions.py). `xray`: take one of a
     healthy ring too. `catalogue`: a module or a file with mistakes of your own. `progress` is told what is done, in
     words.
 

@@ -1,6 +1,6 @@
 """The mistakes of an attention ring: six tables by the numbers that they give, and one by the way to ask.
 
-Shapes: those of paper_ring.py.
+Shapes: those of mistakes/paper_ring.py.
 
     $ python -m ring_doctor.catalogue
     # The mistakes that the doctor knows
@@ -13,8 +13,11 @@ Source: mistakes/README.md names who had each, where that is public; BY_WAY is w
 
 import sys
 
+from ring_doctor.asking.case import Case
 from ring_doctor.asking.names import module_named
 from ring_doctor.mistakes import CATALOGUE, PAGE, backward, gradients, masks, merging, other_ways, told, travel
+from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
+from ringlab.support.places import place_of
 
 TABLES = (other_ways, gradients, backward, masks, merging, travel)
 for table in TABLES:
@@ -39,8 +42,19 @@ BY_WAY = dict(zip(WAYS, told("Ways to ask", {name: () for name in WAYS.values()}
 def enter(name: str) -> None:
     """Enter the mistakes of a module or of a file, my.py. Raises ValueError when it has none, or is none."""
     home = module_named(name).__name__
-    if not any(variant.__module__ == home for mistake in CATALOGUE.values() for variant in mistake.variants):
+    own = [(it.name, change) for it in CATALOGUE.values() for change in it.variants if change.__module__ == home]
+    if not own:
         raise ValueError(f"{name} has no mistakes; expected functions under @mistake(...) of ring_doctor.mistakes")
+    for mistake, change in own:
+        try:
+            compute(Case(3, 18, True), change(RIGHT))
+        except NotOnPaper:
+            continue
+        except Exception as error:
+            said = f"{mistake} of {name} raises {type(error).__name__}: {error} ({place_of(error)})"
+            raise ValueError(
+                f"{said}; expected a step of ring_doctor/mistakes/paper_ring.py, with its arguments"
+            ) from error
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ Before: asking/names.py. After: __main__.py, the command.
 Source: GitHub Docs, "Workflow commands for GitHub Actions"; the escapes are those of its toolkit, core/src/command.ts.
 """
 
+import contextlib
 import functools
 import inspect
 import os
@@ -25,7 +26,7 @@ def tell_github(function: Callable[..., Any], level: str, head: str, report: str
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return ""
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
-        with Path(summary).open("a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), Path(summary).open("a", encoding="utf-8") as file:  # a container may lack it
             file.write(f"### ring-doctor: {level}\n\n```text\n{report}\n```\n")
     if STATUS[level] == 0:
         return ""

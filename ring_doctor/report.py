@@ -57,7 +57,7 @@ class Report:
 
     @property
     def level(self) -> str:
-        """How wrong: one of those in answers.py."""
+        """How wrong: one of those in asking/answers.py."""
         return self.examination.level
 
     @property
@@ -108,7 +108,8 @@ class Report:
     @property
     def mistakes(self) -> list[Mistake]:
         """The mistakes that the verdict names, each once."""
-        explanations = self.diagnosis.told if self.diagnosis else ()
+        diagnosis = self.diagnosis
+        explanations = (*diagnosis.told, *(diagnosis.besides or ())[:FEW]) if diagnosis else ()
         return list(dict.fromkeys(mistake for explanation in explanations for mistake in explanation.mistakes))
 
     @property
@@ -130,11 +131,14 @@ class Report:
         if diagnosis and len(names := [found.words for found in diagnosis.explanations]) > 1:
             more = f" and {len(names) - MANY} more" if len(names) > MANY else ""
             said.append(f"no question tells these explanations apart: {', '.join(names[:MANY])}{more}")
-        if diagnosis and diagnosis.part:
+        if diagnosis and diagnosis.part and diagnosis.besides is None:
             said.append(f"this explains {diagnosis.part}; no known mistake explains the rest")
         if diagnosis and diagnosis.besides is not None:
-            others = " or ".join(found.words for found in diagnosis.besides[:FEW]) or "no known mistake"
-            said.append(f"it does not explain gradients that are wrong where out is right: {others} does")
+            names = [found.words for found in diagnosis.besides]
+            cause = (
+                f"one of {len(names)} known mistakes" if len(names) > FEW else " or ".join(names) or "no known mistake"
+            )
+            said.append(f"gradients that are wrong where out and lse are right have another cause: {cause}")
         if diagnosis and isinstance(self.xray, XRay) and self.xray.right:
             said.append(f"the X-ray is right: {PLAIN}")
         return [f"{words[0].upper()}{words[1:]}." for words in said]
@@ -147,9 +151,13 @@ def found_in(answer: Answer) -> str:
     share = answer.wrong or {name: error / allowed for name, (error, allowed) in answer.errors.items()}
     name = max(share, key=share.__getitem__)
     error, allowed = answer.errors[name]
-    shares = ", ".join(f"{each} {float(f'{100 * answer.relative[each]:.2g}'):g} %" for each in answer.wrong)
-    said = f"off by {shares} of the norm; " * bool(shares)
-    return f"{said}one number of {name} is off by {error:.1e}, rounding allows {allowed:.1e}"
+    lost = [each for each in answer.wrong if math.isinf(answer.relative[each])]
+    shares = [f"{each} {float(f'{100 * answer.relative[each]:.2g}'):g} %" for each in answer.wrong if each not in lost]
+    said = [f"{', '.join(lost)}: NaN or infinite"] * bool(lost) + [f"off by {', '.join(shares)} of the norm"] * bool(
+        shares
+    )
+    worst = f"one number of {name} is off by {error:.1e}, rounding allows {allowed:.1e}"
+    return "; ".join([*said, worst] if math.isfinite(error) else said)
 
 
 def facts(mistake: Mistake) -> dict[str, str]:

@@ -16,6 +16,7 @@ settings.load_profile("steady")
 
 # jsonschema, which checks notebooks, would parse a grammar of web addresses when imported: seconds that no test needs.
 sys.modules.setdefault("rfc3987_syntax", None)
+os.environ.pop("WORLD_SIZE", None)  # the doctor refuses it
 os.environ.pop("GITHUB_ACTIONS", None)  # else the doctor prints lines for GitHub: test_ci_reports.py asks it to
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for tests/training/test_jax.py: JAX reads it when it begins to work
 # Ranks are forks of one process. What most of their work imports is imported there, once and not once a rank.
@@ -52,7 +53,6 @@ QUICK = (
     "doctor_paper_ring",
     "doctor_questions",
     "doctor_inference",
-    "doctor_verdict",
     "doctor_mistakes_on_paper",
     "doctor_way_in",
     "doctor_ci_reports",

@@ -62,7 +62,10 @@ def main(arguments: list[str]) -> int:
         print(f"C={name} is no concept. {meant}Choose one of: {', '.join(known)}", file=sys.stderr)
         return 2
     failed = []
-    for part, steps in commands(known[name]).items():
+    parts = commands(known[name])
+    if "tests" not in parts:
+        print("== tests: none of its own; those of another file cover it")
+    for part, steps in parts.items():
         print(f"== {part}", flush=True)
         failed += [] if run(steps) else [part]
     print(f"{name}: {'FAILED: ' + ', '.join(failed) if failed else 'all ok'}")

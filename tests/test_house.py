@@ -33,13 +33,13 @@ LINES = {  # of .py files, at most: what was reached so far; raised only by an i
     "ringlab/training": 4260,  # 640 of them a ring of states
     "ringlab/planning": 2600,
     "ringlab/models": 3715,  # 245 and 70 of the ring of states
-    "ring_doctor": 7070,  # without the patients; 330 of the ring of states
+    "ring_doctor": 7100,  # without the patients; 330 of the ring of states
     "ring_doctor/patients": 1300,
     "figures": 2620,
     "notebooks": 13_350,
     "bench": 5600,
     "examples": 375,
-    "tests": 26_080,
+    "tests": 26_110,
     "book": 1600,
 }
 LONGEST = 320  # lines of a file of the package

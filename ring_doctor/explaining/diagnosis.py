@@ -8,7 +8,7 @@ are. An entry that explains everything comes first, then one with a condition: "
 only". Then come entries that explain a part: dk and dv, or dq. If nothing fits, the diagnosis says only which results
 are wrong, and when.
 
-Before: catalogue.py, conditions.py. After: xray.py, a picture of what is wrong.
+Before: ../catalogue.py, conditions.py. After: xray.py, a picture of what is wrong.
 Source: the mistakes of public rings, as each entry of the catalogue names them.
 """
 
@@ -104,6 +104,8 @@ def diagnose(examination: Examination) -> Diagnosis | None:
         mistakes = (STATES if examination.patient.state else CATALOGUE).values()
         found, part = _explain(_telling(answered), mistakes)
         besides = _besides(found, _telling(answered), mistakes)
+        if besides is not None:  # the others show in answers of their own
+            when = when_it_shows([it for it in telling if it.state != WRONG or not set(FORWARD).isdisjoint(it.wrong)])
     finally:
         torch.set_num_threads(threads)
     if ways := _ways([answer for answer in wrong if _bits(answer) > 16] or wrong, answered, found):
@@ -182,9 +184,9 @@ def _explain(answers: list[WrongAnswer], mistakes: Iterable[Mistake]) -> tuple[l
 def _besides(
     found: list[Explanation], answers: list[WrongAnswer], mistakes: Iterable[Mistake]
 ) -> tuple[Explanation, ...] | None:
-    """What explains the wrong gradients of answers whose out is right, where no way to make what was found gives them.
+    """What explains the wrong gradients of answers whose out and lse are right, where what was found does not.
 
-    None where there are no such gradients: those that follow from a wrong out are not asked, as there are many ways.
+    None where there are no such gradients. Those of a wrong out follow from it, by more ways than one.
     """
     out_is_right = [each for each in answers if set(FORWARD).isdisjoint(each.answer.wrong)]
     same = [entry for each in found for mistake in each.mistakes for entry in _entries([mistake])]

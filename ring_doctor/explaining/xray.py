@@ -5,7 +5,7 @@
     dQ = scale dS K   with K = I     dQ = scale dS                    dS = W ∘ (dO Vᵀ - δ),  δ = Σ dO ∘ out
     dK = scale dSᵀ Q  with Q = I     dK = scale dSᵀ
 
-Two runs show all four, see case.py. Both have the same W and dS.
+Two runs show all four, see asking/case.py. Both have the same W and dS.
 
 Shapes: S tokens on P ranks; Q, K, V, dO (1, 1, S, D) with D ≥ S, one head. A tile of W or dS is the pairs of rank r's
 queries and block j's keys, computed in round t = (r - j) mod P. If a block is missing, all other weights of a row are
@@ -157,6 +157,6 @@ def _times_rows(sheet: Sheet, factors: list[tuple[float, float]]) -> Sheet:
 
 
 def on_paper(case: Case, steps: Steps = RIGHT) -> XRay:
-    """The X-ray of a ring on paper, right or with a mistake: see paper_ring.py."""
+    """The X-ray of a ring on paper, right or with a mistake: see mistakes/paper_ring.py."""
     first, second = (compute(run, steps) for run in cases(case))
     return xray_of(first, second, case)

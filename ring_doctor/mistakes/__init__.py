@@ -23,7 +23,9 @@ from ring_doctor.mistakes.paper_ring import Steps
 
 Change = Callable[[Steps], Steps]
 PAGE = Path(__file__).with_name("README.md")
-ENTRY = re.compile(r"^### (\w+)\n(.+)\n- Look at: (.+)(?:\n- Chapter: (\d+))?(?:\n- Seen in: (.+))?$", re.M)
+ENTRY = re.compile(
+    r"^### (\w+)\n(.+)\n- Look at: (.+)(?:\n- Chapter: (\d+))?(?:\n- Seen in: (.+))?(?=\n\n|\n*\Z)", re.M
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def told(section: str, changes: Mapping[str, Sequence[Change]]) -> dict[str, Mis
     """The mistakes of a table, by name, with the words of a section. Raises ValueError where either is missing."""
     known = words(section)
     if missing := sorted(changes.keys() - known.keys()):
-        raise ValueError(f"no words of {', '.join(missing)}; expected a heading for each in {PAGE.name}, ## {section}")
+        raise ValueError(f"no words of {', '.join(missing)}; expected each as the others in {PAGE.name}, ## {section}")
     if missing := sorted(known.keys() - changes.keys()):
         raise ValueError(f"no change of {', '.join(missing)}; expected a row for each in the table of ## {section}")
     return {name: replace(known[name], variants=tuple(variants)) for name, variants in changes.items()}

@@ -1,6 +1,6 @@
 """The catalogue, continued: rings whose forward pass is right, and whose backward pass computes other numbers.
 
-Before: gradients.py. After: catalogue.py, all entries together.
+Before: gradients.py. After: ../catalogue.py, all entries together.
 """
 
 import math

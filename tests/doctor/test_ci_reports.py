@@ -5,6 +5,7 @@ No process is started: the ranks are replaced by answers. tests/doctor/test_in_c
 
 import functools
 import json
+import math
 import re
 from dataclasses import replace
 from unittest import mock
@@ -76,6 +77,9 @@ def test_the_text_has_one_row_of_each_kind_of_wrong_answer():
     ]
     assert "failed    P = 3, no mask, contiguous, C = 8, float64: rank 1 died" in lines
     assert "refused   P = 3, no mask, contiguous, C = 8, float64 and 1 more: ValueError: no" in lines
+    assert "wrong     P = 3, no mask, contiguous, C = 8, float64: out: NaN or infinite" in text(
+        report(answer(WRONG, error=math.inf))
+    )
     many = [answer(WRONG, error=0.5, batch=batch) for batch in range(1, 15)]
     assert "... and 2 more kinds: --json or --html lists them" in text(report(*many))
 

@@ -35,7 +35,7 @@ def ask(*options):
 MODULE_NOT_FOUND = "'nowhere' cannot be imported: No module named 'nowhere'; expected module:function"
 TORCHRUN = f"{HERE}:right --quick"  # under torchrun, which sets WORLD_SIZE
 BAD = [  # what is typed, and the sentence
-    (TORCHRUN, "WORLD_SIZE is set, as torchrun sets it; expected no torchrun, or WORLD_SIZE unset"),
+    (TORCHRUN, "WORLD_SIZE is set, as torchrun and sbatch scripts set it; expected no torchrun"),
     ("nowhere:f", f"ring-doctor: {MODULE_NOT_FOUND}"),
     (HERE, f"ring-doctor: '{HERE}:attention' cannot be imported"),
     (f"{HERE}:not_a_function", f"ring-doctor: '{HERE}:not_a_function' is int; expected a function"),
@@ -104,7 +104,7 @@ def test_the_text_of_a_sick_ring_has_verdict_diagnosis_answers_and_xray(folder):
     assert any(line.startswith("  what it is     The ring is not called") for line in others)
     assert any(re.match(r"3 ranks +0 +\d+ +0 +0$", line) for line in others)
     assert any(
-        re.match(r"wrong     P = 3, no mask, contiguous, C = 6, float64.*: out is off by \d", line) for line in others
+        re.match(r"wrong     P = 3, no mask, contiguous, C = 6, float64.*: off by out \d", line) for line in others
     )
     assert "    rank 0   ok       missing  missing" in others
     assert max(map(len, others)) < 180

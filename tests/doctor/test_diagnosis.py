@@ -136,8 +136,8 @@ def test_wrong_gradients_follow_from_a_wrong_output_and_out_alone_is_told_as_a_p
 @pytest.mark.parametrize(
     ("second", "known", "said"),
     [
-        ("own_queries_only", ("other_way", "own_queries_only"), "own_queries_only does"),
-        ("own_queries_only", ("other_way",), "no known mistake does"),
+        ("own_queries_only", ("other_way", "own_queries_only"), "own_queries_only"),
+        ("own_queries_only", ("other_way",), "no known mistake"),
         (None, ("other_way", "own_queries_only"), None),
     ],
 )
@@ -148,9 +148,12 @@ def test_gradients_that_are_wrong_where_out_is_right_are_another_mistake(monkeyp
     examination = examined(lambda steps: both, worlds=(2, 3))
     found = diagnose(examination)
     assert found.names == {"other_way"}
-    words = "It does not explain gradients that are wrong where out is right: "
+    words = "Gradients that are wrong where out and lse are right have another cause: "
     remarks = [remark for remark in Report(examination, found, "").remarks if remark.startswith(words)]
     assert remarks == ([f"{words}{said}."] if said else [])
+    named = [mistake.name for mistake in Report(examination, found, "").mistakes]
+    assert named == ["other_way"] + [second] * (said == second and second is not None)
+    assert found.when == "from 3 ranks on (right with 2)"
 
 
 def test_a_name_comes_before_a_failure_with_what_a_ring_may_lack():

@@ -436,3 +436,19 @@ def test_a_catalogue_of_the_user(project):
         CATALOGUE.pop("own_block_left_out")
     with pytest.raises(ValueError, match=r"empty.py has no mistakes; expected functions under @mistake"):
         enter("empty.py")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("steps.sees(", "steps.seen(", "AttributeError: .*'seen'.*my.py, line 7"),
+        ('("sees")', '("see")', "TypeError: .*'see'"),
+    ],
+)
+def test_a_catalogue_that_fails_is_refused(project, right, wrong, said):
+    project(my=MINE.replace(right, wrong))
+    try:
+        with pytest.raises(ValueError, match=f"own_block_left_out of my.py raises {said}.*; expected a step of"):
+            enter("my.py")
+    finally:
+        CATALOGUE.pop("own_block_left_out")
