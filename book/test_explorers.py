@@ -294,7 +294,7 @@ def test_the_planner_says_what_its_command_prints(watched, numbers, capsys):
             assert "does not fit" in said
             assert advice.startswith("Advice: nothing fits.")
         else:
-            first = said.split("GiB  way\n")[1].splitlines()[0].split(maxsplit=3)
+            first = re.split("GiB  way;.*\n", said)[1].splitlines()[0].split(maxsplit=3)
             assert first == [*(digits(found[name]) for name in ("speed", "seconds", "gib")), found["way"]]
             assert advice.startswith(f"Advice: {found['way']}: ")
         assert its["thresholds"]["h100"]["between"] > its["thresholds"]["h100"]["inside"] > 100
