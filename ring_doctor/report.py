@@ -19,7 +19,7 @@ import torch
 from ring_doctor.asking.answers import FAILED, IMPRECISE, OK, REFUSED, SAID, WRONG, Answer
 from ring_doctor.asking.examination import Examination
 from ring_doctor.asking.questions import UNEQUAL
-from ring_doctor.explaining.diagnosis import FEW, Diagnosis
+from ring_doctor.explaining.diagnosis import FEW, Diagnosis, Explanation
 from ring_doctor.explaining.inference import text as in_lines
 from ring_doctor.explaining.xray import XRay
 from ring_doctor.mistakes import Mistake
@@ -107,9 +107,11 @@ class Report:
 
     @property
     def mistakes(self) -> list[Mistake]:
-        """The mistakes that the verdict names, each once."""
-        diagnosis = self.diagnosis
-        explanations = (*diagnosis.told, *(diagnosis.besides or ())[:FEW]) if diagnosis else ()
+        """The mistakes that the verdict and the remarks name, each once."""
+        explanations: tuple[Explanation, ...] = ()
+        if self.diagnosis:
+            besides = self.diagnosis.besides or ()
+            explanations = self.diagnosis.told + (besides if len(besides) <= FEW else ())
         return list(dict.fromkeys(mistake for explanation in explanations for mistake in explanation.mistakes))
 
     @property
@@ -153,9 +155,8 @@ def found_in(answer: Answer) -> str:
     error, allowed = answer.errors[name]
     lost = [each for each in answer.wrong if math.isinf(answer.relative[each])]
     shares = [f"{each} {float(f'{100 * answer.relative[each]:.2g}'):g} %" for each in answer.wrong if each not in lost]
-    said = [f"{', '.join(lost)}: NaN or infinite"] * bool(lost) + [f"off by {', '.join(shares)} of the norm"] * bool(
-        shares
-    )
+    said = [f"{', '.join(lost)}: NaN or infinite"] if lost else []
+    said += [f"off by {', '.join(shares)} of the norm"] if shares else []
     worst = f"one number of {name} is off by {error:.1e}, rounding allows {allowed:.1e}"
     return "; ".join([*said, worst] if math.isfinite(error) else said)
 

@@ -52,9 +52,7 @@ class Patient:
     grouped: bool = True  # K and V may have fewer heads
     unequal: bool = True  # contiguous chunks may have different lengths
     gradients: bool = True
-    state: bool | str = (
-        False  # a ring of states, or a short convolution, as in state_case.py; "each key": with its decay
-    )
+    state: bool | str = False  # a ring of states or a short convolution, as in state_case.py; "each key": its decay too
     batch: int = 1
     heads: int = 2  # query heads; with grouped queries twice as many. A function that refuses so few is asked with more
     heads_per_rank: int = 0  # there are at least as many query heads: an all-to-all needs them

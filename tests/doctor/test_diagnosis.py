@@ -154,6 +154,10 @@ def test_gradients_that_are_wrong_where_out_is_right_are_another_mistake(monkeyp
     named = [mistake.name for mistake in Report(examination, found, "").mistakes]
     assert named == ["other_way"] + [second] * (said == second and second is not None)
     assert found.when == "from 3 ranks on (right with 2)"
+    three = tuple(Explanation((CATALOGUE[name],), variant(name)) for name in NAMES)
+    many = Report(examination, replace(found, besides=three), "")
+    assert f"{words}one of 3 known mistakes." in many.remarks
+    assert [mistake.name for mistake in many.mistakes] == ["other_way"]
 
 
 def test_a_name_comes_before_a_failure_with_what_a_ring_may_lack():
