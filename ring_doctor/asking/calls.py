@@ -54,7 +54,7 @@ NAMES = {  # an option: the names of it
 OPTION = {name: option for option, names in NAMES.items() for name in names}
 TENSORS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}  # where their dimensions are in ours
 ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-WRAP = "give it by functools.partial in a module of yours, or wrap the function in one that takes q, k and v"
+GIVES = f"gives q, k, v of this rank, and any of {', '.join(NAMES)}: wrap the function, or use functools.partial"
 
 
 class WrongResult(ValueError):
@@ -73,18 +73,8 @@ def arguments_of(name: str, function: Callable[..., Any]) -> dict[str, inspect.P
     try:
         signature.bind(*"qkv", **dict.fromkeys(given))
     except TypeError as error:
-        raise ValueError(f"{name}{signature} {_why_not(signature, error)}") from error
+        raise ValueError(f"{name}{signature} cannot be called as f(q, k, v): {error}; the doctor {GIVES}") from error
     return given
-
-
-def _why_not(signature: inspect.Signature, error: TypeError) -> str:
-    others = list(signature.parameters.values())[3:]
-    unknown = [of.name for of in others if of.default is of.empty and of.name not in OPTION and of.kind not in ANY]
-    if unknown:
-        return f"needs {' and '.join(unknown)}, which the doctor does not know; {WRAP}"
-    return f"cannot be called as f(q, k, v): {error}; expected a function of this rank's q, k and v, and of any of " + (
-        ", ".join(NAMES)
-    )
 
 
 def _callee(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from unittest import mock
 
+from ring_doctor import assertion
 from ring_doctor.asking import examination
 from ring_doctor.asking.answers import judge
 from ring_doctor.asking.calls import RankResults
@@ -40,7 +41,7 @@ def on_these(ranks):
             self._errors.cleanup()
 
     usual, last = (ranks.seconds, ranks.hang), []
-    with mock.patch.object(examination, "Job", Shared):
+    with mock.patch.object(examination, "Job", Shared), mock.patch.object(assertion, "Job", Shared):
         yield
 
 
