@@ -89,24 +89,23 @@ def values(
     case: Case,
     group: ProcessGroup | None,
     device: torch.device,
-    of_states: dict[str, Tensor] | None = None,
+    of_states: dict[str, Tensor],
 ) -> dict[str, Any]:
     """The arguments for a case, by the names of the signature."""
     layout = layout_of(case.layout)
     ends = [0, *accumulate(case.documents or (case.seq_len,))]
     given: dict[str, Any] = {name: getattr(case, name) for name in ("causal", "scale", "documents", "window")}
-    given |= {"group": group, "layout": case.layout if callable(layout) else layout, "log_decay": None, "beta": None}
-    given |= of_states or {}
+    given |= {"group": group, "layout": case.layout if callable(layout) else layout, **of_states}
     given["sinks"] = case.sink_scores().to(device) if case.sinks else None
     forms = {  # of what is given, and of what must be given although the case has none
         "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
         "group": group or dist.group.WORLD,
         "window_size": (-1, -1) if case.window is None else (case.window - 1, 0),
-        **({"decay": given["log_decay"].exp()} if of_states and "log_decay" in of_states else {}),
+        "decay": of_states["log_decay"].exp() if "log_decay" in of_states else None,
         **dict.fromkeys(NAMES["documents"][1:], torch.tensor(ends, dtype=torch.int32, device=device)),
     }
-    needed = [name for name, of in takes.items() if given[OPTION[name]] is not None or of.default is of.empty]
-    return {name: forms.get(name, forms.get(OPTION[name], given[OPTION[name]])) for name in needed}
+    needed = [name for name, of in takes.items() if given.get(OPTION[name]) is not None or of.default is of.empty]
+    return {name: forms.get(name, forms.get(OPTION[name], given.get(OPTION[name]))) for name in needed}
 
 
 def theirs(patient: "Patient", x: Tensor) -> Tensor:

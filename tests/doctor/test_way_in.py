@@ -174,7 +174,7 @@ def takes(signature):
 
 
 def given(signature, case=P3):
-    return values(takes(signature), case, None, CPU)
+    return values(takes(signature), case, None, CPU, {})
 
 
 @pytest.mark.parametrize(
