@@ -114,7 +114,7 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
     "own_block_twice": (EVERY, lambda x: x.seen * (1 + x.own.int())),
     "own_block_skipped": ([FULL], lambda x: x.far),
     "never_called": (EVERY, lambda x: x.seen & x.own),
-    "last_block_skipped": (EVERY, *[lambda x: x.seen & ~x.last] * 2),
+    "last_block_skipped": (EVERY, lambda x: x.seen & ~x.last),
     "chunk_index_under_zigzag": (ALL_LAYOUTS, lambda x: torch.where(x.own, x.n <= x.i, x.j < x.r)),
     "striped_diagonal_kept": ([STRIPED], lambda x: torch.where(x.j > x.r, x.n <= x.i, x.past)),
     "other_half_of_the_keys": ([ZIGZAG], lambda x: torch.where(x.j < x.r, x.n >= x.C // 2, x.past)),
@@ -292,19 +292,9 @@ def test_right_gradients_in_wrong_places(name):
         case = Case(3, 18, True, layout, heads=2)
         right = compute(case)
         chunks = {n: torch.stack([case.cut(right[n], rank) for rank in range(3)]) for n in ("dq", *KV)}
-        assert len(PLACES[name]) >= len(CATALOGUE[name].variants) - (name == "wrong_slice_of_the_gradient")
         for number, change in enumerate(PLACES[name]):
             changed = {n: case.join(list(x)) for n, x in change(chunks).items()}
             assert_same(on_paper(case, name, number), right | changed)
-
-
-def test_a_run_of_the_gradient_in_the_place_of_the_layout():
-    case = Case(3, 18, True, "zigzag", heads=2)
-    right, found = compute(case), on_paper(case, "wrong_slice_of_the_gradient", 2)
-    assert_same(found, right, ["out", "lse", "dq"])
-    for name in KV:
-        for rank in range(3):
-            assert torch.equal(case.cut(found[name], rank), right[name][:, :, 6 * rank : 6 * rank + 6])
 
 
 # Gradients from wrong weights, from a wrong δ, or without some of their parts ----------------------------------------
@@ -431,19 +421,17 @@ def test_query_heads_that_share_a_key_head():
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "case", "heads"),  # the K/V head of each query head
+    ("name", "case", "heads"),  # the K/V head of each query head
     [
-        ("first_kv_head_only", 0, Case(3, 18, heads=4), [0, 0, 0, 0]),
-        ("heads_interleaved", 0, Case(3, 18, heads=4), [0, 1, 0, 1]),
-        ("kv_heads_dealt_in_turn", 0, Case(3, 18, heads=4, kv_heads=4), [0, 3, 1, 2]),
-        ("kv_heads_dealt_in_turn", 0, Case(3, 18, heads=6, kv_heads=2), [0, 0, 1, 1, 0, 0]),
-        ("kv_heads_dealt_in_turn", 1, Case(3, 18, heads=6, kv_heads=2), [0, 1, 0, 1, 0, 1]),
-        ("kv_heads_dealt_in_turn", 1, Case(3, 18, heads=4, kv_heads=4), [0, 1, 2, 3]),
+        ("first_kv_head_only", Case(3, 18, heads=4), [0, 0, 0, 0]),
+        ("heads_interleaved", Case(3, 18, heads=4), [0, 1, 0, 1]),
+        ("kv_heads_dealt_in_turn", Case(3, 18, heads=4, kv_heads=4), [0, 3, 1, 2]),
+        ("kv_heads_dealt_in_turn", Case(3, 18, heads=6, kv_heads=2), [0, 0, 1, 1, 0, 0]),
     ],
 )
-def test_query_heads_meet_other_key_heads(name, number, case, heads):
+def test_query_heads_meet_other_key_heads(name, case, heads):
     expected = dense(case, torch.ones(18, 18), *(x[:, heads] for x in case.whole()[1:3]))
-    assert_same(on_paper(case, name, number), expected, ["out", "lse", "dq"])
+    assert_same(on_paper(case, name), expected, ["out", "lse", "dq"])
 
 
 def test_out_comes_back_in_another_order():
@@ -466,8 +454,8 @@ def same(block):
 
 
 IN_HAND = {  # the entry: for each variant the blocks of K and of V on rank r in round t, where it takes them for r - t
-    "two_seats": [same(lambda r, t, P: r - 2 * t)] * 2,
-    "other_way": [same(lambda r, t, P: r + t)] * 2,
+    "two_seats": [same(lambda r, t, P: r - 2 * t)],
+    "other_way": [same(lambda r, t, P: r + t)],
     "stale_first_block": [same(lambda r, t, P: r - (t - 1).clamp(min=0))],
     "keys_without_values": [lambda r, t, P: (r - t, r + 0 * t)],
     "values_without_keys": [lambda r, t, P: (r + 0 * t, r - t)],
@@ -477,12 +465,7 @@ IN_HAND = {  # the entry: for each variant the blocks of K and of V on rank r in
         same(lambda r, t, P: r - torch.where(t > 0, (t + 1).clamp(max=P - 1), 0)),
     ],
     "slow_hop_a_round_early": [same(lambda r, t, P: torch.where(((r - t) % P == r ^ 1) & (P == 4), r + 2, r - t))],
-    "gathered_in_order_of_arrival": [
-        same(lambda r, t, P: t),
-        lambda r, t, P: (t, r - t),
-        lambda r, t, P: (r - t, t),
-        same(lambda r, t, P: 2 * r - t),
-    ],
+    "gathered_in_order_of_arrival": [same(lambda r, t, P: t), same(lambda r, t, P: 2 * r - t)],
 }
 
 
@@ -515,20 +498,18 @@ def test_keys_and_values_are_exchanged():
 
 def test_keys_and_values_are_rounded_when_they_are_sent():
     k, v = FULL.whole()[1:3]
-    for number, dtype in enumerate((torch.bfloat16, torch.bfloat16, torch.float16, torch.float16)):
+    for number, dtype in enumerate(SIXTEEN):
         found = on_paper(FULL, "sent_in_16_bits", number)
         for rank in range(4):
             own = Pairs(FULL).own[6 * rank, :, None]
             expected = dense(FULL, torch.ones(24, 24), *(torch.where(own, x, narrow(x, dtype)) for x in (k, v)))
             for name in ("out", "lse", "dq"):
                 assert torch.allclose(FULL.cut(found[name], rank), FULL.cut(expected[name], rank))
-        rounded = {name: torch.equal(found[name], narrow(found[name], dtype)) for name in KV}
-        assert rounded == dict.fromkeys(KV, number % 2 == 1)  # with their gradients
 
 
 def test_gathered_in_order_of_arrival_and_without_a_mask():
     """The softmax does not know the order of its keys, and autograd sends dK and dV to where K and V came from."""
-    for number in (0, 3):
+    for number in (0, 1):
         assert_same(on_paper(FULL, "gathered_in_order_of_arrival", number, autograd=True), compute(FULL))
 
 
@@ -621,7 +602,7 @@ def rounded_sum(to):
     return out_and_lse
 
 
-LOG_2, TO = math.log(2), (None, None, torch.bfloat16, torch.bfloat16)
+LOG_2, TO = math.log(2), (None, torch.bfloat16)
 MERGES = {  # the entry: of each variant out and lse
     "no_rescale": [lambda x: x.sums(x.so_far, x.so_far)],
     "l_not_rescaled": [lambda x: x.sums(x.so_far, x.m)],
@@ -633,20 +614,20 @@ MERGES = {  # the entry: of each variant out and lse
     "own_max_per_block": [
         lambda x, which=which: x.by_own_max(x.s[which].amax(dim=-1).amax(dim=0)) for which in ([-1], [0, 1, 2, 3], [-1])
     ],
-    "shares_exchanged": [folded(lambda a, lse, b, lse_j, share: (b + share * (a - b), lse.logaddexp(lse_j)))] * 3,
+    "shares_exchanged": [folded(lambda a, lse, b, lse_j, share: (b + share * (a - b), lse.logaddexp(lse_j)))] * 2,
     "unstabilised": [lambda x: x.averaged(x.lses)],  # right where no score is large
     "averages_added": [lambda x: (x.outs.sum(dim=0), x.lse)],
-    "averages_averaged": [lambda x: (x.outs.mean(dim=0), x.lse)] * 3,
-    "running_half": [folded(lambda out, lse, out_j, lse_j, _: ((out + out_j) / 2, lse.logaddexp(lse_j)))] * 3,
-    "lse_of_zeros": [lambda x: x.averaged(0 * x.lses)] * 3,
-    "base_2_as_natural": [lambda x: x.averaged(x.lses / LOG_2)] * 2,
+    "averages_averaged": [lambda x: (x.outs.mean(dim=0), x.lse)] * 2,
+    "running_half": [folded(lambda out, lse, out_j, lse_j, _: ((out + out_j) / 2, lse.logaddexp(lse_j)))] * 2,
+    "lse_of_zeros": [lambda x: x.averaged(0 * x.lses)] * 2,
+    "base_2_as_natural": [lambda x: x.averaged(x.lses / LOG_2)],
     "natural_as_base_2": [lambda x: (x.averaged(x.lses * LOG_2)[0], x.averaged(x.lses * LOG_2)[1] / LOG_2)],
     "lse_not_updated": [folded(lambda out, lse, out_j, _, share: (out + share * (out_j - out), lse))],
     "lse_merged_by_maximum": [
         folded(lambda out, lse, out_j, lse_j, share: (out + share * (out_j - out), lse.maximum(lse_j))),
         lambda x: (((x.lses - x.lses.amax(dim=0)).exp()[..., None] * x.outs).sum(dim=0), x.lses.amax(dim=0)),
     ],
-    "sums_in_16_bits": [*(rounded("out", to=to) for to in TO), rounded_sum(None), rounded_sum(torch.bfloat16)],
+    "sums_in_16_bits": [round_it for to in TO for round_it in (rounded("out", to=to), rounded_sum(to))],
     "lse_in_16_bits": [rounded(*which, to=to) for which in (["lse"], ["lse", "given"]) for to in TO],
 }
 

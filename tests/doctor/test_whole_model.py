@@ -120,7 +120,7 @@ def test_a_factor_of_one_weight_is_named_with_the_weight(ranks):
 
 # Where to look: one sentence, from numbers made by hand --------------------------------------------------------------
 
-NAMES = ("embedding", *(f"layers.{i}.{x}" for i in (0, 1) for x in ("wq", "wk", "wv", "norm")), "head")
+NAMES = ("embedding", "layers.0.wq", "layers.1.wk", "layers.1.norm", "head")
 TURNED = torch.tensor([2.0, -1.0], dtype=torch.float64)  # the right gradient of each weight is (1, 2)
 
 
@@ -132,25 +132,18 @@ def of_step(loss=2.0, **factors):
     return Returned(torch.tensor(loss, dtype=torch.float64), gradients, frozenset({torch.float64}))
 
 
-def clue_of(*results, exact=None, clipped=False, **patient):
-    """The clue for these results of ranks, two ranks with the same if there is one; tokens are dealt out in runs."""
+def clue_of(*results, exact=None, clipped=False):
+    """The clue for these results of ranks, two ranks with the same if there is one; 6 tokens are dealt out in runs."""
     results = list(results) * (1 + (len(results) == 1))
-    shards = lambda P: list(torch.arange(6).chunk(P))  # noqa: E731
-    asked = {"takes": frozenset(), "seq_len": 6, "labels": torch.arange(6)[None], "text": torch.arange(7)[None]}
-    asked |= {"ask": lambda P, text: "it raises", **patient}
-    exact = exact or of_step()
-    return clue(mock.Mock(shards=shards, **asked), {len(results): results}, exact, 1e-9, clipped=clipped)
+    shards = mock.Mock(shards=lambda P: list(torch.arange(6).chunk(P)))
+    return clue(shards, {len(results): results}, exact or of_step(), 1e-9, clipped=clipped)
 
 
 def every(x):
     return {name.replace(".", "_"): x for name in NAMES}
 
 
-LAYER_1 = {**every(TURNED), "head": 1.0, "layers_1_norm": 1.0}
-
-
-TIED = dict.fromkeys(("embedding", "layers_0_norm", "layers_1_norm"), TURNED)
-AFTER = "The loss is right. The gradients after layers.1 are right, others are wrong: look at layers.1."
+BACK = "The loss is right. On the way back from the last weight to the first, the gradients of"
 SAYS = {
     "On rank 1, the gradient of head is not finite": [of_step(), of_step(head=math.nan)],
     "On rank 0, the loss is not finite": [of_step(math.inf), of_step()],
@@ -161,11 +154,12 @@ SAYS = {
     "The loss is right, and every gradient is 1.5 times the right one: look at": [of_step(**every(1.5))],
     "The loss is right, and of head the gradient is -0.5 times the right one": [of_step(head=-0.5)],
     "of embedding and head the gradient is 3 and 2 times the right one": [of_step(head=2, embedding=3)],
-    "The loss is right and every gradient is wrong, even that of head: look": [of_step(**every(TURNED))],
-    "The loss is right, and only the gradients of embedding are wrong": [of_step(embedding=TURNED)],
-    f"{AFTER}norm.": [of_step(**TIED)],
-    "The loss is right, and only the gradients of layers.1.norm are wrong": [of_step(layers_1_norm=TURNED)],
-    f"{AFTER}wk and layers.1.wv.": [of_step(**{**LAYER_1, "layers_1_wq": 1.0})],
+    "The loss is wrong, and with it the gradients; return the loss of each token": [of_step(3.0, head=TURNED)],
+    f"{BACK} embedding are wrong: look at what happens to embedding first": [of_step(embedding=TURNED)],
+    f"{BACK} layers.1.wk, layers.1.norm and head and 2 more are wrong: look at": [of_step(**every(TURNED))],
+    "the gradients of layers.0.wq and layers.1.wk are wrong: look at what happens to layers.1.wk first": [
+        of_step(layers_0_wq=TURNED, layers_1_wk=TURNED)
+    ],
 }
 
 
@@ -178,35 +172,19 @@ def test_of_clipped_gradients_the_clipping_is_looked_at():
     assert "the norm in the clipping" in clue_of(of_step(head=2), clipped=True)
 
 
-LABELS, ALONE = "look at tokens, labels and the loss", "sees keys of its own rank only"
-TOKENS = [  # the number of ranks, the wrong tokens of six, what is said
-    (2, {0, 3}, LABELS),
-    (2, {1, 4}, f"token 1 is wrong, which in a causal model {ALONE}"),
-    (2, {3, 4}, "the first wrong token is 3, and tokens that see keys of their own rank only are right"),
-    (2, set(), "with one label alone, given by targets=, the loss of each token is right"),
-]
-
-
 @pytest.mark.parametrize(
-    ("per_token", "P", "wrong", "says"),
-    [(per_token, *row) for per_token in (False, True) for row in TOKENS if row[1] or not per_token],
+    ("wrong", "says"),  # the wrong tokens of six, on two ranks
+    [
+        ([0, 3], "look at tokens, labels and the loss"),
+        ([1, 4], "token 1 is wrong, which in a causal model sees keys of its own rank only"),
+        ([3, 4], "the first wrong token is 3, and tokens that see keys of their own rank only are right"),
+    ],
 )
-def test_the_tokens_that_are_wrong_are_found_and_told(per_token, P, wrong, says):
-    """From a loss of each token, or from the loss of all with the label of one token only."""
-    right = torch.arange(1.0, 7.0)
-    losses = right.clone()
-    losses[list(wrong)] += 0.5
-
-    def of_token(losses, targets):
-        [token] = (targets[0] != -100).nonzero()
-        return of_step(losses[token].item())
-
-    results, exact = (of_step([x.tolist()] if per_token else 9.0 + x.sum().item()) for x in (losses, right))
-    results.gradients.update(of_step(**every(TURNED)).gradients)
-    results = replace(results, loss=results.loss + (not wrong))
-    asked = {"takes": frozenset({"targets"}), "alone": partial(of_token, right)}
-    asked["ask"] = lambda ranks, targets: [of_token(losses, targets)] * ranks
-    assert says in clue_of(*[results] * P, exact=exact, **asked)
+def test_the_first_wrong_token_is_told_from_the_loss_of_each(wrong, says):
+    losses = torch.arange(1.0, 7.0)
+    exact = of_step([losses.tolist()])
+    losses[wrong] += 0.5
+    assert says in clue_of(of_step([losses.tolist()], **every(TURNED)), exact=exact)
 
 
 @pytest.mark.parametrize(
