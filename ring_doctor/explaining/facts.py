@@ -41,7 +41,6 @@ class Fact:
     look: str = field(default="", compare=False)  # where to look
     expected: Tensor | None = field(default=None, compare=False)  # the result, if this is true; None: it is true
     order: int = field(default=0, compare=False)  # of several facts only those with the least order are told
-    example: str = field(default="", compare=False)  # the numbers of one answer
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,6 @@ class Pattern:
     def sentence(self, names: Sequence[str], facts: Sequence[Fact]) -> str:
         said = self.says.format(x=listed(names), words=" or ".join(dict.fromkeys(fact.words for fact in facts)))
         looks = ", or at ".join(dict.fromkeys(fact.look for fact in facts if fact.look))
-        said += f" ({facts[0].example})" if facts[0].example else ""
         return f"{said}. Look at {looks}." if looks else f"{said}."
 
 
@@ -117,8 +115,7 @@ def _factor(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
             if factor != 1:
                 yield Fact(said, look, factor * exact)
     own = ratio(wrong.seen(name), exact)
-    example = f"{wrong.case.words()}: c = {own:.3g}"
-    yield Fact("c", "what this result is multiplied by", own * exact, 1, example)
+    yield Fact("c", f"what this result is multiplied by, with {wrong.case.words()} by {own:.3g}", own * exact, 1)
 
 
 def _another_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:

@@ -53,32 +53,6 @@ def sent_as(dtype: torch.dtype) -> Change:
     return but(keys_and_values=rounded)
 
 
-OF_BLOCKS = {
-    "last_block_skipped": [but(rounds=lambda steps, case, rank: max(1, steps.rounds(case, rank) - 1))],
-    "own_block_skipped": [sees(lambda x: x.seen & (not x.own))],
-    "own_block_twice": [but(rounds=lambda steps, case, rank: steps.rounds(case, rank) + 1)],
-    "two_seats": [in_hand(lambda r, t, P: r - 2 * t)],
-    "other_way": [in_hand(lambda r, t, P: r + t)],
-    "stale_first_block": [in_hand(lambda r, t, P: r - max(0, t - 1))],
-    "overwritten_in_hand": [
-        in_hand(lambda r, t, P: r - min(t + 1, P - 1)),
-        in_hand(lambda r, t, P: r - (min(t + 1, P - 1) if t else 0)),  # the own block lies elsewhere
-    ],
-    "opposite_block_twice": [two_ways(lambda P: P // 2 * 2 + 1)],
-    "opposite_block_missed": [two_ways(lambda P: (P - 1) // 2 * 2 + 1)],
-    "sent_in_16_bits": [sent_as(torch.bfloat16), sent_as(torch.float16)],
-    "keys_without_values": [in_hand(lambda r, t, P: r - t, lambda r, t, P: r)],
-    "values_without_keys": [in_hand(lambda r, t, P: r, lambda r, t, P: r - t)],
-    "keys_and_values_exchanged": [
-        but(keys_and_values=lambda steps, t, k, v: (v, k) if t % 2 else (k, v)),
-        but(keys_and_values=lambda steps, t, k, v: (v, k) if t else (k, v)),
-        but(keys_and_values=lambda steps, t, k, v: (v, k)),  # by the caller
-    ],
-    "never_called": [but(rounds=lambda steps, case, rank: 1)],
-    "nothing_moves": [in_hand(lambda r, t, P: r)],
-}
-
-
 # Scale, heads, sinks, and rows that are lost -----------------------------------------------------------------------
 
 
@@ -127,7 +101,28 @@ def nan_of_rows(steps: Steps, s: Tensor, v: Tensor) -> Tensor:
 
 
 CHANGES = {
-    **OF_BLOCKS,
+    "last_block_skipped": [but(rounds=lambda steps, case, rank: max(1, steps.rounds(case, rank) - 1))],
+    "own_block_skipped": [sees(lambda x: x.seen & (not x.own))],
+    "own_block_twice": [but(rounds=lambda steps, case, rank: steps.rounds(case, rank) + 1)],
+    "two_seats": [in_hand(lambda r, t, P: r - 2 * t)],
+    "other_way": [in_hand(lambda r, t, P: r + t)],
+    "stale_first_block": [in_hand(lambda r, t, P: r - max(0, t - 1))],
+    "overwritten_in_hand": [
+        in_hand(lambda r, t, P: r - min(t + 1, P - 1)),
+        in_hand(lambda r, t, P: r - (min(t + 1, P - 1) if t else 0)),  # the own block lies elsewhere
+    ],
+    "opposite_block_twice": [two_ways(lambda P: P // 2 * 2 + 1)],
+    "opposite_block_missed": [two_ways(lambda P: (P - 1) // 2 * 2 + 1)],
+    "sent_in_16_bits": [sent_as(torch.bfloat16), sent_as(torch.float16)],
+    "keys_without_values": [in_hand(lambda r, t, P: r - t, lambda r, t, P: r)],
+    "values_without_keys": [in_hand(lambda r, t, P: r, lambda r, t, P: r - t)],
+    "keys_and_values_exchanged": [
+        but(keys_and_values=lambda steps, t, k, v: (v, k) if t % 2 else (k, v)),
+        but(keys_and_values=lambda steps, t, k, v: (v, k) if t else (k, v)),
+        but(keys_and_values=lambda steps, t, k, v: (v, k)),  # by the caller
+    ],
+    "never_called": [but(rounds=lambda steps, case, rank: 1)],
+    "nothing_moves": [in_hand(lambda r, t, P: r)],
     "scale_missing": [but(scale=lambda steps, case: 1.0)],
     "scale_ignored": [but(scale=lambda steps, case: case.head_dim**-0.5)],
     "scale_twice": [
@@ -136,12 +131,8 @@ CHANGES = {
     ],
     "scale_of_padded_head": [scale_of(padded_head), but(scale=lambda steps, case: padded_head(case) ** -0.5)],
     "scale_of_another_size": [
-        scale_of(chunk),
-        scale_of(lambda case: case.seq_len),
-        scale_of(lambda case: case.heads),
-        scale_of(lambda case: case.heads * case.head_dim),
-        scale_of(lambda case: 64),
-        scale_of(lambda case: 128),
+        *map(scale_of, (chunk, lambda case: case.seq_len, lambda case: case.heads)),
+        *map(scale_of, (lambda case: case.heads * case.head_dim, lambda case: 64, lambda case: 128)),
     ],
     "heads_interleaved": [but(kv_heads=lambda steps, case: torch.arange(case.heads) % case.kv_heads)],
     "first_kv_head_only": [but(kv_heads=lambda steps, case: torch.zeros(case.heads, dtype=torch.int64))],

@@ -1,6 +1,6 @@
 """Inference for a whole model: one sentence that says where to look, when no mistake of the catalogue explains it.
 
-    clue(patient, wrong, exact, allowed)    ->    "The loss is right. ..."
+    clue(patient, wrong, exact, allowed)    ->    "The loss is right, and ..."
 
 The evidence, in this order: numbers that are not finite; ranks that disagree; the loss beside the gradients; what the
 gradients are multiplied by; the first wrong token, where the step returns the loss of each, and what it sees; the first
@@ -46,9 +46,9 @@ def clue(
     if not loss_is_right:
         return f"The loss is wrong, and with it the gradients; {_of_tokens(patient.shards(P), result, exact, allowed)}."
     return (
-        f"{said}. On the way back from the last weight to the first, the gradients of {listed(bad[-FEW:])}{more} are "
-        f"wrong: look at what happens to {bad[-1]} first: a tied weight, a hook, its place in the reduction, and the "
-        f"backward pass of its layer."
+        f"{said}, and the gradients of {listed(bad[-FEW:])}{more} are wrong: look at what happens to {bad[-1]}, the "
+        f"first wrong one on the way back from the last weight: a tied weight, a hook, its place in the reduction, and "
+        f"the backward pass of its layer."
     )
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer, judge
-from ring_doctor.asking.calls import RankResults
+from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.examination import Examination
 from ring_doctor.asking.patient import from_function
@@ -34,19 +33,9 @@ def cases(worlds=(2, 3, 4), masks=((False, "contiguous"), (True, "zigzag")), chu
     return [Case(P, chunk * P, *mask, **features) for P in worlds for mask in masks]
 
 
-def planted(change, of=None, how="plain"):
+def planted(change, of=None):
     """Answers with the right numbers, changed by change(case, results) -> {name: changed result}."""
-    answers = []
-    for case in of or cases():
-        exact = {name: x.exact.clone() for name, x in case.right().items()}
-        results = {name: x.to(case.dtype) for name, x in (exact | change(case, exact)).items()}
-        chunks = [{name: case.cut(x, rank) for name, x in results.items()} for rank in range(case.world_size)]
-        answers.append(judge(Question(case, how), [RankResults(chunk) for chunk in chunks]))
-    return answers
-
-
-def with_steps(steps, of=None):
-    return [answer_on_paper(Question(case), steps) for case in of or cases()]
+    return [answer_on_paper(Question(case), change=lambda case, x: x | change(case, x)) for case in of or cases()]
 
 
 def told(answers, xray=NO_XRAY):
@@ -54,13 +43,8 @@ def told(answers, xray=NO_XRAY):
 
 
 def times(c, *names):
-    """c times the right numbers, where c(r, P) is the factor of rank r."""
-
-    def change(case, x):
-        P = case.world_size
-        return {name: case.join([c(r, P) * case.cut(x[name], r) for r in range(P)]) for name in names}
-
-    return change
+    """c(P) times the right numbers."""
+    return lambda case, x: {name: c(case.world_size) * x[name] for name in names}
 
 
 def only(name, change):
@@ -68,20 +52,14 @@ def only(name, change):
 
 
 def chunkwise(move, *names):
-    def change(case, x):
-        return {name: case.join([move(case.cut(x[name], r)) for r in range(case.world_size)]) for name in names}
-
-    return change
+    of = lambda case, x: case.join([move(case.cut(x, r)) for r in range(case.world_size)])  # noqa: E731
+    return lambda case, x: {name: of(case, x[name]) for name in names}
 
 
 def from_rank(rank, *names):
-    """The chunk of rank(r) of P ranks on rank r."""
-
-    def change(case, x):
-        P = case.world_size
-        return {name: case.join([case.cut(x[name], rank(r, P) % P) for r in range(P)]) for name in names}
-
-    return change
+    """The chunk of rank(r, P) of P ranks on rank r."""
+    at = lambda case: [rank(r, case.world_size) % case.world_size for r in range(case.world_size)]  # noqa: E731
+    return lambda case, x: {name: case.join([case.cut(x[name], r) for r in at(case)]) for name in names}
 
 
 def noise(*names, where=lambda case, x: torch.ones_like(x, dtype=torch.bool)):
@@ -107,20 +85,24 @@ def one_nan(case, x):
 
 SHUFFLED = torch.randperm(24, generator=torch.Generator().manual_seed(0))
 PLANTED = [  # what is told, what is planted, and in which cases
-    ("In dk and dv all numbers are P times the right numbers. Look at", times(lambda r, P: P, "dk", "dv"), {}),
-    ("In dk all numbers are 1/√P times the right", times(lambda r, P: P**-0.5, "dk"), {}),
-    ("In out all numbers are -1 times the right", times(lambda r, P: -1, "out"), {}),
-    ("In dq and dk all numbers are 1/scale or 2 times the right", times(lambda r, P: 2, "dq", "dk"), {}),
-    ("In dv all numbers are scale times the right", times(lambda r, P: 0.25, "dv"), {"head_dim": 16}),
-    ("In dv all numbers are H/G times the right", times(lambda r, P: 3, "dv"), {"worlds": (2, 4), "heads": 6}),
-    ("In dv all numbers are G/H times the right", times(lambda r, P: 1 / 3, "dv"), {"worlds": (2, 4), "heads": 6}),
-    ("In dv all numbers are c times the right numbers (P = 2,", times(lambda r, P: 0.1 * P, "dv"), {}),
+    ("In dk and dv all numbers are P times the right numbers. Look at", times(lambda P: P, "dk", "dv"), {}),
+    ("In dk all numbers are 1/√P times the right", times(lambda P: P**-0.5, "dk"), {}),
+    ("In out all numbers are -1 times the right", times(lambda P: -1, "out"), {}),
+    ("In dq and dk all numbers are 1/scale or 2 times the right", times(lambda P: 2, "dq", "dk"), {}),
+    ("In dv all numbers are scale times the right", times(lambda P: 0.25, "dv"), {"head_dim": 16}),
+    ("In dv all numbers are H/G times the right", times(lambda P: 3, "dv"), {"worlds": (2, 4), "heads": 6}),
+    ("In dv all numbers are G/H times the right", times(lambda P: 1 / 3, "dv"), {"worlds": (2, 4), "heads": 6}),
     (
-        "In dq, dk and dv all numbers are 0 times the right numbers. Look at detach",
-        times(lambda r, P: 0, *GRADIENTS),
+        "c times the right numbers. Look at what this result is multiplied by, with P = 2, no mask",
+        times(lambda P: 0.1 * P, "dv"),
         {},
     ),
-    ("In lse all numbers are 1/log 2 times the right", times(lambda r, P: 1 / log(2), "lse"), {}),
+    (
+        "In dq, dk and dv all numbers are 0 times the right numbers. Look at detach",
+        times(lambda P: 0, *GRADIENTS),
+        {},
+    ),
+    ("In lse all numbers are 1/log 2 times the right", times(lambda P: 1 / log(2), "lse"), {}),
     ("The numbers of dk are those of the right dv.", lambda case, x: {"dk": x["dv"], "dv": x["dk"]}, {}),
     ("In dk rank r has the right numbers of rank r + 1. Look at the hops", from_rank(lambda r, P: r + 1, "dk"), {}),
     ("In out rank r has the right numbers of rank r - 1. Look at the rank", from_rank(lambda r, P: r - 1, "out"), {}),
@@ -132,8 +114,8 @@ PLANTED = [  # what is told, what is planted, and in which cases
     ("are in other places of the whole", only("dv", lambda x: x[:, :, SHUFFLED]), {"worlds": (4,)}),
     ("out: the errors are as small as roundings to 16 bits. Look at casts to 16 bits", small(2**-8), {}),
     ("NaN or infinite in some places. Look at the merge of a block of which a query sees no key", one_nan, {}),
-    ("NaN or infinite where scores are large.", times(lambda r, P: torch.nan, "out"), {"inputs": "large"}),
-    ("In dk numbers are NaN or infinite everywhere.", times(lambda r, P: torch.nan, "dk"), {}),
+    ("NaN or infinite where scores are large.", times(lambda P: torch.nan, "out"), {"inputs": "large"}),
+    ("In dk numbers are NaN or infinite everywhere.", times(lambda P: torch.nan, "dk"), {}),
     *[(said, noise(*names.replace(" and", ",").split(", ")), {}) for names, said in OF_GRADIENTS.items()],
     ("out is right and lse is wrong", noise("lse"), {}),
     ("lse is right, so each query has the right scores", noise("out"), {}),
@@ -150,7 +132,7 @@ def test_a_planted_pattern_is_told(says, change, features):
 
 def test_what_the_others_need_is_told_first():
     """A pattern comes before which results are wrong. Gradients that follow from a wrong out come last."""
-    sentences = told(planted(times(lambda r, P: P, "dk", "dv")))
+    sentences = told(planted(times(lambda P: P, "dk", "dv")))
     assert [sentence[:12] for sentence in sentences] == ["In dk and dv", "dq is right,"]
     sentences = told(planted(lambda case, x: noise("out")(case, x) | {"dq": 3 * x["dq"]}))
     assert "c times" in sentences[-1]
@@ -166,9 +148,9 @@ def test_what_the_others_need_is_told_first():
         ),
         (lambda case, x: {"out": x["out"] + 4e-6 * noise("out")(case, {"out": 0 * x["out"]})["out"]}, "roundings"),
         (small(2**-2), "roundings"),
-        (times(lambda r, P: 1.001 * P, "dq"), "P times"),
-        (times(lambda r, P: 1.001 * P**-0.5, "dq"), "√P times"),
-        (times(lambda r, P: 1e-3, "dq"), "are 0 "),
+        (times(lambda P: 1.001 * P, "dq"), "P times"),
+        (times(lambda P: 1.001 * P**-0.5, "dq"), "√P times"),
+        (times(lambda P: 1e-3, "dq"), "are 0 "),
     ],
 )
 def test_what_is_near_a_pattern_and_is_none(change, alone):
@@ -201,7 +183,7 @@ def test_the_heads_with_random_errors(where, of, says):
 
 
 def test_a_right_ring_gets_no_sentence():
-    answers = with_steps(RIGHT)
+    answers = planted(lambda case, x: {})
     assert all(answer.state == OK for answer in answers)
     assert told(answers) == []
     assert text(told(answers)) == ""
@@ -224,7 +206,7 @@ def test_random_errors_get_the_generic_sentence_alone(names, features):
 @pytest.mark.parametrize(
     "change",
     [
-        times(lambda r, P: P, "dq"),
+        times(lambda P: P, "dq"),
         chunkwise(lambda x: x.roll(1, dims=2), "dq"),
         only("dq", lambda x: x.bfloat16().double()),
         noise("dq", where=heads(1)),
@@ -240,7 +222,7 @@ def test_a_pattern_of_some_answers_is_not_told_as_general(change):
 
 
 def test_two_ranks_do_not_tell_p_from_2():
-    twice = times(lambda r, P: 2, "dq")
+    twice = times(lambda P: 2, "dq")
     assert "P or 1/scale or 2 times" in told(planted(twice, cases((2,))))[0]
     assert "1/scale or 2 times" in told(planted(twice, cases((2,)) + cases((3,))))[0]
     assert "P or" not in told(planted(twice, cases((2,)) + cases((3,))))[0]
@@ -316,7 +298,7 @@ def test_each_matrix_of_the_backward_pass_that_is_wrong_in_its_own_way_is_told()
 
 
 def test_answers_that_change_or_were_never_claimed_prove_nothing():
-    answers = planted(times(lambda r, P: 2, "dq"))
+    answers = planted(times(lambda P: 2, "dq"))
     changing = [replace(answer, changes=True) for answer in planted(noise("dq"))]
     assert told(answers + changing) == told(answers)
     assert told(changing) == []
@@ -386,11 +368,8 @@ def test_a_hang(tmp_path, monkeypatch, lines, late, says):
 
 def imprecise(inputs, wrong):
     """An answer in bfloat16 whose result `wrong` is off by some steps of its dtype; with "large", by a quarter."""
-    case = Case(4, 32, inputs=inputs, dtype=torch.bfloat16)
     factor = 1.25 if inputs == "large" else 1 + 16 * torch.finfo(torch.bfloat16).eps
-    results = {name: (factor if name == wrong else 1) * case.right()[name].exact for name in ("out", *GRADIENTS)}
-    chunks = [{name: case.cut(x, rank).to(case.dtype) for name, x in results.items()} for rank in range(4)]
-    return judge(Question(case), [RankResults(chunk) for chunk in chunks])
+    return planted(times(lambda P: factor, wrong), [Case(4, 32, inputs=inputs, dtype=torch.bfloat16)])[0]
 
 
 @pytest.mark.parametrize(

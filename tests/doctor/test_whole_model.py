@@ -143,7 +143,7 @@ def every(x):
     return {name.replace(".", "_"): x for name in NAMES}
 
 
-BACK = "The loss is right. On the way back from the last weight to the first, the gradients of"
+BACK = "The loss is right, and the gradients of"
 SAYS = {
     "On rank 1, the gradient of head is not finite": [of_step(), of_step(head=math.nan)],
     "On rank 0, the loss is not finite": [of_step(math.inf), of_step()],
@@ -155,9 +155,9 @@ SAYS = {
     "The loss is right, and of head the gradient is -0.5 times the right one": [of_step(head=-0.5)],
     "of embedding and head the gradient is 3 and 2 times the right one": [of_step(head=2, embedding=3)],
     "The loss is wrong, and with it the gradients; return the loss of each token": [of_step(3.0, head=TURNED)],
-    f"{BACK} embedding are wrong: look at what happens to embedding first": [of_step(embedding=TURNED)],
+    f"{BACK} embedding are wrong: look at what happens to embedding, the first": [of_step(embedding=TURNED)],
     f"{BACK} layers.1.wk, layers.1.norm and head and 2 more are wrong: look at": [of_step(**every(TURNED))],
-    "the gradients of layers.0.wq and layers.1.wk are wrong: look at what happens to layers.1.wk first": [
+    f"{BACK} layers.0.wq and layers.1.wk are wrong: look at what happens to layers.1.wk, the first wrong": [
         of_step(layers_0_wq=TURNED, layers_1_wk=TURNED)
     ],
 }
