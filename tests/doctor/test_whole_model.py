@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -270,31 +271,25 @@ def result(loss, *gradients, dtype=torch.float64):
 RIGHT = result(2.0, [3.0, 4.0], [1.0])
 
 
+FACTORS = {"times_p": 3.0, "over_p": 1 / 3, "times_root_p": 3**0.5, "over_root_p": 3**-0.5}
+LOSS_2, ROW_2 = result(2.5, [3.0, 4.0], [1.0]), result(2.0, [3.0, 4.5], [1.0])  # wrong in one number
+PARTS = [result(0.5, [1.0, 4.0], [0.0]), result(1.5, [2.0, 0.0], [1.0])]
+
+
 @pytest.mark.parametrize(
-    ("factor", "name"),
-    [(1, None), (3, "times_p"), (1 / 3, "over_p"), (3**0.5, "times_root_p"), (3**-0.5, "over_root_p")],
+    ("results", "names"),
+    [
+        ([RIGHT] * 3, ()),
+        *(([result(2.0, [3 * c, 4 * c], [c])] * 3, (f"gradients_{name}",)) for name, c in FACTORS.items()),
+        *(([result(2 * FACTORS[name], [3.0, 4.0], [1.0])] * 3, (f"loss_{name}",)) for name in ("times_p", "over_p")),
+        *(([result(2 * FACTORS[name], [3.0, 4.0], [1.0])] * 3, None) for name in ("times_root_p", "over_root_p")),
+        (PARTS, ("loss_not_reduced", "gradients_not_reduced")),
+        *(([*[RIGHT] * n, wrong, *[RIGHT] * (2 - n)], None) for n in (0, 2) for wrong in (LOSS_2, ROW_2)),
+    ],
 )
-def test_a_factor_has_the_name_of_what_the_result_was_multiplied_by(factor, name):
-    scaled = result(2.0, [3.0 * factor, 4.0 * factor], [factor])
-    assert explain([scaled] * 3, RIGHT, 1e-12).names == ((f"gradients_{name}",) if name else ())
-    of_loss = explain([result(2.0 * factor, [3.0, 4.0], [1.0])] * 3, RIGHT, 1e-12)
-    if name and "root" in name:
-        assert of_loss is None
-    else:
-        assert of_loss.names == ((f"loss_{name}",) if name else ())
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("wrong", [result(2.5, [3.0, 4.0], [1.0]), result(2.0, [3.0, 4.5], [1.0])])
-def test_every_rank_is_compared(rank, wrong):
-    results = [RIGHT] * 3
-    results[rank] = wrong
-    assert explain(results, RIGHT, 1e-12) is None
-
-
-def test_a_sum_over_the_ranks_that_is_right_was_not_made():
-    parts = [result(0.5, [1.0, 4.0], [0.0]), result(1.5, [2.0, 0.0], [1.0])]
-    assert explain(parts, RIGHT, 1e-12).names == ("loss_not_reduced", "gradients_not_reduced")
+def test_results_of_ranks_are_explained_by_the_reduction(results, names):
+    found = explain(results, RIGHT, 1e-12)
+    assert (found and found.names) == names
 
 
 def patient(outcomes, **options):
@@ -418,16 +413,11 @@ def test_a_prediction_that_fails_is_left_out_and_both_files_are_written(capsys, 
     assert (status, printed.splitlines()[0]) == (1, verdict)
     assert re.search(r"^WRONG  P = 1: off by .*\nWRONG  P = 2: off by", printed, flags=re.MULTILINE)
 
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["name"], report["healthy"], report["verdict"]) == (verdict.split(" in ")[1], False, verdict)
-    assert report["mistakes"] == [["labels_per_shard"]]
-    assert report["torch"] == torch.__version__
-    assert [(answer["ranks"], answer["state"]) for answer in report["answers"]] == [(P, "wrong") for P in (1, 2, 3, 4)]
-    assert report["answers"][1]["errors"]["largest"] > report["answers"][1]["errors"]["allowed"]
-
-    page = (tmp_path / "report.html").read_text()
+    report, page = (Path(file.partition("=")[2]).read_text() for file in files)
+    said = json.loads(report)
+    assert (said["healthy"], said["verdict"], said["mistakes"]) == (False, verdict, [["labels_per_shard"]])
+    assert [(answer["ranks"], answer["state"]) for answer in said["answers"]] == [(P, "wrong") for P in (1, 2, 3, 4)]
     assert f'<h1 class="sick">{verdict}</h1>' in page
-    assert page.count("<tr>") == 1 + len(report["answers"])  # the first row says what the columns are
     assert "Labels are shifted inside each shard" in page
     assert "$" not in page
 
@@ -471,16 +461,11 @@ def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
         "FAILED P = 2: rank 1 died",
         "WRONG  P = 3, some labels hidden: off by 5.0e-01 of the norm, rounding allows 1.0e-12",
     ]
-    said = json_of_model(found)
+    said = json_of_model(replace(found, name="<f>"))
     assert (said["inference"], said["remarks"]) == (["Look at the ring."], ["It has a note."])
-    answers = said["answers"]
-    assert [(answer["state"], answer["labels_hidden"]) for answer in answers] == [
-        ("ok", False),
-        ("failed", False),
-        ("wrong", True),
-    ]
-    assert answers[1]["errors"]["largest"] is None  # JSON has no infinity
-    shown = page(json_of_model(replace(found, name="<f>")))
+    assert [answer["labels_hidden"] for answer in said["answers"]] == [False, False, True]
+    assert [answer["errors"]["largest"] for answer in said["answers"]] == [0.0, None, 0.5]  # JSON has no infinity
+    shown = page(said)
     assert "<p>Look at the ring.</p>" in shown
     assert "&lt;f&gt;" in shown
-    assert (shown.count('<h1 class="sick">'), shown.count("<td class='sick'>")) == (1, 2)
+    assert (shown.count("<tr>"), shown.count('<h1 class="sick">'), shown.count("<td class='sick'>")) == (4, 1, 2)

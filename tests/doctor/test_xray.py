@@ -167,19 +167,21 @@ def test_weights_that_do_not_sum_to_one():
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda dk: 4 * dk, [["x 4"] * 4] * 4),
-        (lambda dk: dk.roll(4, dims=2), [["is KV3", "is KV0", "is KV1", "is KV2"]] * 4),
-        (lambda dk: 0 * dk, [["missing"] * 4] * 4),
-        (lambda dk: dk * torch.nan, [["NaN"] * 4] * 4),
-        (lambda dk: dk.roll(1, dims=3), [["wrong"] * 4] * 4),
+        (lambda dk: dk.roll(4, dims=2), ["is KV3", "is KV0", "is KV1", "is KV2"]),
+        (lambda dk: dk.roll(1, dims=3), ["wrong"] * 4),
+        (lambda dk: dk * torch.nan, ["NaN"] * 4),
+        (lambda dk: 2 * dk, ["twice"] * 4),
+        (lambda dk: 2.02 * dk, ["x 2.02"] * 4),
+        (lambda dk: 1.98 * dk, ["x 1.98"] * 4),
+        (lambda dk: 1e-3 * dk, ["x 0.001"] * 4),
+        (lambda dk: 1e-9 * dk, ["missing"] * 4),
     ],
-    ids=["4 times", "one rank from home", "zeros", "NaN", "shuffled"],
 )
 @pytest.mark.parametrize("name", ["W backward", "dS in dK"])
 def test_gradients_that_are_wrong_by_themselves(name, change, expected):
     result = {"W backward": "dv", "dS in dK": "dk"}[name]
     x = xray(Case(4, 16), change=lambda results: results | {result: change(results[result])})
-    assert kinds(x, name, "label") == expected
+    assert kinds(x, name, "label") == [expected] * 4
     assert all(not matrix.wrong for matrix in x.matrices if matrix.name != name)
     held = {tile.words for matrix in x.matrices for tile in matrix.wrong if tile.label.startswith("is KV")}
     assert held <= {"what belongs to KV(j + 3)"}
@@ -189,14 +191,6 @@ def test_a_tile_that_counts_twice_for_some_queries_is_not_twice():
     counts = torch.ones(12, 12)
     counts[4:6, :4] = 2
     assert kinds(xray(Case(3, 12), counts), "W forward", "label")[1] == ["x 1-2", "ok", "ok"]
-
-
-@pytest.mark.parametrize(
-    ("times", "label"), [(2.0, "twice"), (2.02, "x 2.02"), (1.98, "x 1.98"), (1e-3, "x 0.001"), (1e-9, "missing")]
-)
-def test_a_tile_is_twice_or_missing_within_rounding_only(times, label):
-    x = xray(Case(3, 12), change=lambda results: results | {"dv": times * results["dv"]})
-    assert kinds(x, "W backward", "label") == [[label] * 3] * 3
 
 
 @pytest.mark.parametrize(
