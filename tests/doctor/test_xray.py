@@ -26,24 +26,17 @@ KEYS = "the last half of the keys instead of the first half of the keys"
 QUERIES = "the first half of the queries instead of the last half of the queries"
 
 
-def named(results):
-    return dict(zip(NAMES, results, strict=True))
-
-
-def results_of(case, counts, change=lambda results: results):
-    """The results of both runs of full attention that counts pair (i, j) counts[i, j] times, changed by `change`."""
+def xray(case, counts=None, change=lambda results: results):
+    """Of full attention that counts pair (i, j) counts[i, j] times; the results of both runs are changed."""
 
     def attention(q, k, v):
         scale = q.shape[3] ** -0.5 if case.scale is None else case.scale
-        weights = counts * (scale * q @ k.mT).exp()
+        weights = (case.visible() if counts is None else counts) * (scale * q @ k.mT).exp()
         sums = weights.sum(dim=-1, keepdim=True)
         return weights / (sums + (sums == 0)) @ v
 
-    return [change(named(gradients(attention, *run.whole()))) for run in cases(case)]
-
-
-def xray(case, counts=None, change=lambda results: results):
-    return xray_of(*results_of(case, case.visible() if counts is None else counts, change), case)
+    runs = [dict(zip(NAMES, gradients(attention, *run.whole()), strict=True)) for run in cases(case)]
+    return xray_of(*map(change, runs), case)
 
 
 def kinds(xray, name, what="kind"):
