@@ -28,7 +28,7 @@ import torch
 
 from ringlab.models import train
 from ringlab.models.checkpoint import SUMS, as_text, damage, finished, sha256
-from ringlab.models.loader import Text
+from ringlab.models.loader import bytes_of
 from ringlab.support.processes import forkserver
 from tests.models.test_train import SMALL, losses, run
 
@@ -225,7 +225,7 @@ def test_a_line_that_is_no_text_is_named(tmp_path, name):
     path = tmp_path / "text.jsonl"
     path.write_bytes(b"\n".join((GOOD, BAD_LINES[name], GOOD)))
     with pytest.raises(ValueError, match=re.escape(BAD_LINE)):
-        Text(path)
+        bytes_of(path)
 
 
 @pytest.mark.parametrize("name", WAYS)

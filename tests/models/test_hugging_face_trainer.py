@@ -366,6 +366,17 @@ def test_a_batch_is_padded_on_the_right():
     assert batch["input_ids"].shape == (1, 17)
 
 
+def test_only_the_trainer_of_trl_needs_trl(monkeypatch):
+    name = "ringlab.models.hugging_face_trainer"
+    monkeypatch.setitem(sys.modules, "trl", None)  # it cannot be imported
+    monkeypatch.delitem(sys.modules, name)
+    module = importlib.import_module(name)
+    assert issubclass(module.RingTrainer, Trainer)
+    assert not hasattr(module, "another name")
+    with pytest.raises(ImportError, match=r"trl.* it comes with: pip install"):
+        module.RingSFTTrainer  # noqa: B018 (it is made when it is asked for)
+
+
 # The examples ----------------------------------------------------------------------------------------------------
 
 EXAMPLES = ROOT / "examples"

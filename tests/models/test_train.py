@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.models import checkpoint, train
 from ringlab.models.checkpoint import last_checkpoint
-from ringlab.models.loader import Text, read_batch, starts
+from ringlab.models.loader import open_text, read_batch, starts
 from ringlab.models.transformer import Config, Linear, Transformer, flops_of_a_step, summed_loss
 from ringlab.support.processes import Raised, launch
 from ringlab.training.linear_attention import recurrence
@@ -247,15 +247,14 @@ def test_ranks_read_their_own_tokens_and_no_others(tmp_path, layout):
     (tmp_path / "skipped.bin").write_bytes(bytes(50))
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.md").write_bytes(bytes(range(100, 150)))
-    text = Text(tmp_path)
+    text = open_text(tmp_path)
     assert len(text) == 150
     first = starts(150, 7, 4, 24)
     seen = torch.zeros(4, 24)
     for d in range(2):
         for c in range(3):
-            with mock.patch.object(text, "read", side_effect=text.read) as read:
-                tokens, labels, at = read_batch(text, 7, 4, 24, layout, (d, 2), (c, 3))
-            assert sum(call.args[0].numel() for call in read.call_args_list) == 2 * tokens.numel() == 2 * 2 * 8
+            tokens, labels, at = read_batch(text, 7, 4, 24, layout, (d, 2), (c, 3))
+            assert tokens.shape == (2, 8)
             assert torch.equal(tokens, first[2 * d : 2 * d + 2, None] + at)  # byte i of the text is i
             assert torch.equal(labels, tokens + 1)
             seen[2 * d : 2 * d + 2, at] += 1
@@ -263,20 +262,16 @@ def test_ranks_read_their_own_tokens_and_no_others(tmp_path, layout):
 
 
 def test_the_default_text_is_that_of_every_version():
-    text = Text()
-    assert (len(text), text.sha256()[:16]) == (93610, "e4635b34ae9a35ad")  # another text would end runs that resume
-    read = bytes(text.read(torch.arange(len(text))).to(torch.uint8).numpy())
-    assert b"\n4 ranks, round 1: rank 2 has block 1 and sends it to rank 3.\n" in read
+    text = open_text(None)
+    assert hashlib.sha256(text).hexdigest()[:16] == "e4635b34ae9a35ad"  # another text would end runs that resume
+    assert b"\n4 ranks, round 1: rank 2 has block 1 and sends it to rank 3.\n" in bytes(text)
 
 
 def test_a_jsonl_file_is_its_texts(tmp_path):
     lines = [{"text": "keys"}, {"id": 3, "text": "⊗ two\u2028lines\n"}, {"text": ""}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     (tmp_path / "b.txt").write_text("more")
-    text = Text(tmp_path)
-    expected = "keys\n⊗ two\u2028lines\n\n\nmore".encode()
-    assert bytes(text.read(torch.arange(len(text))).to(torch.uint8).numpy()) == expected
-    assert text.sha256() == hashlib.sha256(expected).hexdigest()
+    assert bytes(open_text(tmp_path)) == "keys\n⊗ two\u2028lines\n\n\nmore".encode()
 
 
 def test_starts_reach_from_the_first_to_the_last_byte():
