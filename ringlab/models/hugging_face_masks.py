@@ -15,7 +15,6 @@ Shapes: a rule says of a query and a key, by their positions, whether the query 
 (B, H, C, D), k and v (B, G, C, D), and the result (B, C, H, D).
 
 `python examples/compare.py` runs it: a first reader may skip this file.
-
 Before: hugging_face_batch.py, the batch. After: hugging_face_proof.py, which models may be cut.
 Source: transformers 5.23, masking_utils.py; Beltagy et al. 2020 (Longformer), section 3.1, for windows.
 """

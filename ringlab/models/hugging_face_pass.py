@@ -11,7 +11,6 @@ A loss of its own, beside that of the labels, goes through `extra_loss`: what al
 
 Shapes: a rank has input_ids (B, C), C = S/P, at position_ids (1, C).
 `python examples/compare.py` runs it: a first reader may skip this file.
-
 Before: hugging_face_proof.py, which models may be cut. After: hugging_face.py, the model in the ring.
 Source: transformers 5.23, PreTrainedModel.loss_function; PyTorch, Tensor.register_hook.
 """

@@ -15,7 +15,6 @@ Shapes: hidden_states (B, N, C), N channels; query, key (B, C, H, D), value (B, 
 D), beta (B, C, Hv), as transformers passes them. In the scan C and B (B, C, G, D) are query and key.
 
 `python examples/compare.py` trains a model in the ring: a first reader may skip this file.
-
 Before: hugging_face_masks.py, what a layer of attention asks for. After: hugging_face_proof.py.
 Source: transformers 5.23, models/qwen3_next; Yang et al. 2025 (Gated DeltaNet), section 3; Dao & Gu 2024 (Mamba 2),
 section 6, the scan as linear attention.
@@ -39,7 +38,7 @@ with extra("hf", __name__):
     from transformers.activations import ACT2FN
 
 from ringlab.models import expect
-from ringlab.models.hugging_face_masks import LayerAttention
+from ringlab.models.hugging_face_masks import LayerAttention, own_token
 
 CONVOLUTION, RULE, KDA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 SCAN, ALL_IN_ONE = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
@@ -137,11 +136,8 @@ def attention_cut(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float | None = None
 ) -> tuple[Tensor, None]:
     """Each token sees itself only, and an error in any of the five changes the result."""
-    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
-    unequal = torch.arange(1, q.shape[3] + 1).to(q).cos()
-    g = g[..., None] if g.dim() == 3 else g
-    v = v if beta is None else v * beta[..., None]
-    return v + ((q + 2 * k + g) * unequal).mean(dim=3, keepdim=True), None
+    q = q.repeat_interleave(v.shape[1] // q.shape[1], dim=1) + (g[..., None] if g.dim() == 3 else g)
+    return own_token(q, k, v if beta is None else v * beta[..., None]), None
 
 
 ALONE = mixers(*transformer.ALONE)  # on one process

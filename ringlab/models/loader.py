@@ -11,7 +11,6 @@ or a run that was resumed, reads the same sequences. Without a text of yours it 
     dp 1, cp 1: tokens [33, 34, 35, 36], labels [34, 35, 36, 37], positions [2, 3, 4, 5]
 
 train.py runs it: a first reader may skip this file.
-
 Before: mesh.py, which sequences and positions a rank has. After: checkpoint.py.
 Source: the layouts of ringlab/training/causal.py; transformer.py, where labels are shifted first.
 """

@@ -162,39 +162,36 @@ def test_all_ranks_have_the_same_bits(ranks):
     assert all(torch.equal(other, first) for other in others)
 
 
-SIZES = {"B": 2, "H": 4, "G": 2, "D": 8}
+SIZES = {"B": 2, "H": 4, "G": 2, "D": 8, "n": 1}
 
 
 def two_tokens(context, token, layer, change, hosts):
-    """Two new tokens in two layers of a cache with zeros. In one token and layer, rank 1 has other input."""
+    """A prompt and two new tokens in two layers. In one token and layer, rank 1 has other input."""
     group = dist.new_group()
     with as_on_hosts(hosts):
-        cache = SpreadCache(group=group)
-        cache.begin(context.rank + torch.arange(0, 12, 3)[None], room=1)
-        cache.blocks = [tuple(torch.zeros(2, SIZES["B"], SIZES["G"], 5, SIZES["D"])) for _ in range(2)]
-        for step in range(2):
-            cache.store(torch.tensor([[12 + step]]))
+        cache = SpreadCache("contiguous", group=group)
+        cache.begin(4 * context.rank + torch.arange(4)[None], room=1)
+        for step in range(3):
+            if step > 0:
+                cache.store(torch.tensor([[11 + step]]))
             for i in range(2):
                 changed = change if (step, i, context.rank) == (token, layer, 1) else {}
-                size, options = SIZES | changed, {"window": 7, **changed}
-                B, H, G, D = (size[name] for name in SIZES)
-                options = {name: x for name, x in options.items() if name not in SIZES}
+                options = SIZES | {"n": 1 if step else 4, "window": 7} | changed
+                B, H, G, D, n = (options.pop(name) for name in SIZES)
                 for _ in range(options.pop("times", 1)):
                     cache.layer = i
-                    cache.attend(torch.zeros(B, H, 1, D), *torch.zeros(2, B, G, 1, D), **options)
+                    cache.attend(torch.zeros(B, H, n, D), *torch.zeros(2, B, G, n, D), **options)
 
 
+OTHER = "rank 1: other input than agreed"
 DISAGREE = [
-    (0, 1, {"window": 6}, "the ranks disagree about window; expected the same"),
-    (0, 0, {"scale": 1.0, "softcap": 2.0}, "the ranks disagree about scale, softcap; expected the same"),
-    (
-        0,
-        1,
-        {"G": 1},
-        "rank 1: q, k and v of a new token are (2, 4, 1, 8), (2, 1, 1, 8) and (2, 1, 1, 8); expected k (2",
-    ),
-    (0, 1, {"times": 2}, "rank 1: of_every_rank, call 4 with 320 bytes"),
-    *((1, 1, change, "rank 1: other input than agreed") for change in ({"window": 6}, {"B": 1})),
+    (0, 1, {"window": 6}, "rank 1: window=6"),
+    (1, 0, {"scale": 1.0}, OTHER),
+    (1, 1, {"G": 1}, OTHER),
+    (1, 1, {"sinks": torch.zeros(4)}, OTHER),
+    (1, 0, {"n": 2}, OTHER),
+    (1, 1, {"times": 2}, "rank 1: of_every_rank, call 4 with 320 bytes"),
+    *((2, 1, change, OTHER) for change in ({"window": 6}, {"B": 1})),
 ]
 
 
