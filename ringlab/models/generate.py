@@ -37,6 +37,7 @@ from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import State, finish, start, update
+from ringlab.models import expect
 from ringlab.models.transformer import ALONE, Config, Transformer
 from ringlab.support.agreement import WRONG, agree, members, of_every_rank
 from ringlab.support.processes import RankContext, launch
@@ -81,8 +82,8 @@ class SpreadCache:
         Raises ValueError, on every rank, when all slots are full.
         """
         rank, world_size = members(self.group)
-        if self.stored == self.room * world_size:
-            raise ValueError(f"the cache is full after {self.stored} new tokens; expected `begin` with more room")
+        full = self.stored == self.room * world_size
+        expect(not full, f"the cache is full after {self.stored} new tokens", "`begin` with more room")
         self.new, self.layer = position, 0
         turn, owner = divmod(self.stored, world_size)
         self.slot = None  # another rank stores it
@@ -95,8 +96,7 @@ class SpreadCache:
         self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, enable_gqa: bool = True, **options: Any
     ) -> Tensor:
         """The attention of a model whose layers all have the window of this cache: `attend`, as torch's is called."""
-        if not is_causal:
-            raise ValueError("is_causal is False; expected True: a new token sees the tokens before it")
+        expect(is_causal, "is_causal is False", "True: a new token sees the tokens before it")
         return self.attend(q, k, v, window=self.window, **options)
 
     @left_as_it_is
@@ -215,15 +215,14 @@ def agree_on_prompts(
 
     def check() -> dict[str, Any]:
         counts, vocab = [len(prompt) for prompt in prompts], model.embedding.num_embeddings
-        if min(counts, default=0) < 1 or new_tokens < 1:
-            least = "expected a prompt at least, of 1 token or more each, and 1 new token or more"
-            raise ValueError(f"prompts of {counts} tokens, {new_tokens} new ones; {least}")
-        unknown = [x for prompt in prompts for x in prompt if type(x) is not int or not 0 <= x < vocab]
-        if unknown:
-            raise ValueError(f"{unknown[0]!r} is in a prompt; expected tokens: Python integers from 0 to {vocab - 1}")
-        if any(layer.attention is not cache for layer in model.layers):
-            made = "Transformer(..., cache), or with linear layers by Transformer(..., cache, cache), a HybridCache"
-            raise ValueError(f"the model has another attention; expected this cache: make it by {made}")
+        least = "a prompt at least, of 1 token or more each, and 1 new token or more"
+        some = min(counts, default=0) > 0 and new_tokens > 0
+        expect(some, f"prompts of {counts} tokens, {new_tokens} new ones", least)
+        unknown = next((repr(x) for prompt in prompts for x in prompt if type(x) is not int or not 0 <= x < vocab), "")
+        expect(not unknown, f"{unknown} is in a prompt", f"tokens: Python integers from 0 to {vocab - 1}")
+        made = "Transformer(..., cache), or with linear layers by Transformer(..., cache, cache), a HybridCache"
+        ours = all(layer.attention is cache for layer in model.layers)
+        expect(ours, "the model has another attention", f"this cache: make it by {made}")
         Partition(Mask(causal=True, window=cache.window), cache.layout, (2,) * members(cache.group)[1])
         texts = [list(prompt) for prompt in prompts]
         return {"prompts": texts, "new_tokens": new_tokens, "layout": cache.layout, "window": cache.window, **settings}
@@ -235,8 +234,7 @@ def agree_on_facts(check: Callable[[], dict[str, Any]], group: ProcessGroup | No
     """Raise the same ValueError on every rank where `check` raises it on one, or gives other facts than on rank 0."""
     first, *others = agree(check, group)
     differ = [name for name in first if any(other[name] != first[name] for other in others)]
-    if differ:
-        raise ValueError(f"the ranks disagree about {', '.join(differ)}; expected the same on each of them")
+    expect(not differ, f"the ranks disagree about {', '.join(differ)}", "the same on each of them")
 
 
 def write(model: Transformer, cache: SpreadCache, logits: Tensor, new_tokens: int) -> Tensor:

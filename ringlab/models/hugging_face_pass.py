@@ -29,7 +29,6 @@ from ringlab.models.transformer import IGNORED
 from ringlab.support.agreement import agree, members
 from ringlab.support.extras import extra
 from ringlab.training.documents import document_positions
-from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import positions
 from ringlab.training.state_ring import check_layout_of_states
 
@@ -87,10 +86,6 @@ class ModelInRing(LayerAttention):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelInRing":
         return self  # a copy of a model is in the same ring: a process group cannot be copied
-
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        turn = self.stand_in or ring_flash_attention
-        return turn(q, k, v, **options, layout=self.layout, group=self.group)
 
     @torch.compiler.disable
     def prove(self, model: PreTrainedModel) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringlab.models import expect
 from ringlab.training.layouts import positions
 
 SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")  # of the files that are read in a folder
@@ -61,22 +62,20 @@ def open_text(path: Path | None) -> np.ndarray:
     """
     if path is None:
         return np.frombuffer(moves_of_rings(), np.uint8)
-    if not path.exists():
-        raise ValueError(f"{path} does not exist; expected a text file, or a folder of them")
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
     try:
-        parts = [bytes_of(file) for file in files if file.stat().st_size]
+        expect(path.exists(), f"{path} does not exist", "a text file, or a folder of them")
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
+        parts = [bytes_of(file) for file in files if file.is_file() and file.stat().st_size]
     except OSError as error:
         raise ValueError(f"{error.filename or path} cannot be read: {error.strerror}") from None
-    if not parts:
-        raise ValueError(f"{path} holds no text; expected a file with bytes in it, or {', '.join(SUFFIXES)} files")
+    expect(parts, f"{path} holds no text", f"a file with bytes in it, or {', '.join(SUFFIXES)} files")
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def starts(length: int, step: int, batch: int, seq_len: int) -> Tensor:
     """Where the sequences of a step begin: (batch,). Raises ValueError when the text is too short for one."""
-    if length <= seq_len:
-        raise ValueError(f"a text of {length} bytes for sequences of {seq_len} tokens; expected {seq_len + 1} at least")
+    given = f"a text of {length} bytes for sequences of {seq_len} tokens"
+    expect(length > seq_len, given, f"{seq_len + 1} at least")
     generator = torch.Generator().manual_seed(step)
     return torch.randint(length - seq_len, (batch,), generator=generator)
 
@@ -88,8 +87,7 @@ def read_batch(
 
     Raises ValueError when batch is not a multiple of dp, and as `starts` and `positions` do.
     """
-    if batch % dp[1]:
-        raise ValueError(f"a batch of {batch} sequences for {dp[1]} rings; expected a multiple")
+    expect(batch % dp[1] == 0, f"a batch of {batch} sequences for {dp[1]} rings", "a multiple")
     mine = starts(len(text), step, batch, seq_len).chunk(dp[1])[dp[0]]
     at = positions(layout, seq_len, *cp)
     places = (mine[:, None] + at).numpy()  # (batch / dp, C)

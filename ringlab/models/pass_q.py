@@ -21,8 +21,7 @@ is that of one forward pass over all tokens. Slots are in rising order of positi
 
 A first reader may skip this file. Its tests compare attention and answers with those of one process.
 Before: generate_states.py, one new token. After: your own texts.
-Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.5: algorithm 2 is pass-KV, algorithm 3 pass-Q; appendix B.
-Sections 3.2 and 3.5 for a prefill over a cache.
+Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.5: algorithm 2 is pass-KV, algorithm 3 pass-Q; 3.2, appendix B.
 """
 
 from collections.abc import Callable, Sequence
@@ -213,17 +212,13 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
 
 
 class GrowingCache(SpreadCache):
-    """A SpreadCache that can read on. Give it to a Transformer as its attention, and to `reply`.
-
-    `passed` says what travelled in each part read so far, "Q" or "KV".
-    """
+    """A SpreadCache that can read on. Give it to a Transformer as its attention, and to `reply`."""
 
     passing = "auto"  # what shall travel
 
     def begin(self, at: Tensor, room: int) -> None:
         """As that of a SpreadCache. A conversation that there was is over."""
         super().begin(at, room)
-        self.passed: list[str] = []
         self.unread: Tensor | None = None  # the last token of the answers (B, 1), before the first answer (B, 0)
 
     def grow(self, at: Tensor, room: int) -> None:
@@ -248,8 +243,7 @@ class GrowingCache(SpreadCache):
             torch.cat([old, x], dim=2).gather(2, self.order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
             for old, x in zip(self.blocks[layer], (k, v), strict=True)
         )
-        out, passed = cached_attention(q, keys, values, self.places, passing=self.passing, **options)
-        self.passed += [passed] if layer == 0 else []
+        out, _ = cached_attention(q, keys, values, self.places, passing=self.passing, **options)
         self.blocks[layer] = F.pad(keys, (0, 0, 0, self.room)), F.pad(values, (0, 0, 0, self.room))
         return out
 

@@ -50,6 +50,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
 
 from ringlab.basics.command import size
+from ringlab.models import expect
 from ringlab.models.checkpoint import Checkpoints, last_checkpoint, locked
 from ringlab.models.loader import open_text, read_batch
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights
@@ -122,13 +123,12 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
     checked: list[Any] = []
     agree(lambda: checked.extend(check_options(args, *meshes[0].shape)))  # wrong on one rank is wrong on all
 
-    def refuse() -> None:
-        if not args.resume and last_checkpoint(args.out):
-            go_on = "add --resume to go on with it, or name another with --out"
-            raise ValueError(f"{args.out} holds an earlier run; {go_on}")
+    def check_new() -> None:
+        go_on = "--resume to go on with it, or another --out"
+        expect(args.resume or not last_checkpoint(args.out), f"{args.out} holds an earlier run", go_on)
 
     with locked(args.out):
-        agree(refuse)
+        agree(check_new)
         _train(context, args, meshes, *checked)
 
 
@@ -274,11 +274,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = os.environ.get("RANK", "0") == "0"
     with contextlib.redirect_stderr(sys.stderr if first else io.StringIO()):  # one complaint, not P of them
         args = parse(arguments)
-    alone: dict[str, Any] = {}
-    if "WORLD_SIZE" not in os.environ:  # not started by torchrun
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
-        with join_ring(**alone) as context:
+        with join_ring(**({} if "WORLD_SIZE" in os.environ else alone)) as context:  # which torchrun sets
             train(context, args)
     except ValueError as error:
         told = set(re.sub(r"(?m)^rank \d+: ", "", str(error)).splitlines())

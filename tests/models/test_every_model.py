@@ -11,7 +11,7 @@ from tests.extras import MISSING
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
-from ringlab.models import hugging_face_pass  # noqa: E402
+from ringlab.models import hugging_face_masks, hugging_face_pass  # noqa: E402
 from tests.models import every_model  # noqa: E402
 from tests.models.every_model import (  # noqa: E402
     NAMES,
@@ -76,8 +76,8 @@ def no_window(name):
     def dropped(*args, **passed):
         return ring(*args, **{**passed, "window": None})
 
-    ring = hugging_face_pass.ring_flash_attention
-    with mock.patch.object(hugging_face_pass, "ring_flash_attention", dropped):
+    ring = hugging_face_masks.ring_flash_attention
+    with mock.patch.object(hugging_face_masks, "ring_flash_attention", dropped):
         return in_the_ring(name)
 
 

@@ -10,10 +10,9 @@ from tests.extras import MISSING
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
-from ringlab import shard_batch, spread_generation, stop_ring, use_ring  # noqa: E402
+from ringlab import shard_batch, stop_ring, use_ring  # noqa: E402
 from ringlab.models import hugging_face_states as states  # noqa: E402
 from ringlab.models.hugging_face_states import CONVOLUTION, KDA, RULE, SCAN  # noqa: E402
-from tests.mistakes import refusal  # noqa: E402
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
@@ -104,33 +103,3 @@ SICK = [("its own convolution", "Qwen3_5"), *(("its own rule", kind) for kind in
 def test_a_layer_that_stays_in_its_shard_is_seen(ranks, mistake, kind):
     for found in ranks(3, in_ring, kind, "zigzag", mistake):
         assert off(found, alone(kind)) > 100 * ROUNDING
-
-
-def refused(context, kind, what):
-    each = model(kind).eval()
-    if what == "generation":
-        with spread_generation(each):
-            pass
-    use_ring(each, layout="striped")
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [("generation", "has linear layers"), ("striped", "layout is striped; expected contiguous or zigzag")],
-)
-def test_what_linear_layers_cannot_do_is_refused(ranks, what, said):
-    assert said in refusal(ranks.outcomes(2, refused, "Qwen3_5", what))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_functions_on_one_process_are_those_of_transformers(kind):
-    each = model(kind).eval()
-    with torch.no_grad():
-        right = each(input_ids=IDS, use_cache=False).logits
-        assert len(states.linear_layers(each)) == 3
-        states.spread(each, states.ALONE)
-        torch.testing.assert_close(each(input_ids=IDS, use_cache=False).logits, right, rtol=1e-4, atol=1e-5)
-        states.spread(each, states.CUT)
-        assert not torch.allclose(each(input_ids=IDS, use_cache=False).logits, right, atol=1e-5)
-        states.spread(each, None)
-        assert torch.equal(each(input_ids=IDS, use_cache=False).logits, right)

@@ -292,13 +292,19 @@ def talk(context, settings, part=5, wrong=None):
     """For each turn the answers, and the logits after each text; what travelled; the positions in this rank's slots."""
     cache = GrowingCache(**{name: x for name, x in settings.items() if name != "passing"})
     cache.passing = settings.get("passing", "auto")
-    model, turns = model_of(cache), []
-    with WRONG_CACHE[wrong]() if wrong else mock.patch.object(module, "read", side_effect=module.read):
+    model, turns, passed, right_attention = model_of(cache), [], [], module.cached_attention
+
+    def noted(*args, **options):
+        results = right_attention(*args, **options)
+        passed.append(results[1])
+        return results
+
+    with WRONG_CACHE[wrong]() if wrong else mock.patch.object(module, "cached_attention", noted):
         for turn in range(len(LENGTHS)):
             logits = []
             with mock.patch.object(module, "write", side_effect=partial(keep, logits, module.write)):
                 turns.append((reply(model, cache, texts_of(turn), ANSWER, part).tolist(), logits[0]))
-    return turns, cache.passed, cache.at
+    return turns, passed[:: CONFIG.layers], cache.at
 
 
 def keep(logits, write, model, cache, those, *args):

@@ -9,10 +9,7 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -101,8 +98,7 @@ def test_a_hybrid_learns_alike_on_any_mesh(ranks, tmp_path, data):
     common = ["--data", data, "--layers", 2, "--linear", 1]
     ranks(1, run, [*common, "--out", tmp_path / "one", "--steps", 3])
     common += ["--out", tmp_path / "many"]
-    ranks(4, run, [*common, "--steps", 2, "--dp", 2, "--activation-checkpointing"])
-    ranks(3, run, [*common, "--steps", 3, "--resume", "--layout", "contiguous"])
+    ranks(4, run, [*common, "--steps", 3, "--dp", 2, "--activation-checkpointing", "--layout", "contiguous"])
     torch.testing.assert_close(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=1e-5, atol=0)
 
 
@@ -161,8 +157,6 @@ BAD = [
     (["--seq-len", 26], "26 tokens in the zigzag layout on 2 ranks; expected a multiple of 4"),
     (["--linear", 1], "layers is 1, linear 1; expected linear to be 0 or more, and layers a multiple of linear + 1"),
     (["--layers", 2, "--linear", 1, "--layout", "striped"], "layout is striped; expected contiguous or zigzag"),
-    (["--heads", 3], "hidden is 16, heads 3; expected hidden to be a multiple of 2 x heads, 6"),
-    (["--kv-heads", 3], "heads is 4, kv_heads 3; expected kv_heads to divide heads"),
     (["--dp", 2, "--batch", 3], "a batch of 3 sequences for 2 rings; expected a multiple"),
     (["--dp", 3], "dp · cp is 3 · 1 on 2 process(es); expected as many processes"),
     (["--data", "missing.txt"], "missing.txt does not exist; expected a text file, or a folder of them"),
@@ -240,8 +234,7 @@ def test_a_checkpoint_holds_the_moment_of_its_save_and_is_whole_or_absent(ranks,
     assert mean.abs().max() < 1.0
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
-def test_ranks_read_their_own_tokens_and_no_others(tmp_path, layout):
+def test_ranks_read_their_own_tokens_and_no_others(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(100)))
     (tmp_path / "empty.txt").touch()
     (tmp_path / "skipped.bin").write_bytes(bytes(50))
@@ -253,7 +246,7 @@ def test_ranks_read_their_own_tokens_and_no_others(tmp_path, layout):
     seen = torch.zeros(4, 24)
     for d in range(2):
         for c in range(3):
-            tokens, labels, at = read_batch(text, 7, 4, 24, layout, (d, 2), (c, 3))
+            tokens, labels, at = read_batch(text, 7, 4, 24, "zigzag", (d, 2), (c, 3))
             assert tokens.shape == (2, 8)
             assert torch.equal(tokens, first[2 * d : 2 * d + 2, None] + at)  # byte i of the text is i
             assert torch.equal(labels, tokens + 1)
@@ -293,9 +286,6 @@ def test_flops_are_those_counted(linear):
     assert flops_of_a_step(model, 2, 24) + masked == counter.get_total_flops() + convolution
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "-m", "ringlab.models.train"]
-
-
 def test_a_second_run_is_kept_out(ranks, tmp_path, data):
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)  # a run that would share its lock would come in
@@ -303,26 +293,6 @@ def test_a_second_run_is_kept_out(ranks, tmp_path, data):
         for outcome in ranks.outcomes(2, run, ["--data", data, "--out", tmp_path, "--steps", 1]):
             said = f"--out {tmp_path} is in use by another run, process 7; wait until it ends, or name another"
             assert (outcome.kind, said in outcome.message) == ("ValueError", True)
-
-
-@pytest.mark.exhaustive
-def test_torchrun_passes_sigterm_on(tmp_path, data):
-    options = ["--steps", 100_000, "--data", data, "--out", tmp_path / "run"]
-    command = [*TORCHRUN, *SMALL, *map(str, options)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
-        try:
-            until = time.monotonic() + 100
-            while not last_checkpoint(tmp_path / "run"):
-                assert time.monotonic() < until
-                assert job.poll() is None, job.stderr.read()
-                time.sleep(0.1)
-            job.send_signal(signal.SIGTERM)
-            stdout, _ = job.communicate(timeout=60)
-        finally:
-            job.kill()
-    (step,) = re.findall(r"stopped   by a signal after step (\d+), and saved", stdout)
-    assert last_checkpoint(tmp_path / "run").name == f"step-{int(step):08}"
-    assert len(losses(tmp_path / "run")) == int(step)
 
 
 def test_a_run_that_another_rank_has_left_names_its_last_checkpoint(monkeypatch, tmp_path):
