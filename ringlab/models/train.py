@@ -146,7 +146,7 @@ def _train(
     linear = ring_of_states(layout=args.layout, group=ring)
     model, optimizer = build(config, attention, line, DTYPES[args.dtype], linear)
     same = {name: getattr(args, name) for name in (*SIZES, "batch", "seq_len")}
-    same |= {"bytes of data": len(text), "sha256 of the data": hashlib.sha256(text).hexdigest()[:16]}
+    same |= {"bytes of data": len(text), "sha256 of the data": hashlib.sha256(text.data).hexdigest()[:16]}
     checkpoints = Checkpoints(args.out, same)
     start, losses = 0, list[float]()
     if args.resume:

@@ -151,17 +151,6 @@ def test_a_rank_that_sees_no_key_adds_nothing_and_large_scores_do_not_overflow(r
         torch.testing.assert_close(output[0], 3 + 4 * weight[None])
 
 
-def merged_at_random(context):
-    generator = torch.Generator().manual_seed(context.rank)
-    m, l, *o = torch.randn(2 + 64, 2, 3, 4, generator=generator)
-    return torch.cat([x.flatten() for x in merge_over_ranks((m, l.abs(), torch.stack(o, dim=-1)))])
-
-
-def test_all_ranks_have_the_same_bits(ranks):
-    first, *others = ranks(5, merged_at_random)
-    assert all(torch.equal(other, first) for other in others)
-
-
 SIZES = {"B": 2, "H": 4, "G": 2, "D": 8, "n": 1}
 
 
