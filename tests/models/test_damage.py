@@ -167,7 +167,7 @@ def test_a_plain_command_trains_on_one_process(command, whole, tmp_path):
     status, stdout, stderr = command(tmp_path, options, None)
     assert (status, stderr) == (0, "")
     lines = stdout.splitlines()
-    assert lines[0] == "model     1 layers, hidden 16, 4 heads on 2, 11,312 parameters, fp32"
+    assert lines[0] == "model     2 layers, 1 of 2 linear, hidden 16, 4 heads on 2, 14,940 parameters, fp32"
     assert re.fullmatch(r" +3/3 \[#{20}\] loss \d\.\d{4}, [\d,]+ tokens/s, MFU \d+%, [\d,]+ MB a rank", lines[-2])
     assert lines[-1].startswith("done      3 steps; the curve is ")
 
@@ -176,7 +176,7 @@ def test_any_flipped_bit_is_found_and_by_one_rank_at_least(small):
     assert [damage(small, rank, 5) for rank in range(5)] == [None] * 5
     for path in sorted(small.iterdir()):
         whole = path.read_bytes()
-        for bit in range(0, 8 * len(whole), 3):
+        for bit in range(0, 8 * len(whole), 11):
             path.write_bytes((int.from_bytes(whole, "big") ^ 1 << bit).to_bytes(len(whole), "big"))
             found = damage(small)
             assert found, (path, bit)
