@@ -56,7 +56,7 @@ def bytes_of(path: Path) -> np.ndarray:
 
 
 def open_text(path: Path | None) -> np.ndarray:
-    """The bytes of a file, or of all text files of a folder, one after the other; without a path `moves_of_rings`.
+    """The bytes of a file, on disk; or of all text files of a folder, joined in memory; or else `moves_of_rings`.
 
     Raises ValueError when there is no such file, none that can be read, or no byte in it.
     """

@@ -21,7 +21,6 @@ from tests.models import hugging_face_models as hf  # noqa: E402
 
 BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
 ROUNDED = dict.fromkeys(("Gemma2", "Llama4Text"), 1e-6)  # they compute norms in float32
-ALL = (*hf.DOCUMENTS, hf.PADDING)
 
 
 # Documents ----------------------------------------------------------------------------------------------------------
@@ -53,18 +52,6 @@ def test_documents_are_told_by_cumulative_lengths_too_and_rows_are_packed_alike(
             assert max(hf.errors(results, hf.documents_alone("Llama", {}))) <= 1e-10
     for results in ranks(3, hf.in_the_ring, "Mistral", WINDOWED, "zigzag", hf.packed_batch(rows=2)):
         assert max(hf.errors(results, hf.documents_alone("Mistral", WINDOWED, rows=2))) <= 1e-10
-
-
-def test_a_batch_of_transformers_own_collator_has_its_own_loss(ranks):
-    """Its loss on one process too, with sdpa, which sees documents in position_ids only, and without a cache only."""
-    features = [{"input_ids": one, "labels": one} for one in hf.packed_batch()["input_ids"][0].split(ALL)]
-    batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")(features)
-    model = hf.model_of("Mistral", WINDOWED)
-    plain = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
-    own = model(**plain, use_cache=False).loss.item()
-    for results in ranks(3, hf.in_the_ring, "Mistral", WINDOWED, "zigzag", dict(batch)):
-        assert results[0].item() == pytest.approx(own, rel=1e-6)
-    assert abs(model(**plain).loss.item() / own - 1) > 1e-3  # with the default use_cache
 
 
 def two_batches(context):
