@@ -48,7 +48,6 @@ bench: $(READY)  # measure again; takes about an hour and a half and wants a qui
 	$(BIN)/python -m bench.max_context  # on Linux; elsewhere it says so
 	$(BIN)/python -m bench.masked_rings
 	$(BIN)/python -m bench.state_ring
-	$(BIN)/python -m bench.shared_memory  # on Linux
 	$(BIN)/python -m bench.loss_curves
 	$(BIN)/python -m bench.longest_training  # on Linux; elsewhere it says so
 	$(BIN)/python -m bench.retrieval

@@ -6,7 +6,6 @@ largest errors of out, dq, dk and dv. Nothing is timed: the same machine gives t
     $ python -m bench.accuracy
 """
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -65,47 +64,27 @@ def ring_errors(context: RankContext, seq_len: int, heads: int, head_dim: int) -
     return rows
 
 
-def measure(world_size: int, *, seq_len: int, heads: int, head_dim: int) -> record.Results:
+def measure(world_size: int, **sizes: int) -> record.Results:
     """The whole bench."""
-    return {
-        "command": "python -m bench.accuracy",
-        "machine": record.machine(),
-        "dtype": ", ".join(DTYPES),
-        "world_size": world_size,
-        "seq_len": seq_len,
-        "heads": heads,
-        "head_dim": head_dim,
-        "rows": launch(ring_errors, world_size, seq_len, heads, head_dim)[0],
-    }
+    results = {**record.made("accuracy", ", ".join(DTYPES)), "world_size": world_size, **sizes}
+    return {**results, "rows": launch(ring_errors, world_size, *sizes.values())[0]}
 
 
 def table(results: record.Results) -> str:
     """The results as a table in markdown."""
-    lines = [
-        "# How exact the flash ring is",
-        "",
-        record.heading(results),
-        "",
+    rows = []
+    for row in results["rows"]:
+        pairs = [(row["ring"][name], row["sdpa"][name]) for name in RESULTS]
+        rows.append([row["dtype"], *(f"{ring:.1e} / {sdpa:.1e} = {ring / sdpa:.2f}" for ring, sdpa in pairs)])
+    return record.page(
+        "How exact the flash ring is",
+        results,
         "Largest error of the ring / largest error of scaled_dot_product_attention in one process = their ratio. Both "
         f"against full attention in float64. Inputs N(0, 1), S = {results['seq_len']:,}, H = {results['heads']}, "
         f"D = {results['head_dim']}, causal, zigzag, P = {results['world_size']}.",
-        "",
-        "| dtype | " + " | ".join(RESULTS) + " |",
-        "| --- |" + " ---: |" * len(RESULTS),
-    ]
-    for row in results["rows"]:
-        cells = [
-            f"{row['ring'][name]:.1e} / {row['sdpa'][name]:.1e} = {row['ring'][name] / row['sdpa'][name]:.2f}"
-            for name in RESULTS
-        ]
-        lines.append(f"| {row['dtype']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    record.save("accuracy", measure(**SIZES), table)
-    return 0
+        record.grid(f"<dtype | {' | '.join(RESULTS)}", rows),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    record.save("accuracy", measure(**SIZES), table)

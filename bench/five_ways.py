@@ -173,44 +173,32 @@ def measured(
 
 
 def measure(
-    meshes: list[tuple[int, int]],
-    rates: list[int],
-    repetitions: dict[int, int],
-    folder: Path = record.FOLDER,
-    **size: int,
+    meshes: list[tuple[int, int]], rates: list[int], repetitions: dict[int, int], **size: int
 ) -> record.Results:
     """The whole bench: a row for each mesh, rate and S. Raises OSError where it cannot run."""
-    machine = record.machine()
-    places = [(mesh, rate) for mesh in meshes for rate in rates]
-    steps: dict[str, tuple[tuple[int, int], int, int | None]] = {}
-    for (h, g), rate in places:
-        for S in (None, *repetitions):  # None: the calibration, just before the ways
-            what = f"S = {S}" if S else "calibration"
-            steps[f"{h} x {g}, {rate / 1e6:g} MB/s, {what}"] = (h, g), rate, S
+    made = record.made("five_ways", "float32")
 
-    def step(name: str) -> Row:
-        (count, per_host), rate, seq_len = steps[name]
-        with hosts(count, rate) as joined, TemporaryDirectory() as made:
+    def step(count: int, per_host: int, rate: int, seq_len: int | None) -> Row:
+        place = {"hosts": count, "per_host": per_host, "rate": rate}
+        with hosts(count, rate) as joined, TemporaryDirectory() as folder:
             processes = [per_host] * count
             if seq_len is None:
                 layer = f"--heads {size['heads']} --head-dim {size['head_dim']} --dtype float32".split()
-                words = "-m", "ringlab.planning.calibrate", "--device", "cpu", *layer, "--out", f"{made}/machine.json"
+                words = "-m", "ringlab.planning.calibrate", "--device", "cpu", *layer, "--out", f"{folder}/machine.json"
                 torchrun(joined, *words, processes=processes)
-                return json.loads(Path(made, "machine.json").read_text())
+                return {**place, "machine": json.loads(Path(folder, "machine.json").read_text())}
             sizes = {"per_host": per_host, "seq_len": seq_len, "repetitions": repetitions[seq_len], **size}
-            return row_of(joined, "five_ways", sizes, processes)
+            return {**place, "seq_len": seq_len, **row_of(joined, "five_ways", sizes, processes)}
 
-    settings = {"machine": {name: machine[name] for name in ("cores", "torch")}, "repetitions": repetitions, **size}
-    seen = record.in_steps("five_ways", settings, list(steps), step, folder)
-    rows, machines = [], []
-    for name, ((h, g), rate, S) in steps.items():
-        place = {"hosts": h, "per_host": g, "rate": rate}
-        if S is None:
-            machines.append({**place, "machine": seen[name]})
-        else:
-            rows.append({**place, "seq_len": S, **seen[name]})
-    found = {"machines": machines, "rows": rows}
-    return {"command": "python -m bench.five_ways", "machine": machine, "dtype": "float32", **size, **found}
+    steps = {
+        f"{h} x {g}, {rate / 1e6:g} MB/s, {f'S = {S}' if S else 'calibration'}": (h, g, rate, S)
+        for h, g in meshes
+        for rate in rates
+        for S in (None, *repetitions)  # None: the calibration, just before the ways
+    }
+    found = record.in_steps("five_ways", {"repetitions": repetitions, **size}, steps, step).values()
+    machines, rows = ([row for row in found if ("machine" in row) == calibrated] for calibrated in (True, False))
+    return {**made, "reference": f"{COMPUTING}, {FORWARD}", **size, "machines": machines, "rows": rows}
 
 
 def main() -> int:

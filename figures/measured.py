@@ -194,14 +194,14 @@ def speed() -> drawing.Picture:
         **{name: name for name in (TORCH, OWN, PIP)},
     }
     results = record.load("against_peers")
-    speed = results["speed"]
+    lengths = sorted({row["seq_len"] for row in results["rows"]})
     figure, page = drawing.canvas(1000, 820, alt)
     drawing.write(page, 20, 34, "Speed as a share of the limit", size=drawing.TITLE, weight="bold")
-    machine = f"{results['machine']['cores']} cores, float32, B = 1, H = {speed['heads']}, D = {speed['head_dim']}"
+    machine = f"{results['machine']['cores']} cores, float32, B = 1, H = {results['heads']}, D = {results['head_dim']}"
     line = f"limit: fused attention in one process with all cores, measured in turn; {machine}"
     drawing.write(page, 20, 66, line, color=drawing.MUTED)
 
-    for row, P in enumerate(speed["worlds"]):
+    for row, P in enumerate(results["worlds"]):
         for column, (case, rings) in enumerate(against_peers.CASES.items()):
             ax = figure.add_axes((0.06 + 0.315 * column, 0.57 - 0.345 * row, 0.295, 0.28), facecolor=drawing.PAGE)
             drawn = [name for name in rings if name in colours]
@@ -213,8 +213,8 @@ def speed() -> drawing.Picture:
             ax.axhline(1, color=drawing.INK, lw=1.2)
             shapes.plain(ax)
             ax.grid(axis="x", visible=False)
-            ax.set_xticks(range(len(speed["lengths"])), [f"{S:,}" for S in speed["lengths"]])
-            ax.set_xlim(-0.5, len(speed["lengths"]) - 0.5)
+            ax.set_xticks(range(len(lengths)), [f"{S:,}" for S in lengths])
+            ax.set_xlim(-0.5, len(lengths) - 0.5)
             ax.set_ylim(0, 1.25)
             ax.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "", "½", "", "1"] if column == 0 else [""] * 5)
             ax.set_title(f"{case}, P = {P}", fontsize=0.72 * drawing.TEXT, color=drawing.INK, loc="left", weight="bold")
