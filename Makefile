@@ -54,7 +54,6 @@ bench: $(READY)  # measure again; takes about an hour and a half and wants a qui
 	$(BIN)/python -m bench.in_context_rl
 	$(BIN)/python -m bench.training_speed
 	$(BIN)/python -m bench.generation
-	$(BIN)/python -m bench.accuracy
 	$(BIN)/python -m bench.gpu  # with a CUDA GPU; elsewhere it says so
 	$(BIN)/python -m bench.against_peers  # most of that time
 	$(BIN)/python -m bench.pages  # writes the new numbers into bench/README.md

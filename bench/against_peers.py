@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from bench import record
 from bench.record import Method, in_turn, pin
@@ -61,7 +62,7 @@ BESIDE_INPUTS = {"worlds": [1, 2, 4, 8], "chunk": 2048, "heads": 8, "head_dim": 
 
 
 @contextmanager
-def torch_loops(layout: str, rotation: str = "all-to-all") -> Iterator[ModuleType]:
+def torch_loops(layout: str, rotation: str) -> Iterator[ModuleType]:
     """The module of PyTorch's own loops, set to this layout: contiguous, or zigzag under a causal mask.
 
     `rotation` is how K and V go round: "all-to-all", from rank to rank, or "all-gather", all of them before round 1.
@@ -76,61 +77,50 @@ def torch_loops(layout: str, rotation: str = "all-to-all") -> Iterator[ModuleTyp
         yield loop
 
 
-def torch_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str, rotation: str = "all-to-all"
-) -> tuple[Tensor, Tensor]:
-    """out and lse of PyTorch's own loop on local chunks. Errors as `torch_loops`."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with torch_loops(layout, rotation) as loop:
-        forwards = loop._templated_ring_attention
-        return forwards(dist.group.WORLD, 2, flash, q, k, v, is_causal=causal, dropout_p=0.0)
+class TorchLoop(torch.autograd.Function):
+    """PyTorch's own loop as an operation of autograd."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, causal: bool, layout: str, rotation: str) -> Tensor:
+        ctx.options = causal, layout, rotation
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        with torch_loops(layout, rotation) as loop:
+            forwards = loop._templated_ring_attention
+            out, lse = forwards(dist.group.WORLD, 2, flash, q, k, v, is_causal=causal, dropout_p=0.0)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        causal, *how = ctx.options
+        q, k, v, out, lse = ctx.saved_tensors
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        options = {"is_causal": causal, "dropout_p": 0.0}
+        options |= {"grad_out": d_out, "grad_out_name": "grad_out", "out": out, "logsumexp": lse}
+        with torch_loops(*how) as loop:
+            backwards = loop._templated_ring_attention_backward
+            return *backwards(dist.group.WORLD, 2, flash, query=q, key=k, value=v, **options)[:3], None, None, None
 
 
-def torch_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
-    *,
-    causal: bool,
-    layout: str,
-    rotation: str = "all-to-all",
-) -> tuple[Tensor, ...]:
-    """dq, dk and dv of PyTorch's own loop, from what `torch_forward` returned."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    options = {"is_causal": causal, "dropout_p": 0.0}
-    options |= {"grad_out": d_out, "grad_out_name": "grad_out", "out": out, "logsumexp": lse}
-    with torch_loops(layout, rotation) as loop:
-        backwards = loop._templated_ring_attention_backward
-        return backwards(dist.group.WORLD, 2, flash, query=q, key=k, value=v, **options)[:3]
+def torch_loop(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str, rotation: str = "all-to-all") -> Tensor:
+    """PyTorch's own loop on local chunks. Errors as `torch_loops`."""
+    return TorchLoop.apply(q, k, v, causal, layout, rotation)
 
 
-def torch_loop(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor | None, *, causal: bool, layout: str
-) -> tuple[Tensor, ...]:
-    """PyTorch's own loop on local chunks: out, and dq, dk and dv where d_out is given. Errors as `torch_loops`."""
-    out, lse = torch_forward(q, k, v, causal=causal, layout=layout)
-    if d_out is None:
-        return (out,)
-    return out, *torch_backward(q, k, v, out, lse, d_out, causal=causal, layout=layout)
-
-
-def pip_ring(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+def pip_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """ring-attention-pytorch's forward pass with its own defaults. Its tensors are (B, C, H, D)."""
     from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 
     with torch.no_grad():
-        out = ring_flash_attn(*(x.transpose(1, 2) for x in (q, k, v)), ring_reduce_col=True)
-    return (out.transpose(1, 2),)
+        return ring_flash_attn(*(x.transpose(1, 2) for x in (q, k, v)), ring_reduce_col=True).transpose(1, 2)
 
 
-def with_gradients(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple:
-    """(out, dq, dk, dv) of a differentiable attention."""
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attention(*inputs)
-    return out.detach(), *torch.autograd.grad(out, inputs, d_out)
+def with_gradients(attention: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Out of a differentiable attention, and the gradients of all inputs but the last, which is the gradient of out."""
+    *inputs, d_out = inputs
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attention(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, d_out)
 
 
 def layout_of(method: str, case: str) -> str:
@@ -142,25 +132,18 @@ def layout_of(method: str, case: str) -> str:
 
 def method(name: str, case: str, whole: list[Tensor], context: RankContext) -> Method:
     """(rank 0 only?, the function to time). The function returns out or (out, dq, dk, dv)."""
-    causal, train = case != FORWARD, case == TRAIN
-    layout, alone = layout_of(name, case), name == LIMIT
+    causal, layout, alone = case != FORWARD, layout_of(name, case), name == LIMIT
     chunks = whole if alone else [shard(x, layout, context.rank, context.world_size) for x in whole]
-    *qkv, d_out = chunks
-    if name == TORCH:
-        return False, lambda: torch_loop(*qkv, d_out if train else None, causal=causal, layout=layout)
-    if name == PIP:
-        return False, lambda: pip_ring(*qkv)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if alone:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        if name == OWN:
-            return ring_attention(q, k, v)
-        schedule = SharedMemory if IN_MEMORY in name else Ring
-        return ring_flash_attention(q, k, v, causal=causal, layout=layout, schedule=schedule)
-
-    work = (lambda: with_gradients(attention, *chunks)) if train else (lambda: (attention(*qkv),))
-    return alone, work
+    schedule = SharedMemory if IN_MEMORY in name else Ring
+    others: dict[str, Callable[..., Tensor]] = {
+        LIMIT: partial(F.scaled_dot_product_attention, is_causal=causal),
+        TORCH: partial(torch_loop, causal=causal, layout=layout),
+        PIP: pip_ring,
+        OWN: ring_attention,
+    }
+    ours = partial(ring_flash_attention, causal=causal, layout=layout, schedule=schedule)
+    attention = others.get(name, ours)
+    return alone, (lambda: with_gradients(attention, *chunks)) if case == TRAIN else (lambda: (attention(*chunks[:3]),))
 
 
 def rings_of(case: str, dtype: str, seq_len: int) -> list[str]:

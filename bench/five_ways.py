@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench import record
-from bench.against_peers import torch_backward, torch_forward
+from bench import gpu, record
+from bench.against_peers import torch_loop
 from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, Row, peer, table
 from bench.hosts import command, hosts, row_of, torchrun
 from bench.record import Method, in_turn
@@ -41,26 +41,16 @@ from ringlab.planning.ways import WAYS
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
-from ringlab.training.all_gather import AllGather
-from ringlab.training.all_to_all import AllToAll, Alone
+from ringlab.training.all_to_all import Alone
 from ringlab.training.causal import BlockSlice
-from ringlab.training.double_ring import DoubleRing
 from ringlab.training.flash_ring import FlashRing, ring_flash_attention
-from ringlab.training.hybrid import Hybrid
 from ringlab.training.layouts import shard, unshard
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from ringlab.training.schedule import Ring, Round
+from ringlab.training.schedule import Round
 
 Pass = tuple[Callable[[], Any], Callable[[Any], tuple[Tensor, ...]]]  # forward; backward, from the result of forward
 
-SCHEDULES = {
-    "ring": Ring,
-    "double ring": DoubleRing,
-    "all-gather": AllGather,
-    "all-to-all": AllToAll,
-    "hybrid": Hybrid,
-}
 MESHES = [(2, 2), (2, 4)]  # hosts x ranks of a host
 RATES = [125_000_000, 50_000_000, 20_000_000]  # bytes a second of a host's link, each way
 REPETITIONS = {4096: 6, 16384: 3}  # by S
@@ -70,10 +60,12 @@ CHECKED = 16  # tokens a rank of the sequence on which each way is compared with
 
 
 def attentions(mesh: DeviceMesh) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """The five ways, each a function of this rank's chunks q, k and v."""
+    """The five ways and PyTorch's own loop, each a function of this rank's chunks q, k and v."""
     groups = {"double ring": mesh, "hybrid": mesh}
-    ring = partial(ring_flash_attention, causal=True, layout="zigzag")
-    return {way: partial(ring, schedule=SCHEDULES[way], group=groups.get(way)) for way in WAYS}
+    options: dict[str, Any] = {"causal": True, "layout": "zigzag"}
+    ring, loop = partial(ring_flash_attention, **options), partial(torch_loop, **options)
+    ours = {way: partial(ring, schedule=gpu.WAYS[way], group=groups.get(way)) for way in WAYS}
+    return ours | {peer(rotation): partial(loop, rotation=rotation) for rotation in ROTATIONS}
 
 
 def differentiable(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Pass:
@@ -88,16 +80,6 @@ def differentiable(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Te
         return out.detach(), *torch.autograd.grad(out, inputs, d_out)
 
     return forward, backward
-
-
-def of_torch(rotation: str, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Pass:
-    """Forward and backward pass of PyTorch's own loop."""
-    options = {"causal": True, "layout": "zigzag", "rotation": rotation}
-
-    def backward(state: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        return state[0], *torch_backward(q, k, v, *state, d_out, **options)
-
-    return lambda: torch_forward(q, k, v, **options), backward
 
 
 @dataclass(frozen=True)
@@ -152,8 +134,7 @@ def measured(
 
     def passes(whole: list[Tensor]) -> dict[str, Pass]:
         chunks = [shard(x, "zigzag", context.rank, P) for x in whole]
-        mine = {name: differentiable(attention, *chunks) for name, attention in attentions(mesh).items()}
-        return mine | {peer(rotation): of_torch(rotation, *chunks) for rotation in ROTATIONS}
+        return {name: differentiable(attention, *chunks) for name, attention in attentions(mesh).items()}
 
     short = inputs(CHECKED * P, *sizes)
     check(context, passes(short), short)  # this opens the connections as well

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import record
-from bench.against_peers import torch_backward, torch_forward
+from bench.against_peers import torch_loop
 from bench.hosts import LINK, command, hosts, row_of
 from bench.record import in_turn
 from ringlab.support.processes import RankContext
@@ -71,17 +71,14 @@ class Circle(Ring):
 def passes(name: str, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Any]:
     """The forward pass, and the backward pass of what it returns; causal, zigzag, chunks (1, H, C, D)."""
     options: dict[str, Any] = {"causal": True, "layout": "zigzag"}
-    if name == TORCH:
-        return [
-            partial(torch_forward, q, k, v, **options),
-            lambda seen: torch_backward(q, k, v, *seen, d_out, **options),
-        ]
+    attention = {
+        NOW: partial(ring_flash_attention, schedule=Ring, **options),
+        BEFORE: partial(ring_flash_attention, schedule=Circle, **options),
+        TORCH: partial(torch_loop, **options),
+        LEARN: ring_attention,
+    }[name]
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    ring = partial(ring_flash_attention, schedule=Ring if name == NOW else Circle, **options)
-    return [
-        partial(ring_attention if name == LEARN else ring, *inputs),
-        lambda out: torch.autograd.grad(out, inputs, d_out),
-    ]
+    return [partial(attention, *inputs), lambda out: torch.autograd.grad(out, inputs, d_out)]
 
 
 def sent() -> int:

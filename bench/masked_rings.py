@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from bench import record
 from bench.against_peers import with_gradients
+from bench.gpu import inputs, visible
 from bench.record import Method, in_turn
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
@@ -54,12 +55,6 @@ def cases(world_size: int, seq_len: int) -> dict[str, tuple[Partition, dict[str,
     return found
 
 
-def inputs(seq_len: int, heads: int, head_dim: int) -> list[torch.Tensor]:
-    """q, k, v and d_out (1, H, S, D)."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, heads, seq_len, head_dim, generator=generator) for _ in ("q", "k", "v", "d_out")]
-
-
 def one_by_one(whole: list[torch.Tensor], which: str) -> list[Any]:
     """The documents in one process, each by itself."""
     fused = partial(F.scaled_dot_product_attention, is_causal=True)
@@ -74,7 +69,7 @@ def seconds_in_turn(
 
     Raises RuntimeError when the ring's numbers are wrong.
     """
-    P, whole = context.world_size, inputs(seq_len, heads, head_dim)
+    P, whole = context.world_size, inputs(seq_len, heads, head_dim, "float32")
     methods: dict[str, Method] = {f"one by one, {which}": (True, partial(one_by_one, whole, which)) for which in PASSES}
     found = cases(P, seq_len)
     for name, (_, options) in found.items():
@@ -93,13 +88,9 @@ def check(
 ) -> None:
     """Raise RuntimeError unless the rows of this rank's last query are right in out and dq."""
     q, k, v, d_out = whole
-    key, query = torch.arange(k.shape[2]), at[-1:]
-    visible = key <= query if options.get("causal") else key >= 0
-    if "window" in options:
-        visible &= (query - key < options["window"]) | (key < options.get("global_tokens", 0))
-    if "documents" in options:
-        visible &= key // options["documents"][0] == query // options["documents"][0]
-    rights = exact_attention(q[:, :, query], k, v, d_out[:, :, query], visible=visible, fused_blocks=3 * PARTS)
+    mask = {name: option for name, option in options.items() if name != "layout"}
+    seen, query = visible(k.shape[2], **mask)[at[-1:]], at[-1:]
+    rights = exact_attention(q[:, :, query], k, v, d_out[:, :, query], visible=seen, fused_blocks=3 * PARTS)
     for each, x in zip(("out", "dq"), result, strict=False):
         if not rights[each].accepts(x[:, :, -1:]):
             raise RuntimeError(f"{name}: {each} of the ring is wrong, by {rights[each].error(x[:, :, -1:]).max():.1e}")
@@ -111,7 +102,7 @@ def memory_of_ring(
     """The peak of this rank's memory in both passes, beyond its inputs: bytes."""
     record.return_freed_memory()
     layout, P = options["layout"], context.world_size
-    mine = [shard(x, layout, context.rank, P) for x in inputs(seq_len, heads, head_dim)]
+    mine = [shard(x, layout, context.rank, P) for x in inputs(seq_len, heads, head_dim, "float32")]
     few = [x[:, :, : 2 * PARTS] for x in mine]
     with_gradients(ring_flash_attention, *few)  # what libraries set up once
     return record.peak_extra(lambda: with_gradients(partial(ring_flash_attention, **options), *mine))

@@ -18,7 +18,6 @@ from bench import (
     longest_training,
     loss_curves,
     masked_rings,
-    max_context,
     record,
     ring_vs_full,
     training_speed,
@@ -96,22 +95,6 @@ def trainable_ring() -> Iterator[str]:
         yield f"{before} | «{peak / chunk:.1f}» chunks, in training |"
 
 
-def papers_claims() -> Iterator[str]:
-    results = record.load("overlap_threshold")
-    (fast, slow), megabyte = results["knees"], 1e6
-    yield f"Over «{fast['rate'] / megabyte:.0f}» MB/s the ring waits for no message"
-    yield f"once chunks have «{fast['measured']:,.0f}» tokens, over «{slow['rate'] / megabyte:.0f}» MB/s"
-    yield f"once they have «{slow['measured']:,.0f}»."
-    yield f"of the same run predict «{fast['predicted']:,.0f}» and «{slow['predicted']:,.0f}»"
-    beyond = [100 * row["overhead"] for row in results["rows"] if row["hidden"] > 0.99]
-    yield f"still takes «{min(beyond):.0f}» to «{max(beyond):.0f}» % longer"
-
-    results = record.load("max_context")
-    ring, (alone,) = (max_context.lengths(results, method) for method in ("ring", "blockwise"))
-    yield f"8 ranks train on «{ring[-1] / ring[0]:.2f}» times the sequence of one rank"
-    yield f"That is «{ring[-1] / alone:.2f}» times the sequence of fused attention"
-
-
 def whole_model() -> Iterator[str]:
     off = {run: each.max() for run, each in loss_curves.differences(record.load("loss_curves")).items()}
     yield f"The largest difference is «{max(off['ring of 4'], off['2 x 2, dp x cp']):.1e}» of the loss"
@@ -178,7 +161,6 @@ def new_token() -> Iterator[str]:
 MEASURED = (
     ring_to_learn_from,
     trainable_ring,
-    papers_claims,
     whole_model,
     documents_and_windows,
     new_token,

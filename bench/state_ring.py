@@ -11,7 +11,6 @@ as computing. So glibc is told to keep memory, on one process and on all ranks; 
 """
 
 import ctypes
-from collections.abc import Callable
 from functools import partial
 from statistics import median
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import record
+from bench.against_peers import with_gradients
 from bench.record import Method, in_turn
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
@@ -30,13 +30,6 @@ from ringlab.training.state_ring import WAYS, ring_linear_attention
 
 ONE, KEYS = "one process", "ring of keys"
 KEPT, DEFAULT = "memory kept", "glibc's default"
-
-
-def step(attention: Callable[..., Tensor], inputs: list[Tensor], d_out: Tensor) -> list[Tensor]:
-    """Out and the gradients of all inputs."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = attention(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 
 def keep_memory() -> None:
@@ -60,15 +53,16 @@ def seconds_in_turn(
     def mine(layout: str) -> list[Tensor]:
         return [shard(x, layout, context.rank, context.world_size) for x in (*whole, d_out)]
 
-    *of_states, d_mine = mine("contiguous")
-    *of_keys, d_keys = mine("zigzag")
+    of_states, of_keys = mine("contiguous"), mine("zigzag")
     softmax = partial(ring_flash_attention, causal=True, layout="zigzag")
-    methods: dict[str, Method] = {ONE: (True, lambda: step(lambda *x: linear_attention(*x)[0], whole, d_out))}
+    methods: dict[str, Method] = {
+        ONE: (True, lambda: with_gradients(lambda *x: linear_attention(*x)[0], *whole, d_out))
+    }
     for way in WAYS:
         ring = partial(ring_linear_attention, way=way)
-        methods[way] = (False, partial(step, lambda *x, ring=ring: ring(*x)[0], of_states, d_mine))
+        methods[way] = (False, partial(with_gradients, lambda *x, ring=ring: ring(*x)[0], *of_states))
     if case == KEPT:
-        methods[KEYS] = (False, partial(step, softmax, of_keys[:3], d_keys))
+        methods[KEYS] = (False, partial(with_gradients, softmax, *of_keys[:3], of_keys[-1]))
     seconds, results = in_turn(context, methods, repetitions)
     rights = [x.contiguous() for x in results.get(ONE, [torch.empty_like(x) for x in (v, *whole)])]
     for right in rights:

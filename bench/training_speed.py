@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from bench import record
-from bench.against_peers import torch_backward, torch_forward
+from bench.against_peers import torch_loop
 from ringlab.models.loader import Text, read_batch
 from ringlab.models.mesh import build_mesh
 from ringlab.models.train import RATE, build, take_step
@@ -39,30 +38,16 @@ MODEL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "feedforward": 3
 SIZES = {"worlds": [1, 2, 4], "chunk": 1024, "steps": 3, "repetitions": 3, **MODEL}
 
 
-class TorchLoop(torch.autograd.Function):
-    """PyTorch's private loop as an operation of autograd: zigzag, causal."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = torch_forward(q, k, v, causal=True, layout="zigzag")
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor, ...]:
-        return torch_backward(*ctx.saved_tensors, d_out, causal=True, layout="zigzag")
-
-
-def torch_loop(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-    """`TorchLoop`, called as a transformer calls its attention; as many heads of K and V as of Q."""
-    return TorchLoop.apply(q, k, v)
+def peer(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+    """PyTorch's loop, called as a transformer calls its attention; as many heads of K and V as of Q."""
+    return torch_loop(q, k, v, causal=is_causal, layout="zigzag")
 
 
 ATTENTION = {
     ONE: F.scaled_dot_product_attention,
     RING: partial(scaled_dot_product_attention, layout="zigzag"),
     MEMORY: partial(scaled_dot_product_attention, layout="zigzag", schedule=SharedMemory),
-    TORCH: torch_loop,
+    TORCH: peer,
 }
 
 

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import (
-    accuracy,
     against_peers,
     five_ways,
     generation,
@@ -56,7 +55,7 @@ def _in_the_pool(ranks, monkeypatch):
     def launch(work, world_size, *args):
         return ranks(world_size, without_pause, work, *args)
 
-    ours = (accuracy, against_peers, generation, in_context_rl, loss_curves, masked_rings, overlap, retrieval)
+    ours = (against_peers, generation, in_context_rl, loss_curves, masked_rings, overlap, retrieval)
     for bench in (*ours, ring_vs_full, training_speed):
         monkeypatch.setattr(bench, "launch", launch)
     monkeypatch.setattr(against_peers, "pin", lambda cores: None)  # it would pin this process too
@@ -212,8 +211,8 @@ def test_claims_of_longer_contexts():
     assert all((worse < better).all() for worse, better in itertools.pairwise(rewards))
 
 
-def doubled(q, k, v, d_out, **options):
-    return (2 * q,) if d_out is None else (2 * q, q, q, q)
+def doubled(q, k, v, **options):
+    return 2 * q
 
 
 def too_large(*qkv, **options):
@@ -253,9 +252,9 @@ def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, name, mistake, work
 
 @pytest.mark.parametrize(("dtype", "layout"), gpu.CASES)
 def test_the_simulated_ring_of_the_gpu_bench_is_right(dtype, layout):
-    inputs = accuracy.inputs(36, 2, 8, dtype)
+    inputs = gpu.inputs(36, 2, 8, dtype)
     right = exact_attention(*inputs, causal=layout != "full", fused_blocks=3)
-    for name, x in zip(accuracy.RESULTS, gpu.simulated_ring(*inputs, layout, 3), strict=True):
+    for name, x in zip(gpu.RESULTS, gpu.simulated_ring(*inputs, layout, 3), strict=True):
         assert_right(x.to(right[name].dtype), right[name], name)
 
 
@@ -275,7 +274,7 @@ def test_gpu_bench_runs(monkeypatch, capsys):
         assert said == ["WRONG ways: it failed: rank 1 was killed", "WRONG doctor: SICK", "ok    speed: fast"]
     monkeypatch.setattr(gpu, "CASES", [("float32", "striped")])
     monkeypatch.setattr(gpu, "REPETITIONS", 1)
-    size = {"seq_len": 32, "heads": 2, "head_dim": 8}
+    size = 32, 2, 8
     (line,) = gpu.measured_blocks("cpu", size, size)
     assert re.fullmatch(r"float32, striped, cpu flash: errors out [\d.]+, dq .*; speed \d\.\d\d", line)
     monkeypatch.setattr(gpu, "merge_into", lambda out, lse, out_j, lse_j: None)
