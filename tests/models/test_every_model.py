@@ -4,31 +4,14 @@ from collections import Counter
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.extras import MISSING
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
-from ringlab.models import hugging_face_pass  # noqa: E402
+from ringlab.models import hugging_face_masks, hugging_face_pass  # noqa: E402
 from tests.models import every_model  # noqa: E402
-from tests.models.every_model import (  # noqa: E402
-    NAMES,
-    TABLE,
-    VARIANTS,
-    Exactly,
-    Processes,
-    batch_of,
-    committed,
-    compared,
-    exact,
-    in_the_ring,
-    outcome,
-    page,
-    small_model,
-    sweep,
-)
 
 SOME = {
     "mistral": "equal",  # a window
@@ -54,19 +37,19 @@ SOME = {
 
 @pytest.fixture(scope="module")
 def processes():
-    both = Processes()
+    both = every_model.Processes()
     yield both
     both.stop()
 
 
 @pytest.mark.parametrize(("name", "expected"), SOME.items(), ids=SOME)
 def test_a_model_of_each_kind(processes, name, expected):
-    found = outcome(name, processes, worlds=(3,))
+    found = every_model.outcome(name, processes, worlds=(3,))
     if expected == "equal":
         assert found.kind == "equal", found
     else:
         assert (found.kind, expected in found.sentence) == ("refused", True), found
-    assert committed()[name] == found.kind
+    assert every_model.committed()[name] == found.kind
 
 
 # The comparison itself can fail ------------------------------------------------------------------------------------
@@ -76,29 +59,23 @@ def no_window(name):
     def dropped(*args, **passed):
         return ring(*args, **{**passed, "window": None})
 
-    ring = hugging_face_pass.ring_flash_attention
-    with mock.patch.object(hugging_face_pass, "ring_flash_attention", dropped):
-        return in_the_ring(name)
+    ring = hugging_face_masks.ring_flash_attention
+    with mock.patch.object(hugging_face_masks, "ring_flash_attention", dropped):
+        return every_model.in_the_ring(name)
 
 
 def no_stretch(name):
     """The frequencies by the longest position of a shard."""
     with mock.patch.multiple(hugging_face_pass.ModelInRing, stretch=lambda *x: x[2:], shrink=lambda *x: x[3]):
-        return in_the_ring(name)
+        return every_model.in_the_ring(name)
 
 
 def an_error_of_transformers(name):
-    return small_model(name).set_attn_implementation("an attention that nobody has registered")
+    return every_model.small_model(name).set_attn_implementation("an attention that nobody has registered")
 
 
 def another_error_on_a_rank(name):
     raise ValueError(f"rank {dist.get_rank()} refuses")
-
-
-def no_answer(name):
-    if dist.get_rank() == 1:
-        raise KeyError("a rank leaves")
-    dist.barrier()
 
 
 WRONG = [
@@ -106,33 +83,19 @@ WRONG = [
     ("gemma3_text with dynamic frequencies", no_stretch, "wrong"),
     ("llama", an_error_of_transformers, "crashed"),
     ("llama", another_error_on_a_rank, "crashed"),
-    ("llama", no_answer, "crashed"),
 ]
 
 
 @pytest.mark.parametrize(("name", "step", "expected"), WRONG, ids=lambda x: getattr(x, "__name__", x))
 def test_a_mistake_is_not_equal(processes, name, step, expected):
-    right = every_model.answer(processes.alone, 1, exact, name)
-    assert compared(name, 3, right, processes, step).kind == expected
+    right = every_model.answer(processes.alone, 1, every_model.exact, name)
+    assert every_model.compared(name, 3, right, processes, step).kind == expected
 
 
 def test_equal_without_the_ring_proves_nothing(processes):
-    right = every_model.answer(processes.alone, 1, exact, "llama")
+    right = every_model.answer(processes.alone, 1, every_model.exact, "llama")
     with mock.patch.object(every_model, "TOLD_APART", 10.0):
-        assert compared("llama", 2, right, processes).kind == "unproven"
-
-
-def test_nothing_is_float32():
-    with Exactly():
-        model = small_model("gemma3_text")  # its norms compute in float32
-        seen = []
-        for part in model.modules():
-            part.register_forward_hook(
-                lambda part, args, out: seen.extend(x for x in (args, out) if torch.is_tensor(x))
-            )
-        model(**batch_of(model))
-    assert {x.dtype for x in seen if x.is_floating_point()} == {torch.float64}
-    assert torch.get_default_dtype() == torch.float32
+        assert every_model.compared("llama", 2, right, processes).kind == "unproven"
 
 
 # All of them ---------------------------------------------------------------------------------------------------------
@@ -140,14 +103,14 @@ def test_nothing_is_float32():
 
 @pytest.mark.exhaustive
 def test_every_model():
-    found = dict(sweep([*NAMES, *VARIANTS]))
-    assert {name: each.kind for name, each in found.items()} == committed(), f"stale: {TABLE.name}"
-    counts = Counter(found[name].kind for name in NAMES)
+    found = dict(every_model.sweep([*every_model.NAMES, *every_model.VARIANTS]))
+    assert {name: each.kind for name, each in found.items()} == every_model.committed(), "stale: EVERY_MODEL.md"
+    counts = Counter(found[name].kind for name in every_model.NAMES)
     assert counts["equal"] >= 110
     assert not {"wrong", "crashed", "unproven"} & {each.kind for each in found.values()}
 
 
 def test_the_page_says_what_the_sweep_found():
-    found = {name: every_model.Outcome(kind, sentence="a | b") for name, kind in committed().items()}
-    with mock.patch.object(every_model, "TABLE", mock.Mock(read_text=lambda: page(found))):
-        assert committed() == {name: each.kind for name, each in found.items()}
+    found = {name: every_model.Outcome(kind, sentence="a | b") for name, kind in every_model.committed().items()}
+    with mock.patch.object(every_model, "TABLE", mock.Mock(read_text=lambda: every_model.page(found))):
+        assert every_model.committed() == {name: each.kind for name, each in found.items()}

@@ -78,36 +78,93 @@ def of_the_batch(x):
     return x - x.mean(dim=0, keepdim=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "dtype"),
-    [
-        ("embed_tokens", later, torch.float64),
-        ("embed_tokens", of_the_batch, torch.bfloat16),
-        ("layers.0.self_attn.k_proj", distant, torch.bfloat16),
-        ("layers.0.self_attn.k_proj", of_the_batch, torch.float64),
-        ("norm", mean_of_all, torch.float64),
-        ("norm", partial(earlier, weight=1e-2), torch.bfloat16),
-    ],
-)
-def test_a_part_that_mixes_tokens_is_named(name, change, dtype):
-    model = llama(dtype)
-    wrap(model.model.get_submodule(name), change)
-    if name == "embed_tokens":
-        words = "the input embeddings of LlamaForCausalLM mix tokens"
-    else:
-        words = re.escape(f"model.{name} (") + ".* of LlamaForCausalLM mixes tokens without AttentionInterface"
-    with pytest.raises(ValueError, match=words):
-        proved(model)
+def mixed(name, change):
+    """What the part of this name returns is changed."""
+    return lambda model: wrap(model.get_submodule(name), change)
 
 
-def test_what_mixes_between_parts_is_named_by_its_parent():
-    model = llama()
+def between_parts(model):
+    """Mixed between the parts of an attention: named by their parent."""
     attention = model.model.layers[1].self_attn
-    q_proj = attention.q_proj.forward
+    q_proj, project = attention.q_proj.forward, attention.forward
     attention.q_proj.forward = lambda x: q_proj(x)
-    project = attention.forward
     attention.forward = lambda hidden_states, **kwargs: project(hidden_states=earlier(hidden_states), **kwargs)
-    with pytest.raises(ValueError, match=re.escape("model.layers.1.self_attn (LlamaAttention)")):
+
+
+def attention_of_its_own(model):
+    def own_attention(module, hidden_states, position_embeddings, **_):
+        q, k, v = (module.o_proj(hidden_states)[:, None] for _ in "qkv")
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0], None
+
+    attention = model.model.layers[1].self_attn
+    attention.forward = partial(own_attention, attention)
+
+
+def positions_from_5(model):
+    forward = model.model.forward
+
+    def from_five(*args, position_ids=None, **kwargs):
+        at = torch.arange(16)[None] + 5 if position_ids is None else position_ids
+        return forward(*args, position_ids=at, **kwargs)
+
+    model.model.forward = from_five
+
+
+def no_attention(model):
+    for layer in model.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+
+
+def known_attention_only(model):
+    """As where a layer takes another way when it does not know the name of the attention."""
+    attention, forward = model.model.layers[1].self_attn, model.model.layers[1].self_attn.forward
+
+    def known_only(hidden_states, **passed):
+        known = attention.config._attn_implementation == "sdpa"
+        return forward(hidden_states, **passed) if known else (hidden_states, 0)
+
+    attention.forward = known_only
+
+
+def fails(model):
+    model.model.norm.forward = lambda x: x["no such key"]
+
+
+def nan(model):
+    model.model.norm.weight.data[0] = torch.nan
+
+
+def one_row(model):
+    dtype = model.lm_head.weight.dtype
+    model.lm_head = nn.Sequential(nn.Flatten(1), nn.Linear(16 * 32, 2, dtype=dtype))
+
+
+EMBEDDINGS, K = "model.embed_tokens", "model.layers.0.self_attn.k_proj"
+EMBEDDINGS_MIX, K_MIXES = ["the input embeddings of LlamaForCausalLM mix tokens"], [f"{K} (", "without AttentionInterf"]
+REFUSED = {  # what is done to a Llama, and what is said of it
+    "embeddings": (mixed(EMBEDDINGS, later), EMBEDDINGS_MIX),
+    "embeddings of a batch": (mixed(EMBEDDINGS, of_the_batch), EMBEDDINGS_MIX),
+    "k, distant": (mixed(K, distant), K_MIXES),
+    "k of a batch": (mixed(K, of_the_batch), K_MIXES),
+    "a norm over tokens": (mixed("model.norm", mean_of_all), ["model.norm (LlamaRMSNorm) of LlamaForCausalLM mixes"]),
+    "a little": (mixed("model.norm", partial(earlier, weight=1e-2)), ["model.norm (LlamaRMSNorm)"]),
+    "between parts": (between_parts, ["model.layers.1.self_attn (LlamaAttention)"]),
+    "an attention of its own": (attention_of_its_own, ["model.layers.1.self_attn (LlamaAttention)"]),
+    "positions from 5": (positions_from_5, ["neither from 0 nor from pad_token_id + 1 = 1"]),
+    "no attention": (no_attention, ["LlamaForCausalLM does not ask AttentionInterface"]),
+    "known attention only": (known_attention_only, ["2 time(s) for its own attention, and 1 time(s) for another"]),
+    "an error": (fails, ["LlamaForCausalLM raises IndexError in test_hugging_face_proof.py, line", "token ids"]),
+    "NaN": (nan, ["LlamaForCausalLM returns NaN or infinity"]),
+    "one row": (one_row, ["LlamaForCausalLM returns (1, 2) for (1, 16) tokens", "a row for each token"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_part_that_mixes_tokens_is_named(name):
+    change, words = REFUSED[name]
+    model = llama(torch.bfloat16 if name in ("embeddings of a batch", "k, distant", "a little") else torch.float64)
+    change(model)
+    with pytest.raises(ValueError, match=all_of(words)):
         proved(model)
 
 
@@ -236,34 +293,6 @@ def test_other_values_in_a_shard_are_found(name):
         proved(model)
 
 
-def test_a_layer_with_an_attention_of_its_own_is_found():
-    def own_attention(module, hidden_states, position_embeddings, **_):
-        q, k, v = (f(hidden_states)[:, None] for f in (module.o_proj, module.o_proj, module.o_proj))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0], None
-
-    model = llama()
-    attention = model.model.layers[1].self_attn
-    attention.forward = partial(own_attention, attention)
-    with pytest.raises(ValueError, match=re.escape("model.layers.1.self_attn (LlamaAttention)")):
-        proved(model)
-
-
-# Positions ----------------------------------------------------------------------------------------------------------
-
-
-def test_positions_that_begin_elsewhere_are_found():
-    model = llama(torch.float32)
-    forward = model.model.forward
-
-    def from_five(*args, position_ids=None, **kwargs):
-        at = torch.arange(16)[None] + 5 if position_ids is None else position_ids
-        return forward(*args, position_ids=at, **kwargs)
-
-    model.model.forward = from_five
-    with pytest.raises(ValueError, match=r"neither from 0 nor from pad_token_id \+ 1 = 1"):
-        proved(model)
-
-
 # The attention ------------------------------------------------------------------------------------------------------
 
 
@@ -307,59 +336,6 @@ def test_experts_that_take_no_float64_are_named():
         proved(transformers.MixtralForCausalLM(config).double())
 
 
-def test_a_model_that_never_asks_is_refused():
-    model = model_of("Llama", {})
-    for layer in model.model.layers:
-        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    with pytest.raises(ValueError, match="LlamaForCausalLM does not ask AttentionInterface"):
-        proved(model)
-
-
-def test_a_model_that_asks_for_its_own_attention_only_is_refused():
-    """As where a layer takes another way when it does not know the name of the attention."""
-    model = llama()
-    attention, forward = model.model.layers[1].self_attn, model.model.layers[1].self_attn.forward
-
-    def known_only(hidden_states, **passed):
-        return (
-            forward(hidden_states, **passed) if attention.config._attn_implementation == "sdpa" else (hidden_states, 0)
-        )
-
-    attention.forward = known_only
-    with pytest.raises(ValueError, match=r"2 time\(s\) for its own attention, and 1 time\(s\) for another"):
-        proved(model)
-
-
-# The answers that no proof can use ----------------------------------------------------------------------------------
-
-
-def fails(model):
-    model.model.norm.forward = lambda x: x["no such key"]
-
-
-def nan(model):
-    model.model.norm.weight.data[0] = torch.nan
-
-
-def one_row(model):
-    model.lm_head = nn.Sequential(nn.Flatten(1), nn.Linear(16 * 32, 2, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (fails, ["LlamaForCausalLM raises IndexError in test_hugging_face_proof.py, line", "token ids"]),
-        (nan, ["LlamaForCausalLM returns NaN or infinity"]),
-        (one_row, ["LlamaForCausalLM returns (1, 2) for (1, 16) tokens", "a row for each token"]),
-    ],
-)
-def test_a_model_that_gives_no_rows_is_refused(change, words):
-    model = llama()
-    change(model)
-    with pytest.raises(ValueError, match=all_of(words)):
-        proved(model)
-
-
 # What stays as it was -----------------------------------------------------------------------------------------------
 
 
@@ -397,11 +373,3 @@ def test_what_stands_in_for_the_attention_sees_its_own_token_only_and_all_of_it(
         for x in torch.autograd.grad(out[:, :, token].sum(), (q, k, v), retain_graph=True):
             assert (x[:, :, token] != 0).all()
             assert x[:, :, torch.arange(4) != token].abs().max() == 0
-
-
-def test_a_rotation_of_q_and_k_changes_what_stands_in_for_the_attention():
-    """Unlike q·k of one token, which two equal rotations leave as it is."""
-    q, k, v = torch.randn(3, 1, 1, 4, 6, dtype=torch.float64)
-    turned = [x.roll(1, dims=3) for x in (q, k)]
-    assert torch.allclose((q * k).sum(3), (turned[0] * turned[1]).sum(3))
-    assert (hugging_face_proof.own_token(q, k, v) - hugging_face_proof.own_token(*turned, v)).abs().max() > 1e-3
