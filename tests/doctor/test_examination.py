@@ -233,6 +233,20 @@ def test_a_layout_that_it_refuses_is_asked_no_more_and_all_else_is_answered(by, 
     assert kinds[0] == kinds[1]
 
 
+@pytest.mark.parametrize(
+    ("takes", "level", "said"),
+    [
+        (lambda case: case.heads % case.world_size == 0, "right", "with 2 heads it refuses (a reason): it got 2 for"),
+        (lambda case: case.dtype == torch.float32, "right", "it refuses float64 (a reason); it is examined in float32"),
+        (lambda case: case.dtype == torch.bfloat16, "right for what it takes", "; it is examined in bfloat16"),
+    ],
+)
+def test_a_ring_gets_the_heads_and_the_dtype_that_it_needs(by, takes, level, said):
+    found, _ = by(refuses(lambda question: not takes(question.case)))
+    assert (found.level, found.limits) == (level, ["bfloat16 only"] * (level != "right"))
+    assert said in " ".join(found.remarks)
+
+
 def test_a_quick_examination_asks_a_kind_until_it_is_answered(by):
     """A ring that refuses three ranks is asked on four; wrong answers of such a ring are seen."""
     three = refuses(lambda question: question.case.world_size == 3 and question.members is None)
