@@ -278,7 +278,7 @@ def test_a_set_up_that_fails_cannot_be_examined():
 
 NO, ODD, PEER = (
     Raised("ValueError", "no", ""),
-    Raised("KeyError", "k", "ring.py, line 3 in f"),
+    Raised("KeyError", "k", "", "ring.py, line 3 in f"),
     Raised("RuntimeError", "Connection closed by peer", ""),
 )
 FINE = RankResults({"out": torch.zeros(1, 2, 8, 4)})
