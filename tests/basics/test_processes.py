@@ -113,14 +113,9 @@ def test_launch_raises_bad_input_as_it_is():
         launch(refuse, 2)
 
 
-@pytest.mark.parametrize(
-    ("how", "status", "reason"),
-    [
-        (os._exit, 0, r"^rank 1 died \(exit status 0\) before its work was done$"),
-        (sys.exit, 0, r"^rank 1 failed: (?s:.*)RuntimeError: sys.exit\(0\) inside join_ring"),
-    ],
-)
-def test_a_rank_that_leaves_ends_a_launched_job(how, status, reason):
+@pytest.mark.parametrize(("how", "status"), [(os._exit, 0), (sys.exit, 0), (sys.exit, 3)])
+def test_a_rank_that_leaves_ends_a_launched_job(how, status):
+    reason = rf"^rank 1 died \(exit status {status}\) before its work was done$"
     with ends_soon(), pytest.raises(RuntimeError, match=reason):
         launch(leave, 3, how, status)
 

@@ -23,7 +23,7 @@ def interleaved_unfold(x, heads):
 GROUPED = {
     "head h uses K/V head h mod G": lambda: mock.patch.multiple(
         grouped_query, fold=interleaved_fold, unfold=interleaved_unfold
-    ),
+    )
 }
 
 

@@ -18,11 +18,7 @@ def assert_backward(ranks, world_size, shape, dtype=torch.float32, **options):
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [
-        ((2, 3, 37, 5), torch.float64),
-        ((1, 2, 300, 32), torch.float32),
-        ((1, 2, 300, 32), torch.bfloat16),
-    ],
+    [((2, 3, 37, 5), torch.float64), ((1, 2, 300, 32), torch.float32), ((1, 2, 300, 32), torch.bfloat16)],
     ids=str,
 )
 def test_gradients(ranks, world_size, shape, dtype):
@@ -45,9 +41,7 @@ assert_grouped = partial(assert_gradients, ring=grouped_query.ring_attention)
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "dtype"),
-    [(8, torch.float32), (4, torch.bfloat16), (2, torch.float64), (1, torch.bfloat16)],
-    ids=str,
+    ("kv_heads", "dtype"), [(8, torch.float32), (4, torch.bfloat16), (2, torch.float64), (1, torch.bfloat16)], ids=str
 )
 def test_any_number_of_kv_heads(ranks, world_size, kv_heads, dtype):
     assert_grouped(ranks, world_size, 2, 8, kv_heads, 37, 6, dtype)

@@ -14,11 +14,7 @@ from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.support.rounding import exact_attention
 from ringlab.training import fused_block
 from ringlab.training.backward import block_backward
-from ringlab.training.fused_block import (
-    choose_kernel,
-    fused_backward,
-    fused_forward,
-)
+from ringlab.training.fused_block import choose_kernel, fused_backward, fused_forward
 from tests.attention import (
     DTYPES,
     SEED,
