@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.gpu import simulated_ring
-from ringlab.basics.blockwise_attention import attend_tile, blockwise_attention
+from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import naive_attention
-from ringlab.basics.online_softmax import finish, start
+from ringlab.basics.online_softmax import finish
 from ringlab.support import rounding
 from ringlab.support.rounding import Right, exact_attention, half_step, report
 from ringlab.training.backward import block_backward
+from ringlab.training.causal import one_process_ring
 from tests.attention import DTYPES, SEED, assert_right, random_qkv
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -38,27 +39,16 @@ def inputs(B, H, G, S, D, dtype, seed, kind="normal"):
 
 def plain_ring(q, k, v, d_out, *, causal, P):
     """Out, lse and the gradients of P chunks, block by block, in float32 at least until they are stored."""
-    heads, G, scale = q.shape[1], k.shape[1], q.shape[3] ** -0.5
-    k, v = (x.repeat_interleave(heads // G, dim=1) for x in (k, v))
+    G, scale = k.shape[1], q.shape[3] ** -0.5
+    k, v = (x.repeat_interleave(q.shape[1] // G, dim=1) for x in (k, v))
     rows = [at.tolist() for at in torch.arange(q.shape[2]).tensor_split(P)]
-
-    def blocks(i):
-        return [(i - t) % P for t in range(P) if not causal or (i - t) % P <= i]
-
-    outs, lses = [], []
-    for i in range(P):
-        state = start(q[:, :, rows[i]])
-        for j in blocks(i):
-            future = torch.ones(len(rows[i]), len(rows[j]), dtype=torch.bool).triu(1) if causal and i == j else None
-            state = attend_tile(state, q[:, :, rows[i]], k[:, :, rows[j]], v[:, :, rows[j]], scale=scale, future=future)
-        out, lse = finish(state)
-        outs.append(out.to(q.dtype))
-        lses.append(lse)
-    out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+    *_, (_, states) = one_process_ring(q, k, v, P, causal=causal)
+    out, lse = (torch.cat(each, dim=2) for each in zip(*map(finish, states), strict=True))
+    out = out.to(q.dtype)
     delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
     d_q, d_k, d_v = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))
     for i in range(P):
-        for j in blocks(i):
+        for j in range(i + 1 if causal else P):
             block = q[:, :, rows[i]], k[:, :, rows[j]], v[:, :, rows[j]], d_out[:, :, rows[i]]
             d = block_backward(*block, lse[:, :, rows[i]], delta[:, :, rows[i]], scale, causal=causal and i == j)
             d_q[:, :, rows[i]] += d[0]
