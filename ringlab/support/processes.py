@@ -82,14 +82,15 @@ def cpu_cores() -> int:
 
 
 @contextmanager
-def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[RankContext]:
+def join_ring(requested_device: str = "auto", local_world_size: int = 0, **init: Any) -> Iterator[RankContext]:
     """Join the job that started this process, yield this rank's RankContext, and leave in order.
 
-    Reads torchrun's environment; `init` goes to init_process_group. Raises ValueError as `choose_device` does. Raises
-    RuntimeError when the body ends by sys.exit(0): the job would count that as success, and other ranks would wait.
+    Reads torchrun's environment, also for `local_world_size`, how many processes share this host; `init` goes to
+    init_process_group. Raises ValueError as `choose_device` does. Raises RuntimeError when the body ends by
+    sys.exit(0): the job would count that as success, and other ranks would wait.
     """
     world_size = init.get("world_size") or int(os.environ["WORLD_SIZE"])
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    local_world_size = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device_type, backend, why = choose_device(requested_device, local_world_size)
     number = int(init.get("rank", os.environ.get("LOCAL_RANK", 0)))  # on this host
     device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", number)
@@ -259,7 +260,6 @@ def _serve(
     if errors:
         with (errors / f"stderr of rank {rank}").open("wb") as file:
             os.dup2(file.fileno(), 2)
-    os.environ["LOCAL_WORLD_SIZE"] = str(size)
     store, joined, job = dist.TCPStore("127.0.0.1", port, is_master=False), None, ExitStack()
     while True:
         try:
@@ -271,9 +271,8 @@ def _serve(
             if world != joined:
                 job.close()
                 names = dist.PrefixStore(f"world {world}", store)  # no key of an earlier group is seen
-                context = job.enter_context(
-                    join_ring(device, store=names, rank=rank, world_size=world_size, timeout=limit)
-                )
+                here = {"rank": rank, "world_size": world_size, "store": names, "timeout": limit}
+                context = job.enter_context(join_ring(device, size, **here))
                 joined = world
             outcome = work(context, *args)
         except Exception as error:
