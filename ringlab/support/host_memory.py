@@ -24,9 +24,10 @@ COPIES, SUMS = range(2)  # the parts of a rank's memory: copies of K and V, and 
 
 
 class HostMemory:
-    """None of it has a name in the file system: the others open it by the number that it has in its owner's process.
+    """Memory and flags of the ranks of a host. A flag is a message without a text in a pipe.
 
-    So the system frees it when the last rank ends, also after a kill. A flag is a message without a text in a pipe.
+    No memory has a name in the file system: the others open it by the number that it has in its owner's process. So the
+    system frees it when the last rank ends, also after a kill.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:

@@ -92,11 +92,12 @@ def join_ring(requested_device: str = "auto", local_world_size: int = 0, **init:
     world_size = init.get("world_size") or int(os.environ["WORLD_SIZE"])
     local_world_size = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device_type, backend, why = choose_device(requested_device, local_world_size)
-    number = int(init.get("rank", os.environ.get("LOCAL_RANK", 0)))  # on this host
+    one_host = local_world_size >= world_size
+    number = int(init["rank"] if one_host and "rank" in init else os.environ.get("LOCAL_RANK", 0))  # on this host
     device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", number)
     if device_type == "cuda":
         torch.cuda.set_device(device)
-    if local_world_size >= world_size:  # one host, where loopback always works
+    if one_host:  # loopback always works
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     torch.set_num_threads(max(1, cpu_cores() // local_world_size))  # with more, the ranks compete for the cores
     dist.init_process_group(backend, **{"timeout": TIME_LIMIT, **init})
