@@ -188,7 +188,6 @@ assert all(cases[name][1] < 1e-12 for name in right)
 # - **The rows share out the batch** (*dp*: data parallel). A ring has B / dp of its B sequences.
 # - **All ranks share out the weights.** For them the table is one line of dp · cp ranks, and each rank keeps
 #   1 / (dp · cp) of every weight.
-
 #
 # The picture of 2 × 2. Each ring has one sequence of 8 tokens, and a weight has 8 rows:
 

@@ -252,7 +252,8 @@ except ValueError as error:
 #
 # ## Five schedules, one function
 #
-# A schedule says which block is in hand when, and where the sums of its gradients go. A
+# A schedule says which block is in hand when, and where the sums of its gradients go: that of a ring, a double ring (chapter
+# 18), an all-gather, an all-to-all or a hybrid. A
 # [partition](../docs/glossary.md#partition) says what to compute of the block, from the mask and the layout (chapter 13). So
 # every way takes every mask and every layout: all are `ring_flash_attention`, with another `schedule=`. The tests compare
 # each with full attention in float64: every mask, every layout, 1 to 5 ranks, gradients too.

@@ -169,9 +169,13 @@ def spoil(x):
         x.clear()
 
 
+def copied(value):
+    return recast(value, lambda x: x.clone() if isinstance(x, torch.Tensor) else x)
+
+
 def works_in_place(function, *args):
     """Returns what is right, and uses up its arguments."""
-    given = recast(function(*args), lambda x: x.clone() if isinstance(x, torch.Tensor) else x)
+    given = copied(function(*args))
     spoil(list(args))
     return given
 
@@ -384,10 +388,6 @@ VALUES = {  # wrong for every check that wants a value, and as the result of eve
 }
 
 
-def copied(value):
-    return recast(value, lambda x: x.clone() if isinstance(x, torch.Tensor) else x)
-
-
 def key_of(args):
     return repr([x.shape if isinstance(x, torch.Tensor) else x for x in args])
 
@@ -432,9 +432,7 @@ def cheats(right, judge):
     }
 
 
-ANY_INPUT = {  # in these exercises the input, spoiled or not, or a constant may be right
-    "check_new_mistake": {"a constant", "a table of the cases", "spoiled inputs"},
-}
+ANY_INPUT = {"a constant", "a table of the cases", "spoiled inputs"}  # may be a new mistake
 
 
 @pytest.mark.parametrize("check", EXERCISES)
@@ -442,7 +440,7 @@ def test_cheats_are_refused(check, monkeypatch):
     right, judge = solution(check), check_named(check)
     tried = cheats(right, judge) if callable(right) else VALUES | {"a function": lambda *args: 1}
     said = {}
-    for name in tried.keys() - ANY_INPUT.get(check, set()):
+    for name in tried.keys() - (ANY_INPUT if check == "check_new_mistake" else set()):
         with monkeypatch.context() as patch:
             if "endless" in name:
                 patch.setattr(answers, "SECONDS", 0.05)

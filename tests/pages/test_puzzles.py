@@ -246,12 +246,17 @@ def texts(figure):
     return [text for text in figure.axes[0].texts if text.get_text()]
 
 
+def film_of(run):
+    figure = film.draw(run, "a film", run.owners.get)
+    figure.canvas.draw()
+    assert_legible(figure, texts(figure))
+    return figure
+
+
 @slow
 def test_a_film_shows_each_block_in_its_colour():
     run = record_of(right.ring_in_one_message)
-    figure = film.draw(run, "a ring", run.owners.get)
-    figure.canvas.draw()
-    assert_legible(figure, texts(figure))
+    figure = film_of(run)
     boxes = [patch for patch in figure.axes[0].patches if isinstance(patch, FancyBboxPatch)]
     arrows = [patch for patch in figure.axes[0].patches if isinstance(patch, FancyArrowPatch)]
     assert [to_hex(box.get_facecolor()).upper() for box in boxes] == [
@@ -265,9 +270,6 @@ def test_a_film_shows_each_block_in_its_colour():
 
 @slow
 def test_a_film_of_a_deadlock_says_who_waits_for_whom():
-    run = engine.play(tried.odd_ranks_only_wait, checks.HOP.inputs(3), checks.HOP.wires(3))
-    figure = film.draw(run, "a hop", run.owners.get)
-    figure.canvas.draw()
-    assert_legible(figure, texts(figure))
+    figure = film_of(engine.play(tried.odd_ranks_only_wait, checks.HOP.inputs(3), checks.HOP.wires(3)))
     assert "waits for 1" in {text.get_text() for text in texts(figure)}
     assert figure.alt.endswith("At the end rank 2 waits for 1.")
