@@ -229,7 +229,7 @@ measured_models.generation()
 # to send than the keys of all tokens. In *pass-Q* the queries go round, and partial results come home. From a few per cent
 # of new tokens on, K and V are less again: for Llama 3 405B 4 % by bytes, near 5 % as measured. See
 # [`pass_q.py`](../ringlab/models/pass_q.py), [the count](../ringlab/planning/pass_q_or_kv.py), and
-# [`conversation.py`](../ringlab/models/conversation.py), which reads texts in parts.
+# [`reply`](../ringlab/models/pass_q.py), which reads texts in parts.
 #
 # > **One number to remember: D + 2** numbers a head. That is what a rank sends in a layer for a new token, whether the
 # > context has a thousand tokens or a million.

@@ -153,8 +153,7 @@ def weights_of(xray: XRay) -> XRay:
 def show(xray: XRay) -> None:
     """The weights of an X-ray as text, in lines that fit the page."""
     for line in weights_of(xray).text().splitlines():
-        if "First in round" not in line:
-            print(textwrap.fill(line, 96, subsequent_indent="    "))
+        print(textwrap.fill(line, 96, subsequent_indent="    "))
 
 
 TINY = Case(4, 8)  # 4 ranks, 8 tokens
