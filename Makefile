@@ -48,14 +48,12 @@ bench: $(READY)  # measure again; takes about an hour and a half and wants a qui
 	$(BIN)/python -m bench.max_context  # on Linux; elsewhere it says so
 	$(BIN)/python -m bench.masked_rings
 	$(BIN)/python -m bench.state_ring
-	$(BIN)/python -m bench.shared_memory  # on Linux
 	$(BIN)/python -m bench.loss_curves
 	$(BIN)/python -m bench.longest_training  # on Linux; elsewhere it says so
 	$(BIN)/python -m bench.retrieval
 	$(BIN)/python -m bench.in_context_rl
 	$(BIN)/python -m bench.training_speed
 	$(BIN)/python -m bench.generation
-	$(BIN)/python -m bench.accuracy
 	$(BIN)/python -m bench.gpu  # with a CUDA GPU; elsewhere it says so
 	$(BIN)/python -m bench.against_peers  # most of that time
 	$(BIN)/python -m bench.pages  # writes the new numbers into bench/README.md

@@ -11,12 +11,11 @@ on a quiet machine.
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from statistics import geometric_mean, median
+from statistics import median
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from bench import record
 from bench.record import Method, in_turn, pin
@@ -33,7 +33,6 @@ from ring_attn import ring_attention
 from ringlab.basics.ranks import gather
 from ringlab.support.host_memory import has_memory, host_memory
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.causal import idle_share, visible_pairs
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import shard, unshard
 from ringlab.training.schedule import Ring
@@ -52,18 +51,18 @@ CASES = {
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-SPEED = {"worlds": [2, 4], "lengths": [1024, 2048, 4096, 8192, 16384], "heads": 8, "head_dim": 64, "repetitions": 5}
+SPEED = {
+    "worlds": [2, 4],
+    "lengths": [256, 1024, 2048, 4096, 8192, 16384],
+    "heads": 8,
+    "head_dim": 64,
+    "repetitions": 5,
+}
 BESIDE_INPUTS = {"worlds": [1, 2, 4, 8], "chunk": 2048, "heads": 8, "head_dim": 64}
-GOALS = [  # in shared memory, in both dtypes: S, P, the smallest share of the limit's speed
-    ([2048], 2, 0.95),
-    ([2048], 4, 0.88),
-    ([8192, 16384], 2, 0.99),
-    ([8192, 16384], 4, 0.97),
-]
 
 
 @contextmanager
-def torch_loops(layout: str, rotation: str = "all-to-all") -> Iterator[ModuleType]:
+def torch_loops(layout: str, rotation: str) -> Iterator[ModuleType]:
     """The module of PyTorch's own loops, set to this layout: contiguous, or zigzag under a causal mask.
 
     `rotation` is how K and V go round: "all-to-all", from rank to rank, or "all-gather", all of them before round 1.
@@ -78,61 +77,50 @@ def torch_loops(layout: str, rotation: str = "all-to-all") -> Iterator[ModuleTyp
         yield loop
 
 
-def torch_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str, rotation: str = "all-to-all"
-) -> tuple[Tensor, Tensor]:
-    """out and lse of PyTorch's own loop on local chunks. Errors as `torch_loops`."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with torch_loops(layout, rotation) as loop:
-        forwards = loop._templated_ring_attention
-        return forwards(dist.group.WORLD, 2, flash, q, k, v, is_causal=causal, dropout_p=0.0)
+class TorchLoop(torch.autograd.Function):
+    """PyTorch's own loop as an operation of autograd."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, causal: bool, layout: str, rotation: str) -> Tensor:
+        ctx.options = causal, layout, rotation
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        with torch_loops(layout, rotation) as loop:
+            forwards = loop._templated_ring_attention
+            out, lse = forwards(dist.group.WORLD, 2, flash, q, k, v, is_causal=causal, dropout_p=0.0)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        causal, *how = ctx.options
+        q, k, v, out, lse = ctx.saved_tensors
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        options = {"is_causal": causal, "dropout_p": 0.0}
+        options |= {"grad_out": d_out, "grad_out_name": "grad_out", "out": out, "logsumexp": lse}
+        with torch_loops(*how) as loop:
+            backwards = loop._templated_ring_attention_backward
+            return *backwards(dist.group.WORLD, 2, flash, query=q, key=k, value=v, **options)[:3], None, None, None
 
 
-def torch_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
-    *,
-    causal: bool,
-    layout: str,
-    rotation: str = "all-to-all",
-) -> tuple[Tensor, ...]:
-    """dq, dk and dv of PyTorch's own loop, from what `torch_forward` returned."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    options = {"is_causal": causal, "dropout_p": 0.0}
-    options |= {"grad_out": d_out, "grad_out_name": "grad_out", "out": out, "logsumexp": lse}
-    with torch_loops(layout, rotation) as loop:
-        backwards = loop._templated_ring_attention_backward
-        return backwards(dist.group.WORLD, 2, flash, query=q, key=k, value=v, **options)[:3]
+def torch_loop(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str, rotation: str = "all-to-all") -> Tensor:
+    """PyTorch's own loop on local chunks. Errors as `torch_loops`."""
+    return TorchLoop.apply(q, k, v, causal, layout, rotation)
 
 
-def torch_loop(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor | None, *, causal: bool, layout: str
-) -> tuple[Tensor, ...]:
-    """PyTorch's own loop on local chunks: out, and dq, dk and dv where d_out is given. Errors as `torch_loops`."""
-    out, lse = torch_forward(q, k, v, causal=causal, layout=layout)
-    if d_out is None:
-        return (out,)
-    return out, *torch_backward(q, k, v, out, lse, d_out, causal=causal, layout=layout)
-
-
-def pip_ring(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+def pip_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """ring-attention-pytorch's forward pass with its own defaults. Its tensors are (B, C, H, D)."""
     from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 
     with torch.no_grad():
-        out = ring_flash_attn(*(x.transpose(1, 2) for x in (q, k, v)), ring_reduce_col=True)
-    return (out.transpose(1, 2),)
+        return ring_flash_attn(*(x.transpose(1, 2) for x in (q, k, v)), ring_reduce_col=True).transpose(1, 2)
 
 
-def with_gradients(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple:
-    """(out, dq, dk, dv) of a differentiable attention."""
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attention(*inputs)
-    return out.detach(), *torch.autograd.grad(out, inputs, d_out)
+def with_gradients(attention: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Out of a differentiable attention, and the gradients of all inputs but the last, which is the gradient of out."""
+    *inputs, d_out = inputs
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attention(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, d_out)
 
 
 def layout_of(method: str, case: str) -> str:
@@ -144,25 +132,18 @@ def layout_of(method: str, case: str) -> str:
 
 def method(name: str, case: str, whole: list[Tensor], context: RankContext) -> Method:
     """(rank 0 only?, the function to time). The function returns out or (out, dq, dk, dv)."""
-    causal, train = case != FORWARD, case == TRAIN
-    layout, alone = layout_of(name, case), name == LIMIT
+    causal, layout, alone = case != FORWARD, layout_of(name, case), name == LIMIT
     chunks = whole if alone else [shard(x, layout, context.rank, context.world_size) for x in whole]
-    *qkv, d_out = chunks
-    if name == TORCH:
-        return False, lambda: torch_loop(*qkv, d_out if train else None, causal=causal, layout=layout)
-    if name == PIP:
-        return False, lambda: pip_ring(*qkv)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if alone:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        if name == OWN:
-            return ring_attention(q, k, v)
-        schedule = SharedMemory if IN_MEMORY in name else Ring
-        return ring_flash_attention(q, k, v, causal=causal, layout=layout, schedule=schedule)
-
-    work = (lambda: with_gradients(attention, *chunks)) if train else (lambda: (attention(*qkv),))
-    return alone, work
+    schedule = SharedMemory if IN_MEMORY in name else Ring
+    others: dict[str, Callable[..., Tensor]] = {
+        LIMIT: partial(F.scaled_dot_product_attention, is_causal=causal),
+        TORCH: partial(torch_loop, causal=causal, layout=layout),
+        PIP: pip_ring,
+        OWN: ring_attention,
+    }
+    ours = partial(ring_flash_attention, causal=causal, layout=layout, schedule=schedule)
+    attention = others.get(name, ours)
+    return alone, (lambda: with_gradients(attention, *chunks)) if case == TRAIN else (lambda: (attention(*chunks[:3]),))
 
 
 def rings_of(case: str, dtype: str, seq_len: int) -> list[str]:
@@ -175,7 +156,8 @@ def rings_of(case: str, dtype: str, seq_len: int) -> list[str]:
 def measured_speed(
     context: RankContext, lengths: list[int], heads: int, head_dim: int, repetitions: int
 ) -> list[dict[str, Any]]:
-    """A row for each dtype, S, case and ring: its seconds, those of the limit in turn, and how far the results differ.
+    """A row for each dtype, S and case: the seconds of the limit and of all rings, in turn, and how far their results
+    are off.
 
     Raises RuntimeError when a result differs from the limit's by more than rounding explains.
     """
@@ -190,20 +172,17 @@ def measured_speed(
                 methods = {name: method(name, case, whole, context) for name in (LIMIT, *names)}
                 more = min(4, max(1, 8192 // seq_len))  # short ones are noisy, and cheap
                 seconds, results = in_turn(context, methods, repetitions * more if turn else 1)
+                off = {}
                 for name in names:
-                    off = differences(context, results[name], results.get(LIMIT), layout_of(name, case))
-                    if off and max(off) > 32 * torch.finfo(DTYPES[dtype]).eps:
-                        raise RuntimeError(
-                            f"{name}, {case}, {dtype}, S = {seq_len}: off by {off} of the largest number"
-                        )
-                    if turn == 0:
-                        continue
+                    off[name] = differences(context, results[name], results.get(LIMIT), layout_of(name, case))
+                    if off[name] and max(off[name]) > 32 * torch.finfo(DTYPES[dtype]).eps:
+                        where = f"{name}, {case}, {dtype}, S = {seq_len}"
+                        raise RuntimeError(f"{where}: off by {off[name]} of the largest number")
+                if turn:
                     row = {"world_size": context.world_size, "dtype": dtype, "seq_len": seq_len, "case": case}
-                    speed = median(seconds[LIMIT]) / median(seconds[name])
-                    times = {"seconds": seconds[name], "limit_seconds": seconds[LIMIT]}
-                    rows.append({**row, "method": name, "speed": speed, "off": off, **times})
+                    rows.append({**row, "off": off, "seconds": seconds})
                     if context.rank == 0:
-                        print(f"{'  '.join(str(value) for value in row.values())}  {name}: {speed:.3f}", flush=True)
+                        print(f"{'  '.join(map(str, row.values()))}", flush=True)
     return rows
 
 
@@ -282,24 +261,21 @@ def measured_memory(worlds: list[int], chunk: int, heads: int, head_dim: int) ->
 def measure(speed: dict[str, Any], memory: dict[str, Any]) -> record.Results:
     """The whole bench; `speed` and `memory` hold the arguments of the functions above, and the numbers of ranks."""
     pin(CORES)
-    machine = record.machine()
+    made = record.made("against_peers", "float32 and bfloat16")
     sizes = [speed[name] for name in ("lengths", "heads", "head_dim", "repetitions")]
     chunks = [memory[name] for name in ("worlds", "chunk", "heads", "head_dim")]
     rows = [row for P in speed["worlds"] for row in launch(measured_speed, P, *sizes)[0]]
-    return {
-        "command": "python -m bench.against_peers",
-        "machine": machine,
-        "dtype": "float32 and bfloat16",
-        "speed": {**speed, "rows": rows},
+    others = {
         "bytes": {**memory, "rows": measured_bytes(*chunks)},
         "memory": {**memory, "rows": measured_memory(*chunks)},
     }
+    return {**made, "reference": LIMIT, **speed, "rows": rows, **others}
 
 
-def speeds(results: record.Results, **wanted: Any) -> list[float]:
-    """The speeds, as shares of the limit's, of the rows that have these values."""
-    rows = results["speed"]["rows"]
-    return [row["speed"] for row in rows if all(row[name] == value for name, value in wanted.items())]
+def speeds(results: record.Results, *, method: str, **wanted: Any) -> list[float]:
+    """The speeds of this ring, as shares of the limit's, in the rows that have these values."""
+    rows = [row["seconds"] for row in results["rows"] if wanted.items() <= row.items() and method in row["seconds"]]
+    return [median(seconds[LIMIT]) / median(seconds[method]) for seconds in rows]
 
 
 def over_peer(results: record.Results, peer: str, dtype: str, *, shared: bool = False) -> list[float]:
@@ -308,131 +284,63 @@ def over_peer(results: record.Results, peer: str, dtype: str, *, shared: bool = 
     The ring moves its blocks by messages, or in shared memory.
     """
     ratios = []
-    for row in results["speed"]["rows"]:
-        if row["method"] == peer and row["dtype"] == dtype:
-            same = {name: row[name] for name in ("world_size", "dtype", "seq_len", "case")}
+    for row in results["rows"]:
+        if peer in row["seconds"] and row["dtype"] == dtype:
             by_message, in_memory = (FULL, MEMORY) if row["case"] == FORWARD else (ZIGZAG, ZIGZAG_MEMORY)
-            mine = in_memory if shared else by_message
-            ratios.append(speeds(results, **same, method=mine)[0] / row["speed"])
+            mine = row["seconds"][in_memory if shared else by_message]
+            ratios.append(median(row["seconds"][peer]) / median(mine))
     return ratios
-
-
-def verdicts(results: record.Results) -> list[tuple[bool, str]]:
-    """For every goal (whether it is reached, a line of text with what was measured)."""
-    lines = []
-    for lengths, P, goal in GOALS:
-        cells = {
-            f"{case}, {name}, {dtype}, S = {S:,}": speed
-            for case, rings in CASES.items()
-            for name in rings
-            for dtype in DTYPES
-            for S in lengths
-            if IN_MEMORY in name
-            for speed in speeds(results, case=case, method=name, world_size=P, dtype=dtype, seq_len=S)
-        }
-        if cells:
-            least = min(cells, key=lambda cell: cells[cell])
-            reached = sum(speed >= goal for speed in cells.values())
-            text = (
-                f"P = {P}, S = {' and '.join(f'{S:,}' for S in lengths)}, in shared memory: {reached} of {len(cells)}"
-            )
-            text += f" cells reach {goal} of the limit; the least, {cells[least]:.2f}: {least}"
-            lines.append((reached == len(cells), text))
-    for peer, shared, worst, mean in ((TORCH, True, 1.05, 1.15), (PIP, False, 2.0, 2.0), (OWN, False, 2.0, 2.0)):
-        dtypes = [dtype for dtype in DTYPES if peer == TORCH or dtype == "float32"]
-        ratios = [ratio for dtype in dtypes for ratio in over_peer(results, peer, dtype, shared=shared)]
-        if ratios:
-            way, in_the_mean = f"{IN_MEMORY} " if shared else "", geometric_mean(ratios)
-            text = f"against {peer}, {way}at least {min(ratios):.2f} times as fast, goal {worst:g}"
-            lines.append((min(ratios) >= worst, text))
-            text = f"against {peer}, {way}{in_the_mean:.2f} times as fast in the geometric mean, goal {mean:g}"
-            lines.append((in_the_mean >= mean, text))
-    return lines
 
 
 def table(results: record.Results) -> str:
     """The results as tables in markdown."""
-    speed, memory = results["speed"], results["memory"]
+    memory, lengths = results["memory"], sorted({row["seq_len"] for row in results["rows"]})
     chunk = 4 * memory["heads"] * memory["chunk"] * memory["head_dim"]
-    lines = [
-        "# The flash ring against the limit and its peers",
-        "",
-        record.heading(results),
-        "",
+    parts = [
         "## Speed",
-        "",
-        f"B = 1, H = {speed['heads']}, D = {speed['head_dim']}. Speed 1 is the limit: scaled_dot_product_attention in "
-        f"one process with all {results['machine']['cores']} cores, in turn with all rings of the case. Medians "
-        f"of {speed['repetitions']} repetitions, of more below S = 8,192. With P = 4 two ranks share a core. Idle: the "
-        "share of its time that an average rank would wait for the busiest one if each had its own core; computed from "
-        "the pairs that the mask leaves.",
+        f"B = 1, H = {results['heads']}, D = {results['head_dim']}. Speed 1 is the limit: scaled_dot_product_attention "
+        f"in one process with all {results['machine']['cores']} cores, in turn with all rings of the case. Medians "
+        f"of {results['repetitions']} repetitions, of more below S = 8,192. With P = 4 two ranks share a core.",
     ]
     for dtype in DTYPES:
-        for P in speed["worlds"]:
-            heads = " | ".join(f"S = {seq_len:,}" for seq_len in speed["lengths"])
-            lines += [
-                "",
-                f"{dtype}, P = {P}:",
-                "",
-                f"| case | ring | {heads} |",
-                "|" + " --- |" * 2 + " ---: |" * len(speed["lengths"]),
+        for P in results["worlds"]:
+            found = [
+                [case, name, speeds(results, dtype=dtype, world_size=P, case=case, method=name)]
+                for case, rings in CASES.items()
+                for name in rings
             ]
-            for case, rings in CASES.items():
-                for name in rings:
-                    seen = speeds(results, dtype=dtype, world_size=P, case=case, method=name)
-                    seen += [None] * (len(speed["lengths"]) - len(seen))
-                    if seen[0]:
-                        idle = idle_note(name, case, P)
-                        lines.append(
-                            f"| {case} | {name}{idle} | " + " | ".join(f"{x:.3f}" if x else "" for x in seen) + " |"
-                        )
-    lines += ["", "## Goals", "", "Missed goals are marked.", ""]
-    lines += [f"- {'' if reached else '**missed** '}{text}" for reached, text in verdicts(results)]
-    lines += [
-        "",
+            rows = [
+                [case, name, *(f"{x:.3f}" for x in seen), *[""] * (len(lengths) - len(seen))]
+                for case, name, seen in found
+                if seen
+            ]
+            parts += [
+                f"{dtype}, P = {P}:",
+                record.grid(" | ".join(["<case | <ring", *(f"S = {S:,}" for S in lengths)]), rows),
+            ]
+    sent = [
+        [row["world_size"], row["dtype"], row["kv_heads"]]
+        + [f"{x:,}" for pair in zip(row["sent"], row["formula"], strict=True) for x in pair]
+        for row in results["bytes"]["rows"]
+    ]
+    peaks = [
+        [row["world_size"], IN_MEMORY if row["shared"] else "by messages"]
+        + ["not measured" if peak is None else f"{peak / chunk:.2f}" for peak in row["peak_bytes"]]
+        for row in memory["rows"]
+    ]
+    parts += [
         "## Bytes that a rank sends",
-        "",
         f"C = {memory['chunk']:,}, H = {memory['heads']}, D = {memory['head_dim']}, G heads of K and V. Counted in the "
         "calls that send, and by the formula in ringlab/training/flash_ring.py.",
-        "",
-        "| P | dtype | G | forward | formula | backward | formula |",
-        "| ---: | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in results["bytes"]["rows"]:
-        cells = [f"{x:,}" for pair in zip(row["sent"], row["formula"], strict=True) for x in pair]
-        lines.append(f"| {row['world_size']} | {row['dtype']} | {row['kv_heads']} | {' | '.join(cells)} |")
-    lines += [
-        "",
+        record.grid("P | <dtype | G | forward | formula | backward | formula", sent),
         "## Memory of one rank beyond its inputs",
-        "",
         f"Causal, zigzag, float32, C = {memory['chunk']:,}, H = {memory['heads']}, D = {memory['head_dim']}: a chunk "
         f"(one of q, k, v, out) is {chunk / 2**20:g} MiB. Peak of the rank that needs most, in chunks. Freed memory "
         "goes back to the system at once. Of shared memory each rank's own part counts.",
-        "",
-        "| P | blocks move | forward | forward and backward |",
-        "| ---: | --- | ---: | ---: |",
+        record.grid("P | <blocks move | forward | forward and backward", peaks),
     ]
-    for row in memory["rows"]:
-        cells = ["not measured" if peak is None else f"{peak / chunk:.2f}" for peak in row["peak_bytes"]]
-        way = IN_MEMORY if row["shared"] else "by messages"
-        lines.append(f"| {row['world_size']} | {way} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def idle_note(name: str, case: str, world_size: int) -> str:
-    """The idle share of the ranks of a causal ring in its layout, for S = 1024 and a core for each rank."""
-    if case != CAUSAL or name == TORCH:
-        return ""
-    return f" (idle {idle_share(visible_pairs(layout_of(name, case), 1024, world_size)):.0%})"
-
-
-def main() -> int:
-    results = measure(SPEED, BESIDE_INPUTS)
-    record.save("against_peers", results, table)
-    for reached, text in verdicts(results):
-        print(f"{'ok   ' if reached else 'MISS '} {text}")
-    return 0 if all(reached for reached, _ in verdicts(results)) else 1
+    return record.page("The flash ring against the limit and its peers", results, *parts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    record.save("against_peers", measure(SPEED, BESIDE_INPUTS), table)

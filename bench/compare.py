@@ -24,85 +24,21 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from math import comb, inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench import generation, gradients_home, record, state_ring, training_speed
-from bench.against_peers import LIMIT
-from bench.five_ways import COMPUTING
-from bench.five_ways_predicted import BACKWARD, FORWARD
-from bench.masked_rings import PASSES
-from bench.ring_vs_full import BLOCKWISE
-from bench.shared_memory import MESSAGES
+from bench import record
 
-Turn = tuple[str, str, dict[str, list[float]]]  # what was measured; the reference; seconds of each method, in turn
 Key = tuple[str, str]  # what was measured; the method
 
 LABELS = {"hosts": "hosts=", "per_host": "of ", "world_size": "P=", "rate": "bytes/s=", "dtype": "", "seq_len": "S="}
-LABELS |= {"context": "S=", "chunk": "C=", "case": ""}
-NO_SIZES = ("command", "repetitions", "target", "chunk_bytes")  # may differ: a goal, a count, what follows from sizes
+LABELS |= {"context": "S=", "case": ""}
+NO_SIZES = ("command", "repetitions")  # may differ
 ROUNDING = 1e-12  # of a difference of two logarithms, and more than that
 MACHINE = ("system", "cores", "cpu", "torch")
-
-
-def label(row: dict[str, Any]) -> str:
-    """A row's name, such as "P=2, float32, S=2048, forward"."""
-    return ", ".join(f"{sign}{row[name]}" for name, sign in LABELS.items() if name in row)
-
-
-def of_ways(results: record.Results) -> Iterator[Turn]:
-    """five_ways: a turn for each row and pass."""
-    for row in results["rows"]:
-        for end in (f", {FORWARD}", f", {BACKWARD}"):
-            each = {name.removesuffix(end): s for name, s in row["seconds"].items() if name.endswith(end)}
-            yield label(row) + end, COMPUTING, each
-
-
-def of_masks(results: record.Results) -> Iterator[Turn]:
-    """masked_rings: a turn for each P and pass, with the documents one by one and the rings of all cases."""
-    for P, alone in results["one_by_one"].items():
-        rows = [row for row in results["rows"] if row["world_size"] == int(P)]
-        for which in PASSES:
-            each = {f"{row['case']}, {row['layout']}": row["seconds"][which] for row in rows}
-            yield f"P={P}, {which}", "one by one", {"one by one": alone[which], **each}
-
-
-def by_method(results: record.Results, reference: str) -> Iterator[Turn]:
-    """training_speed, gradients_home: a turn for each P, with a row for each method."""
-    for P in dict.fromkeys(row["world_size"] for row in results["rows"]):
-        each = {row["method"]: row["seconds"] for row in results["rows"] if row["world_size"] == P}
-        yield f"P={P}", reference, each
-
-
-TURNS: dict[str, Callable[[record.Results], Iterator[Turn]]] = {  # the benches that keep their repetitions
-    "against_peers": lambda results: (
-        (label(row), LIMIT, {LIMIT: row["limit_seconds"], row["method"]: row["seconds"]})
-        for row in results["speed"]["rows"]
-    ),
-    "five_ways": of_ways,
-    "generation": lambda results: ((label(row), generation.ONE, row["seconds"]) for row in results["rows"]),
-    "gradients_home": lambda results: by_method(results, gradients_home.NOW),
-    "masked_rings": of_masks,
-    "ring_vs_full": lambda results: (
-        (label(run), BLOCKWISE, {row["method"]: row["seconds"] for row in run["rows"]})
-        for run in results["speed"]["runs"]
-    ),
-    "shared_memory": lambda results: (
-        (f"{step}, {case}", MESSAGES, each)
-        for step, cases in results["seconds"].items()
-        for case, each in cases.items()
-    ),
-    "state_ring": lambda results: ((label(row), state_ring.ONE, row["seconds"]) for row in results["rows"]),
-    "training_speed": lambda results: by_method(results, training_speed.ONE),
-    "unequal_links": lambda results: (  # simulated from the speeds of the links in the same job
-        (label(row), "simulated", {"simulated": [row["simulated"]] * len(row["seconds"]), "measured": row["seconds"]})
-        for row in results["rows"]
-    ),
-}
 
 
 class Run(NamedTuple):
@@ -119,19 +55,19 @@ def read(bench: str, results: record.Results) -> Run:
     x: dict[Key, np.ndarray] = {}
     references = {}
     try:
-        for what, reference, each in TURNS[bench](results):
-            base = each[reference]
+        for row in results["rows"]:  # methods that were measured in turn
+            what = ", ".join(f"{sign}{row[name]}" for name, sign in LABELS.items() if name in row)
+            base = row["seconds"][results["reference"]]
             references[what] = float(np.median(base))
-            for method, seconds in each.items():
+            for method, seconds in row["seconds"].items():
                 if len(seconds) != len(base) or (what, method) in x:
                     raise ValueError(f"{what}, {method}: {len(seconds)} repetitions beside {len(base)}, or there twice")
                 if not seconds or not all(s > 0 and isfinite(s) for s in seconds):
                     raise ValueError(f"{what}, {method}: the seconds are {seconds}")
                 x[what, method] = np.log(base) - np.log(seconds)
-            del x[what, reference]  # it is 1
+            del x[what, results["reference"]]  # it is 1
         # Lists, such as the numbers of ranks, are no sizes: they only say which rows there are.
-        scalars = {"dtype": results["dtype"], **results.get("speed", results)}
-        sizes = {name: s for name, s in scalars.items() if isinstance(s, int | float | str) and name not in NO_SIZES}
+        sizes = {name: s for name, s in results.items() if isinstance(s, int | float | str) and name not in NO_SIZES}
         return Run(x, references, sizes, {name: results["machine"].get(name) for name in MACHINE})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         said = f"no {error}" if isinstance(error, KeyError) else error
@@ -235,7 +171,7 @@ def committed_results(given: str) -> dict[str, record.Results]:
             raise ValueError(f"{given} is no results file; expected the JSON that a bench writes") from error
     if git("rev-parse", "--verify", "--quiet", f"{given}^{{commit}}").returncode:
         raise ValueError(f"{given!r} is no file and no commit; expected --with FILE_OR_COMMIT, in a git checkout")
-    shown = {bench: git("show", f"{given}:./bench/results/{bench}.json") for bench in TURNS}
+    shown = {path.stem: git("show", f"{given}:./bench/results/{path.name}") for path in record.FOLDER.glob("*.json")}
     return {bench: json.loads(each.stdout) for bench, each in shown.items() if each.returncode == 0}
 
 
@@ -244,30 +180,28 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--with", dest="given", default="HEAD", metavar="FILE_OR_COMMIT", help="HEAD if left out")
     given = parser.parse_args(argv).given
     rows: list[Row] = []
-    refused = []
+    status = 0
     try:
         committed = committed_results(given)
     except (ValueError, OSError) as error:  # OSError: git is not installed
         print(error, file=sys.stderr)
         return 2
-    for bench in committed if Path(given).is_file() else TURNS:
+    for bench, before in sorted(committed.items()):
         try:
-            if bench not in TURNS:
-                raise ValueError(f"{bench} keeps no repetitions; expected results of {', '.join(TURNS)}")
             if not record.FOLDER.joinpath(f"{bench}.json").exists():
+                raise ValueError(f"{bench} has no results here; measure them: python -m bench.{bench}")
+            if (fresh := record.load(bench)) == before:  # it was not measured again
                 continue
-            fresh = record.load(bench)
-            if bench not in committed:
-                print(f"{bench}: nothing to compare with in {given}")
-            elif fresh != committed[bench]:  # else it was not measured again
-                more, text = report(bench, committed[bench], fresh)
-                rows += more
-                print(text)
+            if "reference" not in fresh:
+                raise ValueError(f"{bench} keeps no repetitions of methods in turn")
+            more, text = report(bench, before, fresh)
+            rows += more
+            print(text)
         except ValueError as error:
-            refused.append(error)
             print(error, file=sys.stderr)
+            status = 2
     print(moved(rows))
-    return 2 if refused else 0
+    return status
 
 
 if __name__ == "__main__":

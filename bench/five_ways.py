@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench import record
-from bench.against_peers import torch_backward, torch_forward
+from bench import gpu, record
+from bench.against_peers import torch_loop
 from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, Row, peer, table
 from bench.hosts import command, hosts, row_of, torchrun
 from bench.record import Method, in_turn
@@ -41,26 +41,16 @@ from ringlab.planning.ways import WAYS
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
-from ringlab.training.all_gather import AllGather
-from ringlab.training.all_to_all import AllToAll, OwnSums
+from ringlab.training.all_to_all import OwnSums
 from ringlab.training.causal import BlockSlice
-from ringlab.training.double_ring import DoubleRing
 from ringlab.training.flash_ring import FlashRing, ring_flash_attention
-from ringlab.training.hybrid import Hybrid
 from ringlab.training.layouts import shard, unshard
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from ringlab.training.schedule import Ring, Round, Schedule
+from ringlab.training.schedule import Round, Schedule
 
 Pass = tuple[Callable[[], Any], Callable[[Any], tuple[Tensor, ...]]]  # forward; backward, from the result of forward
 
-SCHEDULES = {
-    "ring": Ring,
-    "double ring": DoubleRing,
-    "all-gather": AllGather,
-    "all-to-all": AllToAll,
-    "hybrid": Hybrid,
-}
 MESHES = [(2, 2), (2, 4)]  # hosts x ranks of a host
 RATES = [125_000_000, 50_000_000, 20_000_000]  # bytes a second of a host's link, each way
 REPETITIONS = {4096: 6, 16384: 3}  # by S
@@ -70,10 +60,12 @@ CHECKED = 16  # tokens a rank of the sequence on which each way is compared with
 
 
 def attentions(mesh: DeviceMesh) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """The five ways, each a function of this rank's chunks q, k and v."""
+    """The five ways and PyTorch's own loop, each a function of this rank's chunks q, k and v."""
     groups = {"double ring": mesh, "hybrid": mesh}
-    ring = partial(ring_flash_attention, causal=True, layout="zigzag")
-    return {way: partial(ring, schedule=SCHEDULES[way], group=groups.get(way)) for way in WAYS}
+    options: dict[str, Any] = {"causal": True, "layout": "zigzag"}
+    ring, loop = partial(ring_flash_attention, **options), partial(torch_loop, **options)
+    ours = {way: partial(ring, schedule=gpu.WAYS[way], group=groups.get(way)) for way in WAYS}
+    return ours | {peer(rotation): partial(loop, rotation=rotation) for rotation in ROTATIONS}
 
 
 def differentiable(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Pass:
@@ -88,16 +80,6 @@ def differentiable(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Te
         return out.detach(), *torch.autograd.grad(out, inputs, d_out)
 
     return forward, backward
-
-
-def of_torch(rotation: str, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Pass:
-    """Forward and backward pass of PyTorch's own loop."""
-    options = {"causal": True, "layout": "zigzag", "rotation": rotation}
-
-    def backward(state: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        return state[0], *torch_backward(q, k, v, *state, d_out, **options)
-
-    return lambda: torch_forward(q, k, v, **options), backward
 
 
 @dataclass(frozen=True)
@@ -155,8 +137,7 @@ def measured(
 
     def passes(whole: list[Tensor]) -> dict[str, Pass]:
         chunks = [shard(x, "zigzag", context.rank, P) for x in whole]
-        mine = {name: differentiable(attention, *chunks) for name, attention in attentions(mesh).items()}
-        return mine | {peer(rotation): of_torch(rotation, *chunks) for rotation in ROTATIONS}
+        return {name: differentiable(attention, *chunks) for name, attention in attentions(mesh).items()}
 
     short = inputs(CHECKED * P, *sizes)
     check(context, passes(short), short)  # this opens the connections as well
@@ -176,44 +157,32 @@ def measured(
 
 
 def measure(
-    meshes: list[tuple[int, int]],
-    rates: list[int],
-    repetitions: dict[int, int],
-    folder: Path = record.FOLDER,
-    **size: int,
+    meshes: list[tuple[int, int]], rates: list[int], repetitions: dict[int, int], **size: int
 ) -> record.Results:
     """The whole bench: a row for each mesh, rate and S. Raises OSError where it cannot run."""
-    machine = record.machine()
-    places = [(mesh, rate) for mesh in meshes for rate in rates]
-    steps: dict[str, tuple[tuple[int, int], int, int | None]] = {}
-    for (h, g), rate in places:
-        for S in (None, *repetitions):  # None: the calibration, just before the ways
-            what = f"S = {S}" if S else "calibration"
-            steps[f"{h} x {g}, {rate / 1e6:g} MB/s, {what}"] = (h, g), rate, S
+    made = record.made("five_ways", "float32")
 
-    def step(name: str) -> Row:
-        (count, per_host), rate, seq_len = steps[name]
-        with hosts(count, rate) as joined, TemporaryDirectory() as made:
+    def step(count: int, per_host: int, rate: int, seq_len: int | None) -> Row:
+        place = {"hosts": count, "per_host": per_host, "rate": rate}
+        with hosts(count, rate) as joined, TemporaryDirectory() as folder:
             processes = [per_host] * count
             if seq_len is None:
                 layer = f"--heads {size['heads']} --head-dim {size['head_dim']} --dtype float32".split()
-                words = "-m", "ringlab.planning.calibrate", "--device", "cpu", *layer, "--out", f"{made}/machine.json"
+                words = "-m", "ringlab.planning.calibrate", "--device", "cpu", *layer, "--out", f"{folder}/machine.json"
                 torchrun(joined, *words, processes=processes)
-                return json.loads(Path(made, "machine.json").read_text())
+                return {**place, "machine": json.loads(Path(folder, "machine.json").read_text())}
             sizes = {"per_host": per_host, "seq_len": seq_len, "repetitions": repetitions[seq_len], **size}
-            return row_of(joined, "five_ways", sizes, processes)
+            return {**place, "seq_len": seq_len, **row_of(joined, "five_ways", sizes, processes)}
 
-    settings = {"machine": {name: machine[name] for name in ("cores", "torch")}, "repetitions": repetitions, **size}
-    seen = record.in_steps("five_ways", settings, list(steps), step, folder)
-    rows, machines = [], []
-    for name, ((h, g), rate, S) in steps.items():
-        place = {"hosts": h, "per_host": g, "rate": rate}
-        if S is None:
-            machines.append({**place, "machine": seen[name]})
-        else:
-            rows.append({**place, "seq_len": S, **seen[name]})
-    found = {"machines": machines, "rows": rows}
-    return {"command": "python -m bench.five_ways", "machine": machine, "dtype": "float32", **size, **found}
+    steps = {
+        f"{h} x {g}, {rate / 1e6:g} MB/s, {f'S = {S}' if S else 'calibration'}": (h, g, rate, S)
+        for h, g in meshes
+        for rate in rates
+        for S in (None, *repetitions)  # None: the calibration, just before the ways
+    }
+    found = record.in_steps("five_ways", {"repetitions": repetitions, **size}, steps, step).values()
+    machines, rows = ([row for row in found if ("machine" in row) == calibrated] for calibrated in (True, False))
+    return {**made, "reference": f"{COMPUTING}, {FORWARD}", **size, "machines": machines, "rows": rows}
 
 
 def main() -> int:

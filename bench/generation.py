@@ -13,9 +13,7 @@ the sends of the ring. Every result must be exact attention up to rounding.
     $ python -m bench.generation
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -121,30 +119,20 @@ def measured_on_ranks(
     return {name: [each / TOKENS for each in turns] for name, turns in seconds.items()}, sent
 
 
-def measure(
-    worlds: list[int], contexts: list[int], *, repetitions: int, folder: Path = record.FOLDER, **shape: int
-) -> record.Results:
+def measure(worlds: list[int], contexts: list[int], *, repetitions: int, **shape: int) -> record.Results:
     """The whole bench, with a row for each P and S; `shape` has heads, kv_heads and head_dim."""
+    made = record.made("generation", "float32")
     steps = {f"P = {P}, S = {S}": (P, S) for P in worlds for S in contexts}
     settings = {"worlds": worlds, "contexts": contexts, "repetitions": repetitions, **shape}
 
-    def run(step: str) -> dict[str, Any]:
-        P, S = steps[step]
+    def step(P: int, S: int) -> dict[str, Any]:
         seconds, sent = zip(*launch(measured_on_ranks, P, S, repetitions, shape), strict=True)
-        return {"seconds": seconds[0], "bytes": {way: max(each[way] for each in sent) for way in (MERGE, RING)}}
+        most = {way: max(each[way] for each in sent) for way in (MERGE, RING)}
+        row = {"world_size": P, "context": S, "seconds": seconds[0]}
+        return {**row, "bytes": most, "formula": formula(P, S, **shape)}
 
-    machine = record.machine()
-    found = record.in_steps("generation", settings, list(steps), run, folder)
-    return {
-        "command": "python -m bench.generation",
-        "machine": machine,
-        "dtype": "float32",
-        **settings,
-        "rows": [
-            {"world_size": P, "context": S, **found[step], "formula": formula(P, S, **shape)}
-            for step, (P, S) in steps.items()
-        ],
-    }
+    rows = list(record.in_steps("generation", settings, steps, step).values())
+    return {**made, "reference": ONE, **settings, "rows": rows}
 
 
 def milliseconds(results: record.Results, way: str, world_size: int) -> list[float]:
@@ -155,31 +143,26 @@ def milliseconds(results: record.Results, way: str, world_size: int) -> list[flo
 
 def table(results: record.Results) -> str:
     """The results as a table in markdown."""
-    lines = [
-        "# A new token against the length of the context",
-        "",
-        record.heading(results),
+    rows = []
+    for row in results["rows"]:
+        one, merge, ring = (1e3 * median(row["seconds"][way]) for way in (ONE, MERGE, RING))
+        times = [f"{one:.2f}", f"{merge:.2f}", f"{ring:.2f}", f"{merge / one:.1f}", f"{ring / merge:.1f}"]
+        counts = [f"{row[of][way]:,}" for way in (MERGE, RING) for of in ("bytes", "formula")]
+        rows.append([row["world_size"], f"{row['context']:,}", *times, *counts])
+    return record.page(
+        "A new token against the length of the context",
+        results,
         f"The attention of one layer for one new token: B = 1, H = {results['heads']}, G = {results['kv_heads']}, "
         f"D = {results['head_dim']}. P ranks share the {results['machine']['cores']} cores; one process has them all, "
         f"and the whole cache of S tokens. Milliseconds, medians of {results['repetitions']} turns of {TOKENS} tokens, "
         "measured in turn. Bytes: what a rank gives for all ranks, or to the sends of the ring, and the formula.",
-        "",
-        "| P | S | one process | merge | ring | merge / one process | ring / merge | bytes of the merge | formula | "
-        "of the ring | formula |",
-        "|" + " ---: |" * 11,
-    ]
-    for row in results["rows"]:
-        one, merge, ring = (1e3 * median(row["seconds"][way]) for way in (ONE, MERGE, RING))
-        counts = " | ".join(f"{row[of][way]:,}" for way in (MERGE, RING) for of in ("bytes", "formula"))
-        times = f"{one:.2f} | {merge:.2f} | {ring:.2f} | {merge / one:.1f} | {ring / merge:.1f}"
-        lines.append(f"| {row['world_size']} | {row['context']:,} | {times} | {counts} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    record.save("generation", measure(**SIZES), table)
-    return 0
+        record.grid(
+            "P | S | one process | merge | ring | merge / one process | ring / merge | bytes of the merge | formula | "
+            "of the ring | formula",
+            rows,
+        ),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    record.save("generation", measure(**SIZES), table)

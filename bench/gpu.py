@@ -31,13 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench.accuracy import RESULTS, errors, inputs
 from bench.against_peers import with_gradients
 from ring_doctor import examine
 from ring_doctor.asking.job import CannotExamine
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.processes import RankContext, launch
-from ringlab.support.rounding import exact_attention
+from ringlab.support.rounding import Right, exact_attention
 from ringlab.training.all_gather import AllGather
 from ringlab.training.all_to_all import AllToAll
 from ringlab.training.causal import visible_slice
@@ -49,9 +48,9 @@ from ringlab.training.layouts import LAYOUTS, shard, unshard
 from ringlab.training.overlap import arriving_blocks
 from ringlab.training.schedule import Ring, Schedule
 
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+RESULTS = ("out", "dq", "dk", "dv")
 CASES = [(dtype, layout) for dtype in ("bfloat16", "float16", "float32") for layout in ("full", "zigzag", "striped")]
-EXACT = {"seq_len": 4096, "heads": 4, "head_dim": 64}  # against float64, whose scores take S x S
-SPEED = {"seq_len": 32768, "heads": 16, "head_dim": 128}
 WORLD_SIZE, REPETITIONS = 4, 10
 WAYS = {"ring": Ring, "all-gather": AllGather, "all-to-all": AllToAll, "double ring": DoubleRing, "hybrid": Hybrid}
 
@@ -60,23 +59,33 @@ WAYS = {"ring": Ring, "all-gather": AllGather, "all-to-all": AllToAll, "double r
 class Sizes:
     """How much is computed on a device."""
 
-    exact: dict[str, int]  # of the simulated ring, against float64, whose scores take S x S
-    speed: dict[str, int]  # of the simulated ring, of overlap and of speed
+    exact: tuple[int, int, int]  # S, H, D of the simulated ring, against float64, whose scores take S x S
+    speed: tuple[int, int, int]  # of the simulated ring, of overlap and of speed
     chunk: int  # tokens of a rank in the five ways
     head_dim: int  # there
     dtypes: tuple[str, ...]  # there
 
 
 ON = {
-    "cuda": Sizes(EXACT, SPEED, chunk=128, head_dim=64, dtypes=("float32", "bfloat16", "float16")),
-    "cpu": Sizes(
-        {"seq_len": 48, "heads": 2, "head_dim": 8},
-        {"seq_len": 480, "heads": 2, "head_dim": 8},
-        chunk=12,
-        head_dim=8,
-        dtypes=("float32", "bfloat16"),
-    ),
+    "cuda": Sizes((4096, 4, 64), (32768, 16, 128), chunk=128, head_dim=64, dtypes=("float32", "bfloat16", "float16")),
+    "cpu": Sizes((48, 2, 8), (480, 2, 8), chunk=12, head_dim=8, dtypes=("float32", "bfloat16")),
 }
+
+
+def inputs(seq_len: int, heads: int, head_dim: int, dtype: str) -> list[Tensor]:
+    """q, k, v and d_out (1, H, S, D), seeded."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (4, 1, heads, seq_len, head_dim)
+    return [x.to(DTYPES[dtype]) for x in torch.randn(shape, generator=generator, dtype=torch.float64)]
+
+
+def errors(results: tuple[Tensor, ...], rights: dict[str, Right]) -> dict[str, float]:
+    """The largest error of out, dq, dk and dv. Raises RuntimeError where rounding does not explain an error."""
+    largest = {name: float(rights[name].error(x).max()) for name, x in zip(RESULTS, results, strict=True)}
+    for name, x in zip(RESULTS, results, strict=True):
+        if not rights[name].accepts(x):
+            raise RuntimeError(f"{name} is wrong: off by {largest[name]:.1e}")
+    return largest
 
 
 def simulated_ring(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, layout: str, world_size: int) -> tuple[Tensor, ...]:
@@ -129,20 +138,20 @@ def seconds(work: Callable[[], Any], device: str) -> float:
     return median(times[1:])
 
 
-def measured_blocks(device: str, exact: dict[str, int], speed: dict[str, int]) -> list[str]:
+def measured_blocks(device: str, exact: tuple[int, int, int], speed: tuple[int, int, int]) -> list[str]:
     """A line for each dtype and layout: the kernel, errors of the ring over those of SDPA, speed as a share of SDPA's.
 
     Raises RuntimeError where rounding does not explain an error.
     """
     lines = []
     for dtype, layout in CASES:
-        whole = [x.to(device) for x in inputs(*exact.values(), dtype)]
+        whole = [x.to(device) for x in inputs(*exact, dtype)]
         sdpa = partial(F.scaled_dot_product_attention, is_causal=layout != "full")
         rights = exact_attention(*whole, causal=layout != "full", fused_blocks=WORLD_SIZE)
         ring = errors(simulated_ring(*whole, layout, WORLD_SIZE), rights)
         alone = errors(with_gradients(sdpa, *whole), rights)
         off = ", ".join(f"{name} {ring[name] / alone[name]:.2f}" for name in RESULTS)
-        long = [x.to(device) for x in inputs(*speed.values(), dtype)]
+        long = [x.to(device) for x in inputs(*speed, dtype)]
         ring_seconds = seconds(lambda long=long, layout=layout: simulated_ring(*long, layout, WORLD_SIZE), device)
         share = seconds(lambda long=long, sdpa=sdpa: with_gradients(sdpa, *long), device) / ring_seconds
         lines.append(f"{dtype}, {layout}, {choose_kernel(*whole[:2], 0.125)[0]}: errors {off}; speed {share:.2f}")
@@ -279,7 +288,7 @@ def speeds(device: str, ranks: int, sizes: Sizes) -> tuple[bool, str]:
     """Overlap and speed: no number of theirs is a mistake."""
     if ranks == 1:
         return True, "not measured: a ring needs 2 ranks"
-    of_ranks = launch(measured_ring, ranks, *sizes.speed.values(), device=device)
+    of_ranks = launch(measured_ring, ranks, *sizes.speed, device=device)
     slowest = {name: max(of_rank[name] for of_rank in of_ranks) for name in of_ranks[0]}
     ms = ", ".join(f"{name} {1000 * time:.1f} ms" for name, time in slowest.items())
     hidden = max(0.0, 1 - (slowest["ring"] - slowest["computing"]) / slowest["messages"])

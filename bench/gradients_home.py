@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import record
-from bench.against_peers import torch_backward, torch_forward
+from bench.against_peers import torch_loop
 from bench.hosts import LINK, command, hosts, row_of
 from bench.record import in_turn
 from ringlab.support.processes import RankContext
@@ -71,17 +71,14 @@ class Circle(Ring):
 def passes(name: str, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Any]:
     """The forward pass, and the backward pass of what it returns; causal, zigzag, chunks (1, H, C, D)."""
     options: dict[str, Any] = {"causal": True, "layout": "zigzag"}
-    if name == TORCH:
-        return [
-            partial(torch_forward, q, k, v, **options),
-            lambda seen: torch_backward(q, k, v, *seen, d_out, **options),
-        ]
+    attention = {
+        NOW: partial(ring_flash_attention, schedule=Ring, **options),
+        BEFORE: partial(ring_flash_attention, schedule=Circle, **options),
+        TORCH: partial(torch_loop, **options),
+        LEARN: ring_attention,
+    }[name]
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    ring = partial(ring_flash_attention, schedule=Ring if name == NOW else Circle, **options)
-    return [
-        partial(ring_attention if name == LEARN else ring, *inputs),
-        lambda out: torch.autograd.grad(out, inputs, d_out),
-    ]
+    return [partial(attention, *inputs), lambda out: torch.autograd.grad(out, inputs, d_out)]
 
 
 def sent() -> int:
@@ -99,7 +96,7 @@ def measured(context: RankContext, chunk: int, heads: int, head_dim: int, repeti
     seconds, results = in_turn(context, methods, repetitions)
     for mine, before in zip(results[NOW], results[BEFORE], strict=True):  # the sums have another order
         assert (mine - before).abs().max() <= 2**-6 * before.abs().max()
-    rows = {}
+    bytes_sent = {}
     for name, (there, back) in of_method.items():
         counts = [sent()]
         out = there()
@@ -108,43 +105,40 @@ def measured(context: RankContext, chunk: int, heads: int, head_dim: int, repeti
         back(out)
         dist.barrier()
         counts.append(sent())
-        rows[name] = {"seconds": seconds[name], "sent": [counts[1] - counts[0], counts[2] - counts[1]]}
-    return rows
+        bytes_sent[name] = [counts[1] - counts[0], counts[2] - counts[1]]
+    return {"seconds": seconds, "sent": bytes_sent}
 
 
 def measure(worlds: list[int], lengths: list[int], heads: int, head_dim: int, repetitions: int) -> record.Results:
-    """The whole bench: a row for each P, S and method. Raises OSError where it cannot run."""
-    size, rows, machine = {"heads": heads, "head_dim": head_dim, "repetitions": repetitions}, [], record.machine()
+    """The whole bench: a row for each P and S. Raises OSError where it cannot run."""
+    made = record.made("gradients_home", "bfloat16")
+    size, rows = {"heads": heads, "head_dim": head_dim, "repetitions": repetitions}, []
     for P in worlds:
         for S in lengths:
             with hosts(P, RATE) as joined:
-                seen = row_of(joined, "gradients_home", {"chunk": S // P, **size})
-            rows += [{"world_size": P, "seq_len": S, "method": name, **row} for name, row in seen.items()]
-    made = {"command": "python -m bench.gradients_home", "machine": machine, "dtype": "bfloat16"}
-    return {**made, "lengths": lengths, **size, "rows": rows}
+                row = row_of(joined, "gradients_home", {"chunk": S // P, **size})
+            rows.append({"world_size": P, "seq_len": S, **row})
+    return {**made, "reference": NOW, "lengths": lengths, **size, "rows": rows}
 
 
 def table(results: record.Results) -> str:
     """The results as markdown."""
-    lines = [
-        "# Gradients home in P − 1 messages",
-        "",
-        record.heading(results),
+    rows = []
+    for row in results["rows"]:
+        for name, (forward, backward) in row["sent"].items():
+            seconds = median(row["seconds"][name])
+            counts = [f"{forward / 1e6:.2f}", f"{backward / 1e6:.2f}", f"{seconds:.3f}"]
+            times = f"{seconds / median(row['seconds'][NOW]):.2f} x"
+            rows.append([row["world_size"], f"{row['seq_len']:,}", name, *counts, times])
+    return record.page(
+        "Gradients home in P − 1 messages",
+        results,
         f"A training pass: causal, zigzag, B = 1, H = G = {results['heads']}, D = {results['head_dim']}. P hosts: "
         f"network namespaces, one rank each, on links of {RATE / 1e6:g} MB/s each way. MB: what leaves the network "
         "card of a rank, headers too. K and V travel in bfloat16, sums in float32. "
         f"Medians of {results['repetitions']} repetitions, in turn.",
-        "",
-        "| P | S | gradients | MB forward | MB backward | seconds | now is faster by |",
-        "| ---: | ---: | --- | ---: | ---: | ---: | ---: |",
-    ]
-    of_now: float = 0.0
-    for row in results["rows"]:
-        seconds, (forward, backward) = median(row["seconds"]), (size / 1e6 for size in row["sent"])
-        of_now = seconds if row["method"] == NOW else of_now
-        cells = f"{row['world_size']} | {row['seq_len']:,} | {row['method']} | {forward:.2f} | {backward:.2f}"
-        lines.append(f"| {cells} | {seconds:.3f} | {seconds / of_now:.2f} x |")
-    return "\n".join(lines) + "\n"
+        record.grid("P | S | <gradients | MB forward | MB backward | seconds | now is faster by", rows),
+    )
 
 
 def main() -> int:

@@ -23,10 +23,8 @@ Shapes: a pull is one token, 2 · arm + reward. A text is START and the pulls, (
 Source: Laskin et al. 2023 (Algorithm Distillation), section 3; Liu et al. 2024, table 5; Thompson 1933.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,10 +117,11 @@ def by_trajectory(expected: torch.Tensor) -> list[float]:
     return expected.unflatten(1, (-1, TRAJECTORY)).mean(dim=(0, 2)).tolist()
 
 
-def run(step: str, *, trajectories: int, steps: int, batch: int, histories: int, tasks: int, **_: Any) -> Any:
-    """Train, or only play, and return the mean reward in each trajectory on new tasks: step is "NAME, seed N"."""
-    name, _, seed = step.rpartition(", seed ")
-    past_rng, rng = (np.random.default_rng([int(seed), i]) for i in range(2))
+def run(
+    name: str, seed: int, *, trajectories: int, steps: int, batch: int, histories: int, tasks: int, **_: Any
+) -> Any:
+    """Train, or only play, and return the mean reward in each trajectory on new tasks."""
+    past_rng, rng = (np.random.default_rng([seed, i]) for i in range(2))
     pulls, new = 4 * trajectories * TRAJECTORY, draw_tasks(tasks, rng)
     if name == BEST:
         return by_trajectory(new.max(dim=1, keepdim=True).values.expand(-1, pulls))
@@ -133,25 +132,21 @@ def run(step: str, *, trajectories: int, steps: int, batch: int, histories: int,
     if name in RUNS:
         window = RUNS[name] * trajectories * TRAJECTORY
         all_steps = steps * 4 // RUNS[name]
-        weights, _ = launch(train, RUNS[name], past, window, all_steps, batch, int(seed))[0]
+        weights, _ = launch(train, RUNS[name], past, window, all_steps, batch, seed)[0]
         model = Transformer(CONFIG)
         model.load_state_dict(weights)
         player = partial(choose, model, window)
     return by_trajectory(play(player, new, pulls, rng)[1])
 
 
-def measure(*, folder: Path = record.FOLDER, **sizes: Any) -> record.Results:
+def measure(**sizes: Any) -> record.Results:
     """The whole bench, with a row for each player and seed."""
-    machine = record.machine()
+    made = record.made("in_context_rl", "float32")
     players = [*RUNS, LEARNER, CLONING, BEST]
-    steps = [f"{name}, seed {seed}" for seed in sizes["seeds"] for name in players]
-    found = record.in_steps("in_context_rl", sizes, steps, partial(run, **sizes), folder)
-    rows = [
-        {"player": step.rpartition(", seed ")[0], "seed": int(step.rpartition(" ")[2]), "reward": reward}
-        for step, reward in found.items()
-    ]
-    command, dtype = "python -m bench.in_context_rl", "float32"
-    return {"command": command, "machine": machine, "dtype": dtype, **sizes, "rows": rows}
+    steps = {f"{name}, seed {seed}": (name, seed) for seed in sizes["seeds"] for name in players}
+    found = record.in_steps("in_context_rl", sizes, steps, partial(run, **sizes))
+    rows = [{"player": steps[step][0], "seed": steps[step][1], "reward": reward} for step, reward in found.items()]
+    return {**made, **sizes, "rows": rows}
 
 
 def rewards(results: record.Results, player: str) -> torch.Tensor:
@@ -161,32 +156,20 @@ def rewards(results: record.Results, player: str) -> torch.Tensor:
 
 def table(results: record.Results) -> str:
     """The results as a table in markdown."""
-    n = results["trajectories"]
-    out = [
-        "# In-context reinforcement learning with n and with 4n trajectories in the context",
-        "",
-        record.heading(results),
-        f"n = {n}, {results['batch']} histories a step; 4n takes {results['steps']} steps, n 4 times as many. "
-        f"{results['tasks']} new tasks, seeds {results['seeds']}. The mean reward of a pull, and its standard "
-        "deviation over the seeds.",
-        "",
-        f"| player | first trajectory | trajectory {n} | trajectory {4 * n} | all {4 * n} |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
+    n, rows = results["trajectories"], []
     for player in (CLONING, *RUNS, LEARNER, BEST):
         seen = rewards(results, player)
         columns = [seen[:, 0], seen[:, n - 1], seen[:, -1], seen.mean(dim=1)]
-        out.append(f"| {player} | {' | '.join(f'{x.mean():.3f} ± {x.std(correction=0):.3f}' for x in columns)} |")
-    return "\n".join(out) + "\n"
-
-
-def main(arguments: Sequence[str] = ()) -> int:
-    if "--quick" in arguments:
-        record.show_quick(measure, table, **QUICK)
-    else:
-        record.save("in_context_rl", measure(**SIZES), table)
-    return 0
+        rows.append([player, *(f"{x.mean():.3f} ± {x.std(correction=0):.3f}" for x in columns)])
+    return record.page(
+        "In-context reinforcement learning with n and with 4n trajectories in the context",
+        results,
+        f"n = {n}, {results['batch']} histories a step; 4n takes {results['steps']} steps, n 4 times as many. "
+        f"{results['tasks']} new tasks, seeds {results['seeds']}. The mean reward of a pull, and its standard "
+        "deviation over the seeds.",
+        record.grid(f"<player | first trajectory | trajectory {n} | trajectory {4 * n} | all {4 * n}", rows),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    record.run("in_context_rl", measure, table, SIZES, QUICK)

@@ -18,11 +18,9 @@ buffers fit in it. With activation checkpointing there is nothing to free, and t
 """
 
 import gc
-import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,29 +148,20 @@ def measured(method: str, world_size: int, budget: int, config: Config) -> dict[
     return {"predicted_chunk": predicted, "chunk": chunk, "probes": probes}
 
 
-def measure(worlds: list[int], *, budget: int, folder: Path = record.FOLDER, **model: int) -> record.Results:
+def measure(worlds: list[int], *, budget: int, **model: int) -> record.Results:
     """The whole bench, with a row for each method, P and with or without activation checkpointing."""
+    made, settings = record.made("longest_training", "float32"), {"worlds": worlds, "budget": budget, **model}
     cases = [(*case, again) for again in (False, True) for case in (*ONE_PROCESS, *(("ring", P) for P in worlds))]
-    steps = {f"{method}, P = {P}{', checkpointing' if again else ''}": (method, P, again) for method, P, again in cases}
-    machine = record.machine()
-
-    def step(name: str) -> dict[str, Any]:
-        method, world_size, again = steps[name]
-        return measured(method, world_size, budget, Config(**model, checkpointing=again))
-
-    settings = {"worlds": worlds, "budget": budget, **model}
-    found = record.in_steps("longest_training", settings, list(steps), step, folder)
-    return {
-        "command": "python -m bench.longest_training",
-        "machine": machine,
-        "dtype": "float32",
-        **settings,
-        "grain": GRAIN,
-        "rows": [
-            {"method": method, "world_size": P, "checkpointing": again, **found[name]}
-            for name, (method, P, again) in steps.items()
-        ],
+    steps = {
+        f"{method}, P = {P}{', checkpointing' * again}": (method, P, budget, Config(**model, checkpointing=again))
+        for method, P, again in cases
     }
+    found = record.in_steps("longest_training", settings, steps, measured).values()
+    rows = [
+        {"method": method, "world_size": P, "checkpointing": again, **row}
+        for (method, P, again), row in zip(cases, found, strict=True)
+    ]
+    return {**made, **settings, "grain": GRAIN, "rows": rows}
 
 
 def lengths(results: record.Results, method: str, checkpointing: bool, of: str = "chunk") -> list[int]:
@@ -184,39 +173,31 @@ def lengths(results: record.Results, method: str, checkpointing: bool, of: str =
 
 def table(results: record.Results) -> str:
     """The results as a table in markdown."""
-    lines = [
-        "# The longest sequence that trains a whole model in a fixed memory",
-        "",
-        record.heading(results),
+    rows = []
+    for row in results["rows"]:
+        S, predicted = (row["world_size"] * row[of] for of in ("chunk", "predicted_chunk"))
+        (one,) = lengths(results, "blockwise", row["checkpointing"])
+        kept = "checkpointed" if row["checkpointing"] else "all kept"
+        numbers = [f"{S:,}", f"{predicted:,}", f"{S / predicted:.3f}", f"{S / one:.2f}"]
+        rows.append([kept, row["method"], row["world_size"], *numbers])
+    return record.page(
+        "The longest sequence that trains a whole model in a fixed memory",
+        results,
         f"A step of `ringlab.models.train`: {results['layers']} layers, hidden {results['hidden']}, "
         f"{results['heads']} heads, "
         f"feedforward {results['feedforward']}, causal, one sequence. Each rank is a process of one thread with a hard "
         f"limit of {results['budget'] / 2**20:g} MiB for weights, optimizer, gradients, activations and buffers. "
         f"Chunks are multiples of {results['grain']} tokens. Predicted: bench/longest_training.py.",
-        "",
-        "| activations | attention | ranks P | longest S, measured | predicted | measured / predicted | "
-        "over blockwise's S |",
-        "| --- | --- |" + " ---: |" * 5,
-    ]
-    for row in results["rows"]:
-        S, predicted = (row["world_size"] * row[of] for of in ("chunk", "predicted_chunk"))
-        (one,) = lengths(results, "blockwise", row["checkpointing"])
-        kept = "checkpointed" if row["checkpointing"] else "all kept"
-        lines.append(
-            f"| {kept} | {row['method']} | {row['world_size']} | {S:,} | {predicted:,} | {S / predicted:.3f} | "
-            f"{S / one:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    reason = no_limit_here()
-    if reason:
-        print(f"nothing measured: {reason}")
-        return 0
-    record.save("longest_training", measure(**SIZES), table)
-    return 0
+        record.grid(
+            "<activations | <attention | ranks P | longest S, measured | predicted | measured / predicted | "
+            "over blockwise's S",
+            rows,
+        ),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if reason := no_limit_here():
+        print(f"nothing measured: {reason}")
+    else:
+        record.save("longest_training", measure(**SIZES), table)

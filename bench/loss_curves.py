@@ -9,7 +9,6 @@ or down. A mesh that computes the same as one process ends about as far off.
 """
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -70,17 +69,12 @@ def losses(name: str, **sizes: int) -> list[float]:
         return [json.loads(line)["loss"] for line in Path(folder, "loss.jsonl").read_text().splitlines()]
 
 
-def measure(*, folder: Path = record.FOLDER, **sizes: int) -> record.Results:
+def measure(**sizes: int) -> record.Results:
     """The whole bench, with a row for each run."""
-    machine = record.machine()
-    found = record.in_steps("loss_curves", sizes, list(RUNS), partial(losses, **sizes), folder)
-    return {
-        "command": "python -m bench.loss_curves",
-        "machine": machine,
-        "dtype": "float32 and bfloat16",
-        **sizes,
-        "rows": [{"run": name, "world_size": RUNS[name][0], "losses": found[name]} for name in RUNS],
-    }
+    made = record.made("loss_curves", "float32 and bfloat16")
+    found = record.in_steps("loss_curves", sizes, {name: (name,) for name in RUNS}, partial(losses, **sizes))
+    rows = [{"run": name, "world_size": RUNS[name][0], "losses": each} for name, each in found.items()]
+    return {**made, **sizes, "rows": rows}
 
 
 def curves(results: record.Results) -> dict[str, torch.Tensor]:
@@ -96,29 +90,19 @@ def differences(results: record.Results) -> dict[str, torch.Tensor]:
 
 def table(results: record.Results) -> str:
     """The results as a table in markdown."""
-    each, off = curves(results), differences(results)
-    lines = [
-        "# The same losses on every mesh",
-        "",
-        record.heading(results),
+    off, rows = differences(results), []
+    for name, losses in curves(results).items():
+        drift = [f"{off[name][:10].max():.1e}", f"{off[name].max():.1e}"] if name in off else ["", ""]
+        rows.append([name, f"{losses[0]:.4f}", f"{losses[-1]:.4f}", *drift])
+    return record.page(
+        "The same losses on every mesh",
+        results,
         f"{results['steps']} steps of `ringlab.models.train`: {results['layers']} layers, hidden {results['hidden']}, "
         f"{results['batch']} sequences of {results['seq_len']} tokens in a step, the project's own text. Difference: "
         "of the loss of a step from that of one process, as a share of it; the largest so far.",
-        "",
-        "| run | first loss | last loss | difference in steps 1 to 10 | in all steps |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for name, losses in each.items():
-        drift = f"{off[name][:10].max():.1e} | {off[name].max():.1e}" if name in off else "|"
-        lines.append(f"| {name} | {losses[0]:.4f} | {losses[-1]:.4f} | {drift} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    results = measure(**SIZES)
-    record.save("loss_curves", results, table)
-    return 0
+        record.grid("<run | first loss | last loss | difference in steps 1 to 10 | in all steps", rows),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    record.save("loss_curves", measure(**SIZES), table)

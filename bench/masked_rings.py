@@ -9,9 +9,7 @@ All methods are measured in turn. Memory: the peak of a rank in both passes beyo
     $ python -m bench.masked_rings
 """
 
-import sys
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch.nn.functional as F
 
 from bench import record
 from bench.against_peers import with_gradients
+from bench.gpu import inputs, visible
 from bench.record import Method, in_turn
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
@@ -56,12 +55,6 @@ def cases(world_size: int, seq_len: int) -> dict[str, tuple[Partition, dict[str,
     return found
 
 
-def inputs(seq_len: int, heads: int, head_dim: int) -> list[torch.Tensor]:
-    """q, k, v and d_out (1, H, S, D)."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, heads, seq_len, head_dim, generator=generator) for _ in ("q", "k", "v", "d_out")]
-
-
 def one_by_one(whole: list[torch.Tensor], which: str) -> list[Any]:
     """The documents in one process, each by itself."""
     fused = partial(F.scaled_dot_product_attention, is_causal=True)
@@ -76,7 +69,7 @@ def seconds_in_turn(
 
     Raises RuntimeError when the ring's numbers are wrong.
     """
-    P, whole = context.world_size, inputs(seq_len, heads, head_dim)
+    P, whole = context.world_size, inputs(seq_len, heads, head_dim, "float32")
     methods: dict[str, Method] = {f"one by one, {which}": (True, partial(one_by_one, whole, which)) for which in PASSES}
     found = cases(P, seq_len)
     for name, (_, options) in found.items():
@@ -95,13 +88,9 @@ def check(
 ) -> None:
     """Raise RuntimeError unless the rows of this rank's last query are right in out and dq."""
     q, k, v, d_out = whole
-    key, query = torch.arange(k.shape[2]), at[-1:]
-    visible = key <= query if options.get("causal") else key >= 0
-    if "window" in options:
-        visible &= (query - key < options["window"]) | (key < options.get("global_tokens", 0))
-    if "documents" in options:
-        visible &= key // options["documents"][0] == query // options["documents"][0]
-    rights = exact_attention(q[:, :, query], k, v, d_out[:, :, query], visible=visible, fused_blocks=3 * PARTS)
+    mask = {name: option for name, option in options.items() if name != "layout"}
+    seen, query = visible(k.shape[2], **mask)[at[-1:]], at[-1:]
+    rights = exact_attention(q[:, :, query], k, v, d_out[:, :, query], visible=seen, fused_blocks=3 * PARTS)
     for each, x in zip(("out", "dq"), result, strict=False):
         if not rights[each].accepts(x[:, :, -1:]):
             raise RuntimeError(f"{name}: {each} of the ring is wrong, by {rights[each].error(x[:, :, -1:]).max():.1e}")
@@ -113,134 +102,102 @@ def memory_of_ring(
     """The peak of this rank's memory in both passes, beyond its inputs: bytes."""
     record.return_freed_memory()
     layout, P = options["layout"], context.world_size
-    mine = [shard(x, layout, context.rank, P) for x in inputs(seq_len, heads, head_dim)]
+    mine = [shard(x, layout, context.rank, P) for x in inputs(seq_len, heads, head_dim, "float32")]
     few = [x[:, :, : 2 * PARTS] for x in mine]
     with_gradients(ring_flash_attention, *few)  # what libraries set up once
     return record.peak_extra(lambda: with_gradients(partial(ring_flash_attention, **options), *mine))
 
 
-def measure(
-    worlds: list[int], seq_len: int, heads: int, head_dim: int, repetitions: int, folder: Path = record.FOLDER
-) -> record.Results:
-    """The whole bench."""
+def measure(worlds: list[int], seq_len: int, heads: int, head_dim: int, repetitions: int) -> record.Results:
+    """The whole bench: a row for each P."""
+    made = record.made("masked_rings", "float32")
     sizes = {"seq_len": seq_len, "heads": heads, "head_dim": head_dim}
-    machine = record.machine()
-
-    def run(step: str) -> Any:
-        what, _, name = step.partition(": ")
-        P = int(what.split()[-1])
-        if name:
-            peaks = launch(memory_of_ring, P, *sizes.values(), cases(P, seq_len)[name][1])
-            return None if None in peaks else max(peaks)
-        return launch(seconds_in_turn, P, *sizes.values(), repetitions)[0]
-
     contiguous = [name for name in cases(worlds[-1], seq_len) if name.endswith("contiguous")]
-    steps = [f"P = {P}" for P in worlds] + [f"memory, P = {worlds[-1]}: {name}" for name in contiguous]
+    steps: dict[str, tuple] = {f"P = {P}": (P, None) for P in worlds}
+    steps |= {f"memory, P = {worlds[-1]}: {name}": (worlds[-1], name) for name in contiguous}
+
+    def step(P: int, name: str | None) -> Any:
+        if name is None:
+            return launch(seconds_in_turn, P, *sizes.values(), repetitions)[0]
+        peaks = launch(memory_of_ring, P, *sizes.values(), cases(P, seq_len)[name][1])
+        return None if None in peaks else max(peaks)
+
     settings = {"worlds": worlds, "repetitions": repetitions, **sizes}
-    found = record.in_steps("masked_rings", settings, steps, run, folder)
-    rows = []
-    for P in worlds:
-        for name, (mask, _) in cases(P, seq_len).items():
-            case, _, layout = name.rpartition(", ")
-            pairs = [mask.pairs(rank) for rank in range(P)]
-            row = {"world_size": P, "case": case, "layout": layout, "hops": mask.hops, "pairs": pairs}
-            rows.append({**row, "seconds": {which: found[f"P = {P}"][f"{name}, {which}"] for which in PASSES}})
-    return {
-        "command": "python -m bench.masked_rings",
-        "machine": machine,
-        "dtype": "float32",
-        **settings,
-        "one_by_one": {str(P): {which: found[f"P = {P}"][f"one by one, {which}"] for which in PASSES} for P in worlds},
-        "rows": rows,
+    found = list(record.in_steps("masked_rings", settings, steps, step).values())
+    rows = [{"world_size": P, "seconds": seconds} for P, seconds in zip(worlds, found, strict=False)]
+    memory = {
         "chunk_bytes": heads * seq_len // worlds[-1] * head_dim * 4,
-        "peak_bytes": {name: found[f"memory, P = {worlds[-1]}: {name}"] for name in contiguous},
+        "peak_bytes": dict(zip(contiguous, found[len(worlds) :], strict=True)),
     }
+    return {**made, "reference": f"one by one, {FORWARD}", **settings, "rows": rows, **memory}
 
 
-def rows_of(results: record.Results, world_size: int, case: str) -> list[dict[str, Any]]:
-    """The rows of a case, one for each layout."""
-    return [row for row in results["rows"] if (row["world_size"], row["case"]) == (world_size, case)]
+def seconds_of(results: record.Results, world_size: int, name: str, which: str) -> float:
+    """The median seconds of "case, layout", or of the documents "one by one", in a pass."""
+    (row,) = (row for row in results["rows"] if row["world_size"] == world_size)
+    return median(row["seconds"][f"{name}, {which}"])
 
 
-def speed(results: record.Results, row: dict[str, Any], which: str) -> float:
-    """The time of the documents one by one, over that of the ring."""
-    alone = results["one_by_one"][str(row["world_size"])][which]
-    return median(alone) / median(row["seconds"][which])
+def speed(results: record.Results, world_size: int, name: str, which: str) -> float:
+    """The time of the documents one by one, over that of the ring in "case, layout"."""
+    return seconds_of(results, world_size, "one by one", which) / seconds_of(results, world_size, name, which)
 
 
-def cost_one_by_one(results: record.Results, world_size: int, which: str) -> float:
-    """The same as `cost`, for the documents one by one in one process: what PyTorch's causal kernel reaches."""
-    row, *_ = rows_of(results, world_size, DOCUMENTS)
-    return speed(results, row, which) * cost(results, row, which)
+def cost(results: record.Results, world_size: int, name: str, which: str) -> float:
+    """The share of the unmasked ring's time, over the share of its pairs. `name` is "case, layout", or "one by one":
+    what PyTorch's causal kernel reaches on the documents in one process.
+    """
+    found = cases(world_size, results["seq_len"])
+    mask, _ = found[f"{DOCUMENTS}, contiguous" if name == "one by one" else name]
+    full = seconds_of(results, world_size, f"{NO_MASK}, contiguous", which)
+    return seconds_of(results, world_size, name, which) / full / (sum(pairs(mask)) / results["seq_len"] ** 2)
 
 
-def cost(results: record.Results, row: dict[str, Any], which: str) -> float:
-    """The share of the unmasked ring's time, over the share of its pairs."""
-    (full,) = rows_of(results, row["world_size"], NO_MASK)
-    time = median(row["seconds"][which]) / median(full["seconds"][which])
-    return time / (sum(row["pairs"]) / sum(full["pairs"]))
+def pairs(mask: Partition) -> list[int]:
+    """The pairs of a query and a key that each rank computes."""
+    return [mask.pairs(rank) for rank in range(len(mask.lengths))]
 
 
 def table(results: record.Results) -> str:
     """The results as tables in markdown."""
-    length = results["seq_len"] // PARTS
-    lines = [
-        "# Documents and windows in the ring",
-        "",
-        record.heading(results),
-        f"B = 1, S = {results['seq_len']:,}, H = {results['heads']}, D = {results['head_dim']}, causal. "
+    S, worlds = results["seq_len"], results["worlds"]
+    length = S // PARTS
+    documents, windows = [], []
+    for P in worlds:
+        for name, (mask, options) in cases(P, S).items():
+            case, layout, of_ranks = name.rpartition(", ")[0], options["layout"], pairs(mask)
+            about = [layout, mask.hops, f"{max(of_ranks) * P / sum(of_ranks):.2f}"]
+            if case == DOCUMENTS:
+                documents.append([P, *about, *(f"{speed(results, P, name, which):.2f}" for which in PASSES)])
+            elif case in (WINDOW, GLOBAL):
+                share, cells = sum(of_ranks) / S**2, []
+                for which in PASSES:
+                    over = cost(results, P, name, which)
+                    cells += [f"{share * over:.1%}", f"{over:.2f}"]
+                windows.append([P, case, *about, f"{share:.1%}", *cells])
+    kernel = " and ".join(f"{cost(results, worlds[-1], 'one by one', which):.2f}" for which in PASSES)
+    peaks = {name.rpartition(", ")[0]: peak for name, peak in results["peak_bytes"].items()}
+    chunks = [f"{name} {peak / results['chunk_bytes']:.1f}" for name, peak in peaks.items() if peak is not None]
+    return record.page(
+        "Documents and windows in the ring",
+        results,
+        f"B = 1, S = {S:,}, H = {results['heads']}, D = {results['head_dim']}, causal. "
         f"Medians of {results['repetitions']} repetitions; all methods in turn. Busiest: the pairs of the busiest rank "
         "over the average of the ranks.",
-        "",
         f"Eight documents of {length:,} tokens: the speed of the ring over that of one process with all the cores, "
         "which computes them one after the other by scaled_dot_product_attention.",
-        "",
-        "| P | layout | hops | busiest | forward | forward and backward |",
-        "| ---: | --- | ---: | ---: | ---: | ---: |",
-    ]
-    for P in results["worlds"]:
-        for row in rows_of(results, P, DOCUMENTS):
-            cells = " | ".join(f"{speed(results, row, which):.2f}" for which in PASSES)
-            lines.append(f"| {P} | {row['layout']} | {row['hops']} | {busiest(row):.2f} | {cells} |")
-    P = results["worlds"][-1]
-    kernel = " and ".join(f"{cost_one_by_one(results, P, which):.2f}" for which in PASSES)
-    lines += [
-        "",
+        record.grid("P | <layout | hops | busiest | forward | forward and backward", documents),
         f"A window of {length:,} tokens: the time as a share of the time without a mask, over the share of the pairs. "
         f"PyTorch's causal kernel costs, by the same measure, {kernel} on the documents one by one (forward, both "
         "passes): it computes tiles of 512 keys whole, so a triangle costs more than half of a square.",
-        "",
-        "| P | mask | layout | hops | busiest | pairs | forward: time | over pairs | both passes: time | over pairs |",
-        "| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for P in results["worlds"]:
-        for row in [*rows_of(results, P, WINDOW), *rows_of(results, P, GLOBAL)]:
-            pairs = sum(row["pairs"]) / results["seq_len"] ** 2
-            cells = " | ".join(
-                f"{pairs * cost(results, row, which):.1%} | {cost(results, row, which):.2f}" for which in PASSES
-            )
-            what = f"{row['case']} | {row['layout']} | {row['hops']} | {busiest(row):.2f} | {pairs:.1%}"
-            lines.append(f"| {P} | {what} | {cells} |")
-    if None not in results["peak_bytes"].values():
-        chunks = {name: peak / results["chunk_bytes"] for name, peak in results["peak_bytes"].items()}
-        said = ", ".join(f"{name.rpartition(', ')[0]} {count:.1f}" for name, count in chunks.items())
-        lines += [
-            "",
-            f"Memory of a rank in both passes beyond its inputs, P = {results['worlds'][-1]}, contiguous, in chunks: "
-            f"{said}.",
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def busiest(row: dict[str, Any]) -> float:
-    """The pairs of the busiest rank over the average."""
-    return max(row["pairs"]) * len(row["pairs"]) / sum(row["pairs"])
-
-
-def main() -> int:
-    record.save("masked_rings", measure(**SIZES), table)
-    return 0
+        record.grid(
+            "P | <mask | <layout | hops | busiest | pairs | forward: time | over pairs | both: time | over pairs",
+            windows,
+        ),
+        f"Memory of a rank in both passes beyond its inputs, P = {worlds[-1]}, contiguous, in chunks: "
+        f"{', '.join(chunks) or 'not measured'}.",
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    record.save("masked_rings", measure(**SIZES), table)

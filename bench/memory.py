@@ -8,8 +8,6 @@ ring, a rank   the K and V in hand, o, and the new o, in tiles and joined: 5·C 
 $ python -m bench.memory
 """
 
-import sys
-
 import torch
 
 from bench import record
@@ -74,53 +72,31 @@ def measured_ring(
 
 
 def measure(lengths: list[int], *, heads: int, head_dim: int, world_size: int, naive_limit: int) -> record.Results:
-    """The whole bench, with a row for each length."""
-    size = {"heads": heads, "head_dim": head_dim}
+    """The whole bench, with a number for each length."""
+    made, size = record.made("memory", "float32"), {"heads": heads, "head_dim": head_dim}
     measured = launch(measured_alone, 1, lengths, heads, head_dim, naive_limit)[0]
     chunks = [seq_len // world_size for seq_len in lengths]
     measured["ring"] = launch(measured_ring, world_size, chunks, heads, head_dim)[0]
-    return {
-        "command": "python -m bench.memory",
-        "machine": record.machine(),
-        "dtype": "float32",
-        **size,
-        "world_size": world_size,
-        "lengths": lengths,
-        "measured": measured,
-        "counted": {
-            name: [counted(name, S, world_size=world_size if name == "ring" else 1, **size) for S in lengths]
-            for name in measured
-        },
-    }
+    count = {name: [counted(name, S, world_size=world_size, **size) for S in lengths] for name in measured}
+    return {**made, **size, "world_size": world_size, "lengths": lengths, "measured": measured, "counted": count}
 
 
 def table(results: record.Results) -> str:
     """The results as markdown: MiB counted / MiB measured for each length."""
-    lines = [
-        "# Peak memory beyond the inputs, in MiB: counted / measured",
-        "",
-        record.heading(results),
+    rows = []
+    for i, seq_len in enumerate(results["lengths"]):
+        pairs = [(results["counted"][name][i], results["measured"][name][i]) for name in results["counted"]]
+        seen = ["not measured" if peak is None else f"{peak / 2**20:,.1f}" for _, peak in pairs]
+        rows.append([f"{seq_len:,}", *(f"{n / 2**20:,.1f} / {peak}" for (n, _), peak in zip(pairs, seen, strict=True))])
+    return record.page(
+        "Peak memory beyond the inputs, in MiB: counted / measured",
+        results,
         f"B = 1, H = {results['heads']}, D = {results['head_dim']}; the ring has P = {results['world_size']} ranks, "
         "and the rank that needs most is shown.",
-        "",
-        "| S | naive | blockwise | ring, one rank |",
-        "| ---: | ---: | ---: | ---: |",
-    ]
-    for i, seq_len in enumerate(results["lengths"]):
-        cells = []
-        for name in ("naive", "blockwise", "ring"):
-            seen = results["measured"][name][i]
-            seen = "not measured" if seen is None else f"{seen / 2**20:,.1f}"
-            cells.append(f"{results['counted'][name][i] / 2**20:,.1f} / {seen}")
-        lines.append(f"| {seq_len:,} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    results = measure(LENGTHS, heads=HEADS, head_dim=HEAD_DIM, world_size=WORLD_SIZE, naive_limit=NAIVE_LIMIT)
-    record.save("memory", results, table)
-    return 0
+        record.grid("S | naive | blockwise | ring, one rank", rows),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sizes = {"heads": HEADS, "head_dim": HEAD_DIM, "world_size": WORLD_SIZE, "naive_limit": NAIVE_LIMIT}
+    record.save("memory", measure(LENGTHS, **sizes), table)

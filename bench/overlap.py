@@ -123,49 +123,35 @@ def measure(
 
     `rate` is the bytes a second of the loopback, None without a limit. It is recorded here, not set.
     """
-    rows, events, machine = [], {}, record.machine()
+    rows, events, made = [], {}, record.made("overlap", "float32")
+    size = {"heads": heads, "head_dim": head_dim, "world_size": world_size, "repetitions": repetitions}
     for chunk in chunks:
         pairs = launch(rings_in_turn, world_size, chunk, heads, head_dim, repetitions)[0]
         rows.append({"chunk": chunk, **summary(pairs, world_size)})
         if chunk == traced:
             by_share = sorted(pairs, key=lambda pair: hidden_share(pair["blocking"], pair["overlapped"]))
             events = {name: [asdict(each) for each in ring] for name, ring in by_share[len(pairs) // 2].items()}
-    return {
-        "command": "python -m bench.overlap",
-        "machine": machine,
-        "dtype": "float32",
-        "rate": rate,
-        "heads": heads,
-        "head_dim": head_dim,
-        "world_size": world_size,
-        "repetitions": repetitions,
-        "rows": rows,
-        "traced": events,
-    }
+    return {**made, "rate": rate, **size, "rows": rows, "traced": events}
 
 
 def table(results: record.Results) -> str:
     """The results as markdown, times in milliseconds."""
-    rate = results["rate"]
+    rate, rows = results["rate"], []
     link = f"limited to {rate / 1e6:g} MB/s, which the messages of all ranks share" if rate else "as fast as it can be"
-    lines = [
-        "# Overlap: the messages that a ring hides behind its computing",
-        "",
-        record.heading(results),
+    for row in results["rows"]:
+        times = [row[name] for name in ("blocking", "overlapped", "computing", "messages", "waiting")]
+        shares = [f"{row[name]:.0%}" for name in ("hidden", "predicted")]
+        rows.append([f"{row['chunk']:,}", *(f"{1e3 * time:.1f}" for time in times), *shares])
+    return record.page(
+        "Overlap: the messages that a ring hides behind its computing",
+        results,
         f"B = 1, H = {results['heads']}, D = {results['head_dim']}; P = {results['world_size']} ranks, a thread each. "
         f"The link is this machine's loopback, {link}. The two rings ran in turn; medians of {results['repetitions']} "
         "repetitions. Times in ms: of the whole ring; of a round's computing; of a hop's messages in the blocking "
         "ring; and of the wait for them that is left in the overlapped ring. Hidden: 1 - wait / messages. It should be "
         "min(1, computing / messages).",
-        "",
-        "| C | blocking | overlapped | computing | messages | wait | hidden | should be |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in results["rows"]:
-        times = [row[name] for name in ("blocking", "overlapped", "computing", "messages", "waiting")]
-        cells = [f"{1e3 * time:.1f}" for time in times] + [f"{row[name]:.0%}" for name in ("hidden", "predicted")]
-        lines.append(f"| {row['chunk']:,} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        record.grid("C | blocking | overlapped | computing | messages | wait | hidden | should be", rows),
+    )
 
 
 def main() -> int:

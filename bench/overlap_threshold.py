@@ -133,66 +133,52 @@ def knee(rows: list[Row], layer: AttentionLayer) -> Row:
 
 def measure(chunks: dict[int, list[int]], **size: int) -> record.Results:
     """The whole bench: a row for each link and chunk, a knee for each link. Raises OSError where it cannot run."""
-    machine = record.machine()
-    steps = {f"{rate / 1e6:g} MB/s, C = {chunk}": (rate, chunk) for rate in chunks for chunk in chunks[rate]}
+    made = record.made("overlap_threshold", "float32")
 
-    def step(name: str) -> Row:
-        rate, chunk = steps[name]
+    def step(rate: int, chunk: int) -> Row:
         with hosts(2, rate) as both:
-            return row_of(both, "overlap_threshold", {"chunk": chunk, **size})
+            row = row_of(both, "overlap_threshold", {"chunk": chunk, **size})
+        return {"rate": rate, "chunk": chunk, **row, **shares(row)}
 
-    settings = {"machine": {name: machine[name] for name in ("cores", "torch")}, **size}
-    seen = record.in_steps("overlap_threshold", settings, list(steps), step)
-    rows = [{"rate": steps[name][0], "chunk": steps[name][1], **row, **shares(row)} for name, row in seen.items()]
+    steps = {f"{rate / 1e6:g} MB/s, C = {chunk}": (rate, chunk) for rate in chunks for chunk in chunks[rate]}
+    rows = list(record.in_steps("overlap_threshold", size, steps, step).values())
     layer = AttentionLayer(size["heads"], size["heads"], size["head_dim"], itemsize=torch.float32.itemsize)
     knees = [{"rate": rate, **knee([row for row in rows if row["rate"] == rate], layer)} for rate in chunks]
-    made = {"command": "python -m bench.overlap_threshold", "machine": machine, "dtype": "float32"}
     return {**made, **size, "rows": rows, "knees": knees}
 
 
 def table(results: record.Results) -> str:
     """The results as markdown, times in milliseconds."""
-    lines = [
-        "# Hidden communication: the share that a ring between two hosts hides, against the chunk",
-        "",
-        record.heading(results),
-        f"B = 1, H = {results['heads']}, D = {results['head_dim']}, no mask, forward pass. Two ranks, so one hop; each "
-        "on a host of its own: a network namespace, one core, one thread. The link carries the rate in each direction "
-        f"at the same time. Means of the two ranks, medians of {results['repetitions']} repetitions.",
-        "",
-        "FLOP/s and bytes/s are measured: medians over the chunks below. FLOP/s meanwhile: while messages travel; the "
-        "same core copies them. The knee is in tokens. Predicted: modelled from FLOP/s and bytes/s of the same run, "
-        "w/2 · flops / bandwidth with w = 4 bytes. Measured: the c whose line min(1, C/c) is nearest to the shares "
-        "below.",
-        "",
-        "| link | bytes/s | FLOP/s | knee predicted | FLOP/s meanwhile | knee predicted from it | knee measured |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    knees, rows = [], []
     for row in results["knees"]:
-        speeds = [f"{row[name] / 1e9:.0f} GFLOP/s | {row[knee]:,.0f}" for name, knee in PREDICTIONS.items()]
-        cells = [
-            f"{row['rate'] / 1e6:g} MB/s",
-            f"{row['bandwidth'] / 1e6:.0f} MB/s",
-            *speeds,
-            f"{row['measured']:,.0f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "Times in ms: of computing on a block, alone and while messages travel; of a hop alone; of the wait for it in "
-        "the ring; of the ring. Hidden: 1 - wait / hop. It should be min(1, C / knee predicted). Overhead: the ring's "
-        "time beyond that of computing on two blocks. It includes small parts such as agreeing on the lengths.",
-        "",
-        "| link, MB/s | C | computing | meanwhile | hop | wait | ring | hidden | should be | overhead |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+        speeds = [x for name, c in PREDICTIONS.items() for x in (f"{row[name] / 1e9:.0f} GFLOP/s", f"{row[c]:,.0f}")]
+        links = [f"{row[name] / 1e6:.0f} MB/s" for name in ("rate", "bandwidth")]
+        knees.append([*links, *speeds, f"{row['measured']:,.0f}"])
     predicted = {row["rate"]: row["predicted"] for row in results["knees"]}
     for row in results["rows"]:
         times = [row[name] for name in ("computing", "computing_meanwhile", "messages", "waiting", "ring")]
         parts = [row["hidden"], hidden_share(row["chunk"], predicted[row["rate"]]), row["overhead"]]
         cells = [f"{row['rate'] / 1e6:g}", f"{row['chunk']:,}", *(f"{1e3 * time:.1f}" for time in times)]
-        lines.append(f"| {' | '.join(cells + [f'{part:.0%}' for part in parts])} |")
-    return "\n".join(lines) + "\n"
+        rows.append([*cells, *(f"{part:.0%}" for part in parts)])
+    return record.page(
+        "Hidden communication: the share that a ring between two hosts hides, against the chunk",
+        results,
+        f"B = 1, H = {results['heads']}, D = {results['head_dim']}, no mask, forward pass. Two ranks, so one hop; each "
+        "on a host of its own: a network namespace, one core, one thread. The link carries the rate in each direction "
+        f"at the same time. Means of the two ranks, medians of {results['repetitions']} repetitions.",
+        "FLOP/s and bytes/s are measured: medians over the chunks below. FLOP/s meanwhile: while messages travel; the "
+        "same core copies them. The knee is in tokens. Predicted: modelled from FLOP/s and bytes/s of the same run, "
+        "w/2 · flops / bandwidth with w = 4 bytes. Measured: the c whose line min(1, C/c) is nearest to the shares "
+        "below.",
+        record.grid(
+            "link | bytes/s | FLOP/s | knee predicted | FLOP/s meanwhile | knee predicted from it | knee measured",
+            knees,
+        ),
+        "Times in ms: of computing on a block, alone and while messages travel; of a hop alone; of the wait for it in "
+        "the ring; of the ring. Hidden: 1 - wait / hop. It should be min(1, C / knee predicted). Overhead: the ring's "
+        "time beyond that of computing on two blocks. It includes small parts such as agreeing on the lengths.",
+        record.grid("link, MB/s | C | computing | meanwhile | hop | wait | ring | hidden | should be | overhead", rows),
+    )
 
 
 def main() -> int:

@@ -8,11 +8,12 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,42 +30,49 @@ PAUSE = 0.05  # seconds before each turn, in which the threads of the last turn 
 Method = tuple[bool, Callable[[], Any]]  # (rank 0 only?, the function to time); rank 0 alone uses all the cores
 
 
-def machine() -> dict[str, Any]:
-    """What a reader needs to judge a measurement: cores, how busy they were before it, system, versions, date (UTC)."""
-    return {
+def made(name: str, dtype: str) -> Results:
+    """What all results begin with, and what a reader needs to judge them: the command, and the machine: cores, system,
+    versions, date (UTC), and how busy it was, so call it before measuring.
+    """
+    path = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
+    machine = {
         "cores": cpu_cores(),
-        "cpu": cpu(),
+        "cpu": named[1] if named else platform.processor(),  # such as "AMD EPYC 9B45"; "" where the system says nothing
         "load": round(os.getloadavg()[0], 1),  # processes that wanted a core, averaged over the last minute
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
+    return {"command": f"python -m bench.{name}", "machine": machine, "dtype": dtype}
 
 
-def cpu() -> str:
-    """The CPU's name, such as "AMD EPYC 9B45"; "" where the system does not say it."""
-    path = Path("/proc/cpuinfo")
-    named = re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE) if path.exists() else None
-    return named[1] if named else platform.processor()
-
-
-def heading(results: Results) -> str:
-    """The lines above a table: the command that made it, on what, and when."""
+def page(title: str, results: Results, *parts: str) -> str:
+    """Results as markdown: a title, the command that made them, on what, and when, then texts and tables."""
     on = results["machine"]
-    return (
+    heading = (
         f"Made by `{results['command']}` on {on['cores']} cores ({on['system']}, load {on['load']} before), "
         f"{results['dtype']}, torch {on['torch']}, Python {on['python']}, {on['date']}."
     )
+    return "\n\n".join([f"# {title}", heading, *parts]) + "\n"
+
+
+def grid(heads: str, rows: Iterable[Iterable[Any]]) -> str:
+    """A table in markdown. Columns are aligned right; left where a head begins with <, as in "<dtype | S | speed"."""
+    names = heads.split(" | ")
+    marks = ["---" if name.startswith("<") else "---:" for name in names]
+    lines = [[name.removeprefix("<") for name in names], marks, *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def save(name: str, results: Results, table: Callable[[Results], str]) -> None:
     """Write results/NAME.json, and the table made from it under its name in results/README.md."""
     FOLDER.joinpath(f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
-    page = FOLDER / "README.md"
-    head, *parts = re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE)
+    readme = FOLDER / "README.md"
+    head, *parts = re.split(r"^(?=## )", readme.read_text(), flags=re.MULTILINE)
     sections = {part.split(maxsplit=2)[1]: part for part in parts} | {name: section(name, table(results))}
-    page.write_text(head + "".join(sections[each] for each in sorted(sections)))
+    readme.write_text(head + "".join(sections[each] for each in sorted(sections)))
     print(table(results))
 
 
@@ -74,10 +82,15 @@ def section(name: str, table: str) -> str:
     return f"## {name}\n\n**{title}.**\n{re.sub(r'^## ', '### ', rest, flags=re.MULTILINE).rstrip()}\n\n"
 
 
-def show_quick(measure: Callable[..., Results], table: Callable[[Results], str], **sizes: Any) -> None:
-    """Measure a small version, print its table, and keep nothing."""
-    with TemporaryDirectory() as folder:
-        print(table(measure(folder=Path(folder), **sizes)))
+def run(
+    name: str, measure: Callable[..., Results], table: Callable[[Results], str], sizes: Results, quick: Results
+) -> None:
+    """The command of a bench. With `--quick` it measures the small sizes, prints their table, and keeps nothing."""
+    if "--quick" not in sys.argv[1:]:
+        save(name, measure(**sizes), table)
+        return
+    with TemporaryDirectory() as folder, mock.patch(f"{__name__}.FOLDER", Path(folder)):
+        print(table(measure(**quick)))
 
 
 def load(name: str) -> Results:
@@ -85,24 +98,24 @@ def load(name: str) -> Results:
     return json.loads(FOLDER.joinpath(f"{name}.json").read_text())
 
 
-def in_steps(
-    name: str, settings: Results, steps: Sequence[str], measure: Callable[[str], Any], folder: Path = FOLDER
-) -> Results:
-    """Measure every step and return the results by name. A run that was stopped, by Ctrl-C, goes on where it was.
+def in_steps(name: str, settings: Results, steps: dict[str, tuple], measure: Callable[..., Any]) -> Results:
+    """Call measure(*arguments) for every step and return the results by name of the step.
 
-    Each result (JSON) is written to `folder`/NAME.unfinished.json at once. If the `settings` (JSON) or a Python file of
-    this project have changed since, all steps are measured again. When all steps are done, the file is removed.
+    A run that was stopped, by Ctrl-C, goes on where it was. Each result (JSON) is written to NAME.unfinished.json at
+    once. If the `settings` (JSON), the machine or a Python file of this project have changed since, all steps are
+    measured again. When all steps are done, the file is removed.
     """
-    path = folder / f"{name}.unfinished.json"
+    path = FOLDER / f"{name}.unfinished.json"
     sources = sorted([*ROOT.glob("*.py"), *ROOT.glob("bench/*.py"), *ROOT.glob("ringlab/**/*.py")])
     code = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    settings = json.loads(json.dumps({**settings, "steps": list(steps), "code": code}))
+    on = cpu_cores(), torch.__version__
+    settings = json.loads(json.dumps({**settings, "steps": list(steps), "code": code, "on": on}))
     seen = json.loads(path.read_text()) if path.exists() else {}
     done: Results = seen["done"] if seen.get("settings") == settings else {}
     with tqdm(steps, desc=name, unit="step", initial=len(done)) as bar:
         for step in [step for step in steps if step not in done]:
             bar.set_postfix_str(step)
-            done[step] = measure(step)
+            done[step] = measure(*steps[step])
             path.write_text(json.dumps({"settings": settings, "done": done}))
             bar.update()
     path.unlink(missing_ok=True)

@@ -22,11 +22,9 @@ token before it; labels (B, C), IGNORED except at the ids of questions; position
 Source: Liu et al. 2024, figure 3; Li et al. 2023 (LongChat), for the task; Olsson et al. 2022, for the token before it.
 """
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -183,33 +181,24 @@ def work(context: RankContext, lines: int, steps: int, batch: int, seed: int, id
     return *train(context, lines, steps, batch, seed, ids), *kept_by_a_step(context, lines, batch)
 
 
-def run(step: str, *, lines: int, ids: int, steps: int, batch: int, questions: int, **_: Any) -> dict[str, Any]:
-    """Train one model, "NAME, seed N", and let it read new texts."""
-    name, _, seed = step.rpartition(", seed ")
-    ranks = launch(work, RUNS[name], lines * RUNS[name], steps, batch, int(seed), ids)
+def run(name: str, seed: int, *, lines: int, ids: int, steps: int, batch: int, questions: int, **_: Any) -> Any:
+    """Train one model, and let it read new texts."""
+    ranks = launch(work, RUNS[name], lines * RUNS[name], steps, batch, seed, ids)
     read = []
     for n in lengths(lines):
         squeeze = lines / n if name == SQUEEZED else 1.0
-        read.append(accuracy_by_depth(ranks[0][0], n, 2 * questions // n, int(seed), ids, squeeze))
-    return {
-        "losses": torch.tensor([losses for _, losses, *_ in ranks]).mean(dim=0).tolist(),
-        "tokens": [tokens for *_, tokens, _ in ranks],
-        "kept_bytes": [kept for *_, kept in ranks],
-        "accuracy": read,
-    }
+        read.append(accuracy_by_depth(ranks[0][0], n, 2 * questions // n, seed, ids, squeeze))
+    losses, tokens, kept = zip(*(of_rank[1:] for of_rank in ranks), strict=True)
+    mean = torch.tensor(losses).mean(dim=0).tolist()
+    return {"run": name, "seed": seed, "losses": mean, "tokens": tokens, "kept_bytes": kept, "accuracy": read}
 
 
-def measure(*, folder: Path = record.FOLDER, **sizes: Any) -> record.Results:
+def measure(**sizes: Any) -> record.Results:
     """The whole bench, with a row for each model and seed."""
-    machine = record.machine()
-    steps = [f"{name}, seed {seed}" for seed in sizes["seeds"] for name in RUNS]
-    found = record.in_steps("retrieval", sizes, steps, partial(run, **sizes), folder)
-    rows = [
-        {"run": step.rpartition(", seed ")[0], "seed": int(step.rpartition(" ")[2]), **row}
-        for step, row in found.items()
-    ]
-    command, dtype = "python -m bench.retrieval", "float32"
-    return {"command": command, "machine": machine, "dtype": dtype, **sizes, "rows": rows}
+    made = record.made("retrieval", "float32")
+    steps = {f"{name}, seed {seed}": (name, seed) for seed in sizes["seeds"] for name in RUNS}
+    rows = list(record.in_steps("retrieval", sizes, steps, partial(run, **sizes)).values())
+    return {**made, **sizes, "rows": rows}
 
 
 def accuracies(results: record.Results, name: str) -> torch.Tensor:
@@ -219,33 +208,26 @@ def accuracies(results: record.Results, name: str) -> torch.Tensor:
 
 def table(results: record.Results) -> str:
     """The results as a table in markdown."""
-    lines = lengths(results["lines"])
-    out = [
-        "# Line retrieval with 1 x and with 4 x the context",
-        "",
-        record.heading(results),
-        f"{results['steps']} steps with {results['batch']} texts each, seeds {results['seeds']}. Right answers in new "
-        f"texts, in %: the mean over seeds, and the lowest and highest seed. A guess is right in {100 / VALUES:.0f} %.",
-        "",
-        "| model | tokens of a rank | kept for the backward pass | " + " | ".join(f"{n} lines" for n in lines) + " |",
-        "| --- | ---: | ---: |" + " ---: |" * len(lines),
-    ]
+    rows = []
     for name in RUNS:
         row = next(row for row in results["rows"] if row["run"] == name)
         shares = 100 * accuracies(results, name).mean(dim=2)  # (seeds, lengths)
         cells = [f"{s.mean():.1f} ({s.min():.1f} to {s.max():.1f})" for s in shares.T]
-        kept = f"{max(row['tokens']):,} | {max(row['kept_bytes']) / 2**20:.2f} MiB"
-        out.append(f"| {name} | {kept} | {' | '.join(cells)} |")
-    return "\n".join(out) + "\n"
-
-
-def main(arguments: Sequence[str] = ()) -> int:
-    if "--quick" in arguments:
-        record.show_quick(measure, table, **QUICK)
-    else:
-        record.save("retrieval", measure(**SIZES), table)
-    return 0
+        rows.append([name, f"{max(row['tokens']):,}", f"{max(row['kept_bytes']) / 2**20:.2f} MiB", *cells])
+    heads = [
+        "<model",
+        "tokens of a rank",
+        "kept for the backward pass",
+        *(f"{n} lines" for n in lengths(results["lines"])),
+    ]
+    return record.page(
+        "Line retrieval with 1 x and with 4 x the context",
+        results,
+        f"{results['steps']} steps with {results['batch']} texts each, seeds {results['seeds']}. Right answers in new "
+        f"texts, in %: the mean over seeds, and the lowest and highest seed. A guess is right in {100 / VALUES:.0f} %.",
+        record.grid(" | ".join(heads), rows),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    record.run("retrieval", measure, table, SIZES, QUICK)

@@ -11,8 +11,6 @@ as computing. So glibc is told to keep memory, on one process and on all ranks; 
 """
 
 import ctypes
-import sys
-from collections.abc import Callable
 from functools import partial
 from statistics import median
 
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import record
+from bench.against_peers import with_gradients
 from bench.record import Method, in_turn
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
@@ -31,13 +30,6 @@ from ringlab.training.state_ring import WAYS, ring_linear_attention
 
 ONE, KEYS = "one process", "ring of keys"
 KEPT, DEFAULT = "memory kept", "glibc's default"
-
-
-def step(attention: Callable[..., Tensor], inputs: list[Tensor], d_out: Tensor) -> list[Tensor]:
-    """Out and the gradients of all inputs."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = attention(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 
 def keep_memory() -> None:
@@ -61,15 +53,16 @@ def seconds_in_turn(
     def mine(layout: str) -> list[Tensor]:
         return [shard(x, layout, context.rank, context.world_size) for x in (*whole, d_out)]
 
-    *of_states, d_mine = mine("contiguous")
-    *of_keys, d_keys = mine("zigzag")
+    of_states, of_keys = mine("contiguous"), mine("zigzag")
     softmax = partial(ring_flash_attention, causal=True, layout="zigzag")
-    methods: dict[str, Method] = {ONE: (True, lambda: step(lambda *x: linear_attention(*x)[0], whole, d_out))}
+    methods: dict[str, Method] = {
+        ONE: (True, lambda: with_gradients(lambda *x: linear_attention(*x)[0], *whole, d_out))
+    }
     for way in WAYS:
         ring = partial(ring_linear_attention, way=way)
-        methods[way] = (False, partial(step, lambda *x, ring=ring: ring(*x)[0], of_states, d_mine))
+        methods[way] = (False, partial(with_gradients, lambda *x, ring=ring: ring(*x)[0], *of_states))
     if case == KEPT:
-        methods[KEYS] = (False, partial(step, softmax, of_keys[:3], d_keys))
+        methods[KEYS] = (False, partial(with_gradients, softmax, *of_keys[:3], of_keys[-1]))
     seconds, results = in_turn(context, methods, repetitions)
     rights = [x.contiguous() for x in results.get(ONE, [torch.empty_like(x) for x in (v, *whole)])]
     for right in rights:
@@ -89,40 +82,34 @@ def seconds_in_turn(
 
 def measure(worlds: list[int], lengths: list[int], *, heads: int, head_dim: int, repetitions: int) -> record.Results:
     """A row for each number of ranks and tokens, and of the first number of ranks with glibc's default."""
-    machine = record.machine()
-    sizes = {"heads": heads, "head_dim": head_dim, "repetitions": repetitions}
+    made, sizes = (
+        record.made("state_ring", "float32"),
+        {"heads": heads, "head_dim": head_dim, "repetitions": repetitions},
+    )
     cases = [(KEPT, P, S) for P in worlds for S in lengths] + [(DEFAULT, worlds[0], S) for S in lengths[1:]]
     rows = [
         {"case": case, "world_size": P, "seq_len": S}
         | {"seconds": launch(seconds_in_turn, P, case, S, *sizes.values())[0]}
         for case, P, S in cases
     ]
-    return {"command": "python -m bench.state_ring", "machine": machine, "dtype": "float32", **sizes, "rows": rows}
+    return {**made, "reference": ONE, **sizes, "rows": rows}
 
 
 def table(results: record.Results) -> str:
     """The results as a table in markdown."""
-    lines = [
-        "# The gated delta rule over ranks",
-        "",
-        record.heading(results),
-        f"{results['heads']} heads of {results['head_dim']}, forward and backward. Shares of the speed of one process "
-        f"on all cores that runs the same chunks: medians of {results['repetitions']} turns.",
-        "",
-        f"| P | S | | {' | '.join(WAYS)} | {KEYS}, causal |",
-        f"| ---: | ---: | --- |{' ---: |' * (len(WAYS) + 1)}",
-    ]
+    rows = []
     for row in results["rows"]:
         seconds = {name: median(each) for name, each in row["seconds"].items()}
         speeds = [f"{seconds[ONE] / seconds[way]:.2f}" if way in seconds else "" for way in (*WAYS, KEYS)]
-        lines.append(f"| {row['world_size']} | {row['seq_len']:,} | {row['case']} | {' | '.join(speeds)} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    record.save("state_ring", measure([2, 4], [1024, 4096, 16384], heads=8, head_dim=64, repetitions=5), table)
-    return 0
+        rows.append([row["world_size"], f"{row['seq_len']:,}", row["case"], *speeds])
+    return record.page(
+        "The gated delta rule over ranks",
+        results,
+        f"{results['heads']} heads of {results['head_dim']}, forward and backward. Shares of the speed of one process "
+        f"on all cores that runs the same chunks: medians of {results['repetitions']} turns.",
+        record.grid(f"P | S | <memory | {' | '.join(WAYS)} | {KEYS}, causal", rows),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    record.save("state_ring", measure([2, 4], [1024, 4096, 16384], heads=8, head_dim=64, repetitions=5), table)

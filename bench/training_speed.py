@@ -4,18 +4,16 @@ way.
 P ranks train on a sequence of P·C tokens. They share the cores, so what counts is the speed of all ranks together, over
 that of one process with all the cores on the same sequence. All cases are measured in turn, several times.
 
-PyTorch's own way is `context_parallel`. It does not train on a CPU: `public_way` keeps what it says. Its private loop
-does run there, with the same kernel, so it takes the place of our ring in the same model (bench/against_peers.py has
-the attention alone). Every case must give the loss of one process.
+PyTorch's own way is `context_parallel`. It does not train on a CPU: it has no rule for the fused kernel. Its private
+loop does run there, with the same kernel, so it takes the place of our ring in the same model (against_peers.py has the
+attention alone). Every case must give the loss of one process.
 
     $ python -m bench.training_speed
 """
 
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,13 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import context_parallel
 
 from bench import record
-from bench.against_peers import torch_backward, torch_forward
-from ringlab.models.loader import Text, read_batch
+from bench.against_peers import torch_loop
+from ringlab.models.loader import open_text, read_batch
 from ringlab.models.mesh import build_mesh
 from ringlab.models.train import RATE, build, take_step
 from ringlab.models.transformer import Config
@@ -43,30 +38,16 @@ MODEL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "feedforward": 3
 SIZES = {"worlds": [1, 2, 4], "chunk": 1024, "steps": 3, "repetitions": 3, **MODEL}
 
 
-class TorchLoop(torch.autograd.Function):
-    """PyTorch's private loop as an operation of autograd: zigzag, causal."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = torch_forward(q, k, v, causal=True, layout="zigzag")
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor, ...]:
-        return torch_backward(*ctx.saved_tensors, d_out, causal=True, layout="zigzag")
-
-
-def torch_loop(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-    """`TorchLoop`, called as a transformer calls its attention; as many heads of K and V as of Q."""
-    return TorchLoop.apply(q, k, v)
+def peer(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+    """PyTorch's loop, called as a transformer calls its attention; as many heads of K and V as of Q."""
+    return torch_loop(q, k, v, causal=is_causal, layout="zigzag")
 
 
 ATTENTION = {
     ONE: F.scaled_dot_product_attention,
     RING: partial(scaled_dot_product_attention, layout="zigzag"),
     MEMORY: partial(scaled_dot_product_attention, layout="zigzag", schedule=SharedMemory),
-    TORCH: torch_loop,
+    TORCH: peer,
 }
 
 
@@ -75,7 +56,7 @@ def prepare(context: RankContext, method: str, seq_len: int, model: dict[str, in
     _, line = build_mesh(1, context.world_size, "cpu")
     sliced, optimizer = build(Config(**model), ATTENTION[method], line, torch.float32)
     place = context.rank, context.world_size
-    batch = read_batch(Text(), 1, 1, seq_len, "zigzag", (0, 1), place)
+    batch = read_batch(open_text(None), 1, 1, seq_len, "zigzag", (0, 1), place)
     return lambda: take_step(sliced, optimizer, *batch, rate=RATE)
 
 
@@ -108,74 +89,53 @@ def memory_of_steps(context: RankContext, method: str, seq_len: int, model: dict
     return record.peak_extra(work)
 
 
-def public_way(context: RankContext, causal: bool) -> str:
-    """What PyTorch's `context_parallel` says to one layer of attention, forward and backward; "" if it runs."""
-    mesh = init_device_mesh("cpu", (context.world_size,))
-    q, k, v = (torch.randn(1, 2, 64, 16) for _ in "qkv")
-    try:
-        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
-            chunks = [x.detach().requires_grad_() for x in (q, k, v)]
-            F.scaled_dot_product_attention(*chunks, is_causal=causal).sum().backward()
-    except NotImplementedError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def measure(worlds: list[int], *, chunk: int, steps: int, repetitions: int, **model: int) -> record.Results:
+    """The whole bench, with a row for each P. Raises RuntimeError when a loss is not that of one process."""
+    made = record.made("training_speed", "float32")
+    cases = [(P, method) for P in worlds for method in ATTENTION if P > 1 or method in (ONE, RING)]
 
+    def step(P: int, method: str, turn: int | None) -> Any:
+        ranks = 1 if method == ONE else P
+        if turn is not None:
+            return launch(seconds_of_steps, ranks, method, P * chunk, steps, model)[0]
+        each = launch(memory_of_steps, ranks, method, P * chunk, model)
+        return None if None in each else max(each)
 
-def measure(
-    worlds: list[int], *, chunk: int, steps: int, repetitions: int, folder: Path = record.FOLDER, **model: int
-) -> record.Results:
-    """The whole bench, with a row for each method and P. Raises RuntimeError when a loss is not that of one process."""
-    cases = {
-        f"{method}, P = {P}": (method, P) for P in worlds for method in ATTENTION if P > 1 or method in (ONE, RING)
-    }
-    ranks = {name: 1 if method == ONE else P for name, (method, P) in cases.items()}
-
-    def run(step: str) -> Any:
-        what, _, name = step.partition(": ")
-        if what == "public way":
-            return launch(public_way, 2, name == "causal")[0]
-        method, P = cases[name]
-        if what == "memory":
-            each = launch(memory_of_steps, ranks[name], method, P * chunk, model)
-            return None if None in each else max(each)
-        return launch(seconds_of_steps, ranks[name], method, P * chunk, steps, model)[0]
-
-    everything = ["public way: causal", "public way: no mask", *(f"memory: {name}" for name in cases)]
-    everything += [f"{i}: {name}" for i in range(repetitions) for name in cases]
+    turns = (None, *range(repetitions))
+    every = {f"{'memory' if i is None else i}: {method}, P = {P}": (P, method, i) for i in turns for P, method in cases}
     settings = {"worlds": worlds, "chunk": chunk, "steps": steps, "repetitions": repetitions, **model}
-    machine = record.machine()
-    found = record.in_steps("training_speed", settings, everything, run, folder)
-
+    found = dict(zip(every.values(), record.in_steps("training_speed", settings, every, step).values(), strict=True))
     rows = []
-    for name, (method, P) in cases.items():
-        turns = [found[f"{i}: {name}"] for i in range(repetitions)]
-        right = found[f"0: {ONE}, P = {P}"][1]
-        if any(abs(loss / right - 1) > 1e-5 for _, loss in turns):
-            raise RuntimeError(f"{name}: the loss is {turns[0][1]}; that of one process is {right}")
-        seconds = [second for each, _ in turns for second in each]
-        rows.append({"method": method, "world_size": P, "seconds": seconds, "peak_bytes": found[f"memory: {name}"]})
-    return {
-        "command": "python -m bench.training_speed",
-        "machine": machine,
-        "dtype": "float32",
-        **settings,
-        "public_way": {mask: found[f"public way: {mask}"] for mask in ("causal", "no mask")},
-        "rows": rows,
-    }
+    for P in worlds:
+        row: dict[str, Any] = {"world_size": P, "seconds": {}, "peak_bytes": {}}
+        for method in [method for ranks, method in cases if ranks == P]:
+            of_turns, right = [found[P, method, i] for i in range(repetitions)], found[P, ONE, 0][1]
+            if any(abs(loss / right - 1) > 1e-5 for _, loss in of_turns):
+                raise RuntimeError(f"{method}, P = {P}: the loss is {of_turns[0][1]}; that of one process is {right}")
+            row["seconds"][method] = [second for each, _ in of_turns for second in each]
+            row["peak_bytes"][method] = found[P, method, None]
+        rows.append(row)
+    return {**made, "reference": ONE, **settings, "rows": rows}
 
 
 def speed(results: record.Results, method: str, world_size: int) -> float:
     """Tokens per second of all ranks together, on the sequence of `world_size` chunks."""
-    (row,) = (row for row in results["rows"] if (row["method"], row["world_size"]) == (method, world_size))
-    return world_size * results["chunk"] / median(row["seconds"])
+    (row,) = (row for row in results["rows"] if row["world_size"] == world_size)
+    return world_size * results["chunk"] / median(row["seconds"][method])
 
 
 def table(results: record.Results) -> str:
     """The results as a table in markdown."""
-    lines = [
-        "# Training on 1, 2 and 4 ranks with as many tokens each",
-        "",
-        record.heading(results),
+    rows = []
+    for row in results["rows"]:
+        P = row["world_size"]
+        for method, peak in row["peak_bytes"].items():
+            fast, alone = speed(results, method, P), speed(results, ONE, P)
+            memory = "not measured" if peak is None else f"{peak / 1e6:,.1f} MB"
+            rows.append([P, f"{P * results['chunk']:,}", method, f"{fast:,.0f}", f"{fast / alone:.2f}", memory])
+    return record.page(
+        "Training on 1, 2 and 4 ranks with as many tokens each",
+        results,
         f"A step of `ringlab.models.train`: {results['layers']} layers, hidden {results['hidden']}, "
         f"{results['heads']} heads, "
         f"causal, zigzag, one sequence of P · {results['chunk']:,} tokens. The ranks share the "
@@ -183,24 +143,9 @@ def table(results: record.Results) -> str:
         f"{results['steps'] * results['repetitions']} steps, measured in turn. Memory: the peak of the rank that needs "
         "most, beyond what it had before it built the model; in shared memory with the pages of other ranks that it "
         "reads.",
-        "",
-        "| P | S | attention | tokens/s, all ranks | over one process on this S | memory a rank |",
-        "| ---: | ---: | --- | ---: | ---: | ---: |",
-    ]
-    for row in results["rows"]:
-        method, P, peak = row["method"], row["world_size"], row["peak_bytes"]
-        fast, alone = speed(results, method, P), speed(results, ONE, P)
-        memory = "not measured" if peak is None else f"{peak / 1e6:,.1f} MB"
-        lines.append(f"| {P} | {P * results['chunk']:,} | {method} | {fast:,.0f} | {fast / alone:.2f} | {memory} |")
-    lines += ["", "PyTorch's public way, `context_parallel`, forward and backward on a CPU with gloo:", ""]
-    lines += [f"- {mask}: {said or 'it runs'}" for mask, said in results["public_way"].items()]
-    return "\n".join(lines) + "\n"
-
-
-def main() -> int:
-    record.save("training_speed", measure(**SIZES), table)
-    return 0
+        record.grid("P | S | <attention | tokens/s, all ranks | over one process on this S | memory a rank", rows),
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    record.save("training_speed", measure(**SIZES), table)

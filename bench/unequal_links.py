@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -124,17 +123,13 @@ def plan(name: str, seq_len: int, flops: float) -> tuple[list[int], list[int], l
 
 
 def measure(
-    cases: Sequence[str],
-    seq_len: int,
-    heads: int,
-    head_dim: int,
-    flops: float,
-    repetitions: int,
-    folder: Path = record.FOLDER,
+    cases: Sequence[str], seq_len: int, heads: int, head_dim: int, flops: float, repetitions: int
 ) -> record.Results:
     """The whole bench: a row for each case. Raises OSError where it cannot run."""
-    machine = record.machine()
-    size = {"heads": heads, "head_dim": head_dim, "repetitions": repetitions}
+    made, size = (
+        record.made("unequal_links", "float32"),
+        {"heads": heads, "head_dim": head_dim, "repetitions": repetitions},
+    )
 
     def step(name: str) -> Row:
         order, lengths, each = plan(name, seq_len, flops)
@@ -142,18 +137,12 @@ def measure(
             in_order = [joined[host] for host in order]
             row = row_of(in_order, "unequal_links", {"lengths": lengths, "flops": each, **size})
         layer = AttentionLayer(heads, heads, head_dim, itemsize=torch.float32.itemsize)
-        return {**row, "lengths": lengths, "simulated": unequal_ring(lengths, each, row["bandwidths"], layer)}
+        simulated = unequal_ring(lengths, each, row["bandwidths"], layer)
+        return {"case": name, **row, "lengths": lengths, "simulated": simulated}
 
-    settings = {
-        "machine": {name: machine[name] for name in ("cores", "torch")},
-        "flops": flops,
-        "seq_len": seq_len,
-        **size,
-    }
-    seen = record.in_steps("unequal_links", settings, cases, step, folder)
-    rows = [{"case": name, **row} for name, row in seen.items()]
-    made = {"command": "python -m bench.unequal_links", "machine": machine, "dtype": "float32"}
-    return {**made, "seq_len": seq_len, **size, "flops": flops, "rows": rows}
+    settings = {"seq_len": seq_len, **size, "flops": flops}
+    rows = record.in_steps("unequal_links", settings, {name: (name,) for name in cases}, step).values()
+    return {**made, **settings, "rows": list(rows)}
 
 
 def gains(results: record.Results) -> dict[str, tuple[float, float]]:
@@ -171,32 +160,24 @@ def gains(results: record.Results) -> dict[str, tuple[float, float]]:
 
 def table(results: record.Results) -> str:
     """The results as markdown."""
-    lines = [
-        "# Unequal links and devices: a ring of four hosts, measured and simulated",
-        "",
-        record.heading(results),
+    rows = []
+    for row in results["rows"]:
+        seconds, chunks = median(row["seconds"]), " ".join(f"{length:,}" for length in row["lengths"])
+        numbers = (seconds, row["simulated"], seconds / row["simulated"])
+        rows.append([row["case"], chunks, *(f"{x:.2f}" for x in numbers)])
+    cured = [[name, f"{ratio:.2f}", f"{expected:.2f}"] for name, (ratio, expected) in gains(results).items()]
+    return record.page(
+        "Unequal links and devices: a ring of four hosts, measured and simulated",
+        results,
         f"B = 1, H = G = {results['heads']}, D = {results['head_dim']}, S = {results['seq_len']:,}, no mask, forward "
         f"pass. Four hosts: network namespaces, one rank each. A link carries {FAST / 1e6:g} MB/s each way, a slow one "
         f"{SLOW / 1e6:g} MB/s. A device of full speed has {results['flops'] / 1e9:g} GFLOP/s: it computes on a block, "
         f"then sleeps until its time is over. Medians of {results['repetitions']} repetitions. Simulated by "
         "ringlab.planning.unequal from these FLOP/s and the bytes/s of each link in the same job.",
-        "",
-        "| | C of the ranks | seconds | simulated | measured / simulated |",
-        "| --- | --- | ---: | ---: | ---: |",
-    ]
-    for row in results["rows"]:
-        seconds, chunks = median(row["seconds"]), " ".join(f"{length:,}" for length in row["lengths"])
-        cells = f"{seconds:.2f} | {row['simulated']:.2f} | {seconds / row['simulated']:.2f}"
-        lines.append(f"| {row['case']} | {chunks} | {cells} |")
-    lines += [
-        "",
+        record.grid("<case | <C of the ranks | seconds | simulated | measured / simulated", rows),
         "How many times as fast a cure makes the ring:",
-        "",
-        "| | measured | simulated |",
-        "| --- | ---: | ---: |",
-    ]
-    lines += [f"| {name} | {ratio:.2f} | {expected:.2f} |" for name, (ratio, expected) in gains(results).items()]
-    return "\n".join(lines) + "\n"
+        record.grid("<cure | measured | simulated", cured),
+    )
 
 
 def main() -> int:

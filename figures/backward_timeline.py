@@ -147,14 +147,11 @@ def draw() -> Figure:
     """A lane for each rank: above what it computes, below what arrives meanwhile."""
     events, _ = timeline()
     end = max(event.end for event in events)
-    figure, ax = drawing.canvas(1000, TOP + P * LANE + 92, ALT)
-    drawing.write(
-        ax, 20, 34, "The gradients of a block arrive one round after the block", size=drawing.TITLE, weight="bold"
-    )
     key = "Above: a rank computes on a block.   Below: what arrives meanwhile, KV (K and V) or dKV (their gradients)."
-    drawing.write(ax, 20, 66, key, color=drawing.MUTED)
     sizes = f"A clock counts: computing on a block 1, a message KV {LASTS['KV']:g}, a message dKV {LASTS['dKV']:g}."
-    drawing.write(ax, 20, 90, sizes, color=drawing.MUTED)
+    figure, ax = shapes.headed(
+        TOP + P * LANE + 92, ALT, "The gradients of a block arrive one round after the block", {66: key, 90: sizes}
+    )
     for n in range(P + 1):
         x = LEFT + ROUND * (end - P + n)
         ax.plot([x, x], [TOP - 12, TOP + P * LANE - 12], color=drawing.FAINT, lw=1.2, zorder=0)

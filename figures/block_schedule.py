@@ -25,9 +25,8 @@ def draw() -> drawing.Picture:
     sent = [event for event in record if event.what == "send"]
     P = 1 + max(event.rank for event in record)
     hops = 1 + max(event.round for event in sent)
-    figure, ax = drawing.canvas(1000, 580, ALT)
     title = f"The K/V block on which each rank computed: {P} rounds, {hops} hops"
-    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
+    figure, ax = shapes.headed(580, ALT, title)
     for rank in range(P):
         drawing.write(ax, LEFT + STEP[0] * rank + CELL[0] / 2, 82, f"rank {rank}", weight="bold", ha="center")
     for t in range(P):

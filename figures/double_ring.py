@@ -132,11 +132,9 @@ def draw() -> drawing.Picture:
     """Rows are ranks, columns are rounds, and between the hosts are the slow hops."""
     blocks, hops = schedule()
     width, height = CELL
-    figure, ax = drawing.canvas(1000, 796, ALT)
     title = f"A double ring: {HOSTS} hosts of {DEVICES} devices, one slow hop a turn of {DEVICES} rounds"
-    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
     key = "Box: the block that a rank computes on. Thin arrow: a hop inside a host. Bar: a hop to the other host"
-    drawing.write(ax, 20, 64, key, color=drawing.MUTED)
+    figure, ax = shapes.headed(796, ALT, title, {64: key})
     for t in range(P):
         x, _ = cell(0, t)
         drawing.write(ax, x + width / 2, 122, f"round {t}", weight="bold", ha="center")

@@ -87,11 +87,9 @@ def draw() -> drawing.Picture:
     """Rounds downwards, ranks to the right, and home at the bottom."""
     record = travel()
     exact = problem()[2][1].chunk(P, 2)
-    figure, ax = drawing.canvas(1000, 776, ALT)
     title = f"The backward pass: dK and dV travel with their block, and hop {P} brings them home"
-    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
     key = "Small boxes: ranks whose queries are in dK and dV so far.   off by: largest error against autograd"
-    drawing.write(ax, 20, 66, key, color=drawing.MUTED)
+    figure, ax = shapes.headed(776, ALT, title, {66: key})
     for rank in range(P):
         drawing.write(ax, LEFT + STEP[0] * rank + CELL[0] / 2, TOP - 20, f"rank {rank}", weight="bold", ha="center")
     for t, hands in enumerate(record):

@@ -64,11 +64,9 @@ def draw(own: tuple[float, float] | None = None) -> drawing.Picture:
     """The map. `own` adds a machine of (FLOP/s, bytes/s), measured in float32."""
     results = record.load("overlap_threshold")
     on = results["machine"]
-    figure, page = drawing.canvas(1000, 660, ALT)
     title = "FLOP/s over bytes/s: the smallest chunk that hides its messages"
-    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     line = "slanted lines: the smallest chunk in bf16, without a mask; in float32 it is twice as long"
-    drawing.write(page, 20, 66, line, color=drawing.MUTED)
+    figure, page = shapes.headed(660, ALT, title, {66: line})
     key = {
         PRINTED: "bf16, as printed in Liu et al. 2024, table 2",
         MEASURED: f"measured by us: {on['cores']} cores, float32, {on['date'][:10]}",
@@ -78,14 +76,12 @@ def draw(own: tuple[float, float] | None = None) -> drawing.Picture:
             page.plot([x], [94], ls="", marker=mark, ms=13 if mark == OWN else 8, color=COLOURS[mark], mew=0)
             drawing.write(page, x + 14, 94, key.get(mark, "yours, float32"), color=COLOURS[mark])
 
-    ax = figure.add_axes((0.085, 0.11, 0.895, 0.71), facecolor=drawing.PAGE)
-    shapes.plain(ax)
+    place = (0.085, 0.11, 0.895, 0.71)
+    ax = shapes.numbers(figure, place, x="bytes/s of a link, one way", y="FLOP/s of a device")
     ax.set(xscale="log", yscale="log", xlim=X, ylim=Y)
     ax.minorticks_off()
     ax.set_xticks([1e8, 1e9, 1e10, 1e11, 1e12], ["100 MB/s", "1 GB/s", "10 GB/s", "100 GB/s", "1 TB/s"])
     ax.set_yticks([1e10, 1e11, 1e12, 1e13, 1e14, 1e15], ["10 G", "100 G", "1 T", "10 T", "100 T", "1000 T"])
-    ax.set_xlabel("bytes/s of a link, one way", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
-    ax.set_ylabel("FLOP/s of a device", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     for quotient in (10, 100, 1000, 10_000, 100_000):
         ax.plot(X, [quotient * x for x in X], color="#9AA4AE", lw=1.2, zorder=1)
         flops = 4.4e12  # where no machine is

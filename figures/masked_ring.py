@@ -7,6 +7,7 @@ colour of its block.
 from matplotlib.axes import Axes
 from matplotlib.patches import Polygon, Rectangle
 
+from figures import shapes
 from ringlab.support import drawing
 from ringlab.training.causal import BlockSlice
 from ringlab.training.masks import Mask
@@ -67,10 +68,8 @@ def _panel(ax: Axes, x: float, name: str, partition: Partition) -> None:
 
 def draw() -> drawing.Picture:
     """The two masks side by side."""
-    figure, ax = drawing.canvas(1000, 596, ALT)
-    drawing.write(ax, 20, 34, "What each rank computes under a mask", size=drawing.TITLE, weight="bold")
     key = "Rows: queries. Columns: keys, in the colour of their block. Each outlined part is one call of the kernel"
-    drawing.write(ax, 20, 64, key, color=drawing.MUTED)
+    figure, ax = shapes.headed(596, ALT, "What each rank computes under a mask", {64: key})
     for x, (name, partition) in zip(PANELS, MASKS.items(), strict=True):
         _panel(ax, x, name, partition)
     return figure

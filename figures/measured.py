@@ -33,13 +33,10 @@ def memory() -> drawing.Picture:
     }
     results = record.load("memory")
     lengths = results["lengths"]
-    figure, page = drawing.canvas(1000, 600, alt)
     title = "Peak memory beyond the inputs: S² becomes S, and a ring divides it"
-    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     shape = f"B = 1, H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"
-    drawing.write(page, 20, 66, f"lines: counted   points: measured   {shape}", color=drawing.MUTED)
-
-    ax = figure.add_axes((0.08, 0.115, 0.72, 0.75), facecolor=drawing.PAGE)
+    figure, _ = shapes.headed(600, alt, title, {66: f"lines: counted   points: measured   {shape}"})
+    ax = shapes.numbers(figure, (0.08, 0.115, 0.72, 0.75), x="S, tokens")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     for name, (label, colour, marker, above) in methods.items():
@@ -59,8 +56,6 @@ def memory() -> drawing.Picture:
     ax.set_yticks([2**power for power in powers], names)
     ax.set_ylim(2**17.6, 2**33.4)
     ax.minorticks_off()
-    ax.set_xlabel("S, tokens", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
-    shapes.plain(ax)
     return figure
 
 
@@ -78,17 +73,14 @@ def overlap_threshold() -> drawing.Picture:
     )
     looks = [("#8C1D40", "s"), (drawing.INK, "o")]  # fast link first; not the colour of a block: these are links
     results = record.load("overlap_threshold")
-    figure, page = drawing.canvas(1000, 600, alt)
     title = "With chunks longer than the knee C*, a ring hides all its messages"
-    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     key = "points: measured   lines: modelled, min(1, C / C*), C* = 2 · FLOP/s over bytes/s   dashed: FLOP/s meanwhile"
-    drawing.write(page, 20, 64, key, color=drawing.MUTED)
     on = results["machine"]
     shape = f"H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"
     machine = f"two hosts (network namespaces), a rank and a core each of {on['cores']}, {shape}, {on['date'][:10]}"
-    drawing.write(page, 20, 90, machine, color=drawing.MUTED)
-
-    ax = figure.add_axes((0.075, 0.115, 0.895, 0.6), facecolor=drawing.PAGE)
+    figure, _ = shapes.headed(600, alt, title, {64: key, 90: machine})
+    place = (0.075, 0.115, 0.895, 0.6)
+    ax = shapes.numbers(figure, place, x="C, tokens a rank", y="hidden: 1 - wait / hop")
     ax.set_xscale("log", base=2)
     chunks = sorted({row["chunk"] for row in results["rows"]})
     first, last = chunks[0] / 1.2, chunks[-1] * 1.2
@@ -112,9 +104,6 @@ def overlap_threshold() -> drawing.Picture:
     ax.set_ylim(lowest - 0.04, 1.06)
     shares = [0, 0.25, 0.5, 0.75, 1]
     ax.set_yticks(shares, [f"{share:.0%}" for share in shares])
-    shapes.plain(ax)
-    ax.set_xlabel("C, tokens a rank", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
-    ax.set_ylabel("hidden: 1 - wait / hop", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     return figure
 
 
@@ -133,16 +122,13 @@ def max_context() -> drawing.Picture:
     }  # not those of blocks: these are methods
     results = record.load("max_context")
     worlds, machine = results["worlds"], results["machine"]
-    figure, page = drawing.canvas(1000, 600, alt)
     title = "With the same memory on every device, P devices train P times the context"
-    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     shape = f"B = 1, H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"
     limit = f"{results['budget'] / 2**20:g} MiB a device, a hard limit"
-    drawing.write(page, 20, 65, f"{limit}   one layer's attention, forward and backward, {shape}", color=drawing.MUTED)
-    on = f"{machine['cores']} cores, {machine['date'][:10]}"
-    drawing.write(page, 20, 91, f"points: measured, {on}   lines: modelled by counting bytes", color=drawing.MUTED)
-
-    ax = figure.add_axes((0.085, 0.115, 0.9, 0.695), facecolor=drawing.PAGE)
+    limit += f"   one layer's attention, forward and backward, {shape}"
+    on = f"points: measured, {machine['cores']} cores, {machine['date'][:10]}   lines: modelled by counting bytes"
+    figure, _ = shapes.headed(600, alt, title, {65: limit, 91: on})
+    ax = shapes.numbers(figure, (0.085, 0.115, 0.9, 0.695), x="devices P of the ring", y="longest S, tokens")
     ring, modelled = max_context_lengths(results, "ring"), max_context_lengths(results, "ring", "counted_chunk")
     right, look = 1.25 * worlds[-1], {"fontsize": 0.72 * drawing.TEXT, "textcoords": "offset points"}
     for method in ("naive", "blockwise"):
@@ -157,12 +143,9 @@ def max_context() -> drawing.Picture:
         times = S / ring[0]
         label = f"{S:,}, {times:.2f} times" if times > 1 else f"ring: {S:,}"
         ax.annotate(label, (P, S), (10, -15), color=colours["ring"], weight="bold", **look)
-    shapes.plain(ax)
     ax.set(xlim=(0, right), ylim=(0, 1.1 * max(ring)))
     ax.set_xticks(worlds)
     ax.yaxis.set_major_formatter("{x:,.0f}")
-    ax.set_xlabel("devices P of the ring", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
-    ax.set_ylabel("longest S, tokens", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     return figure
 
 
@@ -194,16 +177,14 @@ def speed() -> drawing.Picture:
         **{name: name for name in (TORCH, OWN, PIP)},
     }
     results = record.load("against_peers")
-    speed = results["speed"]
-    figure, page = drawing.canvas(1000, 820, alt)
-    drawing.write(page, 20, 34, "Speed as a share of the limit", size=drawing.TITLE, weight="bold")
-    machine = f"{results['machine']['cores']} cores, float32, B = 1, H = {speed['heads']}, D = {speed['head_dim']}"
+    lengths = sorted({row["seq_len"] for row in results["rows"]})
+    machine = f"{results['machine']['cores']} cores, float32, B = 1, H = {results['heads']}, D = {results['head_dim']}"
     line = f"limit: fused attention in one process with all cores, measured in turn; {machine}"
-    drawing.write(page, 20, 66, line, color=drawing.MUTED)
-
-    for row, P in enumerate(speed["worlds"]):
+    figure, page = shapes.headed(820, alt, "Speed as a share of the limit", {66: line})
+    for row, P in enumerate(results["worlds"]):
         for column, (case, rings) in enumerate(against_peers.CASES.items()):
-            ax = figure.add_axes((0.06 + 0.315 * column, 0.57 - 0.345 * row, 0.295, 0.28), facecolor=drawing.PAGE)
+            place = 0.06 + 0.315 * column, 0.57 - 0.345 * row, 0.295, 0.28
+            ax = shapes.numbers(figure, place, x="S, tokens" * row, title=f"{case}, P = {P}")
             drawn = [name for name in rings if name in colours]
             width = 0.84 / len(drawn)
             for i, name in enumerate(drawn):
@@ -211,15 +192,11 @@ def speed() -> drawing.Picture:
                 left = [group + (i - len(drawn) / 2) * width for group in range(len(seen))]
                 ax.bar(left, seen, width * 0.92, align="edge", color=colours[name])
             ax.axhline(1, color=drawing.INK, lw=1.2)
-            shapes.plain(ax)
             ax.grid(axis="x", visible=False)
-            ax.set_xticks(range(len(speed["lengths"])), [f"{S:,}" for S in speed["lengths"]])
-            ax.set_xlim(-0.5, len(speed["lengths"]) - 0.5)
+            ax.set_xticks(range(len(lengths)), [f"{S:,}" for S in lengths])
+            ax.set_xlim(-0.5, len(lengths) - 0.5)
             ax.set_ylim(0, 1.25)
             ax.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "", "½", "", "1"] if column == 0 else [""] * 5)
-            ax.set_title(f"{case}, P = {P}", fontsize=0.72 * drawing.TEXT, color=drawing.INK, loc="left", weight="bold")
-            if row == 1:
-                ax.set_xlabel("S, tokens", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
 
     for i, (name, label) in enumerate(names.items()):
         x, y = 60 + 430 * (i % 2), 700 + 28 * (i // 2)
@@ -256,26 +233,20 @@ def crossover() -> drawing.Picture:
         (2, 2): ("#5B4B8A", "-", "#5B4B8A"),
         (2, 4): ("#A65E00", (0, (4, 2.5)), drawing.PAGE),
     }  # colour, line, fill
-    height = 730
     steps = 24  # of a line
     beside = 1.1  # points of the two meshes lie beside each other
     results = record.load("five_ways")
-    figure, page = drawing.canvas(1000, height, alt)
     title = "Which way is fastest depends on the slow link and on the sequence"
-    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     what = "forward and backward, over the time of the ring's computing alone   points: measured   lines: simulated"
-    drawing.write(page, 20, 65, what, color=drawing.MUTED)
     on = f"two hosts (network namespaces) on {results['machine']['cores']} cores, {results['dtype']}"
     shape = f"causal, H = {results['heads']}, D = {results['head_dim']}, {results['machine']['date'][:10]}"
-    drawing.write(page, 20, 91, f"{on}   {shape}", color=drawing.MUTED)
+    figure, page = shapes.headed(730, alt, title, {65: what, 91: f"{on}   {shape}"})
     for line, S in enumerate(sorted({row["seq_len"] for row in results["rows"]})):
         top = 140 + 270 * line
         drawing.write(page, 20, top, f"S = {S:,}", weight="bold")
         highest, panels = 0.0, []
         for column, way in enumerate(WAYS):
-            ax = figure.add_axes(
-                (0.05 + 0.19 * column, 1 - (top + 225) / height, 0.165, 175 / height), facecolor=drawing.PAGE
-            )
+            ax = shapes.numbers(figure, (0.05 + 0.19 * column, 1 - (top + 225) / 730, 0.165, 175 / 730), title=way)
             panels.append(ax)
             for side, ((hosts, per_host), (colour, style, fill)) in zip((-1, 1), looks.items(), strict=True):
                 rows = sorted(rows_of(results, hosts, per_host, S), key=lambda row: row["rate"])
@@ -291,11 +262,9 @@ def crossover() -> drawing.Picture:
                 for row, rate, point in zip(rows, rates, points, strict=True):
                     marker, size = ("*", 17) if fastest(row) == way else ("o", 8)
                     ax.plot([rate * beside**side], [point], marker, color=colour, ms=size, mfc=fill, mew=1.5)
-            shapes.plain(ax)
             ax.set_xscale("log")
             ax.set_xticks(rates, [f"{rate / 1e6:g}" for rate in rates])
             ax.minorticks_off()
-            ax.set_title(way, fontsize=0.72 * drawing.TEXT, color=drawing.INK, loc="left", weight="bold")
         for ax in panels:
             ax.axhline(1, color=drawing.MUTED, lw=1)
             ax.set(xlim=(first, last), ylim=(0, 1.08 * highest))

@@ -35,16 +35,14 @@ def loss_curves() -> drawing.Picture:
         ROUNDED: (drawing.MUTED, (0, (5, 2)), 1.8),
     }
     results = record.load("loss_curves")
-    figure, page = drawing.canvas(1000, 800, alt)
-    drawing.write(page, 20, 34, "The same losses on every mesh", size=drawing.TITLE, weight="bold")
     on, dtype = results["machine"], "float32, one run in bfloat16"
     model = f"{results['layers']} layers, hidden {results['hidden']}"
     batch = f"{results['batch']} x {results['seq_len']} tokens a step"
     said = f"ringlab.models.train, {model}, {batch}, {dtype}   measured, {on['cores']} cores, {on['date'][:10]}"
-    drawing.write(page, 20, 65, said, color=drawing.MUTED)
-
-    above = figure.add_axes((0.075, 0.5, 0.905, 0.37), facecolor=drawing.PAGE)
-    below = figure.add_axes((0.075, 0.14, 0.905, 0.29), facecolor=drawing.PAGE)
+    figure, page = shapes.headed(800, alt, "The same losses on every mesh", {65: said})
+    what = "difference from one process, the largest so far"
+    above = shapes.numbers(figure, (0.075, 0.5, 0.905, 0.37), y="loss, nats a byte", title="loss")
+    below = shapes.numbers(figure, (0.075, 0.14, 0.905, 0.29), x="step", y="share of the loss", title=what)
     steps = range(1, results["steps"] + 1)
     for name, losses in curves(results).items():
         colour, dashes, width = looks[name]
@@ -55,15 +53,9 @@ def loss_curves() -> drawing.Picture:
         largest = off.cummax(dim=0).values.tolist()
         below.plot(steps, [x or None for x in largest], color=colour, ls=dashes, lw=min(width, 4))  # 0 has no logarithm
     below.set_yscale("log")
-    for ax, label in ((above, "loss, nats a byte"), (below, "share of the loss")):
-        shapes.plain(ax)
+    for ax in (above, below):
         ax.set_xlim(0, results["steps"] + 1)
-        ax.set_ylabel(label, fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     below.minorticks_off()
-    below.set_xlabel("step", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
-    title = {"fontsize": 0.72 * drawing.TEXT, "color": drawing.INK, "loc": "left", "weight": "bold"}
-    above.set_title("loss", **title)
-    below.set_title("difference from one process, the largest so far", **title)
     for i, (name, (colour, dashes, width)) in enumerate(looks.items()):
         x, y = 75 + 225 * (i % 4), 744 + 28 * (i // 4)
         page.plot([x, x + 50], [y, y], color=colour, ls=dashes, lw=width, solid_capstyle="butt")
@@ -94,31 +86,24 @@ def generation() -> drawing.Picture:
     }
     results = record.load("generation")
     P, contexts, machine = results["worlds"][-1], results["contexts"], results["machine"]
-    figure, page = drawing.canvas(1000, 620, alt)
     title = "A new token: its query goes to the keys, and the keys stay where they are"
-    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     on = f"measured, {machine['cores']} cores, {results['dtype']}, {machine['date'][:10]}"
     shape = f"B = 1, H = {results['heads']}, G = {results['kv_heads']}, D = {results['head_dim']}"
-    drawing.write(
-        page, 20, 65, f"attention of one layer for one token, {P} ranks   {shape}   {on}", color=drawing.MUTED
-    )
-
+    what = f"attention of one layer for one token, {P} ranks   {shape}   {on}"
+    figure, page = shapes.headed(620, alt, title, {65: what})
     rows = [row for row in results["rows"] if row["world_size"] == P]
     panels = {
         "milliseconds": {way: milliseconds(results, way, P) for way in colours},
         "bytes that a rank sends": {way: [row["bytes"][way] for row in rows] for way in (RING, MERGE)},
     }
     for left, (name, lines) in zip((0.07, 0.575), panels.items(), strict=True):
-        ax = figure.add_axes((left, 0.285, 0.405, 0.52), facecolor=drawing.PAGE)
+        ax = shapes.numbers(figure, (left, 0.285, 0.405, 0.52), x="tokens in the context", title=name)
         for way, values in lines.items():
             ax.plot(contexts, values, "o-", color=colours[way], lw=1.8, ms=8, mec=drawing.PAGE, mew=1.2)
-        shapes.plain(ax)
         ax.set(xscale="log", yscale="log")
         ax.minorticks_off()
         ax.set_xticks(contexts, [f"{S:,}" for S in contexts])
         ax.yaxis.set_major_formatter(lambda x, _, name=name: f"{x:g}" if name == "milliseconds" else size(x))
-        ax.set_xlabel("tokens in the context", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
-        ax.set_title(name, fontsize=0.72 * drawing.TEXT, color=drawing.INK, loc="left", weight="bold")
     for i, (way, label) in enumerate(key.items()):
         shapes.box(page, 70, 518 + 30 * i, 22, 16, fc=colours[way])
         drawing.write(page, 102, 526 + 30 * i, label)
@@ -135,28 +120,25 @@ def retrieval() -> drawing.Picture:
         "texts up to 128 lines at every depth. With 256 lines it fails at the top as well. The first model, when its "
         "positions are squeezed into those of 32 lines, still finds about 9 in 10 lines of texts of 256."
     )
-    shades = LinearSegmentedColormap.from_list(
-        "accuracy", [drawing.PAGE, "#D79BBB", "#8C1D40"]
-    )  # no block: no block's colour
-    looks = dict(
-        zip(RUNS, (("#D79BBB", "s", "-"), ("#8C1D40", "o", "-"), ("#D79BBB", "D", (0, (1, 1.4)))), strict=True)
-    )
+    pale, dark = "#D79BBB", "#8C1D40"  # no block: no block's colour
+    shades = LinearSegmentedColormap.from_list("accuracy", [drawing.PAGE, pale, dark])
+    looks = dict(zip(RUNS, ((pale, "s", "-"), (dark, "o", "-"), (pale, "D", (0, (1, 1.4)))), strict=True))
     results = record.load("retrieval")
-    figure, page = drawing.canvas(1000, 840, alt)
-    drawing.write(
-        page, 20, 34, "Line retrieval: a ring of 4 trains on 4 times the context", size=drawing.TITLE, weight="bold"
-    )
     on, kept = results["machine"], results["rows"][0]["kept_bytes"][0] / 2**20
     said = f"right answers in %, mean of {len(results['seeds'])} seeds, {results['steps']} steps"
     said += f"   {kept:.0f} MiB kept for the backward pass on each rank"
-    drawing.write(page, 20, 65, f"{said}   {on['cores']} cores, {on['date'][:10]}", color=drawing.MUTED)
-
-    lines = lengths(results["lines"])
-    below = figure.add_axes((0.075, 0.09, 0.905, 0.3), facecolor=drawing.PAGE)
+    title, said = (
+        "Line retrieval: a ring of 4 trains on 4 times the context",
+        f"{said}   {on['cores']} cores, {on['date'][:10]}",
+    )
+    figure, _ = shapes.headed(840, alt, title, {65: said})
+    lines, what = lengths(results["lines"]), "lines in the text; dashed: the longest texts of the training"
+    below = shapes.numbers(figure, (0.075, 0.09, 0.905, 0.3), x=what, y="right answers, %")
     for i, (name, ranks) in enumerate(RUNS.items()):
         seen = accuracies(results, name)  # (seeds, lengths, depths)
         mean = 100 * seen.mean(dim=0)
-        ax = figure.add_axes((0.075 + 0.313 * i, 0.505, 0.279, 0.34), facecolor=drawing.PAGE)
+        place, depth = (0.075 + 0.313 * i, 0.505, 0.279, 0.34), "" if i else "depth of the line"
+        ax = shapes.numbers(figure, place, x="lines; right of the bar: never seen", y=depth, title=name)
         ax.imshow(mean.T.numpy(), cmap=shades, vmin=0, vmax=100, aspect="auto")
         for x, column in enumerate(mean):
             for y, share in enumerate(column.tolist()):
@@ -164,13 +146,9 @@ def retrieval() -> drawing.Picture:
                 ax.text(x, y, f"{share:.0f}", fontsize=0.72 * drawing.TEXT, color=ink, ha="center", va="center")
         trained = lines.index(ranks * results["lines"])
         ax.axvline(trained + 0.5, color=drawing.INK, lw=2.5)
-        ax.set_title(name, fontsize=0.72 * drawing.TEXT, color=drawing.INK, loc="left", weight="bold")
-        shapes.plain(ax)
         ax.grid(visible=False)
         ax.set_xticks(range(len(lines)), lines)
         ax.set_yticks([0, mean.shape[1] - 1], ["first", "last"] if i == 0 else ["", ""])
-        ax.set_ylabel("depth of the line" if i == 0 else "", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
-        ax.set_xlabel("lines; right of the bar: never seen", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
         colour, marker, dashes = looks[name]
         below.plot(lines, mean.mean(dim=1), color=colour, ls=dashes, lw=2.5)
         for one in 100 * seen.mean(dim=2):
@@ -179,16 +157,12 @@ def retrieval() -> drawing.Picture:
         below.plot([], [], lw=2.5, label=name, **look)
         if name != SQUEEZED:
             below.axvline(lines[trained], color=colour, lw=1.5, ls=(0, (4, 3)))
-    shapes.plain(below)
     below.set_xscale("log", base=2)
     below.set_xticks(lines, lines)
     below.minorticks_off()
     below.set_ylim(0, 104)
-    below.set_xlabel("lines in the text; dashed: the longest texts of the training", fontsize=0.72 * drawing.TEXT)
-    below.set_ylabel("right answers, %", fontsize=0.72 * drawing.TEXT)
-    below.legend(
-        loc="lower left", bbox_to_anchor=(0.06, 0), fontsize=0.72 * drawing.TEXT, frameon=False, labelcolor=drawing.INK
-    )
+    look = {"fontsize": 0.72 * drawing.TEXT, "frameon": False, "labelcolor": drawing.INK}
+    below.legend(loc="lower left", bbox_to_anchor=(0.06, 0), **look)
     return figure
 
 
@@ -209,14 +183,11 @@ def in_context_rl() -> drawing.Picture:
     }
     results = record.load("in_context_rl")
     n, seeds = results["trajectories"], len(results["seeds"])
-    figure, page = drawing.canvas(1000, 620, alt)
-    drawing.write(
-        page, 20, 34, "In-context reinforcement learning: n and 4n trajectories", size=drawing.TITLE, weight="bold"
-    )
     on, what = results["machine"], f"{ARMS}-armed bandits, {TRAJECTORY} pulls in a trajectory, n = {n}"
     said = f"{what}, {results['tasks']} new tasks, {seeds} seeds   {on['cores']} cores, {on['date'][:10]}"
-    drawing.write(page, 20, 65, said, color=drawing.MUTED)
-    ax = figure.add_axes((0.075, 0.235, 0.905, 0.62), facecolor=drawing.PAGE)
+    title = "In-context reinforcement learning: n and 4n trajectories"
+    figure, page = shapes.headed(620, alt, title, {65: said})
+    ax = shapes.numbers(figure, (0.075, 0.235, 0.905, 0.62), x="trajectory", y="mean reward of a pull")
     for i, (player, (colour, dashes, marker)) in enumerate(looks.items()):
         seen = rewards(results, player)  # (seeds, trajectories)
         at = range(1, seen.shape[1] + 1)
@@ -228,9 +199,6 @@ def in_context_rl() -> drawing.Picture:
         drawing.write(page, x + 60, y, player)
     ax.axvline(n + 0.5, color=drawing.MUTED, lw=1.2)
     ax.text(n + 0.65, 0.47, "from here on the shorter context loses the first pulls", fontsize=0.72 * drawing.TEXT)
-    shapes.plain(ax)
     ax.set_ylim(0.44, 0.95)
     ax.set_xticks(range(1, 4 * n + 1))
-    ax.set_xlabel("trajectory", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
-    ax.set_ylabel("mean reward of a pull", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
     return figure

@@ -62,11 +62,9 @@ def _card(ax: Axes, x: float, y: float, held: Held) -> None:
 
 def draw() -> drawing.Picture:
     """The four ranks, their rings, and what is done with the weights."""
-    figure, ax = drawing.canvas(1000, 600, ALT)
     title = "A mesh of 2 × 2: a ring shares out its sequence, all ranks share out the weights"
-    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
     key = f"{S} tokens a sequence, {LAYOUT} layout. A colour: one K/V block. Dark: the rows that a rank keeps"
-    drawing.write(ax, 20, 66, key, color=drawing.MUTED)
+    figure, ax = shapes.headed(600, ALT, title, {66: key})
     for c, x in enumerate(LEFT):
         drawing.write(ax, x + WIDTH / 2, TOP[0] - 20, f"cp index {c}", weight="bold", ha="center")
     for held in placement():

@@ -58,15 +58,13 @@ def _say_what(ax: Axes, events: list[Event]) -> None:
 def draw() -> drawing.Picture:
     """The timelines of ringlab/support/drawing.py above each other, each with its end marked."""
     rings, chunk, rate = runs()
-    figure, page = drawing.canvas(1000, HEIGHT, ALT)
     share = hidden_share(rings["blocking"], rings["overlapped"])
     title = f"Overlap hides {share:.0%} of the messages' time behind the computing"
-    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     ranks = len({event.rank for event in rings["blocking"]})
     link = f"a link of {rate / 1e6:g} MB/s, which all messages share"
-    drawing.write(page, 20, 64, f"Measured: {ranks} ranks, chunks of {chunk:,} tokens, {link}", color=drawing.MUTED)
+    what = f"Measured: {ranks} ranks, chunks of {chunk:,} tokens, {link}"
     key = "thick: computing on a block   thin: sending it, and below receiving the next one   hatched: waiting for it"
-    drawing.write(page, 20, 90, key, color=drawing.MUTED)
+    figure, page = shapes.headed(HEIGHT, ALT, title, {64: what, 90: key})
     last = 1e3 * max(duration(events) for events in rings.values())
     for name, top in TOPS.items():
         zero = min(event.start for event in rings[name])

@@ -45,12 +45,9 @@ def draw() -> drawing.Picture:
     """The timeline of ringlab/support/drawing.py, with the waiting marked."""
     record = events()
     P = 1 + max(event.rank for event in record)
-    figure, page = drawing.canvas(1000, 500, ALT)
     title = f"A ring of {P} processes at work, as it recorded itself"
-    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     what = "thick: computing on a block   thin: sending it, and below receiving the next one"
-    drawing.write(page, 20, 68, f"{what}   hatched: waiting for the other end", color=drawing.MUTED)
-
+    figure, _ = shapes.headed(500, ALT, title, {68: f"{what}   hatched: waiting for the other end"})
     ax = figure.add_axes((0.075, 0.13, 0.905, 0.69), facecolor=drawing.PAGE)
     drawing.draw_events(record, ax, size=16)
     bars = dict(zip(record, ax.patches, strict=True))

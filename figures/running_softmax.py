@@ -26,9 +26,8 @@ LEFT, BOTTOM = 244, 400
 
 def draw() -> drawing.Picture:
     """Bars above, the numbers of each round below them."""
-    figure, ax = drawing.canvas(1000, 668, ALT)
     title = "Token 0 meets one K/V block a round, and its weights always add up to 1"
-    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
+    figure, ax = shapes.headed(668, ALT, title)
     drawing.write(ax, 20, 124, "weights so far", weight="bold")
     drawing.write(ax, 20, 148, "e^(score − m) / l", color=drawing.MUTED)
     drawing.write(ax, 20, 172, "summed over each block", color=drawing.MUTED)

@@ -28,19 +28,16 @@ def draw() -> drawing.Picture:
     """A point for each measured time of attention."""
     rows = [each for each in grades("fitted") if each.section == "attention"]
     errors = summary([each.error for each in rows])
-    figure, page = drawing.canvas(1000, 560, ALT)
     title = "Attention on 8 GPUs, measured by others: how far is the planner off?"
-    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     words = (
         f"median {errors['median']:.1%}, nine in ten within {errors['nine in ten']:.1%}, worst {errors['worst']:.1%}"
     )
     what = f"{len(rows)} times, one constant fitted for all   error: {words}"
-    drawing.write(page, 20, 65, what, color=drawing.MUTED)
     band = "band: where nine in ten further times lie"
-    drawing.write(page, 20, 91, band, color=drawing.MUTED)
+    figure, _ = shapes.headed(560, ALT, title, {65: what, 91: band})
 
-    ax = figure.add_axes((0.085, 0.12, 0.655, 0.68), facecolor=drawing.PAGE)
-    shapes.plain(ax)
+    place = (0.085, 0.12, 0.655, 0.68)
+    ax = shapes.numbers(figure, place, x="measured ms of a layer", y="predicted / measured - 1")
     low, high = interval([each.ratio() for each in rows])
     ax.axhspan(100 / high - 100, 100 / low - 100, color=drawing.CARD, zorder=0)
     ax.axhline(0, color=drawing.MUTED, lw=1.2)
@@ -52,8 +49,6 @@ def draw() -> drawing.Picture:
     ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     ax.set_xticks([], minor=True)
     ax.set_yticks(range(-20, 30, 10), [f"{error:+d} %" if error else "0" for error in range(-20, 30, 10)])
-    ax.set_xlabel("measured ms of a layer", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
-    ax.set_ylabel("predicted / measured - 1", fontsize=0.72 * drawing.TEXT, color=drawing.INK)
 
     key = figure.add_axes((0.76, 0.12, 0.23, 0.68), facecolor=drawing.PAGE)
     key.set(xlim=(0, 230), ylim=(380, 0))

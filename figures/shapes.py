@@ -37,6 +37,28 @@ def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], **opti
     ax.add_patch(FancyArrowPatch(start, end, **{**look, **options}))
 
 
+def headed(height: int, alt: str, title: str, lines: dict[int, str] | None = None) -> tuple[drawing.Picture, Axes]:
+    """A picture 1000 pixels wide with its title; below it, muted lines by their height. Returns it and its axes."""
+    figure, page = drawing.canvas(1000, height, alt)
+    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
+    for y, line in (lines or {}).items():
+        drawing.write(page, 20, y, line, color=drawing.MUTED)
+    return figure, page
+
+
+def numbers(
+    figure: drawing.Picture, place: tuple[float, float, float, float], *, x: str = "", y: str = "", title: str = ""
+) -> Axes:
+    """Axes with numbers at `place` (left, bottom, width, height, as shares of the picture), named x, y and title."""
+    ax = figure.add_axes(place, facecolor=drawing.PAGE)
+    plain(ax)
+    look: dict[str, Any] = {"fontsize": 0.72 * drawing.TEXT, "color": drawing.INK}
+    ax.set_xlabel(x, **look)
+    ax.set_ylabel(y, **look)
+    ax.set_title(title, **look, loc="left", weight="bold")
+    return ax
+
+
 def plain(ax: Axes) -> None:
     """The look of axes with numbers: readable labels, a pale grid behind the data, no frame."""
     ax.tick_params(labelsize=0.72 * drawing.TEXT, colors=drawing.INK, length=0)

@@ -35,13 +35,11 @@ def draw() -> drawing.Picture:
     """The timelines of ringlab/support/drawing.py below each other, each with its end marked."""
     rings = runs()
     ends = [duration(events) for events in rings.values()]
-    figure, page = drawing.canvas(1000, HEIGHT, ALT)
     title = f"One slow link of {P}: every rank waits, and the ring takes {ends[1] / ends[0]:.1f} times as long"
-    drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     rates = f"links of {FAST / 1e9:g} GB/s, the slow one {SLOW / 1e9:g}"
-    drawing.write(page, 20, 64, f"Simulated: {FLOPS / 1e12:g} TFLOP/s, C = {CHUNK:,}, {rates}", color=drawing.MUTED)
     key = "thick: computing on a block   thin: sending it   hatched: waiting, to send or to receive"
-    drawing.write(page, 20, 90, key, color=drawing.MUTED)
+    what = f"Simulated: {FLOPS / 1e12:g} TFLOP/s, C = {CHUNK:,}, {rates}"
+    figure, page = shapes.headed(HEIGHT, ALT, title, {64: what, 90: key})
     for (name, events), top in zip(rings.items(), TOPS.values(), strict=True):
         drawing.write(page, 20, top - 14, name, size=16, weight="bold")
         ax = figure.add_axes((0.075, 1 - (top + LANES) / HEIGHT, 0.905, LANES / HEIGHT), facecolor=drawing.PAGE)

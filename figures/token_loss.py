@@ -105,11 +105,9 @@ def _row(ax: Axes, top: int, name: str, labels: Tensor, at: Tensor) -> None:
 
 def draw() -> drawing.Picture:
     """Three rows of bars, in the colours of the ranks that hold the tokens."""
-    figure, ax = drawing.canvas(1000, 722, ALT)
     title = "Two mistakes that raise no error, in the loss of each token"
-    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
     key = f"loss: −log of the label's probability. {S} tokens on {P} ranks, {LAYOUT}. A colour: one rank. Dark: wrong"
-    drawing.write(ax, 20, 66, key, color=drawing.MUTED)
+    figure, ax = shapes.headed(722, ALT, title, {66: key})
     for top, (name, (labels, at)) in zip(TOPS, runs().items(), strict=True):
         _row(ax, top, name, labels, at)
     return figure

@@ -77,9 +77,8 @@ def _table(ax: Axes, left: float, table: Table) -> None:
 
 def draw() -> drawing.Picture:
     """The three tables, side by side."""
-    figure, ax = drawing.canvas(1000, 500, ALT)
     title = f"An all-to-all exchanges tokens for heads: {S} tokens, {H} query heads on {G}, {P} ranks"
-    drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
+    figure, ax = shapes.headed(500, ALT, title)
     for left, table in zip(PANELS, held(), strict=True):
         _table(ax, left, table)
     text = f"A number is the rank that holds the cell. {LAYOUT.capitalize()} layout; between, the tokens are in order."

@@ -95,3 +95,5 @@ def pytest_collection_finish(session):
         PRELOAD.append("ringlab.models.hugging_face_generate")
     if "models_hugging_face_trainer" in tested:  # and TRL
         PRELOAD.append("ringlab.models.hugging_face_trainer")
+    if tested & {"models_train", "models_damage"}:  # and checkpoints
+        PRELOAD.append("ringlab.models.train")

@@ -49,15 +49,11 @@ class WrongAnswer:
     def exact(self, name: str) -> Tensor:
         return self.right[name].exact
 
-    def bad_numbers(self, name: str) -> Tensor:
-        """The numbers of a result that rounding does not allow, bool in the shape of the result."""
-        right = self.right[name]
-        error = right.error(self.answer.results[name].to(right.dtype)).nan_to_num(nan=torch.inf)
-        return error > right.allowed
-
     def bad(self, name: str) -> Tensor:
-        """(B, H, S) bool: the rows with such a number."""
-        return rows_with(self.bad_numbers(name))
+        """(B, H, S) bool: the rows of a result with a number that rounding does not allow."""
+        right = self.right[name]
+        numbers = right.error(self.answer.results[name].to(right.dtype)).nan_to_num(nan=torch.inf) > right.allowed
+        return numbers.any(dim=3) if numbers.dim() == 4 else numbers
 
     @cached_property
     def _allowed(self) -> dict[str, tuple[float, float]]:
@@ -110,11 +106,6 @@ class WrongAnswer:
     @property
     def scale(self) -> float:
         return self.case.head_dim**-0.5 if self.case.scale is None else self.case.scale
-
-
-def rows_with(numbers: Tensor) -> Tensor:
-    """(B, H, S): the rows of a bool (B, H, S, D) with a number that is True; an lse has one number in a row."""
-    return numbers.any(dim=3) if numbers.dim() == 4 else numbers
 
 
 def ratio(x: Tensor, right: Tensor) -> float:

@@ -184,7 +184,7 @@ def show(step: Step, wish: Wish) -> None:
     if not ranked:
         show_what_is_missing(step, wish)
         return
-    print(f"    tokens/s a GPU        s     GiB  way; GiB with a reserve of {RESERVE:.1%}, the error of the planner")
+    print(f"    tokens/s a GPU        s     GiB  way; GiB with a reserve of {RESERVE:.1%}, the error on training peaks")
     for each in ranked[:SHOWN]:
         print(f"    {digits(each.speed):>14} {digits(each.seconds):>8} {digits(each.held / GIB):>7}  {each.name}")
     first, known = ranked[0], ranked[0].interval

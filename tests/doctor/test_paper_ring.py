@@ -59,8 +59,9 @@ def test_chunks_of_unequal_lengths():
     case = Case(4, 25, True)
     for name, right in case.right().items():
         assert right.accepts(compute(case)[name])
-    with pytest.raises(NotOnPaper):
-        compute(case, CATALOGUE["two_seats"].variants[0](RIGHT))
+    for name in ("two_seats", "gathered_in_order_of_arrival", "wrong_slice_of_the_gradient", "delta_of_another_rank"):
+        with pytest.raises(NotOnPaper):
+            compute(case, CATALOGUE[name].variants[0](RIGHT))
 
 
 def answer(case, change):

@@ -1,7 +1,6 @@
 """The benches run and count what they should, and their committed tables show their numbers. Nothing is timed."""
 
 import importlib
-import inspect
 import itertools
 import json
 import os
@@ -17,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import (
-    accuracy,
     against_peers,
     five_ways,
     generation,
@@ -32,7 +30,6 @@ from bench import (
     record,
     retrieval,
     ring_vs_full,
-    shared_memory,
     training_speed,
 )
 from ringlab.support.processes import RankContext
@@ -58,20 +55,19 @@ def _in_the_pool(ranks, monkeypatch):
     def launch(work, world_size, *args):
         return ranks(world_size, without_pause, work, *args)
 
-    ours = (accuracy, against_peers, generation, in_context_rl, loss_curves, masked_rings, overlap, retrieval)
-    for bench in (*ours, ring_vs_full, shared_memory, training_speed):
+    ours = (against_peers, generation, in_context_rl, loss_curves, masked_rings, overlap, retrieval)
+    for bench in (*ours, ring_vs_full, training_speed):
         monkeypatch.setattr(bench, "launch", launch)
-    for bench in (against_peers, shared_memory):
-        monkeypatch.setattr(bench, "pin", lambda cores: None)  # it would pin this process too
+    monkeypatch.setattr(against_peers, "pin", lambda cores: None)  # it would pin this process too
 
 
 @pytest.fixture
-def run(_in_the_pool, tmp_path):
+def run(_in_the_pool, tmp_path, monkeypatch):
     """run(bench, part, ...): the results of a small run, which shows `part` in its table and leaves no file behind."""
 
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
+
     def small(bench, part, *args, **sizes):
-        if "folder" in inspect.signature(bench.measure).parameters:
-            sizes["folder"] = tmp_path
         results = bench.measure(*args, **sizes)
         assert part in bench.table(results)
         assert list(tmp_path.iterdir()) == []
@@ -130,8 +126,11 @@ GAMES = {"trajectories": 1, "seeds": [0, 1], "steps": 2, "batch": 2, "histories"
 STEPS = {"chunk": 16, "steps": 1, "repetitions": 2, "layers": 1, "hidden": 16, "feedforward": 16}
 CURVES = {"steps": 2, "seq_len": 16, "batch": 2, "layers": 1, "hidden": 16}
 RUNS = {  # a small run of a bench: a part of its table, what it measures
-    "ring_vs_full": ("| P = 2 | ring_attention, 2 ranks |", [SPEED, {"worlds": [3], "chunk": 64, **ONE}], {}),
-    "shared_memory": ("| 2 | 64 | bfloat16 |", [[2], [64]], SHORT),
+    "ring_vs_full": (
+        "| P = 2 | ring_attention, P ranks |",
+        [],
+        {**SPEED, "memory": {"worlds": [3], "chunk": 64, **ONE}},
+    ),
     "retrieval": ("| 4 x, ring of 4 | 48 |", [], TEXTS),
     "in_context_rl": ("| Thompson sampling | 0.", [], GAMES),
     "memory": (
@@ -140,7 +139,7 @@ RUNS = {  # a small run of a bench: a part of its table, what it measures
         {"heads": 1, "head_dim": 64, "world_size": 2, "naive_limit": 1024},
     ),
     "against_peers": (
-        "| causal forward | flash ring, contiguous (idle",
+        "| causal forward | flash ring, contiguous |",
         [PEERS, {"worlds": [1, 3], "chunk": 8, "heads": 4, "head_dim": 8}],
         {},
     ),
@@ -153,19 +152,14 @@ RUNS = {  # a small run of a bench: a part of its table, what it measures
 }
 
 
-def no_public_way(context, causal):
-    return ""
-
-
-LONG = ("ring_vs_full", "shared_memory", "retrieval", "memory", "loss_curves")  # five seconds or more
+LONG = ("ring_vs_full", "retrieval", "memory", "loss_curves")  # five seconds or more
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.exhaustive if it in LONG else ()) for it in RUNS])
-def test_a_small_run(run, name, monkeypatch):
-    if name in ("shared_memory", "max_context") and not hasattr(os, "memfd_create"):
+def test_a_small_run(run, name):
+    if name == "max_context" and not hasattr(os, "memfd_create"):
         pytest.skip("needs Linux")
-    monkeypatch.setattr(training_speed, "public_way", no_public_way)
     part, given, sizes = RUNS[name]
     results = run(importlib.import_module(f"bench.{name}"), part, *given, **sizes)
     counted = [row for row in results.get("bytes", results).get("rows", ()) if "formula" in row]
@@ -189,11 +183,12 @@ def test_results_are_kept_and_a_stopped_bench_goes_on_where_it_was(tmp_path, mon
         return "old"
 
     (tmp_path / "ringlab/support").mkdir(parents=True)
+    steps = {"a": ("a",), "b": ("b",)}
     for cores, changed, kept in ((1, None, True), (2, None, False), (1, "ringlab/support/new.py", False)):
         with pytest.raises(KeyboardInterrupt):
-            record.in_steps("slow", {"cores": 1}, ["a", "b"], stops_at_b, tmp_path)
+            record.in_steps("slow", {"cores": 1}, steps, stops_at_b)
         (tmp_path / (changed or "notes.md")).write_text("faster")
-        results = record.in_steps("slow", {"cores": cores}, ["a", "b"], lambda step: "new", tmp_path)
+        results = record.in_steps("slow", {"cores": cores}, steps, lambda step: "new")
         assert results == {"a": "old" if kept else "new", "b": "new"}
     assert not list(tmp_path.glob("*unfinished*"))
 
@@ -216,8 +211,8 @@ def test_claims_of_longer_contexts():
     assert all((worse < better).all() for worse, better in itertools.pairwise(rewards))
 
 
-def doubled(q, k, v, d_out, **options):
-    return (2 * q,) if d_out is None else (2 * q, q, q, q)
+def doubled(q, k, v, **options):
+    return 2 * q
 
 
 def too_large(*qkv, **options):
@@ -257,9 +252,9 @@ def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, name, mistake, work
 
 @pytest.mark.parametrize(("dtype", "layout"), gpu.CASES)
 def test_the_simulated_ring_of_the_gpu_bench_is_right(dtype, layout):
-    inputs = accuracy.inputs(36, 2, 8, dtype)
+    inputs = gpu.inputs(36, 2, 8, dtype)
     right = exact_attention(*inputs, causal=layout != "full", fused_blocks=3)
-    for name, x in zip(accuracy.RESULTS, gpu.simulated_ring(*inputs, layout, 3), strict=True):
+    for name, x in zip(gpu.RESULTS, gpu.simulated_ring(*inputs, layout, 3), strict=True):
         assert_right(x.to(right[name].dtype), right[name], name)
 
 
@@ -279,7 +274,7 @@ def test_gpu_bench_runs(monkeypatch, capsys):
         assert said == ["WRONG ways: it failed: rank 1 was killed", "WRONG doctor: SICK", "ok    speed: fast"]
     monkeypatch.setattr(gpu, "CASES", [("float32", "striped")])
     monkeypatch.setattr(gpu, "REPETITIONS", 1)
-    size = {"seq_len": 32, "heads": 2, "head_dim": 8}
+    size = 32, 2, 8
     (line,) = gpu.measured_blocks("cpu", size, size)
     assert re.fullmatch(r"float32, striped, cpu flash: errors out [\d.]+, dq .*; speed \d\.\d\d", line)
     monkeypatch.setattr(gpu, "merge_into", lambda out, lse, out_j, lse_j: None)

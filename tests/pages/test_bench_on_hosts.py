@@ -6,22 +6,18 @@ import shutil
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
+from statistics import mean
 
 import psutil
 import pytest
 
-from bench import five_ways, gradients_home, hosts, overlap, overlap_threshold, unequal_links
+from bench import five_ways, gradients_home, hosts, overlap, overlap_threshold, record, unequal_links
 from bench import five_ways_predicted as prediction
-from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, TRAIN, peer
 from bench.overlap_threshold import knee, shares
-from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hidden_share
-from ringlab.planning.ways import WAYS, Cluster
+from ringlab.planning.hidden_communication import AttentionLayer, hidden_share
 from ringlab.support.processes import launch
 from tests.commands import LIMIT, ROOT, ends_soon, wait_for
-
-SIZE = {"heads": 4, "kv_heads": 4, "head_dim": 8}
 
 
 @pytest.fixture(scope="module")
@@ -30,119 +26,25 @@ def _allowed():
         pytest.skip(f"no hosts here: {reason}")
 
 
-FLOPS, LATENCY = {FORWARD: 2e9, BACKWARD: 1e9}, 0.001
-SENT = {("send", "inside"): 1e9, ("all-to-all", "inside"): 8e8, ("send", "between"): 1e7}  # bytes/s of a rank
-SENT |= {("all-gather", "between"): 1.8e7, ("all-to-all", "between"): 1.2e7}
-
-
-def calibrated(core=1e-9):
-    """The calibration of 2 hosts of 2 ranks, whose speeds are the same for all lengths and bytes."""
-    computing = [
-        {"pass": which, "mask": mask, "length": length, "flops": FLOPS[which]}
-        for which in FLOPS
-        for mask in ("none", "causal")
-        for length in (128, 256)
-    ]
-    messages = [
-        {"kind": kind, "place": place, "bytes": size, "seconds": LATENCY + size / rate, "core": core * size}
-        for (kind, place), rate in SENT.items()
-        for size in (0, 10**6, 10**9)
-    ]
-    cluster = Cluster(2, 2, 2e9, 1e9, 2e7, 1, 5e9, LATENCY, LATENCY, 1e9, 0.001, 1.5)
-    made = {"seconds": 30.0}
-    return {"cluster": asdict(cluster), "computing": computing, "messages": messages, "made": made}
-
-
-def as_predicted(rate=20e6, slower=1.0, core=1e-9, **ways):
-    """Results of a machine that does what is predicted, but for `ways`, which take so many times as long."""
-    cell = {"hosts": 2, "per_host": 2, "rate": rate}
-    row = {**cell, "seq_len": 1024, "seconds": {}}
-    results = {"dtype": "float32", **SIZE, "machines": [{**cell, "machine": calibrated(core)}], "rows": [row]}
-    for way in WAYS:
-        forward = prediction.predicted(results, row, way, FORWARD)
-        both = prediction.predicted(results, row, way, TRAIN)
-        for which, seconds in ((FORWARD, forward), (BACKWARD, both - forward)):
-            row["seconds"][f"{way}, {which}"] = [slower * seconds * ways.get(way, 1.0)] * 2
-    for which in (FORWARD, BACKWARD):
-        row["seconds"] |= {f"{peer(rotation)}, {which}": [1.0, 1.0] for rotation in ROTATIONS}
-    return results
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_computing_alone_by_hand(way):
-    """All pieces have one speed, so only the pairs count: half of those of S x S, by four ranks."""
-    results = as_predicted()
-    layer = AttentionLayer(4, 4, 8, itemsize=4)
-    for which in (FORWARD, BACKWARD):
-        flops = block_flops(layer, 1024 * 1025 / 2 / 4, backward=which == BACKWARD)
-        assert prediction.alone(results, results["rows"][0], way, which) == pytest.approx(
-            flops / FLOPS[which], rel=4e-3
-        )  # all-to-all, by a head: no rank has more; in zigzag a rank may have C pairs more
-
-
-def test_speeds_between_two_lengths_and_beyond_them():
-    table = [{"length": 128, "flops": 1.0}, {"length": 512, "flops": 3.0}]
-    assert [prediction.flops_at(table, length) for length in (1, 128, 256, 512, 10**6)] == [1, 1, 2, 3, 3]
-
-
-@pytest.mark.parametrize(
-    ("way", "inside", "between", "latencies"),
-    [
-        ("ring", 1e9, 2e7, (1, 1)),
-        ("double ring", 1e9, 2e7, (1, 1)),
-        ("all-gather", 1e9, 1.8e7, (1 / 3, 1 / 3)),  # each of three steps
-        ("all-to-all", 8e8, 2 * 1.2e7 * 2 / 3, (1, 1)),  # two of a rank's three messages leave the host
-        ("hybrid", 8e8, 2e7, (1, 1)),
-    ],
-)
-def test_each_way_has_the_speed_of_its_messages(way, inside, between, latencies):
-    machine = calibrated()
-    cluster = prediction.wires(machine, Cluster(**machine["cluster"]), way)
-    assert (cluster.bandwidth, cluster.host_bandwidth) == (pytest.approx(inside), pytest.approx(between))
-    assert (cluster.latency, cluster.host_latency) == tuple(pytest.approx(each * LATENCY) for each in latencies)
-
-
-def test_what_a_core_copies_by_hand(monkeypatch):
-    """Ring of 4 ranks: 3 hops of K and V, 65,536 bytes each. A core copies them for its NIC, and for both its ranks."""
-    computing, pass_of = [], prediction.pass_of
-
-    def noted(way, work, **options):
-        computing.append(block_flops(AttentionLayer(4, 4, 8, itemsize=4), 1024 * 256 / 2) / work.cluster.flops)
-        return pass_of(way, work, **options)
-
-    busy, free = as_predicted(core=1e-6), as_predicted(core=0.0)
-    monkeypatch.setattr(prediction, "pass_of", noted)
-    for results in (busy, free):
-        prediction.predicted(results, results["rows"][0], "ring", FORWARD)
-    assert computing[0] - computing[1] == pytest.approx(1e-6 * 3 * 65536 * (1 + 2))
-
-
-def test_verdicts_of_the_five_ways():
-    exact = as_predicted()
-    assert prediction.errors(exact) == pytest.approx([0.0] * 10)
-    assert [prediction.excess(exact, row, which) for row, which in prediction.cells(exact)] == [0.0, 0.0]
-    right, pairs = prediction.pairs_in_order(exact)
-    assert right == pairs >= 3
-    slower = as_predicted(slower=1.2)
-    assert prediction.errors(slower) == pytest.approx([0.2] * 10)
-    assert prediction.pairs_in_order(slower) == (right, pairs)
-
-    (row,) = exact["rows"]
-    advised = min(WAYS, key=lambda way: prediction.predicted(exact, row, way, FORWARD))
-    wrong = as_predicted(**{advised: 3.0})
-    assert prediction.excess(wrong, wrong["rows"][0], FORWARD) > 1
-    right, pairs = prediction.pairs_in_order(wrong)
-    assert right < pairs
-    fastest = prediction.over_peers(exact)["fastest"]
-    assert fastest[0] == pytest.approx(1 / prediction.predicted(exact, row, advised, FORWARD))
+def test_a_wrong_prediction_of_the_five_ways_is_seen():
+    """Predicted from a calibration alone, measured between two hosts; each number is in the committed table."""
+    results = record.load("five_ways")
+    assert mean(abs(error) <= prediction.NEAR for error in prediction.errors(results)) > 0.95
+    late = [prediction.excess(results, row, which) for row, which in prediction.cells(results)]
+    assert mean(share <= prediction.NOISE for share in late) > 0.8
+    for machine in results["machines"]:
+        for each in machine["machine"]["computing"]:
+            each["flops"] *= 2
+    assert mean(abs(error) <= prediction.NEAR for error in prediction.errors(results)) < 0.5
 
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("_allowed")
-def test_unequal_links_bench_runs(tmp_path):
+def test_unequal_links_bench_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
     size = {"seq_len": 64, "heads": 1, "head_dim": 8, "flops": 1e6, "repetitions": 1}
     cured = "devices 1 and 3 at a third, chunks in proportion"
-    results = unequal_links.measure([cured], folder=tmp_path, **size)
+    results = unequal_links.measure([cured], **size)
     (row,) = results["rows"]
     assert row["lengths"] == [24, 9, 23, 8]
     assert len(row["bandwidths"]) == 4

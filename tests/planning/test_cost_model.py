@@ -15,7 +15,7 @@ import pytest
 from ringlab.planning import cost_model
 from ringlab.planning.machine import MAKE, write_machine
 from ringlab.planning.memory import CONTEXT, RESERVE, step_bytes
-from ringlab.planning.plan import ERRORS, Plan, Wish, best, candidates, changes, digits, gains, longest
+from ringlab.planning.plan import ERRORS, Plan, Wish, best, candidates, changes, gains, longest
 from ringlab.planning.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ringlab.planning.step import Step, step_seconds
 from ringlab.planning.ways import Cluster
@@ -219,8 +219,3 @@ def test_five_users():
     )
     assert "cp 8, tp 1" in one_card.splitlines()[2]  # inside a host
     assert "hybrid of" in many_cards.splitlines()[2]
-
-
-@pytest.mark.parametrize(("number", "text"), [(0.01789, "0.0179"), (5.891, "5.89"), (3804.3, "3,804")])
-def test_three_digits(number, text):
-    assert digits(number) == text

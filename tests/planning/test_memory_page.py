@@ -4,8 +4,6 @@ import json
 import re
 from dataclasses import replace
 
-import pytest
-
 from bench import max_context, memory
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.memory import peak_bytes, peak_bytes_backward
@@ -66,23 +64,6 @@ def test_the_sums_are_those_of_the_code():
         "G": round(max_context.counted("ring", C, **size) / (4 * CHUNK)),
         "H": 13,  # below
     }
-
-
-@pytest.mark.parametrize(("less", "more"), [("A", "B"), ("E", "G")])
-def test_two_columns_differ_by_what_is_said(less, more):
-    two = [columns(PAGE)[name] for name in (less, more)]
-    differing = {row for row in two[0] if two[0][row] != two[1][row]} - {"sum"}
-    kernel = "a copy of the output's gradient, in the kernel"
-    assert differing == ({"q", "its own K and V"} if less == "A" else {kernel})
-
-
-def test_the_training_of_a_zigzag_ring_counts_no_inputs_and_half_blocks():
-    G, H = columns(PAGE)["G"], columns(PAGE)["H"]
-    found = "dq, dk and dv of the block in hand"
-    assert {row for row in G if G[row] != H[row]} == INPUTS | {found, "sum"}
-    assert all(H[row] == 0 for row in INPUTS)
-    for queries, keys in ((1, 1 / 2), (1 / 2, 1)):  # of a zigzag piece: dq and the copy, dk and dv
-        assert 2 * queries + 2 * keys == H[found] + 1
 
 
 def test_the_measured_numbers_are_those_of_the_results():

@@ -9,7 +9,6 @@ from torch._subclasses import FakeTensor
 
 import ring_attn
 from bench.longest_training import GRAIN, kept_by_a_layer, kept_bytes, longest_chunk, peak_bytes
-from figures import ring_memory as picture
 from ring_attn import hop, ring_attention
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.models.transformer import Config, Transformer, summed_loss
@@ -49,15 +48,6 @@ def test_the_peak_of_a_real_hop_is_modelled(ranks):
 def test_the_peak_of_a_real_training_step_is_modelled(ranks, dtype, kv_heads):
     layer = AttentionLayer(heads=4, kv_heads=kv_heads, head_dim=16, itemsize=dtype.itemsize)
     assert ranks(3, peak_in_training, layer, 64, dtype) == [peak_bytes_backward(layer, 64)] * 3
-
-
-def test_the_points_of_the_picture_by_hand():
-    row = 2 * 4096  # bytes of a token in a block; 32 layers' inputs beside what is at work
-    assert picture.full_at("blockwise") == 80e9 // (33 * row)
-    assert picture.full_at("ring") == 80e9 // (38 * row / 64)
-    assert picture.full_at("all-gather") == 80e9 // (34 * row / 64 + 2 * row)
-    S = picture.full_at("vanilla")
-    assert 64 * S**2 + 32 * row * S <= 80e9 < 64 * (S + 1) ** 2 + 32 * row * (S + 1)
 
 
 # A training step in float32: the prediction of bench/longest_training.py ----------------------------------------------

@@ -4,7 +4,6 @@ from itertools import pairwise, permutations
 from unittest import mock
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,11 +18,7 @@ from ringlab.planning.unequal import (
     simulate_timeline,
     unequal_ring,
 )
-from ringlab.support import timeline
-from ringlab.training import overlap
 from ringlab.training.causal import visible_pairs
-from tests.attention import SEED
-from tests.rings import chunks
 
 TIMES = st.integers(0, 20)  # whole seconds: no rounding
 WORLDS = st.integers(1, 9)
@@ -114,28 +109,6 @@ def test_causal_layouts_when_a_hop_takes_as_long_as_what_is_visible(layout, show
     computing = (visible_pairs(layout, P * C, P) / C**2).tolist()
     with_hops, without = (duration(simulated(computing, [hop] * P)) for hop in (visible, 0))
     assert with_hops - without == pytest.approx(shown, abs=P / C)
-
-
-def recorded(context, x, lengths):
-    chunk = chunks(context, lengths, x)[0]
-    with timeline.record(chunk, ring=overlap.ring_attention) as events:
-        overlap.ring_attention(chunk, chunk, chunk)
-    return events
-
-
-def test_a_real_ring_does_the_same_things_in_the_same_order(ranks):
-    P = 3
-    x = torch.randn(1, 1, 4 * P, 2, generator=torch.Generator().manual_seed(SEED))
-    real = ranks(P, recorded, x, [4] * P)[0]
-    model = simulated(even(P, 1.0), [2.0] * P)  # every rank waits in every round, as the record of a real ring says
-
-    def diary(events, what, rank):
-        mine = sorted((it for it in events if (it.what, it.rank) == (what, rank)), key=lambda it: it.start)
-        return [(it.round, it.block) for it in mine]
-
-    for what in ("compute", "send", "wait"):
-        for rank in range(P):
-            assert diary(real, what, rank) == diary(model, what, rank), f"{what}, rank {rank}"
 
 
 def test_a_block_that_takes_no_time_leaves_no_event_but_travels_on():
