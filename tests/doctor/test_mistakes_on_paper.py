@@ -246,15 +246,10 @@ def each(change, *names):
     return lambda r: {name: change(r[name]) for name in names}
 
 
-def everywhere(x):
-    """(1, B, H, C, D) of one rank -> of all ranks."""
-    return x.expand(3, *x.shape[1:])
-
-
-SUM, MEAN = (lambda x: everywhere(x.sum(0, True))), (lambda x: everywhere(x.mean(0, True)))
-PLACES = {  # the entry: for each variant what becomes of the right dq, dk and dv, (P, B, H, C, D), on 3 ranks
+SUM, MEAN = (lambda x: x.sum(0, True)), (lambda x: x.mean(0, True))
+PLACES = {  # the entry: for each variant what becomes of the right dq, dk and dv, (P, B, H, C, D), on 3 ranks or on all
     "dq_averaged_over_ranks": [each(MEAN, "dq"), each(SUM, "dq")],
-    "wrong_slice_of_the_gradient": [each(lambda x: everywhere(x[:1]), *KV), each(lambda x: everywhere(x[2:]), *KV)],
+    "wrong_slice_of_the_gradient": [each(lambda x: x[:1], *KV), each(lambda x: x[2:], *KV)],
     "gradient_rows_rolled": [
         each(lambda x, by=by: x.roll(by, -2), *names) for names in (("dk",), ("dv",), KV) for by in (1, -1)
     ],
@@ -286,7 +281,7 @@ def test_right_gradients_in_wrong_places(name):
         right = compute(case)
         chunks = {n: torch.stack([case.cut(right[n], rank) for rank in range(3)]) for n in ("dq", *KV)}
         for number, change in enumerate(PLACES[name]):
-            changed = {n: case.join(list(x)) for n, x in change(chunks).items()}
+            changed = {n: case.join(list(x.expand_as(chunks[n]))) for n, x in change(chunks).items()}
             assert_same(on_paper(case, name, number), right | changed)
 
 
@@ -539,12 +534,13 @@ def rounded(*which, to=None):
     """At each merge out, lse and the lse that are given are rounded, those that `which` names: to the dtype of q."""
 
     def merge_of(x):
-        in_16_bits = {name: lambda y: narrow(y, to or x.dtype) for name in which}
-        out_of, lse_of, given = (in_16_bits.get(name, lambda y: y) for name in ("out", "lse", "given"))
+        def cast(name, y):
+            return narrow(y, to or x.dtype) if name in which else y
 
         def merge(out, lse, out_j, lse_j, _):
-            lse, lse_j = given(lse), given(lse_j)
-            return out_of(out + torch.sigmoid(lse_j - lse)[..., None] * (out_j - out)), lse_of(lse.logaddexp(lse_j))
+            lse, lse_j = cast("given", lse), cast("given", lse_j)
+            out = out + torch.sigmoid(lse_j - lse)[..., None] * (out_j - out)
+            return cast("out", out), cast("lse", lse.logaddexp(lse_j))
 
         return folded(merge)(x)
 
