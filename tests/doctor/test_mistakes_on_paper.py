@@ -137,8 +137,8 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
     "causal_per_block": (
         ALL_MASKS,
         lambda x: x.n <= x.i,
-        lambda x: (x.n <= x.i) & x.met(x.seen),
         lambda x: (x.n <= x.i) & x.beside,
+        lambda x: (x.n <= x.i) & x.met(x.seen),
         lambda x: (x.n <= x.i) & x.beside & x.met(x.seen),
     ),
     "halves_swapped": ([ZIGZAG], lambda x: x.believed(lambda r: x.case.positions(r).roll(3))),
@@ -565,7 +565,7 @@ def rounded_sum(to):
     return out_and_lse
 
 
-LOG_2, TO = math.log(2), (None, torch.bfloat16)
+LOG_2, TO = math.log(2), (None, None, torch.bfloat16, torch.bfloat16)
 MERGES = {  # the entry: of each variant out and lse
     "no_rescale": [lambda x: x.sums(x.so_far, x.so_far)],
     "l_not_rescaled": [lambda x: x.sums(x.so_far, x.m)],
@@ -577,10 +577,10 @@ MERGES = {  # the entry: of each variant out and lse
     "own_max_per_block": [
         lambda x, which=which: x.by_own_max(x.s[which].amax(dim=-1).amax(dim=0)) for which in ([-1], [0, 1, 2, 3], [-1])
     ],
-    "shares_exchanged": [folded(lambda a, lse, b, lse_j, share: (b + share * (a - b), lse.logaddexp(lse_j)))] * 2,
+    "shares_exchanged": [folded(lambda a, lse, b, lse_j, share: (b + share * (a - b), lse.logaddexp(lse_j)))] * 3,
     "averages_added": [lambda x: (x.outs.sum(dim=0), x.lse)],
     "averages_averaged": [lambda x: (x.outs.mean(dim=0), x.lse)] * 2,
-    "running_half": [folded(lambda out, lse, out_j, lse_j, _: ((out + out_j) / 2, lse.logaddexp(lse_j)))] * 2,
+    "running_half": [folded(lambda out, lse, out_j, lse_j, _: ((out + out_j) / 2, lse.logaddexp(lse_j)))] * 3,
     "lse_of_zeros": [lambda x: x.averaged(0 * x.lses)] * 2,
     "natural_as_base_2": [lambda x: (x.averaged(x.lses * LOG_2)[0], x.averaged(x.lses * LOG_2)[1] / LOG_2)],
     "lse_not_updated": [folded(lambda out, lse, out_j, _, share: (out + share * (out_j - out), lse))],
@@ -588,7 +588,7 @@ MERGES = {  # the entry: of each variant out and lse
         folded(lambda out, lse, out_j, lse_j, share: (out + share * (out_j - out), lse.maximum(lse_j))),
         lambda x: (((x.lses - x.lses.amax(dim=0)).exp()[..., None] * x.outs).sum(dim=0), x.lses.amax(dim=0)),
     ],
-    "sums_in_16_bits": [round_it for to in TO for round_it in (rounded("out", to=to), rounded_sum(to))],
+    "sums_in_16_bits": [*(rounded("out", to=to) for to in TO), rounded_sum(None), rounded_sum(torch.bfloat16)],
     "lse_in_16_bits": [rounded(*which, to=to) for which in (["lse"], ["lse", "given"]) for to in TO],
 }
 
@@ -605,12 +605,19 @@ def test_the_results_of_blocks_are_put_together_wrongly(name):
             assert_same({n: case.cut(found[n], rank) for n in ("out", "lse")}, {"out": out, "lse": lse})
 
 
-@pytest.mark.parametrize("name", ["averages_averaged", "running_half", "shares_exchanged"])
-def test_one_variant_leaves_out_the_blocks_of_which_a_rank_sees_nothing(name):
-    """Under a causal mask rank 0 has one block then, and is right."""
-    right = CAUSAL.cut(compute(CAUSAL)["out"], 0)
-    outs = [CAUSAL.cut(on_paper(CAUSAL, name, i)["out"], 0) for i in range(len(CATALOGUE[name].variants))]
-    assert [torch.allclose(out, right, equal_nan=True) for out in outs].count(True) == 1
+@pytest.mark.parametrize(
+    ("name", "right"),  # variants that leave out rows or blocks, and those that merge all
+    [
+        ("averages_averaged", [True, False]),
+        ("running_half", [True, True, False]),
+        ("shares_exchanged", [False, True, True]),
+    ],
+)
+def test_what_a_rank_does_not_see_is_left_out_or_merged(name, right):
+    """Under a causal mask rank 0 sees one block only."""
+    exact = CAUSAL.cut(compute(CAUSAL)["out"], 0)
+    outs = [CAUSAL.cut(on_paper(CAUSAL, name, number)["out"], 0) for number in range(len(right))]
+    assert [torch.allclose(out, exact, equal_nan=True) for out in outs] == right
 
 
 def test_the_lse_that_is_returned_in_base_2():
