@@ -17,7 +17,7 @@ from ring_doctor.asking.case import Case
 from ring_doctor.asking.names import module_named
 from ring_doctor.mistakes import CATALOGUE, PAGE, backward, gradients, masks, merging, other_ways, told, travel
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
-from ringlab.support.places import place_of
+from ringlab.support.processes import place_of
 
 TABLES = (other_ways, gradients, backward, masks, merging, travel)
 for table in TABLES:

@@ -19,8 +19,7 @@ from ring_doctor.asking.questions import questions
 from ring_doctor.catalogue import enter
 from ring_doctor.mistakes import CATALOGUE, PAGE
 from ring_doctor.options import claims_of, parse
-from ringlab.support.places import place
-from ringlab.support.processes import Raised
+from ringlab.support.processes import Raised, place
 from tests.doctor.odd_patients import own_chunk
 
 CPU = torch.device("cpu")
