@@ -93,15 +93,11 @@ PLANTED = [  # what is told, what is planted, and in which cases
     ("In dv all numbers are H/G times the right", times(lambda P: 3, "dv"), {"worlds": (2, 4), "heads": 6}),
     ("In dv all numbers are G/H times the right", times(lambda P: 1 / 3, "dv"), {"worlds": (2, 4), "heads": 6}),
     (
-        "c times the right numbers. Look at what this result is multiplied by, with P = 2, no mask",
-        times(lambda P: 0.1 * P, "dv"),
+        "c times the right numbers. Look at what this result is multiplied by, with P = 2",
+        times(lambda P: P / 9, "dv"),
         {},
     ),
-    (
-        "In dq, dk and dv all numbers are 0 times the right numbers. Look at detach",
-        times(lambda P: 0, *GRADIENTS),
-        {},
-    ),
+    ("In dq, dk and dv all numbers are 0 times the right", times(lambda P: 0, *GRADIENTS), {}),
     ("In lse all numbers are 1/log 2 times the right", times(lambda P: 1 / log(2), "lse"), {}),
     ("The numbers of dk are those of the right dv.", lambda case, x: {"dk": x["dv"], "dv": x["dk"]}, {}),
     ("In dk rank r has the right numbers of rank r + 1. Look at the hops", from_rank(lambda r, P: r + 1, "dk"), {}),
