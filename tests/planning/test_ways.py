@@ -66,6 +66,8 @@ def test_copies_and_unequal_shares():
     assert traffic("all-to-all", AttentionLayer(6, 3, 4), 8, host) == (64 * (3 + 4 + 3), 0)
     # backward, a rank of 4 heads on 2: 4 heads of dO there, 4 of dQ and 2·2 of dK and dV back
     assert traffic("all-to-all", AttentionLayer(8, 4, 4), 8, host, backward=True) == (64 * (4 + 4 + 4), 0)
+    # 3 and 2 query heads: of dO the other rank's, of dQ its own
+    assert traffic("all-to-all", AttentionLayer(5, 1, 4), 8, host, backward=True) == (64 * (2 + 3 + 2), 0)
 
 
 def test_published_rings_send_the_sums_once_more():
