@@ -252,7 +252,7 @@ def peak_memory(context: RankContext, chunk: int, heads: int, head_dim: int, sha
         peak = record.peak_extra(work)
         if peak is not None and has_memory(None):
             memory = host_memory(None)
-            peak += sum(os.fstat(fd).st_size for fd in memory.parts_of[memory.rank])
+            peak += sum(os.fstat(fd).st_size for fd in memory.fds[:2])  # its own parts
         peaks.append(peak)
     return peaks
 

@@ -40,13 +40,13 @@ from ringlab.planning.ways import WAYS
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
-from ringlab.training.all_to_all import Alone
+from ringlab.training.all_to_all import OwnSums
 from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import FlashRing, ring_flash_attention
 from ringlab.training.layouts import shard, unshard
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
-from ringlab.training.schedule import Round
+from ringlab.training.schedule import Round, Schedule
 
 MESHES = [(2, 2), (2, 4)]  # hosts x ranks of a host
 RATES = [125_000_000, 50_000_000, 20_000_000]  # bytes a second of a host's link, each way
@@ -66,7 +66,7 @@ def attentions(mesh: DeviceMesh) -> dict[str, Callable[[Tensor, Tensor, Tensor],
 
 
 @dataclass(frozen=True)
-class Unmoved(Alone):
+class Unmoved(Schedule):
     """Each round computes its pieces on the rank's own K and V: a way's computing, without its messages."""
 
     pieces: tuple[tuple[BlockSlice, ...], ...] = ()  # of each round
@@ -75,6 +75,9 @@ class Unmoved(Alone):
         """The rounds, as in `ringlab.training.flash_ring`."""
         for t, pieces in enumerate(self.pieces):
             yield t, k, v, pieces
+
+    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> OwnSums:
+        return OwnSums(k, v, dtype)
 
 
 def inputs(seq_len: int, heads: int, kv_heads: int, head_dim: int) -> list[Tensor]:

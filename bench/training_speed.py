@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bench import record
 from bench.against_peers import torch_loop
-from ringlab.models.loader import Text, read_batch
+from ringlab.models.loader import open_text, read_batch
 from ringlab.models.mesh import build_mesh
 from ringlab.models.train import RATE, build, take_step
 from ringlab.models.transformer import Config
@@ -56,7 +56,7 @@ def prepare(context: RankContext, method: str, seq_len: int, model: dict[str, in
     _, line = build_mesh(1, context.world_size, "cpu")
     sliced, optimizer = build(Config(**model), ATTENTION[method], line, torch.float32)
     place = context.rank, context.world_size
-    batch = read_batch(Text(), 1, 1, seq_len, "zigzag", (0, 1), place)
+    batch = read_batch(open_text(None), 1, 1, seq_len, "zigzag", (0, 1), place)
     return lambda: take_step(sliced, optimizer, *batch, rate=RATE)
 
 

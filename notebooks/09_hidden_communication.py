@@ -17,7 +17,7 @@
 # - count the memory of a chunk, in the forward and in the [backward pass](../docs/glossary.md#backward-pass),
 # - plan how long a sequence your own cluster can train.
 #
-# Track *plan*. Before it: chapters 1 to 8. 22 minutes to read, 20 for the exercises. Next:
+# Track *plan*. Before it: chapters 1 to 8. 22 minutes to read, 15 for the exercises. Next:
 # [18 · two speeds of wire](18_two_speeds_of_wire.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -26,12 +26,7 @@ from itertools import product
 
 from bench import max_context, record
 from figures import measured, slow_hop
-from notebooks.checks.hidden_communication import (
-    check_longest_sequence,
-    check_peak_memory_backward,
-    check_smallest_chunk,
-    check_training_chunk,
-)
+from notebooks.checks.hidden_communication import check_peak_memory_backward, check_smallest_chunk
 from ringlab.planning import cost_model
 from ringlab.planning.hidden_communication import AttentionLayer, min_overlap_chunk
 from ringlab.planning.memory import peak_bytes, peak_bytes_backward
@@ -259,18 +254,6 @@ assert cost_model.main(named.split()) == 0
 # No. It multiplies computing and bytes alike. Fewer ranks for the same sequence help, and so do fewer heads of K and V.
 # </details>
 #
-# <details><summary>64 H100s in 8 hosts, on a network of 12.5 GB/s, 32 heads on 8, causal, and a sequence of 131,072 tokens: one
-# ring of 64?</summary>
-#
-# No. It fits easily, but the chunks have 2,048 tokens, and that network needs 39,600. The messages take nearly all the
-# time. Use shorter rings, and many sequences at once. Inside one host the link is faster. Or share a sequence in
-# another way: `ring-plan --hosts 8 --per-host 8 ...` ranks five of them.
-# </details>
-
-# %%
-assert round(min_overlap_chunk(990e12, 12.5e9, grouped, visible=1 / 2)) == 39_600
-
-# %% [markdown]
 # ## Your turn
 
 
@@ -285,16 +268,6 @@ print(check_smallest_chunk(my_smallest_chunk))
 
 
 # %%
-# The same for training under a causal mask in the zigzag layout: one length for the forward pass and the backward
-# pass. Gradients travel in float32. (Leave out the message that cannot be hidden.) `ratio` is flops / bandwidth
-def my_training_chunk(ratio, H, G, itemsize):
-    return ...
-
-
-print(check_training_chunk(my_training_chunk))
-
-
-# %%
 # The peak memory of a device in the backward pass, in bytes: the list above, for H heads of queries on G of K and V,
 # chunks of C tokens, head dim D and itemsize bytes a number (8, 4 or 2)
 def my_peak_backward(H, G, C, D, itemsize):
@@ -304,15 +277,6 @@ def my_peak_backward(H, G, C, D, itemsize):
 print(check_peak_memory_backward(my_peak_backward))
 
 
-# %%
-# The longest sequence, in tokens, of P devices of `memory` bytes. `state`: bytes of all parameters, gradients and
-# moments, shared out; `token`: bytes of activations for one token. All devices hold equally many tokens
-def my_longest(memory, state, token, P):
-    return ...
-
-
-print(check_longest_sequence(my_longest))
-
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
@@ -320,17 +284,10 @@ print(check_longest_sequence(my_longest))
 # def my_smallest_chunk(flops, bandwidth, H, G, itemsize):
 #     return itemsize / 2 * G / H * flops / bandwidth
 #
-# def my_training_chunk(ratio, H, G, itemsize):
-#     forward, backward = itemsize / 2, (itemsize + 4) / 5
-#     return 2 * max(forward, backward) * G / H * ratio
-#
 # def my_peak_backward(H, G, C, D, itemsize):
 #     in_the_dtype = (3 * H + 2 * G) + 4 * G + (H + 2 * G)
 #     sums = H + 4 * G
 #     return (in_the_dtype * itemsize + sums * max(itemsize, 4)) * C * D
-#
-# def my_longest(memory, state, token, P):
-#     return P * max(0, int((memory - state / P) / token))
 # ```
 # </details>
 #

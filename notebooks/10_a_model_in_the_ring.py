@@ -17,7 +17,7 @@
 # - say why the ring changes only one function of a transformer,
 # - choose between memory and time, and count how often the ring turns.
 #
-# Track *train*. Before it: chapters 1 to 8. 20 minutes to read, 20 for the exercises.
+# Track *train*. Before it: chapters 1 to 8. 20 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from figures import token_loss
 from figures.token_loss import TEXT, on_each_rank, token_losses, trained_model
 from notebooks import workers
-from notebooks.checks.a_model_in_the_ring import check_batch_loss, check_hops_of_a_step, check_rank_input
+from notebooks.checks.a_model_in_the_ring import check_batch_loss, check_rank_input
 from notebooks.show import print_source
 from ringlab.models.transformer import Config, Layer, Transformer, shard_text, summed_loss
 from ringlab.support.processes import launch
@@ -253,12 +253,6 @@ assert kept == 2 * (S // P) * Config().hidden * 8 + S // P * 8  # x and h of C t
 # than `x` and `h`, but none of the inner width. (Li et al. 2023, DistFlashAttn, do it in this way.)
 # </details>
 #
-# <details><summary>In which layout is a label shifted on each rank hardest to find?</summary>
-#
-# In the contiguous one. It has only $P$ wrong labels, one at the end of each chunk: 8 of 131,072 with 8 ranks, and the
-# mean loss hardly moves. In the striped layout every label is wrong, and everybody sees it at once.
-# </details>
-#
 # ## Your turn
 
 
@@ -282,15 +276,6 @@ def my_loss(logits, labels):
 print(check_batch_loss(my_loss))
 
 
-# %%
-# How many hops does a training step make on P ranks (2 or more), in a model of so many layers?
-# checkpointing is True or False
-def my_hops(P, layers, checkpointing):
-    return ...
-
-
-print(check_hops_of_a_step(my_hops))
-
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
@@ -307,10 +292,6 @@ print(check_hops_of_a_step(my_hops))
 #         total += torch.nn.functional.cross_entropy(of_rank, wanted, ignore_index=-100, reduction="sum")
 #         count += (wanted != -100).sum()
 #     return total / count
-#
-# def my_hops(P, layers, checkpointing):
-#     turns = 4 if checkpointing else 3  # of K and V, and one of dK and dV
-#     return layers * turns * (P - 1)
 # ```
 # </details>
 #

@@ -18,24 +18,16 @@
 # - take the norm of a gradient whose slices lie on many ranks, and clip by it,
 # - train on one mesh, stop, and continue on another.
 #
-# Track *train*. Before it: chapters 1 to 8 and 10. 22 minutes to read, 20 for the exercises.
+# Track *train*. Before it: chapters 1 to 8 and 10. 22 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
-import json
-import shutil
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 
 from figures import measured_models
 from figures import mesh as picture
-from notebooks import workers
-from notebooks.checks.meshes import check_gradient_norm, check_place, check_rank_loss
+from notebooks.checks.meshes import check_gradient_norm, check_rank_loss
 from notebooks.show import print_source
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.models import mesh
@@ -196,7 +188,6 @@ assert all(cases[name][1] < 1e-12 for name in right)
 # - **The rows share out the batch** (*dp*: data parallel). A ring has B / dp of its B sequences.
 # - **All ranks share out the weights.** For them the table is one line of dp · cp ranks, and each rank keeps
 #   1 / (dp · cp) of every weight.
-
 #
 # The picture of 2 × 2. Each ring has one sequence of 8 tokens, and a weight has 8 rows:
 
@@ -230,15 +221,8 @@ print_source(mesh.shard_weights)
 #
 # Under `fully_shard` a rank has its own slice of each gradient. Weights and gradients are `DTensor`s: tensors of which
 # each process holds a part, `to_local()`. By which norm must gradients be clipped? By that of the whole gradient. Squares
-# add up, so $\text{norm} = \sqrt{\sum_r \|\text{slices of rank } r\|^2}$. Here with `set_gradient_divide_factor(1.0)`:
-# each rank gives 1/P of the loss.
-
-# %%
-norms = launch(workers.gradient_norms, P, device="cpu")  # of each rank: the whole gradient, its slices, clip_grad_norm_
-assert all(abs(clipped - whole) < 1e-12 for whole, _, clipped in norms)
-assert abs(sum(slices**2 for _, slices, _ in norms) ** 0.5 - norms[0][0]) < 1e-12
-
-# %% [markdown]
+# add up, so $\text{norm} = \sqrt{\sum_r \|\text{slices of rank } r\|^2}$.
+#
 # PyTorch's `clip_grad_norm_` knows DTensors. It clips by the norm of the whole gradient, and returns it
 # (`.full_tensor()` makes a number of it). Code that takes the norm of what a rank holds gets another number on every
 # rank. It scales the slices by different factors, so the clipped gradient points in another direction.
@@ -250,37 +234,15 @@ assert abs(sum(slices**2 for _, slices, _ in norms) ** 0.5 - norms[0][0]) < 1e-1
 #
 # ## A run: train, stop, resume on another mesh
 #
-# [`ringlab/models/train.py`](../ringlab/models/train.py) trains with these parts, by one command. Here is a run of 8 steps
-# on 2 × 2 ranks, with a checkpoint after step 5. Every rank writes its slices into a file of its own. Then we remove the
-# last checkpoint, as if the run had been stopped after step 5, and go on with `--resume` on a ring of 2:
-
-
-# %%
-def train(folder, processes, *options):
-    """The losses of all steps in `folder` so far, after `ringlab.models.train` has run there."""
-    start = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc_per_node={processes}",
-        "-m",
-        "ringlab.models.train",
-    ]
-    size = ["--seq-len", "128", "--hidden", "64", "--data", "LICENSE"]  # a text that never changes
-    done = subprocess.run([*start, "--out", folder, *size, *options], cwd="..", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line)["loss"] for line in Path(folder, "loss.jsonl").read_text().splitlines()]
-
-
-with tempfile.TemporaryDirectory() as folder:
-    right = train(folder, 4, "--dp", "2", "--cp", "2", "--steps", "8", "--save-every", "5")
-    shutil.rmtree(Path(folder, "step-00000008"))
-    resumed = train(folder, 2, "--cp", "2", "--steps", "8", "--resume")
-print("2 x 2 ranks:         ", *(f"{loss:.4f}" for loss in right))
-print("from 5, a ring of 2: ", *[" " * 6] * 5, *(f"{loss:.4f}" for loss in resumed[5:]))
-assert all(abs(a / b - 1) < 1e-5 for a, b in zip(resumed, right, strict=True))
-
-# %% [markdown]
+# [`ringlab/models/train.py`](../ringlab/models/train.py) trains with these parts, by one command. With a
+# checkpoint, a job that was stopped goes on with `--resume`, also on another mesh. Every rank writes its slices into a
+# file of its own:
+#
+# ```bash
+# torchrun --nproc_per_node=4 -m ringlab.models.train --dp 2 --cp 2 --steps 8 --save-every 5 --out run
+# torchrun --nproc_per_node=2 -m ringlab.models.train --cp 2 --steps 16 --out run --resume  # a ring of 2
+# ```
+#
 # The job of 2 ranks reads two slices for each of its own, of weights and of moments. The losses are the same, because every
 # mesh computes the same function of the same tokens. The next picture has 100 steps on three meshes. The differences below
 # are as small as the effect of one rounding error in the first weights:
@@ -325,16 +287,6 @@ print(check_rank_loss(my_loss))
 
 
 # %%
-# What does `rank` hold in a mesh of ("dp", "cp")? A batch has B sequences of S tokens, in the contiguous layout.
-# Three lists of numbers: the ranks of its ring, its sequences, its tokens. (dp divides B, cp divides S.)
-def my_place(rank, dp, cp, B, S):
-    return ...
-
-
-print(check_place(my_place))
-
-
-# %%
 # The norm of the gradient. slices[r] is a list of tensors: the slices of all gradients that rank r holds.
 # (A weight with few rows leaves nothing to some ranks: then their slice is empty.)
 def my_norm(slices):
@@ -349,13 +301,6 @@ print(check_gradient_norm(my_norm))
 # ```python
 # def my_loss(total, labels_here, labels_of_batch, dp, cp, tp):
 #     return total / labels_of_batch * dp * cp
-#
-# def my_place(rank, dp, cp, B, S):
-#     dp_index, cp_index = divmod(rank, cp)
-#     ring = [dp_index * cp + i for i in range(cp)]
-#     sequences = range(dp_index * B // dp, (dp_index + 1) * B // dp)
-#     tokens = range(cp_index * S // cp, (cp_index + 1) * S // cp)
-#     return ring, list(sequences), list(tokens)
 #
 # def my_norm(slices):
 #     return sum(part.square().sum() for mine in slices for part in mine) ** 0.5

@@ -14,7 +14,7 @@
 # - find out whether a model calls the ring, and whether it dropped a mask,
 # - put the ring into the model without changing its code, and train it.
 #
-# Track *train*. Before it: chapters 10 and 11. 18 minutes to read, 15 for the exercises. It needs transformers:
+# Track *train*. Before it: chapters 10 and 11. 18 minutes to read, 10 for the exercises. It needs transformers:
 # `pip install -e '.[hf]'`.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from notebooks import model_workers
-from notebooks.checks.your_own_model import check_attention_function, check_shard_by_hand, check_what_is_refused
+from notebooks.checks.your_own_model import check_attention_function, check_what_is_refused
 from notebooks.model_workers import tiny
 from ringlab.models import hugging_face_batch
 from ringlab.models.hugging_face_batch import BATCH
@@ -274,17 +274,6 @@ print(check_attention_function(my_attention))
 
 
 # %%
-# shard_batch by hand, in the zigzag layout: tokens and labels are (B, S), labels are not shifted, -100 is no label.
-# Return what `rank` of P ranks gets: tokens (B, C), shifted labels (B, C), position_ids (1, C),
-# and the number of labels by which its sum is divided. (`positions` of chapter 7 is in ringlab.training.layouts.)
-def my_shard(tokens, labels, rank, P):
-    return ...
-
-
-print(check_shard_by_hand(my_shard))
-
-
-# %%
 # passed: what a layer passes besides q, k and v, by name, such as {"scaling": 0.125, "sliding_window": 4}.
 # Which of these names must a ring refuse that is causal and knows no windows and no documents? A list.
 # It uses scaling; position_ids were used before it
@@ -300,13 +289,6 @@ print(check_what_is_refused(my_refused))
 # ```python
 # def my_attention(ring, query, key, value, scaling):
 #     return ring(query, key, value, scale=scaling).transpose(1, 2), None
-#
-# def my_shard(tokens, labels, rank, P):
-#     from ringlab.training.layouts import positions
-#
-#     at = positions("zigzag", tokens.shape[1], rank, P)
-#     labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # in the whole sequence
-#     return tokens[:, at], labels[:, at], at[None], (labels != -100).sum()
 #
 # def my_refused(passed):
 #     refused = []

@@ -18,7 +18,7 @@
 # - cut a mask into rectangles and triangles that a [fused kernel](../docs/glossary.md#fused-kernel) computes,
 # - say how many [hops](../docs/glossary.md#hop) a window needs, in each [layout](../docs/glossary.md#layout).
 #
-# Track *use*. Before it: chapters 1 to 8. 21 minutes to read, 20 for the exercises.
+# Track *use*. Before it: chapters 1 to 8. 21 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -27,7 +27,7 @@ from functools import partial
 import torch
 
 from figures import masked_ring
-from notebooks.checks.documents_and_windows import check_first_key, check_hops, check_labels
+from notebooks.checks.documents_and_windows import check_first_key, check_hops
 from notebooks.show import print_source
 from ringlab.support.processes import launch
 from ringlab.training import documents, partition
@@ -281,12 +281,6 @@ for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
 # document ended at the border, there would be no hop. Order the documents so that few of them cross a border.
 # </details>
 #
-# <details><summary>Why does the last rank's block travel to rank 0, when no query there sees it?</summary>
-#
-# All ranks do the same in each round: send one block, receive one. Rank 0 gets a block that it does not compute. It
-# costs no time, because the other ranks send at the same time.
-# </details>
-#
 # ## Your turn
 
 
@@ -298,16 +292,6 @@ def my_first_key(position, lengths, window):
 
 
 print(check_first_key(my_first_key))
-
-
-# %%
-# The labels of packed documents: a list of as many tokens. -100 stands for no label.
-# `padded`: whether the last of the lengths is padding.
-def my_labels(tokens, lengths, padded):
-    return ...
-
-
-print(check_labels(my_labels))
 
 
 # %%
@@ -329,15 +313,6 @@ print(check_hops(my_hops))
 #             break
 #         start += length
 #     return start if window is None else max(start, position + 1 - window)
-#
-# def my_labels(tokens, lengths, padded):
-#     labels, start = [], 0
-#     for length in lengths:
-#         labels += [*tokens[start + 1 : start + length], -100]
-#         start += length
-#     if padded:
-#         labels[start - lengths[-1] :] = [-100] * lengths[-1]
-#     return labels
 #
 # import math
 #

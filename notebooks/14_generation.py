@@ -15,7 +15,7 @@
 # - merge what the [ranks](../docs/glossary.md#rank) computed over different keys, with one message a layer,
 # - say which rank stores which token, also for prompts of unequal lengths.
 #
-# Track *use*. Before it: chapters 1 to 8 and 10. 22 minutes to read, 15 for the exercises.
+# Track *use*. Before it: chapters 1 to 8 and 10. 22 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from figures import measured_models
-from notebooks.checks.generation import check_bytes_of_a_token, check_caches, check_merge
+from notebooks.checks.generation import check_bytes_of_a_token, check_caches
 from notebooks.show import print_source
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.models import generate
@@ -229,7 +229,7 @@ measured_models.generation()
 # to send than the keys of all tokens. In *pass-Q* the queries go round, and partial results come home. From a few per cent
 # of new tokens on, K and V are less again: for Llama 3 405B 4 % by bytes, near 5 % as measured. See
 # [`pass_q.py`](../ringlab/models/pass_q.py), [the count](../ringlab/planning/pass_q_or_kv.py), and
-# [`conversation.py`](../ringlab/models/conversation.py), which reads texts in parts.
+# [`reply`](../ringlab/models/pass_q.py), which reads texts in parts.
 #
 # > **One number to remember: D + 2** numbers a head. That is what a rank sends in a layer for a new token, whether the
 # > context has a thousand tokens or a million.
@@ -250,24 +250,7 @@ measured_models.generation()
 # error would tell. One number a token prevents that.
 # </details>
 #
-# <details><summary>A merge sends only a few kilobytes. Does it cost nothing?</summary>
-#
-# It costs waiting. Each layer has a message, and none of them can be hidden: the next layer needs the result. With 32
-# layers there are 32 of them for a token. If one takes 20 µs, a token takes 0.6 ms more. So the ranks of one host send them
-# through [pipes](../ringlab/support/pipes.py) of the system, not through a network.
-# </details>
-#
 # ## Your turn
-
-
-# %%
-# The parts of P ranks, for one query of each of H heads: m (P, H), l (P, H), o (P, H, D).
-# A rank that sees no key has m = -inf, l = 0 and o = 0. Return the output over the keys of all ranks, (H, D)
-def my_merge(m, l, o):
-    return ...
-
-
-print(check_merge(my_merge))
 
 
 # %%
@@ -293,10 +276,6 @@ print(check_bytes_of_a_token(my_bytes))
 # <details><summary>Solutions</summary>
 #
 # ```python
-# def my_merge(m, l, o):
-#     share = torch.exp(m - m.amax(dim=0))  # (P, H)
-#     return (share[..., None] * o).sum(dim=0) / (share * l).sum(dim=0)[..., None]
-#
 # def my_caches(C, N, P):
 #     return [C + len(range(rank, N - 1, P)) for rank in range(P)]
 #

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 16 · Rings that were wrong
 #
-# A wrong ring seldom stops. It returns numbers, the loss falls, and the tests pass. Here are six mistakes of public
+# A wrong ring seldom stops. It returns numbers, the loss falls, and the tests pass. Here are five mistakes of public
 # libraries: the symptom, your guess, the cause. After this chapter you can
 #
 # - read the [X-ray](../docs/glossary.md#x-ray) of a ring: which weights it used, rank by rank and
@@ -17,7 +17,7 @@
 # - say from the wrong results where in the ring the mistake must be,
 # - choose tests that these mistakes do not pass.
 #
-# Track *check*. Before it: chapters 1 to 8. 24 minutes to read, 20 for the exercises.
+# Track *check*. Before it: chapters 1 to 8. 24 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -29,10 +29,8 @@ import torch
 
 from notebooks.checks.rings_that_were_wrong import (
     LIST,
-    SHOWS,
     SICK,
     check_new_mistake,
-    check_ranks,
     check_xrays,
     first,
     names_of,
@@ -155,8 +153,7 @@ def weights_of(xray: XRay) -> XRay:
 def show(xray: XRay) -> None:
     """The weights of an X-ray as text, in lines that fit the page."""
     for line in weights_of(xray).text().splitlines():
-        if "First in round" not in line:
-            print(textwrap.fill(line, 96, subsequent_indent="    "))
+        print(textwrap.fill(line, 96, subsequent_indent="    "))
 
 
 TINY = Case(4, 8)  # 4 ranks, 8 tokens
@@ -196,7 +193,7 @@ assert named == ["gradients_travel_other_way"]
 assert len(CATALOGUE) >= 40
 
 # %% [markdown]
-# Now you are the doctor. In each of four more cases, guess before you open.
+# Now you are the doctor. In each of three more cases, guess before you open.
 #
 # ## One fifth of the attention
 #
@@ -280,35 +277,18 @@ assert list(symptoms.values()) == [["dq", "dk"], ["dq", "dk", "dv"]]
 # ([pull request 53216](https://github.com/tenstorrent/tt-metal/pull/53216)). **A test that never failed proves nothing:
 # plant a mistake, and see it fail.**
 #
-# ## 57 of 60 layers are right
-#
-# A model trains on 8 ranks, and its loss falls. Three of its 60 layers never get the set-up for context parallelism.
-# They use PyTorch's attention on the rank's own tokens ([Automodel, issue
-# 3507](https://github.com/NVIDIA-NeMo/Automodel/issues/3507); a like case is
-# [axolotl's pull request 3928](https://github.com/axolotl-ai-cloud/axolotl/pull/3928)). What does the X-ray of these three layers look like?
-#
-# <details><summary>Guess first. Then open.</summary>
-#
-# Only the tiles on the diagonal are there. The ring is not called, and every rank attends to its own chunk: a rank of 8
-# sees an eighth of the sequence. Each row sums to 1.
-# </details>
-#
-# *What would have caught it:* the whole model on one rank and on several, with the loss of each token (chapter 10), or a
-# count of the messages.
-#
 # ## Which test sees which mistake?
 #
-# The six mistakes, and five tests. The first asks whether out and the gradients are finite. "All" compares out and every
+# The five mistakes, and five tests. The first asks whether out and the gradients are finite. "All" compares out and every
 # gradient by itself. The last test asks for each mask that the function takes.
 
 # %%
-SIX = {
+FIVE = {
     "gradients_travel_other_way": {},
     "base_2_as_natural": {},
     "documents_ignored": {"causal": True, "documents": (5, 7)},
     "window_ignored": {"causal": True, "window": 3},
     "delta_of_the_block": {},
-    "never_called": {},
 }
 ALL = ("out", "dq", "dk", "dv")
 TESTS = {  # the ranks, the results that are compared, and whether masks are asked for
@@ -323,17 +303,17 @@ TESTS = {  # the ranks, the results that are compared, and whether masks are ask
 def sees(test, name):
     """Whether a test rejects a ring with this mistake."""
     P, compared, masks = TESTS[test]
-    case = Case(P, 12, **(SIX[name] if masks else {}))
+    case = Case(P, 12, **(FIVE[name] if masks else {}))
     found, exact = compute(case, CATALOGUE[name].variants[0](RIGHT)), compute(case)
     finite = all(found[each].isfinite().all() for each in ALL)
     return not finite or any(not torch.allclose(found[each], exact[each]) for each in compared)
 
 
 print("ranks, and what is compared" + "".join(f"{test:>14}" for test in TESTS))
-seen = {name: [sees(test, name) for test in TESTS] for name in SIX}
+seen = {name: [sees(test, name) for test in TESTS] for name in FIVE}
 for name, row in seen.items():
     print(f"{name:<27}" + "".join(f"{'found' if found else '-':>14}" for found in row))
-assert [sum(column) for column in zip(*seen.values(), strict=True)] == [0, 2, 3, 4, 6]
+assert [sum(column) for column in zip(*seen.values(), strict=True)] == [0, 1, 2, 3, 5]
 
 # %% [markdown]
 # So test in float64 first: rounding hides mistakes. Not with 2 ranks only. Every gradient by itself. Every mask that the
@@ -352,7 +332,7 @@ assert [sum(column) for column in zip(*seen.values(), strict=True)] == [0, 2, 3,
 #
 # <details><summary>A ring's loss agrees with that of one process to four digits. Is its attention right?</summary>
 #
-# Not for sure. At the start of training the loss hardly depends on attention (chapter 10). And two of the six mistakes
+# Not for sure. At the start of training the loss hardly depends on attention (chapter 10). And two of the five mistakes
 # leave the output exact; only the gradients are wrong.
 # </details>
 #
@@ -401,23 +381,6 @@ def my_mistake(steps):
 
 print(check_new_mistake(my_mistake))
 
-# %%
-# With how many ranks does each mistake show at first? A number in the place of each ...
-# There is no mask, except for other_way: its question is causal. 1 rank is a ring too.
-# Of lse_not_updated only out is compared.
-explain(SHOWS)
-my_ranks = {
-    "scale_missing": ...,
-    "never_called": ...,
-    "keys_of_hop_0": ...,
-    "gradients_travel_other_way": ...,
-    "lse_not_updated": ...,
-    "other_way": ...,
-}
-
-# %%
-print(check_ranks(my_ranks))
-
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
@@ -434,15 +397,6 @@ print(check_ranks(my_ranks))
 #
 # def my_mistake(steps):  # q and k are each multiplied by D^(-1/4), as in some kernels, and here k was forgotten
 #     return replace(steps, scale=lambda case: case.head_dim**-0.25)
-#
-# my_ranks = {
-#     "scale_missing": 1,
-#     "never_called": 2,
-#     "keys_of_hop_0": 2,
-#     "gradients_travel_other_way": 3,
-#     "lse_not_updated": 3,
-#     "other_way": 3,
-# }
 # ```
 # </details>
 #

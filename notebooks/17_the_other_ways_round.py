@@ -18,7 +18,7 @@
 # - say which tokens a row of a hybrid holds, in each [layout](../docs/glossary.md#layout),
 # - say what each way sends, holds and needs.
 #
-# Track *other ways*. Before it: chapters 1 to 8 and 13. 22 minutes to read, 20 for the exercises.
+# Track *other ways*. Before it: chapters 1 to 8 and 13. 22 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -27,10 +27,8 @@ import math
 import torch
 
 from figures import tokens_to_heads
-from notebooks import workers
-from notebooks.checks.the_other_ways_round import check_copies, check_kv_head, check_meshes, check_sent
+from notebooks.checks.the_other_ways_round import check_copies, check_meshes
 from ringlab.basics.naive_attention import TOKENS
-from ringlab.support.processes import launch
 from ringlab.training import all_to_all
 from ringlab.training.layouts import positions, unshard
 
@@ -254,50 +252,11 @@ except ValueError as error:
 #
 # ## Five schedules, one function
 #
-# A schedule says which block is in hand when, and where the sums of its gradients go. A
+# A schedule says which block is in hand when, and where the sums of its gradients go: that of a ring, a double ring (chapter
+# 18), an all-gather, an all-to-all or a hybrid. A
 # [partition](../docs/glossary.md#partition) says what to compute of the block, from the mask and the layout (chapter 13). So
-# every way takes every mask and every layout: all are `ring_flash_attention`, with another `schedule=`. `every_way` runs
-# five of them on four processes, in float64: ring, double ring (chapter 18), all-gather, all-to-all, and hybrid on 2 rows
-# of 2. It does so in four layouts; the fourth is one of our own. We count how many of 16 results (out, dq, dk and dv in
-# each layout) are those of full attention:
-
-# %%
-token, document = torch.arange(8), torch.tensor([0] * 3 + [1] * 5)
-behind, same = token[:, None] - token, document[:, None] == document
-masks = {  # the arguments, and which pairs of tokens are visible
-    "none": ({}, behind == behind),
-    "causal": ({"causal": True}, behind >= 0),
-    "documents": ({"documents": [3, 5], "causal": True}, same & (behind >= 0)),
-    "window 3": ({"window": 3, "causal": True}, (behind >= 0) & (behind < 3)),
-}
-leaves, exact = [x.clone().requires_grad_() for x in (q, k, v)], {}
-for mask, (_, visible) in masks.items():
-    out = attention(*leaves, visible)
-    exact[mask] = [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
-
-options = {mask: given for mask, (given, _) in masks.items()}
-ranks = launch(workers.every_way, P, options, [q, k, v, d_out], device="cpu")
-
-
-def count_right(way: str, computed: str, wanted: str) -> int:
-    """How many of out, dq, dk and dv in four layouts are those of full attention."""
-    count = 0
-    for layout in workers.FOUR_LAYOUTS:
-        four = zip(*(mine[way, computed, str(layout)] for mine in ranks), strict=True)
-        for chunks, whole in zip(four, exact[wanted], strict=True):
-            count += torch.allclose(unshard(list(chunks), layout), whole, rtol=0, atol=1e-13)
-    return count
-
-
-print("right, of 16 results   " + "".join(f"{mask:>12}" for mask in masks))
-for way in workers.WAYS:
-    counts = [count_right(way, mask, mask) for mask in masks]
-    print(f"{way:<23}" + "".join(f"{count:>12}" for count in counts))
-    assert counts == [16] * len(masks)
-print("ring, always causal    " + "".join(f"{count_right('ring', 'causal', mask):>12}" for mask in masks))
-
-# %% [markdown]
-# The last line is a control: a ring that forgets its mask is wrong.
+# every way takes every mask and every layout: all are `ring_flash_attention`, with another `schedule=`. The tests compare
+# each with full attention in float64: every mask, every layout, 1 to 5 ranks, gradients too.
 #
 # ## What each way costs
 #
@@ -345,15 +304,6 @@ print("ring, always causal    " + "".join(f"{count_right('ring', 'causal', mask)
 
 
 # %%
-# An all-to-all on P ranks, with heads_of_ranks, where G divides P: which K/V head does rank r need?
-def my_kv_head(r, G, P):
-    return ...
-
-
-print(check_kv_head(my_kv_head))
-
-
-# %%
 # Each of P ranks has a copy of the K/V head that it needs. copies (P, B, S, D): copies[r] is dk of rank r's copy.
 # Return dk of the G heads, (B, G, S, D). (G divides P.)
 def my_dk(copies, G):
@@ -361,16 +311,6 @@ def my_dk(copies, G):
 
 
 print(check_copies(my_dk))
-
-
-# %%
-# How many bytes does a rank send in the forward pass by all-to-all, in both exchanges? (P divides G. A number has
-# `itemsize` bytes. Count q, k, v and out.)
-def my_sent(P, H, G, C, D, itemsize):
-    return ...
-
-
-print(check_sent(my_sent))
 
 
 # %%
@@ -386,14 +326,8 @@ print(check_meshes(my_meshes))
 # <details><summary>Solutions</summary>
 #
 # ```python
-# def my_kv_head(r, G, P):
-#     return r * G // P
-#
 # def my_dk(copies, G):
 #     return copies.unflatten(0, (G, -1)).sum(dim=1).transpose(0, 1)
-#
-# def my_sent(P, H, G, C, D, itemsize):
-#     return (P - 1) * (2 * H + 2 * G) // P * C * D * itemsize
 #
 # def my_meshes(P, H, G):
 #     return [(P // g, g) for g in range(1, P + 1) if P % g == 0 and G % g == 0]

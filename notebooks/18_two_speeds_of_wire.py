@@ -17,7 +17,7 @@
 # - write the schedule of a [double ring](../docs/glossary.md#double-ring), in which a slow hop has the time of many rounds,
 # - say what it gains, and when another way is faster.
 #
-# Track *plan*. Before it: chapters 9 and 17. 23 minutes to read, 15 for the exercises.
+# Track *plan*. Before it: chapters 9 and 17. 23 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -31,7 +31,7 @@ from bench import record
 from bench.five_ways_predicted import FORWARD, TRAIN, timed
 from figures import double_ring as picture
 from figures import measured
-from notebooks.checks.two_speeds_of_wire import check_block, check_blocks_of_a_nic, check_seconds
+from notebooks.checks.two_speeds_of_wire import check_block, check_blocks_of_a_nic
 from notebooks.show import print_source
 from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.naive_attention import TOKENS, naive_attention
@@ -342,16 +342,6 @@ def my_blocks_of_a_nic(n, g, nics):
 print(check_blocks_of_a_nic(my_blocks_of_a_nic))
 
 
-# %%
-# Seconds of the forward pass of the double ring, with a NIC for each device. Computing on a block
-# takes `computing` seconds, a hop inside a host `fast`, a hop between hosts `slow`.
-# Messages travel while devices compute
-def my_seconds(n, g, computing, fast, slow):
-    return ...
-
-
-print(check_seconds(my_seconds))
-
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
@@ -363,10 +353,6 @@ print(check_seconds(my_seconds))
 #
 # def my_blocks_of_a_nic(n, g, nics):
 #     return (n - 1) * g // nics
-#
-# def my_seconds(n, g, computing, fast, slow):
-#     turn = computing + (g - 1) * max(computing, fast)
-#     return turn + (n - 1) * max(turn, slow)
 # ```
 # </details>
 #

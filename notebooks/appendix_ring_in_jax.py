@@ -256,19 +256,6 @@ assert (in_loops, len(hops)) == (6, 10)
 #     out = ring_attention(q, k, v, axis_name="ring", causal=True, layout="zigzag")
 # ```
 #
-# Wrong input is refused while JAX traces the function, before anything runs:
-
-# %%
-three, two = jnp.zeros((1, 3, 8, 2)), jnp.zeros((1, 2, 8, 2))
-for whole, options in (((three, two, two), {}), ((x, x, x), {"layout": "spiral"})):
-    try:
-        on_mesh(mesh, **options)(*whole)
-    except ValueError as error:
-        print(error)
-    else:
-        raise AssertionError("it was accepted")
-
-# %% [markdown]
 # > **One number to remember: 4.** With a backward pass of its own, a device keeps 4 chunks for it: q, k, v and out (and
 # > one number for each row, its lse). JAX's own keeps $2 \cdot S \cdot C$ numbers, the weights among them.
 #
@@ -286,17 +273,6 @@ for whole, options in (((three, two, two), {}), ((x, x, x), {"layout": "spiral"}
 #
 # There is one program for all devices, and it is traced once. Which block a device holds depends on its number, and
 # that is known only when the program runs. An `if` is decided while JAX traces, a `cond` on the device.
-# </details>
-#
-# <details><summary>How many arrays does each of P devices pass on in one forward and one backward pass, if K and V of one hop are two?</summary>
-#
-# $2(P-1)$ forward, for K and V; $2(P-1)$ again for K and V in the backward pass, and $2P$ for dK and dV, which also come
-# home: with $P = 4$ the 20 of the program above.
-# </details>
-#
-# <details><summary>Contiguous chunks and a causal mask: device 0 skips three of its four blocks. Is it done earlier?</summary>
-#
-# No. In the next hop it waits for the others, as in chapter 7. `layout="zigzag"` is the cure here, too.
 # </details>
 #
 # Open [`jax_ring.py`](../ringlab/training/jax_ring.py) now: the program of this page. Each device runs the tiles of [`jax_block.py`](../ringlab/training/jax_block.py) between two hops.

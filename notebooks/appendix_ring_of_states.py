@@ -16,7 +16,7 @@
 # - say what a rank's tokens do to the state, in one line, and hand the state on in three ways,
 # - send its gradient back, and name the mistake that only the last rank does not see.
 #
-# Before it: chapters 1 to 8. It takes 20 minutes to read, and 15 for the exercises.
+# Before it: chapters 1 to 8. It takes 20 minutes to read, and 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -24,7 +24,7 @@ import torch
 
 from figures import state_ring as picture
 from notebooks import workers
-from notebooks.checks.ring_of_states import check_scan_steps, check_state_gradient, check_two_maps
+from notebooks.checks.ring_of_states import check_state_gradient, check_two_maps
 from notebooks.show import print_source
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.support.processes import launch
@@ -139,12 +139,7 @@ picture.draw()
 # $D \cdot D_v$ numbers, and a map of the delta rule twice as many. So with more than $C = D$ tokens on a rank the map is smaller, and it does not
 # grow. With $D = 128$ and 8,192 tokens a rank, a hop of keys is 64 times the map. (This counts as many heads of keys as of states, in one
 # dtype. With grouped queries and 16-bit keys it begins later: some 1,000 to 2,000 tokens a rank.)
-
-# %%
-D, C = 128, 8192
-print(f"keys and values of a block: {2 * C * D:,} numbers; a map: {2 * D * D:,}; ratio {2 * C * D // (2 * D * D)}")
-
-# %% [markdown]
+#
 # ## The gradient goes the other way
 #
 # The state before rank $r$ counts twice: rank $r$ reads it, and it is kept for all later ranks. So its gradient is
@@ -224,14 +219,6 @@ def my_state_gradient(keep, d_after, d_read):
 print(check_state_gradient(my_state_gradient))
 
 
-# %%
-# A scan on P ranks: how many steps in which ranks wait for each other?
-def my_scan_steps(P):
-    return ...
-
-
-print(check_scan_steps(my_scan_steps))
-
 # %% [markdown]
 # <details><summary>Solutions</summary>
 #
@@ -241,9 +228,6 @@ print(check_scan_steps(my_scan_steps))
 #
 # def my_state_gradient(keep, d_after, d_read):
 #     return keep.T @ d_after + d_read
-#
-# def my_scan_steps(P):
-#     return (P - 1).bit_length()
 # ```
 # </details>
 #

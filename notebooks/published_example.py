@@ -24,7 +24,7 @@ import textwrap
 
 import numpy as np
 
-from worked_example import TOKENS, C, P, Step, numbers, paint, ring, rows, softmax
+from worked_example import TOKENS, C, Step, numbers, ring, rows, softmax
 
 # The rows of the page in its own order: round, GPU, what it shows, the two rows it prints, the letter of each mistake.
 PUBLISHED = [
@@ -62,11 +62,6 @@ def exact(step: Step, i: int, what: str) -> np.ndarray:
     }[what]
 
 
-def block_shares() -> np.ndarray:
-    """How much of token 0's attention each block gets, (P,): sums of the weights of full attention."""
-    return softmax(TOKENS[0] @ TOKENS.T / math.sqrt(2)).reshape(P, C).sum(axis=1)
-
-
 def show(values: np.ndarray) -> str:
     """[0.731 0.269]"""
     return "[" + " ".join(f"{value:.3f}" for value in values) + "]"
@@ -87,7 +82,7 @@ def explanations() -> dict[str, str]:
         "F": "Both values of KV3 begin with 3, so every average of them begins with 3. The page's own weights give "
         f"{show(np.array([0.219, 0.781]) @ rows(3))}.",
         "G": f"The scores were not divided by sqrt(2) again: softmax([1 2]) = {show(softmax(np.array([1, 2])))}.",
-        "H": "'Output += block output' adds two averages, so the weights add up to 2. The table below shows it.",
+        "H": "'Output += block output' adds two averages, so the weights add up to 2 (chapter 3).",
         "I": "As H. And for token 3 the page adds the weights [0.142 0.858] instead of the output [0.858 1.716].",
         "J": "'GPU 0 receives KV[3]': here a block has a number, elsewhere on the page it has tokens. It is KV[6:8].",
         "K": "'After round 1 GPU 0 has KV[2:4], originally from GPU 1; GPU 1 has KV[3:4]': in round 2 GPU 0 holds "
@@ -134,32 +129,10 @@ def print_explanations() -> None:
         print(textwrap.fill(text, 100, initial_indent=f"  {letter}  ", subsequent_indent="     "))
 
 
-def print_sum_of_averages(steps: list[list[Step]]) -> None:
-    """What 'Output += block output' does to token 0 over all four rounds."""
-    print("\nTHE SUM OF AVERAGES  3.731 is not attention: what adding block outputs does to token 0, on GPU 0\n")
-    print("    round | block |  block output  | their sum      its weights add to | the ring's o/l so far")
-    sums = np.cumsum([exact(steps[t][0], 0, "output") for t in range(P)], axis=0)  # (P, 2)
-    for t in range(P):
-        step = steps[t][0]
-        block = paint(step.block, f"  KV{step.block}")
-        line = f"{t:>9} |{block}  |{numbers(exact(step, 0, 'output'))}  |{numbers(sums[t])}"
-        print(f"{line}{t + 1:>19}  |{numbers(exact(step, 0, 'so far'))}")
-    right = exact(steps[-1][0], 0, "so far")
-    moral = f"""
-        The page stops after round 1 at [3.731 2.269]; without mistake A its sum would be {show(sums[1])}. No value of
-        the example is above {TOKENS.max():.0f}, so no average is. The sum divided by 4, {show(sums[-1] / P)}, is wrong
-        too: it counts all blocks alike, but token 0 gives KV0 to KV3 the shares {show(block_shares())}. Each partial
-        result must be rescaled to the common max, and the whole divided by l once: {show(right)}.
-        (2.269 stands in the page's result and in the right one by chance: there it is the second number, here the
-        first.)"""
-    print("\n" + textwrap.fill(" ".join(moral.split()), 98, initial_indent="  ", subsequent_indent="  "))
-
-
 def main() -> int:
     steps = ring()
     ok = print_rows(steps)
     print_explanations()
-    print_sum_of_averages(steps)
     return 0 if ok else 1
 
 

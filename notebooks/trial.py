@@ -26,6 +26,7 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -320,6 +321,22 @@ def run_cell(source: str, name: str, names: dict[str, Any]) -> None:
             _on_a_rank = False
 
 
+def line_of(error: BaseException) -> int:
+    """The last line of the cell on the way to an error; 0: none."""
+    trace, line = error.__traceback__, 0
+    while trace is not None:
+        line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == CELL else line
+        trace = trace.tb_next
+    return line
+
+
+def line_now(frame: FrameType | None, lines: Sequence[str]) -> str:
+    """The line of the cell in which this frame, or one that called it, is; "": in none."""
+    while frame and frame.f_code.co_filename != CELL:
+        frame = frame.f_back
+    return lines[frame.f_lineno - 1].strip() if frame else ""
+
+
 def _run(
     context: RankContext,
     cell: Cell,
@@ -354,10 +371,7 @@ def _run(
     thread.join(seconds)
     lines = cell.source.splitlines()
     if not outcome:
-        now, frame = watch.now, sys._current_frames()[thread.ident]
-        while frame.f_back and frame.f_code.co_filename != CELL:
-            frame = frame.f_back
-        line = lines[frame.f_lineno - 1].strip() if frame.f_code.co_filename == CELL else "?"
+        now, line = watch.now, line_now(sys._current_frames()[thread.ident], lines) or "?"
         if now and "send" in line and "recv" in line:  # which of the two?
             line += f" (it waits in {now.operation})"
         state = Waiting(line, now.operation if now else "", now.peer if now else None, watch.unwaited)
@@ -365,10 +379,7 @@ def _run(
         time.sleep(0.3)  # the first rank that raises ends the others, so let them write their line too
         raise ValueError("waits")
     if isinstance(outcome[0], BaseException):
-        trace, line = outcome[0].__traceback__, 1
-        while trace is not None:  # the last line of the cell on the way to the error
-            line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == CELL else line
-            trace = trace.tb_next
+        line = line_of(outcome[0])
         kind = type(outcome[0]).__name__
         raise ValueError(f"rank {context.rank} ends in {kind}: {outcome[0]}, in: {lines[line - 1].strip()}")
     (folder / f"{context.rank}.ended").touch()

@@ -1,16 +1,12 @@
 """What the notebooks run on other processes: a function defined in a notebook cell cannot be sent to one."""
 
 from functools import partial
-from itertools import product
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import clip_grad_norm_
 
 from bench.longest_training import kept_bytes
 from ring_attn import ring_attention
@@ -19,37 +15,12 @@ from ringlab.models.transformer import TEXT, Config, Transformer, shard_text, su
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext
 from ringlab.training import backward, flash_ring, state_ring
-from ringlab.training.all_gather import AllGather
-from ringlab.training.all_to_all import AllToAll
-from ringlab.training.cases import chunks_of_rank
-from ringlab.training.double_ring import DoubleRing
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.hybrid import Hybrid
-from ringlab.training.layouts import LAYOUTS, Layout
-from ringlab.training.schedule import Ring
-
-WAYS = {"ring": Ring, "double ring": DoubleRing, "all-gather": AllGather, "all-to-all": AllToAll, "hybrid": Hybrid}
 
 
 def whole_ring(context: RankContext, x: Tensor) -> Tensor | None:
     """Self-attention of x (B, H, S, D) on the ring; rank 0 returns the whole result."""
     chunk = scatter(x if context.rank == 0 else None, context)
     return gather(ring_attention(chunk, chunk, chunk), context)
-
-
-def gradient_norms(context: RankContext) -> tuple[float, float, float]:
-    """The norm of a gradient: on one process, of this rank's slices, and as clip_grad_norm_ returns it."""
-    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    whole, sliced = torch.nn.Linear(6, 7, dtype=x.dtype), torch.nn.Linear(6, 7, dtype=x.dtype)
-    for weight, other in zip(whole.parameters(), sliced.parameters(), strict=True):
-        other.data.copy_(weight.data.fill_(0.1))
-    fully_shard(sliced, mesh=init_device_mesh(context.device.type, (context.world_size,)))
-    sliced.set_gradient_divide_factor(1.0)  # the ranks' gradients are summed
-    whole(x).square().sum().backward()
-    (sliced(x).square().sum() / context.world_size).backward()
-    norm = torch.cat([weight.grad.flatten() for weight in whole.parameters()]).norm()
-    slices = torch.cat([weight.grad.to_local().flatten() for weight in sliced.parameters()]).norm()
-    return norm.item(), slices.item(), clip_grad_norm_(sliced.parameters(), 1.0).full_tensor().item()
 
 
 def ring_gradients(context: RankContext, x: Tensor, d_out: Tensor, dtypes: list[torch.dtype]) -> list[dict[str, Any]]:
@@ -130,25 +101,3 @@ def ring_of_states(context: RankContext, whole: list[Tensor], forgets: bool) -> 
     with mock.patch.object(state_ring.HandOn, "backward", staticmethod(drop if forgets else right)):
         out, _ = state_ring.ring_linear_attention(*inputs)
         return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
-
-
-def diagonal(seq_len: int, rank: int, world_size: int) -> Tensor:
-    """Rows of P tokens, one for each rank; a row begins one rank further than the row before."""
-    row = torch.arange(seq_len // world_size)
-    return world_size * row + (rank + row) % world_size
-
-
-FOUR_LAYOUTS = *LAYOUTS, Layout("diagonal", diagonal, multiple=1)
-
-
-def every_way(
-    context: RankContext, masks: dict[str, dict[str, Any]], whole: list[Tensor]
-) -> dict[tuple[str, str, str], list[Tensor]]:
-    """This rank's chunks of out, dq, dk and dv, by way, mask and layout. `whole`: as in chunks_of_rank."""
-    mesh = init_device_mesh(context.device.type, (2, context.world_size // 2))
-    results = {}
-    for (way, schedule), (mask, options), layout in product(WAYS.items(), masks.items(), FOUR_LAYOUTS):
-        group = mesh if way in ("double ring", "hybrid") else None
-        attention = partial(ring_flash_attention, schedule=schedule, group=group, layout=layout, **options)
-        results[way, mask, str(layout)] = chunks_of_rank(context, whole, attention, layout)
-    return results

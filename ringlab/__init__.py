@@ -54,7 +54,7 @@ _HOMES = {  # of each name, and the package that it needs
     "ContextParallel": ("ringlab.models.hugging_face_batch", "transformers"),
     "Layout": ("ringlab.training.layouts", "torch"),
     "RingSFTTrainer": ("ringlab.models.hugging_face_trainer", "trl"),
-    "RingTrainer": ("ringlab.models.hugging_face_trainer", "trl"),
+    "RingTrainer": ("ringlab.models.hugging_face_trainer", "accelerate"),
     "backward": ("ringlab.models.hugging_face_batch", "transformers"),
     "extra_loss": ("ringlab.models.hugging_face_pass", "transformers"),
     "join_ring": ("ringlab.support.processes", "torch"),

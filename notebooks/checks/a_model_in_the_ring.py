@@ -1,4 +1,4 @@
-"""Checks of chapter 10: what a rank gets of a text, the loss of the batch, the hops of a training step."""
+"""Checks of chapter 10: what a rank gets of a text, the loss of the batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,16 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from notebooks.checks.answers import (
-    NotYet,
-    as_tensor,
-    compare_formula,
-    difference,
-    draws,
-    exercise,
-    in_order,
-    several,
-)
+from notebooks.checks.answers import NotYet, as_tensor, difference, draws, exercise, in_order, several
 from ringlab.training.layouts import positions
 
 IGNORED = -100
@@ -113,37 +104,3 @@ def check_batch_loss(answer: Callable[[list[Tensor], list[Tensor]], Any]) -> str
         if given.isnan().any() and 0 in counts:
             raise NotYet(f"{where}a rank without labels has no mean: 0/0; sum the losses first")
         raise NotYet(where + next((hint for wrong, hint in hints if difference(given, wrong) is None), problem))
-
-
-@exercise
-def check_hops_of_a_step(answer: Callable[[int, int, bool], int]) -> str | None:
-    """(P, layers, checkpointing) -> the hops of a training step."""
-
-    def formula(turns: Callable[[int, bool], int]) -> Callable[[int, int, bool], int]:
-        return lambda P, layers, checkpointing: layers * turns(P, checkpointing)
-
-    compare_formula(
-        answer,
-        lambda P, layers, checkpointing: layers * (4 if checkpointing else 3) * (P - 1),
-        {
-            "P hops bring the gradients home, but a rank's own share need not travel: P - 1": formula(
-                lambda P, c: (3 if c else 2) * (P - 1) + P
-            ),
-            "dK and dV travel too": formula(lambda P, c: (3 if c else 2) * (P - 1)),
-            "that is the forward pass only": formula(lambda P, c: (2 if c else 1) * (P - 1)),
-            "that is one layer; every layer has its own ring": lambda P, layers, c: (4 if c else 3) * (P - 1),
-            "with checkpointing K and V go round once more": formula(lambda P, c: 3 * P - 3),
-            "without checkpointing K and V go round twice, not three times": formula(lambda P, c: 4 * P - 4),
-            "P - 1 hops are enough, because each rank begins with its own block": formula(
-                lambda P, c: (4 if c else 3) * P
-            ),
-            "checkpointing computes the forward pass again; the gradients travel once": formula(
-                lambda P, c: (2 if c else 1) * (3 * P - 3)
-            ),
-        },
-        [(4, 1, False), (4, 1, True), (2, 5, True), (3, 2, False), (8, 32, True), (5, 3, False)],
-        "a layer: K and V forward, K and V again in the backward pass, dK and dV home, and K and V once more with "
-        "checkpointing",
-        lambda random: (random.randint(2, 99), random.randint(1, 99), random.choice((True, False))),
-    )
-    return "with 4 ranks 12 hops a layer, instead of 9"

@@ -1,13 +1,11 @@
-"""Checks of chapter 13: the first key that a query sees, the labels of a pack, the hops of a window."""
+"""Checks of chapter 13: the first key that a query sees, the hops of a window."""
 
 import math
 from collections.abc import Callable
 from itertools import accumulate
 from random import Random
 
-from notebooks.checks.answers import NotYet, compare_formula, draws, exercise, number, numbers
-
-NONE = -100
+from notebooks.checks.answers import NotYet, compare_formula, draws, exercise, number
 
 
 def _lengths(random: Random) -> list[int]:
@@ -44,42 +42,6 @@ def check_first_key(answer: Callable[[int, list[int], int | None], int]) -> str 
             elif given == start:
                 hint = "that is the start of its document; the window begins later"
             raise NotYet(f"lengths {lengths}, window {window}, query {position}, you say {given}: {hint}")
-
-
-@exercise
-def check_labels(answer: Callable[[list[int], list[int], bool], list[int]]) -> str | None:
-    """(tokens, lengths, padded) -> the label of each token; -100 for none."""
-    cases = [([3, 2, 4], False), ([3, 4, 2], True), ([1, 3], False), ([5], False), ([4, 1], True)]
-    cases += [(_lengths(random), random.choice((True, False))) for random in draws()]
-    for lengths, padded in cases:
-        tokens = Random().sample(range(10, 999), sum(lengths))
-        ends = list(accumulate(lengths))
-        real = ends[-1] - lengths[-1] if padded else ends[-1]
-        expected = [NONE if i + 1 in ends or i >= real else tokens[i + 1] for i in range(ends[-1])]
-        given = numbers(answer(tokens, lengths, padded), "a list of labels")
-        if given == expected:
-            continue
-        hint = "a label is the next token of the same document"
-        if len(given) != len(expected):
-            hint = f"expected {len(expected)} labels, one for each token"
-        elif given == [*tokens[1:], tokens[0]]:
-            hint = "the last token of a document has no label, and the sequence is no circle"
-        elif _from(tokens, given):
-            hint = "the label of a token is the token after it"
-        elif _from(tokens, given[1:]):
-            hint = "shifted the wrong way: the label of a token is the token after it, not the one before"
-        elif any(given[end - 1] != NONE for end in ends[:-1]):
-            hint = "the first token of the next document is no label: the last token of a document has none"
-        elif given[-1] != NONE:
-            hint = "the last token has no next one"
-        elif given[:real] == expected[:real]:
-            hint = "padding counts in no loss: its tokens have no label"
-        raise NotYet(f"lengths {lengths}, {'the last is padding' if padded else 'no padding'}, you say {given}: {hint}")
-
-
-def _from(tokens: list[int], labels: list[float]) -> bool:
-    """Whether label i is token i, or none: for all i, and not none for all."""
-    return set(labels) != {NONE} and all(x in (NONE, token) for x, token in zip(labels, tokens, strict=False))
 
 
 @exercise

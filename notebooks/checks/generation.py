@@ -1,75 +1,9 @@
-"""Checks of chapter 14: the merge of the parts of all ranks, who stores a new token, the bytes of a token."""
+"""Checks of chapter 14: who stores a new token, the bytes of a token."""
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from notebooks.checks.answers import (
-    NotYet,
-    as_tensor,
-    compare_formula,
-    difference,
-    draws,
-    exercise,
-)
-
-
-@exercise
-def check_merge(answer: Callable[[Tensor, Tensor, Tensor], Any]) -> str | None:
-    """m (P, H), l (P, H), o (P, H, D) of the ranks, some without a key -> out (H, D)."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = [(1, *(r.randint(0, 5) for _ in range(r.randint(0, 7)))) for r in draws()]
-    for counts in ((3, 2, 5, 1), (4, 0, 2), (6,), *drawn):  # keys of each rank
-        # Rank by rank the scores rise, and those of head 1 are near 1000.
-        scores = [2 * torch.randn(2, n, generator=generator, dtype=torch.float64) + r for r, n in enumerate(counts)]
-        scores = [s + torch.tensor([[0.0], [1000.0]], dtype=torch.float64) for s in scores]
-        values = [torch.randn(2, n, 3, generator=generator, dtype=torch.float64) for n in counts]
-        parts = [_part(s, v) for s, v in zip(scores, values, strict=True)]
-        m, l, o = (torch.stack(each) for each in zip(*parts, strict=True))
-        given = answer(m, l, o)
-        expected = (torch.cat(scores, dim=1).softmax(dim=1)[:, None] @ torch.cat(values, dim=1))[:, 0]
-        wrong = difference(given, expected)
-        if wrong is not None:
-            raise NotYet(f"{len(counts)} ranks with {counts} keys: {_why(given, m, l, o) or wrong}")
-    return "over real ranks, one message brings all parts to each of them"
-
-
-def _part(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, l, o) of scores (H, keys) and values (H, keys, D); no key: (-inf, 0, 0)."""
-    if scores.shape[1] == 0:
-        return torch.full((2,), -torch.inf, dtype=torch.float64), torch.zeros(2).double(), torch.zeros(2, 3).double()
-    m = scores.amax(dim=1)
-    weights = torch.exp(scores - m[:, None])
-    return m, weights.sum(dim=1), (weights[:, None] @ values)[:, 0]
-
-
-def _why(given: Any, m: Tensor, l: Tensor, o: Tensor) -> str | None:
-    given = as_tensor(given)
-    if given.shape != o.shape[1:]:
-        return None
-    if given.isnan().any():
-        return "there are NaNs in it: subtract the largest m of the same head before you call exp; beware of l = 0"
-    share = torch.exp(m - m.amax(dim=0))  # (P, H)
-    outs = o / l.masked_fill(l == 0, 1.0)[..., None]
-    heads = torch.arange(m.shape[1])
-    hints = {
-        "that is the mean of the ranks' outputs; ranks do not count the same": outs.mean(dim=0),
-        "each rank subtracted its own m: bring l and o to one m before you add": o.sum(dim=0) / l.sum(dim=0)[..., None],
-        "a rank counts by its l too, not by e^m alone": ((share / share.sum(dim=0))[..., None] * outs).sum(dim=0),
-        "that is the rank with the largest m alone": outs[m.argmax(dim=0), heads],
-        "that is o; divide it by l": (share[..., None] * o).sum(dim=0),
-        "o was brought to one m, l was not": (share[..., None] * o).sum(dim=0) / l.sum(dim=0)[..., None],
-        "l was brought to one m, o was not": o.sum(dim=0) / (share * l).sum(dim=0)[..., None],
-        "l and o are sums over ranks, not means of quotients: do not divide by the number of ranks": (
-            (share[..., None] * o).sum(dim=0) / (share * l).sum(dim=0)[..., None] / len(m)
-        ),
-    }
-    for hint, wrong in hints.items():
-        if torch.allclose(given.double(), wrong):
-            return hint
-    return None
+from notebooks.checks.answers import compare_formula, exercise
 
 
 @exercise

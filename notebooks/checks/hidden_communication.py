@@ -1,7 +1,6 @@
-"""Checks of chapter 9: the chunk that hides its messages, the same for training, peak memory, the longest sequence."""
+"""Checks of chapter 9: the chunk that hides its messages, peak memory."""
 
 from collections.abc import Callable
-from math import ceil, floor
 from random import Random
 
 from notebooks.checks.answers import compare_formula, exercise
@@ -35,39 +34,6 @@ def check_smallest_chunk(answer: Callable[..., float]) -> str | None:
         lambda random: (random.uniform(1e12, 1e15), random.uniform(1e9, 1e11), *_heads(random)),
     )
     return "with 312 TFLOP/s, 25 GB/s, 32 heads on 8 and bfloat16 that is 3,120 tokens"
-
-
-@exercise
-def check_training_chunk(answer: Callable[..., float]) -> str | None:
-    """(flops / bandwidth, H, G, bytes of a number) -> the smallest chunk for training, causal, in zigzag."""
-
-    def backward(w: float) -> float:
-        return (w + 4) / 5
-
-    compare_formula(
-        answer,
-        lambda ratio, H, G, itemsize: 2 * max(itemsize / 2, backward(itemsize)) * G / H * ratio,
-        {
-            "that is the forward pass without a mask": lambda r, H, G, w: w / 2 * G / H * r,
-            "that is both passes without a mask; under a mask half is computed, and all is sent": lambda r, H, G, w: (
-                max(w / 2, backward(w)) * G / H * r
-            ),
-            "half of each block is hidden by the mask, its bytes are not: more tokens, not fewer": lambda r, H, G, w: (
-                max(w / 2, backward(w)) / 2 * G / H * r
-            ),
-            "that is enough for the forward pass only": lambda r, H, G, w: w * G / H * r,
-            "that is enough for the backward pass only": lambda r, H, G, w: 2 * backward(w) * G / H * r,
-            "only G of H heads travel": lambda r, H, G, w: 2 * max(w / 2, backward(w)) * r,
-            "the backward pass has five products, 10 C C H D FLOPs, not 4": lambda r, H, G, w: (w + 4) * G / H * r,
-            "each pass by itself must hide its messages: the larger one, not the sum": lambda r, H, G, w: (
-                2 * (w / 2 + backward(w)) * G / H * r
-            ),
-        },
-        [(24_960, 32, 8, 2), (1_000, 32, 32, 4), (1_001, 9, 3, 2), (500, 7, 1, 4), (700, 5, 5, 3)],
-        "2 for the mask, G/H, and the larger of w/2 and (w + 4)/5, times flops / bandwidth",
-        lambda random: (random.uniform(100, 50_000), *_heads(random)),
-    )
-    return "in bfloat16 the backward pass needs 6/5 of the forward pass, in float32 4/5"
 
 
 @exercise
@@ -111,31 +77,3 @@ def _drawn(random: Random) -> tuple[int, int, int, int]:
     """memory, state, token and P with which rounding of float64 decides nothing."""
     memory, state, token, P = (random.randint(1, most) for most in (9999, 9999, 50, 40))
     return (memory, state, token, P) if (memory * P - state) % (token * P) else _drawn(random)
-
-
-@exercise
-def check_longest_sequence(answer: Callable[..., int]) -> str | None:
-    """(memory, state, token, P) -> the most tokens that P devices hold beside their share of the state."""
-
-    def room(memory: float, state: float, token: float, P: int) -> float:
-        return (memory - state / P) / token
-
-    compare_formula(
-        answer,
-        lambda memory, state, token, P: P * max(0, floor(room(memory, state, token, P))),
-        {
-            "where the state does not fit there is no room for tokens: 0, not less": lambda *a: a[3] * int(room(*a)),
-            "where the state does not fit, there is no room: 0, not less": lambda *a: a[3] * floor(room(*a)),
-            "the state is shared out: a device holds state / P": lambda m, s, t, P: P * max(0, int((m - s) / t)),
-            "parameters, gradients and moments take room too": lambda m, s, t, P: P * int(m / t),
-            "that is what one device holds; there are P": lambda *a: max(0, int(room(*a))),
-            "a device cannot hold a part of a token: round down": lambda *a: a[3] * max(0, ceil(room(*a))),
-            "every device holds whole tokens: round down on each, then multiply": lambda m, s, t, P: max(
-                0, int((P * m - s) / t)
-            ),
-            "a device cannot hold a part of a token: round down on each": lambda *a: a[3] * max(0, room(*a)),
-        },
-        [(100, 40, 7, 4), (100, 0, 7, 2), (100, 500, 7, 4), (100, 36, 7, 5), (90, 100, 4, 3), (50, 9, 3, 1)],
-        "on each device memory - state / P bytes are left for tokens",
-        _drawn,
-    )

@@ -1,4 +1,4 @@
-"""Checks of chapter 11: the loss of a rank, what a rank of a mesh holds, the norm of a gradient in slices."""
+"""Checks of chapter 11: the loss of a rank, the norm of a gradient in slices."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, compare_formula, draws, exercise, number, numbers, several
+from notebooks.checks.answers import NotYet, compare_formula, draws, exercise, number
 
 
 @exercise
@@ -49,61 +49,6 @@ def check_rank_loss(answer: Callable[..., float]) -> str | None:
     )
     compare_formula(answer, right, {}, [(0.0, 0, 9, 2, 2, 1)], "a rank may hold only padding; its loss is 0")
     return "tp does not appear, and labels_here is needed only for the count of the batch"
-
-
-@exercise
-def check_place(answer: Callable[[int, int, int, int, int], Any]) -> str | None:
-    """(rank, dp, cp, B, S) -> the ranks of its ring, its sequences, its tokens, contiguous, in a mesh ("dp", "cp")."""
-    names = ("ring", "sequences", "tokens")
-    cases = [(2, 3, 4, 12), (3, 2, 3, 8), (2, 2, 6, 16), (4, 1, 8, 8), (1, 5, 2, 10)]
-    for random in draws():
-        dp, cp = random.randint(1, 6), random.randint(1, 6)
-        cases.append((dp, cp, dp * random.randint(1, 4), cp * random.randint(1, 4)))
-    for dp, cp, B, S in cases:
-        for rank in range(dp * cp):
-            given = [numbers(part) for part in several(answer(rank, dp, cp, B, S), names)]
-            expected = _place(rank, dp, cp, B, S)
-            for name, mine, wanted in zip(names, given, expected, strict=True):
-                if mine != wanted:
-                    hint = _hint(name, given, (rank, dp, cp, B, S))
-                    raise NotYet(f"dp = {dp}, cp = {cp}, B = {B}, S = {S}, rank {rank}, you say {name} {mine}: {hint}")
-
-
-def _place(rank: int, dp: int, cp: int, B: int, S: int) -> list[list[int]]:
-    row, column = divmod(rank, cp)
-    return [list(range(row * cp, (row + 1) * cp)), _part(B, row, dp), _part(S, column, cp)]
-
-
-def _part(total: int, index: int, parts: int) -> list[int]:
-    """The part number `index` of range(total), cut into equal parts."""
-    return list(range(index * total // parts, (index + 1) * total // parts))
-
-
-def _hint(name: str, given: list[list[int]], case: tuple[int, int, int, int, int]) -> str:
-    rank, dp, cp, B, S = case
-    ring, sequences, tokens = given
-    column, row = divmod(rank, dp)  # of a mesh that is filled column by column
-    if given == [list(range(row, dp * cp, dp)), _part(B, row, dp), _part(S, column, cp)]:
-        return "that is the transposed mesh: rank = dp index · cp + cp index, so a ring has neighbours"
-    if name == "ring":
-        if ring == list(range(dp * cp)):
-            return "a ring has cp ranks, one row of the mesh; yours has all ranks"
-        if ring == list(range(rank % cp, dp * cp, cp)):
-            return "that is a column of the mesh, the ranks with the same tokens of other sequences"
-        if sorted(ring) == _place(*case)[0]:
-            return "these are the right ranks; give them in rising order"
-        return "a ring is a row of the mesh: cp neighbours"
-    if name == "sequences":
-        if sequences == list(range(B)):
-            return "the rings share out the batch: each has B / dp of its sequences"
-        if sequences == _part(B, rank, dp * cp):
-            return "the ranks of a ring work on the same sequences: cut the batch into dp parts, not into dp · cp"
-        return "ring number d has part d of dp parts of the batch"
-    if tokens == _part(S, rank, dp * cp):
-        return "a sequence stays inside a ring: cut it into cp chunks, not into dp · cp"
-    if tokens == list(range(S)):
-        return "the ranks of a ring share out the tokens: each has S / cp of them"
-    return "the rank with cp index c has chunk c of cp chunks"
 
 
 @exercise

@@ -1,21 +1,11 @@
-"""Checks of the appendix on states: two maps in one, the gradient that goes the other way, the steps of a scan."""
+"""Checks of the appendix on states: two maps in one, the gradient that goes the other way."""
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import (
-    NotYet,
-    compare_formula,
-    difference,
-    draws,
-    exercise,
-    in_order,
-    several,
-    torch_generator,
-)
+from notebooks.checks.answers import NotYet, difference, draws, exercise, in_order, several, torch_generator
 
 
 def _told(given: Tensor, right: Tensor, wrong: dict[str, Tensor]) -> None:
@@ -64,23 +54,3 @@ def check_state_gradient(answer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> 
         }
         _told(answer(keep, d_after, d_read), back + d_read, wrong)
     return "an affine map again, so hops, scan and gather serve the gradient too"
-
-
-@exercise
-def check_scan_steps(answer: Callable[[int], float]) -> str | None:
-    """P -> the steps of a scan in which ranks wait for each other."""
-    compare_formula(
-        answer,
-        lambda P: math.ceil(math.log2(P)),
-        {
-            "that is by hops": lambda P: P - 1,
-            "round up: with 3 ranks one step is too few": lambda P: math.floor(math.log2(P)),
-            "give whole steps": lambda P: math.log2(P),
-            "one rank waits for nobody; two ranks need one step": lambda P: math.ceil(math.log2(P)) + 1,
-            "after n steps a rank knows 2 to the n runs, not 2n": lambda P: math.ceil(P / 2),
-        },
-        [(1,), (2,), (3,), (4,), (5,), (8,), (9,), (1000,)],
-        "after each step a rank has the map of twice as many ranks",
-        lambda random: (random.randint(1, 5000),),
-    )
-    return "on 1,024 ranks 10 steps, where hops need 1,023"

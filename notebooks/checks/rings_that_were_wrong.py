@@ -1,17 +1,15 @@
-"""Checks of chapter 16: five X-rays, a mistake that the catalogue does not know, and how many ranks show a mistake."""
+"""Checks of chapter 16: five X-rays, and a mistake that the catalogue does not know."""
 
 import inspect
 import re
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, StillOpen, called, exercise, number
+from notebooks.checks.answers import NotYet, StillOpen, called, exercise
 from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE, TABLES
 from ring_doctor.explaining.xray import XRay, on_paper
@@ -117,20 +115,14 @@ def contradiction(shown: XRay, guessed: XRay) -> str | None:
     return None
 
 
-def filled(answer: Any, keys: Sequence[str]) -> dict[str, Any]:
-    """The answers that are no `...`. Raises StillOpen when none is there, NotYet when the keys are others."""
-    if not isinstance(answer, dict) or set(answer) != set(keys):
-        raise NotYet(f"expected a dict with the keys {', '.join(keys)}")
-    given = {key: value for key, value in answer.items() if value is not ...}
-    if not given:
-        raise StillOpen
-    return given
-
-
 @exercise
 def check_xrays(answer: dict[str, str]) -> str | None:
     """{"A": name, ...}: the mistake in each of the five sick rings."""
-    given = filled(answer, list(SICK))
+    if not isinstance(answer, dict) or set(answer) != set(SICK):
+        raise NotYet(f"expected a dict with the keys {', '.join(SICK)}")
+    given = {letter: name for letter, name in answer.items() if name is not ...}
+    if not given:
+        raise StillOpen
     for letter, name in given.items():
         if name not in LIST:
             raise NotYet(f"{letter}: {name!r} is not in the list")
@@ -169,39 +161,3 @@ def _off(case: Case, steps: Steps) -> list[str]:
     """The results that are wrong."""
     right, returned = compute(case), compute(case, steps)
     return [name for name in right if not same_numbers({name: right[name]}, returned)]
-
-
-# How many ranks ----------------------------------------------------------------------------------------------------
-
-SHOWS = {  # mistake: the question in which its ranks are counted, and the results that are compared
-    "scale_missing": (Case(1, 12), ALL),
-    "never_called": (Case(1, 12), ALL),
-    "keys_of_hop_0": (Case(1, 12), ALL),
-    "gradients_travel_other_way": (Case(1, 12), ALL),
-    "lse_not_updated": (Case(1, 12), ("out",)),
-    "other_way": (Case(1, 12, causal=True), ALL),
-}
-
-
-@exercise
-def check_ranks(answer: dict[str, int]) -> str | None:
-    """{name: P}: the least number of ranks with which each mistake shows."""
-    given = filled(answer, list(SHOWS))
-    for name, P in given.items():
-        if isinstance(P, str) or number(P) not in range(1, 7):
-            raise NotYet(f"{name}: expected a number of ranks from 1 to 6, got {P!r}")
-        P = int(number(P))
-        steps, (case, compared) = first(name)(RIGHT), SHOWS[name]
-        cases = {n: replace(case, world_size=n) for n in range(1, P + 1)}
-        worlds = {n: [result for result in _off(cases[n], steps) if result in compared] for n in cases}
-        if not worlds[P]:
-            said = "1 rank has one block, and nothing moves"
-            if P > 1:
-                said = f"with {P} ranks {'all five results are' if compared == ALL else 'out is'} exact"
-            raise NotYet(f"{name}: {said}")
-        for n, names in worlds.items():
-            if names and n < P:
-                raise NotYet(f"{name} shows with {n} rank{'s' * (n > 1)} already: wrong in {', '.join(names)}")
-    if len(given) < len(SHOWS):
-        raise NotYet(f"right so far; still open: {', '.join(name for name in SHOWS if name not in given)}")
-    return "half of them pass every test on 2 ranks"

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from notebooks.checks.answers import NotYet, as_tensor, difference, draws, exercise, in_order, several, torch_generator
 
-Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
 
 def plain_kernel(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, causal: bool = False) -> tuple[Tensor, Tensor]:
     """Attention of q (Sq, D) over k and v (Sk, D): out (Sq, D) and the natural lse (Sq,)."""

@@ -1,54 +1,12 @@
-"""Checks of chapter 17: the K/V head of a rank, gradients of copies, bytes of an all-to-all, meshes of a hybrid."""
+"""Checks of chapter 17: gradients of copies, meshes of a hybrid."""
 
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from notebooks.checks.answers import (
-    NotYet,
-    compare_formula,
-    difference,
-    draws,
-    exercise,
-    items,
-    numbers,
-)
-
-
-def _rank(random: Random) -> tuple[int, int, int]:
-    """r, G and P, where G divides P."""
-    G = random.randint(1, 12)
-    P = G * random.randint(1, 8)
-    return random.randrange(P), G, P
-
-
-@exercise
-def check_kv_head(answer: Callable[[int, int, int], int]) -> str | None:
-    """(r, G, P) -> the K/V head of rank r, where G divides P."""
-    compare_formula(
-        answer,
-        lambda r, G, P: r * G // P,
-        {
-            "neighbouring ranks have neighbouring query heads, which share a K/V head: 0, 0, 1, 1, not 0, 1, 0, 1": (
-                lambda r, G, P: r % G
-            ),
-            "P/G ranks have a copy of the same head, not G": lambda r, G, P: r // G,
-            "a rank's number is not a head's: only the first G ranks would get different heads": (
-                lambda r, G, P: min(r, G - 1)
-            ),
-            "G and P are the wrong way round": lambda r, G, P: r * P // G,
-            "a head's number is whole: round down": lambda r, G, P: r * G / P,
-            "round down, not to the nearest": lambda r, G, P: round(r * G / P),
-            "that is the number of ranks with a copy of a head": lambda r, G, P: P // G,
-        },
-        [(r, G, P) for G, P in ((2, 4), (2, 6), (3, 12), (8, 16), (4, 4), (1, 3)) for r in range(P)],
-        "G heads are dealt out to P ranks in order, P/G ranks for each",
-        _rank,
-    )
-    return "the ranks of one head are neighbours"
+from notebooks.checks.answers import NotYet, difference, draws, exercise, items, numbers
 
 
 @exercise
@@ -79,58 +37,6 @@ def check_copies(answer: Callable[[Tensor, int], Any]) -> str | None:
                 raise NotYet(hint)
         raise NotYet(f"P = {P}, G = {G}: {wrong}")
     return "to_tokens adds them in this way"
-
-
-def _drawn(random: Random) -> tuple[int, ...]:
-    """P, H, G, C, D and bytes of a number, where P divides G."""
-    P, a, b, C, D = (random.randint(1, 9) for _ in range(5))
-    return P, P * a * b, P * a, C, D, random.choice((2, 4, 8))
-
-
-@exercise
-def check_sent(answer: Callable[..., float]) -> str | None:
-    """(P, H, G, C, D, itemsize) -> the bytes that a rank sends in a forward pass."""
-    size = "q, k and v go out, and out comes back; a rank keeps one of P parts of each"
-
-    def times(factor: Callable[[int, int, int], float]) -> Callable[..., float]:
-        return lambda P, H, G, C, D, w: factor(P, H, G) * C * D * w
-
-    compare_formula(
-        answer,
-        times(lambda P, H, G: (P - 1) * 2 * (H + G) / P),
-        {
-            "a rank does not send its own part: of P parts it keeps one": times(lambda P, H, G: 2 * (H + G)),
-            "out must come back too: every rank sends the others' tokens of it": (
-                times(lambda P, H, G: (P - 1) * (H + 2 * G) / P)
-            ),
-            "K and V are two tensors": times(lambda P, H, G: (P - 1) * (2 * H + G) / P),
-            "k and v have G heads, not H": times(lambda P, H, G: (P - 1) * 4 * H / P),
-            "q and out have H heads, not G": times(lambda P, H, G: (P - 1) * 4 * G / P),
-            "that is a ring or an all-gather: they send whole blocks of K and V": times(
-                lambda P, H, G: (P - 1) * 2 * G
-            ),
-            "to each other rank goes one part of P, not the whole chunk; and one rank was asked for, not all": times(
-                lambda P, H, G: (P - 1) * 2 * (H + G)
-            ),
-            "that is one message; a rank sends one to each other rank": times(lambda P, H, G: 2 * (H + G) / P),
-            "these are numbers; each has `itemsize` bytes": (
-                lambda P, H, G, C, D, w: (P - 1) * 2 * (H + G) / P * C * D
-            ),
-            "that is forward and backward; only the forward pass was asked for": (
-                times(lambda P, H, G: (P - 1) * 4 * (H + G) / P)
-            ),
-        },
-        [
-            (4, 8, 4, 100, 64, 2),
-            (8, 32, 8, 1024, 128, 2),
-            (2, 6, 2, 7, 16, 4),
-            (1, 4, 4, 10, 8, 8),
-            (6, 30, 6, 60, 32, 4),
-        ],
-        size,
-        _drawn,
-    )
-    return "with many ranks it hardly grows: at most 2 · (H + G) · C · D numbers"
 
 
 PAIRS = "pairs (rows, ranks of a row)"

@@ -133,7 +133,7 @@ def check_ring(answer: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]) ->
             if problem := wrong_messages(ranks[rank], rank, lengths, 2 * whole[0][:, :, 0].nbytes):
                 raise NotYet(f"{where} {rank}: the result is right. {problem}")
         held[len(lengths)] = max(ran.held for ran in ranks)
-    if held[6] - held[3] >= 3 * whole[1][:, :, :C].nbytes:
+    if grows(held, chunk=whole[1][:, :, :C].nbytes):
         raise NotYet(
             f"chunks of {C} tokens: the result is right. With 6 ranks, one held up to {held[6]:,} bytes beside its "
             f"input, and with 3 {held[3]:,}: the memory grows with the sequence, as that of an all-gather. Use each "
@@ -141,6 +141,11 @@ def check_ring(answer: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]) ->
         )
     hops = "P - 1 hops on each rank"
     return f"full attention on 1, 4 and 5 processes and on others, in {hops}. You have written Ring Attention"
+
+
+def grows(held: dict[int, int], chunk: int) -> bool:
+    """Whether a rank of 6 holds all K, all V or all results of three chunks more than one of 3; `held`: bytes by P."""
+    return held[6] - held[3] >= 3 * chunk
 
 
 # Errors of float64 on a few tokens are near 1e-15, those of float32 near 1e-7. Where scores are large, their own errors

@@ -1,4 +1,4 @@
-"""Checks of chapter 18: the block in hand, the blocks on a NIC, the time of a double ring."""
+"""Checks of chapter 18: the block in hand, the blocks on a NIC."""
 
 from collections.abc import Callable
 from random import Random
@@ -76,51 +76,3 @@ def check_blocks_of_a_nic(answer: Callable[[int, int, int], float]) -> str | Non
         lambda random: (random.randint(1, 99), (nics := random.randint(1, 8)) * random.randint(1, 8), nics),
     )
     return "16 hosts of 8 with a NIC for each device: 15 blocks; the one NIC that a flat ring uses sends 127"
-
-
-@exercise
-def check_seconds(answer: Callable[..., float]) -> str | None:
-    """(hosts, devices of a host, seconds of a block, of a fast hop, of a slow hop) -> seconds of the double ring."""
-
-    def turn(g: int, computing: float, fast: float) -> float:
-        return computing + (g - 1) * max(computing, fast)
-
-    compare_formula(
-        answer,
-        lambda n, g, computing, fast, slow: turn(g, computing, fast) + (n - 1) * max(turn(g, computing, fast), slow),
-        {
-            "that is the flat ring: its slow hop has the time of one round": lambda n, g, c, fast, slow: (
-                c + (n * g - 1) * max(c, fast, slow)
-            ),
-            "after the last turn there is no slow hop: n - 1, not n": lambda n, g, c, fast, slow: (
-                n * max(turn(g, c, fast), slow)
-            ),
-            "slow hops travel while the devices compute: the longer of turn and hop, not their sum": (
-                lambda n, g, c, fast, slow: n * turn(g, c, fast) + (n - 1) * slow
-            ),
-            "a fast hop takes time too when it is longer than computing": lambda n, g, c, fast, slow: (
-                g * c + (n - 1) * max(g * c, slow)
-            ),
-            "a turn has g - 1 fast hops; its last round only computes": lambda n, g, c, fast, slow: (
-                g * max(c, fast) + (n - 1) * max(g * max(c, fast), slow)
-            ),
-            "the slow hop begins with the turn, not with its last round": lambda n, g, c, fast, slow: (
-                turn(g, c, fast) + (n - 1) * (turn(g, c, fast) - c + max(c, slow))
-            ),
-            "fast hops travel while the devices compute, too": lambda n, g, c, fast, slow: (
-                (g * c + (g - 1) * fast) + (n - 1) * max(g * c + (g - 1) * fast, slow)
-            ),
-            "that leaves the slow hops out": lambda n, g, c, fast, slow: n * turn(g, c, fast),
-            "that is as if all blocks waited for the slow hops only": lambda n, g, c, fast, slow: (
-                turn(g, c, fast) + (n - 1) * slow
-            ),
-        },
-        [(2, 2, 2, 1, 4), (2, 4, 2, 1, 11), (3, 4, 2, 3, 7), (4, 3, 1, 2, 9), (1, 4, 2, 1, 9)],
-        "a turn is one block and g - 1 times the longer of a block and a fast hop; n - 1 turns wait for a slow hop",
-        lambda random: (
-            *(random.randint(1, 9) for _ in "ng"),
-            *(random.uniform(0.1, 9) for _ in "cf"),
-            random.uniform(1, 60),
-        ),
-    )
-    return "and with n = 1 or g = 1 it is the ring of chapter 9"

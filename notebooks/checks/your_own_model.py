@@ -1,4 +1,4 @@
-"""Checks of chapter 12: an attention function for transformers, a batch cut by hand, what must be refused."""
+"""Checks of chapter 12: an attention function for transformers, what must be refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from notebooks.checks.answers import NotYet, difference, draws, exercise, items, number, several
-from ringlab.training.layouts import positions
-
-IGNORED = -100
-BEFORE = "shifted the wrong way: the label of a token is the token after it, not the one before"
+from notebooks.checks.answers import NotYet, difference, draws, exercise, items, several
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
@@ -65,61 +61,6 @@ def check_attention_function(answer: Callable[..., tuple[Tensor, None]]) -> str 
             raise NotYet(f"the ring was called {len(heads)} times; once is enough")
         if weights is not None:
             raise NotYet("a ring never has the whole matrix of weights: return None in its place")
-
-
-@exercise
-def check_shard_by_hand(answer: Callable[..., tuple[Tensor, Tensor, Tensor, int]]) -> str | None:
-    """(tokens, labels, rank, P) -> tokens, shifted labels, position_ids and number of labels; zigzag."""
-    drawn = [(random.randint(1, 3), random.randint(2, 5), random.randint(1, 9)) for random in draws()]
-    for B, S, P in ((2, 16, 4), (1, 12, 3), (2, 20, 5), (1, 4, 1), *((B, 2 * half * P, P) for B, half, P in drawn)):
-        tokens = torch.randperm(1000)[: B * S].reshape(B, S)
-        labels = tokens.clone()
-        labels[-1, S - S // 4 :] = IGNORED  # padding on the right
-        target = F.pad(labels[:, 1:], (0, 1), value=IGNORED)  # (B, S)
-        count = (target != IGNORED).sum()
-        for rank in range(P):
-            at = positions("zigzag", S, rank, P)
-            names = ("tokens", "labels", "position_ids", "number of labels")
-            mine, mine_labels, mine_at, given_count = several(answer(tokens, labels, rank, P), names)
-            where = f"S = {S}, P = {P}, rank {rank}"
-            if difference(mine, tokens[:, at]):
-                hint = f"expected the tokens at {at.tolist()}"
-                if difference(mine, tokens[:, rank * S // P : (rank + 1) * S // P]) is None:
-                    hint = "that is the contiguous layout; zigzag takes an early half chunk and a late one"
-                raise NotYet(f"{where}: {hint}")
-            if difference(mine_labels, target[:, at]):
-                shifted_here = F.pad(labels[:, at][:, 1:], (0, 1), value=IGNORED)
-                hints = [
-                    (shifted_here, "shifted inside the shard: a half chunk ends with a wrong label or none"),
-                    (labels[:, at], "not shifted: the label of a token is the token that follows it"),
-                    *(
-                        (F.pad(labels[:, :-1], (1, 0), value=first)[:, at], BEFORE)
-                        for first in (IGNORED, 0, int(labels[0, 0]))
-                    ),
-                    (labels.roll(1, 1)[:, at], BEFORE),
-                    (F.pad(labels[:, at][:, :-1], (1, 0), value=IGNORED), f"{BEFORE}; and shift before you cut"),
-                    (labels[:, at].roll(1, 1), f"{BEFORE}; and shift before you cut"),
-                    (labels[:, at].roll(-1, 1), "shifted inside the shard: a half chunk ends with a wrong label"),
-                    (labels.roll(-1, 1)[:, at], f"the last token has no label: {IGNORED}, not the first token"),
-                ]
-                found = [hint for wrong, hint in hints if difference(mine_labels, wrong) is None]
-                raise NotYet(f"{where}, labels: {[*found, 'shift in the whole sequence, then take yours'][0]}")
-            if difference(mine_at, at[None]):
-                hint = f"position_ids are where the tokens stand in the whole sequence, [{at.tolist()}]"
-                if any(
-                    difference(mine_at, (start + torch.arange(S // P))[None]) is None for start in (0, rank * S // P)
-                ):
-                    hint = f"counted from 0 or rC on; its tokens stand at {at.tolist()}"
-                elif difference(mine_at, at) is None:
-                    hint = "position_ids have an axis for the batch: (1, C)"
-                raise NotYet(f"{where}: {hint}")
-            if (counted := number(given_count)) != count:
-                hint = "count after the shift, in the whole batch, what is not -100"
-                if counted == (target[:, at] != IGNORED).sum():
-                    hint = "those are the labels of this rank; a loss of the batch is divided by those of the batch"
-                elif counted == (labels != IGNORED).sum():
-                    hint = "counted before the shift: the first token of a sequence is no label"
-                raise NotYet(f"{where}, {counted:,} labels: {hint}")
 
 
 PASSED = [  # what layers pass besides q, k and v; what a causal ring would drop

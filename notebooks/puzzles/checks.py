@@ -1,6 +1,6 @@
 """The puzzles: what each asks, what it counts, the best known, and what is proved.
 
-    puzzle_4(my_ring)     runs my_ring on 3, 4 and 5 processes, and shows the verdict, the score and the film
+    solve(4, my_ring)     runs my_ring on 3, 4 and 5 processes, and shows the verdict, the score and the film
 
 A result counts only if every rank returns what float64 attention of the whole sequence returns (or whatever the puzzle
 asks). The numbers are new in each run. Stars: 1 for a right result, 2 for the goal, 3 for the best known. A count below
@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,9 +28,7 @@ SHOWN = 4  # the film shows this number of ranks, or the run that failed
 H, C, D = 2, 4, 16  # heads, tokens of a rank, numbers of a head
 CHUNK = H * C * D * 8  # bytes of a rank's K, or V, or Q, in float64
 NEAR = 1e-10  # float64 rounds sums of some hundred numbers to 1e-13; float32 anywhere on the way costs 1e-8
-HOSTS = {3: [0, 1, 0], 4: [0, 1, 0, 1], 5: [1, 0, 0, 1, 0]}  # puzzle 9: the host of each rank
 WINDOWS = {3: 3, 4: 7, 5: 4}  # puzzle 8: keys that a query sees
-DOCUMENTS = {3: [3, 6, 3], 4: [6, 2, 8], 5: [2, 10, 3, 5]}  # puzzle 11: tokens of each
 Inputs = list[tuple[Any, ...]]  # by rank
 Schedule = Callable[..., Any]
 
@@ -53,7 +50,6 @@ class Count:
 
 @dataclass(frozen=True)
 class Puzzle:
-    number: int
     title: str
     inputs: Callable[[int], Inputs]
     right: Callable[[Inputs], list[Any]]  # what each rank must return; None: anything
@@ -63,6 +59,7 @@ class Puzzle:
     number_of: Callable[[float | None], int | None] | None = None  # of the block, from its first number; None: by owner
     alone: Callable[[int], set[int]] = lambda P: set()  # ranks that can do without a message
     mistakes: Callable[[Inputs], dict[str, list[Any]]] = lambda inputs: {}  # what each rank returns after common ones
+    trial: Callable[..., tuple[Run, str]] | None = None  # runs a schedule and says what is wrong; None: `played`
 
 
 class Verdict:
@@ -80,26 +77,29 @@ class Verdict:
             film.show(self.draw())
 
 
-_best: dict[int, int] = {}  # by puzzle: the stars of the reader's best schedule so far
+_best: dict[int, int] = {}  # by number of the puzzle: the stars of the reader's best schedule so far
 
 
-def ask(puzzle: Puzzle, schedule: Schedule, trial: Callable[..., tuple[Run, str]] | None = None) -> Verdict:
-    """Run the schedule on each number of ranks and judge it. `trial` runs it and says what is wrong; None: play."""
-    head = f"puzzle {puzzle.number} · {puzzle.title}: "
+def solve(number: int, schedule: Schedule) -> Verdict:
+    """Run the reader's schedule for the puzzle of this number on each number of ranks, and judge it."""
+    if number not in range(1, len(PUZZLES) + 1):
+        raise ValueError(f"there is no puzzle {number!r}; expected a number from 1 to {len(PUZZLES)}")
+    puzzle = PUZZLES[number - 1]
+    head = f"puzzle {number} · {puzzle.title}: "
     if schedule is ...:
         return Verdict(head + OPEN, 0)
     runs: dict[int, Run] = {}
     for world_size in WORLDS:
         inputs = puzzle.inputs(world_size)
         try:
-            run, problem = (trial or played)(schedule, inputs, puzzle)
+            run, problem = (puzzle.trial or played)(schedule, inputs, puzzle)
         except StillOpen:  # there is a `...` in a list
             return Verdict(head + OPEN, 0)
         if any(output is ... for output in run.outputs.values()):
             return Verdict(head + OPEN, 0)
         problem = problem or next((said for count in puzzle.counts if (said := too_good(count, run))), "")
         if problem:
-            title = f"puzzle {puzzle.number}, P = {world_size}: {'up to the fault' if run.fault else 'not right yet'}"
+            title = f"puzzle {number}, P = {world_size}: {'up to the fault' if run.fault else 'not right yet'}"
             return Verdict(f"{head}not yet. P = {world_size}: {problem}{_printed(run)}", 0, _film(puzzle, run, title))
         runs[world_size] = run
     stars = (
@@ -107,8 +107,8 @@ def ask(puzzle: Puzzle, schedule: Schedule, trial: Callable[..., tuple[Run, str]
     )
     ours = getattr(schedule, "__module__", "") == solutions.__name__
     if not ours:
-        _best[puzzle.number] = max(stars, _best.get(puzzle.number, 0))
-    shown = _film(puzzle, runs[SHOWN], f"puzzle {puzzle.number}, P = {SHOWN}")
+        _best[number] = max(stars, _best.get(number, 0))
+    shown = _film(puzzle, runs[SHOWN], f"puzzle {number}, P = {SHOWN}")
     better = any(count.of(run) < count.best(P) - 1e-9 for P, run in runs.items() for count in puzzle.counts)
     word = {1: "right, but over the goal", 2: "solved", 3: "solved, as well as our best"}[stars]
     if stars == 3 and better:
@@ -276,19 +276,6 @@ def _mistaken(inputs: Inputs) -> dict[str, list[Any]]:
     return {words: [out] * P if same else _rows(out, P) for words, out in wrong.items()}
 
 
-def _masked(inputs: Inputs, visible: Tensor) -> list[Tensor]:
-    """Rows of attention where `visible` (S, S) says what a query sees."""
-    q, k, v = (_whole(inputs, i) for i in range(3))
-    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~visible, -math.inf)
-    return _rows(torch.softmax(scores, dim=-1) @ v, len(inputs))
-
-
-def _before(S: int) -> tuple[Tensor, Tensor]:
-    """Positions of queries (S, 1) and of keys (S)."""
-    at = torch.arange(S)
-    return at[:, None], at
-
-
 def _sent(run: Run) -> float:
     """Chunks (of K, or of V) that the busiest rank sends."""
     return max(sum(it.size for it in run.messages if it.source == rank) for rank in range(run.world_size)) / CHUNK
@@ -298,39 +285,16 @@ def _time(run: Run) -> float:
     return run.time
 
 
-def _held(run: Run) -> float:
-    return max(run.held.values()) / CHUNK
-
-
-def _messages(run: Run) -> float:
-    return len(run.messages)
-
-
-def _numbers(run: Run) -> float:
-    return max((it.size / 8 for it in run.messages), default=0)
-
-
-def _parts(numbers: int) -> Callable[[Run], float]:
-    """The mean of a message, where each rank but one must send so many numbers."""
-    return lambda run: numbers * (run.world_size - 1) / max(len(run.messages), 1)
-
-
-def _log2(world_size: int) -> float:
-    return math.ceil(math.log2(world_size))
-
-
 V_LEAVES = "with the weights known, other ranks' results tell each number of V, so all numbers of V must travel."
 A_RESULT = "a rank's result alone is a chunk of numbers."
 GRADIENTS_COME = "with the weights known, what other ranks add to dv can be any chunk, so a chunk comes to each rank."
 ALL_COMPUTE = "all ranks compute P P blocks together, so one of them computes P at least, a unit of time each."
-A_ROW = "a document that goes on has a row on its new rank that needs H D numbers from before."
 PARTS_LEAVE = "with the weights known, a rank's part of the result can be any numbers, and they must leave it."
 DOUBLING = "a message joins what two ranks know, so after t rounds a result depends on at most 2^t ranks."
 
 # 1 to 3: messages alone -----------------------------------------------------------------------------------------------
 
 HOP = Puzzle(
-    1,
     "one hop, blocking",
     _one_each,
     lambda inputs: [inputs[rank - 1][0] for rank in range(len(inputs))],
@@ -347,7 +311,6 @@ HOP = Puzzle(
 )
 
 GATHER = Puzzle(
-    2,
     "everybody gets everything",
     _one_each,
     lambda inputs: [[mine[0] for mine in inputs]] * len(inputs),
@@ -380,7 +343,6 @@ def _to_sum(world_size: int) -> Inputs:
 
 
 SUM = Puzzle(
-    3,
     "sums, a part for each rank",
     _to_sum,
     lambda inputs: list(torch.stack([mine[0] for mine in inputs]).sum(dim=0)),
@@ -431,7 +393,6 @@ def _computed(schedule: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, 
 
 
 RING = Puzzle(
-    4,
     "the ring",
     _qkv,
     _attention,
@@ -440,7 +401,7 @@ RING = Puzzle(
         Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1), V_LEAVES, least=lambda run: 1),
         Count(
             "chunks held",
-            _held,
+            lambda run: max(run.held.values()) / CHUNK,
             lambda P: 3 + 2 / D + 1 / (H * C),
             A_RESULT,
             goal=lambda P: 5 + 2 / D,
@@ -451,13 +412,13 @@ RING = Puzzle(
 )
 
 GROUPED = Puzzle(
-    5,
     "grouped queries",
     partial(_qkv, heads=(2 * H, H, H)),
     _attention,
     lambda P: replace(_blocks(P), block=2 * H * C * C),
     (Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1), V_LEAVES, least=lambda run: 1), _share(2)),
     mistakes=_mistaken,
+    trial=_computed,
 )
 
 
@@ -476,7 +437,6 @@ def _gradients(inputs: Inputs) -> list[list[Tensor]]:
 
 
 HOME = Puzzle(
-    6,
     "the gradients' trip home",
     _for_gradients,
     _gradients,
@@ -492,6 +452,7 @@ HOME = Puzzle(
         ),
         _share(1),
     ),
+    trial=_computed,
 )
 
 # 7 and 8: masks -------------------------------------------------------------------------------------------------------
@@ -511,26 +472,6 @@ def _idle(run: Run) -> float:
 
 
 TOKENS = 2 * C  # of a rank, in puzzle 7
-
-BALANCE = Puzzle(
-    7,
-    "a fair share of a causal mask",
-    lambda P: [(TOKENS * P,)] * P,
-    lambda inputs: [None] * len(inputs),
-    lambda P: Wires(time=lambda source, to, size: size / (4 * CHUNK), block=H * TOKENS * TOKENS),
-    (
-        Count(
-            "pairs of the busiest rank",
-            _pairs,
-            lambda P: TOKENS * (TOKENS * P + 1) / 2,
-            goal=lambda P: 1.25 * TOKENS * (TOKENS * P + 1) / 2,
-            proof="all ranks compute S (S + 1) / 2 pairs together, so one of P has at least a P-th of them.",
-        ),
-        Count(
-            "time that ranks are idle", _idle, lambda P: 0, goal=lambda P: math.inf, proof="no time is less than none."
-        ),
-    ),
-)
 
 
 def _dealt(tokens: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
@@ -563,9 +504,32 @@ def _dealt(tokens: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
     return run, run.fault or _wrong(run, [out[:, :, mine] for mine in at])
 
 
+BALANCE = Puzzle(
+    "a fair share of a causal mask",
+    lambda P: [(TOKENS * P,)] * P,
+    lambda inputs: [None] * len(inputs),
+    lambda P: Wires(time=lambda source, to, size: size / (4 * CHUNK), block=H * TOKENS * TOKENS),
+    (
+        Count(
+            "pairs of the busiest rank",
+            _pairs,
+            lambda P: TOKENS * (TOKENS * P + 1) / 2,
+            goal=lambda P: 1.25 * TOKENS * (TOKENS * P + 1) / 2,
+            proof="all ranks compute S (S + 1) / 2 pairs together, so one of P has at least a P-th of them.",
+        ),
+        Count(
+            "time that ranks are idle", _idle, lambda P: 0, goal=lambda P: math.inf, proof="no time is less than none."
+        ),
+    ),
+    trial=_dealt,
+)
+
+
 def _in_window(inputs: Inputs) -> list[Tensor]:
-    at, key = _before(C * len(inputs))
-    return _masked(inputs, (key <= at) & (key > at - inputs[0][3]))
+    q, k, v = (_whole(inputs, i) for i in range(3))
+    at = torch.arange(C * len(inputs))
+    hidden = (at > at[:, None]) | (at <= at[:, None] - inputs[0][3])
+    return _rows(torch.softmax((q @ k.mT / math.sqrt(D)).masked_fill(hidden, -math.inf), dim=-1) @ v, len(inputs))
 
 
 def _keys_in(run: Run) -> float:
@@ -574,7 +538,6 @@ def _keys_in(run: Run) -> float:
 
 
 WINDOW = Puzzle(
-    8,
     "a window",
     lambda P: _qkv(P, WINDOWS[P]),
     _in_window,
@@ -592,39 +555,9 @@ WINDOW = Puzzle(
     alone=lambda P: {0},
 )
 
-# 9 and 10: wires ------------------------------------------------------------------------------------------------------
-
-
-def _between(run: Run) -> float:
-    host = HOSTS[run.world_size]
-    return sum(it.size for it in run.messages if host[it.source] != host[it.to]) / 64
-
-
-def _slow(world_size: int) -> Wires:
-    host = HOSTS[world_size]
-    return Wires(time=lambda source, to, size: size / 64 * (1 if host[source] == host[to] else 4))
-
-
-SLOW = Puzzle(
-    9,
-    "two hosts and a slow link",
-    lambda P: _one_each(P, HOSTS[P]),
-    GATHER.right,
-    _slow,
-    (
-        Count(
-            "blocks over the slow link",
-            _between,
-            lambda P: P,
-            goal=lambda P: 2 * (P - 1),
-            proof="each of the P blocks must reach the other host, so each crosses the link once at least.",
-        ),
-    ),
-    "x",
-)
+# 9: wires -------------------------------------------------------------------------------------------------------------
 
 TWO_RINGS = Puzzle(
-    10,
     "two directions at once",
     _qkv,
     _attention,
@@ -640,53 +573,11 @@ TWO_RINGS = Puzzle(
         ),
     ),
     mistakes=_mistaken,
+    trial=_computed,
 )
 
 
-# 11 to 13: who needs what ---------------------------------------------------------------------------------------------
-
-
-def _starts(world_size: int) -> list[tuple[int, int]]:
-    """Of each rank: its first token, and where that token's document starts."""
-    begins = [0, *accumulate(DOCUMENTS[world_size])]
-    return [(C * rank, max(begin for begin in begins if begin <= C * rank)) for rank in range(world_size)]
-
-
-def _continued(world_size: int) -> float:
-    return sum(begin < first for first, begin in _starts(world_size))
-
-
-def _in_documents(inputs: Inputs) -> list[Tensor]:
-    at, key = _before(C * len(inputs))
-    number = torch.repeat_interleave(torch.tensor(inputs[0][3]))
-    return _masked(inputs, (key <= at) & (number == number[:, None]))
-
-
-PACKED = Puzzle(
-    11,
-    "packed documents",
-    lambda P: _qkv(P, DOCUMENTS[P]),
-    _in_documents,
-    _blocks,
-    (
-        Count(
-            "messages",
-            _messages,
-            _continued,
-            goal=lambda P: sum(first // C - begin // C for first, begin in _starts(P)),
-            proof="a rank whose first token continues a document needs keys of other ranks: one message at least.",
-        ),
-        Count(
-            "keys sent in all",
-            lambda run: sum(it.size for it in run.messages) / (2 * H * D * 8),
-            lambda P: sum(first - begin for first, begin in _starts(P)),
-            A_ROW,
-            goal=lambda P: math.inf,
-            least=lambda run: _continued(run.world_size) / 2,
-        ),
-    ),
-    alone=lambda P: {rank for rank, (first, begin) in enumerate(_starts(P)) if begin == first},
-)
+# 10: who needs what ---------------------------------------------------------------------------------------------------
 
 
 def _for_a_token(world_size: int) -> Inputs:
@@ -700,7 +591,6 @@ def _of_a_token(inputs: Inputs) -> list[Any]:
 
 
 TOKEN = Puzzle(
-    12,
     "one new token",
     _for_a_token,
     _of_a_token,
@@ -708,117 +598,30 @@ TOKEN = Puzzle(
     (
         Count(
             "messages",
-            _messages,
+            lambda run: len(run.messages),
             lambda P: P - 1,
             proof="each rank but rank 0 must send at least once, or its keys cannot matter.",
         ),
-        Count("numbers in the largest message", _numbers, lambda P: H * (D + 1), PARTS_LEAVE, least=_parts(H * D)),
-        Count("rounds", _time, _log2, goal=lambda P: P - 1, proof=DOUBLING),
+        Count(
+            "numbers in the largest message",
+            lambda run: max((it.size / 8 for it in run.messages), default=0),
+            lambda P: H * (D + 1),
+            PARTS_LEAVE,
+            least=lambda run: H * D * (run.world_size - 1) / max(len(run.messages), 1),  # the mean of a message
+        ),
+        Count("rounds", _time, lambda P: math.ceil(math.log2(P)), goal=lambda P: P - 1, proof=DOUBLING),
     ),
     alone=lambda P: set(range(1, P)),
     mistakes=_mistaken,
 )
 
-STATE_D, STATE_C = 4, 16  # puzzle 13: fewer numbers in a head, more tokens on a rank
-
-
-def _linear(inputs: Inputs) -> list[Tensor]:
-    q, k, v = (_whole(inputs, i) for i in range(3))
-    return _rows((q @ k.mT).tril() @ v, len(inputs))
-
-
-STATE = Puzzle(
-    13,
-    "a state in place of keys",
-    lambda P: [tuple(_random(1, H, STATE_C, STATE_D) for _ in range(3)) for _ in range(P)],
-    _linear,
-    lambda P: Wires(),
-    (
-        Count(
-            "numbers in the largest message",
-            _numbers,
-            lambda P: H * STATE_D**2,
-            PARTS_LEAVE,
-            least=_parts(H * STATE_D**2),
-        ),
-        Count("rounds", _time, _log2, goal=lambda P: P - 1, proof=DOUBLING),
-    ),
-    "state ",
-    alone=lambda P: {0},
-)
-
-PUZZLES = (HOP, GATHER, SUM, RING, GROUPED, HOME, BALANCE, WINDOW, SLOW, TWO_RINGS, PACKED, TOKEN, STATE)
-
-
-def puzzle_1(schedule: Schedule) -> Verdict:
-    """schedule(comm, x) -> the x of rank - 1."""
-    return ask(HOP, schedule)
-
-
-def puzzle_2(schedule: Schedule) -> Verdict:
-    """schedule(comm, x) -> the list of all ranks' x."""
-    return ask(GATHER, schedule)
-
-
-def puzzle_3(schedule: Schedule) -> Verdict:
-    """schedule(comm, xs) -> the sum of all ranks' xs[comm.rank]."""
-    return ask(SUM, schedule)
-
-
-def puzzle_4(schedule: Schedule) -> Verdict:
-    """schedule(comm, q, k, v) -> this rank's rows of full attention."""
-    return ask(RING, schedule)
-
-
-def puzzle_5(schedule: Schedule) -> Verdict:
-    """As puzzle 4, where q has twice as many heads as k and v."""
-    return ask(GROUPED, schedule, _computed)
-
-
-def puzzle_6(schedule: Schedule) -> Verdict:
-    """schedule(comm, q, k, v, d_out, lse, delta) -> dq, dk, dv of this rank."""
-    return ask(HOME, schedule, _computed)
-
-
-def puzzle_7(tokens: Schedule) -> Verdict:
-    """tokens(comm, S) -> the list of the S / P tokens that this rank takes."""
-    return ask(BALANCE, tokens, _dealt)
-
-
-def puzzle_8(schedule: Schedule) -> Verdict:
-    """schedule(comm, q, k, v, window) -> this rank's rows, where a query sees `window` keys up to its own."""
-    return ask(WINDOW, schedule)
-
-
-def puzzle_9(schedule: Schedule) -> Verdict:
-    """schedule(comm, x, hosts) -> the list of all ranks' x; rank r is on host hosts[r]."""
-    return ask(SLOW, schedule)
-
-
-def puzzle_10(schedule: Schedule) -> Verdict:
-    """As puzzle 4, where each rank has wires to its two neighbours, and both directions work at once."""
-    return ask(TWO_RINGS, schedule, _computed)
-
-
-def puzzle_11(schedule: Schedule) -> Verdict:
-    """schedule(comm, q, k, v, documents) -> this rank's rows; a query sees its own document, up to its own place."""
-    return ask(PACKED, schedule)
-
-
-def puzzle_12(schedule: Schedule) -> Verdict:
-    """schedule(comm, q, k, v) -> on rank 0, the output (1, H, 1, D) of the one query that all ranks have."""
-    return ask(TOKEN, schedule)
-
-
-def puzzle_13(schedule: Schedule) -> Verdict:
-    """schedule(comm, q, k, v) -> this rank's rows of causal linear attention, sum over j <= i of (q_i k_j) v_j."""
-    return ask(STATE, schedule)
+PUZZLES = (HOP, GATHER, SUM, RING, GROUPED, HOME, BALANCE, WINDOW, TWO_RINGS, TOKEN)
 
 
 def score_card() -> Verdict:
     """The stars of the best schedule for each puzzle, of this session."""
     lines = [f"{sum(_best.values())} of {3 * len(PUZZLES)} stars"]
-    for puzzle in PUZZLES:
-        stars = _best.get(puzzle.number, 0)
-        lines.append(f"{puzzle.number:>3}  {'★' * stars}{'☆' * (3 - stars)}  {puzzle.title}")
+    for number, puzzle in enumerate(PUZZLES, 1):
+        stars = _best.get(number, 0)
+        lines.append(f"{number:>3}  {'★' * stars}{'☆' * (3 - stars)}  {puzzle.title}")
     return Verdict("\n".join(lines), 0)

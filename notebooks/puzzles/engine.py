@@ -7,9 +7,9 @@ the numbers move from process to process through gloo. So nothing hangs: when al
 referee knows that this is a deadlock, and who waits for whom. The referee counts, in its own process: what a schedule
 does to `comm` changes no count.
 
-Other ways for data are closed while a schedule runs: torch.distributed, files, sockets, threads, functions of other
-modules than OPEN. This keeps a lazy schedule from praise. It is no prison: code that patches this module, torch or
-Python itself, or starts threads at the top of its cell, can still lie to its author.
+Other ways for data are closed: torch.distributed, the names in CLOSED, functions of other modules than OPEN. This keeps
+a lazy schedule from praise. It is no prison: code that patches this module, torch or Python itself, starts threads at
+the top of its cell, or hides a foreign function in an object, can still lie to its author.
 
 Time in the record is not measured but counted: a message begins when both its ranks are ready, and takes as long as
 `Wires` says. So a schedule has the same time on every machine.
@@ -18,13 +18,12 @@ Time in the record is not measured but counted: a message begins when both its r
 import dis
 import math
 import operator
-import os
 import pickle
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -34,10 +33,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from notebooks.checks.answers import listed
-from notebooks.trial import CELL, Cell, LiveTensors, cell_of, forms_of, plain
+from notebooks.trial import Cell, LiveTensors, cell_of, forms_of, line_now, line_of, plain
 from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.online_softmax import State, finish, merge, start
@@ -50,8 +49,6 @@ OTHER_HOMES = [  # of a tensor's numbers
     "item", "tolist", "numpy", "untyped_storage", "storage", "data_ptr", "__array__", "__complex__", "__dlpack__",
     "__float__", "__format__", "__index__", "__int__", "__reduce_ex__", "__repr__", "__str__",
 ]  # fmt: skip
-OTHER_WAYS = ("os.", "socket.", "subprocess.", "mmap.", "ctypes.", "shutil.", "sqlite3.", "_thread.")  # Python audits
-READING = ("os.listdir", "os.scandir", "os.walk", "os.fwalk")  # an import does
 OPEN = {
     "builtins",
     "collections",
@@ -69,6 +66,7 @@ CLOSED = {  # names by which a schedule reaches what it is not given: counts, fi
     "getattr", "setattr", "vars", "globals", "locals", "eval", "exec", "compile", "open", "input", "breakpoint",
     "save", "load", "from_file", "share_memory_", "distributed", "multiprocessing", "hub", "os", "sys", "tofile",
     "DisableTorchFunction", "DisableTorchFunctionSubclass", "attrgetter", "serialization", "_distributed_c10d",
+    "savetxt", "savez", "savez_compressed", "memmap", "open_memmap", "DataSource", "ctypeslib", "testing", "f2py",
 }  # fmt: skip
 NAMES = {"torch": torch, "math": math, "start": start, "finish": finish, "merge": merge}  # that a schedule may use
 _pool = Ranks(size=5)
@@ -233,7 +231,7 @@ class _Desk:
         signal.setitimer(signal.ITIMER_REAL, 0)
         sends = {to: x.detach().contiguous() for to, x in sends.items()}
         heads = {to: (tuple(x.shape), x.dtype, _first(x) if x.numel() else None) for to, x in sends.items()}
-        self.tell("step", heads, sources, self._line())
+        self.tell("step", heads, sources, line_now(sys._getframe(), self.lines))
         moving, received = [], {}
         for _ in range(len(sends) + len(sources)):
             what, peer, shape, dtype = self.hear()
@@ -247,7 +245,7 @@ class _Desk:
                 x, move = torch.empty(shape, dtype=dtype), dist.irecv
                 received[peer] = x
             if x.numel():
-                with _closed(False):
+                with _disable_current_modes():  # _CommOnly
                     moving.append(move(x, peer))
         assert self.memory is not None
         self.memory.look()
@@ -275,13 +273,6 @@ class _Desk:
         if how == "exchange_all" and not self.neighbours and max(len(sends), len(sources)) > 1:
             raise ValueError("here a rank has one wire out and one wire in: one message each at a time")
 
-    def _line(self) -> str:
-        """The line of the reader's cell that is being run."""
-        frame = sys._getframe()
-        while frame is not None and frame.f_code.co_filename != CELL:
-            frame = frame.f_back
-        return self.lines[frame.f_lineno - 1].strip() if frame else ""
-
 
 def _number(rank: Any) -> Any:
     """A rank as an int, also from an int of numpy or a tensor of one int. What is no number stays as it is."""
@@ -297,20 +288,6 @@ def _first(x: Tensor) -> float:
         return float(x.flatten()[0])
 
 
-_only_comm = False  # whether other ways than comm are closed
-
-
-@contextmanager
-def _closed(closed: bool = True) -> Any:
-    """Messages go through `comm`, where the referee sees them."""
-    global _only_comm
-    before, _only_comm = _only_comm, closed
-    try:
-        yield
-    finally:
-        _only_comm = before
-
-
 class _CommOnly(TorchDispatchMode):
     """All that torch.distributed sends is an operation of torch's dispatcher, whichever function is called."""
 
@@ -319,32 +296,17 @@ class _CommOnly(TorchDispatchMode):
         return False  # else each rank would import the compiler, for seconds
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _only_comm and "c10d" in function.namespace:
+        if "c10d" in function.namespace:
             raise ValueError(f"only messages of comm are counted: {function.overloadpacket.__name__} is closed")
         return function(*args, **(kwargs or {}))
-
-
-_watched = False
-
-
-def _watch_other_ways() -> None:
-    """Once in each process: what keeps bytes for other ranks raises where `_only_comm` is set."""
-    global _watched
-
-    def audit(event: str, args: tuple[Any, ...]) -> None:
-        written = event == "open" and bool((args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-        if _only_comm and (written or (event.startswith(OTHER_WAYS) and event not in READING)):
-            raise ValueError(f"only messages of comm are counted: {event} is closed")
-
-    if not _watched:
-        _watched, sys.dont_write_bytecode = True, True
-        sys.addaudithook(audit)
 
 
 def way_around(function: Callable[..., Any]) -> str:
     """What a schedule, or a function of its cell that it calls, uses beside `comm`, tensors and OPEN; "": nothing."""
     main = plain(forms_of(function))
     known, codes, seen = main.__globals__, [main.__code__], set()
+    if _foreign(main.__defaults__ or (), known["__name__"]):
+        return "a default of an argument"
     while codes:
         code = codes.pop()
         seen.add(code)
@@ -359,15 +321,22 @@ def way_around(function: Callable[..., Any]) -> str:
                 return name
             if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name in known:
                 value = known[name]
-                home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-                if home == known["__name__"]:  # of the notebook
+                if _foreign(value, known["__name__"]):
+                    return name
+                if getattr(value, "__module__", None) == known["__name__"]:  # of the notebook
                     methods = list(vars(value).values()) if isinstance(value, type) else [plain(forms_of(value))]
                     own = [it.__code__ for it in methods if getattr(it, "__code__", None)]
                     inner += [it for it in own if it.co_filename == code.co_filename]
-                elif not _is_open(f"{home or 'builtins'}.{getattr(value, '__name__', '')}"):
-                    return name
         codes += [each for each in inner if each not in seen]
     return ""
+
+
+def _foreign(value: Any, cell: str) -> bool:
+    """Whether a value is of another module than OPEN and that of the cell, or a list or dict with such a value."""
+    if isinstance(value, list | tuple | set | dict):
+        return any(_foreign(x, cell) for x in (value.values() if isinstance(value, dict) else value))
+    home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return home != cell and not _is_open(f"{home or 'builtins'}.{getattr(value, '__name__', '')}")
 
 
 def _is_open(path: str) -> bool:
@@ -398,9 +367,8 @@ def _on_rank(
     torch.manual_seed(0)
     try:
         schedule = cell.function(dict(NAMES))
-        _watch_other_ways()
         kind = _TensorsOnly if counts_memory else LiveTensors
-        with _closed(), _CommOnly(), kind(inputs) as memory, redirect_stdout(desk.printed):
+        with _CommOnly(), kind(inputs) as memory, redirect_stdout(desk.printed):
             desk.memory = memory
             signal.setitimer(signal.ITIMER_REAL, desk.seconds)
             output = listed(schedule(Comm(context.rank, context.world_size, desk), *inputs))
@@ -411,10 +379,7 @@ def _on_rank(
         desk.tell("stopped")
     except BaseException as error:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        trace, line = error.__traceback__, 0
-        while trace is not None:  # the last line of the cell on the way to the error
-            line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == CELL else line
-            trace = trace.tb_next
+        line = line_of(error)
         reason = f"{type(error).__name__.lstrip('_')}: {error}" + (
             f", in: {desk.lines[line - 1].strip()}" if line else ""
         )

@@ -9,10 +9,10 @@
 # %% [markdown]
 # # Puzzles: design the schedule
 #
-# A ring is one schedule of messages. There are others, and some are better. Here are thirteen puzzles. In each, you write what **one rank** does. Your function
+# A ring is one schedule of messages. There are others, and some are better. Here are ten puzzles. In each, you write what **one rank** does. Your function
 # then runs on 3, 4 and 5 real processes, all at the same time. You see whether the result is right, what it cost, and a film of what your ranks did.
 #
-# Puzzles 1, 2, 3, 7 and 12 can also be solved [in the page of the book](../../book/pages/solve.md), with nothing installed.
+# Puzzles 1, 2, 3, 7 and 10 can also be solved [in the page of the book](../../book/pages/solve.md), with nothing installed.
 #
 # You need chapters [1](../01_attention_to_online_softmax.ipynb) to [4](../04_the_ring.ipynb). Puzzle 6 needs [5](../05_backward.ipynb), and puzzle 7 needs
 # [7](../07_causal_balance.ipynb). A puzzle takes 5 to 20 minutes. They become harder.
@@ -45,22 +45,7 @@
 # %%
 import torch
 
-from notebooks.puzzles.checks import (
-    puzzle_1,
-    puzzle_2,
-    puzzle_3,
-    puzzle_4,
-    puzzle_5,
-    puzzle_6,
-    puzzle_7,
-    puzzle_8,
-    puzzle_9,
-    puzzle_10,
-    puzzle_11,
-    puzzle_12,
-    puzzle_13,
-    score_card,
-)
+from notebooks.puzzles.checks import score_card, solve
 from ringlab.basics.online_softmax import finish, merge, start
 
 # %% [markdown]
@@ -78,7 +63,7 @@ def my_hop(comm, x):
     return comm.recv(left)
 
 
-puzzle_1(my_hop)
+solve(1, my_hop)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -104,7 +89,7 @@ def my_gather(comm, x):
     return comm.recv(0)
 
 
-puzzle_2(my_gather)
+solve(2, my_gather)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -133,7 +118,7 @@ def my_reduce_scatter(comm, xs):
     return comm.recv(0)
 
 
-puzzle_3(my_reduce_scatter)
+solve(3, my_reduce_scatter)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -160,7 +145,7 @@ def my_ring(comm, q, k, v):
     return finish(state)[0]
 
 
-puzzle_4(my_ring)
+solve(4, my_ring)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -189,7 +174,7 @@ def my_grouped_ring(comm, q, k, v):
     return finish(state)[0]
 
 
-puzzle_5(my_grouped_ring)
+solve(5, my_grouped_ring)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -216,7 +201,7 @@ def my_backward(comm, q, k, v, d_out, lse, delta):
     return d_q, d_k, d_v
 
 
-puzzle_6(my_backward)
+solve(6, my_backward)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -238,7 +223,7 @@ def my_tokens(comm, S):
     return list(range(n * comm.rank, n * (comm.rank + 1)))
 
 
-puzzle_7(my_tokens)
+solve(7, my_tokens)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -269,7 +254,7 @@ def my_window(comm, q, k, v, window):
     return finish(state)[0]
 
 
-puzzle_8(my_window)
+solve(8, my_window)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -278,32 +263,7 @@ puzzle_8(my_window)
 # `k[:, :, -3:]` has the last three tokens.
 # </details>
 #
-# ## Puzzle 9 · two hosts and a slow link
-#
-# Gather all blocks again. But the ranks are on two hosts: rank r is on `hosts[r]`, for example `[0, 1, 0, 1]`. Between the hosts a block takes four units of time.
-#
-# **Goal:** at most 2 (P − 1) blocks go over the slow link. **Best known:** P blocks.
-
-
-# %%
-def my_slow_link(comm, x, hosts):
-    blocks = [x] * comm.P
-    for t in range(1, comm.P):
-        x = comm.exchange((comm.rank + 1) % comm.P, x, (comm.rank - 1) % comm.P)
-        blocks[(comm.rank - t) % comm.P] = x
-    return blocks
-
-
-puzzle_9(my_slow_link)
-
-# %% [markdown]
-# <details><summary>Hint</summary>
-#
-# For the goal, change the order of the ring: `sorted(range(comm.P), key=lambda rank: hosts[rank])`. For the best known, leave the ring: a block goes over the link once, and then
-# round its new host.
-# </details>
-#
-# ## Puzzle 10 · two directions at once
+# ## Puzzle 9 · two directions at once
 #
 # Now the wires are those of a real ring: each rank has a wire to each of its two neighbours, and no other. Both directions of both wires work at the same time, with
 # `comm.exchange_all({to: x, …}, [source, …])`. It returns a dictionary: what came from each source. Computing takes as long as in puzzle 4.
@@ -321,7 +281,7 @@ def my_two_directions(comm, q, k, v):
     return finish(state)[0]
 
 
-puzzle_10(my_two_directions)
+solve(9, my_two_directions)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
@@ -330,39 +290,7 @@ puzzle_10(my_two_directions)
 # half for each direction.
 # </details>
 #
-# ## Puzzle 11 · packed documents
-#
-# The sequence is several documents, one after the other: `documents` has their lengths, for example `[6, 2, 8]`. A query sees the keys of its own document, up to its own
-# position. Chunks have 4 tokens, and documents go over their borders.
-#
-# **Goal:** a rank gets one message from each rank whose keys it needs. **Best known:** one message in all for each rank that needs keys.
-
-
-# %%
-def my_documents(comm, q, k, v, documents):
-    C = q.shape[2]
-    number = torch.repeat_interleave(torch.tensor(documents))  # of the document of each token
-    at = torch.arange(C * comm.rank, C * (comm.rank + 1))[:, None]
-    state, block = start(q), torch.stack((k, v))
-    for t in range(comm.P):
-        j = (comm.rank - t) % comm.P
-        key_at = torch.arange(C * j, C * (j + 1))
-        hidden = (key_at > at) | (number[key_at] != number[at])
-        state = comm.attend(state, q, *block, future=hidden)
-        if t < comm.P - 1:
-            block = comm.exchange((comm.rank + 1) % comm.P, block, (comm.rank - 1) % comm.P)
-    return finish(state)[0]
-
-
-puzzle_11(my_documents)
-
-# %% [markdown]
-# <details><summary>Hint</summary>
-#
-# A rank can hand on what it has received. All ranks know `documents`, so each can compute what its neighbour needs.
-# </details>
-#
-# ## Puzzle 12 · one new token
+# ## Puzzle 10 · one new token
 #
 # Generation: each rank has the keys and values of its tokens, and all have the same `q`, one new token (1, 2, 1, 16). Rank 0 returns the output (1, 2, 1, 16); what the others
 # return does not matter. A message takes one unit of time, whatever its size.
@@ -381,41 +309,12 @@ def my_token(comm, q, k, v):
     return finish(state)[0]
 
 
-puzzle_12(my_token)
+solve(10, my_token)
 
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
 # 34 is 2 heads times (16 + 1): `out` and `lse` of one query. `merge` joins two of them. For the best known, draw a tournament: in each round half of the ranks give their result away.
-# </details>
-#
-# ## Puzzle 13 · a state in place of keys
-#
-# Linear attention has no softmax: $o_i = \sum_{j \le i} (q_i \cdot k_j) \, v_j$. So all earlier keys and values fit in one matrix, $\sum_j k_j v_j^\top$, and then $o_i$ is $q_i$ times this
-# matrix. Here D is 4, and a chunk has 16 tokens. A message takes one unit of time.
-#
-# **Goal:** messages of 32 numbers, P − 1 rounds. **Best known:** log₂ P rounds.
-
-
-# %%
-def my_state(comm, q, k, v):
-    out = (q @ k.mT).tril() @ v
-    if comm.rank > 0:
-        before = comm.recv(comm.rank - 1)
-        out = out + (q @ before[0].mT) @ before[1]
-        k, v = torch.cat((before, torch.stack((k, v))), dim=-2)
-    if comm.rank < comm.P - 1:
-        comm.send(comm.rank + 1, torch.stack((k, v)))
-    return out
-
-
-puzzle_13(my_state)
-
-# %% [markdown]
-# <details><summary>Hint</summary>
-#
-# `k.mT @ v` is the matrix of a chunk, (1, 2, 4, 4). Matrices of several chunks add up. For the best known: after round t, a rank knows the sum of its own chunk and of
-# $2^t - 1$ chunks before it.
 # </details>
 #
 # ## Your score

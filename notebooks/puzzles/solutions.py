@@ -23,26 +23,11 @@ def gather(comm, x):
     return blocks
 
 
-def gather_directly(comm, x):
-    blocks = [x] * comm.P
-    for t in range(1, comm.P):
-        blocks[(comm.rank - t) % comm.P] = comm.exchange((comm.rank + t) % comm.P, x, (comm.rank - t) % comm.P)
-    return torch.stack(blocks)
-
-
 def reduce_scatter(comm, xs):
     right, left = (comm.rank + 1) % comm.P, (comm.rank - 1) % comm.P
     total = xs[left]
     for t in range(1, comm.P):
         total = comm.exchange(right, total, left) + xs[(comm.rank - 1 - t) % comm.P]
-    return total
-
-
-def reduce_scatter_directly(comm, xs):
-    total = xs[comm.rank]
-    for t in range(1, comm.P):
-        to = (comm.rank + t) % comm.P
-        total = total + comm.exchange(to, xs[to], (comm.rank - t) % comm.P)
     return total
 
 
@@ -106,20 +91,6 @@ def home(comm, q, k, v, d_out, lse, delta):
     return d_q, own_d_k + travels[0], own_d_v + travels[1]
 
 
-def home_with_a_last_hop(comm, q, k, v, d_out, lse, delta):
-    """The goal: K and V stay where they are in the last hop."""
-    right, left = (comm.rank + 1) % comm.P, (comm.rank - 1) % comm.P
-    block = torch.stack((k, v))
-    d_q, d_block = torch.zeros_like(q), torch.zeros_like(block)
-    for t in range(comm.P):
-        d_q_j, d_k_j, d_v_j = comm.gradients(q, *block, d_out, lse, delta)
-        d_q, d_block = d_q + d_q_j, d_block + torch.stack((d_k_j, d_v_j))
-        if t < comm.P - 1:
-            block = comm.exchange(right, block, left)
-        d_block = comm.exchange(right, d_block, left)
-    return d_q, *d_block
-
-
 def zigzag(comm, S):
     n, last = S // (2 * comm.P), 2 * comm.P - 1
     return [*range(n * comm.rank, n * (comm.rank + 1)), *range(n * (last - comm.rank), n * (last - comm.rank + 1))]
@@ -152,47 +123,6 @@ def window_of(comm, q, k, v, window):
     return finish(state)[0]
 
 
-def slow_link(comm, x, hosts):
-    """Partners of two hosts swap their blocks, then each host's ring takes them round."""
-    near = [rank for rank in range(comm.P) if hosts[rank] == hosts[comm.rank]]
-    far = [rank for rank in range(comm.P) if hosts[rank] != hosts[comm.rank]]
-    blocks = {comm.rank: x}
-    for i in range(
-        max(len(near), len(far))
-    ):  # rank i of a host meets rank i of the other; the shorter list begins again
-        a, b = near[i % len(near)], far[i % len(far)]
-        if a != comm.rank:
-            continue
-        sends, takes = i < len(near), i < len(far)  # a block crosses once
-        if sends and takes:
-            blocks[b] = comm.exchange(b, x, b)
-        elif sends:
-            comm.send(b, x)
-        else:
-            blocks[b] = comm.recv(b)
-    for rank in range(comm.P):  # the rank of this host that has a block gives it to the others
-        owner = rank if rank in near else near[far.index(rank) % len(near)]
-        if owner == comm.rank:
-            for other in near:
-                if other != comm.rank:
-                    comm.send(other, blocks[rank])
-        else:
-            blocks[rank] = comm.recv(owner)
-    return [blocks[rank] for rank in range(comm.P)]
-
-
-def slow_link_ring(comm, x, hosts):
-    """The goal: the ring goes through one host, then through the other."""
-    order = sorted(range(comm.P), key=lambda rank: hosts[rank])
-    at = order.index(comm.rank)
-    right, left = order[(at + 1) % comm.P], order[at - 1]
-    blocks = [x] * comm.P
-    for t in range(1, comm.P):
-        x = comm.exchange(right, x, left)
-        blocks[order[at - t]] = x
-    return blocks
-
-
 def two_rings(comm, q, k, v):
     """Half of the heads turns right, the other half left."""
     right, left = (comm.rank + 1) % comm.P, (comm.rank - 1) % comm.P
@@ -205,40 +135,6 @@ def two_rings(comm, q, k, v):
             got = comm.exchange_all({right: halves[0], left: halves[1]}, [left, right])
             halves = [got[left], got[right]]
     return torch.cat([finish(state)[0] for state in states], dim=1)
-
-
-def two_directions(comm, q, k, v):
-    """The goal: whole blocks, from both sides."""
-    right, left = (comm.rank + 1) % comm.P, (comm.rank - 1) % comm.P
-    a = b = torch.stack((k, v))
-    state = comm.attend(start(q), q, k, v)
-    for t in range(1, comm.P // 2 + 1):
-        if 2 * t == comm.P:  # one block is left, half a ring away
-            a = comm.exchange(right, a, left)
-            state = comm.attend(state, q, *a)
-            break
-        got = comm.exchange_all({right: a, left: b}, [left, right])
-        a, b = got[left], got[right]
-        state = comm.attend(comm.attend(state, q, *a), q, *b)
-    return finish(state)[0]
-
-
-def documents_of(comm, q, k, v, documents):
-    """A rank hands on all keys of the document that goes on behind its last token."""
-    C = q.shape[2]
-    number = torch.repeat_interleave(torch.tensor(documents))
-    first = C * comm.rank
-    begin = int((number == number[first]).nonzero()[0])
-    if begin < first:
-        k, v = (torch.cat(pair, dim=2) for pair in zip(comm.recv(comm.rank - 1), (k, v), strict=True))
-    end = first + C
-    keys_from = min(begin, first)
-    if comm.rank < comm.P - 1 and number[end] == number[end - 1]:
-        goes_on = int((number == number[end]).nonzero()[0])
-        comm.send(comm.rank + 1, torch.stack((k, v))[:, :, :, goes_on - keys_from :])
-    at, key_at = torch.arange(first, end), torch.arange(keys_from, end)
-    hidden = (key_at > at[:, None]) | (number[key_at] != number[at][:, None])
-    return finish(comm.attend(start(q), q, k, v, future=hidden))[0]
 
 
 def one_token(comm, q, k, v):
@@ -254,41 +150,6 @@ def one_token(comm, q, k, v):
             out, lse = merge(out, lse, got[..., :-1].contiguous(), got[..., -1].contiguous())
         away *= 2
     return out
-
-
-def one_token_in_a_row(comm, q, k, v):
-    """The goal: rank 0 takes the partial results one after the other."""
-    out, lse = finish(comm.attend(start(q), q, k, v))
-    if comm.rank:
-        return comm.send(0, torch.cat((out, lse[..., None]), dim=-1))
-    for source in range(1, comm.P):
-        got = comm.recv(source)
-        out, lse = merge(out, lse, got[..., :-1].contiguous(), got[..., -1].contiguous())
-    return out
-
-
-def state_doubling(comm, q, k, v):
-    """Running sums of the states: after round t, a rank has the sum of 2^t ranks."""
-    own = k.mT @ v
-    total, away = own, 1
-    while away < comm.P:
-        to, source = comm.rank + away, comm.rank - away
-        if to < comm.P and source >= 0:
-            total = total + comm.exchange(to, total, source)
-        elif to < comm.P:
-            comm.send(to, total)
-        elif source >= 0:
-            total = total + comm.recv(source)
-        away *= 2
-    return (q @ k.mT).tril() @ v + q @ (total - own)
-
-
-def state_chain(comm, q, k, v):
-    """The goal: from rank to rank."""
-    before = comm.recv(comm.rank - 1) if comm.rank else torch.zeros_like(k.mT @ v)
-    if comm.rank < comm.P - 1:
-        comm.send(comm.rank + 1, before + k.mT @ v)
-    return (q @ k.mT).tril() @ v + q @ before
 
 
 def causal_ring(comm, q, k, v, places):

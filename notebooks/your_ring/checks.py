@@ -1,6 +1,6 @@
 """The six steps of the workshop: what each asks of the reader's file, and what the doctor is asked.
 
-    step_3("my_ring.py")     ->     "step 3 · gradients: right: HEALTHY: ..." or what the doctor found
+    step(3, "my_ring.py")     ->     "step 3 · gradients: right: HEALTHY: ..." or what the doctor found
 
 Step 1 is one block in one process, so it is compared here. Steps 2 to 6 are examined by the doctor on 3 and 4
 processes. The doctor judges numbers; what travels is judged here, from what three ranks are seen to send with a length
@@ -74,6 +74,8 @@ class Said(str):
 
 def step(number: int, path: str | Path) -> Said:
     """What is said of the file at this step. A path that is not absolute begins in this folder."""
+    if number not in range(1, len(TITLES) + 1):
+        raise ValueError(f"there is no step {number!r}; expected a number from 1 to {len(TITLES)}")
     return Said(_said(number, FOLDER / path).replace(f"{FOLDER}/", ""))
 
 
@@ -224,33 +226,3 @@ def _no_ring(number: int, patient: Patient) -> str:
             f"{hops * block:,}. After the last round nobody needs K and V"
         )
     return ""
-
-
-def step_1(path: str | Path) -> Said:
-    """attention(q, k, v) -> (out, lse) of one block, in one process."""
-    return step(1, path)
-
-
-def step_2(path: str | Path) -> Said:
-    """attention(q, k, v) on every rank -> out, or (out, lse), of the whole sequence."""
-    return step(2, path)
-
-
-def step_3(path: str | Path) -> Said:
-    """The same with gradients."""
-    return step(3, path)
-
-
-def step_4(path: str | Path) -> Said:
-    """attention(q, k, v, causal=False)."""
-    return step(4, path)
-
-
-def step_5(path: str | Path) -> Said:
-    """attention(q, k, v, causal=False, layout="contiguous"), or "zigzag"."""
-    return step(5, path)
-
-
-def step_6(path: str | Path) -> Said:
-    """The same with fewer K/V heads, and with bfloat16 inputs whose sums are float32."""
-    return step(6, path)

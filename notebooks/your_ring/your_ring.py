@@ -20,7 +20,7 @@
 # Each step below shows a first try of somebody else, and what the doctor says of it. Then it is your turn.
 
 # %%
-from notebooks.your_ring.checks import first_try, step_1, step_2, step_3, step_4, step_5, step_6
+from notebooks.your_ring.checks import first_try, step
 
 # %% [markdown]
 # ## Step 1 · one block
@@ -41,7 +41,7 @@ first_try(1)
 # Your turn:
 
 # %%
-step_1("my_ring.py")
+step(1, "my_ring.py")
 
 # %% [markdown]
 # ## Step 2 · a ring of messages
@@ -65,7 +65,7 @@ first_try(2)
 # The X-ray at the end is the matrix of softmax weights that the ring has really used, a tile for each rank and block. Your turn:
 
 # %%
-step_2("my_ring.py")
+step(2, "my_ring.py")
 
 # %% [markdown]
 # ## Step 3 · gradients
@@ -91,7 +91,7 @@ first_try(3)
 # Your turn:
 
 # %%
-step_3("my_ring.py")
+step(3, "my_ring.py")
 
 # %% [markdown]
 # ## Step 4 · a causal mask
@@ -111,7 +111,7 @@ first_try(4)
 # Your turn:
 
 # %%
-step_4("my_ring.py")
+step(4, "my_ring.py")
 
 # %% [markdown]
 # ## Step 5 · zigzag
@@ -130,7 +130,7 @@ first_try(5)
 # Your turn:
 
 # %%
-step_5("my_ring.py")
+step(5, "my_ring.py")
 
 # %% [markdown]
 # ## Step 6 · grouped queries and 16 bits
@@ -150,7 +150,7 @@ first_try(6)
 # Your turn:
 
 # %%
-step_6("my_ring.py")
+step(6, "my_ring.py")
 
 # %% [markdown]
 # You have a ring that trains. Compare it with [`flash_ring.py`](../../ringlab/training/flash_ring.py), which adds overlap, a fused kernel, documents and windows, and with

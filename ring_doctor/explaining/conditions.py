@@ -65,22 +65,18 @@ def when_it_shows(answers: Sequence[Answer]) -> str:
     return ", ".join(said) if said or right else "in every question"
 
 
-def separated(right: Iterable[Question], wrong: Iterable[Question]) -> list[str]:
-    """In words, what all wrong questions have and no right one has: each such feature; if there is none, two together.
+def separated(right: Iterable[Question], wrong: Iterable[Question]) -> str | None:
+    """In words, the first feature that all wrong questions have and no right one has; if there is none, two together.
 
-    [] if no two features do.
+    None if no two features do.
     """
     of_right, of_wrong = [_features(question) for question in right], [_features(question) for question in wrong]
     sick = [{features[i] for features in of_wrong} for i in range(len(FEATURES))]
-    for n in (1, 2):
-        found = [
-            " and ".join(_in_words(i, sick[i]) for i in some)
-            for some in itertools.combinations(range(len(FEATURES)), n)
-            if all(any(features[i] not in sick[i] for i in some) for features in of_right)
-        ]
-        if found:
-            return found
-    return []
+    each = range(len(FEATURES))
+    for some in (*itertools.combinations(each, 1), *itertools.combinations(each, 2)):
+        if all(any(features[i] not in sick[i] for i in some) for features in of_right):
+            return " and ".join(_in_words(i, sick[i]) for i in some)
+    return None
 
 
 def _in_words(i: int, values: set[Any], between: str = " or ") -> str:

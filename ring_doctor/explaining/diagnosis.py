@@ -241,9 +241,9 @@ def under_a_condition(
         if not all(_fits(explanation, answer, names) for answer in wrong):
             continue
         spared = [answer.answer.question for answer in right if _fits(explanation, answer, names) is False]
-        conditions = separated(spared, [answer.answer.question for answer in wrong]) if spared else [""]
-        if conditions and len(spared) < found.get(explanation.name, (len(right) + 1, None))[0]:
-            found[explanation.name] = len(spared), replace(explanation, condition=conditions[0])
+        condition = separated(spared, [answer.answer.question for answer in wrong]) if spared else ""
+        if condition is not None and len(spared) < found.get(explanation.name, (len(right) + 1, None))[0]:
+            found[explanation.name] = len(spared), replace(explanation, condition=condition)
     least = min((count for count, _ in found.values()), default=0)
     return [explanation for count, explanation in found.values() if count == least]
 

@@ -7,7 +7,7 @@
 Each fact says what the whole result would be, and is compared with it within rounding. Random numbers fit none. With
 two ranks "2 times" and "P times" are the same, so a pattern finds both, and an answer of three ranks decides.
 
-Before: wrong_answer.py. After: where_wrong.py, more patterns; inference.py, all that is told.
+Before: wrong_answer.py. After: inference.py, all that is told.
 Source: Dao et al. 2022, algorithm 4, for what follows from which gradients are wrong.
 """
 
@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ring_doctor.explaining.wrong_answer import WrongAnswer, ratio, rows_with
+from ring_doctor.explaining.wrong_answer import WrongAnswer
+from ring_doctor.mistakes.paper_ring import RIGHT
 
 OF_GRADIENTS = {  # out is right: what follows from which gradients are wrong
     "dq": "dk and dv are right, so the weights p and dS are: look at where dS K is summed into dq.",
@@ -41,7 +42,6 @@ class Fact:
     look: str = field(default="", compare=False)  # where to look
     expected: Tensor | None = field(default=None, compare=False)  # the result, if this is true; None: it is true
     order: int = field(default=0, compare=False)  # of several facts only those with the least order are told
-    example: str = field(default="", compare=False)  # the numbers of one answer
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,6 @@ class Pattern:
     def sentence(self, names: Sequence[str], facts: Sequence[Fact]) -> str:
         said = self.says.format(x=listed(names), words=" or ".join(dict.fromkeys(fact.words for fact in facts)))
         looks = ", or at ".join(dict.fromkeys(fact.look for fact in facts if fact.look))
-        said += f" ({facts[0].example})" if facts[0].example else ""
         return f"{said}. Look at {looks}." if looks else f"{said}."
 
 
@@ -80,7 +79,6 @@ def listed(names: Sequence[str]) -> str:
 
 # What a result holds ------------------------------------------------------------------------------------------------
 
-QUERY_ROWS = ("out", "lse", "dq")  # the other results have a row for each key
 COPIES = "a sum or a mean over ranks: it counts a rank's part P times, or divides where nothing was added"
 SCALES = "the scale: it is forgotten in this result, or applied twice"
 BASE = "e^x and log beside 2^x and log2: a factor of log 2 is missing or too many"
@@ -89,22 +87,13 @@ TWICE = "a sum that starts from a number that it also adds, or a mean of two"
 
 
 def _not_finite(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
-    bad, visible = ~wrong.seen(name).isfinite() & wrong.exact(name).isfinite(), wrong.case.visible()
-    blocks = [visible[:, wrong.case.positions(block)].any(dim=1) for block in range(wrong.case.world_size)]
-    lacks_one = ~torch.stack(blocks).all(dim=0)  # a query that sees no key of some block
+    bad = ~wrong.seen(name).isfinite() & wrong.exact(name).isfinite()
     if bad.any():
-        yield Fact("everywhere" if bad.all() else "in some places", order=1)
+        look = "the merge of a block of which a query sees no key: -inf - (-inf) is NaN"
+        yield Fact("everywhere" if bad.all() else "in some places", look, order=1)
     if bad.any() and wrong.case.inputs == "large":
         look = "exp: e^s overflows unless the largest score of the row is subtracted first"
         yield Fact("where scores are large", look)
-    if name in QUERY_ROWS and lacks_one.sum() > 1 and (rows_with(bad) == lacks_one).all():
-        look = "the merge of a block of which a query sees no key: -inf - (-inf) is NaN"
-        yield Fact("in the queries that see no key of some block", look)
-
-
-def _all_numbers(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
-    look = "detach, no_grad, .data, and a buffer that is returned before it is filled"
-    yield Fact("0", look, torch.zeros_like(wrong.exact(name)))
 
 
 def _another_result(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
@@ -116,16 +105,19 @@ def _another_result(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
 
 def _factor(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     """Factors with a meaning. P times is 2 times where P = 2: all that fit are found, and other answers decide."""
-    exact, P, n, scale = wrong.exact(name), wrong.case.world_size, wrong.case.heads // wrong.case.kv_heads, wrong.scale
+    exact, case = wrong.exact(name), wrong.case
+    P, n, scale = case.world_size, case.heads // case.kv_heads, RIGHT.scale(case)
     known = [("P", P, COPIES), ("√P", P**0.5, COPIES), ("scale", scale, SCALES), ("log 2", math.log(2), BASE)]
+    unfilled = "detach, no_grad, .data, and a buffer that is returned before it is filled"
+    yield Fact("0", unfilled, torch.zeros_like(exact))
     yield Fact("-1", "a sign", -exact)
     for words, c, look in [*known, ("H/G", n, GROUP), ("2", 2, TWICE)]:
         for said, factor in ((words, c), ("G/H" if words == "H/G" else f"1/{words}", 1 / c)):
             if factor != 1:
                 yield Fact(said, look, factor * exact)
-    own = ratio(wrong.seen(name), exact)
-    example = f"{wrong.case.words()}: c = {own:.3g}"
-    yield Fact("c", "what this result is multiplied by", own * exact, 1, example)
+    finite = (seen := wrong.seen(name)).isfinite() & exact.isfinite()
+    own = float((seen * exact)[finite].sum() / exact[finite].square().sum().clamp(1e-300))  # least squares
+    yield Fact("c", f"what this result is multiplied by, with {case.words()} by {own:.3g}", own * exact, 1)
 
 
 def _another_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
@@ -133,33 +125,22 @@ def _another_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
         return None
     P, chunks = wrong.case.world_size, wrong.chunks(wrong.exact(name))
     travel = "the hops of dK and dV: one too few or one too many on the way home"
-    look = "the rank that this chunk is cut for, sent to or returned on" if name in QUERY_ROWS else travel
+    look = travel if name in ("dk", "dv") else "the rank that this chunk is cut for, sent to or returned on"
     moved = {f"rank r + {n}": chunks[n:] + chunks[:n] for n in range(1, P)}
     moved |= {f"rank r - {n}": chunks[-n:] + chunks[:-n] for n in range(1, P)}
     moved["rank P - 1 - r"] = chunks[::-1]
     return (Fact(words, look, wrong.case.join(of_ranks)) for words, of_ranks in moved.items())
 
 
-def _another_head(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
-    exact, look = wrong.exact(name), "every view, reshape and all-to-all that splits or joins heads"
-    yield Fact("in the reverse order", look, exact.flip(1))
-    yield Fact("moved on by one", look, exact.roll(1, dims=1))
-
-
-MOVES: dict[str, Callable[[Tensor], Tensor]] = {  # of a chunk: moved rows, or another order of its dimensions
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {  # of the rows of a chunk
     "one row too late in each chunk": lambda x: x.roll(1, dims=2),
     "one row too early in each chunk": lambda x: x.roll(-1, dims=2),
-    "in the reverse order of rows in each chunk": lambda x: x.flip(2),
     "in the other half of each chunk": lambda x: torch.cat(x.tensor_split(2, dim=2)[::-1], dim=2),
-    "laid out as (B, C, H, ...) and read as (B, H, C, ...)": lambda x: x.transpose(1, 2).reshape(x.shape),
-    "laid out as (B, H, C, ...) and read as (B, C, H, ...)": lambda x: x.reshape(x.transpose(1, 2).shape).transpose(
-        1, 2
-    ),
 }
 
 
 def _another_place(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
-    look = "roll, slices, view, reshape and the memory order of buffers for messages"
+    look = "roll, slices, view, reshape, the order of heads, and the memory order of buffers for messages"
     exact, seen = wrong.chunks(wrong.exact(name)), wrong.chunks(wrong.seen(name))
     for words, move in MOVES.items():
         yield Fact(words, look, wrong.case.join([move(x) for x in exact]))
@@ -186,13 +167,23 @@ def _rounded(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
             yield Fact(f"the errors are as small as roundings to {size}", look, None, order)
 
 
+def _some_heads(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
+    """Which heads are wrong, where others are right. An answer with one head cannot show it."""
+    bad = wrong.bad(name).any(dim=2).any(dim=0)
+    h, G = torch.arange(len(bad)), wrong.case.kv_heads
+    known, n = {"all but the first": h > 0}, len(h) // G
+    if 1 < G < len(h):
+        known |= {"all but the first of a group": h % n > 0, "those whose h mod G is not h // (H/G)": h % G != h // n}
+    look = "how heads are split and broadcast; the K/V head of query head h is h // (H/G)"
+    return (Fact(words, look) for words, heads in known.items() if torch.equal(bad, heads)) if len(h) > 1 else None
+
+
 CONTENTS = (  # the first that holds says the most
     Pattern("In {x} numbers are NaN or infinite {words}", _not_finite),
-    Pattern("In {x} all numbers are {words}", _all_numbers),
     Pattern("The numbers of {x} are those of {words}", _another_result),
     Pattern("In {x} all numbers are {words} times the right numbers", _factor),
     Pattern("In {x} rank r has the right numbers of {words}", _another_rank),
-    Pattern("In {x} the right heads are {words}", _another_head),
     Pattern("In {x} the right numbers are {words}", _another_place),
     Pattern("{x}: {words}", _rounded, clear=False),
+    Pattern("In {x} the wrong heads are {words}", _some_heads, clear=False),
 )

@@ -8,13 +8,14 @@ Rank r computes the tile of block j in round t = (r - j) mod P, so the first wro
 Before: tiles.py. After: xray.py.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ring_doctor.asking.case import Case
-from ring_doctor.explaining.tiles import KINDS, Sheet, Tile
+from ring_doctor.asking.job import ranks_in_words
+from ring_doctor.explaining.tiles import LOOK, Sheet, Tile
 from ringlab.support.colours import paint
 
 TITLES = {  # the four matrices: what a reader sees of them, and the result that shows it
@@ -24,6 +25,7 @@ TITLES = {  # the four matrices: what a reader sees of them, and the result that
     "dS in dK": ("gradients of the scores", "dK"),
 }
 OF_LSE = "the lse that the backward pass gets: p = e^(s - lse), with the lse of the whole row"
+FOLLOWS = "wrong as a whole, as follows from these weights or this out"
 
 
 @dataclass(frozen=True)
@@ -54,27 +56,21 @@ class Matrix:
     def wrong(self) -> list[Tile]:
         return [tile for tile in self.tiles if tile.kind != "ok"]
 
-    def _round(self, tile: Tile) -> int:
-        return (tile.rank - tile.block) % len(self.sheet.lengths)
-
-    def _by_round(self, tiles: Iterable[Tile]) -> dict[int, list[int]]:
-        """{round: the ranks that compute these tiles in it}."""
-        rounds: dict[int, list[int]] = {}
-        for tile in tiles:
-            rounds.setdefault(self._round(tile), []).append(tile.rank)
-        return dict(sorted(rounds.items()))
-
-    def details(self) -> list[str]:
-        """What the wrong tiles hold, a line for each kind of content."""
+    @property
+    def of_tiles(self) -> list[str]:
+        """What the wrong tiles hold, and in which rounds: a line for each kind of content."""
         P, lines = len(self.sheet.lengths), []
         for words in dict.fromkeys(tile.words for tile in self.wrong):
             tiles = [tile for tile in self.wrong if tile.words == words]
-            rounds = self._by_round(tiles)
-            where = _in_rounds(rounds, P, "; ")
+            rounds: dict[int, list[int]] = {}  # the ranks that compute these tiles in each
+            for tile in tiles:
+                rounds.setdefault((tile.rank - tile.block) % P, []).append(tile.rank)
+            who = {t: "every rank" if len(ranks) == P else ranks_in_words(ranks) for t, ranks in sorted(rounds.items())}
+            where = "; ".join(f"round {t} on {ranks}" for t, ranks in who.items())
             if len(tiles) == P * P:
                 where = "all tiles"
-            elif all(len(ranks) == P for ranks in rounds.values()) and len(rounds) > 1:
-                where = f"rounds {', '.join(map(str, rounds))} on every rank"
+            elif len(tiles) == P * len(rounds) and len(rounds) > 1:
+                where = f"rounds {', '.join(map(str, who))} on every rank"
             elif len(rounds) > 2:
                 where = f"{len(tiles)} tiles"
             amounts = [amount for tile in tiles for amount in tile.amount or ()]
@@ -82,23 +78,18 @@ class Matrix:
             lines.append(f"{where}: {words}" + (f", off by up to {max(amounts):.2g}" if words == "wrong" else how))
         return lines
 
-    def sentences(self) -> list[str]:
-        """How many tiles are wrong, how, from which round on, and what the weights of a query sum to."""
-        if self.ok:
-            return ["right."]
-        P, said = len(self.sheet.lengths), []
-        if self.wrong:
-            kinds = [tile.kind for tile in self.wrong]
-            counts = ", ".join(f"{kinds.count(kind)} {words}" for kind, (words, _) in KINDS.items() if kind in kinds)
-            first = {tile.rank: tile for tile in sorted(self.wrong, key=self._round, reverse=True)}
-            starts = _in_rounds(self._by_round(first[rank] for rank in sorted(first)), P, ", ")
-            said = [f"{len(kinds)} of {P * P} tiles are wrong: {counts}.", f"First in {starts}."]
-        elif self.sums is None:
-            said = ["wrong as a whole, as follows from these weights or this out."]
-        if self.sums is not None:
-            sums = _between(self.sums.tolist())
-            said.append(f"The weights of {len(self.sums)} of {len(self.sheet.seen)} queries sum to {sums}, not to 1.")
-        return said
+    @property
+    def of_rows(self) -> str:
+        """What the weights of a query sum to; or that a matrix without a wrong tile is wrong. "": nothing of both."""
+        if self.sums is None:
+            return "" if self.ok or self.wrong else FOLLOWS
+        sums = _between(self.sums.tolist())
+        return f"the weights of {len(self.sums)} of {len(self.sheet.seen)} queries sum to {sums}, not to 1"
+
+    @property
+    def shown(self) -> list[str]:
+        """All that is wrong, in lines."""
+        return [line for line in (*self.of_tiles, self.of_rows) if line]
 
 
 @dataclass(frozen=True)
@@ -112,23 +103,28 @@ class XRay:
     def right(self) -> bool:
         return all(matrix.ok for matrix in self.matrices)
 
-    def summary(self) -> str:
-        """The summary of each wrong matrix, or one sentence if all are right."""
-        wrong = [f"{matrix.title}: {' '.join(matrix.sentences())}" for matrix in self.matrices if not matrix.ok]
-        return "\n".join(wrong) or f"X-ray: all {len(self.matrices)} matrices are right."
-
     def text(self) -> str:
-        """The summary of each matrix. Below a wrong matrix stand a grid and what each of its wrong tiles holds.
+        """Each matrix: right or not. Below a wrong matrix stand a grid and what each of its wrong tiles holds.
 
         A row of the grid is a rank's queries, a column a block's keys. "-": the mask hides the tile, which is empty.
         """
         first: dict[tuple[str, ...], str] = {}
-        texts = []
+        lines = []
         for matrix in self.matrices:
-            name = first.setdefault(tuple(matrix.details()), matrix.name)
-            same = f"{matrix.title}: wrong in the same tiles in the same way as {name}."
-            texts.append(same if matrix.wrong and name != matrix.name else _text(matrix))
-        return "\n".join(texts)
+            P, name = len(matrix.sheet.lengths), first.setdefault(tuple(matrix.of_tiles), matrix.name)
+            if not matrix.wrong or name != matrix.name:
+                same = f"wrong in the same tiles in the same way as {name}" if matrix.wrong else matrix.of_rows
+                lines.append(f"{matrix.title}: {same or 'right'}.")
+                continue
+            lines.append(f"{matrix.title}: {len(matrix.wrong)} of {P * P} tiles are wrong.")
+            labels = ["-" if tile.kind == "ok" and tile.hidden else tile.label for tile in matrix.tiles]
+            width = 2 + max(3, *(len(label) for label in labels))
+            lines.append(" " * 13 + "".join(paint(j, f"KV{j}".ljust(width)) for j in range(P)).rstrip())
+            for rank in range(P):
+                row = "".join(label.ljust(width) for label in labels[rank * P : (rank + 1) * P])
+                lines.append("    " + f"rank {rank}".ljust(9) + row.rstrip())
+            lines += [f"    {line}" for line in matrix.shown]
+        return "\n".join(lines)
 
     def facts(self, known: Collection[str] = ()) -> list[str]:
         """What each wrong matrix shows, and where to look; the weights of the forward pass alone if they are wrong.
@@ -142,40 +138,13 @@ class XRay:
             held = TITLES[matrix.name][1].lower() in known
             if (said and not kinds) or (held and set(kinds) <= {"wrong"}):
                 continue  # it follows from another matrix, or says less than is known
-            shown = "; ".join(matrix.details()) + "." if kinds else " ".join(matrix.sentences())
-            kind = next((kind for kind in kinds if KINDS[kind][1] and not held), "ok")
-            look = OF_LSE if (matrix.name, kind) == ("W backward", "scaled") else KINDS[kind][1]
-            if shown not in said:
-                said[shown] = f"{matrix.title}: {shown}" + (f" Look at {look}." if look else "")
+            kind = next((kind for kind in kinds if LOOK.get(kind) and not held), "")
+            look = OF_LSE if (matrix.name, kind) == ("W backward", "scaled") else LOOK.get(kind)
+            shown = ("; ".join(matrix.of_tiles) or matrix.of_rows) + "."
+            said.setdefault(shown, f"{matrix.title}: {shown}" + (f" Look at {look}." if look else ""))
         return [f"X-ray ({self.case.words()}): {words}" for words in said.values()]
-
-
-def _text(matrix: Matrix) -> str:
-    first, *others = matrix.sentences()
-    lines = [f"{matrix.title}: {first}", *(f"    {sentence}" for sentence in others)]
-    if matrix.wrong:
-        P = len(matrix.sheet.lengths)
-        labels = ["-" if tile.kind == "ok" and tile.hidden else tile.label for tile in matrix.tiles]
-        width = 2 + max(3, *(len(label) for label in labels))
-        lines.append(" " * 13 + "".join(paint(j, f"KV{j}".ljust(width)) for j in range(P)).rstrip())
-        for rank in range(P):
-            row = "".join(label.ljust(width) for label in labels[rank * P : (rank + 1) * P])
-            lines.append("    " + f"rank {rank}".ljust(9) + row.rstrip())
-        lines += [f"    {detail}" for detail in matrix.details()]
-    return "\n".join(lines)
 
 
 def _between(amounts: list[float]) -> str:
     low, high = (f"{round(x, 4) + 0.0:.3g}" for x in (min(amounts), max(amounts)))
     return low if low == high else f"{low} to {high}"
-
-
-def _in_rounds(rounds: dict[int, list[int]], world_size: int, between: str) -> str:
-    """ "round 1 on rank 2, round 2 on every rank"."""
-    return between.join(f"round {t} on {_ranks(ranks, world_size)}" for t, ranks in rounds.items())
-
-
-def _ranks(ranks: list[int], world_size: int) -> str:
-    if len(ranks) == world_size:
-        return "every rank"
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -7,7 +7,7 @@ of P = 2 alone, is not told as general. If no pattern holds, what is left is whi
 
 Shapes: those of wrong_answer.py.
 
-Before: facts.py, where_wrong.py and grids.py. After: report.py.
+Before: facts.py and grids.py. After: report.py.
 Source: Dao et al. 2022, algorithm 4, for what follows from what. The PyTorch manual, torch.distributed: a blocking send
 may wait for its receiver.
 """
@@ -24,7 +24,6 @@ from ring_doctor.asking.examination import Examination, never_claimed
 from ring_doctor.asking.job import ranks_in_words
 from ring_doctor.explaining.facts import CONTENTS, OF_GRADIENTS, Fact, listed
 from ring_doctor.explaining.grids import XRay
-from ring_doctor.explaining.where_wrong import WHERE
 from ring_doctor.explaining.wrong_answer import WrongAnswer
 
 WIDTH = 110
@@ -68,7 +67,6 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
         held = _contents(told)
-        places = _places(told, [name for name in RESULTS if not any(name in names for names in held)])
     finally:
         torch.set_num_threads(threads)
     known = {name for names in held for name in names}
@@ -76,7 +74,7 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
     out_is_wrong = any("out" in each.answer.wrong for each in told)  # then gradients may follow from it
     follows = [said for names, said in held.items() if out_is_wrong and names[0].startswith("d")]
     first = [said for said in held.values() if said not in follows]
-    return [*first, *shown, *_which(told), *places, *follows, *hangs]
+    return [*first, *shown, *_which(told), *follows, *hangs]
 
 
 def text(sentences: Sequence[str]) -> str:
@@ -112,17 +110,6 @@ def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], str]:
         if first := next(((i, facts) for i, facts in common if facts), None):
             groups.setdefault(first, []).append(name)
     return {tuple(of): CONTENTS[i].sentence(of, facts) for (i, facts), of in groups.items()}
-
-
-def _places(told: list[WrongAnswer], names: list[str]) -> list[str]:
-    """Where results are wrong of which no pattern says what they hold."""
-    said = []
-    for pattern in WHERE:
-        same: dict[tuple[Fact, ...], list[str]] = {}
-        for name in names:
-            same.setdefault(tuple(pattern.common(told, name)), []).append(name)
-        said += [pattern.sentence(of, facts) for facts, of in same.items() if facts]
-    return said
 
 
 def _which(told: list[WrongAnswer]) -> list[str]:

@@ -15,19 +15,15 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from ring_doctor.explaining.where_wrong import shapes
-
 MASK = "the mask of these tiles: the positions of queries and keys, < and <="
-KINDS = {  # of tiles: how a sentence goes on after "3 of 16 tiles are wrong: 2 ...", and where to look
-    "ok": ("right", ""),
-    "missing": ("missing", "the number of rounds, and at what a round leaves out"),
-    "twice": ("counted twice", "the number of rounds, and at the start of the sums"),
-    "scaled": ("scaled", "the scale, and the factors with which blocks are merged"),
-    "shifted": ("from elsewhere", "the hops: who sends to whom, and which block a rank takes it for"),
-    "mask": ("under another mask", MASK),
-    "foreign": ("with pairs behind the mask", MASK),
-    "wrong": ("wrong in another way", ""),
-    "NaN": ("NaN or infinite", "queries that see no key of a block"),
+LOOK = {  # for a tile of this kind
+    "missing": "the number of rounds, and at what a round leaves out",
+    "twice": "the number of rounds, and at the start of the sums",
+    "scaled": "the scale, and the factors with which blocks are merged",
+    "shifted": "the hops: who sends to whom, and which block a rank takes it for",
+    "mask": MASK,
+    "foreign": MASK,
+    "NaN": "queries that see no key of a block",
 }
 
 
@@ -38,7 +34,7 @@ class Tile:
     rank: int  # of the queries
     block: int  # of the keys
     hidden: bool  # the mask hides all of its pairs
-    kind: str  # of KINDS
+    kind: str  # in LOOK, or "ok", or "wrong" in another way
     label: str  # at most some ten letters, for a grid
     words: str  # the same for a sentence
     holds: int | None = None  # "shifted": the block to which its numbers belong
@@ -178,11 +174,8 @@ def pattern(seen: Tensor) -> str | None:
         "a triangle of later keys": key >= query,
         "a triangle of later keys without its diagonal": key > query,
     }
-    for half in ("the first half", "the last half"):
-        named |= {
-            f"{half} of the keys": shapes(len(key))[half],
-            f"{half} of the queries": shapes(len(query))[half][:, None],
-        }
+    for of, i in (("queries", query), ("keys", key)):
+        named |= {f"the first half of the {of}": i < len(i) // 2, f"the last half of the {of}": i >= len(i) // 2}
     return next((name for name, shape in named.items() if torch.equal(seen, shape.expand(seen.shape))), None)
 
 

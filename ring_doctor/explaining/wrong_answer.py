@@ -49,15 +49,11 @@ class WrongAnswer:
     def exact(self, name: str) -> Tensor:
         return self.right[name].exact
 
-    def bad_numbers(self, name: str) -> Tensor:
-        """The numbers of a result that rounding does not allow, bool in the shape of the result."""
-        right = self.right[name]
-        error = right.error(self.answer.results[name].to(right.dtype)).nan_to_num(nan=torch.inf)
-        return error > right.allowed
-
     def bad(self, name: str) -> Tensor:
-        """(B, H, S) bool: the rows with such a number."""
-        return rows_with(self.bad_numbers(name))
+        """(B, H, S) bool: the rows of a result with a number that rounding does not allow."""
+        right = self.right[name]
+        numbers = right.error(self.answer.results[name].to(right.dtype)).nan_to_num(nan=torch.inf) > right.allowed
+        return numbers.any(dim=3) if numbers.dim() == 4 else numbers
 
     @cached_property
     def _allowed(self) -> dict[str, tuple[float, float]]:
@@ -106,19 +102,3 @@ class WrongAnswer:
     def chunks(self, x: Tensor) -> list[Tensor]:
         """The chunks of all ranks of a whole tensor."""
         return [self.case.cut(x, rank) for rank in range(self.case.world_size)]
-
-    @property
-    def scale(self) -> float:
-        return self.case.head_dim**-0.5 if self.case.scale is None else self.case.scale
-
-
-def rows_with(numbers: Tensor) -> Tensor:
-    """(B, H, S): the rows of a bool (B, H, S, D) with a number that is True; an lse has one number in a row."""
-    return numbers.any(dim=3) if numbers.dim() == 4 else numbers
-
-
-def ratio(x: Tensor, right: Tensor) -> float:
-    """The c with the smallest squares of x - c right."""
-    finite = x.isfinite() & right.isfinite()
-    x, right = (y.masked_fill(~finite, 0.0) for y in (x, right))
-    return float((x * right).sum() / right.square().sum().clamp(1e-300))

@@ -89,7 +89,7 @@ def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case
     """
     chunks = [case.positions(rank) for rank in range(case.world_size)]
     order, lengths = torch.cat(chunks), tuple(len(chunk) for chunk in chunks)
-    scale = cases(case)[0].head_dim ** -0.5 if case.scale is None else case.scale
+    scale = RIGHT.scale(cases(case)[0])
     weights, d_p, delta, allowed = _right(case, scale)
     shown = read_matrices(run_1, run_2, scale)
 
@@ -102,10 +102,9 @@ def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case
     for name in ("W forward", "W backward"):
         if name in shown:
             sheet = sheet_of(name, weights)
-            own, whole = ([find(sheet, row) for row in range(case.seq_len)] for find in (_row_factor, _whole_row))
+            own = [_row_factor(sheet, row) for row in range(case.seq_len)]
             factors = [own, *(x for x in factors if x != own)]
             found.append(Matrix(name, sheet, likeliest(_times_rows(sheet, of_rows) for of_rows in factors)))
-            factors += [whole] if whole not in factors else []
     for name, run, of_run in (("dS in dQ", run_1, 0), ("dS in dK", run_2, 1)):
         if name in shown:
             deltas = [delta]
@@ -142,13 +141,6 @@ def _row_factor(sheet: Sheet, row: int) -> tuple[float, float]:
         if same > most and (majority or (normal and same + missing_or_twice == len(ratios))):
             best, most = (c, off), same
     return best
-
-
-def _whole_row(sheet: Sheet, row: int) -> tuple[float, float]:
-    """The factor that all visible pairs of the row have in common, or 1."""
-    there = sheet.visible[row]
-    found = factor(*(x[row][there] for x in (sheet.seen, sheet.full, sheet.allowed)))
-    return found if found and found[0] > found[1] and abs(found[0] - 1) > found[1] else (1.0, 0.0)
 
 
 def _times_rows(sheet: Sheet, factors: list[tuple[float, float]]) -> Sheet:

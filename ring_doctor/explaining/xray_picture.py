@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_doctor.explaining.grids import Matrix, XRay
+from ring_doctor.explaining.grids import TITLES, Matrix, XRay
 from ringlab.support.extras import extra
 
 with extra("plots", __name__):
@@ -28,28 +28,22 @@ WIDTH, SIDE, LEFTS, TOP, STEP = 1000, 276, (84, 392, 704), 164, 386  # pixels
 FRAME = 2.6  # width of the frame of a wrong tile
 SMALLEST = 50  # pixels: a tile with a word in it
 BACK = {"boxstyle": "round,pad=0.12", "fc": drawing.PAGE, "ec": "none"}
-HEADS = {
-    "W forward": ("Weights, forward", "read from out"),
-    "W backward": ("Weights, backward", "read from dV"),
-    "dS in dQ": ("Gradients of scores", "read from dQ"),
-    "dS in dK": ("Gradients of scores", "read from dK"),
-}
-ROWS = ("W forward", "W backward"), ("dS in dQ", "dS in dK")  # of the picture; the right matrix ends a row
 
 
 def picture(xray: XRay, title: str = "X-ray of a ring") -> drawing.Picture:
     """Each matrix of the X-ray, tokens in the order of the ranks, and at the end of each row the right matrix."""
-    rows = [[matrix for matrix in xray.matrices if matrix.name in names] for names in ROWS]
-    rows = [row for row in rows if row]
-    figure, ax = drawing.canvas(WIDTH, TOP + STEP * len(rows) - 90, f"{title}. {xray.summary()}")
+    rows = [row for kind in ("W", "dS") if (row := [it for it in xray.matrices if it.name.startswith(kind)])]
+    shown = [f"{matrix.title}: {'; '.join(matrix.shown) or 'right'}." for matrix in xray.matrices]
+    figure, ax = drawing.canvas(WIDTH, TOP + STEP * len(rows) - 90, " ".join([f"{title}.", *shown]))
     drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
     key = "Rows: queries. Columns: keys, in the colour of their block; the stronger, the larger. Framed: wrong"
     drawing.write(ax, 20, 64, key, color=drawing.MUTED)
     for top, row in zip(range(TOP, TOP + STEP * len(rows), STEP), rows, strict=True):
         for x, matrix in zip(LEFTS, row, strict=False):
-            head, how = HEADS[matrix.name]
-            drawing.write(ax, x, top - 58, head, weight="bold")
-            drawing.write(ax, x, top - 37, f"{how}: {_verdict(matrix)}", size=drawing.SMALL, color=drawing.MUTED)
+            head, result = TITLES[matrix.name]
+            how = f"read from {result}: {_verdict(matrix)}"
+            drawing.write(ax, x, top - 58, head.capitalize(), weight="bold")
+            drawing.write(ax, x, top - 37, how, size=drawing.SMALL, color=drawing.MUTED)
             _panel(ax, x, top, matrix, matrix.sheet.seen, labels=True)
         drawing.write(ax, LEFTS[2], top - 58, "What they should be", weight="bold")
         _panel(ax, LEFTS[2], top, row[0], row[0].sheet.right, labels=False)

@@ -77,10 +77,6 @@ def rolled(by: int, *names: str) -> Change:
     return changed(lambda x: x.roll(by, -2), *names)
 
 
-def zero(*names: str) -> Change:
-    return changed(torch.zeros_like, *names)
-
-
 # The parts of dq, dk and dv that a tile adds, and where they go -----------------------------------------------------
 
 
@@ -170,8 +166,8 @@ CHANGES = {
     "dq_over_p": [times_p(-1, "dq")],
     "gradients_over_p_squared": [times_p(-2, *ALL)],
     "gradients_times_root_p": [times_p(0.5, *ALL)],
-    "no_gradient": [zero(*ALL)],
-    "no_gradient_of_keys_and_values": [zero(*KV)],
-    "no_gradient_of_one_input": [*map(zero, ("dk", "dv", "dq"))],
+    "no_gradient": [changed(torch.zeros_like, *ALL)],
+    "no_gradient_of_keys_and_values": [changed(torch.zeros_like, *KV)],
+    "no_gradient_of_one_input": [changed(torch.zeros_like, name) for name in ("dk", "dv", "dq")],
 }
 MISTAKES = told("Gradients", CHANGES)

@@ -18,16 +18,11 @@ from ring_doctor.mistakes import Change, but, told
 from ring_doctor.mistakes.paper_ring import Rows, Scores, Steps, Values
 
 
-def is_seen(s: Tensor) -> bool:
-    """Whether a query sees a key of the tile."""
-    return bool((s > -math.inf).any())
-
-
 def in_seen_blocks(change: Change) -> Change:
     """The same in a ring that leaves out the blocks of which a rank sees nothing."""
 
     def combine(right: Steps, its: Steps, case: Case, scores: Scores, values: Values) -> Rows:
-        seen = [i for i, s in enumerate(scores) if is_seen(s)] or [0]
+        seen = [i for i, s in enumerate(scores) if (s > -math.inf).any()] or [0]
         return change(right).combine(its, case, [scores[i] for i in seen], [values[i] for i in seen])
 
     return lambda steps: replace(change(steps), combine=partial(combine, steps))
@@ -52,12 +47,8 @@ def finite(lse: Tensor) -> Tensor:
 # All blocks of a row: the step `combine` ---------------------------------------------------------------------------
 
 
-def unrounded(case: Case, o: Tensor) -> Tensor:
-    return o
-
-
 def running_sums(
-    *, l_rescaled: bool, o_rescaled: bool, rounded: Callable[[Case, Tensor], Tensor] = unrounded
+    *, l_rescaled: bool, o_rescaled: bool, rounded: Callable[[Case, Tensor], Tensor] = lambda case, o: o
 ) -> Change:
     """m, l and o are carried from block to block, rescaled or not, and o is `rounded` after each block."""
 
@@ -102,24 +93,23 @@ def undivided(right: Steps, steps: Steps, case: Case, scores: Scores, values: Va
     return out * torch.exp(lse - largest_of(scores))[..., None].nan_to_num(), lse
 
 
-def with_right_lse(out_of: Callable[[Tensor, Scores], Tensor]) -> Change:
+def with_right_lse(out_of: Callable[[Tensor], Tensor]) -> Change:
     """out is made of the blocks' own averages (rounds, B, H, Cq, D), and lse is right."""
 
     def combine(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
         averages = torch.stack([steps.block_out(s, v) for s, v in zip(scores, values, strict=True)])
-        return out_of(averages, scores), torch.stack([steps.block_lse(s) for s in scores]).logsumexp(dim=0)
+        return out_of(averages), torch.stack([steps.block_lse(s) for s in scores]).logsumexp(dim=0)
 
     return but(combine=combine)
 
 
-def mean_of_seen_rows(averages: Tensor, scores: Scores) -> Tensor:
-    return averages.sum(dim=0) / sum((s > -math.inf).any(dim=-1, keepdim=True).double() for s in scores)
+MEAN = with_right_lse(lambda averages: averages.mean(dim=0))
 
 
-def padded(multiple: int | None, where: Callable[[Tensor], Tensor]) -> Change:
+def padded(multiple: int | None, *, whole_tiles: bool = False) -> Change:
     """Each block gets keys of zeros up to a multiple, or up to the longest block: the score 0 and the value 0.
 
-    `where` says from the scores of a tile (B, H, Cq, Ck) which queries (B, H, Cq, 1) see them.
+    A mask of a triangle hides what comes after its keys, so with `whole_tiles` only tiles without a mask see them.
     """
 
     def combine(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
@@ -127,22 +117,12 @@ def padded(multiple: int | None, where: Callable[[Tensor], Tensor]) -> Change:
         wider, longer = [], []
         for s, v in zip(scores, values, strict=True):
             more = longest - s.shape[-1] if multiple is None else -s.shape[-1] % multiple
-            of_padding = torch.zeros_like(s[..., :1]).masked_fill(~where(s), -math.inf)
-            wider.append(torch.cat([s, of_padding.expand(*s.shape[:-1], more)], dim=-1))
+            more = 0 if whole_tiles and not (s > -math.inf).all() else more
+            wider.append(torch.nn.functional.pad(s, (0, more)))
             longer.append(torch.nn.functional.pad(v, (0, 0, 0, more)))
         return right.combine(steps, case, wider, longer)
 
     return but(combine=combine)
-
-
-def paddings() -> Iterator[Change]:
-    """The usual one first. A mask of a triangle hides what comes after its keys, so only whole tiles see it."""
-    in_every_tile = lambda s: torch.ones_like(s[..., :1], dtype=torch.bool)  # noqa: E731
-    in_whole_tiles = lambda s: (s > -math.inf).all().expand(*s.shape[:-1], 1)  # noqa: E731
-    for multiple in (8, None, 64, 128):
-        yield in_seen_blocks(padded(multiple, in_every_tile))
-        yield padded(multiple, in_every_tile)
-        yield padded(multiple, in_whole_tiles)
 
 
 # A new block and the result so far: the step `merge` ---------------------------------------------------------------
@@ -211,10 +191,6 @@ def undivided_in_16_bits(always: bool) -> Change:
 # What the kernel returns: the step `block_lse` ---------------------------------------------------------------------
 
 
-def zeros_in_seen_rows(steps: Steps, s: Tensor) -> Tensor:
-    return torch.zeros_like(s[..., 0]).masked_fill((s == -math.inf).all(dim=-1), -math.inf)
-
-
 LSE_OF_ZEROS = but(block_lse=lambda steps, s: torch.zeros_like(s[..., 0]))
 
 
@@ -228,28 +204,14 @@ CHANGES = {
     "l_not_rescaled": [running_sums(l_rescaled=False, o_rescaled=True)],
     "o_not_rescaled": [running_sums(l_rescaled=True, o_rescaled=False), but(merge=average_not_rescaled)],
     "own_max_per_block": [own_max(last_max), own_max(largest_of), in_seen_blocks(own_max(last_max))],
-    "averages_added": [with_right_lse(lambda averages, scores: averages.sum(dim=0))],
-    "averages_averaged": [
-        with_right_lse(mean_of_seen_rows),
-        with_right_lse(lambda averages, scores: averages.mean(dim=0)),
-        in_seen_blocks(with_right_lse(lambda averages, scores: averages.mean(dim=0))),
-    ],
+    "averages_added": [with_right_lse(lambda averages: averages.sum(dim=0))],
+    "averages_averaged": [in_seen_blocks(MEAN), MEAN],
     "running_half": [in_seen_rows(HALF), in_seen_blocks(HALF), HALF],
-    "lse_of_zeros": [but(block_lse=zeros_in_seen_rows), LSE_OF_ZEROS, in_seen_blocks(LSE_OF_ZEROS)],
-    "base_2_as_natural": [
-        but(block_lse=lambda steps, s: steps.block_lse(s) / math.log(2)),
-        but(
-            block_lse=lambda steps, s: steps.block_lse(s) / math.log(2),  # and the backward kernel takes such an lse
-            weights=lambda steps, s, lse: steps.weights(s, lse * math.log(2)),
-        ),
-    ],
+    "lse_of_zeros": [in_seen_blocks(LSE_OF_ZEROS), LSE_OF_ZEROS],
+    "base_2_as_natural": [but(block_lse=lambda steps, s: steps.block_lse(s) / math.log(2))],
     "natural_as_base_2": [but(merge=natural_as_base_2)],
     "lse_not_updated": [but(merge=lambda steps, case, out, lse, *block: (steps.merge(case, out, lse, *block)[0], lse))],
-    "shares_exchanged": [
-        but(merge=exchanged),
-        in_seen_blocks(but(merge=exchanged)),
-        in_seen_rows(but(merge=exchanged)),
-    ],
+    "shares_exchanged": [but(merge=exchanged), *(of(but(merge=exchanged)) for of in (in_seen_blocks, in_seen_rows))],
     "lse_merged_by_maximum": [
         but(
             merge=lambda steps, case, o, lse, o_j, lse_j: (
@@ -261,7 +223,11 @@ CHANGES = {
     ],
     "unstabilised": [merge(without_maximum)],
     "not_divided": [but(combine=undivided)],
-    "padding_unmasked": [*paddings()],
+    "padding_unmasked": [
+        change
+        for multiple in (8, None, 64, 128)
+        for change in (in_seen_blocks(padded(multiple)), padded(multiple), padded(multiple, whole_tiles=True))
+    ],
     "lse_returned_in_base_2": [but(at_the_end=returned_in_base_2)],
     "sums_in_16_bits": [*rounding("out"), *map(undivided_in_16_bits, (False, True))],
     "lse_in_16_bits": [*rounding("lse"), *rounding("lse", "given")],

@@ -13,7 +13,6 @@ Source: Jacobs et al. 2023 (DeepSpeed Ulysses), section 3; Fang and Zhao 2024 (U
 section 3.3.2 (all-gather).
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -58,14 +57,6 @@ def kv_heads_in_turn(steps: Steps, case: Case) -> Tensor:
     return dealt_in_turn(case, case.kv_heads)[steps.kv_heads(case)]
 
 
-def kv_heads_tiled(steps: Steps, case: Case) -> Tensor:
-    """For G < P the K/V heads are repeated as 0, 1, ..., 0, 1, ... until P divides their number."""
-    copies = math.lcm(case.kv_heads, case.world_size)
-    if case.kv_heads >= case.world_size or case.heads % copies:  # such a ring refuses the second
-        return steps.kv_heads(case)
-    return torch.arange(case.heads) // (case.heads // copies) % case.kv_heads
-
-
 def in_runs(case: Case, out: Tensor) -> Tensor:
     """Rank r returns run r of the sequence, and not the tokens of its layout."""
     return case.join(out.tensor_split(case.world_size, dim=2))
@@ -79,19 +70,14 @@ def as_gathered(case: Case, block: int) -> Tensor:
     return torch.arange(case.seq_len).split(lengths_of(case))[block]
 
 
-def arrived(order: Callable[[int, int], int], *, keys: bool = True, values: bool = True) -> Change:
+def arrived(order: Callable[[int, int], int]) -> Change:
     """What is taken for block n is block order(rank, n)."""
 
     def in_hand(steps: Steps, case: Case, rank: int, t: int) -> tuple[int, int]:
-        block = steps.believed(case, rank, t)
-        came = order(rank, block) % case.world_size
-        return came if keys else block, came if values else block
+        came = order(rank, steps.believed(case, rank, t)) % case.world_size
+        return came, came
 
     return but(in_hand=in_hand)
-
-
-def from_the_rank_before(rank: int, n: int) -> int:
-    return rank - n
 
 
 def triangle_of_gathered(at: Callable[[Case, int], Tensor], *, from_the_end: bool) -> Change:
@@ -149,18 +135,13 @@ CHANGES = {
         returned(lambda case, out: out[:, dealt_in_turn(case, case.heads)]),
         returned(lambda case, out: out[:, dealt_in_turn(case, case.heads).argsort()]),
     ],
-    "kv_heads_dealt_in_turn": [but(kv_heads=kv_heads_in_turn), but(kv_heads=kv_heads_tiled)],
+    "kv_heads_dealt_in_turn": [but(kv_heads=kv_heads_in_turn)],
     "all_to_all_back_in_wrong_token_order": [
         returned(in_runs),
         returned(lambda case, out: in_runs(case, in_runs(case, out))),
     ],
     "keys_in_gathered_order": [sees(lambda x: x.case.visible()[x.p[:, 0]][:, as_gathered(x.case, x.j)])],
-    "gathered_in_order_of_arrival": [
-        arrived(from_the_rank_before),
-        arrived(from_the_rank_before, values=False),
-        arrived(from_the_rank_before, keys=False),
-        arrived(lambda rank, n: rank + n),
-    ],
+    "gathered_in_order_of_arrival": [arrived(lambda rank, n: rank - n), arrived(lambda rank, n: rank + n)],
     "causal_from_the_first_gathered_key": [
         *(triangle_of_gathered(at, from_the_end=False) for at in (as_gathered, Case.positions))
     ],

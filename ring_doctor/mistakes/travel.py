@@ -5,7 +5,6 @@ Before: merging.py. After: masks.py.
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,26 +12,21 @@ from torch import Tensor
 from ring_doctor.asking.case import Case
 from ring_doctor.mistakes import Change, but, told
 from ring_doctor.mistakes.masks import Pairs, sees
-from ring_doctor.mistakes.paper_ring import BlockGradients, NotOnPaper, Rows, Scores, Steps, Values
+from ring_doctor.mistakes.paper_ring import NotOnPaper, Rows, Scores, Steps, Values
 
 # Blocks do not arrive, or others do --------------------------------------------------------------------------------
 
 Hand = Callable[[int, int, int], int]  # rank, round, ranks -> the block in hand, modulo the number of ranks
 
 
-def in_hand(keys: Hand, values: Hand | None = None, **more: Callable[..., Any]) -> Change:
+def in_hand(keys: Hand, values: Hand | None = None) -> Change:
     """K of one block and V of the same, or of another."""
 
     def blocks(steps: Steps, case: Case, rank: int, t: int) -> tuple[int, int]:
         P = case.world_size
         return keys(rank, t, P) % P, (values or keys)(rank, t, P) % P
 
-    return but(in_hand=blocks, **more)
-
-
-def held(steps: Steps, part: BlockGradients) -> int:
-    """The gradients are added to the block that is really in hand: they travel the same wrong way."""
-    return part.held
+    return but(in_hand=blocks)
 
 
 def two_ways(rounds: Callable[[int], int]) -> Change:
@@ -49,56 +43,14 @@ def two_ways(rounds: Callable[[int], int]) -> Change:
     )
 
 
-def sent_as(dtype: torch.dtype, *, gradients_too: bool) -> Change:
-    """The rank's own block is not sent, and so not rounded. Of 16-bit inputs nothing is: see gradients_in_16_bits."""
+def sent_as(dtype: torch.dtype) -> Change:
+    """The rank's own block is not sent, and so not rounded."""
 
-    def rounded(x: Tensor) -> Tensor:
-        return x.to(dtype).double()
-
-    def keys_and_values(steps: Steps, t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def rounded(steps: Steps, t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         k, v = steps.keys_and_values(t, k, v)
-        return (rounded(k), rounded(v)) if t else (k, v)
+        return (k.to(dtype).double(), v.to(dtype).double()) if t else (k, v)
 
-    def add_kv(steps: Steps, case: Case, total: Tensor | None, part: Tensor) -> Tensor:
-        total = steps.add_kv(case, total, part)
-        sent = gradients_too and case.world_size > 1 and case.dtype.itemsize > 2
-        return rounded(total) if sent else total
-
-    return but(keys_and_values=keys_and_values, add_kv=add_kv)
-
-
-OF_BLOCKS = {
-    "last_block_skipped": [
-        but(rounds=lambda steps, case, rank: max(1, steps.rounds(case, rank) - 1)),
-        but(rounds=lambda steps, case, rank: steps.rounds(case, rank) - 1),  # on one rank too
-    ],
-    "own_block_skipped": [sees(lambda x: x.seen & (not x.own))],
-    "own_block_twice": [but(rounds=lambda steps, case, rank: steps.rounds(case, rank) + 1)],
-    "two_seats": [in_hand(lambda r, t, P: r - 2 * t), in_hand(lambda r, t, P: r - 2 * t, home=held)],
-    "other_way": [in_hand(lambda r, t, P: r + t), in_hand(lambda r, t, P: r + t, home=held)],
-    "stale_first_block": [in_hand(lambda r, t, P: r - max(0, t - 1))],
-    "overwritten_in_hand": [
-        in_hand(lambda r, t, P: r - min(t + 1, P - 1)),
-        in_hand(lambda r, t, P: r - (min(t + 1, P - 1) if t else 0)),  # the own block lies elsewhere
-    ],
-    "opposite_block_twice": [two_ways(lambda P: P // 2 * 2 + 1)],
-    "opposite_block_missed": [two_ways(lambda P: (P - 1) // 2 * 2 + 1)],
-    "sent_in_16_bits": [
-        *(sent_as(dtype, gradients_too=too) for dtype in (torch.bfloat16, torch.float16) for too in (False, True))
-    ],
-    "keys_without_values": [in_hand(lambda r, t, P: r - t, lambda r, t, P: r)],
-    "values_without_keys": [in_hand(lambda r, t, P: r, lambda r, t, P: r - t)],
-    "keys_and_values_exchanged": [
-        but(keys_and_values=lambda steps, t, k, v: (v, k) if t % 2 else (k, v)),
-        but(keys_and_values=lambda steps, t, k, v: (v, k) if t else (k, v)),
-        but(
-            keys_and_values=lambda steps, t, k, v: (v, k),  # by the caller: dk is that of the first, which is V
-            parts=lambda steps, q, k, v, scale: steps.parts(q, v, k, scale),
-        ),
-    ],
-    "never_called": [but(rounds=lambda steps, case, rank: 1)],
-    "nothing_moves": [in_hand(lambda r, t, P: r)],
-}
+    return but(keys_and_values=rounded)
 
 
 # Scale, heads, sinks, and rows that are lost -----------------------------------------------------------------------
@@ -149,7 +101,28 @@ def nan_of_rows(steps: Steps, s: Tensor, v: Tensor) -> Tensor:
 
 
 CHANGES = {
-    **OF_BLOCKS,
+    "last_block_skipped": [but(rounds=lambda steps, case, rank: max(1, steps.rounds(case, rank) - 1))],
+    "own_block_skipped": [sees(lambda x: x.seen & (not x.own))],
+    "own_block_twice": [but(rounds=lambda steps, case, rank: steps.rounds(case, rank) + 1)],
+    "two_seats": [in_hand(lambda r, t, P: r - 2 * t)],
+    "other_way": [in_hand(lambda r, t, P: r + t)],
+    "stale_first_block": [in_hand(lambda r, t, P: r - max(0, t - 1))],
+    "overwritten_in_hand": [
+        in_hand(lambda r, t, P: r - min(t + 1, P - 1)),
+        in_hand(lambda r, t, P: r - (min(t + 1, P - 1) if t else 0)),  # the own block lies elsewhere
+    ],
+    "opposite_block_twice": [two_ways(lambda P: P // 2 * 2 + 1)],
+    "opposite_block_missed": [two_ways(lambda P: (P - 1) // 2 * 2 + 1)],
+    "sent_in_16_bits": [sent_as(torch.bfloat16), sent_as(torch.float16)],
+    "keys_without_values": [in_hand(lambda r, t, P: r - t, lambda r, t, P: r)],
+    "values_without_keys": [in_hand(lambda r, t, P: r, lambda r, t, P: r - t)],
+    "keys_and_values_exchanged": [
+        but(keys_and_values=lambda steps, t, k, v: (v, k) if t % 2 else (k, v)),
+        but(keys_and_values=lambda steps, t, k, v: (v, k) if t else (k, v)),
+        but(keys_and_values=lambda steps, t, k, v: (v, k)),  # by the caller
+    ],
+    "never_called": [but(rounds=lambda steps, case, rank: 1)],
+    "nothing_moves": [in_hand(lambda r, t, P: r)],
     "scale_missing": [but(scale=lambda steps, case: 1.0)],
     "scale_ignored": [but(scale=lambda steps, case: case.head_dim**-0.5)],
     "scale_twice": [
@@ -158,12 +131,8 @@ CHANGES = {
     ],
     "scale_of_padded_head": [scale_of(padded_head), but(scale=lambda steps, case: padded_head(case) ** -0.5)],
     "scale_of_another_size": [
-        scale_of(chunk),
-        scale_of(lambda case: case.seq_len),
-        scale_of(lambda case: case.heads),
-        scale_of(lambda case: case.heads * case.head_dim),
-        scale_of(lambda case: 64),
-        scale_of(lambda case: 128),
+        *map(scale_of, (chunk, lambda case: case.seq_len, lambda case: case.heads)),
+        *map(scale_of, (lambda case: case.heads * case.head_dim, lambda case: 64, lambda case: 128)),
     ],
     "heads_interleaved": [but(kv_heads=lambda steps, case: torch.arange(case.heads) % case.kv_heads)],
     "first_kv_head_only": [but(kv_heads=lambda steps, case: torch.zeros(case.heads, dtype=torch.int64))],

@@ -191,17 +191,18 @@ def judge(
             wrong |= {P: of_ranks} if error > allowed else {}
         worlds.append(World(P, hidden, error <= allowed, error, failure))
     telling = {P: wrong[P] for P in wrong if P > 1} or wrong  # one process cannot show every mistake
-    fits: dict[int, dict[tuple[str, ...], ModelDiagnosis]] = {P: {} for P in telling}
-    common: set[tuple[str, ...]] = set()
     for together in (False, True):  # mistakes together only when no single one explains everything
-        tried = [(P, *each) for P in telling for each in predictions(P) if (len(each[0]) > 1) == together]
-        for P, names, predict in tried if not common else ():
-            predicted = predict()
-            if isinstance(predicted, str) or (names and same(predicted, exact, loose)):
-                continue  # it fails, or it does not show in this model
-            found = explain(telling[P], predicted, loose)
-            if found and (names := names + found.names):
-                fits[P].setdefault(names, replace(found, names=names))
-        common = set.intersection(*map(set, fits.values())) if fits else common
+        fits: list[dict[tuple[str, ...], ModelDiagnosis]] = []
+        for P, of_ranks in sorted(telling.items()):
+            fits.append({})
+            tried = [each for each in predictions(P) if (len(each[0]) > 1) == together]
+            for names, predict in tried:
+                predicted = predict()
+                if isinstance(predicted, str) or (names and same(predicted, exact, loose)):
+                    continue  # it fails, or it does not show in this model
+                if (found := explain(of_ranks, predicted, loose)) and (names := names + found.names):
+                    fits[-1].setdefault(names, replace(found, names=names))
+        if common := set.intersection(*map(set, fits)) if fits else set():
+            break
     fewest = min(map(len, common), default=0)
-    return worlds, tuple(fits[max(telling)][names] for names in sorted(common) if len(names) == fewest), wrong
+    return worlds, tuple(fits[-1][names] for names in sorted(common) if len(names) == fewest), wrong

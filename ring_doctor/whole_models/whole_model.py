@@ -83,10 +83,6 @@ RACE = (
     "With {} ranks it returns other results when it is called again with the same text: look for a buffer that is "
     "written while it is being sent, for a wait that is missing, and for state that a call leaves behind."
 )
-HIDES = {  # kinds of loss that hide mistakes
-    "clipped": "clipped",
-    "other": "neither the mean nor the sum over the labels",
-}
 
 
 @dataclass(frozen=True)
@@ -185,10 +181,11 @@ def _examine(patient: ModelPatient, name: str) -> ModelExamination:
     tried = {"mean": ["mean"], "sum": ["sum"], "unknown": ["sum", "mean"] * (patient.layout == "contiguous")}
     lacks = sorted({"positions", "targets"} - patient.takes)
     notes = [f"the function takes no {option}=, so not every mistake can be named" for option in lacks]
-    if kind in HIDES:
+    if kind in ("clipped", "other"):
+        what = "clipped" if kind == "clipped" else "neither the mean nor the sum over the labels"
         notes.append(
-            f"the gradients of one process are {HIDES[kind]}: factors of them may be hidden, and the names "
-            f"ring_not_called and mean_of_means are not tried"
+            f"the gradients of one process are {what}: factors of them may be hidden, and the names ring_not_called "
+            f"and mean_of_means are not tried"
         )
 
     def predictions(P: int) -> list[Prediction]:

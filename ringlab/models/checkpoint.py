@@ -9,7 +9,6 @@ Shapes: a slice is what FSDP left on a rank. The file says which rows it is, so 
 the rows that it needs. The optimizer's state is sliced in the same way. The ranks share the work of the checksums.
 
 train.py runs it: a first reader may skip this file.
-
 Before: loader.py, which reads the same text on every mesh. After: train.py, a run.
 Source: the PyTorch manual, torch.distributed.checkpoint; flock(2). `sha256sum -c SHA256SUMS` checks one by hand.
 """

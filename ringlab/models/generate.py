@@ -37,6 +37,7 @@ from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import State, finish, start, update
+from ringlab.models import expect
 from ringlab.models.transformer import ALONE, Config, Transformer
 from ringlab.support.agreement import WRONG, agree, members, of_every_rank
 from ringlab.support.processes import RankContext, launch
@@ -66,7 +67,8 @@ class SpreadCache:
         self.at = torch.cat([at, at.new_full((len(at), room), EMPTY)], dim=1)  # (B, C)
         self.room, self.stored = room, 0  # slots for new tokens here; how many new tokens all ranks have stored
         self.blocks: list[tuple[Tensor, Tensor]] = []  # k and v (B, G, C, D) of each layer
-        self.agreed: list[tuple[dict[str, Any], State]] = []  # what holds for the new tokens of each layer
+        self.layer = 0  # the next to be called
+        self.facts: dict[int, dict[str, Any]] = {}  # how each layer is called, the same for its prompt and new tokens
         self.new: Tensor | None = None  # the position of the new token (B, 1); None while the prompt is read
         self.lengths, self.parts = at.new_zeros(len(at), 1), 0  # tokens of each text that were read, in so many parts
 
@@ -80,8 +82,8 @@ class SpreadCache:
         Raises ValueError, on every rank, when all slots are full.
         """
         rank, world_size = members(self.group)
-        if self.stored == self.room * world_size:
-            raise ValueError(f"the cache is full after {self.stored} new tokens; expected `begin` with more room")
+        full = self.stored == self.room * world_size
+        expect(not full, f"the cache is full after {self.stored} new tokens", "`begin` with more room")
         self.new, self.layer = position, 0
         turn, owner = divmod(self.stored, world_size)
         self.slot = None  # another rank stores it
@@ -94,8 +96,7 @@ class SpreadCache:
         self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, enable_gqa: bool = True, **options: Any
     ) -> Tensor:
         """The attention of a model whose layers all have the window of this cache: `attend`, as torch's is called."""
-        if not is_causal:
-            raise ValueError("is_causal is False; expected True: a new token sees the tokens before it")
+        expect(is_causal, "is_causal is False", "True: a new token sees the tokens before it")
         return self.attend(q, k, v, window=self.window, **options)
 
     @left_as_it_is
@@ -112,25 +113,20 @@ class SpreadCache:
     ) -> Tensor:
         """q (B, H, n, D), k (B, G, n, D), v (B, G, n, Dv) of a prompt's chunk, or of a new token -> out (B, H, n, Dv).
 
-        The options are those of `ring_flash_attention`. A layer has its own, for the prompt and for its new tokens.
-        Raises ValueError on every rank where the ranks disagree, and for a new token that is not as the first one was.
+        The options are those of `ring_flash_attention`, and each layer has its own. Raises ValueError on every rank
+        where the ranks disagree, and for a new token whose options, heads or dtype are not those of its prompt.
         """
         q, k, v = as_autocast(q, k, v)
-        if self.new is None:
-            keys, values = (torch.cat([x, x.new_zeros(*x.shape[:2], self.room, x.shape[3])], dim=2) for x in (k, v))
-            self.blocks.append((keys, values))
-            options: dict[str, Any] = {"window": window, "scale": scale, "sinks": sinks, "softcap": softcap}
-            return ring_flash_attention(q, k, v, causal=True, layout=self.layout, group=self.group, **options)
-        keys, values = self.blocks[self.layer]
-        facts: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap, "sinks": sinks is not None}
-        facts |= {"shapes": [tuple(x.shape) for x in (q, k, v)], "dtype": q.dtype}
-        if self.layer == len(self.agreed):
-            agree_on_facts(partial(checked_token, facts, keys, values), self.group)
-            self.agreed.append((facts, start(q.new_empty(len(q), k.shape[1], q.shape[1] // k.shape[1], v.shape[-1]))))
-        agreed, state = self.agreed[self.layer]
+        options = {"window": window, "scale": scale, "softcap": softcap}
+        shapes = [x.shape[:2] + x.shape[3:] for x in (q, k, v)]
+        facts = {**options, "sinks": sinks is not None, "dtype": q.dtype, "shapes": shapes}
+        agreed = self.facts.setdefault(self.layer, facts)  # the ring has compared the prompt's on all ranks
+        if facts != agreed or not (self.new is None or q.shape[2] == k.shape[2] == 1):
+            of_every_rank(q, self.group, call=WRONG)  # which raises, on every rank
         self.layer += 1
-        if facts != agreed:
-            merge_over_ranks(state, self.group, call=WRONG)  # which raises, on every rank
+        if self.new is None:
+            return self.read_chunk(q, k, v, sinks=sinks, **options)
+        keys, values = self.blocks[self.layer - 1]
         if self.slot is not None:
             keys[:, :, self.slot], values[:, :, self.slot] = k[:, :, 0], v[:, :, 0]
         q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, G, H/G, D): a group shares its keys
@@ -139,6 +135,7 @@ class SpreadCache:
             hidden |= self.at <= self.new - window
         scale, future = resolve_scale(scale, q.shape[-1]), hidden[:, None, None]
         tile = attend_tile if softcap is None else partial(capped_attend, softcap=softcap)
+        state = start(q.new_empty(*q.shape[:3], values.shape[-1]))
         state = tile(state, q, keys, values, scale=scale, future=future)
         state = merge_over_ranks(state, self.group, call=self.stored * len(self.blocks) + self.layer)
         if sinks is not None:  # one more key of each query head, with the value 0; it is on no rank
@@ -146,15 +143,11 @@ class SpreadCache:
             state = update(state, scores, torch.zeros_like(values[:, :, :1]))
         return finish(state)[0].to(v.dtype).flatten(1, 2).unsqueeze(2)
 
-
-def checked_token(facts: dict[str, Any], keys: Tensor, values: Tensor) -> dict[str, Any]:
-    """The facts about a new token. Raises ValueError unless its q, k and v fit keys and values (B, G, C, D)."""
-    q, k, v = facts["shapes"]
-    expected = [tuple(x[:, :, :1].shape) for x in (keys, values)]
-    if [k, v] != expected or q[::2] != k[::2] or q[1] % k[1] or q[3] != k[3]:
-        right = f"k {expected[0]} and v {expected[1]}, as in the cache, and q as k, with as many heads or a multiple"
-        raise ValueError(f"q, k and v of a new token are {q}, {k} and {v}; expected {right}")
-    return facts
+    def read_chunk(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """The attention of a prompt's chunk, in the ring. Its K and V are kept, with slots for new tokens."""
+        keys, values = (nn.functional.pad(x, (0, 0, 0, self.room)) for x in (k, v))
+        self.blocks.append((keys, values))
+        return ring_flash_attention(q, k, v, causal=True, layout=self.layout, group=self.group, **options)
 
 
 def merge_over_ranks(state: State, group: ProcessGroup | None = None, call: int = 0) -> State:
@@ -222,15 +215,14 @@ def agree_on_prompts(
 
     def check() -> dict[str, Any]:
         counts, vocab = [len(prompt) for prompt in prompts], model.embedding.num_embeddings
-        if min(counts, default=0) < 1 or new_tokens < 1:
-            least = "expected a prompt at least, of 1 token or more each, and 1 new token or more"
-            raise ValueError(f"prompts of {counts} tokens, {new_tokens} new ones; {least}")
-        unknown = [x for prompt in prompts for x in prompt if type(x) is not int or not 0 <= x < vocab]
-        if unknown:
-            raise ValueError(f"{unknown[0]!r} is in a prompt; expected tokens: Python integers from 0 to {vocab - 1}")
-        if any(layer.attention is not cache for layer in model.layers):
-            made = "Transformer(..., cache), or with linear layers by Transformer(..., cache, cache), a HybridCache"
-            raise ValueError(f"the model has another attention; expected this cache: make it by {made}")
+        least = "a prompt at least, of 1 token or more each, and 1 new token or more"
+        some = min(counts, default=0) > 0 and new_tokens > 0
+        expect(some, f"prompts of {counts} tokens, {new_tokens} new ones", least)
+        unknown = next((repr(x) for prompt in prompts for x in prompt if type(x) is not int or not 0 <= x < vocab), "")
+        expect(not unknown, f"{unknown} is in a prompt", f"tokens: Python integers from 0 to {vocab - 1}")
+        made = "Transformer(..., cache), or with linear layers by Transformer(..., cache, cache), a HybridCache"
+        ours = all(layer.attention is cache for layer in model.layers)
+        expect(ours, "the model has another attention", f"this cache: make it by {made}")
         Partition(Mask(causal=True, window=cache.window), cache.layout, (2,) * members(cache.group)[1])
         texts = [list(prompt) for prompt in prompts]
         return {"prompts": texts, "new_tokens": new_tokens, "layout": cache.layout, "window": cache.window, **settings}
@@ -242,8 +234,7 @@ def agree_on_facts(check: Callable[[], dict[str, Any]], group: ProcessGroup | No
     """Raise the same ValueError on every rank where `check` raises it on one, or gives other facts than on rank 0."""
     first, *others = agree(check, group)
     differ = [name for name in first if any(other[name] != first[name] for other in others)]
-    if differ:
-        raise ValueError(f"the ranks disagree about {', '.join(differ)}; expected the same on each of them")
+    expect(not differ, f"the ranks disagree about {', '.join(differ)}", "the same on each of them")
 
 
 def write(model: Transformer, cache: SpreadCache, logits: Tensor, new_tokens: int) -> Tensor:

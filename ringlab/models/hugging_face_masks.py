@@ -15,7 +15,6 @@ Shapes: a rule says of a query and a key, by their positions, whether the query 
 (B, H, C, D), k and v (B, G, C, D), and the result (B, C, H, D).
 
 `python examples/compare.py` runs it: a first reader may skip this file.
-
 Before: hugging_face_batch.py, the batch. After: hugging_face_proof.py, which models may be cut.
 Source: transformers 5.23, masking_utils.py; Beltagy et al. 2020 (Longformer), section 3.1, for windows.
 """
@@ -33,6 +32,7 @@ from torch.distributed import ProcessGroup
 from ringlab.support.agreement import members
 from ringlab.support.extras import extra
 from ringlab.training.documents import document_positions
+from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import Layout, positions
 from ringlab.training.masks import Mask
 
@@ -140,13 +140,9 @@ class LayerAttention:
     packs: bool = False  # whether all layers are told the documents, as proved
     documents: tuple[int, ...] | None = None  # of this forward pass
     calls: int = 0  # in this forward pass, with its documents
-    stand_in: Any = None  # in the proof: a function of q, k and v in place of the ring
+    stand_in: Any = None  # a function of q, k and v in place of the ring: in the proof, and in generation
     at: Tensor | None = None  # in the proof: where the tokens of a shard stand in the row
     longest: int | None = None  # position in the whole sequence of this forward pass
-
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """The attention itself: q (B, H, C, D), k (B, G, C, D), v (B, G, C, Dv) -> out (B, H, C, Dv)."""
-        return self.stand_in(q, k, v, **options)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Asked = None, **passed: Any
@@ -175,8 +171,9 @@ class LayerAttention:
             query = self.tuned(module, query, documents)
         if isinstance(attention_mask, ChunkedAttention):
             documents = attention_mask.documents(documents or (query.shape[2] * self.world_size,))
-        seen = {"causal": not both_ways, "window": window, "documents": documents}
-        out = self.compute(query, key, value, **seen, scale=scale, sinks=sinks, softcap=softcap)
+        seen: dict[str, Any] = {"causal": not both_ways, "window": window, "documents": documents}
+        seen |= {"scale": scale, "sinks": sinks, "softcap": softcap, "layout": self.layout, "group": self.group}
+        out = (self.stand_in or ring_flash_attention)(query, key, value, **seen)
         return out.transpose(1, 2).contiguous(), None
 
     def check_direction(self, module: nn.Module, causal: bool | None, batch_is_causal: bool, both_ways: bool) -> None:

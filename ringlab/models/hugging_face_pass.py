@@ -11,7 +11,6 @@ A loss of its own, beside that of the labels, goes through `extra_loss`: what al
 
 Shapes: a rank has input_ids (B, C), C = S/P, at position_ids (1, C).
 `python examples/compare.py` runs it: a first reader may skip this file.
-
 Before: hugging_face_proof.py, which models may be cut. After: hugging_face.py, the model in the ring.
 Source: transformers 5.23, PreTrainedModel.loss_function; PyTorch, Tensor.register_hook.
 """
@@ -30,7 +29,6 @@ from ringlab.models.transformer import IGNORED
 from ringlab.support.agreement import agree, members
 from ringlab.support.extras import extra
 from ringlab.training.documents import document_positions
-from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import positions
 from ringlab.training.state_ring import check_layout_of_states
 
@@ -88,10 +86,6 @@ class ModelInRing(LayerAttention):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelInRing":
         return self  # a copy of a model is in the same ring: a process group cannot be copied
-
-    def compute(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        turn = self.stand_in or ring_flash_attention
-        return turn(q, k, v, **options, layout=self.layout, group=self.group)
 
     @torch.compiler.disable
     def prove(self, model: PreTrainedModel) -> None:

@@ -15,7 +15,6 @@ Shapes: hidden_states (B, N, C), N channels; query, key (B, C, H, D), value (B, 
 D), beta (B, C, Hv), as transformers passes them. In the scan C and B (B, C, G, D) are query and key.
 
 `python examples/compare.py` trains a model in the ring: a first reader may skip this file.
-
 Before: hugging_face_masks.py, what a layer of attention asks for. After: hugging_face_proof.py.
 Source: transformers 5.23, models/qwen3_next; Yang et al. 2025 (Gated DeltaNet), section 3; Dao & Gu 2024 (Mamba 2),
 section 6, the scan as linear attention.
@@ -38,8 +37,7 @@ from ringlab.support.extras import extra
 with extra("hf", __name__):
     from transformers.activations import ACT2FN
 
-from ringlab.models import expect
-from ringlab.models.hugging_face_masks import LayerAttention
+from ringlab.models.hugging_face_masks import LayerAttention, own_token
 
 CONVOLUTION, RULE, KDA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 SCAN, ALL_IN_ONE = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
@@ -76,18 +74,10 @@ def convolution(compute: Callable[..., Tensor], x: Tensor, weight: Tensor, bias:
     return (out if activation is None else ACT2FN[activation](out)).to(x.dtype)
 
 
-def check_no_state(passed: dict[str, Any]) -> None:
-    """Raise ValueError where a layer starts from a state, or asks for the last one."""
-    names = ("initial_state", "initial_states", "output_final_state", "return_final_states")
-    state = next((name for name in names if passed.get(name) not in (None, False)), None)
-    expect(not state, f"a linear layer was given {state}, as generate does", "no cache in a ring")
-
-
 def rule(
     compute: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **passed: Any
 ) -> tuple[Tensor, None]:
     """The gated delta rule and Kimi's, but for the recurrence: `compute`(q, k, v, g, beta) -> (out, state)."""
-    check_no_state(passed)
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k, v, g, beta = (x.transpose(1, 2).to(wide) for x in (q, k, v, g, beta))
     if passed.get("use_qk_l2norm_in_kernel"):
@@ -97,7 +87,6 @@ def rule(
 
 def scan(compute: Callable[..., Any], x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **passed: Any) -> Tensor:
     """`mamba2_chunk_scan`, but for the recurrence: linear attention of C, B and Δ x, with the decay e^(A Δ)."""
-    check_no_state(passed)
     wide, (least, most) = torch.promote_types(x.dtype, torch.float32), passed.get("dt_limit", (0.0, torch.inf))
     dt = dt if passed.get("dt_bias") is None else dt + passed["dt_bias"].to(dt.dtype)
     dt = (F.softplus(dt) if passed.get("dt_softplus") else dt).clamp(least, most).to(wide)  # (B, C, H)
@@ -137,11 +126,8 @@ def attention_cut(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float | None = None
 ) -> tuple[Tensor, None]:
     """Each token sees itself only, and an error in any of the five changes the result."""
-    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
-    unequal = torch.arange(1, q.shape[3] + 1).to(q).cos()
-    g = g[..., None] if g.dim() == 3 else g
-    v = v if beta is None else v * beta[..., None]
-    return v + ((q + 2 * k + g) * unequal).mean(dim=3, keepdim=True), None
+    q = q.repeat_interleave(v.shape[1] // q.shape[1], dim=1) + (g[..., None] if g.dim() == 3 else g)
+    return own_token(q, k, v if beta is None else v * beta[..., None]), None
 
 
 ALONE = mixers(*transformer.ALONE)  # on one process

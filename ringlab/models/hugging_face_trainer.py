@@ -43,7 +43,6 @@ with extra("loops", __name__):
     from accelerate.data_loader import prepare_data_loader
     from torch.utils.data import DataLoader
     from transformers import Trainer
-    from trl import SFTTrainer
 
 from ringlab.models import expect
 from ringlab.models.hugging_face import unwrapped, use_ring
@@ -189,8 +188,8 @@ class RingTrainer(InRing, Trainer):
     """transformers' Trainer in a ring."""
 
 
-class RingSFTTrainer(InRing, SFTTrainer):
-    """TRL's SFTTrainer in a ring."""
+class InRingSFT(InRing):
+    """Put it before TRL's SFTTrainer. It counts the tokens of whole texts."""
 
     _total_train_tokens: int  # TRL's
 
@@ -205,3 +204,13 @@ class RingSFTTrainer(InRing, SFTTrainer):
             self._total_train_tokens = seen + self.accelerator.gather(tokens).sum().item() // self.ranks
             self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
         return loss
+
+
+def __getattr__(name: str) -> Any:
+    """RingSFTTrainer: TRL's SFTTrainer in a ring, made when it is first asked for. All else here needs no TRL."""
+    if name != "RingSFTTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with extra("loops", __name__):
+        from trl import SFTTrainer
+    globals()[name] = type(name, (InRingSFT, SFTTrainer), {"__module__": __name__})
+    return globals()[name]

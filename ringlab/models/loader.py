@@ -11,12 +11,10 @@ or a run that was resumed, reads the same sequences. Without a text of yours it 
     dp 1, cp 1: tokens [33, 34, 35, 36], labels [34, 35, 36, 37], positions [2, 3, 4, 5]
 
 train.py runs it: a first reader may skip this file.
-
 Before: mesh.py, which sequences and positions a rank has. After: checkpoint.py.
 Source: the layouts of ringlab/training/causal.py; transformer.py, where labels are shifted first.
 """
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -24,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringlab.models import expect
 from ringlab.training.layouts import positions
 
 SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")  # of the files that are read in a folder
@@ -39,11 +38,13 @@ def moves_of_rings() -> bytes:
     ).encode()
 
 
-def texts_of_lines(path: Path) -> bytes:
-    """The texts of a .jsonl file, each with a newline after it.
+def bytes_of(path: Path) -> np.ndarray:
+    """The bytes of a file, on disk until they are asked for; or the texts of a .jsonl file, each with a newline.
 
-    Raises ValueError when a line is not an object with a "text", and OSError.
+    Raises ValueError when a line of .jsonl is not an object with a "text", and OSError.
     """
+    if path.suffix != ".jsonl":
+        return np.memmap(path, np.uint8, "r")
     texts = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -51,75 +52,44 @@ def texts_of_lines(path: Path) -> bytes:
                 texts.append(json.loads(line)["text"].encode() + b"\n")
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 raise ValueError(f'{path}, line {number}: expected an object like {{"text": "some words"}}') from None
-    return b"".join(texts)
+    return np.frombuffer(b"".join(texts), np.uint8)
 
 
-def open_text(path: Path) -> list[np.ndarray]:
-    """The bytes of a file, or of each text file of a folder. Errors as Text."""
-    if not path.exists():
-        raise ValueError(f"{path} does not exist; expected a text file, or a folder of them")
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
-    files = [file for file in files if file.stat().st_size]
-    if not files:
-        raise ValueError(f"{path} holds no text; expected a file with bytes in it, or {', '.join(SUFFIXES)} files")
-    lines = [texts_of_lines(file) if file.suffix == ".jsonl" else None for file in files]
-    pairs = zip(files, lines, strict=True)
-    return [np.memmap(f, np.uint8, "r") if text is None else np.frombuffer(text, np.uint8) for f, text in pairs]
+def open_text(path: Path | None) -> np.ndarray:
+    """The bytes of a file, on disk; or of all text files of a folder, joined in memory; or else `moves_of_rings`.
 
-
-class Text:
-    """The bytes of a file, or of all text files of a folder, one after the other. They stay on disk until asked for.
-
-    Of a .jsonl file they are the texts of its lines, in memory. Without a path they are `moves_of_rings`.
+    Raises ValueError when there is no such file, none that can be read, or no byte in it.
     """
-
-    def __init__(self, path: Path | None = None) -> None:
-        """Raises ValueError when there is no such file, none that can be read, or no byte in it."""
-        try:
-            self._parts = open_text(path) if path else [np.frombuffer(moves_of_rings(), dtype=np.uint8)]
-        except OSError as error:
-            raise ValueError(f"{error.filename or path} cannot be read: {error.strerror}") from None
-        self._ends = np.cumsum([len(part) for part in self._parts])
-
-    def sha256(self) -> str:
-        """The checksum of all bytes, in hexadecimal digits. It reads them all."""
-        total = hashlib.sha256()
-        for part in self._parts:
-            total.update(part.data)
-        return total.hexdigest()
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def read(self, at: Tensor) -> Tensor:
-        """The bytes at these places of the text: int64, in the shape of `at`."""
-        places = at.flatten().numpy()
-        which = np.searchsorted(self._ends, places, side="right")  # the file of each place
-        read = np.empty(len(places), dtype=np.int64)
-        for i in np.unique(which):
-            part = self._parts[i]
-            read[which == i] = part[places[which == i] - (self._ends[i] - len(part))]
-        return torch.from_numpy(read).view(at.shape)
+    if path is None:
+        return np.frombuffer(moves_of_rings(), np.uint8)
+    try:
+        expect(path.exists(), f"{path} does not exist", "a text file, or a folder of them")
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
+        parts = [bytes_of(file) for file in files if file.is_file() and file.stat().st_size]
+    except OSError as error:
+        raise ValueError(f"{error.filename or path} cannot be read: {error.strerror}") from None
+    expect(parts, f"{path} holds no text", f"a file with bytes in it, or {', '.join(SUFFIXES)} files")
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def starts(length: int, step: int, batch: int, seq_len: int) -> Tensor:
     """Where the sequences of a step begin: (batch,). Raises ValueError when the text is too short for one."""
-    if length <= seq_len:
-        raise ValueError(f"a text of {length} bytes for sequences of {seq_len} tokens; expected {seq_len + 1} at least")
+    given = f"a text of {length} bytes for sequences of {seq_len} tokens"
+    expect(length > seq_len, given, f"{seq_len + 1} at least")
     generator = torch.Generator().manual_seed(step)
     return torch.randint(length - seq_len, (batch,), generator=generator)
 
 
 def read_batch(
-    text: Text, step: int, batch: int, seq_len: int, layout: str, dp: tuple[int, int], cp: tuple[int, int]
+    text: np.ndarray, step: int, batch: int, seq_len: int, layout: str, dp: tuple[int, int], cp: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's tokens (batch / dp, C), labels (batch / dp, C) and positions (C,); dp and cp are (index, size).
 
     Raises ValueError when batch is not a multiple of dp, and as `starts` and `positions` do.
     """
-    if batch % dp[1]:
-        raise ValueError(f"a batch of {batch} sequences for {dp[1]} rings; expected a multiple")
+    expect(batch % dp[1] == 0, f"a batch of {batch} sequences for {dp[1]} rings", "a multiple")
     mine = starts(len(text), step, batch, seq_len).chunk(dp[1])[dp[0]]
     at = positions(layout, seq_len, *cp)
-    places = mine[:, None] + at  # (batch / dp, C)
-    return text.read(places), text.read(places + 1), at
+    places = (mine[:, None] + at).numpy()  # (batch / dp, C)
+    tokens, labels = (torch.from_numpy(text[each].astype(np.int64)) for each in (places, places + 1))
+    return tokens, labels, at

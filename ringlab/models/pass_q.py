@@ -10,30 +10,34 @@ few tokens over a long cache, so its queries are less to send: ../planning/pass_
 rank has all new queries in hand, one block after the other. So its work depends only on how many keys it keeps.
 
 Shapes: rank r has T_r new tokens and keeps S_r keys, its new tokens' keys among them. Any of these may be 0, and they
-may differ from rank to rank. q and out (B, H, T_r, D), k (B, G, S_r, D), v (B, G, S_r, Dv). `at` (T_r,) and `keys_at`
-(S_r,) are positions in the text, int64, rising; or (B, T_r) and (B, S_r), where each text of the batch has its own.
+may differ from rank to rank. q and out (B, H, T_r, D), k (B, G, S_r, D), v (B, G, S_r, Dv). `at` (B, T_r) and
+`keys_at` (B, S_r) are positions in each text of the batch, int64, rising.
 With T and S tokens on all ranks, a rank sends on average (P-1)/P · B·H·T·D numbers of Q, in q's dtype, and (P-1)/P ·
 B·H·T·(Dv+1) of partial results, in float32 at least. Pass-KV sends (P-1)/P · B·G·S·(D+Dv).
 
-conversation.py calls it; its tests compare it with full attention in float64: a first reader may skip this file.
+A conversation reads each text over the cache of all before it, in parts, and answers after each (`reply`). A part has
+no more than so many tokens of each text, because its activations need less memory than those of the whole. The result
+is that of one forward pass over all tokens. Slots are in rising order of positions, the empty ones last.
 
-Before: generate_states.py, one new token. After: conversation.py, a model that reads, answers, and reads on.
-Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.5: algorithm 2 is pass-KV, algorithm 3 pass-Q; appendix B.
+A first reader may skip this file. Its tests compare attention and answers with those of one process.
+Before: generate_states.py, one new token. After: your own texts.
+Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.5: algorithm 2 is pass-KV, algorithm 3 pass-Q; 3.2, appendix B.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ringlab.basics.chunks import agree_on_chunks, needs_gradients
-from ringlab.basics.ranks import neighbours
 from ringlab.models import expect
-from ringlab.models.generate import EMPTY
+from ringlab.models.generate import EMPTY, SpreadCache, agree_on_prompts, read, write
+from ringlab.models.transformer import Transformer
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.pass_q_or_kv import Prefill
 from ringlab.support.agreement import agree, members
@@ -43,7 +47,7 @@ from ringlab.training.flash_ring import keys_of, merge_into, nothing_seen, queri
 from ringlab.training.fused_block import fused_forward
 from ringlab.training.grouped_query import check_grouped_chunks
 from ringlab.training.masks import Mask
-from ringlab.training.overlap import post
+from ringlab.training.overlap import arriving_blocks
 from ringlab.training.partition import cut
 from ringlab.training.schedule import check_sinks, check_softcap
 
@@ -57,13 +61,14 @@ Group = ProcessGroup | None
 class Places:
     """Which tokens are where, and who sees whom. `agree_on_places` makes it, once for all layers of a model.
 
-    On each rank: the positions of its new tokens (R, T_r) and of its keys (R, S_r), int64, rising; R is 1 or B. The
-    position EMPTY stands for no token.
+    On each rank: the positions of its new tokens (B, T_r) and of its keys (B, S_r), int64, rising. The position
+    EMPTY stands for no token.
     """
 
     mask: Mask
     queries: tuple[Tensor, ...]
     keys: tuple[Tensor, ...]
+    group: Group
     found: dict[tuple[int, int], Pieces] = field(init=False, default_factory=dict)  # every layer asks for the same
 
     def pieces(self, rank: int, block: int) -> Pieces:
@@ -89,7 +94,6 @@ def cached_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-    group: Group = None,
 ) -> tuple[Tensor, str]:
     """This rank's new tokens over the keys of all ranks: out (B, H, T_r, Dv), in q's dtype, and what travelled.
 
@@ -98,6 +102,7 @@ def cached_attention(
     When the input of a rank is wrong, or the ranks disagree, every rank raises the same ValueError before anything
     travels.
     """
+    group = places.group
     rank, world_size = members(group)
 
     def check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -107,12 +112,10 @@ def cached_attention(
         check_softcap(softcap)
         forward_only = "torch.no_grad(): a cache is forward only"
         expect(not needs_gradients(q, k, v), "the input requires gradients", forward_only)
-        placed = len(places.keys)
-        expect(placed == world_size, f"the places of {placed} ranks", f"those of {world_size}, this group's")
         (texts, new), tokens = places.queries[rank].shape, places.keys[rank].shape[1]
-        fits = (q.shape[2], k.shape[2], v.shape[2]) == (new, tokens, tokens) and texts in (1, len(q))
+        fits = (*(x.shape[2] for x in (q, k, v)), len(q)) == (new, tokens, tokens, texts)
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        right = f"{texts} text(s), or any number where this is 1, q of {new} tokens, k and v of {tokens}"
+        right = f"{texts} text(s), q of {new} tokens, k and v of {tokens}"
         expect(fits, f"q, k and v are {shapes}", f"what the places say: {right}")
 
     settings = {"passing": passing, "softcap": softcap, "sinks": getattr(sinks, "dtype", None)}
@@ -128,9 +131,10 @@ def cached_attention(
 
 def pass_q(q: Tensor, k: Tensor, v: Tensor, places: Places, state: Partial, attend: Attend, group: Group) -> Tensor:
     """Yang et al. 2025, algorithm 3. `state` is the out and lse of this rank's queries before they see a key."""
-    rank, world_size, _, _ = neighbours(group)
+    rank, world_size = members(group)
     parts: list[Partial] = [state] * world_size
-    for t, (q_j,) in enumerate(arriving([q], [at.shape[1] for at in places.queries], group)):
+    lengths = [at.shape[1] for at in places.queries]
+    for t, (q_j, _) in enumerate(arriving_blocks(q, q[..., :0], lengths=lengths, group=group)):  # Q alone
         j = (rank - t) % world_size
         parts[j] = attend(q_j, k, v, places.pieces(j, rank))
     for part in swap(parts, [[x.shape for x in state]] * world_size, group):  # home, to the ranks of the queries
@@ -140,8 +144,9 @@ def pass_q(q: Tensor, k: Tensor, v: Tensor, places: Places, state: Partial, atte
 
 def pass_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, state: Partial, attend: Attend, group: Group) -> Tensor:
     """The ring, with other queries than keys: Yang et al. 2025, algorithm 2. The arguments are those of `pass_q`."""
-    rank, world_size, _, _ = neighbours(group)
-    for t, (k_j, v_j) in enumerate(arriving([k, v], [at.shape[1] for at in places.keys], group)):
+    rank, world_size = members(group)
+    lengths = [at.shape[1] for at in places.keys]
+    for t, (k_j, v_j) in enumerate(arriving_blocks(k, v, lengths=lengths, group=group)):
         j = (rank - t) % world_size
         merge_into(*state, *attend(q, k_j, v_j, places.pieces(rank, j)))
     return state[0]
@@ -150,29 +155,11 @@ def pass_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, state: Partial, att
 WAYS = {"Q": pass_q, "KV": pass_kv}
 
 
-def arriving(mine: Sequence[Tensor], lengths: Sequence[int], group: Group) -> Iterator[Sequence[Tensor]]:
-    """Yield the tensors (B, heads, C_j, D) of rank j = (r - t) mod P, t = 0 ... P-1; the next travel meanwhile.
-
-    `mine` are those of this rank, `lengths` the C of every rank; it may be 0. Do not write into what is yielded.
-    """
-    rank, world_size, _, _ = neighbours(group)
-    here = [x.contiguous() for x in mine]
-    for t in range(world_size - 1):
-        C = lengths[(rank - t - 1) % world_size]
-        coming = [x.new_empty(*x.shape[:2], C, x.shape[3]) for x in mine]
-        works = post(here, coming, group)
-        yield here
-        for work in works:
-            work.wait()
-        here = coming
-    yield here
-
-
 def attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, *, scale: float, softcap: float | None) -> Partial:
     """The out and lse of queries over the keys of one rank that they see."""
     out, lse = nothing_seen(q, v)
-    rows = [slice(None)] if len(pieces) == 1 else [slice(text, text + 1) for text in range(len(pieces))]
-    for row, of_text in zip(rows, pieces, strict=True):
+    for text, of_text in enumerate(pieces):
+        row = slice(text, text + 1)
         for piece in of_text:
             block = *queries_of(piece, q[row]), *keys_of(piece, k[row], v[row])
             part = fused_forward(*reversed_rows(piece, *block), scale=scale, softcap=softcap, causal=piece.triangle)
@@ -188,7 +175,7 @@ def a_token(x: Tensor) -> Tensor:
 def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: Any) -> Places:
     """The places of all ranks, from the positions of this rank's new tokens and of its keys.
 
-    `at` (T_r,) and `keys_at` (S_r,), or (B, T_r) and (B, S_r). `mask`: the fields of `Mask`.
+    `at` is (B, T_r) and `keys_at` (B, S_r). `mask`: the fields of `Mask`.
     Raises the same ValueError on every rank for positions that are not int64, 0 or more and rising (EMPTY at the end);
     unless the keys of all ranks are the tokens 0, 1, 2, ... of each text, each on one rank, the new tokens among them;
     and where a mask does not fit, or the ranks disagree about it.
@@ -196,21 +183,20 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
 
     def check() -> tuple[list[Tensor], Mask]:
         for name, x in (("at", at), ("keys_at", keys_at)):
-            fits = x.dtype == torch.int64 and x.dim() in (1, 2) and x.shape[:-1] == at.shape[:-1]
+            fits = x.dtype == torch.int64 and x.dim() == 2 and len(x) == len(at)
             given = f"{name} is {x.dtype} of shape {tuple(x.shape)}, at {tuple(at.shape)}"
-            expect(fits, given, "int64, (tokens,) or (B, tokens), both alike")
+            expect(fits, given, "int64, (B, tokens)")
             rising = ((x >= 0) & (x <= EMPTY)).all() and ((x.diff() > 0) | (x[..., 1:] == EMPTY)).all()
             few = ", ".join(map(str, x.flatten()[:8].tolist())) + (", ..." if x.numel() > 8 else "")
             expect(rising, f"{name} is {few}", "positions from 0 on, in rising order, EMPTY at the end")
-        return [torch.atleast_2d(x).cpu() for x in (at, keys_at)], Mask(**mask)
+        return [at.cpu(), keys_at.cpu()], Mask(**mask)
 
     of_ranks, masks = zip(*agree(check, group), strict=True)
     expect(masks.count(masks[0]) == len(masks), f"the ranks have the masks {', '.join(map(str, masks))}", "one")
     counts = [len(at) for at, _ in of_ranks]
     expect(len(set(counts)) == 1, f"the ranks have {', '.join(map(str, counts))} texts", "as many on each")
     queries, keys = zip(*of_ranks, strict=True)
-    some = any((at < EMPTY).any() for at in queries)
-    expect(some, "the ranks have no new token", "1 or more on one of them")
+    expect((torch.cat(queries, dim=1) < EMPTY).any(), "the ranks have no new token", "1 or more on one of them")
     for text, (new, tokens) in enumerate(zip(torch.cat(queries, dim=1), torch.cat(keys, dim=1), strict=True)):
         found, last = tokens[tokens < EMPTY].sort().values.tolist(), max(new[new < EMPTY].tolist(), default=-1)
         key, place = next(((key, place) for place, key in enumerate(found) if key != place), (0, 0))
@@ -219,4 +205,73 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
         given = f"text {text} has a new token at position {last} and {len(found)} keys"
         expect(last < len(found), given, "a key for each new token")
         masks[0].check_length(len(found))
-    return Places(masks[0], queries, keys)
+    return Places(masks[0], queries, keys, group)
+
+
+# A conversation -------------------------------------------------------------------------------------------------------
+
+
+class GrowingCache(SpreadCache):
+    """A SpreadCache that can read on. Give it to a Transformer as its attention, and to `reply`."""
+
+    passing = "auto"  # what shall travel
+
+    def begin(self, at: Tensor, room: int) -> None:
+        """As that of a SpreadCache. A conversation that there was is over."""
+        super().begin(at, room)
+        self.unread: Tensor | None = None  # the last token of the answers (B, 1), before the first answer (B, 0)
+
+    def grow(self, at: Tensor, room: int) -> None:
+        """Make slots for tokens `at` (B, n) on this rank, and for `room` new tokens. The order of slots may change.
+
+        Raises ValueError on every rank unless the caches of all ranks then have each token of each text once.
+        """
+        slots = torch.cat([self.at, at], dim=1)
+        self.order = slots.argsort(dim=1, stable=True)[:, : int((slots < EMPTY).sum(dim=1).max())]
+        slots = slots.gather(1, self.order)
+        self.places = agree_on_places(at, slots, self.group, causal=True, window=self.window)
+        self.at = torch.cat([slots, at.new_full((len(at), room), EMPTY)], dim=1)
+        self.room, self.stored, self.new, self.layer = room, 0, None, 0
+
+    def read_chunk(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, **options: Any) -> Tensor:
+        """The attention of a part, q (B, H, n, D), k and v (B, G, n, D), over all tokens read so far."""
+        expect(window == self.window, f"a layer has the window {window}", f"that of the cache, {self.window}")
+        layer = self.layer - 1
+        if layer == len(self.blocks):
+            self.blocks.append((k[:, :, :0], v[:, :, :0]))
+        keys, values = (
+            torch.cat([old, x], dim=2).gather(2, self.order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+            for old, x in zip(self.blocks[layer], (k, v), strict=True)
+        )
+        out, _ = cached_attention(q, keys, values, self.places, passing=self.passing, **options)
+        self.blocks[layer] = F.pad(keys, (0, 0, 0, self.room)), F.pad(values, (0, 0, 0, self.room))
+        return out
+
+
+@torch.no_grad()
+def reply(
+    model: Transformer,
+    cache: GrowingCache,
+    texts: Sequence[Sequence[int]],
+    new_tokens: int,
+    part: int = 2**62,
+) -> Tensor:
+    """Read a text more of each of B conversations, in parts of `part` tokens, and write an answer: (B, new_tokens).
+
+    Every rank of the cache's group calls this with the same weights and texts. The first call begins the conversations.
+    Raises ValueError on every rank, before anything is sent, as `agree_on_prompts` does; for a `part` below 1, and for
+    another number of texts than before.
+    """
+    agree_on_prompts(model, cache, texts, new_tokens, part=part)
+    expect(part >= 1, f"part is {part!r}", "1 token or more")  # on every rank: they have agreed on it
+    if cache.unread is None:
+        nothing = torch.empty(len(texts), 0, dtype=torch.int64, device=next(model.parameters()).device)
+        cache.begin(nothing, room=0)
+        cache.unread = nothing
+    begun = len(cache.unread)
+    expect(len(texts) == begun, f"{len(texts)} texts for {begun} conversations", "one for each")
+    whole = [[*unread, *text] for unread, text in zip(cache.unread.tolist(), texts, strict=True)]
+    logits = read(model, cache, whole, new_tokens, part)
+    answers = write(model, cache, logits, new_tokens)
+    cache.unread, cache.lengths = answers[:, -1:], cache.lengths + new_tokens - 1
+    return answers

@@ -25,6 +25,7 @@ Source: Liu et al. 2024, section 4; Chowdhery et al. 2022 (PaLM), appendix B, fo
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import math
@@ -40,6 +41,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -48,8 +50,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
 
 from ringlab.basics.command import size
+from ringlab.models import expect
 from ringlab.models.checkpoint import Checkpoints, last_checkpoint, locked
-from ringlab.models.loader import Text, read_batch
+from ringlab.models.loader import open_text, read_batch
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights
 from ringlab.models.transformer import ALONE, Config, Linear, Transformer, flops_of_a_step, ring_of_states
 from ringlab.support.agreement import agree
@@ -94,13 +97,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def check_options(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, Text]:
+def check_options(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, np.ndarray]:
     """The size of the model, and the data. Raises ValueError when options do not fit together."""
     sizes = {name: getattr(args, name) for name in SIZES}
     config = Config(**sizes, feedforward=3 * args.hidden, checkpointing=args.activation_checkpointing)
     if args.linear:
         check_layout_of_states(args.layout)
-    read_batch(text := Text(args.data), 0, args.batch, args.seq_len, args.layout, (0, dp), (0, cp))
+    read_batch(text := open_text(args.data), 0, args.batch, args.seq_len, args.layout, (0, dp), (0, cp))
     return config, text
 
 
@@ -120,18 +123,17 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
     checked: list[Any] = []
     agree(lambda: checked.extend(check_options(args, *meshes[0].shape)))  # wrong on one rank is wrong on all
 
-    def refuse() -> None:
-        if not args.resume and last_checkpoint(args.out):
-            go_on = "add --resume to go on with it, or name another with --out"
-            raise ValueError(f"{args.out} holds an earlier run; {go_on}")
+    def check_new() -> None:
+        go_on = "--resume to go on with it, or another --out"
+        expect(args.resume or not last_checkpoint(args.out), f"{args.out} holds an earlier run", go_on)
 
     with locked(args.out):
-        agree(refuse)
+        agree(check_new)
         _train(context, args, meshes, *checked)
 
 
 def _train(
-    context: RankContext, args: argparse.Namespace, meshes: tuple[DeviceMesh, DeviceMesh], config: Config, text: Text
+    context: RankContext, args: argparse.Namespace, meshes: tuple[DeviceMesh, ...], config: Config, text: np.ndarray
 ) -> None:
     signals: list[int] = []  # that came; the step in hand is finished first
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -144,7 +146,8 @@ def _train(
     linear = ring_of_states(layout=args.layout, group=ring)
     model, optimizer = build(config, attention, line, DTYPES[args.dtype], linear)
     same = {name: getattr(args, name) for name in (*SIZES, "batch", "seq_len")}
-    checkpoints = Checkpoints(args.out, {**same, "bytes of data": len(text), "sha256 of the data": text.sha256()[:16]})
+    same |= {"bytes of data": len(text), "sha256 of the data": hashlib.sha256(text.data).hexdigest()[:16]}
+    checkpoints = Checkpoints(args.out, same)
     start, losses = 0, list[float]()
     if args.resume:
         start, losses, damaged = checkpoints.load(model, optimizer)
@@ -251,15 +254,9 @@ def write_losses(folder: Path, losses: list[float]) -> str | None:
 
     Returns why it could not, in words, or None: a run does not end for that, because its checkpoints hold the losses.
     """
-
-    def write(name: str, save: Callable[[Path], Any]) -> None:
-        new = (folder / name).with_suffix(f".unfinished{Path(name).suffix}")
-        save(new)
-        os.replace(new, folder / name)  # a run that is killed before it leaves the old file whole
-
     lines = (json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1))
     try:
-        write(LOG, lambda new: new.write_text("".join(lines)))
+        (folder / LOG).write_text("".join(lines))
         if find_spec("matplotlib"):
             from matplotlib.figure import Figure  # after the ranks have started: it takes a second
 
@@ -267,7 +264,7 @@ def write_losses(folder: Path, losses: list[float]) -> str | None:
             ax = figure.add_subplot(xlabel="step", ylabel="loss, nats a byte", title="Training loss")
             ax.plot(range(1, len(losses) + 1), losses, color="#1B1F24")
             ax.grid(color="#D5D9DE")
-            write("loss.svg", figure.savefig)
+            figure.savefig(folder / "loss.svg")
     except OSError as error:
         return f"the losses could not be written: {error}; the checkpoints hold them"
     return None
@@ -277,11 +274,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = os.environ.get("RANK", "0") == "0"
     with contextlib.redirect_stderr(sys.stderr if first else io.StringIO()):  # one complaint, not P of them
         args = parse(arguments)
-    alone: dict[str, Any] = {}
-    if "WORLD_SIZE" not in os.environ:  # not started by torchrun
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
-        with join_ring(**alone) as context:
+        with join_ring(**({} if "WORLD_SIZE" in os.environ else alone)) as context:  # which torchrun sets
             train(context, args)
     except ValueError as error:
         told = set(re.sub(r"(?m)^rank \d+: ", "", str(error)).splitlines())

@@ -63,7 +63,7 @@ def post(
 
 def numbers_of_token(k: Tensor, v: Tensor) -> int:
     """How many numbers k (B, G, C, D) and v (B, G, C, Dv) have for a token."""
-    return (k.numel() + v.numel()) // k.shape[2]
+    return k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
 
 
 def two_buffers(
@@ -86,8 +86,8 @@ def two_buffers(
 
 def keys_and_values(block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """K_j and V_j (B, H, C_j, D), or their gradients, in numbers side by side. k and v (B, H, C, D) have their D."""
-    (B, H, C, D), D_v = k.shape, v.shape[-1]
-    C_j = block.numel() * C // (k.numel() + v.numel())
+    (B, H, _, D), D_v = k.shape, v.shape[-1]
+    C_j = block.numel() // numbers_of_token(k, v)
     k_j, v_j = block.split([B * H * C_j * D, B * H * C_j * D_v])
     return k_j.view(B, H, C_j, D), v_j.view(B, H, C_j, D_v)
 

@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,12 +14,11 @@ import torch
 
 import ring_doctor.__main__ as command
 from ring_doctor.asking.job import CannotExamine
-from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.report import page
 from ring_doctor.whole_models.model_calls import ModelPatient, Returned
 from ring_doctor.whole_models.model_clues import clue
 from ring_doctor.whole_models.model_comparison import ModelDiagnosis, World, explain, judge, same, tolerance, unlike
-from ring_doctor.whole_models.model_mistakes import MISTAKES, sharding_mistakes
+from ring_doctor.whole_models.model_mistakes import sharding_mistakes
 from ring_doctor.whole_models.whole_model import ModelExamination, examine_model, json_of_model, text_of_model
 from ringlab.support.processes import LostRank
 from tests.models import sick_models
@@ -112,101 +112,61 @@ def test_what_a_step_is_called_with_to_predict_a_mistake():
     assert len(found) == 3 * 6  # both together
 
 
-def test_a_factor_of_one_weight_is_named_with_the_weight(ranks):
-    sick = partial(step, mistakes=("embedding twice",), layers=0)
-    [found] = examine_model(sick, layout="zigzag", ranks=ranks).diagnoses
-    assert found == ModelDiagnosis(("gradients_times_p",), "gradients_times_p: 1 of 3 weights, embedding.weight")
-
-
 # Where to look: one sentence, from numbers made by hand --------------------------------------------------------------
 
-NAMES = ("embedding", *(f"layers.{i}.{x}" for i in (0, 1) for x in ("wq", "wk", "wv", "norm")), "head")
+NAMES = ("embedding", "wq", "wk", "norm", "head")
 TURNED = torch.tensor([2.0, -1.0], dtype=torch.float64)  # the right gradient of each weight is (1, 2)
+ALL_TURNED, ALL_LARGER = dict.fromkeys(NAMES, TURNED), dict.fromkeys(NAMES, 1.5)
 
 
 def of_step(loss=2.0, **factors):
-    """What a step returns: of some weights, their dots as underscores, another gradient or its factor."""
+    """What a step returns: of some weights another gradient, or its factor."""
     right = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    given = {name: factors.get(name.replace(".", "_"), 1.0) for name in NAMES}
+    given = {name: factors.get(name, 1.0) for name in NAMES}
     gradients = {name: x if isinstance(x, torch.Tensor) else x * right for name, x in given.items()}
     return Returned(torch.tensor(loss, dtype=torch.float64), gradients, frozenset({torch.float64}))
 
 
-def clue_of(*results, exact=None, clipped=False, **patient):
+def of_tokens(*wrong):
+    """The loss of each of six tokens, and with some wrong ones wrong gradients."""
+    losses = torch.arange(1.0, 7.0)
+    losses[list(wrong)] += 0.5
+    return of_step([losses.tolist()], **(ALL_TURNED if wrong else {}))
+
+
+def clue_of(*results, exact=None, clipped=False):
     """The clue for these results of ranks, two ranks with the same if there is one; tokens are dealt out in runs."""
     results = list(results) * (1 + (len(results) == 1))
-    shards = lambda P: list(torch.arange(6).chunk(P))  # noqa: E731
-    asked = {"takes": frozenset(), "seq_len": 6, "labels": torch.arange(6)[None], "text": torch.arange(7)[None]}
-    asked |= {"ask": lambda P, text: "it raises", **patient}
-    exact = exact or of_step()
-    return clue(mock.Mock(shards=shards, **asked), {len(results): results}, exact, 1e-9, clipped=clipped)
+    shards = mock.Mock(shards=lambda P: list(torch.arange(6).chunk(P)))
+    return clue(shards, {len(results): results}, exact or of_step(), 1e-9, clipped=clipped)
 
 
-def every(x):
-    return {name.replace(".", "_"): x for name in NAMES}
-
-
-LAYER_1 = {**every(TURNED), "head": 1.0, "layers_1_norm": 1.0}
-
-
-TIED = dict.fromkeys(("embedding", "layers_0_norm", "layers_1_norm"), TURNED)
-AFTER = "The loss is right. The gradients after layers.1 are right, others are wrong: look at layers.1."
+TOKENS = partial(partial, clue_of, exact=of_tokens())
+BACK = "The loss is right, and the gradients of"
 SAYS = {
-    "On rank 1, the gradient of head is not finite": [of_step(), of_step(head=math.nan)],
-    "On rank 0, the loss is not finite": [of_step(math.inf), of_step()],
-    "Only rank 2 is wrong: look at what the code does for this rank": [of_step(), of_step(), of_step(head=2)],
-    "The ranks end with different results": [of_step(head=2), of_step(head=3)],
-    "All gradients are right and the reported loss is wrong (1.25 times): look": [of_step(2.5)],
-    "The loss is 1.5 times the right one, and every gradient is 1.5 times": [of_step(3.0, **every(1.5))],
-    "The loss is right, and every gradient is 1.5 times the right one: look at": [of_step(**every(1.5))],
-    "The loss is right, and of head the gradient is -0.5 times the right one": [of_step(head=-0.5)],
-    "of embedding and head the gradient is 3 and 2 times the right one": [of_step(head=2, embedding=3)],
-    "The loss is right and every gradient is wrong, even that of head: look": [of_step(**every(TURNED))],
-    "The loss is right, and only the gradients of embedding are wrong": [of_step(embedding=TURNED)],
-    f"{AFTER}norm.": [of_step(**TIED)],
-    "The loss is right, and only the gradients of layers.1.norm are wrong": [of_step(layers_1_norm=TURNED)],
-    f"{AFTER}wk and layers.1.wv.": [of_step(**{**LAYER_1, "layers_1_wq": 1.0})],
+    "On rank 1, the gradient of head is not finite": partial(clue_of, of_step(), of_step(head=math.nan)),
+    "On rank 0, the loss is not finite": partial(clue_of, of_step(math.inf), of_step()),
+    "Only rank 2 is wrong: look at what the code does": partial(clue_of, of_step(), of_step(), of_step(head=2)),
+    "The ranks end with different results": partial(clue_of, of_step(head=2), of_step(head=3)),
+    "All gradients are right and the reported loss is wrong (1.25 times): look": partial(clue_of, of_step(2.5)),
+    "The loss is 1.5 times the right one, and every gradient is 1.5": partial(clue_of, of_step(3.0, **ALL_LARGER)),
+    "The loss is right, and every gradient is 1.5 times the right": partial(clue_of, of_step(**ALL_LARGER)),
+    "The loss is right, and of head the gradient is -0.5 times the right one": partial(clue_of, of_step(head=-0.5)),
+    "of embedding and head the gradient is 3 and 2 times": partial(clue_of, of_step(head=2, embedding=3)),
+    "The loss is right, and clipped gradients are wrong": partial(clue_of, of_step(head=2), clipped=True),
+    "The loss is wrong, and with it the gradients; return the loss": partial(clue_of, of_step(3.0, head=TURNED)),
+    "look at tokens, labels and the loss": TOKENS(of_tokens(0, 3)),
+    "token 1 is wrong, which in a causal model sees keys of its own rank only": TOKENS(of_tokens(1, 4)),
+    "the first wrong token is 3, and tokens that see keys of their own": TOKENS(of_tokens(3, 4)),
+    f"{BACK} embedding are wrong: look at what happens to embedding": partial(clue_of, of_step(embedding=TURNED)),
+    f"{BACK} wk, norm and head and 2 more are wrong: look": partial(clue_of, of_step(**ALL_TURNED)),
+    f"{BACK} wq and wk are wrong: look at what happens to wk, the": partial(clue_of, of_step(wq=TURNED, wk=TURNED)),
 }
 
 
 @pytest.mark.parametrize("says", SAYS)
 def test_what_has_no_name_has_a_sentence_that_says_where_to_look(says):
-    assert says in clue_of(*SAYS[says])
-
-
-def test_of_clipped_gradients_the_clipping_is_looked_at():
-    assert "the norm in the clipping" in clue_of(of_step(head=2), clipped=True)
-
-
-LABELS, ALONE = "look at tokens, labels and the loss", "sees keys of its own rank only"
-TOKENS = [  # the number of ranks, the wrong tokens of six, what is said
-    (2, {0, 3}, LABELS),
-    (2, {1, 4}, f"token 1 is wrong, which in a causal model {ALONE}"),
-    (2, {3, 4}, "the first wrong token is 3, and tokens that see keys of their own rank only are right"),
-    (2, set(), "with one label alone, given by targets=, the loss of each token is right"),
-]
-
-
-@pytest.mark.parametrize(
-    ("per_token", "P", "wrong", "says"),
-    [(per_token, *row) for per_token in (False, True) for row in TOKENS if row[1] or not per_token],
-)
-def test_the_tokens_that_are_wrong_are_found_and_told(per_token, P, wrong, says):
-    """From a loss of each token, or from the loss of all with the label of one token only."""
-    right = torch.arange(1.0, 7.0)
-    losses = right.clone()
-    losses[list(wrong)] += 0.5
-
-    def of_token(losses, targets):
-        [token] = (targets[0] != -100).nonzero()
-        return of_step(losses[token].item())
-
-    results, exact = (of_step([x.tolist()] if per_token else 9.0 + x.sum().item()) for x in (losses, right))
-    results.gradients.update(of_step(**every(TURNED)).gradients)
-    results = replace(results, loss=results.loss + (not wrong))
-    asked = {"takes": frozenset({"targets"}), "alone": partial(of_token, right)}
-    asked["ask"] = lambda ranks, targets: [of_token(losses, targets)] * ranks
-    assert says in clue_of(*[results] * P, exact=exact, **asked)
+    assert says in SAYS[says]()
 
 
 @pytest.mark.parametrize(
@@ -292,31 +252,30 @@ def result(loss, *gradients, dtype=torch.float64):
 RIGHT = result(2.0, [3.0, 4.0], [1.0])
 
 
+FACTORS = {"times_p": 3.0, "over_p": 1 / 3, "times_root_p": 3**0.5, "over_root_p": 3**-0.5}
+LOSS_2, ROW_2 = result(2.5, [3.0, 4.0], [1.0]), result(2.0, [3.0, 4.5], [1.0])  # wrong in one number
+PARTS = [result(0.5, [1.0, 4.0], [0.0]), result(1.5, [2.0, 0.0], [1.0])]
+
+
 @pytest.mark.parametrize(
-    ("factor", "name"),
-    [(1, None), (3, "times_p"), (1 / 3, "over_p"), (3**0.5, "times_root_p"), (3**-0.5, "over_root_p")],
+    ("results", "names"),
+    [
+        ([RIGHT] * 3, ()),
+        *(([result(2.0, [3 * c, 4 * c], [c])] * 3, (f"gradients_{name}",)) for name, c in FACTORS.items()),
+        *(([result(2 * FACTORS[name], [3.0, 4.0], [1.0])] * 3, (f"loss_{name}",)) for name in ("times_p", "over_p")),
+        *(([result(2 * FACTORS[name], [3.0, 4.0], [1.0])] * 3, None) for name in ("times_root_p", "over_root_p")),
+        (PARTS, ("loss_not_reduced", "gradients_not_reduced")),
+        *(([*[RIGHT] * n, wrong, *[RIGHT] * (2 - n)], None) for n in (0, 2) for wrong in (LOSS_2, ROW_2)),
+    ],
 )
-def test_a_factor_has_the_name_of_what_the_result_was_multiplied_by(factor, name):
-    scaled = result(2.0, [3.0 * factor, 4.0 * factor], [factor])
-    assert explain([scaled] * 3, RIGHT, 1e-12).names == ((f"gradients_{name}",) if name else ())
-    of_loss = explain([result(2.0 * factor, [3.0, 4.0], [1.0])] * 3, RIGHT, 1e-12)
-    if name and "root" in name:
-        assert of_loss is None
-    else:
-        assert of_loss.names == ((f"loss_{name}",) if name else ())
+def test_results_of_ranks_are_explained_by_the_reduction(results, names):
+    found = explain(results, RIGHT, 1e-12)
+    assert (found and found.names) == names
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("wrong", [result(2.5, [3.0, 4.0], [1.0]), result(2.0, [3.0, 4.5], [1.0])])
-def test_every_rank_is_compared(rank, wrong):
-    results = [RIGHT] * 3
-    results[rank] = wrong
-    assert explain(results, RIGHT, 1e-12) is None
-
-
-def test_a_sum_over_the_ranks_that_is_right_was_not_made():
-    parts = [result(0.5, [1.0, 4.0], [0.0]), result(1.5, [2.0, 0.0], [1.0])]
-    assert explain(parts, RIGHT, 1e-12).names == ("loss_not_reduced", "gradients_not_reduced")
+def test_a_factor_of_one_weight_is_named_with_the_weight():
+    found = explain([result(2.0, [9.0, 12.0], [1.0])] * 3, RIGHT, 1e-12)
+    assert found == ModelDiagnosis(("gradients_times_p",), "gradients_times_p: 1 of 2 weights, a")
 
 
 def patient(outcomes, **options):
@@ -404,15 +363,6 @@ def test_the_tolerance_grows_with_the_roundings():
     assert tolerance(double, 40) > tolerance(double, 20)
 
 
-def test_every_entry_is_a_sentence_and_names_a_chapter_that_exists():
-    for name, mistake in MISTAKES.items():
-        assert name == mistake.name
-        assert name not in CATALOGUE or name.startswith(("positions_of", "gradients_"))  # an attention has these too
-        assert mistake.what.endswith(".")
-        assert not mistake.look.endswith(".")
-        assert len(list(sick_models.ROOT.glob(f"notebooks/{mistake.chapter:02}_*.py"))) == 1
-
-
 def command_says(capsys, function, *options):
     """(exit status, what is printed) of ring-doctor --model, in this process."""
     with mock.patch.dict(os.environ):
@@ -440,16 +390,11 @@ def test_a_prediction_that_fails_is_left_out_and_both_files_are_written(capsys, 
     assert (status, printed.splitlines()[0]) == (1, verdict)
     assert re.search(r"^WRONG  P = 1: off by .*\nWRONG  P = 2: off by", printed, flags=re.MULTILINE)
 
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["name"], report["healthy"], report["verdict"]) == (verdict.split(" in ")[1], False, verdict)
-    assert report["mistakes"] == [["labels_per_shard"]]
-    assert report["torch"] == torch.__version__
-    assert [(answer["ranks"], answer["state"]) for answer in report["answers"]] == [(P, "wrong") for P in (1, 2, 3, 4)]
-    assert report["answers"][1]["errors"]["largest"] > report["answers"][1]["errors"]["allowed"]
-
-    page = (tmp_path / "report.html").read_text()
+    report, page = (Path(file.partition("=")[2]).read_text() for file in files)
+    said = json.loads(report)
+    assert (said["healthy"], said["verdict"], said["mistakes"]) == (False, verdict, [["labels_per_shard"]])
+    assert [(answer["ranks"], answer["state"]) for answer in said["answers"]] == [(P, "wrong") for P in (1, 2, 3, 4)]
     assert f'<h1 class="sick">{verdict}</h1>' in page
-    assert page.count("<tr>") == 1 + len(report["answers"])  # the first row says what the columns are
     assert "Labels are shifted inside each shard" in page
     assert "$" not in page
 
@@ -493,16 +438,11 @@ def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
         "FAILED P = 2: rank 1 died",
         "WRONG  P = 3, some labels hidden: off by 5.0e-01 of the norm, rounding allows 1.0e-12",
     ]
-    said = json_of_model(found)
+    said = json_of_model(replace(found, name="<f>"))
     assert (said["inference"], said["remarks"]) == (["Look at the ring."], ["It has a note."])
-    answers = said["answers"]
-    assert [(answer["state"], answer["labels_hidden"]) for answer in answers] == [
-        ("ok", False),
-        ("failed", False),
-        ("wrong", True),
-    ]
-    assert answers[1]["errors"]["largest"] is None  # JSON has no infinity
-    shown = page(json_of_model(replace(found, name="<f>")))
+    assert [answer["labels_hidden"] for answer in said["answers"]] == [False, False, True]
+    assert [answer["errors"]["largest"] for answer in said["answers"]] == [0.0, None, 0.5]  # JSON has no infinity
+    shown = page(said)
     assert "<p>Look at the ring.</p>" in shown
     assert "&lt;f&gt;" in shown
-    assert (shown.count('<h1 class="sick">'), shown.count("<td class='sick'>")) == (1, 2)
+    assert (shown.count("<tr>"), shown.count('<h1 class="sick">'), shown.count("<td class='sick'>")) == (4, 1, 2)

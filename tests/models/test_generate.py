@@ -1,7 +1,7 @@
 """Generation over a spread cache: token for token what one process generates; what it sends; and with mistakes."""
 
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from unittest import mock
 
@@ -12,7 +12,10 @@ import torch.nn.functional as F
 
 from ringlab.models import generate as module
 from ringlab.models.generate import EMPTY, SpreadCache, alone, generate, merge_over_ranks, seeded
-from ringlab.models.transformer import Config, Transformer
+from ringlab.models.generate_states import HybridCache
+from ringlab.models.transformer import Config, Linear, Transformer
+from ringlab.training.linear_attention import recurrence
+from ringlab.training.short_convolution import short_convolution
 from tests.attention import SEED
 from tests.mistakes import all_of, as_on_hosts, refusal
 
@@ -151,50 +154,36 @@ def test_a_rank_that_sees_no_key_adds_nothing_and_large_scores_do_not_overflow(r
         torch.testing.assert_close(output[0], 3 + 4 * weight[None])
 
 
-def merged_at_random(context):
-    generator = torch.Generator().manual_seed(context.rank)
-    m, l, *o = torch.randn(2 + 64, 2, 3, 4, generator=generator)
-    return torch.cat([x.flatten() for x in merge_over_ranks((m, l.abs(), torch.stack(o, dim=-1)))])
-
-
-def test_all_ranks_have_the_same_bits(ranks):
-    first, *others = ranks(5, merged_at_random)
-    assert all(torch.equal(other, first) for other in others)
-
-
-SIZES = {"B": 2, "H": 4, "G": 2, "D": 8}
+SIZES = {"B": 2, "H": 4, "G": 2, "D": 8, "n": 1}
 
 
 def two_tokens(context, token, layer, change, hosts):
-    """Two new tokens in two layers of a cache with zeros. In one token and layer, rank 1 has other input."""
+    """A prompt and two new tokens in two layers. In one token and layer, rank 1 has other input."""
     group = dist.new_group()
     with as_on_hosts(hosts):
-        cache = SpreadCache(group=group)
-        cache.begin(context.rank + torch.arange(0, 12, 3)[None], room=1)
-        cache.blocks = [tuple(torch.zeros(2, SIZES["B"], SIZES["G"], 5, SIZES["D"])) for _ in range(2)]
-        for step in range(2):
-            cache.store(torch.tensor([[12 + step]]))
+        cache = SpreadCache("contiguous", group=group)
+        cache.begin(4 * context.rank + torch.arange(4)[None], room=1)
+        for step in range(3):
+            if step > 0:
+                cache.store(torch.tensor([[11 + step]]))
             for i in range(2):
                 changed = change if (step, i, context.rank) == (token, layer, 1) else {}
-                size, options = SIZES | changed, {"window": 7, **changed}
-                B, H, G, D = (size[name] for name in SIZES)
-                options = {name: x for name, x in options.items() if name not in SIZES}
+                options = SIZES | {"n": 1 if step else 4, "window": 7} | changed
+                B, H, G, D, n = (options.pop(name) for name in SIZES)
                 for _ in range(options.pop("times", 1)):
                     cache.layer = i
-                    cache.attend(torch.zeros(B, H, 1, D), *torch.zeros(2, B, G, 1, D), **options)
+                    cache.attend(torch.zeros(B, H, n, D), *torch.zeros(2, B, G, n, D), **options)
 
 
+OTHER = "rank 1: other input than agreed"
 DISAGREE = [
-    (0, 1, {"window": 6}, "the ranks disagree about window; expected the same"),
-    (0, 0, {"scale": 1.0, "softcap": 2.0}, "the ranks disagree about scale, softcap; expected the same"),
-    (
-        0,
-        1,
-        {"G": 1},
-        "rank 1: q, k and v of a new token are (2, 4, 1, 8), (2, 1, 1, 8) and (2, 1, 1, 8); expected k (2",
-    ),
-    (0, 1, {"times": 2}, "rank 1: of_every_rank, call 4 with 320 bytes"),
-    *((1, 1, change, "rank 1: other input than agreed") for change in ({"window": 6}, {"B": 1})),
+    (0, 1, {"window": 6}, "rank 1: window=6"),
+    (1, 0, {"scale": 1.0}, OTHER),
+    (1, 1, {"G": 1}, OTHER),
+    (1, 1, {"sinks": torch.zeros(4)}, OTHER),
+    (1, 0, {"n": 2}, OTHER),
+    (1, 1, {"times": 2}, "rank 1: of_every_rank, call 4 with 320 bytes"),
+    *((2, 1, change, OTHER) for change in ({"window": 6}, {"B": 1})),
 ]
 
 
@@ -244,3 +233,79 @@ def stored_too_often(context):
 def test_a_full_cache_is_refused_on_every_rank(ranks):
     said = refusal(ranks.outcomes(3, stored_too_often))
     assert re.search(all_of(["full after 3 new tokens", "expected `begin` with more room"]), said)
+
+
+# With linear layers: in constant memory -------------------------------------------------------------------------------
+
+HYBRID = {"vocab": 61, "layers": 4, "linear": 1, "hidden": 48, "heads": 6, "kv_heads": 2, "feedforward": 40}
+TEXTS = ((1, 17, 6), (2, 3))  # of the prompts: they end on different ranks, some before the convolution is full
+
+
+@lru_cache
+def right_hybrid(lengths):
+    model = seeded(F.scaled_dot_product_attention, Linear(short_convolution, recurrence), **HYBRID)
+    return [alone(model, prompt, NEW) for prompt in prompts_of(lengths)]
+
+
+def hybrid_answers(context, layout, lengths, wrong=None):
+    """The new tokens, and how many numbers the states have after the prompt and at the end."""
+    counts = []
+
+    def counted(cache, position, store=SpreadCache.store):
+        counts.append(sum(x.numel() for x in (*cache.states, *cache.ends)))
+        return store(cache, position)
+
+    cache = HybridCache(layout)
+    with WRONG_STATES[wrong]() if wrong else nullcontext(), mock.patch.object(HybridCache, "store", counted):
+        tokens = generate(seeded(cache, cache, **HYBRID), cache, prompts_of(lengths), NEW)
+    return tokens.tolist(), {*counts, sum(x.numel() for x in (*cache.states, *cache.ends))}
+
+
+@pytest.mark.parametrize(("P", "layout"), [(1, "zigzag"), (3, "zigzag"), (4, "contiguous")])
+@pytest.mark.parametrize("lengths", TEXTS)
+def test_a_hybrid_generates_what_one_process_computes_and_its_states_do_not_grow(ranks, P, layout, lengths):
+    D, B = 8, len(lengths)
+    for tokens, counts in ranks(P, hybrid_answers, layout, lengths):
+        assert tokens == right_hybrid(lengths)
+        assert counts == {2 * B * (6 * D * D + 10 * D * 3)}  # 2 linear layers: 6 states, 6 + 2 + 2 heads before 4 taps
+
+
+def cache_with(name, change):
+    """HybridCache whose method `name` is changed: change(cache, method, *arguments)."""
+    method = getattr(HybridCache, name)
+    return lambda: mock.patch.object(
+        HybridCache, name, lambda cache, *args: change(cache, partial(method, cache), *args)
+    )
+
+
+def kept_by_each_rank(cache, method, *args):
+    """Every rank keeps what it has, as if it were all."""
+    with mock.patch.object(dist, "all_reduce"):
+        return method(*args)
+
+
+def padding_written(cache, method, *args):
+    with mock.patch.object(cache, "at", torch.zeros_like(cache.at)):
+        return method(*args)
+
+
+WRONG_STATES = {
+    "the state stays on its rank": cache_with("rule", kept_by_each_rank),
+    "the last tokens stay on their rank": cache_with("convolution", kept_by_each_rank),
+    "padding changes the state": cache_with("rule", padding_written),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_STATES)
+def test_wrong_states_are_seen(ranks, wrong):
+    results = ranks(3, hybrid_answers, "zigzag", TEXTS[0], wrong)
+    assert any(tokens != right_hybrid(TEXTS[0]) for tokens, _ in results)
+
+
+def without_states(context):
+    cache = SpreadCache()
+    generate(seeded(cache, **HYBRID), cache, [[1]], 2)
+
+
+def test_a_cache_without_states_is_refused(ranks):
+    assert "with linear layers by Transformer(..., cache, cache)" in refusal(ranks.outcomes(3, without_states))

@@ -235,6 +235,10 @@ MODELS = {  # what is given to use_ring
     "a wrapped model": (lambda rank: in_use(change=torch.nn.Sequential), "model is a Sequential; expected a model of"),
     "compiled in place": (lambda rank: in_use(change=lambda model: model.compile()), "is compiled; expected use_ring"),
     "any arguments": (lambda rank: in_use(change=any_arguments), "has a forward(*args); expected its arguments by"),
+    "a layout without states": (
+        lambda rank: in_use("Lfm2", layout="striped", layer_types=["conv", "full_attention"]),
+        "layout is striped; expected contiguous or zigzag",
+    ),
     "a misspelt layout": (lambda rank: in_use(layout="zig-zag"), "zig-zag"),
     "two layouts": (
         lambda rank: in_use(where=ContextParallel(layout="contiguous"), layout="striped"),

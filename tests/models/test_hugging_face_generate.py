@@ -359,8 +359,6 @@ def test_what_cannot_be_done_is_refused_on_every_rank_before_the_model_runs(rank
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 LLAMA_4 = {**HEAD, **EXPERTS, "intermediate_size_mlp": 40, "num_experts_per_tok": 1, "attention_chunk_size": 8}
 CHUNKS = {**LLAMA_4, "attn_temperature_tuning": False, "layer_types": ["chunked_attention", "full_attention"]}
 
@@ -369,7 +367,6 @@ UNSERVED = [
     ("Mamba", {}, ["MambaForCausalLM keeps a state over tokens"]),
     ("Lfm2", {"layer_types": ["conv", "full_attention"]}, ["Lfm2ForCausalLM has linear layers"]),
     ("Llama", {"rope_parameters": DYNAMIC}, ["chooses its frequencies by the longest position"]),
-    ("Phi3", {"rope_parameters": LONGROPE}, ["chooses its frequencies by the longest position"]),
     ("Llama4Text", LLAMA_4, ["has a temperature by position", "causal attention and windows"]),
     ("Llama4Text", CHUNKS, ["has ChunkedAttention(size=8)", "causal attention and windows"]),
     ("Llama", {"is_causal": False}, ["has BothWays()", "causal attention and windows"]),

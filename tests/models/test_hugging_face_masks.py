@@ -13,89 +13,61 @@ from tests.masked import dense
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 from transformers import masking_utils  # noqa: E402
 
-from ringlab.models import hugging_face_pass  # noqa: E402
+from ringlab.models import hugging_face_masks, hugging_face_pass  # noqa: E402
 from ringlab.models.hugging_face import use_ring  # noqa: E402
 from ringlab.models.hugging_face_batch import shard_batch, shifted  # noqa: E402
 from ringlab.models.hugging_face_masks import BothWays, ChunkedAttention, asked_mask, rule_in_words, window_of  # noqa: E402
-from tests.models.hugging_face_models import (  # noqa: E402
-    DOCUMENTS,
-    EXPERTS,
-    HEAD,
-    NO_DROPOUT,
-    PADDING,
-    batch_of,
-    boundaries,
-    documents_alone,
-    errors,
-    in_the_ring,
-    model_of,
-    one_process,
-    packed_batch,
-    summed,
-)
+from tests.models import hugging_face_models as hf  # noqa: E402
 
 BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
 ROUNDED = dict.fromkeys(("Gemma2", "Llama4Text"), 1e-6)  # they compute norms in float32
-ALL = (*DOCUMENTS, PADDING)
 
 
 # Documents ----------------------------------------------------------------------------------------------------------
 
 WINDOWED = {"sliding_window": 4}
-LLAMA_4 = {**HEAD, **EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 40, "attention_chunk_size": 40}
+LLAMA_4 = {**hf.HEAD, **hf.EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 40, "attention_chunk_size": 40}
 LLAMA_4 |= {"floor_scale": 3, "attn_scale": 1.0}  # its queries grow with their place in a document
-CASES = [(1, "Mistral", WINDOWED, "zigzag"), (3, "GPT2", NO_DROPOUT, "striped")]
+CASES = [(1, "Mistral", WINDOWED, "zigzag"), (3, "GPT2", hf.NO_DROPOUT, "striped")]
 CASES += [(2, "Llama4Text", LLAMA_4, "contiguous")]
-CASES += [(3, "Gemma2", {**HEAD, **BOTH, "attn_logit_softcapping": None, "sliding_window": 8}, "zigzag")]
+CASES += [(3, "Gemma2", {**hf.HEAD, **BOTH, "attn_logit_softcapping": None, "sliding_window": 8}, "zigzag")]
 
 
 @pytest.mark.parametrize(("world_size", "name", "options", "layout"), CASES)
 def test_packed_documents_are_each_document_by_itself(ranks, world_size, name, options, layout):
-    exact = documents_alone(name, options)
-    for results in ranks(world_size, in_the_ring, name, options, layout, packed_batch()):
-        assert max(errors(results, exact)) <= ROUNDED.get(name, 1e-10)
+    exact = hf.documents_alone(name, options)
+    for results in ranks(world_size, hf.in_the_ring, name, options, layout, hf.packed_batch()):
+        assert max(hf.errors(results, exact)) <= ROUNDED.get(name, 1e-10)
 
 
 BOUNDARIES = (
-    {name: x for name, x in boundaries(packed_batch()).items() if name != "attention_mask"},
-    {**boundaries(packed_batch()), "position_ids": packed_batch()["position_ids"]},
+    {name: x for name, x in hf.boundaries(hf.packed_batch()).items() if name != "attention_mask"},
+    {**hf.boundaries(hf.packed_batch()), "position_ids": hf.packed_batch()["position_ids"]},
 )
 
 
 def test_documents_are_told_by_cumulative_lengths_too_and_rows_are_packed_alike(ranks):
     for batch in BOUNDARIES:
-        for results in ranks(3, in_the_ring, "Llama", {}, "zigzag", batch):
-            assert max(errors(results, documents_alone("Llama", {}))) <= 1e-10
-    for results in ranks(3, in_the_ring, "Mistral", WINDOWED, "zigzag", packed_batch(rows=2)):
-        assert max(errors(results, documents_alone("Mistral", WINDOWED, rows=2))) <= 1e-10
-
-
-def test_a_batch_of_transformers_own_collator_has_its_own_loss(ranks):
-    """Its loss on one process too, with sdpa, which sees documents in position_ids only, and without a cache only."""
-    features = [{"input_ids": one, "labels": one} for one in packed_batch()["input_ids"][0].split(ALL)]
-    batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")(features)
-    model = model_of("Mistral", WINDOWED)
-    plain = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
-    own = model(**plain, use_cache=False).loss.item()
-    for results in ranks(3, in_the_ring, "Mistral", WINDOWED, "zigzag", dict(batch)):
-        assert results[0].item() == pytest.approx(own, rel=1e-6)
-    assert abs(model(**plain).loss.item() / own - 1) > 1e-3  # with the default use_cache
+        for results in ranks(3, hf.in_the_ring, "Llama", {}, "zigzag", batch):
+            assert max(hf.errors(results, hf.documents_alone("Llama", {}))) <= 1e-10
+    for results in ranks(3, hf.in_the_ring, "Mistral", WINDOWED, "zigzag", hf.packed_batch(rows=2)):
+        assert max(hf.errors(results, hf.documents_alone("Mistral", WINDOWED, rows=2))) <= 1e-10
 
 
 def two_batches(context):
     """Two forward passes before one backward pass, which computes the layers of both again."""
-    model = model_of("Mistral", WINDOWED)
+    model = hf.model_of("Mistral", WINDOWED)
     model.activation_checkpointing_enable()
     use_ring(model)
-    parts = [model(**shard_batch(batch)).loss for batch in (packed_batch(), batch_of())]
-    return summed(model, sum(parts))
+    parts = [model(**shard_batch(batch)).loss for batch in (hf.packed_batch(), hf.batch_of())]
+    return hf.summed(model, sum(parts))
 
 
 def test_activation_checkpointing_keeps_the_documents_of_its_pass(ranks):
-    both = zip(documents_alone("Mistral", WINDOWED), one_process("Mistral", WINDOWED)[0], strict=True)
+    both = zip(hf.documents_alone("Mistral", WINDOWED), hf.one_process("Mistral", WINDOWED)[0], strict=True)
     exact = [a + b for a, b in both]
     for results in ranks(3, two_batches):
-        assert max(errors(results, exact)) <= 1e-10
+        assert max(hf.errors(results, exact)) <= 1e-10
 
 
 # Mistakes -----------------------------------------------------------------------------------------------------------
@@ -103,8 +75,8 @@ def test_activation_checkpointing_keeps_the_documents_of_its_pass(ranks):
 
 def in_the_ring_but(context, mistake):
     """A packed batch in a model with windows and learned or rotary positions, with one mistake."""
-    name, options = ("GPT2", NO_DROPOUT) if mistake == "positions" else ("Mistral", WINDOWED)
-    batch, turn = packed_batch(), hugging_face_pass.ring_flash_attention
+    name, options = ("GPT2", hf.NO_DROPOUT) if mistake == "positions" else ("Mistral", WINDOWED)
+    batch, turn = hf.packed_batch(), hugging_face_masks.ring_flash_attention
     shard = shard_batch(batch)
     at = hugging_face_pass.positions("zigzag", 24, context.rank, context.world_size)
     if mistake == "positions":
@@ -113,28 +85,20 @@ def in_the_ring_but(context, mistake):
         shard["shift_labels"] = shifted(batch["labels"])[:, at]
     wrong = {"documents": (6, 8, 1, 6, 3)} if mistake == "a boundary off by one" else {}
     ring = mock.patch.object(
-        hugging_face_pass, "ring_flash_attention", lambda *qkv, **passed: turn(*qkv, **{**passed, **wrong})
+        hugging_face_masks, "ring_flash_attention", lambda *qkv, **passed: turn(*qkv, **{**passed, **wrong})
     )
-    model = model_of(name, options)
+    model = hf.model_of(name, options)
     use_ring(model)
     check = (lambda *args: (True, 0, 0, False)) if mistake == "positions" else hugging_face_pass.ModelInRing.check
     with ring, mock.patch.object(hugging_face_pass.ModelInRing, "check", check):
-        return summed(model, model(**shard).loss)
+        return hf.summed(model, model(**shard).loss)
 
 
-@pytest.mark.parametrize(
-    ("mistake", "seen"),
-    [
-        ("a boundary off by one", True),
-        ("positions", True),
-        ("labels", True),
-        ("", False),
-    ],
-)
-def test_mistakes_are_seen(ranks, mistake, seen):
-    name, options = ("GPT2", NO_DROPOUT) if mistake == "positions" else ("Mistral", WINDOWED)
-    worst = max(errors(ranks(3, in_the_ring_but, mistake)[0], documents_alone(name, options)))
-    assert worst > 1e-3 if seen else worst <= 1e-10
+@pytest.mark.parametrize("mistake", ["a boundary off by one", "positions", "labels", ""])
+def test_mistakes_are_seen(ranks, mistake):
+    name, options = ("GPT2", hf.NO_DROPOUT) if mistake == "positions" else ("Mistral", WINDOWED)
+    worst = max(hf.errors(ranks(3, in_the_ring_but, mistake)[0], hf.documents_alone(name, options)))
+    assert worst > 1e-3 if mistake else worst <= 1e-10
 
 
 # Rules --------------------------------------------------------------------------------------------------------------
@@ -222,7 +186,7 @@ def test_the_window_of_a_layer_is_that_of_its_mask():
 
 
 def boundaries_of_one_document(context):
-    tokens = packed_batch()["input_ids"]
+    tokens = hf.packed_batch()["input_ids"]
     return [
         shard_batch({"input_ids": tokens, name: torch.tensor([0, 10])}, causal=causal).get("documents")
         for name, causal in (("cu_seq_lens_q", False), ("cu_seq_lens_k", False), ("cu_seq_lens_q", True))

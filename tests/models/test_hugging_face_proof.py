@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason=MISSING["transformers"
 
 from transformers.models.llama import modeling_llama  # noqa: E402
 
-from ringlab.models import hugging_face_proof  # noqa: E402
+from ringlab.models import hugging_face_proof, hugging_face_states  # noqa: E402
 from ringlab.models.hugging_face_masks import LayerAttention, asked_mask  # noqa: E402
 from ringlab.models.hugging_face_proof import prove  # noqa: E402
 from tests.models.hugging_face_models import SIZES, model_of  # noqa: E402
@@ -56,18 +56,13 @@ def wrap(part, change):
     part.forward = lambda *args, **kwargs: change(forward(*args, **kwargs))
 
 
-def earlier(x, weight=0.1):
-    """A token gets something of the token before it, x (B, S, ·)."""
-    return x + weight * F.pad(x, (0, 0, 1, 0))[:, :-1]
+def from_before(places, weight=0.1):
+    """A token of x (B, S, ·) gets something of the token so many places before it."""
+    return lambda x: x + weight * F.pad(x, (0, 0, places, 0))[:, : x.shape[1]]
 
 
 def later(x):
     return x + 0.1 * F.pad(x, (0, 0, 0, 1))[:, 1:]
-
-
-def distant(x):
-    """The token 8 places before."""
-    return x + 0.1 * F.pad(x, (0, 0, 8, 0))[:, : x.shape[1]]
 
 
 def mean_of_all(x):
@@ -78,36 +73,93 @@ def of_the_batch(x):
     return x - x.mean(dim=0, keepdim=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "dtype"),
-    [
-        ("embed_tokens", later, torch.float64),
-        ("embed_tokens", of_the_batch, torch.bfloat16),
-        ("layers.0.self_attn.k_proj", distant, torch.bfloat16),
-        ("layers.0.self_attn.k_proj", of_the_batch, torch.float64),
-        ("norm", mean_of_all, torch.float64),
-        ("norm", partial(earlier, weight=1e-2), torch.bfloat16),
-    ],
-)
-def test_a_part_that_mixes_tokens_is_named(name, change, dtype):
-    model = llama(dtype)
-    wrap(model.model.get_submodule(name), change)
-    if name == "embed_tokens":
-        words = "the input embeddings of LlamaForCausalLM mix tokens"
-    else:
-        words = re.escape(f"model.{name} (") + ".* of LlamaForCausalLM mixes tokens without AttentionInterface"
-    with pytest.raises(ValueError, match=words):
-        proved(model)
+def mixed(name, change):
+    """What the part of this name returns is changed."""
+    return lambda model: wrap(model.get_submodule(name), change)
 
 
-def test_what_mixes_between_parts_is_named_by_its_parent():
-    model = llama()
+def between_parts(model):
+    """Mixed between the parts of an attention: named by their parent."""
     attention = model.model.layers[1].self_attn
-    q_proj = attention.q_proj.forward
+    q_proj, project = attention.q_proj.forward, attention.forward
     attention.q_proj.forward = lambda x: q_proj(x)
-    project = attention.forward
-    attention.forward = lambda hidden_states, **kwargs: project(hidden_states=earlier(hidden_states), **kwargs)
-    with pytest.raises(ValueError, match=re.escape("model.layers.1.self_attn (LlamaAttention)")):
+    attention.forward = lambda hidden_states, **kwargs: project(hidden_states=from_before(1)(hidden_states), **kwargs)
+
+
+def attention_of_its_own(model):
+    def own_attention(module, hidden_states, position_embeddings, **_):
+        q, k, v = (module.o_proj(hidden_states)[:, None] for _ in "qkv")
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0], None
+
+    attention = model.model.layers[1].self_attn
+    attention.forward = partial(own_attention, attention)
+
+
+def positions_from_5(model):
+    forward = model.model.forward
+
+    def from_five(*args, position_ids=None, **kwargs):
+        at = torch.arange(16)[None] + 5 if position_ids is None else position_ids
+        return forward(*args, position_ids=at, **kwargs)
+
+    model.model.forward = from_five
+
+
+def no_attention(model):
+    for layer in model.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+
+
+def known_attention_only(model):
+    """As where a layer takes another way when it does not know the name of the attention."""
+    attention, forward = model.model.layers[1].self_attn, model.model.layers[1].self_attn.forward
+
+    def known_only(hidden_states, **passed):
+        known = attention.config._attn_implementation == "sdpa"
+        return forward(hidden_states, **passed) if known else (hidden_states, 0)
+
+    attention.forward = known_only
+
+
+def fails(model):
+    model.model.norm.forward = lambda x: x["no such key"]
+
+
+def nan(model):
+    model.model.norm.weight.data[0] = torch.nan
+
+
+def one_row(model):
+    dtype = model.lm_head.weight.dtype
+    model.lm_head = nn.Sequential(nn.Flatten(1), nn.Linear(16 * 32, 2, dtype=dtype))
+
+
+EMBEDDINGS, K = "model.embed_tokens", "model.layers.0.self_attn.k_proj"
+EMBEDDINGS_MIX, K_MIXES = ["the input embeddings of LlamaForCausalLM mix tokens"], [f"{K} (", "without AttentionInterf"]
+REFUSED = {  # what is done to a Llama, and what is said of it
+    "embeddings": (mixed(EMBEDDINGS, later), EMBEDDINGS_MIX),
+    "embeddings of a batch": (mixed(EMBEDDINGS, of_the_batch), EMBEDDINGS_MIX),
+    "k, distant": (mixed(K, from_before(8)), K_MIXES),
+    "k of a batch": (mixed(K, of_the_batch), K_MIXES),
+    "a norm over tokens": (mixed("model.norm", mean_of_all), ["model.norm (LlamaRMSNorm) of LlamaForCausalLM mixes"]),
+    "a little": (mixed("model.norm", from_before(1, 1e-2)), ["model.norm (LlamaRMSNorm)"]),
+    "between parts": (between_parts, ["model.layers.1.self_attn (LlamaAttention)"]),
+    "an attention of its own": (attention_of_its_own, ["model.layers.1.self_attn (LlamaAttention)"]),
+    "positions from 5": (positions_from_5, ["neither from 0 nor from pad_token_id + 1 = 1"]),
+    "no attention": (no_attention, ["LlamaForCausalLM does not ask AttentionInterface"]),
+    "known attention only": (known_attention_only, ["2 time(s) for its own attention, and 1 time(s) for another"]),
+    "an error": (fails, ["LlamaForCausalLM raises IndexError in test_hugging_face_proof.py, line", "token ids"]),
+    "NaN": (nan, ["LlamaForCausalLM returns NaN or infinity"]),
+    "one row": (one_row, ["LlamaForCausalLM returns (1, 2) for (1, 16) tokens", "a row for each token"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_part_that_mixes_tokens_is_named(name):
+    change, words = REFUSED[name]
+    model = llama(torch.bfloat16 if name in ("embeddings of a batch", "k, distant", "a little") else torch.float64)
+    change(model)
+    with pytest.raises(ValueError, match=all_of(words)):
         proved(model)
 
 
@@ -119,7 +171,7 @@ class Hidden(nn.Module):
         self.weight = nn.Parameter(weight)
 
     def forward(self, x):
-        mixed = x.cumsum(dim=1) * self.weight if self.weight.dim() < 2 else earlier(x) @ self.weight
+        mixed = x.cumsum(dim=1) * self.weight if self.weight.dim() < 2 else from_before(1)(x) @ self.weight
         return x + mixed
 
 
@@ -178,11 +230,6 @@ def in_training_only(model):
     wrap(mlp, lambda x: x / x.detach().abs().amax() if mlp.training else x)
 
 
-def far_behind(x):
-    """The token 16 places before, which no row of 16 tokens has."""
-    return x + 0.1 * F.pad(x, (0, 0, 16, 0))[:, : x.shape[1]]
-
-
 def of_full_experts(x):
     """Two experts take 20 tokens each. The others get nothing."""
     expert = F.one_hot((x[:, :, 0] > x[:, :, 0].median()).long(), 2)  # (B, S, 2)
@@ -219,7 +266,7 @@ LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}  # nothing sho
 OTHER_VALUES = {
     "a choice": of_mlp(choose),
     "in training only": in_training_only,
-    "16 tokens behind": of_mlp(far_behind),
+    "16 tokens behind": of_mlp(from_before(16)),
     "full experts": of_mlp(of_full_experts),
     "numbered texts": embedded(texts_before),
     "the order of a shard": embedded(twice_where_positions_fall),
@@ -236,60 +283,29 @@ def test_other_values_in_a_shard_are_found(name):
         proved(model)
 
 
-def test_a_layer_with_an_attention_of_its_own_is_found():
-    def own_attention(module, hidden_states, position_embeddings, **_):
-        q, k, v = (f(hidden_states)[:, None] for f in (module.o_proj, module.o_proj, module.o_proj))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0], None
-
-    model = llama()
-    attention = model.model.layers[1].self_attn
-    attention.forward = partial(own_attention, attention)
-    with pytest.raises(ValueError, match=re.escape("model.layers.1.self_attn (LlamaAttention)")):
-        proved(model)
-
-
-# Positions ----------------------------------------------------------------------------------------------------------
-
-
-def test_positions_that_begin_elsewhere_are_found():
-    model = llama(torch.float32)
-    forward = model.model.forward
-
-    def from_five(*args, position_ids=None, **kwargs):
-        at = torch.arange(16)[None] + 5 if position_ids is None else position_ids
-        return forward(*args, position_ids=at, **kwargs)
-
-    model.model.forward = from_five
-    with pytest.raises(ValueError, match=r"neither from 0 nor from pad_token_id \+ 1 = 1"):
-        proved(model)
-
-
 # The attention ------------------------------------------------------------------------------------------------------
 
 
-def twice_the_scale(module, q, k, v, mask, scaling=None, **kwargs):
-    return modeling_llama.eager_attention_forward(module, q, k, v, mask, scaling=2 * scaling, **kwargs)
+DISTANCE = torch.arange(16)[:, None] - torch.arange(16)
+ATTENTIONS = {  # k, v, the mask and the scale of an attention that does more than its layer says
+    "twice the scale": lambda k, v, mask, scale: (k, v, mask, 2 * scale),
+    "a bias": lambda k, v, mask, scale: (k, v, mask - 0.1 * DISTANCE.to(mask), scale),
+    "no mask": lambda k, v, mask, scale: (k, v, None, scale),
+    "other heads": lambda k, v, mask, scale: (k.flip(1), v.flip(1), mask, scale),
+}
 
 
-def with_a_bias(module, q, k, v, mask, **kwargs):
-    distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
-    return modeling_llama.eager_attention_forward(module, q, k, v, mask - 0.1 * distance.to(mask), **kwargs)
-
-
-def without_a_mask(module, q, k, v, mask, **kwargs):
-    return modeling_llama.eager_attention_forward(module, q, k, v, None, **kwargs)
-
-
-def other_heads(module, q, k, v, mask, **kwargs):
-    return modeling_llama.eager_attention_forward(module, q, k.flip(1), v.flip(1), mask, **kwargs)
-
-
-@pytest.mark.parametrize("own", [twice_the_scale, with_a_bias, without_a_mask, other_heads])
-def test_an_attention_that_does_more_than_its_layer_says_is_found(own):
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_an_attention_that_does_more_than_its_layer_says_is_found(name):
     """Scores are all near 0 here, as after an initialisation."""
+
+    def own(module, q, k, v, mask, scaling=None, **kwargs):
+        k, v, mask, scaling = ATTENTIONS[name](k, v, mask, scaling)
+        return modeling_llama.eager_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)
+
     model = llama(torch.float32)
-    for name, weight in model.named_parameters():
-        if "q_proj" in name or "k_proj" in name:
+    for part, weight in model.named_parameters():
+        if "q_proj" in part or "k_proj" in part:
             weight.data.mul_(1e-3)
     transformers.AttentionInterface.register("own", own)
     transformers.AttentionMaskInterface.register("own", transformers.masking_utils.eager_mask)
@@ -305,59 +321,6 @@ def test_experts_that_take_no_float64_are_named():
         ValueError, match=r"MixtralForCausalLM raises .* \(for float64, experts_implementation='eager'\)"
     ):
         proved(transformers.MixtralForCausalLM(config).double())
-
-
-def test_a_model_that_never_asks_is_refused():
-    model = model_of("Llama", {})
-    for layer in model.model.layers:
-        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    with pytest.raises(ValueError, match="LlamaForCausalLM does not ask AttentionInterface"):
-        proved(model)
-
-
-def test_a_model_that_asks_for_its_own_attention_only_is_refused():
-    """As where a layer takes another way when it does not know the name of the attention."""
-    model = llama()
-    attention, forward = model.model.layers[1].self_attn, model.model.layers[1].self_attn.forward
-
-    def known_only(hidden_states, **passed):
-        return (
-            forward(hidden_states, **passed) if attention.config._attn_implementation == "sdpa" else (hidden_states, 0)
-        )
-
-    attention.forward = known_only
-    with pytest.raises(ValueError, match=r"2 time\(s\) for its own attention, and 1 time\(s\) for another"):
-        proved(model)
-
-
-# The answers that no proof can use ----------------------------------------------------------------------------------
-
-
-def fails(model):
-    model.model.norm.forward = lambda x: x["no such key"]
-
-
-def nan(model):
-    model.model.norm.weight.data[0] = torch.nan
-
-
-def one_row(model):
-    model.lm_head = nn.Sequential(nn.Flatten(1), nn.Linear(16 * 32, 2, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (fails, ["LlamaForCausalLM raises IndexError in test_hugging_face_proof.py, line", "token ids"]),
-        (nan, ["LlamaForCausalLM returns NaN or infinity"]),
-        (one_row, ["LlamaForCausalLM returns (1, 2) for (1, 16) tokens", "a row for each token"]),
-    ],
-)
-def test_a_model_that_gives_no_rows_is_refused(change, words):
-    model = llama()
-    change(model)
-    with pytest.raises(ValueError, match=all_of(words)):
-        proved(model)
 
 
 # What stays as it was -----------------------------------------------------------------------------------------------
@@ -376,7 +339,7 @@ def test_the_model_stays_as_it_was(mistake):
     model.model.layers[1].eval()
     model.requires_grad_(mistake)
     if mistake:
-        wrap(model.model.layers[0].mlp.down_proj, earlier)
+        wrap(model.model.layers[0].mlp.down_proj, from_before(1))
     before, register = state_of(model), transformers.AttentionInterface.get_interface
     weights = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match="mixes tokens") if mistake else mock.MagicMock():
@@ -389,19 +352,18 @@ def test_the_model_stays_as_it_was(mistake):
 # Mistakes in the proof ----------------------------------------------------------------------------------------------
 
 
-def test_what_stands_in_for_the_attention_sees_its_own_token_only_and_all_of_it():
-    """Each number of its q, k and v, and nothing of another token."""
+def test_what_stands_in_for_a_layer_sees_its_own_token_only_and_all_of_it():
+    """Each number of q, k and v, and of a linear layer's decay and beta; and nothing of another token."""
     q, k, v = (torch.randn(1, heads, 4, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
-    out = hugging_face_proof.own_token(q, k, v)
-    for token in range(4):
-        for x in torch.autograd.grad(out[:, :, token].sum(), (q, k, v), retain_graph=True):
-            assert (x[:, :, token] != 0).all()
-            assert x[:, :, torch.arange(4) != token].abs().max() == 0
-
-
-def test_a_rotation_of_q_and_k_changes_what_stands_in_for_the_attention():
-    """Unlike q·k of one token, which two equal rotations leave as it is."""
-    q, k, v = torch.randn(3, 1, 1, 4, 6, dtype=torch.float64)
-    turned = [x.roll(1, dims=3) for x in (q, k)]
-    assert torch.allclose((q * k).sum(3), (turned[0] * turned[1]).sum(3))
-    assert (hugging_face_proof.own_token(q, k, v) - hugging_face_proof.own_token(*turned, v)).abs().max() > 1e-3
+    of_head, of_number = (torch.randn(1, 2, 4, *more, dtype=torch.float64, requires_grad=True) for more in ((), (6,)))
+    linear = hugging_face_states.attention_cut
+    for cut, inputs in (
+        (hugging_face_proof.own_token, (q, k, v)),
+        (linear, (k, k.detach().requires_grad_(), v, of_head, of_head.detach().requires_grad_())),
+        (linear, (k, k.detach().requires_grad_(), v, of_number, of_head)),
+    ):
+        out = cut(*inputs)[0] if cut is linear else cut(*inputs)
+        for token in range(4):
+            for x in torch.autograd.grad(out[:, :, token].sum(), inputs, retain_graph=True):
+                assert (x[:, :, token] != 0).all()
+                assert x[:, :, torch.arange(4) != token].abs().max() == 0

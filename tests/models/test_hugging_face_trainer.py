@@ -42,8 +42,6 @@ from transformers import (  # noqa: E402
     DataCollatorWithFlattening,
     PreTrainedTokenizerFast,
     PrinterCallback,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
     Trainer,
     TrainingArguments,
 )
@@ -51,6 +49,11 @@ from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from ringlab.models.hugging_face_batch import attempt, padded, shifted  # noqa: E402
 from ringlab.models.hugging_face_trainer import InRing, RingSFTTrainer, RingTrainer  # noqa: E402
+
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import compare  # noqa: E402
+import tiny  # noqa: E402
 
 NUMBERS = ("loss", "grad_norm", "learning_rate", "eval_loss", "train_loss", "entropy", "mean_token_accuracy")
 NUMBERS += ("num_tokens", "eval_entropy", "eval_mean_token_accuracy")
@@ -78,8 +81,7 @@ OPTIONS |= {"ddp_find_unused_parameters": False, "use_cpu": True}
 
 
 def rows():
-    draw = torch.Generator().manual_seed(3)
-    return [{"input_ids": torch.randint(1, 61, (n,), generator=draw).tolist()} for n in (24, 17, 24, 9, 24, 24, 13)]
+    return tiny.rows()[:7]
 
 
 def collate(rows):
@@ -93,14 +95,6 @@ def collate(rows):
 def whole_loss(logits, labels, vocab_size, num_items_in_batch=None, **_):
     """As transformers' own loss, which computes in float32."""
     return summed_loss(logits, shifted(labels)) / num_items_in_batch
-
-
-def small_model():
-    """Starcoder2 has no layer that computes in float32. Llama's norms do, and then a loss times 3 rounds otherwise."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
-    return Starcoder2ForCausalLM(Starcoder2Config(**sizes)).double()
 
 
 def full(weight):
@@ -122,7 +116,7 @@ def as_torchrun():
 
 def trainer_of(kind, folder, case="", more=None, **options):
     """Seven rows in batches of 1, in the order of a seed; they are evaluated in batches of 2, the last of them of 1."""
-    model = small_model()
+    model = tiny.model()
     if kind is Trainer:
         model.loss_function = whole_loss
     args = TrainingArguments(folder, **{**OPTIONS, "learning_rate": 1e-3, **CASES.get(case, {}), **options})
@@ -193,7 +187,7 @@ def sft(kind, case):
     data = {"train_dataset": Dataset.from_list(rows()), "eval_dataset": Dataset.from_list(rows())}
     with TemporaryDirectory() as folder:
         args = SFTConfig(folder, **{**OPTIONS, **options, **SFT[case]})
-        trainer = kind(model=small_model(), args=args, processing_class=tokenizer(), **data)
+        trainer = kind(model=tiny.model(), args=args, processing_class=tokenizer(), **data)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         return reported(trainer)
@@ -216,7 +210,7 @@ def refusals():
         found["labels"] = attempt(trainer.evaluate)
         found |= {kind.__name__: attempt(run, kind) for kind in (ShiftsAgain, AddsToIt)}
         found["model_init"] = attempt(
-            RingTrainer, args=trainer.args, model_init=small_model, train_dataset=rows(), data_collator=collate
+            RingTrainer, args=trainer.args, model_init=tiny.model, train_dataset=rows(), data_collator=collate
         )
     return found
 
@@ -275,8 +269,8 @@ def same(result, exact):
     (numbers, weights), (right, right_weights) = result, exact
     for name, values in right.items():
         assert numbers[name] == pytest.approx(values, rel=1e-6, abs=0), name
-    if len(weights) == len(weights_of(small_model())):
-        moved = right_weights - weights_of(small_model())
+    if len(weights) == len(weights_of(tiny.model())):
+        moved = right_weights - weights_of(tiny.model())
         assert (weights - right_weights).norm() <= 1e-9 * moved.norm()
     assert (weights - right_weights).norm() <= 1e-11 * right_weights.norm()
 
@@ -327,7 +321,7 @@ def test_what_would_be_wrong_is_refused_by_name(ring):
 
 def test_sft_has_the_numbers_and_weights_of_one_process(ring):
     """16 roundings of float32, in which TRL's head computes; num_tokens are whole numbers."""
-    (found, said, _), start = ring, weights_of(small_model())
+    (found, said, _), start = ring, weights_of(tiny.model())
     for case in SFT:
         (numbers, weights), (right, right_weights) = found[case], sft(SFTTrainer, case)
         assert {"loss", "entropy", "mean_token_accuracy", "num_tokens"} <= {name for name, x in right.items() if x}
@@ -366,9 +360,19 @@ def test_a_batch_is_padded_on_the_right():
     assert batch["input_ids"].shape == (1, 17)
 
 
+def test_only_the_trainer_of_trl_needs_trl(monkeypatch):
+    name = "ringlab.models.hugging_face_trainer"
+    monkeypatch.setitem(sys.modules, "trl", None)  # it cannot be imported
+    monkeypatch.delitem(sys.modules, name)
+    module = importlib.import_module(name)
+    assert issubclass(module.RingTrainer, Trainer)
+    assert not hasattr(module, "another name")
+    with pytest.raises(ImportError, match=r"trl.* it comes with: pip install"):
+        module.RingSFTTrainer  # noqa: B018 (it is made when it is asked for)
+
+
 # The examples ----------------------------------------------------------------------------------------------------
 
-EXAMPLES = ROOT / "examples"
 SHARED = {"tiny", "compare"}
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in SHARED)
 
@@ -382,34 +386,26 @@ def example(context, name):
         kept.append((losses, [full(weight).clone() for weight in model.state_dict().values()]))
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]))
-        stack.enter_context(mock.patch.object(importlib.import_module("tiny"), "keep", keep))
+        stack.enter_context(mock.patch.object(tiny, "keep", keep))
         stack.enter_context(mock.patch.object(processes, "join_ring", return_value=nullcontext(context)))
         stack.enter_context(mock.patch.object(dist, "destroy_process_group"))
-        quick = partial(torch.compile, backend="aot_eager")  # traced as always, and no kernel is made of it
+        quick = partial(torch.compile, backend="eager")  # traced as always, and no kernel is made of it
         stack.enter_context(mock.patch.object(torch, "compile", quick))
         exec((EXAMPLES / f"{name}.py").read_text(), {})
     return kept[0]
 
 
-@pytest.fixture
-def compare(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setattr(sys, "argv", ["compare.py"])
-    return importlib.import_module("compare")
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_an_example_trains_as_one_process_does(pool, compare, name):
+def test_an_example_trains_as_one_process_does(pool, name):
     function, arguments, allowed = compare.ALONE[name]
-    exact, start = function(**arguments), compare.weights_of(compare.tiny.model())
+    exact, start = function(**arguments), compare.weights_of(tiny.model())
     seen = compare.errors(pool(3, example, name)[0], exact, start)
     assert all(error <= most for error, most in zip(seen, allowed, strict=True)), seen
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_torchrun_starts_an_example(compare, name):
+def test_torchrun_starts_an_example(name):
     assert all(ok for _, ok in compare.table([name]))
 
 

@@ -3,15 +3,19 @@
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
+from ringlab.models import generate
 from ringlab.models import pass_q as module
-from ringlab.models.generate import EMPTY
-from ringlab.models.pass_q import agree_on_places, cached_attention
+from ringlab.models.generate import EMPTY, alone, seeded
+from ringlab.models.pass_q import GrowingCache, agree_on_places, cached_attention, reply
+from ringlab.models.transformer import Transformer
 from ringlab.planning.hidden_communication import AttentionLayer
 from ringlab.planning.pass_q_or_kv import Prefill
 from ringlab.support.rounding import exact_attention
@@ -19,6 +23,7 @@ from ringlab.training.masks import Mask
 from tests.attention import SEED, assert_right, random_qkv
 from tests.masked import dense
 from tests.mistakes import Mistakes, all_of, refusal
+from tests.models.test_generate import CONFIG, windowed
 
 KEYS, NEW = (9, 0, 13, 1, 6), (2, 3, 0, 1, 0)  # on ranks 0, 1, ...
 
@@ -62,7 +67,7 @@ class Case:
         for x, places in zip(self.inputs()[:3], (at, keys_at, keys_at), strict=True):
             index = places.where(places < EMPTY, 0)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
             mine.append(x.gather(2, index))
-        return *mine, *((at[0], keys_at[0]) if len(at) == 1 else (at, keys_at))
+        return *mine, at, keys_at
 
     def right(self):
         """For each text, what out must be for its new tokens in order of rank."""
@@ -183,11 +188,11 @@ WRONG = Mistakes()
 right_attend = module.attend_pieces
 
 
-@WRONG.replaces(module, "arriving")
-def stays(mine, lengths, group):
+@WRONG.replaces(module, "arriving_blocks")
+def stays(k, v, *, lengths, group):
     """Each round has the rank's own block in hand."""
     for _ in lengths:
-        yield mine
+        yield k, v
 
 
 @WRONG.replaces(module, "attend_pieces")
@@ -206,7 +211,8 @@ def test_a_mistake_is_rejected(ranks, wrong):
 
 
 def places_refused(context, of_ranks, masks):
-    at, keys_at = (torch.tensor(x) if x == [0.5] else torch.tensor(x).long() for x in of_ranks[context.rank])
+    texts = (x if x and isinstance(x[0], list) else [x] for x in of_ranks[context.rank])
+    at, keys_at = (torch.tensor(x) if x == [[0.5]] else torch.tensor(x).long() for x in texts)
     return agree_on_places(at, keys_at, **masks[context.rank])
 
 
@@ -220,7 +226,7 @@ def with_rank_1(at, keys_at):
 
 PLACES = [
     (with_rank_1([], [0.5]), ALIKE, ["rank 1: keys_at is torch.float32", "expected int64"]),
-    (with_rank_1([[1]], [1]), ALIKE, ["rank 1: keys_at is torch.int64 of shape (1,), at (1, 1)", "both alike"]),
+    (with_rank_1([[], []], [1]), ALIKE, ["rank 1: keys_at is torch.int64 of shape (1, 1), at (2, 0)", "(B, tokens)"]),
     (with_rank_1([], [2, 1]), ALIKE, ["rank 1: keys_at is 2, 1;", "rising"]),
     (with_rank_1([], [1, EMPTY, 6]), ALIKE, ["rank 1: keys_at", "EMPTY at the end"]),
     (with_rank_1([], [6]), ALIKE, ["text 0 has a key at position 2 where 1 should follow", "each on one rank"]),
@@ -243,7 +249,7 @@ def call_refused(context, change):
     given = {"q": q, "k": k, "v": v, "places": agree_on_places(at, keys_at, causal=True), "passing": "Q"}
     if context.rank == 1:
         given |= CHANGES[change][0](given)
-    with mock.patch.object(module, "post", side_effect=AssertionError("sent before all ranks agreed")):
+    with mock.patch.object(module, "arriving_blocks", side_effect=AssertionError("sent before all ranks agreed")):
         return cached_attention(**given)
 
 
@@ -258,13 +264,150 @@ CHANGES = {  # what rank 1 gives, and what every rank says
         lambda it: {"places": replace(it["places"], queries=tuple(x.repeat(2, 1) for x in it["places"].queries))},
         ["rank 1: q, k and v are", "2 text(s)"],
     ),
-    "ranks": (
-        lambda it: {"places": replace(it["places"], keys=it["places"].keys[:2])},
-        ["rank 1: the places of 2 ranks", "expected those of 3"],
-    ),
 }
 
 
 def test_a_call_that_does_not_fit_is_refused_on_every_rank_before_anything_travels(ranks):
     for change, (_, words) in CHANGES.items():
         assert re.search(all_of(words), refusal(ranks.outcomes(3, call_refused, change))), change
+
+
+# A conversation: logits and tokens of one forward pass over all, in parts, whatever travels --------------------------
+
+ANSWER = 4
+LENGTHS = ((13, 4), (1, 9), (3, 2))  # of the texts of two conversations, in three turns
+
+
+def texts_of(turn):
+    generator = torch.Generator().manual_seed(turn + 10 * SEED)
+    return [torch.randint(CONFIG.vocab, (length,), generator=generator).tolist() for length in LENGTHS[turn]]
+
+
+def model_of(attention):
+    with mock.patch.object(generate, "CONFIG", CONFIG):
+        return seeded(attention).double()
+
+
+def talk(context, settings, part=5, wrong=None):
+    """For each turn the answers, and the logits after each text; what travelled; the positions in this rank's slots."""
+    cache = GrowingCache(**{name: x for name, x in settings.items() if name != "passing"})
+    cache.passing = settings.get("passing", "auto")
+    model, turns, passed, right_attention = model_of(cache), [], [], module.cached_attention
+
+    def noted(*args, **options):
+        results = right_attention(*args, **options)
+        passed.append(results[1])
+        return results
+
+    with WRONG_CACHE[wrong]() if wrong else mock.patch.object(module, "cached_attention", noted):
+        for turn in range(len(LENGTHS)):
+            logits = []
+            with mock.patch.object(module, "write", side_effect=partial(keep, logits, module.write)):
+                turns.append((reply(model, cache, texts_of(turn), ANSWER, part).tolist(), logits[0]))
+    return turns, passed[:: CONFIG.layers], cache.at
+
+
+def keep(logits, write, model, cache, those, *args):
+    logits.append(those)
+    return write(model, cache, those, *args)
+
+
+@lru_cache
+def right(window=None):
+    """For each turn, the answers and the logits of one forward pass over everything said before them."""
+    model = model_of(partial(windowed, window=window) if window else F.scaled_dot_product_attention)
+    said, turns = [[], []], []
+    for turn in range(len(LENGTHS)):
+        said = [before + text for before, text in zip(said, texts_of(turn), strict=True)]
+        with torch.no_grad():
+            logits = torch.cat([model(torch.tensor([text]), torch.arange(len(text)))[:, -1] for text in said])
+        answers = [alone(model, text, ANSWER) for text in said]
+        turns.append((answers, logits))
+        said = [text + answer for text, answer in zip(said, answers, strict=True)]
+    return turns
+
+
+def assert_answers(of_ranks, window=None):
+    """The tokens are equal; the logits are as near as float64 rounds a model of two layers."""
+    for turns, _, _ in of_ranks:
+        for (answers, logits), (right_answers, right_logits) in zip(turns, right(window), strict=True):
+            assert answers == right_answers
+            assert (logits - right_logits).norm() < 1e-10 * right_logits.norm()
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "part"),
+    [
+        (1, {}, 5),
+        (3, {}, 5),
+        (4, {"passing": "KV", "layout": "contiguous"}, 7),
+        (5, {"window": 4, "layout": "striped", "passing": "Q"}, 6),
+    ],
+)
+def test_parts_and_turns_give_what_one_forward_pass_gives(ranks, size, settings, part):
+    of_ranks = ranks(size, talk, settings, part)
+    assert_answers(of_ranks, settings.get("window"))
+    for text in range(2):
+        said = sum(lengths[text] for lengths in LENGTHS) + len(LENGTHS) * ANSWER - 1  # the last token is not computed
+        stored = torch.cat([at[text] for _, _, at in of_ranks])
+        assert stored[stored < EMPTY].sort().values.tolist() == list(range(said))
+    parts = sum(-(-(max(lengths) + (turn > 0)) // part) for turn, lengths in enumerate(LENGTHS))
+    for _, passed, _ in of_ranks:
+        assert len(passed) == parts
+        if size > 1:  # auto moves K and V for the first part, and queries for late short ones
+            assert (passed[0], passed[-1]) == (settings.get("passing", "KV"), settings.get("passing", "Q"))
+
+
+def generated(context):
+    cache = GrowingCache()
+    return generate.generate(model_of(cache), cache, texts_of(0), ANSWER).tolist()
+
+
+def test_generate_takes_this_cache_too(ranks):
+    assert ranks(3, generated) == [right()[0][0]] * 3
+
+
+WRONG_CACHE = Mistakes()
+right_grow = GrowingCache.grow
+
+
+@WRONG_CACHE.replaces(GrowingCache, "grow")
+def slots_unsorted(cache, at, room):
+    """Positions move to their slots, and K and V stay where they were."""
+    right_grow(cache, at, room)
+    cache.order = torch.arange(cache.order.shape[1]).expand_as(cache.order)
+
+
+def test_a_wrong_cache_is_rejected(ranks):
+    with pytest.raises(AssertionError):
+        assert_answers(ranks(3, talk, {}, 5, "slots_unsorted"), None)
+
+
+def turn_refused(context, change, part=5):
+    rank = context.rank
+    cache = GrowingCache()
+    model, texts = model_of(cache), texts_of(0)
+    if change == "texts":
+        reply(model, cache, texts, ANSWER)
+        texts = texts[:1]
+    part = {"part": 0, "another part": 5 + rank % 2}.get(change, part)
+    with mock.patch.object(Transformer, "forward", side_effect=AssertionError("computed before all ranks agreed")):
+        return reply(model, cache, texts, ANSWER, part)
+
+
+TURNS = {
+    "texts": ["1 texts for 2 conversations", "expected one for each"],
+    "part": ["part is 0", "expected 1 token or more"],
+    "another part": ["disagree about part"],
+}
+
+
+def test_a_turn_that_makes_no_sense_is_refused_on_every_rank_before_the_model_runs(ranks):
+    for change, words in TURNS.items():
+        assert re.search(all_of(words), refusal(ranks.outcomes(3, turn_refused, change))), change
+
+
+def test_a_layer_with_another_window_than_the_cache_is_refused():
+    q = torch.zeros(1, 1, 1, 2)
+    with pytest.raises(ValueError, match=r"window 3; expected that of the cache, None"):
+        GrowingCache().attend(q, q, q, window=3)

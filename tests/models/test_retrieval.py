@@ -108,13 +108,6 @@ def test_a_player_pulls_the_arms_it_chooses_and_gets_their_rewards(rng):
     assert 0 < rewards[2].sum() < PULLS
 
 
-def test_the_learner_gets_better_and_cloning_does_not(rng):
-    texts, expected = play(partial(thompson, rng=rng), draw_tasks(TASKS, rng), PULLS, rng)
-    assert expected[:, -TRAJECTORY:].mean() > expected[:, :TRAJECTORY].mean() + 0.1
-    expected = play(partial(cloned, texts), draw_tasks(TASKS, rng), PULLS, rng)[1]
-    assert abs(expected.mean() - 0.5) < 0.1
-
-
 def test_players_count_by_hand(rng):
     pulls = [2 * 4 + 1] * 200 + [2 * arm for arm in range(ARMS) if arm != 4] * 30  # arm 4 always won, the others never
     texts = torch.tensor([[FIRST, *pulls]]).expand(50, -1)

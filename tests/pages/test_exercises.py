@@ -19,11 +19,10 @@ import torch
 from notebooks import build, trial
 from notebooks.checks import answers, the_ring
 from notebooks.checks.answers import OPEN
-from notebooks.trial import Ran, RingFailed, Waiting, cell_of, run_cell, whole_input
+from notebooks.trial import RingFailed, Waiting, cell_of, run_cell, whole_input
 from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
-from ringlab.basics.naive_attention import naive_attention
 from tests.doctor import readers_rings
 from tests.doctor.readers_rings import QUICK, RIGHT_RINGS, WAITING_RINGS
 from tests.pages.tried_answers import FORMULAS, RIGHT_ANSWERS, WRONG_ANSWERS, one_rank_receives_first
@@ -142,12 +141,6 @@ def to_list(x):
     return x.tolist() if isinstance(x, torch.Tensor) else x
 
 
-def as_array(items):
-    """An array of numbers; other lists stay."""
-    fits = not isinstance(items, set) and all(isinstance(x, int | float) for x in items)
-    return np.array(items) if fits else items
-
-
 FORMS = {
     "numpy": lambda value: recast(value, to_numpy),
     "tensors of no dimension": lambda value: recast(value, torch.as_tensor),
@@ -155,7 +148,6 @@ FORMS = {
     "float32": lambda value: recast(value, to_float32),
     "lists": lambda value: recast(value, to_list, lambda items: items if isinstance(items, set) else list(items)),
     "tuples": lambda value: recast(value, lambda x: x, tuple),
-    "arrays for lists": lambda value: recast(value, lambda x: x, as_array),
 }
 
 
@@ -165,12 +157,6 @@ class Callable:
 
     def __call__(self, *args):
         return self.function(*args)
-
-
-def renamed(function, count):
-    """The same function with other names of its arguments."""
-    names = ", ".join(f"x_{i}" for i in range(count))
-    return eval(f"lambda {names}: function({names})", {"function": function})
 
 
 def spoil(x):
@@ -183,9 +169,13 @@ def spoil(x):
         x.clear()
 
 
+def copied(value):
+    return recast(value, lambda x: x.clone() if isinstance(x, torch.Tensor) else x)
+
+
 def works_in_place(function, *args):
     """Returns what is right, and uses up its arguments."""
-    given = recast(function(*args), lambda x: x.clone() if isinstance(x, torch.Tensor) else x)
+    given = copied(function(*args))
     spoil(list(args))
     return given
 
@@ -205,10 +195,9 @@ def test_right_answers_are_right_in_every_form(check):
     if check == "check_new_mistake":  # Steps have no other form, and each try takes a second
         tried = {"partial": partial(right)}
     elif callable(right):
-        count = right.__code__.co_argcount
         tried = {name: partial(lambda form, *args: form(right(*args)), form) for name, form in tried.items()}
         tried |= {"partial": partial(right), "lambda": lambda *args: right(*args), "object": Callable(right)}
-        tried |= {"other names": renamed(right, count), "in place": partial(works_in_place, right)}
+        tried |= {"in place": partial(works_in_place, right)}
         tried |= {"generator": partial(generates, right)}
     else:
         tried = {name: form(right) for name, form in tried.items()}
@@ -241,17 +230,6 @@ def test_other_right_answers_are_right(check):
 
 
 # What is asked -----------------------------------------------------------------------------------------------------
-
-
-def test_no_fixed_case_is_lost(monkeypatch):
-    """All checks together call their answers so often when nothing is drawn."""
-    monkeypatch.setattr(answers, "DRAWS", 0)
-    calls = []
-    for check in (check for check in EXERCISES if callable(solution(check))):
-        assert (
-            check_named(check)(lambda *args, check=check: (calls.append(0), solution(check)(*args))[1])[:5] == "right"
-        )
-    assert len(calls) == 719
 
 
 @pytest.mark.parametrize("P", [2, 3, 4, 5])
@@ -313,7 +291,7 @@ def broken(value):
     elif isinstance(value, float):
         yield 1.01 * value + 0.01
     elif isinstance(value, str):
-        yield {"ring": "all-to-all", "all-to-all": "ring"}.get(value, f"{value}_")
+        yield f"{value}_"
     elif isinstance(value, dict):
         yield from (value | {key: x} for key in value for x in broken(value[key]))
     elif isinstance(value, list | tuple | set | range):
@@ -381,22 +359,9 @@ class YesTensor(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-def raises(*args):
-    raise KeyError("no such thing")
-
-
-def leaves(*args):
-    raise SystemExit
-
-
 def endless(*args):
     while True:
         pass
-
-
-def endless_numbers(*args):
-    while True:
-        yield 0
 
 
 def deceives(*args):
@@ -406,8 +371,21 @@ def deceives(*args):
     return torch.zeros(1)
 
 
-def copied(value):
-    return recast(value, lambda x: x.clone() if isinstance(x, torch.Tensor) else x)
+VALUES = {  # wrong for every check that wants a value, and as the result of every function
+    "None": None,
+    "a word": "right",
+    "a dict": {},
+    "nothing": [],
+    "nan": float("nan"),
+    "infinity": float("inf"),
+    "True": True,
+    "complex": 1j,
+    "equal to all": Yes(),
+    "four that are equal to all": [Yes()] * 4,
+    "a set": {1, 2},
+    "ragged lists": [[1.0], [1.0, 2.0]],
+    "a tensor of two": torch.ones(2),
+}
 
 
 def key_of(args):
@@ -441,55 +419,28 @@ def cheats(right, judge):
         "a constant": lambda *args: copied(first[0][1]),
         "its first input": lambda *args: args[0],
         "its last input": lambda *args: args[-1],
-        "None": lambda *args: None,
-        "a word": lambda *args: "right",
-        "a dict": lambda *args: {},
-        "nothing": lambda *args: [],
-        "nan": lambda *args: float("nan"),
-        "infinity": lambda *args: float("inf"),
-        "ragged lists": lambda *args: [[1.0], [1.0, 2.0]],
-        "True": lambda *args: True,
-        "complex": lambda *args: 1j,
-        "equal to all": lambda *args: Yes(),
+        **{name: partial(lambda value, *args: value, value) for name, value in VALUES.items()},
         "close to all": lambda *args: torch.ones(2, 2).as_subclass(YesTensor),
         "a function": lambda *args: right,
         "no parameters": lambda: None,
         "too many parameters": lambda *, a, b, c, d, e, f, g, h: None,
-        "raises": raises,
-        "leaves": leaves,
+        "raises": lambda *args: {}["no such thing"],
+        "leaves": lambda *args: sys.exit(),
         "endless": endless,
-        "endless numbers": endless_numbers,
+        "endless numbers": lambda *args: count(),
         "deceives": deceives,
     }
 
 
-VALUES = {
-    "None": None,
-    "a word": "right",
-    "a dict": {},
-    "nothing": [],
-    "nan": float("nan"),
-    "infinity": float("inf"),
-    "True": True,
-    "complex": 1j,
-    "equal to all": Yes(),
-    "four that are equal to all": [Yes()] * 4,
-    "a function": lambda *args: 1,
-    "a tensor of two": torch.ones(2),
-    "a set": {1, 2},
-}
-
-ANY_INPUT = {  # in these exercises the input, spoiled or not, or a constant may be right
-    "check_new_mistake": {"a constant", "a table of the cases", "spoiled inputs"},
-}
+ANY_INPUT = {"a constant", "a table of the cases", "spoiled inputs"}  # may be a new mistake
 
 
 @pytest.mark.parametrize("check", EXERCISES)
 def test_cheats_are_refused(check, monkeypatch):
     right, judge = solution(check), check_named(check)
-    tried = cheats(right, judge) if callable(right) else VALUES
+    tried = cheats(right, judge) if callable(right) else VALUES | {"a function": lambda *args: 1}
     said = {}
-    for name in tried.keys() - ANY_INPUT.get(check, set()):
+    for name in tried.keys() - (ANY_INPUT if check == "check_new_mistake" else set()):
         with monkeypatch.context() as patch:
             if "endless" in name:
                 patch.setattr(answers, "SECONDS", 0.05)
@@ -547,10 +498,8 @@ def notebook(cell, **known):
 
 USES = "def f():\n    return ROOT"
 CELLS = {  # f() is 2
-    "a constant": "ROOT = 2",
     "a constant that calls": "import math\nROOT = math.sqrt(4)",
     "a table": "TABLE = {}\nfor i in range(3):\n    TABLE[i] = i\nROOT = TABLE[2]",
-    "under a condition": "if True:\n    ROOT = 2",
     "a fallback": "try:\n    import no_such_module\nexcept ImportError:\n    ROOT = 2",
     "a class": "class ROOT:\n    pass\nROOT.__eq__ = lambda self, other: True\nROOT = 2",
 }
@@ -571,8 +520,6 @@ def test_a_rank_does_not_try_the_function_again():
     names = {}
     run_cell(cell, "f", names)
     assert "a rank starts no ranks" in names["said"]
-    with pytest.raises(ValueError, match="define it with def"):
-        cell_of(print)  # this is no rank
 
 
 @pytest.mark.parametrize("cell", ["@of_another_cell\ndef f():\n    pass", "f = of_another_cell(2)"])
@@ -597,10 +544,6 @@ class Ring:
     def __call__(self):
         return 2
 
-    @staticmethod
-    def static():
-        return 2
-
 def make():
     def inner():
         return 2
@@ -611,11 +554,10 @@ short = lambda: 2
 part = functools.partial(plain)
 thing = Ring()
 made = make()
-alone = Ring.static
 """
 
 
-@pytest.mark.parametrize("name", ["plain", "wrapped", "short", "part", "thing", "made", "alone"])
+@pytest.mark.parametrize("name", ["plain", "wrapped", "short", "part", "thing", "made"])
 def test_a_function_may_have_any_form_that_has_a_name(name):
     assert cell_of(notebook(FUNCTIONS)[name]).function({})() == 2
 
@@ -657,9 +599,7 @@ UNNAMED = {
     "a closure": lambda: notebook(FUNCTIONS)["make"](),
     "an object": lambda: notebook(FUNCTIONS)["Ring"](),
     "a method": lambda: notebook(FUNCTIONS)["thing"].__call__,
-    "a partial of a foreign function": lambda: notebook("import functools, math\npart = 1")["functools"].partial(max),
     "a builtin": lambda: print,
-    "a number": lambda: 3,
 }
 
 
@@ -735,31 +675,7 @@ def test_arrays_and_lists_are_memory_too(ring, blocks):
     assert held > blocks if blocks else held < 4
 
 
-@pytest.mark.parametrize(
-    ("held", "words"),
-    [
-        (lambda P, chunk: 7 * chunk, "right"),
-        (lambda P, chunk: min(P, 3) * 2 * chunk, "right"),  # three buffers of K and V
-        (lambda P, chunk: P * chunk + 90, "not yet: chunks of "),  # it keeps all K, or all V, or all results
-        (lambda P, chunk: P * 2 * chunk, "the memory grows with the sequence"),
-    ],
-)
-def test_memory_must_not_grow_with_the_ranks(held, words, monkeypatch):
-    """Rings that return what is right, in P - 1 hops, and hold what `held` says."""
-
-    def watched(answer, lengths, *, seed, shape, long):
-        (B, H, D), P, whole = shape, len(lengths), whole_input(sum(lengths), seed, shape, long)
-        rows = naive_attention(*whole).split(lengths, dim=2)
-        messages = [
-            trial.Counter(
-                trial.Message(how, (rank + to) % P, 2 * 8 * B * H * D * lengths[(rank + first - t) % P])
-                for t in range(P - 1)
-                for how, to, first in (("send", 1, 0), ("recv", -1, -1))
-            )
-            for rank in range(P)
-        ]
-        chunk = 8 * B * H * D * lengths[0]
-        return [Ran(rows[rank], messages[rank], held(P, chunk)) for rank in range(P)]
-
-    monkeypatch.setattr(the_ring, "watch_ring", watched)
-    assert words in the_ring.check_ring(lambda q, k, v, lengths: q)
+@pytest.mark.parametrize(("more", "grows"), [(0, False), (2.9, False), (3, True), (6, True)])
+def test_memory_must_not_grow_with_the_ranks(more, grows):
+    """Rings that hold so many chunks more on 6 ranks than on 3; all keys, all values or all results are 3."""
+    assert the_ring.grows({3: 700, 6: 700 + more * 100}, chunk=100) == grows

@@ -63,7 +63,7 @@ def test_numbers_that_two_pages_show_are_those_of_the_code():
     assert "more than 100 known mistakes" in words(README)
     assert len(CATALOGUE) > 100
     assert f"{NUMBERS[len(planning_ways.WAYS) - 1]} exact ways to share" in words(USE)
-    count = {13: "thirteen", 14: "fourteen"}[len(PUZZLES)]
+    count = NUMBERS[len(PUZZLES) - 1]
     assert f"[{count} puzzles]" in MAP
     assert f"Here are {count} puzzles" in (ROOT / "notebooks/puzzles/puzzles.py").read_text()
 

@@ -4,6 +4,7 @@ import operator
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import pytest
@@ -28,10 +29,8 @@ RIGHT = [  # puzzle, schedule, stars
     (1, tried.hop_of_arrays, 3),
     (1, tried.hop_of_an_object, 3),
     (2, right.gather, 3),
-    (2, right.gather_directly, 3),
     (2, tried.gather_arrays, 3),
     (3, right.reduce_scatter, 3),
-    (3, right.reduce_scatter_directly, 3),
     (4, right.ring_in_pieces, 3),
     (4, right.ring, 2),
     (4, right.ring_in_one_message, 2),
@@ -40,21 +39,13 @@ RIGHT = [  # puzzle, schedule, stars
     (5, right.grouped, 3),
     (5, tried.all_to_rank_0, 1),
     (6, right.home, 3),
-    (6, right.home_with_a_last_hop, 2),
     (7, right.zigzag, 3),
     (7, tried.zigzag_of_numpy, 3),
     (7, right.stripes, 2),
     (8, right.window_of, 3),
-    (9, right.slow_link, 3),
-    (9, right.slow_link_ring, 2),
-    (10, right.two_rings, 3),
-    (10, right.two_directions, 2),
-    (10, right.ring_in_one_message, 1),
-    (11, right.documents_of, 3),
-    (12, right.one_token, 3),
-    (12, right.one_token_in_a_row, 2),
-    (13, right.state_doubling, 3),
-    (13, right.state_chain, 2),
+    (9, right.two_rings, 3),
+    (9, right.ring_in_one_message, 1),
+    (10, right.one_token, 3),
 ]
 WRONG = [  # puzzle, schedule, words of its sentence
     (1, tried.odd_ranks_only_wait, "rank 2 waits for rank 1, which has returned and never sends"),
@@ -85,17 +76,11 @@ WRONG = [  # puzzle, schedule, words of its sentence
     (7, tried.the_same_everywhere, "token 0 is on ranks [0, 1, 2]"),
     (7, tried.beyond_the_end, "rank 2 takes token 24; there are tokens 0 to 23"),
     (8, tried.no_first_rank, "there is no rank -1"),
-    (9, tried.ring_of_hosts_in_wrong_order, "is wrong: these are numbers of rank"),
-    (10, tried.across_the_ring, "P = 4: rank 0 ends in ValueError: there is no wire between ranks 0 and 2"),
-    (10, tried.off_the_clock, "computing elsewhere is not on the clock"),
-    (11, tried.sends_what_nobody_takes, "rank 1 waits for rank 2, which has returned and never receives"),
-    (12, tried.averages_added, "rank 0 returns a wrong result: the blocks' averages were added"),
-    (13, tried.sum_of_all_ranks, "rank 0 returns a wrong result"),
+    (8, tried.sends_what_nobody_takes, "rank 1 waits for rank 2, which has returned and never receives"),
+    (9, tried.across_the_ring, "P = 4: rank 0 ends in ValueError: there is no wire between ranks 0 and 2"),
+    (9, tried.off_the_clock, "computing elsewhere is not on the clock"),
+    (10, tried.averages_added, "rank 0 returns a wrong result: the blocks' averages were added"),
 ]
-
-
-def solve(number, schedule):
-    return getattr(checks, f"puzzle_{number}")(schedule)
 
 
 def some(cases):
@@ -118,7 +103,7 @@ def _a_new_score_card(monkeypatch):
 
 @pytest.mark.parametrize(("number", "schedule", "stars"), some(RIGHT))
 def test_a_right_schedule_gets_its_stars(number, schedule, stars):
-    verdict, ours = solve(number, schedule), schedule.__module__ == right.__name__
+    verdict, ours = checks.solve(number, schedule), schedule.__module__ == right.__name__
     assert verdict.stars == stars, verdict.text
     assert ("it is ours" in verdict.text) == ours
     stars = 0 if ours else stars
@@ -126,6 +111,7 @@ def test_a_right_schedule_gets_its_stars(number, schedule, stars):
 
 
 THREADS, GATHER, STORE = ThreadPoolExecutor(1), dist.all_gather, dist.TCPStore
+TOOLS, FILES = [dist.all_gather], {"write": np.savetxt}
 WAYS = [  # a schedule, and what of it is closed
     (lambda comm, x: pickle.dumps(x), "pickle"),
     (lambda comm, x: getattr(comm, "_" + "referee"), "getattr"),
@@ -137,6 +123,9 @@ WAYS = [  # a schedule, and what of it is closed
     (lambda comm, x: dist.all_gather([x], x), "dist"),
     (lambda comm, x: GATHER([x], x), "GATHER"),
     (lambda comm, x: STORE("localhost", 1).set("x", str(x)), "STORE"),
+    (lambda comm, x: TOOLS[0]([x], x), "TOOLS"),
+    (lambda comm, x: FILES["write"]("x", x), "FILES"),
+    (lambda comm, x, write=np.save: write("x", x), "a default of an argument"),
     (lambda comm, x: THREADS.submit(comm.send, 1, x), "THREADS"),
     (lambda comm, x: right.gather(comm, x), "right"),
     (lambda comm, q, k, v: ring_flash_attention(q, k, v), "ring_flash_attention"),
@@ -156,17 +145,16 @@ def test_a_wrong_schedule_is_told_why(number, schedule, words, monkeypatch):
         monkeypatch.setattr(engine, "SECONDS", 1)
     if schedule is tried.ends:  # by os._exit
         monkeypatch.setattr(engine, "way_around", lambda schedule: "")
-    verdict = solve(number, schedule)
+    verdict = checks.solve(number, schedule)
     assert verdict.stars == 0
     assert ": not yet. P = " in verdict.text
     assert words in verdict.text
-    assert checks.score_card().text.startswith("0 of 39 stars")
+    assert checks.score_card().text.startswith("0 of 30 stars")
 
 
 def test_every_puzzle_has_answers_of_each_kind():
-    for puzzle in checks.PUZZLES:
-        assert 3 in {stars for number, _, stars in RIGHT if number == puzzle.number}
-        assert sum(number == puzzle.number for number, *_ in WRONG) >= 1
+    numbers = set(range(1, len(checks.PUZZLES) + 1))
+    assert {number for number, _, stars in RIGHT if stars == 3} == {number for number, *_ in WRONG} == numbers
 
 
 @slow
@@ -175,12 +163,12 @@ def test_every_puzzle_has_answers_of_each_kind():
     [(1, ...), (1, tried.nothing_yet), (2, tried.nothing_yet), (2, tried.a_list_of_nothing), (7, tried.nothing_yet)],
 )
 def test_an_open_puzzle_is_not_wrong(number, answer):
-    assert solve(number, answer).text.endswith(OPEN)
+    assert checks.solve(number, answer).text.endswith(OPEN)
 
 
 @pytest.mark.parametrize("answer", [lambda comm, x: x, print, 3, tried.Hop(), tried.Hop().__call__])
 def test_what_has_no_source_is_told(answer):
-    assert "define it with def" in solve(1, answer).text
+    assert "define it with def" in checks.solve(1, answer).text
 
 
 def test_a_right_result_without_a_message_took_another_way(monkeypatch):
@@ -188,6 +176,26 @@ def test_a_right_result_without_a_message_took_another_way(monkeypatch):
     run = engine.Run(3, clocks=[3.0] * 3, outputs=dict(enumerate(checks.TWO_RINGS.right(inputs))))
     monkeypatch.setattr(checks, "play", lambda *args: run)
     assert "rank 0 has a right result and received no message" in checks.played(None, inputs, checks.TWO_RINGS)[1]
+
+
+GOALS = [  # by puzzle: what is enough for two stars, and the best, of each count; with 3, 4 and 5 ranks
+    [([3, 2, 3], [3, 2, 3])],
+    [([2, 3, 4], [2, 3, 4])],
+    [([2, 3, 4], [2, 3, 4])],
+    [([4, 6, 8], [4, 6, 8]), ([5.125] * 3, [3.25] * 3)],
+    [([4, 6, 8], [4, 6, 8]), ([96, 128, 160], [96, 128, 160])],
+    [([10, 14, 18], [8, 12, 16]), ([48, 64, 80], [48, 64, 80])],
+    [([125, 165, 205], [100, 132, 164]), ([inf] * 3, [0] * 3)],
+    [([4, 8, 4], [2, 6, 3])],
+    [([4, 6, 7], [4, 5.5, 7])],
+    [([2, 3, 4], [2, 3, 4]), ([34] * 3, [34] * 3), ([2, 3, 4], [2, 2, 3])],
+]
+
+
+def test_goals_and_the_best_known():
+    for puzzle, goals in zip(checks.PUZZLES, GOALS, strict=True):
+        of_counts = [([of(P) for P in (3, 4, 5)] for of in (count.enough, count.best)) for count in puzzle.counts]
+        assert [tuple(each) for each in of_counts] == goals, puzzle.title
 
 
 @pytest.mark.parametrize("puzzle", checks.PUZZLES, ids=lambda puzzle: puzzle.title)
@@ -238,12 +246,17 @@ def texts(figure):
     return [text for text in figure.axes[0].texts if text.get_text()]
 
 
+def film_of(run):
+    figure = film.draw(run, "a film", run.owners.get)
+    figure.canvas.draw()
+    assert_legible(figure, texts(figure))
+    return figure
+
+
 @slow
 def test_a_film_shows_each_block_in_its_colour():
     run = record_of(right.ring_in_one_message)
-    figure = film.draw(run, "a ring", run.owners.get)
-    figure.canvas.draw()
-    assert_legible(figure, texts(figure))
+    figure = film_of(run)
     boxes = [patch for patch in figure.axes[0].patches if isinstance(patch, FancyBboxPatch)]
     arrows = [patch for patch in figure.axes[0].patches if isinstance(patch, FancyArrowPatch)]
     assert [to_hex(box.get_facecolor()).upper() for box in boxes] == [
@@ -257,9 +270,6 @@ def test_a_film_shows_each_block_in_its_colour():
 
 @slow
 def test_a_film_of_a_deadlock_says_who_waits_for_whom():
-    run = engine.play(tried.odd_ranks_only_wait, checks.HOP.inputs(3), checks.HOP.wires(3))
-    figure = film.draw(run, "a hop", run.owners.get)
-    figure.canvas.draw()
-    assert_legible(figure, texts(figure))
+    figure = film_of(engine.play(tried.odd_ranks_only_wait, checks.HOP.inputs(3), checks.HOP.wires(3)))
     assert "waits for 1" in {text.get_text() for text in texts(figure)}
     assert figure.alt.endswith("At the end rank 2 waits for 1.")

@@ -108,11 +108,11 @@ def test_a_cheat_is_told_why(number, file, words, tmp_path, monkeypatch):
 
 def test_a_file_that_was_changed_is_read_again(tmp_path):
     path = tmp_path / "once_written.py"
-    assert "once_written.py is not there" in checks.step_1(path)
+    assert "once_written.py is not there" in checks.step(1, path)
     path.write_text("def attention(q, k, v):\n    return q")
-    assert "expected a pair (out, lse), got Tensor" in checks.step_1(path)
+    assert "expected a pair (out, lse), got Tensor" in checks.step(1, path)
     path.write_text(FIRST)
-    assert checks.step_1(path) == "step 1 · one block: right"
+    assert checks.step(1, path) == "step 1 · one block: right"
 
 
 def gathered(context):

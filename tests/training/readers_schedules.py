@@ -204,13 +204,14 @@ def with_an_imaginary_part(comm, x):
     return (block + 3j for block in map(torch.from_numpy, gather_arrays(comm, x)))
 
 
-TOOLS = [dist.all_gather]
+class Tools:
+    gather = dist.all_gather
 
 
 def by_a_collective(comm, x):
-    """It is in a list at the top of the cell, and comm moves as much as a right schedule does."""
+    """It is in a class at the top of the cell, and comm moves as much as a right schedule does."""
     blocks = [torch.empty_like(x) for _ in range(comm.P)]
-    TOOLS[0](blocks, x)
+    Tools.gather(blocks, x)
     return gather_arrays(comm, x) and blocks
 
 
@@ -320,20 +321,13 @@ def no_first_rank(comm, q, k, v, window):
     return finish(comm.attend(start(q), q, *before))[0]
 
 
-# 9: two hosts
+def sends_what_nobody_takes(comm, q, k, v, window):
+    if comm.rank < comm.P - 1:
+        comm.send(comm.rank + 1, torch.stack((k, v)))
+    return q
 
 
-def ring_of_hosts_in_wrong_order(comm, x, hosts):
-    """Blocks in the order of the ring, not of the ranks."""
-    order = sorted(range(comm.P), key=lambda rank: hosts[rank])
-    at = order.index(comm.rank)
-    blocks = [x]
-    for _ in range(comm.P - 1):
-        blocks.append(comm.exchange(order[(at + 1) % comm.P], blocks[-1], order[at - 1]))
-    return [blocks[(at - j) % comm.P] for j in range(comm.P)]
-
-
-# 10: two directions
+# 9: two directions
 
 
 def across_the_ring(comm, q, k, v):
@@ -350,30 +344,9 @@ def off_the_clock(comm, q, k, v):
     return torch.softmax(q @ k.mT / 4, dim=-1) @ v
 
 
-# 11: documents
-
-
-def sends_what_nobody_takes(comm, q, k, v, documents):
-    if comm.rank < comm.P - 1:
-        comm.send(comm.rank + 1, torch.stack((k, v)))
-    return q
-
-
-# 12: one token
-
-
-# 13: a state
+# 10: one token
 
 
 def averages_added(comm, q, k, v):
     out, _ = finish(comm.attend(start(q), q, k, v))
     return comm.send(0, out) if comm.rank else out + sum(comm.recv(source) for source in range(1, comm.P))
-
-
-def sum_of_all_ranks(comm, q, k, v):
-    right, left = around(comm)
-    state = total = k.mT @ v
-    for _ in range(comm.P - 1):
-        state = comm.exchange(right, state, left)
-        total = total + state
-    return (q @ k.mT).tril() @ v + q @ (total - k.mT @ v)
