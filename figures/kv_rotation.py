@@ -107,7 +107,6 @@ def draw(narrow: bool = False) -> drawing.Picture:
 
 def _frame(ax: Axes, record: list[Round], t: int, moved: float, narrow: bool) -> None:
     """One frame: round t, its blocks `moved` (0 to 1) of the way to the next GPU, and token 0's numbers so far."""
-    drawing.clear(ax, *(NARROW if narrow else FRAME))
     last, x = t == P - 1, 8 if narrow else 20
     caption, rest = f"Round {t}: each GPU computes", " on the block that it holds"
     if moved:
@@ -150,12 +149,11 @@ def frames(steps: int) -> list[tuple[int, float]]:
 
 def save_gif(folder: Path, narrow: bool = False) -> None:
     """Write the animation as kv_rotation.gif or kv_rotation-narrow.gif. It stays a while on every round."""
-    figure, ax = drawing.canvas(*(NARROW if narrow else FRAME), ALT)
-    shown = FigureCanvasAgg(figure)
     record, images, milliseconds = rounds(), [], []
     for t, moved in frames(steps=10):
+        figure, ax = drawing.canvas(*(NARROW if narrow else FRAME), ALT)
         _frame(ax, record, t, moved, narrow)
-        shown.draw()
+        (shown := FigureCanvasAgg(figure)).draw()
         images.append(Image.fromarray(np.asarray(shown.buffer_rgba())[..., :3].copy()))
         milliseconds.append(70 if moved else 4500 if t == P - 1 else 2000)
     palette = images[-1].quantize(128)  # it shows all the colours; one palette for all frames, so nothing flickers

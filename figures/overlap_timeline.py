@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from bench import record
 from bench.overlap import TRACED, duration
 from figures import shapes
-from ringlab.support import drawing, timeline
+from ringlab.support import drawing
 from ringlab.support.timeline import Event
 from ringlab.training.overlap import hidden_share
 
@@ -56,7 +56,7 @@ def _say_what(ax: Axes, events: list[Event]) -> None:
 
 
 def draw() -> drawing.Picture:
-    """The timelines of ringlab/support/timeline.py above each other, each with its end marked."""
+    """The timelines of ringlab/support/drawing.py above each other, each with its end marked."""
     rings, chunk, rate = runs()
     share = hidden_share(rings["blocking"], rings["overlapped"])
     title = f"Overlap hides {share:.0%} of the messages' time behind the computing"
@@ -71,9 +71,7 @@ def draw() -> drawing.Picture:
         events = [replace(event, start=event.start - zero, end=event.end - zero) for event in rings[name]]
         drawing.write(page, 20, top - 14, name, size=16, weight="bold")
         ax = figure.add_axes((0.075, 1 - (top + LANES) / HEIGHT, 0.905, LANES / HEIGHT), facecolor=drawing.PAGE)
-        timeline.draw(events, ax)
-        for label in ax.texts:
-            label.set_fontsize(0.72 * 16)
+        drawing.draw_events(events, ax, size=16)
         _say_what(ax, events)
         shapes.plain(ax)
         ax.grid(axis="y", visible=False)  # the lanes are lines enough

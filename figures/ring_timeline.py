@@ -6,10 +6,13 @@ begun; the first of the two waits for the other. To record another run, and draw
     $ torchrun --nproc_per_node=4 ring_attn.py --seq-len 8192 --trace figures/ring_timeline.json
 """
 
+import json
+
 from matplotlib.patches import Rectangle
 
 from figures import FOLDER, shapes
-from ringlab.support import drawing, timeline
+from ringlab.support import drawing
+from ringlab.support.timeline import Event
 
 ALT = (
     "Four lanes over time, one for each rank. Each rank computes on four K/V blocks, one after the other, in long "
@@ -18,12 +21,12 @@ ALT = (
 )
 
 
-def events() -> list[timeline.Event]:
+def events() -> list[Event]:
     """The committed record of a run."""
-    return timeline.load(FOLDER / "ring_timeline.json")
+    return [Event(**event) for event in json.loads((FOLDER / "ring_timeline.json").read_text())]
 
 
-def waits(record: list[timeline.Event]) -> list[tuple[timeline.Event, float]]:
+def waits(record: list[Event]) -> list[tuple[Event, float]]:
     """The messages in which a rank waited, each with the time (seconds) at which the other end began."""
     P = 1 + max(event.rank for event in record)
     begins = {(event.what, event.round, event.rank): event.start for event in record}
@@ -39,17 +42,15 @@ def waits(record: list[timeline.Event]) -> list[tuple[timeline.Event, float]]:
 
 
 def draw() -> drawing.Picture:
-    """The timeline of ringlab/support/timeline.py, with the waiting marked."""
+    """The timeline of ringlab/support/drawing.py, with the waiting marked."""
     record = events()
     P = 1 + max(event.rank for event in record)
     title = f"A ring of {P} processes at work, as it recorded itself"
     what = "thick: computing on a block   thin: sending it, and below receiving the next one"
     figure, _ = shapes.headed(500, ALT, title, {68: f"{what}   hatched: waiting for the other end"})
     ax = figure.add_axes((0.075, 0.13, 0.905, 0.69), facecolor=drawing.PAGE)
-    timeline.draw(record, ax)
+    drawing.draw_events(record, ax, size=16)
     bars = dict(zip(record, ax.patches, strict=True))
-    for label in ax.texts:
-        label.set_fontsize(0.72 * 16)
     for event, came in waits(record):
         look = {"fc": drawing.PAGE, "ec": drawing.colour(event.block), "hatch": "//////", "lw": 0}
         corner, height = bars[event].get_xy(), bars[event].get_height()

@@ -7,7 +7,7 @@ InfiniBand.
 from figures import shapes
 from ringlab.planning.hidden_communication import LLAMA_7B, block_flops, hop_bytes
 from ringlab.planning.unequal import FAST, FLOPS, SLOW, duration, simulate_timeline
-from ringlab.support import drawing, timeline
+from ringlab.support import drawing
 from ringlab.support.timeline import Event
 
 ALT = (
@@ -32,7 +32,7 @@ def runs() -> dict[str, list[Event]]:
 
 
 def draw() -> drawing.Picture:
-    """The timelines of ringlab/support/timeline.py below each other, each with its end marked."""
+    """The timelines of ringlab/support/drawing.py below each other, each with its end marked."""
     rings = runs()
     ends = [duration(events) for events in rings.values()]
     title = f"One slow link of {P}: every rank waits, and the ring takes {ends[1] / ends[0]:.1f} times as long"
@@ -43,9 +43,7 @@ def draw() -> drawing.Picture:
     for (name, events), top in zip(rings.items(), TOPS.values(), strict=True):
         drawing.write(page, 20, top - 14, name, size=16, weight="bold")
         ax = figure.add_axes((0.075, 1 - (top + LANES) / HEIGHT, 0.905, LANES / HEIGHT), facecolor=drawing.PAGE)
-        timeline.draw(events, ax)
-        for label in ax.texts:
-            label.set_fontsize(0.72 * 14)
+        drawing.draw_events(events, ax, size=14)
         shapes.plain(ax)
         ax.grid(axis="y", visible=False)  # the lanes are lines enough
         ax.set_xlim(0, 1.12e3 * max(ends))  # one time axis for both

@@ -20,8 +20,7 @@ from ring_doctor.asking.answers import FAILED, LATE, REFUSED, Answer, judge
 from ring_doctor.asking.calls import ask_on_rank, prepare
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import Question
-from ringlab.support.places import Frame, place
-from ringlab.support.processes import LostRank, Raised, Ranks
+from ringlab.support.processes import Frame, LostRank, Raised, Ranks, place
 
 START = 120.0  # seconds to import a library and to set it up
 LONGER = 3  # times as long as the slowest answer so far a question may take: then the machine is slow, or compiles

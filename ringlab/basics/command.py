@@ -1,15 +1,14 @@
-"""The command `ring_attn.py`: options, inputs, what it prints, and the check of the result.
-
-A reader of the ring may skip this file.
-"""
+"""The command `ring_attn.py`: options, inputs, prints, and the check. A reader of the ring may skip this file."""
 
 import argparse
 import contextlib
 import io
+import json
 import os
 import platform
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -42,10 +41,13 @@ def run(context: RankContext, ring: Attention, args: argparse.Namespace) -> int:
 
     print_run(context, q, args.seq_len, events)
     if args.trace:
-        timeline.save(events, args.trace)
+        args.trace.write_text(json.dumps([asdict(event) for event in events], indent=0))
         picture = args.trace.with_suffix(".svg")
         try:
-            timeline.save_picture(events, picture)
+            from ringlab.support import drawing  # the core needs no matplotlib
+
+            drawing.draw_events(events, (figure := drawing.Figure(figsize=(10, 4), layout="constrained")).add_subplot())
+            figure.savefig(picture)
             print(f"trace     {args.trace} and its picture {picture}")
         except ModuleNotFoundError as error:
             print(f"trace     {args.trace}, without a picture: {error}")

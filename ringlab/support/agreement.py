@@ -4,8 +4,6 @@ A rank that raised alone would leave its neighbours waiting for a message that n
 small message each before the large ones: on one host through pipes, else by a collective. `Said` is what is in it. The
 pipes go to every rank of the host: so there ranks in other groups or meshes notice it too. Between hosts a group is the
 only way to its ranks, and that all give the same one is not checked.
-
-A reader of the ring may skip this file.
 """
 
 import pickle
@@ -81,11 +79,6 @@ class Said(NamedTuple):
     wrong: str  # why this rank cannot go on, or nothing
     facts: Any  # what the function wants to know of every rank
 
-    @property
-    def where(self) -> str:
-        names = " and ".join(f"{name!r} of ranks {ranks}" for ranks, name in self.groups.items())
-        return f"group {names or None}" if self.mesh is None else f"mesh {self.mesh} of groups {names}"
-
 
 def groups_of(group: Group) -> list[ProcessGroup]:
     """The process groups in which this rank's messages travel: one, or those of a mesh. Raises ValueError for none."""
@@ -106,8 +99,7 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
     error has ended a pass in the group, and on one host when one is in another group. Every rank of the group must call
     this. A mesh counts its ranks through row by row.
     """
-    if not dist.is_initialized():
-        members()
+    members()  # there is a process group
     inbox, cause, caller = inbox_of_job(), None, sys._getframe(1)
     function = function or f"{caller.f_globals['__name__']}.{caller.f_code.co_name}"
     mine, groups = Said((), {}, None, function, inbox.agreements + 1, "", None), []
@@ -124,18 +116,17 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
         cause = error
         mine = mine._replace(wrong=str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
     if mine.ranks and inbox.why_not(mine.ranks):
-        found = [mine._replace(ranks=(), groups={}, mesh=None)]  # long, and the same on all
+        found: list[Any] = [mine[3:]]  # the rest is long, and the same on all
         for each in reversed(groups):
             row = tuple(dist.get_process_group_ranks(each))
             if inbox.why_not(row):
-                parts: list[list[Said]] = [[]] * len(row)
+                parts: list[Any] = [None] * len(row)
                 dist.all_gather_object(parts, found, group=each)
             else:
                 of_row = _through_pipes(inbox, mine._replace(ranks=row, facts=found), time_limit(each))
                 parts = [of_row[rank].facts for rank in row]
             found = [one for part in parts for one in part]
-        places = {"ranks": mine.ranks, "groups": mine.groups, "mesh": mine.mesh}
-        said = {rank: one._replace(**places) for rank, one in zip(mine.ranks, found, strict=True)}
+        said = {rank: Said(*mine[:3], *one) for rank, one in zip(mine.ranks, found, strict=True)}
     else:
         said = _through_pipes(inbox, mine, min(map(time_limit, groups), default=SOON))
     inbox.agreements = max(each.number for each in said.values())
@@ -146,19 +137,29 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
 
 def _refusal(said: dict[int, Said]) -> str:
     """Why no rank may go on, the same words on all of them; or nothing."""
-    first, names = next(iter(said.values())), {pair for each in said.values() for pair in each.groups.items()}
-    apart = not first.ranks or len(dict(names)) < len(names)  # two groups of the same ranks
+    first, pairs = next(iter(said.values())), {pair for each in said.values() for pair in each.groups.items()}
+    apart = not first.ranks or len(dict(pairs)) < len(pairs)  # two groups of the same ranks
     apart |= any((each.ranks, each.mesh) != (first.ranks, first.mesh) for each in said.values())
     ranks = dict(sorted(said.items())) if apart else {i: said[rank] for i, rank in enumerate(first.ranks)}
     if wrong := [f"rank {rank}: {each.wrong}" for rank, each in ranks.items() if each.wrong]:
         return "\n".join(wrong)
     if apart:
-        listed = "\n".join(f"rank {rank}: {each.where}" for rank, each in ranks.items())
-        return f"the ranks are in different groups; expected the same group or mesh on each of them\n{listed}"
-    if all(each.function == first.function for each in ranks.values()):
+        problem = "groups; expected the same group or mesh on each of them"
+        words = {rank: _where(each) for rank, each in ranks.items()}
+    elif any(each.function != first.function for each in ranks.values()):
+        problem = "functions; expected the same calls in the same order on each"
+        words = {rank: each.function for rank, each in ranks.items()}
+    else:
         return ""
-    listed = "\n".join(f"rank {rank}: {each.function}" for rank, each in ranks.items())
-    return f"the ranks are in different functions; expected the same calls in the same order on each\n{listed}"
+    return "\n".join(
+        [f"the ranks are in different {problem}", *(f"rank {rank}: {word}" for rank, word in words.items())]
+    )
+
+
+def _where(it: Said) -> str:
+    """The group or mesh of a rank, in words."""
+    names = " and ".join(f"{name!r} of ranks {ranks}" for ranks, name in it.groups.items())
+    return f"group {names}" if it.mesh is None else f"mesh {it.mesh} of groups {names}"
 
 
 def _through_pipes(inbox: Inbox, mine: Said, limit: timedelta) -> dict[int, Said]:
@@ -184,8 +185,7 @@ def _through_pipes(inbox: Inbox, mine: Said, limit: timedelta) -> dict[int, Said
                 raise
         if rank in found and found[rank].ranks != mine.ranks:
             apart = True
-            within_reach = inbox.within_reach(SOON)
-            ask(other for other in found[rank].ranks if other in within_reach)
+            ask(sorted({*found[rank].ranks}.intersection(inbox.within_reach(SOON))))
     return found
 
 

@@ -8,8 +8,10 @@ from io import BytesIO, StringIO
 from typing import Any
 from xml.sax.saxutils import escape
 
-from ringlab.support.colours import BLOCK_COLOURS
+from ringlab.support.colours import colour as colour
+from ringlab.support.colours import ink_on
 from ringlab.support.extras import extra
+from ringlab.support.timeline import Event
 
 with extra("plots", __name__):
     import matplotlib
@@ -27,10 +29,6 @@ class Picture(Figure):
 
     alt: str
 
-    def _repr_png_(self) -> tuple[bytes, dict[str, int | str]]:
-        self.savefig(data := BytesIO(), format="png", dpi=2 * self.dpi)
-        return data.getvalue(), {"width": round(self.bbox.width), "alt": self.alt}
-
     def _ipython_display_(self) -> None:
         """Show it in a notebook, with its description as the text that stands for it.
 
@@ -38,8 +36,10 @@ class Picture(Figure):
         """
         from IPython.display import display
 
-        data, metadata = self._repr_png_()
-        display({"image/png": data, "text/plain": self.alt}, metadata={"image/png": metadata}, raw=True)
+        self.savefig(data := BytesIO(), format="png", dpi=2 * self.dpi)
+        look = {"width": round(self.bbox.width), "alt": self.alt}
+        shown = {"image/png": data.getvalue(), "text/plain": self.alt}
+        display(shown, metadata={"image/png": look}, raw=True)
 
 
 def canvas(width: int, height: int, alt: str) -> tuple[Picture, Axes]:
@@ -50,20 +50,9 @@ def canvas(width: int, height: int, alt: str) -> tuple[Picture, Axes]:
     figure = Picture(figsize=(width / 100, height / 100), dpi=100, facecolor=PAGE)
     figure.alt = alt
     ax = figure.add_axes((0, 0, 1, 1))
-    clear(ax, width, height)
-    return figure, ax
-
-
-def clear(ax: Axes, width: int, height: int) -> None:
-    """Empty the axes of a canvas, for the next frame."""
-    ax.clear()
     ax.set(xlim=(0, width), ylim=(height, 0))
     ax.axis("off")
-
-
-def colour(block: int) -> str:
-    """The colour of K/V block `block`."""
-    return BLOCK_COLOURS[block % len(BLOCK_COLOURS)]
+    return figure, ax
 
 
 def write(ax: Axes, x: float, y: float, text: str, size: float = TEXT, **options: Any) -> None:
@@ -79,3 +68,24 @@ def svg(figure: Picture) -> str:
     attributes, _, rest = rest.partition(">")
     described = f'{attributes} role="img" aria-labelledby="alt">\n <desc id="alt">{escape(figure.alt)}</desc>'
     return before + tag + described + rest
+
+
+def draw_events(events: list[Event], ax: Axes, size: float = TEXT) -> None:
+    """Draw the record of a run, one lane for each rank. `size` is that of the blocks' names, in pixels.
+
+    Computing is a thick bar in the block's colour, with messages as thin bars below it. The "wait" of an overlapped
+    ring is hatched, in place of computing.
+    """
+    ranks = 1 + max(event.rank for event in events)
+    for event in events:
+        top, height = {"send": (0.1, 0.13), "receive": (0.25, 0.13)}.get(event.what, (-0.36, 0.44))
+        fill = colour(event.block) if event.block >= 0 else "#A0A0A0"
+        start, width = 1e3 * event.start, 1e3 * (event.end - event.start)
+        look = {"fc": "none", "ec": fill, "hatch": "//////"} if event.what == "wait" else {"color": fill}
+        ax.barh(event.rank + top, width, left=start, height=height, align="edge", linewidth=0, **look)
+        if event.what == "compute":
+            middle = (start + width / 2, event.rank + top + height / 2)
+            write(ax, *middle, f"KV{event.block}", size, ha="center", va="center", color=ink_on(fill), weight="bold")
+    ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    ax.set(ylim=(ranks - 0.5, -0.5), xlim=(0, None))
+    ax.set_xlabel("milliseconds   (thick: computing on a block; thin: sending it, and below receiving the next one)")

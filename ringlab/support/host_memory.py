@@ -4,7 +4,6 @@
     memory.numbers(COPIES, rank, 100, dtype)        a tensor in the memory of a rank: each can read and write it
     memory.raise_flag(READY, to); memory.wait(READY, of)
 
-A reader of the ring may skip this file; ringlab/training/shared_memory.py uses it.
 Source: memfd_create(2) and proc(5) of the Linux manual.
 """
 
@@ -25,58 +24,50 @@ COPIES, SUMS = range(2)  # the parts of a rank's memory: copies of K and V, and 
 
 
 class HostMemory:
-    """Memory of the ranks of one host, which each of them can reach, and flags from each rank to each other.
+    """Memory and flags of the ranks of a host. A flag is a message without a text in a pipe.
 
-    None of it has a name in the file system: the others open it by the number that it has in its owner's process. So
-    the system frees it when the last rank ends, also after a kill. A flag is a message without a text in a pipe.
+    No memory has a name in the file system: the others open it by the number that it has in its owner's process. So the
+    system frees it when the last rank ends, also after a kill.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
         """Every rank of the group must call this. Raises ValueError on every rank if they are not on one host."""
-        self.rank, self.world_size = members(group)
-        self.others = [rank for rank in range(self.world_size) if rank != self.rank]
-        self.ranks, self.inbox = dist.get_process_group_ranks(group), inbox_of_job()  # in the job
-        self.limit = time_limit(groups_of(group)[0])
+        (self.rank, _), self.ranks = members(group), dist.get_process_group_ranks(group)  # in the group; in the job
+        self.inbox, self.limit = inbox_of_job(), time_limit(groups_of(group)[0])
         if why := self.inbox.why_not(self.ranks):
             raise ValueError(f"{why}; shared memory needs ranks of one host: use the schedule Ring, or DoubleRing")
         self.fds: list[int] = []
         weakref.finalize(self, close, self.fds)
-        self.parts_of: dict[int, tuple[int, ...]] = {}
-        facts = agree(self._make, group)
-        self.number = self.inbox.agreements  # the same on all of them, and that of no other memory
-        agree(lambda: self._open(facts), group)  # when this returns, all have opened all
+        try:
+            places = agree(self._make, group)
+            self.number = self.inbox.agreements  # the same on all of them, and that of no other memory
+            self.parts: dict[tuple[int, int], int] = {}  # the open file of a part of a rank's memory
+            agree(lambda: self._open(places), group)  # when this returns, all have opened all
+        except ValueError as error:  # on every rank
+            raise ValueError(f"no memory can be shared: {error}; use the schedule Ring") from None
         self.views: dict[tuple[int, int], Tensor] = {}  # the bytes of a part of a rank's memory
         self.readers: list[int] = []  # the ranks that may still read the copies
 
-    def _make(self) -> tuple[int, tuple[int, ...]]:
-        """Make this rank's memory. Returns where the others find it."""
-        try:
-            for _ in (COPIES, SUMS):
-                self.fds.append(os.memfd_create("ring"))
-        except OSError as error:
-            raise ValueError(f"no memory that can be shared: {error}; use the schedule Ring") from None
-        self.parts_of[self.rank] = tuple(self.fds)
-        return os.getpid(), self.parts_of[self.rank]
+    def _make(self) -> list[str]:
+        """Make this rank's memory. Returns where each rank finds it."""
+        self.fds += (os.memfd_create("ring") for _ in (COPIES, SUMS))
+        return [f"/proc/{os.getpid()}/fd/{fd}" for fd in self.fds]
 
-    def _open(self, facts: list[tuple[int, tuple[int, ...]]]) -> None:
-        """Open the memory of the other ranks."""
-        for rank in self.others:
-            process, parts = facts[rank]
-            try:
-                self.parts_of[rank] = tuple(os.open(f"/proc/{process}/fd/{number}", os.O_RDWR) for number in parts)
-            except OSError as error:
-                raise ValueError(f"memory of rank {rank} cannot be opened: {error}; use the schedule Ring") from None
-            self.fds += self.parts_of[rank]
+    def _open(self, places: list[list[str]]) -> None:
+        """Open the memory of all ranks."""
+        for rank, of_rank in enumerate(places):
+            for which, place in enumerate(of_rank):
+                self.fds.append(os.open(place, os.O_RDWR))
+                self.parts[which, rank] = self.fds[-1]
 
     def numbers(self, which: int, rank: int, count: int, dtype: torch.dtype) -> Tensor:
         """So many numbers of a part of a rank's memory. Its owner makes it longer if need be."""
-        size = count * dtype.itemsize
-        if (which, rank) not in self.views or len(self.views[which, rank]) < size:
-            fd = self.parts_of[rank][which]
+        size, part = count * dtype.itemsize, (which, rank)
+        if part not in self.views or len(self.views[part]) < size:
             if rank == self.rank:
-                os.ftruncate(fd, size)
-            self.views[which, rank] = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
-        return self.views[which, rank][:size].view(dtype)
+                os.ftruncate(self.parts[part], size)
+            self.views[part] = torch.frombuffer(mmap.mmap(self.parts[part], size), dtype=torch.uint8)
+        return self.views[part][:size].view(dtype)
 
     def raise_flag(self, flag: int, to: int) -> None:
         """Tell rank `to` something. Raises RuntimeError if it has ended, but for READ: it writes its memory no more."""
@@ -95,13 +86,9 @@ class HostMemory:
 
     def give_up(self) -> None:
         """Tell the other ranks that an error has ended the pass here: none of them waits for it."""
-        for rank in self.others:
-            self.raise_flag(GAVE_UP, rank)
-
-    def wait_for_readers(self) -> None:
-        """Wait until no rank reads this rank's block any more."""
-        while self.readers:
-            self.wait(READ, self.readers.pop())
+        for rank in range(len(self.ranks)):
+            if rank != self.rank:
+                self.raise_flag(GAVE_UP, rank)
 
 
 _memories: "weakref.WeakKeyDictionary[ProcessGroup, HostMemory]" = weakref.WeakKeyDictionary()
@@ -109,14 +96,12 @@ _memories: "weakref.WeakKeyDictionary[ProcessGroup, HostMemory]" = weakref.WeakK
 
 def has_memory(group: ProcessGroup | None) -> bool:
     """Whether `host_memory` has made the memory of a group."""
-    return (dist.group.WORLD if group is None else group) in _memories
+    return groups_of(group)[0] in _memories
 
 
 def host_memory(group: ProcessGroup | None) -> HostMemory:
     """The memory that the ranks of a group share: made when it is first asked for, freed with the group."""
-    members(group)
-    key = dist.group.WORLD if group is None else group
-    assert key is not None  # `members` has refused other processes
+    [key] = groups_of(group)
     if key not in _memories:
         _memories[key] = HostMemory(group)
     return _memories[key]

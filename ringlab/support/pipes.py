@@ -7,7 +7,6 @@ A pipe has no name: its reader says in the store of the job which number it has 
 A rank that waits looks for 0.2 ms, then sleeps, and notices at once when the other rank ends. The system locks a pipe
 while it is written or read. So a rank that has a message also sees all that the sender wrote to shared memory before.
 
-A reader of the ring may skip this file; agreement.py and host_memory.py use it.
 Source: pipe(7), poll(2) and proc(5) of the Linux manual.
 """
 
@@ -49,22 +48,15 @@ class Inbox:
         self.agreements = 0  # the number of the last
         self.fds: list[int] = []
         weakref.finalize(self, close, self.fds)
-        host, why = host_of_process(), self._make()
-        place = (f"/proc/{os.getpid()}/fd/{self.fds[0]}", os.fstat(self.fds[0]).st_ino) if self.fds else None
-        self.store.set(str(self.rank), pickle.dumps((host, why, place)))  # type: ignore[arg-type]  # it takes bytes too
-
-    def _make(self) -> str:
-        """Make the pipe. Returns why that failed, or nothing."""
-        spare: list[int] = []
-        try:  # there must be room for a pipe to each rank that may be on this host
-            spare += (os.open(os.devnull, os.O_RDONLY) for _ in range(min(self.world_size, os.cpu_count() or 1)))
+        place, why = ("", 0), ""
+        try:
             self.fds += os.pipe()  # with an end to write: without one, an empty pipe looks as if all ranks had ended
+            os.set_blocking(self.fds[0], False)
+            place = (f"/proc/{os.getpid()}/fd/{self.fds[0]}", os.fstat(self.fds[0]).st_ino)
         except OSError as error:
-            return f"no pipes can be made ({error}); expected fewer open files"
-        finally:
-            close(spare)
-        os.set_blocking(self.fds[0], False)
-        return ""
+            why = f"no pipes can be made ({error}); expected fewer open files"
+        said = pickle.dumps((host_of_process(), why, place))
+        self.store.set(str(self.rank), said)  # type: ignore[arg-type]  # it takes bytes too
 
     def why_not(self, ranks: Sequence[int]) -> str:
         """Why these ranks of the job cannot write to each other's pipes, or nothing; the same on each of them."""
@@ -164,8 +156,6 @@ def time_limit(group: ProcessGroup) -> timedelta:
 
 def host_of_process() -> tuple[str, ...]:
     """A host's name, what two hosts of one name do not share, and who may write here. Empty where there is no pipe."""
-    if not hasattr(os, "memfd_create"):
-        return ()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net", "user"))

@@ -8,25 +8,25 @@
 with NCCL if every process of the host can have one, else its share of the CPU's cores, with gloo. A rank that dies ends
 all the others, and the caller gets the reason.
 
-A reader of the ring may skip this file.
 Source: the PyTorch manual, torch.distributed.
 """
 
 import math
 import os
 import pickle
+import re
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,19 +34,22 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ringlab.support.places import Raised as Raised
-
 # The longest wait for one message. When a rank ends, its connections close, and the others notice at once. The limit is
 # for a rank that hangs. It must exceed the time that a slow machine needs to compute on one block.
 TIME_LIMIT = timedelta(minutes=5)
-NO_GUARD = 96  # the exit status of a rank that would start ranks while it imports the script
-UNGUARDED = (
-    "each process imports this script, and the script would start processes again; expected its last lines under "
-    "`if __name__ == '__main__':`"
-)
 PRELOAD = ["torch.distributed", "torch.fx.experimental.symbolic_shapes"]  # once, not once a rank: backward, 0.6 s
 LOOK = 1.0  # seconds between two looks at ranks that do not answer
 GRACE = 5.0  # seconds for the other ranks once a rank has raised
+LOST_CONNECTION = re.compile(
+    "Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Timed out waiting|timed out|"
+    "Socket closed|remote process exited"
+)
+
+Frame = tuple[str, int, str]  # (file, line, function)
+HERE = Path(__file__).parent
+CALLERS = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, HERE, HERE.parents[1] / "ring_doctor"))
+PYTHON = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,8 @@ def choose_device(requested: str, local_world_size: int) -> tuple[str, str, str]
     gpus = torch.cuda.device_count()
     count = f"{gpus} GPU(s) for {local_world_size} process(es) on this host"
     if requested == "cuda" and gpus < local_world_size:
-        raise ValueError(
-            f"--device cuda needs one GPU for each process: {count}. Start fewer processes or use --device cpu"
-        )
+        instead = "Start fewer processes or use --device cpu"
+        raise ValueError(f"--device cuda needs one GPU for each process: {count}. {instead}")
     if requested == "cpu" or gpus < local_world_size:
         return "cpu", "gloo", "as asked" if requested == "cpu" else count
     return "cuda", "nccl", count
@@ -79,42 +81,26 @@ def cpu_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def forkserver() -> ForkServerContext:
-    """How ranks start: as forks of a process with PRELOAD. A rank that would start ranks while it imports is ended."""
-    frames = (frame for frame, _ in traceback.walk_stack(None))
-    if any(frame.f_globals["__name__"] == "__mp_main__" and frame.f_code.co_name == "<module>" for frame in frames):
-        os._exit(NO_GUARD)
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    return context
-
-
-def prepare(device_type: str, number: int, threads: int, *, one_host: bool) -> torch.device:
-    """Set this process's GPU (the host's GPU of this number), threads and network interface. Returns its device."""
-    if one_host:  # loopback always works
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    torch.set_num_threads(threads)
-    if device_type == "cpu":
-        return torch.device("cpu")
-    device = torch.device(device_type, number)
-    torch.cuda.set_device(device)
-    return device
-
-
 @contextmanager
-def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[RankContext]:
+def join_ring(requested_device: str = "auto", local_world_size: int = 0, **init: Any) -> Iterator[RankContext]:
     """Join the job that started this process, yield this rank's RankContext, and leave in order.
 
-    Reads torchrun's environment; `init` goes to init_process_group. Raises ValueError as `choose_device` does. Raises
-    RuntimeError when the body ends by sys.exit(0): the job would count that as success, and other ranks would wait.
+    Reads torchrun's environment, also for `local_world_size`, how many processes share this host; `init` goes to
+    init_process_group. Raises ValueError as `choose_device` does. Raises RuntimeError when the body ends by
+    sys.exit(0): the job would count that as success, and other ranks would wait.
     """
     world_size = init.get("world_size") or int(os.environ["WORLD_SIZE"])
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    local_world_size = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device_type, backend, why = choose_device(requested_device, local_world_size)
-    number = int(os.environ.get("LOCAL_RANK", init.get("rank", 0)))
-    threads = max(1, cpu_cores() // local_world_size)  # with more threads the ranks compete for the cores
-    device = prepare(device_type, number, threads, one_host=local_world_size == world_size)
-    dist.init_process_group(backend, timeout=TIME_LIMIT, **init)
+    one_host = local_world_size >= world_size
+    number = int(init["rank"] if one_host and "rank" in init else os.environ.get("LOCAL_RANK", 0))  # on this host
+    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", number)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    if one_host:  # loopback always works
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    torch.set_num_threads(max(1, cpu_cores() // local_world_size))  # with more, the ranks compete for the cores
+    dist.init_process_group(backend, **{"timeout": TIME_LIMIT, **init})
     if backend == "gloo":
         dist.barrier()  # or a rank that ends early closes connections that slower ranks still open
     try:
@@ -124,6 +110,43 @@ def join_ring(requested_device: str = "auto", **init: Any) -> Iterator[RankConte
             raise RuntimeError("sys.exit(0) inside join_ring: expected every rank to work to the end") from end
         raise
     dist.destroy_process_group()  # not after an error: it could wait for ever
+
+
+def place(frames: Sequence[Frame]) -> str:
+    """The innermost frame of the user's own files, or else of a library that they call; "" where there is none.
+
+    `frames` begin with the innermost one.
+    """
+    called = [frame for frame in frames if not frame[0].startswith(("<", *CALLERS))]
+    own = [frame for frame in called if not frame[0].startswith(PYTHON) and INSTALLED not in frame[0]]
+    libraries = [frame for frame in called if INSTALLED in frame[0]]
+    for file, line, function in [*own, *libraries][:1]:
+        here = Path(file).is_relative_to(Path.cwd())
+        short = Path(file).relative_to(Path.cwd()) if here else Path(file).name
+        return f"{short}, line {line}" + (f" in {function}" if function != "<module>" else "")
+    return ""
+
+
+def place_of(error: BaseException) -> str:
+    """Where an error was raised, as `place` says it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return place([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(frames)])
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The error of a rank, in place of its result."""
+
+    kind: str  # "ValueError", "RuntimeError", ...
+    message: str
+    trace: str
+    where: str = ""  # "ring.py, line 12 in attention": in the user's own files, if it passed through them
+
+    @property
+    def lost_connection(self) -> bool:
+        """Whether it was raised because another rank had failed: that rank's connections close."""
+        kinds = ("RuntimeError", "DistBackendError", "DistNetworkError")
+        return self.kind in kinds and LOST_CONNECTION.search(self.message) is not None
 
 
 class LostRank(BaseException):
@@ -140,8 +163,9 @@ class Ranks:
     def __init__(self, size: int = 8, seconds: float = 60.0, device: str = "cpu", errors: Path | None = None) -> None:
         """At most `size` ranks. A call may take `seconds`; a message, twice as long: the end of a call comes first.
         What the ranks write to stderr comes into the folder `errors`, a file for each, or to this process's stderr."""
-        self._size, self.seconds, self._device, self._errors = size, seconds, choose_device(device, size), errors
-        self.threads, self.waits = 1, True  # of a rank; whether the other ranks may answer when one has raised
+        self._size, self.seconds, self._device, self._errors = size, seconds, device, errors
+        choose_device(device, size)
+        self.waits = True  # whether the other ranks may answer when one has raised
         self.hang: Callable[[list[int]], bool] = lambda silent: False  # whether these ranks will never answer
         self._forget()
 
@@ -160,7 +184,7 @@ class Ranks:
         return outcomes
 
     def outcomes(self, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-        """The result of each rank, or `Raised`. LostRank if one died or was too slow, ValueError if UNGUARDED."""
+        """The result of each rank, or `Raised`. Raises LostRank if one died or was too slow."""
         if not all(worker.is_alive() for worker in self._workers):
             self.stop()
         if not self._workers:
@@ -169,11 +193,9 @@ class Ranks:
             self._world, self._world_size = self._world + 1, world_size
         request = pickle.dumps((self._world, world_size, work, args))
         outcomes: dict[int, Any] = {}
-        for rank, pipe in enumerate(self._pipes[:world_size]):
-            try:
+        for pipe in self._pipes[:world_size]:
+            with suppress(OSError):  # it ended while it started: then its pipe has ended too
                 pipe.send_bytes(request)
-            except OSError:  # it ended while it started
-                self._give_up(self._death_of(rank), outcomes)
         deadline = time.monotonic() + self.seconds
         while len(outcomes) < world_size:
             waiting = {rank: self._pipes[rank] for rank in range(world_size) if rank not in outcomes}
@@ -185,7 +207,10 @@ class Ranks:
                     try:
                         outcomes[rank] = pickle.loads(pipe.recv_bytes())
                     except (EOFError, OSError):
-                        self._give_up(self._death_of(rank), outcomes)
+                        self._workers[rank].join(GRACE)
+                        status = self._workers[rank].exitcode or 0
+                        how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+                        self._give_up(f"rank {rank} died ({how})", outcomes)
             if raised := [outcome for outcome in outcomes.values() if isinstance(outcome, Raised)]:
                 wait = self.waits or all(each.lost_connection for each in raised)  # which follows from another error
                 deadline = min(deadline, time.monotonic() + (GRACE if wait else 0))
@@ -204,50 +229,39 @@ class Ranks:
         self._forget()
 
     def _start(self) -> None:
-        context = forkserver()
+        context = get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         limit = timedelta(seconds=2 * self.seconds) if self.seconds < math.inf else TIME_LIMIT
         for rank in range(self._size):
             here, there = context.Pipe()
-            of_rank = rank, self._store.port, there, self._device, limit, self.threads, self._errors
+            of_rank = rank, self._size, self._store.port, there, self._device, limit, self._errors
             (worker := context.Process(target=_serve, args=of_rank, daemon=True)).start()
             self._workers.append(worker)  # now it can be ended: a signal may come while it starts
             self._pipes.append(here)
             there.close()  # the worker's copy is now the only one, so its death ends the pipe
-
-    def _death_of(self, rank: int) -> str:
-        """How a rank died, in words. Raises ValueError when it ended because a script has no main guard."""
-        worker = self._workers[rank]
-        worker.join(GRACE)
-        status = worker.exitcode or 0
-        if status == NO_GUARD:
-            self.stop()
-            raise ValueError(UNGUARDED) from None
-        return f"rank {rank} died ({signal.Signals(-status).name if status < 0 else f'exit status {status}'})"
 
     def _give_up(self, reason: str, outcomes: dict[int, Any], silent: Sequence[int] = ()) -> NoReturn:
         self.stop()
         raise LostRank(reason, {rank: each for rank, each in outcomes.items() if isinstance(each, Raised)}, silent)
 
 
+def _end_with_parent() -> None:
+    """In a thread of its own: end this rank when the process that started it ends, even when that was killed."""
+    connection.wait([parent_process().sentinel])  # type: ignore[union-attr]  # only a child runs this
+    os._exit(1)
+
+
 def _serve(
-    rank: int,
-    port: int,
-    pipe: Connection,
-    device_of: tuple[str, ...],
-    limit: timedelta,
-    threads: int,
-    errors: Path | None,
+    rank: int, size: int, port: int, pipe: Connection, device: str, limit: timedelta, errors: Path | None
 ) -> None:
     """The life of a rank: receive some work, join the process group for it, send back the result."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C: the process that started the pool ends this one
     if errors:
         with (errors / f"stderr of rank {rank}").open("wb") as file:
             os.dup2(file.fileno(), 2)
-    device_type, backend, why = device_of
-    device = prepare(device_type, rank, threads, one_host=True)
-    store, joined = dist.TCPStore("127.0.0.1", port, is_master=False), None
+    store, joined, job = dist.TCPStore("127.0.0.1", port, is_master=False), None, ExitStack()
     while True:
         try:
             request = pipe.recv_bytes()
@@ -256,14 +270,15 @@ def _serve(
         try:
             world, world_size, work, args = pickle.loads(request)
             if world != joined:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
+                job.close()
                 names = dist.PrefixStore(f"world {world}", store)  # no key of an earlier group is seen
-                dist.init_process_group(backend, store=names, rank=rank, world_size=world_size, timeout=limit)
+                here = {"rank": rank, "world_size": world_size, "store": names, "timeout": limit}
+                context = job.enter_context(join_ring(device, size, **here))
                 joined = world
-            outcome = work(RankContext(rank, world_size, device, f"{device_type} with {backend}: {why}"), *args)
+            outcome = work(context, *args)
         except Exception as error:
-            outcome = Raised.of(error)
+            trace = "".join(traceback.format_exception(error))
+            outcome = Raised(type(error).__name__, str(error), trace, place_of(error))
         with suppress(OSError):  # the process that asked may have given up: then the next request is the end
             pipe.send_bytes(pickle.dumps(outcome))
 
@@ -275,9 +290,9 @@ def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = 
     this, with the same message. Otherwise this raises RuntimeError with the rank's traceback, signal or exit status.
     """
     ranks, reason = Ranks(world_size, math.inf, device), ""
-    ranks.threads, ranks.waits = max(1, cpu_cores() // world_size), False
+    ranks.waits = False
     try:
-        outcomes = ranks.outcomes(world_size, _to_the_end, work, *args)
+        outcomes = ranks.outcomes(world_size, work, *args)
         ranks.stop(GRACE)
         raised = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, Raised)}
     except LostRank as lost:
@@ -291,18 +306,3 @@ def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = 
     if reason:
         raise RuntimeError(f"{reason} before its work was done")
     return outcomes
-
-
-def _to_the_end(context: RankContext, work: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return work(context, *args)
-    except SystemExit as end:
-        raise RuntimeError(f"sys.exit({end.code}) inside join_ring: expected every rank to work to the end") from end
-
-
-def end_with_parent() -> None:
-    """In a thread of its own: end this rank when the process that started it ends, even when that was killed."""
-    parent = parent_process()
-    assert parent is not None, "only the processes that this one starts call this"
-    connection.wait([parent.sentinel])
-    os._exit(1)

@@ -1,4 +1,4 @@
-"""The record of a run: what every rank did, with which block, and when. Recorded while the ring runs, and drawn.
+"""The record of a run: what every rank did, with which block, and when. Recorded while the ring runs.
 
     with record(k, ring=ring_attention) as events:     # watches a ring that knows nothing of this file
         ring_attention(q, k, v)
@@ -6,22 +6,17 @@
         ...
 
 Shapes: a block is identified by its content, its first keys (B, H, 64, D). So the record exposes a stale block or a
-wrong neighbour. Times are seconds; the ranks of one host share a clock.
+wrong neighbour. Times are seconds; the ranks of one host share a clock. `ring_attn.py --trace` draws such a record.
 
-A reader of the ring may skip this file. `ring_attn.py --trace` draws such a record.
 Source: the pipeline pictures of Liu et al. 2024, figure 2; here measured.
 """
 
-from __future__ import annotations
-
-import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +24,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ringlab.support.agreement import agree
-from ringlab.support.colours import BLOCK_COLOURS, ink_on
-from ringlab.support.extras import extra
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes  # a ring needs no pictures
 
 FIRST = 64  # keys that identify a block
 
@@ -72,26 +62,19 @@ def _now(x: Tensor) -> float:
     return time.perf_counter()
 
 
-@contextmanager
-def _watch(names: dict[str, Any], name: str, what: str, block: Callable[..., Sequence[Tensor]]) -> Iterator[None]:
-    """Put a span around each call of a function in `names`, the names of a module. ring_attn.py stays free of timing.
+def _watched(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """`dist.send`, `dist.recv` or `attend` with a span around each call.
 
-    `block` gives the tensors to record, from the arguments of the call. Messages belong to the round of the last
-    computation.
+    Messages belong to the round of the last computation.
     """
-    real = names[name]
 
     def watched(*args: Any, **options: Any) -> Any:
         computed = sum(noted == "compute" for noted, *_ in _recording or [])
-        t = computed if what == "compute" else max(0, computed - 1)
-        with span(what, t, *block(*args)):
-            return real(*args, **options)
+        t, tensors = (computed, args[2:3]) if what == "compute" else (max(0, computed - 1), args[0])  # K; K and V
+        with span(what, t, *tensors):
+            return function(*args, **options)
 
-    names[name] = watched
-    try:
-        yield
-    finally:
-        names[name] = real
+    return watched
 
 
 @contextmanager
@@ -111,12 +94,14 @@ def record(
     begin = time.perf_counter()
     events: list[Event] = []
     _recording = []
+    watched = [(vars(dist), "send", "send"), (vars(dist), "recv", "receive")]
+    if ring is not None:
+        watched.append((ring.__globals__, "attend", "compute"))
     try:
-        with ExitStack() as watches:
-            watches.enter_context(_watch(vars(dist), "send", "send", lambda block: block))  # K and V (2, B, H, C, D)
-            watches.enter_context(_watch(vars(dist), "recv", "receive", lambda block: block))
-            if ring is not None:
-                watches.enter_context(_watch(ring.__globals__, "attend", "compute", lambda state, q, k, v: [k]))
+        with ExitStack() as afterwards:
+            for names, name, what in watched:
+                afterwards.callback(names.__setitem__, name, names[name])
+                names[name] = _watched(names[name], what)
             yield events
         mine = []
         for what, t, start, end, size, first in _recording:
@@ -129,55 +114,3 @@ def record(
         zero = min(begin for other, begin, _ in seen if other == host)
         for what, t, block, start, end, size in spans:
             events.append(Event(rank, what, t, block, start - zero, end - zero, size))
-
-
-def save(events: list[Event], path: Path) -> None:
-    """Write the events as JSON, one a line."""
-    path.write_text("[\n" + ",\n".join(json.dumps(asdict(event)) for event in events) + "\n]\n")
-
-
-def load(path: Path) -> list[Event]:
-    """Read what `save` wrote."""
-    return [Event(**event) for event in json.loads(path.read_text())]
-
-
-def draw(events: list[Event], ax: Axes) -> None:
-    """Draw the events on a matplotlib axis, one lane for each rank.
-
-    Computing is a thick bar in the block's colour, with messages as thin bars below it. The "wait" of an overlapped
-    ring is hatched, in place of computing.
-    """
-    ranks = 1 + max(event.rank for event in events)
-    for event in events:
-        computing, waiting = event.what == "compute", event.what == "wait"
-        bottom, height = (
-            (event.rank - 0.36, 0.44)
-            if computing or waiting
-            else (event.rank + (0.1 if event.what == "send" else 0.25), 0.13)
-        )
-        colour = BLOCK_COLOURS[event.block % len(BLOCK_COLOURS)] if event.block >= 0 else "#A0A0A0"
-        start, width = 1e3 * event.start, 1e3 * (event.end - event.start)
-        look = {"fc": "none", "ec": colour, "hatch": "//////"} if waiting else {"color": colour}
-        ax.barh(bottom, width, left=start, height=height, align="edge", linewidth=0, **look)
-        if computing:
-            middle = (start + width / 2, bottom + height / 2)
-            ax.text(*middle, f"KV{event.block}", ha="center", va="center", color=ink_on(colour), weight="bold")
-    ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-    ax.set_ylim(ranks - 0.5, -0.5)
-    ax.set_xlim(left=0)
-    ax.set_xlabel(
-        "milliseconds   (thick: computing on a block; thin: sending it, and below that receiving the next one)"
-    )
-
-
-def save_picture(events: list[Event], path: Path) -> None:
-    """Draw the events into a picture file, of the kind that its ending names.
-
-    Raises ModuleNotFoundError when matplotlib is not installed.
-    """
-    with extra("plots", __name__):
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    draw(events, figure.add_subplot())
-    figure.savefig(path)

@@ -37,9 +37,8 @@ from torch import Tensor
 from torch.distributed import Work
 
 from ringlab.basics.ranks import neighbours
-from ringlab.support.processes import launch
 from ringlab.support.timeline import span
-from ringlab.training.cases import CASES, chunks_of_cases, random_inputs, report_cases
+from ringlab.training.cases import random_inputs, report_cases
 from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import NAMED, layout_of
@@ -153,7 +152,7 @@ class SumsOfHeads:
 
 def main() -> int:
     whole, attention = random_inputs(1, 8, 2, 512, 64), partial(ring_flash_attention, schedule=AllGather)
-    return 0 if report_cases(launch(chunks_of_cases, 4, whole, CASES, attention), whole) else 1
+    return 0 if report_cases(4, whole, attention) else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""What the demonstrations of the ways share: inputs, chunks of the results on each rank, and the check of all of them.
-
-A reader of the ring may skip this file.
-"""
+"""What the demonstrations of the ways share: inputs, chunks of results, checks. A reader may skip this file."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringlab.support.processes import RankContext
+from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import Right, exact_attention, report
 from ringlab.training.layouts import LAYOUTS, shard, unshard
 
@@ -64,8 +61,11 @@ def report_ranks(of_ranks: Sequence[Sequence[Tensor]], layout: str, right: dict[
     return ok
 
 
-def report_cases(of_ranks: Sequence[Sequence[Sequence[Tensor]]], whole: list[Tensor]) -> bool:
-    """`report_ranks` for each of CASES. `of_ranks` holds what `chunks_of_cases` returned on each rank."""
+def report_cases(
+    world_size: int, whole: list[Tensor], attention: Callable[..., Tensor], shape: tuple[int, int] | None = None
+) -> bool:
+    """`report_ranks` for each of CASES, which new processes run as `chunks_of_cases`."""
+    of_ranks = launch(chunks_of_cases, world_size, whole, CASES, attention, shape)
     (_, H, S, _), G, ok = whole[0].shape, whole[1].shape[1], True
     print(f"{len(of_ranks)} ranks, S = {S}, {H} query heads on {G}, float32, against full attention in float64")
     for case, chunks in zip(CASES, zip(*of_ranks, strict=True), strict=True):

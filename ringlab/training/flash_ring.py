@@ -38,10 +38,9 @@ from torch import Tensor
 from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.support.agreement import agree, one_pass
-from ringlab.support.processes import launch
 from ringlab.support.timeline import span
 from ringlab.training.backward import differentiable_once
-from ringlab.training.cases import CASES, chunks_of_cases, random_inputs, report_cases
+from ringlab.training.cases import random_inputs, report_cases
 from ringlab.training.causal import BlockSlice
 from ringlab.training.fused_block import fused_backward, fused_forward
 from ringlab.training.layouts import Layout
@@ -266,7 +265,7 @@ def sinks_backward(sinks: Tensor, out: Tensor, lse: Tensor, d_out: Tensor) -> Te
 
 def main() -> int:
     whole = random_inputs(1, 8, 2, 512, 64)
-    return 0 if report_cases(launch(chunks_of_cases, 4, whole, CASES, ring_flash_attention), whole) else 1
+    return 0 if report_cases(4, whole, ring_flash_attention) else 1
 
 
 if __name__ == "__main__":

@@ -182,12 +182,10 @@ def _cpu_backward(
         return flash(d_out, q, k, v, out, lse, 0.0, causal, scale=scale)
     d_q, d_k, d_v = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
     for j in range(0, C, KEYS):
-        rows = (x[:, :, j:] for x in (d_out, q))
         keys = slice(j, j + KEYS)
-        of_rows = (x[:, :, j:] for x in (out, lse))
-        part, d_k[:, :, keys], d_v[:, :, keys] = flash(
-            *rows, k[:, :, keys], v[:, :, keys], *of_rows, 0.0, causal, scale=scale
-        )
+        rows, of_rows = ([x[:, :, j:] for x in each] for each in ((d_out, q), (out, lse)))
+        block = *rows, k[:, :, keys], v[:, :, keys], *of_rows
+        part, d_k[:, :, keys], d_v[:, :, keys] = flash(*block, 0.0, causal, scale=scale)
         d_q[:, :, j:] += part
     return d_q, d_k, d_v
 

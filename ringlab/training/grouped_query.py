@@ -88,9 +88,8 @@ def main() -> int:
         B, H, _, S, D = sizes = 1, 8, G, 32, 16
         whole = random_inputs(*sizes)
         print(f"{P} ranks, S = {S}, {H} query heads on {G}: in a hop {2 * B * G * (S // P) * D * 4:,} bytes of K and V")
-        ok &= report_ranks(
-            launch(chunks_of_rank, P, whole, ring_attention, "contiguous"), "contiguous", exact_attention(*whole)
-        )
+        of_ranks = launch(chunks_of_rank, P, whole, ring_attention, "contiguous")
+        ok &= report_ranks(of_ranks, "contiguous", exact_attention(*whole))
     return 0 if ok else 1
 
 

@@ -1,7 +1,4 @@
-"""The heads of each rank: all_to_all.py says why. Without torch, because `ring-plan` imports it and starts fast.
-
-A reader may skip this file.
-"""
+"""The heads of each rank, without torch, so that `ring-plan` starts fast. A reader may skip this file."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

@@ -38,9 +38,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.support.agreement import check_mesh
-from ringlab.support.processes import launch
 from ringlab.training.all_to_all import AllToAll, Exchange, order
-from ringlab.training.cases import CASES, chunks_of_cases, random_inputs, report_cases
+from ringlab.training.cases import random_inputs, report_cases
 from ringlab.training.causal import BlockSlice
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.heads import check_split, heads_of_ranks, meshes
@@ -112,7 +111,7 @@ class Rows(Partition):
 
 def main() -> int:
     whole, attention = random_inputs(1, 3, 1, 512, 64), partial(ring_flash_attention, schedule=Hybrid)
-    return 0 if report_cases(launch(chunks_of_cases, 4, whole, CASES, attention, (2, 2)), whole) else 1
+    return 0 if report_cases(4, whole, attention, (2, 2)) else 1
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@
 
 Shapes: q, out and o (B, G, R, C, D), k and v (B, G, C, D), where R = H/G query heads share a K/V head. Statistics and
 lse (B, G, R, C, 1), positions (C, 1). A chunk is cut into n tiles of T <= 256 tokens, (n, ..., T, D), so that scores
-exist as one tile (B, G, R, T, T) at a time.
+exist as one tile (B, G, R, T, T) at a time. A reader of the ring may skip this file.
 
-A reader of the ring may skip this file.
 Source: Dao et al. 2022, algorithms 1 and 4; grouped queries: Ainslie et al. 2023, section 2.2.
 """
 

@@ -51,11 +51,12 @@ from ringlab.support.agreement import agree, members
 from ringlab.support.host_memory import COPIES, HOME, READ, READY, SUMS, TURN, HostMemory, has_memory, host_memory
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.timeline import span
-from ringlab.training.cases import CASES, chunks_of_cases, random_inputs, report_cases
+from ringlab.training.all_to_all import OwnSums
+from ringlab.training.cases import random_inputs, report_cases
 from ringlab.training.double_ring import DoubleRing
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.overlap import keys_and_values, numbers_of_token
-from ringlab.training.schedule import Ring, Round, Schedule
+from ringlab.training.schedule import Ring, Round, Schedule, Sums
 
 
 def memory_or_messages(group: ProcessGroup | None = None) -> tuple[type[Schedule], str]:
@@ -97,7 +98,8 @@ class SharedMemory(Schedule):
             yield 0, k, v, pieces(rank, rank)
             return
         memory = host_memory(self.group)
-        memory.wait_for_readers()  # of the pass before
+        while memory.readers:  # of the pass before
+            memory.wait(READ, memory.readers.pop())
         for copy, x in zip(self.block(memory, rank, k, v), (k, v), strict=True):
             copy.copy_(x)
         readers = [(rank + t) % world_size for t in range(1, hops + 1)]
@@ -116,8 +118,8 @@ class SharedMemory(Schedule):
         if has_memory(self.group):
             host_memory(self.group).give_up()
 
-    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> "SharedSums":
-        return SharedSums(self, k, v, dtype)
+    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Sums:
+        return SharedSums(self, k, v, dtype) if self.partition.hops else OwnSums(k, v, dtype)
 
 
 class SharedSums:
@@ -130,17 +132,14 @@ class SharedSums:
         """k and v are this rank's own block."""
         self.rank, self.world_size = members(schedule.group)
         self.lengths, self.hops = schedule.partition.lengths, schedule.partition.hops
-        self.memory = host_memory(schedule.group) if self.hops else None
+        self.memory = host_memory(schedule.group)
         self.of_token, self.dtype = numbers_of_token(k, v), dtype
         self.both = partial(keys_and_values, k=k, v=v)  # dK and dV
         self.own, self.waited = self.place(self.rank).zero_(), 0
 
     def place(self, j: int) -> Tensor:
         """dK and dV of block j, side by side."""
-        count = self.of_token * self.lengths[j]
-        if self.memory is None:
-            return torch.empty(count, dtype=self.dtype)
-        return self.memory.numbers(SUMS, j, count, self.dtype)
+        return self.memory.numbers(SUMS, j, self.of_token * self.lengths[j], self.dtype)
 
     def of_round(self, t: int) -> tuple[Tensor, Tensor]:
         self.wait_for_turn(t)
@@ -148,8 +147,6 @@ class SharedSums:
 
     def send_on(self, t: int) -> None:
         self.wait_for_turn(t)
-        if self.memory is None:
-            return
         if t < self.hops:
             self.memory.raise_flag(TURN, (self.rank + 1) % self.world_size)
         else:
@@ -159,7 +156,7 @@ class SharedSums:
 
     def wait_for_turn(self, t: int) -> None:
         """Wait until the rank before has added its part to the block of round t."""
-        if self.memory is not None and t > self.waited:
+        if t > self.waited:
             self.memory.wait(TURN, (self.rank - 1) % self.world_size)
             self.waited = t
 
@@ -186,21 +183,17 @@ class TwoLevels(DoubleRing):
         self.turn(0).give_up()
 
 
-def on_rank(context: RankContext, whole: list[Tensor]) -> tuple[str, list[list[Tensor]], list[list[Tensor]]]:
-    """What is taken here; this rank's chunks of out, dq, dk, dv in each of CASES; the same on two levels."""
-    schedule, why = memory_or_messages()
-    taken, two = (partial(ring_flash_attention, schedule=each) for each in (schedule, TwoLevels))
-    on_two_levels = chunks_of_cases(context, whole, CASES, two, (2, context.world_size // 2))
-    return f"{schedule.__name__}, {why}", chunks_of_cases(context, whole, CASES, taken), on_two_levels
+def taken(context: RankContext) -> tuple[type[Schedule], str]:
+    """What is taken here, and why."""
+    return memory_or_messages()
 
 
 def main() -> int:
-    P, whole = 4, random_inputs(1, 8, 2, 512, 64)
-    taken, *both = zip(*launch(on_rank, P, whole), strict=True)
-    print(f"auto: {taken[0]}; then two levels, 2 hosts of {P // 2} ranks")
-    ok = True
-    for results in both:
-        ok &= report_cases(results, whole)
+    P, whole, ok = 4, random_inputs(1, 8, 2, 512, 64), True
+    schedule, why = launch(taken, P)[0]
+    print(f"auto: {schedule.__name__}, {why}; then two levels, 2 hosts of {P // 2} ranks")
+    for each, shape in ((schedule, None), (TwoLevels, (2, P // 2))):
+        ok &= report_cases(P, whole, partial(ring_flash_attention, schedule=each), shape)
     return 0 if ok else 1
 
 

@@ -1,10 +1,4 @@
-"""Rings that fail under torchrun.
-
-torchrun tests/basics/failing_ring.py raise              rank 1 raises in its second hop
-torchrun tests/basics/failing_ring.py kill               rank 1 kills itself in its second hop
-torchrun tests/basics/failing_ring.py kill backwards     the same, in the backward pass of the trainable ring
-torchrun tests/basics/failing_ring.py wrong              the command ring_attn.py, with a wrong result
-"""
+"""Rings that fail; as a script the command `ring_attn.py`, with a wrong result."""
 
 import os
 import runpy
@@ -16,7 +10,6 @@ import torch
 
 import ring_attn
 from ringlab.basics import blockwise_attention
-from ringlab.support.processes import join_ring
 from ringlab.training import flash_ring, schedule
 
 
@@ -61,19 +54,11 @@ def fail_backwards(context, how):
         out.sum().backward()
 
 
-def run_wrong_command():
-    def attend(state, q, k, v, *, scale):
-        return real_attend(state, q, k, v, scale=1.1 * scale)
-
-    real_attend = blockwise_attention.attend
-    blockwise_attention.attend = attend
-    sys.argv[1:] = ["--seq-len", "16"]
-    runpy.run_path(ring_attn.__file__, run_name="__main__")
+def attend(state, q, k, v, *, scale, right=blockwise_attention.attend):
+    return right(state, q, k, v, scale=1.1 * scale)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "wrong":
-        run_wrong_command()
-    else:
-        with join_ring("cpu") as context:
-            fail(context, *sys.argv[1:])
+    blockwise_attention.attend = attend
+    sys.argv[1:] = ["--seq-len", "16"]
+    runpy.run_path(ring_attn.__file__, run_name="__main__")

@@ -113,14 +113,9 @@ def test_launch_raises_bad_input_as_it_is():
         launch(refuse, 2)
 
 
-@pytest.mark.parametrize(
-    ("how", "status", "reason"),
-    [
-        (os._exit, 0, r"^rank 1 died \(exit status 0\) before its work was done$"),
-        (sys.exit, 0, r"^rank 1 failed: (?s:.*)RuntimeError: sys.exit\(0\) inside join_ring"),
-    ],
-)
-def test_a_rank_that_leaves_ends_a_launched_job(how, status, reason):
+@pytest.mark.parametrize(("how", "status"), [(os._exit, 0), (sys.exit, 0), (sys.exit, 3)])
+def test_a_rank_that_leaves_ends_a_launched_job(how, status):
+    reason = rf"^rank 1 died \(exit status {status}\) before its work was done$"
     with ends_soon(), pytest.raises(RuntimeError, match=reason):
         launch(leave, 3, how, status)
 
@@ -140,7 +135,7 @@ def test_a_rank_that_fails_in_mid_ring_ends_a_launched_job(how, where, reason):
 @pytest.mark.slow
 def test_torchrun_reports_a_wrong_result_by_its_exit_status():
     """Only rank 0 knows: the status of the job must be its status."""
-    done = run(*TORCHRUN, "--nproc_per_node=2", failing_ring.__file__, "wrong")
+    done = run(*TORCHRUN, "--nproc_per_node=2", failing_ring.__file__)
     assert "WRONG against full attention in float64" in done.stdout
     assert done.returncode != 0
 

@@ -12,14 +12,7 @@ import ring_attn
 from ring_attn import ring_attention
 from ringlab.basics.blocking_messages import Recv, Send, ring_programs
 from tests.attention import DTYPES, WORLDS, assert_attention, assert_lse, random_qkv
-from tests.rings import (
-    assert_ring,
-    even_lengths,
-    messages_of_ring,
-    ring,
-    ring_and_events,
-    ring_lse,
-)
+from tests.rings import assert_ring, even_lengths, messages_of_ring, ring, ring_and_events, ring_lse
 
 
 def ring_of(ranks, world_size, *args):

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from ringlab.basics.blocking_messages import Send, ring_programs
 from ringlab.support import timeline
 from ringlab.support.colours import BLOCK_COLOURS
+from ringlab.support.drawing import draw_events
 from ringlab.support.timeline import Event
 from tests.attention import random_qkv
 from tests.rings import chunks, even_lengths, ring_and_events
@@ -92,21 +93,10 @@ def test_a_part_of_a_job_records_its_own_ranks(ranks):
     assert seen == [[(0, 0), (1, 1)] if rank in inside else None for rank in range(5)]
 
 
-EVENTS = [Event(0, "compute", 0, 1, 0.25, 0.5, 96), Event(1, "send", 2, 9, 1e-7, 0.125, 7)]
-
-
-def test_save_and_load(tmp_path):
-    timeline.save(EVENTS, tmp_path / "events.json")
-    assert timeline.load(tmp_path / "events.json") == EVENTS
-
-
 def test_every_event_is_drawn_in_its_blocks_colour():
     ax = Figure().subplots()
-    timeline.draw(EVENTS, ax)
-    assert [to_hex(bar.get_facecolor()).upper() for bar in ax.patches] == [
-        BLOCK_COLOURS[1],
-        BLOCK_COLOURS[9 % 8],
-    ]
+    draw_events([Event(0, "compute", 0, 1, 0.25, 0.5, 96), Event(1, "send", 2, 9, 1e-7, 0.125, 7)], ax)
+    assert [to_hex(bar.get_facecolor()).upper() for bar in ax.patches] == [BLOCK_COLOURS[1], BLOCK_COLOURS[9 % 8]]
     assert [bar.get_x() for bar in ax.patches] == pytest.approx([250, 1e-4])  # milliseconds
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([250, 125])
 

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ import torch
 from ringlab.models import train
 from ringlab.models.checkpoint import SUMS, as_text, damage, finished, sha256
 from ringlab.models.loader import bytes_of
-from ringlab.support.processes import forkserver
 from tests.models.test_train import SMALL, losses, run
 
 RUN = [*SMALL, "--data", "text.txt", "--out", "run", "--steps", "5"]
@@ -93,6 +93,7 @@ BAD_LINES = {
     "no text": b'{"txt": "words"}',
     "a text that is null": b'{"text": null}',
     "a deep list": b"[" * 100_000,
+    "a lone surrogate": b'{"text": "\\ud800"}',
 }
 UNWRITTEN = ("the losses could not be written", "the checkpoints hold them")
 NOT_WRITTEN = ("step-00000005 could not be written", NEWEST, "--resume")
@@ -147,7 +148,7 @@ def whole(ranks, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def command():
-    with forkserver().Pool(1) as pool:
+    with get_context("forkserver").Pool(1) as pool:
         yield lambda *args: pool.apply_async(go_on, args).get(timeout=60)
 
 

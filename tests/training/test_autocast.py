@@ -97,9 +97,7 @@ REFUSED = {  # dtypes of q, k and v; the ranks with autocast; words
 
 
 @pytest.mark.parametrize(
-    ("way", "shape", "case"),
-    [("ring", 3, case) for case in REFUSED] + [("all-to-all", 3, "on one rank")],
-    ids=name_of,
+    ("way", "shape", "case"), [("ring", 3, case) for case in REFUSED] + [("all-to-all", 3, "on one rank")], ids=name_of
 )
 def test_ranks_that_differ_are_refused_on_all(ranks, way, shape, case):
     dtypes, with_autocast, words = REFUSED[case]

@@ -11,22 +11,14 @@ from tests.attention import grouped_inputs
 from tests.rings import assert_gradients, messages_of_ring
 
 
-def assert_backward(ranks, world_size, shape, dtype=torch.float32, **options):
-    B, H, S, D = shape
-    assert_gradients(ranks, world_size, B, H, H, S, D, dtype, ring=ring_attention, **options)
-
-
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [
-        ((2, 3, 37, 5), torch.float64),
-        ((1, 2, 300, 32), torch.float32),
-        ((1, 2, 300, 32), torch.bfloat16),
-    ],
+    [((2, 3, 37, 5), torch.float64), ((1, 2, 300, 32), torch.float32), ((1, 2, 300, 32), torch.bfloat16)],
     ids=str,
 )
 def test_gradients(ranks, world_size, shape, dtype):
-    assert_backward(ranks, world_size, shape, dtype)
+    B, H, S, D = shape
+    assert_gradients(ranks, world_size, B, H, H, S, D, dtype, ring=ring_attention)
 
 
 def test_a_row_that_saw_no_key_has_no_gradient():
@@ -45,9 +37,7 @@ assert_grouped = partial(assert_gradients, ring=grouped_query.ring_attention)
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "dtype"),
-    [(8, torch.float32), (4, torch.bfloat16), (2, torch.float64), (1, torch.bfloat16)],
-    ids=str,
+    ("kv_heads", "dtype"), [(8, torch.float32), (4, torch.bfloat16), (2, torch.float64), (1, torch.bfloat16)], ids=str
 )
 def test_any_number_of_kv_heads(ranks, world_size, kv_heads, dtype):
     assert_grouped(ranks, world_size, 2, 8, kv_heads, 37, 6, dtype)

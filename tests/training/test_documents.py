@@ -5,13 +5,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ringlab.training.documents import (
-    IGNORED,
-    document_lengths,
-    document_positions,
-    pack,
-    window_hops,
-)
+from ringlab.training.documents import IGNORED, document_lengths, document_positions, pack, window_hops
 from ringlab.training.layouts import LAYOUTS
 from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition

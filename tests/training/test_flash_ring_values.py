@@ -12,15 +12,7 @@ from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import scaled_dot_product_attention
 from ringlab.training.layouts import pad, positions
 from tests.attention import NAMES, SEED, assert_four, expected, grouped_inputs
-from tests.ways import CASES, Problem, assert_right_results, ring_gradients, whole
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_as_exact_as_torch_on_one_device(ranks, size):
-    """A chunk is more than a tile, on one rank."""
-    cases = [{"causal": causal, "layout": layout} for causal, layout in CASES]
-    assert_right_results(ranks, "ring", size, [Problem(4, 2, 360, options, head_dim=32) for options in cases])
-
+from tests.ways import ring_gradients, whole
 
 # Rows that see no key, and numbers that are NaN -----------------------------------------------------------------------
 
@@ -74,9 +66,6 @@ def test_padding_on_the_right_changes_no_real_token(ranks):
     assert all(x.shape[2] == 18 for x in mine)
     assert all(x[:, :, 13:].count_nonzero() == 0 for x in mine[1:])
     assert_four([x[:, :, :13] for x in mine], expected(*real, causal=True))
-
-
-# In the place of torch's own attention --------------------------------------------------------------------------------
 
 
 # Under DistributedDataParallel ---------------------------------------------------------------------------------------

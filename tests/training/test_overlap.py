@@ -17,11 +17,7 @@ from tests.rings import assert_ring, chunks, even_lengths
 assert_overlapped = partial(assert_ring, ring=ring_attention)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((1, 2, 24, 8), torch.bfloat16), ((3, 1, 13, 5), torch.float64)],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "dtype"), [((1, 2, 24, 8), torch.bfloat16), ((3, 1, 13, 5), torch.float64)], ids=str)
 def test_full_attention(ranks, world_size, dtype, shape):
     assert_overlapped(ranks, world_size, *random_qkv(shape, dtype))
 

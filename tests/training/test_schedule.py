@@ -82,9 +82,6 @@ def test_every_block_comes_and_its_sums_come_home_complete(ranks, size):
     assert_walk(ranks, window)
 
 
-# The agreed mask -----------------------------------------------------------------------------------------------------
-
-
 # Another schedule ----------------------------------------------------------------------------------------------------
 
 

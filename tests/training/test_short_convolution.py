@@ -83,13 +83,11 @@ def call(context, changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"layout": "striped"}, ["layout is striped", "expected contiguous or zigzag"]),
         ({"weight": torch.zeros(2, 3)}, ["weight (2, 3)", "expected (B, N, C) and (N, k)"]),
         ({"weight": torch.zeros(3)}, ["weight (3,)", "expected (B, N, C) and (N, k)"]),
         ({"bias": torch.zeros(2)}, ["bias has shape (2,)", "expected (N,), (3,)"]),
         ({"weight": (torch.zeros(3, 3), torch.zeros(3, 4))}, ["the ranks disagree", "shape of weight"]),
         ({"bias": (None, torch.zeros(3))}, ["the ranks disagree", "given=['x', 'weight', 'bias']"]),
-        ({"documents": [3, 3]}, ["documents of 3, 3 tokens", "12 in all"]),
     ],
 )
 def test_a_bad_call_is_refused_on_every_rank(ranks, changes, words):
