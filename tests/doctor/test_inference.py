@@ -11,7 +11,7 @@ import torch
 from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.examination import Examination
-from ring_doctor.asking.patient import from_function
+from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import UNEQUAL, Question
 from ring_doctor.assertion import choose_question
 from ring_doctor.catalogue import CATALOGUE
@@ -23,7 +23,7 @@ from ring_doctor.mistakes.paper_ring import RIGHT
 from tests.doctor.examined import answer_on_paper
 from tests.doctor.odd_patients import right
 
-PATIENT = from_function(right)
+PATIENT = patient_of(right)
 NO_XRAY = "none was taken"
 GRADIENTS = ("dq", "dk", "dv")
 EVERYTHING = ("out", "lse", *GRADIENTS)
@@ -93,15 +93,11 @@ PLANTED = [  # what is told, what is planted, and in which cases
     ("In dv all numbers are H/G times the right", times(lambda P: 3, "dv"), {"worlds": (2, 4), "heads": 6}),
     ("In dv all numbers are G/H times the right", times(lambda P: 1 / 3, "dv"), {"worlds": (2, 4), "heads": 6}),
     (
-        "c times the right numbers. Look at what this result is multiplied by, with P = 2, no mask",
-        times(lambda P: 0.1 * P, "dv"),
+        "c times the right numbers. Look at what this result is multiplied by, with P = 2",
+        times(lambda P: P / 9, "dv"),
         {},
     ),
-    (
-        "In dq, dk and dv all numbers are 0 times the right numbers. Look at detach",
-        times(lambda P: 0, *GRADIENTS),
-        {},
-    ),
+    ("In dq, dk and dv all numbers are 0 times the right", times(lambda P: 0, *GRADIENTS), {}),
     ("In lse all numbers are 1/log 2 times the right", times(lambda P: 1 / log(2), "lse"), {}),
     ("The numbers of dk are those of the right dv.", lambda case, x: {"dk": x["dv"], "dv": x["dk"]}, {}),
     ("In dk rank r has the right numbers of rank r + 1. Look at the hops", from_rank(lambda r, P: r + 1, "dk"), {}),
@@ -328,8 +324,6 @@ def test_the_question_of_an_xray():
     assert wrong(Question(Case(3, 3))).case.seq_len == 3
     assert wrong(Question(Case(3, 21))).case.seq_len == 21
     assert wrong(Question(Case(3, 3 * 257))).case.seq_len == 12
-    healthy = choose_question(of_states((two, OK), (three, OK), (batch, OK)))
-    assert healthy.case.layout == "zigzag"
 
 
 def hang(lines, late, P=3):

@@ -17,6 +17,7 @@ from ring_doctor.mistakes import states as mistakes_of_states
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.training.layouts import LAYOUTS
 
+ROOT, OF_MODELS = PAGE.parents[2], PAGE.parents[1] / "whole_models" / PAGE.name
 MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
 CASES = [
     *(Case(3, 18, causal, layout, heads=4, kv_heads=2) for causal, layout in MASKS),
@@ -90,14 +91,16 @@ def test_every_mistake_shows_somewhere_and_no_two_entries_are_one():
 
 
 def test_every_entry_of_the_page_says_what_where_and_which_chapter():
-    page = PAGE.read_text()
-    entries = [entry for section in re.findall(r"^## (.+)$", page, re.M) for entry in words(section).values()]
-    assert [entry.name for entry in entries] == re.findall(r"^#{3} *(.+)$", page, re.M)
-    assert len({entry.what for entry in entries}) == len(entries)
-    for entry in entries:
-        assert entry.what[0].isupper() or entry.what.startswith(("dQ", "dK", "δ"))
-        assert entry.what.endswith(".")
-        assert 1 <= entry.chapter <= 20 or entry.name in mistakes_of_states.MISTAKES
+    for page in (PAGE, OF_MODELS):
+        text = page.read_text()
+        entries = [entry for section in re.findall(r"^## (.+)$", text, re.M) for entry in words(section, page).values()]
+        assert [entry.name for entry in entries] == re.findall(r"^#{3} *(.+)$", text, re.M)
+        assert page == OF_MODELS or len({entry.what for entry in entries}) == len(entries)
+        for entry in entries:
+            assert entry.what[0].isupper() or entry.what.startswith(("dQ", "dK", "δ"))
+            assert (entry.what[-1], entry.look[-1] == ".") == (".", False)
+            chapters = list(ROOT.glob(f"notebooks/{entry.chapter:02}_*.py"))
+            assert len(chapters) == 1 or entry.name in mistakes_of_states.MISTAKES
     assert CATALOGUE["sums_in_16_bits"].wild[1:] == ("ring-flash-attention #67", "flash-attention PR #2723")
 
 
