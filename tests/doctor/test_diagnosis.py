@@ -9,7 +9,7 @@ import torch
 from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.examination import Examination
-from ring_doctor.asking.patient import from_function
+from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import Question
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining import diagnosis
@@ -23,7 +23,7 @@ from ringlab.training.flash_ring import ring_flash_attention
 from tests.doctor.examined import answer_on_paper
 
 NAMES = ("last_block_skipped", "scale_missing", "shares_exchanged")
-PATIENT = from_function(ring_flash_attention)
+PATIENT = patient_of(ring_flash_attention)
 
 
 def variant(name):

@@ -11,7 +11,7 @@ import torch
 from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.examination import Examination
-from ring_doctor.asking.patient import from_function
+from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import UNEQUAL, Question
 from ring_doctor.assertion import choose_question
 from ring_doctor.catalogue import CATALOGUE
@@ -23,7 +23,7 @@ from ring_doctor.mistakes.paper_ring import RIGHT
 from tests.doctor.examined import answer_on_paper
 from tests.doctor.odd_patients import right
 
-PATIENT = from_function(right)
+PATIENT = patient_of(right)
 NO_XRAY = "none was taken"
 GRADIENTS = ("dq", "dk", "dv")
 EVERYTHING = ("out", "lse", *GRADIENTS)
@@ -314,8 +314,6 @@ def test_the_question_of_an_xray():
     assert wrong(Question(Case(3, 3))).case.seq_len == 3
     assert wrong(Question(Case(3, 21))).case.seq_len == 21
     assert wrong(Question(Case(3, 3 * 257))).case.seq_len == 12
-    healthy = choose_question(of_states((two, OK), (three, OK), (batch, OK)))
-    assert healthy.case.layout == "zigzag"
 
 
 def hang(lines, late, P=3):
