@@ -276,7 +276,7 @@ def test_each_matrix_of_the_backward_pass_that_is_wrong_in_its_own_way_is_told()
     steps = replace(home(lambda part: part.round > 0), add_q=lambda case, total, part: part)
     shown = [sentence.partition("): ")[2] for sentence in on_paper(P3, steps).facts()]
     assert [matrix.partition(",")[0] for matrix in shown] == ["W backward", "dS in dQ"]
-    [forward] = on_paper(P3, CATALOGUE["own_block_twice"].variants[0](steps)).facts()
+    [forward] = on_paper(P3, CATALOGUE["averages_added"].variants[0](steps)).facts()
     assert "): W forward, " in forward
     assert [sentence.partition("): ")[2] for sentence in on_paper(P3, steps).facts(known={"dv", "dq"})] == [
         sentence.partition(" Look")[0] for sentence in shown
