@@ -442,7 +442,7 @@ def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
     assert (said["inference"], said["remarks"]) == (["Look at the ring."], ["It has a note."])
     assert [answer["labels_hidden"] for answer in said["answers"]] == [False, False, True]
     assert [answer["errors"]["largest"] for answer in said["answers"]] == [0.0, None, 0.5]  # JSON has no infinity
-    shown = page(said)
-    assert "<p>Look at the ring.</p>" in shown
+    shown = page(said, text_of_model(found))
+    assert "<pre>  Look at the ring.\n" in shown
     assert "&lt;f&gt;" in shown
     assert (shown.count("<tr>"), shown.count('<h1 class="sick">'), shown.count("<td class='sick'>")) == (4, 1, 2)
