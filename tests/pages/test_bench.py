@@ -258,7 +258,7 @@ def test_gpu_bench_runs(monkeypatch, capsys):
         said = capsys.readouterr().out.splitlines()[1:]
         assert said == ["WRONG ways: it failed: rank 1 was killed", "WRONG doctor: SICK", "ok    speed: fast"]
     monkeypatch.setattr(gpu, "REPETITIONS", 1)
-    size = 40, 2, 8
+    size = 48, 2, 8
     lines = gpu.measured_blocks("cpu", size, size)  # each is compared with float64
     assert len(lines) == len(gpu.CASES) == 9
     assert re.fullmatch(r"float32, striped, cpu flash: errors out [\d.]+, dq .*; speed \d\.\d\d", lines[-1])
