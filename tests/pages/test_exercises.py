@@ -403,15 +403,15 @@ def cheats(right, judge):
         first.append((copied(list(args)), given))
         return given
 
-    assert judge(recorded).startswith("right")
-    fixed = dict(list(table.items())[: len(table) // 2])  # what is drawn comes last
+    with mock.patch.object(answers, "DRAWS", 0):
+        assert judge(recorded).startswith("right")
 
     def spoils(*args):
         spoil(list(args))
         return right(*args)
 
     def looks_up(*args):  # by the numbers or the sizes that a check is known to try
-        return copied(fixed.get(key_of(args), first[0][1]))
+        return copied(table.get(key_of(args), first[0][1]))
 
     own = {"spoiled inputs": spoils} if any(spoilable) else {}
     return own | {
@@ -444,6 +444,7 @@ def test_cheats_are_refused(check, monkeypatch):
         with monkeypatch.context() as patch:
             if "endless" in name:
                 patch.setattr(answers, "SECONDS", 0.05)
+            patch.setattr(answers, "DRAWS", 20 if "table" in name else answers.DRAWS)  # some may be known cases
             said[name] = judge(tried[name])
     assert {name: line for name, line in said.items() if not line.startswith("not yet: ")} == {}
     assert {name: line for name, line in said.items() if "not the kind of answer" in line} == {}  # a kind sentence
