@@ -115,12 +115,22 @@ def pip_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ring_flash_attn(*(x.transpose(1, 2) for x in (q, k, v)), ring_reduce_col=True).transpose(1, 2)
 
 
-def with_gradients(attention: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Out of a differentiable attention, and the gradients of all inputs but the last, which is the gradient of out."""
+Pass = tuple[Callable[[], Any], Callable[[Any], tuple[Tensor, ...]]]  # forward; backward, from the result of forward
+
+
+def passes(attention: Callable[..., Tensor], *inputs: Tensor) -> Pass:
+    """The forward pass of a differentiable attention, which returns out; and the backward pass, from that to out and
+    the gradients of all inputs but the last, which is the gradient of out.
+    """
     *inputs, d_out = inputs
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out = attention(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, d_out)
+    return partial(attention, *leaves), lambda out: (out.detach(), *torch.autograd.grad(out, leaves, d_out))
+
+
+def with_gradients(attention: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Both of the `passes`: out and the gradients."""
+    forward, backward = passes(attention, *inputs)
+    return backward(forward())
 
 
 def layout_of(method: str, case: str) -> str:

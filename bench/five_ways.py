@@ -19,7 +19,6 @@ After: five_ways_predicted.py.
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench import gpu, record
-from bench.against_peers import torch_loop
+from bench.against_peers import Pass, passes, torch_loop
 from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, Row, peer, table
 from bench.hosts import command, hosts, row_of, torchrun
 from bench.record import Method, in_turn
@@ -49,8 +48,6 @@ from ringlab.training.masks import Mask
 from ringlab.training.partition import Partition
 from ringlab.training.schedule import Round, Schedule
 
-Pass = tuple[Callable[[], Any], Callable[[Any], tuple[Tensor, ...]]]  # forward; backward, from the result of forward
-
 MESHES = [(2, 2), (2, 4)]  # hosts x ranks of a host
 RATES = [125_000_000, 50_000_000, 20_000_000]  # bytes a second of a host's link, each way
 REPETITIONS = {4096: 6, 16384: 3}  # by S
@@ -66,20 +63,6 @@ def attentions(mesh: DeviceMesh) -> dict[str, Callable[[Tensor, Tensor, Tensor],
     ring, loop = partial(ring_flash_attention, **options), partial(torch_loop, **options)
     ours = {way: partial(ring, schedule=gpu.WAYS[way], group=groups.get(way)) for way in WAYS}
     return ours | {peer(rotation): partial(loop, rotation=rotation) for rotation in ROTATIONS}
-
-
-def differentiable(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> Pass:
-    """Forward and backward pass of a way."""
-
-    def forward() -> tuple[Tensor, list[Tensor]]:
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-        return attention(*inputs), inputs
-
-    def backward(state: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, ...]:
-        out, inputs = state
-        return out.detach(), *torch.autograd.grad(out, inputs, d_out)
-
-    return forward, backward
 
 
 @dataclass(frozen=True)
@@ -110,7 +93,7 @@ def computing(mesh: DeviceMesh, seq_len: int, heads: int, kv_heads: int, head_di
     pieces = tuple(partition.pieces(rank, (rank - t) % P) for t in range(P))
     schedule = Unmoved(partition, head_dim**-0.5, pieces=pieces)
     whole = inputs(seq_len // P, heads, kv_heads, head_dim)
-    return differentiable(lambda q, k, v: FlashRing.apply(q, k, v, schedule), *whole)
+    return passes(lambda q, k, v: FlashRing.apply(q, k, v, schedule), *whole)
 
 
 def check(context: RankContext, ways: dict[str, Pass], whole: list[Tensor]) -> None:
@@ -135,13 +118,13 @@ def measured(
     P, sizes = context.world_size, (heads, kv_heads, head_dim)
     mesh = init_device_mesh("cpu", (P // per_host, per_host), mesh_dim_names=("hosts", "devices"))
 
-    def passes(whole: list[Tensor]) -> dict[str, Pass]:
+    def of_ways(whole: list[Tensor]) -> dict[str, Pass]:
         chunks = [shard(x, "zigzag", context.rank, P) for x in whole]
-        return {name: differentiable(attention, *chunks) for name, attention in attentions(mesh).items()}
+        return {name: passes(attention, *chunks) for name, attention in attentions(mesh).items()}
 
     short = inputs(CHECKED * P, *sizes)
-    check(context, passes(short), short)  # this opens the connections as well
-    every = passes(inputs(seq_len, *sizes))
+    check(context, of_ways(short), short)  # this opens the connections as well
+    every = of_ways(inputs(seq_len, *sizes))
     unmoved = {COMPUTING: computing(mesh, seq_len, *sizes)}
     states: dict[str, Any] = {}
     methods: dict[str, Method] = {}
@@ -185,9 +168,5 @@ def measure(
     return {**made, "reference": f"{COMPUTING}, {FORWARD}", **size, "machines": machines, "rows": rows}
 
 
-def main() -> int:
-    return command("five_ways", measured, lambda: measure(MESHES, RATES, REPETITIONS, **SIZE), table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    command("five_ways", measured, lambda: measure(MESHES, RATES, REPETITIONS, **SIZE), table)

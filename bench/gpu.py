@@ -126,14 +126,12 @@ def simulated_ring(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, layout: str, 
 
 def seconds(work: Callable[[], Any], device: str) -> float:
     """The median time of `work`, after one call to warm up."""
-    times = []
+    times, wait = [], torch.cuda.synchronize if device == "cuda" else lambda: None
     for _ in range(1 + REPETITIONS):
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait()
         begin = time.perf_counter()
         work()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        wait()
         times.append(time.perf_counter() - begin)
     return median(times[1:])
 
@@ -174,11 +172,7 @@ def masks(S: int) -> dict[str, dict[str, Any]]:
 
 
 def visible(
-    S: int,
-    causal: bool = False,
-    documents: Sequence[int] = (),
-    window: int | None = None,
-    global_tokens: int = 0,
+    S: int, causal: bool = False, documents: Sequence[int] = (), window: int | None = None, global_tokens: int = 0
 ) -> Tensor:
     """Which keys a query sees, (S, S): the words of `ring_flash_attention` again, without the code of the ring."""
     lengths = torch.tensor(documents or [S])

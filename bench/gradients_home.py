@@ -12,7 +12,7 @@ Linux only, as root, with iproute2. Elsewhere it gives the reason and measures n
     $ sudo .venv/bin/python -m bench.gradients_home
 """
 
-import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import record
-from bench.against_peers import torch_loop
+from bench.against_peers import passes, torch_loop
 from bench.hosts import LINK, command, hosts, row_of
 from bench.record import in_turn
 from ringlab.support.processes import RankContext
@@ -68,17 +68,13 @@ class Circle(Ring):
         return CircleSums(k, v, dtype, lengths=self.partition.lengths, group=self.group, hops=self.partition.hops)
 
 
-def passes(name: str, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Any]:
-    """The forward pass, and the backward pass of what it returns; causal, zigzag, chunks (1, H, C, D)."""
-    options: dict[str, Any] = {"causal": True, "layout": "zigzag"}
-    attention = {
-        NOW: partial(ring_flash_attention, schedule=Ring, **options),
-        BEFORE: partial(ring_flash_attention, schedule=Circle, **options),
-        TORCH: partial(torch_loop, **options),
-        LEARN: ring_attention,
-    }[name]
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    return [partial(attention, *inputs), lambda out: torch.autograd.grad(out, inputs, d_out)]
+OPTIONS: dict[str, Any] = {"causal": True, "layout": "zigzag"}
+METHODS: dict[str, Callable[..., Tensor]] = {
+    NOW: partial(ring_flash_attention, schedule=Ring, **OPTIONS),
+    BEFORE: partial(ring_flash_attention, schedule=Circle, **OPTIONS),
+    TORCH: partial(torch_loop, **OPTIONS),
+    LEARN: ring_attention,
+}
 
 
 def sent() -> int:
@@ -91,7 +87,7 @@ def measured(context: RankContext, chunk: int, heads: int, head_dim: int, repeti
     """By method: seconds of a forward and backward pass, and the bytes that this rank sends in each of them."""
     generator = torch.Generator().manual_seed(context.rank)
     inputs = torch.randn(4, 1, heads, chunk, head_dim, generator=generator).bfloat16().unbind()
-    of_method = {name: passes(name, *inputs) for name in (NOW, BEFORE, TORCH, LEARN)}
+    of_method = {name: passes(attention, *inputs) for name, attention in METHODS.items()}
     methods = {name: (False, lambda there=there, back=back: back(there())) for name, (there, back) in of_method.items()}
     seconds, results = in_turn(context, methods, repetitions)
     for mine, before in zip(results[NOW], results[BEFORE], strict=True):  # the sums have another order
@@ -141,9 +137,5 @@ def table(results: record.Results) -> str:
     )
 
 
-def main() -> int:
-    return command("gradients_home", measured, lambda: measure(**SIZE), table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    command("gradients_home", measured, lambda: measure(**SIZE), table)

@@ -160,11 +160,8 @@ def row_of(joined: list[Host], bench: str, sizes: dict[str, Any], processes: Seq
 
 
 def command(
-    bench: str,
-    work: Callable[..., Any],
-    measure: Callable[[], record.Results],
-    table: Callable[[record.Results], str],
-) -> int:
+    bench: str, work: Callable[..., Any], measure: Callable[[], record.Results], table: Callable[[record.Results], str]
+) -> None:
     """What a bench on hosts does: measure, and keep the results; on a rank of its jobs, `work`. Or say why not."""
     if "WORLD_SIZE" in os.environ:  # set by torchrun
         with join_ring("cpu") as context:
@@ -175,7 +172,6 @@ def command(
         print(f"nothing measured: {reason}")
     else:
         record.save(bench, measure(), table)
-    return 0
 
 
 def _text(file: IO[str]) -> str:

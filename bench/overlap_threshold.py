@@ -15,7 +15,6 @@ minutes; a run that was stopped goes on where it was.
     $ sudo .venv/bin/python -m bench.overlap_threshold
 """
 
-import sys
 import time
 from collections.abc import Callable
 from statistics import mean, median
@@ -99,10 +98,7 @@ def _time(work: Callable[[], None]) -> float:
 
 def shares(row: Row) -> Row:
     """The share of the hop that is hidden, and the overhead: the ring's time beyond that of its two blocks."""
-    return {
-        "hidden": 1 - row["waiting"] / row["messages"],
-        "overhead": row["ring"] / (2 * row["computing"]) - 1,
-    }
+    return {"hidden": 1 - row["waiting"] / row["messages"], "overhead": row["ring"] / (2 * row["computing"]) - 1}
 
 
 def knee(rows: list[Row], layer: AttentionLayer) -> Row:
@@ -181,9 +177,5 @@ def table(results: record.Results) -> str:
     )
 
 
-def main() -> int:
-    return command("overlap_threshold", measure_hop, lambda: measure(CHUNKS, **SIZE), table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    command("overlap_threshold", measure_hop, lambda: measure(CHUNKS, **SIZE), table)

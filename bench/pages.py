@@ -158,13 +158,7 @@ def new_token() -> Iterator[str]:
     yield f"merge takes «{merge / one:.1f}» times as long as one process"
 
 
-MEASURED = (
-    ring_to_learn_from,
-    trainable_ring,
-    whole_model,
-    documents_and_windows,
-    new_token,
-)
+MEASURED = (ring_to_learn_from, trainable_ring, whole_model, documents_and_windows, new_token)
 
 
 def renewed(texts: list[str]) -> list[str]:

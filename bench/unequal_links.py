@@ -13,7 +13,6 @@ that was stopped goes on where it was.
     $ sudo .venv/bin/python -m bench.unequal_links
 """
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -180,9 +179,5 @@ def table(results: record.Results) -> str:
     )
 
 
-def main() -> int:
-    return command("unequal_links", measured, lambda: measure(list(CASES), **SIZE), table)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    command("unequal_links", measured, lambda: measure(list(CASES), **SIZE), table)

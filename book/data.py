@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bench.scoreboard import grades, questions, summary, times
-from figures.draw_all import NARROW, save_narrow
+from figures.draw_all import NARROW, save
 from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.xray import on_paper
@@ -260,7 +260,7 @@ def write(folder: Path) -> None:
     calls |= {f"ring-{P}-{S}": (ring_file, P, S) for P in RANKS for S in seq_lens(P)}
     calls |= {f"xray-{name}": (dict, report) for name, report in xrays()}
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        drawn = [pool.submit(save_narrow, name, folder / "narrow") for name in NARROW]
+        drawn = [pool.submit(save, name, folder / "narrow", narrow=True) for name in NARROW]
         for name, made in [(name, pool.submit(*call)) for name, call in calls.items()]:
             numbers = json.dumps(made.result(), separators=(",", ":"))
             (folder / f"{name}.js").write_text(f'explorer.take("{name}",{numbers})')

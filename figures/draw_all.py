@@ -27,7 +27,6 @@ from figures import (
     ring_timeline,
     running_softmax,
     scoreboard,
-    shapes,
     slow_hop,
     state_ring,
     token_loss,
@@ -71,18 +70,12 @@ CHAPTERS: dict[str, Callable[[], drawing.Picture]] = {  # chapters draw them
 NARROW = {"kv_rotation": kv_rotation, "message_order": message_order, "causal_layouts": causal_layouts}
 
 
-def save_narrow(name: str, folder: Path) -> None:
-    """Write folder/NAME-narrow.svg, of one of NARROW, as the site shows it on phones; the rotation's animation, too."""
-    shapes.save(NARROW[name].draw(narrow=True), f"{name}-narrow", folder)
+def save(name: str, folder: Path = FOLDER, *, narrow: bool = False) -> None:
+    """Write folder/NAME.svg, of one of PAGES; or NAME-narrow.svg, of one of NARROW. The rotation as animation, too."""
+    figure = NARROW[name].draw(narrow=True) if narrow else PAGES[name]()
+    folder.joinpath(f"{name}{'-narrow' * narrow}.svg").write_text(drawing.svg(figure))
     if name == "kv_rotation":
-        kv_rotation.save_gif(folder, narrow=True)
-
-
-def save(name: str, folder: Path = FOLDER) -> None:
-    """Write folder/NAME.svg, of one of PAGES; the rotation as an animation, too."""
-    shapes.save(PAGES[name](), name, folder)
-    if name == "kv_rotation":
-        kv_rotation.save_gif(folder)
+        kv_rotation.save_gif(folder, narrow=narrow)
 
 
 def main(names: list[str]) -> None:

@@ -1,6 +1,5 @@
 """Shapes that the pictures of this folder and of the puzzles share: boxes, blocks, arrows, plain axes."""
 
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -65,8 +64,3 @@ def plain(ax: Axes) -> None:
     ax.spines[["left", "right", "top"]].set_visible(False)
     ax.grid(color=drawing.FAINT, lw=0.8)
     ax.set_axisbelow(True)
-
-
-def save(figure: drawing.Picture, name: str, folder: Path) -> None:
-    """Write the picture as `folder`/NAME.svg."""
-    (folder / f"{name}.svg").write_text(drawing.svg(figure))

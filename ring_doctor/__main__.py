@@ -5,13 +5,16 @@
     asked       asking/examination.py, the main loop: every question; asking/job.py: one, on processes of its own;
                 asking/answers.py: judge, the answer
     explained   explaining/diagnosis.py: the name; xray.py: where; inference.py: what is seen without a name
-    told        report.py, as text, JSON or a page; github.py, a note at a line of code
+    told        report.py, as text, JSON or a page; below, on GitHub, as a note at the line of the function
 
 Before: options.py, assertion.py, which calls these in turn, and report.py. After: the chapter on rings that were wrong.
+Source: GitHub Docs, "Workflow commands for GitHub Actions"; the escapes are those of its toolkit, core/src/command.ts.
 """
 
 import argparse
 import contextlib
+import functools
+import inspect
 import json
 import os
 import signal
@@ -20,20 +23,17 @@ import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from ring_doctor.asking.answers import BAD_INPUT, CANNOT_TELL, SAID, STATUS, passes
+from ring_doctor.asking.answers import BAD_INPUT, CANNOT_TELL, SAID, STATUS
 from ring_doctor.asking.job import START, CannotExamine
 from ring_doctor.asking.names import by_name, named
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.assertion import examine
-from ring_doctor.catalogue import enter
 from ring_doctor.explaining.xray import XRay
-from ring_doctor.github import tell_github
 from ring_doctor.options import claims_of, parse
-from ring_doctor.report import Report, as_json, head, page
+from ring_doctor.report import as_json, head, page
 from ring_doctor.whole_models.whole_model import WORLDS, examine_model, json_of_model, text_of_model
-from ringlab.support.extras import install
 from ringlab.support.processes import Ranks, choose_device
 
 QUIET = 20.0  # seconds between two lines about how far it is, where stderr is a file or a pipe
@@ -64,37 +64,47 @@ def run(args: argparse.Namespace) -> int:
     try:
         find_project(Path.cwd())
         with telling() as tell:
-            level, report, first = run_model(args) if args.model else run_attention(args, tell)
+            said, report, first, picture = of_model(args) if args.model else of_attention(args, tell)
     except CannotExamine as error:
-        level, report, first = CANNOT_TELL, *[f"{SAID[CANNOT_TELL]}: {error}"] * 2
+        level, report = CANNOT_TELL, f"{SAID[CANNOT_TELL]}: {error}"
+        first = report
     except ValueError as error:
         print(f"ring-doctor: {error}", file=sys.stderr)
         return BAD_INPUT
-    passed = passes(level, args.accept)
+    else:
+        level = said["level"]
+        if args.json:
+            args.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+        if args.html:
+            args.html.write_text(page(said, report, picture), encoding="utf-8")
     function = named(args.patient if ":" in args.patient else f"{args.patient}:attention")
-    note = tell_github(function, level, first, report, passed=passed)
-    lines = [report, f"accepted: {level}" if passed and STATUS[level] else "", note]
+    note = tell_github(function, level, first, report)
     try:
-        print(*filter(None, lines), sep="\n", flush=True)
+        print(report, *[note] * bool(note), sep="\n", flush=True)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes once more at its end
-    return 0 if passed else STATUS[level]
+    return STATUS[level]
 
 
-def run_attention(args: argparse.Namespace, tell: Callable[[str], None]) -> tuple[str, str, str]:
-    """(level, report, its head) of an attention. Raises ValueError and CannotExamine."""
-    if args.catalogue:
-        enter(args.catalogue)
+Told = tuple[dict[str, Any], str, str, str]  # a report for programs, as text, its head, and its X-ray as an SVG
+
+
+def of_attention(args: argparse.Namespace, tell: Callable[[str], None]) -> Told:
+    """The examination of an attention. Raises ValueError and CannotExamine."""
     patient = patient_of(args.patient, **claims_of(args))
     choose_device(args.device, max(patient.worlds))
     how = {"seconds": args.time_limit, "device": args.device, "seed": args.seed, "quick": args.quick}
-    report = examine(patient, **how, xray=bool(args.html or args.xray), progress=tell)
-    write(args, as_json(report), report)
-    return report.level, str(report), head(report)
+    report = examine(patient, **how, catalogue=args.catalogue, progress=tell)
+    picture = ""
+    if args.html and isinstance(report.xray, XRay) and find_spec("matplotlib"):
+        from ring_doctor.explaining.xray_picture import svg
+
+        picture = svg(report.xray)
+    return as_json(report), str(report), head(report), picture
 
 
-def run_model(args: argparse.Namespace) -> tuple[str, str, str]:
-    """(level, report, verdict) of a training step of a whole model. Raises ValueError and CannotExamine."""
+def of_model(args: argparse.Namespace) -> Told:
+    """The examination of a training step of a whole model. Raises ValueError and CannotExamine."""
     choose_device(args.device, max(WORLDS))
     ranks = Ranks(max(WORLDS), max(START, args.time_limit), args.device)
     try:
@@ -105,26 +115,44 @@ def run_model(args: argparse.Namespace) -> tuple[str, str, str]:
         raise CannotExamine(f"{args.patient}: {reason}") from reason
     finally:
         ranks.stop()
-    write(args, json_of_model(found))
-    return found.level, text_of_model(found), found.verdict
+    return json_of_model(found), text_of_model(found), found.verdict, ""
 
 
-def write(args: argparse.Namespace, said: dict[str, Any], report: Report | None = None) -> None:
-    """The files that were asked for: a report as JSON, as a page, and the X-ray of an attention."""
-    picture = ""
-    if report and isinstance(report.xray, XRay) and find_spec("matplotlib"):
-        from ring_doctor.explaining.xray_picture import svg
+def tell_github(function: Callable[..., Any], level: str, head: str, report: str) -> str:
+    """Write the report on the page of the run. Returns the line that becomes a note at the function.
 
-        picture = svg(report.xray)
-    if args.json:
-        args.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    if args.html:
-        args.html.write_text(page(said, picture), encoding="utf-8")
-    if args.xray and picture:
-        args.xray.write_text(picture, encoding="utf-8")
-    elif args.xray and report:
-        why = f"it needs matplotlib: {install('plots')}" if isinstance(report.xray, XRay) else report.xray
-        print(f"ring-doctor: no X-ray in {args.xray}: {why}", file=sys.stderr)
+    "" for a right ring, and where no workflow of GitHub runs this process. The first line of `head`, which belongs to
+    the report, becomes the title.
+    """
+    if os.environ.get("GITHUB_ACTIONS") != "true":
+        return ""
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with contextlib.suppress(OSError), Path(summary).open("a", encoding="utf-8") as file:  # a container may lack it
+            file.write(f"### ring-doctor: {level}\n\n```text\n{report}\n```\n")
+    if STATUS[level] == 0:
+        return ""
+    verdict, _, others = head.partition("\n")
+    properties = {**line_of(function, Path(os.environ.get("GITHUB_WORKSPACE", "."))), "title": verdict}
+    listed = ",".join(f"{name}={_escaped(value, ':,')}" for name, value in properties.items())
+    return f"::error {listed}::{_escaped(others.strip() or verdict)}"
+
+
+def line_of(function: Callable[..., Any], root: Path) -> dict[str, str]:
+    """{file, line} where a function is written, the file as seen from `root`; {} outside of it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    try:
+        file, (_, line) = Path(inspect.getsourcefile(function) or ""), inspect.getsourcelines(function)
+        return {"file": str(file.resolve().relative_to(root.resolve())), "line": str(line)}
+    except (OSError, TypeError, ValueError):  # no Python source: a compiled function, an object; or in another folder
+        return {}
+
+
+def _escaped(text: str, others: str = "") -> str:
+    for character in f"%\r\n{others}":
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text
 
 
 def find_project(folder: Path) -> None:
@@ -137,21 +165,6 @@ def find_project(folder: Path) -> None:
     sys.path[:0] = [str(home) for home in homes if str(home) not in sys.path]
 
 
-@contextlib.contextmanager
-def ending_in_order() -> Iterator[None]:
-    """SIGTERM and Ctrl-C end the command by an exception, so that it ends its processes first."""
-
-    def leave(number: int, frame: Any) -> NoReturn:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The exit status of the command."""
     args = parse(argv)
@@ -159,8 +172,9 @@ def main(argv: list[str] | None = None) -> int:
         said = "WORLD_SIZE is set, as torchrun and sbatch scripts set it; expected no torchrun, or WORLD_SIZE unset"
         print(f"ring-doctor: {said}: the doctor starts its own processes", file=sys.stderr)
         return BAD_INPUT
-    with ending_in_order():
-        return run(args)
+    for number in (signal.SIGTERM, signal.SIGINT):  # end by an exception: it ends the doctor's processes first
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    return run(args)
 
 
 if __name__ == "__main__":

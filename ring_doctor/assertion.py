@@ -15,7 +15,7 @@ length that matters (unequal chunks, one token each, odd chunks) is kept.
 Before: report.py. After: __main__.py, the command; patients/, libraries that were examined.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ring_doctor.asking import examination
-from ring_doctor.asking.answers import CANNOT_TELL, OK, passes
+from ring_doctor.asking.answers import CANNOT_TELL, SAID
 from ring_doctor.asking.examination import SECONDS, Examination
 from ring_doctor.asking.job import CannotExamine, Job
 from ring_doctor.asking.patient import Patient, patient_of
@@ -37,20 +37,13 @@ from ring_doctor.report import Report
 LONGEST = 16  # tokens on a rank: a longer question is X-rayed with 4
 
 
-def assert_ring(function: Callable[..., Any] | str, *, accept: Collection[str] = (), **options: Any) -> None:
-    """Raise AssertionError with the diagnosis unless `function` is a right ring. Options and errors as in `examine`.
-
-    `accept` may hold "imprecise", for a ring that is wrong in 16 bits only and by no more than rounding, and
-    "cannot-tell", for a ring that answers no question at all.
-    """
-    passes(CANNOT_TELL, accept)  # names that are none are refused before any process starts
+def assert_ring(function: Callable[..., Any] | str, **options: Any) -> None:
+    """Raise AssertionError with the diagnosis unless `function` is a right ring. Options and errors as in `examine`."""
     try:
         report = examine(function, **options)
     except CannotExamine as error:
-        if passes(CANNOT_TELL, accept):
-            return
-        raise AssertionError(f"CANNOT TELL: {error}") from None
-    if not passes(report.level, accept):
+        raise AssertionError(f"{SAID[CANNOT_TELL]}: {error}") from None
+    if not report.healthy:
         raise AssertionError(str(report))
 
 
@@ -61,7 +54,6 @@ def examine(
     device: str = "cpu",
     seed: int = 0,
     quick: bool = False,
-    xray: bool = False,
     catalogue: str = "",
     progress: Callable[[str], None] = lambda words: None,
     **claims: Any,
@@ -74,9 +66,8 @@ def examine(
     command do: causal=True, layouts="zigzag", worlds=(1, 2, 3), dtypes="float32", tensors="bshd", heads=8, kv_heads=2,
     head_dim=64, batch=2, chunk=16, shape=(B, H, G, S, D), grouped=False, unequal=False, gradients=False. state=True: it
     is a ring of states, f(q, k, v, log_decay, beta), or a short convolution f(x, weight); state="each key": with a
-    log_decay shaped as k. A question may take `seconds`. `quick` asks less (asking/questions.py). `xray`: take one of a
-    healthy ring too. `catalogue`: a module or a file with mistakes of your own. `progress` is told what is done, in
-    words.
+    log_decay shaped as k. A question may take `seconds`. `quick` asks less (asking/questions.py). `catalogue`: a module
+    or a file with mistakes of your own. `progress` is told what is done, in words.
 
     Raises ValueError for a function that cannot be examined, or that no other process can import, and CannotExamine
     where it answers no question at all.
@@ -89,7 +80,7 @@ def examine(
     progress("diagnosis")
     diagnosis = None if found.healthy else diagnose(found)
     taken: XRay | str = "a state has no matrix of weights" if patient.state else "none was taken"
-    if not patient.state and (xray or diagnosis):
+    if diagnosis and not patient.state:
         progress("X-ray")
         taken = take_xray(found.patient, choose_question(found), **how)
     named = (
@@ -101,13 +92,11 @@ def examine(
 
 
 def choose_question(examination: Examination) -> Question:
-    """The wrong answer of which an X-ray shows the most, with one head; if none is wrong, the last plain right answer.
+    """The wrong answer of which an X-ray shows the most, with one head.
 
     An X-ray has no batch, no heads, no large scores and no scale. 16 bits and two ranks show less.
     """
-    right = [answer.question for answer in examination.answers if answer.state == OK]
-    others = right[::-1] or [examination.answers[0].question]
-    question = min([answer.question for answer in examination.wrong] or others, key=_loses)
+    question = min([answer.question for answer in examination.wrong], key=_loses)
     case, P, S = question.case, question.case.world_size, question.case.seq_len
     if S > LONGEST * P or (case.equal_chunks and S // P % 2 == 0):
         S = 4 * P

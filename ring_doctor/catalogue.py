@@ -1,21 +1,15 @@
 """The mistakes of an attention ring: six tables by the numbers that they give, and one by the way to ask.
 
-Shapes: those of mistakes/paper_ring.py.
-
-    $ python -m ring_doctor.catalogue
-    # The mistakes that the doctor knows
-    ...
+mistakes/README.md lists them in words. Shapes: those of mistakes/paper_ring.py.
 
 Before: the tables in mistakes/.
 After: explaining/diagnosis.py, which compares a ring with all of them.
 Source: mistakes/README.md names who had each, where that is public; BY_WAY is what the users of public rings met.
 """
 
-import sys
-
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.names import module_named
-from ring_doctor.mistakes import CATALOGUE, PAGE, backward, gradients, masks, merging, other_ways, told, travel
+from ring_doctor.mistakes import CATALOGUE, backward, gradients, masks, merging, other_ways, told, travel
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.support.processes import place_of
 
@@ -55,13 +49,3 @@ def enter(name: str) -> None:
             raise ValueError(
                 f"{said}; expected a step of ring_doctor/mistakes/paper_ring.py, with its arguments"
             ) from error
-
-
-def main() -> int:
-    for page in (PAGE, PAGE.parents[1] / "whole_models" / PAGE.name):
-        print(page.read_text(encoding="utf-8"))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from ring_doctor.asking.answers import ACCEPTABLE, BAD_INPUT, CANNOT_TELL, passes
+from ring_doctor.asking.answers import BAD_INPUT
 from ring_doctor.asking.calls import TENSORS
 from ring_doctor.asking.case import LAYOUTS
 from ring_doctor.asking.examination import SECONDS
@@ -96,26 +96,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--time-limit", type=float, default=SECONDS, metavar="S", help=f"seconds for a question ({SECONDS:g})")
     add("--seed", type=int, default=0, help="of the random inputs (0)")
     add("--quick", action="store_true", help="ask each kind of question until one is answered")
-    accept = f"end with 0 also for these verdicts: {','.join(ACCEPTABLE)} (none)"
-    add("--accept", type=lambda words: tuple(words.split(",")), default=(), metavar="LEVELS", help=accept)
     add("--catalogue", metavar="my.py", default="", help="mistakes of your own, to be named too: see below")
     add("--vocab", type=int, default=32, metavar="V", help="tokens of a --model are below V (32)")
 
     add = parser.add_argument_group("what to write, besides the report on the terminal").add_argument
     add("--json", type=new_file(".json"), metavar="FILE", help="every answer, for other programs")
-    add("--html", type=new_file(".html"), metavar="FILE", help="one page, with X-rays")
-    picture = "the X-ray as a picture, a name ending in .svg; needs matplotlib"
-    add("--xray", type=new_file(".svg"), metavar="FILE", help=picture)
+    add(
+        "--html",
+        type=new_file(".html"),
+        metavar="FILE",
+        help="one page; with matplotlib, its X-ray is a picture",
+    )
 
     args = parser.parse_args(argv)
-    if args.model and (args.quick or args.xray or args.state):
-        parser.error("a --model has no X-ray and no shorter way; expected neither --quick nor --xray nor --state")
+    if args.model and (args.quick or args.state):
+        parser.error("a --model has no shorter way and is no ring of states; expected neither --quick nor --state")
     if not 0 < args.time_limit < float("inf"):
         parser.error(f"--time-limit is {args.time_limit:g}; expected a number of seconds")
-    try:
-        passes(CANNOT_TELL, args.accept)
-    except ValueError as error:
-        parser.error(str(error))
     return args
 
 

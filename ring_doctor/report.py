@@ -2,7 +2,7 @@
 
     text(report)           what a terminal shows; the first line is the verdict
     as_json(report)        the same for other programs
-    page(said, picture)    the JSON of a report, of an attention or of a whole model, as one page that loads nothing
+    page(said, text)       both, of an attention or of a whole model, as one page that loads nothing
 
 Before: diagnosis.py and inference.py in explaining/. After: assertion.py, which examines; __main__.py, which prints.
 """
@@ -238,8 +238,8 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def _answer_as_json(answer: Answer) -> dict[str, Any]:
-    case = answer.case
-    errors = {name: (*answer.errors[name], answer.relative[name]) for name in answer.errors}
+    case, keys = answer.case, ("largest", "allowed", "relative")
+    errors = {name: (*pair, answer.relative[name]) for name, pair in answer.errors.items()}
     finite = {name: [x if math.isfinite(x) else None for x in each] for name, each in errors.items()}
     return {
         "question": answer.question.words(),
@@ -251,9 +251,7 @@ def _answer_as_json(answer: Answer) -> dict[str, Any]:
         "says": answer.says,
         "found": found_in(answer),
         "wrong": {name: list(answer.ranks[name]) for name in answer.wrong},
-        "errors": {
-            name: dict(zip(("largest", "allowed", "relative"), each, strict=True)) for name, each in finite.items()
-        },
+        "errors": {name: dict(zip(keys, each, strict=True)) for name, each in finite.items()},
     }
 
 
@@ -269,13 +267,12 @@ PAGE = Template("""\
 @media (prefers-color-scheme: dark) { :root { --ok: #3fcf9f; --sick: #ff9a5c; --quiet: #a0a8b0; } }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
 .ok { color: var(--ok); } .sick { color: var(--sick); } .quiet { color: var(--quiet); }
-div, figure { margin: 0; overflow-x: auto; } table, pre { font-size: .87rem; }
+div, figure { margin: 0; overflow-x: auto; } table, pre { font-size: .87rem; } pre { white-space: pre-wrap; }
 th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #8886; vertical-align: top; }
 </style>
 <h1 class="$state">$verdict</h1>
-$about
-$mistakes
-$xray
+<pre>$report</pre>
+$picture
 <h2>Answers</h2>
 <div><table>
 <tr><th>answer</th><th>question</th><th>result</th></tr>
@@ -286,26 +283,16 @@ $answers
 """)
 
 
-def page(said: dict[str, Any], picture: str = "") -> str:
-    """The page, as text, legible on a light and on a dark screen, with the X-ray as an SVG where there is one."""
-    about = [f"Level: {said['level']}.", said.get("about"), said.get("version"), *said["remarks"], *said["inference"]]
-    xray = [f"<h2>X-ray</h2>\n<p>{escape(said['xray_of'])}</p>"] if "xray" in said else []
-    xray += [f"<figure>{picture[picture.index('<svg') :]}</figure>"] if picture else []
-    xray += [f"<div><pre>{escape(said['xray'])}</pre></div>"] if said.get("xray") else []
+def page(said: dict[str, Any], report: str, picture: str = "") -> str:
+    """The page, legible in light and dark: the text, the X-ray as an SVG where there is one, and every answer."""
     rows = [(COLOURS.get(it["state"], "sick"), it["state"], it["question"], it["found"]) for it in said["answers"]]
     cells = [(kind, "</td><td>".join(map(escape, words))) for kind, *words in rows]
     return PAGE.substitute(
         name=escape(said["name"]),
         state="ok" if said["healthy"] else "sick",
         verdict=escape(said["verdict"]),
-        about="\n".join(f"<p>{escape(words)}</p>" for words in about if words),
-        mistakes="\n".join(_mistake(name, facts) for name, facts in said["facts"].items()),
-        xray="\n".join(xray),
+        report=escape(report.partition("\n")[2]),
+        picture=f"<figure>{picture[picture.index('<svg') :]}</figure>" if picture else "",
         answers="\n".join(f"<tr><td class={kind!r}>{words}</td></tr>" for kind, words in cells),
         torch=said["torch"],
     )
-
-
-def _mistake(name: str, facts: dict[str, str]) -> str:
-    said = (f"<p>{heading}: {escape(words)}</p>" for heading, words in facts.items())
-    return "\n".join([f"<h2>{name}</h2>", *said])

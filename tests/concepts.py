@@ -26,7 +26,7 @@ CONCEPTS = [
     for path in ROOT.glob(f"ringlab/{folder}/[!_]*.py")
     if path.stem != "train"  # a run with files of its own: tests/models/test_train.py
     and is_concept(path)
-] + ["ring_doctor.catalogue"]
+]
 SLOW = ("launch", "gradients")  # functions that start processes or compile
 
 

@@ -94,6 +94,6 @@ def pytest_collection_finish(session):
     if any(name.startswith(("models_hugging_face", "models_every")) for name in tested):
         PRELOAD.append("ringlab.models.hugging_face_generate")
     if "models_hugging_face_trainer" in tested:  # and TRL
-        PRELOAD.append("ringlab.models.hugging_face_trainer")
+        PRELOAD.extend(["ringlab.models.hugging_face_trainer", "trl.trainer.sft_trainer"])
     if tested & {"models_train", "models_damage"}:  # and checkpoints
         PRELOAD.append("ringlab.models.train")

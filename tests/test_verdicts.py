@@ -115,7 +115,6 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
 }
 ELSEWHERE = {
     "ringlab.basics.ranks": "an assert on each rank, which ends the job",
-    "ring_doctor.catalogue": "a list, without a check",
 }
 
 

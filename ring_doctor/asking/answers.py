@@ -9,7 +9,6 @@ Source: the bound is derived in ../../ringlab/support/rounding.py.
 """
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.questions import Question
-from ringlab.support.rounding import Right, exact_attention
+from ringlab.support.rounding import Right
 
 OK, WRONG, REFUSED, FAILED, LATE = "ok", "wrong", "refused", "failed", "too late"
 RIGHT, RIGHT_AS_CLAIMED, IMPRECISE = "right", "right for what it takes", "imprecise in 16 bits"
@@ -27,7 +26,6 @@ STATUS = {RIGHT: 0, RIGHT_AS_CLAIMED: 0, IMPRECISE: 1, WRONG_RING: 1, CANNOT_TEL
 SAID = {RIGHT: "HEALTHY", RIGHT_AS_CLAIMED: "HEALTHY FOR WHAT IT TAKES", IMPRECISE: "IMPRECISE IN 16 BITS"}
 SAID |= {WRONG_RING: "SICK", CANNOT_TELL: "CANNOT TELL"}  # how a verdict begins
 BAD_INPUT = 2  # the exit status for options that are no options
-ACCEPTABLE = {"imprecise": IMPRECISE, "cannot-tell": CANNOT_TELL}  # what --accept and accept= take
 ROUNDINGS = 32  # steps between two numbers of 16 bits: a ring of 4 that rounds at every step is off by less
 
 
@@ -121,14 +119,14 @@ def right_results(question: Question) -> dict[str, Right]:
         return case.right() | _with_gradient_of_lse(case)
     if question.how == "autocast":
         wider = torch.finfo(case.dtype).eps / torch.finfo(torch.float32).eps
-        wide = _exact(case, *(x.float() for x in case.whole()))
+        wide = case.exact(*(x.float() for x in case.whole()))
         stored = {name: case.dtype for name in wide if name != "lse"}
         return {name: replace(x, sums=wider * x.sums, dtype=stored.get(name, x.dtype)) for name, x in wide.items()}
     if question.how != "views":
         return case.right()
     q, k, v, d_out = case.whole()
     chunks = [case.cut(d_out, rank) for rank in range(case.world_size)]
-    return _exact(case, q, k, v, case.join([chunk[:, :, :1, :1].expand_as(chunk) for chunk in chunks]))
+    return case.exact(q, k, v, case.join([chunk[:, :, :1, :1].expand_as(chunk) for chunk in chunks]))
 
 
 def _with_gradient_of_lse(case: Case) -> dict[str, Right]:
@@ -139,16 +137,12 @@ def _with_gradient_of_lse(case: Case) -> dict[str, Right]:
     """
     q, k, _, d_out = case.whole()
     g = (case.head_dim**-0.5 if case.scale is None else case.scale) * d_out[..., :1]
-    more, right = _exact(case, q, k, k, g * q), case.right()
+    more, right = case.exact(q, k, k, g * q), case.right()
     parts = {"dq": (g * more["out"].exact, g.abs() * more["out"].sums), "dk": (more["dv"].exact, more["dv"].sums)}
     return {
         name: replace(right[name], exact=right[name].exact + exact, sums=right[name].sums + sums)
         for name, (exact, sums) in parts.items()
     }
-
-
-def _exact(case: Case, *whole: Tensor) -> dict[str, Right]:
-    return exact_attention(*whole, visible=case.visible(), scale=case.scale, fused_blocks=case.world_size)
 
 
 def _as_float32(answer: Answer) -> bool:
@@ -164,11 +158,11 @@ def _as_float32(answer: Answer) -> bool:
     return all(bool((exact[name].error(x.double()) <= 2 * in_float32[name].allowed).all()) for name, x in found)
 
 
-def passes(level: str, accept: Collection[str]) -> bool:
-    """Whether a test passes with this level. Raises ValueError where `accept` holds anything but ACCEPTABLE."""
-    if isinstance(accept, str) or not set(accept) <= set(ACCEPTABLE):
-        raise ValueError(f'accept is {accept!r}; expected some of {", ".join(ACCEPTABLE)}, as ("imprecise",)')
-    return STATUS[level] == 0 or level in {ACCEPTABLE[name] for name in accept}
+def level_of(faults: list[Answer], *, limited: bool) -> str:
+    """How wrong a ring is by the answers that count; `limited`: it takes less than a ring may take."""
+    if faults:
+        return IMPRECISE if all(map(imprecise, faults)) else WRONG_RING
+    return RIGHT_AS_CLAIMED if limited else RIGHT
 
 
 def imprecise(answer: Answer) -> bool:

@@ -54,7 +54,7 @@ NAMES = {  # an option: the names of it
 OPTION = {name: option for option, names in NAMES.items() for name in names}
 TENSORS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}  # where their dimensions are in ours
 ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-WRAP = "give it by functools.partial in a module of yours, or wrap the function in one that takes q, k and v"
+GIVES = f"gives q, k, v of this rank, and any of {', '.join(NAMES)}: wrap the function, or use functools.partial"
 
 
 class WrongResult(ValueError):
@@ -73,18 +73,8 @@ def arguments_of(name: str, function: Callable[..., Any]) -> dict[str, inspect.P
     try:
         signature.bind(*"qkv", **dict.fromkeys(given))
     except TypeError as error:
-        raise ValueError(f"{name}{signature} {_why_not(signature, error)}") from error
+        raise ValueError(f"{name}{signature} cannot be called as f(q, k, v): {error}; the doctor {GIVES}") from error
     return given
-
-
-def _why_not(signature: inspect.Signature, error: TypeError) -> str:
-    others = list(signature.parameters.values())[3:]
-    unknown = [of.name for of in others if of.default is of.empty and of.name not in OPTION and of.kind not in ANY]
-    if unknown:
-        return f"needs {' and '.join(unknown)}, which the doctor does not know; {WRAP}"
-    return f"cannot be called as f(q, k, v): {error}; expected a function of this rank's q, k and v, and of any of " + (
-        ", ".join(NAMES)
-    )
 
 
 def _callee(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,24 +89,23 @@ def values(
     case: Case,
     group: ProcessGroup | None,
     device: torch.device,
-    of_states: dict[str, Tensor] | None = None,
+    of_states: dict[str, Tensor],
 ) -> dict[str, Any]:
     """The arguments for a case, by the names of the signature."""
     layout = layout_of(case.layout)
     ends = [0, *accumulate(case.documents or (case.seq_len,))]
     given: dict[str, Any] = {name: getattr(case, name) for name in ("causal", "scale", "documents", "window")}
-    given |= {"group": group, "layout": case.layout if callable(layout) else layout, "log_decay": None, "beta": None}
-    given |= of_states or {}
+    given |= {"group": group, "layout": case.layout if callable(layout) else layout, **of_states}
     given["sinks"] = case.sink_scores().to(device) if case.sinks else None
     forms = {  # of what is given, and of what must be given although the case has none
         "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
         "group": group or dist.group.WORLD,
         "window_size": (-1, -1) if case.window is None else (case.window - 1, 0),
-        **({"decay": given["log_decay"].exp()} if of_states and "log_decay" in of_states else {}),
+        "decay": of_states["log_decay"].exp() if "log_decay" in of_states else None,
         **dict.fromkeys(NAMES["documents"][1:], torch.tensor(ends, dtype=torch.int32, device=device)),
     }
-    needed = [name for name, of in takes.items() if given[OPTION[name]] is not None or of.default is of.empty]
-    return {name: forms.get(name, forms.get(OPTION[name], given[OPTION[name]])) for name in needed}
+    needed = [name for name, of in takes.items() if given.get(OPTION[name]) is not None or of.default is of.empty]
+    return {name: forms.get(name, forms.get(OPTION[name], given.get(OPTION[name]))) for name in needed}
 
 
 def theirs(patient: "Patient", x: Tensor) -> Tensor:

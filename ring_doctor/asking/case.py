@@ -19,14 +19,12 @@ Shapes: the whole q and d_out (B, H, S, D), k and v (B, G, S, D); in an X-ray B 
 tokens at `positions(r)`.
 
 Before: names.py. After: calls.py, how a ring is called; explaining/xray.py, which reads the results of an X-ray.
-Source: Liu et al. 2024, equation 1; Dao et al. 2022, algorithm 4, for the X-ray. The right answers come from
-../../ringlab/support/rounding.py.
+Source: Liu et al. 2024, equation 1; Dao et al. 2022, algorithm 4, for the X-ray.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -104,6 +102,13 @@ class Case:
         """(S, S) bool: whether the query, a row, sees the key, a column."""
         return _visible(self.seq_len, self.causal, self.documents, self.window)
 
+    def exact(self, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> dict[str, Right]:
+        """The results of attention to these tensors, under the mask of the case."""
+        visible = self.visible() if self.documents or self.window else None  # causal alone: without S x S numbers
+        return exact_attention(
+            q, k, v, d_out, causal=self.causal, visible=visible, scale=self.scale, fused_blocks=self.world_size
+        )
+
     def right(self) -> dict[str, Right]:
         """The right out, lse, dq, dk and dv of the whole sequence, and how far rounding may move them."""
         return _right(self)
@@ -171,15 +176,11 @@ def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, wind
 def _right(case: Case) -> dict[str, Right]:
     if case.sinks:
         return _right_with_sinks(case)
-    runs = case.documents is not None or case.window is not None
-    visible = case.visible() if runs else None  # a causal mask of a long sequence takes no S x S numbers
-    options: Any = {"visible": visible, "scale": case.scale, "fused_blocks": case.world_size}
-    exact = partial(exact_attention, causal=case.causal, **options)
-    if case.inputs not in UNROUNDED:
-        return exact(*case.whole())
-    wide = exact(*(x.float() for x in case.whole()))
-    results = {name: replace(right, dtype=case.dtype) for name, right in wide.items()}
-    return results | {"lse": exact(*case.whole())["lse"]}  # kernels sum lse from weights in 16 bits
+    right = case.exact(*case.whole())
+    if case.inputs in UNROUNDED:  # and yet kernels sum lse from weights in 16 bits
+        wide = case.exact(*(x.float() for x in case.whole()))
+        right |= {name: replace(x, dtype=case.dtype) for name, x in wide.items() if name != "lse"}
+    return right
 
 
 def _right_with_sinks(case: Case) -> dict[str, Right]:

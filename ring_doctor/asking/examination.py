@@ -9,22 +9,11 @@ import itertools
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from ring_doctor.asking.answers import (
-    FAILED,
-    IMPRECISE,
-    LATE,
-    REFUSED,
-    RIGHT,
-    RIGHT_AS_CLAIMED,
-    WRONG,
-    WRONG_RING,
-    Answer,
-    imprecise,
-    right_results,
-)
+from ring_doctor.asking.answers import FAILED, LATE, REFUSED, WRONG, Answer, level_of, right_results
 from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
 from ring_doctor.asking.patient import Patient, dtype_of
 from ring_doctor.asking.questions import LSE, UNEQUAL, Question, in_turn, kind, questions
@@ -59,10 +48,8 @@ class Examination:
 
     @property
     def level(self) -> str:
-        """How wrong: one of those in answers.py. Imprecise: 16 bits only, and by no more than rounding can do."""
-        if self.faults:
-            return IMPRECISE if all(map(imprecise, self.faults)) else WRONG_RING
-        return RIGHT_AS_CLAIMED if self.limits or self.beyond else RIGHT
+        """How wrong: one of those in answers.py."""
+        return level_of(self.faults, limited=bool(self.limits or self.beyond))
 
     @property
     def healthy(self) -> bool:
@@ -105,11 +92,13 @@ def examination_of(
     Raises CannotExamine when the patient answers too little or too late.
     """
     found = Examination(patient)
+    if max(patient.worlds) < 4 and not patient.state:
+        found.remarks.append("with fewer than 4 ranks sums in 16 bits and parts of a larger job are not asked for")
     with ExitStack() as stack:  # of jobs, which start with their first question
         # parts of a job have jobs of their own, in which rank 0 is never called
         sizes = itertools.product(range(1, max(patient.worlds) + 2), (False, True))
         jobs = {key: stack.enter_context(closing(Job(patient, key[0], seconds, device))) for key in sizes}
-        _without_what_it_refuses(found, jobs, seed)
+        any(_takes(found, jobs[P, False], seed) for P in reversed(patient.worlds))
         _ask_everything(found, jobs, seed, quick, progress)
     found.remarks += [LAST_DIGITS] if any(answer.last_digits for answer in found.answers) else []
     found.remarks += [DRAWS] if any(answer.draws for answer in found.answers) else []
@@ -215,77 +204,58 @@ def _other_numbers(a: Answer, b: Answer) -> bool:
     return any(bool(((x - y).abs() > allowed[name]).any()) for name, (x, y) in pairs.items())
 
 
-def _without_what_it_refuses(found: Examination, jobs: dict[tuple[int, bool], Job], seed: int) -> None:
-    """The patient with the dtypes, masks and layouts that it takes, as many heads as it needs, and with gradients."""
-    if max(found.patient.worlds) < 4 and not found.patient.state:
-        found.remarks.append("with fewer than 4 ranks sums in 16 bits and parts of a larger job are not asked for")
-    for world_size in reversed(found.patient.worlds):
-        job = jobs[world_size, False]
-        if answer := _with_what_it_needs(found, job, seed):
-            break
-    else:
-        return  # it refuses everything
-    _check_that_it_is_in_time(found.patient.name, answer)
-    if not job.lost:
-        _in_masks_that_it_takes(found, job, seed)
-    if found.patient.gradients and not job.lost:
-        answer = _without_gradients_if_refused(found, job, seed)
-    if answer.in_float32 and found.patient.dtypes[1:]:
-        found.remarks.append("it takes float64 and computes in float32; it is examined in float32")
-        found.patient = replace(found.patient, dtypes=found.patient.dtypes[1:])
+def _takes(found: Examination, job: Job, seed: int) -> bool:
+    """Whether the patient takes any question on so many ranks. Then it loses what it refuses, and gets what it needs.
 
+    It is asked without gradients in each dtype, and with heads for each rank, as an all-to-all needs them; under each
+    mask and layout; with gradients.
+    """
 
-def _first(patient: Patient, job: Job, seed: int) -> Question:
-    return next(questions(patient, job.size, dtype_of(patient.dtypes[0]), seed))
+    def ask(patient: Patient, how: str = "without gradients", **mask: Any) -> Answer:
+        first = next(questions(patient, job.size, dtype_of(patient.dtypes[0]), seed))
+        return job.ask(replace(first, how=how, case=replace(first.case, **mask)))
 
-
-def _with_what_it_needs(found: Examination, job: Job, seed: int) -> Answer | None:
-    """Ask without gradients in each dtype, and with a head for each rank, as an all-to-all needs them."""
-    patient, refused = found.patient, ""
-    for (i, dtype), per_rank in itertools.product(enumerate(patient.dtypes), (0, 2)):
+    patient, reason = found.patient, ""
+    for i, per_rank in itertools.product(range(len(patient.dtypes)), (0, 2)):
         asked = replace(patient, heads_per_rank=per_rank, dtypes=patient.dtypes[i:])
-        answer = job.ask(replace(_first(asked, job, seed), how="without gradients"))
-        if answer.raised:
-            refused = refused or answer.says
-            continue
-        if i:
-            found.remarks.append(f"it refuses {patient.dtypes[0]} ({refused}); it is examined in {dtype}")
-        elif per_rank:
-            found.remarks.append(f"with {patient.heads} heads it refuses ({refused}): it got {per_rank} for each rank")
-        if i and torch.finfo(dtype_of(dtype)).bits == 16:
-            found.limits.append(f"{dtype} only")
-        found.patient = asked
-        return answer
-    return None
-
-
-def _in_masks_that_it_takes(found: Examination, job: Job, seed: int) -> None:
-    """Leave out layouts that it refuses under a causal mask, or under none where it has no other mask."""
-    patient, first = found.patient, _first(found.patient, job, seed)
+        answer = ask(asked)
+        if not answer.raised:
+            break
+        reason = reason or answer.says
+    else:
+        return False
+    dtype = asked.dtypes[0]
+    if i:
+        found.remarks.append(f"it refuses {patient.dtypes[0]} ({reason}); it is examined in {dtype}")
+        found.limits += [f"{dtype} only"] if torch.finfo(dtype_of(dtype)).bits == 16 else []
+    elif per_rank:
+        found.remarks.append(f"with {patient.heads} heads it refuses ({reason}): it got {per_rank} for each rank")
+    found.patient = patient = asked
+    _check_that_it_is_in_time(patient.name, answer)
     takes: dict[bool, list[str]] = {}
-    for causal in patient.causal:
+    for causal in patient.causal if not job.lost else ():
         for layout in patient.layouts if causal or len(patient.causal) == 1 else patient.layouts[:1]:
-            case = replace(first.case, causal=causal, layout=layout)
-            answer = job.ask(replace(first, case=case, how="without gradients"))
-            if answer.state != REFUSED:
+            of_mask = ask(patient, causal=causal, layout=layout)
+            if of_mask.state != REFUSED:
                 takes.setdefault(causal, []).append(layout)
                 continue
-            found.answers.append(answer)
-            found.remarks.append(f"with {case.mask()} it refuses ({answer.says}): it was asked no more of this")
+            found.answers.append(of_mask)
+            mask = of_mask.case.mask()
+            found.remarks.append(f"with {mask} it refuses ({of_mask.says}): it was asked no more of this")
     if takes:
         layouts = takes.get(True, takes.get(False, []))
-        found.patient = replace(patient, causal=tuple(takes), layouts=tuple(layouts))
-
-
-def _without_gradients_if_refused(found: Examination, job: Job, seed: int) -> Answer:
-    question = _first(found.patient, job, seed)
-    answer, without = job.ask(question), replace(question, how="without gradients")
-    if not answer.raised or (forward := job.ask(without)).raised:
-        return answer
-    if answer.says.startswith(REFUSALS):
-        found.limits.append(f"the forward pass only: with inputs that need gradients, {answer.says}")
-        found.patient = replace(found.patient, gradients=False)
-    else:
-        found.answers.append(forward)
-        found.remarks.append("it answers without gradients. For the forward pass only? Then ask with --forward-only")
-    return forward
+        found.patient = patient = replace(patient, causal=tuple(takes), layouts=tuple(layouts))
+    if patient.gradients and not job.lost:
+        answer = ask(patient, "plain")
+        if answer.raised and not (forward := ask(patient)).raised:
+            if answer.says.startswith(REFUSALS):
+                found.limits.append(f"the forward pass only: with inputs that need gradients, {answer.says}")
+                found.patient = patient = replace(patient, gradients=False)
+            else:
+                found.answers.append(forward)
+                found.remarks.append("it answers without gradients. For the forward pass only? Ask with --forward-only")
+            answer = forward
+    if answer.in_float32 and patient.dtypes[1:]:
+        found.remarks.append("it takes float64 and computes in float32; it is examined in float32")
+        found.patient = replace(patient, dtypes=patient.dtypes[1:])
+    return True

@@ -79,12 +79,10 @@ def module_named(name: str) -> ModuleType:
     module = _module_of(name) if name.endswith(".py") else name
     try:
         found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if not error.name or not f"{module}.".startswith(f"{error.name}."):  # another module is missing
-            raise ValueError(_raised(name, error)) from error
-        raise ValueError(f"{name!r} cannot be imported: {error}; {_did_you_mean(name) or EXPECTED}") from error
     except (Exception, SystemExit) as error:
-        raise ValueError(_raised(name, error)) from error
+        here = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name or '-'}.")
+        why = f"{error}; {EXPECTED}" if here else _raised(error)  # or another module is missing, or it fails
+        raise ValueError(f"{name!r} cannot be imported: {why}") from error
     if name.endswith(".py") and Path(found.__file__ or "").resolve() != Path(name).resolve():
         raise ValueError(
             f"{name!r} cannot be imported: the module {module} is {found.__file__}; expected a file of another name"
@@ -105,17 +103,10 @@ def _module_of(path: str) -> str:
     return ".".join(file.relative_to(home).with_suffix("").parts)
 
 
-def _raised(name: str, error: BaseException) -> str:
+def _raised(error: BaseException) -> str:
     at = place_of(error)
     said = f"{type(error).__name__}: {error}".splitlines()[0]
-    return f"{name!r} cannot be imported: it raised {said}" + (f" ({at})" if at else "")
-
-
-def _did_you_mean(name: str) -> str:
-    """my.module:f where my.module.f is given."""
-    home, _, attribute = name.rpartition(".")
-    is_there = home in sys.modules and hasattr(sys.modules[home], attribute)  # it was imported on the way
-    return f"did you mean {home}:{attribute}?" if is_there else ""
+    return f"it raised {said}" + (f" ({at})" if at else "")
 
 
 def portable(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,11 +114,8 @@ def portable(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises ValueError for any other function: it is made where other processes cannot find it.
     """
-    known = getattr(function, "func", function)  # of a functools.partial
-    module = getattr(known, "__module__", "")
-    name = getattr(known, "__qualname__", type(known).__name__)
-    main = sys.modules["__main__"]
-    if module == "__main__" and not hasattr(main, "__file__"):
+    module, _, name = name_of(function).partition(":")
+    if module == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         raise ValueError(f"{name} was defined in a notebook or a shell; expected a function of a file: {TO_A_FILE}")
     try:
         pickle.dumps(function)
@@ -137,6 +125,13 @@ def portable(function: Callable[..., Any]) -> Callable[..., Any]:
                 return ByName(f"{module}:{attribute}")
         raise ValueError(f"{name} cannot be sent to other processes: {error}; {TO_A_FILE}") from error
     return function
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """module:name of a function, of the function in a functools.partial, or of the class of another object."""
+    of = getattr(function, "func", function)
+    of = of if hasattr(of, "__qualname__") else type(of)
+    return f"{of.__module__}:{of.__qualname__}"
 
 
 TO_A_FILE = "make it in a module, when that is imported, and give its name: assert_ring('my_package.ring:attention')"

@@ -7,9 +7,9 @@ documents, window, sinks. What f cannot do is not asked: a function without `cau
 with `--causal`, for causal attention only. Options that only its **options could take are not given.
 
 A patient file is a module that adapts a library to this. It has a function `attention` and, where they differ from what
-stands in `Patient`, constants in capitals: those in CONSTANTS, and ABOUT and VERSION for the report. A function
-`setup(context)` is called once on each rank: there a way that needs a mesh of ranks builds it, as in
-../../tests/models/mesh_patients.py. Where it has several functions, CLAIMS says what differs for the others, by name.
+stands in `Patient`, its fields as constants in capitals. A function `setup(context)` is called once on each rank: there
+a way that needs a mesh of ranks builds it, as in ../../tests/models/mesh_patients.py. Where it has several functions,
+CLAIMS says what differs for the others, by name.
 
 Before: calls.py. After: questions.py.
 Source: the interface of torch.nn.functional.scaled_dot_product_attention.
@@ -25,11 +25,9 @@ import torch
 
 from ring_doctor.asking.calls import OPTION, TENSORS, arguments_of
 from ring_doctor.asking.case import LAYOUTS, Case
-from ring_doctor.asking.names import by_name, module_named, portable
+from ring_doctor.asking.names import by_name, module_named, name_of, portable
 from ring_doctor.asking.state_case import Convolution
 
-CONSTANTS = {"LAYOUTS", "CAUSAL", "DTYPES", "WORLDS", "TENSORS", "GROUPED", "UNEQUAL", "GRADIENTS", "BATCH", "HEADS"}
-CONSTANTS |= {"KV_HEADS", "HEAD_DIM", "CHUNK"}
 LEAST = 3  # ranks: with 2, the next rank is also the previous rank, and many mistakes do not show
 
 
@@ -65,20 +63,17 @@ class Patient:
     version: str = ""
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in ("batch", "heads", "head_dim", "chunk")}
-        sizes["kv_heads"], shape, takes = self.kv_heads or self.heads, self.shape, self.takes
-        most = max(self.worlds, default=0)
-        words = (
-            f"{most} ranks at most; expected {LEAST} or more: with 2, the next rank is also the previous rank, and many"
-        )
-        _expect(most >= LEAST, f"{words} mistakes do not show")
+        most, why = max(self.worlds, default=0), "with 2, the next rank is also the previous rank, and many mistakes"
+        _expect(most >= LEAST, f"{most} ranks at most; expected {LEAST} or more: {why} do not show")
+        words = f"one of {', '.join(LAYOUTS)}, or module:name of a Layout, or of a function as --help shows it"
         for layout in self.layouts:
-            words = f"one of {', '.join(LAYOUTS)}, or module:name of a Layout, or of a function as --help shows it"
             _expect(layout in LAYOUTS or ":" in layout, f"layout is {layout!r}; expected {words}")
         for dtype in self.dtypes:
             dtype_of(dtype)
         _expect(self.tensors in TENSORS, f"tensors is {self.tensors!r}; expected one of {', '.join(TENSORS)}")
-        for name, size in sizes.items():
+        G, shape, takes = self.kv_heads or self.heads, self.shape, self.takes
+        for name in ("batch", "heads", "kv_heads", "head_dim", "chunk"):
+            size = G if name == "kv_heads" else getattr(self, name)
             least = 4 if name == "chunk" else 1  # documents end within a chunk
             fits = type(size) is int and size >= least
             _expect(fits, f"{name} is {size!r}; expected a whole number from {least} on")
@@ -87,14 +82,13 @@ class Patient:
         if shape:
             fits = len(shape) == 5 and all(type(n) is int and n > 0 for n in shape)
             _expect(fits, f"shape is {shape}; expected five whole numbers from 1 on: B, H, G, S, D")
-            where = f"{shape[3]} tokens on {', '.join(map(str, self.worlds))} ranks"
-            fits = self.world_of_shape > 0
-            _expect(fits, f"shape is {shape}: {where}; expected equal parts, two a rank for zigzag")
-        for H, G in [(self.heads, sizes["kv_heads"]), *([shape[1:3]] if shape else [])]:
-            _expect(H % G == 0, f"{H} query heads and {G} key/value heads; expected a multiple of the latter")
-        one = "has no argument `layout` and is to be examined in"
-        words = f"{self.name} {one} {', '.join(self.layouts)}; expected the one layout for which it is made"
-        _expect("layout" in takes or len(self.layouts) == 1, words)
+            words = f"{shape[3]} tokens on {', '.join(map(str, self.worlds))} ranks; expected equal parts"
+            _expect(self.world_of_shape > 0, f"shape is {shape}: {words}, two a rank for zigzag")
+        for heads, of_keys in [(self.heads, G), *([shape[1:3]] if shape else [])]:
+            words = f"{heads} query heads and {of_keys} key/value heads; expected a multiple of the latter"
+            _expect(heads % of_keys == 0, words)
+        words = f"is to be examined in {', '.join(self.layouts)}; expected the one layout for which it is made"
+        _expect("layout" in takes or len(self.layouts) == 1, f"{self.name} has no argument `layout` and {words}")
         words = f"{self.name} has no argument `causal`; say whether it is causal or not"
         _expect("causal" in takes or len(self.causal) == 1, words)
 
@@ -117,60 +111,54 @@ class Patient:
         return max((P for P in self.worlds if self.shape and self.shape[3] % (parts * P) == 0), default=0)
 
 
-def patient_of(function: Callable[..., Any] | str, **claims: Any) -> Patient:
-    """The patient that is meant: a function, or a name as `from_name` takes it. A claim may be one thing or several.
+CONSTANTS = {field.name.upper() for field in fields(Patient)} - {"NAME", "FUNCTION", "SETUP"}  # of a patient file
 
-    Raises ValueError as `Patient` does.
+
+def patient_of(function: Callable[..., Any] | str, name: str = "", **claims: Any) -> Patient:
+    """The patient that is meant: a function, "module:function", or a patient file "module"; `name` is for the report.
+
+    path/to/file.py stands for a module too. `claims` are fields of `Patient`, one thing or several. What they leave out
+    says the patient file, or the signature: without `layout`, contiguous; without `causal`, full attention.
+    Raises ValueError as `Patient` does, and when the name cannot be imported.
     """
     known = {field.name for field in fields(Patient)} - {"name", "function"}
     unknown = ", ".join(sorted(set(claims) - known))
     _expect(not unknown, f"{unknown} given; expected some of {', '.join(sorted(known))}")
-    for name in {"causal", "layouts", "dtypes", "worlds"} & set(claims):
-        if isinstance(claims[name], bool | int | str):
-            claims[name] = (claims[name],)
-    return from_name(function, **claims) if isinstance(function, str) else from_function(function, **claims)
-
-
-def from_function(function: Callable[..., Any], name: str = "", **claims: Any) -> Patient:
-    """The patient that a function is; `claims` are fields of `Patient`. Raises ValueError as `Patient` does.
-
-    What `claims` leaves out follows from the signature: without `layout`, contiguous; without `causal`, full attention.
-    """
-    kind = type(function).__name__
-    _expect(callable(function), f"{function!r} is {kind}; expected a function, or its name module:function")
-    if not name:
-        of = getattr(function, "func", function)  # of a functools.partial
-        name = f"{getattr(of, '__module__', type(of).__module__)}:{getattr(of, '__qualname__', type(of).__qualname__)}"
+    if isinstance(function, str):
+        name = name or function
+        function, of_file = _in_file(function)
+        claims = of_file | claims
+    of = type(function).__name__
+    _expect(callable(function), f"{function!r} is {of}; expected a function, or its name module:function")
+    for several in {"causal", "layouts", "dtypes", "worlds"} & set(claims):
+        if isinstance(claims[several], bool | int | str):
+            claims[several] = (claims[several],)
+    name = name or name_of(function)
     if claims.get("state"):
         claims = {"causal": (True,), "grouped": False, "dtypes": ("float64", "float32")} | claims
         if [*inspect.signature(function).parameters][:2] == ["x", "weight"]:
             function = Convolution(portable(function))
     takes = {OPTION[argument] for argument in arguments_of(name, function)}
-    if claims.get("state") and "layout" in takes:
-        claims = {"layouts": ("contiguous", "zigzag")} | claims
-    alone = {"layout": ("layouts", ("contiguous",)), "causal": ("causal", (False,))}
-    claims = {claim: value for option, (claim, value) in alone.items() if option not in takes} | claims
-    return Patient(name, portable(function), **claims)
+    default: dict[str, Any] = {} if "causal" in takes else {"causal": (False,)}
+    if "layout" not in takes or claims.get("state"):
+        default["layouts"] = ("contiguous", "zigzag") if "layout" in takes else ("contiguous",)
+    return Patient(name, portable(function), **default | claims)
 
 
-def from_name(name: str, **claims: Any) -> Patient:
-    """The patient "module:function", or a patient file "module"; path/to/file.py stands for a module too.
-
-    Raises ValueError when it cannot be imported.
-    """
+def _in_file(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function that a name means, and what its module claims of it."""
     home, _, function_name = name.partition(":")
     function = by_name(f"{home}:{function_name or 'attention'}")
     said = vars(module_named(home))
     of_this = said.get("CLAIMS", {}).get(function_name, {})
     if function_name and not of_this:
-        return from_function(function, name, **claims)
+        return function, {}
     for constant in filter(str.isupper, said):  # a misspelt claim would accuse a right ring
         near = difflib.get_close_matches(constant, CONSTANTS, n=1, cutoff=0.8)
         meant = constant in CONSTANTS or not near
         _expect(meant, f"{name} has a constant {constant}; expected {''.join(near)}, or another name")
     of_file = {constant.lower(): said[constant] for constant in CONSTANTS if constant in said}
-    words = {constant.lower(): str(said.get(constant, "")) for constant in ("ABOUT", "VERSION")}
-    return from_function(function, name, **{"setup": said.get("setup"), **words, **of_file, **of_this, **claims})
+    return function, {"setup": said.get("setup"), **of_file, **of_this}
 
 
 def dtype_of(name: str) -> torch.dtype:

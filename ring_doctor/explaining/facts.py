@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ring_doctor.explaining.wrong_answer import WrongAnswer, ratio
+from ring_doctor.explaining.wrong_answer import WrongAnswer
+from ring_doctor.mistakes.paper_ring import RIGHT
 
 OF_GRADIENTS = {  # out is right: what follows from which gradients are wrong
     "dq": "dk and dv are right, so the weights p and dS are: look at where dS K is summed into dq.",
@@ -78,7 +79,6 @@ def listed(names: Sequence[str]) -> str:
 
 # What a result holds ------------------------------------------------------------------------------------------------
 
-QUERY_ROWS = ("out", "lse", "dq")  # the other results have a row for each key
 COPIES = "a sum or a mean over ranks: it counts a rank's part P times, or divides where nothing was added"
 SCALES = "the scale: it is forgotten in this result, or applied twice"
 BASE = "e^x and log beside 2^x and log2: a factor of log 2 is missing or too many"
@@ -105,7 +105,8 @@ def _another_result(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
 
 def _factor(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     """Factors with a meaning. P times is 2 times where P = 2: all that fit are found, and other answers decide."""
-    exact, P, n, scale = wrong.exact(name), wrong.case.world_size, wrong.case.heads // wrong.case.kv_heads, wrong.scale
+    exact, case = wrong.exact(name), wrong.case
+    P, n, scale = case.world_size, case.heads // case.kv_heads, RIGHT.scale(case)
     known = [("P", P, COPIES), ("√P", P**0.5, COPIES), ("scale", scale, SCALES), ("log 2", math.log(2), BASE)]
     unfilled = "detach, no_grad, .data, and a buffer that is returned before it is filled"
     yield Fact("0", unfilled, torch.zeros_like(exact))
@@ -114,8 +115,9 @@ def _factor(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
         for said, factor in ((words, c), ("G/H" if words == "H/G" else f"1/{words}", 1 / c)):
             if factor != 1:
                 yield Fact(said, look, factor * exact)
-    own = ratio(wrong.seen(name), exact)
-    yield Fact("c", f"what this result is multiplied by, with {wrong.case.words()} by {own:.3g}", own * exact, 1)
+    finite = (seen := wrong.seen(name)).isfinite() & exact.isfinite()
+    own = float((seen * exact)[finite].sum() / exact[finite].square().sum().clamp(1e-300))  # least squares
+    yield Fact("c", f"what this result is multiplied by, with {case.words()} by {own:.3g}", own * exact, 1)
 
 
 def _another_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
@@ -123,7 +125,7 @@ def _another_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
         return None
     P, chunks = wrong.case.world_size, wrong.chunks(wrong.exact(name))
     travel = "the hops of dK and dV: one too few or one too many on the way home"
-    look = "the rank that this chunk is cut for, sent to or returned on" if name in QUERY_ROWS else travel
+    look = travel if name in ("dk", "dv") else "the rank that this chunk is cut for, sent to or returned on"
     moved = {f"rank r + {n}": chunks[n:] + chunks[:n] for n in range(1, P)}
     moved |= {f"rank r - {n}": chunks[-n:] + chunks[:-n] for n in range(1, P)}
     moved["rank P - 1 - r"] = chunks[::-1]
@@ -170,7 +172,7 @@ def _some_heads(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
     bad = wrong.bad(name).any(dim=2).any(dim=0)
     h, G = torch.arange(len(bad)), wrong.case.kv_heads
     known, n = {"all but the first": h > 0}, len(h) // G
-    if 1 < G < len(h):
+    if G > 1:
         known |= {"all but the first of a group": h % n > 0, "those whose h mod G is not h // (H/G)": h % G != h // n}
     look = "how heads are split and broadcast; the K/V head of query head h is h // (H/G)"
     return (Fact(words, look) for words, heads in known.items() if torch.equal(bad, heads)) if len(h) > 1 else None

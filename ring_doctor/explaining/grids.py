@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ring_doctor.asking.case import Case
+from ring_doctor.asking.job import ranks_in_words
 from ring_doctor.explaining.tiles import LOOK, Sheet, Tile
 from ringlab.support.colours import paint
 
@@ -64,11 +65,12 @@ class Matrix:
             rounds: dict[int, list[int]] = {}  # the ranks that compute these tiles in each
             for tile in tiles:
                 rounds.setdefault((tile.rank - tile.block) % P, []).append(tile.rank)
-            where = "; ".join(f"round {t} on {_ranks(ranks, P)}" for t, ranks in sorted(rounds.items()))
+            who = {t: "every rank" if len(ranks) == P else ranks_in_words(ranks) for t, ranks in sorted(rounds.items())}
+            where = "; ".join(f"round {t} on {ranks}" for t, ranks in who.items())
             if len(tiles) == P * P:
                 where = "all tiles"
             elif len(tiles) == P * len(rounds) and len(rounds) > 1:
-                where = f"rounds {', '.join(map(str, sorted(rounds)))} on every rank"
+                where = f"rounds {', '.join(map(str, who))} on every rank"
             elif len(rounds) > 2:
                 where = f"{len(tiles)} tiles"
             amounts = [amount for tile in tiles for amount in tile.amount or ()]
@@ -146,9 +148,3 @@ class XRay:
 def _between(amounts: list[float]) -> str:
     low, high = (f"{round(x, 4) + 0.0:.3g}" for x in (min(amounts), max(amounts)))
     return low if low == high else f"{low} to {high}"
-
-
-def _ranks(ranks: list[int], world_size: int) -> str:
-    if len(ranks) == world_size:
-        return "every rank"
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -102,14 +102,3 @@ class WrongAnswer:
     def chunks(self, x: Tensor) -> list[Tensor]:
         """The chunks of all ranks of a whole tensor."""
         return [self.case.cut(x, rank) for rank in range(self.case.world_size)]
-
-    @property
-    def scale(self) -> float:
-        return self.case.head_dim**-0.5 if self.case.scale is None else self.case.scale
-
-
-def ratio(x: Tensor, right: Tensor) -> float:
-    """The c with the smallest squares of x - c right."""
-    finite = x.isfinite() & right.isfinite()
-    x, right = (y.masked_fill(~finite, 0.0) for y in (x, right))
-    return float((x * right).sum() / right.square().sum().clamp(1e-300))

@@ -89,7 +89,7 @@ def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case
     """
     chunks = [case.positions(rank) for rank in range(case.world_size)]
     order, lengths = torch.cat(chunks), tuple(len(chunk) for chunk in chunks)
-    scale = cases(case)[0].head_dim ** -0.5 if case.scale is None else case.scale
+    scale = RIGHT.scale(cases(case)[0])
     weights, d_p, delta, allowed = _right(case, scale)
     shown = read_matrices(run_1, run_2, scale)
 

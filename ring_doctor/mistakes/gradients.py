@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ring_doctor.asking.case import Case
 from ring_doctor.mistakes import Change, but, told
-from ring_doctor.mistakes.other_ways import hosts, rank_of_heads
+from ring_doctor.mistakes.other_ways import hosts, lengths_of, rank_of_heads
 from ring_doctor.mistakes.paper_ring import BlockGradients, NotOnPaper, Steps
 
 # Right gradients in wrong places, or times a factor -----------------------------------------------------------------
@@ -59,6 +59,10 @@ def in_memory_order(steps: Steps, case: Case, results: Results) -> Results:
     return {"dk": case.join([x.reshape(x.mT.shape).mT for x in of_ranks])}
 
 
+def in_runs(steps: Steps, case: Case, results: Results) -> Results:
+    return {name: case.join(results[name].split(lengths_of(case), dim=2)) for name in KV}
+
+
 def counted_twice(steps: Steps, case: Case, results: Results) -> Results:
     ranks, heads = rank_of_heads(case), steps.kv_heads(case)
     copies = torch.tensor([len(ranks[heads == g].unique()) for g in range(case.kv_heads)])
@@ -71,10 +75,6 @@ def times_p(power: float, *names: str) -> Change:
 
 def rolled(by: int, *names: str) -> Change:
     return changed(lambda x: x.roll(by, -2), *names)
-
-
-def zero(*names: str) -> Change:
-    return changed(torch.zeros_like, *names)
 
 
 # The parts of dq, dk and dv that a tile adds, and where they go -----------------------------------------------------
@@ -137,7 +137,11 @@ CHANGES = {
     "dv_in_place_of_dk": [parts(lambda q, k, v, scale: (q, v, v)), parts(lambda q, k, v, scale: (q, k, k))],
     "gradients_summed_over_ranks": [changed(SUM, *KV), changed(MEAN, *KV)],
     "dq_averaged_over_ranks": [changed(MEAN, "dq"), changed(SUM, "dq")],
-    "wrong_slice_of_the_gradient": [changed(lambda x: x[:1], *KV), changed(lambda x: x[-1:], *KV)],
+    "wrong_slice_of_the_gradient": [
+        changed(lambda x: x[:1], *KV),
+        changed(lambda x: x[-1:], *KV),
+        in_the_end(in_runs),
+    ],
     "gradient_rows_rolled": [*(rolled(by, *names) for names in (("dk",), ("dv",), KV) for by in (1, -1))],
     "gradients_not_sent_home": [
         changed(lambda x: x.roll(-1, 0), *KV),
@@ -162,8 +166,8 @@ CHANGES = {
     "dq_over_p": [times_p(-1, "dq")],
     "gradients_over_p_squared": [times_p(-2, *ALL)],
     "gradients_times_root_p": [times_p(0.5, *ALL)],
-    "no_gradient": [zero(*ALL)],
-    "no_gradient_of_keys_and_values": [zero(*KV)],
-    "no_gradient_of_one_input": [*map(zero, ("dk", "dv", "dq"))],
+    "no_gradient": [changed(torch.zeros_like, *ALL)],
+    "no_gradient_of_keys_and_values": [changed(torch.zeros_like, *KV)],
+    "no_gradient_of_one_input": [changed(torch.zeros_like, name) for name in ("dk", "dv", "dq")],
 }
 MISTAKES = told("Gradients", CHANGES)

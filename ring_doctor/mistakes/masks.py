@@ -133,11 +133,8 @@ def documents_by_indices(x: Pairs, *, tail_is_a_document: bool) -> Tensor:
 CHANGES = {
     "mask_forgotten": [sees(lambda x: x.of(causal=False, window=None)), causal(lambda x: True)],
     "causal_per_block": [
-        *(
-            causal(wrong, only=only)
-            for only in (True, False)
-            for wrong in (lambda x: x.n <= x.i, lambda x: (x.n <= x.i) & x.seen.any())
-        )
+        *(causal(lambda x: x.n <= x.i, only=only) for only in (True, False)),
+        *(causal(lambda x: (x.n <= x.i) & x.seen.any(), only=only) for only in (True, False)),
     ],
     "only_own_masked": [*(causal(lambda x: x.seen | (not x.own), only=only) for only in (True, False))],
     "own_block_unmasked": [causal(lambda x: x.seen | x.own)],

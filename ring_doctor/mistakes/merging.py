@@ -6,7 +6,7 @@ Before: __init__.py, a row. After: travel.py.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +26,17 @@ def in_seen_blocks(change: Change) -> Change:
         return change(right).combine(its, case, [scores[i] for i in seen], [values[i] for i in seen])
 
     return lambda steps: replace(change(steps), combine=partial(combine, steps))
+
+
+def in_seen_rows(change: Change) -> Change:
+    """The same merge, but a query that sees nothing of a block keeps its row."""
+
+    def merge(right: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+        new, new_lse = change(right).merge(case, out, lse, out_j, lse_j)
+        seen = lse_j > -math.inf
+        return torch.where(seen[..., None], new, out), torch.where(seen, new_lse, lse)
+
+    return but(merge=merge)
 
 
 def finite(lse: Tensor) -> Tensor:
@@ -157,17 +168,20 @@ def in_16_bits(x: Tensor, case: Case, always: bool) -> Tensor:
     return x.to(torch.bfloat16 if always else case.dtype).double()
 
 
-def rounding(*results: str, always: bool) -> Change:
-    """A merge that rounds some of out, of lse, and of the lse that it is given."""
+def rounding(*results: str) -> Iterator[Change]:
+    """Merges that round some of out, of lse, and of the lse that they are given, in all rows or in those that see."""
+    for always in (False, True):
 
-    def merge(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
-        if "given" in results:
-            lse, lse_j = (in_16_bits(x, case, always) for x in (lse, lse_j))
-        out, lse = steps.merge(case, out, lse, out_j, lse_j)
-        out = in_16_bits(out, case, always) if "out" in results else out
-        return out, in_16_bits(lse, case, always) if "lse" in results else lse
+        def merge(steps: Steps, case: Case, *rows: Tensor, always: bool = always) -> Rows:
+            out, lse, out_j, lse_j = rows
+            if "given" in results:
+                lse, lse_j = (in_16_bits(x, case, always) for x in (lse, lse_j))
+            out, lse = steps.merge(case, out, lse, out_j, lse_j)
+            out = in_16_bits(out, case, always) if "out" in results else out
+            return out, in_16_bits(lse, case, always) if "lse" in results else lse
 
-    return but(merge=merge)
+        yield in_seen_rows(but(merge=merge))
+        yield but(merge=merge)
 
 
 def undivided_in_16_bits(always: bool) -> Change:
@@ -192,12 +206,12 @@ CHANGES = {
     "own_max_per_block": [own_max(last_max), own_max(largest_of), in_seen_blocks(own_max(last_max))],
     "averages_added": [with_right_lse(lambda averages: averages.sum(dim=0))],
     "averages_averaged": [in_seen_blocks(MEAN), MEAN],
-    "running_half": [in_seen_blocks(HALF), HALF],
+    "running_half": [in_seen_rows(HALF), in_seen_blocks(HALF), HALF],
     "lse_of_zeros": [in_seen_blocks(LSE_OF_ZEROS), LSE_OF_ZEROS],
     "base_2_as_natural": [but(block_lse=lambda steps, s: steps.block_lse(s) / math.log(2))],
     "natural_as_base_2": [but(merge=natural_as_base_2)],
     "lse_not_updated": [but(merge=lambda steps, case, out, lse, *block: (steps.merge(case, out, lse, *block)[0], lse))],
-    "shares_exchanged": [but(merge=exchanged), in_seen_blocks(but(merge=exchanged))],
+    "shares_exchanged": [but(merge=exchanged), *(of(but(merge=exchanged)) for of in (in_seen_blocks, in_seen_rows))],
     "lse_merged_by_maximum": [
         but(
             merge=lambda steps, case, o, lse, o_j, lse_j: (
@@ -215,9 +229,7 @@ CHANGES = {
         for change in (in_seen_blocks(padded(multiple)), padded(multiple), padded(multiple, whole_tiles=True))
     ],
     "lse_returned_in_base_2": [but(at_the_end=returned_in_base_2)],
-    "sums_in_16_bits": [
-        change for always in (False, True) for change in (rounding("out", always=always), undivided_in_16_bits(always))
-    ],
-    "lse_in_16_bits": [rounding(*of, always=always) for of in (["lse"], ["lse", "given"]) for always in (False, True)],
+    "sums_in_16_bits": [*rounding("out"), *map(undivided_in_16_bits, (False, True))],
+    "lse_in_16_bits": [*rounding("lse"), *rounding("lse", "given")],
 }
 MISTAKES = told("Merging", CHANGES)

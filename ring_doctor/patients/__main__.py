@@ -18,7 +18,7 @@ import torch
 from ring_doctor import examine
 from ring_doctor.asking.answers import FAILED, REFUSED, RIGHT, RIGHT_AS_CLAIMED, SAID, WRONG, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
-from ring_doctor.asking.patient import from_name
+from ring_doctor.asking.patient import patient_of
 from ring_doctor.explaining.xray import XRay
 from ring_doctor.report import Report
 
@@ -39,7 +39,7 @@ def examined(name: str) -> dict[str, Any]:
 
     Raises ValueError because of a ModuleNotFoundError when its library is not installed.
     """
-    patient = from_name(f"ring_doctor.patients.{name}")
+    patient = patient_of(f"ring_doctor.patients.{name}")
     today = datetime.now(timezone.utc).date().isoformat()
     line = {"about": patient.about, "version": patient.version, "torch": torch.__version__, "date": today}
     try:

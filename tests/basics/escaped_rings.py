@@ -1,11 +1,14 @@
-"""Rings that are wrong in one kind of question only: each shows that this kind is asked. And right rings in 16 bits."""
+"""Rings that are wrong in one kind of question only: each shows that this kind is asked. And sums in 16 bits."""
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from ringlab.training.flash_ring import ring_flash_attention
-from tests.doctor.sick.plain_ring import PlainRing
+from ringlab.training.overlap import post
+from tests.doctor.sick.by_hand import FLASH, flash
+from tests.doctor.sick.ring import SickRing
+from tests.doctor.sick_rings import OF_TABLE
 
 
 class InBackward(torch.autograd.Function):
@@ -140,54 +143,22 @@ REFUSED = {  # by ring: what it refuses
 # In 16 bits --------------------------------------------------------------------------------------------------------
 
 
-class PartsIn16Bits(PlainRing):
-    """Right: the kernel returns each block's out in q's dtype, and the merge is in float32."""
-
-    def attend(self, *block):
-        out, lse = super().attend(*block)
-        return out.to(self.dtype).to(out.dtype), lse
-
-    def parts(self, *block):
-        return tuple(x.to(self.dtype).to(x.dtype) for x in super().parts(*block))
+def in_16_bits(sent, received, group, *, distance=1):
+    return post([x.bfloat16().to(x.dtype) for x in sent], received, group, distance=distance)
 
 
-class SumsIn16Bits(PlainRing):
-    def merge(self, *blocks):
-        out, lse = super().merge(*blocks)
-        return out.to(self.dtype).to(out.dtype), lse
+SENT_IN_16_BITS = SickRing(FLASH, flash("post", in_16_bits), in_forward=False)
 
 
-class GradientsIn16Bits(PlainRing):
-    def add(self, sums, parts):
-        return super().add(sums, parts).to(self.dtype).to(sums.dtype)
+def gradients_sent_in_16_bits(q, k, v, causal=False, layout="contiguous"):
+    return SENT_IN_16_BITS(q, k, v, causal=causal, layout=layout)
 
 
-class DqIn16Bits(PlainRing):
-    def backward(self, q, *others):
-        self.total = 0.0
-        _, d_k, d_v = super().backward(q, *others)
-        return self.total.to(d_k.dtype), d_k, d_v
-
-    def parts(self, *block):
-        d_q, d_k, d_v = super().parts(*block)
-        self.total = (self.total + d_q).to(self.dtype).to(d_q.dtype)
-        return d_q, d_k, d_v
+def sums_in_16_bits(q, k, v, causal=False, layout="contiguous"):
+    return OF_TABLE["sums_in_16_bits:0"](q, k, v, causal=causal, layout=layout)
 
 
-def ring_of(steps):
-    def attention(q, k, v, causal=False, layout="contiguous"):
-        return steps.attention(q, k, v, causal=causal, layout=layout)
-
-    attention.__name__ = attention.__qualname__ = f"of_{steps.__name__}"
-    return attention
-
-
-of_PartsIn16Bits = ring_of(PartsIn16Bits)
-of_SumsIn16Bits = ring_of(SumsIn16Bits)
-of_GradientsIn16Bits = ring_of(GradientsIn16Bits)
-of_DqIn16Bits = ring_of(DqIn16Bits)
-SICK_IN_16_BITS = {  # by ring: its name in the catalogue, the results that are wrong
-    of_SumsIn16Bits: ("sums_in_16_bits", {"out"}),
-    of_GradientsIn16Bits: ("gradients_in_16_bits", {"dk", "dv"}),
-    of_DqIn16Bits: ("dq_in_16_bits", {"dq"}),
+SICK_IN_16_BITS = {  # by ring: the inputs that show its mistake, and the results that are wrong
+    sums_in_16_bits: ("16-bit sums", {"out"}),
+    gradients_sent_in_16_bits: ("16-bit gradients", {"dk", "dv"}),
 }

@@ -118,7 +118,7 @@ BAD_OPTIONS = {
 
 
 def test_a_pipe_is_no_file_to_write(tmp_path):
-    """To open it would wait for a reader for ever: --trace, the doctor's --xray and the planner's --plot."""
+    """To open it would wait for a reader for ever: --trace, the doctor's --html and the planner's --plot."""
     os.mkfifo(tmp_path / "x.svg")
     with pytest.raises(ArgumentTypeError, match="of a file, in a folder that exists"):
         new_file(".svg")(str(tmp_path / "x.svg"))

@@ -1,9 +1,9 @@
 """The doctor's examination on the ranks of the tests, which are there already: to start new ones takes seconds."""
 
 from contextlib import contextmanager
-from tempfile import TemporaryDirectory
 from unittest import mock
 
+from ring_doctor import assertion
 from ring_doctor.asking import examination
 from ring_doctor.asking.answers import judge
 from ring_doctor.asking.calls import RankResults
@@ -23,11 +23,9 @@ def on_these(ranks):
     """Every job of the doctor runs on the pool of the tests."""
 
     class Shared(Job):
-        def __init__(self, patient, size, seconds, device):
-            self.patient, self.size, self.seconds, self.ranks = patient, size, seconds, ranks
-            self.ready, self.lost, self.called = patient.setup is None, 0, set()
-            self.slowest = 0.0
-            self._errors = TemporaryDirectory()
+        def __init__(self, patient, *how):
+            super().__init__(patient, *how)
+            self.ranks, self.ready = ranks, patient.setup is None
 
         def ask(self, question):
             if last != [self]:  # another job has formed another process group
@@ -40,7 +38,7 @@ def on_these(ranks):
             self._errors.cleanup()
 
     usual, last = (ranks.seconds, ranks.hang), []
-    with mock.patch.object(examination, "Job", Shared):
+    with mock.patch.object(examination, "Job", Shared), mock.patch.object(assertion, "Job", Shared):
         yield
 
 

@@ -37,12 +37,6 @@ def hangs(q, k, v):
     return ring_flash_attention(q, k, v)
 
 
-def dies(q, k, v):
-    if dist.get_rank() == 1:
-        os._exit(3)
-    return ring_flash_attention(q, k, v)
-
-
 def raises_on_the_last_rank(q, k, v):
     """A ValueError of one rank is no refusal; the others lose their connection to it, and raise that."""
     if dist.get_rank() == 2:
@@ -60,12 +54,6 @@ def crashes(q, k, v):
 
 def refuses(q, k, v):
     raise NotImplementedError("not today")
-
-
-def fails_with_three(q, k, v):
-    if dist.get_world_size() == 3:
-        raise IndexError("list index out of range")
-    return ring_flash_attention(q, k, v)
 
 
 def refuses_grouped_queries(q, k, v):
@@ -138,7 +126,6 @@ def made(**fixed):
     return attention
 
 
-made_at_import = made()
 made_of_zigzag = functools.partial(made(layout="zigzag"), is_causal=True)
 
 
@@ -177,11 +164,6 @@ class Accumulates(torch.autograd.Function):
     def backward(ctx, d_x):
         ctx.total += d_x
         return ctx.total
-
-
-def nan_in_long_rows(q, k, v):
-    out = ring_flash_attention(q, k, v)
-    return torch.where(torch.tensor(q.shape[2] == 7), float("nan"), out)
 
 
 def gathered(x):

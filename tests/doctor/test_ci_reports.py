@@ -4,7 +4,6 @@ No process is started: the ranks are replaced by answers. tests/doctor/test_in_c
 """
 
 import functools
-import json
 import math
 import re
 from dataclasses import replace
@@ -14,26 +13,14 @@ import pytest
 import torch
 
 import ring_doctor.__main__ as command
-from ring_doctor import assertion, github
+from ring_doctor import assertion, pytest_plugin
 from ring_doctor.asking import examination
-from ring_doctor.asking.answers import (
-    CANNOT_TELL,
-    FAILED,
-    IMPRECISE,
-    OK,
-    REFUSED,
-    RIGHT,
-    RIGHT_AS_CLAIMED,
-    WRONG,
-    WRONG_RING,
-    Answer,
-    passes,
-)
+from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG, Answer
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.examination import Examination
 from ring_doctor.asking.job import START, CannotExamine, Job
-from ring_doctor.asking.patient import from_function
+from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import Question
 from ring_doctor.assertion import assert_ring
 from ring_doctor.options import parse
@@ -54,7 +41,7 @@ def answer(state, dtype=torch.float64, error=0.0, says="", feature="", **case):
 
 
 def report(*answers, **claims):
-    patient = from_function(odd_patients.right, RIGHT_RING, **claims)
+    patient = patient_of(odd_patients.right, RIGHT_RING, **claims)
     return Report(Examination(patient, list(answers)), None, "none was taken")
 
 
@@ -84,42 +71,17 @@ def test_the_text_has_one_row_of_each_kind_of_wrong_answer():
     assert "... and 2 more kinds: --json or --html lists them" in text(report(*many))
 
 
-STATUSES = {  # by level, the exit status without --accept, and what --accept makes it 0
-    RIGHT: (0, ""),
-    RIGHT_AS_CLAIMED: (0, ""),
-    IMPRECISE: (1, "imprecise"),
-    WRONG_RING: (1, ""),
-    CANNOT_TELL: (3, "cannot-tell"),
-}
+STATUSES = {"right": 0, "right for what it takes": 0, "imprecise in 16 bits": 1, "wrong": 1, "cannot tell": 3}
 
 
-@pytest.mark.parametrize("accepted", ["", "imprecise", "imprecise,cannot-tell"])
 @pytest.mark.parametrize("level", STATUSES)
-def test_the_exit_status_follows_from_the_level_and_from_what_is_accepted(capsys, level, accepted):
-    status, pardon = STATUSES[level]
-    pardoned = bool(pardon) and pardon in accepted.split(",")
-    outcome = (level, f"{level.upper()}: f\nmore", "head")
-    outcome = CannotExamine("it answers nothing") if level == CANNOT_TELL else outcome
-    with mock.patch.object(command, "run_attention", side_effect=[outcome]):
-        ended = command.run(parse([RIGHT_RING, *([f"--accept={accepted}"] if accepted else [])]))
-    assert ended == (0 if pardoned else status)
-    printed = capsys.readouterr().out.splitlines()
-    verdict = "CANNOT TELL: it answers nothing" if level == CANNOT_TELL else f"{level.upper()}: f"
-    assert printed[0] == verdict
-    assert (f"accepted: {level}" in printed) == pardoned
-
-
-@pytest.mark.parametrize("accept", ["imprecise", ("wrong",), ("imprecise", "sick")])
-def test_what_cannot_be_accepted_is_refused_before_anything_is_asked(accept, capsys):
-    with mock.patch.object(assertion, "examine", side_effect=AssertionError("asked")):
-        for ask in (lambda: passes(RIGHT, accept), lambda: assert_ring(odd_patients.right, accept=accept)):
-            with pytest.raises(ValueError, match=r"^accept is .*; expected some of imprecise, cannot-tell"):
-                ask()
-    for words in ("wrong", "", "imprecise,wrong"):
-        with pytest.raises(SystemExit) as end:
-            parse([RIGHT_RING, f"--accept={words}"])
-        assert end.value.code == 2
-        assert "expected some of imprecise, cannot-tell" in capsys.readouterr().err
+def test_the_exit_status_follows_from_the_level(capsys, level):
+    outcome = {"level": level}, f"{level.upper()}: f\nmore", "head", ""
+    outcome = CannotExamine("it answers nothing") if level == "cannot tell" else outcome
+    with mock.patch.object(command, "of_attention", side_effect=[outcome]):
+        assert command.run(parse([RIGHT_RING])) == STATUSES[level]
+    verdict = "CANNOT TELL: it answers nothing" if level == "cannot tell" else f"{level.upper()}: f"
+    assert capsys.readouterr().out.splitlines()[0] == verdict
 
 
 def parsed(line):
@@ -150,25 +112,24 @@ SAID = "SICK: a, b and 50% of c::d, in m:f\n  It shows\r\n  100%0A: everywhere, 
 
 
 @pytest.mark.parametrize(
-    ("level", "said", "passed", "expected"),
+    ("level", "said", "expected"),
     [
-        (WRONG_RING, SAID, False, ("error", SAID.split("\n")[0], "It shows\r\n  100%0A: everywhere, always")),
-        (IMPRECISE, SAID, True, ("warning", SAID.split("\n")[0], "It shows\r\n  100%0A: everywhere, always")),
-        (WRONG_RING, "SICK: f", False, ("error", "SICK: f", "SICK: f")),
-        (RIGHT, SAID, True, None),
-        (RIGHT_AS_CLAIMED, SAID, True, None),
+        ("wrong", SAID, (SAID.split("\n")[0], "It shows\r\n  100%0A: everywhere, always")),
+        ("imprecise in 16 bits", "SICK: f", ("SICK: f", "SICK: f")),
+        ("right", SAID, None),
+        ("right for what it takes", SAID, None),
     ],
 )
-def test_a_note_says_file_line_and_verdict_whatever_they_hold(on_github, monkeypatch, level, said, passed, expected):
+def test_a_note_says_file_line_and_verdict_whatever_they_hold(on_github, monkeypatch, level, said, expected):
     place = {"file": "a,b/c:d%.py", "line": "12"}
-    monkeypatch.setattr(github, "line_of", lambda function, root: place)
-    note = github.tell_github(len, level, said, "report", passed=passed)
+    monkeypatch.setattr(command, "line_of", lambda function, root: place)
+    note = command.tell_github(len, level, said, "report")
     assert not set("\r\n") & set(note)
     if expected is None:
         assert note == ""
     else:
-        kind, title, message = expected
-        assert parsed(note) == (kind, place | {"title": title}, message)
+        title, message = expected
+        assert parsed(note) == ("error", place | {"title": title}, message)
     assert on_github.read_text() == f"of another step\n### ring-doctor: {level}\n\n```text\nreport\n```\n"
 
 
@@ -176,8 +137,8 @@ def test_a_note_says_file_line_and_verdict_whatever_they_hold(on_github, monkeyp
 def test_github_is_told_where_it_runs_the_command(on_github, monkeypatch, capsys, tmp_path, there):
     monkeypatch.setenv("GITHUB_ACTIONS", "true" if there else "false")
     monkeypatch.chdir(tmp_path)
-    told = (WRONG_RING, "SICK: f\nhead\nX-ray", "SICK: f\nhead")
-    with mock.patch.object(command, "run_attention", return_value=told):
+    told = {"level": "wrong"}, "SICK: f\nhead\nX-ray", "SICK: f\nhead", ""
+    with mock.patch.object(command, "of_attention", return_value=told):
         assert command.run(parse(["tests.doctor.odd_patients:hangs"])) == 1
     printed = capsys.readouterr().out.splitlines()
     assert printed[:3] == ["SICK: f", "head", "X-ray"]
@@ -196,10 +157,10 @@ def decorated(*args):
 def test_the_line_of_a_function():
     lines = (ROOT / "tests/doctor/odd_patients.py").read_text().splitlines()
     for function in (odd_patients.hangs, decorated, functools.partial(functools.partial(odd_patients.hangs))):
-        found = github.line_of(function, ROOT)
+        found = command.line_of(function, ROOT)
         assert (found["file"], lines[int(found["line"]) - 1]) == ("tests/doctor/odd_patients.py", "def hangs(q, k, v):")
-    assert github.line_of(odd_patients.hangs, ROOT / "ringlab") == {}  # GitHub knows the files of its checkout only
-    assert github.line_of(len, ROOT) == {}
+    assert command.line_of(odd_patients.hangs, ROOT / "ringlab") == {}  # GitHub knows the files of its checkout only
+    assert command.line_of(len, ROOT) == {}
 
 
 class Answers(Job):
@@ -265,12 +226,14 @@ def test_the_device_is_looked_for_before_any_rank_starts():
     choose.assert_called_once_with("cuda", 5)
 
 
-def test_the_files_that_are_asked_for_are_written(asked, tmp_path):
-    files = {name: tmp_path / f"report.{name}" for name in ("json", "html")}
-    with mock.patch.object(assertion, "take_xray", return_value="none"):
-        assert command.run(parse([RIGHT_RING, *[f"--{name}={path}" for name, path in files.items()]])) == 0
-    assert json.loads(files["json"].read_text())["level"] == RIGHT
-    assert f"<title>ring doctor: {RIGHT_RING}</title>" in files["html"].read_text()
+@pytest.mark.parametrize("error", [AssertionError, ValueError])
+def test_the_fixture_fails_with_one_sentence_and_nothing_of_ours(monkeypatch, error):
+    monkeypatch.setattr(assertion, "assert_ring", mock.Mock(side_effect=error("SICK")))
+    request = mock.Mock(**{"config.getoption.return_value": True})
+    with pytest.raises(pytest.fail.Exception, match=r"^SICK$") as failed:
+        pytest_plugin.ring_doctor.__wrapped__(request)(len, seed=1)
+    assert failed.value.__context__ is None  # pytest would show it
+    assertion.assert_ring.assert_called_once_with(len, seed=1, quick=True)
 
 
 def test_another_seed_gives_other_numbers():
@@ -293,7 +256,7 @@ class Ranks:
 
 
 def job_of(*outcomes, called=()):
-    job = Job(from_function(odd_patients.right), len(outcomes), 7.0, "cpu")
+    job = Job(patient_of(odd_patients.right), len(outcomes), 7.0, "cpu")
     job.ranks, job.ready, job.called = Ranks(*outcomes), True, set(called)
     return job
 
@@ -315,7 +278,7 @@ def test_a_set_up_that_fails_cannot_be_examined():
 
 NO, ODD, PEER = (
     Raised("ValueError", "no", ""),
-    Raised("KeyError", "k", ""),
+    Raised("KeyError", "k", "", "ring.py, line 3 in f"),
     Raised("RuntimeError", "Connection closed by peer", ""),
 )
 FINE = RankResults({"out": torch.zeros(1, 2, 8, 4)})
@@ -328,7 +291,7 @@ FINE = RankResults({"out": torch.zeros(1, 2, 8, 4)})
         ((NO, FINE, FINE), "", FAILED, "rank 0 raised ValueError: no"),  # of one rank: no refusal
         ((FINE, NO, NO), "grouped queries", FAILED, "ranks 1, 2 raised ValueError: no"),
         ((PEER, NO, PEER), "", FAILED, "rank 1 raised ValueError: no"),  # the others lost their connection to it
-        ((ODD, ODD, ODD), "", FAILED, "KeyError: k"),
+        ((ODD, ODD, ODD), "", FAILED, "KeyError: k (ring.py, line 3 in f)"),
         ((ODD, ODD, ODD), "grouped queries", REFUSED, "KeyError: k"),  # a feature may be refused by any error
     ],
 )

@@ -9,7 +9,7 @@ import torch
 from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.examination import Examination
-from ring_doctor.asking.patient import from_function
+from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import Question
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining import diagnosis
@@ -23,7 +23,7 @@ from ringlab.training.flash_ring import ring_flash_attention
 from tests.doctor.examined import answer_on_paper
 
 NAMES = ("last_block_skipped", "scale_missing", "shares_exchanged")
-PATIENT = from_function(ring_flash_attention)
+PATIENT = patient_of(ring_flash_attention)
 
 
 def variant(name):
@@ -52,6 +52,7 @@ CONDITIONS = {
     "with 4 ranks": lambda question: question.case.world_size == 4,
     "without gradients": lambda question: question.how == "without gradients",
     "under a causal mask": lambda question: question.case.causal,
+    "with 4 ranks and under a causal mask": lambda question: question.case.causal and question.case.world_size == 4,
     "with grouped queries": lambda question: question.case.heads != question.case.kv_heads,
     "with an odd number of tokens a rank": lambda question: len(question.case.positions(0)) % 2 == 1,
 }
@@ -112,25 +113,15 @@ def test_a_right_answer_of_one_rank_or_one_token_each_asks_for_no_condition(case
     assert bool(found.condition) == condition
 
 
-def with_changed(name, change):
-    """A ring whose forward mistake has a name, and whose result `name` is changed in a way that has none."""
-
-    def planted(case, results):
-        return results | {name: change(results[name])}
-
-    examination = examined(variant("scale_missing"), worlds=(3,))
-    steps = variant("scale_missing")(RIGHT)
-    examination.answers = [
-        answer_on_paper(answer.question, steps, change=planted if name in answer.results else lambda case, x: x)
-        for answer in examination.answers
-    ]
-    return diagnose(examination)
-
-
-def test_wrong_gradients_follow_from_a_wrong_output_and_out_alone_is_told_as_a_part():
-    for name, part in (("dk", ""), ("lse", "out")):
-        found = with_changed(name, lambda x: 1.7 * x + 0.1)
-        assert (found.names, found.part) == ({"scale_missing"}, part)
+@pytest.mark.parametrize(("name", "part"), [("dk", ""), ("lse", "out")])
+def test_wrong_gradients_follow_from_a_wrong_output_and_out_alone_is_told_as_a_part(name, part):
+    """The forward mistake has a name; one result is changed in a way that has none."""
+    examination = examined(worlds=(3,))
+    change = lambda case, results: results | {name: 1.7 * results[name] + 0.1}  # noqa: E731
+    sick = variant("scale_missing")(RIGHT)
+    examination.answers = [answer_on_paper(it.question, sick, change) for it in examination.answers]
+    found = diagnose(examination)
+    assert (found.names, found.part) == ({"scale_missing"}, part)
 
 
 @pytest.mark.parametrize(

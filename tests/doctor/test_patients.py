@@ -14,7 +14,7 @@ import torch
 from ring_doctor import examine
 from ring_doctor.asking.answers import OK, judge
 from ring_doctor.asking.calls import ask_on_rank
-from ring_doctor.asking.patient import dtype_of, from_name
+from ring_doctor.asking.patient import dtype_of, patient_of
 from ring_doctor.asking.questions import questions
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.patients.__main__ import RESULTS, TABLE, names, table
@@ -61,7 +61,7 @@ def test_every_finding_has_a_report_and_a_script():
 
 
 def test_a_right_patient_answers_rightly(ranks, tmp_path):
-    patient = from_name("ring_doctor.patients.all_gather")
+    patient = patient_of("ring_doctor.patients.all_gather")
     asked = questions(patient, 3, dtype_of("float64"), 0)
     for question in [question for question in asked if question.how == "plain"][:3]:
         assert judge(question, ranks(3, ask_on_rank, patient, question, tmp_path, 60.0)).state == OK
@@ -92,7 +92,7 @@ def test_flash_attn_by_hand_is_attention_of_a_batch_and_of_packed_documents(pack
 
 
 CLAIMED = """
-ABOUT, VERSION, LAYOUTS, GROUPED = "a", 1, ("zigzag",), False
+ABOUT, VERSION, LAYOUTS, GROUPED = "a", "1", ("zigzag",), False
 
 def attention(q, k, v, causal=False): return q
 
@@ -108,16 +108,16 @@ def test_a_patient_file_may_have_several_functions(tmp_path, monkeypatch):
     """What CLAIMS does not say of one is as for the first; a function without a line there is a plain function."""
     (tmp_path / "several_adapters.py").write_text(CLAIMED)
     monkeypatch.syspath_prepend(str(tmp_path))
-    first, other, plain = (from_name(f"several_adapters{of}") for of in ("", ":other", ":unclaimed"))
+    first, other, plain = (patient_of(f"several_adapters{of}") for of in ("", ":other", ":unclaimed"))
     assert (first.about, first.version, first.layouts, first.grouped, first.heads) == ("a", "1", ("zigzag",), False, 2)
     assert (other.about, other.version, other.layouts, other.grouped, other.heads) == ("b", "1", ("striped",), False, 6)
     assert (plain.about, plain.layouts, plain.grouped) == ("", ("contiguous",), True)
-    assert from_name("several_adapters:other", heads=8).heads == 8
+    assert patient_of("several_adapters:other", heads=8).heads == 8
 
 
 @pytest.mark.parametrize("name", with_marks([name for name in names() if name in LINES and name != "blog"]))
 def test_the_doctor_finds_what_the_table_says(name):
-    patient = from_name(f"ring_doctor.patients.{name}")
+    patient = patient_of(f"ring_doctor.patients.{name}")
     report = examine(replace(patient, worlds=(4,) if name == "torch_loop" else patient.worlds[:-1]))  # quick, in CI
     assert report.healthy == (LINES[name]["level"] in ("right", "right for what it takes"))
     if name != "ring_flash_attn:in_float32":  # its errors change from run to run

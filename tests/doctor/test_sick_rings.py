@@ -11,7 +11,7 @@ from ring_doctor.asking.answers import WRONG, judge
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.examination import Examination
-from ring_doctor.asking.patient import from_function
+from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import Question
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining import diagnosis
@@ -22,9 +22,8 @@ from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
 from tests.attention import SEED
 from tests.doctor.examined import examined, examined_sick
-from tests.doctor.sick.plain_ring import ByAutograd, PlainRing
-from tests.doctor.sick.ring import MASKED, SickRing
-from tests.doctor.sick.table_ring import TableRing
+from tests.doctor.sick import table_ring
+from tests.doctor.sick.ring import MASKED
 from tests.doctor.sick_rings import ALL, BY_HAND, OF_TABLE, UNKNOWN, Sick
 from tests.models import mesh_patients
 from tests.ways import WAYS
@@ -90,13 +89,16 @@ def test_a_sick_ring_is_wrong_exactly_where_it_must_be_and_its_entry_says_how(ra
     entry = name.partition("/")[0]
     if entry in CATALOGUE and any(answer.state == WRONG for answer in answers):
         monkeypatch.setattr(diagnosis, "CATALOGUE", {entry: CATALOGUE[entry]})
-        found = diagnose(Examination(from_function(Sick(name), name=name), answers))
+        found = diagnose(Examination(patient_of(Sick(name), name=name), answers))
         assert (found.names, found.part) == ({entry}, "")
 
 
-@pytest.mark.parametrize("ring", [PlainRing, ByAutograd, TableRing])
-def test_the_plain_ring_without_a_mistake_is_right(ranks, ring):
-    for case, wrong, _ in verdicts(ranks, 3, SickRing(ring.attention, takes=MASKED), ring.attention):
+def right(q, k, v, **options):
+    return table_ring.right(q, k, v, **options)
+
+
+def test_a_ring_of_the_table_without_a_mistake_is_right(ranks):
+    for case, wrong, _ in verdicts(ranks, 3, table_ring.right, right):
         assert not wrong, case.words()
 
 

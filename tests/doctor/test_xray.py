@@ -177,6 +177,7 @@ def test_gradients_that_are_wrong_by_themselves(name, change, expected):
     result = {"W backward": "dv", "dS in dK": "dk"}[name]
     x = xray(Case(4, 16), change=lambda results: results | {result: change(results[result])})
     assert kinds(x, name, "label") == [expected] * 4
+    assert "wrong as a whole" not in x.text()
     assert all(not matrix.wrong for matrix in x.matrices if matrix.name != name)
     held = {tile.words for matrix in x.matrices for tile in matrix.wrong if tile.label.startswith("is KV")}
     assert held <= {"what belongs to KV(j + 3)"}

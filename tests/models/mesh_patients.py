@@ -1,6 +1,6 @@
 """The ways that need a mesh, as patients of the doctor: the mesh is 2 x 2 for 4 ranks, and one row otherwise.
 
-from_function(hybrid, setup=setup), or as a patient file: python -m ring_doctor tests.models.mesh_patients
+patient_of(hybrid, setup=setup), or as a patient file: python -m ring_doctor tests.models.mesh_patients
 """
 
 from torch.distributed.device_mesh import init_device_mesh

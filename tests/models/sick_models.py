@@ -71,11 +71,9 @@ def step(
         count = torch.tensor(text[:, 1:].numel())
     loss = losses.sum() / count
     loss.backward()
-    for name, weight in model.named_parameters():
+    for weight in model.parameters():
         if "gradients_not_reduced" not in mistakes and "DDP" not in mistakes:
             dist.all_reduce(weight.grad)
-        if "embedding twice" in mistakes and name == "embedding.weight":
-            weight.grad *= P
     if clip:
         clip_gradients(model, clip, mistakes, P)
     gradients = {name: weight.grad for name, weight in model.named_parameters()}

@@ -93,6 +93,7 @@ BAD_LINES = {
     "no text": b'{"txt": "words"}',
     "a text that is null": b'{"text": null}',
     "a deep list": b"[" * 100_000,
+    "a lone surrogate": b'{"text": "\\ud800"}',
 }
 UNWRITTEN = ("the losses could not be written", "the checkpoints hold them")
 NOT_WRITTEN = ("step-00000005 could not be written", NEWEST, "--resume")

@@ -667,8 +667,7 @@ def test_long_queries_have_scores_whose_exp_is_inf_or_0():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ring", "blocks"),
-    [(readers_rings.ring, 0), (readers_rings.keeps_arrays, 5), (readers_rings.keeps_lists, 12)],
+    ("ring", "blocks"), [(readers_rings.ring, 0), (readers_rings.keeps_arrays, 5), (readers_rings.keeps_lists, 12)]
 )
 def test_arrays_and_lists_are_memory_too(ring, blocks):
     """With 4 ranks. In the last hop 3 copies are there, and 2 blocks travel; a number in a list is 4 of a tensor."""

@@ -15,12 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
 
-from figures import (
-    FOLDER,
-    hidden_communication,
-    kv_rotation,
-    token_loss,
-)
+from figures import FOLDER, hidden_communication, kv_rotation, token_loss
 from figures.draw_all import CHAPTERS, NARROW, PAGES
 from notebooks import build
 from ringlab.planning.hidden_communication import TABLE_2

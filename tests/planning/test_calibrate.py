@@ -252,8 +252,9 @@ def test_slowdown_is_of_computing_while_a_message_is_under_way(ranks, meanwhile,
         assert found == (slowdown, [32, 32], ["compute", "post", "compute", "wait"])
 
 
+HOSTS = Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1, 1.2)
 FOUND = {
-    "cluster": Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1, 1.2),
+    "cluster": HOSTS,
     "layer": {"heads": 8, "head_dim": 64, "dtype": "float32"},
     "made": {"on": "cpu", "backend": "gloo", "seconds": 20.0},
     "computing": [{"seconds": 1.0, "core": 1.0}],
@@ -291,7 +292,6 @@ def test_wrong_options_measure_nothing(options, said, capsys, monkeypatch):
     assert not launch.called
 
 
-HOSTS = Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1, 1.2)
 ONE = Cluster(1, 1, 1e12, math.inf)  # no wire at all
 
 

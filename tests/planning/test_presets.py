@@ -85,9 +85,7 @@ def test_a_hybrid_has_the_weights_of_transformers(kind, tmp_path):
         real = transformers.AutoModelForCausalLM.from_config(config)
     left_out = re.compile(r"conv|A_log|dt_bias|linear_attn.*norm|self_attn.*norm|shared_expert_gate")
     weights = sum(it.numel() for name, it in real.named_parameters() if not left_out.search(name))
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config.to_dict()))
-    model = model_named(str(path))
+    model = model_named(written(tmp_path, config.to_dict()))
     assert (model.linear.layers, model.softmax_layers, model.gated) == (3, 1, kind != "olmo_hybrid")
     assert model.parameters() == weights
 
@@ -151,7 +149,7 @@ DEEPSEEK = {
 }
 
 
-def config(tmp_path, content):
+def written(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return str(path)
@@ -168,29 +166,29 @@ def config(tmp_path, content):
     ],
 )
 def test_a_configuration_is_read(name, content, tmp_path):
-    model = model_named(config(tmp_path, content))
+    model = model_named(written(tmp_path, content))
     assert replace(model, name=name, source="") == replace(MODELS[name], source="")
 
 
 def test_a_tied_model_without_grouped_queries(tmp_path):
     content = {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": None}
-    model = model_named(config(tmp_path, content))
+    model = model_named(written(tmp_path, content))
     assert (model.kv_heads, model.tied) == (32, True)
-    assert [model_named(config(tmp_path, {**LLAMA, "model_type": name})).tied for name in ("gemma", "llama")] == [1, 0]
+    assert [model_named(written(tmp_path, {**LLAMA, "model_type": name})).tied for name in ("gemma", "llama")] == [1, 0]
 
 
 def test_fields_that_say_what_is_counted_anyway(tmp_path):
     """As they stand in the files of Qwen 2.5 and Qwen 3."""
     usual = {"sliding_window": 131072, "use_sliding_window": False, "layer_types": ["full_attention"] * 32}
     same = {**LLAMA, **usual, "decoder_sparse_step": 1, "mlp_only_layers": [], "model_type": None}
-    assert model_named(config(tmp_path, same)).layers == 32
-    assert model_named(config(tmp_path, same)).name == tmp_path.name
+    assert model_named(written(tmp_path, same)).layers == 32
+    assert model_named(written(tmp_path, same)).name == tmp_path.name
 
 
 @pytest.mark.parametrize("field", [name for name in LLAMA if name != "num_key_value_heads"])
 def test_a_field_that_is_missing_is_named(field, tmp_path):
     with pytest.raises(ValueError, match=f"has no field {field}; add it"):
-        model_named(config(tmp_path, {k: v for k, v in LLAMA.items() if k != field}))
+        model_named(written(tmp_path, {k: v for k, v in LLAMA.items() if k != field}))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +226,7 @@ def test_a_field_that_is_missing_is_named(field, tmp_path):
 )
 def test_a_wrong_configuration_is_refused(content, said, tmp_path):
     with pytest.raises(ValueError, match=said):
-        model_named(config(tmp_path, content))
+        model_named(written(tmp_path, content))
     with pytest.raises(ValueError, match=r"cannot be read: .*No such file"):
         model_named(str(tmp_path / "none.json"))
 

@@ -8,14 +8,7 @@ import torch
 
 from bench.scoreboard import unlimited
 from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.round_costs import (
-    TILE,
-    call_bytes,
-    causal_pairs,
-    efficiency,
-    merge_bytes,
-    packing_bytes,
-)
+from ringlab.planning.round_costs import TILE, call_bytes, causal_pairs, efficiency, merge_bytes, packing_bytes
 from ringlab.planning.seconds import Pass, pass_of
 from ringlab.planning.ways import Cluster
 from ringlab.training.flash_ring import merge_into

@@ -14,7 +14,7 @@ from ringlab.planning.ways import Cluster, alike, busiest, exchanges, shares, sp
 # A block of 8 tokens: 2048 FLOPs forward under a causal mask, 5120 backward; K and V 256 bytes, their gradients 512.
 LAYER, CHUNK = AttentionLayer(heads=4, kv_heads=2, head_dim=4, itemsize=2), 8
 TWO = Cluster(hosts=2, per_host=2, flops=1024, bandwidth=256, host_bandwidth=64)  # computing: 2 s and 5 s a block
-ONE_NIC = Cluster(hosts=2, per_host=2, flops=1024, bandwidth=256, host_bandwidth=64, nics=1)
+ONE_NIC = replace(TWO, nics=1)
 
 
 # TWO: 4 ranks, 2 on a host. A head of a chunk has 8 · 4 · 2 = 64 bytes, a block of K and V 256, its gradients 512.
@@ -60,15 +60,14 @@ def test_memory_by_hand():
 def test_copies_and_unequal_shares():
     """40 query heads on 16 ranks, with 8 K/V heads: 3 or 2 heads a rank, with the K/V head that they use."""
     assert shares(AttentionLayer(40, 8, 1), 16) == [AttentionLayer(3, 1, 1), AttentionLayer(2, 1, 1)] * 8
-    assert shares(AttentionLayer(6, 3, 1), 2) == [
-        AttentionLayer(3, 2, 1),
-        AttentionLayer(3, 2, 1),
-    ]  # heads 2 and 3 share a K/V head
+    assert shares(AttentionLayer(6, 3, 1), 2) == [AttentionLayer(3, 2, 1)] * 2  # heads 2 and 3 share a K/V head
     host = Cluster(1, 2, 1, 1)
     # rank 0 sends 3 + 2·2 heads there and 3 back, of which the K/V heads are 4 though G = 3
     assert traffic("all-to-all", AttentionLayer(6, 3, 4), 8, host) == (64 * (3 + 4 + 3), 0)
     # backward, a rank of 4 heads on 2: 4 heads of dO there, 4 of dQ and 2·2 of dK and dV back
     assert traffic("all-to-all", AttentionLayer(8, 4, 4), 8, host, backward=True) == (64 * (4 + 4 + 4), 0)
+    # 3 and 2 query heads: of dO the other rank's, of dQ its own
+    assert traffic("all-to-all", AttentionLayer(5, 1, 4), 8, host, backward=True) == (64 * (2 + 3 + 2), 0)
 
 
 def test_published_rings_send_the_sums_once_more():

@@ -1,11 +1,13 @@
 """Rings that share nothing with the catalogue: patches of this project's rings, and plain rings with another step."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from bench.gradients_home import Circle
+from ring_doctor.mistakes.paper_ring import block_out
 from ringlab.training import all_gather, all_to_all, flash_ring, schedule
 from ringlab.training.all_to_all import Exchange
 from ringlab.training.flash_ring import flash_backward, ring_flash_attention
@@ -13,8 +15,8 @@ from ringlab.training.fused_block import fused_forward
 from ringlab.training.overlap import post
 from ringlab.training.partition import Partition
 from tests.basics.wrong_rings import back_as_they_came, not_added
-from tests.doctor.sick.plain_ring import PlainRing, moved
-from tests.doctor.sick.ring import CAUSAL, MASKED, SickRing, always
+from tests.doctor.sick.ring import CAUSAL, MASKED, SickRing, always, from_2
+from tests.doctor.sick.table_ring import from_table, moved
 from tests.mistakes import patch
 
 all_gather_attention = partial(ring_flash_attention, schedule=all_gather.AllGather)
@@ -86,16 +88,9 @@ def d_out_of_another_rank(q, k, v, out, lse, d_out, ring):
     return flash_backward(q, k, v, out, lse, moved(d_out, d_out.shape, ring.group), ring)
 
 
-class SoftmaxTwice(PlainRing):
-    def attend(self, q, k, v, seen):
-        _, lse = super().attend(q, k, v, seen)
-        p = self.scores(q, k, seen).softmax(dim=-1).masked_fill(~seen, -torch.inf).softmax(dim=-1)
-        return p.nan_to_num() @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1), lse
-
-
-class NoMergeOnRank0(PlainRing):
-    def merge(self, out, lse, out_j, lse_j, t):
-        return (out, lse) if self.rank == 0 else super().merge(out, lse, out_j, lse_j, t)
+def softmax_twice(s, v):
+    p = torch.softmax(s, dim=-1).masked_fill(s == -torch.inf, -torch.inf)
+    return block_out(p, v)
 
 
 EQUAL = {"takes": CAUSAL, "equal_chunks": True}
@@ -126,6 +121,8 @@ BY_HAND = {
 }
 UNKNOWN = {  # the catalogue does not hold these
     "d_out_of_another_rank": SickRing(FLASH, flash("flash_backward", d_out_of_another_rank), **EQUAL),
-    "softmax_twice": SickRing(SoftmaxTwice.attention, shows=always, takes=CAUSAL),
-    "no_merge_on_rank_0": SickRing(NoMergeOnRank0.attention),  # there it is as if the ring was never called
+    "softmax_twice": from_table(lambda steps: replace(steps, block_out=softmax_twice), takes=CAUSAL),
+    "no_merge_on_rank_0": from_table(  # there it is as if the ring was never called
+        lambda steps: replace(steps, rounds=lambda case, rank: case.world_size if rank else 1), from_2, ()
+    ),
 }

@@ -4,52 +4,73 @@ from_table(CATALOGUE["two_seats"].variants[0])        a ring with this mistake, 
 """
 
 from dataclasses import fields
+from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from ring_doctor.asking.case import Case
 from ring_doctor.mistakes.paper_ring import RIGHT
 from ringlab.basics.naive_attention import accumulation_dtype
-from tests.doctor.sick.plain_ring import ByAutograd
+from ringlab.support.agreement import agree
+from ringlab.training.overlap import post
 from tests.doctor.sick.ring import MASKED, SickRing, always
 
 STEPS = {"rounds", "in_hand", "believed", "sees", "keys_and_values", "scale", "kv_heads"}
 STEPS |= {"block_out", "block_lse", "merge", "combine"}
 
 
-class TableRing(ByAutograd):
+def moved(x, shape, group, distance=1):
+    """x goes `distance` ranks on, and the tensor of that shape from `distance` ranks back arrives."""
+    if distance % dist.get_world_size(group) == 0:
+        return x.clone()
+    received = x.new_empty(shape)
+    for work in post([x.contiguous()], [received], group, distance=distance):
+        work.wait()
+    return received
+
+
+class Hop(torch.autograd.Function):
+    """`moved`, differentiable: the gradient goes back the same way."""
+
+    @staticmethod
+    def forward(ctx, x, shape, group):
+        ctx.shape, ctx.group = x.shape, group
+        return moved(x, shape, group)
+
+    @staticmethod
+    def backward(ctx, d_x):
+        return moved(d_x, ctx.shape, ctx.group, -1), None, None
+
+
+def attention(its, q, k, v, *, causal=False, layout="contiguous", documents=None, window=None, scale=None, group=None):
     """The steps of `its` on this rank. K and V are sent; all else, and all in float64, is as on paper."""
-
-    its = RIGHT
-
-    def scale_of(self, scale, head_dim):
-        return scale  # None where none is given
-
-    def forward(self, q, k, v):
-        documents, (B, H, _, D) = self.documents and tuple(self.documents), q.shape
-        mask = self.causal, self.layout, documents, self.window
-        dtype, its = q.dtype, self.its
-        case = Case(self.P, self.S, *mask, B, H, k.shape[1], D, dtype, self.scale)
-        blocks = {(self.rank - t) % self.P: kv for t, kv in self.blocks(k.double(), v.double())}
-        heads, scores, values, q = its.kv_heads(case), [], [], q.double()
-        for t in range(its.rounds(case, self.rank)):
-            of_k, of_v = its.in_hand(case, self.rank, t)
-            k_j, v_j = (x[:, heads] for x in its.keys_and_values(t, blocks[of_k][0], blocks[of_v][1]))
-            seen = its.sees(case, self.rank, its.believed(case, self.rank, t))
-            scores.append((its.scale(case) * q @ k_j.mT).masked_fill(~seen, -torch.inf))
-            values.append(v_j)
-        out, lse = its.combine(its, case, scores, values)
-        unused = 0 * sum(kv.sum() for kv in blocks.values())  # so that all ranks send back the gradients of all blocks
-        return out + unused, lse.to(accumulation_dtype(dtype))
+    lengths, rank, (B, H, _, D) = agree(lambda: k.shape[2], group), dist.get_rank(group), q.shape
+    P, mask = len(lengths), (causal, layout, documents and tuple(documents), window)
+    case = Case(P, sum(lengths), *mask, B, H, k.shape[1], D, q.dtype, scale)
+    kv, blocks = torch.stack((k, v)).double(), {}
+    for t in range(P):
+        blocks[(rank - t) % P] = kv
+        if t < P - 1:
+            kv = Hop.apply(kv, (*kv.shape[:3], lengths[(rank - t - 1) % P], D), group)
+    heads, scores, values, wide = its.kv_heads(case), [], [], q.double()  # once: its gradients are summed in float64
+    for t in range(its.rounds(case, rank)):
+        of_k, of_v = its.in_hand(case, rank, t)
+        k_j, v_j = (x[:, heads] for x in its.keys_and_values(t, blocks[of_k][0], blocks[of_v][1]))
+        seen = its.sees(case, rank, its.believed(case, rank, t))
+        scores.append((its.scale(case) * wide @ k_j.mT).masked_fill(~seen, -torch.inf))
+        values.append(v_j)
+    out, lse = its.combine(its, case, scores, values)
+    unused = 0 * sum(kv.sum() for kv in blocks.values())  # so that all ranks send back the gradients of all blocks
+    return (out + unused).to(q.dtype), lse.to(accumulation_dtype(q.dtype))
 
 
-def from_table(change):
+def from_table(change, shows=always, takes=MASKED):
     """A real ring with this change of the steps; None if the change is not one of the forward pass alone."""
     steps = change(RIGHT)
     if not {field.name for field in fields(steps) if getattr(steps, field.name) != getattr(RIGHT, field.name)} <= STEPS:
         return None
+    return SickRing(partial(attention, steps), shows=shows, takes=takes)
 
-    class Ring(TableRing):
-        its = steps
 
-    return SickRing(Ring.attention, shows=always, takes=MASKED)
+right = from_table(lambda steps: steps)
