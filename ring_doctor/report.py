@@ -238,8 +238,8 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def _answer_as_json(answer: Answer) -> dict[str, Any]:
-    case = answer.case
-    errors = {name: (*answer.errors[name], answer.relative[name]) for name in answer.errors}
+    case, keys = answer.case, ("largest", "allowed", "relative")
+    errors = {name: (*pair, answer.relative[name]) for name, pair in answer.errors.items()}
     finite = {name: [x if math.isfinite(x) else None for x in each] for name, each in errors.items()}
     return {
         "question": answer.question.words(),
@@ -251,9 +251,7 @@ def _answer_as_json(answer: Answer) -> dict[str, Any]:
         "says": answer.says,
         "found": found_in(answer),
         "wrong": {name: list(answer.ranks[name]) for name in answer.wrong},
-        "errors": {
-            name: dict(zip(("largest", "allowed", "relative"), each, strict=True)) for name, each in finite.items()
-        },
+        "errors": {name: dict(zip(keys, each, strict=True)) for name, each in finite.items()},
     }
 
 

@@ -387,6 +387,7 @@ def example(context, name):
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(tiny, "keep", keep))
+        stack.enter_context(mock.patch.dict(tiny.SIZES, num_hidden_layers=1))
         stack.enter_context(mock.patch.object(processes, "join_ring", return_value=nullcontext(context)))
         stack.enter_context(mock.patch.object(dist, "destroy_process_group"))
         quick = partial(torch.compile, backend="eager")  # traced as always, and no kernel is made of it
@@ -398,7 +399,8 @@ def example(context, name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_an_example_trains_as_one_process_does(pool, name):
     function, arguments, allowed = compare.ALONE[name]
-    exact, start = function(**arguments), compare.weights_of(tiny.model())
+    with mock.patch.dict(tiny.SIZES, num_hidden_layers=1):
+        exact, start = function(**arguments), compare.weights_of(tiny.model())
     seen = compare.errors(pool(3, example, name)[0], exact, start)
     assert all(error <= most for error, most in zip(seen, allowed, strict=True)), seen
 

@@ -171,6 +171,12 @@ def test_what_has_no_source_is_told(answer):
     assert "define it with def" in checks.solve(1, answer).text
 
 
+@pytest.mark.parametrize("number", [0, 11])
+def test_a_puzzle_that_is_not_there_is_an_error(number):
+    with pytest.raises(ValueError, match=f"there is no puzzle {number}; expected a number from 1 to 10"):
+        checks.solve(number, right.hop)
+
+
 def test_a_right_result_without_a_message_took_another_way(monkeypatch):
     inputs = checks.TWO_RINGS.inputs(3)
     run = engine.Run(3, clocks=[3.0] * 3, outputs=dict(enumerate(checks.TWO_RINGS.right(inputs))))

@@ -113,6 +113,8 @@ def test_a_file_that_was_changed_is_read_again(tmp_path):
     assert "expected a pair (out, lse), got Tensor" in checks.step(1, path)
     path.write_text(FIRST)
     assert checks.step(1, path) == "step 1 · one block: right"
+    with pytest.raises(ValueError, match="there is no step 7; expected a number from 1 to 6"):
+        checks.step(7, path)
 
 
 def gathered(context):

@@ -206,6 +206,7 @@ WRONG_ANSWERS |= {
         (lambda rank, t, P: (rank + t) % P, "the other way"),
         (lambda rank, t, P: rank - t, "take the remainder"),
         (lambda rank, t, P: (rank - t) % 5 if P == 5 else (rank - t) % 4, "with rank = "),
+        (lambda rank, t, P: (rank - t) % P + (P == 5 and t == 4), "P = 5, round 4: rank 0"),
     ],
     "check_ring_order": [
         (lambda r, P: [Send((r + 1) % P), Recv((r - 1) % P)], "circle: [0, 1]"),
@@ -647,7 +648,7 @@ WRONG_ANSWERS |= {
         (first(1), "counts the query's own"),
         (last_of_the_document_before, "sees itself only"),
         (lambda p, lengths, w: p, "whichever is later"),
-    ],
+    ]
 }
 
 
@@ -660,7 +661,7 @@ WRONG_ANSWERS |= {
         (lambda C, N, P: [C + (N - 1) / P] * P, "rank n mod P stores"),
         (lambda C, N, P: C + N - 1, "expected a list of 4 numbers"),
         (lambda C, N, P: in_turn(C, N - 1, P) if P <= 5 else [C] * P, "you say"),
-    ],
+    ]
 }
 
 
@@ -680,7 +681,7 @@ WRONG_ANSWERS |= {
         (pairs(lambda texts, at: texts[:, at + 1].roll(1, dims=1)), "is on another rank"),
         (pairs(own_chunk), "START on one rank only"),
         (pairs(lambda texts, at: texts[:, 1:].roll(1, dims=1)[:, at]), "START does"),
-    ],
+    ]
 }
 
 

@@ -121,7 +121,7 @@ BY_HAND = {
 }
 UNKNOWN = {  # the catalogue does not hold these
     "d_out_of_another_rank": SickRing(FLASH, flash("flash_backward", d_out_of_another_rank), **EQUAL),
-    "softmax_twice": from_table(lambda steps: replace(steps, block_out=softmax_twice)),
+    "softmax_twice": from_table(lambda steps: replace(steps, block_out=softmax_twice), takes=CAUSAL),
     "no_merge_on_rank_0": from_table(  # there it is as if the ring was never called
         lambda steps: replace(steps, rounds=lambda case, rank: case.world_size if rank else 1), from_2, ()
     ),

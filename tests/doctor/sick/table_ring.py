@@ -53,12 +53,12 @@ def attention(its, q, k, v, *, causal=False, layout="contiguous", documents=None
         blocks[(rank - t) % P] = kv
         if t < P - 1:
             kv = Hop.apply(kv, (*kv.shape[:3], lengths[(rank - t - 1) % P], D), group)
-    heads, scores, values = its.kv_heads(case), [], []
+    heads, scores, values, wide = its.kv_heads(case), [], [], q.double()  # once: its gradients are summed in float64
     for t in range(its.rounds(case, rank)):
         of_k, of_v = its.in_hand(case, rank, t)
         k_j, v_j = (x[:, heads] for x in its.keys_and_values(t, blocks[of_k][0], blocks[of_v][1]))
         seen = its.sees(case, rank, its.believed(case, rank, t))
-        scores.append((its.scale(case) * q.double() @ k_j.mT).masked_fill(~seen, -torch.inf))
+        scores.append((its.scale(case) * wide @ k_j.mT).masked_fill(~seen, -torch.inf))
         values.append(v_j)
     out, lse = its.combine(its, case, scores, values)
     unused = 0 * sum(kv.sum() for kv in blocks.values())  # so that all ranks send back the gradients of all blocks
