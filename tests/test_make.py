@@ -89,9 +89,9 @@ CONCEPTS = one.concepts()
 
 
 def test_every_part_of_a_concept_is_found():
-    # test_processes, test_schedules, test_state_ring, test_blockwise_attention, test_backward and test_jax test these
+    # Tests of processes, schedules, state_ring, blockwise_attention, backward, jax and generate are the tests of these
     without_tests = {"ranks", "all_gather", "all_to_all", "hybrid", "layouts", "partition", "linear_attention"}
-    without_tests |= {"naive_attention", "grouped_query", "jax_ring"}
+    without_tests |= {"naive_attention", "grouped_query", "jax_ring", "generate_states"}
     every = {"lint", "script", "tests", "notebook"}
     for name, concept in CONCEPTS.items():
         assert set(one.commands(concept)) == (every - {"tests"} if name in without_tests else every), name

@@ -172,7 +172,7 @@ def _some_heads(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
     bad = wrong.bad(name).any(dim=2).any(dim=0)
     h, G = torch.arange(len(bad)), wrong.case.kv_heads
     known, n = {"all but the first": h > 0}, len(h) // G
-    if 1 < G < len(h):
+    if G > 1:
         known |= {"all but the first of a group": h % n > 0, "those whose h mod G is not h // (H/G)": h % G != h // n}
     look = "how heads are split and broadcast; the K/V head of query head h is h // (H/G)"
     return (Fact(words, look) for words, heads in known.items() if torch.equal(bad, heads)) if len(h) > 1 else None

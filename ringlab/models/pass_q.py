@@ -250,11 +250,7 @@ class GrowingCache(SpreadCache):
 
 @torch.no_grad()
 def reply(
-    model: Transformer,
-    cache: GrowingCache,
-    texts: Sequence[Sequence[int]],
-    new_tokens: int,
-    part: int = 2**62,
+    model: Transformer, cache: GrowingCache, texts: Sequence[Sequence[int]], new_tokens: int, part: int = 2**62
 ) -> Tensor:
     """Read a text more of each of B conversations, in parts of `part` tokens, and write an answer: (B, new_tokens).
 

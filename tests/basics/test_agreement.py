@@ -194,6 +194,17 @@ def test_facts_of_any_length_arrive_whole(ranks, long, hosts):
         assert (found, exchanges) == (facts, 1 if hosts == "aba" else 0)
 
 
+def agree_in_a_mesh(context, hosts):
+    mesh = DeviceMesh("cpu", torch.arange(6).view(2, 3))
+    with as_on_hosts(hosts):
+        return agree(lambda: context.rank, mesh)
+
+
+@pytest.mark.parametrize("hosts", ["aaabbb", "ababab"])
+def test_a_mesh_over_hosts_counts_its_ranks_row_by_row(ranks, hosts):
+    assert ranks(6, agree_in_a_mesh, hosts) == [[*range(6)]] * 6
+
+
 def give(context, hosts, sizes, calls):
     """What all ranks give; `calls` of the ranks. A rank without a call agrees instead."""
     mine = torch.arange(sizes[context.rank], dtype=torch.int16).to(torch.uint8) + context.rank

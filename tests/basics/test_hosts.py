@@ -42,8 +42,9 @@ def test_the_cores_of_a_host_are_shared_by_the_ranks_of_that_host(job_of_two_hos
         job_of_two_hosts.set_num_threads.assert_called_once_with(3)  # 12 cores, 4 ranks
 
 
-def test_a_gpu_is_chosen_by_the_rank_on_its_host(job_of_two_hosts):
-    with join_ring() as context:
+@pytest.mark.parametrize("init", [{}, {"rank": 5, "world_size": 8}], ids=str)
+def test_a_gpu_is_chosen_by_the_rank_on_its_host(job_of_two_hosts, init):
+    with join_ring(**init) as context:
         assert context.device == torch.device("cuda", 1)
         assert (context.rank, context.world_size) == (5, 8)
         assert context.why == "cuda with nccl: 4 GPU(s) for 4 process(es) on this host"

@@ -96,6 +96,8 @@ def test_a_part_of_a_job_records_its_own_ranks(ranks):
 def test_every_event_is_drawn_in_its_blocks_colour():
     ax = Figure().subplots()
     draw_events([Event(0, "compute", 0, 1, 0.25, 0.5, 96), Event(1, "send", 2, 9, 1e-7, 0.125, 7)], ax)
+    draw_events([Event(0, "wait", 0, 1, 0, 1, 8)], hatched := Figure().subplots())
+    assert [(bar.get_hatch(), bar.get_facecolor()[3]) for bar in hatched.patches] == [("//////", 0)]
     assert [to_hex(bar.get_facecolor()).upper() for bar in ax.patches] == [BLOCK_COLOURS[1], BLOCK_COLOURS[9 % 8]]
     assert [bar.get_x() for bar in ax.patches] == pytest.approx([250, 1e-4])  # milliseconds
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([250, 125])

@@ -52,6 +52,7 @@ CONDITIONS = {
     "with 4 ranks": lambda question: question.case.world_size == 4,
     "without gradients": lambda question: question.how == "without gradients",
     "under a causal mask": lambda question: question.case.causal,
+    "with 4 ranks and under a causal mask": lambda question: question.case.causal and question.case.world_size == 4,
     "with grouped queries": lambda question: question.case.heads != question.case.kv_heads,
     "with an odd number of tokens a rank": lambda question: len(question.case.positions(0)) % 2 == 1,
 }

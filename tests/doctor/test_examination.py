@@ -221,6 +221,15 @@ def test_what_answers_too_little_or_too_late_is_no_healthy_ring(by, reply, says,
         by(reply, quick)
 
 
+def test_the_least_share_of_answers_is_enough(by, monkeypatch):
+    plain = refuses(lambda question: kind(question) != kind(Question(question.case)))
+    with pytest.raises(CannotExamine) as raised:
+        by(plain)
+    answered, asked = map(int, re.search(r"answers (\d+) of (\d+)", str(raised.value)).groups())
+    monkeypatch.setattr(examination, "LEAST", answered / asked)
+    assert by(plain)[0].healthy
+
+
 @pytest.mark.parametrize("state", [FAILED, WRONG])
 def test_a_mistake_counts_whatever_else_is_refused(by, state):
     assert by(lambda question, job: state if question.how == "plain" else REFUSED)[0].level == "wrong"
@@ -380,7 +389,7 @@ LOST = (odd_patients.hangs, odd_patients.crashes)
     [
         (odd_patients.hangs, PLAIN, FAILED, rf"did not answer in time; .*; rank 1 in {IN} hangs"),
         (odd_patients.crashes, PLAIN, FAILED, rf"^rank 1 died \(SIGSEGV\); rank 1 in {IN} crashes"),
-        (odd_patients.raises_on_the_last_rank, PLAIN, FAILED, rf"^rank 2 raised OverflowError: too much \({IN} raises"),
+        (odd_patients.raises_on_the_last_rank, PLAIN, FAILED, rf"^rank 2 raised ValueError: too much \({IN} raises"),
         (odd_patients.changes_its_input, Question(P3, "without gradients"), FAILED, "changed its input k"),
         (odd_patients.another_dtype, Question(replace(P3, dtype=torch.float32)), FAILED, "its out is torch.float64"),
         (odd_patients.another_shape, PLAIN, FAILED, r"of this rank's queries, shape \(1, 2, 6, 4\)"),

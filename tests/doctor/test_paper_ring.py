@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -65,14 +66,6 @@ def test_chunks_of_unequal_lengths():
             compute(case, CATALOGUE[name].variants[0](RIGHT))
 
 
-def answer(case, change):
-    """What a ring with this mistake returns, or None."""
-    try:
-        return compute(case, change(RIGHT))
-    except NotOnPaper:
-        return None
-
-
 def same(a, b):
     """Whether two answers are one, or one of them cannot be computed."""
     return a is None or b is None or all(torch.allclose(a[name], b[name], equal_nan=True) for name in a)
@@ -84,8 +77,11 @@ def test_every_mistake_shows_somewhere_and_no_two_entries_are_one():
     changes += [(name, variant) for name, mistake in CATALOGUE.items() for variant in mistake.variants]
     alike = [(a, b) for a, b in itertools.combinations(range(len(changes)), 2) if changes[a][0] != changes[b][0]]
     for case in CASES:
-        found = {n: answer(case, changes[n][1]) for n in {n for pair in alike for n in pair}}
-        alike = [(a, b) for a, b in alike if same(found[a], found[b])]
+        found = {}
+        for n in {n for pair in alike for n in pair}:
+            with suppress(NotOnPaper):
+                found[n] = compute(case, changes[n][1](RIGHT))
+        alike = [(a, b) for a, b in alike if same(found.get(a), found.get(b))]
     names = {(changes[a][0], changes[b][0]) for a, b in alike}
     assert names == {("right", "last_tile_lost")}  # these are less than a tile
 

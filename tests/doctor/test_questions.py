@@ -131,12 +131,13 @@ def test_lse_may_have_a_wider_dtype_and_no_narrower_one():
 @pytest.mark.parametrize("name", NAMES)
 def test_another_shape_is_a_fault(name):
     results = stored(QUESTION)
-    of_ranks = [{n: QUESTION.case.cut(x, rank) for n, x in results.items()} for rank in range(3)]
-    of_ranks[1][name] = of_ranks[1][name][:, :, :-1]
-    answer = judge(QUESTION, [RankResults(parts) for parts in of_ranks])
-    assert answer.state == FAILED
-    shape = (1, 2, 6, 4)[: results[name].dim()]
-    assert answer.says == f"its {name} has shape {(1, 2, 5, 4)[: len(shape)]} on rank 1; expected {shape}"
+    for wrong in range(3):
+        of_ranks = [{n: QUESTION.case.cut(x, rank) for n, x in results.items()} for rank in range(3)]
+        of_ranks[wrong][name] = of_ranks[wrong][name][:, :, :-1]
+        answer = judge(QUESTION, [RankResults(parts) for parts in of_ranks])
+        assert answer.state == FAILED
+        shape = (1, 2, 6, 4)[: results[name].dim()]
+        assert answer.says == f"its {name} has shape {(1, 2, 5, 4)[: len(shape)]} on rank {wrong}; expected {shape}"
 
 
 def test_faults_and_lost_gradients():
@@ -144,9 +145,11 @@ def test_faults_and_lost_gradients():
     answer = judged(QUESTION, results, faults=["it changed its input k"])
     assert (answer.state, answer.says) == (FAILED, "it changed its input k")
     parts = [{name: QUESTION.case.cut(x, rank) for name, x in results.items()} for rank in range(3)]
-    for rank in range(3):  # of one rank: a fault too
-        of_ranks = [RankResults(part, ["it changed its input q"] * (r == rank)) for r, part in enumerate(parts)]
-        assert judge(QUESTION, of_ranks).says == "it changed its input q"
+    for rank in range(3):  # of one rank: a fault too, and random numbers, and an lse without a gradient
+        of_ranks = [RankResults(part, draws=r == rank, lse_grad=r != rank) for r, part in enumerate(parts)]
+        of_ranks[rank].faults.append("it changed its input q")
+        answer = judge(QUESTION, of_ranks)
+        assert (answer.says, answer.draws, answer.lse_grad) == ("it changed its input q", True, False)
     for name in ("dq", "dk", "dv"):
         answer = judged(QUESTION, results | {name: torch.zeros_like(results[name])})
         assert (answer.state, set(answer.wrong)) == (WRONG, {name})

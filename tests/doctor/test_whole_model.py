@@ -329,6 +329,13 @@ def test_a_world_is_right_within_what_is_allowed(error, right):
         assert judged({2: wrong}, {2: {}})[1] == (set() if right else {2})
 
 
+@pytest.mark.parametrize("rank", range(3))
+def test_one_wrong_rank_of_three_is_wrong(rank):
+    of_ranks = [LOSS_2 if r == rank else RIGHT for r in range(3)]
+    [world], *_ = judge({3: of_ranks}, RIGHT, lambda P: [], 1e-12, 1e-12)
+    assert world.state == "wrong"
+
+
 def test_a_small_gradient_is_compared_with_a_hundredth_of_an_average_gradient():
     right = result(1.0, [100.0] * 10, [0.5])  # the average of one number is 95; a hundredth of it is 0.95
     for error, fits in ((0.0009, True), (0.0011, False)):
@@ -442,7 +449,7 @@ def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
     assert (said["inference"], said["remarks"]) == (["Look at the ring."], ["It has a note."])
     assert [answer["labels_hidden"] for answer in said["answers"]] == [False, False, True]
     assert [answer["errors"]["largest"] for answer in said["answers"]] == [0.0, None, 0.5]  # JSON has no infinity
-    shown = page(said)
-    assert "<p>Look at the ring.</p>" in shown
+    shown = page(said, text_of_model(found))
+    assert "<pre>  Look at the ring.\n" in shown
     assert "&lt;f&gt;" in shown
     assert (shown.count("<tr>"), shown.count('<h1 class="sick">'), shown.count("<td class='sick'>")) == (4, 1, 2)

@@ -145,6 +145,8 @@ def test_a_document_that_leaks():
 def test_weights_that_do_not_sum_to_one():
     """Each block's softmax by itself, all added: each query has a factor of its own in each tile."""
     case = Case(3, 12)
+    x = xray(Case(3, 12, causal=True), change=lambda results: results | {"out": 3 * results["out"]})
+    assert kinds(x, "W forward", "label") == [["x 3", "ok", "ok"], ["x 3", "x 3", "ok"], ["x 3"] * 3]  # ok: hidden
     x = xray(case, change=lambda results: results | {"out": 3 * results["out"]})
     assert kinds(x, "W forward", "label") == [["x 3"] * 3] * 3
     assert torch.allclose(x.matrices[0].sums, torch.full((12,), 3.0).double())
@@ -175,6 +177,7 @@ def test_gradients_that_are_wrong_by_themselves(name, change, expected):
     result = {"W backward": "dv", "dS in dK": "dk"}[name]
     x = xray(Case(4, 16), change=lambda results: results | {result: change(results[result])})
     assert kinds(x, name, "label") == [expected] * 4
+    assert "wrong as a whole" not in x.text()
     assert all(not matrix.wrong for matrix in x.matrices if matrix.name != name)
     held = {tile.words for matrix in x.matrices for tile in matrix.wrong if tile.label.startswith("is KV")}
     assert held <= {"what belongs to KV(j + 3)"}

@@ -18,23 +18,8 @@ transformers = pytest.importorskip("transformers", reason=MISSING["transformers"
 from ringlab.models.hugging_face import stop_ring, use_ring  # noqa: E402
 from ringlab.models.hugging_face_batch import ContextParallel, attempt, backward, shard_batch  # noqa: E402
 from ringlab.models.hugging_face_pass import extra_loss  # noqa: E402
-from tests.models.hugging_face_models import (  # noqa: E402
-    DOCUMENTS,
-    EXPERTS,
-    HEAD,
-    NO_DROPOUTS,
-    SIZES,
-    S,
-    batch_of,
-    boundaries,
-    documents_alone,
-    errors,
-    model_of,
-    one_process,
-    packed_batch,
-    results_of,
-    summed,
-)
+from tests.models import hugging_face_models as hf  # noqa: E402
+from tests.models.hugging_face_models import SIZES, S, batch_of, errors, model_of, packed_batch  # noqa: E402
 
 
 def autocast(context, ring):
@@ -45,7 +30,7 @@ def autocast(context, ring):
         batch = shard_batch(batch)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**batch).loss
-    return (summed if ring else results_of)(model, loss)
+    return (hf.summed if ring else hf.results_of)(model, loss)
 
 
 def test_autocast(ranks):
@@ -54,7 +39,7 @@ def test_autocast(ranks):
     def off(results):
         return [(a.double() - b).norm() / b.norm() for a, b in zip(results, exact, strict=True)]
 
-    exact, _ = one_process("Llama", {})
+    exact, _ = hf.one_process("Llama", {})
     allowed = torch.tensor(off(autocast(None, False))[1:]).norm()
     assert allowed > 1e-3  # it is bfloat16
     for results in ranks(3, autocast, True):
@@ -78,7 +63,7 @@ def in_a_mesh(context):
 
 def test_a_mesh_of_two_rings_with_fully_shard(ranks):
     for results in ranks(4, in_a_mesh):
-        assert max(errors(results, documents_alone("Mistral", {"sliding_window": 4}, rows=2))) <= 1e-10
+        assert max(errors(results, hf.documents_alone("Mistral", {"sliding_window": 4}, rows=2))) <= 1e-10
 
 
 # Refusals: each row is something to do on a rank, and what must be said on all of them --------------------------------
@@ -121,7 +106,10 @@ CALLS = {  # how the shard that a model gets is changed
     "uncounted": (without("num_items_in_batch"), "num_items_in_batch"),
     "TRL's loss": (without("shift_labels", fused_lm_head=True), "fused_lm_head without"),
     "weights": (with_(output_attentions=True), "output_attentions is True"),
-    "other lengths": (packed(documents=DOCUMENTS), "documents have 21 tokens; expected 24, as shard_batch gives them"),
+    "other lengths": (
+        packed(documents=hf.DOCUMENTS),
+        "documents have 21 tokens; expected 24, as shard_batch gives them",
+    ),
     "documents of a rank": (of_rank(1, with_(documents=(24,))), "the ranks disagree"),
 }
 
@@ -158,11 +146,11 @@ BATCHES = {  # how a batch is changed
 def ends(*tokens, **more):
     """cu_seq_lens in place of position_ids."""
     both = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(tokens))
-    return lambda batch, rank: {**boundaries(batch), **both, **more}
+    return lambda batch, rank: {**hf.boundaries(batch), **both, **more}
 
 
 def labels_of_padding(batch, rank):
-    return without("attention_mask")(boundaries({**batch, "labels": batch["input_ids"]}), rank)
+    return without("attention_mask")(hf.boundaries({**batch, "labels": batch["input_ids"]}), rank)
 
 
 ROW = torch.arange(24)[None]
@@ -220,8 +208,8 @@ def used(**options):
     return lambda rank: in_use(**options)(**shard_batch(batch_of()))
 
 
-ROUTER = {**EXPERTS, "output_router_logits": True}
-BOTH_WAYS = {**HEAD, "sliding_window": 8, "use_bidirectional_attention": True}
+ROUTER = {**hf.EXPERTS, "output_router_logits": True}
+BOTH_WAYS = {**hf.HEAD, "sliding_window": 8, "use_bidirectional_attention": True}
 MODELS = {  # what is given to use_ring
     "both ways in a window": (lambda rank: in_use("Gemma3Text", **BOTH_WAYS), "attention_mask is or_masks("),
     "dropout": (used(attention_dropout=0.1), "dropout is 0.1"),
@@ -336,7 +324,7 @@ def more_of_a_loss(how):
 def bert(causal):
     """BertForMaskedLM divides by the labels of its shard."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForMaskedLM.from_config(transformers.BertConfig(**SIZES, **NO_DROPOUTS)).double()
+    model = transformers.AutoModelForMaskedLM.from_config(transformers.BertConfig(**SIZES, **hf.NO_DROPOUTS)).double()
     use_ring(model)
     model(**shard_batch(padded_alike(), causal=causal))
 
@@ -433,18 +421,18 @@ def lora_later(context, ring):
     pytest.importorskip("peft", reason=MISSING["trl"])
     if not ring:
         model = adapted(model_of("Llama", {}), "Lora", **Q)
-        return results_of(model, model(**batch_of()).loss)
+        return hf.results_of(model, model(**batch_of()).loss)
     model = adapted(in_use(), "Lora", **Q)
-    return summed(model, model(**shard_batch(batch_of())).loss)
+    return hf.summed(model, model(**shard_batch(batch_of())).loss)
 
 
 def more_that_is_told(context, ring):
     model, batch = with_more("told"), batch_of()
     batch = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
     if not ring:
-        return results_of(model, model(**batch, num_items_in_batch=2 * (S - 1)).loss)
+        return hf.results_of(model, model(**batch, num_items_in_batch=2 * (S - 1)).loss)
     use_ring(model)
-    return summed(model, model(**shard_batch(batch)).loss)
+    return hf.summed(model, model(**shard_batch(batch)).loss)
 
 
 def classified(context, ring):
@@ -454,14 +442,14 @@ def classified(context, ring):
     model = transformers.AutoModelForSequenceClassification.from_config(config).double()
     batch, classes = without("labels")(batch_of(), 0), torch.tensor([0, 1])
     if not ring:
-        return results_of(model, model(**batch, labels=classes).loss)
+        return hf.results_of(model, model(**batch, labels=classes).loss)
     use_ring(model.model)
     shard = shard_batch(batch)
     rows = model.model(**shard).last_hidden_state
     last = batch["attention_mask"].sum(dim=1, keepdim=True) - 1
     sequence, token = (shard["position_ids"] == last).nonzero().T  # of the last tokens that this rank has
     logits = model.score(rows[sequence, token])
-    return summed(model, F.cross_entropy(logits, classes[sequence], reduction="sum") / len(classes))
+    return hf.summed(model, F.cross_entropy(logits, classes[sequence], reduction="sum") / len(classes))
 
 
 def padded_alike():
@@ -477,7 +465,7 @@ def padded_alike():
 def encoded(context, ring):
     """The loss and gradients of a masked language model, which attends in both directions."""
     torch.manual_seed(0)
-    config = transformers.RobertaConfig(**SIZES, **NO_DROPOUTS)
+    config = transformers.RobertaConfig(**SIZES, **hf.NO_DROPOUTS)
     model, batch = transformers.AutoModelForMaskedLM.from_config(config).double(), padded_alike()
     count = (batch["labels"] != IGNORED).sum()
     if ring:
@@ -485,7 +473,7 @@ def encoded(context, ring):
         batch = shard_batch(batch, causal=False)
     labels = batch.pop("labels")
     loss = F.cross_entropy(model(**batch).logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
-    return (summed if ring else results_of)(model, loss)
+    return (hf.summed if ring else hf.results_of)(model, loss)
 
 
 @pytest.mark.parametrize("step", [lora_later, more_that_is_told, classified, encoded])
@@ -512,14 +500,14 @@ def used_again(context, how):
         model = copy.deepcopy(model) if how.startswith("copied") else model
         loss = model(**shard_batch(batch_of())).loss.detach()
         dist.all_reduce(loss)
-        assert errors([loss], one_process("Llama", {})[0][:1])[0] <= 1e-10
+        assert errors([loss], hf.one_process("Llama", {})[0][:1])[0] <= 1e-10
         use_ring(model, layout="striped")
         loss = model(**shard_batch(batch_of(), layout="striped")).loss
-    return summed(model, loss), sum(len(part._forward_hooks) for part in model.modules()), same
+    return hf.summed(model, loss), sum(len(part._forward_hooks) for part in model.modules()), same
 
 
 def test_a_ring_can_be_changed_copied_and_stopped(ranks):
-    exact, _ = one_process("Llama", {})
+    exact, _ = hf.one_process("Llama", {})
     for how in ("twice", "copied, then another ring", "stopped"):
         for results, hooks, same in ranks(3, used_again, how):
             assert max(errors(results, exact)) <= (1e-6 if how == "stopped" else 1e-10)  # transformers' loss is float32

@@ -21,13 +21,7 @@ from ringlab.models.hugging_face import stop_ring, use_ring  # noqa: E402
 from ringlab.models.hugging_face_batch import attempt  # noqa: E402
 from ringlab.models.hugging_face_generate import SpreadGeneration, Together, spread_generation  # noqa: E402
 from tests.models.every_model import Exactly  # noqa: E402
-from tests.models.hugging_face_models import (  # noqa: E402
-    EXPERTS,
-    HEAD,
-    NO_DROPOUT,
-    SIZES,
-    model_of,
-)
+from tests.models.hugging_face_models import EXPERTS, HEAD, NO_DROPOUT, SIZES, model_of  # noqa: E402
 
 NEW = 9
 NO_END = {"eos_token_id": None}

@@ -8,7 +8,7 @@ import importlib
 import os
 import re
 import sys
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -377,6 +377,13 @@ SHARED = {"tiny", "compare"}
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in SHARED)
 
 
+@contextmanager
+def small():
+    """One layer, and two steps of the loops: to compile takes a while."""
+    with mock.patch.dict(tiny.SIZES, num_hidden_layers=1), mock.patch.object(tiny, "STEPS", 2):
+        yield
+
+
 def example(context, name):
     """The losses and the weights of a script, which runs as it stands on ranks that have joined already."""
     as_torchrun()
@@ -387,6 +394,7 @@ def example(context, name):
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(tiny, "keep", keep))
+        stack.enter_context(small())
         stack.enter_context(mock.patch.object(processes, "join_ring", return_value=nullcontext(context)))
         stack.enter_context(mock.patch.object(dist, "destroy_process_group"))
         quick = partial(torch.compile, backend="eager")  # traced as always, and no kernel is made of it
@@ -398,7 +406,8 @@ def example(context, name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_an_example_trains_as_one_process_does(pool, name):
     function, arguments, allowed = compare.ALONE[name]
-    exact, start = function(**arguments), compare.weights_of(tiny.model())
+    with small():
+        exact, start = function(**arguments), compare.weights_of(tiny.model())
     seen = compare.errors(pool(3, example, name)[0], exact, start)
     assert all(error <= most for error, most in zip(seen, allowed, strict=True)), seen
 

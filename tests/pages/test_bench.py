@@ -33,10 +33,8 @@ from bench import (
     training_speed,
 )
 from ringlab.support.processes import RankContext
-from ringlab.support.rounding import exact_attention
 from ringlab.training.flash_ring import ring_flash_attention
 from ringlab.training.layouts import LAYOUTS
-from tests.attention import assert_right
 
 BENCHES = sorted(path.stem for path in record.FOLDER.glob("*.json"))
 MiB = 2**20
@@ -245,14 +243,6 @@ def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, alone, name, mistak
         work(alone, *sizes)
 
 
-@pytest.mark.parametrize(("dtype", "layout"), gpu.CASES)
-def test_the_simulated_ring_of_the_gpu_bench_is_right(dtype, layout):
-    inputs = gpu.inputs(36, 2, 8, dtype)
-    right = exact_attention(*inputs, causal=layout != "full", fused_blocks=3)
-    for name, x in zip(gpu.RESULTS, gpu.simulated_ring(*inputs, layout, 3), strict=True):
-        assert_right(x.to(right[name].dtype), right[name], name)
-
-
 def failing(device, ranks, sizes):
     raise RuntimeError("rank 1 was killed")
 
@@ -267,11 +257,11 @@ def test_gpu_bench_runs(monkeypatch, capsys):
         assert gpu.main(["--device", "cpu"]) == 1  # and it goes on after a mistake
         said = capsys.readouterr().out.splitlines()[1:]
         assert said == ["WRONG ways: it failed: rank 1 was killed", "WRONG doctor: SICK", "ok    speed: fast"]
-    monkeypatch.setattr(gpu, "CASES", [("float32", "striped")])
     monkeypatch.setattr(gpu, "REPETITIONS", 1)
-    size = 32, 2, 8
-    (line,) = gpu.measured_blocks("cpu", size, size)
-    assert re.fullmatch(r"float32, striped, cpu flash: errors out [\d.]+, dq .*; speed \d\.\d\d", line)
+    size = 48, 2, 8
+    lines = gpu.measured_blocks("cpu", size, size)  # each is compared with float64
+    assert len(lines) == len(gpu.CASES) == 9
+    assert re.fullmatch(r"float32, striped, cpu flash: errors out [\d.]+, dq .*; speed \d\.\d\d", lines[-1])
     monkeypatch.setattr(gpu, "merge_into", lambda out, lse, out_j, lse_j: None)
     with pytest.raises(RuntimeError, match="out is wrong"):
         gpu.measured_blocks("cpu", size, size)

@@ -206,6 +206,7 @@ WRONG_ANSWERS |= {
         (lambda rank, t, P: (rank + t) % P, "the other way"),
         (lambda rank, t, P: rank - t, "take the remainder"),
         (lambda rank, t, P: (rank - t) % 5 if P == 5 else (rank - t) % 4, "with rank = "),
+        (lambda rank, t, P: (rank - t) % P + (P == 5 and t == 4), "P = 5, round 4: rank 0"),
     ],
     "check_ring_order": [
         (lambda r, P: [Send((r + 1) % P), Recv((r - 1) % P)], "circle: [0, 1]"),

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ringlab.planning import calibrate
@@ -55,6 +56,12 @@ def test_a_call_ends_with_its_last_rank(ranks, world_size):
     for seconds, calls in ranks(world_size, timings):
         assert seconds >= 0.02 * (world_size - 1)  # of one call of three: not less, however fast the machine is
         assert calls == [None] * 3 + ["after"]
+
+
+def test_a_copy_reads_each_byte_and_writes_it():
+    watch = mock.Mock(**{"context.device": torch.device("cpu"), "typical.return_value": (2.0, 1.0)})
+    with mock.patch.dict(calibrate.COPIED, cpu=1000):
+        assert calibrate.memory(watch) == 2 * 1000 / 2.0
 
 
 def test_short_calls_are_repeated_and_the_median_counts():

@@ -100,8 +100,22 @@ def test_what_fsdp_exposes_by_hand(recompute):
     assert step_seconds(replace(step, trainable=0.5))["FSDP"] == pytest.approx(
         528 + 3 * (528 - 100 + 528 + 528 - hidden + 50)
     )
-    two = step_seconds(replace(step, hosts=2, per_host=2))  # through two cards of a quarter of the rate
-    assert two["FSDP"] == pytest.approx(1056 + 3 * (1056 - 100 + 1056 + 2112 - hidden))
+    for card, gather in ((0.25, 1056), (4.0, 528)):  # of two hosts the cards may be the slowest wire, or the links
+        two = step_seconds(replace(step, gpu=replace(gpu, card=card), hosts=2, per_host=2))
+        assert two["FSDP"] == pytest.approx(gather + 3 * (gather - 100 + 3 * gather - hidden))
+    # tp = 2, 4 tokens, 3.125 s: the messages of tp hide 128 s more in each pass, and where all is computed again twice
+    of_tp = step_seconds(replace(step, tp=2, seq_len=4))["FSDP"]
+    hidden = hidden / 32 + 128 * (1 + (recompute == "full"))
+    assert of_tp == pytest.approx(176 + 3 * (176 - 3.125 - 128 + 528 - hidden))
+
+
+def test_the_rings_of_a_measured_host_share_its_nics():
+    """8 GPUs and 4 NICs of 1e10 bytes/s: one ring has them all, two or four have half the rate each; none has more."""
+    machine = Cluster(2, 8, 1e12, 4e11, 1e10, 4, 1e12)
+    shares = (8, 16, 1, 4, 1e10), (8, 8, 2, 4, 5e9), (8, 4, 4, 2, 5e9), (16, 32, 1, 4, 1e10)
+    for per_host, cp, tp, nics, rate in shares:
+        ring = replace(HOST, hosts=2, per_host=per_host, cp=cp, tp=tp, machine=machine).ring
+        assert (ring.devices, ring.nics, ring.host_bandwidth) == (cp, nics, rate)
 
 
 def test_ideal_numbers_are_a_gpu():

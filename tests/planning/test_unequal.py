@@ -206,6 +206,8 @@ def test_the_search_mends_a_bad_first_order():
     """From host 0 the fastest links lead to a last hop of 1; turned round or moved, no hop is slower than 5."""
     links = [[0, 9, 5, 1], [9, 0, 9, 5], [5, 9, 0, 9], [1, 5, 9, 0]]
     assert score(improved_order(links), links)[0] == 5
+    links = [[0, 7, 5, 7, 1], [4, 0, 7, 1, 2], [3, 2, 0, 9, 6], [1, 1, 9, 0, 6], [6, 3, 1, 2, 0]]
+    assert improved_order(links) == (0, 1, 2, 3, 4)  # the first order follows links that leave a host
     with mock.patch.object(unequal, "improved_order", return_value="quick"):
         assert best_order([[1.0] * 9] * 9) == tuple(range(9))
         assert best_order([[1.0] * 10] * 10) == "quick"

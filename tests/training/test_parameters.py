@@ -7,6 +7,7 @@ parameter, without a test here fails `test_every_ring_and_parameter_is_here`.
 import functools
 import importlib
 import inspect
+import itertools
 import math
 import re
 from pathlib import Path
@@ -49,16 +50,16 @@ MOVED = {  # parameter: (the value it is moved to, other options of the ring, th
     "group": ([1, 3], CAUSAL, {"causal": True}),
     "enable_gqa": (True, {}, {}),
 }
-REFUSED = {  # of the ring or the drop-in, a parameter: (a value that no ring takes, words of the message)
+REFUSED = {  # of the ring or the drop-in, a parameter: (a value that no ring takes, or several, words of the message)
     "scale": (math.nan, ["scale is nan", "finite"]),
     "layout": ("spiral", ["layout is 'spiral'", "contiguous, zigzag, striped"]),
     "documents": ([10, 13], ["documents of 10, 13 tokens, 23 in all", "expected", "24 in all"]),
     "window": (2.5, ["window is 2.5", "expected a whole number"]),
     "global_tokens": (-1, ["global_tokens is -1", "expected 0 or more"]),
-    "softcap": (0.0, ["softcap is 0.0", "expected a finite number above 0"]),
+    "softcap": ((0.0, True, math.inf), ["softcap is", "expected a finite number above 0"]),
     "sinks": (
-        torch.zeros(3),
-        ["sinks is torch.float32 of shape (3,)", "shape (4,)"],
+        (torch.zeros(3), torch.zeros(4, dtype=torch.int64)),
+        ["sinks is torch.", "so a floating dtype, shape (4,)"],
     ),  # moved: tests/training/test_schedules.py
     "attn_mask": (torch.ones(6, 6), ["attn_mask was given", "expected None"]),
     "dropout_p": (0.1, ["dropout_p is 0.1", "expected 0.0"]),
@@ -141,5 +142,7 @@ def outcome_on_rank(context, name, four, options):
 )
 def test_a_wrong_value_is_refused(ranks, name, parameter):
     value, words = REFUSED[parameter]
-    outcomes = ranks.outcomes(2, outcome_on_rank, name, inputs_of(name), options_of(name, **{parameter: value}))
-    assert re.search(all_of(words), refusal(outcomes))
+    for wrong, causal in itertools.product(value if isinstance(value, tuple) else [value], (False, True)):
+        options = options_of(name, causal=causal, is_causal=causal, **{parameter: wrong})
+        outcomes = ranks.outcomes(2, outcome_on_rank, name, inputs_of(name), options)
+        assert re.search(all_of(words), refusal(outcomes)), options
