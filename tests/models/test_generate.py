@@ -108,6 +108,18 @@ def test_the_choice_of_rank_0_holds_on_every_rank(ranks):
     assert ranks(3, with_other_logits) == [right_answers()] * 3
 
 
+def one_after_the_other(context):
+    """Other prompts, another number of them and other lengths, in one cache."""
+    cache = SpreadCache()
+    with mock.patch.object(module, "CONFIG", CONFIG):
+        model = seeded(cache)
+    return [generate(model, cache, prompts_of(lengths), NEW).tolist() for lengths in ((5,), LENGTHS)]
+
+
+def test_a_cache_begins_anew_with_each_call(ranks):
+    assert ranks(3, one_after_the_other) == [[right_answers(None, (5,)), right_answers()]] * 3
+
+
 def test_a_cache_refuses_attention_that_is_not_causal():
     q, cache = torch.zeros(1, 1, 1, 2), SpreadCache()
     with pytest.raises(ValueError, match=r"is_causal is False; expected True"):
