@@ -108,16 +108,21 @@ def test_the_choice_of_rank_0_holds_on_every_rank(ranks):
     assert ranks(3, with_other_logits) == [right_answers()] * 3
 
 
+CALLS = ((5,), LENGTHS), ((9,), (2, 17, 4))  # of ranks 0, 2 and 4, and of ranks 1 and 3
+
+
 def one_after_the_other(context):
-    """Other prompts, another number of them and other lengths, in one cache."""
-    cache = SpreadCache()
+    """Two calls in one cache, with other prompts and another number of them, beside another part of the job."""
+    groups, part = [dist.new_group(ranks) for ranks in ([0, 2, 4], [1, 3])], context.rank % 2
+    cache = SpreadCache(group=groups[part])
     with mock.patch.object(module, "CONFIG", CONFIG):
         model = seeded(cache)
-    return [generate(model, cache, prompts_of(lengths), NEW).tolist() for lengths in ((5,), LENGTHS)]
+    return [generate(model, cache, prompts_of(lengths), NEW).tolist() for lengths in CALLS[part]]
 
 
-def test_a_cache_begins_anew_with_each_call(ranks):
-    assert ranks(3, one_after_the_other) == [[right_answers(None, (5,)), right_answers()]] * 3
+def test_a_cache_begins_anew_with_each_call_and_knows_its_part_of_the_job(ranks):
+    for rank, tokens in enumerate(ranks(5, one_after_the_other)):
+        assert tokens == [right_answers(None, lengths) for lengths in CALLS[rank % 2]]
 
 
 def test_a_cache_refuses_attention_that_is_not_causal():
