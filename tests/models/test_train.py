@@ -353,7 +353,7 @@ def test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_loads(ranks, tmp_p
 
 
 def numbers_of_progress(context):
-    """The peak where rank r takes r + 1 s in a round; the lines of 4 steps in 2 s, and 4 in 4 s; rank r has r + 1 MB."""
+    """The peak where rank r takes r + 1 s in a round; two lines, of 4 steps in 2 s and in 4 s; rank r has r + 1 MB."""
     seconds, rank = float(context.rank + 1), context.rank
     with mock.patch.object(train.time, "perf_counter", side_effect=[0.0, seconds] * 3):
         peak = train.measured_peak(context, torch.float32)
