@@ -252,7 +252,6 @@ def _takes(found: Examination, job: Job, seed: int) -> bool:
                 found.limits.append(f"the forward pass only: with inputs that need gradients, {answer.says}")
                 found.patient = patient = replace(patient, gradients=False)
             else:
-                found.answers.append(forward)
                 found.remarks.append("it answers without gradients. For the forward pass only? Ask with --forward-only")
             answer = forward
     if answer.in_float32 and patient.dtypes[1:]:

@@ -128,6 +128,7 @@ class ModelInRing(LayerAttention):
         if part.requires_grad:
             part.register_hook(partial(only_multiplied, self.part, part._version))
 
+    @torch.compiler.disable  # a check has nothing to compile, and a traced method is equal to no other
     def before(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Check what the caller passes to the model, on all ranks together; layers get the documents from it.
 
@@ -155,7 +156,6 @@ class ModelInRing(LayerAttention):
         self.longest = max(self.documents or [ones.shape[1] * self.world_size]) - 1 + self.first
         return (), {**passed, "attention_mask": ones, "use_cache": False}
 
-    @torch.compiler.disable  # a traced method is equal to no other
     def check(self, part: nn.Module, passed: dict[str, Any], ones: Tensor) -> tuple[bool, int, int, bool]:
         """Whether there are labels, numbers that tell modules and weights apart, and whether labels are not shifted.
 
@@ -194,6 +194,7 @@ class ModelInRing(LayerAttention):
         unshifted = self.passes in DUE and passed.get("causal", True) and themselves(**passed)
         return labels, modules_of(part), weights, unshifted
 
+    @torch.compiler.disable
     def enter(self, part: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Before the base model: prove it again if it is another one, and give it its own numbers of the positions."""
         if self.proving:

@@ -267,7 +267,9 @@ def test_the_first_call_of_each_rank_has_the_time_of_a_set_up():
     job = job_of(*[chunk] * 4)
     for members in ((1, 2, 3), (1, 2, 3), None, None):
         job.ask(Question(Case(len(members or range(4)), 6 * len(members or range(4))), members=members))
-    assert job.ranks.limits == [(START, 7.0), (7.0, 7.0), (START, 7.0), (7.0, 7.0)]
+    job.slowest = 5.0  # seconds of an answer
+    job.ask(Question(Case(4, 24)))
+    assert job.ranks.limits == [(START, 7.0), (7.0, 7.0), (START, 7.0), (7.0, 7.0), (15.0, 7.0)]
 
 
 def test_a_set_up_that_fails_cannot_be_examined():

@@ -81,6 +81,11 @@ def test_the_verdict_of_a_second_answer(second, level):
         assert (second.question.feature in report.verdict) == told
 
 
+def test_roundings_beside_a_mistake_are_no_excuse():
+    found = Examination(PATIENT, [answer(IN_16_BITS, WRONG, 32 / 128), answer(PLAIN, WRONG)])
+    assert found.level == "wrong"
+
+
 NAMES = list(CATALOGUE)[:3]
 RAISED = answer(PLAIN, FAILED, says="rank 1 raised X")
 
@@ -331,9 +336,11 @@ def test_a_ring_that_dies_of_unequal_chunks_is_asked_all_else(by):
 def test_what_refuses_gradients_in_a_sentence_is_for_the_forward_pass(by, says, limited):
     def forward_only(question, job):
         fine = question.how == "without gradients" or not job.patient.gradients
-        return OK if fine else Answer(question, FAILED, says, raised=True)
+        narrow = question.case.dtype == torch.float64
+        return answer(question, OK, in_float32=narrow) if fine else Answer(question, FAILED, says, raised=True)
 
-    found, _ = by(forward_only, worlds=(3,), dtypes=("float64",))
+    found, _ = by(forward_only, worlds=(3,), dtypes=("float64", "float32"))
+    assert found.patient.dtypes == ("float32",)
     assert found.patient.gradients != limited
     assert any("the forward pass only" in limit for limit in found.limits) == limited
     assert found.level == ("right for what it takes" if limited else "wrong")
