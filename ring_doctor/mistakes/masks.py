@@ -143,10 +143,12 @@ CHANGES = {
     "diagonal_hidden": [
         causal(lambda x: x.seen & (x.c != x.p)),
         causal(lambda x: x.n < x.i if x.own or (x.striped and x.before) else x.seen),
+        causal(lambda x: x.n < x.i - int(x.after) if x.own or x.striped else x.seen),  # and of those of later ranks
     ],
     "strict_in_far_blocks": [
         causal(lambda x: x.seen if x.own else x.n < x.i),
         causal(lambda x: x.seen if x.own else (x.n < x.i) & x.before),
+        causal(lambda x: x.seen if x.own else (x.n < x.i) & x.seen),
     ],
     "key_lost_at_a_border": [
         *(sees(partial(without_a_key, at=at, far=far)) for far in (True, False) for at in (-1, 0)),

@@ -104,6 +104,7 @@ def with_right_lse(out_of: Callable[[Tensor], Tensor]) -> Change:
 
 
 MEAN = with_right_lse(lambda averages: averages.mean(dim=0))
+MEAN_OF_SEEN_ROWS = with_right_lse(lambda averages: averages.sum(dim=0) / averages.any(dim=-1, keepdim=True).sum(dim=0))
 
 
 def padded(multiple: int | None, *, whole_tiles: bool = False) -> Change:
@@ -192,6 +193,7 @@ def undivided_in_16_bits(always: bool) -> Change:
 
 
 LSE_OF_ZEROS = but(block_lse=lambda steps, s: torch.zeros_like(s[..., 0]))
+ZEROS_IN_SEEN_ROWS = but(block_lse=lambda steps, s: torch.where((s == -math.inf).all(dim=-1), -math.inf, 0.0).double())
 
 
 def returned_in_base_2(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -205,9 +207,9 @@ CHANGES = {
     "o_not_rescaled": [running_sums(l_rescaled=True, o_rescaled=False), but(merge=average_not_rescaled)],
     "own_max_per_block": [own_max(last_max), own_max(largest_of), in_seen_blocks(own_max(last_max))],
     "averages_added": [with_right_lse(lambda averages: averages.sum(dim=0))],
-    "averages_averaged": [in_seen_blocks(MEAN), MEAN],
+    "averages_averaged": [MEAN_OF_SEEN_ROWS, in_seen_blocks(MEAN), MEAN],
     "running_half": [in_seen_rows(HALF), in_seen_blocks(HALF), HALF],
-    "lse_of_zeros": [in_seen_blocks(LSE_OF_ZEROS), LSE_OF_ZEROS],
+    "lse_of_zeros": [ZEROS_IN_SEEN_ROWS, in_seen_blocks(LSE_OF_ZEROS), LSE_OF_ZEROS],
     "base_2_as_natural": [but(block_lse=lambda steps, s: steps.block_lse(s) / math.log(2))],
     "natural_as_base_2": [but(merge=natural_as_base_2)],
     "lse_not_updated": [but(merge=lambda steps, case, out, lse, *block: (steps.merge(case, out, lse, *block)[0], lse))],

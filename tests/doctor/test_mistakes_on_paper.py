@@ -148,6 +148,7 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
         ALL_LAYOUTS,
         lambda x: x.c < x.p,
         lambda x: torch.where(x.own | (x.striped & (x.j < x.r)), x.n < x.i, x.past),
+        lambda x: torch.where(x.own | x.striped, x.n < x.i - (x.j > x.r).int(), x.past),
     ),
     "next_token_seen": (
         ALL_LAYOUTS,
@@ -163,6 +164,7 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
         ALL_MASKS,
         lambda x: torch.where(x.own, x.past, x.n < x.i) & x.beside,
         lambda x: torch.where(x.own, x.past, (x.n < x.i) & (x.j < x.r)) & x.beside,
+        lambda x: torch.where(x.own, x.past, (x.n < x.i) & x.past) & x.beside,
     ),
     "other_half_of_the_queries": ([ZIGZAG], lambda x: torch.where(x.j > x.r, x.i < x.C // 2, x.past)),
     "striped_diagonal_lost": ([STRIPED], lambda x: x.past & ~((x.j < x.r) & (x.n == x.i))),
@@ -579,9 +581,9 @@ MERGES = {  # the entry: of each variant out and lse
     ],
     "shares_exchanged": [folded(lambda a, lse, b, lse_j, share: (b + share * (a - b), lse.logaddexp(lse_j)))] * 3,
     "averages_added": [lambda x: (x.outs.sum(dim=0), x.lse)],
-    "averages_averaged": [lambda x: (x.outs.mean(dim=0), x.lse)] * 2,
+    "averages_averaged": [lambda x: (x.outs.mean(dim=0), x.lse)] * 3,
     "running_half": [folded(lambda out, lse, out_j, lse_j, _: ((out + out_j) / 2, lse.logaddexp(lse_j)))] * 3,
-    "lse_of_zeros": [lambda x: x.averaged(0 * x.lses)] * 2,
+    "lse_of_zeros": [lambda x: x.averaged(0 * x.lses)] * 3,
     "natural_as_base_2": [lambda x: (x.averaged(x.lses * LOG_2)[0], x.averaged(x.lses * LOG_2)[1] / LOG_2)],
     "lse_not_updated": [folded(lambda out, lse, out_j, _, share: (out + share * (out_j - out), lse))],
     "lse_merged_by_maximum": [
@@ -608,7 +610,8 @@ def test_the_results_of_blocks_are_put_together_wrongly(name):
 @pytest.mark.parametrize(
     ("name", "right"),  # variants that leave out rows or blocks, and those that merge all
     [
-        ("averages_averaged", [True, False]),
+        ("averages_averaged", [True, True, False]),
+        ("lse_of_zeros", [True, True, False]),
         ("running_half", [True, True, False]),
         ("shares_exchanged", [False, True, True]),
     ],
