@@ -113,6 +113,15 @@ def test_a_right_answer_of_one_rank_or_one_token_each_asks_for_no_condition(case
     assert bool(found.condition) == condition
 
 
+@pytest.mark.parametrize(("share", "near"), [(7.5, True), (8.5, False)])
+def test_a_wrong_ring_may_round_eight_times_as_much_as_a_right_one(share, near):
+    question = Question(Case(3, 18, dtype=torch.float32))
+    right = question.case.right()["out"]
+    off = share * right.allowed.max()
+    found = answer_on_paper(question, change=lambda case, x: x | {"out": right.exact + off})
+    assert WrongAnswer(found).near("out", right.exact) == near
+
+
 @pytest.mark.parametrize(("name", "part"), [("dk", ""), ("lse", "out")])
 def test_wrong_gradients_follow_from_a_wrong_output_and_out_alone_is_told_as_a_part(name, part):
     """The forward mistake has a name; one result is changed in a way that has none."""

@@ -108,6 +108,25 @@ def test_the_choice_of_rank_0_holds_on_every_rank(ranks):
     assert ranks(3, with_other_logits) == [right_answers()] * 3
 
 
+CALLS = ((5,), LENGTHS), ((9,), (2, 17, 4))  # of ranks 0, 2 and 4, and of ranks 1 and 3
+
+
+def one_after_the_other(context, kind):
+    """Two calls in one cache, with other prompts and another number of them, beside another part of the job."""
+    groups, part = [dist.new_group(ranks) for ranks in ([0, 2, 4], [1, 3])], context.rank % 2
+    cache = kind(group=groups[part])
+    with mock.patch.object(module, "CONFIG", CONFIG):
+        model = seeded(cache, cache, **HYBRID) if kind is HybridCache else seeded(cache)
+    return [generate(model, cache, prompts_of(lengths), NEW).tolist() for lengths in CALLS[part]]
+
+
+@pytest.mark.parametrize("kind", [SpreadCache, HybridCache])
+def test_a_cache_begins_anew_with_each_call_and_knows_its_part_of_the_job(ranks, kind):
+    right = right_hybrid if kind is HybridCache else partial(right_answers, None)
+    for rank, tokens in enumerate(ranks(5, one_after_the_other, kind)):
+        assert tokens == [right(lengths) for lengths in CALLS[rank % 2]]
+
+
 def test_a_cache_refuses_attention_that_is_not_causal():
     q, cache = torch.zeros(1, 1, 1, 2), SpreadCache()
     with pytest.raises(ValueError, match=r"is_causal is False; expected True"):

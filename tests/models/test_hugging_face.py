@@ -66,6 +66,17 @@ def test_a_mesh_of_two_rings_with_fully_shard(ranks):
         assert max(errors(results, hf.documents_alone("Mistral", {"sliding_window": 4}, rows=2))) <= 1e-10
 
 
+def of_a_part(context):
+    """Ranks 0 and 2 are one part of the job, the others another. The loss of rank r is r + 1 times the weight, 1."""
+    parts, weight = [dist.new_group(part) for part in ([0, 2], [1, 3, 4])], torch.ones((), requires_grad=True)
+    whole = backward((context.rank + 1) * weight, parts[context.rank not in (0, 2)])
+    return whole.item(), weight.grad.item()
+
+
+def test_the_backward_pass_of_a_part_of_the_job(ranks):
+    assert ranks(5, of_a_part) == [(4, 2), (11, 6), (4, 6), (11, 12), (11, 15)]
+
+
 # Refusals: each row is something to do on a rank, and what must be said on all of them --------------------------------
 
 

@@ -22,6 +22,7 @@ from ringlab.models.hugging_face_batch import attempt  # noqa: E402
 from ringlab.models.hugging_face_generate import SpreadGeneration, Together, spread_generation  # noqa: E402
 from tests.models.every_model import Exactly  # noqa: E402
 from tests.models.hugging_face_models import EXPERTS, HEAD, NO_DROPOUT, SIZES, model_of  # noqa: E402
+from tests.models.test_hugging_face_proof import LONGROPE  # noqa: E402
 
 NEW = 9
 NO_END = {"eos_token_id": None}
@@ -361,6 +362,7 @@ UNSERVED = [
     ("Mamba", {}, ["MambaForCausalLM keeps a state over tokens"]),
     ("Lfm2", {"layer_types": ["conv", "full_attention"]}, ["Lfm2ForCausalLM has linear layers"]),
     ("Llama", {"rope_parameters": DYNAMIC}, ["chooses its frequencies by the longest position"]),
+    ("Llama", {"rope_parameters": LONGROPE}, ["chooses its frequencies by the longest position"]),
     ("Llama4Text", LLAMA_4, ["has a temperature by position", "causal attention and windows"]),
     ("Llama4Text", CHUNKS, ["has ChunkedAttention(size=8)", "causal attention and windows"]),
     ("Llama", {"is_causal": False}, ["has BothWays()", "causal attention and windows"]),

@@ -104,7 +104,7 @@ def cases(P):
     }
 
 
-def attention(context, problems, passing="auto", wrong=None):
+def attention(context, problems, passing="auto", wrong=None, group=None):
     """This rank's out of each problem, what travelled, and the bytes that this rank sent to others."""
     results, sent = [], []
 
@@ -125,7 +125,7 @@ def attention(context, problems, passing="auto", wrong=None):
             options = {**case.options, **({"sinks": case.inputs()[3]} if "sinks" in case.options else {})}
             before, sent[:] = [x.clone() for x in (q, k, v)], []
             with WRONG[wrong]() if wrong else nullcontext():
-                places = agree_on_places(at, keys_at, **case.mask)
+                places = agree_on_places(at, keys_at, group, **case.mask)
                 out, passed = cached_attention(q, k, v, places, passing=passing, **options)
             assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True)), "the input changed"
             results.append((out, passed, sum(sent)))
@@ -173,15 +173,18 @@ def test_the_bytes_on_the_wire_are_those_of_the_planner_and_auto_sends_fewer(ran
 
 
 def one_after_the_other(context, problems):
-    """Two calls of other lengths on the same ranks, with places of their own."""
-    return [attention(context, [case], passing)[0] for case in problems for passing in ("Q", "KV")]
+    """Two calls of other lengths in a part of the job, ranks 0, 2 and 4, beside the other part, ranks 1, 3 and 5."""
+    groups, (place, part) = [dist.new_group(ranks) for ranks in ([0, 2, 4], [1, 3, 5])], divmod(context.rank, 2)
+    alone = partial(attention, replace(context, rank=place), group=groups[part])
+    return [alone([case], passing)[0] for case in problems[part] for passing in ("Q", "KV")]
 
 
-def test_pieces_of_one_call_are_not_those_of_the_next(ranks):
+def test_pieces_of_one_call_are_not_those_of_the_next_nor_of_another_part_of_the_job(ranks):
     first, second = Case((6, 6, 6), (3, 3, 3)), Case((9, 2, 4), (1, 2, 4))
-    of_ranks = list(zip(*ranks(3, one_after_the_other, [first, second]), strict=True))
-    for case, results in zip((first, first, second, second), of_ranks, strict=True):
-        assert_exact(case, results)
+    of_ranks = ranks(6, one_after_the_other, [[first, second], [second, first]])
+    for part, (one, other) in enumerate([(first, second), (second, first)]):
+        for case, results in zip((one, one, other, other), zip(*of_ranks[part::2], strict=True), strict=True):
+            assert_exact(case, results)
 
 
 WRONG = Mistakes()

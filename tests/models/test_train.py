@@ -353,21 +353,24 @@ def test_a_rank_killed_at_any_moment_leaves_a_checkpoint_that_loads(ranks, tmp_p
 
 
 def numbers_of_progress(context):
-    """The peak where rank r takes r + 1 s in a round; the line after 4 steps in 2 s, where rank r has r + 1 MB."""
+    """The peak where rank r takes r + 1 s in a round; two lines, of 4 steps in 2 s and in 4 s; rank r has r + 1 MB."""
     seconds, rank = float(context.rank + 1), context.rank
     with mock.patch.object(train.time, "perf_counter", side_effect=[0.0, seconds] * 3):
         peak = train.measured_peak(context, torch.float32)
-    clock = iter([0.0, 2.0])
+    clock = iter([0.0, 2.0, 2.0])
     with (
-        mock.patch.object(train.time, "perf_counter", side_effect=lambda: next(clock, 2.0)),
+        mock.patch.object(train.time, "perf_counter", side_effect=lambda: next(clock, 6.0)),
         mock.patch.object(train, "peak_memory", return_value=1_000_000 * (rank + 1)),
     ):
         progress = train.Progress(0, steps=10, tokens=100, flops=50.0, peak=200.0)
-        return peak, progress.line(4, 1.5, context.device)
+        return peak, [progress.line(step, 1.5, context.device) for step in (4, 8)]
 
 
 def test_progress_by_hand(ranks):
     """FLOP/s are those of all ranks together, in the time of the slowest; memory is that of the rank with most."""
-    for peak, line in ranks(3, numbers_of_progress):
+    for peak, lines in ranks(3, numbers_of_progress):
         assert peak == pytest.approx(3 * 8 * 2 * 512**3 / 3.0)
-        assert line == "     4/10 [########            ] loss 1.5000, 200 tokens/s, MFU 50%, 3 MB a rank"
+        assert lines == [
+            "     4/10 [########            ] loss 1.5000, 200 tokens/s, MFU 50%, 3 MB a rank",
+            "     8/10 [################    ] loss 1.5000, 100 tokens/s, MFU 25%, 3 MB a rank",
+        ]
