@@ -9,10 +9,11 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
-from ringlab.planning import cost_model
+from ringlab.planning import cost_model, memory
 from ringlab.planning.machine import MAKE, write_machine
 from ringlab.planning.memory import CONTEXT, RESERVE, step_bytes
 from ringlab.planning.plan import ERRORS, Plan, Wish, best, candidates, changes, gains, longest
@@ -60,6 +61,12 @@ def test_the_best_fits_and_none_that_fits_is_faster():
     assert S % 1024 == 0
     assert best(replace(HOST, seq_len=S), FREE)
     assert not best(replace(HOST, seq_len=S + 1024), FREE)
+
+
+def test_the_peak_is_where_work_and_gathered_weights_take_most_together():
+    for of_loss, peak in ((1e9, "a layer at work"), (3e9, "loss")):  # beside a layer 1.3 GB are gathered
+        with mock.patch.multiple(memory, loss_bytes=lambda _, size=of_loss: size, layer_at_work=lambda _: 0.7e9):
+            assert peak in step_bytes(HOST)
 
 
 def test_a_change_is_asked_and_its_gain_is_the_planners():
