@@ -115,7 +115,7 @@ def pairs(way="ring", **options):
 
 
 def test_ranks_that_send_to_another_host_share_its_cards():
-    """4 devices on 2 cards of a byte a second: in a hop of 1 one of them leaves the host, in a hop of 2 the last two."""
+    """4 devices on 2 cards of a byte a second: in a hop of 1 one of them leaves the host, in one of 2 the last two."""
     ring = Pass(Cluster(2, 4, 1.0, 1.0, 1.0, 2), LAYER, CHUNK)
     assert [ring.between(10.0, stride) for stride in (1, 2, 4)] == [10.0, 20.0, 20.0]
 
