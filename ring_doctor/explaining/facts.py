@@ -132,7 +132,9 @@ def _another_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
     return (Fact(words, look, wrong.case.join(of_ranks)) for words, of_ranks in moved.items())
 
 
-MOVES: dict[str, Callable[[Tensor], Tensor]] = {  # of the rows of a chunk
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {  # of the heads or the rows of a chunk
+    "in the heads in the reverse order": lambda x: x.flip(1),
+    "in the next head": lambda x: x.roll(1, dims=1),
     "one row too late in each chunk": lambda x: x.roll(1, dims=2),
     "one row too early in each chunk": lambda x: x.roll(-1, dims=2),
     "in the other half of each chunk": lambda x: torch.cat(x.tensor_split(2, dim=2)[::-1], dim=2),
