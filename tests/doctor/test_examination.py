@@ -286,15 +286,13 @@ def test_random_numbers_and_last_digits_are_told(by):
         assert found.level == "right"
 
 
-def in_float32(which, *numbers):
-    """As exact as float32 where `which` says so; out, and dq, hold this number. Float32 has 0.5, and not 0.1."""
+def in_float32(which, numbers):
+    """As exact as float32 where `which` says so; each result holds one number. Float32 has 0.5, and not 0.1."""
 
     def reply(question, job):
         found = answer(question, OK)
         if question.case.dtype == torch.float64 and which(question):
-            results = {
-                name: torch.full_like(found.results["out"], x) for name, x in zip(("out", "dq"), numbers, strict=False)
-            }
+            results = {name: torch.full_like(found.results["out"], x) for name, x in numbers.items()}
             ranks, errors = (dict.fromkeys(results, x) for x in ((0,), (1e-8, 1e-12)))
             return replace(found, results=results, in_float32=True, ranks=ranks, errors=errors)
         return found
@@ -305,14 +303,14 @@ def in_float32(which, *numbers):
 @pytest.mark.parametrize(
     ("which", "numbers", "verdict", "said"),
     [
-        (lambda question: True, [0.1], "right", True),
-        (lambda question: question.case.causal, [0.1], "wrong", False),  # as a softcap after the mask
-        (lambda question: question.case.causal, [0.5], "right", False),
-        (lambda question: question.case.causal, [0.5, 0.1], "wrong", False),
+        (lambda question: True, {"out": 0.1}, "right", True),
+        (lambda question: question.case.causal, {"out": 0.1}, "wrong", False),  # as a softcap after the mask
+        (lambda question: question.case.causal, {"out": 0.5}, "right", False),
+        (lambda question: question.case.causal, {"out": 0.5, "dq": 0.1}, "wrong", False),
     ],
 )
 def test_what_computes_in_float32_is_asked_in_float32(by, which, numbers, verdict, said):
-    found, _ = by(in_float32(which, *numbers))
+    found, _ = by(in_float32(which, numbers))
     assert found.level == verdict
     assert ("it takes float64 and computes in float32; it is examined in float32" in found.remarks) == said
     assert all(it.case.dtype != torch.float64 for it in found.answers) == said
