@@ -222,15 +222,6 @@ def test_what_answers_too_little_or_too_late_is_no_healthy_ring(by, reply, says,
         by(reply, quick)
 
 
-def test_the_least_share_of_answers_is_enough(by, monkeypatch):
-    plain = refuses(lambda question: kind(question) != kind(Question(question.case)))
-    with pytest.raises(CannotExamine) as raised:
-        by(plain)
-    answered, asked = map(int, re.search(r"answers (\d+) of (\d+)", str(raised.value)).groups())
-    monkeypatch.setattr(examination, "LEAST", answered / asked)
-    assert by(plain)[0].healthy
-
-
 @pytest.mark.parametrize("state", [FAILED, WRONG])
 def test_a_mistake_counts_whatever_else_is_refused(by, state):
     assert by(lambda question, job: state if question.how == "plain" else REFUSED)[0].level == "wrong"

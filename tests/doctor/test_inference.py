@@ -222,8 +222,7 @@ def test_a_pattern_of_some_answers_is_not_told_as_general(change):
 
 
 def test_an_answer_that_cannot_show_a_pattern_does_not_refute_it():
-    """Chunks of unequal length are no chunks of another rank."""
-    answers = planted(from_rank(lambda r, P: r + 1, "dk")) + planted(noise("dk"), [Case(3, 19)])
+    answers = planted(from_rank(lambda r, P: r + 1, "dk")) + planted(noise("dk"), [Case(3, 19)])  # unequal chunks
     assert any("rank r has the right numbers of rank r + 1" in sentence for sentence in told(answers))
 
 

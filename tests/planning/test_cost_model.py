@@ -61,9 +61,6 @@ def test_the_best_fits_and_none_that_fits_is_faster():
     assert S % 1024 == 0
     assert best(replace(HOST, seq_len=S), FREE)
     assert not best(replace(HOST, seq_len=S + 1024), FREE)
-
-
-def test_the_peak_is_where_work_and_gathered_weights_take_most_together():
     for of_loss, peak in ((1e9, "a layer at work"), (3e9, "loss")):  # beside a layer 1.3 GB are gathered
         with mock.patch.multiple(memory, loss_bytes=lambda _, size=of_loss: size, layer_at_work=lambda _: 0.7e9):
             assert peak in step_bytes(HOST)
