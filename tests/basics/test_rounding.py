@@ -202,6 +202,8 @@ def test_what_a_fused_kernel_and_merges_may_be_off_by_hand():
     assert lse[1] - lse[0] == pytest.approx(3 * u * 3, rel=1e-9)  # √(3 · 3 merges) roundings of an lse of 3
     assert out[1] - out[0] == pytest.approx(u * 5, rel=1e-9)  # one rounding of the largest value
     assert exact_attention(3 * one, one, 5 * one)["out"].sums.item() == out[0]  # float32 operands are not rounded
+    flushed = exact_attention(one, one, 0 * one)["out"].sums.item()  # a value of 0: what is smaller may become 0
+    assert flushed == torch.finfo(torch.float32).smallest_normal
 
     q, k, v, d_out = (
         torch.ones(1, 1, 1, 1),

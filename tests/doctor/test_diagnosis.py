@@ -114,12 +114,13 @@ def test_a_right_answer_of_one_rank_or_one_token_each_asks_for_no_condition(case
 
 
 @pytest.mark.parametrize(("share", "near"), [(7.5, True), (8.5, False)])
-def test_a_wrong_ring_may_round_eight_times_as_much_as_a_right_one(share, near):
+@pytest.mark.parametrize("times", [0.01, 1.0, 100.0])
+def test_a_wrong_ring_may_round_eight_times_as_much_as_a_right_one_and_large_numbers_by_more(share, near, times):
     question = Question(Case(3, 18, dtype=torch.float32))
     right = question.case.right()["out"]
-    off = share * right.allowed.max()
-    found = answer_on_paper(question, change=lambda case, x: x | {"out": right.exact + off})
-    assert WrongAnswer(found).near("out", right.exact) == near
+    off = share * max(1.0, times) * right.allowed.max()
+    found = answer_on_paper(question, change=lambda case, x: x | {"out": times * right.exact + off})
+    assert WrongAnswer(found).near("out", times * right.exact) == near
 
 
 @pytest.mark.parametrize(("name", "part"), [("dk", ""), ("lse", "out")])
@@ -216,6 +217,7 @@ def test_when_a_mistake_shows():
     assert (
         when(*[(Case(P, 6 * P), WRONG if P > 2 else OK) for P in (1, 2, 3, 4)]) == "from 3 ranks on (right with 1, 2)"
     )
+    assert when(*[(Case(P, 6 * P), (OK, WRONG)[P == 3]) for P in (1, 3, 4)]) == "with 3 ranks (right with 1, 4)"
     assert when((plain, OK), (causal, WRONG)) == "under a causal mask only"
     assert when((causal, WRONG), (replace(plain, seq_len=19), OK)) == ""  # two things differ
     assert when((causal, WRONG)) == "in every question"

@@ -222,15 +222,6 @@ def test_what_answers_too_little_or_too_late_is_no_healthy_ring(by, reply, says,
         by(reply, quick)
 
 
-def test_the_least_share_of_answers_is_enough(by, monkeypatch):
-    plain = refuses(lambda question: kind(question) != kind(Question(question.case)))
-    with pytest.raises(CannotExamine) as raised:
-        by(plain)
-    answered, asked = map(int, re.search(r"answers (\d+) of (\d+)", str(raised.value)).groups())
-    monkeypatch.setattr(examination, "LEAST", answered / asked)
-    assert by(plain)[0].healthy
-
-
 @pytest.mark.parametrize("state", [FAILED, WRONG])
 def test_a_mistake_counts_whatever_else_is_refused(by, state):
     assert by(lambda question, job: state if question.how == "plain" else REFUSED)[0].level == "wrong"
@@ -286,32 +277,35 @@ def test_random_numbers_and_last_digits_are_told(by):
         assert found.level == "right"
 
 
-def in_float32(which, digits):
-    """As exact as float32 where `which` says so; the numbers are those of float32, or of float64."""
+def in_float32(which, numbers):
+    """As exact as float32 where `which` says so; each result holds one number. Float32 has 0.5, and not 0.1."""
 
     def reply(question, job):
-        found = answer(question, OK, 0.5 if digits == 32 else 0.1)
+        found = answer(question, OK)
         if question.case.dtype == torch.float64 and which(question):
-            return replace(found, in_float32=True, ranks={"out": (0,)}, errors={"out": (1e-8, 1e-12)})
+            results = {name: torch.full_like(found.results["out"], x) for name, x in numbers.items()}
+            ranks, errors = (dict.fromkeys(results, x) for x in ((0,), (1e-8, 1e-12)))
+            return replace(found, results=results, in_float32=True, ranks=ranks, errors=errors)
         return found
 
     return reply
 
 
 @pytest.mark.parametrize(
-    ("which", "digits", "verdict", "said"),
+    ("which", "numbers", "verdict", "said"),
     [
-        (lambda question: True, 64, "right", True),
-        (lambda question: question.case.causal, 64, "wrong", False),  # as a softcap after the mask
-        (lambda question: question.case.causal, 32, "right", False),
+        (lambda question: True, {"out": 0.1}, "right", True),
+        (lambda question: question.case.causal, {"out": 0.1}, "wrong", False),  # as a softcap after the mask
+        (lambda question: question.case.causal, {"out": 0.5}, "right", False),
+        (lambda question: question.case.causal, {"out": 0.5, "dq": 0.1}, "wrong", False),
     ],
 )
-def test_what_computes_in_float32_is_asked_in_float32(by, which, digits, verdict, said):
-    found, _ = by(in_float32(which, digits))
+def test_what_computes_in_float32_is_asked_in_float32(by, which, numbers, verdict, said):
+    found, _ = by(in_float32(which, numbers))
     assert found.level == verdict
     assert ("it takes float64 and computes in float32; it is examined in float32" in found.remarks) == said
     assert all(it.case.dtype != torch.float64 for it in found.answers) == said
-    assert all(it.wrong == {"out": 1e4} for it in found.faults)
+    assert all(it.wrong == dict.fromkeys(it.wrong, 1e4) and it.wrong for it in found.faults)
 
 
 def test_after_two_hangs_nothing_more_is_asked(by):

@@ -221,6 +221,11 @@ def test_a_pattern_of_some_answers_is_not_told_as_general(change):
         assert told(mixed) == [OF_GRADIENTS["dq"]], text(told(mixed))
 
 
+def test_an_answer_that_cannot_show_a_pattern_does_not_refute_it():
+    answers = planted(from_rank(lambda r, P: r + 1, "dk")) + planted(noise("dk"), [Case(3, 19)])  # unequal chunks
+    assert any("rank r has the right numbers of rank r + 1" in sentence for sentence in told(answers))
+
+
 def test_two_ranks_do_not_tell_p_from_2():
     twice = times(lambda P: 2, "dq")
     assert "P or 1/scale or 2 times" in told(planted(twice, cases((2,))))[0]

@@ -122,9 +122,8 @@ def one_after_the_other(context, kind):
 
 @pytest.mark.parametrize("kind", [SpreadCache, HybridCache])
 def test_a_cache_begins_anew_with_each_call_and_knows_its_part_of_the_job(ranks, kind):
-    right = right_hybrid if kind is HybridCache else partial(right_answers, None)
-    for rank, tokens in enumerate(ranks(5, one_after_the_other, kind)):
-        assert tokens == [right(lengths) for lengths in CALLS[rank % 2]]
+    right = {SpreadCache: partial(right_answers, None), HybridCache: right_hybrid}[kind]
+    assert ranks(5, one_after_the_other, kind) == [[right(lengths) for lengths in CALLS[rank % 2]] for rank in range(5)]
 
 
 def test_a_cache_refuses_attention_that_is_not_causal():

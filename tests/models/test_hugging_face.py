@@ -67,7 +67,6 @@ def test_a_mesh_of_two_rings_with_fully_shard(ranks):
 
 
 def of_a_part(context):
-    """Ranks 0 and 2 are one part of the job, the others another. The loss of rank r is r + 1 times the weight, 1."""
     parts, weight = [dist.new_group(part) for part in ([0, 2], [1, 3, 4])], torch.ones((), requires_grad=True)
     whole = backward((context.rank + 1) * weight, parts[context.rank not in (0, 2)])
     return whole.item(), weight.grad.item()

@@ -270,6 +270,7 @@ OTHER_VALUES = {
     "full experts": of_mlp(of_full_experts),
     "numbered texts": embedded(texts_before),
     "the order of a shard": embedded(twice_where_positions_fall),
+    "shards in the middle": embedded(lambda ids, at: 1 + (at is not None and 0 < at[0, 0] < at[0, -1])),
     "positions of the shard": positions_of_the_shard,
     "the longest position": lambda model: None,
 }

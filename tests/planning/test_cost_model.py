@@ -9,10 +9,11 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
-from ringlab.planning import cost_model
+from ringlab.planning import cost_model, memory
 from ringlab.planning.machine import MAKE, write_machine
 from ringlab.planning.memory import CONTEXT, RESERVE, step_bytes
 from ringlab.planning.plan import ERRORS, Plan, Wish, best, candidates, changes, gains, longest
@@ -60,6 +61,9 @@ def test_the_best_fits_and_none_that_fits_is_faster():
     assert S % 1024 == 0
     assert best(replace(HOST, seq_len=S), FREE)
     assert not best(replace(HOST, seq_len=S + 1024), FREE)
+    for of_loss, peak in ((1e9, "a layer at work"), (3e9, "loss")):  # beside a layer 1.3 GB are gathered
+        with mock.patch.multiple(memory, loss_bytes=lambda _, size=of_loss: size, layer_at_work=lambda _: 0.7e9):
+            assert peak in step_bytes(HOST)
 
 
 def test_a_change_is_asked_and_its_gain_is_the_planners():
@@ -112,10 +116,9 @@ def test_what_fsdp_exposes_by_hand(recompute):
 def test_the_rings_of_a_measured_host_share_its_nics():
     """8 GPUs and 4 NICs of 1e10 bytes/s: one ring has them all, two or four have half the rate each; none has more."""
     machine = Cluster(2, 8, 1e12, 4e11, 1e10, 4, 1e12)
-    shares = (8, 16, 1, 4, 1e10), (8, 8, 2, 4, 5e9), (8, 4, 4, 2, 5e9), (16, 32, 1, 4, 1e10)
-    for per_host, cp, tp, nics, rate in shares:
+    for per_host, cp, tp, *right in ((8, 16, 1, 4, 1e10), (8, 8, 2, 4, 5e9), (8, 4, 4, 2, 5e9), (16, 32, 1, 4, 1e10)):
         ring = replace(HOST, hosts=2, per_host=per_host, cp=cp, tp=tp, machine=machine).ring
-        assert (ring.devices, ring.nics, ring.host_bandwidth) == (cp, nics, rate)
+        assert [ring.devices, ring.nics, ring.host_bandwidth] == [cp, *right]
 
 
 def test_ideal_numbers_are_a_gpu():

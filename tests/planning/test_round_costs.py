@@ -152,6 +152,8 @@ def test_messages_slow_the_computing_beside_them():
     assert simulate("all-to-all", host, LAYER, CHUNK) == simulate(
         "all-to-all", replace(host, slowdown=1.0), LAYER, CHUNK
     )
+    cards = Pass(Cluster(2, 4, 1.0, 1.0, 1.0, 2), LAYER, CHUNK)  # 4 devices share 2; in a hop of 1 only the last leaves
+    assert [cards.between(10.0, stride) for stride in (1, 2, 4)] == [10, 20, 20]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ REFUSED = {  # of the ring or the drop-in, a parameter: (a value that no ring ta
     "global_tokens": (-1, ["global_tokens is -1", "expected 0 or more"]),
     "softcap": ((0.0, True, math.inf), ["softcap is", "expected a finite number above 0"]),
     "sinks": (
-        (torch.zeros(3), torch.zeros(4, dtype=torch.int64)),
+        (torch.zeros(3), torch.zeros(4, dtype=torch.int64), torch.zeros(4, device="meta")),
         ["sinks is torch.", "so a floating dtype, shape (4,)"],
     ),  # moved: tests/training/test_schedules.py
     "attn_mask": (torch.ones(6, 6), ["attn_mask was given", "expected None"]),

@@ -7,7 +7,6 @@ import signal
 import time
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -97,17 +96,13 @@ def test_all_ranks_know_that_one_can_make_no_pipe(ranks):
     )
 
 
-def link(path, own, right=os.readlink):
-    return "another" if path.endswith(own) else right(path)
-
-
 def test_a_process_that_may_not_read_its_proc_has_no_pipes():
     here = pipes.host_of_process()
     assert here
     with mock.patch.object(Path, "read_text", return_value="of another boot\n"):
         assert pipes.host_of_process() != here  # a host of the same name
     for own in ("pid", "net", "user"):  # a container with one thing of its own
-        with mock.patch.object(os, "readlink", partial(link, own=own)):
+        with mock.patch.object(os, "readlink", lambda path, own=own, to=os.readlink: to(path)[path.endswith(own) :]):
             assert pipes.host_of_process() != here
     with mock.patch.object(Path, "read_text", side_effect=PermissionError):
         assert pipes.host_of_process() == ()
