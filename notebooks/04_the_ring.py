@@ -275,14 +275,14 @@ print(check_bytes_sent(my_bytes))
 # - Return the rows of full attention for the queries of this rank: (B, H, C, D), in float64. No causal mask; the scale is $1/\sqrt D$.
 # - Q stays. K and V go from neighbour to neighbour, in $P - 1$ hops. No rank keeps all blocks.
 #
-# You may use `dist`, `torch`, `math`, and `start`, `update`, `attend`, `finish` and `merge` of the first two chapters (you have met all of them above and in chapter 1). Helper functions belong in the
+# You may use `dist`, `torch`, `math`, and `start`, `update`, `attend`, `finish` and `merge`: you have met all of them above and in chapter 1. Helper functions belong in the
 # same cell, because only this cell is sent to the processes. The check runs your ring on 1, 4 and 5 processes and on another number of them, and compares with
 # full attention in float64. Some scores are some thousands. Then it counts the messages, bytes and memory of each rank.
 # It never hangs: after 5 seconds it ends the processes and says in which line each rank waits.
 
 
 # %%
-# For later: no chapter needs it. Half an hour of its own.
+# For later: half an hour of its own. Your ring is the goal of this chapter, and no later chapter needs it.
 def my_ring(q, k, v, lengths):
     return ...
 

@@ -75,7 +75,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--causal", action=argparse.BooleanOptionalAction, help="ask for causal attention only, or never")
     add("--layout", dest="layouts", help=f"{layouts}contiguous")
     add("--forward-only", dest="gradients", action="store_const", const=False, help="do not ask for gradients")
-    add("--equal-chunks", dest="unequal", action="store_const", const=False, help="all ranks have as many tokens")
+    add("--equal-chunks", dest="unequal", action="store_const", const=False, help="all ranks have equally many tokens")
     add("--dtype", dest="dtypes", metavar="DTYPE", help="ask in this dtype only (float64, then float32 and bfloat16)")
     add("--worlds", type=_numbers("numbers of ranks, as 1,2,3,4"), metavar="1,2,3,4", help="ranks")
 
@@ -84,7 +84,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--tensors", choices=tuple(TENSORS), help=order)
     add("--batch", type=int, metavar="B", help="sequences (1)")
     add("--heads", type=int, metavar="H", help="query heads (2)")
-    add("--kv-heads", type=int, metavar="G", help="key/value heads (as many)")
+    add("--kv-heads", type=int, metavar="G", help="key/value heads (as many as query heads)")
     add("--head-dim", type=int, metavar="D", help="head size (4)")
     add("--chunk", type=int, metavar="C", help="tokens of each rank (6)")
     large = "one more question in your sizes, S tokens in all, on the most ranks that can share them; the exact answer "

@@ -126,8 +126,10 @@ class Report:
         if diagnosis and diagnosis.when:
             said.append(f"it shows {diagnosis.when}")
         said += [*self.examination.remarks, *([] if self.healthy else self.limits)]
-        if any(answer.question.feature == UNEQUAL for answer in self.examination.faults):
-            said.append("where all ranks always have as many tokens, ask with --equal-chunks, or unequal=False")
+        faults = self.examination.faults
+        unequal = [answer for answer in faults if answer.question.feature == UNEQUAL]
+        if unequal and (len(unequal) == len(faults) or any(answer.state == FAILED for answer in unequal)):
+            said.append("where all ranks always have equally many tokens, ask with --equal-chunks, or unequal=False")
         if "causal" not in patient.takes and patient.causal == (False,):
             said.append("its signature has no causal=, so it was asked for full attention only")
         if diagnosis and len(names := [found.words for found in diagnosis.explanations]) > 1:

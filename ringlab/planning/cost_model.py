@@ -185,16 +185,16 @@ def show(step: Step, wish: Wish) -> None:
         show_what_is_missing(step, wish)
         return
     print(f"    tokens/s a GPU        s     GiB  way; GiB with a reserve of {RESERVE:.1%}, the error on training peaks")
-    for each in ranked[:SHOWN]:
+    rings = [i for i, each in enumerate(ranked) if each.name.startswith("ring")]  # the best is always shown
+    for each in [each for i, each in enumerate(ranked) if i < SHOWN or i in rings[:1]]:
         print(f"    {digits(each.speed):>14} {digits(each.seconds):>8} {digits(each.held / GIB):>7}  {each.name}")
     first, known = ranked[0], ranked[0].interval
     name, seconds = max(first.terms.items(), key=lambda each: each[1])
     shares = ", ".join(f"{each} {digits(s)}" for each, s in first.terms.items() if s > 0.005 * first.seconds)
     print(f"seconds               {shares}: {first.utilisation:.0%} of the bf16 peak")
     print(f"binds                 {name}, {seconds / first.seconds:.0%} of the time\n{memory_of(first)}")
-    rows = "measured rows of this kind"
-    said = f"{digits(known[0])} to {digits(known[1])} s: {known[2]} {rows}" if known else f"not known: no {rows}"
-    print(f"interval              {said}")
+    said = f"{digits(known[0])} to {digits(known[1])} s: {known[2]}" if known else "not known: no"
+    print(f"interval              {said} measured rows of this kind")
     for gain, name, answer in [each for each in gains(step, wish) if each[0] > 1.005][:3]:
         print(f"with {name:<34} {gain - 1:+.0%} {'tokens/s' if step.task == 'train' else 'speed'}: {answer.name}")
     print(f"advice                {advice(ranked)}")

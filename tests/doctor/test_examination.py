@@ -114,6 +114,16 @@ def test_the_headline_is_an_error_or_at_most_two_names_or_what_the_numbers_show(
     assert len(report.mistakes) == (named if named in (1, 2) else 0)
 
 
+@pytest.mark.parametrize(
+    ("states", "told"),  # of chunks of unequal length, and of a plain question
+    [((WRONG, OK), True), ((FAILED, WRONG), True), ((WRONG, WRONG), False), ((OK, WRONG), False)],
+)
+def test_equal_chunks_are_advised_where_unequal_ones_are_the_fault(states, told):
+    answers = [answer(question, state) for question, state in zip((UNEQUAL_CHUNKS, PLAIN), states, strict=True)]
+    answers[0].lost = states[0] == FAILED
+    assert any("--equal-chunks" in it for it in Report(Examination(PATIENT, answers), None, "").remarks) == told
+
+
 def test_what_was_not_asked_is_told():
     for causal in (False, True):
         found = Examination(patient_of(odd_patients.own_chunk, causal=(causal,)), [answer(PLAIN, OK)])

@@ -229,6 +229,13 @@ def test_a_page_says_what_the_planner_says(command):
         assert line in ("...", *said)
 
 
+def test_the_best_ring_is_always_shown():
+    """It is not among the five fastest here."""
+    said = plan("--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072").splitlines()
+    rows = [line for line in said if line.startswith("    ") and ", cp " in line]
+    assert ["  ring, cp" in row for row in rows] == [False] * 5 + [True]
+
+
 def test_five_users():
     assert len([each for each in SHOWN if "h100 --hosts 1 " not in each]) == 5  # and a hybrid model
     one_card, many_cards = (
