@@ -40,7 +40,7 @@ LINES = {  # of .py files, at most: what was reached so far; raised only by an i
     "notebooks": 11_900,
     "bench": 4700,
     "examples": 375,
-    "tests": 24_400,
+    "tests": 24_420,
     "book": 1600,
 }
 LONGEST = 320  # lines of a file of the package

@@ -111,7 +111,8 @@ class Patient:
         return max((P for P in self.worlds if self.shape and self.shape[3] % (parts * P) == 0), default=0)
 
 
-CONSTANTS = {field.name.upper() for field in fields(Patient)} - {"NAME", "FUNCTION", "SETUP"}  # of a patient file
+OTHERS = {"NAME", "FUNCTION", "SETUP", "STATE", "SHAPE", "HEADS_PER_RANK"}  # a file may mean anything by these
+CONSTANTS = {field.name.upper() for field in fields(Patient)} - OTHERS  # of a patient file
 
 
 def patient_of(function: Callable[..., Any] | str, name: str = "", **claims: Any) -> Patient:

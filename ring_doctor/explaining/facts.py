@@ -117,7 +117,7 @@ def _factor(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
                 yield Fact(said, look, factor * exact)
     finite = (seen := wrong.seen(name)).isfinite() & exact.isfinite()
     own = float((seen * exact)[finite].sum() / exact[finite].square().sum().clamp(1e-300))  # least squares
-    yield Fact("c", f"what this result is multiplied by, with {case.words()} by {own:.3g}", own * exact, 1)
+    yield Fact("c", f"what this result is multiplied by: by {own:.3g} with {case.words()}", own * exact, 1)
 
 
 def _another_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:

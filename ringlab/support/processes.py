@@ -276,7 +276,7 @@ def _serve(
                 context = job.enter_context(join_ring(device, size, **here))
                 joined = world
             outcome = work(context, *args)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             trace = "".join(traceback.format_exception(error))
             outcome = Raised(type(error).__name__, str(error), trace, place_of(error))
         with suppress(OSError):  # the process that asked may have given up: then the next request is the end

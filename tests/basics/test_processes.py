@@ -113,9 +113,15 @@ def test_launch_raises_bad_input_as_it_is():
         launch(refuse, 2)
 
 
-@pytest.mark.parametrize(("how", "status"), [(os._exit, 0), (sys.exit, 0), (sys.exit, 3)])
-def test_a_rank_that_leaves_ends_a_launched_job(how, status):
-    reason = rf"^rank 1 died \(exit status {status}\) before its work was done$"
+@pytest.mark.parametrize(
+    ("how", "status", "reason"),
+    [
+        (os._exit, 0, r"^rank 1 died \(exit status 0\) before its work was done$"),
+        (sys.exit, 0, r"(?s)^rank 1 failed: .*SystemExit: 0"),
+        (sys.exit, "no more", r"(?s)^rank 1 failed: .*SystemExit: no more"),
+    ],
+)
+def test_a_rank_that_leaves_ends_a_launched_job(how, status, reason):
     with ends_soon(), pytest.raises(RuntimeError, match=reason):
         launch(leave, 3, how, status)
 

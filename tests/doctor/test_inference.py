@@ -93,7 +93,7 @@ PLANTED = [  # what is told, what is planted, and in which cases
     ("In dv all numbers are H/G times the right", times(lambda P: 3, "dv"), {"worlds": (2, 4), "heads": 6}),
     ("In dv all numbers are G/H times the right", times(lambda P: 1 / 3, "dv"), {"worlds": (2, 4), "heads": 6}),
     (
-        "c times the right numbers. Look at what this result is multiplied by, with P = 2",
+        "c times the right numbers. Look at what this result is multiplied by: by 0.222 with P = 2",
         times(lambda P: P / 9, "dv"),
         {},
     ),

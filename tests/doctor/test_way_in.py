@@ -132,7 +132,7 @@ def test_each_constant_of_a_patient_file_is_a_claim(project, constant):
     claims = {
         "LAYOUTS": ("striped",), "CAUSAL": (True,), "DTYPES": ("float16",), "WORLDS": (5,), "TENSORS": "sbhd",
         "GROUPED": False, "UNEQUAL": False, "GRADIENTS": False, "BATCH": 3, "HEADS": 6, "KV_HEADS": 2, "HEAD_DIM": 8,
-        "CHUNK": 10, "SHAPE": (1, 2, 2, 12, 4), "STATE": True, "HEADS_PER_RANK": 2, "ABOUT": "a", "VERSION": "1",
+        "CHUNK": 10, "ABOUT": "a", "VERSION": "1",
     }  # fmt: skip
     project(adapter=f"def attention(q, k, v): return q\n{constant} = {claims[constant]!r}\n")
     default = patient_of("adapter:attention")
@@ -141,6 +141,8 @@ def test_each_constant_of_a_patient_file_is_a_claim(project, constant):
 
 
 def test_a_misspelt_claim_is_answered_by_its_name(project):
+    project(other="STATE, SHAPE = 'Berlin', (2, 3)\ndef attention(q, k, v): return q\n")
+    assert patient_of("other") == patient_of("other:attention", name="other")  # no claims
     project(adapter="SIZE = 3\nCASUAL = True\ndef attention(q, k, v): return q\n")
     with pytest.raises(ValueError, match="adapter has a constant CASUAL; expected CAUSAL, or another name"):
         patient_of("adapter")
