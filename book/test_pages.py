@@ -26,6 +26,7 @@ TOO_SMALL = """() => [...document.querySelectorAll("article *")].filter((each) =
     && each.getBoundingClientRect().width
     && parseFloat(getComputedStyle(each).fontSize) * (svg ? Math.hypot(svg.a, svg.b) : 1) < 10;
 }).map((each) => each.textContent.slice(0, 40))"""  # words in less than 10 pixels
+DRAWN_ANEW = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"  # at a new width
 UNDONE = "(rules) => axe.run(document, { resultTypes: ['violations'], runOnly: rules })"
 LIMIT, WEIGHT = 1_000_000, 18_000_000  # bytes: of a page with all it loads, of all pages
 
@@ -101,6 +102,7 @@ def test_every_page_loads_in_silence_and_can_be_read(watched, site, scheme):
         shown = watched.open(page)
         for width in (1280, 768, 390) if scheme == "light" and page in LOOKED_AT else (390,):
             shown.set_viewport_size({"width": width, "height": 900})
+            shown.evaluate(DRAWN_ANEW)
             found[page, width] = [shown.evaluate(TOO_WIDE) > 0, *shown.evaluate(TOO_SMALL)]
         if page in LOOKED_AT:
             shown.add_script_tag(path=AXE)
