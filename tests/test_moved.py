@@ -22,9 +22,9 @@ def test_an_old_name_tells_the_new_one(old):
     ("line", "said"),
     [
         ("from ringlab.training import flash_ring", "is now ringlab.ring.flash_ring"),
-        ("from ringlab.ring.flash_ring import ring_flash_attention", "is now ringlab.ring.flash_ring"),
+        ("from ringlab.training.flash_ring import ring_flash_attention", "is now ringlab.ring.flash_ring"),
         ("from ringlab.models import hugging_face", "is now ringlab.hugging_face.use"),
-        ("import ring_planner.command", "is now ring_planner.command"),
+        ("import ringlab.planning.cost_model", "is now ring_planner.command"),
         ("import ringlab.training.none", "No module named 'ringlab.training.none'"),
         ("import ringlab.none", "No module named 'ringlab.none'"),
     ],
