@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringlab.basics.naive_attention import check_qkv, resolve_scale
+from ringlab.basics.naive_attention import check_qkv, check_tensors, resolve_scale
 from ringlab.support.agreement import Group, agree
 
 
@@ -21,6 +21,30 @@ def check_chunks(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected chunks of the same tokens, so one shape"
         )
+
+
+def check_grouped_chunks(
+    q: Tensor, k: Tensor, v: Tensor, *, same_tokens: bool = True, same_head_dim: bool = True
+) -> None:
+    """Raise ValueError unless q is (B, H, C, D), k and v are (B, G, C, D), H a multiple of G, as `check_tensors` says.
+
+    Without `same_tokens` q may have another number of tokens: cross-attention. Without `same_head_dim` v may have a D
+    of its own.
+    """
+    check_tensors(q, k, v)
+    (B, H, C, D), (B_k, G, C_k, D_k) = q.shape, k.shape
+    if k.shape[:3] != v.shape[:3] or (same_head_dim and D_k != v.shape[3]):
+        raise ValueError(
+            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; expected "
+            f"{'one shape (B, G, C, D) for both' if same_head_dim else 'the same B, heads and tokens'}"
+        )
+    if (B_k, D_k) != (B, D):
+        raise ValueError(f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected the same B and D")
+    if H % G:
+        raise ValueError(f"q has {H} heads and k {G}; expected a multiple: each head of k serves as many of q")
+    if same_tokens and C_k != C:
+        swapped = ". Are they (B, C, H, D)? Give x.transpose(1, 2)" if H == G and C % C_k == 0 else ""
+        raise ValueError(f"q has {C} tokens and k {C_k}; expected chunks of the same tokens{swapped}")
 
 
 def needs_gradients(*inputs: Tensor) -> bool:

@@ -21,8 +21,8 @@ Source: transformers 5.23, ForCausalLMLoss (labels, shift_labels, num_items_in_b
 """
 
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -34,12 +34,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ringlab.models import expect
 from ringlab.models.mesh import TEXT
 from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.ring.documents import document_positions
 from ringlab.ring.layouts import Layout, LayoutName, layout_of, positions
-from ringlab.support.agreement import agree, members
+from ringlab.ring.schedule import Ring, Schedule
+from ringlab.support.agreement import agree, check_mesh, members
+from ringlab.support.expect import expect
 from ringlab.support.extras import extra
 
 with extra("hf", __name__):
@@ -55,30 +56,47 @@ def refuse(passed: dict[str, Any], understood: set[str]) -> None:
     """Raise ValueError for all that was passed and would be dropped. None, False and 0 are nothing."""
     rest = {name: x for name, x in passed.items() if name not in understood and x is not None}
     wrong = {name: x for name, x in rest.items() if not (isinstance(x, (bool, int, float)) and x == 0)}
-    given = {name: "a tensor" if isinstance(x, Tensor) else x for name, x in wrong.items()}
-    each = ", ".join(f"{name}{MEANING.get(name, '')} is {x}" for name, x in given.items())
-    expect(not wrong, each, "none: the ring knows nothing of it, and would leave it out")
+    kinds = {name: "a tensor" if isinstance(x, Tensor) else f"a {type(x).__name__}" for name, x in wrong.items()}
+    values = {name: x if isinstance(x, bool | int | float | str) else kinds[name] for name, x in wrong.items()}
+    given = ", ".join(f"{name}{MEANING.get(name, '')} is {x}" for name, x in values.items())
+    expect(not wrong, given, "none: the ring knows nothing of it, and would leave it out")
 
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Which ranks share a text, and how: give it once, in place of a mesh or group and a layout."""
+    """Which ranks share a text, and how: give it once, in place of a mesh or group, a layout and a way.
+
+    `way` is the class of a schedule: the ring, or another of ringlab/ways. DoubleRing, TwoLevels and Hybrid take a mesh
+    of two dimensions, whose rank host · g + i is rank host · g + i of the ring.
+    """
 
     mesh_or_group: DeviceMesh | ProcessGroup | None = None
     layout: LayoutName | Layout = "zigzag"
+    way: type[Schedule] = Ring
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and the number of ranks, P."""
+        where = self.mesh_or_group
+        if isinstance(where, DeviceMesh):
+            check_mesh(where, ndim=where.ndim)
+            return where.mesh.flatten().tolist().index(dist.get_rank()), where.size()
+        return members(where)
 
 
 MeshOrGroup = ContextParallel | DeviceMesh | ProcessGroup | None
 AnyLayout = LayoutName | Layout
+Way = type[Schedule]
 
 
-def placed(given: MeshOrGroup, layout: AnyLayout) -> tuple[ProcessGroup | None, AnyLayout]:
-    """The group and the layout. Raises ValueError for an unknown layout, and for two of them."""
-    one = given if isinstance(given, ContextParallel) else ContextParallel(given, layout)
-    expect(layout in ("zigzag", one.layout), f"layout is {layout}, and {one}", "the layout in one place")
+def placed(given: MeshOrGroup, layout: AnyLayout, way: Way = Ring) -> ContextParallel:
+    """All in one, where a mesh of one dimension is its group. Raises ValueError for an unknown layout, and for two."""
+    one = given if isinstance(given, ContextParallel) else ContextParallel(given, layout, way)
+    once = layout in ("zigzag", one.layout) and way in (Ring, one.way)
+    expect(once, f"layout is {layout} and way {way}, and {one}", "the layout and the way in one place")
     layout_of(one.layout)
     where = one.mesh_or_group
-    return where.get_group() if isinstance(where, DeviceMesh) else where, one.layout
+    return replace(one, mesh_or_group=where.get_group() if isinstance(where, DeviceMesh) and where.ndim == 1 else where)
 
 
 def shard_batch(
@@ -101,8 +119,8 @@ def shard_batch(
     its right. With `causal` False, for an encoder, labels are not shifted. Then padding is a document of its own, the
     same in all rows. Raises ValueError on every rank for another batch, and where the ranks have different ones.
     """
-    group, layout = placed(mesh_or_group, layout)
-    rank, world_size = members(group)
+    where = placed(mesh_or_group, layout)
+    group, layout, (rank, world_size) = where.mesh_or_group, where.layout, where.place
     sized = pad_to is None or (type(pad_to) is int and pad_to > 0)
     least, multiple = pad_to if sized else 0, max(1, layout_of(layout).multiple) * world_size
     if least and isinstance(batch.get("input_ids"), Tensor):
@@ -245,14 +263,6 @@ def backward(loss: Tensor, group: ProcessGroup | None = None) -> Tensor:
     whole = loss.detach().clone()
     dist.all_reduce(whole, group=group)
     return whole
-
-
-def attempt(work: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What `work` returns, or the words of its ValueError."""
-    try:
-        return work(*args, **options)
-    except ValueError as error:
-        return str(error)
 
 
 BATCH = {"input_ids": TEXT[:, :-1], "attention_mask": (TEXT[:, :-1] != 0).long()}  # two sequences, one of them padded

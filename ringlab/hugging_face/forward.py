@@ -11,7 +11,7 @@ A loss of its own, beside that of the labels, goes through `extra_loss`: what al
 
 Shapes: a rank has input_ids (B, C), C = S/P, at position_ids (1, C).
 `python examples/compare.py` runs it: a first reader may skip this file.
-Before: hugging_face/proof.py, which models may be cut. After: hugging_face.py, the model in the ring.
+Before: proof.py, which models may be cut. After: use.py, the model in the ring.
 Source: transformers 5.23, PreTrainedModel.loss_function; PyTorch, Tensor.register_hook.
 """
 
@@ -24,26 +24,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.models.transformer import IGNORED
 from ringlab.ring.documents import document_positions
 from ringlab.ring.layouts import positions
 from ringlab.states.state_ring import check_layout_of_states
-from ringlab.support.agreement import agree, members
+from ringlab.support.agreement import agree
 from ringlab.support.extras import extra
 
 with extra("hf", __name__):
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from ringlab.hugging_face.batch import attempt, checksum_of_weights, loss_part, refuse
+from ringlab.hugging_face.batch import checksum_of_weights, loss_part, refuse, shape_of
 from ringlab.hugging_face.masks import UNDERSTOOD, LayerAttention
 from ringlab.hugging_face.proof import prove
 from ringlab.hugging_face.states import in_ring, linear_layers, spread
-from ringlab.models import expect
+from ringlab.support.expect import attempt, expect
 
 DUE = (0, 1, 3, 7)  # after so many passes the weights are compared: a forgotten sum of gradients shows in the second
-LABELS_OF_TOKENS = "ForCausalLMLoss or ForMaskedLMLoss, with a label for each token"
+EMBEDDINGS = (
+    "embeddings in place of input_ids, as a vision model gives them to its language model; expected input_ids of this "
+    "rank: the ring cannot tell which tokens embeddings are. For texts alone use_ring(the vision model)"
+)
 LOSS_BESIDE = "the loss as it is, or extra_loss in the model's forward: what is added here would count on each rank"
 
 
@@ -51,23 +55,28 @@ def check_kind(model: PreTrainedModel) -> None:
     """Raise ValueError for what the proof cannot see, or would not name by its reason."""
     config, name = model.config.get_text_config(), type(model).__name__
     takes = inspect.signature(model.forward).parameters
-    hidden = any(each.kind is each.VAR_POSITIONAL for each in takes.values())
-    indexer = next((type(part).__name__ for part in model.modules() if "Indexer" in type(part).__name__), None)
-    stateful = model._is_stateful and "position_ids" not in takes
-    drops, routes = (getattr(config, option, None) for option in ("layerdrop", "output_router_logits"))
-    router = "False: its loss of the router would be that of a shard (in an SFTConfig: router_aux_loss_coef=0.0)"
-    for wrong, given, expected in (
-        (any(x.is_meta for x in model.parameters()), "has weights on the meta device", "loaded ones, to compute with"),
-        (model._compiled_call_impl, "is compiled", "use_ring first, then compile: see examples/compiled.py"),
-        (config.is_encoder_decoder, "is an encoder with a decoder", "a decoder alone: the ring shares out one text"),
-        (hidden, "has a forward(*args)", "its arguments by name, as functools.wraps leaves them"),
-        (stateful, "keeps a state over tokens and takes no position_ids", "a model with layers of attention too"),
-        ("position_ids" not in takes, "takes no position_ids", "it to: a shard's are not 0, 1, 2, ..."),
-        (indexer, f"has a {indexer}, which picks keys from all tokens", "none: a rank has the keys of its shard only"),
-        (drops, f"has layerdrop={drops} in its config", "0: the ranks would leave out different layers"),
-        (routes, f"has output_router_logits={routes} in its config", router),
-    ):
-        expect(not wrong, f"{name} {given}", expected)
+    if any(x.is_meta for x in model.parameters()):
+        raise ValueError(f"{name} has weights on the meta device; expected loaded ones, to compute with")
+    if model._compiled_call_impl:
+        raise ValueError(f"{name} is compiled; expected use_ring first, then compile: see examples/compiled.py")
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder with a decoder; expected a decoder alone: the ring shares out one text")
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in takes.values()):
+        raise ValueError(f"{name} has a forward(*args); expected its arguments by name, as functools.wraps leaves them")
+    if "position_ids" not in takes:
+        state = "keeps a state over tokens and takes no position_ids; expected a model with layers of attention too"
+        none = "takes no position_ids; expected it to: a shard's are not 0, 1, 2, ..."
+        raise ValueError(f"{name} {state if model._is_stateful else none}")
+    for kind in (type(part).__name__ for part in model.modules()):
+        if "Indexer" in kind:
+            why = "picks keys from all tokens; expected none: a rank has the keys of its shard only"
+            raise ValueError(f"{name} has a {kind}, which {why}")
+    if drops := getattr(config, "layerdrop", None):
+        why = "expected 0: the ranks would leave out different layers"
+        raise ValueError(f"{name} has layerdrop={drops} in its config; {why}")
+    if routes := getattr(config, "output_router_logits", None):
+        why = "its loss of the router would be that of a shard (in an SFTConfig: router_aux_loss_coef=0.0)"
+        raise ValueError(f"{name} has output_router_logits={routes} in its config; expected False: {why}")
 
 
 @dataclass(eq=False)
@@ -77,6 +86,7 @@ class ModelInRing(LayerAttention):
     name: str = ""  # by which layers find it
     own: str = ""  # the attention that the model had
     proving: bool = False
+    inside: bool = False  # a forward pass of the model
     known: int = 0  # a number that tells the modules of the base model apart, as proved
     passes: int = 0
     losses: int = 0  # computed in this forward pass
@@ -91,29 +101,36 @@ class ModelInRing(LayerAttention):
     def prove(self, model: PreTrainedModel) -> None:
         """Prove `model`, and put it in the ring. Raises ValueError on every rank, also where their weights differ."""
         kept, self.proving = (self.documents, self.longest), True
+        linear = linear_layers(model)
         model.set_attn_implementation(self.own)
-        spread(model, None)
+        spread(linear, None)
         try:
-            said = agree(partial(attempt, self.proved, model), self.group)
+            said = agree(partial(attempt, self.proved, model, linear), self.group)
         finally:
             self.proving = False
         different = "the ranks have different weights; expected the same on each of them: set one seed before the model"
         if len(set(said)) > 1 or isinstance(said[0], str):
             raise ValueError(next((reason for reason in said if isinstance(reason, str)), different))
         model.set_attn_implementation(self.name)
-        spread(model, in_ring(self))
+        spread(linear, in_ring(self))
         self.known, self.calls, (self.documents, self.longest) = modules_of(model.base_model), 0, kept
 
-    def proved(self, model: PreTrainedModel) -> int:
+    def proved(self, model: PreTrainedModel, linear: list[nn.Module]) -> int:
         check_kind(model)
-        if linear_layers(model):
+        if linear:
             check_layout_of_states(str(self.layout))
+            if isinstance(self.group, DeviceMesh):
+                raise ValueError(
+                    f"{type(model).__name__} has linear layers; expected no mesh: their states go round a ring"
+                )
         with torch.autocast(model.device.type, enabled=False):  # a step may run under it when a module is new
             prove(model, self, self.name)
         own, base = model.loss_function, type(model.base_model).__name__
-        known = own in (ForCausalLMLoss, ForMaskedLMLoss, self.loss)  # loss_part can take the place of these
-        token = f"{LABELS_OF_TOKENS}: use the ring in {base}, and compute the loss from the rows of all ranks"
-        expect(known, f"{type(model).__name__} computes {own.__name__}", token)
+        if own not in (ForCausalLMLoss, ForMaskedLMLoss, self.loss):  # loss_part can take the place of these
+            raise ValueError(
+                f"{type(model).__name__} computes {own.__name__}; expected ForCausalLMLoss or ForMaskedLMLoss, with a "
+                f"label for each token: use the ring in {base}, and compute the loss from the rows of all ranks"
+            )
         return checksum_of_weights(model)
 
     def loss(self, *args: Any, **passed: Any) -> Tensor:
@@ -141,9 +158,7 @@ class ModelInRing(LayerAttention):
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 passed |= passed.pop(name, {})
-        tokens = passed["inputs_embeds"] if passed.get("input_ids") is None else passed["input_ids"]
-        ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-        said = agree(partial(self.check, part, passed, ones), self.group)
+        said = agree(partial(self.check, part, passed), self.group)
         labels, modules, weights, unshifted = zip(*said, strict=True)
         expect(len(set(labels)) == 1, "some ranks have labels, and some none", "them on all: each adds to the loss")
         expect(len(set(modules)) == 1, "the ranks have different modules", "the same model on each of them")
@@ -153,46 +168,57 @@ class ModelInRing(LayerAttention):
             not all(unshifted), "the label of each token is the token itself", "the next one, as shard_batch gives it"
         )
         self.calls, self.losses, self.more, self.documents = 0, 0, None, passed.get("documents")
+        self.inside, ones = True, ones_of(**passed)
         self.longest = max(self.documents or [ones.shape[1] * self.world_size]) - 1 + self.first
         return (), {**passed, "attention_mask": ones, "use_cache": False}
 
-    def check(self, part: nn.Module, passed: dict[str, Any], ones: Tensor) -> tuple[bool, int, int, bool]:
+    def check(self, part: nn.Module, passed: dict[str, Any]) -> tuple[bool, int, int, bool]:
         """Whether there are labels, numbers that tell modules and weights apart, and whether labels are not shifted.
 
         Raises ValueError for what the ring would drop or take for something else.
         """
-        cache = "past_key_values (a cache, or the virtual tokens of prefix tuning) were passed"
-        outside = "none in a ring: stop_ring(model), and call generate inside spread_generation(model)"
-        expect(passed.get("past_key_values") is None, cache, outside)
+        if passed.get("past_key_values") is not None:
+            raise ValueError("past_key_values (a cache) were passed; expected none: generate inside spread_generation")
         refuse(passed, UNDERSTOOD)
-        both = "both, as shard_batch gives them: TRL would shift the labels inside a shard"  # TRL's own loss
-        fused = not passed.get("fused_lm_head") or passed.get("shift_labels") is not None
-        expect(fused, "fused_lm_head without shift_labels", both)
-        labels = passed.get("labels") is not None
-        own = not labels or "ring" not in vars(part) or part.loss_function == self.loss
-        instead = "none after use_ring: pass no labels, and give the logits to loss_part"
-        expect(own, f"{type(part).__name__} was given a loss_function", instead)
-        at, mask, documents = (passed.get(name) for name in ("position_ids", "attention_mask", "documents"))
-        rank, world_size = members(self.group)
-        S = ones.shape[1] * world_size
-        lengths = "the lengths of all documents, as shard_batch gives them"
-        expect(isinstance(documents, tuple | list | None), "documents are no tuple", lengths)
-        documents = tuple(documents or (S,))
-        expect(sum(documents) == S, f"documents have {sum(documents)} tokens", f"{S}, as shard_batch gives them")
-        packed = f"a row has {len(documents)} documents, of which the layers of {type(part).__name__} are not told"
-        expect(self.packs or len(documents) == 1, packed, "one in a row: this model cannot be packed in a ring")
-        right = document_positions(documents)[positions(self.layout, S, rank, world_size)].to(ones)
-        ours = (
-            f"{right[:8].tolist()}, this rank's in the {self.layout} layout: use shard_batch with this layout, which "
-            f"takes packed documents too, or RingTrainer. Padding on the left is not supported"
-        )
-        same = at is not None and at.shape[-1] == len(right) and (at == right).all()
-        expect(same, f"position_ids begin with {at if at is None else at.flatten()[:8].tolist()}", ours)
-        whole = mask is None or (isinstance(mask, Tensor) and torch.equal(mask.to(ones), ones))
-        expect(whole, f"attention_mask is {mask}", "none or all ones: shard_batch takes padding")
+        if passed.get("fused_lm_head") and passed.get("shift_labels") is None:  # TRL's own loss would shift the labels
+            raise ValueError("fused_lm_head without shift_labels; expected both, as shard_batch gives them")
+        if "ring" in vars(part) and passed.get("input_ids") is None:
+            raise ValueError(EMBEDDINGS)
+        labels, name = passed.get("labels") is not None, type(part).__name__
+        if labels and "ring" in vars(part) and part.loss_function != self.loss:
+            raise ValueError(f"{name} was given a loss_function; expected none: give the logits to loss_part")
+        self.check_tokens(name, **passed)
         weights = checksum_of_weights(part) if self.passes in DUE else 0
         unshifted = self.passes in DUE and passed.get("causal", True) and themselves(**passed)
         return labels, modules_of(part), weights, unshifted
+
+    def check_tokens(
+        self, name: str, position_ids: Any = None, attention_mask: Any = None, documents: Any = None, **passed: Any
+    ) -> None:
+        """Raise ValueError unless these are positions of this rank's tokens, in whole documents, without padding."""
+        ones = ones_of(**passed)
+        S = ones.shape[1] * self.world_size
+        if not isinstance(documents, tuple | list | None):
+            raise ValueError("documents are no tuple; expected the lengths of all documents, as shard_batch gives them")
+        documents = tuple(documents or (S,))
+        if sum(documents) != S:
+            raise ValueError(f"documents have {sum(documents)} tokens; expected {S}, as shard_batch gives them")
+        if (n := len(documents)) > 1 and not self.packs:
+            raise ValueError(f"a row has {n} documents, of which the layers of {name} are not told; expected one")
+        at = document_positions(documents)[positions(self.layout, S, self.rank, self.world_size)].to(ones)  # (C,)
+        if position_ids is None or position_ids.shape[-1] != len(at) or (position_ids != at).any():
+            ours = f"{ends_of(at)}, this rank's of {S} in the {self.layout} layout: use shard_batch, or RingTrainer"
+            left = "Padding on the left is not supported"
+            raise ValueError(f"position_ids begin with {ends_of(position_ids)}; expected {ours}. {left}")
+        whole = isinstance(attention_mask, Tensor) and torch.equal(attention_mask.to(ones), ones)
+        if attention_mask is not None and not whole:
+            given = "a tensor with zeros" if isinstance(attention_mask, Tensor) else "no tensor"
+            raise ValueError(f"attention_mask is {given}; expected none or all ones: shard_batch takes padding")
+
+    def embed(self, part: nn.Module, args: tuple) -> None:
+        """Before the input embeddings: a vision model asks for them outside the language model that is in the ring."""
+        if not (self.proving or self.inside or torch.compiler.is_compiling()):
+            raise ValueError(EMBEDDINGS)
 
     @torch.compiler.disable
     def enter(self, part: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -207,15 +233,17 @@ class ModelInRing(LayerAttention):
     def after(self, part: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if self.proving:
             return
-        name, ring = type(part).__name__, "the ring with its documents" if self.documents else "the ring"
+        name = type(part).__name__
+        self.inside = self.inside and "ring" not in vars(part)
+        ring = "the ring with its documents" if self.documents else "the ring"
         called = f"{self.layers} layers called {ring} {self.calls} time(s)"
         expect(self.calls == self.layers, called, "once each. Was its attention set again?")
         inner = isinstance(part, PreTrainedModel) and "ring" not in vars(part)  # the base model computes no loss
         if kwargs.get("labels") is None or kwargs.get("fused_lm_head") or inner:
             return
         instead = "Pass no labels, and give the logits to loss_part"
-        once = f"once: another loss is computed from the labels of a shard. {instead}"
-        expect(self.losses == 1, f"{name} called its loss_function {self.losses} time(s)", once)
+        called = f"{name} called its loss_function {self.losses} time(s)"
+        expect(self.losses == 1, called, f"once: another loss is computed from the labels of a shard. {instead}")
         own, value, loss = self.part(), self.value, output[0]
         if self.more is None:
             same = loss is own and torch.equal(loss.detach(), value)
@@ -223,6 +251,19 @@ class ModelInRing(LayerAttention):
             same = bool(torch.isclose(loss.detach(), value + self.more, rtol=1e-6, atol=0))
         expect(same, f"{name} adds to its loss, or changes it, after its loss_function", f"{LOSS_BESIDE}. {instead}")
         self.value = loss.detach().clone()
+
+
+def ones_of(input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **_: Any) -> Tensor:
+    """A one for each token, (B, C). Raises ValueError for tokens of another shape."""
+    tokens = inputs_embeds if input_ids is None else input_ids
+    if tokens is None or tokens.dim() != (3 if input_ids is None else 2):
+        raise ValueError(f"input_ids are {shape_of(input_ids)}; expected a tensor (B, C) with this rank's tokens")
+    return torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+
+
+def ends_of(at: Tensor | None) -> str:
+    """The first positions and the last one, in words."""
+    return "None" if at is None else f"{at.flatten()[:8].tolist()} and end with {int(at.flatten()[-1])}"
 
 
 def themselves(input_ids: Tensor | None = None, labels: Tensor | None = None, **_: Any) -> bool:

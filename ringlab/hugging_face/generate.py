@@ -43,7 +43,7 @@ from torch.distributed import ProcessGroup
 
 from ringlab.models.generate import EMPTY, SpreadCache, agree_on_facts
 from ringlab.ring.layouts import Layout, LayoutName, layout_of, positions
-from ringlab.support.agreement import members, of_every_rank
+from ringlab.support.agreement import flat_group, members, of_every_rank
 from ringlab.support.extras import extra
 
 with extra("hf", __name__):
@@ -53,11 +53,12 @@ with extra("hf", __name__):
 
 from ringlab.hugging_face.batch import MeshOrGroup, checksum, checksum_of_weights, placed
 from ringlab.hugging_face.forward import check_kind
-from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, LayerAttention
+from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, LayerAttention, asked_mask
 from ringlab.hugging_face.proof import prove
+from ringlab.hugging_face.seam import give, other_methods, registered, take
 from ringlab.hugging_face.states import linear_layers
-from ringlab.hugging_face.use import BY_LENGTH, registered, unwrapped
-from ringlab.models import expect
+from ringlab.hugging_face.use import BY_LENGTH, unwrapped
+from ringlab.support.expect import expect
 
 
 class Elsewhere(Cache):
@@ -134,11 +135,10 @@ class SpreadGeneration(LayerAttention):
 
     def chunk(self, tokens: Tensor) -> dict[str, Tensor]:
         """This rank's chunk of prompts (B, S), at positions (B, C), and where in it the prompts end, (B, 1)."""
-        rank, _ = members(self.group)
         multiple = max(1, layout_of(self.layout).multiple) * self.world_size
         longest = int(self.lengths.max())
         seq_len = -(-longest // multiple) * multiple
-        at = positions(self.layout, seq_len, rank, self.world_size).to(tokens.device)  # (C,)
+        at = positions(self.layout, seq_len, self.rank, self.world_size).to(tokens.device)  # (C,)
         self.cache.begin(torch.where(at < self.lengths, at, EMPTY), self.room)
         self.ends = at == self.lengths - 1  # (B, C): the logits of these tokens say what follows
         last = tokens.shape[1] - 1
@@ -189,26 +189,34 @@ def spread_generation(
     with ValueError when `generate` is called, on every rank.
     """
     model = unwrapped(model)
-    name = type(model).__name__
-    free = not hasattr(model, "ring") and "generate" not in vars(model)
-    expect(free, f"{name} is in a ring, or generates by another function", "neither: stop_ring(model) first")
-    expect(model.can_generate(), f"{name} has no `generate`", "a causal language model")
-    rope = str(getattr(model.config.get_text_config(), "rope_parameters", None))
-    stay = not any(kind in rope for kind in BY_LENGTH)
-    expect(stay, f"{name} chooses its frequencies by the longest position", "frequencies that stay")
-    check_kind(model)
-    states = "attention in every layer: states are not spread in generation"
-    expect(not linear_layers(model), f"{name} has linear layers", states)
-    group, layout = placed(mesh_or_group, layout)
-    spread = SpreadGeneration(layout, group, members(group)[1])
-    name = registered(spread)
+    check_model(model)
+    where = placed(mesh_or_group, layout)
+    group = flat_group(where.mesh_or_group)
+    rank, world_size = members(group)
+    spread = SpreadGeneration(where.layout, group, world_size, rank)
+    name = registered(spread.attend, asked_mask)
     prove(model, spread, name)
     spread.stand_in = spread.over_cache
-    model.generate = partial(spread.generate, model, name)
+    give(model, generate=partial(spread.generate, model, name))
     try:
         yield
     finally:
-        del model.generate
+        take(model, "generate")
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model that is in a ring, or whose text a spread cache cannot go on with."""
+    name = type(model).__name__
+    if hasattr(model, "ring") or "generate" in vars(model):
+        raise ValueError(f"{name} is in a ring, or generates by another function; expected stop_ring(model) first")
+    if not model.can_generate():
+        raise ValueError(f"{name} has no `generate`; expected a causal language model")
+    rope = str(getattr(model.config.get_text_config(), "rope_parameters", None))
+    if any(kind in rope for kind in BY_LENGTH):
+        raise ValueError(f"{name} chooses its frequencies by the longest position; expected frequencies that stay")
+    check_kind(model)
+    if linear_layers(model):
+        raise ValueError(f"{name} has linear layers; expected attention in every layer: states are not spread")
 
 
 LOOP = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -224,51 +232,53 @@ def arguments(
     Returns what must be the same on all ranks. Raises ValueError for what a spread cache cannot do.
     """
     layout_of(layout)
-    dropout = "model.eval(): dropout would differ from rank to rank"
-    expect(not model.training, "the model is in training mode", dropout)
+    if model.training:
+        raise ValueError("the model is in training mode; expected model.eval(): dropout would differ from rank to rank")
     loop |= prepared(model, args, kwargs)
     tokens, config = loop["input_ids"], loop["generation_config"]
     unknown = sorted(name for name, x in loop.items() if name not in LOOP and x is not None and x != {})  # of pictures
-    unknown += [name for name in NOT_HERE if getattr(config, name, None)]
-    own = "none of them: a rank has input_ids, and K, V and hidden states of its own tokens only"
-    expect(not unknown, f"generate got {', '.join(unknown)}", own)
-    guidance = config.guidance_scale
-    expect(guidance in (None, 1), f"guidance_scale is {guidance}", "None: it needs a second cache")
-    kind = config.cache_implementation
-    given = f"use_cache is {config.use_cache} and cache_implementation is {kind}"
-    usual = config.use_cache is not False and kind in (None, "dynamic")
-    expect(usual, given, "the defaults: the spread cache is the only cache here")
-    cache = getattr(loop.get("past_key_values"), "_is_user_defined", False)
-    expect(not cache, "past_key_values were given", "none: each call of generate fills a cache of its own")
-    streams = loop.get("streamer") is not None and members(group)[0] > 0
-    expect(not streams, "a streamer was given", "one on rank 0 only, whose tokens hold on every rank")
-    vocab = model.get_input_embeddings().weight.shape[0]
-    known = tokens.numel() > 0 and tokens.min() >= 0 and tokens.max() < vocab
-    expect(known, f"input_ids are {tuple(tokens.shape)}", f"tokens in each row, from 0 to {vocab - 1}")
-    mask = loop.get("attention_mask")
-    mask = torch.ones_like(tokens) if mask is None else mask.to(tokens)
-    left = "padding on the left only, as tokenizers add it with padding_side='left': new tokens follow the last column"
-    at_left = mask.shape == tokens.shape and (mask[:, -1] == 1).all() and (mask.diff(dim=1) >= 0).all()
-    expect(at_left, "attention_mask has padding at its end or between tokens", left)
-    at, right = loop["position_ids"], mask.cumsum(dim=1) - 1
-    counted = at.shape[-1:] == right.shape[-1:] and not ((at - right) * mask).any()
-    expect(counted, "position_ids were given", "none, or 0, 1, 2, ... in each prompt")
-    lengths, text = mask.sum(dim=1, keepdim=True), model.config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    short = not limit or getattr(text, "rope_parameters", None) or lengths.max() <= limit  # else learned positions
-    expect(short, f"a prompt has {int(lengths.max())} tokens", f"{limit} at most, max_position_embeddings")
-    loop |= {"lengths": lengths, "stored": max(config.max_length - tokens.shape[1] - 1, 0)}
+    if unknown := [*unknown, *(name for name in NOT_HERE if getattr(config, name, None))]:
+        raise ValueError(f"generate got {', '.join(unknown)}; expected none: a rank has its own tokens only")
+    if config.guidance_scale not in (None, 1):
+        raise ValueError(f"guidance_scale is {config.guidance_scale}; expected None: it needs a second cache")
+    uses, kind = config.use_cache, config.cache_implementation
+    if uses is False or kind not in (None, "dynamic"):
+        raise ValueError(f"use_cache is {uses} and the cache {kind}; expected the defaults: it is the only cache here")
+    if getattr(loop.get("past_key_values"), "_is_user_defined", False):
+        raise ValueError("past_key_values were given; expected none: each call of generate fills a cache of its own")
+    if loop.get("streamer") is not None and members(group)[0] > 0:
+        raise ValueError("a streamer was given; expected one on rank 0 only, whose tokens hold on every rank")
+    loop |= {"lengths": lengths_of(model, **loop), "stored": max(config.max_length - tokens.shape[1] - 1, 0)}
     return {
-        "prompts": (tuple(tokens.shape), checksum([tokens, mask])),
+        "prompts": (tuple(tokens.shape), checksum([tokens, loop["lengths"]])),
         "arguments": zlib.crc32(repr(sorted(config.to_diff_dict().items())).encode()),
         "layout": str(layout),
         "weights": checksum_of_weights(model),
     }
 
 
+def lengths_of(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
+) -> Tensor:
+    """How many tokens the prompts (B, S) have, (B, 1). Raises ValueError for other padding, tokens or positions."""
+    vocab = model.get_input_embeddings().weight.shape[0]
+    if input_ids.numel() == 0 or input_ids.min() < 0 or input_ids.max() >= vocab:
+        raise ValueError(f"input_ids are {tuple(input_ids.shape)}; expected tokens in each row, from 0 to {vocab - 1}")
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids)
+    if mask.shape != input_ids.shape or (mask[:, -1] != 1).any() or (mask.diff(dim=1) < 0).any():
+        raise ValueError("attention_mask has padding at its end or between tokens; expected padding on the left only")
+    counted = mask.cumsum(dim=1) - 1
+    if position_ids.shape[-1:] != counted.shape[-1:] or ((position_ids - counted) * mask).any():
+        raise ValueError("position_ids were given; expected none, or 0, 1, 2, ... in each prompt")
+    lengths, text = mask.sum(dim=1, keepdim=True), model.config.get_text_config()
+    longest, limit = int(lengths.max()), getattr(text, "max_position_embeddings", None)
+    if limit and longest > limit and not getattr(text, "rope_parameters", None):  # learned positions
+        raise ValueError(f"a prompt has {longest} tokens; expected {limit} at most, max_position_embeddings")
+    return lengths
+
+
 def prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that `generate` prepares for its loop of greedy search and sampling. Nothing is generated."""
-    own = type(model)
     loop: dict[str, Any] = {}
 
     def keep(model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
@@ -282,14 +292,12 @@ def prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dic
     for name in ("custom_generate", "cache_implementation"):  # they would leave this path before the loop
         given = kwargs.get(name)
         expect(given is None, f"{name} is {given}", "None: the spread cache has transformers' own loop")
-    model.__class__ = type(own.__name__, (own,), {"_sample": keep, "_get_deprecated_gen_repo": known})
-    try:
-        own.generate(model, *args, **kwargs)
-    except ValueError:
-        raise
-    except Exception as error:
-        raise ValueError(f"generate raises {type(error).__name__}: {error}") from error  # on every rank
-    finally:
-        model.__class__ = own
+    with other_methods(model, _sample=keep, _get_deprecated_gen_repo=known) as own:
+        try:
+            own.generate(model, *args, **kwargs)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(f"generate raises {type(error).__name__}: {error}") from error  # on every rank
     expect(loop, f"generate of {own.__name__} did not reach its loop", "transformers' own generate")
     return loop

@@ -27,13 +27,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ringlab.ring.documents import document_positions
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import Layout, positions
 from ringlab.ring.masks import Mask
-from ringlab.support.agreement import members
+from ringlab.ring.schedule import Group, Ring, Schedule
 from ringlab.support.extras import extra
 
 with extra("hf", __name__):
@@ -46,7 +45,7 @@ with extra("hf", __name__):
     )
 
 from ringlab.hugging_face.batch import refuse
-from ringlab.models import expect
+from ringlab.support.expect import expect
 
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
 UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict", "fused_lm_head", "causal"}
@@ -133,8 +132,10 @@ class LayerAttention:
     """What the layers of a model call in the place of their own attention, and what is known of the forward pass."""
 
     layout: str | Layout
-    group: ProcessGroup | None
+    group: Group
     world_size: int
+    rank: int = 0
+    way: type[Schedule] = Ring  # to share the sequence
     layers: int = 0  # calls in a forward pass, as proved
     first: int = 0  # the model's number of position 0, as proved
     packs: bool = False  # whether all layers are told the documents, as proved
@@ -154,7 +155,7 @@ class LayerAttention:
         """
         name, both_ways = type(module).__name__, isinstance(attention_mask, BothWays)
         named = ("scaling", "is_causal", "documents", "s_aux", "softcap")
-        scale, causal, documents, sinks, softcap = (passed.pop(each, None) for each in named)
+        scale, causal, documents, sinks, softcap = (passed.pop(option, None) for option in named)
         window = attention_mask if isinstance(attention_mask, int) else None
         window = window_of(name, attention_mask, passed.pop("sliding_window", window))
         self.check_direction(module, causal, passed.pop("causal", True), both_ways)
@@ -173,6 +174,7 @@ class LayerAttention:
             documents = attention_mask.documents(documents or (query.shape[2] * self.world_size,))
         seen: dict[str, Any] = {"causal": not both_ways, "window": window, "documents": documents}
         seen |= {"scale": scale, "sinks": sinks, "softcap": softcap, "layout": self.layout, "group": self.group}
+        seen |= {"schedule": self.way}
         out = (self.stand_in or ring_flash_attention)(query, key, value, **seen)
         return out.transpose(1, 2).contiguous(), None
 
@@ -190,13 +192,12 @@ class LayerAttention:
         """q (B, H, C, D) of Llama 4, which grows with the place of a token in its document, and not in the shard."""
         here, at = torch.arange(q.shape[2]), self.at
         if at is None:
-            rank, world_size = members(self.group)
-            S = q.shape[2] * world_size
-            at = document_positions(documents or (S,))[positions(self.layout, S, rank, world_size)]
-        done, right = (
+            S = q.shape[2] * self.world_size
+            at = document_positions(documents or (S,))[positions(self.layout, S, self.rank, self.world_size)]
+        factor, wanted = (
             torch.log1p((x + 1.0).div(module.floor_scale).floor()) * module.attn_scale + 1 for x in (here, at)
         )
-        return q * (right / done).to(q)[:, None]
+        return q * (wanted / factor).to(q)[:, None]
 
     def stretch(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Before the rotary frequencies: show the longest position too. Some models choose frequencies by it."""

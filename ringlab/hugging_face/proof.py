@@ -19,7 +19,7 @@ Shapes: S = 16 tokens; logits or hidden states (B, S, ·); in a layer q is (B, H
 
 `python examples/compare.py` runs it: a first reader may skip this file.
 Before: hugging_face/masks.py, what a layer asks for. After: hugging_face/forward.py, a forward pass in the ring.
-Source: transformers 5.23, AttentionInterface.get_interface.
+Source: the definition of attention; transformers 5.23, AttentionInterface.
 """
 
 import math
@@ -38,11 +38,12 @@ from torch.overrides import TorchFunctionMode
 from ringlab.support.extras import extra
 
 with extra("hf", __name__):
-    from transformers import AttentionInterface, PreTrainedModel
+    from transformers import PreTrainedModel
 
 from ringlab.hugging_face.masks import LayerAttention, full_attention, own_token
+from ringlab.hugging_face.seam import as_it_was, watched
 from ringlab.hugging_face.states import ALONE, CUT, linear_layers, spread
-from ringlab.models import expect
+from ringlab.support.expect import expect
 
 S = 16
 LONG = 256  # tokens, or as many as the model has positions: some parts drop tokens only when there are many
@@ -53,45 +54,37 @@ def prove(model: PreTrainedModel, attention: LayerAttention, name: str) -> None:
 
     The model's weights, mode and attention stay as they are. Raises ValueError with the reason if it cannot be cut.
     """
-    own = model.config._attn_implementation
-    modes = [(part, part.training, getattr(part, "gradient_checkpointing", None)) for part in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     ids = torch.randint(*ids_of(model), (S, S), generator=torch.Generator().manual_seed(0)).to(model.device)
-    try:
-        with without_zeros(model):
+    linear = linear_layers(model)
+    with as_it_was(model) as checkpointed, without_zeros(model):
+        try:
             model.eval()
-            right = of_each_call(model, ids[:1])
+            right = of_each_call(model, linear, ids[:1])
             model.set_attn_implementation(name)
-            spread(model, CUT)
+            spread(linear, CUT)
             attention.stand_in, attention.at = own_token, torch.arange(S)
-            count_calls(model, attention, ids[:1], len(right) - len(linear_layers(model)))
+            count_calls(model, attention, ids[:1], len(right) - len(linear))
             attention.first = first_position(model, ids[:1])
             check_gradients(model, ids, attention.first)
             check_shards(model, attention)
-            for part, _, checkpointed in modes:
+            for part in checkpointed:
+                part.gradient_checkpointing = False
+            for part in model.modules():
                 part.training = True
-                if checkpointed:
-                    part.gradient_checkpointing = False
             with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
                 check_gradients(model, ids, attention.first)  # dropout mixes no tokens
                 with NoDropout():
                     check_shards(model, attention)
             model.eval()
-            spread(model, ALONE)
+            spread(linear, ALONE)
             attention.stand_in, attention.at, attention.longest = full_attention, torch.arange(S), None
-            same = not any(far(x, y) for x, y in zip(of_each_call(model, ids[:1]), right, strict=True))
-            other = f"{type(model).__name__} computes another attention than its layers tell AttentionInterface"
-            expect(same, other, "the same: what they do not pass on, the ring would leave out")
-    finally:
-        attention.stand_in = attention.at = attention.longest = attention.documents = None
-        model.set_attn_implementation(own)
-        spread(model, None)
-        for part, mode, checkpointed in modes:
-            part.training = mode
-            if checkpointed:
-                part.gradient_checkpointing = checkpointed
-        for buffer, before in buffers:  # statistics of a batch norm
-            buffer.copy_(before)
+            by_ring = of_each_call(model, linear, ids[:1])
+        finally:
+            attention.stand_in = attention.at = attention.longest = attention.documents = None
+            spread(linear, None)
+    same = not any(far(x, y) for x, y in zip(by_ring, right, strict=True))
+    other = f"{type(model).__name__} computes another attention than its layers tell AttentionInterface"
+    expect(same, other, "the same: what they do not pass on, the ring would leave out")
 
 
 @contextmanager
@@ -156,34 +149,6 @@ def rows_of(model: PreTrainedModel, ids: Tensor, at: Tensor | None = None, **giv
     return rows
 
 
-# What stands in for the ring ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def watched(outs: list[Tensor]) -> Iterator[None]:
-    """Every attention gets large q and k, so that its scores matter, and its result is added to `outs`."""
-    get = AttentionInterface.get_interface
-
-    def sharp(x: Tensor) -> Tensor:
-        return 1.5 * x / x.square().mean().sqrt().clamp(min=1e-6)
-
-    def get_watched(register: AttentionInterface, name: str, default: Callable) -> Callable:
-        attention = get(register, name, default)
-
-        def watch(module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **named: Any) -> Any:
-            result = attention(module, sharp(query), sharp(key), *rest, **named)
-            outs.append(result[0].detach())
-            return result
-
-        return watch
-
-    AttentionInterface.get_interface = get_watched
-    try:
-        yield
-    finally:
-        AttentionInterface.get_interface = get
-
-
 # What is proved -----------------------------------------------------------------------------------------------------
 
 
@@ -194,13 +159,25 @@ def far(x: Tensor, y: Tensor) -> bool:
 
 
 @torch.no_grad()
-def of_each_call(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+def of_each_call(model: PreTrainedModel, linear: list[nn.Module], ids: Tensor) -> list[Tensor]:
     """The result of every attention in a forward pass, (1, S, H, Dv), with large scores, and of every linear layer."""
     outs: list[Tensor] = []
+
+    def sharp(x: Tensor) -> Tensor:
+        return 1.5 * x / x.square().mean().sqrt().clamp(min=1e-6)
+
+    def watch(attention: Callable) -> Callable:
+        def call(module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **named: Any) -> Any:
+            result = attention(module, sharp(query), sharp(key), *rest, **named)
+            outs.append(result[0].detach())
+            return result
+
+        return call
+
     with ExitStack() as stack:
-        stack.enter_context(watched(outs))
-        for part in linear_layers(model):
-            stack.callback(part.register_forward_hook(lambda *call: outs.append(call[2])).remove)
+        stack.enter_context(watched(watch))
+        for layer in linear:
+            stack.callback(layer.register_forward_hook(lambda *call: outs.append(call[2])).remove)
         rows_of(model, ids)
     return outs
 

@@ -7,7 +7,7 @@
 
 transformers has no interface for linear layers, as it has for attention. But all that mixes tokens in these layers is
 in these functions of the model's file, and the forward pass of a layer finds them by name. So a layer gets a forward
-pass of the same code with other globals: the file and other models stay as they are. LFM2 has the convolution only. A
+pass of the same code, in which these names mean ours: seam.py. LFM2 has the convolution only. A
 layer that mixes tokens in another way is found by the proof, and refused: Mamba 1, lightning attention, and whatever
 comes next.
 
@@ -20,10 +20,8 @@ Source: transformers 5.23, models/qwen3_next; Yang et al. 2025 (Gated DeltaNet),
 section 6, the scan as linear attention.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -38,15 +36,11 @@ with extra("hf", __name__):
     from transformers.activations import ACT2FN
 
 from ringlab.hugging_face.masks import LayerAttention, own_token
+from ringlab.hugging_face.seam import other_names, own_forward, take
 
 CONVOLUTION, RULE, KDA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 SCAN, ALL_IN_ONE = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
 Mixers = dict[str, Callable[..., Any]]  # what these names mean
-
-
-def own_forward(part: nn.Module) -> Any:
-    """The forward pass of its class, without decorators."""
-    return inspect.unwrap(type(part).forward)
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
@@ -55,17 +49,13 @@ def linear_layers(model: nn.Module) -> list[nn.Module]:
     return [part for part, code in codes if code and {*ALONE} & {*code.co_names}]
 
 
-def spread(model: nn.Module, mixers: Mixers | None) -> None:
-    """Let the names mean these functions in every linear layer; with None, those of transformers again."""
-    for part in linear_layers(model):
-        own = own_forward(part)
+def spread(layers: list[nn.Module], mixers: Mixers | None) -> None:
+    """Let the names mean these functions in linear layers; with None, those of transformers again."""
+    for layer in layers:
         if mixers is None:
-            vars(part).pop("forward", None)
+            take(layer, "forward")
         else:
-            names = {**own.__globals__, **mixers}
-            forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-            forward.__kwdefaults__ = own.__kwdefaults__
-            part.forward = MethodType(forward, part)  # a copy of the model gets one of its own
+            other_names(layer, mixers)
 
 
 def convolution(compute: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Any = None, **passed: Any) -> Tensor:

@@ -28,14 +28,14 @@ Source: transformers 5.23, Trainer; accelerate 1.15, prepare_data_loader; TRL 1.
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringlab.ring.layouts import Layout, LayoutName
+from ringlab.ring.schedule import Ring
 from ringlab.support.agreement import agree, members
 from ringlab.support.extras import extra
 
@@ -44,9 +44,10 @@ with extra("loops", __name__):
     from torch.utils.data import DataLoader
     from transformers import Trainer
 
-from ringlab.hugging_face.batch import shard_batch
+from ringlab.hugging_face.batch import AnyLayout, Way, shard_batch
+from ringlab.hugging_face.seam import give
 from ringlab.hugging_face.use import unwrapped, use_ring
-from ringlab.models import expect
+from ringlab.support.expect import expect
 
 BY_SHARD = "would get what belongs to a shard"
 WRONG = {  # why an option would be wrong in a ring
@@ -82,7 +83,7 @@ def refuse_options(trainer: Trainer) -> None:
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
         said += ["fsdp is of version 1, which was never tried here: version 2 has the key 'version' in fsdp_config"]
     if said:
-        raise ValueError("\n".join(f"{each}; expected a Trainer without it" for each in said))
+        raise ValueError("\n".join(f"{reason}; expected a Trainer without it" for reason in said))
 
 
 Base: Any = object  # for mypy: the Trainer, whose methods InRing extends, stands after InRing
@@ -96,7 +97,7 @@ class InRing(Base):
     """
 
     def __init__(
-        self, *args: Any, mesh: DeviceMesh | None = None, layout: LayoutName | Layout = "zigzag", **kwargs: Any
+        self, *args: Any, mesh: DeviceMesh | None = None, layout: AnyLayout = "zigzag", way: Way = Ring, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         _, world_size = members()
@@ -109,11 +110,11 @@ class InRing(Base):
         self.ring, self.rings = (mesh["dp"].get_local_rank(), mesh["dp"].size()) if mesh else (0, 1)
         self.ranks = world_size // self.rings  # of a ring
         refuse_options(self)
-        use_ring(self.model, self.cp, layout)
-        self.__dict__["compute_loss"] = partial(self.compared, self.compute_loss)  # whatever class it is of
+        use_ring(self.model, self.cp, layout, way)
         self.seen: set[bool] = set()
-        self.accelerator.prepare_data_loader = self.loader_of_ring
-        self.accelerator.gather_for_metrics = self.accelerator.gather  # it would drop ranks of a short last batch
+        give(self, compute_loss=partial(self.compared, self.compute_loss))  # whatever class it is of
+        gather = self.accelerator.gather  # gather_for_metrics would drop ranks of a short last batch
+        give(self.accelerator, prepare_data_loader=self.loader_of_ring, gather_for_metrics=gather)
 
     def loader_of_ring(self, loader: DataLoader, **_: Any) -> DataLoader:
         """As accelerate prepares it, with rings in the place of processes."""
@@ -155,7 +156,7 @@ class InRing(Base):
             self.seen.add(model.training)
             loss, name = (result[0] if return_outputs else result).detach(), type(self).__name__
             kinds = [kind.__module__ for kind in type(self).__mro__ if "compute_loss" in vars(kind)]
-            theirs = all(each.partition(".")[0] in ("trl", "transformers", "ringlab") for each in kinds)
+            theirs = all(kind.partition(".")[0] in ("trl", "transformers", "ringlab") for kind in kinds)
 
             def check() -> None:
                 right = None if ring.value is None else (ring.value * self.accelerator.num_processes).item()
@@ -206,11 +207,16 @@ class InRingSFT(InRing):
         return loss
 
 
-def __getattr__(name: str) -> Any:
-    """RingSFTTrainer: TRL's SFTTrainer in a ring, made when it is first asked for. All else here needs no TRL."""
-    if name != "RingSFTTrainer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+@cache
+def of_trl() -> Any:
+    """TRL's SFTTrainer in a ring."""
     with extra("loops", __name__):
         from trl import SFTTrainer
-    globals()[name] = type(name, (InRingSFT, SFTTrainer), {"__module__": __name__})
-    return globals()[name]
+    return type("RingSFTTrainer", (InRingSFT, SFTTrainer), {"__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    """RingSFTTrainer is made when it is first asked for. All else here needs no TRL."""
+    if name != "RingSFTTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return of_trl()

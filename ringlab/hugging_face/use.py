@@ -21,41 +21,48 @@ Before: hugging_face/forward.py, what is checked in each pass. After: hugging_fa
 Source: transformers 5.23, AttentionInterface and AttentionMaskInterface; Liu et al. 2024, algorithm 1.
 """
 
-import copy
 from typing import Any
 
-from ringlab.support.agreement import members
+from ringlab.ring.schedule import Ring, Schedule
 from ringlab.support.extras import extra
 
 with extra("hf", __name__):
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
-from ringlab.hugging_face.batch import AnyLayout, MeshOrGroup, placed
+from ringlab.hugging_face.batch import AnyLayout, MeshOrGroup, Way, placed
 from ringlab.hugging_face.forward import ModelInRing
-from ringlab.hugging_face.masks import LayerAttention, asked_mask
-from ringlab.hugging_face.states import spread
-from ringlab.models import expect
+from ringlab.hugging_face.masks import asked_mask
+from ringlab.hugging_face.seam import own_config, registered
+from ringlab.hugging_face.states import linear_layers, spread
+from ringlab.support.expect import expect
 
 WEIGHTS_ONLY = "an adapter of weights alone, such as LoRA"
 BY_LENGTH = ("dynamic", "longrope")  # rotary frequencies that depend on the longest position
 
 
-def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: AnyLayout = "zigzag") -> None:
+def use_ring(
+    model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: AnyLayout = "zigzag", way: Way = Ring
+) -> None:
     """Make every layer of a language model call the ring of `mesh_or_group` (None: the whole job).
 
-    `model` has its weights, and is not in fully_shard yet; a mesh has one dimension. A ContextParallel stands for both
-    arguments. Each layer keeps its window, chunks, sinks, softcap and scale. A model with a ring gets the new one. A
-    copy of the model is in the same ring. Modules that are added later are proved in the next forward pass.
+    `model` has its weights, and is not in fully_shard yet. Each layer keeps its window, chunks, sinks, softcap and
+    scale. `way` is another way to share the sequence, a class of ringlab/ways: AllGather, AllToAll, SharedMemory; or
+    DoubleRing, TwoLevels and Hybrid with a mesh of two dimensions. Other ways take a mesh of one. A ContextParallel
+    stands for the three arguments. States of linear layers travel in a ring, whatever the way. A model with a ring gets
+    the new one. A copy of the model is in the same ring. Modules that are added later are proved in the next pass.
     Raises ValueError, with the reason, for a model that cannot be proved to be right in shards (`prove`), and for one
     that computes more from its tokens in training than in the proof; and where the ranks have different weights. What a
     call passes and a ring cannot do is refused with ValueError when the model is called, on every rank.
     """
     outer, model = model, unwrapped(model)
-    group, layout = placed(mesh_or_group, layout)
+    where = placed(mesh_or_group, layout, way)
     stop_ring(outer)
-    ring = ModelInRing(layout, group, members(group)[1], own=model.config._attn_implementation)
+    rank, world_size = where.place
+    ring = ModelInRing(where.layout, where.mesh_or_group, world_size, rank, where.way)
+    ring.own = model.config._attn_implementation
+    check_way(ring, model)
     own_config(model)
-    ring.name = registered(ring)
+    ring.name = registered(ring.attend, asked_mask)
     for part in model.modules():
         if any(kind in str(getattr(part, "rope_type", None)) for kind in BY_LENGTH):
             part.register_forward_pre_hook(ring.stretch, with_kwargs=True)
@@ -71,6 +78,15 @@ def use_ring(model: PreTrainedModel, mesh_or_group: MeshOrGroup = None, layout: 
         part.register_forward_pre_hook(ring.before, with_kwargs=True)
         part.register_forward_hook(ring.after, with_kwargs=True)
     model.base_model.register_forward_pre_hook(ring.enter, with_kwargs=True)
+    model.get_input_embeddings().register_forward_pre_hook(ring.embed)
+
+
+def check_way(ring: ModelInRing, model: PreTrainedModel) -> None:
+    """Raise ValueError where this way knows no such mesh or device."""
+    if not (isinstance(ring.way, type) and issubclass(ring.way, Schedule)):
+        raise ValueError(f"way is {ring.way!r}; expected the class of a way, such as AllGather")
+    ring.way.checked_group(ring.group, getattr(model.config.get_text_config(), "num_attention_heads", 1))
+    ring.way.check_device(model.device)
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
@@ -88,23 +104,6 @@ def unwrapped(model: Any) -> PreTrainedModel:
     return model
 
 
-def registered(attention: LayerAttention) -> str:
-    """The name by which layers find an attention, and models their masks: else transformers would drop every mask."""
-    name = f"ring_{id(attention)}"
-    AttentionInterface.register(name, attention.attend)
-    AttentionMaskInterface.register(name, asked_mask)
-    return name
-
-
-def own_config(model: PreTrainedModel) -> None:
-    """Give the model a copy of its config. Another model with the same config would call the ring too."""
-    memo: dict[int, Any] = {}
-    for part in model.modules():
-        for name, x in list(vars(part).items()):
-            if isinstance(x, PreTrainedConfig):
-                setattr(part, name, copy.deepcopy(x, memo))
-
-
 def stop_ring(model: PreTrainedModel) -> None:
     """Give the model its own attention and loss again, as before `use_ring`. Without a ring nothing changes."""
     outer, model = model, model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -113,7 +112,7 @@ def stop_ring(model: PreTrainedModel) -> None:
     ring, implementation, model.loss_function = model.ring
     del model.ring
     model.set_attn_implementation(implementation)
-    spread(model, None)
+    spread(linear_layers(model), None)
     for part in outer.modules():
         for hooks in (part._forward_pre_hooks, part._forward_hooks):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is ring]:

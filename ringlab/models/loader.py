@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringlab.models import expect
 from ringlab.ring.layouts import positions
+from ringlab.support.expect import expect
 
 SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")  # of the files that are read in a folder
 

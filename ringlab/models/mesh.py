@@ -38,9 +38,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ringlab.models import expect
 from ringlab.models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
 from ringlab.ring.flash_ring import scaled_dot_product_attention
+from ringlab.support.expect import expect
 from ringlab.support.processes import RankContext, launch
 
 

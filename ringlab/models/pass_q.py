@@ -37,19 +37,18 @@ from torch.distributed import ProcessGroup
 
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.pass_q_or_kv import Prefill
-from ringlab.basics.chunks import agree_on_chunks, needs_gradients
-from ringlab.models import expect
+from ringlab.basics.chunks import agree_on_chunks, check_grouped_chunks, needs_gradients
 from ringlab.models.generate import EMPTY, SpreadCache, agree_on_prompts, read, write
 from ringlab.models.transformer import Transformer
 from ringlab.ring.causal import BlockSlice
 from ringlab.ring.flash_ring import keys_of, merge_into, nothing_seen, queries_of, reversed_rows
 from ringlab.ring.fused_block import fused_forward
-from ringlab.ring.grouped_query import check_grouped_chunks
 from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import arriving_blocks
 from ringlab.ring.partition import cut
 from ringlab.ring.schedule import check_sinks, check_softcap
 from ringlab.support.agreement import agree, members
+from ringlab.support.expect import expect
 from ringlab.ways.all_to_all import swap
 
 Pieces = tuple[tuple[BlockSlice, ...], ...]  # of each text

@@ -50,7 +50,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
 
 from ringlab.basics.command import size
-from ringlab.models import expect
 from ringlab.models.checkpoint import Checkpoints, last_checkpoint, locked
 from ringlab.models.loader import open_text, read_batch
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights
@@ -60,6 +59,7 @@ from ringlab.ring.layouts import LAYOUTS
 from ringlab.ring.schedule import Ring, Schedule
 from ringlab.states.state_ring import check_layout_of_states
 from ringlab.support.agreement import agree
+from ringlab.support.expect import expect
 from ringlab.support.extras import install
 from ringlab.support.processes import RankContext, join_ring
 from ringlab.ways.shared_memory import SharedMemory, memory_or_messages

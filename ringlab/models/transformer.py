@@ -43,12 +43,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringlab.basics.naive_attention import accumulation_dtype
-from ringlab.models import expect
 from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.ring.layouts import positions, rotary
 from ringlab.states.linear_attention import linear_attention
 from ringlab.states.short_convolution import ring_short_convolution, short_convolution
 from ringlab.states.state_ring import ring_linear_attention
+from ringlab.support.expect import expect
 from ringlab.support.processes import RankContext, launch
 
 IGNORED = -100  # the label of a token that has no loss

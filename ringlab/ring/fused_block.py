@@ -77,7 +77,7 @@ def fused_forward(
     """One block: q (B, H, Sq, D), k (B, G, Sk, D), v (B, G, Sk, Dv) -> out (B, H, Sq, Dv) and lse (B, H, Sq).
 
     out has q's dtype. `causal` hides key j from query i when j > i, and needs Sq = Sk. A row that sees no key gives
-    out = 0, lse = -inf. The input must have passed `grouped_query.check_grouped_chunks`. Dao et al. 2022, algorithm 2.
+    out = 0, lse = -inf. The input must have passed `chunks.check_grouped_chunks`. Dao et al. 2022, algorithm 2.
     """
     D_v = v.shape[-1]
     q, k, v = _dense_rows(q, k, v)

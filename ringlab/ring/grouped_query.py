@@ -27,36 +27,11 @@ import sys
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ringlab.basics.chunks import agree_on_chunks
-from ringlab.basics.naive_attention import check_qkv
+from ringlab.basics.chunks import agree_on_chunks, check_grouped_chunks
 from ringlab.ring.backward import RingAttention
 from ringlab.ring.cases import chunks_of_rank, random_inputs, report_ranks
 from ringlab.support.processes import launch
 from ringlab.support.rounding import exact_attention
-
-
-def check_grouped_chunks(
-    q: Tensor, k: Tensor, v: Tensor, *, same_tokens: bool = True, same_head_dim: bool = True
-) -> None:
-    """Raise ValueError unless q is (B, H, C, D), k and v are (B, G, C, D), and all have one dtype and one device.
-
-    H must be a multiple of G. Without `same_tokens` q may have another number of tokens: cross-attention. Without
-    `same_head_dim` v may have a D of its own.
-    """
-    if q.dim() == k.dim() == 4 and 0 not in k.shape + q.shape:
-        (_, H, C, _), (_, G, C_k, _) = q.shape, k.shape
-        if H % G:
-            raise ValueError(f"q has {H} heads and k {G}; expected a multiple: each head of k serves as many of q")
-        if same_tokens and C_k != C:
-            raise ValueError(f"q has {C} tokens and k {C_k}; expected chunks of the same tokens")
-        q = q[:, :G]
-    if not same_head_dim and v.dim() == k.dim() == 4 and 0 not in v.shape + k.shape:
-        if v.shape[:3] != k.shape[:3]:
-            raise ValueError(
-                f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; expected the same B, heads and tokens"
-            )
-        v = v[..., :1].expand_as(k)
-    check_qkv(q, k, v)
 
 
 def fold(q: Tensor, kv_heads: int) -> Tensor:

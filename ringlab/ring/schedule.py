@@ -24,19 +24,20 @@ Source: Liu et al. 2024, algorithm 1 and appendix A.
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from ringlab.basics.chunks import agree_on_chunks, needs_gradients, under_autocast
+from ringlab.basics.chunks import agree_on_chunks, check_grouped_chunks, needs_gradients, under_autocast
 from ringlab.basics.ranks import neighbours
 from ringlab.ring.causal import BlockSlice
-from ringlab.ring.grouped_query import check_grouped_chunks
 from ringlab.ring.layouts import is_own, layout_of
 from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import arriving_blocks, keys_and_values, numbers_of_token, own_last, post, two_buffers
@@ -87,7 +88,7 @@ class Schedule:
 
     @staticmethod
     def check_device(device: torch.device) -> None:
-        """Raise ValueError for a device of k on which this way does not work."""
+        """Raise ValueError for a device on which this way does not work."""
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         """Yield the rounds of this rank, whose own block is k and v. Meanwhile the next block travels."""
@@ -205,7 +206,7 @@ def agree_on_schedule(
         schedule.checked_group(group, q.shape[1:2].numel() if isinstance(q, Tensor) else 0)
         any_queries = Mask(**mask).shows_all and schedule.cross_attention
         check_grouped_chunks(q, k, v, same_tokens=not any_queries, same_head_dim=False)
-        schedule.check_device(k.device)
+        schedule.check_device(q.device)
         check_sinks(sinks, q)
         check_softcap(softcap)
         layout_of(layout)
@@ -223,6 +224,10 @@ def agree_on_schedule(
 
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, function=name, settings=settings)
     call = inbox_of_job().agreements  # the same on all ranks
+    _, H, C, _ = q.shape
+    if H >= 2 * C and dist.get_rank() == 0:
+        order = "Is it (B, C, H, D), as FlashAttention has it? Then give x.transpose(1, 2)"
+        warnings.warn(f"q has {H} heads and {C} tokens on this rank; expected (B, H, C, D). {order}", stacklevel=4)
 
     def partition() -> Partition:
         return known_partition(Mask(**mask), layout, tuple(lengths))

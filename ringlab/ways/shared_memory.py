@@ -80,7 +80,7 @@ class SharedMemory(Schedule):
     @staticmethod
     def check_device(device: torch.device) -> None:
         if device.type != "cpu":
-            raise ValueError(f"k is on {device}; shared memory is for tensors on CPUs: use the schedule Ring")
+            raise ValueError(f"q is on {device}; shared memory is for tensors on CPUs: use the schedule Ring")
 
     def prepare(self) -> None:
         if self.partition.hops:

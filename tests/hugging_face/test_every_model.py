@@ -150,7 +150,7 @@ def in_ring(context, kind, layout, mistake=None):
         each = model(kind)
         use_ring(each, layout=layout)
         if mistake:
-            states.spread(each, OWN[mistake](each))
+            states.spread(states.linear_layers(each), OWN[mistake](each))
         found = results(each, each(**shard_batch(batch, layout=layout)).loss)
     for x in found:
         dist.all_reduce(x)

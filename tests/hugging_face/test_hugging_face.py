@@ -11,11 +11,12 @@ from torch.distributed.fsdp import fully_shard
 
 from ringlab.models.mesh import build_mesh
 from ringlab.models.transformer import IGNORED
+from ringlab.support.expect import attempt
 from tests.extras import MISSING
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
-from ringlab.hugging_face.batch import ContextParallel, attempt, backward, shard_batch  # noqa: E402
+from ringlab.hugging_face.batch import ContextParallel, backward, shard_batch  # noqa: E402
 from ringlab.hugging_face.forward import extra_loss  # noqa: E402
 from ringlab.hugging_face.use import stop_ring, use_ring  # noqa: E402
 from tests.hugging_face import hugging_face_models as hf  # noqa: E402

@@ -11,13 +11,13 @@ from torch.distributed.fsdp import fully_shard
 
 from ringlab.models.generate import EMPTY
 from ringlab.models.mesh import build_mesh
+from ringlab.support.expect import attempt
 from tests.extras import MISSING
 from tests.mistakes import all_of, refusal
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
 from ringlab.hugging_face import generate as module  # noqa: E402
-from ringlab.hugging_face.batch import attempt  # noqa: E402
 from ringlab.hugging_face.generate import SpreadGeneration, Together, spread_generation  # noqa: E402
 from ringlab.hugging_face.use import stop_ring, use_ring  # noqa: E402
 from tests.hugging_face.every_model import Exactly  # noqa: E402

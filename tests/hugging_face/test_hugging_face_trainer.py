@@ -47,8 +47,9 @@ from transformers import (  # noqa: E402
 )
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
-from ringlab.hugging_face.batch import attempt, padded, shifted  # noqa: E402
+from ringlab.hugging_face.batch import padded, shifted  # noqa: E402
 from ringlab.hugging_face.trainer import InRing, RingSFTTrainer, RingTrainer  # noqa: E402
+from ringlab.support.expect import attempt  # noqa: E402
 
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))

@@ -115,7 +115,7 @@ def on_another_device(context):
 
 
 def test_another_device_is_refused_on_every_rank(ranks):
-    words = ["rank 1: k is on cuda", "tensors on CPUs", "Ring"]
+    words = ["rank 1: q is on cuda", "tensors on CPUs", "Ring"]
     assert re.search(all_of(words), refusal(ranks.outcomes(2, on_another_device)))
 
 

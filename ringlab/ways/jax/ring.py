@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ringlab.basics.chunks import check_grouped_chunks
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.ring.cases import random_inputs, report_ranks
-from ringlab.ring.grouped_query import check_grouped_chunks
 from ringlab.ring.layouts import check_layout, positions, shard
 from ringlab.support.extras import extra
 from ringlab.support.rounding import exact_attention

@@ -1,0 +1,112 @@
+"""The seam: the one file of this folder that reaches into transformers and swaps a class, an attribute or a global.
+
+    registered      layers ask transformers for an attention by name, models for a mask      and find ours
+    watched         every attention that a layer asks for, while it is open                  goes through a function
+    own_config      a model reads its attention from its config                              which no other model shares
+    give, take      a name in an object, before that of its class                            until it is taken away
+    other_names     a forward pass of the same code                                          in which names mean ours
+    other_methods   while it is open, methods looked up in the class of a model              are ours
+    as_it_was       modes, checkpointing, buffers and attention of a model                   are put back at the end
+
+All else here uses what transformers documents: hooks, set_attn_implementation, arguments. So a new version of
+transformers breaks the ring in this file, and its tests say where.
+
+A first reader may skip this file. Before: ../models/mesh.py. After: batch.py, a batch in the ring.
+Source: transformers 5.23, AttentionInterface, AttentionMaskInterface, PreTrainedModel.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from ringlab.support.extras import extra
+
+with extra("hf", __name__):
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+
+def registered(attend: Callable[..., Any], mask: Callable[..., Any]) -> str:
+    """The name by which layers find `attend`, and models `mask`: without one transformers would drop every mask."""
+    name = f"ring_{id(getattr(attend, '__self__', attend))}"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+    return name
+
+
+@contextmanager
+def watched(watch: Callable[[Callable], Callable]) -> Iterator[None]:
+    """While this is open, a layer that asks for an attention gets `watch` of it."""
+    own = AttentionInterface.get_interface
+    AttentionInterface.get_interface = lambda *asked, **named: watch(own(*asked, **named))
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = own
+
+
+def own_config(model: nn.Module) -> None:
+    """Give the model a copy of its config. Another model with the same config would call the ring too."""
+    copies: dict[int, Any] = {}
+    for part in model.modules():
+        for name, config in list(vars(part).items()):
+            if isinstance(config, PreTrainedConfig):
+                setattr(part, name, copy.deepcopy(config, copies))
+
+
+def give(thing: Any, **values: Any) -> None:
+    """Let these names of `thing` mean these values, whatever its class says."""
+    vars(thing).update(values)
+
+
+def take(thing: Any, *names: str) -> None:
+    """Undo `give`: the names mean what the class says."""
+    for name in names:
+        vars(thing).pop(name, None)
+
+
+def own_forward(part: nn.Module) -> Any:
+    """The forward pass of its class, without decorators."""
+    return inspect.unwrap(type(part).forward)
+
+
+def other_names(part: nn.Module, names: dict[str, Any]) -> None:
+    """Give `part` the forward pass of its class, with other globals: its file and other models keep theirs."""
+    own = own_forward(part)
+    forward = FunctionType(own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    give(part, forward=MethodType(forward, part))  # a copy of the model gets one of its own
+
+
+@contextmanager
+def other_methods(model: PreTrainedModel, **methods: Callable[..., Any]) -> Iterator[type[PreTrainedModel]]:
+    """While this is open, the model is of a class with these methods. Yields its own class."""
+    own = type(model)
+    model.__class__ = type(own.__name__, (own,), methods)
+    try:
+        yield own
+    finally:
+        model.__class__ = own
+
+
+@contextmanager
+def as_it_was(model: PreTrainedModel) -> Iterator[list[nn.Module]]:
+    """After this, modes, checkpointing, buffers and attention are as before. Yields the parts with checkpointing."""
+    own = model.config._attn_implementation
+    modes = [(part, part.training) for part in model.modules()]
+    checkpointed = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]  # statistics of a batch norm
+    try:
+        yield checkpointed
+    finally:
+        model.set_attn_implementation(own)
+        for part, mode in modes:
+            part.training = mode
+        for part in checkpointed:
+            part.gradient_checkpointing = True
+        for buffer, before in buffers:
+            buffer.copy_(before)
