@@ -90,10 +90,12 @@ Way = type[Schedule]
 
 
 def placed(given: MeshOrGroup, layout: AnyLayout, way: Way = Ring) -> ContextParallel:
-    """All in one, where a mesh of one dimension is its group. Raises ValueError for an unknown layout, and for two."""
+    """All in one, where a mesh of one dimension is its group. Raises ValueError for unknown ones, and for two."""
     one = given if isinstance(given, ContextParallel) else ContextParallel(given, layout, way)
     once = layout in ("zigzag", one.layout) and way in (Ring, one.way)
-    expect(once, f"layout is {layout} and way {way}, and {one}", "the layout and the way in one place")
+    expect(once, f"layout is {layout}, way is {way}, and {one}", "the layout and the way in one place")
+    known = isinstance(one.way, type) and issubclass(one.way, Schedule)
+    expect(known, f"way is {one.way!r}", "the class of a way, such as AllGather")
     layout_of(one.layout)
     where = one.mesh_or_group
     return replace(one, mesh_or_group=where.get_group() if isinstance(where, DeviceMesh) and where.ndim == 1 else where)

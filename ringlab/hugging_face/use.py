@@ -23,7 +23,7 @@ Source: transformers 5.23, AttentionInterface and AttentionMaskInterface; Liu et
 
 from typing import Any
 
-from ringlab.ring.schedule import Ring, Schedule
+from ringlab.ring.schedule import Ring
 from ringlab.support.extras import extra
 
 with extra("hf", __name__):
@@ -60,7 +60,8 @@ def use_ring(
     rank, world_size = where.place
     ring = ModelInRing(where.layout, where.mesh_or_group, world_size, rank, where.way)
     ring.own = model.config._attn_implementation
-    check_way(ring, model)
+    ring.way.checked_group(ring.group, getattr(model.config.get_text_config(), "num_attention_heads", 1))
+    ring.way.check_device(model.device)
     own_config(model)
     ring.name = registered(ring.attend, asked_mask)
     for part in model.modules():
@@ -79,14 +80,6 @@ def use_ring(
         part.register_forward_hook(ring.after, with_kwargs=True)
     model.base_model.register_forward_pre_hook(ring.enter, with_kwargs=True)
     model.get_input_embeddings().register_forward_pre_hook(ring.embed)
-
-
-def check_way(ring: ModelInRing, model: PreTrainedModel) -> None:
-    """Raise ValueError where this way knows no such mesh or device."""
-    if not (isinstance(ring.way, type) and issubclass(ring.way, Schedule)):
-        raise ValueError(f"way is {ring.way!r}; expected the class of a way, such as AllGather")
-    ring.way.checked_group(ring.group, getattr(model.config.get_text_config(), "num_attention_heads", 1))
-    ring.way.check_device(model.device)
 
 
 def unwrapped(model: Any) -> PreTrainedModel:

@@ -2,20 +2,27 @@
 
 import copy
 from functools import lru_cache
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ringlab.models.mesh import build_mesh
 from ringlab.models.transformer import IGNORED
+from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.expect import attempt
+from ringlab.ways.double_ring import DoubleRing
+from ringlab.ways.hybrid import Hybrid
+from tests.every_way import FLAT, ON_MESH, SOME, ranks_of
 from tests.extras import MISSING
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
+from ringlab.hugging_face import masks  # noqa: E402
 from ringlab.hugging_face.batch import ContextParallel, backward, shard_batch  # noqa: E402
 from ringlab.hugging_face.forward import extra_loss  # noqa: E402
 from ringlab.hugging_face.use import stop_ring, use_ring  # noqa: E402
@@ -67,6 +74,39 @@ def test_a_mesh_of_two_rings_with_fully_shard(ranks):
         assert max(errors(results, hf.documents_alone("Mistral", {"sliding_window": 4}, rows=2))) <= 1e-10
 
 
+def by_another_way(context, way, shape):
+    """Packed documents under a window; and the ways that the layers took."""
+    schedule, taken = (FLAT | ON_MESH)[way], set()
+
+    def noted(*qkv, schedule, **options):
+        taken.add(schedule)
+        return ring_flash_attention(*qkv, schedule=schedule, **options)
+
+    model, mesh = model_of("Mistral", {"sliding_window": 4}), mesh_of(shape)
+    with mock.patch.object(masks, "ring_flash_attention", noted):
+        use_ring(model, mesh, way=schedule)
+        results = hf.summed(model, model(**shard_batch(packed_batch(), mesh)).loss)
+    return results, taken == {schedule}
+
+
+@pytest.mark.parametrize(("way", "shape"), SOME)
+def test_another_way_gives_the_same(ranks, way, shape):
+    exact = hf.documents_alone("Mistral", {"sliding_window": 4})
+    for results, taken in ranks(ranks_of(shape), by_another_way, way, shape):
+        assert max(errors(results, exact)) <= 1e-10
+        assert taken
+
+
+def place_in(context):
+    return attempt(lambda: ContextParallel(DeviceMesh("cpu", [[1, 3], [2, 4]])).place)
+
+
+def test_a_mesh_counts_its_ranks_row_by_row(ranks):
+    outside, *inside = ranks(5, place_in)
+    assert "is not in the mesh [[1, 3], [2, 4]]" in outside
+    assert inside == [(0, 4), (2, 4), (1, 4), (3, 4)]
+
+
 def of_a_part(context):
     parts, weight = [dist.new_group(part) for part in ([0, 2], [1, 3, 4])], torch.ones((), requires_grad=True)
     whole = backward((context.rank + 1) * weight, parts[context.rank not in (0, 2)])
@@ -107,7 +147,23 @@ CALLS = {  # how the shard that a model gets is changed
     "documents in a tensor": (with_(documents=torch.tensor([S])), "documents are no tuple"),
     "labels on one rank": (of_rank(1, with_(labels=None)), "some ranks have labels, and some none"),
     "cumulative lengths": (with_(cu_seq_lens_q=torch.tensor([0, 8])), "cu_seq_lens_q (packed documents: for shard"),
-    "no positions": (without("position_ids"), "begin with None; expected [0, 1, 2, 3, 20, 21, 22, 23], this rank's"),
+    "no positions": (
+        without("position_ids"),
+        "expected [0, 1, 2, 3, 20, 21, 22, 23] and end with 23, this rank's of 24",
+    ),
+    "no tokens": (without("input_ids"), "embeddings in place of input_ids, as a vision model"),
+    "embeddings": (without("input_ids", inputs_embeds=torch.zeros(2, 8, 32)), "embeddings in place of input_ids"),
+    "tokens of one row": (
+        lambda shard, rank: {**shard, "input_ids": shard["input_ids"][0]},
+        "input_ids are (8,)",
+    ),
+    "whole rows": (
+        lambda *_: {"input_ids": batch_of()["input_ids"], "position_ids": ROW},
+        "position_ids begin with [0, 1, 2, 3, 4, 5, 6, 7] and end with 23; expected [0, 1, 2, 3, 4, 5, 6, 7] and end "
+        "with 71, this rank's of 72",
+    ),
+    "other masks": (with_(attention_mask={"full_attention": torch.ones(1)}), "attention_mask is no tensor"),
+    "lists of tensors": (with_(deepstack=[torch.ones(9)]), "deepstack is a list; expected none"),
     "another layout": (lambda *_: shard_batch(batch_of(), layout="striped"), "position_ids begin with [0, 3, 6,"),
     "labels not shifted": (
         lambda shard, rank: {**shard, **dict.fromkeys(("labels", "shift_labels"), shard["input_ids"])},
@@ -195,6 +251,26 @@ def on_meta(rank):
         return in_use()
 
 
+def mesh_of(shape):
+    return init_device_mesh("cpu", shape) if isinstance(shape, tuple) else None
+
+
+def states_in_a_mesh(rank):
+    where = ContextParallel(mesh_of((3, 1)), way=DoubleRing)
+    return in_use("Lfm2", where=where, layer_types=["conv", "full_attention"])
+
+
+def with_pictures(rank):
+    """Each rank has its tokens, and the pictures of all: in Llava itself this is an error on some ranks only."""
+    vision = transformers.CLIPVisionConfig(**SIZES, image_size=16, patch_size=8)
+    text = transformers.LlamaConfig(**SIZES)
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=60)
+    model = transformers.LlavaForConditionalGeneration(config)
+    use_ring(model.model.language_model)
+    return model(**shard_batch({"input_ids": ROW.clone()}), pixel_values=torch.zeros(1, 3, 16, 16))
+
+
 def any_arguments(model):
     forward = model.forward
     model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
@@ -241,8 +317,16 @@ MODELS = {  # what is given to use_ring
     "a misspelt layout": (lambda rank: in_use(layout="zig-zag"), "zig-zag"),
     "two layouts": (
         lambda rank: in_use(where=ContextParallel(layout="contiguous"), layout="striped"),
-        "the layout in one place",
+        "the layout and the way in one place",
     ),
+    "a way that is none": (
+        lambda rank: in_use(where=ContextParallel(way="ring")),
+        "way is 'ring'; expected the class",
+    ),
+    "a way of a mesh": (lambda rank: in_use(where=ContextParallel(way=Hybrid)), "mesh is None; expected 2 dimensions"),
+    "a mesh of two": (lambda rank: in_use(where=ContextParallel(mesh_of((3, 1)))), "a mesh of one dimension: a double"),
+    "states in a mesh": (states_in_a_mesh, "has linear layers; expected no mesh"),
+    "the language model of a vision model": (with_pictures, "embeddings in place of input_ids, as a vision model"),
     "weights on the meta device": (on_meta, "weights on the meta device"),
     "weights of a rank": (weights_of_rank(1.0), "the ranks have different weights"),
     "broken weights": (weights_of_rank(torch.nan), "returns NaN"),
