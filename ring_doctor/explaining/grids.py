@@ -67,8 +67,11 @@ class Matrix:
                 rounds.setdefault((tile.rank - tile.block) % P, []).append(tile.rank)
             who = {t: "every rank" if len(ranks) == P else ranks_in_words(ranks) for t, ranks in sorted(rounds.items())}
             where = "; ".join(f"round {t} on {ranks}" for t, ranks in who.items())
+            blocks = {tile.block for tile in tiles}
             if len(tiles) == P * P:
                 where = "all tiles"
+            elif len(tiles) == P > 1 == len(blocks):
+                where = f"KV{min(blocks)} on every rank"
             elif len(tiles) == P * len(rounds) and len(rounds) > 1:
                 where = f"rounds {', '.join(map(str, who))} on every rank"
             elif len(rounds) > 2:
