@@ -23,8 +23,7 @@ LOOK = {  # for a tile of this kind
     "shifted": "the hops: who sends to whom, and which block a rank takes it for",
     "mask": MASK,
     "foreign": MASK,
-    "unasked": "what hides keys where no mask was asked for: a mask that is always on, the ends of slices, padding, the "
-    "order of dimensions",
+    "unasked": "what hides keys though no mask was asked: a mask that is always on, slices, padding, the dimensions",
     "scores": "the scale: 1/√D with another D, a scale that is given and one that is not; a softcap",
     "keys": "tokens that join K and V in more than one round, as a text that every rank has, and chunks that overlap",
     "NaN": "queries that see no key of a block",
@@ -160,8 +159,8 @@ def _of_keys(seen: Tensor, right: Tensor, allowed: Tensor) -> str:
         times.setdefault(f"{found[0]:.3g}" if found else "", []).append(str(n))
     if "" in times or not times.keys() > {"1"}:
         return ""
-    counts = [(x, ", ".join(of), len(of) > 1) for x, of in times.items() if x != "1"]
-    return " and ".join(f"keys {of} count {x} times" if more else f"key {of} counts {x} times" for x, of, more in counts)
+    many = {x: f"keys {', '.join(of)} count" if len(of) > 1 else f"key {of[0]} counts" for x, of in times.items()}
+    return " and ".join(f"{keys} {x} times" for x, keys in many.items() if x != "1")
 
 
 def _elsewhere(sheet: Sheet, rank: int, seen: Tensor) -> int | None:

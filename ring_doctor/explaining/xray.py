@@ -116,9 +116,11 @@ def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case
             factors = [own, *(x for x in factors if x != own)]
             of_keys = of_keys or _keys_factors(sheet)
             c, tiles = _times_scores(sheet), tiles_of([sheet])
-            said = {"kind": "scores", "label": f"s x {c:.3g}", "words": f"the scores are {c:.4g} times the right scores"}
             if c != 1:
-                tiles = [tile if tile.kind == "ok" else replace(tile, **said, amount=None) for tile in tiles]
+                label, words = f"s x {c:.3g}", f"the scores are {c:.4g} times the right scores"
+                tiles = [
+                    it if it.kind == "ok" else Tile(it.rank, it.block, False, "scores", label, words) for it in tiles
+                ]
             found.append(Matrix(name, sheet, tiles))
     for name, run, of_run in (("dS in dQ", run_1, 0), ("dS in dK", run_2, 1)):
         if name in shown:
@@ -165,8 +167,8 @@ def _times_scores(sheet: Sheet) -> float:
     if (sheet.seen.where(sheet.visible, 1.0) <= 0).any() or ((sheet.seen - sheet.right).abs() <= sheet.allowed).all():
         return 1.0
     n = sheet.visible.sum(dim=1, keepdim=True).clamp(min=1)
-    logs = (x.where(sheet.visible, 1.0).log() for x in (sheet.seen, sheet.full))
-    seen, right = (x.where(sheet.visible, x.sum(dim=1, keepdim=True) / n) - x.sum(dim=1, keepdim=True) / n for x in logs)
+    logs = [x.where(sheet.visible, 1.0).log() for x in (sheet.seen, sheet.full)]
+    seen, right = ((x - x.sum(dim=1, keepdim=True) / n) * sheet.visible for x in logs)
     c = float((seen * right).sum() / right.square().sum())
     expected = (c * right).masked_fill(~sheet.visible, -torch.inf).softmax(dim=1).nan_to_num()
     return c if ((sheet.seen - expected).abs() <= 4 * max(1.0, abs(c)) * sheet.allowed).all() else 1.0
