@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ring_doctor.asking.answers import FAILED, LATE, REFUSED, WRONG, Answer, level_of, right_results
+from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, level_of, right_results
 from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
 from ring_doctor.asking.patient import Patient, dtype_of
 from ring_doctor.asking.questions import LSE, UNEQUAL, Question, in_turn, kind, questions
@@ -23,8 +23,14 @@ GIVE_UP = 2  # hangs or crashes: then nothing more is asked
 AGAIN = 2  # times that a question is asked again after a wrong answer, to see whether the answer changes
 SIZES = (8, 16, 32, 64, 128)  # of a head and of a chunk: kernels take multiples of one of them
 LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer answers nothing is said of the ring
-LAST_DIGITS = "called again, it gives other numbers, all of them right: does it add blocks as they come?"
-DRAWS = "it takes random numbers from torch's generator: is dropout on?"
+LAST_DIGITS = "called again, it gives other numbers, all of them right, as where blocks are added as they come"
+DRAWS = "it takes random numbers from torch's generator, as dropout does"
+CAUSAL = "a causal mask"
+OPTIONS_IN_WORDS = {
+    "window": "windows",
+    "documents": "documents",
+    "sinks": "attention sinks",
+}  # those that may be missing
 
 
 @dataclass
@@ -60,6 +66,17 @@ class Examination:
     def beyond(self) -> dict[str, Answer]:
         """What the patient never claimed to take, and the first failure or wrong answer with it."""
         return {answer.question.feature: answer for answer in reversed(self.answers) if answer.bad and _excused(answer)}
+
+    @property
+    def not_asked(self) -> list[str]:
+        """What a ring may take and this one was not asked, or refused, in words."""
+        patient, answers = self.patient, [(it.question.feature, it.state) for it in self.answers]
+        told = [words for option, words in OPTIONS_IN_WORDS.items() if option not in patient.takes]
+        told = [] if patient.state else [*told, *([CAUSAL] if True not in patient.causal else [])]
+        lacks = {"grouped queries": patient.grouped, UNEQUAL: patient.unequal, "gradients": patient.gradients}
+        told += [words for words, claimed in lacks.items() if not claimed and not patient.state]
+        refused = [feature for feature, state in answers if state == REFUSED and (feature, OK) not in answers]
+        return list(dict.fromkeys(filter(None, [*told, *refused])))
 
     @property
     def changes(self) -> list[Answer]:
@@ -164,7 +181,7 @@ def _ask_everything(
                 job.patient = patient
                 progress(f"{len(done) / total:4.0%}  {question.words()}")
                 answer = _as_wrong_as_it_is(ask_again(job, question), patient)
-                lost += answer.lost and not _excused(answer)  # a ring may die of a feature, and answer all else
+                lost += answer.lost and question.feature != UNEQUAL and not _excused(answer)  # it may answer all else
                 lse_grad = lse_grad or answer.lse_grad
                 if answer.state != REFUSED:
                     found.answers.append(answer)
