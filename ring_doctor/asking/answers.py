@@ -51,6 +51,7 @@ class Answer:
     lost: bool = False  # ranks hang or died
     silent: tuple[int, ...] = ()  # the ranks that did not answer in time
     waits: dict[Frame, list[int]] = field(default_factory=dict)  # the ranks, by the line of the user's code
+    hangs: bool = False  # ranks wait, and no rank has raised or died
 
     @property
     def case(self) -> Case:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_gather_single
 
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import Layout, pairs
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.layouts import Layout, pairs
 
 CALLS = itertools.count()
 
