@@ -87,8 +87,8 @@ class Report:
             (answer for answer in self.examination.faults if answer.state == FAILED),
             key=lambda it: bool(it.question.feature),
         ):
-            feature, right = failed[0].question.feature, [it.question for it in answers if it.state == OK]
-            where = f"with {feature}" if feature else right and separated(right, [it.question for it in failed], 1)
+            feature, fine = failed[0].question.feature, [it.question for it in answers if it.state == OK]
+            where = f"with {feature}" if feature else fine and separated(fine, [it.question for it in failed], 1)
             fails = f"fails {where}: {failed[0].says}" if where else f"fails: {failed[0].says}"
             shown = f"{names}, in {name}" if names else f"{name}: {self.finding}" if self.inference else ""
             if shown and feature and self.examination.wrong:  # which a ring may lack: the mistake comes first

@@ -248,8 +248,8 @@ def under_a_condition(
         spared = [answer for answer in answers if fits[answer] is False or (answer in wrong and not fits[answer])]
         if 2 * len(told) <= len(wrong):
             continue
-        both = [[answer.answer.question for answer in some] for some in (spared, told)]
-        condition = separated(*both, 1 if most else 2) if spared else ""
+        right, sick = ([answer.answer.question for answer in some] for some in (spared, told))
+        condition = separated(right, sick, 1 if most else 2) if spared else ""
         if condition is not None and len(spared) < found.get(explanation.name, (len(answers), None))[0]:
             found[explanation.name] = len(spared), replace(explanation, condition=condition)
     least = min((count for count, _ in found.values()), default=0)
