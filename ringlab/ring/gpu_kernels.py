@@ -16,6 +16,7 @@ Source: PyTorch's native_functions.yaml, `_scaled_dot_product_flash_attention`, 
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,22 +89,23 @@ def gpu_backward(
     Each kernel wants the seed and the offset of random numbers. Without dropout none uses them.
     """
     q, k, v, out, d_out = aligned(q, k, v, out, d_out)
-    block, lengths = (d_out, q, k, v, out, lse), (q.shape[2], k.shape[2])
+    block, lengths = (d_out, q, k, v, out), (q.shape[2], k.shape[2])
+    rest: Sequence[Any]
     token = [x[:, :1, :1] for x in (q, k, v)]  # of one head
     if kernel == "cuda flash":
         *_, seed, offset, _ = aten._scaled_dot_product_flash_attention(*token, scale=scale)
-        rest = None, None, *lengths, 0.0, causal, seed, offset
+        rest = lse, None, None, *lengths, 0.0, causal, seed, offset
         return aten._scaled_dot_product_flash_attention_backward(*block, *rest, scale=scale)
     if kernel == "cuda cudnn":
         zero = torch.zeros((), dtype=torch.int64, device=q.device)
-        rest = block[5][..., None], zero, zero, None, None, None, *lengths, 0.0, causal  # no bias; no padded sequences
-        return aten._scaled_dot_product_cudnn_attention_backward(*block[:5], *rest, scale=scale)
+        rest = lse[..., None], zero, zero, None, None, None, *lengths, 0.0, causal  # no bias; no padded sequences
+        return aten._scaled_dot_product_cudnn_attention_backward(*block, *rest, scale=scale)
     if max(lengths) > LONGEST:
         sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]
         for rows, keys, triangle in pieces(*lengths, causal):
-            of_rows = [x[:, :, rows] for x in (out, lse, d_out)]
-            piece = q[:, :, rows], k[:, :, keys], v[:, :, keys], *of_rows
-            found = gpu_backward(kernel, *piece, scale, triangle)
+            q_i, out_i, lse_i, d_out_i = (x[:, :, rows] for x in (q, out, lse, d_out))
+            piece = k[:, :, keys], v[:, :, keys], out_i, lse_i, d_out_i
+            found = gpu_backward(kernel, q_i, *piece, scale, triangle)
             for total, at, part in zip(sums, (rows, keys, keys), found, strict=True):
                 total[:, :, at] += part
         return [x.to(q.dtype) for x in sums]
