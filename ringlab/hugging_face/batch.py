@@ -16,7 +16,7 @@ Shapes: a batch is input_ids and labels (B, S), as a tokenizer gives them. A ran
 C = S/P, at position_ids (1, C), and logits (B, C, vocab).
 
 `python examples/compare.py` runs it: a first reader may skip this file.
-Before: train.py, a run with our own model. After: hugging_face/masks.py, the masks of its layers.
+Before: seam.py. After: masks.py, the masks of its layers.
 Source: transformers 5.23, ForCausalLMLoss (labels, shift_labels, num_items_in_batch), DataCollatorWithFlattening.
 """
 

@@ -40,7 +40,8 @@ with extra("hf", __name__):
 from ringlab.hugging_face.batch import checksum_of_weights, loss_part, refuse, shape_of
 from ringlab.hugging_face.masks import UNDERSTOOD, LayerAttention
 from ringlab.hugging_face.proof import prove
-from ringlab.hugging_face.states import in_ring, linear_layers, spread
+from ringlab.hugging_face.seam import linear_layers
+from ringlab.hugging_face.states import in_ring
 from ringlab.support.expect import attempt, expect
 
 DUE = (0, 1, 3, 7)  # after so many passes the weights are compared: a forgotten sum of gradients shows in the second
@@ -101,23 +102,23 @@ class ModelInRing(LayerAttention):
     def prove(self, model: PreTrainedModel) -> None:
         """Prove `model`, and put it in the ring. Raises ValueError on every rank, also where their weights differ."""
         kept, self.proving = (self.documents, self.longest), True
-        linear = linear_layers(model)
+        known, self.linear = modules_of(model.base_model), linear_layers(model)
         model.set_attn_implementation(self.own)
-        spread(linear, None)
+        self.compute_by(None, None)
         try:
-            said = agree(partial(attempt, self.proved, model, linear), self.group)
+            said = agree(partial(attempt, self.proved, model), self.group)
         finally:
             self.proving = False
         different = "the ranks have different weights; expected the same on each of them: set one seed before the model"
         if len(set(said)) > 1 or isinstance(said[0], str):
             raise ValueError(next((reason for reason in said if isinstance(reason, str)), different))
         model.set_attn_implementation(self.name)
-        spread(linear, in_ring(self))
-        self.known, self.calls, (self.documents, self.longest) = modules_of(model.base_model), 0, kept
+        self.compute_by(None, in_ring(self))
+        self.known, self.calls, (self.documents, self.longest) = known, 0, kept
 
-    def proved(self, model: PreTrainedModel, linear: list[nn.Module]) -> int:
+    def proved(self, model: PreTrainedModel) -> int:
         check_kind(model)
-        if linear:
+        if self.linear:
             check_layout_of_states(str(self.layout))
             if isinstance(self.group, DeviceMesh):
                 raise ValueError(

@@ -25,7 +25,7 @@ On every rank, with the same prompts (torchrun --nproc_per_node=4 write.py):
 A model that was trained in a ring leaves it first: stop_ring(model), then model.eval(). That of a RingTrainer is
 trainer.model.
 
-Before: generate.py, the cache; hugging_face.py, the model. After: your own prompts.
+Before: ../models/generate.py, the cache; use.py, the model. After: your own prompts.
 Source: transformers 5.23, GenerationMixin.generate; Shyam et al. 2024 (Tree Attention), algorithm 3.
 """
 
@@ -55,8 +55,7 @@ from ringlab.hugging_face.batch import MeshOrGroup, checksum, checksum_of_weight
 from ringlab.hugging_face.forward import check_kind
 from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, LayerAttention, asked_mask
 from ringlab.hugging_face.proof import prove
-from ringlab.hugging_face.seam import give, other_methods, registered, take
-from ringlab.hugging_face.states import linear_layers
+from ringlab.hugging_face.seam import give, linear_layers, other_methods, registered, take
 from ringlab.hugging_face.use import BY_LENGTH, unwrapped
 from ringlab.support.expect import expect
 
@@ -189,7 +188,17 @@ def spread_generation(
     with ValueError when `generate` is called, on every rank.
     """
     model = unwrapped(model)
-    check_model(model)
+    name = type(model).__name__
+    if hasattr(model, "ring") or "generate" in vars(model):
+        raise ValueError(f"{name} is in a ring, or generates by another function; expected stop_ring(model) first")
+    if not model.can_generate():
+        raise ValueError(f"{name} has no `generate`; expected a causal language model")
+    rope = str(getattr(model.config.get_text_config(), "rope_parameters", None))
+    if any(kind in rope for kind in BY_LENGTH):
+        raise ValueError(f"{name} chooses its frequencies by the longest position; expected frequencies that stay")
+    check_kind(model)
+    if linear_layers(model):
+        raise ValueError(f"{name} has linear layers; expected attention in every layer: states are not spread")
     where = placed(mesh_or_group, layout)
     group = flat_group(where.mesh_or_group)
     rank, world_size = members(group)
@@ -202,21 +211,6 @@ def spread_generation(
         yield
     finally:
         take(model, "generate")
-
-
-def check_model(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model that is in a ring, or whose text a spread cache cannot go on with."""
-    name = type(model).__name__
-    if hasattr(model, "ring") or "generate" in vars(model):
-        raise ValueError(f"{name} is in a ring, or generates by another function; expected stop_ring(model) first")
-    if not model.can_generate():
-        raise ValueError(f"{name} has no `generate`; expected a causal language model")
-    rope = str(getattr(model.config.get_text_config(), "rope_parameters", None))
-    if any(kind in rope for kind in BY_LENGTH):
-        raise ValueError(f"{name} chooses its frequencies by the longest position; expected frequencies that stay")
-    check_kind(model)
-    if linear_layers(model):
-        raise ValueError(f"{name} has linear layers; expected attention in every layer: states are not spread")
 
 
 LOOP = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}

@@ -15,14 +15,14 @@ Shapes: a rule says of a query and a key, by their positions, whether the query 
 (B, H, C, D), k and v (B, G, C, D), and the result (B, C, H, D).
 
 `python examples/compare.py` runs it: a first reader may skip this file.
-Before: hugging_face/batch.py, the batch. After: hugging_face/proof.py, which models may be cut.
+Before: batch.py, the batch. After: proof.py, which models may be cut.
 Source: transformers 5.23, masking_utils.py; Beltagy et al. 2020 (Longformer), section 3.1, for windows.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ with extra("hf", __name__):
     )
 
 from ringlab.hugging_face.batch import refuse
+from ringlab.hugging_face.seam import Mixers, spread
 from ringlab.support.expect import expect
 
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
@@ -142,8 +143,14 @@ class LayerAttention:
     documents: tuple[int, ...] | None = None  # of this forward pass
     calls: int = 0  # in this forward pass, with its documents
     stand_in: Any = None  # a function of q, k and v in place of the ring: in the proof, and in generation
+    linear: list[nn.Module] = field(default_factory=list)  # the linear layers of the model
     at: Tensor | None = None  # in the proof: where the tokens of a shard stand in the row
     longest: int | None = None  # position in the whole sequence of this forward pass
+
+    def compute_by(self, stand_in: Callable[..., Tensor] | None, mixers: Mixers | None) -> None:
+        """Let layers of attention compute by this function in place of the ring, and linear layers by these."""
+        self.stand_in = stand_in
+        spread(self.linear, mixers)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Asked = None, **passed: Any

@@ -4,7 +4,7 @@
     shard of own_token(whole)  =  own_token(shard)     own_token: each token sees itself only
     ∂ logits_i / ∂ embedding_j  =  0, i ≠ j        with own_token, for all pairs of tokens
 
-A ring computes attention between shards, and the linear layers of hugging_face/states.py. All else in a model must be a
+A ring computes attention between shards, and the linear layers of states.py. All else in a model must be a
 function of a token and its position alone. A list of models that break this rule misses the next model. So each model
 is asked, with its own weights, whether the three lines above hold.
 
@@ -18,7 +18,7 @@ in training too, where a batch norm mixes tokens. Noise stands in for each weigh
 Shapes: S = 16 tokens; logits or hidden states (B, S, ·); in a layer q is (B, H, S, D), k (B, G, S, D), v (B, G, S, Dv).
 
 `python examples/compare.py` runs it: a first reader may skip this file.
-Before: hugging_face/masks.py, what a layer asks for. After: hugging_face/forward.py, a forward pass in the ring.
+Before: masks.py, what a layer asks for. After: forward.py, a forward pass in the ring.
 Source: the definition of attention; transformers 5.23, AttentionInterface.
 """
 
@@ -41,8 +41,8 @@ with extra("hf", __name__):
     from transformers import PreTrainedModel
 
 from ringlab.hugging_face.masks import LayerAttention, full_attention, own_token
-from ringlab.hugging_face.seam import as_it_was, watched
-from ringlab.hugging_face.states import ALONE, CUT, linear_layers, spread
+from ringlab.hugging_face.seam import as_it_was, linear_layers, watched
+from ringlab.hugging_face.states import ALONE, CUT
 from ringlab.support.expect import expect
 
 S = 16
@@ -55,15 +55,15 @@ def prove(model: PreTrainedModel, attention: LayerAttention, name: str) -> None:
     The model's weights, mode and attention stay as they are. Raises ValueError with the reason if it cannot be cut.
     """
     ids = torch.randint(*ids_of(model), (S, S), generator=torch.Generator().manual_seed(0)).to(model.device)
-    linear = linear_layers(model)
+    attention.linear = linear_layers(model)
     with as_it_was(model) as checkpointed, without_zeros(model):
         try:
             model.eval()
-            right = of_each_call(model, linear, ids[:1])
+            right = of_each_call(model, attention.linear, ids[:1])
             model.set_attn_implementation(name)
-            spread(linear, CUT)
-            attention.stand_in, attention.at = own_token, torch.arange(S)
-            count_calls(model, attention, ids[:1], len(right) - len(linear))
+            attention.compute_by(own_token, CUT)
+            attention.at = torch.arange(S)
+            count_calls(model, attention, ids[:1], len(right) - len(attention.linear))
             attention.first = first_position(model, ids[:1])
             check_gradients(model, ids, attention.first)
             check_shards(model, attention)
@@ -76,12 +76,12 @@ def prove(model: PreTrainedModel, attention: LayerAttention, name: str) -> None:
                 with NoDropout():
                     check_shards(model, attention)
             model.eval()
-            spread(linear, ALONE)
-            attention.stand_in, attention.at, attention.longest = full_attention, torch.arange(S), None
-            by_ring = of_each_call(model, linear, ids[:1])
+            attention.compute_by(full_attention, ALONE)
+            attention.at, attention.longest = torch.arange(S), None
+            by_ring = of_each_call(model, attention.linear, ids[:1])
         finally:
-            attention.stand_in = attention.at = attention.longest = attention.documents = None
-            spread(linear, None)
+            attention.compute_by(None, None)
+            attention.at = attention.longest = attention.documents = None
     same = not any(far(x, y) for x, y in zip(by_ring, right, strict=True))
     other = f"{type(model).__name__} computes another attention than its layers tell AttentionInterface"
     expect(same, other, "the same: what they do not pass on, the ring would leave out")

@@ -4,15 +4,19 @@
     watched         every attention that a layer asks for, while it is open                  goes through a function
     own_config      a model reads its attention from its config                              which no other model shares
     give, take      a name in an object, before that of its class                            until it is taken away
-    other_names     a forward pass of the same code                                          in which names mean ours
+    spread          a forward pass of a linear layer, of the same code                       in which names mean ours
     other_methods   while it is open, methods looked up in the class of a model              are ours
     as_it_was       modes, checkpointing, buffers and attention of a model                   are put back at the end
+    stop_ring       attention, loss and hooks of a model in a ring                           are its own again
 
 All else here uses what transformers documents: hooks, set_attn_implementation, arguments. So a new version of
 transformers breaks the ring in this file, and its tests say where.
 
+transformers has no interface for linear layers, as it has for attention. But all that mixes tokens in these layers is
+in functions of the model's file, and the forward pass of a layer finds them by name: the names below.
+
 A first reader may skip this file. Before: ../models/mesh.py. After: batch.py, a batch in the ring.
-Source: transformers 5.23, AttentionInterface, AttentionMaskInterface, PreTrainedModel.
+Source: transformers 5.23, AttentionInterface, AttentionMaskInterface, PreTrainedModel, models/qwen3_next.
 """
 
 import copy
@@ -28,6 +32,11 @@ from ringlab.support.extras import extra
 
 with extra("hf", __name__):
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+CONVOLUTION, RULE, KDA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
+SCAN, ALL_IN_ONE = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
+MIXERS = (CONVOLUTION, RULE, KDA, SCAN, ALL_IN_ONE)
+Mixers = dict[str, Callable[..., Any]]  # what these names mean
 
 
 def registered(attend: Callable[..., Any], mask: Callable[..., Any]) -> str:
@@ -74,12 +83,25 @@ def own_forward(part: nn.Module) -> Any:
     return inspect.unwrap(type(part).forward)
 
 
-def other_names(part: nn.Module, names: dict[str, Any]) -> None:
-    """Give `part` the forward pass of its class, with other globals: its file and other models keep theirs."""
-    own = own_forward(part)
-    forward = FunctionType(own.__code__, {**own.__globals__, **names}, own.__name__, own.__defaults__, own.__closure__)
-    forward.__kwdefaults__ = own.__kwdefaults__
-    give(part, forward=MethodType(forward, part))  # a copy of the model gets one of its own
+def linear_layers(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model whose forward pass calls one of these functions."""
+    codes = [(part, getattr(own_forward(part), "__code__", None)) for part in model.modules()]
+    return [part for part, code in codes if code and {*MIXERS} & {*code.co_names}]
+
+
+def spread(layers: list[nn.Module], mixers: Mixers | None) -> None:
+    """Let the names mean these functions in linear layers; with None, those of transformers again.
+
+    A layer gets the forward pass of its class with other globals: its file and other models keep theirs.
+    """
+    for layer in layers:
+        take(layer, "forward")
+        if mixers is not None:
+            own = own_forward(layer)
+            names = {**own.__globals__, **mixers}
+            forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+            forward.__kwdefaults__ = own.__kwdefaults__
+            give(layer, forward=MethodType(forward, layer))  # a copy of the model gets one of its own
 
 
 @contextmanager
@@ -110,3 +132,18 @@ def as_it_was(model: PreTrainedModel) -> Iterator[list[nn.Module]]:
             part.gradient_checkpointing = True
         for buffer, before in buffers:
             buffer.copy_(before)
+
+
+def stop_ring(model: PreTrainedModel) -> None:
+    """Give the model its own attention and loss again, as before `use_ring`. Without a ring nothing changes."""
+    outer, model = model, model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(model, "ring"):
+        return
+    ring, implementation, model.loss_function = model.ring
+    del model.ring
+    model.set_attn_implementation(implementation)
+    spread(linear_layers(model), None)
+    for part in outer.modules():
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is ring]:
+                del hooks[key]

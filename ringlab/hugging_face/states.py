@@ -5,17 +5,15 @@
     chunk_kimi_delta_attention       with a decay for each number of a key: Kimi linear
     mamba2_chunk_scan                without the delta rule: Bamba, Falcon-H1, Granite, Nemotron-H, Zamba2
 
-transformers has no interface for linear layers, as it has for attention. But all that mixes tokens in these layers is
-in these functions of the model's file, and the forward pass of a layer finds them by name. So a layer gets a forward
-pass of the same code, in which these names mean ours: seam.py. LFM2 has the convolution only. A
-layer that mixes tokens in another way is found by the proof, and refused: Mamba 1, lightning attention, and whatever
-comes next.
+The forward pass of a layer finds all that mixes tokens by these names, and seam.py lets them mean ours. LFM2 has the
+convolution only. A layer that mixes tokens in another way is found by the proof, and refused: Mamba 1, lightning
+attention, and whatever comes next.
 
 Shapes: hidden_states (B, N, C), N channels; query, key (B, C, H, D), value (B, C, Hv, Dv), g (B, C, Hv) or (B, C, Hv,
 D), beta (B, C, Hv), as transformers passes them. In the scan C and B (B, C, G, D) are query and key.
 
 `python examples/compare.py` trains a model in the ring: a first reader may skip this file.
-Before: hugging_face/masks.py, what a layer of attention asks for. After: hugging_face/proof.py.
+Before: masks.py, what a layer of attention asks for. After: proof.py.
 Source: transformers 5.23, models/qwen3_next; Yang et al. 2025 (Gated DeltaNet), section 3; Dao & Gu 2024 (Mamba 2),
 section 6, the scan as linear attention.
 """
@@ -26,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ringlab.models import transformer
 from ringlab.models.transformer import Linear, ring_of_states
@@ -36,26 +34,7 @@ with extra("hf", __name__):
     from transformers.activations import ACT2FN
 
 from ringlab.hugging_face.masks import LayerAttention, own_token
-from ringlab.hugging_face.seam import other_names, own_forward, take
-
-CONVOLUTION, RULE, KDA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
-SCAN, ALL_IN_ONE = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
-Mixers = dict[str, Callable[..., Any]]  # what these names mean
-
-
-def linear_layers(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model whose forward pass calls one of these functions."""
-    codes = [(part, getattr(own_forward(part), "__code__", None)) for part in model.modules()]
-    return [part for part, code in codes if code and {*ALONE} & {*code.co_names}]
-
-
-def spread(layers: list[nn.Module], mixers: Mixers | None) -> None:
-    """Let the names mean these functions in linear layers; with None, those of transformers again."""
-    for layer in layers:
-        if mixers is None:
-            take(layer, "forward")
-        else:
-            other_names(layer, mixers)
+from ringlab.hugging_face.seam import ALL_IN_ONE, CONVOLUTION, KDA, RULE, SCAN, Mixers
 
 
 def convolution(compute: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Any = None, **passed: Any) -> Tensor:

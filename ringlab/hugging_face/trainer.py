@@ -22,7 +22,7 @@ With mesh=init_device_mesh(..., (dp, cp), mesh_dim_names=("dp", "cp")) there are
 as a Trainer on dp processes. Two numbers stay others: eval_steps_per_second counts ranks in the place of rings, and
 total_flos counts the padding too. Trainer seeds all ranks alike, so with dropout all shards drop the same places.
 
-Before: hugging_face.py, the model in the ring. After: examples/, what to copy.
+Before: use.py, the model in the ring. After: examples/, what to copy.
 Source: transformers 5.23, Trainer; accelerate 1.15, prepare_data_loader; TRL 1.16, SFTTrainer.compute_loss.
 """
 

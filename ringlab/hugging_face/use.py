@@ -17,7 +17,7 @@ Shapes: a rank has input_ids (B, C), C = S/P, at position_ids (1, C). In a layer
 In a mesh of dp x cp ranks each ring has its own sequences: give mesh["cp"] to use_ring and shard_batch, and sum the
 labels of all rings before the call: dist.all_reduce(shard["num_items_in_batch"], group=mesh["dp"].get_group()).
 
-Before: hugging_face/forward.py, what is checked in each pass. After: hugging_face/trainer.py, Trainer in the ring.
+Before: forward.py, what is checked in each pass. After: trainer.py, Trainer in the ring.
 Source: transformers 5.23, AttentionInterface and AttentionMaskInterface; Liu et al. 2024, algorithm 1.
 """
 
@@ -32,9 +32,7 @@ with extra("hf", __name__):
 from ringlab.hugging_face.batch import AnyLayout, MeshOrGroup, Way, placed
 from ringlab.hugging_face.forward import ModelInRing
 from ringlab.hugging_face.masks import asked_mask
-from ringlab.hugging_face.seam import own_config, registered
-from ringlab.hugging_face.states import linear_layers, spread
-from ringlab.support.expect import expect
+from ringlab.hugging_face.seam import own_config, registered, stop_ring
 
 WEIGHTS_ONLY = "an adapter of weights alone, such as LoRA"
 BY_LENGTH = ("dynamic", "longrope")  # rotary frequencies that depend on the longest position
@@ -56,12 +54,12 @@ def use_ring(
     """
     outer, model = model, unwrapped(model)
     where = placed(mesh_or_group, layout, way)
-    stop_ring(outer)
+    where.way.checked_group(where.mesh_or_group, getattr(model.config.get_text_config(), "num_attention_heads", 1))
+    where.way.check_device(model.device)
     rank, world_size = where.place
+    stop_ring(outer)
     ring = ModelInRing(where.layout, where.mesh_or_group, world_size, rank, where.way)
     ring.own = model.config._attn_implementation
-    ring.way.checked_group(ring.group, getattr(model.config.get_text_config(), "num_attention_heads", 1))
-    ring.way.check_device(model.device)
     own_config(model)
     ring.name = registered(ring.attend, asked_mask)
     for part in model.modules():
@@ -84,29 +82,18 @@ def use_ring(
 
 def unwrapped(model: Any) -> PreTrainedModel:
     """The model of transformers in `model`, which may have adapters of PEFT. Raises ValueError where there is none."""
-    for adapter in getattr(model, "peft_config", {}).values() if hasattr(model, "get_base_model") else ():
-        kind, forward = str(getattr(adapter.peft_type, "value", adapter.peft_type)), type(model.base_model).forward
-        expect(not adapter.is_prompt_learning, f"{kind} puts virtual tokens before each text", WEIGHTS_ONLY)
-        looks = getattr(adapter, "alora_invocation_tokens", None)
-        expect(not looks, f"{kind} looks for its invocation tokens, in a shard", WEIGHTS_ONLY)
-        plain = forward.__qualname__ == "BaseTuner.forward"
-        expect(plain, f"{kind} does more than its layers, such as adding to the loss of each rank", WEIGHTS_ONLY)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kind = f"model is a {type(model).__name__}"
-    expect(isinstance(model, PreTrainedModel), kind, "a model of transformers, before DDP or torch.compile wraps it")
+    if hasattr(model, "get_base_model"):
+        for adapter in getattr(model, "peft_config", {}).values():
+            kind = str(getattr(adapter.peft_type, "value", adapter.peft_type))
+            if adapter.is_prompt_learning:
+                raise ValueError(f"{kind} puts virtual tokens before each text; expected {WEIGHTS_ONLY}")
+            if getattr(adapter, "alora_invocation_tokens", None):
+                raise ValueError(f"{kind} looks for its invocation tokens, in a shard; expected {WEIGHTS_ONLY}")
+            if type(model.base_model).forward.__qualname__ != "BaseTuner.forward":
+                more = "does more than its layers, such as adding to the loss of each rank"
+                raise ValueError(f"{kind} {more}; expected {WEIGHTS_ONLY}")
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        wanted = "a model of transformers, before DDP or torch.compile wraps it"
+        raise ValueError(f"model is a {type(model).__name__}; expected {wanted}")
     return model
-
-
-def stop_ring(model: PreTrainedModel) -> None:
-    """Give the model its own attention and loss again, as before `use_ring`. Without a ring nothing changes."""
-    outer, model = model, model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not hasattr(model, "ring"):
-        return
-    ring, implementation, model.loss_function = model.ring
-    del model.ring
-    model.set_attn_implementation(implementation)
-    spread(linear_layers(model), None)
-    for part in outer.modules():
-        for hooks in (part._forward_pre_hooks, part._forward_hooks):
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is ring]:
-                del hooks[key]

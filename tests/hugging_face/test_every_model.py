@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", reason=MISSING["transformers"
 from ringlab import shard_batch, stop_ring, use_ring  # noqa: E402
 from ringlab.hugging_face import forward as hugging_face_pass  # noqa: E402
 from ringlab.hugging_face import masks as hugging_face_masks  # noqa: E402
-from ringlab.hugging_face import states  # noqa: E402
+from ringlab.hugging_face import seam, states  # noqa: E402
 from ringlab.hugging_face.states import CONVOLUTION, KDA, RULE, SCAN  # noqa: E402
 from tests.hugging_face import every_model  # noqa: E402
 
@@ -150,7 +150,7 @@ def in_ring(context, kind, layout, mistake=None):
         each = model(kind)
         use_ring(each, layout=layout)
         if mistake:
-            states.spread(states.linear_layers(each), OWN[mistake](each))
+            seam.spread(seam.linear_layers(each), OWN[mistake](each))
         found = results(each, each(**shard_batch(batch, layout=layout)).loss)
     for x in found:
         dist.all_reduce(x)

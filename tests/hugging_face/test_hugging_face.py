@@ -349,6 +349,14 @@ def after(change, batch=batch_of, steps=1, name="Llama"):
     return work
 
 
+def a_second_time(rank):
+    model = in_use()
+    a_mixer(model, rank)
+    shard = shard_batch(batch_of())
+    assert "mixes tokens" in attempt(model, **shard)
+    model(**shard)
+
+
 def another_attention_in_a_layer(model, rank):
     model.model.layers[1].self_attn.config = model_of("Llama", {}).config
 
@@ -436,6 +444,7 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
     "another attention in a layer": (after(another_attention_in_a_layer), "2 layers called the ring 1 time(s)"),
     "another loss function": (after(another_loss), "LlamaForCausalLM was given a loss_function"),
     "a mixer": (after(a_mixer), "layers.0.mlp.1 (Sums) of LlamaModel mixes tokens"),
+    "a mixer, a second time": (a_second_time, "layers.0.mlp.1 (Sums) of LlamaModel mixes tokens"),
     "a head of each rank": (after(a_head_of_rank), WEIGHTS),
     "gradients that nobody sums": (after(lambda *_: None, steps=2), WEIGHTS),
     "packed for layers that are not told": (after(lambda *_: None, packed_batch, name="StableLm"), NOT_TOLD),

@@ -73,18 +73,18 @@ def test_a_name_is_given_and_taken():
     assert one.name() == "of the class"
 
 
-def test_names_in_a_forward_pass_mean_ours_in_this_part_only():
-    model, other = model_of("Llama", {}), model_of("Llama", {})
-    own = rows(model)
-    for layer in model.model.layers:
-        seam.other_names(layer.self_attn, {"apply_rotary_pos_emb": lambda q, k, cos, sin: (q, k)})
+def test_names_in_a_forward_pass_mean_ours_in_these_layers_only():
+    options = {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}
+    model, other = model_of("Lfm2", options), model_of("Lfm2", options)
+    own, layers = rows(model), seam.linear_layers(model)
+    assert layers == [model.model.layers[0].conv]
+    seam.spread(layers, {seam.CONVOLUTION: lambda x, weight, *_, **__: x})
     assert not torch.equal(rows(model), own)
     assert torch.equal(rows(other), own)
     twin = copy.deepcopy(model)
-    twin.model.layers[0].self_attn.o_proj.weight.data.zero_()
+    twin.model.layers[0].conv.out_proj.weight.data.zero_()
     assert not torch.equal(rows(twin), rows(model))  # it calls its own weights
-    for layer in model.model.layers:
-        seam.take(layer.self_attn, "forward")
+    seam.spread(layers, None)
     assert torch.equal(rows(model), own)
 
 
