@@ -32,7 +32,7 @@ from ringlab.ring.documents import document_positions
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import Layout, positions
 from ringlab.ring.masks import Mask
-from ringlab.ring.schedule import Group, Ring, Schedule
+from ringlab.ring.schedule import Ring, Schedule
 from ringlab.support.extras import extra
 
 with extra("hf", __name__):
@@ -133,7 +133,7 @@ class LayerAttention:
     """What the layers of a model call in the place of their own attention, and what is known of the forward pass."""
 
     layout: str | Layout
-    group: Group
+    group: Any  # a process group, or a mesh of two dimensions for some ways; None: the whole job
     world_size: int
     rank: int = 0
     way: type[Schedule] = Ring  # to share the sequence

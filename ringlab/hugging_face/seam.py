@@ -116,7 +116,7 @@ def other_methods(model: PreTrainedModel, **methods: Callable[..., Any]) -> Iter
 
 
 @contextmanager
-def as_it_was(model: PreTrainedModel) -> Iterator[list[nn.Module]]:
+def as_it_was(model: PreTrainedModel) -> Iterator[list[Any]]:
     """After this, modes, checkpointing, buffers and attention are as before. Yields the parts with checkpointing."""
     own = model.config._attn_implementation
     modes = [(part, part.training) for part in model.modules()]
