@@ -122,7 +122,7 @@ def parse(argv: list[str] | None, world_size: int, local_world_size: int) -> arg
     parser.add_argument("--head-dim", type=size, default=64, metavar="D", help="numbers in a head's query or key (64)")
     parser.add_argument("--dtype", choices=dtypes, default="float32", help="of q, k, v and the result (float32)")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: a GPU a process (auto)"
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: GPUs, shared if they are few (auto)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random q, k and v (0)")
     parser.add_argument(

@@ -5,8 +5,8 @@
     ranks = Ranks(); ranks(3, work, x)      the same on processes that stay alive: to start one costs a second
 
 `work` must be a function of a module; its arguments and its result are pickled. One process drives one device: a GPU
-with NCCL if every process of the host can have one, else its share of the CPU's cores, with gloo. A rank that dies ends
-all the others, and the caller gets the reason.
+with NCCL if every process of the host can have one, else its share of the CPU's cores, with gloo. Asked for "cuda", the
+processes share the GPUs that there are. A rank that dies ends all the others, and the caller gets the reason.
 
 Source: the PyTorch manual, torch.distributed.
 """
@@ -14,6 +14,7 @@ Source: the PyTorch manual, torch.distributed.
 import math
 import os
 import pickle
+import platform
 import re
 import signal
 import sys
@@ -63,17 +64,36 @@ class RankContext:
 
 
 def choose_device(requested: str, local_world_size: int) -> tuple[str, str, str]:
-    """("cuda" or "cpu", "nccl" or "gloo", why) for so many processes of a host. Raises ValueError for too few GPUs."""
+    """("cuda" or "cpu", "nccl" or "gloo", why) for so many processes of a host. "cuda" without a GPU: ValueError."""
     if requested not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device is {requested!r}; expected 'auto', 'cpu' or 'cuda'")
     gpus = torch.cuda.device_count()
     count = f"{gpus} GPU(s) for {local_world_size} process(es) on this host"
-    if requested == "cuda" and gpus < local_world_size:
-        instead = "Start fewer processes or use --device cpu"
-        raise ValueError(f"--device cuda needs one GPU for each process: {count}. {instead}")
-    if requested == "cpu" or gpus < local_world_size:
-        return "cpu", "gloo", "as asked" if requested == "cpu" else count
-    return "cuda", "nccl", count
+    if requested == "cpu":
+        return "cpu", "gloo", "as asked"
+    if gpus >= local_world_size:
+        return "cuda", "nccl", count
+    if requested == "auto":
+        return "cpu", "gloo", count + ("; --device cuda shares them" if gpus else "")
+    if not gpus:
+        raise ValueError(f"--device cuda needs a GPU: {count}; expected --device cpu")
+    shared = f"{local_world_size} ranks share {gpus} GPU{'s' if gpus > 1 else ''}"
+    return "cuda", "nccl", f"{shared}: NCCL through sockets, slow, for learning and tests"
+
+
+def share_gpus(number: int | None = None, local_world_size: int | None = None) -> None:
+    """Let the processes of this host share its GPUs where these are fewer. To be called before there is a group.
+
+    `join_ring` calls it. Call it where another library forms the group, as accelerate does: without arguments it reads
+    torchrun's environment. NCCL refuses two processes of one host on one GPU. So each says that it is a host of its
+    own, and messages go through sockets, slowly. NCCL's authors do not support that: it is for learning and tests.
+    """
+    number = int(os.environ.get("LOCAL_RANK", 0)) if number is None else number
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if local_world_size is None else local_world_size
+    if 0 < torch.cuda.device_count() < size:
+        os.environ.setdefault("NCCL_HOSTID", f"{platform.node()}-{number}")
+        if size >= int(os.environ.get("WORLD_SIZE", size)):
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def cpu_cores() -> int:
@@ -94,9 +114,12 @@ def join_ring(requested_device: str = "auto", local_world_size: int = 0, **init:
     device_type, backend, why = choose_device(requested_device, local_world_size)
     one_host = local_world_size >= world_size
     number = int(init["rank"] if one_host and "rank" in init else os.environ.get("LOCAL_RANK", 0))  # on this host
-    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", number)
+    device = torch.device("cpu")
     if device_type == "cuda":
+        device = torch.device("cuda", number % torch.cuda.device_count())
+        share_gpus(number, local_world_size)
         torch.cuda.set_device(device)
+        init = {"device_id": device, **init}  # else NCCL warns, and send and recv form communicators of their own
     if one_host:  # loopback always works
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     torch.set_num_threads(max(1, cpu_cores() // local_world_size))  # with more, the ranks compete for the cores
