@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ringlab.ring.layouts import Layout, positions, shard, unshard
     from ringlab.states.short_convolution import ring_short_convolution
     from ringlab.states.state_ring import ring_linear_attention
-    from ringlab.support.processes import join_ring, share_gpus
+    from ringlab.support.devices import share_gpus
+    from ringlab.support.processes import join_ring
 
 __version__ = "0.2.0"
 __all__ = [
@@ -71,7 +72,7 @@ _HOMES = {  # of each name, and the package that it needs
     "scaled_dot_product_attention": ("ringlab.ring.flash_ring", "torch"),
     "shard": ("ringlab.ring.layouts", "torch"),
     "shard_batch": ("ringlab.hugging_face.batch", "transformers"),
-    "share_gpus": ("ringlab.support.processes", "torch"),
+    "share_gpus": ("ringlab.support.devices", "torch"),
     "spread_generation": ("ringlab.hugging_face.generate", "transformers"),
     "stop_ring": ("ringlab.hugging_face.use", "transformers"),
     "unshard": ("ringlab.ring.layouts", "torch"),

@@ -17,7 +17,8 @@ from torch import Tensor
 from ringlab.basics.ranks import gather, scatter
 from ringlab.support import timeline
 from ringlab.support.colours import paint
-from ringlab.support.processes import RankContext, choose_device, cpu_cores, join_ring, launch
+from ringlab.support.devices import choose_device, cpu_cores
+from ringlab.support.processes import RankContext, join_ring, launch
 from ringlab.support.rounding import exact_attention, report
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # chunks of q, k and v (B, H, C, D) -> that of out

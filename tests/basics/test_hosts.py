@@ -14,7 +14,8 @@ from torch.torch_version import TorchVersion
 
 from ringlab import support
 from ringlab.support import processes, timeline
-from ringlab.support.processes import TIME_LIMIT, join_ring, share_gpus
+from ringlab.support.devices import share_gpus
+from ringlab.support.processes import TIME_LIMIT, join_ring
 from tests.commands import ROOT
 
 
