@@ -21,10 +21,10 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from ringlab.planning.machine import read_machine
-from ringlab.planning.memory import OPTIMIZERS, RESERVE
+from ringlab.planning.memory import RESERVE
 from ringlab.planning.plan import LONGEST, MOST, Plan, Wish, best, candidates, digits, gains, hosts_that_hold, longest
 from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, model_named
-from ringlab.planning.step import KERNELS, LOSSES, RECOMPUTE, TASKS, Step
+from ringlab.planning.step import KERNELS, LOSSES, OPTIMIZERS, RECOMPUTE, TASKS, Step
 
 SHOWN = 5  # rows of the table
 NEAR = 1.02  # times as long is nearly as fast
@@ -117,7 +117,7 @@ def gpu_of(options: argparse.Namespace, per_host: int) -> GPU:
         if missing := [name for name in ("flops", "bandwidth", "memory") if not getattr(options, name)]:
             raise ValueError(f"gpu is ideal without {', '.join(missing)}; expected --flops, --bandwidth and --memory")
         flops, link = options.flops, options.bandwidth
-        rates, about = dict.fromkeys(("fused", "torch"), (flops, flops)), "your numbers, all of which are reached"
+        rates, about = {"fa2": (flops, flops)}, "your numbers, all of which are reached"
         numbers = options.memory, math.inf, link, card or link  # rounds cost nothing beside their products
         gpu = GPU("ideal", about, {"bf16": flops}, rates, *numbers, card_share=1.0, link_share=1.0)
     else:
