@@ -58,7 +58,7 @@ SETS = ("fitted", "graded")
 PASSES = {"forward": (False,), "backward": (True,), "training": (False, True)}  # backward?
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 BACKWARD = 0.88  # of the forward pass's FLOP/s, where one is not measured: the median of the kernels that have both
-GRID = (1.0, 1.05, 1.1, 1.14, 1.17, 1.2, 1.25, 1.3, 1.35, 1.4, 1.45, 1.5)  # of FRAMEWORK, to fit it
+GRID = (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4, 1.45, 1.5)  # of FRAMEWORK, to fit it
 NEAR = 1.05  # a loser that is slower by less is no loser
 T = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81, 1.80, 1.78, 1.77, 1.76, 1.75)  # Student's, 5 % above
 UNITS = {"ms": 1e3, "s": 1.0, "us": 1e6}
@@ -105,7 +105,7 @@ def attention_seconds(row: Row) -> float:
         batch=row.get("batch") or 1,
         ours=False,
     )
-    times = KERNELS[row.get("kernels", "best")][1]
+    times = KERNELS[row.get("kernels", "best")]
     split = row.get("inside") if row["way"] == "hybrid" else None
     return times * sum(pass_of(row["way"], replace(work, backward=each), split) for each in PASSES[row["pass"]])
 
@@ -114,9 +114,10 @@ def step_of(row: Row) -> Step:
     """The Step of a row of "steps" or "serving"."""
     gpu = gpu_named(row["gpu"])
     names = ("hosts", "per_host", "seq_len", "batch", "cp", "tp", "recompute", "linear_dtype", "way", "kernels", "loss")
-    options = {name: row[name] for name in names if row.get(name) is not None}
+    options: Row = {"ours": False, "eager": row.get("eager", False)}
+    options |= {name: row[name] for name in names if row.get(name) is not None}
     task = "train" if "recompute" in row else "prefill"
-    return Step(model_named(row["model"]), gpu, task=task, ours=False, **options)
+    return Step(model_named(row["model"]), gpu, task=task, **options)
 
 
 @dataclass(frozen=True)
@@ -250,14 +251,16 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
     return math.exp(mean(logs) - half), math.exp(mean(logs) + half)
 
 
-def intervals(marked: Sequence[Grade], ratio: Callable[[Grade], float]) -> dict[str, dict[str, float]]:
-    """By kind of row: how many rows there are, and the interval of their ratios. A single row has none."""
+def intervals(marked: Sequence[Grade], ratio: Callable[[Grade], float]) -> dict[str, Row]:
+    """By kind of row: how many rows there are, the interval of their ratios, and their chips: the multiprocessors. A
+    single row has none."""
     found = {}
     for kind in sorted({each.kind for each in marked}):
         ratios = [ratio(each) for each in marked if each.kind == kind]
         if len(ratios) > 1:
             low, high = interval(ratios)
-            found[kind] = {"rows": len(ratios), "low": round(low, 3), "high": round(high, 3)}
+            chips = sorted({gpu_named(each.row["gpu"]).multiprocessors for each in marked if each.kind == kind})
+            found[kind] = {"rows": len(ratios), "low": round(low, 3), "high": round(high, 3), "chips": chips}
     return found
 
 
@@ -273,7 +276,7 @@ def fitted(marked: Sequence[Grade]) -> dict[int, float]:
     return {year: min(GRID, key=lambda x: off(rows, x)) for year, rows in of_year.items()}
 
 
-def left_out(marked: Sequence[Grade]) -> list[tuple[Grade, float, dict[str, float] | None]]:
+def left_out(marked: Sequence[Grade]) -> list[tuple[Grade, float, Row | None]]:
     """Of each row: its ratio, and the interval of its kind, both from the rows of all other publishers."""
     found = []
     for publisher in dict.fromkeys(each.publisher for each in marked):

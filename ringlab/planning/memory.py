@@ -5,7 +5,7 @@
     a step      state + max(at the loss, in the last layer, in the first layer)
     state       2 bytes a parameter, and those of the optimizer for each that is trained; its gradient has 2 more
     at the loss         what all layers keep, the logits, and the gathered weights outside the layers; no gradient yet
-    in the last layer   what all layers keep, a layer at work, its gathered weights, gradient and the next layer's weights
+    in the last layer   what all layers keep, a layer at work, its gathered weights and gradient, the next one's weights
     in the first layer  the same with what one layer keeps, and all gradients
     logits      14 bytes for each token and word: 3 float32 numbers and the bf16 logits. In pieces: of PIECE tokens
     a prefill   weights of a host / its GPUs + K and V of all attention layers + a layer at work
@@ -23,12 +23,12 @@ Source: Liu et al. 2024, section 3 and table 1; torchtitan's pages, eight steps;
 
 from ringlab.planning.hidden_communication import AttentionLayer, gradient_bytes
 from ringlab.planning.presets import GIB
-from ringlab.planning.step import F32, OPTIMIZERS, Step, W
+from ringlab.planning.step import F32, OPTIMIZERS, WEIGHTS, Step, W
 from ringlab.planning.ways import Cluster, exchange_ranks, shares
 
 PIECE = 2048  # tokens of the loss at once, where it is computed in pieces
 CONTEXT = 1.5 * GIB  # bytes that CUDA and NCCL take for themselves: assumed
-RESERVE = 0.038  # of what is counted, kept free: by so much nine published peaks are above their counts, at most
+RESERVE = 0.073  # of what is counted, kept free: by so much ten published peaks are above their counts, at most
 
 
 def peak_bytes(method: str, layer: AttentionLayer, chunk: float, world_size: int) -> float:
@@ -122,7 +122,8 @@ def layer_at_work(step: Step) -> float:
     """Bytes of the last layer, of softmax attention, in its backward pass: in the feedforward, or in attention."""
     model, C = step.model, step.tokens
     attention, feedforward = kept_at_work(model.attention(W), model.hidden, model.inner)
-    again = attention + feedforward if step.recompute != "none" else 0
+    eager = 4 * model.hidden * step.eager  # two norms keep their input in float32
+    again = attention + feedforward + eager if step.recompute != "none" else 0
     of_feedforward = again + 3 * model.inner + model.hidden  # and its gradients
     way, split = step.way_of_cp
     of_attention = training_bytes(way, step.share, step.seq_len / step.cp, step.ring, split=split) * step.batch
@@ -158,8 +159,9 @@ def training_step_bytes(step: Step) -> dict[str, float]:
         (gradients, whole, kept / model.layers, work, "a layer at work"),
     )
     *sizes, name = max(moments, key=lambda moment: sum(moment[:4]))
-    state = (W + trained * OPTIMIZERS[step.optimizer]) * model.parameters() / step.gpus
-    return {"state": state, **dict(zip(("gradients", "gathered", "activations", name), sizes, strict=True))}
+    weights = W * model.outside + WEIGHTS[step.weights] * layer * model.layers
+    state = weights + trained * OPTIMIZERS[step.optimizer] * model.parameters()
+    return {"state": state / step.gpus, **dict(zip(("gradients", "gathered", "activations", name), sizes, strict=True))}
 
 
 def prefill_bytes(step: Step) -> dict[str, float]:

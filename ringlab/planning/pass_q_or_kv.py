@@ -35,7 +35,7 @@ the new keys are half masked, which matters where most tokens are new.
 The model takes the paper's partial results for 16 bits: in float32, table 5's all-to-all of 12,800 tokens would have
 needed 77 GB/s of a link of 50.
 
-Before: hidden_communication.py. After: ../models/pass_q.py, both ways.
+Before: ../models/pass_q.py, both ways. After: nothing.
 Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.4, equations 1 to 3; appendix C, equation 5; tables 4 and 5.
 """
 
@@ -43,6 +43,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 
+from ringlab.models.pass_q import numbers_sent
 from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hop_bytes, ring_seconds
 
 ON_A_GPU = AttentionLayer(heads=16, kv_heads=1, head_dim=128)  # Llama 3 405B in bf16: 8 GPUs share 128 heads on 8
@@ -86,10 +87,10 @@ class Prefill:
 
         The means over the ranks, however unevenly they share the tokens.
         """
-        layer, hops, mine = self.layer, self.world_size - 1, self.new / self.world_size
-        keys = hops * hop_bytes(layer, (self.cached + self.new) / self.world_size)
-        home = layer.heads * (layer.head_dim + 1) * (self.partial or max(layer.itemsize, 4))
-        return keys, hops * mine * layer.hidden * layer.itemsize, hops * mine * home
+        layer, share = self.layer, (self.world_size - 1) / self.world_size
+        w, all_tokens = layer.itemsize, self.cached + self.new
+        keys, queries, home = numbers_sent(layer.heads, layer.kv_heads, layer.head_dim, self.new, all_tokens)
+        return share * keys * w, share * queries * w, share * home * (self.partial or max(w, 4))
 
     @property
     def seconds(self) -> tuple[float, float]:

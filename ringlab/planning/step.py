@@ -37,20 +37,16 @@ AMPERE = 0.7
 OPTIMIZERS = {"adam": 12, "adam8bit": 6, "adam-bf16": 4, "sgd": 4, "none": 0}
 # Bytes of memory traffic a parameter: states read and written, norm.
 MOVED = {"adam": 40, "adam8bit": 28, "adam-bf16": 16, "sgd": 24, "none": 0}
-# Times as many bytes do passes move that no compiler has fused: counted from transformers' Llama. A norm in float32 reads
-# and writes 36 bytes of a number in place of 4, a rotary 22 in place of 8, silu and the product 10 in place of 6.
+# Times as many bytes do passes move that no compiler has fused: counted from transformers' Llama. A norm in float32
+# reads and writes 36 bytes of a number in place of 4, a rotary 22 in place of 8, silu and the product 10 in place of 6.
 EAGER = 3.2
 CAST = 5  # bytes of a number: read for its maximum, read and written as FP8
 LOSS = 42  # bytes of a logit: written, cast, read twice for log-softmax, and three tensors of gradients
 RECOMPUTE = {"none": 0.0, "selective": 0.5, "full": 1.0}  # the share of a layer's products that is computed again
 TASKS, LOSSES = ("train", "prefill"), ("whole", "pieces")
-# The attention kernel, and times as long as it says does attention among several GPUs take.
-KERNELS = {
-    "fa2": ("fa2", FRAMEWORK[2024]),
-    "cudnn": ("cudnn", FRAMEWORK[2026]),
-    "framework": ("best", FRAMEWORK[2024]),
-    "best": ("best", 1.0),
-}
+WEIGHTS = {"bf16": W, "4bit": 0.5625}  # bytes of a frozen one in a layer: 4 bits, and a float32 scale for 64 of them
+# Times as long as the kernels say does attention among several GPUs take; a framework has the best ones.
+KERNELS = {"fa2": FRAMEWORK[2024], "cudnn": FRAMEWORK[2026], "framework": FRAMEWORK[2024], "best": 1.0}
 
 
 @dataclass(frozen=True)
@@ -74,23 +70,26 @@ class Step:
     way: str = "all-gather"
     split: int | None = None
     kernels: str = "best"
-    ours: bool = True  # use_ring, on layers as they are; or published ways (see `Pass`), on layers that are fused
+    ours: bool = True  # our ways, or published ones: see `Pass`
+    eager: bool = True  # no compiler has fused the passes
     task: str = "train"
     loss: str = "whole"
     optimizer: str = "adam"
     trainable: float = 1.0
+    weights: str = "bf16"
     machine: Cluster | None = None  # measured: what attention and messages cost; then `gpu` has its link and card
 
     def __post_init__(self) -> None:
-        names = ("recompute", "linear_dtype", "kernels", "task", "loss", "optimizer")
-        kernels = [name for name, (kernel, _) in KERNELS.items() if kernel in (*self.gpu.attention, "best")]
-        choices: tuple[Collection[str], ...] = RECOMPUTE, self.gpu.peak, kernels, TASKS, LOSSES, OPTIMIZERS
+        names = ("recompute", "linear_dtype", "kernels", "task", "loss", "optimizer", "weights")
+        kernels = [name for name in KERNELS if name in (*self.gpu.attention, "framework", "best")]
+        choices: list[Collection[str]] = [RECOMPUTE, self.gpu.peak, kernels, TASKS, LOSSES, OPTIMIZERS, WEIGHTS]
         for name, known in zip(names, choices, strict=True):
             if getattr(self, name) not in known:
                 on = f" on {self.gpu.name}" if name in ("linear_dtype", "kernels") else ""
                 raise ValueError(f"{name} is {getattr(self, name)!r}{on}; expected one of {', '.join(known)}")
-        if not 0 < self.trainable <= 1:
-            raise ValueError(f"trainable is {self.trainable}; expected a share above 0, 1 at most")
+        if not 0 < self.trainable <= 1 or (self.trainable == 1 and self.weights == "4bit"):
+            given = f"trainable is {self.trainable} with weights in {self.weights}"
+            raise ValueError(f"{given}; expected a share above 0, 1 at most, and below 1 with 4bit: --trainable 0.01")
         if min(self.hosts, self.per_host, self.seq_len, self.batch, self.cp, self.tp) < 1:
             raise ValueError(f"the step is {self}; expected hosts, per_host, seq_len, batch, cp and tp of 1 or more")
         if max(self.per_host, self.tp) % min(self.per_host, self.tp) or self.model.heads % self.tp:
@@ -132,7 +131,7 @@ class Step:
             mine = self.machine.nics * inside / self.machine.per_host / nics
             rate = min(1.0, mine) * self.machine.host_bandwidth
             return replace(self.machine, hosts=hosts, per_host=inside, nics=nics, host_bandwidth=rate)
-        forward, backward = gpu.rates(KERNELS[self.kernels][0], self.model.head_dim)
+        forward, backward = gpu.rates(self.kernels, self.model.head_dim)
         nominal = Cluster(hosts, inside, forward, gpu.link, gpu.card, memory_bandwidth=gpu.memory_bandwidth)
         nominal = replace(nominal, backward_flops=backward, multiprocessors=gpu.multiprocessors)
         return nominal if gpu.ideal else realistic(nominal, gpu.card_share, gpu.link_share)
@@ -152,7 +151,7 @@ def memory_rate(gpu: GPU) -> float:
 def attention_seconds(step: Step) -> tuple[float, float]:
     """Seconds of a layer's attention, forward and backward: the mean of all layers. Linear layers: state_ring.py."""
     way, split = step.way_of_cp
-    times = step.batch * (KERNELS[step.kernels][1] if step.cp > 1 else 1.0)
+    times = step.batch * (KERNELS[step.kernels] if step.cp > 1 else 1.0)
     work = Pass(step.ring, step.share, step.seq_len / step.cp, mask="causal", ours=step.ours)  # in zigzag
     forward, backward = (times * pass_of(way, replace(work, backward=each), split) for each in (False, True))
     if (linear := step.model.linear) is None:
@@ -205,7 +204,7 @@ def cast_numbers(model: Model) -> tuple[int, int]:
 def layer_passes(step: Step) -> tuple[float, float]:
     """Seconds of a layer's forward and backward passes over memory."""
     into, out = cast_numbers(step.model) if step.linear_dtype == "fp8" else (0, 0)
-    moved = W * (EAGER if step.ours else 1.0) * layer_numbers(step.model)
+    moved = W * (EAGER if step.eager else 1.0) * layer_numbers(step.model)
     forward, backward = moved + CAST * into, 2 * moved + CAST * out
     rate = memory_rate(step.gpu) / step.tokens
     return forward / rate, backward / rate
@@ -252,7 +251,7 @@ def prefill_seconds(step: Step) -> dict[str, float]:
     products += matmul_seconds(gpu, 2 * step.tokens * model.feedforwards(active=True), step.linear_dtype)
     inside = layer_numbers(model) - 9 * model.hidden
     cast = CAST * (model.hidden + model.inner / step.tp) if step.linear_dtype == "fp8" else 0
-    moved = W * (EAGER if step.ours else 1.0) * (9 * model.hidden + inside / step.tp) + cast
+    moved = W * (EAGER if step.eager else 1.0) * (9 * model.hidden + inside / step.tp) + cast
     all_reduce = 2 * collective_seconds(step, W * rows * model.hidden, step.tp, step.per_host)
     return {
         "products": products,
@@ -268,6 +267,6 @@ def fsdp_seconds(step: Step) -> tuple[float, float]:
     weights = (step.model.parameters() - step.model.outside) / step.model.layers / step.tp
     inside = max(1, step.per_host // step.tp)
     return (
-        collective_seconds(step, W * weights, ranks, inside),
+        collective_seconds(step, WEIGHTS[step.weights] * weights, ranks, inside),
         collective_seconds(step, F32 * weights, ranks, inside),
     )
