@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 SHELL := /bin/bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test slow exhaustive one notebooks figures bench site site-serve test-site lint clean
+.PHONY: demo test slow exhaustive notebooks figures bench site site-serve test-site lint clean
 
 demo: $(READY)
 	@echo "== the worked example: 4 GPUs, 8 tokens, every number"
@@ -19,7 +19,7 @@ demo: $(READY)
 # Each process of the suite computes with one thread: two or more of them run at a time, and their ranks beside them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder
 
-test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/training/test_causal.py
+test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/ring/test_causal.py
 	$(PYTEST) -m "not slow and not exhaustive" $(TESTS)
 
 slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, hosts, JAX
@@ -28,11 +28,8 @@ slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later
 exhaustive: $(READY)  # every variant of every mistake, every model, a hundred seeds, long benches: half an hour
 	$(PYTEST) -m exhaustive
 
-one: $(READY)  # lint, tests, script and notebook cells of one concept: make one C=causal
-	@$(BIN)/python -m tests.one $(C)
-
 notebooks: $(READY)  # run them from their .py sources and keep the outputs
-	$(BIN)/python -m notebooks.build
+	$(BIN)/python -m notebooks.source.build
 
 figures: $(READY)  # redraw every picture
 	$(BIN)/python -m figures.draw_all

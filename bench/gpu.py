@@ -35,18 +35,18 @@ from bench.against_peers import with_gradients
 from ring_doctor import examine
 from ring_doctor.asking.job import CannotExamine
 from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.ring.causal import visible_slice
+from ringlab.ring.flash_ring import merge_into, ring_flash_attention
+from ringlab.ring.fused_block import choose_kernel, fused_backward, fused_forward
+from ringlab.ring.layouts import LAYOUTS, shard, unshard
+from ringlab.ring.overlap import arriving_blocks
+from ringlab.ring.schedule import Ring, Schedule
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import Right, exact_attention
-from ringlab.training.all_gather import AllGather
-from ringlab.training.all_to_all import AllToAll
-from ringlab.training.causal import visible_slice
-from ringlab.training.double_ring import DoubleRing
-from ringlab.training.flash_ring import merge_into, ring_flash_attention
-from ringlab.training.fused_block import choose_kernel, fused_backward, fused_forward
-from ringlab.training.hybrid import Hybrid
-from ringlab.training.layouts import LAYOUTS, shard, unshard
-from ringlab.training.overlap import arriving_blocks
-from ringlab.training.schedule import Ring, Schedule
+from ringlab.ways.all_gather import AllGather
+from ringlab.ways.all_to_all import AllToAll
+from ringlab.ways.double_ring import DoubleRing
+from ringlab.ways.hybrid import Hybrid
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 RESULTS = ("out", "dq", "dk", "dv")

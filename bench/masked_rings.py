@@ -20,12 +20,12 @@ from bench import record
 from bench.against_peers import with_gradients
 from bench.gpu import inputs, visible
 from bench.record import Method, in_turn
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.layouts import LAYOUTS, positions, shard
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import LAYOUTS, positions, shard
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
 
 FORWARD, TRAIN = "forward", "forward and backward"
 PASSES = (FORWARD, TRAIN)

@@ -14,7 +14,7 @@ kernels, and its GPU. A row with "apart" is not counted, and says why.
 
 Shapes: numbers only.
 
-It prints all, and writes ringlab/planning/errors.json: what ring-plan reads.
+It prints all, and writes ring_planner/errors.json: what ring-plan reads.
 
     $ python -m bench.scoreboard
     ...

@@ -80,7 +80,7 @@ def examine(
     progress("diagnosis")
     diagnosis = None if found.healthy else diagnose(found)
     taken: XRay | str = "a state has no matrix of weights" if patient.state else "none was taken"
-    if diagnosis and not patient.state:
+    if found.wrong and not patient.state:
         progress("X-ray")
         taken = take_xray(found.patient, choose_question(found), **how)
     named = (

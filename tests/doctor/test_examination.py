@@ -18,7 +18,7 @@ from ring_doctor.asking.examination import Examination, ask_again, examination_o
 from ring_doctor.asking.job import CannotExamine, Job, lines_of_ranks
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import LSE, UNEQUAL, Question, kind
-from ring_doctor.assertion import assert_ring
+from ring_doctor.assertion import assert_ring, examine
 from ring_doctor.explaining.diagnosis import Diagnosis, Explanation, diagnose
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.report import Report, as_json
@@ -439,6 +439,15 @@ def test_other_last_digits_are_right_and_other_numbers_are_not(ranks):
         found = examined(ranks, function, **few)
         assert {it.state for it in found.answers if it.question.how == "twice"} == {state}
         assert any("gives other numbers, all of them right" in remark for remark in found.remarks) == (state == OK)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_where_every_wrong_answer_changes_there_is_nothing_to_explain(ranks, quick):
+    with on_these(ranks):
+        report = examine(odd_patients.new_numbers_each_time, worlds=3, dtypes="float64", gradients=False, quick=quick)
+    assert (report.level, report.examination.wrong) == ("wrong", [])
+    assert report.verdict.endswith("changes its answers from call to call")
+    assert (report.xray, report.inference) == ("none was taken", ())
 
 
 def test_the_gradient_of_lse_is_compared(ranks):
