@@ -21,11 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from ringlab.planning.machine import read_machine
-from ringlab.planning.memory import RESERVE
-from ringlab.planning.plan import LONGEST, MOST, Plan, Wish, best, candidates, digits, gains, hosts_that_hold, longest
-from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, model_named
-from ringlab.planning.step import KERNELS, LOSSES, OPTIMIZERS, RECOMPUTE, TASKS, WEIGHTS, Step
+from ring_planner.machine import read_machine
+from ring_planner.memory import RESERVE
+from ring_planner.plan import LONGEST, MOST, Plan, Wish, best, candidates, digits, gains, hosts_that_hold, longest
+from ring_planner.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, model_named
+from ring_planner.step import KERNELS, LOSSES, OPTIMIZERS, RECOMPUTE, TASKS, WEIGHTS, Step
 
 SHOWN = 5  # rows of the table
 NEAR = 1.02  # times as long is as fast
@@ -95,7 +95,7 @@ def parser() -> Parser:
     it = Parser(prog="ring-plan", description="Plan training or a prefill of a long sequence.", allow_abbrev=False)
     it.add_argument("--model", metavar="NAME", help=f"a config.json, or one of {', '.join(MODELS)}")
     it.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}, or ideal: with the next three numbers")
-    it.add_argument("--machine", metavar="FILE", help="what ringlab.planning.calibrate measured on your machine")
+    it.add_argument("--machine", metavar="FILE", help="what ring_planner.calibrate measured on your machine")
     it.add_argument("--sources", action="store_true", help="say where the numbers of the model and the GPU come from")
     for name, (known, meaning) in OPTIONS.items():
         if known and isinstance(known[0], str):

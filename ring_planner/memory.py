@@ -21,10 +21,10 @@ Source: Liu et al. 2024, section 3 and table 1; torchtitan's pages, eight steps;
 2205.05198), selective recomputation.
 """
 
-from ringlab.planning.hidden_communication import AttentionLayer, gradient_bytes
-from ringlab.planning.presets import GIB
-from ringlab.planning.step import F32, OPTIMIZERS, WEIGHTS, Step, W
-from ringlab.planning.ways import Cluster, exchange_ranks, shares
+from ring_planner.hidden_communication import AttentionLayer, gradient_bytes
+from ring_planner.presets import GIB
+from ring_planner.step import F32, OPTIMIZERS, WEIGHTS, Step, W
+from ring_planner.ways import Cluster, exchange_ranks, shares
 
 PIECE = 2048  # tokens of the loss at once, where it is computed in pieces
 CONTEXT = 1.5 * GIB  # bytes that CUDA and NCCL take for themselves: assumed

@@ -43,8 +43,8 @@ import math
 import sys
 from dataclasses import dataclass, replace
 
+from ring_planner.hidden_communication import AttentionLayer, block_flops, hop_bytes, ring_seconds
 from ringlab.models.pass_q import numbers_sent
-from ringlab.planning.hidden_communication import AttentionLayer, block_flops, hop_bytes, ring_seconds
 
 ON_A_GPU = AttentionLayer(heads=16, kv_heads=1, head_dim=128)  # Llama 3 405B in bf16: 8 GPUs share 128 heads on 8
 HOSTS, TOKENS = 4, 128_000

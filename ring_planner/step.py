@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 
-from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.presets import GPU, Model
-from ringlab.planning.round_costs import CARD_SHARE, FRAMEWORK, HOST_LATENCY, LATENCY, MEMORY_SHARE, realistic
-from ringlab.planning.seconds import Pass, pass_of
-from ringlab.planning.ways import Cluster
+from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.presets import GPU, Model
+from ring_planner.round_costs import CARD_SHARE, FRAMEWORK, HOST_LATENCY, LATENCY, MEMORY_SHARE, realistic
+from ring_planner.seconds import Pass, pass_of
+from ring_planner.ways import Cluster
 
 # The share of the peak that matrix products reach. Fitted on the six times of published.json that need it, one step and
 # five prefills, by a small mean of |error|; all are of Hopper GPUs. The mean is flat: 3.6 % here, 3.0 % at 0.8 and 0.5.

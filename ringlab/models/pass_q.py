@@ -34,8 +34,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ring_planner.hidden_communication import AttentionLayer
-from ring_planner.pass_q_or_kv import Prefill
 from ringlab.basics.chunks import agree_on_chunks, needs_gradients
 from ringlab.models import expect
 from ringlab.models.generate import EMPTY, SpreadCache, agree_on_prompts, read, write
