@@ -166,7 +166,7 @@ def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
             raise ValueError(f"{options.machine} is of one host, hosts is {hosts}; expected --host-bandwidth too")
     names = ("task", "kernels", "linear_dtype", "loss", "optimizer", "trainable", "weights", "batch")
     known: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name)}
-    known.setdefault("kernels", "cudnn" if "cudnn" in gpu.attention else "fa2")  # what use_ring runs
+    known.setdefault("kernels", gpu.kernel)
     known |= dict.fromkeys(("ours", "eager"), known["kernels"] != "framework")
     wish = Wish(options.cp, options.tp, options.recompute)
     fixed = {name: value for name, value in vars(wish).items() if value}

@@ -184,6 +184,11 @@ class GPU:
     def ideal(self) -> bool:
         return math.isinf(self.memory_bandwidth)
 
+    @property
+    def kernel(self) -> str:
+        """What PyTorch takes, and so what use_ring runs."""
+        return "cudnn" if "cudnn" in self.attention else "fa2"
+
     def rates(self, kernel: str, head_dim: int) -> tuple[float, float]:
         """FLOP/s of a kernel, or of the best, forward and backward, with heads of `head_dim` numbers."""
         kernel = kernel if kernel in self.attention else [*self.attention][-1]

@@ -28,7 +28,7 @@ from ring_planner.ways import Cluster
 
 TILE = 128  # queries and keys of a tile of the kernel: Dao 2023, section 3.3
 MERGE_CALLS = {False: 4, True: 3}  # operations of a merge, forward and backward
-MERGED = {False: 24, True: 12}  # bytes of a number of 16 bits, forward and backward: see above
+MERGED, ADDED = 4, 1.2  # times the bytes of a number and of its sum; those of a number and of its sum twice: see above
 WAIT = {False: 0.5, True: 1.5}  # waves that a call waits, without a mask and with a causal one: see `efficiency`
 MEMORY_SHARE = 0.81  # of the nominal bytes/s of memory: a copy on one H100 reaches 2.7 of 3.35 TB/s, by hand
 
@@ -111,7 +111,7 @@ def merge_bytes(
     convert = w + sums if w < sums else 0
     if first:
         return 2 * (q + (kv if backward else 0)) * convert
-    return (q + kv * backward) * MERGED[backward] * sums / 4
+    return ADDED * (q + kv) * (w + 2 * sums) if backward else MERGED * q * (w + sums)
 
 
 def packing_bytes(layer: AttentionLayer, chunk: float) -> float:

@@ -372,5 +372,8 @@ def test_five_users():
     one_card, many_cards = (
         next(block for each, block in SHOWN.items() if each.count(words)) for words in ("--nics 1", "--loss pieces")
     )
-    assert "cp 8, tp 1" in one_card.splitlines()[2]  # inside a host
-    assert "hybrid of" in many_cards.splitlines()[2]
+    assert "cp 1, tp 8" in one_card.splitlines()[2]  # inside a host
+    assert "cp 8, tp 1" in one_card.splitlines()[3]
+    assert "one sequence on all: hybrid of 8" in many_cards.splitlines()[-1]
+    symptoms = (ROOT / "docs/symptoms.md").read_text()
+    assert "For a whole step ask `ring-plan --hosts`" in symptoms

@@ -46,14 +46,14 @@ def test_a_merge_moves_the_bytes_of_its_operations(dtype, merged, added):
             merge_into(ours, torch.zeros(1, 4, ROWS), found, torch.zeros(1, 4, ROWS))
         bytes_of_heads.append(moved.bytes)
     queries, keys = 4 * ROWS * 4, 2 * 2 * KEYS * 4
-    assert bytes_of_heads[1] - bytes_of_heads[0] == queries * merged <= merge_bytes(layer, ROWS, KEYS) == queries * 24
+    assert bytes_of_heads[1] - bytes_of_heads[0] == queries * merged <= merge_bytes(layer, ROWS, KEYS)
     gradients = [torch.zeros(SHAPES["q"]), torch.zeros(SHAPES["kv"])]
     blocks = [torch.zeros_like(each, dtype=dtype) for each in gradients]
     with Moved() as moved:
         for total, each in zip(gradients, blocks, strict=True):
             total += each
     backward = merge_bytes(layer, ROWS, KEYS, backward=True)
-    assert moved.bytes == (queries + keys) * added <= backward == (queries + keys) * 12
+    assert moved.bytes == (queries + keys) * added == pytest.approx(backward / 1.2)
     with Moved() as moved:
         first = blocks[0].to(torch.float32).to(dtype)
     assert moved.bytes == merge_bytes(layer, ROWS, KEYS, first=True)
@@ -67,6 +67,8 @@ def test_bytes_by_hand():
     assert call_bytes(LAYER, ROWS, KEYS, backward=True) == 2 * 96 * 2 + 2 * 96 * 4 + 96 * 2 + 2 * 128 * 2
     alike = replace(LAYER, kv_heads=4)  # a K/V head for each query head: nothing is summed
     assert call_bytes(alike, ROWS, KEYS, backward=True) == 2 * 96 * 2 + 2 * 96 * 4 + 96 * 2
+    assert merge_bytes(LAYER, ROWS, KEYS) == 96 * 24  # measured: as 23 to 24 bytes of a number
+    assert merge_bytes(LAYER, ROWS, KEYS, backward=True) == pytest.approx((96 + 64) * 12)
     assert merge_bytes(LAYER, ROWS, KEYS, first=True, backward=True) == 2 * (96 + 64) * (2 + 4)
     assert 2 * packing_bytes(LAYER, 6) == 2 * (96 + 96 + 96) * 2  # q, k, v and out; each is read and written
     assert (causal_pairs(1024), causal_pairs(16)) == (1024 * (1024 + TILE) / 2, 16 * 16)

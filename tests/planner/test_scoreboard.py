@@ -97,3 +97,26 @@ def test_rows_can_be(section):
             model_named(row["model"])
             assert row["kernels"] != "best"
     assert all(len(each.row["apart"]) > 20 for each in grades(apart=True))
+
+
+def test_the_page_says_what_the_scoreboard_says():
+    """bench/README.md; chapter 18 has the same numbers."""
+    all_times, graded = times(MARKED), times(grades("graded"))
+    errors, of_graded = (summary([each.error for each in rows]) for rows in (all_times, graded))
+    memory = summary([each.error for each in MARKED if each.what == "peak_gib"])
+    right = [right for *_, right in questions(MARKED)]
+    known = [of["low"] <= ratio <= of["high"] for _, ratio, of in left_out(all_times) if of]
+    size = "{:.1f} %".format
+    sources = len({each.row["source"] for each in all_times})
+    rows = (
+        f"{len(all_times)} times from {sources} sources | half of the errors are"
+        f" below {size(100 * errors['median'])}, nine in ten below {size(100 * errors['nine in ten'])} |",
+        f"the {len(graded)} of five publishers on whose times nothing was fitted | half below"
+        f" {size(100 * of_graded['median'])}, nine in ten below {size(100 * of_graded['nine in ten'])} |",
+        f"without NVLink | {size(100 * errors['worst'])} |",
+        f"holds for {sum(known)} of {len(known)} times |",
+        f"within {size(100 * memory['worst'])}; `ring-plan` keeps {size(100 * RESERVE)} of its count free |",
+        f"{len(right)} pairs | right in {sum(right)}, or slower by less than 5 % |",
+    )
+    page = (PUBLISHED.parent / "README.md").read_text()
+    assert [row for row in rows if row not in page] == []
