@@ -219,9 +219,8 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> None:
 
 def memory_of(answer: Plan) -> str:
     """A line: what the memory of a GPU holds at the peak."""
-    return "GiB of a GPU          " + ", ".join(
-        f"{each} {digits(size / GIB)}" for each, size in answer.memory.items() if size
-    )
+    sizes = [f"{each} {digits(size / GIB)}" for each, size in answer.memory.items() if size]
+    return f"GiB of a GPU          {', '.join(sizes)}"
 
 
 def show_what_is_missing(step: Step, wish: Wish) -> None:

@@ -21,8 +21,7 @@ from ring_planner.round_costs import CARD_SHARE, LINK_SHARE
 
 GIB = 2**30
 DELTA = 64  # tokens that the delta rule computes at once
-# The share of a kernel's FLOP/s that is left with 64 numbers a head in place of 128, forward and backward: measured by
-# hand on one H100, but for the best. The exponentials of a pair cost as much as before.
+# The share of a kernel's FLOP/s that 64 numbers a head leave of 128, both ways: by hand on one H100, but for the best.
 NARROW = {"fa2": (0.88, 0.93), "cudnn": (0.73, 0.84), "best": (0.73, 0.84)}
 
 
@@ -162,9 +161,8 @@ class Model:
 class GPU:
     """A GPU and its links. Rates in FLOP/s and bytes/s, one way.
 
-    `attention`: FLOP/s of a kernel on infinitely many blocks, (forward, backward), with 128 numbers a head, counted for
-    the visible pairs only: "fa2", FlashAttention 2; "cudnn", which PyTorch takes where it is listed; "best",
-    FlashAttention 3 or 4. The last one listed is the best.
+    `attention`: FLOP/s of a kernel on infinitely many blocks, forward and backward, for the visible pairs and 128
+    numbers a head: "fa2", FlashAttention 2; "cudnn"; "best", FlashAttention 3 or 4. The last one listed is the best.
     `multiprocessors`: of the chip, from NVIDIA's architecture papers (B200: its number of cores / 128); 0: not known.
     """
 
@@ -215,8 +213,7 @@ def gpu_named(name: str) -> GPU:
 
 
 def model_named(name: str) -> Model:
-    """A model by its name, or by the path of its config.json or its folder. Raises ValueError as `gpu_named` and
-    `read_config`."""
+    """A model by its name, its config.json or the folder of that. Raises ValueError as `gpu_named`, `read_config`."""
     if name.lower() in MODELS:
         return MODELS[name.lower()]
     if name and Path(name).is_dir():
