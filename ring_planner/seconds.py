@@ -67,7 +67,7 @@ class Pass:
         """
         cluster, tokens = self.cluster, keys if self.backward else rows
         width = self.batch * (heads or share.heads)
-        reached = efficiency(width, tokens, cluster.multiprocessors, causal=causal, backward=self.backward)
+        reached = efficiency(width, tokens, cluster.multiprocessors, causal=causal)
         flops = block_flops(share, pairs, backward=self.backward) / cluster.rate(self.backward) / reached
         moved = call_bytes(share, rows, keys, backward=self.backward) / cluster.memory_bandwidth
         return cluster.launch + self.batch * (flops + moved)
