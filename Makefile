@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 SHELL := /bin/bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test slow exhaustive test-gpu one notebooks figures bench site site-serve test-site lint clean
+.PHONY: demo test slow exhaustive test-gpu notebooks figures bench site site-serve test-site lint clean
 
 demo: $(READY)
 	@echo "== the worked example: 4 GPUs, 8 tokens, every number"
@@ -20,7 +20,7 @@ demo: $(READY)
 # They see no GPU, so that a machine with one passes the same tests.
 PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder
 
-test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/training/test_causal.py
+test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/ring/test_causal.py
 	$(PYTEST) -m "not slow and not exhaustive and not gpu" $(TESTS)
 
 slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, hosts, JAX
@@ -32,11 +32,8 @@ exhaustive: $(READY)  # every variant of every mistake, every model, a hundred s
 test-gpu: $(READY)  # what a GPU changes, on one GPU, in three minutes; make test-gpu GPU=cpu tries these tests without one
 	$(BIN)/python -m pytest -m gpu --gpu=$(or $(GPU),cuda) tests/gpu
 
-one: $(READY)  # lint, tests, script and notebook cells of one concept: make one C=causal
-	@$(BIN)/python -m tests.one $(C)
-
 notebooks: $(READY)  # run them from their .py sources and keep the outputs
-	$(BIN)/python -m notebooks.build
+	$(BIN)/python -m notebooks.source.build
 
 figures: $(READY)  # redraw every picture
 	$(BIN)/python -m figures.draw_all

@@ -18,7 +18,7 @@ m, l (B, H, C) and o (B, H, C, D) stay, in float32 at least. One block, K and V 
     ok    against full attention in float64: largest error 3.0e-07, rounding allows 6.8e-06 (float32 sums)
     ...
 
-Before: worked_example.py, the same by hand, and ringlab/basics/ranks.py. After: ringlab/training/backward.py, its
+Before: worked_example.py, the same by hand, and ringlab/basics/ranks.py. After: ringlab/ring/backward.py, its
 gradients.
 Source: Liu et al. 2024, algorithm 1, whose 'count = 1 to N - 1' counts the hops: there are N blocks to compute.
 """

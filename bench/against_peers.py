@@ -31,13 +31,13 @@ from bench.record import Method, in_turn, pin
 from notebooks.your_ring.messages import Watch
 from ring_attn import ring_attention
 from ringlab.basics.ranks import gather
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.fused_block import choose_kernel
+from ringlab.ring.layouts import shard, unshard
+from ringlab.ring.schedule import Ring
 from ringlab.support.host_memory import has_memory, host_memory
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.fused_block import choose_kernel
-from ringlab.training.layouts import shard, unshard
-from ringlab.training.schedule import Ring
-from ringlab.training.shared_memory import SharedMemory
+from ringlab.ways.shared_memory import SharedMemory
 
 CORES = 2
 LIMIT, TORCH, PIP, OWN = "limit", "torch's context-parallel loop", "ring-attention-pytorch", "ring_attn.py"
@@ -358,7 +358,7 @@ def table(results: record.Results) -> str:
     parts += [
         "## Bytes that a rank sends",
         f"C = {memory['chunk']:,}, H = {memory['heads']}, D = {memory['head_dim']}, G heads of K and V. Counted in the "
-        "calls that send, and by the formula in ringlab/training/flash_ring.py.",
+        "calls that send, and by the formula in ringlab/ring/flash_ring.py.",
         record.grid("P | <dtype | G | forward | formula | backward | formula", sent),
         "## Memory of one rank beyond its inputs",
         f"Causal, zigzag, float32, C = {memory['chunk']:,}, H = {memory['heads']}, D = {memory['head_dim']}: a chunk "

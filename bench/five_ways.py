@@ -1,6 +1,6 @@
 """Five ways to share a sequence, and PyTorch's own loop, on hosts with a slow link: measured and predicted.
 
-    calibrated   the hosts, before the ways: ringlab.planning.calibrate
+    calibrated   the hosts, before the ways: ring_planner.calibrate
     measured     seconds of the forward pass, and of forward and backward, of a causal layer in the zigzag layout
     computing    the ring's pieces on the same ranks, without a message
     predicted    five_ways_predicted.py: the planner's times, from the calibration alone
@@ -35,19 +35,19 @@ from bench.against_peers import Pass, passes, torch_loop
 from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, Row, peer, table
 from bench.hosts import command, hosts, row_of, torchrun
 from bench.record import Method, in_turn
+from ring_planner.ways import WAYS
 from ringlab.basics.ranks import gather
-from ringlab.planning.ways import WAYS
+from ringlab.ring.causal import BlockSlice
+from ringlab.ring.flash_ring import FlashRing, ring_flash_attention
+from ringlab.ring.layouts import shard, unshard
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
+from ringlab.ring.schedule import Round, Schedule
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
-from ringlab.training.all_to_all import OwnSums
-from ringlab.training.causal import BlockSlice
-from ringlab.training.flash_ring import FlashRing, ring_flash_attention
-from ringlab.training.layouts import shard, unshard
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
-from ringlab.training.schedule import Round, Schedule
-from tests.ways import FLAT, ON_MESH
+from ringlab.ways.all_to_all import OwnSums
+from tests.every_way import FLAT, ON_MESH
 
 MESHES = [(2, 2), (2, 4)]  # hosts x ranks of a host
 RATES = [125_000_000, 50_000_000, 20_000_000]  # bytes a second of a host's link, each way
@@ -73,7 +73,7 @@ class Unmoved(Schedule):
     pieces: tuple[tuple[BlockSlice, ...], ...] = ()  # of each round
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        """The rounds, as in `ringlab.training.flash_ring`."""
+        """The rounds, as in `ringlab.ring.flash_ring`."""
         for t, pieces in enumerate(self.pieces):
             yield t, k, v, pieces
 
@@ -152,7 +152,7 @@ def measure(
             processes = [per_host] * count
             if seq_len is None:
                 layer = f"--heads {size['heads']} --head-dim {size['head_dim']} --dtype float32".split()
-                words = "-m", "ringlab.planning.calibrate", "--device", "cpu", *layer, "--out", f"{folder}/machine.json"
+                words = "-m", "ring_planner.calibrate", "--device", "cpu", *layer, "--out", f"{folder}/machine.json"
                 torchrun(joined, *words, processes=processes)
                 return {**place, "machine": json.loads(Path(folder, "machine.json").read_text())}
             sizes = {"per_host": per_host, "seq_len": seq_len, "repetitions": repetitions[seq_len], **size}

@@ -1,6 +1,6 @@
 """Five ways to share a sequence: the times that the planner predicts, from a calibration of the same hosts.
 
-    predicted    ringlab.planning.seconds.pass_of, with
+    predicted    ring_planner.seconds.pass_of, with
         FLOP/s       of the pieces that the way computes: table "computing" of the calibration
         bytes/s, latency    of the way's own kind of message: table "messages"
     + the time in which the core copies messages that travel while ranks compute: "core" of this table
@@ -26,15 +26,15 @@ from typing import Any
 import torch
 
 from bench import record
-from ringlab.planning.calibrate import wire
-from ringlab.planning.hidden_communication import AttentionLayer, block_flops
-from ringlab.planning.round_costs import MERGE_CALLS
-from ringlab.planning.seconds import Pass, pass_of
-from ringlab.planning.ways import WAYS, Cluster, traffic
-from ringlab.training.all_gather import pieces_of_all
-from ringlab.training.causal import BlockSlice
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
+from ring_planner.calibrate import wire
+from ring_planner.hidden_communication import AttentionLayer, block_flops
+from ring_planner.round_costs import MERGE_CALLS
+from ring_planner.seconds import Pass, pass_of
+from ring_planner.ways import WAYS, Cluster, traffic
+from ringlab.ring.causal import BlockSlice
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
+from ringlab.ways.all_gather import pieces_of_all
 
 Row = dict[str, Any]
 
@@ -55,7 +55,7 @@ def layer_of(results: record.Results) -> AttentionLayer:
 
 
 def machine_of(results: record.Results, row: Row) -> dict[str, Any]:
-    """The calibration of a row's hosts: the content of a file of ringlab/planning/machine.py."""
+    """The calibration of a row's hosts: the content of a file of ring_planner/machine.py."""
     (machine,) = [
         each["machine"]
         for each in results["machines"]
@@ -241,8 +241,8 @@ def table(results: record.Results) -> str:
         "hosts: network namespaces, each with one core and one link. The ranks of "
         "a host share the core, so 2 or 4 ranks compute on each core at a time: the machine is oversubscribed. MB/s: "
         "what the link carries each way. Median seconds of 3 (S = 16,384) or more repetitions, in turn; in brackets "
-        "measured over predicted. Predicted: modelled by ringlab.planning.seconds, from a calibration of the same "
-        "hosts just before, by ringlab.planning.calibrate; five_ways_predicted.py adds what a shared core and gloo "
+        "measured over predicted. Predicted: modelled by ring_planner.seconds, from a calibration of the same "
+        "hosts just before, by ring_planner.calibrate; five_ways_predicted.py adds what a shared core and gloo "
         "cost.",
         f"- Ways in cells: {len(wrong)}. Measured is within 15 % of predicted in "
         f"{mean(abs(error) <= NEAR for error in wrong):.0%} of them; half are within {median(map(abs, wrong)):.0%}.\n"

@@ -30,10 +30,10 @@ from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import finish, start
 from ringlab.models import generate
 from ringlab.models.generate import SpreadCache
+from ringlab.ring.layouts import positions
+from ringlab.ring.overlap import arriving_blocks
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
-from ringlab.training.layouts import positions
-from ringlab.training.overlap import arriving_blocks
 
 MERGE, RING, ONE = "merge over ranks", "ring", "one process"
 SHAPE = {"heads": 8, "kv_heads": 2, "head_dim": 64}

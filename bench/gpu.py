@@ -42,19 +42,19 @@ from bench.against_peers import torch_loop, torch_loops, with_gradients
 from bench.state_ring import DEFAULT, ONE, seconds_in_turn
 from ring_doctor import examine
 from ring_doctor.asking.job import CannotExamine
-from ringlab.planning import calibrate
-from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.memory import peak_bytes_backward
-from ringlab.planning.presets import GPUS
+from ring_planner import calibrate
+from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.memory import peak_bytes_backward
+from ring_planner.presets import GPUS
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.fused_block import choose_kernel, fused_backward, fused_forward
+from ringlab.ring.layouts import LAYOUTS, shard
+from ringlab.ring.overlap import arriving_blocks
 from ringlab.support.processes import LostRank, RankContext, Ranks
 from ringlab.support.rounding import exact_attention
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.fused_block import choose_kernel, fused_backward, fused_forward
-from ringlab.training.layouts import LAYOUTS, shard
-from ringlab.training.overlap import arriving_blocks
 from tests.attention import NAMES
+from tests.every_way import ON_MESH, Problem, assert_right_results, masks_of, shapes
 from tests.in_turn import dealt, ring_in_turn
-from tests.ways import ON_MESH, Problem, assert_right_results, masks_of, shapes
 
 SECONDS = 150.0  # of the whole bench: a part that is not done by then ends, and the next ones are not begun
 WAYS = ("ring", "all-gather", "all-to-all", "double ring", "hybrid")
@@ -210,8 +210,8 @@ def model(context: RankContext, sizes: Sizes) -> Iterator[Row]:
         return
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from ringlab.models.hugging_face import use_ring
-    from ringlab.models.hugging_face_batch import shard_batch
+    from ringlab.hugging_face.batch import shard_batch
+    from ringlab.hugging_face.use import use_ring
 
     with torch.device(context.device):
         config = LlamaConfig(**sizes.model, max_position_embeddings=sizes.tokens, use_cache=False)

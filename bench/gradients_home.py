@@ -1,6 +1,6 @@
 """A training pass over slow links, with P - 1 messages of gradients and with the P messages of other rings, in turn.
 
-    now            a rank's own share of dK and dV stays at home: P - 1 messages (ringlab/training/schedule.py)
+    now            a rank's own share of dK and dV stays at home: P - 1 messages (ringlab/ring/schedule.py)
     P messages     the own share travels too, and the message home comes after all computing: so it was here before
     torch's loop   PyTorch's own context-parallel loop: P messages
     to learn from  backward.py: P - 1 messages, for which every rank waits, and no mask
@@ -26,11 +26,11 @@ from bench import record
 from bench.against_peers import passes, torch_loop
 from bench.hosts import LINK, command, hosts, row_of
 from bench.record import in_turn
+from ringlab.ring import schedule
+from ringlab.ring.backward import ring_attention
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.schedule import Ring, TravellingSums
 from ringlab.support.processes import RankContext
-from ringlab.training import schedule
-from ringlab.training.backward import ring_attention
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.schedule import Ring, TravellingSums
 
 NOW, BEFORE, TORCH, LEARN = "now", "P messages", "torch's loop", "to learn from"
 RATE = 12_500_000  # bytes a second of a link: 100 Mbit/s

@@ -35,8 +35,8 @@ from torch import Tensor
 from bench import record
 from bench.retrieval import Shard, fit, init_weights
 from ringlab.models.transformer import Config, Transformer, shard_text
+from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.flash_ring import scaled_dot_product_attention
 
 ARMS, TRAJECTORY = 10, 8  # pulls of a trajectory
 START = 2 * ARMS

@@ -7,7 +7,7 @@ first, which makes the optimizer's state. Then comes the step that counts. Each 
 
 A length fits when the step completes on every rank. That its numbers are right is what tests/models/test_mesh.py and
 tests/models/test_train.py check. The prediction is `peak_bytes`, made before the measurement: the counts of
-ringlab/planning/memory.py, in float32.
+ring_planner/memory.py, in float32.
 
     peak = weights + what all layers keep + max(the loss, the attention of the last layer - its feedforward)
 
@@ -29,15 +29,15 @@ from torch import Tensor, nn
 
 from bench import record
 from bench.max_context import at_most, longest, no_limit_here, within
+from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.memory import F32, kept_at_the_loss, kept_at_work, peak_bytes_backward
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.models.mesh import build_mesh
 from ringlab.models.train import RATE, build, take_step
 from ringlab.models.transformer import Config
-from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.memory import F32, kept_at_the_loss, kept_at_work, peak_bytes_backward
+from ringlab.ring.flash_ring import scaled_dot_product_attention
+from ringlab.ring.layouts import positions
 from ringlab.support.processes import RankContext
-from ringlab.training.flash_ring import scaled_dot_product_attention
-from ringlab.training.layouts import positions
 
 GRAIN = 16  # tokens; only multiples of it are tried as chunks
 SHORT = 64  # tokens of a step that warms up

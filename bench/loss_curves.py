@@ -30,7 +30,7 @@ RUNS = {  # the number of ranks, and the options
     ROUNDED: (1, []),
     BF16: (4, ["--cp", "4", "--dtype", "bf16"]),
 }
-TEXT = Path(train.__file__).parent.parent / "training"  # it changes with the code
+TEXT = Path(train.__file__).parent.parent / "ring"  # it changes with the code
 SIZES = {"steps": 100, "seq_len": 256, "batch": 4, "layers": 2, "hidden": 64}
 
 

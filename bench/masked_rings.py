@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from bench import record
 from bench.against_peers import with_gradients
 from bench.record import Method, in_turn
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.layouts import LAYOUTS, positions, shard
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import LAYOUTS, positions, shard
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
 from tests.attention import grouped_inputs
 from tests.masked import dense
 

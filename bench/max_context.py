@@ -35,10 +35,10 @@ from bench.against_peers import with_gradients
 from ringlab.basics.blockwise_attention import TILE, blockwise_attention
 from ringlab.basics.naive_attention import naive_attention, resolve_scale
 from ringlab.basics.online_softmax import merge
+from ringlab.ring.backward import block_backward
+from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.backward import block_backward
-from ringlab.training.flash_ring import ring_flash_attention
 
 METHODS = {"naive": naive_attention, "blockwise": F.scaled_dot_product_attention, "ring": ring_flash_attention}
 SIZES = {"worlds": [1, 2, 4, 8], "budget": 64 * 2**20, "heads": 8, "head_dim": 64}

@@ -24,10 +24,10 @@ from statistics import median
 import torch
 
 from bench import record
+from ringlab.ring.overlap import hidden_share, record_both, seconds
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
 from ringlab.support.timeline import Event
-from ringlab.training.overlap import hidden_share, record_both, seconds
 
 CHUNKS = [256, 512, 1024, 2048, 4096]  # tokens a rank
 SIZE = {

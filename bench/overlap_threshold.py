@@ -5,7 +5,7 @@
     predicted    min(1, C / C*), with the knee C* = w/2 · flops / bandwidth of the same run
     measured     1 - wait / hop, where the wait is the part of the hop that is left when the ring has computed its block
 
-The ring is ringlab.training.flash_ring's, in float32 (w = 4), forward pass, without a mask. The two hosts are network
+The ring is ringlab.ring.flash_ring's, in float32 (w = 4), forward pass, without a mask. The two hosts are network
 namespaces joined by links of a set rate (hosts.py). Each has one rank, one thread and one core. Two ranks make one
 hop. Times of one host are never compared with times of the other.
 
@@ -24,21 +24,21 @@ import torch.distributed as dist
 
 from bench import record
 from bench.hosts import command, hosts, row_of
-from ringlab.basics.ranks import gather, scatter
-from ringlab.planning.hidden_communication import (
+from ring_planner.hidden_communication import (
     AttentionLayer,
     block_flops,
     hidden_share,
     hop_bytes,
     min_overlap_chunk,
 )
+from ringlab.basics.ranks import gather, scatter
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.fused_block import fused_forward
+from ringlab.ring.overlap import post, seconds
 from ringlab.support import timeline
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.fused_block import fused_forward
-from ringlab.training.overlap import post, seconds
 
 Row = dict[str, float]
 

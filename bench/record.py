@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ringlab.planning.calibrate import Stopwatch
+from ring_planner.calibrate import Stopwatch
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, cpu_cores
 

@@ -36,9 +36,9 @@ from bench import record
 from bench.longest_training import kept_bytes
 from ringlab.models.train import WARM_UP, take_step
 from ringlab.models.transformer import IGNORED, Config, Transformer, summed_loss
+from ringlab.ring.flash_ring import scaled_dot_product_attention
+from ringlab.ring.layouts import positions
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.flash_ring import scaled_dot_product_attention
-from ringlab.training.layouts import positions
 
 IDS, VALUES = 256, 32
 START = IDS + VALUES  # the token before the first one

@@ -14,7 +14,7 @@ the level of its kernels, and its GPU. A row with "apart" is not counted, and sa
 
 Shapes: numbers only.
 
-It prints all, and writes ringlab/planning/errors.json: what ring-plan reads.
+It prints all, and writes ring_planner/errors.json: what ring-plan reads.
 
     $ python -m bench.scoreboard
     ...
@@ -42,14 +42,14 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.memory import step_bytes
-from ringlab.planning.plan import ERRORS, kind_of
-from ringlab.planning.presets import GIB, gpu_named, model_named
-from ringlab.planning.round_costs import FRAMEWORK, HOST_LATENCY, MEMORY_SHARE, efficiency, realistic
-from ringlab.planning.seconds import Pass, pass_of
-from ringlab.planning.step import KERNELS, Step, step_seconds
-from ringlab.planning.ways import Cluster
+from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.memory import step_bytes
+from ring_planner.plan import ERRORS, kind_of
+from ring_planner.presets import GIB, gpu_named, model_named
+from ring_planner.round_costs import FRAMEWORK, HOST_LATENCY, MEMORY_SHARE, efficiency, realistic
+from ring_planner.seconds import Pass, pass_of
+from ring_planner.step import KERNELS, Step, step_seconds
+from ring_planner.ways import Cluster
 
 Row = dict[str, Any]
 

@@ -21,12 +21,12 @@ from torch import Tensor
 from bench import record
 from bench.against_peers import with_gradients
 from bench.record import Method, in_turn
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.layouts import shard
+from ringlab.states.linear_attention import linear_attention
+from ringlab.states.state_ring import WAYS, ring_linear_attention
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import shard
-from ringlab.training.linear_attention import linear_attention
-from ringlab.training.state_ring import WAYS, ring_linear_attention
 
 ONE, KEYS = "one process", "ring of keys"
 KEPT, DEFAULT = "memory kept", "glibc's default"

@@ -28,10 +28,10 @@ from ringlab.models.loader import open_text, read_batch
 from ringlab.models.mesh import build_mesh
 from ringlab.models.train import RATE, build, take_step
 from ringlab.models.transformer import Config
+from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.flash_ring import scaled_dot_product_attention
-from ringlab.training.shared_memory import SharedMemory
+from ringlab.ways.shared_memory import SharedMemory
 
 ONE, RING, MEMORY, TORCH = "one process", "ring", "ring in shared memory", "PyTorch's loop"
 MODEL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "feedforward": 384}

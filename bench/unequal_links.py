@@ -1,4 +1,4 @@
-"""A ring of four hosts whose links or devices are not alike: measured, and simulated by ringlab.planning.unequal.
+"""A ring of four hosts whose links or devices are not alike: measured, and simulated by ring_planner.unequal.
 
     a device of F FLOP/s     computes on a block, then sleeps until 4·(pairs)·H·D / F seconds are over
     a slow link              a network card of another rate, or a wire between two hosts (hosts.py)
@@ -28,13 +28,13 @@ from bench import record
 from bench.hosts import command, hosts, row_of
 from bench.overlap_threshold import check_ring
 from bench.record import in_turn
+from ring_planner.hidden_communication import AttentionLayer, block_flops
+from ring_planner.unequal import best_order, proportional_chunks, unequal_ring
 from ringlab.basics.ranks import neighbours
-from ringlab.planning.hidden_communication import AttentionLayer, block_flops
-from ringlab.planning.unequal import best_order, proportional_chunks, unequal_ring
+from ringlab.ring import flash_ring
+from ringlab.ring.fused_block import fused_forward
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext
-from ringlab.training import flash_ring
-from ringlab.training.fused_block import fused_forward
 
 Row = dict[str, Any]
 
@@ -172,7 +172,7 @@ def table(results: record.Results) -> str:
         f"pass. Four hosts: network namespaces, one rank each. A link carries {FAST / 1e6:g} MB/s each way, a slow one "
         f"{SLOW / 1e6:g} MB/s. A device of full speed has {results['flops'] / 1e9:g} GFLOP/s: it computes on a block, "
         f"then sleeps until its time is over. Medians of {results['repetitions']} repetitions. Simulated by "
-        "ringlab.planning.unequal from these FLOP/s and the bytes/s of each link in the same job.",
+        "ring_planner.unequal from these FLOP/s and the bytes/s of each link in the same job.",
         record.grid("<case | <C of the ranks | seconds | simulated | measured / simulated", rows),
         "How many times as fast a cure makes the ring:",
         record.grid("<cure | measured | simulated", cured),

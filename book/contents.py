@@ -33,8 +33,7 @@ from bench.scoreboard import Grade, grades
 from book.data import WRONG_GRADIENTS, WRONG_OUT
 from figures.draw_all import NARROW
 from ring_doctor.catalogue import CATALOGUE
-from ringlab.planning.plan import digits
-from tests.one import chapter
+from ring_planner.plan import digits
 
 # The one setting: where the code is, and where the book is published. Empty: the book brings the code as an archive.
 REPOSITORY, SITE = (os.environ.get(name, "").rstrip("/") for name in ("BOOK_REPOSITORY", "BOOK_SITE"))
@@ -43,7 +42,7 @@ ROOT = Path(__file__).parent.parent
 OWN = sorted((Path(__file__).parent / "pages").glob("*.md"))  # the few pages that only the book has
 PAGES = (  # what the repository holds already
     *("README.md", "CONTRIBUTING.md", "docs/[!R]*.md", "examples/README.md", "notebooks/*.md"),
-    *("notebooks/*.ipynb", "notebooks/*/*.ipynb", "bench/README.md", "bench/results/*.md", "ringlab/models/*.md"),
+    *("notebooks/*.ipynb", "notebooks/*/*.ipynb", "bench/README.md", "bench/results/*.md", "ringlab/hugging_face/*.md"),
     *(f"ring_doctor/{folder}/*.md" for folder in ("mistakes", "whole_models", "patients", "patients/findings")),
 )
 TRANSLATED = (
@@ -66,7 +65,7 @@ DRAWN_NARROW = {module.ALT: name for name, module in NARROW.items()}  # pictures
 BELOW = {  # pages that stand below a page in the contents
     "bench/README": ("results/*",),
     "ring_doctor/patients/results": ("README", "findings/*"),
-    "docs/your_model": ("../ringlab/models/EVERY_MODEL", "../examples/README"),
+    "docs/your_model": ("../ringlab/hugging_face/EVERY_MODEL", "../examples/README"),
 }
 # What a language calls itself, and this book in it. What the book says by itself is translated in sphinx.po.
 LANGUAGES = {"en": ("English", "Ring Attention, step by step"), "zh_CN": ("中文", "一步一步学 Ring Attention")}
@@ -182,6 +181,13 @@ def markdown(notebook: dict[str, Any], page: Path) -> str:
             else:
                 blocks.append(f":::{{container}} output\n`````text\n{''.join(data['text/plain']).rstrip()}\n`````\n:::")
     return "\n\n".join(blocks)
+
+
+def chapter(concept: Path) -> str | None:
+    """The name of the notebook in whose row of the map, notebooks/README.md, this file is."""
+    link = f"](../{concept.relative_to(ROOT)})"
+    rows = re.findall(r"^\| \[[^\]]*\]\((\w+)\.ipynb\)(.*)$", (ROOT / "notebooks/README.md").read_text(), re.M)
+    return next((name for name, row in rows if link in row), None)
 
 
 def topics(notebook: str) -> list[str]:

@@ -26,18 +26,18 @@ from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.xray import on_paper
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
+from ring_planner.hidden_communication import min_overlap_chunk
+from ring_planner.plan import Wish, best
+from ring_planner.presets import GIB, GPU, GPUS, MODELS, Model
+from ring_planner.step import Step
+from ring_planner.unequal import duration, simulate_timeline
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.online_softmax import finish, start, update
-from ringlab.planning.hidden_communication import min_overlap_chunk
-from ringlab.planning.plan import Wish, best
-from ringlab.planning.presets import GIB, GPU, GPUS, MODELS, Model
-from ringlab.planning.step import Step
-from ringlab.planning.unequal import duration, simulate_timeline
+from ringlab.ring.backward import tile_backward
+from ringlab.ring.layouts import LAYOUTS, positions
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
 from ringlab.support.colours import BLOCK_COLOURS, ink_on
-from ringlab.training.backward import tile_backward
-from ringlab.training.layouts import LAYOUTS, positions
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
 
 RANKS = range(1, 9)
 SCALE = 1 / math.sqrt(2)  # D = 2

@@ -20,11 +20,11 @@ from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.xray import on_paper
 from ring_doctor.report import as_json
+from ring_planner import command as cost_model
+from ring_planner.plan import digits
 from ringlab.basics.blocking_messages import Recv, Send, simulate_messages
-from ringlab.planning import cost_model
-from ringlab.planning.plan import digits
+from ringlab.ring.layouts import positions
 from ringlab.support.rounding import exact_attention
-from ringlab.training.layouts import positions
 
 HALF = 0.5e-4 + 1e-9  # the numbers have four digits after the point
 

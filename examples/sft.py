@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig
 
-from ringlab.models.hugging_face_trainer import RingSFTTrainer
+from ringlab.hugging_face.trainer import RingSFTTrainer
 
 words = models.WordLevel({str(number): number for number in range(61)}, "0")  # yours is of AutoTokenizer
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="0", eos_token="0")

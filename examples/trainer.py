@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainingArguments
 
-from ringlab.models.hugging_face_trainer import RingTrainer
+from ringlab.hugging_face.trainer import RingTrainer
 
 
 def train(folder: str) -> None:

@@ -1,6 +1,6 @@
 """What travels when in the backward pass of the trainable ring: sums of gradients arrive one round after their block.
 
-Drawn from ringlab/training/flash_ring.py's own `flash_backward`, which P threads run here as P ranks. Each has a clock
+Drawn from ringlab/ring/flash_ring.py's own `flash_backward`, which P threads run here as P ranks. Each has a clock
 that only computing and messages move: computing on a block takes 1 round, K and V of a block take 0.3, and their
 gradients 0.6, because they are float32 where K and V have 16 bits. A link carries one message at a time.
 """
@@ -22,12 +22,12 @@ from torch import Tensor
 from figures import shapes
 from figures.gradients_home import problem
 from ringlab.basics.naive_attention import naive_attention
+from ringlab.ring import flash_ring, overlap, schedule
+from ringlab.ring.fused_block import fused_backward
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
 from ringlab.support import drawing
 from ringlab.support.timeline import Event
-from ringlab.training import flash_ring, overlap, schedule
-from ringlab.training.fused_block import fused_backward
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
 
 ALT = (
     "A timeline of four ranks in the backward pass: the first hop of the K/V blocks, which no computing hides, then "

@@ -1,6 +1,6 @@
 """Three layouts under a causal mask: the mask as the ranks hold it, tile by tile, and the time that each rank waits.
 
-Drawn from ringlab/training/causal.py: the rows and columns are `positions`, a filled cell is a pair that the mask
+Drawn from ringlab/ring/causal.py: the rows and columns are `positions`, a filled cell is a pair that the mask
 leaves, and the bars are `visible_pairs`. A round lasts as long as its busiest rank computes.
 """
 
@@ -12,10 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
+from ringlab.ring.causal import idle_share, visible_pairs
+from ringlab.ring.layouts import LAYOUTS, positions
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
-from ringlab.training.causal import idle_share, visible_pairs
-from ringlab.training.layouts import LAYOUTS, positions
 
 ALT = (
     "16 tokens on 4 ranks in three layouts. Above, the causal mask with rows and columns in the order in which the "

@@ -1,6 +1,6 @@
 """The schedule of a double ring of 2 hosts with 4 devices: fast hops inside a host, one slow hop a turn between hosts.
 
-Drawn from `DoubleRing.rounds` of ringlab/training/double_ring.py, which runs here for all ranks in one process, round
+Drawn from `DoubleRing.rounds` of ringlab/ways/double_ring.py, which runs here for all ranks in one process, round
 by round. Its messages are noted: who sends which block, in which round, and in which round the receiver waits for it.
 """
 
@@ -14,11 +14,11 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from figures import shapes
+from ringlab.ring import overlap
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
 from ringlab.support import drawing
-from ringlab.training import overlap
-from ringlab.training.double_ring import DoubleRing
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
+from ringlab.ways.double_ring import DoubleRing
 
 ALT = (
     "Eight ranks by eight rounds. Ranks 0 to 3 are host 0, ranks 4 to 7 are host 1. In rounds 0 to 3 the blocks KV0 to "
@@ -89,7 +89,7 @@ def schedule() -> tuple[list[list[int]], list[Hop]]:
     record, blocks = Record(), []
     ring = DoubleRing(Partition(Mask(), "contiguous", (1,) * P), 1.0, record)
     patches = mock.patch.multiple(overlap, neighbours=record.neighbours, post=record.post)
-    with patches, mock.patch("ringlab.training.schedule.neighbours", record.neighbours):
+    with patches, mock.patch("ringlab.ring.schedule.neighbours", record.neighbours):
         own = [torch.full((1, 1, 1, 1), float(rank)) for rank in range(P)]
         ranks = [ring.rounds(k, k) for k in own]
         for record.t in range(P):

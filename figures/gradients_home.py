@@ -1,6 +1,6 @@
 """The backward pass: dK and dV travel with their block, grow on every rank, and go home in one hop more than K and V.
 
-Drawn from a ring that computes, in one process, with ringlab/training/backward.py's `block_backward`. The small boxes
+Drawn from a ring that computes, in one process, with ringlab/ring/backward.py's `block_backward`. The small boxes
 are the ranks that have added to the gradients in hand. The errors are those of the dK in hand.
 """
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from figures import shapes
 from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.ring.backward import block_backward
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
-from ringlab.training.backward import block_backward
 
 ALT = (
     "Four rounds by four ranks, and a fifth row: home. In round t rank r holds K/V block (r minus t) mod 4 and the "

@@ -1,6 +1,6 @@
 """The paper's table 2 as a map: a device's FLOP/s against its link's bytes/s, and the smallest chunk that hides a hop.
 
-Drawn from ringlab.planning.hidden_communication.TABLE_2, as printed, with our quotients, and from
+Drawn from ring_planner.hidden_communication.TABLE_2, as printed, with our quotients, and from
 bench/results/overlap_threshold.json: the FLOP/s and bytes/s that this project measured on two hosts of its own.
 Notebook 9 adds the reader's machine.
 
@@ -14,7 +14,7 @@ from matplotlib.text import Text
 
 from bench import record
 from figures import shapes
-from ringlab.planning.hidden_communication import LLAMA_7B, TABLE_2, min_overlap_chunk
+from ring_planner.hidden_communication import LLAMA_7B, TABLE_2, min_overlap_chunk
 from ringlab.support import drawing
 
 ALT = (

@@ -1,6 +1,6 @@
 """The rotation of the K/V blocks: the worked example's 8 tokens on 4 GPUs, 4 rounds, 3 hops; a still and an animation.
 
-Drawn from a ring that computes, `one_process_ring` of ringlab/training/causal.py. The blocks in the picture are those
+Drawn from a ring that computes, `one_process_ring` of ringlab/ring/causal.py. The blocks in the picture are those
 that were in hand. The numbers of token 0 are the (m, l, o) that it had.
 """
 
@@ -16,9 +16,9 @@ from PIL import Image
 from figures import shapes
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import State, finish
+from ringlab.ring.causal import one_process_ring
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
-from ringlab.training.causal import one_process_ring
 
 ALT = (
     "Four GPUs in a ring, in four rounds. The queries of tokens 0 and 1 stay on GPU 0, those of 2 and 3 on GPU 1, "

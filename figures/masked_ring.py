@@ -1,6 +1,6 @@
 """Packed documents and a sliding window in the ring: the rectangles and triangles that each rank computes.
 
-Drawn from `Partition.pieces` of ringlab/training/partition.py: each outlined part is one call of the kernel, in the
+Drawn from `Partition.pieces` of ringlab/ring/partition.py: each outlined part is one call of the kernel, in the
 colour of its block.
 """
 
@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Polygon, Rectangle
 
 from figures import shapes
+from ringlab.ring.causal import BlockSlice
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
 from ringlab.support import drawing
-from ringlab.training.causal import BlockSlice
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
 
 ALT = (
     "Two squares of 32 queries by 32 keys, on 4 ranks with contiguous chunks of 8 tokens. Left: documents of 5, 11, 10 "

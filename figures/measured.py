@@ -13,8 +13,8 @@ from bench.against_peers import CONTIGUOUS, FULL, MEMORY, OWN, PIP, STRIPED_MEMO
 from bench.five_ways_predicted import TRAIN, Row, predicted, rows_of, timed
 from bench.max_context import lengths as max_context_lengths
 from figures import shapes
-from ringlab.planning.hidden_communication import hidden_share
-from ringlab.planning.ways import WAYS
+from ring_planner.hidden_communication import hidden_share
+from ring_planner.ways import WAYS
 from ringlab.support import drawing
 
 
@@ -62,7 +62,7 @@ def memory() -> drawing.Picture:
 def overlap_threshold() -> drawing.Picture:
     """The share of its messages that a ring between two hosts hides, against its chunk.
 
-    Lines are modelled by ringlab/planning/hidden_communication.py from the FLOP/s and bytes/s of the same run.
+    Lines are modelled by ring_planner/hidden_communication.py from the FLOP/s and bytes/s of the same run.
     """
     alt = (
         "The hidden share of the messages' time against the chunk, tokens a rank, on a logarithmic axis, for a fast "
@@ -218,7 +218,7 @@ def fastest(row: Row) -> str:
 def crossover() -> drawing.Picture:
     """How long five ways take over a slow link between two hosts, against the link's rate, over the ring's computing.
 
-    Lines are modelled by ringlab/planning/seconds.py, from the calibration at the middle rate.
+    Lines are modelled by ring_planner/seconds.py, from the calibration at the middle rate.
     """
     alt = (
         "Ten panels: five ways side by side, a short sequence above and a long one below. Each shows the time of "

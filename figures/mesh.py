@@ -1,6 +1,6 @@
 """Who holds which tokens and which slice of each weight, on a mesh of 2 × 2 ranks.
 
-Drawn from `placement`: the order of the ranks is DeviceMesh's, the tokens are `ringlab.training.layouts.positions`, the
+Drawn from `placement`: the order of the ranks is DeviceMesh's, the tokens are `ringlab.ring.layouts.positions`, the
 slices are fully_shard's. tests/models/test_mesh.py compares it with what four real ranks hold.
 """
 
@@ -10,8 +10,8 @@ import torch
 from matplotlib.axes import Axes
 
 from figures import shapes
+from ringlab.ring.layouts import positions
 from ringlab.support import drawing
-from ringlab.training.layouts import positions
 
 ALT = (
     "Four ranks in two rows and two columns. The upper row is a ring with sequence 0, the lower row a ring with "

@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from bench import record
 from bench.overlap import TRACED, duration
 from figures import shapes
+from ringlab.ring.overlap import hidden_share
 from ringlab.support import drawing
 from ringlab.support.timeline import Event
-from ringlab.training.overlap import hidden_share
 
 ALT = (
     "Two timelines of two ranks on one time axis, measured. Blocking: each rank computes on its own K/V block, then a "

@@ -1,12 +1,12 @@
 """The effect of one slow link on a ring: at first its two ranks wait, a round later their neighbours, then all.
 
-Drawn from the events of ringlab.planning.unequal, with the FLOP/s and the links of its table: A100s, NVLink,
+Drawn from the events of ring_planner.unequal, with the FLOP/s and the links of its table: A100s, NVLink,
 InfiniBand.
 """
 
 from figures import shapes
-from ringlab.planning.hidden_communication import LLAMA_7B, block_flops, hop_bytes
-from ringlab.planning.unequal import FAST, FLOPS, SLOW, duration, simulate_timeline
+from ring_planner.hidden_communication import LLAMA_7B, block_flops, hop_bytes
+from ring_planner.unequal import FAST, FLOPS, SLOW, duration, simulate_timeline
 from ringlab.support import drawing
 from ringlab.support.timeline import Event
 

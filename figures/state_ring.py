@@ -11,10 +11,10 @@ import torch
 from matplotlib.patches import Rectangle
 
 from figures import shapes
+from ringlab.states import state_ring
+from ringlab.states.linear_attention import Map
 from ringlab.support import drawing
 from ringlab.support.processes import RankContext, launch
-from ringlab.training import state_ring
-from ringlab.training.linear_attention import Map
 
 ALT = (
     "Two tables of 8 ranks. Each cell shows, as coloured strips, whose tokens are in the state before this rank's own. "

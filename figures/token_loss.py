@@ -15,9 +15,9 @@ from torch import Tensor
 
 from figures import shapes
 from ringlab.models.transformer import Config, Transformer, summed_loss
+from ringlab.ring.layouts import positions
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
-from ringlab.training.layouts import positions
 
 ALT = (
     "Three rows of bars: the loss of each of 32 tokens, dealt out to 4 ranks in the zigzag layout. First row, right "

@@ -1,7 +1,7 @@
 """Who holds which head of which token before, between and after the exchanges of an all-to-all, on 4 ranks.
 
-Drawn from `held`: the heads are those of `ringlab.training.heads.heads_of_ranks`, the order of the tokens that of
-`ringlab.training.all_to_all.order`. tests/pages/test_figures.py compares it with what four real ranks exchange.
+Drawn from `held`: the heads are those of `ringlab.ways.heads.heads_of_ranks`, the order of the tokens that of
+`ringlab.ways.all_to_all.order`. tests/pages/test_figures.py compares it with what four real ranks exchange.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ import torch
 from matplotlib.axes import Axes
 
 from figures import shapes
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
 from ringlab.support import drawing
-from ringlab.training.all_to_all import order
-from ringlab.training.heads import heads_of_ranks
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
+from ringlab.ways.all_to_all import order
+from ringlab.ways.heads import heads_of_ranks
 
 ALT = (
     "Three tables of 8 tokens by 6 query heads and 2 K/V heads, on 4 ranks in the zigzag layout. A colour and a number "

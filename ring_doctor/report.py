@@ -27,6 +27,7 @@ from ring_doctor.mistakes import Mistake
 MANY = 6  # names in a list of explanations
 LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all
 CHANGES = "asked three times, it gave different numbers to {} of the questions, as with {}"
+EQUAL_CHUNKS = "HEALTHY FOR EQUAL CHUNKS"
 PLAIN = "it has one sequence, one head, few tokens, small scores, and no scale that is given"
 BETWEEN_RANKS = (
     "A buffer is read before its message is there, written while it is sent (a race), or never filled; or something is "
@@ -68,9 +69,15 @@ class Report:
             right = [answer.case.world_size for answer in answers if answer.state == OK]
             refused = len([answer for answer in answers if answer.state == REFUSED])
             worlds = ", ".join(map(str, sorted(set(right))))
-            said = f"{SAID[self.level]}: {name}, {len(right)} right answers with {worlds} ranks"
+            equal = list(self.examination.beyond) == [UNEQUAL] and not self.examination.limits
+            said = (
+                f"{EQUAL_CHUNKS if equal else SAID[self.level]}: {name}, {len(right)} right answers with {worlds} ranks"
+            )
             said += f", {refused} question{'s' * (refused > 1)} refused" if refused else ""
-            return said + "".join(f"; {words}" for words in self.limits)
+            said += "".join(f"; {words}" for words in self.limits)
+            return said + (
+                f"; not asked: {', '.join(self.examination.not_asked)}" if self.examination.not_asked else ""
+            )
         if changes := self.examination.changes:
             random = any(answer.draws for answer in changes)
             return f"SICK: {name} {'draws random numbers and ' * random}changes its answers from call to call"
@@ -130,7 +137,7 @@ class Report:
         unequal = [answer for answer in faults if answer.question.feature == UNEQUAL]
         if unequal and (len(unequal) == len(faults) or any(answer.state == FAILED for answer in unequal)):
             said.append("where all ranks always have equally many tokens, ask with --equal-chunks, or unequal=False")
-        if "causal" not in patient.takes and patient.causal == (False,):
+        if not self.healthy and "causal" not in patient.takes and patient.causal == (False,):
             said.append("its signature has no causal=, so it was asked for full attention only")
         if diagnosis and len(names := [found.words for found in diagnosis.explanations]) > 1:
             more = f" and {len(names) - MANY} more" if len(names) > MANY else ""

@@ -10,22 +10,25 @@ from ringlab import RingTrainer                 transformers' Trainer in a ring;
 Is your ring right? `from ring_doctor import assert_ring`.
 """
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ringlab.moved import Moved
+
 if TYPE_CHECKING:
     from ring_attn import ring_attention
-    from ringlab.models.hugging_face import stop_ring, use_ring
-    from ringlab.models.hugging_face_batch import ContextParallel, backward, loss_part, shard_batch
-    from ringlab.models.hugging_face_generate import spread_generation
-    from ringlab.models.hugging_face_pass import extra_loss
-    from ringlab.models.hugging_face_trainer import RingSFTTrainer, RingTrainer
+    from ringlab.hugging_face.batch import ContextParallel, backward, loss_part, shard_batch
+    from ringlab.hugging_face.forward import extra_loss
+    from ringlab.hugging_face.generate import spread_generation
+    from ringlab.hugging_face.trainer import RingSFTTrainer, RingTrainer
+    from ringlab.hugging_face.use import stop_ring, use_ring
+    from ringlab.ring.flash_ring import ring_flash_attention, scaled_dot_product_attention
+    from ringlab.ring.layouts import Layout, positions, shard, unshard
+    from ringlab.states.short_convolution import ring_short_convolution
+    from ringlab.states.state_ring import ring_linear_attention
     from ringlab.support.processes import join_ring
-    from ringlab.training.flash_ring import ring_flash_attention, scaled_dot_product_attention
-    from ringlab.training.layouts import Layout, positions, shard, unshard
-    from ringlab.training.short_convolution import ring_short_convolution
-    from ringlab.training.state_ring import ring_linear_attention
 
 __version__ = "0.2.0"
 __all__ = [
@@ -51,27 +54,29 @@ __all__ = [
     "use_ring",
 ]
 _HOMES = {  # of each name, and the package that it needs
-    "ContextParallel": ("ringlab.models.hugging_face_batch", "transformers"),
-    "Layout": ("ringlab.training.layouts", "torch"),
-    "RingSFTTrainer": ("ringlab.models.hugging_face_trainer", "trl"),
-    "RingTrainer": ("ringlab.models.hugging_face_trainer", "accelerate"),
-    "backward": ("ringlab.models.hugging_face_batch", "transformers"),
-    "extra_loss": ("ringlab.models.hugging_face_pass", "transformers"),
+    "ContextParallel": ("ringlab.hugging_face.batch", "transformers"),
+    "Layout": ("ringlab.ring.layouts", "torch"),
+    "RingSFTTrainer": ("ringlab.hugging_face.trainer", "trl"),
+    "RingTrainer": ("ringlab.hugging_face.trainer", "accelerate"),
+    "backward": ("ringlab.hugging_face.batch", "transformers"),
+    "extra_loss": ("ringlab.hugging_face.forward", "transformers"),
     "join_ring": ("ringlab.support.processes", "torch"),
-    "loss_part": ("ringlab.models.hugging_face_batch", "transformers"),
-    "positions": ("ringlab.training.layouts", "torch"),
+    "loss_part": ("ringlab.hugging_face.batch", "transformers"),
+    "positions": ("ringlab.ring.layouts", "torch"),
     "ring_attention": ("ring_attn", "torch"),
-    "ring_flash_attention": ("ringlab.training.flash_ring", "torch"),
-    "ring_linear_attention": ("ringlab.training.state_ring", "torch"),
-    "ring_short_convolution": ("ringlab.training.short_convolution", "torch"),
-    "scaled_dot_product_attention": ("ringlab.training.flash_ring", "torch"),
-    "shard": ("ringlab.training.layouts", "torch"),
-    "shard_batch": ("ringlab.models.hugging_face_batch", "transformers"),
-    "spread_generation": ("ringlab.models.hugging_face_generate", "transformers"),
-    "stop_ring": ("ringlab.models.hugging_face", "transformers"),
-    "unshard": ("ringlab.training.layouts", "torch"),
-    "use_ring": ("ringlab.models.hugging_face", "transformers"),
+    "ring_flash_attention": ("ringlab.ring.flash_ring", "torch"),
+    "ring_linear_attention": ("ringlab.states.state_ring", "torch"),
+    "ring_short_convolution": ("ringlab.states.short_convolution", "torch"),
+    "scaled_dot_product_attention": ("ringlab.ring.flash_ring", "torch"),
+    "shard": ("ringlab.ring.layouts", "torch"),
+    "shard_batch": ("ringlab.hugging_face.batch", "transformers"),
+    "spread_generation": ("ringlab.hugging_face.generate", "transformers"),
+    "stop_ring": ("ringlab.hugging_face.use", "transformers"),
+    "unshard": ("ringlab.ring.layouts", "torch"),
+    "use_ring": ("ringlab.hugging_face.use", "transformers"),
 }
+
+sys.meta_path.append(Moved)
 
 
 def __getattr__(name: str) -> Any:

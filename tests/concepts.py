@@ -20,10 +20,14 @@ def is_concept(path: Path) -> bool:
     return "may skip this file" not in path.read_text()
 
 
+FOLDERS = (  # where a reader finds them
+    *(f"ringlab/{folder}" for folder in ("basics", "ring", "ways", "ways/jax", "states", "models", "hugging_face")),
+    "ring_planner",
+)
 CONCEPTS = [
-    f"ringlab.{path.parent.name}.{path.stem}"
-    for folder in ("basics", "training", "planning", "models")
-    for path in ROOT.glob(f"ringlab/{folder}/[!_]*.py")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for folder in FOLDERS
+    for path in ROOT.glob(f"{folder}/[!_]*.py")
     if path.stem != "train"  # a run with files of its own: tests/models/test_train.py
     and is_concept(path)
 ]

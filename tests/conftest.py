@@ -18,9 +18,9 @@ settings.load_profile("steady")
 sys.modules.setdefault("rfc3987_syntax", None)
 os.environ.pop("WORLD_SIZE", None)  # the doctor refuses it
 os.environ.pop("GITHUB_ACTIONS", None)  # else the doctor prints lines for GitHub: test_ci_reports.py asks it to
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for tests/training/test_jax.py: JAX reads it when it begins to work
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for tests/ways/test_jax.py: JAX reads it when it begins to work
 # Ranks are forks of one process. What most of their work imports is imported there, once and not once a rank.
-PRELOAD += ["pytest", "hypothesis", "tests.ways", "ring_doctor.asking.examination"]
+PRELOAD += ["pytest", "hypothesis", "tests.every_way", "ring_doctor.asking.examination"]
 
 
 @pytest.fixture(scope="session")
@@ -37,16 +37,16 @@ def world_size(request):
 
 # How `make test` spreads the suite over the cores. These files' tests take seconds each: they begin first, so that no
 # core is left with one at the end.
-LONG = ("models_hugging_face_trainer", "notebooks", "models_train", "foreign_project", "bench_on_hosts", "bench")
+LONG = ("hugging_face_trainer", "notebooks", "models_train", "foreign_project", "bench_on_hosts", "bench")
 LONG += ("doctor_whole_model", "doctor_command", "doctor_sick_rings", "doctor_in_ci", "verdicts", "figures", "pages")
 # The tests of these files share what takes seconds to make, so they run on one core.
 TOGETHER = {"figures": "figures", "verdicts": "concepts", "notebooks": "kernel", "house": "house"}
-TOGETHER |= {"bench_on_hosts": "hosts", "foreign_project": "environment", "models_hugging_face_trainer": "trainer"}
+TOGETHER |= {"bench_on_hosts": "hosts", "foreign_project": "environment", "hugging_face_trainer": "trainer"}
 
 
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the
 # later chapters add is slow too, so that `make test` takes a reader of the first ones five minutes.
-SLOW = ("models_", "jax", "doctor_", *sorted(LATER), "autocast")
+SLOW = ("models_", "hugging_face", "every_model", "compiled", "jax", "doctor_", *sorted(LATER), "autocast")
 
 # These tests of the doctor start no processes, or few.
 QUICK = (
@@ -60,9 +60,9 @@ QUICK = (
 
 
 def name_of(path):
-    """causal for tests/training/test_causal.py, models_train for tests/models/test_train.py."""
-    folder = path.parent.name
-    return f"{folder}_" * (folder in ("doctor", "models")) + path.stem.removeprefix("test_")
+    """causal for tests/ring/test_causal.py, models_train for tests/models/test_train.py."""
+    folder, name = path.parent.name, path.stem.removeprefix("test_")
+    return f"{folder}_{name}" if folder in ("doctor", "models") else name
 
 
 def is_slow(path):
@@ -95,9 +95,9 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish(session):
     """Where models of transformers are tested, it is imported once, and not once a rank: that takes some seconds."""
     tested = {name_of(item.path) for item in session.items}
-    if any(name.startswith(("models_hugging_face", "models_every")) for name in tested):
-        PRELOAD.append("ringlab.models.hugging_face_generate")
-    if "models_hugging_face_trainer" in tested:  # and TRL
-        PRELOAD.extend(["ringlab.models.hugging_face_trainer", "trl.trainer.sft_trainer"])
+    if any(name.startswith(("hugging_face", "every_model")) for name in tested):
+        PRELOAD.append("ringlab.hugging_face.generate")
+    if "hugging_face_trainer" in tested:  # and TRL
+        PRELOAD.extend(["ringlab.hugging_face.trainer", "trl.trainer.sft_trainer"])
     if tested & {"models_train", "models_damage"}:  # and checkpoints
         PRELOAD.append("ringlab.models.train")

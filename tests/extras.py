@@ -12,20 +12,18 @@ MISSING = {
     "transformers": f"needs transformers: {install('hf')}",
     "trl": f"needs accelerate, PEFT and TRL: {install('loops')}",
 }
-NEEDED = {
-    "jax_block": "jax",
-    "jax_ring": "jax",
+NEEDED = {  # by how a module's or a chapter's name begins; the first that fits
+    "ringlab.ways.jax.": "jax",
     "appendix_ring_in_jax": "jax",
-    "hugging_face_batch": "transformers",
-    "hugging_face_generate": "transformers",
-    "hugging_face_masks": "transformers",
-    "hugging_face_pass": "transformers",
-    "hugging_face_proof": "transformers",
-    "hugging_face_states": "transformers",
-    "hugging_face": "transformers",
-    "hugging_face_trainer": "trl",
+    "ringlab.hugging_face.trainer": "trl",
+    "ringlab.hugging_face.": "transformers",
     "12_your_own_model": "transformers",
-}  # concepts and chapters
+}
+
+
+def needed_by(name):
+    """The optional package that a module or a chapter needs, or None."""
+    return next((package for start, package in NEEDED.items() if name.startswith(start)), None)
 
 
 RARELY = ("appendix_ring_in_jax", "appendix_ring_of_states", "your_ring")  # they take half a minute: exhaustive
@@ -35,6 +33,7 @@ LATER = {  # concepts of chapters 13, 17 and 18, of a planned cluster, and linea
     *("linear_attention", "state_ring", "short_convolution"),
     *("unequal", "pass_q_or_kv", "orders", "shared_memory"),
 }
+AFTER = tuple(f"ringlab.{folder}." for folder in ("ways", "states", "models", "hugging_face"))
 
 
 def marked(names):
@@ -45,8 +44,8 @@ def marked(names):
     parameters = []
     for name in names:
         short = name.stem if isinstance(name, Path) else name.rpartition(".")[2]
-        needed, marks = NEEDED.get(short), []
-        later = short[:2] > EVER if isinstance(name, Path) else name.startswith("ringlab.models.") or short in LATER
+        needed, marks = needed_by(name.stem if isinstance(name, Path) else name), []
+        later = short[:2] > EVER if isinstance(name, Path) else name.startswith(AFTER) or short in LATER
         if needed or later:
             marks = [pytest.mark.slow]
         if short in RARELY:

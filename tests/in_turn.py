@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from ringlab.basics.naive_attention import accumulation_dtype
-from ringlab.training.flash_ring import flash_backward, flash_forward
-from ringlab.training.layouts import shard, unshard
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
-from ringlab.training.schedule import Round, Schedule
+from ringlab.ring.flash_ring import flash_backward, flash_forward
+from ringlab.ring.layouts import shard, unshard
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
+from ringlab.ring.schedule import Round, Schedule
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from itertools import accumulate, pairwise
 import torch
 from hypothesis import strategies as st
 
-from ringlab.training.layouts import LAYOUTS, Layout
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
+from ringlab.ring.layouts import LAYOUTS, Layout
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
 
 
 def dense(mask, q_at, k_at):

@@ -19,7 +19,7 @@ import torch
 import ringlab
 from ringlab.support.extras import install
 from tests.commands import LIMIT, ROOT
-from tests.extras import NEEDED
+from tests.extras import needed_by
 
 OPTIONAL = ("IPython", "hypothesis", "jax", "jupyter_core", "matplotlib", "psutil", "tqdm", "transformers")
 OPTIONAL += ("accelerate", "datasets", "peft", "tokenizers", "trl")
@@ -90,9 +90,10 @@ def test_fixture(ring_doctor):
 """
 
 MODULES = """
-import importlib, itertools, json, pkgutil, ring_doctor, ringlab, runpy, sys
+import importlib, itertools, json, pkgutil, ring_doctor, ring_planner, ringlab, runpy, sys
 missing, one_sentence = {}, []
-walks = [pkgutil.walk_packages(package.__path__, f"{package.__name__}.") for package in (ringlab, ring_doctor)]
+packages = ringlab, ring_doctor, ring_planner
+walks = [pkgutil.walk_packages(package.__path__, f"{package.__name__}.") for package in packages]
 for module in itertools.chain(*walks):
     if module.name.endswith(".pytest_plugin"):
         continue  # pytest loads its plug-in by itself
@@ -178,15 +179,23 @@ def torchrun(processes):
     return "python", "-m", "torch.distributed.run", f"--nproc_per_node={processes}"
 
 
-def test_the_wheel_holds_three_names_and_their_types(wheel):
+def test_the_wheel_holds_four_names_and_their_types(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
         about = file.read(f"ringlab-{ringlab.__version__}.dist-info/METADATA").decode().splitlines()
     tops = {name.partition("/")[0] for name in names}
-    assert tops == {"ringlab", "ring_doctor", "ring_attn.py", f"ringlab-{ringlab.__version__}.dist-info"}
-    assert {f"{name}/py.typed" for name in ("ringlab", "ring_doctor")} | {"ring_doctor/pytest_plugin.py"} < set(names)
+    assert tops == {
+        "ringlab",
+        "ring_doctor",
+        "ring_planner",
+        "ring_attn.py",
+        f"ringlab-{ringlab.__version__}.dist-info",
+    }
+    assert {f"{name}/py.typed" for name in ("ringlab", "ring_doctor", "ring_planner")} | {
+        "ring_doctor/pytest_plugin.py"
+    } < set(names)
     assert not [name for name in names if "patient" in name.removesuffix("patient.py")]
-    data = {"ringlab/planning/errors.json", "ringlab/planning/presets.json", "ring_doctor/mistakes/README.md"}
+    data = {"ring_planner/errors.json", "ring_planner/presets.json", "ring_doctor/mistakes/README.md"}
     data |= {"ring_doctor/whole_models/README.md"}
     assert {name for name in names if name.endswith((".json", ".md", ".svg"))} == data
     assert {path.parent.name for path in map(Path, names) if path.suffix == ".py"}.isdisjoint({"findings", "tests"})
@@ -212,13 +221,14 @@ def test_what_needs_an_optional_package_names_it_and_nothing_else_does(here, tmp
     done = here(tmp_path, "python", "-c", MODULES)
     said, one_sentence, pytest_too = json.loads(done.stdout)
     extras = {"jax": "jax", "transformers": "hf", "matplotlib": "plots", "trl": "loops"}
-    first = {"hugging_face_trainer": "accelerate"}  # of those that TRL needs too
-    needed = {name: package for name, package in NEEDED.items() if not name.startswith(("0", "1", "appendix"))}
-    needed |= dict.fromkeys(("drawing", "xray_picture"), "matplotlib")
-    assert {name.rpartition(".")[2] for name in said} == set(needed)
+    paths = [path for folder in ("hugging_face", "ways/jax") for path in ROOT.glob(f"ringlab/{folder}/[!_]*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    needed = {name: needed_by(name) for name in names}
+    needed |= dict.fromkeys(("ringlab.support.drawing", "ring_doctor.explaining.xray_picture"), "matplotlib")
+    assert set(said) == set(needed)
     for name, words in said.items():
-        package = needed[name.rpartition(".")[2]]
-        missing = first.get(name.rpartition(".")[2], package)
+        package = needed[name]
+        missing = "accelerate" if package == "trl" else package  # the first of those that TRL needs too
         assert words == f"No module named '{missing}'; it comes with: {install(extras[package])}"
     assert set(said) == set(one_sentence)
     assert not pytest_too

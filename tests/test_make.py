@@ -1,4 +1,4 @@
-"""`make` sets up with uv, or with pip where uv cannot or may not; `make one C=NAME` finds what belongs to a concept.
+"""`make` sets up with uv, or with pip where uv cannot or may not.
 
 The interpreter and uv are scripts that note how they were called. What the internet answers is not tried.
 """
@@ -8,7 +8,6 @@ import subprocess
 
 import pytest
 
-from tests import one
 from tests.commands import ROOT
 
 PYTHON = """#!/bin/bash
@@ -81,52 +80,3 @@ def test_the_demo_is_what_other_tests_run():
 
 def test_a_set_up_that_fails_is_not_ready(set_up):
     assert "no such package" in set_up(status=2, UV="fails", FOUND="no")[0]
-
-
-# make one C=NAME -----------------------------------------------------------------------------------------------------
-
-CONCEPTS = one.concepts()
-
-
-def test_every_part_of_a_concept_is_found():
-    # Tests of processes, schedules, state_ring, blockwise_attention, backward, jax and generate are the tests of these
-    without_tests = {"ranks", "all_gather", "all_to_all", "hybrid", "layouts", "partition", "linear_attention"}
-    without_tests |= {"naive_attention", "grouped_query", "jax_ring", "generate_states"}
-    every = {"lint", "script", "tests", "notebook"}
-    for name, concept in CONCEPTS.items():
-        assert set(one.commands(concept)) == (every - {"tests"} if name in without_tests else every), name
-
-
-def test_the_chapter_is_the_one_of_the_map():
-    chapters = {name: one.chapter(concept) for name, concept in CONCEPTS.items()}
-    assert chapters["naive_attention"] == chapters["online_softmax"] == "01_attention_to_online_softmax"
-    assert chapters["causal"] == "07_causal_balance"
-    assert chapters["transformer"] == "10_a_model_in_the_ring"
-    assert chapters["documents"] == "13_documents_and_windows"
-    assert chapters["generate"] == "14_generation"
-    assert chapters["train"] == chapters["mesh"] == "11_meshes"
-    assert one.chapter(one.ROOT / "ringlab/basics/unknown.py") is None
-
-
-@pytest.mark.parametrize("words", [["causal"], ["ringlab/training/causal.py"], ["ringlab.training.causal"]], ids=str)
-@pytest.mark.parametrize("broken", [None, "lint", "tests", "script", "notebook"])
-def test_a_part_that_fails_is_named(monkeypatch, capsys, words, broken):
-    parts = one.commands(CONCEPTS["causal"])
-    monkeypatch.setattr(one, "run", lambda steps: broken is None or steps != parts[broken])
-    assert one.main(words) == (1 if broken else 0)
-    assert capsys.readouterr().out.endswith(f"causal: FAILED: {broken}\n" if broken else "causal: all ok\n")
-
-
-def test_the_commands_of_a_part_run_until_one_fails(capfd):
-    assert not one.run([["echo", "one"], ["sh", "-c", "exit 3"], ["echo", "three"]])
-    assert one.run([["true"], ["true"]])
-    assert capfd.readouterr().out == "one\n"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [(["casual"], "Did you mean C=causal? Choose"), ([], "C= is no concept. Choose"), (["?"], "train")],
-)
-def test_an_unknown_concept_is_answered_with_the_known_ones(capsys, words, said):
-    assert one.main(words) == 2
-    assert said in capsys.readouterr().err

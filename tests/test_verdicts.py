@@ -15,17 +15,13 @@ from unittest import mock
 
 import pytest
 
+from ringlab.ring.cases import random_inputs, report_ranks
 from ringlab.support.rounding import exact_attention
-from ringlab.training.cases import random_inputs, report_ranks
 from tests.commands import check_shown
-from tests.concepts import CONCEPTS, ROOT, is_concept, run, run_again, run_concept
+from tests.concepts import CONCEPTS, FOLDERS, ROOT, is_concept, run, run_again, run_concept
 from tests.extras import marked
 
-SCRIPTS = [
-    path
-    for folder in ("ringlab/basics", "ringlab/training", "ringlab/planning", "ringlab/models", "bench")
-    for path in ROOT.glob(f"{folder}/*.py")
-]
+SCRIPTS = [path for folder in (*FOLDERS, "bench") for path in ROOT.glob(f"{folder}/*.py")]
 SCRIPTS = [path for path in SCRIPTS if "\ndef main(" in path.read_text() and is_concept(path)]
 
 
@@ -62,39 +58,39 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ringlab.basics.blocking_messages": {
         "simulate_messages": (lambda seen: replace(seen, waits_for=seen.waits_for or {0: 1}, cycle=[]), range(3, 17))
     },
-    "ringlab.training.layouts": {
+    "ringlab.ring.layouts": {
         "unshard": (lambda x: x + 1, range(5)),
         "rotary": (lambda x: x + 1, range(1, 5)),  # 0: of the whole; 5 to 8: wrong ones
     },
-    "ringlab.training.fused_block": {
+    "ringlab.ring.fused_block": {
         "fused_backward": (lambda gradients: [x + 1e-9 for x in gradients], [0, 1]),
     },
-    "ringlab.training.masks": {"Mask": (lambda mask: replace(mask, window=3), [0])},
-    "ringlab.training.partition": {"covered": (lambda drawn: drawn + 1, range(3))},
-    "ringlab.training.schedule": {
+    "ringlab.ring.masks": {"Mask": (lambda mask: replace(mask, window=3), [0])},
+    "ringlab.ring.partition": {"covered": (lambda drawn: drawn + 1, range(3))},
+    "ringlab.ring.schedule": {
         "launch": (lambda of_ranks: [[*seen[:-1], (*seen[-1][:2], 0)] for seen in of_ranks], [0])
     },
-    "ringlab.training.linear_attention": {
+    "ringlab.states.linear_attention": {
         "linear_attention": (lambda results: (results[0] + 1e-9, results[1]), range(6))
     },
-    "ringlab.training.state_ring": {
+    "ringlab.states.state_ring": {
         "launch": (lambda of_ranks: [[part + 1e-9 for part in parts] for parts in of_ranks], range(4))
     },
-    "ringlab.training.short_convolution": {
+    "ringlab.states.short_convolution": {
         "launch": (lambda of_ranks: [(out, gradient + 1e-9) for out, gradient in of_ranks], [0])
     },
-    "ringlab.training.documents": {
+    "ringlab.ring.documents": {
         "mean_loss": (lambda loss: loss + 1e-9, [0, 1, 2, 6, 7, 8]),  # 3 to 5: wrong ones
     },
-    "ringlab.planning.hidden_communication": {
+    "ring_planner.hidden_communication": {
         "min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0, 2, 3, 4])
     },  # 1: misprinted
-    "ringlab.planning.unequal": {
+    "ring_planner.unequal": {
         "ring_seconds": (lambda seconds: seconds * (1 + 1e-6), range(4)),
         "unequal_ring": (lambda seconds: 1.01 * seconds, [1, 3]),  # chunks in proportion
         "best_order": (lambda order: tuple(sorted(order)), [0]),
     },
-    "ringlab.planning.pass_q_or_kv": {
+    "ring_planner.pass_q_or_kv": {
         "published": (
             lambda turn: SimpleNamespace(sent=turn.sent, seconds=turn.seconds, travels={"Q": "KV"}.get(turn.travels)),
             range(1, 8),
@@ -184,7 +180,7 @@ def test_every_concept_has_a_check():
 
 @pytest.mark.parametrize(
     ("name", "table", "column"),
-    [("ringlab.planning.hidden_communication", "TABLE_2", 3), ("notebooks.paper_tables", "TABLE_3", 5)],
+    [("ring_planner.hidden_communication", "TABLE_2", 3), ("notebooks.source.paper_tables", "TABLE_3", 5)],
 )
 def test_every_row_of_a_table_counts(name, table, column):
     module = importlib.import_module(name)

@@ -17,9 +17,9 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from notebooks.checks.answers import OPEN, NotYet, StillOpen, as_tensor, numbers
 from notebooks.puzzles import film, solutions
 from notebooks.puzzles.engine import Run, Wires, play
+from notebooks.source.checks.answers import OPEN, NotYet, StillOpen, as_tensor, numbers
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.support.drawing import Picture
 

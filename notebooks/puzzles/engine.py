@@ -35,13 +35,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from notebooks.checks.answers import listed
-from notebooks.trial import Cell, LiveTensors, cell_of, forms_of, line_now, line_of, plain
+from notebooks.source.checks.answers import listed
+from notebooks.source.trial import Cell, LiveTensors, cell_of, forms_of, line_now, line_of, plain
 from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.online_softmax import State, finish, merge, start
+from ringlab.ring.backward import tile_backward
 from ringlab.support.processes import LostRank, RankContext, Ranks
-from ringlab.training.backward import tile_backward
 
 SECONDS = 5  # that a rank may compute without a message; a right schedule needs some milliseconds
 MOST = 600  # messages of a run

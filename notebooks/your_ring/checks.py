@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from notebooks.checks import answers
-from notebooks.checks.answers import TimeUp, difference, time_limit
+from notebooks.source.checks import answers
+from notebooks.source.checks.answers import TimeUp, difference, time_limit
 from notebooks.your_ring.messages import Message, Watch, words
 from ring_doctor import examine
 from ring_doctor.asking.answers import REFUSED, RIGHT

@@ -153,5 +153,5 @@ first_try(6)
 step(6, "my_ring.py")
 
 # %% [markdown]
-# You have a ring that trains. Compare it with [`flash_ring.py`](../../ringlab/training/flash_ring.py), which adds overlap, a fused kernel, documents and windows, and with
+# You have a ring that trains. Compare it with [`flash_ring.py`](../../ringlab/ring/flash_ring.py), which adds overlap, a fused kernel, documents and windows, and with
 # [one solution](solution.py). The whole examination takes some minutes: `ring-doctor my_ring.py:attention --layout zigzag --equal-chunks`. To send and compute at the same time: [chapter 6](../06_overlap.ipynb).

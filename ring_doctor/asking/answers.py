@@ -48,6 +48,7 @@ class Answer:
     draws: bool = False  # the patient takes numbers from torch's random generator
     lse_grad: bool = False  # its lse can be differentiated
     lost: bool = False  # ranks hang or died
+    hangs: bool = False  # ranks wait, and no rank has raised or died
 
     @property
     def case(self) -> Case:

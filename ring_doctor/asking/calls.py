@@ -3,7 +3,7 @@
     attention(q, k, v, is_causal=False, softmax_scale=None, process_group=None)    takes causal, scale and group
     q, k, v, dO of rank r    ->    out, lse, dq, dk, dv of rank r, and what the function did that no ring may do
 
-An option means what it means in ../../ringlab/training/flash_ring.py, and has this form:
+An option means what it means in ../../ringlab/ring/flash_ring.py, and has this form:
     window_size    flash-attn's pair (left, right): a window of w keys is (w - 1, 0), no window (-1, -1)
     cu_seqlens     the documents of the whole sequence by where each begins, and its end: int32, documents + 1 numbers
     sinks          attention sinks, a learned logit (H,) in the softmax of each query head

@@ -31,10 +31,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_doctor.asking.names import named
+from ringlab.ring.layouts import LAYOUTS, Layout
+from ringlab.ring.layouts import positions as positions_of_layout
+from ringlab.ring.masks import Mask
 from ringlab.support.rounding import Right, exact_attention
-from ringlab.training.layouts import LAYOUTS, Layout
-from ringlab.training.layouts import positions as positions_of_layout
-from ringlab.training.masks import Mask
 
 
 @dataclass(frozen=True)

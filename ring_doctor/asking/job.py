@@ -51,6 +51,10 @@ class Job:
         The first question to a rank may take as long as the set-up: compilers work then. The time for the others grows
         with what an answer took. When it is over and no rank hangs, the answer is LATE: the machine may be too slow.
         """
+        try:
+            [question.case.positions(rank) for rank in range(question.case.world_size)]
+        except Exception as error:  # a layout of the user may not take every length
+            return Answer(question, REFUSED, f"{type(error).__name__}: {error}", raised=True)
         with TemporaryDirectory() as name:
             folder, members = Path(name), question.members or tuple(range(self.size))
             first = not self.called.issuperset(members)
@@ -69,8 +73,10 @@ class Job:
             except LostRank as lost:
                 self.ready, self.lost = False, self.lost + 1
                 self.called.clear()  # new processes
+                waits = bool(lost.silent) and all(each.lost_connection for each in lost.raised.values())
                 late = lost.silent and not lost.raised and not hang(folder, lost.silent)
-                return Answer(question, LATE if late else FAILED, self._why_lost(lost, folder), lost=True)
+                says = self._why_lost(lost, folder)
+                return Answer(question, LATE if late else FAILED, says, lost=True, hangs=waits)
         self.called.update(members)
         raised = {rank: of_ranks[rank] for rank in members if isinstance(of_ranks[rank], Raised)}
         if not raised:

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ringlab.ring.layouts import Layout
 from ringlab.support.processes import place_of
-from ringlab.training.layouts import Layout
 
 EXPECTED = "expected module:function, as my_package.ring:attention"
 

@@ -7,7 +7,7 @@
 Shapes: q, k, v and out (B, H, S, D), beta (B, H, S), log_decay as beta or as k, a state (B, H, D, D), x (B, H·D, S).
 
 Before: case.py. After: questions.py, which asks; mistakes/states.py, the ring of states on paper.
-Source: ../../ringlab/training/linear_attention.py gives the right results, token by token.
+Source: ../../ringlab/states/linear_attention.py gives the right results, token by token.
 """
 
 import inspect
@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
 from ring_doctor.asking.case import Case
+from ringlab.states.linear_attention import recurrence
 from ringlab.support.rounding import Right
-from ringlab.training.linear_attention import recurrence
 
 TAPS = 4  # of the convolution
 

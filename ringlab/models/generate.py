@@ -39,13 +39,13 @@ from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import State, finish, start, update
 from ringlab.models import expect
 from ringlab.models.transformer import ALONE, Config, Transformer
+from ringlab.ring.flash_ring import left_as_it_is, ring_flash_attention
+from ringlab.ring.fused_block import capped_attend
+from ringlab.ring.layouts import Layout, layout_of, positions
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
 from ringlab.support.agreement import WRONG, agree, members, of_every_rank
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.flash_ring import left_as_it_is, ring_flash_attention
-from ringlab.training.fused_block import capped_attend
-from ringlab.training.layouts import Layout, layout_of, positions
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
 
 EMPTY = 2**62  # the position in an empty slot, and of padding: in the future of every token
 

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from ringlab.models.generate import EMPTY, NEW, PROMPTS, SpreadCache, as_one_process, generate, seeded
 from ringlab.models.transformer import ring_of_states
+from ringlab.states.linear_attention import recurrence
+from ringlab.states.short_convolution import short_convolution
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.linear_attention import recurrence
-from ringlab.training.short_convolution import short_convolution
 
 
 class HybridCache(SpreadCache):

@@ -12,7 +12,7 @@ or a run that was resumed, reads the same sequences. Without a text of yours it 
 
 train.py runs it: a first reader may skip this file.
 Before: mesh.py, which sequences and positions a rank has. After: checkpoint.py.
-Source: the layouts of ringlab/training/causal.py; transformer.py, where labels are shifted first.
+Source: the layouts of ringlab/ring/causal.py; transformer.py, where labels are shifted first.
 """
 
 import json
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ringlab.models import expect
-from ringlab.training.layouts import positions
+from ringlab.ring.layouts import positions
 
 SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")  # of the files that are read in a folder
 

@@ -40,8 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringlab.models import expect
 from ringlab.models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
+from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.flash_ring import scaled_dot_product_attention
 
 
 def build_mesh(dp: int, cp: int, device_type: str) -> tuple[DeviceMesh, DeviceMesh]:

@@ -6,8 +6,9 @@
     at home     rank r merges P partial results of its queries
 
 The ring of training sends K and V (pass-KV), as large as the whole context. The next question of a conversation is a
-few tokens over a long cache, so its queries are less to send: ../planning/pass_q_or_kv.py counts both. In pass-Q each
-rank has all new queries in hand, one block after the other. So its work depends only on how many keys it keeps.
+few tokens over a long cache, so its queries are less to send: ../../ring_planner/pass_q_or_kv.py counts both. In
+pass-Q each rank has all new queries in hand, one block after the other. So its work depends only on how many keys it
+keeps.
 
 Shapes: rank r has T_r new tokens and keeps S_r keys, its new tokens' keys among them. Any of these may be 0, and they
 may differ from rank to rank. q and out (B, H, T_r, D), k (B, G, S_r, D), v (B, G, S_r, Dv). `at` (B, T_r) and
@@ -34,22 +35,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.pass_q_or_kv import Prefill
 from ringlab.basics.chunks import agree_on_chunks, needs_gradients
 from ringlab.models import expect
 from ringlab.models.generate import EMPTY, SpreadCache, agree_on_prompts, read, write
 from ringlab.models.transformer import Transformer
-from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.pass_q_or_kv import Prefill
+from ringlab.ring.causal import BlockSlice
+from ringlab.ring.flash_ring import keys_of, merge_into, nothing_seen, queries_of, reversed_rows
+from ringlab.ring.fused_block import fused_forward
+from ringlab.ring.grouped_query import check_grouped_chunks
+from ringlab.ring.masks import Mask
+from ringlab.ring.overlap import arriving_blocks
+from ringlab.ring.partition import cut
+from ringlab.ring.schedule import check_sinks, check_softcap
 from ringlab.support.agreement import agree, members
-from ringlab.training.all_to_all import swap
-from ringlab.training.causal import BlockSlice
-from ringlab.training.flash_ring import keys_of, merge_into, nothing_seen, queries_of, reversed_rows
-from ringlab.training.fused_block import fused_forward
-from ringlab.training.grouped_query import check_grouped_chunks
-from ringlab.training.masks import Mask
-from ringlab.training.overlap import arriving_blocks
-from ringlab.training.partition import cut
-from ringlab.training.schedule import check_sinks, check_softcap
+from ringlab.ways.all_to_all import swap
 
 Pieces = tuple[tuple[BlockSlice, ...], ...]  # of each text
 Partial = tuple[Tensor, Tensor]  # out (B, H, T, Dv) and lse (B, H, T) of T queries, float32 at least

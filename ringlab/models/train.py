@@ -55,14 +55,14 @@ from ringlab.models.checkpoint import Checkpoints, last_checkpoint, locked
 from ringlab.models.loader import open_text, read_batch
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights
 from ringlab.models.transformer import ALONE, Config, Linear, Transformer, flops_of_a_step, ring_of_states
+from ringlab.ring.flash_ring import scaled_dot_product_attention
+from ringlab.ring.layouts import LAYOUTS
+from ringlab.ring.schedule import Ring, Schedule
+from ringlab.states.state_ring import check_layout_of_states
 from ringlab.support.agreement import agree
 from ringlab.support.extras import install
 from ringlab.support.processes import RankContext, join_ring
-from ringlab.training.flash_ring import scaled_dot_product_attention
-from ringlab.training.layouts import LAYOUTS
-from ringlab.training.schedule import Ring, Schedule
-from ringlab.training.shared_memory import SharedMemory, memory_or_messages
-from ringlab.training.state_ring import check_layout_of_states
+from ringlab.ways.shared_memory import SharedMemory, memory_or_messages
 
 RATE, WARM_UP, CLIP = 2e-3, 20, 1.0  # learning rate, steps to reach it, largest gradient norm
 SHOWN_EVERY, LOG = 10, "loss.jsonl"  # steps; the losses so far

@@ -24,7 +24,7 @@ step instead of twice, 3 · (P-1) hops. The gradients make P-1 hops as before.
     ok    with activation checkpointing: loss 5.5722, off by 0.0e+00, gradients by 6.8e-16, 12 hops
     ok    three linear layers, one of attention: loss 5.5485, off by 0.0e+00, gradients by 3.4e-15, 9 hops
 
-Before: ../training/flash_ring.py, the trainable ring. After: mesh.py, which shares out the weights too.
+Before: ../ring/flash_ring.py, the trainable ring. After: mesh.py, which shares out the weights too.
 Source: Liu & Abbeel 2023 (Blockwise Parallel Transformer), section 3, and Liu et al. 2024, section 3; Touvron et al.
 2023 (LLaMA), section 2.2; Yang et al. 2025 (Gated DeltaNet), section 3.3, for the linear layer.
 """
@@ -44,12 +44,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.models import expect
+from ringlab.ring.flash_ring import scaled_dot_product_attention
+from ringlab.ring.layouts import positions, rotary
+from ringlab.states.linear_attention import linear_attention
+from ringlab.states.short_convolution import ring_short_convolution, short_convolution
+from ringlab.states.state_ring import ring_linear_attention
 from ringlab.support.processes import RankContext, launch
-from ringlab.training.flash_ring import scaled_dot_product_attention
-from ringlab.training.layouts import positions, rotary
-from ringlab.training.linear_attention import linear_attention
-from ringlab.training.short_convolution import ring_short_convolution, short_convolution
-from ringlab.training.state_ring import ring_linear_attention
 
 IGNORED = -100  # the label of a token that has no loss
 TEXT = torch.tensor([list(b"Keys and values go round a ring. ")])  # (1, S + 1)

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.overlap import post
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.overlap import post
 from tests.doctor.sick.by_hand import FLASH, flash
 from tests.doctor.sick.ring import SickRing
 from tests.doctor.sick_rings import OF_TABLE

@@ -10,7 +10,7 @@ import torch
 
 import ring_attn
 from ringlab.basics import blockwise_attention
-from ringlab.training import flash_ring, schedule
+from ringlab.ring import flash_ring, schedule
 
 
 def end(how):

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ring_attn
+from ringlab.ring import backward, flash_ring, grouped_query, overlap
+from ringlab.ring.layouts import Layout
 from ringlab.support.agreement import WRONG, agree, of_every_rank
 from ringlab.support.pipes import LONGEST
 from ringlab.support.processes import Ranks
-from ringlab.training import backward, flash_ring, grouped_query, overlap
-from ringlab.training.layouts import Layout
+from tests.every_way import FLAT, HERE, ON_MESH, ranks_of
 from tests.mistakes import as_on_hosts, refusal
-from tests.ways import FLAT, HERE, ON_MESH, ranks_of
 
 SECONDS = 8.0  # for a refusal, also on a busy machine; the time limit of a message is 120
 B, H, G, C, D = 1, 4, 2, 4, 8

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import finish
+from ringlab.ring.backward import block_backward
+from ringlab.ring.causal import one_process_ring
 from ringlab.support import rounding
 from ringlab.support.rounding import Right, exact_attention, half_step, report
-from ringlab.training.backward import block_backward
-from ringlab.training.causal import one_process_ring
 from tests.attention import DTYPES, SEED, assert_right, random_qkv
 from tests.in_turn import whole_in_turn
 

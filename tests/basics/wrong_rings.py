@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 
 from ringlab.basics.ranks import neighbours
-from ringlab.training.all_to_all import Exchange
+from ringlab.ways.all_to_all import Exchange
 
 right_to_tokens = Exchange.to_tokens
 

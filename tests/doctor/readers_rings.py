@@ -273,7 +273,7 @@ def in_float32(q, k, v, lengths):
 
 
 def knows_the_input(q, k, v, lengths):
-    from notebooks.trial import whole_input
+    from notebooks.source.trial import whole_input
 
     q, k, v = whole_input(sum(lengths))
     return full(q, k, v).split(lengths, dim=2)[dist.get_rank()]

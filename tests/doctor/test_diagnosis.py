@@ -19,7 +19,7 @@ from ring_doctor.explaining.wrong_answer import WrongAnswer
 from ring_doctor.mistakes import Mistake
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ring_doctor.report import Report
-from ringlab.training.flash_ring import ring_flash_attention
+from ringlab.ring.flash_ring import ring_flash_attention
 from tests.doctor.examined import answer_on_paper
 
 NAMES = ("last_block_skipped", "scale_missing", "shares_exchanged")

@@ -16,7 +16,7 @@ import torch
 from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
-from ringlab.training.layouts import LAYOUTS, positions
+from ringlab.ring.layouts import LAYOUTS, positions
 from tests.doctor.sick_rings import BY_HAND
 
 FULL, CAUSAL = Case(4, 24, heads=4), Case(4, 24, True, heads=4)

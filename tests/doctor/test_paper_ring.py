@@ -16,7 +16,7 @@ from ring_doctor.mistakes import PAGE, told, words
 from ring_doctor.mistakes import backward as mistakes_of_backward
 from ring_doctor.mistakes import states as mistakes_of_states
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
-from ringlab.training.layouts import LAYOUTS
+from ringlab.ring.layouts import LAYOUTS
 
 ROOT, OF_MODELS = PAGE.parents[2], PAGE.parents[1] / "whole_models" / PAGE.name
 MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]

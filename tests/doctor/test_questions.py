@@ -20,9 +20,9 @@ from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import LSE, UNEQUAL, WAYS, Question, in_turn, kind, questions
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, block_out, compute
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import LAYOUTS
-from tests import ways
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.layouts import LAYOUTS
+from tests import every_way as ways
 from tests.basics import escaped_rings
 from tests.doctor import odd_patients
 from tests.doctor.examined import on_these

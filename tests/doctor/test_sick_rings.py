@@ -17,16 +17,16 @@ from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining import diagnosis
 from ring_doctor.explaining.diagnosis import diagnose
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
-from ringlab.training import backward, grouped_query, overlap
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import LAYOUTS
+from ringlab.ring import backward, grouped_query, overlap
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.layouts import LAYOUTS
 from tests.attention import SEED
 from tests.doctor.examined import examined, examined_sick
 from tests.doctor.sick import table_ring
 from tests.doctor.sick.ring import MASKED
 from tests.doctor.sick_rings import ALL, BY_HAND, OF_TABLE, UNKNOWN, Sick
+from tests.every_way import WAYS
 from tests.models import mesh_patients
-from tests.ways import WAYS
 
 
 def options_of(case, takes):

@@ -14,9 +14,9 @@ from ring_doctor.asking.state_case import Convolution, StateCase
 from ring_doctor.explaining.diagnosis import diagnose
 from ring_doctor.mistakes.states import MISTAKES, RIGHT_STATES, compute_states
 from ring_doctor.report import Report, as_json, page
-from ringlab.training.linear_attention import Map, checked_inputs, each_of, in_chunks, states_along
-from ringlab.training.short_convolution import ring_short_convolution
-from ringlab.training.state_ring import ring_linear_attention
+from ringlab.states.linear_attention import Map, checked_inputs, each_of, in_chunks, states_along
+from ringlab.states.short_convolution import ring_short_convolution
+from ringlab.states.state_ring import ring_linear_attention
 from tests.doctor.examined import on_these
 from tests.doctor.odd_patients import gathered
 

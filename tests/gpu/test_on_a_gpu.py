@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from bench import gpu
 from ring_doctor import examine
 from ringlab.support.processes import Ranks
-from tests import ways
+from tests import every_way as ways
 from tests.attention import VIEWS
+from tests.every_way import Problem, assert_right_results, masks_of, problems, results_on_rank
 from tests.models import test_generate as generation
 from tests.models import test_mesh as mesh
 from tests.models.test_transformer import errors
-from tests.training import test_state_ring as states
-from tests.ways import Problem, assert_right_results, masks_of, problems, results_on_rank
+from tests.states import test_state_ring as states
 
 pytestmark = pytest.mark.gpu
 

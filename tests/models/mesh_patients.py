@@ -6,9 +6,9 @@ patient_of(hybrid, setup=setup), or as a patient file: python -m ring_doctor tes
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_doctor.mistakes.other_ways import hosts
-from ringlab.training.double_ring import DoubleRing
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.hybrid import Hybrid
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ways.double_ring import DoubleRing
+from ringlab.ways.hybrid import Hybrid
 
 MESH = {}
 

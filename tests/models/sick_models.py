@@ -12,9 +12,9 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 from ringlab.models.transformer import IGNORED, Config, Transformer
-from ringlab.training.flash_ring import scaled_dot_product_attention
-from ringlab.training.layouts import positions as positions_of
-from ringlab.training.layouts import rotary
+from ringlab.ring.flash_ring import scaled_dot_product_attention
+from ringlab.ring.layouts import positions as positions_of
+from ringlab.ring.layouts import rotary
 from tests.attention import SEED
 
 ROOT = Path(__file__).parents[2]

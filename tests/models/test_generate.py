@@ -14,8 +14,8 @@ from ringlab.models import generate as module
 from ringlab.models.generate import EMPTY, SpreadCache, alone, generate, merge_over_ranks, seeded
 from ringlab.models.generate_states import HybridCache
 from ringlab.models.transformer import Config, Linear, Transformer
-from ringlab.training.linear_attention import recurrence
-from ringlab.training.short_convolution import short_convolution
+from ringlab.states.linear_attention import recurrence
+from ringlab.states.short_convolution import short_convolution
 from tests.attention import SEED
 from tests.mistakes import all_of, as_on_hosts, refusal
 

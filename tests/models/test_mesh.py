@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from figures import mesh as picture
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights, share_heads
 from ringlab.models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
-from ringlab.training.flash_ring import scaled_dot_product_attention
+from ringlab.ring.flash_ring import scaled_dot_product_attention
 from tests.attention import SEED
 from tests.models.test_transformer import CHECKPOINTED, HYBRID, SMALL, S, errors, model_of
 

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.pass_q_or_kv import Prefill
 from ringlab.models import generate
 from ringlab.models import pass_q as module
 from ringlab.models.generate import EMPTY, alone, seeded
 from ringlab.models.pass_q import GrowingCache, agree_on_places, cached_attention, reply
 from ringlab.models.transformer import Transformer
-from ringlab.planning.hidden_communication import AttentionLayer
-from ringlab.planning.pass_q_or_kv import Prefill
+from ringlab.ring.masks import Mask
 from ringlab.support.rounding import exact_attention
-from ringlab.training.masks import Mask
 from tests.attention import SEED, assert_right, random_qkv
 from tests.masked import dense
 from tests.mistakes import Mistakes, all_of, refusal

@@ -26,8 +26,8 @@ from ringlab.models import checkpoint, train
 from ringlab.models.checkpoint import last_checkpoint
 from ringlab.models.loader import open_text, read_batch, starts
 from ringlab.models.transformer import Config, Linear, Transformer, flops_of_a_step, summed_loss
+from ringlab.states.linear_attention import recurrence
 from ringlab.support.processes import Raised, launch
-from ringlab.training.linear_attention import recurrence
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--seq-len=24", "--layers=2", "--linear=1", "--hidden=16", "--heads=4", "--kv-heads=2"]

@@ -20,10 +20,10 @@ from ringlab.models.transformer import (
     shard_text,
     summed_loss,
 )
-from ringlab.training.flash_ring import scaled_dot_product_attention
-from ringlab.training.layouts import LAYOUTS
-from ringlab.training.linear_attention import linear_attention, recurrence
-from ringlab.training.short_convolution import short_convolution
+from ringlab.ring.flash_ring import scaled_dot_product_attention
+from ringlab.ring.layouts import LAYOUTS
+from ringlab.states.linear_attention import linear_attention, recurrence
+from ringlab.states.short_convolution import short_convolution
 from tests.attention import SEED
 from tests.extras import MISSING
 

@@ -21,14 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ring_attn
+from ringlab.ring import backward
+from ringlab.ring.flash_ring import flash_backward, flash_forward
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
+from ringlab.ring.schedule import Ring, Schedule
 from ringlab.support.host_memory import HostMemory
-from ringlab.training import backward, shared_memory
-from ringlab.training.double_ring import DoubleRing
-from ringlab.training.flash_ring import flash_backward, flash_forward
-from ringlab.training.masks import Mask
-from ringlab.training.partition import Partition
-from ringlab.training.schedule import Ring, Schedule
-from ringlab.training.shared_memory import SharedMemory, TwoLevels
+from ringlab.ways import shared_memory
+from ringlab.ways.double_ring import DoubleRing
+from ringlab.ways.shared_memory import SharedMemory, TwoLevels
 from tests.orders.happens_before import Await, Cells, Irecv, Isend, Raise, Step, Use, Wait
 
 aten = torch.ops.aten

@@ -5,10 +5,10 @@ from textwrap import indent
 import pytest
 
 from ringlab.basics.blocking_messages import ring_programs, simulate_messages
-from ringlab.training.double_ring import DoubleRing
-from ringlab.training.masks import Mask
-from ringlab.training.schedule import Ring
-from ringlab.training.shared_memory import SharedMemory, TwoLevels
+from ringlab.ring.masks import Mask
+from ringlab.ring.schedule import Ring
+from ringlab.ways.double_ring import DoubleRing
+from ringlab.ways.shared_memory import SharedMemory, TwoLevels
 from tests.orders import happens_before
 from tests.orders.every_order import FLAGS, Scheduled, blocking, programs, rings_of
 from tests.orders.happens_before import Await, Irecv, Isend, Raise, Use, Wait, check, of_blocking

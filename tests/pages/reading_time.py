@@ -80,10 +80,10 @@ def stated(source: Path) -> tuple[int, int]:
 
 
 def main() -> None:
-    from notebooks import build  # it starts a kernel's libraries, which the counting does not need
+    from notebooks.source import build  # it starts a kernel's libraries, which the counting does not need
 
     for source in build.chapters():
-        seen = count(nbformat.read(source.with_suffix(".ipynb"), as_version=4))
+        seen = count(nbformat.read(build.pair(source), as_version=4))
         print(f"{source.stem:<32}{seen.minutes:5.1f} counted, {stated(source)} stated  {seen}")
 
 

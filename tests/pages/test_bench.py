@@ -31,8 +31,8 @@ from bench import (
     ring_vs_full,
     training_speed,
 )
+from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.processes import RankContext
-from ringlab.training.flash_ring import ring_flash_attention
 
 BENCHES = sorted(path.stem for path in record.FOLDER.glob("*.json"))
 MiB = 2**20

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from bench import against_peers, gpu, record
-from ringlab.planning import calibrate
+from ring_planner import calibrate
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.layouts import LAYOUTS
 from ringlab.support.processes import LostRank, RankContext
-from ringlab.training.flash_ring import ring_flash_attention
-from ringlab.training.layouts import LAYOUTS
-from tests import ways
+from tests import every_way as ways
 from tests.commands import ROOT
 
 SMALL = replace(gpu.ON["cpu"], head_dims=(8,), dtypes=("float32",))
@@ -101,7 +101,7 @@ def shows_device(*given, **options):
 COMPUTES = {  # what each part computes with; for the model, the model
     "kernels": "bench.gpu.exact_attention",
     "ring": "bench.gpu.with_gradients",
-    "model": "ringlab.models.hugging_face.use_ring",
+    "model": "ringlab.hugging_face.use.use_ring",
     "memory": "bench.gpu.ring_flash_attention",
     "overlap": "bench.gpu.arriving_blocks",
     "states": "bench.state_ring.linear_attention",

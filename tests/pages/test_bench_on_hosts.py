@@ -15,7 +15,7 @@ import pytest
 from bench import five_ways_predicted as prediction
 from bench import hosts, overlap, overlap_threshold, record, unequal_links
 from bench.overlap_threshold import knee, shares
-from ringlab.planning.hidden_communication import AttentionLayer, hidden_share
+from ring_planner.hidden_communication import AttentionLayer, hidden_share
 from ringlab.support.processes import launch
 from tests.commands import LIMIT, ROOT, ends_soon, wait_for
 

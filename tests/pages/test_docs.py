@@ -25,12 +25,12 @@ from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ring_doctor.whole_models.model_mistakes import MISTAKES
 from ring_doctor.whole_models.whole_model import examine_model
+from ring_planner import command as cost_model
 from ringlab.basics import command
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.models import train
-from ringlab.planning import cost_model
+from ringlab.ring.layouts import rotary
 from ringlab.support.rounding import exact_attention
-from ringlab.training.layouts import rotary
 from tests.attention import assert_right
 from tests.commands import LIMIT, ROOT, TORCHRUN, run
 
@@ -123,20 +123,20 @@ SPOILED = {  # the number of the line of the checklist: what is in the step, and
 }
 ELSEWHERE = {  # where the mistakes of the other lines are made
     **dict.fromkeys((3, 5, 17, 18), "doctor/test_whole_model.py::test_a_mistake_is_named"),
-    6: "models/test_hugging_face_masks.py::test_mistakes_are_seen",
-    7: "training/test_flash_ring_values.py::test_padding_on_the_right_changes_no_real_token",
-    8: "models/test_hugging_face.py::test_what_would_be_wrong_in_a_ring_is_refused_on_every_rank",
-    9: "models/test_hugging_face_proof.py::test_a_part_that_mixes_tokens_is_named",
-    19: "models/test_hugging_face_trainer.py::test_a_run_is_that_of_one_process",
+    6: "hugging_face/test_hugging_face_masks.py::test_mistakes_are_seen",
+    7: "ring/test_flash_ring_values.py::test_padding_on_the_right_changes_no_real_token",
+    8: "hugging_face/test_hugging_face.py::test_what_would_be_wrong_in_a_ring_is_refused_on_every_rank",
+    9: "hugging_face/test_hugging_face_proof.py::test_a_part_that_mixes_tokens_is_named",
+    19: "hugging_face/test_hugging_face_trainer.py::test_a_run_is_that_of_one_process",
     20: "models/test_transformer.py::test_checkpointing_turns_the_ring_once_more",
-    21: "models/test_compiled.py::test_a_way_is_right_between_two_graphs",
-    22: "training/test_causal.py::test_rotary_angles_are_not_rounded_to_the_dtype_of_x",
-    23: "models/test_hugging_face.py::test_what_would_be_wrong_in_a_ring_is_refused_on_every_rank",
+    21: "hugging_face/test_compiled.py::test_a_way_is_right_between_two_graphs",
+    22: "ring/test_causal.py::test_rotary_angles_are_not_rounded_to_the_dtype_of_x",
+    23: "hugging_face/test_hugging_face.py::test_what_would_be_wrong_in_a_ring_is_refused_on_every_rank",
     24: "models/test_mesh.py::test_padding_alone_gives_no_loss_and_no_nan",
-    25: "training/test_schedules.py::test_one_gradient_none_or_a_second_derivative",
+    25: "ways/test_schedules.py::test_one_gradient_none_or_a_second_derivative",
     26: "models/test_train.py::test_losses_are_those_of_one_process_on_any_mesh_and_after_any_resume",
-    27: "models/test_hugging_face_generate.py::test_a_mistake_gives_other_tokens",
-    28: "models/test_hugging_face_trainer.py::test_planted_mistakes_are_seen",
+    27: "hugging_face/test_hugging_face_generate.py::test_a_mistake_gives_other_tokens",
+    28: "hugging_face/test_hugging_face_trainer.py::test_planted_mistakes_are_seen",
 }
 FACTORS = {"P": lambda P: P, "1/P": lambda P: 1 / P}
 LINES = {int(row[0]): row for row in cells(MODEL) if row[0].isdecimal()}

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import worked_example as example
-from notebooks import paper_tables
-from notebooks import published_example as published
-from notebooks.paper_tables import TABLE_1, TABLE_3, largest_activations
+from notebooks.source import paper_tables
+from notebooks.source import published_example as published
+from notebooks.source.paper_tables import TABLE_1, TABLE_3, largest_activations
+from ring_planner.hidden_communication import LLAMA_7B, TABLE_2, AttentionLayer
+from ring_planner.memory import peak_bytes_backward
 from ringlab.basics.naive_attention import TOKENS, naive_attention
-from ringlab.planning.hidden_communication import LLAMA_7B, TABLE_2, AttentionLayer
-from ringlab.planning.memory import peak_bytes_backward
 from tests.commands import check_shown
 
 # The appendix of errata ----------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def slip(where):
 
 def test_it_shows_what_the_command_prints(capsys):
     command, shown = re.search(r"```console\n\$ (.*?)\n(.*?)```", TEXT, re.S).groups()
-    assert command == "python -m notebooks.paper_tables"
+    assert command == "python -m notebooks.source.paper_tables"
     assert paper_tables.main() == 0
     check_shown(shown, capsys.readouterr().out)
 

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from notebooks import build, trial
-from notebooks.checks import answers, the_ring
-from notebooks.checks.answers import OPEN
-from notebooks.trial import Message, Ran, RingFailed, Waiting, cell_of, run_cell, whole_input
+from notebooks.source import build, trial
+from notebooks.source.checks import answers, the_ring
+from notebooks.source.checks.answers import OPEN
+from notebooks.source.trial import Message, Ran, RingFailed, Waiting, cell_of, run_cell, whole_input
 from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
@@ -28,7 +28,7 @@ from tests.doctor import readers_rings
 from tests.doctor.readers_rings import QUICK, RIGHT_RINGS, WAITING_RINGS
 from tests.pages.tried_answers import FORMULAS, RIGHT_ANSWERS, WRONG_ANSWERS, one_rank_receives_first
 
-CHAPTERS = [*build.chapters(), build.FOLDER / "appendix_ring_of_states.py"]
+CHAPTERS = [*build.chapters(), build.SOURCES / "appendix_ring_of_states.py"]
 NAMES = [source.stem.partition("_")[2] for source in CHAPTERS]  # 04_the_ring -> the_ring
 PROCESSES = {"check_ring"}  # its answers travel to other processes
 CHECKS = {}  # name of a check -> the chapter and the name of its answer
@@ -39,7 +39,7 @@ EXERCISES = sorted(CHECKS.keys() - PROCESSES)
 
 
 def checks_of(name):
-    return import_module(f"notebooks.checks.{name}")
+    return import_module(f"notebooks.source.checks.{name}")
 
 
 def check_named(name):
@@ -99,7 +99,7 @@ def test_the_solutions_are_right(check):
 @pytest.mark.parametrize("source", CHAPTERS, ids=NAMES)
 def test_the_exercises_are_open(source):
     """Each check's cell says so, as it was committed and as the source has it now."""
-    notebook = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    notebook = nbformat.read(build.pair(source), as_version=4)
     said = ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in notebook.cells]
     still_open = sum(text.strip() == OPEN for text in said)
     assert still_open == sum(chapter == source for chapter, _ in CHECKS.values())
@@ -518,7 +518,8 @@ def test_a_function_takes_its_cell_along(cell):
 
 def test_a_rank_does_not_try_the_function_again():
     """The call of the check may stand in the same cell."""
-    cell = "from notebooks.checks.the_ring import check_ring\ndef f(q, k, v, n):\n    return ...\nsaid = check_ring(f)"
+    cell = "from notebooks.source.checks.the_ring import check_ring\n"
+    cell += "def f(q, k, v, n):\n    return ...\nsaid = check_ring(f)"
     names = {}
     run_cell(cell, "f", names)
     assert "a rank starts no ranks" in names["said"]

@@ -17,8 +17,8 @@ from PIL import Image
 
 from figures import FOLDER, hidden_communication, kv_rotation, token_loss
 from figures.draw_all import CHAPTERS, NARROW, PAGES
-from notebooks import build
-from ringlab.planning.hidden_communication import TABLE_2
+from notebooks.source import build
+from ring_planner.hidden_communication import TABLE_2
 from ringlab.support import drawing
 from ringlab.support.colours import BLOCK_COLOURS, ink_on
 from tests.commands import ROOT

@@ -8,7 +8,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from notebooks import build
+from notebooks.source import build
 from tests.commands import ROOT, masked
 from tests.extras import marked
 from tests.pages import reading_time
@@ -24,7 +24,7 @@ ALL_IDS = [source.stem for source in ALL]
 
 
 def committed(source):
-    return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    return nbformat.read(build.pair(source), as_version=4)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def kernel():
 CLEAN = """
 %reset -f
 __import__("ringlab.support.processes").support.processes.PRELOAD[2:] = [
-    "ring_doctor.asking.examination", "notebooks.model_workers"
+    "ring_doctor.asking.examination", "notebooks.source.model_workers"
 ]
 __spec__ = None  # multiprocessing looks for it, and reset takes it away
 __import__("ringlab.support.drawing").support.drawing.Picture._ipython_display_ = lambda picture: None

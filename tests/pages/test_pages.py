@@ -8,11 +8,12 @@ import pytest
 
 import ring_attn
 from bench import pages
-from notebooks import build, published_example
 from notebooks.puzzles.checks import PUZZLES
+from notebooks.source import build, published_example
 from ring_doctor.catalogue import CATALOGUE
-from ringlab.planning import ways as planning_ways
+from ring_planner import ways as planning_ways
 from tests.commands import ROOT, check_shown, run
+from tests.concepts import FOLDERS as HOMES
 from tests.concepts import is_concept
 from tests.pages import reading_time
 
@@ -121,12 +122,7 @@ def test_the_minutes_of_the_map_are_those_of_the_chapters_and_add_up():
 
 
 def test_every_concept_is_on_the_map():
-    for path in [
-        *ROOT.glob("ringlab/basics/[a-z]*.py"),
-        *ROOT.glob("ringlab/training/[a-z]*.py"),
-        *ROOT.glob("ringlab/models/[a-z]*.py"),
-        *ROOT.glob("*.py"),
-    ]:
+    for path in [*(path for folder in HOMES for path in ROOT.glob(f"{folder}/[a-z]*.py")), *ROOT.glob("*.py")]:
         assert f"](../{path.relative_to(ROOT)})" in MAP or not is_concept(path), path
     for path in ROOT.glob("notebooks/*.ipynb"):
         assert f"]({path.name})" in MAP, path
@@ -139,7 +135,7 @@ TERMS = re.findall(r"^## (.+)$", GLOSSARY, re.M)
 # Whatever a reader may click; a notebook's .py source has the same links as its .ipynb.
 FOLDERS = ("", "bench/", "book/pages/", "docs/", "examples/", "notebooks/", "ringlab/**/", "ring_doctor/**/")
 PAGES = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")] + [
-    *ROOT.glob("notebooks/[0-9]*.py"),
+    *build.chapters(),
     *build.others(),
 ]
 
@@ -156,7 +152,7 @@ def dead_links(page: Path, text: str) -> list[str]:
     dead = []
     for link in re.findall(r"(?:\]\(|src=\")(?!https?:)([^)\s\"]+)[)\"]", text):
         file, _, anchor = link.partition("#")
-        target = page.parent / file if file else page
+        target = page.parent / file if file else page  # a chapter's links are those of its notebook
         if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
             dead.append(link)
     return dead
@@ -179,11 +175,12 @@ def test_every_link_leads_somewhere():
         text = page.read_text()
         if page.suffix == ".py":  # a notebook: its text is in comments
             text = "\n".join(re.findall(r"^#.*", text, re.M))
+            page = build.pair(page)
         assert dead_links(page, text) == [], page
 
 
 def test_a_dead_link_is_found():
-    page = ROOT / "notebooks/04_the_ring.py"
+    page = ROOT / "notebooks/04_the_ring.ipynb"
     assert dead_links(page, "a [hop](../docs/glossary.md#hop) and a [leap](../docs/glossary.md#leap)") == [
         "../docs/glossary.md#leap"
     ]

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from notebooks.checks.answers import OPEN
 from notebooks.puzzles import checks, engine, film
 from notebooks.puzzles import solutions as right
+from notebooks.source.checks.answers import OPEN
 from ringlab import ring_flash_attention
 from ringlab.basics.online_softmax import finish, start
 from ringlab.support.colours import BLOCK_COLOURS
 from tests.pages import assert_legible
-from tests.training import readers_schedules as tried
+from tests.ways import readers_schedules as tried
 
 slow = pytest.mark.slow  # they start processes
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from notebooks.checks import answers
+from notebooks.source.checks import answers
 from notebooks.your_ring import checks
 from notebooks.your_ring.messages import Watch
 from tests.commands import ROOT

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from notebooks.checks.the_fused_ring import plain_kernel
+from notebooks.source.checks.the_fused_ring import plain_kernel
 from ring_doctor.catalogue import CATALOGUE
 from ringlab.basics.blocking_messages import Recv, Send, ring_programs
 from ringlab.basics.online_softmax import merge
-from ringlab.training.layouts import positions
+from ringlab.ring.layouts import positions
 from tests.doctor.readers_rings import WRONG_RINGS
 
 

@@ -8,12 +8,13 @@ import torch
 
 from bench.gradients_home import Circle
 from ring_doctor.mistakes.paper_ring import block_out
-from ringlab.training import all_gather, all_to_all, flash_ring, schedule
-from ringlab.training.all_to_all import Exchange
-from ringlab.training.flash_ring import flash_backward, ring_flash_attention
-from ringlab.training.fused_block import fused_forward
-from ringlab.training.overlap import post
-from ringlab.training.partition import Partition
+from ringlab.ring import flash_ring, schedule
+from ringlab.ring.flash_ring import flash_backward, ring_flash_attention
+from ringlab.ring.fused_block import fused_forward
+from ringlab.ring.overlap import post
+from ringlab.ring.partition import Partition
+from ringlab.ways import all_gather, all_to_all
+from ringlab.ways.all_to_all import Exchange
 from tests.basics.wrong_rings import back_as_they_came, not_added
 from tests.doctor.sick.ring import CAUSAL, MASKED, SickRing, always, from_2
 from tests.doctor.sick.table_ring import from_table, moved

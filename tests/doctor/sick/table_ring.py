@@ -12,8 +12,8 @@ import torch.distributed as dist
 from ring_doctor.asking.case import Case
 from ring_doctor.mistakes.paper_ring import RIGHT
 from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.ring.overlap import post
 from ringlab.support.agreement import agree
-from ringlab.training.overlap import post
 from tests.doctor.sick.ring import MASKED, SickRing, always
 
 STEPS = {"rounds", "in_hand", "believed", "sees", "keys_and_values", "scale", "kv_heads"}

@@ -1,0 +1,384 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 8 · The trainable ring, on fused kernels
+#
+# The [trainable ring](../docs/glossary.md#trainable-ring) puts the last chapters together: it is exact, differentiable,
+# overlapped, and balanced under a [causal mask](../docs/glossary.md#causal-mask). It is also fast, because a
+# [fused kernel](../docs/glossary.md#fused-kernel) computes each [block](../docs/glossary.md#block). After this chapter you can
+#
+# - build a ring on any kernel that returns its [log-sum-exp](../docs/glossary.md#log-sum-exp),
+# - say what to ask such a kernel first,
+# - put the ring into a model, and combine its gradients in the right way.
+#
+# The road, 8 of 8. 20 minutes to read, 10 for the exercises. Before: [7 · causal balance](07_causal_balance.ipynb). Next:
+# one of the tracks, see the end.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %matplotlib inline
+import math
+import time
+
+import numpy as np
+import torch
+
+from bench import against_peers, record
+from figures import backward_timeline, measured
+from notebooks.source import workers
+from notebooks.source.checks.the_fused_ring import check_attention_on_a_kernel, check_merging_share, check_natural_lse
+from ringlab.basics.blockwise_attention import blockwise_attention
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.basics.online_softmax import merge
+from ringlab.models.transformer import TEXT, Config, Transformer, summed_loss
+from ringlab.ring.causal import visible_slice
+from ringlab.ring.layouts import positions
+from ringlab.support.processes import launch
+
+np.set_printoptions(precision=4, floatmode="fixed")
+
+# %% [markdown]
+# ## The failure
+#
+# Our ring computes its blocks with `blockwise_attention` of chapter 2, or with the same steps. That is slow. Each
+# [tile](../docs/glossary.md#tile) of [scores](../docs/glossary.md#score) is written to memory and read again several times.
+# PyTorch's own attention runs one fused kernel, which keeps its tiles in registers and cache:
+
+# %%
+q, k, v = torch.randn(3, 1, 8, 1024, 64, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+def seconds(work) -> float:
+    work()  # the first call warms up
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+attention = torch.nn.functional.scaled_dot_product_attention
+print(f"blockwise_attention: {seconds(lambda: blockwise_attention(q, k, v, block_size=256)):.4f} s")
+print(f"fused kernel:        {seconds(lambda: attention(q, k, v)):.4f} s")
+
+# %% [markdown]
+# ## The idea
+#
+# A ring asks one thing of a kernel: it must return the log-sum-exp (lse) of each row beside the output. Then the
+# results of two blocks [merge](../docs/glossary.md#merge), whatever the kernel does inside. `scaled_dot_product_attention`
+# keeps its lse to itself. The kernel behind it returns it. This is the one for CPUs:
+
+# %%
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
+scale = 2**-0.5
+
+
+def kernel(q, k, v, causal=False):  # -> out (B, H, Sq, D) and lse (B, H, Sq); the 0.0 is for dropout
+    return flash(q, k, v, 0.0, causal, scale=q.shape[-1] ** -0.5)
+
+
+parts = [kernel(x, block, block) for block in x.chunk(4, dim=2)]
+out, lse = parts[0]
+for part in parts[1:]:
+    out, lse = merge(out, lse, *part)
+assert torch.allclose(out, naive_attention(x, x, x), rtol=0, atol=1e-14)
+print("four blocks, merged: row 0 =", out[0, 0, 0].numpy())
+
+# %% [markdown]
+# **The [backward pass](../docs/glossary.md#backward-pass)** takes one block at a time, too. The kernel's backward function
+# computes the weights again, as $e^{s - \mathrm{lse}}$ (chapter 5). Give it `out` and `lse` of the **whole** row. Then
+# the weights are the true ones, and the gradients of the blocks simply add up. Nothing is merged. We use it below.
+#
+# ## What to ask a kernel first
+#
+# **Is its lse natural?** `merge` needs $\log \sum e^s$. Some kernels return $\log_2 \sum e^s$, the logarithm in base 2
+# of the same sum, because a GPU computes $2^x$ faster than $e^x$. The two differ by a factor of
+# 1.44 only, so a wrong merge looks plausible. Here are two halves of our 8 tokens, merged with each:
+
+# %%
+halves = [kernel(x, half, half) for half in x.chunk(2, dim=2)]
+for name, factor in (("natural", 1.0), ("in base 2", 1 / math.log(2))):  # log2(a) = log(a) / log(2)
+    merged, _ = merge(halves[0][0], factor * halves[0][1], halves[1][0], factor * halves[1][1])
+    off = (merged - naive_attention(x, x, x)).abs().max()
+    print(f"lse {name:<10} off by {off:.4f}")
+    assert (off < 1e-14) == (name == "natural")
+
+# %% [markdown]
+# One call tells which it is. Give the kernel one query and one key, with the score 1. Then the sum is $e^1$. Its
+# natural logarithm is 1; in base 2 it is 1.4427. Multiply a lse in base 2 by $\log 2$, and it is natural.
+
+# %%
+one = torch.ones(1, 1, 1, 1)  # q, k and v; the score is 1 · 1 / √1
+print(f"one key of score 1: this kernel's lse is {kernel(one, one, one)[1].item():.4f}")
+print(f"in base 2 it would be {1 / math.log(2):.4f}")
+assert kernel(one, one, one)[1].item() == 1
+
+# %% [markdown]
+# **What does the kernel not check?** It stands behind a public function and trusts its caller. Called by its own name, it
+# checks nothing:
+
+# %%
+gaps = x.repeat_interleave(2, dim=3)[..., ::2]  # the same numbers, in every second place of the memory
+off = (kernel(gaps, x, x)[0] - naive_attention(x, x, x)).abs().max()
+print(f"rows whose numbers are not side by side: off by {off:.2f}")
+assert torch.equal(gaps, x)
+assert off > 0.1
+
+# %% [markdown]
+# No error anywhere. So the trainable ring calls its kernels through `ringlab.ring.fused_block`. It checks these things,
+# chooses a kernel for the device, and takes the plain block of chapter 2 where no kernel can be trusted.
+#
+# ## Grouped queries
+#
+# With [grouped queries](../docs/glossary.md#gqa) there are fewer heads of K and V: $G < H$, and $H/G$ query heads share one
+# of them. The ring needs no change. To the shared head the queries of its group are just more rows. K and V travel with
+# their $G$ heads, so a [hop](../docs/glossary.md#hop) costs $G/H$ of the bytes.
+
+# %%
+H, G = 8, 2
+q = torch.randn(1, H, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+k, v = torch.randn(2, 1, G, 8, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+more_rows = q.unflatten(1, (G, H // G)).flatten(2, 3)  # the heads of a group, one below the other
+print("q:", tuple(q.shape), "  as rows:", tuple(more_rows.shape), "  k:", tuple(k.shape))
+grouped = naive_attention(more_rows, k, v).unflatten(2, (H // G, -1)).flatten(1, 2)
+repeated = naive_attention(q, *(x.repeat_interleave(H // G, dim=1) for x in (k, v)))  # the definition
+assert torch.allclose(grouped, repeated, rtol=0, atol=1e-14)
+assert torch.allclose(kernel(q, k, v)[0], repeated, rtol=0, atol=1e-14)  # this kernel groups by itself
+
+# %% [markdown]
+# ## The ring, in one process
+#
+# The ring of chapter 7 with this kernel, in the [zigzag layout](../docs/glossary.md#zigzag-layout) and with grouped queries:
+
+# %%
+P = 4
+at = [positions("zigzag", 8, r, P) for r in range(P)]
+result = torch.empty_like(q)
+for r in range(P):
+    for t in range(P):
+        j = (r - t) % P
+        visible = visible_slice("zigzag", r, j, [2] * P)
+        rows, keys = visible.queries, visible.keys
+        part = q[:, :, at[r]][:, :, rows], k[:, :, at[j]][:, :, keys], v[:, :, at[j]][:, :, keys]
+        out_j, lse_j = kernel(*part, causal=visible.triangle)
+        if t == 0:  # its own block: every query sees at least itself
+            out, lse = out_j, lse_j
+        else:
+            out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], out_j, lse_j)
+    result[:, :, at[r]] = out
+whole = naive_attention(q, *(x.repeat_interleave(H // G, dim=1) for x in (k, v)), causal=True)
+assert torch.allclose(result, whole, rtol=0, atol=1e-14)
+print("zigzag, causal, grouped, on the fused kernel: exact")
+
+# %% [markdown]
+# ## What travels when
+#
+# The trainable ring sends real messages. In the forward pass the next block travels while a [rank](../docs/glossary.md#rank)
+# computes, as in chapter 6. In the backward pass dK and dV of a block must be hidden, too. A rank can send them on only
+# after it has added its share. So they travel one [round](../docs/glossary.md#round) after their block. The round of the
+# own block is the last one. What it adds need not travel, and meanwhile the other shares come home:
+
+# %%
+backward_timeline.draw()
+
+# %% [markdown]
+# While rank 2 computes on block 0 in round 2, the gradients of block 0 arrive from rank 1. Then rank 2 adds its share
+# and sends the sum on. Only the first hop of K and V is not hidden. Here it is in one process, without a mask:
+
+# %%
+leaves = [x.clone().requires_grad_() for _ in "qkv"]
+d_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+exact = torch.autograd.grad(naive_attention(*leaves), leaves, d_out)
+
+out, lse = kernel(x, x, x)  # what the forward pass has saved, of whole rows
+of_ranks = [tensor.chunk(P, dim=2) for tensor in (d_out, x, out, lse)]
+dq, sums = [0] * P, [(0, 0)] * P  # dq[r] stays on rank r; sums[r] is the dK and dV that rank r has now
+for t in (*range(1, P), 0):
+    shares = []
+    for r in range(P):
+        my_d_out, my_q, my_out, my_lse = (tensors[r] for tensors in of_ranks)
+        block = x.chunk(P, dim=2)[(r - t) % P]  # while a rank computes on it, its sums arrive
+        shares.append(flash_backward(my_d_out, my_q, block, block, my_out, my_lse, 0.0, False, scale=scale))
+    dq = [total + share[0] for total, share in zip(dq, shares, strict=True)]
+    sums = [(dk + share[1], dv + share[2]) for (dk, dv), share in zip(sums, shares, strict=True)]
+    if t > 0:
+        sums = sums[-1:] + sums[:-1]  # the hop of the sums: they reach rank r + 1 while it computes on the same block
+
+for name, mine, right in zip(("dq", "dk", "dv"), (dq, *zip(*sums, strict=True)), exact, strict=True):
+    assert torch.allclose(torch.cat(mine, dim=2), right, rtol=0, atol=1e-14)
+    print(f"{name} of the four ranks is autograd's")
+
+# %% [markdown]
+# After round $t$, rank $r - 1$ has the sums of block $(r - 1 - t) \bmod P$. That is the block of rank $r$ in round $t + 1$.
+# Rank $r$ needs them only when it has computed. So the hop of the sums may take as long as the computing.
+#
+# The trainable ring has the same steps. Its [schedule](../docs/glossary.md#schedule) says which block is where and where the sums
+# are. Of each block it computes what the mask leaves, in [pieces](../docs/glossary.md#piece): rectangles and triangles.
+#
+# ## In a model
+#
+# `ringlab.scaled_dot_product_attention` is the trainable ring with the signature of PyTorch's function. In a transformer,
+# tokens meet in attention only. So a model that calls it runs on $P$ ranks, each with its own tokens. These lines are all
+# that changes:
+#
+# ```python
+# attention = partial(ringlab.scaled_dot_product_attention, layout="zigzag")  # in place of PyTorch's
+# at = ringlab.positions("zigzag", seq_len, rank, world_size)                 # where this rank's tokens stand
+# tokens, labels = text[:, :-1][:, at], text[:, 1:][:, at]                    # shifted first, then dealt out
+# logits = model(tokens, at)                                                  # rotary positions of the same layout
+# loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens_of_the_whole_batch
+# loss.backward()
+# for weight in model.parameters():
+#     dist.all_reduce(weight.grad)                                            # the sum over the ranks
+# ```
+#
+# The last lines matter. A rank's loss is a **share** of the loss: a sum over its own tokens, divided by the number of
+# all tokens. So its gradients are shares, too, and must be **added up** over the ranks. `all_reduce` adds up.
+# [DDP](../docs/glossary.md#ddp) and [`fully_shard`](../docs/glossary.md#fsdp) take the average instead. What does that change?
+# Four real processes run a small transformer ([chapter 10](10_a_model_in_the_ring.ipynb)). Each returns the loss and the
+# gradients of its own tokens; below we take their sum, and their average.
+
+# %%
+shares = launch(workers.training_step, P, device="cpu")
+loss_of_the_ring = sum(loss for loss, _ in shares)
+
+torch.manual_seed(0)
+model = Transformer(Config(layers=1)).double()  # the same weights, all tokens, PyTorch's attention
+tokens, labels = TEXT[:, :-1], TEXT[:, 1:]
+loss = summed_loss(model(tokens, torch.arange(tokens.shape[1])), labels) / tokens.numel()
+loss.backward()
+exact = {name: weight.grad for name, weight in model.named_parameters()}
+print(f"loss of one process {loss:.6f}, of the ring {loss_of_the_ring:.6f}")
+assert abs(loss - loss_of_the_ring) < 1e-12
+
+# %%
+print("gradients of the ring, divided by those of one process:")
+for name, factor in (
+    ("all_reduce, which adds up", 1.0),
+    ("DDP and fully_shard, which take the average", 1 / P),
+    ("DDP and fully_shard, with the loss times P", P / P),
+):
+    combined = {weight: factor * sum(gradients[weight] for _, gradients in shares) for weight in exact}
+    ratio = combined["head.weight"].norm() / exact["head.weight"].norm()
+    print(f"    {name:<45}{ratio:.4f}")
+    for weight, right in exact.items():
+        assert torch.allclose(combined[weight], right * (factor if factor < 1 else 1), rtol=0, atol=1e-12)
+
+# %% [markdown]
+# So with DDP or `fully_shard`, multiply the loss by $P$ before `backward()`. If you forget it, every gradient comes out
+# at exactly $1/P$ of its value. Adam hides that, because it divides by the size of the gradients; the clipping of
+# gradients does not.
+#
+# ## How fast?
+#
+# The limit is one process that runs the fused kernel on all cores. Messages, merges and waiting ranks cost a share of
+# that. Each bar is measured in turn with the limit, on one machine; [the table](../bench/results/README.md#against_peers)
+# names it. Black bars need no messages: blocks stay in memory that all ranks of a host can read (chapter 17).
+
+# %%
+measured.speed()
+
+# %%
+results = record.load("against_peers")
+slowest = min(
+    min(against_peers.speeds(results, dtype="float32", world_size=2, seq_len=seq_len, case=case, method=methods[0]))
+    for case, methods in against_peers.CASES.items()
+    for seq_len in (8192, 16_384)
+)
+print(f"black bars, two ranks on two cores, 8192 tokens or more: {slowest:.2f} of the limit, or faster")
+assert slowest > 0.9
+
+# %% [markdown]
+# Short sequences reach less: every call and every message has a fixed cost. [The errors](../bench/gpu.py)
+# are about as large as those of PyTorch's attention in the same dtype.
+#
+# > **One number to remember: 1.** One query and one key of score 1: the lse must be 1. If a kernel says 1.4427, its lse
+# > is in base 2. Ask that before you build a ring on it.
+#
+# ## Questions
+#
+# <details><summary>The forward pass of a block needs no lse but its own. Why must the backward pass get the lse of the whole row?</summary>
+#
+# A result of the forward pass is corrected afterwards: merging rescales it. Gradients are not corrected. With its own
+# lse, the weights of every block add up to 1, so those of a row would add up to the number of blocks.
+# </details>
+#
+# <details><summary>Zigzag and striped give (nearly) the same work to every rank. Why is striped slower in the picture?</summary>
+#
+# A kernel works in tiles. It computes a tile on the edge of a triangle whole and throws half of it away. Zigzag has a
+# triangle in the first round only, striped in every round.
+# </details>
+#
+# ## Your turn
+
+
+# %%
+# A block's out_j (Sq, D) and lse_j (Sq,) are merged into out and lse by out.lerp(out_j, share[:, None]),
+# which is out + share · (out_j - out). What is the share (Sq,)? Beware of overflow
+def my_share(lse, lse_j):
+    return ...
+
+
+print(check_merging_share(my_share))
+
+
+# %%
+# Attention on any kernel(q, k, v) -> (out, lse): q, k, v (S, D) in one process, with K and V in `blocks` blocks
+def my_attention(kernel, q, k, v, blocks):
+    return ...
+
+
+print(check_attention_on_a_kernel(my_attention))
+
+
+# %%
+# For later.
+# Somebody gives you kernel(q, k, v) -> (out, lse), with scores q·k/√D. Its lse is natural or in base 2; nobody knows.
+# Find out (you may call it as often as you like), and return out and the natural lse of these q, k and v (S, D)
+def my_natural_kernel(kernel, q, k, v):
+    return ...
+
+
+print(check_natural_lse(my_natural_kernel))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def my_share(lse, lse_j):
+#     return torch.sigmoid(lse_j - lse)  # e^lse_j / (e^lse + e^lse_j)
+#
+# def my_attention(kernel, q, k, v, blocks):
+#     out, lse = torch.zeros_like(q), torch.full_like(q[:, 0], -torch.inf)
+#     for k_j, v_j in zip(k.chunk(blocks), v.chunk(blocks)):
+#         out_j, lse_j = kernel(q, k_j, v_j)
+#         out = out.lerp(out_j, torch.sigmoid(lse_j - lse)[:, None])
+#         lse = torch.logaddexp(lse, lse_j)
+#     return out
+#
+# def my_natural_kernel(kernel, q, k, v):
+#     one = torch.ones(1, 1)
+#     natural = kernel(one, one, one)[1].item() < 1.2  # 1, or 1.4427
+#     out, lse = kernel(q, k, v)
+#     return out, lse if natural else lse * math.log(2)
+# ```
+# </details>
+#
+# You have walked the road. Open [`flash_ring.py`](../ringlab/ring/flash_ring.py) now: the ring that you train with.
+# Then write your own: [the workshop](your_ring/your_ring.ipynb) begins with an empty file, and [the puzzles](puzzles/puzzles.ipynb) ask for schedules.
+# Take the track that you need. 14 and 15 need 10; 17 needs 13; 18 needs 9 and 17:
+#
+# - *plan* a cluster: [9 · hidden communication](09_hidden_communication.ipynb),
+#   [18 · two speeds of wire](18_two_speeds_of_wire.ipynb)
+# - *train* a model: [10 · a model in the ring](10_a_model_in_the_ring.ipynb), [11 · meshes](11_meshes.ipynb),
+#   [12 · your own model](12_your_own_model.ipynb)
+# - *use* long contexts: [13 · documents and windows](13_documents_and_windows.ipynb), [14 · generation](14_generation.ipynb),
+#   [15 · what context is for](15_what_context_is_for.ipynb)
+# - *check* a ring: [16 · rings that were wrong](16_rings_that_were_wrong.ipynb)
+# - *other ways*: [17 · the other ways round](17_the_other_ways_round.ipynb), [the ring in JAX](appendix_ring_in_jax.ipynb),
+#   [a ring of states](appendix_ring_of_states.ipynb)

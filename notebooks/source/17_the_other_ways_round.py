@@ -1,0 +1,338 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 17 · The other ways round
+#
+# A [ring](../docs/glossary.md#ring) is one of several exact ways to share a sequence. Others
+# [gather](../docs/glossary.md#all-gather) all keys, [exchange](../docs/glossary.md#all-to-all) tokens for
+# [heads](../docs/glossary.md#head), or do [both](../docs/glossary.md#hybrid). After this chapter you can
+#
+# - gather K and V, and bring their gradients home,
+# - exchange tokens for heads, also when the heads do not divide,
+# - say which tokens a row of a hybrid holds, in each [layout](../docs/glossary.md#layout),
+# - say what each way sends, holds and needs.
+#
+# Track *other ways*. Before it: chapters 1 to 8 and 13. 22 minutes to read, 10 for the exercises.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %matplotlib inline
+import math
+
+import torch
+
+from figures import tokens_to_heads
+from notebooks.source.checks.the_other_ways_round import check_copies, check_meshes
+from ringlab.basics.naive_attention import TOKENS
+from ringlab.ring.layouts import positions, unshard
+from ringlab.ways import all_to_all
+
+P = 4
+
+# %% [markdown]
+# ## The failure
+#
+# There seems to be a simpler way than a ring. Heads never meet in [attention](../docs/glossary.md#attention). So let each rank
+# compute some of the heads, for **all** tokens. While it computes, nothing travels.
+#
+# Here are our 8 tokens on 4 GPUs, with $H = 6$ query heads on $G = 2$ K/V heads
+# ([grouped queries](../docs/glossary.md#gqa)). Query head $h$ is the tokens, turned by $h \cdot 60°$. K/V head 0 is the tokens
+# themselves, K/V head 1 the tokens turned by $90°$. Query head $h$ uses K/V head ⌊h / (H/G)⌋ = ⌊h/3⌋.
+
+# %%
+H, G = 6, 2
+
+
+def turned(degrees: float) -> torch.Tensor:
+    """The 8 tokens, turned: (S, D) = (8, 2)."""
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    return TOKENS @ torch.tensor([[cos, sin], [-sin, cos]], dtype=TOKENS.dtype)
+
+
+def attention(q, k, v, visible):
+    """q (B, H, Sq, D), k and v (B, G, Sk, D), visible (Sq, Sk) -> out (B, H, Sq, D)."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.mT / 2**0.5).masked_fill(~visible, -torch.inf)  # D = 2
+    return scores.softmax(dim=-1) @ v
+
+
+def off(x: torch.Tensor, exact: torch.Tensor) -> str:
+    return f"{(x - exact).abs().max().item():.4f}"
+
+
+q = torch.stack([turned(60 * h) for h in range(H)])[None].requires_grad_()  # (B, H, S, D) = (1, 6, 8, 2)
+k, v = (torch.stack([turned(0), turned(90)])[None].requires_grad_() for _ in "kv")  # (1, G, S, D) = (1, 2, 8, 2)
+causal = torch.ones(8, 8, dtype=torch.bool).tril()
+right = attention(q, k, v, causal)
+d_out = torch.randn(right.shape, generator=torch.Generator().manual_seed(0), dtype=right.dtype)
+d_q, d_k, d_v = torch.autograd.grad(right, (q, k, v), d_out)
+right, q, k, v = (x.detach() for x in (right, q, k, v))
+
+# %% [markdown]
+# Which heads does a rank take? 6 is not a multiple of 4. Code for equal parts gives `H // P` = 1 head to each rank, or it
+# asks `torch.chunk` for 4 parts. The rank needs K/V heads, too. There are 2 of them for 4 ranks, so they must be copied.
+# A common guess is that rank $r$ needs K/V head `r % G`:
+
+
+# %%
+def computed(shares: list[list[int]], kv_head) -> torch.Tensor:
+    """out, when rank r computes the query heads shares[r], each with the K/V head kv_head(r, h)."""
+    out = torch.zeros_like(q)
+    for r, mine in enumerate(shares):
+        for h in mine:
+            used = kv_head(r, h)
+            out[:, h] = attention(q[:, [h]], k[:, [used]], v[:, [used]], causal)[:, 0]
+    return out
+
+
+floor = [[r * (H // P)] for r in range(P)]
+chunk = [part.tolist() for part in torch.arange(H).chunk(P)]
+chunk += [[]] * (P - len(chunk))
+even = [[0, 1], [2], [3, 4], [5]]
+print("query heads of ranks 0 to 3         K/V head   out is off by")
+for name, shares, rule, kv_head in (
+    ("H // P", floor, "h // 3", lambda r, h: h // 3),
+    ("chunk", chunk, "h // 3", lambda r, h: h // 3),
+    ("2 or 1", even, "r % G", lambda r, h: r % G),
+    ("2 or 1", even, "h // 3", lambda r, h: h // 3),
+):
+    print(f"{name:<8}{' '.join(map(str, shares)):<28}{rule:<11}{off(computed(shares, kv_head), right):>10}")
+assert torch.equal(computed(even, lambda r, h: h // 3), right)
+
+# %% [markdown]
+# In the first line nobody computes heads 4 and 5. In the second rank 3 has nothing to do. In the third ranks 1 and 2 use
+# the wrong keys.
+#
+# All results have the right shape, and no error is raised.
+#
+# The last line of the table is right. Now its gradient. Ranks 0 and 1 each have a copy of K/V head 0, and ranks 2 and 3
+# a copy of K/V head 1. Every copy gets a gradient of its own:
+
+# %%
+owner = [0, 0, 1, 1]  # the K/V head that rank r has a copy of
+copies = k[:, owner].clone().requires_grad_()  # (1, P, 8, 2)
+outs = [attention(q[:, mine], copies[:, [r]], v[:, [owner[r]]], causal) for r, mine in enumerate(even)]
+(of_copies,) = torch.autograd.grad(torch.cat(outs, dim=1), copies, d_out)
+of_heads = of_copies.unflatten(1, (G, P // G))  # (1, G, P/G, 8, 2)
+print("dk is off by")
+print(f"    {off(of_heads[:, :, 0], d_k)} from the first copy of each head")
+print(f"    {off(of_heads.mean(dim=2), d_k)} with the mean of the copies")
+print(f"    {off(of_heads.sum(dim=2), d_k)} with their sum")
+assert torch.allclose(of_heads.sum(dim=2), d_k, rtol=0, atol=1e-14)
+
+# %% [markdown]
+# A key's gradient has a part from every query that sees it, and these are on several ranks. So the gradients of the copies
+# must be **added**.
+#
+# ## The idea
+#
+# Two facts allow every way of this chapter:
+#
+# - **A query needs all keys, and no other query.** So share out the tokens, and let K and V travel: one block after the
+#   other (ring) or all at once (all-gather).
+# - **A head needs no other head.** So share out the heads, and let tokens travel: the all-to-all.
+#
+# **All ways begin and end with the same chunks.** Rank $r$ has all heads of the tokens
+# `positions(layout, S, r, P)`, before and after. So a model can change its way, and its data loader stays as it is. From
+# here on we use the zigzag layout and the causal mask:
+
+# %%
+at = [positions("zigzag", 8, r, P) for r in range(P)]  # the tokens of rank r
+order = torch.cat(at)  # all tokens, in order of rank
+print("tokens of ranks 0 to 3:", *(tokens.tolist() for tokens in at))
+
+# %% [markdown]
+# ## 1 · All-gather
+#
+# Each rank sends its K and V to all other ranks, and then computes its own rows. The blocks arrive in order of rank, so
+# the mask compares **positions**:
+
+# %%
+gathered = [  # K and V of all ranks, as each rank r has them
+    [torch.cat([x[:, :, at[j]] for j in range(P)], dim=2).requires_grad_() for x in (k, v)] for r in range(P)
+]
+outs = [attention(q[:, :, at[r]], *gathered[r], visible=at[r][:, None] >= order) for r in range(P)]
+assert torch.allclose(unshard(outs, "zigzag"), right, rtol=0, atol=1e-14)
+print("all-gather: out is off by", off(unshard(outs, "zigzag"), right))
+
+# %% [markdown]
+# In the backward pass each rank finds a gradient of **its copy** of K: what its own queries add, for all 8 keys. Here is
+# how large it is on each rank, for the block of rank 1, which has tokens 1 and 6:
+
+# %%
+grads = [torch.autograd.grad(outs[r], gathered[r], d_out[:, :, at[r]]) for r in range(P)]  # dk, dv
+parts = torch.stack([of_k for of_k, _ in grads])  # (P, 1, G, 8, 2): dk of each rank's copy, in order of rank
+for r in range(P):
+    print(f"rank {r} adds to dk of block 1: norm {parts[r][:, :, 2:4].norm():.4f}")
+
+mine = [slice(2 * r, 2 * r + 2) for r in range(P)]  # where the block of rank r stands
+own = [parts[r][:, :, mine[r]] for r in range(P)]  # each rank keeps what it found for its own block
+total = [parts.sum(dim=0)[:, :, mine[r]] for r in range(P)]  # reduce-scatter
+print(f"dk is off by {off(unshard(own, 'zigzag'), d_k)} when each rank keeps its own part")
+print(f"dk is off by {off(unshard(total, 'zigzag'), d_k)} after a reduce-scatter")
+assert torch.allclose(unshard(total, "zigzag"), d_k, rtol=0, atol=1e-13)
+
+# %% [markdown]
+# The gradient of a gather is a [reduce-scatter](../docs/glossary.md#reduce-scatter): **add** the parts of all ranks, and give
+# each rank the sum for its own block. Without that sum, `out` and dq are right, and only dk and dv are wrong.
+#
+# The price is memory. A rank of a ring holds two blocks at a time. Here it holds the blocks of all ranks. So
+# [`all_gather.py`](../ringlab/ways/all_gather.py) gathers one K/V head at a time, into two buffers: while it computes
+# with one head, the next one arrives. Its [schedule](../docs/glossary.md#schedule) has a round for each K/V head, where that of
+# a ring has a round for each block.
+#
+# ## 2 · All-to-all
+#
+# Now tokens travel. Each rank cuts its q, k and v by heads, and sends rank $r$ the heads that rank $r$ computes. So rank
+# $r$ gets its heads of the tokens of all ranks:
+
+
+# %%
+def to_heads(x: torch.Tensor, shares: list[list[int]]) -> list[torch.Tensor]:
+    """What each rank has after the exchange: its heads of all 8 tokens, in order of rank."""
+    return [torch.cat([x[:, :, at[s]][:, shares[r]] for s in range(P)], dim=2) for r in range(P)]
+
+
+keys = [[head] for head in owner]
+received = list(zip(to_heads(q, even), to_heads(k, keys), to_heads(v, keys), strict=True))  # by rank: q, k, v
+print("before:  rank 1 has tokens", at[1].tolist(), "of query heads", list(range(H)))
+print("between: rank 1 has tokens", order.tolist(), "of query head ", *even[1])
+
+# %% [markdown]
+# The tokens arrive **in order of rank**. Without a mask that does no harm. A causal mask hides what comes later in the
+# sequence, but `causal`, the triangle, hides what comes later in the tensor. So first put the tokens in order:
+
+# %%
+for name, index in (("order of rank", torch.arange(8)), ("order of the sequence", order.argsort())):
+    tokens, out = order[index], torch.zeros_like(q)  # row i is token tokens[i]
+    for mine, three in zip(even, received, strict=True):
+        of_heads = attention(*(x[:, :, index] for x in three), causal)  # (1, n, 8, 2)
+        out[:, mine] = of_heads[:, :, tokens.argsort()]  # back: each row to its token
+    print(f"{name:<21} {tokens.tolist()}: out is off by {off(out, right)}")
+assert torch.allclose(out, right, rtol=0, atol=1e-14)
+
+# %% [markdown]
+# After that, the rows of `out` travel back to the ranks of their tokens. The whole way in a picture, where a cell is one
+# head of one token, and its colour is the rank that holds it:
+
+# %%
+tokens_to_heads.draw()
+
+# %% [markdown]
+# Which heads does rank $r$ get? The shares differ by one head at most, and a share takes the K/V heads that it needs: here
+# one only, ⌊r·G/P⌋ (`heads_of_ranks` in [`heads.py`](../ringlab/ways/heads.py)).
+#
+# In the backward pass the way back brings dq, dk and dv home, and adds what comes from copies of a head
+# ([`all_to_all.py`](../ringlab/ways/all_to_all.py)). More ranks than heads are refused:
+
+# %%
+try:
+    all_to_all.heads_of_ranks(6, 2, 8)
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# ## 3 · Hybrid
+#
+# The message names the cure: a [mesh](../docs/glossary.md#mesh) of $n$ rows with $g$ ranks each, $P = n \cdot g$. Rank
+# $\text{row} \cdot g + i$ is number $i$ of its row.
+#
+# - **Inside a row**, the ranks exchange tokens for heads. Number $i$ then has its heads, of all tokens of the row.
+# - **Across the rows**, the numbers $i$ of all rows form a ring. K and V of their heads go round, in $n - 1$ hops.
+#   ([Fang & Zhao 2024](https://arxiv.org/abs/2405.07719) call it USP.)
+#
+# A row joins the chunks of its ranks, and puts the tokens in order. In the contiguous and the zigzag layout that is the same
+# layout again, now of a ring of $n$ ranks. In the striped layout it is not: [`hybrid.py`](../ringlab/ways/hybrid.py) cuts
+# pieces of its own there (chapter 13).
+#
+# ## Five schedules, one function
+#
+# A schedule says which block is in hand when, and where the sums of its gradients go: that of a ring, a double ring (chapter
+# 18), an all-gather, an all-to-all or a hybrid. A
+# [partition](../docs/glossary.md#partition) says what to compute of the block, from the mask and the layout (chapter 13). So
+# every way takes every mask and every layout: all are `ring_flash_attention`, with another `schedule=`. The tests compare
+# each with full attention in float64: every mask, every layout, 1 to 5 ranks, gradients too.
+#
+# ## What each way costs
+#
+# What does a rank send in a forward pass? In numbers, where $P$ divides $G$ (for the hybrid: where $g$ does):
+#
+# | way | sends | needs | holds of K and V |
+# | --- | --- | --- | --- |
+# | ring | $(P-1) \cdot 2G \cdot CD$ | | two blocks |
+# | all-gather | $(P-1) \cdot 2G \cdot CD$ | | three buffers for one head of all $S$ tokens |
+# | all-to-all | $\frac{P-1}{P} \cdot 2(H+G) \cdot CD$ | $P \le H$ | $G/P$ heads of all $S$ tokens: as much as one block |
+# | hybrid, $n$ rows of $g$ | $\frac{g-1}{g} \cdot 2(H+G) \cdot CD + (n-1) \cdot 2G \cdot CD$ | $g \le H$ | two blocks of $gC$ tokens, $G/g$ heads |
+#
+# - **How much?** A ring and a gather send more with every rank. All-to-all sends less than $2(H+G)$ heads of $C$ tokens.
+# - **What is [hidden](../docs/glossary.md#hidden-communication)?** The hops of a ring travel while the rank computes. So do the
+#   heads of a gather, except the first. During an exchange nothing is computed.
+# - **The ring of a hybrid** sends as much in a hop as the flat ring: $gC$ tokens, but $G/g$ heads. Between two hops it
+#   computes $g$ times as long. So $g$ times shorter chunks hide its hops.
+#
+# - Rings and gathers send much more backward, because the gradients of K and V travel in float32.
+# - With 40 heads, all-to-all gives 3 of them to the busiest rank, where the average is 2.5, and all others wait for it.
+#
+# **When which?** If there are enough heads, take all-to-all. If there are more ranks than heads, or heads that do not divide,
+# take the hybrid. The ring takes any number of ranks and any heads, and long chunks hide its hops (chapter 9); but each
+# round costs something besides. On the CPUs of one host, [`shared_memory.py`](../ringlab/ways/shared_memory.py) needs no
+# messages. `ring-plan` ranks all of them for your cluster; chapter 18 has two kinds of links.
+#
+# > **One number to remember: $H$.** Tokens can be exchanged for heads among $H$ ranks at most, because each rank needs a
+# > query head. More ranks can share a sequence by a ring, by a gather, or by a hybrid.
+#
+# ## Questions
+#
+# <details><summary>With all-to-all, does the causal mask still need the zigzag layout?</summary>
+#
+# No. Between the exchanges each rank has all tokens of its heads, so the work is balanced in every layout. Contiguous
+# chunks are simplest: they arrive in order. A hybrid needs zigzag or striped chunks again, because its rows form rings.
+# </details>
+#
+# <details><summary>Llama 3 was trained with an all-gather of K and V. Why not with a ring?</summary>
+#
+# Its report (section 3.3.2) names two reasons. Masks of packed documents are easier, because a rank has all keys. And
+# with grouped queries, K and V are much smaller than Q. So the gather takes little time, compared with the computing.
+# </details>
+#
+# ## Your turn
+
+
+# %%
+# Each of P ranks has a copy of the K/V head that it needs. copies (P, B, S, D): copies[r] is dk of rank r's copy.
+# Return dk of the G heads, (B, G, S, D). (G divides P.)
+def my_dk(copies, G):
+    return ...
+
+
+print(check_copies(my_dk))
+
+
+# %%
+# A hybrid on P ranks, with H query heads on G. On which meshes do all ranks compute equally many query heads, while no
+# K/V head is copied? A list of pairs (rows, ranks of a row). Rows of one rank are allowed, and so is a single row.
+def my_meshes(P, H, G):
+    return ...
+
+
+print(check_meshes(my_meshes))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def my_dk(copies, G):
+#     return copies.unflatten(0, (G, -1)).sum(dim=1).transpose(0, 1)
+#
+# def my_meshes(P, H, G):
+#     return [(P // g, g) for g in range(1, P + 1) if P % g == 0 and G % g == 0]
+# ```
+# </details>
+#
+# Open [`all_to_all.py`](../ringlab/ways/all_to_all.py) now: heads for tokens, and back. [`all_gather.py`](../ringlab/ways/all_gather.py) and
+# [`hybrid.py`](../ringlab/ways/hybrid.py) are the other two. Next: [18 · two speeds of wire](18_two_speeds_of_wire.ipynb).

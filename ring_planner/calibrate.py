@@ -1,0 +1,314 @@
+"""Calibrate: measure the machine that this runs on, in a minute or two, and write a file that the planner reads.
+
+    computing      seconds of the kernel = launch + FLOPs / flops; causal: a pair with a mask / without one
+    memory         bytes / seconds of a copy that no cache holds
+    messages       latency = seconds of the shortest;   bytes/s = bytes / (seconds - latency) of the longest
+    NICs           bytes/s of all devices of a host together / of one alone, rounded
+    slowdown       computing while messages travel / computing alone
+
+All ranks do each of these at the same time, because they share memory, links and cores. A repetition ends with its last
+rank; the median counts. Lengths and bytes grow until a call takes long enough. On NCCL it was never run.
+
+    $ python -m ring_planner.calibrate --out machine.json
+    2 processes, cpu with gloo, float32, 8 heads of 64: 42 s
+        flops             4.45e+10
+    ...
+    $ torchrun --nnodes=2 --nproc_per_node=8 ... -m ring_planner.calibrate --out machine.json
+
+A reader of the ring may skip this file. `Cluster` in ways.py says what each number means.
+Source: Hockney 1994, the latency and bytes/s of a message.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+
+from ring_planner.hidden_communication import AttentionLayer, block_flops
+from ring_planner.machine import FIELDS, write_machine
+from ring_planner.round_costs import causal_pairs
+from ring_planner.ways import Cluster
+from ringlab.ring.fused_block import fused_backward, fused_forward
+from ringlab.ring.overlap import post
+from ringlab.support.agreement import agree
+from ringlab.support.processes import RankContext, choose_device, cpu_cores, join_ring, launch
+from ringlab.ways.all_gather import all_gather
+
+LONG = 0.5  # seconds: lengths and bytes grow as long as a call will take less
+SHORT = 0.03  # seconds: shorter calls are repeated, because a clock begins when its rank gets a core
+REPETITIONS = 5
+LENGTHS = [2**i for i in range(7, 18)]  # tokens of a block
+BYTES = [4**i for i in range(6, 16)]  # that a rank sends: 4 KiB to 1 GiB
+COPIED = {"cpu": 2**26, "cuda": 2**29}  # bytes, more than a cache holds
+QUIET = 0.5  # of a core, at least, while a rank computes
+LAYERS = {"cpu": (8, 64, "float32"), "cuda": (32, 128, "bfloat16")}  # heads, head dim and dtype unless given
+PASSES, MASKS, KINDS = ("forward", "backward"), ("none", "causal"), ("send", "all-gather", "all-to-all")
+
+Row = dict[str, Any]
+Timed = Callable[[], Any]  # what is timed
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(fixed, rate) of seconds = fixed + size / rate, from the first and the last; where none fits, fixed is 0."""
+    rise, run = seconds[-1] - seconds[0], sizes[-1] - sizes[0]
+    fixed = seconds[0] - sizes[0] * rise / run if run and rise > 0 else -1.0
+    return (fixed, run / rise) if fixed >= 0 else (0.0, sizes[-1] / seconds[-1])
+
+
+def wire(rows: Sequence[Row]) -> tuple[float, float]:
+    """(latency, bytes/s) of a table of messages, the shortest first."""
+    latency, longest = rows[0]["seconds"], rows[-1]
+    return latency, longest["bytes"] / max(longest["seconds"] - latency, longest["seconds"] / 2)
+
+
+@dataclass
+class Stopwatch:
+    """Times what all ranks do at once."""
+
+    context: RankContext
+
+    def wait_for_device(self) -> None:
+        """Until this rank's stream is done; messages that travel meanwhile have streams of their own."""
+        if self.context.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def once(self, work: Timed, calls: int = 1, after: Timed | None = None) -> tuple[float, float]:
+        """Seconds of a call until the last rank has done all, and seconds of a rank's core. Then `after` runs."""
+        self.wait_for_device()
+        dist.barrier()
+        begin, busy = time.perf_counter(), time.process_time()
+        for _ in range(calls):
+            work()
+        self.wait_for_device()
+        mine = (time.perf_counter() - begin) / calls, (time.process_time() - busy) / calls
+        if after:
+            after()
+        everyone = agree(lambda: mine)
+        return max(seconds for seconds, _ in everyone), sum(core for _, core in everyone) / len(everyone)
+
+    def typical(self, work: Timed, after: Timed | None = None) -> tuple[float, float]:
+        """The medians of some repetitions, after a call to warm up. With `after`, each is one call and `after`."""
+        seconds, _ = self.once(work, 1, after)
+        calls = 1 if after else max(1, round(SHORT / seconds))
+        seen = [self.once(work, calls, after) for _ in range(REPETITIONS)]
+        seconds, core = (median(each) for each in zip(*seen, strict=True))
+        return seconds, core
+
+    def table(self, name: str, sizes: Sequence[int], growth: int, work: Callable[[int], Timed]) -> list[Row]:
+        """A row for each size, until the next call, with `growth` times the work, would take longer than LONG."""
+        rows: list[Row] = []
+        for size in sizes:
+            seconds, core = self.typical(work(size))
+            rows.append({name: size, "seconds": seconds, "core": core})
+            if growth * seconds > LONG:
+                break
+        return rows
+
+
+def computing(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype) -> list[Row]:
+    """FLOP/s of the kernel by pass, mask and block length. FLOPs are counted of the pairs that a mask shows."""
+    device, rows = watch.context.device, []
+
+    def work(length: int, which: str, mask: str) -> Timed:
+        q, k, v, d_out = torch.randn(4, 1, layer.heads, length, layer.head_dim, device=device).to(dtype)
+        options = {"scale": layer.head_dim**-0.5, "causal": mask == "causal"}
+        out, lse = fused_forward(q, k, v, **options)
+        if which == "forward":
+            return lambda: fused_forward(q, k, v, **options)
+        return lambda: fused_backward(q, k, v, out, lse, d_out, **options)
+
+    for which, mask in product(PASSES, MASKS):
+        for row in watch.table("length", LENGTHS, 4, partial(work, which=which, mask=mask)):
+            pairs = row["length"] * (row["length"] + 1) / 2 if mask == "causal" else row["length"] ** 2
+            flops = block_flops(layer, pairs, backward=which == "backward")
+            rows.append({"pass": which, "mask": mask, **row, "flops": flops / row["seconds"]})
+    return rows
+
+
+def memory(watch: Stopwatch) -> float:
+    """Bytes/s of a copy: each byte is read and written."""
+    x, y = torch.zeros(2, COPIED[watch.context.device.type] // 4, device=watch.context.device)
+    return 2 * x.nbytes / watch.typical(lambda: y.copy_(x))[0]
+
+
+def exchange(size: int, group: ProcessGroup | None, device: torch.device) -> Callable[[], list[dist.Work]]:
+    """Begin to send `size` bytes to the next rank of the group."""
+    sent, received = torch.zeros(2, size, dtype=torch.uint8, device=device).unbind()
+    return lambda: post([sent], [received], group)
+
+
+def message(kind: str, group: ProcessGroup | None, device: torch.device) -> Callable[[int], Timed]:
+    """A function of the bytes that a rank sends: it gives what sends them, by send/receive or a collective."""
+    P = dist.get_world_size(group)
+
+    def work(size: int) -> Timed:
+        if kind == "send":
+            begin = exchange(size, group, device)
+            return lambda: [each.wait() for each in begin()]
+        part = -(-size // (P - 1))
+        sent, received = torch.zeros(2, P * part, dtype=torch.uint8, device=device).unbind()
+        if kind == "all-gather":
+            return lambda: all_gather(received, sent[:part], group=group)
+        return lambda: dist.all_to_all_single(received, sent, group=group)
+
+    return work
+
+
+def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: list[Row], travel: Row) -> float:
+    """Times as long does computing take while messages travel: those of `travel`, the longest of a table.
+
+    `rows` is the table of computing. The block takes half of the message's time at most, so a message lasts.
+    """
+    device = watch.context.device
+    first, *longer = (row for row in rows if (row["pass"], row["mask"]) == ("forward", "none"))
+    length = max([first["length"], *(row["length"] for row in longer if row["seconds"] <= travel["seconds"] / 2)])
+    q, k, v = torch.randn(3, 1, layer.heads, length, layer.head_dim, device=device).to(dtype)
+    begin, works = exchange(travel["bytes"], travel["group"], device), list[dist.Work]()
+
+    def compute() -> None:
+        fused_forward(q, k, v, scale=layer.head_dim**-0.5)
+
+    def compute_meanwhile() -> None:
+        works[:] = begin()
+        compute()
+
+    alone, _ = watch.typical(compute)
+    meanwhile, _ = watch.typical(compute_meanwhile, lambda: [each.wait() for each in works])
+    return max(1.0, meanwhile / alone)
+
+
+def cost_of_a_mask(rows: list[Row]) -> float:
+    """Times as long does the kernel take for a pair, as the planner counts them, under a causal mask: of the longest
+    block with both, forward."""
+    seconds = {(row["mask"], row["length"]): row["seconds"] for row in rows if row["pass"] == "forward"}
+    length = max(length for mask, length in seconds if mask == "none" and ("causal", length) in seconds)
+    share = causal_pairs(length) / length**2
+    return max(1.0, seconds["causal", length] / seconds["none", length] / share)
+
+
+def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dict[str, Any]:
+    """Everything: the cluster, and the tables. Raises ValueError on every rank where hosts have not equal numbers."""
+    begin, watch, P = time.perf_counter(), Stopwatch(context), context.world_size
+    here = agree(lambda: int(os.environ.get("LOCAL_WORLD_SIZE", P)))
+    if len(set(here)) > 1 or P % here[0]:
+        raise ValueError(f"the hosts have {sorted(set(here))} processes; expected equal numbers")
+    hosts, per_host, number = P // here[0], here[0], getattr(torch, dtype)
+    layer = AttentionLayer(heads, heads, head_dim, number.itemsize)
+    rows = computing(watch, layer, number)
+    numbers: dict[str, Any] = {"memory_bandwidth": memory(watch), "bandwidth": math.inf}
+    for which, name in zip(PASSES, ("flops", "backward_flops"), strict=True):
+        table = [row for row in rows if (row["pass"], row["mask"]) == (which, "none")]
+        launch, numbers[name] = fit([row["flops"] * row["seconds"] for row in table], [row["seconds"] for row in table])
+        numbers.setdefault("launch", launch)  # of the forward pass
+    numbers["causal"] = cost_of_a_mask(rows)
+    mesh = init_device_mesh(context.device.type, (hosts, per_host), mesh_dim_names=("between", "inside"))
+    tables: list[Row] = []
+    for place in ["inside"] * (per_host > 1) + ["between"] * (hosts > 1):
+        for kind in KINDS:  # collectives between hosts are of the whole job
+            group = mesh.get_group(place) if kind == "send" or place == "inside" else None
+            table = watch.table("bytes", BYTES, 4, message(kind, group, context.device))
+            tables += [{"kind": kind, "place": place, **row} for row in table]
+            if kind == "send":
+                latency, bandwidth = wire(table)
+                longest = {**table[-1], "group": group}
+        if place == "inside":
+            numbers |= {"bandwidth": bandwidth, "latency": latency}
+        else:
+            alone = message("send", longest["group"], context.device)(longest["bytes"])
+            seconds, _ = watch.typical(alone if context.rank % per_host == 0 else lambda: None)
+            nics = min(per_host, max(1, round(per_host * seconds / longest["seconds"])))
+            numbers |= {"host_bandwidth": per_host * bandwidth / nics, "host_latency": latency, "nics": nics}
+    if P > 1:
+        numbers["slowdown"] = slowdown(watch, layer, number, rows, longest)
+    made = {
+        "on": torch.cuda.get_device_name() if context.device.type == "cuda" else "cpu",
+        "backend": dist.get_backend(),
+        "torch": torch.__version__,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "seconds": time.perf_counter() - begin,
+    }
+    about = {"layer": {"heads": heads, "head_dim": head_dim, "dtype": dtype}, "made": made}
+    return {"cluster": Cluster(hosts, per_host, **numbers), **about, "computing": rows, "messages": tables}
+
+
+def faults(found: dict[str, Any]) -> list[str]:
+    """What a quiet machine would not measure: others used it meanwhile. Empty: nothing was seen."""
+    cluster, said = found["cluster"], []
+    own = [row["core"] / row["seconds"] for row in found["computing"] if found["made"]["on"] == "cpu"]
+    if own and median(own) < QUIET:
+        said.append(f"computing had {median(own):.0%} of a core")
+    if cluster.launch == 0:
+        said.append("longer blocks took less than their share of the time")
+    for place in ("inside", "between"):
+        sent = [row["seconds"] for row in found["messages"] if (row["kind"], row["place"]) == ("send", place)]
+        if sent and sent[0] > 1.5 * min(sent):
+            said.append(f"the shortest message {place} took longer than a longer one")
+    return said
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the numbers that the planner takes."""
+    layer, made = found["layer"], found["made"]
+    on = f"{made['on']} with {made['backend']}, {layer['dtype']}, {layer['heads']} heads of {layer['head_dim']}"
+    print(f"{found['cluster'].devices} processes, {on}: {made['seconds']:.0f} s")
+    for name in FIELDS:
+        print(f"    {name:<18}{getattr(found['cluster'], name):.4g}")
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m ring_planner.calibrate", description="Measure this machine.")
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write, for the planner")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--processes", metavar="N", type=int, help="on this host (default: GPUs, or else cores)")
+    parser.add_argument("--heads", metavar="N", type=int, help="query heads of a layer, H")
+    parser.add_argument("--head-dim", metavar="N", type=int, help="numbers in a head, D")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of q, k and v")
+    options = parser.parse_args()
+    for name, given in vars(options).items():
+        if type(given) is int and given < 1:
+            parser.error(f"{name.replace('_', '-')} is {given}; expected 1 or more")
+    if options.out.is_dir() or not options.out.parent.is_dir():
+        parser.error(f"out is {options.out}; expected a file in a folder that is there")
+    options.processes = options.processes or (options.device != "cpu" and torch.cuda.device_count()) or cpu_cores()
+    try:
+        device, _, _ = choose_device(options.device, int(os.environ.get("LOCAL_WORLD_SIZE", options.processes)))
+    except ValueError as error:
+        parser.error(str(error))
+    layer = (options.heads, options.head_dim, options.dtype)
+    options.layer = tuple(given or usual for given, usual in zip(layer, LAYERS[device], strict=True))
+    return options
+
+
+def main() -> int:
+    options = read_options()
+    if "WORLD_SIZE" in os.environ:  # set by torchrun
+        with join_ring(options.device) as context:
+            found = measured(context, *options.layer)
+            if context.rank > 0:
+                return 0
+    else:
+        found = launch(measured, options.processes, *options.layer, device=options.device)[0]
+    show(found)
+    if said := faults(found):
+        print(f"BUSY: {'; '.join(said)}. Expected a quiet machine: stop other programs and measure again")
+    write_machine(options.out, **found)
+    print(f"wrote {options.out}: plan with `ring-plan --gpu NAME --machine {options.out}`: the GPU gives the memory")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""What a person who rents GPUs wants to know: the ways that fit, the fastest first, and what to change first.
+
+    candidates  every cp, tp, recomputation and way of ways.py
+    best        those that fit: a training step by tokens/s of a GPU, a prefill by its seconds
+    changes     the planner is asked again with each change; nothing here is a rule of thumb
+    interval    the errors of measured rows of the same kind, from errors.json; none: not known
+
+A reader may skip this file: step.py predicts a step, and this file asks it many times. After: command.py.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from ring_planner.memory import CONTEXT, RESERVE, step_bytes
+from ring_planner.step import RECOMPUTE, Step, step_seconds
+from ring_planner.ways import WAYS, splits
+
+GRAIN = 1024  # tokens: the longest context is a multiple
+LONGEST = 2**30 - GRAIN  # tokens: longer ones are not sought
+MOST = 16_384  # GPUs of a plan
+ERRORS = Path(__file__).with_name("errors.json")
+
+
+def digits(number: float) -> str:
+    """Three digits of a number, or all before the point: 0.0179, 5.89, 3,804."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def kind_of(task: str, kernels: str, hosts: int) -> str:
+    """The name of a kind of measured row: its errors count for a question like it."""
+    return f"{task}, {'best kernels' if kernels == 'best' else 'framework'}, {'one host' if hosts == 1 else 'hosts'}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step, and what step.py and memory.py say of it."""
+
+    step: Step
+
+    @cached_property
+    def terms(self) -> dict[str, float]:
+        return step_seconds(self.step)
+
+    @cached_property
+    def memory(self) -> dict[str, float]:
+        """Bytes of a GPU at the peak, those of CUDA and NCCL, and a reserve as large as the error of the count."""
+        counted = step_bytes(self.step)
+        return {**counted, "CUDA and NCCL": CONTEXT, "reserve": RESERVE * sum(counted.values())}
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.terms.values())
+
+    @property
+    def speed(self) -> float:
+        """Tokens/s of a GPU."""
+        return self.step.tokens / self.seconds
+
+    @property
+    def merit(self) -> float:
+        """What is compared: of a training step the tokens/s, of a prefill the prompts a second of one group."""
+        return self.speed if self.step.task == "train" else 1 / self.seconds
+
+    @property
+    def held(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.held <= self.step.gpu.memory
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the bf16 peak that the model's own FLOPs take: nothing is counted that is computed again."""
+        model, step = self.step.model, self.step
+        passes = 2 + step.trainable if step.task == "train" else 1
+        products = 2 * passes * (model.matrices + (passes > 1) * model.hidden * model.vocab)
+        mixing = 4 * (step.seq_len / 2) * model.heads * model.head_dim * model.softmax_layers
+        mixing += model.linear.layers * model.linear.flops if model.linear else 0
+        return self.speed * (products + (3 if passes > 1 else 1) * mixing) / step.gpu.peak["bf16"]
+
+    @property
+    def name(self) -> str:
+        """The way among cp GPUs, and how the step is shared."""
+        step = self.step
+        way = "no ring" if step.cp == 1 else step.way + (f" of {step.split}" if step.split else "")
+        again = f", recompute {step.recompute}" if step.task == "train" else ""
+        return f"{way}, cp {step.cp}, tp {step.tp}{again}"
+
+    @property
+    def interval(self) -> tuple[float, float, int] | None:
+        """Where nine in ten measured seconds lie, and how many rows of this kind say so; None: not known."""
+        task = {"train": "step", "prefill": "prefill"}[self.step.task]
+        kind = kind_of(task, self.step.kernels, self.step.hosts) if not self.step.model.linear else "no hybrid"
+        known = json.loads(ERRORS.read_text()).get(kind)
+        return known and (known["low"] * self.seconds, known["high"] * self.seconds, known["rows"])
+
+
+def ways_of(step: Step) -> Iterator[Step]:
+    """The step with each way that can be, among its cp GPUs."""
+    if step.cp == 1:
+        yield step
+        return
+    ring = step.ring
+    for way in WAYS:
+        if way == "double ring" and min(ring.hosts, ring.per_host) == 1:
+            continue  # it is the ring
+        if way == "all-to-all" and step.cp > step.share.heads:
+            continue
+        meshes = [g for g in splits(step.share, ring) if 1 < g < step.cp] if way == "hybrid" else [None]
+        for split in meshes:
+            if split is None or ring.per_host % split == 0 or split % ring.per_host == 0:
+                yield replace(step, way=way, split=split)
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is fixed: None leaves it to the search."""
+
+    cp: int | None = None
+    tp: int | None = None
+    recompute: str | None = None
+
+    def words(self) -> str:
+        fixed = [f"{name} {getattr(self, name)}" for name in ("cp", "tp", "recompute") if getattr(self, name)]
+        return f" with {', '.join(fixed)}" if fixed else ""
+
+
+def candidates(step: Step, wish: Wish) -> Iterator[Plan]:
+    """Every way to share the step that is possible, whether it fits or not."""
+    again = [wish.recompute] if wish.recompute else list(RECOMPUTE)
+    for tp in [wish.tp] if wish.tp else divisors(step.per_host):
+        if step.model.heads % tp or step.gpus % tp or max(step.per_host, tp) % min(step.per_host, tp):
+            continue
+        for cp in [wish.cp] if wish.cp else divisors(step.gpus // tp):
+            if step.seq_len < cp * tp or step.gpus % (cp * tp):
+                continue
+            for recompute in again if step.task == "train" else ["none"]:
+                yield from map(Plan, ways_of(replace(step, cp=cp, tp=tp, recompute=recompute)))
+
+
+def best(step: Step, wish: Wish) -> list[Plan]:
+    """All that fit, the best first."""
+    return sorted((each for each in candidates(step, wish) if each.fits), key=lambda each: -each.merit)
+
+
+def longest(step: Step, wish: Wish) -> int:
+    """The longest sequence that fits, in tokens: a multiple of `GRAIN`, 0 if none does."""
+
+    def fits(seq_len: int) -> bool:
+        return any(each.fits for each in candidates(replace(step, seq_len=seq_len, cp=1, tp=1), tightest))
+
+    tightest = replace(wish, recompute=wish.recompute or "full")
+    low, high = 0, 1
+    while high * GRAIN <= LONGEST and fits(high * GRAIN):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * GRAIN) else (low, middle)
+    return low * GRAIN
+
+
+def changes(step: Step) -> dict[str, Step]:
+    """What could be changed, and the step with the change."""
+    gpu = step.gpu
+
+    def twice(of_gpu: str, of_machine: str) -> Step:  # a rate of the GPU, and of a measured machine
+        own = step.machine and replace(step.machine, **{of_machine: 2 * getattr(step.machine, of_machine)})
+        return replace(step, gpu=replace(gpu, **{of_gpu: 2 * getattr(gpu, of_gpu)}), machine=own)
+
+    found = {
+        "links inside a host twice as fast": twice("link", "bandwidth"),
+        "twice the memory": replace(step, gpu=replace(gpu, memory=2 * gpu.memory)),
+    }
+    if not gpu.ideal:
+        found["memory twice as fast"] = twice("memory_bandwidth", "memory_bandwidth")
+    if step.task == "train":
+        found["twice the batch"] = replace(step, batch=2 * step.batch)
+        if step.loss == "whole":
+            found["the loss in pieces"] = replace(step, loss="pieces")
+        if step.optimizer == "adam":
+            found["8-bit Adam"] = replace(step, optimizer="adam8bit")
+    if step.hosts > 1:
+        found["NICs twice as fast"] = twice("card", "host_bandwidth")
+    if step.linear_dtype != "fp8" and "fp8" in gpu.peak:
+        found["FP8 products"] = replace(step, linear_dtype="fp8")
+    return found
+
+
+def gains(step: Step, wish: Wish) -> list[tuple[float, str, Plan]]:
+    """For each change, how many times as good the best way then is, or, if nothing fits now, its speed; the largest
+    gain first."""
+    now, ranked = best(step, wish)[:1], {name: best(changed, wish) for name, changed in changes(step).items()}
+    found = [(each[0].merit / (now[0].merit if now else 1.0), name, each[0]) for name, each in ranked.items() if each]
+    return sorted(found, key=lambda each: -each[0])
+
+
+def hosts_that_hold(step: Step, wish: Wish) -> int | None:
+    """The fewest hosts, this number times a power of two, on which the step fits; None: on none up to `MOST` GPUs."""
+    hosts = step.hosts
+    while not any(each.fits for each in candidates(replace(step, hosts=hosts), wish)):
+        hosts *= 2
+        if hosts * step.per_host > MOST:
+            return None
+    return hosts

@@ -1,0 +1,304 @@
+"""Names in place of numbers: models by their configuration, GPUs by their data sheet and by what was measured on them.
+
+    model_named("llama-3.1-8b"), model_named("folder/config.json"), gpu_named("h100")
+
+A reader may skip this file: it reads presets.json and Hugging Face's config.json.
+
+FLOP/s without sparsity; bytes/s in one direction; memory as torch reports it where `source` says so, else as printed.
+
+Source: named in each row of the two files.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.round_costs import CARD_SHARE, LINK_SHARE
+
+GIB = 2**30
+DELTA = 64  # tokens that the delta rule computes at once
+
+
+@dataclass(frozen=True)
+class LinearLayers:
+    """The layers of a hybrid that are a gated delta rule, in place of softmax attention: linear_attention.py.
+
+    Queries and keys have `key_heads` heads of `key_dim` numbers, values and gates `heads` of `value_dim`. A short
+    convolution of `kernel` tokens is over queries, keys and values.
+    """
+
+    layers: int
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def values(self) -> int:
+        """Numbers of a token in v, in the gate, or in the output."""
+        return self.heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token in q, k and v."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def state(self) -> int:
+        """Numbers of the state: it stands for all tokens so far."""
+        return self.heads * self.key_dim * self.value_dim
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a token, forward, in pieces of `DELTA` tokens: the products of `in_chunks` and of the states."""
+        D, Dv = self.key_dim, self.value_dim
+        inside = 2 * DELTA * (3 * D + Dv) + DELTA * (D + Dv)  # scores, k kᵀ, scores · taken, scores · u; the solve
+        return self.heads * (inside + 2 * D * D + 4 * D * Dv + 2 * D * D * Dv // DELTA)
+
+    def projections(self, hidden: int) -> int:
+        """Weights of a layer's products: of q, k, v, the gate, decay and beta, and of the output."""
+        return hidden * (self.channels + 2 * self.values + 2 * self.heads)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder-only transformer. `feedforward` is the inner width of a gated feedforward: three matrices.
+
+    With experts, a token uses `active` of the `experts` of each layer, and `shared` more that all tokens use, all of
+    width `feedforward`. The first `dense` layers have none, but one feedforward of `dense_feedforward`. `gated`:
+    attention's output is multiplied by a gate, whose projection is as wide as that of the queries. Raises ValueError
+    for a model that cannot be.
+    """
+
+    name: str
+    source: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    feedforward: int
+    vocab: int
+    head_dim: int = 0  # 0: hidden / heads
+    tied: bool = False  # one weight for the embedding and the head
+    experts: int = 0
+    active: int = 0
+    shared: int = 0
+    dense: int = 0
+    dense_feedforward: int = 0
+    gated: bool = False
+    linear: LinearLayers | None = None
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.hidden // max(1, self.heads))
+        for name in ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab", "head_dim", "experts", "shared"):
+            least, most = int(name not in ("experts", "shared")), 10**4 if "heads" in name else 10**8
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more, {most:,} at most")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads is {self.heads}, kv_heads {self.kv_heads}; expected heads to be a multiple")
+        if not 0 <= self.active <= self.experts or bool(self.active) != bool(self.experts):
+            raise ValueError(f"active is {self.active} of {self.experts} experts; expected 1 to {self.experts}")
+        if not 0 <= self.dense <= self.layers or (self.dense and not self.dense_feedforward):
+            given = f"dense is {self.dense} of {self.layers} layers, dense_feedforward {self.dense_feedforward}"
+            raise ValueError(f"{given}; expected 0 to {self.layers} layers, and the width of their feedforward")
+        if self.linear and not (min(vars(self.linear).values()) > 0 and self.linear.layers < self.layers):
+            raise ValueError(f"{self.linear} of {self.layers} layers; expected 1 or more of each, and fewer layers")
+
+    def attention(self, itemsize: int = 2) -> AttentionLayer:
+        """The attention of a layer."""
+        return AttentionLayer(self.heads, self.kv_heads, self.head_dim, itemsize)
+
+    @property
+    def softmax_layers(self) -> int:
+        """The layers whose attention has keys and values."""
+        return self.layers - (self.linear.layers if self.linear else 0)
+
+    @property
+    def projections(self) -> int:
+        """Weights of W_q, W_k, W_v and W_o, and of what stands in their place in linear layers, of all layers."""
+        each = self.hidden * ((2 + self.gated) * self.heads + 2 * self.kv_heads) * self.head_dim
+        of_linear = self.linear.layers * self.linear.projections(self.hidden) if self.linear else 0
+        return self.softmax_layers * each + of_linear
+
+    def feedforwards(self, *, active: bool) -> int:
+        """Weights of the feedforwards of all layers: those that a token uses, or all."""
+        sparse = self.layers - self.dense
+        each = (self.active if active else self.experts) + self.shared if self.experts else 1
+        router = self.hidden * self.experts
+        dense = 3 * self.hidden * self.dense_feedforward * self.dense
+        return sparse * (3 * self.hidden * self.feedforward * each + router) + dense
+
+    @property
+    def matrices(self) -> int:
+        """Weights of all layers that a token is multiplied by; the head is not counted."""
+        return self.projections + self.feedforwards(active=True)
+
+    @property
+    def outside(self) -> int:
+        """Parameters outside the layers: the embedding, the head, the last norm."""
+        return (1 if self.tied else 2) * self.vocab * self.hidden + self.hidden
+
+    def parameters(self, *, active: bool = False) -> int:
+        """All parameters, or those that a token uses, but for biases, convolutions and the norms inside attention."""
+        return self.projections + 2 * self.layers * self.hidden + self.feedforwards(active=active) + self.outside
+
+    @property
+    def inner(self) -> int:
+        """The numbers of a token inside a layer's feedforward, on an average."""
+        sparse = self.feedforward * (self.active + self.shared if self.experts else 1)
+        return (sparse * (self.layers - self.dense) + self.dense_feedforward * self.dense) // self.layers
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU and its links. Rates in FLOP/s and bytes/s, one way.
+
+    `attention`: FLOP/s of a kernel on infinitely many blocks, (forward, backward), counted for the visible pairs only:
+    `fused` is the kernel that is written for the GPU; `torch` is what torch's scaled_dot_product_attention runs.
+    `multiprocessors`: of the chip, from NVIDIA's architecture papers (B200: its number of cores / 128); 0: not known.
+    """
+
+    name: str
+    source: str
+    peak: dict[str, float]  # of matrix products, by dtype, without sparsity
+    attention: dict[str, tuple[float, float]]  # "fused", "torch"
+    memory: float  # bytes
+    memory_bandwidth: float
+    link: float  # to other GPUs of the host
+    card: float  # a NIC for each GPU
+    multiprocessors: int = 0
+    card_share: float = CARD_SHARE  # of the card's bytes/s: what a message to another host reaches; collectives: more
+    link_share: float = LINK_SHARE  # of the link's bytes/s
+
+    @property
+    def ideal(self) -> bool:
+        return math.isinf(self.memory_bandwidth)
+
+
+KNOWN = json.loads(Path(__file__).with_name("presets.json").read_text())
+MODELS = {
+    row["name"]: Model(**{**row, "linear": row.get("linear") and LinearLayers(**row["linear"])})
+    for row in KNOWN["models"]
+}
+GPUS = {row["name"]: GPU(**row) for row in KNOWN["gpus"]}
+GPUS["a100"] = GPUS["a100-80"]
+
+
+def gpu_named(name: str) -> GPU:
+    """A GPU by its name, with or without spaces. Raises ValueError that lists all, if there is none."""
+    known = name.lower().replace(" ", "-")
+    if known not in GPUS:
+        raise ValueError(f"gpu is {name!r}; expected one of {', '.join(GPUS)}")
+    return GPUS[known]
+
+
+def model_named(name: str) -> Model:
+    """A model by its name, or by the path of its config.json. Raises ValueError as `gpu_named` and `read_config`."""
+    if name.endswith(".json"):
+        return read_config(Path(name))
+    if name.lower() not in MODELS:
+        raise ValueError(f"model is {name!r}; expected one of {', '.join(MODELS)}")
+    return MODELS[name.lower()]
+
+
+FIELDS = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
+HYBRID = "a hybrid of attention and layers that are not counted; expected full_attention and linear_attention"
+UNLIKE = {  # fields of config.json, and what they say of a model that Model does not describe
+    "kv_lora_rank": "latent attention; expected keys and values of whole heads",
+    "interleave_moe_layer_step": "experts of two widths, in some layers; expected the same in all layers",
+    "mlp_only_layers": "experts in some layers only; expected them in all layers after the first dense ones",
+    "attention_chunk_size": "attention in pieces; expected every token to see all before it",
+    **dict.fromkeys(("attn_layer_period", "hybrid_override_pattern", "attn_layer_indices", "attn_type_list"), HYBRID),
+    **dict.fromkeys(("linear_attn_config", "ssm_cfg", "mamba_d_state", "block_types"), HYBRID),
+}
+LINEAR = {  # the fields of a gated delta rule
+    "heads": "linear_num_value_heads",
+    "key_heads": "linear_num_key_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "kernel": "linear_conv_kernel_dim",
+}
+GATED = ("qwen3_next", "qwen3_5")  # model types, by their beginning, whose attention has a gate
+TWO_MATRICES = ("bert", "gpt_neox", "nemotron", "phi", "roberta", "starcoder2")  # model types, by their code
+TIED = ("cohere", "cohere2", "gemma", "gemma2", "gemma3_text")  # unless config.json says otherwise
+
+
+def refuse_unlike(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a config.json of a model that `Model` does not describe."""
+    for name, says in UNLIKE.items():
+        if config.get(name):
+            raise ValueError(f"{path} has {name}: {says}")
+    if config.get("sliding_window") and config.get("use_sliding_window") is not False:
+        given = f"{path} has sliding_window {config['sliding_window']}"
+        raise ValueError(f"{given}; expected null: every token sees all before it. Write null to plan an upper bound")
+    if (config.get("decoder_sparse_step") or 1) != 1:
+        raise ValueError(f"{path} has decoder_sparse_step: {UNLIKE['mlp_only_layers']}")
+    kinds, delta = config.get("layer_types") or [], all(map(config.get, LINEAR.values()))
+    known = ["full_attention", "linear_attention"][: 1 + delta]
+    if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
+        more = "" if delta else f"; linear_attention only with {', '.join(LINEAR.values())}"
+        raise ValueError(f"{path} has layer_types {kinds}; expected {' or '.join(known)} only{more}")
+    if delta and not kinds and not config.get("full_attention_interval"):
+        raise ValueError(f"{path} has linear_num_value_heads and no layer_types; expected the kind of each layer")
+    if config.get("model_type") in TWO_MATRICES:
+        given = f"{path} has model_type {config['model_type']}: a feedforward of two matrices"
+        raise ValueError(f"{given}; expected a gated feedforward, of three")
+
+
+def read_config(path: Path) -> Model:
+    """A Model from the config.json of a model on the Hugging Face hub.
+
+    Raises ValueError if the file cannot be read, lacks a field, or is of a kind of attention that is not counted here.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as reason:
+        raise ValueError(f"{path} cannot be read: {reason}; expected the config.json of a model") from reason
+    if isinstance(config, dict):
+        config = config.get("text_config") or config  # of a model that sees pictures too
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds {str(config)[:40]!r}; expected an object with the fields of a model")
+    refuse_unlike(path, config)
+
+    def field(*names: str, default: int | None = None) -> int:
+        found = [config[name] for name in names if config.get(name) is not None]
+        if not found and default is None:
+            raise ValueError(f"{path} has no field {' or '.join(names)}; add it: it counts the model's work")
+        value = found[0] if found else default
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{path}: {names[0]} is {value!r}; expected a whole number")
+        return value
+
+    known: dict[str, Any] = {name: field(given) for name, given in FIELDS.items()}
+    kind = str(config.get("model_type") or path.parent.name)
+    every, kinds = field("full_attention_interval", default=0), config.get("layer_types")
+    linear = kinds.count("linear_attention") if kinds else known["layers"] - known["layers"] // every if every else 0
+    if linear:
+        known["linear"] = LinearLayers(linear, **{name: field(given) for name, given in LINEAR.items()})
+    experts = field("num_local_experts", "num_experts", "n_routed_experts", default=0)
+    width = field("intermediate_size", *["moe_intermediate_size"] * bool(experts))
+    if experts:
+        dense, of_dense = field("first_k_dense_replace", default=0), width
+        width = max(1, field("moe_intermediate_size", default=width))
+        wide = field("shared_expert_intermediate_size", default=0)
+        if wide % width:
+            raise ValueError(f"{path} has shared_expert_intermediate_size {wide}; expected a multiple of {width}")
+        known |= {"experts": experts, "active": field("num_experts_per_tok"), "dense": dense}
+        known |= {"shared": wide // width or field("n_shared_experts", default=0)}
+        known |= {"dense_feedforward": of_dense if dense else 0}
+    return Model(
+        name=kind,
+        source=str(path),
+        kv_heads=field("num_key_value_heads", default=known["heads"]),
+        head_dim=field("head_dim", default=0),
+        feedforward=width,
+        tied=config.get("tie_word_embeddings", kind in TIED) is True,
+        gated=kind.startswith(GATED),
+        **known,
+    )

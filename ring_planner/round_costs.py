@@ -1,0 +1,130 @@
+"""What a round costs beside its products: bytes in the device's memory, calls of kernels, and rates below the nominal.
+
+    a call, forward     reads Q, K, V; writes out
+    a call, backward    reads out and dO for their row sums; Q, dO, K, V; zeroes dQ in float32, reads it, writes it in
+                        16 bits; writes dK and dV, of each query head if K/V heads are shared: read again to be summed
+    a merge, forward    block to float32; out - block; times sigmoid; out - that: 38 bytes of each number, at 16 bits
+    a merge, backward   dQ += the block's; dK += the block's; dV += the block's: 10 bytes of each number, at 16 bits
+    an exchange         packs before it and unpacks after it: each reads and writes all bytes once
+    a causal call       computes the tiles of its diagonal whole
+    waves               few blocks do not fill a GPU: its multiprocessors wait for the last blocks, see `efficiency`
+
+The bytes are counted from FlashAttention 2's kernels, and from PyTorch's operations in published rings: each operation
+reads its inputs and writes its result. A compiler that fused the published merge would move 10 bytes, or the 18 of our
+own `merge_into`. Measured times say 38: the H100's ring, forward, is then off by 3 %; with 18 by 19 %, with 10 by 25 %.
+
+Shapes: numbers only. `rows` queries and `keys` keys, H query heads, G key/value heads, D numbers in a head.
+
+A reader may skip this file. Before: ways.py. After: seconds.py, where these costs take their time.
+Source: Dao 2023 (FlashAttention 2), algorithms 1 and 2; zhuzilin/ring-flash-attention, utils.py, for the merge; NVIDIA,
+Matrix Multiplication Background, on wave quantization. bench/scoreboard.py fits two of the constants, and grades all.
+"""
+
+from dataclasses import replace
+
+from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.ways import Cluster
+
+TILE = 128  # queries and keys of a tile of the kernel: Dao 2023, section 3.3
+MERGE_CALLS = {False: 4, True: 3}  # operations of a merge, forward and backward: counted above
+
+# Fitted on the 28 times of published.json; scoreboard.py prints the error on each source that is left out of the fit.
+MEMORY_SHARE = 0.85  # of the nominal bytes/s of memory, which kernels reach that only read and write
+
+# Fitted on the three hops of published.json, of one machine: arXiv 2411.01783, table 5. Its card's bytes/s: presets.py.
+HOST_LATENCY = 5e-5  # seconds of a message to another host, before its bytes flow
+
+# Assumed: the 28 times hardly depend on these, because they are of one host and of long chunks.
+CARD_SHARE = 0.7  # of a card's bytes/s; on the one machine where single messages were measured, they reach 0.566
+LINK_SHARE = 0.8  # of the nominal bytes/s inside a host
+LATENCY = 5e-6  # seconds of a message inside a host, or of a step of a collective
+LAUNCH = 1e-5  # seconds of an operation of PyTorch
+# Times as long as with the best kernels does attention among several GPUs take in a framework: fitted on the six steps
+# of NeMo in published.json, and graded on the steps of torchtitan and EasyContext.
+FRAMEWORK = 1.33
+SLOWDOWN = 1.2  # between 1.1 (NCCL has a tenth of an H100: pytorch issue 143988) and 1.3 to 1.4 (pytorch PR 179937)
+
+
+def realistic(nominal: Cluster, card_share: float = CARD_SHARE, link_share: float = LINK_SHARE) -> Cluster:
+    """What the rates of a data sheet become: shares of them, latencies, and messages that slow the computing.
+
+    `card_share`: that of a card's bytes/s which a message to another host reaches; other than CARD_SHARE if measured.
+    `flops` and `backward_flops` stay: a data sheet does not know them, a run of the kernel does.
+    """
+    return replace(
+        nominal,
+        bandwidth=link_share * nominal.bandwidth,
+        host_bandwidth=card_share * nominal.host_bandwidth,
+        memory_bandwidth=MEMORY_SHARE * nominal.memory_bandwidth,
+        latency=LATENCY,
+        host_latency=HOST_LATENCY,
+        launch=LAUNCH,
+        slowdown=SLOWDOWN,
+    )
+
+
+def efficiency(
+    heads: float, tokens: float, multiprocessors: int, *, causal: bool = False, backward: bool = False
+) -> float:
+    """The share of a kernel's FLOP/s that a call reaches whose blocks are few: at its end, multiprocessors wait.
+
+    A block is a tile of queries of a head; in the backward pass, a tile of keys. `heads` are those of all sequences,
+    `tokens` their queries, or keys. Without waiting a call would take as long as `waves` blocks of mean length do, one
+    after the other: blocks / multiprocessors. It takes longer:
+
+        no mask             max(1, waves + 1/2)    the last wave is half empty, on an average
+        causal, forward     waves + 2              each head's longest block, twice the mean, is launched last. Two
+                                                   blocks share a multiprocessor, so at the end it works at half speed
+        causal, backward    waves + 1              the longest is launched first, and each multiprocessor has one block
+
+    The 1/2, 2 and 1 are counts of what FlashAttention 2 launches, to the nearest half. A test plays it, with 64
+    blocks a head: tests/planner/test_round_costs.py. Nothing is fitted on times. 0 multiprocessors: an ideal
+    device, 1.
+    """
+    if not multiprocessors:
+        return 1.0
+    waves = heads * tokens / TILE / multiprocessors
+    if not causal:
+        return waves / max(1.0, waves + 1 / 2)
+    return waves / (waves + (1 if backward else 2))
+
+
+def numbers(layer: AttentionLayer, rows: float, keys: float) -> tuple[float, float]:
+    """The numbers in Q of `rows` tokens, and in K and V of `keys` tokens."""
+    return rows * layer.hidden, 2 * keys * layer.kv_heads * layer.head_dim
+
+
+def causal_pairs(tokens: float) -> float:
+    """The pairs that a causal call on `tokens` queries and keys computes."""
+    return tokens * (tokens + min(TILE, tokens)) / 2
+
+
+def call_bytes(layer: AttentionLayer, rows: float, keys: float, *, backward: bool = False) -> float:
+    """Bytes that one call of the attention kernel moves."""
+    (q, kv), w, sums = numbers(layer, rows, keys), layer.itemsize, max(layer.itemsize, 4)
+    if not backward:
+        return (2 * q + kv) * w
+    copies = kv * layer.heads / layer.kv_heads if layer.heads > layer.kv_heads else 0.0  # written, then read
+    return q * (5 * w + 2 * sums) + 2 * (kv + copies) * w
+
+
+def merge_bytes(
+    layer: AttentionLayer, rows: float, keys: float, *, first: bool = False, backward: bool = False
+) -> float:
+    """Bytes that adding a block's results to the running ones moves.
+
+    The first block has nothing to be added to: its result is converted to float32, and at the end back.
+    """
+    (q, kv), w, sums = numbers(layer, rows, keys), layer.itemsize, max(layer.itemsize, 4)
+    convert = w + sums if w < sums else 0
+    if first:
+        return 2 * (q + (kv if backward else 0)) * convert
+    if backward:
+        return (q + kv) * (w + 2 * sums)
+    return q * (convert + 3 * sums + 2 * sums + 3 * sums)
+
+
+def packing_bytes(layer: AttentionLayer, chunk: float) -> float:
+    """Bytes that packing, or unpacking, moves for one of the two exchanges of heads: half of q, k, v and out."""
+    q, kv = numbers(layer, chunk, chunk)
+    return (2 * q + kv) * layer.itemsize

@@ -1,0 +1,262 @@
+"""A forward pass of a Hugging Face model in the ring: what is checked before it and after it, on all ranks together.
+
+    before   what the caller passes       this shard's positions and documents, labels on all ranks or on none
+             in passes 1, 2, 4 and 8      the weights, the same on all ranks
+             a module that is new         the model is proved once more
+    after    the calls of the ring        as many as proved
+             the loss                     the one that the ring computed, not changed by a line that knows no ranks
+    backward the loss                     nothing was added to it in place
+
+A loss of its own, beside that of the labels, goes through `extra_loss`: what all ranks have counts once.
+
+Shapes: a rank has input_ids (B, C), C = S/P, at position_ids (1, C).
+`python examples/compare.py` runs it: a first reader may skip this file.
+Before: hugging_face/proof.py, which models may be cut. After: hugging_face.py, the model in the ring.
+Source: transformers 5.23, PreTrainedModel.loss_function; PyTorch, Tensor.register_hook.
+"""
+
+import inspect
+import weakref
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringlab.models.transformer import IGNORED
+from ringlab.ring.documents import document_positions
+from ringlab.ring.layouts import positions
+from ringlab.states.state_ring import check_layout_of_states
+from ringlab.support.agreement import agree, members
+from ringlab.support.extras import extra
+
+with extra("hf", __name__):
+    from transformers import PreTrainedModel
+    from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+from ringlab.hugging_face.batch import attempt, checksum_of_weights, loss_part, refuse
+from ringlab.hugging_face.masks import UNDERSTOOD, LayerAttention
+from ringlab.hugging_face.proof import prove
+from ringlab.hugging_face.states import in_ring, linear_layers, spread
+from ringlab.models import expect
+
+DUE = (0, 1, 3, 7)  # after so many passes the weights are compared: a forgotten sum of gradients shows in the second
+LABELS_OF_TOKENS = "ForCausalLMLoss or ForMaskedLMLoss, with a label for each token"
+LOSS_BESIDE = "the loss as it is, or extra_loss in the model's forward: what is added here would count on each rank"
+
+
+def check_kind(model: PreTrainedModel) -> None:
+    """Raise ValueError for what the proof cannot see, or would not name by its reason."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    takes = inspect.signature(model.forward).parameters
+    hidden = any(each.kind is each.VAR_POSITIONAL for each in takes.values())
+    indexer = next((type(part).__name__ for part in model.modules() if "Indexer" in type(part).__name__), None)
+    stateful = model._is_stateful and "position_ids" not in takes
+    drops, routes = (getattr(config, option, None) for option in ("layerdrop", "output_router_logits"))
+    router = "False: its loss of the router would be that of a shard (in an SFTConfig: router_aux_loss_coef=0.0)"
+    for wrong, given, expected in (
+        (any(x.is_meta for x in model.parameters()), "has weights on the meta device", "loaded ones, to compute with"),
+        (model._compiled_call_impl, "is compiled", "use_ring first, then compile: see examples/compiled.py"),
+        (config.is_encoder_decoder, "is an encoder with a decoder", "a decoder alone: the ring shares out one text"),
+        (hidden, "has a forward(*args)", "its arguments by name, as functools.wraps leaves them"),
+        (stateful, "keeps a state over tokens and takes no position_ids", "a model with layers of attention too"),
+        ("position_ids" not in takes, "takes no position_ids", "it to: a shard's are not 0, 1, 2, ..."),
+        (indexer, f"has a {indexer}, which picks keys from all tokens", "none: a rank has the keys of its shard only"),
+        (drops, f"has layerdrop={drops} in its config", "0: the ranks would leave out different layers"),
+        (routes, f"has output_router_logits={routes} in its config", router),
+    ):
+        expect(not wrong, f"{name} {given}", expected)
+
+
+@dataclass(eq=False)
+class ModelInRing(LayerAttention):
+    """The attention of a model in a ring, and what runs before and after the model."""
+
+    name: str = ""  # by which layers find it
+    own: str = ""  # the attention that the model had
+    proving: bool = False
+    known: int = 0  # a number that tells the modules of the base model apart, as proved
+    passes: int = 0
+    losses: int = 0  # computed in this forward pass
+    part: Any = None  # of the loss, a weakref: the last that was computed
+    more: Tensor | None = None  # of extra_loss in this forward pass
+    value: Any = None  # of the loss of the last forward pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelInRing":
+        return self  # a copy of a model is in the same ring: a process group cannot be copied
+
+    @torch.compiler.disable
+    def prove(self, model: PreTrainedModel) -> None:
+        """Prove `model`, and put it in the ring. Raises ValueError on every rank, also where their weights differ."""
+        kept, self.proving = (self.documents, self.longest), True
+        model.set_attn_implementation(self.own)
+        spread(model, None)
+        try:
+            said = agree(partial(attempt, self.proved, model), self.group)
+        finally:
+            self.proving = False
+        different = "the ranks have different weights; expected the same on each of them: set one seed before the model"
+        if len(set(said)) > 1 or isinstance(said[0], str):
+            raise ValueError(next((reason for reason in said if isinstance(reason, str)), different))
+        model.set_attn_implementation(self.name)
+        spread(model, in_ring(self))
+        self.known, self.calls, (self.documents, self.longest) = modules_of(model.base_model), 0, kept
+
+    def proved(self, model: PreTrainedModel) -> int:
+        check_kind(model)
+        if linear_layers(model):
+            check_layout_of_states(str(self.layout))
+        with torch.autocast(model.device.type, enabled=False):  # a step may run under it when a module is new
+            prove(model, self, self.name)
+        own, base = model.loss_function, type(model.base_model).__name__
+        known = own in (ForCausalLMLoss, ForMaskedLMLoss, self.loss)  # loss_part can take the place of these
+        token = f"{LABELS_OF_TOKENS}: use the ring in {base}, and compute the loss from the rows of all ranks"
+        expect(known, f"{type(model).__name__} computes {own.__name__}", token)
+        return checksum_of_weights(model)
+
+    def loss(self, *args: Any, **passed: Any) -> Tensor:
+        self.losses += 1
+        part = loss_part(*args, **passed)
+        self.note(part)
+        return part
+
+    @torch.compiler.disable
+    def note(self, part: Tensor) -> None:
+        self.part, self.value = weakref.ref(part), part.detach().clone()
+        if part.requires_grad:
+            part.register_hook(partial(only_multiplied, self.part, part._version))
+
+    @torch.compiler.disable  # a check has nothing to compile, and a traced method is equal to no other
+    def before(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Check what the caller passes to the model, on all ranks together; layers get the documents from it.
+
+        With no mask of ones the model would take the gaps in the positions of a shard for packed documents.
+        """
+        if self.proving:
+            return None
+        signature = inspect.signature(part.forward)
+        passed = signature.bind_partial(*args, **kwargs).arguments
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                passed |= passed.pop(name, {})
+        tokens = passed["inputs_embeds"] if passed.get("input_ids") is None else passed["input_ids"]
+        ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+        said = agree(partial(self.check, part, passed, ones), self.group)
+        labels, modules, weights, unshifted = zip(*said, strict=True)
+        expect(len(set(labels)) == 1, "some ranks have labels, and some none", "them on all: each adds to the loss")
+        expect(len(set(modules)) == 1, "the ranks have different modules", "the same model on each of them")
+        summed = "the same on each of them: one seed before what was added, and the sum of all gradients in each step"
+        expect(len(set(weights)) == 1, "the ranks have different weights", summed)
+        expect(
+            not all(unshifted), "the label of each token is the token itself", "the next one, as shard_batch gives it"
+        )
+        self.calls, self.losses, self.more, self.documents = 0, 0, None, passed.get("documents")
+        self.longest = max(self.documents or [ones.shape[1] * self.world_size]) - 1 + self.first
+        return (), {**passed, "attention_mask": ones, "use_cache": False}
+
+    def check(self, part: nn.Module, passed: dict[str, Any], ones: Tensor) -> tuple[bool, int, int, bool]:
+        """Whether there are labels, numbers that tell modules and weights apart, and whether labels are not shifted.
+
+        Raises ValueError for what the ring would drop or take for something else.
+        """
+        cache = "past_key_values (a cache, or the virtual tokens of prefix tuning) were passed"
+        outside = "none in a ring: stop_ring(model), and call generate inside spread_generation(model)"
+        expect(passed.get("past_key_values") is None, cache, outside)
+        refuse(passed, UNDERSTOOD)
+        both = "both, as shard_batch gives them: TRL would shift the labels inside a shard"  # TRL's own loss
+        fused = not passed.get("fused_lm_head") or passed.get("shift_labels") is not None
+        expect(fused, "fused_lm_head without shift_labels", both)
+        labels = passed.get("labels") is not None
+        own = not labels or "ring" not in vars(part) or part.loss_function == self.loss
+        instead = "none after use_ring: pass no labels, and give the logits to loss_part"
+        expect(own, f"{type(part).__name__} was given a loss_function", instead)
+        at, mask, documents = (passed.get(name) for name in ("position_ids", "attention_mask", "documents"))
+        rank, world_size = members(self.group)
+        S = ones.shape[1] * world_size
+        lengths = "the lengths of all documents, as shard_batch gives them"
+        expect(isinstance(documents, tuple | list | None), "documents are no tuple", lengths)
+        documents = tuple(documents or (S,))
+        expect(sum(documents) == S, f"documents have {sum(documents)} tokens", f"{S}, as shard_batch gives them")
+        packed = f"a row has {len(documents)} documents, of which the layers of {type(part).__name__} are not told"
+        expect(self.packs or len(documents) == 1, packed, "one in a row: this model cannot be packed in a ring")
+        right = document_positions(documents)[positions(self.layout, S, rank, world_size)].to(ones)
+        ours = (
+            f"{right[:8].tolist()}, this rank's in the {self.layout} layout: use shard_batch with this layout, which "
+            f"takes packed documents too, or RingTrainer. Padding on the left is not supported"
+        )
+        same = at is not None and at.shape[-1] == len(right) and (at == right).all()
+        expect(same, f"position_ids begin with {at if at is None else at.flatten()[:8].tolist()}", ours)
+        whole = mask is None or (isinstance(mask, Tensor) and torch.equal(mask.to(ones), ones))
+        expect(whole, f"attention_mask is {mask}", "none or all ones: shard_batch takes padding")
+        weights = checksum_of_weights(part) if self.passes in DUE else 0
+        unshifted = self.passes in DUE and passed.get("causal", True) and themselves(**passed)
+        return labels, modules_of(part), weights, unshifted
+
+    @torch.compiler.disable
+    def enter(self, part: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        """Before the base model: prove it again if it is another one, and give it its own numbers of the positions."""
+        if self.proving:
+            return None
+        self.passes += 1
+        if modules_of(part) != self.known:
+            self.prove(part)
+        return args, {**kwargs, "position_ids": kwargs["position_ids"] + self.first}
+
+    def after(self, part: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if self.proving:
+            return
+        name, ring = type(part).__name__, "the ring with its documents" if self.documents else "the ring"
+        called = f"{self.layers} layers called {ring} {self.calls} time(s)"
+        expect(self.calls == self.layers, called, "once each. Was its attention set again?")
+        inner = isinstance(part, PreTrainedModel) and "ring" not in vars(part)  # the base model computes no loss
+        if kwargs.get("labels") is None or kwargs.get("fused_lm_head") or inner:
+            return
+        instead = "Pass no labels, and give the logits to loss_part"
+        once = f"once: another loss is computed from the labels of a shard. {instead}"
+        expect(self.losses == 1, f"{name} called its loss_function {self.losses} time(s)", once)
+        own, value, loss = self.part(), self.value, output[0]
+        if self.more is None:
+            same = loss is own and torch.equal(loss.detach(), value)
+        else:
+            same = bool(torch.isclose(loss.detach(), value + self.more, rtol=1e-6, atol=0))
+        expect(same, f"{name} adds to its loss, or changes it, after its loss_function", f"{LOSS_BESIDE}. {instead}")
+        self.value = loss.detach().clone()
+
+
+def themselves(input_ids: Tensor | None = None, labels: Tensor | None = None, **_: Any) -> bool:
+    """Whether each label is its own token, in a row of three tokens or more: two runs of one token may look so."""
+    if input_ids is None or labels is None or input_ids.shape != labels.shape:
+        return False
+    real, several = labels != IGNORED, max(len(row.unique()) for row in input_ids) > 2
+    return several and bool(real.any() and (labels == input_ids)[real].all())
+
+
+def modules_of(part: nn.Module) -> int:
+    """A number that tells its modules apart by their names."""
+    return zlib.crc32(" ".join(name for name, _ in part.named_modules()).encode())
+
+
+def only_multiplied(part: weakref.ref, version: int, _: Tensor) -> None:
+    """In the backward pass: raise ValueError unless all that was done to the loss in place is a multiplication."""
+    loss = part()
+    step: Any = None if loss is None else loss.grad_fn
+    for _step in range(0 if loss is None else loss._version - version):
+        multiplied = step and step.name()[:3] in ("Mul", "Div")
+        expect(multiplied, "something was added to the model's loss in place", LOSS_BESIDE)
+        step = step.next_functions[0][0]
+
+
+def extra_loss(model: nn.Module, of_tokens: Any = 0.0, of_weights: Any = 0.0) -> Any:
+    """This rank's part of a loss beside that of the labels, to be added to out.loss in the forward of a model.
+
+    `of_tokens` is a sum over the tokens of this shard, divided by the number in the whole batch. `of_weights` is a
+    number that all ranks have, such as a regulariser: it counts once. Without a ring it is the sum of both.
+    """
+    ring = vars(model).get("ring", [None])[0]
+    if ring is None:
+        return of_tokens + of_weights
+    part = of_tokens + of_weights / ring.world_size
+    ring.more = part.detach() + (0.0 if ring.more is None else ring.more)
+    return part

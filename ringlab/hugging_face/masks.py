@@ -1,0 +1,242 @@
+"""What a layer of a Hugging Face model asks for: its mask, and all that it tells of its attention, or a refusal.
+
+    causal_mask_function                                             None: plain causal
+    and_masks(sliding_window_overlay(w), causal_mask_function)       w: a window of w tokens, its own among them
+    and_masks(chunked_overlay(n, ...), causal_mask_function)         ChunkedAttention(n): of Llama 4
+    bidirectional_mask_function                                      BothWays(): of an encoder
+    any other, such as a window in both directions                   the rule in words, which a layer refuses
+
+A model asks once for each kind of layer: it hands its rule to AttentionMaskInterface, and hands the answer to the
+layers. transformers calls windows and chunks by one name, local_size. A ring that trusted it would take chunks for
+windows. So the rule itself is read: by which functions of transformers it was made, and of what. Layers call
+`LayerAttention.attend`. It makes options of the ring of all that a layer passes, and refuses the rest by name.
+
+Shapes: a rule says of a query and a key, by their positions, whether the query sees the key. In a layer q is
+(B, H, C, D), k and v (B, G, C, D), and the result (B, C, H, D).
+
+`python examples/compare.py` runs it: a first reader may skip this file.
+Before: hugging_face/batch.py, the batch. After: hugging_face/proof.py, which models may be cut.
+Source: transformers 5.23, masking_utils.py; Beltagy et al. 2020 (Longformer), section 3.1, for windows.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ringlab.ring.documents import document_positions
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.layouts import Layout, positions
+from ringlab.ring.masks import Mask
+from ringlab.support.agreement import members
+from ringlab.support.extras import extra
+
+with extra("hf", __name__):
+    from transformers import masking_utils
+    from transformers.masking_utils import (
+        bidirectional_mask_function,
+        causal_mask_function,
+        chunked_causal_mask_function,
+        sliding_window_causal_mask_function,
+    )
+
+from ringlab.hugging_face.batch import refuse
+from ringlab.models import expect
+
+UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
+UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict", "fused_lm_head", "causal"}
+
+
+class Window(int):
+    """The tokens of a window. A model may take all rows of it, as it would of a tensor. Gemma 4 does."""
+
+    def __getitem__(self, rows: tuple[slice, ...]) -> "Window":
+        if any(row not in (slice(None), slice(0, None)) for row in rows):
+            raise TypeError(f"a window has no rows {rows}")
+        return self
+
+
+@dataclass(frozen=True)
+class ChunkedAttention:
+    """A token sees those before it in its own chunk of `size` tokens, counted from the first token of its document."""
+
+    size: int
+
+    def documents(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """The lengths of the chunks in documents of `lengths`. To the ring each chunk is one document."""
+        return tuple(min(self.size, n - first) for n in lengths for first in range(0, n, self.size))
+
+
+@dataclass(frozen=True)
+class BothWays:
+    """Every token sees every other token of its document: an encoder."""
+
+
+Asked = int | ChunkedAttention | BothWays | str | None  # a window, ..., a rule in words, plain causal
+
+
+def asked_mask(
+    *, mask_function: Callable, attention_mask: Tensor | None = None, local_size: int | None = None, **_: Any
+) -> Asked:
+    """What the layers of a kind get: None for plain causal, the tokens of a window, or what else is asked.
+
+    `mask_function` is the rule, `attention_mask` (B, C) is 0 for padding. It refuses nothing: a model may ask for a
+    mask that no layer uses.
+    """
+    if attention_mask is not None and not attention_mask.all():
+        return "a mask of padding"
+    words = rule_in_words(mask_function)
+    if words == rule_in_words(causal_mask_function):
+        return None
+    if words == rule_in_words(bidirectional_mask_function):
+        return BothWays()
+    if local_size is not None and words == rule_in_words(sliding_window_causal_mask_function(local_size)):
+        return Window(local_size)
+    if local_size is not None and words == rule_in_words(chunked_causal_mask_function(local_size, torch.zeros(1))):
+        return ChunkedAttention(local_size)  # the tensor counts padding on the left, of which a mask of ones has none
+    return words
+
+
+def rule_in_words(rule: Any) -> str:
+    """A rule as the calls that made it, read from its closure. Functions of other files stand with their file."""
+    if isinstance(rule, tuple):
+        return ", ".join(map(rule_in_words, rule))
+    if not inspect.isfunction(rule):
+        return "a tensor" if isinstance(rule, Tensor) else repr(rule)
+    name = rule.__qualname__.partition(".<locals>")[0]  # of the function that made the rule
+    if rule.__module__ != masking_utils.__name__:
+        name = f"{rule.__module__}.{name}"
+    made_of = inspect.getclosurevars(rule).nonlocals.values()
+    return f"{name}({', '.join(map(rule_in_words, made_of))})" if made_of else name
+
+
+def window_of(layer: str, mask: Asked | Tensor, sliding_window: int | None) -> int | None:
+    """The window of a layer that was given `mask` and itself passes `sliding_window`; None for no window.
+
+    Raises ValueError for another mask, and where the two windows differ: sdpa would follow the mask, and a flash
+    attention the other one.
+    """
+    refuse({"attention_mask": None if isinstance(mask, int | ChunkedAttention | BothWays) else mask}, set())
+    asked = "plain causal" if mask is None else f"a window of {mask}" if isinstance(mask, int) else str(mask)
+    same = sliding_window == (mask if isinstance(mask, int) else None)
+    expect(same, f"{layer} passes sliding_window={sliding_window}, and its mask is {asked}", "the same")
+    return None if sliding_window is None else int(sliding_window)
+
+
+@dataclass(eq=False)
+class LayerAttention:
+    """What the layers of a model call in the place of their own attention, and what is known of the forward pass."""
+
+    layout: str | Layout
+    group: ProcessGroup | None
+    world_size: int
+    layers: int = 0  # calls in a forward pass, as proved
+    first: int = 0  # the model's number of position 0, as proved
+    packs: bool = False  # whether all layers are told the documents, as proved
+    documents: tuple[int, ...] | None = None  # of this forward pass
+    calls: int = 0  # in this forward pass, with its documents
+    stand_in: Any = None  # a function of q, k and v in place of the ring: in the proof, and in generation
+    at: Tensor | None = None  # in the proof: where the tokens of a shard stand in the row
+    longest: int | None = None  # position in the whole sequence of this forward pass
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Asked = None, **passed: Any
+    ) -> tuple[Tensor, None]:
+        """query (B, H, C, D), key (B, G, C, D), value (B, G, C, Dv) -> out (B, C, H, Dv), and no weights.
+
+        `attention_mask` is from `asked_mask`. What a layer passes is the same on every rank, so each rank refuses it
+        before anything is sent.
+        """
+        name, both_ways = type(module).__name__, isinstance(attention_mask, BothWays)
+        named = ("scaling", "is_causal", "documents", "s_aux", "softcap")
+        scale, causal, documents, sinks, softcap = (passed.pop(each, None) for each in named)
+        window = attention_mask if isinstance(attention_mask, int) else None
+        window = window_of(name, attention_mask, passed.pop("sliding_window", window))
+        self.check_direction(module, causal, passed.pop("causal", True), both_ways)
+        if isinstance(scale, Tensor):
+            passes = f"{name} passes a tensor {tuple(scale.shape)} as scaling, learned or of several numbers"
+            one = "one number that is not learned: multiply q by it, and pass scaling=1.0"
+            expect(not scale.requires_grad and scale.numel() == 1, passes, one)
+        dropout = passed.pop("dropout", 0.0)
+        none = "0 in training: set attention_dropout (GPT-2: attn_pdrop) to 0 in the config. Dropout elsewhere is fine"
+        expect(not dropout or self.stand_in, f"dropout is {dropout} in {name}", none)  # the proof in training has none
+        refuse(passed, UNDERSTOOD)
+        self.calls += int(documents == self.documents)
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            query = self.tuned(module, query, documents)
+        if isinstance(attention_mask, ChunkedAttention):
+            documents = attention_mask.documents(documents or (query.shape[2] * self.world_size,))
+        seen: dict[str, Any] = {"causal": not both_ways, "window": window, "documents": documents}
+        seen |= {"scale": scale, "sinks": sinks, "softcap": softcap, "layout": self.layout, "group": self.group}
+        out = (self.stand_in or ring_flash_attention)(query, key, value, **seen)
+        return out.transpose(1, 2).contiguous(), None
+
+    def check_direction(self, module: nn.Module, causal: bool | None, batch_is_causal: bool, both_ways: bool) -> None:
+        """Raise ValueError unless the layer, the mask of its model and the batch agree on who sees whom."""
+        name = type(module).__name__
+        own = getattr(module, "is_causal", not both_ways) if causal is None else causal
+        asked = "both directions" if both_ways else "the tokens before"
+        expect(both_ways != own, f"{name} has is_causal={both_ways}, and its mask shows {asked}", "the same of both")
+        direction = "in both directions" if both_ways else "to the tokens before only"
+        fits = both_ways != batch_is_causal or self.stand_in
+        expect(fits, f"{name} attends {direction}", f"a batch of shard_batch(..., causal={not both_ways})")
+
+    def tuned(self, module: Any, q: Tensor, documents: tuple[int, ...] | None) -> Tensor:
+        """q (B, H, C, D) of Llama 4, which grows with the place of a token in its document, and not in the shard."""
+        here, at = torch.arange(q.shape[2]), self.at
+        if at is None:
+            rank, world_size = members(self.group)
+            S = q.shape[2] * world_size
+            at = document_positions(documents or (S,))[positions(self.layout, S, rank, world_size)]
+        done, right = (
+            torch.log1p((x + 1.0).div(module.floor_scale).floor()) * module.attn_scale + 1 for x in (here, at)
+        )
+        return q * (right / done).to(q)[:, None]
+
+    def stretch(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Before the rotary frequencies: show the longest position too. Some models choose frequencies by it."""
+        if self.longest is None:
+            return args, kwargs
+        passed = inspect.signature(part.forward).bind(*args, **kwargs).arguments
+        at = passed["position_ids"]
+        passed["position_ids"] = torch.cat([at, at.new_full((*at.shape[:-1], 1), self.longest)], dim=-1)
+        return (), passed
+
+    def shrink(self, part: nn.Module, args: tuple, result: Any) -> Any:
+        """After them: leave out the row of that position."""
+        if self.longest is None:
+            return result
+        return tuple(x[:, :-1] for x in result) if isinstance(result, tuple) else result[:, :-1]
+
+
+# What stands in for the ring in the proof ---------------------------------------------------------------------------
+
+
+def own_token(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    """No attention: what a token gets comes from its own q, k and v, (B, H, S, Dv)."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    unequal = torch.arange(1, q.shape[3] + 1).to(q).cos()  # a rotation of q or k changes this sum, unlike q·k
+    return v + ((q + 2 * k) * unequal).mean(dim=3, keepdim=True).to(v.dtype)
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """What the ring would compute with these options, on one process, by the definition: (B, H, S, Dv)."""
+    scale, sinks, softcap = (options.get(name) for name in ("scale", "sinks", "softcap"))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)  # (B, H, S, S)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    keys = torch.arange(q.shape[2])
+    seen = torch.zeros(len(keys), len(keys), dtype=torch.bool)
+    mask = Mask(options["causal"], options["documents"], options["window"])
+    for begin, end in mask.visible_keys(keys, len(keys)):
+        seen |= (keys >= begin[:, None]) & (keys < end[:, None])
+    scores = scores.masked_fill(~seen.to(q.device), -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], dim=3)
+    return scores.softmax(dim=3)[..., : len(keys)] @ v

@@ -1,0 +1,134 @@
+"""Linear layers of a Hugging Face model in the ring: their own code, in which a few names mean functions of ours.
+
+    causal_conv1d_fn                 the last k - 1 tokens cross the border       short_convolution.py
+    torch_chunk_gated_delta_rule     the state does: Qwen3-Next, Qwen3.5, OLMo    state_ring.py
+    chunk_kimi_delta_attention       with a decay for each number of a key: Kimi linear
+    mamba2_chunk_scan                without the delta rule: Bamba, Falcon-H1, Granite, Nemotron-H, Zamba2
+
+transformers has no interface for linear layers, as it has for attention. But all that mixes tokens in these layers is
+in these functions of the model's file, and the forward pass of a layer finds them by name. So a layer gets a forward
+pass of the same code with other globals: the file and other models stay as they are. LFM2 has the convolution only. A
+layer that mixes tokens in another way is found by the proof, and refused: Mamba 1, lightning attention, and whatever
+comes next.
+
+Shapes: hidden_states (B, N, C), N channels; query, key (B, C, H, D), value (B, C, Hv, Dv), g (B, C, Hv) or (B, C, Hv,
+D), beta (B, C, Hv), as transformers passes them. In the scan C and B (B, C, G, D) are query and key.
+
+`python examples/compare.py` trains a model in the ring: a first reader may skip this file.
+Before: hugging_face/masks.py, what a layer of attention asks for. After: hugging_face/proof.py.
+Source: transformers 5.23, models/qwen3_next; Yang et al. 2025 (Gated DeltaNet), section 3; Dao & Gu 2024 (Mamba 2),
+section 6, the scan as linear attention.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ringlab.models import transformer
+from ringlab.models.transformer import Linear, ring_of_states
+from ringlab.support.extras import extra
+
+with extra("hf", __name__):
+    from transformers.activations import ACT2FN
+
+from ringlab.hugging_face.masks import LayerAttention, own_token
+
+CONVOLUTION, RULE, KDA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
+SCAN, ALL_IN_ONE = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
+Mixers = dict[str, Callable[..., Any]]  # what these names mean
+
+
+def own_forward(part: nn.Module) -> Any:
+    """The forward pass of its class, without decorators."""
+    return inspect.unwrap(type(part).forward)
+
+
+def linear_layers(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model whose forward pass calls one of these functions."""
+    codes = [(part, getattr(own_forward(part), "__code__", None)) for part in model.modules()]
+    return [part for part, code in codes if code and {*ALONE} & {*code.co_names}]
+
+
+def spread(model: nn.Module, mixers: Mixers | None) -> None:
+    """Let the names mean these functions in every linear layer; with None, those of transformers again."""
+    for part in linear_layers(model):
+        own = own_forward(part)
+        if mixers is None:
+            vars(part).pop("forward", None)
+        else:
+            names = {**own.__globals__, **mixers}
+            forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+            forward.__kwdefaults__ = own.__kwdefaults__
+            part.forward = MethodType(forward, part)  # a copy of the model gets one of its own
+
+
+def convolution(compute: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Any = None, **passed: Any) -> Tensor:
+    """`causal_conv1d_fn` of transformers, but for the sum over tokens: `compute`(x, weight, bias)."""
+    out, activation = compute(x.to(weight.dtype), weight, bias), passed.get("activation")
+    return (out if activation is None else ACT2FN[activation](out)).to(x.dtype)
+
+
+def rule(
+    compute: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **passed: Any
+) -> tuple[Tensor, None]:
+    """The gated delta rule and Kimi's, but for the recurrence: `compute`(q, k, v, g, beta) -> (out, state)."""
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k, v, g, beta = (x.transpose(1, 2).to(wide) for x in (q, k, v, g, beta))
+    if passed.get("use_qk_l2norm_in_kernel"):
+        q, k = (x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6) for x in (q, k))
+    return compute(q, k, v, g, beta)[0].transpose(1, 2).contiguous().to(dtype), None
+
+
+def scan(compute: Callable[..., Any], x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **passed: Any) -> Tensor:
+    """`mamba2_chunk_scan`, but for the recurrence: linear attention of C, B and Δ x, with the decay e^(A Δ)."""
+    wide, (least, most) = torch.promote_types(x.dtype, torch.float32), passed.get("dt_limit", (0.0, torch.inf))
+    dt = dt if passed.get("dt_bias") is None else dt + passed["dt_bias"].to(dt.dtype)
+    dt = (F.softplus(dt) if passed.get("dt_softplus") else dt).clamp(least, most).to(wide)  # (B, C, H)
+    x = x.to(wide)
+    inputs = (y.transpose(1, 2).to(wide) for y in (C, B, x * dt[..., None], A.to(wide) * dt))
+    out = compute(*inputs, None, scale=1.0)[0].transpose(1, 2).contiguous()
+    return out if passed.get("D") is None else out + passed["D"][:, None] * x
+
+
+def in_ring(attention: LayerAttention) -> Mixers:
+    """These functions over the ranks of a ring."""
+
+    def here() -> Linear:  # documents are those of the pass
+        return ring_of_states(documents=attention.documents, layout=attention.layout, group=attention.group)
+
+    return mixers(lambda *x: here().convolution(*x), lambda *x, **scale: here().rule(*x, **scale))
+
+
+def mixers(convolve: Callable[..., Tensor], attend: Callable[..., Any]) -> Mixers:
+    """What the names mean, when tokens mix by these two functions of a `transformer.Linear`."""
+    return {
+        CONVOLUTION: partial(convolution, convolve),
+        RULE: partial(rule, attend),
+        KDA: partial(rule, attend),
+        SCAN: partial(scan, attend),
+        ALL_IN_ONE: lambda *inputs, **options: None,  # "there is no such kernel": else it would stay in its shard
+    }
+
+
+def convolution_cut(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Each token sees itself only."""
+    out = x * weight[:, -1:]
+    return out if bias is None else out + bias[:, None]
+
+
+def attention_cut(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float | None = None
+) -> tuple[Tensor, None]:
+    """Each token sees itself only, and an error in any of the five changes the result."""
+    q = q.repeat_interleave(v.shape[1] // q.shape[1], dim=1) + (g[..., None] if g.dim() == 3 else g)
+    return own_token(q, k, v if beta is None else v * beta[..., None]), None
+
+
+ALONE = mixers(*transformer.ALONE)  # on one process
+CUT = mixers(convolution_cut, attention_cut)

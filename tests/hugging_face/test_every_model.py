@@ -1,0 +1,209 @@
+"""Every causal language model of transformers: in the ring it is one process's own, or a refusal says why not."""
+
+from collections import Counter
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.extras import MISSING
+
+transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
+
+from ringlab import shard_batch, stop_ring, use_ring  # noqa: E402
+from ringlab.hugging_face import forward as hugging_face_pass  # noqa: E402
+from ringlab.hugging_face import masks as hugging_face_masks  # noqa: E402
+from ringlab.hugging_face import states  # noqa: E402
+from ringlab.hugging_face.states import CONVOLUTION, KDA, RULE, SCAN  # noqa: E402
+from tests.hugging_face import every_model  # noqa: E402
+
+SOME = {
+    "mistral": "equal",  # a window
+    "gemma3_text": "equal",  # a window in some layers
+    "gpt_oss": "equal",  # learned sinks, experts
+    "llama4_text": "equal",  # chunks, and queries that grow with the position
+    "deepseek_v3": "equal",  # v with a head dimension of its own
+    "opt": "equal",  # positions that the model counts by itself
+    "roberta": "equal",  # positions from 2
+    "phi3 with longrope": "equal",  # frequencies by the longest position
+    "doge": "attention_mask is a tensor",
+    "bloom": "takes no position_ids",
+    "mamba": "keeps a state over tokens",
+    "bamba": "equal",  # states without the delta rule
+    "jamba": "JambaMambaMixer) of JambaForCausalLM mixes tokens",
+    "lfm3": "equal",  # convolutions
+    "qwen3_next": "equal",  # states
+    "kimi_linear": "equal",  # states with a decay for each number of a key
+    "deepseek_v32": "has a DeepseekV32Indexer, which picks keys from all tokens",
+    "codegen": "does not ask AttentionInterface",
+}
+
+
+@pytest.fixture(scope="module")
+def processes():
+    both = every_model.Processes()
+    yield both
+    both.stop()
+
+
+@pytest.mark.parametrize(("name", "expected"), SOME.items(), ids=SOME)
+def test_a_model_of_each_kind(processes, name, expected):
+    found = every_model.outcome(name, processes, worlds=(3,))
+    if expected == "equal":
+        assert found.kind == "equal", found
+    else:
+        assert (found.kind, expected in found.sentence) == ("refused", True), found
+    assert every_model.committed()[name] == found.kind
+
+
+# The comparison itself can fail ------------------------------------------------------------------------------------
+
+
+def no_window(name):
+    def dropped(*args, **passed):
+        return ring(*args, **{**passed, "window": None})
+
+    ring = hugging_face_masks.ring_flash_attention
+    with mock.patch.object(hugging_face_masks, "ring_flash_attention", dropped):
+        return every_model.in_the_ring(name)
+
+
+def no_stretch(name):
+    """The frequencies by the longest position of a shard."""
+    with mock.patch.multiple(hugging_face_pass.ModelInRing, stretch=lambda *x: x[2:], shrink=lambda *x: x[3]):
+        return every_model.in_the_ring(name)
+
+
+def an_error_of_transformers(name):
+    return every_model.small_model(name).set_attn_implementation("an attention that nobody has registered")
+
+
+def another_error_on_a_rank(name):
+    raise ValueError(f"rank {dist.get_rank()} refuses")
+
+
+WRONG = [
+    ("mistral", no_window, "wrong"),
+    ("gemma3_text with dynamic frequencies", no_stretch, "wrong"),
+    ("llama", an_error_of_transformers, "crashed"),
+    ("llama", another_error_on_a_rank, "crashed"),
+]
+
+
+@pytest.mark.parametrize(("name", "step", "expected"), WRONG, ids=lambda x: getattr(x, "__name__", x))
+def test_a_mistake_is_not_equal(processes, name, step, expected):
+    right = every_model.answer(processes.alone, 1, every_model.exact, name)
+    assert every_model.compared(name, 3, right, processes, step).kind == expected
+
+
+def test_equal_without_the_ring_proves_nothing(processes):
+    right = every_model.answer(processes.alone, 1, every_model.exact, "llama")
+    with mock.patch.object(every_model, "TOLD_APART", 10.0):
+        assert every_model.compared("llama", 2, right, processes).kind == "unproven"
+
+
+# Linear layers in packed rows: a ring of states -----------------------------------------------------------------------
+
+KINDS = {  # of models, and what their config does not have by itself
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "olmo_hybrid": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "kimi_linear": {},
+    "bamba": {"time_step_limit": (0.1, 1.5)},
+}
+IDS = torch.randint(every_model.FIRST, every_model.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+DOCUMENTS = [5, 1, 18]
+
+
+def model(kind):
+    with mock.patch.dict(every_model.VARIANTS, {kind: (kind, KINDS[kind])}):
+        each = every_model.small_model(kind)
+    for name, weight in each.named_parameters():
+        if name.endswith("A_log"):
+            weight.data.fill_(-3)  # states that are kept for many tokens: else nothing would cross a border
+    return each
+
+
+def results(each, loss):
+    loss.backward()
+    return loss.detach().clone(), every_model.gradient_of(each)
+
+
+@cache
+def alone(kind):
+    """On one process, each document alone."""
+    with every_model.Exactly():
+        each = model(kind)
+        parts = IDS.split(DOCUMENTS, dim=1)
+        labels = [2 * (part.shape[1] - 1) for part in parts]
+        losses = [each(input_ids=x, labels=x).loss * n for x, n in zip(parts, labels, strict=True) if n]
+        return results(each, sum(losses) / sum(labels))
+
+
+def in_ring(context, kind, layout, mistake=None):
+    batch = {"input_ids": IDS, "labels": IDS}
+    batch["position_ids"] = torch.cat([torch.arange(n) for n in DOCUMENTS]).expand(2, -1)
+    with every_model.Exactly():
+        each = model(kind)
+        use_ring(each, layout=layout)
+        if mistake:
+            states.spread(each, OWN[mistake](each))
+        found = results(each, each(**shard_batch(batch, layout=layout)).loss)
+    for x in found:
+        dist.all_reduce(x)
+    stop_ring(each)
+    assert not any("forward" in vars(part) for part in each.modules())
+    return found
+
+
+def off(found, right):
+    return max(float((x - y).norm() / y.norm()) for x, y in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "P", "layout"), [(k, 3, "zigzag") for k in KINDS] + [("qwen3_5_text", 4, "contiguous")]
+)
+def test_a_hybrid_model_in_the_ring_is_that_of_one_process(ranks, kind, P, layout):
+    """Packed documents."""
+    for found in ranks(P, in_ring, kind, layout):
+        assert off(found, alone(kind)) <= every_model.TOLERANCE
+
+
+OWN = {
+    "its own convolution": lambda each: states.in_ring(each.ring[0]) | {CONVOLUTION: states.ALONE[CONVOLUTION]},
+    "its own rule": lambda each: states.in_ring(each.ring[0]) | {x: states.ALONE[x] for x in (RULE, KDA, SCAN)},
+}
+SICK = [
+    ("its own convolution", "qwen3_5_text"),
+    *(("its own rule", k) for k in ("qwen3_5_text", "kimi_linear", "bamba")),
+]
+
+
+@pytest.mark.parametrize(("mistake", "kind"), SICK)
+def test_a_layer_that_stays_in_its_shard_is_seen(ranks, mistake, kind):
+    for found in ranks(3, in_ring, kind, "zigzag", mistake):
+        assert off(found, alone(kind)) > 1e-4
+
+
+# All of them ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+def test_every_model():
+    found = dict(every_model.sweep([*every_model.NAMES, *every_model.VARIANTS]))
+    assert {name: each.kind for name, each in found.items()} == every_model.committed(), "stale: EVERY_MODEL.md"
+    counts = Counter(found[name].kind for name in every_model.NAMES)
+    assert counts["equal"] >= 110
+    assert not {"wrong", "crashed", "unproven"} & {each.kind for each in found.values()}
+
+
+def test_the_page_says_what_the_sweep_found():
+    found = {name: every_model.Outcome(kind, sentence="a | b") for name, kind in every_model.committed().items()}
+    text = every_model.page(found)
+    assert text.count(r"a \| b") == len(found)
+    assert "| wrong | 0 | the loss or a gradient differs" in text
+    with mock.patch.object(every_model, "TABLE", mock.Mock(read_text=lambda: text)):
+        assert every_model.committed() == {name: each.kind for name, each in found.items()}

@@ -1,0 +1,524 @@
+"""Hugging Face models in the ring: loss and gradients are those of sdpa on one process, or a refusal says why not."""
+
+import copy
+from functools import lru_cache
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+
+from ringlab.models.mesh import build_mesh
+from ringlab.models.transformer import IGNORED
+from tests.extras import MISSING
+
+transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
+
+from ringlab.hugging_face.batch import ContextParallel, attempt, backward, shard_batch  # noqa: E402
+from ringlab.hugging_face.forward import extra_loss  # noqa: E402
+from ringlab.hugging_face.use import stop_ring, use_ring  # noqa: E402
+from tests.hugging_face import hugging_face_models as hf  # noqa: E402
+from tests.hugging_face.hugging_face_models import SIZES, S, batch_of, errors, model_of, packed_batch  # noqa: E402
+
+
+def autocast(context, ring):
+    """A float32 model whose matrix products are in bfloat16: after rotary q and k are float32, and v is bfloat16."""
+    model, batch = model_of("Llama", {}, torch.float32), batch_of()
+    if ring:
+        use_ring(model)
+        batch = shard_batch(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch).loss
+    return (hf.summed if ring else hf.results_of)(model, loss)
+
+
+def test_autocast(ranks):
+    """At most twice the error of transformers' sdpa under autocast, in norm over all gradients."""
+
+    def off(results):
+        return [(a.double() - b).norm() / b.norm() for a, b in zip(results, exact, strict=True)]
+
+    exact, _ = hf.one_process("Llama", {})
+    allowed = torch.tensor(off(autocast(None, False))[1:]).norm()
+    assert allowed > 1e-3  # it is bfloat16
+    for results in ranks(3, autocast, True):
+        assert torch.tensor(off(results)[1:]).norm() <= 2 * allowed
+
+
+def in_a_mesh(context):
+    """2 x 2: each ring has one of two rows of packed documents, all ranks a slice of the weights."""
+    mesh, line = build_mesh(2, 2, "cpu")
+    model = model_of("Mistral", {"sliding_window": 4})
+    ring = ContextParallel(mesh["cp"], "striped")
+    use_ring(model, ring)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=line)
+    mine = mesh["dp"].get_local_rank()
+    shard = shard_batch({name: x[mine : mine + 1] for name, x in packed_batch(rows=2).items()}, ring)
+    dist.all_reduce(shard["num_items_in_batch"], group=mesh["dp"].get_group())
+    total = backward(model(**shard).loss)
+    return [total, *(weight.grad.full_tensor() for weight in model.parameters())]
+
+
+def test_a_mesh_of_two_rings_with_fully_shard(ranks):
+    for results in ranks(4, in_a_mesh):
+        assert max(errors(results, hf.documents_alone("Mistral", {"sliding_window": 4}, rows=2))) <= 1e-10
+
+
+def of_a_part(context):
+    parts, weight = [dist.new_group(part) for part in ([0, 2], [1, 3, 4])], torch.ones((), requires_grad=True)
+    whole = backward((context.rank + 1) * weight, parts[context.rank not in (0, 2)])
+    return whole.item(), weight.grad.item()
+
+
+def test_the_backward_pass_of_a_part_of_the_job(ranks):
+    assert ranks(5, of_a_part) == [(4, 2), (11, 6), (4, 6), (11, 12), (11, 15)]
+
+
+# Refusals: each row is something to do on a rank, and what must be said on all of them --------------------------------
+
+
+def without(name, **more):
+    return lambda given, rank: {**{each: x for each, x in given.items() if each != name}, **more}
+
+
+def with_(**more):
+    return lambda given, rank: {**given, **more}
+
+
+def of_rank(rank, change):
+    return lambda given, mine: change(given, mine) if mine == rank else given
+
+
+def padding(shard, rank):
+    mask = torch.ones_like(shard["input_ids"])
+    mask[1, -1] = rank != 2
+    return {**shard, "attention_mask": mask}
+
+
+def packed(**more):
+    return lambda shard, rank: {**shard_batch(packed_batch()), **more}
+
+
+CALLS = {  # how the shard that a model gets is changed
+    "a cache": (with_(past_key_values=[]), "rank 0: past_key_values (a cache"),
+    "documents in a tensor": (with_(documents=torch.tensor([S])), "documents are no tuple"),
+    "labels on one rank": (of_rank(1, with_(labels=None)), "some ranks have labels, and some none"),
+    "cumulative lengths": (with_(cu_seq_lens_q=torch.tensor([0, 8])), "cu_seq_lens_q (packed documents: for shard"),
+    "no positions": (without("position_ids"), "begin with None; expected [0, 1, 2, 3, 20, 21, 22, 23], this rank's"),
+    "another layout": (lambda *_: shard_batch(batch_of(), layout="striped"), "position_ids begin with [0, 3, 6,"),
+    "labels not shifted": (
+        lambda shard, rank: {**shard, **dict.fromkeys(("labels", "shift_labels"), shard["input_ids"])},
+        "the label of each token is the token itself; expected the next one",
+    ),
+    "padding": (padding, "rank 2: attention_mask is"),
+    "uncounted": (without("num_items_in_batch"), "num_items_in_batch"),
+    "TRL's loss": (without("shift_labels", fused_lm_head=True), "fused_lm_head without"),
+    "weights": (with_(output_attentions=True), "output_attentions is True"),
+    "other lengths": (
+        packed(documents=hf.DOCUMENTS),
+        "documents have 21 tokens; expected 24, as shard_batch gives them",
+    ),
+    "documents of a rank": (of_rank(1, with_(documents=(24,))), "the ranks disagree"),
+}
+
+
+def unmasked(batch, rank):
+    return {**batch, "labels": batch["labels"].clone().fill_diagonal_(IGNORED)}
+
+
+def masked(columns):
+    def change(batch, rank):
+        mask = batch["attention_mask"].clone()
+        mask[:, columns] = 0
+        return {**batch, "attention_mask": mask}
+
+    return change
+
+
+BATCHES = {  # how a batch is changed
+    "short labels": (lambda b, rank: {**b, "labels": b["labels"][:, 1:]}, "labels is (2, 23); expected the shape of"),
+    "labels of a rank": (of_rank(2, unmasked), "the ranks have different batches"),
+    "no input": (of_rank(1, without("input_ids")), "rank 1: input_ids are None"),
+    "three kinds of positions": (with_(position_ids=torch.arange(S).expand(3, 2, S)), "position_ids are (3, 2, 24)"),
+    "padding on the left": (masked(slice(4)), "attention_mask has padding before tokens; expected padding on"),
+    "a hole": (masked(5), "attention_mask has a hole between tokens; expected ones, then zeros"),
+    "labels of padding": (lambda b, rank: {**b, "labels": b["input_ids"]}, "labels where attention_mask is 0"),
+    "segments": (with_(token_type_ids=torch.zeros(2, S)), "token_type_ids is a tensor"),
+    "too short": (
+        lambda b, rank: {name: x[:, 1:] for name, x in b.items()},
+        "23 tokens in the zigzag layout on 3 ranks",
+    ),
+}
+
+
+def ends(*tokens, **more):
+    """cu_seq_lens in place of position_ids."""
+    both = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(tokens))
+    return lambda batch, rank: {**hf.boundaries(batch), **both, **more}
+
+
+def labels_of_padding(batch, rank):
+    return without("attention_mask")(hf.boundaries({**batch, "labels": batch["input_ids"]}), rank)
+
+
+ROW = torch.arange(24)[None]
+ROWS = torch.cat([packed_batch()["position_ids"], ROW])
+PACKED = {  # how a packed batch of two rows is changed
+    "rows packed differently": (with_(position_ids=ROWS), "not 0, 1, 2, ... in each document, the same in all rows"),
+    "two kinds of boundaries": (ends(0, 24, cu_seq_lens_k=torch.tensor([0, 12, 24])), "and cu_seq_lens_k [0, 12, 24]"),
+    "an empty document": (ends(0, 5, 5, 24), "cu_seq_lens_q is [0, 5, 5, 24]"),
+    "of both rows": (ends(0, 24, 48), "cu_seq_lens_q is [0, 24, 48]"),
+    "labels of padding": (labels_of_padding, "labels where attention_mask is 0, or after the last document"),
+    "boundaries of a rank": (of_rank(0, with_(position_ids=ROW)), "the ranks have different batches"),
+    "no whole numbers": (ends(0.0, 24.0), "cu_seq_lens_q is [0.0, 24.0]"),
+}
+
+
+def in_use(name="Llama", change=None, where=None, layout="zigzag", **options):
+    """A model in a ring, changed before it gets there."""
+    model = model_of(name, options)
+    model = model if change is None else change(model) or model
+    use_ring(model, where, layout)
+    return model
+
+
+def other_head(kind, name):
+    config = getattr(transformers, f"{name}Config")(**SIZES)
+    return lambda rank: use_ring(getattr(transformers, f"AutoModelFor{kind}").from_config(config))
+
+
+def on_meta(rank):
+    with torch.device("meta"):
+        return in_use()
+
+
+def any_arguments(model):
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def learned_scale(model):
+    model.set_attn_implementation("eager")
+    for layer in model.model.layers:
+        del layer.self_attn.scaling
+        layer.self_attn.scaling = torch.nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+
+def weights_of_rank(x):
+    def change(model):
+        model.lm_head.weight.data[3, 4] = x
+
+    return lambda rank: in_use(change=change if rank == 1 else None)
+
+
+def used(**options):
+    """A step of a model that is right but for its options."""
+    return lambda rank: in_use(**options)(**shard_batch(batch_of()))
+
+
+ROUTER = {**hf.EXPERTS, "output_router_logits": True}
+BOTH_WAYS = {**hf.HEAD, "sliding_window": 8, "use_bidirectional_attention": True}
+MODELS = {  # what is given to use_ring
+    "both ways in a window": (lambda rank: in_use("Gemma3Text", **BOTH_WAYS), "attention_mask is or_masks("),
+    "dropout": (used(attention_dropout=0.1), "dropout is 0.1"),
+    "both directions": (used(is_causal=False), "LlamaAttention attends in both directions"),
+    "a loss of the router": (lambda rank: in_use("Mixtral", **ROUTER), "has output_router_logits=True in its config"),
+    "layers left out": (lambda rank: in_use("OPT", layerdrop=0.1, word_embed_proj_dim=32), "has layerdrop=0.1"),
+    "two classes": (other_head("SequenceClassification", "Llama"), "returns (1, 2) for (1, 16) tokens"),
+    "classes of tokens": (other_head("TokenClassification", "Llama"), "computes ForTokenClassification; expected ForC"),
+    "windows of an encoder": (other_head("MaskedLM", "ModernBert"), "and_masks(sliding_window_bidirectional_overlay("),
+    "two stacks": (other_head("Seq2SeqLM", "Bart"), "BartForConditionalGeneration is an encoder with a decoder"),
+    "a wrapped model": (lambda rank: in_use(change=torch.nn.Sequential), "model is a Sequential; expected a model of"),
+    "compiled in place": (lambda rank: in_use(change=lambda model: model.compile()), "is compiled; expected use_ring"),
+    "any arguments": (lambda rank: in_use(change=any_arguments), "has a forward(*args); expected its arguments by"),
+    "a layout without states": (
+        lambda rank: in_use("Lfm2", layout="striped", layer_types=["conv", "full_attention"]),
+        "layout is striped; expected contiguous or zigzag",
+    ),
+    "a misspelt layout": (lambda rank: in_use(layout="zig-zag"), "zig-zag"),
+    "two layouts": (
+        lambda rank: in_use(where=ContextParallel(layout="contiguous"), layout="striped"),
+        "the layout in one place",
+    ),
+    "weights on the meta device": (on_meta, "weights on the meta device"),
+    "weights of a rank": (weights_of_rank(1.0), "the ranks have different weights"),
+    "broken weights": (weights_of_rank(torch.nan), "returns NaN"),
+    "a learned scale": (lambda rank: in_use(change=learned_scale), "passes a tensor () as scaling"),
+}
+
+
+def after(change, batch=batch_of, steps=1, name="Llama"):
+    """A step in the ring, of a model that is changed after use_ring."""
+
+    def work(rank):
+        model = in_use(name)
+        model = change(model, rank) or model
+        for _ in range(steps):
+            model(**shard_batch(batch())).loss.backward()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight -= 0.1 * (0 if weight.grad is None else weight.grad)
+
+    return work
+
+
+def another_attention_in_a_layer(model, rank):
+    model.model.layers[1].self_attn.config = model_of("Llama", {}).config
+
+
+def another_loss(model, rank):
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
+
+
+def layers_that_drop_documents(model, rank):
+    for layer in model.model.layers:
+        forward = layer.self_attn.forward
+        layer.self_attn.forward = lambda *args, documents, forward=forward, **passed: forward(*args, **passed)
+
+
+def a_mixer(model, rank):
+    model.model.layers[0].mlp = torch.nn.Sequential(model.model.layers[0].mlp, Sums())
+
+
+def a_head_of_rank(model, rank):
+    model.lm_head.weight.data += rank
+
+
+def adapted(model, kind, seed=0, **options):
+    import peft
+
+    torch.manual_seed(seed)
+    return peft.get_peft_model(model, getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **options))
+
+
+Q = {"target_modules": ["q_proj"]}
+ADALORA = {**Q, "total_step": 9}
+
+
+class Sums(torch.nn.Module):
+    def forward(self, x):
+        return x.cumsum(dim=1)
+
+
+class WithMore(transformers.LlamaForCausalLM):
+    """A loss of two parts. The second is of the logits of a shard, or of all tokens."""
+
+    def forward(self, input_ids=None, position_ids=None, attention_mask=None, labels=None, **more):
+        same = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+        out, how = super().forward(**same, labels=labels, **more), self.how if labels is not None else ""
+        of_tokens, of_weights = out.logits.square().sum() / (2 * S), self.lm_head.weight.square().sum()
+        if how == "beside":
+            out.loss = out.loss + of_tokens
+        if how == "in place":
+            out.loss += of_tokens
+        if how == "without a value":
+            out.loss = out.loss + of_tokens - of_tokens.detach()
+        if how == "told":
+            out.loss = out.loss + extra_loss(self, of_tokens, of_weights)
+        return out
+
+
+def with_more(how):
+    torch.manual_seed(0)
+    model = WithMore(transformers.LlamaConfig(**SIZES)).double()
+    model.how = how
+    return model
+
+
+def more_of_a_loss(how):
+    return lambda rank: in_use(change=lambda model: with_more(how))(**shard_batch(batch_of()))
+
+
+def bert(causal):
+    """BertForMaskedLM divides by the labels of its shard."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForMaskedLM.from_config(transformers.BertConfig(**SIZES, **hf.NO_DROPOUTS)).double()
+    use_ring(model)
+    model(**shard_batch(padded_alike(), causal=causal))
+
+
+def a_document_with_padding(rank):
+    batch = without("position_ids")(packed_batch(), rank)
+    shard_batch({**without("labels")(batch, rank), "cu_seq_lens_q": torch.tensor([0, 5, 24])}, causal=False)
+
+
+WEIGHTS = "the ranks have different weights; expected the same on each of them: one seed"
+NOT_TOLD = "a row has 5 documents, of which the layers of StableLmForCausalLM are not told"
+BEFORE_ONLY = "LlamaAttention attends to the tokens before only; expected a batch of shard_batch(..., causal=True)"
+STEPS = {  # what is done with a model after use_ring, or with its loss
+    "another attention in a layer": (after(another_attention_in_a_layer), "2 layers called the ring 1 time(s)"),
+    "another loss function": (after(another_loss), "LlamaForCausalLM was given a loss_function"),
+    "a mixer": (after(a_mixer), "layers.0.mlp.1 (Sums) of LlamaModel mixes tokens"),
+    "a head of each rank": (after(a_head_of_rank), WEIGHTS),
+    "gradients that nobody sums": (after(lambda *_: None, steps=2), WEIGHTS),
+    "packed for layers that are not told": (after(lambda *_: None, packed_batch, name="StableLm"), NOT_TOLD),
+    "dropped documents": (after(layers_that_drop_documents, packed_batch), "the ring with its documents 0 time(s)"),
+    "the base model": (lambda rank: llama().model(input_ids=ROW[:, :8]), "position_ids begin with None"),
+    "generation": (lambda rank: llama().generate(ROW[:, :4], max_new_tokens=2), "expected none"),
+    "a document with padding": (a_document_with_padding, "documents of cu_seq_lens_q end behind"),
+    "unequal padding": (lambda rank: shard_batch(batch_of(), causal=False), "the rows have padding of unequal lengths"),
+    "padded to nothing": (lambda rank: shard_batch(batch_of(), pad_to=0), "pad_to is 0; expected a number of tokens"),
+    "a batch for an encoder": (lambda rank: in_use()(**shard_batch(padded_alike(), causal=False)), BEFORE_ONLY),
+    "a causal batch for an encoder": (lambda rank: bert(True), "BertSelfAttention attends in both directions"),
+    "a loss of its own code": (lambda rank: bert(False), "BertForMaskedLM called its loss_function 0 time(s)"),
+    "more of a loss": (more_of_a_loss("beside"), "WithMore adds to its loss"),
+    "more of a loss, in place": (more_of_a_loss("in place"), "WithMore adds to its loss"),
+    "more of a loss, without a value": (more_of_a_loss("without a value"), "WithMore adds to its loss"),
+}
+ADAPTERS = {
+    "LoRA of each rank": (after(lambda model, rank: adapted(model, "Lora", seed=rank, **Q)), WEIGHTS),
+    "AdaLoRA, later": (
+        after(lambda model, rank: adapted(model, "AdaLora", **ADALORA)),
+        "added to the model's loss in place",
+    ),
+    "AdaLoRA": (lambda rank: in_use(change=lambda model: adapted(model, "AdaLora", **ADALORA)), "ADALORA does more"),
+    "virtual tokens": (
+        lambda rank: in_use(change=lambda model: adapted(model, "PromptTuning", num_virtual_tokens=4)),
+        "PROMPT_TUNING puts virtual tokens before each text; expected an adapter of weights alone, such as LoRA",
+    ),
+}
+
+
+@lru_cache
+def llama():
+    """A model that every call of a table may have: they are refused before it computes."""
+    return in_use()
+
+
+def of_call(change):
+    return lambda rank: llama()(**change(shard_batch(batch_of()), rank))
+
+
+def of_batch(change):
+    return lambda rank: shard_batch(change(batch_of(), rank))
+
+
+def of_packed(change):
+    return lambda rank: shard_batch(change(packed_batch(rows=2), rank))
+
+
+TABLES = {
+    "calls": {name: (of_call(change), words) for name, (change, words) in CALLS.items()},
+    "batches": {name: (of_batch(change), words) for name, (change, words) in BATCHES.items()},
+    "packed": {name: (of_packed(change), words) for name, (change, words) in PACKED.items()},
+    "models": MODELS,
+    "steps": STEPS,
+    "adapters": ADAPTERS,
+}
+
+
+def refused(context, table, name):
+    return attempt(TABLES[table][name][0], context.rank)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_what_would_be_wrong_in_a_ring_is_refused_on_every_rank(ranks, table):
+    if table == "adapters":
+        pytest.importorskip("peft", reason=MISSING["trl"])
+    for name, (_, words) in TABLES[table].items():
+        said = ranks(3, refused, table, name)
+        assert words in str(said[0]), (name, said[0])
+        assert said == said[:1] * 3, name
+
+
+# Other losses, other heads, a copy, another ring, none: each on one process, and in the ring --------------------------
+
+
+def lora_later(context, ring):
+    """Adapters that are added after use_ring: the model is proved once more."""
+    pytest.importorskip("peft", reason=MISSING["trl"])
+    if not ring:
+        model = adapted(model_of("Llama", {}), "Lora", **Q)
+        return hf.results_of(model, model(**batch_of()).loss)
+    model = adapted(in_use(), "Lora", **Q)
+    return hf.summed(model, model(**shard_batch(batch_of())).loss)
+
+
+def more_that_is_told(context, ring):
+    model, batch = with_more("told"), batch_of()
+    batch = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+    if not ring:
+        return hf.results_of(model, model(**batch, num_items_in_batch=2 * (S - 1)).loss)
+    use_ring(model)
+    return hf.summed(model, model(**shard_batch(batch)).loss)
+
+
+def classified(context, ring):
+    """The loss and gradients of a classification, from the row of the last token of each sequence."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).double()
+    batch, classes = without("labels")(batch_of(), 0), torch.tensor([0, 1])
+    if not ring:
+        return hf.results_of(model, model(**batch, labels=classes).loss)
+    use_ring(model.model)
+    shard = shard_batch(batch)
+    rows = model.model(**shard).last_hidden_state
+    last = batch["attention_mask"].sum(dim=1, keepdim=True) - 1
+    sequence, token = (shard["position_ids"] == last).nonzero().T  # of the last tokens that this rank has
+    logits = model.score(rows[sequence, token])
+    return hf.summed(model, F.cross_entropy(logits, classes[sequence], reduction="sum") / len(classes))
+
+
+def padded_alike():
+    """Two rows with four tokens of padding each. The labels are of every third token, and not of the token after it."""
+    batch = {name: x[:1].repeat(2, 1) for name, x in batch_of().items()}
+    batch["input_ids"][1] = batch["input_ids"][1].flip(0)
+    batch["labels"] = batch["input_ids"].masked_fill(torch.arange(S) % 3 != 0, IGNORED)
+    for name, padding in (("input_ids", 0), ("attention_mask", 0), ("labels", IGNORED)):
+        batch[name][:, -4:] = padding
+    return batch
+
+
+def encoded(context, ring):
+    """The loss and gradients of a masked language model, which attends in both directions."""
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(**SIZES, **hf.NO_DROPOUTS)
+    model, batch = transformers.AutoModelForMaskedLM.from_config(config).double(), padded_alike()
+    count = (batch["labels"] != IGNORED).sum()
+    if ring:
+        use_ring(model)
+        batch = shard_batch(batch, causal=False)
+    labels = batch.pop("labels")
+    loss = F.cross_entropy(model(**batch).logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+    return (hf.summed if ring else hf.results_of)(model, loss)
+
+
+@pytest.mark.parametrize("step", [lora_later, more_that_is_told, classified, encoded])
+def test_other_losses_and_other_heads(ranks, step):
+    """As on one process, where transformers' own losses are float32."""
+    loss, *gradients = step(None, False)
+    for of_ring, *results in ranks(3, step, True):
+        both = [torch.cat([x.flatten() for x in each if x is not None]) for each in (results, gradients)]
+        assert max(errors([of_ring, both[0]], [loss, both[1]])) <= (1e-10 if step is encoded else 1e-6)
+
+
+def used_again(context, how):
+    """The loss and gradients, the hooks, and whether another model of the same config has kept its attention."""
+    model, tokens = model_of("Llama", {}), batch_of()["input_ids"]
+    other = type(model)(model.config).double()
+    before = other(tokens, use_cache=False).logits
+    use_ring(model)
+    same = torch.equal(other(tokens, use_cache=False).logits, before)
+    if how == "stopped":
+        stop_ring(model)
+        stop_ring(model)
+        loss = model(**batch_of()).loss / context.world_size
+    else:
+        model = copy.deepcopy(model) if how.startswith("copied") else model
+        loss = model(**shard_batch(batch_of())).loss.detach()
+        dist.all_reduce(loss)
+        assert errors([loss], hf.one_process("Llama", {})[0][:1])[0] <= 1e-10
+        use_ring(model, layout="striped")
+        loss = model(**shard_batch(batch_of(), layout="striped")).loss
+    return hf.summed(model, loss), sum(len(part._forward_hooks) for part in model.modules()), same
+
+
+def test_a_ring_can_be_changed_copied_and_stopped(ranks):
+    exact, _ = hf.one_process("Llama", {})
+    for how in ("twice", "copied, then another ring", "stopped"):
+        for results, hooks, same in ranks(3, used_again, how):
+            assert max(errors(results, exact)) <= (1e-6 if how == "stopped" else 1e-10)  # transformers' loss is float32
+            assert (hooks, same) == (0 if how == "stopped" else 2, True)

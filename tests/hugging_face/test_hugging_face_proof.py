@@ -1,0 +1,371 @@
+"""The proof that a model may be cut into shards: planted mixtures are found and named, right models are accepted."""
+
+import copy
+import re
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.extras import MISSING
+from tests.mistakes import all_of
+
+transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
+
+from transformers.models.llama import modeling_llama  # noqa: E402
+
+from ringlab.hugging_face import proof as hugging_face_proof  # noqa: E402
+from ringlab.hugging_face import states as hugging_face_states  # noqa: E402
+from ringlab.hugging_face.masks import LayerAttention, asked_mask  # noqa: E402
+from ringlab.hugging_face.proof import prove  # noqa: E402
+from tests.hugging_face.hugging_face_models import SIZES, model_of  # noqa: E402
+
+DTYPES = (torch.float64, torch.bfloat16)
+
+
+def proved(model):
+    noted = LayerAttention("contiguous", None, 1)
+    transformers.AttentionInterface.register("noted", noted.attend)
+    transformers.AttentionMaskInterface.register("noted", asked_mask)
+    prove(model, noted, "noted")
+    return noted.layers, noted.first
+
+
+def llama(dtype=torch.float64, **options):
+    return model_of("Llama", options, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "options", "first"),
+    [("Llama", {}, 0), ("GPT2", {}, 0), ("Roberta", {"is_decoder": True, "pad_token_id": 3}, 4), ("OPT", {}, 0)],
+)
+def test_right_models_are_proved_in_any_dtype(name, options, first, dtype):
+    small = {"word_embed_proj_dim": 32, "ffn_dim": 40} if name == "OPT" else {}
+    assert proved(model_of(name, {**options, **small}, dtype)) == (2, first)
+
+
+# What mixes tokens --------------------------------------------------------------------------------------------------
+
+
+def wrap(part, change):
+    """`change` of what the forward pass of a part returns."""
+    forward = part.forward
+    part.forward = lambda *args, **kwargs: change(forward(*args, **kwargs))
+
+
+def from_before(places, weight=0.1):
+    """A token of x (B, S, ·) gets something of the token so many places before it."""
+    return lambda x: x + weight * F.pad(x, (0, 0, places, 0))[:, : x.shape[1]]
+
+
+def later(x):
+    return x + 0.1 * F.pad(x, (0, 0, 0, 1))[:, 1:]
+
+
+def mean_of_all(x):
+    return x - x.mean(dim=1, keepdim=True)
+
+
+def of_the_batch(x):
+    return x - x.mean(dim=0, keepdim=True)
+
+
+def mixed(name, change):
+    """What the part of this name returns is changed."""
+    return lambda model: wrap(model.get_submodule(name), change)
+
+
+def between_parts(model):
+    """Mixed between the parts of an attention: named by their parent."""
+    attention = model.model.layers[1].self_attn
+    q_proj, project = attention.q_proj.forward, attention.forward
+    attention.q_proj.forward = lambda x: q_proj(x)
+    attention.forward = lambda hidden_states, **kwargs: project(hidden_states=from_before(1)(hidden_states), **kwargs)
+
+
+def attention_of_its_own(model):
+    def own_attention(module, hidden_states, position_embeddings, **_):
+        q, k, v = (module.o_proj(hidden_states)[:, None] for _ in "qkv")
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0], None
+
+    attention = model.model.layers[1].self_attn
+    attention.forward = partial(own_attention, attention)
+
+
+def positions_from_5(model):
+    forward = model.model.forward
+
+    def from_five(*args, position_ids=None, **kwargs):
+        at = torch.arange(16)[None] + 5 if position_ids is None else position_ids
+        return forward(*args, position_ids=at, **kwargs)
+
+    model.model.forward = from_five
+
+
+def no_attention(model):
+    for layer in model.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+
+
+def known_attention_only(model):
+    """As where a layer takes another way when it does not know the name of the attention."""
+    attention, forward = model.model.layers[1].self_attn, model.model.layers[1].self_attn.forward
+
+    def known_only(hidden_states, **passed):
+        known = attention.config._attn_implementation == "sdpa"
+        return forward(hidden_states, **passed) if known else (hidden_states, 0)
+
+    attention.forward = known_only
+
+
+def fails(model):
+    model.model.norm.forward = lambda x: x["no such key"]
+
+
+def nan(model):
+    model.model.norm.weight.data[0] = torch.nan
+
+
+def one_row(model):
+    dtype = model.lm_head.weight.dtype
+    model.lm_head = nn.Sequential(nn.Flatten(1), nn.Linear(16 * 32, 2, dtype=dtype))
+
+
+EMBEDDINGS, K = "model.embed_tokens", "model.layers.0.self_attn.k_proj"
+EMBEDDINGS_MIX, K_MIXES = ["the input embeddings of LlamaForCausalLM mix tokens"], [f"{K} (", "without AttentionInterf"]
+REFUSED = {  # what is done to a Llama, and what is said of it
+    "embeddings": (mixed(EMBEDDINGS, later), EMBEDDINGS_MIX),
+    "embeddings of a batch": (mixed(EMBEDDINGS, of_the_batch), EMBEDDINGS_MIX),
+    "k, distant": (mixed(K, from_before(8)), K_MIXES),
+    "k of a batch": (mixed(K, of_the_batch), K_MIXES),
+    "a norm over tokens": (mixed("model.norm", mean_of_all), ["model.norm (LlamaRMSNorm) of LlamaForCausalLM mixes"]),
+    "a little": (mixed("model.norm", from_before(1, 1e-2)), ["model.norm (LlamaRMSNorm)"]),
+    "between parts": (between_parts, ["model.layers.1.self_attn (LlamaAttention)"]),
+    "an attention of its own": (attention_of_its_own, ["model.layers.1.self_attn (LlamaAttention)"]),
+    "positions from 5": (positions_from_5, ["neither from 0 nor from pad_token_id + 1 = 1"]),
+    "no attention": (no_attention, ["LlamaForCausalLM does not ask AttentionInterface"]),
+    "known attention only": (known_attention_only, ["2 time(s) for its own attention, and 1 time(s) for another"]),
+    "an error": (fails, ["LlamaForCausalLM raises IndexError in test_hugging_face_proof.py, line", "token ids"]),
+    "NaN": (nan, ["LlamaForCausalLM returns NaN or infinity"]),
+    "one row": (one_row, ["LlamaForCausalLM returns (1, 2) for (1, 16) tokens", "a row for each token"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_part_that_mixes_tokens_is_named(name):
+    change, words = REFUSED[name]
+    model = llama(torch.bfloat16 if name in ("embeddings of a batch", "k, distant", "a little") else torch.float64)
+    change(model)
+    with pytest.raises(ValueError, match=all_of(words)):
+        proved(model)
+
+
+class Hidden(nn.Module):
+    """Mixes tokens behind a weight that is 0 until it is trained: a gate, a convolution, the rise of an adapter."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x):
+        mixed = x.cumsum(dim=1) * self.weight if self.weight.dim() < 2 else from_before(1)(x) @ self.weight
+        return x + mixed
+
+
+@pytest.mark.parametrize("shape", [(), (32,), (32, 32)])
+@pytest.mark.parametrize("seen", [0, 1])
+def test_a_part_that_is_zero_when_it_is_asked_is_named(shape, seen):
+    model, weight = llama(), -torch.zeros(shape, dtype=torch.float64)
+    weight.view(-1)[:seen] = 0.1  # or all but one of its numbers
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, Hidden(weight.clone()))
+    with pytest.raises(ValueError, match=re.escape("model.layers.0.mlp.1 (Hidden)")):
+        proved(model)
+    kept = model.model.layers[0].mlp[1].weight
+    assert torch.equal(kept, weight)
+    assert torch.equal(kept.signbit(), weight.signbit())
+
+
+def test_random_numbers_are_no_mixture_and_are_given_back():
+    """Dropout is left out of the values that are compared; a model that draws others is not compared in training."""
+    model = model_of("GPT2", dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.5))
+    mlp, before = model.transformer.h[0].mlp, torch.get_rng_state()
+    wrap(mlp, lambda x: x * (1 + torch.rand(x.shape[:2])[..., None]) if mlp.training else x)
+    assert proved(model) == (2, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class BatchNorm(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
+def test_what_mixes_tokens_in_training_only_is_named():
+    model = llama(torch.float32)
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, BatchNorm(32).to(torch.float32))
+    model.gradient_checkpointing_enable()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=re.escape("model.layers.0.mlp.1 (BatchNorm)")):
+        proved(model)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+# Without a gradient between tokens ------------------------------------------------------------------------------------
+
+
+def of_mlp(change):
+    return lambda model: wrap(model.model.layers[0].mlp, change)
+
+
+def choose(x):
+    """The token with the largest first number is scaled, as by an expert's choice."""
+    return x * (1 + (x[:, :, :1] == x[:, :, :1].amax(dim=1, keepdim=True)))
+
+
+def in_training_only(model):
+    mlp = model.model.layers[0].mlp
+    wrap(mlp, lambda x: x / x.detach().abs().amax() if mlp.training else x)
+
+
+def of_full_experts(x):
+    """Two experts take 20 tokens each. The others get nothing."""
+    expert = F.one_hot((x[:, :, 0] > x[:, :, 0].median()).long(), 2)  # (B, S, 2)
+    return x * ((expert.cumsum(dim=1) * expert).sum(dim=2, keepdim=True) <= 20)
+
+
+def embedded(factor):
+    """The embeddings are multiplied by a factor of the token ids and the positions."""
+
+    def before(part, args, kwargs):
+        rows = part.embed_tokens(kwargs["input_ids"]) * factor(kwargs["input_ids"], kwargs["position_ids"])
+        return args, {**kwargs, "input_ids": None, "inputs_embeds": rows}
+
+    return lambda model: model.model.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def texts_before(ids, at):
+    """Texts are numbered by the token with which they end."""
+    return 1 + (ids == 2).cumsum(dim=1)[:, :, None]
+
+
+def twice_where_positions_fall(ids, at):
+    """Only the last quarter of the proof has falling positions, as a rank of a layout of a user's own may."""
+    return 2 if at is not None and at[0, 0] > at[0, -1] else 1
+
+
+def positions_of_the_shard(model):
+    rotary = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: rotary(x, torch.arange(x.shape[1])[None])
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}  # nothing shows the longest position; the ring does
+OTHER_VALUES = {
+    "a choice": of_mlp(choose),
+    "in training only": in_training_only,
+    "16 tokens behind": of_mlp(from_before(16)),
+    "full experts": of_mlp(of_full_experts),
+    "numbered texts": embedded(texts_before),
+    "the order of a shard": embedded(twice_where_positions_fall),
+    "shards in the middle": embedded(lambda ids, at: 1 + (at is not None and 0 < at[0, 0] < at[0, -1])),
+    "positions of the shard": positions_of_the_shard,
+    "the longest position": lambda model: None,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_other_values_in_a_shard_are_found(name):
+    model = llama(eos_token_id=2, **({"rope_parameters": LONGROPE} if name == "the longest position" else {}))
+    OTHER_VALUES[name](model)
+    with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
+        proved(model)
+
+
+# The attention ------------------------------------------------------------------------------------------------------
+
+
+DISTANCE = torch.arange(16)[:, None] - torch.arange(16)
+ATTENTIONS = {  # k, v, the mask and the scale of an attention that does more than its layer says
+    "twice the scale": lambda k, v, mask, scale: (k, v, mask, 2 * scale),
+    "a bias": lambda k, v, mask, scale: (k, v, mask - 0.1 * DISTANCE.to(mask), scale),
+    "no mask": lambda k, v, mask, scale: (k, v, None, scale),
+    "other heads": lambda k, v, mask, scale: (k.flip(1), v.flip(1), mask, scale),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_an_attention_that_does_more_than_its_layer_says_is_found(name):
+    """Scores are all near 0 here, as after an initialisation."""
+
+    def own(module, q, k, v, mask, scaling=None, **kwargs):
+        k, v, mask, scaling = ATTENTIONS[name](k, v, mask, scaling)
+        return modeling_llama.eager_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)
+
+    model = llama(torch.float32)
+    for part, weight in model.named_parameters():
+        if "q_proj" in part or "k_proj" in part:
+            weight.data.mul_(1e-3)
+    transformers.AttentionInterface.register("own", own)
+    transformers.AttentionMaskInterface.register("own", transformers.masking_utils.eager_mask)
+    model.set_attn_implementation("own")
+    with pytest.raises(ValueError, match="computes another attention than its layers tell AttentionInterface"):
+        proved(model)
+    assert model.config._attn_implementation == "own"
+
+
+def test_experts_that_take_no_float64_are_named():
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
+    with pytest.raises(
+        ValueError, match=r"MixtralForCausalLM raises .* \(for float64, experts_implementation='eager'\)"
+    ):
+        proved(transformers.MixtralForCausalLM(config).double())
+
+
+# What stays as it was -----------------------------------------------------------------------------------------------
+
+
+def state_of(model):
+    modes = [part.training for part in model.modules()]
+    hooks = [(len(part._forward_hooks), len(part._forward_pre_hooks)) for part in model.modules()]
+    wanted = [(weight.requires_grad, weight.grad) for weight in model.parameters()]
+    return modes, hooks, wanted, model.config._attn_implementation, torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+def test_the_model_stays_as_it_was(mistake):
+    model = llama()
+    model.model.layers[1].eval()
+    model.requires_grad_(mistake)
+    if mistake:
+        wrap(model.model.layers[0].mlp.down_proj, from_before(1))
+    before, register = state_of(model), transformers.AttentionInterface.get_interface
+    weights = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="mixes tokens") if mistake else mock.MagicMock():
+        proved(model)
+    assert state_of(model) == before
+    assert transformers.AttentionInterface.get_interface is register
+    assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
+
+
+# Mistakes in the proof ----------------------------------------------------------------------------------------------
+
+
+def test_what_stands_in_for_a_layer_sees_its_own_token_only_and_all_of_it():
+    """Each number of q, k and v, and of a linear layer's decay and beta; and nothing of another token."""
+    q, k, v = (torch.randn(1, heads, 4, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    of_head, of_number = (torch.randn(1, 2, 4, *more, dtype=torch.float64, requires_grad=True) for more in ((), (6,)))
+    linear = hugging_face_states.attention_cut
+    for cut, inputs in (
+        (hugging_face_proof.own_token, (q, k, v)),
+        (linear, (k, k.detach().requires_grad_(), v, of_head, of_head.detach().requires_grad_())),
+        (linear, (k, k.detach().requires_grad_(), v, of_number, of_head)),
+    ):
+        out = cut(*inputs)[0] if cut is linear else cut(*inputs)
+        for token in range(4):
+            for x in torch.autograd.grad(out[:, :, token].sum(), inputs, retain_graph=True):
+                assert (x[:, :, token] != 0).all()
+                assert x[:, :, torch.arange(4) != token].abs().max() == 0

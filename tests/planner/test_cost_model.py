@@ -1,0 +1,246 @@
+"""ring-plan: what fits, what is fastest, what to change first; its options and its refusals."""
+
+import contextlib
+import io
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+
+from ring_planner import command as cost_model
+from ring_planner import memory
+from ring_planner.machine import MAKE, write_machine
+from ring_planner.memory import CONTEXT, RESERVE, step_bytes
+from ring_planner.plan import ERRORS, Plan, Wish, best, candidates, changes, gains, longest
+from ring_planner.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
+from ring_planner.step import Step, step_seconds
+from ring_planner.ways import Cluster
+from tests.commands import ROOT
+
+HOST = Step(model_named("llama-3.1-8b"), gpu_named("h100"), 1, 8, 32768)
+FREE = Wish()
+LLAMA = "--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072"
+
+
+def plan(words):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert cost_model.main(words.split()) == 0
+    return printed.getvalue()
+
+
+def refused(words):
+    with contextlib.redirect_stderr(io.StringIO()) as printed, pytest.raises(SystemExit) as end:
+        cost_model.main(words.split())
+    assert end.value.code == 2
+    (line,) = printed.getvalue().splitlines()
+    return line
+
+
+def test_every_way_to_share_a_host_is_tried():
+    tried = [(each.step.cp, each.step.tp, each.step.recompute) for each in candidates(HOST, FREE)]
+    pairs = [(cp, tp) for tp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if cp * tp <= 8]
+    assert set(tried) == {(cp, tp, again) for cp, tp in pairs for again in ("none", "selective", "full")}
+    ways = {(each.step.way, each.step.split) for each in candidates(HOST, Wish(cp=8, tp=1, recompute="full"))}
+    assert ways == {("ring", None), ("all-gather", None), ("all-to-all", None), ("hybrid", 2), ("hybrid", 4)}
+    two = candidates(replace(HOST, hosts=2), Wish(cp=16, tp=1, recompute="full"))
+    assert ("double ring", None) in {(each.step.way, each.step.split) for each in two}
+    assert {each.step.tp for each in candidates(HOST, Wish(cp=2))} == {1, 2, 4}
+
+
+def test_the_best_fits_and_none_that_fits_is_faster():
+    ranked, everything = best(HOST, FREE), list(candidates(HOST, FREE))
+    assert all((1 + RESERVE) * sum(step_bytes(each.step).values()) + CONTEXT <= HOST.gpu.memory for each in ranked)
+    fastest = max(each.step.tokens / sum(step_seconds(each.step).values()) for each in everything if each.fits)
+    assert ranked[0].speed == fastest
+    S = longest(HOST, FREE)
+    assert S % 1024 == 0
+    assert best(replace(HOST, seq_len=S), FREE)
+    assert not best(replace(HOST, seq_len=S + 1024), FREE)
+    for of_loss, peak in ((1e9, "a layer at work"), (3e9, "loss")):  # beside a layer 1.3 GB are gathered
+        with mock.patch.multiple(memory, loss_bytes=lambda _, size=of_loss: size, layer_at_work=lambda _: 0.7e9):
+            assert peak in step_bytes(HOST)
+
+
+def test_a_change_is_asked_and_its_gain_is_the_planners():
+    ranked = gains(HOST, FREE)
+    assert {name for _, name, _ in ranked} == set(changes(HOST))
+    by_hand = best(replace(HOST, linear_dtype="fp8"), FREE)[0].speed / best(HOST, FREE)[0].speed
+    assert dict((name, gain) for gain, name, _ in ranked)["FP8 products"] == by_hand > 1.05
+    machine = Cluster(1, 8, 1e12, 4e11, 1e10, memory_bandwidth=1e12)
+    assert changes(replace(HOST, hosts=2, machine=machine))["NICs twice as fast"].machine.host_bandwidth == 2e10
+
+
+def test_a_prefill_by_hand():
+    """2 of 4 experts, h = 8, 2 heads of 4 on 1, F = 6, 3 layers; 64 tokens on cp 2 x tp 2: a group has 32 rows."""
+    model = Model("tiny", "", 3, 8, 2, 1, 6, 10, experts=4, active=2)
+    step = Step(model, HOST.gpu, 1, 4, 64, cp=2, tp=2, way="ring", task="prefill")
+    attention, experts, router = 8 * (2 * 2 + 2 * 1) * 4, 2 * 3 * 8 * 6, 8 * 4
+    seconds, rows = step_seconds(step), 32
+    assert seconds["products"] == pytest.approx(3 * 2 * rows / 2 * (attention + experts + router) / (0.65 * 989e12))
+    inside = 2 * (2 + 1) * 4 + 3 * 2 * 6  # rotary of q and k; silu of two experts: shared by tp, the rest is not
+    assert seconds["passes"] == pytest.approx(3 * 2 * rows * (9 * 8 + inside / 2) / (0.85 * 3.35e12))
+
+
+AGAIN = {"none": 0, "selective": 0.5, "full": 1}  # the share of its products that a layer computes once more
+
+
+@pytest.mark.parametrize("recompute", AGAIN)
+def test_what_fsdp_exposes_by_hand(recompute):
+    """h = 8, 3 layers of 352 weights, 336 of them in products of 64 tokens, 100 s; 4 GPUs, 1 byte a second.
+
+    3/4 of a layer's weights in 2 bytes arrive in 528 s, their gradients leave in 4 bytes, in 1056 s. The forward pass
+    hides 100 s of the first, the backward pass 200 to 300 s of both. The first gather has nothing beside it.
+    """
+    fast = (1e30, 1e30)
+    gpu = GPU("tiny", "", {"bf16": 430.08}, {"fused": fast, "torch": fast}, 1e9, math.inf, 1.0, 0.25, 0, 1.0, 1.0)
+    step = Step(Model("tiny", "", 3, 8, 2, 1, 6, 10), gpu, 1, 4, 64, recompute=recompute)
+    hidden = 100 * (2 + AGAIN[recompute])
+    assert step_seconds(step)["FSDP"] == pytest.approx(528 + 3 * (528 - 100 + 528 + 1056 - hidden))
+    assert step_seconds(replace(step, trainable=0.5))["FSDP"] == pytest.approx(
+        528 + 3 * (528 - 100 + 528 + 528 - hidden + 50)
+    )
+    for card, gather in ((0.25, 1056), (4.0, 528)):  # of two hosts the cards may be the slowest wire, or the links
+        two = step_seconds(replace(step, gpu=replace(gpu, card=card), hosts=2, per_host=2))
+        assert two["FSDP"] == pytest.approx(gather + 3 * (gather - 100 + 3 * gather - hidden))
+    # tp = 2, 4 tokens, 3.125 s: the messages of tp hide 128 s more in each pass, and where all is computed again twice
+    of_tp = step_seconds(replace(step, tp=2, seq_len=4))["FSDP"]
+    hidden = hidden / 32 + 128 * (1 + (recompute == "full"))
+    assert of_tp == pytest.approx(176 + 3 * (176 - 3.125 - 128 + 528 - hidden))
+
+
+def test_the_rings_of_a_measured_host_share_its_nics():
+    """8 GPUs and 4 NICs of 1e10 bytes/s: one ring has them all, two or four have half the rate each; none has more."""
+    machine = Cluster(2, 8, 1e12, 4e11, 1e10, 4, 1e12)
+    for per_host, cp, tp, *right in ((8, 16, 1, 4, 1e10), (8, 8, 2, 4, 5e9), (8, 4, 4, 2, 5e9), (16, 32, 1, 4, 1e10)):
+        ring = replace(HOST, hosts=2, per_host=per_host, cp=cp, tp=tp, machine=machine).ring
+        assert [ring.devices, ring.nics, ring.host_bandwidth] == [cp, *right]
+
+
+def test_ideal_numbers_are_a_gpu():
+    words = "--gpu ideal --flops 990e12 --bandwidth 450e9 --memory 80e9 --hosts 1 --layers 32 --hidden 4096 --heads 32"
+    printed = plan(f"{words} --kv-heads 8 --feedforward 14336 --vocab 128256 --seq-len 32768")
+    assert "8.03 billion parameters" in printed
+    assert "passes" not in printed.split("binds")[0].split("seconds  ")[1]
+
+
+def test_an_interval_is_of_rows_like_the_question():
+    assert "measured rows of this kind" in plan(LLAMA)
+    assert "not known" in plan(f"{LLAMA} --kernels best")
+    answer, known = Plan(replace(HOST, kernels="framework")), json.loads(ERRORS.read_text())
+    ours = known["step, framework, one host"]
+    assert answer.interval == (ours["low"] * answer.seconds, ours["high"] * answer.seconds, 7)
+
+
+REFUSED = {
+    "--model llama-3.1-8b": "no --gpu was given; expected one of h100",
+    "--gpu h100": "no --model was given, nor --layers",
+    "--model llama-9 --gpu h100": "model is 'llama-9'; expected one of",
+    f"{LLAMA} --cp 3": "cp x tp is 3 x 1; expected a divisor of 8 GPUs",
+    f"{LLAMA} --tp 3": "tp is 3, GPUs of a host 8",
+    f"{LLAMA} --nics 9": "nics is 9; expected 8 at most",
+    f"{LLAMA} --flops 990": "990 was given; expected 1e+09 to 1e+18",
+    f"{LLAMA} --flops 2e15": "expected 9.89e+14 at most",
+    f"{LLAMA} --linear-dtype fp4": "invalid choice: 'fp4'",
+    f"{LLAMA} --loss pieces --task prefill": "loss is pieces for a prefill; expected --task train",
+    f"{LLAMA} --trainable 2": "2 was given; expected 1e-06 to 1: share",
+    "--model llama-3.1-8b --gpu h100 --hosts 9999": "expected 16,384 at most",
+    "--model llama-3.1-8b --gpu a100 --linear-dtype fp8": "linear_dtype is 'fp8' on a100-80; expected one of bf16",
+    "--model llama-3.1-8b --gpu ideal": "gpu is ideal without flops, bandwidth, memory",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_refusal_is_one_line(words):
+    assert REFUSED[words] in refused(words)
+
+
+VALUES = {  # most of them fit together; every option, and for each what it must refuse
+    **{"hosts": (1, 1, 2, 3, 16, 0), "per-host": (1, 4, 8, 8, 1.5), "batch": (1, 3, "many"), "nics": (1, 4, 99)},
+    **{"seq-len": (1, 8192, 131072, 1e6, 1e13), "cp": (1, 2, 4, 5), "tp": (1, 2, 8, 16), "heads": (3, 64, 2**20)},
+    **{"kv-heads": (1, 8, 7), "vocab": (7, -7), "layers": (2, 0), "hidden": (64, 1e12), "feedforward": (96,)},
+    **{"task": ("train", "prefill", "serve"), "loss": ("whole", "pieces"), "optimizer": ("adam", "sgd", "lion")},
+    **{"recompute": ("none", "full"), "linear-dtype": ("bf16", "fp8", "fp4"), "trainable": (0.01, 2)},
+    **{"kernels": ("best", "framework", "torch"), "flops": (4e14, 990), "memory": (8e10, 3e9, 1e8)},
+    **{"bandwidth": (5e9, "nan"), "host-bandwidth": (1e9, "inf"), "machine": ("MACHINE", "none.json")},
+    **{"gpu": ("h9", ""), "model": ("none.json", "gpt-9"), "colour": ("red",)},
+}
+
+
+def any_options(pick):
+    """Options at random: a model and a GPU that are known, some more, and one time in three one that is refused."""
+    words = ["--model", pick.choice([*MODELS]), "--gpu", pick.choice([*GPUS, "ideal"])]
+    for name in pick.sample(sorted(VALUES), pick.randint(1, 9)):
+        words += [f"--{name}", str(pick.choice(VALUES[name][:1] if pick.random() < 0.7 else VALUES[name]))]
+    return words[: len(words) - (pick.random() < 0.02)]  # the last one without its value
+
+
+@pytest.mark.parametrize("seed", [pytest.param(range(80)), pytest.param(range(80, 2000), marks=pytest.mark.exhaustive)])
+def test_no_options_end_in_a_traceback(seed, tmp_path):
+    """Every set of options is answered, or refused in one line that says what was expected."""
+    write_machine(tmp_path / "machine.json", Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1))
+    planned = 0
+    for number in seed:
+        words = [
+            f"{tmp_path}/machine.json" if word == "MACHINE" else word for word in any_options(random.Random(number))
+        ]
+        with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()) as printed:
+            try:
+                status = cost_model.main(words)
+            except SystemExit as end:
+                status = end.code
+        planned += status == 0
+        lines = said.getvalue().splitlines()
+        assert (status, len(lines)) in ((0, 0), (2, 1)), words
+        assert ("advice" in printed.getvalue()) == (status == 0), words
+        assert all("expected" in line or MAKE in line for line in lines), (words, lines)
+    assert len(seed) / 8 < planned < 7 / 8 * len(seed)
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cost_model.main(["--help"])
+    printed = capsys.readouterr().out
+    assert all(f"--{name} " in printed for name in cost_model.OPTIONS)
+
+
+def test_the_command_needs_no_torch_and_no_scoreboard():
+    script = "import sys, ring_planner.command; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch", "bench.scoreboard"} & {*done.stdout.split()}
+
+
+SHOWN = {
+    command: block
+    for page in ("docs/which_way.md", "docs/use.md")
+    for command, block in re.findall(r"^\$ ring-plan (.*)\n([^`]*)```", (ROOT / page).read_text(), re.MULTILINE)
+}
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_a_page_says_what_the_planner_says(command):
+    """docs/which_way.md: five users, and what an expert would tell them."""
+    said = plan(command).splitlines()
+    for line in SHOWN[command].splitlines():
+        assert line in ("...", *said)
+
+
+def test_the_best_ring_is_always_shown():
+    """It is not among the five fastest here."""
+    said = plan("--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072").splitlines()
+    rows = [line for line in said if line.startswith("    ") and ", cp " in line]
+    assert ["  ring, cp" in row for row in rows] == [False] * 5 + [True]
+
+
+def test_five_users():
+    assert len([each for each in SHOWN if "h100 --hosts 1 " not in each]) == 5  # and a hybrid model
+    one_card, many_cards = (
+        next(block for each, block in SHOWN.items() if each.count(words)) for words in ("--nics 1", "--loss pieces")
+    )
+    assert "cp 8, tp 1" in one_card.splitlines()[2]  # inside a host
+    assert "hybrid of" in many_cards.splitlines()[2]

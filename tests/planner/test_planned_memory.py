@@ -1,0 +1,168 @@
+"""The planner's memory: peaks by hand, those of real rings, what autograd keeps, and the count of the bench."""
+
+import gc
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses import FakeTensor
+
+import ring_attn
+from bench.longest_training import GRAIN, kept_by_a_layer, kept_bytes, longest_chunk, peak_bytes
+from ring_attn import hop, ring_attention
+from ring_planner import memory as planned
+from ring_planner.hidden_communication import LLAMA_7B, AttentionLayer
+from ring_planner.memory import peak_bytes_backward
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.models.transformer import Config, Transformer, summed_loss
+from ringlab.ring import flash_ring
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.fused_block import fused_backward
+
+MiB = 2**20
+SMALL = AttentionLayer(heads=4, kv_heads=2, head_dim=3, itemsize=2)  # h = 12
+
+
+def test_peaks_of_attention_by_hand():
+    """4 heads on 2, D = 3, 2 bytes, chunks of 5 tokens: a head of a chunk has 30 bytes."""
+    for P in (1, 2, 8):
+        assert planned.peak_bytes("ring", SMALL, 5, P) == 30 * (4 + 4 + 4 * 2)  # q, out, two K and two V
+        assert planned.peak_bytes("all-gather", SMALL, 5, P) == 30 * (4 + 4 + P * 4)  # q, out, P K and V
+    # q, out, d_out, dq; k, v, two buffers of both, dk, dv; in 4 bytes dQ, and two buffers of dK and dV
+    assert peak_bytes_backward(SMALL, 5) == 30 * (4 * 4 + 2 + 2 + 8 + 4) + 60 * (4 + 8)
+    assert planned.peak_bytes("ring", LLAMA_7B, 1, 8) == 6 * 2 * 4096  # table 1: 12bch
+    assert peak_bytes_backward(LLAMA_7B, 1) == 22 * 2 * 4096
+    assert peak_bytes_backward(AttentionLayer(4, 4, 16, 4), 1) == 17 * 4 * 64
+    assert peak_bytes_backward(AttentionLayer(4, 4, 16, 8), 1) == 17 * 8 * 64  # float64 sums for float64
+    with pytest.raises(ValueError, match="method is 'tree'; expected ring, all-gather"):
+        planned.peak_bytes("tree", SMALL, 5, 2)
+
+
+def test_the_peak_of_a_real_hop_is_modelled(ranks):
+    layer, C = AttentionLayer(heads=4, kv_heads=4, head_dim=16, itemsize=4), 64
+    assert ranks(3, peak_in_a_hop, layer, C) == [planned.peak_bytes("ring", layer, C, 3)] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "kv_heads"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_the_peak_of_a_real_training_step_is_modelled(ranks, dtype, kv_heads):
+    layer = AttentionLayer(heads=4, kv_heads=kv_heads, head_dim=16, itemsize=dtype.itemsize)
+    assert ranks(3, peak_in_training, layer, 64, dtype) == [peak_bytes_backward(layer, 64)] * 3
+
+
+# A training step in float32: the prediction of bench/longest_training.py ----------------------------------------------
+
+
+def bytes_in_the_graph(config, chunk, **attention):
+    """Bytes that autograd keeps for the backward pass of a model on one process, without the weights."""
+    model, tokens = Transformer(config, **attention), torch.zeros(1, chunk, dtype=torch.int64)
+    return kept_bytes(model, lambda: summed_loss(model(tokens, torch.arange(chunk)), tokens))
+
+
+SIZES = [
+    {"hidden": 32, "heads": 4, "kv_heads": 2, "feedforward": 80, "vocab": 50},
+    {"hidden": 48, "heads": 2, "kv_heads": 1, "feedforward": 48, "vocab": 100},
+]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_layer_keeps_what_autograd_keeps(size, checkpointing):
+    C = 512
+    one, three = (Config(layers=n, checkpointing=checkpointing, **size) for n in (1, 3))
+    inputs, attention, feedforward = kept_by_a_layer("blockwise", one, C)
+    expected = 4 * (inputs if checkpointing else inputs + attention + feedforward)
+    seen = (bytes_in_the_graph(three, C) - bytes_in_the_graph(one, C)) / 2 / C
+    assert expected <= seen <= expected + 4 * 2 + 0.1  # and 1/rms, a number for each of two norms
+
+
+def test_naive_attention_keeps_two_squares_a_head_and_a_mask():
+    C, naive = 256, lambda q, k, v, is_causal, enable_gqa: naive_attention(q, k, v, causal=True)
+    size = {"hidden": 32, "heads": 4, "kv_heads": 4, "feedforward": 80}
+    two, one = (bytes_in_the_graph(Config(layers=n, **size), C, attention=naive) for n in (2, 1))
+    seen = two - one
+    expected = 4 * C * sum(kept_by_a_layer("naive", Config(**size), C))
+    assert expected > 2 * 4 * 4 * C * C
+    assert expected <= seen <= expected + 16 * 4 * C  # 1/rms, and which rows see nothing
+
+
+def test_peaks_by_hand():
+    """h = 8, H = G = 2, D = 4, F = 16, a vocabulary of 4, 2 layers, 10 tokens: numbers of 4 bytes."""
+    size = {"layers": 2, "hidden": 8, "heads": 2, "kv_heads": 2, "feedforward": 16, "vocab": 4}
+    layer, outside = 4 * 64 + 3 * 8 * 16 + 16, 2 * 4 * 8 + 8
+    state, gathered = 3 * (2 * layer + outside), 2 * (layer + outside)
+    plain, again = Config(**size), Config(**size, checkpointing=True)
+    attention = 2 * 8 + 3 * 8 + 8 + 8 + (8 + 2)  # x/rms, n; q, k, v; cos and sin; out for W_o; out and lse
+    whole = 2 * 8 + attention + (2 * 8 + 4 * 16)
+    loss = 3 * 8 + 3 * 4
+    assert peak_bytes("blockwise", plain, 10, 1) == 4 * (10 * (2 * whole + loss) + state + gathered)
+    assert peak_bytes("ring", plain, 10, 4) == 4 * (10 * (2 * whole + max(loss, 14 * 8 - 80)) + state // 4 + gathered)
+    at_work = 3 * 8 + 8  # dq, dk, dv, a copy of d_out
+    assert peak_bytes("blockwise", again, 10, 1) == 4 * (10 * (2 * 16 + attention + at_work) + state + gathered)
+    at_work += 8 + 4 * 8 + 4 * 8 + 8  # dQ, two buffers of K and V, two of dK and dV, a copy of v
+    assert peak_bytes("ring", again, 10, 2) == 4 * (10 * (2 * 16 + attention + at_work) + state // 2 + gathered)
+    naive = attention - (8 + 2) + 2 * 2 * 10 + 10 // 4  # two squares, a mask
+    at_work = 2 * 10 + 8  # a square, dv
+    assert peak_bytes("naive", again, 10, 1) == 4 * (10 * (2 * 16 + naive + at_work) + state + gathered)
+
+
+def test_the_longest_chunk_fits_and_the_next_does_not():
+    config = Config(layers=3, hidden=64, checkpointing=True)
+    for method, P in (("naive", 1), ("blockwise", 1), ("ring", 4)):
+        C = longest_chunk(method, config, P, 16 * MiB)
+        assert C % GRAIN == 0
+        assert peak_bytes(method, config, C, P) <= 16 * MiB < peak_bytes(method, config, C + GRAIN, P)
+    assert longest_chunk("ring", config, 1, 1000) == 0
+    plain = Config(layers=3, hidden=64)
+    assert longest_chunk("ring", plain, 2, 16 * MiB) < longest_chunk("ring", config, 2, 16 * MiB)
+
+
+def test_the_loss_keeps_its_last_rows_and_log_softmax():
+    """x, x/rms and n, and log-softmax; the two gradients of it come later."""
+    config, C = Config(layers=1, **SIZES[0]), 512
+    layer = 4 * sum(kept_by_a_layer("blockwise", config, C))
+    assert 0 <= bytes_in_the_graph(config, C) / C - layer - 4 * (3 * 32 + 50) <= 4 * 5 + 8 + 0.1  # 1/rms; token, label
+
+
+def alive():
+    """Bytes of the memory behind all tensors, each part of it counted once."""
+    tensors = (x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not isinstance(x, FakeTensor))
+    parts = (x.untyped_storage() for x in tensors)  # a compiler's fake tensors have no memory
+    return sum({part.data_ptr(): part.nbytes() for part in parts}.values())
+
+
+def most_alive(module, name, real, work):
+    """How many more bytes than now are alive at most when `real`, which `module` knows by `name`, returns in `work`."""
+    gc.collect()
+    before, seen = alive(), []
+
+    def watched(*args, **options):
+        results = real(*args, **options)
+        seen.append(alive() - before)
+        return results
+
+    with mock.patch.object(module, name, watched):
+        work()
+    return max(seen)
+
+
+def ones(heads, chunk, head_dim, dtype):
+    return torch.ones(1, heads, chunk, head_dim, dtype=dtype)
+
+
+def peak_in_a_hop(context, layer, chunk):
+    """Bytes that the ring of ring_attn.py holds in a hop, in float32: its statistics and its own K and V left out."""
+    H, D = layer.heads, layer.head_dim
+    most = most_alive(ring_attn, "hop", hop, lambda: ring_attention(*(ones(H, chunk, D, None) for _ in "qkv")))
+    return most - 4 * (2 * H * chunk + 2 * H * chunk * D)
+
+
+def peak_in_training(context, layer, chunk, dtype):
+    """Bytes that the flash ring holds in its backward pass when a block is computed, but for the lse of the chunk."""
+
+    def step():
+        q, d_out = (ones(layer.heads, chunk, layer.head_dim, dtype).requires_grad_() for _ in "qd")
+        k, v = (ones(layer.kv_heads, chunk, layer.head_dim, dtype).requires_grad_() for _ in "kv")
+        ring_flash_attention(q, k, v).backward(d_out.detach())
+
+    return most_alive(flash_ring, "fused_backward", fused_backward, step) - 4 * layer.heads * chunk

@@ -1,0 +1,261 @@
+"""Names of models and GPUs: their parameters as published and as a real model has them, and config.json files."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ring_planner.memory import step_bytes
+from ring_planner.plan import Plan
+from ring_planner.presets import GPUS, MODELS, LinearLayers, Model, gpu_named, model_named
+from ring_planner.step import Step, attention_seconds
+from ringlab.models.transformer import Config, Transformer
+from ringlab.states.linear_attention import linear_attention
+
+BILLIONS = {  # as the model's owner states: all, and those of a token
+    "llama-3.1-8b": (8.03, 8.03),
+    "llama-3.1-70b": (70.6, 70.6),
+    "llama-3.1-405b": (405.9, 405.9),
+    "llama-3.2-1b": (1.24, 1.24),
+    "llama-3.2-3b": (3.21, 3.21),
+    "llama-2-7b": (6.74, 6.74),
+    "llama-2-13b": (13.0, 13.0),
+    "llama-2-70b": (69.0, 69.0),
+    "mistral-7b": (7.24, 7.24),
+    "qwen2.5-7b": (7.62, 7.62),
+    "qwen2.5-72b": (72.7, 72.7),
+    "qwen3-8b": (8.19, 8.19),
+    "qwen3-30b-a3b": (30.5, 3.3),
+    "mixtral-8x7b": (46.7, 12.9),
+    "mixtral-8x22b": (141, 39),
+    "deepseek-moe-16b": (16.4, 2.8),
+    "qwen3-next-80b-a3b": (79.7, 3.9),  # its page: 80B, 3B; all weights of its files, and those of a token
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_that_the_owner_states(name):
+    model = model_named(name.upper())
+    for counted, stated in zip((model.parameters(), model.parameters(active=True)), BILLIONS[name], strict=True):
+        assert counted / 1e9 == pytest.approx(stated, abs=0.5 * 10 ** -len(f"{stated:g}".partition(".")[2]) + 0.06)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_those_of_a_real_model(tied):
+    real = Transformer(Config(vocab=11, layers=3, hidden=16, heads=4, kv_heads=2, feedforward=24, tied=tied))
+    model = Model("tiny", "", 3, 16, 4, 2, 24, 11, tied=tied)
+    assert model.parameters() == sum(weight.numel() for weight in real.parameters())
+
+
+def test_experts_by_hand():
+    """h = 8, experts of width 3: 2 of 4 and a shared one in 2 of 3 layers; the first layer is dense, of width 10."""
+    model = Model("tiny", "", 3, 8, 2, 1, 3, 10, experts=4, active=2, shared=1, dense=1, dense_feedforward=10)
+    attention, norms, outside, router = 2 * 8 * (2 + 1) * 4, 2 * 8, 2 * 10 * 8 + 8, 8 * 4
+    every = 3 * (attention + norms) + outside + 3 * 8 * 10
+    assert model.parameters() == every + 2 * (5 * 3 * 8 * 3 + router)
+    assert model.parameters(active=True) == every + 2 * (3 * 3 * 8 * 3 + router)
+    assert model.matrices == model.parameters(active=True) - outside - 3 * norms
+    assert model.inner == (2 * 3 * 3 + 10) // 3
+
+
+HYBRIDS = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"]
+DELTA = {
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
+    "linear_conv_kernel_dim": 4,
+}
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_hybrid_has_the_weights_of_transformers(kind, tmp_path):
+    """But for what `parameters` leaves out: convolutions, decays, norms inside attention, the shared expert's gate."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "intermediate_size": 48, "vocab_size": 50, **DELTA}
+    if kind == "olmo_hybrid":
+        sizes.pop("head_dim")
+        sizes |= {"linear_num_key_heads": 4, "pad_token_id": 0, "eos_token_id": 1}
+    if kind in ("qwen3_next", "qwen3_5_moe_text"):
+        sizes |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+        sizes["shared_expert_intermediate_size"] = 24
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    with torch.device("meta"):
+        real = transformers.AutoModelForCausalLM.from_config(config)
+    left_out = re.compile(r"conv|A_log|dt_bias|linear_attn.*norm|self_attn.*norm|shared_expert_gate")
+    weights = sum(it.numel() for name, it in real.named_parameters() if not left_out.search(name))
+    model = model_named(written(tmp_path, config.to_dict()))
+    assert (model.linear.layers, model.softmax_layers, model.gated) == (3, 1, kind != "olmo_hybrid")
+    assert model.parameters() == weights
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_flops_of_a_linear_layer_are_those_that_torch_counts(chunks):
+    """In `linear_attention`, which takes chunks of the same length; torch counts no triangular solve."""
+    H, D, Dv, S = 2, 8, 16, 64 * chunks
+    q, k, v = torch.randn(1, H, S, D), torch.randn(1, H, S, D), torch.randn(1, H, S, Dv)
+    with FlopCounterMode(display=False) as counted:
+        linear_attention(q, k, v, torch.zeros(1, H, S), torch.ones(1, H, S))
+    solve = 64 * (D + Dv) * H * S
+    assert counted.get_total_flops() + solve == LinearLayers(1, H, H, D, Dv, 4).flops * S
+
+
+def test_a_hybrid_is_counted_layer_by_layer():
+    """Three of four layers are linear: their time grows with S, not S²; their messages do not; they keep no K and V."""
+    hybrid = model_named("qwen3-next-80b-a3b")
+    softmax = replace(hybrid, linear=None)
+
+    def step(model, S, **options):
+        return Step(model, gpu_named("h200"), 4, 8, S, cp=8, tp=2, way="ring", **options)
+
+    for S in (2**17, 2**20):
+        each, whole = (attention_seconds(step(model, S)) for model in (hybrid, softmax))
+        assert 0 < each[0] - whole[0] / 4 < 0.2 * whole[0]
+    message, work = (
+        [attention_seconds(step(replace(hybrid, linear=it), 2**17))[0] for it in (hybrid.linear, twice)]
+        for twice in (replace(hybrid.linear, key_dim=256), replace(hybrid.linear, value_dim=256))
+    )
+    assert message[1] > message[0]
+    assert work[1] > work[0]
+    kv, all_kv = (step_bytes(step(model, 2**20, task="prefill"))["K and V"] for model in (hybrid, softmax))
+    states = 36 * 32 * 128 * 128 * 4 / 2
+    assert kv == all_kv / 4 + states
+    kept, all_kept = (step_bytes(step(model, 2**17, recompute="none"))["activations"] for model in (hybrid, softmax))
+    linear = 4 * 2048 + 2 * 8192 + 3 * 4096 + 2 * 32  # x, h, x/rms, n; q, k, v twice; gate, out, gated; decay and beta
+    attention = 4 * 2048 + 2 * 4096 + 2 * 512 + 2 * 256 + 4096 + 16  # n; q, out; k, v; rotary; the kernel's out and lse
+    assert all_kept - kept == 2 * 2**17 / 16 * 36 * (attention - linear)
+    assert Plan(step(hybrid, 2**17)).interval is None  # no hybrid was measured
+
+
+LLAMA = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+MIXTRAL = {**LLAMA, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN = {
+    **{"num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4},
+    **{"head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128},
+    **{"num_experts_per_tok": 8, "vocab_size": 151936, "tie_word_embeddings": False},
+}
+DEEPSEEK = {
+    **{"num_hidden_layers": 28, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 10944},
+    **{"moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    **{"num_experts_per_tok": 6, "vocab_size": 102400},
+}
+
+
+def written(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("llama-3.1-8b", LLAMA),
+        ("llama-3.1-8b", {"text_config": LLAMA, "vision_config": {}}),
+        ("mixtral-8x7b", MIXTRAL),
+        ("qwen3-30b-a3b", QWEN),
+        ("deepseek-moe-16b", DEEPSEEK),
+    ],
+)
+def test_a_configuration_is_read(name, content, tmp_path):
+    model = model_named(written(tmp_path, content))
+    assert replace(model, name=name, source="") == replace(MODELS[name], source="")
+
+
+def test_a_tied_model_without_grouped_queries(tmp_path):
+    content = {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": None}
+    model = model_named(written(tmp_path, content))
+    assert (model.kv_heads, model.tied) == (32, True)
+    assert [model_named(written(tmp_path, {**LLAMA, "model_type": name})).tied for name in ("gemma", "llama")] == [1, 0]
+
+
+def test_fields_that_say_what_is_counted_anyway(tmp_path):
+    """As they stand in the files of Qwen 2.5 and Qwen 3."""
+    usual = {"sliding_window": 131072, "use_sliding_window": False, "layer_types": ["full_attention"] * 32}
+    same = {**LLAMA, **usual, "decoder_sparse_step": 1, "mlp_only_layers": [], "model_type": None}
+    assert model_named(written(tmp_path, same)).layers == 32
+    assert model_named(written(tmp_path, same)).name == tmp_path.name
+
+
+@pytest.mark.parametrize("field", [name for name in LLAMA if name != "num_key_value_heads"])
+def test_a_field_that_is_missing_is_named(field, tmp_path):
+    with pytest.raises(ValueError, match=f"has no field {field}; add it"):
+        model_named(written(tmp_path, {k: v for k, v in LLAMA.items() if k != field}))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({**LLAMA, "hidden_size": "4096"}, "hidden_size is '4096'; expected a whole number"),
+        ({**LLAMA, "vocab_size": -1}, "vocab_size is -1; expected a whole number"),
+        ({**LLAMA, "kv_lora_rank": 512}, "latent attention; expected keys and values of whole heads"),
+        ({**MIXTRAL, "num_experts_per_tok": None}, "has no field num_experts_per_tok"),
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "active is 9 of 8 experts; expected 1 to 8"),
+        ({**LLAMA, "num_key_value_heads": 5}, "heads is 32, kv_heads 5; expected heads to be a multiple"),
+        ({**LLAMA, "num_hidden_layers": 0}, "layers is 0; expected 1 or more"),
+        ({**DEEPSEEK, "first_k_dense_replace": 29}, "dense is 29 of 28 layers"),
+        ({**QWEN, "shared_expert_intermediate_size": 700}, "shared_expert_intermediate_size 700; expected a multiple"),
+        ([LLAMA], r"holds .*num_hidden.*; expected an object"),
+        ({"text_config": None}, "has no field num_hidden_layers"),
+        ("[" * 10**5, "cannot be read: maximum recursion"),
+        ({**LLAMA, "num_attention_heads": 2**40}, "heads is 1099511627776; expected 1 or more, 10,000 at most"),
+        ({**LLAMA, "hidden_size": 10**400}, "hidden is 10+; expected 1 or more, 100,000,000 at most"),
+        ({**LLAMA, "sliding_window": 4096}, "has sliding_window 4096; expected null"),
+        (
+            {**LLAMA, "layer_types": ["full_attention", "linear_attention"]},
+            "linear_attention.*; expected full_attention only; linear_attention only with linear_num_value_heads",
+        ),
+        ({**LLAMA, "layer_types": ["full_attention", "mamba"]}, "mamba.*; expected full_attention only"),
+        ({**LLAMA, "full_attention_interval": 4}, "has no field linear_num_value_heads; add it"),
+        ({**LLAMA, "model_type": "gpt_neox"}, "model_type gpt_neox: a feedforward of two matrices; expected a gated"),
+        ({**QWEN, "decoder_sparse_step": 2}, "decoder_sparse_step: experts in some layers only"),
+        (
+            {**MIXTRAL, "attn_layer_period": 8},
+            "attn_layer_period: a hybrid of attention and layers that are not counted",
+        ),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_wrong_configuration_is_refused(content, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        model_named(written(tmp_path, content))
+    with pytest.raises(ValueError, match=r"cannot be read: .*No such file"):
+        model_named(str(tmp_path / "none.json"))
+
+
+def test_a_name_that_does_not_exist_lists_those_that_do():
+    with pytest.raises(ValueError, match=r"model is 'gpt-9'; expected one of llama-3.1-8b, .*deepseek-moe-16b"):
+        model_named("gpt-9")
+    with pytest.raises(ValueError, match=r"gpu is 'h9'; expected one of h100, .*l40s"):
+        gpu_named("h9")
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS)
+def test_a_gpu_has_a_source_and_rates_that_can_be(gpu):
+    assert len(gpu.source) > 20
+    for forward, backward in gpu.attention.values():
+        assert 0.2 * gpu.peak["bf16"] < backward <= forward < gpu.peak["bf16"]
+    assert gpu.card < gpu.link < gpu.memory_bandwidth
+    assert 0 < gpu.link_share <= 1
+    assert all(flops == pytest.approx(2 * gpu.peak["bf16"], rel=0.03) for flops in [gpu.peak.get("fp8", 0)] if flops)
+    assert 23e9 < gpu.memory < 289e9
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "multiprocessors", "measured"),
+    [("a100", "fused", 108, (205e12, 174e12)), ("h800", "torch", 132, (325e12, 288e12))],
+)
+def test_a_kernel_reaches_what_was_measured(name, kernel, multiprocessors, measured):
+    """zhuzilin's README, causal: 32 heads of 64 blocks. A call waits for 2 blocks of mean length, backward for 1."""
+    gpu, waves = gpu_named(name), 32 * 64 / multiprocessors
+    assert gpu.multiprocessors == multiprocessors
+    reached = [rate * waves / (waves + wait) for rate, wait in zip(gpu.attention[kernel], (2, 1), strict=True)]
+    assert reached == pytest.approx(measured)

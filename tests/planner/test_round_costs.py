@@ -1,0 +1,235 @@
+"""What a round costs beside its products: bytes counted by running the operations, and each cost in the simulation."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench.scoreboard import unlimited
+from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.round_costs import TILE, call_bytes, causal_pairs, efficiency, merge_bytes, packing_bytes
+from ring_planner.seconds import Pass, pass_of
+from ring_planner.ways import Cluster
+from ringlab.ring.flash_ring import merge_into
+from tests.planner.test_ways import CHUNK, LAYER, TWO
+
+
+def simulate(way, cluster, layer, chunk, split=None, **options):
+    return pass_of(way, Pass(cluster, layer, chunk, **options), split)
+
+
+ROWS, KEYS = 6, 4
+SHAPES = {"q": (ROWS, 4, 4), "kv": (2, KEYS, 2, 4)}  # LAYER: 4 query heads on 2, D = 4
+
+
+class Moved(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the bytes of all inputs and results of operations: each is read or written once."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for each in (*args, result):
+            self.bytes += each.nbytes if isinstance(each, torch.Tensor) else 0
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_merge_moves_the_bytes_of_its_operations(dtype):
+    layer = replace(LAYER, itemsize=dtype.itemsize)
+    out, block = torch.zeros(SHAPES["q"]), torch.zeros(SHAPES["q"], dtype=dtype)
+    weight = torch.tensor(0.5)
+    with Moved() as moved:
+        out = out - weight * (out - block.to(torch.float32))
+    assert moved.bytes - weight.nbytes == merge_bytes(layer, ROWS, KEYS)
+    bytes_of_heads = []
+    for D in (4, 8):  # what lse costs does not depend on D
+        ours, found = torch.zeros(1, 4, ROWS, D), torch.zeros(1, 4, ROWS, D, dtype=dtype)
+        with Moved() as moved:
+            merge_into(ours, torch.zeros(1, 4, ROWS), found, torch.zeros(1, 4, ROWS))
+        bytes_of_heads.append(moved.bytes)
+    assert bytes_of_heads[1] - bytes_of_heads[0] == 4 * ROWS * 4 * (18 if dtype == torch.bfloat16 else 12)
+    gradients = [torch.zeros(SHAPES["q"]), torch.zeros(SHAPES["kv"])]
+    blocks = [torch.zeros_like(each, dtype=dtype) for each in gradients]
+    with Moved() as moved:
+        for total, each in zip(gradients, blocks, strict=True):
+            total += each
+    assert moved.bytes == merge_bytes(layer, ROWS, KEYS, backward=True)
+    with Moved() as moved:
+        first = blocks[0].to(torch.float32).to(dtype)
+    assert moved.bytes == merge_bytes(layer, ROWS, KEYS, first=True)
+    assert first.dtype == dtype
+
+
+def test_bytes_by_hand():
+    """q: 6 · 16 = 96 numbers; K and V: 2 · 4 · 8 = 64, of all query heads 128; in bf16."""
+    assert call_bytes(LAYER, ROWS, KEYS) == (96 + 96 + 64) * 2
+    # out, dO, Q, dO; zeroes and reads dQ in float32; writes it; K, V, dK, dV; dK, dV of each query head, and again
+    backward = 4 * 96 * 2 + 2 * 96 * 4 + 96 * 2 + 2 * 64 * 2 + 2 * 128 * 2
+    assert call_bytes(LAYER, ROWS, KEYS, backward=True) == backward
+    alike = replace(LAYER, kv_heads=4)  # a K/V head for each query head: nothing is summed
+    assert call_bytes(alike, ROWS, KEYS, backward=True) == 4 * 96 * 2 + 2 * 96 * 4 + 96 * 2 + 2 * 128 * 2
+    assert merge_bytes(LAYER, ROWS, KEYS, first=True, backward=True) == 2 * (96 + 64) * (2 + 4)
+    assert 2 * packing_bytes(LAYER, 6) == 2 * (96 + 96 + 96) * 2  # q, k, v and out; each is read and written
+    assert (causal_pairs(1024), causal_pairs(16)) == (1024 * (1024 + TILE) / 2, 16 * 16)
+
+
+MEMORY = replace(TWO, bandwidth=math.inf, host_bandwidth=math.inf, flops=1e30, memory_bandwidth=1.0)
+SEND = replace(TWO, bandwidth=math.inf, host_bandwidth=math.inf, flops=1e30)
+MERGES = merge_bytes(LAYER, CHUNK, CHUNK, first=True) + 3 * merge_bytes(LAYER, CHUNK, CHUNK)
+ONE_HEAD, TWO_HEADS = AttentionLayer(1, 1, 4), AttentionLayer(2, 1, 4)
+SECONDS = {  # by hand, on 2 hosts of 2: the way, its split, a cluster where only one cost is not 0, seconds
+    "memory, ring": ("ring", None, MEMORY, 4 * call_bytes(LAYER, CHUNK, CHUNK) + MERGES),
+    "memory, double ring": ("double ring", None, MEMORY, 4 * call_bytes(LAYER, CHUNK, CHUNK) + MERGES),
+    "memory, all-to-all": (
+        *("all-to-all", None, MEMORY),
+        call_bytes(ONE_HEAD, 4 * CHUNK, 4 * CHUNK) + 4 * packing_bytes(LAYER, CHUNK),
+    ),
+    "memory, all-gather": (  # two heads; the chunks of each, that arrived, are read and written
+        *("all-gather", None, MEMORY),
+        2 * (call_bytes(TWO_HEADS, CHUNK, 4 * CHUNK) + 2 * 2 * 4 * CHUNK * 4 * 2),
+    ),
+    "launch, ring": ("ring", None, replace(SEND, launch=1.0), 4 + 4 * 4),
+    "launch, all-to-all": ("all-to-all", None, replace(SEND, launch=1.0), 1 + 4),
+    "latency, ring": ("ring", None, replace(SEND, latency=1.0), 3),  # every round has a hop inside the host
+    "host latency, ring": ("ring", None, replace(SEND, latency=1.0, host_latency=5.0), 3 * 5),
+    "latency, double ring": ("double ring", None, replace(SEND, latency=1.0, host_latency=5.0), 5 + 1),
+    "latency, all-to-all": ("all-to-all", None, replace(SEND, host_latency=5.0), 2 * 5),
+    "latency, all-gather": ("all-gather", None, replace(SEND, latency=1.0, host_latency=5.0), 2 * (2 * 1 + 5)),
+}
+
+
+@pytest.mark.parametrize("name", SECONDS)
+def test_each_cost_is_paid_where_the_text_says(name):
+    way, split, cluster, seconds = SECONDS[name]
+    assert simulate(way, cluster, LAYER, CHUNK, split=split) == pytest.approx(seconds)
+
+
+LONG = 1024
+HOST = Cluster(1, 4, 2 * 4 * LAYER.hidden, math.inf, backward_flops=10 * LAYER.hidden)  # pairs/s: 2, backward 1
+
+
+def pairs(way="ring", **options):
+    return 2 * simulate(way, HOST, LAYER, LONG, **options)
+
+
+def test_masks_and_layouts():
+    diagonal, block = LONG * (LONG + TILE) / 2, LONG**2
+    assert pairs(mask="none") == 4 * block
+    assert pairs(mask="causal", layout="contiguous") == diagonal + 3 * block  # of the last rank
+    assert pairs(mask="causal", layout="zigzag") == diagonal + 3 * block / 2
+    assert pairs(mask="causal", layout="striped") == 4 * diagonal
+    assert pairs() == 4 * block / 2
+    whole = 4 * LONG * (4 * LONG + TILE) / 2 / 4  # a quarter of the heads
+    assert all(pairs("all-to-all", mask="causal", layout=each) == whole for each in ("contiguous", "zigzag", "striped"))
+    assert pairs("all-gather", mask="causal") == 4 * block / 2
+    assert pairs("all-gather", mask="causal", layout="contiguous") == LONG * (4 * LONG - LONG / 2)
+    assert pairs(mask="none", backward=True) / 2 == 4 * block  # 10 · hidden FLOPs a pair, and as many a second
+    slower = replace(HOST, causal=2.0)
+    last = LONG * (4 * LONG - LONG / 2) + LONG**2 / 2  # only the diagonal block pays for the mask, as in a ring
+    assert 2 * simulate("all-gather", slower, LAYER, LONG, mask="causal", layout="contiguous") == last
+    zigzag = {"mask": "causal", "layout": "zigzag"}
+    assert 2 * simulate("ring", slower, LAYER, LONG, **zigzag) == 2 * diagonal + 3 * block / 2
+    assert simulate("ring", slower, LAYER, LONG, mask="none") == simulate("ring", HOST, LAYER, LONG, mask="none")
+
+
+def test_a_batch_is_as_many_sequences():
+    """Twice the FLOPs and bytes; the calls and the latencies stay. FSDP's weights stay too."""
+    cluster = replace(TWO, memory_bandwidth=64.0)
+    for way in ("ring", "double ring", "all-gather", "all-to-all"):
+        one = simulate(way, cluster, LAYER, CHUNK, backward=True)
+        assert simulate(way, cluster, LAYER, CHUNK, backward=True, batch=3) == pytest.approx(3 * one)
+    still = replace(SEND, latency=1.0, host_latency=1.0, launch=1.0)
+    assert simulate("ring", still, LAYER, CHUNK, batch=3) == pytest.approx(simulate("ring", still, LAYER, CHUNK))
+
+
+def test_messages_slow_the_computing_beside_them():
+    """A hop of 1 s, computing of 2 s a round: 2 s of each of the first three rounds last 1 s longer at slowdown 2."""
+    host = Cluster(1, 4, 1024, 256, slowdown=1.5)
+    # In 1 s of messages 2/3 s of computing are done; 4/3 s follow: a round takes 7/3 s, the last one 2 s.
+    assert simulate("ring", host, LAYER, CHUNK) == pytest.approx(3 * 7 / 3 + 2)
+    assert simulate("all-to-all", host, LAYER, CHUNK) == simulate(
+        "all-to-all", replace(host, slowdown=1.0), LAYER, CHUNK
+    )
+    cards = Pass(Cluster(2, 4, 1.0, 1.0, 1.0, 2), LAYER, CHUNK)  # 4 devices share 2; in a hop of 1 only the last leaves
+    assert [cards.between(10.0, stride) for stride in (1, 2, 4)] == [10, 20, 20]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"mask": "casual"}, "mask is 'casual'; expected one of None, 'none', 'causal'"),
+        ({"mask": "causal", "layout": "zig"}, "layout is 'zig'; expected one of 'contiguous', 'zigzag', 'striped'"),
+        ({"batch": 0}, "batch is 0; expected a sequence or more"),
+    ],
+)
+def test_bad_input(options, says):
+    with pytest.raises(ValueError, match=says):
+        simulate("ring", TWO, LAYER, CHUNK, **options)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"memory_bandwidth": 0.0}, {"latency": -1.0}, {"host_latency": -1.0}, {"launch": -1.0}),
+        *(
+            {"backward_flops": -1.0},
+            {"multiprocessors": -1},
+            {"slowdown": 0.9},
+            {"causal": 0.0},
+            {"slowdown": math.inf},
+        ),
+        *({"latency": math.nan}, {"memory_bandwidth": math.nan}),
+    ],
+)
+def test_a_cost_that_cannot_be(wrong):
+    with pytest.raises(ValueError, match="expected memory_bandwidth above 0, latencies"):
+        replace(TWO, **wrong)
+
+
+# Waves --------------------------------------------------------------------------------------------------------------
+
+
+def test_few_blocks():
+    """Half a wave without a mask takes as long as a block; infinitely many blocks wait for nothing."""
+    assert efficiency(1, 50 * TILE, 100) == 0.5
+    assert efficiency(1, 1, 100) == 1 / TILE / 100
+    assert efficiency(10**9, 8192, 132, causal=True) == pytest.approx(1)
+    assert efficiency(1, 1, 0, causal=True) == 1
+    rates = unlimited((89.0, 94.0), 32, 8192, 132, causal=True)
+    shares = [efficiency(32, 8192, 132, causal=True, backward=each) for each in (False, True)]
+    assert [rate * share for rate, share in zip(rates, shares, strict=True)] == pytest.approx([89, 94])
+
+
+GPU = replace(HOST, multiprocessors=16)
+
+
+def waves(heads, tokens):
+    return heads * tokens / TILE / GPU.multiprocessors
+
+
+def test_every_call_waits():
+    """4 heads on 4 devices, 1,024 tokens on each: 2 waves of queries; zigzag's half block has 1 wave of keys."""
+    diagonal, block, few, half = LONG * (LONG + TILE) / 2, LONG**2, waves(4, LONG), waves(4, LONG / 2)
+
+    def seconds(way="ring", **options):
+        return 2 * simulate(way, GPU, LAYER, LONG, mask="causal", **options)
+
+    assert (few, half) == (2, 1)
+    causal = (few + 2) / few * diagonal
+    assert seconds(layout="striped") == 4 * causal
+    assert seconds(layout="contiguous") == causal + 3 * (few + 1 / 2) / few * block
+    assert seconds() == causal + 3 * (few + 1 / 2) / few * block / 2
+    back = 2 * (
+        (few + 1) / few * diagonal + 3 * (half + 1 / 2) / half * block / 2
+    )  # 10 · hidden FLOPs, at half the rate
+    assert seconds(backward=True) == back
+    one = waves(1, 4 * LONG)  # all-to-all: a head of all tokens
+    assert seconds("all-to-all") == pytest.approx((one + 2) / one * 4 * LONG * (4 * LONG + TILE) / 2 / 4)
+    assert seconds("all-gather") == pytest.approx((few + 2) / few * 4 * block / 2)  # all heads, though one at a time
+    assert seconds("all-gather", layout="contiguous") == pytest.approx(
+        (few + 1 / 2) / few * LONG * (4 * LONG - LONG / 2)
+    )
+    two = waves(8, LONG)  # of two sequences
+    assert seconds(layout="striped", batch=2) == pytest.approx(2 * 4 * (two + 2) / two * diagonal)

@@ -1,0 +1,112 @@
+"""A mask, cut into pieces: every visible pair is in exactly one piece, and no other pair is in any."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringlab.ring import partition as partition_module
+from ringlab.ring.layouts import LAYOUTS
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import LARGEST_UPPER, Partition, cut, every
+from tests.masked import dense, masks
+
+
+def covered(pieces, queries, keys):
+    """How many pieces each (query, key) pair is in: (queries, keys)."""
+    times = torch.zeros(queries, keys, dtype=torch.int64)
+    for piece in pieces:
+        square = torch.ones_like(times[piece.queries, piece.keys])
+        assert square.numel() > 0
+        if piece.triangle:
+            assert square.shape[0] == square.shape[1]  # the kernels align other shapes in different corners
+            square = square.triu() if piece.upper else square.tril()
+        times[piece.queries, piece.keys] += square
+    return times
+
+
+@given(masks())
+def test_the_pieces_are_the_mask_no_more_and_no_less(partition):
+    P, needed, mask = len(partition.lengths), set(), partition.mask
+    at = [partition.positions(rank) for rank in range(P)]
+    for block in range(P):
+        for distance in range(P):
+            rank = (block + distance) % P
+            right = dense(mask, at[rank], at[block])
+            assert torch.equal(covered(partition.pieces(rank, block), *right.shape), right.long())
+            needed |= {distance} if right.any() else set()
+    assert partition.hops == max(needed)
+    everywhere = torch.arange(partition.seq_len)
+    assert [partition.pairs(rank) for rank in range(P)] == [dense(mask, it, everywhere).sum() for it in at]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=20),
+    st.integers(-3, 6),
+    st.sampled_from([1, 3, LARGEST_UPPER]),
+)
+def test_any_staircase_is_cut(steps, width, largest):
+    first = torch.tensor([a for a, _ in steps]).cumsum(0)
+    end = torch.tensor([b for _, b in steps]).cumsum(0) + width
+    end = end.clamp(min=0)
+    key = torch.arange(int(end.max()) + 1)
+    right = (first[:, None] <= key) & (key < end[:, None])
+    with mock.patch.object(partition_module, "LARGEST_UPPER", largest):
+        pieces = list(cut(first, end))
+    assert torch.equal(covered(pieces, *right.shape), right.long())
+    assert all(it.queries.stop - it.queries.start <= largest for it in pieces if it.upper)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"documents": (3, 4)}, "documents of 3, 4 tokens, 7 in all, for a sequence of 8; expected .* 8 in all"),
+        ({"documents": [4.0, 4.0]}, r"documents is \(4.0, 4.0\); expected .*whole numbers"),
+        ({"documents": [True, 7]}, r"documents is \(True, 7\); expected"),
+        ({"documents": torch.tensor([4.0, 4.0])}, r"documents is \(4.0, 4.0\); expected .*tensor"),
+        ({"documents": torch.ones(2, 4, dtype=int)}, r"documents is tensor\(\[\[1"),
+        ({"documents": "8"}, "documents is '8'; expected a list of their lengths"),
+        ({"documents": []}, r"documents is \(\); expected"),
+        ({"causal": True, "window": 2.0}, "window is 2.0; expected a whole number"),
+        ({"causal": True, "window": 2, "global_tokens": True}, "global_tokens is True; expected a whole number"),
+        ({"documents": (8, 0)}, "documents of 8, 0 tokens.* expected 1 token or more in each"),
+        ({"causal": True, "window": 0}, "window is 0 with causal=True; expected 1 token or more"),
+        ({"window": 4}, "window is 4 with causal=False; expected .* causal=True"),
+        ({"causal": True, "window": 4, "global_tokens": -1}, "global_tokens is -1 with window=4; expected 0 or more"),
+        ({"causal": True, "global_tokens": 2}, "global_tokens is 2 with window=None; expected .* a window"),
+        ({"layout": "spiral"}, "layout is 'spiral'"),
+        ({"lengths": (3, 5), "layout": "zigzag"}, r"the ranks have \[3, 5\] tokens .* expected \[4, 4\]"),
+    ],
+)
+def test_a_mask_that_makes_no_sense_is_refused(options, message):
+    layout, lengths = options.get("layout", "contiguous"), options.get("lengths", (4, 4))
+    mask = {name: value for name, value in options.items() if name not in ("layout", "lengths")}
+    with pytest.raises(ValueError, match=message):
+        Partition(Mask(**mask), layout, lengths)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, np.array])
+def test_documents_and_windows_may_be_of_any_kind_and_size(kind):
+    mask = Mask(True, kind([3, 5]), np.int64(2**62), 2**70)
+    assert (mask.documents, type(mask.documents[0]), mask.window) == ((3, 5), int, 2**62)
+    (first, end), (no_key, begin) = Mask(True, kind([3, 5]), 2**70, 2**70).visible_keys(torch.arange(8), 8)
+    assert (first.tolist(), end.tolist()) == ([0, 0, 0, 3, 3, 3, 3, 3], list(range(1, 9)))
+    assert torch.equal(no_key, begin)
+
+
+def test_a_mask_costs_a_few_pieces():
+    for layout in LAYOUTS:
+        causal = Partition(Mask(causal=True), layout, (4,) * 3)
+        sizes = [[len(causal.pieces(rank, block)) for block in range(3)] for rank in range(3)]
+        assert sizes == [[1, *[int(layout != "contiguous")] * 2], [1, 1, int(layout != "contiguous")], [1, 1, 1]]
+    partition = Partition(Mask(causal=True, window=16), "contiguous", (64, 64))
+    sizes = [len(partition.pieces(*it)) for it in ((0, 0), (1, 1), (1, 0))]
+    assert sizes == [7, 7, 1]  # own block: a triangle, then three tiles of an upper and a lower one; the other: upper
+
+
+def test_a_part_of_a_stripe_by_hand():
+    """Tokens 4 and 5 of stripe 1 of 3: 13 and 16."""
+    assert list(range(20))[every(3, 1, slice(4, 6))] == [13, 16]

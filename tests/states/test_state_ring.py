@@ -1,0 +1,280 @@
+"""Linear attention, alone and over ranks, against a ten-line loop in float64: out, the last state and all gradients.
+
+The bound is the worst case of rounding: each result is a sum of products of inputs. The same loop with every sign made
+positive, on |inputs|, gives the sum of the sizes of these products, and each of them rounds a number of times that is
+counted in ROUNDINGS.
+"""
+
+import functools
+import re
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringlab.ring.layouts import positions
+from ringlab.states import linear_attention as alone
+from ringlab.states import state_ring
+from ringlab.states.state_ring import ring_linear_attention
+from ringlab.support.rounding import Right
+from tests.attention import SEED, assert_right
+from tests.mistakes import all_of, refusal
+
+D, DV = 3, 2
+ROUNDINGS = 6 * (D + DV + 4)  # of a product, for each token that it passes: two sums over D or Dv, and a few factors
+NAMES = ("q", "k", "v", "log_decay", "beta", "state")
+
+
+def loop(q, k, v, log_decay, beta, state, scale, starts, sign=-1):
+    """Out and the last state. `sign` +1: what the delta rule takes back is added."""
+    outs = []
+    for t in range(q.shape[2]):
+        state = torch.zeros_like(state) if t in starts else state * log_decay[:, :, t, :, None].exp()
+        u = v[:, :, t]
+        if beta is not None:
+            u = beta[:, :, t, None] * (u + sign * torch.einsum("bhd,bhde->bhe", k[:, :, t], state))
+        state = state + torch.einsum("bhd,bhe->bhde", k[:, :, t], u)
+        outs.append(scale * torch.einsum("bhd,bhde->bhe", q[:, :, t], state))
+    return torch.stack(outs, dim=2), state
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Random inputs of S tokens for the heads of q, k and v, and the options of the call."""
+
+    seed: int = 0
+    tokens: int = 12
+    heads: tuple = (2, 2, 2)
+    delta: bool = True
+    decays: int = 1  # how many a token: 0, 1 or D
+    options: dict = field(default_factory=dict)
+    lengths: tuple | None = None  # of contiguous chunks
+    dtype: torch.dtype = torch.float64
+
+    @functools.cached_property
+    def inputs(self):
+        """The inputs by name, None where the layer has none, and the gradients of out and of the last state."""
+        generator = torch.Generator().manual_seed(1000 * SEED + self.seed)
+        H, S = max(self.heads), self.tokens
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        q, k, v = (normal(2, heads, S, size) for heads, size in zip(self.heads, (D, D, DV), strict=True))
+        shape = (2, H, S, D) if self.decays == D else (2, H, S)
+        decays = torch.rand(shape, generator=generator).double().mul(1.5).clamp(max=1)  # a third of them are 1
+        decays[torch.rand(shape, generator=generator) < 0.1] = 0
+        x = {"q": q, "k": k / k.norm(dim=-1, keepdim=True), "v": v}
+        x |= {"log_decay": decays.log() if self.decays else None, "state": normal(2, H, D, DV)}
+        x["beta"] = torch.rand(2, H, S, generator=generator).double() if self.delta else None
+        x = {name: None if x[name] is None else x[name].to(self.dtype) for name in NAMES}
+        return x, (normal(2, H, S, DV).to(self.dtype), normal(2, H, D, DV))
+
+    def exact(self, sign):
+        """Out, the last state and the gradients of all inputs by the loop; with sign +1 on absolute values."""
+        (x, d_results), H = self.inputs, max(self.heads)
+        size = torch.Tensor.double if sign < 0 else torch.Tensor.abs
+        leaves = {n: (y if n == "log_decay" else size(y)).double() for n, y in x.items() if y is not None}
+        leaves = {n: y.requires_grad_() for n, y in leaves.items()}
+        wide = [leaves[n].repeat_interleave(H // leaves[n].shape[1], dim=1) for n in "qkv"]
+        decays = leaves.get("log_decay", torch.zeros(2, H, self.tokens, dtype=torch.double))
+        decays = decays.reshape(2, H, self.tokens, -1)
+        starts = set(torch.tensor(self.options.get("documents", [0])).cumsum(dim=0).tolist()) - {0}
+        scale = self.options.get("scale", D**-0.5)
+        results = loop(*wide, decays, leaves.get("beta"), leaves["state"], scale, starts, sign)
+        gradients = torch.autograd.grad(results, list(leaves.values()), [size(d).double() for d in d_results])
+        return {n: y.detach() for n, y in zip(("out", "last", *leaves), (*results, *gradients), strict=True)}
+
+    def rights(self):
+        """Each result with its bound."""
+        unit = torch.finfo(torch.promote_types(self.dtype, torch.float32)).eps
+        sizes = self.exact(+1)
+        return {
+            name: Right(
+                exact,
+                ROUNDINGS * self.tokens * unit * sizes[name].abs() + torch.finfo(torch.float32).tiny,
+                torch.promote_types(self.dtype, torch.float32) if name == "last" else self.dtype,
+                "worst case",
+            )
+            for name, exact in self.exact(-1).items()
+        }
+
+
+def on_rank(context, problems, wrong=None):
+    """For each problem this rank's positions, and by name its chunks of out and of the gradients; the last state."""
+    with mock.patch.object(*MISTAKES[wrong]) if wrong else nullcontext():
+        return [results_on_rank(problem, context.rank, context.world_size, context.device) for problem in problems]
+
+
+def in_group(context, members, problem):
+    group = dist.new_group(members)  # every rank of the job must call this
+    if context.rank not in members:
+        return None
+    problem = replace(problem, options={**problem.options, "group": group})
+    return results_on_rank(problem, members.index(context.rank), len(members))
+
+
+def results_on_rank(problem, rank, P, device="cpu"):
+    (x, (d_out, d_last)), layout = problem.inputs, problem.options.get("layout", "contiguous")
+    at = positions(layout, problem.tokens, rank, P)
+    if problem.lengths:
+        before = sum(problem.lengths[:rank])
+        at = torch.arange(before, before + problem.lengths[rank])
+    mine = {n: y.clone() if n == "state" else y[:, :, at] for n, y in x.items() if y is not None}
+    mine = {n: y.to(device).requires_grad_() for n, y in mine.items()}
+    with mock.patch.object(state_ring, "in_chunks", functools.partial(alone.in_chunks, size=4)):
+        out, last = ring_linear_attention(**mine, **problem.options)
+    results, given = [out], [d_out[:, :, at].to(device)]
+    if last is not None:
+        assert last.untyped_storage().nbytes() == last.nbytes  # no view that keeps the states of all chunks
+        results, given = [out, last], [*given, d_last.to(last)]
+    gradients = torch.autograd.grad(results, list(mine.values()), given)
+    found = {name: y.detach().cpu() for name, y in zip(("out", *mine), (out, *gradients), strict=True)}
+    return at, found, None if last is None else last.detach().cpu()
+
+
+def assert_problem(problem, of_ranks):
+    rights = problem.rights()
+    order = torch.cat([at for at, _, _ in of_ranks]).argsort()
+    for name, right in rights.items():
+        if name == "last":
+            (x,) = [last for _, _, last in of_ranks if last is not None]
+        elif name == "state":  # each rank has its part
+            x = sum(each[name] for _, each, _ in of_ranks)
+        else:
+            x = torch.cat([each[name] for _, each, _ in of_ranks], dim=2)[:, :, order]
+        assert_right(x, right, f"{name} of {problem}")
+
+
+def problems_of(world_size, count=12):
+    """Random ones: all ways and layouts, uneven chunks, documents, heads, layers, dtypes."""
+    generator = torch.Generator().manual_seed(world_size + 100 * SEED)
+
+    def one_of(*things):
+        return things[int(torch.randint(len(things), (), generator=generator))]
+
+    for seed in range(count):
+        way = one_of("hops", "scan", "gather")
+        layout = "contiguous" if way == "scan" else one_of("contiguous", "zigzag")
+        S = 2 * world_size * one_of(1, 2, 3)
+        options, lengths = {"way": way, "layout": layout}, None
+        if one_of(True, False):
+            options["scale"] = 0.7
+        if one_of(True, False):
+            options["documents"] = [1, S // 2, S - 1 - S // 2] if S > 2 else [1, 1]
+        if layout == "contiguous":
+            cuts = torch.randperm(S - 1, generator=generator)[: world_size - 1].sort().values + 1
+            lengths = tuple(torch.tensor([0, *cuts.tolist(), S]).diff().tolist())
+        heads = one_of((2, 2, 2), (1, 1, 2), (2, 1, 1), (1, 2, 1))
+        dtype = one_of(torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        yield Problem(seed, S, heads, one_of(True, False), one_of(0, 1, 1, D), options, lengths, dtype)
+
+
+@pytest.mark.parametrize("P", range(1, 8))
+def test_the_ring_of_states_is_the_loop(ranks, P):
+    problems = list(problems_of(P))
+    for problem, *of_ranks in zip(problems, *ranks(P, on_rank, problems), strict=True):
+        assert_problem(problem, of_ranks)
+
+
+@pytest.mark.parametrize("way", state_ring.WAYS)
+def test_the_state_stays_in_its_group(ranks, way):
+    problem = Problem(8, options={"way": way})
+    assert_problem(problem, [it for it in ranks(4, in_group, [1, 2, 3], problem) if it])
+
+
+@pytest.mark.parametrize("size", [1, 5, 64])
+@pytest.mark.parametrize("form", [alone.recurrence, alone.linear_attention])
+def test_both_forms_are_the_loop(form, size):
+    if form is alone.linear_attention:
+        form = functools.partial(form, size=size)
+    for seed, delta, decays in ((1, True, 1), (2, False, 1), (3, False, 0), (4, True, 0), (5, True, D), (6, False, D)):
+        problem = Problem(seed, 13, (2, 1, 2), delta, decays)
+        x, d_results = problem.inputs
+        x = {n: y.clone().requires_grad_() for n, y in x.items() if y is not None}
+        out, last = form(**x)
+        gradients = torch.autograd.grad((out, last), list(x.values()), d_results)
+        found = {"out": out, "last": last, **dict(zip(x, gradients, strict=True))}
+        for name, right in problem.rights().items():
+            assert_right(found[name].detach(), right, name)
+
+
+def test_scale_moves_and_without_a_state_it_is_zero():
+    x, _ = Problem().inputs
+    scaled, last = alone.linear_attention(**x, scale=0.3)
+    torch.testing.assert_close(scaled, 0.3 * D**0.5 * alone.linear_attention(**x)[0])
+    empty = {**x, "state": torch.zeros_like(x["state"])}
+    torch.testing.assert_close(alone.recurrence(**{**x, "state": None}), alone.recurrence(**empty))
+    assert last.dtype == torch.float64
+    assert last.untyped_storage().nbytes() == last.nbytes
+
+
+# Mistakes, each of which the check above must see ---------------------------------------------------------------------
+
+
+def decay_forgotten(way, *rest, right=state_ring.along):
+    """In the maps that are handed on."""
+    return right(lambda maps, *on: way([one._replace(keep=0 * one.keep[..., :1] + 1) for one in maps], *on), *rest)
+
+
+def without_documents(*args, right=state_ring.agree_on_runs, **options):
+    runs = right(*args, **options)
+    return runs._replace(first=runs.first & False)
+
+
+def no_gradient(ctx, *d_states, right=state_ring.HandOn.backward):
+    ctx.way = lambda maps, chain, h, group: [h] * len(maps)  # zeros
+    return right(ctx, *d_states)
+
+
+MISTAKES = {
+    "the decay of the run forgotten": (state_ring, "along", decay_forgotten),
+    "no gradient of the state": (state_ring.HandOn, "backward", staticmethod(no_gradient)),
+    "documents forgotten": (state_ring, "agree_on_runs", without_documents),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_seen(ranks, name):
+    problem = Problem(5, options={"layout": "zigzag", "documents": [7, 5]})
+    with pytest.raises(AssertionError, match="are wrong"):
+        assert_problem(problem, [results for (results,) in ranks(3, on_rank, [problem], name)])
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def call(context, changes):
+    """The ring on 4 tokens a rank, with these inputs and options; those of a pair on the other ranks, and on rank 1."""
+    x, _ = Problem(tokens=4).inputs
+    changes = {n: each[context.rank == 1] if isinstance(each, tuple) else each for n, each in changes.items()}
+    return ring_linear_attention(**{**x, **changes})
+
+
+NEEDS = torch.zeros(2, 2, 4, 3, dtype=torch.float64, requires_grad=True)
+REFUSED = [
+    ({"layout": "striped"}, ["layout is striped", "expected contiguous or zigzag"]),
+    ({"way": "rings"}, ["way is 'rings'", "expected hops or gather"]),
+    ({"way": "scan", "layout": "zigzag"}, ["way is 'scan', layout zigzag", "for contiguous chunks"]),
+    ({"v": torch.zeros(2, 2, 5, 2)}, ["shapes", "expected (B, H, S, D)"]),
+    ({"v": torch.zeros(2, 3, 4, 2).double()}, ["2, 2 and 3 heads", "divide the largest"]),
+    ({"log_decay": torch.zeros(2, 2, 4, 2)}, ["log_decay has shape (2, 2, 4, 2)", "(2, 2, 4) or (2, 2, 4, 3)"]),
+    ({"log_decay": (torch.zeros(2, 2, 4), torch.zeros(2, 2, 4, 3))}, ["the ranks disagree", "dim of log_decay=4"]),
+    ({"beta": torch.zeros(2, 2, 3)}, ["beta has shape (2, 2, 3)", "expected (B, H, S), (2, 2, 4)"]),
+    ({"state": torch.zeros(2, 2, 3, 3)}, ["state has shape (2, 2, 3, 3)", "expected (B, H, D, Dv)", "(2, 2, 3, 2)"]),
+    ({"q": torch.zeros(2, 2, 4, 3)}, ["expected one floating dtype"]),
+    ({"documents": [5, 2]}, ["documents of 5, 2 tokens", "12 in all"]),
+    ({"way": ("hops", "gather")}, ["the ranks disagree", "way=hops", "way=gather"]),
+    ({"beta": (None, torch.ones(2, 2, 4))}, ["the ranks disagree", "rank 1: given="]),
+    ({"documents": (None, [12])}, ["the ranks disagree", "documents=None", "documents=(12,)"]),
+    ({"q": (NEEDS, NEEDS.detach())}, ["the ranks disagree", "gradients=['q']", "gradients=[]"]),
+    ({"scale": (0.3, 0.4)}, ["the ranks disagree", "scale=0.3", "scale=0.4"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=lambda it: "+".join(it) if isinstance(it, dict) else "")
+def test_a_bad_call_is_refused_on_every_rank(ranks, changes, words):
+    assert re.search(all_of(words), refusal(ranks.outcomes(3, call, changes)))

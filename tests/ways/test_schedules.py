@@ -1,0 +1,426 @@
+"""Every way to share a sequence against full attention in float64: masks, layouts, worlds, gradients; mistakes."""
+
+import math
+import re
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.layouts import Layout, check_layout, check_lengths, shard
+from ringlab.ring.schedule import Ring, check_sinks, check_softcap
+from ringlab.support import agreement
+from ringlab.ways.all_gather import AllGather
+from ringlab.ways.all_to_all import Alone
+from tests.attention import DTYPES, assert_four, assert_right, expected, gradients, grouped_inputs
+from tests.every_way import (
+    ALL_LAYOUTS,
+    EVERY,
+    HERE,
+    ON_MESH,
+    OWN,
+    SOME,
+    WAYS,
+    Problem,
+    assert_right_results,
+    attention_of,
+    checked_gradients,
+    cut,
+    masks_of,
+    name_of,
+    problems,
+    ranks_of,
+    results_on_rank,
+    shapes,
+    whole,
+)
+from tests.mistakes import all_of, refusal
+
+STRIPED = {"causal": True, "layout": "striped"}
+every_way = pytest.mark.parametrize(("way", "shape"), EVERY, ids=name_of)
+some_ways = pytest.mark.parametrize(("way", "shape"), SOME, ids=name_of)
+
+
+@every_way
+def test_every_mask_and_layout(ranks, way, shape):
+    """8 query heads on 2: of three ranks two then have a run of query heads on each K/V head."""
+    S = 6 * ranks_of(shape)
+    problems = [Problem(8, 2, S, {**mask, "layout": x}) for mask in masks_of(S).values() for x in ALL_LAYOUTS]
+    assert_right_results(ranks, way, shape, problems)
+
+
+@pytest.mark.parametrize(
+    ("way", "shape", "dtype"),
+    [("ring", 3, dtype) for dtype in DTYPES[1:]] + [(*each, torch.bfloat16) for each in SOME if each != ("ring", 3)],
+    ids=name_of,
+)
+def test_other_dtypes_scales_and_batches(ranks, way, shape, dtype):
+    options = [
+        {},
+        {"causal": True, "layout": "zigzag"},
+        {"causal": True, "layout": "striped", "scale": -0.4},
+        {"causal": True, "layout": OWN, "window": 9, "scale": 0.0},
+    ]
+    problems = [Problem(6, 3, 48, each, dtype=dtype, batch=2, head_dim=16) for each in options]
+    problems.append(Problem(6, 1, 48, dtype=dtype))  # copies of one K/V head, whose gradients are added
+    assert_right_results(ranks, way, shape, problems)
+
+
+@pytest.mark.slow
+@some_ways
+def test_another_head_dimension_of_v_sinks_and_a_softcap(ranks, way, shape):
+    """Alone and together, in every mask, other dtypes and unequal chunks, with queries that see no key."""
+    S, P = 6 * ranks_of(shape), ranks_of(shape)
+    masks = [{**mask, "layout": ("zigzag", "striped", OWN)[i % 3]} for i, mask in enumerate(masks_of(S).values())]
+    problems = [Problem(8, 2, S, mask, sinks=torch.float32, value_dim=3) for mask in masks]
+    problems += [Problem(8, 2, S, {**mask, "softcap": 2}, times_q=2.0, head_dim=3, value_dim=5) for mask in masks]
+    problems += [
+        Problem(8, 4, S, {"causal": True, "scale": -0.5}, dtype=dtype, batch=2, value_dim=6, sinks=of_sinks)
+        for dtype, of_sinks in ((torch.bfloat16, torch.float32), (torch.bfloat16,) * 2, (torch.float32, torch.float64))
+    ]
+    problems += [
+        Problem(8, 4, S, {"causal": True, "scale": scale, "softcap": 1.5}, dtype=dtype, batch=2, value_dim=3)
+        for dtype, scale in ((torch.bfloat16, None), (torch.float64, -0.4), (torch.float16, 0.0))
+    ]
+    both = Problem(8, 8, S, {"causal": True, "softcap": 20.0}, times_q=9.0, sinks=torch.float32)
+    problems.append(replace(both, lengths=(1,) * (P - 1) + (S - P + 1,)))
+    assert_right_results(ranks, way, shape, problems)
+
+
+def at_the_edge(context, four):
+    """out, and what is learned where only the sinks are: the first is -inf, and query 2 sees no key."""
+    q, k, v, d_out = cut(context, "striped", None, *four)
+    sinks = torch.tensor([-torch.inf, 0.5, 1.0, -2.0], requires_grad=True)
+    out = ring_flash_attention(q, k, v, **STRIPED, sinks=sinks)
+    out.backward(d_out)
+    return out.detach(), sinks.grad
+
+
+def test_sinks_alone_are_learned_and_a_query_that_sees_no_key_gives_0(ranks):
+    q, k, *others = four = grouped_inputs(1, 4, 2, 24, 8)
+    q[..., -1], k[..., -1] = 0.0, -1e30
+    q[:, :, 2, -1] = 1e30  # all scores of query 2 are -inf
+    outs, of_ranks = zip(*ranks(3, at_the_edge, four), strict=True)
+    (out,) = whole([[out] for out in outs], "striped")
+    d_sinks = sum(x.double() for x in of_ranks)
+    assert out[:, :, 2].count_nonzero() == 0
+    seen = torch.arange(24) != 2
+    right = expected(q[..., :-1], k[..., :-1], *others, causal=True, scale=8**-0.5)[0]
+    first = replace(right, exact=right.exact[:, :1, seen], sums=right.sums[:, :1, seen])
+    assert_right(out[:, :1, seen], first)  # a sink of -inf is none
+    assert d_sinks[0] == 0
+    assert d_sinks[1:].isfinite().all()
+    assert d_sinks[1:].all()
+
+
+def eager(q, k, v, sinks=None, softcap=None):
+    """As transformers writes it for GPT-OSS and Gemma 2: the cap, the mask, one more column that is cut off at last."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return scores.softmax(dim=-1)[..., : k.shape[2]] @ v
+
+
+@pytest.mark.parametrize("softcap", [None, 0.1, 50.0])
+def test_the_oracle_of_sinks_and_softcaps_is_the_eager_formula(softcap):
+    problem = Problem(4, 2, 12, {"causal": True, "softcap": softcap}, dtype=torch.float64, times_q=3.0, value_dim=3)
+    assert_four(gradients(partial(eager, softcap=softcap), *problem.inputs()), problem.right())
+    if softcap != 0.1:  # else no score is as large as the sinks
+        *four, right = (problem := replace(problem, sinks=torch.float64)).right()
+        sinks = problem.logits().requires_grad_()
+        assert_four(gradients(partial(eager, sinks=sinks, softcap=softcap), *problem.inputs()), four)
+        assert_right(sinks.grad, right, "dsinks")
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
+    way = data.draw(st.sampled_from(HERE), label="way")
+    P = data.draw(st.integers(1, 6), label="P")
+    shape = data.draw(st.sampled_from(shapes(way, P)), label="shape")
+    split = {"all-to-all": P, "hybrid": shape[1] if way == "hybrid" else 1}.get(way, 1)  # a head or more for each
+    assert_right_results(ranks, way, shape, [data.draw(problems(P, split), label="problem")])
+
+
+@pytest.mark.skipif("shared memory" not in HERE, reason="shared memory needs Linux")
+@settings(max_examples=5)
+@given(data=st.data())
+def test_memory_and_messages_give_the_same_bits(ranks, data):
+    """Both compute the same blocks in the same order, but in a backward pass: with messages the own one is the last."""
+    P = data.draw(st.integers(1, 5), label="P")
+    few = data.draw(st.lists(problems(P), min_size=1, max_size=3), label="problems")
+    few.append(replace(few[0], times_q=math.inf))  # inf - inf: the numbers of some rows are NaN
+    in_memory, by_messages = (ranks(P, results_on_rank, way, P, few) for way in ("shared memory", "ring"))
+    outs = ([[out for out, *_ in results] for results in of_ranks] for of_ranks in (in_memory, by_messages))
+    torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
+
+
+# Parts of a job ------------------------------------------------------------------------------------------------------
+
+PARTS = {  # a way: of how many ranks, which of them share a sequence; for a mesh, host by host
+    "ring": (5, [[0, 1, 4], [2, 3]]),
+    "all-gather": (5, [[1, 3], [0, 2, 4]]),
+    "all-to-all": (5, [[0, 1, 4], [2, 3]]),
+    "hybrid": (8, [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
+    "double ring": (7, [[[0, 2], [1, 3]], [[4], [5], [6]]]),
+    "shared memory": (5, [[0, 1, 4], [2, 3]]),
+    "two levels": (7, [[[0, 2], [1, 3]], [[4], [5], [6]]]),
+}
+
+
+def in_parts_of_the_job(context, way, parts, inputs, meshes):
+    """Form all the groups, as every rank must, and run the attention of the part that this rank is in, if any."""
+    groups = [DeviceMesh("cpu", part) if way in ON_MESH or meshes else dist.new_group(part) for part in parts]
+    for part, group, four in zip(parts, groups, inputs, strict=True):
+        members = torch.tensor(part).flatten().tolist()
+        if context.rank in members:
+            mine = [shard(x, "zigzag", members.index(context.rank), len(members)) for x in four]
+            return checked_gradients(WAYS[way], mine, {"causal": True, "layout": "zigzag", "group": group})
+    return None
+
+
+@pytest.mark.parametrize(("way", "meshes"), [*((way, False) for way in PARTS), ("ring", True), ("all-to-all", True)])
+def test_in_parts_of_a_job_at_the_same_time(ranks, way, meshes):
+    """In process groups, or in meshes of one dimension; hybrid and double ring always in meshes."""
+    world_size, parts = PARTS[way]
+    inputs = [grouped_inputs(1, 4, 2, 24, 8, seed=seed) for seed in range(len(parts))]
+    per_rank = ranks(world_size, in_parts_of_the_job, way, parts, inputs, meshes)
+    for part, four in zip(parts, inputs, strict=True):
+        mine = [per_rank[rank] for rank in torch.tensor(part).flatten().tolist()]
+        assert_four(whole(mine, "zigzag"), expected(*four, causal=True))
+
+
+# As an operation of autograd -----------------------------------------------------------------------------------------
+
+
+def what_autograd_may_ask(context, way, shape, four):
+    """dk alone, of the sum of out; whether the same again gives the same bits, whether no_grad leaves a graph; a second
+    derivative. The input is views, and d_out is one number."""
+    (q, k, v, d_out), attention = cut(context, "striped", None, *four), attention_of(context, way, shape)
+    q, k, v = (x.mT.contiguous().mT for x in (q, k, v))
+    k, d_out = k.requires_grad_(), torch.ones(()).expand_as(d_out)
+    with torch.no_grad():
+        graph = attention(q, k, v, **STRIPED).requires_grad
+    out, other = (attention(q, k, v, **STRIPED) for _ in range(2))
+    d_k = [torch.autograd.grad(out, k, d_out, retain_graph=True)[0] for _ in range(2)]
+    d_k.append(torch.autograd.grad(other, k, d_out)[0])
+    same = torch.equal(out, other) and all(torch.equal(d_k[0], again) for again in d_k[1:])
+    errors = []
+    for head in (d_out, d_out.clone().requires_grad_()):  # linear: d_out is a constant; and another
+        try:
+            torch.autograd.grad(out, k, head, create_graph=True)
+        except RuntimeError as error:
+            errors.append(str(error))
+    return d_k[0], same, graph, errors
+
+
+@pytest.mark.parametrize(("way", "shape"), [*SOME[:3], ("shared memory", 3)])
+def test_one_gradient_none_or_a_second_derivative(ranks, way, shape):
+    P, (q, k, v, d_out) = ranks_of(shape), grouped_inputs(1, 4, 2, 24, 8)
+    four = q, k, v, torch.ones_like(d_out)
+    d_k, same, graph, errors = zip(*ranks(P, what_autograd_may_ask, way, shape, four), strict=True)
+    (all_of_k,) = whole([[x] for x in d_k], "striped")
+    assert expected(*four, causal=True)[2].accepts(all_of_k)
+    assert same == (True,) * P
+    assert graph == (False,) * P
+    assert all(["a ring can be differentiated once" in each for each in of_rank] == [True] * 2 for of_rank in errors)
+
+
+# Other queries than keys ---------------------------------------------------------------------------------------------
+
+QUERIES, KEYS = (3, 1, 7, 2), (4, 2, 1, 6)  # tokens of each rank
+
+
+def crossing(context, way, shape, q, k, v, d_out):
+    P, attention = context.world_size, attention_of(context, way, shape)
+    (q, d_out), (k, v) = cut(context, None, QUERIES[:P], q, d_out), cut(context, None, KEYS[:P], k, v)
+    return checked_gradients(attention, [q, k, v, d_out], {})
+
+
+@pytest.mark.parametrize(
+    ("way", "shape"), [("ring", 4), ("all-gather", 3), ("double ring", (2, 2)), ("shared memory", 3)], ids=name_of
+)
+def test_cross_attention(ranks, way, shape):
+    P = ranks_of(shape)
+    q, _, _, d_out = grouped_inputs(1, 4, 2, sum(QUERIES[:P]), 8)
+    _, k, v, _ = grouped_inputs(1, 4, 2, sum(KEYS[:P]), 8, seed=1)
+    per_rank = ranks(P, crossing, way, shape, q, k, v, d_out)
+    assert_four([torch.cat(parts, dim=2) for parts in zip(*per_rank, strict=True)], expected(q, k, v, d_out))
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+X = torch.ones(1, 4, 4, 3)
+
+
+def twice(seq_len, rank, world_size):
+    return torch.arange(seq_len // world_size)
+
+
+def without_the_first(seq_len, rank, world_size):
+    return torch.arange(1, seq_len).tensor_split(world_size)[rank]
+
+
+def of_halves(seq_len, rank, world_size):
+    return torch.arange(seq_len).tensor_split(world_size)[rank] / 2
+
+
+def falling(seq_len, rank, world_size):
+    return torch.arange(seq_len).tensor_split(world_size)[rank].flip(0)
+
+
+# fmt: off
+BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X; options of all; words of the message)
+    "heads": ((X[:, :3], X[:, :2], X[:, :2]), {}, ["rank 1: q has 3 heads and k 2; expected a multiple"]),
+    "k and v": ((X, X, X[:, :1]), {}, ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)", "same B, heads and"]),
+    "nothing in v": ((X, X, X[..., :0]), {}, ["rank 1: v has shape (1, 4, 4, 0)", "1 or more"]),
+    "three dimensions of v": ((X, X, X[0]), {}, ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
+    "head dims of v": ((X, X, X[..., :2]), {}, ["ranks disagree", "head dim of v=3", "rank 1: head dim of v=2"]),
+    "a token twice": ((X, X, X), {"layout": Layout("twice", twice)}, ["the layout twice gives token 0", "on one rank"]),
+    "not a multiple": ((X[:, :, :3],) * 3, {"layout": "zigzag"}, ["tokens in the zigzag layout on", "pad(x, "]),
+    "lengths": ((X[:, :, :1],) * 3, {"layout": OWN}, ["the ranks have [4, 1", "layout; expected [", "with shard"]),
+    "queries": ((X[:, :, :2], X, X), {"causal": True}, ["rank 1: q has 2 tokens and k 4; expected chunks of the same"]),
+}
+ALONE = [  # the same of one process: what refuses it, the arguments, words
+    (check_layout, (Layout("nowhere", without_the_first), 16, 4), "gives token 0 to 0 of 4 ranks; expected"),
+    (check_layout, (Layout("halves", of_halves), 16, 4), r"the layout halves gives rank 0 .*int64"),
+    (check_layout, (Layout("falling", falling), 16, 4), "the layout falling gives rank 0 .*rising order"),
+    (check_lengths, ("striped", [4, 16]), r"have \[4, 16\] tokens in the striped layout; expected \["),
+    (check_sinks, (torch.arange(4), X), "sinks is torch.int64 .*a floating dtype"),
+    (check_sinks, (torch.zeros(4, 1), X), r"shape \(4, 1\)"),
+    (check_sinks, ([0.0] * 4, X), r"sinks is \[0.0, 0.0, 0.0, 0.0\]; expected a tensor"),
+    *((check_softcap, (cap,), f"softcap is {cap!r}; expected a finite number above 0")
+      for cap in (math.nan, "large", True)),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("refuses", "args", "words"), ALONE)
+def test_bad_options_are_refused(refuses, args, words):
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        refuses(*args)
+
+
+# All is refused in one function, before a way's own code: all cases on one way, and one on a few others.
+REFUSED = [("ring", 3, bad) for bad in BAD] + [(*each, "heads") for each in SOME[1:4]]
+
+
+def refused(context, way, shape, qkv_of_ranks, options):
+    """A rank's own q, k, v; a block or a head that travels anyway is an error."""
+    travels = mock.Mock(side_effect=AssertionError("something travels"))
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", travels),
+        mock.patch("ringlab.ways.all_to_all.swap", travels),
+        mock.patch("ringlab.ways.all_gather.all_gather", travels),
+        mock.patch("ringlab.ways.shared_memory.host_memory", travels),
+    ):
+        attention_of(context, way, shape)(*qkv_of_ranks[context.rank], **options)
+
+
+@pytest.mark.parametrize(("way", "shape", "bad"), REFUSED, ids=name_of)
+def test_bad_input_is_refused_on_every_rank_before_anything_travels(ranks, way, shape, bad):
+    qkv, options, words = BAD[bad]
+    P = ranks_of(shape)
+    qkvs = [(X, X, X), qkv, *[(X, X, X)] * (P - 2)]
+    assert re.search(all_of(words), refusal(ranks.outcomes(P, refused, way, shape, qkvs, options)))
+
+
+def from_the_end(seq_len, rank, world_size):
+    return torch.arange(world_size - 1 - rank, seq_len, world_size)
+
+
+def reversed_chunks(seq_len, rank, world_size):
+    return torch.arange(seq_len).tensor_split(world_size)[world_size - 1 - rank]
+
+
+@pytest.mark.parametrize(("way", "shape"), [("ring", 3), ("all-gather", 3), ("hybrid", (2, 2))], ids=name_of)
+def test_a_layout_of_ones_own_may_have_the_name_of_another(ranks, way, shape):
+    options = {"causal": True, "layout": Layout("striped", from_the_end, 1)}
+    assert_right_results(ranks, way, shape, [Problem(4, 2, 6 * ranks_of(shape), options)])
+
+
+# fmt: off
+OTHER = [  # a way, its ranks, an option; what the first rank has, and what rank 1 has; words
+    ("ring", 3, "layout", Layout("mine", from_the_end), Layout("mine", reversed_chunks), ["positions of the"]),
+    ("ring", 3, "layout", "striped", Layout("striped", from_the_end), ["layout=striped", "its own"]),
+    ("ring", 3, "schedule", Ring, AllGather, ["schedule=Ring", "schedule=AllGather"]),
+    ("ring", 3, "sinks", None, torch.zeros(4), ["rank 0: sinks=None", "rank 1: sinks=torch.float32"]),
+    ("ring", 3, "sinks", torch.zeros(4), torch.zeros(4).requires_grad_(), ["gradients=False", "gradients=True"]),
+    ("ring", 3, "softcap", 50, None, ["rank 0: softcap=50.0", "rank 1: softcap=None"]),
+]
+# fmt: on
+
+
+def with_its_own(context, way, shape, name, options_of_ranks):
+    attention_of(context, way, shape)(X, X, X, causal=True, **{name: options_of_ranks[context.rank]})
+
+
+@pytest.mark.parametrize(("way", "shape", "name", "first", "other", "words"), OTHER)
+def test_ranks_that_disagree_are_refused(ranks, way, shape, name, first, other, words):
+    P = ranks_of(shape)
+    outcomes = ranks.outcomes(P, with_its_own, way, shape, name, [first, other, *[first] * (P - 2)])
+    assert re.search(all_of(words), refusal(outcomes))
+
+
+def test_an_exchange_needs_the_queries_of_the_same_tokens(ranks):
+    qkvs = [(X, X, X), (X[:, :, :2], X, X), (X, X, X)]
+    outcomes = ranks.outcomes(3, refused, "all-to-all", 3, qkvs, {})
+    assert re.search(all_of(["rank 1: q has 2 tokens and k 4; expected chunks of the same"]), refusal(outcomes))
+
+
+def on_schedule(context, schedule):
+    return ring_flash_attention(X, X, X, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (Alone, "Alone'>; expected the class of a way"),
+        ("memory", "schedule is 'memory'; expected the class of a way, such as Ring or"),
+    ],
+)
+def test_what_is_no_way_to_share_is_refused(ranks, schedule, words):
+    assert words in refusal(ranks.outcomes(3, on_schedule, schedule))
+
+
+MESHES = {  # of 4 ranks, with 2 query heads: (a way, a group, words)
+    "one dimension": ("hybrid", [0, 1, 2, 3], ["mesh of shape (4,)", "all-to-all inside: 2 x 2, 4 x 1"]),
+    "three dimensions": ("double ring", [[[0, 1], [2, 3]]], ["mesh of shape (1, 2, 2)", "expected hosts x devices"]),
+    "no mesh for a hybrid": ("hybrid", None, ["mesh is None", "2 dimensions"]),
+    "hosts in another order": ("double ring", [[2, 3], [0, 1]], ["mesh is [[2, 3], [0, 1]]", "ranks that rise in"]),
+    "devices in another order": ("hybrid", [[0, 3, 2, 1]], ["mesh is [[0, 3, 2, 1]]", "ranks that rise"]),
+    "few heads": ("hybrid", [[0, 1, 2, 3]], ["among 4 ranks, and 2 query heads", "of 2 x 2, 4 x 1"]),
+    "few heads, flat": ("all-to-all", None, ["among 4 ranks, and 2 query heads", "hybrid.py", "of 2 x 2, 4 x 1"]),
+    "a mesh for a flat way": ("ring", [[0, 1], [2, 3]], ["mesh is a mesh of shape (2, 2); expected a group or"]),
+    "ranks in another order": ("all-gather", [0, 2, 1, 3], ["mesh is [0, 2, 1, 3]; expected ranks that rise"]),
+}
+
+
+def on_group(context, way, ranks_of_mesh, soon=agreement.SOON):
+    group = None if ranks_of_mesh is None else DeviceMesh("cpu", ranks_of_mesh)
+    with mock.patch.object(agreement, "SOON", soon):
+        return WAYS[way](*[X[:, :2]] * 3, group=group)
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_a_group_that_does_not_fit_is_refused(ranks, case):
+    way, ranks_of_mesh, words = MESHES[case]
+    assert re.search(all_of(words), refusal(ranks.outcomes(4, on_group, way, ranks_of_mesh)))
+
+
+def test_a_rank_outside_the_mesh_is_refused_alone(ranks):
+    soon = timedelta(seconds=0.3)  # so long it waits for each of the others
+    *inside, outside = ranks.outcomes(3, on_group, "ring", [0, 1], soon)
+    assert all(torch.equal(out, X[:, :2]) for out in inside)
+    assert re.search(all_of([r"not in the mesh [0, 1]", "expected only its members"]), outside.message)
