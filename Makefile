@@ -30,7 +30,7 @@ exhaustive: $(READY)  # every variant of every mistake, every model, a hundred s
 	$(PYTEST) -m exhaustive
 
 test-gpu: $(READY)  # what a GPU changes, on one GPU, in three minutes; make test-gpu GPU=cpu tries these tests without one
-	$(BIN)/python -m pytest -m gpu --gpu=$(or $(GPU),cuda) tests/gpu
+	$(BIN)/python -m pytest -m gpu --gpu=$(or $(GPU),cuda) tests/test_on_a_gpu.py
 
 notebooks: $(READY)  # run them from their .py sources and keep the outputs
 	$(BIN)/python -m notebooks.source.build

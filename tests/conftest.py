@@ -70,7 +70,7 @@ def is_slow(path):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--gpu", choices=("cuda", "cpu"), default="cuda", help="where tests/gpu runs; cpu: with gloo")
+    parser.addoption("--gpu", choices=("cuda", "cpu"), default="cuda", help="where tests/test_on_a_gpu.py runs; cpu: with gloo")
 
 
 def pytest_ignore_collect(collection_path, config):
