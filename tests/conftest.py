@@ -70,7 +70,8 @@ def is_slow(path):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--gpu", choices=("cuda", "cpu"), default="cuda", help="where tests/test_on_a_gpu.py runs; cpu: with gloo")
+    words = "where tests/test_on_a_gpu.py runs; cpu: with gloo"
+    parser.addoption("--gpu", choices=("cuda", "cpu"), default="cuda", help=words)
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -27,7 +27,7 @@ QUIET = ["--log-level=ERROR"]
 
 def chapters() -> list[Path]:
     """The .py sources of the chapters, in reading order."""
-    return sorted(SOURCES.glob("[0-9][0-9]_*.py"))
+    return sorted(SOURCES.glob("[0-9][0-9]*_*.py"))
 
 
 def others() -> list[Path]:
@@ -68,7 +68,7 @@ def build(source: Path) -> None:
 
 
 def main() -> int:
-    for source in [Path(name) for name in sys.argv[1:]] or chapters() + others():
+    for source in [Path(name).resolve() for name in sys.argv[1:]] or chapters() + others():
         print(f"running {source.stem}", flush=True)
         build(source)
     return 0
