@@ -175,7 +175,7 @@ class GPU:
     link: float  # to other GPUs of the host
     card: float  # a NIC for each GPU
     multiprocessors: int = 0
-    card_share: float = CARD_SHARE  # of the card's bytes/s: what a message to another host reaches; collectives: more
+    card_share: float = CARD_SHARE  # of the NIC's bytes/s: what a message to another host reaches; collectives: more
     link_share: float = LINK_SHARE  # of the link's bytes/s
 
     @property
