@@ -39,7 +39,7 @@ class Pass:
 
     `mask` is "none", "causal" in a `layout`, or None: in every round half of the pairs is computed. `ours`: our
     schedules, whose own sums stay at home and whose all-gather takes one head after the other. Published rings send
-    sums in all P rounds. Raises ValueError for another mask or layout, and for a batch below 1.
+    sums in all P rounds. Raises ValueError for another mask or layout.
     """
 
     cluster: Cluster
@@ -55,8 +55,6 @@ class Pass:
         for name, given, known in (("mask", self.mask, (None, *MASKS)), ("layout", self.layout, LAYOUTS)):
             if given not in known:
                 raise ValueError(f"{name} is {given!r}; expected one of {', '.join(map(repr, known))}")
-        if self.batch < 1:
-            raise ValueError(f"batch is {self.batch}; expected a sequence or more")
 
     def call(
         self, share: AttentionLayer, rows: float, keys: float, pairs: float, causal: bool, heads: int = 0
