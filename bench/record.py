@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from ring_planner.calibrate import Stopwatch
 from ringlab.support.agreement import agree
-from ringlab.support.processes import RankContext, cpu_cores
+from ringlab.support.devices import cpu_cores
+from ringlab.support.processes import RankContext
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "bench" / "results"

@@ -105,7 +105,7 @@ def choose_question(examination: Examination) -> Question:
     head_dim = -(-S // case.head_dim) * case.head_dim
     one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=head_dim, seq_len=S)
     how = "without gradients" if question.how == "without gradients" else "plain"
-    return Question(replace(one_head, documents=documents, scale=None, sinks=False, inputs="normal"), how)
+    return Question(replace(one_head, documents=documents, sinks=False, inputs="normal"), how)
 
 
 def _loses(question: Question) -> tuple[int, bool, bool, bool]:
