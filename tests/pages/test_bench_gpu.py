@@ -192,7 +192,7 @@ def test_a_ring_in_turn_is_beside_sdpa_and_pytorchs_loop(monkeypatch, alone):
 @pytest.mark.parametrize("kernel", ["cuda flash", "cuda cudnn"])
 def test_pytorchs_loop_fits_the_kernels_of_gpus(monkeypatch, alone, kernel):
     """On meta tensors, which compute shapes."""
-    monkeypatch.setattr(against_peers, "choose_kernel", lambda *given: (kernel, ""))
+    monkeypatch.setattr(against_peers, "choose_kernel", lambda *given, causal: (kernel, ""))
     chunks = [torch.empty(4, 1, 2, 64, 64, dtype=torch.bfloat16, device="meta").unbind() for _ in range(3)]
     gpu.loop_in_turn(chunks)
 
