@@ -99,11 +99,13 @@ def choose_question(examination: Examination) -> Question:
     question = min([answer.question for answer in examination.wrong], key=_loses)
     case, P, S = question.case, question.case.world_size, question.case.seq_len
     if S > LONGEST * P or (case.equal_chunks and S // P % 2 == 0):
-        S = 4 * P
+        chunk = examination.patient.chunk  # another one than usual is one that the ring needs
+        S = P * (chunk if Patient.chunk < chunk <= LONGEST else 4)
     documents = (S // 2 - 1, S - S // 2 + 1) if case.documents else None
-    one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=max(S, case.head_dim), seq_len=S)
+    head_dim = -(-S // case.head_dim) * case.head_dim
+    one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=head_dim, seq_len=S)
     how = "without gradients" if question.how == "without gradients" else "plain"
-    return Question(replace(one_head, documents=documents, scale=None, sinks=False, inputs="normal"), how)
+    return Question(replace(one_head, documents=documents, sinks=False, inputs="normal"), how)
 
 
 def _loses(question: Question) -> tuple[int, bool, bool, bool]:
@@ -115,7 +117,8 @@ def _loses(question: Question) -> tuple[int, bool, bool, bool]:
 
 def take_xray(patient: Patient, question: Question, *, seconds: float = SECONDS, device: str = "cpu") -> XRay | str:
     """The X-ray, or why there is none."""
-    heads = patient.heads if patient.heads > 2 else 1  # all alike: the first one is shown
+    heads = max(patient.heads, patient.heads_per_rank * question.case.world_size)
+    heads = heads if heads > 2 else 1  # all alike: the first one is shown
     with closing(Job(patient, question.case.world_size, seconds, device)) as job:
         runs = [replace(run, heads=heads, kv_heads=heads) for run in cases(question.case)]
         first, second = (job.ask(replace(question, case=run)) for run in runs)

@@ -19,15 +19,17 @@ import torch
 from ring_doctor.asking.answers import FAILED, IMPRECISE, OK, REFUSED, SAID, WRONG, Answer
 from ring_doctor.asking.examination import Examination
 from ring_doctor.asking.questions import UNEQUAL
+from ring_doctor.explaining.conditions import ALWAYS, separated
 from ring_doctor.explaining.diagnosis import FEW, Diagnosis, Explanation
+from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.inference import text as in_lines
 from ring_doctor.explaining.xray import XRay
 from ring_doctor.mistakes import Mistake
 
-MANY = 6  # names in a list of explanations
 LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all
 CHANGES = "asked three times, it gave different numbers to {} of the questions, as with {}"
-PLAIN = "it has one sequence, one head, few tokens, small scores, and no scale that is given"
+EQUAL_CHUNKS = "HEALTHY FOR EQUAL CHUNKS"
+PLAIN = "it has one sequence, one head, few tokens and small scores"
 BETWEEN_RANKS = (
     "A buffer is read before its message is there, written while it is sent (a race), or never filled; or something is "
     "kept between calls. Look for a missing wait(), shared buffers, torch.empty(), counters and caches"
@@ -45,7 +47,7 @@ class Report:
     examination: Examination
     diagnosis: Diagnosis | None  # None: no answer is wrong in its numbers
     xray: XRay | str  # or why there is none
-    inference: tuple[str, ...] = ()  # what the numbers prove where no name explains all of them
+    inference: tuple[Finding, ...] = ()  # what the numbers prove where no name explains all of them
 
     def __str__(self) -> str:
         return text(self)
@@ -68,31 +70,42 @@ class Report:
             right = [answer.case.world_size for answer in answers if answer.state == OK]
             refused = len([answer for answer in answers if answer.state == REFUSED])
             worlds = ", ".join(map(str, sorted(set(right))))
-            said = f"{SAID[self.level]}: {name}, {len(right)} right answers with {worlds} ranks"
+            equal = list(self.examination.beyond) == [UNEQUAL] and not self.examination.limits
+            said = (
+                f"{EQUAL_CHUNKS if equal else SAID[self.level]}: {name}, {len(right)} right answers with {worlds} ranks"
+            )
             said += f", {refused} question{'s' * (refused > 1)} refused" if refused else ""
-            return said + "".join(f"; {words}" for words in self.limits)
+            said += "".join(f"; {words}" for words in self.limits)
+            return said + (
+                f"; not asked: {', '.join(self.examination.not_asked)}" if self.examination.not_asked else ""
+            )
         if changes := self.examination.changes:
             random = any(answer.draws for answer in changes)
             return f"SICK: {name} {'draws random numbers and ' * random}changes its answers from call to call"
         names = " or ".join(found.words for found in (self.diagnosis.told if self.diagnosis else ()))
-        if failed := [answer for answer in self.examination.faults if answer.state == FAILED]:
-            failed.sort(key=lambda answer: bool(answer.question.feature))
-            if names and (feature := failed[0].question.feature):  # which a ring may lack: the mistake comes first
-                return f"SICK: {names}, in {name}; it fails with {feature}: {failed[0].says}"
-            return f"SICK: {name} fails: {failed[0].says}" + (f"; its numbers: {names}" if names else "")
+        if failed := sorted(
+            (answer for answer in self.examination.faults if answer.state == FAILED),
+            key=lambda it: bool(it.question.feature),
+        ):
+            feature, fine = failed[0].question.feature, [it.question for it in answers if it.state == OK]
+            where = f"with {feature}" if feature else fine and separated(fine, [it.question for it in failed], 1)
+            fails = f"fails {where}: {failed[0].says}" if where else f"fails: {failed[0].says}"
+            shown = f"{names}, in {name}" if names else f"{name}: {self.finding}" if self.inference else ""
+            if shown and feature and self.examination.wrong:  # which a ring may lack: the mistake comes first
+                return f"SICK: {shown}; it {fails}"
+            return f"SICK: {name} {fails}" + (f"; its numbers: {names}" if names else "")
         if not names and {answer.question.feature for answer in self.examination.faults} == {UNEQUAL}:
             return f"SICK: {name} gives wrong numbers, and no error, with {UNEQUAL}: let it refuse them"
         return f"{SAID[self.level]}: {names}, in {name}" if names else f"{SAID[self.level]}: {name}: {self.finding}"
 
     @property
     def finding(self) -> str:
-        """What the numbers show first, without where to look."""
-        if not self.inference:
-            wrong = self.diagnosis.answers if self.diagnosis else self.examination.faults
-            return f"wrong numbers with {wrong[0].question.words()}"
-        shown = self.inference[0].partition(" Look at ")[0].partition(": look at ")[0].rstrip(".")
-        shown = shown.partition("): ")[2] if shown.startswith("X-ray (") else shown
-        return shown.replace("round 0 on every rank", "the own block of every rank")
+        """What the numbers show first, without where to look, and when they do."""
+        wrong = self.diagnosis.answers if self.diagnosis else self.examination.faults
+        first = next(iter(self.inference), Finding(f"wrong numbers with {wrong[0].question.words()}"))
+        when = self.diagnosis.when if self.diagnosis else ""
+        said = first.brief or first.says
+        return said if first.whenever or when in ("", ALWAYS) else f"{said}, {when}"
 
     @property
     def limits(self) -> list[str]:
@@ -130,11 +143,11 @@ class Report:
         unequal = [answer for answer in faults if answer.question.feature == UNEQUAL]
         if unequal and (len(unequal) == len(faults) or any(answer.state == FAILED for answer in unequal)):
             said.append("where all ranks always have equally many tokens, ask with --equal-chunks, or unequal=False")
-        if "causal" not in patient.takes and patient.causal == (False,):
+        if not self.healthy and "causal" not in patient.takes and patient.causal == (False,):
             said.append("its signature has no causal=, so it was asked for full attention only")
         if diagnosis and len(names := [found.words for found in diagnosis.explanations]) > 1:
-            more = f" and {len(names) - MANY} more" if len(names) > MANY else ""
-            said.append(f"no question tells these explanations apart: {', '.join(names[:MANY])}{more}")
+            these = f"{len(names)} known mistakes" if len(names) > FEW else "these explanations"
+            said.append(f"no question tells {these} apart" + f": {', '.join(names)}" * (len(names) <= FEW))
         if diagnosis and diagnosis.part and diagnosis.besides is None:
             said.append(f"this explains {diagnosis.part}; no known mistake explains the rest")
         if diagnosis and diagnosis.besides is not None:
@@ -231,7 +244,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "mistakes": [[each.name for each in of.mistakes] for of in (diagnosis.told if diagnosis else ())],
         "facts": {mistake.name: facts(mistake) for mistake in report.mistakes},
         "when": diagnosis.when if diagnosis else None,
-        "inference": list(report.inference),
+        "inference": list(map(str, report.inference)),
         "remarks": report.remarks,
         "answers": [_answer_as_json(answer) for answer in report.examination.answers],
         "xray_of": report.xray.case.words() if isinstance(report.xray, XRay) else report.xray,

@@ -98,4 +98,12 @@ def heads_last(x):
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # F.pad keeps this order
 
 
+def at_element_3(x):
+    return F.pad(x.flatten(), (3, 0))[3:].view(x.shape)
+
+
+def rows_of_three_more(x):
+    return F.pad(x, (0, 3))[..., :-3]
+
+
 VIEWS = [columns, tokens_first, every_second, slices, heads_last]

@@ -10,6 +10,7 @@ from ringlab.support.extras import install
 MISSING = {
     "jax": f"needs JAX: {install('jax')}",
     "transformers": f"needs transformers: {install('hf')}",
+    "triton": f"needs Triton: {install('triton')}",
     "trl": f"needs accelerate, PEFT and TRL: {install('loops')}",
 }
 NEEDED = {  # by how a module's or a chapter's name begins; the first that fits

@@ -46,6 +46,7 @@ LOADED = 1300  # lines of this project that `import ring_attn` loads
 OURS = {home.partition(".")[0] for row in ORDER for home in row}
 CORE = {"torch", "numpy", *OURS, *sys.stdlib_module_names}
 NEED_MORE = (  # modules and folders that need an optional package as soon as they are imported
+    "ringlab.ring.fused_merge",
     "ringlab.ways.jax",
     "ringlab.hugging_face",
     "ringlab.support.drawing",

@@ -17,6 +17,7 @@ from torch import Tensor
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.questions import Question
+from ringlab.support.processes import Frame
 from ringlab.support.rounding import Right
 
 OK, WRONG, REFUSED, FAILED, LATE = "ok", "wrong", "refused", "failed", "too late"
@@ -48,6 +49,9 @@ class Answer:
     draws: bool = False  # the patient takes numbers from torch's random generator
     lse_grad: bool = False  # its lse can be differentiated
     lost: bool = False  # ranks hang or died
+    silent: tuple[int, ...] = ()  # the ranks that did not answer in time
+    waits: dict[Frame, list[int]] = field(default_factory=dict)  # the ranks, by the line of the user's code
+    hangs: bool = False  # ranks wait, and no rank has raised or died
 
     @property
     def case(self) -> Case:

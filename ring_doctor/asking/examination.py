@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ring_doctor.asking.answers import FAILED, LATE, REFUSED, WRONG, Answer, level_of, right_results
+from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, level_of, right_results
 from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
 from ring_doctor.asking.patient import Patient, dtype_of
 from ring_doctor.asking.questions import LSE, UNEQUAL, Question, in_turn, kind, questions
@@ -21,9 +21,16 @@ from ring_doctor.asking.questions import LSE, UNEQUAL, Question, in_turn, kind, 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
 GIVE_UP = 2  # hangs or crashes: then nothing more is asked
 AGAIN = 2  # times that a question is asked again after a wrong answer, to see whether the answer changes
+SIZES = (8, 16, 32, 64, 128)  # of a head and of a chunk: kernels take multiples of one of them
 LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer answers nothing is said of the ring
-LAST_DIGITS = "called again, it gives other numbers, all of them right: does it add blocks as they come?"
-DRAWS = "it takes random numbers from torch's generator: is dropout on?"
+LAST_DIGITS = "called again, it gives other numbers, all of them right, as where blocks are added as they come"
+DRAWS = "it takes random numbers from torch's generator, as dropout does"
+CAUSAL = "a causal mask"
+OPTIONS_IN_WORDS = {
+    "window": "windows",
+    "documents": "documents",
+    "sinks": "attention sinks",
+}  # those that may be missing
 
 
 @dataclass
@@ -61,6 +68,17 @@ class Examination:
         return {answer.question.feature: answer for answer in reversed(self.answers) if answer.bad and _excused(answer)}
 
     @property
+    def not_asked(self) -> list[str]:
+        """What a ring may take and this one was not asked, or refused, in words."""
+        patient, answers = self.patient, [(it.question.feature, it.state) for it in self.answers]
+        told = [words for option, words in OPTIONS_IN_WORDS.items() if option not in patient.takes]
+        told = [] if patient.state else [*told, *([CAUSAL] if True not in patient.causal else [])]
+        lacks = {"grouped queries": patient.grouped, UNEQUAL: patient.unequal, "gradients": patient.gradients}
+        told += [words for words, claimed in lacks.items() if not claimed and not patient.state]
+        refused = [feature for feature, state in answers if state == REFUSED and (feature, OK) not in answers]
+        return list(dict.fromkeys(filter(None, [*told, *refused])))
+
+    @property
     def changes(self) -> list[Answer]:
         """The answers that were other ones when the patient was asked again."""
         return [answer for answer in self.answers if answer.changes]
@@ -75,7 +93,7 @@ def never_claimed(answer: Answer) -> bool:
 def _excused(answer: Answer) -> bool:
     """Whether a fault does not count: an error with a feature; a hang does. An lse may be there to be read only."""
     feature = answer.question.feature
-    return bool(feature) and ((answer.state == FAILED and not answer.lost) or feature == LSE)
+    return bool(feature) and ((answer.state == FAILED and not answer.hangs) or feature == LSE)
 
 
 def examination_of(
@@ -163,7 +181,7 @@ def _ask_everything(
                 job.patient = patient
                 progress(f"{len(done) / total:4.0%}  {question.words()}")
                 answer = _as_wrong_as_it_is(ask_again(job, question), patient)
-                lost += answer.lost and question.feature != UNEQUAL  # a ring may die of these, and answer all else
+                lost += answer.lost and question.feature != UNEQUAL and not _excused(answer)  # it may answer all else
                 lse_grad = lse_grad or answer.lse_grad
                 if answer.state != REFUSED:
                     found.answers.append(answer)
@@ -204,36 +222,57 @@ def _other_numbers(a: Answer, b: Answer) -> bool:
     return any(bool(((x - y).abs() > allowed[name]).any()) for name, (x, y) in pairs.items())
 
 
+def _fails(answer: Answer) -> bool:
+    """Whether it failed, and said so: a hang is no such failure."""
+    return answer.state in (REFUSED, FAILED) and not answer.hangs
+
+
 def _takes(found: Examination, job: Job, seed: int) -> bool:
     """Whether the patient takes any question on so many ranks. Then it loses what it refuses, and gets what it needs.
 
-    It is asked without gradients in each dtype, and with heads for each rank, as an all-to-all needs them; under each
-    mask and layout; with gradients.
+    It is asked without gradients in each dtype, and with heads for each rank, as an all-to-all needs them; in larger
+    sizes, if it fails; under each mask and layout; with gradients.
     """
 
     def ask(patient: Patient, how: str = "without gradients", **mask: Any) -> Answer:
         first = next(questions(patient, job.size, dtype_of(patient.dtypes[0]), seed))
         return job.ask(replace(first, how=how, case=replace(first.case, **mask)))
 
-    patient, reason = found.patient, ""
-    for i, per_rank in itertools.product(range(len(patient.dtypes)), (0, 2)):
-        asked = replace(patient, heads_per_rank=per_rank, dtypes=patient.dtypes[i:])
-        answer = ask(asked)
-        if not answer.raised:
-            break
-        reason = reason or answer.says
-    else:
-        return False
+    def first_taken(of_sizes: Patient) -> tuple[Patient, Answer, str]:
+        """In the first dtype and number of heads that it takes, and what it says of the first ones."""
+        reason = ""
+        for i, per_rank in itertools.product(range(len(of_sizes.dtypes)), (0, 2)):
+            asked = replace(of_sizes, heads_per_rank=per_rank, dtypes=of_sizes.dtypes[i:])
+            answer = ask(asked)
+            reason = reason or answer.says
+            if not answer.raised:
+                break
+        return asked, answer, reason
+
+    patient = found.patient
+    asked, answer, reason = first_taken(patient)
+    if _fails(answer):  # in these sizes: are there others?
+        larger, of_larger, _ = first_taken(replace(patient, head_dim=max(SIZES), chunk=max(SIZES)))
+        if not _fails(of_larger):
+            asked = larger
+            for size in ("head_dim", "chunk"):  # the smallest that it takes
+                smaller = (replace(asked, **{size: n}) for n in (getattr(patient, size), *SIZES))
+                asked, answer = next(each for each in ((it, ask(it)) for it in smaller) if not _fails(each[1]))
+            sizes = [f"C = {of.chunk}, D = {of.head_dim}" for of in (patient, asked)]
+            found.remarks.append(f"with {sizes[0]} it fails ({reason}): it is examined with {sizes[1]}")
+        elif answer.raised:
+            return False
     dtype = asked.dtypes[0]
-    if i:
+    if dtype != patient.dtypes[0]:
         found.remarks.append(f"it refuses {patient.dtypes[0]} ({reason}); it is examined in {dtype}")
         found.limits += [f"{dtype} only"] if torch.finfo(dtype_of(dtype)).bits == 16 else []
-    elif per_rank:
-        found.remarks.append(f"with {patient.heads} heads it refuses ({reason}): it got {per_rank} for each rank")
+    elif asked.heads_per_rank > patient.heads_per_rank:
+        each = asked.heads_per_rank
+        found.remarks.append(f"with {patient.heads} heads it refuses ({reason}): it got {each} for each rank")
     found.patient = patient = asked
     _check_that_it_is_in_time(patient.name, answer)
     takes: dict[bool, list[str]] = {}
-    for causal in patient.causal if not job.lost else ():
+    for causal in patient.causal if not answer.lost else ():
         for layout in patient.layouts if causal or len(patient.causal) == 1 else patient.layouts[:1]:
             of_mask = ask(patient, causal=causal, layout=layout)
             if of_mask.state != REFUSED:
@@ -245,7 +284,7 @@ def _takes(found: Examination, job: Job, seed: int) -> bool:
     if takes:
         layouts = takes.get(True, takes.get(False, []))
         found.patient = patient = replace(patient, causal=tuple(takes), layouts=tuple(layouts))
-    if patient.gradients and not job.lost:
+    if patient.gradients and not answer.lost:
         answer = ask(patient, "plain")
         if answer.raised and not (forward := ask(patient)).raised:
             if answer.says.startswith(REFUSALS):

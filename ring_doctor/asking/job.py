@@ -1,7 +1,7 @@
 """The processes that answer: a rank that hangs, crashes or raises is an answer too, and the next question follows.
 
     hang(folder, [0, 2])      ->    True: these ranks wait for messages, and waited in the same lines some seconds ago
-    lines_of_ranks(folder)    ->    {"ring.py, line 12 in attention": [0, 2]}
+    lines_of_ranks(folder)    ->    {("ring.py", 12, "attention"): [0, 2]}
 
 Each number of ranks gets processes of its own, because libraries note the rank when they are imported.
 
@@ -20,7 +20,7 @@ from ring_doctor.asking.answers import FAILED, LATE, REFUSED, Answer, judge
 from ring_doctor.asking.calls import ask_on_rank, prepare
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import Question
-from ringlab.support.processes import Frame, LostRank, Raised, Ranks, place
+from ringlab.support.processes import Frame, LostRank, Raised, Ranks, own_frame, place
 
 START = 120.0  # seconds to import a library and to set it up
 LONGER = 3  # times as long as the slowest answer so far a question may take: then the machine is slow, or compiles
@@ -51,6 +51,10 @@ class Job:
         The first question to a rank may take as long as the set-up: compilers work then. The time for the others grows
         with what an answer took. When it is over and no rank hangs, the answer is LATE: the machine may be too slow.
         """
+        try:
+            [question.case.positions(rank) for rank in range(question.case.world_size)]
+        except Exception as error:  # a layout of the user may not take every length
+            return Answer(question, REFUSED, f"{type(error).__name__}: {error}", raised=True)
         with TemporaryDirectory() as name:
             folder, members = Path(name), question.members or tuple(range(self.size))
             first = not self.called.issuperset(members)
@@ -69,8 +73,11 @@ class Job:
             except LostRank as lost:
                 self.ready, self.lost = False, self.lost + 1
                 self.called.clear()  # new processes
+                waits = bool(lost.silent) and all(each.lost_connection for each in lost.raised.values())
                 late = lost.silent and not lost.raised and not hang(folder, lost.silent)
-                return Answer(question, LATE if late else FAILED, self._why_lost(lost, folder), lost=True)
+                lines, state = lines_of_ranks(folder), LATE if late else FAILED
+                says, silent = self._why_lost(lost, lines), tuple(lost.silent)
+                return Answer(question, state, says, lost=True, hangs=waits, silent=silent, waits=lines)
         self.called.update(members)
         raised = {rank: of_ranks[rank] for rank in members if isinstance(of_ranks[rank], Raised)}
         if not raised:
@@ -85,12 +92,12 @@ class Job:
             return Answer(question, REFUSED, _said(cause), raised=True)
         return Answer(question, FAILED, _said(cause, place=True), raised=True)
 
-    def _why_lost(self, lost: LostRank, folder: Path) -> str:
+    def _why_lost(self, lost: LostRank, waits: dict[Frame, list[int]]) -> str:
         """Which rank died or waits, and in which line of code, as far as the ranks could write it."""
         if causes := {rank: each for rank, each in lost.raised.items() if not each.lost_connection}:
             return f"{_told(causes)}; {lost.reason}"
-        said = [lost.reason, self._last_words() if "died" in lost.reason else ""]
-        said += [f"{ranks_in_words(ranks)} in {at}" for at, ranks in lines_of_ranks(folder).items()]
+        said = [lost.reason, "" if lost.silent else self._last_words()]
+        said += [f"{ranks_in_words(ranks)} in {place(line)}" for line, ranks in waits.items()]
         return "; ".join(filter(None, said))
 
     def _last_words(self) -> str:
@@ -123,11 +130,11 @@ def _said(raised: Raised, *, place: bool = False) -> str:
 # What the ranks wrote -------------------------------------------------------------------------------------------------
 
 
-def lines_of_ranks(folder: Path) -> dict[str, list[int]]:
+def lines_of_ranks(folder: Path) -> dict[Frame, list[int]]:
     """The ranks that have written a stack, by the line of the user's code in which they are."""
-    found: dict[str, list[int]] = {}
+    found: dict[Frame, list[int]] = {}
     for rank, stacks in sorted(_read(folder).items()):
-        if stacks and (at := place(stacks[-1])):
+        if stacks and (at := own_frame(stacks[-1])):
             found.setdefault(at, []).append(rank)
     return found
 

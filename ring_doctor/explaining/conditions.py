@@ -13,6 +13,7 @@ from typing import Any
 from ring_doctor.asking.answers import OK, WRONG, Answer
 from ring_doctor.asking.questions import WAYS, Question
 
+ALWAYS = "in every question"
 RANKS = "with {} ranks"
 FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     (RANKS, lambda question: question.case.world_size),
@@ -48,9 +49,9 @@ def _with(feature: Any) -> str:
 
 def when_it_shows(answers: Sequence[Answer]) -> str:
     """The features with which the mistake shows, in words; "" where no two questions tell it."""
-    right, wrong = (
-        [_features(answer.question) for answer in answers if answer.state == state] for state in (OK, WRONG)
-    )
+    results = {name for answer in answers if answer.state == WRONG for name in answer.wrong}
+    right = [_features(it.question) for it in answers if it.state == OK and not results.isdisjoint(it.results)]
+    wrong = [_features(answer.question) for answer in answers if answer.state == WRONG]
     said = []
     for i, (words, _) in enumerate(FEATURES):
         sick = {features[i] for features in wrong}
@@ -62,18 +63,18 @@ def when_it_shows(answers: Sequence[Answer]) -> str:
         elif healthy:
             but = "but not" if said else "everywhere but"
             said.append(f"{_in_words(i, sick)} only" if len(sick) <= MANY else f"{but} {_in_words(i, healthy)}")
-    return ", ".join(said) if said or right else "in every question"
+    return ", ".join(said) if said or right else ALWAYS
 
 
-def separated(right: Iterable[Question], wrong: Iterable[Question]) -> str | None:
+def separated(right: Iterable[Question], wrong: Iterable[Question], most: int = 2) -> str | None:
     """In words, the first feature that all wrong questions have and no right one has; if there is none, two together.
 
-    None if no two features do.
+    None if no two features do, or with `most` = 1 no one feature.
     """
     of_right, of_wrong = [_features(question) for question in right], [_features(question) for question in wrong]
     sick = [{features[i] for features in of_wrong} for i in range(len(FEATURES))]
     each = range(len(FEATURES))
-    for some in (*itertools.combinations(each, 1), *itertools.combinations(each, 2)):
+    for some in (*itertools.combinations(each, 1), *itertools.combinations(each, most)):
         if all(any(features[i] not in sick[i] for i in some) for features in of_right):
             return " and ".join(_in_words(i, sick[i]) for i in some)
     return None

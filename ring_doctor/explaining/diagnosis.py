@@ -95,9 +95,13 @@ def diagnose(examination: Examination) -> Diagnosis | None:
         return None
     others = [answer for answer in answered if not imprecise(answer)]  # what is only imprecise has another cause
     telling = others if _wrong(others) else answered
-    when = when_it_shows([answer for answer in telling if not answer.changes])
+    when = when_it_shows(telling)
     if examination.changes:
         return Diagnosis((), tuple(wrong), when)
+    ways = _ways([answer for answer in wrong if _bits(answer) > 16] or wrong, answered)
+    blamed = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)] * bool(ways)
+    if ways and "without gradients" not in ways:
+        return Diagnosis(tuple(blamed), tuple(wrong), when)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
@@ -108,18 +112,15 @@ def diagnose(examination: Examination) -> Diagnosis | None:
             when = when_it_shows([it for it in telling if it.state != WRONG or not set(FORWARD).isdisjoint(it.wrong)])
     finally:
         torch.set_num_threads(threads)
-    if ways := _ways([answer for answer in wrong if _bits(answer) > 16] or wrong, answered, found):
-        found, part = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)], ""
-        besides = None
-    return Diagnosis(tuple(found), tuple(wrong), when, part, besides)
+    return Diagnosis(tuple(found or blamed), tuple(wrong), when, part, besides)
 
 
-def _ways(wrong: list[Answer], answered: list[Answer], found: list[Explanation]) -> set[str]:
+def _ways(wrong: list[Answer], answered: list[Answer]) -> set[str]:
     """The ways to ask, if they are what the wrong answers have in common: asked plainly, the same inputs are right."""
     ways = {answer.question.how for answer in wrong}
     plain = {answer.case.inputs for answer in answered if answer.question.how == "plain"}  # all of them right
     known = ways <= set(BY_WAY) and plain >= {answer.case.inputs for answer in wrong}
-    return ways if known and not (found and "without gradients" in ways) else set()
+    return ways if known else set()
 
 
 def _wrong(answers: Iterable[Answer]) -> list[Answer]:
@@ -178,7 +179,8 @@ def _explain(answers: list[WrongAnswer], mistakes: Iterable[Mistake]) -> tuple[l
                 same = {each.name for each in found if not each.condition}  # out and lse; their gradients may differ
                 found = _fitting((each for each in entries if each.name in same), some, EVERYTHING) or found
                 return found, "" if names is parts[0] else " and ".join(name for name in names if name in wrong)
-    return [], ""
+    found = under_a_condition(entries, usual, parts[0], most=True)
+    return found, f"what is wrong {found[0].condition}" if found else ""
 
 
 def _besides(
@@ -228,21 +230,27 @@ def _explains(explanation: Explanation, answers: list[WrongAnswer], names: tuple
 
 
 def under_a_condition(
-    explanations: list[Explanation], answers: list[WrongAnswer], names: tuple[str, ...]
+    explanations: list[Explanation], answers: list[WrongAnswer], names: tuple[str, ...], *, most: bool = False
 ) -> list[Explanation]:
     """Those that give the numbers of every wrong answer, and with which a feature separates the right answers.
 
-    Only the right answers that the mistake would make wrong count. Those with the fewest of them are returned.
+    Only the right answers that the mistake would make wrong count. Those with the fewest of them are returned. With
+    `most`: those that give the numbers of most wrong answers, and one feature separates these from all others.
     """
     wrong = [answer for answer in answers if any(name in answer.answer.wrong for name in names)]
-    right = [answer for answer in answers if answer not in wrong]
+    sample = wrong[:: len(wrong) // 4 + 1] if most else wrong  # of an entry that is not the mistake, none fits
     found: dict[str, tuple[int, Explanation]] = {}
     for explanation in explanations:
-        if not all(_fits(explanation, answer, names) for answer in wrong):
+        if not (any if most else all)(_fits(explanation, answer, names) for answer in sample):
             continue
-        spared = [answer.answer.question for answer in right if _fits(explanation, answer, names) is False]
-        condition = separated(spared, [answer.answer.question for answer in wrong]) if spared else ""
-        if condition is not None and len(spared) < found.get(explanation.name, (len(right) + 1, None))[0]:
+        fits = {answer: _fits(explanation, answer, names) for answer in answers}
+        told = [answer for answer in wrong if fits[answer]]
+        spared = [answer for answer in answers if fits[answer] is False or (answer in wrong and not fits[answer])]
+        if 2 * len(told) <= len(wrong):
+            continue
+        right, sick = ([answer.answer.question for answer in some] for some in (spared, told))
+        condition = separated(right, sick, 1 if most else 2) if spared else ""
+        if condition is not None and len(spared) < found.get(explanation.name, (len(answers), None))[0]:
             found[explanation.name] = len(spared), replace(explanation, condition=condition)
     least = min((count for count, _ in found.values()), default=0)
     return [explanation for count, explanation in found.values() if count == least]

@@ -18,19 +18,44 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ring_doctor.asking.calls import TENSORS
 from ring_doctor.explaining.wrong_answer import WrongAnswer
 from ring_doctor.mistakes.paper_ring import RIGHT
+from ringlab.support.rounding import exact_attention
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the numbers show, and where to look."""
+
+    says: str  # a sentence without its stop
+    look: str = ""
+    brief: str = ""  # for a headline; "": as it says
+    whenever: bool = False  # a headline tells no condition beside it
+
+    def __str__(self) -> str:
+        return f"{self.says}. Look at {self.look}." if self.look else f"{self.says}."
+
 
 OF_GRADIENTS = {  # out is right: what follows from which gradients are wrong
-    "dq": "dk and dv are right, so the weights p and dS are: look at where dS K is summed into dq.",
-    "dk": "dq and dv are right, so dS and the way of dv are: look at dSᵀ Q, its scale, and where it is summed.",
-    "dv": "dq and dk are right, so the weights p and dS are: look at pᵀ dO, and where it is summed.",
-    "dk and dv": "dq is right, so the weights p and dS are: look at where dk and dv are summed, and at their way home.",
-    "dq and dk": "dv is right, so the weights p are; dq and dk are wrong: look at dS = p ∘ (dP - δ): δ, dP = dO Vᵀ and "
-    "the scale.",
-    "dq and dv": "dk is right, so dS is: look at dS K, at pᵀ dO, and at where both are summed.",
-    "dq, dk and dv": "out is right and all gradients are wrong: look at what the backward pass gets: q, k, v, lse, dO, "
-    "and its mask.",
+    of: Finding(says, look, f"wrong {of}")
+    for of, says, look in (
+        ("dq", "dk and dv are right, so the weights p and dS are", "where dS K is summed into dq"),
+        ("dk", "dq and dv are right, so dS and the way of dv are", "dSᵀ Q, its scale, and where it is summed"),
+        ("dv", "dq and dk are right, so the weights p and dS are", "pᵀ dO, and where it is summed"),
+        ("dk and dv", "dq is right, so the weights p and dS are", "where dk and dv are summed, and at their way home"),
+        (
+            "dq and dk",
+            "dv is right, so the weights p are; dq and dk are wrong",
+            "dS = p ∘ (dP - δ): δ, dP = dO Vᵀ and the scale",
+        ),
+        ("dq and dv", "dk is right, so dS is", "dS K, at pᵀ dO, and at where both are summed"),
+        (
+            "dq, dk and dv",
+            "out is right and all gradients are wrong",
+            "what the backward pass gets: q, k, v, lse, dO, and its mask",
+        ),
+    )
 }
 
 
@@ -66,15 +91,45 @@ class Pattern:
         least = min((fact.order for fact in common or []), default=0)
         return [fact for fact in common or [] if fact.order == least]
 
-    def sentence(self, names: Sequence[str], facts: Sequence[Fact]) -> str:
+    def finding(self, names: Sequence[str], facts: Sequence[Fact]) -> Finding:
         said = self.says.format(x=listed(names), words=" or ".join(dict.fromkeys(fact.words for fact in facts)))
-        looks = ", or at ".join(dict.fromkeys(fact.look for fact in facts if fact.look))
-        return f"{said}. Look at {looks}." if looks else f"{said}."
+        return Finding(said, ", or at ".join(dict.fromkeys(fact.look for fact in facts if fact.look)))
 
 
 def listed(names: Sequence[str]) -> str:
     """ "dq", "dq and dk", "dq, dk and dv"."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+# Another order of dimensions -----------------------------------------------------------------------------------------
+
+
+def another_order(answers: Sequence[WrongAnswer], asked: str) -> list[Finding]:
+    """The order of dimensions in which all answers are right, where they were `asked` in another one."""
+    for order in (order for order in TENSORS if order != asked):
+        known = [(wrong, results) for wrong in answers if (results := _in_order(wrong, asked, order))]
+        if known and all(wrong.near(name, results[name]) for wrong, results in known for name in results):
+            own, other = (f"({', '.join(name.upper())})" for name in (asked, order))
+            said = f"right for tensors {other}, and asked with {own}: ask with --tensors {order}"
+            return [Finding(f"The ring is {said}", brief=said, whenever=True)]
+    return []
+
+
+def _in_order(wrong: WrongAnswer, asked: str, order: str) -> dict[str, Tensor]:
+    """What a right ring returns that takes dimensions for others; {} where they do not fit, or the mask is another."""
+    case, there = wrong.case, [TENSORS[asked][TENSORS[order].index(i)] for i in range(4)]
+    C, of_both = case.seq_len // case.world_size, (case.heads, case.kv_heads)
+    sizes = [(case.batch, heads, C, case.head_dim) for heads in of_both]
+    (B, H, Sq, _), (of_keys, G, Sk, _) = ([size[i] for i in there] for size in sizes)
+    if not case.equal_chunks or of_keys != B or H % G or case.large_tiles:
+        return {}
+    if case.documents or case.window or case.sinks or case.layout != "contiguous" or (case.causal and Sq != Sk):
+        return {}
+    q, k, v, d_out = (torch.cat([x.permute(there) for x in wrong.chunks(x)], dim=2) for x in wrong.inputs.values())
+    found = exact_attention(q, k, v, d_out, causal=case.causal, scale=case.scale)
+    here = [there.index(i) for i in range(4)]
+    chunks = {name: found[name].exact.chunk(case.world_size, dim=2) for name in wrong.answer.wrong if name != "lse"}
+    return {name: case.join([x.permute(here) for x in of_ranks]) for name, of_ranks in chunks.items()}
 
 
 # What a result holds ------------------------------------------------------------------------------------------------
@@ -88,9 +143,13 @@ TWICE = "a sum that starts from a number that it also adds, or a mean of two"
 
 def _not_finite(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     bad = ~wrong.seen(name).isfinite() & wrong.exact(name).isfinite()
-    if bad.any():
+    where = "everywhere" if bad.all() else "in some places"
+    if bad.any() and not wrong.case.visible().all():
         look = "the merge of a block of which a query sees no key: -inf - (-inf) is NaN"
-        yield Fact("everywhere" if bad.all() else "in some places", look, order=1)
+        yield Fact(where, look, order=1)
+    if bad.any():
+        look = "exp, sums and products that are too large for their dtype, and 0/0"
+        yield Fact(f"{where}, without a mask too", look, order=2)
     if bad.any() and wrong.case.inputs == "large":
         look = "exp: e^s overflows unless the largest score of the row is subtracted first"
         yield Fact("where scores are large", look)
@@ -117,7 +176,9 @@ def _factor(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
                 yield Fact(said, look, factor * exact)
     finite = (seen := wrong.seen(name)).isfinite() & exact.isfinite()
     own = float((seen * exact)[finite].sum() / exact[finite].square().sum().clamp(1e-300))  # least squares
-    yield Fact("c", f"what this result is multiplied by: by {own:.3g} with {case.words()}", own * exact, 1)
+    look = f"what this result is multiplied by: by {own:.3g} with {case.words()}"
+    yield Fact(f"{own:.3g}", "what this result is multiplied by", own * exact, 1)
+    yield Fact("c", look, own * exact, 2)
 
 
 def _another_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:

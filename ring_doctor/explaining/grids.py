@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.job import ranks_in_words
+from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.tiles import LOOK, Sheet, Tile
 from ringlab.support.colours import paint
 
@@ -67,15 +68,19 @@ class Matrix:
                 rounds.setdefault((tile.rank - tile.block) % P, []).append(tile.rank)
             who = {t: "every rank" if len(ranks) == P else ranks_in_words(ranks) for t, ranks in sorted(rounds.items())}
             where = "; ".join(f"round {t} on {ranks}" for t, ranks in who.items())
+            blocks = {tile.block for tile in tiles}
             if len(tiles) == P * P:
                 where = "all tiles"
+            elif len(tiles) == P > 1 == len(blocks):
+                where = f"KV{min(blocks)} on every rank"
             elif len(tiles) == P * len(rounds) and len(rounds) > 1:
                 where = f"rounds {', '.join(map(str, who))} on every rank"
             elif len(rounds) > 2:
                 where = f"{len(tiles)} tiles"
             amounts = [amount for tile in tiles for amount in tile.amount or ()]
             how = f": by {_between(amounts)}" if amounts else ""
-            lines.append(f"{where}: {words}" + (f", off by up to {max(amounts):.2g}" if words == "wrong" else how))
+            where = "" if tiles[0].kind == "scores" else f"{where}: "
+            lines.append(f"{where}{words}" + (f", off by up to {max(amounts):.2g}" if words == "wrong" else how))
         return lines
 
     @property
@@ -126,12 +131,12 @@ class XRay:
             lines += [f"    {line}" for line in matrix.shown]
         return "\n".join(lines)
 
-    def facts(self, known: Collection[str] = ()) -> list[str]:
+    def facts(self, known: Collection[str] = ()) -> list[Finding]:
         """What each wrong matrix shows, and where to look; the weights of the forward pass alone if they are wrong.
 
         `known`: results of which is known what they hold. Of these no place to look at is told.
         """
-        said: dict[str, str] = {}  # by what is shown
+        said: dict[str, Finding] = {}  # by what is shown
         wrong = [matrix for matrix in self.matrices if not matrix.ok]
         for matrix in wrong[:1] if wrong and wrong[0].name == "W forward" else wrong:
             kinds = [tile.kind for tile in matrix.wrong]
@@ -139,10 +144,12 @@ class XRay:
             if (said and not kinds) or (held and set(kinds) <= {"wrong"}):
                 continue  # it follows from another matrix, or says less than is known
             kind = next((kind for kind in kinds if LOOK.get(kind) and not held), "")
-            look = OF_LSE if (matrix.name, kind) == ("W backward", "scaled") else LOOK.get(kind)
-            shown = ("; ".join(matrix.of_tiles) or matrix.of_rows) + "."
-            said.setdefault(shown, f"{matrix.title}: {shown}" + (f" Look at {look}." if look else ""))
-        return [f"X-ray ({self.case.words()}): {words}" for words in said.values()]
+            look = OF_LSE if (matrix.name, kind) == ("W backward", "scaled") else LOOK.get(kind, "")
+            shown = "; ".join(matrix.of_tiles) or matrix.of_rows
+            full, title = f"X-ray ({self.case.words()}): {matrix.title}: {shown}", TITLES[matrix.name][0]
+            nothing = {"wrong"} == {tile.kind for tile in matrix.tiles}  # that a headline could tell
+            said.setdefault(shown, Finding(full, look, f"wrong {title}" if nothing else f"{title}: {shown}"))
+        return list(said.values())
 
 
 def _between(amounts: list[float]) -> str:

@@ -1,6 +1,6 @@
 """What a mistake without a name must be, as far as its numbers prove it: what is seen, and where to look.
 
-    infer(examination, xray)    ->    ["In dk and dv all numbers are P times the right numbers. Look at ...", ...]
+    infer(examination, xray)    ->    [Finding("In dk all numbers are P times the right numbers", "a sum ..."), ...]
 
 A sentence is told only if it is true of every wrong answer that can show it. So a pattern of one answer by chance, or
 of P = 2 alone, is not told as general. If no pattern holds, what is left is which results are wrong.
@@ -22,27 +22,32 @@ import torch
 from ring_doctor.asking.answers import FAILED, Answer, imprecise
 from ring_doctor.asking.examination import Examination, never_claimed
 from ring_doctor.asking.job import ranks_in_words
-from ring_doctor.explaining.facts import CONTENTS, OF_GRADIENTS, Fact, listed
+from ring_doctor.explaining.facts import CONTENTS, OF_GRADIENTS, Fact, Finding, another_order, listed
 from ring_doctor.explaining.grids import XRay
 from ring_doctor.explaining.wrong_answer import WrongAnswer
 
 WIDTH = 110
 RESULTS = ("out", "lse", "dq", "dk", "dv")
-IN_A_PART = (
+IN_A_PART = Finding(
     "It fails only where its group is a part of the job, as ranks 1 to 3 of 4: a rank of the group is used as a rank "
-    "of the job, or a group is left out. Look at every send and receive, at group=, group_src= and group_dst=, and at "
-    "dist.get_global_rank."
+    "of the job, or a group is left out",
+    "every send and receive, at group=, group_src= and group_dst=, and at dist.get_global_rank",
 )
-LSE_ALONE = "out is right and lse is wrong: whatever uses this lse is wrong, as a merge or a backward pass."
-LSE_IS_RIGHT = (
-    "lse is right, so each query has the right scores: look at the order of V beside the order of K, at the sum of "
-    "p V, and at what becomes of out afterwards."
+ON_ONE_RANK = "the kernel: its scale, a softcap, the order of dimensions, its mask, and a rotation by positions inside"
+LSE_ALONE = Finding(
+    "out is right and lse is wrong: whatever uses this lse is wrong, as a merge or a backward pass", brief="wrong lse"
 )
-GRADIENTS_ARE_RIGHT = "out is wrong and all gradients are right: look at what becomes of out after it was computed."
-OUT_FIRST = ". Mend out first: all other results depend on the same scores. Then ask again for a second fault."
-OF_LARGE_SCORES = (
+LSE_IS_RIGHT = Finding(
+    "lse is right, so each query has the right scores",
+    "the order of V beside the order of K, at the sum of p V, and at what becomes of out afterwards",
+    "wrong out, and a right lse",
+)
+GRADIENTS_ARE_RIGHT = Finding("out is wrong and all gradients are right", "what becomes of out after it was computed")
+OUT_FIRST = ". Mend out first: all other results depend on the same scores. Then ask again for a second fault"
+OF_LARGE_SCORES = Finding(
     "Scores of some hundreds show it: a score or an lse of 800 in 16 bits is off by up to 2, and a weight by a factor "
-    "of up to e^2. Look at the dtype of the scores, of m and of lse."
+    "of up to e^2",
+    "the dtype of the scores, of m and of lse",
 )
 DTYPES = {  # by result: whose dtype to look at when 16 bits lose too much of it
     "out": "of the running output, of l and of what is merged",
@@ -53,8 +58,8 @@ DTYPES = {  # by result: whose dtype to look at when 16 bits lose too much of it
 }
 
 
-def infer(examination: Examination, xray: XRay | str) -> list[str]:
-    """The sentences, the most telling first; [] if nothing is wrong. `xray` as take_xray returns it."""
+def infer(examination: Examination, xray: XRay | str) -> list[Finding]:
+    """The findings, the most telling first; [] if nothing is wrong. `xray` as take_xray returns it."""
     wrong = examination.wrong
     claimed = [answer for answer in examination.answers if not never_claimed(answer)]
     failed = [answer for answer in claimed if answer.state == FAILED]
@@ -66,6 +71,8 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
+        if ordered := another_order(told, examination.patient.tensors):
+            return [*ordered, *hangs]
         held = _contents(told)
     finally:
         torch.set_num_threads(threads)
@@ -74,20 +81,31 @@ def infer(examination: Examination, xray: XRay | str) -> list[str]:
     out_is_wrong = any("out" in each.answer.wrong for each in told)  # then gradients may follow from it
     follows = [said for names, said in held.items() if out_is_wrong and names[0].startswith("d")]
     first = [said for said in held.values() if said not in follows]
-    return [*first, *shown, *_which(told), *follows, *hangs]
+    return _of_one_rank(wrong, [*first, *shown, *_which(told), *follows]) + hangs
 
 
-def text(sentences: Sequence[str]) -> str:
-    """The sentences for a terminal; "" if there is none."""
-    return "\n".join(fill(f"- {sentence}", WIDTH, subsequent_indent="  ") for sentence in sentences)
+def _of_one_rank(wrong: list[Answer], findings: list[Finding]) -> list[Finding]:
+    """The findings; before them, if one rank alone is wrong, that no message is to blame."""
+    alone = {name for answer in wrong if answer.case.world_size == 1 for name in answer.wrong}
+    if not alone:
+        return findings
+    of = listed([name for name in RESULTS if name in alone])
+    said = f"One rank alone is wrong already ({of}), so no message is to blame"
+    brief = f"wrong on one rank already, without a message: {findings[0].brief or findings[0].says}"
+    return [Finding(said, ON_ONE_RANK, brief), *findings]
 
 
-def _of_rounding(wrong: list[Answer]) -> list[str]:
+def text(findings: Sequence[Finding]) -> str:
+    """The findings for a terminal; "" if there is none."""
+    return "\n".join(fill(f"- {finding}", WIDTH, subsequent_indent="  ") for finding in findings)
+
+
+def _of_rounding(wrong: list[Answer]) -> list[Finding]:
     """What follows from answers that are right but for rounding to 16 bits."""
     usual = [answer for answer in wrong if answer.case.inputs != "large"]
     names = [name for name in RESULTS if any(name in answer.wrong for answer in usual)]
     said = [OF_LARGE_SCORES] * (len(usual) < len(wrong))
-    return said + [f"{name} is rounded to 16 bits too often: look at the dtype {DTYPES[name]}." for name in names]
+    return said + [Finding(f"{name} is rounded to 16 bits too often", f"the dtype {DTYPES[name]}") for name in names]
 
 
 def _comparable(wrong: list[Answer]) -> list[Answer]:
@@ -102,17 +120,17 @@ def _comparable(wrong: list[Answer]) -> list[Answer]:
     return sorted(plain or wrong, key=lambda answer: answer.case.seq_len)  # a small one refutes in no time
 
 
-def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], str]:
+def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], Finding]:
     """{results: what they hold}: of each result the first pattern that holds."""
     groups: dict[tuple[int, tuple[Fact, ...]], list[str]] = {}
     for name in RESULTS:
         common = ((i, tuple(pattern.common(told, name))) for i, pattern in enumerate(CONTENTS))
         if first := next(((i, facts) for i, facts in common if facts), None):
             groups.setdefault(first, []).append(name)
-    return {tuple(of): CONTENTS[i].sentence(of, facts) for (i, facts), of in groups.items()}
+    return {tuple(of): CONTENTS[i].finding(of, facts) for (i, facts), of in groups.items()}
 
 
-def _which(told: list[WrongAnswer]) -> list[str]:
+def _which(told: list[WrongAnswer]) -> list[Finding]:
     """What follows from which results are wrong."""
     wrong = {name for each in told for name in each.answer.wrong}
     right = {name for each in told for name in each.answer.results} - wrong
@@ -120,8 +138,9 @@ def _which(told: list[WrongAnswer]) -> list[str]:
     if "out" not in wrong:
         return [LSE_ALONE] * ("lse" in wrong) + [OF_GRADIENTS[listed(gradients)] for _ in gradients[:1]]
     said = [LSE_IS_RIGHT] * ("lse" in right) + [GRADIENTS_ARE_RIGHT] * ("dq" in right and not gradients)
-    and_right = f"; {listed([name for name in RESULTS if name in right])}: right." if right else OUT_FIRST
-    return said or [f"{listed([name for name in RESULTS if name in wrong])}: wrong{and_right}"]
+    of = listed([name for name in RESULTS if name in wrong])
+    and_right = f"; {listed([name for name in RESULTS if name in right])}: right" if right else OUT_FIRST
+    return said or [Finding(f"{of}: wrong{and_right}", brief=f"wrong {of}")]
 
 
 # A hang -------------------------------------------------------------------------------------------------------------
@@ -129,29 +148,29 @@ def _which(told: list[WrongAnswer]) -> list[str]:
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "reduce", "gather", "scatter", "broadcast")
 CALLS = "|".join((*COLLECTIVES, "barrier", "send", "recv"))
 CALL = re.compile(rf"\b({CALLS})(?:_into_tensor|_tensor|_single|_object|_object_list)?\(")
-WAITS = re.compile(r"(?:^|; )ranks? (\d+(?:, \d+)*) in ([^;]+), line (\d+)")
 ALL_WAIT = {  # in the same call, where that is no collective
-    "send": "Every rank waits in a send, and no rank receives: even ranks must send first and odd ranks receive first, "
-    "or all use isend and irecv.",
-    "recv": "Every rank waits in a receive: what they wait for was not sent, or was sent to another rank. Look at the "
-    "order of send and receive, and at the ranks on both sides.",
+    "send": Finding(
+        "Every rank waits in a send, and no rank receives: even ranks must send first and odd ranks receive first, "
+        "or all use isend and irecv"
+    ),
+    "recv": Finding(
+        "Every rank waits in a receive: what they wait for was not sent, or was sent to another rank",
+        "the order of send and receive, and at the ranks on both sides",
+    ),
 }
 
 
-def waiting(answer: Answer) -> str:
-    """Who waits for whom in a hang, in a sentence; "" where the answer does not prove it.
+def waiting(answer: Answer) -> Finding | None:
+    """Who waits for whom in a hang; None where the answer does not prove it.
 
     The answer names the line of code in which each rank waits. The call in this line says whether the rank sends,
     receives or waits in a collective.
     """
-    late = re.match(r"rank\(s\) \[([\d, ]+)\] did not answer in time", answer.says)
-    if answer.state != FAILED or not late:
-        return ""
-    silent, P = [int(rank) for rank in late[1].split(",")], answer.case.world_size
-    lines = [(ranks, linecache.getline(path, int(line))) for ranks, path, line in WAITS.findall(answer.says)]
-    calls = {int(rank): set(CALL.findall(line)) for ranks, line in lines for rank in ranks.split(", ")}
-    if set(calls) < set(silent) or any(len(found) != 1 for found in calls.values()):
-        return ""  # a line that shows no call, or two
+    P, silent = answer.case.world_size, answer.silent
+    lines = [(ranks, linecache.getline(path, line)) for (path, line, _), ranks in answer.waits.items()]
+    calls = {rank: set(CALL.findall(line)) for ranks, line in lines for rank in ranks}
+    if not silent or set(calls) < set(silent) or any(len(found) != 1 for found in calls.values()):
+        return None  # a line that shows no call, or two
     kinds = set.union(*calls.values())
     inside = [rank for rank in range(P) if calls.get(rank, set()) - set(ALL_WAIT)]
     others = [rank for rank in range(P) if rank not in inside]
@@ -160,10 +179,9 @@ def waiting(answer: Answer) -> str:
     if inside and others and len(kinds - set(ALL_WAIT)) == 1:
         waits = f"{ranks_in_words(inside).capitalize()} wait{'s' * (len(inside) == 1)} in {min(kinds - set(ALL_WAIT))}"
         missing = f"{ranks_in_words(others)} {'is' if len(others) == 1 else 'are'} not in it"
-        return f"{waits}, and {missing}: every rank of the group must call it, equally often."
+        return Finding(f"{waits}, and {missing}: every rank of the group must call it, equally often")
     if len(silent) == 1 and P > 1 and not inside:
         what = "for a message that no rank sends" if kinds == {"recv"} else "for a rank to receive its message"
-        return (
-            f"The other ranks have answered; rank {silent[0]} waits {what}: look at the number of sends and receives."
-        )
-    return ""
+        said = f"The other ranks have answered; rank {silent[0]} waits {what}"
+        return Finding(said, "the number of sends and receives")
+    return None

@@ -23,6 +23,9 @@ LOOK = {  # for a tile of this kind
     "shifted": "the hops: who sends to whom, and which block a rank takes it for",
     "mask": MASK,
     "foreign": MASK,
+    "unasked": "what hides keys though no mask was asked: a mask that is always on, slices, padding, the dimensions",
+    "scores": "the scale: 1/√D with another D, a scale that is given and one that is not; a softcap",
+    "keys": "tokens that join K and V in more than one round, as a text that every rank has, and chunks that overlap",
     "NaN": "queries that see no key of a block",
 }
 
@@ -122,7 +125,8 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
     if (seen.abs() <= allowed).all():
         return tile("missing", "missing", "missing")
     if ((seen - full).abs() <= allowed)[present].all():  # the right numbers, for other pairs
-        return tile(*_of_mask(present, visible))
+        kind, *words = _of_mask(present, visible)
+        return tile("unasked" if sheet.visible.all() else kind, *words)
 
     # The weights of a query that sees this tile only do not depend on the tile's factor.
     alone = visible.any(dim=1) & (visible.sum(dim=1) == sheet.visible.split(sheet.lengths)[rank].sum(dim=1))
@@ -135,6 +139,8 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
         return tile("shifted", f"is KV{held}", f"what belongs to KV(j + {(held - block) % len(sheet.lengths)})", held)
     if found:
         return tile("scaled", f"x {found[0]:.3g}", "scaled", amount=(found[0], found[0]))
+    if counts := _of_keys(*rows):
+        return tile("keys", "keys", counts)
     of_queries = [factor(*row) for row in zip(*rows, strict=True) if row[1].any() or row[0].any()]
     factors = [of_query[0] for of_query in of_queries if of_query]
     if factors and len(factors) == len(of_queries) and (right != 0).sum(dim=1).max() > 1:  # one pair fits any factor
@@ -143,6 +149,18 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
     if hidden:
         return tile("foreign", f"leak {int(present.sum())}", f"{_pairs(present)} behind the mask")
     return tile("wrong", "wrong", "wrong", amount=(0.0, error.max().item()))
+
+
+def _of_keys(seen: Tensor, right: Tensor, allowed: Tensor) -> str:
+    """How often some keys count, in words, where every query has each key as often; "" where that is otherwise."""
+    keys, times = right.any(dim=0).nonzero().flatten().tolist(), dict[str, list[str]]()
+    for n in keys:
+        found = factor(seen[:, n], right[:, n], allowed[:, n])
+        times.setdefault(f"{found[0]:.3g}" if found else "", []).append(str(n))
+    if "" in times or not times.keys() > {"1"}:
+        return ""
+    many = {x: f"keys {', '.join(of)} count" if len(of) > 1 else f"key {of[0]} counts" for x, of in times.items()}
+    return " and ".join(f"{keys} {x} times" for x, keys in many.items() if x != "1")
 
 
 def _elsewhere(sheet: Sheet, rank: int, seen: Tensor) -> int | None:

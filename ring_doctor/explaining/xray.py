@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ring_doctor.asking.case import RUNS, Case
 from ring_doctor.explaining.grids import Matrix, XRay
-from ring_doctor.explaining.tiles import Sheet, factor, likeliest
+from ring_doctor.explaining.tiles import Sheet, Tile, factor, likeliest
 from ring_doctor.mistakes.paper_ring import RIGHT, Steps, compute
 from ringlab.support.rounding import exact_attention
 
@@ -98,13 +98,30 @@ def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case
         tensors = (x[order][:, order] for x in (shown[name], full, case.visible(), allowed[name]))
         return Sheet(lengths, *tensors)
 
-    found, factors = [], [[(1.0, 0.0)] * case.seq_len]  # what the weights of rows may be multiplied by
+    found: list[Matrix] = []
+    factors = [[(1.0, 0.0)] * case.seq_len]  # what the weights of rows may be multiplied by
+    of_keys: list[tuple[float, float]] = []  # the same, if some keys count more often than others
+
+    def tiles_of(sheets: list[Sheet]) -> list[Tile]:
+        for sheet in sheets:
+            tiles = likeliest([_times_rows(sheet, of_keys)])
+            if {"keys"} <= {tile.kind for tile in tiles} <= {"ok", "keys"}:
+                return tiles
+        return likeliest(_times_rows(sheet, of_rows) for of_rows in factors for sheet in sheets)
+
     for name in ("W forward", "W backward"):
         if name in shown:
             sheet = sheet_of(name, weights)
             own = [_row_factor(sheet, row) for row in range(case.seq_len)]
             factors = [own, *(x for x in factors if x != own)]
-            found.append(Matrix(name, sheet, likeliest(_times_rows(sheet, of_rows) for of_rows in factors)))
+            of_keys = of_keys or _keys_factors(sheet)
+            c, tiles = _times_scores(sheet), tiles_of([sheet])
+            if c != 1:
+                label, words = f"s x {c:.3g}", f"the scores are {c:.4g} times the right scores"
+                tiles = [
+                    it if it.kind == "ok" else Tile(it.rank, it.block, False, "scores", label, words) for it in tiles
+                ]
+            found.append(Matrix(name, sheet, tiles))
     for name, run, of_run in (("dS in dQ", run_1, 0), ("dS in dK", run_2, 1)):
         if name in shown:
             deltas = [delta]
@@ -112,8 +129,7 @@ def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case
                 d_out = cases(case)[of_run].whole()[3][0, 0].double()
                 deltas.append((run["out"][0, 0].double() * d_out).sum(dim=1, keepdim=True))
             sheets = [sheet_of(name, weights * (d_p - each)) for each in deltas]
-            both = (_times_rows(sheet, of_rows) for of_rows in factors for sheet in sheets)
-            found.append(Matrix(name, sheets[0], likeliest(both)))
+            found.append(Matrix(name, sheets[0], tiles_of(sheets)))
     return XRay(found, case)
 
 
@@ -141,6 +157,32 @@ def _row_factor(sheet: Sheet, row: int) -> tuple[float, float]:
         if same > most and (majority or (normal and same + missing_or_twice == len(ratios))):
             best, most = (c, off), same
     return best
+
+
+def _times_scores(sheet: Sheet) -> float:
+    """c, where the weights are those of c times the right scores; 1 where they are not, or are right.
+
+    In a row log w is the score and a number, so c is the slope: Σ log w' log w / Σ (log w)², both without their means.
+    """
+    if (sheet.seen.where(sheet.visible, 1.0) <= 0).any() or ((sheet.seen - sheet.right).abs() <= sheet.allowed).all():
+        return 1.0
+    n = sheet.visible.sum(dim=1, keepdim=True).clamp(min=1)
+    logs = [x.where(sheet.visible, 1.0).log() for x in (sheet.seen, sheet.full)]
+    seen, right = ((x - x.sum(dim=1, keepdim=True) / n) * sheet.visible for x in logs)
+    c = float((seen * right).sum() / right.square().sum())
+    expected = (c * right).masked_fill(~sheet.visible, -torch.inf).softmax(dim=1).nan_to_num()
+    return c if ((sheet.seen - expected).abs() <= 4 * max(1.0, abs(c)) * sheet.allowed).all() else 1.0
+
+
+def _keys_factors(sheet: Sheet) -> list[tuple[float, float]]:
+    """`_row_factor` of all rows, if a few keys count more or less often: as often for each query, and others once.
+
+    The row that sees the most keys shows how often each counts.
+    """
+    ratio, off = (x.div(sheet.full).where(sheet.visible, torch.nan) for x in (sheet.seen, 2 * sheet.allowed))
+    widest = ratio[sheet.visible.sum(dim=1).argmax()]
+    c = (ratio / widest * widest.nanmedian()).nanmedian(dim=1).values.nan_to_num(nan=1.0)
+    return list(zip(c.tolist(), off.nanmedian(dim=1).values.nan_to_num().tolist(), strict=True))
 
 
 def _times_rows(sheet: Sheet, factors: list[tuple[float, float]]) -> Sheet:

@@ -28,8 +28,9 @@ Source: Liu et al. 2024, algorithm 1 and appendix A; Brandon et al. 2023, sectio
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -224,10 +225,29 @@ def reversed_rows(piece: BlockSlice, *tensors: Tensor) -> Sequence[Tensor]:
 
 def merge_into(out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> None:
     """`merge` of online_softmax.py, in place: out (B, H, Sq, D) and lse (B, H, Sq) become those of all keys."""
+    if out.is_cuda and out.dtype == torch.float32 and (merge_rows := one_pass_merge()) is not None:
+        merge_rows(out, lse, out_j, lse_j)
+        return
     share = torch.sigmoid(lse_j - lse)  # e^lse_j / (e^lse + e^lse_j)
     share.masked_fill_(lse_j == -torch.inf, 0.0)  # sigmoid(-inf + inf), of a row that saw no key so far, is NaN
     out.lerp_(out_j.to(out.dtype), share[..., None])
     torch.logaddexp(lse, lse_j, out=lse)
+
+
+@cache
+def one_pass_merge() -> Callable[[Tensor, Tensor, Tensor, Tensor], None] | None:
+    """`merge_rows` of fused_merge.py, or None where there is no Triton, or no C compiler, which Triton needs."""
+    try:
+        from ringlab.ring.fused_merge import merge_rows
+
+        x = torch.zeros(1, 1, 1, 1, device="cuda")
+        merge_rows(x, x[..., 0], x, x[..., 0])
+    except ModuleNotFoundError:
+        return None
+    except Exception as error:
+        warnings.warn(f"the ring merges in five passes: Triton does not work here, {error!r}", stacklevel=3)
+        return None
+    return merge_rows
 
 
 def flash_backward(

@@ -4,8 +4,9 @@
     backward    dQ_j, dK_j, dV_j = kernel'(Q, K_j, V_j, out, lse, dO)    with out and lse of the *whole* row
 
 PyTorch's scaled_dot_product_attention does not return the lse, so this file calls the kernels behind it by their names.
-They do not check their input, so this file does. Where no kernel fits, it takes the plain blocks of ringlab/basics/ and
-backward.py. So it does for a softcap c (Gemma 2), which no kernel knows: scores that cannot leave -c ... c.
+They do not check their input, so this file does. On a GPU there are three kernels, and PyTorch chooses: gpu_kernels.py.
+Where no kernel fits, this file takes the plain blocks of ringlab/basics/ and backward.py. So it does for a softcap c
+(Gemma 2), which no kernel knows: scores that cannot leave -c ... c.
 
     scores  s = c tanh(scale Q Kᵀ / c), then the mask          dS = p ∘ (dp - δ) ∘ (1 - (s/c)²)
 
@@ -21,16 +22,16 @@ is the natural logarithm of Σ e^score, float32 at least. v may have a D of its 
           dk with out and lse of the block (wrong): off by 0.5019
 
 The kernels themselves do not check that numbers of a row lie side by side in memory, nor that a scale is positive under
-a causal mask; and for a row that sees no key the one of CPUs returns the lse 0, not -inf.
+a causal mask; and for a row that sees no key the one of CPUs returns the lse 0, and those of GPUs +inf, not -inf.
 
 The base-2 trap: some kernels return the lse in base 2, log2 Σ e^s, and a merge in the wrong base is silently wrong.
 Multiply it by log 2 first.
 
-Before: grouped_query.py. After: masks.py, what a rank computes of a block.
-Source: Dao et al. 2022, algorithms 2 and 4; PyTorch's native_functions.yaml, `_scaled_dot_product_flash_attention`,
-`..._for_cpu`, `_scaled_dot_product_efficient_attention`, and their `_backward`. "About log2 lse" in TheRainstorm's
-Interleaved Ring Attention, on FlashInfer and FlashMLA; its merge formula has a misprint: exp(lse_i) twice, where it
-means exp(lse_1) + exp(lse_2). Gemma Team 2024 (Gemma 2), section 2, "logit soft-capping".
+Before: gpu_kernels.py. After: masks.py, what a rank computes of a block.
+Source: Dao et al. 2022, algorithms 2 and 4; PyTorch's native_functions.yaml,
+`_scaled_dot_product_flash_attention_for_cpu` and its `_backward`. "About log2 lse" in TheRainstorm's Interleaved Ring
+Attention, on FlashInfer and FlashMLA; its merge formula has a misprint: exp(lse_i) twice, where it means
+exp(lse_1) + exp(lse_2). Gemma Team 2024 (Gemma 2), section 2, "logit soft-capping".
 """
 
 import sys
@@ -44,6 +45,7 @@ from ringlab.basics.blockwise_attention import TILE, attend_tile, blockwise_atte
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.online_softmax import State, merge, update
 from ringlab.ring.backward import block_backward, tile_backward
+from ringlab.ring.gpu_kernels import gpu_backward, gpu_forward, gpu_kernel, repeated, summed
 from ringlab.support.rounding import exact_attention, report
 
 aten = torch.ops.aten
@@ -52,9 +54,10 @@ QUERIES, SHORT = 64, 1024  # forward on a CPU: queries of a strip; the longest c
 KEYS, SHORT_BACKWARD = 128, 2048  # backward: keys of a strip; the longest block that is cut
 
 
-def choose_kernel(q: Tensor, k: Tensor, scale: float, softcap: float | None = None) -> tuple[str, str]:
-    """(the kernel, the reason) for q (B, H, Sq, D): "cpu flash", "cuda flash", "cuda efficient" or "plain"."""
-    D = q.shape[-1]
+def choose_kernel(
+    q: Tensor, k: Tensor, scale: float, softcap: float | None = None, causal: bool = False
+) -> tuple[str, str]:
+    """(the kernel, the reason) for q (B, H, Sq, D): "cpu flash", "plain", or on a GPU one of gpu_kernels.py."""
     if softcap is not None:
         return "plain", "no fused kernel caps scores"
     if scale <= 0:
@@ -63,12 +66,7 @@ def choose_kernel(q: Tensor, k: Tensor, scale: float, softcap: float | None = No
         return "cpu flash", "fused, any floating dtype, any head dim"
     if q.device.type != "cuda":
         return "plain", f"no fused kernel for {q.device.type}"
-    recent = torch.cuda.get_device_capability(q.device) >= (8, 0)
-    if recent and q.dtype in (torch.float16, torch.bfloat16) and D % 8 == 0 and D <= 256:
-        return "cuda flash", "fused, 16-bit, head dim a multiple of 8 up to 256"
-    if q.dtype != torch.float64 and D % 8 == 0:
-        return "cuda efficient", "fused, head dim a multiple of 8"
-    return "plain", f"no fused CUDA kernel for {q.dtype} with head dim {D}"
+    return gpu_kernel(q, k, scale, causal)
 
 
 def fused_forward(
@@ -81,26 +79,20 @@ def fused_forward(
     """
     D_v = v.shape[-1]
     q, k, v = _dense_rows(q, k, v)
-    kernel, _ = choose_kernel(q, k, scale, softcap)
+    kernel, _ = choose_kernel(q, k, scale, softcap, causal)
     if kernel == "cpu flash":
         out, lse = _cpu_forward(q, k, v, scale, causal)
-    elif kernel == "cuda flash":
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-    elif kernel == "cuda efficient":
-        k, v = (_repeated(x, q) for x in (k, v))
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-        lse = lse[..., : q.shape[2]]  # this kernel rounds the length up to a multiple of 32
-    else:
+    elif kernel == "plain":
         out, lse = _plain_forward(q, k, v, scale, softcap, causal)
-    if kernel.startswith("cuda"):
-        lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # a row that saw no key
+    else:
+        out, lse = gpu_forward(kernel, q, k, v, scale, causal)
     return out[..., :D_v], lse
 
 
 def _plain_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    k, v = (_repeated(x, q) for x in (k, v))
+    k, v = (repeated(x, q) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):  # autocast would compute the scores in 16 bits
         tile = attend_tile if softcap is None else partial(capped_attend, softcap=softcap)
         return blockwise_attention(q, k, v, block_size=TILE, causal=causal, scale=scale, tile=tile)
@@ -143,33 +135,19 @@ def fused_backward(
     """
     D, D_v, G = q.shape[-1], v.shape[-1], k.shape[1]
     q, k, v, out, d_out = _dense_rows(q, k, v, out, d_out)
-    kernel, _ = choose_kernel(q, k, scale, softcap)
+    kernel, _ = choose_kernel(q, k, scale, softcap, causal)
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that saw no key: e^(score - inf) is 0
     if kernel == "cpu flash":
         d_q, d_k, d_v = _cpu_backward(q, k, v, out, lse, d_out, scale=scale, causal=causal)
-    elif kernel == "cuda flash":
-        flash_backward = aten._scaled_dot_product_flash_attention_backward
-        token = (x[:, :, :1] for x in (q, k, v))
-        *_, seed, offset, _ = aten._scaled_dot_product_flash_attention(*token, scale=scale)  # not used without dropout
-        lengths = (None, None, q.shape[2], k.shape[2])
-        block = d_out, q, k, v, out, lse.contiguous()
-        d_q, d_k, d_v = flash_backward(*block, *lengths, 0.0, causal, seed, offset, scale=scale)
+    elif kernel == "plain":
+        k, v = (repeated(x, q) for x in (k, v))
+        delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, Sq)
+        with torch.autocast(q.device.type, enabled=False):
+            tile = tile_backward if softcap is None else partial(capped_backward, softcap=softcap)
+            d_q, d_k, d_v = block_backward(q, k, v, d_out, lse, delta, scale, causal=causal, tile=tile)
+        d_k, d_v = summed(d_k, d_v, kv_heads=G)
     else:
-        k, v = (_repeated(x, q) for x in (k, v))
-        if kernel == "cuda efficient":
-            efficient_backward = aten._scaled_dot_product_efficient_attention_backward
-            token = (x[:, :, :1] for x in (q, k, v))
-            _, _, seed, offset = aten._scaled_dot_product_efficient_attention(*token, None, True, scale=scale)
-            lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
-            needed = [True, True, True, False]  # dq, dk, dv, and no gradient of a bias
-            rest = out, lse, seed, offset, 0.0, needed, causal
-            d_q, d_k, d_v, _ = efficient_backward(d_out, q, k, v, None, *rest, scale=scale)
-        else:
-            delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, Sq)
-            with torch.autocast(q.device.type, enabled=False):
-                tile = tile_backward if softcap is None else partial(capped_backward, softcap=softcap)
-                d_q, d_k, d_v = block_backward(q, k, v, d_out, lse, delta, scale, causal=causal, tile=tile)
-        d_k, d_v = (x.unflatten(1, (G, -1)).sum(dim=2) for x in (d_k, d_v))
+        d_q, d_k, d_v = gpu_backward(kernel, q, k, v, out, lse, d_out, scale, causal)
     return d_q[..., :D], d_k[..., :D], d_v[..., :D_v]
 
 
@@ -198,11 +176,6 @@ def _dense_rows(*tensors: Tensor) -> list[Tensor]:
     longest = max(x.shape[-1] for x in tensors)
     same = [x if x.shape[-1] == longest else F.pad(x, (0, longest - x.shape[-1])) for x in tensors]
     return [x if x.stride(-1) == 1 else x.contiguous() for x in same]
-
-
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """K or V (B, G, Sk, D) -> (B, H, Sk, D): a copy of each head for each of its query heads."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def capped_scores(

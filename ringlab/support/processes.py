@@ -112,25 +112,28 @@ def join_ring(requested_device: str = "auto", local_world_size: int = 0, **init:
     dist.destroy_process_group()  # not after an error: it could wait for ever
 
 
-def place(frames: Sequence[Frame]) -> str:
-    """The innermost frame of the user's own files, or else of a library that they call; "" where there is none.
-
-    `frames` begin with the innermost one.
-    """
+def own_frame(frames: Sequence[Frame]) -> Frame | None:
+    """The innermost frame, `frames` begin with it, of the user's own files, or else of a library that they call."""
     called = [frame for frame in frames if not frame[0].startswith(("<", *CALLERS))]
     own = [frame for frame in called if not frame[0].startswith(PYTHON) and INSTALLED not in frame[0]]
     libraries = [frame for frame in called if INSTALLED in frame[0]]
-    for file, line, function in [*own, *libraries][:1]:
-        here = Path(file).is_relative_to(Path.cwd())
-        short = Path(file).relative_to(Path.cwd()) if here else Path(file).name
-        return f"{short}, line {line}" + (f" in {function}" if function != "<module>" else "")
-    return ""
+    return next(iter([*own, *libraries]), None)
+
+
+def place(frame: Frame | None) -> str:
+    """A frame in words: "ring.py, line 12 in attention"; "" for none."""
+    if frame is None:
+        return ""
+    file, line, function = frame
+    here = Path(file).is_relative_to(Path.cwd())
+    short = Path(file).relative_to(Path.cwd()) if here else Path(file).name
+    return f"{short}, line {line}" + (f" in {function}" if function != "<module>" else "")
 
 
 def place_of(error: BaseException) -> str:
     """Where an error was raised, as `place` says it."""
     frames = traceback.extract_tb(error.__traceback__)
-    return place([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(frames)])
+    return place(own_frame([(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(frames)]))
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,8 @@ class LostRank(BaseException):
 
     def __init__(self, reason: str, raised: dict[int, Raised], silent: Sequence[int] = ()) -> None:
         super().__init__(reason + "".join(f"\nrank {rank} raised: {error.trace}" for rank, error in raised.items()))
-        self.reason, self.raised, self.silent = reason, raised, silent  # raised by other ranks; ranks without an answer
+        self.reason, self.raised = reason, raised  # by other ranks
+        self.silent = silent  # the ranks without an answer in time; none: one died
 
 
 class Ranks:
@@ -289,18 +293,18 @@ def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = 
     `device` is as in `choose_device`. The first rank that fails ends all the others. When it raised ValueError, so does
     this, with the same message. Otherwise this raises RuntimeError with the rank's traceback, signal or exit status.
     """
-    ranks, reason = Ranks(world_size, math.inf, device), ""
+    ranks, reason, died = Ranks(world_size, math.inf, device), "", False
     ranks.waits = False
     try:
         outcomes = ranks.outcomes(world_size, work, *args)
         ranks.stop(GRACE)
         raised = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, Raised)}
     except LostRank as lost:
-        raised, reason = lost.raised, lost.reason
+        raised, reason, died = lost.raised, lost.reason, not lost.silent
     finally:
         ranks.stop()
     for rank, error in sorted(raised.items(), key=lambda each: each[1].lost_connection):
-        if not (error.lost_connection and "died" in reason):  # else it lost its connection to the one that died
+        if not (error.lost_connection and died):  # else it lost its connection to the one that died
             value = error.kind == "ValueError"
             raise ValueError(error.message) if value else RuntimeError(f"rank {rank} failed: {error.trace}")
     if reason:

@@ -4,6 +4,7 @@ import importlib
 import re
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -20,8 +21,9 @@ from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import LSE, UNEQUAL, Question, kind
 from ring_doctor.assertion import assert_ring, examine
 from ring_doctor.explaining.diagnosis import Diagnosis, Explanation, diagnose
+from ring_doctor.explaining.facts import Finding
 from ring_doctor.mistakes import CATALOGUE
-from ring_doctor.report import Report, as_json
+from ring_doctor.report import EQUAL_CHUNKS, Report, as_json
 from tests.doctor import odd_patients
 from tests.doctor.examined import examined, on_these
 
@@ -33,6 +35,10 @@ GROUPED = Question(Case(3, 18, heads=4), feature="grouped queries")
 IN_16_BITS = Question(Case(3, 18, dtype=torch.bfloat16), feature="bfloat16")
 LARGE_IN_16_BITS = Question(Case(3, 18, dtype=torch.bfloat16, inputs="large"), feature="bfloat16")
 PATIENT = patient_of(odd_patients.right)
+
+
+def with_everything(q, k, v, causal=False, window=None, documents=None, sinks=None):
+    return q
 
 
 # The verdict ---------------------------------------------------------------------------------------------------------
@@ -56,7 +62,11 @@ def answer(question, state, error=0.1, **more):
         (answer(PLAIN, WRONG), "wrong"),
         (answer(GROUPED, REFUSED), "right"),
         (answer(GROUPED, FAILED), "right for what it takes"),
-        (answer(GROUPED, FAILED, lost=True), "wrong"),  # it hangs
+        (answer(GROUPED, FAILED, lost=True), "right for what it takes"),  # it dies
+        (answer(GROUPED, FAILED, lost=True, hangs=True), "wrong"),
+        (answer(UNEQUAL_CHUNKS, FAILED, lost=True), "right for what it takes"),
+        (answer(UNEQUAL_CHUNKS, FAILED, lost=True, hangs=True), "wrong"),
+        (answer(PLAIN, FAILED, lost=True), "wrong"),
         (answer(GROUPED, WRONG), "wrong"),
         (answer(UNEQUAL_CHUNKS, WRONG), "wrong"),
         (answer(OF_LSE, WRONG), "right for what it takes"),
@@ -75,9 +85,10 @@ def test_the_verdict_of_a_second_answer(second, level):
     raises = nullcontext() if report.healthy else pytest.raises(AssertionError, match=f"^{SAID[level]}: ")
     with mock.patch.object(assertion, "examine", return_value=report), raises:
         assert_ring(odd_patients.right)
-    assert report.verdict.startswith(f"{SAID[level]}: ")
+    equal = second.question == UNEQUAL_CHUNKS and level != "wrong"
+    assert report.verdict.startswith(f"{EQUAL_CHUNKS if equal else SAID[level]}: ")
     if second.question.feature not in ("", "bfloat16"):
-        told = level == "right for what it takes" or second.question == UNEQUAL_CHUNKS
+        told = report.healthy or (second.question, second.state) == (UNEQUAL_CHUNKS, WRONG)
         assert (second.question.feature in report.verdict) == told
 
 
@@ -95,8 +106,8 @@ RAISED = answer(PLAIN, FAILED, says="rank 1 raised X")
     [
         (1, [answer(PLAIN, WRONG)], f"SICK: {NAMES[0]}, in NAME"),
         (2, [answer(PLAIN, WRONG)], f"SICK: {NAMES[0]} or {NAMES[1]}, in NAME"),
-        (3, [answer(PLAIN, WRONG)], "SICK: NAME: W forward: the own block of every rank: counted twice"),
-        (0, [answer(PLAIN, WRONG)], "SICK: NAME: W forward: the own block of every rank: counted twice"),
+        (3, [answer(PLAIN, WRONG)], "SICK: NAME: round 0 on every rank: counted twice, in zigzag"),
+        (0, [answer(PLAIN, WRONG)], "SICK: NAME: round 0 on every rank: counted twice, in zigzag"),
         (None, [answer(PLAIN, WRONG)], "SICK: NAME: wrong numbers with P = 3, no mask, contiguous, C = 6, float64"),
         (1, [answer(PLAIN, WRONG), RAISED], f"SICK: NAME fails: rank 1 raised X; its numbers: {NAMES[0]}"),
         (3, [answer(PLAIN, WRONG), RAISED], "SICK: NAME fails: rank 1 raised X"),
@@ -107,9 +118,9 @@ RAISED = answer(PLAIN, FAILED, says="rank 1 raised X")
 )
 def test_the_headline_is_an_error_or_at_most_two_names_or_what_the_numbers_show(named, answers, verdict):
     explanations = tuple(Explanation((CATALOGUE[name],), lambda steps: steps) for name in NAMES[: named or 0])
-    diagnosis = Diagnosis(explanations, tuple(answers), "in every question")
-    shown = "X-ray (P = 3, no mask): W forward: round 0 on every rank: counted twice. Look at the number of rounds."
-    report = Report(Examination(PATIENT, answers), diagnosis, "", (shown, "more") if named in (0, 3) else ())
+    diagnosis = Diagnosis(explanations, tuple(answers), "in zigzag" if named in (0, 3) else "in every question")
+    shown = Finding("X-ray (P = 3, no mask): W", "the number of rounds", "round 0 on every rank: counted twice")
+    report = Report(Examination(PATIENT, answers), diagnosis, "", (shown, Finding("more")) if named in (0, 3) else ())
     assert re.fullmatch(verdict.replace("NAME", PATIENT.name), report.verdict)
     assert len(report.mistakes) == (named if named in (1, 2) else 0)
 
@@ -120,14 +131,27 @@ def test_the_headline_is_an_error_or_at_most_two_names_or_what_the_numbers_show(
 )
 def test_equal_chunks_are_advised_where_unequal_ones_are_the_fault(states, told):
     answers = [answer(question, state) for question, state in zip((UNEQUAL_CHUNKS, PLAIN), states, strict=True)]
-    answers[0].lost = states[0] == FAILED
+    answers[0].hangs = states[0] == FAILED
     assert any("--equal-chunks" in it for it in Report(Examination(PATIENT, answers), None, "").remarks) == told
 
 
-def test_what_was_not_asked_is_told():
-    for causal in (False, True):
-        found = Examination(patient_of(odd_patients.own_chunk, causal=(causal,)), [answer(PLAIN, OK)])
-        assert any("so it was asked for full attention only" in it for it in Report(found, None, "").remarks) != causal
+@pytest.mark.parametrize(
+    ("function", "claims", "answers", "told"),
+    [
+        (odd_patients.with_sinks, {}, [], "windows, documents"),
+        (odd_patients.own_chunk, {"causal": True}, [], "windows, documents, attention sinks"),
+        (odd_patients.own_chunk, {}, [], "windows, documents, attention sinks, a causal mask"),
+        (odd_patients.with_sinks, {"unequal": False}, [], f"windows, documents, {UNEQUAL}"),
+        (odd_patients.with_sinks, {}, [answer(GROUPED, REFUSED)], "windows, documents, grouped queries"),
+        (odd_patients.with_sinks, {}, [answer(GROUPED, REFUSED), answer(GROUPED, OK)], "windows, documents"),
+        (with_everything, {}, [], ""),
+    ],
+)
+def test_what_was_not_asked_stands_behind_healthy(function, claims, answers, told):
+    verdict = Report(Examination(patient_of(function, **claims), [answer(PLAIN, OK), *answers]), None, "").verdict
+    assert verdict.partition("; not asked: ")[2] == told
+    sick = Report(Examination(patient_of(function, **claims), [answer(PLAIN, WRONG)]), None, "")
+    assert any("asked for full attention only" in it for it in sick.remarks) == (told.endswith("a causal mask"))
 
 
 # What is asked, of which job -----------------------------------------------------------------------------------------
@@ -263,6 +287,31 @@ def test_a_ring_gets_the_heads_and_the_dtype_that_it_needs(by, takes, level, sai
     assert said in " ".join(found.remarks)
 
 
+@pytest.mark.parametrize(
+    ("state", "how"),
+    [(REFUSED, {}), (FAILED, {"raised": True}), (FAILED, {"lost": True}), (FAILED, {"lost": True, "hangs": True})],
+)
+@pytest.mark.parametrize(
+    ("takes", "sizes"),
+    [
+        (lambda case: case.head_dim % 8 == 0, "C = 6, D = 8"),
+        (lambda case: case.seq_len % (16 * case.world_size) == 0, "C = 16, D = 4"),
+        (lambda case: case.seq_len % (16 * case.world_size) == case.head_dim % 64 == 0, "C = 16, D = 64"),
+        (lambda case: False, ""),
+    ],
+)
+def test_a_ring_gets_the_sizes_that_it_needs(by, state, how, takes, sizes):
+    with nullcontext() if sizes or how.get("lost") else pytest.raises(CannotExamine):
+        found, _ = by(lambda question, job: OK if takes(question.case) else answer(question, state, **how))
+    if not sizes and not how.get("lost"):
+        return
+    fine = bool(sizes) and "hangs" not in how
+    assert found.healthy == fine
+    assert (
+        any(it == f"with C = 6, D = 4 it fails (a reason): it is examined with {sizes}" for it in found.remarks) == fine
+    )
+
+
 def test_a_quick_examination_asks_a_kind_until_it_is_answered(by):
     """A ring that refuses three ranks is asked on four; wrong answers of such a ring are seen."""
     three = refuses(lambda question: question.case.world_size == 3 and question.members is None)
@@ -319,7 +368,7 @@ def test_what_computes_in_float32_is_asked_in_float32(by, which, numbers, verdic
 
 
 def test_after_two_hangs_nothing_more_is_asked(by):
-    found, _ = by(lambda question, job: answer(question, FAILED, lost=True))
+    found, _ = by(lambda question, job: answer(question, FAILED, lost=True, hangs=True))
     assert [each.state for each in found.answers] == [FAILED] * 2
     assert "after 2 hangs or crashes nothing more was asked" in found.remarks
     found, _ = by(lambda question, job: answer(question, FAILED, raised=question.how == "views"))
@@ -328,10 +377,12 @@ def test_after_two_hangs_nothing_more_is_asked(by):
 
 def test_a_ring_that_dies_of_unequal_chunks_is_asked_all_else(by):
     """It was asked nothing on 4 and 5 ranks. A hang counts, whatever was asked."""
-    found, _ = by(lambda question, job: answer(question, FAILED, lost=True) if question.feature == UNEQUAL else OK)
-    assert {it.case.world_size for it in found.answers if it.state == OK} == {1, 2, 3, 4, 5}
-    assert {it.question.feature for it in found.faults} == {UNEQUAL}
-    assert not found.remarks
+    for hangs in ({}, {"hangs": True}):
+        lost = partial(answer, state=FAILED, lost=True, **hangs)
+        found, _ = by(lambda question, job, lost=lost: lost(question) if question.feature == UNEQUAL else OK)
+        assert {it.case.world_size for it in found.answers if it.state == OK} == {1, 2, 3, 4, 5}
+        assert {it.question.feature for it in found.faults} == ({UNEQUAL} if hangs else set())
+        assert not found.remarks
 
 
 @pytest.mark.parametrize(
@@ -430,7 +481,7 @@ def test_reading_stacks_kills_no_rank_that_imports_and_compiles(tmp_path):
             exec(compile(f"def f{i}(x):\n    return [x] * {i}\n" * 50, f"compiled {i}", "exec"), {})
     [(line, ranks)] = lines_of_ranks(tmp_path).items()
     assert ranks == [0]
-    assert "test_examination.py" in line
+    assert line[0] == __file__
 
 
 def test_other_last_digits_are_right_and_other_numbers_are_not(ranks):

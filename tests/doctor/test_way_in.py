@@ -19,7 +19,7 @@ from ring_doctor.asking.questions import questions
 from ring_doctor.catalogue import enter
 from ring_doctor.mistakes import CATALOGUE, PAGE
 from ring_doctor.options import claims_of, parse
-from ringlab.support.processes import Raised, place
+from ringlab.support.processes import Raised, own_frame, place
 from tests.doctor.odd_patients import own_chunk
 
 CPU = torch.device("cpu")
@@ -382,11 +382,11 @@ def test_a_long_sequence_is_judged_without_the_mask_of_all_pairs(causal, monkeyp
 def test_a_place_is_a_line_of_the_user():
     torch_file, ours = inspect.getfile(torch.nn.Module), inspect.getfile(place)
     stack = [(torch_file, 1, "send"), (ours, 2, "place"), ("<string>", 3, "f"), ("/home/me/ring.py", 4, "attention")]
-    assert place(stack) == "ring.py, line 4 in attention"
+    assert place(own_frame(stack)) == "ring.py, line 4 in attention"
     library = ("/x/site-packages/rings/core.py", 5, "step")
-    assert place([library, *stack]) == "ring.py, line 4 in attention"
-    assert place([*stack[:3], library]) == "core.py, line 5 in step"
-    assert place(stack[:3]) == ""
+    assert place(own_frame([library, *stack])) == "ring.py, line 4 in attention"
+    assert place(own_frame([*stack[:3], library])) == "core.py, line 5 in step"
+    assert place(own_frame(stack[:3])) == ""
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_ranks_hang_when_all_wait_where_they_waited(tmp_path, dumps, silent, han
     for rank, texts in dumps.items():
         (tmp_path / str(rank)).write_text("".join(texts))
     assert hang(tmp_path, silent) == hangs
-    assert lines_of_ranks(tmp_path)["ring.py, line 12 in attention"][0] == 0
+    assert lines_of_ranks(tmp_path)["/home/me/ring.py", 12, "attention"][0] == 0
 
 
 [MINE] = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)

@@ -1,6 +1,8 @@
 """One block on a fused kernel, forward and backward, against full attention in float64; and which kernel is chosen."""
 
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -9,11 +11,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend
 
 from ringlab.basics.blockwise_attention import blockwise_attention
-from ringlab.ring import fused_block
+from ringlab.basics.online_softmax import merge
+from ringlab.ring import fused_block, gpu_kernels
 from ringlab.ring.backward import block_backward
 from ringlab.ring.fused_block import choose_kernel, fused_backward, fused_forward
+from ringlab.ring.gpu_kernels import torch_choice
 from ringlab.support.rounding import exact_attention
 from tests.attention import (
     DTYPES,
@@ -23,8 +28,11 @@ from tests.attention import (
     assert_four,
     assert_lse,
     assert_right,
+    at_element_3,
     expected,
     grouped_inputs,
+    rows_of_three_more,
+    tokens_first,
 )
 
 
@@ -106,17 +114,24 @@ def test_views(view, causal, scale):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("strip", [1, 64])
-def test_rows_that_see_no_key(causal, dtype, strip, monkeypatch):
+@pytest.mark.parametrize("kernel", [1, 64, "cuda flash", "cuda efficient", "cuda cudnn"])
+def test_rows_that_see_no_key(causal, dtype, kernel, monkeypatch):
     """Query 2 of head 1 sees no key. The other queries give what they give without it."""
-    monkeypatch.setattr(fused_block, "QUERIES", strip)
-    monkeypatch.setattr(fused_block, "KEYS", strip)
+    if isinstance(kernel, int):  # that of CPUs, by strips of so many tokens
+        monkeypatch.setattr(fused_block, "QUERIES", kernel)
+        monkeypatch.setattr(fused_block, "KEYS", kernel)
+        kernel = None
     q, k, v, d_out = grouped_inputs(1, 2, 1, 6, 4, dtype)
     huge = 1e30 if dtype != torch.float64 else 1e200
     k = torch.cat([k[..., :3], torch.full_like(k[..., 3:], -huge)], dim=-1)
     q = torch.cat([q[..., :3], torch.zeros_like(q[..., 3:])], dim=-1)  # meets the last number of k with zeros ...
     q[0, 1, 2] = torch.tensor([0, 0, 0, huge], dtype=dtype)  # ... but this one
-    (out, d_q, d_k, d_v), lse = both_ways(q, k, v, d_out, scale=0.5, causal=causal)
+    four = q, k, v, d_out
+    if kernel:
+        four = [F.pad(x, (0, 4)) for x in four]
+    with on_gpu(kernel) if kernel else nullcontext():
+        (out, d_q, d_k, d_v), lse = both_ways(*four, scale=0.5, causal=causal)
+    out, d_q, d_k, d_v = (x[..., :4] for x in (out, d_q, d_k, d_v))
     fully_masked = lse == -torch.inf
     assert fully_masked.nonzero().tolist() == [[0, 1, 2]]
     assert out[fully_masked].count_nonzero() == d_q[fully_masked].count_nonzero() == 0
@@ -142,42 +157,81 @@ def test_the_plain_block_takes_over_where_the_kernel_cannot_tell():
 # Which kernel ---------------------------------------------------------------------------------------------------------
 
 
-def stand_in(device, dtype, head_dim):
-    return SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype, shape=(1, 2, 8, head_dim))
+def stand_in(device, head_dim=64, heads=2, dtype=torch.bfloat16):
+    return SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype, shape=(2, heads, 8, head_dim))
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "dtype", "head_dim", "scale", "kernel"),
+    ("device", "choice", "options", "scale", "softcap", "kernel"),
     [
-        ("cpu", None, torch.float32, 64, 0.1, "cpu flash"),
-        ("cpu", None, torch.float64, 7, 0.1, "cpu flash"),
-        ("cpu", None, torch.float32, 64, 0.0, "plain"),
-        ("cpu", None, torch.float32, 64, -0.1, "plain"),
-        ("mps", None, torch.float16, 64, 0.1, "plain"),
-        ("cuda", (8, 0), torch.bfloat16, 64, 0.1, "cuda flash"),
-        ("cuda", (9, 0), torch.float16, 256, 0.1, "cuda flash"),
-        ("cuda", (9, 0), torch.float16, 264, 0.1, "cuda efficient"),
-        ("cuda", (7, 5), torch.float16, 64, 0.1, "cuda efficient"),
-        ("cuda", (9, 0), torch.float32, 64, 0.1, "cuda efficient"),
-        ("cuda", (9, 0), torch.float32, 60, 0.1, "plain"),
-        ("cuda", (9, 0), torch.float64, 64, 0.1, "plain"),
-        ("cuda", (9, 0), torch.bfloat16, 64, -0.1, "plain"),
+        ("cpu", None, {}, 0.1, None, "cpu flash"),
+        ("cpu", None, {"head_dim": 7, "dtype": torch.float64}, 0.1, None, "cpu flash"),
+        ("cpu", None, {}, 0.0, None, "plain"),
+        ("cpu", None, {}, -0.1, None, "plain"),
+        ("cpu", None, {}, 0.1, 2.0, "plain"),
+        ("mps", None, {}, 0.1, None, "plain"),
+        ("cuda", None, {}, -0.1, None, "plain"),
+        ("cuda", None, {}, 0.1, 2.0, "plain"),
+        *(("cuda", choice, {}, 0.1, None, "plain") for choice in (-1, 0, 4)),  # none, math, of another maker
+        ("cuda", 1, {"head_dim": 8}, 0.1, None, "cuda flash"),
+        ("cuda", 1, {"head_dim": 256}, 0.1, None, "cuda flash"),
+        ("cuda", 1, {"head_dim": 264}, 0.1, None, "plain"),
+        ("cuda", 1, {"head_dim": 60}, 0.1, None, "plain"),
+        ("cuda", 2, {"head_dim": 8, "dtype": torch.float32}, 0.1, None, "cuda efficient"),
+        ("cuda", 2, {"head_dim": 128}, 0.1, None, "cuda efficient"),
+        ("cuda", 2, {"head_dim": 136}, 0.1, None, "plain"),
+        ("cuda", 2, {"head_dim": 124}, 0.1, None, "plain"),
+        ("cuda", 3, {"head_dim": 56}, 0.1, None, "cuda flash"),
+        ("cuda", 3, {"head_dim": 60}, 0.1, None, "plain"),
+        ("cuda", 3, {"head_dim": 64}, 0.1, None, "cuda cudnn"),
+        ("cuda", 3, {"head_dim": 256}, 0.1, None, "cuda cudnn"),
+        ("cuda", 3, {"head_dim": 264}, 0.1, None, "plain"),
+        ("cuda", 3, {"head_dim": 68}, 0.1, None, "plain"),
+        ("cuda", 3, {"heads": 2**15 - 1}, 0.1, None, "cuda cudnn"),
+        ("cuda", 3, {"heads": 2**15}, 0.1, None, "plain"),  # of two sequences
     ],
 )
-def test_the_kernel_that_fits(device, capability, dtype, head_dim, scale, kernel):
-    q = stand_in(device, dtype, head_dim)
-    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
-        chosen, why = choose_kernel(q, q, scale)
+def test_the_kernel_that_fits(device, choice, options, scale, softcap, kernel):
+    q = stand_in(device, **options)
+    with mock.patch.object(gpu_kernels, "torch_choice", return_value=choice) as asked:
+        chosen, why = choose_kernel(q, q, scale, softcap, True)
     assert chosen == kernel
     assert why
+    assert asked.mock_calls == ([] if choice is None else [mock.call(q, q, scale, True)])
 
 
-# On meta tensors a kernel computes shapes and dtypes, but no values. So these tests show that the arguments fit the two
-# CUDA kernels, and that the results have the shapes that the ring adds up. bench/gpu.py checks the values, on a GPU.
-@pytest.mark.parametrize(("kernel", "dtype"), [("cuda flash", torch.bfloat16), ("cuda efficient", torch.float32)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_pytorch_is_asked_as_its_own_attention_asks(causal):
+    """About gradients too, also where autograd is off: both passes must take one kernel."""
+    q, k, *_ = grouped_inputs(1, 4, 2, 9, 8)
+    with mock.patch.object(torch, "_fused_sdp_choice", side_effect=torch._fused_sdp_choice) as asked, torch.no_grad():
+        choice = torch_choice(q, k, 0.3, causal)
+    assert choice == SDPBackend.FLASH_ATTENTION.value  # that of the CPU
+    (heads, *others), options = asked.call_args
+    assert torch.equal(heads, q[:, :2])
+    assert (heads.requires_grad, q.requires_grad) == (True, False)
+    assert (others, options) == ([k, k, None, 0.0, causal], {"scale": 0.3})
+    with torch.inference_mode():
+        q, k = q.clone(), k.clone()
+    assert torch_choice(q, k, 0.3, causal) == choice
+
+
+def test_the_numbers_of_the_kernels_are_those_of_pytorch():
+    names = {backend.value: backend.name for backend in map(SDPBackend, gpu_kernels.CHOICES)}
+    assert names == {1: "FLASH_ATTENTION", 2: "EFFICIENT_ATTENTION", 3: "CUDNN_ATTENTION"}
+    assert gpu_kernels.CHOICES == {1: "cuda flash", 2: "cuda efficient", 3: "cuda cudnn"}
+
+
+CUDA = pytest.mark.parametrize("kernel", gpu_kernels.CHOICES.values())
+
+
+# On meta tensors a kernel computes shapes and dtypes, but no values. So these tests show that the arguments fit the
+# CUDA kernels of this release of torch, and that the results have the shapes that the ring adds up.
+@CUDA
 @pytest.mark.parametrize(("Sq", "Sk", "causal"), [(40, 40, True), (20, 40, False), (40, 20, False), (39, 39, True)])
-def test_shapes_and_dtypes_on_cuda(kernel, dtype, Sq, Sk, causal):
+def test_shapes_and_dtypes_on_cuda(kernel, Sq, Sk, causal):
     B, H, G, D = 2, 8, 2, 64
+    dtype = torch.float32 if kernel == "cuda efficient" else torch.bfloat16
     q, out, d_out = torch.empty(3, B, H, Sq, D, dtype=dtype, device="meta").unbind()
     k, v = torch.empty(2, B, G, Sk, D, dtype=dtype, device="meta").unbind()
     with mock.patch.object(fused_block, "choose_kernel", return_value=(kernel, "")):
@@ -189,27 +243,170 @@ def test_shapes_and_dtypes_on_cuda(kernel, dtype, Sq, Sk, causal):
     assert all(x.dtype == dtype for x in results)
 
 
-def efficient(q, k, v, bias, needs_lse, dropout=0.0, causal=False, *, scale):
-    """What the kernel for CUDA returns: its lse is longer, with numbers that mean nothing."""
-    out, lse = blockwise_attention(q, k, v, block_size=64, causal=causal, scale=scale)
-    return out, F.pad(lse, (0, -lse.shape[2] % 32), value=torch.nan), torch.tensor(0), torch.tensor(0)
+class Kernels:
+    """The kernels of GPUs by plain code on a CPU, in place of torch.ops.aten. They compare every argument that they get
+    with what the real ones ask: by the names of their schemas, and by where a tensor lies in memory."""
+
+    def __init__(self, kernel, scale):
+        self.name = f"_scaled_dot_product_{kernel.removeprefix('cuda ')}_attention"
+        self.scale, self.random = scale, [torch.tensor(7), torch.tensor(8)]  # the state of random numbers
+        self.calls = []  # (backward?, causal?, Sq, Sk)
+
+    def __getattr__(self, name):
+        assert name in (self.name, f"{self.name}_backward")
+        return partial(self.call, name)
+
+    def call(self, name, *args, **options):
+        backward = name != self.name
+        schema = getattr(torch.ops.aten, name).default._schema.arguments
+        given = {each.name: each.default_value for each in schema if each.has_default_value()} | options
+        given |= zip([each.name for each in schema if not each.kwarg_only][: len(args)], args, strict=True)
+        assert given.keys() == {each.name for each in schema}
+        at = SimpleNamespace(**given)
+        q, k, v = at.query, at.key, at.value
+        for x in (q, k, v, *((at.out, given.get("grad_out", given.get("grad_out_"))) if backward else ())):
+            assert x.stride(-1) == 1
+            assert x.data_ptr() % 16 == 0
+            assert all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:-1])
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        assert (at.dropout_p, at.scale) == (0.0, self.scale)
+        assert given.get("attn_bias") is given.get("cum_seq_q") is given.get("cum_seq_k") is None
+        assert not given.get("return_debug_mask")
+        self.calls.append((backward, at.is_causal, q.shape[2], k.shape[2]))
+        return (self.backward if backward else self.forward)(at, q, k, v)
+
+    def wide(self, q, *tensors):
+        """K and V with a head for each query head. One kernel wants them like that."""
+        if "efficient" in self.name:
+            assert all(x.shape[1] == q.shape[1] for x in tensors)
+        return [x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in tensors]
+
+    def forward(self, at, q, k, v):
+        out, lse = blockwise_attention(q, *self.wide(q, k, v), block_size=64, causal=at.is_causal, scale=at.scale)
+        out, lse = out.to(q.dtype), lse.masked_fill(lse == -torch.inf, torch.inf)
+        assert getattr(at, "compute_log_sumexp", True)
+        lengths = None, None, q.shape[2], k.shape[2]
+        if "efficient" in self.name:  # its lse is longer, with numbers that mean nothing
+            return out, F.pad(lse, (0, -lse.shape[2] % 32), value=torch.nan), *self.random
+        return out, lse if "flash" in self.name else lse[..., None], *lengths, *self.random, None
+
+    def backward(self, at, q, k, v):
+        d_out, lse, S = vars(at).get("grad_out", vars(at).get("grad_out_")), at.logsumexp, q.shape[2]
+        assert lse.is_contiguous()
+        assert not (lse == -torch.inf).any()
+        random = [at.philox_seed, at.philox_offset]
+        if "cudnn" in self.name:
+            assert lse.shape == (*q.shape[:3], 1)
+            assert all(each.dtype == torch.int64 and each.device == q.device and each == 0 for each in random)
+        else:
+            assert all(mine is right for mine, right in zip(random, self.random, strict=True))
+        if "efficient" in self.name:
+            assert lse.shape[2] == S + -S % 32
+            assert (lse[:, :, S:] == torch.inf).all()  # so that what stands there has no weight
+            assert at.grad_input_mask == [True, True, True, False]
+        else:
+            assert (at.max_q, at.max_k) == (S, k.shape[2])
+        lse = lse[:, :, :S].reshape(q.shape[:3])
+        delta = (d_out.to(lse.dtype) * at.out.to(lse.dtype)).sum(dim=-1)
+        d_q, *rest = block_backward(q, *self.wide(q, k, v), d_out, lse, delta, at.scale, causal=at.is_causal)
+        d_k, d_v = (x.unflatten(1, (k.shape[1], -1)).sum(dim=2).to(q.dtype) for x in rest)
+        return d_q.to(q.dtype), d_k, d_v, *([None] if "efficient" in self.name else [])
 
 
-def efficient_backward(d_out, q, k, v, bias, out, lse, seed, offset, dropout, needed, causal, *, scale):
-    S = q.shape[2]
-    assert lse.shape[2] == S + -S % 32
-    assert (lse[:, :, S:] == torch.inf).all()  # so that what stands there has no weight
-    return *block_backward(q, k, v, d_out, lse[:, :, :S], (d_out * out).sum(dim=-1), scale, causal=causal), None
+@contextmanager
+def on_gpu(kernel, scale=0.5):
+    """`fused_forward` and `fused_backward` take this kernel, by plain code."""
+    chosen = mock.patch.object(fused_block, "choose_kernel", return_value=(kernel, ""))
+    kernels = Kernels(kernel, scale)
+    with chosen as choose, mock.patch.object(gpu_kernels, "aten", kernels):
+        yield kernels, choose
 
 
-@pytest.mark.parametrize("length", [32, 39])
-def test_lse_is_padded_with_infinity_for_the_efficient_kernel(length):
-    """On a CPU, with the same numbers by plain code in the place of the kernel."""
-    name = "_scaled_dot_product_efficient_attention"
-    kernels = SimpleNamespace(**{name: efficient, f"{name}_backward": efficient_backward})
-    chosen = mock.patch.object(fused_block, "choose_kernel", return_value=("cuda efficient", ""))
-    with chosen, mock.patch.object(fused_block, "aten", kernels):
-        assert_block(grouped_inputs(1, 4, 2, length, 8), causal=True)
+def expanded(x):
+    return x[:1, :1, :1].expand_as(x)
+
+
+@CUDA
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [1, 32, 39])
+def test_a_block_on_a_gpu(kernel, causal, length):
+    with on_gpu(kernel) as (kernels, choose):
+        assert_block(grouped_inputs(2, 4, 2, length, 8), causal=causal)
+    assert all(call.args[2:] == (0.5, None, causal) for call in choose.call_args_list)
+    whole = [(backward, causal, length, length) for backward in (False, True)]
+    token = [] if kernel == "cuda cudnn" else [(False, False, 1, 1)]  # for its random numbers
+    assert kernels.calls == [whole[0], *token, whole[1]]
+
+
+@CUDA
+@pytest.mark.parametrize(("Sq", "lengths"), [(5, (9, 40)), (40, (3, 1)), (1, (37, 2))])
+def test_two_blocks_on_a_gpu(kernel, Sq, lengths):
+    """The second block gets out and lse of all keys. Sq, and the keys of each block, differ."""
+    q, _, _, d_out = grouped_inputs(2, 4, 2, Sq, 8)
+    _, k, v, _ = grouped_inputs(2, 4, 2, sum(lengths), 8)
+    blocks = list(zip(k.split(lengths, dim=2), v.split(lengths, dim=2), strict=True))
+    with on_gpu(kernel) as (kernels, _):
+        out, lse = merge(*(x for block in blocks for x in fused_forward(q, *block, scale=0.5)))
+        whole = F.pad(lse, (0, 3))[..., :-3]  # a slice of rows
+        parts = [fused_backward(q, *block, out, whole, d_out, scale=0.5) for block in blocks]
+    d_q, d_k, d_v = zip(*parts, strict=True)
+    assert_four((out, sum(d_q), torch.cat(d_k, dim=2), torch.cat(d_v, dim=2)), expected(q, k, v, d_out, scale=0.5))
+    for each in (False, True):
+        sizes = [size for backward, _, *size in kernels.calls if backward == each and size != [1, 1]]
+        assert sizes == [[Sq, length] for length in lengths]
+
+
+@CUDA
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("view", [*VIEWS, at_element_3, rows_of_three_more, expanded])
+def test_views_on_a_gpu(kernel, dtype, view):
+    """Of memory that begins anywhere, with rows any number of bytes apart: they would end the process."""
+    four = [x if view is not expanded else x[:1, :1, :1].expand_as(x) for x in grouped_inputs(2, 4, 2, 20, 8, dtype)]
+    with on_gpu(kernel):
+        assert_block(four, view=view)
+        for D, D_v in ((8, 16), (16, 8)):  # rows of one length: padded
+            q, k, v, d_out = (x.repeat(1, 1, 1, 2) for x in four)
+            assert_block([q[..., :D], k[..., :D], v[..., :D_v], d_out[..., :D_v]], view=view, causal=True)
+        q, k, v, d_out = four
+        out, lse = fused_forward(q, k, v, scale=0.5)
+        d_q, *_ = fused_backward(q, k, v, out if view is expanded else view(out), lse, d_out, scale=0.5)
+        assert torch.equal(d_q, fused_backward(q, k, v, out, lse, d_out, scale=0.5)[0])
+
+
+@CUDA
+def test_what_lies_well_on_a_gpu_is_not_copied(kernel):
+    q, k, v, d_out = (tokens_first(x)[:, :, 3:] for x in grouped_inputs(2, 4, 4, 20, 8))
+    with on_gpu(kernel), mock.patch.object(torch.Tensor, "clone", side_effect=AssertionError):
+        assert [x.data_ptr() for x in gpu_kernels.aligned(q, k, v)] == [x.data_ptr() for x in (q, k, v)]
+        both_ways(q, k, v, d_out, scale=0.5, causal=False)
+
+
+@CUDA
+@pytest.mark.parametrize(
+    ("Sq", "Sk", "causal", "sizes"),
+    [
+        (16, 16, True, [(16, 16, True)]),
+        (17, 17, True, [(16, 16, True), (1, 16, False), (1, 1, True)]),
+        (17, 16, False, [(16, 16, False), (1, 16, False)]),
+        (5, 40, False, [(5, 16, False), (5, 16, False), (5, 8, False)]),
+        (40, 40, False, [(m, n, False) for m in (16, 16, 8) for n in (16, 16, 8)]),
+    ],
+)
+def test_the_efficient_kernel_gets_pieces_of_a_long_block(kernel, Sq, Sk, causal, sizes, monkeypatch):
+    monkeypatch.setattr(gpu_kernels, "LONGEST", 16)
+    q, _, _, d_out = grouped_inputs(2, 4, 2, Sq, 8, torch.bfloat16)
+    _, k, v, _ = grouped_inputs(2, 4, 2, Sk, 8, torch.bfloat16)
+    with on_gpu(kernel) as (kernels, _):
+        results, lse = both_ways(q, k, v, d_out, scale=0.5, causal=causal)
+    assert [x.dtype for x in (*results, lse)] == [torch.bfloat16] * 4 + [torch.float32]
+    assert_four(results, expected(q, k, v, d_out, causal=causal, scale=0.5))
+    for each in (False, True):
+        seen = [(*size, causal) for backward, causal, *size in kernels.calls if backward == each and size != [1, 1]]
+        assert seen == ([size for size in sizes if size[:2] != (1, 1)] if "efficient" in kernel else [(Sq, Sk, causal)])
+
+
+def test_no_gpu_kernel_was_tried_on_more():
+    assert (gpu_kernels.LONGEST, gpu_kernels.GRID) == (65_536, 65_535)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -1,0 +1,144 @@
+"""On a GPU PyTorch has three fused kernels. Which one is fastest depends on the GPU, so PyTorch is asked.
+
+    flash        FlashAttention: 16 bits, any GPU since 2020
+    efficient    xFormers' kernel: float32 too, older GPUs too
+    cudnn        NVIDIA's own: on an H100 nearly twice as fast as flash
+
+What its own attention would take for these tensors, the ring takes too: so the ring is not slower than the attention
+that it replaces. A kernel that is silently wrong for some sizes is not taken for them, nor one that was never tried.
+
+Shapes: q, out and d_out (B, H, Sq, D), k and v (B, G, Sk, D), H a multiple of G; lse (B, H, Sq), natural logarithm, of
+the *whole* rows in a backward pass. Rows have one length D: fused_block.py pads shorter ones.
+
+A reader of the ring may skip this file. Before: grouped_query.py. After: fused_block.py, which calls these.
+Source: PyTorch's native_functions.yaml, `_scaled_dot_product_flash_attention`, `..._efficient_attention`,
+`..._cudnn_attention`, their `_backward`, and `_fused_sdp_choice`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ringlab.basics.online_softmax import merge
+
+aten = torch.ops.aten
+
+CHOICES = {1: "cuda flash", 2: "cuda efficient", 3: "cuda cudnn"}  # the numbers of torch.nn.attention.SDPBackend
+# Measured once, by hand, on an H100: cuDNN was right at D = 64, 72, 128, 192 and 256, and flash in rings of many
+# shapes. The gradients of "efficient" were wrong in 16 bits at D = 264, and over 128 it was hardly tried.
+HEAD_DIMS = {"cuda flash": (8, 256), "cuda efficient": (8, 128), "cuda cudnn": (64, 256)}  # multiples of 8
+LONGEST = 2**16  # tokens: beyond them "efficient" is silently wrong (PyTorch's issue 162588)
+GRID = 2**16 - 1  # CUDA's limit for two of the three sizes of a launch; more heads were never tried
+
+
+def gpu_kernel(q: Tensor, k: Tensor, scale: float, causal: bool) -> tuple[str, str]:
+    """(the kernel, the reason) for q (B, H, Sq, D) on a GPU: one of `CHOICES`, or "plain"."""
+    B, H, _, D = q.shape
+    kernel = CHOICES.get(torch_choice(q, k, scale, causal), "plain")
+    if kernel == "cuda cudnn" and HEAD_DIMS[kernel][0] > D:
+        kernel = "cuda flash"  # it takes whatever cuDNN takes
+    least, most = HEAD_DIMS.get(kernel, (0, 0))
+    if least <= D <= most and D % 8 == 0 and B * H <= GRID:
+        return kernel, "fused, PyTorch's choice for this GPU"
+    return "plain", f"no fused CUDA kernel was tried for {q.dtype}, head dim {D} and {B} times {H} heads"
+
+
+def torch_choice(q: Tensor, k: Tensor, scale: float, causal: bool) -> int:
+    """Which kernel PyTorch's attention would take, by its number.
+
+    The forward and the backward pass must take the same one, so it is asked as if gradients were needed. It is asked
+    about G query heads: flash and cuDNN take any multiple of them, and for "efficient" K and V are copied.
+    """
+    heads = q[:, : k.shape[1]].detach()
+    with torch.enable_grad():
+        if not heads.is_inference():  # such a tensor has no backward pass, and cannot ask for one
+            heads.requires_grad_()
+        return torch._fused_sdp_choice(heads, k, k, None, 0.0, causal, scale=scale)
+
+
+def gpu_forward(kernel: str, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """out (B, H, Sq, D) in q's dtype and lse (B, H, Sq) of one block."""
+    q, k, v = aligned(q, k, v)
+    if kernel == "cuda flash":
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    elif kernel == "cuda cudnn":
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        lse = lse.reshape(q.shape[:3])  # it comes with one more dimension
+    elif max(q.shape[2], k.shape[2]) <= LONGEST:
+        k, v = (repeated(x, q) for x in (k, v))
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        lse = lse[..., : q.shape[2]]  # this kernel rounds the length up to a multiple of 32
+    else:
+        total = torch.zeros_like(q, dtype=torch.float32)
+        lse = total.new_full(q.shape[:3], -torch.inf)
+        for rows, keys, triangle in pieces(q.shape[2], k.shape[2], causal):
+            part = gpu_forward(kernel, q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, triangle)
+            total[:, :, rows], lse[:, :, rows] = merge(total[:, :, rows], lse[:, :, rows], *part)
+        out = total.to(q.dtype)
+    return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # a row that saw no key
+
+
+def gpu_backward(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, scale: float, causal: bool
+) -> Sequence[Tensor]:
+    """What one block adds to dq, dk and dv, shaped as q, k and v. lse is +inf for a row that saw no key.
+
+    Each kernel wants the seed and the offset of random numbers. Without dropout none uses them.
+    """
+    q, k, v, out, d_out = aligned(q, k, v, out, d_out)
+    block, lengths = (d_out, q, k, v, out), (q.shape[2], k.shape[2])
+    rest: Sequence[Any]
+    token = [x[:, :1, :1] for x in (q, k, v)]  # of one head
+    if kernel == "cuda flash":
+        *_, seed, offset, _ = aten._scaled_dot_product_flash_attention(*token, scale=scale)
+        rest = lse, None, None, *lengths, 0.0, causal, seed, offset
+        return aten._scaled_dot_product_flash_attention_backward(*block, *rest, scale=scale)
+    if kernel == "cuda cudnn":
+        zero = torch.zeros((), dtype=torch.int64, device=q.device)
+        rest = lse[..., None], zero, zero, None, None, None, *lengths, 0.0, causal  # no bias; no padded sequences
+        return aten._scaled_dot_product_cudnn_attention_backward(*block, *rest, scale=scale)
+    if max(lengths) > LONGEST:
+        sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]
+        for rows, keys, triangle in pieces(*lengths, causal):
+            q_i, out_i, lse_i, d_out_i = (x[:, :, rows] for x in (q, out, lse, d_out))
+            piece = k[:, :, keys], v[:, :, keys], out_i, lse_i, d_out_i
+            found = gpu_backward(kernel, q_i, *piece, scale, triangle)
+            for total, at, part in zip(sums, (rows, keys, keys), found, strict=True):
+                total[:, :, at] += part
+        return [x.to(q.dtype) for x in sums]
+    _, _, seed, offset = aten._scaled_dot_product_efficient_attention(*token, None, True, scale=scale)
+    copies = repeated(k, q), repeated(v, q)
+    padded = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
+    rest = None, out, padded, seed, offset, 0.0, [True, True, True, False], causal  # no bias, and no gradient of one
+    d_q, *of_copies, _ = aten._scaled_dot_product_efficient_attention_backward(d_out, q, *copies, *rest, scale=scale)
+    return d_q, *summed(*of_copies, kv_heads=k.shape[1])
+
+
+def pieces(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+    """Queries and keys of the pieces of a long block, LONGEST of each at most, and whether the piece is a triangle."""
+    for i in range(0, queries, LONGEST):
+        for j in range(0, i + 1 if causal else keys, LONGEST):
+            yield slice(i, i + LONGEST), slice(j, j + LONGEST), causal and i == j
+
+
+def aligned(*tensors: Tensor) -> list[Tensor]:
+    """Tensors whose memory and rows begin at multiples of 16 bytes. At others these kernels end the process."""
+    return [
+        x
+        if x.data_ptr() % 16 == 0 and all(step and step * x.element_size() % 16 == 0 for step in x.stride()[:-1])
+        else x.clone(memory_format=torch.contiguous_format)
+        for x in tensors
+    ]
+
+
+def repeated(x: Tensor, q: Tensor) -> Tensor:
+    """K or V (B, G, Sk, D) -> (B, H, Sk, D): a copy of each head for each of its query heads."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def summed(*tensors: Tensor, kv_heads: int) -> list[Tensor]:
+    """dK or dV (B, H, Sk, D) of such copies -> (B, G, Sk, D)."""
+    return [x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in tensors]
