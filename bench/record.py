@@ -20,7 +20,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ringlab.support.agreement import agree
-from ringlab.support.processes import RankContext, cpu_cores
+from ringlab.support.devices import cpu_cores
+from ringlab.support.processes import RankContext
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "bench" / "results"

@@ -8,9 +8,9 @@
 A question of which way wins: two ways, or layouts, that one source measured on the same work. The planner is right if
 it predicts the order, or if the loser is within 5 % of the winner.
 
-The rows of published.json are of three sets: "fitted", with which the constants were fitted; "later" and "more", with
-which they were not, but for FRAMEWORK, fitted on NeMo's steps. A row names who measured it and where it was printed,
-the level of its kernels, and its GPU. A row with "apart" is not counted, and says why.
+The rows of published.json are of two sets, and each publisher is in one of them: "fitted", with which constants were
+fitted, and "graded", with which none was. A row names who measured it and where it was printed, the level of its
+kernels, and its GPU. A row with "apart" is not counted, and says why.
 
 Shapes: numbers only.
 
@@ -19,14 +19,14 @@ It prints all, and writes ring_planner/errors.json: what ring-plan reads.
     $ python -m bench.scoreboard
     ...
     errors in %                                                       rows       median  nine in ten        worst
-        attention, best kernels, one host                               48          5.3         18.1         46.6
+        attention, best kernels, one host                               52          5.1         15.8         47.3
     ...
-        step, framework, hosts                                          15          2.8         10.4         11.6
+        step, framework, hosts                                          17          3.0          9.8         11.9
     ...
-        all times                                                       82          4.3         14.3         46.6
+        all times                                                      105          4.3         13.3         47.3
     ...
-    which way wins, or loses by less than 5 %: 47 of 47 right
-    intervals of other publishers' rows hold for 58 of 64 rows
+    which way wins, or loses by less than 5 %: 67 of 71 right
+    intervals of other publishers' rows hold for 70 of 81 rows
 
 Source: every row says where it was printed.
 """
@@ -34,7 +34,7 @@ Source: every row says where it was printed.
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import combinations, groupby
@@ -46,7 +46,7 @@ from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.memory import step_bytes
 from ring_planner.plan import ERRORS, kind_of
 from ring_planner.presets import GIB, gpu_named, model_named
-from ring_planner.round_costs import FRAMEWORK, HOST_LATENCY, MEMORY_SHARE, efficiency, realistic
+from ring_planner.round_costs import FRAMEWORK, HOST_LATENCY, efficiency, realistic
 from ring_planner.seconds import Pass, pass_of
 from ring_planner.step import KERNELS, Step, step_seconds
 from ring_planner.ways import Cluster
@@ -54,12 +54,11 @@ from ring_planner.ways import Cluster
 Row = dict[str, Any]
 
 PUBLISHED = Path(__file__).with_name("published.json")
-SETS = ("fitted", "later", "more")
+SETS = ("fitted", "graded")
 PASSES = {"forward": (False,), "backward": (True,), "training": (False, True)}  # backward?
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 BACKWARD = 0.88  # of the forward pass's FLOP/s, where one is not measured: the median of the kernels that have both
-GRID = (0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)  # of MEMORY_SHARE, to fit it
-FRAMEWORKS = (1.0, 1.1, 1.2, 1.25, 1.3, 1.33, 1.4, 1.5)  # of FRAMEWORK
+GRID = (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4, 1.45, 1.5)  # of FRAMEWORK, to fit it
 NEAR = 1.05  # a loser that is slower by less is no loser
 T = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81, 1.80, 1.78, 1.77, 1.76, 1.75)  # Student's, 5 % above
 UNITS = {"ms": 1e3, "s": 1.0, "us": 1e6}
@@ -75,11 +74,8 @@ def unlimited(
     flops: tuple[float, float], heads: float, tokens: float, multiprocessors: int, *, causal: bool
 ) -> tuple[float, float]:
     """FLOP/s of a kernel on infinitely many blocks, forward and backward, from those it reached on some."""
-    forward, backward = (
-        rate / efficiency(heads, tokens, multiprocessors, causal=causal, backward=each)
-        for rate, each in zip(flops, (False, True), strict=True)
-    )
-    return forward, backward
+    reached = efficiency(heads, tokens, multiprocessors, causal=causal)
+    return flops[0] / reached, flops[1] / reached
 
 
 def kernel_flops(row: Row) -> tuple[float, float]:
@@ -95,13 +91,13 @@ def kernel_flops(row: Row) -> tuple[float, float]:
     return measured if max(long) > gpu.peak["bf16"] else long
 
 
-def attention_seconds(row: Row, memory_share: float = MEMORY_SHARE) -> float:
+def attention_seconds(row: Row) -> float:
     """Seconds of a row of attention."""
     forward, backward = kernel_flops(row)
     gpu, card = gpu_named(row["gpu"]), row.get("card") or math.inf
     nominal = Cluster(row["hosts"], row["per_host"], forward, row["link"], card, memory_bandwidth=row["hbm"])
     nominal = replace(nominal, backward_flops=backward, multiprocessors=gpu.multiprocessors)
-    cluster = replace(realistic(nominal, gpu.card_share, gpu.link_share), memory_bandwidth=memory_share * row["hbm"])
+    cluster = realistic(nominal, gpu.card_share, gpu.link_share)
     work = Pass(
         *(cluster, layer_of(row), row["seq_len"] / cluster.devices),
         mask=row["mask"],
@@ -109,7 +105,7 @@ def attention_seconds(row: Row, memory_share: float = MEMORY_SHARE) -> float:
         batch=row.get("batch") or 1,
         ours=False,
     )
-    times = KERNELS[row.get("kernels", "best")][1]
+    times = KERNELS[row.get("kernels", "best")]
     split = row.get("inside") if row["way"] == "hybrid" else None
     return times * sum(pass_of(row["way"], replace(work, backward=each), split) for each in PASSES[row["pass"]])
 
@@ -118,8 +114,10 @@ def step_of(row: Row) -> Step:
     """The Step of a row of "steps" or "serving"."""
     gpu = gpu_named(row["gpu"])
     names = ("hosts", "per_host", "seq_len", "batch", "cp", "tp", "recompute", "linear_dtype", "way", "kernels", "loss")
-    options = {name: row[name] for name in names if row.get(name) is not None}
-    return Step(model_named(row["model"]), gpu, task="train" if "recompute" in row else "prefill", **options)
+    options: Row = {"ours": False, "eager": row.get("eager", False)}
+    options |= {name: row[name] for name in names if row.get(name) is not None}
+    task = "train" if "recompute" in row else "prefill"
+    return Step(model_named(row["model"]), gpu, task=task, **options)
 
 
 @dataclass(frozen=True)
@@ -145,21 +143,27 @@ class Grade:
         """Seconds in the unit of what was measured."""
         return UNITS[self.what] * seconds if self.what in UNITS else step_of(self.row).tokens / seconds
 
-    def seconds(self, memory_share: float = MEMORY_SHARE, framework: float = FRAMEWORK) -> float:
-        """Seconds that are predicted, with other constants than those that were fitted."""
+    @property
+    def year(self) -> int | None:
+        """That of FRAMEWORK, for a step that several GPUs share."""
+        years = {"fa2": 2024, "framework": 2024, "cudnn": 2026}
+        return years.get(self.row["kernels"]) if self.section == "steps" and self.row["cp"] > 1 else None
+
+    def seconds(self, framework: Mapping[int, float] = FRAMEWORK) -> float:
+        """Seconds that are predicted, with another FRAMEWORK than that which was fitted."""
         row = self.row
         if self.section == "attention":
-            return attention_seconds(row, memory_share)
+            return attention_seconds(row)
         if "megabytes" in row:
             gpu = gpu_named(row["gpu"])
             return HOST_LATENCY + 1e6 * row["megabytes"] / (gpu.card_share * gpu.card)
-        terms, step = step_seconds(step_of(row)), step_of(row)
-        times = framework / FRAMEWORK if step.cp > 1 and step.kernels != "best" else 1.0
+        terms = step_seconds(step_of(row))
+        times = framework[self.year] / FRAMEWORK[self.year] if self.year else 1.0
         return sum(terms.values()) + (times - 1) * terms["attention"]
 
-    def ratio(self, memory_share: float = MEMORY_SHARE, framework: float = FRAMEWORK) -> float:
+    def ratio(self, framework: Mapping[int, float] = FRAMEWORK) -> float:
         """Measured over predicted seconds."""
-        seconds = self.seconds(memory_share, framework)
+        seconds = self.seconds(framework)
         own = self.measured / UNITS[self.what] if self.what in UNITS else step_of(self.row).tokens / self.measured
         return own / seconds
 
@@ -247,39 +251,40 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
     return math.exp(mean(logs) - half), math.exp(mean(logs) + half)
 
 
-def intervals(marked: Sequence[Grade], ratio: Callable[[Grade], float]) -> dict[str, dict[str, float]]:
-    """By kind of row: how many rows there are, and the interval of their ratios. A single row has none."""
+def intervals(marked: Sequence[Grade], ratio: Callable[[Grade], float]) -> dict[str, Row]:
+    """By kind of row: how many rows there are, the interval of their ratios, and their chips: the multiprocessors. A
+    single row has none."""
     found = {}
     for kind in sorted({each.kind for each in marked}):
         ratios = [ratio(each) for each in marked if each.kind == kind]
         if len(ratios) > 1:
             low, high = interval(ratios)
-            found[kind] = {"rows": len(ratios), "low": round(low, 3), "high": round(high, 3)}
+            chips = sorted({gpu_named(each.row["gpu"]).multiprocessors for each in marked if each.kind == kind})
+            found[kind] = {"rows": len(ratios), "low": round(low, 3), "high": round(high, 3), "chips": chips}
     return found
 
 
-def fitted(marked: Sequence[Grade]) -> tuple[float, float]:
-    """(MEMORY_SHARE, FRAMEWORK) with the smallest mean of |log(measured / predicted)| over these rows."""
+def fitted(marked: Sequence[Grade]) -> dict[int, float]:
+    """FRAMEWORK with the smallest mean of |log(measured / predicted)| over the steps of its year, or over all steps
+    where no row is of that year."""
 
-    def off(rows: Sequence[Grade], *constants: float) -> float:
-        return mean(abs(math.log(each.ratio(*constants))) for each in rows) if rows else 0.0
+    def off(rows: Sequence[Grade], times: float) -> float:
+        return mean(abs(math.log(each.ratio(dict.fromkeys(FRAMEWORK, times)))) for each in rows)
 
-    best = [each for each in marked if each.kind.startswith("attention, best")]
-    shared = [each for each in marked if each.kind.startswith("step, framework") and each.row["cp"] > 1]
-    share = min(GRID, key=lambda x: off(best, x, FRAMEWORK))
-    return share, min(FRAMEWORKS, key=lambda x: off(shared, MEMORY_SHARE, x))
+    shared = [each for each in marked if each.year]
+    of_year = {year: [each for each in shared if each.year == year] or shared for year in FRAMEWORK}
+    return {year: min(GRID, key=lambda x: off(rows, x)) for year, rows in of_year.items()}
 
 
-def left_out(marked: Sequence[Grade]) -> list[tuple[Grade, float, dict[str, float] | None]]:
+def left_out(marked: Sequence[Grade]) -> list[tuple[Grade, float, Row | None]]:
     """Of each row: its ratio, and the interval of its kind, both from the rows of all other publishers."""
     found = []
     for publisher in dict.fromkeys(each.publisher for each in marked):
         others = [each for each in marked if each.publisher != publisher]
-        constants = fitted(others)
-        known = intervals(others, partial(Grade.ratio, memory_share=constants[0], framework=constants[1]))
-        found += [
-            (each, each.ratio(*constants), known.get(each.kind)) for each in marked if each.publisher == publisher
-        ]
+        framework = fitted(others)
+        known = intervals(others, partial(Grade.ratio, framework=framework))
+        own = [each for each in marked if each.publisher == publisher]
+        found += [(each, each.ratio(framework), known.get(each.kind)) for each in own]
     return found
 
 

@@ -209,7 +209,7 @@ HOSTS, LENGTHS = (1, 2, 8), (32_768, 131_072, 1_048_576)  # that the planner's p
 
 def answer(model: Model, gpu: GPU, hosts: int, seq_len: int) -> dict[str, Any] | None:
     """What `ring-plan` answers first; None where nothing fits."""
-    ranked = best(Step(model, gpu, hosts, 8, seq_len, kernels="framework"), Wish())
+    ranked = best(Step(model, gpu, hosts, 8, seq_len, kernels=gpu.kernel), Wish())
     if not ranked:
         return None
     first = ranked[0]
@@ -219,7 +219,7 @@ def answer(model: Model, gpu: GPU, hosts: int, seq_len: int) -> dict[str, Any] |
 
 def thresholds(model: Model, gpu: GPU) -> dict[str, float]:
     """The chunks from which on a hop of a ring is hidden in training, inside a host and between hosts."""
-    flops, wires = gpu.attention["fused"][1], {"inside": gpu.link, "between": gpu.card}
+    flops, wires = gpu.rates(gpu.kernel, model.head_dim)[1], {"inside": gpu.link, "between": gpu.card}
     layer = model.attention()
     return {name: min_overlap_chunk(flops, rate, layer, visible=1 / 2, backward=True) for name, rate in wires.items()}
 

@@ -25,5 +25,5 @@ def train(context: RankContext) -> None:
     tiny.keep(losses, model)
 
 
-with join_ring() as context:
+with join_ring(tiny.DEVICE) as context:
     train(context)  # the model is freed before the group: the other order may hang at the end

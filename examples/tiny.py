@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
+from ringlab import share_gpus
+
+share_gpus()  # where there are fewer than ranks: then NCCL must know before there is a group
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS, B = 4, 2
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 0}

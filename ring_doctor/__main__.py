@@ -34,7 +34,8 @@ from ring_doctor.explaining.xray import XRay
 from ring_doctor.options import claims_of, parse
 from ring_doctor.report import as_json, head, page
 from ring_doctor.whole_models.whole_model import WORLDS, examine_model, json_of_model, text_of_model
-from ringlab.support.processes import Ranks, choose_device
+from ringlab.support.devices import choose_device
+from ringlab.support.processes import Ranks
 
 QUIET = 20.0  # seconds between two lines about how far it is, where stderr is a file or a pipe
 

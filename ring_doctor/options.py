@@ -92,7 +92,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--shape", type=_numbers("five sizes, as 1,8,2,4096,64", 5), metavar="B,H,G,S,D", help=large)
 
     add = parser.add_argument_group("how").add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: NCCL, a GPU a rank; untested (auto)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: NCCL; ranks may share a GPU (auto)")
     add("--time-limit", type=float, default=SECONDS, metavar="S", help=f"seconds for a question ({SECONDS:g})")
     add("--seed", type=int, default=0, help="of the random inputs (0)")
     add("--quick", action="store_true", help="ask each kind of question until one is answered")

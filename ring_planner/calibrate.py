@@ -45,7 +45,8 @@ from ring_planner.ways import Cluster
 from ringlab.ring.fused_block import fused_backward, fused_forward
 from ringlab.ring.overlap import post
 from ringlab.support.agreement import agree
-from ringlab.support.processes import RankContext, choose_device, cpu_cores, join_ring, launch
+from ringlab.support.devices import choose_device, cpu_cores
+from ringlab.support.processes import RankContext, join_ring, launch
 from ringlab.ways.all_gather import all_gather
 
 LONG = 0.5  # seconds: lengths and bytes grow as long as a call will take less

@@ -1,8 +1,8 @@
 """ring-plan: what a cluster will do with a long sequence, before you rent it. One request, one answer.
 
     the ways that fit      the fastest first: tokens/s of a GPU, or seconds of a prefill, and GiB of a GPU
-    interval               from measured rows of the same kind, and how many there are
-    binds, advice          the largest term; what to change first, because the planner was asked again
+    interval               of nine in ten real steps, from measured ones of the same kind, and how many there are
+    binds, advice          the largest term; the simplest of the ways that are as fast as the first, within 2 %
 
 --help names the unit of each option. All results are modelled, not measured.
 
@@ -15,20 +15,24 @@ A reader may skip this file: plan.py answers, and this file reads options and pr
 
 import argparse
 import math
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from ring_planner.machine import read_machine
-from ring_planner.memory import OPTIMIZERS, RESERVE
+from ring_planner.memory import RESERVE
 from ring_planner.plan import LONGEST, MOST, Plan, Wish, best, candidates, digits, gains, hosts_that_hold, longest
 from ring_planner.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, model_named
-from ring_planner.step import KERNELS, LOSSES, RECOMPUTE, TASKS, Step
+from ring_planner.step import KERNELS, LOSSES, OPTIMIZERS, RECOMPUTE, TASKS, WEIGHTS, Step
 
 SHOWN = 5  # rows of the table
-NEAR = 1.02  # times as long is nearly as fast
+NEAR = 1.02  # times as long is as fast
+SIMPLE = ("ring", "all-gather", "all-to-all", "double ring", "hybrid")  # the simplest way first
 SHORT = 8192  # tokens
+OPTIMIZER_HOLDS = """what it holds of a parameter. adam: a float32 weight and two moments; adam8bit: its moments have 8
+bits; adam-bf16: two moments of 16 bits and no other weight; sgd: a float32 weight; none: nothing (default: adam)"""
 NUMBERS = ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab")  # of a model
 
 
@@ -49,7 +53,9 @@ def number(least: float, most: float, meaning: str, whole: bool = False) -> Call
         except ValueError:
             value = math.nan
         if not least <= value <= most or (whole and not value.is_integer()):
-            raise argparse.ArgumentTypeError(f"{text} was given; expected {least:g} to {most:g}: {meaning}")
+            times, digits = {"k": 2**10, "m": 2**20}.get(text[-1:].lower(), 0), text[:-1]
+            typed = f"type {int(digits) * times}; " if whole and times and digits.isdecimal() else ""
+            raise argparse.ArgumentTypeError(f"{text} was given; {typed}expected {least:g} to {most:g}: {meaning}")
         return int(value) if whole else value
 
     return read
@@ -57,13 +63,13 @@ def number(least: float, most: float, meaning: str, whole: bool = False) -> Call
 
 OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {  # name: its choices, or the least and the most; its meaning
     "flops": ((1e9, 1e18), "FLOP/s that attention reaches on a GPU, 680e12 for 680 TFLOP/s"),
-    "bandwidth": ((1e6, 1e15), "bytes/s of a GPU's link inside its host, one way, 450e9 for 450 GB/s"),
-    "host-bandwidth": ((1e6, 1e15), "bytes/s of a network card, one way, 50e9 for 400 Gbit/s"),
+    "bandwidth": ((1e6, 1e13), "bytes/s of a GPU's link inside its host, one way, 450e9 for 450 GB/s"),
+    "host-bandwidth": ((1e6, 2e11), "bytes/s of a NIC, one way, 50e9 for 400 Gbit/s"),
     "memory": ((2e9, 1e15), "bytes of a GPU, 80e9 for 80 GB"),
     "trainable": ((1e-6, 1.0), "share of the parameters that is trained, 0.01 for a LoRA of one percent (default: 1)"),
     "hosts": ((), "hosts (default: 1)"),
     "per-host": ((), "GPUs of a host (default: 8)"),
-    "nics": ((), "network cards of a host (default: one for each GPU)"),
+    "nics": ((), "NICs of a host (default: one for each GPU)"),
     "seq-len": ((), "tokens of a sequence, S (default: the longest that fits)"),
     "batch": ((), "sequences of a replica (default: 1)"),
     "cp": ((), "GPUs that share a sequence (default: the best that fits)"),
@@ -75,11 +81,12 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {  # name: its choices, or the
     "feedforward": ((), "inner width of the feedforward, of three matrices"),
     "vocab": ((), "words of the vocabulary"),
     "task": (TASKS, "a training step, or a prefill (default: train)"),
-    "kernels": (tuple(KERNELS), "of the attention: best, framework (default), torch of 2024; a prefill: best"),
+    "kernels": (tuple(KERNELS), "of attention; best: FlashAttention 3 or 4 (default: what PyTorch takes on the GPU)"),
     "recompute": (tuple(RECOMPUTE), "what the backward pass computes again (default: the best that fits)"),
     "linear-dtype": (("bf16", "fp8"), "dtype of the layers' products (default: bf16)"),
     "loss": (LOSSES, "the logits of all tokens at once, or in pieces (default: whole)"),
-    "optimizer": (tuple(OPTIMIZERS), "whose states are held (default: adam)"),
+    "optimizer": (tuple(OPTIMIZERS), OPTIMIZER_HOLDS),
+    "weights": (tuple(WEIGHTS), "of the frozen layers; 4bit: QLoRA, with --trainable (default: bf16)"),
 }
 
 
@@ -89,6 +96,7 @@ def parser() -> Parser:
     it.add_argument("--model", metavar="NAME", help=f"a config.json, or one of {', '.join(MODELS)}")
     it.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}, or ideal: with the next three numbers")
     it.add_argument("--machine", metavar="FILE", help="what ring_planner.calibrate measured on your machine")
+    it.add_argument("--sources", action="store_true", help="say where the numbers of the model and the GPU come from")
     for name, (known, meaning) in OPTIONS.items():
         if known and isinstance(known[0], str):
             it.add_argument(f"--{name}", choices=known, help=meaning)
@@ -117,7 +125,7 @@ def gpu_of(options: argparse.Namespace, per_host: int) -> GPU:
         if missing := [name for name in ("flops", "bandwidth", "memory") if not getattr(options, name)]:
             raise ValueError(f"gpu is ideal without {', '.join(missing)}; expected --flops, --bandwidth and --memory")
         flops, link = options.flops, options.bandwidth
-        rates, about = dict.fromkeys(("fused", "torch"), (flops, flops)), "your numbers, all of which are reached"
+        rates, about = {"fa2": (flops, flops)}, "your numbers, all of which are reached"
         numbers = options.memory, math.inf, link, card or link  # rounds cost nothing beside their products
         gpu = GPU("ideal", about, {"bf16": flops}, rates, *numbers, card_share=1.0, link_share=1.0)
     else:
@@ -144,7 +152,7 @@ def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
     if options.nics and options.nics > per_host:
         raise ValueError(f"nics is {options.nics}; expected {per_host} at most, one for each GPU of a host")
     if options.task == "prefill":
-        for name in ("recompute", "loss", "optimizer", "trainable"):
+        for name in ("recompute", "loss", "optimizer", "trainable", "weights"):
             if getattr(options, name):
                 given = f"{name} is {getattr(options, name)} for a prefill"
                 raise ValueError(f"{given}; expected --task train, or leave it out")
@@ -156,9 +164,10 @@ def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
         machine = replace(machine, **{name: rate for name, rate in rates.items() if rate})
         if hosts > 1 and math.isinf(machine.host_bandwidth):
             raise ValueError(f"{options.machine} is of one host, hosts is {hosts}; expected --host-bandwidth too")
-    names = ("task", "kernels", "linear_dtype", "loss", "optimizer", "trainable", "batch")
+    names = ("task", "kernels", "linear_dtype", "loss", "optimizer", "trainable", "weights", "batch")
     known: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name)}
-    known.setdefault("kernels", "best" if options.task == "prefill" else "framework")  # where rows were measured
+    known.setdefault("kernels", gpu.kernel)
+    known |= dict.fromkeys(("ours", "eager"), known["kernels"] != "framework")
     wish = Wish(options.cp, options.tp, options.recompute)
     fixed = {name: value for name, value in vars(wish).items() if value}
     seq_len = options.seq_len or max(SHORT, (wish.cp or 1) * (wish.tp or 1))
@@ -166,25 +175,27 @@ def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
     return step if options.seq_len else replace(step, seq_len=longest(step, wish) or step.seq_len), wish
 
 
-def show(step: Step, wish: Wish) -> None:
+def show(step: Step, wish: Wish, *, sources: bool = False) -> None:
     """Print the answers, the advice last."""
     gpu, model = step.gpu, step.model
     active = f" ({digits(model.parameters(active=True) / 1e9)} active)" if model.experts else ""
     print(f"{model.name}: {digits(model.parameters() / 1e9)} billion parameters{active}; modelled, not measured")
-    print(f"{step.hosts} x {step.per_host} {gpu.name} of {digits(gpu.memory / GIB)} GiB; {gpu.source}")
+    print(f"{step.hosts} x {step.per_host} {gpu.name} of {digits(gpu.memory / GIB)} GiB")
+    if sources:
+        print(f"sources               {model.name}: {model.source}\n{' ' * 22}{gpu.name}: {gpu.source}")
     most = longest(step, wish)
     print(f"longest context       {most:,} tokens{' or more' if most == LONGEST else ''}{wish.words()}")
     how = f"{step.linear_dtype} products, {step.kernels} kernels"
     if step.task == "train":
         trained = f"{step.trainable:.2%} trained, " if step.trainable < 1 else ""
-        how = f"{how}, loss {step.loss}, {trained}{step.optimizer}"
+        how = f"{how}, loss {step.loss}, {trained}{step.optimizer}{', base of 4 bits' * (step.weights == '4bit')}"
     what = "a step" if step.task == "train" else "a prefill"
     print(f"{what} at S = {step.seq_len:,}, batch {step.batch} of each replica: {how}")
     ranked = best(step, wish)
     if not ranked:
         show_what_is_missing(step, wish)
         return
-    print(f"    tokens/s a GPU        s     GiB  way; GiB with a reserve of {RESERVE:.1%}, the error on training peaks")
+    print(f"    tokens/s a GPU        s     GiB  way; GiB, {RESERVE:.1%} kept free")
     rings = [i for i, each in enumerate(ranked) if each.name.startswith("ring")]  # the best is always shown
     for each in [each for i, each in enumerate(ranked) if i < SHOWN or i in rings[:1]]:
         print(f"    {digits(each.speed):>14} {digits(each.seconds):>8} {digits(each.held / GIB):>7}  {each.name}")
@@ -193,8 +204,14 @@ def show(step: Step, wish: Wish) -> None:
     shares = ", ".join(f"{each} {digits(s)}" for each, s in first.terms.items() if s > 0.005 * first.seconds)
     print(f"seconds               {shares}: {first.utilisation:.0%} of the bf16 peak")
     print(f"binds                 {name}, {seconds / first.seconds:.0%} of the time\n{memory_of(first)}")
-    said = f"{digits(known[0])} to {digits(known[1])} s: {known[2]}" if known else "not known: no"
-    print(f"interval              {said} measured rows of this kind")
+    said = "not known: no measured times of this kind"
+    if first.waits_for_the_host:
+        said = "not known: a layer is so short that GPUs wait for their hosts, so the times are the least that it takes"
+    elif known:
+        said = f"{digits(known[0])} to {digits(known[1])} s holds nine in ten real times: from {known[2]} measured ones"
+    print(f"interval              {said}")
+    if model.experts:
+        print(f"experts               FSDP gathers all {model.experts} of a layer; expert parallelism is not planned")
     for gain, name, answer in [each for each in gains(step, wish) if each[0] > 1.005][:3]:
         print(f"with {name:<34} {gain - 1:+.0%} {'tokens/s' if step.task == 'train' else 'speed'}: {answer.name}")
     print(f"advice                {advice(ranked)}")
@@ -202,7 +219,8 @@ def show(step: Step, wish: Wish) -> None:
 
 def memory_of(answer: Plan) -> str:
     """A line: what the memory of a GPU holds at the peak."""
-    return "GiB of a GPU          " + ", ".join(f"{each} {digits(size / GIB)}" for each, size in answer.memory.items())
+    sizes = [f"{each} {digits(size / GIB)}" for each, size in answer.memory.items() if size]
+    return f"GiB of a GPU          {', '.join(sizes)}"
 
 
 def show_what_is_missing(step: Step, wish: Wish) -> None:
@@ -222,25 +240,28 @@ def show_what_is_missing(step: Step, wish: Wish) -> None:
 
 
 def advice(ranked: Sequence[Plan]) -> str:
-    """One line: the best, and the fastest for a single sequence on all GPUs."""
-    first = ranked[0]
+    """One line: the simplest of those that are as fast as the first, and the fastest for one sequence on all GPUs."""
+    tied = [each for each in ranked if NEAR * each.merit >= ranked[0].merit]
+    first = min(tied, key=lambda each: (each.step.cp > 1, SIMPLE.index(each.step.way)))
     one = [each for each in ranked if each.step.cp * each.step.tp == each.step.gpus]
     said = f"{first.name}: {digits(first.speed)} tokens/s a GPU, {digits(first.held / GIB)} GiB"
-    if near := sum(NEAR * each.merit >= first.merit for each in ranked[1:]):
-        said += f" ({near} more nearly as fast: within {NEAR - 1:.0%})"
-    if one and one[0] is not first:
+    if len(tied) > 1:
+        said += f" ({len(tied)} tie within {NEAR - 1:.0%}: this is the simplest)"
+    if one and one[0].merit * NEAR < ranked[0].merit:
         said += f"; one sequence on all: {one[0].name}, {digits(one[0].seconds)} s"
     return said
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    if arguments is None:  # a command: where nobody reads on, as after `| head`, it ends
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     it = parser()
     options = it.parse_args(arguments)
     try:
         step, wish = request_of(options)
     except ValueError as reason:
         it.error(str(reason))
-    show(step, wish)
+    show(step, wish, sources=options.sources)
     return 0
 
 

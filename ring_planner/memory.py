@@ -2,10 +2,11 @@
 
     attention, forward    2·H + 4·G heads of C tokens    q, out, the K and V in hand and the next: 6·w·C·h, if G = H
     backward              4·H + 8·G, and H + 4·G in fp32 with all gradients: 22·w·C·h in bf16, if G = H
-    a step      state + max(at the loss, in the last layer)
-    state       2 bytes a parameter; and for each that is trained, 2 of its gradient and those of the optimizer
-    at the loss       what all layers keep, the logits, and the gathered weights outside the layers
-    in a layer        what all layers keep, a layer at work, its gathered weights, gradient and the next layer's weights
+    a step      state + max(at the loss, in the last layer, in the first layer)
+    state       2 bytes a parameter, and those of the optimizer for each that is trained; its gradient has 2 more
+    at the loss         what all layers keep, the logits, and the gathered weights outside the layers; no gradient yet
+    in the last layer   what all layers keep, a layer at work, its gathered weights and gradient, the next one's weights
+    in the first layer  the same with what one layer keeps, and all gradients
     logits      14 bytes for each token and word: 3 float32 numbers and the bf16 logits. In pieces: of PIECE tokens
     a prefill   weights of a host / its GPUs + K and V of all attention layers + a layer at work
 
@@ -15,26 +16,19 @@ accounting: one device with blockwise attention stores L + 1 chunks, a ring L + 
 Shapes: h = H·D, C = S/P tokens on a rank, w bytes an element. Tests count the tensors of real rings, and what autograd
 keeps; bench/max_context.py measures a layer, bench/longest_training.py a model.
 
-A reader may skip this file. Before: ways.py. After: step.py.
+A reader may skip this file. Before: step.py. After: plan.py.
 Source: Liu et al. 2024, section 3 and table 1; torchtitan's pages, eight steps; Korthikanti et al. 2022 (arXiv
 2205.05198), selective recomputation.
 """
 
-from typing import TYPE_CHECKING
-
 from ring_planner.hidden_communication import AttentionLayer, gradient_bytes
 from ring_planner.presets import GIB
+from ring_planner.step import F32, OPTIMIZERS, WEIGHTS, Step, W
 from ring_planner.ways import Cluster, exchange_ranks, shares
 
-if TYPE_CHECKING:
-    from ring_planner.step import Step
-
-W = 2  # bytes of an activation and of a gathered weight: bf16
-F32 = 4
-OPTIMIZERS = {"adam": 12, "adam8bit": 6, "sgd": 4}  # bytes a parameter: float32 master weights, and moments
 PIECE = 2048  # tokens of the loss at once, where it is computed in pieces
 CONTEXT = 1.5 * GIB  # bytes that CUDA and NCCL take for themselves: assumed
-RESERVE = 0.038  # of what is counted, kept free: by so much nine published peaks are above their counts, at most
+RESERVE = 0.073  # of what is counted, kept free: by so much ten published peaks are above their counts, at most
 
 
 def peak_bytes(method: str, layer: AttentionLayer, chunk: float, world_size: int) -> float:
@@ -105,7 +99,7 @@ def kept_at_the_loss(hidden: int, vocab: int) -> tuple[int, int]:
     return 3 * hidden, 3 * vocab
 
 
-def kept_numbers(step: "Step") -> float:
+def kept_numbers(step: Step) -> float:
     """Numbers of a token that a layer keeps until its backward pass: the mean of all layers."""
     model, layer, linear = step.model, step.model.attention(W), step.model.linear
     h, q = model.hidden, model.heads * model.head_dim
@@ -124,11 +118,12 @@ def kept_numbers(step: "Step") -> float:
     return kept + others[step.recompute]
 
 
-def layer_at_work(step: "Step") -> float:
+def layer_at_work(step: Step) -> float:
     """Bytes of the last layer, of softmax attention, in its backward pass: in the feedforward, or in attention."""
     model, C = step.model, step.tokens
     attention, feedforward = kept_at_work(model.attention(W), model.hidden, model.inner)
-    again = attention + feedforward if step.recompute != "none" else 0
+    eager = 4 * model.hidden * step.eager  # two norms keep their input in float32
+    again = attention + feedforward + eager if step.recompute != "none" else 0
     of_feedforward = again + 3 * model.inner + model.hidden  # and its gradients
     way, split = step.way_of_cp
     of_attention = training_bytes(way, step.share, step.seq_len / step.cp, step.ring, split=split) * step.batch
@@ -136,7 +131,7 @@ def layer_at_work(step: "Step") -> float:
     return W * C * whole + max(W * C * of_feedforward, W * C * again + of_attention)
 
 
-def loss_bytes(step: "Step") -> float:
+def loss_bytes(step: Step) -> float:
     """Bytes at the loss. With tp, torch's loss_parallel has two float32 more (one row of torchtitan shows it)."""
     model, C, tp = step.model, step.tokens, step.tp
     rows, words = kept_at_the_loss(model.hidden, model.vocab)
@@ -145,30 +140,31 @@ def loss_bytes(step: "Step") -> float:
     return C * of_rows + at_once * (F32 * words + W * model.vocab + 2 * F32 * model.vocab * (tp > 1))
 
 
-def step_bytes(step: "Step") -> dict[str, float]:
+def step_bytes(step: Step) -> dict[str, float]:
     """Bytes of a GPU at the peak, by what they hold: their sum is the peak."""
     return prefill_bytes(step) if step.task == "prefill" else training_step_bytes(step)
 
 
-def training_step_bytes(step: "Step") -> dict[str, float]:
+def training_step_bytes(step: Step) -> dict[str, float]:
     """Bytes at the peak of a training step."""
     model, tp, trained = step.model, step.tp, step.trainable
-    layer = (model.parameters() - model.outside) / model.layers
-    outside = W * (model.outside + trained * model.hidden * model.vocab) / tp  # and the gradient of the head
-    moments = {
-        "loss": (loss_bytes(step), outside),
-        "a layer at work": (layer_at_work(step), outside + W * (2 + trained) * layer / tp),
-    }
-    name, (work, gathered) = max(moments.items(), key=lambda each: sum(each[1]))
-    return {
-        "state": (W + trained * (W + OPTIMIZERS[step.optimizer])) * model.parameters() / step.gpus,
-        "gathered": gathered,
-        "activations": W * step.tokens * model.layers * kept_numbers(step),
-        name: work,
-    }
+    layer, spread = (model.parameters() - model.outside) / model.layers, step.gpus > tp
+    outside = W * (spread * model.outside + trained * model.hidden * model.vocab) / tp  # and the gradient of the head
+    whole = outside + W * (2 * spread + trained) * layer / tp
+    gradients = W * trained * model.parameters() / step.gpus
+    kept, work = W * step.tokens * model.layers * kept_numbers(step), layer_at_work(step)
+    moments = (  # gradients, gathered, activations, and what else
+        (0.0, outside + W * spread * layer / tp, kept, loss_bytes(step), "loss"),  # the last layer's are kept
+        (0.0, whole, kept, work, "a layer at work"),
+        (gradients, whole, kept / model.layers, work, "a layer at work"),
+    )
+    *sizes, name = max(moments, key=lambda moment: sum(moment[:4]))
+    weights = W * model.outside + WEIGHTS[step.weights] * layer * model.layers
+    state = weights + trained * OPTIMIZERS[step.optimizer] * model.parameters()
+    return {"state": state / step.gpus, **dict(zip(("gradients", "gathered", "activations", name), sizes, strict=True))}
 
 
-def prefill_bytes(step: "Step") -> dict[str, float]:
+def prefill_bytes(step: Step) -> dict[str, float]:
     """Bytes of a prefill: every cp group has all weights, shared among its tp GPUs; FP8: one byte in feedforwards."""
     model, layer = step.model, step.share
     feedforward = model.feedforwards(active=False)

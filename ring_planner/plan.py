@@ -3,12 +3,14 @@
     candidates  every cp, tp, recomputation and way of ways.py
     best        those that fit: a training step by tokens/s of a GPU, a prefill by its seconds
     changes     the planner is asked again with each change; nothing here is a rule of thumb
-    interval    the errors of measured rows of the same kind, from errors.json; none: not known
+    interval    nine in ten of the measured rows of the same kind lie in it, from errors.json; none: not known
+    padded      each of cp GPUs has two chunks of the same length (zigzag): S is padded to a multiple of 2 · cp
 
 A reader may skip this file: step.py predicts a step, and this file asks it many times. After: command.py.
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +23,7 @@ from ring_planner.ways import WAYS, splits
 GRAIN = 1024  # tokens: the longest context is a multiple
 LONGEST = 2**30 - GRAIN  # tokens: longer ones are not sought
 MOST = 16_384  # GPUs of a plan
+HOST_CALLS = 40 * 82e-6  # seconds: a layer's operations on the host, 40 of 82 µs, measured by hand for a fused call
 ERRORS = Path(__file__).with_name("errors.json")
 
 
@@ -36,9 +39,10 @@ def kind_of(task: str, kernels: str, hosts: int) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """A step, and what step.py and memory.py say of it."""
+    """A step, and what step.py and memory.py say of it. `padded`: the tokens of its sequences that are padding."""
 
     step: Step
+    padded: int = 0
 
     @cached_property
     def terms(self) -> dict[str, float]:
@@ -88,15 +92,24 @@ class Plan:
         step = self.step
         way = "no ring" if step.cp == 1 else step.way + (f" of {step.split}" if step.split else "")
         again = f", recompute {step.recompute}" if step.task == "train" else ""
-        return f"{way}, cp {step.cp}, tp {step.tp}{again}"
+        padded = f", {self.padded} tokens padded" if self.padded else ""
+        return f"{way}, cp {step.cp}, tp {step.tp}{again}{padded}"
 
     @property
     def interval(self) -> tuple[float, float, int] | None:
-        """Where nine in ten measured seconds lie, and how many rows of this kind say so; None: not known."""
-        task = {"train": "step", "prefill": "prefill"}[self.step.task]
-        kind = kind_of(task, self.step.kernels, self.step.hosts) if not self.step.model.linear else "no hybrid"
-        known = json.loads(ERRORS.read_text()).get(kind)
-        return known and (known["low"] * self.seconds, known["high"] * self.seconds, known["rows"])
+        """Where nine in ten measured seconds lie, and how many rows of this kind say so; None: not known. Rows of other
+        chips, or of smaller hosts, say nothing."""
+        step, task = self.step, {"train": "step", "prefill": "prefill"}[self.step.task]
+        known = json.loads(ERRORS.read_text()).get(kind_of(task, step.kernels, step.hosts))
+        if not known or step.model.linear or step.per_host > 8 or step.gpu.multiprocessors not in known["chips"]:
+            return None
+        return known["low"] * self.seconds, known["high"] * self.seconds, known["rows"]
+
+    @property
+    def waits_for_the_host(self) -> bool:
+        """A layer's forward pass ends before a host has called its operations: GPUs wait, and no term says so."""
+        passes = self.seconds if self.step.task == "prefill" else self.seconds / 4
+        return passes / self.step.model.layers < HOST_CALLS and not self.step.gpu.ideal
 
 
 def ways_of(step: Step) -> Iterator[Step]:
@@ -142,8 +155,10 @@ def candidates(step: Step, wish: Wish) -> Iterator[Plan]:
         for cp in [wish.cp] if wish.cp else divisors(step.gpus // tp):
             if step.seq_len < cp * tp or step.gpus % (cp * tp):
                 continue
+            padded = -step.seq_len % (2 * cp) if cp > 1 else 0
             for recompute in again if step.task == "train" else ["none"]:
-                yield from map(Plan, ways_of(replace(step, cp=cp, tp=tp, recompute=recompute)))
+                shared = replace(step, seq_len=step.seq_len + padded, cp=cp, tp=tp, recompute=recompute)
+                yield from (Plan(each, padded) for each in ways_of(shared))
 
 
 def best(step: Step, wish: Wish) -> list[Plan]:
@@ -158,13 +173,7 @@ def longest(step: Step, wish: Wish) -> int:
         return any(each.fits for each in candidates(replace(step, seq_len=seq_len, cp=1, tp=1), tightest))
 
     tightest = replace(wish, recompute=wish.recompute or "full")
-    low, high = 0, 1
-    while high * GRAIN <= LONGEST and fits(high * GRAIN):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * GRAIN) else (low, middle)
-    return low * GRAIN
+    return GRAIN * bisect_left(range(GRAIN, LONGEST + 1, GRAIN), True, key=lambda seq_len: not fits(seq_len))
 
 
 def changes(step: Step) -> dict[str, Step]:
@@ -204,9 +213,6 @@ def gains(step: Step, wish: Wish) -> list[tuple[float, str, Plan]]:
 
 def hosts_that_hold(step: Step, wish: Wish) -> int | None:
     """The fewest hosts, this number times a power of two, on which the step fits; None: on none up to `MOST` GPUs."""
-    hosts = step.hosts
-    while not any(each.fits for each in candidates(replace(step, hosts=hosts), wish)):
-        hosts *= 2
-        if hosts * step.per_host > MOST:
-            return None
-    return hosts
+    tried = (step.hosts * 2**i for i in range(MOST.bit_length()))
+    possible = (replace(step, hosts=hosts) for hosts in tried if hosts * step.per_host <= MOST)
+    return next((each.hosts for each in possible if any(plan.fits for plan in candidates(each, wish))), None)

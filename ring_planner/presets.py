@@ -21,6 +21,8 @@ from ring_planner.round_costs import CARD_SHARE, LINK_SHARE
 
 GIB = 2**30
 DELTA = 64  # tokens that the delta rule computes at once
+# The share of a kernel's FLOP/s that 64 numbers a head leave of 128, both ways: by hand on one H100, but for the best.
+NARROW = {"fa2": (0.88, 0.93), "cudnn": (0.73, 0.84), "best": (0.73, 0.84)}
 
 
 @dataclass(frozen=True)
@@ -159,26 +161,38 @@ class Model:
 class GPU:
     """A GPU and its links. Rates in FLOP/s and bytes/s, one way.
 
-    `attention`: FLOP/s of a kernel on infinitely many blocks, (forward, backward), counted for the visible pairs only:
-    `fused` is the kernel that is written for the GPU; `torch` is what torch's scaled_dot_product_attention runs.
+    `attention`: FLOP/s of a kernel on infinitely many blocks, forward and backward, for the visible pairs and 128
+    numbers a head: "fa2", FlashAttention 2; "cudnn"; "best", FlashAttention 3 or 4. The last one listed is the best.
     `multiprocessors`: of the chip, from NVIDIA's architecture papers (B200: its number of cores / 128); 0: not known.
     """
 
     name: str
     source: str
     peak: dict[str, float]  # of matrix products, by dtype, without sparsity
-    attention: dict[str, tuple[float, float]]  # "fused", "torch"
+    attention: dict[str, tuple[float, float]]
     memory: float  # bytes
     memory_bandwidth: float
     link: float  # to other GPUs of the host
     card: float  # a NIC for each GPU
     multiprocessors: int = 0
-    card_share: float = CARD_SHARE  # of the card's bytes/s: what a message to another host reaches; collectives: more
+    card_share: float = CARD_SHARE  # of the NIC's bytes/s: what a message to another host reaches; collectives: more
     link_share: float = LINK_SHARE  # of the link's bytes/s
 
     @property
     def ideal(self) -> bool:
         return math.isinf(self.memory_bandwidth)
+
+    @property
+    def kernel(self) -> str:
+        """What PyTorch takes, and so what use_ring runs."""
+        return "cudnn" if "cudnn" in self.attention else "fa2"
+
+    def rates(self, kernel: str, head_dim: int) -> tuple[float, float]:
+        """FLOP/s of a kernel, or of the best, forward and backward, with heads of `head_dim` numbers."""
+        kernel = kernel if kernel in self.attention else [*self.attention][-1]
+        (forward, backward), (at_64, back_at_64) = self.attention[kernel], NARROW[kernel]
+        halved = 0.0 if self.ideal else max(0.0, math.log2(128 / head_dim))
+        return forward * at_64**halved, backward * back_at_64**halved
 
 
 KNOWN = json.loads(Path(__file__).with_name("presets.json").read_text())
@@ -199,12 +213,14 @@ def gpu_named(name: str) -> GPU:
 
 
 def model_named(name: str) -> Model:
-    """A model by its name, or by the path of its config.json. Raises ValueError as `gpu_named` and `read_config`."""
-    if name.endswith(".json"):
-        return read_config(Path(name))
-    if name.lower() not in MODELS:
-        raise ValueError(f"model is {name!r}; expected one of {', '.join(MODELS)}")
-    return MODELS[name.lower()]
+    """A model by its name, its config.json or the folder of that. Raises ValueError as `gpu_named`, `read_config`."""
+    if name.lower() in MODELS:
+        return MODELS[name.lower()]
+    if name and Path(name).is_dir():
+        name = f"{name}/config.json"
+    if not name.endswith(".json"):
+        raise ValueError(f"model is {name!r}; expected a config.json, its folder, or one of {', '.join(MODELS)}")
+    return read_config(Path(name))
 
 
 FIELDS = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
@@ -232,7 +248,7 @@ TIED = ("cohere", "cohere2", "gemma", "gemma2", "gemma3_text")  # unless config.
 def refuse_unlike(path: Path, config: Mapping[str, Any]) -> None:
     """Raises ValueError for a config.json of a model that `Model` does not describe."""
     for name, says in UNLIKE.items():
-        if config.get(name):
+        if config.get(name) and not (name == "attn_type_list" and set(str(config[name])) <= {*"[1, ]"}):  # 1: softmax
             raise ValueError(f"{path} has {name}: {says}")
     if config.get("sliding_window") and config.get("use_sliding_window") is not False:
         given = f"{path} has sliding_window {config['sliding_window']}"
@@ -292,13 +308,9 @@ def read_config(path: Path) -> Model:
         known |= {"experts": experts, "active": field("num_experts_per_tok"), "dense": dense}
         known |= {"shared": wide // width or field("n_shared_experts", default=0)}
         known |= {"dense_feedforward": of_dense if dense else 0}
-    return Model(
-        name=kind,
-        source=str(path),
-        kv_heads=field("num_key_value_heads", default=known["heads"]),
-        head_dim=field("head_dim", default=0),
-        feedforward=width,
-        tied=config.get("tie_word_embeddings", kind in TIED) is True,
-        gated=kind.startswith(GATED),
-        **known,
-    )
+    known |= {"name": kind, "source": str(path), "feedforward": width, "gated": kind.startswith(GATED)}
+    known |= {
+        "kv_heads": field("num_key_value_heads", default=known["heads"]),
+        "head_dim": field("head_dim", default=0),
+    }
+    return Model(**known, tied=config.get("tie_word_embeddings", kind in TIED) is True)

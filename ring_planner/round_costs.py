@@ -1,17 +1,18 @@
 """What a round costs beside its products: bytes in the device's memory, calls of kernels, and rates below the nominal.
 
-    a call, forward     reads Q, K, V; writes out
-    a call, backward    reads out and dO for their row sums; Q, dO, K, V; zeroes dQ in float32, reads it, writes it in
-                        16 bits; writes dK and dV, of each query head if K/V heads are shared: read again to be summed
-    a merge, forward    block to float32; out - block; times sigmoid; out - that: 38 bytes of each number, at 16 bits
-    a merge, backward   dQ += the block's; dK += the block's; dV += the block's: 10 bytes of each number, at 16 bits
+    a call, forward     nothing: the kernel reads and writes while it computes
+    a call, backward    before its products it reads out and dO for their row sums and zeroes dQ in float32; after them
+                        it reads dQ and writes it in 16 bits; dK and dV of each query head are written and read again
+                        if K/V heads are shared
+    a merge, forward    as much as 24 bytes of each number take
+    a merge, backward   dQ += the block's; dK += the block's; dV += the block's: as 12 bytes of each number
     an exchange         packs before it and unpacks after it: each reads and writes all bytes once
     a causal call       computes the tiles of its diagonal whole
     waves               few blocks do not fill a GPU: its multiprocessors wait for the last blocks, see `efficiency`
 
-The bytes are counted from FlashAttention 2's kernels, and from PyTorch's operations in published rings: each operation
-reads its inputs and writes its result. A compiler that fused the published merge would move 10 bytes, or the 18 of our
-own `merge_into`. Measured times say 38: the H100's ring, forward, is then off by 3 %; with 18 by 19 %, with 10 by 25 %.
+The bytes of a call are counted from FlashAttention 2's kernels. Those of a merge were measured by hand on one H100, at
+the bytes/s of a copy: our merge takes as long as 23 bytes of each number, and `dQ +=` as 12. Ten bytes are the least,
+for one kernel that does it all; PyTorch's own merge takes as long as 41.
 
 Shapes: numbers only. `rows` queries and `keys` keys, H query heads, G key/value heads, D numbers in a head.
 
@@ -26,23 +27,23 @@ from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.ways import Cluster
 
 TILE = 128  # queries and keys of a tile of the kernel: Dao 2023, section 3.3
-MERGE_CALLS = {False: 4, True: 3}  # operations of a merge, forward and backward: counted above
+MERGE_CALLS = {False: 4, True: 3}  # operations of a merge, forward and backward
+MERGED, ADDED = 4, 1.2  # times the bytes of a number and of its sum; those of a number and of its sum twice: see above
+WAIT = {False: 0.5, True: 1.5}  # waves that a call waits, without a mask and with a causal one: see `efficiency`
+MEMORY_SHARE = 0.81  # of the nominal bytes/s of memory: a copy on one H100 reaches 2.7 of 3.35 TB/s, by hand
 
-# Fitted on the 28 times of published.json; scoreboard.py prints the error on each source that is left out of the fit.
-MEMORY_SHARE = 0.85  # of the nominal bytes/s of memory, which kernels reach that only read and write
-
-# Fitted on the three hops of published.json, of one machine: arXiv 2411.01783, table 5. Its card's bytes/s: presets.py.
+# Fitted on the three hops of published.json, of one machine: arXiv 2411.01783, table 5. Its NIC's bytes/s: presets.py.
 HOST_LATENCY = 5e-5  # seconds of a message to another host, before its bytes flow
 
-# Assumed: the 28 times hardly depend on these, because they are of one host and of long chunks.
-CARD_SHARE = 0.7  # of a card's bytes/s; on the one machine where single messages were measured, they reach 0.566
+# Assumed: the times of one host and of long chunks hardly depend on these.
+CARD_SHARE = 0.7  # of a NIC's bytes/s; on the one machine where single messages were measured, they reach 0.566
 LINK_SHARE = 0.8  # of the nominal bytes/s inside a host
 LATENCY = 5e-6  # seconds of a message inside a host, or of a step of a collective
 LAUNCH = 1e-5  # seconds of an operation of PyTorch
-# Times as long as with the best kernels does attention among several GPUs take in a framework: fitted on the six steps
-# of NeMo in published.json, and graded on the steps of torchtitan and EasyContext.
-FRAMEWORK = 1.33
-SLOWDOWN = 1.2  # between 1.1 (NCCL has a tenth of an H100: pytorch issue 143988) and 1.3 to 1.4 (pytorch PR 179937)
+# Times as long as its kernels say does attention among several GPUs take in a framework, by the year of the framework:
+# fitted on the six steps of NeMo and the seven of TRL in published.json, and graded on all others.
+FRAMEWORK = {2024: 1.45, 2026: 1.15}
+SLOWDOWN = 1.1  # NCCL has a tenth of an H100: pytorch issue 143988; at most 1.3 to 1.4 (pytorch PR 179937)
 
 
 def realistic(nominal: Cluster, card_share: float = CARD_SHARE, link_share: float = LINK_SHARE) -> Cluster:
@@ -63,30 +64,23 @@ def realistic(nominal: Cluster, card_share: float = CARD_SHARE, link_share: floa
     )
 
 
-def efficiency(
-    heads: float, tokens: float, multiprocessors: int, *, causal: bool = False, backward: bool = False
-) -> float:
+def efficiency(heads: float, tokens: float, multiprocessors: int, *, causal: bool = False) -> float:
     """The share of a kernel's FLOP/s that a call reaches whose blocks are few: at its end, multiprocessors wait.
 
     A block is a tile of queries of a head; in the backward pass, a tile of keys. `heads` are those of all sequences,
     `tokens` their queries, or keys. Without waiting a call would take as long as `waves` blocks of mean length do, one
     after the other: blocks / multiprocessors. It takes longer:
 
-        no mask             max(1, waves + 1/2)    the last wave is half empty, on an average
-        causal, forward     waves + 2              each head's longest block, twice the mean, is launched last. Two
-                                                   blocks share a multiprocessor, so at the end it works at half speed
-        causal, backward    waves + 1              the longest is launched first, and each multiprocessor has one block
+        no mask     max(1, waves + 1/2)    the last wave is half empty, on an average
+        causal      waves + 3/2            blocks differ: the last one to end may be twice the mean
 
-    The 1/2, 2 and 1 are counts of what FlashAttention 2 launches, to the nearest half. A test plays it, with 64
-    blocks a head: tests/planner/test_round_costs.py. Nothing is fitted on times. 0 multiprocessors: an ideal
-    device, 1.
+    3/2 lies between the counts of what FlashAttention 2 launches, 2 forward and 1 backward. 28 times of two kernels,
+    measured by hand on one H100, lie within 7 % of it. 0 multiprocessors: an ideal device, 1.
     """
     if not multiprocessors:
         return 1.0
     waves = heads * tokens / TILE / multiprocessors
-    if not causal:
-        return waves / max(1.0, waves + 1 / 2)
-    return waves / (waves + (1 if backward else 2))
+    return waves / max(1.0, waves + WAIT[causal])
 
 
 def numbers(layer: AttentionLayer, rows: float, keys: float) -> tuple[float, float]:
@@ -100,12 +94,10 @@ def causal_pairs(tokens: float) -> float:
 
 
 def call_bytes(layer: AttentionLayer, rows: float, keys: float, *, backward: bool = False) -> float:
-    """Bytes that one call of the attention kernel moves."""
+    """Bytes that one call of the attention kernel moves before and after its products."""
     (q, kv), w, sums = numbers(layer, rows, keys), layer.itemsize, max(layer.itemsize, 4)
-    if not backward:
-        return (2 * q + kv) * w
     copies = kv * layer.heads / layer.kv_heads if layer.heads > layer.kv_heads else 0.0  # written, then read
-    return q * (5 * w + 2 * sums) + 2 * (kv + copies) * w
+    return q * (3 * w + 2 * sums) + 2 * copies * w if backward else 0.0
 
 
 def merge_bytes(
@@ -119,9 +111,7 @@ def merge_bytes(
     convert = w + sums if w < sums else 0
     if first:
         return 2 * (q + (kv if backward else 0)) * convert
-    if backward:
-        return (q + kv) * (w + 2 * sums)
-    return q * (convert + 3 * sums + 2 * sums + 3 * sums)
+    return ADDED * (q + kv) * (w + 2 * sums) if backward else MERGED * q * (w + sums)
 
 
 def packing_bytes(layer: AttentionLayer, chunk: float) -> float:

@@ -11,7 +11,7 @@ tokens. tp GPUs, of a host or of whole hosts, share heads, feedforward, tokens (
 these groups share a sequence by a way of ways.py. All GPUs but those of tp share parameters, gradients and the
 optimizer's moments (FSDP). Experts are not spread: FSDP gathers all of a layer. Pipelines are not modelled.
 
-A reader may skip this file: `ring-plan` shows the terms of a step. Before: memory.py. After: plan.py.
+A reader may skip this file: `ring-plan` shows the terms of a step. Before: seconds.py. After: memory.py.
 Source: torchtitan (arXiv 2410.06511); Yang et al. 2024 (arXiv 2411.01783), prefill; Zhao et al. 2023 (FSDP).
 """
 
@@ -21,7 +21,6 @@ from functools import cached_property
 from math import gcd
 
 from ring_planner.hidden_communication import AttentionLayer
-from ring_planner.memory import F32, OPTIMIZERS, W
 from ring_planner.presets import GPU, Model
 from ring_planner.round_costs import CARD_SHARE, FRAMEWORK, HOST_LATENCY, LATENCY, MEMORY_SHARE, realistic
 from ring_planner.seconds import Pass, pass_of
@@ -30,15 +29,24 @@ from ring_planner.ways import Cluster
 # The share of the peak that matrix products reach. Fitted on the six times of published.json that need it, one step and
 # five prefills, by a small mean of |error|; all are of Hopper GPUs. The mean is flat: 3.6 % here, 3.0 % at 0.8 and 0.5.
 # Ampere's is not fitted: Megatron's whole steps reach 56 % of the peak (arXiv 2205.05198, table 5); products: more.
+W = 2  # bytes of an activation and of a gathered weight: bf16
+F32 = 4
 MATMUL = {"bf16": 0.65, "fp8": 0.5}
 AMPERE = 0.7
-MOVED = {"adam": 40, "adam8bit": 28, "sgd": 24}  # bytes of memory traffic a parameter: states read and written, norm
+# Bytes a parameter: float32 master weights, and moments (adam-bf16: two of 16 bits, no master weights).
+OPTIMIZERS = {"adam": 12, "adam8bit": 6, "adam-bf16": 4, "sgd": 4, "none": 0}
+# Bytes of memory traffic a parameter: states read and written, norm.
+MOVED = {"adam": 40, "adam8bit": 28, "adam-bf16": 16, "sgd": 24, "none": 0}
+# Times as many bytes do passes move that no compiler has fused: counted from transformers' Llama. A norm in float32
+# reads and writes 36 bytes of a number in place of 4, a rotary 22 in place of 8, silu and the product 10 in place of 6.
+EAGER = 3.2
 CAST = 5  # bytes of a number: read for its maximum, read and written as FP8
 LOSS = 42  # bytes of a logit: written, cast, read twice for log-softmax, and three tensors of gradients
 RECOMPUTE = {"none": 0.0, "selective": 0.5, "full": 1.0}  # the share of a layer's products that is computed again
 TASKS, LOSSES = ("train", "prefill"), ("whole", "pieces")
-# The attention kernel, and times as long as the best does attention among several GPUs take.
-KERNELS = {"best": ("fused", 1.0), "framework": ("fused", FRAMEWORK), "torch": ("torch", FRAMEWORK)}
+WEIGHTS = {"bf16": W, "4bit": 0.5625}  # bytes of a frozen one in a layer: 4 bits, and a float32 scale for 64 of them
+# Times as long as the kernels say does attention among several GPUs take; a framework has the best ones.
+KERNELS = {"fa2": FRAMEWORK[2024], "cudnn": FRAMEWORK[2026], "framework": FRAMEWORK[2024], "best": 1.0}
 
 
 @dataclass(frozen=True)
@@ -62,21 +70,26 @@ class Step:
     way: str = "all-gather"
     split: int | None = None
     kernels: str = "best"
+    ours: bool = True  # our ways, or published ones: see `Pass`
+    eager: bool = True  # no compiler has fused the passes
     task: str = "train"
     loss: str = "whole"
     optimizer: str = "adam"
     trainable: float = 1.0
-    machine: Cluster | None = None  # measured: what attention and messages cost; then `gpu` has its link and card
+    weights: str = "bf16"
+    machine: Cluster | None = None  # measured: what attention and messages cost; then `gpu` has its link and NIC
 
     def __post_init__(self) -> None:
-        names = ("recompute", "linear_dtype", "kernels", "task", "loss", "optimizer")
-        choices: tuple[Collection[str], ...] = RECOMPUTE, self.gpu.peak, KERNELS, TASKS, LOSSES, OPTIMIZERS
+        names = ("recompute", "linear_dtype", "kernels", "task", "loss", "optimizer", "weights")
+        kernels = [name for name in KERNELS if name in (*self.gpu.attention, "framework", "best")]
+        choices: list[Collection[str]] = [RECOMPUTE, self.gpu.peak, kernels, TASKS, LOSSES, OPTIMIZERS, WEIGHTS]
         for name, known in zip(names, choices, strict=True):
             if getattr(self, name) not in known:
-                on = f" on {self.gpu.name}" if name == "linear_dtype" else ""
+                on = f" on {self.gpu.name}" if name in ("linear_dtype", "kernels") else ""
                 raise ValueError(f"{name} is {getattr(self, name)!r}{on}; expected one of {', '.join(known)}")
-        if not 0 < self.trainable <= 1:
-            raise ValueError(f"trainable is {self.trainable}; expected a share above 0, 1 at most")
+        if not 0 < self.trainable <= 1 or (self.trainable == 1 and self.weights == "4bit"):
+            given = f"trainable is {self.trainable} with weights in {self.weights}"
+            raise ValueError(f"{given}; expected a share above 0, 1 at most, and below 1 with 4bit: --trainable 0.01")
         if min(self.hosts, self.per_host, self.seq_len, self.batch, self.cp, self.tp) < 1:
             raise ValueError(f"the step is {self}; expected hosts, per_host, seq_len, batch, cp and tp of 1 or more")
         if max(self.per_host, self.tp) % min(self.per_host, self.tp) or self.model.heads % self.tp:
@@ -118,7 +131,7 @@ class Step:
             mine = self.machine.nics * inside / self.machine.per_host / nics
             rate = min(1.0, mine) * self.machine.host_bandwidth
             return replace(self.machine, hosts=hosts, per_host=inside, nics=nics, host_bandwidth=rate)
-        forward, backward = gpu.attention[KERNELS[self.kernels][0]]
+        forward, backward = gpu.rates(self.kernels, self.model.head_dim)
         nominal = Cluster(hosts, inside, forward, gpu.link, gpu.card, memory_bandwidth=gpu.memory_bandwidth)
         nominal = replace(nominal, backward_flops=backward, multiprocessors=gpu.multiprocessors)
         return nominal if gpu.ideal else realistic(nominal, gpu.card_share, gpu.link_share)
@@ -138,8 +151,8 @@ def memory_rate(gpu: GPU) -> float:
 def attention_seconds(step: Step) -> tuple[float, float]:
     """Seconds of a layer's attention, forward and backward: the mean of all layers. Linear layers: state_ring.py."""
     way, split = step.way_of_cp
-    times = step.batch * (KERNELS[step.kernels][1] if step.cp > 1 else 1.0)
-    work = Pass(step.ring, step.share, step.seq_len / step.cp, mask="causal", ours=step.kernels == "best")  # in zigzag
+    times = step.batch * (KERNELS[step.kernels] if step.cp > 1 else 1.0)
+    work = Pass(step.ring, step.share, step.seq_len / step.cp, mask="causal", ours=step.ours)  # in zigzag
     forward, backward = (times * pass_of(way, replace(work, backward=each), split) for each in (False, True))
     if (linear := step.model.linear) is None:
         return forward, backward
@@ -172,7 +185,7 @@ def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> floa
 
 
 def layer_numbers(model: Model) -> float:
-    """Numbers of a token that a layer's forward pass reads and writes between its products, fused by a compiler.
+    """Numbers of a token that a layer's forward pass reads and writes between its products, where they are fused.
 
     Norm: 2h; rotary of q and k: twice each; residual and norm: 4h; silu and product: 3F; residual: 3h. Linear: the
     convolution reads and writes, the gate reads out and itself and writes.
@@ -191,8 +204,8 @@ def cast_numbers(model: Model) -> tuple[int, int]:
 def layer_passes(step: Step) -> tuple[float, float]:
     """Seconds of a layer's forward and backward passes over memory."""
     into, out = cast_numbers(step.model) if step.linear_dtype == "fp8" else (0, 0)
-    forward = W * layer_numbers(step.model) + CAST * into
-    backward = 2 * W * layer_numbers(step.model) + CAST * out
+    moved = W * (EAGER if step.eager else 1.0) * layer_numbers(step.model)
+    forward, backward = moved + CAST * into, 2 * moved + CAST * out
     rate = memory_rate(step.gpu) / step.tokens
     return forward / rate, backward / rate
 
@@ -238,7 +251,7 @@ def prefill_seconds(step: Step) -> dict[str, float]:
     products += matmul_seconds(gpu, 2 * step.tokens * model.feedforwards(active=True), step.linear_dtype)
     inside = layer_numbers(model) - 9 * model.hidden
     cast = CAST * (model.hidden + model.inner / step.tp) if step.linear_dtype == "fp8" else 0
-    moved = W * (9 * model.hidden + inside / step.tp) + cast
+    moved = W * (EAGER if step.eager else 1.0) * (9 * model.hidden + inside / step.tp) + cast
     all_reduce = 2 * collective_seconds(step, W * rows * model.hidden, step.tp, step.per_host)
     return {
         "products": products,
@@ -254,6 +267,6 @@ def fsdp_seconds(step: Step) -> tuple[float, float]:
     weights = (step.model.parameters() - step.model.outside) / step.model.layers / step.tp
     inside = max(1, step.per_host // step.tp)
     return (
-        collective_seconds(step, W * weights, ranks, inside),
+        collective_seconds(step, WEIGHTS[step.weights] * weights, ranks, inside),
         collective_seconds(step, F32 * weights, ranks, inside),
     )

@@ -3,7 +3,7 @@
 from ringlab import ring_flash_attention        the trainable ring
 from ringlab import ring_linear_attention       linear attention in a ring of states; its ring_short_convolution
 from ringlab import positions, shard, unshard   which tokens a rank has
-from ringlab import join_ring                   this process as a rank, in a script that torchrun starts
+from ringlab import join_ring                   this process as a rank, in a script that torchrun starts; share_gpus
 from ringlab import use_ring, shard_batch       a Hugging Face model, and its batches; ContextParallel: which ranks
 from ringlab import RingTrainer                 transformers' Trainer in a ring; RingSFTTrainer: TRL's
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ringlab.ring.layouts import Layout, positions, shard, unshard
     from ringlab.states.short_convolution import ring_short_convolution
     from ringlab.states.state_ring import ring_linear_attention
+    from ringlab.support.devices import share_gpus
     from ringlab.support.processes import join_ring
 
 __version__ = "0.2.0"
@@ -48,6 +49,7 @@ __all__ = [
     "scaled_dot_product_attention",
     "shard",
     "shard_batch",
+    "share_gpus",
     "spread_generation",
     "stop_ring",
     "unshard",
@@ -70,6 +72,7 @@ _HOMES = {  # of each name, and the package that it needs
     "scaled_dot_product_attention": ("ringlab.ring.flash_ring", "torch"),
     "shard": ("ringlab.ring.layouts", "torch"),
     "shard_batch": ("ringlab.hugging_face.batch", "transformers"),
+    "share_gpus": ("ringlab.support.devices", "torch"),
     "spread_generation": ("ringlab.hugging_face.generate", "transformers"),
     "stop_ring": ("ringlab.hugging_face.use", "transformers"),
     "unshard": ("ringlab.ring.layouts", "torch"),

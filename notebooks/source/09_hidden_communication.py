@@ -232,7 +232,7 @@ assert cost_model.main(named.split()) == 0
 
 # %% [markdown]
 # *Products* are the matrix products of a layer, *head* the logits, *passes* what only reads and writes memory; *gathered*
-# are the parameters of a layer in use, *state* all parameters, gradients and moments, *reserve* what nine published peaks were
+# are the parameters of a layer in use, *state* all parameters, gradients and moments, *reserve* what ten published peaks were
 # above their counts at most. *No ring*: tp GPUs share the heads and all weights of a sequence. *Hybrid of 4* exchanges heads
 # among 4 GPUs ([chapter 17](17_the_other_ways_round.ipynb)). Times within a few per cent are a tie. Inside one host a ring is
 # not the fastest: each round rewrites the running output in memory. Published times grade attention. The rate of the products

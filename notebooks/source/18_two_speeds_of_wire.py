@@ -253,8 +253,8 @@ assert ideal["ring"] > 5 * ideal["double ring"]
 # - **16 rings of 8.** This is another job: **16 sequences at once**, each in the ring of one host. All 16 are done after
 #   the time that is printed, and nothing of them leaves a host.
 #
-# Others published 82 times of attention, steps and prefills. With these costs the planner's median error is 4 %, and in
-# 47 of 47 pairs of ways it names the faster, or one that loses by less than 5 % (`python -m bench.scoreboard`).
+# Others published 105 times of attention, steps and prefills. With these costs the planner's median error is 4 %, and in
+# 67 of 71 pairs of ways it names the faster, or one that loses by less than 5 % (`python -m bench.scoreboard`).
 #
 # ## Measured
 #

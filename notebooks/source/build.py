@@ -68,7 +68,7 @@ def build(source: Path) -> None:
 
 
 def main() -> int:
-    for source in [Path(name) for name in sys.argv[1:]] or chapters() + others():
+    for source in [Path(name).resolve() for name in sys.argv[1:]] or chapters() + others():
         print(f"running {source.stem}", flush=True)
         build(source)
     return 0

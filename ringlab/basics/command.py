@@ -17,7 +17,8 @@ from torch import Tensor
 from ringlab.basics.ranks import gather, scatter
 from ringlab.support import timeline
 from ringlab.support.colours import paint
-from ringlab.support.processes import RankContext, choose_device, cpu_cores, join_ring, launch
+from ringlab.support.devices import choose_device, cpu_cores
+from ringlab.support.processes import RankContext, join_ring, launch
 from ringlab.support.rounding import exact_attention, report
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # chunks of q, k and v (B, H, C, D) -> that of out
@@ -122,7 +123,7 @@ def parse(argv: list[str] | None, world_size: int, local_world_size: int) -> arg
     parser.add_argument("--head-dim", type=size, default=64, metavar="D", help="numbers in a head's query or key (64)")
     parser.add_argument("--dtype", choices=dtypes, default="float32", help="of q, k, v and the result (float32)")
     parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: a GPU a process (auto)"
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: GPUs, shared if they are few (auto)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random q, k and v (0)")
     parser.add_argument(

@@ -6,9 +6,8 @@
     at home     rank r merges P partial results of its queries
 
 The ring of training sends K and V (pass-KV), as large as the whole context. The next question of a conversation is a
-few tokens over a long cache, so its queries are less to send: ../../ring_planner/pass_q_or_kv.py counts both. In
-pass-Q each rank has all new queries in hand, one block after the other. So its work depends only on how many keys it
-keeps.
+few tokens over a long cache, so its queries are less to send: `numbers_sent` counts both. In pass-Q each
+rank has all new queries in hand, one block after the other. So its work depends only on how many keys it keeps.
 
 Shapes: rank r has T_r new tokens and keeps S_r keys, its new tokens' keys among them. Any of these may be 0, and they
 may differ from rank to rank. q and out (B, H, T_r, D), k (B, G, S_r, D), v (B, G, S_r, Dv). `at` (B, T_r) and
@@ -35,8 +34,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ring_planner.hidden_communication import AttentionLayer
-from ring_planner.pass_q_or_kv import Prefill
 from ringlab.basics.chunks import agree_on_chunks, needs_gradients
 from ringlab.models import expect
 from ringlab.models.generate import EMPTY, SpreadCache, agree_on_prompts, read, write
@@ -104,7 +101,7 @@ def cached_attention(
     travels.
     """
     group = places.group
-    rank, world_size = members(group)
+    rank, _ = members(group)
 
     def check(q: Tensor, k: Tensor, v: Tensor) -> None:
         expect(passing in ("auto", *WAYS), f"passing is {passing!r}", "'Q', 'KV' or 'auto'")
@@ -123,8 +120,9 @@ def cached_attention(
     scale, _ = agree_on_chunks(q, k, v, scale, group, check=check, settings=lambda: settings)
     if passing == "auto":
         new, tokens = (sum(at.shape[1] for at in of_ranks) for of_ranks in (places.queries, places.keys))
-        layer = AttentionLayer(q.shape[1], k.shape[1], q.shape[3], q.element_size())
-        passing = Prefill(layer, new, max(tokens - new, 0), world_size).travels
+        keys, queries, home = numbers_sent(q.shape[1], k.shape[1], q.shape[3], new, max(tokens, new))
+        partial_bytes = max(q.element_size(), 4)
+        passing = "KV" if keys * q.element_size() <= queries * q.element_size() + home * partial_bytes else "Q"
     attention = partial(attend_pieces, scale=scale, softcap=softcap)
     out = WAYS[passing](q, k, v, places, nothing_seen(q, v, sinks), attention, group)
     return out.to(q.dtype), passing
@@ -154,6 +152,12 @@ def pass_kv(q: Tensor, k: Tensor, v: Tensor, places: Places, state: Partial, att
 
 
 WAYS = {"Q": pass_q, "KV": pass_kv}
+
+
+def numbers_sent(heads: int, kv_heads: int, head_dim: int, new: float, tokens: float) -> tuple[float, float, float]:
+    """Numbers that P ranks send in a layer, divided by P - 1: K and V of all tokens; or the queries of the new ones,
+    and their partial results."""
+    return 2 * kv_heads * head_dim * tokens, heads * head_dim * new, heads * (head_dim + 1) * new
 
 
 def attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, *, scale: float, softcap: float | None) -> Partial:

@@ -5,8 +5,8 @@
     ranks = Ranks(); ranks(3, work, x)      the same on processes that stay alive: to start one costs a second
 
 `work` must be a function of a module; its arguments and its result are pickled. One process drives one device: a GPU
-with NCCL if every process of the host can have one, else its share of the CPU's cores, with gloo. A rank that dies ends
-all the others, and the caller gets the reason.
+with NCCL if every process of the host can have one, else its share of the CPU's cores, with gloo. Asked for "cuda", the
+processes share the GPUs that there are. A rank that dies ends all the others, and the caller gets the reason.
 
 Source: the PyTorch manual, torch.distributed.
 """
@@ -33,6 +33,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+from ringlab.support.devices import choose_device, cpu_cores, share_gpus
 
 # The longest wait for one message. When a rank ends, its connections close, and the others notice at once. The limit is
 # for a rank that hangs. It must exceed the time that a slow machine needs to compute on one block.
@@ -62,25 +64,6 @@ class RankContext:
     why: str  # the reason for this device and backend, for the reader
 
 
-def choose_device(requested: str, local_world_size: int) -> tuple[str, str, str]:
-    """("cuda" or "cpu", "nccl" or "gloo", why) for so many processes of a host. Raises ValueError for too few GPUs."""
-    if requested not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device is {requested!r}; expected 'auto', 'cpu' or 'cuda'")
-    gpus = torch.cuda.device_count()
-    count = f"{gpus} GPU(s) for {local_world_size} process(es) on this host"
-    if requested == "cuda" and gpus < local_world_size:
-        instead = "Start fewer processes or use --device cpu"
-        raise ValueError(f"--device cuda needs one GPU for each process: {count}. {instead}")
-    if requested == "cpu" or gpus < local_world_size:
-        return "cpu", "gloo", "as asked" if requested == "cpu" else count
-    return "cuda", "nccl", count
-
-
-def cpu_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @contextmanager
 def join_ring(requested_device: str = "auto", local_world_size: int = 0, **init: Any) -> Iterator[RankContext]:
     """Join the job that started this process, yield this rank's RankContext, and leave in order.
@@ -94,9 +77,12 @@ def join_ring(requested_device: str = "auto", local_world_size: int = 0, **init:
     device_type, backend, why = choose_device(requested_device, local_world_size)
     one_host = local_world_size >= world_size
     number = int(init["rank"] if one_host and "rank" in init else os.environ.get("LOCAL_RANK", 0))  # on this host
-    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", number)
+    device = torch.device("cpu")
     if device_type == "cuda":
+        device = torch.device("cuda", number % torch.cuda.device_count())
+        share_gpus(number, local_world_size)
         torch.cuda.set_device(device)
+        init = {"device_id": device, **init}  # else NCCL warns, and send and recv form communicators of their own
     if one_host:  # loopback always works
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     torch.set_num_threads(max(1, cpu_cores() // local_world_size))  # with more, the ranks compete for the cores

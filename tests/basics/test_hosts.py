@@ -14,6 +14,7 @@ from torch.torch_version import TorchVersion
 
 from ringlab import support
 from ringlab.support import processes, timeline
+from ringlab.support.devices import share_gpus
 from ringlab.support.processes import TIME_LIMIT, join_ring
 from tests.commands import ROOT
 
@@ -28,6 +29,9 @@ def job_of_two_hosts(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     calls = mock.Mock()
     calls.dist.get_rank.return_value = 5
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "as above")
+        monkeypatch.delenv(name)
     for name in ("init_process_group", "destroy_process_group", "barrier", "get_rank"):
         monkeypatch.setattr(dist, name, getattr(calls.dist, name))
     monkeypatch.setattr(torch, "set_num_threads", calls.set_num_threads)
@@ -49,13 +53,54 @@ def test_a_gpu_is_chosen_by_the_rank_on_its_host(job_of_two_hosts, init):
         assert (context.rank, context.world_size) == (5, 8)
         assert context.why == "cuda with nccl: 4 GPU(s) for 4 process(es) on this host"
     job_of_two_hosts.set_device.assert_called_once_with(torch.device("cuda", 1))
+    assert "NCCL_HOSTID" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world_size", "number", "index", "network"),
+    [(1, 8, 1, 0, None), (3, 8, 3, 0, None), (3, 4, 1, 1, "lo"), (1, 4, 2, 0, "lo")],
+)
+def test_ranks_that_share_gpus_are_hosts_to_nccl(
+    job_of_two_hosts, monkeypatch, gpus, world_size, number, index, network
+):
+    """It refuses two on one GPU of a host. Each says so before it forms the group, and NCCL reads it there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(platform, "node", lambda: "here")
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setenv("LOCAL_RANK", str(number))
+    seen = {}
+    job_of_two_hosts.dist.init_process_group.side_effect = lambda *args, **options: seen.update(os.environ)
+    with join_ring("cuda") as context:
+        assert context.device == torch.device("cuda", index)
+        assert context.why.startswith(f"cuda with nccl: 4 ranks share {gpus} GPU")
+    assert seen["NCCL_HOSTID"] == f"here-{number}"
+    assert seen.get("NCCL_SOCKET_IFNAME") == network
+    assert job_of_two_hosts.dist.init_process_group.call_args.kwargs["device_id"] == context.device
+
+
+@pytest.mark.usefixtures("job_of_two_hosts")
+@pytest.mark.parametrize(
+    ("gpus", "processes", "chosen", "said"),
+    [(2, 4, None, "here-1"), (4, 4, None, None), (0, 4, None, None), (2, 4, "mine", "mine"), (1, None, None, None)],
+)
+def test_other_libraries_may_share_gpus_too(monkeypatch, gpus, processes, chosen, said):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(platform, "node", lambda: "here")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    if processes:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    if chosen:
+        monkeypatch.setenv("NCCL_HOSTID", chosen)
+    share_gpus()
+    assert os.environ.get("NCCL_HOSTID") == said
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl")])
 def test_no_message_is_waited_for_longer_than_the_limit(job_of_two_hosts, device, backend):
     """With gloo none goes ahead before all are connected: it would close connections that others still open."""
     with join_ring(device):
-        job_of_two_hosts.dist.init_process_group.assert_called_once_with(backend, timeout=TIME_LIMIT)
+        on_gpu = {"device_id": torch.device("cuda", 1)} if device == "cuda" else {}
+        job_of_two_hosts.dist.init_process_group.assert_called_once_with(backend, timeout=TIME_LIMIT, **on_gpu)
         called = [name for name, *_ in job_of_two_hosts.dist.mock_calls]
         assert called[:2] == ["init_process_group", "barrier" if backend == "gloo" else "get_rank"]
     assert 60 <= TIME_LIMIT.total_seconds() <= 600

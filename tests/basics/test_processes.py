@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ringlab.basics.ranks import gather, neighbours, scatter
-from ringlab.support.processes import LostRank, Raised, Ranks, choose_device, cpu_cores, launch
+from ringlab.support.devices import choose_device, cpu_cores
+from ringlab.support.processes import LostRank, Raised, Ranks, launch
 from tests.basics import failing_ring
 from tests.commands import ROOT, TORCHRUN, ends_soon, run, wait_for
 
@@ -54,30 +55,35 @@ def test_scatter_and_gather(ranks, world_size, seq_len):
     assert wholes[1:] == (None,) * (world_size - 1)
 
 
+SHARED = "NCCL through sockets, slow, for learning and tests"
+
+
 @pytest.mark.parametrize(
     ("requested", "gpus", "expected"),
     [
-        ("auto", 0, ("cpu", "gloo", "0 GPU(s) for 2 process(es) on this host")),
-        ("auto", 1, ("cpu", "gloo", "1 GPU(s) for 2 process(es) on this host")),
-        ("auto", 2, ("cuda", "nccl", "2 GPU(s) for 2 process(es) on this host")),
-        ("cuda", 4, ("cuda", "nccl", "4 GPU(s) for 2 process(es) on this host")),
+        ("auto", 0, ("cpu", "gloo", "0 GPU(s) for 3 process(es) on this host")),
+        ("auto", 2, ("cpu", "gloo", "2 GPU(s) for 3 process(es) on this host; --device cuda shares them")),
+        ("auto", 3, ("cuda", "nccl", "3 GPU(s) for 3 process(es) on this host")),
+        ("cuda", 1, ("cuda", "nccl", f"3 ranks share 1 GPU: {SHARED}")),
+        ("cuda", 2, ("cuda", "nccl", f"3 ranks share 2 GPUs: {SHARED}")),
+        ("cuda", 4, ("cuda", "nccl", "4 GPU(s) for 3 process(es) on this host")),
         ("cpu", 4, ("cpu", "gloo", "as asked")),
     ],
 )
 def test_choose_device(monkeypatch, requested, gpus, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert choose_device(requested, 2) == expected
+    assert choose_device(requested, 3) == expected
 
 
 @pytest.mark.parametrize(
     ("requested", "message"),
     [
-        ("cuda", r"1 GPU\(s\) for 2 process\(es\).*Start fewer processes or use --device cpu"),
+        ("cuda", r"^--device cuda needs a GPU: 0 GPU\(s\) for 2 process\(es\) on this host; expected --device cpu$"),
         ("tpu", "'tpu'; expected"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(monkeypatch, requested, message):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=message):
         choose_device(requested, 2)
 

@@ -113,7 +113,7 @@ BAD_OPTIONS = {
     "--trace no/such/folder/t.json": "--trace: 'no/such/folder/t.json' given, expected a name ending in .json of a",
     "--trace tests.json/..": "--trace: 'tests.json/..' given, expected a name ending in .json",
     "--trace t.txt": "--trace: 't.txt' given, expected a name ending in .json",
-    "--device cuda": "--device cuda needs one GPU for each process: 3 GPU(s) for 4 process(es)",
+    "--device cuda": "--device cuda needs a GPU: 0 GPU(s) for 4 process(es) on this host; expected",
 }
 
 
@@ -126,11 +126,11 @@ def test_a_pipe_is_no_file_to_write(tmp_path):
 
 
 @pytest.fixture
-def three_gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
-@pytest.mark.usefixtures("three_gpus")
+@pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("options", BAD_OPTIONS)
 def test_bad_options_end_with_one_line_and_status_2(capsys, options):
     with pytest.raises(SystemExit) as end:

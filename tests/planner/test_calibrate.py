@@ -280,11 +280,12 @@ def test_the_command_writes_what_the_planner_reads(tmp_path, capsys, monkeypatch
         (["--out", "no/such/folder/machine.json"], "expected a file in a folder that is there"),
         (["--out", "machine.json", "--processes", "0"], "processes is 0; expected 1 or more"),
         (["--out", "machine.json", "--head-dim", "-1"], "head-dim is -1; expected 1 or more"),
-        (["--out", "machine.json", "--device", "cuda", "--processes", "999"], "needs one GPU for each process"),
+        (["--out", "machine.json", "--device", "cuda", "--processes", "999"], "--device cuda needs a GPU"),
     ],
 )
 def test_wrong_options_measure_nothing(options, said, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["calibrate", *options])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with mock.patch.object(calibrate, "launch") as launch, pytest.raises(SystemExit) as ended:
         calibrate.main()
     assert ended.value.code == 2

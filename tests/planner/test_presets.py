@@ -1,6 +1,7 @@
 """Names of models and GPUs: their parameters as published and as a real model has them, and config.json files."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -8,10 +9,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ring_planner.hidden_communication import AttentionLayer, block_flops
 from ring_planner.memory import step_bytes
 from ring_planner.plan import Plan
-from ring_planner.presets import GPUS, MODELS, LinearLayers, Model, gpu_named, model_named
+from ring_planner.presets import GPUS, MODELS, NARROW, LinearLayers, Model, gpu_named, model_named
+from ring_planner.round_costs import realistic
+from ring_planner.seconds import Pass, pass_of
 from ring_planner.step import Step, attention_seconds
+from ring_planner.ways import Cluster
 from ringlab.models.transformer import Config, Transformer
 from ringlab.states.linear_attention import linear_attention
 
@@ -27,7 +32,9 @@ BILLIONS = {  # as the model's owner states: all, and those of a token
     "mistral-7b": (7.24, 7.24),
     "qwen2.5-7b": (7.62, 7.62),
     "qwen2.5-72b": (72.7, 72.7),
+    "qwen3-0.6b": (0.6, 0.6),
     "qwen3-8b": (8.19, 8.19),
+    "qwen3-32b": (32.8, 32.8),
     "qwen3-30b-a3b": (30.5, 3.3),
     "mixtral-8x7b": (46.7, 12.9),
     "mixtral-8x22b": (141, 39),
@@ -232,7 +239,7 @@ def test_a_wrong_configuration_is_refused(content, said, tmp_path):
 
 
 def test_a_name_that_does_not_exist_lists_those_that_do():
-    with pytest.raises(ValueError, match=r"model is 'gpt-9'; expected one of llama-3.1-8b, .*deepseek-moe-16b"):
+    with pytest.raises(ValueError, match=r"model is 'gpt-9'; expected a config.json, its folder, or one of llama"):
         model_named("gpt-9")
     with pytest.raises(ValueError, match=r"gpu is 'h9'; expected one of h100, .*l40s"):
         gpu_named("h9")
@@ -249,13 +256,48 @@ def test_a_gpu_has_a_source_and_rates_that_can_be(gpu):
     assert 23e9 < gpu.memory < 289e9
 
 
-@pytest.mark.parametrize(
-    ("name", "kernel", "multiprocessors", "measured"),
-    [("a100", "fused", 108, (205e12, 174e12)), ("h800", "torch", 132, (325e12, 288e12))],
-)
-def test_a_kernel_reaches_what_was_measured(name, kernel, multiprocessors, measured):
-    """zhuzilin's README, causal: 32 heads of 64 blocks. A call waits for 2 blocks of mean length, backward for 1."""
-    gpu, waves = gpu_named(name), 32 * 64 / multiprocessors
-    assert gpu.multiprocessors == multiprocessors
-    reached = [rate * waves / (waves + wait) for rate, wait in zip(gpu.attention[kernel], (2, 1), strict=True)]
-    assert reached == pytest.approx(measured)
+HAND = [  # TFLOP/s on one H100, by hand, torch 2.11: heads, K/V heads, tokens, head dim, mask; fa2, cudnn, both ways
+    ((32, 32, 4096, 128, "causal"), (260, 233), (491, 426)),
+    ((32, 32, 4096, 128, "none"), (343, 279), (623, 539)),
+    ((32, 32, 16384, 128, "causal"), (338, 313), (641, 568)),
+    ((32, 32, 16384, 128, "none"), (352, 310), (647, 542)),
+    ((32, 8, 16384, 128, "causal"), (312, 304), (628, 512)),
+    ((16, 16, 16384, 64, "causal"), (271, 272), (449, 446)),
+    ((16, 16, 16384, 64, "none"), (302, 282), (433, 466)),
+]
+
+
+@pytest.mark.parametrize(("work", "fa2", "cudnn"), HAND, ids=str)
+def test_a_kernel_reaches_what_was_measured(work, fa2, cudnn):
+    """Within 6.5 % of 28 speeds. The planner ignored the head dim and the kernel before: 22 % to 100 %."""
+    (heads, kv_heads, tokens, head_dim, mask), gpu = work, gpu_named("h100")
+    pairs = tokens**2 / (1 if mask == "none" else 2)
+    for kernel, measured in (("fa2", fa2), ("cudnn", cudnn)):
+        forward, backward = gpu.rates(kernel, head_dim)
+        alone = Cluster(1, 1, forward, gpu.link, memory_bandwidth=gpu.memory_bandwidth, backward_flops=backward)
+        alone = realistic(replace(alone, multiprocessors=gpu.multiprocessors))
+        call = Pass(alone, AttentionLayer(heads, kv_heads, head_dim), tokens, mask=mask)
+        for each, speed in zip((False, True), measured, strict=True):
+            reached = block_flops(call.layer, pairs, backward=each) / pass_of("ring", replace(call, backward=each))
+            assert reached / 1e12 == pytest.approx(speed, rel=0.065)
+
+
+def test_a_head_of_any_width_has_a_rate():
+    """64 numbers: the shares of NARROW; 32: their squares; from 128 on all. An ideal GPU does not know them."""
+    gpu = gpu_named("h100")
+    for kernel, (at_64, back_at_64) in NARROW.items():
+        forward, backward = gpu.attention[kernel]
+        for head_dim, power in ((256, 0), (128, 0), (64, 1), (32, 2)):
+            expected = forward * at_64**power, backward * back_at_64**power
+            assert gpu.rates(kernel, head_dim) == pytest.approx(expected)
+    assert [*gpu_named("a100").rates("best", 128)] == gpu_named("a100").attention["fa2"]
+    assert [*replace(gpu, memory_bandwidth=math.inf).rates("fa2", 64)] == gpu.attention["fa2"]
+
+
+def test_minimax_m2_is_no_hybrid(tmp_path):
+    """Each 1 of its attn_type_list is a layer of softmax attention; a 0 is not counted. A folder will do."""
+    written(tmp_path, {**MIXTRAL, "attn_type_list": [1] * 32})
+    assert model_named(str(tmp_path)).layers == 32
+    written(tmp_path, {**MIXTRAL, "attn_type_list": [1, 0] * 16})
+    with pytest.raises(ValueError, match="attn_type_list: a hybrid of attention"):
+        model_named(str(tmp_path))

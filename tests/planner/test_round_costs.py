@@ -35,27 +35,25 @@ class Moved(torch.utils._python_dispatch.TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_merge_moves_the_bytes_of_its_operations(dtype):
+@pytest.mark.parametrize(("dtype", "merged", "added"), [(torch.bfloat16, 18, 10), (torch.float32, 12, 12)])
+def test_a_merge_moves_the_bytes_of_its_operations(dtype, merged, added):
+    """It was measured to take as long as 24 and 12 bytes of a number, so no fewer than its operations move."""
     layer = replace(LAYER, itemsize=dtype.itemsize)
-    out, block = torch.zeros(SHAPES["q"]), torch.zeros(SHAPES["q"], dtype=dtype)
-    weight = torch.tensor(0.5)
-    with Moved() as moved:
-        out = out - weight * (out - block.to(torch.float32))
-    assert moved.bytes - weight.nbytes == merge_bytes(layer, ROWS, KEYS)
     bytes_of_heads = []
     for D in (4, 8):  # what lse costs does not depend on D
         ours, found = torch.zeros(1, 4, ROWS, D), torch.zeros(1, 4, ROWS, D, dtype=dtype)
         with Moved() as moved:
             merge_into(ours, torch.zeros(1, 4, ROWS), found, torch.zeros(1, 4, ROWS))
         bytes_of_heads.append(moved.bytes)
-    assert bytes_of_heads[1] - bytes_of_heads[0] == 4 * ROWS * 4 * (18 if dtype == torch.bfloat16 else 12)
+    queries, keys = 4 * ROWS * 4, 2 * 2 * KEYS * 4
+    assert bytes_of_heads[1] - bytes_of_heads[0] == queries * merged <= merge_bytes(layer, ROWS, KEYS)
     gradients = [torch.zeros(SHAPES["q"]), torch.zeros(SHAPES["kv"])]
     blocks = [torch.zeros_like(each, dtype=dtype) for each in gradients]
     with Moved() as moved:
         for total, each in zip(gradients, blocks, strict=True):
             total += each
-    assert moved.bytes == merge_bytes(layer, ROWS, KEYS, backward=True)
+    backward = merge_bytes(layer, ROWS, KEYS, backward=True)
+    assert moved.bytes == (queries + keys) * added == pytest.approx(backward / 1.2)
     with Moved() as moved:
         first = blocks[0].to(torch.float32).to(dtype)
     assert moved.bytes == merge_bytes(layer, ROWS, KEYS, first=True)
@@ -64,12 +62,13 @@ def test_a_merge_moves_the_bytes_of_its_operations(dtype):
 
 def test_bytes_by_hand():
     """q: 6 · 16 = 96 numbers; K and V: 2 · 4 · 8 = 64, of all query heads 128; in bf16."""
-    assert call_bytes(LAYER, ROWS, KEYS) == (96 + 96 + 64) * 2
-    # out, dO, Q, dO; zeroes and reads dQ in float32; writes it; K, V, dK, dV; dK, dV of each query head, and again
-    backward = 4 * 96 * 2 + 2 * 96 * 4 + 96 * 2 + 2 * 64 * 2 + 2 * 128 * 2
-    assert call_bytes(LAYER, ROWS, KEYS, backward=True) == backward
+    assert call_bytes(LAYER, ROWS, KEYS) == 0  # while it computes
+    # out and dO; zeroes and reads dQ in float32; writes it; dK and dV of each query head, and again
+    assert call_bytes(LAYER, ROWS, KEYS, backward=True) == 2 * 96 * 2 + 2 * 96 * 4 + 96 * 2 + 2 * 128 * 2
     alike = replace(LAYER, kv_heads=4)  # a K/V head for each query head: nothing is summed
-    assert call_bytes(alike, ROWS, KEYS, backward=True) == 4 * 96 * 2 + 2 * 96 * 4 + 96 * 2 + 2 * 128 * 2
+    assert call_bytes(alike, ROWS, KEYS, backward=True) == 2 * 96 * 2 + 2 * 96 * 4 + 96 * 2
+    assert merge_bytes(LAYER, ROWS, KEYS) == 96 * 24  # measured: as 23 to 24 bytes of a number
+    assert merge_bytes(LAYER, ROWS, KEYS, backward=True) == pytest.approx((96 + 64) * 12)
     assert merge_bytes(LAYER, ROWS, KEYS, first=True, backward=True) == 2 * (96 + 64) * (2 + 4)
     assert 2 * packing_bytes(LAYER, 6) == 2 * (96 + 96 + 96) * 2  # q, k, v and out; each is read and written
     assert (causal_pairs(1024), causal_pairs(16)) == (1024 * (1024 + TILE) / 2, 16 * 16)
@@ -161,7 +160,6 @@ def test_messages_slow_the_computing_beside_them():
     [
         ({"mask": "casual"}, "mask is 'casual'; expected one of None, 'none', 'causal'"),
         ({"mask": "causal", "layout": "zig"}, "layout is 'zig'; expected one of 'contiguous', 'zigzag', 'striped'"),
-        ({"batch": 0}, "batch is 0; expected a sequence or more"),
     ],
 )
 def test_bad_input(options, says):
@@ -197,9 +195,8 @@ def test_few_blocks():
     assert efficiency(1, 1, 100) == 1 / TILE / 100
     assert efficiency(10**9, 8192, 132, causal=True) == pytest.approx(1)
     assert efficiency(1, 1, 0, causal=True) == 1
-    rates = unlimited((89.0, 94.0), 32, 8192, 132, causal=True)
-    shares = [efficiency(32, 8192, 132, causal=True, backward=each) for each in (False, True)]
-    assert [rate * share for rate, share in zip(rates, shares, strict=True)] == pytest.approx([89, 94])
+    reached = efficiency(32, 8192, 132, causal=True)
+    assert [rate * reached for rate in unlimited((89.0, 94.0), 32, 8192, 132, causal=True)] == pytest.approx([89, 94])
 
 
 GPU = replace(HOST, multiprocessors=16)
@@ -217,19 +214,19 @@ def test_every_call_waits():
         return 2 * simulate(way, GPU, LAYER, LONG, mask="causal", **options)
 
     assert (few, half) == (2, 1)
-    causal = (few + 2) / few * diagonal
+    causal = (few + 3 / 2) / few * diagonal
     assert seconds(layout="striped") == 4 * causal
     assert seconds(layout="contiguous") == causal + 3 * (few + 1 / 2) / few * block
     assert seconds() == causal + 3 * (few + 1 / 2) / few * block / 2
-    back = 2 * (
-        (few + 1) / few * diagonal + 3 * (half + 1 / 2) / half * block / 2
-    )  # 10 · hidden FLOPs, at half the rate
+    back = 2 * (causal + 3 * (half + 1 / 2) / half * block / 2)  # 10 · hidden FLOPs, at half the rate
     assert seconds(backward=True) == back
     one = waves(1, 4 * LONG)  # all-to-all: a head of all tokens
-    assert seconds("all-to-all") == pytest.approx((one + 2) / one * 4 * LONG * (4 * LONG + TILE) / 2 / 4)
-    assert seconds("all-gather") == pytest.approx((few + 2) / few * 4 * block / 2)  # all heads, though one at a time
+    assert seconds("all-to-all") == pytest.approx((one + 3 / 2) / one * 4 * LONG * (4 * LONG + TILE) / 2 / 4)
+    assert seconds("all-gather") == pytest.approx(
+        (few + 3 / 2) / few * 4 * block / 2
+    )  # all heads, though one at a time
     assert seconds("all-gather", layout="contiguous") == pytest.approx(
         (few + 1 / 2) / few * LONG * (4 * LONG - LONG / 2)
     )
     two = waves(8, LONG)  # of two sequences
-    assert seconds(layout="striped", batch=2) == pytest.approx(2 * 4 * (two + 2) / two * diagonal)
+    assert seconds(layout="striped", batch=2) == pytest.approx(2 * 4 * (two + 3 / 2) / two * diagonal)

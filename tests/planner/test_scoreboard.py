@@ -2,18 +2,17 @@
 
 import json
 import math
-from statistics import mean
 from unittest import mock
 
 import pytest
 
 from bench import scoreboard
 from bench.scoreboard import PUBLISHED, Grade, fitted, grades, interval, intervals, left_out, questions, summary, times
-from ring_planner import seconds, step
+from ring_planner import step
 from ring_planner.memory import RESERVE
 from ring_planner.plan import ERRORS
 from ring_planner.presets import gpu_named, model_named
-from ring_planner.round_costs import FRAMEWORK, MEMORY_SHARE, merge_bytes
+from ring_planner.round_costs import FRAMEWORK
 
 MARKED = grades()
 NUMBERS = {  # of attention: the least and the most
@@ -21,31 +20,33 @@ NUMBERS = {  # of attention: the least and the most
     **{"head_dim": (16, 256), "seq_len": (1024, 2**24), "hosts": (1, 1024), "per_host": (1, 72)},
 }
 KNOWN = {*NUMBERS, "set", "source", "gpu", "card", "batch", "dtype", "mask", "layout", "way", "pass", "inside", "note"}
-KNOWN |= {"apart", "kernels", "model", "cp", "tp", "recompute", "linear_dtype", "loss", "message", "megabytes"}
+KNOWN |= {"apart", "eager", "kernels", "model", "cp", "tp", "recompute", "linear_dtype", "loss", "message", "megabytes"}
 KNOWN |= {"forward_flops", "backward_flops", *(f"measured_{what}" for what in scoreboard.MEASURES)}
 
 
 def test_the_goals_are_met():
     errors = summary([each.error for each in times(MARKED)])
     assert errors["median"] <= 0.05
-    assert errors["nine in ten"] <= 0.16
+    assert errors["nine in ten"] <= 0.15
     peaks = [each.measured / each.predicted - 1 for each in MARKED if each.what == "peak_gib"]
-    assert round(max(peaks), 3) == RESERVE == 0.038  # what ring-plan keeps free
+    assert round(max(peaks), 3) == RESERVE == 0.073  # what ring-plan keeps free
     assert min(peaks) >= -0.05
     answers = questions(MARKED)
-    assert len(answers) >= 45
+    assert len(answers) >= 70
     assert sum(right for *_, right in answers) >= 0.9 * len(answers)
 
 
 def test_rows_that_no_constant_was_fitted_on_are_as_good():
-    errors = summary([each.error for each in times(grades("fitted", "more"))])
-    assert errors["median"] <= 0.08
-    assert errors["nine in ten"] <= 0.25
+    publishers = [{each.publisher for each in grades(each)} for each in scoreboard.SETS]
+    assert len(publishers[0] | publishers[1]) == 2 * len(publishers[0]) == 10  # half of them, and none on both sides
+    errors = summary([each.error for each in times(grades("graded"))])
+    assert errors["median"] <= 0.06
+    assert errors["nine in ten"] <= 0.18
 
 
 def test_intervals_hold_for_rows_that_were_left_out_of_every_fit():
     known = [(ratio, of) for _, ratio, of in left_out(times(MARKED)) if of]
-    assert len(known) >= 60
+    assert len(known) >= 80
     assert sum(of["low"] <= ratio <= of["high"] for ratio, of in known) >= 0.85 * len(known)
 
 
@@ -54,10 +55,9 @@ def test_the_command_reads_what_the_rows_say():
 
 
 def test_the_constants_are_fitted_on_the_rows_that_they_name():
-    share, _ = fitted(grades("fitted"))
-    assert abs(share - MEMORY_SHARE) <= 0.05
-    _, framework = fitted([each for each in MARKED if each.publisher == "NeMo"])
-    assert framework == FRAMEWORK
+    assert fitted(times(grades("fitted"))) == FRAMEWORK
+    alone = fitted([each for each in times(MARKED) if each.publisher == "NeMo"])
+    assert alone[2026] == alone[2024] == FRAMEWORK[2024]  # no row is of that year: all count
 
 
 def test_wrong_predictions_are_seen():
@@ -68,31 +68,6 @@ def test_wrong_predictions_are_seen():
     assert right
     vars(fast)["predicted"] = slow.predicted
     assert [right for *_, right in questions([fast, slow])] == [False]
-
-
-def test_the_bytes_of_a_merge_are_those_that_the_times_show():
-    """One kernel would move 10 bytes of each number, our own merge moves 18; round_costs.py says what that gives."""
-    uncached = seconds.pass_of.__wrapped__
-
-    def errors(size):
-        def moved(layer, rows, keys, *, first=False, backward=False):
-            other = first or backward
-            return (
-                merge_bytes(layer, rows, keys, first=first, backward=backward) if other else size * rows * layer.hidden
-            )
-
-        with mock.patch.object(seconds, "merge_bytes", moved), mock.patch.object(scoreboard, "pass_of", uncached):
-            marked = [each for each in grades() if each.section == "attention"]
-            (ring,) = [
-                each.error
-                for each in marked
-                if (each.row["gpu"], each.row["way"], each.row["pass"]) == ("H100", "ring", "forward")
-            ]
-            return round(100 * ring), mean(abs(each.error) for each in marked)
-
-    found = {size: errors(size) for size in (10, 18, 38)}
-    assert [ring for ring, _ in found.values()] == [-25, -19, -3]
-    assert min(found, key=lambda size: found[size][1]) == 38
 
 
 def test_an_interval_by_hand():
@@ -122,3 +97,26 @@ def test_rows_can_be(section):
             model_named(row["model"])
             assert row["kernels"] != "best"
     assert all(len(each.row["apart"]) > 20 for each in grades(apart=True))
+
+
+def test_the_page_says_what_the_scoreboard_says():
+    """bench/README.md; chapter 18 has the same numbers."""
+    all_times, graded = times(MARKED), times(grades("graded"))
+    errors, of_graded = (summary([each.error for each in rows]) for rows in (all_times, graded))
+    memory = summary([each.error for each in MARKED if each.what == "peak_gib"])
+    right = [right for *_, right in questions(MARKED)]
+    known = [of["low"] <= ratio <= of["high"] for _, ratio, of in left_out(all_times) if of]
+    size = "{:.1f} %".format
+    sources = len({each.row["source"] for each in all_times})
+    rows = (
+        f"{len(all_times)} times from {sources} sources | half of the errors are"
+        f" below {size(100 * errors['median'])}, nine in ten below {size(100 * errors['nine in ten'])} |",
+        f"the {len(graded)} of five publishers on whose times nothing was fitted | half below"
+        f" {size(100 * of_graded['median'])}, nine in ten below {size(100 * of_graded['nine in ten'])} |",
+        f"without NVLink | {size(100 * errors['worst'])} |",
+        f"holds for {sum(known)} of {len(known)} times |",
+        f"within {size(100 * memory['worst'])}; `ring-plan` keeps {size(100 * RESERVE)} of its count free |",
+        f"{len(right)} pairs | right in {sum(right)}, or slower by less than 5 % |",
+    )
+    page = (PUBLISHED.parent / "README.md").read_text()
+    assert [row for row in rows if row not in page] == []

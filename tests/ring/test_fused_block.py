@@ -225,6 +225,17 @@ def test_the_numbers_of_the_kernels_are_those_of_pytorch():
 CUDA = pytest.mark.parametrize("kernel", gpu_kernels.CHOICES.values())
 
 
+class OnOneDevice:
+    """torch.ops.aten, for tensors of one device."""
+
+    def __getattr__(self, name):
+        def call(*args, **options):
+            assert {x.device.type for x in args if isinstance(x, torch.Tensor)} == {"meta"}
+            return getattr(torch.ops.aten, name)(*args, **options)
+
+        return call
+
+
 # On meta tensors a kernel computes shapes and dtypes, but no values. So these tests show that the arguments fit the
 # CUDA kernels of this release of torch, and that the results have the shapes that the ring adds up.
 @CUDA
@@ -234,7 +245,8 @@ def test_shapes_and_dtypes_on_cuda(kernel, Sq, Sk, causal):
     dtype = torch.float32 if kernel == "cuda efficient" else torch.bfloat16
     q, out, d_out = torch.empty(3, B, H, Sq, D, dtype=dtype, device="meta").unbind()
     k, v = torch.empty(2, B, G, Sk, D, dtype=dtype, device="meta").unbind()
-    with mock.patch.object(fused_block, "choose_kernel", return_value=(kernel, "")):
+    chosen = mock.patch.object(fused_block, "choose_kernel", return_value=(kernel, ""))
+    with chosen, mock.patch.object(gpu_kernels, "aten", OnOneDevice()):
         out_j, lse = fused_forward(q, k, v, scale=0.1, causal=causal)
         results = fused_backward(q, k, v, out, lse, d_out, scale=0.1, causal=causal)
     assert (out_j.shape, out_j.dtype) == (q.shape, dtype)
@@ -403,6 +415,19 @@ def test_the_efficient_kernel_gets_pieces_of_a_long_block(kernel, Sq, Sk, causal
     for each in (False, True):
         seen = [(*size, causal) for backward, causal, *size in kernels.calls if backward == each and size != [1, 1]]
         assert seen == ([size for size in sizes if size[:2] != (1, 1)] if "efficient" in kernel else [(Sq, Sk, causal)])
+
+
+def test_the_gradients_of_pieces_are_summed_in_float32(monkeypatch):
+    monkeypatch.setattr(gpu_kernels, "LONGEST", 16)
+    q, _, _, d_out = grouped_inputs(1, 2, 1, 16, 8, torch.bfloat16)
+    _, k, v, _ = grouped_inputs(1, 2, 1, 160, 8, torch.bfloat16)
+    with on_gpu("cuda efficient"):
+        out, lse = fused_forward(q, k, v, scale=0.5)
+        options = {"out": out, "lse": lse, "d_out": d_out, "scale": 0.5}
+        d_q, *_ = fused_backward(q, k, v, **options)
+        parts = [fused_backward(q, *block, **options)[0] for block in zip(k.split(16, 2), v.split(16, 2), strict=True)]
+    assert torch.equal(d_q, sum(part.float() for part in parts).bfloat16())
+    assert not torch.equal(d_q, sum(parts))
 
 
 def test_no_gpu_kernel_was_tried_on_more():
