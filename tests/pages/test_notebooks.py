@@ -121,9 +121,8 @@ def test_its_head_names_its_door(source):
 
 def stated(source):
     """The minutes that a chapter states: to read, and for its exercises."""
-    return [
-        int(each) for each in re.search(r"(\d+) minutes to read, (\d+) for the exercises", source.read_text()).groups()
-    ]
+    found = re.search(r"(\d+) minutes to read, (\d+) for the exercises", source.read_text())
+    return int(found[1]), int(found[2])
 
 
 @by_chapter
