@@ -282,7 +282,7 @@ def falling(seq_len, rank, world_size):
 
 # fmt: off
 BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X; options of all; words of the message)
-    "heads": ((X[:, :3], X[:, :2], X[:, :2]), {}, ["rank 1: q has 3 heads and k 2; expected a multiple"]),
+    "heads": ((X[:, :3], X[:, :2], X[:, :2]), {}, ["rank 1: q has shape (1, 3, 4, 3) and k (1, 2", "a multiple"]),
     "k and v": ((X, X, X[:, :1]), {}, ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)", "same B, heads and"]),
     "nothing in v": ((X, X, X[..., :0]), {}, ["rank 1: v has shape (1, 4, 4, 0)", "1 or more"]),
     "three dimensions of v": ((X, X, X[0]), {}, ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
