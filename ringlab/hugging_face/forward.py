@@ -97,7 +97,7 @@ class ModelInRing(LayerAttention):
             said = agree(partial(attempt, self.proved, model), self.group)
         finally:
             self.proving = False
-        different = "the ranks have different weights; expected the same on each of them: set one seed before the model"
+        different = "the ranks disagree about weights; expected the same on each of them: set one seed before the model"
         if len(set(said)) > 1 or isinstance(said[0], str):
             raise ValueError(next((reason for reason in said if isinstance(reason, str)), different))
         model.set_attn_implementation(self.name)

@@ -171,7 +171,7 @@ PACKED = {  # how a packed batch of two rows is changed
     "an empty document": (ends(0, 5, 5, 24), "cu_seq_lens_q is [0, 5, 5, 24]"),
     "of both rows": (ends(0, 24, 48), "cu_seq_lens_q is [0, 24, 48]"),
     "labels of padding": (labels_of_padding, "labels where attention_mask is 0, or after the last document"),
-    "boundaries of a rank": (of_rank(0, with_(position_ids=ROW)), "the ranks disagree about the batch"),
+    "boundaries of a rank": (of_rank(0, with_(position_ids=ROW)), "the ranks disagree about documents"),
     "no whole numbers": (ends(0.0, 24.0), "cu_seq_lens_q is [0.0, 24.0]"),
 }
 
@@ -243,7 +243,7 @@ MODELS = {  # what is given to use_ring
         "the layout in one place",
     ),
     "weights on the meta device": (on_meta, "weights on the meta device"),
-    "weights of a rank": (weights_of_rank(1.0), "the ranks have different weights"),
+    "weights of a rank": (weights_of_rank(1.0), "the ranks disagree about weights"),
     "broken weights": (weights_of_rank(torch.nan), "returns NaN"),
     "a learned scale": (lambda rank: in_use(change=learned_scale), "passes a tensor () as scaling"),
 }
@@ -344,7 +344,7 @@ def a_document_with_padding(rank):
     shard_batch({**without("labels")(batch, rank), "cu_seq_lens_q": torch.tensor([0, 5, 24])}, causal=False)
 
 
-WEIGHTS = "the ranks have different weights; expected the same on each of them: one seed"
+WEIGHTS = "the ranks disagree about weights; expected the same on each of them: one seed"
 NOT_TOLD = "a row has 5 documents, of which the layers of StableLmForCausalLM are not told"
 BEFORE_ONLY = "LlamaAttention attends to the tokens before only; expected a batch of shard_batch(..., causal=True)"
 STEPS = {  # what is done with a model after use_ring, or with its loss
