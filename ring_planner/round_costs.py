@@ -32,11 +32,11 @@ MERGED, ADDED = 4, 1.2  # times the bytes of a number and of its sum; those of a
 WAIT = {False: 0.5, True: 1.5}  # waves that a call waits, without a mask and with a causal one: see `efficiency`
 MEMORY_SHARE = 0.81  # of the nominal bytes/s of memory: a copy on one H100 reaches 2.7 of 3.35 TB/s, by hand
 
-# Fitted on the three hops of published.json, of one machine: arXiv 2411.01783, table 5. Its card's bytes/s: presets.py.
+# Fitted on the three hops of published.json, of one machine: arXiv 2411.01783, table 5. Its NIC's bytes/s: presets.py.
 HOST_LATENCY = 5e-5  # seconds of a message to another host, before its bytes flow
 
 # Assumed: the times of one host and of long chunks hardly depend on these.
-CARD_SHARE = 0.7  # of a card's bytes/s; on the one machine where single messages were measured, they reach 0.566
+CARD_SHARE = 0.7  # of a NIC's bytes/s; on the one machine where single messages were measured, they reach 0.566
 LINK_SHARE = 0.8  # of the nominal bytes/s inside a host
 LATENCY = 5e-6  # seconds of a message inside a host, or of a step of a collective
 LAUNCH = 1e-5  # seconds of an operation of PyTorch

@@ -61,9 +61,7 @@ class Cluster:
         costs = self.latency, self.host_latency, self.launch, self.backward_flops, self.multiprocessors
         factors = self.slowdown, self.causal
         if not self.memory_bandwidth > 0 or not min(costs) >= 0 or not 1 <= min(factors) <= max(factors) < math.inf:
-            rest = (
-                "latencies, launch, backward_flops and multiprocessors of 0 or more, slowdown and causal of 1 or more"
-            )
+            rest = "latencies, launch, backward_flops, multiprocessors of 0 or more, slowdown and causal of 1 or more"
             raise ValueError(f"the cluster is {self}; expected memory_bandwidth above 0, {rest}")
 
     def rate(self, backward: bool) -> float:
