@@ -69,6 +69,11 @@ def is_slow(path):
     return name_of(path).startswith(SLOW) and name_of(path) not in QUICK
 
 
+def pytest_addoption(parser):
+    words = "where tests/test_on_a_gpu.py runs; cpu: with gloo"
+    parser.addoption("--gpu", choices=("cuda", "cpu"), default="cuda", help=words)
+
+
 def pytest_ignore_collect(collection_path, config):
     """Files of slow tests are not even imported where none of them is wanted. None: ask the other plug-ins."""
     return ("not slow" in config.option.markexpr and is_slow(collection_path)) or None

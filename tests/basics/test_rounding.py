@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.gpu import simulated_ring
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import finish
@@ -19,6 +18,7 @@ from ringlab.ring.causal import one_process_ring
 from ringlab.support import rounding
 from ringlab.support.rounding import Right, exact_attention, half_step, report
 from tests.attention import DTYPES, SEED, assert_right, random_qkv
+from tests.in_turn import whole_in_turn
 
 NAMES = ("out", "dq", "dk", "dv")
 SEEDS = st.integers(0, 2**32)
@@ -61,8 +61,8 @@ def plain_ring(q, k, v, d_out, *, causal, P):
 
 def fused_ring(q, k, v, d_out, *, causal, P):
     """The same of P chunks on fused kernels, merged: the blocks and sums of flash_ring.py in one process."""
-    results = simulated_ring(q, k, v, d_out, "striped" if causal else "full", P)
-    return dict(zip(NAMES, (x.to(q.dtype) for x in results), strict=True))
+    results = whole_in_turn((q, k, v, d_out), "striped" if causal else "contiguous", P, causal=causal)
+    return dict(zip(NAMES, results, strict=True))
 
 
 def assert_all_right(results, rights):

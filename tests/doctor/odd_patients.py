@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed._functional_collectives import all_gather_single
 
+from ring_doctor.patients.all_gather import all_gather_single
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import Layout, pairs
 

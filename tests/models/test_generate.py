@@ -40,11 +40,11 @@ def answers(context, layout="zigzag", window=None, lengths=LENGTHS, wrong=None):
     """The new tokens, the positions in this rank's slots, and how many numbers this rank gave at once, each time."""
     cache = SpreadCache(layout, window)
     with mock.patch.object(module, "CONFIG", CONFIG):
-        model = seeded(cache)
+        model = seeded(cache).to(context.device)
     with WRONG[wrong]() if wrong else given() as sizes:
         tokens = generate(model, cache, prompts_of(lengths), NEW)
     assert all(x.shape[2] == cache.at.shape[1] for block in cache.blocks for x in block)
-    return tokens.tolist(), cache.at, None if wrong else sizes
+    return tokens.tolist(), cache.at.cpu(), None if wrong else sizes
 
 
 @contextmanager

@@ -30,13 +30,13 @@ def real(labels):
     return labels.masked_fill(labels == 0, IGNORED)
 
 
-def one_process():
+def one_process(device="cpu"):
     """The loss and every gradient, in float64, by torch's attention."""
-    model = model_of(CHECKPOINTED)
-    tokens, labels, at = shard_text(text(), "zigzag", 0, 1)
-    loss = summed_loss(model(tokens, at), real(labels)) / LENGTHS.sum()
+    model = model_of(CHECKPOINTED).to(device)
+    tokens, labels, at = (x.to(device) for x in shard_text(text(), "zigzag", 0, 1))
+    loss = summed_loss(model(tokens, at), real(labels)) / LENGTHS.sum().to(device)
     loss.backward()
-    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+    return [loss.detach().cpu(), *(weight.grad.cpu() for weight in model.parameters())]
 
 
 def full(x):
@@ -56,15 +56,16 @@ def on_a_mesh(context):
     """
     outcomes = []
     for hybrid in (False, True):
-        mesh, line = build_mesh(2, 2, "cpu")
+        mesh, line = build_mesh(2, 2, context.device.type)
         ring = partial(scaled_dot_product_attention, layout="zigzag", group=mesh["cp"].get_group())
-        model = model_of(CHECKPOINTED, attention=ring)
+        model = model_of(CHECKPOINTED, attention=ring).to(context.device)
         shard_weights(model, mesh if hybrid else line)
-        tokens, labels, at = share(text(), "zigzag", mesh)
+        tokens, labels, at = (x.to(context.device) for x in share(text(), "zigzag", mesh))
         loss = batch_loss(model(tokens, at), real(labels))
         loss.backward()
         dist.all_reduce(mean := loss.detach().clone())
         results = [mean / dist.get_world_size(), *(full(weight.grad).clone() for weight in model.parameters())]
+        results = [x.cpu() for x in results]
         norm = full(clip_grad_norm_(model.parameters(), 0.1)).item()
         outcomes.append((results, norm, full(get_total_norm([weight.grad for weight in model.parameters()])).item()))
     return outcomes

@@ -14,7 +14,7 @@ from tests.extras import marked
 
 CHAPTERS = build.chapters()
 IDS = [source.stem for source in CHAPTERS]
-ROAD = [source for source in CHAPTERS if int(source.stem[:2]) <= 8]
+ROAD = [source for source in CHAPTERS if source.stem < "08_~"]  # not 08b
 TRACKS = ("plan", "train", "use", "check", "other ways")
 LONGEST_SOURCE = 12  # lines of the library that a cell prints at once
 by_chapter = pytest.mark.parametrize("source", CHAPTERS, ids=IDS)
@@ -116,7 +116,7 @@ def test_its_head_names_its_door(source):
         return
     found = re.search(r"^Track \*([a-z ]+)\*\. Before it: chapters? (\d+(?:(?:, | to | and )\d+)*)\. ", head, re.M)
     assert found[1] in TRACKS
-    assert all(int(each) < int(source.stem[:2]) for each in re.findall(r"\d+", found[2]))
+    assert all(f"{int(each):02}_" < source.stem for each in re.findall(r"\d+", found[2]))
 
 
 def stated(source):
