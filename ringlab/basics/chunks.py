@@ -3,7 +3,6 @@
 A reader of the ring may skip this file.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringlab.basics.naive_attention import check_qkv, resolve_scale
-from ringlab.support.agreement import Group, agree
+from ringlab.support.agreement import Agreed, Group, agree_same
 
 
 def check_chunks(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -60,15 +59,15 @@ def agree_on_chunks(
     scale: float | None,
     group: Group,
     *,
+    function: str,
     check: Callable[[Tensor, Tensor, Tensor], None],
-    function: str = "",
     settings: Callable[[], dict[str, Any]] = dict,
-) -> tuple[float, list[int]]:
-    """The scale, and the chunk length C of every rank's k; or the same ValueError on all ranks.
+) -> tuple[float, Agreed]:
+    """The scale, and the chunk length C of every rank's k, as `agree` has it; or the same ValueError on all ranks.
 
     q (B, H, C, D), k and v (B, G, C, D) are this rank's chunks. `check` raises ValueError for wrong input. B, H, G, D,
-    that of v, the dtype, the scale, whether there is a backward pass, `settings` and the `function` (the caller unless
-    given) must be the same on every rank; C may differ.
+    that of v, the dtype, the scale, whether there is a backward pass, `settings` and the name of the `function` must be
+    the same on every rank; C may differ.
     """
 
     def facts() -> tuple[int, dict[str, str]]:
@@ -78,15 +77,5 @@ def agree_on_chunks(
         same |= {"head dim of v": v.shape[-1], "gradients": needs_gradients(q, k, v), **settings()}
         return k.shape[2], {name: str(value) for name, value in same.items()}
 
-    caller = sys._getframe(1)
-    function = function or f"{caller.f_globals['__name__']}.{caller.f_code.co_name}"
-    lengths, facts_of_ranks = zip(*agree(facts, group, function=function), strict=True)
-    names = dict.fromkeys(name for same in facts_of_ranks for name in same)
-    differ = [name for name in names if len({same.get(name) for same in facts_of_ranks}) > 1]
-    if differ:
-        each = "\n".join(
-            f"rank {rank}: {', '.join(f'{name}={same.get(name)}' for name in differ)}"
-            for rank, same in enumerate(facts_of_ranks)
-        )
-        raise ValueError(f"the ranks disagree; expected the same on each of them\n{each}")
-    return resolve_scale(scale, q.shape[-1]), list(lengths)
+    lengths = agree_same(facts, group, function=function)
+    return resolve_scale(scale, q.shape[-1]), lengths

@@ -42,8 +42,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless q is (B, H, Sq, D) and k, v are (B, H, Sk, D), of one floating dtype and one device."""
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless q, k and v have four dimensions each, one floating dtype and one device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is {x!r}; expected a tensor (B, H, S, D)")
@@ -65,6 +65,11 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
     if q.device.type == "meta":
         raise ValueError("q, k and v are on the device meta, so they have no numbers; expected another device")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless q is (B, H, Sq, D) and k, v are (B, H, Sk, D), of one floating dtype and one device."""
+    check_tensors(q, k, v)
     if k.shape != v.shape:
         raise ValueError(
             f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; expected one shape (B, H, S, D) for both"

@@ -29,7 +29,7 @@ from ringlab.models.transformer import IGNORED
 from ringlab.ring.documents import document_positions
 from ringlab.ring.layouts import positions
 from ringlab.states.state_ring import check_layout_of_states
-from ringlab.support.agreement import agree, members
+from ringlab.support.agreement import agree, agree_same, members
 from ringlab.support.extras import extra
 
 with extra("hf", __name__):
@@ -97,7 +97,7 @@ class ModelInRing(LayerAttention):
             said = agree(partial(attempt, self.proved, model), self.group)
         finally:
             self.proving = False
-        different = "the ranks have different weights; expected the same on each of them: set one seed before the model"
+        different = "the ranks disagree about weights; expected the same on each of them: set one seed before the model"
         if len(set(said)) > 1 or isinstance(said[0], str):
             raise ValueError(next((reason for reason in said if isinstance(reason, str)), different))
         model.set_attn_implementation(self.name)
@@ -143,12 +143,8 @@ class ModelInRing(LayerAttention):
                 passed |= passed.pop(name, {})
         tokens = passed["inputs_embeds"] if passed.get("input_ids") is None else passed["input_ids"]
         ones = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-        said = agree(partial(self.check, part, passed, ones), self.group)
-        labels, modules, weights, unshifted = zip(*said, strict=True)
-        expect(len(set(labels)) == 1, "some ranks have labels, and some none", "them on all: each adds to the loss")
-        expect(len(set(modules)) == 1, "the ranks have different modules", "the same model on each of them")
-        summed = "the same on each of them: one seed before what was added, and the sum of all gradients in each step"
-        expect(len(set(weights)) == 1, "the ranks have different weights", summed)
+        one = "the same on each of them: one seed before what was added, and the sum of all gradients in each step"
+        unshifted = agree_same(partial(self.check, part, passed, ones), self.group, expected=one)
         expect(
             not all(unshifted), "the label of each token is the token itself", "the next one, as shard_batch gives it"
         )
@@ -156,8 +152,8 @@ class ModelInRing(LayerAttention):
         self.longest = max(self.documents or [ones.shape[1] * self.world_size]) - 1 + self.first
         return (), {**passed, "attention_mask": ones, "use_cache": False}
 
-    def check(self, part: nn.Module, passed: dict[str, Any], ones: Tensor) -> tuple[bool, int, int, bool]:
-        """Whether there are labels, numbers that tell modules and weights apart, and whether labels are not shifted.
+    def check(self, part: nn.Module, passed: dict[str, Any], ones: Tensor) -> tuple[bool, dict[str, int]]:
+        """Whether labels are not shifted; whether there are labels, and numbers that tell modules and weights apart.
 
         Raises ValueError for what the ring would drop or take for something else.
         """
@@ -192,7 +188,7 @@ class ModelInRing(LayerAttention):
         expect(whole, f"attention_mask is {mask}", "none or all ones: shard_batch takes padding")
         weights = checksum_of_weights(part) if self.passes in DUE else 0
         unshifted = self.passes in DUE and passed.get("causal", True) and themselves(**passed)
-        return labels, modules_of(part), weights, unshifted
+        return unshifted, {"labels": labels, "modules": modules_of(part), "weights": weights}
 
     @torch.compiler.disable
     def enter(self, part: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:

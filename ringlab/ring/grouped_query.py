@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ringlab.basics.chunks import agree_on_chunks
-from ringlab.basics.naive_attention import check_qkv
+from ringlab.basics.naive_attention import check_tensors
 from ringlab.ring.backward import RingAttention
 from ringlab.ring.cases import chunks_of_rank, random_inputs, report_ranks
 from ringlab.support.processes import launch
@@ -43,20 +43,18 @@ def check_grouped_chunks(
     H must be a multiple of G. Without `same_tokens` q may have another number of tokens: cross-attention. Without
     `same_head_dim` v may have a D of its own.
     """
-    if q.dim() == k.dim() == 4 and 0 not in k.shape + q.shape:
-        (_, H, C, _), (_, G, C_k, _) = q.shape, k.shape
-        if H % G:
-            raise ValueError(f"q has {H} heads and k {G}; expected a multiple: each head of k serves as many of q")
-        if same_tokens and C_k != C:
-            raise ValueError(f"q has {C} tokens and k {C_k}; expected chunks of the same tokens")
-        q = q[:, :G]
-    if not same_head_dim and v.dim() == k.dim() == 4 and 0 not in v.shape + k.shape:
-        if v.shape[:3] != k.shape[:3]:
-            raise ValueError(
-                f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; expected the same B, heads and tokens"
-            )
-        v = v[..., :1].expand_as(k)
-    check_qkv(q, k, v)
+    check_tensors(q, k, v)
+    (B, H, C, D), (B_k, G, C_k, D_k) = q.shape, k.shape
+    both = f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}"
+    if H % G:
+        raise ValueError(f"{both}; expected {H} heads to be a multiple of {G}: each head of k serves as many of q")
+    if (B_k, D_k) != (B, D):
+        raise ValueError(f"{both}; expected the same B and D")
+    if same_tokens and C_k != C:
+        raise ValueError(f"{both}; expected chunks of the same tokens")
+    alike, words = (4, "one shape (B, G, C, D) for both") if same_head_dim else (3, "the same B, heads and tokens")
+    if k.shape[:alike] != v.shape[:alike]:
+        raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; expected {words}")
 
 
 def fold(q: Tensor, kv_heads: int) -> Tensor:
@@ -77,7 +75,8 @@ def ring_attention(
 
     It raises the same errors, and ValueError when H is not a multiple of G. Ainslie et al. 2023, section 2.2.
     """
-    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_grouped_chunks)
+    name = f"{__name__}.ring_attention"
+    scale, lengths = agree_on_chunks(q, k, v, scale, group, function=name, check=check_grouped_chunks)
     out = RingAttention.apply(fold(q, k.shape[1]), k, v, scale, lengths, group)
     return unfold(out, q.shape[1])
 

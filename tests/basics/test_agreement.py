@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import ring_attn
 from ringlab.ring import backward, flash_ring, grouped_query, overlap
 from ringlab.ring.layouts import Layout
-from ringlab.support.agreement import WRONG, agree, of_every_rank
-from ringlab.support.pipes import LONGEST
+from ringlab.support import agreement
+from ringlab.support.agreement import LONG, WRONG, agree, agree_same, home_of, of_every_rank
+from ringlab.support.pipes import LONGEST, time_limit
 from ringlab.support.processes import Ranks
 from tests.every_way import FLAT, HERE, ON_MESH, ranks_of
 from tests.mistakes import as_on_hosts, refusal
@@ -192,6 +193,74 @@ def test_facts_of_any_length_arrive_whole(ranks, long, hosts):
     facts = [(rank, "x" * 100_000 if rank in long else "x") for rank in range(3)]
     for found, exchanges in ranks(3, agree_on_facts, long, hosts, 100_000):
         assert (found, exchanges) == (facts, 1 if hosts == "aba" else 0)
+
+
+def agree_beside_nccl(context, members):
+    """A group whose messages are for the memory of GPUs: what collectives went where, over three agreements."""
+    seconds = timedelta(seconds=77)
+    both = [dist.new_group(ranks, timeout=seconds, backend="cuda:gloo") for ranks in members]
+    (group,) = (each for each, ranks in zip(both, members, strict=True) if context.rank in ranks)
+    assert [device.type for device in group._device_types] == ["cuda"]
+    collective = mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object)
+    with as_on_hosts("abcd"), collective as exchange:
+        facts = [agree(lambda x=x: (x, context.rank), group) for x in "xyz"]
+    used = {call.kwargs["group"] for call in exchange.call_args_list}
+    return facts, len(used), [(time_limit(each), [device.type for device in each._device_types]) for each in used]
+
+
+def test_between_hosts_no_gpu_has_a_part_in_an_agreement(ranks):
+    """Nor need there be one here. The group beside that of NCCL is made once, for each of two groups at a time."""
+    members = [(0, 3), (1, 2)]
+    for rank, (facts, groups, seen) in enumerate(ranks(4, agree_beside_nccl, members)):
+        mine = members[rank in members[1]]
+        assert facts == [[(x, each) for each in mine] for x in "xyz"]
+        assert (groups, seen) == (1, [(timedelta(seconds=77), ["cpu"])])
+
+
+def numbers(context, hosts):
+    """Ranks 1 and 2 agree alone first, then all, then each of two pairs, then all. What number each agreement had."""
+    few, one, other = (dist.new_group(members) for members in ([1, 2], [0, 1], [2, 3]))
+    pair = one if context.rank < 2 else other
+    with as_on_hosts(hosts):
+        calls = [few] * 3 * (context.rank in (1, 2)) + [None, pair, None]
+        return [agree(lambda: context.rank, group).number for group in calls], agree(lambda: context.rank, pair)
+
+
+@pytest.mark.parametrize("hosts", ["aaaa", "abab"])
+def test_ranks_that_agreed_without_the_others_count_as_they_do(ranks, hosts):
+    found = ranks(4, numbers, hosts)
+    of_all = [calls[-3:] for calls, _ in found]
+    assert len({(first, last) for first, _, last in of_all}) == 1
+    assert all(first < middle < last for first, middle, last in of_all)
+    assert [pair for _, pair in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def same_or_not(context, given, options):
+    """Ranks 0 and 3 in a group; rank 3, its last one, gives something other."""
+    group = dist.new_group([0, 3])
+    if context.rank in (0, 3):
+        return agree_same(lambda: (context.rank, given[context.rank == 3]), group, **options)
+    return None
+
+
+def test_facts_that_must_be_the_same(ranks):
+    same = {"layout": "zigzag", "scale": 0.5, "text": "x" * 1000}
+    alike = ranks(4, same_or_not, [same, dict(same)], {})
+    assert alike == [[0, 3], None, None, [0, 3]]
+    others = {**same, "scale": 0.25, "text": "y" * 1000, "window": 3}
+    said = "the ranks disagree about scale, text, window; expected one of each\n"
+    said += f"rank 0: scale=0.5, text={'x' * LONG}, window=None\nrank 1: scale=0.25, text={'y' * LONG}, window=3"
+    outcomes = ranks.outcomes(4, same_or_not, [same, others], {"expected": "one of each"})
+    assert [outcomes[rank].message for rank in (0, 3)] == [said] * 2
+
+
+def test_a_check_says_in_which_function_it_is():
+    def check():
+        return lambda: None
+
+    here = f"{__name__}.test_a_check_says_in_which_function_it_is"
+    assert home_of(check) == home_of(check()) == home_of(partial(partial(check))) == here
+    assert home_of(agreement.members) == "ringlab.support.agreement.members"
 
 
 def agree_in_a_mesh(context, hosts):

@@ -234,8 +234,8 @@ PLACES = [
     (with_rank_1([], [1, EMPTY, 6]), ALIKE, ["rank 1: keys_at", "EMPTY at the end"]),
     (with_rank_1([], [6]), ALIKE, ["text 0 has a key at position 2 where 1 should follow", "each on one rank"]),
     (with_rank_1([6], [1]), ALIKE, ["a new token at position 6 and 6 keys", "a key for each new token"]),
-    ([GOOD[0], ([[], []], [[1], [1]]), GOOD[2]], ALIKE, ["the ranks have 1, 2, 1 texts", "expected as many"]),
-    (GOOD, [{"causal": True}, {"causal": False}, {"causal": True}], ["the masks", "expected one"]),
+    ([GOOD[0], ([[], []], [[1], [1]]), GOOD[2]], ALIKE, ["disagree about number of texts", "rank 1: number"]),
+    (GOOD, [{"causal": True}, {"causal": False}, {"causal": True}], ["disagree about mask", "rank 1: mask=Mask(causa"]),
     (GOOD, [{"causal": True, "documents": [5]}] * 3, ["documents of 5 tokens", "for a sequence of 6"]),
     ([([], [0]), ([], [1]), ([], [2])], ALIKE, ["no new token", "expected 1 or more"]),
 ]
