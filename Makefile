@@ -58,7 +58,6 @@ bench: $(READY)  # measure again; takes about an hour and a half and wants a qui
 	$(BIN)/python -m bench.gpu  # with a CUDA GPU; elsewhere it says so
 	$(BIN)/python -m bench.against_peers  # most of that time
 	$(BIN)/python -m bench.pages  # writes the new numbers into bench/README.md
-	$(BIN)/python -m bench.compare  # says what moved since the last commit by more than the noise
 
 SITE := $(VENV)/site-ready
 site: $(SITE)  # the book, as pages in site/, in some minutes; nothing is fetched while it is built or read

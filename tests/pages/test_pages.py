@@ -15,7 +15,7 @@ from ring_planner import ways as planning_ways
 from tests.commands import ROOT, check_shown, run
 from tests.concepts import FOLDERS as HOMES
 from tests.concepts import is_concept
-from tests.pages import reading_time
+from tests.pages.test_notebooks import stated
 
 README = (ROOT / "README.md").read_text()
 MAP = (ROOT / "notebooks/README.md").read_text()
@@ -113,7 +113,7 @@ def test_the_numbers_of_the_published_page_are_those_of_its_check():
 
 def test_the_minutes_of_the_map_are_those_of_the_chapters_and_add_up():
     minutes = [(int(read), int(more)) for read, more in re.findall(r"\| (\d+) \+ (\d+) \|$", MAP, re.M)]
-    assert minutes == [reading_time.stated(path) for path in build.chapters()]
+    assert minutes == [stated(path) for path in build.chapters()]
     read, more = (sum(column) for column in zip(*minutes, strict=True))
     assert f"{read} minutes for all chapters, {read + more} with exercises" in words(MAP)
     assert read <= 6.25 * 60

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from notebooks.source.checks.the_fused_ring import plain_kernel
 from ring_doctor.catalogue import CATALOGUE
-from ringlab.basics.blocking_messages import Recv, Send, ring_programs
+from ringlab.basics.blocking_messages import Recv, Send
 from ringlab.basics.online_softmax import merge
 from ringlab.ring.layouts import positions
 from tests.doctor.readers_rings import WRONG_RINGS
@@ -81,7 +81,6 @@ WRONG_ANSWERS = {
     "check_safe_softmax": [
         (naive_softmax, "subtract the largest score"),
         (lambda s: naive_softmax(s.clamp(-80, 80)), "e^1000 overflows"),
-        (lambda s: F.softmax(s, 0), "your answer calls softmax, a function that does what you are to write"),
         (lambda s: naive_softmax(s - s.abs().max()), "its absolute value"),
         (lambda s: naive_softmax(s - s.min()), "not the smallest"),
         (lambda s: naive_softmax(s - s[-1]), "the mean or the last"),
@@ -113,7 +112,6 @@ WRONG_ANSWERS = {
         (shares_merge(lambda lse_j, lse: lse_j.exp(), lambda lse_j, lse: lse_j.exp()), "divide by the sum"),
         (unstabilised_merge, "e^1000 overflows"),
         (merge_below_zero, "e^-1000 is 0"),
-        (merge, "your answer calls merge"),
         (merge_relative_to_a, "a part that saw no key (out = 0, lse = -inf): it changes nothing"),
         (shares_merge(share, share), "twice no key (lse = -inf for both): -inf - (-inf) is NaN"),
     ],
@@ -213,7 +211,6 @@ WRONG_ANSWERS |= {
         (lambda r, P: right_order(r, P) if P % 2 == 0 else right_order(0, P)[:1] * 2, "rank 0 of 3"),
         (lambda r, P: right_order(r if P % 2 == 0 else 0, P), "Recv(source=0)"),
         (lambda r, P: right_order(r, P)[:: -1 if P > 5 and r % 2 else 1], "ranks deadlock"),
-        (lambda r, P: ring_programs(P)[r], "your answer calls ring_programs"),
         (lambda r, P: ["send", "recv"], "one Send and one Recv, got a str in it"),
     ],
     "check_bytes_sent": [
@@ -311,7 +308,6 @@ WRONG_ANSWERS |= {
         (lambda r, S, P: [2 * r, 2 * r + 1, 8 + 2 * r, 9 + 2 * r], "counted from the end"),
         (lambda r, S, P: list(range(r * S // P, (r + 1) * S // P)), "contiguous layout"),
         (lambda r, S, P: range(r, S, P), "striped layout"),
-        (lambda r, S, P: positions("zigzag", S, r, P), "your answer calls positions"),
         (lambda r, S, P: [14, 15, 0, 1], "rising order"),
         (lambda r, S, P: [r], "2 early and 2 late"),
     ],
