@@ -46,7 +46,17 @@ TOGETHER |= {"bench_on_hosts": "hosts", "foreign_project": "environment", "huggi
 
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the
 # later chapters add is slow too, so that `make test` takes a reader of the first ones five minutes.
-SLOW = ("models_", "hugging_face", "every_model", "compiled", "jax", "doctor_", *sorted(LATER), "autocast")
+SLOW = (
+    "models_",
+    "hugging_face",
+    "every_model",
+    "compiled",
+    "jax",
+    "fused_merge",
+    "doctor_",
+    *sorted(LATER),
+    "autocast",
+)
 
 # These tests of the doctor start no processes, or few.
 QUICK = (

@@ -78,6 +78,17 @@ def test_ranks_that_share_gpus_are_hosts_to_nccl(
     assert job_of_two_hosts.dist.init_process_group.call_args.kwargs["device_id"] == context.device
 
 
+def test_ranks_of_a_pool_share_gpus(job_of_two_hosts, monkeypatch):
+    """It has no environment of torchrun."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(platform, "node", lambda: "here")
+    with join_ring("cuda", 8, rank=3, world_size=4) as context:
+        assert context.device == torch.device("cuda", 1)
+    assert (os.environ["NCCL_HOSTID"], os.environ["NCCL_SOCKET_IFNAME"]) == ("here-3", "lo")
+
+
 @pytest.mark.usefixtures("job_of_two_hosts")
 @pytest.mark.parametrize(
     ("gpus", "processes", "chosen", "said"),

@@ -58,6 +58,7 @@ BAD_GROUPS = {
         ["q has shape (2, 4, 4, 3) and k (1, 2, 4, 3)", "same B a"],
     ),
     "H of k and v": ((FOUR, X, X[:, :1]), None, ["k has shape (1, 2, 4, 3) and v (1, 1, 4, 3)", "one shape"]),
+    "D of k and v": ((FOUR, X, X[..., :2]), None, ["k has shape (1, 2, 4, 3) and v (1, 2, 4, 2)", "one shape"]),
     "no heads": ((FOUR, X[:, :0], X[:, :0]), None, ["k has shape (1, 0, 4, 3)", "every size to be 1 or more"]),
 }
 # All rings check their input in one function, that of ALONE below: some cases on the first of each kind, one on others.
