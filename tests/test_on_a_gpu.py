@@ -35,10 +35,7 @@ PACKED = {"causal": True, "layout": "zigzag", "documents": [1, 16, 13], "window"
 
 @pytest.fixture(scope="session")
 def device(request):
-    asked = request.config.getoption("--gpu")
-    if asked == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU; --gpu=cpu tries the same with gloo")
-    return asked
+    return request.config.option.gpu
 
 
 @pytest.fixture(scope="session")
