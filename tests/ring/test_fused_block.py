@@ -387,6 +387,12 @@ def test_views_on_a_gpu(kernel, dtype, view):
         assert torch.equal(d_q, fused_backward(q, k, v, out, lse, d_out, scale=0.5)[0])
 
 
+def test_the_steps_of_a_single_row_count_too():
+    """PyTorch's efficient kernel refuses them, though nobody takes such a step."""
+    (x,) = gpu_kernels.aligned(rows_of_three_more(torch.ones(1, 1, 1, 8)))
+    assert x.stride() == (8, 8, 8, 1)
+
+
 @CUDA
 def test_what_lies_well_on_a_gpu_is_not_copied(kernel):
     q, k, v, d_out = (tokens_first(x)[:, :, 3:] for x in grouped_inputs(2, 4, 4, 20, 8))
