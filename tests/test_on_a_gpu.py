@@ -1,6 +1,6 @@
 """What a GPU changes: kernels, streams, memory, NCCL. 3 or 4 ranks share one GPU where there are no more of them.
 
-`make test-gpu` runs them in three minutes at most; `--gpu=cpu` tries the same tests with gloo.
+`make test-gpu` runs them; `--gpu=cpu` tries the same tests with gloo.
 """
 
 from dataclasses import replace
