@@ -15,6 +15,7 @@ from ring_planner import ways as planning_ways
 from tests.commands import ROOT, check_shown, run
 from tests.concepts import FOLDERS as HOMES
 from tests.concepts import is_concept
+from tests.every_way import FLAT, ON_MESH
 from tests.pages.test_notebooks import stated
 
 README = (ROOT / "README.md").read_text()
@@ -64,6 +65,9 @@ def test_numbers_that_two_pages_show_are_those_of_the_code():
     assert "more than 100 known mistakes" in words(README)
     assert len(CATALOGUE) > 100
     assert f"{NUMBERS[len(planning_ways.WAYS) - 1]} exact ways to share" in words(USE)
+    schedules = NUMBERS[len(FLAT | ON_MESH) - 1]
+    assert f"are {schedules} schedules of the same attention" in words(GLOSSARY)
+    assert f"in {schedules} ways and four layouts" in words((ROOT / "CONTRIBUTING.md").read_text())
     count = NUMBERS[len(PUZZLES) - 1]
     assert f"[{count} puzzles]" in MAP
     assert f"Here are {count} puzzles" in (ROOT / "notebooks/puzzles/puzzles.py").read_text()
