@@ -29,7 +29,7 @@ slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later
 exhaustive: $(READY)  # every variant of every mistake, every model, a hundred seeds, long benches: half an hour
 	$(PYTEST) -m exhaustive
 
-test-gpu: $(READY)  # what a GPU changes, on one GPU, in three minutes; make test-gpu GPU=cpu tries these tests without one
+test-gpu: $(READY)  # what a GPU changes, on one GPU; make test-gpu GPU=cpu tries these tests without one
 	$(BIN)/python -m pytest -m gpu --gpu=$(or $(GPU),cuda) tests/test_on_a_gpu.py
 
 notebooks: $(READY)  # run them from their .py sources and keep the outputs

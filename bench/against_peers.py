@@ -98,7 +98,7 @@ class TorchLoop(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, causal: bool, layout: str, rotation: str) -> Tensor:
-        name, besides, ctx.besides = KERNELS[choose_kernel(q, k, q.shape[-1] ** -0.5)[0]]
+        name, besides, ctx.besides = KERNELS[choose_kernel(q, k, q.shape[-1] ** -0.5, causal=causal)[0]]
         kernel, ctx.kernel = (getattr(torch.ops.aten, f"_scaled_dot_product_{name}{end}") for end in ("", "_backward"))
         ctx.options = causal, layout, rotation
         with torch_loops(layout, rotation) as loop:

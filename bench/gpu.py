@@ -137,7 +137,7 @@ def kernels(context: RankContext, sizes: Sizes) -> Iterator[Row]:
         for D in sizes.head_dims:
             for Sq, Sk, causal in SHAPES:
                 four = drawn(context.device, dtype, 4, 2, Sq, Sk, D)
-                kernel, _ = choose_kernel(*four[:2], D**-0.5)
+                kernel, _ = choose_kernel(*four[:2], D**-0.5, causal=causal)
                 found.setdefault(kernel, {})[f"D {D}, {Sq} x {Sk}{', causal' * causal}"] = block_error(*four, causal)
         for kernel, cases in found.items():
             wrong = {case: error for case, error in cases.items() if not error <= 1}
@@ -191,7 +191,11 @@ def ring(context: RankContext, sizes: Sizes) -> Iterator[Row]:
                 says += f"; PyTorch's loop {alone / typical(context, partial(loop_in_turn, chunks)):.3f}"
             except Exception as error:  # of another's code
                 says += f"; PyTorch's loop fails: {type(error).__name__}"
-            yield f"zigzag, S = {S:,}, H = {H}, P = {P}, {choose_kernel(*chunks[0][:2], 1.0)[0]}", True, says
+            yield (
+                f"zigzag, S = {S:,}, H = {H}, P = {P}, {choose_kernel(*chunks[0][:2], 1.0, causal=True)[0]}",
+                True,
+                says,
+            )
 
 
 def peak(context: RankContext, work: Callable[[], Any]) -> int:
@@ -208,7 +212,7 @@ def model(context: RankContext, sizes: Sizes) -> Iterator[Row]:
     if not find_spec("transformers"):
         yield "a Llama", True, "not asked: transformers is not installed"
         return
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM, BatchEncoding, LlamaConfig
 
     from ringlab.hugging_face.batch import shard_batch
     from ringlab.hugging_face.use import use_ring
@@ -217,19 +221,19 @@ def model(context: RankContext, sizes: Sizes) -> Iterator[Row]:
         config = LlamaConfig(**sizes.model, max_position_embeddings=sizes.tokens, use_cache=False)
         llama = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         llama.activation_checkpointing_enable()
-        tokens = torch.randint(1, sizes.model["vocab_size"], (1, sizes.tokens))
-    batch, losses, found = {"input_ids": tokens, "labels": tokens}, [], []
+    tokens, losses, found = torch.randint(1, sizes.model["vocab_size"], (1, sizes.tokens)), [], []
+    batch = BatchEncoding({"input_ids": tokens, "labels": tokens})
+
+    def step() -> None:
+        llama.zero_grad()
+        loss = llama(**batch.to(context.device)).loss
+        loss.backward()
+        losses.append(loss.item())
+
     for ringed in (False, True):
         if ringed:
             use_ring(llama)
             batch = shard_batch(batch)
-
-        def step(batch: dict[str, Tensor] = batch) -> None:
-            llama.zero_grad()
-            loss = llama(**batch).loss
-            loss.backward()
-            losses.append(loss.item())
-
         found.append((typical(context, step), peak(context, step)))
     (sdpa, of_sdpa), (mine, of_ring) = found
     says = f"{mine / sdpa:.3f} times as long as sdpa; peak {of_ring / 2**30:.2f} GiB, sdpa {of_sdpa / 2**30:.2f}"
@@ -331,11 +335,12 @@ def states(context: RankContext, sizes: Sizes) -> Iterator[Row]:
 def machine(context: RankContext, sizes: Sizes) -> Iterator[Row]:
     found = calibrate.measured(context, *sizes.calibrated)["cluster"]
     name = torch.cuda.get_device_name().lower() if context.device.type == "cuda" else ""
-    preset = next((gpu for key, gpu in GPUS.items() if key.partition("-")[0] in name), None)
+    here = max((key for key in GPUS if key.replace("-", " ") in name), key=len, default="")
     known: dict[str, float] = {}
-    if preset:
-        (flops, back), bandwidth = preset.attention["torch"], preset.memory_bandwidth
-        known = {"flops": flops, "backward_flops": back, "memory_bandwidth": bandwidth}
+    if here:
+        rates = GPUS[here].rates(GPUS[here].kernel, sizes.calibrated[1])
+        known = dict(zip(("flops", "backward_flops"), rates, strict=True))
+        known["memory_bandwidth"] = GPUS[here].memory_bandwidth
     for field in ("flops", "backward_flops", "memory_bandwidth", "launch"):
         yield (
             field,
@@ -346,7 +351,7 @@ def machine(context: RankContext, sizes: Sizes) -> Iterator[Row]:
 
 def doctor(device: str, P: int) -> Iterator[Row]:
     try:
-        report = examine("ringlab:ring_flash_attention", device=device, worlds=(P,), quick=True, head_dim=8)
+        report = examine("ringlab:ring_flash_attention", device=device, worlds=(min(P, 4),), quick=True, head_dim=8)
     except CannotExamine as error:
         yield "the ring", False, f"CANNOT TELL: {error}"
     else:

@@ -4,6 +4,7 @@ import os
 import sys
 
 import pytest
+import torch
 from hypothesis import settings
 
 from ringlab.support.processes import PRELOAD, Ranks
@@ -82,6 +83,11 @@ def is_slow(path):
 def pytest_addoption(parser):
     words = "where tests/test_on_a_gpu.py runs; cpu: with gloo"
     parser.addoption("--gpu", choices=("cuda", "cpu"), default="cuda", help=words)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and item.config.option.gpu == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU; --gpu=cpu tries the same with gloo")
 
 
 def pytest_ignore_collect(collection_path, config):

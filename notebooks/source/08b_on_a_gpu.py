@@ -65,8 +65,9 @@ for name, kernel in kernels.items():
 # ## The idea: ask PyTorch
 #
 # `scaled_dot_product_attention` has several kernels and chooses one for your GPU. Which is fastest depends on the GPU.
-# Others measured: cuDNN's kernel is about twice as fast as FlashAttention 2 on an H100, and slower than it on an A100.
-# The choice also changes from version to version of PyTorch. A table of your own gets old.
+# Others measured (transformers, pull request 48163): cuDNN's kernel is about twice as fast as FlashAttention 2 on an
+# H100, and slower than it on an A100. The choice also changes from version to version of PyTorch. A table of your own
+# gets old.
 #
 # So the ring must not choose. It asks the function that PyTorch's attention asks, with the same q, k and v:
 

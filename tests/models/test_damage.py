@@ -264,8 +264,8 @@ def test_ranks_with_other_data_or_another_folder_are_refused(ranks, whole, tmp_p
     (tmp_path / "text.txt").write_bytes((whole / "text.txt").read_bytes()[::-1])
     here, there = str(whole / "text.txt"), str(tmp_path / "text.txt")
     for name, values, said in (
-        ("--data", [here, here, there], "rank 2 has sha256 of the data "),
-        ("--seq-len", ["24", "24", "36"], "rank 2 has seq_len 36, here 24"),
+        ("--data", [here, here, there], "the ranks disagree about sha256 of the data; expected"),
+        ("--seq-len", ["24", "24", "36"], "rank 2: seq_len=36"),
         ("--out", [str(tmp_path / each) for each in "aab"], f"--out {tmp_path / 'b'} has no lock of rank 0"),
     ):
         options = ["--data", here, "--out", tmp_path / "run"]

@@ -189,10 +189,22 @@ def test_a_ring_in_turn_is_beside_sdpa_and_pytorchs_loop(monkeypatch, alone):
     assert {says for _, _, says in gpu.ring(alone, SMALL)} == {"0.750 of SDPA's speed; PyTorch's loop fails: KeyError"}
 
 
+@pytest.mark.parametrize(("name", "preset"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA L40S", "l40s"), ("X", "")])
+def test_the_preset_beside_a_machine_is_that_of_its_gpu(monkeypatch, name, preset):
+    cluster = mock.Mock(flops=1e14, backward_flops=2e14, memory_bandwidth=3e12, launch=8e-5)
+    monkeypatch.setattr(calibrate, "measured", lambda context, *layer: {"cluster": cluster})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    rows = list(gpu.machine(RankContext(0, 1, torch.device("cuda"), ""), gpu.ON["cuda"]))
+    told = {field: says.partition("; the preset has ")[2] for field, _, says in rows}
+    known = gpu.GPUS.get(preset)
+    rates = [f"{each:.3g}" for each in (*known.rates(known.kernel, 128), known.memory_bandwidth)] if known else [""] * 3
+    assert list(told.values()) == [*rates, ""]
+
+
 @pytest.mark.parametrize("kernel", ["cuda flash", "cuda cudnn"])
 def test_pytorchs_loop_fits_the_kernels_of_gpus(monkeypatch, alone, kernel):
     """On meta tensors, which compute shapes."""
-    monkeypatch.setattr(against_peers, "choose_kernel", lambda *given: (kernel, ""))
+    monkeypatch.setattr(against_peers, "choose_kernel", lambda *given, causal: (kernel, ""))
     chunks = [torch.empty(4, 1, 2, 64, 64, dtype=torch.bfloat16, device="meta").unbind() for _ in range(3)]
     gpu.loop_in_turn(chunks)
 
