@@ -38,8 +38,8 @@ class Pass:
     """One pass of a layer's attention: each rank has `chunk` tokens of each of `batch` sequences.
 
     `mask` is "none", "causal" in a `layout`, or None: in every round half of the pairs is computed. `ours`: our
-    schedules, whose own sums stay at home and whose all-gather takes one head after the other. Published rings send
-    sums in all P rounds. Raises ValueError for another mask or layout.
+    schedules, whose own sums stay at home, whose all-gather takes one head after the other, and whose merge is one pass
+    on a GPU. Published rings send sums in all P rounds. Raises ValueError for another mask or layout.
     """
 
     cluster: Cluster
@@ -88,8 +88,10 @@ class Pass:
         seconds = self.call(share, rows, keys, pairs, causal)
         if rounds == 1:
             return seconds
-        moved = self.batch * merge_bytes(share, rows, keys, first=t == 0, backward=self.backward)
-        return seconds + MERGE_CALLS[self.backward] * self.cluster.launch + moved / self.cluster.memory_bandwidth
+        fused = self.ours and self.cluster.multiprocessors > 0  # our merge on a GPU: fused_merge.py
+        moved = self.batch * merge_bytes(share, rows, keys, first=t == 0, backward=self.backward, fused=fused)
+        calls = 1 if fused and not self.backward else MERGE_CALLS[self.backward]
+        return seconds + calls * self.cluster.launch + moved / self.cluster.memory_bandwidth
 
     def inside(self, size: float) -> float:
         """Seconds of a hop of `size` bytes of a sequence inside a host."""

@@ -177,6 +177,11 @@ def test_the_memory_of_a_step_by_hand():
     one = replace(step, hosts=1, per_host=1, cp=1, tp=1)
     assert step_bytes(one)["gathered"] == 2 * (8 * 10 + layer)  # one GPU gathers nothing
     lora = replace(step, trainable=0.1, optimizer="adam", weights="4bit")
+    gather = (
+        step_seconds(replace(lora, cp=1, tp=1))["FSDP"],
+        step_seconds(replace(lora, cp=1, tp=1, weights="bf16"))["FSDP"],
+    )
+    assert gather[0] < gather[1]
     states = 2 * words + 0.5625 * 3 * layer + 0.1 * 12 * parameters
     assert step_bytes(lora)["state"] == pytest.approx(states / 4)
 
@@ -219,6 +224,13 @@ def test_an_interval_is_of_rows_like_the_question():
     assert Plan(replace(HOST, kernels="framework", per_host=16)).interval is None  # larger hosts than were measured
     short = "--model qwen3-0.6b --gpu l40s --per-host 2 --seq-len 8192 --task prefill"
     assert "not known: a layer is so short that GPUs wait for their hosts" in plan(short)
+
+
+def test_only_a_framework_is_not_ours():
+    for kernels, own in (("framework", False), ("best", True), ("cudnn", True)):
+        options = cost_model.parser().parse_args([*LLAMA.split(), "--kernels", kernels])
+        step, _ = cost_model.request_of(options)
+        assert (step.ours, step.eager) == (own, own)
 
 
 def test_a_tie_is_called_one():
