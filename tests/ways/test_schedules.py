@@ -242,6 +242,18 @@ def test_one_gradient_none_or_a_second_derivative(ranks, way, shape):
 QUERIES, KEYS = (3, 1, 7, 2), (4, 2, 1, 6)  # tokens of each rank
 
 
+def copies_home(context):
+    """What comes home for the copies of one K/V head: 256 from rank 0, and 1 from each of the others."""
+    exchange = AllToAll(Partition(Mask(), "contiguous", (1,) * 4), 1.0, None, 4, 1).exchange
+    part = torch.full((1, 1, 4, 1), 1.0 if context.rank else 256.0).bfloat16()
+    return [x.flatten().tolist() for x in exchange.to_tokens([part, part, part])]
+
+
+def test_copies_are_added_in_float32(ranks):
+    """256 + 1 is 256 in bfloat16, and 256 + 3 is 260."""
+    assert ranks(4, copies_home) == [[[256.0, 1, 1, 1], [260.0], [260.0]]] * 4
+
+
 def crossing(context, way, shape, q, k, v, d_out):
     P, attention = context.world_size, attention_of(context, way, shape)
     (q, d_out), (k, v) = cut(context, None, QUERIES[:P], q, d_out), cut(context, None, KEYS[:P], k, v)
