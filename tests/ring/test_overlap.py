@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ringlab.basics.blockwise_attention import attend
 from ringlab.ring import overlap
-from ringlab.ring.overlap import hidden_share, ring_attention
+from ringlab.ring.overlap import hidden_share, ring_attention, seconds
 from ringlab.support.timeline import Event
 from tests.attention import random_qkv
 from tests.rings import assert_ring, chunks, even_lengths

@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import Layout, check_layout, check_lengths, shard
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
 from ringlab.ring.schedule import Ring, check_sinks, check_softcap
 from ringlab.support import agreement
 from ringlab.ways.all_gather import AllGather
-from ringlab.ways.all_to_all import Alone
+from ringlab.ways.all_to_all import Alone, AllToAll
 from tests.attention import DTYPES, assert_four, assert_right, expected, gradients, grouped_inputs
 from tests.every_way import (
     ALL_LAYOUTS,
