@@ -21,7 +21,7 @@ from ringlab.ring.partition import Partition
 from ringlab.ring.schedule import Ring, check_sinks, check_softcap
 from ringlab.support import agreement
 from ringlab.ways.all_gather import AllGather
-from ringlab.ways.all_to_all import Alone, AllToAll
+from ringlab.ways.all_to_all import AllToAll, Alone
 from tests.attention import DTYPES, assert_four, assert_right, expected, gradients, grouped_inputs
 from tests.every_way import (
     ALL_LAYOUTS,
