@@ -378,18 +378,18 @@ def test_a_container_is_another_host():
 
 def limits_in_a_mesh(context):
     """How long an agreement waits in a mesh whose columns wait 50 s and whose rows 70."""
-    mesh, right = DeviceMesh("cpu", torch.arange(4).view(2, 2)), agreement._through_pipes
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
     limits = [timedelta(seconds=50), timedelta(seconds=70)]
     with (
         mock.patch.object(agreement, "time_limit", side_effect=limits),
-        mock.patch.object(agreement, "_through_pipes", side_effect=right) as through,
+        mock.patch.object(Inbox, "wait", autospec=True, side_effect=Inbox.wait) as wait,
     ):
         agree(lambda: None, mesh)
-    return through.call_args.args[2]
+    return {call.args[3] for call in wait.call_args_list}
 
 
 def test_an_agreement_in_a_mesh_waits_as_long_as_the_shorter_limit(ranks):
-    assert ranks(4, limits_in_a_mesh) == [timedelta(seconds=50)] * 4
+    assert ranks(4, limits_in_a_mesh) == [{timedelta(seconds=50)}] * 4
 
 
 def after_an_error_in_a_part(context):
