@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ring_doctor.asking.calls import TENSORS
+from ring_doctor.asking.signature import TENSORS
 from ring_doctor.explaining.wrong_answer import WrongAnswer
 from ring_doctor.mistakes.paper_ring import RIGHT
 from ringlab.support.rounding import exact_attention
@@ -42,6 +42,10 @@ SUMMED = {"dq": "dS K", "dk": "dSᵀ Q, its way home", "dv": "pᵀ dO, its way h
 
 def of_gradients(wrong: Sequence[str]) -> Finding:
     """What follows from which gradients are wrong, where out is right."""
+    if list(wrong) == ["dsinks"]:
+        told = "dsinks wrong, dq, dk and dv right, so p and δ are right"
+        return Finding(told, "the sum of -e^(sink - lse) δ over the rows of a rank")
+    wrong = [name for name in wrong if name in SUMMED]
     right = [name for name in SUMMED if name not in wrong]
     if not right:
         return Finding(
@@ -233,6 +237,7 @@ def _some_heads(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
     return (Fact(words, look) for words, heads in known.items() if torch.equal(bad, heads)) if len(h) > 1 else None
 
 
+OF_EACH_TOKEN = 3  # from this pattern on they look at the rows of tokens, which the gradient of a sink has not
 CONTENTS = (  # the first that holds says the most
     Pattern("In {x} numbers are NaN or infinite {words}", _not_finite),
     Pattern("The numbers of {x} are those of {words}", _another_result),

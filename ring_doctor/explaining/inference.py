@@ -22,12 +22,12 @@ import torch
 from ring_doctor.asking.answers import FAILED, Answer, imprecise
 from ring_doctor.asking.examination import Examination, never_claimed
 from ring_doctor.asking.job import ranks_in_words
-from ring_doctor.explaining.facts import CONTENTS, Fact, Finding, another_order, listed, of_gradients
+from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, another_order, listed, of_gradients
 from ring_doctor.explaining.grids import XRay
 from ring_doctor.explaining.wrong_answer import WrongAnswer
 
 WIDTH = 110
-RESULTS = ("out", "lse", "dq", "dk", "dv")
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 IN_A_PART = Finding(
     "It fails only where its group is a part of the job, as ranks 1 to 3 of 4: a rank of the group is used as a rank "
     "of the job, or a group is left out",
@@ -120,7 +120,8 @@ def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], Finding]:
     """{results: what they hold}: of each result the first pattern that holds."""
     groups: dict[tuple[int, tuple[Fact, ...]], list[str]] = {}
     for name in RESULTS:
-        common = ((i, tuple(pattern.common(told, name))) for i, pattern in enumerate(CONTENTS))
+        patterns = CONTENTS[: OF_EACH_TOKEN if name == "dsinks" else None]
+        common = ((i, tuple(pattern.common(told, name))) for i, pattern in enumerate(patterns))
         if first := next(((i, facts) for i, facts in common if facts), None):
             groups.setdefault(first, []).append(name)
     return {tuple(of): CONTENTS[i].finding(of, facts) for (i, facts), of in groups.items()}
@@ -132,7 +133,8 @@ def _which(told: list[WrongAnswer]) -> list[Finding]:
     right = {name for each in told for name in each.answer.results} - wrong
     gradients = [name for name in RESULTS[2:] if name in wrong]
     if "out" not in wrong:
-        return [LSE_ALONE] * ("lse" in wrong) + [of_gradients(gradients)] * bool(gradients)
+        of_lse = [LSE_ALONE] if "lse" in wrong else []
+        return [*of_lse, of_gradients(gradients)] if gradients else of_lse
     said = [LSE_IS_RIGHT] * ("lse" in right) + [GRADIENTS_ARE_RIGHT] * ("dq" in right and not gradients)
     of = listed([name for name in RESULTS if name in wrong])
     return said or [Finding(f"wrong {of}", "out first: all other results depend on the same scores")]
