@@ -1,8 +1,9 @@
 """Agreement: on real ranks, one of which calls with something other, all refuse in the same sentence, and soon."""
 
+import os
 import random
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from unittest import mock
@@ -17,13 +18,12 @@ import ring_attn
 from ringlab.ring import backward, flash_ring, grouped_query, overlap
 from ringlab.ring.layouts import Layout
 from ringlab.support import agreement
-from ringlab.support.agreement import LONG, WRONG, agree, agree_same, home_of, of_every_rank
-from ringlab.support.pipes import LONGEST, time_limit
+from ringlab.support.agreement import LONG, NEW_GROUP, SOON, WRONG, agree, agree_same, home_of, of_every_rank, one_pass
+from ringlab.support.pipes import FACTS, HEAD, LONGEST, Inbox, host_of_process, inbox_of_job, time_limit
 from ringlab.support.processes import Ranks
 from tests.every_way import FLAT, HERE, ON_MESH, ranks_of
 from tests.mistakes import as_on_hosts, refusal
 
-SECONDS = 8.0  # for a refusal, also on a busy machine; the time limit of a message is 120
 B, H, G, C, D = 1, 4, 2, 4, 8
 
 
@@ -124,31 +124,40 @@ def in_order(attention, options, inputs, step):
 
 
 def calls_on_rank(context, seeds):
-    """Of each seed: what was other on one rank, what this rank raised, and after how many seconds."""
-    P, said = context.world_size, []
+    """Of each seed: what was other on one rank, what this rank raised, and how long it waited in vain at most."""
+    P, said, waited = context.world_size, [], Inbox.wait
     groups = Groups(P)
     for seed in seeds:
         rng = random.Random(f"{P} {seed}")
         kind, call = one_call(rng, groups, odd=context.rank == rng.randrange(P))
-        begin = time.monotonic()
-        try:
-            call()
-            said.append((kind, "no error", "", time.monotonic() - begin))
-        except Exception as error:
-            said.append((kind, type(error).__name__, str(error), time.monotonic() - begin))
-            if not isinstance(error, ValueError):
-                break
+        in_vain = [timedelta(0)]
+
+        def wait(inbox, kind, of, limit, *rest, in_vain=in_vain):
+            try:
+                return waited(inbox, kind, of, limit, *rest)
+            except RuntimeError:
+                in_vain.append(limit)
+                raise
+
+        with mock.patch.object(Inbox, "wait", wait):
+            try:
+                call()
+                said.append((kind, "no error", "", max(in_vain)))
+            except Exception as error:
+                said.append((kind, type(error).__name__, str(error), max(in_vain)))
+                if not isinstance(error, ValueError):
+                    break
         dist.barrier()
     return said
 
 
 def assert_all_refuse(ranks, P, seeds):
     for seed, of_ranks in zip(seeds, zip(*ranks(P, calls_on_rank, seeds), strict=True), strict=True):
-        kinds, errors, messages, seconds = zip(*of_ranks, strict=True)
+        kinds, errors, messages, waits = zip(*of_ranks, strict=True)
         what = f"{P} ranks, seed {seed}: {kinds}: {messages}"
         assert set(errors) == {"ValueError"}, f"{errors} of {what}"
         assert len(set(messages)) == 1, what
-        assert max(seconds) < SECONDS, f"{max(seconds)} s for {what}"
+        assert max(waits) <= SOON, f"{max(waits)} for {what}"
 
 
 @pytest.mark.parametrize("P", [3, 4])
@@ -320,6 +329,89 @@ def disagree(context, wrong):
 def test_agree_raises_everybodys_complaint_on_every_rank(ranks):
     outcomes = ranks.outcomes(4, disagree, [1, 3])
     assert [(it.kind, it.message) for it in outcomes] == [("ValueError", "rank 1: 1 is odd\nrank 3: 3 is odd")] * 4
+
+
+def words_of_hosts(context, hosts):
+    """Why ranks 3 and 1, in this order, cannot write to each other's pipes: what is said counts in the group."""
+    with mock.patch.object(inbox_of_job(), "hosts", hosts):
+        return inbox_of_job().why_not([3, 1])
+
+
+def test_a_group_that_is_not_the_first_ranks_says_its_own_numbers(ranks):
+    a = (("a",), "")
+    for three, one, words in (
+        (a, a, ""),
+        (a, ((), ""), "rank 1 is not on Linux, or may not read its /proc"),
+        (a, (("b", "c"), ""), "rank 0 is on host a and rank 1 on b c"),
+        ((("a",), "full"), (("a",), "no"), "rank 0: full; rank 1: no"),
+    ):
+        assert ranks(2, words_of_hosts, {3: three, 1: one}) == [words] * 2
+
+
+def two_kinds(context):
+    """Two messages of rank 0 in two parts each, which arrive by turns: one of facts, one of a flag."""
+    inbox, parts = inbox_of_job(), [b"a" * LONGEST, b"b" * LONGEST, b"c", b"d"]
+    if context.rank == 0:
+        for i, part in enumerate(parts):
+            os.write(inbox.sink(1), HEAD.pack(7 * (i % 2), 0, i > 1, len(part)) + part)
+        return None
+    found = [inbox.wait(kind, 0, timedelta(seconds=60)) for kind in (FACTS, 7)]
+    return found == [parts[0] + parts[2], parts[1] + parts[3]]
+
+
+@pytest.mark.skipif(not host_of_process(), reason="pipes need Linux")
+def test_parts_of_messages_of_two_kinds_are_told_apart(ranks):
+    assert ranks(2, two_kinds) == [None, True]
+
+
+def as_in_another(kind):
+    """The host of this process when its namespace of this kind is another one."""
+    real = os.readlink
+    with mock.patch.object(os, "readlink", lambda path: "other" if path.endswith(kind) else real(path)):
+        return host_of_process()
+
+
+@pytest.mark.skipif(not host_of_process(), reason="pipes need Linux")
+def test_a_container_is_another_host():
+    assert len({host_of_process(), *map(as_in_another, ("pid", "net", "user"))}) == 4
+
+
+def limits_in_a_mesh(context):
+    """How long an agreement waits in a mesh whose columns wait 50 s and whose rows 70."""
+    mesh, right = DeviceMesh("cpu", torch.arange(4).view(2, 2)), agreement._through_pipes
+    limits = [timedelta(seconds=50), timedelta(seconds=70)]
+    with (
+        mock.patch.object(agreement, "time_limit", side_effect=limits),
+        mock.patch.object(agreement, "_through_pipes", side_effect=right) as through,
+    ):
+        agree(lambda: None, mesh)
+    return through.call_args.args[2]
+
+
+def test_an_agreement_in_a_mesh_waits_as_long_as_the_shorter_limit(ranks):
+    assert ranks(4, limits_in_a_mesh) == [timedelta(seconds=50)] * 4
+
+
+def after_an_error_in_a_part(context):
+    """A pass of ranks 1 and 2 ends by an error. Their group is refused; the job, and their next group, go on."""
+    groups = [dist.new_group([1, 2]) for _ in range(2)]
+    if context.rank:
+        with suppress(MemoryError), one_pass(groups[0], lambda: None):
+            raise MemoryError
+    said = [list(agree(lambda: context.rank))]
+    for group in reversed(groups) if context.rank else ():
+        try:
+            said.append(list(agree(lambda: context.rank, group)))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_an_error_in_a_part_of_a_job_ends_no_other_group(ranks):
+    found = ranks(3, after_an_error_in_a_part)
+    assert [each[0] for each in found] == [[0, 1, 2]] * 3
+    assert found[1] == found[2]
+    assert NEW_GROUP in found[1][2]
 
 
 # An error in a pass --------------------------------------------------------------------------------------------------

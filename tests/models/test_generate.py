@@ -91,6 +91,19 @@ def test_token_for_token_what_one_process_generates(ranks, size, layout, window)
     assert min(int((at[0, -room:] < EMPTY).sum()) for at in slots) >= room - 1
 
 
+def test_no_slot_is_made_that_no_token_takes(ranks):
+    """The last token is never stored: of 1, 4 and 5 new tokens of 3 ranks each keeps 0, 1 and 2 slots."""
+    for new, room in ((1, 0), (4, 1), (5, 2)):
+        assert ranks(3, slots_for, new) == [room] * 3
+
+
+def slots_for(context, new):
+    cache = SpreadCache("contiguous")
+    with mock.patch.object(module, "CONFIG", CONFIG):
+        generate(seeded(cache), cache, [[1, 2, 3]], new)
+    return cache.at.shape[1] - 1
+
+
 def with_other_logits(context):
     """Rank 1's logits of new tokens are others, as if it rounded otherwise."""
     cache, forward = SpreadCache(), Transformer.forward

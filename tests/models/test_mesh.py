@@ -1,5 +1,6 @@
 """FSDP × ring, and tensor parallelism × ring: the loss, every gradient and their norm are those of one process."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -120,6 +121,18 @@ def held(context):
 
 def test_picture_shows_what_real_ranks_hold(ranks):
     assert ranks(picture.DP * picture.CP, held) == picture.placement()
+
+
+def loss_in_parts(context):
+    """Two groups at the same time, which are not the first ranks: of 6 logits of zeros each label costs log 6."""
+    groups, labelled = [dist.new_group(members) for members in ([1, 3], [0, 2, 4])], [0, 5, 3, 1, 1]
+    labels = torch.full((1, 5), IGNORED)
+    labels[0, : labelled[context.rank]] = 2
+    return batch_loss(torch.zeros(1, 5, 6), labels, groups[context.rank % 2 == 0]).item() / math.log(6)
+
+
+def test_the_loss_of_a_part_of_a_job_by_hand(ranks):
+    assert ranks(5, loss_in_parts) == pytest.approx([0, 5 / 6 * 2, 3 / 4 * 3, 1 / 6 * 2, 1 / 4 * 3])
 
 
 def test_padding_alone_gives_no_loss_and_no_nan(ranks):

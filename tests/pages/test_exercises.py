@@ -92,7 +92,8 @@ def solution(check):
 
 
 @pytest.mark.parametrize("check", [*EXERCISES, pytest.param("check_ring", marks=pytest.mark.slow)])
-def test_the_solutions_are_right(check):
+def test_the_solutions_are_right(check, monkeypatch):
+    monkeypatch.setattr(trial, "SECONDS", 1e6)
     assert check_named(check)(solution(check)).startswith("right")
 
 
@@ -220,7 +221,8 @@ def test_numbers_of_many_kinds_are_read():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", RIGHT_RINGS)
-def test_other_right_rings_are_right(ring):
+def test_other_right_rings_are_right(ring, monkeypatch):
+    monkeypatch.setattr(trial, "SECONDS", 1e6)  # a busy machine is no mistake
     assert check_named("check_ring")(ring).startswith("right: full attention")
 
 

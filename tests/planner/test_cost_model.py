@@ -21,7 +21,7 @@ from ring_planner.plan import ERRORS, Plan, Wish, best, candidates, changes, gai
 from ring_planner.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ring_planner.round_costs import realistic
 from ring_planner.seconds import Pass, pass_of
-from ring_planner.step import Step, step_seconds
+from ring_planner.step import Step, collective_seconds, step_seconds
 from ring_planner.ways import Cluster
 from tests.commands import ROOT
 
@@ -142,6 +142,44 @@ def test_a_step_by_hand():
     model_flops = 3 * 2 * (3 * weights + 8 * 10) + 3 * 3 * 4 * 512 * 8  # half of 1,024 keys, on average
     used = Plan(step).utilisation * 1e3
     assert used == pytest.approx(rows / sum(seconds.values()) * model_flops)
+
+
+def test_collectives_by_hand():
+    """Seconds of 96 bytes among 6 ranks: 80 travel. Links of 64 bytes/s, cards of 4; latencies of 1 and 10 s."""
+    machine = Cluster(2, 3, 1.0, 64.0, 4.0, latency=1.0, host_latency=10.0)
+    step = replace(Step(TINY, IDEAL, 2, 3, 1024), machine=machine)
+    for ranks, inside, seconds in (
+        (1, 3, 0.0),
+        (2, 3, 48 / 64 + 1),  # on one host: a step of a ring of 2
+        (3, 3, 64 / 64 + 2),
+        (6, 3, 80 / (3 * 4) + 4 + 10),  # each of 2 hosts sends through 3 cards: 2 steps in each, and one between
+        (2, 1, 48 / 4 + 10),  # one rank of each host: nothing travels inside
+    ):
+        assert collective_seconds(step, 96.0, ranks, inside) == pytest.approx(seconds), (ranks, inside)
+
+
+def test_what_lora_spares_by_hand():
+    """The step by hand with a quarter of the parameters trained: the head and its moments, in the memory's time."""
+    gpu = replace(IDEAL, memory_bandwidth=100 / 0.81)
+    step = Step(TINY, gpu, 1, 4, 1024, batch=3, cp=2, tp=2, way="ring", optimizer="adam", eager=False)
+    whole, few = step_seconds(step), step_seconds(replace(step, trainable=0.25))
+    assert (whole["head"], few["head"]) == pytest.approx(
+        [each * 768 * 80 / 700 for each in (6, 4.5)]
+    )  # 0.7 of the peak
+    assert whole["passes"] - few["passes"] == pytest.approx(0.75 * 40 * TINY.parameters() / 4 / 100)
+
+
+def test_utilisation_of_lora_and_of_a_prefill_by_hand():
+    """FLOPs of a token: 2 a weight, and 4 · 512 · 8 a layer of attention; three passes, 2.25 of the weights, or one."""
+    step, weights, mixing = Step(TINY, IDEAL, 1, 4, 1024, batch=3, cp=2), TINY.matrices, 3 * 4 * 512 * 8
+    for change, flops in (
+        ({"trainable": 0.25}, 2 * 2.25 * (weights + 80) + 3 * mixing),
+        ({"task": "prefill", "recompute": "none"}, 2 * weights + mixing),
+    ):
+        made = Plan(replace(step, **change))
+        assert made.utilisation * 1e3 == pytest.approx(3 * 512 / made.seconds * flops)
+        assert made.speed == pytest.approx(3 * 512 / made.seconds)
+        assert made.merit == (made.speed if "trainable" in change else 1 / made.seconds)
 
 
 def test_the_hops_of_a_step_by_hand():

@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import Layout, check_layout, check_lengths, shard
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
 from ringlab.ring.schedule import Ring, check_sinks, check_softcap
 from ringlab.support import agreement
 from ringlab.ways.all_gather import AllGather
-from ringlab.ways.all_to_all import Alone
+from ringlab.ways.all_to_all import AllToAll, Alone
 from tests.attention import DTYPES, assert_four, assert_right, expected, gradients, grouped_inputs
 from tests.every_way import (
     ALL_LAYOUTS,
@@ -240,6 +242,18 @@ def test_one_gradient_none_or_a_second_derivative(ranks, way, shape):
 # Other queries than keys ---------------------------------------------------------------------------------------------
 
 QUERIES, KEYS = (3, 1, 7, 2), (4, 2, 1, 6)  # tokens of each rank
+
+
+def copies_home(context):
+    """What comes home for the copies of one K/V head: 256 from rank 0, and 1 from each of the others."""
+    exchange = AllToAll(Partition(Mask(), "contiguous", (1,) * 4), 1.0, None, 4, 1).exchange
+    part = torch.full((1, 1, 4, 1), 1.0 if context.rank else 256.0).bfloat16()
+    return [x.flatten().tolist() for x in exchange.to_tokens([part, part, part])]
+
+
+def test_copies_are_added_in_float32(ranks):
+    """256 + 1 is 256 in bfloat16, and 256 + 3 is 260."""
+    assert ranks(4, copies_home) == [[[256.0, 1, 1, 1], [260.0], [260.0]]] * 4
 
 
 def crossing(context, way, shape, q, k, v, d_out):
