@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 SHELL := /bin/bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test slow exhaustive notebooks figures bench site site-serve test-site lint clean
+.PHONY: demo test slow exhaustive test-gpu notebooks figures bench site site-serve test-site lint clean
 
 demo: $(READY)
 	@echo "== the worked example: 4 GPUs, 8 tokens, every number"
@@ -17,16 +17,20 @@ demo: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node=4 ring_attn.py
 
 # Each process of the suite computes with one thread: two or more of them run at a time, and their ranks beside them.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder
+# They see no GPU, so that a machine with one passes the same tests.
+PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder
 
 test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/ring/test_causal.py
-	$(PYTEST) -m "not slow and not exhaustive" $(TESTS)
+	$(PYTEST) -m "not slow and not exhaustive and not gpu" $(TESTS)
 
 slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, hosts, JAX
-	$(PYTEST) -m "slow and not exhaustive"
+	$(PYTEST) -m "slow and not exhaustive and not gpu"
 
 exhaustive: $(READY)  # every variant of every mistake, every model, a hundred seeds, long benches: half an hour
 	$(PYTEST) -m exhaustive
+
+test-gpu: $(READY)  # what a GPU changes, on one GPU; make test-gpu GPU=cpu tries these tests without one
+	$(BIN)/python -m pytest -m gpu --gpu=$(or $(GPU),cuda) tests/test_on_a_gpu.py
 
 notebooks: $(READY)  # run them from their .py sources and keep the outputs
 	$(BIN)/python -m notebooks.source.build
@@ -54,7 +58,6 @@ bench: $(READY)  # measure again; takes about an hour and a half and wants a qui
 	$(BIN)/python -m bench.gpu  # with a CUDA GPU; elsewhere it says so
 	$(BIN)/python -m bench.against_peers  # most of that time
 	$(BIN)/python -m bench.pages  # writes the new numbers into bench/README.md
-	$(BIN)/python -m bench.compare  # says what moved since the last commit by more than the noise
 
 SITE := $(VENV)/site-ready
 site: $(SITE)  # the book, as pages in site/, in some minutes; nothing is fetched while it is built or read

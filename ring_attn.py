@@ -45,7 +45,7 @@ def ring_attention(
     must call it. Forward only. When the input of a rank is wrong, or the ranks disagree, every rank raises the same
     ValueError before any block travels. Liu et al. 2024, algorithm 1.
     """
-    scale, lengths = chunks.agree_on_chunks(q, k, v, scale, group, check=chunks.check_forward_only)
+    scale, lengths = chunks.agree_on_chunks(q, k, v, scale, group, function=__name__, check=chunks.check_forward_only)
     out, _ = ring_forward(q, k, v, scale=scale, lengths=lengths, group=group)
     return out
 

@@ -32,6 +32,7 @@ from notebooks.your_ring.messages import Watch
 from ring_attn import ring_attention
 from ringlab.basics.ranks import gather
 from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.fused_block import choose_kernel
 from ringlab.ring.layouts import shard, unshard
 from ringlab.ring.schedule import Ring
 from ringlab.support.host_memory import has_memory, host_memory
@@ -77,16 +78,33 @@ def torch_loops(layout: str, rotation: str) -> Iterator[ModuleType]:
         yield loop
 
 
+KERNELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by our name: torch's; what each pass takes besides
+    "cpu flash": ("flash_attention_for_cpu", {}, {}),
+    "cuda flash": ("flash_attention", {}, {}),
+    "cuda cudnn": ("cudnn_attention", {"attn_bias": None, "compute_log_sumexp": True}, {"attn_bias": None}),
+}
+FOR_BACKWARD = (
+    "cum_seq_q",
+    "cum_seq_k",
+    "max_q",
+    "max_k",
+    "philox_seed",
+    "philox_offset",
+)  # a GPU's kernels return them
+
+
 class TorchLoop(torch.autograd.Function):
-    """PyTorch's own loop as an operation of autograd."""
+    """PyTorch's own loop as an operation of autograd, on the kernel that our ring takes."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, causal: bool, layout: str, rotation: str) -> Tensor:
+        name, besides, ctx.besides = KERNELS[choose_kernel(q, k, q.shape[-1] ** -0.5, causal=causal)[0]]
+        kernel, ctx.kernel = (getattr(torch.ops.aten, f"_scaled_dot_product_{name}{end}") for end in ("", "_backward"))
         ctx.options = causal, layout, rotation
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         with torch_loops(layout, rotation) as loop:
             forwards = loop._templated_ring_attention
-            out, lse = forwards(dist.group.WORLD, 2, flash, q, k, v, is_causal=causal, dropout_p=0.0)
+            out, lse, *rest = forwards(dist.group.WORLD, 2, kernel, q, k, v, is_causal=causal, dropout_p=0.0, **besides)
+        ctx.besides = {**ctx.besides, **dict(zip(FOR_BACKWARD, rest, strict=False))}
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -94,12 +112,11 @@ class TorchLoop(torch.autograd.Function):
     def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         causal, *how = ctx.options
         q, k, v, out, lse = ctx.saved_tensors
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        options = {"is_causal": causal, "dropout_p": 0.0}
+        options = {"is_causal": causal, "dropout_p": 0.0, **ctx.besides}
         options |= {"grad_out": d_out, "grad_out_name": "grad_out", "out": out, "logsumexp": lse}
         with torch_loops(*how) as loop:
             backwards = loop._templated_ring_attention_backward
-            return *backwards(dist.group.WORLD, 2, flash, query=q, key=k, value=v, **options)[:3], None, None, None
+            return *backwards(dist.group.WORLD, 2, ctx.kernel, query=q, key=k, value=v, **options)[:3], None, None, None
 
 
 def torch_loop(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str, rotation: str = "all-to-all") -> Tensor:

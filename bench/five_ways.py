@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench import gpu, record
+from bench import record
 from bench.against_peers import Pass, passes, torch_loop
 from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, Row, peer, table
 from bench.hosts import command, hosts, row_of, torchrun
@@ -47,6 +47,7 @@ from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
 from ringlab.ways.all_to_all import OwnSums
+from tests.every_way import FLAT, ON_MESH
 
 MESHES = [(2, 2), (2, 4)]  # hosts x ranks of a host
 RATES = [125_000_000, 50_000_000, 20_000_000]  # bytes a second of a host's link, each way
@@ -61,7 +62,7 @@ def attentions(mesh: DeviceMesh) -> dict[str, Callable[[Tensor, Tensor, Tensor],
     groups = {"double ring": mesh, "hybrid": mesh}
     options: dict[str, Any] = {"causal": True, "layout": "zigzag"}
     ring, loop = partial(ring_flash_attention, **options), partial(torch_loop, **options)
-    ours = {way: partial(ring, schedule=gpu.WAYS[way], group=groups.get(way)) for way in WAYS}
+    ours = {way: partial(ring, schedule=(FLAT | ON_MESH)[way], group=groups.get(way)) for way in WAYS}
     return ours | {peer(rotation): partial(loop, rotation=rotation) for rotation in ROTATIONS}
 
 

@@ -1,26 +1,33 @@
-"""Is all of it right on this machine's GPUs, and how fast? One command, five parts, a short report, exit status 0 or 1.
+"""Is all of it right on this machine's GPUs, and how fast? Three minutes at most; exit status 0 or 1.
 
-    blocks    the fused blocks of a ring that is simulated on one GPU: values, gradients, speed beside SDPA's
-    ways      the five ways to share a sequence on all GPUs, every mask and layout, in float32 and in 16 bits
-    doctor    `ring-doctor --quick` on the ring, with 3 and 4 GPUs
-    overlap   the share of the messages' time that the ring hides behind computing
-    speed     the ring on all GPUs, as a share of P times the speed of SDPA on one of them
+    kernels    the fused blocks: every head dim, dtype and shape, values and gradients
+    ring       a ring that computes in turn on one GPU, beside SDPA and beside PyTorch's own loop
+    model      a Llama of transformers with `use_ring`, one rank, beside the same with sdpa: time and peak memory
+    ways       five ways to share a sequence, every mask and layout
+    memory     the peak of a rank, beside the planner's count
+    overlap    the ring on several GPUs: the hidden share of its messages, its speed as a share of P times one GPU's
+    states     the ring of states, beside one process
+    machine    what `calibrate` measures, beside the planner's preset of this GPU
+    doctor     `ring-doctor --quick` on the ring
 
-Values and gradients are compared with full attention in float64, computed on the CPU. Without a CUDA GPU nothing is
-measured and nothing is claimed. With `--device cpu` the same code runs with gloo on small sizes, to try the bench.
+Each line is printed as soon as it is known. Three ranks share the GPU where there are fewer than three. Without a CUDA
+GPU nothing is measured and nothing is claimed. With `--device cpu` the same code runs with gloo on small sizes.
 
     $ python -m bench.gpu
     no CUDA GPU here: nothing measured, nothing claimed; --device cpu tries the same code on small sizes
 
-docs/cluster.md says what changes on GPUs, and what of it was never run.
+docs/cluster.md says what changes on GPUs, and what came out.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -29,210 +36,256 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-from bench.against_peers import with_gradients
+from bench import record
+from bench.against_peers import torch_loop, torch_loops, with_gradients
+from bench.state_ring import DEFAULT, ONE, seconds_in_turn
 from ring_doctor import examine
 from ring_doctor.asking.job import CannotExamine
-from ringlab.basics.naive_attention import accumulation_dtype
-from ringlab.ring.causal import visible_slice
-from ringlab.ring.flash_ring import merge_into, ring_flash_attention
+from ring_planner import calibrate
+from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.memory import peak_bytes_backward
+from ring_planner.presets import GPUS
+from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import choose_kernel, fused_backward, fused_forward
-from ringlab.ring.layouts import LAYOUTS, shard, unshard
+from ringlab.ring.layouts import LAYOUTS, shard
 from ringlab.ring.overlap import arriving_blocks
-from ringlab.ring.schedule import Ring, Schedule
-from ringlab.support.processes import RankContext, launch
-from ringlab.support.rounding import Right, exact_attention
-from ringlab.ways.all_gather import AllGather
-from ringlab.ways.all_to_all import AllToAll
-from ringlab.ways.double_ring import DoubleRing
-from ringlab.ways.hybrid import Hybrid
+from ringlab.support.processes import LostRank, RankContext, Ranks
+from ringlab.support.rounding import exact_attention
+from tests.attention import NAMES
+from tests.every_way import ON_MESH, Problem, assert_right_results, masks_of, shapes
+from tests.in_turn import dealt, ring_in_turn
 
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-RESULTS = ("out", "dq", "dk", "dv")
-CASES = [(dtype, layout) for dtype in ("bfloat16", "float16", "float32") for layout in ("full", "zigzag", "striped")]
-WORLD_SIZE, REPETITIONS = 4, 10
-WAYS = {"ring": Ring, "all-gather": AllGather, "all-to-all": AllToAll, "double ring": DoubleRing, "hybrid": Hybrid}
+SECONDS = 150.0  # of the whole bench: a part that is not done by then ends, and the next ones are not begun
+WAYS = ("ring", "all-gather", "all-to-all", "double ring", "hybrid")
+SHAPES = ((128, 128, True), (57, 57, True), (100, 37, False), (1, 64, False), (96, 129, False))  # Sq, Sk, causal
+BLIND = 5  # rows of the first block, at most, that see no key of theirs
+
+Row = tuple[str, bool, str]  # what; whether it is right; what was found
 
 
 @dataclass(frozen=True)
 class Sizes:
     """How much is computed on a device."""
 
-    exact: tuple[int, int, int]  # S, H, D of the simulated ring, against float64, whose scores take S x S
-    speed: tuple[int, int, int]  # of the simulated ring, of overlap and of speed
-    chunk: int  # tokens of a rank in the five ways
-    head_dim: int  # there
-    dtypes: tuple[str, ...]  # there
+    head_dims: Sequence[int]
+    dtypes: tuple[str, ...]
+    rings: tuple[tuple[int, int, int, tuple[int, ...]], ...]  # S, H, D and the numbers of ranks, in turn
+    model: dict[str, int]
+    tokens: int  # of the model
+    chunk: int  # tokens of a rank in the ways
+    layer: tuple[int, int, int, int]  # H, G, D and tokens of a rank: memory, overlap
+    states: tuple[int, int, int]  # S, H and D
+    calibrated: tuple[int, int, str]  # H, D and dtype
 
 
+LLAMA = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA |= {"intermediate_size": 8192, "vocab_size": 32_000}
+TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY |= {"intermediate_size": 32, "vocab_size": 61}
 ON = {
-    "cuda": Sizes((4096, 4, 64), (32768, 16, 128), chunk=128, head_dim=64, dtypes=("float32", "bfloat16", "float16")),
-    "cpu": Sizes((48, 2, 8), (480, 2, 8), chunk=12, head_dim=8, dtypes=("float32", "bfloat16")),
+    "cuda": Sizes(
+        head_dims=range(8, 257, 8),
+        dtypes=("bfloat16", "float16", "float32"),
+        rings=((131_072, 8, 128, (2, 4, 8)), (32_768, 32, 128, (4, 8))),
+        model=LLAMA,
+        tokens=16_384,
+        chunk=40,
+        layer=(32, 8, 128, 16_384),
+        states=(4096, 16, 128),
+        calibrated=calibrate.LAYERS["cuda"],
+    ),
+    "cpu": Sizes(
+        (8, 24),
+        ("float32", "bfloat16"),
+        ((480, 2, 8, (2, 4)),),
+        TINY,
+        48,
+        8,
+        (4, 2, 8, 48),
+        (48, 2, 8),
+        (1, 8, "float32"),
+    ),
 }
 
 
-def inputs(seq_len: int, heads: int, head_dim: int, dtype: str) -> list[Tensor]:
-    """q, k, v and d_out (1, H, S, D), seeded."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (4, 1, heads, seq_len, head_dim)
-    return [x.to(DTYPES[dtype]) for x in torch.randn(shape, generator=generator, dtype=torch.float64)]
+def drawn(device: torch.device | str, dtype: str, H: int, G: int, Sq: int, Sk: int, D: int) -> list[Tensor]:
+    """q, k, v and d_out, drawn on the device."""
+    torch.manual_seed(0)
+    shapes = ((1, heads, S, D) for heads, S in ((H, Sq), (G, Sk), (G, Sk), (H, Sq)))
+    return [torch.randn(shape, device=device, dtype=torch.float32).to(getattr(torch, dtype)) for shape in shapes]
 
 
-def errors(results: tuple[Tensor, ...], rights: dict[str, Right]) -> dict[str, float]:
-    """The largest error of out, dq, dk and dv. Raises RuntimeError where rounding does not explain an error."""
-    largest = {name: float(rights[name].error(x).max()) for name, x in zip(RESULTS, results, strict=True)}
-    for name, x in zip(RESULTS, results, strict=True):
-        if not rights[name].accepts(x):
-            raise RuntimeError(f"{name} is wrong: off by {largest[name]:.1e}")
-    return largest
+def block_error(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, causal: bool) -> float:
+    """The largest error of a fused block's out and gradients, over what rounding allows. BLIND rows see no key."""
+    scale, seen = q.shape[-1] ** -0.5, torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    blind = seen.new_zeros(q.shape[2]).index_fill_(0, torch.arange(min(BLIND, q.shape[2] - 1), device=q.device), True)
+    seen = (seen.tril() if causal else seen) & ~blind[:, None]
+    right = exact_attention(q, k, v, d_out, visible=seen, fused_blocks=1)
+    out, lse = fused_forward(q, k, v, scale=scale, causal=causal)
+    out, lse = out.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, -torch.inf)
+    results = out, *fused_backward(q, k, v, out, lse, d_out, scale=scale, causal=causal)
+    over = [
+        (right[name].error(x.to(q.dtype)) / right[name].allowed).max() for name, x in zip(NAMES, results, strict=True)
+    ]
+    return float(torch.stack(over).nan_to_num(nan=math.inf).max())
 
 
-def simulated_ring(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, layout: str, world_size: int) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv), each (B, H, S, D), of all ranks in one process. Layout "full": contiguous, not causal."""
-    causal, layout = layout != "full", "contiguous" if layout == "full" else layout
-    scale, dtype = q.shape[-1] ** -0.5, accumulation_dtype(q.dtype)
-    chunks = [[shard(x, layout, rank, world_size) for rank in range(world_size)] for x in (q, k, v, d_out)]
-    lengths = [chunk.shape[2] for chunk in chunks[0]]
-    gradients = [[torch.zeros(x.shape, dtype=dtype, device=x.device) for x in each] for each in chunks[:3]]
-    outs = []
-    for rank in range(world_size):
-        q_r, d_out_r, d_q = chunks[0][rank], chunks[3][rank], gradients[0][rank]
-        blocks = []
-        for t in range(world_size):
-            block = (rank - t) % world_size
-            visible = visible_slice(layout, rank, block, lengths, causal=causal)
-            if visible is None:
-                continue
-            rows, keys = visible.queries, visible.keys
-            k_j, v_j = chunks[1][block][:, :, keys], chunks[2][block][:, :, keys]
-            blocks.append((block, visible, k_j, v_j))
-            out_j, lse_j = fused_forward(q_r[:, :, rows], k_j, v_j, scale=scale, causal=visible.triangle)
-            if t == 0:
-                out, lse = out_j.to(dtype), lse_j
-            else:
-                merge_into(out[:, :, rows], lse[:, :, rows], out_j, lse_j)
-        out = out.to(q.dtype)
-        outs.append(out)
-        for block, visible, k_j, v_j in blocks:
-            rows, keys = visible.queries, visible.keys
-            of_rows = out[:, :, rows], lse[:, :, rows], d_out_r[:, :, rows]
-            shares = fused_backward(q_r[:, :, rows], k_j, v_j, *of_rows, scale=scale, causal=visible.triangle)
-            d_q[:, :, rows] += shares[0]
-            gradients[1][block][:, :, keys] += shares[1]
-            gradients[2][block][:, :, keys] += shares[2]
-    return tuple(unshard(each, layout).to(q.dtype) for each in (outs, *gradients))
+def kernels(context: RankContext, sizes: Sizes) -> Iterator[Row]:
+    for dtype in sizes.dtypes:
+        found: dict[str, dict[str, float]] = {}  # by kernel and case
+        for D in sizes.head_dims:
+            for Sq, Sk, causal in SHAPES:
+                four = drawn(context.device, dtype, 4, 2, Sq, Sk, D)
+                kernel, _ = choose_kernel(*four[:2], D**-0.5, causal=causal)
+                found.setdefault(kernel, {})[f"D {D}, {Sq} x {Sk}{', causal' * causal}"] = block_error(*four, causal)
+        for kernel, cases in found.items():
+            wrong = {case: error for case, error in cases.items() if not error <= 1}
+            says = f"{len(cases)} blocks, errors up to {max(cases.values()):.2f} of what rounding allows"
+            yield f"{dtype}, {kernel}", not wrong, says + f"; WRONG: {'; '.join(list(wrong)[:5])}" * bool(wrong)
 
 
-def seconds(work: Callable[[], Any], device: str) -> float:
-    """The median time of `work`, after one call to warm up."""
-    times, wait = [], torch.cuda.synchronize if device == "cuda" else lambda: None
-    for _ in range(1 + REPETITIONS):
-        wait()
-        begin = time.perf_counter()
-        work()
-        wait()
-        times.append(time.perf_counter() - begin)
-    return median(times[1:])
+class Here:
+    """PyTorch's loop asks it for the next block: it has that of before."""
+
+    def __init__(self, *how: Any, **more: Any) -> None: ...
+
+    def exchange_buffers(self, block: Tensor) -> None:
+        self.block = block
+
+    def next_buffer(self) -> Tensor:
+        return self.block
 
 
-def measured_blocks(device: str, exact: tuple[int, int, int], speed: tuple[int, int, int]) -> list[str]:
-    """A line for each dtype and layout: the kernel, errors of the ring over those of SDPA, speed as a share of SDPA's.
-
-    Raises RuntimeError where rounding does not explain an error.
-    """
-    lines = []
-    for dtype, layout in CASES:
-        whole = [x.to(device) for x in inputs(*exact, dtype)]
-        sdpa = partial(F.scaled_dot_product_attention, is_causal=layout != "full")
-        rights = exact_attention(*whole, causal=layout != "full", fused_blocks=WORLD_SIZE)
-        ring = errors(simulated_ring(*whole, layout, WORLD_SIZE), rights)
-        alone = errors(with_gradients(sdpa, *whole), rights)
-        off = ", ".join(f"{name} {ring[name] / alone[name]:.2f}" for name in RESULTS)
-        long = [x.to(device) for x in inputs(*speed, dtype)]
-        ring_seconds = seconds(lambda long=long, layout=layout: simulated_ring(*long, layout, WORLD_SIZE), device)
-        share = seconds(lambda long=long, sdpa=sdpa: with_gradients(sdpa, *long), device) / ring_seconds
-        lines.append(f"{dtype}, {layout}, {choose_kernel(*whole[:2], 0.125)[0]}: errors {off}; speed {share:.2f}")
-    return lines
+@contextmanager
+def no_messages(world_size: int) -> Iterator[Callable[[int], Any]]:
+    """PyTorch's loop of so many ranks in one process. What it gets makes a patch: "this is rank r"."""
+    ranks = mock.patch.object(dist, "get_world_size", return_value=world_size)
+    with torch_loops("zigzag", "all-to-all") as loop, mock.patch.object(loop, "_create_rotater", Here), ranks:
+        yield lambda rank: mock.patch.object(dist, "get_rank", return_value=rank)
 
 
-def masks(S: int) -> dict[str, dict[str, Any]]:
-    """Options of an attention over S tokens, by the name of the mask."""
-    third = S // 3
-    documents = [1, third, S - third - 1]
-    more = {"documents": documents, "window": third // 2, "global_tokens": 2}
-    return {
-        "no mask": {},
-        "causal": {"causal": True},
-        "documents": {"causal": True, "documents": documents},
-        "documents, both ways": {"documents": documents},
-        "window": {"causal": True, "window": third},
-        "window, documents, global tokens": {"causal": True, **more},
-    }
+def loop_in_turn(chunks: list[list[Tensor]]) -> None:
+    attention = partial(torch_loop, causal=True, layout="zigzag")
+    with no_messages(len(chunks)) as this_is:
+        for rank, four in enumerate(chunks):
+            with this_is(rank):
+                with_gradients(attention, *four)
 
 
-def visible(
-    S: int, causal: bool = False, documents: Sequence[int] = (), window: int | None = None, global_tokens: int = 0
-) -> Tensor:
-    """Which keys a query sees, (S, S): the words of `ring_flash_attention` again, without the code of the ring."""
-    lengths = torch.tensor(documents or [S])
-    number = torch.arange(len(lengths)).repeat_interleave(lengths)  # of each token's document
-    begin = (lengths.cumsum(0) - lengths)[number]
-    query, key = torch.arange(S)[:, None], torch.arange(S)
-    seen = number[:, None] == number
-    if causal:
-        seen &= key <= query
-    if window is not None:
-        seen &= (query - key < window) | (key - begin < global_tokens)
-    return seen
+def typical(context: RankContext, work: Callable[[], Any]) -> float:
+    """Seconds until the last rank's device has done the work."""
+    return calibrate.Stopwatch(context).typical(work)[0]
 
 
-def group_of(way: type[Schedule], context: RankContext) -> Any:
-    """What the way takes as its group: the job, or a mesh with rows as short as the number of ranks allows."""
-    if way not in (DoubleRing, Hybrid):
-        return None
-    P = context.world_size
-    inside = next((n for n in range(2, P) if P % n == 0), P)
-    return init_device_mesh(context.device.type, (P // inside, inside))
+def ring(context: RankContext, sizes: Sizes) -> Iterator[Row]:
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+    for S, H, D, worlds in sizes.rings:
+        whole = drawn(context.device, "bfloat16", H, H, S, S, D)
+        alone = typical(context, partial(with_gradients, sdpa, *whole))
+        for P in worlds:
+            chunks = dealt(whole, "zigzag", P)
+            mine = typical(context, partial(ring_in_turn, chunks, "zigzag", True))
+            says = f"{alone / mine:.3f} of SDPA's speed"
+            try:
+                says += f"; PyTorch's loop {alone / typical(context, partial(loop_in_turn, chunks)):.3f}"
+            except Exception as error:  # of another's code
+                says += f"; PyTorch's loop fails: {type(error).__name__}"
+            yield (
+                f"zigzag, S = {S:,}, H = {H}, P = {P}, {choose_kernel(*chunks[0][:2], 1.0, causal=True)[0]}",
+                True,
+                says,
+            )
 
 
-def checked_ways(context: RankContext, chunk: int, head_dim: int, dtypes: Sequence[str]) -> tuple[int, list[str]]:
-    """How many results of this rank were compared, and what is wrong: way, dtype, mask, layout, result, its error.
-
-    P · `chunk` tokens, 2P query heads on P. Every rank computes the right results itself.
-    """
-    P, H = context.world_size, 2 * context.world_size
-    S, count, wrong = P * chunk, 0, []
-    groups = {name: group_of(way, context) for name, way in WAYS.items()}
-    for dtype in dtypes:
-        q, k, v, d_out = inputs(S, H, head_dim, dtype)
-        whole = [q, k[:, ::2], v[:, ::2], d_out]
-        for mask, options in masks(S).items():
-            rights = exact_attention(*whole, visible=visible(S, **options), fused_blocks=3 * P)
-            for layout in LAYOUTS:
-                cut = partial(shard, layout=layout, rank=context.rank, world_size=P)
-                mine = [cut(x).to(context.device) for x in whole]
-                of_rank = [replace(it, exact=cut(it.exact), sums=cut(it.sums)) for it in (rights[n] for n in RESULTS)]
-                for name, way in WAYS.items():
-                    attention = partial(
-                        ring_flash_attention, layout=layout, schedule=way, group=groups[name], **options
-                    )
-                    results = with_gradients(attention, *mine)
-                    for result, x, right in zip(RESULTS, results, of_rank, strict=True):
-                        count += 1
-                        if not right.accepts(x.cpu()):
-                            off = right.error(x.cpu()).max()
-                            wrong.append(f"{name}, {dtype}, {mask}, {layout}: {result} is off by {off:.1e}")
-    return count, wrong
+def peak(context: RankContext, work: Callable[[], Any]) -> int:
+    """The bytes that this work needs beyond what is there, at most."""
+    if context.device.type == "cpu":
+        return record.peak_extra(work) or 0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    return torch.cuda.max_memory_allocated() - before
 
 
-def measured_ring(context: RankContext, seq_len: int, heads: int, head_dim: int) -> dict[str, float]:
+def model(context: RankContext, sizes: Sizes) -> Iterator[Row]:
+    if not find_spec("transformers"):
+        yield "a Llama", True, "not asked: transformers is not installed"
+        return
+    from transformers import AutoModelForCausalLM, BatchEncoding, LlamaConfig
+
+    from ringlab.hugging_face.batch import shard_batch
+    from ringlab.hugging_face.use import use_ring
+
+    with torch.device(context.device):
+        config = LlamaConfig(**sizes.model, max_position_embeddings=sizes.tokens, use_cache=False)
+        llama = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        llama.activation_checkpointing_enable()
+    tokens, losses, found = torch.randint(1, sizes.model["vocab_size"], (1, sizes.tokens)), [], []
+    batch = BatchEncoding({"input_ids": tokens, "labels": tokens})
+
+    def step() -> None:
+        llama.zero_grad()
+        loss = llama(**batch.to(context.device)).loss
+        loss.backward()
+        losses.append(loss.item())
+
+    for ringed in (False, True):
+        if ringed:
+            use_ring(llama)
+            batch = shard_batch(batch)
+        found.append((typical(context, step), peak(context, step)))
+    (sdpa, of_sdpa), (mine, of_ring) = found
+    says = f"{mine / sdpa:.3f} times as long as sdpa; peak {of_ring / 2**30:.2f} GiB, sdpa {of_sdpa / 2**30:.2f}"
+    same = abs(losses[-1] / losses[0] - 1) < 2**-6  # bfloat16 has eight bits
+    yield (
+        f"a step of a Llama, one rank, S = {sizes.tokens:,}",
+        same,
+        says + f"; losses {losses[0]:.4f}, {losses[-1]:.4f}",
+    )
+
+
+def cases_of(sizes: Sizes, P: int) -> list[Problem]:
+    """Each mask in each layout; dtypes take turns."""
+    asked = [(mask, layout) for mask in masks_of(P * sizes.chunk).values() for layout in LAYOUTS]
+    heads = {"heads": 2 * P, "kv_heads": P, "tokens": P * sizes.chunk, "head_dim": 64 if sizes.chunk > 8 else 8}
+    dtypes = [getattr(torch, sizes.dtypes[i % len(sizes.dtypes)]) for i in range(len(asked))]
+    made = [({**mask, "layout": layout}, dtype) for (mask, layout), dtype in zip(asked, dtypes, strict=True)]
+    return [Problem(**heads, options=options, dtype=dtype) for options, dtype in made]
+
+
+def ways(ranks: Ranks, P: int, sizes: Sizes) -> Iterator[Row]:
+    problems = cases_of(sizes, P)
+    for way in WAYS:
+        shape = shapes(way, P)[way in ON_MESH]  # of meshes the second: the shortest rows of more than one rank
+        try:
+            assert_right_results(ranks, way, shape, problems)
+        except AssertionError as error:
+            yield way, False, str(error).splitlines()[0]
+        else:
+            yield way, True, f"{len(NAMES) * len(problems)} results on {P} ranks are right"
+
+
+def memory(context: RankContext, sizes: Sizes) -> Iterator[Row]:
+    (H, G, D, C), P = sizes.layer, context.world_size
+    four = drawn(context.device, "bfloat16", H, G, C, C, D)
+    attention = partial(ring_flash_attention, causal=True, layout="zigzag")
+    with_gradients(attention, *(x[:, :, : 2 * P] for x in four))  # what libraries set up once
+    here = peak(context, lambda: with_gradients(attention, *four)) + sum(x.nbytes for x in four)
+    counted = peak_bytes_backward(AttentionLayer(H, G, D, 2), C)
+    yield (
+        f"training, H = {H}, G = {G}, C = {C:,}",
+        True,
+        f"{here / counted:.3f} of the {counted / 2**20:,.0f} MiB counted",
+    )
+
+
+def measured_ring(context: RankContext, sizes: Sizes) -> dict[str, float]:
     """Seconds of a causal step, forward and backward, in bfloat16: "one device" with SDPA on the whole sequence, the
     "ring", its "computing" with all messages left out, and its "messages" alone.
     """
-    whole = [x.to(context.device) for x in inputs(seq_len, heads, head_dim, "bfloat16")]
-    P, device = context.world_size, context.device.type
-    lengths = [seq_len // P] * P
+    (H, G, D, C), P = sizes.layer, context.world_size
+    whole = drawn(context.device, "bfloat16", H, G, P * C, P * C, D)
     q, k, v, d_out = (shard(x, "zigzag", context.rank, P).contiguous() for x in whole)
     ring = partial(with_gradients, partial(ring_flash_attention, causal=True, layout="zigzag"), q, k, v, d_out)
 
@@ -241,85 +294,152 @@ def measured_ring(context: RankContext, seq_len: int, heads: int, head_dim: int)
             ring()
 
     def messages() -> None:
-        for blocks, hops in (((k, v), P - 1), ((k, v), P - 1), ((k.float(), v.float()), P)):  # the last: dK and dV
-            for _ in arriving_blocks(*blocks, lengths=lengths, hops=hops):
+        for blocks in ((k, v), (k, v), (k.float(), v.float())):  # the last: dK and dV
+            for _ in arriving_blocks(*blocks, lengths=[C] * P, hops=P - 1):
                 pass
 
-    sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     works = {"one device": lambda: with_gradients(sdpa, *whole), "ring": ring}
     works |= {"computing": computing, "messages": messages}
-    return {name: seconds(work, device) for name, work in works.items()}
+    return {name: typical(context, work) for name, work in works.items()}
 
 
-def blocks(device: str, ranks: int, sizes: Sizes) -> tuple[bool, str]:
-    """The part of one device: a ring of WORLD_SIZE ranks, one after the other, beside SDPA."""
-    lines = measured_blocks(device, sizes.exact, sizes.speed)
-    if device == "cuda":
-        torch.cuda.empty_cache()  # the ranks of the next parts are other processes
-    return True, "\n".join([f"{len(lines)} cases are right; errors and speed beside SDPA's:", *lines])
+def overlap(context: RankContext, sizes: Sizes) -> Iterator[Row]:
+    P = context.world_size
+    if context.device.type == "cuda" and torch.cuda.device_count() < P:
+        yield "the ring", True, "not measured: ranks that share a GPU have slow messages, and wait for each other"
+        return
+    seen = measured_ring(context, sizes)
+    hidden = max(0.0, 1 - (seen["ring"] - seen["computing"]) / seen["messages"])
+    says = (
+        f"{hidden:.0%} of the messages' time is hidden; {seen['one device'] / seen['ring'] / P:.2f} of {P} times SDPA"
+    )
+    yield f"the ring on {P}", True, says + "".join(f"; {name} {1000 * each:.1f} ms" for name, each in seen.items())
 
 
-def ways(device: str, ranks: int, sizes: Sizes) -> tuple[bool, str]:
-    found = launch(checked_ways, ranks, sizes.chunk, sizes.head_dim, sizes.dtypes, device=device)
-    wrong = list(dict.fromkeys(words for _, of_rank in found for words in of_rank))
-    if wrong:
-        return False, "\n".join([f"{len(wrong)} results are wrong, the first of them:", *wrong[:10]])
-    return True, f"{sum(count for count, _ in found):,} results on {ranks} ranks are right: {', '.join(WAYS)}"
+def states(context: RankContext, sizes: Sizes) -> Iterator[Row]:
+    S, H, D = sizes.states
+    found = {name: median(each) for name, each in seconds_in_turn(context, DEFAULT, S, H, D, 2).items()}
+    for way, each in found.items():
+        if way != ONE:
+            yield f"{way}, S = {S:,}, H = {H}", True, f"right; {found[ONE] / each:.2f} of the speed of one process"
+    if context.device.type == "cuda" and find_spec("fla"):
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        q, k, v, _ = (x.transpose(1, 2) for x in drawn(context.device, "bfloat16", H, H, S, S, D))
+        k, beta = F.normalize(k, dim=-1), torch.rand(1, S, H, device=q.device, dtype=q.dtype)
+        fla = typical(context, partial(chunk_gated_delta_rule, q, k, v, g=-beta, beta=beta))
+        yield "fla's kernel, forward, bfloat16", True, f"{1000 * fla:.2f} ms"
 
 
-def doctor(device: str, ranks: int, sizes: Sizes) -> tuple[bool, str]:
-    worlds = tuple(P for P in (3, 4) if ranks >= P)
-    if not worlds:
-        return True, f"not asked: it needs 3 ranks, and here are {ranks}"
+def machine(context: RankContext, sizes: Sizes) -> Iterator[Row]:
+    found = calibrate.measured(context, *sizes.calibrated)["cluster"]
+    name = torch.cuda.get_device_name().lower() if context.device.type == "cuda" else ""
+    here = max((key for key in GPUS if key.replace("-", " ") in name), key=len, default="")
+    known: dict[str, float] = {}
+    if here:
+        rates = GPUS[here].rates(GPUS[here].kernel, sizes.calibrated[1])
+        known = dict(zip(("flops", "backward_flops"), rates, strict=True))
+        known["memory_bandwidth"] = GPUS[here].memory_bandwidth
+    for field in ("flops", "backward_flops", "memory_bandwidth", "launch"):
+        yield (
+            field,
+            True,
+            f"{getattr(found, field):.3g}" + (f"; the preset has {known[field]:.3g}" if field in known else ""),
+        )
+
+
+def doctor(device: str, P: int) -> Iterator[Row]:
     try:
-        report = examine("ringlab:ring_flash_attention", device=device, worlds=worlds, quick=True, head_dim=8)
+        report = examine("ringlab:ring_flash_attention", device=device, worlds=(min(P, 4),), quick=True, head_dim=8)
     except CannotExamine as error:
-        return False, f"CANNOT TELL: {error}"
-    return report.healthy, str(report).splitlines()[0] if report.healthy else str(report)
+        yield "the ring", False, f"CANNOT TELL: {error}"
+    else:
+        yield "the ring", report.healthy, str(report).splitlines()[0] if report.healthy else str(report)
 
 
-def speeds(device: str, ranks: int, sizes: Sizes) -> tuple[bool, str]:
-    """Overlap and speed: no number of theirs is a mistake."""
-    if ranks == 1:
-        return True, "not measured: a ring needs 2 ranks"
-    of_ranks = launch(measured_ring, ranks, *sizes.speed, device=device)
-    slowest = {name: max(of_rank[name] for of_rank in of_ranks) for name in of_ranks[0]}
-    ms = ", ".join(f"{name} {1000 * time:.1f} ms" for name, time in slowest.items())
-    hidden = max(0.0, 1 - (slowest["ring"] - slowest["computing"]) / slowest["messages"])
-    speed = slowest["one device"] / slowest["ring"] / ranks
-    return True, f"{hidden:.0%} of the messages' time is hidden; {speed:.2f} of {ranks} times one device\n{ms}"
+def told(context: RankContext, part: str, sizes: Sizes) -> list[Row]:
+    """What a part found, on this rank. Rank 0 prints each line as soon as it is known."""
+    rows = [tell(part, row) if context.rank == 0 else row for row in ON_RANKS[part][1](context, sizes)]
+    torch.cuda.empty_cache()  # the next part may be that of other processes
+    return rows
 
 
-PARTS = {"blocks": blocks, "ways": ways, "doctor": doctor, "overlap and speed": speeds}
+def tell(part: str, row: Row) -> Row:
+    what, ok, says = row
+    print(f"{'ok   ' if ok else 'WRONG'} {part}: {what}: {says}".replace("\n", "\n      "), flush=True)
+    return row
 
 
-def examined(device: str, ranks: int) -> Iterator[tuple[str, bool, str]]:
-    """(part, whether it is right, what it says), part after part. A part that fails is wrong, and the next one runs."""
-    for name, part in PARTS.items():
+ON_RANKS: dict[str, tuple[bool, Callable[..., Iterator[Row]]]] = {  # is one rank enough?
+    "kernels": (True, kernels),
+    "ring": (True, ring),
+    "model": (True, model),
+    "memory": (False, memory),
+    "overlap": (False, overlap),
+    "states": (False, states),
+    "machine": (True, machine),
+}
+PARTS = ("kernels", "ring", "model", "ways", "memory", "overlap", "states", "machine", "doctor")
+
+
+def examined(device: str, P: int, sizes: Sizes) -> Iterator[tuple[str, Row]]:
+    """Every part and what it found, told. A part that fails or takes too long is wrong; the next one runs."""
+    end, pools = time.monotonic() + SECONDS, {size: Ranks(size, SECONDS, device) for size in {1, P}}
+    for part in PARTS:
+        one, run = ON_RANKS.get(part, (False, None))
+        pool = pools[1 if one else P]
+        pool.seconds = end - time.monotonic()
         try:
-            yield name, *part(device, ranks, ON[device])
-        except (RuntimeError, ValueError) as error:
-            yield name, False, f"it failed: {error}"
+            if pool.seconds < 0:
+                raise RuntimeError(f"not begun, because {SECONDS:.0f} s are over")
+            if run:
+                rows = pool(1 if one else P, told, part, sizes)[0]
+            else:
+                rows = [tell(part, row) for row in (ways(pool, P, sizes) if part == "ways" else doctor(device, P))]
+        except (RuntimeError, ValueError, LostRank) as error:
+            rows = [tell(part, ("all of it", False, f"it failed: {error}"))]
+        yield from ((part, row) for row in rows)
+    for pool in pools.values():
+        pool.stop()
+
+
+def table(results: record.Results) -> str:
+    """The results as a table in markdown."""
+    rows = [
+        (row["part"], row["what"], "right" if row["right"] else "**WRONG**", row["says"]) for row in results["rows"]
+    ]
+    return record.page(
+        f"On {results['device']}",
+        results,
+        f"{results['ranks']} ranks, {results['seconds']:.0f} s. Speeds are forward and backward.",
+        record.grid("<part | <what | < | <found", rows),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=tuple(ON), default="cuda", help="cpu: gloo and small sizes (cuda)")
-    parser.add_argument("--ranks", type=int, help="(every GPU; on the CPU 4)")
+    parser.add_argument("--ranks", type=int, help="(every GPU, and at least 3)")
     args = parser.parse_args(arguments)
-    if args.ranks is not None and args.ranks < 1:
-        parser.error(f"--ranks is {args.ranks}; expected 1 or more")
-    if args.device == "cuda" and not torch.cuda.is_available():
+    if args.ranks is not None and args.ranks < 2:
+        parser.error(f"--ranks is {args.ranks}; expected 2 or more")
+    on_gpu = args.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
         print("no CUDA GPU here: nothing measured, nothing claimed; --device cpu tries the same code on small sizes")
         return 0
-    ranks = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 4)
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU with gloo: this tries the bench, not a GPU"
+    ranks = args.ranks or max(3, torch.cuda.device_count() if on_gpu else 0)
+    name = torch.cuda.get_device_name() if on_gpu else "CPU with gloo: this tries the bench, not a GPU"
     print(f"{ranks} ranks, {name}, torch {torch.__version__}", flush=True)
-    right = True
-    for part, ok, says in examined(args.device, ranks):
-        right &= ok
-        print(f"{'ok   ' if ok else 'WRONG'} {part}: {says}".replace("\n", "\n      "), flush=True)
-    return 0 if right else 1
+    made, begin = record.made("gpu", "bfloat16, float16 and float32"), time.monotonic()
+    rows = [
+        {"part": part, "what": what, "right": right, "says": says}
+        for part, (what, right, says) in examined(args.device, ranks, ON[args.device])
+    ]
+    if on_gpu:
+        more = {"device": name, "ranks": ranks, "seconds": time.monotonic() - begin}
+        record.save("gpu", {**made, **more, "rows": rows}, table)
+    return 0 if all(row["right"] for row in rows) else 1
 
 
 if __name__ == "__main__":

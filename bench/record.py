@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from ring_planner.calibrate import Stopwatch
 from ringlab.support.agreement import agree
 from ringlab.support.devices import cpu_cores
 from ringlab.support.processes import RankContext
@@ -178,6 +179,7 @@ def in_turn(
             begin = time.perf_counter()
             if not alone or context.rank == 0:
                 results[name] = work()
+            Stopwatch(context).wait_for_device()
             mine = time.perf_counter() - begin
             seconds[name].append(max(agree(lambda mine=mine: mine)))  # the others wait here
     torch.set_num_threads(together)

@@ -46,8 +46,8 @@ def seconds_in_turn(
     if case == KEPT:
         keep_memory()
     generator = torch.Generator().manual_seed(0)
-    q, k, v, d_out = torch.randn(4, 1, heads, seq_len, head_dim, generator=generator)
-    beta, decay = torch.rand(2, 1, heads, seq_len, generator=generator)
+    q, k, v, d_out = torch.randn(4, 1, heads, seq_len, head_dim, generator=generator).to(context.device)
+    beta, decay = torch.rand(2, 1, heads, seq_len, generator=generator).to(context.device)
     whole = [q, k / k.norm(dim=-1, keepdim=True), v, (0.9 + 0.1 * decay).log(), beta]
 
     def mine(layout: str) -> list[Tensor]:

@@ -4,6 +4,7 @@ PLAYED is the table of what is asked and what must be seen."""
 import csv
 from html import unescape
 from html.parser import HTMLParser
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
@@ -12,7 +13,7 @@ import pytest
 
 from book.conftest import READY, SITE
 
-AXE = Path(__file__).parent / "vendor/axe.min.js"
+AXE = Path(find_spec("axe_playwright_python").origin).parent / "axe.min.js"
 ROAD = sorted(f"notebooks/{path.name}" for path in SITE.glob("notebooks/0[1-8]_*.html"))
 EXPLORERS = ("ring.html", "deadlock.html", "solve.html", "xray.html", "planner.html")
 LOOKED_AT = [  # in light and dark, and in three widths

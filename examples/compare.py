@@ -1,5 +1,6 @@
 """Each example on 3 and on 4 ranks, against the same training on one process with sdpa: python examples/compare.py
 
+The one process computes where the ranks do: the cosines of rotary are float32, and a GPU rounds them otherwise.
 Errors are relative, in norm. The error of the weights is relative to how far they moved.
 """
 
@@ -11,6 +12,7 @@ from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import tiny
 import torch
@@ -23,7 +25,7 @@ Result = tuple[list[float], list[Tensor]]  # the loss of each step, and the weig
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
-    return [weight.detach().clone() for weight in model.state_dict().values()]
+    return [weight.detach().cpu().clone() for weight in model.state_dict().values()]
 
 
 def summed(logits: Tensor, labels: Tensor) -> Tensor:
@@ -34,10 +36,11 @@ def summed(logits: Tensor, labels: Tensor) -> Tensor:
 
 def loop(micro_batches: int = 1, sgd: bool = False) -> Result:
     """One process, with sdpa."""
-    model = tiny.model()
+    model = tiny.model().to(tiny.DEVICE)
     weights, losses = model.parameters(), []
     optimizer = torch.optim.SGD(weights, lr=0.1) if sgd else torch.optim.AdamW(weights, lr=1e-3)
-    for step in zip(*[iter(tiny.batches())] * micro_batches, strict=True):
+    batches = ({name: x.to(tiny.DEVICE) for name, x in batch.items()} for batch in tiny.batches())
+    for step in zip(*[batches] * micro_batches, strict=True):
         count = sum((batch["labels"][:, 1:] != -100).sum() for batch in step)
         asked = [{"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]} for batch in step]
         logits = [model(**each).logits for each in asked]
@@ -66,7 +69,8 @@ def with_trainer(name: str) -> Result:
 
     tiny_model, tiny_keep = tiny.model, tiny.keep
     tiny.model, tiny.keep = model, lambda losses, trained: kept.append((losses, weights_of(trained)))
-    with redirect_stdout(StringIO()):  # of the numbers that Trainer prints
+    one_gpu = mock.patch.object(torch.cuda, "device_count", return_value=min(1, torch.cuda.device_count()))
+    with one_gpu, redirect_stdout(StringIO()):  # Trainer shares out to all GPUs, and prints
         exec(compile(text, name, "exec"), {ring: plain})
     tiny.model, tiny.keep = tiny_model, tiny_keep
     return kept[0]

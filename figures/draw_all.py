@@ -31,6 +31,7 @@ from figures import (
     state_ring,
     token_loss,
     tokens_to_heads,
+    wrong_kernel,
 )
 from ringlab.support import drawing
 
@@ -52,6 +53,7 @@ CHAPTERS: dict[str, Callable[[], drawing.Picture]] = {  # chapters draw them
     "overlap_timeline": overlap_timeline.draw,
     "causal_layouts": causal_layouts.draw,
     "backward_timeline": backward_timeline.draw,
+    "wrong_kernel": wrong_kernel.draw,
     "overlap_threshold": measured.overlap_threshold,
     "slow_hop": slow_hop.draw,
     "max_context": measured.max_context,

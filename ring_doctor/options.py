@@ -11,10 +11,10 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from ring_doctor.asking.answers import BAD_INPUT
-from ring_doctor.asking.calls import TENSORS
 from ring_doctor.asking.case import LAYOUTS
 from ring_doctor.asking.examination import SECONDS
 from ring_doctor.asking.patient import Patient
+from ring_doctor.asking.signature import TENSORS
 from ringlab.basics.command import new_file
 
 DESCRIPTION = """\

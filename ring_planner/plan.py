@@ -10,6 +10,7 @@ A reader may skip this file: step.py predicts a step, and this file asks it many
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -172,13 +173,7 @@ def longest(step: Step, wish: Wish) -> int:
         return any(each.fits for each in candidates(replace(step, seq_len=seq_len, cp=1, tp=1), tightest))
 
     tightest = replace(wish, recompute=wish.recompute or "full")
-    low, high = 0, 1
-    while high * GRAIN <= LONGEST and fits(high * GRAIN):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * GRAIN) else (low, middle)
-    return low * GRAIN
+    return GRAIN * bisect_left(range(GRAIN, LONGEST + 1, GRAIN), True, key=lambda seq_len: not fits(seq_len))
 
 
 def changes(step: Step) -> dict[str, Step]:
@@ -218,9 +213,6 @@ def gains(step: Step, wish: Wish) -> list[tuple[float, str, Plan]]:
 
 def hosts_that_hold(step: Step, wish: Wish) -> int | None:
     """The fewest hosts, this number times a power of two, on which the step fits; None: on none up to `MOST` GPUs."""
-    hosts = step.hosts
-    while not any(each.fits for each in candidates(replace(step, hosts=hosts), wish)):
-        hosts *= 2
-        if hosts * step.per_host > MOST:
-            return None
-    return hosts
+    tried = (step.hosts * 2**i for i in range(MOST.bit_length()))
+    possible = (replace(step, hosts=hosts) for hosts in tried if hosts * step.per_host <= MOST)
+    return next((each.hosts for each in possible if any(plan.fits for plan in candidates(each, wish))), None)

@@ -175,7 +175,7 @@ class GPU:
     link: float  # to other GPUs of the host
     card: float  # a NIC for each GPU
     multiprocessors: int = 0
-    card_share: float = CARD_SHARE  # of the card's bytes/s: what a message to another host reaches; collectives: more
+    card_share: float = CARD_SHARE  # of the NIC's bytes/s: what a message to another host reaches; collectives: more
     link_share: float = LINK_SHARE  # of the link's bytes/s
 
     @property
@@ -308,13 +308,9 @@ def read_config(path: Path) -> Model:
         known |= {"experts": experts, "active": field("num_experts_per_tok"), "dense": dense}
         known |= {"shared": wide // width or field("n_shared_experts", default=0)}
         known |= {"dense_feedforward": of_dense if dense else 0}
-    return Model(
-        name=kind,
-        source=str(path),
-        kv_heads=field("num_key_value_heads", default=known["heads"]),
-        head_dim=field("head_dim", default=0),
-        feedforward=width,
-        tied=config.get("tie_word_embeddings", kind in TIED) is True,
-        gated=kind.startswith(GATED),
-        **known,
-    )
+    known |= {"name": kind, "source": str(path), "feedforward": width, "gated": kind.startswith(GATED)}
+    known |= {
+        "kv_heads": field("num_key_value_heads", default=known["heads"]),
+        "head_dim": field("head_dim", default=0),
+    }
+    return Model(**known, tied=config.get("tie_word_embeddings", kind in TIED) is True)

@@ -4,15 +4,15 @@
     a call, backward    before its products it reads out and dO for their row sums and zeroes dQ in float32; after them
                         it reads dQ and writes it in 16 bits; dK and dV of each query head are written and read again
                         if K/V heads are shared
-    a merge, forward    as much as 24 bytes of each number take
-    a merge, backward   dQ += the block's; dK += the block's; dV += the block's: as 12 bytes of each number
+    a merge, forward    published: as long as 24 bytes of each number take; ours on a GPU is one pass, as 12 bytes
+    a merge, backward   dQ += the block's; dK += the block's; dV += the block's: one pass each, as 12 bytes
     an exchange         packs before it and unpacks after it: each reads and writes all bytes once
     a causal call       computes the tiles of its diagonal whole
     waves               few blocks do not fill a GPU: its multiprocessors wait for the last blocks, see `efficiency`
 
 The bytes of a call are counted from FlashAttention 2's kernels. Those of a merge were measured by hand on one H100, at
-the bytes/s of a copy: our merge takes as long as 23 bytes of each number, and `dQ +=` as 12. Ten bytes are the least,
-for one kernel that does it all; PyTorch's own merge takes as long as 41.
+the bytes/s of a copy: our merge in PyTorch takes as long as 23 bytes of each number, compiled as 13, `dQ +=` as 12.
+Ten bytes are what one pass must move; PyTorch's own merge takes as long as 41.
 
 Shapes: numbers only. `rows` queries and `keys` keys, H query heads, G key/value heads, D numbers in a head.
 
@@ -28,15 +28,15 @@ from ring_planner.ways import Cluster
 
 TILE = 128  # queries and keys of a tile of the kernel: Dao 2023, section 3.3
 MERGE_CALLS = {False: 4, True: 3}  # operations of a merge, forward and backward
-MERGED, ADDED = 4, 1.2  # times the bytes of a number and of its sum; those of a number and of its sum twice: see above
+MERGED, ONE_PASS = 4, 1.2  # times the bytes of a number and its sum; in one pass, of a number and twice its sum
 WAIT = {False: 0.5, True: 1.5}  # waves that a call waits, without a mask and with a causal one: see `efficiency`
 MEMORY_SHARE = 0.81  # of the nominal bytes/s of memory: a copy on one H100 reaches 2.7 of 3.35 TB/s, by hand
 
-# Fitted on the three hops of published.json, of one machine: arXiv 2411.01783, table 5. Its card's bytes/s: presets.py.
+# Fitted on the three hops of published.json, of one machine: arXiv 2411.01783, table 5. Its NIC's bytes/s: presets.py.
 HOST_LATENCY = 5e-5  # seconds of a message to another host, before its bytes flow
 
 # Assumed: the times of one host and of long chunks hardly depend on these.
-CARD_SHARE = 0.7  # of a card's bytes/s; on the one machine where single messages were measured, they reach 0.566
+CARD_SHARE = 0.7  # of a NIC's bytes/s; on the one machine where single messages were measured, they reach 0.566
 LINK_SHARE = 0.8  # of the nominal bytes/s inside a host
 LATENCY = 5e-6  # seconds of a message inside a host, or of a step of a collective
 LAUNCH = 1e-5  # seconds of an operation of PyTorch
@@ -101,17 +101,20 @@ def call_bytes(layer: AttentionLayer, rows: float, keys: float, *, backward: boo
 
 
 def merge_bytes(
-    layer: AttentionLayer, rows: float, keys: float, *, first: bool = False, backward: bool = False
+    layer: AttentionLayer, rows: float, keys: float, *, first: bool = False, backward: bool = False, fused: bool = False
 ) -> float:
     """Bytes that adding a block's results to the running ones moves.
 
-    The first block has nothing to be added to: its result is converted to float32, and at the end back.
+    The first block has nothing to be added to: its result is converted to float32, and at the end back. `fused`: the
+    merge of a forward pass is one pass over memory, as each sum of a backward pass is.
     """
     (q, kv), w, sums = numbers(layer, rows, keys), layer.itemsize, max(layer.itemsize, 4)
     convert = w + sums if w < sums else 0
     if first:
         return 2 * (q + (kv if backward else 0)) * convert
-    return ADDED * (q + kv) * (w + 2 * sums) if backward else MERGED * q * (w + sums)
+    if backward or fused:
+        return ONE_PASS * (q + kv * backward) * (w + 2 * sums)
+    return MERGED * q * (w + sums)
 
 
 def packing_bytes(layer: AttentionLayer, chunk: float) -> float:

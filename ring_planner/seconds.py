@@ -6,9 +6,9 @@
     all-gather      ours: one K/V head after the other, beside the call of the head before. Published: nothing is hidden
     all-to-all      nothing travels while a rank computes: both exchanges are exposed
     hybrid n x g    an exchange in rows of g ranks, then a ring of n with blocks of g·C tokens
-    hop             latency + bytes / bandwidth, or, between hosts, the ranks that share a card one after the other
+    hop             latency + bytes / bandwidth, or, between hosts, the ranks that share a NIC one after the other
 
-The slowest rank and the busiest card decide. A causal mask: zigzag, a causal call, then half of the keys; contiguous, a
+The slowest rank and the busiest NIC decide. A causal mask: zigzag, a causal call, then half of the keys; contiguous, a
 causal call, then whole blocks on the last rank; striped, a causal call in every round.
 
 Shapes: numbers only, as in ways.py. All times are modelled, of attention only: no projections, no feedforward.
@@ -38,8 +38,8 @@ class Pass:
     """One pass of a layer's attention: each rank has `chunk` tokens of each of `batch` sequences.
 
     `mask` is "none", "causal" in a `layout`, or None: in every round half of the pairs is computed. `ours`: our
-    schedules, whose own sums stay at home and whose all-gather takes one head after the other. Published rings send
-    sums in all P rounds. Raises ValueError for another mask or layout, and for a batch below 1.
+    schedules, whose own sums stay at home, whose all-gather takes one head after the other, and whose merge is one pass
+    on a GPU. Published rings send sums in all P rounds. Raises ValueError for another mask or layout.
     """
 
     cluster: Cluster
@@ -55,8 +55,6 @@ class Pass:
         for name, given, known in (("mask", self.mask, (None, *MASKS)), ("layout", self.layout, LAYOUTS)):
             if given not in known:
                 raise ValueError(f"{name} is {given!r}; expected one of {', '.join(map(repr, known))}")
-        if self.batch < 1:
-            raise ValueError(f"batch is {self.batch}; expected a sequence or more")
 
     def call(
         self, share: AttentionLayer, rows: float, keys: float, pairs: float, causal: bool, heads: int = 0
@@ -90,19 +88,21 @@ class Pass:
         seconds = self.call(share, rows, keys, pairs, causal)
         if rounds == 1:
             return seconds
-        moved = self.batch * merge_bytes(share, rows, keys, first=t == 0, backward=self.backward)
-        return seconds + MERGE_CALLS[self.backward] * self.cluster.launch + moved / self.cluster.memory_bandwidth
+        fused = self.ours and self.cluster.multiprocessors > 0  # our merge on a GPU: fused_merge.py
+        moved = self.batch * merge_bytes(share, rows, keys, first=t == 0, backward=self.backward, fused=fused)
+        calls = 1 if fused and not self.backward else MERGE_CALLS[self.backward]
+        return seconds + calls * self.cluster.launch + moved / self.cluster.memory_bandwidth
 
     def inside(self, size: float) -> float:
         """Seconds of a hop of `size` bytes of a sequence inside a host."""
         return self.cluster.latency + self.batch * size / self.cluster.bandwidth if size else 0.0
 
     def between(self, size: float, stride: int) -> float:
-        """The same to another host, when every rank sends to the rank `stride` further: some share a card."""
+        """The same to another host, when every rank sends to the rank `stride` further: some share a NIC."""
         cluster = self.cluster
         crossing = min(stride, cluster.per_host)
-        cards = [cluster.nic(device) for device in range(cluster.per_host - crossing, cluster.per_host)]
-        sharing = max(map(cards.count, cards))
+        nics = [cluster.nic(device) for device in range(cluster.per_host - crossing, cluster.per_host)]
+        sharing = max(map(nics.count, nics))
         return cluster.host_latency + self.batch * size * sharing / cluster.host_bandwidth if size else 0.0
 
     def hop(self, size: float, stride: int) -> float:
@@ -164,7 +164,7 @@ class Pass:
         return seconds + self.inside(sums)
 
     def collective(self, size: float) -> float:
-        """Seconds of an all-gather or reduce-scatter of `size` bytes of each rank: rings through all cards."""
+        """Seconds of an all-gather or reduce-scatter of `size` bytes of each rank: rings through all NICs."""
         cluster, P = self.cluster, self.cluster.devices
         if P == 1:
             return 0.0

@@ -77,7 +77,7 @@ class Step:
     optimizer: str = "adam"
     trainable: float = 1.0
     weights: str = "bf16"
-    machine: Cluster | None = None  # measured: what attention and messages cost; then `gpu` has its link and card
+    machine: Cluster | None = None  # measured: what attention and messages cost; then `gpu` has its link and NIC
 
     def __post_init__(self) -> None:
         names = ("recompute", "linear_dtype", "kernels", "task", "loss", "optimizer", "weights")

@@ -34,14 +34,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import permutations, product
 
-from ring_planner.hidden_communication import (
-    LLAMA_7B,
-    TABLE_2,
-    AttentionLayer,
-    block_flops,
-    hop_bytes,
-    ring_seconds,
-)
+from ring_planner.hidden_communication import LLAMA_7B, TABLE_2, AttentionLayer, block_flops, hop_bytes, ring_seconds
 from ringlab.support.timeline import Event
 
 FLOPS, FAST = TABLE_2[0][1:3]  # FLOP/s of an A100, and bytes/s inside a host

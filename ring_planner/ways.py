@@ -5,7 +5,7 @@
     all-gather      as many bytes as the ring, in rings on all NICs
     all-to-all      to each other rank its heads of q, k and v, and later its tokens of out
     hybrid n x g    n rows of g ranks, all-to-all in a row; then n - 1 hops of g·C tokens of the K/V heads a rank needs
-    gradients       rings: one hop more than K and V, in float32 at least. all-to-all: as many bytes as q, k, v and out
+    gradients       our rings: P hops, one more than K and V, in float32 at least. all-to-all: as q, k, v and out
 
 Network interface cards (NICs) are slower than the links inside a host. Device i uses NIC ⌊i · nics / per_host⌋. The
 busiest device and NIC decide. Where g > G, ranks hold copies of K/V heads, as in ../ways/all_to_all.py.
@@ -61,9 +61,7 @@ class Cluster:
         costs = self.latency, self.host_latency, self.launch, self.backward_flops, self.multiprocessors
         factors = self.slowdown, self.causal
         if not self.memory_bandwidth > 0 or not min(costs) >= 0 or not 1 <= min(factors) <= max(factors) < math.inf:
-            rest = (
-                "latencies, launch, backward_flops and multiprocessors of 0 or more, slowdown and causal of 1 or more"
-            )
+            rest = "latencies, launch, backward_flops, multiprocessors of 0 or more, slowdown and causal of 1 or more"
             raise ValueError(f"the cluster is {self}; expected memory_bandwidth above 0, {rest}")
 
     def rate(self, backward: bool) -> float:

@@ -4,6 +4,7 @@ import os
 import sys
 
 import pytest
+import torch
 from hypothesis import settings
 
 from ringlab.support.processes import PRELOAD, Ranks
@@ -46,7 +47,17 @@ TOGETHER |= {"bench_on_hosts": "hosts", "foreign_project": "environment", "huggi
 
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the
 # later chapters add is slow too, so that `make test` takes a reader of the first ones five minutes.
-SLOW = ("models_", "hugging_face", "every_model", "compiled", "jax", "doctor_", *sorted(LATER), "autocast")
+SLOW = (
+    "models_",
+    "hugging_face",
+    "every_model",
+    "compiled",
+    "jax",
+    "fused_merge",
+    "doctor_",
+    *sorted(LATER),
+    "autocast",
+)
 
 # These tests of the doctor start no processes, or few.
 QUICK = (
@@ -67,6 +78,16 @@ def name_of(path):
 
 def is_slow(path):
     return name_of(path).startswith(SLOW) and name_of(path) not in QUICK
+
+
+def pytest_addoption(parser):
+    words = "where tests/test_on_a_gpu.py runs; cpu: with gloo"
+    parser.addoption("--gpu", choices=("cuda", "cpu"), default="cuda", help=words)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and item.config.option.gpu == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU; --gpu=cpu tries the same with gloo")
 
 
 def pytest_ignore_collect(collection_path, config):

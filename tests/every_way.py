@@ -201,7 +201,8 @@ def attention_of(context, way, shape):
     """The attention of a way, for ways on a mesh with that mesh as its group."""
     if way in FLAT:
         return WAYS[way]
-    mesh = DeviceMesh("cpu", shape) if isinstance(shape, list) else init_device_mesh(context.device.type, shape)
+    kind = context.device.type
+    mesh = DeviceMesh(kind, shape) if isinstance(shape, list) else init_device_mesh(kind, shape)
     return functools.partial(WAYS[way], group=mesh)
 
 
@@ -219,14 +220,15 @@ def results_on_rank(context, way, shape, problems):
     """This rank's chunks of out, dq, dk, dv of each problem."""
     attention, results = attention_of(context, way, shape), []
     for problem in problems:
-        mine = cut(context, problem.layout, problem.lengths, *problem.inputs())
+        mine = [x.to(context.device) for x in cut(context, problem.layout, problem.lengths, *problem.inputs())]
         options, sinks = dict(problem.options), problem.logits()
         if sinks is not None:
-            options["sinks"] = sinks.requires_grad_()
-        results.append(checked_gradients(attention, mine, options))
+            options["sinks"] = sinks = sinks.to(context.device).requires_grad_()
+        four = checked_gradients(attention, mine, options)
+        results.append([x.cpu() for x in four])
         if sinks is not None:
             assert (sinks.grad.dtype, sinks.grad.shape) == (problem.sinks, (problem.heads,))
-            results[-1] = *results[-1], sinks.grad
+            results[-1].append(sinks.grad.cpu())
     return results
 
 

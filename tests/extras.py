@@ -19,6 +19,7 @@ NEEDED = {  # by how a module's or a chapter's name begins; the first that fits
     "ringlab.hugging_face.trainer": "trl",
     "ringlab.hugging_face.": "transformers",
     "12_your_own_model": "transformers",
+    "ringlab.ring.fused_merge": "triton",
 }
 
 

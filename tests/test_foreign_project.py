@@ -22,7 +22,7 @@ from tests.commands import LIMIT, ROOT
 from tests.extras import needed_by
 
 OPTIONAL = ("IPython", "hypothesis", "jax", "jupyter_core", "matplotlib", "psutil", "tqdm", "transformers")
-OPTIONAL += ("accelerate", "datasets", "peft", "tokenizers", "trl")
+OPTIONAL += ("accelerate", "datasets", "peft", "tokenizers", "triton", "trl")
 THEIRS = ("bench", "figures", "models", "notebooks", "support", "tests", "training", "utils")
 
 WITHOUT = f"""
@@ -202,7 +202,7 @@ def test_the_wheel_holds_four_names_and_their_types(wheel):
     asked = [line.split(": ")[1] for line in about if line.startswith("Requires-Dist")]
     assert [line.partition("<")[0] for line in asked if "extra ==" not in line] == ["numpy", "torch"]
     extras = [line.split(": ")[1] for line in about if line.startswith("Provides-Extra")]
-    assert set(extras) == {"hf", "jax", "loops", "plots", "notebooks", "site", "test"}
+    assert set(extras) == {"hf", "jax", "loops", "plots", "notebooks", "site", "test", "triton"}
     assert f"\nversion: {ringlab.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
@@ -220,8 +220,9 @@ def test_the_package_itself_imports_neither_torch_nor_numpy():
 def test_what_needs_an_optional_package_names_it_and_nothing_else_does(here, tmp_path):
     done = here(tmp_path, "python", "-c", MODULES)
     said, one_sentence, pytest_too = json.loads(done.stdout)
-    extras = {"jax": "jax", "transformers": "hf", "matplotlib": "plots", "trl": "loops"}
+    extras = {"jax": "jax", "transformers": "hf", "matplotlib": "plots", "trl": "loops", "triton": "triton"}
     paths = [path for folder in ("hugging_face", "ways/jax") for path in ROOT.glob(f"ringlab/{folder}/[!_]*.py")]
+    paths += [ROOT / "ringlab/ring/fused_merge.py"]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
     needed = {name: needed_by(name) for name in names}
     needed |= dict.fromkeys(("ringlab.support.drawing", "ring_doctor.explaining.xray_picture"), "matplotlib")

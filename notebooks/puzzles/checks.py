@@ -396,7 +396,7 @@ RING = Puzzle(
     "the ring",
     _qkv,
     _attention,
-    lambda P: replace(_blocks(P), memory=True),
+    _blocks,
     (
         Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1), V_LEAVES, least=lambda run: 1),
         Count(

@@ -7,15 +7,13 @@ the numbers move from process to process through gloo. So nothing hangs: when al
 referee knows that this is a deadlock, and who waits for whom. The referee counts, in its own process: what a schedule
 does to `comm` changes no count.
 
-Other ways for data are closed: torch.distributed, the names in CLOSED, functions of other modules than OPEN. This keeps
-a lazy schedule from praise. It is no prison: code that patches this module, torch or Python itself, starts threads at
-the top of its cell, or hides a foreign function in an object, can still lie to its author.
+A message beside `comm`, of torch.distributed, is refused: it would not be counted. Nothing else guards against a
+schedule that cheats: it would lie to its author only.
 
 Time in the record is not measured but counted: a message begins when both its ranks are ready, and takes as long as
 `Wires` says. So a schedule has the same time on every machine.
 """
 
-import dis
 import math
 import operator
 import pickle
@@ -27,7 +25,6 @@ from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from multiprocessing.connection import Client, Connection, Listener, wait
-from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -36,7 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from notebooks.source.checks.answers import listed
-from notebooks.source.trial import Cell, LiveTensors, cell_of, forms_of, line_now, line_of, plain
+from notebooks.source.trial import Cell, LiveTensors, cell_of, line_now, line_of
 from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.online_softmax import State, finish, merge, start
@@ -45,29 +42,6 @@ from ringlab.support.processes import LostRank, RankContext, Ranks
 
 SECONDS = 5  # that a rank may compute without a message; a right schedule needs some milliseconds
 MOST = 600  # messages of a run
-OTHER_HOMES = [  # of a tensor's numbers
-    "item", "tolist", "numpy", "untyped_storage", "storage", "data_ptr", "__array__", "__complex__", "__dlpack__",
-    "__float__", "__format__", "__index__", "__int__", "__reduce_ex__", "__repr__", "__str__",
-]  # fmt: skip
-OPEN = {
-    "builtins",
-    "collections",
-    "dataclasses",
-    "functools",
-    "itertools",
-    "math",
-    "numpy",
-    "operator",
-    "torch",
-    "typing",
-}
-BASICS = "ringlab.basics"  # open too
-CLOSED = {  # names by which a schedule reaches what it is not given: counts, files, other processes
-    "getattr", "setattr", "vars", "globals", "locals", "eval", "exec", "compile", "open", "input", "breakpoint",
-    "save", "load", "from_file", "share_memory_", "distributed", "multiprocessing", "hub", "os", "sys", "tofile",
-    "DisableTorchFunction", "DisableTorchFunctionSubclass", "attrgetter", "serialization", "_distributed_c10d",
-    "savetxt", "savez", "savez_compressed", "memmap", "open_memmap", "DataSource", "ctypeslib", "testing", "f2py",
-}  # fmt: skip
 NAMES = {"torch": torch, "math": math, "start": start, "finish": finish, "merge": merge}  # that a schedule may use
 _pool = Ranks(size=5)
 
@@ -80,7 +54,6 @@ class Wires:
     blocking: bool = False  # send and recv only
     neighbours: bool = False  # a wire to each neighbour on the ring, and no other; else one wire out and one wire in
     block: float = math.inf  # query-key pairs of all heads that take a unit of time; inf: computing takes no time
-    memory: bool = False  # what a rank holds is counted
 
 
 @dataclass(frozen=True)
@@ -139,29 +112,14 @@ class _TooLong(BaseException):
     """A rank computes for ever."""
 
 
-class _TensorsOnly(LiveTensors):
-    """Nothing can be kept where it is not counted."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in OTHER_HOMES:
-            raise ValueError(f"keep numbers in tensors: what {func.__name__}() returns would not be counted as memory")
-        return super().__torch_function__(func, types, args, kwargs)
-
-
 class Comm:
     """What a schedule works with: its rank, the number of ranks P, messages, and computing that the film shows.
 
     All messages block: they return when they have moved.
     """
 
-    __slots__ = ("P", "_referee", "rank")
-
     def __init__(self, rank: int, world_size: int, referee: "_Desk") -> None:
-        for name, value in (("rank", rank), ("P", world_size), ("_referee", referee)):
-            object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"comm.{name} is not yours to change")
+        self.rank, self.P, self._referee = rank, world_size, referee
 
     def send(self, to: int, x: Tensor) -> None:
         """Return when rank `to` has received x."""
@@ -301,50 +259,6 @@ class _CommOnly(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def way_around(function: Callable[..., Any]) -> str:
-    """What a schedule, or a function of its cell that it calls, uses beside `comm`, tensors and OPEN; "": nothing."""
-    main = plain(forms_of(function))
-    known, codes, seen = main.__globals__, [main.__code__], set()
-    if _foreign(main.__defaults__ or (), known["__name__"]):
-        return "a default of an argument"
-    while codes:
-        code = codes.pop()
-        seen.add(code)
-        inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-        for each in dis.get_instructions(code):
-            name = str(each.argval)
-            if each.opname.endswith(("_ATTR", "_METHOD")) and (name.startswith("_") or name in CLOSED):
-                return f".{name}"
-            if each.opname == "LOAD_GLOBAL" and (name in CLOSED or name == "__import__"):
-                return name
-            if "IMPORT_NAME" in each.opname and not _is_open(name):
-                return name
-            if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name in known:
-                value = known[name]
-                if _foreign(value, known["__name__"]):
-                    return name
-                if getattr(value, "__module__", None) == known["__name__"]:  # of the notebook
-                    methods = list(vars(value).values()) if isinstance(value, type) else [plain(forms_of(value))]
-                    own = [it.__code__ for it in methods if getattr(it, "__code__", None)]
-                    inner += [it for it in own if it.co_filename == code.co_filename]
-        codes += [each for each in inner if each not in seen]
-    return ""
-
-
-def _foreign(value: Any, cell: str) -> bool:
-    """Whether a value is of another module than OPEN and that of the cell, or a list or dict with such a value."""
-    if isinstance(value, list | tuple | set | dict):
-        return any(_foreign(x, cell) for x in (value.values() if isinstance(value, dict) else value))
-    home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return home != cell and not _is_open(f"{home or 'builtins'}.{getattr(value, '__name__', '')}")
-
-
-def _is_open(path: str) -> bool:
-    """Whether a schedule may use this module, or what is in it."""
-    parts = path.split(".")
-    return (parts[0] in OPEN or f"{path}.".startswith(f"{BASICS}.")) and not CLOSED & set(parts)
-
-
 def _too_long(*_: Any) -> NoReturn:
     raise _TooLong("it computes for seconds without a message: a loop without end?")
 
@@ -354,7 +268,6 @@ def _on_rank(
     address: str,
     cell: Cell,
     rules: tuple[bool, bool, float],
-    counts_memory: bool,
 ) -> None:
     """One rank: run the reader's schedule, and tell the referee how it ended."""
     referee = Client(address)
@@ -367,8 +280,7 @@ def _on_rank(
     torch.manual_seed(0)
     try:
         schedule = cell.function(dict(NAMES))
-        kind = _TensorsOnly if counts_memory else LiveTensors
-        with _CommOnly(), kind(inputs) as memory, redirect_stdout(desk.printed):
+        with _CommOnly(), LiveTensors(inputs) as memory, redirect_stdout(desk.printed):
             desk.memory = memory
             signal.setitimer(signal.ITIMER_REAL, desk.seconds)
             output = listed(schedule(Comm(context.rank, context.world_size, desk), *inputs))
@@ -553,8 +465,6 @@ def play(schedule: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], wires:
     """
     try:
         cell = cell_of(schedule)
-        if name := way_around(schedule):
-            raise ValueError(f"{name} is closed: a schedule has comm, tensors, {', '.join(sorted(OPEN))}, {BASICS}")
     except ValueError as error:
         return Run(len(inputs), fault=str(error), clocks=[0.0])
     # A view is pickled with all the memory that it is a view of: that of other ranks.
@@ -565,7 +475,7 @@ def play(schedule: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], wires:
         watching.start()
         rules, died = (wires.blocking, wires.neighbours, SECONDS), ""
         try:
-            _pool(len(inputs), _on_rank, listener.address, cell, rules, wires.memory)
+            _pool(len(inputs), _on_rank, listener.address, cell, rules)
         except LostRank as lost:
             died = lost.reason
         except BaseException:  # Ctrl-C, or the stop button: what the ranks answer must not be taken for a later answer

@@ -19,7 +19,7 @@
 # Next: [4 · the ring](04_the_ring.ipynb).
 #
 # The numbers are those of a published worked example, section 05 of a course on the paper. (We know no permanent link to it.) It ends in 3.731,
-# because it adds two averages. [`published_example.py`](source/published_example.py) compares all 36 rows of that page with the exact values.
+# because it adds two averages, a common mistake. [`published_example.py`](source/published_example.py) compares all 36 rows of that page with the exact values.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import math

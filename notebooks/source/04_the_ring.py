@@ -282,7 +282,7 @@ print(check_bytes_sent(my_bytes))
 
 
 # %%
-# For later: half an hour of its own. Your ring is the goal of this chapter, and no later chapter needs it.
+# The goal of this chapter: your own ring. Take half an hour.
 def my_ring(q, k, v, lengths):
     return ...
 

@@ -375,8 +375,8 @@ print(check_natural_lse(my_natural_kernel))
 #
 # - *plan* a cluster: [9 · hidden communication](09_hidden_communication.ipynb),
 #   [18 · two speeds of wire](18_two_speeds_of_wire.ipynb)
-# - *train* a model: [10 · a model in the ring](10_a_model_in_the_ring.ipynb), [11 · meshes](11_meshes.ipynb),
-#   [12 · your own model](12_your_own_model.ipynb)
+# - *train* a model: [8b · on a GPU](08b_on_a_gpu.ipynb), [10 · a model in the ring](10_a_model_in_the_ring.ipynb),
+#   [11 · meshes](11_meshes.ipynb), [12 · your own model](12_your_own_model.ipynb)
 # - *use* long contexts: [13 · documents and windows](13_documents_and_windows.ipynb), [14 · generation](14_generation.ipynb),
 #   [15 · what context is for](15_what_context_is_for.ipynb)
 # - *check* a ring: [16 · rings that were wrong](16_rings_that_were_wrong.ipynb)

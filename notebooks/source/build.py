@@ -27,7 +27,7 @@ QUIET = ["--log-level=ERROR"]
 
 def chapters() -> list[Path]:
     """The .py sources of the chapters, in reading order."""
-    return sorted(SOURCES.glob("[0-9][0-9]_*.py"))
+    return sorted(SOURCES.glob("[0-9][0-9]*_*.py"))
 
 
 def others() -> list[Path]:

@@ -32,7 +32,7 @@ from ring_doctor.asking.calls import ask_on_rank
 from ring_doctor.asking.job import START, CannotExamine
 from ring_doctor.asking.names import named
 from ring_doctor.asking.patient import Patient
-from ring_doctor.asking.questions import Question, questions
+from ring_doctor.asking.questions import VALUES, Question, questions
 from ring_doctor.report import head
 from ringlab.support.processes import RankContext, Ranks
 
@@ -179,7 +179,7 @@ def _examined(number: int, path: Path) -> str:
         report = examine(f"{path}:attention", quick=True, unequal=False, worlds=(3, 4), seconds=30, **CLAIMS[number])
     except (CannotExamine, ValueError) as error:
         return str(error)
-    refused = [answer for answer in report.examination.answers if answer.state == REFUSED]
+    refused = [it for it in report.examination.answers if it.state == REFUSED and it.question.feature != VALUES]
     if report.level == RIGHT and refused:
         return f"it refuses {refused[0].question.words()}: {refused[0].says}"
     if report.level == RIGHT:

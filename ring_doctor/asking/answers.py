@@ -48,6 +48,7 @@ class Answer:
     last_digits: bool = False  # asked again, it gave other numbers, which are right too
     draws: bool = False  # the patient takes numbers from torch's random generator
     lse_grad: bool = False  # its lse can be differentiated
+    whole: bool = False  # each rank has the whole gradient of what is learned, and not its part
     lost: bool = False  # ranks hang or died
     silent: tuple[int, ...] = ()  # the ranks that did not answer in time
     waits: dict[Frame, list[int]] = field(default_factory=dict)  # the ranks, by the line of the user's code
@@ -70,14 +71,19 @@ def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
     answer = Answer(question, OK, draws=any(of.draws for of in of_ranks), lse_grad=all(of.lse_grad for of in of_ranks))
     right = right_results(question)
     for name in of_ranks[0].results:
-        chunks = [each.results[name].cpu() for each in of_ranks]
-        shapes = [tuple(case.cut(right[name].exact, rank).shape) for rank in range(case.world_size)]
+        chunks, learned = [each.results[name].cpu() for each in of_ranks], name[1:] in case.learned
+        exact = [right[name].exact if learned else case.cut(right[name].exact, r) for r in range(case.world_size)]
+        shapes = [tuple(x.shape) for x in exact]
         other = [rank for rank, x in enumerate(chunks) if x.shape != shapes[rank]]
         if other:
             r = other[0]
             faults += [f"its {name} has shape {tuple(chunks[r].shape)} on rank {r}; expected {shapes[r]}"]
             continue
-        x = answer.results[name] = case.join(chunks)
+        whole = learned and all(x.dtype == right[name].dtype and right[name].accepts(x) for x in chunks)
+        answer.whole |= whole and case.world_size > 1
+        x = answer.results[name] = (
+            chunks[0] if whole else torch.stack(chunks).sum(dim=0) if learned else case.join(chunks)
+        )
         if x.dtype != right[name].dtype:
             if name != "lse" and (question.how, x.dtype) != ("autocast", torch.float32):  # as the tensors given
                 faults += [f"its {name} is {x.dtype}, its input {right[name].dtype}"]
@@ -108,7 +114,7 @@ def _compare(answer: Answer, name: str, x: Tensor, right: Right) -> None:
     answer.relative[name] = math.inf if error.isinf().any() else float(finite.norm() / exact.norm().clamp(1e-300))
     if not right.accepts(x):
         answer.wrong[name] = float(share.max())
-        bad = (share > 1).movedim(2, 0).flatten(1).any(dim=1)
+        bad = torch.ones(case.seq_len) if name[1:] in case.learned else (share > 1).movedim(2, 0).flatten(1).any(dim=1)
         answer.ranks[name] = tuple(r for r in range(case.world_size) if bad[case.positions(r)].any())
 
 

@@ -3,17 +3,12 @@
     attention(q, k, v, is_causal=False, softmax_scale=None, process_group=None)    takes causal, scale and group
     q, k, v, dO of rank r    ->    out, lse, dq, dk, dv of rank r, and what the function did that no ring may do
 
-An option means what it means in ../../ringlab/ring/flash_ring.py, and has this form:
-    window_size    flash-attn's pair (left, right): a window of w keys is (w - 1, 0), no window (-1, -1)
-    cu_seqlens     the documents of the whole sequence by where each begins, and its end: int32, documents + 1 numbers
-    sinks          attention sinks, a learned logit (H,) in the softmax of each query head
-    log_decay, g   of a state ring (B, H, C), or k's shape if so claimed; decay is e^log_decay. Its beta is (B, H, C)
+The options are those of signature.py.
 
 Shapes: q (B, H, C, D), k and v (B, G, C, D) of this rank's tokens; out like q; lse (B, H, C), natural, or in another of
 the shapes that `lse_of` knows. With tensors "bshd" they are (B, C, H, D) and (B, C, G, D), with "sbhd" (C, B, H, D).
 
-Before: case.py. After: patient.py, the claims; answers.py, the comparison.
-Source: the signatures of flash_attn_func, ring-flash-attention, torch.nn.functional.scaled_dot_product_attention.
+Before: patient.py, the claims; questions.py. After: answers.py, the comparison.
 """
 
 import faulthandler
@@ -21,12 +16,12 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,54 +29,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ring_doctor.asking.case import Case, layout_of
+from ring_doctor.asking.patient import Patient
+from ring_doctor.asking.questions import Question
+from ring_doctor.asking.signature import NAMES, OPTION, TENSORS, arguments_of
 from ringlab.support.processes import RankContext
-
-if TYPE_CHECKING:
-    from ring_doctor.asking.patient import Patient
-    from ring_doctor.asking.questions import Question
-
-NAMES = {  # an option: the names of it
-    "causal": ("causal", "is_causal"),
-    "scale": ("scale", "softmax_scale", "sm_scale", "scaling"),
-    "group": ("group", "process_group", "pg", "cp_group", "sp_group"),
-    "layout": ("layout",),
-    "documents": ("documents", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"),
-    "window": ("window", "window_size"),
-    "sinks": ("sinks",),
-    "log_decay": ("log_decay", "g", "decay"),
-    "beta": ("beta",),
-}
-OPTION = {name: option for option, names in NAMES.items() for name in names}
-TENSORS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}  # where their dimensions are in ours
-ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-GIVES = f"gives q, k, v of this rank, and any of {', '.join(NAMES)}: wrap the function, or use functools.partial"
 
 
 class WrongResult(ValueError):
     """A function returned what is no attention. That is a fault; a ValueError of its own refuses a question."""
-
-
-def arguments_of(name: str, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a function that the doctor can give. Raises ValueError when it cannot be called."""
-    if inspect.isclass(inspect.unwrap(function)):
-        raise ValueError(f"{name} is a class; expected a function, or an object of the class that its module makes")
-    try:
-        signature = inspect.signature(_callee(function))
-    except ValueError as error:
-        raise ValueError(f"{name} has no signature ({error}); wrap it in a function attention(q, k, v)") from error
-    given = {each: of for each, of in signature.parameters.items() if each in OPTION and of.kind not in ANY}
-    try:
-        signature.bind(*"qkv", **dict.fromkeys(given))
-    except TypeError as error:
-        raise ValueError(f"{name}{signature} cannot be called as f(q, k, v): {error}; the doctor {GIVES}") from error
-    return given
-
-
-def _callee(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Whose signature counts: a torch.nn.Module shows that of its `forward`, also when torch.compile has wrapped it."""
-    function = inspect.unwrap(function)
-    function = getattr(function, "_orig_mod", function)
-    return function.forward if isinstance(function, torch.nn.Module) else function
 
 
 def values(
@@ -89,45 +44,45 @@ def values(
     case: Case,
     group: ProcessGroup | None,
     device: torch.device,
-    of_states: dict[str, Tensor],
+    more: dict[str, Tensor],
 ) -> dict[str, Any]:
     """The arguments for a case, by the names of the signature."""
     layout = layout_of(case.layout)
     ends = [0, *accumulate(case.documents or (case.seq_len,))]
     given: dict[str, Any] = {name: getattr(case, name) for name in ("causal", "scale", "documents", "window")}
-    given |= {"group": group, "layout": case.layout if callable(layout) else layout, **of_states}
-    given["sinks"] = case.sink_scores().to(device) if case.sinks else None
+    given |= {"group": group, "layout": case.layout if callable(layout) else layout, **more}
     forms = {  # of what is given, and of what must be given although the case has none
         "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
         "group": group or dist.group.WORLD,
         "window_size": (-1, -1) if case.window is None else (case.window - 1, 0),
-        "decay": of_states["log_decay"].exp() if "log_decay" in of_states else None,
+        "decay": more["log_decay"].exp() if "log_decay" in more else None,
         **dict.fromkeys(NAMES["documents"][1:], torch.tensor(ends, dtype=torch.int32, device=device)),
     }
     needed = [name for name, of in takes.items() if given.get(OPTION[name]) is not None or of.default is of.empty]
     return {name: forms.get(name, forms.get(OPTION[name], given.get(OPTION[name]))) for name in needed}
 
 
-def theirs(patient: "Patient", x: Tensor) -> Tensor:
+def theirs(patient: Patient, x: Tensor) -> Tensor:
     """A view of x (B, H, C, D) in the order of dimensions that the function takes."""
     return x.permute(TENSORS[patient.tensors][: x.dim()])
 
 
-def ours(patient: "Patient", x: Tensor) -> Tensor:
+def ours(patient: Patient, x: Tensor) -> Tensor:
     """A view (B, H, C, D) of a tensor of the function."""
     return x.permute(torch.tensor(TENSORS[patient.tensors][: x.dim()]).argsort().tolist())
 
 
 def call(
-    patient: "Patient", case: Case, given: dict[str, Tensor], group: ProcessGroup | None = None
+    patient: Patient, case: Case, given: dict[str, Tensor], group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """This rank's out (B, H, C, D), and lse (B, H, C) if it is returned. Raises WrongResult for other results."""
-    q, of_states = given["q"], {name: theirs(patient, x) for name, x in given.items() if name not in "qkv"}
-    options = values(arguments_of(patient.name, patient.function), case, group, q.device, of_states)
+    q, more = given["q"], {name: x for name, x in given.items() if name not in "qkv"}
+    more |= {name: theirs(patient, more[name]) for name in case.names if name in more}
+    options = values(arguments_of(patient.name, patient.function), case, group, q.device, more)
     inputs = [theirs(patient, given[name]) for name in "qkv"]
     returned = patient.function(*inputs, **options)
     out, lse = returned[:2] if isinstance(returned, tuple | list) and len(returned) > 1 else (returned, None)
-    expected = inputs[0].shape
+    expected = (*inputs[0].shape[:-1], inputs[2].shape[-1])
     if not isinstance(out, Tensor) or out.shape != expected:
         got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise WrongResult(
@@ -137,7 +92,7 @@ def call(
     return ours(patient, out), lse_of(patient, lse, q) if isinstance(lse, Tensor) and not patient.state else None
 
 
-def lse_of(patient: "Patient", lse: Tensor, q: Tensor) -> Tensor | None:
+def lse_of(patient: Patient, lse: Tensor, q: Tensor) -> Tensor | None:
     """A view (B, H, C) of the lse that the function returned with queries (B, H, C, D).
 
     It may also be (B, C, H), of one sequence (H, C) or (C, H), and have a last dimension of 1. Where H = C and the
@@ -170,7 +125,7 @@ class RankResults:
     lse_grad: bool = False  # its lse can be differentiated
 
 
-def prepare(context: RankContext, patient: "Patient") -> None:
+def prepare(context: RankContext, patient: Patient) -> None:
     """Import the patient, which may take long, and set it up."""
     arguments_of(patient.name, patient.function)
     if patient.setup is not None:
@@ -178,7 +133,7 @@ def prepare(context: RankContext, patient: "Patient") -> None:
 
 
 def ask_on_rank(
-    context: RankContext, patient: "Patient", question: "Question", folder: Path, seconds: float
+    context: RankContext, patient: Patient, question: Question, folder: Path, seconds: float
 ) -> RankResults | None:
     """The results of this rank; None on a rank that is not in the group."""
     group, rank, case = None, context.rank, question.case
@@ -209,7 +164,7 @@ def _generator(context: RankContext) -> Tensor:
     return torch.cuda.get_rng_state() if context.device.type == "cuda" else torch.get_rng_state()
 
 
-def _chunks(context: RankContext, patient: "Patient", question: "Question", rank: int) -> list[Tensor]:
+def _chunks(context: RankContext, patient: Patient, question: Question, rank: int) -> list[Tensor]:
     """This rank's chunks of q, k, v and dO, as the question hands them over."""
     case = question.case
     handed = [theirs(patient, case.cut(x, rank).to(context.device)).contiguous() for x in case.whole()]
@@ -222,13 +177,14 @@ def _chunks(context: RankContext, patient: "Patient", question: "Question", rank
 
 
 def _results(
-    patient: "Patient", question: "Question", chunks: list[Tensor], group: dist.ProcessGroup | None
+    patient: Patient, question: Question, chunks: list[Tensor], group: dist.ProcessGroup | None
 ) -> RankResults:
     """The results of one forward pass and one backward pass; where two are asked for, those of the telling one."""
     names, *_, d_out = question.case.names, *chunks
     frozen: Collection[str] = FROZEN.get(question.how, ())
-    frozen = frozen if patient.gradients and question.how != "without gradients" else names
-    leaves = {name: x.detach().requires_grad_(name not in frozen) for name, x in zip(names, chunks, strict=False)}
+    frozen = frozen if patient.gradients and question.how != "without gradients" else (*names, *question.case.learned)
+    inputs = dict(zip(names, chunks, strict=False)) | question.case.learned
+    leaves = {name: x.detach().to(d_out.device).requires_grad_(name not in frozen) for name, x in inputs.items()}
 
     def forward(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         needed = any(x.requires_grad for x in inputs.values())

@@ -18,7 +18,7 @@ Two runs with the same scores, scale X, and the same dO Vᵀ, which is Y, have t
 Shapes: the whole q and d_out (B, H, S, D), k and v (B, G, S, D); in an X-ray B = H = G = 1 and D ≥ S. Rank r has the
 tokens at `positions(r)`.
 
-Before: names.py. After: calls.py, how a ring is called; explaining/xray.py, which reads the results of an X-ray.
+Before: names.py. After: signature.py, what a ring may take; explaining/xray.py, which reads the results of an X-ray.
 Source: Liu et al. 2024, equation 1; Dao et al. 2022, algorithm 4, for the X-ray.
 """
 
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_doctor.asking.names import named
+from ring_doctor.asking.probes import RUNS, probes
 from ringlab.ring.layouts import LAYOUTS, Layout
 from ringlab.ring.layouts import positions as positions_of_layout
 from ringlab.ring.masks import Mask
@@ -56,16 +57,24 @@ class Case:
     sinks: bool = False  # attention sinks: for each query head a learned logit in every softmax, without a value
     inputs: str = "normal"  # a name in INPUTS
     seed: int = 0
+    value_dim: int | None = None  # of v and out; None: as of q and k
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple("qkv")  # the inputs that have gradients
+        return tuple("qkv")  # the inputs of a rank's tokens; all of them have gradients
+
+    @property
+    def learned(self) -> dict[str, Tensor]:
+        """The inputs that are the same on every rank. A rank returns its part of a gradient: the sum is the whole."""
+        return {"sinks": self.sink_scores()} if self.sinks else {}
 
     def whole(self) -> tuple[Tensor, ...]:
         """The inputs and d_out of the whole sequence, in the case's dtype."""
         generator = torch.Generator().manual_seed(self.seed)
-        q_shape, k_shape = ((self.batch, n, self.seq_len, self.head_dim) for n in (self.heads, self.kv_heads))
-        shapes = q_shape, k_shape, k_shape, q_shape
+        heads, D = (self.heads, self.kv_heads, self.kv_heads, self.heads), self.value_dim or self.head_dim
+        shapes = (
+            (self.batch, n, self.seq_len, d) for n, d in zip(heads, (self.head_dim, self.head_dim, D, D), strict=True)
+        )
         numbers = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         return tuple(x.to(self.dtype) for x in INPUTS[self.inputs](self, *numbers))
 
@@ -130,6 +139,7 @@ class Case:
         said += [f"window of {self.window}"] if self.window else []
         said += [f"{self.heads} query heads on {self.kv_heads}"] if self.heads != self.kv_heads else []
         said += ["attention sinks"] if self.sinks else []
+        said += [f"V of D = {self.value_dim} beside {self.head_dim}"] if self.value_dim else []
         said += [f"scale {self.scale:g}"] if self.scale is not None else []
         said += [f"batch of {self.batch}"] if self.batch > 1 else []
         said += [f"{self.inputs} {'scores' if self.inputs == 'large' else 'inputs'}"] * (self.inputs != "normal")
@@ -164,12 +174,9 @@ def layout_of(name: str) -> str | Layout | Callable[[int, int, int], Tensor]:
 
 @lru_cache(maxsize=512)
 def _visible(seq_len: int, causal: bool, documents: tuple[int, ...] | None, window: int | None) -> Tensor:
-    mask, keys = Mask(causal, documents, window), torch.arange(seq_len)
+    mask = Mask(causal, documents, window)
     mask.check_length(seq_len)
-    seen = torch.zeros(seq_len, seq_len, dtype=torch.bool)
-    for first, end in mask.visible_keys(keys, seq_len):
-        seen |= (first[:, None] <= keys) & (keys < end[:, None])
-    return seen
+    return mask.dense(torch.arange(seq_len), seq_len)
 
 
 @lru_cache(maxsize=512)
@@ -196,10 +203,13 @@ def _right_with_sinks(case: Case) -> dict[str, Right]:
     results = exact_attention(q, k, v, d_out, visible=visible, scale=scale, fused_blocks=case.world_size)
     own = (..., slice(case.seq_len), slice(case.head_dim))  # without the sink
     of_heads = {name: x for name, x in results.items() if name != "lse"}
-    return results | {name: replace(x, exact=x.exact[own], sums=x.sums[own]) for name, x in of_heads.items()}
+    rows, sums = (x[..., -1] for x in (results["dq"].exact, results["dq"].sums))  # what each row adds to its sink
+    more = (1 + rows[:, 0].numel() ** 0.5) * torch.finfo(torch.promote_types(case.dtype, torch.float32)).eps
+    d_sinks = replace(results["dq"], exact=rows.sum((0, 2)), sums=(sums + more * rows.abs()).sum((0, 2)))
+    found = {name: replace(x, exact=x.exact[own], sums=x.sums[own]) for name, x in of_heads.items()}
+    return results | found | {"dsinks": d_sinks}
 
 
-RUNS = ("X-ray 1", "X-ray 2")
 FOUR = 4  # ranks of the inputs of which a right ring rounds nothing to 16 bits
 HIDES = 16.0, -32.0  # a number of q and a number of k: their score is so low that its weight is 0 beside a score of 0
 LARGE = 800.0  # added to or taken from the scores of `large` inputs: the weights are as before
@@ -281,32 +291,6 @@ def _of_xray(case: Case, *_: Tensor) -> Iterable[Tensor]:
     heads = case.heads, case.kv_heads, case.kv_heads, case.heads
     run = zip(probes(case.seq_len, case.head_dim, case.scale)[case.inputs], heads, strict=True)
     return [x.expand(-1, n, -1, -1) for x, n in run]
-
-
-def probes(seq_len: int, head_dim: int, scale: float | None = None) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """{name of the run: (q, k, v, d_out)}, float64. bfloat16 stores them exactly, unless a scale is given.
-
-    Raises ValueError unless S tokens fit into D numbers.
-    """
-    if head_dim < seq_len:
-        raise ValueError(f"{seq_len} tokens with D = {head_dim}; expected {seq_len} or more: a column each")
-    generator = torch.Generator().manual_seed(seq_len)
-
-    def shuffled_rows(low: float, high: float, step: float) -> Tensor:
-        order = torch.rand(seq_len, seq_len, generator=generator).argsort(dim=1)
-        numbers = torch.linspace(low, high, seq_len, dtype=torch.float64)
-        return step * (numbers / step).round()[order]
-
-    largest = head_dim**0.5 if scale is None else 1 / scale
-    x = shuffled_rows(-largest, largest, largest * 2**-20 if scale else 1 / 8)
-    y = shuffled_rows(0.75, 1.25, 1 / 64) * (1 - 2 * (torch.arange(seq_len) % 2))
-    one = torch.eye(seq_len, dtype=torch.float64)
-
-    def wide(matrix: Tensor) -> Tensor:
-        return pad(matrix[None, None], (0, head_dim - seq_len))
-
-    one = wide(one)
-    return {RUNS[0]: (wide(x), one, wide(y.T), one), RUNS[1]: (one, wide(x.T), one, wide(y))}
 
 
 UNROUNDED = ("16-bit sums", "16-bit gradients")

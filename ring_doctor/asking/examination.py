@@ -16,7 +16,7 @@ import torch
 from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, level_of, right_results
 from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
 from ring_doctor.asking.patient import Patient, dtype_of
-from ring_doctor.asking.questions import LSE, UNEQUAL, Question, in_turn, kind, questions
+from ring_doctor.asking.questions import LSE, STATE, UNEQUAL, Question, in_turn, kind, questions
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
 GIVE_UP = 2  # hangs or crashes: then nothing more is asked
@@ -25,12 +25,9 @@ SIZES = (8, 16, 32, 64, 128)  # of a head and of a chunk: kernels take multiples
 LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer answers nothing is said of the ring
 LAST_DIGITS = "called again, it gives other numbers, all of them right, as where blocks are added as they come"
 DRAWS = "it takes random numbers from torch's generator, as dropout does"
-CAUSAL = "a causal mask"
-OPTIONS_IN_WORDS = {
-    "window": "windows",
-    "documents": "documents",
-    "sinks": "attention sinks",
-}  # those that may be missing
+WHOLE = "each rank returns the whole gradient of what is learned, and not its part: nothing may sum it once more"
+OF_ATTENTION = {"window": "windows", "documents": "documents", "sinks": "attention sinks"}  # options in words
+OF_STATES = {"documents": "documents", "state": STATE}
 
 
 @dataclass
@@ -71,10 +68,11 @@ class Examination:
     def not_asked(self) -> list[str]:
         """What a ring may take and this one was not asked, or refused, in words."""
         patient, answers = self.patient, [(it.question.feature, it.state) for it in self.answers]
-        told = [words for option, words in OPTIONS_IN_WORDS.items() if option not in patient.takes]
-        told = [] if patient.state else [*told, *([CAUSAL] if True not in patient.causal else [])]
-        lacks = {"grouped queries": patient.grouped, UNEQUAL: patient.unequal, "gradients": patient.gradients}
-        told += [words for words, claimed in lacks.items() if not claimed and not patient.state]
+        may = OF_STATES if patient.state else OF_ATTENTION
+        told = [words for option, words in may.items() if option not in patient.takes]
+        claimed = {"grouped queries": patient.grouped or patient.state, UNEQUAL: patient.unequal}
+        claimed |= {"gradients": patient.gradients, "a causal mask": True in patient.causal}
+        told += [words for words, claim in claimed.items() if not claim]
         refused = [feature for feature, state in answers if state == REFUSED and (feature, OK) not in answers]
         return list(dict.fromkeys(filter(None, [*told, *refused])))
 
@@ -120,6 +118,7 @@ def examination_of(
         _ask_everything(found, jobs, seed, quick, progress)
     found.remarks += [LAST_DIGITS] if any(answer.last_digits for answer in found.answers) else []
     found.remarks += [DRAWS] if any(answer.draws for answer in found.answers) else []
+    found.remarks += [WHOLE] if any(answer.whole for answer in found.answers) else []
     _check_that_it_answers(found)
     if quick:
         every = sum(len(list(questions(found.patient, P, _dtype(found), seed))) for P in found.patient.worlds)
@@ -256,10 +255,11 @@ def _takes(found: Examination, job: Job, seed: int) -> bool:
         if not _fails(of_larger):
             asked = larger
             for size in ("head_dim", "chunk"):  # the smallest that it takes
-                smaller = (replace(asked, **{size: n}) for n in (getattr(patient, size), *SIZES))
+                sizes: list[dict[str, Any]] = [{size: n} for n in (getattr(patient, size), *SIZES)]
+                smaller = (replace(asked, **each) for each in sizes)
                 asked, answer = next(each for each in ((it, ask(it)) for it in smaller) if not _fails(each[1]))
-            sizes = [f"C = {of.chunk}, D = {of.head_dim}" for of in (patient, asked)]
-            found.remarks.append(f"with {sizes[0]} it fails ({reason}): it is examined with {sizes[1]}")
+            before, now = (f"C = {of.chunk}, D = {of.head_dim}" for of in (patient, asked))
+            found.remarks.append(f"with {before} it fails ({reason}): it is examined with {now}")
         elif answer.raised:
             return False
     dtype = asked.dtypes[0]

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ring_doctor.asking.answers import FAILED, LATE, REFUSED, Answer, judge
-from ring_doctor.asking.calls import ask_on_rank, prepare
+from ring_doctor.asking.calls import WrongResult, ask_on_rank, prepare
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import Question
 from ringlab.support.processes import Frame, LostRank, Raised, Ranks, own_frame, place
@@ -88,7 +88,7 @@ class Job:
         [cause, *_] = causes.values()
         if len(causes) < len(members):  # a ring never refuses on some ranks only
             return Answer(question, FAILED, _told(causes))
-        if question.feature or cause.kind in REFUSALS:
+        if cause.kind in REFUSALS or (question.feature and cause.kind != WrongResult.__name__):
             return Answer(question, REFUSED, _said(cause), raised=True)
         return Answer(question, FAILED, _said(cause, place=True), raised=True)
 

@@ -2,7 +2,7 @@
 
     out = f(q, k, v)            or      out, lse = f(q, k, v)
 
-f gets those options that its signature has, under any of the names in calls.py: causal, scale, group, layout,
+f gets those options that its signature has, under any of the names in signature.py: causal, scale, group, layout,
 documents, window, sinks. What f cannot do is not asked: a function without `causal` is asked for full attention, or,
 with `--causal`, for causal attention only. Options that only its **options could take are not given.
 
@@ -11,7 +11,7 @@ stands in `Patient`, its fields as constants in capitals. A function `setup(cont
 a way that needs a mesh of ranks builds it, as in ../../tests/models/mesh_patients.py. Where it has several functions,
 CLAIMS says what differs for the others, by name.
 
-Before: calls.py. After: questions.py.
+Before: signature.py. After: questions.py.
 Source: the interface of torch.nn.functional.scaled_dot_product_attention.
 """
 
@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from ring_doctor.asking.calls import OPTION, TENSORS, arguments_of
 from ring_doctor.asking.case import LAYOUTS, Case
 from ring_doctor.asking.names import by_name, module_named, name_of, portable
+from ring_doctor.asking.signature import OPTION, TENSORS, arguments_of
 from ring_doctor.asking.state_case import Convolution
 
 LEAST = 3  # ranks: with 2, the next rank is also the previous rank, and many mistakes do not show

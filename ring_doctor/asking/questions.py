@@ -36,6 +36,7 @@ WAYS = {  # to ask: in words
     "autocast": "under autocast",  # of float32 tensors
 }
 UNEQUAL, LSE = "chunks of unequal length", "a loss that uses lse"
+VALUES, STATE = "a V with a head dim of its own", "a state before the first token"
 FULL = (3, 4)  # ranks that are asked everything: 3 show what 2 cannot; 4 is even, and shows sums of 4 parts in 16 bits
 FEW_OR_MANY = {1: "one rank", 5: "five ranks"}  # some rings need a neighbour, others a power of 2
 TWO_TILES, LARGE_HEAD = 257, 64  # tokens a rank, more than two tiles of a usual kernel have; and D
@@ -107,6 +108,10 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
     yield "after another length", {"seq_len": 2 * case.seq_len}, ""
     yield plain, {"seq_len": tiles * P, "head_dim": head_dim}, ""
     yield plain, {"inputs": "large"}, ""
+    own = {"head_dim": 2 * case.head_dim, "value_dim": case.head_dim}
+    yield plain, own, VALUES
+    if patient.grouped:
+        yield plain, own | {"heads": 2 * case.heads, "kv_heads": case.heads}, VALUES
     if "scale" in patient.takes:
         yield plain, {"scale": 0.3}, ""
     for name in patient.dtypes:
@@ -145,6 +150,9 @@ def _of_states(patient: Patient, base: Case) -> Iterator[Question]:
         for first in ((C,), (C + 1,), (2, 1, C // 2, C)) if "documents" in patient.takes else ():
             if sum(first) < case.seq_len:
                 yield Question(replace(case, documents=(*first, case.seq_len - sum(first))))
+        if "state" in patient.takes:
+            documents = (C + 1, case.seq_len - C - 1) if "documents" in patient.takes and P > 1 else None
+            yield Question(replace(case, documents=documents, from_state=True), feature=STATE)
         if layout == "contiguous":
             yield Question(replace(case, seq_len=P), feature="one token a rank")
             if patient.unequal and P > 1:

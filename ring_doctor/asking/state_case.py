@@ -34,6 +34,7 @@ class StateCase(Case):
     given: tuple[str, ...] = ("log_decay", "beta")
     taps: int = 0
     each_key: bool = False  # a decay for each number of a key: (B, H, S, D)
+    from_state: bool = False  # there is a state before the first token
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -49,6 +50,17 @@ class StateCase(Case):
         k = k / k.norm(dim=-1, keepdim=True)
         return (q, k, v, *(more[name].to(q.dtype) for name in self.given), d_out)
 
+    @property
+    def learned(self) -> dict[str, Tensor]:
+        """The taps of a convolution, or the state before the first token."""
+        generator = torch.Generator().manual_seed(self.seed + 2)
+        shape = self.batch, self.heads, self.head_dim, self.head_dim
+        state = torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
+        return {"weight": weight(self)} if self.taps else {"state": state} if self.from_state else {}
+
+    def features(self) -> list[str]:
+        return ["from a state"] * self.from_state + super().features()
+
     def mask(self) -> str:
         words = f"{self.taps} taps" if self.taps else " and ".join(("state", *self.given))
         return f"{words}{', a decay for each key' if self.each_key else ''}, {self.layout}"
@@ -62,12 +74,15 @@ class StateCase(Case):
 def _right(case: StateCase) -> dict[str, Right]:
     """No map of a state enlarges it, so each of S tokens adds one rounding of D + 3 operations to what it holds."""
     outs, (inputs, d_out) = [], leaves(case)
-    for part in zip(*(x.split(list(case.documents or (case.seq_len,)), dim=2) for x in inputs), strict=True):
+    of_tokens, learned = inputs[: len(case.names)], dict(zip(case.learned, inputs[len(case.names) :], strict=True))
+    for part in zip(*(x.split(list(case.documents or (case.seq_len,)), dim=2) for x in of_tokens), strict=True):
         if case.taps:
             x = channels(pad(part[0], (0, 0, case.taps - 1, 0)))
-            outs.append(tokens(conv1d(x, weight(case).double()[:, None], groups=x.shape[1]), case))
+            outs.append(tokens(conv1d(x, learned["weight"][:, None], groups=x.shape[1]), case))
         else:
-            outs.append(recurrence(*part[:3], **dict(zip(case.given, part[3:], strict=True)))[0])
+            more: dict[str, Any] = dict(zip(case.given, part[3:], strict=True))
+            more |= {} if outs else learned  # the first document begins with the state
+            outs.append(recurrence(*part[:3], **more)[0])
     exact = with_gradients(case, torch.cat(outs, dim=2), inputs, d_out)
     size = max(float(x.norm()) for x in exact.values())
     wide = torch.promote_types(case.dtype, torch.float32)
@@ -76,15 +91,19 @@ def _right(case: StateCase) -> dict[str, Right]:
 
 
 def leaves(case: StateCase) -> tuple[list[Tensor], Tensor]:
-    """The inputs, which need gradients, and d_out; float64."""
+    """The inputs, those that are learned last, which need gradients, and d_out; float64."""
     *inputs, d_out = (x.double() for x in case.whole())
+    inputs += [x.double() for x in case.learned.values()]
     return [x.requires_grad_() for x in inputs], d_out
 
 
 def with_gradients(case: StateCase, out: Tensor, inputs: list[Tensor], d_out: Tensor) -> dict[str, Tensor]:
     """out and the gradients of the inputs, by name."""
     gradients = torch.autograd.grad(out, inputs, d_out, allow_unused=True, materialize_grads=True)
-    return {"out": out.detach(), **{f"d{name}": x for name, x in zip(case.names, gradients, strict=True)}}
+    return {
+        "out": out.detach(),
+        **{f"d{name}": x for name, x in zip((*case.names, *case.learned), gradients, strict=True)},
+    }
 
 
 def channels(x: Tensor) -> Tensor:
@@ -108,7 +127,7 @@ def weight(case: Case) -> Tensor:
 
 @dataclass(frozen=True)
 class Convolution:
-    """f(x, weight, ...) as f(q, k, v, ...), so that it is asked like a ring. x are the channels of q."""
+    """f(x, weight, ...) as f(q, k, v, weight, ...), so that it is asked like a ring. x are the channels of q."""
 
     function: Callable[..., Any]
 
@@ -116,9 +135,9 @@ class Convolution:
     def __signature__(self) -> inspect.Signature:
         given = inspect.signature(self.function)
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        first = [inspect.Parameter(name, kind) for name in "qkv"]
+        first = [inspect.Parameter(name, kind) for name in (*"qkv", "weight")]
         return given.replace(parameters=[*first, *list(given.parameters.values())[2:]])
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        case = Case(1, heads=q.shape[1], head_dim=q.shape[3], dtype=q.dtype)
-        return tokens(self.function(channels(q), weight(case).to(q.device), **options), case)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        case = Case(1, heads=q.shape[1], head_dim=q.shape[3])
+        return tokens(self.function(channels(q), weight, **options), case)

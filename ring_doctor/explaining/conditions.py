@@ -28,6 +28,7 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("{} a given scale", lambda question: _with(question.case.scale is not None)),
     ("{} a window", lambda question: _with(question.case.window)),
     ("{} attention sinks", lambda question: _with(question.case.sinks)),
+    ("{} a V with a head dim of its own", lambda question: _with(question.case.value_dim)),
     ("{} documents", lambda question: _with(question.case.documents)),
     ("with chunks of {}", lambda question: "one length" if question.case.equal_chunks else "unequal lengths"),
     ("with {} a rank", lambda question: "one token" if question.case.one_token_each else "more than one token"),

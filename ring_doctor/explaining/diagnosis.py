@@ -32,7 +32,7 @@ from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
 from ring_doctor.mistakes.states import MISTAKES as STATES
 from ring_doctor.mistakes.states import RIGHT_STATES, compute_states
 
-FORWARD, EVERYTHING = ("out", "lse"), ("out", "lse", "dq", "dk", "dv", "dlog_decay", "dbeta")
+FORWARD, EVERYTHING = ("out", "lse"), ("out", "lse", "dq", "dk", "dv", "dlog_decay", "dbeta", "dstate", "dweight")
 PARTS = ("dk", "dv"), ("dq",), ("dk",), ("dv",)  # of gradients, which may be wrong by a mistake each
 LARGEST = 800  # tokens in an answer that is computed on paper for each entry
 FEW = 2  # explanations that a headline may name
@@ -156,7 +156,8 @@ def _on_paper(answer: Answer) -> bool:
 
     A question that asks in another way is for other faults; a large one would take seconds for each entry.
     """
-    return answer.question.how in ("plain", "without gradients") and not answer.case.large_tiles
+    usual = not answer.case.large_tiles and not answer.case.value_dim
+    return answer.question.how in ("plain", "without gradients") and usual
 
 
 def _explain(answers: list[WrongAnswer], mistakes: Iterable[Mistake]) -> tuple[list[Explanation], str]:

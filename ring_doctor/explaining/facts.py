@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ring_doctor.asking.calls import TENSORS
+from ring_doctor.asking.signature import TENSORS
 from ring_doctor.explaining.wrong_answer import WrongAnswer
 from ring_doctor.mistakes.paper_ring import RIGHT
 from ringlab.support.rounding import exact_attention
@@ -37,26 +37,24 @@ class Finding:
         return f"{self.says}. Look at {self.look}." if self.look else f"{self.says}."
 
 
-OF_GRADIENTS = {  # out is right: what follows from which gradients are wrong
-    of: Finding(says, look, f"wrong {of}")
-    for of, says, look in (
-        ("dq", "dk and dv are right, so the weights p and dS are", "where dS K is summed into dq"),
-        ("dk", "dq and dv are right, so dS and the way of dv are", "dSᵀ Q, its scale, and where it is summed"),
-        ("dv", "dq and dk are right, so the weights p and dS are", "pᵀ dO, and where it is summed"),
-        ("dk and dv", "dq is right, so the weights p and dS are", "where dk and dv are summed, and at their way home"),
-        (
-            "dq and dk",
-            "dv is right, so the weights p are; dq and dk are wrong",
-            "dS = p ∘ (dP - δ): δ, dP = dO Vᵀ and the scale",
-        ),
-        ("dq and dv", "dk is right, so dS is", "dS K, at pᵀ dO, and at where both are summed"),
-        (
-            "dq, dk and dv",
-            "out is right and all gradients are wrong",
-            "what the backward pass gets: q, k, v, lse, dO, and its mask",
-        ),
-    )
-}
+SUMMED = {"dq": "dS K", "dk": "dSᵀ Q, its way home", "dv": "pᵀ dO, its way home"}  # a gradient: what is summed to it
+
+
+def of_gradients(wrong: Sequence[str]) -> Finding:
+    """What follows from which gradients are wrong, where out is right."""
+    if list(wrong) == ["dsinks"]:
+        told = "dsinks wrong, dq, dk and dv right, so p and δ are right"
+        return Finding(told, "the sum of -e^(sink - lse) δ over the rows of a rank")
+    wrong = [name for name in wrong if name in SUMMED]
+    right = [name for name in SUMMED if name not in wrong]
+    if not right:
+        return Finding(
+            "out is right and all gradients are wrong", "what the backward pass gets: q, k, v, lse, dO, mask"
+        )
+    known, look = "p and dS are", f"{', '.join(SUMMED[name] for name in wrong)}, and where that is summed"
+    if right == ["dv"]:
+        known, look = "p are", "dS = p ∘ (dP - δ): δ, dP = dO Vᵀ and the scale"
+    return Finding(f"{listed(wrong)} wrong, {listed(right)} right, so the weights {known} right", look)
 
 
 @dataclass(frozen=True)
@@ -118,14 +116,12 @@ def another_order(answers: Sequence[WrongAnswer], asked: str) -> list[Finding]:
 def _in_order(wrong: WrongAnswer, asked: str, order: str) -> dict[str, Tensor]:
     """What a right ring returns that takes dimensions for others; {} where they do not fit, or the mask is another."""
     case, there = wrong.case, [TENSORS[asked][TENSORS[order].index(i)] for i in range(4)]
-    C, of_both = case.seq_len // case.world_size, (case.heads, case.kv_heads)
-    sizes = [(case.batch, heads, C, case.head_dim) for heads in of_both]
-    (B, H, Sq, _), (of_keys, G, Sk, _) = ([size[i] for i in there] for size in sizes)
-    if not case.equal_chunks or of_keys != B or H % G or case.large_tiles:
-        return {}
-    if case.documents or case.window or case.sinks or case.layout != "contiguous" or (case.causal and Sq != Sk):
+    if case.documents or case.window or case.sinks or case.large_tiles or not case.equal_chunks:
         return {}
     q, k, v, d_out = (torch.cat([x.permute(there) for x in wrong.chunks(x)], dim=2) for x in wrong.inputs.values())
+    (B, H, Sq, _), (of_keys, G, Sk, _) = q.shape, k.shape
+    if of_keys != B or H % G or (case.causal and (case.layout != "contiguous" or Sq != Sk)):
+        return {}
     found = exact_attention(q, k, v, d_out, causal=case.causal, scale=case.scale)
     here = [there.index(i) for i in range(4)]
     chunks = {name: found[name].exact.chunk(case.world_size, dim=2) for name in wrong.answer.wrong if name != "lse"}
@@ -241,6 +237,7 @@ def _some_heads(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
     return (Fact(words, look) for words, heads in known.items() if torch.equal(bad, heads)) if len(h) > 1 else None
 
 
+OF_EACH_TOKEN = 3  # from this pattern on they look at the rows of tokens, which the gradient of a sink has not
 CONTENTS = (  # the first that holds says the most
     Pattern("In {x} numbers are NaN or infinite {words}", _not_finite),
     Pattern("The numbers of {x} are those of {words}", _another_result),

@@ -22,28 +22,24 @@ import torch
 from ring_doctor.asking.answers import FAILED, Answer, imprecise
 from ring_doctor.asking.examination import Examination, never_claimed
 from ring_doctor.asking.job import ranks_in_words
-from ring_doctor.explaining.facts import CONTENTS, OF_GRADIENTS, Fact, Finding, another_order, listed
+from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, another_order, listed, of_gradients
 from ring_doctor.explaining.grids import XRay
 from ring_doctor.explaining.wrong_answer import WrongAnswer
 
 WIDTH = 110
-RESULTS = ("out", "lse", "dq", "dk", "dv")
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 IN_A_PART = Finding(
     "It fails only where its group is a part of the job, as ranks 1 to 3 of 4: a rank of the group is used as a rank "
     "of the job, or a group is left out",
     "every send and receive, at group=, group_src= and group_dst=, and at dist.get_global_rank",
 )
 ON_ONE_RANK = "the kernel: its scale, a softcap, the order of dimensions, its mask, and a rotation by positions inside"
-LSE_ALONE = Finding(
-    "out is right and lse is wrong: whatever uses this lse is wrong, as a merge or a backward pass", brief="wrong lse"
-)
+LSE_ALONE = Finding("out is right and lse is wrong", "what uses this lse: a merge, a backward pass")
 LSE_IS_RIGHT = Finding(
-    "lse is right, so each query has the right scores",
+    "out is wrong and lse is right, so each query has the right scores",
     "the order of V beside the order of K, at the sum of p V, and at what becomes of out afterwards",
-    "wrong out, and a right lse",
 )
 GRADIENTS_ARE_RIGHT = Finding("out is wrong and all gradients are right", "what becomes of out after it was computed")
-OUT_FIRST = ". Mend out first: all other results depend on the same scores. Then ask again for a second fault"
 OF_LARGE_SCORES = Finding(
     "Scores of some hundreds show it: a score or an lse of 800 in 16 bits is off by up to 2, and a weight by a factor "
     "of up to e^2",
@@ -124,7 +120,8 @@ def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], Finding]:
     """{results: what they hold}: of each result the first pattern that holds."""
     groups: dict[tuple[int, tuple[Fact, ...]], list[str]] = {}
     for name in RESULTS:
-        common = ((i, tuple(pattern.common(told, name))) for i, pattern in enumerate(CONTENTS))
+        patterns = CONTENTS[: OF_EACH_TOKEN if name == "dsinks" else None]
+        common = ((i, tuple(pattern.common(told, name))) for i, pattern in enumerate(patterns))
         if first := next(((i, facts) for i, facts in common if facts), None):
             groups.setdefault(first, []).append(name)
     return {tuple(of): CONTENTS[i].finding(of, facts) for (i, facts), of in groups.items()}
@@ -136,11 +133,11 @@ def _which(told: list[WrongAnswer]) -> list[Finding]:
     right = {name for each in told for name in each.answer.results} - wrong
     gradients = [name for name in RESULTS[2:] if name in wrong]
     if "out" not in wrong:
-        return [LSE_ALONE] * ("lse" in wrong) + [OF_GRADIENTS[listed(gradients)] for _ in gradients[:1]]
+        of_lse = [LSE_ALONE] if "lse" in wrong else []
+        return [*of_lse, of_gradients(gradients)] if gradients else of_lse
     said = [LSE_IS_RIGHT] * ("lse" in right) + [GRADIENTS_ARE_RIGHT] * ("dq" in right and not gradients)
     of = listed([name for name in RESULTS if name in wrong])
-    and_right = f"; {listed([name for name in RESULTS if name in right])}: right" if right else OUT_FIRST
-    return said or [Finding(f"{of}: wrong{and_right}", brief=f"wrong {of}")]
+    return said or [Finding(f"wrong {of}", "out first: all other results depend on the same scores")]
 
 
 # A hang -------------------------------------------------------------------------------------------------------------

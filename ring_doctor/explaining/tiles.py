@@ -125,8 +125,8 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
     if (seen.abs() <= allowed).all():
         return tile("missing", "missing", "missing")
     if ((seen - full).abs() <= allowed)[present].all():  # the right numbers, for other pairs
-        kind, *words = _of_mask(present, visible)
-        return tile("unasked" if sheet.visible.all() else kind, *words)
+        kind, label, words = _of_mask(present, visible)
+        return tile("unasked" if sheet.visible.all() else kind, label, words)
 
     # The weights of a query that sees this tile only do not depend on the tile's factor.
     alone = visible.any(dim=1) & (visible.sum(dim=1) == sheet.visible.split(sheet.lengths)[rank].sum(dim=1))

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ring_doctor.asking.state_case import TAPS, StateCase, leaves, weight, with_gradients
+from ring_doctor.asking.state_case import TAPS, StateCase, leaves, with_gradients
 from ring_doctor.mistakes import but, told
 from ring_doctor.mistakes.paper_ring import NotOnPaper
 
@@ -60,12 +60,13 @@ def compute_states(case: StateCase, steps: StateSteps = RIGHT_STATES) -> dict[st
     if case.layout != "contiguous":
         raise NotOnPaper("a rank has several runs of tokens")
     inputs, d_out = leaves(case)
-    x = dict(zip(case.names, inputs, strict=True))
+    x = dict(zip((*case.names, *case.learned), inputs, strict=True))
     k, beta, decay = x["k"], x.get("beta"), x.get("log_decay", torch.zeros_like(x["q"][..., 0])).exp()
     decay = decay if case.each_key else decay[..., None]
     starts = torch.zeros(case.seq_len, dtype=torch.bool)
     starts[torch.tensor((case.documents or ())[:-1], dtype=torch.int64).cumsum(0)] = True
-    taps = weight(case).double().view(case.heads, case.head_dim, TAPS).mT.flip(1)  # (H, TAPS, D), the newest first
+    weight = x.get("weight", inputs[0].new_zeros(case.heads, case.head_dim, TAPS))
+    taps = weight.view(case.heads, case.head_dim, TAPS).mT.flip(1)  # (H, TAPS, D), the newest first
     token, begins, v = (moved_on, steps.lent, x["q"]) if case.taps else (steps.token, steps.begins, x["v"])
     empty = v.new_zeros(case.batch, case.heads, TAPS if case.taps else case.head_dim, case.head_dim)
 
@@ -86,7 +87,8 @@ def compute_states(case: StateCase, steps: StateSteps = RIGHT_STATES) -> dict[st
     @cache
     def after(*ranks: int) -> Tensor:
         *before, last = ranks or (None,)
-        return empty if last is None else alone(last)[1] + run(last, after(*before), 0 * v, steps.passes)[1]
+        first = x.get("state", empty)
+        return first if last is None else alone(last)[1] + run(last, after(*before), 0 * v, steps.passes)[1]
 
     ranks, P = range(case.world_size), case.world_size
     out = torch.cat([alone(r)[0] + run(r, begins(r, P, after), 0 * v, steps.reads)[0] for r in ranks], dim=2)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_single
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.nn.functional import all_gather
 
 from ring_doctor.asking.case import positions
@@ -17,6 +17,8 @@ from ring_doctor.asking.case import positions
 ABOUT = "K and V by torch's all_gather_single, then softmax: written here"
 VERSION = f"torch {torch.__version__}"
 UNEQUAL = False
+# Before torch 2.13 it has another name.
+all_gather_single = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor_autograd
 DEPRECATED = "K and V by torch.distributed.nn.functional.all_gather, then softmax: written here"
 WITHOUT = "K and V by torch.distributed.all_gather, the own chunk put back in its place: a common mistake, written here"
 FLEX = "torch's flex_cp_allgather, unmodified; then softmax, written here"

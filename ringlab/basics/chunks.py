@@ -3,7 +3,6 @@
 A reader of the ring may skip this file.
 """
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringlab.basics.naive_attention import check_qkv, check_tensors, resolve_scale
-from ringlab.support.agreement import Group, agree
+from ringlab.support.agreement import Agreed, Group, agree_same
 
 
 def check_chunks(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -26,25 +25,24 @@ def check_chunks(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_grouped_chunks(
     q: Tensor, k: Tensor, v: Tensor, *, same_tokens: bool = True, same_head_dim: bool = True
 ) -> None:
-    """Raise ValueError unless q is (B, H, C, D), k and v are (B, G, C, D), H a multiple of G, as `check_tensors` says.
+    """Raise ValueError unless q is (B, H, C, D), k and v are (B, G, C, D), and all have one dtype and one device.
 
-    Without `same_tokens` q may have another number of tokens: cross-attention. Without `same_head_dim` v may have a D
-    of its own.
+    H must be a multiple of G. Without `same_tokens` q may have another number of tokens: cross-attention. Without
+    `same_head_dim` v may have a D of its own.
     """
     check_tensors(q, k, v)
     (B, H, C, D), (B_k, G, C_k, D_k) = q.shape, k.shape
-    if k.shape[:3] != v.shape[:3] or (same_head_dim and D_k != v.shape[3]):
-        raise ValueError(
-            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; expected "
-            f"{'one shape (B, G, C, D) for both' if same_head_dim else 'the same B, heads and tokens'}"
-        )
-    if (B_k, D_k) != (B, D):
-        raise ValueError(f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; expected the same B and D")
+    both = f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}"
     if H % G:
-        raise ValueError(f"q has {H} heads and k {G}; expected a multiple: each head of k serves as many of q")
+        raise ValueError(f"{both}; expected {H} heads to be a multiple of {G}: each head of k serves as many of q")
+    if (B_k, D_k) != (B, D):
+        raise ValueError(f"{both}; expected the same B and D")
     if same_tokens and C_k != C:
         swapped = ". Are they (B, C, H, D)? Give x.transpose(1, 2)" if H == G and C % C_k == 0 else ""
-        raise ValueError(f"q has {C} tokens and k {C_k}; expected chunks of the same tokens{swapped}")
+        raise ValueError(f"{both}; expected chunks of the same tokens{swapped}")
+    alike, words = (4, "one shape (B, G, C, D) for both") if same_head_dim else (3, "the same B, heads and tokens")
+    if k.shape[:alike] != v.shape[:alike]:
+        raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; expected {words}")
 
 
 def needs_gradients(*inputs: Tensor) -> bool:
@@ -84,15 +82,15 @@ def agree_on_chunks(
     scale: float | None,
     group: Group,
     *,
+    function: str,
     check: Callable[[Tensor, Tensor, Tensor], None],
-    function: str = "",
     settings: Callable[[], dict[str, Any]] = dict,
-) -> tuple[float, list[int]]:
-    """The scale, and the chunk length C of every rank's k; or the same ValueError on all ranks.
+) -> tuple[float, Agreed]:
+    """The scale, and the chunk length C of every rank's k, as `agree` has it; or the same ValueError on all ranks.
 
     q (B, H, C, D), k and v (B, G, C, D) are this rank's chunks. `check` raises ValueError for wrong input. B, H, G, D,
-    that of v, the dtype, the scale, whether there is a backward pass, `settings` and the `function` (the caller unless
-    given) must be the same on every rank; C may differ.
+    that of v, the dtype, the scale, whether there is a backward pass, `settings` and the name of the `function` must be
+    the same on every rank; C may differ.
     """
 
     def facts() -> tuple[int, dict[str, str]]:
@@ -102,15 +100,5 @@ def agree_on_chunks(
         same |= {"head dim of v": v.shape[-1], "gradients": needs_gradients(q, k, v), **settings()}
         return k.shape[2], {name: str(value) for name, value in same.items()}
 
-    caller = sys._getframe(1)
-    function = function or f"{caller.f_globals['__name__']}.{caller.f_code.co_name}"
-    lengths, facts_of_ranks = zip(*agree(facts, group, function=function), strict=True)
-    names = dict.fromkeys(name for same in facts_of_ranks for name in same)
-    differ = [name for name in names if len({same.get(name) for same in facts_of_ranks}) > 1]
-    if differ:
-        each = "\n".join(
-            f"rank {rank}: {', '.join(f'{name}={same.get(name)}' for name in differ)}"
-            for rank, same in enumerate(facts_of_ranks)
-        )
-        raise ValueError(f"the ranks disagree; expected the same on each of them\n{each}")
-    return resolve_scale(scale, q.shape[-1]), list(lengths)
+    lengths = agree_same(facts, group, function=function)
+    return resolve_scale(scale, q.shape[-1]), lengths

@@ -43,7 +43,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless q, k and v have four dimensions, one floating dtype and one device."""
+    """Raise ValueError unless q, k and v have four dimensions each, one floating dtype and one device."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is {x!r}; expected a tensor (B, H, S, D)")
@@ -68,7 +68,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless q is (B, H, Sq, D) and k, v are (B, H, Sk, D), and they fit as `check_tensors` says."""
+    """Raise ValueError unless q is (B, H, Sq, D) and k, v are (B, H, Sk, D), of one floating dtype and one device."""
     check_tensors(q, k, v)
     if k.shape != v.shape:
         raise ValueError(

@@ -39,7 +39,7 @@ from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.ring.documents import document_positions
 from ringlab.ring.layouts import Layout, LayoutName, layout_of, positions
 from ringlab.ring.schedule import Ring, Schedule
-from ringlab.support.agreement import agree, check_mesh, members
+from ringlab.support.agreement import agree_same, check_mesh, members
 from ringlab.support.expect import expect
 from ringlab.support.extras import extra
 
@@ -128,14 +128,12 @@ def shard_batch(
     if least and isinstance(batch.get("input_ids"), Tensor):
         batch = padded(batch, least, multiple)
 
-    def check() -> tuple[int, tuple[int, ...]]:
+    def check() -> tuple[tuple[int, ...], dict[str, Any]]:
         expect(sized, f"pad_to is {pad_to!r}", "a number of tokens, or None")
-        return check_batch(batch, causal)
+        number, documents = check_batch(batch, causal)
+        return documents, {"the batch": number, "documents": documents}
 
-    seen = agree(check, group)
-    one = "one batch for all of a ring: use no sampler by rank"
-    expect(len(set(seen)) == 1, "the ranks have different batches", one)
-    _, documents = seen[0]
+    documents = agree_same(check, group, expected="one batch for all of a ring: use no sampler by rank")[0]
     tokens = batch["input_ids"]
     place = document_positions(documents).to(tokens.device)  # (S,)
     at = positions(layout, tokens.shape[1], rank, world_size).to(tokens.device)

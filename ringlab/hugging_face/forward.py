@@ -30,7 +30,7 @@ from ringlab.models.transformer import IGNORED
 from ringlab.ring.documents import document_positions
 from ringlab.ring.layouts import positions
 from ringlab.states.state_ring import check_layout_of_states
-from ringlab.support.agreement import agree
+from ringlab.support.agreement import agree, agree_same
 from ringlab.support.extras import extra
 
 with extra("hf", __name__):
@@ -109,7 +109,7 @@ class ModelInRing(LayerAttention):
             said = agree(partial(attempt, self.proved, model), self.group)
         finally:
             self.proving = False
-        different = "the ranks have different weights; expected the same on each of them: set one seed before the model"
+        different = "the ranks disagree about weights; expected the same on each of them: set one seed before the model"
         if len(set(said)) > 1 or isinstance(said[0], str):
             raise ValueError(next((reason for reason in said if isinstance(reason, str)), different))
         model.set_attn_implementation(self.name)
@@ -159,12 +159,8 @@ class ModelInRing(LayerAttention):
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 passed |= passed.pop(name, {})
-        said = agree(partial(self.check, part, passed), self.group)
-        labels, modules, weights, unshifted = zip(*said, strict=True)
-        expect(len(set(labels)) == 1, "some ranks have labels, and some none", "them on all: each adds to the loss")
-        expect(len(set(modules)) == 1, "the ranks have different modules", "the same model on each of them")
-        summed = "the same on each of them: one seed before what was added, and the sum of all gradients in each step"
-        expect(len(set(weights)) == 1, "the ranks have different weights", summed)
+        one = "the same on each of them: one seed before what was added, and the sum of all gradients in each step"
+        unshifted = agree_same(partial(self.check, part, passed), self.group, expected=one)
         expect(
             not all(unshifted), "the label of each token is the token itself", "the next one, as shard_batch gives it"
         )
@@ -173,8 +169,8 @@ class ModelInRing(LayerAttention):
         self.longest = max(self.documents or [ones.shape[1] * self.world_size]) - 1 + self.first
         return (), {**passed, "attention_mask": ones, "use_cache": False}
 
-    def check(self, part: nn.Module, passed: dict[str, Any]) -> tuple[bool, int, int, bool]:
-        """Whether there are labels, numbers that tell modules and weights apart, and whether labels are not shifted.
+    def check(self, part: nn.Module, passed: dict[str, Any]) -> tuple[bool, dict[str, int]]:
+        """Whether labels are not shifted; whether there are labels, and numbers that tell modules and weights apart.
 
         Raises ValueError for what the ring would drop or take for something else.
         """
@@ -191,7 +187,7 @@ class ModelInRing(LayerAttention):
         self.check_tokens(name, **passed)
         weights = checksum_of_weights(part) if self.passes in DUE else 0
         unshifted = self.passes in DUE and passed.get("causal", True) and themselves(**passed)
-        return labels, modules_of(part), weights, unshifted
+        return unshifted, {"labels": labels, "modules": modules_of(part), "weights": weights}
 
     def check_tokens(
         self, name: str, position_ids: Any = None, attention_mask: Any = None, documents: Any = None, **passed: Any

@@ -41,9 +41,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ringlab.models.generate import EMPTY, SpreadCache, agree_on_facts
+from ringlab.models.generate import EMPTY, SpreadCache
 from ringlab.ring.layouts import Layout, LayoutName, layout_of, positions
-from ringlab.support.agreement import flat_group, members, of_every_rank
+from ringlab.support.agreement import agree_same, flat_group, members, of_every_rank
 from ringlab.support.extras import extra
 
 with extra("hf", __name__):
@@ -100,7 +100,7 @@ class SpreadGeneration(LayerAttention):
     def generate(self, model: PreTrainedModel, name: str, *args: Any, **kwargs: Any) -> Any:
         """As the model's own. `name` is that of `attend`. The cache is not returned."""
         loop: dict[str, Any] = {}
-        agree_on_facts(lambda: arguments(model, self.layout, loop, args, kwargs, self.group), self.group)
+        agree_same(lambda: (None, arguments(model, self.layout, loop, args, kwargs, self.group)), self.group)
         self.lengths = loop.pop("lengths").to(model.device)  # (B, 1)
         self.room = -(-loop.pop("stored") // self.world_size)
         self.cache, self.elsewhere = SpreadCache(self.layout, group=self.group), Elsewhere()

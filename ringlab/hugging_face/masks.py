@@ -240,10 +240,7 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     keys = torch.arange(q.shape[2])
-    seen = torch.zeros(len(keys), len(keys), dtype=torch.bool)
-    mask = Mask(options["causal"], options["documents"], options["window"])
-    for begin, end in mask.visible_keys(keys, len(keys)):
-        seen |= (keys >= begin[:, None]) & (keys < end[:, None])
+    seen = Mask(options["causal"], options["documents"], options["window"]).dense(keys, len(keys))
     scores = scores.masked_fill(~seen.to(q.device), -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], dim=3)

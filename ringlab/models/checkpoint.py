@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from ringlab.support.agreement import agree
+from ringlab.support.agreement import agree, agree_same
 
 KEPT = 2  # checkpoints, so that one is whole if the last is found to be bad
 RUN, SUMS = "run.json", "SHA256SUMS"  # RUN: the step, the settings of the run, and its losses so far
@@ -136,10 +136,7 @@ class Checkpoints:
         self.folder, self.settings = folder, settings
         self._group = dist.new_group(backend="gloo")  # its own: the background must not mix with the ring's messages
         self._writing: tuple[Future, Path] | None = None
-        everyone = agree(lambda: settings, self._group)
-        for rank, theirs in enumerate(everyone):
-            if differ := _differences(theirs, everyone[0]):
-                raise ValueError(f"rank {rank} has {differ} on rank 0; expected the same on all ranks")
+        agree_same(lambda: (None, settings), self._group)
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer, losses: list[float]) -> None:
         """Begin to write the state after `step`, from a copy; return while it is written. Errors as `finish`."""

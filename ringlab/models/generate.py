@@ -23,7 +23,7 @@ Source: Shyam et al. 2024 (Tree Attention), algorithm 3; Milakov & Gimelshein 20
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ from ringlab.ring.fused_block import capped_attend
 from ringlab.ring.layouts import Layout, layout_of, positions
 from ringlab.ring.masks import Mask
 from ringlab.ring.partition import Partition
-from ringlab.support.agreement import WRONG, agree, members, of_every_rank
+from ringlab.support.agreement import WRONG, agree_same, members, of_every_rank
 from ringlab.support.expect import expect
 from ringlab.support.processes import RankContext, launch
 
@@ -213,7 +213,7 @@ def agree_on_prompts(
     not know, a model with another attention than `cache`, a wrong layout or window, and where the ranks disagree.
     """
 
-    def check() -> dict[str, Any]:
+    def check() -> tuple[None, dict[str, Any]]:
         counts, vocab = [len(prompt) for prompt in prompts], model.embedding.num_embeddings
         least = "a prompt at least, of 1 token or more each, and 1 new token or more"
         some = min(counts, default=0) > 0 and new_tokens > 0
@@ -225,16 +225,10 @@ def agree_on_prompts(
         expect(ours, "the model has another attention", f"this cache: make it by {made}")
         Partition(Mask(causal=True, window=cache.window), cache.layout, (2,) * members(cache.group)[1])
         texts = [list(prompt) for prompt in prompts]
-        return {"prompts": texts, "new_tokens": new_tokens, "layout": cache.layout, "window": cache.window, **settings}
+        same = {"prompts": texts, "new_tokens": new_tokens, "layout": cache.layout, "window": cache.window, **settings}
+        return None, same
 
-    agree_on_facts(check, cache.group)
-
-
-def agree_on_facts(check: Callable[[], dict[str, Any]], group: ProcessGroup | None) -> None:
-    """Raise the same ValueError on every rank where `check` raises it on one, or gives other facts than on rank 0."""
-    first, *others = agree(check, group)
-    differ = [name for name in first if any(other[name] != first[name] for other in others)]
-    expect(not differ, f"the ranks disagree about {', '.join(differ)}", "the same on each of them")
+    agree_same(check, cache.group)
 
 
 def write(model: Transformer, cache: SpreadCache, logits: Tensor, new_tokens: int) -> Tensor:

@@ -44,7 +44,7 @@ from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import arriving_blocks
 from ringlab.ring.partition import cut
 from ringlab.ring.schedule import check_sinks, check_softcap
-from ringlab.support.agreement import agree, members
+from ringlab.support.agreement import agree_same, members
 from ringlab.support.expect import expect
 from ringlab.ways.all_to_all import swap
 
@@ -116,7 +116,8 @@ def cached_attention(
         expect(fits, f"q, k and v are {shapes}", f"what the places say: {right}")
 
     settings = {"passing": passing, "softcap": softcap, "sinks": getattr(sinks, "dtype", None)}
-    scale, _ = agree_on_chunks(q, k, v, scale, group, check=check, settings=lambda: settings)
+    options: dict[str, Any] = {"function": "cached_attention", "check": check, "settings": lambda: settings}
+    scale, _ = agree_on_chunks(q, k, v, scale, group, **options)
     if passing == "auto":
         new, tokens = (sum(at.shape[1] for at in of_ranks) for of_ranks in (places.queries, places.keys))
         keys, queries, home = numbers_sent(q.shape[1], k.shape[1], q.shape[3], new, max(tokens, new))
@@ -185,7 +186,7 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
     and where a mask does not fit, or the ranks disagree about it.
     """
 
-    def check() -> tuple[list[Tensor], Mask]:
+    def check() -> tuple[list[Tensor], dict[str, Any]]:
         for name, x in (("at", at), ("keys_at", keys_at)):
             fits = x.dtype == torch.int64 and x.dim() == 2 and len(x) == len(at)
             given = f"{name} is {x.dtype} of shape {tuple(x.shape)}, at {tuple(at.shape)}"
@@ -193,13 +194,9 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
             rising = ((x >= 0) & (x <= EMPTY)).all() and ((x.diff() > 0) | (x[..., 1:] == EMPTY)).all()
             few = ", ".join(map(str, x.flatten()[:8].tolist())) + (", ..." if x.numel() > 8 else "")
             expect(rising, f"{name} is {few}", "positions from 0 on, in rising order, EMPTY at the end")
-        return [at.cpu(), keys_at.cpu()], Mask(**mask)
+        return [at.cpu(), keys_at.cpu()], {"mask": Mask(**mask), "number of texts": len(at)}
 
-    of_ranks, masks = zip(*agree(check, group), strict=True)
-    expect(masks.count(masks[0]) == len(masks), f"the ranks have the masks {', '.join(map(str, masks))}", "one")
-    counts = [len(at) for at, _ in of_ranks]
-    expect(len(set(counts)) == 1, f"the ranks have {', '.join(map(str, counts))} texts", "as many on each")
-    queries, keys = zip(*of_ranks, strict=True)
+    queries, keys = zip(*agree_same(check, group), strict=True)
     expect((torch.cat(queries, dim=1) < EMPTY).any(), "the ranks have no new token", "1 or more on one of them")
     for text, (new, tokens) in enumerate(zip(torch.cat(queries, dim=1), torch.cat(keys, dim=1), strict=True)):
         found, last = tokens[tokens < EMPTY].sort().values.tolist(), max(new[new < EMPTY].tolist(), default=-1)
@@ -208,8 +205,8 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
         expect(key == place, given, "the keys 0, 1, 2, ... of each text, each on one rank")
         given = f"text {text} has a new token at position {last} and {len(found)} keys"
         expect(last < len(found), given, "a key for each new token")
-        masks[0].check_length(len(found))
-    return Places(masks[0], queries, keys, group)
+        Mask(**mask).check_length(len(found))
+    return Places(Mask(**mask), queries, keys, group)
 
 
 # A conversation -------------------------------------------------------------------------------------------------------

@@ -188,7 +188,8 @@ def ring_attention(
     Every rank of `group` must call it and run its backward pass. It can be differentiated once, not twice. Raises
     ValueError on every rank also when only some of them need gradients. Liu et al. 2024, appendix A.
     """
-    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_chunks)
+    name = f"{__name__}.ring_attention"
+    scale, lengths = agree_on_chunks(q, k, v, scale, group, function=name, check=check_chunks)
     return RingAttention.apply(q, k, v, scale, lengths, group)
 
 

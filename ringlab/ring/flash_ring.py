@@ -185,12 +185,14 @@ def flash_forward(
     for t, k_j, v_j, pieces in schedule.rounds(k, v):
         for piece in pieces:
             with span("compute", t, k_j, v_j):
+                if state is not None:  # the first block's out has q's dtype: with one block nothing is summed
+                    state = state[0].to(accumulation_dtype(q.dtype)), state[1]
                 block = *queries_of(piece, q), *keys_of(piece, k_j, v_j)
                 out_j, lse_j = fused_forward(
                     *reversed_rows(piece, *block), scale=schedule.scale, softcap=schedule.softcap, causal=piece.triangle
                 )
                 if state is None and lse_j.shape == q.shape[:3]:  # a piece with all queries needs no merge
-                    state = reversed_rows(piece, out_j.to(accumulation_dtype(q.dtype)), lse_j)
+                    state = reversed_rows(piece, out_j, lse_j)
                     continue
                 state = state or nothing_seen(q, v)
                 merge_into(*queries_of(piece, *state), *reversed_rows(piece, out_j, lse_j))

@@ -15,9 +15,13 @@ Source: online_softmax.py, `merge`; the Triton manual, fused softmax.
 # ruff: noqa: ANN001  # what a kernel gets has types of Triton
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from ringlab.support.extras import extra
+
+with extra("triton", __name__):
+    import triton
+    import triton.language as tl
 
 ROWS = 16
 

@@ -52,7 +52,8 @@ def ring_attention(
 
     It raises the same errors, and ValueError when H is not a multiple of G. Ainslie et al. 2023, section 2.2.
     """
-    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_grouped_chunks)
+    name = f"{__name__}.ring_attention"
+    scale, lengths = agree_on_chunks(q, k, v, scale, group, function=name, check=check_grouped_chunks)
     out = RingAttention.apply(fold(q, k.shape[1]), k, v, scale, lengths, group)
     return unfold(out, q.shape[1])
 

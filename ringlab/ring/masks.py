@@ -117,6 +117,13 @@ class Mask:
         first = torch.maximum(begin, end - window)
         return [(first, end), (begin, torch.minimum(begin + global_tokens, first))]
 
+    def dense(self, at: Tensor, seq_len: int) -> Tensor:
+        """Whether each query `at` (C,) sees each of S keys: (C, S), bool. For checks: a ring never makes it."""
+        keys, seen = torch.arange(seq_len), torch.zeros(len(at), seq_len, dtype=torch.bool)
+        for first, end in self.visible_keys(at, seq_len):
+            seen |= (first[:, None] <= keys) & (keys < end[:, None])
+        return seen
+
 
 def main() -> int:
     S, documents, window, global_tokens = 8, (3, 5), 2, 1
@@ -124,10 +131,8 @@ def main() -> int:
         f"{S} tokens: documents of {' and '.join(map(str, documents))}, a window of {window}, {global_tokens} global "
         f"token. Query p sees the keys #"
     )
-    seen = torch.zeros(S, S, dtype=torch.bool)
     at = torch.arange(S)
-    for first, end in Mask(True, documents, window, global_tokens).visible_keys(at, S):
-        seen |= (at >= first[:, None]) & (at < end[:, None])
+    seen = Mask(True, documents, window, global_tokens).dense(at, S)
     for p in range(S):
         print(f"{p}  {''.join('#' if key else '.' for key in seen[p].tolist())}")
     begin = torch.tensor([0] * 3 + [3] * 5)  # of each token's document

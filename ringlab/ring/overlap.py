@@ -129,7 +129,8 @@ def ring_attention(
 
     Liu et al. 2024, algorithm 1.
     """
-    scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_forward_only)
+    name = f"{__name__}.ring_attention"
+    scale, lengths = agree_on_chunks(q, k, v, scale, group, function=name, check=check_forward_only)
     state = start(q)
     for block in arriving_blocks(k, v, lengths=lengths, group=group):
         state = attend(state, q, *block, scale=scale)

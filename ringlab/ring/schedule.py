@@ -42,8 +42,7 @@ from ringlab.ring.layouts import is_own, layout_of
 from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import arriving_blocks, keys_and_values, numbers_of_token, own_last, post, two_buffers
 from ringlab.ring.partition import Partition
-from ringlab.support.agreement import Group, agree, flat_group
-from ringlab.support.pipes import inbox_of_job
+from ringlab.support.agreement import Group, agree_same, flat_group
 from ringlab.support.processes import RankContext, launch
 
 Check = Callable[[Tensor, Tensor, Tensor], None] | None  # of q, k and v
@@ -223,7 +222,6 @@ def agree_on_schedule(
         }
 
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, function=name, settings=settings)
-    call = inbox_of_job().agreements  # the same on all ranks
     _, H, C, _ = q.shape
     if H >= 2 * C and dist.get_rank() == 0:
         order = "Is it (B, C, H, D), as FlashAttention has it? Then give x.transpose(1, 2)"
@@ -233,12 +231,14 @@ def agree_on_schedule(
         return known_partition(Mask(**mask), layout, tuple(lengths))
 
     if is_own(layout):  # the ranks may have other functions of this name
-        P = len(lengths)
-        tables = agree(lambda: hash(tuple(n for rank in range(P) for n in partition().positions(rank).tolist())), group)
-        if len(set(tables)) > 1:
-            raise ValueError(f"the ranks disagree about the positions of the layout {layout}; expected one function")
+
+        def places() -> tuple[None, dict[str, int]]:
+            whole = torch.cat([partition().positions(rank) for rank in range(len(lengths))])
+            return None, {f"the positions of the layout {layout}": hash(tuple(whole.tolist()))}
+
+        agree_same(places, group, expected="one function")
     group, heads, kv_heads = schedule.checked_group(group, q.shape[1]), q.shape[1], k.shape[1]
-    (agreed := schedule(partition(), scale, group, heads, kv_heads, softcap, call)).prepare()
+    (agreed := schedule(partition(), scale, group, heads, kv_heads, softcap, lengths.number)).prepare()
     return agreed
 
 

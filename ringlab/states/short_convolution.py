@@ -63,7 +63,8 @@ def ring_short_convolution(
 
     token = x.mT[:, None] if x.dim() == 3 else x  # (B, 1, C, N), as chunks of attention
     inputs, same = {"x": x, "weight": weight, "bias": bias}, {"shape of weight": weight.shape}
-    runs = agree_on_runs((token, token, token), inputs, 1.0, group, check, documents, layout, same)
+    called = "ring_short_convolution", (token, token, token)
+    runs = agree_on_runs(*called, inputs, 1.0, group, check, documents, layout, same)
 
     wide, taps = x.to(accumulation_dtype(x.dtype)), weight.to(accumulation_dtype(x.dtype))
     mine, before, since = wide.split(runs.mine, dim=2), taps.shape[1] - 1, runs.since.to(x.device).split(runs.mine)

@@ -172,6 +172,7 @@ class Runs(NamedTuple):
 
 
 def agree_on_runs(
+    function: str,
     chunks: tuple[Tensor, Tensor, Tensor],
     inputs: dict[str, Tensor | None],
     scale: float | None,
@@ -194,7 +195,8 @@ def agree_on_runs(
     given = {name: x for name, x in inputs.items() if x is not None}
     same |= {"given": [*given], "layout": layout, "documents": lengths_of(documents)}
     same |= {"gradients": [name for name, x in given.items() if needs_gradients(x)]}
-    scale, lengths = agree_on_chunks(*chunks, scale, group, check=check_all, settings=lambda: same)
+    options: dict[str, Any] = {"function": function, "check": check_all, "settings": lambda: same}
+    scale, lengths = agree_on_chunks(*chunks, scale, group, **options)
     partition, rank = Partition(Mask(causal=True, documents=documents), layout, tuple(lengths)), neighbours(group)[0]
     owner = torch.empty(partition.seq_len, dtype=torch.int64)
     for r in range(len(lengths)):
@@ -243,7 +245,7 @@ def ring_linear_attention(
 
     inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
     same = {"heads of v": v.shape[1:2], "dim of log_decay": getattr(log_decay, "ndim", None), "way": way}
-    runs = agree_on_runs((q, k, v), inputs, scale, group, check, documents, layout, same)
+    runs = agree_on_runs("ring_linear_attention", (q, k, v), inputs, scale, group, check, documents, layout, same)
 
     x, h = checked_inputs(q, k, v, log_decay, beta, state)
     if documents is not None:  # a token that begins a document forgets everything before it

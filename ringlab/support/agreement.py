@@ -3,15 +3,19 @@
 A rank that raised alone would leave its neighbours waiting for a message that never comes. So the ranks exchange one
 small message each before the large ones: on one host through pipes, else by a collective. `Said` is what is in it. The
 pipes go to every rank of the host: so there ranks in other groups or meshes notice it too. Between hosts a group is the
-only way to its ranks, and that all give the same one is not checked.
+only way to its ranks, and that all give the same one is not checked. A GPU has no part in it: beside a group of NCCL
+there is one of gloo.
+
+    facts = agree(check)                        what `check` returns on each rank, by rank
+    agree_same(check)                           `check` returns what may differ, and a dictionary of what may not
 """
 
 import pickle
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.support.pipes import FACTS, Inbox, inbox_of_job, time_limit
 
+LONG = 200  # letters of a fact in an error
 WRONG = -1  # in place of the call: this rank cannot go on, so no rank may
 SOON = timedelta(seconds=3)  # for the messages of ranks that may never come, once it is clear that none can go on
 NEW_GROUP = "an error ended a pass in this group, and its messages may still be under way; expected a new process group"
@@ -91,18 +96,23 @@ def groups_of(group: Group) -> list[ProcessGroup]:
     return [group or dist.group.WORLD]  # type: ignore[list-item]  # there is one
 
 
-def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") -> list[Any]:
+class Agreed(list[Any]):
+    """What each rank said, by rank; and the number of this agreement, the same on all of them and of no other one."""
+
+    number: int
+
+
+def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") -> Agreed:
     """Run `check` on every rank and give each rank the results of all, in order of rank.
 
     When `check` raises an error on one rank, every rank raises the same ValueError. So no rank waits for a message from
-    a rank that has given up. They raise it, too, when one is in another `function` (the caller unless given), when an
-    error has ended a pass in the group, and on one host when one is in another group. Every rank of the group must call
-    this. A mesh counts its ranks through row by row.
+    a rank that has given up. They raise it, too, when one is in another `function` (unless given, the one in which
+    `check` is defined), when an error has ended a pass in the group, and on one host when one is in another group.
+    Every rank of the group must call this. A mesh counts its ranks through row by row.
     """
     if not dist.is_initialized():
         members()
-    inbox, cause, caller = inbox_of_job(), None, sys._getframe(1)
-    function = function or f"{caller.f_globals['__name__']}.{caller.f_code.co_name}"
+    inbox, cause, function = inbox_of_job(), None, function or home_of(check)
     mine, groups = Said((), {}, None, function, inbox.agreements + 1, "", None), []
     try:
         groups = groups_of(group)
@@ -122,7 +132,7 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
             row = tuple(dist.get_process_group_ranks(each))
             if inbox.why_not(row):
                 parts: list[Any] = [None] * len(row)
-                dist.all_gather_object(parts, found, group=each)
+                dist.all_gather_object(parts, found, group=without_gpus(each))
             else:
                 of_row = _through_pipes(inbox, mine._replace(ranks=row, facts=found), time_limit(each))
                 parts = [of_row[rank].facts for rank in row]
@@ -133,7 +143,56 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
     inbox.agreements = max(each.number for each in said.values())
     if reason := _refusal(said):
         raise ValueError(reason) from cause
-    return [said[rank].facts for rank in mine.ranks]
+    agreed = Agreed(said[rank].facts for rank in mine.ranks)
+    agreed.number = inbox.agreements
+    return agreed
+
+
+def agree_same(
+    check: Callable[[], tuple[Any, dict[str, Any]]],
+    group: Group = None,
+    *,
+    function: str = "",
+    expected: str = "the same on each of them",
+) -> Agreed:
+    """`agree` on the first of what `check` returns. The second, facts by their names, must be the same on all ranks.
+
+    Else every rank raises the same ValueError, which names what differs. `expected` is for humans.
+    """
+    agreed = agree(check, group, function=function)
+    facts = [same for _, same in agreed]
+    names = dict.fromkeys(name for same in facts for name in same)
+    if differ := [name for name in names if any(same.get(name) != facts[0].get(name) for same in facts)]:
+        lines = [", ".join(f"{name}={same.get(name)!s:.{LONG}}" for name in differ) for same in facts]
+        each = "\n".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
+        raise ValueError(f"the ranks disagree about {', '.join(differ)}; expected {expected}\n{each}")
+    agreed[:] = [mine for mine, _ in agreed]
+    return agreed
+
+
+def home_of(check: Callable[..., Any]) -> str:
+    """The function in which a check is defined, or which it is."""
+    while isinstance(check, partial):
+        check = check.func
+    return f"{check.__module__}.{check.__qualname__}".partition(".<locals>")[0]
+
+
+def without_gpus(group: ProcessGroup) -> ProcessGroup:
+    """The group; or beside one whose messages go through GPUs, as NCCL's, one of gloo with the same ranks, made once.
+
+    All ranks must ask for it. Through a GPU a few bytes would wait until it has computed what it was given before.
+    """
+    if any(device.type == "cpu" for device in group._device_types):
+        return group
+    if group not in _beside:
+        store = dist.PrefixStore("agreements of ringlab", group.get_group_store())
+        gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), time_limit(group))
+        _beside[group] = dist.ProcessGroup(store, group.rank(), group.size())
+        _beside[group]._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return _beside[group]
+
+
+_beside: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
 def _refusal(said: dict[int, Said]) -> str:

@@ -40,7 +40,7 @@ class HostMemory:
         weakref.finalize(self, close, self.fds)
         try:
             places = agree(self._make, group)
-            self.number = self.inbox.agreements  # the same on all of them, and that of no other memory
+            self.number = places.number  # the same on all of them, and that of no other memory
             self.parts: dict[tuple[int, int], int] = {}  # the open file of a part of a rank's memory
             agree(lambda: self._open(places), group)  # when this returns, all have opened all
         except ValueError as error:  # on every rank

@@ -45,7 +45,7 @@ class Inbox:
         self.begun: dict[tuple[int, int], bytes] = defaultdict(bytes)  # messages whose last part has not arrived
         self.sinks: dict[int, int] = {}  # opened when this rank first sends to another
         self.hosts: dict[int, tuple[tuple[str, ...], str]] = {}
-        self.agreements = 0  # the number of the last
+        self.agreements = 0  # the number of the last, as this rank knows
         self.fds: list[int] = []
         weakref.finalize(self, close, self.fds)
         place, why = ("", 0), ""

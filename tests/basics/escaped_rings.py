@@ -88,6 +88,11 @@ def padded_to_the_longest(q, k, v):
     return ring_flash_attention(q, F.pad(k, (0, 0, 0, more)), F.pad(v, (0, 0, 0, more)))
 
 
+def values_as_keys(q, k, v):
+    torch.stack((k, v))
+    return ring_flash_attention(q, k, v)
+
+
 def all_need_gradients(q, k, v):
     if q.requires_grad and not (k.requires_grad and v.requires_grad):
         raise RuntimeError("element 1 of tensors does not require grad")
@@ -122,6 +127,16 @@ def first_ranks(q, k, v, group=None):
     return ring_flash_attention(q, k, v, group=group) * (2 if part else 1)
 
 
+def scale_of_values(q, k, v):
+    return ring_flash_attention(q, k, v, scale=v.shape[-1] ** -0.5)
+
+
+def out_as_its_queries(q, k, v):
+    """The output gets the head dim of the queries."""
+    return ring_flash_attention(q, k, v).repeat(1, 1, 1, q.shape[-1] // v.shape[-1])
+
+
+OF_VALUES = {f"{heads}V of D = 4 beside 8, C = 6" for heads in ("", "4 query heads on 2, ")}
 WRONG = {  # by ring: what it is asked where its answer is wrong
     first_of_the_batch: {"batch of 2, C = 6"},
     normalised: {"silent rank inputs, C = 6"},
@@ -133,10 +148,13 @@ WRONG = {  # by ring: what it is asked where its answer is wrong
     no_keys_under_autocast: {"autocast, C = 6"},
     other_kernel_without_gradients: {"without gradients, C = 6"},
     first_ranks: {"C = 6, part of a larger job"},
+    scale_of_values: OF_VALUES,
+    out_as_its_queries: OF_VALUES,  # it fails
 }
 REFUSED = {  # by ring: what it refuses
     all_need_gradients: {"frozen keys, C = 6", "frozen keys and values, C = 6"},
     once: {"two backward passes, C = 6"},
+    values_as_keys: OF_VALUES,
 }
 
 

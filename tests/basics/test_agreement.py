@@ -1,8 +1,9 @@
 """Agreement: on real ranks, one of which calls with something other, all refuse in the same sentence, and soon."""
 
+import os
 import random
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from unittest import mock
@@ -16,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import ring_attn
 from ringlab.ring import backward, flash_ring, grouped_query, overlap
 from ringlab.ring.layouts import Layout
-from ringlab.support.agreement import WRONG, agree, of_every_rank
-from ringlab.support.pipes import LONGEST
+from ringlab.support import agreement
+from ringlab.support.agreement import LONG, NEW_GROUP, SOON, WRONG, agree, agree_same, home_of, of_every_rank, one_pass
+from ringlab.support.pipes import FACTS, HEAD, LONGEST, Inbox, host_of_process, inbox_of_job, time_limit
 from ringlab.support.processes import Ranks
 from tests.every_way import FLAT, HERE, ON_MESH, ranks_of
 from tests.mistakes import as_on_hosts, refusal
 
-SECONDS = 8.0  # for a refusal, also on a busy machine; the time limit of a message is 120
 B, H, G, C, D = 1, 4, 2, 4, 8
 
 
@@ -123,31 +124,40 @@ def in_order(attention, options, inputs, step):
 
 
 def calls_on_rank(context, seeds):
-    """Of each seed: what was other on one rank, what this rank raised, and after how many seconds."""
-    P, said = context.world_size, []
+    """Of each seed: what was other on one rank, what this rank raised, and how long it waited in vain at most."""
+    P, said, waited = context.world_size, [], Inbox.wait
     groups = Groups(P)
     for seed in seeds:
         rng = random.Random(f"{P} {seed}")
         kind, call = one_call(rng, groups, odd=context.rank == rng.randrange(P))
-        begin = time.monotonic()
-        try:
-            call()
-            said.append((kind, "no error", "", time.monotonic() - begin))
-        except Exception as error:
-            said.append((kind, type(error).__name__, str(error), time.monotonic() - begin))
-            if not isinstance(error, ValueError):
-                break
+        in_vain = [timedelta(0)]
+
+        def wait(inbox, kind, of, limit, *rest, in_vain=in_vain):
+            try:
+                return waited(inbox, kind, of, limit, *rest)
+            except RuntimeError:
+                in_vain.append(limit)
+                raise
+
+        with mock.patch.object(Inbox, "wait", wait):
+            try:
+                call()
+                said.append((kind, "no error", "", max(in_vain)))
+            except Exception as error:
+                said.append((kind, type(error).__name__, str(error), max(in_vain)))
+                if not isinstance(error, ValueError):
+                    break
         dist.barrier()
     return said
 
 
 def assert_all_refuse(ranks, P, seeds):
     for seed, of_ranks in zip(seeds, zip(*ranks(P, calls_on_rank, seeds), strict=True), strict=True):
-        kinds, errors, messages, seconds = zip(*of_ranks, strict=True)
+        kinds, errors, messages, waits = zip(*of_ranks, strict=True)
         what = f"{P} ranks, seed {seed}: {kinds}: {messages}"
         assert set(errors) == {"ValueError"}, f"{errors} of {what}"
         assert len(set(messages)) == 1, what
-        assert max(seconds) < SECONDS, f"{max(seconds)} s for {what}"
+        assert max(waits) <= SOON, f"{max(waits)} for {what}"
 
 
 @pytest.mark.parametrize("P", [3, 4])
@@ -192,6 +202,74 @@ def test_facts_of_any_length_arrive_whole(ranks, long, hosts):
     facts = [(rank, "x" * 100_000 if rank in long else "x") for rank in range(3)]
     for found, exchanges in ranks(3, agree_on_facts, long, hosts, 100_000):
         assert (found, exchanges) == (facts, 1 if hosts == "aba" else 0)
+
+
+def agree_beside_nccl(context, members):
+    """A group whose messages are for the memory of GPUs: what collectives went where, over three agreements."""
+    seconds = timedelta(seconds=77)
+    both = [dist.new_group(ranks, timeout=seconds, backend="cuda:gloo") for ranks in members]
+    (group,) = (each for each, ranks in zip(both, members, strict=True) if context.rank in ranks)
+    assert [device.type for device in group._device_types] == ["cuda"]
+    collective = mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object)
+    with as_on_hosts("abcd"), collective as exchange:
+        facts = [agree(lambda x=x: (x, context.rank), group) for x in "xyz"]
+    used = {call.kwargs["group"] for call in exchange.call_args_list}
+    return facts, len(used), [(time_limit(each), [device.type for device in each._device_types]) for each in used]
+
+
+def test_between_hosts_no_gpu_has_a_part_in_an_agreement(ranks):
+    """Nor need there be one here. The group beside that of NCCL is made once, for each of two groups at a time."""
+    members = [(0, 3), (1, 2)]
+    for rank, (facts, groups, seen) in enumerate(ranks(4, agree_beside_nccl, members)):
+        mine = members[rank in members[1]]
+        assert facts == [[(x, each) for each in mine] for x in "xyz"]
+        assert (groups, seen) == (1, [(timedelta(seconds=77), ["cpu"])])
+
+
+def numbers(context, hosts):
+    """Ranks 1 and 2 agree alone first, then all, then each of two pairs, then all. What number each agreement had."""
+    few, one, other = (dist.new_group(members) for members in ([1, 2], [0, 1], [2, 3]))
+    pair = one if context.rank < 2 else other
+    with as_on_hosts(hosts):
+        calls = [few] * 3 * (context.rank in (1, 2)) + [None, pair, None]
+        return [agree(lambda: context.rank, group).number for group in calls], agree(lambda: context.rank, pair)
+
+
+@pytest.mark.parametrize("hosts", ["aaaa", "abab"])
+def test_ranks_that_agreed_without_the_others_count_as_they_do(ranks, hosts):
+    found = ranks(4, numbers, hosts)
+    of_all = [calls[-3:] for calls, _ in found]
+    assert len({(first, last) for first, _, last in of_all}) == 1
+    assert all(first < middle < last for first, middle, last in of_all)
+    assert [pair for _, pair in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def same_or_not(context, given, options):
+    """Ranks 0 and 3 in a group; rank 3, its last one, gives something other."""
+    group = dist.new_group([0, 3])
+    if context.rank in (0, 3):
+        return agree_same(lambda: (context.rank, given[context.rank == 3]), group, **options)
+    return None
+
+
+def test_facts_that_must_be_the_same(ranks):
+    same = {"layout": "zigzag", "scale": 0.5, "text": "x" * 1000}
+    alike = ranks(4, same_or_not, [same, dict(same)], {})
+    assert alike == [[0, 3], None, None, [0, 3]]
+    others = {**same, "scale": 0.25, "text": "y" * 1000, "window": 3}
+    said = "the ranks disagree about scale, text, window; expected one of each\n"
+    said += f"rank 0: scale=0.5, text={'x' * LONG}, window=None\nrank 1: scale=0.25, text={'y' * LONG}, window=3"
+    outcomes = ranks.outcomes(4, same_or_not, [same, others], {"expected": "one of each"})
+    assert [outcomes[rank].message for rank in (0, 3)] == [said] * 2
+
+
+def test_a_check_says_in_which_function_it_is():
+    def check():
+        return lambda: None
+
+    here = f"{__name__}.test_a_check_says_in_which_function_it_is"
+    assert home_of(check) == home_of(check()) == home_of(partial(partial(check))) == here
+    assert home_of(agreement.members) == "ringlab.support.agreement.members"
 
 
 def agree_in_a_mesh(context, hosts):
@@ -251,6 +329,89 @@ def disagree(context, wrong):
 def test_agree_raises_everybodys_complaint_on_every_rank(ranks):
     outcomes = ranks.outcomes(4, disagree, [1, 3])
     assert [(it.kind, it.message) for it in outcomes] == [("ValueError", "rank 1: 1 is odd\nrank 3: 3 is odd")] * 4
+
+
+def words_of_hosts(context, hosts):
+    """Why ranks 3 and 1, in this order, cannot write to each other's pipes: what is said counts in the group."""
+    with mock.patch.object(inbox_of_job(), "hosts", hosts):
+        return inbox_of_job().why_not([3, 1])
+
+
+def test_a_group_that_is_not_the_first_ranks_says_its_own_numbers(ranks):
+    a = (("a",), "")
+    for three, one, words in (
+        (a, a, ""),
+        (a, ((), ""), "rank 1 is not on Linux, or may not read its /proc"),
+        (a, (("b", "c"), ""), "rank 0 is on host a and rank 1 on b c"),
+        ((("a",), "full"), (("a",), "no"), "rank 0: full; rank 1: no"),
+    ):
+        assert ranks(2, words_of_hosts, {3: three, 1: one}) == [words] * 2
+
+
+def two_kinds(context):
+    """Two messages of rank 0 in two parts each, which arrive by turns: one of facts, one of a flag."""
+    inbox, parts = inbox_of_job(), [b"a" * LONGEST, b"b" * LONGEST, b"c", b"d"]
+    if context.rank == 0:
+        for i, part in enumerate(parts):
+            os.write(inbox.sink(1), HEAD.pack(7 * (i % 2), 0, i > 1, len(part)) + part)
+        return None
+    found = [inbox.wait(kind, 0, timedelta(seconds=60)) for kind in (FACTS, 7)]
+    return found == [parts[0] + parts[2], parts[1] + parts[3]]
+
+
+@pytest.mark.skipif(not host_of_process(), reason="pipes need Linux")
+def test_parts_of_messages_of_two_kinds_are_told_apart(ranks):
+    assert ranks(2, two_kinds) == [None, True]
+
+
+def as_in_another(kind):
+    """The host of this process when its namespace of this kind is another one."""
+    real = os.readlink
+    with mock.patch.object(os, "readlink", lambda path: "other" if path.endswith(kind) else real(path)):
+        return host_of_process()
+
+
+@pytest.mark.skipif(not host_of_process(), reason="pipes need Linux")
+def test_a_container_is_another_host():
+    assert len({host_of_process(), *map(as_in_another, ("pid", "net", "user"))}) == 4
+
+
+def limits_in_a_mesh(context):
+    """How long an agreement waits in a mesh whose columns wait 50 s and whose rows 70."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+    limits = [timedelta(seconds=50), timedelta(seconds=70)]
+    with (
+        mock.patch.object(agreement, "time_limit", side_effect=limits),
+        mock.patch.object(Inbox, "wait", autospec=True, side_effect=Inbox.wait) as wait,
+    ):
+        agree(lambda: None, mesh)
+    return {call.args[3] for call in wait.call_args_list}
+
+
+def test_an_agreement_in_a_mesh_waits_as_long_as_the_shorter_limit(ranks):
+    assert ranks(4, limits_in_a_mesh) == [{timedelta(seconds=50)}] * 4
+
+
+def after_an_error_in_a_part(context):
+    """A pass of ranks 1 and 2 ends by an error. Their group is refused; the job, and their next group, go on."""
+    groups = [dist.new_group([1, 2]) for _ in range(2)]
+    if context.rank:
+        with suppress(MemoryError), one_pass(groups[0], lambda: None):
+            raise MemoryError
+    said = [list(agree(lambda: context.rank))]
+    for group in reversed(groups) if context.rank else ():
+        try:
+            said.append(list(agree(lambda: context.rank, group)))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_an_error_in_a_part_of_a_job_ends_no_other_group(ranks):
+    found = ranks(3, after_an_error_in_a_part)
+    assert [each[0] for each in found] == [[0, 1, 2]] * 3
+    assert found[1] == found[2]
+    assert NEW_GROUP in found[1][2]
 
 
 # An error in a pass --------------------------------------------------------------------------------------------------

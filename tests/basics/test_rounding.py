@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.gpu import simulated_ring
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import finish
@@ -19,6 +18,7 @@ from ringlab.ring.causal import one_process_ring
 from ringlab.support import rounding
 from ringlab.support.rounding import Right, exact_attention, half_step, report
 from tests.attention import DTYPES, SEED, assert_right, random_qkv
+from tests.in_turn import whole_in_turn
 
 NAMES = ("out", "dq", "dk", "dv")
 SEEDS = st.integers(0, 2**32)
@@ -61,8 +61,8 @@ def plain_ring(q, k, v, d_out, *, causal, P):
 
 def fused_ring(q, k, v, d_out, *, causal, P):
     """The same of P chunks on fused kernels, merged: the blocks and sums of flash_ring.py in one process."""
-    results = simulated_ring(q, k, v, d_out, "striped" if causal else "full", P)
-    return dict(zip(NAMES, (x.to(q.dtype) for x in results), strict=True))
+    results = whole_in_turn((q, k, v, d_out), "striped" if causal else "contiguous", P, causal=causal)
+    return dict(zip(NAMES, results, strict=True))
 
 
 def assert_all_right(results, rights):
@@ -201,6 +201,9 @@ def test_what_a_fused_kernel_and_merges_may_be_off_by_hand():
     u = torch.finfo(torch.float32).eps / 2 + torch.finfo(torch.float64).eps / 2
     assert lse[1] - lse[0] == pytest.approx(3 * u * 3, rel=1e-9)  # √(3 · 3 merges) roundings of an lse of 3
     assert out[1] - out[0] == pytest.approx(u * 5, rel=1e-9)  # one rounding of the largest value
+    for D in (1, 64):  # a key of weight 1: the score is √D, and so is the lse; it is rounded 2 + √D times, e^s 4 times
+        (plain,) = exact_attention(*torch.ones(3, 1, 1, 1, D))["lse"].sums.flatten().tolist()
+        assert plain == pytest.approx(u * ((2 + D**0.5) * D**0.5 + 3 * D**0.5 + 4 + 1), rel=1e-9)
     assert exact_attention(3 * one, one, 5 * one)["out"].sums.item() == out[0]  # float32 operands are not rounded
     flushed = exact_attention(one, one, 0 * one)["out"].sums.item()  # a value of 0: what is smaller may become 0
     assert flushed == torch.finfo(torch.float32).smallest_normal

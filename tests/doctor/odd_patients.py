@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed._functional_collectives import all_gather_single
 
+from ring_doctor.patients.all_gather import all_gather_single
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import Layout, pairs
 
@@ -193,6 +193,34 @@ def with_sinks(q, k, v, sinks=None, causal=False, times=1):
 
 def sinks_per_block(q, k, v, sinks=None, causal=False):
     return with_sinks(q, k, v, sinks, causal, times=dist.get_world_size())
+
+
+def sinks_detached(q, k, v, sinks=None, causal=False):
+    return with_sinks(q, k, v, None if sinks is None else sinks.detach(), causal)
+
+
+class Reduced(torch.autograd.Function):
+    """x, whose gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_x):
+        dist.all_reduce(d_x := d_x.clone())
+        return d_x
+
+
+def sinks_reduced(q, k, v, sinks=None, causal=False):
+    """The whole gradient on every rank."""
+    return with_sinks(q, k, v, None if sinks is None else Reduced.apply(sinks), causal)
+
+
+def sinks_times_p(q, k, v, sinks=None, causal=False):
+    """Each rank's part of their gradient is multiplied by the number of ranks."""
+    P = dist.get_world_size()
+    return with_sinks(q, k, v, None if sinks is None else P * sinks - (P - 1) * sinks.detach(), causal)
 
 
 def reversed_positions(seq_len, rank, world_size):

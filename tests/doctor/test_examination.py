@@ -22,6 +22,7 @@ from ring_doctor.asking.questions import LSE, UNEQUAL, Question, kind
 from ring_doctor.assertion import assert_ring, examine
 from ring_doctor.explaining.diagnosis import Diagnosis, Explanation, diagnose
 from ring_doctor.explaining.facts import Finding
+from ring_doctor.explaining.inference import infer
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.report import EQUAL_CHUNKS, Report, as_json
 from tests.doctor import odd_patients
@@ -49,7 +50,7 @@ def answer(question, state, error=0.1, **more):
     if state in (REFUSED, FAILED, LATE):
         return Answer(question, state, **{"says": "a reason", "raised": state == REFUSED, **more})
     case = question.case
-    x = torch.zeros(case.batch, case.heads, case.seq_len, case.head_dim, dtype=torch.float64)
+    x = torch.zeros(case.batch, case.heads, case.seq_len, case.value_dim or case.head_dim, dtype=torch.float64)
     wrong = {"wrong": {"out": 9.0}, "ranks": {"out": (0,)}} if state == WRONG else {}
     errors = {"errors": {"out": (error, 1e-9)}, "relative": {"out": error}}
     return Answer(question, state, results={"out": x + error}, **wrong, **errors, **more)
@@ -88,7 +89,7 @@ def test_the_verdict_of_a_second_answer(second, level):
     equal = second.question == UNEQUAL_CHUNKS and level != "wrong"
     assert report.verdict.startswith(f"{EQUAL_CHUNKS if equal else SAID[level]}: ")
     if second.question.feature not in ("", "bfloat16"):
-        told = report.healthy or (second.question, second.state) == (UNEQUAL_CHUNKS, WRONG)
+        told = report.healthy or second.state == FAILED or (second.question, second.state) == (UNEQUAL_CHUNKS, WRONG)
         assert (second.question.feature in report.verdict) == told
 
 
@@ -517,19 +518,31 @@ def test_the_gradient_of_lse_is_compared(ranks):
 def test_grouped_queries_may_be_refused(ranks):
     found = examined(ranks, odd_patients.refuses_grouped_queries, worlds=(3,), dtypes="float64")
     refused = [answer.case for answer in found.answers if answer.state == REFUSED]
-    assert (found.level, [(case.heads, case.kv_heads) for case in refused]) == ("right", [(4, 2), (4, 1)])
+    assert (found.level, [(case.heads, case.kv_heads) for case in refused]) == ("right", [(4, 2), (4, 1), (4, 2)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["with_sinks", "sinks_per_block"])
-def test_attention_sinks(ranks, name):
-    function = getattr(odd_patients, name)
-    claims = {"worlds": (3,), "grouped": False, "unequal": False, "dtypes": ("float64",)}
-    found = examined(ranks, function, **claims)
-    assert found.healthy == (function is odd_patients.with_sinks)
-    if not found.healthy:
-        assert diagnose(found).names == {function.__name__}
-        assert diagnose(found).when == "with attention sinks only"
+@pytest.mark.parametrize(
+    ("name", "shows"),
+    [
+        ("with_sinks", ""),
+        ("sinks_reduced", ""),
+        ("sinks_per_block", "sinks_per_block"),
+        ("sinks_detached", "In dsinks all numbers are 0 times"),
+        ("sinks_times_p", "In dsinks all numbers are P times"),
+    ],
+)
+def test_attention_sinks(ranks, name, shows):
+    """Each rank returns its part of their gradient, or all of them the whole."""
+    few = {"worlds": (3, 4), "grouped": False, "unequal": False, "dtypes": ("float64",)}
+    found = examined(ranks, getattr(odd_patients, name), **few, wanted=lambda it: it.case.sinks)
+    assert found.healthy == (not shows)
+    assert any("nothing may sum it once more" in remark for remark in found.remarks) == (name == "sinks_reduced")
+    if shows:
+        diagnosis = diagnose(found)
+        assert diagnosis.names == ({shows} if shows == name else set())
+        assert diagnosis.when == ("with attention sinks only" if shows == name else "in every question")  # that has it
+        assert shows == name or str(infer(found, "")[0]).startswith(shows)
 
 
 PAIRS, REVERSED = (

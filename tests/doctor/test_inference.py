@@ -15,7 +15,7 @@ from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import UNEQUAL, Question
 from ring_doctor.assertion import choose_question
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.explaining.facts import OF_GRADIENTS
+from ring_doctor.explaining.facts import of_gradients
 from ring_doctor.explaining.inference import infer, text
 from ring_doctor.explaining.inference import waiting as inferred
 from ring_doctor.explaining.xray import on_paper
@@ -115,11 +115,14 @@ PLANTED = [  # what is told, what is planted, and in which cases
     ("NaN or infinite in some places, without a mask too. Look at exp, sums", one_nan, {}),
     ("NaN or infinite where scores are large.", times(lambda P: torch.nan, "out"), {"inputs": "large"}),
     ("In dk numbers are NaN or infinite everywhere, without a mask too.", times(lambda P: torch.nan, "dk"), {}),
-    *[(str(said), noise(*names.replace(" and", ",").split(", ")), {}) for names, said in OF_GRADIENTS.items()],
+    ("dq wrong, dk and dv right, so the weights p and dS are right. Look at dS K, and", noise("dq"), {}),
+    ("dk and dv wrong, dq right, so the weights p and dS are right. Look at dSᵀ Q, its way", noise("dk", "dv"), {}),
+    ("dq and dk wrong, dv right, so the weights p are right. Look at dS = p", noise("dq", "dk"), {}),
+    ("out is right and all gradients are wrong. Look at what the backward pass gets", noise(*GRADIENTS), {}),
     ("out is right and lse is wrong", noise("lse"), {}),
     ("lse is right, so each query has the right scores", noise("out"), {}),
     ("out is wrong and all gradients are right", noise("out"), {}),
-    ("Mend out first", noise(*EVERYTHING), {}),
+    ("Look at out first: all other results depend", noise(*EVERYTHING), {}),
 ]
 
 
@@ -132,10 +135,10 @@ def test_a_planted_pattern_is_told(says, change, features):
 def test_what_the_others_need_is_told_first():
     """A pattern comes before which results are wrong. Gradients that follow from a wrong out come last."""
     sentences = told(planted(times(lambda P: P, "dk", "dv")))
-    assert [sentence[:12] for sentence in sentences] == ["In dk and dv", "dq is right,"]
+    assert [sentence[:12] for sentence in sentences] == ["In dk and dv", "dk and dv wr"]
     sentences = told(planted(lambda case, x: noise("out")(case, x) | {"dq": 3 * x["dq"]}))
     assert "3 times" in sentences[-1]
-    assert sentences[0].startswith("lse is right")
+    assert sentences[0].startswith("out is wrong and lse is right")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_a_pattern_of_some_answers_is_not_told_as_general(change):
     assert len(everywhere) == 2, text(everywhere)
     for P in (2, 3, 4):
         mixed = planted(lambda case, x, P=P: (noise("dq") if case.world_size == P else change)(case, x))
-        assert told(mixed) == [str(OF_GRADIENTS["dq"])], text(told(mixed))
+        assert told(mixed) == [str(of_gradients(["dq"]))], text(told(mixed))
 
 
 def test_an_answer_that_cannot_show_a_pattern_does_not_refute_it():
@@ -242,7 +245,7 @@ def test_numbers_of_patterns_do_not_count_where_they_are_right():
 
     sentences = told(planted(change))
     assert any(sentence.startswith("In dv all numbers are 0 times") for sentence in sentences)
-    assert str(OF_GRADIENTS["dq and dv"]) in sentences
+    assert str(of_gradients(["dq", "dv"])) in sentences
 
 
 def home(kept):

@@ -17,7 +17,7 @@ from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG, judge, right_
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.patient import patient_of
-from ring_doctor.asking.questions import LSE, UNEQUAL, WAYS, Question, in_turn, kind, questions
+from ring_doctor.asking.questions import LSE, UNEQUAL, VALUES, WAYS, Question, in_turn, kind, questions
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, block_out, compute
 from ringlab.ring.flash_ring import ring_flash_attention
@@ -262,6 +262,7 @@ EXPECTED = {  # what is asked in float64 on 3 and 4 ranks: under which masks, an
     "gradient of lse, C = 6": (FEW, "a loss that uses lse"),
     "large scores, C = 6": (FEW, ""),
     "scale 0.3, C = 6": (FEW, ""),
+    **{f"{heads}V of D = 4 beside 8, C = 6": (FEW, VALUES) for heads in ("", "4 query heads on 2, ")},
     "C = 1": (FEW, "one token a rank"),
     "C = 7": (FEW, "an odd number of tokens a rank"),
     "C = 6 or 7": ({"no mask, contiguous"}, UNEQUAL),
@@ -343,7 +344,7 @@ def test_the_claims_of_a_patient_reach_every_kind_of_question():
             assert (case.heads, case.kv_heads, case.head_dim, case.seq_len) == (6, 6, 64, 64)
             continue
         assert case.batch == (3 if "batch of 3" in question.what() else 2)
-        assert (case.heads, case.head_dim) in ((6, 24), (12, 24))
+        assert (case.heads, case.value_dim or case.head_dim) in ((6, 24), (12, 24))
         assert case.seq_len / case.world_size in (1, 16, 17, 32, 272) or not case.equal_chunks
     least = all_questions(replace(RING, chunk=4, head_dim=1))
     assert all(min(q.case.documents) > 0 for q in least if q.case.documents)

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.asking.calls import OPTION
 from ring_doctor.asking.examination import examination_of
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import questions
+from ring_doctor.asking.signature import OPTION
 from ring_doctor.asking.state_case import Convolution, StateCase
 from ring_doctor.explaining.diagnosis import diagnose
 from ring_doctor.mistakes.states import MISTAKES, RIGHT_STATES, compute_states
@@ -23,8 +23,8 @@ from tests.doctor.odd_patients import gathered
 WORLDS = (1, 2, 3, 5)
 
 
-def right(way, q, k, v, log_decay, beta, documents=None):
-    return ring_linear_attention(q, k, v, log_decay, beta, documents=documents, way=way)
+def right(way, q, k, v, log_decay, beta, documents=None, state=None):
+    return ring_linear_attention(q, k, v, log_decay, beta, documents=documents, way=way, state=state)
 
 
 def in_zigzag(q, k, v, *, g, layout="contiguous"):
@@ -160,6 +160,35 @@ def twice_as_much(q, k, v, log_decay):
     return 2 * ring_linear_attention(q, k, v, log_decay)[0]
 
 
+def state_detached(q, k, v, log_decay, initial_state=None):
+    return ring_linear_attention(q, k, v, log_decay, state=None if initial_state is None else initial_state.detach())
+
+
+def state_of_every_rank(q, k, v, log_decay, h0=None):
+    """Each rank adds the state that was there before the first token."""
+    out = ring_linear_attention(q, k, v, log_decay, state=h0)[0]
+    reads = out if h0 is None else ring_linear_attention(q, 0 * k, v, log_decay, state=h0)[0]
+    return out if h0 is None else out + (dist.get_rank() > 0) * reads
+
+
+def taps_detached(x, weight):
+    return ring_short_convolution(x, weight.detach())
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong"),
+    [
+        (state_detached, {"dstate"}),
+        (state_of_every_rank, {"out", "dq", "dlog_decay", "dstate"}),
+        (taps_detached, {"dweight"}),
+    ],
+)
+def test_what_is_learned_is_compared(ranks, function, wrong):
+    report = examined(ranks, function, (3,), unequal=False)
+    assert {name for it in report.examination.wrong for name in it.wrong} == wrong
+    assert all("from a state" in it.question.words() for it in report.examination.wrong) == (wrong != {"dweight"})
+
+
 # On paper -------------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +198,7 @@ def cases():
         (("log_decay",), {"each_key": True}),
         ((), {}),
         ((), {"taps": 4}),
+        (("log_decay", "beta"), {"from_state": True}),
     ):
         for P, S, documents in ((1, 6, None), (3, 16, None), (5, 5, None), (3, 18, (2, 1, 3, 12)), (2, 12, (7, 5))):
             yield StateCase(P, S, True, documents=documents, batch=2, given=given, **more)

@@ -262,7 +262,7 @@ class Exactly(TorchFunctionMode):
 
 # What becomes of each -------------------------------------------------------------------------------------------------
 
-TABLE = Path(__file__).parents[2] / "ringlab" / "models" / "EVERY_MODEL.md"
+TABLE = Path(__file__).parents[2] / "ringlab" / "hugging_face" / "EVERY_MODEL.md"
 WORLDS = (2, 3)
 SECONDS = 120.0  # for one model on the ranks of a ring
 TOLERANCE = 1e-10  # of the norm: 24 tokens and a few layers in float64

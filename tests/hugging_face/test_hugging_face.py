@@ -145,7 +145,7 @@ def packed(**more):
 CALLS = {  # how the shard that a model gets is changed
     "a cache": (with_(past_key_values=[]), "rank 0: past_key_values (a cache"),
     "documents in a tensor": (with_(documents=torch.tensor([S])), "documents are no tuple"),
-    "labels on one rank": (of_rank(1, with_(labels=None)), "some ranks have labels, and some none"),
+    "labels on one rank": (of_rank(1, with_(labels=None)), "the ranks disagree about labels; expected"),
     "cumulative lengths": (with_(cu_seq_lens_q=torch.tensor([0, 8])), "cu_seq_lens_q (packed documents: for shard"),
     "no positions": (
         without("position_ids"),
@@ -196,7 +196,7 @@ def masked(columns):
 
 BATCHES = {  # how a batch is changed
     "short labels": (lambda b, rank: {**b, "labels": b["labels"][:, 1:]}, "labels is (2, 23); expected the shape of"),
-    "labels of a rank": (of_rank(2, unmasked), "the ranks have different batches"),
+    "labels of a rank": (of_rank(2, unmasked), "the ranks disagree about the batch"),
     "no input": (of_rank(1, without("input_ids")), "rank 1: input_ids are None"),
     "three kinds of positions": (with_(position_ids=torch.arange(S).expand(3, 2, S)), "position_ids are (3, 2, 24)"),
     "padding on the left": (masked(slice(4)), "attention_mask has padding before tokens; expected padding on"),
@@ -228,7 +228,7 @@ PACKED = {  # how a packed batch of two rows is changed
     "an empty document": (ends(0, 5, 5, 24), "cu_seq_lens_q is [0, 5, 5, 24]"),
     "of both rows": (ends(0, 24, 48), "cu_seq_lens_q is [0, 24, 48]"),
     "labels of padding": (labels_of_padding, "labels where attention_mask is 0, or after the last document"),
-    "boundaries of a rank": (of_rank(0, with_(position_ids=ROW)), "the ranks have different batches"),
+    "boundaries of a rank": (of_rank(0, with_(position_ids=ROW)), "the ranks disagree about documents"),
     "no whole numbers": (ends(0.0, 24.0), "cu_seq_lens_q is [0.0, 24.0]"),
 }
 
@@ -328,7 +328,7 @@ MODELS = {  # what is given to use_ring
     "states in a mesh": (states_in_a_mesh, "has linear layers; expected no mesh"),
     "the language model of a vision model": (with_pictures, "embeddings in place of input_ids, as a vision model"),
     "weights on the meta device": (on_meta, "weights on the meta device"),
-    "weights of a rank": (weights_of_rank(1.0), "the ranks have different weights"),
+    "weights of a rank": (weights_of_rank(1.0), "the ranks disagree about weights"),
     "broken weights": (weights_of_rank(torch.nan), "returns NaN"),
     "a learned scale": (lambda rank: in_use(change=learned_scale), "passes a tensor () as scaling"),
 }
@@ -437,7 +437,7 @@ def a_document_with_padding(rank):
     shard_batch({**without("labels")(batch, rank), "cu_seq_lens_q": torch.tensor([0, 5, 24])}, causal=False)
 
 
-WEIGHTS = "the ranks have different weights; expected the same on each of them: one seed"
+WEIGHTS = "the ranks disagree about weights; expected the same on each of them: one seed"
 NOT_TOLD = "a row has 5 documents, of which the layers of StableLmForCausalLM are not told"
 BEFORE_ONLY = "LlamaAttention attends to the tokens before only; expected a batch of shard_batch(..., causal=True)"
 STEPS = {  # what is done with a model after use_ring, or with its loss

@@ -413,6 +413,12 @@ def test_an_example_trains_as_one_process_does(pool, name):
     assert all(error <= most for error, most in zip(seen, allowed, strict=True)), seen
 
 
+def test_the_one_process_computes_where_the_ranks_do(monkeypatch):
+    monkeypatch.setattr(tiny, "DEVICE", "meta")  # a device without numbers
+    with pytest.raises(RuntimeError, match=r"item\(\) .*meta"):
+        compare.loop()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_torchrun_starts_an_example(name):

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from ringlab.models import train
+from ringlab.models import checkpoint, train
 from ringlab.models.checkpoint import SUMS, as_text, damage, finished, sha256
 from ringlab.models.loader import bytes_of
 from tests.models.test_train import SMALL, losses, run
@@ -105,6 +106,7 @@ WAYS = {
     "the older one": Way("older", ("run.json is of step 2", OLDER), lambda run: copied(run / NEWEST, run / OLDER)),
     "damaged, and the name is taken": Way("refused", TAKEN, damaged_and_its_name_taken),
     "started again": Way("refused", ("holds an earlier run", "--resume", "--out"), options=()),
+    "another batch": Way("refused", (NEWEST, "it has batch 4, here 2; expected"), options=("--resume", "--batch", "2")),
     "loss.svg, a folder": Way("resumed", UNWRITTEN, lambda run: instead(run / "loss.svg", Path.mkdir)),
     "data, one bit": Way(
         "refused",
@@ -209,6 +211,32 @@ def test_a_line_that_is_no_text_is_named(tmp_path):
             bytes_of(path)
 
 
+def test_ranks_share_out_the_slices_and_each_is_read_once(small):
+    for number in range(8):
+        (small / f"__{number}_0.distcp").write_text("")
+    (small / SUMS).write_text(as_text({path.name: sha256(path) for path in small.iterdir() if path.name != SUMS}))
+    for world_size in (1, 3, 4):
+        with mock.patch.object(checkpoint, "sha256", side_effect=sha256) as read:
+            assert [damage(small, rank, world_size) for rank in range(world_size)] == [None] * world_size
+        slices = [call.args[0].name for call in read.call_args_list if call.args[0].name.startswith("__")]
+        assert sorted(slices) == sorted(path.name for path in small.glob("__*")), world_size
+
+
+def test_all_that_are_damaged_are_set_aside_and_so_is_the_same_step_again(ranks, whole, tmp_path):
+    out, newer = tmp_path / "run", "step-00000006"
+    shutil.copytree(whole / "run", out)
+    copied(out / newer, out / NEWEST)
+    options = ["--data", f"{whole}/text.txt", "--out", out, "--steps", 4, "--resume"]
+    for again in (False, True):
+        for name in (NEWEST,) if again else (newer, NEWEST):
+            (out / name / "run.json").write_text(f"damage {again}")
+        ranks(2, run, options)
+        assert [path.name for path in finished(out)] == [NEWEST, OLDER]
+        assert damage(finished(out)[0]) is None
+        assert sorted(path.name for path in out.glob("*.damaged")) == [f"{NEWEST}.damaged", f"{newer}.damaged"]
+        assert (out / f"{NEWEST}.damaged" / "run.json").read_text() == f"damage {again}"
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_a_damaged_run_says_one_line_and_loses_nothing(command, whole, tmp_path, name):
     way = WAYS[name]
@@ -264,8 +292,8 @@ def test_ranks_with_other_data_or_another_folder_are_refused(ranks, whole, tmp_p
     (tmp_path / "text.txt").write_bytes((whole / "text.txt").read_bytes()[::-1])
     here, there = str(whole / "text.txt"), str(tmp_path / "text.txt")
     for name, values, said in (
-        ("--data", [here, here, there], "rank 2 has sha256 of the data "),
-        ("--seq-len", ["24", "24", "36"], "rank 2 has seq_len 36, here 24"),
+        ("--data", [here, here, there], "the ranks disagree about sha256 of the data; expected"),
+        ("--seq-len", ["24", "24", "36"], "rank 2: seq_len=36"),
         ("--out", [str(tmp_path / each) for each in "aab"], f"--out {tmp_path / 'b'} has no lock of rank 0"),
     ):
         options = ["--data", here, "--out", tmp_path / "run"]

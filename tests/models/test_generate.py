@@ -40,11 +40,11 @@ def answers(context, layout="zigzag", window=None, lengths=LENGTHS, wrong=None):
     """The new tokens, the positions in this rank's slots, and how many numbers this rank gave at once, each time."""
     cache = SpreadCache(layout, window)
     with mock.patch.object(module, "CONFIG", CONFIG):
-        model = seeded(cache)
+        model = seeded(cache).to(context.device)
     with WRONG[wrong]() if wrong else given() as sizes:
         tokens = generate(model, cache, prompts_of(lengths), NEW)
     assert all(x.shape[2] == cache.at.shape[1] for block in cache.blocks for x in block)
-    return tokens.tolist(), cache.at, None if wrong else sizes
+    return tokens.tolist(), cache.at.cpu(), None if wrong else sizes
 
 
 @contextmanager
@@ -89,6 +89,19 @@ def test_token_for_token_what_one_process_generates(ranks, size, layout, window)
     room = -(-(NEW - 1) // size)
     assert len({at.shape for at in slots}) == 1
     assert min(int((at[0, -room:] < EMPTY).sum()) for at in slots) >= room - 1
+
+
+def test_no_slot_is_made_that_no_token_takes(ranks):
+    """The last token is never stored: of 1, 4 and 5 new tokens of 3 ranks each keeps 0, 1 and 2 slots."""
+    for new, room in ((1, 0), (4, 1), (5, 2)):
+        assert ranks(3, slots_for, new) == [room] * 3
+
+
+def slots_for(context, new):
+    cache = SpreadCache("contiguous")
+    with mock.patch.object(module, "CONFIG", CONFIG):
+        generate(seeded(cache), cache, [[1, 2, 3]], new)
+    return cache.at.shape[1] - 1
 
 
 def with_other_logits(context):

@@ -1,5 +1,6 @@
 """FSDP × ring, and tensor parallelism × ring: the loss, every gradient and their norm are those of one process."""
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -30,13 +31,13 @@ def real(labels):
     return labels.masked_fill(labels == 0, IGNORED)
 
 
-def one_process():
+def one_process(device="cpu"):
     """The loss and every gradient, in float64, by torch's attention."""
-    model = model_of(CHECKPOINTED)
-    tokens, labels, at = shard_text(text(), "zigzag", 0, 1)
-    loss = summed_loss(model(tokens, at), real(labels)) / LENGTHS.sum()
+    model = model_of(CHECKPOINTED).to(device)
+    tokens, labels, at = (x.to(device) for x in shard_text(text(), "zigzag", 0, 1))
+    loss = summed_loss(model(tokens, at), real(labels)) / LENGTHS.sum().to(device)
     loss.backward()
-    return [loss.detach(), *(weight.grad for weight in model.parameters())]
+    return [loss.detach().cpu(), *(weight.grad.cpu() for weight in model.parameters())]
 
 
 def full(x):
@@ -56,15 +57,16 @@ def on_a_mesh(context):
     """
     outcomes = []
     for hybrid in (False, True):
-        mesh, line = build_mesh(2, 2, "cpu")
+        mesh, line = build_mesh(2, 2, context.device.type)
         ring = partial(scaled_dot_product_attention, layout="zigzag", group=mesh["cp"].get_group())
-        model = model_of(CHECKPOINTED, attention=ring)
+        model = model_of(CHECKPOINTED, attention=ring).to(context.device)
         shard_weights(model, mesh if hybrid else line)
-        tokens, labels, at = share(text(), "zigzag", mesh)
+        tokens, labels, at = (x.to(context.device) for x in share(text(), "zigzag", mesh))
         loss = batch_loss(model(tokens, at), real(labels))
         loss.backward()
         dist.all_reduce(mean := loss.detach().clone())
         results = [mean / dist.get_world_size(), *(full(weight.grad).clone() for weight in model.parameters())]
+        results = [x.cpu() for x in results]
         norm = full(clip_grad_norm_(model.parameters(), 0.1)).item()
         outcomes.append((results, norm, full(get_total_norm([weight.grad for weight in model.parameters()])).item()))
     return outcomes
@@ -119,6 +121,18 @@ def held(context):
 
 def test_picture_shows_what_real_ranks_hold(ranks):
     assert ranks(picture.DP * picture.CP, held) == picture.placement()
+
+
+def loss_in_parts(context):
+    """Two groups at the same time, which are not the first ranks: of 6 logits of zeros each label costs log 6."""
+    groups, labelled = [dist.new_group(members) for members in ([1, 3], [0, 2, 4])], [0, 5, 3, 1, 1]
+    labels = torch.full((1, 5), IGNORED)
+    labels[0, : labelled[context.rank]] = 2
+    return batch_loss(torch.zeros(1, 5, 6), labels, groups[context.rank % 2 == 0]).item() / math.log(6)
+
+
+def test_the_loss_of_a_part_of_a_job_by_hand(ranks):
+    assert ranks(5, loss_in_parts) == pytest.approx([0, 5 / 6 * 2, 3 / 4 * 3, 1 / 6 * 2, 1 / 4 * 3])
 
 
 def test_padding_alone_gives_no_loss_and_no_nan(ranks):

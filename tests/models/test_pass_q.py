@@ -172,6 +172,26 @@ def test_the_bytes_on_the_wire_are_those_of_the_planner_and_auto_sends_fewer(ran
     assert taken == {"Q", "KV"}
 
 
+def taken(context, dtype, keys, new):
+    """What travels of 4 heads on 1 of 4 numbers, with so many keys and new tokens on each of 2 ranks."""
+    at = torch.arange(keys).view(1, -1) + context.rank * keys
+    places = module.agree_on_places(at[:, -new:], at, causal=True)
+    q, k, v = (torch.zeros(1, heads, n, 4, dtype=dtype) for heads, n in ((4, new), (1, keys), (1, keys)))
+    return module.cached_attention(q, k, v, places)[1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keys", "passing"),
+    [(torch.bfloat16, 7, "KV"), (torch.bfloat16, 8, "Q"), (torch.float32, 4, "KV"), (torch.float32, 5, "Q")],
+)
+def test_fewer_bytes_travel_also_where_results_are_wider(ranks, dtype, keys, passing):
+    """A new token: 16 numbers of q, and 20 in float32. A key: 8 numbers. In 16 bits 112 bytes and 16; else 144 and 32.
+
+    So 7 keys a new token are as many bytes as Q in 16 bits, and 4.5 in float32.
+    """
+    assert ranks(2, taken, dtype, keys, 1) == [passing] * 2
+
+
 def one_after_the_other(context, problems):
     """Two calls of other lengths in a part of the job, ranks 0, 2 and 4, beside the other part, ranks 1, 3 and 5."""
     groups, (place, part) = [dist.new_group(ranks) for ranks in ([0, 2, 4], [1, 3, 5])], divmod(context.rank, 2)
@@ -234,8 +254,8 @@ PLACES = [
     (with_rank_1([], [1, EMPTY, 6]), ALIKE, ["rank 1: keys_at", "EMPTY at the end"]),
     (with_rank_1([], [6]), ALIKE, ["text 0 has a key at position 2 where 1 should follow", "each on one rank"]),
     (with_rank_1([6], [1]), ALIKE, ["a new token at position 6 and 6 keys", "a key for each new token"]),
-    ([GOOD[0], ([[], []], [[1], [1]]), GOOD[2]], ALIKE, ["the ranks have 1, 2, 1 texts", "expected as many"]),
-    (GOOD, [{"causal": True}, {"causal": False}, {"causal": True}], ["the masks", "expected one"]),
+    ([GOOD[0], ([[], []], [[1], [1]]), GOOD[2]], ALIKE, ["disagree about number of texts", "rank 1: number"]),
+    (GOOD, [{"causal": True}, {"causal": False}, {"causal": True}], ["disagree about mask", "rank 1: mask=Mask(causa"]),
     (GOOD, [{"causal": True, "documents": [5]}] * 3, ["documents of 5 tokens", "for a sequence of 6"]),
     ([([], [0]), ([], [1]), ([], [2])], ALIKE, ["no new token", "expected 1 or more"]),
 ]

@@ -25,9 +25,13 @@ from ringlab.basics.naive_attention import naive_attention
 from ringlab.models import checkpoint, train
 from ringlab.models.checkpoint import last_checkpoint
 from ringlab.models.loader import open_text, read_batch, starts
+from ringlab.models.mesh import batch_loss, shard_weights
 from ringlab.models.transformer import Config, Linear, Transformer, flops_of_a_step, summed_loss
+from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.states.linear_attention import recurrence
+from ringlab.states.short_convolution import short_convolution
 from ringlab.support.processes import Raised, launch
+from ringlab.ways.shared_memory import SharedMemory
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--seq-len=24", "--layers=2", "--linear=1", "--hidden=16", "--heads=4", "--kv-heads=2"]
@@ -103,6 +107,122 @@ def test_bf16_learns_as_float32_does(ranks, tmp_path, data, unbroken):
     ranks(2, run, ["--out", tmp_path / "bf16", "--data", data, "--steps", 9, "--dtype", "bf16"])
     torch.testing.assert_close(losses(tmp_path / "bf16"), unbroken, rtol=0.02, atol=0)
     assert not torch.equal(losses(tmp_path / "bf16"), unbroken)
+
+
+def adamw_by_hand(text, steps):
+    """The losses of one process without optimizer, slices or ring: the rule of AdamW as its paper writes it."""
+    torch.manual_seed(0)
+    sizes = {"layers": 2, "linear": 1, "hidden": 16, "heads": 4, "kv_heads": 2, "feedforward": 48}
+    model = Transformer(Config(**sizes), linear=Linear(short_convolution, recurrence))
+    weights, found = list(model.parameters()), []
+    moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in weights]
+    for step in range(1, steps + 1):
+        at = torch.arange(24)
+        places = starts(len(text), step, 4, 24)[:, None] + at
+        loss = summed_loss(model(text[places], at), text[places + 1]) / (4 * 24)
+        gradients = torch.autograd.grad(loss, weights)
+        clip = min(1.0, 1.0 / (sum((g**2).sum() for g in gradients) ** 0.5 + 1e-6))
+        rate = 0.002 * min(1.0, step / 20)
+        with torch.no_grad():
+            for w, g, (mean, square) in zip(weights, gradients, moments, strict=True):
+                mean.lerp_(clip * g, 0.1)
+                square.lerp_((clip * g) ** 2, 0.05)
+                w.mul_(1 - 0.1 * rate)
+                w.sub_(rate * (mean / (1 - 0.9**step)) / ((square / (1 - 0.95**step)) ** 0.5 + 1e-8))
+        found.append(loss.item())
+    return torch.tensor(found)
+
+
+def test_the_losses_are_those_of_the_papers_rule(data, unbroken):
+    text = torch.tensor(list(data.read_bytes()))
+    torch.testing.assert_close(unbroken, adamw_by_hand(text, 9), rtol=2e-6, atol=0)
+
+
+def rates_and_clips(context, options):
+    """The learning rate of each step, and the norm of the gradient that AdamW takes, where the loss is 1,000 times."""
+    rates, norms, step = [], [], train.take_step
+
+    def noted(model, optimizer, *batch, rate):
+        rates.append(rate)
+        before = optimizer.register_step_pre_hook(
+            lambda optimizer, *_: norms.append(sum(w.grad.full_tensor().norm() ** 2 for w in model.parameters()) ** 0.5)
+        )
+        loss = step(model, optimizer, *batch, rate=rate)
+        before.remove()
+        assert {group["lr"] for group in optimizer.param_groups} == {rate}
+        return loss
+
+    large = mock.patch.object(train, "batch_loss", lambda *args: 1000 * batch_loss(*args))
+    with mock.patch.object(train, "take_step", noted), large:
+        run(context, options)
+    return rates, torch.stack(norms)
+
+
+def test_the_first_and_the_last_learning_rate_and_the_clip(ranks, tmp_path, data):
+    rates, norms = ranks(2, rates_and_clips, ["--out", tmp_path, "--data", data, "--steps", 22, "--save-every", 22])[0]
+    assert rates == pytest.approx([*(0.0001 * step for step in range(1, 21)), 0.002, 0.002])
+    torch.testing.assert_close(norms, torch.ones(22), rtol=1e-3, atol=0)
+
+
+def told(context, options):
+    """What a run gives to what is only printed or only faster, and what it says."""
+    seen, precisions = {}, []
+
+    def attention(q, *args, **options):
+        seen.update(dtype=q.dtype, schedule=options["schedule"], layout=options["layout"])
+        return scaled_dot_product_attention(q, *args, **options)
+
+    def slices(model, line, precision):
+        precisions.append((precision.param_dtype, precision.reduce_dtype))
+        seen["checkpointing"] = model.config.checkpointing
+        shard_weights(model, line, precision)
+
+    peak = mock.Mock(return_value=1e9)
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as said,
+        mock.patch.multiple(train, scaled_dot_product_attention=attention, shard_weights=slices),
+        mock.patch.multiple(train, measured_peak=peak, find_spec=lambda name: None),
+        mock.patch.object(train, "Progress", side_effect=train.Progress) as progress,
+    ):
+        train.train(context, train.parse([*SMALL, *map(str, options)]))
+    return seen, precisions, peak.call_args.args[1], progress.call_args.args, said.getvalue()
+
+
+def test_every_option_arrives(ranks, tmp_path, data):
+    """Of each: what is left out changes no loss by much, or none."""
+    common = ["--out", tmp_path, "--data", data, "--dp", 2, "--layout", "contiguous", "--dtype", "bf16"]
+    common += ["--activation-checkpointing", "--blocks", "memory"]
+    weights = 256 * 16 + (16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 48) * 2 + 16 * 16 + 16 * 8 + 32 * 4  # q, o, k, v, F; z
+    flops = 6 * 4 * 24 * (weights + 16 * (24 + 3 * 4))  # a layer of attention, and a linear one
+    for steps, before, more in ((2, 0, []), (4, 2, ["--resume"])):
+        for rank, found in enumerate(ranks(4, told, [*common, "--steps", steps, *more])):
+            seen, precisions, peak, progress, said = found
+            assert seen == {
+                **{"dtype": torch.bfloat16, "schedule": SharedMemory, "layout": "contiguous", "checkpointing": True}
+            }
+            assert (precisions, peak) == ([(torch.bfloat16, torch.float32)], torch.bfloat16)
+            assert progress == (before, steps, 4 * 24, flops, 1e9)
+            assert ("\nstep      4 x 24 tokens, 2 x 12 on a rank\n" in said) == (rank == 0)
+
+
+@pytest.mark.parametrize(("platform", "size"), [("linux", 3_072_000), ("darwin", 3000)])
+def test_peak_memory_is_in_bytes(monkeypatch, platform, size):
+    monkeypatch.setattr(train.sys, "platform", platform)
+    monkeypatch.setattr(train.resource, "getrusage", lambda who: mock.Mock(ru_maxrss=3000))
+    assert train.peak_memory(torch.device("cpu")) == size
+
+
+def test_every_text_file_of_a_folder_is_read_in_the_order_of_names(tmp_path):
+    for number, name in enumerate(("e.rst", "a.py", "d.txt", "c.md", "b.jsonl", "f.bin")):
+        (tmp_path / name).write_text('{"text": "4"}' if name == "b.jsonl" else str(number))
+    assert bytes(open_text(tmp_path)) == b"14\n320"
+
+
+def test_a_step_reads_what_it_read_in_every_version():
+    """By torch's generator with the step as its seed: another seed would change the losses of runs that resume."""
+    for step in (1, 7):
+        generator = torch.Generator().manual_seed(step)
+        assert starts(1000, step, 4, 8).tolist() == torch.randint(992, (4,), generator=generator).tolist()
 
 
 def signal_on_rank_1(context, step):

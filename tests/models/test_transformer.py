@@ -116,6 +116,22 @@ def test_loss_and_every_gradient_are_those_of_one_process(ranks, world_size):
             assert max(errors(result, exact[replace(config, checkpointing=False)])) <= allowed, (config, layout, dtype)
 
 
+def test_a_new_model_by_hand():
+    """Its weights have the spread 0.02. Heads of linear layers forget to 1/e after 79 tokens, ... after 1.4."""
+    torch.manual_seed(SEED)
+    model = Transformer(Config(layers=2, linear=1, hidden=128, feedforward=384))
+    for name, weight in model.named_parameters():
+        if weight.dim() == 2:
+            assert weight.std().item() == pytest.approx(0.02, rel=0.05), name
+        elif "norm" in name:
+            assert (weight == 1).all(), name
+    decay = -model.layers[0].log_rate.exp() * F.softplus(model.layers[0].bias)  # of a token, where the gate says 0
+    assert (-1 / decay).tolist() == pytest.approx([78.77, 20.76, 5.473, 1.443], rel=1e-3)
+    x = torch.full((1, 2, 128), 1e-2)  # 0.01 / sqrt(0.0001 + 0.00001)
+    for norm in (model.norm, model.layers[0].norm1, model.layers[1].norm2):
+        assert norm(x).mean().item() == pytest.approx(0.9535, rel=1e-3)
+
+
 MISTAKES = ("ring not called", "states not handed on", "convolution of each shard")  # of losses: sick_models.py
 
 

@@ -19,7 +19,6 @@ from bench import (
     against_peers,
     five_ways,
     generation,
-    gpu,
     in_context_rl,
     loss_curves,
     masked_rings,
@@ -33,7 +32,6 @@ from bench import (
     training_speed,
 )
 from ringlab.ring.flash_ring import ring_flash_attention
-from ringlab.ring.layouts import LAYOUTS
 from ringlab.support.processes import RankContext
 
 BENCHES = sorted(path.stem for path in record.FOLDER.glob("*.json"))
@@ -241,64 +239,6 @@ def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, alone, name, mistak
     monkeypatch.setattr(name, mistake)
     with pytest.raises(RuntimeError, match=f"{says}.*(is wrong|off by|differs)"):
         work(alone, *sizes)
-
-
-def failing(device, ranks, sizes):
-    raise RuntimeError("rank 1 was killed")
-
-
-def test_gpu_bench_runs(monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)
-        assert gpu.main([]) == 0
-        assert capsys.readouterr().out.startswith("no CUDA GPU here: nothing measured, nothing claimed")
-        parts = {"ways": failing, "doctor": lambda *_: (False, "SICK"), "speed": lambda *_: (True, "fast")}
-        patch.setattr(gpu, "PARTS", parts)
-        assert gpu.main(["--device", "cpu"]) == 1  # and it goes on after a mistake
-        said = capsys.readouterr().out.splitlines()[1:]
-        assert said == ["WRONG ways: it failed: rank 1 was killed", "WRONG doctor: SICK", "ok    speed: fast"]
-    monkeypatch.setattr(gpu, "REPETITIONS", 1)
-    size = 48, 2, 8
-    lines = gpu.measured_blocks("cpu", size, size)  # each is compared with float64
-    assert len(lines) == len(gpu.CASES) == 9
-    assert re.fullmatch(r"float32, striped, cpu flash: errors out [\d.]+, dq .*; speed \d\.\d\d", lines[-1])
-    monkeypatch.setattr(gpu, "merge_into", lambda out, lse, out_j, lse_j: None)
-    with pytest.raises(RuntimeError, match="out is wrong"):
-        gpu.measured_blocks("cpu", size, size)
-
-
-@pytest.mark.exhaustive
-def test_the_command_of_the_gpu_bench_runs_all_its_parts_on_the_cpu(capsys):
-    assert gpu.main(["--device", "cpu", "--ranks", "3"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("3 ranks, CPU with gloo: this tries the bench, not a GPU, torch ")
-    assert re.findall(r"^(ok|WRONG) +([^:]+):", printed, re.M) == [("ok", part) for part in gpu.PARTS]
-    assert "HEALTHY: ringlab:ring_flash_attention, " in printed
-    results = 3 * len(gpu.WAYS) * len(gpu.masks(9)) * len(LAYOUTS) * len(gpu.ON["cpu"].dtypes) * len(gpu.RESULTS)
-    assert f"{results:,} results on 3 ranks are right" in printed
-
-
-def without(*names):
-    """The ring, which forgets these options."""
-    ring = gpu.ring_flash_attention
-    return lambda q, k, v, **options: ring(q, k, v, **{name: x for name, x in options.items() if name not in names})
-
-
-@pytest.mark.parametrize(
-    ("mistake", "masks"),
-    [
-        (without(), set()),
-        (without("window", "global_tokens"), {"window", "window, documents, global tokens"}),
-        (without("documents"), {"documents", "documents, both ways", "window, documents, global tokens"}),
-        (too_large, set(gpu.masks(9))),
-    ],
-    ids=["right", "no window", "no documents", "too large"],
-)
-def test_the_gpu_bench_names_what_is_wrong(monkeypatch, alone, mistake, masks):
-    monkeypatch.setattr(gpu, "ring_flash_attention", mistake)
-    count, wrong = gpu.checked_ways(alone, 12, 8, ["float32"])
-    assert count == 4 * len(gpu.WAYS) * len(gpu.masks(9)) * len(LAYOUTS)
-    assert {line.split("float32, ")[1].rsplit(", ", 1)[0] for line in wrong} == masks
 
 
 # The longest context in a fixed memory --------------------------------------------------------------------------------

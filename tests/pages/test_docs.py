@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import ringlab
 from bench import gpu
 from ring_doctor import __main__ as doctor
 from ring_doctor.asking.case import Case
@@ -38,7 +39,7 @@ from tests.commands import LIMIT, ROOT, TORCHRUN, run
 
 PAGES = {path.stem: path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
 MODEL, SYMPTOMS = PAGES["your_model"], PAGES["symptoms"]
-[FORWARD] = re.findall(r"^```python\n(.*?)^```", PAGES["use"], re.M | re.S)
+FORWARD = re.findall(r"^```python\n(.*?)^```", PAGES["use"], re.M | re.S)[0]
 
 
 @pytest.mark.slow
@@ -105,7 +106,7 @@ def test_a_command_of_the_pages_is_one(line, monkeypatch):
 
 # The step of docs/your_model.md -------------------------------------------------------------------------------------
 
-[STEP] = re.findall(r"^```python\n(.*?)^```", MODEL, re.M | re.S)
+STEP = re.findall(r"^```python\n(.*?)^```", MODEL, re.M | re.S)[0]
 SPOILED = {  # the number of the line of the checklist: what is in the step, and what is there when it is forgotten
     1: (
         "labels = labels[:, at]",
@@ -225,6 +226,50 @@ def on_rank(context, code, wrap=None):
 def test_the_step_of_the_page_is_that_of_full_attention_on_one_device(ranks, world_size):
     for found in ranks(world_size, on_rank, STEP):
         torch.testing.assert_close(found, exact())
+
+
+def blocks_of(page, words):
+    """The blocks of Python of a page that have these words."""
+    return [block for block in re.findall(r"```python\n(.*?)```", page, re.S) if words in block]
+
+
+def joint_on_rank(context, code, parts, right):
+    names = dict(zip(("q_text", "q_image", "k_text", "k_image", "v_text", "v_image"), parts, strict=True))
+    names |= {"torch": torch, "rank": context.rank, "P": context.world_size}
+    names |= {"shard": ringlab.shard, "ring_flash_attention": ringlab.ring_flash_attention}
+    exec(code, names)
+    torch.testing.assert_close(names["out"], ringlab.shard(right, "contiguous", context.rank, context.world_size))
+
+
+def test_text_that_every_rank_has_counts_once(ranks):
+    (code,) = blocks_of((ROOT / "docs/use.md").read_text(), "q_text")
+    parts = [torch.randn(2, 3, n, 4, dtype=torch.float64) for n in (5, 8) * 3]
+    q, k, v = (torch.cat(parts[i : i + 2], dim=2) for i in (0, 2, 4))
+    ranks(3, joint_on_rank, code, parts, naive_attention(q, k, v))
+
+
+def preference(chosen):
+    """A loss of whole sequences: the first of two should be likelier."""
+    return -F.logsigmoid(chosen[0] - chosen[1])
+
+
+def sequences_on_rank(context, code, x, weight, labels, right):
+    names, P = {}, context.world_size
+    exec(code, names)
+    weight = weight.clone().requires_grad_()
+    x, labels = (ringlab.shard(each[:, None], "contiguous", context.rank, P)[:, 0] for each in (x, labels[..., None]))
+    (preference(names["sequence_log_probs"](x @ weight, labels[..., 0])) / P).backward()
+    dist.all_reduce(weight.grad)
+    torch.testing.assert_close(weight.grad, right)
+
+
+def test_a_loss_of_whole_sequences_is_that_of_one_process(ranks):
+    (code,) = blocks_of(MODEL, "def sequence_log_probs")
+    x, weight = torch.randn(2, 9, 4, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    labels = torch.arange(18).view(2, 9) % 6 - 1  # some are -1: no label
+    seen = labels >= 0
+    preference((-F.cross_entropy((x @ weight).mT, labels.clamp(min=0), reduction="none") * seen).sum(dim=1)).backward()
+    ranks(3, sequences_on_rank, code, x, weight.detach(), labels, weight.grad)
 
 
 @pytest.mark.slow

@@ -6,16 +6,15 @@ import jupytext
 import nbformat
 import pytest
 from jupyter_client.manager import KernelManager
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from nbformat.v4 import new_code_cell
 
 from notebooks.source import build
-from tests.commands import ROOT, masked
+from tests.commands import masked
 from tests.extras import marked
-from tests.pages import reading_time
 
 CHAPTERS = build.chapters()
 IDS = [source.stem for source in CHAPTERS]
-ROAD = [source for source in CHAPTERS if int(source.stem[:2]) <= 8]
+ROAD = [source for source in CHAPTERS if source.stem < "08_~"]  # not 08b
 TRACKS = ("plan", "train", "use", "check", "other ways")
 LONGEST_SOURCE = 12  # lines of the library that a cell prints at once
 by_chapter = pytest.mark.parametrize("source", CHAPTERS, ids=IDS)
@@ -117,51 +116,37 @@ def test_its_head_names_its_door(source):
         return
     found = re.search(r"^Track \*([a-z ]+)\*\. Before it: chapters? (\d+(?:(?:, | to | and )\d+)*)\. ", head, re.M)
     assert found[1] in TRACKS
-    assert all(int(each) < int(source.stem[:2]) for each in re.findall(r"\d+", found[2]))
+    assert all(f"{int(each):02}_" < source.stem for each in re.findall(r"\d+", found[2]))
+
+
+def stated(source):
+    """The minutes that a chapter states: to read, and for its exercises."""
+    found = re.search(r"(\d+) minutes to read, (\d+) for the exercises", source.read_text())
+    return int(found[1]), int(found[2])
 
 
 @by_chapter
-def test_its_minutes_are_those_of_the_rule(source):
-    seen = reading_time.count(committed(source))
-    read, more = reading_time.stated(source)
-    assert abs(read - seen.minutes) <= 3, f"{seen} take {seen.minutes:.1f} minutes to read; the page states {read}"
-    least, most = reading_time.EXERCISE
-    assert least * seen.exercises <= more <= most * seen.exercises
-    assert (read + more if source in ROAD else read) <= reading_time.LONGEST
+def test_its_minutes_are_few(source):
+    read, more = stated(source)
+    assert (read + more if source in ROAD else read) <= 30
 
 
 def test_the_road_takes_four_hours_at_most():
-    assert sum(sum(reading_time.stated(source)) for source in ROAD) <= 4 * 60
+    assert sum(sum(stated(source)) for source in ROAD) <= 4 * 60
 
 
-def test_the_rule_of_the_minutes_is_that_of_the_contributors():
-    said = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
-    rule = reading_time
-    assert f"{rule.WORDS} words, {rule.CODE} lines of code, {rule.OUTPUT} lines of output or a picture" in said
-    assert "{} to {} minutes an exercise".format(*rule.EXERCISE) in said
-    assert f"at most {LONGEST_SOURCE} lines" in said
-
-
-def test_the_minutes_of_a_page_are_counted():
-    cells = [
-        new_markdown_cell("A [link](a_long_address) of four words.\n```python\nx = 1\n```\n![a picture](x.svg)"),
-        new_code_cell("import x\n\nprint_source(f)", outputs=[new_output("stream", text="a\nb\n")]),
-        new_code_cell("f()", outputs=[new_output("stream", text="1\n" * 40)]),
-        new_markdown_cell("one two\n## Your turn\nnot counted"),
-        new_code_cell("print(check_a(a))"),
-        new_code_cell("# For later\nprint(check_b(b))"),
-    ]
-    seen = reading_time.count(new_notebook(cells=cells))
-    assert seen == reading_time.Counted(words=9, code=1 + 1 + 2 + 1, output=40, pictures=1, exercises=1)
-    assert seen.minutes == pytest.approx(9 / 120 + 5 / 12 + 1 + 1)
+def printed(cell) -> str:
+    """What a cell printed or returned as text."""
+    outputs = [output for output in cell.get("outputs", ()) if "image/png" not in output.get("data", {})]
+    return "".join(output.get("text") or output["data"]["text/plain"] for output in outputs)
 
 
 def long_sources(cells) -> list[str]:
     """The cells that print more of the library than a reader takes in at once, or print it without a word above."""
     wrong = []
     for before, cell in zip([None, *cells], cells, strict=False):
-        if cell.cell_type == "code" and reading_time.PRINTS_SOURCE.search(cell.source):
-            lines = [line for line in reading_time.printed(cell).splitlines() if line.strip()]
+        if cell.cell_type == "code" and re.search(r"\b(print_source|getsource)\(", cell.source):
+            lines = [line for line in printed(cell).splitlines() if line.strip()]
             if len(lines) > LONGEST_SOURCE or before is None or before.cell_type != "markdown":
                 wrong.append(f"{cell.source}: {len(lines)} lines")
     return wrong

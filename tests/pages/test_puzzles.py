@@ -1,23 +1,15 @@
-"""The puzzles: right schedules get their stars, wrong ones and cheats are told why, and nothing hangs."""
+"""The puzzles: right schedules get their stars, wrong ones are told why, and nothing hangs."""
 
-import operator
-import pickle
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import inf
 
-import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from notebooks.puzzles import checks, engine, film
 from notebooks.puzzles import solutions as right
 from notebooks.source.checks.answers import OPEN
-from ringlab import ring_flash_attention
-from ringlab.basics.online_softmax import finish, start
 from ringlab.support.colours import BLOCK_COLOURS
 from tests.pages import assert_legible
 from tests.ways import readers_schedules as tried
@@ -57,7 +49,6 @@ WRONG = [  # puzzle, schedule, words of its sentence
     (1, tried.a_hop_to_the_left, "rank 0 returns a wrong result: these are numbers of rank 1"),
     (1, tried.a_hop_to_the_left, "rank 0 printed: to 2\nrank 1 printed: to 0"),
     (1, tried.at_the_same_time, "send and recv only, no exchange, in: return comm.exchange(right, x, left)"),
-    (1, tried.counts_less, "comm.send is not yours to change"),
     (1, tried.ends, "rank 1 died (exit status 0)"),
     (1, tried.loop, "a loop without end?, in: "),
     (1, tried.sends_for_ever, "more than 600 messages"),
@@ -68,7 +59,6 @@ WRONG = [  # puzzle, schedule, words of its sentence
     (2, tried.in_float32, "float32 on the way?"),
     (3, tried.all_parts, "expected shape (8,), got (3, 8)"),
     (4, tried.a_round_short, "It computed on KV0, KV2"),
-    (4, tried.keeps_floats, "what item() returns would not be counted as memory"),
     (4, tried.into_its_inputs, "an input was changed in place"),
     (5, tried.grouped_by_hand, "compute with comm.attend, so that the work of each rank is counted"),
     (6, tried.never_home, "rank 0 returns a list whose number 1 is wrong: that is what rank 1 must return"),
@@ -110,41 +100,10 @@ def test_a_right_schedule_gets_its_stars(number, schedule, stars):
     assert f"{number:>3}  {'★' * stars}{'☆' * (3 - stars)}" in checks.score_card().text
 
 
-THREADS, GATHER, STORE = ThreadPoolExecutor(1), dist.all_gather, dist.TCPStore
-TOOLS, FILES = [dist.all_gather], {"write": np.savetxt}
-WAYS = [  # a schedule, and what of it is closed
-    (lambda comm, x: pickle.dumps(x), "pickle"),
-    (lambda comm, x: getattr(comm, "_" + "referee"), "getattr"),
-    (lambda comm, x: comm._referee.look, "._referee"),
-    (lambda comm, x: operator.attrgetter("_referee")(comm), ".attrgetter"),
-    (lambda comm, x: torch._C.DisableTorchFunction(), "._C"),
-    (lambda comm, x: torch.DisableTorchFunction(), ".DisableTorchFunction"),
-    (lambda comm, x: torch.save(x, "here"), ".save"),
-    (lambda comm, x: dist.all_gather([x], x), "dist"),
-    (lambda comm, x: GATHER([x], x), "GATHER"),
-    (lambda comm, x: STORE("localhost", 1).set("x", str(x)), "STORE"),
-    (lambda comm, x: TOOLS[0]([x], x), "TOOLS"),
-    (lambda comm, x: FILES["write"]("x", x), "FILES"),
-    (lambda comm, x, write=np.save: write("x", x), "a default of an argument"),
-    (lambda comm, x: THREADS.submit(comm.send, 1, x), "THREADS"),
-    (lambda comm, x: right.gather(comm, x), "right"),
-    (lambda comm, q, k, v: ring_flash_attention(q, k, v), "ring_flash_attention"),
-    (lambda comm, x: [(lambda: input())() for _ in x], "input"),
-    (lambda comm, q: (np.asarray(q), finish(start(q)), torch.nn.functional.pad(q, (1, 1)), texts(q)), ""),
-]
-
-
-@pytest.mark.parametrize(("schedule", "closed"), WAYS)
-def test_a_schedule_has_comm_tensors_and_what_its_cell_defines(schedule, closed):
-    assert engine.way_around(schedule) == closed
-
-
 @pytest.mark.parametrize(("number", "schedule", "words"), some(WRONG))
 def test_a_wrong_schedule_is_told_why(number, schedule, words, monkeypatch):
     if schedule is tried.loop:
         monkeypatch.setattr(engine, "SECONDS", 1)
-    if schedule is tried.ends:  # by os._exit
-        monkeypatch.setattr(engine, "way_around", lambda schedule: "")
     verdict = checks.solve(number, schedule)
     assert verdict.stars == 0
     assert ": not yet. P = " in verdict.text

@@ -49,7 +49,7 @@ NO_GROUPS = SIXTH.replace(
     "    if q.shape[1] != k.shape[1]:\n        raise ValueError('as many heads, please')\n    return Ring.apply",
 )
 LSE_OF_SMALL = "lse = scores.exp().sum(-1).log()\n    return scores.softmax(-1) @ v, lse"
-CHEATS = [  # step, file, what is said
+WRONG = [  # step, file, what is said
     (1, "def attention(q, k, v):\n    return ...", "expected a pair (out, lse), got ellipsis"),
     (1, "def attention(q, k, v):\n    return (q @ k.mT).softmax(-1) @ v, q", "not divided by the root of D"),
     (1, "attention: int = 1", "expected a function"),
@@ -95,8 +95,8 @@ def test_each_first_try_has_one_mistake():
         assert wrong not in SIXTH
 
 
-@pytest.mark.parametrize(("number", "file", "words"), CHEATS)
-def test_a_cheat_is_told_why(number, file, words, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "file", "words"), WRONG)
+def test_a_wrong_file_is_told_why(number, file, words, tmp_path, monkeypatch):
     if "while True" in file:
         monkeypatch.setattr(answers, "SECONDS", 0.05)
     path = tmp_path / f"of_{tmp_path.name}.py"  # Python keeps one module of a name

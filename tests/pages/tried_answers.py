@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from notebooks.source.checks.the_fused_ring import plain_kernel
 from ring_doctor.catalogue import CATALOGUE
-from ringlab.basics.blocking_messages import Recv, Send, ring_programs
+from ringlab.basics.blocking_messages import Recv, Send
 from ringlab.basics.online_softmax import merge
 from ringlab.ring.layouts import positions
 from tests.doctor.readers_rings import WRONG_RINGS
@@ -81,7 +81,6 @@ WRONG_ANSWERS = {
     "check_safe_softmax": [
         (naive_softmax, "subtract the largest score"),
         (lambda s: naive_softmax(s.clamp(-80, 80)), "e^1000 overflows"),
-        (lambda s: F.softmax(s, 0), "your answer calls softmax, a function that does what you are to write"),
         (lambda s: naive_softmax(s - s.abs().max()), "its absolute value"),
         (lambda s: naive_softmax(s - s.min()), "not the smallest"),
         (lambda s: naive_softmax(s - s[-1]), "the mean or the last"),
@@ -113,7 +112,6 @@ WRONG_ANSWERS = {
         (shares_merge(lambda lse_j, lse: lse_j.exp(), lambda lse_j, lse: lse_j.exp()), "divide by the sum"),
         (unstabilised_merge, "e^1000 overflows"),
         (merge_below_zero, "e^-1000 is 0"),
-        (merge, "your answer calls merge"),
         (merge_relative_to_a, "a part that saw no key (out = 0, lse = -inf): it changes nothing"),
         (shares_merge(share, share), "twice no key (lse = -inf for both): -inf - (-inf) is NaN"),
     ],
@@ -213,7 +211,6 @@ WRONG_ANSWERS |= {
         (lambda r, P: right_order(r, P) if P % 2 == 0 else right_order(0, P)[:1] * 2, "rank 0 of 3"),
         (lambda r, P: right_order(r if P % 2 == 0 else 0, P), "Recv(source=0)"),
         (lambda r, P: right_order(r, P)[:: -1 if P > 5 and r % 2 else 1], "ranks deadlock"),
-        (lambda r, P: ring_programs(P)[r], "your answer calls ring_programs"),
         (lambda r, P: ["send", "recv"], "one Send and one Recv, got a str in it"),
     ],
     "check_bytes_sent": [
@@ -311,7 +308,6 @@ WRONG_ANSWERS |= {
         (lambda r, S, P: [2 * r, 2 * r + 1, 8 + 2 * r, 9 + 2 * r], "counted from the end"),
         (lambda r, S, P: list(range(r * S // P, (r + 1) * S // P)), "contiguous layout"),
         (lambda r, S, P: range(r, S, P), "striped layout"),
-        (lambda r, S, P: positions("zigzag", S, r, P), "your answer calls positions"),
         (lambda r, S, P: [14, 15, 0, 1], "rising order"),
         (lambda r, S, P: [r], "2 early and 2 late"),
     ],
@@ -793,6 +789,8 @@ FORMULAS = {
     ("check_caches", (10, 7, 5)): [[12, 11, 11, 11, 11], [12, 12, 11, 11, 11], [11, 11, 11, 11, 12],
         [11, 12, 11, 11, 11], [16, 10, 10, 10, 10], [10, 10, 10, 10, 16], [16] * 5, [17] * 5, [10] * 5, [12] * 5,
         [11] * 5],
+    ("check_end", (3.5, 2, 7)): [26.5, 38.5, 14.0, 17.5, 24.5, 26.5, 24.5, 5.5],
+    ("check_end", (1.25, 6, 4)): [25.25, 29.0, 24.0, 25.25, 5.0, 11.0, 24.0, 7.25],
     ("check_hidden_by_overlap", (0.5, 2)): [0.25, 0.25, 4, 1, 25, 0.75, 0.5, 0.2, 0],
     ("check_hidden_by_overlap", (3, 2)): [1, 1.5, 0.666667, 0.666667, 100, 0, 2, 0.4, 1],
     ("check_hops", (26, 15, 6)): [2, 2, 1, 1, 2, 5, 2, 3],
@@ -808,6 +806,10 @@ FORMULAS = {
     ("check_smallest_chunk", (740000000000000, 25000000000, 96, 16, 8)): [19733.3, 29600, 118400, 710400, 4933.33,
         9866.67, 39466.7, 2.25225e-05],
     ("check_visible_tiles", (5,)): [15, 25, 10, 12.5, 12, 5],
+    ("check_tflops", (3, 700, 20, False, 0.5)): [1.176e-4, 2.352e-4, 5.88e-5, 1.176e-4, 1.176e-4, 1.176e-4,
+        117600000, 1.68e-7],
+    ("check_tflops", (2, 900, 8, True, 0.25)): [2.592e-4, 5.184e-4, 1.296e-4, 1.0368e-4, 2.0736e-4, 3.6288e-4,
+        259200000, 2.88e-7],
 }
 # fmt: on
 

@@ -19,7 +19,9 @@ from ring_planner.machine import MAKE, write_machine
 from ring_planner.memory import CONTEXT, RESERVE, step_bytes
 from ring_planner.plan import ERRORS, Plan, Wish, best, candidates, changes, gains, longest
 from ring_planner.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
-from ring_planner.step import Step, step_seconds
+from ring_planner.round_costs import realistic
+from ring_planner.seconds import Pass, pass_of
+from ring_planner.step import Step, collective_seconds, step_seconds
 from ring_planner.ways import Cluster
 from tests.commands import ROOT
 
@@ -142,6 +144,44 @@ def test_a_step_by_hand():
     assert used == pytest.approx(rows / sum(seconds.values()) * model_flops)
 
 
+def test_collectives_by_hand():
+    """Seconds of 96 bytes among 6 ranks: 80 travel. Links of 64 bytes/s, cards of 4; latencies of 1 and 10 s."""
+    machine = Cluster(2, 3, 1.0, 64.0, 4.0, latency=1.0, host_latency=10.0)
+    step = replace(Step(TINY, IDEAL, 2, 3, 1024), machine=machine)
+    for ranks, inside, seconds in (
+        (1, 3, 0.0),
+        (2, 3, 48 / 64 + 1),  # on one host: a step of a ring of 2
+        (3, 3, 64 / 64 + 2),
+        (6, 3, 80 / (3 * 4) + 4 + 10),  # each of 2 hosts sends through 3 cards: 2 steps in each, and one between
+        (2, 1, 48 / 4 + 10),  # one rank of each host: nothing travels inside
+    ):
+        assert collective_seconds(step, 96.0, ranks, inside) == pytest.approx(seconds), (ranks, inside)
+
+
+def test_what_lora_spares_by_hand():
+    """The step by hand with a quarter of the parameters trained: the head and its moments, in the memory's time."""
+    gpu = replace(IDEAL, memory_bandwidth=100 / 0.81)
+    step = Step(TINY, gpu, 1, 4, 1024, batch=3, cp=2, tp=2, way="ring", optimizer="adam", eager=False)
+    whole, few = step_seconds(step), step_seconds(replace(step, trainable=0.25))
+    assert (whole["head"], few["head"]) == pytest.approx(
+        [each * 768 * 80 / 700 for each in (6, 4.5)]
+    )  # 0.7 of the peak
+    assert whole["passes"] - few["passes"] == pytest.approx(0.75 * 40 * TINY.parameters() / 4 / 100)
+
+
+def test_utilisation_of_lora_and_of_a_prefill_by_hand():
+    """FLOPs of a token: 2 a weight, and 4 · 512 · 8 a layer of attention; three passes, 2.25 of the weights, or one."""
+    step, weights, mixing = Step(TINY, IDEAL, 1, 4, 1024, batch=3, cp=2), TINY.matrices, 3 * 4 * 512 * 8
+    for change, flops in (
+        ({"trainable": 0.25}, 2 * 2.25 * (weights + 80) + 3 * mixing),
+        ({"task": "prefill", "recompute": "none"}, 2 * weights + mixing),
+    ):
+        made = Plan(replace(step, **change))
+        assert made.utilisation * 1e3 == pytest.approx(3 * 512 / made.seconds * flops)
+        assert made.speed == pytest.approx(3 * 512 / made.seconds)
+        assert made.merit == (made.speed if "trainable" in change else 1 / made.seconds)
+
+
 def test_the_hops_of_a_step_by_hand():
     """cp 4 x tp 4 on 8 hosts of 2 GPUs: each hop of a ring of 4 hosts takes the NIC. Computing takes no time."""
     fast = replace(IDEAL, attention={"fa2": (1e30, 1e30)}, peak={"bf16": 1e30})
@@ -175,6 +215,11 @@ def test_the_memory_of_a_step_by_hand():
     one = replace(step, hosts=1, per_host=1, cp=1, tp=1)
     assert step_bytes(one)["gathered"] == 2 * (8 * 10 + layer)  # one GPU gathers nothing
     lora = replace(step, trainable=0.1, optimizer="adam", weights="4bit")
+    gather = (
+        step_seconds(replace(lora, cp=1, tp=1))["FSDP"],
+        step_seconds(replace(lora, cp=1, tp=1, weights="bf16"))["FSDP"],
+    )
+    assert gather[0] < gather[1]
     states = 2 * words + 0.5625 * 3 * layer + 0.1 * 12 * parameters
     assert step_bytes(lora)["state"] == pytest.approx(states / 4)
 
@@ -217,6 +262,13 @@ def test_an_interval_is_of_rows_like_the_question():
     assert Plan(replace(HOST, kernels="framework", per_host=16)).interval is None  # larger hosts than were measured
     short = "--model qwen3-0.6b --gpu l40s --per-host 2 --seq-len 8192 --task prefill"
     assert "not known: a layer is so short that GPUs wait for their hosts" in plan(short)
+
+
+def test_only_a_framework_is_not_ours():
+    for kernels, own in (("framework", False), ("best", True), ("cudnn", True)):
+        options = cost_model.parser().parse_args([*LLAMA.split(), "--kernels", kernels])
+        step, _ = cost_model.request_of(options)
+        assert (step.ours, step.eager) == (own, own)
 
 
 def test_a_tie_is_called_one():
@@ -375,5 +427,21 @@ def test_five_users():
     assert "cp 1, tp 8" in one_card.splitlines()[2]  # inside a host
     assert "cp 8, tp 1" in one_card.splitlines()[3]
     assert "one sequence on all: hybrid of 8" in many_cards.splitlines()[-1]
+
+
+def test_a_symptom_says_what_the_planner_says():
+    """One NIC in a host, 16 hosts of 8, a million tokens: a ring per host against the best way for one sequence."""
     symptoms = (ROOT / "docs/symptoms.md").read_text()
+    assert "only one NIC (`--nics 1`): a ring per host and many sequences" in symptoms
+    layer, rates = HOST.model.attention(), (680e12, 450e9, 12.5e9)
+    host, hosts = (realistic(Cluster(n, 8, *rates, nics=1, memory_bandwidth=3.35e12)) for n in (1, 16))
+
+    def seconds(cluster, way, split=None):
+        work = Pass(cluster, layer, 2**20 / cluster.devices, mask="causal")
+        return sum(pass_of(way, replace(work, backward=each), split) for each in (False, True))
+
+    one = min(seconds(hosts, *each) for each in (("ring",), ("double ring",), ("all-gather",), ("hybrid", 8)))
+    assert seconds(host, "ring") / 16 < one / 2
     assert "For a whole step ask `ring-plan --hosts`" in symptoms
+    best_way = best(replace(HOST, hosts=16, seq_len=2**20, gpu=replace(HOST.gpu, card=HOST.gpu.card / 8)), FREE)[0]
+    assert best_way.step.cp * best_way.step.tp > 8  # memory decides there: a sequence is on more than one host

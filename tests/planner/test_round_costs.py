@@ -69,6 +69,7 @@ def test_bytes_by_hand():
     assert call_bytes(alike, ROWS, KEYS, backward=True) == 2 * 96 * 2 + 2 * 96 * 4 + 96 * 2
     assert merge_bytes(LAYER, ROWS, KEYS) == 96 * 24  # measured: as 23 to 24 bytes of a number
     assert merge_bytes(LAYER, ROWS, KEYS, backward=True) == pytest.approx((96 + 64) * 12)
+    assert merge_bytes(LAYER, ROWS, KEYS, fused=True) == pytest.approx(96 * 12)  # 10 bytes, in one pass
     assert merge_bytes(LAYER, ROWS, KEYS, first=True, backward=True) == 2 * (96 + 64) * (2 + 4)
     assert 2 * packing_bytes(LAYER, 6) == 2 * (96 + 96 + 96) * 2  # q, k, v and out; each is read and written
     assert (causal_pairs(1024), causal_pairs(16)) == (1024 * (1024 + TILE) / 2, 16 * 16)
@@ -160,7 +161,6 @@ def test_messages_slow_the_computing_beside_them():
     [
         ({"mask": "casual"}, "mask is 'casual'; expected one of None, 'none', 'causal'"),
         ({"mask": "causal", "layout": "zig"}, "layout is 'zig'; expected one of 'contiguous', 'zigzag', 'striped'"),
-        ({"batch": 0}, "batch is 0; expected a sequence or more"),
     ],
 )
 def test_bad_input(options, says):
@@ -205,6 +205,15 @@ GPU = replace(HOST, multiprocessors=16)
 
 def waves(heads, tokens):
     return heads * tokens / TILE / GPU.multiprocessors
+
+
+def test_our_merge_on_a_gpu_is_one_pass():
+    """3 merges of 4; the first block is only converted. Each is a call in place of 4, and moves half of the bytes."""
+    for cluster, once in ((replace(MEMORY, hosts=1, per_host=4, multiprocessors=16), 0.5), (MEMORY, 1)):
+        published, ours = (simulate("ring", cluster, LAYER, CHUNK, ours=each) for each in (False, True))
+        assert published - ours == pytest.approx(3 * (1 - once) * merge_bytes(LAYER, CHUNK, CHUNK))
+    calls = replace(SEND, launch=1.0, multiprocessors=16)
+    assert [simulate("ring", calls, LAYER, CHUNK, ours=each) for each in (False, True)] == pytest.approx([20, 8])
 
 
 def test_every_call_waits():

@@ -52,9 +52,27 @@ def test_memory_by_hand():
     assert training_bytes("ring", LAYER, CHUNK, TWO) == ring
     assert training_bytes("double ring", LAYER, CHUNK, TWO) == ring + two_buffers
     assert training_bytes("all-gather", LAYER, CHUNK, TWO) == ring - two_buffers + 3 * (32 * 8 * 2 + 32 * 8 * 4)
+    assert training_bytes("double ring", LAYER, CHUNK, replace(TWO, hosts=1)) == ring  # no hop between hosts
     # q, k, v, out, dO, two buffers of K and V, dq, dk and dv; dQ and two buffers in 4 bytes; and dO of the own chunk
     assert training_bytes("hybrid", LAYER, CHUNK, TWO, split=2) == (16 * 2 + 6 * 4) * 16 * 4 + 256
     assert training_bytes("all-to-all", LAYER, CHUNK, TWO) == (8 * 2 + 3 * 4) * 32 * 4 + 256  # no buffers
+
+
+def test_memory_of_a_batch_of_unequal_shares_by_hand():
+    """3 query heads of 4 numbers on 1, 2 ranks: a rank of 2 heads decides. It holds dO of all 3 heads of its 8 tokens.
+
+    Of 16 tokens q, out, dO and dq of 2 heads; k, v, two buffers, dk and dv; in 4 bytes dQ, and two buffers or one.
+    """
+    layer, host = AttentionLayer(3, 1, 4), replace(TWO, hosts=1)
+    assert training_bytes("hybrid", layer, 8, host, split=2) == 64 * ((8 + 2 + 4 + 2) * 2 + (2 + 4) * 4) + 3 * 32 * 2
+    assert training_bytes("all-to-all", layer, 8, host) == 64 * ((8 + 2 + 2) * 2 + (2 + 2) * 4) + 3 * 32 * 2
+
+
+def test_a_collective_of_few_cards_by_hand():
+    """4 ranks on 2 hosts of 2 with one card of 64: 3 · 64 bytes of 3 sequences through it. On one host, the links."""
+    work = Pass(ONE_NIC, LAYER, CHUNK, batch=3)
+    assert work.collective(64.0) == 3 * 3 * 64 / 64
+    assert replace(work, cluster=replace(ONE_NIC, hosts=1)).collective(64.0) == 3 * 64 / 256
 
 
 def test_copies_and_unequal_shares():

@@ -47,10 +47,21 @@ BAD = {  # what is wrong: ((q, k, v), scale, words of the message)
 GRADIENTS = (X, X.clone().requires_grad_(), X), None, ["requires gradients", "forward only", "torch.no_grad()"]
 FOUR = torch.ones(1, 4, 4, 3)  # query heads
 BAD_GROUPS = {
-    "no multiple": ((FOUR[:, :3], X, X), None, ["q has 3 heads and k 2", "expected a multiple"]),
-    "fewer heads": ((X[:, :1], X, X), None, ["q has 1 heads and k 2", "expected a multiple"]),
-    "tokens": ((FOUR, X[:, :, :3], X[:, :, :3]), None, ["q has 4 tokens and k 3", "chunks of the same tokens"]),
+    "no multiple": ((FOUR[:, :3], X, X), None, ["q has shape (1, 3, 4, 3) and k (1, 2, 4, 3)", "3 heads to be a mul"]),
+    "fewer heads": (
+        (X[:, :1], X, X),
+        None,
+        ["q has shape (1, 1, 4, 3) and k (1, 2, 4, 3)", "1 heads to be a mul"],
+    ),
+    "tokens": ((FOUR, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 4, 4, 3) and k (1, 2, 3, 3)", "same tokens"]),
+    "D of q and k": ((FOUR, *[X[..., :2]] * 2), None, ["q has shape (1, 4, 4, 3) and k (1, 2, 4, 2)", "same B and D"]),
+    "B of q and k": (
+        (torch.cat([FOUR] * 2), X, X),
+        None,
+        ["q has shape (2, 4, 4, 3) and k (1, 2, 4, 3)", "same B a"],
+    ),
     "H of k and v": ((FOUR, X, X[:, :1]), None, ["k has shape (1, 2, 4, 3) and v (1, 1, 4, 3)", "one shape"]),
+    "D of k and v": ((FOUR, X, X[..., :2]), None, ["k has shape (1, 2, 4, 3) and v (1, 2, 4, 2)", "one shape"]),
     "no heads": ((FOUR, X[:, :0], X[:, :0]), None, ["k has shape (1, 0, 4, 3)", "every size to be 1 or more"]),
 }
 # All rings check their input in one function, that of ALONE below: some cases on the first of each kind, one on others.

@@ -1,5 +1,7 @@
 """One block on a fused kernel, forward and backward, against full attention in float64; and which kernel is chosen."""
 
+import sys
+import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,7 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.online_softmax import merge
-from ringlab.ring import fused_block, gpu_kernels
+from ringlab.ring import flash_ring, fused_block, gpu_kernels
 from ringlab.ring.backward import block_backward
 from ringlab.ring.fused_block import choose_kernel, fused_backward, fused_forward
 from ringlab.ring.gpu_kernels import torch_choice
@@ -385,6 +387,12 @@ def test_views_on_a_gpu(kernel, dtype, view):
         assert torch.equal(d_q, fused_backward(q, k, v, out, lse, d_out, scale=0.5)[0])
 
 
+def test_the_steps_of_a_single_row_count_too():
+    """PyTorch's efficient kernel refuses them, though nobody takes such a step."""
+    (x,) = gpu_kernels.aligned(rows_of_three_more(torch.ones(1, 1, 1, 8)))
+    assert x.stride() == (8, 8, 8, 1)
+
+
 @CUDA
 def test_what_lies_well_on_a_gpu_is_not_copied(kernel):
     q, k, v, d_out = (tokens_first(x)[:, :, 3:] for x in grouped_inputs(2, 4, 4, 20, 8))
@@ -443,3 +451,62 @@ def test_autocast_does_not_round_the_scores_of_a_plain_block(softcap):
             out, lse = fused_forward(q, k, v, **options)
             results.append((out, lse, *fused_backward(q, k, v, out, lse, d_out, **options)))
     assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+# Who merges in one pass -----------------------------------------------------------------------------------------------
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "found", "taken"),
+    [
+        (OnGpu, torch.float32, True, True),
+        (OnGpu, torch.float32, False, False),
+        (OnGpu, torch.float64, True, False),
+        (torch.Tensor, torch.float32, True, False),
+    ],
+)
+def test_who_merges_in_one_pass(kind, dtype, found, taken):
+    out, _, _, out_j = (x.to(dtype).as_subclass(kind) for x in grouped_inputs(2, 3, 3, 5, 4))
+    four = out, out[..., 0].clone(), out_j, out_j[..., 1].clone()
+    right, rows = [x.clone() for x in four[:2]] if taken else merge(*four), mock.Mock()
+    with mock.patch.object(flash_ring, "one_pass_merge", return_value=rows if found else None):
+        flash_ring.merge_into(*four)
+    assert rows.mock_calls == ([mock.call(*four)] if taken else [])
+    torch.testing.assert_close(list(four[:2]), list(right))  # nor is it merged twice
+
+
+@pytest.fixture
+def merge_rows(monkeypatch):
+    """In place of fused_merge.py, on a CPU that is taken for a GPU."""
+    zeros, rows = torch.zeros, mock.Mock()
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
+    monkeypatch.setitem(sys.modules, "ringlab.ring.fused_merge", SimpleNamespace(merge_rows=rows))
+    flash_ring.one_pass_merge.cache_clear()
+    yield rows
+    flash_ring.one_pass_merge.cache_clear()
+
+
+def test_triton_is_tried_once(merge_rows):
+    assert flash_ring.one_pass_merge() is merge_rows
+    assert flash_ring.one_pass_merge() is merge_rows
+    ((tried, _),) = ((call.args, call.kwargs) for call in merge_rows.call_args_list)
+    assert [x.shape for x in tried] == [(1, 1, 1, 1), (1, 1, 1)] * 2
+
+
+@pytest.mark.usefixtures("merge_rows")
+def test_without_triton_nothing_is_said(monkeypatch):
+    monkeypatch.delitem(sys.modules, "ringlab.ring.fused_merge")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert flash_ring.one_pass_merge() is None
+
+
+def test_a_triton_that_does_not_work_is_named(merge_rows):
+    merge_rows.side_effect = RuntimeError("no C compiler")
+    with pytest.warns(UserWarning, match="merges in five passes: Triton does not work here, .*no C compiler"):
+        assert flash_ring.one_pass_merge() is None

@@ -1,16 +1,12 @@
-"""The merge of GPUs, one pass by a Triton kernel: its numbers by Triton's interpreter, on a CPU; and who takes it."""
+"""The merge of GPUs, one pass by a Triton kernel, on a CPU: its numbers, by an interpreter, and whether it compiles."""
 
 import importlib
-import sys
-import warnings
-from unittest import mock
 
 import pytest
 import torch
 
 from ringlab.basics.online_softmax import merge
 from ringlab.ring import flash_ring
-from ringlab.ring.flash_ring import merge_into, one_pass_merge
 from ringlab.ring.fused_block import fused_forward
 from tests.attention import assert_attention, assert_lse, at_element_3, grouped_inputs, heads_last, tokens_first
 from tests.extras import MISSING
@@ -104,58 +100,3 @@ def test_the_kernel_compiles_for_gpus(generation, dtype, tmp_path, monkeypatch):
     sizes = {"ROWS": fused_merge.ROWS, "COLUMNS": 128}
     source = ASTSource(kernel, types | {"out_j": f"*{dtype}"} | dict.fromkeys(sizes, "constexpr"), sizes)
     assert triton.compile(source, target=GPUTarget("cuda", generation, 32)).asm["cubin"]
-
-
-class OnGpu(torch.Tensor):
-    is_cuda = True
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "found", "taken"),
-    [
-        (OnGpu, torch.float32, True, True),
-        (OnGpu, torch.float32, False, False),
-        (OnGpu, torch.float64, True, False),
-        (torch.Tensor, torch.float32, True, False),
-    ],
-)
-def test_who_merges_in_one_pass(kind, dtype, found, taken):
-    four = [x.to(dtype).as_subclass(kind) for x in halves(5, 4, torch.float32)]
-    right = merge(*four)
-    rows = mock.Mock()
-    with mock.patch.object(flash_ring, "one_pass_merge", return_value=rows if found else None):
-        merge_into(*four)
-    assert rows.mock_calls == ([mock.call(*four)] if taken else [])
-    if not taken:
-        torch.testing.assert_close(tuple(four[:2]), right)
-
-
-@pytest.fixture
-def first_time(monkeypatch):
-    """`one_pass_merge` looks for a GPU, and finds a CPU."""
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))
-    one_pass_merge.cache_clear()
-    yield
-    one_pass_merge.cache_clear()
-
-
-@pytest.mark.usefixtures("first_time")
-def test_triton_is_tried_once(merge_rows):
-    assert one_pass_merge() is fused_merge.merge_rows is merge_rows
-    assert one_pass_merge() is merge_rows
-
-
-@pytest.mark.usefixtures("first_time")
-def test_without_triton_nothing_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, fused_merge.__name__)
-    with warnings.catch_warnings(action="error"):
-        assert one_pass_merge() is None
-
-
-@pytest.mark.usefixtures("first_time")
-def test_a_triton_that_does_not_work_is_named(monkeypatch):
-    monkeypatch.setattr(fused_merge, "merge_rows", mock.Mock(side_effect=RuntimeError("no C compiler")))
-    with pytest.warns(UserWarning, match="merges in five passes: Triton does not work here, .*no C compiler"):
-        assert one_pass_merge() is None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ringlab.basics.blockwise_attention import attend
 from ringlab.ring import overlap
-from ringlab.ring.overlap import hidden_share, ring_attention
+from ringlab.ring.overlap import hidden_share, ring_attention, seconds
 from ringlab.support.timeline import Event
 from tests.attention import random_qkv
 from tests.rings import assert_ring, chunks, even_lengths
@@ -82,3 +82,5 @@ def test_the_hidden_share_by_hand(waited, share):
     )
     overlapped = events((0, "send", 0, 9), (0, "wait", 5, 5 + waited), (1, "wait", 5, 5 + waited), (1, "receive", 0, 9))
     assert hidden_share(blocking, overlapped) == pytest.approx(share)
+    assert seconds(blocking, "send", "receive") == (4 + 4) / 2  # of a rank, on average
+    assert seconds(blocking, "compute") == 5 / 2

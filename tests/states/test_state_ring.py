@@ -106,7 +106,7 @@ class Problem:
 def on_rank(context, problems, wrong=None):
     """For each problem this rank's positions, and by name its chunks of out and of the gradients; the last state."""
     with mock.patch.object(*MISTAKES[wrong]) if wrong else nullcontext():
-        return [results_on_rank(problem, context.rank, context.world_size) for problem in problems]
+        return [results_on_rank(problem, context.rank, context.world_size, context.device) for problem in problems]
 
 
 def in_group(context, members, problem):
@@ -117,22 +117,23 @@ def in_group(context, members, problem):
     return results_on_rank(problem, members.index(context.rank), len(members))
 
 
-def results_on_rank(problem, rank, P):
+def results_on_rank(problem, rank, P, device="cpu"):
     (x, (d_out, d_last)), layout = problem.inputs, problem.options.get("layout", "contiguous")
     at = positions(layout, problem.tokens, rank, P)
     if problem.lengths:
         before = sum(problem.lengths[:rank])
         at = torch.arange(before, before + problem.lengths[rank])
     mine = {n: y.clone() if n == "state" else y[:, :, at] for n, y in x.items() if y is not None}
-    mine = {n: y.requires_grad_() for n, y in mine.items()}
+    mine = {n: y.to(device).requires_grad_() for n, y in mine.items()}
     with mock.patch.object(state_ring, "in_chunks", functools.partial(alone.in_chunks, size=4)):
         out, last = ring_linear_attention(**mine, **problem.options)
-    results, given = [out], [d_out[:, :, at]]
+    results, given = [out], [d_out[:, :, at].to(device)]
     if last is not None:
         assert last.untyped_storage().nbytes() == last.nbytes  # no view that keeps the states of all chunks
-        results, given = [out, last], [*given, d_last.to(last.dtype)]
+        results, given = [out, last], [*given, d_last.to(last)]
     gradients = torch.autograd.grad(results, list(mine.values()), given)
-    return at, {"out": out.detach(), **dict(zip(mine, gradients, strict=True))}, None if last is None else last.detach()
+    found = {name: y.detach().cpu() for name, y in zip(("out", *mine), (out, *gradients), strict=True)}
+    return at, found, None if last is None else last.detach().cpu()
 
 
 def assert_problem(problem, of_ranks):

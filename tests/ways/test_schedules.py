@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import Layout, check_layout, check_lengths, shard
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
 from ringlab.ring.schedule import Ring, check_sinks, check_softcap
 from ringlab.support import agreement
 from ringlab.ways.all_gather import AllGather
-from ringlab.ways.all_to_all import Alone
+from ringlab.ways.all_to_all import AllToAll, Alone
 from tests.attention import DTYPES, assert_four, assert_right, expected, gradients, grouped_inputs
 from tests.every_way import (
     ALL_LAYOUTS,
@@ -242,6 +244,18 @@ def test_one_gradient_none_or_a_second_derivative(ranks, way, shape):
 QUERIES, KEYS = (3, 1, 7, 2), (4, 2, 1, 6)  # tokens of each rank
 
 
+def copies_home(context):
+    """What comes home for the copies of one K/V head: 256 from rank 0, and 1 from each of the others."""
+    exchange = AllToAll(Partition(Mask(), "contiguous", (1,) * 4), 1.0, None, 4, 1).exchange
+    part = torch.full((1, 1, 4, 1), 1.0 if context.rank else 256.0).bfloat16()
+    return [x.flatten().tolist() for x in exchange.to_tokens([part, part, part])]
+
+
+def test_copies_are_added_in_float32(ranks):
+    """256 + 1 is 256 in bfloat16, and 256 + 3 is 260."""
+    assert ranks(4, copies_home) == [[[256.0, 1, 1, 1], [260.0], [260.0]]] * 4
+
+
 def crossing(context, way, shape, q, k, v, d_out):
     P, attention = context.world_size, attention_of(context, way, shape)
     (q, d_out), (k, v) = cut(context, None, QUERIES[:P], q, d_out), cut(context, None, KEYS[:P], k, v)
@@ -282,7 +296,7 @@ def falling(seq_len, rank, world_size):
 
 # fmt: off
 BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X; options of all; words of the message)
-    "heads": ((X[:, :3], X[:, :2], X[:, :2]), {}, ["rank 1: q has 3 heads and k 2; expected a multiple"]),
+    "heads": ((X[:, :3], X[:, :2], X[:, :2]), {}, ["rank 1: q has shape (1, 3, 4, 3) and k (1, 2", "a multiple"]),
     "k and v": ((X, X, X[:, :1]), {}, ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)", "same B, heads and"]),
     "nothing in v": ((X, X, X[..., :0]), {}, ["rank 1: v has shape (1, 4, 4, 0)", "1 or more"]),
     "three dimensions of v": ((X, X, X[0]), {}, ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
@@ -290,7 +304,7 @@ BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X;
     "a token twice": ((X, X, X), {"layout": Layout("twice", twice)}, ["the layout twice gives token 0", "on one rank"]),
     "not a multiple": ((X[:, :, :3],) * 3, {"layout": "zigzag"}, ["tokens in the zigzag layout on", "pad(x, "]),
     "lengths": ((X[:, :, :1],) * 3, {"layout": OWN}, ["the ranks have [4, 1", "layout; expected [", "with shard"]),
-    "queries": ((X[:, :, :2], X, X), {"causal": True}, ["rank 1: q has 2 tokens and k 4; expected chunks of the same"]),
+    "queries": ((X[:, :, :2], X, X), {"causal": True}, ["rank 1: q has shape (1, 4, 2, 3)", "of the same tokens"]),
 }
 ALONE = [  # the same of one process: what refuses it, the arguments, words
     (check_layout, (Layout("nowhere", without_the_first), 16, 4), "gives token 0 to 0 of 4 ranks; expected"),
@@ -376,7 +390,7 @@ def test_ranks_that_disagree_are_refused(ranks, way, shape, name, first, other, 
 def test_an_exchange_needs_the_queries_of_the_same_tokens(ranks):
     qkvs = [(X, X, X), (X[:, :, :2], X, X), (X, X, X)]
     outcomes = ranks.outcomes(3, refused, "all-to-all", 3, qkvs, {})
-    assert re.search(all_of(["rank 1: q has 2 tokens and k 4; expected chunks of the same"]), refusal(outcomes))
+    assert re.search(all_of(["rank 1: q has shape (1, 4, 2, 3)", "of the same tokens"]), refusal(outcomes))
 
 
 def on_schedule(context, schedule):

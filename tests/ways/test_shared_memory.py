@@ -200,11 +200,12 @@ def with_a_child(context):
     agree(lambda: None)
     inbox = pipes.inbox_of_job()
     if context.rank == 1:
+        read, write = os.pipe()
         if (child := os.fork()) == 0:
-            time.sleep(60)
-            os._exit(0)
-        dist.barrier()  # the child has closed its ends a moment after the fork
-        time.sleep(0.5)
+            os.write(write, b"forked")  # it has closed its ends by now
+            signal.pause()
+        os.read(read, 6)
+        dist.barrier()
         os.dup2(os.open(os.devnull, os.O_RDWR), inbox.fds[0])
         dist.barrier()
         os.kill(child, signal.SIGKILL)
@@ -212,7 +213,7 @@ def with_a_child(context):
         return None
     dist.barrier()
     try:
-        inbox.wait(pipes.FACTS, 1, timedelta(seconds=5))
+        inbox.wait(pipes.FACTS, 1, timedelta(seconds=60))
     except RuntimeError as error:
         return str(error)
     finally:

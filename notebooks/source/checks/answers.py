@@ -5,19 +5,15 @@ right it returns None or a remark. `exercise` turns that into a line: "right", "
 
 The same answer is right in many forms. `number`, `items` and `as_tensor` read them: a Python number, an array of numpy
 or JAX, a tensor; a list, tuple, set or generator. A check tries fixed cases first, because hints are written for them,
-and then cases that are drawn anew each time: a table of answers to the fixed cases is not enough. An answer may not
-call the function of ours that does what it is asked for. One that reads the frames or the source of its check, or
-patches Python itself, is not found out: it would lie to its author only.
+and then cases that are drawn anew each time: a table of answers to the fixed cases is not enough.
+Nothing guards against an answer that cheats: it would lie to its author only.
 """
 
-import builtins
 import copy
-import math
 import signal
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from decimal import Decimal
 from functools import wraps
@@ -25,31 +21,17 @@ from inspect import Parameter, signature
 from itertools import islice, permutations
 from math import isclose
 from numbers import Integral, Real
-from pathlib import Path
 from random import Random
-from types import FrameType
 from typing import Any, get_origin
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-import ring_attn
-import ringlab
 
 OPEN = "not answered yet: replace the ..."
 SECONDS = 10.0  # a right answer needs some milliseconds
 DRAWS = 6  # how many cases a check draws beside its fixed ones
 MOST = 10_000  # no right answer has more items
-OURS = (str(Path(ringlab.__file__).parent), str(ring_attn.__file__))
-TAUGHT = {"start", "update", "finish", "merge", "attend", "positions"}  # functions of ours that any answer may call
-ASKED = {  # by check: functions that do what is asked, ours or torch's
-    "check_safe_softmax": {"softmax", "log_softmax"},
-    "check_running_update": {"update"},
-    "check_merge_two": {"merge"},
-    "check_zigzag_positions": {"positions"},
-}
 
 
 class NotYet(Exception):
@@ -80,8 +62,7 @@ def exercise(check: Callable[[Any], str | None]) -> Callable[[Any], str]:
             expected = "a function" if wants_function else "a value, not a function"
             return f"not yet: expected {expected}, got {type(answer).__name__}"
         try:
-            with _unchanged(sys.modules[check.__module__]):
-                remark = check(_watched(answer, check.__name__) if wants_function else answer)
+            remark = check(watched(answer) if wants_function else answer)
         except StillOpen:
             return OPEN
         except NotYet as hint:
@@ -93,62 +74,14 @@ def exercise(check: Callable[[Any], str | None]) -> Callable[[Any], str]:
     return checked
 
 
-@contextmanager
-def _unchanged(check: Any) -> Generator[None]:
-    """Raise NotYet when the body replaced a function by which answers are judged, and put it back."""
-    owners = (builtins, math, np, torch, Tensor, F, sys.modules[__name__], check)
-    before = [{name: x for name, x in vars(owner).items() if callable(x) and name != "_"} for owner in owners]
-    try:
-        yield
-    finally:
-        replaced = []
-        for owner, names in zip(owners, before, strict=True):
-            for name, was in names.items():
-                now = vars(owner).get(name)
-                if now is not was and not str(getattr(now, "__module__", "")).startswith("torch."):  # torch may itself
-                    setattr(owner, name, was)
-                    replaced.append(f"{owner.__name__}.{name}")
-        if replaced:
-            raise NotYet(f"your answer replaced {', '.join(replaced)}, which the check needs; it is as it was again")
-
-
-def _watched(answer: Callable[..., Any], check: str) -> Callable[..., Any]:
-    """The same function, called by `called`. Raises NotYet when it leaves the work to a function of ours."""
+def watched(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, called by `called`."""
 
     @wraps(answer)
     def call(*args: Any) -> Any:
-        with own_work(ASKED.get(check, set())) as used:
-            try:
-                return called(answer, *args)
-            finally:
-                if used:
-                    raise NotYet(f"your answer calls {words(used)}")
+        return called(answer, *args)
 
     return call
-
-
-@contextmanager
-def own_work(asked: Set[str] = frozenset()) -> Generator[set[str]]:
-    """The names of those functions of ours that the body calls, but for TAUGHT, and of `asked`, torch's too."""
-    used: set[str] = set()
-
-    def see(frame: FrameType, event: str, of_c: Any) -> None:
-        code, caller = frame.f_code, frame.f_back
-        if event == "c_call" and of_c.__name__ in asked - TAUGHT:
-            used.add(of_c.__name__)
-        elif event == "call" and code.co_filename.startswith(OURS) and code.co_name not in TAUGHT - asked:
-            used.update({code.co_name} if caller and not caller.f_code.co_filename.startswith(OURS) else ())
-
-    before = sys.getprofile()
-    sys.setprofile(see)
-    try:
-        yield used
-    finally:
-        sys.setprofile(before)
-
-
-def words(used: Set[str]) -> str:
-    return f"{', '.join(sorted(used))}, a function that does what you are to write"
 
 
 def called(answer: Callable[..., Any], *args: Any) -> Any:

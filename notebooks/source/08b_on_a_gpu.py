@@ -1,0 +1,222 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 8b · On a GPU
+#
+# The ring of chapter 8 runs on GPUs without a change. Three things differ: which
+# [kernel](../docs/glossary.md#fused-kernel) computes a [block](../docs/glossary.md#block), who waits for whom, and how
+# messages travel. After this chapter you can
+#
+# - find out whether your ring runs at full speed,
+# - read a clock at the right moment,
+# - say which lines of a ring make the host wait.
+#
+# Track *train*. Before it: chapters 1 to 8. 13 minutes to read, 10 for the exercises. You need no GPU. Next:
+# [9 · hidden communication](09_hidden_communication.ipynb).
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %matplotlib inline
+import time
+
+import torch
+
+from figures import wrong_kernel
+from notebooks.source.checks.on_a_gpu import check_end, check_tflops
+from ringlab.basics.blockwise_attention import blockwise_attention
+from ringlab.basics.naive_attention import naive_attention
+
+# %% [markdown]
+# ## The failure
+#
+# This project wrote its ring on CPUs. Then it ran on one H100, for the first time. Some 3,000 results were compared with
+# float64, and all were right. The ring was also about half as fast as PyTorch's own attention on the same GPU, and no
+# test had noticed. These speeds were **measured once, by hand, on one H100**. They are TFLOP/s of one attention call:
+
+# %%
+print("H         S       D   mask     ring's kernel   PyTorch's choice   share")
+for (H, S, D, mask), ((ours, _), (theirs, _)) in wrong_kernel.KERNELS.items():
+    print(f"{H:<8}{S:>6,}{D:>6}   {mask:<8}{ours:>10}{theirs:>18}{ours / theirs:>13.2f}")
+    assert ours / theirs < 0.75
+
+# %% [markdown]
+# Why did no test notice? A test of numbers asks whether they are right. Two kernels give the same numbers, up to
+# rounding. On your machine, too: the fused kernel of chapter 8, and the plain blocks of chapter 2.
+
+# %%
+q, k, v = torch.randn(3, 1, 4, 1024, 64, generator=torch.Generator().manual_seed(0)).unbind()
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+kernels = {"fused": lambda: flash(q, k, v)[0], "plain blocks": lambda: blockwise_attention(q, k, v, block_size=64)[0]}
+exact = naive_attention(*(x.double() for x in (q, k, v)))
+for name, kernel in kernels.items():
+    kernel()  # the first call warms up
+    begin = time.perf_counter()
+    out = kernel()
+    seconds = time.perf_counter() - begin
+    assert (out - exact).abs().max() < 1e-5
+    print(f"{name:<14}right   {seconds:.4f} s")
+
+# %% [markdown]
+# ## The idea: ask PyTorch
+#
+# `scaled_dot_product_attention` has several kernels and chooses one for your GPU. Which is fastest depends on the GPU.
+# Others measured (transformers, pull request 48163): cuDNN's kernel is about twice as fast as FlashAttention 2 on an
+# H100, and slower than it on an A100. The choice also changes from version to version of PyTorch. A table of your own
+# gets old.
+#
+# So the ring must not choose. It asks the function that PyTorch's attention asks, with the same q, k and v:
+
+# %%
+from torch.nn.attention import SDPBackend
+
+choice = torch._fused_sdp_choice(q, k, v, None, 0.0, True)  # no mask, no dropout, causal
+print("PyTorch would take:", SDPBackend(choice).name)
+assert choice == SDPBackend.FLASH_ATTENTION.value  # on a CPU; on an H100 it is CUDNN_ATTENTION
+
+# %% [markdown]
+# Then the ring calls the kernel of this name, because only there it gets the [lse](../docs/glossary.md#log-sum-exp). It
+# refuses a kernel where PyTorch's own is wrong, and takes the plain block instead. The picture shows both kernels:
+
+# %%
+wrong_kernel.draw()
+
+# %% [markdown]
+# On the right each rank of a [zigzag](../docs/glossary.md#zigzag-layout) ring computed in turn on the one GPU, without
+# messages. With the right kernel some speed is still missing, and more with more ranks. Blocks get shorter, and results
+# must be [merged](../docs/glossary.md#merge) and gradients added up. That passes over memory once more for each block.
+#
+# ## Who waits for whom
+#
+# On a CPU a call returns when its result is there. On a GPU it returns at once. The host only **launches** a kernel: it
+# puts it into a queue, a **stream**. The GPU runs a stream in order. So there are several clocks: that of the host, and
+# one for each stream.
+
+
+# %%
+class Stream:
+    """Each kernel begins when it has been launched, what it needs is there, and the one before it is done."""
+
+    done = 0.0
+
+    def launch(self, host, seconds, needs=0.0):
+        self.done = max(self.done, host, needs) + seconds
+        return self.done
+
+
+LAUNCH = 82e-6  # seconds of the host for one attention call, measured by hand on the same machine
+KERNEL = 4 * 32 * 16_384**2 * 128 / 2 / 641e12  # FLOPs of the third line above, over its FLOP/s
+stream, host = Stream(), LAUNCH
+stream.launch(host, KERNEL)
+print(f"a clock that is read at once says        {1e3 * host:.2f} ms")
+print(f"a clock that is read when the GPU is done {1e3 * stream.done:.2f} ms")
+assert stream.done > 40 * host
+
+# %% [markdown]
+# So call `torch.cuda.synchronize()` before you read a clock. Else you measure launches.
+#
+# **Messages** run in a stream of their own. NCCL's `wait()` does not stop the host. It makes the computing stream wait
+# for the message, and returns. So the host can launch the next [rounds](../docs/glossary.md#round) while the GPU still
+# computes the first one. Here are two hosts: one runs ahead, the other waits for the GPU in each round.
+
+
+# %%
+def ring(computing, message, waits, P=8):
+    host, compute, messages, block = 0.0, Stream(), Stream(), 0.0
+    for t in range(P):
+        if t < P - 1:  # the message of the next block is launched first
+            host += LAUNCH
+            arrives = messages.launch(host, message, needs=block)
+        host += LAUNCH
+        compute.launch(host, computing, needs=block)
+        if waits:
+            host = max(host, compute.done)
+        block = arrives
+    return max(host, compute.done)
+
+
+print("computing a block   host runs ahead   host waits")
+for computing in (5e-5, 5e-4, KERNEL):
+    ahead, waiting = (ring(computing, computing / 2, waits) for waits in (False, True))
+    print(
+        f"{1e3 * computing:>13.2f} ms{1e3 * ahead:>15.2f} ms{1e3 * waiting:>10.2f} ms   {waiting / ahead:.2f} times as long"
+    )
+    assert waiting > ahead
+
+# %% [markdown]
+# Each round of the waiting host adds its launches to the time. With long blocks that is little. With short blocks it is
+# much, and then even the host that runs ahead is the slowest part: the GPU waits for launches.
+#
+# These make a host wait: `.item()`, `print` of a tensor, `.cpu()`, an `if` on a tensor's value. So does a check before
+# each call that sends its facts through the GPU. The ranks of a ring agree on shapes and options first. On one host
+# they do so through pipes, and the GPU has no part in it.
+#
+# | | gloo, CPUs | NCCL, GPUs |
+# |---|---|---|
+# | a message runs | in threads | as a kernel, in a stream of its own |
+# | `wait()` | stops the process | stops a stream |
+# | the first message | connects, in milliseconds | makes a communicator, in up to seconds: warm up |
+# | blocking `send`, `recv` | wait for each other | block a stream; a pair of ranks makes a communicator of its own |
+#
+# [The whole table](../docs/cluster.md#what-changes-against-gloo) is longer.
+#
+# **One GPU is enough** to try all of this. `torchrun --nproc_per_node=4 ring_attn.py --device cuda` lets four ranks
+# share it. Their messages go through sockets and are slow: this is for learning and for tests.
+#
+# > **One number to remember: 2.** The wrong kernel took about twice the time on an H100, and every number was right. Time
+# > your ring with one rank beside `scaled_dot_product_attention`. Both must take the same time.
+#
+# ## Questions
+#
+# <details><summary>A bench says that attention takes 0.08 ms, whatever S is. What did it measure?</summary>
+#
+# The launch. The host put the kernel into a stream and read the clock. It must call `torch.cuda.synchronize()` first.
+# </details>
+#
+# <details><summary>The ring with 8 ranks reaches 0.87 of PyTorch's speed with the same kernel. Where is the rest?</summary>
+#
+# In shorter blocks, on which a kernel is slower, and in what lies between the kernels. Each block's result is merged and
+# its gradients are added up, in float32. These pass over memory; they compute little.
+# </details>
+#
+# ## Your turn
+
+
+# %%
+# The host launches n equal kernels into one stream and never waits. A launch takes `launch` seconds of the host, and a
+# kernel takes `work` seconds of the GPU. When is the last kernel done? The first launch begins at 0
+def my_end(launch, work, n):
+    return ...
+
+
+print(check_end(my_end))
+
+
+# %%
+# The speed of a causal attention call in TFLOP/s: H heads, S tokens, head dim D. A product of matrices takes 2 FLOPs for
+# each pair of a query and a key and each of the D numbers. The forward pass has 2 of these products, the backward 5
+def my_tflops(H, S, D, backward, seconds):
+    return ...
+
+
+print(check_tflops(my_tflops))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def my_end(launch, work, n):
+#     return launch + work + (n - 1) * max(launch, work)
+#
+# def my_tflops(H, S, D, backward, seconds):
+#     products = 5 if backward else 2
+#     return products * 2 * H * D * S**2 / 2 / seconds / 1e12
+# ```
+# </details>
+#
+# Open [`fused_block.py`](../ringlab/ring/fused_block.py) now: `choose_kernel` asks PyTorch. `python -m bench.gpu` checks and
+# measures [your GPU](../docs/cluster.md#one-command-three-minutes), in three minutes.

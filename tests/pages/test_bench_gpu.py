@@ -1,0 +1,283 @@
+"""The GPU bench without a GPU: what it computes on, when it reads clocks, what it divides by, what it calls wrong."""
+
+import re
+import time
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench import against_peers, gpu, record
+from ring_planner import calibrate
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.layouts import LAYOUTS
+from ringlab.support.processes import LostRank, RankContext
+from tests import every_way as ways
+from tests.commands import ROOT
+
+SMALL = replace(gpu.ON["cpu"], head_dims=(8,), dtypes=("float32",))
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield RankContext(0, 1, torch.device("cpu"), "alone")
+    dist.destroy_process_group()
+
+
+def test_without_a_gpu_nothing_is_claimed(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main([]) == 0
+    assert capsys.readouterr().out.startswith("no CUDA GPU here: nothing measured, nothing claimed")
+    page = (ROOT / "docs/cluster.md").read_text()
+    assert ("no run of it is committed yet" in page) != (record.FOLDER / "gpu.json").exists()
+
+
+class Pool:
+    """Stands for `Ranks`: notes how it was made and called, and answers as the test says."""
+
+    made, called, answers = [], [], {}
+
+    def __init__(self, size, seconds, device):
+        self.made.append((size, device))
+
+    def __call__(self, world_size, work, part, sizes):
+        self.called.append((world_size, work, part, 0 < self.seconds <= gpu.SECONDS))
+        answer = self.answers.get(part, [("it", True, "fine")])
+        if isinstance(answer, BaseException):
+            raise answer
+        return [answer, "of another rank"]
+
+    def stop(self):
+        self.called.append("stop")
+
+
+def test_parts_run_on_the_ranks_of_the_device_and_a_failure_ends_no_other(monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "Ranks", Pool)
+    monkeypatch.setattr(gpu, "ways", lambda pool, P, sizes: iter([("ring", pool.seconds > 0, f"{P} ranks")]))
+    asked = []
+
+    def examine(*names, **options):
+        asked.append(options)
+        raise gpu.CannotExamine("no answer")
+
+    monkeypatch.setattr(gpu, "examine", examine)
+    monkeypatch.setattr(Pool, "made", [])
+    monkeypatch.setattr(Pool, "called", [])
+    wrong = [("D 8", False, "off")]
+    monkeypatch.setattr(
+        Pool, "answers", {"kernels": wrong, "memory": LostRank("too slow", {}), "ring": ValueError("x")}
+    )
+    found = list(gpu.examined("cuda", 3, SMALL))
+    assert set(Pool.made) == {(1, "cuda"), (3, "cuda")}
+    assert [(each[0], each[2]) for each in Pool.called if each != "stop"] == [
+        *((1, part) for part in ("kernels", "ring", "model")),
+        *((3, part) for part in ("memory", "overlap", "states")),
+        (1, "machine"),
+    ]
+    assert all(each[1] is gpu.told and each[3] for each in Pool.called if each != "stop")
+    assert Pool.called.count("stop") == 2
+    assert asked[0].items() >= {"device": "cuda", "worlds": (3,)}.items()
+    assert [part for part, (_, right, _) in found if not right] == ["kernels", "ring", "memory", "doctor"]
+    assert "WRONG memory: all of it: it failed: too slow" in capsys.readouterr().out
+    assert dict(found)["ways"] == ("ring", True, "3 ranks")
+    monkeypatch.setattr(gpu, "SECONDS", -1.0)
+    assert {says for _, (_, _, says) in gpu.examined("cuda", 3, SMALL)} == {
+        "it failed: not begun, because -1 s are over"
+    }
+
+
+class Seen(Exception):
+    """Raised where a part begins to compute, with the device of what it was given."""
+
+
+def shows_device(*given, **options):
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
+    raise Seen(tensors[0].device.type if tensors else given[0].device.type)
+
+
+COMPUTES = {  # what each part computes with; for the model, the model
+    "kernels": "bench.gpu.exact_attention",
+    "ring": "bench.gpu.with_gradients",
+    "model": "ringlab.hugging_face.use.use_ring",
+    "memory": "bench.gpu.ring_flash_attention",
+    "overlap": "bench.gpu.arriving_blocks",
+    "states": "bench.state_ring.linear_attention",
+    "ways": "tests.ways.ring_flash_attention",
+}
+
+
+@pytest.mark.parametrize("part", COMPUTES)
+def test_each_part_computes_on_the_device_of_its_rank(monkeypatch, alone, part):
+    """A device without numbers: what stays on the CPU is seen."""
+    there = replace(alone, device=torch.device("meta"))
+    monkeypatch.setattr(gpu, "typical", lambda context, work: work() if part != "model" else 1.0)
+    monkeypatch.setattr(gpu, "peak", lambda context, work: work() if part != "model" else 1)
+    if part == "model":
+        pytest.importorskip("transformers")
+        monkeypatch.setattr(COMPUTES[part], lambda model: shows_device(next(model.parameters())))
+    elif part == "ways":
+        monkeypatch.setitem(ways.WAYS, "ring", shows_device)
+        with pytest.raises(Seen, match="meta"):
+            ways.results_on_rank(there, "ring", 1, gpu.cases_of(SMALL, 1))
+        return
+    elif part == "overlap":
+        monkeypatch.setattr(gpu, "with_gradients", lambda attention, *x: [each.device for each in x])
+        monkeypatch.setattr(gpu, "typical", lambda context, work: shows_work(work))
+        assert gpu.measured_ring(there, SMALL)["ring"] == "meta"
+        return
+    else:
+        monkeypatch.setattr(COMPUTES[part], shows_device)
+    with pytest.raises(Seen, match="meta"):
+        list(gpu.ON_RANKS[part][1](there, SMALL))
+
+
+def shows_work(work):
+    """The device of what is timed."""
+    found = work()
+    return found[0].type if found else None
+
+
+@pytest.mark.parametrize("timer", ["bench.gpu", "record.in_turn"])
+def test_a_clock_is_read_when_the_device_is_done(monkeypatch, alone, timer):
+    """Work is launched at once; its seconds pass when somebody waits for the device."""
+    clock, queued = [0.0], []
+
+    def wait():
+        clock[0] += sum(queued)
+        queued.clear()
+
+    stream = mock.Mock(synchronize=wait)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(record, "PAUSE", 0.0)
+    there = replace(alone, device=torch.device("cuda"))
+    if timer == "bench.gpu":
+        assert gpu.typical(there, lambda: queued.append(2.0)) == 2
+    else:
+        assert record.in_turn(there, {"it": (False, lambda: queued.append(2.0))}, 3)[0] == {"it": [2.0] * 3}
+
+
+def test_a_speed_is_divided_by_the_ranks(monkeypatch):
+    """Two ranks that are as fast as one together: half of twice. And half of the messages' time is hidden."""
+    seen = {"one device": 8.0, "ring": 8.0, "computing": 6.0, "messages": 4.0}
+    monkeypatch.setattr(gpu, "measured_ring", lambda context, sizes: seen)
+    [(what, _, says)] = gpu.overlap(RankContext(0, 2, torch.device("cpu"), ""), SMALL)
+    assert (what, says.partition("; one device")[0]) == (
+        "the ring on 2",
+        "50% of the messages' time is hidden; 0.50 of 2 times SDPA",
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    [(_, _, says)] = gpu.overlap(RankContext(0, 2, torch.device("cuda"), ""), SMALL)
+    assert says.startswith("not measured: ranks that share a GPU")
+
+
+def test_a_ring_in_turn_is_beside_sdpa_and_pytorchs_loop(monkeypatch, alone):
+    """By their seconds: SDPA 3, ours 4, PyTorch's loop 6; and where the loop fails, the line says so."""
+    seconds = {"with_gradients": 3.0, "ring_in_turn": 4.0, "loop_in_turn": 6.0}
+
+    def typical(context, work):
+        work()  # it runs
+        return seconds[work.func.__name__]
+
+    monkeypatch.setattr(gpu, "typical", typical)
+    says = [says for _, _, says in gpu.ring(alone, SMALL)]
+    assert says == ["0.750 of SDPA's speed; PyTorch's loop 0.500"] * 2
+    monkeypatch.setattr(against_peers, "KERNELS", {})
+    assert {says for _, _, says in gpu.ring(alone, SMALL)} == {"0.750 of SDPA's speed; PyTorch's loop fails: KeyError"}
+
+
+@pytest.mark.parametrize(("name", "preset"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA L40S", "l40s"), ("X", "")])
+def test_the_preset_beside_a_machine_is_that_of_its_gpu(monkeypatch, name, preset):
+    cluster = mock.Mock(flops=1e14, backward_flops=2e14, memory_bandwidth=3e12, launch=8e-5)
+    monkeypatch.setattr(calibrate, "measured", lambda context, *layer: {"cluster": cluster})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    rows = list(gpu.machine(RankContext(0, 1, torch.device("cuda"), ""), gpu.ON["cuda"]))
+    told = {field: says.partition("; the preset has ")[2] for field, _, says in rows}
+    known = gpu.GPUS.get(preset)
+    rates = [f"{each:.3g}" for each in (*known.rates(known.kernel, 128), known.memory_bandwidth)] if known else [""] * 3
+    assert list(told.values()) == [*rates, ""]
+
+
+@pytest.mark.parametrize("kernel", ["cuda flash", "cuda cudnn"])
+def test_pytorchs_loop_fits_the_kernels_of_gpus(monkeypatch, alone, kernel):
+    """On meta tensors, which compute shapes."""
+    monkeypatch.setattr(against_peers, "choose_kernel", lambda *given, causal: (kernel, ""))
+    chunks = [torch.empty(4, 1, 2, 64, 64, dtype=torch.bfloat16, device="meta").unbind() for _ in range(3)]
+    gpu.loop_in_turn(chunks)
+
+
+# What is wrong is called wrong ----------------------------------------------------------------------------------------
+
+
+def swapped(*given, **options):
+    d_q, d_k, d_v = gpu_backward(*given, **options)
+    return d_q, d_v, d_k
+
+
+def sees_the_blind(q, k, v, out, lse, d_out, **options):
+    """A kernel for which a row without keys has a weight."""
+    return gpu_backward(q, k, v, out, lse.masked_fill(lse == -torch.inf, 0.0), d_out, **options)
+
+
+gpu_backward = gpu.fused_backward
+
+
+@pytest.mark.parametrize("mistake", [None, swapped, sees_the_blind])
+def test_a_wrong_kernel_is_seen(monkeypatch, alone, mistake):
+    monkeypatch.setattr(gpu, "fused_backward", mistake or gpu_backward)
+    [(what, right, says)] = gpu.kernels(alone, SMALL)
+    assert (what, right) == ("float32, cpu flash", mistake is None)
+    assert re.match(rf"{len(gpu.SHAPES)} blocks, errors up to", says)
+    assert ("WRONG: D 8, " in says) == (mistake is not None)
+
+
+def without(*names):
+    """The ring, which forgets these options."""
+
+    def ring(q, k, v, **options):
+        return ring_flash_attention(q, k, v, **{name: x for name, x in options.items() if name not in names})
+
+    return ring
+
+
+def too_large(*qkv, **options):
+    return 1.001 * ring_flash_attention(*qkv, **options)
+
+
+@pytest.mark.parametrize("mistake", [without(), without("window", "global_tokens"), without("documents"), too_large])
+def test_a_wrong_way_is_named(monkeypatch, alone, mistake):
+    monkeypatch.setattr(gpu, "WAYS", ("ring", "all-gather"))
+    monkeypatch.setitem(ways.WAYS, "ring", mistake)
+    found = list(gpu.ways(lambda world_size, work, *given: [work(alone, *given)], 1, SMALL))
+    wrong = "_" in mistake.__name__ or mistake.__closure__[0].cell_contents != ()
+    assert [(way, right) for way, right, _ in found] == [("ring", not wrong), ("all-gather", True)]
+    count = 4 * len(LAYOUTS) * len(ways.masks_of(9))
+    assert found[1][2] == f"{count} results on 1 ranks are right"
+
+
+@pytest.mark.exhaustive
+def test_the_command_runs_all_its_parts_on_the_cpu(capfd, monkeypatch):
+    monkeypatch.setattr(calibrate, "LENGTHS", [128, 256])
+    monkeypatch.setattr(gpu, "SECONDS", 600.0)
+    assert gpu.main(["--device", "cpu"]) == 0
+    printed = capfd.readouterr().out
+    assert printed.startswith("3 ranks, CPU with gloo: this tries the bench, not a GPU, torch ")
+    assert {(ok, part) for ok, part in re.findall(r"^(ok|WRONG) +([^:]+):", printed, re.M)} == {
+        ("ok", part) for part in gpu.PARTS
+    }
+
+
+def test_the_page_shows_each_row(monkeypatch, capsys, tmp_path):
+    """And what was run on a GPU is kept."""
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
+    (tmp_path / "README.md").write_text("# All\n\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(gpu, "examined", lambda *how: iter([("ways", ("ring", False, f"of {how[:2]}"))]))
+    assert gpu.main([]) == 1
+    assert [row["says"] for row in record.load("gpu")["rows"]] == ["of ('cuda', 3)"]
+    assert "| ways | ring | **WRONG** | of ('cuda', 3) |" in (tmp_path / "README.md").read_text()

@@ -1,0 +1,178 @@
+"""What a GPU changes: kernels, streams, memory, NCCL. 3 or 4 ranks share one GPU where there are no more of them.
+
+`make test-gpu` runs them; `--gpu=cpu` tries the same tests with gloo.
+"""
+
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from bench import gpu
+from ring_doctor import examine
+from ringlab.support.processes import Ranks
+from tests import every_way as ways
+from tests.attention import VIEWS
+from tests.every_way import Problem, assert_right_results, masks_of, problems, results_on_rank
+from tests.models import test_generate as generation
+from tests.models import test_mesh as mesh
+from tests.models.test_transformer import errors
+from tests.states import test_state_ring as states
+
+pytestmark = pytest.mark.gpu
+
+P = 3
+WAYS = [("ring", P)] * 3 + [("all-gather", P), ("all-to-all", P), ("double ring", (1, P)), ("hybrid", (P, 1))]
+S = 30  # a multiple of 2P
+PACKED = {"causal": True, "layout": "zigzag", "documents": [1, 16, 13], "window": 7, "global_tokens": 2}
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    return request.config.option.gpu
+
+
+@pytest.fixture(scope="session")
+def ranks(device):
+    pool = Ranks(4, 120.0, device)
+    yield pool
+    pool.stop()
+
+
+# The kernels ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_head_dim_dtype_and_shape(ranks, device):
+    [rows] = ranks(1, gpu.told, "kernels", gpu.ON[device])
+    assert [row for row in rows if not row[1]] == []
+
+
+def error_of_block(context, *sizes):
+    """In float16, whose kernels are those of bfloat16."""
+    return gpu.block_error(*gpu.drawn(context.device, "float16", *sizes), causal=False)
+
+
+LARGE = [(2**16 + 8, 2**16 + 8, 8, 8, 8), (1, 1, 40, 2**16 + 40, 64), (2, 1, 2**16 + 40, 40, 64)]  # H, G, Sq, Sk, D
+
+
+@pytest.mark.parametrize("sizes", LARGE)
+def test_counts_beyond_16_bits(ranks, sizes):
+    """Heads, keys and queries."""
+    assert ranks(1, error_of_block, *sizes) <= [1]
+
+
+# The ring and the other ways ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_options(ranks, data):
+    way, shape = data.draw(st.sampled_from(WAYS), label="way")
+    problem = data.draw(problems(P, P if way == "all-to-all" else 1), label="problem")
+    if data.draw(st.booleans(), label="a head dim of the kernels"):
+        D, D_v = (8 * data.draw(st.integers(1, 32), label=name) for name in ("D", "Dv"))
+        problem = replace(problem, head_dim=D, value_dim=D_v, times_q=1)
+    assert_right_results(ranks, way, shape, [problem])
+
+
+def checkpointed(attention):
+    return lambda *qkv, **options: checkpoint(partial(attention, **options), *qkv, use_reentrant=False)
+
+
+def under_autocast(attention):
+    """From float32 tensors."""
+
+    def call(*qkv, **options):
+        with torch.autocast(qkv[0].device.type, torch.bfloat16):
+            return attention(*(x.float() for x in qkv), **options)
+
+    return call
+
+
+def documents_there(attention):
+    """The lengths are a tensor on the device."""
+
+    def call(q, *kv, documents, **options):
+        return attention(q, *kv, documents=torch.tensor(documents, device=q.device), **options)
+
+    return call
+
+
+def viewed(view):
+    return lambda attention: lambda *qkv, **options: attention(*map(view, qkv), **options)
+
+
+def from_element_3(x):
+    """Memory that begins at no multiple of 16 bytes."""
+    return torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape)
+
+
+def rows_of_3_more(x):
+    return torch.nn.functional.pad(x, (0, 3))[..., :-3]
+
+
+CALLS = {"checkpointed": checkpointed, "under autocast": under_autocast, "documents there": documents_there}
+CALLS |= {view.__name__: viewed(view) for view in (*VIEWS, from_element_3, rows_of_3_more)}
+
+
+def called(context, call, way, shape, problems):
+    with mock.patch.dict(ways.WAYS, {way: CALLS[call](ways.WAYS[way])}):
+        return results_on_rank(context, way, shape, problems)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_however_it_is_called(ranks, call):
+    dtypes = [torch.bfloat16] if call == "under autocast" else [torch.bfloat16, torch.float32]
+    few = [Problem(4, 2, S, PACKED, dtype=dtype, head_dim=64, value_dim=16) for dtype in dtypes]
+    assert_right_results(lambda n, work, *given: ranks(n, called, call, *given), "ring", P, few)
+
+
+def in_parts(context, way, shape, problems):
+    """Rank 0 alone, and ranks 1 and 2 beside it."""
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]  # every rank must call both
+    part = context.rank > 0
+    here = replace(context, rank=max(0, context.rank - 1), world_size=1 + part)
+    with mock.patch.dict(ways.WAYS, {way: partial(ways.WAYS[way], group=groups[part])}):
+        return results_on_rank(here, way, shape, problems)
+
+
+def test_two_parts_of_a_job_at_once(ranks):
+    few = [Problem(4, 2, S + 2, options, dtype=torch.bfloat16, head_dim=64) for options in masks_of(S + 2).values()]
+    of_ranks = ranks(P, in_parts, "ring", P, few)
+    for part in (of_ranks[:1], of_ranks[1:]):
+        assert_right_results(lambda *given, part=part: part, "ring", len(part), few)
+
+
+# What it is for -------------------------------------------------------------------------------------------------------
+
+
+def test_states(ranks):
+    asked = list(states.problems_of(P))
+    for problem, *of_ranks in zip(asked, *ranks(P, states.on_rank, asked), strict=True):
+        states.assert_problem(problem, of_ranks)
+
+
+def test_generation(ranks):
+    tokens, *_ = zip(*ranks(P, generation.answers), strict=True)
+    assert list(tokens) == [generation.right_answers()] * P
+
+
+def on_one(context):
+    return mesh.one_process(context.device)
+
+
+def test_training_on_a_mesh(ranks):
+    [exact] = ranks(1, on_one)
+    for outcomes in ranks(4, mesh.on_a_mesh):
+        assert max(max(errors(results, exact)) for results, _, _ in outcomes) <= 1e-10
+
+
+def test_the_doctor(device):
+    report = examine("ringlab:ring_flash_attention", device=device, worlds=(P,), quick=True, head_dim=8)
+    assert report.healthy, str(report)
