@@ -51,6 +51,11 @@ BAD_GROUPS = {
         ["q has shape (1, 1, 4, 3) and k (1, 2, 4, 3)", "1 heads to be a mul"],
     ),
     "tokens": ((FOUR, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 4, 4, 3) and k (1, 2, 3, 3)", "same tokens"]),
+    "order of dimensions": (
+        (torch.zeros(1, 6, 4, 3), *[torch.zeros(1, 6, 2, 3)] * 2),
+        None,
+        ["q has shape (1, 6, 4, 3) and k (1, 6, 2, 3)", "they would fit as (B, S, H, D)"],
+    ),
     "D of q and k": ((FOUR, *[X[..., :2]] * 2), None, ["q has shape (1, 4, 4, 3) and k (1, 2, 4, 2)", "same B and D"]),
     "B of q and k": (
         (torch.cat([FOUR] * 2), X, X),
