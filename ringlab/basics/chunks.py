@@ -38,8 +38,9 @@ def check_grouped_chunks(
     if (B_k, D_k) != (B, D):
         raise ValueError(f"{both}; expected the same B and D")
     if same_tokens and C_k != C:
-        swapped = ". Are they (B, C, H, D)? Give x.transpose(1, 2)" if H == G and C % C_k == 0 else ""
-        raise ValueError(f"{both}; expected chunks of the same tokens{swapped}")
+        fits = H == G and C % C_k == 0
+        hint = ": they would fit as (B, S, H, D), and here x.transpose(1, 2) makes them (B, H, S, D)" if fits else ""
+        raise ValueError(f"{both}; expected chunks of the same tokens{hint}")
     alike, words = (4, "one shape (B, G, C, D) for both") if same_head_dim else (3, "the same B, heads and tokens")
     if k.shape[:alike] != v.shape[:alike]:
         raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; expected {words}")

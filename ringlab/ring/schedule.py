@@ -24,14 +24,12 @@ Source: Liu et al. 2024, algorithm 1 and appendix A.
 
 import math
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
@@ -222,10 +220,6 @@ def agree_on_schedule(
         }
 
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, function=name, settings=settings)
-    _, H, C, _ = q.shape
-    if H >= 2 * C and dist.get_rank() == 0:
-        order = "Is it (B, C, H, D), as FlashAttention has it? Then give x.transpose(1, 2)"
-        warnings.warn(f"q has {H} heads and {C} tokens on this rank; expected (B, H, C, D). {order}", stacklevel=4)
 
     def partition() -> Partition:
         return known_partition(Mask(**mask), layout, tuple(lengths))

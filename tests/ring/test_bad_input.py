@@ -4,7 +4,6 @@ block travels, so that nobody waits for ever."""
 import functools
 import math
 import re
-import warnings
 from unittest import mock
 
 import pytest
@@ -19,8 +18,6 @@ from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.basics.ranks import neighbours, scatter
 from ringlab.ring import backward, grouped_query, overlap
-from ringlab.ring.flash_ring import ring_flash_attention
-from ringlab.support.expect import attempt
 from tests.attention import random_qkv
 from tests.mistakes import all_of, refusal
 from tests.rings import assert_ring
@@ -54,6 +51,11 @@ BAD_GROUPS = {
         ["q has shape (1, 1, 4, 3) and k (1, 2, 4, 3)", "1 heads to be a mul"],
     ),
     "tokens": ((FOUR, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 4, 4, 3) and k (1, 2, 3, 3)", "same tokens"]),
+    "order of dimensions": (
+        (torch.zeros(1, 6, 4, 3), *[torch.zeros(1, 6, 2, 3)] * 2),
+        None,
+        ["q has shape (1, 6, 4, 3) and k (1, 6, 2, 3)", "they would fit as (B, S, H, D)"],
+    ),
     "D of q and k": ((FOUR, *[X[..., :2]] * 2), None, ["q has shape (1, 4, 4, 3) and k (1, 2, 4, 2)", "same B and D"]),
     "B of q and k": (
         (torch.cat([FOUR] * 2), X, X),
@@ -119,33 +121,6 @@ REFUSED = [  # in one process: function, arguments, options, words of the messag
 def test_one_process(function, args, options, words):
     with pytest.raises(ValueError, match=all_of(words)):
         function(*args, **options)
-
-
-def in_another_order(context, H, G, C, causal):
-    """What is said of q, k and v in FlashAttention's order: warnings, and the error."""
-    q, k = torch.ones(1, C, H, 4), torch.ones(1, C, G, 4)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        refused = attempt(ring_flash_attention, q, k, k, causal=causal)
-    return [str(one.message) for one in told], refused if isinstance(refused, str) else None
-
-
-@pytest.mark.parametrize(
-    ("H", "G", "C", "causal", "warned", "refused"),
-    [
-        (4, 4, 8, True, True, False),
-        (4, 2, 8, False, True, False),
-        (4, 2, 8, True, False, True),
-        (8, 8, 15, True, False, False),
-    ],
-)
-def test_heads_in_the_place_of_tokens_are_told(ranks, H, G, C, causal, warned, refused):
-    (told, error), (told_of_1, error_of_1) = ranks(2, in_another_order, H, G, C, causal)
-    order = ["q has 8 heads and 4 tokens on this rank; expected (B, H, C, D). Is it (B, C, H, D)"]
-    assert [one[: len(order[0])] for one in told] == order * warned
-    assert told_of_1 == []
-    assert error == error_of_1
-    assert ("Are they (B, C, H, D)? Give x.transpose(1, 2)" in str(error)) == refused
 
 
 def ring_on(context, ring, inputs):

@@ -1,6 +1,7 @@
 """The trainable ring's out, dq, dk and dv against full attention in float64; NaN, padding, the drop-in, DDP."""
 
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ringlab.ring.flash_ring import scaled_dot_product_attention
+from ringlab.ring.flash_ring import ring_flash_attention, scaled_dot_product_attention
 from ringlab.ring.layouts import pad, positions
 from ringlab.support.rounding import exact_attention
 from tests.attention import NAMES, SEED, assert_four, expected, grouped_inputs
@@ -105,3 +106,18 @@ def test_ddp_averages_so_the_loss_times_p_gives_the_right_gradients(ranks):
         for gradients in ranks(3, on_rank, x, times * d_out):
             for mine, right in zip(gradients, exact, strict=True):
                 torch.testing.assert_close(mine, share * right, rtol=1e-10, atol=1e-10)
+
+
+def warned_of(context, shape):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ring_flash_attention(*torch.zeros(3, *shape))
+    return [str(each.message) for each in told]
+
+
+@pytest.mark.parametrize(
+    ("shape", "told"), [((1, 129, 16, 4), True), ((1, 136, 17, 4), False), ((1, 128, 2, 4), False)]
+)
+def test_more_heads_than_tokens_by_far_are_told_once(ranks, shape, told):
+    for said in ranks(3, warned_of, shape):
+        assert [words.partition("heads")[0][-4:] for words in said] == ["129 "] * told
