@@ -294,8 +294,7 @@ print(f"black bars, two ranks on two cores, 8192 tokens or more: {slowest:.2f} o
 assert slowest > 0.9
 
 # %% [markdown]
-# Short sequences reach less: every call and every message has a fixed cost. [The errors](../bench/gpu.py)
-# are about as large as those of PyTorch's attention in the same dtype.
+# Short sequences reach less: every call and every message has a fixed cost.
 #
 # > **One number to remember: 1.** One query and one key of score 1: the lse must be 1. If a kernel says 1.4427, its lse
 # > is in base 2. Ask that before you build a ring on it.

@@ -278,8 +278,8 @@ except ValueError as error:
 # - Rings and gathers send much more backward, because the gradients of K and V travel in float32.
 # - With 40 heads, all-to-all gives 3 of them to the busiest rank, where the average is 2.5, and all others wait for it.
 #
-# **When which?** If there are enough heads, take all-to-all. If there are more ranks than heads, or heads that do not divide,
-# take the hybrid. The ring takes any number of ranks and any heads, and long chunks hide its hops (chapter 9); but each
+# **When which?** Inside one host, with at least as many heads as ranks, take all-to-all. With more ranks than heads, or heads
+# that do not divide, take the hybrid. That is for one layer of attention; for a whole step, and between hosts, ask `ring-plan`. The ring takes any number of ranks and any heads, and long chunks hide its hops (chapter 9); but each
 # round costs something besides. On the CPUs of one host, [`shared_memory.py`](../ringlab/ways/shared_memory.py) needs no
 # messages. `ring-plan` ranks all of them for your cluster; chapter 18 has two kinds of links.
 #

@@ -280,7 +280,7 @@ for which in (FORWARD, TRAIN):
 
 # %% [markdown]
 # - **The slower the link, the more the double ring gains.** On the faster links it loses up to 11 %, mostly in training:
-#   its last slow hop takes the gradients of all devices of a host through the one card, and nothing hides it.
+#   its last slow hop takes the gradients of all devices of a host through the one NIC, and nothing hides it.
 # - **Hybrid** sends few bytes to the other host. In training it wins 5 of 12 cells. On the slowest link and the shortest
 #   sequence it takes up to 30 % longer than all-to-all, which sends the fewest.
 # - **The lines are predicted from a calibration alone:** `calibrate` measured the hosts just before. 97 % of the times are
@@ -304,16 +304,17 @@ for which in (FORWARD, TRAIN):
 #
 # <details><summary>16 hosts of 8 devices, and each host has only one NIC. Which way is fast, for sequences of a million tokens?</summary>
 #
-# For many sequences, a ring per host: it takes 249 ms for each sequence, and nothing leaves a host. For one sequence, none: 16.6
-# GB must pass the card, and that takes 1.3 s. On 16 hosts the plan sees ring, double ring and a hybrid within 6 %: take the
-# simplest. On 2 hosts with a very slow link, double ring and hybrid took 16 to 28 % less time. Buy cards: with 4 in a host it is
-# 333 ms. For much longer sequences, the flat ring: computing grows with the square of the length and the bytes do not, so at 8
-# million tokens one card hides all messages.
+# For a layer's attention alone, over many sequences, a ring per host: it takes 249 ms for each sequence, and nothing leaves a host.
+# For a whole step `ring-plan` decides: memory counts there too, and weights must travel. For one sequence no way is fast: 16.6
+# GB must pass the one NIC of each host, which takes 1.3 s. On 16 hosts the plan sees ring, double ring and a hybrid within 6 %:
+# take the simplest. On 2 hosts with a very slow link, double ring and hybrid took 16 to 28 % less time. With 4 NICs in a host
+# the layer takes 333 ms. For much longer sequences, the flat ring: computing grows with the square of the length and the bytes do not, so at 8
+# million tokens one NIC hides all messages.
 # </details>
 
 # %%
-one_card = milliseconds(h100s(16, nics=1), chunk)
-three = [one_card[name] for name in ("ring", "double ring", "hybrid 16 x 8")]
+one_nic = milliseconds(h100s(16, nics=1), chunk)
+three = [one_nic[name] for name in ("ring", "double ring", "hybrid 16 x 8")]
 assert 1290 < min(three) < max(three) < 1.06 * min(three)
 assert round(together / 16) == 249
 assert round(min(milliseconds(h100s(16, nics=4), chunk).values())) == 333

@@ -97,7 +97,7 @@ def test_every_entry_of_the_page_says_what_where_and_which_chapter():
             assert (entry.what[-1], entry.look[-1] == ".") == (".", False)
             chapters = list(ROOT.glob(f"notebooks/{entry.chapter:02}_*.ipynb"))
             assert len(chapters) == 1 or entry.name in mistakes_of_states.MISTAKES
-    assert CATALOGUE["sums_in_16_bits"].wild[1:] == ("ring-flash-attention #67", "flash-attention PR #2723")
+    assert CATALOGUE["sums_in_16_bits"].wild[1:] == ("ring-flash-attention #67",)
 
 
 def test_a_name_without_its_words_or_without_a_change_is_an_error():
