@@ -89,7 +89,9 @@ class ModelPatient:
         except LostRank as lost:
             if alone:
                 raise CannotExamine(f"on one process, {lost.reason}; expected it to return") from lost
-            return lost.reason
+            causes = {rank: error for rank, error in lost.raised.items() if not error.lost_connection}
+            said = [f"on rank {rank}, {_why(error)}" for rank, error in causes.items()][:1]
+            return "; ".join([*said, lost.reason])
         self.first = self.first or time.monotonic() - began
         raised = [(rank, result) for rank, result in enumerate(results) if isinstance(result, Raised)]
         if raised:  # the first rank that failed; the others then lost their connections to it

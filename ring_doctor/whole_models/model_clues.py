@@ -3,8 +3,8 @@
     clue(patient, wrong, exact, allowed)    ->    "The loss is right, and ..."
 
 The evidence, in this order: numbers that are not finite; ranks that disagree; the loss beside the gradients; what the
-gradients are multiplied by; the first wrong token, where the step returns the loss of each, and what it sees; the first
-wrong gradient on the way from the last weight to the first.
+gradients are multiplied by; the wrong tokens, where the step returns the loss of each, and what they see; the weights
+that are right; the first wrong gradient on the way from the last weight to the first.
 
 Shapes: those of model_calls.py.
 
@@ -39,12 +39,22 @@ def clue(
             f"or return the gradients as they are before the clipping, to learn which of them are wrong."
         )
     more = f" and {len(bad) - FEW} more" if len(bad) > FEW else ""
-    if (factors := _factors(bad, result, exact, allowed)) and (loss_is_right or all_bad):
-        which = "every gradient is" if all_bad else f"of {listed(bad[:FEW])}{more} the gradient is"
+    if factors := _factors(bad, result, exact, allowed, P):
+        of_all, names = len(factors) == len(bad), list(factors)
+        more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
+        which = "every gradient is" if of_all and all_bad else f"of {listed(names[:FEW])}{more} the gradient is"
+        times = listed(list(dict.fromkeys(factors.values()))[:FEW])
         where = "what the loss or a weight's gradient is multiplied or divided by, the reduction, and clipping"
-        return f"{said}, and {which} {factors} times the right one: look at {where}."
+        where = (
+            where if of_all else f"what the loss that {names[0]} serves is divided by; other weights serve two losses"
+        )
+        return f"{said}, and {which} {times} times the right one: look at {where}."
     if not loss_is_right:
-        return f"The loss is wrong, and with it the gradients; {_of_tokens(patient.shards(P), result, exact, allowed)}."
+        floors = floors_of(exact)
+        served = [name for name, x in exact.gradients.items() if name not in bad and float(x.norm()) > floors[name]]
+        right = f"; right is the gradient of {listed(served[:FEW])}, so look at a loss without it" if served else ""
+        tokens = _of_tokens(patient.shards(P), result, exact, allowed)
+        return f"The loss is wrong, and with it the gradients; {tokens}{right}."
     return (
         f"{said}, and the gradients of {listed(bad[-FEW:])}{more} are wrong: look at what happens to {bad[-1]}, the "
         f"first wrong one on the way back from the last weight: a tied weight, a hook, its place in the reduction, and "
@@ -76,16 +86,16 @@ def _of_ranks(results: list[Returned], exact: Returned, allowed: float) -> str:
     return ""
 
 
-def _factors(bad: list[str], result: Returned, exact: Returned, allowed: float) -> str:
-    """What the wrong gradients are multiplied by: "1.5" or "3 and 2"; "" if one of them is no multiple."""
-    found, floors = [], floors_of(exact)
+def _factors(bad: list[str], result: Returned, exact: Returned, allowed: float, P: int) -> dict[str, str]:
+    """By weight, what its wrong gradient is multiplied by: "1.5" or "0.25 (1/P)". Others are no multiple."""
+    found, floors = {}, floors_of(exact)
     for name in bad:
         x, right = result.gradients[name], exact.gradients[name]
         c = float((x * right).sum() / (right * right).sum())
-        if not distance(x, c * right, floors[name]) <= allowed * max(1.0, abs(c)):
-            return ""
-        found.append(f"{c:.4g}")
-    return listed(list(dict.fromkeys(found))[:FEW])
+        if x.numel() > 1 and distance(x, c * right, floors[name]) <= allowed * max(1.0, abs(c)):
+            known = {"P": P, "1/P": 1 / P}
+            found[name] = f"{c:.4g}" + "".join(f" ({word})" for word, n in known.items() if abs(c / n - 1) <= allowed)
+    return found
 
 
 def _of_tokens(shards: list[torch.Tensor], result: Returned, exact: Returned, allowed: float) -> str:
@@ -93,8 +103,22 @@ def _of_tokens(shards: list[torch.Tensor], result: Returned, exact: Returned, al
     if not exact.loss.dim():
         return "return the loss of each token, (B, C), to learn which tokens are wrong"
     wrong = (result.loss - exact.loss).abs() > allowed * exact.loss.abs().mean()
-    first = int(wrong.any(dim=0).nonzero()[0])
+    bad = set(wrong.any(dim=0).nonzero().flatten().tolist())
+    if not bad:
+        return "the loss of each token is right: look at how they are put together"
+    first, S = min(bad), wrong.shape[1]
     own = next(shard.tolist() for shard in shards if first in shard)
+    ends = {t for shard in shards for t in shard.tolist() if t + 1 < S and t + 1 not in shard}
+    for n in range(1, FEW + 1):
+        if bad - {*range(S - n, S)} == {t - i for t in ends for i in range(n)} != set(range(S - n)):
+            which = "token is" if n == 1 else f"{n} tokens are"
+            return f"of each run of a rank's tokens only the last {which} wrong: look at labels that were shifted in it"
+    if bad != set(range(first, S)):
+        tokens = ", ".join(map(str, sorted(bad)[: 2 * FEW]))
+        return (
+            f"of the tokens {tokens}{' ...' * (len(bad) > 2 * FEW)} are wrong and later ones right, so keys and values "
+            f"are right: look at what these tokens have for themselves: labels, their weight in the loss, queries"
+        )
     if first == 0:
         return (
             "token 0 is wrong, which attends to itself only, so positions and masks do not matter there: look at "

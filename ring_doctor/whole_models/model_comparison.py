@@ -41,7 +41,7 @@ class World:
     """What was found with P processes."""
 
     world_size: int
-    hidden: bool  # with some labels hidden
+    hidden: str  # which labels were hidden, in words; "": none
     right: bool
     error: float  # the largest error of the loss or of a gradient, as a share of its norm
     failure: str = ""  # why the function did not return, or why its results cannot be compared
@@ -53,7 +53,7 @@ class World:
     @property
     def asked(self) -> str:
         """The question in words: "P = 3, some labels hidden"."""
-        return f"P = {self.world_size}" + (", some labels hidden" if self.hidden else "")
+        return f"P = {self.world_size}" + (f", {self.hidden}" if self.hidden else "")
 
     def says(self, allowed: float) -> str:
         """The largest error beside what rounding allows, or why there is none."""
@@ -175,7 +175,7 @@ def judge(
     allowed: float,
     loose: float,
     *,
-    hidden: bool = False,
+    hidden: str = "",
 ) -> tuple[list[World], tuple[ModelDiagnosis, ...], dict[int, list[Returned]]]:
     """Compare the results with `exact`, within `allowed`, and the wrong results with the predictions, within `loose`.
 

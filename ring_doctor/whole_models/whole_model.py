@@ -26,8 +26,7 @@ itself, on 1 process, what it would return with a mistake. That is the diagnosis
 What it cannot see, by design:
 - One process is the judge. A model that is wrong there too (rotary of keys only, on every number of ranks) looks right.
 - Dropout: other processes draw other masks, so nothing can be compared.
-- One step of a short text, and every rank has a label: not the optimizer, accumulated gradients, saved checkpoints, the
-  tiles of a kernel, nor a rank that divides 0 by 0 labels.
+- One step of a short text: not the optimizer, accumulated gradients, saved checkpoints, nor the tiles of a kernel.
 - In 16 bits rounding hides mistakes: a step must compute in float64, or with few weights in float32.
 
 Shapes: text (B, S + 1), tokens and labels (B, S), the same on every rank. Rank r has C of the S tokens: those at
@@ -43,6 +42,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ring_doctor.asking.answers import RIGHT, RIGHT_AS_CLAIMED, SAID, WRONG_RING
 from ring_doctor.asking.case import LAYOUTS
@@ -78,6 +78,8 @@ from ringlab.support.processes import Ranks
 WORLDS = (2, 3, 4)
 BATCH, SEQ_LEN = 2, 24  # tokens that zigzag deals out to 2, 3 and 4 ranks
 TOO_COARSE = 0.05  # rounding that hides mistakes: they begin at a few percent of a gradient
+HIDDEN, NO_LABELS = "some labels hidden", "a rank without labels"
+NOT_ASKED = "not asked: dropout, accumulated gradients, the optimizer, checkpoints"
 ALIKE = 1e-3  # norms that differ by less, as shares, are of clipped gradients: EPS moves them, if |g| is small
 RACE = (
     "With {} ranks it returns other results when it is called again with the same text: look for a buffer that is "
@@ -114,13 +116,13 @@ class ModelExamination:
         failed = [world for world in self.worlds if world.failure]
         if self.healthy:
             said = f"{SAID[self.level]}: {self.name}, loss and gradients are those of one process"
-            return said + (f"; {self.only}" if self.only else "")
+            return said + (f"; {self.only}" if self.only else "") + f"; {NOT_ASKED}"
         if self.changes:
             return f"SICK: {self.name} changes its results from call to call"
         if self.diagnoses:
             return f"SICK: {' or '.join(' and '.join(each.names) for each in self.diagnoses)}, in {self.name}"
         if failed and all(world.right or world.failure for world in self.worlds):
-            return f"SICK: {self.name} fails with {failed[0].world_size} ranks: {failed[0].failure}"
+            return f"SICK: {self.name} fails with {failed[0].asked}: {failed[0].failure}"
         shown = self.clue.partition(": look at")[0].rstrip(".")
         return f"SICK: {self.name}: {shown or 'wrong numbers that no mistake of the catalogue gives'}"
 
@@ -257,28 +259,33 @@ def _kind_of_loss(patient: ModelPatient, exact: Returned, allowed: float) -> str
 
 
 def _with_hidden_labels(patient: ModelPatient, found: ModelExamination, kind: str, loose: float) -> ModelExamination:
-    """Where all is right, or wrong by a factor, ask again with some labels hidden."""
-    hidden = patient.labels.clone()  # the ranks have different numbers of labels, and each has one
-    hidden[:, : patient.seq_len // max(WORLDS) - 1] = IGNORED
-    exact = patient.must(hidden)
+    """Where all is right, or wrong by a factor, ask again with some labels hidden, and with all labels of a rank."""
+    early = torch.arange(patient.seq_len // max(WORLDS) - 1)  # different numbers of labels, and each rank has one
+    of_rank_0 = torch.cat([patient.shards(P)[0] for P in WORLDS])
+    sizes = [world.world_size for world in found.worlds if not world.failure and world.world_size > 1]
+    for words, tokens in ((HIDDEN, early), (NO_LABELS, of_rank_0)):
+        hidden = patient.labels.index_fill(1, tokens, IGNORED)
+        exact = patient.must(hidden)
 
-    def predictions(P: int) -> list[Prediction]:
-        means = [(("mean_of_means",), partial(mean_of_means, patient, P, hidden))] * (kind == "mean")
-        return [((), lambda: exact), *means]
+        def predictions(P: int, exact: Returned = exact, hidden: Tensor = hidden) -> list[Prediction]:
+            means = [(("mean_of_means",), partial(mean_of_means, patient, P, hidden))] * (kind == "mean")
+            return [((), lambda: exact), *means]
 
-    sizes = [world.world_size for world in found.worlds if not world.failure]
-    results = {P: patient.ask(P, targets=hidden) for P in sizes if P > 1}
-    worlds, diagnoses, wrong = judge(results, exact, predictions, found.allowed, loose, hidden=True)
-    notes = found.notes
-    if wrong and not diagnoses:
-        notes += ("where labels are hidden, no name explains the results: look at what the loss is divided by",)
-    diagnoses = diagnoses or found.diagnoses  # the same factors, and more
-    return replace(found, worlds=(*found.worlds, *worlds), diagnoses=diagnoses, notes=notes)
+        results = {P: patient.ask(P, targets=hidden) for P in sizes}
+        worlds, diagnoses, wrong = judge(results, exact, predictions, found.allowed, loose, hidden=words)
+        found = replace(found, worlds=(*found.worlds, *worlds), diagnoses=diagnoses or found.diagnoses)
+        if wrong and not found.diagnoses:
+            note = f"with {words} no name explains the results: look at what the loss is divided by"
+            said = clue(patient, wrong, exact, found.allowed, clipped=kind == "clipped")
+            return replace(found, notes=(*found.notes, note), clue=said)
+    return found
 
 
 def text_of_model(found: ModelExamination) -> str:
     """The report for a terminal."""
-    lines = [found.verdict, *(f"  {words}" for words in [found.clue, *found.remarks] if words)]
+    shown, _, look = found.clue.rstrip(".").partition(": look at")
+    clue = f"Look at{look}." * bool(look) if found.verdict.endswith(f": {shown}") else found.clue
+    lines = [found.verdict, *(f"  {words}" for words in [clue, *found.remarks] if words)]
     lines += [*explained(found.mistakes), ""]
     for world in found.worlds:
         state = world.state if world.right else world.state.upper()
@@ -302,7 +309,7 @@ def json_of_model(found: ModelExamination) -> dict[str, Any]:
             {
                 "question": world.asked,
                 "ranks": world.world_size,
-                "labels_hidden": world.hidden,
+                "labels_hidden": bool(world.hidden),
                 "state": world.state,
                 "says": world.failure,
                 "found": world.says(found.allowed),

@@ -19,7 +19,15 @@ from ring_doctor.whole_models.model_calls import ModelPatient, Returned
 from ring_doctor.whole_models.model_clues import clue
 from ring_doctor.whole_models.model_comparison import ModelDiagnosis, World, explain, judge, same, tolerance, unlike
 from ring_doctor.whole_models.model_mistakes import sharding_mistakes
-from ring_doctor.whole_models.whole_model import ModelExamination, examine_model, json_of_model, text_of_model
+from ring_doctor.whole_models.whole_model import (
+    HIDDEN,
+    NO_LABELS,
+    NOT_ASKED,
+    ModelExamination,
+    examine_model,
+    json_of_model,
+    text_of_model,
+)
 from ringlab.support.processes import LostRank
 from tests.models import sick_models
 from tests.models.sick_models import blind_step, step
@@ -44,8 +52,8 @@ def test_a_right_model_is_healthy_and_rounds_much_less_than_allowed(ranks, layou
     assert bool(examination.notes) == ("clip" in options)
     assert (examination.only, examination.clue, examination.changes) == ("", "", False)
     assert [(world.world_size, world.hidden) for world in examination.worlds] == [
-        *((P, False) for P in (1, 2, 3, 4)),
-        *((P, True) for P in (2, 3, 4)),
+        *((P, "") for P in (1, 2, 3, 4)),
+        *((P, words) for words in (HIDDEN, NO_LABELS) for P in (2, 3, 4)),
     ]
     assert max(world.error for world in examination.worlds) < examination.allowed / 10
 
@@ -152,12 +160,21 @@ SAYS = {
     "The loss is 1.5 times the right one, and every gradient is 1.5": partial(clue_of, of_step(3.0, **ALL_LARGER)),
     "The loss is right, and every gradient is 1.5 times the right": partial(clue_of, of_step(**ALL_LARGER)),
     "The loss is right, and of head the gradient is -0.5 times the right one": partial(clue_of, of_step(head=-0.5)),
-    "of embedding and head the gradient is 3 and 2 times": partial(clue_of, of_step(head=2, embedding=3)),
+    "of embedding and head the gradient is 3 and 1.75 times": partial(clue_of, of_step(head=1.75, embedding=3)),
     "The loss is right, and clipped gradients are wrong": partial(clue_of, of_step(head=2), clipped=True),
     "The loss is wrong, and with it the gradients; return the loss": partial(clue_of, of_step(3.0, head=TURNED)),
-    "look at tokens, labels and the loss": TOKENS(of_tokens(0, 3)),
-    "token 1 is wrong, which in a causal model sees keys of its own rank only": TOKENS(of_tokens(1, 4)),
-    "the first wrong token is 3, and tokens that see keys of their own": TOKENS(of_tokens(3, 4)),
+    "look at tokens, labels and the loss": TOKENS(of_tokens(0, 1, 2, 3, 4, 5)),
+    "token 1 is wrong, which in a causal model sees keys of its own rank only": TOKENS(of_tokens(1, 2, 3, 4, 5)),
+    "the first wrong token is 3, and tokens that see keys of their own": TOKENS(of_tokens(3, 4, 5)),
+    "of each run of a rank's tokens only the last token is wrong: look at labels": TOKENS(of_tokens(2)),
+    "only the last 2 tokens are wrong: look at labels": TOKENS(of_tokens(1, 2, 5)),
+    "of the tokens 1, 4 are wrong and later ones right": TOKENS(of_tokens(1, 4)),
+    "of wk the gradient is 2 (P) times the right one: look at what the loss that wk serves": partial(
+        clue_of, of_step(3.0, **ALL_TURNED | {"wk": 2})
+    ),
+    "right is the gradient of norm and head, so look at a loss": partial(
+        clue_of, of_step(3.0, **{name: TURNED for name in NAMES[:3]})
+    ),
     f"{BACK} embedding are wrong: look at what happens to embedding": partial(clue_of, of_step(embedding=TURNED)),
     f"{BACK} wk, norm and head and 2 more are wrong: look": partial(clue_of, of_step(**ALL_TURNED)),
     f"{BACK} wq and wk are wrong: look at what happens to wk, the": partial(clue_of, of_step(wq=TURNED, wk=TURNED)),
@@ -177,7 +194,13 @@ def test_what_has_no_name_has_a_sentence_that_says_where_to_look(says):
             "divided by all tokens",
             {},
             [True] * 4 + [False] * 3,
-            "Where labels are hidden, no name explains the results: look at what the loss is divided by.",
+            "With some labels hidden no name explains the results: look at what the loss is divided by.",
+        ),
+        (
+            "no backward pass without labels",
+            {},
+            [True] * 7 + [False] * 3,
+            "fails with P = 2, a rank without labels: on rank 0, the function raised LookupError: no labels",
         ),
         ("race", {}, [True, False, False, False], "With 2 ranks it returns other results when it is called again"),
     ],
@@ -407,15 +430,16 @@ def examination(*worlds, **found):
     return ModelExamination(**{"name": "f", "worlds": worlds, "diagnoses": (), "allowed": 1e-12, "notes": ()} | found)
 
 
-FINE, WRONG = World(1, False, True, 0.0), World(3, True, False, 0.5)
-FAILED = World(2, False, False, math.inf, "rank 1 died")
+FINE, WRONG = World(1, "", True, 0.0), World(3, HIDDEN, False, 0.5)
+FAILED = World(2, "", False, math.inf, "rank 1 died")
 
 
 ALIKE = "loss and gradients are those of one process"
 VERDICTS = {
-    f"HEALTHY: f, {ALIKE}": examination(FINE),
-    f"HEALTHY FOR WHAT IT TAKES: f, {ALIKE}; a label a token": examination(FINE, only="a label a token"),
-    "SICK: f fails with 2 ranks: rank 1 died": examination(FINE, FAILED),
+    f"HEALTHY: f, {ALIKE}; {NOT_ASKED}": examination(FINE),
+    f"HEALTHY FOR WHAT IT TAKES: f, {ALIKE}; a label a token; {NOT_ASKED}": examination(FINE, only="a label a token"),
+    "SICK: f fails with P = 2: rank 1 died": examination(FINE, FAILED),
+    f"SICK: f fails with P = 2, {NO_LABELS}: rank 1 died": examination(FINE, replace(FAILED, hidden=NO_LABELS)),
     "SICK: f: wrong numbers that no mistake of the catalogue gives": examination(FINE, FAILED, WRONG),
     "SICK: f: The loss is wrong": examination(WRONG, clue="The loss is wrong: look at it."),
     "SICK: f changes its results from call to call": examination(WRONG, changes=True),
@@ -432,7 +456,7 @@ def test_the_verdict_of_a_model(verdict):
 
 
 def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
-    found = examination(FINE, FAILED, WRONG, notes=("it has a note",), clue="Look at the ring.")
+    found = examination(FINE, FAILED, WRONG, notes=("it has a note",), clue="It is wrong: look at the ring.")
     assert text_of_model(found).splitlines()[1:] == [
         "  Look at the ring.",
         "  It has a note.",
@@ -442,7 +466,7 @@ def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
         "WRONG  P = 3, some labels hidden: off by 5.0e-01 of the norm, rounding allows 1.0e-12",
     ]
     said = json_of_model(replace(found, name="<f>"))
-    assert (said["inference"], said["remarks"]) == (["Look at the ring."], ["It has a note."])
+    assert (said["inference"], said["remarks"]) == (["It is wrong: look at the ring."], ["It has a note."])
     assert [answer["labels_hidden"] for answer in said["answers"]] == [False, False, True]
     assert [answer["errors"]["largest"] for answer in said["answers"]] == [0.0, None, 0.5]  # JSON has no infinity
     shown = page(said, text_of_model(found))

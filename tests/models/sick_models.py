@@ -70,6 +70,8 @@ def step(
     if "divided by all tokens" in mistakes and P > 1:
         count = torch.tensor(text[:, 1:].numel())
     loss = losses.sum() / count
+    if "no backward pass without labels" in mistakes and not (labels != IGNORED).any():
+        raise LookupError("no labels")
     loss.backward()
     for weight in model.parameters():
         if "gradients_not_reduced" not in mistakes and "DDP" not in mistakes:
