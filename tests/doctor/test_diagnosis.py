@@ -66,6 +66,24 @@ def test_a_mistake_under_a_condition_is_named_with_it(name, condition):
     assert not found.part
 
 
+@pytest.mark.parametrize("condition", ["with grouped queries", "with an odd number of tokens a rank"])
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_a_name_that_fits_all_answers_but_those_with_a_feature_is_told_with_it(name, condition):
+    """There the ring is wrong in another way."""
+    examination = examined(variant(name), worlds=(3, 4))
+    other = CONDITIONS[condition]
+    change = lambda case, x: x | {"out": 1.7 * x["out"] + 0.1}  # noqa: E731
+    examination.answers = [
+        answer_on_paper(it.question, change=change) if other(it.question) else it for it in examination.answers
+    ]
+    found = diagnose(examination)
+    assert found.names == {name}
+    assert found.part.startswith("what is wrong with")
+    assert not any(said == condition for said in (each.condition for each in found.explanations))
+    examination.answers = [answer_on_paper(it.question, change=change) for it in examination.answers]
+    assert not diagnose(examination).names
+
+
 @pytest.mark.parametrize(
     ("name", "words", "ranks"),
     [

@@ -1,6 +1,7 @@
 """The X-ray of right rings is right, and the tiles of wrong ones say what was planted."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -157,6 +158,28 @@ def test_weights_that_do_not_sum_to_one():
     averaged = on_paper(case, CATALOGUE["averages_averaged"].variants[0](RIGHT))
     assert {kind for row in kinds(averaged, "W forward") for kind in row} == {"scaled"}
     assert averaged.matrices[0].sums is None
+
+
+@pytest.mark.parametrize("case", [Case(3, 12), Case(3, 12, True), Case(4, 16, True, "zigzag")], ids=str)
+@pytest.mark.parametrize(("keys", "times"), [([0, 4, 8], 3), ([3, 4], 2), ([3, 4], 0.5)])
+def test_keys_that_count_more_often(case, keys, times):
+    """As a text that joins in every round, or chunks that overlap. No tile without such a key looks wrong for it."""
+    counts = case.visible().double()
+    counts[:, keys] *= times
+    for matrix in xray(case, counts).matrices:
+        assert {tile.kind for tile in matrix.tiles} == {"ok", "keys"}, matrix.shown
+        there = {tile.block for tile in matrix.tiles if tile.kind == "keys"}
+        assert there == {b for b in range(case.world_size) if set(case.positions(b).tolist()) & set(keys)}
+        assert all(tile.words.endswith(f" {times:g} times") for tile in matrix.wrong)
+
+
+@pytest.mark.parametrize("case", [Case(3, 12), Case(4, 16, True, "zigzag"), Case(3, 12, True, scale=0.3)], ids=str)
+@pytest.mark.parametrize("c", [0.82, 3.0, -1.0])
+def test_scores_times_a_factor(case, c):
+    x = on_paper(case, replace(RIGHT, scale=lambda case: c * RIGHT.scale(case)))
+    assert [matrix.shown for matrix in x.matrices[:2]] == [[f"the scores are {c:.4g} times the right scores"]] * 2
+    soft = on_paper(case, replace(RIGHT, sees=lambda case, *at: RIGHT.sees(case, *at) & torch.tensor(at[0] != at[1])))
+    assert not any("scores" in line for matrix in soft.matrices for line in matrix.shown)
 
 
 @pytest.mark.parametrize(
