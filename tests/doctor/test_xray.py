@@ -167,7 +167,7 @@ def test_keys_that_count_more_often(case, keys, times):
     counts = case.visible().double()
     counts[:, keys] *= times
     for matrix in xray(case, counts).matrices:
-        assert {tile.kind for tile in matrix.tiles} == {"ok", "keys"}, matrix.shown
+        assert {tile.kind for tile in matrix.tiles} <= {"ok", "keys"}, matrix.shown
         there = {tile.block for tile in matrix.tiles if tile.kind == "keys"}
         assert there == {b for b in range(case.world_size) if set(case.positions(b).tolist()) & set(keys)}
         assert all(tile.words.endswith(f" {times:g} times") for tile in matrix.wrong)
