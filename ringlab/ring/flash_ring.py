@@ -110,12 +110,12 @@ def ring_flash_attention(
     Liu et al. 2024, algorithm 1.
     """
     q, k, v = as_autocast(q, k, v)
-    if q.dim() == 4 and q.shape[1] > max(MANY_HEADS, 8 * q.shape[2]):
-        given = f"q has shape {tuple(q.shape)}, taken for (B, H, S, D): {q.shape[1]} heads of {q.shape[2]} tokens"
-        warnings.warn(f"{given}. Is it (B, S, H, D)? Then give x.transpose(1, 2)", stacklevel=3)
     mask = {"causal": causal, "documents": documents, "window": window, "global_tokens": global_tokens}
     options: dict[str, Any] = {"sinks": sinks, "softcap": softcap, "layout": layout, "schedule": schedule, **mask}
     agreed = agree_on_schedule(q, k, v, scale, group, name="ring_flash_attention", **options)
+    if q.shape[1] > max(MANY_HEADS, 8 * q.shape[2]):
+        given = f"q has shape {tuple(q.shape)}, taken for (B, H, S, D): {q.shape[1]} heads of {q.shape[2]} tokens"
+        warnings.warn(f"{given}. Is it (B, S, H, D)? Then give x.transpose(1, 2)", stacklevel=3)
     return FlashRing.apply(q, k, v, agreed, sinks)
 
 
