@@ -11,6 +11,7 @@ processes share the GPUs that there are. A rank that dies ends all the others, a
 Source: the PyTorch manual, torch.distributed.
 """
 
+import gc
 import math
 import os
 import pickle
@@ -95,6 +96,7 @@ def join_ring(requested_device: str = "auto", local_world_size: int = 0, **init:
         if not end.code:
             raise RuntimeError("sys.exit(0) inside join_ring: expected every rank to work to the end") from end
         raise
+    gc.collect()  # a model in a ring holds itself in a circle, and must be gone before the group
     dist.destroy_process_group()  # not after an error: it could wait for ever
 
 
