@@ -226,7 +226,8 @@ def test_the_search_finds_the_right_page_first_or_second(watched, language):
     """queries.csv: what people type, and the page that must come."""
     page = watched.open("search.html" if language == "en" else "zh-CN/search.html")
     page.wait_for_function("() => Search._index !== null")
-    rows = [row for row in csv.DictReader((Path(__file__).parent / "queries.csv").open()) if row["language"] == language]
+    asked = csv.DictReader((Path(__file__).parent / "queries.csv").open())
+    rows = [row for row in asked if row["language"] == language]
     found = {row["query"]: page.evaluate(FOUND, row["query"])[:2] for row in rows}
     assert len(rows) == 20
     assert {row["query"]: found[row["query"]] for row in rows if row["page"] not in found[row["query"]]} == {}
