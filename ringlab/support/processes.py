@@ -96,7 +96,8 @@ def join_ring(requested_device: str = "auto", local_world_size: int = 0, **init:
         if not end.code:
             raise RuntimeError("sys.exit(0) inside join_ring: expected every rank to work to the end") from end
         raise
-    gc.collect()  # a model in a ring holds itself in a circle, and must be gone before the group
+    if parent_process() is None:  # torchrun's: a model in a ring holds itself in a circle, and goes before the group
+        gc.collect()
     dist.destroy_process_group()  # not after an error: it could wait for ever
 
 
