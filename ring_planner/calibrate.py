@@ -42,6 +42,7 @@ from ring_planner.hidden_communication import AttentionLayer, block_flops
 from ring_planner.machine import FIELDS, write_machine
 from ring_planner.round_costs import causal_pairs
 from ring_planner.ways import Cluster
+from ringlab.options import Parser, positive
 from ringlab.ring.fused_block import fused_backward, fused_forward
 from ringlab.ring.overlap import post
 from ringlab.support.agreement import agree
@@ -271,17 +272,14 @@ def show(found: dict[str, Any]) -> None:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m ring_planner.calibrate", description="Measure this machine.")
+    parser = Parser(prog="python -m ring_planner.calibrate", description="Measure this machine.")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write, for the planner")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--processes", metavar="N", type=int, help="on this host (default: GPUs, or else cores)")
-    parser.add_argument("--heads", metavar="N", type=int, help="query heads of a layer, H")
-    parser.add_argument("--head-dim", metavar="N", type=int, help="numbers in a head, D")
+    parser.add_argument("--processes", metavar="N", type=positive, help="on this host (default: GPUs, or else cores)")
+    parser.add_argument("--heads", metavar="N", type=positive, help="query heads of a layer, H")
+    parser.add_argument("--head-dim", metavar="N", type=positive, help="numbers in a head, D")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of q, k and v")
     options = parser.parse_args()
-    for name, given in vars(options).items():
-        if type(given) is int and given < 1:
-            parser.error(f"{name.replace('_', '-')} is {given}; expected 1 or more")
     if options.out.is_dir() or not options.out.parent.is_dir():
         parser.error(f"out is {options.out}; expected a file in a folder that is there")
     options.processes = options.processes or (options.device != "cpu" and torch.cuda.device_count()) or cpu_cores()

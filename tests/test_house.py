@@ -16,7 +16,7 @@ import pytest
 from tests.commands import ROOT
 
 ORDER = (  # the reading order: a file imports from its own row and from the rows above it
-    ("ringlab.support",),
+    ("ringlab.options", "ringlab.support"),
     ("ringlab.basics",),
     ("worked_example", "ring_attn"),
     ("ringlab.ring",),

@@ -30,7 +30,6 @@ import io
 import json
 import math
 import os
-import re
 import resource
 import signal
 import sys
@@ -49,11 +48,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
 
-from ringlab.basics.command import size
 from ringlab.models.checkpoint import Checkpoints, last_checkpoint, locked
 from ringlab.models.loader import open_text, read_batch
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights
 from ringlab.models.transformer import ALONE, Config, Linear, Transformer, flops_of_a_step, ring_of_states
+from ringlab.options import Parser, positive
 from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.ring.layouts import LAYOUTS
 from ringlab.ring.schedule import Ring, Schedule
@@ -73,24 +72,24 @@ BLOCKS: dict[str, type[Schedule]] = {"messages": Ring, "memory": SharedMemory}
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; ends the process with status 2 and one message when one of them makes no sense by itself."""
-    parser = argparse.ArgumentParser(prog="ringlab.models.train", description=__doc__.splitlines()[0])
+    parser = Parser(prog="ringlab.models.train", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--dp", type=size, default=1, help="rings, each with sequences of its own (1)")
-    add("--cp", type=size, help="ranks in a ring (all ranks / dp)")
+    add("--dp", type=positive, default=1, help="rings, each with sequences of its own (1)")
+    add("--cp", type=positive, help="ranks in a ring (all ranks / dp)")
     add("--layout", choices=LAYOUTS, default="zigzag", help="which tokens a rank of a ring has (zigzag)")
     blocks = "how K and V reach other ranks (messages unless given); auto says what it took"
     add("--blocks", choices=(*BLOCKS, "auto"), default="messages", help=blocks)
-    add("--batch", type=size, default=4, help="sequences in a step, on all ranks together (4)")
-    add("--seq-len", type=size, default=512, help="tokens in a sequence; a token is a byte (512)")
-    add("--layers", type=size, default=2, help="(2)")
+    add("--batch", type=positive, default=4, help="sequences in a step, on all ranks together (4)")
+    add("--seq-len", type=positive, default=512, help="tokens in a sequence; a token is a byte (512)")
+    add("--layers", type=positive, default=2, help="(2)")
     add("--linear", type=int, default=0, help="linear layers before each layer of attention (0; Qwen3-Next: 3)")
-    add("--hidden", type=size, default=128, help="width of the model (128)")
-    add("--heads", type=size, default=4, help="query heads (4)")
-    add("--kv-heads", type=size, default=2, help="key/value heads (2)")
+    add("--hidden", type=positive, default=128, help="width of the model (128)")
+    add("--heads", type=positive, default=4, help="query heads (4)")
+    add("--kv-heads", type=positive, default=2, help="key/value heads (2)")
     add("--dtype", choices=DTYPES, default="fp32", help="in which layers compute (fp32)")
     add("--activation-checkpointing", action="store_true", help="compute activations twice instead of keeping them")
-    add("--steps", type=size, default=100, help="in all, those before --resume too (100)")
-    add("--save-every", type=size, default=50, help="steps (50)")
+    add("--steps", type=positive, default=100, help="in all, those before --resume too (100)")
+    add("--save-every", type=positive, default=50, help="steps (50)")
     add("--data", type=Path, help="text or .jsonl file, or folder of them (the moves of rings, in words)")
     add("--out", type=Path, default=Path("run"), help="folder for checkpoints, loss.jsonl and loss.svg (run)")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
@@ -279,9 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with join_ring(**({} if "WORLD_SIZE" in os.environ else alone)) as context:  # which torchrun sets
             train(context, args)
     except ValueError as error:
-        told = set(re.sub(r"(?m)^rank \d+: ", "", str(error)).splitlines())
-        if first:  # what all ranks refuse alike is said once
-            print(f"ringlab.models.train: {told.pop() if len(told) == 1 else error}", file=sys.stderr)
+        if first:
+            print(f"ringlab.models.train: {error}", file=sys.stderr)
         if dist.is_initialized():  # every rank raised the same error, so none waits; left open, gloo may abort the end
             dist.destroy_process_group()
         return 2

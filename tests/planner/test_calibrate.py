@@ -278,8 +278,8 @@ def test_the_command_writes_what_the_planner_reads(tmp_path, capsys, monkeypatch
     [
         ([], "the following arguments are required: --out"),
         (["--out", "no/such/folder/machine.json"], "expected a file in a folder that is there"),
-        (["--out", "machine.json", "--processes", "0"], "processes is 0; expected 1 or more"),
-        (["--out", "machine.json", "--head-dim", "-1"], "head-dim is -1; expected 1 or more"),
+        (["--out", "machine.json", "--processes", "0"], "--processes: '0' given, expected a whole number"),
+        (["--out", "machine.json", "--head-dim", "-1"], "--head-dim: '-1' given, expected a whole number"),
         (["--out", "machine.json", "--device", "cuda", "--processes", "999"], "--device cuda needs a GPU"),
     ],
 )
