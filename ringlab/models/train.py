@@ -61,6 +61,7 @@ from ringlab.support.agreement import agree
 from ringlab.support.expect import expect
 from ringlab.support.extras import install
 from ringlab.support.processes import RankContext, join_ring
+from ringlab.support.timeline import laps
 from ringlab.ways.shared_memory import SharedMemory, memory_or_messages
 
 RATE, WARM_UP, CLIP = 2e-3, 20, 1.0  # learning rate, steps to reach it, largest gradient norm
@@ -209,17 +210,9 @@ def take_step(
 
 def measured_peak(context: RankContext, dtype: torch.dtype) -> float:
     """FLOP/s of all ranks together, when each multiplies matrices of 512 x 512 eight times: the best of 3 rounds."""
-    a, best = torch.ones(512, 512, dtype=dtype, device=context.device), 0.0
-    for _ in range(3):
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(8):
-            product = a @ a
-        product.sum().item()  # waits for a GPU
-        seconds = torch.tensor(time.perf_counter() - start, device=context.device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)  # of the last rank: ranks may take turns on the same cores
-        best = max(best, context.world_size * 8 * 2 * 512**3 / seconds.item())
-    return best
+    a = torch.ones(512, 512, dtype=dtype, device=context.device)
+    rounds = [max(laps(lambda: a @ a, context.device, 8)) for _ in range(3)]  # ranks may take turns on the same cores
+    return context.world_size * 2 * 512**3 / min(rounds).seconds
 
 
 def peak_memory(device: torch.device) -> int:
