@@ -210,6 +210,7 @@ def test_what_gets_no_name_is_told(ranks, mistake, options, right, says):
     assert [world.right for world in found.worlds] == right
     assert (found.diagnoses, found.changes) == ((), mistake == "race")
     assert says in text_of_model(found)
+    assert "did not answer" not in text_of_model(found)  # a rank that raises frees the others at once
 
 
 def test_without_the_two_options_less_is_named_and_the_notes_say_so(ranks):
