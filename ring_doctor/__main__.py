@@ -35,7 +35,7 @@ from ring_doctor.options import claims_of, parse
 from ring_doctor.report import as_json, head, page
 from ring_doctor.whole_models.whole_model import WORLDS, examine_model, json_of_model, text_of_model
 from ringlab.support.devices import choose_device
-from ringlab.support.processes import Ranks
+from ringlab.support.processes import PRELOAD, Ranks
 
 QUIET = 20.0  # seconds between two lines about how far it is, where stderr is a file or a pipe
 
@@ -107,6 +107,7 @@ def of_attention(args: argparse.Namespace, tell: Callable[[str], None]) -> Told:
 def of_model(args: argparse.Namespace) -> Told:
     """The examination of a training step of a whole model. Raises ValueError and CannotExamine."""
     choose_device(args.device, max(WORLDS))
+    PRELOAD.append("torch._dynamo")  # optimizers, DDP and fully_shard import it, and each rank would take a second
     ranks = Ranks(max(WORLDS), max(START, args.time_limit), args.device)
     try:
         options = {"layout": args.layouts or "contiguous", "vocab": args.vocab, "seed": args.seed}

@@ -35,7 +35,7 @@ the new keys are half masked, which matters where most tokens are new.
 The model takes the paper's partial results for 16 bits: in float32, table 5's all-to-all of 12,800 tokens would have
 needed 77 GB/s of a link of 50.
 
-Before: ../models/pass_q.py, both ways. After: nothing.
+Before: ringlab/models/pass_q.py, both ways. After: nothing.
 Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.4, equations 1 to 3; appendix C, equation 5; tables 4 and 5.
 """
 

@@ -2,5 +2,6 @@
 
 Read basics/test_ring_attn.py first. A folder here has the tests of the folder of its name, and basics/ those of
 ringlab/support too. orders/ plays every order of messages, for chapters 4 and 17. pages/ has the tests of what people
-read: chapters, exercises, pictures, documents and measured numbers. The files beside this one are shared.
+read: chapters, exercises, pictures, documents and measured numbers. wrong/ has the wrong rings, models and answers that
+they need. The files beside this one are shared.
 """

@@ -9,8 +9,8 @@
     as_it_was       modes, checkpointing, buffers and attention of a model                   are put back at the end
     stop_ring       attention, loss and hooks of a model in a ring                           are its own again
 
-All else here uses what transformers documents: hooks, set_attn_implementation, arguments. So a new version of
-transformers breaks the ring in this file, and its tests say where.
+All else here uses what transformers documents: hooks, set_attn_implementation, loss_function, arguments. So a new
+version of transformers breaks the ring in this file, and its tests say where.
 
 transformers has no interface for linear layers, as it has for attention. But all that mixes tokens in these layers is
 in functions of the model's file, and the forward pass of a layer finds them by name: the names below.

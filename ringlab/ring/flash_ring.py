@@ -40,9 +40,9 @@ from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.ring.backward import differentiable_once
 from ringlab.ring.cases import random_inputs, report_cases
-from ringlab.ring.causal import BlockSlice
 from ringlab.ring.fused_block import fused_backward, fused_forward
 from ringlab.ring.layouts import Layout
+from ringlab.ring.partition import BlockSlice
 from ringlab.ring.schedule import Group, Ring, Schedule, agree_on_schedule
 from ringlab.support.agreement import agree, one_pass
 from ringlab.support.timeline import span
@@ -99,7 +99,7 @@ def ring_flash_attention(
     of every other weight. Their dtype may be another than q's.
     With `softcap` c the scores are c·tanh(score/c), before the mask: Gemma 2's. No fused kernel knows them, so they are
     computed by plain tiles, which are slower.
-    `schedule` is the way to share the sequence: the ring, or a class of another file of this folder. Every way takes
+    `schedule` is the way to share the sequence: the ring, or a class of `ringlab/ways`. Every way takes
     the same chunks, layouts and masks, and gives the same result. `group` is a process group or a mesh of one dimension
     (None: the whole job), or for DoubleRing, TwoLevels and Hybrid a mesh of two: its rank host · g + i holds the chunk
     of this rank of P.

@@ -27,7 +27,7 @@ a causal mask; and for a row that sees no key the one of CPUs returns the lse 0,
 The base-2 trap: some kernels return the lse in base 2, log2 Σ e^s, and a merge in the wrong base is silently wrong.
 Multiply it by log 2 first.
 
-Before: gpu_kernels.py. After: masks.py, what a rank computes of a block.
+Before: gpu_kernels.py. After: masks.py, what a query sees.
 Source: Dao et al. 2022, algorithms 2 and 4; PyTorch's native_functions.yaml,
 `_scaled_dot_product_flash_attention_for_cpu` and its `_backward`. "About log2 lse" in TheRainstorm's Interleaved Ring
 Attention, on FlashInfer and FlashMLA; its merge formula has a misprint: exp(lse_i) twice, where it means

@@ -4,8 +4,9 @@
     efficient    xFormers' kernel: float32 too, older GPUs too
     cudnn        NVIDIA's own: on an H100 nearly twice as fast as flash
 
-What its own attention would take for these tensors, the ring takes too: so the ring is not slower than the attention
-that it replaces. A kernel that is silently wrong for some sizes is not taken for them, nor one that was never tried.
+What its own attention would take for these tensors, the ring takes too, for its blocks to be as fast as the attention
+that they replace; how fast they are was not timed since (docs/cluster.md). A kernel that is silently wrong for some
+sizes is not taken for them, nor one that was never tried.
 
 Shapes: q, out and d_out (B, H, Sq, D), k and v (B, G, Sk, D), H a multiple of G; lse (B, H, Sq), natural logarithm, of
 the *whole* rows in a backward pass. Rows have one length D: fused_block.py pads shorter ones.

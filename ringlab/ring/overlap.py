@@ -16,7 +16,7 @@ reads and sends the block in one buffer while the next block fills the other.
     ok    overlapped: largest error 1.8e-07, rounding allows 7.4e-06 (float32 sums)
     hidden: 100% of the messages' time
 
-Before: backward.py. After: causal.py, which tokens a rank should hold.
+Before: backward.py. After: layouts.py, which tokens a rank has.
 Source: Liu et al. 2024, section 3 ("overlapping the communication"), algorithm 1.
 """
 

@@ -274,6 +274,8 @@ def _serve(
             outcome = Raised(type(error).__name__, str(error), trace, place_of(error))
         with suppress(OSError):  # the process that asked may have given up: then the next request is the end
             pipe.send_bytes(pickle.dumps(outcome))
+        if joined and isinstance(outcome, Raised) and outcome.kind != "ValueError" and context.device.type == "cpu":
+            job.close()  # and its connections: ranks that wait for its messages notice at once
 
 
 def launch(work: Callable[..., Any], world_size: int, *args: Any, device: str = "cpu") -> list[Any]:

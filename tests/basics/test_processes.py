@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ringlab.basics.ranks import gather, neighbours, scatter
 from ringlab.support.devices import choose_device, cpu_cores
 from ringlab.support.processes import LostRank, Raised, Ranks, launch
-from tests.basics import failing_ring
 from tests.commands import ROOT, TORCHRUN, ends_soon, run, wait_for
+from tests.wrong import failing_ring
 
 
 def my_neighbours(context):

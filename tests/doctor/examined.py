@@ -13,7 +13,7 @@ from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import questions
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ringlab.ring.layouts import LAYOUTS
-from tests.doctor.sick_rings import ALL, Sick
+from tests.wrong.sick_rings import ALL, Sick
 
 IN_TURN = "ring_doctor.asking.questions.questions"
 

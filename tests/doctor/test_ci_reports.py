@@ -28,9 +28,9 @@ from ring_doctor.report import Report, text
 from ringlab.support import processes
 from ringlab.support.processes import Raised
 from tests.commands import ROOT
-from tests.doctor import odd_patients
+from tests.wrong import odd_patients
 
-RIGHT_RING = "tests.doctor.odd_patients:right"
+RIGHT_RING = "tests.wrong.odd_patients:right"
 
 
 def answer(state, dtype=torch.float64, error=0.0, says="", feature="", **case):
@@ -139,13 +139,13 @@ def test_github_is_told_where_it_runs_the_command(on_github, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     told = {"level": "wrong"}, "SICK: f\nhead\nX-ray", "SICK: f\nhead", ""
     with mock.patch.object(command, "of_attention", return_value=told):
-        assert command.run(parse(["tests.doctor.odd_patients:hangs"])) == 1
+        assert command.run(parse(["tests.wrong.odd_patients:hangs"])) == 1
     printed = capsys.readouterr().out.splitlines()
     assert printed[:3] == ["SICK: f", "head", "X-ray"]
     assert len(printed) == 3 + there
     if there:
         kind, properties, message = parsed(printed[3])
-        assert (kind, properties["file"], message) == ("error", "tests/doctor/odd_patients.py", "head")
+        assert (kind, properties["file"], message) == ("error", "tests/wrong/odd_patients.py", "head")
     assert ("ring-doctor: wrong" in on_github.read_text()) == there
 
 
@@ -155,10 +155,10 @@ def decorated(*args):
 
 
 def test_the_line_of_a_function():
-    lines = (ROOT / "tests/doctor/odd_patients.py").read_text().splitlines()
+    lines = (ROOT / "tests/wrong/odd_patients.py").read_text().splitlines()
     for function in (odd_patients.hangs, decorated, functools.partial(functools.partial(odd_patients.hangs))):
         found = command.line_of(function, ROOT)
-        assert (found["file"], lines[int(found["line"]) - 1]) == ("tests/doctor/odd_patients.py", "def hangs(q, k, v):")
+        assert (found["file"], lines[int(found["line"]) - 1]) == ("tests/wrong/odd_patients.py", "def hangs(q, k, v):")
     assert command.line_of(odd_patients.hangs, ROOT / "ringlab") == {}  # GitHub knows the files of its checkout only
     assert command.line_of(len, ROOT) == {}
 

@@ -17,10 +17,10 @@ from ring_doctor import examine
 from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG
 from ring_doctor.options import parse
 from tests.commands import ROOT, ends_soon, wait_for
-from tests.doctor import odd_patients
 from tests.doctor.examined import on_these
+from tests.wrong import odd_patients
 
-HERE = "tests.doctor.odd_patients"
+HERE = "tests.wrong.odd_patients"
 FEW = ("--worlds", "3", "--forward-only", "--dtype", "float64")  # few questions
 
 
@@ -99,9 +99,9 @@ def test_a_sick_ring_on_the_terminal_in_json_and_on_the_page(ranks, tmp_path, ca
 
 
 def test_a_model_is_examined_by_the_command(capsys):
-    assert command.main(["--model", "tests.models.sick_models:unknown_mistake", "--layout", "zigzag"]) == 1
+    assert command.main(["--model", "tests.wrong.sick_models:unknown_mistake", "--layout", "zigzag"]) == 1
     printed = capsys.readouterr().out
-    assert printed.startswith("SICK: tests.models.sick_models:unknown_mistake: The loss is right, and the gradients of")
+    assert printed.startswith("SICK: tests.wrong.sick_models:unknown_mistake: The loss is right, and the gradients of")
     assert re.search(r"^ok     P = 1: .*\nWRONG  P = 2: off by", printed, flags=re.MULTILINE)
 
 
@@ -132,7 +132,7 @@ def test_it_says_how_far_it_is_where_its_output_is_a_pipe(capsys, monkeypatch):
 
 FEW_ASKED = {"worlds": 3, "dtypes": "float64", "gradients": False}
 EXAMINED = [  # a function, how it is asked, and whether it is healthy
-    ("tests/doctor/odd_patients.py:made_of_zigzag", {"layouts": "zigzag", "causal": True}, True),
+    ("tests/wrong/odd_patients.py:made_of_zigzag", {"layouts": "zigzag", "causal": True}, True),
     (odd_patients.made_of_zigzag, {"layouts": "striped", "causal": True}, False),  # found in its module
     (odd_patients.sequence_first, {"tensors": "sbhd", "gradients": True}, True),
 ]

@@ -25,8 +25,8 @@ from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.inference import infer
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.report import EQUAL_CHUNKS, Report, as_json
-from tests.doctor import odd_patients
 from tests.doctor.examined import examined, on_these
+from tests.wrong import odd_patients
 
 P3 = Case(3, 18)
 PLAIN, LARGE = Question(P3), Question(Case(3, 900))
@@ -437,7 +437,7 @@ def ask():
     return asked
 
 
-IN = r"tests/doctor/odd_patients.py, line \d+ in"
+IN = r"tests/wrong/odd_patients.py, line \d+ in"
 LOST = (odd_patients.hangs, odd_patients.crashes)
 
 
@@ -546,7 +546,7 @@ def test_attention_sinks(ranks, name, shows):
 
 
 PAIRS, REVERSED = (
-    {"layouts": f"tests.doctor.odd_patients:{name}", "causal": True} for name in ("PAIRS", "reversed_positions")
+    {"layouts": f"tests.wrong.odd_patients:{name}", "causal": True} for name in ("PAIRS", "reversed_positions")
 )
 
 

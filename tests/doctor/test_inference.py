@@ -22,7 +22,7 @@ from ring_doctor.explaining.xray import on_paper
 from ring_doctor.mistakes.paper_ring import RIGHT
 from ringlab.support.rounding import exact_attention
 from tests.doctor.examined import answer_on_paper
-from tests.doctor.odd_patients import right
+from tests.wrong.odd_patients import right
 
 PATIENT = patient_of(right)
 NO_XRAY = "none was taken"

@@ -17,7 +17,7 @@ from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ringlab.ring.layouts import LAYOUTS, positions
-from tests.doctor.sick_rings import BY_HAND
+from tests.wrong.sick_rings import BY_HAND
 
 FULL, CAUSAL = Case(4, 24, heads=4), Case(4, 24, True, heads=4)
 ALL_LAYOUTS = [replace(CAUSAL, layout=layout) for layout in LAYOUTS]

@@ -23,9 +23,8 @@ from ring_doctor.mistakes.paper_ring import RIGHT, block_out, compute
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import LAYOUTS
 from tests import every_way as ways
-from tests.basics import escaped_rings
-from tests.doctor import odd_patients
 from tests.doctor.examined import on_these
+from tests.wrong import escaped_rings, odd_patients
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn import ring_attention
 from ring_doctor.asking.answers import WRONG, judge
@@ -16,17 +17,19 @@ from ring_doctor.asking.questions import Question
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining import diagnosis
 from ring_doctor.explaining.diagnosis import diagnose
+from ring_doctor.mistakes.other_ways import hosts
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.ring import backward, grouped_query, overlap
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import LAYOUTS
+from ringlab.ways.double_ring import DoubleRing
+from ringlab.ways.hybrid import Hybrid
 from tests.attention import SEED
 from tests.doctor.examined import examined, examined_sick
-from tests.doctor.sick import table_ring
-from tests.doctor.sick.ring import MASKED
-from tests.doctor.sick_rings import ALL, BY_HAND, OF_TABLE, UNKNOWN, Sick
 from tests.every_way import WAYS
-from tests.models import mesh_patients
+from tests.wrong import from_table
+from tests.wrong.from_table import MASKED
+from tests.wrong.sick_rings import ALL, BY_HAND, OF_TABLE, UNKNOWN, Sick
 
 
 def options_of(case, takes):
@@ -94,11 +97,11 @@ def test_a_sick_ring_is_wrong_exactly_where_it_must_be_and_its_entry_says_how(ra
 
 
 def right(q, k, v, **options):
-    return table_ring.right(q, k, v, **options)
+    return from_table.right(q, k, v, **options)
 
 
 def test_a_ring_of_the_table_without_a_mistake_is_right(ranks):
-    for case, wrong, _ in verdicts(ranks, 3, table_ring.right, right):
+    for case, wrong, _ in verdicts(ranks, 3, from_table.right, right):
         assert not wrong, case.words()
 
 
@@ -180,9 +183,26 @@ def test_a_mistake_that_is_not_in_the_catalogue_gets_no_name_of_it(ranks, name):
     assert found.names == ({"never_called"} if name == "no_merge_on_rank_0" else set())
 
 
+MESH = {}  # 2 x 2 for 4 ranks, and one row otherwise
+
+
+def setup(context):
+    MESH["of this rank"] = init_device_mesh(context.device.type, hosts(context.world_size))
+
+
+def hybrid(q, k, v, *, causal=False, layout="contiguous", scale=None):
+    options = {"causal": causal, "layout": layout, "scale": scale, "group": MESH["of this rank"]}
+    return ring_flash_attention(q, k, v, **options, schedule=Hybrid)
+
+
+def double_ring(q, k, v, *, causal=False, layout="contiguous", scale=None):
+    options = {"causal": causal, "layout": layout, "scale": scale, "group": MESH["of this rank"]}
+    return ring_flash_attention(q, k, v, **options, schedule=DoubleRing)
+
+
 FORWARD = {"gradients": False, "grouped": False}
 HEALTHY = {  # PyTorch's loop is in test_patients.py
-    "hybrid": (mesh_patients.hybrid, {"setup": mesh_patients.setup}),
+    "hybrid": (hybrid, {"setup": setup}),
     "flash_ring": (ring_flash_attention, {}),
     "ring_attn": (ring_attention, FORWARD),
     "overlap": (overlap.ring_attention, FORWARD),
@@ -190,7 +210,7 @@ HEALTHY = {  # PyTorch's loop is in test_patients.py
     "grouped_query": (grouped_query.ring_attention, {}),
     "all_gather": (WAYS["all-gather"], {}),
     "all_to_all": (WAYS["all-to-all"], {}),
-    "double_ring": (mesh_patients.double_ring, {"setup": mesh_patients.setup}),
+    "double_ring": (double_ring, {"setup": setup}),
 }
 
 

@@ -18,7 +18,7 @@ from ringlab.states.linear_attention import Map, checked_inputs, each_of, in_chu
 from ringlab.states.short_convolution import ring_short_convolution
 from ringlab.states.state_ring import ring_linear_attention
 from tests.doctor.examined import on_these
-from tests.doctor.odd_patients import gathered
+from tests.wrong.odd_patients import gathered
 
 WORLDS = (1, 2, 3, 5)
 

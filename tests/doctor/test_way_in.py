@@ -21,11 +21,11 @@ from ring_doctor.catalogue import enter
 from ring_doctor.mistakes import CATALOGUE, PAGE
 from ring_doctor.options import claims_of, parse
 from ringlab.support.processes import Raised, own_frame, place
-from tests.doctor.odd_patients import own_chunk
+from tests.wrong.odd_patients import own_chunk
 
 CPU = torch.device("cpu")
 P3 = Case(3, 18, causal=True, head_dim=16)
-ODD = "tests.doctor.odd_patients"
+ODD = "tests.wrong.odd_patients"
 
 
 @pytest.fixture

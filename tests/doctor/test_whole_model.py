@@ -29,8 +29,8 @@ from ring_doctor.whole_models.whole_model import (
     text_of_model,
 )
 from ringlab.support.processes import LostRank
-from tests.models import sick_models
-from tests.models.sick_models import blind_step, step
+from tests.wrong import sick_models
+from tests.wrong.sick_models import blind_step, step
 
 
 def names(examination):
@@ -210,6 +210,7 @@ def test_what_gets_no_name_is_told(ranks, mistake, options, right, says):
     assert [world.right for world in found.worlds] == right
     assert (found.diagnoses, found.changes) == ((), mistake == "race")
     assert says in text_of_model(found)
+    assert "did not answer" not in text_of_model(found)  # a rank that raises frees the others at once
 
 
 def test_without_the_two_options_less_is_named_and_the_notes_say_so(ranks):
@@ -255,7 +256,7 @@ def test_what_cannot_be_compared_is_refused_with_a_reason(ranks, function, messa
     ("options", "message"),
     [
         ({"layout": "ring"}, "layout is 'ring'"),
-        ({"layout": "tests.models.sick_models:nowhere"}, "cannot be imported"),
+        ({"layout": "tests.wrong.sick_models:nowhere"}, "cannot be imported"),
         ({"vocab": 0}, "vocab is 0; expected 1 or more"),
         ({"step": lambda: None}, "cannot be called with a text alone"),
     ],
@@ -393,7 +394,7 @@ def command_says(capsys, function, *options):
     """(exit status, what is printed) of ring-doctor --model, in this process."""
     with mock.patch.dict(os.environ):
         os.environ.pop("WORLD_SIZE", None)
-        status = command.main(["--model", f"tests.models.sick_models:{function}", *options])
+        status = command.main(["--model", f"tests.wrong.sick_models:{function}", *options])
     return status, capsys.readouterr().out
 
 
@@ -412,7 +413,7 @@ def test_each_option_reaches_the_examination_and_the_limit_of_the_processes_stay
 def test_a_prediction_that_fails_is_left_out_and_both_files_are_written(capsys, tmp_path):
     files = [f"--json={tmp_path / 'report.json'}", f"--html={tmp_path / 'report.html'}"]
     status, printed = command_says(capsys, "other_positions_fail", "--layout", "zigzag", *files)
-    verdict = "SICK: labels_per_shard, in tests.models.sick_models:other_positions_fail"
+    verdict = "SICK: labels_per_shard, in tests.wrong.sick_models:other_positions_fail"
     assert (status, printed.splitlines()[0]) == (1, verdict)
     assert re.search(r"^WRONG  P = 1: off by .*\nWRONG  P = 2: off by", printed, flags=re.MULTILINE)
 

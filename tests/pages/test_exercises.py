@@ -24,9 +24,9 @@ from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ringlab.basics.naive_attention import naive_attention
-from tests.doctor import readers_rings
-from tests.doctor.readers_rings import QUICK, RIGHT_RINGS, WAITING_RINGS
-from tests.pages.tried_answers import FORMULAS, RIGHT_ANSWERS, WRONG_ANSWERS, one_rank_receives_first
+from tests.wrong import readers_rings
+from tests.wrong.readers_rings import QUICK, RIGHT_RINGS, WAITING_RINGS
+from tests.wrong.tried_answers import FORMULAS, RIGHT_ANSWERS, WRONG_ANSWERS, one_rank_receives_first
 
 CHAPTERS = [*build.chapters(), build.SOURCES / "appendix_ring_of_states.py"]
 NAMES = [source.stem.partition("_")[2] for source in CHAPTERS]  # 04_the_ring -> the_ring

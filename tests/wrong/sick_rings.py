@@ -1,13 +1,25 @@
-"""Rings that share nothing with the catalogue: patches of this project's rings, and plain rings with another step."""
+"""Real rings, over real messages, a mistake in each: what the doctor must recognise, and what it cannot know.
 
+    attention = Sick("two_seats:0")        # pickles; call it on every rank: attention(q, k, v, scale=..., group=...)
+    ALL["two_seats:0"].shows(case)         # whether its results must be wrong in this case of asking/case.py
+
+BY_HAND are rings that share nothing with the doctor's catalogue: patches of this project's rings, and some more of each
+kind; "name/variant" is another ring with a mistake. OF_TABLE are rings from its rows, of mistakes of the forward pass:
+"name:0" from the first variant.
+"""
+
+import inspect
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from unittest import mock
 
 import torch
 
 from bench.gradients_home import Circle
+from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import block_out
+from ringlab.basics.ranks import neighbours
 from ringlab.ring import flash_ring, schedule
 from ringlab.ring.flash_ring import flash_backward, ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
@@ -15,15 +27,13 @@ from ringlab.ring.overlap import post
 from ringlab.ring.partition import Partition
 from ringlab.ways import all_gather, all_to_all
 from ringlab.ways.all_to_all import Exchange
-from tests.basics.wrong_rings import back_as_they_came, not_added
-from tests.doctor.sick.ring import CAUSAL, MASKED, SickRing, always, from_2
-from tests.doctor.sick.table_ring import from_table, moved
 from tests.mistakes import patch
+from tests.wrong.from_table import CAUSAL, MASKED, SickRing, always, from_2, from_table, moved
 
 all_gather_attention = partial(ring_flash_attention, schedule=all_gather.AllGather)
 all_to_all_attention = partial(ring_flash_attention, schedule=all_to_all.AllToAll)
 FLASH = partial(ring_flash_attention, schedule=Circle)  # as other rings send sums: the catalogue tells their mistakes
-right_pieces = Partition.pieces
+right_pieces, right_to_tokens = Partition.pieces, Exchange.to_tokens
 
 
 def flash(name, mistake):
@@ -82,6 +92,24 @@ def own_kv(k, v, *, hops, **_):
     return ((k, v) for _ in range(hops + 1))
 
 
+# The other ways -----------------------------------------------------------------------------------------------------
+
+
+def back_as_they_came(exchange, wholes):
+    """Out goes back as if its tokens were in order of rank."""
+    if len(wholes) == 3:
+        return right_to_tokens(exchange, wholes)
+    lengths = [len(at) for at in exchange.order]
+    return right_to_tokens(replace(exchange, order=torch.arange(sum(lengths)).split(lengths)), wholes)
+
+
+def not_added(total, parts, *, group, async_op):
+    """Each rank keeps what its own queries found for its block."""
+    rank, world_size, _, _ = neighbours(group)
+    total.copy_(parts.view(world_size, -1)[rank])
+    return mock.Mock()
+
+
 # Mistakes that the catalogue does not hold ----------------------------------------------------------------------------
 
 
@@ -127,3 +155,29 @@ UNKNOWN = {  # the catalogue does not hold these
         lambda steps: replace(steps, rounds=lambda case, rank: case.world_size if rank else 1), from_2, ()
     ),
 }
+OF_TABLE = {
+    f"{name}:{i}": ring
+    for name, mistake in CATALOGUE.items()
+    for i, variant in enumerate(mistake.variants)
+    if name != "sinks_per_block" and (ring := from_table(variant))  # these rings take no sinks
+}
+ALL = {**OF_TABLE, **BY_HAND, **UNKNOWN}
+OPTIONS = {"causal": False, "layout": "contiguous", "documents": None, "window": None, "scale": None, "group": None}
+ARGUMENTS = dict.fromkeys("qkv", inspect.Parameter.empty) | OPTIONS  # and their defaults
+
+
+@dataclass(frozen=True)
+class Sick:
+    """The ring of this name: f(q, k, v), with those options that it takes."""
+
+    name: str
+
+    @property
+    def __signature__(self):
+        takes = {*"qkv", "scale", "group", *ALL[self.name].takes}
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        given = [inspect.Parameter(name, kind, default=default) for name, default in ARGUMENTS.items() if name in takes]
+        return inspect.Signature(given)
+
+    def __call__(self, q, k, v, **options):
+        return ALL[self.name](q, k, v, **options)

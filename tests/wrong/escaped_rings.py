@@ -6,9 +6,8 @@ import torch.nn.functional as F
 
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.overlap import post
-from tests.doctor.sick.by_hand import FLASH, flash
-from tests.doctor.sick.ring import SickRing
-from tests.doctor.sick_rings import OF_TABLE
+from tests.wrong.from_table import SickRing
+from tests.wrong.sick_rings import FLASH, OF_TABLE, flash
 
 
 class InBackward(torch.autograd.Function):

@@ -16,7 +16,7 @@ from ring_doctor.catalogue import CATALOGUE
 from ringlab.basics.blocking_messages import Recv, Send
 from ringlab.basics.online_softmax import merge
 from ringlab.ring.layouts import positions
-from tests.doctor.readers_rings import WRONG_RINGS
+from tests.wrong.readers_rings import WRONG_RINGS
 
 
 def naive_softmax(scores):
