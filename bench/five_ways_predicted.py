@@ -31,9 +31,8 @@ from ring_planner.hidden_communication import AttentionLayer, block_flops
 from ring_planner.round_costs import MERGE_CALLS
 from ring_planner.seconds import Pass, pass_of
 from ring_planner.ways import WAYS, Cluster, traffic
-from ringlab.ring.causal import BlockSlice
 from ringlab.ring.masks import Mask
-from ringlab.ring.partition import Partition
+from ringlab.ring.partition import BlockSlice, Partition
 from ringlab.ways.all_gather import pieces_of_all
 
 Row = dict[str, Any]

@@ -19,7 +19,6 @@ GPU nothing is measured and nothing is claimed. With `--device cpu` the same cod
 docs/cluster.md says what changes on GPUs, and what came out.
 """
 
-import argparse
 import math
 import sys
 import time
@@ -46,6 +45,7 @@ from ring_planner import calibrate
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.memory import peak_bytes_backward
 from ring_planner.presets import GPUS
+from ringlab.options import Parser, positive
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import choose_kernel, fused_backward, fused_forward
 from ringlab.ring.layouts import LAYOUTS, shard
@@ -418,11 +418,11 @@ def table(results: record.Results) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m bench.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=tuple(ON), default="cuda", help="cpu: gloo and small sizes (cuda)")
-    parser.add_argument("--ranks", type=int, help="(every GPU, and at least 3)")
+    parser.add_argument("--ranks", type=positive, help="(every GPU, and at least 3)")
     args = parser.parse_args(arguments)
-    if args.ranks is not None and args.ranks < 2:
+    if args.ranks == 1:
         parser.error(f"--ranks is {args.ranks}; expected 2 or more")
     on_gpu = args.device == "cuda"
     if on_gpu and not torch.cuda.is_available():

@@ -30,7 +30,7 @@ from datetime import datetime, timezone
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -42,11 +42,13 @@ from ring_planner.hidden_communication import AttentionLayer, block_flops
 from ring_planner.machine import FIELDS, write_machine
 from ring_planner.round_costs import causal_pairs
 from ring_planner.ways import Cluster
+from ringlab.options import Parser, positive
 from ringlab.ring.fused_block import fused_backward, fused_forward
 from ringlab.ring.overlap import post
 from ringlab.support.agreement import agree
 from ringlab.support.devices import choose_device, cpu_cores
 from ringlab.support.processes import RankContext, join_ring, launch
+from ringlab.support.timeline import Timed, laps
 from ringlab.ways.all_gather import all_gather
 
 LONG = 0.5  # seconds: lengths and bytes grow as long as a call will take less
@@ -60,7 +62,6 @@ LAYERS = {"cpu": (8, 64, "float32"), "cuda": (32, 128, "bfloat16")}  # heads, he
 PASSES, MASKS, KINDS = ("forward", "backward"), ("none", "causal"), ("send", "all-gather", "all-to-all")
 
 Row = dict[str, Any]
-Timed = Callable[[], Any]  # what is timed
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -82,32 +83,15 @@ class Stopwatch:
 
     context: RankContext
 
-    def wait_for_device(self) -> None:
-        """Until this rank's stream is done; messages that travel meanwhile have streams of their own."""
-        if self.context.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-
-    def once(self, work: Timed, calls: int = 1, after: Timed | None = None) -> tuple[float, float]:
-        """Seconds of a call until the last rank has done all, and seconds of a rank's core. Then `after` runs."""
-        self.wait_for_device()
-        dist.barrier()
-        begin, busy = time.perf_counter(), time.process_time()
-        for _ in range(calls):
-            work()
-        self.wait_for_device()
-        mine = (time.perf_counter() - begin) / calls, (time.process_time() - busy) / calls
-        if after:
-            after()
-        everyone = agree(lambda: mine)
-        return max(seconds for seconds, _ in everyone), sum(core for _, core in everyone) / len(everyone)
-
     def typical(self, work: Timed, after: Timed | None = None) -> tuple[float, float]:
-        """The medians of some repetitions, after a call to warm up. With `after`, each is one call and `after`."""
-        seconds, _ = self.once(work, 1, after)
+        """Medians of some repetitions, after a call to warm up: seconds until the last rank is done, and of a core.
+
+        With `after`, each repetition is one call and `after`.
+        """
+        seconds = max(laps(work, self.context.device, 1, after)).seconds
         calls = 1 if after else max(1, round(SHORT / seconds))
-        seen = [self.once(work, calls, after) for _ in range(REPETITIONS)]
-        seconds, core = (median(each) for each in zip(*seen, strict=True))
-        return seconds, core
+        seen = [laps(work, self.context.device, calls, after) for _ in range(REPETITIONS)]
+        return median(max(lap).seconds for lap in seen), median(mean(it.core for it in lap) for lap in seen)
 
     def table(self, name: str, sizes: Sequence[int], growth: int, work: Callable[[int], Timed]) -> list[Row]:
         """A row for each size, until the next call, with `growth` times the work, would take longer than LONG."""
@@ -271,17 +255,14 @@ def show(found: dict[str, Any]) -> None:
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m ring_planner.calibrate", description="Measure this machine.")
+    parser = Parser(prog="python -m ring_planner.calibrate", description="Measure this machine.")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write, for the planner")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--processes", metavar="N", type=int, help="on this host (default: GPUs, or else cores)")
-    parser.add_argument("--heads", metavar="N", type=int, help="query heads of a layer, H")
-    parser.add_argument("--head-dim", metavar="N", type=int, help="numbers in a head, D")
+    parser.add_argument("--processes", metavar="N", type=positive, help="on this host (default: GPUs, or else cores)")
+    parser.add_argument("--heads", metavar="N", type=positive, help="query heads of a layer, H")
+    parser.add_argument("--head-dim", metavar="N", type=positive, help="numbers in a head, D")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of q, k and v")
     options = parser.parse_args()
-    for name, given in vars(options).items():
-        if type(given) is int and given < 1:
-            parser.error(f"{name.replace('_', '-')} is {given}; expected 1 or more")
     if options.out.is_dir() or not options.out.parent.is_dir():
         parser.error(f"out is {options.out}; expected a file in a folder that is there")
     options.processes = options.processes or (options.device != "cpu" and torch.cuda.device_count()) or cpu_cores()

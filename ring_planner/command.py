@@ -19,13 +19,14 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from ring_planner.machine import read_machine
 from ring_planner.memory import RESERVE
 from ring_planner.plan import LONGEST, MOST, Plan, Wish, best, candidates, digits, gains, hosts_that_hold, longest
 from ring_planner.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ring_planner.step import KERNELS, LOSSES, OPTIMIZERS, RECOMPUTE, TASKS, WEIGHTS, Step
+from ringlab.options import Parser
 
 SHOWN = 5  # rows of the table
 NEAR = 1.02  # times as long is as fast
@@ -34,14 +35,6 @@ SHORT = 8192  # tokens
 OPTIMIZER_HOLDS = """what it holds of a parameter. adam: a float32 weight and two moments; adam8bit: its moments have 8
 bits; adam-bf16: two moments of 16 bits and no other weight; sgd: a float32 weight; none: nothing (default: adam)"""
 NUMBERS = ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab")  # of a model
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """End with status 2 and one line."""
-        line = " ".join(message.split())
-        print(f"{self.prog}: {line}{'' if 'expected' in line else '; expected options as in --help'}", file=sys.stderr)
-        raise SystemExit(2)
 
 
 def number(least: float, most: float, meaning: str, whole: bool = False) -> Callable[[str], float]:

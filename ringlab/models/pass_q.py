@@ -37,12 +37,11 @@ from torch.distributed import ProcessGroup
 from ringlab.basics.chunks import agree_on_chunks, check_grouped_chunks, needs_gradients
 from ringlab.models.generate import EMPTY, SpreadCache, agree_on_prompts, read, write
 from ringlab.models.transformer import Transformer
-from ringlab.ring.causal import BlockSlice
 from ringlab.ring.flash_ring import keys_of, merge_into, nothing_seen, queries_of, reversed_rows
 from ringlab.ring.fused_block import fused_forward
 from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import arriving_blocks
-from ringlab.ring.partition import cut
+from ringlab.ring.partition import BlockSlice, cut
 from ringlab.ring.schedule import check_sinks, check_softcap
 from ringlab.support.agreement import agree_same, members
 from ringlab.support.expect import expect

@@ -40,9 +40,9 @@ from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.ring.backward import differentiable_once
 from ringlab.ring.cases import random_inputs, report_cases
-from ringlab.ring.causal import BlockSlice
 from ringlab.ring.fused_block import fused_backward, fused_forward
 from ringlab.ring.layouts import Layout
+from ringlab.ring.partition import BlockSlice
 from ringlab.ring.schedule import Group, Ring, Schedule, agree_on_schedule
 from ringlab.support.agreement import agree, one_pass
 from ringlab.support.timeline import span

@@ -35,11 +35,10 @@ from torch.distributed import ProcessGroup, Work
 
 from ringlab.basics.chunks import agree_on_chunks, check_grouped_chunks, needs_gradients, under_autocast
 from ringlab.basics.ranks import neighbours
-from ringlab.ring.causal import BlockSlice
 from ringlab.ring.layouts import is_own, layout_of
 from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import arriving_blocks, keys_and_values, numbers_of_token, own_last, post, two_buffers
-from ringlab.ring.partition import Partition
+from ringlab.ring.partition import BlockSlice, Partition
 from ringlab.support.agreement import Group, agree_same, flat_group
 from ringlab.support.processes import RankContext, launch
 

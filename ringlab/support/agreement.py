@@ -201,8 +201,10 @@ def _refusal(said: dict[int, Said]) -> str:
     apart = not first.ranks or len(dict(pairs)) < len(pairs)  # two groups of the same ranks
     apart |= any((each.ranks, each.mesh) != (first.ranks, first.mesh) for each in said.values())
     ranks = dict(sorted(said.items())) if apart else {i: said[rank] for i, rank in enumerate(first.ranks)}
-    if wrong := [f"rank {rank}: {each.wrong}" for rank, each in ranks.items() if each.wrong]:
-        return "\n".join(wrong)
+    if wrong := {rank: each.wrong for rank, each in ranks.items() if each.wrong}:
+        if len(wrong) == len(ranks) and len({*wrong.values()}) == 1:  # what all refuse alike is said once
+            return wrong[min(wrong)]
+        return "\n".join(f"rank {rank}: {words}" for rank, words in wrong.items())
     if apart:
         problem = "groups; expected the same group or mesh on each of them"
         words = {rank: _where(each) for rank, each in ranks.items()}

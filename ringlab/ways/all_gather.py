@@ -38,11 +38,10 @@ from torch.distributed import Work
 
 from ringlab.basics.ranks import neighbours
 from ringlab.ring.cases import random_inputs, report_cases
-from ringlab.ring.causal import BlockSlice
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import NAMED, layout_of
 from ringlab.ring.overlap import keys_and_values, numbers_of_token
-from ringlab.ring.partition import Partition, cut, every
+from ringlab.ring.partition import BlockSlice, Partition, cut, every
 from ringlab.ring.schedule import Round, Schedule
 from ringlab.support.timeline import span
 

@@ -51,11 +51,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringlab.ring.cases import random_inputs, report_cases
-from ringlab.ring.causal import BlockSlice
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import arriving_blocks, own_last
-from ringlab.ring.partition import Partition
+from ringlab.ring.partition import BlockSlice, Partition
 from ringlab.ring.schedule import Group, Ring, Round, Schedule, TravellingSums
 from ringlab.support.agreement import check_mesh
 from ringlab.support.processes import RankContext, launch
