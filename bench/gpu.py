@@ -138,11 +138,14 @@ def kernels(context: RankContext, sizes: Sizes) -> Iterator[Row]:
             for Sq, Sk, causal in SHAPES:
                 four = drawn(context.device, dtype, 4, 2, Sq, Sk, D)
                 kernel, _ = choose_kernel(*four[:2], D**-0.5, causal=causal)
-                found.setdefault(kernel, {})[f"D {D}, {Sq} x {Sk}{', causal' * causal}"] = block_error(*four, causal)
+                mask = ", causal" if causal else ""
+                found.setdefault(kernel, {})[f"D {D}, {Sq} x {Sk}{mask}"] = block_error(*four, causal)
         for kernel, cases in found.items():
             wrong = {case: error for case, error in cases.items() if not error <= 1}
             says = f"{len(cases)} blocks, errors up to {max(cases.values()):.2f} of what rounding allows"
-            yield f"{dtype}, {kernel}", not wrong, says + f"; WRONG: {'; '.join(list(wrong)[:5])}" * bool(wrong)
+            if wrong:
+                says += f"; WRONG: {'; '.join(list(wrong)[:5])}"
+            yield f"{dtype}, {kernel}", not wrong, says
 
 
 class Here:
