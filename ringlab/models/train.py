@@ -151,8 +151,8 @@ def _train(
     start, losses = 0, list[float]()
     if args.resume:
         start, losses, damaged = checkpoints.load(model, optimizer)
-        for line in damaged:
-            say(f"damaged   {line}")
+        for words in damaged:
+            say(f"damaged   {words}")
         say(f"resumed   after step {start}, from {args.out}")
     peak = measured_peak(context, DTYPES[args.dtype])
     of_a_step = args.batch * args.seq_len, flops_of_a_step(model, args.batch, args.seq_len)

@@ -267,12 +267,12 @@ def flash_backward(
             with span("compute", t, k_j, v_j):
                 rows, *of_rows = queries_of(piece, q, out, lse, d_out)
                 block = reversed_rows(piece, rows, *keys_of(piece, k_j, v_j), *of_rows)
-                parts = fused_backward(*block, scale=schedule.scale, softcap=schedule.softcap, causal=piece.triangle)
-                parts = reversed_rows(piece, *parts)  # dq, dk and dv of the piece
+                d_qkv = fused_backward(*block, scale=schedule.scale, softcap=schedule.softcap, causal=piece.triangle)
+                parts = reversed_rows(piece, *d_qkv)
             totals = *queries_of(piece, d_q), *keys_of(piece, *sums.of_round(t))
             for total, part in zip(totals, parts, strict=True):
                 total += part
-            del block, parts, part, totals, total  # else these would lie beside those of the next piece
+            del block, d_qkv, parts, part, totals, total  # else these would lie beside those of the next piece
         sums.send_on(t)
     d_k, d_v = sums.home()
     return d_q, d_k, d_v
