@@ -212,7 +212,7 @@ def capped_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`tile_backward` of backward.py, with capped scores. lse is inf where no key is seen."""
     q, k, v, d_out = (x.to(lse.dtype) for x in (q, k, v, d_out))
-    scores, slope = capped_scores(q, k, scale=scale, softcap=softcap, future=future)
+    scores, slope = capped_scores(q, k, scale=scale, softcap=softcap, future=future)  # (B, H, Sq, Sk)
     p = torch.exp(scores - lse[..., None])  # the softmax weights
     d_scores = p * (d_out @ v.mT - delta[..., None]) * slope
     return scale * d_scores @ k, scale * d_scores.mT @ q, p.mT @ d_out

@@ -250,9 +250,10 @@ def ring_linear_attention(
     x, h = checked_inputs(q, k, v, log_decay, beta, state)
     if documents is not None:  # a token that begins a document forgets everything before it
         x = x._replace(log_decay=x.log_decay.masked_fill(runs.first.to(q.device)[:, None], -torch.inf))
-    parts = zip(*([None] * len(runs.mine) if y is None else y.split(runs.mine, dim=2) for y in x), strict=True)
-    reads, changes = zip(*(in_chunks(Inputs(*part), runs.scale) for part in parts), strict=True)
-    states = HandOn.apply(WAYS[way], runs.chain, group, h, *(y for run in changes for y in run))
+    none = [None] * len(runs.mine)
+    parts = zip(*(none if y is None else y.split(runs.mine, dim=2) for y in x), strict=True)  # the inputs of each run
+    reads, changes = zip(*(in_chunks(Inputs(*part), runs.scale) for part in parts), strict=True)  # maps of its chunks
+    states = HandOn.apply(WAYS[way], runs.chain, group, h, *(y for run in changes for y in run))  # (B, H, n, D, Dv)
     outs = [read(h).flatten(2, 3)[:, :, :n] for read, h, n in zip(reads, states, runs.mine, strict=True)]
     last = Map(*(y[:, :, -1] for y in changes[-1]))
     out = torch.cat(outs, dim=2).to(q.dtype)
