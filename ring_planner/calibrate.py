@@ -202,7 +202,9 @@ def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dic
     numbers["causal"] = cost_of_a_mask(rows)
     mesh = init_device_mesh(context.device.type, (hosts, per_host), mesh_dim_names=("between", "inside"))
     tables: list[Row] = []
-    for place in ["inside"] * (per_host > 1) + ["between"] * (hosts > 1):
+    for place, sharing in (("inside", per_host), ("between", hosts)):
+        if sharing == 1:
+            continue
         for kind in KINDS:  # collectives between hosts are of the whole job
             group = mesh.get_group(place) if kind == "send" or place == "inside" else None
             table = watch.table("bytes", BYTES, 4, message(kind, group, context.device))

@@ -181,7 +181,8 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> None:
     how = f"{step.linear_dtype} products, {step.kernels} kernels"
     if step.task == "train":
         trained = f"{step.trainable:.2%} trained, " if step.trainable < 1 else ""
-        how = f"{how}, loss {step.loss}, {trained}{step.optimizer}{', base of 4 bits' * (step.weights == '4bit')}"
+        base = ", base of 4 bits" if step.weights == "4bit" else ""
+        how = f"{how}, loss {step.loss}, {trained}{step.optimizer}{base}"
     what = "a step" if step.task == "train" else "a prefill"
     print(f"{what} at S = {step.seq_len:,}, batch {step.batch} of each replica: {how}")
     ranked = best(step, wish)
