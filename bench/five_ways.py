@@ -37,11 +37,10 @@ from bench.hosts import command, hosts, row_of, torchrun
 from bench.record import Method, in_turn
 from ring_planner.ways import WAYS
 from ringlab.basics.ranks import gather
-from ringlab.ring.causal import BlockSlice
 from ringlab.ring.flash_ring import FlashRing, ring_flash_attention
 from ringlab.ring.layouts import shard, unshard
 from ringlab.ring.masks import Mask
-from ringlab.ring.partition import Partition
+from ringlab.ring.partition import BlockSlice, Partition
 from ringlab.ring.schedule import Round, Schedule
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext

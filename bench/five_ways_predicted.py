@@ -31,9 +31,8 @@ from ring_planner.hidden_communication import AttentionLayer, block_flops
 from ring_planner.round_costs import MERGE_CALLS
 from ring_planner.seconds import Pass, pass_of
 from ring_planner.ways import WAYS, Cluster, traffic
-from ringlab.ring.causal import BlockSlice
 from ringlab.ring.masks import Mask
-from ringlab.ring.partition import Partition
+from ringlab.ring.partition import BlockSlice, Partition
 from ringlab.ways.all_gather import pieces_of_all
 
 Row = dict[str, Any]
@@ -231,7 +230,7 @@ def table(results: record.Results) -> str:
                 ratio = f" ({seconds / predicted(results, row, name, which):.2f})" if name in WAYS else ""
                 here.append(f"{seconds:.3f}{ratio}")
             rows.append(here)
-        tables += [f"{which.capitalize()}{' (forward and backward)' * (which == TRAIN)}:"]
+        tables += [f"{which.capitalize()}{' (forward and backward)' if which == TRAIN else ''}:"]
         tables += [record.grid(" | ".join(["hosts x ranks | S | MB/s", *names]), rows)]
     speeds = [[name, f"{min(x):.2f}", f"{geometric_mean(x):.2f}"] for name, x in over_peers(results).items()]
     return record.page(

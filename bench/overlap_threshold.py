@@ -15,12 +15,10 @@ minutes; a run that was stopped goes on where it was.
     $ sudo .venv/bin/python -m bench.overlap_threshold
 """
 
-import time
 from collections.abc import Callable
 from statistics import mean, median
 
 import torch
-import torch.distributed as dist
 
 from bench import record
 from bench.hosts import command, hosts, row_of
@@ -36,9 +34,9 @@ from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
 from ringlab.ring.overlap import post, seconds
 from ringlab.support import timeline
-from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
+from ringlab.support.timeline import laps
 
 Row = dict[str, float]
 
@@ -77,23 +75,18 @@ def measure_hop(context: RankContext, chunk: int, *, heads: int, head_dim: int, 
     def ring() -> None:
         ring_flash_attention(q, k, v)
 
+    def time_of(work: Callable[[], None]) -> float:
+        return mean(lap.seconds for lap in laps(work, context.device))
+
     seen = []
     for _ in range(1 + repetitions):  # the first warms up
-        row = {"computing": _time(compute), "messages": _time(hop)}
+        row = {"computing": time_of(compute), "messages": time_of(hop)}
         with timeline.record(k) as events:
-            row["ring"] = _time(ring)
+            row["ring"] = time_of(ring)
         row["waiting"] = seconds(events, "wait")
         row["computing_meanwhile"] = seconds([event for event in events if event.round == 0], "compute")
         seen.append(row)
     return {name: median(row[name] for row in seen[1:]) for name in seen[0]}
-
-
-def _time(work: Callable[[], None]) -> float:
-    dist.barrier()
-    begin = time.perf_counter()
-    work()
-    mine = time.perf_counter() - begin
-    return mean(agree(lambda: mine))
 
 
 def shares(row: Row) -> Row:

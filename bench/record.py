@@ -10,19 +10,18 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
-from ring_planner.calibrate import Stopwatch
-from ringlab.support.agreement import agree
 from ringlab.support.devices import cpu_cores
 from ringlab.support.processes import RankContext
+from ringlab.support.timeline import laps
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "bench" / "results"
@@ -171,16 +170,16 @@ def in_turn(
     """
     together = torch.get_num_threads()
     seconds, results = {name: [] for name in methods}, {}
+
+    def note(name: str, work: Callable[[], Any]) -> None:
+        results[name] = work()
+
     for _ in range(warm_up + repetitions):
         for name, (alone, work) in methods.items():
             torch.set_num_threads(cpu_cores() if alone else together)
             time.sleep(PAUSE)
-            dist.barrier()
-            begin = time.perf_counter()
-            if not alone or context.rank == 0:
-                results[name] = work()
-            Stopwatch(context).wait_for_device()
-            mine = time.perf_counter() - begin
-            seconds[name].append(max(agree(lambda mine=mine: mine)))  # the others wait here
+            idle = alone and context.rank > 0
+            its_turn = (lambda: None) if idle else partial(note, name, work)
+            seconds[name].append(max(laps(its_turn, context.device)).seconds)
     torch.set_num_threads(together)
     return {name: each[warm_up:] for name, each in seconds.items()}, results

@@ -11,14 +11,12 @@ attention alone). Every case must give the loss of one process.
     $ python -m bench.training_speed
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,6 +29,7 @@ from ringlab.models.transformer import Config
 from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
+from ringlab.support.timeline import laps
 from ringlab.ways.shared_memory import SharedMemory
 
 ONE, RING, MEMORY, TORCH = "one process", "ring", "ring in shared memory", "PyTorch's loop"
@@ -68,11 +67,7 @@ def seconds_of_steps(
     first = step().item()
     loss, seconds = sum(agree(lambda: first)) / context.world_size, []
     for _ in range(steps):
-        dist.barrier()
-        begin = time.perf_counter()
-        step()
-        mine = time.perf_counter() - begin
-        seconds.append(max(agree(lambda mine=mine: mine)))
+        seconds.append(max(laps(step, context.device)).seconds)
     return seconds, loss
 
 

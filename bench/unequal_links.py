@@ -16,6 +16,7 @@ that was stopped goes on where it was.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -35,6 +36,7 @@ from ringlab.ring import flash_ring
 from ringlab.ring.fused_block import fused_forward
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext
+from ringlab.support.timeline import laps
 
 Row = dict[str, Any]
 
@@ -82,15 +84,15 @@ def link_speeds(context: RankContext, size: int) -> list[float]:
     """Bytes/s of the link from each rank to the next, for one message of so many bytes while nothing else travels."""
     message, seconds = torch.zeros(size, dtype=torch.uint8), []
     rank, P, _, previous = neighbours()
-    for sender in [0, *range(P)]:  # the first warms up
-        dist.barrier()
-        begin = time.perf_counter()
+
+    def send_from(sender: int) -> None:
         if rank == sender:
             dist.send(message, (rank + 1) % P)
         elif previous == sender:
             dist.recv(message, previous)
-        mine = time.perf_counter() - begin if previous == sender else 0.0
-        seconds.append(max(agree(lambda mine=mine: mine)))
+
+    for sender in [0, *range(P)]:  # the first warms up
+        seconds.append(laps(partial(send_from, sender), context.device)[(sender + 1) % P].seconds)
     return [size / each for each in seconds[1:]]
 
 

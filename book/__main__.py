@@ -4,7 +4,6 @@ python -m book                   the Chinese book is site/zh-CN/
 python -m book --translations    bring book/locale/ up to date with the English pages; then fill in what is empty
 """
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from book.contents import ARCHIVE, LANGUAGES, REPOSITORY, ROOT, folder, stage
 from book.data import write
+from ringlab.options import Parser
 
 
 def sphinx(builder: str, language: str, to: Path) -> int:
@@ -48,7 +48,7 @@ def build() -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m book", description="Build the book into site/.")
+    parser = Parser(prog="python -m book", description="Build the book into site/.")
     parser.add_argument("--translations", action="store_true", help="bring book/locale/ up to date, and build nothing")
     options = parser.parse_args()
     if options.translations:

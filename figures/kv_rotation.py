@@ -1,11 +1,10 @@
 """The rotation of the K/V blocks: the worked example's 8 tokens on 4 GPUs, 4 rounds, 3 hops; a still and an animation.
 
-Drawn from a ring that computes, `one_process_ring` of ringlab/ring/causal.py. The blocks in the picture are those
-that were in hand. The numbers of token 0 are the (m, l, o) that it had.
+Drawn from the ring of worked_example.py. The blocks in the picture are those that were in hand. The numbers of token 0
+are the (m, l, o) that it had.
 """
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,9 @@ from PIL import Image
 
 from figures import shapes
 from ringlab.basics.naive_attention import TOKENS, naive_attention
-from ringlab.basics.online_softmax import State, finish
-from ringlab.ring.causal import one_process_ring
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
+from worked_example import P, Step, ring
 
 ALT = (
     "Four GPUs in a ring, in four rounds. The queries of tokens 0 and 1 stay on GPU 0, those of 2 and 3 on GPU 1, "
@@ -26,30 +24,23 @@ ALT = (
     "on to the next GPU, so GPU 0 computes on blocks 0, 3, 2 and 1. Token 0's result goes from [0.6698, 0.3302] over "
     "[2.6420, 1.7435] and [2.4530, 1.6718] to [2.2688, 1.6500]."
 )
-P = 4
 CARD, GAP = (196, 112), (64, 46)  # pixels: a GPU, and the space between two
 SLOT = (8, 40, 180, 64)  # where the block lies on the card: x, y, width, height
 FRAME, NARROW = (900, 424), (472, 736)  # pixels: of the animation, and of the one for phones
 
 
-@dataclass(frozen=True)
-class Round:
-    """What every GPU had after computing in one round."""
-
-    blocks: list[int]  # the K/V block in hand, by GPU
-    states: list[State]  # (m, l, o) of the GPU's two queries, by GPU
-
-
-def rounds() -> list[Round]:
-    """Run the ring of the worked example and note what happens: one Round for each of its P rounds."""
-    x = TOKENS[None, None]  # (1, 1, 8, 2): queries, keys and values in one
-    return [Round(blocks, states) for blocks, states in one_process_ring(x, x, x, P)]
+Round = list[Step]  # what every GPU computed, by GPU
 
 
 def token_0(of: Round) -> tuple[float, float, list[float]]:
     """Token 0's m, l and o / l after a round."""
-    m, l, _ = of.states[0]
-    return m[0, 0, 0].item(), l[0, 0, 0].item(), finish(of.states[0])[0][0, 0, 0].tolist()
+    step = of[0]
+    return step.m[0], step.l[0], (step.o[0] / step.l[0]).tolist()
+
+
+def in_hand(of: Round) -> list[int]:
+    """The K/V block of each GPU."""
+    return [step.block for step in of]
 
 
 def pair(values: list[float]) -> str:
@@ -94,12 +85,12 @@ def draw(narrow: bool = False) -> drawing.Picture:
     figure, ax = drawing.canvas(width, height, ALT)
     left, size, count = (8, 16, "") if narrow else (20, drawing.TITLE, ": 4 rounds, 3 hops")
     drawing.write(ax, left, 34, f"K/V blocks travel, queries stay{count}", size=size, weight="bold")
-    for t, now in enumerate(rounds()):
+    for t, now in enumerate(ring()):
         x, y = left + 504 * (t % columns), 122 + 364 * (t // columns)
         drawing.write(ax, x, y - 26, f"Round {t}", size=16, weight="bold")
         *_, so_far = token_0(now)
         drawing.write(ax, x + 456, y - 26, f"token 0 so far: {pair(so_far)}", ha="right")
-        _ring(ax, x, y, now.blocks, arrows=t < P - 1)
+        _ring(ax, x, y, in_hand(now), arrows=t < P - 1)
         hop = "then each block moves on to the next GPU" if t < P - 1 else "no hop: every query has met every key"
         drawing.write(ax, x + 228, y + 292, hop, color=drawing.MUTED, ha="center")
     return figure
@@ -113,7 +104,7 @@ def _frame(ax: Axes, record: list[Round], t: int, moved: float, narrow: bool) ->
         caption, rest = f"Hop {t + 1} of {P - 1}: every K/V block moves on", " to the next GPU, queries stay"
     caption += "" if narrow else rest
     drawing.write(ax, x, 34, caption, size=16 if narrow else drawing.TITLE, weight="bold")
-    _ring(ax, x, 76, record[t].blocks, arrows=not (last or moved), moved=moved)
+    _ring(ax, x, 76, in_hand(record[t]), arrows=not (last or moved), moved=moved)
     if last:
         drawing.write(ax, x + 228, 386, "No hop after the last round: every query has met every key.", ha="center")
 
@@ -124,7 +115,7 @@ def _frame(ax: Axes, record: list[Round], t: int, moved: float, narrow: bool) ->
     for x, head in zip(columns, ("m", "l", "o / l"), strict=True):
         drawing.write(ax, left + x, top + 130, head, color=drawing.MUTED, ha="right")
     for row in range(t + 1):
-        y, block = top + 164 + 40 * row, record[row].blocks[0]
+        y, block = top + 164 + 40 * row, record[row][0].block
         if row == t and not moved:
             shapes.box(ax, left - 8, y - 19, 380, 38)
         shapes.block(ax, left, y - 13, 48, 26, block, f"KV{block}", weight="bold")
@@ -149,7 +140,7 @@ def frames(steps: int) -> list[tuple[int, float]]:
 
 def save_gif(folder: Path, narrow: bool = False) -> None:
     """Write the animation as kv_rotation.gif or kv_rotation-narrow.gif. It stays a while on every round."""
-    record, images, milliseconds = rounds(), [], []
+    record, images, milliseconds = ring(), [], []
     for t, moved in frames(steps=10):
         figure, ax = drawing.canvas(*(NARROW if narrow else FRAME), ALT)
         _frame(ax, record, t, moved, narrow)

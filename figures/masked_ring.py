@@ -8,9 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Polygon, Rectangle
 
 from figures import shapes
-from ringlab.ring.causal import BlockSlice
 from ringlab.ring.masks import Mask
-from ringlab.ring.partition import Partition
+from ringlab.ring.partition import BlockSlice, Partition
 from ringlab.support import drawing
 
 ALT = (

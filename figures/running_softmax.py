@@ -9,10 +9,11 @@ import math
 from matplotlib.patches import Polygon, Rectangle
 
 from figures import shapes
-from figures.kv_rotation import pair, rounds, token_0
+from figures.kv_rotation import pair, token_0
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
+from worked_example import ring
 
 ALT = (
     "Four stacked bars, one a round, each of height 1: the weights of token 0 over the keys seen so far. Block 0 "
@@ -35,8 +36,8 @@ def draw() -> drawing.Picture:
     for row, name in enumerate((*names, "o / l: result so far")):
         drawing.write(ax, 20, 436 + 36 * row, name, weight="bold" if row == len(names) else "normal")
 
-    record = rounds()
-    order = [now.blocks[0] for now in record]  # the blocks in the order in which GPU 0 held them
+    record = ring()
+    order = [now[0].block for now in record]  # the blocks in the order in which GPU 0 held them
     m_before, before = -math.inf, []
     for t, now in enumerate(record):
         m, l, result = token_0(now)
@@ -55,7 +56,7 @@ def draw() -> drawing.Picture:
 
         middle = x + WIDTH / 2
         drawing.write(ax, middle, 86, f"Round {t}: KV{order[t]}", size=16, weight="bold", ha="center")
-        o = now.states[0][2][0, 0, 0].tolist()
+        o = now[0].o[0].tolist()
         numbers = [f"{m:.4f}", f"{math.exp(m_before - m):.4f}", f"{l:.4f}", pair(o), pair(result)]
         for row, number in enumerate(numbers):
             drawing.write(ax, middle, 436 + 36 * row, number, ha="center", weight="bold" if row == 4 else "normal")

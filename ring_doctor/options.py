@@ -8,14 +8,13 @@ Before: asking/patient.py. After: __main__.py, the command.
 import argparse
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any
 
-from ring_doctor.asking.answers import BAD_INPUT
 from ring_doctor.asking.case import LAYOUTS
 from ring_doctor.asking.examination import SECONDS
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.signature import TENSORS
-from ringlab.basics.command import new_file
+from ringlab.options import Parser, new_file
 
 DESCRIPTION = """\
 Is your ring attention right, and if not, which mistake is it?
@@ -48,14 +47,9 @@ exit status
   docs/doctor_in_ci.md has workflows to copy, and JUnit XML by pytest."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # one sentence, without the usage
-        self.exit(BAD_INPUT, f"{self.prog}: {message}\n")
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options of the command. Bad options end the process with status 2 and one sentence."""
-    parser = _Parser(
+    parser = Parser(
         prog="ring-doctor",
         usage="ring-doctor [options] module:function",
         description=DESCRIPTION,

@@ -30,7 +30,7 @@ from datetime import datetime, timezone
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -42,11 +42,13 @@ from ring_planner.hidden_communication import AttentionLayer, block_flops
 from ring_planner.machine import FIELDS, write_machine
 from ring_planner.round_costs import causal_pairs
 from ring_planner.ways import Cluster
+from ringlab.options import Parser, positive
 from ringlab.ring.fused_block import fused_backward, fused_forward
 from ringlab.ring.overlap import post
 from ringlab.support.agreement import agree
 from ringlab.support.devices import choose_device, cpu_cores
 from ringlab.support.processes import RankContext, join_ring, launch
+from ringlab.support.timeline import Timed, laps
 from ringlab.ways.all_gather import all_gather
 
 LONG = 0.5  # seconds: lengths and bytes grow as long as a call will take less
@@ -60,7 +62,6 @@ LAYERS = {"cpu": (8, 64, "float32"), "cuda": (32, 128, "bfloat16")}  # heads, he
 PASSES, MASKS, KINDS = ("forward", "backward"), ("none", "causal"), ("send", "all-gather", "all-to-all")
 
 Row = dict[str, Any]
-Timed = Callable[[], Any]  # what is timed
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -82,32 +83,15 @@ class Stopwatch:
 
     context: RankContext
 
-    def wait_for_device(self) -> None:
-        """Until this rank's stream is done; messages that travel meanwhile have streams of their own."""
-        if self.context.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-
-    def once(self, work: Timed, calls: int = 1, after: Timed | None = None) -> tuple[float, float]:
-        """Seconds of a call until the last rank has done all, and seconds of a rank's core. Then `after` runs."""
-        self.wait_for_device()
-        dist.barrier()
-        begin, busy = time.perf_counter(), time.process_time()
-        for _ in range(calls):
-            work()
-        self.wait_for_device()
-        mine = (time.perf_counter() - begin) / calls, (time.process_time() - busy) / calls
-        if after:
-            after()
-        everyone = agree(lambda: mine)
-        return max(seconds for seconds, _ in everyone), sum(core for _, core in everyone) / len(everyone)
-
     def typical(self, work: Timed, after: Timed | None = None) -> tuple[float, float]:
-        """The medians of some repetitions, after a call to warm up. With `after`, each is one call and `after`."""
-        seconds, _ = self.once(work, 1, after)
+        """Medians of some repetitions, after a call to warm up: seconds until the last rank is done, and of a core.
+
+        With `after`, each repetition is one call and `after`.
+        """
+        seconds = max(laps(work, self.context.device, 1, after)).seconds
         calls = 1 if after else max(1, round(SHORT / seconds))
-        seen = [self.once(work, calls, after) for _ in range(REPETITIONS)]
-        seconds, core = (median(each) for each in zip(*seen, strict=True))
-        return seconds, core
+        seen = [laps(work, self.context.device, calls, after) for _ in range(REPETITIONS)]
+        return median(max(lap).seconds for lap in seen), median(mean(it.core for it in lap) for lap in seen)
 
     def table(self, name: str, sizes: Sequence[int], growth: int, work: Callable[[int], Timed]) -> list[Row]:
         """A row for each size, until the next call, with `growth` times the work, would take longer than LONG."""
@@ -159,7 +143,7 @@ def message(kind: str, group: ProcessGroup | None, device: torch.device) -> Call
     def work(size: int) -> Timed:
         if kind == "send":
             begin = exchange(size, group, device)
-            return lambda: [each.wait() for each in begin()]
+            return lambda: [work.wait() for work in begin()]
         part = -(-size // (P - 1))
         sent, received = torch.zeros(2, P * part, dtype=torch.uint8, device=device).unbind()
         if kind == "all-gather":
@@ -188,7 +172,7 @@ def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: 
         compute()
 
     alone, _ = watch.typical(compute)
-    meanwhile, _ = watch.typical(compute_meanwhile, lambda: [each.wait() for each in works])
+    meanwhile, _ = watch.typical(compute_meanwhile, lambda: [work.wait() for work in works])
     return max(1.0, meanwhile / alone)
 
 
@@ -218,7 +202,9 @@ def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dic
     numbers["causal"] = cost_of_a_mask(rows)
     mesh = init_device_mesh(context.device.type, (hosts, per_host), mesh_dim_names=("between", "inside"))
     tables: list[Row] = []
-    for place in ["inside"] * (per_host > 1) + ["between"] * (hosts > 1):
+    for place, sharing in (("inside", per_host), ("between", hosts)):
+        if sharing == 1:
+            continue
         for kind in KINDS:  # collectives between hosts are of the whole job
             group = mesh.get_group(place) if kind == "send" or place == "inside" else None
             table = watch.table("bytes", BYTES, 4, message(kind, group, context.device))
@@ -246,42 +232,39 @@ def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dic
     return {"cluster": Cluster(hosts, per_host, **numbers), **about, "computing": rows, "messages": tables}
 
 
-def faults(found: dict[str, Any]) -> list[str]:
+def faults(results: dict[str, Any]) -> list[str]:
     """What a quiet machine would not measure: others used it meanwhile. Empty: nothing was seen."""
-    cluster, said = found["cluster"], []
-    own = [row["core"] / row["seconds"] for row in found["computing"] if found["made"]["on"] == "cpu"]
-    if own and median(own) < QUIET:
-        said.append(f"computing had {median(own):.0%} of a core")
+    cluster, signs = results["cluster"], []
+    busy = [row["core"] / row["seconds"] for row in results["computing"] if results["made"]["on"] == "cpu"]
+    if busy and median(busy) < QUIET:
+        signs.append(f"computing had {median(busy):.0%} of a core")
     if cluster.launch == 0:
-        said.append("longer blocks took less than their share of the time")
+        signs.append("longer blocks took less than their share of the time")
     for place in ("inside", "between"):
-        sent = [row["seconds"] for row in found["messages"] if (row["kind"], row["place"]) == ("send", place)]
+        sent = [row["seconds"] for row in results["messages"] if (row["kind"], row["place"]) == ("send", place)]
         if sent and sent[0] > 1.5 * min(sent):
-            said.append(f"the shortest message {place} took longer than a longer one")
-    return said
+            signs.append(f"the shortest message {place} took longer than a longer one")
+    return signs
 
 
-def show(found: dict[str, Any]) -> None:
+def show(results: dict[str, Any]) -> None:
     """Print the numbers that the planner takes."""
-    layer, made = found["layer"], found["made"]
+    layer, made = results["layer"], results["made"]
     on = f"{made['on']} with {made['backend']}, {layer['dtype']}, {layer['heads']} heads of {layer['head_dim']}"
-    print(f"{found['cluster'].devices} processes, {on}: {made['seconds']:.0f} s")
+    print(f"{results['cluster'].devices} processes, {on}: {made['seconds']:.0f} s")
     for name in FIELDS:
-        print(f"    {name:<18}{getattr(found['cluster'], name):.4g}")
+        print(f"    {name:<18}{getattr(results['cluster'], name):.4g}")
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m ring_planner.calibrate", description="Measure this machine.")
+    parser = Parser(prog="python -m ring_planner.calibrate", description="Measure this machine.")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write, for the planner")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--processes", metavar="N", type=int, help="on this host (default: GPUs, or else cores)")
-    parser.add_argument("--heads", metavar="N", type=int, help="query heads of a layer, H")
-    parser.add_argument("--head-dim", metavar="N", type=int, help="numbers in a head, D")
+    parser.add_argument("--processes", metavar="N", type=positive, help="on this host (default: GPUs, or else cores)")
+    parser.add_argument("--heads", metavar="N", type=positive, help="query heads of a layer, H")
+    parser.add_argument("--head-dim", metavar="N", type=positive, help="numbers in a head, D")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of q, k and v")
     options = parser.parse_args()
-    for name, given in vars(options).items():
-        if type(given) is int and given < 1:
-            parser.error(f"{name.replace('_', '-')} is {given}; expected 1 or more")
     if options.out.is_dir() or not options.out.parent.is_dir():
         parser.error(f"out is {options.out}; expected a file in a folder that is there")
     options.processes = options.processes or (options.device != "cpu" and torch.cuda.device_count()) or cpu_cores()
@@ -298,15 +281,15 @@ def main() -> int:
     options = read_options()
     if "WORLD_SIZE" in os.environ:  # set by torchrun
         with join_ring(options.device) as context:
-            found = measured(context, *options.layer)
+            results = measured(context, *options.layer)
             if context.rank > 0:
                 return 0
     else:
-        found = launch(measured, options.processes, *options.layer, device=options.device)[0]
-    show(found)
-    if said := faults(found):
-        print(f"BUSY: {'; '.join(said)}. Expected a quiet machine: stop other programs and measure again")
-    write_machine(options.out, **found)
+        results = launch(measured, options.processes, *options.layer, device=options.device)[0]
+    show(results)
+    if signs := faults(results):
+        print(f"BUSY: {'; '.join(signs)}. Expected a quiet machine: stop other programs and measure again")
+    write_machine(options.out, **results)
     print(f"wrote {options.out}: plan with `ring-plan --gpu NAME --machine {options.out}`: the GPU gives the memory")
     return 0
 

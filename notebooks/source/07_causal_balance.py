@@ -151,12 +151,12 @@ def causal_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) 
     for r in range(P):
         for t in range(P):
             j = (r - t) % P
-            visible = visible_slice(layout, r, j, [S // P] * P)
+            visible = visible_slice(layout, r, j, S // P)
             if visible is None:
                 continue
-            rows, keys = visible.queries, visible.keys
+            rows, keys, triangle = visible
             part = q[:, :, at[r]][:, :, rows], k[:, :, at[j]][:, :, keys], v[:, :, at[j]][:, :, keys]
-            out_j, lse_j = blockwise_attention(*part, block_size=S, causal=visible.triangle)
+            out_j, lse_j = blockwise_attention(*part, block_size=S, causal=triangle)
             if t == 0:  # its own block: every query sees at least itself
                 out, lse = out_j, lse_j
             else:
@@ -319,5 +319,5 @@ print(check_idle_limit(my_idle))
 # ```
 # </details>
 #
-# Open [`causal.py`](../ringlab/ring/causal.py) now: it has `visible_slice`, and the ring of this page on processes.
+# Open [`causal.py`](../ringlab/ring/causal.py) now: it has `visible_slice`, and counts the pairs of this page.
 # Next: [8 · the trainable ring](08_the_fused_ring.ipynb).

@@ -11,7 +11,7 @@ Before: answers.py. After: examination.py, which asks.
 import linecache
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from ring_doctor.asking.answers import FAILED, LATE, REFUSED, Answer, judge
 from ring_doctor.asking.calls import WrongResult, ask_on_rank, prepare
 from ring_doctor.asking.patient import Patient
-from ring_doctor.asking.questions import Question
+from ring_doctor.asking.questions import Question, kind
 from ringlab.support.processes import Frame, LostRank, Raised, Ranks, own_frame, place
 
 START = 120.0  # seconds to import a library and to set it up
@@ -43,12 +43,12 @@ class Job:
         self.ranks = Ranks(size, START, device, Path(self._errors.name))
         self.ready, self.lost = False, 0
         self.slowest = 0.0  # seconds of an answer, after the set-up
-        self.called: set[int] = set()  # the ranks that have called the patient
+        self.called: set[Hashable] = set()  # the kinds of questions that were answered
 
     def ask(self, question: Question) -> Answer:
         """The answer to a question, whatever the ranks do. Raises CannotExamine when the set-up fails.
 
-        The first question to a rank may take as long as the set-up: compilers work then. The time for the others grows
+        The first question of a kind may take as long as the set-up: compilers work then. The time for the others grows
         with what an answer took. When it is over and no rank hangs, the answer is LATE: the machine may be too slow.
         """
         try:
@@ -57,13 +57,14 @@ class Job:
             return Answer(question, REFUSED, f"{type(error).__name__}: {error}", raised=True)
         with TemporaryDirectory() as name:
             folder, members = Path(name), question.members or tuple(range(self.size))
-            first = not self.called.issuperset(members)
             try:
                 if not self.ready:
                     self.ranks.seconds, self.ranks.hang = START, lambda silent: False
                     self.ranks(self.size, prepare, self.patient)
                     self.ready = True
-                self.ranks.seconds = max(START * first, self.seconds, LONGER * self.slowest)
+                self.ranks.seconds = max(
+                    START * (kind(question) not in self.called), self.seconds, LONGER * self.slowest
+                )
                 self.ranks.hang = partial(hang, folder)
                 start = time.monotonic()
                 of_ranks = self.ranks.outcomes(self.size, ask_on_rank, self.patient, question, folder, self.seconds)
@@ -78,7 +79,7 @@ class Job:
                 lines, state = lines_of_ranks(folder), LATE if late else FAILED
                 says, silent = self._why_lost(lost, lines), tuple(lost.silent)
                 return Answer(question, state, says, lost=True, hangs=waits, silent=silent, waits=lines)
-        self.called.update(members)
+        self.called.add(kind(question))
         raised = {rank: of_ranks[rank] for rank in members if isinstance(of_ranks[rank], Raised)}
         if not raised:
             return judge(question, [of_ranks[rank] for rank in members])

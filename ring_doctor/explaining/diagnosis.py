@@ -119,8 +119,9 @@ def _ways(wrong: list[Answer], answered: list[Answer]) -> set[str]:
     """The ways to ask, if they are what the wrong answers have in common: asked plainly, the same inputs are right."""
     ways = {answer.question.how for answer in wrong}
     plain = {answer.case.inputs for answer in answered if answer.question.how == "plain"}  # all of them right
-    known = ways <= set(BY_WAY) and plain >= {answer.case.inputs for answer in wrong}
-    return ways if known else set()
+    inputs = {answer.case.inputs for answer in wrong}
+    sums = "autocast" in ways and inputs <= set(UNROUNDED)  # the sums are rounded: that has names of its own
+    return ways if ways <= set(BY_WAY) and plain >= inputs and not sums else set()
 
 
 def _wrong(answers: Iterable[Answer]) -> list[Answer]:

@@ -9,12 +9,12 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ringlab.basics.ranks import gather, scatter
+from ringlab.options import Parser, new_file, positive
 from ringlab.support import timeline
 from ringlab.support.colours import paint
 from ringlab.support.devices import choose_device, cpu_cores
@@ -90,37 +90,17 @@ def check(out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> int:
     return 0 if report("against full attention in float64", out, exact_attention(q, k, v)["out"]) else 1
 
 
-def size(text: str) -> int:
-    """A type for options: a whole number of 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} given, expected a whole number of 1 or more")
-    return int(text)
-
-
-def new_file(suffix: str) -> Callable[[str], Path]:
-    """A type for options: the name of a file to write. To write into a pipe would wait for a reader."""
-
-    def path(text: str) -> Path:
-        place = Path(text).resolve()
-        if not text.endswith(suffix) or (place.exists() and not place.is_file()) or not place.parent.is_dir():
-            expected = f"a name ending in {suffix} of a file, in a folder that exists"
-            raise argparse.ArgumentTypeError(f"{text!r} given, expected {expected}")
-        return Path(text)
-
-    return path
-
-
 def parse(argv: list[str] | None, world_size: int, local_world_size: int) -> argparse.Namespace:
     """The command's options; ends the process with status 2 and one message when they make no sense."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [options]; --help lists them",
-        description="Ring Attention on torchrun's processes, or on 4 of its own, checked against full attention.",
+    about = "Ring Attention on torchrun's processes, or on 4 of its own, checked against full attention."
+    parser = Parser(description=about)
+    parser.add_argument("--seq-len", type=positive, default=2048, metavar="S", help="tokens, one a rank or more (2048)")
+    parser.add_argument("--batch", type=positive, default=1, metavar="B", help="sequences (1)")
+    parser.add_argument("--heads", type=positive, default=8, metavar="H", help="heads (8)")
+    parser.add_argument(
+        "--head-dim", type=positive, default=64, metavar="D", help="numbers in a head's query or key (64)"
     )
-    parser.add_argument("--seq-len", type=size, default=2048, metavar="S", help="tokens, one a rank or more (2048)")
-    parser.add_argument("--batch", type=size, default=1, metavar="B", help="sequences (1)")
-    parser.add_argument("--heads", type=size, default=8, metavar="H", help="heads (8)")
-    parser.add_argument("--head-dim", type=size, default=64, metavar="D", help="numbers in a head's query or key (64)")
     parser.add_argument("--dtype", choices=dtypes, default="float32", help="of q, k, v and the result (float32)")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: GPUs, shared if they are few (auto)"

@@ -30,7 +30,6 @@ import io
 import json
 import math
 import os
-import re
 import resource
 import signal
 import sys
@@ -49,11 +48,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
 
-from ringlab.basics.command import size
 from ringlab.models.checkpoint import Checkpoints, last_checkpoint, locked
 from ringlab.models.loader import open_text, read_batch
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights
 from ringlab.models.transformer import ALONE, Config, Linear, Transformer, flops_of_a_step, ring_of_states
+from ringlab.options import Parser, positive
 from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.ring.layouts import LAYOUTS
 from ringlab.ring.schedule import Ring, Schedule
@@ -62,6 +61,7 @@ from ringlab.support.agreement import agree
 from ringlab.support.expect import expect
 from ringlab.support.extras import install
 from ringlab.support.processes import RankContext, join_ring
+from ringlab.support.timeline import laps
 from ringlab.ways.shared_memory import SharedMemory, memory_or_messages
 
 RATE, WARM_UP, CLIP = 2e-3, 20, 1.0  # learning rate, steps to reach it, largest gradient norm
@@ -73,24 +73,24 @@ BLOCKS: dict[str, type[Schedule]] = {"messages": Ring, "memory": SharedMemory}
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; ends the process with status 2 and one message when one of them makes no sense by itself."""
-    parser = argparse.ArgumentParser(prog="ringlab.models.train", description=__doc__.splitlines()[0])
+    parser = Parser(prog="ringlab.models.train", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--dp", type=size, default=1, help="rings, each with sequences of its own (1)")
-    add("--cp", type=size, help="ranks in a ring (all ranks / dp)")
+    add("--dp", type=positive, default=1, help="rings, each with sequences of its own (1)")
+    add("--cp", type=positive, help="ranks in a ring (all ranks / dp)")
     add("--layout", choices=LAYOUTS, default="zigzag", help="which tokens a rank of a ring has (zigzag)")
     blocks = "how K and V reach other ranks (messages unless given); auto says what it took"
     add("--blocks", choices=(*BLOCKS, "auto"), default="messages", help=blocks)
-    add("--batch", type=size, default=4, help="sequences in a step, on all ranks together (4)")
-    add("--seq-len", type=size, default=512, help="tokens in a sequence; a token is a byte (512)")
-    add("--layers", type=size, default=2, help="(2)")
+    add("--batch", type=positive, default=4, help="sequences in a step, on all ranks together (4)")
+    add("--seq-len", type=positive, default=512, help="tokens in a sequence; a token is a byte (512)")
+    add("--layers", type=positive, default=2, help="(2)")
     add("--linear", type=int, default=0, help="linear layers before each layer of attention (0; Qwen3-Next: 3)")
-    add("--hidden", type=size, default=128, help="width of the model (128)")
-    add("--heads", type=size, default=4, help="query heads (4)")
-    add("--kv-heads", type=size, default=2, help="key/value heads (2)")
+    add("--hidden", type=positive, default=128, help="width of the model (128)")
+    add("--heads", type=positive, default=4, help="query heads (4)")
+    add("--kv-heads", type=positive, default=2, help="key/value heads (2)")
     add("--dtype", choices=DTYPES, default="fp32", help="in which layers compute (fp32)")
     add("--activation-checkpointing", action="store_true", help="compute activations twice instead of keeping them")
-    add("--steps", type=size, default=100, help="in all, those before --resume too (100)")
-    add("--save-every", type=size, default=50, help="steps (50)")
+    add("--steps", type=positive, default=100, help="in all, those before --resume too (100)")
+    add("--save-every", type=positive, default=50, help="steps (50)")
     add("--data", type=Path, help="text or .jsonl file, or folder of them (the moves of rings, in words)")
     add("--out", type=Path, default=Path("run"), help="folder for checkpoints, loss.jsonl and loss.svg (run)")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out")
@@ -151,13 +151,15 @@ def _train(
     start, losses = 0, list[float]()
     if args.resume:
         start, losses, damaged = checkpoints.load(model, optimizer)
-        for each in damaged:
-            say(f"damaged   {each}")
+        for words in damaged:
+            say(f"damaged   {words}")
         say(f"resumed   after step {start}, from {args.out}")
     peak = measured_peak(context, DTYPES[args.dtype])
     of_a_step = args.batch * args.seq_len, flops_of_a_step(model, args.batch, args.seq_len)
     progress = Progress(start, args.steps, *of_a_step, peak)
-    layers = f"{args.layers} layers" + bool(args.linear) * f", {args.linear} of {args.linear + 1} linear"
+    layers = f"{args.layers} layers"
+    if args.linear:
+        layers += f", {args.linear} of {args.linear + 1} linear"
     sizes = f"{layers}, hidden {args.hidden}, {args.heads} heads on {args.kv_heads}"
     say(f"model     {sizes}, {sum(w.numel() for w in model.parameters()):,} parameters, {args.dtype}")
     say(f"mesh      dp {dp} x cp {cp}, {args.layout} layout")
@@ -191,7 +193,8 @@ def _train(
         say(f"stopped   by a signal after step {step}, and saved; --resume goes on from there")
     else:
         curve = f"is {args.out / 'loss.svg'}" if find_spec("matplotlib") else f"needs matplotlib: {install('plots')}"
-        say(f"done      {step} steps" + (not unwritten) * f"; the curve {curve}; its numbers are {args.out / LOG}")
+        written = "" if unwritten else f"; the curve {curve}; its numbers are {args.out / LOG}"
+        say(f"done      {step} steps{written}")
 
 
 def take_step(
@@ -210,17 +213,9 @@ def take_step(
 
 def measured_peak(context: RankContext, dtype: torch.dtype) -> float:
     """FLOP/s of all ranks together, when each multiplies matrices of 512 x 512 eight times: the best of 3 rounds."""
-    a, best = torch.ones(512, 512, dtype=dtype, device=context.device), 0.0
-    for _ in range(3):
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(8):
-            product = a @ a
-        product.sum().item()  # waits for a GPU
-        seconds = torch.tensor(time.perf_counter() - start, device=context.device)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)  # of the last rank: ranks may take turns on the same cores
-        best = max(best, context.world_size * 8 * 2 * 512**3 / seconds.item())
-    return best
+    a = torch.ones(512, 512, dtype=dtype, device=context.device)
+    rounds = [max(laps(lambda: a @ a, context.device, 8)) for _ in range(3)]  # ranks may take turns on the same cores
+    return context.world_size * 2 * 512**3 / min(rounds).seconds
 
 
 def peak_memory(device: torch.device) -> int:
@@ -279,9 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with join_ring(**({} if "WORLD_SIZE" in os.environ else alone)) as context:  # which torchrun sets
             train(context, args)
     except ValueError as error:
-        told = set(re.sub(r"(?m)^rank \d+: ", "", str(error)).splitlines())
-        if first:  # what all ranks refuse alike is said once
-            print(f"ringlab.models.train: {told.pop() if len(told) == 1 else error}", file=sys.stderr)
+        if first:
+            print(f"ringlab.models.train: {error}", file=sys.stderr)
         if dist.is_initialized():  # every rank raised the same error, so none waits; left open, gloo may abort the end
             dist.destroy_process_group()
         return 2

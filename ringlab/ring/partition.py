@@ -22,17 +22,28 @@ Source: Liu et al. 2024, section 3, leaves masks open; Brandon et al. 2023, sect
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ringlab.ring.causal import BlockSlice
 from ringlab.ring.layouts import LAYOUTS, NAMED, Layout, check_lengths, layout_of
 from ringlab.ring.masks import Mask
 
 LARGEST_UPPER = 768  # rows of an upper triangle at most: the ring copies it in reverse order
+
+
+@dataclass(frozen=True)
+class BlockSlice:
+    """What a rank computes of a block: some of its queries, some of the block's keys, and all pairs or a triangle."""
+
+    queries: slice
+    keys: slice
+    triangle: bool  # query i sees keys 0 ... i
+    upper: bool = False  # the triangle is the upper one: query i sees keys i ... (for windows)
+    heads: slice = field(default_factory=lambda: slice(None))  # of the queries; other ways take some at a time
+    kv_heads: slice = field(default_factory=lambda: slice(None))  # of the block
 
 
 def cut(first: Tensor, end: Tensor) -> Iterator[BlockSlice]:

@@ -38,11 +38,10 @@ from torch.distributed import Work
 
 from ringlab.basics.ranks import neighbours
 from ringlab.ring.cases import random_inputs, report_cases
-from ringlab.ring.causal import BlockSlice
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import NAMED, layout_of
 from ringlab.ring.overlap import keys_and_values, numbers_of_token
-from ringlab.ring.partition import Partition, cut, every
+from ringlab.ring.partition import BlockSlice, Partition, cut, every
 from ringlab.ring.schedule import Round, Schedule
 from ringlab.support.timeline import span
 
@@ -138,8 +137,8 @@ class SumsOfHeads:
         self.wait()  # for the head before: so no more than two heads of sums take room
         total, self.parts = torch.empty_like(by_rank[0]), None
         self.adding = reduce_scatter(total, by_rank.flatten(), group=schedule.group, async_op=True)
-        own = total[: k.shape[2] * numbers_of_token(k[:, :1], v[:, :1])]
-        self.totals.append(keys_and_values(own, k[:, :1], v[:, :1]))
+        of_head = total[: k.shape[2] * numbers_of_token(k[:, :1], v[:, :1])]
+        self.totals.append(keys_and_values(of_head, k[:, :1], v[:, :1]))
 
     def wait(self) -> None:
         if self.adding is not None:

@@ -38,10 +38,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.ring.cases import random_inputs, report_cases
-from ringlab.ring.causal import BlockSlice
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import NAMED, layout_of
-from ringlab.ring.partition import Partition, every
+from ringlab.ring.partition import BlockSlice, Partition, every
 from ringlab.ring.schedule import Group, Ring, Schedule
 from ringlab.support.agreement import check_mesh
 from ringlab.ways.all_to_all import AllToAll, Exchange, order
@@ -93,7 +92,7 @@ class Rows(Partition):
 
     def positions(self, rank: int) -> Tensor:
         """Where in the sequence the tokens of row `rank` stand: (g·C,), int64, rising."""
-        return torch.cat([self.flat.positions(each) for each in self.ranks(rank)]).sort().values
+        return torch.cat([self.flat.positions(member) for member in self.ranks(rank)]).sort().values
 
     @lru_cache(maxsize=4096)  # noqa: B019 (as in Partition)
     def pieces(self, rank: int, block: int) -> tuple[BlockSlice, ...]:

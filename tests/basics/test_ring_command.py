@@ -16,8 +16,8 @@ import torch
 import ring_attn
 from ring_attn import ring_attention
 from ringlab.basics import command
-from ringlab.basics.command import new_file
 from ringlab.basics.naive_attention import naive_attention
+from ringlab.options import new_file
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext
 from tests.attention import random_qkv
@@ -136,13 +136,11 @@ def test_bad_options_end_with_one_line_and_status_2(capsys, options):
     with pytest.raises(SystemExit) as end:
         command.main(ring_attention, options.split())
     assert end.value.code == 2
-    usage, complaint = capsys.readouterr().err.splitlines()
-    assert usage.startswith("usage: ")
-    assert ": error: " in complaint
+    [complaint] = capsys.readouterr().err.splitlines()
     assert BAD_OPTIONS[options] in complaint
 
 
-@pytest.mark.parametrize(("rank", "lines"), [(0, 2), (1, 0)])
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
 def test_under_torchrun_only_one_rank_complains(monkeypatch, capsys, rank, lines):
     for name, value in (("WORLD_SIZE", 8), ("LOCAL_WORLD_SIZE", 8), ("RANK", rank)):
         monkeypatch.setitem(os.environ, name, str(value))

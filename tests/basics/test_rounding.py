@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringlab.basics.blockwise_attention import blockwise_attention
+from ringlab.basics.blockwise_attention import attend_tile, blockwise_attention
 from ringlab.basics.naive_attention import naive_attention
-from ringlab.basics.online_softmax import finish
+from ringlab.basics.online_softmax import finish, start
 from ringlab.ring.backward import block_backward
-from ringlab.ring.causal import one_process_ring
 from ringlab.support import rounding
 from ringlab.support.rounding import Right, exact_attention, half_step, report
 from tests.attention import DTYPES, SEED, assert_right, random_qkv
@@ -42,8 +41,16 @@ def plain_ring(q, k, v, d_out, *, causal, P):
     G, scale = k.shape[1], q.shape[3] ** -0.5
     k, v = (x.repeat_interleave(q.shape[1] // G, dim=1) for x in (k, v))
     rows = [at.tolist() for at in torch.arange(q.shape[2]).tensor_split(P)]
-    *_, (_, states) = one_process_ring(q, k, v, P, causal=causal)
-    out, lse = (torch.cat(each, dim=2) for each in zip(*map(finish, states), strict=True))
+    results = []  # (out, lse) of each chunk
+    for i in range(P):
+        state = start(q[:, :, rows[i]])
+        for j in [(i - t) % P for t in range(P)]:
+            if j <= i or not causal:
+                block = q[:, :, rows[i]], k[:, :, rows[j]], v[:, :, rows[j]]
+                future = torch.ones(len(rows[i]), len(rows[j]), dtype=torch.bool).triu(1) if causal and i == j else None
+                state = attend_tile(state, *block, scale=scale, future=future)
+        results.append(finish(state))
+    out, lse = (torch.cat(each, dim=2) for each in zip(*results, strict=True))
     out = out.to(q.dtype)
     delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
     d_q, d_k, d_v = (torch.zeros(x.shape, dtype=lse.dtype) for x in (q, k, v))

@@ -255,21 +255,24 @@ class Ranks:
         return list(self.results)
 
 
-def job_of(*outcomes, called=()):
+def job_of(*outcomes):
     job = Job(patient_of(odd_patients.right), len(outcomes), 7.0, "cpu")
-    job.ranks, job.ready, job.called = Ranks(*outcomes), True, set(called)
+    job.ranks, job.ready = Ranks(*outcomes), True
     return job
 
 
-def test_the_first_call_of_each_rank_has_the_time_of_a_set_up():
-    """Ranks 1 to 3 are asked first, as a part of the job; then rank 0 has its first call. Libraries compile then."""
+def test_the_first_call_of_each_kind_has_the_time_of_a_set_up():
+    """Libraries compile then."""
     chunk = RankResults({"out": torch.zeros(1, 2, 6, 4)})
     job = job_of(*[chunk] * 4)
-    for members in ((1, 2, 3), (1, 2, 3), None, None):
-        job.ask(Question(Case(len(members or range(4)), 6 * len(members or range(4))), members=members))
+    for members in ((1, 2, 3), (1, 2, 3)):
+        job.ask(Question(Case(3, 18), members=members))
+    for how in ("plain", "plain", "without gradients", "plain"):
+        job.ask(Question(Case(4, 24), how))
     job.slowest = 5.0  # seconds of an answer
-    job.ask(Question(Case(4, 24)))
-    assert job.ranks.limits == [(START, 7.0), (7.0, 7.0), (START, 7.0), (7.0, 7.0), (15.0, 7.0)]
+    job.ask(Question(Case(4, 24, causal=True)))
+    first, later = (START, 7.0), (7.0, 7.0)
+    assert job.ranks.limits == [first, later, first, later, first, later, (15.0, 7.0)]
 
 
 def test_a_set_up_that_fails_cannot_be_examined():

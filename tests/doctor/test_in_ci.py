@@ -12,7 +12,9 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
+from ring_doctor import __main__ as doctor
 from tests.commands import LIMIT, ROOT, check_shown
+from tests.doctor.examined import on_these
 
 PAGE = (ROOT / "docs/doctor_in_ci.md").read_text()
 BLOCKS = {  # by the name in its first line, the file
@@ -20,7 +22,7 @@ BLOCKS = {  # by the name in its first line, the file
 }
 SHOWN = dict(re.findall(r"^```console\n\$ ([^\n]+)\n(.*?)^```", PAGE, re.M | re.S))
 QUICK = "ring-doctor my_package.ring:attention --quick"
-PLUGIN = "-p ring_doctor.pytest_plugin -p no:cacheprovider"
+JUNIT = "--junitxml ring.xml "
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +36,14 @@ def project(tmp_path_factory):
     return folder
 
 
-def run(folder, command, **environment):
-    """A line of the page, in a project where the package is installed: `ring-doctor` is a command of this checkout."""
-    programs = folder / "bin"
-    if not programs.exists():
-        programs.mkdir()
-        for name, module in (("ring-doctor", "ring_doctor"), ("pytest", "pytest")):
-            (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
-            (programs / name).chmod(0o755)
+def run_pytest(folder, command):
+    """A line of the page, in a project where the package is installed: the plug-in is that of this checkout."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("GITHUB_", "PYTEST_"))}
     # In this environment the package may be installed from another checkout, without its plug-in.
-    plain |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": PLUGIN, "PYTHONPATH": str(ROOT)}
-    plain |= {"PATH": f"{programs}:{os.environ['PATH']}", **environment}
-    return subprocess.run(command, shell=True, cwd=folder, env=plain, capture_output=True, text=True, timeout=3 * LIMIT)
+    plain |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
+    plain |= {"PYTEST_ADDOPTS": f"-p ring_doctor.pytest_plugin -p no:cacheprovider {JUNIT}"}
+    words = [sys.executable, "-m", *command.split()]
+    return subprocess.run(words, cwd=folder, env=plain, capture_output=True, text=True, timeout=3 * LIMIT)
 
 
 def commands(node):
@@ -87,7 +84,7 @@ def ci_commands():
     return [command for command in said if not command.startswith("pip install")]
 
 
-WHOLE, JUNIT = "ring-doctor my_package.ring:attention --html ring.html", "--junitxml ring.xml "
+WHOLE = "ring-doctor my_package.ring:attention --html ring.html"
 
 
 def test_the_files_of_ci_have_commands_that_these_tests_run():
@@ -97,15 +94,23 @@ def test_the_files_of_ci_have_commands_that_these_tests_run():
 
 
 @pytest.mark.parametrize("command", SHOWN)
-def test_a_command_prints_what_is_shown(project, command):
-    done = run(project, command, PYTEST_ADDOPTS=PLUGIN + f" {JUNIT}" * command.startswith("pytest"))
-    assert done.returncode == 1
-    if command.startswith("pytest"):
+def test_a_command_prints_what_is_shown(project, command, ranks, capsys, monkeypatch):
+    if command.startswith("GITHUB"):  # on ranks that are there already
+        assignment, _, *words = command.split()
+        monkeypatch.setenv(*assignment.split("="))
+        monkeypatch.chdir(project)
+        monkeypatch.syspath_prepend(project)
+        with on_these(ranks):
+            assert doctor.main(words) == 1
+        printed = capsys.readouterr().out
+    else:
+        done = run_pytest(project, command)
+        assert done.returncode == 1
+        printed = done.stdout
         [suite] = ElementTree.parse(project / "ring.xml").getroot()
         assert [suite.get(name) for name in ("tests", "failures", "errors")] == ["1", "1", "0"]
         assert "it is     The scores are scaled twice." in suite.find("testcase/failure").text
     *shown, last = SHOWN[command].splitlines()
-    printed = done.stdout
     if last.endswith("::Quick: ..."):
         *others, note = printed.splitlines()
         assert note.startswith(last.removesuffix(" ..."))

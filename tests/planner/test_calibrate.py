@@ -18,6 +18,7 @@ from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.machine import FIELDS, FORMAT, VERSION, read_machine, write_machine
 from ring_planner.round_costs import causal_pairs
 from ring_planner.ways import Cluster
+from ringlab.support.timeline import Lap, laps
 from tests.mistakes import refusal
 
 LAYER = AttentionLayer(2, 2, 8, itemsize=4)
@@ -45,10 +46,9 @@ def test_latency_of_the_shortest_message_and_bandwidth_of_the_longest():
 
 
 def timings(context):
-    watch, calls = calibrate.Stopwatch(context), []
-    mine = 0.02 * context.rank
-    seconds, _ = watch.once(lambda: calls.append(time.sleep(mine)), 3, lambda: calls.append("after"))
-    return seconds, calls
+    mine, calls = 0.02 * context.rank, []
+    of_ranks = laps(lambda: calls.append(time.sleep(mine)), context.device, 3, lambda: calls.append("after"))
+    return max(of_ranks).seconds, calls
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -65,11 +65,17 @@ def test_a_copy_reads_each_byte_and_writes_it():
 
 
 def test_short_calls_are_repeated_and_the_median_counts():
-    watch = calibrate.Stopwatch(None)
+    watch = calibrate.Stopwatch(mock.Mock(device="here"))
     seen = iter([0.001, *[0.002, 0.009, 0.001, 0.003, 0.004]])
-    with mock.patch.object(watch, "once", side_effect=lambda work, calls, after: (next(seen), 0.5)) as once:
+
+    def of_two_ranks(work, device, calls, after):
+        return [Lap(0.0, 0.25), Lap(next(seen), 0.75)]
+
+    with mock.patch.object(calibrate, "laps", side_effect=of_two_ranks) as once:
         assert watch.typical(None) == (0.003, 0.5)
-    assert [call.args[1] for call in once.call_args_list] == [1] + [round(calibrate.SHORT / 0.001)] * 5
+    assert [call.args[1:3] for call in once.call_args_list] == [("here", 1)] + [
+        ("here", round(calibrate.SHORT / 0.001))
+    ] * 5
 
 
 def test_a_table_ends_before_calls_take_long():
@@ -278,8 +284,8 @@ def test_the_command_writes_what_the_planner_reads(tmp_path, capsys, monkeypatch
     [
         ([], "the following arguments are required: --out"),
         (["--out", "no/such/folder/machine.json"], "expected a file in a folder that is there"),
-        (["--out", "machine.json", "--processes", "0"], "processes is 0; expected 1 or more"),
-        (["--out", "machine.json", "--head-dim", "-1"], "head-dim is -1; expected 1 or more"),
+        (["--out", "machine.json", "--processes", "0"], "--processes: '0' given, expected a whole number"),
+        (["--out", "machine.json", "--head-dim", "-1"], "--head-dim: '-1' given, expected a whole number"),
         (["--out", "machine.json", "--device", "cuda", "--processes", "999"], "--device cuda needs a GPU"),
     ],
 )

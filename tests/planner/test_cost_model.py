@@ -17,10 +17,8 @@ from ring_planner import command as cost_model
 from ring_planner import memory
 from ring_planner.machine import MAKE, write_machine
 from ring_planner.memory import CONTEXT, RESERVE, step_bytes
-from ring_planner.plan import ERRORS, Plan, Wish, best, candidates, changes, gains, longest
+from ring_planner.plan import ERRORS, Plan, Wish, best, candidates, changes, digits, gains, longest
 from ring_planner.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
-from ring_planner.round_costs import realistic
-from ring_planner.seconds import Pass, pass_of
 from ring_planner.step import Step, collective_seconds, step_seconds
 from ring_planner.ways import Cluster
 from tests.commands import ROOT
@@ -429,19 +427,14 @@ def test_five_users():
     assert "one sequence on all: hybrid of 8" in many_cards.splitlines()[-1]
 
 
-def test_a_symptom_says_what_the_planner_says():
-    """One NIC in a host, 16 hosts of 8, a million tokens: a ring per host against the best way for one sequence."""
-    symptoms = (ROOT / "docs/symptoms.md").read_text()
-    assert "only one NIC (`--nics 1`): a ring per host and many sequences" in symptoms
-    layer, rates = HOST.model.attention(), (680e12, 450e9, 12.5e9)
-    host, hosts = (realistic(Cluster(n, 8, *rates, nics=1, memory_bandwidth=3.35e12)) for n in (1, 16))
-
-    def seconds(cluster, way, split=None):
-        work = Pass(cluster, layer, 2**20 / cluster.devices, mask="causal")
-        return sum(pass_of(way, replace(work, backward=each), split) for each in (False, True))
-
-    one = min(seconds(hosts, *each) for each in (("ring",), ("double ring",), ("all-gather",), ("hybrid", 8)))
-    assert seconds(host, "ring") / 16 < one / 2
-    assert "For a whole step ask `ring-plan --hosts`" in symptoms
-    best_way = best(replace(HOST, hosts=16, seq_len=2**20, gpu=replace(HOST.gpu, card=HOST.gpu.card / 8)), FREE)[0]
-    assert best_way.step.cp * best_way.step.tp > 8  # memory decides there: a sequence is on more than one host
+@pytest.mark.parametrize("nics", [8, 1])
+def test_pages_say_what_the_planner_says_of_16_hosts(nics):
+    """One sequence of a million tokens on all of them: as chapter 18, from the same preset."""
+    pages = [(ROOT / "docs" / name).read_text() for name in ("symptoms.md", "which_way.md")]
+    assert all("hybrid of a host's GPUs, with many NICs or with one" in page for page in pages)
+    gpu = replace(HOST.gpu, card=HOST.gpu.card * nics / 8)
+    step = replace(HOST, hosts=16, seq_len=2**20, gpu=gpu, loss="pieces", kernels=HOST.gpu.kernel, eager=True)
+    first = best(step, Wish(cp=128, tp=1))[0]
+    assert (first.step.way, first.step.split) == ("hybrid", 8)
+    if nics == 1:
+        assert f"the same way, {digits(first.seconds)} s" in pages[1]

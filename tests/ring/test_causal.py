@@ -55,11 +55,12 @@ def test_a_slice_is_exactly_what_the_mask_leaves(sequence):
         for block in range(world_size):
             visible = at[block] <= at[rank][:, None]
             computed = torch.zeros_like(visible)
-            it = visible_slice(layout, rank, block, [len(tokens) for tokens in at])
-            if it is not None:
-                square = computed[it.queries, it.keys]
-                assert not it.triangle or square.shape[0] == square.shape[1]  # kernels align others elsewhere
-                square |= torch.ones_like(square).tril() if it.triangle else True
+            part = visible_slice(layout, rank, block, len(at[rank]))
+            if part is not None:
+                queries, keys, triangle = part
+                square = computed[queries, keys]
+                assert not triangle or square.shape[0] == square.shape[1]  # kernels align others elsewhere
+                square |= torch.ones_like(square).tril() if triangle else True
             assert torch.equal(computed, visible), (layout, rank, block)
             assert pairs[(rank - block) % world_size, rank] == visible.sum()
     assert pairs.sum() == seq_len * (seq_len + 1) // 2

@@ -84,8 +84,9 @@ def other_digits(q, k, v):
 
 
 def computes_on(q, k, v):
-    rank = dist.get_rank()
-    while rank == 1:
+    """From the second call on."""
+    rank, again = dist.get_rank(), next(CALLS)
+    while rank == 1 and again:
         q = q.clone()
     return ring_flash_attention(q, k, v)
 
