@@ -54,7 +54,7 @@ from ringlab.support.processes import LostRank, RankContext, Ranks
 from ringlab.support.rounding import exact_attention
 from tests.attention import NAMES
 from tests.every_way import ON_MESH, Problem, assert_right_results, masks_of, shapes
-from tests.in_turn import dealt, ring_in_turn
+from tests.rings import dealt, ring_in_turn
 
 SECONDS = 150.0  # of the whole bench: a part that is not done by then ends, and the next ones are not begun
 WAYS = ("ring", "all-gather", "all-to-all", "double ring", "hybrid")

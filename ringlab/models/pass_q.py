@@ -165,7 +165,7 @@ def attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, *, scale: flo
     for text, of_text in enumerate(pieces):
         row = slice(text, text + 1)
         for piece in of_text:
-            block = *queries_of(piece, q[row]), *keys_of(piece, k[row], v[row])
+            block = *queries_of(piece, q[row]), *keys_of(piece, k[row], v[row])  # (1, H or G, tokens, ...)
             part = fused_forward(*reversed_rows(piece, *block), scale=scale, softcap=softcap, causal=piece.triangle)
             merge_into(*queries_of(piece, out[row], lse[row]), *reversed_rows(piece, *part))
     return out, lse
