@@ -70,6 +70,8 @@ BELOW = {  # pages that stand below a page in the contents
 }
 # What a language calls itself, and this book in it. What the book says by itself is translated in sphinx.po.
 LANGUAGES = {"en": ("English", "Ring Attention, step by step"), "zh_CN": ("中文", "一步一步学 Ring Attention")}
+# In place of `<!-- puzzles -->` in README: on the site, and in a README that knows the site's address (at_once.py).
+NOTHING_TO_INSTALL = {"en": ", or [puzzles]({}): nothing to install", "zh_CN": "，或[谜题]({})：无需安装"}
 
 
 def folder(language: str) -> str:
@@ -88,9 +90,11 @@ def pages(language: str = "en") -> dict[str, Path]:
 def readme(language: str) -> str:
     """README in a language, its links as from the top folder."""
     if language == "en":
-        return (ROOT / "README.md").read_text().replace("[中文](docs/README.zh-CN.md)\n\n", "")
-    text = (ROOT / f"docs/README.{folder(language)}.md").read_text().replace("[English](../README.md)\n\n", "")
-    return re.sub(r"\]\((?!https?:|#)", "](docs/", text).replace("](docs/../", "](")
+        text = (ROOT / "README.md").read_text().replace("[中文](docs/README.zh-CN.md)\n\n", "")
+    else:
+        text = (ROOT / f"docs/README.{folder(language)}.md").read_text().replace("[English](../README.md)\n\n", "")
+        text = re.sub(r"\]\((?!https?:|#)", "](docs/", text).replace("](docs/../", "](")
+    return text.replace("<!-- puzzles -->", NOTHING_TO_INSTALL[language].format("book/pages/solve.md"))
 
 
 def stage(language: str) -> Path:

@@ -11,7 +11,9 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 
+from book.at_once import in_colab
 from book.conftest import READY, SITE
+from book.contents import REPOSITORY
 
 AXE = Path(find_spec("axe_playwright_python").origin).parent / "axe.min.js"
 ROAD = sorted(f"notebooks/{path.name}" for path in SITE.glob("notebooks/0[1-8]_*.html"))
@@ -117,6 +119,8 @@ CHOSEN = [("sees", f"{field}:checked", "") for field in FIELDS]
 COPIED = "navigator.clipboard.writeText = (text) => { document.body.dataset.copied = text; }"
 TO_THE_END = "document.documentElement.scrollTo(0, document.documentElement.scrollHeight)"
 SAID = "#ring-status"
+GET = f"git clone {REPOSITORY} ring-attention" if REPOSITORY else "curl -L ADDRESS/ring-attention.tar.gz | tar xz"
+CHAPTER = "notebooks/04_the_ring"
 # fmt: off
 PLAYED = [  # a page, and what a reader does and sees there, one after the other
     ("ring.html#P=2", ("click", "#play"), ("sees", SAID, "Round 1, the last"), ("press", "#scrub", "Home"),
@@ -162,9 +166,13 @@ PLAYED = [  # a page, and what a reader does and sees there, one after the other
     ("index.html", ("evaluate", COPIED), ("hover", ".door .highlight >> nth=0"), ("click", ".door button >> nth=0"),
      ("sees", "[data-copied='jupyter lab notebooks/01_attention_to_online_softmax.ipynb']", "")),
     ("index.html", ("click", ".door:has-text('ring-plan') a[href='planner.html']"), ("sees", READY, "Advice")),
-    ("index.html", ("sees", "#get-the-code", "curl -L ADDRESS/ring-attention.tar.gz | tar xz")),
-    ("zh-CN/notebooks/04_the_ring.html", ("click", ".languages a[href$='#get-the-code']"),
-     ("sees", "#get-the-code", "curl -L ADDRESS/ring-attention.tar.gz | tar xz")),
+    ("index.html", ("sees", "#get-the-code", GET)),
+    ("index.html", ("click", ".door:has-text('nothing to install') a[href='solve.html']"),
+     ("sees", READY, "waits for ever")),
+    *([] if REPOSITORY else [("zh-CN/notebooks/04_the_ring.html", ("click", ".languages a[href$='#get-the-code']"),
+     ("sees", "#get-the-code", GET))]),
+    (f"{CHAPTER}.html", ("sees", f"a[href='{to}']", "Open in Colab") if (to := in_colab(f"{CHAPTER}.ipynb"))
+     else ("lacks", "a[href*=colab]")),
     ("notebooks/puzzles/puzzles.html", ("click", "article a[href$='solve.html']"), ("sees", READY, "waits for ever"),
      ("click", "article a[href$='puzzles.html']"), ("is_at", "notebooks/puzzles/puzzles.html")),
     ("notebooks/04_the_ring.html", ("click", ".player #step"), ("sees", "#deadlock-status", "Phase 0")),
