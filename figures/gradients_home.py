@@ -1,4 +1,6 @@
-"""The backward pass: dK and dV travel with their block, grow on every rank, and go home in one hop more than K and V.
+"""The backward pass of the paper's ring: dK and dV travel with their block, grow on every rank, and go home.
+
+They make one hop more than K and V. Our trainable ring, whose own share stays at home, makes as many.
 
 Drawn from a ring that computes, in one process, with ringlab/ring/backward.py's `block_backward`. The small boxes
 are the ranks that have added to the gradients in hand. The errors are those of the dK in hand.

@@ -5,7 +5,8 @@
     all-gather      as many bytes as the ring, in rings on all NICs
     all-to-all      to each other rank its heads of q, k and v, and later its tokens of out
     hybrid n x g    n rows of g ranks, all-to-all in a row; then n - 1 hops of g·C tokens of the K/V heads a rank needs
-    gradients       our rings: P hops, one more than K and V, in float32 at least. all-to-all: as q, k, v and out
+    gradients       in float32 at least; our ring and hybrid: as many hops as K and V; published rings, and the double
+                    ring: one more. all-to-all: as q, k, v and out
 
 Network interface cards (NICs) are slower than the links inside a host. Device i uses NIC ⌊i · nics / per_host⌋. The
 busiest device and NIC decide. Where g > G, ranks hold copies of K/V heads, as in ../ways/all_to_all.py.

@@ -18,8 +18,8 @@
 # The road, 3 of 8. 15 minutes to read, 15 for the exercises. Before: [1 · online softmax](01_attention_to_online_softmax.ipynb).
 # Next: [4 · the ring](04_the_ring.ipynb).
 #
-# The numbers are those of a published worked example, section 05 of a course on the paper. (We know no permanent link to it.) It ends in 3.731,
-# because it adds two averages, a common mistake. [`published_example.py`](source/published_example.py) compares all 36 rows of that page with the exact values.
+# The numbers are those of a worked example in a course on the paper, to which we know no permanent link. It ends in 3.731,
+# because it adds two averages: a mistake we have seen. [`published_example.py`](source/published_example.py) compares all 36 rows of that page with the exact values.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import math

@@ -152,8 +152,8 @@ print(f"what rank 0 adds to dk of block 3: {dk.numpy().round(4).tolist()}")
 # %% [markdown]
 # **3. Let dK and dV travel with their block.** dQ belongs to the queries, and they stay: a rank adds up its dQ where it
 # is. dK and dV belong to the block. Each rank adds its share to them and then passes on all four: K, V, dK and dV. After
-# the last [round](../docs/glossary.md#round) the gradients of block $j$ are on rank $j - 1$, so they make one hop more. As
-# in chapter 4, the ring in one process is a list that turns.
+# the last [round](../docs/glossary.md#round) the gradients of block $j$ are on rank $j - 1$, so in the paper's ring they make
+# one hop more than K and V. As in chapter 4, the ring in one process is a list that turns.
 
 # %%
 block_in_hand = [(j, torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)) for j in range(P)]

@@ -9,9 +9,9 @@
 # %% [markdown]
 # # 10 · A model in the ring
 #
-# Chapter 8 computed the gradients of a ring on four processes. A [transformer](../ringlab/models/transformer.py) can train with it. Now we look at
-# the whole model: what each [rank](../docs/glossary.md#rank) must be given, what it computes alone, and what it keeps. After
-# this chapter you can
+# In chapter 8 a ring computed gradients on four processes, so a [transformer](../ringlab/models/transformer.py) can
+# train with it. Now look at the whole model: what each [rank](../docs/glossary.md#rank) must be given, what it
+# computes alone, and what it keeps. After this chapter you can
 #
 # - find two mistakes in the loss of each token that raise no error,
 # - say why the ring changes only one function of a transformer,
@@ -40,9 +40,10 @@ P, S = 4, TEXT.shape[1] - 1
 # %% [markdown]
 # ## The failure
 #
-# First a small transformer learns one sentence by heart, in one process (`trained_model`: 80 steps of Adam). It reads
-# bytes: each letter is a token. It is called as `model(tokens, at)`. `at` says where the tokens stand in the sequence,
-# for the [rotary embedding](../docs/glossary.md#rotary-embedding). The loss of a token is −log of the probability that the
+# First a small transformer learns one sentence by heart, so that any loss you see later is a mistake: 80 steps of
+# Adam in one process (`trained_model`). It reads bytes, so each letter is a token. It is called as
+# `model(tokens, at)`, where `at` says where the tokens stand in the sequence, for the
+# [rotary embedding](../docs/glossary.md#rotary-embedding). The loss of a token is −log of the probability that the
 # model gives to its label, the token that follows:
 
 # %%
@@ -85,9 +86,10 @@ assert torch.equal(losses > 1, shifted != labels)  # the wrong labels, and no ot
 assert (shifted != labels).sum() == 2 * P - 1
 
 # %% [markdown]
-# Zigzag cuts the sequence into $2P$ pieces. The last token of a piece gets a wrong label. One piece is an exception:
-# rank $P - 1$ holds the two pieces in the middle, which follow each other. So there are $2P - 1$ wrong labels. Some
-# loaders leave out the last label of a rank instead. Then that token has no loss at all.
+# Zigzag cuts the sequence into $2P$ pieces, and the last token of a piece gets a wrong label, because the next token
+# lies on another rank. One piece is an exception: rank $P - 1$ holds the two pieces in the middle, which follow each
+# other. So there are $2P - 1$ wrong labels. Some loaders leave out the last label of a rank instead, and then that
+# token has no loss at all.
 #
 # Our sentence is short, so the mean shows it. In a sequence of 131,072 tokens on 8 ranks, 15 wrong labels are 0.011 %, and
 # the mean hides them. (In the striped layout every label is wrong, and everybody sees it at once.)
@@ -105,9 +107,9 @@ for name, each in (("before training", untrained), ("after training", model)):
     assert abs(means[1] - means[0]) < 1e-3 if each is untrained else means[1] > means[0] + 1
 
 # %% [markdown]
-# Before training nobody can see it: the two losses are nearly equal. An untrained model gives all keys about the same
-# weight, wherever they stand. The trained model finds the keys it needs by their distance, and the distances are wrong
-# now.
+# Before training you cannot see it: an untrained model gives all keys about the same weight, wherever they stand, so
+# the two losses are nearly equal. The trained model finds the keys it needs by their distance, and the distances are
+# wrong now.
 #
 # Here are both mistakes, token by token:
 
@@ -167,10 +169,10 @@ print_source(shard_text)
 #
 # ## Memory: what a layer keeps
 #
-# With the ring, attention needs little memory. The largest tensors of a layer are now those inside the feedforward: its
-# inner width is several times `hidden`. No token needs another one there, so a layer takes a piece of the tokens at a
-# time. This is the *blockwise* transformer. In inference that is enough. But in training autograd keeps all pieces for
-# the [backward pass](../docs/glossary.md#backward-pass). So pieces need one more idea.
+# With the ring, attention needs little memory. The largest tensors of a layer are now those inside the feedforward,
+# because its inner width is several times `hidden`. No token needs another one there, so a layer can take a piece of
+# the tokens at a time: the *blockwise* transformer. In inference that is enough, but in training autograd keeps all
+# pieces for the [backward pass](../docs/glossary.md#backward-pass). So pieces need one more idea.
 #
 # **[Activation checkpointing](../docs/glossary.md#activation-checkpointing)**: the forward pass keeps the input of a function
 # and forgets what is inside. The backward pass calls the function again, and then has everything it needs. A layer does
@@ -188,8 +190,8 @@ for name, each in (("keeps everything", layer), ("checkpointing", checkpointed))
 assert kept == 2 * unit + S * 8  # x, h, and the positions, which are 8 bytes a token
 
 # %% [markdown]
-# The price is time. What is computed twice: the forward pass of attention and of the feedforward. A backward pass is
-# about as much work as two forward passes, so a step takes 4 units of work instead of 3.
+# The price is time, because the forward pass of attention and of the feedforward is computed twice. A backward pass
+# is about as much work as two forward passes, so a step takes 4 units of work instead of 3.
 #
 # ## How often does the ring turn?
 #
@@ -203,7 +205,7 @@ assert kept == 2 * unit + S * 8  # x, h, and the positions, which are 8 bytes a 
 # | backward pass | K and V | $P - 1$ | 3 |
 # | backward pass | dK and dV, the last time home | $P - 1$ | 3 |
 #
-# The second line is there only with checkpointing. So the ring makes $4P - 4$ hops instead of $3P - 3$: with 4 ranks, 12
+# Only checkpointing needs the second line. With it the ring makes $4P - 4$ hops instead of $3P - 3$: with 4 ranks, 12
 # instead of 9.
 #
 # ## Four real processes
@@ -230,9 +232,10 @@ assert kept == 2 * (S // P) * Config().hidden * 8 + S // P * 8  # x and h of C t
 # %% [markdown]
 # A rank of 4 keeps a quarter of the bytes of one process. Checkpointing changes the bytes and the hops, and no result.
 #
-# **One weight with two names.** With [tied embeddings](../docs/glossary.md#tied-embeddings), the embedding and the head are
-# one weight. It is used twice, and autograd adds up both gradients, so the ranks must sum `weight.grad` **once**.
-# `model.parameters()` gives the weight once. A loop over all *names* sums it twice, and makes it $P$ times too large.
+# **One weight with two names.** With [tied embeddings](../docs/glossary.md#tied-embeddings), the embedding and the
+# head are one weight. It is used twice, and autograd adds up both gradients, so the ranks must sum `weight.grad`
+# **once**. `model.parameters()` gives the weight once; a loop over all *names* sums it twice and makes it $P$ times
+# too large.
 #
 # > **One number to remember: $2P - 1$.** So many tokens of a zigzag sequence get a wrong label when each rank shifts its
 # > own labels. The mean hides them; the loss of each token shows them. Shift first, then share out.

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 11 · Meshes: FSDP × ring
 #
-# A ring shares out the tokens of a sequence. A large model must share out its weights, too. Both go together, on a
+# A ring shares out the tokens of a sequence, but a large model must share out its weights too. Both go together on a
 # [mesh](../docs/glossary.md#mesh) of [ranks](../docs/glossary.md#rank). After this chapter you can
 #
 # - say why a ring under [DDP](../docs/glossary.md#ddp) or [FSDP](../docs/glossary.md#fsdp) gets gradients that are too small, by
@@ -38,9 +38,9 @@ P = 4
 # %% [markdown]
 # ## The failure
 #
-# Chapter 8 warned you: with DDP or FSDP, multiply the loss by $P$. Here is why, with a model of one weight, a 2 × 2 matrix
-# $W$. It multiplies our 8 tokens by $W$, they attend to each other, and each token guesses the next one. The last token
-# has no next one, so there are 7 labels. The loss is the mean of the 7 losses.
+# Chapter 8 warned you: with DDP or FSDP, multiply the loss by $P$. To see why, take a model of one weight, a 2 × 2
+# matrix $W$. It multiplies our 8 tokens by $W$, they attend to each other, and each token guesses the next one. The
+# last token has no next one, so the loss is the mean over 7 labels.
 #
 # In a ring, each rank has a copy of $W$ for its own [chunk](../docs/glossary.md#chunk). We do the same in one process:
 # `copies[r]` is the copy of rank $r$. What is the gradient of each copy?
@@ -79,8 +79,8 @@ assert torch.allclose(copies.grad.mean(dim=0), exact / P)
 # V. (In the ring, dK and dV travel home: chapter 5.) So the four gradients are **parts of one gradient**, and their sum
 # is right.
 #
-# DDP and `fully_shard`, which is PyTorch's FSDP, take the **average**. They are made for ranks that have a batch each.
-# With a ring, they return $1/P$ of the right gradient. No error is raised, and there is no warning.
+# DDP and `fully_shard`, which is PyTorch's FSDP, take the **average** instead, because they are made for ranks that
+# have a batch each. With a ring they return $1/P$ of the right gradient, without an error or a warning.
 #
 # Now four real processes, with the transformer of chapter 10, in two rings of two ranks. The loss of a rank is
 # *sum / count*: the sum over its own labels, divided by the number of labels of the whole batch. `mesh.every_case` wraps
@@ -104,9 +104,10 @@ show(*summed)
 assert all(abs(cases[name][0] - 1 / P) < 1e-12 for name in summed)
 
 # %% [markdown]
-# **Why nobody notices.** AdamW divides each gradient by its usual size, so a factor that is the same in every step drops
-# out: the losses are equal. Whatever compares a gradient with another number shows it: clipping with its limit, eps, the
-# weight decay of Adam, and SGD. What can you see in a log? The gradient norm. Compare it with that of one process.
+# **Why nobody notices.** AdamW divides each gradient by its usual size, so a factor that is the same in every step
+# drops out, and the losses are equal. The factor shows where a gradient meets another number: the limit of clipping,
+# eps, the weight decay of Adam, or SGD. So look for the gradient norm in your log, and compare it with that of one
+# process.
 #
 # ## A second failure: a mean on each rank
 #
@@ -136,8 +137,8 @@ show(own)
 assert abs(cases[own][0] - 1) < 0.1 < 0.4 < cases[own][1]
 
 # %% [markdown]
-# The norm is nearly right, but the gradient is not: the error is half as large as the gradient. A check of the norm alone
-# would accept it.
+# A check of the norm alone would accept this gradient: the norm is nearly right, but the error is half as large as
+# the gradient.
 #
 # ## The idea
 #
@@ -147,8 +148,8 @@ assert abs(cases[own][0] - 1) < 0.1 < 0.4 < cases[own][1]
 # \text{number of ranks averaged over}$$
 #
 # For that, the ranks send each other one number: how many labels they have. In `batch_loss`, `summed_loss` is the
-# cross-entropy, summed over the labels that are not padding (those have the label IGNORED). `clamp` is for a batch
-# without labels. The number of ranks comes last:
+# cross-entropy, summed over the labels that are not padding (IGNORED); `clamp` is for a batch without labels, and the
+# number of ranks comes last:
 
 # %%
 print_source(mesh.batch_loss)
@@ -214,8 +215,8 @@ print_source(mesh.shard_weights)
 # `fully_shard` gathers the weights of a layer before it computes, and frees them after it. So two kinds of messages
 # travel in a layer, in different groups: slices of weights between all ranks, K and V inside a ring.
 #
-# Why not `fully_shard` over dp only? It would combine the gradients of a column of the table. The parts that the ranks
-# of a ring hold would never be added up, and each column would train weights of its own.
+# Why not `fully_shard` over dp only? It would combine the gradients of a column of the table and never add up the
+# parts that the ranks of a ring hold. So each column would train weights of its own.
 #
 # ## The norm of a gradient in slices
 #
@@ -223,9 +224,9 @@ print_source(mesh.shard_weights)
 # each process holds a part, `to_local()`. By which norm must gradients be clipped? By that of the whole gradient. Squares
 # add up, so $\text{norm} = \sqrt{\sum_r \|\text{slices of rank } r\|^2}$.
 #
-# PyTorch's `clip_grad_norm_` knows DTensors. It clips by the norm of the whole gradient, and returns it
+# PyTorch's `clip_grad_norm_` knows DTensors, so it clips by the norm of the whole gradient, and returns it
 # (`.full_tensor()` makes a number of it). Code that takes the norm of what a rank holds gets another number on every
-# rank. It scales the slices by different factors, so the clipped gradient points in another direction.
+# rank. It then scales the slices by different factors, and the clipped gradient points in another direction.
 #
 # **Tensor parallelism beside it.** [Tensor parallelism](../docs/glossary.md#tensor-parallelism) (tp) shares out the
 # [heads](../docs/glossary.md#head) and the inner width of the feedforward. **The ring does not change:** heads never meet in
@@ -243,9 +244,9 @@ print_source(mesh.shard_weights)
 # torchrun --nproc_per_node=2 -m ringlab.models.train --cp 2 --steps 16 --out run --resume  # a ring of 2
 # ```
 #
-# The job of 2 ranks reads two slices for each of its own, of weights and of moments. The losses are the same, because every
-# mesh computes the same function of the same tokens. The next picture has 100 steps on three meshes. The differences below
-# are as small as the effect of one rounding error in the first weights:
+# The job of 2 ranks reads two slices for each of its own, of weights and of moments. The losses are the same, because
+# every mesh computes the same function of the same tokens. See it over 100 steps on three meshes: the differences are
+# as small as the effect of one rounding error in the first weights:
 
 # %%
 measured_models.loss_curves()

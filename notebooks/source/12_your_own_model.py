@@ -42,9 +42,9 @@ tokens, labels = TEXT[:, :-1], TEXT[:, 1:]  # the 32 bytes "Keys and values go r
 # ## The failure
 #
 # **The ring is not called.** We cut the text into four [chunks](../docs/glossary.md#chunk) of 8 tokens, one for each
-# [rank](../docs/glossary.md#rank). Each rank gets its tokens, their labels (shifted in the whole text) and their positions.
-# All of that is right. But the layers still call their own attention, which knows this chunk only. We play the four
-# ranks one after another in this process.
+# [rank](../docs/glossary.md#rank). Each rank gets its tokens, their labels (shifted in the whole text) and their
+# positions. All of that is right, but the layers still call their own attention, which knows this chunk only. This
+# process plays the four ranks one after another.
 
 
 # %%
@@ -80,8 +80,8 @@ assert wrong[60] < wrong[40] < wrong[20] < wrong[0]  # it falls, as it should
 assert used > 10 * wrong[60]
 
 # %% [markdown]
-# No error, and a loss that falls. But each chunk was trained as a text of its own, and with the whole text this model
-# fails. The gradients show why. The logits of a token should depend on itself and on all earlier tokens.
+# There is no error, and the loss falls. But each chunk was trained as a text of its own, so with the whole text this
+# model fails. The gradients show why: the logits of a token should depend on itself and on all earlier tokens.
 
 
 # %%
@@ -106,9 +106,9 @@ assert torch.equal(does, torch.block_diag(*[torch.ones(8, 8).tril()] * P).bool()
 model_workers.picture_of_seen({"the whole text": should, "four chunks, ring not called": does})
 
 # %% [markdown]
-# **A mask is dropped.** Now somebody gives the layers another attention. transformers has a place for that: a function
-# registered under a name. A layer calls it with q, k and v, with a mask, and with more arguments by name. This one
-# looks right. It does what plain causal attention needs:
+# **A mask is dropped.** So you give the layers another attention. transformers has a place for that: a function
+# registered under a name, which a layer calls with q, k and v, with a mask, and with more arguments by name. This one
+# looks right, because it does what plain causal attention needs:
 
 # %%
 masks = []
@@ -151,10 +151,10 @@ assert abs(lost["4 tokens of padding"][0] - lost["4 tokens of padding"][1]) > 1e
 assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 1e-3
 
 # %% [markdown]
-# With a window the loss is that of a model without one. With padding on the left the tokens see the padding.
-# The second of two packed documents sees the first. (transformers knows documents by positions that restart at 0, and
+# With a window the loss is that of a model without one. With padding on the left the tokens see the padding, and the
+# second of two packed documents sees the first. (transformers knows documents by positions that restart at 0, and
 # only without a mask and with `use_cache=False`.) The function was given the mask `None`, the window went into
-# `**others`, and no warning came. Rings in use have dropped windows, documents and
+# `**others`, and you were not warned. Rings in use have dropped windows, documents and
 # [learned sinks](../docs/glossary.md#learned-sink) in this way: [symptoms](../docs/symptoms.md) names them.
 #
 # ## The idea
@@ -205,11 +205,11 @@ assert text(target) == "eys ng.·"
 # %% [markdown]
 # ## The call
 #
-# The loop is that of [`fsdp2.py`](../examples/fsdp2.py), and the four processes have
-# run its text. It calls `use_ring(model)`, then `fully_shard` on each layer and on the model. These lines of it are new:
-# `shard_batch` makes the shard from the batch, which is the same on every rank. The loss is this rank's part of the loss.
-# `fully_shard` averages the gradients and the parts must be summed, so the loss is multiplied by the number of ranks. The
-# last two lines add up the parts, only to keep them:
+# The loop is that of [`fsdp2.py`](../examples/fsdp2.py), and the four processes have run its text. It calls
+# `use_ring(model)`, then `fully_shard` on each layer and on the model. Only these lines are new: `shard_batch` makes
+# the shard from the batch, which is the same on every rank, and the loss is this rank's part of the loss. The parts
+# must be summed but `fully_shard` averages, so the loss is multiplied by the number of ranks. The last two lines add
+# up the parts, only to keep them:
 
 # %%
 start = model_workers.LOOP.index("    for batch in")

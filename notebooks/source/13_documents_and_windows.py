@@ -9,10 +9,10 @@
 # %% [markdown]
 # # 13 · Documents and windows
 #
-# Training data are many short documents. Several of them share one sequence:
-# [packed documents](../docs/glossary.md#packed-documents). And many models look back over a
-# [sliding window](../docs/glossary.md#sliding-window) only. Both are masks. A ring that forgets them raises no error. After
-# this chapter you can
+# Training data are many short documents, and several of them share one sequence:
+# [packed documents](../docs/glossary.md#packed-documents). Many models look back over a
+# [sliding window](../docs/glossary.md#sliding-window) only. Both are masks, and a ring that forgets them raises no
+# error. After this chapter you can
 #
 # - find a ring that forgets the boundaries of documents,
 # - cut a mask into rectangles and triangles that a [fused kernel](../docs/glossary.md#fused-kernel) computes,
@@ -43,9 +43,9 @@ P = 4
 # %% [markdown]
 # ## The failure
 #
-# Here is a model that needs no training. It reads letters, and asks what followed the present letter before. A query is
-# the present token. A key is the token before the key's own place, and its value is the token itself. So the output is
-# a guess of the next token. The first token of a document has no token before it, and its key is 0.
+# Here is a model that needs no training: it reads letters, and asks what followed the present letter before. A query
+# is the present token. A key is the token before the key's own place, and its value is the token itself, so the
+# output is a guess of the next token. The first token of a document has no token before it, so its key is 0.
 
 # %%
 print_source(lookup, mean_loss)
@@ -117,8 +117,8 @@ assert abs(loss_of(tokens, labels, positions, own) - right) < 1e-12
 print(f"the pack: loss {loss_of(tokens, labels, positions, own):.4f}")
 
 # %% [markdown]
-# What does the ring need of it? Only `lengths`. Under a causal mask a query sees one **run of keys**: from the first
-# token of its document to itself. Two numbers for each query describe the whole mask:
+# What does the ring need of it? Only `lengths`, because under a causal mask a query sees one **run of keys**: from
+# the first token of its document to itself. So two numbers for each query describe the whole mask:
 #
 # $$\text{query } p \text{ sees the keys } \text{first}(p) \le \text{position} < \text{end}(p).$$
 #
@@ -134,17 +134,18 @@ print("end  ", *end.tolist())
 # %% [markdown]
 # ## The staircase, cut into pieces
 #
-# A mask knows nothing of ranks. A [partition](../docs/glossary.md#partition) is made from a mask, a layout and the length of
-# each chunk: it says what each rank computes of each block. Take the queries of one rank and the keys of one block. The
-# visible pairs are a staircase: going down, both ends of the run move right or stay. It is cut into
-# [pieces](../docs/glossary.md#piece), stretches in which the ends move alike, by 0 or 1 from a query to the next. Three shapes
-# are enough:
+# A mask knows nothing of ranks. So a [partition](../docs/glossary.md#partition), made from a mask, a layout and the
+# length of each chunk, says what each rank computes of each block. Take the queries of one rank and the keys of one
+# block. The visible pairs are a staircase: going down, both ends of the run move right or stay. It is cut into
+# [pieces](../docs/glossary.md#piece), stretches in which the ends move alike, by 0 or 1 from a query to the next.
+# Three shapes are enough:
 #
 # - a rectangle: all queries see all keys,
 # - a triangle: query $i$ sees keys $0 \dots i$, because the end moves,
 # - an upper triangle: query $i$ sees keys $i$ … to the last, because the first key moves.
 #
-# The kernel knows the first two (chapter 8). With queries and keys in reverse order, an upper triangle is a triangle.
+# The kernel knows the first two (chapter 8), and they are enough: with queries and keys in reverse order, an upper
+# triangle is a triangle.
 #
 # Here is a toy for the first two shapes. It looks for a stretch of queries in which the first key stays, and the end moves
 # by one key a query. What the first of these queries sees, without its last key, all of them see: a rectangle. The rest
@@ -210,9 +211,9 @@ masked_ring.draw()
 # %% [markdown]
 # ## Work, and hops
 #
-# No rank computes a pair that the mask hides, and the blocks move on only as long as some rank needs one of them. When
-# no document crosses two borders between ranks, one hop is enough. But the ranks' work differs, and a ring is as slow as
-# its busiest rank. Here 65,536 tokens on 8 ranks:
+# No rank computes a pair that the mask hides, and the blocks move on only as long as some rank needs one of them.
+# When no document crosses two borders between ranks, one hop is enough. The price is balance: the ranks' work
+# differs, and a ring is as slow as its busiest rank. Here are 65,536 tokens on 8 ranks:
 
 # %%
 S = 65_536
@@ -226,9 +227,9 @@ for name, packed in (("8 of 8,192 tokens", (8192,) * 8), ("1 long, 18 shorter", 
     print(f"{name:<20}" + "".join(f"{cell:>20}" for cell in cells))
 
 # %% [markdown]
-# When every document lies on one rank, contiguous chunks need no message at all. When one document is long, the striped
-# layout is balanced: it deals out each document evenly. Zigzag balances one document that fills the sequence, not a
-# pack.
+# Which layout do you take? When every document lies on one rank, contiguous chunks, which need no message at all.
+# When one document is long, the striped layout, because it deals out each document evenly. Zigzag balances one
+# document that fills the sequence, not a pack.
 #
 # Balance is not all: a layout whose staircases have many small stretches needs many calls of the kernel.
 #
@@ -249,16 +250,17 @@ for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
 
 # %% [markdown]
 # In the striped layout the token $n$ places back is $n$ hops away. In zigzag the late half chunks run the other way
-# round: the chunk just before is on rank $r + 1$, and from there the way is $P - 1$ hops long. And the contiguous layout
-# does not need their balance here, because every query sees $w$ keys. Only the first $w - 1$ queries see fewer.
+# round: the chunk just before is on rank $r + 1$, and from there the way is $P - 1$ hops long. And contiguous chunks
+# are balanced here anyway, because every query after the first $w - 1$ sees $w$ keys.
 #
 # ## Tokens that all see
 #
-# With a window nobody sees the beginning of a long text. The cure is [global tokens](../docs/glossary.md#global-tokens)
-# (Longformer), for example a question: every query sees the first $g$ keys too. (StreamingLLM keeps the first tokens of
-# any text and calls them attention sinks. Today a [sink](../docs/glossary.md#learned-sink) usually is a learned number, and no
-# token.) That is a second run of keys, from 0 to $g$ but not into the window. It is cut like the first one. The work stays
-# small. The hops are $P - 1$ again, because the block with the first tokens must visit all ranks.
+# With a window nobody sees the beginning of a long text. The cure is
+# [global tokens](../docs/glossary.md#global-tokens) (Longformer), for example a question: every query sees the first
+# $g$ keys too. (StreamingLLM keeps the first tokens of any text and calls them attention sinks. Today a
+# [sink](../docs/glossary.md#learned-sink) usually is a learned number, and no token.) That is a second run of keys,
+# from 0 to $g$ but not into the window, and it is cut like the first one. The work stays small, but the hops are
+# $P - 1$ again, because the block with the first tokens must visit all ranks.
 #
 # So the ring of the paper, which computes full attention, also computes *sparse* attention, where sparse means runs of
 # keys. And nothing ties the queries to the keys when no mask does: in *cross-attention* the queries come from another

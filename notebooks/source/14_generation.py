@@ -44,9 +44,9 @@ P = 4
 # them: the **[KV cache](../docs/glossary.md#kv-cache)**. After a prefill in a ring, each rank has K and V of its own
 # [chunk](../docs/glossary.md#chunk).
 #
-# Could the ring go on with the new tokens? Here is a model with the sizes of LLaMA 3 8B: 32 layers, H = 32 query heads,
-# G = 8 K/V heads, D = 128. The context has 131,072 tokens on 8 ranks, and each number of K and V has 2 bytes. For one
-# new token, a ring moves the whole cache past every rank:
+# Could the ring go on with the new tokens? For one new token, it would move the whole cache past every rank. Count
+# that for the sizes of LLaMA 3 8B: 32 layers, H = 32 query heads, G = 8 K/V heads, D = 128. The context has 131,072
+# tokens on 8 ranks, and each number of K and V has 2 bytes:
 
 # %%
 layers, H, G, D, ranks = 32, 32, 8, 128, 8
@@ -58,12 +58,12 @@ print(f"its attention is {flops / 1e9:.0f} GFLOP: {flops / 1e15:.5f} s at 1000 T
 assert ring_bytes / 50e9 > 1000 * flops / 1e15
 
 # %% [markdown]
-# In the prefill, each [block](../docs/glossary.md#block) that arrives meets C queries. This is enough work to hide the
-# message (chapter 9). A new token is **one** query. There is nearly no work, so nothing hides the message.
+# In the prefill, each [block](../docs/glossary.md#block) that arrives meets C queries, which is enough work to hide
+# the message (chapter 9). A new token is **one** query: there is nearly no work, so nothing hides the message.
 #
-# So the keys should stay, and the query should travel. It need not even travel: each rank knows the new token, so each
-# rank computes its query by itself. Then each rank attends to the keys that it has. That gives one result a rank.
-# **How do they become one result?**
+# So let the keys stay and the query travel. It need not even travel: each rank knows the new token, computes its
+# query by itself, and attends to the keys that it has. That gives one result a rank. **How do they become one
+# result?**
 #
 # Here are our 8 tokens on 4 ranks, two on each, as in chapter 3. The new token is $(2, 3)$. It sees itself, too; let
 # rank 0 store it. (The K, the V and the query of a token are the token itself here.)
@@ -92,8 +92,8 @@ print(f"attention to all 9 tokens:  {digits(right)}")
 assert (outs.mean(dim=0) - right[0]).abs().max() > 0.3
 
 # %% [markdown]
-# **The mean is wrong.** The weights of a softmax add up to 1 on each rank, also where all scores are small. So the mean
-# counts each rank as a quarter. But rank 1 has no key that the token looks at, and rank 3 has the best one.
+# **The mean is wrong.** The weights of a softmax add up to 1 on each rank, also where all scores are small, so the
+# mean counts each rank as a quarter. But rank 1 has no key that the token looks at, and rank 3 has the best one.
 #
 # Another try: add up what stands above and below in the softmax, $o = \sum e^{s - m} v$ and $l = \sum e^{s - m}$, then
 # divide. That is wrong too: each rank subtracts its own largest score $m$, so the weights of rank 1 are too large.
@@ -119,7 +119,7 @@ print(f"merged:                     {digits(out)}")
 assert torch.allclose(out, right[0], rtol=0, atol=1e-14)
 
 # %% [markdown]
-# Rank 3 counts for most of the result, and rank 1 for nearly nothing.
+# Now rank 3 counts for most of the result, and rank 1 for nearly nothing.
 #
 # Over real ranks, each rank gives its part to all others, an **[all-gather](../docs/glossary.md#all-gather)** of few numbers.
 # Then every rank has all $P$ parts and merges them itself:
@@ -143,11 +143,11 @@ assert merge_bytes == 532_480
 # %% [markdown]
 # ## Which rank stores the new token?
 #
-# The next token needs K and V of this one. Every rank has computed them.
+# The next token needs K and V of this one, and every rank has computed them.
 #
-# If no rank stores it, the model forgets it. If all ranks store it, it counts four times. **Exactly one rank must store
-# it, and any rank will do:** a merge does not ask where a key is. So choose the rank by memory. If one rank stored all
-# new tokens, it would run out of memory while the others have room. The ranks take turns: rank $n \bmod P$ stores new
+# If no rank stores it, the model forgets it. If all ranks store it, it counts four times. **Exactly one rank must
+# store it, and any rank will do:** a merge does not ask where a key is. So choose the rank by memory: one that stored
+# all new tokens would run out of it while the others have room. The ranks take turns: rank $n \bmod P$ stores new
 # token number $n$, and no rank has more than one token more than another.
 #
 # A cache has slots: some for the tokens of the prompt, some for new tokens. `at` has the position of the token in each
@@ -159,10 +159,11 @@ print_source(generate.SpreadCache.store)
 # %% [markdown]
 # ## Prompts of unequal lengths
 #
-# Prompts of 13 and 6 tokens go through the model together. Both are padded on the right, to 16 tokens. Then they go on
-# at different positions: the first new token of one prompt is token 13, and that of the other is token 6. The slots of
-# padding must be hidden, and so must the empty slots. Their position is $2^{62}$, which no token reaches. So one rule
-# hides both, and it is the causal mask: **a token sees the slots whose position is not larger than its own.**
+# Prompts of 13 and 6 tokens go through the model together, both padded on the right to 16 tokens. Then they go on at
+# different positions: the first new token of one prompt is token 13, and that of the other is token 6. The slots of
+# padding must be hidden, and so must the empty slots. So both get the position $2^{62}$, which no token reaches. Then
+# one rule hides both, and it is the causal mask: **a token sees the slots whose position is not larger than its
+# own.**
 #
 # The attention that the model calls (`SpreadCache.attend`) is the ring while the prompt is read. For a new token it is
 # what you saw above: `attend_tile` over the slots of this rank, with `hidden = at > position`, and then the merge.
@@ -221,14 +222,14 @@ measured_models.generation()
 
 # %% [markdown]
 # The bytes of the merge are level; those of the ring grow with the context. The time of the merge grows too, because
-# each rank still reads its own keys. With a short context the merge mostly waits for its message. Here the ranks share the
-# cores of the one process, which has no messages. On real devices, each rank reads its part of the cache with its own
-# memory bandwidth. And a long context does not fit on one device.
+# each rank still reads its own keys; with a short context it mostly waits for its message. Do not compare them with
+# the one process: it has no messages, and here the ranks share its cores. On real devices each rank reads its part of
+# the cache with its own memory bandwidth, and a long context does not fit on one device at all.
 #
-# Between a prompt and a single token lies a third case: 1,000 new tokens over a cache of 100,000. So few queries are less
-# to send than the keys of all tokens. In *pass-Q* the queries go round, and partial results come home. From a few per cent
-# of new tokens on, K and V are less again: for Llama 3 405B 4 % by bytes, near 5 % as measured. See
-# [`pass_q.py`](../ringlab/models/pass_q.py), [the count](../ring_planner/pass_q_or_kv.py), and
+# Between a prompt and a single token lies a third case: 1,000 new tokens over a cache of 100,000. So few queries are
+# less to send than the keys of all tokens, and so in *pass-Q* the queries go round and partial results come home.
+# From a few per cent of new tokens on, K and V are less again: for Llama 3 405B 4 % by bytes, near 5 % as measured.
+# See [`pass_q.py`](../ringlab/models/pass_q.py), [the count](../ring_planner/pass_q_or_kv.py), and
 # [`reply`](../ringlab/models/pass_q.py), which reads texts in parts.
 #
 # > **One number to remember: D + 2** numbers a head. That is what a rank sends in a layer for a new token, whether the

@@ -31,9 +31,10 @@ from ringlab.support.processes import launch
 # %% [markdown]
 # ## The task: find a line
 #
-# A text has lines. Each line has an id and a number. Then comes the id of one of the lines, and the model must say its
-# number. The paper's figure 3 asks this in texts of up to 512,000 tokens. Here an id is one token, and so is a number.
-# To learn faster, the model gets many questions at the end of a text: half as many as there are lines.
+# A text has lines, and each line has an id and a number. Then comes the id of one of the lines, and the model must
+# say its number. The paper's figure 3 asks this in texts of up to 512,000 tokens. Here an id is one token, and so is
+# a number. So that it learns faster, the model gets many questions at the end of a text: half as many as there are
+# lines.
 
 # %%
 LINES, IDS = 8, 64
@@ -47,9 +48,9 @@ assert all(pair in pairs[:LINES] for pair in pairs[LINES:])
 # %% [markdown]
 # ## The failure
 #
-# A small model, 2 layers and 64 numbers a token, is trained on texts of up to 8 lines. Then it reads new texts of 8,
-# 16, 32 and 64 lines. `retrieval.train` takes 200 steps on one process; its parts come below. `accuracy_by_depth` asks
-# for lines in each eighth of the text.
+# Train a small model, 2 layers and 64 numbers a token, on texts of up to 8 lines. Then let it read new texts of 8,
+# 16, 32 and 64 lines. `retrieval.train` takes 200 steps on one process; its parts come below. `accuracy_by_depth`
+# asks for lines in each eighth of the text.
 
 # %%
 ((weights, _),) = launch(retrieval.train, 1, LINES, 200, 16, 0, IDS, device="cpu")
@@ -68,9 +69,10 @@ assert found[8] > found[32] > found[64]
 # The model has learned the task: in texts as long as those of its training it finds nearly every line. In a text that
 # is 8 times as long it does not find the first lines.
 #
-# **Why? The distance.** The first lines are farther from the question than any line was in the training. Rotary
-# embeddings turn their keys by angles that the queries never met. To test this, the same model reads the same texts
-# with all positions divided by 8. A text of 64 lines then spans the positions of 8 lines:
+# **Why? The distance.** The first lines are farther from the question than any line was in the training, so rotary
+# embeddings turn their keys by angles that the queries never met. If that is the reason, smaller distances must help.
+# So the same model reads the same texts with all positions divided by 8, and a text of 64 lines spans the positions
+# of 8:
 
 # %%
 squeezed = accuracy_by_depth(weights, 64, 2048 // 64, 0, IDS, squeeze=8 / 64)
@@ -80,7 +82,7 @@ assert helps
 
 # %% [markdown]
 # So most of what was lost was lost by distance, not by the number of lines. Squeezed positions are a known remedy
-# (*position interpolation*, Chen et al. 2023). How good it is, you see in the picture below.
+# (*position interpolation*, Chen et al. 2023), and the picture below shows how good it is.
 #
 # ## The idea
 #
@@ -114,8 +116,9 @@ for rank, (tokens_of_rank, kept) in enumerate(ring):
 print_source(retrieval.PairEmbedding)
 
 # %% [markdown]
-# In a ring the token before is often on another rank. So a rank takes it from the text, as it takes its labels (chapter
-# 10: shift first, share out then). Here are the ids of the first line and of the first question, on two ranks:
+# In a ring the token before is often on another rank, so a rank takes it from the text, as it takes its labels
+# (chapter 10: shift first, share out then). Here are the ids of the first line and of the first question, on two
+# ranks:
 
 # %%
 print_source(shard_texts)
@@ -164,11 +167,11 @@ assert right["4 x, ring of 4"][at_256] < right["1 x, positions squeezed"][at_256
 # ([Liu et al. 2023](https://arxiv.org/abs/2310.01889)) shows the same for GPT-3.5-turbo-16K, Vicuna-13B-16K and
 # Claude-2-100K.
 #
-# **And squeezed positions?** They need no training. At 128 lines, the length of the ring's training, the ring's model is
-# better: 99.6 to 96.5. **At 256 lines squeezed positions win**: 92.0 to 74.9. There the ring's model reads with positions
-# that it has never met, and the other one does not. Could one squeeze the positions of the ring's model, too? Probably. We
-# have not measured it. So the ring is the better answer up to the length of its training, and squeezing is the cheap one
-# beyond.
+# **And squeezed positions?** They need no training. At 128 lines, the length of the ring's training, the ring's model
+# is better: 99.6 to 96.5. **At 256 lines squeezed positions win**: 92.0 to 74.9. There the ring's model reads with
+# positions that it has never met, and the other one does not. You could probably squeeze the positions of the ring's
+# model, too; we have not measured it. So take the ring up to the length of its training, and squeezing, which is
+# cheap, beyond.
 #
 # **More tries, too.** An agent that sees its earlier tries needs them in its [context](../docs/glossary.md#context): the
 # [appendix](appendix_bandit.md) measures what 4 times the context gains there, on a small bandit.

@@ -46,8 +46,9 @@ from ring_doctor.mistakes.paper_ring import RIGHT, compute
 # %% [markdown]
 # ## The failure
 #
-# diffusers 0.42.1 has a ring for training. Here is the loop of its [backward pass](../docs/glossary.md#backward-pass), in one
-# process. Each list has an item for each [rank](../docs/glossary.md#rank). `block_gradients` is that of chapter 5.
+# diffusers 0.42.1 has a ring for training. Here is the loop of its
+# [backward pass](../docs/glossary.md#backward-pass), played in one process: each list has an item for each
+# [rank](../docs/glossary.md#rank), and `block_gradients` is that of chapter 5.
 
 
 # %%
@@ -76,8 +77,8 @@ def ring_gradients(q, k, v, d_out, P):
 
 
 # %% [markdown]
-# The library's own test runs two ranks, and asks whether all gradients are finite. We ask for the error of each gradient
-# in norm, as a share of the right one, in float64.
+# The library's own test runs two ranks, and asks whether all gradients are finite. You ask more: how large is the
+# error of each gradient in norm, as a share of the right one, in float64?
 
 # %%
 S, D = 24, 4
@@ -135,9 +136,9 @@ for r in range(P):
     assert holds == [j if (j - r) % 2 == 0 else (j + 2) % P for j in range(P)]
 
 # %% [markdown]
-# Every other tile holds what belongs two blocks further. That points to the cause. In each round a block moves by one
-# rank, and its sums by one rank the other way. After one round they are two ranks apart, after two rounds four. With 4
-# ranks, four apart is together again.
+# Every other tile holds what belongs two blocks further, and that points to the cause. In each round a block moves by
+# one rank, and its sums by one rank the other way, so after one round they are two ranks apart, after two rounds
+# four. With 4 ranks, four apart is together again.
 #
 # `ring_doctor/explaining/xray.py` does this for any ring. Its numbers are all different, so that each weight is recognised. Here is
 # its picture of the same mistake. A ring computes its weights twice, forward and backward, and the two can differ. (It
@@ -176,9 +177,9 @@ picture(weights_of(xray), "Gradients that travel the other way")
 print_row("gradients_travel_other_way")
 
 # %% [markdown]
-# All entries together are the catalogue. So the doctor can compute what a ring *with* each mistake would return. **It names
-# the mistake whose numbers are the patient's numbers**, in every question that it asked. First: does the ring on paper
-# return the numbers of our loop?
+# All entries together are the catalogue. So the doctor can compute what a ring *with* each mistake would return, and
+# **it names the mistake whose numbers are the patient's numbers**, in every question that it asked. Try it: does the
+# ring on paper return the numbers of our loop?
 
 # %%
 case = Case(3, 12, heads=1, kv_heads=1)
@@ -272,10 +273,10 @@ for mistake in ("delta_of_the_block", "lse_of_the_block"):
 assert list(symptoms.values()) == [["dq", "dk"], ["dq", "dk", "dv"]]
 
 # %% [markdown]
-# *What would have caught it:* each gradient compared by itself. There were tests. They passed a mask that the operator
-# refuses, so they ended before they compared anything
-# ([pull request 53216](https://github.com/tenstorrent/tt-metal/pull/53216)). **A test that never failed proves nothing:
-# plant a mistake, and see it fail.**
+# *What would have caught it:* each gradient compared by itself. There were tests, but they passed a mask that the
+# operator refuses, and so ended before they compared anything
+# ([pull request 53216](https://github.com/tenstorrent/tt-metal/pull/53216)). **A test that never failed proves
+# nothing: plant a mistake, and see it fail.**
 #
 # ## Which test sees which mistake?
 #
@@ -316,8 +317,8 @@ for name, row in seen.items():
 assert [sum(column) for column in zip(*seen.values(), strict=True)] == [0, 1, 2, 3, 5]
 
 # %% [markdown]
-# So test in float64 first: rounding hides mistakes. Not with 2 ranks only. Every gradient by itself. Every mask that the
-# ring claims.
+# So test in float64 first, because rounding hides mistakes. Take 3 ranks too, compare every gradient by itself, and
+# ask for every mask that the ring claims.
 #
 # ## A real ring
 #
