@@ -28,7 +28,7 @@ from itertools import product
 from bench import max_context, record
 from figures import measured, slow_hop
 from notebooks.source.checks.hidden_communication import check_peak_memory_backward, check_smallest_chunk
-from ring_planner.hidden_communication import AttentionLayer, min_overlap_chunk, ring_seconds
+from ring_planner.hidden_communication import AttentionLayer, min_overlap_chunk
 from ring_planner.memory import peak_bytes, peak_bytes_backward
 from ring_planner.presets import gpu_named, model_named
 
@@ -170,29 +170,15 @@ slow_hop.draw()
 #
 # $$\text{computing} + (P-1) \cdot \max(\text{computing},\ \text{slowest hop}) .$$
 #
-# A second slow link costs nothing more. (A slow *rank* is worse: no chunk hides its computing. `python -m
-# ring_planner.unequal` has both.) So 1M tokens on 128 H100s pay 0.67 ms for every hop, although seven of eight stay inside a host:
-
-# %%
-forward = ring_seconds(P, block, hop / nic)
-print(f"a layer, forward: {1e3 * P * block:.1f} ms of computing, the ring takes {1e3 * forward:.1f} ms")
-assert 1.2 < forward / (P * block) < 1.21
-
-# %% [markdown]
+# A second slow link costs nothing more. So 1M tokens on 128 H100s pay 0.67 ms for every hop, although seven of eight stay inside
+# a host. (A slow *rank* is worse, as no chunk hides its computing. `python -m ring_planner.unequal` has both.)
+#
 # ## How far does it reach?
 #
 # So chunks should be long. Memory says how long they can be. A device of a ring keeps its own chunk, and holds at most two
-# blocks of K and V at a time. GPU 0 of the worked example:
-
-# %%
-P, C = 4, 2
-for t in range(P - 1):
-    in_hand, arriving = (0 - t) % P, (0 - t - 1) % P
-    held = ["q0", "out0", f"k{in_hand}", f"v{in_hand}", f"k{arriving}", f"v{arriving}"]
-    print(f"round {t}:", *held, f"  {len(held)} tensors of {C} x 2 numbers")
-    assert len(held) * C * 2 == peak_bytes("ring", AttentionLayer(heads=1, kv_heads=1, head_dim=2, itemsize=1), C, P)
-
-# %% [markdown]
+# blocks of K and V at a time. On GPU 0 of the worked example these are q0, out0, k0, v0 and the arriving k3, v3: six tensors, and in
+# each later round six again.
+#
 # With all heads, the [peak memory](../docs/glossary.md#peak-memory) of a device in attention's forward pass is
 # $(2H + 4G) \cdot C D w$ bytes. $P$ does not appear, and $S$ appears only in $C = S/P$. So **P devices hold P times the
 # sequence.** The [backward pass](../docs/glossary.md#backward-pass) of the
@@ -206,9 +192,10 @@ for t in range(P - 1):
 # 18 or 22 chunks. [One table](../docs/memory.md) says who counts what.) With Llama's 8 of 32 heads it is 10 chunks of q:
 
 # %%
-C, q = 2**17 // 8, 2**17 // 8 * H * D * w  # 128K tokens on 8
-assert peak_bytes("ring", llama, C, 8) == 3 * q and peak_bytes_backward(llama, C) == 10 * q
+C = 2**17 // 8  # 128K tokens on 8
+q = C * H * D * w
 assert peak_bytes("ring", equal, C, 8) == 6 * q and peak_bytes_backward(equal, C) == 22 * q
+assert peak_bytes("ring", llama, C, 8) == 3 * q and peak_bytes_backward(llama, C) == 10 * q
 print(f"a layer of 128K tokens on 8: {3 * q / 2**20:.0f} MiB forward, {10 * q / 2**20:,.0f} MiB backward")
 
 # %% [markdown]
@@ -225,10 +212,10 @@ for times in max_context.linear(results):  # S of P devices / (P · S of one)
 measured.max_context()
 
 # %% [markdown]
-# P devices of a ring reach P times the sequence of one device of a ring. That one reaches only half of what
-# fused attention reaches without a ring: in a training step in float32, fused attention holds 9 chunks and a ring 18. In
-# a whole model each layer's input waits for the backward pass, on both sides, so the difference shrinks. With 32 layers, P
-# devices reach $(32 + 9)/(32 + 18) = 0.82$ of P times the sequence of one device without a ring.
+# P devices of a ring reach P times the sequence of one. That one reaches only half of what fused attention reaches without a ring:
+# in a training step in float32, fused attention holds 9 chunks and a ring 18. In a whole model each layer's input waits for the
+# backward pass on both sides, so the difference shrinks: with 32 layers, P devices reach $(32 + 9)/(32 + 18) = 0.82$ of P times
+# the sequence of one device without a ring.
 #
 # [Chapter 17](17_the_other_ways_round.ipynb) goes on with these numbers: which way to share the layer?
 # [Chapter 18](18_two_speeds_of_wire.ipynb) adds the slow wire, and all that a step has besides attention.
@@ -251,10 +238,6 @@ measured.max_context()
 # backward. A model with more query heads for each K/V head is easier to share.
 # </details>
 #
-# <details><summary>Your chunks are too short. Does a larger batch help?</summary>
-#
-# No. It multiplies computing and bytes alike. Fewer ranks for a sequence help, and fewer heads of K and V.
-# </details>
 
 # %%
 b200, large = gpu_named("b200"), model_named("llama-3.1-70b").attention()

@@ -29,6 +29,7 @@ import torch
 
 from figures import tokens_to_heads
 from notebooks.source.checks.the_other_ways_round import check_copies, check_meshes
+from ring_planner.hidden_communication import block_flops
 from ring_planner.presets import gpu_named, model_named
 from ring_planner.seconds import Pass, pass_of
 from ring_planner.step import Step
@@ -42,7 +43,7 @@ P = 4
 # %% [markdown]
 # ## The failure
 #
-# There seems to be a simpler way than a ring. Heads never meet in [attention](../docs/glossary.md#attention). So let each rank
+# There seems to be a simpler way than a ring. Heads never meet in [attention](../docs/glossary.md#attention), so let each rank
 # compute some of the heads, for **all** tokens. While it computes, nothing travels.
 #
 # Here are our 8 tokens on 4 GPUs, with $H = 6$ query heads on $G = 2$ K/V heads
@@ -80,8 +81,7 @@ right, q, k, v = (x.detach() for x in (right, q, k, v))
 
 # %% [markdown]
 # Which heads does a rank take? 6 is not a multiple of 4. Code for equal parts gives `H // P` = 1 head to each rank, or it
-# asks `torch.chunk` for 4 parts. The rank needs K/V heads, too. There are 2 of them for 4 ranks, so they must be copied.
-# A common guess is that rank $r$ needs K/V head `r % G`:
+# asks `torch.chunk` for 4 parts. The rank needs K/V heads, too. A common guess is `r % G`:
 
 
 # %%
@@ -129,8 +129,8 @@ print(f"    {off(of_heads.sum(dim=2), d_k)} with their sum")
 assert torch.allclose(of_heads.sum(dim=2), d_k, rtol=0, atol=1e-14)
 
 # %% [markdown]
-# A key's gradient has a part from every query that sees it, and these are on several ranks. So the gradients of the copies
-# must be **added**.
+# A key's gradient has a part from every query that sees it, and these are on several ranks. So the copies' gradients must be
+# **added**.
 #
 # ## The idea
 #
@@ -138,9 +138,8 @@ assert torch.allclose(of_heads.sum(dim=2), d_k, rtol=0, atol=1e-14)
 # other (ring) or all at once (all-gather). But also **a head needs no other head**, so you can share out the heads and let
 # tokens travel: the all-to-all.
 #
-# **All ways begin and end with the same chunks.** Rank $r$ has all heads of the tokens
-# `positions(layout, S, r, P)`, before and after. So a model can change its way, and its data loader stays as it is. From
-# here on we use the zigzag layout and the causal mask:
+# **All ways begin and end with the same chunks.** Rank $r$ has all heads of the tokens `positions(layout, S, r, P)`, so a model can
+# change its way, and its data loader stays as it is. From here on we use the zigzag layout and the causal mask:
 
 # %%
 at = [positions("zigzag", 8, r, P) for r in range(P)]  # the tokens of rank r
@@ -162,15 +161,11 @@ assert torch.allclose(unshard(outs, "zigzag"), right, rtol=0, atol=1e-14)
 print("all-gather: out is off by", off(unshard(outs, "zigzag"), right))
 
 # %% [markdown]
-# In the backward pass each rank finds a gradient of **its copy** of K: what its own queries add, for all 8 keys. Here is
-# how large it is on each rank, for the block of rank 1, which has tokens 1 and 6:
+# In the backward pass each rank finds a gradient of **its copy** of K: what its own queries add, for all 8 keys.
 
 # %%
 grads = [torch.autograd.grad(outs[r], gathered[r], d_out[:, :, at[r]]) for r in range(P)]  # dk, dv
 parts = torch.stack([of_k for of_k, _ in grads])  # (P, 1, G, 8, 2): dk of each rank's copy, in order of rank
-for r in range(P):
-    print(f"rank {r} adds to dk of block 1: norm {parts[r][:, :, 2:4].norm():.4f}")
-
 mine = [slice(2 * r, 2 * r + 2) for r in range(P)]  # where the block of rank r stands
 own = [parts[r][:, :, mine[r]] for r in range(P)]  # each rank keeps what it found for its own block
 total = [parts.sum(dim=0)[:, :, mine[r]] for r in range(P)]  # reduce-scatter
@@ -188,7 +183,7 @@ assert torch.allclose(unshard(total, "zigzag"), d_k, rtol=0, atol=1e-13)
 #
 # ## 2 · All-to-all
 #
-# Now tokens travel. Each rank cuts its q, k and v by heads, and sends rank $r$ the heads that rank $r$ computes. So rank
+# Now tokens travel. Each rank cuts its q, k and v by heads, and sends rank $r$ the heads that rank $r$ computes, so rank
 # $r$ gets its heads of the tokens of all ranks:
 
 
@@ -200,8 +195,7 @@ def to_heads(x: torch.Tensor, shares: list[list[int]]) -> list[torch.Tensor]:
 
 keys = [[head] for head in owner]
 received = list(zip(to_heads(q, even), to_heads(k, keys), to_heads(v, keys), strict=True))  # by rank: q, k, v
-print("before:  rank 1 has tokens", at[1].tolist(), "of query heads", list(range(H)))
-print("between: rank 1 has tokens", order.tolist(), "of query head ", *even[1])
+print("rank 1 now has tokens", order.tolist(), "of query head ", *even[1])
 
 # %% [markdown]
 # The tokens arrive **in order of rank**. Without a mask that does no harm. A causal mask hides what comes later in the
@@ -224,10 +218,8 @@ assert torch.allclose(out, right, rtol=0, atol=1e-14)
 tokens_to_heads.draw()
 
 # %% [markdown]
-# Which heads does rank $r$ get? The shares differ by one head at most, and a share takes the K/V heads that it needs: here
-# one only, ⌊r·G/P⌋ (`heads_of_ranks` in [`heads.py`](../ringlab/ways/heads.py)).
-#
-# In the backward pass the way back brings dq, dk and dv home, and adds what comes from copies of a head
+# A share takes the K/V heads that it needs: here one only, ⌊r·G/P⌋ ([`heads.py`](../ringlab/ways/heads.py)). In the backward pass
+# the way back brings dq, dk and dv home, and adds what comes from copies of a head
 # ([`all_to_all.py`](../ringlab/ways/all_to_all.py)). More ranks than heads are refused:
 
 # %%
@@ -253,9 +245,8 @@ except ValueError as error:
 # ## Five schedules, one function
 #
 # A [schedule](../docs/glossary.md#schedule) says which block is in hand when, and where the sums of its gradients go. A
-# [partition](../docs/glossary.md#partition) says what to compute of the block, from the mask and the layout (chapter 13). So
-# every way takes every mask and every layout: all are `ring_flash_attention`, with another `schedule=`. The tests compare
-# each with full attention in float64, gradients too.
+# [partition](../docs/glossary.md#partition) says what to compute of the block (chapter 13). So every way takes every mask and every
+# layout: all are `ring_flash_attention`, with another `schedule=`, and the tests compare each with full attention.
 #
 # ## What each way costs
 #
@@ -268,7 +259,7 @@ except ValueError as error:
 # | all-to-all | $\frac{P-1}{P} \cdot 2(H+G) \cdot CD$ | $P \le H$ | $G/P$ heads of all $S$ tokens: as much as one block |
 # | hybrid, $n$ rows of $g$ | $\frac{g-1}{g} \cdot 2(H+G) \cdot CD + (n-1) \cdot 2G \cdot CD$ | $g \le H$ | two blocks of $gC$ tokens, $G/g$ heads |
 #
-# Now back to Llama 8B, with 128K tokens on the 8 H100s of a host. Each way computes eight blocks of 2.22 ms, so ways differ in
+# Back to Llama 8B, with 128K tokens on the 8 H100s of a host. Each way computes eight blocks of 2.22 ms, so the ways differ in
 # what nothing hides. In the forward pass that is nothing for a ring. A gather waits for its first head, an eighth of its 448 MiB.
 # During an exchange nothing is computed, so an all-to-all waits for all of its 280 MiB:
 
@@ -284,38 +275,30 @@ def milliseconds(way, g, cluster, mask=None):
     return [1e3 * pass_of(way, Pass(cluster, layer, C, backward, mask), g) for backward in (False, True)]
 
 
-block, nvlink = 4 * C**2 * 32 * 128 / 2 / h100.peak["bf16"], 450e9 / 1e3 / 2**20  # as in chapter 9; MiB a ms
-print("forward         sent, MiB   waits, ms   both passes: ideal, ms   with costs")
-times = {}
-for way, g, unhidden in (
-    ("ring", None, 0),
-    ("all-gather", None, 448 / 8),
-    ("all-to-all", None, 280),
-    ("hybrid", 2, 2 / 4 * 320),
-    ("hybrid", 4, 3 / 4 * 320),
-):
-    sent, waits = traffic(way, layer, C, ideal, split=g)[0] / 2**20, milliseconds(way, g, ideal)[0] - 8e3 * block
-    assert abs(waits - unhidden / nvlink) < 1e-9  # the planner says what we derived
-    times[way, g] = [sum(milliseconds(way, g, *machine)) for machine in ((ideal,), (real, "causal"))]
-    name = f"hybrid {8 // g} x {g}" if g else way
-    print(f"{name:<12}{sent:>13.0f}{waits:>12.2f}{times[way, g][0]:>25.1f}{times[way, g][1]:>13.1f}")
-assert [min(times, key=lambda way: times[way][i]) for i in (0, 1)] == [("ring", None), ("all-gather", None)]
-assert max(times, key=lambda way: times[way][1]) == ("ring", None)
+waits = {("ring", None): 0, ("all-gather", None): 448 / 8, ("all-to-all", None): 280}  # for so many MiB
+waits |= {("hybrid", g): (g - 1) / g * 320 for g in (2, 4)}
+print("MiB sent forward            waits, ms   both passes: ideal, ms   with costs: forward, backward")
+for way, size in waits.items():
+    sent, waited = traffic(way[0], layer, C, ideal, split=way[1])[0] / 2**20, 1e3 * size * 2**20 / h100.link
+    (forward, backward), costs = milliseconds(*way, ideal), milliseconds(*way, real, "causal")
+    assert abs(forward - waited - 8e3 * block_flops(layer, C**2 / 2) / h100.peak["bf16"]) < 1e-9  # the planner agrees
+    name = f"hybrid {8 // way[1]} x {way[1]}" if way[1] else way[0]
+    print(f"{name:<12}{sent:>5.0f}{waited:>19.2f}{forward + backward:>18.1f}{costs[0]:>25.1f} +{costs[1]:>5.1f}")
 
 # %% [markdown]
-# By the roofline the ring is the best, and all lie within 2 %. On real GPUs it is the last, because a roofline knows only products
-# and messages. A round has other costs: it reads and writes the running output again, the last blocks of a kernel leave a
+# By the roofline the ring is the best, though all lie within 2 %. With real GPUs it is the last, because a roofline knows only
+# products and messages. A round has other costs: it reads and writes the running output again, the last tiles of a kernel leave a
 # part of the GPU idle, and messages slow the computing beside them. A ring pays this eight times. *With costs* adds it
 # ([`round_costs.py`](../ring_planner/round_costs.py)), and takes the 652 TFLOP/s (590 backward) that cuDNN's kernel
 # reached on one H100, in place of 989.
 #
-# **When which?** Inside one host, gather K and V or exchange heads: they tie. Exchange only where $P$ divides the heads: of 40 heads on 16
-# ranks the busiest has 3, where the average is 2.5, and all wait for it. The ring takes any number of ranks and any heads. On the CPUs of one
-# host, [`shared_memory.py`](../ringlab/ways/shared_memory.py) needs no messages.
+# **When which?** Inside one host, gather K and V or exchange heads: they tie. Exchange only where $P$ divides the heads: of 40 heads
+# on 16 ranks the busiest has 3, where the average is 2.5, and all wait for it. The ring takes any number of ranks and any heads.
+# On CPUs, [`shared_memory.py`](../ringlab/ways/shared_memory.py) needs no messages.
 #
-# Between hosts the hybrid has an advantage. Its ring sends as much in a hop as the flat ring, because $gC$ tokens of $G/g$ heads are
-# as many bytes. But between two hops it computes $g$ times as long. So **$g$ times shorter chunks hide its hops**, and [chapter
-# 18](18_two_speeds_of_wire.ipynb) needs exactly that.
+# Between hosts the hybrid has an advantage. A hop of its ring has as many bytes as one of the flat ring, $gC$ tokens of $G/g$ heads,
+# but the next hop is due $g$ times as late. So **$g$ times shorter chunks hide it**, and
+# [chapter 18](18_two_speeds_of_wire.ipynb) needs exactly that.
 #
 # > **One number to remember: $H$.** Tokens can be exchanged for heads among $H$ ranks at most, because each rank needs a
 # > query head; Llama 8B has 32. More ranks can share a sequence by a ring, by a gather, or by a hybrid.
@@ -334,19 +317,6 @@ assert max(times, key=lambda way: times[way][1]) == ("ring", None)
 # with grouped queries, K and V are much smaller than Q. So the gather takes little time, compared with the computing.
 # </details>
 #
-# <details><summary>64 GPUs are joined by NVLink and share 1M tokens of Llama 8B. Which hybrid sends the fewest bytes?</summary>
-#
-# An all-to-all needs 64 heads. Rows of 8 give each rank one K/V head: an exchange of 280 MiB, and 7 hops of 64 MiB, so 728 MiB
-# in a forward pass, where the flat ring's 63 hops are 4,032. Longer rows copy K/V heads, and send more again: 744 MiB in rows of
-# 16. A row may not be longer than $G$, or copies eat what it saves.
-# </details>
-
-# %%
-rack = Cluster(1, 64, flops=h100.peak["bf16"], bandwidth=h100.link)
-sent = {g: traffic("hybrid", layer, 2**20 / 64, rack, split=g)[0] / 2**20 for g in (1, 2, 4, 8, 16, 32)}
-assert (sent[1], sent[8], sent[16]) == (4032, 728, 744) and min(sent, key=sent.get) == 8
-
-# %% [markdown]
 # ## Your turn
 
 
