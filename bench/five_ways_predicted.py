@@ -230,7 +230,7 @@ def table(results: record.Results) -> str:
                 ratio = f" ({seconds / predicted(results, row, name, which):.2f})" if name in WAYS else ""
                 here.append(f"{seconds:.3f}{ratio}")
             rows.append(here)
-        tables += [f"{which.capitalize()}{' (forward and backward)' * (which == TRAIN)}:"]
+        tables += [f"{which.capitalize()}{' (forward and backward)' if which == TRAIN else ''}:"]
         tables += [record.grid(" | ".join(["hosts x ranks | S | MB/s", *names]), rows)]
     speeds = [[name, f"{min(x):.2f}", f"{geometric_mean(x):.2f}"] for name, x in over_peers(results).items()]
     return record.page(

@@ -54,7 +54,7 @@ from ringlab.support.processes import LostRank, RankContext, Ranks
 from ringlab.support.rounding import exact_attention
 from tests.attention import NAMES
 from tests.every_way import ON_MESH, Problem, assert_right_results, masks_of, shapes
-from tests.in_turn import dealt, ring_in_turn
+from tests.rings import dealt, ring_in_turn
 
 SECONDS = 150.0  # of the whole bench: a part that is not done by then ends, and the next ones are not begun
 WAYS = ("ring", "all-gather", "all-to-all", "double ring", "hybrid")
@@ -96,15 +96,15 @@ ON = {
         calibrated=calibrate.LAYERS["cuda"],
     ),
     "cpu": Sizes(
-        (8, 24),
-        ("float32", "bfloat16"),
-        ((480, 2, 8, (2, 4)),),
-        TINY,
-        48,
-        8,
-        (4, 2, 8, 48),
-        (48, 2, 8),
-        (1, 8, "float32"),
+        head_dims=(8, 24),
+        dtypes=("float32", "bfloat16"),
+        rings=((480, 2, 8, (2, 4)),),
+        model=TINY,
+        tokens=48,
+        chunk=8,
+        layer=(4, 2, 8, 48),
+        states=(48, 2, 8),
+        calibrated=(1, 8, "float32"),
     ),
 }
 
@@ -138,11 +138,14 @@ def kernels(context: RankContext, sizes: Sizes) -> Iterator[Row]:
             for Sq, Sk, causal in SHAPES:
                 four = drawn(context.device, dtype, 4, 2, Sq, Sk, D)
                 kernel, _ = choose_kernel(*four[:2], D**-0.5, causal=causal)
-                found.setdefault(kernel, {})[f"D {D}, {Sq} x {Sk}{', causal' * causal}"] = block_error(*four, causal)
+                mask = ", causal" if causal else ""
+                found.setdefault(kernel, {})[f"D {D}, {Sq} x {Sk}{mask}"] = block_error(*four, causal)
         for kernel, cases in found.items():
             wrong = {case: error for case, error in cases.items() if not error <= 1}
             says = f"{len(cases)} blocks, errors up to {max(cases.values()):.2f} of what rounding allows"
-            yield f"{dtype}, {kernel}", not wrong, says + f"; WRONG: {'; '.join(list(wrong)[:5])}" * bool(wrong)
+            if wrong:
+                says += f"; WRONG: {'; '.join(list(wrong)[:5])}"
+            yield f"{dtype}, {kernel}", not wrong, says
 
 
 class Here:
@@ -191,11 +194,8 @@ def ring(context: RankContext, sizes: Sizes) -> Iterator[Row]:
                 says += f"; PyTorch's loop {alone / typical(context, partial(loop_in_turn, chunks)):.3f}"
             except Exception as error:  # of another's code
                 says += f"; PyTorch's loop fails: {type(error).__name__}"
-            yield (
-                f"zigzag, S = {S:,}, H = {H}, P = {P}, {choose_kernel(*chunks[0][:2], 1.0, causal=True)[0]}",
-                True,
-                says,
-            )
+            kernel, _ = choose_kernel(*chunks[0][:2], 1.0, causal=True)
+            yield f"zigzag, S = {S:,}, H = {H}, P = {P}, {kernel}", True, says
 
 
 def peak(context: RankContext, work: Callable[[], Any]) -> int:
@@ -237,12 +237,9 @@ def model(context: RankContext, sizes: Sizes) -> Iterator[Row]:
         found.append((typical(context, step), peak(context, step)))
     (sdpa, of_sdpa), (mine, of_ring) = found
     says = f"{mine / sdpa:.3f} times as long as sdpa; peak {of_ring / 2**30:.2f} GiB, sdpa {of_sdpa / 2**30:.2f}"
+    says += f"; losses {losses[0]:.4f}, {losses[-1]:.4f}"
     same = abs(losses[-1] / losses[0] - 1) < 2**-6  # bfloat16 has eight bits
-    yield (
-        f"a step of a Llama, one rank, S = {sizes.tokens:,}",
-        same,
-        says + f"; losses {losses[0]:.4f}, {losses[-1]:.4f}",
-    )
+    yield f"a step of a Llama, one rank, S = {sizes.tokens:,}", same, says
 
 
 def cases_of(sizes: Sizes, P: int) -> list[Problem]:
@@ -273,11 +270,8 @@ def memory(context: RankContext, sizes: Sizes) -> Iterator[Row]:
     with_gradients(attention, *(x[:, :, : 2 * P] for x in four))  # what libraries set up once
     here = peak(context, lambda: with_gradients(attention, *four)) + sum(x.nbytes for x in four)
     counted = peak_bytes_backward(AttentionLayer(H, G, D, 2), C)
-    yield (
-        f"training, H = {H}, G = {G}, C = {C:,}",
-        True,
-        f"{here / counted:.3f} of the {counted / 2**20:,.0f} MiB counted",
-    )
+    says = f"{here / counted:.3f} of the {counted / 2**20:,.0f} MiB counted"
+    yield f"training, H = {H}, G = {G}, C = {C:,}", True, says
 
 
 def measured_ring(context: RankContext, sizes: Sizes) -> dict[str, float]:
@@ -311,25 +305,17 @@ def overlap(context: RankContext, sizes: Sizes) -> Iterator[Row]:
         return
     seen = measured_ring(context, sizes)
     hidden = max(0.0, 1 - (seen["ring"] - seen["computing"]) / seen["messages"])
-    says = (
-        f"{hidden:.0%} of the messages' time is hidden; {seen['one device'] / seen['ring'] / P:.2f} of {P} times SDPA"
-    )
-    yield f"the ring on {P}", True, says + "".join(f"; {name} {1000 * each:.1f} ms" for name, each in seen.items())
+    share = seen["one device"] / seen["ring"] / P
+    says = f"{hidden:.0%} of the messages' time is hidden; {share:.2f} of {P} times SDPA"
+    yield f"the ring on {P}", True, says + "".join(f"; {name} {1000 * s:.1f} ms" for name, s in seen.items())
 
 
 def states(context: RankContext, sizes: Sizes) -> Iterator[Row]:
     S, H, D = sizes.states
-    found = {name: median(each) for name, each in seconds_in_turn(context, DEFAULT, S, H, D, 2).items()}
-    for way, each in found.items():
-        if way != ONE:
-            yield f"{way}, S = {S:,}, H = {H}", True, f"right; {found[ONE] / each:.2f} of the speed of one process"
-    if context.device.type == "cuda" and find_spec("fla"):
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        q, k, v, _ = (x.transpose(1, 2) for x in drawn(context.device, "bfloat16", H, H, S, S, D))
-        k, beta = F.normalize(k, dim=-1), torch.rand(1, S, H, device=q.device, dtype=q.dtype)
-        fla = typical(context, partial(chunk_gated_delta_rule, q, k, v, g=-beta, beta=beta))
-        yield "fla's kernel, forward, bfloat16", True, f"{1000 * fla:.2f} ms"
+    seconds = {name: median(turns) for name, turns in seconds_in_turn(context, DEFAULT, S, H, D, 2).items()}
+    alone = seconds.pop(ONE)
+    for way, mine in seconds.items():
+        yield f"{way}, S = {S:,}, H = {H}", True, f"right; {alone / mine:.2f} of the speed of one process"
 
 
 def machine(context: RankContext, sizes: Sizes) -> Iterator[Row]:
@@ -342,11 +328,8 @@ def machine(context: RankContext, sizes: Sizes) -> Iterator[Row]:
         known = dict(zip(("flops", "backward_flops"), rates, strict=True))
         known["memory_bandwidth"] = GPUS[here].memory_bandwidth
     for field in ("flops", "backward_flops", "memory_bandwidth", "launch"):
-        yield (
-            field,
-            True,
-            f"{getattr(found, field):.3g}" + (f"; the preset has {known[field]:.3g}" if field in known else ""),
-        )
+        preset = f"; the preset has {known[field]:.3g}" if field in known else ""
+        yield field, True, f"{getattr(found, field):.3g}{preset}"
 
 
 def doctor(device: str, P: int) -> Iterator[Row]:
@@ -406,15 +389,10 @@ def examined(device: str, P: int, sizes: Sizes) -> Iterator[tuple[str, Row]]:
 
 def table(results: record.Results) -> str:
     """The results as a table in markdown."""
-    rows = [
-        (row["part"], row["what"], "right" if row["right"] else "**WRONG**", row["says"]) for row in results["rows"]
-    ]
-    return record.page(
-        f"On {results['device']}",
-        results,
-        f"{results['ranks']} ranks, {results['seconds']:.0f} s. Speeds are forward and backward.",
-        record.grid("<part | <what | < | <found", rows),
-    )
+    words = {True: "right", False: "**WRONG**"}
+    rows = [(row["part"], row["what"], words[row["right"]], row["says"]) for row in results["rows"]]
+    how = f"{results['ranks']} ranks, {results['seconds']:.0f} s. Speeds are forward and backward."
+    return record.page(f"On {results['device']}", results, how, record.grid("<part | <what | < | <found", rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

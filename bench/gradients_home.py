@@ -42,21 +42,21 @@ class CircleSums(TravellingSums):
 
     def of_round(self, t: int) -> tuple[Tensor, Tensor]:
         self.wait()
-        return self.both(self.buffer(t).zero_() if t == 0 else self.buffer(t))
+        return self.sums_in(self.buffer(t).zero_() if t == 0 else self.buffer(t))
 
     def send_on(self, t: int) -> None:
         self.wait()
         if t < self.hops:
             self.arriving = schedule.post([self.buffer(t)], [self.buffer(t + 1)], self.group)
         elif t > 0:
-            self.coming = torch.empty_like(self.own())
+            self.coming = torch.empty_like(self.at_home())
             self.arriving = schedule.post([self.buffer(t)], [self.coming], self.group, distance=-t)
         else:
             self.coming = self.buffer(0)
 
     def home(self) -> tuple[Tensor, Tensor]:
         self.wait()
-        return self.both(self.coming)
+        return self.sums_in(self.coming)
 
 
 class Circle(Ring):

@@ -152,10 +152,10 @@ def measure(worlds: list[int], *, budget: int, **model: int) -> record.Results:
     """The whole bench, with a row for each method, P and with or without activation checkpointing."""
     made, settings = record.made("longest_training", "float32"), {"worlds": worlds, "budget": budget, **model}
     cases = [(*case, again) for again in (False, True) for case in (*ONE_PROCESS, *(("ring", P) for P in worlds))]
-    steps = {
-        f"{method}, P = {P}{', checkpointing' * again}": (method, P, budget, Config(**model, checkpointing=again))
-        for method, P, again in cases
-    }
+    steps = {}
+    for method, P, again in cases:
+        name = f"{method}, P = {P}, checkpointing" if again else f"{method}, P = {P}"
+        steps[name] = method, P, budget, Config(**model, checkpointing=again)
     found = record.in_steps("longest_training", settings, steps, measured).values()
     rows = [
         {"method": method, "world_size": P, "checkpointing": again, **row}

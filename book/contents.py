@@ -42,6 +42,7 @@ ROOT = Path(__file__).parent.parent
 OWN = sorted((Path(__file__).parent / "pages").glob("*.md"))  # the few pages that only the book has
 PAGES = (  # what the repository holds already
     *("README.md", "CONTRIBUTING.md", "docs/[!R]*.md", "examples/README.md", "notebooks/*.md"),
+    *("ringlab/README.md", "ring_doctor/README.md", "ring_planner/README.md"),
     *("notebooks/*.ipynb", "notebooks/*/*.ipynb", "bench/README.md", "bench/results/*.md", "ringlab/hugging_face/*.md"),
     *(f"ring_doctor/{folder}/*.md" for folder in ("mistakes", "whole_models", "patients", "patients/findings")),
 )

@@ -143,7 +143,7 @@ def message(kind: str, group: ProcessGroup | None, device: torch.device) -> Call
     def work(size: int) -> Timed:
         if kind == "send":
             begin = exchange(size, group, device)
-            return lambda: [each.wait() for each in begin()]
+            return lambda: [work.wait() for work in begin()]
         part = -(-size // (P - 1))
         sent, received = torch.zeros(2, P * part, dtype=torch.uint8, device=device).unbind()
         if kind == "all-gather":
@@ -172,7 +172,7 @@ def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: 
         compute()
 
     alone, _ = watch.typical(compute)
-    meanwhile, _ = watch.typical(compute_meanwhile, lambda: [each.wait() for each in works])
+    meanwhile, _ = watch.typical(compute_meanwhile, lambda: [work.wait() for work in works])
     return max(1.0, meanwhile / alone)
 
 
@@ -202,7 +202,9 @@ def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dic
     numbers["causal"] = cost_of_a_mask(rows)
     mesh = init_device_mesh(context.device.type, (hosts, per_host), mesh_dim_names=("between", "inside"))
     tables: list[Row] = []
-    for place in ["inside"] * (per_host > 1) + ["between"] * (hosts > 1):
+    for place, sharing in (("inside", per_host), ("between", hosts)):
+        if sharing == 1:
+            continue
         for kind in KINDS:  # collectives between hosts are of the whole job
             group = mesh.get_group(place) if kind == "send" or place == "inside" else None
             table = watch.table("bytes", BYTES, 4, message(kind, group, context.device))
@@ -230,28 +232,28 @@ def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dic
     return {"cluster": Cluster(hosts, per_host, **numbers), **about, "computing": rows, "messages": tables}
 
 
-def faults(found: dict[str, Any]) -> list[str]:
+def faults(results: dict[str, Any]) -> list[str]:
     """What a quiet machine would not measure: others used it meanwhile. Empty: nothing was seen."""
-    cluster, said = found["cluster"], []
-    own = [row["core"] / row["seconds"] for row in found["computing"] if found["made"]["on"] == "cpu"]
-    if own and median(own) < QUIET:
-        said.append(f"computing had {median(own):.0%} of a core")
+    cluster, signs = results["cluster"], []
+    busy = [row["core"] / row["seconds"] for row in results["computing"] if results["made"]["on"] == "cpu"]
+    if busy and median(busy) < QUIET:
+        signs.append(f"computing had {median(busy):.0%} of a core")
     if cluster.launch == 0:
-        said.append("longer blocks took less than their share of the time")
+        signs.append("longer blocks took less than their share of the time")
     for place in ("inside", "between"):
-        sent = [row["seconds"] for row in found["messages"] if (row["kind"], row["place"]) == ("send", place)]
+        sent = [row["seconds"] for row in results["messages"] if (row["kind"], row["place"]) == ("send", place)]
         if sent and sent[0] > 1.5 * min(sent):
-            said.append(f"the shortest message {place} took longer than a longer one")
-    return said
+            signs.append(f"the shortest message {place} took longer than a longer one")
+    return signs
 
 
-def show(found: dict[str, Any]) -> None:
+def show(results: dict[str, Any]) -> None:
     """Print the numbers that the planner takes."""
-    layer, made = found["layer"], found["made"]
+    layer, made = results["layer"], results["made"]
     on = f"{made['on']} with {made['backend']}, {layer['dtype']}, {layer['heads']} heads of {layer['head_dim']}"
-    print(f"{found['cluster'].devices} processes, {on}: {made['seconds']:.0f} s")
+    print(f"{results['cluster'].devices} processes, {on}: {made['seconds']:.0f} s")
     for name in FIELDS:
-        print(f"    {name:<18}{getattr(found['cluster'], name):.4g}")
+        print(f"    {name:<18}{getattr(results['cluster'], name):.4g}")
 
 
 def read_options() -> argparse.Namespace:
@@ -279,15 +281,15 @@ def main() -> int:
     options = read_options()
     if "WORLD_SIZE" in os.environ:  # set by torchrun
         with join_ring(options.device) as context:
-            found = measured(context, *options.layer)
+            results = measured(context, *options.layer)
             if context.rank > 0:
                 return 0
     else:
-        found = launch(measured, options.processes, *options.layer, device=options.device)[0]
-    show(found)
-    if said := faults(found):
-        print(f"BUSY: {'; '.join(said)}. Expected a quiet machine: stop other programs and measure again")
-    write_machine(options.out, **found)
+        results = launch(measured, options.processes, *options.layer, device=options.device)[0]
+    show(results)
+    if signs := faults(results):
+        print(f"BUSY: {'; '.join(signs)}. Expected a quiet machine: stop other programs and measure again")
+    write_machine(options.out, **results)
     print(f"wrote {options.out}: plan with `ring-plan --gpu NAME --machine {options.out}`: the GPU gives the memory")
     return 0
 

@@ -123,13 +123,13 @@ def gpu_of(options: argparse.Namespace, per_host: int) -> GPU:
         gpu = GPU("ideal", about, {"bf16": flops}, rates, *numbers, card_share=1.0, link_share=1.0)
     else:
         gpu = gpu_named(options.gpu)
-        own: dict[str, Any] = {"link": options.bandwidth, "memory": options.memory, "card": card}
+        changed: dict[str, Any] = {"link": options.bandwidth, "memory": options.memory, "card": card}
         if flops := options.flops:
             if flops > 1.01 * (peak := gpu.peak["bf16"]):
                 given = f"flops is {flops:g} on {gpu.name}"
                 raise ValueError(f"{given}; expected {peak:g} at most, its peak in bf16: attention reaches less")
-            own["attention"] = {name: (flops, flops * b / f) for name, (f, b) in gpu.attention.items()}
-        gpu = replace(gpu, **{name: value for name, value in own.items() if value})
+            changed["attention"] = {name: (flops, flops * b / f) for name, (f, b) in gpu.attention.items()}
+        gpu = replace(gpu, **{name: value for name, value in changed.items() if value})
     return replace(gpu, card=gpu.card * (options.nics or per_host) / per_host)
 
 
@@ -181,7 +181,8 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> None:
     how = f"{step.linear_dtype} products, {step.kernels} kernels"
     if step.task == "train":
         trained = f"{step.trainable:.2%} trained, " if step.trainable < 1 else ""
-        how = f"{how}, loss {step.loss}, {trained}{step.optimizer}{', base of 4 bits' * (step.weights == '4bit')}"
+        base = ", base of 4 bits" if step.weights == "4bit" else ""
+        how = f"{how}, loss {step.loss}, {trained}{step.optimizer}{base}"
     what = "a step" if step.task == "train" else "a prefill"
     print(f"{what} at S = {step.seq_len:,}, batch {step.batch} of each replica: {how}")
     ranked = best(step, wish)
@@ -189,43 +190,45 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> None:
         show_what_is_missing(step, wish)
         return
     print(f"    tokens/s a GPU        s     GiB  way; GiB, {RESERVE:.1%} kept free")
-    rings = [i for i, each in enumerate(ranked) if each.name.startswith("ring")]  # the best is always shown
-    for each in [each for i, each in enumerate(ranked) if i < SHOWN or i in rings[:1]]:
-        print(f"    {digits(each.speed):>14} {digits(each.seconds):>8} {digits(each.held / GIB):>7}  {each.name}")
+    rings, shown = [plan for plan in ranked if plan.name.startswith("ring")], list(ranked[:SHOWN])
+    if rings and rings[0] not in shown:  # the best ring is always shown
+        shown.append(rings[0])
+    for plan in shown:
+        print(f"    {digits(plan.speed):>14} {digits(plan.seconds):>8} {digits(plan.held / GIB):>7}  {plan.name}")
     first, known = ranked[0], ranked[0].interval
-    name, seconds = max(first.terms.items(), key=lambda each: each[1])
-    shares = ", ".join(f"{each} {digits(s)}" for each, s in first.terms.items() if s > 0.005 * first.seconds)
+    name, seconds = max(first.terms.items(), key=lambda term: term[1])
+    shares = ", ".join(f"{term} {digits(s)}" for term, s in first.terms.items() if s > 0.005 * first.seconds)
     print(f"seconds               {shares}: {first.utilisation:.0%} of the bf16 peak")
     print(f"binds                 {name}, {seconds / first.seconds:.0%} of the time\n{memory_of(first)}")
-    said = "not known: no measured times of this kind"
+    text = "not known: no measured times of this kind"
     if first.waits_for_the_host:
-        said = "not known: a layer is so short that GPUs wait for their hosts, so the times are the least that it takes"
+        text = "not known: a layer is so short that GPUs wait for their hosts, so the times are the least that it takes"
     elif known:
-        said = f"{digits(known[0])} to {digits(known[1])} s holds nine in ten real times: from {known[2]} measured ones"
-    print(f"interval              {said}")
+        text = f"{digits(known[0])} to {digits(known[1])} s holds nine in ten real times: from {known[2]} measured ones"
+    print(f"interval              {text}")
     if model.experts:
         print(f"experts               FSDP gathers all {model.experts} of a layer; expert parallelism is not planned")
-    for gain, name, answer in [each for each in gains(step, wish) if each[0] > 1.005][:3]:
+    for gain, name, answer in [better for better in gains(step, wish) if better[0] > 1.005][:3]:
         print(f"with {name:<34} {gain - 1:+.0%} {'tokens/s' if step.task == 'train' else 'speed'}: {answer.name}")
     print(f"advice                {advice(ranked)}")
 
 
 def memory_of(answer: Plan) -> str:
     """A line: what the memory of a GPU holds at the peak."""
-    sizes = [f"{each} {digits(size / GIB)}" for each, size in answer.memory.items() if size]
+    sizes = [f"{name} {digits(size / GIB)}" for name, size in answer.memory.items() if size]
     return f"GiB of a GPU          {', '.join(sizes)}"
 
 
 def show_what_is_missing(step: Step, wish: Wish) -> None:
     """Print how much memory the nearest candidate takes, what would make it fit, and how many hosts would."""
-    nearest = min(candidates(step, wish), key=lambda each: each.held, default=None)
+    nearest = min(candidates(step, wish), key=lambda plan: plan.held, default=None)
     if nearest is None:
         print(f"advice                no way to share it{wish.words()}: give another --cp or --tp, or leave them out")
         return
     print(f"nearest               {nearest.name}: {digits(nearest.held / GIB)} GiB\n{memory_of(nearest)}")
-    free = [(name, each) for _, name, each in gains(step, wish) if name not in ("twice the memory", "twice the batch")]
-    for name, each in free[:2]:
-        print(f"with {name:<34} fits: {each.name}, {digits(each.held / GIB)} GiB")
+    free = [(name, plan) for _, name, plan in gains(step, wish) if name not in ("twice the memory", "twice the batch")]
+    for name, plan in free[:2]:
+        print(f"with {name:<34} fits: {plan.name}, {digits(plan.held / GIB)} GiB")
     hosts = hosts_that_hold(step, wish)
     more = f"it fits on {hosts} hosts of {step.per_host}" if hosts else f"nor on {MOST:,} GPUs{wish.words()}"
     first = f"change first: {free[0][0]}; or " if free else ""
@@ -234,15 +237,15 @@ def show_what_is_missing(step: Step, wish: Wish) -> None:
 
 def advice(ranked: Sequence[Plan]) -> str:
     """One line: the simplest of those that are as fast as the first, and the fastest for one sequence on all GPUs."""
-    tied = [each for each in ranked if NEAR * each.merit >= ranked[0].merit]
-    first = min(tied, key=lambda each: (each.step.cp > 1, SIMPLE.index(each.step.way)))
-    one = [each for each in ranked if each.step.cp * each.step.tp == each.step.gpus]
-    said = f"{first.name}: {digits(first.speed)} tokens/s a GPU, {digits(first.held / GIB)} GiB"
+    tied = [plan for plan in ranked if NEAR * plan.merit >= ranked[0].merit]
+    first = min(tied, key=lambda plan: (plan.step.cp > 1, SIMPLE.index(plan.step.way)))
+    one = [plan for plan in ranked if plan.step.cp * plan.step.tp == plan.step.gpus]
+    line = f"{first.name}: {digits(first.speed)} tokens/s a GPU, {digits(first.held / GIB)} GiB"
     if len(tied) > 1:
-        said += f" ({len(tied)} tie within {NEAR - 1:.0%}: this is the simplest)"
+        line += f" ({len(tied)} tie within {NEAR - 1:.0%}: this is the simplest)"
     if one and one[0].merit * NEAR < ranked[0].merit:
-        said += f"; one sequence on all: {one[0].name}, {digits(one[0].seconds)} s"
-    return said
+        line += f"; one sequence on all: {one[0].name}, {digits(one[0].seconds)} s"
+    return line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -158,19 +158,19 @@ def candidates(step: Step, wish: Wish) -> Iterator[Plan]:
             padded = -step.seq_len % (2 * cp) if cp > 1 else 0
             for recompute in again if step.task == "train" else ["none"]:
                 shared = replace(step, seq_len=step.seq_len + padded, cp=cp, tp=tp, recompute=recompute)
-                yield from (Plan(each, padded) for each in ways_of(shared))
+                yield from (Plan(way, padded) for way in ways_of(shared))
 
 
 def best(step: Step, wish: Wish) -> list[Plan]:
     """All that fit, the best first."""
-    return sorted((each for each in candidates(step, wish) if each.fits), key=lambda each: -each.merit)
+    return sorted((plan for plan in candidates(step, wish) if plan.fits), key=lambda plan: -plan.merit)
 
 
 def longest(step: Step, wish: Wish) -> int:
     """The longest sequence that fits, in tokens: a multiple of `GRAIN`, 0 if none does."""
 
     def fits(seq_len: int) -> bool:
-        return any(each.fits for each in candidates(replace(step, seq_len=seq_len, cp=1, tp=1), tightest))
+        return any(plan.fits for plan in candidates(replace(step, seq_len=seq_len, cp=1, tp=1), tightest))
 
     tightest = replace(wish, recompute=wish.recompute or "full")
     return GRAIN * bisect_left(range(GRAIN, LONGEST + 1, GRAIN), True, key=lambda seq_len: not fits(seq_len))
@@ -181,38 +181,39 @@ def changes(step: Step) -> dict[str, Step]:
     gpu = step.gpu
 
     def twice(of_gpu: str, of_machine: str) -> Step:  # a rate of the GPU, and of a measured machine
-        own = step.machine and replace(step.machine, **{of_machine: 2 * getattr(step.machine, of_machine)})
-        return replace(step, gpu=replace(gpu, **{of_gpu: 2 * getattr(gpu, of_gpu)}), machine=own)
+        machine = step.machine and replace(step.machine, **{of_machine: 2 * getattr(step.machine, of_machine)})
+        return replace(step, gpu=replace(gpu, **{of_gpu: 2 * getattr(gpu, of_gpu)}), machine=machine)
 
-    found = {
+    changed = {
         "links inside a host twice as fast": twice("link", "bandwidth"),
         "twice the memory": replace(step, gpu=replace(gpu, memory=2 * gpu.memory)),
     }
     if not gpu.ideal:
-        found["memory twice as fast"] = twice("memory_bandwidth", "memory_bandwidth")
+        changed["memory twice as fast"] = twice("memory_bandwidth", "memory_bandwidth")
     if step.task == "train":
-        found["twice the batch"] = replace(step, batch=2 * step.batch)
+        changed["twice the batch"] = replace(step, batch=2 * step.batch)
         if step.loss == "whole":
-            found["the loss in pieces"] = replace(step, loss="pieces")
+            changed["the loss in pieces"] = replace(step, loss="pieces")
         if step.optimizer == "adam":
-            found["8-bit Adam"] = replace(step, optimizer="adam8bit")
+            changed["8-bit Adam"] = replace(step, optimizer="adam8bit")
     if step.hosts > 1:
-        found["NICs twice as fast"] = twice("card", "host_bandwidth")
+        changed["NICs twice as fast"] = twice("card", "host_bandwidth")
     if step.linear_dtype != "fp8" and "fp8" in gpu.peak:
-        found["FP8 products"] = replace(step, linear_dtype="fp8")
-    return found
+        changed["FP8 products"] = replace(step, linear_dtype="fp8")
+    return changed
 
 
 def gains(step: Step, wish: Wish) -> list[tuple[float, str, Plan]]:
     """For each change, how many times as good the best way then is, or, if nothing fits now, its speed; the largest
     gain first."""
     now, ranked = best(step, wish)[:1], {name: best(changed, wish) for name, changed in changes(step).items()}
-    found = [(each[0].merit / (now[0].merit if now else 1.0), name, each[0]) for name, each in ranked.items() if each]
-    return sorted(found, key=lambda each: -each[0])
+    merit = now[0].merit if now else 1.0
+    gained = [(plans[0].merit / merit, name, plans[0]) for name, plans in ranked.items() if plans]
+    return sorted(gained, key=lambda gain: -gain[0])
 
 
 def hosts_that_hold(step: Step, wish: Wish) -> int | None:
     """The fewest hosts, this number times a power of two, on which the step fits; None: on none up to `MOST` GPUs."""
     tried = (step.hosts * 2**i for i in range(MOST.bit_length()))
     possible = (replace(step, hosts=hosts) for hosts in tried if hosts * step.per_host <= MOST)
-    return next((each.hosts for each in possible if any(plan.fits for plan in candidates(each, wish))), None)
+    return next((it.hosts for it in possible if any(plan.fits for plan in candidates(it, wish))), None)

@@ -184,7 +184,7 @@ def main() -> int:
         equal, fair = (unequal_ring(each, speeds, [50e9] * 4, layer) for each in ([S / 4] * 4, chunks))
         waits = fair > block_flops(layer, S**2) / sum(speeds) * (1 + 1 / min(chunks))  # more than a chunk's rounding
         ok &= waits == (name == "2 fast, then 2 slow")
-        print(f"    {name:<27}{1e3 * equal:>6.0f}{1e3 * fair:>6.0f}{', but ranks wait' * waits}")
+        print(f"    {name:<27}{1e3 * equal:>6.0f}{1e3 * fair:>6.0f}{', but ranks wait' if waits else ''}")
 
     rates = [[50e9 if i % 2 == j % 2 else 12.5e9 for j in range(8)] for i in range(8)]
     order, by_number = best_order(rates), score(range(8), rates)

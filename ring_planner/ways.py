@@ -148,15 +148,16 @@ def exchanges(
     layer: AttentionLayer, chunk: float, cluster: Cluster, ranks: int, *, backward: bool = False
 ) -> list[list[tuple[int, int, float]]]:
     """The messages of both exchanges of heads of a pass, as `busiest` takes them."""
-    each = shares(layer, ranks)
-    found: list[list[tuple[int, int, float]]] = [[], []]
+    heads = shares(layer, ranks)
+    messages: list[list[tuple[int, int, float]]] = [[], []]
     for rank in range(alike(layer, cluster, ranks)):
         first = rank // ranks * ranks
         for target in {*range(first, first + ranks)} - {rank}:
-            mine, theirs = each[rank % ranks], each[target % ranks]
-            for sent, size in zip(found, exchanged_bytes(layer, chunk, mine, theirs, backward=backward), strict=True):
+            mine, theirs = heads[rank % ranks], heads[target % ranks]
+            sizes = exchanged_bytes(layer, chunk, mine, theirs, backward=backward)
+            for sent, size in zip(messages, sizes, strict=True):
                 sent.append((rank, target, size))
-    return found
+    return messages
 
 
 def traffic(

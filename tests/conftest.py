@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from ringlab.support.processes import PRELOAD, Ranks
 from tests.attention import WORLDS
-from tests.extras import LATER
+from tests.concepts import LATER
 
 # The same examples in every run, and no limit on the time of one: a busy machine is no failure.
 settings.register_profile("steady", derandomize=True, deadline=None, max_examples=50)
@@ -18,7 +18,7 @@ settings.load_profile("steady")
 # jsonschema, which checks notebooks, would parse a grammar of web addresses when imported: seconds that no test needs.
 sys.modules.setdefault("rfc3987_syntax", None)
 os.environ.pop("WORLD_SIZE", None)  # the doctor refuses it
-os.environ.pop("GITHUB_ACTIONS", None)  # else the doctor prints lines for GitHub: test_ci_reports.py asks it to
+os.environ.pop("GITHUB_ACTIONS", None)  # else the doctor prints lines for GitHub: test_in_ci.py asks it to
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # for tests/ways/test_jax.py: JAX reads it when it begins to work
 # Ranks are forks of one process. What most of their work imports is imported there, once and not once a rank.
 PRELOAD += ["pytest", "hypothesis", "tests.every_way", "ring_doctor.asking.examination"]
@@ -56,7 +56,6 @@ SLOW = (
     "fused_merge",
     "doctor_",
     *sorted(LATER),
-    "autocast",
 )
 
 # These tests of the doctor start no processes, or few.
@@ -66,7 +65,7 @@ QUICK = (
     "doctor_inference",
     "doctor_mistakes_on_paper",
     "doctor_way_in",
-    "doctor_ci_reports",
+    "doctor_in_ci",
 )
 
 

@@ -19,7 +19,7 @@ import torch
 import ringlab
 from ringlab.support.extras import install
 from tests.commands import LIMIT, ROOT
-from tests.extras import needed_by
+from tests.concepts import needed_by
 
 OPTIONAL = ("IPython", "hypothesis", "jax", "jupyter_core", "matplotlib", "psutil", "tqdm", "transformers")
 OPTIONAL += ("accelerate", "datasets", "peft", "tokenizers", "triton", "trl")

@@ -18,8 +18,7 @@ import pytest
 from ringlab.ring.cases import random_inputs, report_ranks
 from ringlab.support.rounding import exact_attention
 from tests.commands import check_shown
-from tests.concepts import CONCEPTS, FOLDERS, ROOT, is_concept, run, run_again, run_concept
-from tests.extras import marked
+from tests.concepts import CONCEPTS, FOLDERS, ROOT, is_concept, marked, run, run_again, run_concept
 
 SCRIPTS = [path for folder in (*FOLDERS, "bench") for path in ROOT.glob(f"{folder}/*.py")]
 SCRIPTS = [path for path in SCRIPTS if "\ndef main(" in path.read_text() and is_concept(path)]

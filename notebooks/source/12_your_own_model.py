@@ -28,8 +28,7 @@ from transformers import AttentionInterface
 from notebooks.source import model_workers
 from notebooks.source.checks.your_own_model import check_attention_function, check_what_is_refused
 from notebooks.source.model_workers import tiny
-from ringlab.hugging_face import batch as hugging_face_batch
-from ringlab.hugging_face.batch import BATCH
+from ringlab.hugging_face.batch import BATCH, shifted
 from ringlab.models.transformer import TEXT
 from ringlab.support.processes import launch
 
@@ -199,7 +198,7 @@ at, mine, target = (shards[0][name][0] for name in ("position_ids", "input_ids",
 print("rank 0 holds the tokens at", at.tolist())
 print(f"  tokens                   {text(mine)!r}")
 print(f"  labels of shard_batch    {text(target)!r}   (·: no label, at the end of the text)")
-wrong = text(hugging_face_batch.shifted(mine[None])[0])
+wrong = text(shifted(mine[None])[0])
 print(f"  shifted in the shard     {wrong!r}   (the fourth is wrong: after 'Keys' comes a space)")
 assert text(target) == "eys ng.·"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ring_doctor.asking.calls import RankResults
-from ring_doctor.asking.case import Case
+from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.questions import Question
 from ringlab.support.processes import Frame
 from ringlab.support.rounding import Right
@@ -127,7 +127,7 @@ def right_results(question: Question) -> dict[str, Right]:
     case = question.case
     if question.how == "gradient of lse":
         return case.right() | _with_gradient_of_lse(case)
-    if question.how == "autocast":
+    if question.how == "autocast" and case.inputs not in UNROUNDED:
         wider = torch.finfo(case.dtype).eps / torch.finfo(torch.float32).eps
         wide = case.exact(*(x.float() for x in case.whole()))
         stored = {name: case.dtype for name in wide if name != "lse"}

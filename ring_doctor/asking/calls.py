@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ring_doctor.asking.case import Case, layout_of
+from ring_doctor.asking.case import UNROUNDED, Case, layout_of
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import Question
 from ring_doctor.asking.signature import NAMES, OPTION, TENSORS, arguments_of
@@ -182,7 +182,8 @@ def _results(
     """The results of one forward pass and one backward pass; where two are asked for, those of the telling one."""
     names, *_, d_out = question.case.names, *chunks
     frozen: Collection[str] = FROZEN.get(question.how, ())
-    frozen = frozen if patient.gradients and question.how != "without gradients" else (*names, *question.case.learned)
+    forward_only = question.how == "without gradients" or question.case.inputs == UNROUNDED[0]
+    frozen = (*names, *question.case.learned) if forward_only or not patient.gradients else frozen
     inputs = dict(zip(names, chunks, strict=False)) | question.case.learned
     leaves = {name: x.detach().to(d_out.device).requires_grad_(name not in frozen) for name, x in inputs.items()}
 

@@ -11,7 +11,7 @@ Before: answers.py. After: examination.py, which asks.
 import linecache
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from ring_doctor.asking.answers import FAILED, LATE, REFUSED, Answer, judge
 from ring_doctor.asking.calls import WrongResult, ask_on_rank, prepare
 from ring_doctor.asking.patient import Patient
-from ring_doctor.asking.questions import Question
+from ring_doctor.asking.questions import Question, kind
 from ringlab.support.processes import Frame, LostRank, Raised, Ranks, own_frame, place
 
 START = 120.0  # seconds to import a library and to set it up
@@ -43,12 +43,12 @@ class Job:
         self.ranks = Ranks(size, START, device, Path(self._errors.name))
         self.ready, self.lost = False, 0
         self.slowest = 0.0  # seconds of an answer, after the set-up
-        self.called: set[int] = set()  # the ranks that have called the patient
+        self.called: set[Hashable] = set()  # the kinds of questions that were answered
 
     def ask(self, question: Question) -> Answer:
         """The answer to a question, whatever the ranks do. Raises CannotExamine when the set-up fails.
 
-        The first question to a rank may take as long as the set-up: compilers work then. The time for the others grows
+        The first question of a kind may take as long as the set-up: compilers work then. The time for the others grows
         with what an answer took. When it is over and no rank hangs, the answer is LATE: the machine may be too slow.
         """
         try:
@@ -57,13 +57,14 @@ class Job:
             return Answer(question, REFUSED, f"{type(error).__name__}: {error}", raised=True)
         with TemporaryDirectory() as name:
             folder, members = Path(name), question.members or tuple(range(self.size))
-            first = not self.called.issuperset(members)
             try:
                 if not self.ready:
                     self.ranks.seconds, self.ranks.hang = START, lambda silent: False
                     self.ranks(self.size, prepare, self.patient)
                     self.ready = True
-                self.ranks.seconds = max(START * first, self.seconds, LONGER * self.slowest)
+                self.ranks.seconds = max(
+                    START * (kind(question) not in self.called), self.seconds, LONGER * self.slowest
+                )
                 self.ranks.hang = partial(hang, folder)
                 start = time.monotonic()
                 of_ranks = self.ranks.outcomes(self.size, ask_on_rank, self.patient, question, folder, self.seconds)
@@ -76,9 +77,9 @@ class Job:
                 waits = bool(lost.silent) and all(each.lost_connection for each in lost.raised.values())
                 late = lost.silent and not lost.raised and not hang(folder, lost.silent)
                 lines, state = lines_of_ranks(folder), LATE if late else FAILED
-                says, silent = self._why_lost(lost, lines), tuple(lost.silent)
+                says, silent = self._why_lost(lost, lines, callers(folder), members), tuple(lost.silent)
                 return Answer(question, state, says, lost=True, hangs=waits, silent=silent, waits=lines)
-        self.called.update(members)
+        self.called.add(kind(question))
         raised = {rank: of_ranks[rank] for rank in members if isinstance(of_ranks[rank], Raised)}
         if not raised:
             return judge(question, [of_ranks[rank] for rank in members])
@@ -92,12 +93,20 @@ class Job:
             return Answer(question, REFUSED, _said(cause), raised=True)
         return Answer(question, FAILED, _said(cause, place=True), raised=True)
 
-    def _why_lost(self, lost: LostRank, waits: dict[Frame, list[int]]) -> str:
-        """Which rank died or waits, and in which line of code, as far as the ranks could write it."""
+    def _why_lost(
+        self, lost: LostRank, waits: dict[Frame, list[int]], called: dict[Frame, Frame], members: Sequence[int]
+    ) -> str:
+        """Which rank died or waits, in which line of code, as far as the ranks could write it, and which returned."""
         if causes := {rank: each for rank, each in lost.raised.items() if not each.lost_connection}:
             return f"{_told(causes)}; {lost.reason}"
         said = [lost.reason, "" if lost.silent else self._last_words()]
-        said += [f"{ranks_in_words(ranks)} in {place(line)}" for line, ranks in waits.items()]
+        for line, ranks in waits.items():
+            said += [
+                f"{ranks_in_words(ranks)} in {place(line)}"
+                + f", called by {place(called.get(line))}" * (line in called)
+            ]
+        back = [rank for rank in members if rank not in (*lost.silent, *lost.raised)] if lost.silent else []
+        said += [f"{ranks_in_words(back)} {'has' if len(back) == 1 else 'have'} returned"] * bool(back)
         return "; ".join(filter(None, said))
 
     def _last_words(self) -> str:
@@ -136,6 +145,16 @@ def lines_of_ranks(folder: Path) -> dict[Frame, list[int]]:
     for rank, stacks in sorted(_read(folder).items()):
         if stacks and (at := own_frame(stacks[-1])):
             found.setdefault(at, []).append(rank)
+    return found
+
+
+def callers(folder: Path) -> dict[Frame, Frame]:
+    """By the line of the user's code in which a rank is, the line of the user's code from which it was called."""
+    found: dict[Frame, Frame] = {}
+    for stack in (stacks[-1] for stacks in _read(folder).values() if stacks):
+        if at := own_frame(stack):
+            above = own_frame([frame for frame in stack[stack.index(at) + 1 :] if frame[2] != at[2]])
+            found |= {at: above} if above else {}
     return found
 
 

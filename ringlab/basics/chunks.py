@@ -32,15 +32,15 @@ def check_grouped_chunks(
     """
     check_tensors(q, k, v)
     (B, H, C, D), (B_k, G, C_k, D_k) = q.shape, k.shape
-    both = f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}"
+    shapes = f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}"
     if H % G:
-        raise ValueError(f"{both}; expected {H} heads to be a multiple of {G}: each head of k serves as many of q")
+        raise ValueError(f"{shapes}; expected {H} heads to be a multiple of {G}: each head of k serves as many of q")
     if (B_k, D_k) != (B, D):
-        raise ValueError(f"{both}; expected the same B and D")
+        raise ValueError(f"{shapes}; expected the same B and D")
     if same_tokens and C_k != C:
         fits = H == G and C % C_k == 0
         hint = ": they would fit as (B, S, H, D), and here x.transpose(1, 2) makes them (B, H, S, D)" if fits else ""
-        raise ValueError(f"{both}; expected chunks of the same tokens{hint}")
+        raise ValueError(f"{shapes}; expected chunks of the same tokens{hint}")
     alike, words = (4, "one shape (B, G, C, D) for both") if same_head_dim else (3, "the same B, heads and tokens")
     if k.shape[:alike] != v.shape[:alike]:
         raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; expected {words}")

@@ -176,13 +176,13 @@ def check_batch(batch: dict[str, Tensor], causal: bool = True) -> tuple[int, tup
     """A number that tells batches apart, and the lengths of the documents. Raises ValueError as `shard_batch` says."""
     refuse(batch, UNDERSTOOD)
     tokens: Any = batch.get("input_ids")
-    right = isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.numel() > 0
-    expect(right, f"input_ids are {shape_of(tokens)}", "a tensor (B, S) with tokens")
+    fits = isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.numel() > 0
+    expect(fits, f"input_ids are {shape_of(tokens)}", "a tensor (B, S) with tokens")
     S = tokens.shape[1]
     for name in ("attention_mask", "labels"):
         x = batch.get(name, tokens)
-        right = isinstance(x, Tensor) and x.shape == tokens.shape
-        expect(right, f"{name} is {shape_of(x)}", f"the shape of input_ids, {tuple(tokens.shape)}")
+        fits = isinstance(x, Tensor) and x.shape == tokens.shape
+        expect(fits, f"{name} is {shape_of(x)}", f"the shape of input_ids, {tuple(tokens.shape)}")
     mask = batch.get("attention_mask", torch.ones_like(tokens))
     on_the_right = "padding on the right only: set tokenizer.padding_side = 'right'"
     falls = (mask[:, 1:] <= mask[:, :-1]).all()
@@ -215,16 +215,16 @@ def packed_documents(batch: dict[str, Tensor], S: int, real: int) -> tuple[int, 
         edges, keys = (torch.as_tensor(batch.get(f"cu_seq_lens_{x}", given)).flatten().tolist() for x in "qk")
         fits = all(isinstance(edge, int) for edge in edges) and len(edges) > 1 and edges == keys
         fits = fits and edges[0] == 0 and edges[-1] <= S and all(a < b for a, b in pairwise(edges))
-        said = f"cu_seq_lens_q is {edges[:8]} and cu_seq_lens_k {keys[:8]}"
-        expect(fits, said, f"the same, from 0 up to {S}: where each document of a row begins, and where the last ends")
+        words = f"cu_seq_lens_q is {edges[:8]} and cu_seq_lens_k {keys[:8]}"
+        expect(fits, words, f"the same, from 0 up to {S}: where each document of a row begins, and where the last ends")
     elif at is not None and real > 0:
         edges = [0, *(1 + (at[0, 1:real] == 0).nonzero().flatten()).tolist(), real]
     else:
         edges = [0, S]
     documents = tuple(b - a for a, b in pairwise(edges))
-    right = document_positions(documents)
+    expected = document_positions(documents)
     begin = "documents that begin at 0, and in B > 1 rows the same lengths: pack them into one row"
-    counted = at is None or (at[:, : len(right)] == right.to(at)).all()
+    counted = at is None or (at[:, : len(expected)] == expected.to(at)).all()
     expect(counted, "position_ids are not 0, 1, 2, ... in each document, the same in all rows", begin)
     return documents
 
@@ -247,8 +247,8 @@ def loss_part(
 
     A model calls it as its `loss_function`. Its own loss would shift `labels` again, inside the shard.
     """
-    both = shift_labels is not None and num_items_in_batch is not None
-    expect(both, "labels without shift_labels or num_items_in_batch", "all three: use shard_batch")
+    complete = shift_labels is not None and num_items_in_batch is not None
+    expect(complete, "labels without shift_labels or num_items_in_batch", "all three: use shard_batch")
     return summed_loss(logits, shift_labels) / num_items_in_batch
 
 

@@ -106,12 +106,12 @@ class ModelInRing(LayerAttention):
         model.set_attn_implementation(self.own)
         self.compute_by(None, None)
         try:
-            said = agree(partial(attempt, self.proved, model), self.group)
+            outcomes = agree(partial(attempt, self.proved, model), self.group)  # a checksum, or why not
         finally:
             self.proving = False
         different = "the ranks disagree about weights; expected the same on each of them: set one seed before the model"
-        if len(set(said)) > 1 or isinstance(said[0], str):
-            raise ValueError(next((reason for reason in said if isinstance(reason, str)), different))
+        if len(set(outcomes)) > 1 or isinstance(outcomes[0], str):
+            raise ValueError(next((reason for reason in outcomes if isinstance(reason, str)), different))
         model.set_attn_implementation(self.name)
         self.compute_by(None, in_ring(self))
         self.known, self.calls, (self.documents, self.longest) = known, 0, kept
@@ -126,11 +126,11 @@ class ModelInRing(LayerAttention):
                 )
         with torch.autocast(model.device.type, enabled=False):  # a step may run under it when a module is new
             prove(model, self, self.name)
-        own, base = model.loss_function, type(model.base_model).__name__
-        if own not in (ForCausalLMLoss, ForMaskedLMLoss, self.loss):  # loss_part can take the place of these
+        its_loss, base = model.loss_function, type(model.base_model).__name__
+        if its_loss not in (ForCausalLMLoss, ForMaskedLMLoss, self.loss):  # loss_part can take the place of these
             raise ValueError(
-                f"{type(model).__name__} computes {own.__name__}; expected ForCausalLMLoss or ForMaskedLMLoss, with a "
-                f"label for each token: use the ring in {base}, and compute the loss from the rows of all ranks"
+                f"{type(model).__name__} computes {its_loss.__name__}; expected ForCausalLMLoss or ForMaskedLMLoss, "
+                f"with a label for each token: use the ring in {base}, and compute the loss from the rows of all ranks"
             )
         return checksum_of_weights(model)
 
@@ -241,9 +241,9 @@ class ModelInRing(LayerAttention):
         instead = "Pass no labels, and give the logits to loss_part"
         called = f"{name} called its loss_function {self.losses} time(s)"
         expect(self.losses == 1, called, f"once: another loss is computed from the labels of a shard. {instead}")
-        own, value, loss = self.part(), self.value, output[0]
+        part_of_loss, value, loss = self.part(), self.value, output[0]
         if self.more is None:
-            same = loss is own and torch.equal(loss.detach(), value)
+            same = loss is part_of_loss and torch.equal(loss.detach(), value)
         else:
             same = bool(torch.isclose(loss.detach(), value + self.more, rtol=1e-6, atol=0))
         expect(same, f"{name} adds to its loss, or changes it, after its loss_function", f"{LOSS_BESIDE}. {instead}")

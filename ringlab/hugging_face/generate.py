@@ -87,8 +87,8 @@ class Together(StoppingCriteriaList):
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
         """Put rank 0's tokens into the last column of input_ids (B, S) -> whether each text has ended, (B,)."""
         ended = super().__call__(input_ids, scores, **options)
-        said = torch.stack([input_ids[:, -1], ended.to(input_ids)]).to(self.device)
-        input_ids[:, -1], ended = of_every_rank(said, self.group)[0].to(input_ids.device)
+        chosen = torch.stack([input_ids[:, -1], ended.to(input_ids)]).to(self.device)  # (2, B)
+        input_ids[:, -1], ended = of_every_rank(chosen, self.group)[0].to(input_ids.device)
         return ended.bool()
 
 
@@ -106,13 +106,13 @@ class SpreadGeneration(LayerAttention):
         self.cache, self.elsewhere = SpreadCache(self.layout, group=self.group), Elsewhere()
         loop["past_key_values"] = self.elsewhere
         loop["stopping_criteria"] = Together(loop["stopping_criteria"], model.device, self.group)
-        own = model.config._attn_implementation
+        implementation = model.config._attn_implementation
         hooks = [model.register_forward_pre_hook(self.feed, with_kwargs=True), model.register_forward_hook(self.answer)]
         try:
             model.set_attn_implementation(name)
             result = type(model)._sample(model, **loop)
         finally:
-            model.set_attn_implementation(own)
+            model.set_attn_implementation(implementation)
             for hook in hooks:
                 hook.remove()
             del self.cache
@@ -122,8 +122,8 @@ class SpreadGeneration(LayerAttention):
 
     def feed(self, model: nn.Module, args: tuple, passed: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Give the model this rank's chunk of the prompts, or the new token of each."""
-        own = passed.get("past_key_values") is self.elsewhere
-        expect(own, "the model was called with another cache", "only the calls of generate itself")
+        known = passed.get("past_key_values") is self.elsewhere
+        expect(known, "the model was called with another cache", "only the calls of generate itself")
         tokens, self.calls = passed["input_ids"], 0
         if self.elsewhere.length == 0:
             passed = {**passed, **self.chunk(tokens)}

@@ -188,9 +188,9 @@ class LayerAttention:
     def check_direction(self, module: nn.Module, causal: bool | None, batch_is_causal: bool, both_ways: bool) -> None:
         """Raise ValueError unless the layer, the mask of its model and the batch agree on who sees whom."""
         name = type(module).__name__
-        own = getattr(module, "is_causal", not both_ways) if causal is None else causal
+        causal = getattr(module, "is_causal", not both_ways) if causal is None else causal
         asked = "both directions" if both_ways else "the tokens before"
-        expect(both_ways != own, f"{name} has is_causal={both_ways}, and its mask shows {asked}", "the same of both")
+        expect(both_ways != causal, f"{name} has is_causal={both_ways}, and its mask shows {asked}", "the same of both")
         direction = "in both directions" if both_ways else "to the tokens before only"
         fits = both_ways != batch_is_causal or self.stand_in
         expect(fits, f"{name} attends {direction}", f"a batch of shard_batch(..., causal={not both_ways})")

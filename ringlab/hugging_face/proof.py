@@ -121,8 +121,8 @@ def ids_of(model: PreTrainedModel) -> tuple[int, int]:
 def special_ids(model: PreTrainedModel) -> list[int]:
     """The ids with which a text or a part of it begins and ends."""
     named = (getattr(model.config.get_text_config(), f"{name}_token_id", None) for name in ("bos", "eos", "sep"))
-    each = [id for ids in named for id in (ids if isinstance(ids, list) else [ids])]
-    return [id for id in each if isinstance(id, int) and 0 <= id < ids_of(model)[1]]
+    all_ids = [id for ids in named for id in (ids if isinstance(ids, list) else [ids])]
+    return [id for id in all_ids if isinstance(id, int) and 0 <= id < ids_of(model)[1]]
 
 
 def rows_of(model: PreTrainedModel, ids: Tensor, at: Tensor | None = None, **given: Any) -> Tensor:
@@ -183,19 +183,19 @@ def of_each_call(model: PreTrainedModel, linear: list[nn.Module], ids: Tensor) -
 
 
 @torch.no_grad()
-def count_calls(model: PreTrainedModel, attention: LayerAttention, ids: Tensor, own: int) -> None:
+def count_calls(model: PreTrainedModel, attention: LayerAttention, ids: Tensor, expected: int) -> None:
     """Raise ValueError unless a pass calls `attention` as often as the model's own. Note if documents pass."""
     attention.calls, attention.documents = 0, None
     rows_of(model, ids)
     name, calls = type(model).__name__, attention.calls
     inside = "it to in every layer: the ring has no other way in"
     expect(calls, f"{name} does not ask AttentionInterface for its attention", inside)
-    asks = f"{name} asks AttentionInterface {own} time(s) for its own attention, and {calls} time(s) for another"
-    expect(own == calls, asks, "the same number: else a part of it attends without the ring")
-    attention.layers, attention.calls, attention.documents = own, 0, (S,)
+    asks = f"{name} asks AttentionInterface {expected} time(s) for its own attention, and {calls} time(s) for another"
+    expect(expected == calls, asks, "the same number: else a part of it attends without the ring")
+    attention.layers, attention.calls, attention.documents = expected, 0, (S,)
     with suppress(ValueError):  # it takes no documents
         rows_of(model, ids, documents=(S,))
-    attention.packs, attention.documents = attention.calls == own, None
+    attention.packs, attention.documents = attention.calls == expected, None
 
 
 @torch.no_grad()
@@ -290,5 +290,5 @@ def mixes(result: Tensor, embedded: Tensor) -> bool:
     (gradient,) = torch.autograd.grad(
         (picked * unequal).sum(), embedded, retain_graph=True, allow_unused=True, materialize_grads=True
     )
-    own = torch.eye(S, dtype=torch.bool, device=gradient.device)[:, :, None]
-    return bool(gradient.masked_fill(own, 0).any())
+    same_token = torch.eye(S, dtype=torch.bool, device=gradient.device)[:, :, None]
+    return bool(gradient.masked_fill(same_token, 0).any())

@@ -76,14 +76,14 @@ WRONG_VALUES = {
 def refuse_options(trainer: Trainer) -> None:
     """Raise ValueError for each option that would be wrong in a ring. All ranks have the same options."""
     given = {**vars(trainer), **vars(trainer.args), **vars(trainer.args.accelerator_config)}
-    said = [f"{name} is {given[name]!r}: {why}" for name, why in WRONG.items() if given.get(name)]
-    said += [f"{name} is {value!r}: {why}" for (name, value), why in WRONG_VALUES.items() if given[name] == value]
+    problems = [f"{name} is {given[name]!r}: {why}" for name, why in WRONG.items() if given.get(name)]
+    problems += [f"{name} is {value!r}: {why}" for (name, value), why in WRONG_VALUES.items() if given[name] == value]
     kinds = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.trainer.")]
-    said += [f"{name} has a loss over whole texts" for name in kinds if name != "SFTTrainer" and name[0] != "_"]
+    problems += [f"{name} has a loss over whole texts" for name in kinds if name != "SFTTrainer" and name[0] != "_"]
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
-        said += ["fsdp is of version 1, which was never tried here: version 2 has the key 'version' in fsdp_config"]
-    if said:
-        raise ValueError("\n".join(f"{reason}; expected a Trainer without it" for reason in said))
+        problems += ["fsdp is of version 1, which was never tried here: version 2 has the key 'version' in fsdp_config"]
+    if problems:
+        raise ValueError("\n".join(f"{reason}; expected a Trainer without it" for reason in problems))
 
 
 Base: Any = object  # for mypy: the Trainer, whose methods InRing extends, stands after InRing

@@ -65,8 +65,8 @@ def locked(folder: Path) -> Iterator[None]:
                 wait = f"{lock.read_text(errors='replace')}; wait until it ends, or name another folder"
                 raise ValueError(f"--out {folder} is in use by another run, {wait}") from None
             except OSError as error:
-                said = f"{error}; expected a folder, or the name of a new one"
-                raise ValueError(f"--out {folder} cannot be written: {said}") from None
+                reason = f"{error}; expected a folder, or the name of a new one"
+                raise ValueError(f"--out {folder} cannot be written: {reason}") from None
             return me
 
         owner = agree(take)[0]
@@ -211,10 +211,10 @@ class Checkpoints:
         place = dist.get_rank(self._group), dist.get_world_size(self._group)
         wrong: dict[Path, str] = {}
         for path in agree(lambda: finished(self.folder), self._group)[0]:
-            found = agree(partial(damage, path, *place), self._group)
-            if not any(found):
+            damages = agree(partial(damage, path, *place), self._group)
+            if not any(damages):
                 break
-            wrong[path] = next(filter(None, found))
+            wrong[path] = next(filter(None, damages))
         else:
             if wrong:
                 kept = "; ".join(wrong.values())
@@ -238,5 +238,5 @@ class Checkpoints:
                     raise ValueError(f"{wrong[damaged]}; move it away, {aside} cannot be made: {error}") from None
 
         agree(set_aside, self._group)
-        said = [f"{why}; {path} is whole and used, {it.name} is now {it.name}.damaged" for it, why in wrong.items()]
-        return run["step"], run["losses"], said
+        words = [f"{why}; {path} is whole and used, {it.name} is now {it.name}.damaged" for it, why in wrong.items()]
+        return run["step"], run["losses"], words

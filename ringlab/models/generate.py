@@ -126,7 +126,7 @@ class SpreadCache:
         self.layer += 1
         if self.new is None:
             return self.read_chunk(q, k, v, sinks=sinks, **options)
-        keys, values = self.blocks[self.layer - 1]
+        keys, values = self.blocks[self.layer - 1]  # (B, G, C, D) and (B, G, C, Dv)
         if self.slot is not None:
             keys[:, :, self.slot], values[:, :, self.slot] = k[:, :, 0], v[:, :, 0]
         q = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # (B, G, H/G, D): a group shares its keys
@@ -135,7 +135,7 @@ class SpreadCache:
             hidden |= self.at <= self.new - window
         scale, future = resolve_scale(scale, q.shape[-1]), hidden[:, None, None]
         tile = attend_tile if softcap is None else partial(capped_attend, softcap=softcap)
-        state = start(q.new_empty(*q.shape[:3], values.shape[-1]))
+        state = start(q.new_empty(*q.shape[:3], values.shape[-1]))  # m, l (B, G, H/G) and o (B, G, H/G, Dv)
         state = tile(state, q, keys, values, scale=scale, future=future)
         state = merge_over_ranks(state, self.group, call=self.stored * len(self.blocks) + self.layer)
         if sinks is not None:  # one more key of each query head, with the value 0; it is on no rank

@@ -91,5 +91,5 @@ def read_batch(
     mine = starts(len(text), step, batch, seq_len).chunk(dp[1])[dp[0]]
     at = positions(layout, seq_len, *cp)
     places = (mine[:, None] + at).numpy()  # (batch / dp, C)
-    tokens, labels = (torch.from_numpy(text[each].astype(np.int64)) for each in (places, places + 1))
+    tokens, labels = (torch.from_numpy(text[at].astype(np.int64)) for at in (places, places + 1))
     return tokens, labels, at

@@ -65,19 +65,19 @@ class Places:
     queries: tuple[Tensor, ...]
     keys: tuple[Tensor, ...]
     group: Group
-    found: dict[tuple[int, int], Pieces] = field(init=False, default_factory=dict)  # every layer asks for the same
+    known: dict[tuple[int, int], Pieces] = field(init=False, default_factory=dict)  # every layer asks for the same
 
     def pieces(self, rank: int, block: int) -> Pieces:
         """What the new tokens of `rank` see of the keys of `block`, in each text."""
-        if (rank, block) in self.found:
-            return self.found[rank, block]
+        if (rank, block) in self.known:
+            return self.known[rank, block]
         texts = []
         for at, keys_at, tokens in zip(self.queries[rank], self.keys[block], torch.cat(self.keys, dim=1), strict=True):
             runs = self.mask.visible_keys(at[at < EMPTY], int((tokens < EMPTY).sum()))
             runs = [(torch.searchsorted(keys_at, first), torch.searchsorted(keys_at, end)) for first, end in runs]
             texts.append(tuple(piece for run in runs for piece in cut(*run)))
-        self.found[rank, block] = tuple(texts)
-        return self.found[rank, block]
+        self.known[rank, block] = tuple(texts)
+        return self.known[rank, block]
 
 
 def cached_attention(
@@ -111,8 +111,8 @@ def cached_attention(
         (texts, new), tokens = places.queries[rank].shape, places.keys[rank].shape[1]
         fits = (*(x.shape[2] for x in (q, k, v)), len(q)) == (new, tokens, tokens, texts)
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        right = f"{texts} text(s), q of {new} tokens, k and v of {tokens}"
-        expect(fits, f"q, k and v are {shapes}", f"what the places say: {right}")
+        expected = f"{texts} text(s), q of {new} tokens, k and v of {tokens}"
+        expect(fits, f"q, k and v are {shapes}", f"what the places say: {expected}")
 
     settings = {"passing": passing, "softcap": softcap, "sinks": getattr(sinks, "dtype", None)}
     options: dict[str, Any] = {"function": "cached_attention", "check": check, "settings": lambda: settings}
@@ -165,7 +165,7 @@ def attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, *, scale: flo
     for text, of_text in enumerate(pieces):
         row = slice(text, text + 1)
         for piece in of_text:
-            block = *queries_of(piece, q[row]), *keys_of(piece, k[row], v[row])
+            block = *queries_of(piece, q[row]), *keys_of(piece, k[row], v[row])  # (1, H or G, tokens, ...)
             part = fused_forward(*reversed_rows(piece, *block), scale=scale, softcap=softcap, causal=piece.triangle)
             merge_into(*queries_of(piece, out[row], lse[row]), *reversed_rows(piece, *part))
     return out, lse
@@ -198,13 +198,13 @@ def agree_on_places(at: Tensor, keys_at: Tensor, group: Group = None, **mask: An
     queries, keys = zip(*agree_same(check, group), strict=True)
     expect((torch.cat(queries, dim=1) < EMPTY).any(), "the ranks have no new token", "1 or more on one of them")
     for text, (new, tokens) in enumerate(zip(torch.cat(queries, dim=1), torch.cat(keys, dim=1), strict=True)):
-        found, last = tokens[tokens < EMPTY].sort().values.tolist(), max(new[new < EMPTY].tolist(), default=-1)
-        key, place = next(((key, place) for place, key in enumerate(found) if key != place), (0, 0))
+        places, last = tokens[tokens < EMPTY].sort().values.tolist(), max(new[new < EMPTY].tolist(), default=-1)
+        key, place = next(((key, place) for place, key in enumerate(places) if key != place), (0, 0))
         given = f"text {text} has a key at position {key} where {place} should follow"
         expect(key == place, given, "the keys 0, 1, 2, ... of each text, each on one rank")
-        given = f"text {text} has a new token at position {last} and {len(found)} keys"
-        expect(last < len(found), given, "a key for each new token")
-        Mask(**mask).check_length(len(found))
+        given = f"text {text} has a new token at position {last} and {len(places)} keys"
+        expect(last < len(places), given, "a key for each new token")
+        Mask(**mask).check_length(len(places))
     return Places(Mask(**mask), queries, keys, group)
 
 

@@ -151,13 +151,15 @@ def _train(
     start, losses = 0, list[float]()
     if args.resume:
         start, losses, damaged = checkpoints.load(model, optimizer)
-        for each in damaged:
-            say(f"damaged   {each}")
+        for words in damaged:
+            say(f"damaged   {words}")
         say(f"resumed   after step {start}, from {args.out}")
     peak = measured_peak(context, DTYPES[args.dtype])
     of_a_step = args.batch * args.seq_len, flops_of_a_step(model, args.batch, args.seq_len)
     progress = Progress(start, args.steps, *of_a_step, peak)
-    layers = f"{args.layers} layers" + bool(args.linear) * f", {args.linear} of {args.linear + 1} linear"
+    layers = f"{args.layers} layers"
+    if args.linear:
+        layers += f", {args.linear} of {args.linear + 1} linear"
     sizes = f"{layers}, hidden {args.hidden}, {args.heads} heads on {args.kv_heads}"
     say(f"model     {sizes}, {sum(w.numel() for w in model.parameters()):,} parameters, {args.dtype}")
     say(f"mesh      dp {dp} x cp {cp}, {args.layout} layout")
@@ -191,7 +193,8 @@ def _train(
         say(f"stopped   by a signal after step {step}, and saved; --resume goes on from there")
     else:
         curve = f"is {args.out / 'loss.svg'}" if find_spec("matplotlib") else f"needs matplotlib: {install('plots')}"
-        say(f"done      {step} steps" + (not unwritten) * f"; the curve {curve}; its numbers are {args.out / LOG}")
+        written = "" if unwritten else f"; the curve {curve}; its numbers are {args.out / LOG}"
+        say(f"done      {step} steps{written}")
 
 
 def take_step(

@@ -66,8 +66,8 @@ def tile_backward(
     if future is not None:
         scores = scores.masked_fill(future, -torch.inf)
     p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None])  # the softmax weights
-    d_v = p.transpose(-2, -1) @ d_out
-    d_p = d_out @ v.transpose(-2, -1)
+    d_v = p.transpose(-2, -1) @ d_out  # (B, H, Sk, D)
+    d_p = d_out @ v.transpose(-2, -1)  # (B, H, Sq, Sk)
     d_scores = p * (d_p - delta[..., None])  # the backward of softmax
     return scale * d_scores @ k, scale * d_scores.transpose(-2, -1) @ q, d_v
 
@@ -96,8 +96,8 @@ def block_backward(
             if causal and j > i:
                 break
             keys = slice(j, j + TILE)
-            of_rows = (d_out[:, :, rows], lse[:, :, rows], delta[:, :, rows])
-            shape = q[0, 0, rows, 0].shape + k[0, 0, keys, 0].shape
+            of_rows = (d_out[:, :, rows], lse[:, :, rows], delta[:, :, rows])  # (B, H, tile, D), twice (B, H, tile)
+            shape = q[0, 0, rows, 0].shape + k[0, 0, keys, 0].shape  # (tile, tile)
             future = torch.ones(shape, dtype=torch.bool, device=q.device).triu(1) if causal and i == j else None
             parts = tile(q[:, :, rows], k[:, :, keys], v[:, :, keys], *of_rows, scale, future)
             d_q[:, :, rows] += parts[0]
@@ -124,7 +124,7 @@ def ring_backward(
     """
     rank, world_size, _, _ = neighbours(group)
     delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, C)
-    block = torch.stack((k, v))
+    block = torch.stack((k, v))  # (2, B, H, C, D)
     d_q, d_block = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (q, block))
     for t in range(world_size):
         k_j, v_j = block

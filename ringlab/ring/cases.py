@@ -75,9 +75,9 @@ def report_cases(
     return ok
 
 
-def report_loop(name: str, found: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+def report_loop(name: str, results: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     """Print how far float64 results are from those of a plain loop. Returns whether that is rounding."""
-    off = max(((x - y).abs().max() / y.abs().max()).item() for x, y in zip(found, right, strict=True))
+    off = max(((x - y).abs().max() / y.abs().max()).item() for x, y in zip(results, right, strict=True))
     fine = off < 2**12 * torch.finfo(torch.float64).eps  # a few thousand roundings of a sum
     print(f"{'ok   ' if fine else 'WRONG'} {name}: differs by {off:.1e}")
     return fine

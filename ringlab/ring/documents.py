@@ -153,18 +153,18 @@ def main() -> int:
     )
     alone = total / (labels != IGNORED).sum().item()
     print(f"each document alone: loss {alone:.4f}")
-    inputs, own = lookup(tokens, at), same_document(lengths)
+    inputs, visible = lookup(tokens, at), same_document(lengths)
     wrong = {
         "boundaries forgotten": loss_of(inputs, None, labels),
-        "positions that run on": loss_of(lookup(tokens, torch.arange(len(tokens))), own, labels),
-        "padding in the loss": loss_of(inputs, own, torch.where(at == 0, IGNORED, tokens).roll(-1)),
+        "positions that run on": loss_of(lookup(tokens, torch.arange(len(tokens))), visible, labels),
+        "padding in the loss": loss_of(inputs, visible, torch.where(at == 0, IGNORED, tokens).roll(-1)),
     }
     for name, loss in wrong.items():
         print(f"{name}: loss {loss:.4f}, x {loss / alone:.2f}")
         ok &= abs(loss - alone) > 0.01
 
     d_out = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    right = exact_attention(*inputs, d_out, causal=True, visible=own, fused_blocks=3 * P)
+    right = exact_attention(*inputs, d_out, causal=True, visible=visible, fused_blocks=3 * P)
     ring = partial(ring_flash_attention, causal=True, documents=lengths)
     for layout in LAYOUTS:
         of_ranks = launch(chunks_of_rank, P, [*inputs, d_out], partial(ring, layout=layout), layout)

@@ -265,14 +265,14 @@ def flash_backward(
     for t, k_j, v_j, pieces in schedule.rounds_back(k, v):
         for piece in pieces:
             with span("compute", t, k_j, v_j):
-                rows, *of_rows = queries_of(piece, q, out, lse, d_out)
+                rows, *of_rows = queries_of(piece, q, out, lse, d_out)  # (B, H, Cq, ...) each
                 block = reversed_rows(piece, rows, *keys_of(piece, k_j, v_j), *of_rows)
-                found = fused_backward(*block, scale=schedule.scale, softcap=schedule.softcap, causal=piece.triangle)
-                parts = reversed_rows(piece, *found)
-            totals = *queries_of(piece, d_q), *keys_of(piece, *sums.of_round(t))
+                d_qkv = fused_backward(*block, scale=schedule.scale, softcap=schedule.softcap, causal=piece.triangle)
+                parts = reversed_rows(piece, *d_qkv)  # of the piece: dq (B, H, Cq, D), dk (B, G, Ck, D), dv
+            totals = *queries_of(piece, d_q), *keys_of(piece, *sums.of_round(t))  # views of the same shapes
             for total, part in zip(totals, parts, strict=True):
                 total += part
-            del block, found, parts, part, totals, total  # else these would lie beside those of the next piece
+            del block, d_qkv, parts, part, totals, total  # else these would lie beside those of the next piece
         sums.send_on(t)
     d_k, d_v = sums.home()
     return d_q, d_k, d_v

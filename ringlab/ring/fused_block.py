@@ -108,7 +108,7 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) ->
             end = min(i + QUERIES, C)
             hidden = future[None, None, i - end :, C - end :]
             strips.append(flash(q[:, :, i:end], k[:, :, :end], v[:, :, :end], attn_mask=hidden, scale=scale))
-        out, lse = (torch.cat(each, dim=2) for each in zip(*strips, strict=True))
+        out, lse = (torch.cat(parts, dim=2) for parts in zip(*strips, strict=True))
     else:
         out, lse = flash(q, k, v, 0.0, causal, scale=scale)
     if (lse == 0).any():  # either Σ e^score is 1, or all scores are -inf: the plain block knows which
@@ -161,8 +161,8 @@ def _cpu_backward(
     d_q, d_k, d_v = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
     for j in range(0, C, KEYS):
         keys = slice(j, j + KEYS)
-        rows, of_rows = ([x[:, :, j:] for x in each] for each in ((d_out, q), (out, lse)))
-        block = *rows, k[:, :, keys], v[:, :, keys], *of_rows
+        d_out_j, q_j, out_j, lse_j = (x[:, :, j:] for x in (d_out, q, out, lse))  # (B, H, C - j, ...)
+        block = d_out_j, q_j, k[:, :, keys], v[:, :, keys], out_j, lse_j
         part, d_k[:, :, keys], d_v[:, :, keys] = flash(*block, 0.0, causal, scale=scale)
         d_q[:, :, j:] += part
     return d_q, d_k, d_v
@@ -212,7 +212,7 @@ def capped_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`tile_backward` of backward.py, with capped scores. lse is inf where no key is seen."""
     q, k, v, d_out = (x.to(lse.dtype) for x in (q, k, v, d_out))
-    scores, slope = capped_scores(q, k, scale=scale, softcap=softcap, future=future)
+    scores, slope = capped_scores(q, k, scale=scale, softcap=softcap, future=future)  # (B, H, Sq, Sk)
     p = torch.exp(scores - lse[..., None])  # the softmax weights
     d_scores = p * (d_out @ v.mT - delta[..., None]) * slope
     return scale * d_scores @ k, scale * d_scores.mT @ q, p.mT @ d_out

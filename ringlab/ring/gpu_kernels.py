@@ -106,8 +106,8 @@ def gpu_backward(
         for rows, keys, triangle in pieces(*lengths, causal):
             q_i, out_i, lse_i, d_out_i = (x[:, :, rows] for x in (q, out, lse, d_out))
             piece = k[:, :, keys], v[:, :, keys], out_i, lse_i, d_out_i
-            found = gpu_backward(kernel, q_i, *piece, scale, triangle)
-            for total, at, part in zip(sums, (rows, keys, keys), found, strict=True):
+            parts = gpu_backward(kernel, q_i, *piece, scale, triangle)
+            for total, at, part in zip(sums, (rows, keys, keys), parts, strict=True):
                 total[:, :, at] += part
         return [x.to(q.dtype) for x in sums]
     _, _, seed, offset = aten._scaled_dot_product_efficient_attention(*token, None, True, scale=scale)

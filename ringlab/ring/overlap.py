@@ -117,9 +117,9 @@ def arriving_blocks(
 
 def own_last(blocks: Iterator[Any]) -> Iterator[Any]:
     """The blocks, but a rank's own is the last one. Its gradients stay; those of other ranks come home meanwhile."""
-    own = next(blocks)
+    own_block = next(blocks)
     yield from blocks
-    yield own
+    yield own_block
 
 
 def ring_attention(

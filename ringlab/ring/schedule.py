@@ -147,8 +147,8 @@ class TravellingSums:
         """k and v are this rank's own block, `lengths` the chunk length C of every rank."""
         rank, _, _, _ = neighbours(group)
         self.buffer, self.group, self.hops = two_buffers(k, v, lengths, rank, dtype), group, hops
-        self.both = partial(keys_and_values, k=k, v=v)  # dK and dV in a buffer
-        self.own = cache(lambda: k.new_zeros(numbers_of_token(k, v) * lengths[rank], dtype=dtype))  # at need
+        self.sums_in = partial(keys_and_values, k=k, v=v)  # dK and dV in a buffer
+        self.at_home = cache(lambda: k.new_zeros(numbers_of_token(k, v) * lengths[rank], dtype=dtype))  # at need
         if hops:
             self.buffer(1).zero_()
         self.arriving: list[Work] = []  # the messages that bring the sums of the round, or bring them home
@@ -156,7 +156,7 @@ class TravellingSums:
     def of_round(self, t: int) -> tuple[Tensor, Tensor]:
         if t > 0:
             self.wait()
-        return self.both(self.buffer(t) if t > 0 else self.own())
+        return self.sums_in(self.buffer(t) if t > 0 else self.at_home())
 
     def send_on(self, t: int) -> None:
         if t == 0:
@@ -167,14 +167,14 @@ class TravellingSums:
             self.arriving = post([here], [self.buffer(t + 1)], self.group)
             return
         self.buffer = lambda t: here  # lets go of the other one: what comes home takes its room
-        self.coming = torch.empty_like(self.own())
+        self.coming = torch.empty_like(self.at_home())
         self.arriving = post([here], [self.coming], self.group, distance=-t)
 
     def home(self) -> tuple[Tensor, Tensor]:
         self.wait()
         if self.hops:
-            self.own().add_(self.coming)
-        return self.both(self.own())
+            self.at_home().add_(self.coming)
+        return self.sums_in(self.at_home())
 
     def wait(self) -> None:
         """Wait for the messages that are on their way."""

@@ -140,7 +140,7 @@ def kept(keep: Tensor, h: Tensor) -> Tensor:
 
 def each_of(maps: Map) -> list[Map]:
     """The maps of n chunks, keep and add (B, H, n, ...), one by one."""
-    return [Map(*each) for each in zip(maps.keep.unbind(2), maps.add.unbind(2), strict=True)]
+    return [Map(keep, add) for keep, add in zip(maps.keep.unbind(2), maps.add.unbind(2), strict=True)]
 
 
 def states_along(maps: Iterable[Map], h: Tensor) -> list[Tensor]:
@@ -181,7 +181,7 @@ def in_chunks(x: Inputs, scale: float, size: int | None = None) -> tuple[Map, Ma
             y = torch.nn.functional.pad(y, (0, 0) * (y.dim() - 3) + (0, missing))
         return y.unflatten(2, (-1, size))
 
-    q, k, u, log_decay = scale * cut(x.q), cut(x.k), cut(x.v), cut(x.log_decay)
+    q, k, u, log_decay = scale * cut(x.q), cut(x.k), cut(x.v), cut(x.log_decay)  # (B, H, n, c, ...)
     between = decays_between(log_decay)  # (B, H, n, c, c, 1 or D)
     since = log_decay.cumsum(dim=-2).exp()  # from the state before the chunk to each token
     left = between[..., -1, :, :] * k  # what is left of each key at the end of the chunk
@@ -189,9 +189,9 @@ def in_chunks(x: Inputs, scale: float, size: int | None = None) -> tuple[Map, Ma
     if x.beta is not None:
         beta = cut(x.beta)[..., None]
         system = beta * products(k, k, between).tril(-1)
-        both = torch.cat([beta * u, beta * since * k], dim=-1)
-        both = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-        u, taken = both.split([u.shape[-1], k.shape[-1]], dim=-1)
+        sides = torch.cat([beta * u, beta * since * k], dim=-1)  # (B, H, n, c, Dv + D)
+        sides = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+        u, taken = sides.split([u.shape[-1], k.shape[-1]], dim=-1)
         read = read - scores @ taken
         keep = keep * torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) - left.mT @ taken
     return Map(read, scores @ u), Map(keep, left.mT @ u)

@@ -72,7 +72,7 @@ def ring_short_convolution(
     maps = [y for run in mine for y in pushed(run, before)]
     states = HandOn.apply(by_gather, runs.chain, group, nothing, *maps)
     ahead = [state[:, 0, 0].mT for state in states]  # (B, N, k - 1)
-    out = torch.cat([convolved(*each, taps) for each in zip(ahead, mine, since, strict=True)], dim=2)
+    out = torch.cat([convolved(*run, taps) for run in zip(ahead, mine, since, strict=True)], dim=2)
     return (out if bias is None else out + bias[:, None]).to(x.dtype)
 
 
@@ -107,8 +107,8 @@ def main() -> int:
     print(f"{P} ranks, {S} tokens, {k} taps; chunks of {lengths} tokens: the last rank reads tokens of both others")
     attention = partial(ring_short_convolution, weight=weight)
     of_ranks = launch(chunks_of_rank, P, [x.detach(), d_out], attention, "contiguous")
-    found = [torch.cat(parts, dim=2) for parts in zip(*of_ranks, strict=True)]
-    return 0 if report_loop("out and gradient, beside one process", found, rights) else 1
+    results = [torch.cat(parts, dim=2) for parts in zip(*of_ranks, strict=True)]
+    return 0 if report_loop("out and gradient, beside one process", results, rights) else 1
 
 
 if __name__ == "__main__":

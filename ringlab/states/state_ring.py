@@ -103,7 +103,7 @@ def by_gather(maps: Sequence[Map], chain: Chain, h: Tensor, group: ProcessGroup 
     mine = torch.stack(([torch.cat(one, dim=-1) for one in maps] * most)[:most])
     everyone = mine.new_empty(P, *mine.shape)
     all_gather(everyone.flatten(), mine.flatten(), group=group)
-    of_rank = [iter(each) for each in everyone]
+    of_rank = [iter(its_maps) for its_maps in everyone]
     states = states_along((unpacked(next(of_rank[owner]), maps[0]) for owner in chain), h)
     return [before for owner, before in zip(chain, states[:-1], strict=True) if owner == rank]
 
@@ -116,7 +116,7 @@ def along(way: Way, chain: Chain, group: Any, runs: list[list[Map]], h: Tensor) 
     """The state before each chunk of this rank's runs, whose maps are given; h is the state before the sequence."""
     wholes = [reduce(lambda first, then: then.after(first), run) for run in runs]
     before = way(wholes, chain, h, group)
-    return [states_along(run[:-1], each) for run, each in zip(runs, before, strict=True)]
+    return [states_along(run[:-1], state) for run, state in zip(runs, before, strict=True)]
 
 
 class HandOn(torch.autograd.Function):
@@ -250,9 +250,10 @@ def ring_linear_attention(
     x, h = checked_inputs(q, k, v, log_decay, beta, state)
     if documents is not None:  # a token that begins a document forgets everything before it
         x = x._replace(log_decay=x.log_decay.masked_fill(runs.first.to(q.device)[:, None], -torch.inf))
-    parts = zip(*([None] * len(runs.mine) if y is None else y.split(runs.mine, dim=2) for y in x), strict=True)
-    reads, changes = zip(*(in_chunks(Inputs(*part), runs.scale) for part in parts), strict=True)
-    states = HandOn.apply(WAYS[way], runs.chain, group, h, *(y for run in changes for y in run))
+    none = [None] * len(runs.mine)
+    parts = zip(*(none if y is None else y.split(runs.mine, dim=2) for y in x), strict=True)  # the inputs of each run
+    reads, changes = zip(*(in_chunks(Inputs(*part), runs.scale) for part in parts), strict=True)  # maps of its chunks
+    states = HandOn.apply(WAYS[way], runs.chain, group, h, *(y for run in changes for y in run))  # (B, H, n, D, Dv)
     outs = [read(h).flatten(2, 3)[:, :, :n] for read, h, n in zip(reads, states, runs.mine, strict=True)]
     last = Map(*(y[:, :, -1] for y in changes[-1]))
     out = torch.cat(outs, dim=2).to(q.dtype)
@@ -272,8 +273,8 @@ def main() -> int:
     whole = [x.detach() for x in (*whole, d_out)]
     for layout, way in (("contiguous", "hops"), ("contiguous", "scan"), ("contiguous", "gather"), ("zigzag", "gather")):
         of_ranks = launch(chunks_of_rank, P, whole, partial(ring_linear_attention, layout=layout, way=way), layout)
-        found = [unshard(chunks, layout) for chunks in zip(*of_ranks, strict=True)]
-        ok &= report_loop(f"{way}, {layout}", found, right)
+        results = [unshard(chunks, layout) for chunks in zip(*of_ranks, strict=True)]
+        ok &= report_loop(f"{way}, {layout}", results, right)
     return 0 if ok else 1
 
 

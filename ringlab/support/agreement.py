@@ -116,31 +116,31 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
     mine, groups = Said((), {}, None, function, inbox.agreements + 1, "", None), []
     try:
         groups = groups_of(group)
-        names = {tuple(dist.get_process_group_ranks(each)): str(each.group_name) for each in groups}
+        names = {tuple(dist.get_process_group_ranks(one)): str(one.group_name) for one in groups}
         mesh = group.mesh if isinstance(group, DeviceMesh) and group.ndim > 1 else None
         ranks = next(iter(names)) if mesh is None else tuple(mesh.flatten().tolist())
         mine = mine._replace(ranks=ranks, groups=names, mesh=None if mesh is None else mesh.tolist())
-        if any(each in _ended for each in groups):
+        if any(one in _ended for one in groups):
             raise ValueError(NEW_GROUP)
         mine = mine._replace(facts=check())
     except Exception as error:
         cause = error
         mine = mine._replace(wrong=str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
     if mine.ranks and inbox.why_not(mine.ranks):
-        found: list[Any] = [mine[3:]]  # the rest is long, and the same on all
-        for each in reversed(groups):
-            row = tuple(dist.get_process_group_ranks(each))
+        heard: list[Any] = [mine[3:]]  # the rest is long, and the same on all
+        for of_row in reversed(groups):
+            row = tuple(dist.get_process_group_ranks(of_row))
             if inbox.why_not(row):
                 parts: list[Any] = [None] * len(row)
-                dist.all_gather_object(parts, found, group=without_gpus(each))
+                dist.all_gather_object(parts, heard, group=without_gpus(of_row))
             else:
-                of_row = _through_pipes(inbox, mine._replace(ranks=row, facts=found), time_limit(each))
-                parts = [of_row[rank].facts for rank in row]
-            found = [one for part in parts for one in part]
-        said = {rank: Said(*mine[:3], *one) for rank, one in zip(mine.ranks, found, strict=True)}
+                answers = _through_pipes(inbox, mine._replace(ranks=row, facts=heard), time_limit(of_row))
+                parts = [answers[rank].facts for rank in row]
+            heard = [fields for part in parts for fields in part]
+        said = {rank: Said(*mine[:3], *fields) for rank, fields in zip(mine.ranks, heard, strict=True)}
     else:
         said = _through_pipes(inbox, mine, min(map(time_limit, groups), default=SOON))
-    inbox.agreements = max(each.number for each in said.values())
+    inbox.agreements = max(word.number for word in said.values())
     if reason := _refusal(said):
         raise ValueError(reason) from cause
     agreed = Agreed(said[rank].facts for rank in mine.ranks)
@@ -164,8 +164,8 @@ def agree_same(
     names = dict.fromkeys(name for same in facts for name in same)
     if differ := [name for name in names if any(same.get(name) != facts[0].get(name) for same in facts)]:
         lines = [", ".join(f"{name}={same.get(name)!s:.{LONG}}" for name in differ) for same in facts]
-        each = "\n".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
-        raise ValueError(f"the ranks disagree about {', '.join(differ)}; expected {expected}\n{each}")
+        by_rank = "\n".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
+        raise ValueError(f"the ranks disagree about {', '.join(differ)}; expected {expected}\n{by_rank}")
     agreed[:] = [mine for mine, _ in agreed]
     return agreed
 
@@ -197,24 +197,24 @@ _beside: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakK
 
 def _refusal(said: dict[int, Said]) -> str:
     """Why no rank may go on, the same words on all of them; or nothing."""
-    first, pairs = next(iter(said.values())), {pair for each in said.values() for pair in each.groups.items()}
+    first, pairs = next(iter(said.values())), {pair for word in said.values() for pair in word.groups.items()}
     apart = not first.ranks or len(dict(pairs)) < len(pairs)  # two groups of the same ranks
-    apart |= any((each.ranks, each.mesh) != (first.ranks, first.mesh) for each in said.values())
+    apart |= any((word.ranks, word.mesh) != (first.ranks, first.mesh) for word in said.values())
     ranks = dict(sorted(said.items())) if apart else {i: said[rank] for i, rank in enumerate(first.ranks)}
-    if wrong := {rank: each.wrong for rank, each in ranks.items() if each.wrong}:
+    if wrong := {rank: word.wrong for rank, word in ranks.items() if word.wrong}:
         if len(wrong) == len(ranks) and len({*wrong.values()}) == 1:  # what all refuse alike is said once
             return wrong[min(wrong)]
-        return "\n".join(f"rank {rank}: {words}" for rank, words in wrong.items())
+        return "\n".join(f"rank {rank}: {line}" for rank, line in wrong.items())
     if apart:
         problem = "groups; expected the same group or mesh on each of them"
-        words = {rank: _where(each) for rank, each in ranks.items()}
-    elif any(each.function != first.function for each in ranks.values()):
+        words = {rank: _where(word) for rank, word in ranks.items()}
+    elif any(word.function != first.function for word in ranks.values()):
         problem = "functions; expected the same calls in the same order on each"
-        words = {rank: each.function for rank, each in ranks.items()}
+        words = {rank: word.function for rank, word in ranks.items()}
     else:
         return ""
     return "\n".join(
-        [f"the ranks are in different {problem}", *(f"rank {rank}: {word}" for rank, word in words.items())]
+        [f"the ranks are in different {problem}", *(f"rank {rank}: {line}" for rank, line in words.items())]
     )
 
 
@@ -226,7 +226,7 @@ def _where(it: Said) -> str:
 
 def _through_pipes(inbox: Inbox, mine: Said, limit: timedelta) -> dict[int, Said]:
     """What the ranks say, by their number in the job. Where they name different ranks: all that one of them names."""
-    text, found = pickle.dumps(mine), {inbox.rank: mine}
+    text, heard = pickle.dumps(mine), {inbox.rank: mine}
     asked: list[int] = []
 
     def ask(ranks: Iterable[int]) -> None:
@@ -239,16 +239,16 @@ def _through_pipes(inbox: Inbox, mine: Said, limit: timedelta) -> dict[int, Said
     apart = not mine.ranks
     for rank in asked:  # `ask` adds to them
         try:
-            found[rank] = pickle.loads(inbox.wait(FACTS, rank, SOON if apart else limit))
-            while not (found[rank].ranks or apart):
-                found[rank] = pickle.loads(inbox.wait(FACTS, rank, SOON / 3))
+            heard[rank] = pickle.loads(inbox.wait(FACTS, rank, SOON if apart else limit))
+            while not (heard[rank].ranks or apart):
+                heard[rank] = pickle.loads(inbox.wait(FACTS, rank, SOON / 3))
         except RuntimeError:
-            if not apart and rank not in found:
+            if not apart and rank not in heard:
                 raise
-        if rank in found and found[rank].ranks != mine.ranks:
+        if rank in heard and heard[rank].ranks != mine.ranks:
             apart = True
-            ask(sorted({*found[rank].ranks}.intersection(inbox.within_reach(SOON))))
-    return found
+            ask(sorted({*heard[rank].ranks}.intersection(inbox.within_reach(SOON))))
+    return heard
 
 
 def of_every_rank(mine: Tensor, group: ProcessGroup | None = None, call: int = 0) -> Tensor:

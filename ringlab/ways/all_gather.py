@@ -74,10 +74,10 @@ class AllGather(Schedule):
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         rank, served = neighbours(self.group)[0], self.heads // self.kv_heads
         buffers = [buffer_for_all(k, v, self.partition.lengths, k.dtype) for _ in range(2)]
-        in_order = self.whole(k, v, k.dtype)
+        in_order = self.whole(k, v, k.dtype)  # K (B, 1, S, D) and V (B, 1, S, Dv) of the head in hand
         coming = self.gather(k[:, :1], v[:, :1], buffers[0])
         for head in range(self.kv_heads):
-            arriving, blocks = coming, buffers[head % 2]
+            arriving, blocks = coming, buffers[head % 2]  # (P, numbers of the longest block)
             if head + 1 < self.kv_heads:
                 following = slice(head + 1, head + 2)
                 coming = self.gather(k[:, following], v[:, following], buffers[(head + 1) % 2])
@@ -137,8 +137,8 @@ class SumsOfHeads:
         self.wait()  # for the head before: so no more than two heads of sums take room
         total, self.parts = torch.empty_like(by_rank[0]), None
         self.adding = reduce_scatter(total, by_rank.flatten(), group=schedule.group, async_op=True)
-        own = total[: k.shape[2] * numbers_of_token(k[:, :1], v[:, :1])]
-        self.totals.append(keys_and_values(own, k[:, :1], v[:, :1]))
+        of_head = total[: k.shape[2] * numbers_of_token(k[:, :1], v[:, :1])]
+        self.totals.append(keys_and_values(of_head, k[:, :1], v[:, :1]))
 
     def wait(self) -> None:
         if self.adding is not None:

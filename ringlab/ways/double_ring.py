@@ -177,9 +177,9 @@ class DoubleSums:
 def blocks_in_hand(context: RankContext, n: int) -> list[int]:
     """The blocks in hand on this rank of n hosts, by round."""
     mesh = init_device_mesh(context.device.type, (n, context.world_size // n))
-    own = torch.full((1, 1, 1, 1), context.rank, device=context.device)
+    block = torch.full((1, 1, 1, 1), context.rank, device=context.device)
     schedule = DoubleRing(Partition(Mask(), "contiguous", (1,) * context.world_size), 1.0, mesh)
-    return [int(k_j) for _, k_j, _, _ in schedule.rounds(own, own)]
+    return [int(k_j) for _, k_j, _, _ in schedule.rounds(block, block)]
 
 
 def main() -> int:
@@ -190,7 +190,7 @@ def main() -> int:
     for t, in_hand in enumerate(zip(*blocks, strict=True)):
         print(f"round {t}: {' '.join(map(str, in_hand))}" + ("  from the other host" if t and t % g == 0 else ""))
     ok = report_cases(n * g, whole, attention, (n, g))
-    return 0 if ok and all(sorted(each) == list(range(n * g)) for each in blocks) else 1
+    return 0 if ok and all(sorted(of_rank) == list(range(n * g)) for of_rank in blocks) else 1
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ def heads_of_ranks(heads: int, kv_heads: int, world_size: int) -> tuple[list[sli
 
 def dealt(items: Sequence[int], parts: int) -> list[Sequence[int]]:
     """The items in `parts` runs, side by side; the first ones have one more where they cannot be equal."""
-    each, more = divmod(len(items), parts)
-    ends = [0, *accumulate(each + (i < more) for i in range(parts))]
+    length, more = divmod(len(items), parts)
+    ends = [0, *accumulate(length + (i < more) for i in range(parts))]
     return [items[begin:end] for begin, end in pairwise(ends)]
 
 

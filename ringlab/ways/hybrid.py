@@ -92,7 +92,7 @@ class Rows(Partition):
 
     def positions(self, rank: int) -> Tensor:
         """Where in the sequence the tokens of row `rank` stand: (g·C,), int64, rising."""
-        return torch.cat([self.flat.positions(each) for each in self.ranks(rank)]).sort().values
+        return torch.cat([self.flat.positions(member) for member in self.ranks(rank)]).sort().values
 
     @lru_cache(maxsize=4096)  # noqa: B019 (as in Partition)
     def pieces(self, rank: int, block: int) -> tuple[BlockSlice, ...]:

@@ -134,8 +134,8 @@ class SharedSums:
         self.lengths, self.hops = schedule.partition.lengths, schedule.partition.hops
         self.memory = host_memory(schedule.group)
         self.of_token, self.dtype = numbers_of_token(k, v), dtype
-        self.both = partial(keys_and_values, k=k, v=v)  # dK and dV
-        self.own, self.waited = self.place(self.rank).zero_(), 0
+        self.sums_in = partial(keys_and_values, k=k, v=v)  # dK and dV
+        self.at_home, self.waited = self.place(self.rank).zero_(), 0
 
     def place(self, j: int) -> Tensor:
         """dK and dV of block j, side by side."""
@@ -143,7 +143,7 @@ class SharedSums:
 
     def of_round(self, t: int) -> tuple[Tensor, Tensor]:
         self.wait_for_turn(t)
-        return self.both(self.own if t == 0 else self.place((self.rank - t) % self.world_size))
+        return self.sums_in(self.at_home if t == 0 else self.place((self.rank - t) % self.world_size))
 
     def send_on(self, t: int) -> None:
         self.wait_for_turn(t)
@@ -152,7 +152,7 @@ class SharedSums:
         else:
             self.memory.raise_flag(HOME, (self.rank - t) % self.world_size)
             self.memory.wait(HOME, (self.rank + t) % self.world_size)
-            self.own = self.own.clone()  # the next turn or backward pass writes the shared memory again
+            self.at_home = self.at_home.clone()  # the next turn or backward pass writes the shared memory again
 
     def wait_for_turn(self, t: int) -> None:
         """Wait until the rank before has added its part to the block of round t."""
@@ -161,7 +161,7 @@ class SharedSums:
             self.waited = t
 
     def home(self) -> tuple[Tensor, Tensor]:
-        return self.both(self.own)
+        return self.sums_in(self.at_home)
 
 
 class TwoLevels(DoubleRing):
@@ -192,8 +192,8 @@ def main() -> int:
     P, whole, ok = 4, random_inputs(1, 8, 2, 512, 64), True
     schedule, why = launch(taken, P)[0]
     print(f"auto: {schedule.__name__}, {why}; then two levels, 2 hosts of {P // 2} ranks")
-    for each, shape in ((schedule, None), (TwoLevels, (2, P // 2))):
-        ok &= report_cases(P, whole, partial(ring_flash_attention, schedule=each), shape)
+    for way, shape in ((schedule, None), (TwoLevels, (2, P // 2))):
+        ok &= report_cases(P, whole, partial(ring_flash_attention, schedule=way), shape)
     return 0 if ok else 1
 
 

@@ -1,6 +1,14 @@
-"""The ring, on real processes, against full attention; and what it sends."""
+"""The ring, on real processes, against full attention, what it sends; its command: what that prints, how it ends."""
 
+import io
+import json
 import math
+import os
+import re
+import sys
+from argparse import ArgumentTypeError, Namespace
+from contextlib import redirect_stdout
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,8 +18,14 @@ from hypothesis import strategies as st
 
 import ring_attn
 from ring_attn import ring_attention
+from ringlab.basics import command
 from ringlab.basics.blocking_messages import Recv, Send, ring_programs
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.options import new_file
+from ringlab.support import timeline
+from ringlab.support.processes import RankContext
 from tests.attention import DTYPES, WORLDS, assert_attention, assert_lse, random_qkv
+from tests.commands import run
 from tests.rings import assert_ring, even_lengths, messages_of_ring, ring, ring_and_events, ring_lse
 
 
@@ -99,3 +113,165 @@ def with_hops(context, hops, *args, hop=ring_attn.hop):
 def test_a_ring_with_other_hops_is_rejected(ranks, hops, says):
     with pytest.raises(AssertionError, match=says):
         assert_ring(lambda P, _, *args: ranks(P, with_hops, hops, *args), 3, *random_qkv((1, 2, 12, 4)))
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def table(printed):
+    """The printed table of blocks: a row for each round, a column for each rank."""
+    rows = re.findall(r"^ +\d+((?: +KV\d+)+)$", printed, flags=re.MULTILINE)
+    return [[int(block) for block in re.findall(r"KV(\d+)", row)] for row in rows]
+
+
+def blocks(world_size):
+    return [[(rank - t) % world_size for rank in range(world_size)] for t in range(world_size)]
+
+
+def test_by_itself_it_starts_four_processes_and_writes_their_trace(tmp_path):
+    trace = tmp_path / "trace.json"
+    sizes = ["--seq-len", "38", "--batch", "2", "--heads", "3", "--head-dim", "5"]
+    done = run(sys.executable, "ring_attn.py", *sizes, "--seed", "1", "--trace", trace)
+    assert done.returncode == 0, done.stderr
+    assert "P = 4 ranks, S = 38 tokens in chunks of 9 or 10" in done.stdout
+    assert "B = 2, H = 3, D = 5, float32" in done.stdout
+    assert f"torch {torch.__version__}" in done.stdout
+    assert table(done.stdout) == blocks(4)
+    assert "ok    against full attention in float64" in done.stdout
+    events = [timeline.Event(**event) for event in json.loads(trace.read_text())]
+    assert {(it.round, it.rank): it.block for it in events if it.what == "compute"} == {
+        (t, rank): block for t, row in enumerate(blocks(4)) for rank, block in enumerate(row)
+    }
+    most_sent = 2 * (38 - 9) * 2 * 3 * 5 * 4  # K and V of all tokens but those of the shortest chunk, float32
+    assert f"{most_sent:,} bytes" in done.stdout
+    assert "<svg" in trace.with_suffix(".svg").read_text()
+
+
+def given_to_the_ring(context, options):
+    """The chunk of q that the command gives to the ring, and the status that it ends with."""
+    seen = []
+
+    def ring_forward(q, k, v, **settings):
+        seen.append(q)
+        return real(q, k, v, **settings)
+
+    real, args = ring_attn.ring_forward, command.parse(options.split(), context.world_size, context.world_size)
+    with mock.patch.object(ring_attn, "ring_forward", ring_forward), redirect_stdout(io.StringIO()) as printed:
+        status = command.run(context, ring_attention, args)
+    return seen[-1], status, printed.getvalue()
+
+
+def test_seed_and_dtype_are_those_of_the_data(ranks):
+    """With one token a rank, which is enough."""
+    chunks = {}
+    for options in ("", "--seed 1", "--dtype bfloat16"):
+        (q, status, printed), *others = ranks(3, given_to_the_ring, f"--seq-len 3 --heads 1 --head-dim 2 {options}")
+        dtype = options.removeprefix("--dtype ") if "dtype" in options else "float32"
+        assert str(q.dtype) == f"torch.{dtype}"
+        assert f"D = 2, {dtype}\n" in printed
+        assert [status] + [other[1] for other in others] == [0, 0, 0]
+        chunks[options] = q.double()
+    assert torch.equal(chunks["--dtype bfloat16"], chunks[""].bfloat16().double())
+    assert not torch.equal(chunks["--seed 1"], chunks[""])
+
+
+def test_what_the_record_says_by_hand(capsys):
+    spans = [  # rank, what, round, start, end, bytes
+        (0, "compute", 0, 1.0, 3.0, 8),
+        (0, "send", 0, 3.0, 3.5, 48),
+        (0, "receive", 0, 3.5, 5.0, 40),
+        (0, "compute", 1, 5.0, 6.0, 8),
+        (1, "compute", 0, 1.5, 2.0, 8),
+        (1, "receive", 0, 3.0, 3.5, 48),
+        (1, "send", 0, 3.5, 5.0, 40),
+        (1, "compute", 1, 5.0, 9.0, 8),
+    ]
+    events = [timeline.Event(rank, what, t, 0, start, end, size) for rank, what, t, start, end, size in spans]
+    context = RankContext(0, 2, torch.device("cpu"), "a test")
+    command.print_run(context, torch.ones(1, 2, 3, 4), 5, events)
+    printed = capsys.readouterr().out
+    assert "P = 2 ranks, S = 5 tokens in chunks of 2 or 3\n" in printed
+    assert "8.000 s from the first start to the last end" in printed
+    assert "4.500 s computing, and 2.000 s on messages and waiting\n" in printed  # a rank's sends and its receives
+    assert "at most 48 bytes by a rank, in 1 hop(s)" in printed
+
+
+BAD_OPTIONS = {
+    "--seq-len 2": "--seq-len: 2 for 4 ranks, expected at least one token a rank",
+    "--seq-len 0": "--seq-len: '0' given, expected a whole number of 1 or more",
+    "--seq-len 99999999999999999999": "q, k and v take more than the ",
+    "--batch 1.5": "--batch: '1.5' given, expected a whole number of 1 or more",
+    "--dtype int8": "--dtype: invalid choice: 'int8'",
+    "--device tpu": "--device: invalid choice: 'tpu'",
+    "--seed x": "--seed: invalid int value: 'x'",
+    "--trace no/such/folder/t.json": "--trace: 'no/such/folder/t.json' given, expected a name ending in .json of a",
+    "--trace tests.json/..": "--trace: 'tests.json/..' given, expected a name ending in .json",
+    "--trace t.txt": "--trace: 't.txt' given, expected a name ending in .json",
+    "--device cuda": "--device cuda needs a GPU: 0 GPU(s) for 4 process(es) on this host; expected",
+}
+
+
+def test_a_pipe_is_no_file_to_write(tmp_path):
+    """To open it would wait for a reader for ever: --trace, the doctor's --html and the planner's --plot."""
+    os.mkfifo(tmp_path / "x.svg")
+    with pytest.raises(ArgumentTypeError, match="of a file, in a folder that exists"):
+        new_file(".svg")(str(tmp_path / "x.svg"))
+    assert new_file(".svg")(str(tmp_path / "y.svg")) == tmp_path / "y.svg"
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("options", BAD_OPTIONS)
+def test_bad_options_end_with_one_line_and_status_2(capsys, options):
+    with pytest.raises(SystemExit) as end:
+        command.main(ring_attention, options.split())
+    assert end.value.code == 2
+    [complaint] = capsys.readouterr().err.splitlines()
+    assert BAD_OPTIONS[options] in complaint
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
+def test_under_torchrun_only_one_rank_complains(monkeypatch, capsys, rank, lines):
+    for name, value in (("WORLD_SIZE", 8), ("LOCAL_WORLD_SIZE", 8), ("RANK", rank)):
+        monkeypatch.setitem(os.environ, name, str(value))
+    with pytest.raises(SystemExit) as end:
+        command.main(ring_attention, ["--seq-len", "7"])
+    assert end.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+def test_every_option_is_read():
+    """One token for each rank is enough."""
+    options = "--seq-len 4 --batch 2 --heads 3 --head-dim 4 --dtype float64 --device cpu --seed 5 --trace t.json"
+    assert command.parse(options.split(), 4, 4) == Namespace(
+        seq_len=4, batch=2, heads=3, head_dim=4, dtype=torch.float64, device="cpu", seed=5, trace=Path("t.json")
+    )
+
+
+@pytest.mark.parametrize("mistake", [1e-3, float("nan")])
+def test_the_check_of_the_result_can_fail(capsys, mistake):
+    q, k, v = random_qkv((1, 2, 300, 4))
+    exact = naive_attention(q, k, v)
+    assert command.check(exact, q, k, v) == 0
+    assert "ok    against full attention in float64" in capsys.readouterr().out
+    exact[0, 1, 299, 3] += mistake
+    assert command.check(exact, q, k, v) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("launched", "status"), [([0, 0, 0, 0], 0), ([1, 0, 0, 0], 1), (RuntimeError("a rank"), 1), (ValueError("bad"), 2)]
+)
+def test_exit_status(monkeypatch, capsys, launched, status):
+    def launch(*args, **options):
+        if isinstance(launched, Exception):
+            raise launched
+        return launched
+
+    monkeypatch.setattr(command, "launch", launch)
+    assert command.main(ring_attention, []) == status
+    assert capsys.readouterr().err == (f"{launched}\n" if isinstance(launched, Exception) else "")

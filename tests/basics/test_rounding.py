@@ -17,7 +17,7 @@ from ringlab.ring.backward import block_backward
 from ringlab.support import rounding
 from ringlab.support.rounding import Right, exact_attention, half_step, report
 from tests.attention import DTYPES, SEED, assert_right, random_qkv
-from tests.in_turn import whole_in_turn
+from tests.rings import whole_in_turn
 
 NAMES = ("out", "dq", "dk", "dv")
 SEEDS = st.integers(0, 2**32)

@@ -444,7 +444,12 @@ LOST = (odd_patients.hangs, odd_patients.crashes)
 @pytest.mark.parametrize(
     ("function", "question", "state", "says"),
     [
-        (odd_patients.hangs, PLAIN, FAILED, rf"did not answer in time; .*; rank 1 in {IN} hangs"),
+        (
+            odd_patients.hangs,
+            PLAIN,
+            FAILED,
+            rf"in time; rank 1 in {IN} receives, called by {IN} hangs; ranks 0, 2 have returned$",
+        ),
         (odd_patients.crashes, PLAIN, FAILED, rf"^rank 1 died \(SIGSEGV\); rank 1 in {IN} crashes"),
         (odd_patients.raises_on_the_last_rank, PLAIN, FAILED, rf"^rank 2 raised ValueError: too much \({IN} raises"),
         (odd_patients.changes_its_input, Question(P3, "without gradients"), FAILED, "changed its input k"),
@@ -467,9 +472,10 @@ def test_what_a_ring_does_is_told(ask, ranks, function, question, state, says):
     assert set(answer.wrong) >= (wrong if state == WRONG else set())
 
 
-def test_a_rank_that_computes_on_is_late_and_not_sick(ask, monkeypatch):
-    monkeypatch.setattr("ring_doctor.asking.job.START", 10.0)
-    answer = ask(odd_patients.computes_on, seconds=2.0)
+def test_a_rank_that_computes_on_is_late_and_not_sick():
+    with closing(Job(patient_of(odd_patients.computes_on), 3, 2.0, "cpu")) as job:
+        assert job.ask(PLAIN).state == OK  # the first call: a compiler may take longer
+        answer = job.ask(PLAIN)
     assert (answer.state, answer.bad) == (LATE, False)
     assert re.search(rf"; rank 1 in {IN} computes_on", answer.says)
 
@@ -534,7 +540,7 @@ def test_grouped_queries_may_be_refused(ranks):
 )
 def test_attention_sinks(ranks, name, shows):
     """Each rank returns its part of their gradient, or all of them the whole."""
-    few = {"worlds": (3, 4), "grouped": False, "unequal": False, "dtypes": ("float64",)}
+    few = {"worlds": (3,), "grouped": False, "unequal": False, "dtypes": ("float64",)}
     found = examined(ranks, getattr(odd_patients, name), **few, wanted=lambda it: it.case.sinks)
     assert found.healthy == (not shows)
     assert any("nothing may sum it once more" in remark for remark in found.remarks) == (name == "sinks_reduced")

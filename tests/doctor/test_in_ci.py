@@ -1,18 +1,42 @@
 """docs/doctor_in_ci.md: its files are what they say; its commands run in a stranger's project and print what is shown.
 
-The fixture `ring_doctor` too.
+The fixture `ring_doctor` too; and what other programs read: levels, exit statuses, notes on GitHub; and that no option
+is lost on its way.
 """
 
+import functools
+import math
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
+import torch
 import yaml
 
+import ring_doctor.__main__ as command
+from ring_doctor import __main__ as doctor
+from ring_doctor import assertion, pytest_plugin
+from ring_doctor.asking import examination
+from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG, Answer
+from ring_doctor.asking.calls import RankResults
+from ring_doctor.asking.case import Case
+from ring_doctor.asking.examination import Examination
+from ring_doctor.asking.job import START, CannotExamine, Job
+from ring_doctor.asking.patient import patient_of
+from ring_doctor.asking.questions import Question
+from ring_doctor.assertion import assert_ring
+from ring_doctor.options import parse
+from ring_doctor.report import Report, text
+from ringlab.support import processes
+from ringlab.support.processes import Raised
 from tests.commands import LIMIT, ROOT, check_shown
+from tests.doctor.examined import on_these
+from tests.wrong import odd_patients
 
 PAGE = (ROOT / "docs/doctor_in_ci.md").read_text()
 BLOCKS = {  # by the name in its first line, the file
@@ -20,7 +44,7 @@ BLOCKS = {  # by the name in its first line, the file
 }
 SHOWN = dict(re.findall(r"^```console\n\$ ([^\n]+)\n(.*?)^```", PAGE, re.M | re.S))
 QUICK = "ring-doctor my_package.ring:attention --quick"
-PLUGIN = "-p ring_doctor.pytest_plugin -p no:cacheprovider"
+JUNIT = "--junitxml ring.xml "
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +58,14 @@ def project(tmp_path_factory):
     return folder
 
 
-def run(folder, command, **environment):
-    """A line of the page, in a project where the package is installed: `ring-doctor` is a command of this checkout."""
-    programs = folder / "bin"
-    if not programs.exists():
-        programs.mkdir()
-        for name, module in (("ring-doctor", "ring_doctor"), ("pytest", "pytest")):
-            (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
-            (programs / name).chmod(0o755)
+def run_pytest(folder, command):
+    """A line of the page, in a project where the package is installed: the plug-in is that of this checkout."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("GITHUB_", "PYTEST_"))}
     # In this environment the package may be installed from another checkout, without its plug-in.
-    plain |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": PLUGIN, "PYTHONPATH": str(ROOT)}
-    plain |= {"PATH": f"{programs}:{os.environ['PATH']}", **environment}
-    return subprocess.run(command, shell=True, cwd=folder, env=plain, capture_output=True, text=True, timeout=3 * LIMIT)
+    plain |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)}
+    plain |= {"PYTEST_ADDOPTS": f"-p ring_doctor.pytest_plugin -p no:cacheprovider {JUNIT}"}
+    words = [sys.executable, "-m", *command.split()]
+    return subprocess.run(words, cwd=folder, env=plain, capture_output=True, text=True, timeout=3 * LIMIT)
 
 
 def commands(node):
@@ -87,7 +106,7 @@ def ci_commands():
     return [command for command in said if not command.startswith("pip install")]
 
 
-WHOLE, JUNIT = "ring-doctor my_package.ring:attention --html ring.html", "--junitxml ring.xml "
+WHOLE = "ring-doctor my_package.ring:attention --html ring.html"
 
 
 def test_the_files_of_ci_have_commands_that_these_tests_run():
@@ -96,16 +115,25 @@ def test_the_files_of_ci_have_commands_that_these_tests_run():
     assert first == f"GITHUB_ACTIONS=true {QUICK}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", SHOWN)
-def test_a_command_prints_what_is_shown(project, command):
-    done = run(project, command, PYTEST_ADDOPTS=PLUGIN + f" {JUNIT}" * command.startswith("pytest"))
-    assert done.returncode == 1
-    if command.startswith("pytest"):
+def test_a_command_prints_what_is_shown(project, command, ranks, capsys, monkeypatch):
+    if command.startswith("GITHUB"):  # on ranks that are there already
+        assignment, _, *words = command.split()
+        monkeypatch.setenv(*assignment.split("="))
+        monkeypatch.chdir(project)
+        monkeypatch.syspath_prepend(project)
+        with on_these(ranks):
+            assert doctor.main(words) == 1
+        printed = capsys.readouterr().out
+    else:
+        done = run_pytest(project, command)
+        assert done.returncode == 1
+        printed = done.stdout
         [suite] = ElementTree.parse(project / "ring.xml").getroot()
         assert [suite.get(name) for name in ("tests", "failures", "errors")] == ["1", "1", "0"]
         assert "it is     The scores are scaled twice." in suite.find("testcase/failure").text
     *shown, last = SHOWN[command].splitlines()
-    printed = done.stdout
     if last.endswith("::Quick: ..."):
         *others, note = printed.splitlines()
         assert note.startswith(last.removesuffix(" ..."))
@@ -119,3 +147,283 @@ def test_the_plugin_costs_no_import_of_torch():
     code = "import sys, ring_doctor.pytest_plugin; print([x for x in ('torch', 'numpy') if x in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+# What other programs read. No process is started: the ranks are replaced by answers ----------------------------------
+
+
+RIGHT_RING = "tests.wrong.odd_patients:right"
+
+
+def answer(state, dtype=torch.float64, error=0.0, says="", feature="", **case):
+    """An answer whose out is off by `error` in norm."""
+    wrong = {"wrong": {"out": 9.0}, "ranks": {"out": (0,)}} if state == WRONG else {}
+    numbers = {"errors": {"out": (error, 1e-9)}, "relative": {"out": error}} if state in (OK, WRONG) else {}
+    return Answer(Question(Case(3, dtype=dtype, **case), feature=feature), state, says, **wrong, **numbers)
+
+
+def report(*answers, **claims):
+    patient = patient_of(odd_patients.right, RIGHT_RING, **claims)
+    return Report(Examination(patient, list(answers)), None, "none was taken")
+
+
+BF16 = torch.bfloat16
+
+
+def test_the_text_has_one_row_of_each_kind_of_wrong_answer():
+    """The first of them, and how many more; another dtype, another mistake in words, and a refusal are other kinds."""
+    wrong = [answer(WRONG, error=0.5, causal=causal) for causal in (False, True, True)]
+    others = [answer(WRONG, BF16, 0.5), answer(WRONG, error=0.25, batch=2), answer(OK)]
+    refused = [answer(REFUSED, says="ValueError: no", batch=batch) for batch in (1, 2)]
+    half = "off by out 50 % of the norm; one number of out is off by 5.0e-01, rounding allows 1.0e-09"
+    quarter = half.replace("50 %", "25 %").replace("5.0e", "2.5e")
+    lines = text(report(*wrong, *others, *refused, answer(FAILED, says="rank 1 died"))).splitlines()
+    assert "3 ranks            1        5        1        2" in lines
+    assert [line for line in lines if line.startswith("wrong ")] == [
+        f"wrong     P = 3, no mask, contiguous, C = 8, float64 and 2 more: {half}",
+        f"wrong     P = 3, no mask, contiguous, C = 8, bfloat16: {half}",
+        f"wrong     P = 3, no mask, contiguous, batch of 2, C = 8, float64: {quarter}",
+    ]
+    assert "failed    P = 3, no mask, contiguous, C = 8, float64: rank 1 died" in lines
+    assert "refused   P = 3, no mask, contiguous, C = 8, float64 and 1 more: ValueError: no" in lines
+    assert "wrong     P = 3, no mask, contiguous, C = 8, float64: out: NaN or infinite" in text(
+        report(answer(WRONG, error=math.inf))
+    )
+    many = [answer(WRONG, error=0.5, batch=batch) for batch in range(1, 15)]
+    assert "... and 2 more kinds: --json or --html lists them" in text(report(*many))
+
+
+STATUSES = {"right": 0, "right for what it takes": 0, "imprecise in 16 bits": 1, "wrong": 1, "cannot tell": 3}
+
+
+@pytest.mark.parametrize("level", STATUSES)
+def test_the_exit_status_follows_from_the_level(capsys, level):
+    outcome = {"level": level}, f"{level.upper()}: f\nmore", "head", ""
+    outcome = CannotExamine("it answers nothing") if level == "cannot tell" else outcome
+    with mock.patch.object(command, "of_attention", side_effect=[outcome]):
+        assert command.run(parse([RIGHT_RING])) == STATUSES[level]
+    verdict = "CANNOT TELL: it answers nothing" if level == "cannot tell" else f"{level.upper()}: f"
+    assert capsys.readouterr().out.splitlines()[0] == verdict
+
+
+def parsed(line):
+    """(kind, properties, message) of a line, as GitHub's runner reads it."""
+    kind, listed, message = re.fullmatch(r"::(\w+) ([^:]*)::(.*)", line).groups()
+
+    def plain(words, codes):
+        for code, character in codes.items():
+            words = words.replace(code, character)
+        return words.replace("%25", "%")
+
+    codes = {"%0D": "\r", "%0A": "\n"}
+    pairs = [pair.split("=", 1) for pair in listed.split(",")]
+    return kind, {k: plain(v, codes | {"%3A": ":", "%2C": ","}) for k, v in pairs}, plain(message, codes)
+
+
+@pytest.fixture
+def on_github(monkeypatch, tmp_path):
+    """The page of a run, in a workflow of GitHub."""
+    there = {"ACTIONS": "true", "STEP_SUMMARY": str(tmp_path / "summary.md"), "WORKSPACE": str(ROOT)}
+    for name, value in there.items():
+        monkeypatch.setenv(f"GITHUB_{name}", value)
+    (tmp_path / "summary.md").write_text("of another step\n")
+    return tmp_path / "summary.md"
+
+
+SAID = "SICK: a, b and 50% of c::d, in m:f\n  It shows\r\n  100%0A: everywhere, always"
+
+
+@pytest.mark.parametrize(
+    ("level", "said", "expected"),
+    [
+        ("wrong", SAID, (SAID.split("\n")[0], "It shows\r\n  100%0A: everywhere, always")),
+        ("imprecise in 16 bits", "SICK: f", ("SICK: f", "SICK: f")),
+        ("right", SAID, None),
+        ("right for what it takes", SAID, None),
+    ],
+)
+def test_a_note_says_file_line_and_verdict_whatever_they_hold(on_github, monkeypatch, level, said, expected):
+    place = {"file": "a,b/c:d%.py", "line": "12"}
+    monkeypatch.setattr(command, "line_of", lambda function, root: place)
+    note = command.tell_github(len, level, said, "report")
+    assert not set("\r\n") & set(note)
+    if expected is None:
+        assert note == ""
+    else:
+        title, message = expected
+        assert parsed(note) == ("error", place | {"title": title}, message)
+    assert on_github.read_text() == f"of another step\n### ring-doctor: {level}\n\n```text\nreport\n```\n"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_github_is_told_where_it_runs_the_command(on_github, monkeypatch, capsys, tmp_path, there):
+    monkeypatch.setenv("GITHUB_ACTIONS", "true" if there else "false")
+    monkeypatch.chdir(tmp_path)
+    told = {"level": "wrong"}, "SICK: f\nhead\nX-ray", "SICK: f\nhead", ""
+    with mock.patch.object(command, "of_attention", return_value=told):
+        assert command.run(parse(["tests.wrong.odd_patients:hangs"])) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:3] == ["SICK: f", "head", "X-ray"]
+    assert len(printed) == 3 + there
+    if there:
+        kind, properties, message = parsed(printed[3])
+        assert (kind, properties["file"], message) == ("error", "tests/wrong/odd_patients.py", "head")
+    assert ("ring-doctor: wrong" in on_github.read_text()) == there
+
+
+@functools.wraps(odd_patients.hangs)
+def decorated(*args):
+    return odd_patients.hangs(*args)
+
+
+def test_the_line_of_a_function():
+    lines = (ROOT / "tests/wrong/odd_patients.py").read_text().splitlines()
+    for function in (odd_patients.hangs, decorated, functools.partial(functools.partial(odd_patients.hangs))):
+        found = command.line_of(function, ROOT)
+        assert (found["file"], lines[int(found["line"]) - 1]) == ("tests/wrong/odd_patients.py", "def hangs(q, k, v):")
+    assert command.line_of(odd_patients.hangs, ROOT / "ringlab") == {}  # GitHub knows the files of its checkout only
+    assert command.line_of(len, ROOT) == {}
+
+
+class Answers(Job):
+    """Ranks that answer everything rightly, at once; each job and each question is noted."""
+
+    made: tuple = ()
+
+    def __init__(self, patient, size, seconds, device):
+        super().__init__(patient, size, seconds, device)
+        self.ready, self.device, self.asked = True, device, []
+        Answers.made += (self,)
+
+    def ask(self, question):
+        self.asked.append(question)
+        return Answer(question, OK)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """A function of how `right` is examined. It returns the jobs, and the cases of all questions."""
+    monkeypatch.setattr(examination, "Job", Answers)
+    monkeypatch.setattr(Answers, "made", ())
+
+    def ask(how):
+        Answers.made = ()
+        how()
+        return Answers.made, [question.case for job in Answers.made for question in job.asked]
+
+    return ask
+
+
+def by_command(*options):
+    return lambda: command.run(parse([RIGHT_RING, *options]))
+
+
+def all_are(name, *values):
+    return lambda jobs, cases: {getattr(case, name) for case in cases} == set(values)
+
+
+OPTIONS = {  # by option: the same as an argument of assert_ring, and what it changes in jobs and cases
+    "--seed=3": ({"seed": 3}, all_are("seed", 3)),
+    "--time-limit=7": ({"seconds": 7.0}, lambda jobs, cases: {job.seconds for job in jobs} == {7.0}),
+    "--device=cuda": ({"device": "cuda"}, lambda jobs, cases: {job.device for job in jobs} == {"cuda"}),
+    "--worlds=2,3": ({"worlds": (2, 3)}, all_are("world_size", 2, 3)),
+    "--quick": ({"quick": True}, lambda jobs, cases: len(cases) < 100),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_reaches_the_questions(asked, option):
+    """And without it things are otherwise, so that an option that is ignored is seen."""
+    claims, seen = OPTIONS[option]
+    with mock.patch.object(command, "choose_device"), mock.patch.object(processes, "choose_device"):  # there is no GPU
+        assert seen(*asked(by_command(option)))
+        assert not seen(*asked(by_command()))
+        assert seen(*asked(lambda: assert_ring(odd_patients.right, **claims)))
+        assert not seen(*asked(lambda: assert_ring(odd_patients.right)))
+
+
+def test_the_device_is_looked_for_before_any_rank_starts():
+    with mock.patch.object(command, "choose_device", side_effect=ValueError("no GPU")) as choose:
+        assert command.run(parse([RIGHT_RING, "--device=cuda"])) == 2
+    choose.assert_called_once_with("cuda", 5)
+
+
+@pytest.mark.parametrize("error", [AssertionError, ValueError])
+def test_the_fixture_fails_with_one_sentence_and_nothing_of_ours(monkeypatch, error):
+    monkeypatch.setattr(assertion, "assert_ring", mock.Mock(side_effect=error("SICK")))
+    request = mock.Mock(**{"config.getoption.return_value": True})
+    with pytest.raises(pytest.fail.Exception, match=r"^SICK$") as failed:
+        pytest_plugin.ring_doctor.__wrapped__(request)(len, seed=1)
+    assert failed.value.__context__ is None  # pytest would show it
+    assertion.assert_ring.assert_called_once_with(len, seed=1, quick=True)
+
+
+def test_another_seed_gives_other_numbers():
+    case = Case(3)
+    for x, y in zip(case.whole(), replace(case, seed=1).whole(), strict=True):
+        assert not torch.isclose(x, y).any()
+
+
+class Ranks:
+    """A pool whose ranks give these outcomes; the time limits of the calls are noted."""
+
+    def __init__(self, *outcomes):
+        self.results, self.seconds, self.limits = outcomes, 0.0, []
+
+    def outcomes(self, size, work, patient, question, folder, seconds):
+        self.limits.append((self.seconds, seconds))
+        if isinstance(self.results[0], RuntimeError):
+            raise self.results[0]
+        return list(self.results)
+
+
+def job_of(*outcomes):
+    job = Job(patient_of(odd_patients.right), len(outcomes), 7.0, "cpu")
+    job.ranks, job.ready = Ranks(*outcomes), True
+    return job
+
+
+def test_the_first_call_of_each_kind_has_the_time_of_a_set_up():
+    """Libraries compile then."""
+    chunk = RankResults({"out": torch.zeros(1, 2, 6, 4)})
+    job = job_of(*[chunk] * 4)
+    for members in ((1, 2, 3), (1, 2, 3)):
+        job.ask(Question(Case(3, 18), members=members))
+    for how in ("plain", "plain", "without gradients", "plain"):
+        job.ask(Question(Case(4, 24), how))
+    job.slowest = 5.0  # seconds of an answer
+    job.ask(Question(Case(4, 24, causal=True)))
+    first, later = (START, 7.0), (7.0, 7.0)
+    assert job.ranks.limits == [first, later, first, later, first, later, (15.0, 7.0)]
+
+
+def test_a_set_up_that_fails_cannot_be_examined():
+    job = job_of(RuntimeError("trace\nno such mesh"), None, None)
+    with pytest.raises(CannotExamine, match=r"^its set-up fails: no such mesh$"):
+        job.ask(Question(Case(3)))
+
+
+NO, ODD, PEER = (
+    Raised("ValueError", "no", ""),
+    Raised("KeyError", "k", "", "ring.py, line 3 in f"),
+    Raised("RuntimeError", "Connection closed by peer", ""),
+)
+FINE = RankResults({"out": torch.zeros(1, 2, 8, 4)})
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "feature", "state", "says"),
+    [
+        ((NO, NO, NO), "", REFUSED, "ValueError: no"),
+        ((NO, FINE, FINE), "", FAILED, "rank 0 raised ValueError: no"),  # of one rank: no refusal
+        ((FINE, NO, NO), "grouped queries", FAILED, "ranks 1, 2 raised ValueError: no"),
+        ((PEER, NO, PEER), "", FAILED, "rank 1 raised ValueError: no"),  # the others lost their connection to it
+        ((ODD, ODD, ODD), "", FAILED, "KeyError: k (ring.py, line 3 in f)"),
+        ((ODD, ODD, ODD), "grouped queries", REFUSED, "KeyError: k"),  # a feature may be refused by any error
+    ],
+)
+def test_only_an_error_of_every_rank_may_be_a_refusal(outcomes, feature, state, says):
+    job = job_of(*outcomes)
+    answer = job.ask(Question(Case(3), feature=feature))
+    assert (answer.state, answer.says, answer.raised) == (state, says, len({id(each) for each in outcomes}) == 1)
+    assert job.ready == (ODD not in outcomes and PEER not in outcomes)

@@ -278,6 +278,7 @@ NARROW = {  # what is asked in other dtypes: under which masks, of how many rank
     "autocast, C = 6": (FEW, (3, 4), SHORT[1:2]),
     "without gradients, 16-bit sums inputs, C = 8": (ALL, (4,), SHORT[1:]),
     "16-bit gradients inputs, C = 8": (ALL, (4,), SHORT[1:]),
+    **{f"autocast, 16-bit {of} inputs, C = 8": (ALL, (4,), SHORT[1:2]) for of in ("sums", "gradients")},
 }
 
 
@@ -442,12 +443,15 @@ ROUNDING = {  # entries that round, on paper: which inputs show them, and in whi
 }
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN)
+WAYS_TO_ROUND = [("plain", torch.bfloat16), ("plain", torch.float16), ("autocast", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("how", "dtype"), WAYS_TO_ROUND)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("inputs", UNROUNDED)
-def test_on_paper_a_right_ring_rounds_nothing(dtype, mask, inputs):
+def test_on_paper_a_right_ring_rounds_nothing(how, dtype, mask, inputs):
     """Nor does one whose kernel returns each block's out and gradients in the dtype of q."""
-    question = Question(Case(4, 32, *mask, inputs=inputs, dtype=dtype))
+    question = Question(Case(4, 32, *mask, inputs=inputs, dtype=dtype), how)
     rounded = {
         "block_out": lambda s, v: block_out(s, v).to(dtype).double(),
         "parts": lambda *of_tile: [x.to(dtype).double() for x in of_tile[:3]],
@@ -459,12 +463,12 @@ def test_on_paper_a_right_ring_rounds_nothing(dtype, mask, inputs):
     assert judged(question, stored_results).state == OK
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize(("how", "dtype"), WAYS_TO_ROUND)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", ROUNDING)
-def test_on_paper_sums_in_16_bits_show(dtype, mask, name):
+def test_on_paper_sums_in_16_bits_show(how, dtype, mask, name):
     inputs, shows = ROUNDING[name]
-    question = Question(Case(4, 32, *mask, inputs=inputs, dtype=dtype))
+    question = Question(Case(4, 32, *mask, inputs=inputs, dtype=dtype), how)
     for variant in CATALOGUE[name].variants:
         if (
             dtype == torch.float16

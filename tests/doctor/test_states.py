@@ -137,10 +137,8 @@ def test_a_right_ring_of_states_is_healthy(ranks, function, claims):
 @pytest.mark.parametrize("how", SICK)
 def test_a_wrong_ring_of_states_is_named(ranks, how):
     function, name = SICK[how]
-    report = examined(ranks, partial(function, how.partition(" ")[0]), unequal=False)
+    report = examined(ranks, partial(function, how.partition(" ")[0]), (3,), unequal=False)
     assert report.verdict.startswith(f"SICK: {name}, in "), str(report)
-    wrong_worlds = {answer.case.world_size for answer in report.examination.wrong}
-    assert wrong_worlds >= {3, 5}
     if name == "gradient_of_the_state_dropped":  # out is right, and of the last rank everything
         assert {name for it in report.examination.wrong for name in it.wrong} == {"dk", "dv", "dlog_decay", "dbeta"}
         assert all(

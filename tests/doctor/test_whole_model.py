@@ -28,6 +28,7 @@ from ring_doctor.whole_models.whole_model import (
     json_of_model,
     text_of_model,
 )
+from ringlab.support import processes
 from ringlab.support.processes import LostRank
 from tests.wrong import sick_models
 from tests.wrong.sick_models import blind_step, step
@@ -205,7 +206,8 @@ def test_what_has_no_name_has_a_sentence_that_says_where_to_look(says):
         ("race", {}, [True, False, False, False], "With 2 ranks it returns other results when it is called again"),
     ],
 )
-def test_what_gets_no_name_is_told(ranks, mistake, options, right, says):
+def test_what_gets_no_name_is_told(ranks, mistake, options, right, says, monkeypatch):
+    monkeypatch.setattr(processes, "GRACE", 0.5)  # the ranks that wait for rank 0 wait for ever
     found = examine_model(partial(step, mistakes=(mistake,), layers=0, **options), layout="zigzag", ranks=ranks)
     assert [world.right for world in found.worlds] == right
     assert (found.diagnoses, found.changes) == ((), mistake == "race")

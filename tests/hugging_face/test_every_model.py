@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.extras import MISSING
+from tests.concepts import MISSING
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 

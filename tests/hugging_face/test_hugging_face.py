@@ -17,8 +17,8 @@ from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.expect import attempt
 from ringlab.ways.double_ring import DoubleRing
 from ringlab.ways.hybrid import Hybrid
+from tests.concepts import MISSING
 from tests.every_way import FLAT, ON_MESH, SOME, ranks_of
-from tests.extras import MISSING
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from ringlab.models.generate import EMPTY
 from ringlab.models.mesh import build_mesh
 from ringlab.support.expect import attempt
-from tests.extras import MISSING
+from tests.concepts import MISSING
 from tests.mistakes import all_of, refusal
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])

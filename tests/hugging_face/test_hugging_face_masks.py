@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ringlab.ring.masks import Mask
-from tests.extras import MISSING
+from tests.concepts import MISSING
 from tests.masked import dense
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])

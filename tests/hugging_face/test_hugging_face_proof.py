@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.extras import MISSING
+from tests.concepts import MISSING
 from tests.mistakes import all_of
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])

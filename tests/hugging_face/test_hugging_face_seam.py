@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.commands import ROOT
-from tests.extras import MISSING
+from tests.concepts import MISSING
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 

@@ -26,7 +26,7 @@ from ringlab.support import processes
 from ringlab.support.agreement import members
 from ringlab.support.processes import Ranks
 from tests.commands import ROOT
-from tests.extras import MISSING
+from tests.concepts import MISSING
 
 for package in ("accelerate", "peft", "trl"):
     pytest.importorskip(package, reason=MISSING["trl"])

@@ -25,7 +25,7 @@ from ringlab.ring.layouts import LAYOUTS
 from ringlab.states.linear_attention import linear_attention, recurrence
 from ringlab.states.short_convolution import short_convolution
 from tests.attention import SEED
-from tests.extras import MISSING
+from tests.concepts import MISSING
 
 SMALL = Config(vocab=31, layers=2, hidden=24, heads=6, kv_heads=2, feedforward=40, piece=5)
 TIED = replace(SMALL, layers=1, tied=True)

@@ -10,7 +10,7 @@ from nbformat.v4 import new_code_cell
 
 from notebooks.source import build
 from tests.commands import masked
-from tests.extras import marked
+from tests.concepts import marked
 
 CHAPTERS = build.chapters()
 IDS = [source.stem for source in CHAPTERS]

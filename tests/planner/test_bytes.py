@@ -53,7 +53,7 @@ def sum_of(*parts):
 
 HOPS = [  # of 4 ranks with 6 tokens each
     ({"causal": True, "layout": "zigzag"}, 3),
-    ({"causal": True, "window": 1}, 0),  # hops = ceil((w - 1) / C): tests/ring/test_documents.py
+    ({"causal": True, "window": 1}, 0),  # hops = ceil((w - 1) / C): tests/ring/test_masks.py
     ({"causal": True, "window": 8}, 2),
     ({"causal": True, "window": 2, "global_tokens": 1}, 3),  # all ranks see the first block
     ({"documents": [7, 6, 6, 5]}, 3),  # both ways: the first rank sees a key of the second, three hops on

@@ -1,16 +1,22 @@
-"""What a round costs beside its products: bytes counted by running the operations, and each cost in the simulation."""
+"""What a round costs beside its products: bytes counted by running the operations, each cost in the simulation, closed
+forms of hidden communication, and which of K and V or Q should travel."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from bench.scoreboard import unlimited
-from ring_planner.hidden_communication import AttentionLayer
+from ring_planner import hidden_communication
+from ring_planner.hidden_communication import LLAMA_7B, MISPRINTED, TABLE_2, AttentionLayer
+from ring_planner.pass_q_or_kv import HOSTS, MEASURED, ON_A_GPU, TOKENS, Prefill, published
 from ring_planner.round_costs import TILE, call_bytes, causal_pairs, efficiency, merge_bytes, packing_bytes
 from ring_planner.seconds import Pass, pass_of
 from ring_planner.ways import Cluster
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.ring.backward import block_backward
 from ringlab.ring.flash_ring import merge_into
 from tests.planner.test_ways import CHUNK, LAYER, TWO
 
@@ -240,3 +246,119 @@ def test_every_call_waits():
     )
     two = waves(8, LONG)  # of two sequences
     assert seconds(layout="striped", batch=2) == pytest.approx(2 * 4 * (two + 3 / 2) / two * diagonal)
+
+
+# Closed forms: by hand, and as torch counts. Real rings send these bytes: test_bytes ---------------------------------
+
+
+BF16, FLOAT32, FLOAT64 = (AttentionLayer(heads=2, kv_heads=1, head_dim=4, itemsize=w) for w in (2, 4, 8))
+FLOPS, BANDWIDTH = 1024, 64  # FLOP/s and bytes/s: their quotient is 16
+
+# layer, backward, visible; then by hand: FLOPs of a block of C = 8, bytes of its hop, the smallest chunk that hides it
+HAND = {
+    # QK^T and PV: 2 products, 2 heads, 8 x 8 scores, 4 multiplications and 4 additions each. K, V: 2 x 8 x 4 elements
+    "forward": (BF16, False, 1, 2 * 2 * 64 * 8, 2 * 32 * 2, 8),  # 16 · 1/2: two query heads share a K/V head
+    "backward": (BF16, True, 1, 5 * 2 * 64 * 8, 2 * 32 * 2 + 2 * 32 * 4, 9.6),  # 6/5 of that: gradients are float32
+    "causal": (BF16, False, 1 / 2, 2 * 2 * 32 * 8, 2 * 32 * 2, 16),
+    "causal, backward": (BF16, True, 1 / 2, 5 * 2 * 32 * 8, 2 * 32 * 6, 19.2),
+    "float32": (FLOAT32, False, 1, 2048, 2 * 32 * 4, 16),
+    "float32, backward": (FLOAT32, True, 1, 5120, 2 * 32 * 8, 12.8),  # 8/5 · 1/2 · 16
+    "float64, backward": (FLOAT64, True, 1, 5120, 2 * 32 * 16, 25.6),  # its gradients are float64
+}
+
+
+def test_counts_by_hand():
+    for name, (layer, backward, visible, flops, sent, chunk) in HAND.items():
+        assert hidden_communication.block_flops(layer, visible * 8**2, backward=backward) == flops, name
+        assert hidden_communication.hop_bytes(layer, 8, backward=backward) == sent, name
+        ours = hidden_communication.min_overlap_chunk(FLOPS, BANDWIDTH, layer, visible=visible, backward=backward)
+        assert ours == pytest.approx(chunk, rel=1e-12), name
+    assert [hidden_communication.hidden_share(C, 8) for C in (2, 8, 9)] == [0.25, 1, 1]
+
+
+def test_rings_by_hand():
+    """4 ranks, computing 3 s, messages 5 s and 2 s."""
+    assert hidden_communication.ring_seconds(4, 3, 5) == 5 + 5 + 5 + 3
+    assert hidden_communication.ring_seconds(4, 3, 2) == 3 + 3 + 3 + 3
+
+
+@pytest.mark.parametrize("row", TABLE_2, ids=[row[0] for row in TABLE_2])
+def test_table_2(row):
+    hardware, flops, bandwidth, chunk, sequence = row
+    ours = hidden_communication.min_overlap_chunk(flops, bandwidth, LLAMA_7B)
+    assert ours == pytest.approx(flops / bandwidth)  # the paper's c >= F/B
+    same = (round(ours / 1000, 1), round(6 * ours / 1000, 1)) == (chunk, sequence)
+    assert same == (hardware not in MISPRINTED)
+
+
+def test_flops_are_those_that_torch_counts():
+    H, C, D = 3, 8, 4
+    q, k, v, d_out = torch.randn(4, 1, H, C, D)
+    layer = AttentionLayer(heads=H, kv_heads=H, head_dim=D)
+    with FlopCounterMode(display=False) as forth:
+        naive_attention(q, k, v)
+    lse, delta = torch.zeros(2, 1, H, C)
+    with FlopCounterMode(display=False) as back:
+        block_backward(q, k, v, d_out, lse, delta, D**-0.5)
+    assert hidden_communication.block_flops(layer, C**2) == forth.get_total_flops()
+    assert hidden_communication.block_flops(layer, C**2, backward=True) == back.get_total_flops()
+
+
+# K and V or Q: the closed share, the times it comes from, and the paper's tables -------------------------------------
+
+
+LAYERS = [ON_A_GPU, AttentionLayer(8, 8, 64, 4), AttentionLayer(6, 2, 8, 8)]
+SPEEDS = [(500e12, 25e9), (500e12, 450e9), (1e12, 1e3)]  # FLOP/s and bytes/s
+
+
+@pytest.mark.parametrize(("new", "megabytes"), [(3_200, 3.28), (12_800, 13.11)])
+def test_a_hop_has_the_bytes_of_the_papers_table_5(new, megabytes):
+    keys, queries, _ = Prefill(ON_A_GPU, new, TOKENS - new, HOSTS).sent
+    assert queries / (HOSTS - 1) == pytest.approx(megabytes * 1e6, rel=2e-3)
+    assert keys / (HOSTS - 1) == pytest.approx(16.38e6, rel=1e-3)
+
+
+@pytest.mark.parametrize("partial", [0, 2])
+@pytest.mark.parametrize("speeds", SPEEDS)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("P", [2, 3, 16])
+def test_at_the_closed_share_both_take_as_long(layer, P, speeds, partial):
+    N = 200_000
+    share = Prefill(layer, 1, N - 1, P, *speeds, partial).share_for_keys
+    for times, faster in ((0.9, 1), (1.0, None), (1.1, 0)):
+        if times * share >= 1:
+            continue  # with as many K/V heads as queries Q travels, even if all tokens are new
+        turn = Prefill(layer, times * share * N, N - times * share * N, P, *speeds, partial)
+        if faster is None:
+            assert turn.seconds[0] == pytest.approx(turn.seconds[1], rel=1e-12)
+        else:
+            assert turn.seconds[faster] < turn.seconds[1 - faster]
+            assert (turn.new >= N * turn.share_for_keys) == (faster == 0)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_without_a_speed_it_is_the_share_of_as_many_bytes(layer):
+    share = Prefill(layer, 1, 999, 4).share_for_keys
+    keys, queries, home = Prefill(layer, 1000 * share, 1000 - 1000 * share, 4).sent
+    assert keys == pytest.approx(queries + home, rel=1e-12)
+    assert share == Prefill(layer, 1, 6999, 9).share_for_keys
+    sums = max(layer.itemsize, 4)
+    assert home == pytest.approx(3 * 1000 * share / 4 * layer.heads * (layer.head_dim + 1) * sums)  # float32 at least
+
+
+def test_the_papers_rules_are_limits_of_this_share():
+    """Rule (1) leaves the way home out; rule (5) takes D + 1 for D; rule (2), K and V hidden, is more tokens."""
+    ours = published(1)
+    wide = replace(ours, layer=AttentionLayer(16, 1, 10**9))
+    slope = 4 * TOKENS * ours.bandwidth / (HOSTS * ours.flops * 2)  # rule (5): share · (1 + slope) = 2 G/H
+    assert wide.share_for_keys == pytest.approx((2 / 16) / (1 + slope), rel=1e-8)
+    assert replace(wide, flops=math.inf, partial=1e-9).share_for_keys == pytest.approx(2 / 16, rel=1e-8)
+    hidden = HOSTS * 2 / (2 * 16) * ours.flops / ours.bandwidth / TOKENS
+    assert ours.share_for_keys < hidden
+
+
+def test_the_winner_is_that_of_table_4_where_the_ways_differ_by_more_than_five_per_cent():
+    asked = [(new, *ms) for new, *ms in MEASURED if max(ms) > 1.05 * min(ms)]
+    assert len(asked) >= 5
+    for new, by_keys, by_queries in asked:
+        assert (new >= TOKENS * published(new).share_for_keys) == (by_keys < by_queries), new

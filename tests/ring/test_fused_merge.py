@@ -9,7 +9,7 @@ from ringlab.basics.online_softmax import merge
 from ringlab.ring import flash_ring
 from ringlab.ring.fused_block import fused_forward
 from tests.attention import assert_attention, assert_lse, at_element_3, grouped_inputs, heads_last, tokens_first
-from tests.extras import MISSING
+from tests.concepts import MISSING
 
 triton = pytest.importorskip("triton", reason=MISSING["triton"])
 from ringlab.ring import fused_merge  # noqa: E402

@@ -20,7 +20,7 @@ import ring_attn
 from ringlab.ring import backward, flash_ring, grouped_query, overlap
 from ringlab.ring.layouts import shard, unshard
 from tests.attention import assert_right, expected, gradients, grouped_inputs
-from tests.extras import needed_by
+from tests.concepts import needed_by
 from tests.mistakes import all_of, refusal
 
 RINGS = {

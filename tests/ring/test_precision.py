@@ -1,20 +1,26 @@
 """A ring keeps its sums in float32 (float64 for float64), and rounds each result to the input's dtype once, at the end.
 
 A bound for each number is too wide to see most mistakes of this kind. So the operations themselves are watched here,
-and the root mean square (RMS) of the errors is compared with that of one rounding.
+and the root mean square (RMS) of the errors is compared with that of one rounding. Under autocast every way to share a
+sequence does what torch's own attention does, or refuses.
 """
 
 import functools
+import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import ring_attn
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.ring import backward, flash_ring, grouped_query, overlap
-from tests.attention import gradients, grouped_inputs
+from tests.attention import assert_four, expected, gradients, grouped_inputs
+from tests.every_way import SOME, attention_of, cut, name_of, ranks_of, whole
+from tests.mistakes import all_of, refusal
 from tests.rings import chunks, even_lengths
 
 RINGS = {
@@ -83,3 +89,101 @@ def test_the_watch_sees_a_narrow_sum_and_a_rounding():
     with Watch(torch.float32) as watch:
         x += (x * x).sum()
     assert watch.narrow == {"mul", "sum", "add_"}
+
+
+# Autocast ------------------------------------------------------------------------------------------------------------
+
+
+def problem(dtypes):
+    """q, k and v in these dtypes, as a model has them after rotary positions; d_out in double precision."""
+    q, k, v, d_out = grouped_inputs(1, 6, 3, 48, 8)
+    return [x.to(dtype) for x, dtype in zip((q, k, v), dtypes, strict=True)], d_out
+
+
+def under_autocast(attention, qkv, d_out, dtype, *, checkpointed=False):
+    """out, dq, dk and dv, each as autograd gives it, and the dtypes of the inputs."""
+    inputs = [x.detach().clone().requires_grad_() for x in qkv]
+    with torch.autocast("cpu", dtype):
+        out = checkpoint(attention, *inputs, use_reentrant=False) if checkpointed else attention(*inputs)
+    out.backward(d_out.to(out.dtype))
+    return [out.detach(), *(x.grad for x in inputs)]
+
+
+def on_rank(context, way, shape, dtype, dtypes, checkpointed):
+    attention, (qkv, d_out) = attention_of(context, way, shape), problem(dtypes)
+    *mine, d_out = cut(context, "zigzag", None, *qkv, d_out)
+
+    def causal(q, k, v):
+        return attention(q, k, v, causal=True, layout="zigzag")
+
+    return under_autocast(causal, mine, d_out, dtype, checkpointed=checkpointed)
+
+
+def assert_as_torch(of_ranks, dtype, dtypes):
+    """The dtypes of torch's results, and values as near to float64 as rounding to the dtype of autocast allows."""
+    qkv, d_out = problem(dtypes)
+    cast = [x if x.dtype == torch.float64 else x.to(dtype) for x in (*qkv, d_out)]
+    cast[3] = d_out.to(cast[0].dtype)
+    right = expected(*cast, causal=True)
+
+    def torch_attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    for results in (whole(of_ranks, "zigzag"), under_autocast(torch_attention, qkv, d_out, dtype)):
+        assert [x.dtype for x in results] == [right[0].dtype, *dtypes]
+        assert_four([x.to(right[0].dtype) for x in results], right)
+
+
+AFTER_ROTARY = (torch.bfloat16, (torch.float32, torch.float32, torch.bfloat16))
+CASES = [  # the dtype of autocast, and those of q, k and v
+    AFTER_ROTARY,
+    (torch.bfloat16, (torch.float16, torch.float32, torch.bfloat16)),
+    (torch.float16, (torch.float32,) * 3),
+    (torch.bfloat16, (torch.float64,) * 3),  # autocast leaves it as it is
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "shape", "dtype", "dtypes"),
+    [*(("ring", 3, *case) for case in CASES), *((*way, *AFTER_ROTARY) for way in SOME[1:4])],
+    ids=str,
+)
+def test_as_torch(ranks, way, shape, dtype, dtypes):
+    for checkpointed in (False, True):
+        assert_as_torch(ranks(ranks_of(shape), on_rank, way, shape, dtype, dtypes, checkpointed), dtype, dtypes)
+
+
+def on_some_ranks(context, way, shape, dtypes, ranks_with_autocast):
+    with torch.autocast("cpu", torch.bfloat16, enabled=context.rank in ranks_with_autocast):
+        attention_of(context, way, shape)(*(torch.ones(1, 4, 4, 8, dtype=dtype) for dtype in dtypes))
+
+
+REFUSED = {  # dtypes of q, k and v; the ranks with autocast; words
+    "on one rank": (
+        (torch.float32,) * 3,
+        [1],
+        ["the ranks disagree", "rank 0: dtype=torch.float32, autocast=False", "dtype=torch.bfloat16, autocast=True"],
+    ),
+    "where it casts nothing": ((torch.bfloat16,) * 3, [1], ["rank 0: autocast=False", "rank 1: autocast=True"]),
+    "off on one rank": (
+        (torch.float32, torch.float32, torch.bfloat16),
+        [1],
+        ["rank 0: v is torch.bfloat16 on cpu but q is torch.float32"],
+    ),
+    "float64 is not cast": (
+        (torch.float64, torch.float64, torch.float32),
+        range(8),
+        ["v is torch.bfloat16", "float64"],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "shape", "case"), [("ring", 3, case) for case in REFUSED] + [("all-to-all", 3, "on one rank")], ids=name_of
+)
+def test_ranks_that_differ_are_refused_on_all(ranks, way, shape, case):
+    dtypes, with_autocast, words = REFUSED[case]
+    outcomes = ranks.outcomes(ranks_of(shape), on_some_ranks, way, shape, dtypes, with_autocast)
+    assert re.search(all_of(words), refusal(outcomes))

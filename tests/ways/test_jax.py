@@ -10,7 +10,7 @@ import torch
 
 from ringlab.ring.layouts import shard, unshard
 from tests.attention import assert_four, expected, grouped_inputs
-from tests.extras import MISSING
+from tests.concepts import MISSING
 
 jax = pytest.importorskip("jax", reason=MISSING["jax"])
 jnp, lax = jax.numpy, jax.lax

@@ -31,10 +31,14 @@ def own_chunk(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
+def receives():
+    dist.recv(torch.empty(1), 0)  # nobody sends
+
+
 def hangs(q, k, v):
     if dist.get_rank() == 1:
-        dist.recv(torch.empty(1), 0)  # nobody sends
-    return ring_flash_attention(q, k, v)
+        receives()
+    return own_chunk(q, k, v)
 
 
 def raises_on_the_last_rank(q, k, v):
@@ -84,8 +88,9 @@ def other_digits(q, k, v):
 
 
 def computes_on(q, k, v):
-    rank = dist.get_rank()
-    while rank == 1:
+    """From the second call on."""
+    rank, again = dist.get_rank(), next(CALLS)
+    while rank == 1 and again:
         q = q.clone()
     return ring_flash_attention(q, k, v)
 

@@ -138,8 +138,8 @@ def jax_backward(ring: Settings, saved: tuple[Array, ...], d_out: Array) -> tupl
         (sums, kv), _ = lax.scan(one_round, carry, jnp.arange(1, last))
         d_q, *d_kv = add_block(sums, kv, last)
         coming = hop(d_kv, ring.axis_name)  # home, while the device computes on its own block, whose sums stay there
-    d_q, *own = add_block((d_q, *(jnp.zeros_like(x) for x in coming)), (k, v), 0)
-    return tuple(x.astype(q.dtype) for x in (d_q, *(a + b for a, b in zip(own, coming, strict=True))))
+    d_q, *at_home = add_block((d_q, *(jnp.zeros_like(x) for x in coming)), (k, v), 0)
+    return tuple(x.astype(q.dtype) for x in (d_q, *(a + b for a, b in zip(at_home, coming, strict=True))))
 
 
 _ring.defvjp(_ring_saving, jax_backward)
