@@ -78,7 +78,7 @@ def examine(
     how: dict[str, Any] = {"seconds": seconds, "device": device}
     found = examination.examination_of(patient, **how, seed=seed, quick=quick, progress=progress)
     progress("diagnosis")
-    diagnosis = None if found.healthy else diagnose(found)
+    diagnosis = None if found.healthy else diagnose(found, progress)
     taken: XRay | str = "a state has no matrix of weights" if patient.state else "none was taken"
     if found.wrong and not patient.state:
         progress("X-ray")

@@ -114,7 +114,7 @@ def examination_of(
         # parts of a job have jobs of their own, in which rank 0 is never called
         sizes = itertools.product(range(1, max(patient.worlds) + 2), (False, True))
         jobs = {key: stack.enter_context(closing(Job(patient, key[0], seconds, device))) for key in sizes}
-        any(_takes(found, jobs[P, False], seed) for P in reversed(patient.worlds))
+        any(_takes(found, jobs[P, False], seed, progress) for P in reversed(patient.worlds))
         _ask_everything(found, jobs, seed, quick, progress)
     found.remarks += [LAST_DIGITS] if any(answer.last_digits for answer in found.answers) else []
     found.remarks += [DRAWS] if any(answer.draws for answer in found.answers) else []
@@ -226,7 +226,7 @@ def _fails(answer: Answer) -> bool:
     return answer.state in (REFUSED, FAILED) and not answer.hangs
 
 
-def _takes(found: Examination, job: Job, seed: int) -> bool:
+def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], None]) -> bool:
     """Whether the patient takes any question on so many ranks. Then it loses what it refuses, and gets what it needs.
 
     It is asked without gradients in each dtype, and with heads for each rank, as an all-to-all needs them; in larger
@@ -235,7 +235,9 @@ def _takes(found: Examination, job: Job, seed: int) -> bool:
 
     def ask(patient: Patient, how: str = "without gradients", **mask: Any) -> Answer:
         first = next(questions(patient, job.size, dtype_of(patient.dtypes[0]), seed))
-        return job.ask(replace(first, how=how, case=replace(first.case, **mask)))
+        question = replace(first, how=how, case=replace(first.case, **mask))
+        progress(f"starting: {question.words()}")
+        return job.ask(question)
 
     def first_taken(of_sizes: Patient) -> tuple[Patient, Answer, str]:
         """In the first dtype and number of heads that it takes, and what it says of the first ones."""

@@ -77,7 +77,7 @@ class Job:
                 waits = bool(lost.silent) and all(each.lost_connection for each in lost.raised.values())
                 late = lost.silent and not lost.raised and not hang(folder, lost.silent)
                 lines, state = lines_of_ranks(folder), LATE if late else FAILED
-                says, silent = self._why_lost(lost, lines), tuple(lost.silent)
+                says, silent = self._why_lost(lost, lines, callers(folder), members), tuple(lost.silent)
                 return Answer(question, state, says, lost=True, hangs=waits, silent=silent, waits=lines)
         self.called.add(kind(question))
         raised = {rank: of_ranks[rank] for rank in members if isinstance(of_ranks[rank], Raised)}
@@ -93,12 +93,20 @@ class Job:
             return Answer(question, REFUSED, _said(cause), raised=True)
         return Answer(question, FAILED, _said(cause, place=True), raised=True)
 
-    def _why_lost(self, lost: LostRank, waits: dict[Frame, list[int]]) -> str:
-        """Which rank died or waits, and in which line of code, as far as the ranks could write it."""
+    def _why_lost(
+        self, lost: LostRank, waits: dict[Frame, list[int]], called: dict[Frame, Frame], members: Sequence[int]
+    ) -> str:
+        """Which rank died or waits, in which line of code, as far as the ranks could write it, and which returned."""
         if causes := {rank: each for rank, each in lost.raised.items() if not each.lost_connection}:
             return f"{_told(causes)}; {lost.reason}"
         said = [lost.reason, "" if lost.silent else self._last_words()]
-        said += [f"{ranks_in_words(ranks)} in {place(line)}" for line, ranks in waits.items()]
+        for line, ranks in waits.items():
+            said += [
+                f"{ranks_in_words(ranks)} in {place(line)}"
+                + f", called by {place(called.get(line))}" * (line in called)
+            ]
+        back = [rank for rank in members if rank not in (*lost.silent, *lost.raised)] if lost.silent else []
+        said += [f"{ranks_in_words(back)} {'has' if len(back) == 1 else 'have'} returned"] * bool(back)
         return "; ".join(filter(None, said))
 
     def _last_words(self) -> str:
@@ -137,6 +145,16 @@ def lines_of_ranks(folder: Path) -> dict[Frame, list[int]]:
     for rank, stacks in sorted(_read(folder).items()):
         if stacks and (at := own_frame(stacks[-1])):
             found.setdefault(at, []).append(rank)
+    return found
+
+
+def callers(folder: Path) -> dict[Frame, Frame]:
+    """By the line of the user's code in which a rank is, the line of the user's code from which it was called."""
+    found: dict[Frame, Frame] = {}
+    for stack in (stacks[-1] for stacks in _read(folder).values() if stacks):
+        if at := own_frame(stack):
+            above = own_frame([frame for frame in stack[stack.index(at) + 1 :] if frame[2] != at[2]])
+            found |= {at: above} if above else {}
     return found
 
 

@@ -86,8 +86,8 @@ class Diagnosis:
         return {explanation.name for explanation in self.explanations}
 
 
-def diagnose(examination: Examination) -> Diagnosis | None:
-    """The diagnosis of the wrong answers; None when no answer is wrong."""
+def diagnose(examination: Examination, progress: Callable[[str], None] = lambda words: None) -> Diagnosis | None:
+    """The diagnosis of the wrong answers; None when no answer is wrong. `progress` is told what is compared."""
     answered = [answer for answer in examination.answers if answer.results and not answer.in_float32]
     claimed = [answer for answer in answered if not never_claimed(answer)]
     answered = claimed if _wrong(claimed) else answered  # what was never claimed may be anything
@@ -106,7 +106,7 @@ def diagnose(examination: Examination) -> Diagnosis | None:
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
         mistakes = (STATES if examination.patient.state else CATALOGUE).values()
-        found, part = _explain(_telling(answered), mistakes)
+        found, part = _explain(_telling(answered), mistakes, progress)
         besides = _besides(found, _telling(answered), mistakes)
         if besides is not None:  # the others show in answers of their own
             when = when_it_shows([it for it in telling if it.state != WRONG or not set(FORWARD).isdisjoint(it.wrong)])
@@ -161,7 +161,9 @@ def _on_paper(answer: Answer) -> bool:
     return answer.question.how in ("plain", "without gradients") and usual
 
 
-def _explain(answers: list[WrongAnswer], mistakes: Iterable[Mistake]) -> tuple[list[Explanation], str]:
+def _explain(
+    answers: list[WrongAnswer], mistakes: Iterable[Mistake], progress: Callable[[str], None] = lambda words: None
+) -> tuple[list[Explanation], str]:
     """All explanations, and which part of the wrong answers they explain; "" for all.
 
     The simplest kind of explanation that fits is returned.
@@ -177,6 +179,8 @@ def _explain(answers: list[WrongAnswer], mistakes: Iterable[Mistake]) -> tuple[l
     for names in parts:
         searches = (answers, _fitting), (usual, _fitting), (usual, under_a_condition), (usual, _on_some_ranks)
         for some, search in searches:
+            how = search.__name__.strip("_").replace("_", " ")
+            progress(f"diagnosis: {len(entries)} mistakes, {len(some)} answers, {', '.join(names)}, {how}")
             if found := search(entries, some, names):
                 same = {each.name for each in found if not each.condition}  # out and lse; their gradients may differ
                 found = _fitting((each for each in entries if each.name in same), some, EVERYTHING) or found

@@ -177,8 +177,9 @@ def waiting(answer: Answer) -> Finding | None:
         waits = f"{ranks_in_words(inside).capitalize()} wait{'s' * (len(inside) == 1)} in {min(kinds - set(ALL_WAIT))}"
         missing = f"{ranks_in_words(others)} {'is' if len(others) == 1 else 'are'} not in it"
         return Finding(f"{waits}, and {missing}: every rank of the group must call it, equally often")
-    if len(silent) == 1 and P > 1 and not inside:
+    if len(silent) < P and not inside and len(kinds) == 1:
+        back = ranks_in_words([rank for rank in range(P) if rank not in silent])
         what = "for a message that no rank sends" if kinds == {"recv"} else "for a rank to receive its message"
-        said = f"The other ranks have answered; rank {silent[0]} waits {what}"
-        return Finding(said, "the number of sends and receives")
+        said = f"{back.capitalize()} returned, and {ranks_in_words(silent)} wait{'s' * (len(silent) == 1)} {what}"
+        return Finding(said, "the number of sends and receives, and at a rank that leaves the loop early")
     return None

@@ -386,7 +386,8 @@ def hang(lines, late, P=3):
     [
         ({"0, 1, 2": "    dist.send(k, right)"}, [0, 1, 2], "Every rank waits in a send, and no rank receives"),
         ({"0, 1, 2": "    dist.recv(k, left)"}, [0, 1, 2], "Every rank waits in a receive"),
-        ({"1": "    dist.recv(k, left)"}, [1], "rank 1 waits for a message that no rank sends"),
+        ({"1": "    dist.recv(k, left)"}, [1], "Ranks 0, 2 returned, and rank 1 waits for a message that no"),
+        ({"1, 2": "    dist.send(k, right)"}, [1, 2], "Rank 0 returned, and ranks 1, 2 wait for a rank to receive its"),
         ({"0, 2": "    dist.all_reduce(k)", "1": "dist.recv(k, 0)"}, [0, 1, 2], "Ranks 0, 2 wait in all_reduce,"),
         ({"1": "    dist.all_gather_into_tensor(k, k)"}, [1], "Rank 1 waits in all_gather, and ranks 0, 2 are"),
         ({"0, 1": "    dist.send(k, right)", "2": "    dist.recv(k, left)"}, [0, 1, 2], ""),

@@ -31,10 +31,14 @@ def own_chunk(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
+def receives():
+    dist.recv(torch.empty(1), 0)  # nobody sends
+
+
 def hangs(q, k, v):
     if dist.get_rank() == 1:
-        dist.recv(torch.empty(1), 0)  # nobody sends
-    return ring_flash_attention(q, k, v)
+        receives()
+    return own_chunk(q, k, v)
 
 
 def raises_on_the_last_rank(q, k, v):
