@@ -11,7 +11,7 @@ from notebooks.puzzles import checks, engine, film
 from notebooks.puzzles import solutions as right
 from notebooks.source.checks.answers import OPEN
 from ringlab.support.colours import BLOCK_COLOURS
-from tests.pages import assert_legible
+from tests.commands import assert_legible
 from tests.wrong import readers_schedules as tried
 
 slow = pytest.mark.slow  # they start processes
