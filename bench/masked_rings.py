@@ -25,8 +25,7 @@ from ringlab.ring.masks import Mask
 from ringlab.ring.partition import Partition
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
-from tests.attention import grouped_inputs
-from tests.masked import dense
+from tests.attention import dense, grouped_inputs
 
 FORWARD, TRAIN = "forward", "forward and backward"
 PASSES = (FORWARD, TRAIN)

@@ -22,8 +22,7 @@ from ringlab.ways.all_to_all import AllToAll
 from ringlab.ways.double_ring import DoubleRing
 from ringlab.ways.hybrid import Hybrid
 from ringlab.ways.shared_memory import SharedMemory, TwoLevels
-from tests.attention import DTYPES, SEED, assert_four, assert_right, expected, gradients, grouped_inputs
-from tests.masked import dense, masks
+from tests.attention import DTYPES, SEED, assert_four, assert_right, dense, expected, gradients, grouped_inputs, masks
 from tests.rings import chunks
 
 FLAT = {"ring": Ring, "all-gather": AllGather, "all-to-all": AllToAll, "shared memory": SharedMemory}

@@ -9,16 +9,17 @@
 # %% [markdown]
 # # 9 · Hidden communication, and how far it reaches
 #
-# Chapter 6 let messages travel while a [rank](../docs/glossary.md#rank) computes. A rank's
-# [chunk](../docs/glossary.md#chunk) of $C = S/P$ tokens decides two things: whether the messages are hidden, and whether
-# the work fits into memory. After this chapter you can
+# Chapter 6 let messages travel while a [rank](../docs/glossary.md#rank) computes. Whether that hides them depends on one
+# number, the tokens of a rank's [chunk](../docs/glossary.md#chunk), $C = S/P$. This chapter counts one block, and chapters
+# 17 and 18 go on with its numbers until they are the seconds and the bytes of a whole training step. All three have the same
+# example: Llama 8B on H100s, with 131,072 tokens (128K) and with 1,048,576 (1M). After this chapter you can
 #
 # - compute the shortest chunk that hides its messages, from two numbers of a data sheet,
 # - count the memory of a chunk, in the forward and in the [backward pass](../docs/glossary.md#backward-pass),
-# - plan how long a sequence your own cluster can train.
+# - say how long a sequence P devices reach.
 #
 # Track *plan*. Before it: chapters 1 to 8. 22 minutes to read, 15 for the exercises. Next:
-# [18 · two speeds of wire](18_two_speeds_of_wire.ipynb).
+# [17 · the other ways round](17_the_other_ways_round.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -27,9 +28,9 @@ from itertools import product
 from bench import max_context, record
 from figures import measured, slow_hop
 from notebooks.source.checks.hidden_communication import check_peak_memory_backward, check_smallest_chunk
-from ring_planner import command as cost_model
 from ring_planner.hidden_communication import AttentionLayer, min_overlap_chunk
 from ring_planner.memory import peak_bytes, peak_bytes_backward
+from ring_planner.presets import gpu_named, model_named
 
 # %% [markdown]
 # ## The failure
@@ -51,7 +52,7 @@ assert ratios[-1] < 1.1
 
 # %% [markdown]
 # With short chunks the ring waits most of the time, although it overlaps. With long chunks it hardly waits. Where is
-# the limit, and why?
+# the limit?
 #
 # ## The idea
 #
@@ -65,125 +66,119 @@ flops = 0
 for _ in product(range(C), range(C)):  # each query with each key
     flops += 2 * D  # the score: D multiplications and D additions
     flops += 2 * D  # the weight times the value, added to the output: as many
-hop_bytes = 2 * C * D * itemsize  # a K and a V
-print(f"a block: {flops} FLOPs; its hop: {hop_bytes} bytes")
-assert (flops, hop_bytes) == (32, 16)
+hop = 2 * C * D * itemsize  # a K and a V
+print(f"a block: {flops} FLOPs; its hop: {hop} bytes")
+assert (flops, hop) == (32, 16)
 
 # %% [markdown]
-# Now think of a device of 8 FLOP/s with a link of 2 bytes/s. With twice the tokens, the work is four times as much, but
-# the bytes only double:
+# Each query meets each key, so twice the tokens are four times the work, and only twice the bytes. So on every device and every
+# link there is a length from which on computing takes longer.
+#
+# ## One block of Llama 8B
+#
+# Now the same count for a real model. A layer has $H = 32$ query [heads](../docs/glossary.md#head) and $G = 8$ heads of K and V,
+# of $D = 128$ numbers, each of $w = 2$ bytes. All $H$ heads compute, but only $G$ of them travel. And the model is causal: in a
+# balanced [layout](../docs/glossary.md#layout) the mask hides half of the pairs, and none of the bytes. So
+#
+# $$\text{computing} = \frac{4\,C^2 H D}{2 \cdot \text{flops}}, \qquad \text{message} = \frac{2\,C G D\,w}{\text{bandwidth}} .$$
+#
+# An H100 reaches 989 TFLOP/s at most. A link inside a host, NVLink, carries 450 GB/s in one direction. A
+# [NIC](../docs/glossary.md#nic), which leaves the host, carries 50.
 
 # %%
-for C in (2, 4, 8):
-    computing, message = 4 * C**2 * D / 8, 2 * C * D * itemsize / 2
+h100, llama = gpu_named("h100"), model_named("llama-3.1-8b").attention()
+flops, nvlink, nic = h100.peak["bf16"], h100.link, h100.card
+H, G, D, w = llama.heads, llama.kv_heads, llama.head_dim, llama.itemsize
+assert (H, G, D, w, flops, nvlink, nic) == (32, 8, 128, 2, 989e12, 450e9, 50e9)
+print("                C   block, ms   hop, MiB   NVLink, ms   NIC, ms")
+for name, S, P in (("128K on 8", 2**17, 8), ("1M on 8", 2**20, 8), ("1M on 128", 2**20, 128)):
+    C = S // P
+    block, hop = 4 * C**2 * H * D / 2 / flops, 2 * C * G * D * w
     print(
-        f"C = {C}: computing {computing:>2.0f} s, the message {message:>2.0f} s, hidden: {min(1, computing / message):.0%}"
+        f"{name:<10}{C:>7,}{1e3 * block:>12.3g}{hop / 2**20:>11.0f}{1e3 * hop / nvlink:>13.3g}{1e3 * hop / nic:>10.3g}"
     )
+    assert block > 7 * hop / nvlink
+assert block < hop / nic
 
 # %% [markdown]
-# The same with letters: $H$ [heads](../docs/glossary.md#head) of queries, $G$ heads of K and V, $w$ bytes a number. `flops`
-# is the FLOP/s of a device, `bandwidth` the bytes/s of a link in one direction. A [hop](../docs/glossary.md#hop) is
-# [hidden](../docs/glossary.md#hidden-communication) when
+# Inside a host you need not think of messages: a block of 128K tokens takes 15 times as long as its
+# [hop](../docs/glossary.md#hop), one of 1M tokens 120 times. But share 1M tokens among 16 hosts, and chunks are short. A
+# block then takes 0.56 ms and its hop through a NIC 0.67 ms: the ring waits.
 #
-# $$\underbrace{\frac{4\,C^2 H D}{\text{flops}}}_{\text{computing}} \ge \underbrace{\frac{2\,C G D\,w}{\text{bandwidth}}}_{\text{message}}
-# \qquad\Longleftrightarrow\qquad C \;\ge\; \frac w2 \cdot \frac GH \cdot \frac{\text{flops}}{\text{bandwidth}} .$$
+# ## The condition
 #
-# Below that length only a part is hidden, the share $C$ / (that length). Drawn over $C$, the hidden share rises and
-# then turns flat: we call the turn the *knee*. $D$ cancels out, and so would a batch. The number of ranks $P$ does not
-# appear. In bfloat16 with $G = H$ the knee is at flops / bandwidth; the [paper](https://arxiv.org/abs/2310.01889) writes
-# $c \ge F/B$. Four things move the knee:
+# A hop is [hidden](../docs/glossary.md#hidden-communication) when computing takes at least as long as the message. One $C$ cancels
+# out, and what stays is a length:
 #
-# - **float32** has twice the bytes: twice the chunk.
-# - **A causal mask**, in a balanced [layout](../docs/glossary.md#layout), hides half of the pairs and none of the bytes:
-#   twice the chunk.
-# - **Grouped queries** compute as much and send $G/H$ of the bytes.
-# - **The backward pass** has five products, so $10\,C^2HD$ FLOPs a block. It sends K and V in $w$ bytes a number and
-#   their gradients in 4. So $(w+4)/5$ takes the place of $w/2$.
+# $$C \;\ge\; \frac w2 \cdot \frac GH \cdot \frac{\text{flops}}{\text{bandwidth}} \quad \text{without a mask, twice that with a
+# causal one.}$$
+#
+# In bfloat16 with $G = H$ and no mask it is flops / bandwidth: the [paper](https://arxiv.org/abs/2310.01889) writes
+# $c \ge F/B$. $D$ cancels out too, and so would a batch. Below that length the share $C$ / (that length) is hidden. Drawn over
+# $C$ it rises and then turns flat, so we call the length the *knee*.
+#
+# **The backward pass** moves it by little. It has five products in place of two, so 2.5 times the FLOPs. But the gradients of K
+# and V travel with them in float32, so a hop has three times the bytes. The knee is $3/2.5 = 1.2$ times as long.
 
 # %%
-a100, infiniband = 312e12, 12.5e9  # FLOP/s in bfloat16; bytes/s in one direction
-plain, wide = AttentionLayer(heads=32, kv_heads=32, head_dim=128, itemsize=2), AttentionLayer(32, 32, 128, itemsize=4)
-grouped = AttentionLayer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
-print("an A100 on InfiniBand                   chunk, tokens   of flops / bandwidth")
+equal = AttentionLayer(heads=32, kv_heads=32, head_dim=128)
+print("                                  of flops / bandwidth   NVLink      NIC")
 for name, factor, layer, options in (
-    ("bfloat16", 2 / 2, plain, {}),
-    ("float32, at the same FLOP/s", 4 / 2, wide, {}),
-    ("bfloat16, causal", 2 * 2 / 2, plain, {"visible": 1 / 2}),
-    ("bfloat16, 32 heads on 8", 2 / 2 * 8 / 32, grouped, {}),
-    ("bfloat16, backward", (2 + 4) / 5, plain, {"backward": True}),
-    ("bfloat16, causal, 32 on 8, backward", 2 * (2 + 4) / 5 * 8 / 32, grouped, {"visible": 1 / 2, "backward": True}),
+    ("bfloat16, G = H, no mask", w / 2, equal, {}),
+    ("Llama 8B, no mask", w / 2 * G / H, llama, {}),
+    ("Llama 8B, causal", w * G / H, llama, {"visible": 1 / 2}),
+    ("Llama 8B, causal, backward", w * G / H * 3 / 2.5, llama, {"visible": 1 / 2, "backward": True}),
 ):
-    chunk = factor * a100 / infiniband
-    print(f"{name:<36}{chunk:>17,.0f}{factor:>23.2f}")
-    assert abs(chunk - min_overlap_chunk(a100, infiniband, layer, **options)) < 1e-6  # what the planner counts
+    knees = [min_overlap_chunk(flops, rate, layer, **options) for rate in (nvlink, nic)]  # what the planner counts
+    print(f"{name:<34}{factor:>20.2f}{knees[0]:>9,.0f}{knees[1]:>9,.0f}")
+    assert abs(knees[1] - factor * flops / nic) < 1e-6
 
 # %% [markdown]
-# One message cannot be hidden. In published rings it is the last hop of the gradients, which comes after all computing.
-# Our ring computes on the own block last. So the gradients come home meanwhile, and the first hop of K and V is exposed,
-# which has fewer bytes.
+# The mask doubles the knee and grouped queries divide it by four, so for Llama 8B half of flops / bandwidth remains.
 #
-# **The map.** Two numbers place a machine: its FLOP/s and the bytes/s of its link ([drawn](../figures/hidden_communication.svg),
-# with table 2 of the paper; `python -m ring_planner.calibrate` measures yours). NVLink, inside a host, needs chunks of
-# about 1,000 tokens. InfiniBand, between hosts, needs about 25,000.
+# One message stays exposed: in published rings the last hop of the gradients, which follows all computing. Our ring
+# computes on the own block last, so the gradients come home meanwhile, and the first hop of K and V is exposed. It has fewer bytes.
+#
+# A [map](../figures/hidden_communication.svg) has the machines of the paper's table 2; `python -m ring_planner.calibrate`
+# measures yours.
 #
 # ## The proof
 #
-# The bench of the first cell measured more: two links, seven or eight chunks each. Flops, bandwidth and the hidden
-# share come from the same run. The line is the model, min(1, C / knee). The measured knee is that of the line which
-# fits the points best.
+# The bench of the first cell measured two links, with seven or eight chunks each. Flops, bandwidth and the hidden share come
+# from the same run. The line is the model, min(1, C / knee), and the measured knee is that of the line which fits best:
 
 # %%
-measured.overlap_threshold()
-
-# %%
-print("     link   knee, tokens: predicted   measured")
 for knee in bench["knees"]:
-    print(f"{knee['rate'] / 1e6:>4g} MB/s{knee['predicted']:>26,.0f}{knee['measured']:>11,.0f}")
     assert abs(knee["predicted"] - 4 / 2 * knee["flops"] / knee["bandwidth"]) < 1e-6  # w = 4 bytes
     assert 2 / 3 < knee["measured"] / knee["predicted"] < 3 / 2
+measured.overlap_threshold()
 
 # %% [markdown]
-# The model gives the right place, not the last digit. The rate of computing depends on the chunk. And a message takes
-# some time of the core that computes: hence the dashed lines.
+# The model gives the right place and not the last digit, for two reasons: the rate of computing depends on the chunk, and a
+# message takes some time of the core that computes. The dashed lines count the second one.
 #
 # ## One slow link
 #
-# Inside a host links are fast, between hosts they are slow. What does one slow link cost? Here is a simulation of 4
-# ranks:
+# What does one slow link among fast ones cost? Here is a simulation of 4 ranks:
 
 # %%
 slow_hop.draw()
 
 # %% [markdown]
 # In round 0 only the two ranks of the slow link wait. But then they begin the next round late: rank 1 passes on its
-# block late, and rank 3 waits until rank 0 can receive. Soon every rank waits. In the end **the slowest hop rules**.
-# With `computing` for the time of a block, the ring takes
+# block late, and rank 3 waits until rank 0 can receive. Soon every rank waits, and **the slowest hop rules**. The ring takes
 #
 # $$\text{computing} + (P-1) \cdot \max(\text{computing},\ \text{slowest hop}) .$$
 #
-# A second slow link costs nothing more. So what counts is flops / bandwidth of the slowest link. A slow *rank* is another
-# matter: no chunk hides its computing, and all ranks wait for it. `python -m ring_planner.unequal` prints these
-# cases for 8 ranks.
+# A second slow link costs nothing more. So 1M tokens on 128 H100s pay 0.67 ms for every hop, although seven of eight stay inside
+# a host. (A slow *rank* is worse, as no chunk hides its computing. `python -m ring_planner.unequal` has both.)
 #
 # ## How far does it reach?
 #
-# So chunks should be long. Memory says how long they can be. Without a ring one device must keep the output of a layer
-# for **all** tokens, because each query of the next layer meets every key. For 100 million tokens of width 1024, in
-# bfloat16, that is 205 GB.
+# So chunks should be long. Memory says how long they can be. A device of a ring keeps its own chunk, and holds at most two
+# blocks of K and V at a time. On GPU 0 of the worked example these are q0, out0, k0, v0 and the arriving k3, v3: six tensors, and in
+# each later round six again.
 #
-# A device of a ring keeps its own chunk, and holds at most two blocks of K and V at a time. Here is GPU 0 of the
-# worked example while a block travels:
-
-# %%
-assert round(100_000_000 * 1024 * 2 / 1e9) == 205
-P, C, D = 4, 2, 2
-for t in range(P - 1):
-    in_hand, arriving = (0 - t) % P, (0 - t - 1) % P
-    held = ["q0", "out0", f"k{in_hand}", f"v{in_hand}", f"k{arriving}", f"v{arriving}"]
-    print(f"round {t}:", *held, f"  {len(held)} tensors of {C} x {D} numbers")
-    assert len(held) * C * D == peak_bytes("ring", AttentionLayer(heads=1, kv_heads=1, head_dim=D, itemsize=1), C, P)
-
-# %% [markdown]
 # With all heads, the [peak memory](../docs/glossary.md#peak-memory) of a device in attention's forward pass is
 # $(2H + 4G) \cdot C D w$ bytes. $P$ does not appear, and $S$ appears only in $C = S/P$. So **P devices hold P times the
 # sequence.** The [backward pass](../docs/glossary.md#backward-pass) of the
@@ -194,12 +189,14 @@ for t in range(P - 1):
 # - the sums of the gradients, in float32 at least: dQ once, dK and dV in two buffers.
 #
 # In bfloat16 with $G = H$ this is as much as 22 chunks, where the forward pass needs 6. (Pages count 5, 6, 7, 8, 13.3, 17,
-# 18 or 22 chunks. [One table](../docs/memory.md) says who counts what.)
+# 18 or 22 chunks. [One table](../docs/memory.md) says who counts what.) With Llama's 8 of 32 heads it is 10 chunks of q:
 
 # %%
-chunk = 32 * 128 * 2  # bytes of one token in one tensor of all heads
-assert peak_bytes("ring", plain, 1, 8) == 6 * chunk
-assert peak_bytes_backward(plain, 1) == 22 * chunk
+C = 2**17 // 8  # 128K tokens on 8
+q = C * H * D * w
+assert peak_bytes("ring", equal, C, 8) == 6 * q and peak_bytes_backward(equal, C) == 22 * q
+assert peak_bytes("ring", llama, C, 8) == 3 * q and peak_bytes_backward(llama, C) == 10 * q
+print(f"a layer of 128K tokens on 8: {3 * q / 2**20:.0f} MiB forward, {10 * q / 2**20:,.0f} MiB backward")
 
 # %% [markdown]
 # **Measured.** In `python -m bench.max_context` each device is a process whose memory has a hard limit: an allocation of
@@ -215,45 +212,41 @@ for times in max_context.linear(results):  # S of P devices / (P · S of one)
 measured.max_context()
 
 # %% [markdown]
-# P devices of a ring reach P times the sequence of one device of a ring. One device of a ring reaches only half of what
-# fused attention reaches without a ring: in a training step in float32, fused attention holds 9 chunks and a ring 18. In
-# a whole model the inputs of $L$ layers are added on both sides, and the difference shrinks. With 32 layers, P devices
-# reach $(32 + 9)/(32 + 18) = 0.82$ of P times the sequence of one device without a ring. And at the same speed, as
-# [measured](../bench/README.md#how-fast) and as the paper says.
+# P devices of a ring reach P times the sequence of one. That one reaches only half of what fused attention reaches without a ring:
+# in a training step in float32, fused attention holds 9 chunks and a ring 18. In a whole model each layer's input waits for the
+# backward pass on both sides, so the difference shrinks: with 32 layers, P devices reach $(32 + 9)/(32 + 18) = 0.82$ of P times
+# the sequence of one device without a ring.
 #
-# ## Plan your own
+# [Chapter 17](17_the_other_ways_round.ipynb) goes on with these numbers: which way to share the layer?
+# [Chapter 18](18_two_speeds_of_wire.ipynb) adds the slow wire, and all that a step has besides attention.
 #
-# The planner, `ring-plan`, asks both questions. Name the model and the GPU, and it counts a whole step and compares all
-# ways to share a sequence:
-
-# %%
-named = "--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072"
-assert cost_model.main(named.split()) == 0
-
-# %% [markdown]
-# *Products* are the matrix products of a layer, *head* the logits, *passes* what only reads and writes memory; *gathered*
-# are the parameters of a layer in use, *state* all parameters, gradients and moments, *reserve* what ten published peaks were
-# above their counts at most. *No ring*: tp GPUs share the heads and all weights of a sequence. *Hybrid of 4* exchanges heads
-# among 4 GPUs ([chapter 17](17_the_other_ways_round.ipynb)). Times within a few per cent are a tie. Inside one host a ring is
-# not the fastest: each round rewrites the running output in memory. Published times grade attention. The rate of the products
-# was fitted on a step of torchtitan and on five prefills, so that step is no independent test.
-#
-# > **One number to remember: flops / bandwidth, of the slowest link.** 24,960 tokens for an A100 on InfiniBand, in
-# > bfloat16. The memory of a chunk does not depend on P, so P devices reach P times as far.
+# > **One number to remember: half of flops / bandwidth, of the slowest link.** So many tokens must a chunk of Llama 8B have:
+# > 1,100 on an H100's NVLink, 9,890 through its NIC. The memory of a chunk does not depend on P.
 #
 # ## Questions
 #
-# <details><summary>A new GPU computes twice as fast, over the same link. What becomes of the smallest chunk that hides its messages?</summary>
+# <details><summary>A B200 computes 2,250 TFLOP/s. Its NVLink carries 900 GB/s, its NIC the same 50 GB/s as before. Does a ring of
+# Llama 8B still hide its messages?</summary>
 #
-# It doubles. If your chunks were just long enough, the new ring is hardly faster: all rounds but the last take as long
-# as their message.
+# Inside a host yes: $2250/0.9 = 2{,}500$, and half of it is 1,250 tokens. Between hosts the knee grows with the FLOP/s, to
+# 22,500. A chunk of 8,192 tokens hides 36 % of its messages there, so the new GPUs are hardly faster than the old ones.
 # </details>
 #
-# <details><summary>Your chunks are too short. Does a larger batch help?</summary>
+# <details><summary>Llama 70B has 64 query heads on 8. You have 1M tokens and 64 H100s, in 8 hosts. Is a flat ring fast enough?</summary>
 #
-# No. It multiplies computing and bytes alike. Fewer ranks for the same sequence help, and so do fewer heads of K and V.
+# For attention, yes. $C$ is 16,384. $2 \cdot G/H$ is a quarter, so the knee of the NIC is $19{,}780/4 = 4{,}945$ tokens, and 5,934
+# backward. A model with more query heads for each K/V head is easier to share.
 # </details>
 #
+
+# %%
+b200, large = gpu_named("b200"), model_named("llama-3.1-70b").attention()
+knees = [min_overlap_chunk(b200.peak["bf16"], rate, llama, visible=1 / 2) for rate in (b200.link, b200.card)]
+assert [*map(round, knees)] == [1250, 22500] and round(8192 / knees[1], 2) == 0.36
+knees = [min_overlap_chunk(flops, nic, large, visible=1 / 2, backward=backward) for backward in (False, True)]
+assert [*map(round, knees)] == [4945, 5934] and knees[1] < 2**20 / 64
+
+# %% [markdown]
 # ## Your turn
 
 
@@ -292,5 +285,5 @@ print(check_peak_memory_backward(my_peak_backward))
 # </details>
 #
 # Open [`hidden_communication.py`](../ring_planner/hidden_communication.py) now: the counts of this page, and table 2 of the
-# paper, recomputed. Beside it is [`memory.py`](../ring_planner/memory.py), all counts of memory. Next on this
-# track: [18 · two speeds of wire](18_two_speeds_of_wire.ipynb).
+# paper, recomputed. Beside it is [`memory.py`](../ring_planner/memory.py), all counts of memory. Next:
+# [17 · the other ways round](17_the_other_ways_round.ipynb).

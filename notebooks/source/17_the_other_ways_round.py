@@ -11,14 +11,15 @@
 #
 # A [ring](../docs/glossary.md#ring) is one of several exact ways to share a sequence. Others
 # [gather](../docs/glossary.md#all-gather) all keys, [exchange](../docs/glossary.md#all-to-all) tokens for
-# [heads](../docs/glossary.md#head), or do [both](../docs/glossary.md#hybrid). After this chapter you can
+# [heads](../docs/glossary.md#head), or do [both](../docs/glossary.md#hybrid). Eight tokens show how, and then Llama 8B of chapter 9
+# shows which of them to take. After this chapter you can
 #
 # - gather K and V, and bring their gradients home,
 # - exchange tokens for heads, also when the heads do not divide,
 # - say which tokens a row of a hybrid holds, in each [layout](../docs/glossary.md#layout),
-# - say what each way sends, holds and needs.
+# - say what each way sends, holds and needs, and which is the fastest inside a host.
 #
-# Track *other ways*. Before it: chapters 1 to 8 and 13. 22 minutes to read, 10 for the exercises.
+# Track *other ways*. Before it: chapters 1 to 9 and 13. 22 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -28,6 +29,11 @@ import torch
 
 from figures import tokens_to_heads
 from notebooks.source.checks.the_other_ways_round import check_copies, check_meshes
+from ring_planner.hidden_communication import block_flops
+from ring_planner.presets import gpu_named, model_named
+from ring_planner.seconds import Pass, pass_of
+from ring_planner.step import Step
+from ring_planner.ways import Cluster, traffic
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.ring.layouts import positions, unshard
 from ringlab.ways import all_to_all
@@ -37,7 +43,7 @@ P = 4
 # %% [markdown]
 # ## The failure
 #
-# There seems to be a simpler way than a ring. Heads never meet in [attention](../docs/glossary.md#attention). So let each rank
+# There seems to be a simpler way than a ring. Heads never meet in [attention](../docs/glossary.md#attention), so let each rank
 # compute some of the heads, for **all** tokens. While it computes, nothing travels.
 #
 # Here are our 8 tokens on 4 GPUs, with $H = 6$ query heads on $G = 2$ K/V heads
@@ -75,8 +81,7 @@ right, q, k, v = (x.detach() for x in (right, q, k, v))
 
 # %% [markdown]
 # Which heads does a rank take? 6 is not a multiple of 4. Code for equal parts gives `H // P` = 1 head to each rank, or it
-# asks `torch.chunk` for 4 parts. The rank needs K/V heads, too. There are 2 of them for 4 ranks, so they must be copied.
-# A common guess is that rank $r$ needs K/V head `r % G`:
+# asks `torch.chunk` for 4 parts. The rank needs K/V heads, too. A common guess is `r % G`:
 
 
 # %%
@@ -106,9 +111,7 @@ assert torch.equal(computed(even, lambda r, h: h // 3), right)
 
 # %% [markdown]
 # In the first line nobody computes heads 4 and 5. In the second rank 3 has nothing to do. In the third ranks 1 and 2 use
-# the wrong keys.
-#
-# All results have the right shape, and no error is raised.
+# the wrong keys. All results have the right shape, and no error is raised.
 #
 # The last line of the table is right. Now its gradient. Ranks 0 and 1 each have a copy of K/V head 0, and ranks 2 and 3
 # a copy of K/V head 1. Every copy gets a gradient of its own:
@@ -126,20 +129,17 @@ print(f"    {off(of_heads.sum(dim=2), d_k)} with their sum")
 assert torch.allclose(of_heads.sum(dim=2), d_k, rtol=0, atol=1e-14)
 
 # %% [markdown]
-# A key's gradient has a part from every query that sees it, and these are on several ranks. So the gradients of the copies
-# must be **added**.
+# A key's gradient has a part from every query that sees it, and these are on several ranks. So the copies' gradients must be
+# **added**.
 #
 # ## The idea
 #
-# Two facts allow every way of this chapter:
+# **A query needs all keys, and no other query.** So you can share out the tokens and let K and V travel, one block after the
+# other (ring) or all at once (all-gather). But also **a head needs no other head**, so you can share out the heads and let
+# tokens travel: the all-to-all.
 #
-# - **A query needs all keys, and no other query.** So share out the tokens, and let K and V travel: one block after the
-#   other (ring) or all at once (all-gather).
-# - **A head needs no other head.** So share out the heads, and let tokens travel: the all-to-all.
-#
-# **All ways begin and end with the same chunks.** Rank $r$ has all heads of the tokens
-# `positions(layout, S, r, P)`, before and after. So a model can change its way, and its data loader stays as it is. From
-# here on we use the zigzag layout and the causal mask:
+# **All ways begin and end with the same chunks.** Rank $r$ has all heads of the tokens `positions(layout, S, r, P)`, so a model can
+# change its way, and its data loader stays as it is. From here on we use the zigzag layout and the causal mask:
 
 # %%
 at = [positions("zigzag", 8, r, P) for r in range(P)]  # the tokens of rank r
@@ -161,15 +161,11 @@ assert torch.allclose(unshard(outs, "zigzag"), right, rtol=0, atol=1e-14)
 print("all-gather: out is off by", off(unshard(outs, "zigzag"), right))
 
 # %% [markdown]
-# In the backward pass each rank finds a gradient of **its copy** of K: what its own queries add, for all 8 keys. Here is
-# how large it is on each rank, for the block of rank 1, which has tokens 1 and 6:
+# In the backward pass each rank finds a gradient of **its copy** of K: what its own queries add, for all 8 keys.
 
 # %%
 grads = [torch.autograd.grad(outs[r], gathered[r], d_out[:, :, at[r]]) for r in range(P)]  # dk, dv
 parts = torch.stack([of_k for of_k, _ in grads])  # (P, 1, G, 8, 2): dk of each rank's copy, in order of rank
-for r in range(P):
-    print(f"rank {r} adds to dk of block 1: norm {parts[r][:, :, 2:4].norm():.4f}")
-
 mine = [slice(2 * r, 2 * r + 2) for r in range(P)]  # where the block of rank r stands
 own = [parts[r][:, :, mine[r]] for r in range(P)]  # each rank keeps what it found for its own block
 total = [parts.sum(dim=0)[:, :, mine[r]] for r in range(P)]  # reduce-scatter
@@ -181,14 +177,13 @@ assert torch.allclose(unshard(total, "zigzag"), d_k, rtol=0, atol=1e-13)
 # The gradient of a gather is a [reduce-scatter](../docs/glossary.md#reduce-scatter): **add** the parts of all ranks, and give
 # each rank the sum for its own block. Without that sum, `out` and dq are right, and only dk and dv are wrong.
 #
-# The price is memory. A rank of a ring holds two blocks at a time. Here it holds the blocks of all ranks. So
+# The price is memory. A rank of a ring holds two blocks at a time, and here it holds those of all ranks. So
 # [`all_gather.py`](../ringlab/ways/all_gather.py) gathers one K/V head at a time, into two buffers: while it computes
-# with one head, the next one arrives. Its [schedule](../docs/glossary.md#schedule) has a round for each K/V head, where that of
-# a ring has a round for each block.
+# with one head, the next one arrives. A round is a K/V head, where that of a ring is a block.
 #
 # ## 2 · All-to-all
 #
-# Now tokens travel. Each rank cuts its q, k and v by heads, and sends rank $r$ the heads that rank $r$ computes. So rank
+# Now tokens travel. Each rank cuts its q, k and v by heads, and sends rank $r$ the heads that rank $r$ computes, so rank
 # $r$ gets its heads of the tokens of all ranks:
 
 
@@ -200,8 +195,7 @@ def to_heads(x: torch.Tensor, shares: list[list[int]]) -> list[torch.Tensor]:
 
 keys = [[head] for head in owner]
 received = list(zip(to_heads(q, even), to_heads(k, keys), to_heads(v, keys), strict=True))  # by rank: q, k, v
-print("before:  rank 1 has tokens", at[1].tolist(), "of query heads", list(range(H)))
-print("between: rank 1 has tokens", order.tolist(), "of query head ", *even[1])
+print("rank 1 now has tokens", order.tolist(), "of query head ", *even[1])
 
 # %% [markdown]
 # The tokens arrive **in order of rank**. Without a mask that does no harm. A causal mask hides what comes later in the
@@ -224,10 +218,8 @@ assert torch.allclose(out, right, rtol=0, atol=1e-14)
 tokens_to_heads.draw()
 
 # %% [markdown]
-# Which heads does rank $r$ get? The shares differ by one head at most, and a share takes the K/V heads that it needs: here
-# one only, ⌊r·G/P⌋ (`heads_of_ranks` in [`heads.py`](../ringlab/ways/heads.py)).
-#
-# In the backward pass the way back brings dq, dk and dv home, and adds what comes from copies of a head
+# A share takes the K/V heads that it needs: here one only, ⌊r·G/P⌋ ([`heads.py`](../ringlab/ways/heads.py)). In the backward pass
+# the way back brings dq, dk and dv home, and adds what comes from copies of a head
 # ([`all_to_all.py`](../ringlab/ways/all_to_all.py)). More ranks than heads are refused:
 
 # %%
@@ -242,9 +234,9 @@ except ValueError as error:
 # The message names the cure: a [mesh](../docs/glossary.md#mesh) of $n$ rows with $g$ ranks each, $P = n \cdot g$. Rank
 # $\text{row} \cdot g + i$ is number $i$ of its row.
 #
-# - **Inside a row**, the ranks exchange tokens for heads. Number $i$ then has its heads, of all tokens of the row.
-# - **Across the rows**, the numbers $i$ of all rows form a ring. K and V of their heads go round, in $n - 1$ hops.
-#   ([Fang & Zhao 2024](https://arxiv.org/abs/2405.07719) call it USP.)
+# Inside a row the ranks exchange tokens for heads, so number $i$ has its heads of all tokens of the row. Across the rows the
+# numbers $i$ form a ring, in which K and V of their heads go round, in $n - 1$ hops. ([Fang & Zhao
+# 2024](https://arxiv.org/abs/2405.07719) call it USP.)
 #
 # A row joins the chunks of its ranks, and puts the tokens in order. In the contiguous and the zigzag layout that is the same
 # layout again, now of a ring of $n$ ranks. In the striped layout it is not: [`hybrid.py`](../ringlab/ways/hybrid.py) cuts
@@ -252,11 +244,9 @@ except ValueError as error:
 #
 # ## Five schedules, one function
 #
-# A schedule says which block is in hand when, and where the sums of its gradients go: that of a ring, a double ring (chapter
-# 18), an all-gather, an all-to-all or a hybrid. A
-# [partition](../docs/glossary.md#partition) says what to compute of the block, from the mask and the layout (chapter 13). So
-# every way takes every mask and every layout: all are `ring_flash_attention`, with another `schedule=`. The tests compare
-# each with full attention in float64: every mask, every layout, 1 to 5 ranks, gradients too.
+# A [schedule](../docs/glossary.md#schedule) says which block is in hand when, and where the sums of its gradients go. A
+# [partition](../docs/glossary.md#partition) says what to compute of the block (chapter 13). So every way takes every mask and every
+# layout: all are `ring_flash_attention`, with another `schedule=`, and the tests compare each with full attention.
 #
 # ## What each way costs
 #
@@ -269,22 +259,49 @@ except ValueError as error:
 # | all-to-all | $\frac{P-1}{P} \cdot 2(H+G) \cdot CD$ | $P \le H$ | $G/P$ heads of all $S$ tokens: as much as one block |
 # | hybrid, $n$ rows of $g$ | $\frac{g-1}{g} \cdot 2(H+G) \cdot CD + (n-1) \cdot 2G \cdot CD$ | $g \le H$ | two blocks of $gC$ tokens, $G/g$ heads |
 #
-# - **How much?** A ring and a gather send more with every rank. All-to-all sends less than $2(H+G)$ heads of $C$ tokens.
-# - **What is [hidden](../docs/glossary.md#hidden-communication)?** The hops of a ring travel while the rank computes. So do the
-#   heads of a gather, except the first. During an exchange nothing is computed.
-# - **The ring of a hybrid** sends as much in a hop as the flat ring: $gC$ tokens, but $G/g$ heads. Between two hops it
-#   computes $g$ times as long. So $g$ times shorter chunks hide its hops.
+# Back to Llama 8B, with 128K tokens on the 8 H100s of a host. Each way computes eight blocks of 2.22 ms, so the ways differ in
+# what nothing hides. In the forward pass that is nothing for a ring. A gather waits for its first head, an eighth of its 448 MiB.
+# During an exchange nothing is computed, so an all-to-all waits for all of its 280 MiB:
+
+# %%
+h100, llama = gpu_named("h100"), model_named("llama-3.1-8b")
+layer, C = llama.attention(), 2**17 / 8
+ideal = Cluster(1, 8, flops=h100.peak["bf16"], bandwidth=h100.link)
+real = Step(llama, h100, 1, 8, 2**17, cp=8, kernels="cudnn").ring  # what the planner takes for these GPUs
+
+
+def milliseconds(way, g, cluster, mask=None):
+    """Of a layer, forward and backward."""
+    return [1e3 * pass_of(way, Pass(cluster, layer, C, backward, mask), g) for backward in (False, True)]
+
+
+waits = {("ring", None): 0, ("all-gather", None): 448 / 8, ("all-to-all", None): 280}  # for so many MiB
+waits |= {("hybrid", g): (g - 1) / g * 320 for g in (2, 4)}
+print("MiB sent forward            waits, ms   both passes: ideal, ms   with costs: forward, backward")
+for way, size in waits.items():
+    sent, waited = traffic(way[0], layer, C, ideal, split=way[1])[0] / 2**20, 1e3 * size * 2**20 / h100.link
+    (forward, backward), costs = milliseconds(*way, ideal), milliseconds(*way, real, "causal")
+    assert abs(forward - waited - 8e3 * block_flops(layer, C**2 / 2) / h100.peak["bf16"]) < 1e-9  # the planner agrees
+    name = f"hybrid {8 // way[1]} x {way[1]}" if way[1] else way[0]
+    print(f"{name:<12}{sent:>5.0f}{waited:>19.2f}{forward + backward:>18.1f}{costs[0]:>25.1f} +{costs[1]:>5.1f}")
+
+# %% [markdown]
+# By the roofline the ring is the best, though all lie within 2 %. With real GPUs it is the last, because a roofline knows only
+# products and messages. A round has other costs: it reads and writes the running output again, the last tiles of a kernel leave a
+# part of the GPU idle, and messages slow the computing beside them. A ring pays this eight times. *With costs* adds it
+# ([`round_costs.py`](../ring_planner/round_costs.py)), and takes the 652 TFLOP/s (590 backward) that cuDNN's kernel
+# reached on one H100, in place of 989.
 #
-# - Rings and gathers send much more backward, because the gradients of K and V travel in float32.
-# - With 40 heads, all-to-all gives 3 of them to the busiest rank, where the average is 2.5, and all others wait for it.
+# **When which?** Inside one host, gather K and V or exchange heads: they tie. Exchange only where $P$ divides the heads: of 40 heads
+# on 16 ranks the busiest has 3, where the average is 2.5, and all wait for it. The ring takes any number of ranks and any heads.
+# On CPUs, [`shared_memory.py`](../ringlab/ways/shared_memory.py) needs no messages.
 #
-# **When which?** Inside one host, with at least as many heads as ranks, take all-to-all. With more ranks than heads, or heads
-# that do not divide, take the hybrid. That is for one layer of attention; for a whole step, and between hosts, ask `ring-plan`. The ring takes any number of ranks and any heads, and long chunks hide its hops (chapter 9); but each
-# round costs something besides. On the CPUs of one host, [`shared_memory.py`](../ringlab/ways/shared_memory.py) needs no
-# messages. `ring-plan` ranks all of them for your cluster; chapter 18 has two kinds of links.
+# Between hosts the hybrid has an advantage. A hop of its ring has as many bytes as one of the flat ring, $gC$ tokens of $G/g$ heads,
+# but the next hop is due $g$ times as late. So **$g$ times shorter chunks hide it**, and
+# [chapter 18](18_two_speeds_of_wire.ipynb) needs exactly that.
 #
 # > **One number to remember: $H$.** Tokens can be exchanged for heads among $H$ ranks at most, because each rank needs a
-# > query head. More ranks can share a sequence by a ring, by a gather, or by a hybrid.
+# > query head; Llama 8B has 32. More ranks can share a sequence by a ring, by a gather, or by a hybrid.
 #
 # ## Questions
 #

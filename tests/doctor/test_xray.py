@@ -19,8 +19,8 @@ from ring_doctor.explaining.xray_picture import picture, svg
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ringlab.support import drawing
 from tests.attention import NAMES, gradients
+from tests.commands import assert_legible
 from tests.every_way import CASES
-from tests.pages import assert_legible
 
 W = ("W forward", "W backward")
 KEYS = "the last half of the keys instead of the first half of the keys"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ringlab.ring.masks import Mask
+from tests.attention import dense
 from tests.concepts import MISSING
-from tests.masked import dense
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 from transformers import masking_utils  # noqa: E402

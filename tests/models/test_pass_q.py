@@ -20,8 +20,7 @@ from ringlab.models.pass_q import GrowingCache, agree_on_places, cached_attentio
 from ringlab.models.transformer import Transformer
 from ringlab.ring.masks import Mask
 from ringlab.support.rounding import exact_attention
-from tests.attention import SEED, assert_right, random_qkv
-from tests.masked import dense
+from tests.attention import SEED, assert_right, dense, random_qkv
 from tests.mistakes import Mistakes, all_of, refusal
 from tests.models.test_generate import CONFIG, windowed
 

@@ -21,8 +21,7 @@ from notebooks.source import build
 from ring_planner.hidden_communication import TABLE_2
 from ringlab.support import drawing
 from ringlab.support.colours import BLOCK_COLOURS, ink_on
-from tests.commands import ROOT
-from tests.pages import assert_legible
+from tests.commands import ROOT, assert_legible
 
 PICTURES = PAGES | CHAPTERS
 TOLERANCE = 0.05  # of a number in an SVG: a fifteenth of a pixel, more than another CPU's last digit

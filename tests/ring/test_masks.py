@@ -13,7 +13,7 @@ from ringlab.ring.documents import IGNORED, document_lengths, document_positions
 from ringlab.ring.layouts import LAYOUTS
 from ringlab.ring.masks import Mask
 from ringlab.ring.partition import LARGEST_UPPER, Partition, cut, every
-from tests.masked import dense, masks
+from tests.attention import dense, masks
 
 
 def covered(pieces, queries, keys):

@@ -1,4 +1,4 @@
-"""The overlapped ring: right numbers from the right blocks, one batch a hop, posted before it computes."""
+"""Overlap: right numbers from the right blocks, one batch a hop, posted before it computes. And the backward pass."""
 
 from functools import partial
 from unittest import mock
@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from ringlab.basics.blockwise_attention import attend
-from ringlab.ring import overlap
-from ringlab.ring.overlap import hidden_share, ring_attention, seconds
+from ringlab.ring import backward, grouped_query, overlap
+from ringlab.ring.overlap import hidden_share, seconds
 from ringlab.support.timeline import Event
-from tests.attention import random_qkv
-from tests.rings import assert_ring, chunks, even_lengths
+from tests.attention import grouped_inputs, random_qkv
+from tests.rings import assert_gradients, assert_ring, chunks, even_lengths, messages_of_ring
 
-assert_overlapped = partial(assert_ring, ring=ring_attention)
+assert_overlapped = partial(assert_ring, ring=overlap.ring_attention)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((1, 2, 24, 8), torch.bfloat16), ((3, 1, 13, 5), torch.float64)], ids=str)
@@ -52,7 +52,7 @@ def steps_and_messages(context, q, k, v, lengths):
         return attend(state, q, k_j, v_j, scale=scale)
 
     with mock.patch.object(dist, "batch_isend_irecv", batch), mock.patch.object(overlap, "attend", compute):
-        ring_attention(*chunks(context, lengths, q, k, v))
+        overlap.ring_attention(*chunks(context, lengths, q, k, v))
     return steps, sent, received, len(places)
 
 
@@ -84,3 +84,54 @@ def test_the_hidden_share_by_hand(waited, share):
     assert hidden_share(blocking, overlapped) == pytest.approx(share)
     assert seconds(blocking, "send", "receive") == (4 + 4) / 2  # of a rank, on average
     assert seconds(blocking, "compute") == 5 / 2
+
+
+# Backward, with grouped queries too: the gradients of every rank, and the bytes sent ---------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((2, 3, 37, 5), torch.float64), ((1, 2, 300, 32), torch.float32), ((1, 2, 300, 32), torch.bfloat16)],
+    ids=str,
+)
+def test_gradients(ranks, world_size, shape, dtype):
+    B, H, S, D = shape
+    assert_gradients(ranks, world_size, B, H, H, S, D, dtype, ring=backward.ring_attention)
+
+
+def test_a_row_that_saw_no_key_has_no_gradient():
+    q, v = torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2)
+    k = torch.tensor([[[[1.0, 1.0], [1.0, 0.0]]]])
+    lse, delta = torch.tensor([[[-torch.inf, 2.0]]]), torch.zeros(1, 1, 2)
+    d_q, d_k, d_v = backward.block_backward(q, k, v, torch.ones(1, 1, 2, 2), lse, delta, 1.0)
+    assert torch.equal(d_q[0, 0, 0], torch.zeros(2))
+    assert not d_k.isnan().any()
+    assert not d_v.isnan().any()
+
+
+# Grouped queries -----------------------------------------------------------------------------------------------------
+
+assert_grouped = partial(assert_gradients, ring=grouped_query.ring_attention)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype"), [(8, torch.float32), (4, torch.bfloat16), (2, torch.float64), (1, torch.bfloat16)], ids=str
+)
+def test_any_number_of_kv_heads(ranks, world_size, kv_heads, dtype):
+    assert_grouped(ranks, world_size, 2, 8, kv_heads, 37, 6, dtype)
+
+
+@pytest.mark.parametrize(
+    ("ring", "kv_heads"),
+    [(grouped_query.ring_attention, 2), (grouped_query.ring_attention, 1), (backward.ring_attention, 8)],
+)
+def test_fewer_kv_heads_are_fewer_bytes(ranks, world_size, ring, kv_heads):
+    P, B, C, D = world_size, 2, 4, 6
+    four = grouped_inputs(B, 8, kv_heads, C * P, D, torch.bfloat16)
+    numbers = 2 * B * kv_heads * C * D  # in K and V of a block; each has 2 bytes, its gradient 4
+    backwards = (P - 1) * numbers * (2 + 4)
+    sent = [
+        [sum(it.bytes for it in messages if it.kind == "send") for messages in passes]
+        for passes in ranks(P, messages_of_ring, ring, [C] * P, *four)
+    ]
+    assert sent == [[(P - 1) * numbers * 2, backwards]] * P
