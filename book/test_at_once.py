@@ -12,7 +12,7 @@ import pytest
 from book import at_once
 from book.contents import LANGUAGES, ROOT, readme
 from notebooks.source import build
-from tests.extras import needed_by
+from tests.concepts import needed_by
 
 REPOSITORY = "https://github.com/someone/ring"
 ALL = [build.pair(source) for source in [*build.chapters(), *build.others()]]
