@@ -116,7 +116,7 @@ class XRay:
         matrix that is right, or wrong as another is, has no tiles.
         """
         first: dict[tuple[str, ...], str] = {}
-        grids = []
+        grids: list[dict[str, Any]] = []
         for matrix in self.matrices:
             P, name = len(matrix.sheet.lengths), first.setdefault(tuple(matrix.of_tiles), matrix.name)
             if not matrix.wrong or name != matrix.name:
