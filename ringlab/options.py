@@ -1,6 +1,7 @@
 """The options of every command. What is wrong with them is said in one line. This file needs no torch."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,12 +9,14 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Its errors are one line, without the usage."""
+    """Its errors are one line, without the usage. Of the ranks that torchrun starts, the first says it for all."""
 
     def error(self, message: str) -> NoReturn:
         """End with status 2 and one line, which says what is expected."""
         line = " ".join(message.split())
-        print(f"{self.prog}: {line}{'' if 'expected' in line else '; expected options as in --help'}", file=sys.stderr)
+        expected = "" if "expected" in line else "; expected options as in --help"
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{self.prog}: {line}{expected}", file=sys.stderr)
         raise SystemExit(2)
 
 

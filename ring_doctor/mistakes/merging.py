@@ -196,6 +196,21 @@ LSE_OF_ZEROS = but(block_lse=lambda steps, s: torch.zeros_like(s[..., 0]))
 ZEROS_IN_SEEN_ROWS = but(block_lse=lambda steps, s: torch.where((s == -math.inf).all(dim=-1), -math.inf, 0.0).double())
 
 
+def natural_m_and_log_2(steps: Steps, s: Tensor) -> Tensor:
+    m = finite(s.amax(dim=-1))
+    return m + (steps.block_lse(s) - m) / math.log(2)
+
+
+def zero_where_unseen(steps: Steps, s: Tensor) -> Tensor:
+    return finite(steps.block_lse(s))
+
+
+def smooth(steps: Steps, t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Each block's keys without their mean: its weights are right, and its lse is that of other scores."""
+    k, v = steps.keys_and_values(t, k, v)
+    return k - k.mean(dim=2, keepdim=True), v
+
+
 def returned_in_base_2(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
     results = steps.at_the_end(case, results)
     return results | {"lse": results["lse"] / math.log(2)}
@@ -210,7 +225,12 @@ CHANGES = {
     "averages_averaged": [MEAN_OF_SEEN_ROWS, in_seen_blocks(MEAN), MEAN],
     "running_half": [in_seen_rows(HALF), in_seen_blocks(HALF), HALF],
     "lse_of_zeros": [ZEROS_IN_SEEN_ROWS, in_seen_blocks(LSE_OF_ZEROS), LSE_OF_ZEROS],
-    "base_2_as_natural": [but(block_lse=lambda steps, s: steps.block_lse(s) / math.log(2))],
+    "lse_0_of_unseen_rows": [of(but(block_lse=zero_where_unseen)) for of in (lambda change: change, in_seen_blocks)],
+    "lse_of_shifted_scores": [but(keys_and_values=smooth)],
+    "base_2_as_natural": [
+        but(block_lse=lambda steps, s: steps.block_lse(s) / math.log(2)),
+        but(block_lse=natural_m_and_log_2),
+    ],
     "natural_as_base_2": [but(merge=natural_as_base_2)],
     "lse_not_updated": [but(merge=lambda steps, case, out, lse, *block: (steps.merge(case, out, lse, *block)[0], lse))],
     "shares_exchanged": [but(merge=exchanged), *(of(but(merge=exchanged)) for of in (in_seen_blocks, in_seen_rows))],

@@ -1,8 +1,6 @@
 """The command `ring_attn.py`: options, inputs, prints, and the check. A reader of the ring may skip this file."""
 
 import argparse
-import contextlib
-import io
 import json
 import os
 import platform
@@ -132,9 +130,7 @@ def main(ring: Attention, argv: list[str] | None = None) -> int:
         except (ValueError, RuntimeError) as error:
             print(error, file=sys.stderr)
             return 2 if isinstance(error, ValueError) else 1
-    quiet = sys.stderr if os.environ["RANK"] == "0" else io.StringIO()  # rank 0 alone reports wrong options
     sizes = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    with contextlib.redirect_stderr(quiet):
-        args = parse(argv, *(int(os.environ.get(name, os.environ["WORLD_SIZE"])) for name in sizes))
+    args = parse(argv, *(int(os.environ.get(name, os.environ["WORLD_SIZE"])) for name in sizes))
     with join_ring(args.device) as context:
         return run(context, ring, args)

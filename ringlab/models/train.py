@@ -24,9 +24,7 @@ Source: Liu et al. 2024, section 4; Chowdhery et al. 2022 (PaLM), appendix B, fo
 """
 
 import argparse
-import contextlib
 import hashlib
-import io
 import json
 import math
 import os
@@ -266,15 +264,13 @@ def write_losses(folder: Path, losses: list[float]) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    first = os.environ.get("RANK", "0") == "0"
-    with contextlib.redirect_stderr(sys.stderr if first else io.StringIO()):  # one complaint, not P of them
-        args = parse(arguments)
+    args = parse(arguments)
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
         with join_ring(**({} if "WORLD_SIZE" in os.environ else alone)) as context:  # which torchrun sets
             train(context, args)
     except ValueError as error:
-        if first:
+        if os.environ.get("RANK", "0") == "0":  # one complaint, not P of them
             print(f"ringlab.models.train: {error}", file=sys.stderr)
         if dist.is_initialized():  # every rank raised the same error, so none waits; left open, gloo may abort the end
             dist.destroy_process_group()

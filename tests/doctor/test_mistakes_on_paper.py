@@ -584,6 +584,12 @@ MERGES = {  # the entry: of each variant out and lse
     "averages_averaged": [lambda x: (x.outs.mean(dim=0), x.lse)] * 3,
     "running_half": [folded(lambda out, lse, out_j, lse_j, _: ((out + out_j) / 2, lse.logaddexp(lse_j)))] * 3,
     "lse_of_zeros": [lambda x: x.averaged(0 * x.lses)] * 3,
+    "lse_0_of_unseen_rows": [lambda x: x.averaged(x.lses)] * 2,
+    "lse_of_shifted_scores": [lambda x: x.averaged(x.lses - x.s.mean(dim=-1))],
+    "base_2_as_natural": [
+        lambda x: x.averaged(x.lses / LOG_2),
+        lambda x: x.averaged(x.s.amax(dim=-1) + (x.lses - x.s.amax(dim=-1)) / LOG_2),
+    ],
     "natural_as_base_2": [lambda x: (x.averaged(x.lses * LOG_2)[0], x.averaged(x.lses * LOG_2)[1] / LOG_2)],
     "lse_not_updated": [folded(lambda out, lse, out_j, _, share: (out + share * (out_j - out), lse))],
     "lse_merged_by_maximum": [
@@ -612,6 +618,7 @@ def test_the_results_of_blocks_are_put_together_wrongly(name):
     [
         ("averages_averaged", [True, True, False]),
         ("lse_of_zeros", [True, True, False]),
+        ("lse_0_of_unseen_rows", [False, True]),
         ("running_half", [True, True, False]),
         ("shares_exchanged", [False, True, True]),
     ],
