@@ -54,8 +54,8 @@ def draw() -> drawing.Picture:
         ax.plot([chunk], [y], "o", color=colour, ms=9)
         look = {"color": colour, "va": "center", "weight": "bold", "fontsize": 0.72 * drawing.TEXT}
         ax.annotate(tokens(chunk), (chunk, y), (11, 0), textcoords="offset points", **look)
-    ax.set(xscale="log", xlim=(800, 50_000), ylim=(row * len(rows), 0))
-    ax.set_xticks([1000, 2000, 5000, 10_000, 20_000, 50_000], ["1,000", "2,000", "5,000", "10,000", "20,000", "50,000"])
+    ax.set(xscale="log", xlim=(800, 45_000), ylim=(row * len(rows), 0))
+    ax.set_xticks([1000, 2000, 5000, 10_000, 20_000], ["1,000", "2,000", "5,000", "10,000", "20,000"])
     ax.minorticks_off()
     ax.set_yticks([])
     return figure
