@@ -64,10 +64,11 @@ def examine(
     or (out, lse); asking/signature.py says which other arguments it may take. A name, "my_package.ring:attention" or
     "path/to/ring.py:attention", is imported by each process. `claims` restrict what is asked, as the options of the
     command do: causal=True, layouts="zigzag", worlds=(1, 2, 3), dtypes="float32", tensors="bshd", heads=8, kv_heads=2,
-    head_dim=64, batch=2, chunk=16, shape=(B, H, G, S, D), grouped=False, unequal=False, gradients=False. state=True: it
-    is a ring of states, f(q, k, v, log_decay, beta), or a short convolution f(x, weight); state="each key": with a
-    log_decay shaped as k. A question may take `seconds`. `quick` asks less (asking/questions.py). `catalogue`: a module
-    or a file with mistakes of your own. `progress` is told what is done, in words.
+    head_dim=64, batch=2, chunk=16, shape=(B, H, G, S, D), grouped=False, unequal=False, own_values=False,
+    gradients=False. state=True: it is a ring of states, f(q, k, v, log_decay, beta), or a short convolution
+    f(x, weight); state="each key": with a log_decay shaped as k. A question may take `seconds`. `quick` asks less
+    (asking/questions.py). `catalogue`: a module or a file with mistakes of your own. `progress` is told what is done,
+    in words.
 
     Raises ValueError for a function that cannot be examined, or that no other process can import, and CannotExamine
     where it answers no question at all.

@@ -70,6 +70,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--layout", dest="layouts", help=f"{layouts}contiguous")
     add("--forward-only", dest="gradients", action="store_const", const=False, help="do not ask for gradients")
     add("--equal-chunks", dest="unequal", action="store_const", const=False, help="all ranks have equally many tokens")
+    add("--one-head-dim", dest="own_values", action="store_const", const=False, help="V has the head size of K")
     add("--dtype", dest="dtypes", metavar="DTYPE", help="ask in this dtype only (float64, then float32 and bfloat16)")
     add("--worlds", type=_numbers("numbers of ranks, as 1,2,3,4"), metavar="1,2,3,4", help="ranks")
 

@@ -40,9 +40,8 @@ class Count:
     name: str
     of: Callable[[Run], float]
     best: Callable[[int], float]  # P -> the fewest that we know
-    proof: str  # why no schedule needs fewer than the least
+    proof: str = ""  # why no schedule needs fewer; "": perhaps one does
     goal: Callable[[int], float] | None = None  # P -> enough for two stars; None: the best
-    least: Callable[[Run], float] | None = None  # fewer than the best; None: the best is proved
 
     def enough(self, world_size: int) -> float:
         return (self.goal or self.best)(world_size)
@@ -57,7 +56,6 @@ class Puzzle:
     counts: tuple[Count, ...]
     block: str = "KV"  # what the film calls a block
     number_of: Callable[[float | None], int | None] | None = None  # of the block, from its first number; None: by owner
-    alone: Callable[[int], set[int]] = lambda P: set()  # ranks that can do without a message
     mistakes: Callable[[Inputs], dict[str, list[Any]]] = lambda inputs: {}  # what each rank returns after common ones
     trial: Callable[..., tuple[Run, str]] | None = None  # runs a schedule and says what is wrong; None: `played`
 
@@ -97,7 +95,6 @@ def solve(number: int, schedule: Schedule) -> Verdict:
             return Verdict(head + OPEN, 0)
         if any(output is ... for output in run.outputs.values()):
             return Verdict(head + OPEN, 0)
-        problem = problem or next((said for count in puzzle.counts if (said := too_good(count, run))), "")
         if problem:
             title = f"puzzle {number}, P = {world_size}: {'up to the fault' if run.fault else 'not right yet'}"
             return Verdict(f"{head}not yet. P = {world_size}: {problem}{_printed(run)}", 0, _film(puzzle, run, title))
@@ -127,26 +124,12 @@ def played(schedule: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str
     P = len(inputs)
     run = play(schedule, inputs, puzzle.wires(P))
     problem = run.fault or _wrong(run, puzzle.right(inputs), puzzle.mistakes(inputs))
-    deaf = set(range(P)) - {it.to for it in run.messages} - puzzle.alone(P)
-    if not problem and deaf:
-        problem = f"rank {min(deaf)} has a right result and received no message: data took another way than comm"
     return run, problem
 
 
 def _reach(puzzle: Puzzle, runs: dict[int, Run], wanted: Callable[[Count], Callable[[int], float]]) -> bool:
     return all(
         count.of(run) <= wanted(count)(world_size) + 1e-9 for world_size, run in runs.items() for count in puzzle.counts
-    )
-
-
-def too_good(count: Count, run: Run) -> str:
-    """What to say of a run that needs fewer than is proved to be possible; "": it does not."""
-    least = count.least(run) if count.least else count.best(run.world_size)
-    if count.of(run) >= least - 1e-9:
-        return ""
-    return (
-        f"{count.name}: {count.of(run):g}, but {least:g} is proved to be the fewest. Data took another way than the "
-        f"messages of comm. The proof: {count.proof}"
     )
 
 
@@ -157,8 +140,8 @@ def _table(puzzle: Puzzle, runs: dict[int, Run]) -> str:
     for count in puzzle.counts:
         got = "".join(f"{count.of(run):>9.4g}" for run in runs.values())
         goal, best = (_short([of(P) for P in runs]) for of in (count.enough, count.best))
-        lines.append(f"{count.name:{width}}{got}    {goal:<21}{best}{', no proof' if count.least else ', proved'}")
-    lines += [f"proof, {count.name}: {count.proof}" for count in puzzle.counts if not count.least]
+        lines.append(f"{count.name:{width}}{got}    {goal:<21}{best}{', proved' if count.proof else ', no proof'}")
+    lines += [f"proof, {count.name}: {count.proof}" for count in puzzle.counts if count.proof]
     return "\n".join(lines)
 
 
@@ -285,11 +268,6 @@ def _time(run: Run) -> float:
     return run.time
 
 
-V_LEAVES = "with the weights known, other ranks' results tell each number of V, so all numbers of V must travel."
-A_RESULT = "a rank's result alone is a chunk of numbers."
-GRADIENTS_COME = "with the weights known, what other ranks add to dv can be any chunk, so a chunk comes to each rank."
-ALL_COMPUTE = "all ranks compute P P blocks together, so one of them computes P at least, a unit of time each."
-PARTS_LEAVE = "with the weights known, a rank's part of the result can be any numbers, and they must leave it."
 DOUBLING = "a message joins what two ranks know, so after t rounds a result depends on at most 2^t ranks."
 
 # 1 to 3: messages alone -----------------------------------------------------------------------------------------------
@@ -398,14 +376,12 @@ RING = Puzzle(
     _attention,
     _blocks,
     (
-        Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1), V_LEAVES, least=lambda run: 1),
+        Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1)),
         Count(
             "chunks held",
             lambda run: max(run.held.values()) / CHUNK,
             lambda P: 3 + 2 / D + 1 / (H * C),
-            A_RESULT,
             goal=lambda P: 5 + 2 / D,
-            least=lambda run: 1,
         ),
     ),
     mistakes=_mistaken,
@@ -416,7 +392,7 @@ GROUPED = Puzzle(
     partial(_qkv, heads=(2 * H, H, H)),
     _attention,
     lambda P: replace(_blocks(P), block=2 * H * C * C),
-    (Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1), V_LEAVES, least=lambda run: 1), _share(2)),
+    (Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1)), _share(2)),
     mistakes=_mistaken,
     trial=_computed,
 )
@@ -442,14 +418,7 @@ HOME = Puzzle(
     _gradients,
     _blocks,
     (
-        Count(
-            "chunks that a rank sends",
-            _sent,
-            lambda P: 4 * (P - 1),
-            GRADIENTS_COME,
-            goal=lambda P: 4 * P - 2,
-            least=lambda run: 1,
-        ),
+        Count("chunks that a rank sends", _sent, lambda P: 4 * (P - 1), goal=lambda P: 4 * P - 2),
         _share(1),
     ),
     trial=_computed,
@@ -547,12 +516,9 @@ WINDOW = Puzzle(
             "keys that come to a rank",
             _keys_in,
             lambda P: WINDOWS[P] - 1,
-            V_LEAVES,
             goal=lambda P: C * math.ceil((WINDOWS[P] - 1) / C),
-            least=lambda run: (WINDOWS[run.world_size] - 1) / 2,
         ),
     ),
-    alone=lambda P: {0},
 )
 
 # 9: wires -------------------------------------------------------------------------------------------------------------
@@ -562,16 +528,7 @@ TWO_RINGS = Puzzle(
     _qkv,
     _attention,
     lambda P: replace(_blocks(P), neighbours=True),
-    (
-        Count(
-            "time",
-            _time,
-            lambda P: P + (P - 1) / 2,
-            ALL_COMPUTE,
-            goal=lambda P: P + math.ceil((P - 1) / 2),
-            least=lambda run: run.world_size,
-        ),
-    ),
+    (Count("time", _time, lambda P: P + (P - 1) / 2, goal=lambda P: P + math.ceil((P - 1) / 2)),),
     mistakes=_mistaken,
     trial=_computed,
 )
@@ -606,12 +563,9 @@ TOKEN = Puzzle(
             "numbers in the largest message",
             lambda run: max((it.size / 8 for it in run.messages), default=0),
             lambda P: H * (D + 1),
-            PARTS_LEAVE,
-            least=lambda run: H * D * (run.world_size - 1) / max(len(run.messages), 1),  # the mean of a message
         ),
         Count("rounds", _time, lambda P: math.ceil(math.log2(P)), goal=lambda P: P - 1, proof=DOUBLING),
     ),
-    alone=lambda P: set(range(1, P)),
     mistakes=_mistaken,
 )
 

@@ -16,7 +16,8 @@ import torch
 from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, level_of, right_results
 from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
 from ring_doctor.asking.patient import Patient, dtype_of
-from ring_doctor.asking.questions import LSE, STATE, UNEQUAL, Question, in_turn, kind, questions
+from ring_doctor.asking.questions import LSE, STATE, UNEQUAL, VALUES, Question, in_turn, kind, questions
+from ring_doctor.asking.signature import TENSORS
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
 GIVE_UP = 2  # hangs or crashes: then nothing more is asked
@@ -71,6 +72,7 @@ class Examination:
         may = OF_STATES if patient.state else OF_ATTENTION
         told = [words for option, words in may.items() if option not in patient.takes]
         claimed = {"grouped queries": patient.grouped or patient.state, UNEQUAL: patient.unequal}
+        claimed |= {VALUES: patient.own_values or patient.state}
         claimed |= {"gradients": patient.gradients, "a causal mask": True in patient.causal}
         told += [words for words, claim in claimed.items() if not claim]
         refused = [feature for feature, state in answers if state == REFUSED and (feature, OK) not in answers]
@@ -114,7 +116,13 @@ def examination_of(
         # parts of a job have jobs of their own, in which rank 0 is never called
         sizes = itertools.product(range(1, max(patient.worlds) + 2), (False, True))
         jobs = {key: stack.enter_context(closing(Job(patient, key[0], seconds, device))) for key in sizes}
-        any(_takes(found, jobs[P, False], seed, progress) for P in reversed(patient.worlds))
+        if not any(_takes(found, jobs[P, False], seed, progress) for P in reversed(patient.worlds)):
+            job = jobs[max(patient.worlds), False]
+            for order in TENSORS:
+                job.patient = replace(patient, tensors=order)
+                if order != patient.tensors and _takes(Examination(job.patient), job, seed, progress):
+                    asked = f"{patient.name} takes no tensors in the order {patient.tensors}, and some in {order}"
+                    raise CannotExamine(f"{asked}: ask with --tensors {order}")
         _ask_everything(found, jobs, seed, quick, progress)
     found.remarks += [LAST_DIGITS] if any(answer.last_digits for answer in found.answers) else []
     found.remarks += [DRAWS] if any(answer.draws for answer in found.answers) else []

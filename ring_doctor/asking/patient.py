@@ -49,6 +49,7 @@ class Patient:
     tensors: str = "bhsd"  # a name in TENSORS: the order of dimensions that the function takes
     grouped: bool = True  # K and V may have fewer heads
     unequal: bool = True  # contiguous chunks may have different lengths
+    own_values: bool = True  # V may have a head dim of its own
     gradients: bool = True
     state: bool | str = False  # a ring of states or a short convolution, as in state_case.py; "each key": its decay too
     batch: int = 1

@@ -109,8 +109,9 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
     yield plain, {"seq_len": tiles * P, "head_dim": head_dim}, ""
     yield plain, {"inputs": "large"}, ""
     own = {"head_dim": 2 * case.head_dim, "value_dim": case.head_dim}
-    yield plain, own, VALUES
-    if patient.grouped:
+    if patient.own_values:
+        yield plain, own, VALUES
+    if patient.own_values and patient.grouped:
         yield plain, own | {"heads": 2 * case.heads, "kv_heads": case.heads}, VALUES
     if "scale" in patient.takes:
         yield plain, {"scale": 0.3}, ""

@@ -249,6 +249,10 @@ def refuses(which):
             "is slow, or this machine is: with P = .*--time",
         ),
         (lambda question, job: LATE, "is slow, or this machine is"),
+        (
+            lambda question, job: OK if job.patient.tensors == "sbhd" else REFUSED,
+            "in the order bhsd, .* --tensors sbhd",
+        ),
     ],
 )
 @pytest.mark.parametrize("quick", [False, True])

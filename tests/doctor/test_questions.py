@@ -318,6 +318,7 @@ def test_a_patient_is_not_asked_what_it_does_not_claim():
     assert not [what for what in whats(patient_of(plain_only)) if "window" in what or "scale" in what]
     assert "C = 6 or 7" not in whats(replace(RING, unequal=False))
     assert not [what for what in whats(replace(RING, grouped=False)) if "query heads" in what]
+    assert not [what for what in whats(replace(RING, own_values=False)) if "V of D" in what]
     of_forward = whats(replace(RING, gradients=False))
     assert not [what for what in of_forward if any(word in what for word in ("frozen", "interleaved", "backward"))]
     assert "16-bit sums inputs, C = 8" in {what.removeprefix("without gradients, ") for what in of_forward}

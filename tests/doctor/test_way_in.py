@@ -132,8 +132,8 @@ def test_a_name_that_names_nothing_is_answered_by_what_to_type(project, name):
 def test_each_constant_of_a_patient_file_is_a_claim(project, constant):
     claims = {
         "LAYOUTS": ("striped",), "CAUSAL": (True,), "DTYPES": ("float16",), "WORLDS": (5,), "TENSORS": "sbhd",
-        "GROUPED": False, "UNEQUAL": False, "GRADIENTS": False, "BATCH": 3, "HEADS": 6, "KV_HEADS": 2, "HEAD_DIM": 8,
-        "CHUNK": 10, "ABOUT": "a", "VERSION": "1",
+        "GROUPED": False, "UNEQUAL": False, "OWN_VALUES": False, "GRADIENTS": False, "BATCH": 3, "HEADS": 6,
+        "KV_HEADS": 2, "HEAD_DIM": 8, "CHUNK": 10, "ABOUT": "a", "VERSION": "1",
     }  # fmt: skip
     project(adapter=f"def attention(q, k, v): return q\n{constant} = {claims[constant]!r}\n")
     default = patient_of("adapter:attention")

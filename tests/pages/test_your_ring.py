@@ -38,9 +38,6 @@ def attention(q, k, v):
     k, v = torch.cat(blocks, dim=3)
     return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1) @ v
 """
-AT_OTHER_LENGTHS = GATHERED.replace("attention", "gathered") + SECOND.replace(
-    "    kv = torch", "    if q.shape[2] > 6:\n        return gathered(q, k, v)\n    kv = torch"
-)
 P_HOPS = SECOND.replace("- 1):\n        kv = hop(kv)\n        out", "):\n        if _:\n            out").replace(
     "*block(q, *kv))\n    return", "*block(q, *kv))\n        kv = hop(kv)\n    return"
 )
@@ -61,11 +58,8 @@ WRONG = [  # step, file, what is said
     ),
     (1, "def attention(q, k, v):\n    while True:\n        pass", "it was still running after 0.05 s"),
     (1, FIRST.replace("lse = torch.logsumexp(scores, dim=-1)", LSE_OF_SMALL), "lse: scores of some thousands"),
-    (2, "from ringlab import ring_flash_attention as attention", "it imports ringlab; the ring is yours to write"),
     (2, GATHERED, "this is no ring of sends to a neighbour: with 3 ranks, each rank r sends 1 x allgather"),
     (2, P_HOPS, "a rank sends too much: "),
-    (2, "from solution import attention", "it imports solution; the ring is yours to write"),
-    (2, AT_OTHER_LENGTHS, "this is no ring of sends to a neighbour: with 3 ranks, each rank r sends 1 x allgather"),
     pytest.param(6, NO_GROUPS, "it refuses P = 3, causal, zigzag, 4 query heads on 2", marks=LONG),
     (4, SECOND, "attention has no argument causal"),
 ]
@@ -74,6 +68,7 @@ WRONG = [  # step, file, what is said
 @pytest.mark.parametrize(
     ("number", "file"),
     [(1, FIRST), pytest.param(2, SECOND, marks=LONG), pytest.param(5, SIXTH, marks=LONG), (6, SIXTH)],
+    ids=lambda x: "file" if "\n" in str(x) else None,
 )
 def test_a_right_file_passes_its_step(number, file, tmp_path):
     path = tmp_path / f"right_{number}.py"
@@ -95,7 +90,7 @@ def test_each_first_try_has_one_mistake():
         assert wrong not in SIXTH
 
 
-@pytest.mark.parametrize(("number", "file", "words"), WRONG)
+@pytest.mark.parametrize(("number", "file", "words"), WRONG, ids=lambda x: "file" if "\n" in str(x) else None)
 def test_a_wrong_file_is_told_why(number, file, words, tmp_path, monkeypatch):
     if "while True" in file:
         monkeypatch.setattr(answers, "SECONDS", 0.05)

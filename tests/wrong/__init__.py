@@ -7,7 +7,7 @@ escaped_rings.py        rings wrong in one kind of question only                
 odd_patients.py         rings that hang, crash, refuse, change their input              doctor/: most files
 sick_models.py          steps of a whole model                                          doctor/test_whole_model.py
 readers_rings.py        rings of readers of chapter 4                                   pages/test_exercises.py
-readers_schedules.py    schedules of readers of the puzzles, and cheats                 pages/test_puzzles.py
+readers_schedules.py    schedules of readers of the puzzles                             pages/test_puzzles.py
 tried_answers.py        answers to the exercises of all chapters                        pages/test_exercises.py
 failing_ring.py         a rank that fails, and a command with a wrong result            basics/test_processes.py
 

@@ -1,4 +1,4 @@
-"""Other forms of right schedules, wrong schedules and cheats. Each runs on the ranks, as a notebook's cell does."""
+"""Other forms of right schedules, and wrong schedules. Each runs on the ranks, as a notebook's cell does."""
 
 import math
 import os
