@@ -123,6 +123,7 @@ def test_a_command_prints_what_is_shown(project, command, ranks, capsys, monkeyp
         monkeypatch.setenv(*assignment.split("="))
         monkeypatch.chdir(project)
         monkeypatch.syspath_prepend(project)
+        ranks.stop()  # those that start from now on find the project
         with on_these(ranks):
             assert doctor.main(words) == 1
         printed = capsys.readouterr().out
