@@ -10,6 +10,7 @@ Before: tiles.py. After: xray.py.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -114,27 +115,38 @@ class XRay:
     def right(self) -> bool:
         return all(matrix.ok for matrix in self.matrices)
 
-    def text(self) -> str:
-        """Each matrix: right or not. Below a wrong matrix stand a grid and what each of its wrong tiles holds.
+    def grids(self) -> list[dict[str, Any]]:
+        """Of each matrix its title, with whether it is right; the labels of its tiles, rank by rank; what they hold.
 
-        A row of the grid is a rank's queries, a column a block's keys. "-": the mask hides the tile, which is empty.
+        A row of tiles is a rank's queries, a column a block's keys. "-": the mask hides the tile, which is empty. A
+        matrix that is right, or wrong as another is, has no tiles.
         """
         first: dict[tuple[str, ...], str] = {}
-        lines = []
+        grids: list[dict[str, Any]] = []
         for matrix in self.matrices:
             P, name = len(matrix.sheet.lengths), first.setdefault(tuple(matrix.of_tiles), matrix.name)
             if not matrix.wrong or name != matrix.name:
                 same = f"wrong in the same tiles in the same way as {name}" if matrix.wrong else matrix.of_rows
-                lines.append(f"{matrix.title}: {same or 'right'}.")
+                grids.append({"title": f"{matrix.title}: {same or 'right'}.", "tiles": [], "holds": []})
                 continue
-            lines.append(f"{matrix.title}: {len(matrix.wrong)} of {P * P} tiles are wrong.")
+            title = f"{matrix.title}: {len(matrix.wrong)} of {P * P} tiles are wrong."
             labels = ["-" if tile.kind == "ok" and tile.hidden else tile.label for tile in matrix.tiles]
-            width = 2 + max(3, *(len(label) for label in labels))
-            lines.append(" " * 13 + "".join(paint(j, f"KV{j}".ljust(width)) for j in range(P)).rstrip())
-            for rank in range(P):
-                row = "".join(label.ljust(width) for label in labels[rank * P : (rank + 1) * P])
-                lines.append("    " + f"rank {rank}".ljust(9) + row.rstrip())
-            lines += [f"    {line}" for line in matrix.shown]
+            tiles = [labels[rank * P : (rank + 1) * P] for rank in range(P)]
+            grids.append({"title": title, "tiles": tiles, "holds": matrix.shown})
+        return grids
+
+    def text(self) -> str:
+        """The grids, in words."""
+        lines = []
+        for grid in self.grids():
+            lines.append(grid["title"])
+            width = 2 + max([3, *(len(label) for row in grid["tiles"] for label in row)])
+            if grid["tiles"]:
+                blocks = range(len(grid["tiles"]))
+                lines.append(" " * 13 + "".join(paint(j, f"KV{j}".ljust(width)) for j in blocks).rstrip())
+            for rank, row in enumerate(grid["tiles"]):
+                lines.append("    " + f"rank {rank}".ljust(9) + "".join(label.ljust(width) for label in row).rstrip())
+            lines += [f"    {line}" for line in grid["holds"]]
         return "\n".join(lines)
 
     def facts(self, known: Collection[str] = ()) -> list[Finding]:
