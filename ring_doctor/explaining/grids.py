@@ -20,6 +20,7 @@ from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.tiles import LOOK, Sheet, Tile
 from ringlab.support.colours import paint
 
+OF_STATES = ("what each row reads of earlier tokens", "out")
 TITLES = {  # the four matrices: what a reader sees of them, and the result that shows it
     "W forward": ("weights of the forward pass", "out"),
     "W backward": ("weights of the backward pass", "dV"),
@@ -43,7 +44,7 @@ class Matrix:
         """The sums of the wrong rows of weights. A right row sums to 1, or to 0 where the query sees nothing."""
         sums, right, allowed = (x.sum(dim=1) for x in (self.sheet.seen, self.sheet.right, self.sheet.allowed))
         wrong = ~((sums - right).abs() <= allowed)
-        return sums[wrong] if wrong.any() and not self.name.startswith("dS") else None
+        return sums[wrong] if wrong.any() and self.name.startswith("W") else None
 
     @property
     def ok(self) -> bool:
@@ -51,8 +52,13 @@ class Matrix:
         return bool(((self.sheet.seen - self.sheet.right).abs() <= self.sheet.allowed).all())
 
     @property
+    def shows(self) -> tuple[str, str]:
+        """What a reader sees of it, and the result that shows it."""
+        return TITLES.get(self.name, OF_STATES)
+
+    @property
     def title(self) -> str:
-        return "{}, {} ({})".format(self.name, *TITLES[self.name])
+        return "{}, {} ({})".format(self.name, *self.shows)
 
     @property
     def wrong(self) -> list[Tile]:
@@ -152,13 +158,13 @@ class XRay:
         wrong = [matrix for matrix in self.matrices if not matrix.ok]
         for matrix in wrong[:1] if wrong and wrong[0].name == "W forward" else wrong:
             kinds = [tile.kind for tile in matrix.wrong]
-            held = TITLES[matrix.name][1].lower() in known
+            held = matrix.shows[1].lower() in known
             if (said and not kinds) or (held and set(kinds) <= {"wrong"}):
                 continue  # it follows from another matrix, or says less than is known
             kind = next((kind for kind in kinds if LOOK.get(kind) and not held), "")
             look = OF_LSE if (matrix.name, kind) == ("W backward", "scaled") else LOOK.get(kind, "")
             shown = "; ".join(matrix.of_tiles) or matrix.of_rows
-            full, title = f"X-ray ({self.case.words()}): {matrix.title}: {shown}", TITLES[matrix.name][0]
+            full, title = f"X-ray ({self.case.words()}): {matrix.title}: {shown}", matrix.shows[0]
             nothing = {"wrong"} == {tile.kind for tile in matrix.tiles}  # that a headline could tell
             said.setdefault(shown, Finding(full, look, f"wrong {title}" if nothing else f"{title}: {shown}"))
         return list(said.values())
