@@ -130,16 +130,8 @@ def test_a_command_prints_what_is_shown(project, line, there, capsys, monkeypatc
     if line.startswith("GITHUB"):
         assignment, _, *words = line.split()
         monkeypatch.setenv(*assignment.split("="))
-<<<<<<< HEAD
         with on_these(there):
             assert command.main(words) == 1
-=======
-        monkeypatch.chdir(project)
-        monkeypatch.syspath_prepend(project)
-        ranks.stop()  # those that start from now on find the project
-        with on_these(ranks):
-            assert doctor.main(words) == 1
->>>>>>> origin/main
         printed = capsys.readouterr().out
     else:
         done = run_pytest(project, line)
