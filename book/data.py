@@ -201,7 +201,7 @@ def xrays() -> Iterator[tuple[str, dict[str, Any]]]:
         known = CATALOGUE[name]
         report: dict[str, Any] = {"name": f"a ring on paper: {name}", "healthy": False, "verdict": f"SICK: {name}"}
         report |= {"mistakes": [[name]], "remarks": [known.what, f"Where to look: {known.look}."]}
-        yield name, report | {"xray": on_paper(case, known.variants[0](RIGHT)).text()}
+        yield name, report | {"grids": on_paper(case, known.variants[0](RIGHT)).grids()}
 
 
 HOSTS, LENGTHS = (1, 2, 8), (32_768, 131_072, 1_048_576)  # that the planner's page offers; hosts of 8

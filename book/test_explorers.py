@@ -233,11 +233,10 @@ def test_the_page_judges_puzzles(watched):
     assert row["said"] in page.inner_text("#solve-verdict")
 
 
-def tiles(text):
-    """The words of the tiles of every matrix that an X-ray's text shows."""
+def tiles(grids):
+    """The words of the tiles of every matrix of an X-ray."""
     words = {"ok": "✓ ok", "-": "· masked"}
-    labels = [re.split(r"\s{2,}", row)[1:] for row in re.findall(r"^ +(rank \d+ {2,}.*)$", text, re.M)]
-    return [[words.get(label, f"✗ {label}") for label in row] for row in labels]
+    return [[words.get(label, f"✗ {label}") for label in row] for grid in grids for row in grid["tiles"]]
 
 
 DROP = """([name, text]) => {
@@ -255,8 +254,8 @@ DROP = """([name, text]) => {
 
 def test_the_xray_shows_every_tile_of_a_report_and_refuses_other_files(watched):
     page = watched.open("xray.html")
-    xray = on_paper(Case(3, 12), CATALOGUE["own_block_twice"].variants[0](data.RIGHT)).text()
-    own = {"name": "mine", "healthy": False, "verdict": "SICK: mine", "remarks": ["It fell."], "xray": xray}
+    grids = on_paper(Case(3, 12), CATALOGUE["own_block_twice"].variants[0](data.RIGHT)).grids()
+    own = {"name": "mine", "healthy": False, "verdict": "SICK: mine", "remarks": ["It fell."], "grids": grids}
     fields = set(re.findall(r'^ {8}"(\w+)":', inspect.getsource(as_json), re.M))  # that the doctor writes
     for name, report in [*data.xrays(), ("", own)]:
         assert set(report) <= fields
@@ -268,7 +267,7 @@ def test_the_xray_shows_every_tile_of_a_report_and_refuses_other_files(watched):
         page.wait_for_selector(f"#xray-status:has-text('✗ {report['verdict']}')")
         assert report["remarks"][-1] in page.inner_text("#xray-report")
         shown = page.locator("table.tiles tbody tr").all()
-        assert [row.locator(".tile").all_inner_texts() for row in shown] == tiles(report["xray"])
+        assert [row.locator(".tile").all_inner_texts() for row in shown] == tiles(report["grids"])
     for text in ("not json", "{}"):
         page.set_input_files("[name=file]", {"name": "other.json", "mimeType": "", "buffer": text.encode()})
         page.wait_for_selector("#xray-status:has-text('other.json is no report of the doctor')")

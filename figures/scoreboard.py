@@ -1,68 +1,67 @@
-"""Times of attention that others measured, and how far the planner's predictions lie from them.
+"""Times that others measured, and how far the planner's predictions lie from them: all of bench/published.json.
 
-Drawn from bench/published.json by bench/scoreboard.py.
+Graded by bench/scoreboard.py.
 """
 
-from bench.scoreboard import Grade, grades, interval, summary
+from bench.scoreboard import Grade, grades, summary, times
 from figures import shapes
 from ringlab.support import drawing
 
 ALT = (
-    "64 points: the measured milliseconds of attention on 8 to 64 GPUs, from 1.3 to 2,600, against the error of the "
-    "predicted time in percent. A shape for each of five sources, a colour for each way. Four in five points lie "
-    "between -10 and +10 percent. The worst are rings and an all-to-all of 8 L20 without NVLink, -29 to -47 percent. "
-    "A band shows where nine in ten measured times lie around a prediction."
+    "Six rows of points, all 105 graded times: attention inside a host, attention between hosts, steps inside a host, "
+    "steps between hosts, prefills, single messages. A point's place is the error of its prediction, from -50 to +30 "
+    "percent. Nine in ten lie within a band of 13 percent to both sides of 0. Five are below -25 percent: three of 8 "
+    "L20 without NVLink, a ring of 8 A100, and a step."
 )
-COLOURS = {"ring": drawing.INK, "hybrid": "#5B4B8A", "all-to-all": "#A65E00", "all-gather": "#8C1D40"}  # not of blocks
-MARKERS = {
-    "zhuzilin": "o",
-    "feifeibear": "s",
-    "MayDomine": "^",
-    "SandAI-org": "D",
-    "ifromeast": "v",
-}  # by the source's first word
-NAMES = {"zhuzilin": "ring-flash-attention", "feifeibear": "long-context-attention", "MayDomine": "Burst-Attention"}
-NAMES |= {"SandAI-org": "MagiAttention", "ifromeast": "AI_analysis (L20)"}
+ROWS = {  # a name, and the kinds of bench/scoreboard.py in it
+    "attention, one host": ("attention, best kernels, one host", "attention, framework, one host"),
+    "attention, hosts": ("attention, best kernels, hosts",),
+    "step, one host": ("step, framework, one host",),
+    "step, hosts": ("step, framework, hosts",),
+    "prefill": ("prefill, best kernels, one host", "prefill, best kernels, hosts"),
+    "message": ("message",),
+}
+HEIGHTS = (92, 56, 56, 56, 50, 50)  # pixels of the rows
+LEFT, TOP, WIDE, LOW, HIGH = 190, 95, 780, -52, 32  # pixels, and percent shown
+POINT = 10  # pixels, with the space around it
 
 
-def source(grade: Grade) -> str:
-    """The key of MARKERS."""
-    return grade.row["source"].partition("/")[0]
+def rows() -> dict[str, list[Grade]]:
+    """All graded times, in the rows of the picture."""
+    marked = times(grades())
+    return {name: [each for each in marked if each.kind in kinds] for name, kinds in ROWS.items()}
+
+
+def lanes(errors: list[float]) -> list[int]:
+    """The lane of each error, in percent: the nearest to 0 in which no other point is in the way."""
+    taken: list[tuple[float, int]] = []
+    for error in errors:
+        near = {lane for other, lane in taken if abs(other - error) * WIDE < POINT * (HIGH - LOW)}
+        taken.append((error, next(lane for i in range(99) for lane in (i, -i) if lane not in near)))
+    return [lane for _, lane in taken]
 
 
 def draw() -> drawing.Picture:
-    """A point for each measured time of attention."""
-    rows = [each for each in grades() if each.kind.startswith("attention, best")]
-    errors = summary([each.error for each in rows])
-    title = "Attention on 8 to 64 GPUs, measured by others: how far is the planner off?"
-    words = (
-        f"median {errors['median']:.1%}, nine in ten within {errors['nine in ten']:.1%}, worst {errors['worst']:.1%}"
+    """A point for each graded time."""
+    by_row = rows()
+    errors = [each.error for marked in by_row.values() for each in marked]
+    found = summary(errors)
+    title = f"The planner is {found['median']:.1%} off or less for half of {len(errors)} published times"
+    band = (
+        f"band: nine in ten of them, {found['nine in ten']:.1%} off or less   a point: a time, or a speed in tokens/s"
     )
-    what = f"{len(rows)} times   error: {words}"
-    band = "band: where nine in ten further times lie"
-    figure, _ = shapes.headed(560, ALT, title, {65: what, 91: band})
-
-    place = (0.085, 0.12, 0.655, 0.68)
-    ax = shapes.numbers(figure, place, x="measured ms of a layer", y="predicted / measured - 1")
-    low, high = interval([each.ratio() for each in rows])
-    ax.axhspan(100 / high - 100, 100 / low - 100, color=drawing.CARD, zorder=0)
-    ax.axhline(0, color=drawing.MUTED, lw=1.2)
-    for each in rows:
-        look = {"s": 62, "color": COLOURS[each.row["way"]], "marker": MARKERS[source(each)], "lw": 0, "alpha": 0.85}
-        ax.scatter(each.measured, 100 * each.error, **look)
-    ax.set(xscale="log", ylim=(-52, 32))
-    ticks = (2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
-    ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    ax.set_xticks([], minor=True)
-    ax.set_yticks(range(-50, 40, 10), [f"{error:+d} %" if error else "0" for error in range(-50, 40, 10)])
-
-    key = figure.add_axes((0.76, 0.12, 0.23, 0.68), facecolor=drawing.PAGE)
-    key.set(xlim=(0, 230), ylim=(380, 0))
-    key.axis("off")
-    for i, (way, colour) in enumerate(COLOURS.items()):
-        key.scatter(16, 30 + 28 * i, s=62, color=colour, marker="o", lw=0)
-        drawing.write(key, 34, 30 + 28 * i, way)
-    for i, (name, marker) in enumerate(MARKERS.items()):
-        key.scatter(16, 180 + 28 * i, s=62, color=drawing.MUTED, marker=marker, lw=0)
-        drawing.write(key, 34, 180 + 28 * i, NAMES[name])
+    figure, page = shapes.headed(520, ALT, title, {65: band})
+    place = LEFT / 1000, 1 - (TOP + sum(HEIGHTS)) / 520, WIDE / 1000, sum(HEIGHTS) / 520
+    ax = shapes.numbers(figure, place, x="predicted / measured - 1")
+    ax.axvspan(-100 * found["nine in ten"], 100 * found["nine in ten"], color=drawing.CARD, zorder=0)
+    ax.axvline(0, color=drawing.MUTED, lw=1.2)
+    for i, (name, marked) in enumerate(by_row.items()):
+        middle = sum(HEIGHTS[:i]) + HEIGHTS[i] / 2
+        shown = sorted(100 * each.error for each in marked)
+        ax.plot(shown, [middle + POINT * lane for lane in lanes(shown)], "o", color=drawing.INK, ms=6)
+        drawing.write(page, LEFT - 15, TOP + middle - 9, name, ha="right", weight="bold")
+        drawing.write(page, LEFT - 15, TOP + middle + 10, f"{len(marked)} measured", ha="right", color=drawing.MUTED)
+    ax.set(xlim=(LOW, HIGH), ylim=(sum(HEIGHTS), 0))
+    ax.set_xticks(range(-50, 40, 10), [f"{error:+d} %" if error else "0" for error in range(-50, 40, 10)])
+    ax.set_yticks([])
     return figure

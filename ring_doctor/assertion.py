@@ -28,10 +28,11 @@ from ring_doctor.asking.examination import SECONDS, Examination
 from ring_doctor.asking.job import CannotExamine, Job
 from ring_doctor.asking.patient import Patient, patient_of
 from ring_doctor.asking.questions import Question
+from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import enter
 from ring_doctor.explaining.diagnosis import diagnose
 from ring_doctor.explaining.inference import infer
-from ring_doctor.explaining.xray import XRay, cases, xray_of
+from ring_doctor.explaining.xray import XRay, cases, of_states, states_of, xray_of
 from ring_doctor.report import Report
 
 LONGEST = 16  # tokens on a rank: a longer question is X-rayed with 4
@@ -80,15 +81,11 @@ def examine(
     found = examination.examination_of(patient, **how, seed=seed, quick=quick, progress=progress)
     progress("diagnosis")
     diagnosis = None if found.healthy else diagnose(found, progress)
-    taken: XRay | str = "a state has no matrix of weights" if patient.state else "none was taken"
-    if found.wrong and not patient.state:
+    taken: XRay | str = "none was taken"
+    if found.wrong:
         progress("X-ray")
         taken = take_xray(found.patient, choose_question(found), **how)
-    named = (
-        patient.state
-        or found.healthy
-        or (diagnosis and diagnosis.told and not diagnosis.part and diagnosis.besides != ())
-    )
+    named = found.healthy or (diagnosis and diagnosis.told and not diagnosis.part and diagnosis.besides != ())
     return Report(found, diagnosis, taken, () if named else tuple(infer(found, taken)))
 
 
@@ -119,6 +116,13 @@ def _loses(question: Question) -> tuple[int, bool, bool, bool]:
 
 def take_xray(patient: Patient, question: Question, *, seconds: float = SECONDS, device: str = "cpu") -> XRay | str:
     """The X-ray, or why there is none."""
+    if isinstance(question.case, StateCase):
+        if question.case.taps:
+            return "none: a convolution has no weights of its own"
+        run = states_of(question.case)
+        with closing(Job(patient, run.world_size, seconds, device)) as job:
+            answer = job.ask(Question(run, "without gradients"))
+        return of_states(answer.results["out"], run) if answer.results else f"none: {answer.says}"
     heads = max(patient.heads, patient.heads_per_rank * question.case.world_size)
     heads = heads if heads > 2 else 1  # all alike: the first one is shown
     with closing(Job(patient, question.case.world_size, seconds, device)) as job:

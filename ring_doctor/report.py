@@ -249,6 +249,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "answers": [_answer_as_json(answer) for answer in report.examination.answers],
         "xray_of": report.xray.case.words() if isinstance(report.xray, XRay) else report.xray,
         "xray": report.xray.text() if isinstance(report.xray, XRay) else None,
+        "grids": report.xray.grids() if isinstance(report.xray, XRay) else [],
     }
 
 

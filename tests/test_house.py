@@ -36,11 +36,11 @@ ORDER = (  # the reading order: a file imports from its own row and from the row
 )
 TOOLS = {"ring_planner", "ring_doctor"}  # they stand beside each other
 CODE = {  # lines of code: what is in it, and how many there are. A tenth more is allowed: nobody packs a line for it
-    "the core": ("worked_example.py ring_attn.py ringlab/basics ringlab/ring", 2183),
-    "the package": ("ringlab/support ringlab/ways ringlab/states ringlab/models ringlab/hugging_face", 4509),
-    "the tools": ("ring_doctor ring_planner", 7332),
-    "the tests": ("tests", 19244),
-    "the pages": ("notebooks figures bench examples book", 12761),
+    "the core": ("worked_example.py ring_attn.py ringlab/basics ringlab/ring", 2140),
+    "the package": ("ringlab/support ringlab/ways ringlab/states ringlab/models ringlab/hugging_face", 4521),
+    "the tools": ("ring_doctor ring_planner", 7377),
+    "the tests": ("tests", 19225),
+    "the pages": ("notebooks figures bench examples book", 12588),
 }
 LONGEST = 320  # lines of a file of the package
 README, FILES, TOP = 110, 502, 19  # lines; files in git; names at the top level but those that begin with a dot

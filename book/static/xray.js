@@ -6,19 +6,6 @@ const home = document.querySelector("#xray-report");
 const form = document.querySelector("#xray-form");
 const drop = document.querySelector("#drop");
 
-/** The matrices of an X-ray's text: { title, notes, heads, rows }. */
-function matrices(text) {
-  const found = [];
-  for (const line of text.split("\n")) {
-    const inner = line.trim();
-    if (!line.startsWith(" ")) found.push({ title: inner, notes: [], heads: [], rows: [] });
-    else if (/^KV\d/.test(inner)) found.at(-1).heads = inner.split(/\s{2,}/);
-    else if (/^rank \d+\s{2,}/.test(inner)) found.at(-1).rows.push(inner.split(/\s{2,}/));
-    else found.at(-1).notes.push(inner);
-  }
-  return found;
-}
-
 function tile(label) {
   const kind = label === "ok" ? "ok" : label === "-" ? "hidden" : "bad";
   const words = label === "-" ? `· ${say("masked")}` : kind === "ok" ? "✓ ok" : `✗ ${label}`;
@@ -29,11 +16,12 @@ function show(report) {
   const parts = [make("p", { class: "heading" }, report.name ?? say("report"))];
   for (const remark of report.remarks ?? []) parts.push(make("p", {}, remark));
   if (report.when) parts.push(make("p", {}, report.when));
-  if (!report.xray) parts.push(make("p", { class: "muted" }, say("no xray")));
-  else for (const { title, notes, heads, rows } of matrices(report.xray)) {
-    if (rows.length) parts.push(table(title, ["", ...heads], rows.map(([rank, ...labels]) => [rank, ...labels.map(tile)]), { class: "tiles" }));
+  if (!report.grids.length) parts.push(make("p", { class: "muted" }, say("no xray")));
+  for (const { title, tiles, holds } of report.grids) {
+    const rows = tiles.map((labels, rank) => [`rank ${rank}`, ...labels.map(tile)]);
+    if (rows.length) parts.push(table(title, ["", ...tiles.map((_, j) => `KV${j}`)], rows, { class: "tiles" }));
     else parts.push(make("p", {}, title));
-    if (notes.length) parts.push(make("ul", {}, ...notes.map((note) => make("li", {}, note))));
+    if (holds.length) parts.push(make("ul", {}, ...holds.map((line) => make("li", {}, line))));
   }
   home.replaceChildren(...parts);
   tell(`${report.healthy ? "✓" : "✗"} ${report.verdict}`, report.healthy);
@@ -48,7 +36,7 @@ function tell(words, well) {
 async function read(file) {
   try {
     const report = JSON.parse(await file.text());
-    if (typeof report.verdict !== "string" || !("xray" in report)) throw new Error(say("no report"));
+    if (typeof report.verdict !== "string" || !Array.isArray(report.grids)) throw new Error(say("no report"));
     show(report);
   } catch (error) {
     tell(say("unreadable", { name: file.name, why: error.message }));

@@ -139,7 +139,7 @@ for name, factor, layer, options in (
 # One message stays exposed: in published rings the last hop of the gradients, which follows all computing. Our ring
 # computes on the own block last, so the gradients come home meanwhile, and the first hop of K and V is exposed. It has fewer bytes.
 #
-# A [map](../figures/hidden_communication.svg) has the machines of the paper's table 2; `python -m ring_planner.calibrate`
+# A [picture](../figures/hidden_communication.svg) has the machines of the paper's table 2; `python -m ring_planner.calibrate`
 # measures yours.
 #
 # ## The proof

@@ -217,8 +217,8 @@ print(f"training: hybrid is the fastest in {wins} of {len(rows)} cells; elsewher
 # %% [markdown]
 # The slower the link, the more the double ring gains: 16 to 28 % on the slowest and 4,096 tokens. On faster links it loses up to
 # 11 %, because its last slow hop takes the gradients of all devices through the one NIC. The hybrid loses where the link is slowest
-# and the sequence shortest, to the all-to-all, which sends the fewest bytes. The lines come from a calibration alone, and 97 % of
-# the times are within 15 % of them.
+# and the sequence shortest, to the all-to-all, which sends the fewest bytes. The planner predicts the times from a calibration
+# alone, and 97 % of them are within 15 % of its prediction.
 #
 # ## A whole step
 #

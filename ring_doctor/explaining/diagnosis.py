@@ -91,6 +91,8 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
     answered = [answer for answer in examination.answers if answer.results and not answer.in_float32]
     claimed = [answer for answer in answered if not never_claimed(answer)]
     answered = claimed if _wrong(claimed) else answered  # what was never claimed may be anything
+    if not any(answer.question.how == "autocast" for answer in _wrong(answered)):  # of float32 tensors: no condition
+        answered = [answer for answer in answered if answer.question.how != "autocast"]
     if not (wrong := _wrong(answered)):
         return None
     others = [answer for answer in answered if not imprecise(answer)]  # what is only imprecise has another cause

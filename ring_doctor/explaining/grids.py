@@ -10,6 +10,7 @@ Before: tiles.py. After: xray.py.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.tiles import LOOK, Sheet, Tile
 from ringlab.support.colours import paint
 
+OF_STATES = ("what each row reads of earlier tokens", "out")
 TITLES = {  # the four matrices: what a reader sees of them, and the result that shows it
     "W forward": ("weights of the forward pass", "out"),
     "W backward": ("weights of the backward pass", "dV"),
@@ -42,7 +44,7 @@ class Matrix:
         """The sums of the wrong rows of weights. A right row sums to 1, or to 0 where the query sees nothing."""
         sums, right, allowed = (x.sum(dim=1) for x in (self.sheet.seen, self.sheet.right, self.sheet.allowed))
         wrong = ~((sums - right).abs() <= allowed)
-        return sums[wrong] if wrong.any() and not self.name.startswith("dS") else None
+        return sums[wrong] if wrong.any() and self.name.startswith("W") else None
 
     @property
     def ok(self) -> bool:
@@ -50,8 +52,13 @@ class Matrix:
         return bool(((self.sheet.seen - self.sheet.right).abs() <= self.sheet.allowed).all())
 
     @property
+    def shows(self) -> tuple[str, str]:
+        """What a reader sees of it, and the result that shows it."""
+        return TITLES.get(self.name, OF_STATES)
+
+    @property
     def title(self) -> str:
-        return "{}, {} ({})".format(self.name, *TITLES[self.name])
+        return "{}, {} ({})".format(self.name, *self.shows)
 
     @property
     def wrong(self) -> list[Tile]:
@@ -108,27 +115,38 @@ class XRay:
     def right(self) -> bool:
         return all(matrix.ok for matrix in self.matrices)
 
-    def text(self) -> str:
-        """Each matrix: right or not. Below a wrong matrix stand a grid and what each of its wrong tiles holds.
+    def grids(self) -> list[dict[str, Any]]:
+        """Of each matrix its title, with whether it is right; the labels of its tiles, rank by rank; what they hold.
 
-        A row of the grid is a rank's queries, a column a block's keys. "-": the mask hides the tile, which is empty.
+        A row of tiles is a rank's queries, a column a block's keys. "-": the mask hides the tile, which is empty. A
+        matrix that is right, or wrong as another is, has no tiles.
         """
         first: dict[tuple[str, ...], str] = {}
-        lines = []
+        grids: list[dict[str, Any]] = []
         for matrix in self.matrices:
             P, name = len(matrix.sheet.lengths), first.setdefault(tuple(matrix.of_tiles), matrix.name)
             if not matrix.wrong or name != matrix.name:
                 same = f"wrong in the same tiles in the same way as {name}" if matrix.wrong else matrix.of_rows
-                lines.append(f"{matrix.title}: {same or 'right'}.")
+                grids.append({"title": f"{matrix.title}: {same or 'right'}.", "tiles": [], "holds": []})
                 continue
-            lines.append(f"{matrix.title}: {len(matrix.wrong)} of {P * P} tiles are wrong.")
+            title = f"{matrix.title}: {len(matrix.wrong)} of {P * P} tiles are wrong."
             labels = ["-" if tile.kind == "ok" and tile.hidden else tile.label for tile in matrix.tiles]
-            width = 2 + max(3, *(len(label) for label in labels))
-            lines.append(" " * 13 + "".join(paint(j, f"KV{j}".ljust(width)) for j in range(P)).rstrip())
-            for rank in range(P):
-                row = "".join(label.ljust(width) for label in labels[rank * P : (rank + 1) * P])
-                lines.append("    " + f"rank {rank}".ljust(9) + row.rstrip())
-            lines += [f"    {line}" for line in matrix.shown]
+            tiles = [labels[rank * P : (rank + 1) * P] for rank in range(P)]
+            grids.append({"title": title, "tiles": tiles, "holds": matrix.shown})
+        return grids
+
+    def text(self) -> str:
+        """The grids, in words."""
+        lines = []
+        for grid in self.grids():
+            lines.append(grid["title"])
+            width = 2 + max([3, *(len(label) for row in grid["tiles"] for label in row)])
+            if grid["tiles"]:
+                blocks = range(len(grid["tiles"]))
+                lines.append(" " * 13 + "".join(paint(j, f"KV{j}".ljust(width)) for j in blocks).rstrip())
+            for rank, row in enumerate(grid["tiles"]):
+                lines.append("    " + f"rank {rank}".ljust(9) + "".join(label.ljust(width) for label in row).rstrip())
+            lines += [f"    {line}" for line in grid["holds"]]
         return "\n".join(lines)
 
     def facts(self, known: Collection[str] = ()) -> list[Finding]:
@@ -140,13 +158,13 @@ class XRay:
         wrong = [matrix for matrix in self.matrices if not matrix.ok]
         for matrix in wrong[:1] if wrong and wrong[0].name == "W forward" else wrong:
             kinds = [tile.kind for tile in matrix.wrong]
-            held = TITLES[matrix.name][1].lower() in known
+            held = matrix.shows[1].lower() in known
             if (said and not kinds) or (held and set(kinds) <= {"wrong"}):
                 continue  # it follows from another matrix, or says less than is known
             kind = next((kind for kind in kinds if LOOK.get(kind) and not held), "")
             look = OF_LSE if (matrix.name, kind) == ("W backward", "scaled") else LOOK.get(kind, "")
             shown = "; ".join(matrix.of_tiles) or matrix.of_rows
-            full, title = f"X-ray ({self.case.words()}): {matrix.title}: {shown}", TITLES[matrix.name][0]
+            full, title = f"X-ray ({self.case.words()}): {matrix.title}: {shown}", matrix.shows[0]
             nothing = {"wrong"} == {tile.kind for tile in matrix.tiles}  # that a headline could tell
             said.setdefault(shown, Finding(full, look, f"wrong {title}" if nothing else f"{title}: {shown}"))
         return list(said.values())

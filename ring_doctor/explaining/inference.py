@@ -15,6 +15,7 @@ may wait for its receiver.
 import linecache
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from textwrap import fill
 
 import torch
@@ -34,6 +35,7 @@ IN_A_PART = Finding(
     "every send and receive, at group=, group_src= and group_dst=, and at dist.get_global_rank",
 )
 ON_ONE_RANK = "the kernel: its scale, a softcap, the order of dimensions, its mask, and a rotation by positions inside"
+OF_STATES = "the state with which a rank begins, the decays between two tokens, and what a document's start clears"
 LSE_ALONE = Finding("out is right and lse is wrong", "what uses this lse: a merge, a backward pass")
 LSE_IS_RIGHT = Finding(
     "out is wrong and lse is right, so each query has the right scores",
@@ -63,6 +65,8 @@ def infer(examination: Examination, xray: XRay | str) -> list[Finding]:
     hangs += dict.fromkeys(said for answer in failed if (said := waiting(answer)))
     if not wrong or all(map(imprecise, wrong)):
         return [*_of_rounding(wrong), *hangs]
+    if examination.patient.state:
+        return [*_of_states(wrong, xray), *hangs]
     told = [WrongAnswer(answer) for answer in _comparable(wrong)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
@@ -78,6 +82,16 @@ def infer(examination: Examination, xray: XRay | str) -> list[Finding]:
     follows = [said for names, said in held.items() if out_is_wrong and names[0].startswith("d")]
     first = [said for said in held.values() if said not in follows]
     return _of_one_rank(wrong, [*first, *shown, *_which(told), *follows]) + hangs
+
+
+def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
+    """What a row reads of each earlier token; where that is right, which results are wrong."""
+    if not isinstance(xray, str) and not xray.right:
+        return [replace(finding, look=OF_STATES) for finding in xray.facts()]
+    bad = list(dict.fromkeys(name for answer in wrong for name in answer.wrong))
+    good = [name for name in wrong[0].results if name not in bad]
+    right = f", {listed(good)} right" if good else ""
+    return [Finding(f"{listed(bad)} wrong{right}", OF_STATES)]
 
 
 def _of_one_rank(wrong: list[Answer], findings: list[Finding]) -> list[Finding]:

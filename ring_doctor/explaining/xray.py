@@ -5,7 +5,8 @@
     dQ = scale dS K   with K = I     dQ = scale dS                    dS = W ∘ (dO Vᵀ - δ),  δ = Σ dO ∘ out
     dK = scale dSᵀ Q  with Q = I     dK = scale dSᵀ
 
-Two runs show all four, see asking/case.py. Both have the same W and dS.
+Two runs show all four, see asking/case.py. Both have the same W and dS. The out of a ring of states is linear in V too:
+with V = I it is how much of each earlier token a row reads. One run shows that.
 
 Shapes: S tokens on P ranks; Q, K, V, dO (1, 1, S, D) with D ≥ S, one head. A tile of W or dS is the pairs of rank r's
 queries and block j's keys, computed in round t = (r - j) mod P. If a block is missing, all other weights of a row are
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ring_doctor.asking.case import RUNS, Case
+from ring_doctor.asking.state_case import StateCase
 from ring_doctor.explaining.grids import Matrix, XRay
 from ring_doctor.explaining.tiles import Sheet, Tile, factor, likeliest
 from ring_doctor.mistakes.paper_ring import RIGHT, Steps, compute
@@ -34,6 +36,27 @@ def cases(case: Case) -> tuple[Case, Case]:
     one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=max(case.seq_len, case.head_dim))
     first, second = (replace(one_head, inputs=run) for run in RUNS)
     return first, second
+
+
+def states_of(case: StateCase) -> StateCase:
+    """The question whose out is how much of each token a row of a ring of states reads: V is the identity."""
+    return replace(case, inputs=RUNS[1], batch=1, heads=1, kv_heads=1, head_dim=max(case.seq_len, case.head_dim))
+
+
+def of_states(out: Tensor, case: StateCase) -> XRay:
+    """The X-ray of a ring of states, from its out (1, 1, S, D) to `states_of`: one matrix."""
+    order = torch.cat([case.positions(rank) for rank in range(case.world_size)])
+    right, whole = case.right()["out"], replace(case, documents=None).right()["out"]
+    shown = (x[0, 0].double()[:, : case.seq_len] for x in (out, whole.exact, right.allowed))
+    seen, full, allowed = (x[order][:, order] for x in shown)
+    sheet = Sheet(
+        tuple(len(case.positions(r)) for r in range(case.world_size)),
+        seen,
+        full,
+        case.visible()[order][:, order],
+        allowed,
+    )
+    return XRay([Matrix("A of states", sheet, likeliest([sheet]))], case)
 
 
 def read_matrices(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:

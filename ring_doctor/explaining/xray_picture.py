@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ring_doctor.explaining.grids import TITLES, Matrix, XRay
+from ring_doctor.explaining.grids import Matrix, XRay
 from ringlab.support.extras import extra
 
 with extra("plots", __name__):
@@ -32,7 +32,7 @@ BACK = {"boxstyle": "round,pad=0.12", "fc": drawing.PAGE, "ec": "none"}
 
 def picture(xray: XRay, title: str = "X-ray of a ring") -> drawing.Picture:
     """Each matrix of the X-ray, tokens in the order of the ranks, and at the end of each row the right matrix."""
-    rows = [row for kind in ("W", "dS") if (row := [it for it in xray.matrices if it.name.startswith(kind)])]
+    rows = [row for kind in ("W", "dS", "A") if (row := [it for it in xray.matrices if it.name.startswith(kind)])]
     shown = [f"{matrix.title}: {'; '.join(matrix.shown) or 'right'}." for matrix in xray.matrices]
     figure, ax = drawing.canvas(WIDTH, TOP + STEP * len(rows) - 90, " ".join([f"{title}.", *shown]))
     drawing.write(ax, 20, 34, title, size=drawing.TITLE, weight="bold")
@@ -40,7 +40,7 @@ def picture(xray: XRay, title: str = "X-ray of a ring") -> drawing.Picture:
     drawing.write(ax, 20, 64, key, color=drawing.MUTED)
     for top, row in zip(range(TOP, TOP + STEP * len(rows), STEP), rows, strict=True):
         for x, matrix in zip(LEFTS, row, strict=False):
-            head, result = TITLES[matrix.name]
+            head, result = matrix.shows
             how = f"read from {result}: {_verdict(matrix)}"
             drawing.write(ax, x, top - 58, head.capitalize(), weight="bold")
             drawing.write(ax, x, top - 37, how, size=drawing.SMALL, color=drawing.MUTED)

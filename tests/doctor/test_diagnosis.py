@@ -33,7 +33,15 @@ def variant(name):
 @pytest.fixture(autouse=True)
 def _few_entries(monkeypatch):
     """What is tested here does not need all entries, which take seconds."""
-    names = ("mask_forgotten", "own_block_skipped", "scale_twice", "no_rescale", "delta_missing", *NAMES)
+    names = (
+        "mask_forgotten",
+        "gradients_in_16_bits",
+        "own_block_skipped",
+        "scale_twice",
+        "no_rescale",
+        "delta_missing",
+        *NAMES,
+    )
     monkeypatch.setattr(diagnosis, "CATALOGUE", {name: CATALOGUE[name] for name in names})
 
 
@@ -265,3 +273,15 @@ def test_a_way_to_ask_is_blamed_if_the_same_inputs_are_right_when_asked_plainly(
     found = Examination(PATIENT, [right, wrong])
     assert (wrong.state, right.state) == (WRONG, OK)
     assert diagnose(found).names == names
+
+
+@pytest.mark.parametrize(
+    ("under_autocast", "words"),
+    [(False, "gradients_in_16_bits"), (True, "gradients_in_16_bits (under autocast only)")],
+)
+def test_sums_in_16_bits_are_named_alike_under_autocast(under_autocast, words):
+    """Autocast gives the ring float32 tensors: that they are summed rightly is no condition."""
+    case, wrong = Case(4, 32, dtype=torch.bfloat16, inputs=UNROUNDED[1]), variant("gradients_in_16_bits")(RIGHT)
+    steps = {"autocast": wrong if under_autocast else RIGHT, "plain": RIGHT if under_autocast else wrong}
+    answers = [answer_on_paper(Question(case, how), of) for how, of in steps.items()]
+    assert [found.words for found in diagnose(Examination(PATIENT, answers)).explanations] == [words]

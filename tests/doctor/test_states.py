@@ -11,7 +11,9 @@ from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import questions
 from ring_doctor.asking.signature import OPTION
 from ring_doctor.asking.state_case import Convolution, StateCase
+from ring_doctor.assertion import examine
 from ring_doctor.explaining.diagnosis import diagnose
+from ring_doctor.explaining.xray import of_states, states_of
 from ring_doctor.mistakes.states import MISTAKES, RIGHT_STATES, compute_states
 from ring_doctor.report import Report, as_json, page
 from ringlab.states.linear_attention import Map, checked_inputs, each_of, in_chunks, states_along
@@ -229,3 +231,33 @@ def test_what_a_function_of_states_is_given():
     assert {case.given for case in asked} == {("log_decay", "beta")}
     assert {case.documents for case in asked} == {None, (6, 12), (7, 11), (2, 1, 3, 6, 6)}
     assert {"g", "decay", "log_decay", "beta"} <= set(OPTION)
+
+
+SHOWS = {
+    "state_not_handed_on": "missing",
+    "decay_of_the_chunk_forgotten": "scaled",
+    "state_not_reset_at_documents": "leak 16",
+}
+
+
+@pytest.mark.parametrize("name", SHOWS)
+def test_what_a_row_reads_of_earlier_tokens(name):
+    run = states_of(StateCase(3, 12, causal=True, documents=(5, 7) if "documents" in name else None))
+    assert of_states(compute_states(run)["out"], run).right
+    out = compute_states(run, MISTAKES[name].variants[0](RIGHT_STATES))["out"]
+    assert SHOWS[name] in of_states(out, run).text()
+
+
+def test_what_has_no_name_is_told_by_what_a_row_reads_or_by_what_is_wrong(ranks):
+    for how, says in (
+        ("twice", "what each row reads of earlier tokens: 6 tiles: counted twice"),
+        ("dbeta", "dbeta wrong,"),
+    ):
+        with on_these(ranks):
+            report = examine(partial(unnamed, how), state=True, worlds=3, quick=True, unequal=False, dtypes="float64")
+        assert f": {says}" in report.verdict
+
+
+def unnamed(how, q, k, v, log_decay, beta):
+    beta = beta.detach() if how == "dbeta" else beta
+    return ring_linear_attention(q, k, v, log_decay, beta)[0] * (2 if how == "twice" else 1)

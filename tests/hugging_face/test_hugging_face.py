@@ -143,7 +143,7 @@ def packed(**more):
 
 
 CALLS = {  # how the shard that a model gets is changed
-    "a cache": (with_(past_key_values=[]), "rank 0: past_key_values (a cache"),
+    "a cache": (with_(past_key_values=[]), "past_key_values (a cache"),
     "documents in a tensor": (with_(documents=torch.tensor([S])), "documents are no tuple"),
     "labels on one rank": (of_rank(1, with_(labels=None)), "the ranks disagree about labels; expected"),
     "cumulative lengths": (with_(cu_seq_lens_q=torch.tensor([0, 8])), "cu_seq_lens_q (packed documents: for shard"),

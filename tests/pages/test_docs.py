@@ -9,8 +9,10 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from unittest import mock
 
 import pytest
 import torch
@@ -31,9 +33,10 @@ from ringlab.basics import command
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.models import train
 from ringlab.ring.layouts import rotary
+from ringlab.support import processes
 from ringlab.support.rounding import exact_attention
 from tests.attention import assert_right
-from tests.commands import LIMIT, ROOT, TORCHRUN, run
+from tests.commands import LIMIT, ROOT
 
 # The code of docs/use.md, as it stands, on real processes ------------------------------------------------------------
 
@@ -42,15 +45,17 @@ MODEL, SYMPTOMS = PAGES["your_model"], PAGES["symptoms"]
 FORWARD = re.findall(r"^```python\n(.*?)^```", PAGES["use"], re.M | re.S)[0]
 
 
-@pytest.mark.slow
-def test_the_forward_snippet_is_full_attention_on_torchruns_processes(tmp_path):
-    """As a file of its own, to which only one line is added: what every rank had is written down."""
-    P, script = 3, tmp_path / "snippet.py"
-    script.write_text(FORWARD + f"\ntorch.save((q, k, v, out), f'{tmp_path}/{{context.rank}}.pt')\n")
-    done = run(*TORCHRUN, f"--nproc_per_node={P}", script, PYTHONPATH=str(ROOT))  # found from there, installed or not
-    assert done.returncode == 0, done.stderr
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(P)]
-    q, k, v, out = (torch.cat(chunks, dim=2) for chunks in zip(*ranks, strict=True))
+def snippet_on_rank(context):
+    """What the snippet had on this rank, which has joined already."""
+    torch.manual_seed(context.rank)
+    with mock.patch.object(processes, "join_ring", return_value=nullcontext(context)):
+        exec(FORWARD, names := {})
+    return [names[name] for name in ("q", "k", "v", "out")]
+
+
+def test_the_forward_snippet_is_full_attention(ranks):
+    P = 3
+    q, k, v, out = (torch.cat(chunks, dim=2) for chunks in zip(*ranks(P, snippet_on_rank), strict=True))
     assert q.shape == (1, 8, 512 * P, 64)  # as its comment says
     assert_right(out, exact_attention(q, k, v, causal=True, fused_blocks=P)["out"])
 

@@ -15,7 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
 
-from figures import FOLDER, hidden_communication, kv_rotation, token_loss
+from bench.scoreboard import grades, times
+from figures import FOLDER, hidden_communication, kv_rotation, scoreboard, token_loss
 from figures.draw_all import CHAPTERS, NARROW, PAGES
 from notebooks.source import build
 from ring_planner.hidden_communication import TABLE_2
@@ -152,22 +153,28 @@ def test_every_picture_is_shown_and_every_shown_picture_is_there():
     assert drawing.colour(len(BLOCK_COLOURS) + 1) == BLOCK_COLOURS[1]
 
 
-def test_map_has_the_machines_of_the_table_and_the_readers_own():
-    def points(figure, mark):
-        on = figure.axes[1]  # beside the page, which has the key
-        return [(line.get_ydata()[0], line.get_xdata()[0]) for line in on.lines if line.get_marker() == mark]
-
-    figure = hidden_communication.draw(own=(1e11, 2e9))
-    assert points(figure, hidden_communication.PRINTED) == [(flops, bandwidth) for _, flops, bandwidth, *_ in TABLE_2]
-    assert points(figure, hidden_communication.OWN) == [(1e11, 2e9)]
-    assert "yours: 100 in float32" in [label.get_text() for label in figure.findobj(Text)]
-    assert points(hidden_communication.draw(), hidden_communication.OWN) == []
+def test_pictures_have_the_rows_of_their_tables():
+    """The machines of the paper's table 2 and chapter 9's two links; all times that the scoreboard grades."""
+    shown = {(flops, bandwidth): chunk for _, flops, bandwidth, chunk in hidden_communication.machines()}
+    assert shown.keys() == {(flops, bandwidth) for _, flops, bandwidth, *_ in TABLE_2} | {
+        (989e12, 450e9),
+        (989e12, 50e9),
+    }
+    (points,) = [[line.get_xdata()[0] for line in axes.lines] for axes in hidden_communication.draw().axes[1:]]
+    assert points == sorted(shown.values())
     assert [hidden_communication.tokens(chunk) for chunk in (31.4, 1000, 24_960, 1098)] == [
         "31",
         "1K",
         "24.96K",
         "1.1K",
     ]
+    graded = [each.error for each in times(grades())]
+    (board,) = scoreboard.draw().axes[1:]
+    drawn_errors = [error / 100 for line in board.lines if line.get_marker() == "o" for error in line.get_xdata()]
+    assert sorted(drawn_errors) == pytest.approx(sorted(graded))
+    assert f"half of {len(graded)} published times" in "".join(
+        label.get_text() for label in scoreboard.draw().findobj(Text)
+    )
 
 
 def test_the_losses_are_those_that_the_description_tells():

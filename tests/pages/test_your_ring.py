@@ -42,8 +42,8 @@ P_HOPS = SECOND.replace("- 1):\n        kv = hop(kv)\n        out", "):\n       
     "*block(q, *kv))\n    return", "*block(q, *kv))\n        kv = hop(kv)\n    return"
 )
 NO_GROUPS = SIXTH.replace(
-    "    return Ring.apply",
-    "    if q.shape[1] != k.shape[1]:\n        raise ValueError('as many heads, please')\n    return Ring.apply",
+    "    with torch.autocast",
+    "    if q.shape[1] != k.shape[1]:\n        raise ValueError('as many heads, please')\n    with torch.autocast",
 )
 LSE_OF_SMALL = "lse = scores.exp().sum(-1).log()\n    return scores.softmax(-1) @ v, lse"
 WRONG = [  # step, file, what is said
