@@ -19,7 +19,6 @@ import torch
 import yaml
 
 import ring_doctor.__main__ as command
-from ring_doctor import __main__ as doctor
 from ring_doctor import assertion, pytest_plugin
 from ring_doctor.asking import examination
 from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG, Answer
@@ -115,25 +114,33 @@ def test_the_files_of_ci_have_commands_that_these_tests_run():
     assert first == f"GITHUB_ACTIONS=true {QUICK}"
 
 
+@pytest.fixture
+def there(project, monkeypatch):
+    """Ranks that find the project: they start in it."""
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    pool = processes.Ranks()
+    yield pool
+    pool.stop()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", SHOWN)
-def test_a_command_prints_what_is_shown(project, command, ranks, capsys, monkeypatch):
-    if command.startswith("GITHUB"):  # on ranks that are there already
-        assignment, _, *words = command.split()
+@pytest.mark.parametrize("line", SHOWN)
+def test_a_command_prints_what_is_shown(project, line, there, capsys, monkeypatch):
+    if line.startswith("GITHUB"):
+        assignment, _, *words = line.split()
         monkeypatch.setenv(*assignment.split("="))
-        monkeypatch.chdir(project)
-        monkeypatch.syspath_prepend(project)
-        with on_these(ranks):
-            assert doctor.main(words) == 1
+        with on_these(there):
+            assert command.main(words) == 1
         printed = capsys.readouterr().out
     else:
-        done = run_pytest(project, command)
+        done = run_pytest(project, line)
         assert done.returncode == 1
         printed = done.stdout
         [suite] = ElementTree.parse(project / "ring.xml").getroot()
         assert [suite.get(name) for name in ("tests", "failures", "errors")] == ["1", "1", "0"]
         assert "it is     The scores are scaled twice." in suite.find("testcase/failure").text
-    *shown, last = SHOWN[command].splitlines()
+    *shown, last = SHOWN[line].splitlines()
     if last.endswith("::Quick: ..."):
         *others, note = printed.splitlines()
         assert note.startswith(last.removesuffix(" ..."))
