@@ -202,7 +202,7 @@ def failure_hint(failed: RingFailed) -> str | None:
         return "A rank has no message with itself: its neighbours are (rank + 1) % P and (rank - 1) % P"
     if failure.startswith("P = 1,") and ("rank of the current process" in failure or "not connected" in failure):
         return "One rank needs no message: P rounds, but P - 1 hops"
-    if "SIGABRT" in failure:
+    if "SIGABRT" in failure or "Received data size doesn't match" in failure:  # as the ranks' timing has it
         return (
             "A message was longer than the tensor that receives it (gloo then writes 'terminate called'). That tensor "
             "needs the dtype of q, and the length of the block that comes: a rank sends to rank + 1, so the hop after "
