@@ -62,9 +62,8 @@ class Job:
                     self.ranks.seconds, self.ranks.hang = START, lambda silent: False
                     self.ranks(self.size, prepare, self.patient)
                     self.ready = True
-                self.ranks.seconds = max(
-                    START * (kind(question) not in self.called), self.seconds, LONGER * self.slowest
-                )
+                least = self.seconds if kind(question) in self.called else max(START, self.seconds)
+                self.ranks.seconds = max(least, LONGER * self.slowest)
                 self.ranks.hang = partial(hang, folder)
                 start = time.monotonic()
                 of_ranks = self.ranks.outcomes(self.size, ask_on_rank, self.patient, question, folder, self.seconds)
@@ -101,12 +100,11 @@ class Job:
             return f"{_told(causes)}; {lost.reason}"
         said = [lost.reason, "" if lost.silent else self._last_words()]
         for line, ranks in waits.items():
-            said += [
-                f"{ranks_in_words(ranks)} in {place(line)}"
-                + f", called by {place(called.get(line))}" * (line in called)
-            ]
-        back = [rank for rank in members if rank not in (*lost.silent, *lost.raised)] if lost.silent else []
-        said += [f"{ranks_in_words(back)} {'has' if len(back) == 1 else 'have'} returned"] * bool(back)
+            caller = f", called by {place(called[line])}" if line in called else ""
+            said.append(f"{ranks_in_words(ranks)} in {place(line)}{caller}")
+        returned = [rank for rank in members if rank not in (*lost.silent, *lost.raised)]
+        if lost.silent and returned:
+            said.append(f"{ranks_in_words(returned)} {'has' if len(returned) == 1 else 'have'} returned")
         return "; ".join(filter(None, said))
 
     def _last_words(self) -> str:

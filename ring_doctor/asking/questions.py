@@ -170,8 +170,10 @@ def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
         case, batch=1, seq_len=S, kv_heads=case.heads, head_dim=max(4, 4 ** ((bits + 1) // 2)), dtype=dtype_of(dtype)
     )
     sums, gradients = (replace(exact, inputs=inputs) for inputs in UNROUNDED)
-    autocast = dtype == "bfloat16" and "float32" in patient.dtypes
-    for how, feature in (("plain", dtype), *[("autocast", "autocast")] * autocast):
+    ways = [("plain", dtype)]
+    if dtype == "bfloat16" and "float32" in patient.dtypes:
+        ways.append(("autocast", "autocast"))
+    for how, feature in ways:
         yield Question(sums, "without gradients" if how == "plain" else how, feature=feature)
         if patient.gradients:
             yield Question(gradients, how, feature=feature)
