@@ -230,6 +230,7 @@ CHANGES = {
     "base_2_as_natural": [
         but(block_lse=lambda steps, s: steps.block_lse(s) / math.log(2)),
         but(block_lse=natural_m_and_log_2),
+        but(merge=lambda steps, case, *rows: steps.merge(case, *rows[:3], rows[3] / math.log(2))),  # later blocks only
     ],
     "natural_as_base_2": [but(merge=natural_as_base_2)],
     "lse_not_updated": [but(merge=lambda steps, case, out, lse, *block: (steps.merge(case, out, lse, *block)[0], lse))],
