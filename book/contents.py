@@ -70,8 +70,14 @@ BELOW = {  # pages that stand below a page in the contents
 }
 # What a language calls itself, and this book in it. What the book says by itself is translated in sphinx.po.
 LANGUAGES = {"en": ("English", "Ring Attention, step by step"), "zh_CN": ("中文", "一步一步学 Ring Attention")}
-# In place of `<!-- puzzles -->` in README: on the site, and in a README that knows the site's address (at_once.py).
+# In place of `<!-- puzzles -->` in README, on the site.
 NOTHING_TO_INSTALL = {"en": ", or [puzzles]({}): nothing to install", "zh_CN": "，或[谜题]({})：无需安装"}
+
+
+def codespace(repository: str) -> str:
+    """Where .devcontainer.json sets the repository up in a browser; empty where there is no such place."""
+    at_home = repository.startswith("https://github.com/")
+    return repository.replace("github.com", "codespaces.new") + "?quickstart=1" if at_home else ""
 
 
 def folder(language: str) -> str:

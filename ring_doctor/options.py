@@ -12,7 +12,7 @@ from typing import Any
 
 from ring_doctor.asking.case import LAYOUTS
 from ring_doctor.asking.examination import SECONDS
-from ring_doctor.asking.patient import Patient
+from ring_doctor.asking.patient import MOST, Patient
 from ring_doctor.asking.signature import TENSORS
 from ringlab.options import Parser, new_file
 
@@ -72,7 +72,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--equal-chunks", dest="unequal", action="store_const", const=False, help="all ranks have equally many tokens")
     add("--one-head-dim", dest="own_values", action="store_const", const=False, help="V has the head size of K")
     add("--dtype", dest="dtypes", metavar="DTYPE", help="ask in this dtype only (float64, then float32 and bfloat16)")
-    add("--worlds", type=_numbers("numbers of ranks, as 1,2,3,4"), metavar="1,2,3,4", help="ranks")
+    add("--worlds", type=_numbers("numbers of ranks, as 1,2,3,4"), metavar="1,2,3,4", help=f"ranks, {MOST} at most")
 
     add = parser.add_argument_group("in which shapes").add_argument
     order = "the order of dimensions: b batch, s tokens of the rank, h heads, d head size (bhsd)"

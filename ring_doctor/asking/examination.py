@@ -27,6 +27,8 @@ LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer
 LAST_DIGITS = "called again, it gives other numbers, all of them right, as where blocks are added as they come"
 DRAWS = "it takes random numbers from torch's generator, as dropout does"
 WHOLE = "each rank returns the whole gradient of what is learned, and not its part: nothing may sum it once more"
+ROUNDED = "in 16 bits out is within rounding. Blocks in float32 until the end would be {:.1f} times as exact"
+ON_THE_WAY = 1.2  # times the error of one rounding: something is rounded before
 OF_ATTENTION = {"window": "windows", "documents": "documents", "sinks": "attention sinks"}  # options in words
 OF_STATES = {"documents": "documents", "state": STATE}
 
@@ -128,6 +130,7 @@ def examination_of(
     found.remarks += [DRAWS] if any(answer.draws for answer in found.answers) else []
     found.remarks += [WHOLE] if any(answer.whole for answer in found.answers) else []
     _check_that_it_answers(found)
+    found.remarks += _rounded_on_the_way(found.answers) if found.healthy else []
     if quick:
         every = sum(len(list(questions(found.patient, P, _dtype(found), seed))) for P in found.patient.worlds)
         share = f"quick: {len(found.answers)} of {every} questions"
@@ -137,6 +140,19 @@ def examination_of(
 
 def _dtype(found: Examination) -> torch.dtype:
     return dtype_of(found.patient.dtypes[0])
+
+
+def _rounded_on_the_way(answers: list[Answer]) -> list[str]:
+    """That out is right in 16 bits, and would be nearer to the exact one if it were rounded at its end only."""
+    times = []
+    for answer in answers:
+        case = answer.case
+        if answer.results and (case.dtype.itemsize, answer.question.how, case.inputs) == (2, "plain", "normal"):
+            exact = case.right()["out"].exact
+            once = float((exact.to(case.dtype) - exact).norm() / exact.norm())
+            times.append(answer.relative["out"] / once)
+    mean = sum(times) / max(1, len(times))
+    return [ROUNDED.format(mean)] if mean > ON_THE_WAY else []
 
 
 def _check_that_it_answers(found: Examination) -> None:

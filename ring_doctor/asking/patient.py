@@ -28,7 +28,7 @@ from ring_doctor.asking.names import by_name, module_named, name_of, portable
 from ring_doctor.asking.signature import OPTION, TENSORS, arguments_of
 from ring_doctor.asking.state_case import Convolution
 
-LEAST = 3  # ranks: with 2, the next rank is also the previous rank, and many mistakes do not show
+LEAST, MOST = 3, 16  # ranks: with 2, the next rank is also the previous rank; each rank is a process here
 
 
 def _expect(fine: bool, words: str) -> None:
@@ -66,6 +66,7 @@ class Patient:
     def __post_init__(self) -> None:
         most, why = max(self.worlds, default=0), "with 2, the next rank is also the previous rank, and many mistakes"
         _expect(most >= LEAST, f"{most} ranks at most; expected {LEAST} or more: {why} do not show")
+        _expect(most <= MOST, f"{most} ranks; expected {MOST} or fewer: each is a process of this machine")
         words = f"one of {', '.join(LAYOUTS)}, or module:name of a Layout, or of a function as --help shows it"
         for layout in self.layouts:
             _expect(layout in LAYOUTS or ":" in layout, f"layout is {layout!r}; expected {words}")

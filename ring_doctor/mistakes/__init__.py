@@ -19,8 +19,12 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from ring_doctor.asking.case import Case
 from ring_doctor.mistakes.paper_ring import Steps
 
+Results = dict[str, Tensor]
 Change = Callable[[Steps], Steps]
 PAGE = Path(__file__).with_name("README.md")
 ENTRY = re.compile(
@@ -71,6 +75,16 @@ def but(**wrong: Callable[..., Any]) -> Change:
         return replace(steps, **changed)
 
     return change
+
+
+def in_the_end(wrong: Callable[[Steps, Case, Results], Results], of: str = "dq") -> Change:
+    """Other whole results where all is computed, and the result `of` is among them."""
+
+    def at_the_end(steps: Steps, case: Case, results: Results) -> Results:
+        results = steps.at_the_end(case, results)
+        return results | wrong(steps, case, results) if of in results else results
+
+    return but(at_the_end=at_the_end)
 
 
 def replaces(step: str) -> Callable[[Callable[..., Any]], Change]:

@@ -9,25 +9,14 @@ import torch
 from torch import Tensor
 
 from ring_doctor.asking.case import Case
-from ring_doctor.mistakes import Change, but, told
+from ring_doctor.mistakes import Change, Results, but, in_the_end, told
 from ring_doctor.mistakes.other_ways import hosts, lengths_of, rank_of_heads
 from ring_doctor.mistakes.paper_ring import BlockGradients, NotOnPaper, Steps
 
 # Right gradients in wrong places, or times a factor -----------------------------------------------------------------
 
-Results = dict[str, Tensor]
 ALL, KV = ("dq", "dk", "dv"), ("dk", "dv")
 SUM, MEAN = (lambda x: x.sum(0, True)), (lambda x: x.mean(0, True))  # every rank gets the same chunk
-
-
-def in_the_end(wrong: Callable[[Steps, Case, Results], Results]) -> Change:
-    """Other dq, dk or dv for the whole results."""
-
-    def at_the_end(steps: Steps, case: Case, results: Results) -> Results:
-        results = steps.at_the_end(case, results)
-        return results | wrong(steps, case, results) if "dq" in results else results
-
-    return but(at_the_end=at_the_end)
 
 
 def chunks(case: Case, x: Tensor) -> Tensor:

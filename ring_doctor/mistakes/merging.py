@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ring_doctor.asking.case import Case
-from ring_doctor.mistakes import Change, but, told
+from ring_doctor.mistakes import Change, but, in_the_end, told
 from ring_doctor.mistakes.paper_ring import Rows, Scores, Steps, Values
 
 
@@ -211,11 +211,6 @@ def smooth(steps: Steps, t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return k - k.mean(dim=2, keepdim=True), v
 
 
-def returned_in_base_2(steps: Steps, case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    results = steps.at_the_end(case, results)
-    return results | {"lse": results["lse"] / math.log(2)}
-
-
 CHANGES = {
     "no_rescale": [running_sums(l_rescaled=False, o_rescaled=False)],
     "l_not_rescaled": [running_sums(l_rescaled=False, o_rescaled=True)],
@@ -230,6 +225,7 @@ CHANGES = {
     "base_2_as_natural": [
         but(block_lse=lambda steps, s: steps.block_lse(s) / math.log(2)),
         but(block_lse=natural_m_and_log_2),
+        but(merge=lambda steps, case, *rows: steps.merge(case, *rows[:3], rows[3] / math.log(2))),  # later blocks only
     ],
     "natural_as_base_2": [but(merge=natural_as_base_2)],
     "lse_not_updated": [but(merge=lambda steps, case, out, lse, *block: (steps.merge(case, out, lse, *block)[0], lse))],
@@ -250,7 +246,7 @@ CHANGES = {
         for multiple in (8, None, 64, 128)
         for change in (in_seen_blocks(padded(multiple)), padded(multiple), padded(multiple, whole_tiles=True))
     ],
-    "lse_returned_in_base_2": [but(at_the_end=returned_in_base_2)],
+    "lse_returned_in_base_2": [in_the_end(lambda steps, case, x: {"lse": x["lse"] / math.log(2)}, "lse")],
     "sums_in_16_bits": [*rounding("out"), *map(undivided_in_16_bits, (False, True))],
     "lse_in_16_bits": [*rounding("lse"), *rounding("lse", "given")],
 }

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ring_doctor.asking.case import Case
-from ring_doctor.mistakes import Change, but, told
+from ring_doctor.mistakes import Change, but, in_the_end, told
 from ring_doctor.mistakes.masks import Pairs, believed, sees
 from ring_doctor.mistakes.paper_ring import Steps
 
@@ -48,7 +48,7 @@ def lengths_of(case: Case) -> list[int]:
 
 
 def returned(change: Callable[[Case, Tensor], Tensor]) -> Change:
-    return but(returned=lambda steps, case, out: change(case, steps.returned(case, out)))
+    return in_the_end(lambda steps, case, x: {"out": change(case, x["out"])}, "out")
 
 
 def kv_heads_in_turn(steps: Steps, case: Case) -> Tensor:

@@ -38,7 +38,6 @@ class BlockGradients:
     round: int
     world_size: int
     block: int  # believed
-    held: int  # the block whose K the rank really had
     hidden: bool  # no query sees a key
     d_q: Tensor  # (B, H, Cq, D)
     d_k: Tensor  # (B, G, Ck, D)
@@ -127,11 +126,6 @@ def weights(s: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(s - lse.masked_fill(lse == -math.inf, math.inf)[..., None])
 
 
-def returned(case: Case, out: Tensor) -> Tensor:
-    """The whole out (B, H, S, D) that the ranks return, for mistakes that are made after the attention."""
-    return out
-
-
 def group_sum(case: Case, x: Tensor, heads: Tensor) -> Tensor:
     """(B, H, Ck, D) -> (B, G, Ck, D): the gradients of the query heads that share a K/V head, added up."""
     return x.new_zeros(x.shape[0], case.kv_heads, *x.shape[2:]).index_add(1, heads, x)
@@ -178,7 +172,6 @@ class Steps:
     merge: Callable = merge_two
     combine: Callable = combine
     sink: Callable = sink
-    returned: Callable = returned
     weights: Callable = weights
     delta: Callable = delta
     delta_from: Callable = delta_from
@@ -190,7 +183,6 @@ class Steps:
     gives_q: Callable = gives_q
     at_the_end: Callable = at_the_end
     backward: "Steps | None" = None  # other steps for the backward pass; None: the same
-    autograd: bool = False  # gradients by autograd, of the forward pass with its mistake, and not by the formula
 
 
 RIGHT = Steps()
@@ -208,30 +200,25 @@ def compute(
     `whole`: other q, k, v, d_out than the case's own. Raises NotOnPaper where the steps need chunks of one length.
     """
     q, k, v, d_out = (x.double() for x in (case.whole() if whole is None else whole))
-    leaves = [x.requires_grad_(steps.autograd) for x in (q, k, v)]
-    queries, keys, values = ([case.cut(x, rank) for rank in range(case.world_size)] for x in leaves)
+    queries, keys, values = ([case.cut(x, rank) for rank in range(case.world_size)] for x in (q, k, v))
     forward = []  # (out, lse) of each rank
     for rank in range(case.world_size):
         rows = 0 * queries[rank], torch.full_like(queries[rank][..., 0], -math.inf)  # of a ring of no rounds
         if tiles := list(_tiles(case, steps, rank, queries[rank], keys, values)):
-            rows = steps.combine(steps, case, *([tile[i] for tile in tiles] for i in (3, 5)))
+            rows = steps.combine(steps, case, *([tile[i] for tile in tiles] for i in (2, 4)))
             rows = steps.sink(case, *rows) if case.sinks else rows
         forward.append(rows)
     results = {name: case.join([part[i] for part in forward]) for i, name in enumerate(("out", "lse"))}
-    results["out"] = steps.returned(case, results["out"])
-    if gradients and steps.autograd:
-        found = torch.autograd.grad(results["out"], leaves, d_out, allow_unused=True, materialize_grads=True)
-        results |= dict(zip(("dq", "dk", "dv"), found, strict=True))
-    elif gradients:
+    if gradients:
         results |= _backward(case, steps.backward or steps, [queries, keys, values], d_out, forward)
-    return steps.at_the_end(case, {name: x.detach() for name, x in results.items()})
+    return steps.at_the_end(case, results)
 
 
-_Tile = tuple[int, int, bool, Tensor, Tensor, Tensor]
+_Tile = tuple[int, bool, Tensor, Tensor, Tensor]
 
 
 def _tiles(case: Case, its: Steps, rank: int, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Iterator[_Tile]:
-    """Of each round: the blocks believed and held, whether no query sees a key, the scores; K and V for each head."""
+    """Of each round: the block believed, whether no query sees a key, the scores; K and V for each head."""
     heads, scale = its.kv_heads(case), its.scale(case)
     for t in range(its.rounds(case, rank)):
         key_block, value_block = its.in_hand(case, rank, t)
@@ -241,7 +228,7 @@ def _tiles(case: Case, its: Steps, rank: int, q: Tensor, keys: list[Tensor], val
         if seen.shape != (q.shape[2], k.shape[2]) or v.shape[2] != k.shape[2]:
             raise NotOnPaper
         scores = (scale * q @ k.mT).masked_fill(~seen, -math.inf)
-        yield block, key_block, not bool(seen.any()), scores, k, v
+        yield block, not bool(seen.any()), scores, k, v
 
 
 def _backward(
@@ -252,7 +239,7 @@ def _backward(
     heads, scale = steps.kv_heads(case), steps.scale(case)
     for rank in range(case.world_size):
         (_, lse), d_out = forward[rank], case.cut(whole_d_out, rank)
-        for t, (block, held, hidden, s, k, v) in enumerate(_tiles(case, steps, rank, queries[rank], keys, values)):
+        for t, (block, hidden, s, k, v) in enumerate(_tiles(case, steps, rank, queries[rank], keys, values)):
             p = steps.weights(s, lse)
             of_d_out, of_out = steps.delta_from(case, rank, block)
             rows = case.cut(whole_d_out, of_d_out), forward[of_out][0]
@@ -260,7 +247,7 @@ def _backward(
             d_s = p * (d_out @ v.mT - steps.delta(s, p, v, *rows))
             d_q, *d_kv = steps.parts(scale * d_s @ k, scale * d_s.mT @ queries[rank], p.mT @ d_out, scale)
             d_k, d_v = (steps.group_sum(case, x, heads) for x in d_kv)
-            parts.append(BlockGradients(rank, t, case.world_size, block, held, hidden, d_q, d_k, d_v))
+            parts.append(BlockGradients(rank, t, case.world_size, block, hidden, d_q, d_k, d_v))
     sums: dict[str, dict[int, Tensor]] = {"dq": {}, "dk": {}, "dv": {}}  # by rank
     for part in parts:  # in the order of the rounds of each rank
         if steps.gives_q(part):

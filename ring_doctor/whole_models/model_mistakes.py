@@ -4,6 +4,7 @@
     positions_per_shard    the whole text in one call, with these wrong positions; also positions_of_zigzag, ...
     ring_not_called        a call for each rank, with its shard at the beginning of the text; the results are added
     mean_of_means          a call for each rank, with the labels of its shard only; a weighted sum of the results
+    keys_rotated_on_arrival    the same, with the positions of its shard for all tokens
     clipped_per_rank       the whole text in one call, and the rows of each rank clipped by their own norm
     the others             factors of the right result: model_comparison.py
 
@@ -62,9 +63,9 @@ def added(seq_len: int, parts: Sequence[Part]) -> Returned | str:
 def sharding_mistakes(patient: ModelPatient, world_size: int, kinds: Sequence[str]) -> list[Prediction]:
     """Every combination of wrong labels, wrong positions, and a ring that is not called; first the right one.
 
-    `kinds` of loss, over the labels, that are tried where the ring is not called: "mean", "sum".
+    `kinds` of loss, over the labels, that are tried where results of ranks are added: "mean", "sum".
     """
-    shards = patient.shards(world_size)
+    P, shards = world_size, patient.shards(world_size)
     labels = [((), patient.labels), *(_wrong_labels(patient, shards) if "targets" in patient.takes else [])]
     ats = [((), torch.arange(patient.seq_len)), *(_wrong_positions(patient, shards) * ("positions" in patient.takes))]
     found: list[Prediction] = []
@@ -73,6 +74,9 @@ def sharding_mistakes(patient: ModelPatient, world_size: int, kinds: Sequence[st
         found.append((names, partial(patient.alone, targets, at)))
         for kind in kinds:
             found.append((("ring_not_called", *names), partial(_each_shard_alone, patient, shards, targets, at, kind)))
+    for kind in kinds if patient.takes == {"positions", "targets"} and patient.layout != "contiguous" else ():
+        rows = partial(rank_by_rank, patient, P, patient.labels, 1 / P if kind == "mean" else 1.0, own_positions=True)
+        found.append((("keys_rotated_on_arrival",), rows))
     return found
 
 
@@ -120,13 +124,16 @@ def _each_shard_alone(
     return added(patient.seq_len, parts)
 
 
-def mean_of_means(patient: ModelPatient, world_size: int, targets: Tensor) -> Returned | str:
-    """Each rank's part of the loss is the mean over its own labels, and the parts are averaged."""
-    parts = []
-    for shard in patient.shards(world_size):
+def rank_by_rank(
+    patient: ModelPatient, world_size: int, targets: Tensor, weight: float, *, own_positions: bool = False
+) -> Returned | str:
+    """A call for each rank, with its own labels only, times a weight; or with its positions for every rank's tokens."""
+    parts, shards = [], patient.shards(world_size)
+    for shard in shards:
         own = torch.full_like(targets, IGNORED)
         own[:, shard] = targets[:, shard]
-        parts.append((1 / world_size, patient.alone(own), shard, shard))
+        at = shard.repeat(world_size)[torch.cat(shards).argsort()] if own_positions else None
+        parts.append((weight, patient.alone(own, at), shard, shard))
     return added(patient.seq_len, parts)
 
 

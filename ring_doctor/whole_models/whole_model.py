@@ -68,8 +68,8 @@ from ring_doctor.whole_models.model_mistakes import (
     Prediction,
     added,
     clipped_per_rank,
-    mean_of_means,
     norm_of,
+    rank_by_rank,
     sharding_mistakes,
 )
 from ringlab.models.transformer import IGNORED
@@ -183,12 +183,8 @@ def _examine(patient: ModelPatient, name: str) -> ModelExamination:
     tried = {"mean": ["mean"], "sum": ["sum"], "unknown": ["sum", "mean"] * (patient.layout == "contiguous")}
     lacks = sorted({"positions", "targets"} - patient.takes)
     notes = [f"the function takes no {option}=, so not every mistake can be named" for option in lacks]
-    if kind in ("clipped", "other"):
-        what = "clipped" if kind == "clipped" else "neither the mean nor the sum over the labels"
-        notes.append(
-            f"the gradients of one process are {what}: factors of them may be hidden, and the names ring_not_called "
-            f"and mean_of_means are not tried"
-        )
+    if kind == "clipped":
+        notes.append("the gradients of one process are clipped, which hides factors")
 
     def predictions(P: int) -> list[Prediction]:
         clipped = [(("clipped_per_rank",), lambda: clipped_per_rank(exact, P))] * (kind == "clipped")
@@ -268,7 +264,7 @@ def _with_hidden_labels(patient: ModelPatient, found: ModelExamination, kind: st
         exact = patient.must(hidden)
 
         def predictions(P: int, exact: Returned = exact, hidden: Tensor = hidden) -> list[Prediction]:
-            means = [(("mean_of_means",), partial(mean_of_means, patient, P, hidden))] * (kind == "mean")
+            means = [(("mean_of_means",), partial(rank_by_rank, patient, P, hidden, 1 / P))] * (kind == "mean")
             return [((), lambda: exact), *means]
 
         results = {P: patient.ask(P, targets=hidden) for P in sizes}

@@ -3,6 +3,8 @@
 from contextlib import contextmanager
 from unittest import mock
 
+import torch
+
 from ring_doctor import assertion
 from ring_doctor.asking import examination
 from ring_doctor.asking.answers import judge
@@ -58,6 +60,15 @@ def examined_sick(ranks, name, **claims):
     ring = ALL[name]
     layouts = LAYOUTS if "layout" in ring.takes else LAYOUTS[:1]
     return examined(ranks, Sick(name), layouts=layouts, grouped=ring.grouped, heads=ring.heads, **claims)
+
+
+def by_autograd(case, steps):
+    """What a ring of these steps returns, whose gradients are those of its forward pass, by autograd."""
+    *leaves, d_out = (x.double().requires_grad_() for x in case.whole())
+    results = compute(case, steps, (*leaves, d_out), gradients=False)
+    found = torch.autograd.grad(results["out"], leaves, d_out, allow_unused=True, materialize_grads=True)
+    results |= dict(zip(("dq", "dk", "dv"), found, strict=True))
+    return {name: x.detach() for name, x in results.items()}
 
 
 def answer_on_paper(question, steps=RIGHT, change=lambda case, results: results):

@@ -589,6 +589,7 @@ MERGES = {  # the entry: of each variant out and lse
     "base_2_as_natural": [
         lambda x: x.averaged(x.lses / LOG_2),
         lambda x: x.averaged(x.s.amax(dim=-1) + (x.lses - x.s.amax(dim=-1)) / LOG_2),
+        lambda x: x.averaged(torch.cat([x.lses[:1], x.lses[1:] / LOG_2])),
     ],
     "natural_as_base_2": [lambda x: (x.averaged(x.lses * LOG_2)[0], x.averaged(x.lses * LOG_2)[1] / LOG_2)],
     "lse_not_updated": [folded(lambda out, lse, out_j, _, share: (out + share * (out_j - out), lse))],

@@ -17,6 +17,7 @@ from ring_doctor.mistakes import backward as mistakes_of_backward
 from ring_doctor.mistakes import states as mistakes_of_states
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.ring.layouts import LAYOUTS
+from tests.doctor.examined import by_autograd
 
 ROOT, OF_MODELS = PAGE.parents[2], PAGE.parents[1] / "whole_models" / PAGE.name
 MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
@@ -52,7 +53,7 @@ def test_a_right_ring_on_paper_is_full_attention(world_size, mask, heads, more, 
         case = replace(case, window=1 + seed % case.seq_len)
     elif more == "sinks":
         case = replace(case, sinks=True, kv_heads=case.heads)
-    results = compute(case, replace(RIGHT, autograd=autograd))
+    results = by_autograd(case, RIGHT) if autograd else compute(case)
     for name, right in case.right().items():
         assert name == "dsinks" or right.accepts(results[name]), name  # which is not computed on paper
 

@@ -18,14 +18,14 @@ from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining import diagnosis
 from ring_doctor.explaining.diagnosis import diagnose
 from ring_doctor.mistakes.other_ways import hosts
-from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
+from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper
 from ringlab.ring import backward, grouped_query, overlap
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import LAYOUTS
 from ringlab.ways.double_ring import DoubleRing
 from ringlab.ways.hybrid import Hybrid
 from tests.attention import SEED
-from tests.doctor.examined import examined, examined_sick
+from tests.doctor.examined import by_autograd, examined, examined_sick
 from tests.every_way import WAYS
 from tests.wrong import from_table
 from tests.wrong.from_table import MASKED
@@ -129,7 +129,7 @@ def wrong_on_paper(cases, steps):
     """Of these cases those in which a ring of these steps is wrong, with its results."""
     for case in cases:
         with contextlib.suppress(NotOnPaper):
-            results = compute(case, steps)
+            results = by_autograd(case, steps)
             if not all(right.accepts(results[name].to(right.dtype)) for name, right in case.right().items()):
                 yield case, results
 
@@ -146,7 +146,7 @@ def in_ci(name):
 def test_a_ring_from_the_table_returns_its_numbers(ranks, name):
     """Over real messages, as the ring on paper without any: so it has this name, and maybe others too."""
     entry, _, variant = name.partition(":")
-    steps = replace(CATALOGUE[entry].variants[int(variant)](RIGHT), autograd=True)
+    steps = CATALOGUE[entry].variants[int(variant)](RIGHT)
     case, on_paper = next(wrong_on_paper(asked_of_table(4, entry), steps))
     per_rank = ranks(4, on_rank, Sick(name), [options_of(case, MASKED)], [case])
     for key in per_rank[0][0]:

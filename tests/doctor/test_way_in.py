@@ -278,6 +278,7 @@ def test_a_module_shows_the_arguments_of_forward():
         ({"tensors": "bsdh"}, "tensors is 'bsdh'; expected one of bhsd, bshd, sbhd"),
         ({"batch": 0}, "batch is 0; expected a whole number from 1 on"),
         ({"worlds": (1, 2)}, "2 ranks at most; expected 3 or more"),
+        ({"worlds": (3, 99)}, "99 ranks; expected 16 or fewer: each is a process of this machine"),
         ({"head_dim": 1.5}, "head_dim is 1.5"),
         ({"chunk": 3}, "chunk is 3; expected a whole number from 4 on"),
         ({"heads": 4, "kv_heads": 3}, "4 query heads and 3 key/value heads; expected a multiple"),

@@ -89,7 +89,8 @@ NO_RING = {"layers": 0}  # where messages of K and V play no part
             found={("ring_not_called", "positions_per_shard"), ("ring_not_called", "positions_of_contiguous")},
             **BY_HAND,
         ),
-        named("rotated after the ring", "contiguous", {("positions_per_shard",)}),  # by the rank that receives the keys
+        named("rotated after the ring", "contiguous", {("positions_per_shard",)}, **BY_HAND),
+        named("rotated after the ring", found={("keys_rotated_on_arrival",)}),  # by the rank that receives the keys
         named("gradients_over_root_p", clip=0.1, **NO_RING),
         named("clipped_per_rank, its rows", found={("clipped_per_rank",)}, clip=0.1, **NO_RING),
     ],
