@@ -28,7 +28,6 @@ from torch.autograd.function import FunctionCtx
 
 from bench import record
 from bench.record import Method, in_turn, pin
-from notebooks.your_ring.messages import Watch
 from ring_attn import ring_attention
 from ringlab.basics.ranks import gather
 from ringlab.ring.flash_ring import ring_flash_attention
@@ -36,6 +35,7 @@ from ringlab.ring.fused_block import choose_kernel
 from ringlab.ring.layouts import shard, unshard
 from ringlab.ring.schedule import Ring
 from ringlab.support.host_memory import has_memory, host_memory
+from ringlab.support.messages import Watch
 from ringlab.support.processes import RankContext, launch
 from ringlab.ways.shared_memory import SharedMemory
 

@@ -126,6 +126,15 @@ def across(found):
     return {f"{use.source} imports {use.target}" for use, pair in tops.items() if set(pair) == TOOLS}
 
 
+def for_tests(found):
+    """Imports of tests by what is none: chapters, pictures and benches run without them."""
+    return {
+        f"{use.source} imports {use.target}"
+        for use in found
+        if is_in(use.target, "tests") and not is_in(use.source, "tests") and "test_" not in use.source
+    }
+
+
 def in_a_circle(found):
     graph = {}
     for use in found:
@@ -160,7 +169,7 @@ def found():
     return uses(ROOT)
 
 
-@pytest.mark.parametrize("rule", [pointing_on, across, in_a_circle, private])
+@pytest.mark.parametrize("rule", [pointing_on, across, for_tests, in_a_circle, private])
 def test_the_house_is_in_order(found, rule):
     assert rule(found) == set()
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from notebooks.your_ring.messages import Watch
 from ringlab.support import pipes
+from ringlab.support.messages import Watch
 from ringlab.ways import all_gather, all_to_all
 from ringlab.ways.heads import heads_of_ranks
 from tests.attention import DTYPES, grouped_inputs
