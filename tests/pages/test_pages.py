@@ -20,6 +20,7 @@ from tests.concepts import is_concept
 from tests.doctor.examined import on_these
 from tests.every_way import FLAT, ON_MESH
 from tests.pages.test_notebooks import stated
+from tests.test_house import loaded_by
 
 README = (ROOT / "README.md").read_text()
 MAP = (ROOT / "notebooks/README.md").read_text()
@@ -102,6 +103,9 @@ def test_the_core_is_as_small_as_the_map_says():
     assert NUMBERS[len(files) - 1] == number
     assert abs(sum(len(file.read_text().splitlines()) for file in files) - int(lines.replace(",", ""))) <= 50
     assert f"is {number} files, {lines} lines" in words(README)
+    beside = re.search(r"stands on ([\d,]+) more lines", words(core))[1]
+    loaded = [file for file in loaded_by("ringlab.ring.flash_ring") if file not in [file.resolve() for file in files]]
+    assert abs(sum(len(file.read_text().splitlines()) for file in loaded) - int(beside.replace(",", ""))) <= 100
 
 
 def words(text: str) -> str:
