@@ -121,7 +121,7 @@ SAID = [  # a page, and its words: their numbers are those of the code, or anoth
     ("notebooks/source/08b_on_a_gpu.py", "3,240 results were compared with float64, and all were right."),
     *[("notebooks/source/07_causal_balance.py", f"{(2 * P - 1) / P:.2f} times on {P}") for P in (4, 8)],
     ("docs/cluster.md", "| never run; the planner says:"),
-    ("README.md", "work after `make demo` and `source .venv/bin/activate`, on CPUs."),
+    ("README.md", "work after `make demo` and `source .venv/bin/activate`, on CPUs; for GPUs:"),
     ("README.md", "before the last changes](docs/cluster.md"),
     ("docs/README.zh-CN.md", "在最近的改动之前](cluster.md"),
     ("docs/doctor_in_ci.md", f"{EQUAL_CHUNKS}: where ranks have unequally many tokens"),
