@@ -122,7 +122,9 @@ def window_of(layer: str, mask: Asked | Tensor, sliding_window: int | None) -> i
     attention the other one.
     """
     refuse({"attention_mask": None if isinstance(mask, int | ChunkedAttention | BothWays) else mask}, set())
-    asked = "plain causal" if mask is None else f"a window of {mask}" if isinstance(mask, int) else str(mask)
+    asked = "plain causal" if mask is None else str(mask)
+    if isinstance(mask, int):
+        asked = f"a window of {mask}"
     same = sliding_window == (mask if isinstance(mask, int) else None)
     expect(same, f"{layer} passes sliding_window={sliding_window}, and its mask is {asked}", "the same")
     return None if sliding_window is None else int(sliding_window)

@@ -139,7 +139,8 @@ def test_the_oracle_of_sinks_and_softcaps_is_the_eager_formula(softcap):
     problem = Problem(4, 2, 12, {"causal": True, "softcap": softcap}, dtype=torch.float64, times_q=3.0, value_dim=3)
     assert_four(gradients(partial(eager, softcap=softcap), *problem.inputs()), problem.right())
     if softcap != 0.1:  # else no score is as large as the sinks
-        *four, right = (problem := replace(problem, sinks=torch.float64)).right()
+        problem = replace(problem, sinks=torch.float64)
+        *four, right = problem.right()
         sinks = problem.logits().requires_grad_()
         assert_four(gradients(partial(eager, sinks=sinks, softcap=softcap), *problem.inputs()), four)
         assert_right(sinks.grad, right, "dsinks")
