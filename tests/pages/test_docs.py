@@ -28,7 +28,7 @@ from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ring_doctor.whole_models.model_mistakes import MISTAKES
 from ring_doctor.whole_models.whole_model import examine_model
-from ring_planner import command as cost_model
+from ring_planner import command as planner
 from ringlab.basics import command
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.models import train
@@ -91,7 +91,7 @@ def commands():
 
 PROGRAMS = {  # what reads the options of a command
     "ring-doctor": doctor.parse,
-    "ring-plan": cost_model.main,
+    "ring-plan": planner.main,
     "ringlab.models.train": train.parse,
     "examples/cluster/ring.sbatch": train.parse,  # it passes them on
     "ring_attn.py": lambda words: command.parse(words, world_size=2, local_world_size=2),
