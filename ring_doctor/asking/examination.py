@@ -118,13 +118,8 @@ def examination_of(
         # parts of a job have jobs of their own, in which rank 0 is never called
         sizes = itertools.product(range(1, max(patient.worlds) + 2), (False, True))
         jobs = {key: stack.enter_context(closing(Job(patient, key[0], seconds, device))) for key in sizes}
-        if not any(_takes(found, jobs[P, False], seed, progress) for P in reversed(patient.worlds)):
-            job = jobs[max(patient.worlds), False]
-            for order in TENSORS:
-                job.patient = replace(patient, tensors=order)
-                if order != patient.tensors and _takes(Examination(job.patient), job, seed, progress):
-                    asked = f"{patient.name} takes no tensors in the order {patient.tensors}, and some in {order}"
-                    raise CannotExamine(f"{asked}: ask with --tensors {order}")
+        any(_takes(found, jobs[P, False], seed, progress) for P in reversed(patient.worlds))
+        _check_the_order(found, jobs[min(patient.worlds), False], seed)
         _ask_everything(found, jobs, seed, quick, progress)
     found.remarks += [LAST_DIGITS] if any(answer.last_digits for answer in found.answers) else []
     found.remarks += [DRAWS] if any(answer.draws for answer in found.answers) else []
@@ -140,6 +135,18 @@ def examination_of(
 
 def _dtype(found: Examination) -> torch.dtype:
     return dtype_of(found.patient.dtypes[0])
+
+
+def _check_the_order(found: Examination, job: Job, seed: int) -> None:
+    """Raise CannotExamine where the patient is right with tensors in another order only: it is for these."""
+    first, asked = next(questions(found.patient, job.size, _dtype(found), seed)), found.patient.tensors
+    for order in (asked, *TENSORS):
+        job.patient = replace(found.patient, tensors=order)
+        if job.ask(first).state == OK:
+            if order != asked:
+                said = f"{found.patient.name} is right for tensors in the order {order}, and not in {asked}"
+                raise CannotExamine(f"{said}: ask with --tensors {order}")
+            return
 
 
 def _rounded_on_the_way(answers: list[Answer]) -> list[str]:

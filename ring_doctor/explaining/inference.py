@@ -23,7 +23,7 @@ import torch
 from ring_doctor.asking.answers import FAILED, Answer, imprecise
 from ring_doctor.asking.examination import Examination, never_claimed
 from ring_doctor.asking.job import ranks_in_words
-from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, another_order, listed, of_gradients
+from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, listed, of_gradients
 from ring_doctor.explaining.grids import XRay
 from ring_doctor.explaining.wrong_answer import WrongAnswer
 
@@ -71,8 +71,6 @@ def infer(examination: Examination, xray: XRay | str) -> list[Finding]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
     try:
-        if ordered := another_order(told, examination.patient.tensors):
-            return [*ordered, *hangs]
         held = _contents(told)
     finally:
         torch.set_num_threads(threads)
