@@ -33,11 +33,6 @@ class WrongAnswer:
         return self.answer.case
 
     @cached_property
-    def inputs(self) -> dict[str, Tensor]:
-        """q, k, v and d_out, float64."""
-        return dict(zip(("q", "k", "v", "d_out"), (x.double() for x in self.case.whole()), strict=True))
-
-    @cached_property
     def right(self) -> dict[str, Right]:
         """The right results, with the bound of this dtype."""
         return right_results(self.answer.question)
@@ -91,13 +86,9 @@ class WrongAnswer:
         allowed, largest = self._allowed[name]
         return bool((seen - expected).abs().max() <= allowed * max(1.0, most / largest))
 
-    @cached_property
-    def _clear(self) -> dict[str, bool]:
-        return {name: not self.near(name, self.exact(name)) for name in self.answer.results}
-
     def clear(self, name: str) -> bool:
         """Whether a result is so wrong that its numbers can be told from the right numbers."""
-        return self._clear[name]
+        return not self.near(name, self.exact(name))
 
     def chunks(self, x: Tensor) -> list[Tensor]:
         """The chunks of all ranks of a whole tensor."""

@@ -102,13 +102,9 @@ PLANTED = [  # what is told, what is planted, and in which cases
     ("The numbers of dk are those of the right dv.", lambda case, x: {"dk": x["dv"], "dv": x["dk"]}, {}),
     ("In dk rank r has the right numbers of rank r + 1. Look at the hops", from_rank(lambda r, P: r + 1, "dk"), {}),
     ("In out rank r has the right numbers of rank r - 1. Look at the rank", from_rank(lambda r, P: r - 1, "out"), {}),
-    ("has the right numbers of rank P - 1 - r.", from_rank(lambda r, P: P - 1 - r, "dq"), {"worlds": (3, 4)}),
-    ("In out the right numbers are in the heads in the reverse order or in the", only("out", lambda x: x.flip(1)), {}),
-    ("dq the right numbers are in the next head. Look", only("dq", lambda x: x.roll(1, 1)), {"heads": 4}),
     ("the right numbers are in other places of their chunk. Look at", chunkwise(lambda x: x.flip(2), "dk"), {}),
     ("In dq the right numbers are one row too late in each chunk", chunkwise(lambda x: x.roll(1, 2), "dq"), {}),
     ("one row too early in each chunk", chunkwise(lambda x: x.roll(-1, 2), "dk"), {}),
-    ("in the other half of each chunk", chunkwise(lambda x: torch.cat([x[:, :, 3:], x[:, :, :3]], 2), "dv"), {}),
     ("are in other places of the whole", only("dv", lambda x: x[:, :, SHUFFLED]), {"worlds": (4,)}),
     ("out: the errors are as small as roundings to 16 bits. Look at casts to 16 bits", small(2**-8), {}),
     ("in some places. Look at the merge of a block of which a query", one_nan, {"masks": [(True, "zigzag")]}),
@@ -167,20 +163,11 @@ def heads(*numbers):
     return lambda case, x: torch.isin(torch.arange(x.shape[1]), torch.tensor(numbers))[:, None, None].expand_as(x)
 
 
-GROUPED = cases((3, 4), heads=6, kv_heads=2)
-
-
-@pytest.mark.parametrize(
-    ("where", "of", "says"),
-    [
-        (heads(1, 2), cases(heads=3, kv_heads=3), "all but the first."),
-        (heads(1, 2, 4, 5), GROUPED, "all but the first of a group."),
-        (heads(1, 4), GROUPED, "those whose h mod G is not h // (H/G)."),
-    ],
-)
-def test_the_heads_with_random_errors(where, of, says):
+def test_the_heads_with_random_errors():
+    where, of = heads(1, 4), cases((3, 4), heads=6, kv_heads=2)
     sentences = told(planted(noise("out", where=where), of))
-    assert sentences[0].startswith(f"In out the wrong heads are {says} Look at how heads"), text(sentences)
+    says = "In out the wrong heads are those whose h mod G is not h // (H/G). Look at how heads"
+    assert sentences[0].startswith(says), text(sentences)
     assert not any("heads" in sentence for sentence in told(planted(noise("out", where=heads(0)), of)))
     with_one_head = planted(noise("out", where=where), of) + planted(noise("out"), cases(heads=1, kv_heads=1))
     assert told(with_one_head)[0] == sentences[0]
@@ -221,7 +208,6 @@ def test_random_errors_get_the_generic_sentence_alone(names, features):
         times(lambda P: P, "dq"),
         chunkwise(lambda x: x.roll(1, dims=2), "dq"),
         only("dq", lambda x: x.bfloat16().double()),
-        noise("dq", where=heads(1)),
         lambda case, x: {"dq": x["dk"]},
     ],
 )
