@@ -231,7 +231,7 @@ assert printed[0][-1] < printed[0][0]
 
 # %% [markdown]
 # **Trainer, accelerate, TRL and PEFT** work with this ring: [examples](../examples/README.md) has a script of each to
-# copy, with its error beside one process. Two mistakes are near:
+# copy, with its error beside one process. Two mistakes are easy to make:
 #
 # - `Trainer` alone raises no error: each process trains on batches of its own, and each holds whole sequences. Use
 #   `RingTrainer`. It gives all ranks of a ring the same batch and each rank its shard, and counts rings, not ranks.

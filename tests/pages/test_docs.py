@@ -301,6 +301,18 @@ def test_a_loss_of_whole_sequences_is_that_of_one_process(ranks):
 
 
 @pytest.mark.slow
+def test_a_batch_of_dpo_is_refused_in_a_ring():
+    dpo = pytest.importorskip("trl.trainer.dpo_trainer", reason="needs TRL: pip install -e '.[loops]'")
+    from ringlab.hugging_face.trainer import InRing
+
+    pair = {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5]}
+    batch = dpo.DataCollatorForPreference(pad_token_id=0)([pair])
+    with pytest.raises(ValueError, match="expected input_ids and labels"):
+        InRing.shard(None, batch)
+    assert "batches of DPOTrainer have no labels" in MODEL
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["DDP", "fully_shard"])
 def test_ddp_and_fully_shard_average_so_the_loss_is_multiplied_by_p(ranks, wrap):
     """As the page says: without the loop over the weights, and with the loss times P; else all gradients are 1/P."""
