@@ -20,7 +20,6 @@ from ring_doctor.explaining.inference import infer, text
 from ring_doctor.explaining.inference import waiting as inferred
 from ring_doctor.explaining.xray import on_paper
 from ring_doctor.mistakes.paper_ring import RIGHT
-from ringlab.support.rounding import exact_attention
 from tests.doctor.examined import answer_on_paper
 from tests.wrong.odd_patients import right
 
@@ -177,38 +176,6 @@ def test_the_heads_with_random_errors(where, of, says):
     assert not any("heads" in sentence for sentence in told(planted(noise("out", where=heads(0)), of)))
     with_one_head = planted(noise("out", where=where), of) + planted(noise("out"), cases(heads=1, kv_heads=1))
     assert told(with_one_head)[0] == sentences[0]
-
-
-def in_order(there, results=EVERYTHING):
-    """A right ring for tensors whose dimensions it takes for others: chunk by chunk it has x.permute(there)."""
-
-    def change(case, x):
-        P, back = case.world_size, [there.index(i) for i in range(4)]
-        q, k, v, d_out = (
-            torch.cat([case.cut(t.double(), r).permute(there) for r in range(P)], dim=2) for t in case.whole()
-        )
-        found = exact_attention(q, k, v, d_out, causal=case.causal)
-        chunks = {name: found[name].exact.chunk(P, dim=2) for name in ("out", *GRADIENTS) if name in results}
-        return {name: case.join([part.permute(back) for part in of]) for name, of in chunks.items()}
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("there", "results", "says"),
-    [
-        ((0, 2, 1, 3), EVERYTHING, "The ring is right for tensors (B, S, H, D), and asked with (B, H, S, D): ask with"),
-        ((1, 2, 0, 3), EVERYTHING, "The ring is right for tensors (S, B, H, D), and asked with (B, H, S, D): ask with"),
-        ((0, 2, 1, 3), GRADIENTS, "The ring is right for tensors (B, S, H, D), and asked with (B, H, S, D): ask with"),
-        ((0, 2, 1, 3), ("dk",), "The ring is right for tensors (B, S, H, D), and asked with (B, H, S, D): ask with"),
-    ],
-)
-def test_another_order_of_dimensions_names_the_option(there, results, says):
-    masks = [(False, "contiguous"), (True, "contiguous")]
-    answers = planted(in_order(there, results), cases((2, 3), masks, batch=2))
-    assert told(answers)[0].startswith(says)
-    noisy = planted(lambda case, x: noise("dk")(case, x | in_order(there)(case, x)), cases((2, 3), masks))
-    assert not any("ask with" in sentence for sentence in told(noisy))
 
 
 def test_one_rank_alone_that_is_wrong_is_told_first():
