@@ -256,9 +256,7 @@ def test_the_xray_shows_every_tile_of_a_report_and_refuses_other_files(watched):
     page = watched.open("xray.html")
     grids = on_paper(Case(3, 12), CATALOGUE["own_block_twice"].variants[0](data.RIGHT)).grids()
     own = {"name": "mine", "healthy": False, "verdict": "SICK: mine", "remarks": ["It fell."], "grids": grids}
-    fields = set(
-        re.findall(r'"(\w+)"', inspect.getsource(as_json) + inspect.getsource(summary))
-    )
+    fields = set(re.findall(r'"(\w+)"', inspect.getsource(as_json) + inspect.getsource(summary)))
     for name, report in [*data.xrays(), ("", own)]:
         assert set(report) <= fields
         if name:
