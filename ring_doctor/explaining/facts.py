@@ -187,8 +187,8 @@ def _some_heads(wrong: WrongAnswer, name: str) -> list[Fact] | None:
     if len(h) == 1:
         return None
     look = "how heads are split and broadcast; the K/V head of query head h is h // (H/G)"
-    other_group = torch.equal(bad, h % G != h // (len(h) // G))
-    return [Fact("those whose h mod G is not h // (H/G)", look)] if other_group else []
+    known = {"all but the first": h > 0, "those whose h mod G is not h // (H/G)": h % G != h // (len(h) // G)}
+    return [Fact(words, look) for words, heads in known.items() if torch.equal(bad, heads)]
 
 
 OF_EACH_TOKEN = 3  # from this pattern on they look at the rows of tokens, which the gradient of a sink has not
