@@ -38,16 +38,37 @@ REPOSITORY, SITE = (os.environ.get(name, "").rstrip("/") for name in ("BOOK_REPO
 ARCHIVE = "ring-attention.tar.gz"
 ROOT = Path(__file__).parent.parent
 OWN = sorted((Path(__file__).parent / "pages").glob("*.md"))  # the few pages that only the book has
-PAGES = (  # what the repository holds already
-    *("README.md", "CONTRIBUTING.md", "docs/[!R]*.md", "examples/README.md", "notebooks/*.md"),
-    *("ringlab/README.md", "ring_doctor/README.md", "ring_planner/README.md"),
-    *("notebooks/*.ipynb", "notebooks/*/*.ipynb", "bench/README.md", "bench/results/*.md", "ringlab/hugging_face/*.md"),
-    *(f"ring_doctor/{folder}/*.md" for folder in ("mistakes", "whole_models", "patients", "patients/findings")),
-)
-TRANSLATED = (
-    *("index.md", "ring.md", "deadlock.md", "solve.md", "xray.md", "planner.md", "README.md"),
-    *("notebooks/0[1-8]_*.ipynb", "docs/your_model.md", "docs/glossary.md"),
-)
+PAGES = [  # what the repository holds already
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/[!R]*.md",
+    "examples/README.md",
+    "notebooks/*.md",
+    "ringlab/README.md",
+    "ring_doctor/README.md",
+    "ring_planner/README.md",
+    "notebooks/*.ipynb",
+    "notebooks/*/*.ipynb",
+    "bench/README.md",
+    "bench/results/*.md",
+    "ringlab/hugging_face/*.md",
+    "ring_doctor/mistakes/*.md",
+    "ring_doctor/whole_models/*.md",
+    "ring_doctor/patients/*.md",
+    "ring_doctor/patients/findings/*.md",
+]
+TRANSLATED = [
+    "index.md",
+    "ring.md",
+    "deadlock.md",
+    "solve.md",
+    "xray.md",
+    "planner.md",
+    "README.md",
+    "notebooks/0[1-8]_*.ipynb",
+    "docs/your_model.md",
+    "docs/glossary.md",
+]
 AS_CODE = {".py", ".toml", ".yml", ".txt", ".sh", ".yaml", ".sbatch", ".cff", ""}  # a link to it leads to its lines
 # Pictures, code, formulas, targets of links, tags
 NO_WORDS = re.compile(r"!\[[^\]]*\]\([^)]*\)|`[^`]*`|\$[^$]+\$|\]\([^)]*\)|<[^>]*>|https?://\S+")

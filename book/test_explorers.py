@@ -20,7 +20,7 @@ from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.xray import on_paper
 from ring_doctor.report import as_json, summary
-from ring_planner import command as cost_model
+from ring_planner import command as planner
 from ring_planner.plan import digits
 from ringlab.basics.blocking_messages import Recv, Send, simulate_messages
 from ringlab.ring.layouts import positions
@@ -284,7 +284,7 @@ def test_the_planner_says_what_its_command_prints(watched, numbers, capsys):
             page.select_option(f"[name={name}]", str(value))
         settle(page)
         assert len(rows(page, "ways")) == len(data.HOSTS) * len(data.LENGTHS)
-        assert cost_model.main(page.inner_text("#planner-command").split()[1:]) == 0
+        assert planner.main(page.inner_text("#planner-command").split()[1:]) == 0
         said = capsys.readouterr().out
         its = numbers[f"planner-{model}"]
         found = its["answers"][gpu][data.HOSTS.index(hosts)][data.LENGTHS.index(seq_len)]

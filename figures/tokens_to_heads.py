@@ -64,12 +64,15 @@ def _table(ax: Axes, left: float, table: Table) -> None:
         drawing.write(ax, left + CELL * (H + G / 2) + GAP, TOP - 46, "K, V", color=drawing.MUTED, ha="center")
     drawing.write(ax, left - 14, TOP - 18, "token", color=drawing.MUTED, ha="right", size=drawing.SMALL)
     for column in range(len(table.ranks[0])):
-        x = left + CELL * column + GAP * (column >= H)
+        x = left + CELL * column
+        if column >= H:
+            x += GAP
         drawing.write(ax, x + CELL / 2, TOP - 18, str(column % H), ha="center")
         for row, ranks in enumerate(table.ranks):
             width = (CELL - 3) / len(ranks[column])
+            between = 1 if len(ranks[column]) > 1 else 0  # pixels
             for i, rank in enumerate(ranks[column]):
-                spot = (x + width * i, TOP + CELL * row, width - (len(ranks[column]) > 1), CELL - 3)
+                spot = (x + width * i, TOP + CELL * row, width - between, CELL - 3)
                 shapes.block(ax, *spot, rank, str(rank), size=drawing.SMALL)
     for row, token in enumerate(table.tokens):
         drawing.write(ax, left - 14, TOP + CELL * row + CELL / 2, str(token), ha="right")

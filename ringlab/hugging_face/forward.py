@@ -37,8 +37,8 @@ with extra("hf", __name__):
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
+from ringlab.hugging_face.attention import UNDERSTOOD, LayerAttention
 from ringlab.hugging_face.batch import checksum_of_weights, loss_part, refuse, shape_of
-from ringlab.hugging_face.masks import UNDERSTOOD, LayerAttention
 from ringlab.hugging_face.proof import prove
 from ringlab.hugging_face.seam import linear_layers
 from ringlab.hugging_face.states import in_ring

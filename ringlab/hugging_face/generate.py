@@ -51,12 +51,14 @@ with extra("hf", __name__):
     from transformers.generation import StoppingCriteriaList
     from transformers.generation.configuration_utils import GenerationMode
 
-from ringlab.hugging_face.batch import MeshOrGroup, checksum, checksum_of_weights, placed
+from ringlab.hugging_face.attention import LayerAttention
+from ringlab.hugging_face.batch import checksum, checksum_of_weights
 from ringlab.hugging_face.forward import check_kind
-from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, LayerAttention, asked_mask
+from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, asked_mask
 from ringlab.hugging_face.proof import prove
 from ringlab.hugging_face.seam import give, linear_layers, other_methods, registered, take
 from ringlab.hugging_face.use import BY_LENGTH, unwrapped
+from ringlab.models.mesh import MeshOrGroup, placed
 from ringlab.support.expect import expect
 
 

@@ -101,7 +101,8 @@ def check_options(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, n
     config = Config(**sizes, feedforward=3 * args.hidden, checkpointing=args.activation_checkpointing)
     if args.linear:
         check_layout_of_states(args.layout)
-    read_batch(text := open_text(args.data), 0, args.batch, args.seq_len, args.layout, (0, dp), (0, cp))
+    text = open_text(args.data)
+    read_batch(text, 0, args.batch, args.seq_len, args.layout, (0, dp), (0, cp))
     return config, text
 
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from tests.concepts import is_concept
 from tests.doctor.examined import on_these
 from tests.every_way import FLAT, ON_MESH
 from tests.pages.test_notebooks import stated
+from tests.test_house import loaded_by
 
 README = (ROOT / "README.md").read_text()
 MAP = (ROOT / "notebooks/README.md").read_text()
@@ -159,10 +158,7 @@ def test_the_core_is_as_small_as_the_map_says():
 
 
 def test_the_core_stands_on_as_many_lines_as_the_map_says():
-    script = "import sys, ringlab.ring.flash_ring; print(*(getattr(m, '__file__', '') for m in sys.modules.values()))"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = {Path(file) for file in done.stdout.split() if file.startswith(f"{ROOT}/ring")}
-    others = loaded - {(ROOT / "notebooks" / link).resolve() for link in CORE}
+    others = set(loaded_by("ringlab.ring.flash_ring")) - {(ROOT / "notebooks" / link).resolve() for link in CORE}
     more = re.search(r"the last stands on ([\d,]+) more lines", words(MAP))[1].replace(",", "")
     assert abs(sum(len(file.read_text().splitlines()) for file in others) - int(more)) <= 100
 

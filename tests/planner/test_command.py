@@ -13,8 +13,7 @@ from unittest import mock
 
 import pytest
 
-from ring_planner import command as cost_model
-from ring_planner import memory
+from ring_planner import command, memory
 from ring_planner.machine import MAKE, write_machine
 from ring_planner.memory import CONTEXT, RESERVE, step_bytes
 from ring_planner.plan import ERRORS, Plan, Wish, best, candidates, changes, digits, gains, longest
@@ -30,13 +29,13 @@ LLAMA = "--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072"
 
 def plan(words):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert cost_model.main(words.split()) == 0
+        assert command.main(words.split()) == 0
     return printed.getvalue()
 
 
 def refused(words):
     with contextlib.redirect_stderr(io.StringIO()) as printed, pytest.raises(SystemExit) as end:
-        cost_model.main(words.split())
+        command.main(words.split())
     assert end.value.code == 2
     (line,) = printed.getvalue().splitlines()
     return line
@@ -189,7 +188,7 @@ def test_the_hops_of_a_step_by_hand():
     assert step_seconds(step)["attention"] == pytest.approx(3 * (3 * kv + 3 * (kv + sums)))
     inside = replace(step, per_host=16, hosts=1)
     assert step_seconds(inside)["attention"] == pytest.approx(3 * (3 * kv + 3 * (kv + sums)) * 4 / 64)
-    few = cost_model.request_of(cost_model.parser().parse_args(f"{LLAMA} --nics 2".split()))[0]
+    few = command.request_of(command.parser().parse_args(f"{LLAMA} --nics 2".split()))[0]
     assert few.gpu.card == gpu_named("h100").card * 2 / 8
 
 
@@ -229,7 +228,7 @@ HAND = Model("by hand", "", 16, 2048, 32, 8, 8192, 32000)
 def test_a_llama_on_one_h100(S, seconds, gib):
     """Measured by hand: torch 2.11, bf16, recomputation, no optimizer. use_ring asks for the kernel that ran here."""
     words = f"{LLAMA} --per-host 1 --seq-len {S} --optimizer none --recompute full"
-    step = replace(cost_model.request_of(cost_model.parser().parse_args(words.split()))[0], model=HAND)
+    step = replace(command.request_of(command.parser().parse_args(words.split()))[0], model=HAND)
     assert step.kernels == "cudnn"
     assert sum(step_seconds(step).values()) == pytest.approx(seconds, rel=0.06)
     assert sum(step_bytes(step).values()) / 2**30 == pytest.approx(gib, rel=0.01)
@@ -264,8 +263,8 @@ def test_an_interval_is_of_rows_like_the_question():
 
 def test_only_a_framework_is_not_ours():
     for kernels, own in (("framework", False), ("best", True), ("cudnn", True)):
-        options = cost_model.parser().parse_args([*LLAMA.split(), "--kernels", kernels])
-        step, _ = cost_model.request_of(options)
+        options = command.parser().parse_args([*LLAMA.split(), "--kernels", kernels])
+        step, _ = command.request_of(options)
         assert (step.ours, step.eager) == (own, own)
 
 
@@ -283,10 +282,10 @@ def test_a_tie_is_called_one():
     for each, seconds in ((one, 1.0), (two, 1.01), (three, 1.019), (four, 1.0)):
         vars(each)["terms"] = {"attention": seconds * each.step.tokens}
     vars(four)["terms"] = {"attention": 1.03 * four.step.tokens}
-    assert cost_model.advice([one, two, three, four]).startswith("ring, cp 8")
-    assert "(3 tie within 2%: this is the simplest)" in cost_model.advice([one, two, three, four])
-    assert cost_model.advice([one, two, four]).startswith("all-to-all, cp 8")
-    assert "tie" not in cost_model.advice([one, four])
+    assert command.advice([one, two, three, four]).startswith("ring, cp 8")
+    assert "(3 tie within 2%: this is the simplest)" in command.advice([one, two, three, four])
+    assert command.advice([one, two, four]).startswith("all-to-all, cp 8")
+    assert "tie" not in command.advice([one, four])
 
 
 def test_a_sequence_is_padded_to_two_chunks_a_gpu():
@@ -371,7 +370,7 @@ def test_no_options_end_in_a_traceback(seed, tmp_path):
         ]
         with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
-                status = cost_model.main(words)
+                status = command.main(words)
             except SystemExit as end:
                 status = end.code
         planned += status == 0
@@ -384,9 +383,9 @@ def test_no_options_end_in_a_traceback(seed, tmp_path):
 
 def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit, match="0"):
-        cost_model.main(["--help"])
+        command.main(["--help"])
     printed = capsys.readouterr().out
-    assert all(f"--{name} " in printed for name in cost_model.OPTIONS)
+    assert all(f"--{name} " in printed for name in command.OPTIONS)
 
 
 def test_the_command_needs_no_torch_and_no_scoreboard():
