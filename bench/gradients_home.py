@@ -49,7 +49,7 @@ class CircleSums(TravellingSums):
         if t < self.hops:
             self.arriving = schedule.post([self.buffer(t)], [self.buffer(t + 1)], self.group)
         elif t > 0:
-            self.coming = torch.empty_like(self.at_home())
+            self.coming = torch.empty_like(self.at_home)
             self.arriving = schedule.post([self.buffer(t)], [self.coming], self.group, distance=-t)
         else:
             self.coming = self.buffer(0)

@@ -15,8 +15,7 @@ from sphinx.application import Sphinx
 from sphinx.search.en import SearchEnglish
 
 from book import contents
-from book.at_once import in_colab
-from book.contents import LANGUAGES, REPOSITORY, SITE, folder, pages
+from book.contents import LANGUAGES, REPOSITORY, SITE, codespace, folder, pages
 
 HERE = Path(__file__).parent
 
@@ -126,7 +125,7 @@ def on_page(app: Sphinx, page: str, template: str, context: dict[str, Any], doct
         "untold": sum(not piece.get("translated", True) for piece in pieces),
         "languages": list(other_languages(page, names)),
         "source": f"{REPOSITORY}/blob/HEAD/{files[0]}" if files else "",
-        "colab": in_colab(files[0]) if files else "",
+        "codespace": codespace(REPOSITORY) if files and files[0].endswith(".ipynb") else "",
         "road": int(road[1]) if road else 0,
         "scripts": ["explorer", *touched] if touched else [],
     }

@@ -7,7 +7,6 @@ translated; links to all others lead to the English book.
 
 import ast
 import base64
-import io
 import json
 import os
 import re
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from PIL import Image
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import TextLexer, find_lexer_class_for_filename
@@ -70,8 +68,14 @@ BELOW = {  # pages that stand below a page in the contents
 }
 # What a language calls itself, and this book in it. What the book says by itself is translated in sphinx.po.
 LANGUAGES = {"en": ("English", "Ring Attention, step by step"), "zh_CN": ("中文", "一步一步学 Ring Attention")}
-# In place of `<!-- puzzles -->` in README: on the site, and in a README that knows the site's address (at_once.py).
+# In place of `<!-- puzzles -->` in README, on the site.
 NOTHING_TO_INSTALL = {"en": ", or [puzzles]({}): nothing to install", "zh_CN": "，或[谜题]({})：无需安装"}
+
+
+def codespace(repository: str) -> str:
+    """Where .devcontainer.json sets the repository up in a browser; empty where there is no such place."""
+    at_home = repository.startswith("https://github.com/")
+    return repository.replace("github.com", "codespaces.new") + "?quickstart=1" if at_home else ""
 
 
 def folder(language: str) -> str:
@@ -164,7 +168,7 @@ def title(page: str) -> str:
 
 
 def markdown(notebook: dict[str, Any], page: Path) -> str:
-    """A notebook as Markdown, with its outputs; its pictures become files beside the page, in few colours."""
+    """A notebook as Markdown, with its outputs; its pictures become files beside the page."""
     blocks = []
     for i, cell in enumerate(notebook["cells"]):
         source = "".join(cell["source"])
@@ -181,7 +185,7 @@ def markdown(notebook: dict[str, Any], page: Path) -> str:
                 shown = output["metadata"]["image/png"]
                 alt = " ".join(shown.get("alt", "").split())
                 name = f"{DRAWN_NARROW.get(alt, f'{page.name}-{i}')}.png"
-                page.with_name(name).write_bytes(few_colours(base64.b64decode("".join(data["image/png"]))))
+                page.with_name(name).write_bytes(base64.b64decode("".join(data["image/png"])))
                 blocks.append(f":::{{image}} {name}\n:alt: {alt}\n:width: {shown['width']}px\n:::")
             else:
                 blocks.append(f":::{{container}} output\n`````text\n{''.join(data['text/plain']).rstrip()}\n`````\n:::")
@@ -211,13 +215,6 @@ def only_imports(source: str) -> bool:
         return all(isinstance(line, ast.Import | ast.ImportFrom) for line in ast.parse(source).body)
     except SyntaxError:  # a line of IPython's own
         return False
-
-
-def few_colours(png: bytes) -> bytes:
-    """The picture in 64 colours: a third as large."""
-    image = Image.open(io.BytesIO(png)).convert("RGB")
-    image.quantize(64, dither=Image.Dither.NONE).save(small := io.BytesIO(), format="png", optimize=True)
-    return min(small.getvalue(), png, key=len)
 
 
 def mistakes() -> str:

@@ -11,9 +11,8 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 
-from book.at_once import in_colab
 from book.conftest import READY, SITE
-from book.contents import REPOSITORY
+from book.contents import REPOSITORY, codespace
 
 AXE = Path(find_spec("axe_playwright_python").origin).parent / "axe.min.js"
 ROAD = sorted(f"notebooks/{path.name}" for path in SITE.glob("notebooks/0[1-8]_*.html"))
@@ -171,8 +170,8 @@ PLAYED = [  # a page, and what a reader does and sees there, one after the other
      ("sees", READY, "waits for ever")),
     *([] if REPOSITORY else [("zh-CN/notebooks/04_the_ring.html", ("click", ".languages a[href$='#get-the-code']"),
      ("sees", "#get-the-code", GET))]),
-    (f"{CHAPTER}.html", ("sees", f"a[href='{to}']", "Open in Colab") if (to := in_colab(f"{CHAPTER}.ipynb"))
-     else ("lacks", "a[href*=colab]")),
+    (f"{CHAPTER}.html", ("sees", f"a[href='{to}']", "Open in a Codespace") if (to := codespace(REPOSITORY))
+     else ("lacks", "a[href*=codespaces]")),
     ("notebooks/puzzles/puzzles.html", ("click", "article a[href$='solve.html']"), ("sees", READY, "waits for ever"),
      ("click", "article a[href$='puzzles.html']"), ("is_at", "notebooks/puzzles/puzzles.html")),
     ("notebooks/04_the_ring.html", ("click", ".player #step"), ("sees", "#deadlock-status", "Phase 0")),
@@ -201,6 +200,18 @@ def test_a_page_does_what_it_is_asked(watched, play):
             expect(page).to_have_url(f"{watched.address}/{told[0]}")
         else:
             getattr(page, verb)(*told)
+
+
+@pytest.mark.parametrize(
+    ("repository", "opens"),
+    [
+        ("https://github.com/someone/ring", "https://codespaces.new/someone/ring?quickstart=1"),
+        ("https://gitlab.com/someone/ring", ""),
+        ("", ""),
+    ],
+)
+def test_the_address_that_opens_a_codespace(repository, opens):
+    assert codespace(repository) == opens
 
 
 def test_the_film_fits_the_window_and_stands_still_for_who_asks(watched):

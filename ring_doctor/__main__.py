@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from ring_doctor.asking.answers import BAD_INPUT, CANNOT_TELL, SAID, STATUS
-from ring_doctor.asking.job import START, CannotExamine
+from ring_doctor.asking.job import CannotExamine
 from ring_doctor.asking.names import by_name, named
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.assertion import examine
 from ring_doctor.explaining.xray import XRay
 from ring_doctor.options import claims_of, parse
 from ring_doctor.report import as_json, head, page
-from ring_doctor.whole_models.whole_model import WORLDS, examine_model, json_of_model, text_of_model
+from ring_doctor.whole_models.whole_model import examine_model, json_of_model, text_of_model
 from ringlab.support.devices import choose_device
-from ringlab.support.processes import PRELOAD, Ranks
+from ringlab.support.processes import PRELOAD
 
 QUIET = 20.0  # seconds between two lines about how far it is, where stderr is a file or a pipe
 
@@ -57,7 +57,8 @@ def telling() -> Iterator[Callable[[str], None]]:
     finally:
         done.set()
         writer.join()
-        print(end="\r\x1b[K" * terminal, file=sys.stderr, flush=True)
+        if terminal:
+            print(end="\r\x1b[K", file=sys.stderr, flush=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
     function = named(args.patient if ":" in args.patient else f"{args.patient}:attention")
     note = tell_github(function, level, first, report)
     try:
-        print(report, *[note] * bool(note), sep="\n", flush=True)
+        print(report, flush=True)
+        if note:
+            print(note, flush=True)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes once more at its end
     return STATUS[level]
@@ -106,17 +109,12 @@ def of_attention(args: argparse.Namespace, tell: Callable[[str], None]) -> Told:
 
 def of_model(args: argparse.Namespace) -> Told:
     """The examination of a training step of a whole model. Raises ValueError and CannotExamine."""
-    choose_device(args.device, max(WORLDS))
     PRELOAD.append("torch._dynamo")  # optimizers, DDP and fully_shard import it, and each rank would take a second
-    ranks = Ranks(max(WORLDS), max(START, args.time_limit), args.device)
+    how = {"name": args.patient, "layout": args.layouts or "contiguous", "vocab": args.vocab, "seed": args.seed}
     try:
-        options = {"layout": args.layouts or "contiguous", "vocab": args.vocab, "seed": args.seed}
-        options |= {"name": args.patient, "seconds": args.time_limit, "ranks": ranks}
-        found = examine_model(by_name(args.patient), **options)
+        found = examine_model(by_name(args.patient), **how, seconds=args.time_limit, device=args.device)
     except CannotExamine as reason:
         raise CannotExamine(f"{args.patient}: {reason}") from reason
-    finally:
-        ranks.stop()
     return json_of_model(found), text_of_model(found), found.verdict, ""
 
 

@@ -79,14 +79,18 @@ def examine(
     patient = function if isinstance(function, Patient) else patient_of(function, **claims)
     how: dict[str, Any] = {"seconds": seconds, "device": device}
     found = examination.examination_of(patient, **how, seed=seed, quick=quick, progress=progress)
-    progress("diagnosis")
-    diagnosis = None if found.healthy else diagnose(found, progress)
-    taken: XRay | str = "none was taken"
-    if found.wrong:
-        progress("X-ray")
-        taken = take_xray(found.patient, choose_question(found), **how)
-    named = found.healthy or (diagnosis and diagnosis.told and not diagnosis.part and diagnosis.besides != ())
-    return Report(found, diagnosis, taken, () if named else tuple(infer(found, taken)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on tensors as small as these more threads only wait for each other
+    try:
+        diagnosis = None if found.healthy else diagnose(found, progress)
+        taken: XRay | str = "none was taken"
+        if found.wrong:
+            progress("X-ray")
+            taken = take_xray(found.patient, choose_question(found), **how)
+        named = diagnosis and diagnosis.told and not diagnosis.part and diagnosis.besides != ()
+        return Report(found, diagnosis, taken, () if found.healthy or named else tuple(infer(found, taken)))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def choose_question(examination: Examination) -> Question:

@@ -96,12 +96,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
     add = parser.add_argument_group("what to write, besides the report on the terminal").add_argument
     add("--json", type=new_file(".json"), metavar="FILE", help="every answer, for other programs")
-    add(
-        "--html",
-        type=new_file(".html"),
-        metavar="FILE",
-        help="one page; with matplotlib, its X-ray is a picture",
-    )
+    add("--html", type=new_file(".html"), metavar="FILE", help="one page; with matplotlib, its X-ray is a picture")
 
     args = parser.parse_args(argv)
     if args.model and (args.quick or args.state):

@@ -69,34 +69,31 @@ class Report:
         if self.healthy:
             right = [answer.case.world_size for answer in answers if answer.state == OK]
             refused = len([answer for answer in answers if answer.state == REFUSED])
-            worlds = ", ".join(map(str, sorted(set(right))))
             equal = list(self.examination.beyond) == [UNEQUAL] and not self.examination.limits
-            said = (
-                f"{EQUAL_CHUNKS if equal else SAID[self.level]}: {name}, {len(right)} right answers with {worlds} ranks"
-            )
-            said += f", {refused} question{'s' * (refused > 1)} refused" if refused else ""
-            said += "".join(f"; {words}" for words in self.limits)
-            return said + (
-                f"; not asked: {', '.join(self.examination.not_asked)}" if self.examination.not_asked else ""
-            )
+            level, worlds = EQUAL_CHUNKS if equal else SAID[self.level], ", ".join(map(str, sorted(set(right))))
+            counts = f"{len(right)} right answers with {worlds} ranks"
+            if refused:
+                counts += f", {refused} question{'s' if refused > 1 else ''} refused"
+            said = [f"{level}: {name}, {counts}", *self.limits]
+            if not_asked := self.examination.not_asked:
+                said.append(f"not asked: {', '.join(not_asked)}")
+            return "; ".join(said)
         if changes := self.examination.changes:
-            random = any(answer.draws for answer in changes)
-            return f"SICK: {name} {'draws random numbers and ' * random}changes its answers from call to call"
+            draws = "draws random numbers and " if any(answer.draws for answer in changes) else ""
+            return f"SICK: {name} {draws}changes its answers from call to call"
         names = " or ".join(found.words for found in (self.diagnosis.told if self.diagnosis else ()))
-        if failed := sorted(
-            (answer for answer in self.examination.faults if answer.state == FAILED),
-            key=lambda it: bool(it.question.feature),
-        ):
-            feature, fine = failed[0].question.feature, [it.question for it in answers if it.state == OK]
+        shown = f"{names}, in {name}" if names else f"{name}: {self.finding}"
+        if failed := [answer for answer in self.examination.faults if answer.state == FAILED]:
+            first = min(failed, key=lambda answer: bool(answer.question.feature))
+            feature, fine = first.question.feature, [answer.question for answer in answers if answer.state == OK]
             where = f"with {feature}" if feature else fine and separated(fine, [it.question for it in failed], 1)
-            fails = f"fails {where}: {failed[0].says}" if where else f"fails: {failed[0].says}"
-            shown = f"{names}, in {name}" if names else f"{name}: {self.finding}" if self.inference else ""
-            if shown and feature and self.examination.wrong:  # which a ring may lack: the mistake comes first
+            fails = f"fails {where}: {first.says}" if where else f"fails: {first.says}"
+            if feature and self.examination.wrong and (names or self.inference):  # a ring may lack the feature
                 return f"SICK: {shown}; it {fails}"
             return f"SICK: {name} {fails}" + (f"; its numbers: {names}" if names else "")
         if not names and {answer.question.feature for answer in self.examination.faults} == {UNEQUAL}:
             return f"SICK: {name} gives wrong numbers, and no error, with {UNEQUAL}: let it refuse them"
-        return f"{SAID[self.level]}: {names}, in {name}" if names else f"{SAID[self.level]}: {name}: {self.finding}"
+        return f"{SAID[self.level]}: {shown}"
 
     @property
     def finding(self) -> str:
@@ -145,17 +142,18 @@ class Report:
             said.append("where all ranks always have equally many tokens, ask with --equal-chunks, or unequal=False")
         if not self.healthy and "causal" not in patient.takes and patient.causal == (False,):
             said.append("its signature has no causal=, so it was asked for full attention only")
-        if diagnosis and len(names := [found.words for found in diagnosis.explanations]) > 1:
-            these = f"{len(names)} known mistakes" if len(names) > FEW else "these explanations"
-            said.append(f"no question tells {these} apart" + f": {', '.join(names)}" * (len(names) <= FEW))
-        if diagnosis and diagnosis.part and diagnosis.besides is None:
-            said.append(f"this explains {diagnosis.part}; no known mistake explains the rest")
+        names = [found.words for found in (diagnosis.explanations if diagnosis else ())]
+        if len(names) > FEW:
+            said.append(f"no question tells {len(names)} known mistakes apart")
+        elif len(names) > 1:
+            said.append(f"no question tells these explanations apart: {', '.join(names)}")
         if diagnosis and diagnosis.besides is not None:
             names = [found.words for found in diagnosis.besides]
-            cause = (
-                f"one of {len(names)} known mistakes" if len(names) > FEW else " or ".join(names) or "no known mistake"
-            )
+            cause = " or ".join(names) if len(names) <= FEW else f"one of {len(names)} known mistakes"
+            cause = cause or "no known mistake"
             said.append(f"gradients that are wrong where out and lse are right have another cause: {cause}")
+        elif diagnosis and diagnosis.part:
+            said.append(f"this explains {diagnosis.part}; no known mistake explains the rest")
         if diagnosis and isinstance(self.xray, XRay) and self.xray.right:
             said.append(f"the X-ray is right: {PLAIN}")
         return [f"{words[0].upper()}{words[1:]}." for words in said]
@@ -233,24 +231,24 @@ def _table(answers: list[Answer]) -> list[str]:
 def as_json(report: Report) -> dict[str, Any]:
     """The report as numbers, strings, lists and dicts. An infinite error is null."""
     patient, diagnosis = report.examination.patient, report.diagnosis
-    return {
-        "name": patient.name,
+    return summary(patient.name, report) | {
         "about": patient.about,
         "version": patient.version,
-        "torch": torch.__version__,
-        "healthy": report.healthy,
-        "level": report.level,
-        "verdict": report.verdict,
         "mistakes": [[each.name for each in of.mistakes] for of in (diagnosis.told if diagnosis else ())],
-        "facts": {mistake.name: facts(mistake) for mistake in report.mistakes},
         "when": diagnosis.when if diagnosis else None,
         "inference": list(map(str, report.inference)),
-        "remarks": report.remarks,
         "answers": [_answer_as_json(answer) for answer in report.examination.answers],
         "xray_of": report.xray.case.words() if isinstance(report.xray, XRay) else report.xray,
         "xray": report.xray.text() if isinstance(report.xray, XRay) else None,
         "grids": report.xray.grids() if isinstance(report.xray, XRay) else [],
     }
+
+
+def summary(name: str, report: Any) -> dict[str, Any]:
+    """What an attention and a whole model both have in JSON."""
+    kept = {word: getattr(report, word) for word in ("healthy", "level", "verdict", "remarks")}
+    of_mistakes = {mistake.name: facts(mistake) for mistake in report.mistakes}
+    return {"name": name, "torch": torch.__version__, **kept, "facts": of_mistakes}
 
 
 def _answer_as_json(answer: Answer) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from unittest import mock
 
 import pytest
 
-from ringlab.support import rounding  # the first concepts import it in main
+from ringlab.ring import cases
+from ringlab.support import processes, rounding
 from ringlab.support.extras import install
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +37,7 @@ CONCEPTS = [
     and is_concept(path)
 ]
 SLOW = ("launch", "gradients")  # functions that start processes or compile
+IN_MAIN = (rounding, processes, cases)  # what many concepts import in main
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,18 @@ class Run:
     results: dict[str, list]
 
 
+def home_of(module, name: str):
+    """The module whose function of this name the main of `module` calls, or None."""
+    return next((place for place in (module, *IN_MAIN) if hasattr(place, name)), None)
+
+
 def run(name: str, functions: dict[str, Callable]) -> tuple[int, str]:
     """Run the main of a concept in this process, with some functions of its module replaced."""
     module = importlib.import_module(name)
     with contextlib.ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()) as printed:
         stack.enter_context(mock.patch.object(sys, "argv", [name]))  # no options
         for each, function in functions.items():
-            stack.enter_context(mock.patch.object(module if hasattr(module, each) else rounding, each, function))
+            stack.enter_context(mock.patch.object(home_of(module, each), each, function))
         status = module.main()
     return status, printed.getvalue()
 
@@ -64,7 +71,7 @@ def run_concept(name: str) -> Run:
     module, results = importlib.import_module(name), {}
 
     def kept(each):
-        function, results[each] = getattr(module, each), []
+        function, results[each] = getattr(home_of(module, each), each), []
 
         def call(*args, **options):
             results[each].append(function(*args, **options))
@@ -72,7 +79,7 @@ def run_concept(name: str) -> Run:
 
         return call
 
-    return Run(*run(name, {each: kept(each) for each in SLOW if hasattr(module, each)}), results)
+    return Run(*run(name, {each: kept(each) for each in SLOW if home_of(module, each)}), results)
 
 
 def run_again(name: str, change: dict[str, Callable[[Callable], Callable]]) -> int:
@@ -88,7 +95,7 @@ def run_again(name: str, change: dict[str, Callable[[Callable], Callable]]) -> i
     module = importlib.import_module(name)
     functions = {each: again(results) for each, results in run_concept(name).results.items()}
     for each, changed in change.items():
-        functions[each] = changed(functions.get(each) or getattr(module, each, None) or getattr(rounding, each))
+        functions[each] = changed(functions.get(each) or getattr(home_of(module, each), each))
     return run(name, functions)[0]
 
 

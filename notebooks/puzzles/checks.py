@@ -72,7 +72,7 @@ class Verdict:
     def _ipython_display_(self) -> None:
         print(self.text)
         if self.draw:
-            film.show(self.draw())
+            self.draw()._ipython_display_()
 
 
 _best: dict[int, int] = {}  # by number of the puzzle: the stars of the reader's best schedule so far

@@ -1,10 +1,8 @@
 """Draw what a schedule did: a lane for each rank, time from left to right, messages as arrows from lane to lane."""
 
 from collections.abc import Callable
-from io import BytesIO
 
 from matplotlib.axes import Axes
-from PIL import Image
 
 from figures import shapes
 from notebooks.puzzles.engine import Run
@@ -74,16 +72,6 @@ def draw(run: Run, title: str, label: Label, name: str = "KV") -> drawing.Pictur
         words += "; grey: computed numbers, nobody's block"
     drawing.write(ax, LEFT, bottom + 36, words, size=drawing.SMALL, color=drawing.MUTED)
     return figure
-
-
-def show(figure: drawing.Picture) -> None:
-    """Show it in a notebook, with few colours: a third of the bytes."""
-    from IPython.display import display
-
-    figure.savefig(drawn := BytesIO(), dpi=2 * figure.dpi)
-    Image.open(drawn).convert("RGB").quantize(64).save(small := BytesIO(), format="png", optimize=True)
-    metadata = {"image/png": {"width": round(figure.bbox.width), "alt": figure.alt}}
-    display({"image/png": small.getvalue(), "text/plain": figure.alt}, metadata=metadata, raw=True)
 
 
 def _note(ax: Axes, x: float, y: float, text: str, colour: str) -> None:

@@ -35,8 +35,8 @@ from ring_planner.presets import gpu_named, model_named
 # %% [markdown]
 # ## The failure
 #
-# Two hosts, one rank and one core each, on a link of 50 MB/s. The ring overlaps computing and messages. `python -m
-# bench.overlap_threshold` measured how long it takes:
+# Overlap alone hides nothing. Here the overlapping ring of chapter 6 runs on two hosts, which have one core each and a link
+# of 50 MB/s between them (`python -m bench.overlap_threshold`):
 
 # %%
 bench = record.load("overlap_threshold")
@@ -51,8 +51,7 @@ assert ratios[0] > 3
 assert ratios[-1] < 1.1
 
 # %% [markdown]
-# With short chunks the ring waits most of the time, although it overlaps. With long chunks it hardly waits. Where is
-# the limit?
+# With short chunks the ring waits most of the time, and with long ones it hardly waits at all. Where is the limit?
 #
 # ## The idea
 #
@@ -102,8 +101,8 @@ assert block < hop / nic
 
 # %% [markdown]
 # Inside a host you need not think of messages: a block of 128K tokens takes 15 times as long as its
-# [hop](../docs/glossary.md#hop), one of 1M tokens 120 times. But share 1M tokens among 16 hosts, and chunks are short. A
-# block then takes 0.56 ms and its hop through a NIC 0.67 ms: the ring waits.
+# [hop](../docs/glossary.md#hop), one of 1M tokens 120 times. But share 1M tokens among 16 hosts, and chunks are short: a
+# block then takes 0.56 ms, its hop through a NIC 0.67 ms, and the ring waits.
 #
 # ## The condition
 #
@@ -117,8 +116,9 @@ assert block < hop / nic
 # $c \ge F/B$. $D$ cancels out too, and so would a batch. Below that length the share $C$ / (that length) is hidden. Drawn over
 # $C$ it rises and then turns flat, so we call the length the *knee*.
 #
-# **The backward pass** moves it by little. It has five products in place of two, so 2.5 times the FLOPs. But the gradients of K
-# and V travel with them in float32, so a hop has three times the bytes. The knee is $3/2.5 = 1.2$ times as long.
+# **The backward pass** moves it only a little, because both sides grow. It has five products in place of two, so 2.5 times the
+# FLOPs; and the gradients of K and V travel with them in float32, so a hop has three times the bytes. The knee is $3/2.5 = 1.2$
+# times as long.
 
 # %%
 equal = AttentionLayer(heads=32, kv_heads=32, head_dim=128)
@@ -136,16 +136,17 @@ for name, factor, layer, options in (
 # %% [markdown]
 # The mask doubles the knee and grouped queries divide it by four, so for Llama 8B half of flops / bandwidth remains.
 #
-# One message stays exposed: in published rings the last hop of the gradients, which follows all computing. Our ring
-# computes on the own block last, so the gradients come home meanwhile, and the first hop of K and V is exposed. It has fewer bytes.
+# One message stays exposed in every ring. In published ones it is the last hop of the gradients, which follows all computing. Ours
+# computes on the own block last, so that the gradients come home meanwhile. The first hop of K and V is exposed instead: fewer
+# bytes.
 #
 # A [picture](../figures/hidden_communication.svg) has the machines of the paper's table 2; `python -m ring_planner.calibrate`
 # measures yours.
 #
 # ## The proof
 #
-# The bench of the first cell measured two links, with seven or eight chunks each. Flops, bandwidth and the hidden share come
-# from the same run. The line is the model, min(1, C / knee), and the measured knee is that of the line which fits best:
+# Is it so? The bench of the first cell measured two links, with seven or eight chunks each; flops and bandwidth come from the
+# same run. The line is the model, min(1, C / knee), and the measured knee is that of the line which fits best:
 
 # %%
 for knee in bench["knees"]:
@@ -175,9 +176,9 @@ slow_hop.draw()
 #
 # ## How far does it reach?
 #
-# So chunks should be long. Memory says how long they can be. A device of a ring keeps its own chunk, and holds at most two
-# blocks of K and V at a time. On GPU 0 of the worked example these are q0, out0, k0, v0 and the arriving k3, v3: six tensors, and in
-# each later round six again.
+# So chunks should be long, and memory says how long they can be. A device of a ring keeps its own chunk, and holds at most two
+# blocks of K and V at a time. On GPU 0 of the worked example these are q0, out0, k0, v0 and the arriving k3, v3: six tensors, as in
+# every later round.
 #
 # With all heads, the [peak memory](../docs/glossary.md#peak-memory) of a device in attention's forward pass is
 # $(2H + 4G) \cdot C D w$ bytes. $P$ does not appear, and $S$ appears only in $C = S/P$. So **P devices hold P times the

@@ -80,8 +80,8 @@ d_q, d_k, d_v = torch.autograd.grad(right, (q, k, v), d_out)
 right, q, k, v = (x.detach() for x in (right, q, k, v))
 
 # %% [markdown]
-# Which heads does a rank take? 6 is not a multiple of 4. Code for equal parts gives `H // P` = 1 head to each rank, or it
-# asks `torch.chunk` for 4 parts. The rank needs K/V heads, too. A common guess is `r % G`:
+# Which heads does a rank take, when 6 is not a multiple of 4? Code for equal parts gives `H // P` = 1 head to each rank, or
+# it asks `torch.chunk` for 4 parts. And which K/V head does a rank need? A common guess is `r % G`:
 
 
 # %%
@@ -110,11 +110,11 @@ for name, shares, rule, kv_head in (
 assert torch.equal(computed(even, lambda r, h: h // 3), right)
 
 # %% [markdown]
-# In the first line nobody computes heads 4 and 5. In the second rank 3 has nothing to do. In the third ranks 1 and 2 use
-# the wrong keys. All results have the right shape, and no error is raised.
+# In the first line nobody computes heads 4 and 5, in the second rank 3 has nothing to do, and in the third ranks 1 and 2
+# use the wrong keys. You would not notice: all results have the right shape, and no error is raised.
 #
-# The last line of the table is right. Now its gradient. Ranks 0 and 1 each have a copy of K/V head 0, and ranks 2 and 3
-# a copy of K/V head 1. Every copy gets a gradient of its own:
+# The last line is right. But look at its gradient, too. Ranks 0 and 1 each have a copy of K/V head 0, and ranks 2 and 3
+# of K/V head 1, so every copy gets a gradient of its own:
 
 # %%
 owner = [0, 0, 1, 1]  # the K/V head that rank r has a copy of
@@ -177,9 +177,9 @@ assert torch.allclose(unshard(total, "zigzag"), d_k, rtol=0, atol=1e-13)
 # The gradient of a gather is a [reduce-scatter](../docs/glossary.md#reduce-scatter): **add** the parts of all ranks, and give
 # each rank the sum for its own block. Without that sum, `out` and dq are right, and only dk and dv are wrong.
 #
-# The price is memory. A rank of a ring holds two blocks at a time, and here it holds those of all ranks. So
+# The price is memory: where a rank of a ring holds two blocks at a time, here it holds those of all ranks. So
 # [`all_gather.py`](../ringlab/ways/all_gather.py) gathers one K/V head at a time, into two buffers: while it computes
-# with one head, the next one arrives. A round is a K/V head, where that of a ring is a block.
+# with one head, the next one arrives. Its round is a head, as a ring's is a block.
 #
 # ## 2 · All-to-all
 #
@@ -198,8 +198,8 @@ received = list(zip(to_heads(q, even), to_heads(k, keys), to_heads(v, keys), str
 print("rank 1 now has tokens", order.tolist(), "of query head ", *even[1])
 
 # %% [markdown]
-# The tokens arrive **in order of rank**. Without a mask that does no harm. A causal mask hides what comes later in the
-# sequence, but `causal`, the triangle, hides what comes later in the tensor. So first put the tokens in order:
+# The tokens arrive **in order of rank**, which does no harm without a mask. But a causal mask must hide what comes later
+# in the sequence, and `causal`, the triangle, hides what comes later in the tensor. So first put the tokens in order:
 
 # %%
 for name, index in (("order of rank", torch.arange(8)), ("order of the sequence", order.argsort())):
@@ -211,7 +211,7 @@ for name, index in (("order of rank", torch.arange(8)), ("order of the sequence"
 assert torch.allclose(out, right, rtol=0, atol=1e-14)
 
 # %% [markdown]
-# After that, the rows of `out` travel back to the ranks of their tokens. The whole way in a picture, where a cell is one
+# After that, the rows of `out` travel back to the ranks of their tokens. Here is the whole way in a picture. A cell is one
 # head of one token, and its colour is the rank that holds it:
 
 # %%
@@ -250,7 +250,7 @@ except ValueError as error:
 #
 # ## What each way costs
 #
-# What does a rank send in a forward pass? In numbers, where $P$ divides $G$ (for the hybrid: where $g$ does):
+# So many numbers does a rank send in a forward pass, where $P$ divides $G$ (for the hybrid: where $g$ does):
 #
 # | way | sends | needs | holds of K and V |
 # | --- | --- | --- | --- |
@@ -289,11 +289,11 @@ for way, size in waits.items():
 # By the roofline the ring is the best, though all lie within 2 %. With real GPUs it is the last, because a roofline knows only
 # products and messages. A round has other costs: it reads and writes the running output again, the last tiles of a kernel leave a
 # part of the GPU idle, and messages slow the computing beside them. A ring pays this eight times. *With costs* adds it
-# ([`round_costs.py`](../ring_planner/round_costs.py)), and takes the 652 TFLOP/s (590 backward) that cuDNN's kernel
-# reached on one H100, in place of 989.
+# ([`round_costs.py`](../ring_planner/round_costs.py)), and takes the 652 TFLOP/s that cuDNN's forward kernel reached on one
+# H100, in place of 989.
 #
-# **When which?** Inside one host, gather K and V or exchange heads: they tie. Exchange only where $P$ divides the heads: of 40 heads
-# on 16 ranks the busiest has 3, where the average is 2.5, and all wait for it. The ring takes any number of ranks and any heads.
+# **When which?** Inside one host, gather K and V or exchange heads: they tie. Exchange only where $P$ divides the heads. When our
+# 4 ranks shared 6 heads, two ranks had two, and the others would wait for them. The ring takes any number of ranks and any heads.
 # On CPUs, [`shared_memory.py`](../ringlab/ways/shared_memory.py) needs no messages.
 #
 # Between hosts the hybrid has an advantage. A hop of its ring has as many bytes as one of the flat ring, $gC$ tokens of $G/g$ heads,
@@ -317,6 +317,29 @@ for way, size in waits.items():
 # with grouped queries, K and V are much smaller than Q. So the gather takes little time, compared with the computing.
 # </details>
 #
+# <details><summary>Your 8 H100s stand in 8 hosts, so every message goes through a NIC of 50 GB/s. Which way for 128K tokens, and
+# which for 16K?</summary>
+#
+# For 128K take any. A chunk of 16,384 tokens is longer than the knee of chapter 9, so a ring exposes one hop only, and takes
+# $17.8 + 44.5 + 1.3 = 63.6$ ms, forward and backward. An all-to-all waits for its 280 MiB in each pass and takes 74.0 ms, but it
+# has one round where the ring has eight. With costs, it is 3 % behind.
+#
+# For 16K exchange heads. With an eighth of the tokens a block is 64 times shorter, and a hop only 8 times, so a ring can no longer
+# hide its hops, and the bytes decide. A ring sends 224 MiB in both passes, an all-to-all 70: 4.73 ms, and 2.44.
+# </details>
+
+# %%
+for S, times, behind in ((2**17, [63.6, 74.0], 1.03), (2**14, [4.73, 2.44], 0.62)):
+    C, apart = S / 8, Cluster(8, 1, flops=h100.peak["bf16"], bandwidth=h100.link, host_bandwidth=h100.card)
+    with_costs = Step(llama, h100, 8, 1, S, cp=8, kernels="cudnn").ring
+    two = ("ring", "all-to-all")
+    assert [float(f"{sum(milliseconds(way, None, apart)):.3g}") for way in two] == times
+    ring, exchange = (sum(milliseconds(way, None, with_costs, "causal")) for way in two)
+    assert round(exchange / ring, 2) == behind
+sent = [sum(traffic(way, layer, C, apart, backward=each)[1] for each in (False, True)) / 2**20 for way in two]
+assert sent == [224, 70]
+
+# %% [markdown]
 # ## Your turn
 
 

@@ -101,20 +101,15 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
     if examination.changes:
         return Diagnosis((), tuple(wrong), when)
     ways = _ways([answer for answer in wrong if _bits(answer) > 16] or wrong, answered)
-    blamed = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)] * bool(ways)
+    of_ways = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)] if ways else []
     if ways and "without gradients" not in ways:
-        return Diagnosis(tuple(blamed), tuple(wrong), when)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
-    try:
-        mistakes = (STATES if examination.patient.state else CATALOGUE).values()
-        found, part = _explain(_telling(answered), mistakes, progress)
-        besides = _besides(found, _telling(answered), mistakes)
-        if besides is not None:  # the others show in answers of their own
-            when = when_it_shows([it for it in telling if it.state != WRONG or not set(FORWARD).isdisjoint(it.wrong)])
-    finally:
-        torch.set_num_threads(threads)
-    return Diagnosis(tuple(found or blamed), tuple(wrong), when, part, besides)
+        return Diagnosis(tuple(of_ways), tuple(wrong), when)
+    mistakes, on_paper = (STATES if examination.patient.state else CATALOGUE).values(), _telling(answered)
+    found, part = _explain(on_paper, mistakes, progress)
+    besides = _besides(found, on_paper, mistakes)
+    if besides is not None:  # the others show in answers of their own
+        when = when_it_shows([it for it in telling if it.state != WRONG or not set(FORWARD).isdisjoint(it.wrong)])
+    return Diagnosis(tuple(found or of_ways), tuple(wrong), when, part, besides)
 
 
 def _ways(wrong: list[Answer], answered: list[Answer]) -> set[str]:

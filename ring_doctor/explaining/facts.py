@@ -139,23 +139,21 @@ TWICE = "a sum that starts from a number that it also adds, or a mean of two"
 
 def _not_finite(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     bad = ~wrong.seen(name).isfinite() & wrong.exact(name).isfinite()
+    if not bad.any():
+        return
     where = "everywhere" if bad.all() else "in some places"
-    if bad.any() and not wrong.case.visible().all():
-        look = "the merge of a block of which a query sees no key: -inf - (-inf) is NaN"
-        yield Fact(where, look, order=1)
-    if bad.any():
-        look = "exp, sums and products that are too large for their dtype, and 0/0"
-        yield Fact(f"{where}, without a mask too", look, order=2)
-    if bad.any() and wrong.case.inputs == "large":
+    if wrong.case.inputs == "large":
         look = "exp: e^s overflows unless the largest score of the row is subtracted first"
         yield Fact("where scores are large", look)
+    if not wrong.case.visible().all():
+        yield Fact(where, "the merge of a block of which a query sees no key: -inf - (-inf) is NaN", order=1)
+    look = "exp, sums and products that are too large for their dtype, and 0/0"
+    yield Fact(f"{where}, without a mask too", look, order=2)
 
 
 def _another_result(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
-    others = {f"the right {x}": wrong.exact(x) for x in wrong.right if x != name}
-    others |= {f"the input {x}": value for x, value in wrong.inputs.items()}
     look = "the order in which the results are returned or unpacked, and buffers that two of them share"
-    return (Fact(words, look, x) for words, x in others.items())
+    return (Fact(f"the right {other}", look, wrong.exact(other)) for other in wrong.right if other != name)
 
 
 def _factor(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
@@ -185,24 +183,14 @@ def _another_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
     look = travel if name in ("dk", "dv") else "the rank that this chunk is cut for, sent to or returned on"
     moved = {f"rank r + {n}": chunks[n:] + chunks[:n] for n in range(1, P)}
     moved |= {f"rank r - {n}": chunks[-n:] + chunks[:-n] for n in range(1, P)}
-    moved["rank P - 1 - r"] = chunks[::-1]
     return (Fact(words, look, wrong.case.join(of_ranks)) for words, of_ranks in moved.items())
-
-
-MOVES: dict[str, Callable[[Tensor], Tensor]] = {  # of the heads or the rows of a chunk
-    "in the heads in the reverse order": lambda x: x.flip(1),
-    "in the next head": lambda x: x.roll(1, dims=1),
-    "one row too late in each chunk": lambda x: x.roll(1, dims=2),
-    "one row too early in each chunk": lambda x: x.roll(-1, dims=2),
-    "in the other half of each chunk": lambda x: torch.cat(x.tensor_split(2, dim=2)[::-1], dim=2),
-}
 
 
 def _another_place(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     look = "roll, slices, view, reshape, the order of heads, and the memory order of buffers for messages"
     exact, seen = wrong.chunks(wrong.exact(name)), wrong.chunks(wrong.seen(name))
-    for words, move in MOVES.items():
-        yield Fact(words, look, wrong.case.join([move(x) for x in exact]))
+    for words, rows in (("late", 1), ("early", -1)):
+        yield Fact(f"one row too {words} in each chunk", look, wrong.case.join([x.roll(rows, dims=2) for x in exact]))
     if all(_same_numbers(x, y) for x, y in zip(seen, exact, strict=True)):
         yield Fact("in other places of their chunk", look, order=1)
     if _same_numbers(wrong.seen(name), wrong.exact(name)):
@@ -214,16 +202,14 @@ def _same_numbers(x: Tensor, y: Tensor) -> bool:
 
 
 def _rounded(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
-    """Errors as small as roundings, in a dtype that is wider. Roundings move most numbers, each by a little."""
-    seen, exact = wrong.seen(name), wrong.exact(name)
+    """Errors as small as roundings to 16 bits. Roundings move most numbers, each by a little."""
+    seen, exact, eps = wrong.seen(name), wrong.exact(name), torch.finfo(torch.bfloat16).eps
     there = exact.isfinite() & wrong.bad(name).view(*seen.shape[:3], *[1] * (seen.dim() - 3))
     error, typical = (seen - exact)[there].abs(), float(exact[there].square().mean().sqrt())
-    for order, (size, dtype) in enumerate((("float32", torch.float32), ("16 bits", torch.bfloat16))):
-        eps, own = torch.finfo(dtype).eps, torch.finfo(wrong.case.dtype)
-        small = bool((error <= 4 * eps * (exact[there].abs() + typical)).all()) and error.median() > eps / 100 * typical
-        if own.bits > 16 and own.eps < eps and small:
-            look = f"casts to {size}: of messages, of buffers, and of sums over blocks"
-            yield Fact(f"the errors are as small as roundings to {size}", look, None, order)
+    small = bool((error <= 4 * eps * (exact[there].abs() + typical)).all()) and error.median() > eps / 100 * typical
+    if small and torch.finfo(wrong.case.dtype).bits > 16:
+        look = "casts to 16 bits: of messages, of buffers, and of sums over blocks"
+        yield Fact("the errors are as small as roundings to 16 bits", look)
 
 
 def _some_heads(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:

@@ -68,16 +68,11 @@ def infer(examination: Examination, xray: XRay | str) -> list[Finding]:
     if examination.patient.state:
         return [*_of_states(wrong, xray), *hangs]
     told = [WrongAnswer(answer) for answer in _comparable(wrong)]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
-    try:
-        if ordered := another_order(told, examination.patient.tensors):
-            return [*ordered, *hangs]
-        held = _contents(told)
-    finally:
-        torch.set_num_threads(threads)
+    if ordered := another_order(told, examination.patient.tensors):
+        return [*ordered, *hangs]
+    held = _contents(told)
     known = {name for names in held for name in names}
-    shown = [] if isinstance(xray, str) or xray.right else xray.facts(known)
+    shown = [] if isinstance(xray, str) else xray.facts(known)
     out_is_wrong = any("out" in each.answer.wrong for each in told)  # then gradients may follow from it
     follows = [said for names, said in held.items() if out_is_wrong and names[0].startswith("d")]
     first = [said for said in held.values() if said not in follows]
@@ -86,8 +81,8 @@ def infer(examination: Examination, xray: XRay | str) -> list[Finding]:
 
 def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
     """What a row reads of each earlier token; where that is right, which results are wrong."""
-    if not isinstance(xray, str) and not xray.right:
-        return [replace(finding, look=OF_STATES) for finding in xray.facts()]
+    if not isinstance(xray, str) and (shown := xray.facts()):
+        return [replace(finding, look=OF_STATES) for finding in shown]
     bad = list(dict.fromkeys(name for answer in wrong for name in answer.wrong))
     good = [name for name in wrong[0].results if name not in bad]
     right = f", {listed(good)} right" if good else ""
@@ -99,10 +94,13 @@ def _of_one_rank(wrong: list[Answer], findings: list[Finding]) -> list[Finding]:
     alone = {name for answer in wrong if answer.case.world_size == 1 for name in answer.wrong}
     if not alone:
         return findings
-    of = listed([name for name in RESULTS if name in alone])
-    said = f"One rank alone is wrong already ({of}), so no message is to blame"
+    said = f"One rank alone is wrong already ({_in_order(alone)}), so no message is to blame"
     brief = f"wrong on one rank already, without a message: {findings[0].brief or findings[0].says}"
     return [Finding(said, ON_ONE_RANK, brief), *findings]
+
+
+def _in_order(results: set[str]) -> str:
+    return listed([name for name in RESULTS if name in results])
 
 
 def text(findings: Sequence[Finding]) -> str:
@@ -114,7 +112,7 @@ def _of_rounding(wrong: list[Answer]) -> list[Finding]:
     """What follows from answers that are right but for rounding to 16 bits."""
     usual = [answer for answer in wrong if answer.case.inputs != "large"]
     names = [name for name in RESULTS if any(name in answer.wrong for answer in usual)]
-    said = [OF_LARGE_SCORES] * (len(usual) < len(wrong))
+    said = [OF_LARGE_SCORES] if len(usual) < len(wrong) else []
     return said + [Finding(f"{name} is rounded to 16 bits too often", f"the dtype {DTYPES[name]}") for name in names]
 
 
@@ -149,9 +147,9 @@ def _which(told: list[WrongAnswer]) -> list[Finding]:
     if "out" not in wrong:
         of_lse = [LSE_ALONE] if "lse" in wrong else []
         return [*of_lse, of_gradients(gradients)] if gradients else of_lse
-    said = [LSE_IS_RIGHT] * ("lse" in right) + [GRADIENTS_ARE_RIGHT] * ("dq" in right and not gradients)
-    of = listed([name for name in RESULTS if name in wrong])
-    return said or [Finding(f"wrong {of}", "out first: all other results depend on the same scores")]
+    said = [LSE_IS_RIGHT] if "lse" in right else []
+    said += [GRADIENTS_ARE_RIGHT] if "dq" in right and not gradients else []
+    return said or [Finding(f"wrong {_in_order(wrong)}", "out first: all other results depend on the same scores")]
 
 
 # A hang -------------------------------------------------------------------------------------------------------------

@@ -36,9 +36,8 @@ class Tile:
 
     rank: int  # of the queries
     block: int  # of the keys
-    hidden: bool  # the mask hides all of its pairs
     kind: str  # in LOOK, or "ok", or "wrong" in another way
-    label: str  # at most some ten letters, for a grid
+    label: str  # at most some ten letters, for a grid; "-": right, and the mask hides all of its pairs
     words: str  # the same for a sentence
     holds: int | None = None  # "shifted": the block to which its numbers belong
     amount: tuple[float, float] | None = None  # "scaled": the least and the largest factor; "wrong": 0 and the error
@@ -62,13 +61,6 @@ class Sheet:
     def right(self) -> Tensor:
         """The right matrix."""
         return self.full * self.visible
-
-    @cached_property
-    def right_tiles(self) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-        """{(rank, block): (the right tile, what rounding allows)}, without the tiles that the mask hides."""
-        P = len(self.lengths)
-        spots = [(rank, block) for rank in range(P) for block in range(P) if self.cut(self.visible, rank, block).any()]
-        return {spot: (self.cut(self.right, *spot), self.cut(self.allowed, *spot)) for spot in spots}
 
     @cached_property
     def present(self) -> Tensor:
@@ -117,11 +109,11 @@ def _tile(sheet: Sheet, rank: int, block: int) -> Tile:
     seen, full, visible, allowed, present = (sheet.cut(x, rank, block) for x in tensors)
     right, hidden = full * visible, not visible.any()
     error = (seen - right).abs()
-    tile = partial(Tile, rank, block, hidden)
+    tile = partial(Tile, rank, block)
     if not seen.isfinite().all():
         return tile("NaN", "NaN", "NaN or infinite")
     if (error <= allowed).all():
-        return tile("ok", "ok", "right")
+        return tile("ok", "-" if hidden else "ok", "right")
     if (seen.abs() <= allowed).all():
         return tile("missing", "missing", "missing")
     if ((seen - full).abs() <= allowed)[present].all():  # the right numbers, for other pairs
@@ -164,9 +156,12 @@ def _of_keys(seen: Tensor, right: Tensor, allowed: Tensor) -> str:
 
 
 def _elsewhere(sheet: Sheet, rank: int, seen: Tensor) -> int | None:
-    """The block whose numbers in these rows the tile holds."""
-    tiles = {b: both for (r, b), both in sheet.right_tiles.items() if r == rank and both[0].shape == seen.shape}
-    return next((b for b, (right, allowed) in tiles.items() if ((seen - right).abs() <= allowed).all()), None)
+    """The block whose numbers in these rows the tile holds. A block that the mask hides has none."""
+    for block in range(len(sheet.lengths)):
+        right, allowed, visible = (sheet.cut(x, rank, block) for x in (sheet.right, sheet.allowed, sheet.visible))
+        if visible.any() and right.shape == seen.shape and ((seen - right).abs() <= allowed).all():
+            return block
+    return None
 
 
 def _of_mask(present: Tensor, visible: Tensor) -> tuple[str, str, str]:

@@ -91,13 +91,9 @@ class WrongAnswer:
         allowed, largest = self._allowed[name]
         return bool((seen - expected).abs().max() <= allowed * max(1.0, most / largest))
 
-    @cached_property
-    def _clear(self) -> dict[str, bool]:
-        return {name: not self.near(name, self.exact(name)) for name in self.answer.results}
-
     def clear(self, name: str) -> bool:
         """Whether a result is so wrong that its numbers can be told from the right numbers."""
-        return self._clear[name]
+        return not self.near(name, self.exact(name))
 
     def chunks(self, x: Tensor) -> list[Tensor]:
         """The chunks of all ranks of a whole tensor."""

@@ -45,18 +45,16 @@ def states_of(case: StateCase) -> StateCase:
 
 def of_states(out: Tensor, case: StateCase) -> XRay:
     """The X-ray of a ring of states, from its out (1, 1, S, D) to `states_of`: one matrix."""
-    order = torch.cat([case.positions(rank) for rank in range(case.world_size)])
     right, whole = case.right()["out"], replace(case, documents=None).right()["out"]
-    shown = (x[0, 0].double()[:, : case.seq_len] for x in (out, whole.exact, right.allowed))
-    seen, full, allowed = (x[order][:, order] for x in shown)
-    sheet = Sheet(
-        tuple(len(case.positions(r)) for r in range(case.world_size)),
-        seen,
-        full,
-        case.visible()[order][:, order],
-        allowed,
-    )
+    sheet = _sheet(case, *(x[0, 0].double()[:, : case.seq_len] for x in (out, whole.exact, right.allowed)))
     return XRay([Matrix("A of states", sheet, likeliest([sheet]))], case)
+
+
+def _sheet(case: Case, seen: Tensor, full: Tensor, allowed: Tensor) -> Sheet:
+    """The sheet of matrices whose tokens are in the order of the sequence."""
+    chunks = [case.positions(rank) for rank in range(case.world_size)]
+    order = torch.cat(chunks)
+    return Sheet(tuple(map(len, chunks)), *(x[order][:, order] for x in (seen, full, case.visible(), allowed)))
 
 
 def read_matrices(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
@@ -110,17 +108,9 @@ def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case
     `run_1` and `run_2` are the results of `cases(case)`. Results may be missing: the gradients, or those of a run that
     failed ({}). Their matrices are left out.
     """
-    chunks = [case.positions(rank) for rank in range(case.world_size)]
-    order, lengths = torch.cat(chunks), tuple(len(chunk) for chunk in chunks)
     scale = RIGHT.scale(cases(case)[0])
     weights, d_p, delta, allowed = _right(case, scale)
     shown = read_matrices(run_1, run_2, scale)
-
-    def sheet_of(name: str, full: Tensor) -> Sheet:
-        """Tokens in the order of the ranks."""
-        tensors = (x[order][:, order] for x in (shown[name], full, case.visible(), allowed[name]))
-        return Sheet(lengths, *tensors)
-
     found: list[Matrix] = []
     factors = [[(1.0, 0.0)] * case.seq_len]  # what the weights of rows may be multiplied by
     of_keys: list[tuple[float, float]] = []  # the same, if some keys count more often than others
@@ -134,16 +124,14 @@ def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case
 
     for name in ("W forward", "W backward"):
         if name in shown:
-            sheet = sheet_of(name, weights)
+            sheet = _sheet(case, shown[name], weights, allowed[name])
             own = [_row_factor(sheet, row) for row in range(case.seq_len)]
             factors = [own, *(x for x in factors if x != own)]
             of_keys = of_keys or _keys_factors(sheet)
             c, tiles = _times_scores(sheet), tiles_of([sheet])
             if c != 1:
-                label, words = f"s x {c:.3g}", f"the scores are {c:.4g} times the right scores"
-                tiles = [
-                    it if it.kind == "ok" else Tile(it.rank, it.block, False, "scores", label, words) for it in tiles
-                ]
+                said = f"s x {c:.3g}", f"the scores are {c:.4g} times the right scores"
+                tiles = [tile if tile.kind == "ok" else Tile(tile.rank, tile.block, "scores", *said) for tile in tiles]
             found.append(Matrix(name, sheet, tiles))
     for name, run, of_run in (("dS in dQ", run_1, 0), ("dS in dK", run_2, 1)):
         if name in shown:
@@ -151,7 +139,7 @@ def xray_of(run_1: Mapping[str, Tensor], run_2: Mapping[str, Tensor], case: Case
             if run.get("out") is not None:  # a right backward pass makes this of a wrong forward pass
                 d_out = cases(case)[of_run].whole()[3][0, 0].double()
                 deltas.append((run["out"][0, 0].double() * d_out).sum(dim=1, keepdim=True))
-            sheets = [sheet_of(name, weights * (d_p - each)) for each in deltas]
+            sheets = [_sheet(case, shown[name], weights * (d_p - delta), allowed[name]) for delta in deltas]
             found.append(Matrix(name, sheets[0], tiles_of(sheets)))
     return XRay(found, case)
 

@@ -49,7 +49,7 @@ from ring_doctor.asking.case import LAYOUTS
 from ring_doctor.asking.examination import SECONDS
 from ring_doctor.asking.job import CannotExamine
 from ring_doctor.mistakes import Mistake
-from ring_doctor.report import explained, facts
+from ring_doctor.report import explained, summary
 from ring_doctor.whole_models.model_calls import ModelPatient, Returned, Step, options_of, without_dropout
 from ring_doctor.whole_models.model_clues import clue
 from ring_doctor.whole_models.model_comparison import (
@@ -73,6 +73,7 @@ from ring_doctor.whole_models.model_mistakes import (
     sharding_mistakes,
 )
 from ringlab.models.transformer import IGNORED
+from ringlab.support.expect import expect
 from ringlab.support.processes import Ranks
 
 WORLDS = (2, 3, 4)
@@ -148,24 +149,24 @@ def examine_model(
     vocab: int = 32,
     seed: int = 0,
     seconds: float = SECONDS,
+    device: str = "cpu",
     ranks: Ranks | None = None,
 ) -> ModelExamination:
     """Call `step` on 1, 2, 3 and 4 processes, compare, and name the mistakes.
 
     `layout` is the layout of the shards of `step`; "module:function" names your own. Tokens are below `vocab`. torch's
     generator is seeded before each call. A call on several ranks may take `seconds`, beside the time that the first
-    call took. `ranks` are the processes (None: new ones). Raises ValueError for such an argument, or a function, that
-    is not as described, and CannotExamine when nothing can be compared: on one process the function fails, returns
-    something else, returns other numbers when it is called again, or has a dtype too coarse to tell a mistake from
-    rounding; or it has dropout.
+    call took. `ranks` are the processes (None: new ones, on `device`). Raises ValueError for such an argument, or a
+    function, that is not as described, and CannotExamine when nothing can be compared: on one process the function
+    fails, returns something else, returns other numbers when it is called again, or has a dtype too coarse to tell a
+    mistake from rounding; or it has dropout.
     """
-    if layout not in LAYOUTS and ":" not in layout:
-        raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}, or module:function")
-    if vocab < 1:
-        raise ValueError(f"vocab is {vocab}; expected 1 or more")
+    known = f"one of {', '.join(LAYOUTS)}, or module:function"
+    expect(layout in LAYOUTS or ":" in layout, f"layout is {layout!r}", known)
+    expect(vocab > 0, f"vocab is {vocab}", "1 or more")
     text = torch.randint(vocab, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(seed))
     takes = options_of(step)
-    processes = ranks or Ranks(max(WORLDS))
+    processes = ranks or Ranks(max(WORLDS), device=device)
     usual = processes.seconds
     try:
         patient = ModelPatient(step, text, layout, seed, processes, takes, seconds)
@@ -291,15 +292,8 @@ def text_of_model(found: ModelExamination) -> str:
 
 def json_of_model(found: ModelExamination) -> dict[str, Any]:
     """The report as numbers, strings, lists and dicts. An infinite error is null."""
-    return {
-        "name": found.name,
-        "torch": torch.__version__,
-        "healthy": found.healthy,
-        "level": found.level,
-        "verdict": found.verdict,
+    return summary(found.name, found) | {
         "mistakes": [list(each.names) for each in found.diagnoses],
-        "facts": {mistake.name: facts(mistake) for mistake in found.mistakes},
-        "remarks": found.remarks,
         "inference": [found.clue] if found.clue else [],
         "answers": [
             {

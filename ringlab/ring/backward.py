@@ -39,9 +39,6 @@ from ringlab.basics.blockwise_attention import TILE
 from ringlab.basics.chunks import agree_on_chunks, check_chunks
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.ranks import neighbours
-from ringlab.ring.cases import chunks_of_rank, report_ranks
-from ringlab.support.processes import launch
-from ringlab.support.rounding import exact_attention
 from ringlab.support.timeline import span
 
 
@@ -194,6 +191,10 @@ def ring_attention(
 
 
 def main() -> int:
+    from ringlab.ring.cases import chunks_of_rank, report_ranks
+    from ringlab.support.processes import launch
+    from ringlab.support.rounding import exact_attention
+
     x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
     d_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
     right = exact_attention(x, x, x, d_out)

@@ -47,12 +47,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ringlab.ring.cases import chunks_of_rank, report_ranks
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import LAYOUTS, unshard
 from ringlab.ring.masks import lengths_of
-from ringlab.support.processes import launch
-from ringlab.support.rounding import exact_attention
 
 IGNORED = -100  # the label of a token that counts in no loss, as in F.cross_entropy
 
@@ -138,6 +135,10 @@ def letters(text: str) -> Tensor:
 
 
 def main() -> int:
+    from ringlab.ring.cases import chunks_of_rank, report_ranks
+    from ringlab.support.processes import launch
+    from ringlab.support.rounding import exact_attention
+
     P, ok = 4, True
     texts = [letters(text) for text in DOCUMENTS]
     tokens, labels, at, lengths = pack(texts, 2 * P)

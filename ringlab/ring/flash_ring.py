@@ -39,7 +39,6 @@ from torch import Tensor
 from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.ring.backward import differentiable_once
-from ringlab.ring.cases import random_inputs, report_cases
 from ringlab.ring.fused_block import fused_backward, fused_forward
 from ringlab.ring.layouts import Layout
 from ringlab.ring.partition import BlockSlice
@@ -214,12 +213,12 @@ def nothing_seen(q: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Ten
     return out, lse if sinks is None else lse.copy_(sinks[:, None])
 
 
-def queries_of(piece: BlockSlice, *tensors: Tensor) -> Sequence[Tensor]:
+def queries_of(piece: BlockSlice, *tensors: Tensor) -> list[Tensor]:
     """The piece's query heads and queries of tensors (B, H, C, ...)."""
     return [x[:, piece.heads, piece.queries] for x in tensors]
 
 
-def keys_of(piece: BlockSlice, *tensors: Tensor) -> Sequence[Tensor]:
+def keys_of(piece: BlockSlice, *tensors: Tensor) -> list[Tensor]:
     """The piece's K/V heads and keys of tensors (B, G, C_j, D)."""
     return [x[:, piece.kv_heads, piece.keys] for x in tensors]
 
@@ -265,17 +264,31 @@ def flash_backward(
     for t, k_j, v_j, pieces in schedule.rounds_back(k, v):
         for piece in pieces:
             with span("compute", t, k_j, v_j):
-                rows, *of_rows = queries_of(piece, q, out, lse, d_out)  # (B, H, Cq, ...) each
-                block = reversed_rows(piece, rows, *keys_of(piece, k_j, v_j), *of_rows)
-                d_qkv = fused_backward(*block, scale=schedule.scale, softcap=schedule.softcap, causal=piece.triangle)
-                parts = reversed_rows(piece, *d_qkv)  # of the piece: dq (B, H, Cq, D), dk (B, G, Ck, D), dv
-            totals = *queries_of(piece, d_q), *keys_of(piece, *sums.of_round(t))  # views of the same shapes
-            for total, part in zip(totals, parts, strict=True):
+                parts = piece_backward(piece, q, k_j, v_j, out, lse, d_out, schedule)
+            for total, part in zip(queries_of(piece, d_q) + keys_of(piece, *sums.of_round(t)), parts, strict=True):
                 total += part
-            del block, d_qkv, parts, part, totals, total  # else these would lie beside those of the next piece
+            del parts, part, total  # else these would lie beside those of the next piece
         sums.send_on(t)
     d_k, d_v = sums.home()
     return d_q, d_k, d_v
+
+
+def piece_backward(
+    piece: BlockSlice,
+    q: Tensor,
+    k_j: Tensor,
+    v_j: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    schedule: Schedule,
+) -> Sequence[Tensor]:
+    """What a piece adds to dq (B, H, Cq, D) of its queries, and to dk and dv (B, G, Ck, ...) of its keys."""
+    rows, *of_rows = queries_of(piece, q, out, lse, d_out)
+    block = reversed_rows(piece, rows, *keys_of(piece, k_j, v_j), *of_rows)
+    return reversed_rows(
+        piece, *fused_backward(*block, scale=schedule.scale, softcap=schedule.softcap, causal=piece.triangle)
+    )
 
 
 def sinks_backward(sinks: Tensor, out: Tensor, lse: Tensor, d_out: Tensor) -> Tensor:
@@ -290,6 +303,8 @@ def sinks_backward(sinks: Tensor, out: Tensor, lse: Tensor, d_out: Tensor) -> Te
 
 
 def main() -> int:
+    from ringlab.ring.cases import random_inputs, report_cases
+
     whole = random_inputs(1, 8, 2, 512, 64)
     return 0 if report_cases(4, whole, ring_flash_attention) else 1
 

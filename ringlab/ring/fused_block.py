@@ -46,7 +46,6 @@ from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.online_softmax import State, merge, update
 from ringlab.ring.backward import block_backward, tile_backward
 from ringlab.ring.gpu_kernels import gpu_backward, gpu_forward, gpu_kernel, repeated, summed
-from ringlab.support.rounding import exact_attention, report
 
 aten = torch.ops.aten
 
@@ -219,6 +218,8 @@ def capped_backward(
 
 
 def main() -> int:
+    from ringlab.support.rounding import exact_attention, report
+
     x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
     scale = 2**-0.5
     kernel, why = choose_kernel(x, x, scale)

@@ -29,9 +29,6 @@ from torch.distributed import ProcessGroup
 
 from ringlab.basics.chunks import agree_on_chunks, check_grouped_chunks
 from ringlab.ring.backward import RingAttention
-from ringlab.ring.cases import chunks_of_rank, random_inputs, report_ranks
-from ringlab.support.processes import launch
-from ringlab.support.rounding import exact_attention
 
 
 def fold(q: Tensor, kv_heads: int) -> Tensor:
@@ -59,6 +56,10 @@ def ring_attention(
 
 
 def main() -> int:
+    from ringlab.ring.cases import chunks_of_rank, random_inputs, report_ranks
+    from ringlab.support.processes import launch
+    from ringlab.support.rounding import exact_attention
+
     P, ok = 4, True
     for G in (8, 2, 1):
         B, H, _, S, D = sizes = 1, 8, G, 32, 16

@@ -39,7 +39,6 @@ import torch
 from torch import Tensor
 
 from ringlab.basics.naive_attention import TOKENS, naive_attention
-from ringlab.support.rounding import exact_attention
 
 LayoutName = Literal["contiguous", "zigzag", "striped"]
 
@@ -196,6 +195,8 @@ def pairs(seq_len: int, rank: int, world_size: int) -> Tensor:
 
 
 def main() -> int:
+    from ringlab.support.rounding import exact_attention
+
     P, ok = 4, True
     examples: list[tuple[str | Layout, int]] = [*((name, 8) for name in LAYOUTS), (Layout("pairs", pairs, 2), 16)]
     for layout, S in examples:

@@ -37,7 +37,6 @@ from ringlab.basics.online_softmax import finish, start
 from ringlab.basics.ranks import gather, neighbours, scatter
 from ringlab.support import timeline
 from ringlab.support.processes import RankContext, launch
-from ringlab.support.rounding import exact_attention, report
 from ringlab.support.timeline import span
 
 
@@ -166,6 +165,8 @@ def hidden_share(blocking: list[timeline.Event], overlapped: list[timeline.Event
 
 
 def main() -> int:
+    from ringlab.support.rounding import exact_attention, report
+
     q, k, v = torch.randn(3, 1, 4, 2048, 64, generator=torch.Generator().manual_seed(0)).unbind()
     runs = launch(record_both, 2, q, k, v)[0]
     right = exact_attention(q, k, v)["out"]

@@ -53,18 +53,17 @@ def cut(first: Tensor, end: Tensor) -> Iterator[BlockSlice]:
     """
     rows = (end > first).nonzero().flatten()  # the queries that see something
     first, end = first[rows], end[rows]
-    steps = torch.stack([rows.diff(), first.diff(), end.diff()])  # (3, rows - 1), from a query to the next
-    together = (steps[0] == 1) & (steps[1:] <= 1).all(dim=0)
-    move = torch.where(together, 2 * steps[1] + steps[2], -1)
-    changes = [*(1 + move.diff().nonzero().flatten()).tolist(), len(move)]
-    row, begins, ends, moves = (x.tolist() for x in (rows, first, end, move))
+    moves = torch.stack([first.diff(), end.diff()])  # (2, rows - 1), from a query to the next
+    together = (rows.diff() == 1) & (moves <= 1).all(dim=0)
+    moves = moves.where(together, -1)
+    changes = [*(1 + moves.diff().any(dim=0).nonzero().flatten()).tolist(), len(together)]
+    row, begins, ends, first_moves, end_moves = (x.tolist() for x in (rows, first, end, *moves))
     n = 0
     while n < len(row):
-        stop = n + 1  # the queries n ... stop - 1 move alike: each bound by 0 or 1 from a query to the next
-        if n < len(moves) and moves[n] >= 0:
-            stop += changes[bisect_right(changes, n)] - n
-        first_moves, end_moves = divmod(moves[n], 2) if stop > n + 1 else (0, 0)
-        yield from pieces_of_run(row[n], row[n] + stop - n, begins[n], ends[n], first_moves, end_moves)
+        stop, bounds_move = n + 1, (0, 0)
+        if n < len(first_moves) and first_moves[n] >= 0:  # the queries n ... stop - 1 move alike
+            stop, bounds_move = changes[bisect_right(changes, n)] + 1, (first_moves[n], end_moves[n])
+        yield from pieces_of_run(row[n], row[n] + stop - n, begins[n], ends[n], *bounds_move)
         n = stop
 
 

@@ -26,7 +26,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -147,16 +147,24 @@ class TravellingSums:
         """k and v are this rank's own block, `lengths` the chunk length C of every rank."""
         rank, _, _, _ = neighbours(group)
         self.buffer, self.group, self.hops = two_buffers(k, v, lengths, rank, dtype), group, hops
-        self.sums_in = partial(keys_and_values, k=k, v=v)  # dK and dV in a buffer
-        self.at_home = cache(lambda: k.new_zeros(numbers_of_token(k, v) * lengths[rank], dtype=dtype))  # at need
+        self.k, self.v, self.dtype, self.length = k, v, dtype, lengths[rank]
         if hops:
             self.buffer(1).zero_()
         self.arriving: list[Work] = []  # the messages that bring the sums of the round, or bring them home
 
+    @cached_property
+    def at_home(self) -> Tensor:
+        """What this rank adds to the sums of its own block: made when it is first needed."""
+        return self.k.new_zeros(numbers_of_token(self.k, self.v) * self.length, dtype=self.dtype)
+
+    def sums_in(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        return keys_and_values(buffer, self.k, self.v)
+
     def of_round(self, t: int) -> tuple[Tensor, Tensor]:
-        if t > 0:
-            self.wait()
-        return self.sums_in(self.buffer(t) if t > 0 else self.at_home())
+        if t == 0:
+            return self.sums_in(self.at_home)
+        self.wait()
+        return self.sums_in(self.buffer(t))
 
     def send_on(self, t: int) -> None:
         if t == 0:
@@ -166,15 +174,16 @@ class TravellingSums:
         if t < self.hops:
             self.arriving = post([here], [self.buffer(t + 1)], self.group)
             return
-        self.buffer = lambda t: here  # lets go of the other one: what comes home takes its room
-        self.coming = torch.empty_like(self.at_home())
+        self.last = here  # it stays until it is sent
+        del self.buffer  # and with it the other one: what comes home takes its room
+        self.coming = torch.empty_like(self.at_home)
         self.arriving = post([here], [self.coming], self.group, distance=-t)
 
     def home(self) -> tuple[Tensor, Tensor]:
         self.wait()
         if self.hops:
-            self.at_home().add_(self.coming)
-        return self.sums_in(self.at_home())
+            self.at_home.add_(self.coming)
+        return self.sums_in(self.at_home)
 
     def wait(self) -> None:
         """Wait for the messages that are on their way."""
@@ -231,7 +240,8 @@ def agree_on_schedule(
 
         agree_same(places, group, expected="one function")
     group, heads, kv_heads = schedule.checked_group(group, q.shape[1]), q.shape[1], k.shape[1]
-    (agreed := schedule(partition(), scale, group, heads, kv_heads, softcap, lengths.number)).prepare()
+    agreed = schedule(partition(), scale, group, heads, kv_heads, softcap, lengths.number)
+    agreed.prepare()
     return agreed
 
 

@@ -39,7 +39,6 @@ import torch
 from torch import Tensor
 
 from ringlab.basics.naive_attention import accumulation_dtype, resolve_scale
-from ringlab.ring.cases import report_loop
 
 CHUNK, CHUNK_OF_KEYS = 64, 16  # tokens; where each number of a key has its own decay
 
@@ -221,6 +220,8 @@ def linear_attention(
 
 
 def main() -> int:
+    from ringlab.ring.cases import report_loop
+
     D, S, ok = 64, 8, True
     print(f"a state of {D} x {D} numbers, one head in float32: {4 * D * D:,} bytes, after 1,024 tokens or 1,048,576")
     generator = torch.Generator().manual_seed(0)

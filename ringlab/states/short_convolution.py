@@ -25,13 +25,11 @@ from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
 from ringlab.basics.naive_attention import accumulation_dtype
-from ringlab.ring.cases import chunks_of_rank, report_loop
 from ringlab.ring.flash_ring import left_as_it_is
 from ringlab.ring.schedule import Group
 from ringlab.states.linear_attention import Map
 from ringlab.states.state_ring import HandOn, agree_on_runs, by_gather
 from ringlab.support.agreement import flat_group
-from ringlab.support.processes import launch
 
 
 @left_as_it_is
@@ -98,6 +96,9 @@ def short_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def main() -> int:
+    from ringlab.ring.cases import chunks_of_rank, report_loop
+    from ringlab.support.processes import launch
+
     P, S, k = 3, 7, 4
     x, d_out = torch.randn(2, 1, 2, S, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x, weight = x.requires_grad_(), torch.ones(2, k, dtype=x.dtype)

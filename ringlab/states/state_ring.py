@@ -42,7 +42,6 @@ from torch.distributed import ProcessGroup
 from ringlab.basics.chunks import agree_on_chunks, as_autocast, needs_gradients
 from ringlab.basics.ranks import neighbours
 from ringlab.ring.backward import differentiable_once
-from ringlab.ring.cases import chunks_of_rank, report_loop
 from ringlab.ring.flash_ring import left_as_it_is
 from ringlab.ring.layouts import unshard
 from ringlab.ring.masks import Mask, lengths_of
@@ -50,7 +49,6 @@ from ringlab.ring.partition import Partition
 from ringlab.ring.schedule import Group
 from ringlab.states.linear_attention import Inputs, Map, checked_inputs, each_of, in_chunks, recurrence, states_along
 from ringlab.support.agreement import flat_group
-from ringlab.support.processes import launch
 from ringlab.ways.all_gather import all_gather
 
 Chain = Sequence[int]  # the rank of each run of tokens, in the order of the sequence
@@ -261,6 +259,9 @@ def ring_linear_attention(
 
 
 def main() -> int:
+    from ringlab.ring.cases import chunks_of_rank, report_loop
+    from ringlab.support.processes import launch
+
     B, H, S, D, P, ok = 1, 4, 512, 32, 4, True
     generator = torch.Generator().manual_seed(0)
     q, k, v, d_out = torch.randn(4, B, H, S, D, generator=generator, dtype=torch.float64)

@@ -17,6 +17,7 @@ with extra("plots", __name__):
     import matplotlib
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from PIL import Image
 
 PAGE, INK, MUTED, FAINT, CARD = "#FCFCFA", "#1B1F24", "#57606A", "#D5D9DE", "#F0F1F0"
 TEXT, SMALL, TITLE = 14.5, 12.75, 18.0  # pixels on a page 1000 wide; SMALL is still 11 when it is shown 865 wide
@@ -36,7 +37,9 @@ class Picture(Figure):
         """
         from IPython.display import display
 
-        self.savefig(data := BytesIO(), format="png", dpi=2 * self.dpi)
+        self.savefig(drawn := BytesIO(), format="png", dpi=2 * self.dpi)
+        few_colours = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)  # a third of the bytes
+        few_colours.save(data := BytesIO(), format="png", optimize=True)
         look = {"width": round(self.bbox.width), "alt": self.alt}
         shown = {"image/png": data.getvalue(), "text/plain": self.alt}
         display(shown, metadata={"image/png": look}, raw=True)

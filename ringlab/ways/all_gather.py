@@ -37,7 +37,6 @@ from torch import Tensor
 from torch.distributed import Work
 
 from ringlab.basics.ranks import neighbours
-from ringlab.ring.cases import random_inputs, report_cases
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import NAMED, layout_of
 from ringlab.ring.overlap import keys_and_values, numbers_of_token
@@ -150,6 +149,8 @@ class SumsOfHeads:
 
 
 def main() -> int:
+    from ringlab.ring.cases import random_inputs, report_cases
+
     whole, attention = random_inputs(1, 8, 2, 512, 64), partial(ring_flash_attention, schedule=AllGather)
     return 0 if report_cases(4, whole, attention) else 1
 

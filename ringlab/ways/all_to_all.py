@@ -53,12 +53,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ringlab.basics.naive_attention import accumulation_dtype
-from ringlab.ring.cases import random_inputs, report_cases
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import positions
 from ringlab.ring.partition import Partition
 from ringlab.ring.schedule import Round, Schedule, Sums
-from ringlab.support.rounding import exact_attention
 from ringlab.ways.heads import heads_of_ranks
 
 
@@ -217,6 +215,9 @@ def order(partition: Partition, ranks: range) -> tuple[Tensor, ...]:
 
 
 def main() -> int:
+    from ringlab.ring.cases import random_inputs, report_cases
+    from ringlab.support.rounding import exact_attention
+
     H, G, S, P = 6, 2, 512, 4
     whole, attention = random_inputs(1, H, G, S, 64), partial(ring_flash_attention, schedule=AllToAll)
     shares = " ".join(str(count(mine)) for mine in heads_of_ranks(H, G, P)[0])

@@ -50,7 +50,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringlab.ring.cases import random_inputs, report_cases
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import arriving_blocks, own_last
@@ -183,6 +182,8 @@ def blocks_in_hand(context: RankContext, n: int) -> list[int]:
 
 
 def main() -> int:
+    from ringlab.ring.cases import random_inputs, report_cases
+
     n, g = 2, 2
     whole, attention = random_inputs(1, 8, 2, 512, 64), partial(ring_flash_attention, schedule=DoubleRing)
     blocks = launch(blocks_in_hand, n * g, n)

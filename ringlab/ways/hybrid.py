@@ -37,7 +37,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringlab.ring.cases import random_inputs, report_cases
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import NAMED, layout_of
 from ringlab.ring.partition import BlockSlice, Partition, every
@@ -109,6 +108,8 @@ class Rows(Partition):
 
 
 def main() -> int:
+    from ringlab.ring.cases import random_inputs, report_cases
+
     whole, attention = random_inputs(1, 3, 1, 512, 64), partial(ring_flash_attention, schedule=Hybrid)
     return 0 if report_cases(4, whole, attention, (2, 2)) else 1
 

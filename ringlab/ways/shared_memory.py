@@ -47,7 +47,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ringlab.ring.cases import random_inputs, report_cases
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.overlap import keys_and_values, numbers_of_token
 from ringlab.ring.schedule import Ring, Round, Schedule, Sums
@@ -189,6 +188,8 @@ def taken(context: RankContext) -> tuple[type[Schedule], str]:
 
 
 def main() -> int:
+    from ringlab.ring.cases import random_inputs, report_cases
+
     P, whole, ok = 4, random_inputs(1, 8, 2, 512, 64), True
     schedule, why = launch(taken, P)[0]
     print(f"auto: {schedule.__name__}, {why}; then two levels, 2 hosts of {P // 2} ranks")

@@ -1,5 +1,6 @@
 """README, map, glossary: commands print what is shown, numbers are those of the code, links lead somewhere."""
 
+import json
 import re
 import textwrap
 from pathlib import Path
@@ -55,6 +56,18 @@ def test_a_command_prints_what_is_shown(command, ranks, capsys):
         printed = done.stdout
     for shown in SHOWN[command]:
         check_shown(shown, printed)
+
+
+def test_a_codespace_sets_up_as_make_does_and_opens_the_first_chapter():
+    settings = json.loads((ROOT / ".devcontainer.json").read_text())
+    its, makefile = settings["customizations"], (ROOT / "Makefile").read_text()
+    [program, target] = settings["postCreateCommand"].split()
+    assert (program, target) == ("make", "demo")
+    assert re.search(rf"^{target}:", makefile, re.M)
+    [opened] = its["codespaces"]["openFiles"]
+    assert f"jupyter lab {opened}`" in README
+    assert (ROOT / opened).is_file()
+    assert its["vscode"]["settings"]["python.defaultInterpreterPath"].partition("/")[0] in makefile
 
 
 def test_every_picture_has_alt_text():
