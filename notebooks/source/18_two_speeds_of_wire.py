@@ -111,8 +111,8 @@ print("each rank has seen each block once: full attention")
 #
 # $$\text{block } \; j \;=\; \underbrace{(a - u) \bmod n}_{\text{host}} \cdot\, g \;+\; \underbrace{(i - s) \bmod g}_{\text{device}} .$$
 #
-# How long does it take? A turn is a ring of $g$ devices. The hosts are a ring of $n$, whose "computing" is a whole
-# turn. So the formula of chapter 9 is used twice:
+# A turn is a ring of $g$ devices. The hosts are a ring of $n$, whose "computing" is a whole turn. So the formula of chapter 9
+# gives the seconds, used twice:
 
 
 # %%
@@ -204,21 +204,19 @@ rows = record.load("five_ways")["rows"]
 taken = [{way: median(timed(row, way, TRAIN)) for way in WAYS} for row in rows]
 fastest = [min(times, key=times.get) for times in taken]
 near = sum(round(times["hybrid"] / min(times.values()), 2) <= 1.02 for times in taken)
-print(f"fastest in {len(rows)} cells:", ", ".join(f"{way} {fastest.count(way)}" for way in WAYS))
-print(f"the hybrid is the fastest, or within 2 %, in {near}")
-gains = [1 - times["double ring"] / times["ring"] for times in taken]
-slowest = [(row["rate"], row["seq_len"]) == (20_000_000, 4096) for row in rows]
-assert all(not slow or 0.155 < gain < 0.285 for slow, gain in zip(slowest, gains, strict=True)) and min(gains) > -0.11
-assert [
-    way == "all-to-all" and times["hybrid"] > 1.2 * times[way] for way, times in zip(fastest, taken, strict=True)
-] == slowest
+print(
+    f"fastest of {len(rows)}: hybrid {fastest.count('hybrid')}, ring {fastest.count('ring')}; hybrid within 2 %: {near}"
+)
+for row, times in zip(rows, taken, strict=True):
+    slow, gain = (row["rate"], row["seq_len"]) == (20_000_000, 4096), 1 - times["double ring"] / times["ring"]
+    assert slow == (times["hybrid"] > 1.2 * times["all-to-all"]) and (0.155 < gain < 0.285 if slow else gain > -0.11)
 
 # %% [markdown]
-# No way wins everywhere. Where the link is fast or the sequence long, the flat ring hides its messages too. On the slowest link
-# with 4,096 tokens no way hides them, and the all-to-all wins clearly, because it sends the fewest bytes.
+# No way wins everywhere. The flat ring is the fastest where a fast link or long chunks hide its messages too. The hybrid is far
+# behind in two cases only, on the slowest link with 4,096 tokens: there nothing hides, and the all-to-all sends the fewest bytes.
 #
-# The double ring gains 16 to 28 % there over the flat ring. On faster links it loses up to 11 %: after its last slow hop nothing
-# is left to compute, and that hop takes the gradients of all devices through the one NIC.
+# The double ring is 16 to 28 % faster than the flat one in these two cases. On faster links it loses up to 11 %, because
+# nothing is left to compute beside its last slow hop.
 #
 # ## A whole step
 #
@@ -266,7 +264,7 @@ print(f"the planner: {planned.seconds:.3g} s, {planned.held / GIB:.3g} GiB; the 
 
 # %% [markdown]
 # Where is the memory of attention? A layer's backward pass holds 1.25 GiB (chapter 9), but when it runs, the logits are gone. So
-# the loss limits a sequence, and not the ring: for 1M tokens on this host it would need 222 GiB.
+# the loss limits a sequence, and not the ring.
 #
 # Take all 16 hosts for 1M tokens. $C$ is half as long, but attention grows with $S^2/P$, so it has four times as much. Now there is
 # memory to keep everything, and each layer goes forward once. With the hybrid's 448 ms a layer, attention takes
@@ -279,13 +277,12 @@ assert round(paid["hybrid 16 x 8"]) == 448 and round(32 * 1.15 * 0.448, 1) == 16
 
 # %% [markdown]
 # That is 17.2 s with a hybrid of 8, and 21.2 s with a flat ring. The advice names the fastest way, and the simplest of those
-# that are as fast within 2 %. Under `--tp 1` the simplest is an all-gather. Without that option it is a ring between hosts, with
-# tensor parallelism (*tp*) on the 8 GPUs inside: 17.5 s. [Which way for which wires](../docs/which_way.md#which-way-for-which-wires)
-# has both answers for six clusters.
+# that are as fast within 2 %. Without `--tp 1` the simplest is a ring between hosts, with tensor parallelism (*tp*) inside:
+# 17.5 s. [Which way for which wires](../docs/which_way.md#which-way-for-which-wires) has both for six clusters.
 #
-# How far off may this be? Of 105 times that others published, the planner's median error is 4.3 %, and 5.0 % of the 52 on which
-# nothing was fitted. Of 71 pairs of ways it names the faster in 67, or one that loses by less than 5 % (`python -m
-# bench.scoreboard`).
+# How far off may this be? Half of 105 times that others published are within 4.3 % of the planner's, and half of the 52 on
+# which nothing was fitted within 5.0 %. In 67 of 71 pairs of ways it names the faster, or one that loses by less than 5 %
+# ([the scoreboard](../bench/README.md#published-times)).
 #
 # > **One number to remember: the number of NICs of a host.** The double ring and the hybrid of 8 hide slow hops with chunks that
 # > many times shorter: for Llama 8B on H100s $9{,}890 / 8 = 1{,}236$ tokens, where the flat ring needs 9,890.
@@ -300,7 +297,7 @@ assert round(paid["hybrid 16 x 8"]) == 448 and round(32 * 1.15 * 0.448, 1) == 16
 #
 # <details><summary>16 hosts of 8 devices, and each host has only one NIC. Which way is the fastest for 1M tokens?</summary>
 #
-# The hybrid of 8, again. 16 GB of a layer pass the one NIC, so by the roofline a layer takes 333 ms, where computing takes 249.
+# The hybrid of 8, again. 16 GB of a layer pass the one NIC, so by the roofline a layer takes 334 ms, where computing takes 249.
 # With all costs a step takes 19.1 s, against 17.2 s with eight NICs. A ring inside each host would send nothing through the NIC,
 # but there 1M tokens need 81 GiB, even with the loss in pieces.
 # </details>
@@ -312,8 +309,7 @@ assert round(paid["hybrid 16 x 8"]) == 448 and round(32 * 1.15 * 0.448, 1) == 16
 # </details>
 
 # %%
-one_nic = milliseconds(h100s(16, nics=1), chunk)
-assert min(one_nic, key=one_nic.get) == "hybrid 16 x 8" and round(min(one_nic.values())) == 333
+assert round(milliseconds(h100s(16, nics=1), chunk)["hybrid 16 x 8"]) == 334
 assert round(1e3 * 3.5 * 128 * computing) == 249  # the backward pass has 2.5 times the FLOPs
 steps = [
     Step(llama, h100, hosts, 8, 2**20, cp=8, loss=it) for hosts, it in ((1, "whole"), (1, "pieces"), (16, "pieces"))

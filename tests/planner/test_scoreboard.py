@@ -102,7 +102,7 @@ def test_rows_can_be(section):
 
 
 def test_the_page_says_what_the_scoreboard_says():
-    """bench/README.md; chapter 18 has the same numbers."""
+    """bench/README.md; chapter 18, the page of the ways and the site have the same numbers."""
     all_times, graded = times(MARKED), times(grades("graded"))
     errors, of_graded = (summary([each.error for each in rows]) for rows in (all_times, graded))
     memory = summary([each.error for each in MARKED if each.what == "peak_gib"])
@@ -117,8 +117,26 @@ def test_the_page_says_what_the_scoreboard_says():
         f" {size(100 * of_graded['median'])}, nine in ten below {size(100 * of_graded['nine in ten'])} |",
         f"without NVLink | {size(100 * errors['worst'])} |",
         f"holds for {sum(known)} of {len(known)} times |",
-        f"within {size(100 * memory['worst'])}; `ring-plan` keeps {size(100 * RESERVE)} of its count free |",
+        f"within {size(100 * memory['worst'])} of the peak, which is {size(100 * RESERVE)} of the count: so much",
         f"{len(right)} pairs | right in {sum(right)}, or slower by less than 5 % |",
     )
     page = (PUBLISHED.parent / "README.md").read_text()
     assert [row for row in rows if row not in page] == []
+    root = PUBLISHED.parents[1]
+    for name, *said in (
+        (
+            "notebooks/source/18_two_speeds_of_wire.py",
+            f"Half of {len(all_times)} times that others published are within {size(100 * errors['median'])} of the",
+            f"the {len(graded)} on which nothing was fitted within {size(100 * of_graded['median'])}.",
+            f"In {sum(right)} of {len(right)} pairs of ways",
+            f"a *reserve* of {size(100 * RESERVE)}",
+        ),
+        ("docs/which_way.md", f"{size(100 * RESERVE)} of the count is kept free"),
+        (
+            "book/pages/planner.md",
+            f"hold for {sum(known)} of {len(known)} times",
+            f"{size(100 * RESERVE)} of the memory",
+        ),
+    ):
+        words = " ".join((root / name).read_text().replace("\n# ", "\n").split())
+        assert [each for each in said if each not in words] == [], name
