@@ -69,7 +69,9 @@ def grid(heads: str, rows: Iterable[Iterable[Any]]) -> str:
 
 def save(name: str, results: Results, table: Callable[[Results], str]) -> None:
     """Write results/NAME.json, and the table made from it under its name in results/README.md."""
-    FOLDER.joinpath(f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    lists = re.compile(r"\[[^][{}]+\]")  # those that hold no others are a line each
+    text = lists.sub(lambda found: re.sub(r"\n *", " ", found[0]), json.dumps(results, indent=1))
+    FOLDER.joinpath(f"{name}.json").write_text(text + "\n")
     readme = FOLDER / "README.md"
     head, *parts = re.split(r"^(?=## )", readme.read_text(), flags=re.MULTILINE)
     sections = {part.split(maxsplit=2)[1]: part for part in parts} | {name: section(name, table(results))}

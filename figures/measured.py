@@ -34,7 +34,7 @@ def memory() -> drawing.Picture:
     }
     results = record.load("memory")
     lengths = results["lengths"]
-    title = "Peak memory beyond the inputs: S² becomes S, and a ring divides it"
+    title = "Peak memory beyond the inputs: S² becomes S, and S/P on a rank"
     shape = f"B = 1, H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"
     figure, _ = shapes.headed(600, alt, title, {66: f"lines: counted   points: measured   {shape}"})
     ax = shapes.numbers(figure, (0.08, 0.115, 0.72, 0.75), x="S, tokens")

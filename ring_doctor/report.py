@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -270,31 +271,7 @@ def _answer_as_json(answer: Answer) -> dict[str, Any]:
 
 
 COLOURS = {OK: "ok", REFUSED: "quiet"}  # of answers; the others are sick
-PAGE = Template("""\
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>ring doctor: $name</title>
-<style>
-:root { color-scheme: light dark; --ok: #006b4c; --sick: #b03a00; --quiet: #606870; }
-@media (prefers-color-scheme: dark) { :root { --ok: #3fcf9f; --sick: #ff9a5c; --quiet: #a0a8b0; } }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-.ok { color: var(--ok); } .sick { color: var(--sick); } .quiet { color: var(--quiet); }
-div, figure { margin: 0; overflow-x: auto; } table, pre { font-size: .87rem; } pre { white-space: pre-wrap; }
-th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #8886; vertical-align: top; }
-</style>
-<h1 class="$state">$verdict</h1>
-<pre>$report</pre>
-$picture
-<h2>Answers</h2>
-<div><table>
-<tr><th>answer</th><th>question</th><th>result</th></tr>
-$answers
-</table></div>
-<p class="quiet">torch $torch</p>
-</html>
-""")
+PAGE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
 def page(said: dict[str, Any], report: str, picture: str = "") -> str:

@@ -276,8 +276,8 @@ for name, factor in (
 # ## How fast?
 #
 # The limit is one process that runs the fused kernel on all cores. Messages, merges and waiting ranks cost a share of
-# that. Each bar is measured in turn with the limit, on one machine; [the table](../bench/results/README.md#against_peers)
-# names it. Black bars need no messages: blocks stay in memory that all ranks of a host can read (chapter 17).
+# that. Each point is measured in turn with the limit, on one machine; [the table](../bench/results/README.md#against_peers)
+# names it. The black line needs no messages: blocks stay in memory that all ranks of a host can read (chapter 17).
 
 # %%
 measured.speed()
@@ -289,7 +289,7 @@ slowest = min(
     for case, methods in against_peers.CASES.items()
     for seq_len in (8192, 16_384)
 )
-print(f"black bars, two ranks on two cores, 8192 tokens or more: {slowest:.2f} of the limit, or faster")
+print(f"black, two ranks on two cores, 8192 tokens or more: {slowest:.2f} of the limit, or faster")
 assert slowest > 0.9
 
 # %% [markdown]

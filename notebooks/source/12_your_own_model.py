@@ -153,8 +153,8 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 # %% [markdown]
 # With a window the loss is that of a model without one. With padding on the left the tokens see the padding, and the
 # second of two packed documents sees the first. (transformers knows documents by positions that restart at 0, and
-# only without a mask and with `use_cache=False`.) The function was given the mask `None`, the window went into
-# `**others`, and you were not warned. Rings in use have dropped windows, documents and
+# only without a mask and with `use_cache=False`.) Nobody warned you, because nothing was missing: the mask that the function
+# was given is `None`, and the window went into `**others`. Rings in use have dropped windows, documents and
 # [learned sinks](../docs/glossary.md#learned-sink) in this way: [symptoms](../docs/symptoms.md) names them.
 #
 # ## The idea
@@ -173,7 +173,8 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 # - It **refuses** every argument that it does not understand, if it asks for something. A list of what is known to be wrong
 #   would miss what the next model brings, so there is only a list of what is understood.
 # - It **proves that the model may be cut.** A ring exchanges K and V, and nothing else. So with an attention by which each
-#   token sees itself only, the picture above must be a diagonal. A convolution over the sequence, as in LFM 2, is refused
+#   token sees itself only, the picture above must be a diagonal. What else mixes tokens is refused by name, unless the ring can
+#   hand it on: the convolution of lfm2 it can, the indexer of axk2 it cannot
 #   ([`hugging_face/proof.py`](../ringlab/hugging_face/proof.py)).
 # - It **counts the calls**: as many calls of the ring as layers, and one of the loss, or a ValueError.
 #
@@ -205,11 +206,10 @@ assert text(target) == "eys ng.·"
 # %% [markdown]
 # ## The call
 #
-# The loop is that of [`fsdp2.py`](../examples/fsdp2.py), and the four processes have run its text. It calls
-# `use_ring(model)`, then `fully_shard` on each layer and on the model. Only these lines are new: `shard_batch` makes
-# the shard from the batch, which is the same on every rank, and the loss is this rank's part of the loss. The parts
-# must be summed but `fully_shard` averages, so the loss is multiplied by the number of ranks. The last two lines add
-# up the parts, only to keep them:
+# The four processes have run the text of [`fsdp2.py`](../examples/fsdp2.py). It calls `use_ring(model)`, then `fully_shard`
+# on each layer and on the model. In the loop two lines are new. `shard_batch` makes this rank's shard of a batch that is the
+# same on every rank. `backward` multiplies this rank's part of the loss by the number of ranks, because `fully_shard`
+# averages, and returns the loss of the whole batch:
 
 # %%
 start = model_workers.LOOP.index("    for batch in")
@@ -231,7 +231,7 @@ assert printed[0][-1] < printed[0][0]
 
 # %% [markdown]
 # **Trainer, accelerate, TRL and PEFT** work with this ring: [examples](../examples/README.md) has a script of each to
-# copy, with its error beside one process. Two mistakes are near:
+# copy, with its error beside one process. Two mistakes are easy to make:
 #
 # - `Trainer` alone raises no error: each process trains on batches of its own, and each holds whole sequences. Use
 #   `RingTrainer`. It gives all ranks of a ring the same batch and each rank its shard, and counts rings, not ranks.
@@ -251,8 +251,8 @@ assert printed[0][-1] < printed[0][0]
 # loss curve alone cannot tell.
 # </details>
 #
-# <details><summary>Why does <code>loss_part</code> divide by the labels of the whole batch, and the loop multiply by the number of
-# ranks?</summary>
+# <details><summary>Why is a rank's part of the loss divided by the labels of the whole batch, and why does <code>backward</code>
+# multiply it by the number of ranks?</summary>
 #
 # The parts of all ranks must sum to the mean over the batch (chapter 11). `fully_shard` averages the gradients over the
 # ranks, so the sum would come out at 1/P.
@@ -301,7 +301,7 @@ print(check_what_is_refused(my_refused))
 # ```
 # </details>
 #
-# Open [`hugging_face.py`](../ringlab/hugging_face/use.py) now: how the ring takes the place of a model's attention. Beside it are
+# Open [`hugging_face/use.py`](../ringlab/hugging_face/use.py) now: how the ring takes the place of a model's attention. Beside it are
 # [`hugging_face/batch.py`](../ringlab/hugging_face/batch.py) for labels, [`hugging_face/masks.py`](../ringlab/hugging_face/masks.py) for masks, and
 # [`hugging_face/proof.py`](../ringlab/hugging_face/proof.py), which refuses what mixes tokens. Then run the loop with a model of your own.
 # [The checklist](../docs/your_model.md) has, on one page, all that a model needs in a ring, and the symptom of what is forgotten.

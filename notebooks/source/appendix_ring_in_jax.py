@@ -54,7 +54,7 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # | m, l, o | tensors, replaced in each round | the carry of the scan |
 # | an own backward pass | `torch.autograd.Function` | `jax.custom_vjp` |
 #
-# **A hop** is a permutation: a list of pairs (from, to). A `scan` runs a body of the form
+# **A hop** is a permutation: a list of pairs (from, to). **A `scan`** is the loop: it runs a body of the form
 # `body(carry, x) -> (carry, output)` and returns the last carry and all outputs. Here each device begins with its own
 # number, as if that were its [block](../docs/glossary.md#block), and passes it on three times:
 
@@ -80,8 +80,8 @@ for t in range(P):
 assert all(in_hand[t, r] == (r - t) % P for t in range(P) for r in range(P))
 
 # %% [markdown]
-# This is the schedule of chapter 4. The scan runs its body $P - 1$ times, hop included. So after the scan one block is
-# in hand on which the device has not computed yet. It computes on it after the scan, and nothing travels then. (The
+# This is the schedule of chapter 4. The scan runs its body $P - 1$ times, hop included. So when it ends, each device has one more
+# block in hand, and computes on it while nothing travels. (The
 # listing in the paper's appendix A scans $P$ rounds. All rounds of a scan are alike, so its K and V make one hop more than needed.)
 #
 # **The ring**, for our 8 tokens. `fold` is the update of chapter 1:
@@ -122,9 +122,9 @@ for token, row in ((0, [2.2688, 1.6500]), (1, [1.9678, 1.9311]), (7, [2.9806, 2.
 # ## The failure
 #
 # JAX can differentiate this ring: it goes through the rounds in reverse. For that it must keep what each round
-# computed, above all the [weights](../docs/glossary.md#weights) `p` of each block. How many bytes does one device keep? We
-# only ask; `eval_shape` computes nothing. One [head](../docs/glossary.md#head) of D = 64, float32, 4 devices. `on_mesh` is
-# the ring of [`ringlab/ways/jax/ring.py`](../ringlab/ways/jax/ring.py), which has a backward pass of its own.
+# computed, above all the [weights](../docs/glossary.md#weights) `p` of each block. How many bytes does one device keep?
+# `eval_shape` answers without computing anything. Take one [head](../docs/glossary.md#head) of D = 64 in float32, and 4 devices.
+# `on_mesh` is the ring of [`ringlab/ways/jax/ring.py`](../ringlab/ways/jax/ring.py), which has a backward pass of its own.
 
 
 # %%
@@ -158,9 +158,9 @@ for S, theirs, mine in zip(lengths, of_jax, ours, strict=True):
 # ties the two passes together: one function returns the result and what is to be kept; the other takes what was kept
 # and the gradient from above, and returns the gradients.
 #
-# The forward pass is `plain_ring`, which also returns the lse. Here is the backward pass for our tokens. `add_block` adds
-# what the block in hand gives to dQ, dK and dV: the six steps of chapter 5. In a round K and V hop on, and dK and dV hop
-# after them, with what this round added. The last line is the hop that brings them home:
+# The forward pass is `plain_ring`, which then returns the lse, too. Here is the backward pass for our tokens. `add_block` adds
+# what the block in hand gives to dQ, dK and dV, in the six steps of chapter 5. In a round K and V hop on, and dK and dV follow
+# them with what this round added. The last line is the hop that brings them home:
 
 
 # %%
@@ -236,8 +236,8 @@ assert (in_loops, len(hops)) == (6, 10)
 # V in the backward pass, and the last hop of dK and dV, which go home.
 #
 # On this CPU a hop is one operation, and nothing is hidden. On GPUs and TPUs, XLA can split a hop into a start and a
-# done and put computing between them, if the computing does not need the result of the hop. In our ring the hops of K
-# and V need nothing of their round, so they can be hidden. We have not run this on an accelerator.
+# done, and put computing between them that does not need its result. In our ring the hops of K and V need nothing that
+# their round computes, so they can be hidden. We have not run this on an accelerator.
 #
 # ## In a model
 #

@@ -10,7 +10,8 @@
 # # Appendix: a ring of states
 #
 # In several of the newest open models three of four layers have no softmax: gated delta nets, Kimi delta attention, lightning
-# attention. They keep no list of keys. They keep a **state**, a small matrix. What moves in a ring when there are no keys? After this page you can
+# attention. In place of a list of keys they keep a **state**, a small matrix. So what moves in a ring, when there are no keys? After
+# this page you can
 #
 # - write linear attention as a recurrence, as a matrix product, and in chunks,
 # - say what a rank's tokens do to the state, in one line, and hand the state on in three ways,
@@ -37,8 +38,8 @@ torch.set_printoptions(precision=3, sci_mode=False)
 # %% [markdown]
 # ## Attention without the softmax
 #
-# Take the softmax away. The output of token $t$ is $o_t = \sum_{j \le t} (q_t \cdot k_j)\, v_j$. The order of the products is free
-# now. Do $k_j v_j^\top$ first: the sum over $j$ no longer needs $q_t$, so it can be kept from token to token.
+# Take the softmax away, and the output of token $t$ is $o_t = \sum_{j \le t} (q_t \cdot k_j)\, v_j$. Now you may choose the order of
+# the products. Do $k_j v_j^\top$ first: the sum over $j$ no longer needs $q_t$, so it can be kept from token to token.
 #
 # $$h_t = h_{t-1} + k_t v_t^\top \qquad o_t = h_t^\top q_t$$
 #
@@ -67,8 +68,8 @@ print("the state after 8 tokens:", h.tolist(), " output of token 7:", out[7].tol
 #
 # $$h_{out} = keep \cdot h_{in} + add$$
 #
-# Without a decay $keep$ is 1. With a decay it is the product of the decays: one number. With the delta rule it is a $D \times D$
-# matrix. Two maps in a row are again one map. So a rank computes the map of its own tokens, and needs no other rank for it.
+# Without a decay $keep$ is 1, with one it is the product of the decays, and with the delta rule a $D \times D$ matrix. Two maps in a
+# row are again one map, so a rank can compute the map of its own tokens without any other rank.
 #
 # Its outputs are such a map too: what the tokens read of their own chunk, by the matrix product above, plus what they read of
 # $h_{in}$. So a long sequence is computed **in chunks**: all products at once, and only the state goes from chunk to chunk. The maps
@@ -95,8 +96,8 @@ for rank, each in enumerate(maps):
 # %% [markdown]
 # ## The failure
 #
-# A rank that begins with an empty state is right only if it is rank 0. This happened: in MaxText's pull request 4348 each shard began
-# with its own $h_0$, and the tests ran with one shard. Below, the error of the output on each rank:
+# What if each rank begins with an empty state? Only rank 0 is right. It happened in MaxText's pull request 4348, where each shard
+# began with its own $h_0$ and the tests ran with one shard. The error of the output, on each rank:
 
 # %%
 q, k, v = (x[None, None] for _ in "qkv")  # (B, H, S, D) = (1, 1, 8, 2)
@@ -146,9 +147,10 @@ picture.draw()
 #
 # $$dh_{in} = keep^\top dh_{out} + d_{read}$$
 #
-# where $d_{read}$ comes from the rank's own outputs. This is an affine map again, with the ranks in reverse order. The function that hands on states hands on these gradients too. A ring that sends the state and forgets
-# its gradient has a **right forward pass, and wrong gradients on all ranks but the last**: on the last nothing follows. Such
-# gradients happened (flash-linear-attention, issue 1115): there the gradient travelled, with the decays of another head. Now on four processes, with the delta rule:
+# where $d_{read}$ comes from the rank's own outputs. This is an affine map again, with the ranks in reverse order, so the function
+# that hands on states hands on these gradients too. A ring that sends the state and forgets its gradient has a **right forward
+# pass, and wrong gradients on all ranks but the last**, which nothing follows. (In flash-linear-attention, issue 1115, the gradient
+# travelled with the decays of another head.) Now on four processes, with the delta rule:
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -173,9 +175,12 @@ for title, forgets in (("the gradient of the state forgotten", True), ("the ring
 # ## What else crosses the border
 #
 # Such layers also mix each token with the three before it, by a short convolution. At the first tokens of a rank these lie on the rank
-# before, or on several when chunks are short. The last three tokens are a state too: each new token moves it along by one place. So
-# the same ring hands it on: [short_convolution](../ringlab/states/short_convolution.py). A new document begins with an empty state: its first token has a decay of 0. In the zigzag layout a rank has two runs of tokens, so
-# the state passes it twice. Kimi delta attention has a decay for each row of the state: then $keep$ is a number for each row.
+# before, or on several when chunks are short. But the last three tokens are a state too, which each new token moves along by one
+# place. So the same ring hands it on: [short_convolution](../ringlab/states/short_convolution.py).
+#
+# Three cases need a word more. A new document begins with an empty state, so its first token has a decay of 0. In the zigzag layout a
+# rank has two runs of tokens, so the state passes it twice. Kimi delta attention has a decay for each row of the state, so $keep$ is
+# a number for each row.
 #
 # A model that generates needs no keys in these layers. Every rank gets the state after the prompt, and goes on alone:
 # [generate_states](../ringlab/models/generate_states.py).
@@ -192,8 +197,8 @@ for title, forgets in (("the gradient of the state forgotten", True), ("the ring
 #
 # <details><summary>A ring of softmax attention needs no order of the ranks. Why does this one?</summary>
 #
-# A softmax merges m, l and o: each block adds to them, after rescaling, whenever it comes. A state is multiplied by every decay after it, so each rank must
-# know what came before its own tokens.
+# A softmax merges m, l and o: each block adds to them, after rescaling, whenever it comes. A state is multiplied by every decay
+# after it, so each rank must know what came before its own tokens.
 # </details>
 #
 # ## Your turn

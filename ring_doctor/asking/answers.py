@@ -27,6 +27,8 @@ STATUS = {RIGHT: 0, RIGHT_AS_CLAIMED: 0, IMPRECISE: 1, WRONG_RING: 1, CANNOT_TEL
 SAID = {RIGHT: "HEALTHY", RIGHT_AS_CLAIMED: "HEALTHY FOR WHAT IT TAKES", IMPRECISE: "IMPRECISE IN 16 BITS"}
 SAID |= {WRONG_RING: "SICK", CANNOT_TELL: "CANNOT TELL"}  # how a verdict begins
 BAD_INPUT = 2  # the exit status for options that are no options
+ROUNDED = "in 16 bits out is within rounding. Blocks in float32 until the end would be {:.1f} times as exact"
+ON_THE_WAY = 1.2  # times the error of one rounding: something is rounded before
 ROUNDINGS = 32  # steps between two numbers of 16 bits: a ring of 4 that rounds at every step is off by less
 
 
@@ -168,11 +170,31 @@ def _as_float32(answer: Answer) -> bool:
     return all(bool((exact[name].error(x.double()) <= 2 * in_float32[name].allowed).all()) for name, x in found)
 
 
+def other_numbers(a: Answer, b: Answer) -> bool:
+    """Whether two wrong answers differ by more than two right ones may."""
+    allowed = {name: 2 * right.allowed for name, right in right_results(a.question).items()}
+    pairs = {name: (x.double().nan_to_num(), b.results[name].double().nan_to_num()) for name, x in a.results.items()}
+    return any(bool(((x - y).abs() > allowed[name]).any()) for name, (x, y) in pairs.items())
+
+
 def level_of(faults: list[Answer], *, limited: bool) -> str:
     """How wrong a ring is by the answers that count; `limited`: it takes less than a ring may take."""
     if faults:
         return IMPRECISE if all(map(imprecise, faults)) else WRONG_RING
     return RIGHT_AS_CLAIMED if limited else RIGHT
+
+
+def rounded_early(answers: list[Answer]) -> list[str]:
+    """That out is right in 16 bits, and would be nearer to the exact one if it were rounded at its end only."""
+    times = []
+    for answer in answers:
+        case = answer.case
+        if answer.results and (case.dtype.itemsize, answer.question.how, case.inputs) == (2, "plain", "normal"):
+            exact = case.right()["out"].exact
+            once = float((exact.to(case.dtype) - exact).norm() / exact.norm())
+            times.append(answer.relative["out"] / once)
+    mean = sum(times) / max(1, len(times))
+    return [ROUNDED.format(mean)] if mean > ON_THE_WAY else []
 
 
 def imprecise(answer: Answer) -> bool:

@@ -35,6 +35,7 @@ from ring_doctor.asking.probes import RUNS, probes
 from ringlab.ring.layouts import LAYOUTS, Layout
 from ringlab.ring.layouts import positions as positions_of_layout
 from ringlab.ring.masks import Mask
+from ringlab.support.expect import expect
 from ringlab.support.rounding import Right, exact_attention
 
 
@@ -159,11 +160,9 @@ def positions(layout: str, seq_len: int, rank: int, world_size: int) -> Tensor:
     if isinstance(found, str | Layout):
         return positions_of_layout(found, seq_len, rank, world_size)
     at = torch.as_tensor(found(seq_len, rank, world_size)).long().cpu()
-    if at.dim() != 1 or len(at) == 0 or at.min() < 0 or at.max() >= seq_len:
-        raise ValueError(
-            f"{layout}({seq_len}, {rank}, {world_size}) returned {at.tolist()}; expected the positions, 0 to "
-            f"{seq_len - 1}, of the tokens of rank {rank}"
-        )
+    fits = at.dim() == 1 and len(at) > 0 and at.min() >= 0 and at.max() < seq_len
+    expected = f"the positions, 0 to {seq_len - 1}, of the tokens of rank {rank}"
+    expect(fits, f"{layout}({seq_len}, {rank}, {world_size}) returned {at.tolist()}", expected)
     return at
 
 

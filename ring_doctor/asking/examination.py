@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, level_of, right_results
+from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, level_of, other_numbers, rounded_early
 from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
 from ring_doctor.asking.patient import Patient, dtype_of
 from ring_doctor.asking.questions import LSE, STATE, UNEQUAL, VALUES, Question, in_turn, kind, questions
@@ -27,8 +27,6 @@ LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer
 LAST_DIGITS = "called again, it gives other numbers, all of them right, as where blocks are added as they come"
 DRAWS = "it takes random numbers from torch's generator, as dropout does"
 WHOLE = "each rank returns the whole gradient of what is learned, and not its part: nothing may sum it once more"
-ROUNDED = "in 16 bits out is within rounding. Blocks in float32 until the end would be {:.1f} times as exact"
-ON_THE_WAY = 1.2  # times the error of one rounding: something is rounded before
 OF_ATTENTION = {"window": "windows", "documents": "documents", "sinks": "attention sinks"}  # options in words
 OF_STATES = {"documents": "documents", "state": STATE}
 
@@ -118,7 +116,10 @@ def examination_of(
         # parts of a job have jobs of their own, in which rank 0 is never called
         sizes = itertools.product(range(1, max(patient.worlds) + 2), (False, True))
         jobs = {key: stack.enter_context(closing(Job(patient, key[0], seconds, device))) for key in sizes}
-        if not any(_takes(found, jobs[P, False], seed, progress) for P in reversed(patient.worlds)):
+        for P in reversed(patient.worlds):
+            if _takes(found, jobs[P, False], seed, progress):
+                break
+        else:
             job = jobs[max(patient.worlds), False]
             for order in TENSORS:
                 job.patient = replace(patient, tensors=order)
@@ -126,11 +127,10 @@ def examination_of(
                     asked = f"{patient.name} takes no tensors in the order {patient.tensors}, and some in {order}"
                     raise CannotExamine(f"{asked}: ask with --tensors {order}")
         _ask_everything(found, jobs, seed, quick, progress)
-    found.remarks += [LAST_DIGITS] if any(answer.last_digits for answer in found.answers) else []
-    found.remarks += [DRAWS] if any(answer.draws for answer in found.answers) else []
-    found.remarks += [WHOLE] if any(answer.whole for answer in found.answers) else []
+    for remark, noticed in ((LAST_DIGITS, "last_digits"), (DRAWS, "draws"), (WHOLE, "whole")):
+        found.remarks += [remark] if any(getattr(answer, noticed) for answer in found.answers) else []
     _check_that_it_answers(found)
-    found.remarks += _rounded_on_the_way(found.answers) if found.healthy else []
+    found.remarks += rounded_early(found.answers) if found.healthy else []
     if quick:
         every = sum(len(list(questions(found.patient, P, _dtype(found), seed))) for P in found.patient.worlds)
         share = f"quick: {len(found.answers)} of {every} questions"
@@ -140,19 +140,6 @@ def examination_of(
 
 def _dtype(found: Examination) -> torch.dtype:
     return dtype_of(found.patient.dtypes[0])
-
-
-def _rounded_on_the_way(answers: list[Answer]) -> list[str]:
-    """That out is right in 16 bits, and would be nearer to the exact one if it were rounded at its end only."""
-    times = []
-    for answer in answers:
-        case = answer.case
-        if answer.results and (case.dtype.itemsize, answer.question.how, case.inputs) == (2, "plain", "normal"):
-            exact = case.right()["out"].exact
-            once = float((exact.to(case.dtype) - exact).norm() / exact.norm())
-            times.append(answer.relative["out"] / once)
-    mean = sum(times) / max(1, len(times))
-    return [ROUNDED.format(mean)] if mean > ON_THE_WAY else []
 
 
 def _check_that_it_answers(found: Examination) -> None:
@@ -204,7 +191,8 @@ def _ask_everything(
                 job.patient = patient
                 progress(f"{len(done) / total:4.0%}  {question.words()}")
                 answer = _as_wrong_as_it_is(ask_again(job, question), patient)
-                lost += answer.lost and question.feature != UNEQUAL and not _excused(answer)  # it may answer all else
+                if answer.lost and question.feature != UNEQUAL and not _excused(answer):  # else it may answer all else
+                    lost += 1
                 lse_grad = lse_grad or answer.lse_grad
                 if answer.state != REFUSED:
                     found.answers.append(answer)
@@ -233,16 +221,9 @@ def ask_again(job: Job, question: Question) -> Answer:
     answer = job.ask(question)
     for _ in range(AGAIN if answer.results and (answer.state == WRONG or question.case.large_tiles) else 0):
         again = job.ask(question)
-        if again.state != answer.state or (answer.state == WRONG and _other_numbers(answer, again)):
+        if again.state != answer.state or (answer.state == WRONG and other_numbers(answer, again)):
             return replace(answer if answer.state == WRONG else again, changes=True)
     return answer
-
-
-def _other_numbers(a: Answer, b: Answer) -> bool:
-    """Whether two wrong answers differ by more than two right ones may."""
-    allowed = {name: 2 * right.allowed for name, right in right_results(a.question).items()}
-    pairs = {name: (x.double().nan_to_num(), b.results[name].double().nan_to_num()) for name, x in a.results.items()}
-    return any(bool(((x - y).abs() > allowed[name]).any()) for name, (x, y) in pairs.items())
 
 
 def _fails(answer: Answer) -> bool:
@@ -280,10 +261,13 @@ def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], No
         larger, of_larger, _ = first_taken(replace(patient, head_dim=max(SIZES), chunk=max(SIZES)))
         if not _fails(of_larger):
             asked = larger
-            for size in ("head_dim", "chunk"):  # the smallest that it takes
-                sizes: list[dict[str, Any]] = [{size: n} for n in (getattr(patient, size), *SIZES)]
-                smaller = (replace(asked, **each) for each in sizes)
-                asked, answer = next(each for each in ((it, ask(it)) for it in smaller) if not _fails(each[1]))
+            for size in ("head_dim", "chunk"):
+                for n in (getattr(patient, size), *SIZES):  # the smallest that it takes
+                    smaller: dict[str, Any] = {size: n}
+                    answer = ask(replace(asked, **smaller))
+                    if not _fails(answer):
+                        break
+                asked = replace(asked, **smaller)
             before, now = (f"C = {of.chunk}, D = {of.head_dim}" for of in (patient, asked))
             found.remarks.append(f"with {before} it fails ({reason}): it is examined with {now}")
         elif answer.raised:

@@ -24,9 +24,10 @@ from types import ModuleType
 from typing import Any
 
 from ringlab.ring.layouts import Layout
+from ringlab.support.expect import expect
 from ringlab.support.processes import place_of
 
-EXPECTED = "expected module:function, as my_package.ring:attention"
+EXPECTED = "module:function, as my_package.ring:attention"
 
 
 @dataclass(frozen=True)
@@ -66,35 +67,32 @@ def named(name: str) -> Any:
     try:
         found = operator.attrgetter(attribute)(module)
     except AttributeError as error:
-        raise ValueError(f"{name!r} cannot be imported: {error}; {EXPECTED}") from error
-    if not callable(found) and not isinstance(found, Layout):
-        raise ValueError(f"{name!r} is {type(found).__name__}; expected a function")
+        raise ValueError(f"{name!r} cannot be imported: {error}; expected {EXPECTED}") from error
+    expect(callable(found) or isinstance(found, Layout), f"{name!r} is {type(found).__name__}", "a function")
     return found
 
 
 def module_named(name: str) -> ModuleType:
     """The module "my_package.ring" or "path/to/ring.py", imported. Raises ValueError as `named` does."""
-    if not name.endswith(".py") and (not name or name.startswith(".")):
-        raise ValueError(f"{name!r} is no name of a module; {EXPECTED}")
-    module = _module_of(name) if name.endswith(".py") else name
+    is_file = name.endswith(".py")
+    expect(is_file or (name and not name.startswith(".")), f"{name!r} is no name of a module", EXPECTED)
+    module = _module_of(name) if is_file else name
     try:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as error:
         here = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name or '-'}.")
-        why = f"{error}; {EXPECTED}" if here else _raised(error)  # or another module is missing, or it fails
+        why = f"{error}; expected {EXPECTED}" if here else _raised(error)  # or another module is missing, or it fails
         raise ValueError(f"{name!r} cannot be imported: {why}") from error
-    if name.endswith(".py") and Path(found.__file__ or "").resolve() != Path(name).resolve():
-        raise ValueError(
-            f"{name!r} cannot be imported: the module {module} is {found.__file__}; expected a file of another name"
-        )
+    if is_file:
+        given = f"{name!r} cannot be imported: the module {module} is {found.__file__}"
+        expect(Path(found.__file__ or "").resolve() == Path(name).resolve(), given, "a file of another name")
     return found
 
 
 def _module_of(path: str) -> str:
     """The module that a file is. Its folder, or that of its package, becomes the first where Python finds modules."""
     file = Path(path).resolve()
-    if not file.is_file():
-        raise ValueError(f"there is no file {path!r}; expected path/to/ring.py:function")
+    expect(file.is_file(), f"there is no file {path!r}", "path/to/ring.py:function")
     home = file.parent
     while (home / "__init__.py").exists():
         home = home.parent

@@ -27,13 +27,9 @@ from ring_doctor.asking.case import LAYOUTS, Case
 from ring_doctor.asking.names import by_name, module_named, name_of, portable
 from ring_doctor.asking.signature import OPTION, TENSORS, arguments_of
 from ring_doctor.asking.state_case import Convolution
+from ringlab.support.expect import expect
 
 LEAST, MOST = 3, 16  # ranks: with 2, the next rank is also the previous rank; each rank is a process here
-
-
-def _expect(fine: bool, words: str) -> None:
-    if not fine:
-        raise ValueError(words)
 
 
 @dataclass(frozen=True)
@@ -65,34 +61,33 @@ class Patient:
 
     def __post_init__(self) -> None:
         most, why = max(self.worlds, default=0), "with 2, the next rank is also the previous rank, and many mistakes"
-        _expect(most >= LEAST, f"{most} ranks at most; expected {LEAST} or more: {why} do not show")
-        _expect(most <= MOST, f"{most} ranks; expected {MOST} or fewer: each is a process of this machine")
+        expect(most >= LEAST, f"{most} ranks at most", f"{LEAST} or more: {why} do not show")
+        expect(most <= MOST, f"{most} ranks", f"{MOST} or fewer: each is a process of this machine")
         words = f"one of {', '.join(LAYOUTS)}, or module:name of a Layout, or of a function as --help shows it"
         for layout in self.layouts:
-            _expect(layout in LAYOUTS or ":" in layout, f"layout is {layout!r}; expected {words}")
+            expect(layout in LAYOUTS or ":" in layout, f"layout is {layout!r}", words)
         for dtype in self.dtypes:
             dtype_of(dtype)
-        _expect(self.tensors in TENSORS, f"tensors is {self.tensors!r}; expected one of {', '.join(TENSORS)}")
+        expect(self.tensors in TENSORS, f"tensors is {self.tensors!r}", f"one of {', '.join(TENSORS)}")
         G, shape, takes = self.kv_heads or self.heads, self.shape, self.takes
         for name in ("batch", "heads", "kv_heads", "head_dim", "chunk"):
             size = G if name == "kv_heads" else getattr(self, name)
             least = 4 if name == "chunk" else 1  # documents end within a chunk
-            fits = type(size) is int and size >= least
-            _expect(fits, f"{name} is {size!r}; expected a whole number from {least} on")
+            expect(type(size) is int and size >= least, f"{name} is {size!r}", f"a whole number from {least} on")
         even = "zigzag" not in self.layouts or self.chunk % 2 == 0
-        _expect(even, f"chunk is {self.chunk} tokens a rank in the zigzag layout; expected an even number")
+        expect(even, f"chunk is {self.chunk} tokens a rank in the zigzag layout", "an even number")
         if shape:
             fits = len(shape) == 5 and all(type(n) is int and n > 0 for n in shape)
-            _expect(fits, f"shape is {shape}; expected five whole numbers from 1 on: B, H, G, S, D")
-            words = f"{shape[3]} tokens on {', '.join(map(str, self.worlds))} ranks; expected equal parts"
-            _expect(self.world_of_shape > 0, f"shape is {shape}: {words}, two a rank for zigzag")
+            expect(fits, f"shape is {shape}", "five whole numbers from 1 on: B, H, G, S, D")
+            given = f"shape is {shape}: {shape[3]} tokens on {', '.join(map(str, self.worlds))} ranks"
+            expect(self.world_of_shape, given, "equal parts, two a rank for zigzag")
         for heads, of_keys in [(self.heads, G), *([shape[1:3]] if shape else [])]:
-            words = f"{heads} query heads and {of_keys} key/value heads; expected a multiple of the latter"
-            _expect(heads % of_keys == 0, words)
-        words = f"is to be examined in {', '.join(self.layouts)}; expected the one layout for which it is made"
-        _expect("layout" in takes or len(self.layouts) == 1, f"{self.name} has no argument `layout` and {words}")
-        words = f"{self.name} has no argument `causal`; say whether it is causal or not"
-        _expect("causal" in takes or len(self.causal) == 1, words)
+            given = f"{heads} query heads and {of_keys} key/value heads"
+            expect(heads % of_keys == 0, given, "a multiple of the latter")
+        given = f"{self.name} has no argument `layout` and is to be examined in {', '.join(self.layouts)}"
+        expect("layout" in takes or len(self.layouts) == 1, given, "the one layout for which it is made")
+        if "causal" not in takes and len(self.causal) > 1:
+            raise ValueError(f"{self.name} has no argument `causal`; say whether it is causal or not")
 
     @property
     def takes(self) -> frozenset[str]:
@@ -126,13 +121,12 @@ def patient_of(function: Callable[..., Any] | str, name: str = "", **claims: Any
     """
     known = {field.name for field in fields(Patient)} - {"name", "function"}
     unknown = ", ".join(sorted(set(claims) - known))
-    _expect(not unknown, f"{unknown} given; expected some of {', '.join(sorted(known))}")
+    expect(not unknown, f"{unknown} given", f"some of {', '.join(sorted(known))}")
     if isinstance(function, str):
         name = name or function
         function, of_file = _in_file(function)
         claims = of_file | claims
-    of = type(function).__name__
-    _expect(callable(function), f"{function!r} is {of}; expected a function, or its name module:function")
+    expect(callable(function), f"{function!r} is {type(function).__name__}", "a function, or its name module:function")
     for several in {"causal", "layouts", "dtypes", "worlds"} & set(claims):
         if isinstance(claims[several], bool | int | str):
             claims[several] = (claims[several],)
@@ -158,8 +152,8 @@ def _in_file(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         return function, {}
     for constant in filter(str.isupper, said):  # a misspelt claim would accuse a right ring
         near = difflib.get_close_matches(constant, CONSTANTS, n=1, cutoff=0.8)
-        meant = constant in CONSTANTS or not near
-        _expect(meant, f"{name} has a constant {constant}; expected {''.join(near)}, or another name")
+        given, expected = f"{name} has a constant {constant}", f"{''.join(near)}, or another name"
+        expect(constant in CONSTANTS or not near, given, expected)
     of_file = {constant.lower(): said[constant] for constant in CONSTANTS if constant in said}
     return function, {"setup": said.get("setup"), **of_file, **of_this}
 

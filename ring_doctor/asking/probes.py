@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ringlab.support.expect import expect
+
 RUNS = ("X-ray 1", "X-ray 2")
 
 
@@ -15,8 +17,7 @@ def probes(seq_len: int, head_dim: int, scale: float | None = None) -> dict[str,
 
     Raises ValueError unless S tokens fit into D numbers.
     """
-    if head_dim < seq_len:
-        raise ValueError(f"{seq_len} tokens with D = {head_dim}; expected {seq_len} or more: a column each")
+    expect(head_dim >= seq_len, f"{seq_len} tokens with D = {head_dim}", f"{seq_len} or more: a column each")
     generator = torch.Generator().manual_seed(seq_len)
 
     def shuffled_rows(low: float, high: float, step: float) -> Tensor:

@@ -40,11 +40,7 @@ FEW = 2  # explanations that a headline may name
 SOME_RANKS: dict[str, Callable[[int], range]] = {  # of P ranks, those that may have a mistake by themselves
     "on rank 0": lambda P: range(1),
     "on the last rank": lambda P: range(P - 1, P),
-    "on rank 1": lambda P: range(1, min(2, P)),
     "on odd ranks": lambda P: range(1, P, 2),
-    "on even ranks": lambda P: range(0, P, 2),
-    "on all ranks but the first": lambda P: range(1, P),
-    "on all ranks but the last": lambda P: range(P - 1),
 }
 
 

@@ -118,7 +118,8 @@ def _in_order(wrong: WrongAnswer, asked: str, order: str) -> dict[str, Tensor]:
     case, there = wrong.case, [TENSORS[asked][TENSORS[order].index(i)] for i in range(4)]
     if case.documents or case.window or case.sinks or case.large_tiles or not case.equal_chunks:
         return {}
-    q, k, v, d_out = (torch.cat([x.permute(there) for x in wrong.chunks(x)], dim=2) for x in wrong.inputs.values())
+    whole = [[part.double().permute(there) for part in wrong.chunks(x)] for x in case.whole()]
+    q, k, v, d_out = (torch.cat(parts, dim=2) for parts in whole)
     (B, H, Sq, _), (of_keys, G, Sk, _) = q.shape, k.shape
     if of_keys != B or H % G or (case.causal and (case.layout != "contiguous" or Sq != Sk)):
         return {}
@@ -212,15 +213,15 @@ def _rounded(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
         yield Fact("the errors are as small as roundings to 16 bits", look)
 
 
-def _some_heads(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
+def _some_heads(wrong: WrongAnswer, name: str) -> list[Fact] | None:
     """Which heads are wrong, where others are right. An answer with one head cannot show it."""
-    bad = wrong.bad(name).any(dim=2).any(dim=0)
-    h, G = torch.arange(len(bad)), wrong.case.kv_heads
-    known, n = {"all but the first": h > 0}, len(h) // G
-    if G > 1:
-        known |= {"all but the first of a group": h % n > 0, "those whose h mod G is not h // (H/G)": h % G != h // n}
+    bad, G = wrong.bad(name).any(dim=2).any(dim=0), wrong.case.kv_heads
+    h = torch.arange(len(bad))
+    if len(h) == 1:
+        return None
     look = "how heads are split and broadcast; the K/V head of query head h is h // (H/G)"
-    return (Fact(words, look) for words, heads in known.items() if torch.equal(bad, heads)) if len(h) > 1 else None
+    other_group = torch.equal(bad, h % G != h // (len(h) // G))
+    return [Fact("those whose h mod G is not h // (H/G)", look)] if other_group else []
 
 
 OF_EACH_TOKEN = 3  # from this pattern on they look at the rows of tokens, which the gradient of a sink has not

@@ -33,11 +33,6 @@ class WrongAnswer:
         return self.answer.case
 
     @cached_property
-    def inputs(self) -> dict[str, Tensor]:
-        """q, k, v and d_out, float64."""
-        return dict(zip(("q", "k", "v", "d_out"), (x.double() for x in self.case.whole()), strict=True))
-
-    @cached_property
     def right(self) -> dict[str, Right]:
         """The right results, with the bound of this dtype."""
         return right_results(self.answer.question)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ring_doctor.asking.case import Case
 from ring_doctor.mistakes.paper_ring import Steps
+from ringlab.support.expect import expect
 
 Results = dict[str, Tensor]
 Change = Callable[[Steps], Steps]
@@ -59,10 +60,8 @@ def words(section: str, page: Path = PAGE) -> dict[str, Mistake]:
 def told(section: str, changes: Mapping[str, Sequence[Change]]) -> dict[str, Mistake]:
     """The mistakes of a table, by name, with the words of a section. Raises ValueError where either is missing."""
     known = words(section)
-    if missing := sorted(changes.keys() - known.keys()):
-        raise ValueError(f"no words of {', '.join(missing)}; expected each as the others in {PAGE.name}, ## {section}")
-    if missing := sorted(known.keys() - changes.keys()):
-        raise ValueError(f"no change of {', '.join(missing)}; expected a row for each in the table of ## {section}")
+    alone = ", ".join(sorted(known.keys() ^ changes.keys()))
+    expect(not alone, f"{alone} given once", f"words in {PAGE.name}, ## {section}, and a row in its table")
     return {name: replace(known[name], variants=tuple(variants)) for name, variants in changes.items()}
 
 

@@ -65,19 +65,12 @@ def delta_times(factor: Callable[[int], float]) -> Change:
 
 def delta_from(ranks: Callable[[int, int], tuple[int, int]]) -> Change:
     """dO and O of the ranks ranks(rank, block), modulo P."""
-
-    def rows(steps: Steps, case: Case, rank: int, block: int) -> tuple[int, int]:
-        of_d_out, of_out = ranks(rank, block)
-        return of_d_out % case.world_size, of_out % case.world_size
-
-    return but(delta_from=rows)
+    return but(delta_from=lambda steps, case, rank, block: tuple(r % case.world_size for r in ranks(rank, block)))
 
 
-def scale_missing(*of: bool) -> Change:
-    """In dq, in dk."""
-    return but(
-        parts=lambda steps, q, k, v, scale: steps.parts(q / scale if of[0] else q, k / scale if of[1] else k, v, scale)
-    )
+def scale_missing(of_q: int, of_k: int) -> Change:
+    """So many times in dq and in dk."""
+    return but(parts=lambda steps, q, k, v, scale: steps.parts(q / scale**of_q, k / scale**of_k, v, scale))
 
 
 def last(steps: Steps, case: Case, total: Tensor | None, part: Tensor) -> Tensor:
@@ -97,10 +90,7 @@ def in_dtype(dtype: torch.dtype | None, *, parts_too: bool = False) -> Callable[
 
 CHANGES = {
     "keys_of_hop_0": [in_backward(but(in_hand=lambda steps, case, rank, t: (rank, rank)))],
-    "block_left_out_in_backward": [
-        left_out(lambda x: x.j == (x.r + 1) % x.case.world_size),
-        left_out(lambda x: x.own),
-    ],
+    "block_left_out_in_backward": [left_out(lambda x: x.j == (x.r + 1) % x.case.world_size), left_out(lambda x: x.own)],
     "lse_of_the_last_block": [lse_of_the_last(seen=False), lse_of_the_last(seen=True)],
     "lse_of_the_first_sequence": [but(weights=lambda steps, s, lse: steps.weights(s, lse[:1].expand_as(lse)))],
     "lse_of_the_block": [but(weights=own_weights)],
@@ -114,7 +104,7 @@ CHANGES = {
         delta_from(lambda r, j: (r + 1, r + 1)),
     ],
     "delta_missing": [*map(delta_times, (lambda D: 0.0, lambda D: -1.0, lambda D: 1 / D))],
-    "gradient_scale_missing": [scale_missing(True, True), scale_missing(False, True), scale_missing(True, False)],
+    "gradient_scale_missing": [scale_missing(1, 1), scale_missing(0, 1), scale_missing(1, 0)],
     "dq_of_the_last_round": [but(add_q=last), but(add_q=last, gives_q=lambda steps, part: not part.hidden)],
     "dq_of_the_own_block": [but(gives_q=lambda steps, part: part.block == part.rank)],
     "dk_dv_of_the_last_round": [

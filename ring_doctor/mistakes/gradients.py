@@ -82,15 +82,6 @@ def in_the_other_half(
     return (d_q, d_k.roll(half, dims=2), d_v.roll(half, dims=2)) if unseen else (d_q, d_k, d_v)
 
 
-def home(wrong: Callable[[BlockGradients], int | None]) -> Change:
-    """The rank where a part of dk and dv ends, modulo the number of ranks; None: nowhere."""
-
-    def rank(steps: Steps, part: BlockGradients) -> int | None:
-        return None if (to := wrong(part)) is None else to % part.world_size
-
-    return but(home=rank)
-
-
 def of_turn(turn: int) -> Change:
     """dK and dV are what the ranks of one host add: the block's own host (turn 0), or the host before it (turn -1)."""
 
@@ -126,11 +117,7 @@ CHANGES = {
     "dv_in_place_of_dk": [parts(lambda q, k, v, scale: (q, v, v)), parts(lambda q, k, v, scale: (q, k, k))],
     "gradients_summed_over_ranks": [changed(SUM, *KV), changed(MEAN, *KV)],
     "dq_averaged_over_ranks": [changed(MEAN, "dq"), changed(SUM, "dq")],
-    "wrong_slice_of_the_gradient": [
-        changed(lambda x: x[:1], *KV),
-        changed(lambda x: x[-1:], *KV),
-        in_the_end(in_runs),
-    ],
+    "wrong_slice_of_the_gradient": [changed(lambda x: x[:1], *KV), changed(lambda x: x[-1:], *KV), in_the_end(in_runs)],
     "gradient_rows_rolled": [*(rolled(by, *names) for names in (("dk",), ("dv",), KV) for by in (1, -1))],
     "gradients_not_sent_home": [
         changed(lambda x: x.roll(-1, 0), *KV),
@@ -139,9 +126,9 @@ CHANGES = {
     "received_and_sent": [in_the_end(received_and_sent)],
     "keys_gradient_in_memory_order": [in_the_end(in_memory_order)],
     "gradients_sent_too_far": [changed(lambda x: x.roll(1, 0), *KV)],
-    "gradients_travel_other_way": [home(lambda part: 2 * part.rank - part.block)],
-    "own_queries_only": [home(lambda part: part.block if part.block == part.rank else None)],
-    "gradients_stay_where_they_are_computed": [home(lambda part: part.rank)],
+    "gradients_travel_other_way": [but(home=lambda steps, part: (2 * part.rank - part.block) % part.world_size)],
+    "own_queries_only": [but(home=lambda steps, part: part.block if part.block == part.rank else None)],
+    "gradients_stay_where_they_are_computed": [but(home=lambda steps, part: part.rank)],
     "gradients_in_the_other_half": [but(parts=in_the_other_half)],
     "group_sum_missing": [of_group(lambda x: x[:, -1]), of_group(lambda x: x[:, 0])],
     "group_mean": [of_group(lambda x: x.mean(dim=1))],

@@ -152,6 +152,10 @@ def exchanged(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor,
     return steps.merge(case, out, lse_j, out_j, lse)[0], torch.logaddexp(lse, lse_j)
 
 
+def largest_lse(steps: Steps, case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
+    return steps.merge(case, out, lse, out_j, lse_j)[0], torch.maximum(lse, lse_j)
+
+
 def shares_by_maximum(out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
     """The shares are e^(lse - new lse). They add up to more than 1, because the new lse is too small."""
     largest = torch.maximum(lse, lse_j)
@@ -192,6 +196,7 @@ def undivided_in_16_bits(always: bool) -> Change:
 # What the kernel returns: the step `block_lse` ---------------------------------------------------------------------
 
 
+ZERO_WHERE_UNSEEN = but(block_lse=lambda steps, s: finite(steps.block_lse(s)))
 LSE_OF_ZEROS = but(block_lse=lambda steps, s: torch.zeros_like(s[..., 0]))
 ZEROS_IN_SEEN_ROWS = but(block_lse=lambda steps, s: torch.where((s == -math.inf).all(dim=-1), -math.inf, 0.0).double())
 
@@ -199,10 +204,6 @@ ZEROS_IN_SEEN_ROWS = but(block_lse=lambda steps, s: torch.where((s == -math.inf)
 def natural_m_and_log_2(steps: Steps, s: Tensor) -> Tensor:
     m = finite(s.amax(dim=-1))
     return m + (steps.block_lse(s) - m) / math.log(2)
-
-
-def zero_where_unseen(steps: Steps, s: Tensor) -> Tensor:
-    return finite(steps.block_lse(s))
 
 
 def smooth(steps: Steps, t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,7 +221,7 @@ CHANGES = {
     "averages_averaged": [MEAN_OF_SEEN_ROWS, in_seen_blocks(MEAN), MEAN],
     "running_half": [in_seen_rows(HALF), in_seen_blocks(HALF), HALF],
     "lse_of_zeros": [ZEROS_IN_SEEN_ROWS, in_seen_blocks(LSE_OF_ZEROS), LSE_OF_ZEROS],
-    "lse_0_of_unseen_rows": [of(but(block_lse=zero_where_unseen)) for of in (lambda change: change, in_seen_blocks)],
+    "lse_0_of_unseen_rows": [ZERO_WHERE_UNSEEN, in_seen_blocks(ZERO_WHERE_UNSEEN)],
     "lse_of_shifted_scores": [but(keys_and_values=smooth)],
     "base_2_as_natural": [
         but(block_lse=lambda steps, s: steps.block_lse(s) / math.log(2)),
@@ -230,15 +231,7 @@ CHANGES = {
     "natural_as_base_2": [but(merge=natural_as_base_2)],
     "lse_not_updated": [but(merge=lambda steps, case, out, lse, *block: (steps.merge(case, out, lse, *block)[0], lse))],
     "shares_exchanged": [but(merge=exchanged), *(of(but(merge=exchanged)) for of in (in_seen_blocks, in_seen_rows))],
-    "lse_merged_by_maximum": [
-        but(
-            merge=lambda steps, case, o, lse, o_j, lse_j: (
-                steps.merge(case, o, lse, o_j, lse_j)[0],
-                torch.maximum(lse, lse_j),
-            )
-        ),
-        merge(shares_by_maximum),
-    ],
+    "lse_merged_by_maximum": [but(merge=largest_lse), merge(shares_by_maximum)],
     "unstabilised": [merge(without_maximum)],
     "not_divided": [but(combine=undivided)],
     "padding_unmasked": [

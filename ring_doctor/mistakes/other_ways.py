@@ -22,6 +22,7 @@ from ring_doctor.asking.case import Case
 from ring_doctor.mistakes import Change, but, in_the_end, told
 from ring_doctor.mistakes.masks import Pairs, believed, sees
 from ring_doctor.mistakes.paper_ring import Steps
+from ring_doctor.mistakes.travel import in_hand
 
 
 def hosts(world_size: int) -> tuple[int, int]:
@@ -68,16 +69,6 @@ def in_runs(case: Case, out: Tensor) -> Tensor:
 def as_gathered(case: Case, block: int) -> Tensor:
     """(C,): the numbers of a block's keys among the gathered keys, rank by rank."""
     return torch.arange(case.seq_len).split(lengths_of(case))[block]
-
-
-def arrived(order: Callable[[int, int], int]) -> Change:
-    """What is taken for block n is block order(rank, n)."""
-
-    def in_hand(steps: Steps, case: Case, rank: int, t: int) -> tuple[int, int]:
-        came = order(rank, steps.believed(case, rank, t)) % case.world_size
-        return came, came
-
-    return but(in_hand=in_hand)
 
 
 def triangle_of_gathered(at: Callable[[Case, int], Tensor], *, from_the_end: bool) -> Change:
@@ -141,7 +132,7 @@ CHANGES = {
         returned(lambda case, out: in_runs(case, in_runs(case, out))),
     ],
     "keys_in_gathered_order": [sees(lambda x: x.case.visible()[x.p[:, 0]][:, as_gathered(x.case, x.j)])],
-    "gathered_in_order_of_arrival": [arrived(lambda rank, n: rank - n), arrived(lambda rank, n: rank + n)],
+    "gathered_in_order_of_arrival": [in_hand(lambda r, t, P: t), in_hand(lambda r, t, P: 2 * r - t)],
     "causal_from_the_first_gathered_key": [
         *(triangle_of_gathered(at, from_the_end=False) for at in (as_gathered, Case.positions))
     ],

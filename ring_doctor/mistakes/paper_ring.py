@@ -52,16 +52,6 @@ Rows = tuple[Tensor, Tensor]  # out (B, H, Cq, D) and lse (B, H, Cq) of a rank
 # The steps of a right ring -----------------------------------------------------------------------------------------
 
 
-def rounds(case: Case, rank: int) -> int:
-    """How many blocks a rank computes on."""
-    return case.world_size
-
-
-def in_hand(case: Case, rank: int, t: int) -> tuple[int, int]:
-    """The block whose K, and the block whose V, a rank really has in round t."""
-    return believed(case, rank, t), believed(case, rank, t)
-
-
 def believed(case: Case, rank: int, t: int) -> int:
     """The block that a rank believes to have in round t. Mask and gradients are those of this block."""
     return (rank - t) % case.world_size
@@ -70,25 +60,6 @@ def believed(case: Case, rank: int, t: int) -> int:
 def sees(case: Case, rank: int, block: int) -> Tensor:
     """(Cq, Ck) bool: which keys of `block` the queries of `rank` see."""
     return case.visible()[case.positions(rank)][:, case.positions(block)]
-
-
-def keys_and_values(t: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """What is used as K and as V in round t."""
-    return k, v
-
-
-def scale(case: Case) -> float:
-    return 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
-
-
-def kv_heads(case: Case) -> Tensor:
-    """(H,) int64: the K/V head of each query head."""
-    return torch.arange(case.heads) // (case.heads // case.kv_heads)
-
-
-def block_lse(s: Tensor) -> Tensor:
-    """(B, H, Cq): what the kernel returns as the lse of a tile."""
-    return s.logsumexp(dim=-1)
 
 
 def block_out(s: Tensor, v: Tensor) -> Tensor:
@@ -102,23 +73,9 @@ def combine(steps: "Steps", case: Case, scores: Scores, values: Values) -> Rows:
     return reduce(lambda running, of_tile: steps.merge(case, *running, *of_tile), of_tiles)
 
 
-def merge_two(case: Case, out: Tensor, lse: Tensor, out_j: Tensor, lse_j: Tensor) -> Rows:
-    return merge(out, lse, out_j, lse_j)
-
-
 def sink(case: Case, out: Tensor, lse: Tensor) -> Rows:
     """out and lse of a rank with the learned logit of each query head, which is the lse of a key whose value is 0."""
     return merge(out, lse, torch.zeros_like(out), case.sink_scores().double()[:, None].expand_as(lse))
-
-
-def delta(s: Tensor, p: Tensor, v: Tensor, d_out: Tensor, out: Tensor) -> Tensor:
-    """(B, H, Cq, 1): the sum over D of dO ∘ O. The scores s, weights p and values v of the tile are for mistakes."""
-    return (d_out * out).sum(dim=-1, keepdim=True)
-
-
-def delta_from(case: Case, rank: int, block: int) -> tuple[int, int]:
-    """The rank whose dO, and the rank whose O, make the δ of a tile."""
-    return rank, rank
 
 
 def weights(s: Tensor, lse: Tensor) -> Tensor:
@@ -131,57 +88,40 @@ def group_sum(case: Case, x: Tensor, heads: Tensor) -> Tensor:
     return x.new_zeros(x.shape[0], case.kv_heads, *x.shape[2:]).index_add(1, heads, x)
 
 
-def parts(d_q: Tensor, d_k: Tensor, d_v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of dq, dk and dv that a tile adds to their sums."""
-    return d_q, d_k, d_v
-
-
 def add(case: Case, total: Tensor | None, part: Tensor) -> Tensor:
     """A sum over rounds, or over ranks, after one more part."""
     return part if total is None else total + part
-
-
-def home(part: BlockGradients) -> int | None:
-    """The rank where a part of dk and dv ends; None: nowhere."""
-    return part.block
-
-
-def gives_q(part: BlockGradients) -> bool:
-    """Whether the part counts in dq."""
-    return True
-
-
-def at_the_end(case: Case, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The whole results, for mistakes that change them when all is computed."""
-    return results
 
 
 @dataclass(frozen=True)
 class Steps:
     """The steps of a ring. A mistake replaces one or more."""
 
-    rounds: Callable = rounds
-    in_hand: Callable = in_hand
+    rounds: Callable = lambda case, rank: case.world_size  # how many blocks a rank computes on
+    # the block whose K, and the block whose V, a rank really has in round t
+    in_hand: Callable = lambda case, rank, t: (believed(case, rank, t), believed(case, rank, t))
     believed: Callable = believed
     sees: Callable = sees
-    keys_and_values: Callable = keys_and_values
-    scale: Callable = scale
-    kv_heads: Callable = kv_heads
+    keys_and_values: Callable = lambda t, k, v: (k, v)  # what is used as K and as V in round t
+    scale: Callable = lambda case: 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
+    # (H,) int64: the K/V head of each query head
+    kv_heads: Callable = lambda case: torch.arange(case.heads) // (case.heads // case.kv_heads)
     block_out: Callable = block_out
-    block_lse: Callable = block_lse
-    merge: Callable = merge_two
+    block_lse: Callable = lambda s: s.logsumexp(dim=-1)  # (B, H, Cq): what the kernel returns as the lse of a tile
+    merge: Callable = lambda case, out, lse, out_j, lse_j: merge(out, lse, out_j, lse_j)
     combine: Callable = combine
     sink: Callable = sink
     weights: Callable = weights
-    delta: Callable = delta
-    delta_from: Callable = delta_from
+    # (B, H, Cq, 1): the sum over D of dO ∘ O; the scores s, weights p and values v of the tile are for mistakes
+    delta: Callable = lambda s, p, v, d_out, out: (d_out * out).sum(dim=-1, keepdim=True)
+    delta_from: Callable = lambda case, rank, block: (rank, rank)  # the ranks whose dO and whose O make the δ of a tile
     group_sum: Callable = group_sum
-    parts: Callable = parts
+    parts: Callable = lambda d_q, d_k, d_v, scale: (d_q, d_k, d_v)  # what a tile adds to the sums of dq, dk and dv
     add_q: Callable = add
     add_kv: Callable = add
-    home: Callable = home
-    gives_q: Callable = gives_q
-    at_the_end: Callable = at_the_end
+    home: Callable = lambda part: part.block  # the rank where a part of dk and dv ends; None: nowhere
+    gives_q: Callable = lambda part: True  # whether the part counts in dq
+    at_the_end: Callable = lambda case, results: results  # the whole results, when all is computed
     backward: "Steps | None" = None  # other steps for the backward pass; None: the same
 
 
@@ -189,11 +129,7 @@ RIGHT = Steps()
 
 
 def compute(
-    case: Case,
-    steps: Steps = RIGHT,
-    whole: tuple[Tensor, ...] | None = None,
-    *,
-    gradients: bool = True,
+    case: Case, steps: Steps = RIGHT, whole: tuple[Tensor, ...] | None = None, *, gradients: bool = True
 ) -> dict[str, Tensor]:
     """What a ring of these steps returns for the whole sequence: out, lse, and with `gradients` dq, dk and dv, float64.
 

@@ -127,7 +127,7 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
         cause = error
         mine = mine._replace(wrong=str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
     if mine.ranks and inbox.why_not(mine.ranks):
-        heard: list[Any] = [mine[3:]]  # the rest is long, and the same on all
+        heard = [mine._replace(ranks=(), groups={}, mesh=None)]  # these are long, and the same on all
         for of_row in reversed(groups):
             row = tuple(dist.get_process_group_ranks(of_row))
             if inbox.why_not(row):
@@ -136,8 +136,9 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
             else:
                 answers = _through_pipes(inbox, mine._replace(ranks=row, facts=heard), time_limit(of_row))
                 parts = [answers[rank].facts for rank in row]
-            heard = [fields for part in parts for fields in part]
-        said = {rank: Said(*mine[:3], *fields) for rank, fields in zip(mine.ranks, heard, strict=True)}
+            heard = [word for part in parts for word in part]
+        whole = {"ranks": mine.ranks, "groups": mine.groups, "mesh": mine.mesh}
+        said = {rank: word._replace(**whole) for rank, word in zip(mine.ranks, heard, strict=True)}
     else:
         said = _through_pipes(inbox, mine, min(map(time_limit, groups), default=SOON))
     inbox.agreements = max(word.number for word in said.values())

@@ -164,20 +164,11 @@ def heads(*numbers):
     return lambda case, x: torch.isin(torch.arange(x.shape[1]), torch.tensor(numbers))[:, None, None].expand_as(x)
 
 
-GROUPED = cases((3, 4), heads=6, kv_heads=2)
-
-
-@pytest.mark.parametrize(
-    ("where", "of", "says"),
-    [
-        (heads(1, 2), cases(heads=3, kv_heads=3), "all but the first."),
-        (heads(1, 2, 4, 5), GROUPED, "all but the first of a group."),
-        (heads(1, 4), GROUPED, "those whose h mod G is not h // (H/G)."),
-    ],
-)
-def test_the_heads_with_random_errors(where, of, says):
+def test_the_heads_with_random_errors():
+    where, of = heads(1, 4), cases((3, 4), heads=6, kv_heads=2)
     sentences = told(planted(noise("out", where=where), of))
-    assert sentences[0].startswith(f"In out the wrong heads are {says} Look at how heads"), text(sentences)
+    says = "In out the wrong heads are those whose h mod G is not h // (H/G). Look at how heads"
+    assert sentences[0].startswith(says), text(sentences)
     assert not any("heads" in sentence for sentence in told(planted(noise("out", where=heads(0)), of)))
     with_one_head = planted(noise("out", where=where), of) + planted(noise("out"), cases(heads=1, kv_heads=1))
     assert told(with_one_head)[0] == sentences[0]
@@ -250,7 +241,6 @@ def test_random_errors_get_the_generic_sentence_alone(names, features):
         times(lambda P: P, "dq"),
         chunkwise(lambda x: x.roll(1, dims=2), "dq"),
         only("dq", lambda x: x.bfloat16().double()),
-        noise("dq", where=heads(1)),
         lambda case, x: {"dq": x["dk"]},
     ],
 )

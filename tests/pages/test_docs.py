@@ -35,6 +35,7 @@ from ringlab.models import train
 from ringlab.ring.layouts import rotary
 from ringlab.support import processes
 from ringlab.support.rounding import exact_attention
+from ringlab.ways.hybrid import Hybrid
 from tests.attention import assert_right
 from tests.commands import LIMIT, ROOT
 
@@ -241,16 +242,38 @@ def blocks_of(page, words):
 def joint_on_rank(context, code, parts, right):
     names = dict(zip(("q_text", "q_image", "k_text", "k_image", "v_text", "v_image"), parts, strict=True))
     names |= {"torch": torch, "rank": context.rank, "P": context.world_size}
-    names |= {"shard": ringlab.shard, "ring_flash_attention": ringlab.ring_flash_attention}
     exec(code, names)
-    torch.testing.assert_close(names["out"], ringlab.shard(right, "contiguous", context.rank, context.world_size))
+    mine = ringlab.shard(right, "contiguous", context.rank, context.world_size)
+    torch.testing.assert_close(names["out"], mine)
+    torch.testing.assert_close(torch.cat((names["out_text"], names["out_image"]), dim=2), mine)
+    return names["out_text"].shape[2]
 
 
 def test_text_that_every_rank_has_counts_once(ranks):
     (code,) = blocks_of((ROOT / "docs/use.md").read_text(), "q_text")
     parts = [torch.randn(2, 3, n, 4, dtype=torch.float64) for n in (5, 8) * 3]
     q, k, v = (torch.cat(parts[i : i + 2], dim=2) for i in (0, 2, 4))
-    ranks(3, joint_on_rank, code, parts, naive_attention(q, k, v))
+    rows = ranks(3, joint_on_rank, code, parts, naive_attention(q, k, v))
+    assert rows == [5, 0, 0]  # the text, on the first rank
+
+
+def mesh_on_rank(context, code, shape, whole, right):
+    assert all(words in code for words in ("(2, 4, 4)", '"cuda"'))
+    chunk, tp = divmod(context.rank, shape[2])
+    *mine, out = (
+        ringlab.shard(x.chunk(shape[2], dim=1)[tp], "contiguous", chunk, shape[0] * shape[1]) for x in (*whole, right)
+    )
+    names = dict(zip("qkv", mine, strict=True), init_device_mesh=dist.init_device_mesh, Hybrid=Hybrid)
+    names["ring_flash_attention"] = ringlab.ring_flash_attention
+    exec(code.replace("(2, 4, 4)", str(shape)).replace('"cuda"', '"cpu"'), names)
+    torch.testing.assert_close(names["out"], out)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
+def test_a_mesh_of_three_dimensions_has_all_three(ranks, shape):
+    (code,) = blocks_of((ROOT / "docs/use.md").read_text(), "Hybrid")
+    whole = torch.randn(3, 1, 4, 8, 6, dtype=torch.float64).unbind()
+    ranks(4, mesh_on_rank, code, shape, whole, naive_attention(*whole, causal=True))
 
 
 def preference(chosen):
@@ -275,6 +298,18 @@ def test_a_loss_of_whole_sequences_is_that_of_one_process(ranks):
     seen = labels >= 0
     preference((-F.cross_entropy((x @ weight).mT, labels.clamp(min=0), reduction="none") * seen).sum(dim=1)).backward()
     ranks(3, sequences_on_rank, code, x, weight.detach(), labels, weight.grad)
+
+
+@pytest.mark.slow
+def test_a_batch_of_dpo_is_refused_in_a_ring():
+    dpo = pytest.importorskip("trl.trainer.dpo_trainer", reason="needs TRL: pip install -e '.[loops]'")
+    from ringlab.hugging_face.trainer import InRing
+
+    pair = {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5]}
+    batch = dpo.DataCollatorForPreference(pad_token_id=0)([pair])
+    with pytest.raises(ValueError, match="expected input_ids and labels"):
+        InRing.shard(None, batch)
+    assert "batches of DPOTrainer have no labels" in MODEL
 
 
 @pytest.mark.slow

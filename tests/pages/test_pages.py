@@ -2,18 +2,25 @@
 
 import json
 import re
+import subprocess
+import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import ring_attn
-from bench import pages
+from bench import longest_training, pages, record
 from notebooks.puzzles.checks import PUZZLES
 from notebooks.source import build, published_example
 from ring_doctor import __main__ as doctor
+from ring_doctor.asking.job import REFUSALS
 from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.report import EQUAL_CHUNKS
 from ring_planner import ways as planning_ways
+from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.memory import F32, kept_at_the_loss, peak_bytes_backward
 from tests.commands import ROOT, check_shown, run
 from tests.concepts import FOLDERS as HOMES
 from tests.concepts import is_concept
@@ -83,25 +90,81 @@ def test_the_prose_of_the_readme_is_short():
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
-def test_numbers_that_two_pages_show_are_those_of_the_code():
+SCHEDULES, COUNT = NUMBERS[len(FLAT | ON_MESH) - 1], NUMBERS[len(PUZZLES) - 1]
+ALIKE, GROUPED = (AttentionLayer(heads=32, kv_heads=heads, head_dim=128, itemsize=2) for heads in (32, 8))
+IN_16, OF_4 = (round(peak_bytes_backward(layer, 1024) / (2 * 1024 * 32 * 128)) for layer in (ALIKE, GROUPED))
+IN_32 = round(peak_bytes_backward(replace(ALIKE, itemsize=4), 1024) / (4 * 1024 * 32 * 128))
+OF_A_WORD = F32 * kept_at_the_loss(0, 1)[1] + 2  # bytes at the loss: float32, and the logit
+LONGEST = record.load("longest_training")
+RING, ALONE = (longest_training.lengths(LONGEST, method, checkpointing=True)[-1] for method in ("ring", "blockwise"))
+PLAN, TRAINED = "notebooks/source/18_two_speeds_of_wire.py", "notebooks/source/11_meshes.py"
+SAID = [  # a page, and its words: their numbers are those of the code, or another page has them too
+    ("docs/use.md", f"{NUMBERS[len(planning_ways.WAYS) - 1]} exact ways to share"),
+    ("docs/glossary.md", f"are {SCHEDULES} schedules of the same attention"),
+    ("CONTRIBUTING.md", f"in {SCHEDULES} ways and four layouts"),
+    ("notebooks/README.md", f"[{COUNT} puzzles]"),
+    ("notebooks/puzzles/puzzles.py", f"Here are {COUNT} puzzles"),
+    (
+        "docs/memory.md",
+        f"holds {IN_32} in float32 and {IN_16} in 16 bits; with 4 query heads on a key/value head, about {OF_4}",
+    ),
+    ("docs/memory.md", f"the loss keeps {OF_A_WORD} bytes for each word"),
+    ("docs/symptoms.md", f"[{OF_A_WORD} bytes](memory.md#a-models-longest-sequence) for each"),
+    (PLAN, f"{OF_A_WORD} for each of 128,256 words"),
+    (TRAINED, f"a ring of 4 trains on {RING:,} tokens, where one process with blockwise attention reaches {ALONE:,}"),
+    ("notebooks/source/12_your_own_model.py", "the convolution of lfm2 it can, the indexer of axk2 it cannot"),
+    ("ringlab/hugging_face/EVERY_MODEL.md", "| lfm2 with a convolution | equal |"),
+    ("ringlab/hugging_face/EVERY_MODEL.md", "| axk2 | refused | AXK2ForCausalLM has a AXK2Indexer,"),
+    ("notebooks/appendix_errata.md", "within what rounding allows: the doctor calls this ring healthy"),
+    ("ring_doctor/patients/results.md", "| blog | AndSonder/space.keter.top, commit 26c3a5e | healthy,"),
+    ("docs/cluster.md", "| 3,240 results, all within the bound of rounding |"),
+    ("notebooks/source/08b_on_a_gpu.py", "3,240 results were compared with float64, and all were right."),
+    *[("notebooks/source/07_causal_balance.py", f"{(2 * P - 1) / P:.2f} times on {P}") for P in (4, 8)],
+    ("docs/cluster.md", "| never run; the planner says:"),
+    ("README.md", "work after `make demo` and `source .venv/bin/activate`, on CPUs; for GPUs:"),
+    ("README.md", "before the last changes](docs/cluster.md"),
+    ("docs/README.zh-CN.md", "在最近的改动之前](cluster.md"),
+    ("docs/doctor_in_ci.md", f"{EQUAL_CHUNKS}: where ranks have unequally many tokens"),
+    ("docs/doctor_in_ci.md", f"({', '.join(REFUSALS[:2])} or {REFUSALS[2]} on all ranks)"),
+    ("README.md", "the whole road, four hours with exercises"),
+    ("notebooks/README.md", "the road: four hours with their exercises"),
+]
+
+
+@pytest.mark.parametrize(("page", "said"), SAID, ids=[f"{page}: {said[:40]}" for page, said in SAID])
+def test_what_two_pages_say_is_the_same(page, said):
+    text = (ROOT / page).read_text()
+    assert said in words(re.sub("^# ", "", text, flags=re.M) if page.endswith(".py") else text)
+
+
+def test_what_pages_say_of_the_code_is_so():
     assert "more than 100 known mistakes" in words(README)
     assert len(CATALOGUE) > 100
-    assert f"{NUMBERS[len(planning_ways.WAYS) - 1]} exact ways to share" in words(USE)
-    schedules = NUMBERS[len(FLAT | ON_MESH) - 1]
-    assert f"are {schedules} schedules of the same attention" in words(GLOSSARY)
-    assert f"in {schedules} ways and four layouts" in words((ROOT / "CONTRIBUTING.md").read_text())
-    count = NUMBERS[len(PUZZLES) - 1]
-    assert f"[{count} puzzles]" in MAP
-    assert f"Here are {count} puzzles" in (ROOT / "notebooks/puzzles/puzzles.py").read_text()
+    assert "A Hugging Face model takes these ways too: `use_ring(model, way=...)`" in words(README)
+    assert "def use_ring(" in (use := (ROOT / "ringlab/hugging_face/use.py").read_text())
+    assert " way: " in use.partition("def use_ring(")[2].partition(") ->")[0]
+    assert 3.5 * 60 <= sum(sum(stated(path)) for path in build.chapters() if path.stem < "08_~") <= 4 * 60
+
+
+CORE_PART = MAP.partition("## The core")[2].partition("\n\n**")[0]
+CORE = re.findall(r"^\| \[\w+\]\((\S+)\)", CORE_PART, re.M)
 
 
 def test_the_core_is_as_small_as_the_map_says():
-    core = MAP.partition("## The core")[2].partition("\n\n**")[0]
-    files = [ROOT / "notebooks" / link for link in re.findall(r"^\| \[\w+\]\((\S+)\)", core, re.M)]
-    number, lines = re.match(r": (\w+) files, ([\d,]+) lines", core).groups()
+    files = [ROOT / "notebooks" / link for link in CORE]
+    number, lines = re.match(r": (\w+) files, ([\d,]+) lines", CORE_PART).groups()
     assert NUMBERS[len(files) - 1] == number
     assert abs(sum(len(file.read_text().splitlines()) for file in files) - int(lines.replace(",", ""))) <= 50
     assert f"is {number} files, {lines} lines" in words(README)
+
+
+def test_the_core_stands_on_as_many_lines_as_the_map_says():
+    script = "import sys, ringlab.ring.flash_ring; print(*(getattr(m, '__file__', '') for m in sys.modules.values()))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {Path(file) for file in done.stdout.split() if file.startswith(f"{ROOT}/ring")}
+    others = loaded - {(ROOT / "notebooks" / link).resolve() for link in CORE}
+    more = re.search(r"the last stands on ([\d,]+) more lines", words(MAP))[1].replace(",", "")
+    assert abs(sum(len(file.read_text().splitlines()) for file in others) - int(more)) <= 100
 
 
 def words(text: str) -> str:
