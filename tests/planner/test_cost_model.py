@@ -15,12 +15,13 @@ import pytest
 
 from ring_planner import command as cost_model
 from ring_planner import memory
+from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.machine import MAKE, write_machine
 from ring_planner.memory import CONTEXT, RESERVE, step_bytes
-from ring_planner.plan import ERRORS, Plan, Wish, best, candidates, changes, digits, gains, longest
+from ring_planner.plan import ERRORS, Plan, Wish, best, candidates, changes, gains, longest
 from ring_planner.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ring_planner.step import Step, collective_seconds, step_seconds
-from ring_planner.ways import Cluster
+from ring_planner.ways import Cluster, traffic
 from tests.commands import ROOT
 
 HOST = Step(model_named("llama-3.1-8b"), gpu_named("h100"), 1, 8, 32768, eager=False)
@@ -453,12 +454,21 @@ def test_the_rule_is_what_the_planner_says(anchor):
                 assert set(way.split(", ")) <= set(re.split(", |: ", line)), (line, way)
 
 
-@pytest.mark.parametrize("words", [f"{LLAMA} --cp 8 --tp 1"])
-def test_how_far_a_ring_is_behind_on_one_host(words):
-    seconds = {
-        name: float(s) for s, name in re.findall(r"(\S+) +\S+  ([\w-]+), cp 8, tp 1, recompute full", plan(words))
-    }
-    assert f"a ring of 8 takes {100 * (seconds['ring'] / seconds['all-gather'] - 1):.1f} % longer" in WHICH_WAY
+def test_how_far_a_ring_is_behind_on_one_host():
+    rows = re.findall(r"(\S+) +\S+  (\S+), cp 8, tp 1, recompute full\n", plan(f"{LLAMA} --cp 8 --tp 1"))
+    seconds = {way: float(s) for s, way in rows}
+    longer = f"{100 * (seconds['ring'] / seconds['all-gather'] - 1):.1f} %"
+    assert f"A step with a ring of 8 takes {longer} longer" in WHICH_WAY.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "P"), [(32, 8, 4), (32, 8, 8), (8, 8, 2), (8, 8, 4), (64, 8, 8), (64, 8, 16)]
+)
+def test_who_sends_the_fewest_bytes(heads, kv_heads, P):
+    assert "An exchange sends the fewest if P is above H/G + 1" in WHICH_WAY
+    host, layer = Cluster(1, P, 1e15, 1e11), AttentionLayer(heads, kv_heads, 128)
+    exchange, ring = (traffic(way, layer, 1024, host)[0] for way in ("all-to-all", "ring"))
+    assert (exchange < ring) == (heads / kv_heads + 1 < P)
 
 
 @pytest.mark.parametrize("nics", [8, 1])
