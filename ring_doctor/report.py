@@ -103,7 +103,7 @@ class Report:
         first = next(iter(self.inference), Finding(f"wrong numbers with {wrong[0].question.words()}"))
         when = self.diagnosis.when if self.diagnosis else ""
         said = first.brief or first.says
-        return said if first.whenever or when in ("", ALWAYS) else f"{said}, {when}"
+        return said if when in ("", ALWAYS) else f"{said}, {when}"
 
     @property
     def limits(self) -> list[str]:

@@ -119,13 +119,7 @@ def examination_of(
         for P in reversed(patient.worlds):
             if _takes(found, jobs[P, False], seed, progress):
                 break
-        else:
-            job = jobs[max(patient.worlds), False]
-            for order in TENSORS:
-                job.patient = replace(patient, tensors=order)
-                if order != patient.tensors and _takes(Examination(job.patient), job, seed, progress):
-                    asked = f"{patient.name} takes no tensors in the order {patient.tensors}, and some in {order}"
-                    raise CannotExamine(f"{asked}: ask with --tensors {order}")
+        _check_the_order(found, jobs[min(patient.worlds), False], seed)
         _ask_everything(found, jobs, seed, quick, progress)
     for remark, noticed in ((LAST_DIGITS, "last_digits"), (DRAWS, "draws"), (WHOLE, "whole")):
         found.remarks += [remark] if any(getattr(answer, noticed) for answer in found.answers) else []
@@ -140,6 +134,18 @@ def examination_of(
 
 def _dtype(found: Examination) -> torch.dtype:
     return dtype_of(found.patient.dtypes[0])
+
+
+def _check_the_order(found: Examination, job: Job, seed: int) -> None:
+    """Raise CannotExamine where the patient is right with tensors in another order only: it is for these."""
+    first, asked = next(questions(found.patient, job.size, _dtype(found), seed)), found.patient.tensors
+    for order in (asked, *TENSORS):
+        job.patient = replace(found.patient, tensors=order)
+        if job.ask(first).state == OK:
+            if order != asked:
+                said = f"{found.patient.name} is right for tensors in the order {order}, and not in {asked}"
+                raise CannotExamine(f"{said}: ask with --tensors {order}")
+            return
 
 
 def _check_that_it_answers(found: Examination) -> None:

@@ -18,10 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ring_doctor.asking.signature import TENSORS
 from ring_doctor.explaining.wrong_answer import WrongAnswer
 from ring_doctor.mistakes.paper_ring import RIGHT
-from ringlab.support.rounding import exact_attention
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,6 @@ class Finding:
     says: str  # a sentence without its stop
     look: str = ""
     brief: str = ""  # for a headline; "": as it says
-    whenever: bool = False  # a headline tells no condition beside it
 
     def __str__(self) -> str:
         return f"{self.says}. Look at {self.look}." if self.look else f"{self.says}."
@@ -97,36 +94,6 @@ class Pattern:
 def listed(names: Sequence[str]) -> str:
     """ "dq", "dq and dk", "dq, dk and dv"."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-# Another order of dimensions -----------------------------------------------------------------------------------------
-
-
-def another_order(answers: Sequence[WrongAnswer], asked: str) -> list[Finding]:
-    """The order of dimensions in which all answers are right, where they were `asked` in another one."""
-    for order in (order for order in TENSORS if order != asked):
-        known = [(wrong, results) for wrong in answers if (results := _in_order(wrong, asked, order))]
-        if known and all(wrong.near(name, results[name]) for wrong, results in known for name in results):
-            own, other = (f"({', '.join(name.upper())})" for name in (asked, order))
-            said = f"right for tensors {other}, and asked with {own}: ask with --tensors {order}"
-            return [Finding(f"The ring is {said}", brief=said, whenever=True)]
-    return []
-
-
-def _in_order(wrong: WrongAnswer, asked: str, order: str) -> dict[str, Tensor]:
-    """What a right ring returns that takes dimensions for others; {} where they do not fit, or the mask is another."""
-    case, there = wrong.case, [TENSORS[asked][TENSORS[order].index(i)] for i in range(4)]
-    if case.documents or case.window or case.sinks or case.large_tiles or not case.equal_chunks:
-        return {}
-    whole = [[part.double().permute(there) for part in wrong.chunks(x)] for x in case.whole()]
-    q, k, v, d_out = (torch.cat(parts, dim=2) for parts in whole)
-    (B, H, Sq, _), (of_keys, G, Sk, _) = q.shape, k.shape
-    if of_keys != B or H % G or (case.causal and (case.layout != "contiguous" or Sq != Sk)):
-        return {}
-    found = exact_attention(q, k, v, d_out, causal=case.causal, scale=case.scale)
-    here = [there.index(i) for i in range(4)]
-    chunks = {name: found[name].exact.chunk(case.world_size, dim=2) for name in wrong.answer.wrong if name != "lse"}
-    return {name: case.join([x.permute(here) for x in of_ranks]) for name, of_ranks in chunks.items()}
 
 
 # What a result holds ------------------------------------------------------------------------------------------------
@@ -220,8 +187,8 @@ def _some_heads(wrong: WrongAnswer, name: str) -> list[Fact] | None:
     if len(h) == 1:
         return None
     look = "how heads are split and broadcast; the K/V head of query head h is h // (H/G)"
-    other_group = torch.equal(bad, h % G != h // (len(h) // G))
-    return [Fact("those whose h mod G is not h // (H/G)", look)] if other_group else []
+    known = {"all but the first": h > 0, "those whose h mod G is not h // (H/G)": h % G != h // (len(h) // G)}
+    return [Fact(words, look) for words, heads in known.items() if torch.equal(bad, heads)]
 
 
 OF_EACH_TOKEN = 3  # from this pattern on they look at the rows of tokens, which the gradient of a sink has not

@@ -23,7 +23,7 @@ import torch
 from ring_doctor.asking.answers import FAILED, Answer, imprecise
 from ring_doctor.asking.examination import Examination, never_claimed
 from ring_doctor.asking.job import ranks_in_words
-from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, another_order, listed, of_gradients
+from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, listed, of_gradients
 from ring_doctor.explaining.grids import XRay
 from ring_doctor.explaining.wrong_answer import WrongAnswer
 
@@ -68,8 +68,6 @@ def infer(examination: Examination, xray: XRay | str) -> list[Finding]:
     if examination.patient.state:
         return [*_of_states(wrong, xray), *hangs]
     told = [WrongAnswer(answer) for answer in _comparable(wrong)]
-    if ordered := another_order(told, examination.patient.tensors):
-        return [*ordered, *hangs]
     held = _contents(told)
     known = {name for names in held for name in names}
     shown = [] if isinstance(xray, str) else xray.facts(known)

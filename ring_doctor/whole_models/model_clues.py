@@ -1,6 +1,6 @@
 """Inference for a whole model: one sentence that says where to look, when no mistake of the catalogue explains it.
 
-    clue(patient, wrong, exact, allowed)    ->    "The loss is right, and ..."
+    clue(patient, wrong, exact, allowed)    ->    Finding("The loss is right, and ...", "the norm in ...")
 
 The evidence, in this order: numbers that are not finite; ranks that disagree; the loss beside the gradients; what the
 gradients are multiplied by; the wrong tokens, where the step returns the loss of each, and what they see; the weights
@@ -13,7 +13,7 @@ Before: model_comparison.py. After: whole_model.py.
 
 import torch
 
-from ring_doctor.explaining.facts import listed
+from ring_doctor.explaining.facts import Finding, listed
 from ring_doctor.whole_models.model_calls import ModelPatient, Returned
 from ring_doctor.whole_models.model_comparison import LOSS, distance, error_of, errors, floors_of
 
@@ -22,68 +22,61 @@ FEW = 3  # weights in a sentence
 
 def clue(
     patient: ModelPatient, wrong: dict[int, list[Returned]], exact: Returned, allowed: float, *, clipped: bool
-) -> str:
-    """Where to look, in a sentence. `wrong` are the results of the wrong numbers of ranks; the largest is looked at."""
+) -> Finding:
+    """What is seen and where to look. `wrong` are the results of the wrong numbers of ranks; the largest is taken."""
     P, results = max(wrong.items())
-    if said := _of_ranks(results, exact, allowed):
-        return said
+    if found := _of_ranks(results, exact, allowed):
+        return found
     result, off = results[0], errors(results[0], exact)  # the ranks agree
     bad, loss_is_right = [name for name in exact.gradients if off[name] > allowed], off[LOSS] <= allowed
-    times, all_bad = f"{float(result.loss.sum() / exact.loss.sum()):.4g}", len(bad) == len(exact.gradients)
+    times = f"{float(result.loss.sum() / exact.loss.sum()):.4g}"
     if not bad:
-        return f"All gradients are right and the reported loss is wrong ({times} times): look at how it is reported."
+        return Finding(f"All gradients are right and the reported loss is wrong ({times} times)", "how it is reported")
     said = "The loss is right" if loss_is_right else f"The loss is {times} times the right one"
     if loss_is_right and clipped:
-        return (
-            f"{said}, and clipped gradients are wrong: look at the norm in the clipping, over all ranks and weights; "
-            f"or return the gradients as they are before the clipping, to learn which of them are wrong."
-        )
-    more = f" and {len(bad) - FEW} more" if len(bad) > FEW else ""
+        look = "the norm in the clipping, over all ranks and weights; or return the gradients as they are before the "
+        look += "clipping, to learn which of them are wrong"
+        return Finding(f"{said}, and clipped gradients are wrong", look)
     if factors := _factors(bad, result, exact, allowed, P):
-        of_all, names = len(factors) == len(bad), list(factors)
-        more = f" and {len(names) - FEW} more" if len(names) > FEW else ""
-        which = "every gradient is" if of_all and all_bad else f"of {listed(names[:FEW])}{more} the gradient is"
+        names, which = list(factors), "every gradient is"
+        look = "what the loss or a weight's gradient is multiplied or divided by, the reduction, and clipping"
+        if len(names) < len(exact.gradients):
+            which = f"of {listed(names[:FEW])}{_more(names)} the gradient is"
+        if len(names) < len(bad):
+            look = f"what the loss that {names[0]} serves is divided by; other weights serve two losses"
         times = listed(list(dict.fromkeys(factors.values()))[:FEW])
-        where = "what the loss or a weight's gradient is multiplied or divided by, the reduction, and clipping"
-        where = (
-            where if of_all else f"what the loss that {names[0]} serves is divided by; other weights serve two losses"
-        )
-        return f"{said}, and {which} {times} times the right one: look at {where}."
+        return Finding(f"{said}, and {which} {times} times the right one", look)
     if not loss_is_right:
         floors = floors_of(exact)
         served = [name for name, x in exact.gradients.items() if name not in bad and float(x.norm()) > floors[name]]
         right = f"; right is the gradient of {listed(served[:FEW])}, so look at a loss without it" if served else ""
-        tokens = _of_tokens(patient.shards(P), result, exact, allowed)
-        return f"The loss is wrong, and with it the gradients; {tokens}{right}."
-    return (
-        f"{said}, and the gradients of {listed(bad[-FEW:])}{more} are wrong: look at what happens to {bad[-1]}, the "
-        f"first wrong one on the way back from the last weight: a tied weight, a hook, its place in the reduction, and "
-        f"the backward pass of its layer."
-    )
+        shown, look = _of_tokens(patient.shards(P), result, exact, allowed)
+        shown = f"The loss is wrong, and with it the gradients; {shown}"
+        return Finding(shown, look + right) if look else Finding(shown + right)
+    look = f"what happens to {bad[-1]}, the first wrong one on the way back from the last weight: a tied weight, a "
+    look += "hook, its place in the reduction, and the backward pass of its layer"
+    return Finding(f"{said}, and the gradients of {listed(bad[-FEW:])}{_more(bad)} are wrong", look)
 
 
-def _of_ranks(results: list[Returned], exact: Returned, allowed: float) -> str:
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - FEW} more" if len(names) > FEW else ""
+
+
+def _of_ranks(results: list[Returned], exact: Returned, allowed: float) -> Finding | None:
     """A rank whose numbers are not finite; the ranks that are wrong where others are right, or disagree."""
     for rank, result in enumerate(results):
         for what, x in result.numbers.items():
             if not x.isfinite().all():
-                return (
-                    f"On rank {rank}, {what} is not finite: look for a query that sees no key, for a division by 0 "
-                    f"labels, and for memory that is read too early."
-                )
-
+                causes = "a query that sees no key, for a division by 0 labels, and for memory that is read too early"
+                return Finding(f"On rank {rank}, {what} is not finite: look for {causes}")
     bad = [str(rank) for rank, x in enumerate(results) if error_of(x, exact) > allowed]
     if 0 < len(bad) < len(results):
-        return (
-            f"Only rank {listed(bad)} is wrong: look at what the code does for this rank alone, and at a collective "
-            f"that not all ranks call."
-        )
+        look = "what the code does for this rank alone, and at a collective that not all ranks call"
+        return Finding(f"Only rank {listed(bad)} is wrong", look)
     if bad and any(error_of(x, results[0]) > allowed for x in results):
-        return (
-            "The ranks end with different results, and neither their sum nor their mean is right: look at the "
-            "reduction over the ranks, and whether every rank and every weight takes part in it."
-        )
-    return ""
+        look = "the reduction over the ranks, and whether every rank and every weight takes part in it"
+        return Finding("The ranks end with different results, and neither their sum nor their mean is right", look)
+    return None
 
 
 def _factors(bad: list[str], result: Returned, exact: Returned, allowed: float, P: int) -> dict[str, str]:
@@ -98,38 +91,32 @@ def _factors(bad: list[str], result: Returned, exact: Returned, allowed: float, 
     return found
 
 
-def _of_tokens(shards: list[torch.Tensor], result: Returned, exact: Returned, allowed: float) -> str:
-    """The first token with a wrong loss, and what it sees."""
+def _of_tokens(shards: list[torch.Tensor], result: Returned, exact: Returned, allowed: float) -> tuple[str, str]:
+    """The wrong tokens, and where to look by what they see; "" where nothing tells."""
     if not exact.loss.dim():
-        return "return the loss of each token, (B, C), to learn which tokens are wrong"
+        return "return the loss of each token, (B, C), to learn which tokens are wrong", ""
     wrong = (result.loss - exact.loss).abs() > allowed * exact.loss.abs().mean()
     bad = set(wrong.any(dim=0).nonzero().flatten().tolist())
     if not bad:
-        return "the loss of each token is right: look at how they are put together"
+        return "the loss of each token is right", "how they are put together"
     first, S = min(bad), wrong.shape[1]
     own = next(shard.tolist() for shard in shards if first in shard)
     ends = {t for shard in shards for t in shard.tolist() if t + 1 < S and t + 1 not in shard}
     for n in range(1, FEW + 1):
         if bad - {*range(S - n, S)} == {t - i for t in ends for i in range(n)} != set(range(S - n)):
             which = "token is" if n == 1 else f"{n} tokens are"
-            return f"of each run of a rank's tokens only the last {which} wrong: look at labels that were shifted in it"
+            return f"of each run of a rank's tokens only the last {which} wrong", "labels that were shifted in it"
     if bad != set(range(first, S)):
-        tokens = ", ".join(map(str, sorted(bad)[: 2 * FEW]))
-        return (
-            f"of the tokens {tokens}{' ...' * (len(bad) > 2 * FEW)} are wrong and later ones right, so keys and values "
-            f"are right: look at what these tokens have for themselves: labels, their weight in the loss, queries"
-        )
+        tokens = ", ".join(map(str, sorted(bad)[: 2 * FEW])) + (" ..." if len(bad) > 2 * FEW else "")
+        shown = f"of the tokens {tokens} are wrong and later ones right, so keys and values are right"
+        return shown, "what these tokens have for themselves: labels, their weight in the loss, queries"
     if first == 0:
-        return (
-            "token 0 is wrong, which attends to itself only, so positions and masks do not matter there: look at "
-            "tokens, labels and the loss, and at the division in the softmax"
-        )
+        shown = "token 0 is wrong, which attends to itself only, so positions and masks do not matter there"
+        return shown, "tokens, labels and the loss, and at the division in the softmax"
     if set(range(first)) <= set(own):
-        return (
-            f"token {first} is wrong, which in a causal model sees keys of its own rank only: look at what a rank does "
-            f"alone: the rotation of queries and of keys, the mask of its own block, the scale"
-        )
-    return (
-        f"the first wrong token is {first}, and tokens that see keys of their own rank only are right: look at what "
-        f"the other ranks' keys are when they are used: which block, mask and positions, and the merge"
-    )
+        shown = f"token {first} is wrong, which in a causal model sees keys of its own rank only"
+        look = "what a rank does alone: the rotation of queries and of keys, the mask of its own block, the scale"
+        return shown, look
+    shown = f"the first wrong token is {first}, and tokens that see keys of their own rank only are right"
+    look = "what the other ranks' keys are when they are used: which block, mask and positions, and the merge"
+    return shown, look

@@ -48,6 +48,7 @@ from ring_doctor.asking.answers import RIGHT, RIGHT_AS_CLAIMED, SAID, WRONG_RING
 from ring_doctor.asking.case import LAYOUTS
 from ring_doctor.asking.examination import SECONDS
 from ring_doctor.asking.job import CannotExamine
+from ring_doctor.explaining.facts import Finding
 from ring_doctor.mistakes import Mistake
 from ring_doctor.report import explained, summary
 from ring_doctor.whole_models.model_calls import ModelPatient, Returned, Step, options_of, without_dropout
@@ -84,7 +85,7 @@ NOT_ASKED = "not asked: dropout, accumulated gradients, the optimizer, checkpoin
 ALIKE = 1e-3  # norms that differ by less, as shares, are of clipped gradients: EPS moves them, if |g| is small
 RACE = (
     "With {} ranks it returns other results when it is called again with the same text: look for a buffer that is "
-    "written while it is being sent, for a wait that is missing, and for state that a call leaves behind."
+    "written while it is being sent, for a wait that is missing, and for state that a call leaves behind"
 )
 
 
@@ -98,7 +99,7 @@ class ModelExamination:
     allowed: float
     notes: tuple[str, ...]
     only: str = ""  # what the function was asked for, if not for everything: "a label for every token"
-    clue: str = ""  # where to look, if nothing explains the wrong worlds
+    clue: Finding | None = None  # where to look, if nothing explains the wrong worlds
     changes: bool = False  # from call to call
 
     @property
@@ -124,8 +125,8 @@ class ModelExamination:
             return f"SICK: {' or '.join(' and '.join(each.names) for each in self.diagnoses)}, in {self.name}"
         if failed and all(world.right or world.failure for world in self.worlds):
             return f"SICK: {self.name} fails with {failed[0].asked}: {failed[0].failure}"
-        shown = self.clue.partition(": look at")[0].rstrip(".")
-        return f"SICK: {self.name}: {shown or 'wrong numbers that no mistake of the catalogue gives'}"
+        shown = self.clue.says if self.clue else "wrong numbers that no mistake of the catalogue gives"
+        return f"SICK: {self.name}: {shown}"
 
     @property
     def mistakes(self) -> list[Mistake]:
@@ -200,7 +201,7 @@ def _examine(patient: ModelPatient, name: str) -> ModelExamination:
     for P in wrong:
         for again in (patient.ask(P), patient.ask(P)):
             if isinstance(again, str) or not all(map(partial(same, allowed=allowed), again, wrong[P])):
-                return replace(found, diagnoses=(), clue=RACE.format(P), changes=True)
+                return replace(found, diagnoses=(), clue=Finding(RACE.format(P)), changes=True)
     scaled = [each for each in diagnoses if all(name.startswith(("loss_", "gradients_")) for name in each.names)]
     if "targets" in patient.takes and (scaled or not wrong):
         found = _with_hidden_labels(patient, found, kind, loose)
@@ -280,21 +281,27 @@ def _with_hidden_labels(patient: ModelPatient, found: ModelExamination, kind: st
 
 def text_of_model(found: ModelExamination) -> str:
     """The report for a terminal."""
-    shown, _, look = found.clue.rstrip(".").partition(": look at")
-    clue = f"Look at{look}." * bool(look) if found.verdict.endswith(f": {shown}") else found.clue
-    lines = [found.verdict, *(f"  {words}" for words in [clue, *found.remarks] if words)]
-    lines += [*explained(found.mistakes), ""]
+    clue, lines = found.clue, [found.verdict]
+    if clue and not found.verdict.endswith(f": {clue.says}"):
+        lines.append(f"  {_in_words(clue)}")
+    elif clue and clue.look:
+        lines.append(f"  Look at {clue.look}.")
+    lines += [*(f"  {words}" for words in found.remarks), *explained(found.mistakes), ""]
     for world in found.worlds:
         state = world.state if world.right else world.state.upper()
         lines.append(f"{state:<7}{world.asked}: {world.says(found.allowed)}")
     return "\n".join(lines)
 
 
+def _in_words(clue: Finding) -> str:
+    return f"{clue.says}: look at {clue.look}." if clue.look else f"{clue.says}."
+
+
 def json_of_model(found: ModelExamination) -> dict[str, Any]:
     """The report as numbers, strings, lists and dicts. An infinite error is null."""
     return summary(found.name, found) | {
         "mistakes": [list(each.names) for each in found.diagnoses],
-        "inference": [found.clue] if found.clue else [],
+        "inference": [_in_words(found.clue)] if found.clue else [],
         "answers": [
             {
                 "question": world.asked,

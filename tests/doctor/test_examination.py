@@ -250,9 +250,9 @@ def refuses(which):
             "is slow, or this machine is: with P = .*--time",
         ),
         (lambda question, job: LATE, "is slow, or this machine is"),
-        (
-            lambda question, job: OK if job.patient.tensors == "sbhd" else REFUSED,
-            "in the order bhsd, .* --tensors sbhd",
+        *(
+            (lambda _, job, other=other: OK if job.patient.tensors == "sbhd" else other, "in bhsd: .* --tensors sbhd")
+            for other in (REFUSED, WRONG, FAILED)
         ),
     ],
 )

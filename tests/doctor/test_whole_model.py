@@ -14,6 +14,7 @@ import torch
 
 import ring_doctor.__main__ as command
 from ring_doctor.asking.job import CannotExamine
+from ring_doctor.explaining.facts import Finding
 from ring_doctor.report import page
 from ring_doctor.whole_models.model_calls import ModelPatient, Returned
 from ring_doctor.whole_models.model_clues import clue
@@ -51,7 +52,7 @@ def test_a_right_model_is_healthy_and_rounds_much_less_than_allowed(ranks, layou
     assert examination.healthy
     assert not examination.diagnoses
     assert bool(examination.notes) == ("clip" in options)
-    assert (examination.only, examination.clue, examination.changes) == ("", "", False)
+    assert (examination.only, examination.clue, examination.changes) == ("", None, False)
     assert [(world.world_size, world.hidden) for world in examination.worlds] == [
         *((P, "") for P in (1, 2, 3, 4)),
         *((P, words) for words in (HIDDEN, NO_LABELS) for P in (2, 3, 4)),
@@ -148,7 +149,8 @@ def clue_of(*results, exact=None, clipped=False):
     """The clue for these results of ranks, two ranks with the same if there is one; tokens are dealt out in runs."""
     results = list(results) * (1 + (len(results) == 1))
     shards = mock.Mock(shards=lambda P: list(torch.arange(6).chunk(P)))
-    return clue(shards, {len(results): results}, exact or of_step(), 1e-9, clipped=clipped)
+    found = clue(shards, {len(results): results}, exact or of_step(), 1e-9, clipped=clipped)
+    return f"{found.says}: look at {found.look}" if found.look else found.says
 
 
 TOKENS = partial(partial, clue_of, exact=of_tokens())
@@ -445,7 +447,7 @@ VERDICTS = {
     "SICK: f fails with P = 2: rank 1 died": examination(FINE, FAILED),
     f"SICK: f fails with P = 2, {NO_LABELS}: rank 1 died": examination(FINE, replace(FAILED, hidden=NO_LABELS)),
     "SICK: f: wrong numbers that no mistake of the catalogue gives": examination(FINE, FAILED, WRONG),
-    "SICK: f: The loss is wrong": examination(WRONG, clue="The loss is wrong: look at it."),
+    "SICK: f: The loss is wrong": examination(WRONG, clue=Finding("The loss is wrong", "it")),
     "SICK: f changes its results from call to call": examination(WRONG, changes=True),
     "SICK: a and b or c, in f": examination(WRONG, diagnoses=(ModelDiagnosis(("a", "b")), ModelDiagnosis(("c",)))),
 }
@@ -460,7 +462,7 @@ def test_the_verdict_of_a_model(verdict):
 
 
 def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
-    found = examination(FINE, FAILED, WRONG, notes=("it has a note",), clue="It is wrong: look at the ring.")
+    found = examination(FINE, FAILED, WRONG, notes=("it has a note",), clue=Finding("It is wrong", "the ring"))
     assert text_of_model(found).splitlines()[1:] == [
         "  Look at the ring.",
         "  It has a note.",
