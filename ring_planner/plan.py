@@ -86,17 +86,22 @@ class Plan:
     def utilisation(self) -> float:
         """The share of the bf16 peak that the model's own FLOPs take: nothing is counted that is computed again."""
         model, step = self.step.model, self.step
-        passes = 2 + step.trainable if step.task == "train" else 1
-        products = 2 * passes * (model.matrices + (passes > 1) * model.hidden * model.vocab)
         mixing = 4 * (step.seq_len / 2) * model.heads * model.head_dim * model.softmax_layers
-        mixing += model.linear.layers * model.linear.flops if model.linear else 0
-        return self.speed * (products + (3 if passes > 1 else 1) * mixing) / step.gpu.peak["bf16"]
+        if model.linear:
+            mixing += model.linear.layers * model.linear.flops
+        if step.task == "train":
+            flops = 2 * (2 + step.trainable) * (model.matrices + model.hidden * model.vocab) + 3 * mixing
+        else:
+            flops = 2 * model.matrices + mixing
+        return self.speed * flops / step.gpu.peak["bf16"]
 
     @property
     def name(self) -> str:
         """The way among cp GPUs, and how the step is shared."""
         step = self.step
-        way = "no ring" if step.cp == 1 else step.way + (f" of {step.split}" if step.split else "")
+        way = f"{step.way} of {step.split}" if step.split else step.way
+        if step.cp == 1:
+            way = "no ring"
         again = f", recompute {step.recompute}" if step.task == "train" else ""
         padded = f", {self.padded} tokens padded" if self.padded else ""
         return f"{way}, cp {step.cp}, tp {step.tp}{again}{padded}"

@@ -83,9 +83,8 @@ def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
             continue
         whole = learned and all(x.dtype == right[name].dtype and right[name].accepts(x) for x in chunks)
         answer.whole |= whole and case.world_size > 1
-        x = answer.results[name] = (
-            chunks[0] if whole else torch.stack(chunks).sum(dim=0) if learned else case.join(chunks)
-        )
+        x = chunks[0] if whole else torch.stack(chunks).sum(dim=0) if learned else case.join(chunks)
+        answer.results[name] = x
         if x.dtype != right[name].dtype:
             if name != "lse" and (question.how, x.dtype) != ("autocast", torch.float32):  # as the tensors given
                 faults += [f"its {name} is {x.dtype}, its input {right[name].dtype}"]

@@ -72,10 +72,8 @@ class Case:
     def whole(self) -> tuple[Tensor, ...]:
         """The inputs and d_out of the whole sequence, in the case's dtype."""
         generator = torch.Generator().manual_seed(self.seed)
-        heads, D = (self.heads, self.kv_heads, self.kv_heads, self.heads), self.value_dim or self.head_dim
-        shapes = (
-            (self.batch, n, self.seq_len, d) for n, d in zip(heads, (self.head_dim, self.head_dim, D, D), strict=True)
-        )
+        H, G, of_k, of_v = self.heads, self.kv_heads, self.head_dim, self.value_dim or self.head_dim
+        shapes = [(self.batch, n, self.seq_len, D) for n, D in ((H, of_k), (G, of_k), (G, of_v), (H, of_v))]
         numbers = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         return tuple(x.to(self.dtype) for x in INPUTS[self.inputs](self, *numbers))
 

@@ -45,9 +45,8 @@ def of_gradients(wrong: Sequence[str]) -> Finding:
     wrong = [name for name in wrong if name in SUMMED]
     right = [name for name in SUMMED if name not in wrong]
     if not right:
-        return Finding(
-            "out is right and all gradients are wrong", "what the backward pass gets: q, k, v, lse, dO, mask"
-        )
+        look = "what the backward pass gets: q, k, v, lse, dO, mask"
+        return Finding("out is right and all gradients are wrong", look)
     known, look = "p and dS are", f"{', '.join(SUMMED[name] for name in wrong)}, and where that is summed"
     if right == ["dv"]:
         known, look = "p are", "dS = p ∘ (dP - δ): δ, dP = dO Vᵀ and the scale"

@@ -116,13 +116,9 @@ def _of_rounding(wrong: list[Answer]) -> list[Finding]:
 
 def _comparable(wrong: list[Answer]) -> list[Answer]:
     """Wrong answers in 32 bits or more to random inputs; all wrong answers if there is none."""
-    plain = [
-        answer
-        for answer in wrong
-        if answer.question.how not in ("views", "twice", "two backward passes", "autocast")
-        and answer.case.inputs in ("normal", "large")
-        and torch.finfo(answer.case.dtype).bits > 16
-    ]
+    other_ways = ("views", "twice", "two backward passes", "autocast")
+    plain = [it for it in wrong if it.question.how not in other_ways and it.case.inputs in ("normal", "large")]
+    plain = [answer for answer in plain if torch.finfo(answer.case.dtype).bits > 16]
     return sorted(plain or wrong, key=lambda answer: answer.case.seq_len)  # a small one refutes in no time
 
 

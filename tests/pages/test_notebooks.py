@@ -35,7 +35,7 @@ def kernel():
     manager.shutdown_kernel(now=True)
 
 
-# Before each chapter: no names of an earlier one, numpy's own printing, and no pictures, which have tests of their own.
+# Before each chapter: no names of an earlier one, numpy's own printing, and a picture's words in place of the picture.
 # The chapters share one process of which their ranks are forks: it imports what the ranks of later chapters need.
 CLEAN = """
 %reset -f
@@ -43,18 +43,19 @@ __import__("ringlab.support.processes").support.processes.PRELOAD[2:] = [
     "ring_doctor.asking.examination", "notebooks.source.model_workers"
 ]
 __spec__ = None  # multiprocessing looks for it, and reset takes it away
-__import__("ringlab.support.drawing").support.drawing.Picture._ipython_display_ = lambda picture: None
+__import__("ringlab.support.drawing").support.drawing.Picture._ipython_display_ = lambda picture: print(picture.alt)
 __import__("numpy").set_printoptions(precision=8, floatmode="maxprec", suppress=False)
 """
 
 
 def text_outputs(notebook) -> list[list[str]]:
-    """What each code cell printed or returned as text, without pictures."""
+    """What each code cell printed or returned as text, and the words of its pictures."""
     texts = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            shown = [output for output in cell.outputs if "image/png" not in output.get("data", {})]
-            texts.append(masked("".join(output.get("text") or output["data"]["text/plain"] for output in shown)))
+            ends = ["\n" * ("image/png" in output.get("data", {})) for output in cell.outputs]
+            said = [output.get("text") or output["data"]["text/plain"] for output in cell.outputs]
+            texts.append(masked("".join(map("".join, zip(said, ends, strict=True)))))
     return texts
 
 

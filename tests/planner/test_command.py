@@ -13,8 +13,7 @@ from unittest import mock
 
 import pytest
 
-from ring_planner import command as cost_model
-from ring_planner import memory
+from ring_planner import command, memory
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.machine import MAKE, write_machine
 from ring_planner.memory import CONTEXT, RESERVE, step_bytes
@@ -31,13 +30,13 @@ LLAMA = "--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072"
 
 def plan(words):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert cost_model.main(words.split()) == 0
+        assert command.main(words.split()) == 0
     return printed.getvalue()
 
 
 def refused(words):
     with contextlib.redirect_stderr(io.StringIO()) as printed, pytest.raises(SystemExit) as end:
-        cost_model.main(words.split())
+        command.main(words.split())
     assert end.value.code == 2
     (line,) = printed.getvalue().splitlines()
     return line
@@ -190,7 +189,7 @@ def test_the_hops_of_a_step_by_hand():
     assert step_seconds(step)["attention"] == pytest.approx(3 * (3 * kv + 3 * (kv + sums)))
     inside = replace(step, per_host=16, hosts=1)
     assert step_seconds(inside)["attention"] == pytest.approx(3 * (3 * kv + 3 * (kv + sums)) * 4 / 64)
-    few = cost_model.request_of(cost_model.parser().parse_args(f"{LLAMA} --nics 2".split()))[0]
+    few = command.request_of(command.parser().parse_args(f"{LLAMA} --nics 2".split()))[0]
     assert few.gpu.card == gpu_named("h100").card * 2 / 8
 
 
@@ -230,7 +229,7 @@ HAND = Model("by hand", "", 16, 2048, 32, 8, 8192, 32000)
 def test_a_llama_on_one_h100(S, seconds, gib):
     """Measured by hand: torch 2.11, bf16, recomputation, no optimizer. use_ring asks for the kernel that ran here."""
     words = f"{LLAMA} --per-host 1 --seq-len {S} --optimizer none --recompute full"
-    step = replace(cost_model.request_of(cost_model.parser().parse_args(words.split()))[0], model=HAND)
+    step = replace(command.request_of(command.parser().parse_args(words.split()))[0], model=HAND)
     assert step.kernels == "cudnn"
     assert sum(step_seconds(step).values()) == pytest.approx(seconds, rel=0.06)
     assert sum(step_bytes(step).values()) / 2**30 == pytest.approx(gib, rel=0.01)
@@ -265,8 +264,8 @@ def test_an_interval_is_of_rows_like_the_question():
 
 def test_only_a_framework_is_not_ours():
     for kernels, own in (("framework", False), ("best", True), ("cudnn", True)):
-        options = cost_model.parser().parse_args([*LLAMA.split(), "--kernels", kernels])
-        step, _ = cost_model.request_of(options)
+        options = command.parser().parse_args([*LLAMA.split(), "--kernels", kernels])
+        step, _ = command.request_of(options)
         assert (step.ours, step.eager) == (own, own)
 
 
@@ -291,11 +290,11 @@ def test_a_tie_is_called_one():
         ([one, four], "fastest: hybrid of 2, cp 8"),
         ([],),
     ):
-        told = cost_model.advice(ranked)
+        told = command.advice(ranked)
         assert [line[: len(words)] for line, words in zip(told, said, strict=True)] == said
     assert told == []
-    assert cost_model.told(replace(one, step=replace(one.step, hosts=4, batch=3))).endswith("GiB, 12 sequences at once")
-    assert "at once" not in cost_model.told(one)
+    assert command.told(replace(one, step=replace(one.step, hosts=4, batch=3))).endswith("GiB, 12 sequences at once")
+    assert "at once" not in command.told(one)
 
 
 def test_a_sequence_is_padded_to_two_chunks_a_gpu():
@@ -380,7 +379,7 @@ def test_no_options_end_in_a_traceback(seed, tmp_path):
         ]
         with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()) as printed:
             try:
-                status = cost_model.main(words)
+                status = command.main(words)
             except SystemExit as end:
                 status = end.code
         planned += status == 0
@@ -393,9 +392,9 @@ def test_no_options_end_in_a_traceback(seed, tmp_path):
 
 def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit, match="0"):
-        cost_model.main(["--help"])
+        command.main(["--help"])
     printed = capsys.readouterr().out
-    assert all(f"--{name} " in printed for name in cost_model.OPTIONS)
+    assert all(f"--{name} " in printed for name in command.OPTIONS)
 
 
 def test_the_command_needs_no_torch_and_no_scoreboard():
