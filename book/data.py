@@ -234,9 +234,9 @@ def planner() -> dict[str, Any]:
 
 def planned(model: str) -> dict[str, Any]:
     """The planner's answers for a model, by GPU, hosts and length; and its thresholds."""
-    its, gpus = MODELS[model], planner()["gpus"]
-    answers = {gpu: [[answer(its, GPUS[gpu], hosts, S) for S in LENGTHS] for hosts in HOSTS] for gpu in gpus}
-    return {"answers": answers, "thresholds": {gpu: thresholds(its, GPUS[gpu]) for gpu in gpus}}
+    planned_for, gpus = MODELS[model], planner()["gpus"]
+    answers = {gpu: [[answer(planned_for, GPUS[gpu], hosts, S) for S in LENGTHS] for hosts in HOSTS] for gpu in gpus}
+    return {"answers": answers, "thresholds": {gpu: thresholds(planned_for, GPUS[gpu]) for gpu in gpus}}
 
 
 def scoreboard() -> dict[str, Any]:

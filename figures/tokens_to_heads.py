@@ -1,6 +1,6 @@
 """Who holds which head of which token before, between and after the exchanges of an all-to-all, on 4 ranks.
 
-Drawn from `held`: the heads are those of `ringlab.ways.heads.heads_of_ranks`, the order of the tokens that of
+Drawn from `tables`: the heads are those of `ringlab.ways.heads.heads_of_ranks`, the order of the tokens that of
 `ringlab.ways.all_to_all.order`. tests/pages/test_figures.py compares it with what four real ranks exchange.
 """
 
@@ -38,7 +38,7 @@ class Table:
     ranks: list[list[list[int]]]
 
 
-def held() -> list[Table]:
+def tables() -> list[Table]:
     """The tables before, between and after the exchanges. A column is a query head, the last G columns K/V heads."""
     partition = Partition(Mask(causal=True), LAYOUT, (S // P,) * P)
     at = order(partition, range(P))
@@ -82,7 +82,7 @@ def draw() -> drawing.Picture:
     """The three tables, side by side."""
     title = f"An all-to-all exchanges tokens for heads: {S} tokens, {H} query heads on {G}, {P} ranks"
     figure, ax = shapes.headed(500, ALT, title)
-    for left, table in zip(PANELS, held(), strict=True):
+    for left, table in zip(PANELS, tables(), strict=True):
         _table(ax, left, table)
     text = f"A number is the rank that holds the cell. {LAYOUT.capitalize()} layout; between, the tokens are in order."
     drawing.write(ax, 20, 452, text)
