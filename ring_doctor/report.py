@@ -30,7 +30,6 @@ from ring_doctor.mistakes import Mistake
 LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all
 CHANGES = "asked three times, it gave different numbers to {} of the questions, as with {}"
 EQUAL_CHUNKS = "HEALTHY FOR EQUAL CHUNKS"
-PLAIN = "it has one sequence, one head, few tokens and small scores"
 BETWEEN_RANKS = (
     "A buffer is read before its message is there, written while it is sent (a race), or never filled; or something is "
     "kept between calls. Look for a missing wait(), shared buffers, torch.empty(), counters and caches"
@@ -156,7 +155,7 @@ class Report:
         elif diagnosis and diagnosis.part:
             said.append(f"this explains {diagnosis.part}; no known mistake explains the rest")
         if diagnosis and isinstance(self.xray, XRay) and self.xray.right:
-            said.append(f"the X-ray is right: {PLAIN}")
+            said.append("the X-ray is right: it has one sequence, one head, few tokens and small scores")
         return [f"{words[0].upper()}{words[1:]}." for words in said]
 
 
