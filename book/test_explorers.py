@@ -295,7 +295,7 @@ def test_the_planner_says_what_its_command_prints(watched, numbers, capsys):
         else:
             first = re.split("GiB  way;.*\n", said)[1].splitlines()[0].split(maxsplit=3)
             assert first == [*(digits(found[name]) for name in ("speed", "seconds", "gib")), found["way"]]
-            assert advice.startswith(f"Advice: {found['way']}: ")
+            assert advice.startswith(f"Fastest: {found['way']}: ")
         assert its["thresholds"]["h100"]["between"] > its["thresholds"]["h100"]["inside"] > 100
     page.reload()
     settle(page)

@@ -32,7 +32,7 @@ from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import enter
 from ring_doctor.explaining.diagnosis import diagnose
 from ring_doctor.explaining.inference import infer
-from ring_doctor.explaining.xray import XRay, cases, of_states, states_of, xray_of
+from ring_doctor.explaining.xray import XRay, cases, of_states, xray_of
 from ring_doctor.report import Report
 
 LONGEST = 16  # tokens on a rank: a longer question is X-rayed with 4
@@ -87,8 +87,8 @@ def examine(
         if found.wrong:
             progress("X-ray")
             taken = take_xray(found.patient, choose_question(found), **how)
-        named = diagnosis and diagnosis.told and not diagnosis.part and diagnosis.besides != ()
-        return Report(found, diagnosis, taken, () if found.healthy or named else tuple(infer(found, taken)))
+        explained = diagnosis and diagnosis.told and not diagnosis.part and diagnosis.besides != ()
+        return Report(found, diagnosis, taken, () if found.healthy or explained else tuple(infer(found, taken)))
     finally:
         torch.set_num_threads(threads)
 
@@ -105,10 +105,9 @@ def choose_question(examination: Examination) -> Question:
         S = P * (chunk if Patient.chunk < chunk <= LONGEST else 4)
     documents = (S // 2 - 1, S - S // 2 + 1) if case.documents else None
     head_dim = -(-S // case.head_dim) * case.head_dim
-    one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=head_dim, seq_len=S)
+    one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=head_dim, seq_len=S, documents=documents)
     how = "without gradients" if question.how == "without gradients" else "plain"
-    usual: Any = {"sinks": False, "inputs": "normal", "value_dim": None}
-    return Question(replace(one_head, documents=documents, **usual), how)
+    return Question(replace(one_head, sinks=False, inputs="normal", value_dim=None), how)
 
 
 def _loses(question: Question) -> tuple[int, bool, bool, bool]:
@@ -123,7 +122,7 @@ def take_xray(patient: Patient, question: Question, *, seconds: float = SECONDS,
     if isinstance(question.case, StateCase):
         if question.case.taps:
             return "none: a convolution has no weights of its own"
-        run = states_of(question.case)
+        _, run = cases(question.case)
         with closing(Job(patient, run.world_size, seconds, device)) as job:
             answer = job.ask(Question(run, "without gradients"))
         return of_states(answer.results["out"], run) if answer.results else f"none: {answer.says}"

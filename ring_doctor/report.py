@@ -30,7 +30,6 @@ from ring_doctor.mistakes import Mistake
 LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all
 CHANGES = "asked three times, it gave different numbers to {} of the questions, as with {}"
 EQUAL_CHUNKS = "HEALTHY FOR EQUAL CHUNKS"
-PLAIN = "it has one sequence, one head, few tokens and small scores"
 BETWEEN_RANKS = (
     "A buffer is read before its message is there, written while it is sent (a race), or never filled; or something is "
     "kept between calls. Look for a missing wait(), shared buffers, torch.empty(), counters and caches"
@@ -156,7 +155,7 @@ class Report:
         elif diagnosis and diagnosis.part:
             said.append(f"this explains {diagnosis.part}; no known mistake explains the rest")
         if diagnosis and isinstance(self.xray, XRay) and self.xray.right:
-            said.append(f"the X-ray is right: {PLAIN}")
+            said.append("the X-ray is right: it has one sequence, one head, few tokens and small scores")
         return [f"{words[0].upper()}{words[1:]}." for words in said]
 
 
@@ -215,17 +214,19 @@ def _table(answers: list[Answer]) -> list[str]:
     lines = ["answers   " + "".join(f"{state:>9}" for state in states)]
     for P in sorted({answer.case.world_size for answer in answers}):
         of_world = [answer.state for answer in answers if answer.case.world_size == P]
-        lines.append(f"{f'{P} rank' + 's' * (P > 1):<11}" + "".join(f"{of_world.count(state):>9}" for state in states))
+        world = f"{P} ranks" if P > 1 else "1 rank"
+        lines.append(f"{world:<11}" + "".join(f"{of_world.count(state):>9}" for state in states))
     for state in states[1:]:
         kinds: dict[tuple[str, ...], list[Answer]] = {}
         for answer in (answer for answer in answers if answer.state == state):
-            what = answer.question.what() * (state != REFUSED)  # a refusal is one kind, whatever was asked
+            what = "" if state == REFUSED else answer.question.what()  # a refusal is one kind, whatever was asked
             numbers = (str(answer.case.dtype), *answer.wrong) if state == WRONG else ()
             kinds.setdefault((what, answer.says, *numbers), []).append(answer)
         for first, *others in list(kinds.values())[:LISTED]:
-            more = f" and {len(others)} more" * bool(others)
+            more = f" and {len(others)} more" if others else ""
             lines.append(f"{state:<10}{first.question.words()}{more}: {found_in(first)}")
-        lines += [f"... and {len(kinds) - LISTED} more kinds: --json or --html lists them"] * (len(kinds) > LISTED)
+        if len(kinds) > LISTED:
+            lines.append(f"... and {len(kinds) - LISTED} more kinds: --json or --html lists them")
     return lines
 
 

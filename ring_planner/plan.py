@@ -3,7 +3,7 @@
     candidates  every cp, tp, recomputation and way of ways.py
     best        those that fit: a training step by tokens/s of a GPU, a prefill by its seconds
     changes     the planner is asked again with each change; nothing here is a rule of thumb
-    interval    nine in ten of the measured rows of the same kind lie in it, from errors.json; none: not known
+    interval    of the seconds, from the measured rows of the same kind in errors.json; none: not known
     padded      each of cp GPUs has two chunks of the same length (zigzag): S is padded to a multiple of 2 · cp
 
 A reader may skip this file: step.py predicts a step, and this file asks it many times. After: command.py.
@@ -25,6 +25,7 @@ LONGEST = 2**30 - GRAIN  # tokens: longer ones are not sought
 MOST = 16_384  # GPUs of a plan
 HOST_CALLS = 40 * 82e-6  # seconds: a layer's operations on the host, 40 of 82 µs, measured by hand for a fused call
 ERRORS = Path(__file__).with_name("errors.json")
+HELD = "such intervals hold for 70 of 81 times of publishers left out"  # of every fit: bench/scoreboard.py
 
 
 def digits(number: float) -> str:
@@ -69,6 +70,11 @@ class Plan:
         return self.speed if self.step.task == "train" else 1 / self.seconds
 
     @property
+    def at_once(self) -> int:
+        """Sequences that the GPUs compute at the same time."""
+        return self.step.batch * self.step.gpus // (self.step.cp * self.step.tp)
+
+    @property
     def held(self) -> float:
         return sum(self.memory.values())
 
@@ -102,8 +108,8 @@ class Plan:
 
     @property
     def interval(self) -> tuple[float, float, int] | None:
-        """Where nine in ten measured seconds lie, and how many rows of this kind say so; None: not known. Rows of other
-        chips, or of smaller hosts, say nothing."""
+        """The least and the most seconds by the measured rows of this kind, and how many there are; None: not known.
+        Rows of other chips, or of smaller hosts, say nothing."""
         step, task = self.step, {"train": "step", "prefill": "prefill"}[self.step.task]
         known = json.loads(ERRORS.read_text()).get(kind_of(task, step.kernels, step.hosts))
         if not known or step.model.linear or step.per_host > 8 or step.gpu.multiprocessors not in known["chips"]:

@@ -19,7 +19,7 @@
 # - say which lines of a ring make the host wait.
 #
 # Track *train*. Before it: chapters 1 to 8. 13 minutes to read, 10 for the exercises. You need no GPU. Next:
-# [9 · hidden communication](09_hidden_communication.ipynb).
+# [10 · a model in the ring](10_a_model_in_the_ring.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

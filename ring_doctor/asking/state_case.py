@@ -59,7 +59,7 @@ class StateCase(Case):
         return {"weight": weight(self)} if self.taps else {"state": state} if self.from_state else {}
 
     def features(self) -> list[str]:
-        return ["from a state"] * self.from_state + super().features()
+        return [*(["from a state"] if self.from_state else []), *super().features()]
 
     def mask(self) -> str:
         words = f"{self.taps} taps" if self.taps else " and ".join(("state", *self.given))

@@ -120,6 +120,30 @@ def test_its_head_names_its_door(source):
     assert all(f"{int(each):02}_" < source.stem for each in re.findall(r"\d+", found[2]))
 
 
+def needed(source) -> set[int]:
+    """The chapters before it, by its head, and those before them."""
+    text = source.read_text()
+    first = re.search(r"Before it: chapters? ([^.]*)\.", text)[1].replace("1 to 8", "8").replace("1 to 9", "8, 9")
+    numbers = {int(each) for each in re.findall(r"\d+", first)}
+    return numbers.union(*(needed(each) for each in CHAPTERS if int(each.stem[:2]) in numbers - {8}))
+
+
+@pytest.mark.parametrize("track", TRACKS)
+def test_a_track_has_what_its_chapters_need(track):
+    (row,) = re.findall(rf"^\| \*{track}\*.* \| (.*) \|$", (build.FOLDER / "README.md").read_text(), re.M)
+    known = {8}
+    for number in row.split(", "):
+        (source,) = [each for each in CHAPTERS if each.stem.lstrip("0").startswith(f"{number}_")]
+        assert needed(source) <= known, source.stem
+        known.add(int(source.stem[:2]))
+
+
+@pytest.mark.parametrize("source", [each for each in CHAPTERS if each not in ROAD], ids=lambda source: source.stem)
+def test_it_uses_only_the_chapters_that_it_needs(source):
+    used = {int(each) for each in re.findall(r"\bchapter (\d+)\b(?!\])", source.read_text())}
+    assert {each for each in used if each < int(source.stem[:2])} <= needed(source) | {*range(1, 9)}
+
+
 def stated(source):
     """The minutes that a chapter states: to read, and for its exercises."""
     found = re.search(r"(\d+) minutes to read, (\d+) for the exercises", source.read_text())
