@@ -107,13 +107,11 @@ class Report:
     @property
     def limits(self) -> list[str]:
         """What the function takes, where a ring may take more."""
-        beyond = sorted(self.examination.beyond.items(), key=lambda each: each[1].state == FAILED)
-        return self.examination.limits + [
-            f"it fails with {feature} ({answer.says.splitlines()[0]})"
-            if answer.state == FAILED
-            else f"wrong gradients, and no error, of {feature}: let its lse need no gradient"
-            for feature, answer in beyond
-        ]
+        said, beyond = list(self.examination.limits), self.examination.beyond.items()
+        for feature, answer in sorted(beyond, key=lambda item: item[1].state == FAILED):
+            fails = f"it fails with {feature} ({answer.says.splitlines()[0]})" if answer.state == FAILED else ""
+            said.append(fails or f"wrong gradients, and no error, of {feature}: let its lse need no gradient")
+        return said
 
     @property
     def mistakes(self) -> list[Mistake]:
