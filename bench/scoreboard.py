@@ -208,17 +208,17 @@ def grades(*sets: str, apart: bool = False) -> list[Grade]:
     content = json.loads(PUBLISHED.read_text())
     return [
         Grade(section, row, what)
-        for each in sets or SETS
+        for which in sets or SETS
         for section in ("attention", "steps", "serving")
         for row in content[section]
         for what in MEASURES
-        if row["set"] == each and row.get(f"measured_{what}") is not None and ("apart" in row) == apart
+        if row["set"] == which and row.get(f"measured_{what}") is not None and ("apart" in row) == apart
     ]
 
 
 def times(marked: Iterable[Grade]) -> list[Grade]:
     """Those of a time or a speed."""
-    return [each for each in marked if each.what != "peak_gib"]
+    return [grade for grade in marked if grade.what != "peak_gib"]
 
 
 def summary(errors: Sequence[float]) -> dict[str, float]:
@@ -235,10 +235,10 @@ def same_work(grade: Grade) -> str:
 
 def questions(marked: Sequence[Grade]) -> list[tuple[Grade, Grade, bool]]:
     """Pairs of ways or layouts for the same work, the faster first, and is the planner right?"""
-    of_attention, answers = [each for each in marked if each.section == "attention"], []
+    of_attention, answers = [grade for grade in marked if grade.section == "attention"], []
     for _, group in groupby(sorted(of_attention, key=same_work), same_work):
         for pair in combinations(group, 2):
-            fast, slow = sorted(pair, key=lambda each: each.measured)
+            fast, slow = sorted(pair, key=lambda grade: grade.measured)
             if fast.name != slow.name:
                 right = fast.predicted < slow.predicted or slow.measured <= NEAR * fast.measured
                 answers.append((fast, slow, right))
@@ -257,11 +257,11 @@ def intervals(marked: Sequence[Grade], ratio: Callable[[Grade], float]) -> dict[
     """By kind of row: how many rows there are, the interval of their ratios, and their chips: the multiprocessors. A
     single row has none."""
     found = {}
-    for kind in sorted({each.kind for each in marked}):
-        ratios = [ratio(each) for each in marked if each.kind == kind]
+    for kind in sorted({grade.kind for grade in marked}):
+        ratios = [ratio(grade) for grade in marked if grade.kind == kind]
         if len(ratios) > 1:
             low, high = interval(ratios)
-            chips = sorted({gpu_named(each.row["gpu"]).multiprocessors for each in marked if each.kind == kind})
+            chips = sorted({gpu_named(grade.row["gpu"]).multiprocessors for grade in marked if grade.kind == kind})
             found[kind] = {"rows": len(ratios), "low": round(low, 3), "high": round(high, 3), "chips": chips}
     return found
 
@@ -271,22 +271,22 @@ def fitted(marked: Sequence[Grade]) -> dict[int, float]:
     where no row is of that year."""
 
     def off(rows: Sequence[Grade], times: float) -> float:
-        return mean(abs(math.log(each.ratio(dict.fromkeys(FRAMEWORK, times)))) for each in rows)
+        return mean(abs(math.log(grade.ratio(dict.fromkeys(FRAMEWORK, times)))) for grade in rows)
 
-    shared = [each for each in marked if each.year]
-    of_year = {year: [each for each in shared if each.year == year] or shared for year in FRAMEWORK}
+    shared = [grade for grade in marked if grade.year]
+    of_year = {year: [grade for grade in shared if grade.year == year] or shared for year in FRAMEWORK}
     return {year: min(GRID, key=lambda x: off(rows, x)) for year, rows in of_year.items()}
 
 
 def left_out(marked: Sequence[Grade]) -> list[tuple[Grade, float, Row | None]]:
     """Of each row: its ratio, and the interval of its kind, both from the rows of all other publishers."""
     found = []
-    for publisher in dict.fromkeys(each.publisher for each in marked):
-        others = [each for each in marked if each.publisher != publisher]
+    for publisher in dict.fromkeys(grade.publisher for grade in marked):
+        others = [grade for grade in marked if grade.publisher != publisher]
         framework = fitted(others)
         known = intervals(others, partial(Grade.ratio, framework=framework))
-        own = [each for each in marked if each.publisher == publisher]
-        found += [(each, each.ratio(framework), known.get(each.kind)) for each in own]
+        own = [grade for grade in marked if grade.publisher == publisher]
+        found += [(grade, grade.ratio(framework), known.get(grade.kind)) for grade in own]
     return found
 
 
@@ -297,26 +297,26 @@ def show_errors(name: str, errors: Sequence[float]) -> None:
 
 def show(marked: Sequence[Grade]) -> None:
     """Print measured and predicted numbers, by source."""
-    for source, group in groupby(marked, lambda each: each.row["source"]):
+    for source, group in groupby(marked, lambda grade: grade.row["source"]):
         print(source)
-        for each in group:
-            unit = {"tokens_s_a_gpu": "tokens/s", "peak_gib": "GiB"}.get(each.what, each.what)
-            numbers = " ".join(f"{x:10.4g}" if x < 1e4 else f"{x:10,.0f}" for x in (each.measured, each.predicted))
-            print(f"    {each.name:<66} {numbers} {unit:<8} {100 * each.error:+6.1f} %")
+        for grade in group:
+            unit = {"tokens_s_a_gpu": "tokens/s", "peak_gib": "GiB"}.get(grade.what, grade.what)
+            numbers = " ".join(f"{x:10.4g}" if x < 1e4 else f"{x:10,.0f}" for x in (grade.measured, grade.predicted))
+            print(f"    {grade.name:<66} {numbers} {unit:<8} {100 * grade.error:+6.1f} %")
 
 
 def main() -> int:
     marked, apart = grades(), grades(apart=True)
     show([*marked, *apart])
     print(f"errors in %{'rows':>59}       median  nine in ten        worst")
-    for kind in sorted({each.kind for each in times(marked)}):
-        show_errors(kind, [each.error for each in times(marked) if each.kind == kind])
-    show_errors("all times", [each.error for each in times(marked)])
-    worst = max(times(marked), key=lambda each: abs(each.error))
+    for kind in sorted({grade.kind for grade in times(marked)}):
+        show_errors(kind, [grade.error for grade in times(marked) if grade.kind == kind])
+    show_errors("all times", [grade.error for grade in times(marked)])
+    worst = max(times(marked), key=lambda grade: abs(grade.error))
     print(f"        the worst: {' '.join(worst.name.split())}: {worst.row.get('note', 'no reason is known')}")
-    show_errors("memory", [each.error for each in marked if each.what == "peak_gib"])
-    for source in dict.fromkeys(each.row["source"] for each in apart):
-        show_errors(f"apart: {source}", [each.error for each in apart if each.row["source"] == source])
+    show_errors("memory", [grade.error for grade in marked if grade.what == "peak_gib"])
+    for source in dict.fromkeys(grade.row["source"] for grade in apart):
+        show_errors(f"apart: {source}", [grade.error for grade in apart if grade.row["source"] == source])
     answers = questions(marked)
     print(f"which way wins, or loses by less than 5 %: {sum(right for *_, right in answers)} of {len(answers)} right")
     for fast, slow, right in answers:
@@ -326,7 +326,7 @@ def main() -> int:
     held = sum(known["low"] <= ratio <= known["high"] for ratio, known in out)
     print(f"intervals of other publishers' rows hold for {held} of {len(out)} rows")
     ERRORS.write_text(json.dumps(intervals(times(marked), Grade.ratio), indent=1) + "\n")
-    errors = summary([each.error for each in times(marked)])
+    errors = summary([grade.error for grade in times(marked)])
     return 0 if errors["median"] <= 0.08 and errors["nine in ten"] <= 0.25 and held >= 0.85 * len(out) else 1
 
 

@@ -187,6 +187,33 @@ def cost_of_a_mask(rows: list[Row]) -> float:
     return max(1.0, seconds["causal", length] / seconds["none", length] / share)
 
 
+def messages(watch: Stopwatch, hosts: int, per_host: int) -> tuple[dict[str, Any], list[Row], Row]:
+    """What a cluster says of its wires, the tables of all messages, and the longest message between two ranks."""
+    device, rank = watch.context.device, watch.context.rank
+    mesh = init_device_mesh(device.type, (hosts, per_host), mesh_dim_names=("between", "inside"))
+    numbers: dict[str, Any] = {}
+    tables: list[Row] = []
+    longest: Row = {}
+    for place, sharing in (("inside", per_host), ("between", hosts)):
+        if sharing == 1:
+            continue
+        of_kind: dict[str, list[Row]] = {}
+        for kind in KINDS:  # collectives between hosts are of the whole job
+            group = mesh.get_group(place) if kind == "send" or place == "inside" else None
+            of_kind[kind] = watch.table("bytes", BYTES, 4, message(kind, group, device))
+            tables += [{"kind": kind, "place": place, **row} for row in of_kind[kind]]
+        latency, bandwidth = wire(of_kind["send"])
+        longest = {**of_kind["send"][-1], "group": mesh.get_group(place)}
+        if place == "inside":
+            numbers |= {"bandwidth": bandwidth, "latency": latency}
+        else:
+            alone = message("send", longest["group"], device)(longest["bytes"])
+            seconds, _ = watch.typical(alone if rank % per_host == 0 else lambda: None)
+            nics = min(per_host, max(1, round(per_host * seconds / longest["seconds"])))
+            numbers |= {"host_bandwidth": per_host * bandwidth / nics, "host_latency": latency, "nics": nics}
+    return numbers, tables, longest
+
+
 def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dict[str, Any]:
     """Everything: the cluster, and the tables. Raises ValueError on every rank where hosts have not equal numbers."""
     begin, watch, P = time.perf_counter(), Stopwatch(context), context.world_size
@@ -202,25 +229,8 @@ def measured(context: RankContext, heads: int, head_dim: int, dtype: str) -> dic
         launch, numbers[name] = fit([row["flops"] * row["seconds"] for row in table], [row["seconds"] for row in table])
         numbers.setdefault("launch", launch)  # of the forward pass
     numbers["causal"] = cost_of_a_mask(rows)
-    mesh = init_device_mesh(context.device.type, (hosts, per_host), mesh_dim_names=("between", "inside"))
-    tables: list[Row] = []
-    for place, sharing in (("inside", per_host), ("between", hosts)):
-        if sharing == 1:
-            continue
-        for kind in KINDS:  # collectives between hosts are of the whole job
-            group = mesh.get_group(place) if kind == "send" or place == "inside" else None
-            table = watch.table("bytes", BYTES, 4, message(kind, group, context.device))
-            tables += [{"kind": kind, "place": place, **row} for row in table]
-            if kind == "send":
-                latency, bandwidth = wire(table)
-                longest = {**table[-1], "group": group}
-        if place == "inside":
-            numbers |= {"bandwidth": bandwidth, "latency": latency}
-        else:
-            alone = message("send", longest["group"], context.device)(longest["bytes"])
-            seconds, _ = watch.typical(alone if context.rank % per_host == 0 else lambda: None)
-            nics = min(per_host, max(1, round(per_host * seconds / longest["seconds"])))
-            numbers |= {"host_bandwidth": per_host * bandwidth / nics, "host_latency": latency, "nics": nics}
+    of_wires, tables, longest = messages(watch, hosts, per_host)
+    numbers |= of_wires
     if P > 1:
         numbers["slowdown"] = slowdown(watch, layer, number, rows, longest)
     made = {
