@@ -84,11 +84,11 @@ def examine(
     try:
         diagnosis = None if found.healthy else diagnose(found, progress)
         taken: XRay | str = "none was taken"
-        if found.wrong:
+        if found.wrong and not found.changes:
             progress("X-ray")
             taken = take_xray(found.patient, choose_question(found), **how)
-        named = diagnosis and diagnosis.told and not diagnosis.part and diagnosis.besides != ()
-        return Report(found, diagnosis, taken, () if found.healthy or named else tuple(infer(found, taken)))
+        told = found.healthy or (diagnosis and diagnosis.told and not diagnosis.part and diagnosis.besides != ())
+        return Report(found, diagnosis, taken, () if told or found.changes else tuple(infer(found, taken)))
     finally:
         torch.set_num_threads(threads)
 

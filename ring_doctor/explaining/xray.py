@@ -40,7 +40,9 @@ def cases(case: Case) -> tuple[Case, Case]:
 
 def states_of(case: StateCase) -> StateCase:
     """The question whose out is how much of each token a row of a ring of states reads: V is the identity."""
-    return replace(case, inputs=RUNS[1], batch=1, heads=1, kv_heads=1, head_dim=max(case.seq_len, case.head_dim))
+    return replace(
+        case, inputs=RUNS[1], from_state=False, batch=1, heads=1, kv_heads=1, head_dim=max(case.seq_len, case.head_dim)
+    )
 
 
 def of_states(out: Tensor, case: StateCase) -> XRay:

@@ -103,9 +103,7 @@ def test_every_entry_of_the_page_says_what_where_and_which_chapter():
 
 def test_a_name_without_its_words_or_without_a_change_is_an_error():
     table = mistakes_of_backward.CHANGES
-    with pytest.raises(
-        ValueError, match=r"new, newer given once; expected words in README\.md, ## Backward"
-    ):
+    with pytest.raises(ValueError, match=r"new, newer given once; expected words in README\.md, ## Backward"):
         told("Backward", {"newer": [], **table, "new": []})
     with pytest.raises(ValueError, match="delta_missing given once; expected words"):
         told("Backward", {name: changes for name, changes in table.items() if name != "delta_missing"})
