@@ -20,7 +20,7 @@ demo: $(READY)
 # They see no GPU, so that a machine with one passes the same tests.
 PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses=4 --dist=loadgroup --no-loadscope-reorder
 
-test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/ring/test_causal.py
+test: $(READY)  # all but the slow ones, or only some: make test TESTS=tests/ring/test_masks.py
 	$(PYTEST) -m "not slow and not exhaustive and not gpu" $(TESTS)
 
 slow: $(READY)  # the others: whole models, the doctor, benches, pictures, later chapters, killed jobs, hosts, JAX

@@ -28,7 +28,6 @@ from torch.autograd.function import FunctionCtx
 
 from bench import record
 from bench.record import Method, in_turn, pin
-from notebooks.your_ring.messages import Watch
 from ring_attn import ring_attention
 from ringlab.basics.ranks import gather
 from ringlab.ring.flash_ring import ring_flash_attention
@@ -36,6 +35,7 @@ from ringlab.ring.fused_block import choose_kernel
 from ringlab.ring.layouts import shard, unshard
 from ringlab.ring.schedule import Ring
 from ringlab.support.host_memory import has_memory, host_memory
+from ringlab.support.messages import Watch
 from ringlab.support.processes import RankContext, launch
 from ringlab.ways.shared_memory import SharedMemory
 
@@ -170,13 +170,16 @@ def method(name: str, case: str, whole: list[Tensor], context: RankContext) -> M
     }
     ours = partial(ring_flash_attention, causal=causal, layout=layout, schedule=schedule)
     attention = others.get(name, ours)
-    return alone, (lambda: with_gradients(attention, *chunks)) if case == TRAIN else (lambda: (attention(*chunks[:3]),))
+    if case == TRAIN:
+        return alone, lambda: with_gradients(attention, *chunks)
+    return alone, lambda: (attention(*chunks[:3]),)
 
 
 def rings_of(case: str, dtype: str, seq_len: int) -> list[str]:
     """The rings that are measured against the limit in this case: the two slow ones up to S = 4096 only."""
-    pip_runs = find_spec("ring_attention_pytorch") and dtype == "float32"  # in bfloat16 it raises on a CPU
-    left_out = {OWN, PIP} if seq_len > 4096 else set() if pip_runs else {PIP}
+    left_out = {OWN, PIP} if seq_len > 4096 else set()
+    if not find_spec("ring_attention_pytorch") or dtype != "float32":  # in bfloat16 it raises on a CPU
+        left_out |= {PIP}
     return [name for name in CASES[case] if name not in left_out]
 
 

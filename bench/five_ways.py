@@ -41,13 +41,22 @@ from ringlab.ring.flash_ring import FlashRing, ring_flash_attention
 from ringlab.ring.layouts import shard, unshard
 from ringlab.ring.masks import Mask
 from ringlab.ring.partition import BlockSlice, Partition
-from ringlab.ring.schedule import Round, Schedule
+from ringlab.ring.schedule import Ring, Round, Schedule
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
-from ringlab.ways.all_to_all import OwnSums
-from tests.every_way import FLAT, ON_MESH
+from ringlab.ways.all_gather import AllGather
+from ringlab.ways.all_to_all import AllToAll, OwnSums
+from ringlab.ways.double_ring import DoubleRing
+from ringlab.ways.hybrid import Hybrid
 
+SCHEDULES: dict[str, type[Schedule]] = {  # of WAYS
+    "ring": Ring,
+    "double ring": DoubleRing,
+    "all-gather": AllGather,
+    "all-to-all": AllToAll,
+    "hybrid": Hybrid,
+}
 MESHES = [(2, 2), (2, 4)]  # hosts x ranks of a host
 RATES = [125_000_000, 50_000_000, 20_000_000]  # bytes a second of a host's link, each way
 REPETITIONS = {4096: 6, 16384: 3}  # by S
@@ -61,7 +70,7 @@ def attentions(mesh: DeviceMesh) -> dict[str, Callable[[Tensor, Tensor, Tensor],
     groups = {"double ring": mesh, "hybrid": mesh}
     options: dict[str, Any] = {"causal": True, "layout": "zigzag"}
     ring, loop = partial(ring_flash_attention, **options), partial(torch_loop, **options)
-    ours = {way: partial(ring, schedule=(FLAT | ON_MESH)[way], group=groups.get(way)) for way in WAYS}
+    ours = {way: partial(ring, schedule=SCHEDULES[way], group=groups.get(way)) for way in WAYS}
     return ours | {peer(rotation): partial(loop, rotation=rotation) for rotation in ROTATIONS}
 
 

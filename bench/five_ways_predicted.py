@@ -160,17 +160,28 @@ def predicted_pass(results: record.Results, row: Row, way: str, which: str, rate
         cluster = replace(cluster, host_bandwidth=cluster.host_bandwidth * rate / row["rate"])
     chunk = row["seq_len"] / cluster.devices
     device, nic = traffic(way, layer, chunk, cluster, backward=backward, ours=False, **options)
-    core = {place: messages(machine, "send", place)[-1] for place in ("inside", "between")}
-    copies = {place: each["core"] / each["bytes"] for place, each in core.items()}
-    hidden = {"all-gather": 1 - 1 / layer.kv_heads, "all-to-all": 0.0}.get(way, 1.0)
-    copying = nic * copies["between"] + (0.0 if way == "hybrid" else per_host * device * copies["inside"])
-    merges = {"all-gather": 0, "all-to-all": 0, "hybrid": row["hosts"]}.get(way, cluster.devices)
+    copying = nic * copy_seconds(machine, "between")
+    if way != "hybrid":
+        copying += per_host * device * copy_seconds(machine, "inside")
+    hidden, merges = 1.0, cluster.devices  # the share of the messages that is hidden; partial results to merge
+    if way == "all-gather":
+        hidden, merges = 1 - 1 / layer.kv_heads, 0
+    elif way == "all-to-all":
+        hidden, merges = 0.0, 0
+    elif way == "hybrid":
+        merges = row["hosts"]
     launches = merges * MERGE_CALLS[backward] * cluster.launch  # those of the kernel are in its own FLOP/s
     seconds = alone(results, row, way, which) + launches + hidden * copying
     flops = block_flops(layer, row["seq_len"] * chunk / 2, backward=backward) / seconds
-    cluster = replace(cluster, flops=flops, backward_flops=flops, launch=0.0, slowdown=1.0)
-    modelled = pass_of(way, Pass(cluster, layer, chunk, backward, ours=way == "all-gather"), **options)
-    return modelled + (0.0 if backward else agreement(machine, way))
+    computing = replace(cluster, flops=flops, backward_flops=flops, launch=0.0, slowdown=1.0)
+    modelled = pass_of(way, Pass(computing, layer, chunk, backward, ours=way == "all-gather"), **options)
+    return modelled if backward else modelled + agreement(machine, way)
+
+
+def copy_seconds(machine: dict[str, Any], place: str) -> float:
+    """Seconds of a core for each byte of a message, of the longest one."""
+    longest = messages(machine, "send", place)[-1]
+    return longest["core"] / longest["bytes"]
 
 
 def predicted(results: record.Results, row: Row, way: str, which: str, rate: float | None = None) -> float:

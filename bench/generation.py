@@ -24,7 +24,6 @@ from torch import Tensor
 
 from bench import record
 from bench.record import Method, in_turn
-from notebooks.your_ring.messages import Watch
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import finish, start
@@ -32,6 +31,7 @@ from ringlab.models import generate
 from ringlab.models.generate import SpreadCache
 from ringlab.ring.layouts import positions
 from ringlab.ring.overlap import arriving_blocks
+from ringlab.support.messages import Watch
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
 

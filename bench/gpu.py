@@ -1,9 +1,8 @@
-"""Is all of it right on this machine's GPUs, and how fast? Three minutes at most; exit status 0 or 1.
+"""Is the ring right on this machine's GPUs, and how fast? Three minutes at most; exit status 0 or 1.
 
     kernels    the fused blocks: every head dim, dtype and shape, values and gradients
     ring       a ring that computes in turn on one GPU, beside SDPA and beside PyTorch's own loop
     model      a Llama of transformers with `use_ring`, one rank, beside the same with sdpa: time and peak memory
-    ways       five ways to share a sequence, every mask and layout
     memory     the peak of a rank, beside the planner's count
     overlap    the ring on several GPUs: the hidden share of its messages, its speed as a share of P times one GPU's
     states     the ring of states, beside one process
@@ -16,7 +15,8 @@ GPU nothing is measured and nothing is claimed. With `--device cpu` the same cod
     $ python -m bench.gpu
     no CUDA GPU here: nothing measured, nothing claimed; --device cpu tries the same code on small sizes
 
-docs/cluster.md says what changes on GPUs, and what came out.
+`make test-gpu` asks whether all ways to share a sequence are right. docs/cluster.md says what changes on GPUs, and what
+came out.
 """
 
 import math
@@ -38,6 +38,7 @@ from torch import Tensor
 
 from bench import record
 from bench.against_peers import torch_loop, torch_loops, with_gradients
+from bench.in_turn import dealt, ring_in_turn
 from bench.state_ring import DEFAULT, ONE, seconds_in_turn
 from ring_doctor import examine
 from ring_doctor.asking.job import CannotExamine
@@ -48,16 +49,12 @@ from ring_planner.presets import GPUS
 from ringlab.options import Parser, positive
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import choose_kernel, fused_backward, fused_forward
-from ringlab.ring.layouts import LAYOUTS, shard
+from ringlab.ring.layouts import shard
 from ringlab.ring.overlap import arriving_blocks
 from ringlab.support.processes import LostRank, RankContext, Ranks
 from ringlab.support.rounding import exact_attention
-from tests.attention import NAMES
-from tests.every_way import ON_MESH, Problem, assert_right_results, masks_of, shapes
-from tests.rings import dealt, ring_in_turn
 
 SECONDS = 150.0  # of the whole bench: a part that is not done by then ends, and the next ones are not begun
-WAYS = ("ring", "all-gather", "all-to-all", "double ring", "hybrid")
 SHAPES = ((128, 128, True), (57, 57, True), (100, 37, False), (1, 64, False), (96, 129, False))  # Sq, Sk, causal
 BLIND = 5  # rows of the first block, at most, that see no key of theirs
 
@@ -73,7 +70,6 @@ class Sizes:
     rings: tuple[tuple[int, int, int, tuple[int, ...]], ...]  # S, H, D and the numbers of ranks, in turn
     model: dict[str, int]
     tokens: int  # of the model
-    chunk: int  # tokens of a rank in the ways
     layer: tuple[int, int, int, int]  # H, G, D and tokens of a rank: memory, overlap
     states: tuple[int, int, int]  # S, H and D
     calibrated: tuple[int, int, str]  # H, D and dtype
@@ -90,7 +86,6 @@ ON = {
         rings=((131_072, 8, 128, (2, 4, 8)), (32_768, 32, 128, (4, 8))),
         model=LLAMA,
         tokens=16_384,
-        chunk=40,
         layer=(32, 8, 128, 16_384),
         states=(4096, 16, 128),
         calibrated=calibrate.LAYERS["cuda"],
@@ -101,7 +96,6 @@ ON = {
         rings=((480, 2, 8, (2, 4)),),
         model=TINY,
         tokens=48,
-        chunk=8,
         layer=(4, 2, 8, 48),
         states=(48, 2, 8),
         calibrated=(1, 8, "float32"),
@@ -109,7 +103,7 @@ ON = {
 }
 
 
-def drawn(device: torch.device | str, dtype: str, H: int, G: int, Sq: int, Sk: int, D: int) -> list[Tensor]:
+def random_inputs(device: torch.device | str, dtype: str, H: int, G: int, Sq: int, Sk: int, D: int) -> list[Tensor]:
     """q, k, v and d_out, drawn on the device."""
     torch.manual_seed(0)
     shapes = ((1, heads, S, D) for heads, S in ((H, Sq), (G, Sk), (G, Sk), (H, Sq)))
@@ -125,9 +119,9 @@ def block_error(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, causal: bool) ->
     out, lse = fused_forward(q, k, v, scale=scale, causal=causal)
     out, lse = out.masked_fill(blind[:, None], 0.0), lse.masked_fill(blind, -torch.inf)
     results = out, *fused_backward(q, k, v, out, lse, d_out, scale=scale, causal=causal)
-    over = [
-        (right[name].error(x.to(q.dtype)) / right[name].allowed).max() for name, x in zip(NAMES, results, strict=True)
-    ]
+    over = []
+    for name, x in zip(("out", "dq", "dk", "dv"), results, strict=True):
+        over.append((right[name].error(x.to(q.dtype)) / right[name].allowed).max())
     return float(torch.stack(over).nan_to_num(nan=math.inf).max())
 
 
@@ -136,7 +130,7 @@ def kernels(context: RankContext, sizes: Sizes) -> Iterator[Row]:
         found: dict[str, dict[str, float]] = {}  # by kernel and case
         for D in sizes.head_dims:
             for Sq, Sk, causal in SHAPES:
-                four = drawn(context.device, dtype, 4, 2, Sq, Sk, D)
+                four = random_inputs(context.device, dtype, 4, 2, Sq, Sk, D)
                 kernel, _ = choose_kernel(*four[:2], D**-0.5, causal=causal)
                 mask = ", causal" if causal else ""
                 found.setdefault(kernel, {})[f"D {D}, {Sq} x {Sk}{mask}"] = block_error(*four, causal)
@@ -184,7 +178,7 @@ def typical(context: RankContext, work: Callable[[], Any]) -> float:
 def ring(context: RankContext, sizes: Sizes) -> Iterator[Row]:
     sdpa = partial(F.scaled_dot_product_attention, is_causal=True)
     for S, H, D, worlds in sizes.rings:
-        whole = drawn(context.device, "bfloat16", H, H, S, S, D)
+        whole = random_inputs(context.device, "bfloat16", H, H, S, S, D)
         alone = typical(context, partial(with_gradients, sdpa, *whole))
         for P in worlds:
             chunks = dealt(whole, "zigzag", P)
@@ -242,30 +236,9 @@ def model(context: RankContext, sizes: Sizes) -> Iterator[Row]:
     yield f"a step of a Llama, one rank, S = {sizes.tokens:,}", same, says
 
 
-def cases_of(sizes: Sizes, P: int) -> list[Problem]:
-    """Each mask in each layout; dtypes take turns."""
-    asked = [(mask, layout) for mask in masks_of(P * sizes.chunk).values() for layout in LAYOUTS]
-    heads = {"heads": 2 * P, "kv_heads": P, "tokens": P * sizes.chunk, "head_dim": 64 if sizes.chunk > 8 else 8}
-    dtypes = [getattr(torch, sizes.dtypes[i % len(sizes.dtypes)]) for i in range(len(asked))]
-    made = [({**mask, "layout": layout}, dtype) for (mask, layout), dtype in zip(asked, dtypes, strict=True)]
-    return [Problem(**heads, options=options, dtype=dtype) for options, dtype in made]
-
-
-def ways(ranks: Ranks, P: int, sizes: Sizes) -> Iterator[Row]:
-    problems = cases_of(sizes, P)
-    for way in WAYS:
-        shape = shapes(way, P)[way in ON_MESH]  # of meshes the second: the shortest rows of more than one rank
-        try:
-            assert_right_results(ranks, way, shape, problems)
-        except AssertionError as error:
-            yield way, False, str(error).splitlines()[0]
-        else:
-            yield way, True, f"{len(NAMES) * len(problems)} results on {P} ranks are right"
-
-
 def memory(context: RankContext, sizes: Sizes) -> Iterator[Row]:
     (H, G, D, C), P = sizes.layer, context.world_size
-    four = drawn(context.device, "bfloat16", H, G, C, C, D)
+    four = random_inputs(context.device, "bfloat16", H, G, C, C, D)
     attention = partial(ring_flash_attention, causal=True, layout="zigzag")
     with_gradients(attention, *(x[:, :, : 2 * P] for x in four))  # what libraries set up once
     here = peak(context, lambda: with_gradients(attention, *four)) + sum(x.nbytes for x in four)
@@ -279,7 +252,7 @@ def measured_ring(context: RankContext, sizes: Sizes) -> dict[str, float]:
     "ring", its "computing" with all messages left out, and its "messages" alone.
     """
     (H, G, D, C), P = sizes.layer, context.world_size
-    whole = drawn(context.device, "bfloat16", H, G, P * C, P * C, D)
+    whole = random_inputs(context.device, "bfloat16", H, G, P * C, P * C, D)
     q, k, v, d_out = (shard(x, "zigzag", context.rank, P).contiguous() for x in whole)
     ring = partial(with_gradients, partial(ring_flash_attention, causal=True, layout="zigzag"), q, k, v, d_out)
 
@@ -341,9 +314,9 @@ def doctor(device: str, P: int) -> Iterator[Row]:
         yield "the ring", report.healthy, str(report).splitlines()[0] if report.healthy else str(report)
 
 
-def told(context: RankContext, part: str, sizes: Sizes) -> list[Row]:
+def rows_of_rank(context: RankContext, part: str, sizes: Sizes) -> list[Row]:
     """What a part found, on this rank. Rank 0 prints each line as soon as it is known."""
-    rows = [tell(part, row) if context.rank == 0 else row for row in ON_RANKS[part][1](context, sizes)]
+    rows = [tell(part, row) if context.rank == 0 else row for row in ON_RANKS[part](context, sizes)]
     torch.cuda.empty_cache()  # the next part may be that of other processes
     return rows
 
@@ -354,32 +327,33 @@ def tell(part: str, row: Row) -> Row:
     return row
 
 
-ON_RANKS: dict[str, tuple[bool, Callable[..., Iterator[Row]]]] = {  # is one rank enough?
-    "kernels": (True, kernels),
-    "ring": (True, ring),
-    "model": (True, model),
-    "memory": (False, memory),
-    "overlap": (False, overlap),
-    "states": (False, states),
-    "machine": (True, machine),
+ON_RANKS: dict[str, Callable[..., Iterator[Row]]] = {
+    "kernels": kernels,
+    "ring": ring,
+    "model": model,
+    "memory": memory,
+    "overlap": overlap,
+    "states": states,
+    "machine": machine,
 }
-PARTS = ("kernels", "ring", "model", "ways", "memory", "overlap", "states", "machine", "doctor")
+ALONE = ("kernels", "ring", "model", "machine")  # one rank is enough
+PARTS = (*ON_RANKS, "doctor")
 
 
 def examined(device: str, P: int, sizes: Sizes) -> Iterator[tuple[str, Row]]:
     """Every part and what it found, told. A part that fails or takes too long is wrong; the next one runs."""
     end, pools = time.monotonic() + SECONDS, {size: Ranks(size, SECONDS, device) for size in {1, P}}
     for part in PARTS:
-        one, run = ON_RANKS.get(part, (False, None))
-        pool = pools[1 if one else P]
+        size = 1 if part in ALONE else P
+        pool = pools[size]
         pool.seconds = end - time.monotonic()
         try:
             if pool.seconds < 0:
                 raise RuntimeError(f"not begun, because {SECONDS:.0f} s are over")
-            if run:
-                rows = pool(1 if one else P, told, part, sizes)[0]
+            if part == "doctor":
+                rows = [tell(part, row) for row in doctor(device, P)]
             else:
-                rows = [tell(part, row) for row in (ways(pool, P, sizes) if part == "ways" else doctor(device, P))]
+                rows = pool(size, rows_of_rank, part, sizes)[0]
         except (RuntimeError, ValueError, LostRank) as error:
             rows = [tell(part, ("all of it", False, f"it failed: {error}"))]
         yield from ((part, row) for row in rows)

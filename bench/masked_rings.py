@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from bench import record
 from bench.against_peers import with_gradients
 from bench.record import Method, in_turn
+from ringlab.ring.cases import random_inputs
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import LAYOUTS, positions, shard
 from ringlab.ring.masks import Mask
 from ringlab.ring.partition import Partition
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
-from tests.attention import dense, grouped_inputs
 
 FORWARD, TRAIN = "forward", "forward and backward"
 PASSES = (FORWARD, TRAIN)
@@ -69,7 +69,7 @@ def seconds_in_turn(
 
     Raises RuntimeError when the ring's numbers are wrong.
     """
-    P, whole = context.world_size, grouped_inputs(1, heads, heads, seq_len, head_dim)
+    P, whole = context.world_size, random_inputs(1, heads, heads, seq_len, head_dim)
     methods: dict[str, Method] = {f"one by one, {which}": (True, partial(one_by_one, whole, which)) for which in PASSES}
     found = cases(P, seq_len)
     for name, (_, options) in found.items():
@@ -90,7 +90,7 @@ def check(
     q, k, v, d_out = whole
     mask = {name: option for name, option in options.items() if name != "layout"}
     query = at[-1:]
-    seen = dense(Mask(**mask), query, torch.arange(k.shape[2]))
+    seen = Mask(**mask).dense(query, k.shape[2])
     rights = exact_attention(q[:, :, query], k, v, d_out[:, :, query], visible=seen, fused_blocks=3 * PARTS)
     for each, x in zip(("out", "dq"), result, strict=False):
         if not rights[each].accepts(x[:, :, -1:]):
@@ -103,7 +103,7 @@ def memory_of_ring(
     """The peak of this rank's memory in both passes, beyond its inputs: bytes."""
     record.return_freed_memory()
     layout, P = options["layout"], context.world_size
-    mine = [shard(x, layout, context.rank, P) for x in grouped_inputs(1, heads, heads, seq_len, head_dim)]
+    mine = [shard(x, layout, context.rank, P) for x in random_inputs(1, heads, heads, seq_len, head_dim)]
     few = [x[:, :, : 2 * PARTS] for x in mine]
     with_gradients(ring_flash_attention, *few)  # what libraries set up once
     return record.peak_extra(lambda: with_gradients(partial(ring_flash_attention, **options), *mine))

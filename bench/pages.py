@@ -72,16 +72,16 @@ def trainable_ring() -> Iterator[str]:
         [against_peers.over_peer(results, against_peers.TORCH, dtype, shared=each) for dtype in against_peers.DTYPES]
         for each in (True, False)
     )
-    yield f"cases of «{lengths[0]:,}» to «{lengths[-1]:,}» tokens"
-    yield f"is «{geometric_mean([*shared[0], *shared[1]]):.2f}» times as fast as PyTorch's own context-parallel loop"
-    yield f"and at least «{min(map(min, shared)):.2f}» times"
-    wide, narrow = map(geometric_mean, messages)
-    yield f"With messages it is «{wide:.2f}» times as fast as that loop in float32, «{narrow:.2f}» times in bfloat16"
-    yield f"at least «{min(against_peers.over_peer(results, against_peers.OWN, 'float32')):.1f}» times as fast as"
-    for P, words in ((2, "two ranks"), (4, "four")):
+    yield f"training, with «{lengths[0]:,}» to «{lengths[-1]:,}» tokens"
+    for blocks, speeds in (("travel as messages", messages), ("stay in shared memory", shared)):
+        wide, narrow = map(geometric_mean, speeds)
+        yield f"blocks {blocks} | «{wide:.2f}» | «{narrow:.2f}» |"
+    yield f"the slowest case has «{min(map(min, shared)):.2f}» of the loop's speed"
+    yield f"at least | «{min(against_peers.over_peer(results, against_peers.OWN, 'float32')):.1f}» |"
+    for P, words in ((2, "two ranks"), (4, "four ranks")):
         train = {"case": against_peers.TRAIN, "method": against_peers.ZIGZAG_MEMORY, "world_size": P, "seq_len": 2048}
         wide, narrow = (against_peers.speeds(results, dtype=dtype, **train)[0] for dtype in against_peers.DTYPES)
-        yield f"«{wide:.2f}» of the limit on {words} in float32, and «{narrow:.2f}» in bfloat16"
+        yield f"| {words} | «{wide:.2f}» | «{narrow:.2f}» |"
     striped = from_length(2048, method=against_peers.STRIPED_MEMORY)
     yield f"Striped chunks reach «{min(striped):.2f}» to «{max(striped):.2f}» (S ≥ 2,048)"
     memory = results["memory"]
@@ -89,8 +89,6 @@ def trainable_ring() -> Iterator[str]:
     most = [
         max(max(row["peak_bytes"]) for row in memory["rows"] if row["shared"] == shared) for shared in (False, True)
     ]
-    yield f"raining takes «{most[0] / chunk:.1f}» chunks"
-    yield f"in shared memory «{most[1] / chunk:.1f}»"
     for before, peak in zip(("attention in one process", "the same"), most, strict=True):
         yield f"{before} | «{peak / chunk:.1f}» chunks, in training |"
 

@@ -128,7 +128,7 @@ def shards(
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         doubled = int(torch.randint((lines // SHORTEST).bit_length(), (), generator=generator))
-        texts, _ = write_texts(SHORTEST << doubled, batch, generator, ids)
+        texts, _ = write_texts(SHORTEST * 2**doubled, batch, generator, ids)
         yield shard_texts(texts, rank, world_size)
 
 

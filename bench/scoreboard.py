@@ -99,7 +99,9 @@ def attention_seconds(row: Row) -> float:
     nominal = replace(nominal, backward_flops=backward, multiprocessors=gpu.multiprocessors)
     cluster = realistic(nominal, gpu.card_share, gpu.link_share)
     work = Pass(
-        *(cluster, layer_of(row), row["seq_len"] / cluster.devices),
+        cluster,
+        layer_of(row),
+        chunk=row["seq_len"] / cluster.devices,
         mask=row["mask"],
         layout=row.get("layout") or "zigzag",
         batch=row.get("batch") or 1,

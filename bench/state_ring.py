@@ -34,7 +34,8 @@ KEPT, DEFAULT = "memory kept", "glibc's default"
 
 def keep_memory() -> None:
     """Tell glibc to give nothing back to the system; nothing where there is another library."""
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
             libc.mallopt(option, 2**31 - 1)
 
@@ -82,10 +83,8 @@ def seconds_in_turn(
 
 def measure(worlds: list[int], lengths: list[int], *, heads: int, head_dim: int, repetitions: int) -> record.Results:
     """A row for each number of ranks and tokens, and of the first number of ranks with glibc's default."""
-    made, sizes = (
-        record.made("state_ring", "float32"),
-        {"heads": heads, "head_dim": head_dim, "repetitions": repetitions},
-    )
+    made = record.made("state_ring", "float32")
+    sizes = {"heads": heads, "head_dim": head_dim, "repetitions": repetitions}
     cases = [(KEPT, P, S) for P in worlds for S in lengths] + [(DEFAULT, worlds[0], S) for S in lengths[1:]]
     rows = [
         {"case": case, "world_size": P, "seq_len": S}

@@ -38,16 +38,37 @@ REPOSITORY, SITE = (os.environ.get(name, "").rstrip("/") for name in ("BOOK_REPO
 ARCHIVE = "ring-attention.tar.gz"
 ROOT = Path(__file__).parent.parent
 OWN = sorted((Path(__file__).parent / "pages").glob("*.md"))  # the few pages that only the book has
-PAGES = (  # what the repository holds already
-    *("README.md", "CONTRIBUTING.md", "docs/[!R]*.md", "examples/README.md", "notebooks/*.md"),
-    *("ringlab/README.md", "ring_doctor/README.md", "ring_planner/README.md"),
-    *("notebooks/*.ipynb", "notebooks/*/*.ipynb", "bench/README.md", "bench/results/*.md", "ringlab/hugging_face/*.md"),
-    *(f"ring_doctor/{folder}/*.md" for folder in ("mistakes", "whole_models", "patients", "patients/findings")),
-)
-TRANSLATED = (
-    *("index.md", "ring.md", "deadlock.md", "solve.md", "xray.md", "planner.md", "README.md"),
-    *("notebooks/0[1-8]_*.ipynb", "docs/your_model.md", "docs/glossary.md"),
-)
+PAGES = [  # what the repository holds already
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/[!R]*.md",
+    "examples/README.md",
+    "notebooks/*.md",
+    "ringlab/README.md",
+    "ring_doctor/README.md",
+    "ring_planner/README.md",
+    "notebooks/*.ipynb",
+    "notebooks/*/*.ipynb",
+    "bench/README.md",
+    "bench/results/*.md",
+    "ringlab/hugging_face/*.md",
+    "ring_doctor/mistakes/*.md",
+    "ring_doctor/whole_models/*.md",
+    "ring_doctor/patients/*.md",
+    "ring_doctor/patients/findings/*.md",
+]
+TRANSLATED = [
+    "index.md",
+    "ring.md",
+    "deadlock.md",
+    "solve.md",
+    "xray.md",
+    "planner.md",
+    "README.md",
+    "notebooks/0[1-8]_*.ipynb",
+    "docs/your_model.md",
+    "docs/glossary.md",
+]
 AS_CODE = {".py", ".toml", ".yml", ".txt", ".sh", ".yaml", ".sbatch", ".cff", ""}  # a link to it leads to its lines
 # Pictures, code, formulas, targets of links, tags
 NO_WORDS = re.compile(r"!\[[^\]]*\]\([^)]*\)|`[^`]*`|\$[^$]+\$|\]\([^)]*\)|<[^>]*>|https?://\S+")
@@ -68,7 +89,7 @@ BELOW = {  # pages that stand below a page in the contents
 }
 # What a language calls itself, and this book in it. What the book says by itself is translated in sphinx.po.
 LANGUAGES = {"en": ("English", "Ring Attention, step by step"), "zh_CN": ("中文", "一步一步学 Ring Attention")}
-# In place of `<!-- puzzles -->` in README, on the site.
+# In place of `<!-- puzzles -->` in README: on the site, and by hand where the site has an address.
 NOTHING_TO_INSTALL = {"en": ", or [puzzles]({}): nothing to install", "zh_CN": "，或[谜题]({})：无需安装"}
 
 
@@ -98,7 +119,9 @@ def readme(language: str) -> str:
     else:
         text = (ROOT / f"docs/README.{folder(language)}.md").read_text().replace("[English](../README.md)\n\n", "")
         text = re.sub(r"\]\((?!https?:|#)", "](docs/", text).replace("](docs/../", "](")
-    return text.replace("<!-- puzzles -->", NOTHING_TO_INSTALL[language].format("book/pages/solve.md"))
+    link = NOTHING_TO_INSTALL[language]
+    by_hand = re.escape(link).replace(re.escape("{}"), "[^)]*")
+    return re.sub(f"<!-- puzzles -->|{by_hand}", link.format("book/pages/solve.md"), text)
 
 
 def stage(language: str) -> Path:

@@ -133,9 +133,11 @@ def timeline(pairs: list[list[int]], lengths: tuple[int, ...], factor: float) ->
     """What each rank does when, in times of a pair, in a ring whose messages travel while it computes."""
     P, hop = len(lengths), factor * max(lengths) ** 2
     full = [[float(n) for n in row] for row in pairs] + [[0.0] * P] * (P - len(pairs))
-    events = [
-        e for e in simulate_timeline(full, [[hop] * P] * (P - 1)) if e.round < len(pairs) - (e.what != "compute")
-    ]  # a ring stops where nobody needs the next block
+    rounds = len(pairs)  # a ring stops where nobody needs the next block
+    events = []
+    for event in simulate_timeline(full, [[hop] * P] * (P - 1)):
+        if event.round < (rounds if event.what == "compute" else rounds - 1):
+            events.append(event)
     end = duration(events)
     busy = [sum(row[r] for row in pairs) for r in range(P)]
     return {
@@ -232,9 +234,9 @@ def planner() -> dict[str, Any]:
 
 def planned(model: str) -> dict[str, Any]:
     """The planner's answers for a model, by GPU, hosts and length; and its thresholds."""
-    its, gpus = MODELS[model], planner()["gpus"]
-    answers = {gpu: [[answer(its, GPUS[gpu], hosts, S) for S in LENGTHS] for hosts in HOSTS] for gpu in gpus}
-    return {"answers": answers, "thresholds": {gpu: thresholds(its, GPUS[gpu]) for gpu in gpus}}
+    planned_for, gpus = MODELS[model], planner()["gpus"]
+    answers = {gpu: [[answer(planned_for, GPUS[gpu], hosts, S) for S in LENGTHS] for hosts in HOSTS] for gpu in gpus}
+    return {"answers": answers, "thresholds": {gpu: thresholds(planned_for, GPUS[gpu]) for gpu in gpus}}
 
 
 def scoreboard() -> dict[str, Any]:

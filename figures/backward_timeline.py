@@ -113,7 +113,9 @@ class Simulation:
         for x, y in zip(sent, received, strict=True):
             y.copy_(x)
         what = "KV" if len(sent) == 2 else "dKV"  # K and V are two tensors, their gradients one
-        t = (what == "dKV") + sum(event.what == what and event.rank == receiver for event in self.events)
+        t = sum(event.what == what and event.rank == receiver for event in self.events)
+        if what == "dKV":  # the sums of round 0 stay
+            t += 1
         start = max(ready, awaited, *ends[-1:])
         ends.append(start + LASTS[what])
         self.note(receiver, what, t, (link - t) % P, start, ends[-1])

@@ -92,9 +92,11 @@ def schedule() -> tuple[list[list[int]], list[Hop]]:
     with patches, mock.patch("ringlab.ring.schedule.neighbours", record.neighbours):
         own = [torch.full((1, 1, 1, 1), float(rank)) for rank in range(P)]
         ranks = [ring.rounds(k, k) for k in own]
-        for record.t in range(P):
+        for t in range(P):
+            record.t = t
             blocks.append([])
-            for record.rank, rounds in enumerate(ranks):
+            for rank, rounds in enumerate(ranks):
+                record.rank = rank
                 _, k_j, _, _ = next(rounds)
                 blocks[-1].append(int(k_j))
     return blocks, record.hops
@@ -111,10 +113,8 @@ def _slow_hop(ax: Axes, hop: Hop) -> None:
     width, height = CELL
     host, device = divmod(hop.receiver, DEVICES)
     x, y = LEFT + ROUND * hop.first, LANES[host] + LANE * device
-    length, text = (
-        ROUND * (hop.last - hop.first) + width,
-        f"KV{hop.block}, from rank {hop.sender} to rank {hop.receiver}",
-    )
+    length = ROUND * (hop.last - hop.first) + width
+    text = f"KV{hop.block}, from rank {hop.sender} to rank {hop.receiver}"
     shapes.block(ax, x, y, length, LANE - 3, hop.block, text, size=drawing.SMALL)
     left, top = cell(hop.receiver, hop.last + 1)
     look = {"color": drawing.colour(hop.block), "lw": 2.2, "mutation_scale": 10}

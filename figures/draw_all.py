@@ -75,7 +75,8 @@ NARROW = {"kv_rotation": kv_rotation, "message_order": message_order, "causal_la
 def save(name: str, folder: Path = FOLDER, *, narrow: bool = False) -> None:
     """Write folder/NAME.svg, of one of PAGES; or NAME-narrow.svg, of one of NARROW. The rotation as animation, too."""
     figure = NARROW[name].draw(narrow=True) if narrow else PAGES[name]()
-    folder.joinpath(f"{name}{'-narrow' * narrow}.svg").write_text(drawing.svg(figure))
+    file = f"{name}-narrow.svg" if narrow else f"{name}.svg"
+    folder.joinpath(file).write_text(drawing.svg(figure))
     if name == "kv_rotation":
         kv_rotation.save_gif(folder, narrow=narrow)
 

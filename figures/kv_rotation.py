@@ -144,9 +144,11 @@ def save_gif(folder: Path, narrow: bool = False) -> None:
     for t, moved in frames(steps=10):
         figure, ax = drawing.canvas(*(NARROW if narrow else FRAME), ALT)
         _frame(ax, record, t, moved, narrow)
-        (shown := FigureCanvasAgg(figure)).draw()
+        shown = FigureCanvasAgg(figure)
+        shown.draw()
         images.append(Image.fromarray(np.asarray(shown.buffer_rgba())[..., :3].copy()))
-        milliseconds.append(70 if moved else 4500 if t == P - 1 else 2000)
+        stays = 4500 if t == P - 1 else 2000
+        milliseconds.append(70 if moved else stays)
     palette = images[-1].quantize(128)  # it shows all the colours; one palette for all frames, so nothing flickers
     images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
     name = f"kv_rotation{'-narrow' if narrow else ''}.gif"

@@ -52,17 +52,15 @@ def _panel(ax: Axes, x: float, name: str, partition: Partition) -> None:
                 corners = [(left + CELL * key, top + CELL * query) for key, query in outline(piece)]
                 ax.add_patch(Polygon(corners, fc=drawing.colour(block), ec=drawing.PAGE, lw=1.6, joinstyle="miter"))
     for i in range(P + 1):
-        for a, b in (((0, i), (P, i)), ((i, 0), (i, P))):
-            ends = [
-                [origin + CELL * C * end for end in pair]
-                for origin, pair in zip((x, TOP), zip(a, b, strict=True), strict=True)
-            ]
-            ax.plot(*ends, color=drawing.INK, lw=1)
+        far = CELL * C * i
+        ax.plot([x, x + CELL * S], [TOP + far, TOP + far], color=drawing.INK, lw=1)
+        ax.plot([x + far, x + far], [TOP, TOP + CELL * S], color=drawing.INK, lw=1)
     for rank in range(P):
         drawing.write(ax, x - 8, TOP + CELL * C * (rank + 0.5), f"rank {rank}", weight="bold", ha="right")
     pairs = ", ".join(str(partition.pairs(rank)) for rank in range(P))
     below = TOP + CELL * S + 26
-    drawing.write(ax, x, below, f"{partition.hops} hop{'s' * (partition.hops != 1)}; pairs on each rank: {pairs}")
+    hops = "1 hop" if partition.hops == 1 else f"{partition.hops} hops"
+    drawing.write(ax, x, below, f"{hops}; pairs on each rank: {pairs}")
 
 
 def draw() -> drawing.Picture:

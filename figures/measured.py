@@ -169,7 +169,7 @@ def speed() -> drawing.Picture:
     machine = f"{results['machine']['cores']} cores, float32, B = 1, H = {results['heads']}, D = {results['head_dim']}"
     training = {"dtype": "float32", "case": against_peers.TRAIN}
     long = [S for S in lengths if S >= 8192]
-    ours = [against_peers.speeds(results, method=name, seq_len=S, **training) for name in [*looks][:2] for S in long]
+    ours = [against_peers.speeds(results, method=name, seq_len=S, **training) for name in list(looks)[:2] for S in long]
     least = min(share for shares in ours for share in shares)
     title = f"From 8,192 tokens on, this ring trains at {least:.0%} of the speed of one process, or more"
     line = f"causal, forward and backward   one process: fused attention, measured in turn   {machine}"

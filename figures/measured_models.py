@@ -127,10 +127,8 @@ def retrieval() -> drawing.Picture:
     on, kept = results["machine"], results["rows"][0]["kept_bytes"][0] / 2**20
     said = f"right answers in %, mean of {len(results['seeds'])} seeds, {results['steps']} steps"
     said += f"   {kept:.0f} MiB kept for the backward pass on each rank"
-    title, said = (
-        "Line retrieval: a ring of 4 trains on 4 times the context",
-        f"{said}   {on['cores']} cores, {on['date'][:10]}",
-    )
+    said += f"   {on['cores']} cores, {on['date'][:10]}"
+    title = "Line retrieval: a ring of 4 trains on 4 times the context"
     figure, _ = shapes.headed(840, alt, title, {65: said})
     lines, what = lengths(results["lines"]), "lines in the text; dashed: the longest texts of the training"
     below = shapes.numbers(figure, (0.075, 0.09, 0.905, 0.3), x=what, y="right answers, %")

@@ -49,7 +49,9 @@ def draw() -> drawing.Picture:
             ax.add_patch(Rectangle((x, y), WIDTH, -HEIGHT * weight, fc=fill, ec=drawing.PAGE))
             drawing.write(ax, x + 10, y - HEIGHT * weight / 2, f"KV{block}", weight="bold", color=ink)
             drawing.write(ax, x + WIDTH - 10, y - HEIGHT * weight / 2, f"{weight:.3f}", color=ink, ha="right")
-            shares.append((y, y := y - HEIGHT * weight))
+            top = y - HEIGHT * weight
+            shares.append((y, top))
+            y = top
         for block, old, new in zip(order, before, shares, strict=False):
             corners = [(x - STEP + WIDTH, old[0]), (x - STEP + WIDTH, old[1]), (x, new[1]), (x, new[0])]
             ax.add_patch(Polygon(corners, fc=shapes.tint(block), lw=0, zorder=0))

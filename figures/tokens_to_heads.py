@@ -1,6 +1,6 @@
 """Who holds which head of which token before, between and after the exchanges of an all-to-all, on 4 ranks.
 
-Drawn from `held`: the heads are those of `ringlab.ways.heads.heads_of_ranks`, the order of the tokens that of
+Drawn from `tables`: the heads are those of `ringlab.ways.heads.heads_of_ranks`, the order of the tokens that of
 `ringlab.ways.all_to_all.order`. tests/pages/test_figures.py compares it with what four real ranks exchange.
 """
 
@@ -38,7 +38,7 @@ class Table:
     ranks: list[list[list[int]]]
 
 
-def held() -> list[Table]:
+def tables() -> list[Table]:
     """The tables before, between and after the exchanges. A column is a query head, the last G columns K/V heads."""
     partition = Partition(Mask(causal=True), LAYOUT, (S // P,) * P)
     at = order(partition, range(P))
@@ -64,12 +64,15 @@ def _table(ax: Axes, left: float, table: Table) -> None:
         drawing.write(ax, left + CELL * (H + G / 2) + GAP, TOP - 46, "K, V", color=drawing.MUTED, ha="center")
     drawing.write(ax, left - 14, TOP - 18, "token", color=drawing.MUTED, ha="right", size=drawing.SMALL)
     for column in range(len(table.ranks[0])):
-        x = left + CELL * column + GAP * (column >= H)
+        x = left + CELL * column
+        if column >= H:
+            x += GAP
         drawing.write(ax, x + CELL / 2, TOP - 18, str(column % H), ha="center")
         for row, ranks in enumerate(table.ranks):
             width = (CELL - 3) / len(ranks[column])
+            between = 1 if len(ranks[column]) > 1 else 0  # pixels
             for i, rank in enumerate(ranks[column]):
-                spot = (x + width * i, TOP + CELL * row, width - (len(ranks[column]) > 1), CELL - 3)
+                spot = (x + width * i, TOP + CELL * row, width - between, CELL - 3)
                 shapes.block(ax, *spot, rank, str(rank), size=drawing.SMALL)
     for row, token in enumerate(table.tokens):
         drawing.write(ax, left - 14, TOP + CELL * row + CELL / 2, str(token), ha="right")
@@ -79,7 +82,7 @@ def draw() -> drawing.Picture:
     """The three tables, side by side."""
     title = f"An all-to-all exchanges tokens for heads: {S} tokens, {H} query heads on {G}, {P} ranks"
     figure, ax = shapes.headed(500, ALT, title)
-    for left, table in zip(PANELS, held(), strict=True):
+    for left, table in zip(PANELS, tables(), strict=True):
         _table(ax, left, table)
     text = f"A number is the rank that holds the cell. {LAYOUT.capitalize()} layout; between, the tokens are in order."
     drawing.write(ax, 20, 452, text)

@@ -32,7 +32,7 @@ from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import enter
 from ring_doctor.explaining.diagnosis import diagnose
 from ring_doctor.explaining.inference import infer
-from ring_doctor.explaining.xray import XRay, cases, of_states, states_of, xray_of
+from ring_doctor.explaining.xray import XRay, cases, of_states, xray_of
 from ring_doctor.report import Report
 
 LONGEST = 16  # tokens on a rank: a longer question is X-rayed with 4
@@ -108,6 +108,7 @@ def choose_question(examination: Examination) -> Question:
     one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=head_dim, seq_len=S)
     how = "without gradients" if question.how == "without gradients" else "plain"
     usual: Any = {"sinks": False, "inputs": "normal", "value_dim": None}
+    usual |= {"from_state": False} if isinstance(case, StateCase) else {}
     return Question(replace(one_head, documents=documents, **usual), how)
 
 
@@ -123,7 +124,7 @@ def take_xray(patient: Patient, question: Question, *, seconds: float = SECONDS,
     if isinstance(question.case, StateCase):
         if question.case.taps:
             return "none: a convolution has no weights of its own"
-        run = states_of(question.case)
+        _, run = cases(question.case)
         with closing(Job(patient, run.world_size, seconds, device)) as job:
             answer = job.ask(Question(run, "without gradients"))
         return of_states(answer.results["out"], run) if answer.results else f"none: {answer.says}"

@@ -46,6 +46,5 @@ def enter(name: str) -> None:
             continue
         except Exception as error:
             said = f"{mistake} of {name} raises {type(error).__name__}: {error} ({place_of(error)})"
-            raise ValueError(
-                f"{said}; expected a step of ring_doctor/mistakes/paper_ring.py, with its arguments"
-            ) from error
+            expected = "a step of ring_doctor/mistakes/paper_ring.py, with its arguments"
+            raise ValueError(f"{said}; expected {expected}") from error

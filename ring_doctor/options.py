@@ -49,13 +49,9 @@ exit status
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options of the command. Bad options end the process with status 2 and one sentence."""
-    parser = Parser(
-        prog="ring-doctor",
-        usage="ring-doctor [options] module:function",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="ring-doctor", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=as_written)
+    parser.usage = "ring-doctor [options] module:function"
     add = parser.add_argument
     add("patient", metavar="module:function", help="the attention, or a module that is a patient file")
     add("--model", action="store_true", help="the function is a training step of a whole model")

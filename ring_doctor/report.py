@@ -218,17 +218,19 @@ def _table(answers: list[Answer]) -> list[str]:
     lines = ["answers   " + "".join(f"{state:>9}" for state in states)]
     for P in sorted({answer.case.world_size for answer in answers}):
         of_world = [answer.state for answer in answers if answer.case.world_size == P]
-        lines.append(f"{f'{P} rank' + 's' * (P > 1):<11}" + "".join(f"{of_world.count(state):>9}" for state in states))
+        world = f"{P} ranks" if P > 1 else "1 rank"
+        lines.append(f"{world:<11}" + "".join(f"{of_world.count(state):>9}" for state in states))
     for state in states[1:]:
         kinds: dict[tuple[str, ...], list[Answer]] = {}
         for answer in (answer for answer in answers if answer.state == state):
-            what = answer.question.what() * (state != REFUSED)  # a refusal is one kind, whatever was asked
+            what = "" if state == REFUSED else answer.question.what()  # a refusal is one kind, whatever was asked
             numbers = (str(answer.case.dtype), *answer.wrong) if state == WRONG else ()
             kinds.setdefault((what, answer.says, *numbers), []).append(answer)
         for first, *others in list(kinds.values())[:LISTED]:
-            more = f" and {len(others)} more" * bool(others)
+            more = f" and {len(others)} more" if others else ""
             lines.append(f"{state:<10}{first.question.words()}{more}: {found_in(first)}")
-        lines += [f"... and {len(kinds) - LISTED} more kinds: --json or --html lists them"] * (len(kinds) > LISTED)
+        if len(kinds) > LISTED:
+            lines.append(f"... and {len(kinds) - LISTED} more kinds: --json or --html lists them")
     return lines
 
 

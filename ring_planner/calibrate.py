@@ -154,7 +154,7 @@ def message(kind: str, group: ProcessGroup | None, device: torch.device) -> Call
 
 
 def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: list[Row], travel: Row) -> float:
-    """Times as long does computing take while messages travel: those of `travel`, the longest of a table.
+    """How many times longer computing takes while messages travel: those of `travel`, the longest of a table.
 
     `rows` is the table of computing. The block takes half of the message's time at most, so a message lasts.
     """
@@ -177,8 +177,10 @@ def slowdown(watch: Stopwatch, layer: AttentionLayer, dtype: torch.dtype, rows: 
 
 
 def cost_of_a_mask(rows: list[Row]) -> float:
-    """Times as long does the kernel take for a pair, as the planner counts them, under a causal mask: of the longest
-    block with both, forward."""
+    """How many times longer the kernel takes for a pair under a causal mask, where the planner counts its pairs.
+
+    It is that of the longest block that was measured with and without the mask, forward.
+    """
     seconds = {(row["mask"], row["length"]): row["seconds"] for row in rows if row["pass"] == "forward"}
     length = max(length for mask, length in seconds if mask == "none" and ("causal", length) in seconds)
     share = causal_pairs(length) / length**2
@@ -267,7 +269,9 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.out.is_dir() or not options.out.parent.is_dir():
         parser.error(f"out is {options.out}; expected a file in a folder that is there")
-    options.processes = options.processes or (options.device != "cpu" and torch.cuda.device_count()) or cpu_cores()
+    if not options.processes:
+        gpus = torch.cuda.device_count() if options.device != "cpu" else 0
+        options.processes = gpus or cpu_cores()
     try:
         device, _, _ = choose_device(options.device, int(os.environ.get("LOCAL_WORLD_SIZE", options.processes)))
     except ValueError as error:

@@ -1,8 +1,9 @@
 """ring-plan: what a cluster will do with a long sequence, before you rent it. One request, one answer.
 
     the ways that fit      the fastest first: tokens/s of a GPU, or seconds of a prefill, and GiB of a GPU
-    interval               of nine in ten real steps, from measured ones of the same kind, and how many there are
-    binds, advice          the largest term; the simplest of the ways that are as fast as the first, within 2 %
+    interval               of the seconds, from measured ones of the same kind, and how many there are
+    binds                  the largest term
+    advice                 the fastest way, and the simplest of those that are as fast, within 2 %
 
 --help names the unit of each option. All results are modelled, not measured.
 
@@ -23,7 +24,7 @@ from typing import Any
 
 from ring_planner.machine import read_machine
 from ring_planner.memory import RESERVE
-from ring_planner.plan import LONGEST, MOST, Plan, Wish, best, candidates, digits, gains, hosts_that_hold, longest
+from ring_planner.plan import HELD, LONGEST, MOST, Plan, Wish, best, candidates, digits, gains, hosts_that_hold, longest
 from ring_planner.presets import GIB, GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ring_planner.step import KERNELS, LOSSES, OPTIMIZERS, RECOMPUTE, TASKS, WEIGHTS, Step
 from ringlab.options import Parser
@@ -204,13 +205,17 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> None:
     if first.waits_for_the_host:
         text = "not known: a layer is so short that GPUs wait for their hosts, so the times are the least that it takes"
     elif known:
-        text = f"{digits(known[0])} to {digits(known[1])} s holds nine in ten real times: from {known[2]} measured ones"
+        text = f"{digits(known[0])} to {digits(known[1])} s, from {known[2]} measured ones; {HELD}"
     print(f"interval              {text}")
     if model.experts:
         print(f"experts               FSDP gathers all {model.experts} of a layer; expert parallelism is not planned")
     for gain, name, answer in [better for better in gains(step, wish) if better[0] > 1.005][:3]:
         print(f"with {name:<34} {gain - 1:+.0%} {'tokens/s' if step.task == 'train' else 'speed'}: {answer.name}")
-    print(f"advice                {advice(ranked)}")
+    on_all = [plan for plan in ranked if plan.at_once == step.batch]
+    for name, plans in (("advice", ranked), ("one sequence on all", on_all if first not in on_all else [])):
+        for line in advice(plans):
+            print(f"{name:<22}{line}")
+            name = ""
 
 
 def memory_of(answer: Plan) -> str:
@@ -235,17 +240,21 @@ def show_what_is_missing(step: Step, wish: Wish) -> None:
     print(f"advice                does not fit; {first}{more}")
 
 
-def advice(ranked: Sequence[Plan]) -> str:
-    """One line: the simplest of those that are as fast as the first, and the fastest for one sequence on all GPUs."""
+def advice(ranked: Sequence[Plan]) -> list[str]:
+    """The fastest way, and the simplest of those that are as fast, within 2 %. They may be one."""
     tied = [plan for plan in ranked if NEAR * plan.merit >= ranked[0].merit]
-    first = min(tied, key=lambda plan: (plan.step.cp > 1, SIMPLE.index(plan.step.way)))
-    one = [plan for plan in ranked if plan.step.cp * plan.step.tp == plan.step.gpus]
-    line = f"{first.name}: {digits(first.speed)} tokens/s a GPU, {digits(first.held / GIB)} GiB"
-    if len(tied) > 1:
-        line += f" ({len(tied)} tie within {NEAR - 1:.0%}: this is the simplest)"
-    if one and one[0].merit * NEAR < ranked[0].merit:
-        line += f"; one sequence on all: {one[0].name}, {digits(one[0].seconds)} s"
-    return line
+    if len(tied) < 2:
+        return [f"fastest: {told(plan)}" for plan in tied]
+    simplest = min(tied, key=lambda plan: (plan.step.cp > 1, SIMPLE.index(plan.step.way)))
+    words = f"simplest of {len(tied)} within {NEAR - 1:.0%}: {told(simplest)}"
+    return [f"fastest, and {words}"] if simplest is tied[0] else [f"fastest: {told(tied[0])}", words]
+
+
+def told(plan: Plan) -> str:
+    """The way in words, its speed and its memory."""
+    many = f", {plan.at_once} sequences at once" if plan.at_once > 1 else ""
+    speed = f"{digits(plan.speed)} tokens/s a GPU, {digits(plan.seconds)} s"
+    return f"{plan.name}: {speed}, {digits(plan.held / GIB)} GiB{many}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -52,7 +52,9 @@ def read_machine(path: str | Path) -> Cluster:
         usual = type(value) in kinds and (value == 0 or least <= value <= most)
         if not usual and not (value is None and name in WIRES):
             expected = f"{'a whole number' if name in COUNTS else 'a number'}, 0 or {least:g} to {most:g}"
-            raise ValueError(f"{path}: {name} is {value!r}; expected {expected}{', or null' * (name in WIRES)}")
+            if name in WIRES:
+                expected += ", or null"
+            raise ValueError(f"{path}: {name} is {value!r}; expected {expected}")
     try:
         known: dict[str, Any] = {name: math.inf if value is None else value for name, value in numbers.items()}
         return Cluster(**known)

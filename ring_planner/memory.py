@@ -136,8 +136,11 @@ def loss_bytes(step: Step) -> float:
     model, C, tp = step.model, step.tokens, step.tp
     rows, words = kept_at_the_loss(model.hidden, model.vocab)
     at_once = C if step.loss == "whole" else min(C, PIECE)
-    of_rows = W * rows + 2 * W * tp * model.hidden * (tp > 1)  # tp: gathered rows and their gradient
-    return C * of_rows + at_once * (F32 * words + W * model.vocab + 2 * F32 * model.vocab * (tp > 1))
+    of_rows, of_words = W * rows, F32 * words + W * model.vocab
+    if tp > 1:
+        of_rows += 2 * W * tp * model.hidden  # gathered rows and their gradient
+        of_words += 2 * F32 * model.vocab
+    return C * of_rows + at_once * of_words
 
 
 def step_bytes(step: Step) -> dict[str, float]:

@@ -3,7 +3,7 @@
     candidates  every cp, tp, recomputation and way of ways.py
     best        those that fit: a training step by tokens/s of a GPU, a prefill by its seconds
     changes     the planner is asked again with each change; nothing here is a rule of thumb
-    interval    nine in ten of the measured rows of the same kind lie in it, from errors.json; none: not known
+    interval    of the seconds, from the measured rows of the same kind in errors.json; none: not known
     padded      each of cp GPUs has two chunks of the same length (zigzag): S is padded to a multiple of 2 · cp
 
 A reader may skip this file: step.py predicts a step, and this file asks it many times. After: command.py.
@@ -25,6 +25,7 @@ LONGEST = 2**30 - GRAIN  # tokens: longer ones are not sought
 MOST = 16_384  # GPUs of a plan
 HOST_CALLS = 40 * 82e-6  # seconds: a layer's operations on the host, 40 of 82 µs, measured by hand for a fused call
 ERRORS = Path(__file__).with_name("errors.json")
+HELD = "such intervals hold for 70 of 81 times of publishers left out"  # of every fit: bench/scoreboard.py
 
 
 def digits(number: float) -> str:
@@ -69,6 +70,11 @@ class Plan:
         return self.speed if self.step.task == "train" else 1 / self.seconds
 
     @property
+    def at_once(self) -> int:
+        """Sequences that the GPUs compute at the same time."""
+        return self.step.batch * self.step.gpus // (self.step.cp * self.step.tp)
+
+    @property
     def held(self) -> float:
         return sum(self.memory.values())
 
@@ -80,25 +86,30 @@ class Plan:
     def utilisation(self) -> float:
         """The share of the bf16 peak that the model's own FLOPs take: nothing is counted that is computed again."""
         model, step = self.step.model, self.step
-        passes = 2 + step.trainable if step.task == "train" else 1
-        products = 2 * passes * (model.matrices + (passes > 1) * model.hidden * model.vocab)
         mixing = 4 * (step.seq_len / 2) * model.heads * model.head_dim * model.softmax_layers
-        mixing += model.linear.layers * model.linear.flops if model.linear else 0
-        return self.speed * (products + (3 if passes > 1 else 1) * mixing) / step.gpu.peak["bf16"]
+        if model.linear:
+            mixing += model.linear.layers * model.linear.flops
+        if step.task == "train":
+            flops = 2 * (2 + step.trainable) * (model.matrices + model.hidden * model.vocab) + 3 * mixing
+        else:
+            flops = 2 * model.matrices + mixing
+        return self.speed * flops / step.gpu.peak["bf16"]
 
     @property
     def name(self) -> str:
         """The way among cp GPUs, and how the step is shared."""
         step = self.step
-        way = "no ring" if step.cp == 1 else step.way + (f" of {step.split}" if step.split else "")
+        way = f"{step.way} of {step.split}" if step.split else step.way
+        if step.cp == 1:
+            way = "no ring"
         again = f", recompute {step.recompute}" if step.task == "train" else ""
         padded = f", {self.padded} tokens padded" if self.padded else ""
         return f"{way}, cp {step.cp}, tp {step.tp}{again}{padded}"
 
     @property
     def interval(self) -> tuple[float, float, int] | None:
-        """Where nine in ten measured seconds lie, and how many rows of this kind say so; None: not known. Rows of other
-        chips, or of smaller hosts, say nothing."""
+        """The least and the most seconds by the measured rows of this kind, and how many there are; None: not known.
+        Rows of other chips, or of smaller hosts, say nothing."""
         step, task = self.step, {"train": "step", "prefill": "prefill"}[self.step.task]
         known = json.loads(ERRORS.read_text()).get(kind_of(task, step.kernels, step.hosts))
         if not known or step.model.linear or step.per_host > 8 or step.gpu.multiprocessors not in known["chips"]:

@@ -131,7 +131,8 @@ class Model:
     def feedforwards(self, *, active: bool) -> int:
         """Weights of the feedforwards of all layers: those that a token uses, or all."""
         sparse = self.layers - self.dense
-        each = (self.active if active else self.experts) + self.shared if self.experts else 1
+        experts = self.active if active else self.experts
+        each = experts + self.shared if self.experts else 1
         router = self.hidden * self.experts
         dense = 3 * self.hidden * self.dense_feedforward * self.dense
         return sparse * (3 * self.hidden * self.feedforward * each + router) + dense
@@ -256,7 +257,7 @@ def refuse_unlike(path: Path, config: Mapping[str, Any]) -> None:
     if (config.get("decoder_sparse_step") or 1) != 1:
         raise ValueError(f"{path} has decoder_sparse_step: {UNLIKE['mlp_only_layers']}")
     kinds, delta = config.get("layer_types") or [], all(map(config.get, LINEAR.values()))
-    known = ["full_attention", "linear_attention"][: 1 + delta]
+    known = ["full_attention", "linear_attention"] if delta else ["full_attention"]
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
         more = "" if delta else f"; linear_attention only with {', '.join(LINEAR.values())}"
         raise ValueError(f"{path} has layer_types {kinds}; expected {' or '.join(known)} only{more}")
@@ -293,12 +294,14 @@ def read_config(path: Path) -> Model:
 
     known: dict[str, Any] = {name: field(given) for name, given in FIELDS.items()}
     kind = str(config.get("model_type") or path.parent.name)
-    every, kinds = field("full_attention_interval", default=0), config.get("layer_types")
-    linear = kinds.count("linear_attention") if kinds else known["layers"] - known["layers"] // every if every else 0
+    every = field("full_attention_interval", default=1) or 1  # 1: every layer has full attention
+    kinds = config.get("layer_types")
+    linear = kinds.count("linear_attention") if kinds else known["layers"] - known["layers"] // every
     if linear:
         known["linear"] = LinearLayers(linear, **{name: field(given) for name, given in LINEAR.items()})
     experts = field("num_local_experts", "num_experts", "n_routed_experts", default=0)
-    width = field("intermediate_size", *["moe_intermediate_size"] * bool(experts))
+    names = ["intermediate_size", "moe_intermediate_size"] if experts else ["intermediate_size"]
+    width = field(*names)
     if experts:
         dense, of_dense = field("first_k_dense_replace", default=0), width
         width = max(1, field("moe_intermediate_size", default=width))

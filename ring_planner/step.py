@@ -139,7 +139,12 @@ class Step:
 
 def matmul_seconds(gpu: GPU, flops: float, dtype: str) -> float:
     """Seconds of matrix products of a dtype."""
-    share = 1.0 if gpu.ideal else AMPERE if "fp8" not in gpu.peak else MATMUL[dtype]
+    if gpu.ideal:
+        share = 1.0
+    elif "fp8" in gpu.peak:
+        share = MATMUL[dtype]
+    else:
+        share = AMPERE
     return flops / (share * gpu.peak[dtype])
 
 
@@ -222,11 +227,12 @@ def training_seconds(step: Step) -> dict[str, float]:
     product = matmul_seconds(gpu, 2 * C * model.matrices, step.linear_dtype) / L
     forward, backward = attention_seconds(step)
     passes, passes_back = layer_passes(step)
+    passes_again = passes if again > 0 else 0.0
     # A layer: gather and scatter of an all-reduce, for attention and for the feedforward; the same backward.
     exchange = 4 * collective_seconds(step, W * C * step.tp * model.hidden, step.tp, step.per_host)
     ahead = product + forward + passes + exchange
     back = (1 + trained + again) * product + forward_again * forward + backward + passes_back + exchange
-    back += (again > 0) * passes + forward_again * exchange
+    back += passes_again + forward_again * exchange
     gathered, scattered = fsdp_seconds(step)
     loss = LOSS * C * model.vocab / memory_rate(gpu)
     moments = trained * MOVED[step.optimizer] * model.parameters() / step.gpus / memory_rate(gpu)
@@ -234,7 +240,7 @@ def training_seconds(step: Step) -> dict[str, float]:
         "products": L * (2 + trained + again) * product,
         "attention": L * ((1 + forward_again) * forward + backward),
         "head": matmul_seconds(gpu, (4 + 2 * trained) * C * model.hidden * model.vocab, "bf16"),
-        "passes": L * ((1 + (again > 0)) * passes + passes_back) + loss + moments,
+        "passes": L * (passes + passes_again + passes_back) + loss + moments,
         "tensor parallel": L * (2 + forward_again) * exchange,
         "FSDP": gathered + L * (max(0.0, gathered - ahead) + max(0.0, gathered + trained * scattered - back)),
     }

@@ -48,8 +48,8 @@ class Cluster:
     host_latency: float = 0.0  # the same between hosts
     backward_flops: float = 0.0  # FLOP/s in the backward pass; 0: as `flops`
     launch: float = 0.0  # seconds of each call of a kernel, beside its FLOPs and bytes
-    slowdown: float = 1.0  # times as long does computing take while messages of the device travel
-    causal: float = 1.0  # times as long does a call with a causal mask take for each pair: measured, on any device
+    slowdown: float = 1.0  # how many times longer computing takes while messages of the device travel
+    causal: float = 1.0  # how many times longer a call takes for a pair under a causal mask: measured, on any device
     multiprocessors: int = 0  # of a GPU: a kernel with few blocks does not fill them; 0: blocks cost nothing
 
     def __post_init__(self) -> None:
@@ -130,7 +130,9 @@ def alike(layer: AttentionLayer, cluster: Cluster, ranks: int) -> int:
     Heads are exchanged among `ranks` ranks.
     """
     per_host, equal = cluster.per_host, len(set(shares(layer, ranks))) == 1
-    return per_host if per_host % ranks == 0 or (ranks % per_host == 0 and equal) else cluster.devices
+    inside_a_host = per_host % ranks == 0
+    whole_hosts = ranks % per_host == 0
+    return per_host if inside_a_host or (whole_hosts and equal) else cluster.devices
 
 
 def busiest(sent: Iterable[tuple[int, int, float]], cluster: Cluster) -> tuple[float, float]:

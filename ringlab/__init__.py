@@ -19,11 +19,12 @@ from ringlab.moved import Moved
 
 if TYPE_CHECKING:
     from ring_attn import ring_attention
-    from ringlab.hugging_face.batch import ContextParallel, backward, loss_part, shard_batch
+    from ringlab.hugging_face.batch import backward, loss_part, shard_batch
     from ringlab.hugging_face.forward import extra_loss
     from ringlab.hugging_face.generate import spread_generation
     from ringlab.hugging_face.trainer import RingSFTTrainer, RingTrainer
     from ringlab.hugging_face.use import stop_ring, use_ring
+    from ringlab.models.mesh import ContextParallel
     from ringlab.ring.flash_ring import ring_flash_attention, scaled_dot_product_attention
     from ringlab.ring.layouts import Layout, positions, shard, unshard
     from ringlab.states.short_convolution import ring_short_convolution
@@ -56,7 +57,7 @@ __all__ = [
     "use_ring",
 ]
 _HOMES = {  # of each name, and the package that it needs
-    "ContextParallel": ("ringlab.hugging_face.batch", "transformers"),
+    "ContextParallel": ("ringlab.models.mesh", "torch"),
     "Layout": ("ringlab.ring.layouts", "torch"),
     "RingSFTTrainer": ("ringlab.hugging_face.trainer", "trl"),
     "RingTrainer": ("ringlab.hugging_face.trainer", "accelerate"),

@@ -51,7 +51,6 @@ SLOW = (
     "models_",
     "hugging_face",
     "every_model",
-    "compiled",
     "jax",
     "fused_merge",
     "doctor_",
@@ -70,7 +69,7 @@ QUICK = (
 
 
 def name_of(path):
-    """causal for tests/ring/test_causal.py, models_train for tests/models/test_train.py."""
+    """masks for tests/ring/test_masks.py, models_train for tests/models/test_train.py."""
     folder, name = path.parent.name, path.stem.removeprefix("test_")
     return f"{folder}_{name}" if folder in ("doctor", "models") else name
 

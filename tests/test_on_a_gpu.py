@@ -3,6 +3,7 @@
 `make test-gpu` runs them; `--gpu=cpu` tries the same tests with gloo.
 """
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench import gpu
 from ring_doctor import examine
+from ringlab.ring.layouts import LAYOUTS
 from ringlab.support.processes import Ranks
 from tests import every_way as ways
 from tests.attention import VIEWS
@@ -49,13 +51,13 @@ def ranks(device):
 
 
 def test_every_head_dim_dtype_and_shape(ranks, device):
-    [rows] = ranks(1, gpu.told, "kernels", gpu.ON[device])
+    [rows] = ranks(1, gpu.rows_of_rank, "kernels", gpu.ON[device])
     assert [row for row in rows if not row[1]] == []
 
 
 def error_of_block(context, *sizes):
     """In float16, whose kernels are those of bfloat16."""
-    return gpu.block_error(*gpu.drawn(context.device, "float16", *sizes), causal=False)
+    return gpu.block_error(*gpu.random_inputs(context.device, "float16", *sizes), causal=False)
 
 
 LARGE = [(2**16 + 8, 2**16 + 8, 8, 8, 8), (1, 1, 40, 2**16 + 40, 64), (2, 1, 2**16 + 40, 40, 64)]  # H, G, Sq, Sk, D
@@ -68,6 +70,22 @@ def test_counts_beyond_16_bits(ranks, sizes):
 
 
 # The ring and the other ways ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("way", "shape"), [("ring", 3), ("all-gather", 3), ("all-to-all", 3), ("double ring", (2, 2)), ("hybrid", (2, 2))]
+)
+def test_every_mask_and_layout(ranks, device, way, shape):
+    """Dtypes take turns."""
+    n = ways.ranks_of(shape)
+    tokens, D = (40 * n, 64) if device == "cuda" else (8 * n, 8)
+    dtypes = itertools.cycle([torch.bfloat16, torch.float16, torch.float32])
+    asked = [(mask, layout) for mask in masks_of(tokens).values() for layout in LAYOUTS]
+    each = [
+        Problem(2 * n, n, tokens, {**mask, "layout": layout}, dtype=dtype, head_dim=D)
+        for (mask, layout), dtype in zip(asked, dtypes, strict=False)
+    ]
+    assert_right_results(ranks, way, shape, each)
 
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))

@@ -151,8 +151,10 @@ def _printed(run: Run) -> str:
 
 
 def _short(values: list[float]) -> str:
+    if math.inf in values:
+        return "any"
     written = [f"{value:.4g}" for value in values]
-    return "any" if math.inf in values else written[0] if len(set(written)) == 1 else ", ".join(written)
+    return written[0] if len(set(written)) == 1 else ", ".join(written)
 
 
 def _wrong(run: Run, right: list[Any], mistakes: dict[str, list[Any]] | None = None) -> str:
@@ -274,10 +276,10 @@ DOUBLING = "a message joins what two ranks know, so after t rounds a result depe
 
 HOP = Puzzle(
     "one hop, blocking",
-    _one_each,
-    lambda inputs: [inputs[rank - 1][0] for rank in range(len(inputs))],
-    lambda P: Wires(blocking=True),
-    (
+    inputs=_one_each,
+    right=lambda inputs: [inputs[rank - 1][0] for rank in range(len(inputs))],
+    wires=lambda P: Wires(blocking=True),
+    counts=(
         Count(
             "time",
             _time,
@@ -285,15 +287,15 @@ HOP = Puzzle(
             proof="a blocking rank is in one message at a time, so at most P // 2 messages move at once, and P must.",
         ),
     ),
-    "x",
+    block="x",
 )
 
 GATHER = Puzzle(
     "everybody gets everything",
-    _one_each,
-    lambda inputs: [[mine[0] for mine in inputs]] * len(inputs),
-    lambda P: Wires(time=lambda source, to, size: size / 64),
-    (
+    inputs=_one_each,
+    right=lambda inputs: [[mine[0] for mine in inputs]] * len(inputs),
+    wires=lambda P: Wires(time=lambda source, to, size: size / 64),
+    counts=(
         Count(
             "time",
             _time,
@@ -301,7 +303,7 @@ GATHER = Puzzle(
             proof="a rank lacks P - 1 blocks, and its one wire in brings a block in a unit of time.",
         ),
     ),
-    "x",
+    block="x",
 )
 
 
@@ -322,10 +324,10 @@ def _to_sum(world_size: int) -> Inputs:
 
 SUM = Puzzle(
     "sums, a part for each rank",
-    _to_sum,
-    lambda inputs: list(torch.stack([mine[0] for mine in inputs]).sum(dim=0)),
-    lambda P: Wires(time=lambda source, to, size: size / 64),
-    (
+    inputs=_to_sum,
+    right=lambda inputs: list(torch.stack([mine[0] for mine in inputs]).sum(dim=0)),
+    wires=lambda P: Wires(time=lambda source, to, size: size / 64),
+    counts=(
         Count(
             "time",
             _time,
@@ -334,7 +336,7 @@ SUM = Puzzle(
             "of time.",
         ),
     ),
-    "sum ",
+    block="sum ",
     number_of=_summed,
 )
 
@@ -372,10 +374,10 @@ def _computed(schedule: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, 
 
 RING = Puzzle(
     "the ring",
-    _qkv,
-    _attention,
-    _blocks,
-    (
+    inputs=_qkv,
+    right=_attention,
+    wires=_blocks,
+    counts=(
         Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1)),
         Count(
             "chunks held",
@@ -389,10 +391,10 @@ RING = Puzzle(
 
 GROUPED = Puzzle(
     "grouped queries",
-    partial(_qkv, heads=(2 * H, H, H)),
-    _attention,
-    lambda P: replace(_blocks(P), block=2 * H * C * C),
-    (Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1)), _share(2)),
+    inputs=partial(_qkv, heads=(2 * H, H, H)),
+    right=_attention,
+    wires=lambda P: replace(_blocks(P), block=2 * H * C * C),
+    counts=(Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1)), _share(2)),
     mistakes=_mistaken,
     trial=_computed,
 )
@@ -414,10 +416,10 @@ def _gradients(inputs: Inputs) -> list[list[Tensor]]:
 
 HOME = Puzzle(
     "the gradients' trip home",
-    _for_gradients,
-    _gradients,
-    _blocks,
-    (
+    inputs=_for_gradients,
+    right=_gradients,
+    wires=_blocks,
+    counts=(
         Count("chunks that a rank sends", _sent, lambda P: 4 * (P - 1), goal=lambda P: 4 * P - 2),
         _share(1),
     ),
@@ -452,11 +454,12 @@ def _dealt(tokens: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
     places = []
     for rank in range(P):
         try:
-            places.append(mine := numbers(run.outputs[rank], f"a list of tokens, 0 to {S - 1}"))
+            mine = numbers(run.outputs[rank], f"a list of tokens, 0 to {S - 1}")
         except NotYet as problem:
             return run, f"rank {rank}: {problem}"
         if len(mine) != S // P:
             return run, f"rank {rank} takes {len(mine)} tokens; each of {P} ranks must take {S // P} of the {S}"
+        places.append(mine)
     owners: dict[float, list[int]] = {token: [] for token in range(S)}
     for rank, mine in enumerate(places):
         for token in mine:
@@ -475,10 +478,10 @@ def _dealt(tokens: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
 
 BALANCE = Puzzle(
     "a fair share of a causal mask",
-    lambda P: [(TOKENS * P,)] * P,
-    lambda inputs: [None] * len(inputs),
-    lambda P: Wires(time=lambda source, to, size: size / (4 * CHUNK), block=H * TOKENS * TOKENS),
-    (
+    inputs=lambda P: [(TOKENS * P,)] * P,
+    right=lambda inputs: [None] * len(inputs),
+    wires=lambda P: Wires(time=lambda source, to, size: size / (4 * CHUNK), block=H * TOKENS * TOKENS),
+    counts=(
         Count(
             "pairs of the busiest rank",
             _pairs,
@@ -508,10 +511,10 @@ def _keys_in(run: Run) -> float:
 
 WINDOW = Puzzle(
     "a window",
-    lambda P: _qkv(P, WINDOWS[P]),
-    _in_window,
-    _blocks,
-    (
+    inputs=lambda P: _qkv(P, WINDOWS[P]),
+    right=_in_window,
+    wires=_blocks,
+    counts=(
         Count(
             "keys that come to a rank",
             _keys_in,
@@ -525,10 +528,10 @@ WINDOW = Puzzle(
 
 TWO_RINGS = Puzzle(
     "two directions at once",
-    _qkv,
-    _attention,
-    lambda P: replace(_blocks(P), neighbours=True),
-    (Count("time", _time, lambda P: P + (P - 1) / 2, goal=lambda P: P + math.ceil((P - 1) / 2)),),
+    inputs=_qkv,
+    right=_attention,
+    wires=lambda P: replace(_blocks(P), neighbours=True),
+    counts=(Count("time", _time, lambda P: P + (P - 1) / 2, goal=lambda P: P + math.ceil((P - 1) / 2)),),
     mistakes=_mistaken,
     trial=_computed,
 )
@@ -549,10 +552,10 @@ def _of_a_token(inputs: Inputs) -> list[Any]:
 
 TOKEN = Puzzle(
     "one new token",
-    _for_a_token,
-    _of_a_token,
-    lambda P: Wires(),
-    (
+    inputs=_for_a_token,
+    right=_of_a_token,
+    wires=lambda P: Wires(),
+    counts=(
         Count(
             "messages",
             lambda run: len(run.messages),

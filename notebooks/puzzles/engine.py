@@ -343,6 +343,7 @@ class _Referee:
                 return  # a rank died before its work began: the pool tells
             self._ranks[rank] = connection
             connection.send_bytes(pickle.dumps(self._inputs[rank]))
+        said = {"step": self._step, "end": self._end, "stopped": self._stopped, "error": self._error}
         while len(self._done) < len(self._inputs):
             talking = {connection: rank for rank, connection in self._ranks.items() if rank not in self._done}
             for connection in wait(list(talking)):
@@ -352,7 +353,7 @@ class _Referee:
                 except (EOFError, OSError):
                     what, details, works = "error", ["its process has died"], []
                 self._computed(rank, works)
-                getattr(self, f"_{what}")(rank, *details)
+                said[what](rank, *details)
             if self._waiting and len(self._waiting) + len(self._done) == len(self._inputs):
                 self._stuck()
         if self._errors:  # the others went on as far as they could, so the record is the same in every run

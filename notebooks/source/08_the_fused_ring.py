@@ -369,14 +369,14 @@ print(check_natural_lse(my_natural_kernel))
 #
 # You have walked the road. Open [`flash_ring.py`](../ringlab/ring/flash_ring.py) now: the ring that you train with.
 # Then write your own: [the workshop](your_ring/your_ring.ipynb) begins with an empty file, and [the puzzles](puzzles/puzzles.ipynb) ask for schedules.
-# Take the track that you need. 14 and 15 need 10; 17 needs 13; 18 needs 9 and 17:
+# Take the track that you need, in its order:
 #
-# - *plan* a cluster: [9 · hidden communication](09_hidden_communication.ipynb),
+# - *plan* a cluster: [9 · hidden communication](09_hidden_communication.ipynb), 13, 17,
 #   [18 · two speeds of wire](18_two_speeds_of_wire.ipynb)
 # - *train* a model: [8b · on a GPU](08b_on_a_gpu.ipynb), [10 · a model in the ring](10_a_model_in_the_ring.ipynb),
 #   [11 · meshes](11_meshes.ipynb), [12 · your own model](12_your_own_model.ipynb)
-# - *use* long contexts: [13 · documents and windows](13_documents_and_windows.ipynb), [14 · generation](14_generation.ipynb),
+# - *use* long contexts: 10, [13 · documents and windows](13_documents_and_windows.ipynb), [14 · generation](14_generation.ipynb),
 #   [15 · what context is for](15_what_context_is_for.ipynb)
 # - *check* a ring: [16 · rings that were wrong](16_rings_that_were_wrong.ipynb)
-# - *other ways*: [17 · the other ways round](17_the_other_ways_round.ipynb), [the ring in JAX](appendix_ring_in_jax.ipynb),
+# - *other ways*: 9, 13, [17 · the other ways round](17_the_other_ways_round.ipynb), [the ring in JAX](appendix_ring_in_jax.ipynb),
 #   [a ring of states](appendix_ring_of_states.ipynb)

@@ -19,7 +19,7 @@
 # - say which lines of a ring make the host wait.
 #
 # Track *train*. Before it: chapters 1 to 8. 13 minutes to read, 10 for the exercises. You need no GPU. Next:
-# [9 · hidden communication](09_hidden_communication.ipynb).
+# [10 · a model in the ring](10_a_model_in_the_ring.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -47,8 +47,8 @@ for (H, S, D, mask), ((ours, _), (theirs, _)) in wrong_kernel.KERNELS.items():
     assert ours / theirs < 0.75
 
 # %% [markdown]
-# Why did no test notice? A test of numbers asks whether they are right. Two kernels give the same numbers, up to
-# rounding. On your machine, too: the fused kernel of chapter 8, and the plain blocks of chapter 2.
+# Why did no test notice? A test asks whether the numbers are right, and two kernels give the same numbers, up to rounding. See
+# it on your machine, with the fused kernel of chapter 8 and the plain blocks of chapter 2:
 
 # %%
 q, k, v = torch.randn(3, 1, 4, 1024, 64, generator=torch.Generator().manual_seed(0)).unbind()
@@ -66,10 +66,9 @@ for name, kernel in kernels.items():
 # %% [markdown]
 # ## The idea: ask PyTorch
 #
-# `scaled_dot_product_attention` has several kernels and chooses one for your GPU. Which is fastest depends on the GPU.
-# Others measured (transformers, pull request 48163): cuDNN's kernel is about twice as fast as FlashAttention 2 on an
-# H100, and slower than it on an A100. The choice also changes from version to version of PyTorch. A table of your own
-# gets old.
+# `scaled_dot_product_attention` has several kernels and chooses one, because which is the fastest depends on the GPU. Others
+# measured (transformers, pull request 48163): cuDNN's kernel is about twice as fast as FlashAttention 2 on an H100, and
+# slower than it on an A100. The choice also changes from version to version of PyTorch, so a table of your own gets old.
 #
 # So the ring must not choose. It asks the function that PyTorch's attention asks, with the same q, k and v:
 
@@ -89,14 +88,14 @@ wrong_kernel.draw()
 
 # %% [markdown]
 # On the right each rank of a [zigzag](../docs/glossary.md#zigzag-layout) ring computed in turn on the one GPU, without
-# messages. With the right kernel some speed is still missing, and more with more ranks. Blocks get shorter, and results
-# must be [merged](../docs/glossary.md#merge) and gradients added up. That passes over memory once more for each block.
+# messages. Even with the right kernel some speed is missing, and more with more ranks. Blocks get shorter, and the results of
+# each must be [merged](../docs/glossary.md#merge) and its gradients added up, which passes over memory once more.
 #
 # ## Who waits for whom
 #
-# On a CPU a call returns when its result is there. On a GPU it returns at once. The host only **launches** a kernel: it
-# puts it into a queue, a **stream**. The GPU runs a stream in order. So there are several clocks: that of the host, and
-# one for each stream.
+# On a CPU a call returns when its result is there. On a GPU it returns at once, because the host only **launches** a kernel: it
+# puts it into a queue, a **stream**, which the GPU works off in order. So there are several clocks: that of the host, and one
+# for each stream.
 
 
 # %%
@@ -119,11 +118,11 @@ print(f"a clock that is read when the GPU is done {1e3 * stream.done:.2f} ms")
 assert stream.done > 40 * host
 
 # %% [markdown]
-# So call `torch.cuda.synchronize()` before you read a clock. Else you measure launches.
+# So call `torch.cuda.synchronize()` before you read a clock, or you measure launches.
 #
-# **Messages** run in a stream of their own. NCCL's `wait()` does not stop the host. It makes the computing stream wait
-# for the message, and returns. So the host can launch the next [rounds](../docs/glossary.md#round) while the GPU still
-# computes the first one. Here are two hosts: one runs ahead, the other waits for the GPU in each round.
+# **Messages** run in a stream of their own. NCCL's `wait()` does not stop the host: it makes the computing stream wait for the
+# message, and returns. So the host can launch the next [rounds](../docs/glossary.md#round) while the GPU still computes the
+# first one. Compare a host that runs ahead with one that waits for the GPU in each round:
 
 
 # %%
@@ -150,11 +149,11 @@ for computing in (5e-5, 5e-4, KERNEL):
     assert waiting > ahead
 
 # %% [markdown]
-# Each round of the waiting host adds its launches to the time. With long blocks that is little. With short blocks it is
-# much, and then even the host that runs ahead is the slowest part: the GPU waits for launches.
+# Each round of the waiting host adds its launches to the time. With long blocks you hardly notice. With short blocks it is
+# much, and then even the host that runs ahead is too slow: the GPU waits for launches.
 #
-# These make a host wait: `.item()`, `print` of a tensor, `.cpu()`, an `if` on a tensor's value. So does a check before
-# each call that sends its facts through the GPU. The ranks of a ring agree on shapes and options first. On one host
+# What makes a host wait? `.item()`, `print` of a tensor, `.cpu()`, an `if` on a tensor's value, and a check before each call
+# that sends its facts through the GPU. The ranks of our ring do compare shapes and options before each call. But on one host
 # they do so through pipes, and the GPU has no part in it.
 #
 # | | gloo, CPUs | NCCL, GPUs |
@@ -169,8 +168,8 @@ for computing in (5e-5, 5e-4, KERNEL):
 # **One GPU is enough** to try all of this. `torchrun --nproc_per_node=4 ring_attn.py --device cuda` lets four ranks
 # share it. Their messages go through sockets and are slow: this is for learning and for tests.
 #
-# > **One number to remember: 2.** The wrong kernel took about twice the time on an H100, and every number was right. Time
-# > your ring with one rank beside `scaled_dot_product_attention`. Both must take the same time.
+# > **One number to remember: 2.** The wrong kernel took about twice the time on an H100, and every number was right. So time
+# > your ring with one rank beside `scaled_dot_product_attention`: both must take the same time.
 #
 # ## Questions
 #

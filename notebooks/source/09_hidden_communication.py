@@ -19,7 +19,7 @@
 # - say how long a sequence P devices reach.
 #
 # Track *plan*. Before it: chapters 1 to 8. 22 minutes to read, 15 for the exercises. Next:
-# [17 · the other ways round](17_the_other_ways_round.ipynb).
+# [13 · documents and windows](13_documents_and_windows.ipynb), and then [17 · the other ways round](17_the_other_ways_round.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -189,8 +189,8 @@ slow_hop.draw()
 #   dtype;
 # - the sums of the gradients, in float32 at least: dQ once, dK and dV in two buffers.
 #
-# In bfloat16 with $G = H$ this is as much as 22 chunks, where the forward pass needs 6. (Pages count 5, 6, 7, 8, 13.3, 17,
-# 18 or 22 chunks. [One table](../docs/memory.md) says who counts what.) With Llama's 8 of 32 heads it is 10 chunks of q:
+# In bfloat16 with $G = H$ this is as much as 22 chunks, where the forward pass needs 6. (Other pages count other tensors, and get
+# other numbers: [one table](../docs/memory.md) for all.) With Llama's 8 of 32 heads it is 10 chunks of q:
 
 # %%
 C = 2**17 // 8  # 128K tokens on 8
@@ -287,4 +287,4 @@ print(check_peak_memory_backward(my_peak_backward))
 #
 # Open [`hidden_communication.py`](../ring_planner/hidden_communication.py) now: the counts of this page, and table 2 of the
 # paper, recomputed. Beside it is [`memory.py`](../ring_planner/memory.py), all counts of memory. Next:
-# [17 · the other ways round](17_the_other_ways_round.ipynb).
+# [13 · documents and windows](13_documents_and_windows.ipynb), and then [17 · the other ways round](17_the_other_ways_round.ipynb).

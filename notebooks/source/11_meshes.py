@@ -271,7 +271,7 @@ measured_models.loss_curves()
 # <details><summary>Why are the ranks of a ring neighbours, and not the ranks of a column?</summary>
 #
 # The ranks of a host have neighbouring numbers, and the links inside a host are the fastest. Each hop of a ring must hide
-# behind the work on one [block](../docs/glossary.md#block) (chapter 9), so the ring needs fast links. PyTorch numbers the
+# behind the work on one [block](../docs/glossary.md#block) (chapter 6), so the ring needs fast links. PyTorch numbers the
 # ranks of a mesh row by row. So write `("dp", "cp")`, with cp last.
 # </details>
 #

@@ -211,7 +211,8 @@ masked_ring.draw()
 # %% [markdown]
 # ## Work, and hops
 #
-# No rank computes a pair that the mask hides, and the blocks move on only as long as some rank needs one of them.
+# No rank computes a piece that the mask hides; on the edge of a triangle the kernel computes whole tiles (chapter 8). And
+# the blocks move on only as long as some rank needs one of them.
 # When no document crosses two borders between ranks, one hop is enough. The price is balance: the ranks' work
 # differs, and a ring is as slow as its busiest rank. Here are 65,536 tokens on 8 ranks:
 

@@ -134,7 +134,7 @@ for rank in range(2):
 assert shard_texts(texts, 0, 2)[0][0, 0, 1] == START
 
 # %% [markdown]
-# IGNORED is −100: a line's id has no label. All else is training as in chapter 11, in `retrieval.train`.
+# IGNORED is −100: a line's id has no label. All else is a common training loop, `retrieval.train`.
 # `DistributedDataParallel` averages the gradients of the ranks, and so the loss is multiplied by P.
 #
 # ## The picture

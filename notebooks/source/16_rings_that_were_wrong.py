@@ -333,7 +333,7 @@ assert [sum(column) for column in zip(*seen.values(), strict=True)] == [0, 1, 2,
 #
 # <details><summary>A ring's loss agrees with that of one process to four digits. Is its attention right?</summary>
 #
-# Not for sure. At the start of training the loss hardly depends on attention (chapter 10). And two of the five mistakes
+# Not for sure. At the start of training the loss hardly depends on attention. And two of the five mistakes
 # leave the output exact; only the gradients are wrong.
 # </details>
 #

@@ -277,6 +277,7 @@ def milliseconds(way, g, cluster, mask=None):
 
 waits = {("ring", None): 0, ("all-gather", None): 448 / 8, ("all-to-all", None): 280}  # for so many MiB
 waits |= {("hybrid", g): (g - 1) / g * 320 for g in (2, 4)}
+both = {}
 print("MiB sent forward            waits, ms   both passes: ideal, ms   with costs: forward, backward")
 for way, size in waits.items():
     sent, waited = traffic(way[0], layer, C, ideal, split=way[1])[0] / 2**20, 1e3 * size * 2**20 / h100.link
@@ -284,17 +285,20 @@ for way, size in waits.items():
     assert abs(forward - waited - 8e3 * block_flops(layer, C**2 / 2) / h100.peak["bf16"]) < 1e-9  # the planner agrees
     name = f"hybrid {8 // way[1]} x {way[1]}" if way[1] else way[0]
     print(f"{name:<12}{sent:>5.0f}{waited:>19.2f}{forward + backward:>18.1f}{costs[0]:>25.1f} +{costs[1]:>5.1f}")
+    both[name] = [round(forward + backward, 1), round(sum(costs), 1)]
+assert (both["ring"], both["all-gather"]) == ([62.4, 114.9], [62.8, 107.4])
 
 # %% [markdown]
-# By the roofline the ring is the best, though all lie within 2 %. With real GPUs it is the last, because a roofline knows only
-# products and messages. A round has other costs: it reads and writes the running output again, the last tiles of a kernel leave a
-# part of the GPU idle, and messages slow the computing beside them. A ring pays this eight times. *With costs* adds it
-# ([`round_costs.py`](../ring_planner/round_costs.py)), and takes the 652 TFLOP/s that cuDNN's forward kernel reached on one
-# H100, in place of 989.
+# By the roofline the ring wins: 62.4 ms, where a gather takes 62.8. With costs it is last: 114.9 ms, where a gather takes 107.4.
+# A roofline knows products and messages only. But a ring also rewrites its output in each of eight rounds, leaves a part of the
+# GPU idle at the end of every kernel, and computes beside messages.
 #
-# **When which?** Inside one host, gather K and V or exchange heads: they tie. Exchange only where $P$ divides the heads. When our
-# 4 ranks shared 6 heads, two ranks had two, and the others would wait for them. The ring takes any number of ranks and any heads.
-# On CPUs, [`shared_memory.py`](../ringlab/ways/shared_memory.py) needs no messages.
+# *With costs* adds these three ([`round_costs.py`](../ring_planner/round_costs.py)). It also takes the 652 TFLOP/s that cuDNN's
+# forward kernel reached on one H100, in place of the data sheet's 989.
+#
+# **When which?** Inside one host, gather K and V or exchange heads: they differ by 2 %. Exchange only where $P$ divides the heads.
+# When our 4 ranks shared 6 heads, two ranks had two, and the others would wait for them. The ring takes any number of ranks and
+# any heads. [Which way for which wires](../docs/which_way.md#which-way-for-which-wires) has the rule for whole steps.
 #
 # Between hosts the hybrid has an advantage. A hop of its ring has as many bytes as one of the flat ring, $gC$ tokens of $G/g$ heads,
 # but the next hop is due $g$ times as late. So **$g$ times shorter chunks hide it**, and

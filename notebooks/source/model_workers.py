@@ -38,7 +38,10 @@ def run_loop(context: RankContext, folder: str, loader: list) -> list[float]:
     """Run the training loop of examples/fsdp2.py as it stands, with a model and batches of ours -> its losses."""
     kept: list[float] = []
     model = partial(AutoModelForCausalLM.from_pretrained, folder)
-    keep = lambda losses, model: kept.extend(losses)  # noqa: E731
+
+    def keep(losses: list[float], model: PreTrainedModel) -> None:
+        kept.extend(losses)
+
     tiny = SimpleNamespace(model=model, batches=lambda: loader, keep=keep, DEVICE="cpu")
     joined = mock.patch.object(processes, "join_ring", return_value=contextlib.nullcontext(context))  # it has joined
     with joined, mock.patch.dict(sys.modules, tiny=tiny):

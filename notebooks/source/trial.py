@@ -253,9 +253,10 @@ class Cell:
 
 def forms_of(function: Any) -> list[Any]:
     """A function and what is in it: that of a partial or of a decorator, and so on."""
-    forms = [function]
-    while inner := getattr(forms[-1], "func" if isinstance(forms[-1], functools.partial) else "__wrapped__", None):
-        forms.append(inner)
+    forms = []
+    while function is not None:
+        forms.append(function)
+        function = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
     return forms
 
 

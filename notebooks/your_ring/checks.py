@@ -8,8 +8,8 @@ processes. The doctor judges numbers; what travels is judged here, from what thr
 
 import importlib
 import inspect
-import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from notebooks.source.checks import answers
 from notebooks.source.checks.answers import TimeUp, difference, time_limit
-from notebooks.your_ring.messages import Message, Watch, words
 from ring_doctor import examine
 from ring_doctor.asking.answers import REFUSED, RIGHT
 from ring_doctor.asking.calls import ask_on_rank
@@ -30,6 +29,7 @@ from ring_doctor.asking.names import named
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import VALUES, Question, questions
 from ring_doctor.report import head
+from ringlab.support.messages import Message, Watch
 from ringlab.support.processes import RankContext, Ranks
 
 FOLDER = Path(__file__).parent
@@ -172,25 +172,52 @@ def _sent(context: RankContext, patient: Patient, question: Question) -> list[Me
     return watch.messages
 
 
+def _words(of_ranks: list[list[Message]]) -> str:
+    """What the ranks of a job send, in a sentence: "each rank r sends 4 messages of 384 bytes to rank r + 1"."""
+
+    def told(rank: int) -> str:
+        said = []
+        for message, count in Counter(of_ranks[rank]).items():
+            size = f"of {message.bytes:,} bytes"
+            if message.peer is None:
+                said.append(f"{count} x {message.kind} {size}")
+            else:
+                number = "1 message" if count == 1 else f"{count} messages"
+                said.append(f"{number} {size} to rank r + {(message.peer - rank) % len(of_ranks)}")
+        return "; ".join(said) or "nothing"
+
+    sent = [told(rank) for rank in range(len(of_ranks))]
+    if len(set(sent)) == 1:
+        return f"each rank r sends {sent[0]}"
+    return "; ".join(f"rank {rank} sends {what}" for rank, what in enumerate(sent))
+
+
+def _to_neighbours(of_ranks: list[list[Message]]) -> bool:
+    """Whether each message goes to the next rank or to the previous one, and there is no collective."""
+    P = len(of_ranks)
+    peers = [(rank, message.peer) for rank, messages in enumerate(of_ranks) for message in messages]
+    return all(peer is not None and (peer - rank) % P in (1, P - 1) for rank, peer in peers)
+
+
 def _no_ring(number: int, patient: Patient) -> str:
     """What is wrong with the messages of a ring whose numbers are right; "": nothing."""
     *_, question = takewhile(lambda it: it.what() == "C = 6", questions(patient, 3, torch.float64, 0))
     case, ranks = question.case, Ranks(3, START)
     try:
-        sent = words(ranks(3, _sent, patient, question))
+        of_ranks = ranks(3, _sent, patient, question)
     finally:
         ranks.stop()
-    messages = re.findall(r"(\d+) messages? of ([\d,]+) bytes to rank r \+ (\d+)", sent)
-    neighbours = {int(to) for *_, to in messages} <= {1, case.world_size - 1}
-    if not messages or not neighbours or " x " in sent:
+    sent = [[message for message in messages if message.kind != "recv"] for messages in of_ranks]
+    if not all(sent) or not _to_neighbours(sent):
         return (
-            f"the numbers are right, but this is no ring of sends to a neighbour: with {case.world_size} ranks, {sent}"
+            "the numbers are right, but this is no ring of sends to a neighbour: with "
+            f"{case.world_size} ranks, {_words(sent)}"
         )
     hops = case.world_size - 1  # of K and V
     if number > 2:
         hops += 2 * case.world_size - 1  # and in the backward pass: of K and V again, and of dK and dV, which go home
     block = 2 * case.batch * case.kv_heads * case.seq_len // case.world_size * case.head_dim * case.dtype.itemsize
-    total = sum(int(count) * int(size.replace(",", "")) for count, size, _ in messages)
+    total = max(sum(message.bytes for message in messages) for messages in sent)
     if total > hops * block:
         return (
             f"the numbers are right, but a rank sends too much: {total:,} bytes, and {hops} hops of a block take "

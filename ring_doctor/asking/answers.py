@@ -83,9 +83,8 @@ def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
             continue
         whole = learned and all(x.dtype == right[name].dtype and right[name].accepts(x) for x in chunks)
         answer.whole |= whole and case.world_size > 1
-        x = answer.results[name] = (
-            chunks[0] if whole else torch.stack(chunks).sum(dim=0) if learned else case.join(chunks)
-        )
+        x = chunks[0] if whole else torch.stack(chunks).sum(dim=0) if learned else case.join(chunks)
+        answer.results[name] = x
         if x.dtype != right[name].dtype:
             if name != "lse" and (question.how, x.dtype) != ("autocast", torch.float32):  # as the tensors given
                 faults += [f"its {name} is {x.dtype}, its input {right[name].dtype}"]
@@ -137,8 +136,7 @@ def right_results(question: Question) -> dict[str, Right]:
     if question.how != "views":
         return case.right()
     q, k, v, d_out = case.whole()
-    chunks = [case.cut(d_out, rank) for rank in range(case.world_size)]
-    return case.exact(q, k, v, case.join([chunk[:, :, :1, :1].expand_as(chunk) for chunk in chunks]))
+    return case.exact(q, k, v, case.join([chunk[:, :, :1, :1].expand_as(chunk) for chunk in case.chunks(d_out)]))
 
 
 def _with_gradient_of_lse(case: Case) -> dict[str, Right]:

@@ -12,7 +12,6 @@ Before: patient.py, the claims; questions.py. After: answers.py, the comparison.
 """
 
 import faulthandler
-import inspect
 import sys
 import threading
 import traceback
@@ -39,15 +38,10 @@ class WrongResult(ValueError):
     """A function returned what is no attention. That is a fault; a ValueError of its own refuses a question."""
 
 
-def values(
-    takes: dict[str, inspect.Parameter],
-    case: Case,
-    group: ProcessGroup | None,
-    device: torch.device,
-    more: dict[str, Tensor],
-) -> dict[str, Any]:
-    """The arguments for a case, by the names of the signature."""
-    layout = layout_of(case.layout)
+def options(patient: Patient, case: Case, inputs: dict[str, Tensor], group: ProcessGroup | None) -> dict[str, Any]:
+    """The arguments beside q, k and v for a case, by the names of the signature."""
+    takes, layout = arguments_of(patient.name, patient.function), layout_of(case.layout)
+    more = {name: theirs(patient, x) if name in case.names else x for name, x in inputs.items() if name not in "qkv"}
     ends = [0, *accumulate(case.documents or (case.seq_len,))]
     given: dict[str, Any] = {name: getattr(case, name) for name in ("causal", "scale", "documents", "window")}
     given |= {"group": group, "layout": case.layout if callable(layout) else layout, **more}
@@ -56,7 +50,7 @@ def values(
         "group": group or dist.group.WORLD,
         "window_size": (-1, -1) if case.window is None else (case.window - 1, 0),
         "decay": more["log_decay"].exp() if "log_decay" in more else None,
-        **dict.fromkeys(NAMES["documents"][1:], torch.tensor(ends, dtype=torch.int32, device=device)),
+        **dict.fromkeys(NAMES["documents"][1:], torch.tensor(ends, dtype=torch.int32, device=inputs["q"].device)),
     }
     needed = [name for name, of in takes.items() if given.get(OPTION[name]) is not None or of.default is of.empty]
     return {name: forms.get(name, forms.get(OPTION[name], given.get(OPTION[name]))) for name in needed}
@@ -73,23 +67,19 @@ def ours(patient: Patient, x: Tensor) -> Tensor:
 
 
 def call(
-    patient: Patient, case: Case, given: dict[str, Tensor], group: ProcessGroup | None = None
+    patient: Patient, case: Case, inputs: dict[str, Tensor], group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """This rank's out (B, H, C, D), and lse (B, H, C) if it is returned. Raises WrongResult for other results."""
-    q, more = given["q"], {name: x for name, x in given.items() if name not in "qkv"}
-    more |= {name: theirs(patient, more[name]) for name in case.names if name in more}
-    options = values(arguments_of(patient.name, patient.function), case, group, q.device, more)
-    inputs = [theirs(patient, given[name]) for name in "qkv"]
-    returned = patient.function(*inputs, **options)
+    q, k, v = (theirs(patient, inputs[name]) for name in "qkv")
+    returned = patient.function(q, k, v, **options(patient, case, inputs, group))
     out, lse = returned[:2] if isinstance(returned, tuple | list) and len(returned) > 1 else (returned, None)
-    expected = (*inputs[0].shape[:-1], inputs[2].shape[-1])
+    expected = (*q.shape[:-1], v.shape[-1])
     if not isinstance(out, Tensor) or out.shape != expected:
         got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        raise WrongResult(
-            f"{patient.name} returned {got}; expected the output of this rank's queries, shape {tuple(expected)}, or "
-            f"(output, lse)"
-        )
-    return ours(patient, out), lse_of(patient, lse, q) if isinstance(lse, Tensor) and not patient.state else None
+        queries = f"the output of this rank's queries, shape {tuple(expected)}"
+        raise WrongResult(f"{patient.name} returned {got}; expected {queries}, or (output, lse)")
+    known = isinstance(lse, Tensor) and not patient.state
+    return ours(patient, out), lse_of(patient, lse, inputs["q"]) if known else None
 
 
 def lse_of(patient: Patient, lse: Tensor, q: Tensor) -> Tensor | None:
@@ -180,7 +170,7 @@ def _results(
     patient: Patient, question: Question, chunks: list[Tensor], group: dist.ProcessGroup | None
 ) -> RankResults:
     """The results of one forward pass and one backward pass; where two are asked for, those of the telling one."""
-    names, *_, d_out = question.case.names, *chunks
+    names, d_out = question.case.names, chunks[-1]
     frozen: Collection[str] = FROZEN.get(question.how, ())
     forward_only = question.how == "without gradients" or question.case.inputs == UNROUNDED[0]
     frozen = (*names, *question.case.learned) if forward_only or not patient.gradients else frozen

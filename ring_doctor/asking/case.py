@@ -72,10 +72,8 @@ class Case:
     def whole(self) -> tuple[Tensor, ...]:
         """The inputs and d_out of the whole sequence, in the case's dtype."""
         generator = torch.Generator().manual_seed(self.seed)
-        heads, D = (self.heads, self.kv_heads, self.kv_heads, self.heads), self.value_dim or self.head_dim
-        shapes = (
-            (self.batch, n, self.seq_len, d) for n, d in zip(heads, (self.head_dim, self.head_dim, D, D), strict=True)
-        )
+        H, G, of_k, of_v = self.heads, self.kv_heads, self.head_dim, self.value_dim or self.head_dim
+        shapes = [(self.batch, n, self.seq_len, D) for n, D in ((H, of_k), (G, of_k), (G, of_v), (H, of_v))]
         numbers = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         return tuple(x.to(self.dtype) for x in INPUTS[self.inputs](self, *numbers))
 
@@ -90,6 +88,10 @@ class Case:
     def cut(self, x: Tensor, rank: int) -> Tensor:
         """The chunk of `rank`, (B, H, C, ...), of a whole tensor (B, H, S, ...)."""
         return x[:, :, self.positions(rank).to(x.device)]
+
+    def chunks(self, x: Tensor) -> list[Tensor]:
+        """The chunks of all ranks of a whole tensor."""
+        return [self.cut(x, rank) for rank in range(self.world_size)]
 
     def join(self, chunks: Sequence[Tensor]) -> Tensor:
         """The whole tensor (B, H, S, ...) from the chunks of all ranks."""
@@ -136,14 +138,15 @@ class Case:
     def features(self) -> list[str]:
         """What else is asked, the same words for all numbers of ranks: ["batch of 2", "C = 6"]."""
         first = ", ".join(map(str, (self.documents or ())[:-1]))
-        said = [f"documents of {first} and the other tokens"] * bool(first)
+        said = [f"documents of {first} and the other tokens"] if first else []
         said += [f"window of {self.window}"] if self.window else []
         said += [f"{self.heads} query heads on {self.kv_heads}"] if self.heads != self.kv_heads else []
         said += ["attention sinks"] if self.sinks else []
         said += [f"V of D = {self.value_dim} beside {self.head_dim}"] if self.value_dim else []
         said += [f"scale {self.scale:g}"] if self.scale is not None else []
         said += [f"batch of {self.batch}"] if self.batch > 1 else []
-        said += [f"{self.inputs} {'scores' if self.inputs == 'large' else 'inputs'}"] * (self.inputs != "normal")
+        what = "scores" if self.inputs == "large" else "inputs"
+        said += [f"{self.inputs} {what}"] if self.inputs != "normal" else []
         said += [f"D = {self.head_dim}"] if self.large_tiles else []
         C, more = divmod(self.seq_len, self.world_size)
         return [*said, f"C = {C} or {C + 1}" if more else f"C = {C}"]

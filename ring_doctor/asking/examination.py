@@ -138,7 +138,10 @@ def _dtype(found: Examination) -> torch.dtype:
 
 def _check_the_order(found: Examination, job: Job, seed: int) -> None:
     """Raise CannotExamine where the patient is right with tensors in another order only: it is for these."""
-    first, asked = next(questions(found.patient, job.size, _dtype(found), seed)), found.patient.tensors
+    first, asked = (
+        next(questions(found.patient, job.size, _dtype(found), seed)),
+        found.patient.tensors,
+    )
     for order in (asked, *TENSORS):
         job.patient = replace(found.patient, tensors=order)
         if job.ask(first).state == OK:
@@ -160,18 +163,16 @@ def _check_that_it_answers(found: Examination) -> None:
     asked, answered = ({kind(it.question) for it in must if it.state != state} for state in (None, REFUSED))
     if len(answered) < LEAST * len(asked):
         refused = next(answer for answer in must if answer.state == REFUSED)
-        raise CannotExamine(
-            f"{name} answers {len(answered)} of {len(asked)} kinds of questions that every ring must answer; expected "
-            f"{LEAST:.0%} or more. With {refused.question.words()} it refuses: {refused.says}"
-        )
+        given = f"{name} answers {len(answered)} of {len(asked)} kinds of questions that every ring must answer"
+        why = f"With {refused.question.words()} it refuses: {refused.says}"
+        raise CannotExamine(f"{given}; expected {LEAST:.0%} or more. {why}")
 
 
 def _check_that_it_is_in_time(name: str, *answers: Answer) -> None:
     for late in (answer for answer in answers if answer.state == LATE):
-        raise CannotExamine(
-            f"{name} is slow, or this machine is: with {late.question.words()}, {late.says}. It does not wait for a "
-            f"message there. Give it more time: --time-limit, or seconds="
-        )
+        said = f"{name} is slow, or this machine is: with {late.question.words()}, {late.says}"
+        more = "It does not wait for a message there. Give it more time: --time-limit, or seconds="
+        raise CannotExamine(f"{said}. {more}")
 
 
 def _ask_everything(

@@ -41,8 +41,7 @@ class Job:
         self.patient, self.size, self.seconds = patient, size, seconds
         self._errors = TemporaryDirectory()  # for what the ranks write to stderr: gloo's own words when it gives up
         self.ranks = Ranks(size, START, device, Path(self._errors.name))
-        self.ready, self.lost = False, 0
-        self.slowest = 0.0  # seconds of an answer, after the set-up
+        self.ready, self.slowest = False, 0.0  # seconds of an answer, after the set-up
         self.called: set[Hashable] = set()  # the kinds of questions that were answered
 
     def ask(self, question: Question) -> Answer:
@@ -71,7 +70,7 @@ class Job:
             except RuntimeError as error:
                 raise CannotExamine(f"its set-up fails: {str(error).splitlines()[-1]}") from error
             except LostRank as lost:
-                self.ready, self.lost = False, self.lost + 1
+                self.ready = False
                 self.called.clear()  # new processes
                 waits = bool(lost.silent) and all(each.lost_connection for each in lost.raised.values())
                 late = lost.silent and not lost.raised and not hang(folder, lost.silent)
@@ -104,7 +103,7 @@ class Job:
             said.append(f"{ranks_in_words(ranks)} in {place(line)}{caller}")
         returned = [rank for rank in members if rank not in (*lost.silent, *lost.raised)]
         if lost.silent and returned:
-            said.append(f"{ranks_in_words(returned)} {'has' if len(returned) == 1 else 'have'} returned")
+            said.append(ranks_in_words(returned, "has returned", "have returned"))
         return "; ".join(filter(None, said))
 
     def _last_words(self) -> str:
@@ -124,9 +123,10 @@ def _told(causes: dict[int, Raised]) -> str:
     return f"{ranks_in_words(list(causes))} raised {_said(first, place=True)}"
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """ "rank 1", or "ranks 1, 2"."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def ranks_in_words(ranks: Sequence[int], one: str = "", several: str = "") -> str:
+    """ "rank 1", or "ranks 1, 2"; then `one` or `several`, the forms of a verb: "rank 1 waits"."""
+    noun, verb = ("ranks", several) if len(ranks) > 1 else ("rank", one)
+    return f"{noun} {', '.join(map(str, ranks))} {verb}".rstrip()
 
 
 def _said(raised: Raised, *, place: bool = False) -> str:

@@ -28,10 +28,9 @@ def probes(seq_len: int, head_dim: int, scale: float | None = None) -> dict[str,
     largest = head_dim**0.5 if scale is None else 1 / scale
     x = shuffled_rows(-largest, largest, largest * 2**-20 if scale else 1 / 8)
     y = shuffled_rows(0.75, 1.25, 1 / 64) * (1 - 2 * (torch.arange(seq_len) % 2))
-    one = torch.eye(seq_len, dtype=torch.float64)
 
     def wide(matrix: Tensor) -> Tensor:
         return pad(matrix[None, None], (0, head_dim - seq_len))
 
-    one = wide(one)
+    one = wide(torch.eye(seq_len, dtype=torch.float64))
     return {RUNS[0]: (wide(x), one, wide(y.T), one), RUNS[1]: (one, wide(x.T), one, wide(y))}

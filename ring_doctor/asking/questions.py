@@ -169,9 +169,8 @@ def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
     """Inputs of which a right ring rounds nothing to 16 bits. Their scale, 1/√D, must be a power of 2."""
     bits = (case.head_dim - 1).bit_length()
     S = max(8, patient.chunk) * case.world_size
-    exact = replace(
-        case, batch=1, seq_len=S, kv_heads=case.heads, head_dim=max(4, 4 ** ((bits + 1) // 2)), dtype=dtype_of(dtype)
-    )
+    D = max(4, 4 ** ((bits + 1) // 2))
+    exact = replace(case, batch=1, seq_len=S, kv_heads=case.heads, head_dim=D, dtype=dtype_of(dtype))
     sums, gradients = (replace(exact, inputs=inputs) for inputs in UNROUNDED)
     ways = [("plain", dtype)]
     if dtype == "bfloat16" and "float32" in patient.dtypes:

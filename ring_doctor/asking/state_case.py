@@ -59,7 +59,7 @@ class StateCase(Case):
         return {"weight": weight(self)} if self.taps else {"state": state} if self.from_state else {}
 
     def features(self) -> list[str]:
-        return ["from a state"] * self.from_state + super().features()
+        return [*(["from a state"] if self.from_state else []), *super().features()]
 
     def mask(self) -> str:
         words = f"{self.taps} taps" if self.taps else " and ".join(("state", *self.given))
@@ -100,10 +100,8 @@ def leaves(case: StateCase) -> tuple[list[Tensor], Tensor]:
 def with_gradients(case: StateCase, out: Tensor, inputs: list[Tensor], d_out: Tensor) -> dict[str, Tensor]:
     """out and the gradients of the inputs, by name."""
     gradients = torch.autograd.grad(out, inputs, d_out, allow_unused=True, materialize_grads=True)
-    return {
-        "out": out.detach(),
-        **{f"d{name}": x for name, x in zip((*case.names, *case.learned), gradients, strict=True)},
-    }
+    names = [f"d{name}" for name in (*case.names, *case.learned)]
+    return {"out": out.detach(), **dict(zip(names, gradients, strict=True))}
 
 
 def channels(x: Tensor) -> Tensor:

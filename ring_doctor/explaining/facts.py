@@ -45,9 +45,8 @@ def of_gradients(wrong: Sequence[str]) -> Finding:
     wrong = [name for name in wrong if name in SUMMED]
     right = [name for name in SUMMED if name not in wrong]
     if not right:
-        return Finding(
-            "out is right and all gradients are wrong", "what the backward pass gets: q, k, v, lse, dO, mask"
-        )
+        look = "what the backward pass gets: q, k, v, lse, dO, mask"
+        return Finding("out is right and all gradients are wrong", look)
     known, look = "p and dS are", f"{', '.join(SUMMED[name] for name in wrong)}, and where that is summed"
     if right == ["dv"]:
         known, look = "p are", "dS = p ∘ (dP - δ): δ, dP = dO Vᵀ and the scale"
@@ -146,7 +145,7 @@ def _factor(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
 def _another_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
     if not wrong.case.equal_chunks:
         return None
-    P, chunks = wrong.case.world_size, wrong.chunks(wrong.exact(name))
+    P, chunks = wrong.case.world_size, wrong.case.chunks(wrong.exact(name))
     travel = "the hops of dK and dV: one too few or one too many on the way home"
     look = travel if name in ("dk", "dv") else "the rank that this chunk is cut for, sent to or returned on"
     moved = {f"rank r + {n}": chunks[n:] + chunks[:n] for n in range(1, P)}
@@ -156,7 +155,7 @@ def _another_rank(wrong: WrongAnswer, name: str) -> Iterator[Fact] | None:
 
 def _another_place(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     look = "roll, slices, view, reshape, the order of heads, and the memory order of buffers for messages"
-    exact, seen = wrong.chunks(wrong.exact(name)), wrong.chunks(wrong.seen(name))
+    exact, seen = wrong.case.chunks(wrong.exact(name)), wrong.case.chunks(wrong.seen(name))
     for words, rows in (("late", 1), ("early", -1)):
         yield Fact(f"one row too {words} in each chunk", look, wrong.case.join([x.roll(rows, dims=2) for x in exact]))
     if all(_same_numbers(x, y) for x, y in zip(seen, exact, strict=True)):

@@ -118,13 +118,9 @@ def _of_rounding(wrong: list[Answer]) -> list[Finding]:
 
 def _comparable(wrong: list[Answer]) -> list[Answer]:
     """Wrong answers in 32 bits or more to random inputs; all wrong answers if there is none."""
-    plain = [
-        answer
-        for answer in wrong
-        if answer.question.how not in ("views", "twice", "two backward passes", "autocast")
-        and answer.case.inputs in ("normal", "large")
-        and torch.finfo(answer.case.dtype).bits > 16
-    ]
+    other_ways = ("views", "twice", "two backward passes", "autocast")
+    plain = [it for it in wrong if it.question.how not in other_ways and it.case.inputs in ("normal", "large")]
+    plain = [answer for answer in plain if torch.finfo(answer.case.dtype).bits > 16]
     return sorted(plain or wrong, key=lambda answer: answer.case.seq_len)  # a small one refutes in no time
 
 
@@ -179,20 +175,21 @@ def waiting(answer: Answer) -> Finding | None:
     P, silent = answer.case.world_size, answer.silent
     lines = [(ranks, linecache.getline(path, line)) for (path, line, _), ranks in answer.waits.items()]
     calls = {rank: set(CALL.findall(line)) for ranks, line in lines for rank in ranks}
-    if not silent or set(calls) < set(silent) or any(len(found) != 1 for found in calls.values()):
+    if not silent or set(calls) < set(silent) or any(len(of_rank) != 1 for of_rank in calls.values()):
         return None  # a line that shows no call, or two
     kinds = set.union(*calls.values())
-    inside = [rank for rank in range(P) if calls.get(rank, set()) - set(ALL_WAIT)]
-    others = [rank for rank in range(P) if rank not in inside]
-    if len(kinds) == 1 and not inside and len(silent) == P > 1:
+    collectives = kinds - set(ALL_WAIT)
+    inside = [rank for rank in range(P) if collectives & calls.get(rank, set())]
+    outside = [rank for rank in range(P) if rank not in inside]
+    if len(collectives) == 1 and outside:
+        waits, missing = ranks_in_words(inside, "waits", "wait"), ranks_in_words(outside, "is", "are")
+        said = f"{waits.capitalize()} in {min(collectives)}, and {missing} not in it"
+        return Finding(f"{said}: every rank of the group must call it, equally often")
+    if len(kinds) > 1 or collectives or P == 1:
+        return None
+    if len(silent) == P:
         return ALL_WAIT[min(kinds)]
-    if inside and others and len(kinds - set(ALL_WAIT)) == 1:
-        waits = f"{ranks_in_words(inside).capitalize()} wait{'s' * (len(inside) == 1)} in {min(kinds - set(ALL_WAIT))}"
-        missing = f"{ranks_in_words(others)} {'is' if len(others) == 1 else 'are'} not in it"
-        return Finding(f"{waits}, and {missing}: every rank of the group must call it, equally often")
-    if len(silent) < P and not inside and len(kinds) == 1:
-        back = ranks_in_words([rank for rank in range(P) if rank not in silent])
-        what = "for a message that no rank sends" if kinds == {"recv"} else "for a rank to receive its message"
-        said = f"{back.capitalize()} returned, and {ranks_in_words(silent)} wait{'s' * (len(silent) == 1)} {what}"
-        return Finding(said, "the number of sends and receives, and at a rank that leaves the loop early")
-    return None
+    back = ranks_in_words([rank for rank in range(P) if rank not in silent]).capitalize()
+    what = "for a message that no rank sends" if kinds == {"recv"} else "for a rank to receive its message"
+    said = f"{back} returned, and {ranks_in_words(silent, 'waits', 'wait')} {what}"
+    return Finding(said, "the number of sends and receives, and at a rank that leaves the loop early")

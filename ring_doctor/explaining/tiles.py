@@ -194,4 +194,4 @@ def pattern(seen: Tensor) -> str | None:
 
 def _pairs(pairs: Tensor) -> str:
     n = int(pairs.sum())
-    return f"{n} pair{'s' * (n != 1)}"
+    return "1 pair" if n == 1 else f"{n} pairs"

@@ -89,7 +89,3 @@ class WrongAnswer:
     def clear(self, name: str) -> bool:
         """Whether a result is so wrong that its numbers can be told from the right numbers."""
         return not self.near(name, self.exact(name))
-
-    def chunks(self, x: Tensor) -> list[Tensor]:
-        """The chunks of all ranks of a whole tensor."""
-        return [self.case.cut(x, rank) for rank in range(self.case.world_size)]

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ring_doctor.asking.case import RUNS, Case
-from ring_doctor.asking.state_case import StateCase
 from ring_doctor.explaining.grids import Matrix, XRay
 from ring_doctor.explaining.tiles import Sheet, Tile, factor, likeliest
 from ring_doctor.mistakes.paper_ring import RIGHT, Steps, compute
@@ -38,15 +37,8 @@ def cases(case: Case) -> tuple[Case, Case]:
     return first, second
 
 
-def states_of(case: StateCase) -> StateCase:
-    """The question whose out is how much of each token a row of a ring of states reads: V is the identity."""
-    return replace(
-        case, inputs=RUNS[1], from_state=False, batch=1, heads=1, kv_heads=1, head_dim=max(case.seq_len, case.head_dim)
-    )
-
-
-def of_states(out: Tensor, case: StateCase) -> XRay:
-    """The X-ray of a ring of states, from its out (1, 1, S, D) to `states_of`: one matrix."""
+def of_states(out: Tensor, case: Case) -> XRay:
+    """The X-ray of a ring of states: what a row reads of each token, the out (1, 1, S, D) of the second of `cases`."""
     right, whole = case.right()["out"], replace(case, documents=None).right()["out"]
     sheet = _sheet(case, *(x[0, 0].double()[:, : case.seq_len] for x in (out, whole.exact, right.allowed)))
     return XRay([Matrix("A of states", sheet, likeliest([sheet]))], case)

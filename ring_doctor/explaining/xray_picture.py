@@ -74,9 +74,8 @@ def _panel(ax: Axes, x: float, y: float, matrix: Matrix, numbers: Tensor, *, lab
         ax.plot([x, x + SIDE, np.nan, x + i, x + i], [y + i, y + i, np.nan, y, y + SIDE], color=drawing.PAGE, lw=0.7)
     columns, rows = _edges(lengths, x), _edges(lengths, y)
     for (top, bottom), (left, right) in product(rows, columns):
-        ax.add_patch(
-            Rectangle((left, top), right - left, bottom - top, fill=False, ec=drawing.MUTED, lw=0.8, zorder=2.5)
-        )
+        size = right - left, bottom - top
+        ax.add_patch(Rectangle((left, top), *size, fill=False, ec=drawing.MUTED, lw=0.8, zorder=2.5))
     for block, (left, right) in enumerate(columns):
         drawing.write(ax, (left + right) / 2, y - 14, f"KV{block}", size=drawing.SMALL, weight="bold", ha="center")
     inside = FRAME * 0.7  # so that the frames of two neighbours are two

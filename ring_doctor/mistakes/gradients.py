@@ -23,7 +23,7 @@ def chunks(case: Case, x: Tensor) -> Tensor:
     """(P, B, H, C, D): the chunks of all ranks."""
     if not case.equal_chunks:
         raise NotOnPaper
-    return torch.stack([case.cut(x, rank) for rank in range(case.world_size)])
+    return torch.stack(case.chunks(x))
 
 
 def changed(change: Callable[[Tensor], Tensor], *names: str) -> Change:
@@ -44,8 +44,7 @@ def received_and_sent(steps: Steps, case: Case, results: Results) -> Results:
 def in_memory_order(steps: Steps, case: Case, results: Results) -> Results:
     if case.heads != case.kv_heads:
         return {}  # the sum over query heads that share a K/V head is a new tensor, in the usual order
-    of_ranks = [case.cut(results["dk"], rank) for rank in range(case.world_size)]
-    return {"dk": case.join([x.reshape(x.mT.shape).mT for x in of_ranks])}
+    return {"dk": case.join([x.reshape(x.mT.shape).mT for x in case.chunks(results["dk"])])}
 
 
 def in_runs(steps: Steps, case: Case, results: Results) -> Results:

@@ -84,8 +84,7 @@ def own_max(m_of: Callable[[Scores], Tensor]) -> Change:
     return but(combine=combine)
 
 
-def last_max(scores: Scores) -> Tensor:
-    return scores[-1].amax(dim=-1)
+LAST_MAX = own_max(lambda scores: scores[-1].amax(dim=-1))
 
 
 def undivided(right: Steps, steps: Steps, case: Case, scores: Scores, values: Values) -> Rows:
@@ -216,7 +215,7 @@ CHANGES = {
     "no_rescale": [running_sums(l_rescaled=False, o_rescaled=False)],
     "l_not_rescaled": [running_sums(l_rescaled=False, o_rescaled=True)],
     "o_not_rescaled": [running_sums(l_rescaled=True, o_rescaled=False), but(merge=average_not_rescaled)],
-    "own_max_per_block": [own_max(last_max), own_max(largest_of), in_seen_blocks(own_max(last_max))],
+    "own_max_per_block": [LAST_MAX, own_max(largest_of), in_seen_blocks(LAST_MAX)],
     "averages_added": [with_right_lse(lambda averages: averages.sum(dim=0))],
     "averages_averaged": [MEAN_OF_SEEN_ROWS, in_seen_blocks(MEAN), MEAN],
     "running_half": [in_seen_rows(HALF), in_seen_blocks(HALF), HALF],

@@ -136,7 +136,7 @@ def compute(
     `whole`: other q, k, v, d_out than the case's own. Raises NotOnPaper where the steps need chunks of one length.
     """
     q, k, v, d_out = (x.double() for x in (case.whole() if whole is None else whole))
-    queries, keys, values = ([case.cut(x, rank) for rank in range(case.world_size)] for x in (q, k, v))
+    queries, keys, values = (case.chunks(x) for x in (q, k, v))
     forward = []  # (out, lse) of each rank
     for rank in range(case.world_size):
         rows = 0 * queries[rank], torch.full_like(queries[rank][..., 0], -math.inf)  # of a ring of no rounds

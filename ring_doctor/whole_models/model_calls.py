@@ -129,10 +129,8 @@ def options_of(step: Step) -> frozenset[str]:
         signature = inspect.signature(step)
         signature.bind(None)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{getattr(step, '__name__', step)!s} cannot be called with a text alone ({error}); expected "
-            f"step(text, *, positions=None, targets=None)"
-        ) from error
+        given = f"{getattr(step, '__name__', step)!s} cannot be called with a text alone ({error})"
+        raise ValueError(f"{given}; expected step(text, *, positions=None, targets=None)") from error
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     return frozenset(name for name in ("positions", "targets") if anything or name in signature.parameters)
 
@@ -178,10 +176,8 @@ def _call(context: RankContext, step: Step, text: Tensor, options: dict[str, Ten
             raise NotAResult(f"the gradient of {name} is {gradient!r:.60}; {EXPECTED}")
     loss, shape = torch.as_tensor(result[0]).detach(), (len(text), (text.shape[1] - 1) // context.world_size)
     if loss.dim() and loss.shape != shape:
-        raise NotAResult(
-            f"the loss has shape {tuple(loss.shape)}; expected a number, or a loss for each token of the rank, "
-            f"(B, C) = {shape}"
-        )
+        expected = f"a number, or a loss for each token of the rank, (B, C) = {shape}"
+        raise NotAResult(f"the loss has shape {tuple(loss.shape)}; expected {expected}")
     whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in result[1].items()}
     dtypes = frozenset(x.dtype for x in (loss, *whole.values()) if x.is_floating_point())
     return Returned(loss.double().cpu(), {name: x.detach().double().cpu() for name, x in whole.items()}, dtypes)

@@ -71,10 +71,8 @@ def unlike(results: list[Returned], exact: Returned) -> str:
             return f"on rank {rank}, {said}; expected the names of one process"
         for what, x in expected.items():
             if found[what].shape != x.shape:
-                return (
-                    f"on rank {rank}, {what} has shape {tuple(found[what].shape)}; expected {tuple(x.shape)} as on one "
-                    f"process: gather the parts, or return DTensors"
-                )
+                given = f"on rank {rank}, {what} has shape {tuple(found[what].shape)}"
+                return f"{given}; expected {tuple(x.shape)} as on one process: gather the parts, or return DTensors"
     return ""
 
 

@@ -67,7 +67,8 @@ def sharding_mistakes(patient: ModelPatient, world_size: int, kinds: Sequence[st
     """
     P, shards = world_size, patient.shards(world_size)
     labels = [((), patient.labels), *(_wrong_labels(patient, shards) if "targets" in patient.takes else [])]
-    ats = [((), torch.arange(patient.seq_len)), *(_wrong_positions(patient, shards) * ("positions" in patient.takes))]
+    ats: list[tuple[tuple[str, ...], Tensor]] = [((), torch.arange(patient.seq_len))]
+    ats += _wrong_positions(patient, shards) if "positions" in patient.takes else []
     found: list[Prediction] = []
     for (of_labels, targets), (of_positions, at) in product(labels, ats):
         names = (*of_labels, *of_positions)

@@ -182,14 +182,14 @@ def examine_model(
 def _examine(patient: ModelPatient, name: str) -> ModelExamination:
     exact, allowed = _exact(patient)
     kind = _kind_of_loss(patient, exact, allowed) if "targets" in patient.takes else "unknown"
-    tried = {"mean": ["mean"], "sum": ["sum"], "unknown": ["sum", "mean"] * (patient.layout == "contiguous")}
+    tried = {"mean": ["mean"], "sum": ["sum"], "unknown": ["sum", "mean"] if patient.layout == "contiguous" else []}
     lacks = sorted({"positions", "targets"} - patient.takes)
     notes = [f"the function takes no {option}=, so not every mistake can be named" for option in lacks]
     if kind == "clipped":
         notes.append("the gradients of one process are clipped, which hides factors")
 
     def predictions(P: int) -> list[Prediction]:
-        clipped = [(("clipped_per_rank",), lambda: clipped_per_rank(exact, P))] * (kind == "clipped")
+        clipped = [(("clipped_per_rank",), lambda: clipped_per_rank(exact, P))] if kind == "clipped" else []
         return sharding_mistakes(patient, P, tried.get(kind, [])) + clipped
 
     # a gradient clipped to c had a norm of c or more, so EPS moves it, and a prediction, by a share of EPS/c at most
@@ -217,15 +217,12 @@ def _exact(patient: ModelPatient) -> tuple[Returned, float]:
     allowed = tolerance(exact, patient.labels.numel())
     if allowed > TOO_COARSE:
         dtypes = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in exact.dtypes))
-        raise CannotExamine(
-            f"in {dtypes}, rounding may move a gradient of this model by {allowed:.0%}, which hides mistakes; expected "
-            f"float64, or a smaller model in float32"
-        )
+        said = f"in {dtypes}, rounding may move a gradient of this model by {allowed:.0%}, which hides mistakes"
+        raise CannotExamine(f"{said}; expected float64, or a smaller model in float32")
     if error_of(again, exact) > allowed:
-        raise CannotExamine(
-            "two calls on one process return different results; expected weights that are made anew in each call, and "
-            "random numbers from torch's generator only: torch.manual_seed is called before each call"
-        )
+        expected = "weights that are made anew in each call, and random numbers from torch's generator only"
+        why = "torch.manual_seed is called before each call"
+        raise CannotExamine(f"two calls on one process return different results; expected {expected}: {why}")
     return exact, allowed
 
 
@@ -242,10 +239,8 @@ def _kind_of_loss(patient: ModelPatient, exact: Returned, allowed: float) -> str
         return max(error for name, error in errors(result, exact).items() if name != LOSS)
 
     if off(parts[0]) <= allowed:
-        raise CannotExamine(
-            "targets= has no effect on the gradients; expected it to take the place of text[:, 1:], (B, S), where -100 "
-            "has no loss"
-        )
+        expected = "it to take the place of text[:, 1:], (B, S), where -100 has no loss"
+        raise CannotExamine(f"targets= has no effect on the gradients; expected {expected}")
     norms = [norm_of(result) for result in (exact, *parts)]
     if max(norms) - min(norms) < ALIKE * max(norms):
         return "clipped"
@@ -266,8 +261,8 @@ def _with_hidden_labels(patient: ModelPatient, found: ModelExamination, kind: st
         exact = patient.must(hidden)
 
         def predictions(P: int, exact: Returned = exact, hidden: Tensor = hidden) -> list[Prediction]:
-            means = [(("mean_of_means",), partial(rank_by_rank, patient, P, hidden, 1 / P))] * (kind == "mean")
-            return [((), lambda: exact), *means]
+            means = (("mean_of_means",), partial(rank_by_rank, patient, P, hidden, 1 / P))
+            return [((), lambda: exact), *([means] if kind == "mean" else [])]
 
         results = {P: patient.ask(P, targets=hidden) for P in sizes}
         worlds, diagnoses, wrong = judge(results, exact, predictions, found.allowed, loose, hidden=words)

@@ -45,7 +45,8 @@ def run(context: RankContext, ring: Attention, args: argparse.Namespace) -> int:
         try:
             from ringlab.support import drawing  # the core needs no matplotlib
 
-            drawing.draw_events(events, (figure := drawing.Figure(figsize=(10, 4), layout="constrained")).add_subplot())
+            figure = drawing.Figure(figsize=(10, 4), layout="constrained")
+            drawing.draw_events(events, figure.add_subplot())
             figure.savefig(picture)
             print(f"trace     {args.trace} and its picture {picture}")
         except ModuleNotFoundError as error:

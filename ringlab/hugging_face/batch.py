@@ -22,7 +22,6 @@ Source: transformers 5.23, ForCausalLMLoss (labels, shift_labels, num_items_in_b
 
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -31,15 +30,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ringlab.models.mesh import TEXT
+from ringlab.models.mesh import TEXT, MeshOrGroup, placed
 from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.ring.documents import document_positions
 from ringlab.ring.layouts import Layout, LayoutName, layout_of, positions
-from ringlab.ring.schedule import Ring, Schedule
-from ringlab.support.agreement import agree_same, check_mesh, members
+from ringlab.support.agreement import agree_same, members
 from ringlab.support.expect import expect
 from ringlab.support.extras import extra
 
@@ -60,45 +57,6 @@ def refuse(passed: dict[str, Any], understood: set[str]) -> None:
     values = {name: x if isinstance(x, bool | int | float | str) else kinds[name] for name, x in wrong.items()}
     given = ", ".join(f"{name}{MEANING.get(name, '')} is {x}" for name, x in values.items())
     expect(not wrong, given, "none: the ring knows nothing of it, and would leave it out")
-
-
-@dataclass(frozen=True)
-class ContextParallel:
-    """Which ranks share a text, and how: give it once, in place of a mesh or group, a layout and a way.
-
-    `way` is the class of a schedule: the ring, or another of ringlab/ways. DoubleRing, TwoLevels and Hybrid take a mesh
-    of two dimensions, whose rank host · g + i is rank host · g + i of the ring.
-    """
-
-    mesh_or_group: DeviceMesh | ProcessGroup | None = None
-    layout: LayoutName | Layout = "zigzag"
-    way: type[Schedule] = Ring
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """This rank, and the number of ranks, P."""
-        where = self.mesh_or_group
-        if isinstance(where, DeviceMesh):
-            check_mesh(where, ndim=where.ndim)
-            return where.mesh.flatten().tolist().index(dist.get_rank()), where.size()
-        return members(where)
-
-
-MeshOrGroup = ContextParallel | DeviceMesh | ProcessGroup | None
-AnyLayout = LayoutName | Layout
-Way = type[Schedule]
-
-
-def placed(given: MeshOrGroup, layout: AnyLayout, way: Way = Ring) -> ContextParallel:
-    """All in one, where a mesh of one dimension is its group. Raises ValueError for unknown ones, and for two."""
-    one = given if isinstance(given, ContextParallel) else ContextParallel(given, layout, way)
-    once = layout in ("zigzag", one.layout) and way in (Ring, one.way)
-    expect(once, f"layout is {layout}, way is {way}, and {one}", "the layout and the way in one place")
-    known = isinstance(one.way, type) and issubclass(one.way, Schedule)
-    expect(known, f"way is {one.way!r}", "the class of a way, such as AllGather")
-    layout_of(one.layout)
-    where = one.mesh_or_group
-    return replace(one, mesh_or_group=where.get_group() if isinstance(where, DeviceMesh) and where.ndim == 1 else where)
 
 
 def shard_batch(

@@ -37,8 +37,8 @@ with extra("hf", __name__):
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
+from ringlab.hugging_face.attention import UNDERSTOOD, LayerAttention
 from ringlab.hugging_face.batch import checksum_of_weights, loss_part, refuse, shape_of
-from ringlab.hugging_face.masks import UNDERSTOOD, LayerAttention
 from ringlab.hugging_face.proof import prove
 from ringlab.hugging_face.seam import linear_layers
 from ringlab.hugging_face.states import in_ring
@@ -120,18 +120,15 @@ class ModelInRing(LayerAttention):
         check_kind(model)
         if self.linear:
             check_layout_of_states(str(self.layout))
-            if isinstance(self.group, DeviceMesh):
-                raise ValueError(
-                    f"{type(model).__name__} has linear layers; expected no mesh: their states go round a ring"
-                )
+            has = f"{type(model).__name__} has linear layers"
+            expect(not isinstance(self.group, DeviceMesh), has, "no mesh: their states go round a ring")
         with torch.autocast(model.device.type, enabled=False):  # a step may run under it when a module is new
             prove(model, self, self.name)
         its_loss, base = model.loss_function, type(model.base_model).__name__
-        if its_loss not in (ForCausalLMLoss, ForMaskedLMLoss, self.loss):  # loss_part can take the place of these
-            raise ValueError(
-                f"{type(model).__name__} computes {its_loss.__name__}; expected ForCausalLMLoss or ForMaskedLMLoss, "
-                f"with a label for each token: use the ring in {base}, and compute the loss from the rows of all ranks"
-            )
+        known = its_loss in (ForCausalLMLoss, ForMaskedLMLoss, self.loss)  # loss_part can take the place of these
+        wanted = "ForCausalLMLoss or ForMaskedLMLoss, with a label for each token"
+        instead = f"use the ring in {base}, and compute the loss from the rows of all ranks"
+        expect(known, f"{type(model).__name__} computes {its_loss.__name__}", f"{wanted}: {instead}")
         return checksum_of_weights(model)
 
     def loss(self, *args: Any, **passed: Any) -> Tensor:

@@ -51,12 +51,14 @@ with extra("hf", __name__):
     from transformers.generation import StoppingCriteriaList
     from transformers.generation.configuration_utils import GenerationMode
 
-from ringlab.hugging_face.batch import MeshOrGroup, checksum, checksum_of_weights, placed
+from ringlab.hugging_face.attention import LayerAttention
+from ringlab.hugging_face.batch import checksum, checksum_of_weights
 from ringlab.hugging_face.forward import check_kind
-from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, LayerAttention, asked_mask
+from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, asked_mask
 from ringlab.hugging_face.proof import prove
 from ringlab.hugging_face.seam import give, linear_layers, other_methods, registered, take
 from ringlab.hugging_face.use import BY_LENGTH, unwrapped
+from ringlab.models.mesh import MeshOrGroup, placed
 from ringlab.support.expect import expect
 
 
@@ -191,14 +193,13 @@ def spread_generation(
     name = type(model).__name__
     if hasattr(model, "ring") or "generate" in vars(model):
         raise ValueError(f"{name} is in a ring, or generates by another function; expected stop_ring(model) first")
-    if not model.can_generate():
-        raise ValueError(f"{name} has no `generate`; expected a causal language model")
+    expect(model.can_generate(), f"{name} has no `generate`", "a causal language model")
     rope = str(getattr(model.config.get_text_config(), "rope_parameters", None))
-    if any(kind in rope for kind in BY_LENGTH):
-        raise ValueError(f"{name} chooses its frequencies by the longest position; expected frequencies that stay")
+    stay = not any(kind in rope for kind in BY_LENGTH)
+    expect(stay, f"{name} chooses its frequencies by the longest position", "frequencies that stay")
     check_kind(model)
-    if linear_layers(model):
-        raise ValueError(f"{name} has linear layers; expected attention in every layer: states are not spread")
+    linear = linear_layers(model)
+    expect(not linear, f"{name} has linear layers", "attention in every layer: states are not spread")
     where = placed(mesh_or_group, layout)
     group = flat_group(where.mesh_or_group)
     rank, world_size = members(group)
@@ -231,13 +232,13 @@ def arguments(
     loop |= prepared(model, args, kwargs)
     tokens, config = loop["input_ids"], loop["generation_config"]
     unknown = sorted(name for name, x in loop.items() if name not in LOOP and x is not None and x != {})  # of pictures
-    if unknown := [*unknown, *(name for name in NOT_HERE if getattr(config, name, None))]:
-        raise ValueError(f"generate got {', '.join(unknown)}; expected none: a rank has its own tokens only")
-    if config.guidance_scale not in (None, 1):
-        raise ValueError(f"guidance_scale is {config.guidance_scale}; expected None: it needs a second cache")
+    unknown += [name for name in NOT_HERE if getattr(config, name, None)]
+    expect(not unknown, f"generate got {', '.join(unknown)}", "none: a rank has its own tokens only")
+    guided = config.guidance_scale not in (None, 1)
+    expect(not guided, f"guidance_scale is {config.guidance_scale}", "None: it needs a second cache")
     uses, kind = config.use_cache, config.cache_implementation
-    if uses is False or kind not in (None, "dynamic"):
-        raise ValueError(f"use_cache is {uses} and the cache {kind}; expected the defaults: it is the only cache here")
+    usual = uses is not False and kind in (None, "dynamic")
+    expect(usual, f"use_cache is {uses} and the cache {kind}", "the defaults: it is the only cache here")
     if getattr(loop.get("past_key_values"), "_is_user_defined", False):
         raise ValueError("past_key_values were given; expected none: each call of generate fills a cache of its own")
     if loop.get("streamer") is not None and members(group)[0] > 0:

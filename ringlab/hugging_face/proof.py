@@ -18,7 +18,7 @@ in training too, where a batch norm mixes tokens. Noise stands in for each weigh
 Shapes: S = 16 tokens; logits or hidden states (B, S, ·); in a layer q is (B, H, S, D), k (B, G, S, D), v (B, G, S, Dv).
 
 `python examples/compare.py` runs it: a first reader may skip this file.
-Before: masks.py, what a layer asks for. After: forward.py, a forward pass in the ring.
+Before: attention.py, what a layer calls. After: forward.py, a forward pass in the ring.
 Source: the definition of attention; transformers 5.23, AttentionInterface.
 """
 
@@ -40,7 +40,7 @@ from ringlab.support.extras import extra
 with extra("hf", __name__):
     from transformers import PreTrainedModel
 
-from ringlab.hugging_face.masks import LayerAttention, full_attention, own_token
+from ringlab.hugging_face.attention import LayerAttention, full_attention, own_token
 from ringlab.hugging_face.seam import as_it_was, linear_layers, watched
 from ringlab.hugging_face.states import ALONE, CUT
 from ringlab.support.expect import expect

@@ -51,7 +51,11 @@ def registered(attend: Callable[..., Any], mask: Callable[..., Any]) -> str:
 def watched(watch: Callable[[Callable], Callable]) -> Iterator[None]:
     """While this is open, a layer that asks for an attention gets `watch` of it."""
     own = AttentionInterface.get_interface
-    AttentionInterface.get_interface = lambda *asked, **named: watch(own(*asked, **named))
+
+    def get_interface(*asked: Any, **named: Any) -> Callable:
+        return watch(own(*asked, **named))
+
+    AttentionInterface.get_interface = get_interface
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ Shapes: hidden_states (B, N, C), N channels; query, key (B, C, H, D), value (B, 
 D), beta (B, C, Hv), as transformers passes them. In the scan C and B (B, C, G, D) are query and key.
 
 `python examples/compare.py` trains a model in the ring: a first reader may skip this file.
-Before: masks.py, what a layer of attention asks for. After: proof.py.
+Before: attention.py, what a layer of attention calls. After: proof.py.
 Source: transformers 5.23, models/qwen3_next; Yang et al. 2025 (Gated DeltaNet), section 3; Dao & Gu 2024 (Mamba 2),
 section 6, the scan as linear attention.
 """
@@ -33,7 +33,7 @@ from ringlab.support.extras import extra
 with extra("hf", __name__):
     from transformers.activations import ACT2FN
 
-from ringlab.hugging_face.masks import LayerAttention, own_token
+from ringlab.hugging_face.attention import LayerAttention, own_token
 from ringlab.hugging_face.seam import ALL_IN_ONE, CONVOLUTION, KDA, RULE, SCAN, Mixers
 
 

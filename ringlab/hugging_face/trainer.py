@@ -44,9 +44,10 @@ with extra("loops", __name__):
     from torch.utils.data import DataLoader
     from transformers import Trainer
 
-from ringlab.hugging_face.batch import AnyLayout, Way, shard_batch
+from ringlab.hugging_face.batch import shard_batch
 from ringlab.hugging_face.seam import give
 from ringlab.hugging_face.use import unwrapped, use_ring
+from ringlab.models.mesh import AnyLayout, Way
 from ringlab.support.expect import expect
 
 BY_SHARD = "would get what belongs to a shard"

@@ -29,10 +29,10 @@ from ringlab.support.extras import extra
 with extra("hf", __name__):
     from transformers import PreTrainedModel
 
-from ringlab.hugging_face.batch import AnyLayout, MeshOrGroup, Way, placed
 from ringlab.hugging_face.forward import ModelInRing
 from ringlab.hugging_face.masks import asked_mask
 from ringlab.hugging_face.seam import own_config, registered, stop_ring
+from ringlab.models.mesh import AnyLayout, MeshOrGroup, Way, placed
 
 WEIGHTS_ONLY = "an adapter of weights alone, such as LoRA"
 BY_LENGTH = ("dynamic", "longrope")  # rotary frequencies that depend on the longest position

@@ -26,6 +26,7 @@ Source: Liu et al. 2024, appendix A (FSDP × ring); Zhao et al. 2023 (PyTorch FS
 
 import logging
 import sys
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -40,6 +41,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringlab.models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
 from ringlab.ring.flash_ring import scaled_dot_product_attention
+from ringlab.ring.layouts import Layout, LayoutName, layout_of
+from ringlab.ring.schedule import Ring, Schedule
+from ringlab.support.agreement import check_mesh, members
 from ringlab.support.expect import expect
 from ringlab.support.processes import RankContext, launch
 
@@ -89,6 +93,47 @@ def batch_loss(logits: Tensor, labels: Tensor, group: ProcessGroup | None = None
     count = (labels != IGNORED).sum()
     dist.all_reduce(count, group=group)
     return summed_loss(logits, labels) / count.clamp(min=1) * dist.get_world_size(group)
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """Which ranks share a text, and how: give it once, in place of a mesh or group, a layout and a way.
+
+    `way` is the class of a schedule: the ring, or another of ringlab/ways. DoubleRing, TwoLevels and Hybrid take a mesh
+    of two dimensions, whose rank host · g + i is rank host · g + i of the ring.
+    """
+
+    mesh_or_group: DeviceMesh | ProcessGroup | None = None
+    layout: LayoutName | Layout = "zigzag"
+    way: type[Schedule] = Ring
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and the number of ranks, P."""
+        where = self.mesh_or_group
+        if isinstance(where, DeviceMesh):
+            check_mesh(where, ndim=where.ndim)
+            return where.mesh.flatten().tolist().index(dist.get_rank()), where.size()
+        return members(where)
+
+
+MeshOrGroup = ContextParallel | DeviceMesh | ProcessGroup | None
+AnyLayout = LayoutName | Layout
+Way = type[Schedule]
+
+
+def placed(given: MeshOrGroup, layout: AnyLayout, way: Way = Ring) -> ContextParallel:
+    """All in one, where a mesh of one dimension is its group. Raises ValueError for unknown ones, and for two."""
+    one = given if isinstance(given, ContextParallel) else ContextParallel(given, layout, way)
+    once = layout in ("zigzag", one.layout) and way in (Ring, one.way)
+    expect(once, f"layout is {layout}, way is {way}, and {one}", "the layout and the way in one place")
+    known = isinstance(one.way, type) and issubclass(one.way, Schedule)
+    expect(known, f"way is {one.way!r}", "the class of a way, such as AllGather")
+    layout_of(one.layout)
+    where = one.mesh_or_group
+    if isinstance(where, DeviceMesh) and where.ndim == 1:
+        where = where.get_group()
+    return replace(one, mesh_or_group=where)
 
 
 CONFIG = Config(vocab=128, layers=1, hidden=32, heads=4, kv_heads=2, feedforward=48)

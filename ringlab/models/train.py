@@ -101,7 +101,8 @@ def check_options(args: argparse.Namespace, dp: int, cp: int) -> tuple[Config, n
     config = Config(**sizes, feedforward=3 * args.hidden, checkpointing=args.activation_checkpointing)
     if args.linear:
         check_layout_of_states(args.layout)
-    read_batch(text := open_text(args.data), 0, args.batch, args.seq_len, args.layout, (0, dp), (0, cp))
+    text = open_text(args.data)
+    read_batch(text, 0, args.batch, args.seq_len, args.layout, (0, dp), (0, cp))
     return config, text
 
 
@@ -133,9 +134,7 @@ def train(context: RankContext, args: argparse.Namespace) -> None:
 def _train(
     context: RankContext, args: argparse.Namespace, meshes: tuple[DeviceMesh, ...], config: Config, text: np.ndarray
 ) -> None:
-    signals: list[int] = []  # that came; the step in hand is finished first
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: signals.append(number))
+    signals = caught_signals()
     say: Callable[..., None] = print if context.rank == 0 else lambda *words, **options: None  # rank 0 speaks for all
     (mesh, line), (dp, cp) = meshes, meshes[0].shape
     ring = mesh["cp"].get_group()
@@ -155,12 +154,7 @@ def _train(
     peak = measured_peak(context, DTYPES[args.dtype])
     of_a_step = args.batch * args.seq_len, flops_of_a_step(model, args.batch, args.seq_len)
     progress = Progress(start, args.steps, *of_a_step, peak)
-    layers = f"{args.layers} layers"
-    if args.linear:
-        layers += f", {args.linear} of {args.linear + 1} linear"
-    sizes = f"{layers}, hidden {args.hidden}, {args.heads} heads on {args.kv_heads}"
-    say(f"model     {sizes}, {sum(w.numel() for w in model.parameters()):,} parameters, {args.dtype}")
-    say(f"mesh      dp {dp} x cp {cp}, {args.layout} layout")
+    say(model_and_mesh(args, model, dp, cp))
     if why:
         say(f"blocks    {'stay in shared memory' if schedule is SharedMemory else 'travel as messages'}: {why}")
     say(f"step      {args.batch} x {args.seq_len} tokens, {args.batch // dp} x {args.seq_len // cp} on a rank")
@@ -181,7 +175,8 @@ def _train(
             raise ValueError(f"the loss of step {step} is {losses[-1]}; {checkpoints.kept()}")
         if stopped or step % args.save_every == 0 or step == args.steps:
             checkpoints.save(step, model, optimizer, losses)
-            if unwritten := write_losses(args.out, losses) if context.rank == 0 else None:
+            unwritten = write_losses(args.out, losses) if context.rank == 0 else None
+            if unwritten:
                 say(f"log       {unwritten}")
         if stopped or step % SHOWN_EVERY == 0 or step == args.steps:
             end = "\r" if sys.stdout.isatty() and step < args.steps and not stopped else "\n"
@@ -193,6 +188,25 @@ def _train(
         curve = f"is {args.out / 'loss.svg'}" if find_spec("matplotlib") else f"needs matplotlib: {install('plots')}"
         written = "" if unwritten else f"; the curve {curve}; its numbers are {args.out / LOG}"
         say(f"done      {step} steps{written}")
+
+
+def caught_signals() -> list[int]:
+    """The signals that come from now on, which then end nothing by themselves: the step in hand is finished first."""
+    came: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: came.append(number))
+    return came
+
+
+def model_and_mesh(args: argparse.Namespace, model: nn.Module, dp: int, cp: int) -> str:
+    """Two lines: what is trained, and on which mesh."""
+    layers = f"{args.layers} layers"
+    if args.linear:
+        layers += f", {args.linear} of {args.linear + 1} linear"
+    sizes = f"{layers}, hidden {args.hidden}, {args.heads} heads on {args.kv_heads}"
+    weights = sum(w.numel() for w in model.parameters())
+    mesh = f"mesh      dp {dp} x cp {cp}, {args.layout} layout"
+    return f"model     {sizes}, {weights:,} parameters, {args.dtype}\n{mesh}"
 
 
 def take_step(

@@ -229,7 +229,8 @@ class Ranks:
         for rank in range(self._size):
             here, there = context.Pipe()
             of_rank = rank, self._size, self._store.port, there, self._device, limit, self._errors
-            (worker := context.Process(target=_serve, args=of_rank, daemon=True)).start()
+            worker = context.Process(target=_serve, args=of_rank, daemon=True)
+            worker.start()
             self._workers.append(worker)  # now it can be ended: a signal may come while it starts
             self._pipes.append(here)
             there.close()  # the worker's copy is now the only one, so its death ends the pipe

@@ -41,10 +41,14 @@ class Groups:
     def __init__(self, P):
         self.flat = [None, dist.new_group()]
         rows = [(n, P // n) for n in range(1, P + 1) if P % n == 0]
-        self.meshes = [DeviceMesh("cpu", torch.arange(P).view(shape)) for shape in rows + [(2, 2)] * (P == 4)]
+        if P == 4:
+            rows.append((2, 2))  # a second one of this shape
+        self.meshes = [DeviceMesh("cpu", torch.arange(P).view(shape)) for shape in rows]
         part = dist.new_group([other for other in range(P) if other != 1])  # rank 1 is not in it
         pair = dist.new_group([0, 1])
-        self.odd = [5, "job", (2, 2)] + [part, pair] * (P > 2)  # a rank that is alone in a group waits for nobody
+        self.odd = [5, "job", (2, 2)]
+        if P > 2:  # a rank that is alone in a group waits for nobody
+            self.odd += [part, pair]
 
 
 def tensors(rng, dtype=torch.float32, heads=H, kv_heads=G, head_dim=D):
@@ -175,7 +179,8 @@ def test_all_ranks_refuse_whatever_is_other_on_one(ranks, P, part):
 def first_of_a_job(context):
     """The first agreement of a job. Rank 0 is in no group, and says so before the others can be asked."""
     group = dist.new_group([1, 2])
-    time.sleep(0.5 * (context.rank > 0))
+    if context.rank > 0:
+        time.sleep(0.5)
     agree(lambda: None, None if context.rank else group)
 
 
@@ -221,7 +226,7 @@ def test_between_hosts_no_gpu_has_a_part_in_an_agreement(ranks):
     """Nor need there be one here. The group beside that of NCCL is made once, for each of two groups at a time."""
     members = [(0, 3), (1, 2)]
     for rank, (facts, groups, seen) in enumerate(ranks(4, agree_beside_nccl, members)):
-        mine = members[rank in members[1]]
+        [mine] = [of_group for of_group in members if rank in of_group]
         assert facts == [[(x, each) for each in mine] for x in "xyz"]
         assert (groups, seen) == (1, [(timedelta(seconds=77), ["cpu"])])
 
@@ -231,7 +236,9 @@ def numbers(context, hosts):
     few, one, other = (dist.new_group(members) for members in ([1, 2], [0, 1], [2, 3]))
     pair = one if context.rank < 2 else other
     with as_on_hosts(hosts):
-        calls = [few] * 3 * (context.rank in (1, 2)) + [None, pair, None]
+        calls = [None, pair, None]
+        if context.rank in (1, 2):
+            calls = [few] * 3 + calls
         return [agree(lambda: context.rank, group).number for group in calls], agree(lambda: context.rank, pair)
 
 

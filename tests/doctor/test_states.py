@@ -12,8 +12,8 @@ from ring_doctor.asking.questions import questions
 from ring_doctor.asking.signature import OPTION
 from ring_doctor.asking.state_case import Convolution, StateCase
 from ring_doctor.assertion import examine
+from ring_doctor.explaining import xray
 from ring_doctor.explaining.diagnosis import diagnose
-from ring_doctor.explaining.xray import of_states, states_of
 from ring_doctor.mistakes.states import MISTAKES, RIGHT_STATES, compute_states
 from ring_doctor.report import Report, as_json, page
 from ringlab.states.linear_attention import Map, checked_inputs, each_of, in_chunks, states_along
@@ -242,10 +242,10 @@ SHOWS = {
 
 @pytest.mark.parametrize("name", SHOWS)
 def test_what_a_row_reads_of_earlier_tokens(name):
-    run = states_of(StateCase(3, 12, causal=True, documents=(5, 7) if "documents" in name else None))
-    assert of_states(compute_states(run)["out"], run).right
+    _, run = xray.cases(StateCase(3, 12, causal=True, documents=(5, 7) if "documents" in name else None))
+    assert xray.of_states(compute_states(run)["out"], run).right
     out = compute_states(run, MISTAKES[name].variants[0](RIGHT_STATES))["out"]
-    assert SHOWS[name] in of_states(out, run).text()
+    assert SHOWS[name] in xray.of_states(out, run).text()
 
 
 def test_what_has_no_name_is_told_by_what_a_row_reads_or_by_what_is_wrong(ranks):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_doctor.asking.calls import call, lse_of, ours, theirs, values
+from ring_doctor.asking.calls import call, lse_of, options, ours, theirs
 from ring_doctor.asking.case import Case, positions
 from ring_doctor.asking.job import hang, lines_of_ranks
 from ring_doctor.asking.names import ByName, by_name, named, portable
@@ -23,7 +23,6 @@ from ring_doctor.options import claims_of, parse
 from ringlab.support.processes import Raised, own_frame, place
 from tests.wrong.odd_patients import own_chunk
 
-CPU = torch.device("cpu")
 P3 = Case(3, 18, causal=True, head_dim=16)
 ODD = "tests.wrong.odd_patients"
 
@@ -168,15 +167,16 @@ def test_a_function_of_a_notebook_is_told_to_move(monkeypatch):
         portable(own_chunk)
 
 
-def takes(signature):
-    """What the doctor gives to a function of this signature."""
+def function_of(signature):
     scope = {}
     exec(f"def f({signature}): pass", scope)
-    return arguments_of("f", scope["f"])
+    return scope["f"]
 
 
 def given(signature, case=P3):
-    return values(takes(signature), case, None, CPU, {})
+    """What the doctor gives to a function of this signature, beside q, k and v."""
+    patient = Patient("f", function_of(signature), causal=(False,), layouts=("contiguous",))
+    return options(patient, case, {"q": torch.zeros(1)}, None)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_documents_as_cumulative_lengths():
 )
 def test_a_signature_that_cannot_be_called_is_told_what_to_do(signature, says):
     with pytest.raises(ValueError, match=says):
-        takes(signature)
+        arguments_of("f", function_of(signature))
 
 
 def test_what_is_no_function_is_told_what_to_do():

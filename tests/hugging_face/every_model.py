@@ -229,7 +229,10 @@ def small_model(name: str) -> PreTrainedModel:
     torch.manual_seed(SEED)
     model = model_class._from_config(config, experts_implementation="eager")  # others: no float64
     for weight in model.parameters():
-        nn.init.normal_(weight, std=0.2) if weight.dim() > 1 else nn.init.uniform_(weight, 0.5, 1.5)
+        if weight.dim() > 1:
+            nn.init.normal_(weight, std=0.2)
+        else:
+            nn.init.uniform_(weight, 0.5, 1.5)
     return model.to(torch.float64).train()
 
 

@@ -26,7 +26,10 @@ def model_of(name, options, dtype=torch.float64):
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")  # others: no float64
     for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.2) if weight.dim() > 1 else torch.nn.init.uniform_(weight, 0.5, 1.5)
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.2)
+        else:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
     return model.to(dtype).train()
 
 

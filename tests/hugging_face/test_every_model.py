@@ -13,8 +13,8 @@ from tests.concepts import MISSING
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
 from ringlab import shard_batch, stop_ring, use_ring  # noqa: E402
+from ringlab.hugging_face import attention as hugging_face_attention  # noqa: E402
 from ringlab.hugging_face import forward as hugging_face_pass  # noqa: E402
-from ringlab.hugging_face import masks as hugging_face_masks  # noqa: E402
 from ringlab.hugging_face import seam, states  # noqa: E402
 from ringlab.hugging_face.states import CONVOLUTION, KDA, RULE, SCAN  # noqa: E402
 from tests.hugging_face import every_model  # noqa: E402
@@ -65,8 +65,8 @@ def no_window(name):
     def dropped(*args, **passed):
         return ring(*args, **{**passed, "window": None})
 
-    ring = hugging_face_masks.ring_flash_attention
-    with mock.patch.object(hugging_face_masks, "ring_flash_attention", dropped):
+    ring = hugging_face_attention.ring_flash_attention
+    with mock.patch.object(hugging_face_attention, "ring_flash_attention", dropped):
         return every_model.in_the_ring(name)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ringlab.models.mesh import build_mesh
+from ringlab.models.mesh import ContextParallel, build_mesh
 from ringlab.models.transformer import IGNORED
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.expect import attempt
@@ -22,8 +22,8 @@ from tests.every_way import FLAT, ON_MESH, SOME, ranks_of
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
-from ringlab.hugging_face import masks  # noqa: E402
-from ringlab.hugging_face.batch import ContextParallel, backward, shard_batch  # noqa: E402
+from ringlab.hugging_face import attention  # noqa: E402
+from ringlab.hugging_face.batch import backward, shard_batch  # noqa: E402
 from ringlab.hugging_face.forward import extra_loss  # noqa: E402
 from ringlab.hugging_face.use import stop_ring, use_ring  # noqa: E402
 from tests.hugging_face import hugging_face_models as hf  # noqa: E402
@@ -83,7 +83,7 @@ def by_another_way(context, way, shape):
         return ring_flash_attention(*qkv, schedule=schedule, **options)
 
     model, mesh = model_of("Mistral", {"sliding_window": 4}), mesh_of(shape)
-    with mock.patch.object(masks, "ring_flash_attention", noted):
+    with mock.patch.object(attention, "ring_flash_attention", noted):
         use_ring(model, mesh, way=schedule)
         results = hf.summed(model, model(**shard_batch(packed_batch(), mesh)).loss)
     return results, taken == {schedule}

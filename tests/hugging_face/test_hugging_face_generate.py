@@ -65,7 +65,10 @@ def evaluated(name, options=None):
     """With larger weights, so that tokens depend on the whole text."""
     model = model_of(name, {**NO_END, **(MODELS[name] if options is None else options)}).eval()
     for part, weight in model.named_parameters():
-        weight.data.mul_(2) if weight.dim() > 1 else weight.data.sub_(float("bias" in part))
+        if weight.dim() > 1:
+            weight.data.mul_(2)
+        elif "bias" in part:
+            weight.data.sub_(1.0)
     if name in EAGER:
         model.set_attn_implementation("eager")
     return model

@@ -13,8 +13,8 @@ from tests.concepts import MISSING
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 from transformers import masking_utils  # noqa: E402
 
+from ringlab.hugging_face import attention as hugging_face_attention  # noqa: E402
 from ringlab.hugging_face import forward as hugging_face_pass  # noqa: E402
-from ringlab.hugging_face import masks as hugging_face_masks  # noqa: E402
 from ringlab.hugging_face.batch import shard_batch, shifted  # noqa: E402
 from ringlab.hugging_face.masks import BothWays, ChunkedAttention, asked_mask, rule_in_words, window_of  # noqa: E402
 from ringlab.hugging_face.use import use_ring  # noqa: E402
@@ -77,7 +77,7 @@ def test_activation_checkpointing_keeps_the_documents_of_its_pass(ranks):
 def in_the_ring_but(context, mistake):
     """A packed batch in a model with windows and learned or rotary positions, with one mistake."""
     name, options = ("GPT2", hf.NO_DROPOUT) if mistake == "positions" else ("Mistral", WINDOWED)
-    batch, turn = hf.packed_batch(), hugging_face_masks.ring_flash_attention
+    batch, turn = hf.packed_batch(), hugging_face_attention.ring_flash_attention
     shard = shard_batch(batch)
     at = hugging_face_pass.positions("zigzag", 24, context.rank, context.world_size)
     if mistake == "positions":
@@ -86,7 +86,7 @@ def in_the_ring_but(context, mistake):
         shard["shift_labels"] = shifted(batch["labels"])[:, at]
     wrong = {"documents": (6, 8, 1, 6, 3)} if mistake == "a boundary off by one" else {}
     ring = mock.patch.object(
-        hugging_face_masks, "ring_flash_attention", lambda *qkv, **passed: turn(*qkv, **{**passed, **wrong})
+        hugging_face_attention, "ring_flash_attention", lambda *qkv, **passed: turn(*qkv, **{**passed, **wrong})
     )
     model = hf.model_of(name, options)
     use_ring(model)

@@ -19,7 +19,8 @@ from transformers.models.llama import modeling_llama  # noqa: E402
 
 from ringlab.hugging_face import proof as hugging_face_proof  # noqa: E402
 from ringlab.hugging_face import states as hugging_face_states  # noqa: E402
-from ringlab.hugging_face.masks import LayerAttention, asked_mask  # noqa: E402
+from ringlab.hugging_face.attention import LayerAttention  # noqa: E402
+from ringlab.hugging_face.masks import asked_mask  # noqa: E402
 from ringlab.hugging_face.proof import prove  # noqa: E402
 from tests.hugging_face.hugging_face_models import SIZES, model_of  # noqa: E402
 

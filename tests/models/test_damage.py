@@ -60,7 +60,10 @@ def flip(path, at):
 
 def instead(path, make):
     """Remove what is there, and make something else in its place."""
-    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
     make(path)
 
 

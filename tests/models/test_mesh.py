@@ -64,7 +64,8 @@ def on_a_mesh(context):
         tokens, labels, at = (x.to(context.device) for x in share(text(), "zigzag", mesh))
         loss = batch_loss(model(tokens, at), real(labels))
         loss.backward()
-        dist.all_reduce(mean := loss.detach().clone())
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
         results = [mean / dist.get_world_size(), *(full(weight.grad).clone() for weight in model.parameters())]
         results = [x.cpu() for x in results]
         norm = full(clip_grad_norm_(model.parameters(), 0.1)).item()

@@ -1,5 +1,6 @@
 """Attention over a spread cache, whether Q or K and V travel: exact; what it sends; what it refuses; and mistakes."""
 
+import math
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -373,7 +374,9 @@ def test_parts_and_turns_give_what_one_forward_pass_gives(ranks, size, settings,
         said = sum(lengths[text] for lengths in LENGTHS) + len(LENGTHS) * ANSWER - 1  # the last token is not computed
         stored = torch.cat([at[text] for _, _, at in of_ranks])
         assert stored[stored < EMPTY].sort().values.tolist() == list(range(said))
-    parts = sum(-(-(max(lengths) + (turn > 0)) // part) for turn, lengths in enumerate(LENGTHS))
+    longest = [max(lengths) for lengths in LENGTHS]
+    longest[1:] = [n + 1 for n in longest[1:]]  # with the last token of the answer before
+    parts = sum(math.ceil(n / part) for n in longest)
     for _, passed, _ in of_ranks:
         assert len(passed) == parts
         if size > 1:  # auto moves K and V for the first part, and queries for late short ones

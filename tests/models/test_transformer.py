@@ -46,7 +46,10 @@ def model_of(config, dtype=torch.float64, attention=F.scaled_dot_product_attenti
     torch.manual_seed(SEED)
     model = Transformer(config, attention, linear)
     for weight in model.parameters():  # scores of size 1, so that positions matter
-        torch.nn.init.normal_(weight, std=0.3) if weight.dim() == 2 else torch.nn.init.uniform_(weight, 0.5, 1.5)
+        if weight.dim() == 2:
+            torch.nn.init.normal_(weight, std=0.3)
+        else:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
     return model.to(dtype)
 
 

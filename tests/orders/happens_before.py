@@ -126,8 +126,9 @@ class Run:
             return False
         self.over[rank] = [max(known) for known in zip(self.over[rank], *needed, strict=True)]
         if isinstance(step, Isend | Irecv | Use):
-            does = step.does if isinstance(step, Use) else "sends" if isinstance(step, Isend) else "receives"
-            end = at if isinstance(step, Use) else inf
+            does, end = ("sends" if isinstance(step, Isend) else "receives"), inf
+            if isinstance(step, Use):
+                does, end = step.does, at
             self.open[rank, at] = [Access(rank, does, end, tuple(self.over[rank])) for _ in step.cells]
             for cell, access in zip(step.cells, self.open[rank, at], strict=True):
                 self.accesses[cell].append(access)

@@ -257,7 +257,7 @@ def ask_again(context: RankContext) -> None:
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
     for sizes in ((20 * MiB,), (9 * MiB, 9 * MiB)):
         with pytest.raises(MemoryError, match="the budget, 16,777,216 bytes, is spent"), max_context.at_most(16 * MiB):
-            [torch.ones(size, dtype=torch.uint8) for size in sizes]
+            _ = [torch.ones(size, dtype=torch.uint8) for size in sizes]
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
     torch.ones(20 * MiB, dtype=torch.uint8)
 

@@ -12,10 +12,7 @@ import torch.distributed as dist
 
 from bench import against_peers, gpu, record
 from ring_planner import calibrate
-from ringlab.ring.flash_ring import ring_flash_attention
-from ringlab.ring.layouts import LAYOUTS
 from ringlab.support.processes import LostRank, RankContext
-from tests import every_way as ways
 from tests.commands import ROOT, run
 
 SMALL = replace(gpu.ON["cpu"], head_dims=(8,), dtypes=("float32",))
@@ -57,7 +54,6 @@ class Pool:
 
 def test_parts_run_on_the_ranks_of_the_device_and_a_failure_ends_no_other(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "Ranks", Pool)
-    monkeypatch.setattr(gpu, "ways", lambda pool, P, sizes: iter([("ring", pool.seconds > 0, f"{P} ranks")]))
     asked = []
 
     def examine(*names, **options):
@@ -78,12 +74,11 @@ def test_parts_run_on_the_ranks_of_the_device_and_a_failure_ends_no_other(monkey
         *((3, part) for part in ("memory", "overlap", "states")),
         (1, "machine"),
     ]
-    assert all(each[1] is gpu.told and each[3] for each in Pool.called if each != "stop")
+    assert all(each[1] is gpu.rows_of_rank and each[3] for each in Pool.called if each != "stop")
     assert Pool.called.count("stop") == 2
     assert asked[0].items() >= {"device": "cuda", "worlds": (3,)}.items()
     assert [part for part, (_, right, _) in found if not right] == ["kernels", "ring", "memory", "doctor"]
     assert "WRONG memory: all of it: it failed: too slow" in capsys.readouterr().out
-    assert dict(found)["ways"] == ("ring", True, "3 ranks")
     monkeypatch.setattr(gpu, "SECONDS", -1.0)
     assert {says for _, (_, _, says) in gpu.examined("cuda", 3, SMALL)} == {
         "it failed: not begun, because -1 s are over"
@@ -106,7 +101,6 @@ COMPUTES = {  # what each part computes with; for the model, the model
     "memory": "bench.gpu.ring_flash_attention",
     "overlap": "bench.gpu.arriving_blocks",
     "states": "bench.state_ring.linear_attention",
-    "ways": "tests.ways.ring_flash_attention",
 }
 
 
@@ -119,11 +113,6 @@ def test_each_part_computes_on_the_device_of_its_rank(monkeypatch, alone, part):
     if part == "model":
         pytest.importorskip("transformers")
         monkeypatch.setattr(COMPUTES[part], lambda model: shows_device(next(model.parameters())))
-    elif part == "ways":
-        monkeypatch.setitem(ways.WAYS, "ring", shows_device)
-        with pytest.raises(Seen, match="meta"):
-            ways.results_on_rank(there, "ring", 1, gpu.cases_of(SMALL, 1))
-        return
     elif part == "overlap":
         monkeypatch.setattr(gpu, "with_gradients", lambda attention, *x: [each.device for each in x])
         monkeypatch.setattr(gpu, "typical", lambda context, work: shows_work(work))
@@ -132,7 +121,7 @@ def test_each_part_computes_on_the_device_of_its_rank(monkeypatch, alone, part):
     else:
         monkeypatch.setattr(COMPUTES[part], shows_device)
     with pytest.raises(Seen, match="meta"):
-        list(gpu.ON_RANKS[part][1](there, SMALL))
+        list(gpu.ON_RANKS[part](there, SMALL))
 
 
 def shows_work(work):
@@ -235,30 +224,6 @@ def test_a_wrong_kernel_is_seen(monkeypatch, alone, mistake):
     assert ("WRONG: D 8, " in says) == (mistake is not None)
 
 
-def without(*names):
-    """The ring, which forgets these options."""
-
-    def ring(q, k, v, **options):
-        return ring_flash_attention(q, k, v, **{name: x for name, x in options.items() if name not in names})
-
-    return ring
-
-
-def too_large(*qkv, **options):
-    return 1.001 * ring_flash_attention(*qkv, **options)
-
-
-@pytest.mark.parametrize("mistake", [without(), without("window", "global_tokens"), without("documents"), too_large])
-def test_a_wrong_way_is_named(monkeypatch, alone, mistake):
-    monkeypatch.setattr(gpu, "WAYS", ("ring", "all-gather"))
-    monkeypatch.setitem(ways.WAYS, "ring", mistake)
-    found = list(gpu.ways(lambda world_size, work, *given: [work(alone, *given)], 1, SMALL))
-    wrong = "_" in mistake.__name__ or mistake.__closure__[0].cell_contents != ()
-    assert [(way, right) for way, right, _ in found] == [("ring", not wrong), ("all-gather", True)]
-    count = 4 * len(LAYOUTS) * len(ways.masks_of(9))
-    assert found[1][2] == f"{count} results on 1 ranks are right"
-
-
 @pytest.mark.exhaustive
 def test_the_command_runs_all_its_parts_on_the_cpu():
     """In a process of its own: ranks write where the first of them wrote, which may be another test's output."""
@@ -279,7 +244,7 @@ def test_the_page_shows_each_row(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(gpu, "examined", lambda *how: iter([("ways", ("ring", False, f"of {how[:2]}"))]))
+    monkeypatch.setattr(gpu, "examined", lambda *how: iter([("doctor", ("ring", False, f"of {how[:2]}"))]))
     assert gpu.main([]) == 1
     assert [row["says"] for row in record.load("gpu")["rows"]] == ["of ('cuda', 3)"]
-    assert "| ways | ring | **WRONG** | of ('cuda', 3) |" in (tmp_path / "README.md").read_text()
+    assert "| doctor | ring | **WRONG** | of ('cuda', 3) |" in (tmp_path / "README.md").read_text()

@@ -28,7 +28,7 @@ from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ring_doctor.whole_models.model_mistakes import MISTAKES
 from ring_doctor.whole_models.whole_model import examine_model
-from ring_planner import command as cost_model
+from ring_planner import command as planner
 from ringlab.basics import command
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.models import train
@@ -91,7 +91,7 @@ def commands():
 
 PROGRAMS = {  # what reads the options of a command
     "ring-doctor": doctor.parse,
-    "ring-plan": cost_model.main,
+    "ring-plan": planner.main,
     "ringlab.models.train": train.parse,
     "examples/cluster/ring.sbatch": train.parse,  # it passes them on
     "ring_attn.py": lambda words: command.parse(words, world_size=2, local_world_size=2),
@@ -131,13 +131,13 @@ SPOILED = {  # the number of the line of the checklist: what is in the step, and
 ELSEWHERE = {  # where the mistakes of the other lines are made
     **dict.fromkeys((3, 5, 17, 18), "doctor/test_whole_model.py::test_a_mistake_is_named"),
     6: "hugging_face/test_hugging_face_masks.py::test_mistakes_are_seen",
-    7: "ring/test_flash_ring_values.py::test_padding_on_the_right_changes_no_real_token",
+    7: "ring/test_flash_ring.py::test_padding_on_the_right_changes_no_real_token",
     8: "hugging_face/test_hugging_face.py::test_what_would_be_wrong_in_a_ring_is_refused_on_every_rank",
     9: "hugging_face/test_hugging_face_proof.py::test_a_part_that_mixes_tokens_is_named",
     19: "hugging_face/test_hugging_face_trainer.py::test_a_run_is_that_of_one_process",
     20: "models/test_transformer.py::test_checkpointing_turns_the_ring_once_more",
-    21: "hugging_face/test_compiled.py::test_a_way_is_right_between_two_graphs",
-    22: "ring/test_causal.py::test_rotary_angles_are_not_rounded_to_the_dtype_of_x",
+    21: "ways/test_schedules.py::test_a_way_is_right_between_two_graphs",
+    22: "ring/test_first_rings.py::test_rotary_angles_are_not_rounded_to_the_dtype_of_x",
     23: "hugging_face/test_hugging_face.py::test_what_would_be_wrong_in_a_ring_is_refused_on_every_rank",
     24: "models/test_mesh.py::test_padding_alone_gives_no_loss_and_no_nan",
     25: "ways/test_schedules.py::test_one_gradient_none_or_a_second_derivative",

@@ -35,7 +35,7 @@ def kernel():
     manager.shutdown_kernel(now=True)
 
 
-# Before each chapter: no names of an earlier one, numpy's own printing, and no pictures, which have tests of their own.
+# Before each chapter: no names of an earlier one, numpy's own printing, and a picture's words in place of the picture.
 # The chapters share one process of which their ranks are forks: it imports what the ranks of later chapters need.
 CLEAN = """
 %reset -f
@@ -43,18 +43,19 @@ __import__("ringlab.support.processes").support.processes.PRELOAD[2:] = [
     "ring_doctor.asking.examination", "notebooks.source.model_workers"
 ]
 __spec__ = None  # multiprocessing looks for it, and reset takes it away
-__import__("ringlab.support.drawing").support.drawing.Picture._ipython_display_ = lambda picture: None
+__import__("ringlab.support.drawing").support.drawing.Picture._ipython_display_ = lambda picture: print(picture.alt)
 __import__("numpy").set_printoptions(precision=8, floatmode="maxprec", suppress=False)
 """
 
 
 def text_outputs(notebook) -> list[list[str]]:
-    """What each code cell printed or returned as text, without pictures."""
+    """What each code cell printed or returned as text, and the words of its pictures."""
     texts = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            shown = [output for output in cell.outputs if "image/png" not in output.get("data", {})]
-            texts.append(masked("".join(output.get("text") or output["data"]["text/plain"] for output in shown)))
+            ends = ["\n" * ("image/png" in output.get("data", {})) for output in cell.outputs]
+            said = [output.get("text") or output["data"]["text/plain"] for output in cell.outputs]
+            texts.append(masked("".join(map("".join, zip(said, ends, strict=True)))))
     return texts
 
 
@@ -117,6 +118,30 @@ def test_its_head_names_its_door(source):
     found = re.search(r"^Track \*([a-z ]+)\*\. Before it: chapters? (\d+(?:(?:, | to | and )\d+)*)\. ", head, re.M)
     assert found[1] in TRACKS
     assert all(f"{int(each):02}_" < source.stem for each in re.findall(r"\d+", found[2]))
+
+
+def needed(source) -> set[int]:
+    """The chapters before it, by its head, and those before them."""
+    text = source.read_text()
+    first = re.search(r"Before it: chapters? ([^.]*)\.", text)[1].replace("1 to 8", "8").replace("1 to 9", "8, 9")
+    numbers = {int(each) for each in re.findall(r"\d+", first)}
+    return numbers.union(*(needed(each) for each in CHAPTERS if int(each.stem[:2]) in numbers - {8}))
+
+
+@pytest.mark.parametrize("track", TRACKS)
+def test_a_track_has_what_its_chapters_need(track):
+    (row,) = re.findall(rf"^\| \*{track}\*.* \| (.*) \|$", (build.FOLDER / "README.md").read_text(), re.M)
+    known = {8}
+    for number in row.split(", "):
+        (source,) = [each for each in CHAPTERS if each.stem.lstrip("0").startswith(f"{number}_")]
+        assert needed(source) <= known, source.stem
+        known.add(int(source.stem[:2]))
+
+
+@pytest.mark.parametrize("source", [each for each in CHAPTERS if each not in ROAD], ids=lambda source: source.stem)
+def test_it_uses_only_the_chapters_that_it_needs(source):
+    used = {int(each) for each in re.findall(r"\bchapter (\d+)\b(?!\])", source.read_text())}
+    assert {each for each in used if each < int(source.stem[:2])} <= needed(source) | {*range(1, 9)}
 
 
 def stated(source):

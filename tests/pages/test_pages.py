@@ -1,9 +1,8 @@
 """README, map, glossary: commands print what is shown, numbers are those of the code, links lead somewhere."""
 
 import json
+import math
 import re
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +20,14 @@ from ring_doctor.report import EQUAL_CHUNKS
 from ring_planner import ways as planning_ways
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.memory import F32, kept_at_the_loss, peak_bytes_backward
+from ring_planner.pass_q_or_kv import published
 from tests.commands import ROOT, check_shown, run
 from tests.concepts import FOLDERS as HOMES
 from tests.concepts import is_concept
 from tests.doctor.examined import on_these
 from tests.every_way import FLAT, ON_MESH
 from tests.pages.test_notebooks import stated
+from tests.test_house import loaded_by
 
 README = (ROOT / "README.md").read_text()
 MAP = (ROOT / "notebooks/README.md").read_text()
@@ -95,9 +96,11 @@ ALIKE, GROUPED = (AttentionLayer(heads=32, kv_heads=heads, head_dim=128, itemsiz
 IN_16, OF_4 = (round(peak_bytes_backward(layer, 1024) / (2 * 1024 * 32 * 128)) for layer in (ALIKE, GROUPED))
 IN_32 = round(peak_bytes_backward(replace(ALIKE, itemsize=4), 1024) / (4 * 1024 * 32 * 128))
 OF_A_WORD = F32 * kept_at_the_loss(0, 1)[1] + 2  # bytes at the loss: float32, and the logit
+BY_BYTES = [replace(published(1), flops=math.inf, partial=size).share_for_keys for size in (2, 4)]  # Q or K and V?
 LONGEST = record.load("longest_training")
 RING, ALONE = (longest_training.lengths(LONGEST, method, checkpointing=True)[-1] for method in ("ring", "blockwise"))
 PLAN, TRAINED = "notebooks/source/18_two_speeds_of_wire.py", "notebooks/source/11_meshes.py"
+GENERATION = "notebooks/source/14_generation.py"
 SAID = [  # a page, and its words: their numbers are those of the code, or another page has them too
     ("docs/use.md", f"{NUMBERS[len(planning_ways.WAYS) - 1]} exact ways to share"),
     ("docs/glossary.md", f"are {SCHEDULES} schedules of the same attention"),
@@ -111,6 +114,11 @@ SAID = [  # a page, and its words: their numbers are those of the code, or anoth
     ("docs/memory.md", f"the loss keeps {OF_A_WORD} bytes for each word"),
     ("docs/symptoms.md", f"[{OF_A_WORD} bytes](memory.md#a-models-longest-sequence) for each"),
     (PLAN, f"{OF_A_WORD} for each of 128,256 words"),
+    ("notebooks/source/09_hidden_communication.py", "$(32 + 9)/(32 + 18) = 0.82$ of P times"),
+    ("docs/memory.md", "| L + 9, L + 18 | [chapter 9](../notebooks/09_hidden_communication.ipynb) |"),
+    ("notebooks/appendix_errata.md", "holds L + 1 chunks and a device of the ring L + 6"),
+    ("docs/memory.md", "| L + 1, L + 6 | [errata](../notebooks/appendix_errata.md) |"),
+    (GENERATION, "sends less up to {:.1%} of new tokens, or {:.1%} if".format(*BY_BYTES).replace("%", " %")),
     (TRAINED, f"a ring of 4 trains on {RING:,} tokens, where one process with blockwise attention reaches {ALONE:,}"),
     ("notebooks/source/12_your_own_model.py", "the convolution of lfm2 it can, the indexer of axk2 it cannot"),
     ("ringlab/hugging_face/EVERY_MODEL.md", "| lfm2 with a convolution | equal |"),
@@ -159,10 +167,7 @@ def test_the_core_is_as_small_as_the_map_says():
 
 
 def test_the_core_stands_on_as_many_lines_as_the_map_says():
-    script = "import sys, ringlab.ring.flash_ring; print(*(getattr(m, '__file__', '') for m in sys.modules.values()))"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = {Path(file) for file in done.stdout.split() if file.startswith(f"{ROOT}/ring")}
-    others = loaded - {(ROOT / "notebooks" / link).resolve() for link in CORE}
+    others = set(loaded_by("ringlab.ring.flash_ring")) - {(ROOT / "notebooks" / link).resolve() for link in CORE}
     more = re.search(r"the last stands on ([\d,]+) more lines", words(MAP))[1].replace(",", "")
     assert abs(sum(len(file.read_text().splitlines()) for file in others) - int(more)) <= 100
 
@@ -207,7 +212,10 @@ def test_the_minutes_of_the_map_are_those_of_the_chapters_and_add_up():
     assert f"{read} minutes for all chapters, {read + more} with exercises" in words(MAP)
     assert read <= 6.25 * 60
     shortest = [minutes[chapter - 1][0] for chapter in (1, 3, 4)]
-    assert 50 <= sum(shortest) + 10 <= 70  # and ten for ring_attn.py: "about an hour"
+    assert 50 <= sum(shortest) + 10 <= 70  # and ten for ring_attn.py
+    exercises = sum(minutes[chapter - 1][1] for chapter in (1, 3, 4)) + 30  # the last one of chapter 4 is a ring
+    assert 110 <= sum(shortest) + 10 + exercises <= 140
+    assert "It takes an hour to read, two with its exercises" in words(README)
 
 
 def test_every_concept_is_on_the_map():

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from notebooks.source.checks import answers
 from notebooks.your_ring import checks
-from notebooks.your_ring.messages import Watch
+from ringlab.support.messages import Watch
 from tests.commands import ROOT
 
 pytestmark = pytest.mark.slow  # the doctor starts processes

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from notebooks.your_ring.messages import Watch
 from ringlab.support import pipes
+from ringlab.support.messages import Watch
 from ringlab.ways import all_gather, all_to_all
 from ringlab.ways.heads import heads_of_ranks
 from tests.attention import DTYPES, grouped_inputs
@@ -30,7 +30,9 @@ def messages(context, way, shape, problem):
         out = attention(*(x.requires_grad_() for x in (q, k, v)), **problem.options)
         forward = len(watch.messages)
         out.backward(d_out)
-    agreements = 0 if pipes.host_of_process() else 2 if way in ON_MESH else 1  # as messages: through pipes, none
+    agreements = 2 if way in ON_MESH else 1  # as messages
+    if pipes.host_of_process():  # through pipes
+        agreements = 0
     return watch.messages[agreements:forward], watch.messages[forward + agreements :]
 
 
@@ -100,7 +102,7 @@ def test_a_double_ring_sends_few_blocks_to_another_host(ranks, shape, window):
         hops = {inside: turns * (g - 1) * block}, {across: (turns - 1) * block}
         assert sent(forward) == sum_of(*hops)
         sums = {inside: 2 * block * turns * max(g - 2, 0)}, {across: 2 * block * max(turns - 2, 0)}
-        homes = {inside: 2 * block * turns * (g > 1)}, {home: 2 * block * (turns > 1)}
+        homes = {inside: 2 * block * turns if g > 1 else 0}, {home: 2 * block if turns > 1 else 0}
         assert sent(backward) == sum_of(*hops, *sums, *homes)
 
 

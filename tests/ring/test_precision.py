@@ -54,7 +54,8 @@ class Watch(TorchDispatchMode):
             and name not in UNROUNDED
         ):
             if name in ("_to_copy", "copy_"):
-                self.rounded += args[name == "copy_"].dtype == self.wide
+                source = args[1] if name == "copy_" else args[0]
+                self.rounded += int(source.dtype == self.wide)
             else:
                 self.narrow.add(name)
         return result
@@ -64,7 +65,10 @@ def watched_ring(context, name, q, k, v, d_out):
     """The names of what this rank computes in 16 bits, and how many tensors it rounds to them."""
     mine = chunks(context, even_lengths(q.shape[2], context.world_size), q, k, v, d_out)
     with Watch(accumulation_dtype(q.dtype)) as watch:
-        RINGS[name](*mine[:3]) if name in FORWARD_ONLY else gradients(RINGS[name], *mine)
+        if name in FORWARD_ONLY:
+            RINGS[name](*mine[:3])
+        else:
+            gradients(RINGS[name], *mine)
     return watch.narrow, watch.rounded
 
 

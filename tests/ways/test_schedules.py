@@ -139,7 +139,8 @@ def test_the_oracle_of_sinks_and_softcaps_is_the_eager_formula(softcap):
     problem = Problem(4, 2, 12, {"causal": True, "softcap": softcap}, dtype=torch.float64, times_q=3.0, value_dim=3)
     assert_four(gradients(partial(eager, softcap=softcap), *problem.inputs()), problem.right())
     if softcap != 0.1:  # else no score is as large as the sinks
-        *four, right = (problem := replace(problem, sinks=torch.float64)).right()
+        problem = replace(problem, sinks=torch.float64)
+        *four, right = problem.right()
         sinks = problem.logits().requires_grad_()
         assert_four(gradients(partial(eager, sinks=sinks, softcap=softcap), *problem.inputs()), four)
         assert_right(sinks.grad, right, "dsinks")
@@ -438,3 +439,38 @@ def test_a_rank_outside_the_mesh_is_refused_alone(ranks):
     *inside, outside = ranks.outcomes(3, on_group, "ring", [0, 1], soon)
     assert all(torch.equal(out, X[:, :2]) for out in inside)
     assert re.search(all_of([r"not in the mesh [0, 1]", "expected only its members"]), outside.message)
+
+
+# Under torch.compile: right, in few graphs ---------------------------------------------------------------------------
+
+
+COMPILED = Problem(4, 2, 36, {"causal": True, "layout": "zigzag"})
+
+
+def around(attention, options, q, k, v):
+    """Something to compile before the attention and behind it: in powers of two, so nothing is rounded."""
+    return 4 * attention(2 * q, k, v, **options)
+
+
+def compiled_on_rank(context, way, backend):
+    """Chunks of out, dq, dk, dv of COMPILED, twice; and how many graphs there were after the first and second time."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = torch.compile(partial(around, attention_of(context, way, 3), COMPILED.options), backend=backend)
+    q, k, v, d_out = cut(context, COMPILED.layout, None, *COMPILED.inputs())
+    results = []
+    for _ in range(2):
+        out, d_q, d_k, d_v = gradients(model, q / 2, k, v, d_out / 4)
+        results.append(((out / 4, d_q / 2, d_k, d_v), torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "backend"), [("ring", "aot_eager"), ("all-to-all", "eager")])
+def test_a_way_is_right_between_two_graphs(ranks, way, backend):
+    uncompiled = [results[0] for results in ranks(3, results_on_rank, way, 3, [COMPILED])]
+    for per_rank in zip(*ranks(3, compiled_on_rank, way, backend), strict=True):
+        assert [graphs for _, graphs in per_rank] == [2] * 3
+        four = [chunks for chunks, _ in per_rank]
+        assert_four(whole(four, COMPILED.layout), COMPILED.right())
+        assert all(torch.equal(x, y) for pair in zip(four, uncompiled, strict=True) for x, y in zip(*pair, strict=True))

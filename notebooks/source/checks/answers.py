@@ -267,9 +267,11 @@ def compare_number(given: Any, right: float, hints: dict[float, str], otherwise:
     """
     error = rounding(given)
     given = number(given)
+    if error <= 1e-9:
+        error = 0.0
 
     def near(value: float) -> bool:
-        return abs(given - value) <= 0.501 * 10**-decimals + (error > 1e-9) * error * abs(value)
+        return abs(given - value) <= 0.501 * 10**-decimals + error * abs(value)
 
     if near(right):
         return
@@ -302,7 +304,8 @@ def compare_formula(
         given, expected = answer(*case), right(*case)
         if not isinstance(expected, list):
             return number(given), rounding(given)
-        listed = numbers(given, what := f"a list of {len(expected)} numbers")
+        what = f"a list of {len(expected)} numbers"
+        listed = numbers(given, what)
         if len(listed) != len(expected):
             raise NotYet(f"expected {what}, got {given!r}")
         return listed, 1e-9

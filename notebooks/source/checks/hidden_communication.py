@@ -36,6 +36,12 @@ def check_smallest_chunk(answer: Callable[..., float]) -> str | None:
     return "with 312 TFLOP/s, 25 GB/s, 32 heads on 8 and bfloat16 that is 3,120 tokens"
 
 
+def _layer(random: Random) -> tuple[int, int, int, int, int]:
+    """H, G, C, D and the bytes of a number."""
+    G = random.randint(1, 8)
+    return random.randint(1, 8) * G, G, random.randint(1, 5000), random.randint(1, 128), random.choice((2, 4, 8))
+
+
 @exercise
 def check_peak_memory_backward(answer: Callable[..., float]) -> str | None:
     """(H, G, C, D, bytes of a number) -> bytes that a device of the trainable ring holds in the backward pass."""
@@ -63,12 +69,7 @@ def check_peak_memory_backward(answer: Callable[..., float]) -> str | None:
         },
         [(32, 8, 1000, 128, 2), (6, 3, 7, 64, 4), (5, 5, 10, 8, 8), (9, 1, 33, 16, 2)],
         "count the list: heads of q, out, d_out, dq; heads of k, v, dk, dv, in buffers; then the sums in float32",
-        lambda random: (
-            *(random.randint(1, 8) * (G := random.randint(1, 8)), G),
-            random.randint(1, 5000),
-            random.randint(1, 128),
-            random.choice((2, 4, 8)),
-        ),
+        _layer,
     )
     return "with G = H and bfloat16 that is 22 chunks"
 

@@ -54,6 +54,12 @@ def check_block(answer: Callable[[int, int, int, int], int]) -> str | None:
     return "every rank has every block in hand once, and each block of another host at the right time"
 
 
+def _cluster(random: Random) -> tuple[int, int, int]:
+    """Hosts, devices of a host, and NICs, each of which as many devices share."""
+    nics = random.randint(1, 8)
+    return random.randint(1, 99), nics * random.randint(1, 8), nics
+
+
 @exercise
 def check_blocks_of_a_nic(answer: Callable[[int, int, int], float]) -> str | None:
     """(hosts, devices of a host, NICs of a host) -> the blocks that a NIC sends in a forward pass."""
@@ -73,6 +79,6 @@ def check_blocks_of_a_nic(answer: Callable[[int, int, int], float]) -> str | Non
         },
         [(16, 8, 8), (16, 8, 4), (2, 4, 1), (5, 6, 3), (1, 8, 2)],
         "n - 1 slow hops, in each of which g devices share the NICs",
-        lambda random: (random.randint(1, 99), (nics := random.randint(1, 8)) * random.randint(1, 8), nics),
+        _cluster,
     )
     return "16 hosts of 8 with a NIC for each device: 15 blocks; the one NIC that a flat ring uses sends 127"

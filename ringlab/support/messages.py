@@ -11,7 +11,6 @@ The workshop counts with it what a reader's ring sends, tests and benchmarks wha
 Source: the PyTorch manual, torch.distributed; CommDebugMode of torch.distributed.tensor.debug counts in the same way.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,23 +58,3 @@ def _tensors(x: Any) -> list[Tensor]:
     if isinstance(x, Tensor):
         return [x]
     return [tensor for part in x for tensor in _tensors(part)] if isinstance(x, list | tuple) else []
-
-
-def words(of_ranks: list[list[Message]]) -> str:
-    """What the ranks of a job send, in a sentence: "each rank r sends 4 messages of 384 bytes to rank r + 1"."""
-
-    def told(rank: int) -> str:
-        said = []
-        for message, count in Counter(message for message in of_ranks[rank] if message.kind != "recv").items():
-            size = f"of {message.bytes:,} bytes"
-            if message.peer is None:
-                said.append(f"{count} x {message.kind} {size}")
-            else:
-                plural, step = "s" * (count > 1), (message.peer - rank) % len(of_ranks)
-                said.append(f"{count} message{plural} {size} to rank r + {step}")
-        return "; ".join(said) or "nothing"
-
-    sent = [told(rank) for rank in range(len(of_ranks))]
-    if len(set(sent)) == 1:
-        return f"each rank r sends {sent[0]}"
-    return "; ".join(f"rank {rank} sends {what}" for rank, what in enumerate(sent))

@@ -1,0 +1,153 @@
+"""What the layers of a Hugging Face model call in place of their own attention.
+
+    query, key, value, scaling, sliding_window, ...     what a layer passes, and its mask from masks.py
+    ring_flash_attention(q, k, v, window=..., ...)      the same as options of the ring; the rest is refused by name
+    own_token, full_attention                           what stands in for the ring while a model is proved
+
+Shapes: in a layer q is (B, H, C, D), k and v (B, G, C, D), and the result (B, C, H, D).
+
+`python examples/compare.py` runs it: a first reader may skip this file.
+Before: masks.py, the mask of a layer. After: proof.py, which models may be cut.
+Source: transformers 5.23, AttentionInterface and modeling_llama4.py, for the temperature of `tuned`.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringlab.hugging_face.batch import refuse
+from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, window_of
+from ringlab.hugging_face.seam import Mixers, spread
+from ringlab.ring.documents import document_positions
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.layouts import Layout, positions
+from ringlab.ring.masks import Mask
+from ringlab.ring.schedule import Ring, Schedule
+from ringlab.support.expect import expect
+
+UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
+UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict", "fused_lm_head", "causal"}
+
+
+@dataclass(eq=False)
+class LayerAttention:
+    """What the layers of a model call in the place of their own attention, and what is known of the forward pass."""
+
+    layout: str | Layout
+    group: Any  # a process group, or a mesh of two dimensions for some ways; None: the whole job
+    world_size: int
+    rank: int = 0
+    way: type[Schedule] = Ring  # to share the sequence
+    layers: int = 0  # calls in a forward pass, as proved
+    first: int = 0  # the model's number of position 0, as proved
+    packs: bool = False  # whether all layers are told the documents, as proved
+    documents: tuple[int, ...] | None = None  # of this forward pass
+    calls: int = 0  # in this forward pass, with its documents
+    stand_in: Any = None  # a function of q, k and v in place of the ring: in the proof, and in generation
+    linear: list[nn.Module] = field(default_factory=list)  # the linear layers of the model
+    at: Tensor | None = None  # in the proof: where the tokens of a shard stand in the row
+    longest: int | None = None  # position in the whole sequence of this forward pass
+
+    def compute_by(self, stand_in: Callable[..., Tensor] | None, mixers: Mixers | None) -> None:
+        """Let layers of attention compute by this function in place of the ring, and linear layers by these."""
+        self.stand_in = stand_in
+        spread(self.linear, mixers)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Asked = None, **passed: Any
+    ) -> tuple[Tensor, None]:
+        """query (B, H, C, D), key (B, G, C, D), value (B, G, C, Dv) -> out (B, C, H, Dv), and no weights.
+
+        `attention_mask` is from `asked_mask`. What a layer passes is the same on every rank, so each rank refuses it
+        before anything is sent.
+        """
+        name, both_ways = type(module).__name__, isinstance(attention_mask, BothWays)
+        named = ("scaling", "is_causal", "documents", "s_aux", "softcap")
+        scale, causal, documents, sinks, softcap = (passed.pop(option, None) for option in named)
+        window = attention_mask if isinstance(attention_mask, int) else None
+        window = window_of(name, attention_mask, passed.pop("sliding_window", window))
+        self.check_direction(module, causal, passed.pop("causal", True), both_ways)
+        if isinstance(scale, Tensor):
+            passes = f"{name} passes a tensor {tuple(scale.shape)} as scaling, learned or of several numbers"
+            one = "one number that is not learned: multiply q by it, and pass scaling=1.0"
+            expect(not scale.requires_grad and scale.numel() == 1, passes, one)
+        dropout = passed.pop("dropout", 0.0)
+        none = "0 in training: set attention_dropout (GPT-2: attn_pdrop) to 0 in the config. Dropout elsewhere is fine"
+        expect(not dropout or self.stand_in, f"dropout is {dropout} in {name}", none)  # the proof in training has none
+        refuse(passed, UNDERSTOOD)
+        self.calls += int(documents == self.documents)
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+            query = self.tuned(module, query, documents)
+        if isinstance(attention_mask, ChunkedAttention):
+            documents = attention_mask.documents(documents or (query.shape[2] * self.world_size,))
+        seen: dict[str, Any] = {"causal": not both_ways, "window": window, "documents": documents}
+        seen |= {"scale": scale, "sinks": sinks, "softcap": softcap, "layout": self.layout, "group": self.group}
+        seen |= {"schedule": self.way}
+        out = (self.stand_in or ring_flash_attention)(query, key, value, **seen)
+        return out.transpose(1, 2).contiguous(), None
+
+    def check_direction(self, module: nn.Module, causal: bool | None, batch_is_causal: bool, both_ways: bool) -> None:
+        """Raise ValueError unless the layer, the mask of its model and the batch agree on who sees whom."""
+        name = type(module).__name__
+        causal = getattr(module, "is_causal", not both_ways) if causal is None else causal
+        asked = "both directions" if both_ways else "the tokens before"
+        expect(both_ways != causal, f"{name} has is_causal={both_ways}, and its mask shows {asked}", "the same of both")
+        direction = "in both directions" if both_ways else "to the tokens before only"
+        fits = both_ways != batch_is_causal or self.stand_in
+        expect(fits, f"{name} attends {direction}", f"a batch of shard_batch(..., causal={not both_ways})")
+
+    def tuned(self, module: Any, q: Tensor, documents: tuple[int, ...] | None) -> Tensor:
+        """q (B, H, C, D) of Llama 4, which grows with the place of a token in its document, and not in the shard."""
+        here, at = torch.arange(q.shape[2]), self.at
+        if at is None:
+            S = q.shape[2] * self.world_size
+            at = document_positions(documents or (S,))[positions(self.layout, S, self.rank, self.world_size)]
+        factor, wanted = (
+            torch.log1p((x + 1.0).div(module.floor_scale).floor()) * module.attn_scale + 1 for x in (here, at)
+        )
+        return q * (wanted / factor).to(q)[:, None]
+
+    def stretch(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Before the rotary frequencies: show the longest position too. Some models choose frequencies by it."""
+        if self.longest is None:
+            return args, kwargs
+        passed = inspect.signature(part.forward).bind(*args, **kwargs).arguments
+        at = passed["position_ids"]
+        passed["position_ids"] = torch.cat([at, at.new_full((*at.shape[:-1], 1), self.longest)], dim=-1)
+        return (), passed
+
+    def shrink(self, part: nn.Module, args: tuple, result: Any) -> Any:
+        """After them: leave out the row of that position."""
+        if self.longest is None:
+            return result
+        return tuple(x[:, :-1] for x in result) if isinstance(result, tuple) else result[:, :-1]
+
+
+# What stands in for the ring in the proof ---------------------------------------------------------------------------
+
+
+def own_token(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    """No attention: what a token gets comes from its own q, k and v, (B, H, S, Dv)."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    unequal = torch.arange(1, q.shape[3] + 1).to(q).cos()  # a rotation of q or k changes this sum, unlike q·k
+    return v + ((q + 2 * k) * unequal).mean(dim=3, keepdim=True).to(v.dtype)
+
+
+def full_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """What the ring would compute with these options, on one process, by the definition: (B, H, S, Dv)."""
+    scale, sinks, softcap = (options.get(name) for name in ("scale", "sinks", "softcap"))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)  # (B, H, S, S)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    keys = torch.arange(q.shape[2])
+    seen = Mask(options["causal"], options["documents"], options["window"]).dense(keys, len(keys))
+    scores = scores.masked_fill(~seen.to(q.device), -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], dim=3)
+    return scores.softmax(dim=3)[..., : len(keys)] @ v
