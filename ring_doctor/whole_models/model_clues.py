@@ -50,6 +50,7 @@ def clue(
         floors = floors_of(exact)
         served = [name for name, x in exact.gradients.items() if name not in bad and float(x.norm()) > floors[name]]
         right = f"; right is the gradient of {listed(served[:FEW])}, so look at a loss without it" if served else ""
+        right = f"; wrong is the gradient of {listed(bad)} alone" if len(bad) < min(FEW, len(served)) else right
         shown, look = _of_tokens(patient.shards(P), result, exact, allowed)
         shown = f"The loss is wrong, and with it the gradients; {shown}"
         return Finding(shown, look + right) if look else Finding(shown + right)
