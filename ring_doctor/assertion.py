@@ -87,8 +87,9 @@ def examine(
         if found.wrong and not found.changes:
             progress("X-ray")
             taken = take_xray(found.patient, choose_question(found), **how)
-        told = found.healthy or (diagnosis and diagnosis.told and not diagnosis.part and diagnosis.besides != ())
-        return Report(found, diagnosis, taken, () if told or found.changes else tuple(infer(found, taken)))
+        explained = diagnosis and diagnosis.told and not diagnosis.part and diagnosis.besides != ()
+        unclear = not (found.healthy or explained or found.changes)
+        return Report(found, diagnosis, taken, tuple(infer(found, taken)) if unclear else ())
     finally:
         torch.set_num_threads(threads)
 
@@ -105,11 +106,10 @@ def choose_question(examination: Examination) -> Question:
         S = P * (chunk if Patient.chunk < chunk <= LONGEST else 4)
     documents = (S // 2 - 1, S - S // 2 + 1) if case.documents else None
     head_dim = -(-S // case.head_dim) * case.head_dim
-    one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=head_dim, seq_len=S)
+    one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=head_dim, seq_len=S, documents=documents)
     how = "without gradients" if question.how == "without gradients" else "plain"
-    usual: Any = {"sinks": False, "inputs": "normal", "value_dim": None}
-    usual |= {"from_state": False} if isinstance(case, StateCase) else {}
-    return Question(replace(one_head, documents=documents, **usual), how)
+    one_head = replace(one_head, from_state=False) if isinstance(one_head, StateCase) else one_head
+    return Question(replace(one_head, sinks=False, inputs="normal", value_dim=None), how)
 
 
 def _loses(question: Question) -> tuple[int, bool, bool, bool]:

@@ -30,7 +30,6 @@ from ring_doctor.mistakes import Mistake
 LISTED = 12  # kinds of answers that are not right, in the text; the JSON and the page have all
 CHANGES = "asked three times, it gave different numbers to {} of the questions, as with {}"
 EQUAL_CHUNKS = "HEALTHY FOR EQUAL CHUNKS"
-PLAIN = "it has one sequence, one head, few tokens and small scores"
 BETWEEN_RANKS = (
     "A buffer is read before its message is there, written while it is sent (a race), or never filled; or something is "
     "kept between calls. Look for a missing wait(), shared buffers, torch.empty(), counters and caches"
@@ -108,13 +107,11 @@ class Report:
     @property
     def limits(self) -> list[str]:
         """What the function takes, where a ring may take more."""
-        beyond = sorted(self.examination.beyond.items(), key=lambda each: each[1].state == FAILED)
-        return self.examination.limits + [
-            f"it fails with {feature} ({answer.says.splitlines()[0]})"
-            if answer.state == FAILED
-            else f"wrong gradients, and no error, of {feature}: let its lse need no gradient"
-            for feature, answer in beyond
-        ]
+        said, beyond = list(self.examination.limits), self.examination.beyond.items()
+        for feature, answer in sorted(beyond, key=lambda item: item[1].state == FAILED):
+            fails = f"it fails with {feature} ({answer.says.splitlines()[0]})" if answer.state == FAILED else ""
+            said.append(fails or f"wrong gradients, and no error, of {feature}: let its lse need no gradient")
+        return said
 
     @property
     def mistakes(self) -> list[Mistake]:
@@ -159,7 +156,7 @@ class Report:
         elif diagnosis and diagnosis.part:
             said.append(f"this explains {diagnosis.part}; no known mistake explains the rest")
         if diagnosis and isinstance(self.xray, XRay) and self.xray.right:
-            said.append(f"the X-ray is right: {PLAIN}")
+            said.append("the X-ray is right: it has one sequence, one head, few tokens and small scores")
         return [f"{words[0].upper()}{words[1:]}." for words in said]
 
 

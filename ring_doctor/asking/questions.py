@@ -219,7 +219,6 @@ def in_turn(
 def kind(question: Question) -> Hashable:
     """All that is asked but the mask and the layout. Lengths count in tokens a rank, so that all worlds have them."""
     case = question.case
-    length = divmod(case.seq_len, case.world_size)
-    length = length[0], bool(length[1])
+    C, more = divmod(case.seq_len, case.world_size)
     same = replace(case, world_size=1, seq_len=1, causal=False, layout="contiguous", documents=None, seed=0)
-    return same, length, case.documents is None, question.how, question.members is None
+    return same, C, bool(more), case.documents is None, question.how, question.members is None

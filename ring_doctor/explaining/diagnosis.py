@@ -77,10 +77,6 @@ class Diagnosis:
         """The explanations; () where they are so many that none of them is likely."""
         return self.explanations if len(self.explanations) <= FEW else ()
 
-    @property
-    def names(self) -> set[str]:
-        return {explanation.name for explanation in self.explanations}
-
 
 def diagnose(examination: Examination, progress: Callable[[str], None] = lambda words: None) -> Diagnosis | None:
     """The diagnosis of the wrong answers; None when no answer is wrong. `progress` is told what is compared."""

@@ -37,7 +37,6 @@ IN_A_PART = Finding(
 ON_ONE_RANK = "the kernel: its scale, a softcap, its mask, and what is added or turned by positions inside"
 OF_TAPS = "the tokens that a chunk gets from those before it, and what a document's start clears"
 OF_STATES = "the state with which a rank begins, the decays between two tokens, and what a document's start clears"
-LSE_ALONE = Finding("out is right and lse is wrong", "what uses this lse: a merge, a backward pass")
 LSE_IS_RIGHT = Finding(
     "out is wrong and lse is right, so each query has the right scores",
     "the order of V beside the order of K, at the sum of p V, and at what becomes of out afterwards",
@@ -142,7 +141,8 @@ def _which(told: list[WrongAnswer]) -> list[Finding]:
     right = {name for each in told for name in each.answer.results} - wrong
     gradients = [name for name in RESULTS[2:] if name in wrong]
     if "out" not in wrong:
-        of_lse = [LSE_ALONE] if "lse" in wrong else []
+        alone = Finding("out is right and lse is wrong", "what uses this lse: a merge, a backward pass")
+        of_lse = [alone] if "lse" in wrong else []
         return [*of_lse, of_gradients(gradients)] if gradients else of_lse
     said = [LSE_IS_RIGHT] if "lse" in right else []
     said += [GRADIENTS_ARE_RIGHT] if "dq" in right and not gradients else []

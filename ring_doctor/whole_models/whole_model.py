@@ -163,15 +163,15 @@ def examine_model(
     fails, returns something else, returns other numbers when it is called again, or has a dtype too coarse to tell a
     mistake from rounding; or it has dropout.
     """
-    known = f"one of {', '.join(LAYOUTS)}, or module:function"
-    expect(layout in LAYOUTS or ":" in layout, f"layout is {layout!r}", known)
+    expect(
+        layout in LAYOUTS or ":" in layout, f"layout is {layout!r}", f"one of {', '.join(LAYOUTS)}, or module:function"
+    )
     expect(vocab > 0, f"vocab is {vocab}", "1 or more")
     text = torch.randint(vocab, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(seed))
-    takes = options_of(step)
     processes = ranks or Ranks(max(WORLDS), device=device)
     usual = processes.seconds
     try:
-        patient = ModelPatient(step, text, layout, seed, processes, takes, seconds)
+        patient = ModelPatient(step, text, layout, seed, processes, options_of(step), seconds)
         patient.shards(max(WORLDS))  # raises ValueError for a function that is no layout
         return _examine(patient, name)
     finally:

@@ -20,7 +20,7 @@ from ring_doctor.mistakes import Mistake
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ring_doctor.report import Report
 from ringlab.ring.flash_ring import ring_flash_attention
-from tests.doctor.examined import answer_on_paper
+from tests.doctor.examined import answer_on_paper, names_of
 
 NAMES = ("last_block_skipped", "scale_missing", "shares_exchanged")
 PATIENT = patient_of(ring_flash_attention)
@@ -69,7 +69,7 @@ CONDITIONS = {
 @pytest.mark.parametrize(("condition", "name"), list(zip(CONDITIONS, itertools.cycle(NAMES), strict=False)))
 def test_a_mistake_under_a_condition_is_named_with_it(name, condition):
     found = diagnose(examined(variant(name), CONDITIONS[condition], worlds=(2, 3, 4)))
-    assert name in found.names
+    assert name in names_of(found)
     assert {explanation.condition for explanation in found.explanations} == {condition}
     assert not found.part
 
@@ -85,11 +85,11 @@ def test_a_name_that_fits_all_answers_but_those_with_a_feature_is_told_with_it(n
         answer_on_paper(it.question, change=change) if other(it.question) else it for it in examination.answers
     ]
     found = diagnose(examination)
-    assert found.names == {name}
+    assert names_of(found) == {name}
     assert found.part.startswith("what is wrong with")
     assert not any(said == condition for said in (each.condition for each in found.explanations))
     examination.answers = [answer_on_paper(it.question, change=change) for it in examination.answers]
-    assert not diagnose(examination).names
+    assert not names_of(diagnose(examination))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_wrong_gradients_follow_from_a_wrong_output_and_out_alone_is_told_as_a_p
     sick = variant("scale_missing")(RIGHT)
     examination.answers = [answer_on_paper(it.question, sick, change) for it in examination.answers]
     found = diagnose(examination)
-    assert (found.names, found.part) == ({"scale_missing"}, part)
+    assert (names_of(found), found.part) == ({"scale_missing"}, part)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_gradients_that_are_wrong_where_out_is_right_are_another_mistake(monkeyp
     both = variant(second)(variant("other_way")(RIGHT)) if second else variant("other_way")(RIGHT)
     examination = examined(lambda steps: both, worlds=(2, 3))
     found = diagnose(examination)
-    assert found.names == {"other_way"}
+    assert names_of(found) == {"other_way"}
     words = "Gradients that are wrong where out and lse are right have another cause: "
     remarks = [remark for remark in Report(examination, found, "").remarks if remark.startswith(words)]
     assert remarks == ([f"{words}{said}."] if said else [])
@@ -208,7 +208,7 @@ def test_numbers_that_cannot_be_computed_confirm_nothing():
     odd = next(a for a in examination.answers if len(a.case.positions(0)) == 7 and a.case.layout == "contiguous")
     nan = answer_on_paper(odd.question, change=lambda case, results: results | {"out": results["out"] * torch.nan})
     examination.answers = [nan if answer is odd else answer for answer in examination.answers]
-    assert not diagnose(examination).names
+    assert not names_of(diagnose(examination))
 
 
 def test_a_right_ring_has_no_diagnosis():
@@ -222,7 +222,7 @@ def test_answers_that_change_get_no_name():
     examination = examined(variant("last_block_skipped"), worlds=(3,))
     examination.answers = [replace(answer, changes=True) for answer in examination.answers]
     found = diagnose(examination)
-    assert not found.names
+    assert not names_of(found)
     report = Report(examination, found, "")
     assert report.verdict.endswith("changes its answers from call to call")
     count = len(examination.answers)
@@ -272,7 +272,7 @@ def test_a_way_to_ask_is_blamed_if_the_same_inputs_are_right_when_asked_plainly(
     right = answer_on_paper(Question(replace(case, inputs=inputs, dtype=torch.float64)))
     found = Examination(PATIENT, [right, wrong])
     assert (wrong.state, right.state) == (WRONG, OK)
-    assert diagnose(found).names == names
+    assert names_of(diagnose(found)) == names
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from ring_doctor.explaining.inference import infer
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, block_out
 from ring_doctor.report import EQUAL_CHUNKS, Report, as_json
-from tests.doctor.examined import answer_on_paper, examined, on_these
+from tests.doctor.examined import answer_on_paper, examined, names_of, on_these
 from tests.wrong import odd_patients
 
 P3 = Case(3, 18)
@@ -564,7 +564,7 @@ def test_attention_sinks(ranks, name, shows):
     assert any("nothing may sum it once more" in remark for remark in found.remarks) == (name == "sinks_reduced")
     if shows:
         diagnosis = diagnose(found)
-        assert diagnosis.names == ({shows} if shows == name else set())
+        assert names_of(diagnosis) == ({shows} if shows == name else set())
         assert diagnosis.when == ("with attention sinks only" if shows == name else "in every question")  # that has it
         assert shows == name or str(infer(found, "")[0]).startswith(shows)
 

@@ -25,6 +25,7 @@ from ring_doctor.patients.flash_attn_by_hand import (
     flash_attn_varlen_forward,
 )
 from ringlab.support.rounding import exact_attention
+from tests.doctor.examined import names_of
 
 LINES = json.loads(RESULTS.read_text())
 FINDINGS = Path(__file__).parents[2] / "ring_doctor" / "patients" / "findings"
@@ -121,7 +122,7 @@ def test_the_doctor_finds_what_the_table_says(name):
     report = examine(replace(patient, worlds=(4,) if name == "torch_loop" else patient.worlds[:-1]))  # quick, in CI
     assert report.healthy == (LINES[name]["level"] in ("right", "right for what it takes"))
     if name != "ring_flash_attn:in_float32":  # its errors change from run to run
-        found = report.diagnosis.names if report.diagnosis else set()
+        found = names_of(report.diagnosis) if report.diagnosis else set()
         assert set(LINES[name].get("mistake", [])) <= found
 
 

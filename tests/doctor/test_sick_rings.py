@@ -25,7 +25,7 @@ from ringlab.ring.layouts import LAYOUTS
 from ringlab.ways.double_ring import DoubleRing
 from ringlab.ways.hybrid import Hybrid
 from tests.attention import SEED
-from tests.doctor.examined import by_autograd, examined, examined_sick
+from tests.doctor.examined import by_autograd, examined, examined_sick, names_of
 from tests.every_way import WAYS
 from tests.wrong import from_table
 from tests.wrong.from_table import MASKED
@@ -93,7 +93,7 @@ def test_a_sick_ring_is_wrong_exactly_where_it_must_be_and_its_entry_says_how(ra
     if entry in CATALOGUE and any(answer.state == WRONG for answer in answers):
         monkeypatch.setattr(diagnosis, "CATALOGUE", {entry: CATALOGUE[entry]})
         found = diagnose(Examination(patient_of(Sick(name), name=name), answers))
-        assert (found.names, found.part) == ({entry}, "")
+        assert (names_of(found), found.part) == ({entry}, "")
 
 
 def right(q, k, v, **options):
@@ -165,7 +165,7 @@ IN_CI = "base_2_as_natural"  # it has gradients that float32 cannot hold
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == IN_CI else pytest.mark.exhaustive) for n in NAMED])
 def test_a_mistake_is_named(ranks, name):
     found = diagnose(examined_sick(ranks, name, worlds=(4,)))
-    assert (found.names, found.part) == ({name.split("/")[0]}, "")
+    assert (names_of(found), found.part) == ({name.split("/")[0]}, "")
 
 
 def test_float32_inside_is_a_remark_and_no_mistake(ranks):
@@ -180,7 +180,7 @@ def test_a_mistake_that_is_not_in_the_catalogue_gets_no_name_of_it(ranks, name):
     """On rank 0 the ring without a merge is as one that was never called."""
     found = diagnose(examined_sick(ranks, name, worlds=(2, 3)))
     assert found
-    assert found.names == ({"never_called"} if name == "no_merge_on_rank_0" else set())
+    assert names_of(found) == ({"never_called"} if name == "no_merge_on_rank_0" else set())
 
 
 MESH = {}  # 2 x 2 for 4 ranks, and one row otherwise

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -28,6 +29,7 @@ FREE = Wish()
 LLAMA = "--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072"
 
 
+@cache
 def plan(words):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert command.main(words.split()) == 0
