@@ -7,7 +7,6 @@
     overlap    the ring on several GPUs: the hidden share of its messages, its speed as a share of P times one GPU's
     states     the ring of states, beside one process
     machine    what `calibrate` measures, beside the planner's preset of this GPU
-    doctor     `ring-doctor --quick` on the ring
 
 Each line is printed as soon as it is known. Three ranks share the GPU where there are fewer than three. Without a CUDA
 GPU nothing is measured and nothing is claimed. With `--device cpu` the same code runs with gloo on small sizes.
@@ -15,8 +14,8 @@ GPU nothing is measured and nothing is claimed. With `--device cpu` the same cod
     $ python -m bench.gpu
     no CUDA GPU here: nothing measured, nothing claimed; --device cpu tries the same code on small sizes
 
-`make test-gpu` asks whether all ways to share a sequence are right. docs/cluster.md says what changes on GPUs, and what
-came out.
+`make test-gpu` asks the doctor, and whether every way to share a sequence is right. docs/cluster.md says what changes
+on GPUs, and what came out.
 """
 
 import math
@@ -40,8 +39,6 @@ from bench import record
 from bench.against_peers import torch_loop, torch_loops, with_gradients
 from bench.in_turn import dealt, ring_in_turn
 from bench.state_ring import DEFAULT, ONE, seconds_in_turn
-from ring_doctor import examine
-from ring_doctor.asking.job import CannotExamine
 from ring_planner import calibrate
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.memory import peak_bytes_backward
@@ -305,18 +302,9 @@ def machine(context: RankContext, sizes: Sizes) -> Iterator[Row]:
         yield field, True, f"{getattr(found, field):.3g}{preset}"
 
 
-def doctor(device: str, P: int) -> Iterator[Row]:
-    try:
-        report = examine("ringlab:ring_flash_attention", device=device, worlds=(min(P, 4),), quick=True, head_dim=8)
-    except CannotExamine as error:
-        yield "the ring", False, f"CANNOT TELL: {error}"
-    else:
-        yield "the ring", report.healthy, str(report).splitlines()[0] if report.healthy else str(report)
-
-
 def rows_of_rank(context: RankContext, part: str, sizes: Sizes) -> list[Row]:
     """What a part found, on this rank. Rank 0 prints each line as soon as it is known."""
-    rows = [tell(part, row) if context.rank == 0 else row for row in ON_RANKS[part](context, sizes)]
+    rows = [tell(part, row) if context.rank == 0 else row for row in PARTS[part](context, sizes)]
     torch.cuda.empty_cache()  # the next part may be that of other processes
     return rows
 
@@ -327,7 +315,7 @@ def tell(part: str, row: Row) -> Row:
     return row
 
 
-ON_RANKS: dict[str, Callable[..., Iterator[Row]]] = {
+PARTS: dict[str, Callable[..., Iterator[Row]]] = {
     "kernels": kernels,
     "ring": ring,
     "model": model,
@@ -337,7 +325,6 @@ ON_RANKS: dict[str, Callable[..., Iterator[Row]]] = {
     "machine": machine,
 }
 ALONE = ("kernels", "ring", "model", "machine")  # one rank is enough
-PARTS = (*ON_RANKS, "doctor")
 
 
 def examined(device: str, P: int, sizes: Sizes) -> Iterator[tuple[str, Row]]:
@@ -350,10 +337,7 @@ def examined(device: str, P: int, sizes: Sizes) -> Iterator[tuple[str, Row]]:
         try:
             if pool.seconds < 0:
                 raise RuntimeError(f"not begun, because {SECONDS:.0f} s are over")
-            if part == "doctor":
-                rows = [tell(part, row) for row in doctor(device, P)]
-            else:
-                rows = pool(size, rows_of_rank, part, sizes)[0]
+            rows = pool(size, rows_of_rank, part, sizes)[0]
         except (RuntimeError, ValueError, LostRank) as error:
             rows = [tell(part, ("all of it", False, f"it failed: {error}"))]
         yield from ((part, row) for row in rows)

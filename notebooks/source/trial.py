@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.online_softmax import finish, merge, start, update
+from ringlab.support.messages import Message
 from ringlab.support.processes import RankContext, launch
 
 NAMES = {
@@ -71,15 +72,6 @@ class RingFailed(Exception):
     def __init__(self, reason: str, waiting: dict[int, Waiting] | None = None, ended: Sequence[int] = ()) -> None:
         super().__init__(reason)
         self.waiting, self.ended = waiting or {}, ended  # by rank; ranks that had returned
-
-
-@dataclass(frozen=True)
-class Message:
-    """A call of torch.distributed on one rank."""
-
-    operation: str  # "send", "recv" or a collective, such as "allgather"
-    peer: int | None  # the rank that it is sent to or comes from; None: a collective, or from any rank
-    bytes: int  # of the tensors that are sent or received
 
 
 @dataclass(frozen=True)
@@ -133,7 +125,7 @@ class _Watch:
 
     @property
     def unwaited(self) -> int:
-        return sum(count for it, count in self.messages.items() if it.operation == "send") - self._sends_waited
+        return sum(count for it, count in self.messages.items() if it.kind == "send") - self._sends_waited
 
     def _noted(self, operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -158,7 +150,7 @@ class _Watch:
         @functools.wraps(wait)
         def call(work: dist.Work, *args: Any, **options: Any) -> Any:
             self.now = self._works.pop(id(work), None)
-            if self.now and self.now.operation == "send":
+            if self.now and self.now.kind == "send":
                 self._sends_waited += 1
             done = wait(work, *args, **options)
             self.now = None
@@ -275,13 +267,7 @@ def cell_of(function: Any) -> Cell:
         raise ValueError("a rank starts no ranks")
     forms = forms_of(function)
     code, known = (getattr(plain(forms), name, None) for name in ("__code__", "__globals__"))
-    source = "".join(linecache.getlines(code.co_filename)) if code else ""
-    frame = sys._getframe()
-    while frame and code and (frame.f_code.co_filename, frame.f_code.co_name) != (code.co_filename, "<module>"):
-        frame = frame.f_back
-    if frame and source:  # what is below the call has not been run
-        ends = [node.end_lineno for node in ast.parse(source).body if node.lineno <= frame.f_lineno]
-        source = "".join(source.splitlines(keepends=True)[: ends[-1]])
+    source = run_so_far(code.co_filename) if code else ""
     names = [name for form in forms for name, it in (known or {}).items() if it is form and name != "_"]
     names += [form.__name__ for form in forms if getattr(form, "__qualname__", "<") == getattr(form, "__name__", "")]
     names = [name for name in names if source and name in bound(ast.parse(source))]  # the outermost form's first
@@ -290,6 +276,17 @@ def cell_of(function: Any) -> Cell:
             "the source of your function is not known: define it with def at the left margin, in a cell without %%magic"
         )
     return Cell(source, names[0], code.co_firstlineno)
+
+
+def run_so_far(file: str) -> str:
+    """The source of a cell. If the call is in it, what is below the call is left out: it has not been run."""
+    source, frame = "".join(linecache.getlines(file)), sys._getframe()
+    while frame and (frame.f_code.co_filename, frame.f_code.co_name) != (file, "<module>"):
+        frame = frame.f_back
+    if not source or not frame:
+        return source
+    ends = [node.end_lineno for node in ast.parse(source).body if node.lineno <= frame.f_lineno]
+    return "".join(source.splitlines(keepends=True)[: ends[-1]])
 
 
 def bound(tree: ast.AST) -> set[str]:
@@ -370,8 +367,8 @@ def _run(
     if not outcome:
         now, line = watch.now, line_now(sys._current_frames()[thread.ident], lines) or "?"
         if now and "send" in line and "recv" in line:  # which of the two?
-            line += f" (it waits in {now.operation})"
-        state = Waiting(line, now.operation if now else "", now.peer if now else None, watch.unwaited)
+            line += f" (it waits in {now.kind})"
+        state = Waiting(line, now.kind if now else "", now.peer if now else None, watch.unwaited)
         (folder / str(context.rank)).write_text(json.dumps(asdict(state)))
         time.sleep(0.3)  # the first rank that raises ends the others, so let them write their line too
         raise ValueError("waits")

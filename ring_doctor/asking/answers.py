@@ -82,7 +82,7 @@ def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
             faults += [f"its {name} has shape {tuple(chunks[r].shape)} on rank {r}; expected {shapes[r]}"]
             continue
         whole = learned and all(x.dtype == right[name].dtype and right[name].accepts(x) for x in chunks)
-        answer.whole |= whole and case.world_size > 1
+        answer.whole = answer.whole or (whole and case.world_size > 1)
         x = chunks[0] if whole else torch.stack(chunks).sum(dim=0) if learned else case.join(chunks)
         answer.results[name] = x
         if x.dtype != right[name].dtype:

@@ -219,7 +219,7 @@ def _explains(explanation: Explanation, answers: list[WrongAnswer], names: tuple
     for answer in answers:
         if (fits := _fits(explanation, answer, names)) is False:
             return False
-        confirmed |= fits is True and any(name in answer.answer.wrong for name in names)
+        confirmed = confirmed or (fits is True and any(name in answer.answer.wrong for name in names))
     return confirmed
 
 

@@ -54,13 +54,6 @@ class Pool:
 
 def test_parts_run_on_the_ranks_of_the_device_and_a_failure_ends_no_other(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "Ranks", Pool)
-    asked = []
-
-    def examine(*names, **options):
-        asked.append(options)
-        raise gpu.CannotExamine("no answer")
-
-    monkeypatch.setattr(gpu, "examine", examine)
     monkeypatch.setattr(Pool, "made", [])
     monkeypatch.setattr(Pool, "called", [])
     wrong = [("D 8", False, "off")]
@@ -76,8 +69,7 @@ def test_parts_run_on_the_ranks_of_the_device_and_a_failure_ends_no_other(monkey
     ]
     assert all(each[1] is gpu.rows_of_rank and each[3] for each in Pool.called if each != "stop")
     assert Pool.called.count("stop") == 2
-    assert asked[0].items() >= {"device": "cuda", "worlds": (3,)}.items()
-    assert [part for part, (_, right, _) in found if not right] == ["kernels", "ring", "memory", "doctor"]
+    assert [part for part, (_, right, _) in found if not right] == ["kernels", "ring", "memory"]
     assert "WRONG memory: all of it: it failed: too slow" in capsys.readouterr().out
     monkeypatch.setattr(gpu, "SECONDS", -1.0)
     assert {says for _, (_, _, says) in gpu.examined("cuda", 3, SMALL)} == {
@@ -121,7 +113,7 @@ def test_each_part_computes_on_the_device_of_its_rank(monkeypatch, alone, part):
     else:
         monkeypatch.setattr(COMPUTES[part], shows_device)
     with pytest.raises(Seen, match="meta"):
-        list(gpu.ON_RANKS[part](there, SMALL))
+        list(gpu.PARTS[part](there, SMALL))
 
 
 def shows_work(work):
@@ -244,7 +236,7 @@ def test_the_page_shows_each_row(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(gpu, "examined", lambda *how: iter([("doctor", ("ring", False, f"of {how[:2]}"))]))
+    monkeypatch.setattr(gpu, "examined", lambda *how: iter([("states", ("hops", False, f"of {how[:2]}"))]))
     assert gpu.main([]) == 1
     assert [row["says"] for row in record.load("gpu")["rows"]] == ["of ('cuda', 3)"]
-    assert "| doctor | ring | **WRONG** | of ('cuda', 3) |" in (tmp_path / "README.md").read_text()
+    assert "| states | hops | **WRONG** | of ('cuda', 3) |" in (tmp_path / "README.md").read_text()

@@ -19,11 +19,12 @@ import torch
 from notebooks.source import build, trial
 from notebooks.source.checks import answers, the_ring
 from notebooks.source.checks.answers import OPEN
-from notebooks.source.trial import Message, Ran, RingFailed, Waiting, cell_of, run_cell, whole_input
+from notebooks.source.trial import Ran, RingFailed, Waiting, cell_of, run_cell, whole_input
 from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ringlab.basics.naive_attention import naive_attention
+from ringlab.support.messages import Message
 from tests.wrong import readers_rings
 from tests.wrong.readers_rings import QUICK, RIGHT_RINGS, WAITING_RINGS
 from tests.wrong.tried_answers import FORMULAS, RIGHT_ANSWERS, WRONG_ANSWERS, one_rank_receives_first

@@ -157,12 +157,12 @@ def wrong_messages(ran: Ran, rank: int, lengths: list[int], token: int) -> str |
     """What is wrong with the messages of a rank; None for P - 1 hops. `token`: the bytes of K and V of one token."""
     P = len(lengths)
     neighbours = {(rank + 1) % P, (rank - 1) % P, None}
-    sent = [it for it in ran.messages.elements() if it.operation == "send"]
-    received = [it for it in ran.messages.elements() if it.operation in ("recv", "recv_anysource")]
+    sent = [it for it in ran.messages.elements() if it.kind == "send"]
+    received = [it for it in ran.messages.elements() if it.kind in ("recv", "recv_anysource")]
     for message in ran.messages:
         if message not in sent + received:
             return (
-                f"But it called a collective, {message.operation} ({message.bytes:,} bytes): one that gathers blocks "
+                f"But it called a collective, {message.kind} ({message.bytes:,} bytes): one that gathers blocks "
                 "needs memory for all of them. In a ring a rank sends to the next rank and receives from the one before"
             )
         if message.peer not in neighbours:
