@@ -84,11 +84,12 @@ def examine(
     try:
         diagnosis = None if found.healthy else diagnose(found, progress)
         taken: XRay | str = "none was taken"
-        if found.wrong:
+        if found.wrong and not found.changes:
             progress("X-ray")
             taken = take_xray(found.patient, choose_question(found), **how)
         explained = diagnosis and diagnosis.told and not diagnosis.part and diagnosis.besides != ()
-        return Report(found, diagnosis, taken, () if found.healthy or explained else tuple(infer(found, taken)))
+        unclear = not (found.healthy or explained or found.changes)
+        return Report(found, diagnosis, taken, tuple(infer(found, taken)) if unclear else ())
     finally:
         torch.set_num_threads(threads)
 
@@ -107,6 +108,7 @@ def choose_question(examination: Examination) -> Question:
     head_dim = -(-S // case.head_dim) * case.head_dim
     one_head = replace(case, batch=1, heads=1, kv_heads=1, head_dim=head_dim, seq_len=S, documents=documents)
     how = "without gradients" if question.how == "without gradients" else "plain"
+    one_head = replace(one_head, from_state=False) if isinstance(one_head, StateCase) else one_head
     return Question(replace(one_head, sinks=False, inputs="normal", value_dim=None), how)
 
 

@@ -128,7 +128,10 @@ class Report:
         patient, diagnosis, said = self.examination.patient, self.diagnosis, []
         if changes := self.examination.changes:
             where = ON_ONE_RANK if any(answer.case.world_size == 1 for answer in changes) else BETWEEN_RANKS
-            said.append(f"{CHANGES.format(len(changes), changes[0].question.words())}. {where}")
+            bad = [name for name in changes[0].results if any(name in answer.wrong for answer in changes)]
+            said.append(
+                f"{CHANGES.format(len(changes), changes[0].question.words())}; wrong in {', '.join(bad)}. {where}"
+            )
         if self.level == IMPRECISE:
             said.append("it is right in float64 and float32, and imprecise in 16 bits")
         if diagnosis and diagnosis.when:

@@ -205,13 +205,13 @@ def _gradients(
     wanted = {f"d{name}": x for name, x in leaves.items() if x.requires_grad}
     used = [(out, d_out)] if lse is None else [(out, d_out), (lse, d_out[..., 0].to(lse.dtype))]
     pairs = [(x, d_x) for x, d_x in used if x.requires_grad]
-    if not pairs or not wanted:
-        return {name: torch.zeros_like(x) for name, x in wanted.items()}
-    results, given = zip(*pairs, strict=True)
-    found = torch.autograd.grad(
-        results, list(wanted.values()), given, retain_graph=again, allow_unused=True, materialize_grads=True
-    )
-    return dict(zip(wanted, found, strict=True))
+    if pairs and wanted:  # as in training: autograd.grad would leave out functions that lead to no input
+        results, given = zip(*pairs, strict=True)
+        torch.autograd.backward(results, given, retain_graph=again)
+    found = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in wanted.items()}
+    for x in wanted.values():
+        x.grad = None
+    return found
 
 
 @contextmanager

@@ -265,7 +265,10 @@ def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], No
     patient = found.patient
     asked, answer, reason = first_taken(patient)
     if _fails(answer):  # in these sizes: are there others?
-        larger, of_larger, _ = first_taken(replace(patient, head_dim=max(SIZES), chunk=max(SIZES)))
+        for n in reversed(SIZES if answer.raised else SIZES[-1:]):  # a process that died takes long to start again
+            larger, of_larger, _ = first_taken(replace(patient, head_dim=n, chunk=n))
+            if not _fails(of_larger):
+                break
         if not _fails(of_larger):
             asked = larger
             for size in ("head_dim", "chunk"):

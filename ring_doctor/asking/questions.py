@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ring_doctor.asking.case import UNROUNDED, Case
-from ring_doctor.asking.patient import Patient, dtype_of
+from ring_doctor.asking.patient import LEAST, Patient, dtype_of
 from ring_doctor.asking.state_case import TAPS, Convolution, StateCase
 
 WAYS = {  # to ask: in words
@@ -113,12 +113,13 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
         yield plain, own, VALUES
     if patient.own_values and patient.grouped:
         yield plain, own | {"heads": 2 * case.heads, "kv_heads": case.heads}, VALUES
-    if "scale" in patient.takes:
-        yield plain, {"scale": 0.3}, ""
+    scaled = {"scale": 0.3} if "scale" in patient.takes else {}
+    if scaled:
+        yield plain, scaled, ""
     for name in patient.dtypes:
         narrow = dtype_of(name)
         if torch.finfo(narrow).bits < torch.finfo(case.dtype).bits:
-            yield plain, {"dtype": narrow}, name
+            yield plain, {"dtype": narrow, **scaled}, name
             yield plain, {"dtype": narrow, "inputs": "large"}, name
     if {"float32", "bfloat16"} <= set(patient.dtypes):
         yield "autocast", {"dtype": torch.bfloat16}, "autocast"
@@ -138,7 +139,7 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
 
 
 def _of_states(patient: Patient, base: Case) -> Iterator[Question]:
-    """Every number of ranks is asked everything: short chunks, borders of documents, and float32."""
+    """Three ranks and more are asked everything: short chunks, borders of documents, and float32."""
     taps = TAPS if isinstance(patient.function, Convolution) else 0
     given = tuple(name for name in ("log_decay", "beta") if name in patient.takes)
     P, C = base.world_size, patient.chunk
@@ -146,17 +147,19 @@ def _of_states(patient: Patient, base: Case) -> Iterator[Question]:
         plain = vars(base) | {"causal": True, "layout": layout}
         case = StateCase(**plain, given=given, taps=taps, each_key=patient.state == "each key")
         yield Question(case)
+        if P < LEAST:
+            continue
         yield Question(replace(case, batch=2))
         yield Question(case, "without gradients")
         for first in ((C,), (C + 1,), (2, 1, C // 2, C)) if "documents" in patient.takes else ():
             if sum(first) < case.seq_len:
                 yield Question(replace(case, documents=(*first, case.seq_len - sum(first))))
         if "state" in patient.takes:
-            documents = (C + 1, case.seq_len - C - 1) if "documents" in patient.takes and P > 1 else None
+            documents = (C + 1, case.seq_len - C - 1) if "documents" in patient.takes else None
             yield Question(replace(case, documents=documents, from_state=True), feature=STATE)
         if layout == "contiguous":
             yield Question(replace(case, seq_len=P), feature="one token a rank")
-            if patient.unequal and P > 1:
+            if patient.unequal:
                 yield Question(replace(case, seq_len=case.seq_len + 1), feature=UNEQUAL)
         for name in patient.dtypes[1:]:
             yield Question(replace(case, dtype=dtype_of(name)), feature=name)

@@ -33,7 +33,8 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("with chunks of {}", lambda question: "one length" if question.case.equal_chunks else "unequal lengths"),
     ("with {} a rank", lambda question: "one token" if question.case.one_token_each else "more than one token"),
     ("with an {} number of tokens a rank", lambda question: "odd" if _tokens(question) % 2 else "even"),
-    ("with {} tokens a rank", lambda question: "more than 128" if _tokens(question) > 128 else "at most 128"),
+    ("with {}", lambda question: "large sizes (C > 128)" if _tokens(question) > 128 else "small sizes"),
+    ("{} a state before the first token", lambda question: _with(getattr(question.case, "from_state", False))),
     ("in {} job", lambda question: "a part of the" if question.members else "the whole"),
 ]
 MANY = 2  # values of a feature in a sentence; of more, those without the mistake are said
@@ -51,6 +52,8 @@ def _with(feature: Any) -> str:
 def when_it_shows(answers: Sequence[Answer]) -> str:
     """The features with which the mistake shows, in words; "" where no two questions tell it."""
     results = {name for answer in answers if answer.state == WRONG for name in answer.wrong}
+    if results <= {f"d{name}" for answer in answers for name in answer.case.learned}:  # which few questions have
+        results.add("dq")
     right = [_features(it.question) for it in answers if it.state == OK and not results.isdisjoint(it.results)]
     wrong = [_features(answer.question) for answer in answers if answer.state == WRONG]
     said = []

@@ -27,7 +27,13 @@ TITLES = {  # the four matrices: what a reader sees of them, and the result that
     "dS in dQ": ("gradients of the scores", "dQ"),
     "dS in dK": ("gradients of the scores", "dK"),
 }
-OF_LSE = "the lse that the backward pass gets: p = e^(s - lse), with the lse of the whole row"
+LOOKS = {  # by matrix and kind of a tile
+    ("W backward", "scaled"): "the lse that the backward pass gets: p = e^(s - lse), with the lse of the whole row",
+    ("W backward", "keys"): "the way home of dk and dv of these keys, at a second sum over ranks",
+}
+OF_VALUES = "v of these keys, whose weights are right: at a sum over ranks in the place of a broadcast"
+OF_BORDERS = "where documents and windows begin and end: in tokens of the whole sequence, whatever the chunk"
+HIDES = ("missing", "mask", "foreign")
 FOLLOWS = "wrong as a whole, as follows from these weights or this out"
 
 
@@ -162,7 +168,9 @@ class XRay:
             if (said and not kinds) or (held and set(kinds) <= {"wrong"}):
                 continue  # it follows from another matrix, or says less than is known
             kind = next((kind for kind in kinds if LOOK.get(kind) and not held), "")
-            look = OF_LSE if (matrix.name, kind) == ("W backward", "scaled") else LOOK.get(kind, "")
+            look = LOOKS.get((matrix.name, kind), LOOK.get(kind, ""))
+            look = OF_VALUES if (matrix.name, kind) == ("W forward", "keys") and matrix.sums is not None else look
+            look = OF_BORDERS if kind in HIDES and (self.case.documents or self.case.window) else look
             shown = "; ".join(matrix.of_tiles) or matrix.of_rows
             full, title = f"X-ray ({self.case.words()}): {matrix.title}: {shown}", matrix.shows[0]
             nothing = {"wrong"} == {tile.kind for tile in matrix.tiles}  # that a headline could tell

@@ -30,11 +30,12 @@ from ring_doctor.explaining.wrong_answer import WrongAnswer
 WIDTH = 110
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 IN_A_PART = Finding(
-    "It fails only where its group is a part of the job, as ranks 1 to 3 of 4: a rank of the group is used as a rank "
-    "of the job, or a group is left out",
-    "every send and receive, at group=, group_src= and group_dst=, and at dist.get_global_rank",
+    "It is wrong only where its group is a part of the job, as ranks 1 to 3 of 4",
+    "get_rank(), get_world_size() and every message, at group=, group_src= and group_dst=, and at dist.get_global_rank",
+    "a rank of the group is used as a rank of the job, or a group is left out",
 )
-ON_ONE_RANK = "the kernel: its scale, a softcap, the order of dimensions, its mask, and a rotation by positions inside"
+ON_ONE_RANK = "the kernel: its scale, a softcap, its mask, and what is added or turned by positions inside"
+OF_TAPS = "the tokens that a chunk gets from those before it, and what a document's start clears"
 OF_STATES = "the state with which a rank begins, the decays between two tokens, and what a document's start clears"
 LSE_IS_RIGHT = Finding(
     "out is wrong and lse is right, so each query has the right scores",
@@ -60,20 +61,21 @@ def infer(examination: Examination, xray: XRay | str) -> list[Finding]:
     wrong = examination.wrong
     claimed = [answer for answer in examination.answers if not never_claimed(answer)]
     failed = [answer for answer in claimed if answer.state == FAILED]
-    hangs = [IN_A_PART] if failed and all(answer.question.members for answer in failed) else []
-    hangs += dict.fromkeys(said for answer in failed if (said := waiting(answer)))
+    parts = [bool(answer.question.members) for answer in wrong + failed]
+    in_a_part = [IN_A_PART] if parts and all(parts) else []
+    hangs = list(dict.fromkeys(said for answer in failed if (said := waiting(answer))))
     if not wrong or all(map(imprecise, wrong)):
-        return [*_of_rounding(wrong), *hangs]
-    if examination.patient.state:
-        return [*_of_states(wrong, xray), *hangs]
+        return [*_of_rounding(wrong), *in_a_part, *hangs]
     told = [WrongAnswer(answer) for answer in _comparable(wrong)]
     held = _contents(told)
+    if examination.patient.state:
+        return [*held.values(), *_of_states(wrong, xray), *hangs]
     known = {name for names in held for name in names}
     shown = [] if isinstance(xray, str) else xray.facts(known)
     out_is_wrong = any("out" in each.answer.wrong for each in told)  # then gradients may follow from it
     follows = [said for names, said in held.items() if out_is_wrong and names[0].startswith("d")]
     first = [said for said in held.values() if said not in follows]
-    return _of_one_rank(wrong, [*first, *shown, *_which(told), *follows]) + hangs
+    return _of_one_rank(wrong, [*in_a_part, *first, *shown, *_which(told), *follows]) + hangs
 
 
 def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
@@ -83,7 +85,7 @@ def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
     bad = list(dict.fromkeys(name for answer in wrong for name in answer.wrong))
     good = [name for name in wrong[0].results if name not in bad]
     right = f", {listed(good)} right" if good else ""
-    return [Finding(f"{listed(bad)} wrong{right}", OF_STATES)]
+    return [Finding(f"{listed(bad)} wrong{right}", OF_TAPS if getattr(wrong[0].case, "taps", 0) else OF_STATES)]
 
 
 def _of_one_rank(wrong: list[Answer], findings: list[Finding]) -> list[Finding]:
@@ -124,8 +126,9 @@ def _comparable(wrong: list[Answer]) -> list[Answer]:
 def _contents(told: list[WrongAnswer]) -> dict[tuple[str, ...], Finding]:
     """{results: what they hold}: of each result the first pattern that holds."""
     groups: dict[tuple[int, tuple[Fact, ...]], list[str]] = {}
-    for name in RESULTS:
-        patterns = CONTENTS[: OF_EACH_TOKEN if name == "dsinks" else None]
+    for name in dict.fromkeys((*RESULTS, *told[0].answer.results)):
+        learned = any(name[1:] in each.case.learned for each in told)
+        patterns = CONTENTS[: OF_EACH_TOKEN if learned else None]
         common = ((i, tuple(pattern.common(told, name))) for i, pattern in enumerate(patterns))
         if first := next(((i, facts) for i, facts in common if facts), None):
             groups.setdefault(first, []).append(name)

@@ -132,7 +132,8 @@ CHANGES = {
     "scale_of_padded_head": [scale_of(padded_head), but(scale=lambda steps, case: padded_head(case) ** -0.5)],
     "scale_of_another_size": [
         *map(scale_of, (chunk, lambda case: case.seq_len, lambda case: case.heads)),
-        *map(scale_of, (lambda case: case.heads * case.head_dim, lambda case: 64, lambda case: 128)),
+        *map(scale_of, (lambda case: case.heads * case.head_dim, lambda case: case.value_dim or case.head_dim)),
+        *map(lambda size: scale_of(lambda case: size), (8, 16, 32, 64, 128, 256)),
     ],
     "heads_interleaved": [but(kv_heads=lambda steps, case: torch.arange(case.heads) % case.kv_heads)],
     "first_kv_head_only": [but(kv_heads=lambda steps, case: torch.zeros(case.heads, dtype=torch.int64))],

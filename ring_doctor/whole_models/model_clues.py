@@ -50,7 +50,13 @@ def clue(
         floors = floors_of(exact)
         served = [name for name, x in exact.gradients.items() if name not in bad and float(x.norm()) > floors[name]]
         right = f"; right is the gradient of {listed(served[:FEW])}, so look at a loss without it" if served else ""
+        right = f"; wrong is the gradient of {listed(bad)} alone" if len(bad) < min(FEW, len(served)) else right
         shown, look = _of_tokens(patient.shards(P), result, exact, allowed)
+        if _counts_on_each_rank(wrong, exact, allowed):
+            shown, look = (
+                "a part of it counts P times",
+                "what a second loss or a penalty is divided by, and who adds it",
+            )
         shown = f"The loss is wrong, and with it the gradients; {shown}"
         return Finding(shown, look + right) if look else Finding(shown + right)
     look = f"what happens to {bad[-1]}, the first wrong one on the way back from the last weight: a tied weight, a "
@@ -89,6 +95,20 @@ def _factors(bad: list[str], result: Returned, exact: Returned, allowed: float, 
             known = {"P": P, "1/P": 1 / P}
             found[name] = f"{c:.4g}" + "".join(f" ({word})" for word, n in known.items() if abs(c / n - 1) <= allowed)
     return found
+
+
+def _counts_on_each_rank(wrong: dict[int, list[Returned]], exact: Returned, allowed: float) -> bool:
+    """Whether a part of the loss counts P times: what is too much is P - 1 times the same, in all gradients too."""
+    (least, (first, *_)), *more = sorted(wrong.items())
+    if least == 1 or not more:
+        return False
+    for P, results in more:
+        times = (P - 1) / (least - 1)
+        loss = exact.loss + times * (first.loss - exact.loss)
+        gradients = {name: x + times * (first.gradients[name] - x) for name, x in exact.gradients.items()}
+        if error_of(results[0], Returned(loss, gradients, exact.dtypes)) > times * allowed:
+            return False
+    return True
 
 
 def _of_tokens(shards: list[torch.Tensor], result: Returned, exact: Returned, allowed: float) -> tuple[str, str]:

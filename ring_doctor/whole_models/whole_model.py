@@ -122,7 +122,8 @@ class ModelExamination:
         if self.changes:
             return f"SICK: {self.name} changes its results from call to call"
         if self.diagnoses:
-            return f"SICK: {' or '.join(' and '.join(each.names) for each in self.diagnoses)}, in {self.name}"
+            names = " or ".join(" and ".join(each.names) for each in self.diagnoses)
+            return f"SICK: {names}, in {self.name}" + "".join(f"; {it.detail}" for it in self.diagnoses if it.detail)
         if failed and all(world.right or world.failure for world in self.worlds):
             return f"SICK: {self.name} fails with {failed[0].asked}: {failed[0].failure}"
         shown = self.clue.says if self.clue else "wrong numbers that no mistake of the catalogue gives"
@@ -136,7 +137,7 @@ class ModelExamination:
     @property
     def remarks(self) -> list[str]:
         """What else a reader must know about the verdict, in sentences."""
-        said = [*self.notes, *(each.detail for each in self.diagnoses if each.detail)]
+        said = list(self.notes)
         if len(self.diagnoses) > 1:
             said.append("no number of ranks tells these explanations apart: they give equal numbers")
         return [f"{words[0].upper()}{words[1:]}." for words in said]

@@ -273,7 +273,7 @@ EXPECTED = {  # what is asked in float64 on 3 and 4 ranks: under which masks, an
 }
 F64, SHORT = "float64", ["float32", "bfloat16", "float16"]
 NARROW = {  # what is asked in other dtypes: under which masks, of how many ranks, and the dtypes
-    "C = 6": (FEW, (3, 4), SHORT),
+    "scale 0.3, C = 6": (FEW, (3, 4), SHORT),
     "large scores, C = 6": (FEW, (3, 4), SHORT),
     "autocast, C = 6": (FEW, (3, 4), SHORT[1:2]),
     "without gradients, 16-bit sums inputs, C = 8": (ALL, (4,), SHORT[1:]),

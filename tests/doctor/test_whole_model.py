@@ -185,6 +185,18 @@ SAYS = {
 }
 
 
+@pytest.mark.parametrize(("too_much", "each_rank"), [((1, 2, 3), True), ((1, 2, 2), False), ((1, 1, 1), False)])
+def test_a_part_of_the_loss_that_each_rank_counts_grows_with_them(too_much, each_rank):
+    """On 2, 3 and 4 ranks: the loss, and the gradient of one weight in a direction of its own."""
+    wide = torch.tensor([0.5, -1.0], dtype=torch.float64)
+    results = {
+        P: of_step(2.0 + n, head=torch.tensor([1.0, 2.0]) + n * wide) for P, n in zip((2, 3, 4), too_much, strict=True)
+    }
+    shards = mock.Mock(shards=lambda P: list(torch.arange(6).chunk(P)))
+    found = clue(shards, {P: [result] * P for P, result in results.items()}, of_step(), 1e-9, clipped=False)
+    assert ("a part of it counts P times" in found.says) == each_rank
+
+
 @pytest.mark.parametrize("says", SAYS)
 def test_what_has_no_name_has_a_sentence_that_says_where_to_look(says):
     assert says in SAYS[says]()
