@@ -133,7 +133,7 @@ CHANGES = {
     "scale_of_another_size": [
         *map(scale_of, (chunk, lambda case: case.seq_len, lambda case: case.heads)),
         *map(scale_of, (lambda case: case.heads * case.head_dim, lambda case: case.value_dim or case.head_dim)),
-        *map(lambda size: scale_of(lambda case: size), (8, 16, 32, 64, 128, 256)),
+        *map(lambda size: scale_of(lambda case: size), (16, 32, 64, 128, 256)),
     ],
     "heads_interleaved": [but(kv_heads=lambda steps, case: torch.arange(case.heads) % case.kv_heads)],
     "first_kv_head_only": [but(kv_heads=lambda steps, case: torch.zeros(case.heads, dtype=torch.int64))],

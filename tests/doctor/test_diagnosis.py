@@ -11,6 +11,7 @@ from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.examination import Examination
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import Question
+from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining import diagnosis
 from ring_doctor.explaining.conditions import when_it_shows
@@ -239,10 +240,11 @@ def test_a_ring_that_is_right_on_one_rank_or_with_one_token_is_named_without_a_c
 
 
 def test_when_a_mistake_shows():
-    def when(*pairs):
-        out = {"out": 9.0}
+    def when(*pairs, wrong="out"):
+        out = {wrong: 9.0}
         answers = [
-            Answer(Question(case), state, results=out, wrong=out if state == WRONG else {}) for case, state in pairs
+            Answer(Question(case), state, results={"out": 0.0, "dq": 0.0}, wrong=out if state == WRONG else {})
+            for case, state in pairs
         ]
         return when_it_shows(answers)
 
@@ -254,6 +256,11 @@ def test_when_a_mistake_shows():
     assert when((plain, OK), (causal, WRONG)) == "under a causal mask only"
     assert when((causal, WRONG), (replace(plain, seq_len=19), OK)) == ""  # two things differ
     assert when((causal, WRONG)) == "in every question"
+    assert when((plain, OK), (replace(plain, seq_len=774), WRONG)) == "with large sizes (C > 128) only"
+    assert when((plain, OK), (replace(plain, sinks=True), WRONG), wrong="dsinks") == "with attention sinks only"
+    of_states = StateCase(3, 18, True)
+    with_state = replace(of_states, from_state=True)
+    assert when((of_states, OK), (with_state, WRONG), wrong="dstate") == "with a state before the first token only"
     assert when((causal, OK), (replace(causal, layout="zigzag"), WRONG)) == "in the zigzag layout only"
 
 

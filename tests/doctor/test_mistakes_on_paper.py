@@ -483,7 +483,7 @@ SCALES = {  # the entry: of each variant the scale, from the one that is given; 
     "scale_twice": [lambda given: (given or 0.5) ** 2, lambda given: 0.25],
     "scale_of_padded_head": [lambda given: given or 8**-0.5, lambda given: 8**-0.5],
     "scale_of_another_size": [
-        lambda given, size=size: given or size**-0.5 for size in (6, 24, 4, 16, 4, 8, 16, 32, 64, 128, 256)
+        lambda given, size=size: given or size**-0.5 for size in (6, 24, 4, 16, 4, 16, 32, 64, 128, 256)
     ],
 }
 
