@@ -36,7 +36,7 @@ from ringlab.basics.naive_attention import naive_attention
 # ## The failure
 #
 # This project wrote its ring on CPUs. Then it ran on one H100, for the first time. 3,240 results were compared with float64, and
-# all were right. (Random options then found two mistakes: the page above lists them.) But the ring was about half as fast as
+# all were right. (Other calls then found two mistakes: the page above lists them.) But the ring was about half as fast as
 # PyTorch's own attention on the same GPU, and no test had noticed. These speeds were **measured once, by hand, on one H100**.
 # They are TFLOP/s of one attention call:
 

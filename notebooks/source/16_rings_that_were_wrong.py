@@ -167,7 +167,7 @@ picture(weights_of(xray), "Gradients that travel the other way")
 # ## How a mistake gets its name
 #
 # `on_paper` took the X-ray of a [ring on paper](../docs/glossary.md#ring-on-paper): all ranks in one process, in float64, in
-# 25 small steps. **A mistake is a function that replaces a step.** One of the steps is `home`: what the queries of a rank add
+# small steps. **A mistake is a function that replaces a step.** One of the steps is `home`: what the queries of a rank add
 # to dK and dV of a block must end on the rank where the block began. The mistake of diffusers replaces it: rank r meets
 # block j after r − j hops, the sums go r − j ranks *further*, and so they end on rank 2r − j.
 # The doctor has a row for each mistake: its name, and the step with what replaces it. A page says

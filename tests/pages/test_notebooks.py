@@ -130,7 +130,7 @@ def needed(source) -> set[int]:
 
 @pytest.mark.parametrize("track", TRACKS)
 def test_a_track_has_what_its_chapters_need(track):
-    (row,) = re.findall(rf"^\| \*{track}\*.* \| (.*) \|$", (build.FOLDER / "README.md").read_text(), re.M)
+    (row,) = re.findall(rf"^\| \*{track}\*.* \| ([\db, ]+) \| \d+ \|$", (build.FOLDER / "README.md").read_text(), re.M)
     known = {8}
     for number in row.split(", "):
         (source,) = [each for each in CHAPTERS if each.stem.lstrip("0").startswith(f"{number}_")]
@@ -156,8 +156,9 @@ def test_its_minutes_are_few(source):
     assert (read + more if source in ROAD else read) <= 30
 
 
-def test_the_road_takes_four_hours_at_most():
-    assert sum(sum(stated(source)) for source in ROAD) <= 4 * 60
+def test_the_road_takes_four_and_a_half_hours_at_most():
+    """Half an hour of them is for the ring that a reader writes in chapter 4."""
+    assert sum(sum(stated(source)) for source in ROAD) + 30 <= 4.5 * 60
 
 
 def printed(cell) -> str:

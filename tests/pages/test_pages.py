@@ -134,8 +134,8 @@ SAID = [  # a page, and its words: their numbers are those of the code, or anoth
     ("docs/README.zh-CN.md", "在最近的改动之前](cluster.md"),
     ("docs/doctor_in_ci.md", f"{EQUAL_CHUNKS}: where ranks have unequally many tokens"),
     ("docs/doctor_in_ci.md", f"({', '.join(REFUSALS[:2])} or {REFUSALS[2]} on all ranks)"),
-    ("README.md", "the whole road, four hours with exercises"),
-    ("notebooks/README.md", "the road: four hours with their exercises"),
+    ("README.md", "the whole road, four and a half hours with all exercises"),
+    ("notebooks/README.md", "the road: four and a half hours with all exercises"),
 ]
 
 
@@ -211,6 +211,11 @@ def test_the_minutes_of_the_map_are_those_of_the_chapters_and_add_up():
     read, more = (sum(column) for column in zip(*minutes, strict=True))
     assert f"{read} minutes for all chapters, {read + more} with exercises" in words(MAP)
     assert read <= 6.25 * 60
+    of_chapter = dict(zip((path.stem.split("_")[0].lstrip("0") for path in build.chapters()), minutes, strict=True))
+    tracks = re.findall(r"^\| \*[a-z ]+\*.* \| ([\db, ]+) \| (\d+) \|$", MAP, re.M)
+    assert len(tracks) == 5
+    for numbers, total in tracks:
+        assert sum(sum(of_chapter[number]) for number in numbers.split(", ")) == int(total)
     shortest = [minutes[chapter - 1][0] for chapter in (1, 3, 4)]
     assert 50 <= sum(shortest) + 10 <= 70  # and ten for ring_attn.py
     exercises = sum(minutes[chapter - 1][1] for chapter in (1, 3, 4)) + 30  # the last one of chapter 4 is a ring
