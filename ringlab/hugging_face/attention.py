@@ -20,15 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringlab.hugging_face.batch import refuse
-from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, window_of
-from ringlab.hugging_face.seam import Mixers, spread
 from ringlab.ring.documents import document_positions
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import Layout, positions
 from ringlab.ring.masks import Mask
 from ringlab.ring.schedule import Ring, Schedule
 from ringlab.support.expect import expect
+from ringlab.support.extras import extra
+
+with extra("hf", __name__):
+    from ringlab.hugging_face.batch import refuse
+    from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, window_of
+    from ringlab.hugging_face.seam import Mixers, spread
 
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
 UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict", "fused_lm_head", "causal"}

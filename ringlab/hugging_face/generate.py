@@ -193,13 +193,14 @@ def spread_generation(
     name = type(model).__name__
     if hasattr(model, "ring") or "generate" in vars(model):
         raise ValueError(f"{name} is in a ring, or generates by another function; expected stop_ring(model) first")
-    expect(model.can_generate(), f"{name} has no `generate`", "a causal language model")
+    if not model.can_generate():
+        raise ValueError(f"{name} has no `generate`; expected a causal language model")
     rope = str(getattr(model.config.get_text_config(), "rope_parameters", None))
-    stay = not any(kind in rope for kind in BY_LENGTH)
-    expect(stay, f"{name} chooses its frequencies by the longest position", "frequencies that stay")
+    if any(kind in rope for kind in BY_LENGTH):
+        raise ValueError(f"{name} chooses its frequencies by the longest position; expected frequencies that stay")
     check_kind(model)
-    linear = linear_layers(model)
-    expect(not linear, f"{name} has linear layers", "attention in every layer: states are not spread")
+    if linear_layers(model):
+        raise ValueError(f"{name} has linear layers; expected attention in every layer: states are not spread")
     where = placed(mesh_or_group, layout)
     group = flat_group(where.mesh_or_group)
     rank, world_size = members(group)
