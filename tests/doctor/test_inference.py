@@ -18,8 +18,9 @@ from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.facts import of_gradients
 from ring_doctor.explaining.inference import infer, text
 from ring_doctor.explaining.inference import waiting as inferred
-from ring_doctor.explaining.xray import on_paper
-from ring_doctor.mistakes.paper_ring import RIGHT
+from ring_doctor.explaining.xray import cases as cases_of_xray
+from ring_doctor.explaining.xray import on_paper, xray_of
+from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from tests.doctor.examined import answer_on_paper
 from tests.wrong.odd_patients import right
 
@@ -285,6 +286,25 @@ def test_what_an_xray_shows_is_told_with_where_to_look(name, says, look):
     assert sentences[0].startswith(f"X-ray (P = {case.world_size}, ")
     assert f"): {says}. Look at {look}" in sentences[0]
     assert sum("X-ray" in sentence for sentence in sentences) == 1
+
+
+def test_where_to_look_for_hidden_pairs_and_for_keys_that_count_several_times():
+    lost = on_paper(Case(3, 12, documents=(5, 7)), CATALOGUE["documents_end_with_the_chunk"].variants[0](RIGHT))
+    assert "Look at where documents and windows begin" in str(lost.facts()[0])
+    key_0 = (torch.arange(12) == 0)[:, None]
+    for change, look in (
+        (lambda case, x: {"dk": x["dk"] * (1 + 2 * key_0), "dv": x["dv"] * (1 + 2 * key_0)}, "Look at the way home"),
+        (lambda case, x: {"out": compute(case, whole=thrice(case))["out"]}, "Look at v of these keys"),
+    ):
+        first, second = (compute(run) for run in cases_of_xray(P3))
+        runs = [x | change(run, x) for run, x in zip(cases_of_xray(P3), (first, second), strict=True)]
+        assert any(look in str(fact) for fact in xray_of(*runs, P3).facts()), look
+
+
+def thrice(case):
+    """The inputs with a v of key 0 that is 3 times too large."""
+    q, k, v, d_out = case.whole()
+    return q, k, torch.cat([3 * v[:, :, :1], v[:, :, 1:]], dim=2), d_out
 
 
 def test_each_matrix_of_the_backward_pass_that_is_wrong_in_its_own_way_is_told():

@@ -135,6 +135,30 @@ def out_as_its_queries(q, k, v):
     return ring_flash_attention(q, k, v).repeat(1, 1, 1, q.shape[-1] // v.shape[-1])
 
 
+def scale_forgotten_in_16_bits(q, k, v, scale=None):
+    return ring_flash_attention(q, k, v, scale=scale if q.dtype.itemsize > 2 else None)
+
+
+class Receive(torch.autograd.Function):
+    """A tensor that comes into a leaf: its gradient must be sent home, though it leads to no input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        if BUFFER.get("gradient is due"):
+            raise RuntimeError("no gradient was sent home")
+        BUFFER["gradient is due"] = x.requires_grad
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_x):
+        BUFFER["gradient is due"] = False
+        return d_x
+
+
+def receives_into_a_leaf(q, k, v):
+    return ring_flash_attention(q, k, v) + Receive.apply(torch.zeros((), requires_grad=q.requires_grad))
+
+
 OF_VALUES = {f"{heads}V of D = 4 beside 8, C = 6" for heads in ("", "4 query heads on 2, ")}
 WRONG = {  # by ring: what it is asked where its answer is wrong
     first_of_the_batch: {"batch of 2, C = 6"},
@@ -148,6 +172,8 @@ WRONG = {  # by ring: what it is asked where its answer is wrong
     other_kernel_without_gradients: {"without gradients, C = 6"},
     first_ranks: {"C = 6, part of a larger job"},
     scale_of_values: OF_VALUES,
+    scale_forgotten_in_16_bits: {"scale 0.3, C = 6"},
+    receives_into_a_leaf: set(),  # it is right
     out_as_its_queries: OF_VALUES,  # it fails
 }
 REFUSED = {  # by ring: what it refuses
