@@ -35,8 +35,8 @@ from ring_planner.presets import gpu_named, model_named
 # %% [markdown]
 # ## The failure
 #
-# Overlap alone hides nothing. Here the overlapping ring of chapter 6 runs on two hosts, which have one core each and a link
-# of 50 MB/s between them (`python -m bench.overlap_threshold`):
+# Overlap alone hides nothing. Here the overlapping ring of chapter 6 runs in two network namespaces of one machine. They
+# play two hosts, which have one core each and a link of 50 MB/s between them (`python -m bench.overlap_threshold`):
 
 # %%
 bench = record.load("overlap_threshold")

@@ -293,10 +293,10 @@ assert (both["ring"], both["all-gather"]) == ([62.4, 114.9], [62.8, 107.4])
 # A roofline knows products and messages only. But a ring also rewrites its output in each of eight rounds, leaves a part of the
 # GPU idle at the end of every kernel, and computes beside messages.
 #
-# *With costs* adds these three ([`round_costs.py`](../ring_planner/round_costs.py)). It also takes the 652 TFLOP/s that cuDNN's
-# forward kernel reached on one H100, in place of the data sheet's 989.
+# *With costs* adds these three ([`round_costs.py`](../ring_planner/round_costs.py)). It also takes the planner's
+# rate of cuDNN's forward kernel, 652 TFLOP/s, in place of the data sheet's 989.
 #
-# **When which?** Inside one host, gather K and V or exchange heads: they differ by 2 %. Exchange only where $P$ divides the heads.
+# **When which?** Inside one host with NVLink, gather K and V or exchange heads: they differ by 2 %. Exchange only where $P$ divides the heads.
 # When our 4 ranks shared 6 heads, two ranks had two, and the others would wait for them. The ring takes any number of ranks and
 # any heads. [Which way for which wires](../docs/which_way.md#which-way-for-which-wires) has the rule for whole steps.
 #

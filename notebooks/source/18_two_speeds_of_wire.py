@@ -193,8 +193,8 @@ assert paid["ring"] > 1.2 * paid["hybrid 16 x 8"]
 # slow hop has the time of eight blocks too: **few rounds on long blocks win.** It takes a fifth less time than the flat ring.
 # All-to-all alone is not possible, because 128 ranks cannot share 32 heads.
 #
-# Is it so on real wires? We ran the five ways between two hosts with one NIC each ([the
-# numbers](../bench/results/README.md#five_ways)):
+# Does it hold outside a model? We ran the five ways on one machine that plays two hosts: two network namespaces of one core
+# each, joined by a link of a set rate ([the numbers](../bench/results/README.md#five_ways)). Real hosts with GPUs were never run.
 
 # %%
 measured.crossover()
@@ -264,8 +264,8 @@ for name, value in ours.items():
 print(f"the planner: {planned.seconds:.3g} s, {planned.held / GIB:.3g} GiB; the seven numbers above are the same")
 
 # %% [markdown]
-# Where is the memory of attention? A layer's backward pass holds 1.25 GiB (chapter 9), but when it runs, the logits are gone. So
-# the loss limits a sequence, and not the ring.
+# Where is the memory of attention? In a ring, a layer's backward pass holds 1.25 GiB (chapter 9), but when it runs, the logits
+# are gone. So the loss limits a sequence, and not the ring.
 #
 # Take all 16 hosts for 1M tokens. $C$ is half as long, but attention grows with $S^2/P$, so it has four times as much. Now there is
 # memory to keep everything, and each layer goes forward once. With the hybrid's 448 ms a layer, attention takes

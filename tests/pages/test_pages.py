@@ -128,7 +128,7 @@ SAID = [  # a page, and its words: their numbers are those of the code, or anoth
     ("docs/cluster.md", "| 3,240 results, all within the bound of rounding |"),
     ("notebooks/source/08b_on_a_gpu.py", "3,240 results were compared with float64, and all were right."),
     *[("notebooks/source/07_causal_balance.py", f"{(2 * P - 1) / P:.2f} times on {P}") for P in (4, 8)],
-    ("docs/cluster.md", "| never run; the planner says:"),
+    ("docs/cluster.md", "| never run; ask the planner:"),
     ("README.md", "work after `make demo` and `source .venv/bin/activate`, on CPUs; for GPUs:"),
     ("README.md", "before the last changes:**"),
     ("docs/README.zh-CN.md", "在最近的改动之前：**"),
