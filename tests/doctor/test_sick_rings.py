@@ -115,7 +115,7 @@ def asked_of_table(P, entry):
     cases += [replace(causal, layout=layout) for layout in LAYOUTS]
     cases += [replace(causal, window=8), replace(causal, window=3, layout="zigzag")]
     cases += [replace(causal, heads=4 * P, kv_heads=2 * P), replace(causal, documents=(7, 6 * P - 7))]
-    cases += [replace(causal, heads=12, kv_heads=3, layout="striped")]
+    cases += [replace(causal, heads=12, kv_heads=3, layout="striped"), replace(full, value_dim=6)]
     if entry == "last_tile_lost":
         cases = [Case(P, 257 * P)]  # more than the largest of its tiles
     elif entry == "unstabilised":

@@ -108,16 +108,16 @@ def attention(its, q, k, v, *, causal=False, layout="contiguous", documents=None
     """The steps of `its` on this rank. K and V are sent; all else, and all in float64, is as on paper."""
     lengths, rank, (B, H, _, D) = agree(lambda: k.shape[2], group), dist.get_rank(group), q.shape
     P, mask = len(lengths), (causal, layout, documents and tuple(documents), window)
-    case = Case(P, sum(lengths), *mask, B, H, k.shape[1], D, q.dtype, scale)
-    kv, blocks = torch.stack((k, v)).double(), {}
+    case = Case(P, sum(lengths), *mask, B, H, k.shape[1], D, q.dtype, scale, value_dim=v.shape[-1])
+    kv, blocks = torch.cat((k, v), dim=-1).double(), {}
     for t in range(P):
         blocks[(rank - t) % P] = kv
         if t < P - 1:
-            kv = Hop.apply(kv, (*kv.shape[:3], lengths[(rank - t - 1) % P], D), group)
+            kv = Hop.apply(kv, (*kv.shape[:2], lengths[(rank - t - 1) % P], kv.shape[-1]), group)
     heads, scores, values, wide = its.kv_heads(case), [], [], q.double()  # once: its gradients are summed in float64
     for t in range(its.rounds(case, rank)):
         of_k, of_v = its.in_hand(case, rank, t)
-        k_j, v_j = (x[:, heads] for x in its.keys_and_values(t, blocks[of_k][0], blocks[of_v][1]))
+        k_j, v_j = (x[:, heads] for x in its.keys_and_values(t, blocks[of_k][..., :D], blocks[of_v][..., D:]))
         seen = its.sees(case, rank, its.believed(case, rank, t))
         scores.append((its.scale(case) * wide @ k_j.mT).masked_fill(~seen, -torch.inf))
         values.append(v_j)
