@@ -62,6 +62,7 @@ bench: $(READY)  # measure again; takes about an hour and a half and wants a qui
 SITE := $(VENV)/site-ready
 site: $(SITE)  # the book, as pages in site/, in some minutes; nothing is fetched while it is built or read
 	OMP_NUM_THREADS=1 $(BIN)/python -m book
+	@echo "== written: open site/index.html, or make site-serve"
 
 site-serve: site  # look at it: http://localhost:8000
 	$(BIN)/python -m http.server --directory site --bind 127.0.0.1 8000

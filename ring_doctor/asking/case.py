@@ -125,6 +125,11 @@ class Case:
         """The right out, lse, dq, dk and dv of the whole sequence, and how far rounding may move them."""
         return _right(self)
 
+    def numbers(self) -> str:
+        """The kind of inputs in words."""
+        made_for = {"large": "large scores"} | {inputs: f"inputs made for {inputs}" for inputs in UNROUNDED}
+        return made_for.get(self.inputs, f"{self.inputs} inputs")
+
     def words(self) -> str:
         """The case in words: "P = 3, causal, zigzag, 4 query heads on 2, C = 6, float32"."""
         said = [f"P = {self.world_size}", self.mask(), *self.features()]
@@ -145,8 +150,7 @@ class Case:
         said += [f"V of D = {self.value_dim} beside {self.head_dim}"] if self.value_dim else []
         said += [f"scale {self.scale:g}"] if self.scale is not None else []
         said += [f"batch of {self.batch}"] if self.batch > 1 else []
-        what = "scores" if self.inputs == "large" else "inputs"
-        said += [f"{self.inputs} {what}"] if self.inputs != "normal" else []
+        said += [self.numbers()] if self.inputs != "normal" else []
         said += [f"D = {self.head_dim}"] if self.large_tiles else []
         C, more = divmod(self.seq_len, self.world_size)
         return [*said, f"C = {C} or {C + 1}" if more else f"C = {C}"]

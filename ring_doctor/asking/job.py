@@ -82,7 +82,9 @@ class Job:
         if not raised:
             return judge(question, [of_ranks[rank] for rank in members])
         if any(each.kind != "ValueError" for each in raised.values()):
-            self.ready = False  # the ranks form another process group: set up again
+            self.ready = False
+            self.called.clear()
+            self.ranks.stop()  # messages may be under way, and default arguments hold the old group
         causes = {rank: each for rank, each in raised.items() if not each.lost_connection} or raised
         [cause, *_] = causes.values()
         if len(causes) < len(members):  # a ring never refuses on some ranks only

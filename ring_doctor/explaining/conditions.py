@@ -19,7 +19,7 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     (RANKS, lambda question: question.case.world_size),
     ("{}", lambda question: "under a causal mask" if question.case.causal else "without a mask"),
     ("in the {} layout", lambda question: question.case.layout),
-    ("with {} inputs", lambda question: question.case.inputs),
+    ("with {}", lambda question: question.case.numbers()),
     ("in {}", lambda question: str(question.case.dtype).removeprefix("torch.")),
     ("{} grouped queries", lambda question: _with(question.case.heads != question.case.kv_heads)),
     ("with {}", lambda question: "one K/V head" if question.case.kv_heads == 1 else "more than one K/V head"),

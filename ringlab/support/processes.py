@@ -70,9 +70,11 @@ def join_ring(requested_device: str = "auto", local_world_size: int = 0, **init:
     """Join the job that started this process, yield this rank's RankContext, and leave in order.
 
     Reads torchrun's environment, also for `local_world_size`, how many processes share this host; `init` goes to
-    init_process_group. Raises ValueError as `choose_device` does. Raises RuntimeError when the body ends by
-    sys.exit(0): the job would count that as success, and other ranks would wait.
+    init_process_group. Raises ValueError where neither says how many ranks there are, and as `choose_device` does.
+    Raises RuntimeError when the body ends by sys.exit(0): the job would count that as success, and other ranks wait.
     """
+    if "WORLD_SIZE" not in os.environ and "world_size" not in init:
+        raise ValueError(f"no WORLD_SIZE is set; expected it of torchrun: torchrun --nproc_per_node=4 {sys.argv[0]}")
     world_size = init.get("world_size") or int(os.environ["WORLD_SIZE"])
     local_world_size = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device_type, backend, why = choose_device(requested_device, local_world_size)

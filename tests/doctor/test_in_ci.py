@@ -375,13 +375,16 @@ class Ranks:
     """A pool whose ranks give these outcomes; the time limits of the calls are noted."""
 
     def __init__(self, *outcomes):
-        self.results, self.seconds, self.limits = outcomes, 0.0, []
+        self.results, self.seconds, self.limits, self.stopped = outcomes, 0.0, [], False
 
     def outcomes(self, size, work, patient, question, folder, seconds):
         self.limits.append((self.seconds, seconds))
         if isinstance(self.results[0], RuntimeError):
             raise self.results[0]
         return list(self.results)
+
+    def stop(self):
+        self.stopped = True
 
 
 def job_of(*outcomes):
@@ -433,4 +436,4 @@ def test_only_an_error_of_every_rank_may_be_a_refusal(outcomes, feature, state, 
     job = job_of(*outcomes)
     answer = job.ask(Question(Case(3), feature=feature))
     assert (answer.state, answer.says, answer.raised) == (state, says, len({id(each) for each in outcomes}) == 1)
-    assert job.ready == (ODD not in outcomes and PEER not in outcomes)
+    assert job.ready == (not job.ranks.stopped) == (ODD not in outcomes and PEER not in outcomes)

@@ -276,9 +276,9 @@ NARROW = {  # what is asked in other dtypes: under which masks, of how many rank
     "scale 0.3, C = 6": (FEW, (3, 4), SHORT),
     "large scores, C = 6": (FEW, (3, 4), SHORT),
     "autocast, C = 6": (FEW, (3, 4), SHORT[1:2]),
-    "without gradients, 16-bit sums inputs, C = 8": (ALL, (4,), SHORT[1:]),
-    "16-bit gradients inputs, C = 8": (ALL, (4,), SHORT[1:]),
-    **{f"autocast, 16-bit {of} inputs, C = 8": (ALL, (4,), SHORT[1:2]) for of in ("sums", "gradients")},
+    "without gradients, inputs made for 16-bit sums, C = 8": (ALL, (4,), SHORT[1:]),
+    "inputs made for 16-bit gradients, C = 8": (ALL, (4,), SHORT[1:]),
+    **{f"autocast, inputs made for 16-bit {of}, C = 8": (ALL, (4,), SHORT[1:2]) for of in ("sums", "gradients")},
 }
 
 
@@ -321,7 +321,7 @@ def test_a_patient_is_not_asked_what_it_does_not_claim():
     assert not [what for what in whats(replace(RING, own_values=False)) if "V of D" in what]
     of_forward = whats(replace(RING, gradients=False))
     assert not [what for what in of_forward if any(word in what for word in ("frozen", "interleaved", "backward"))]
-    assert "16-bit sums inputs, C = 8" in {what.removeprefix("without gradients, ") for what in of_forward}
+    assert "inputs made for 16-bit sums, C = 8" in {what.removeprefix("without gradients, ") for what in of_forward}
     assert "autocast, C = 6" not in whats(replace(RING, dtypes=("float64", "float32")))
 
 
