@@ -37,6 +37,8 @@ for chapter in CHAPTERS:
     for check, answer in re.findall(r"print\((check_\w+)\((\w+)\)\)", chapter.read_text()):
         CHECKS[check] = chapter, answer
 EXERCISES = sorted(CHECKS.keys() - PROCESSES)
+ASKS = "check_new_mistake"  # the doctor: a second for each answer
+EACH = [pytest.param(name, marks=pytest.mark.slow) if name == ASKS else name for name in EXERCISES]
 
 
 def checks_of(name):
@@ -48,11 +50,11 @@ def check_named(name):
 
 
 def cases(answers, names=CHECKS):
-    """(check, answer, words) of each answer; a ring that travels to other processes is slow, but for some."""
+    """(check, answer, words) of each answer; slow are the doctor and, but for some, rings on other processes."""
     found = []
     for name in names:
         for i, (answer, words) in enumerate(answers.get(name, ())):
-            slow = name in PROCESSES and not any(answer is ring for ring in QUICK)
+            slow = name == ASKS or (name in PROCESSES and not any(answer is ring for ring in QUICK))
             marks = pytest.mark.slow if slow else ()
             found.append(pytest.param(name, answer, words, id=f"{name}-{i}-{words}", marks=marks))
     return found
@@ -92,7 +94,7 @@ def solution(check):
     return solutions(chapter)[answer]
 
 
-@pytest.mark.parametrize("check", [*EXERCISES, pytest.param("check_ring", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("check", [*EACH, pytest.param("check_ring", marks=pytest.mark.slow)])
 def test_the_solutions_are_right(check, monkeypatch):
     monkeypatch.setattr(trial, "SECONDS", 1e6)
     assert check_named(check)(solution(check)).startswith("right")
@@ -191,11 +193,11 @@ def generates(function, *args):
     return (x for x in given) if isinstance(given, list | tuple | set | range) else given
 
 
-@pytest.mark.parametrize("check", EXERCISES)
+@pytest.mark.parametrize("check", EACH)
 def test_right_answers_are_right_in_every_form(check):
     right, judge = solution(check), check_named(check)
     tried = FORMS
-    if check == "check_new_mistake":  # Steps have no other form, and each try takes a second
+    if check == ASKS:  # Steps have no other form, and each try takes a second
         tried = {"partial": partial(right)}
     elif callable(right):
         tried = {name: partial(lambda form, *args: form(right(*args)), form) for name, form in tried.items()}
@@ -320,11 +322,11 @@ def broken_once(right, at, way):
     return answer, done
 
 
-@pytest.mark.parametrize("check", EXERCISES)
+@pytest.mark.parametrize("check", EACH)
 def test_what_is_wrong_in_one_call_only_is_refused(check):
     """In its first or last element, in some calls of all kinds: the first, the last, and 15 between them."""
     right, judge = solution(check), check_named(check)
-    if check == "check_new_mistake":
+    if check == ASKS:
         pytest.skip("its answer is a mistake, and one that is changed is another")
     if not callable(right):
         assert [judge(answer)[:7] for answer in broken(right)] == ["not yet"] * len(list(broken(right)))
@@ -405,12 +407,12 @@ def wrong_everywhere(right, judge):
 ANY_INPUT = {"a constant", "a table of the cases", "spoiled inputs"}  # may be a new mistake
 
 
-@pytest.mark.parametrize("check", EXERCISES)
+@pytest.mark.parametrize("check", EACH)
 def test_what_is_wrong_everywhere_is_refused(check, monkeypatch):
     right, judge = solution(check), check_named(check)
     tried = wrong_everywhere(right, judge) if callable(right) else VALUES | {"a function": lambda *args: 1}
     said = {}
-    for name in tried.keys() - (ANY_INPUT if check == "check_new_mistake" else set()):
+    for name in tried.keys() - (ANY_INPUT if check == ASKS else set()):
         with monkeypatch.context() as patch:
             if "endless" in name:
                 patch.setattr(answers, "SECONDS", 0.05)
