@@ -100,8 +100,8 @@ for name, S, P in (("128K on 8", 2**17, 8), ("1M on 8", 2**20, 8), ("1M on 128",
 assert block < hop / nic
 
 # %% [markdown]
-# Inside a host you need not think of messages: a block of 128K tokens takes 15 times as long as its
-# [hop](../docs/glossary.md#hop), one of 1M tokens 120 times. But share 1M tokens among 16 hosts, and chunks are short: a
+# Inside a host you need not think of messages: with 128K tokens in all a block takes 15 times as long as its
+# [hop](../docs/glossary.md#hop), with 1M tokens 120 times. But share 1M tokens among 16 hosts, and chunks are short: a
 # block then takes 0.56 ms, its hop through a NIC 0.67 ms, and the ring waits.
 #
 # ## The condition
@@ -136,7 +136,7 @@ for name, factor, layer, options in (
 # %% [markdown]
 # The mask doubles the knee and grouped queries divide it by four, so for Llama 8B half of flops / bandwidth remains.
 #
-# One message stays exposed in every ring. In published ones it is the last hop of the gradients, which follows all computing. Ours
+# In the backward pass one message stays exposed in every flat ring. In published ones it is the last hop of the gradients, which follows all computing. Ours
 # computes on the own block last, so that the gradients come home meanwhile. The first hop of K and V is exposed instead: fewer
 # bytes.
 #

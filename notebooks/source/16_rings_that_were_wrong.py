@@ -169,7 +169,8 @@ picture(weights_of(xray), "Gradients that travel the other way")
 # `on_paper` took the X-ray of a [ring on paper](../docs/glossary.md#ring-on-paper): all ranks in one process, in float64, in
 # small steps. **A mistake is a function that replaces a step.** One of the steps is `home`: what the queries of a rank add
 # to dK and dV of a block must end on the rank where the block began. The mistake of diffusers replaces it: rank r meets
-# block j after r − j hops, the sums go r − j ranks *further*, and so they end on rank 2r − j.
+# block j after r − j hops, the sums go r − j ranks *further*, and so they end on rank 2r − j. (The loop above sends blocks and sums
+# the other way round; its sums end on the same rank.)
 # The doctor has a row for each mistake: its name, and the step with what replaces it. A page says
 # [what such a ring does, where to look, and who had it](../ring_doctor/mistakes/README.md#gradients_travel_other_way).
 

@@ -113,7 +113,7 @@ assert torch.equal(computed(even, lambda r, h: h // 3), right)
 # In the first line nobody computes heads 4 and 5, in the second rank 3 has nothing to do, and in the third ranks 1 and 2
 # use the wrong keys. You would not notice: all results have the right shape, and no error is raised.
 #
-# The last line is right. But look at its gradient, too. Ranks 0 and 1 each have a copy of K/V head 0, and ranks 2 and 3
+# The last line is right and shares the work evenly. But look at its gradient, too. Ranks 0 and 1 each have a copy of K/V head 0, and ranks 2 and 3
 # of K/V head 1, so every copy gets a gradient of its own:
 
 # %%
@@ -129,7 +129,7 @@ print(f"    {off(of_heads.sum(dim=2), d_k)} with their sum")
 assert torch.allclose(of_heads.sum(dim=2), d_k, rtol=0, atol=1e-14)
 
 # %% [markdown]
-# A key's gradient has a part from every query that sees it, and these are on several ranks. So the copies' gradients must be
+# A key's gradient has a part from every query head that reads it, and these heads are on several ranks. So the copies' gradients must be
 # **added**.
 #
 # ## The idea
@@ -178,7 +178,7 @@ assert torch.allclose(unshard(total, "zigzag"), d_k, rtol=0, atol=1e-13)
 # each rank the sum for its own block. Without that sum, `out` and dq are right, and only dk and dv are wrong.
 #
 # The price is memory: where a rank of a ring holds two blocks at a time, here it holds those of all ranks. So
-# [`all_gather.py`](../ringlab/ways/all_gather.py) gathers one K/V head at a time, into two buffers: while it computes
+# [`all_gather.py`](../ringlab/ways/all_gather.py) gathers one K/V head at a time, into two buffers (a third has its tokens in order): while it computes
 # with one head, the next one arrives. Its round is a head, as a ring's is a block.
 #
 # ## 2 · All-to-all

@@ -61,7 +61,7 @@ print(f"a layer, forward: {128e3 * computing:.1f} ms of computing, the flat ring
 assert slow > computing > 7 * fast
 
 # %% [markdown]
-# All ranks wait in every round but the last, although seven of eight hops are fast. And the flat ring leaves a host at
+# Soon all ranks wait in every round but the last, although seven of eight hops are fast. And the flat ring leaves a host at
 # one device only: one NIC sends all blocks, and seven NICs send nothing.
 #
 # ## The idea
@@ -299,7 +299,7 @@ assert round(paid["hybrid 16 x 8"]) == 448 and round(32 * 1.15 * 0.448, 1) == 16
 # <details><summary>16 hosts of 8 devices, and each host has only one NIC. Which way is the fastest for 1M tokens?</summary>
 #
 # The hybrid of 8, again. 16 GB of a layer pass the one NIC, so by the roofline a layer takes 334 ms, where computing takes 249.
-# With all costs a step takes 19.1 s, against 17.2 s with eight NICs. A ring inside each host would send nothing through the NIC,
+# With all costs a step takes 19.1 s, against 17.2 s with eight NICs. A ring inside each host would send no block through the NIC,
 # but there 1M tokens need 81 GiB, even with the loss in pieces.
 # </details>
 #
