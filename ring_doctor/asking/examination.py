@@ -138,10 +138,8 @@ def _dtype(found: Examination) -> torch.dtype:
 
 def _check_the_order(found: Examination, job: Job, seed: int) -> None:
     """Raise CannotExamine where the patient is right with tensors in another order only: it is for these."""
-    first, asked = (
-        next(questions(found.patient, job.size, _dtype(found), seed)),
-        found.patient.tensors,
-    )
+    first = next(questions(found.patient, job.size, _dtype(found), seed))
+    asked = found.patient.tensors
     for order in (asked, *TENSORS):
         job.patient = replace(found.patient, tensors=order)
         if job.ask(first).state == OK:

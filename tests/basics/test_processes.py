@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ringlab.basics.ranks import gather, neighbours, scatter
 from ringlab.support.devices import choose_device, cpu_cores
-from ringlab.support.processes import LostRank, Raised, Ranks, launch
+from ringlab.support.processes import LostRank, Raised, Ranks, join_ring, launch
 from tests.commands import ROOT, TORCHRUN, ends_soon, run, wait_for
 from tests.wrong import failing_ring
 
@@ -112,6 +112,12 @@ def leave(context, how, status):
     if context.rank == 0:
         dist.recv(torch.empty(1), 1)
     time.sleep(60)
+
+
+def test_join_ring_without_torchrun_names_its_command(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match=r"expected it of torchrun: torchrun --nproc_per_node=4 "), join_ring():
+        pass
 
 
 def test_launch_raises_bad_input_as_it_is():
