@@ -324,7 +324,7 @@ assert (both["ring"], both["all-gather"]) == ([62.4, 114.9], [62.8, 107.4])
 # <details><summary>Your 8 H100s stand in 8 hosts, so every message goes through a NIC of 50 GB/s. Which way for 128K tokens, and
 # which for 16K?</summary>
 #
-# For 128K take any. A chunk of 16,384 tokens is longer than the knee of chapter 9, so a ring exposes one hop only, and takes
+# For 128K take the ring. A chunk of 16,384 tokens is longer than the knee of chapter 9, so a ring exposes one hop only, and takes
 # $17.8 + 44.5 + 1.3 = 63.6$ ms, forward and backward. An all-to-all waits for its 280 MiB in each pass and takes 74.0 ms, but it
 # has one round where the ring has eight. With costs, it is 3 % behind.
 #

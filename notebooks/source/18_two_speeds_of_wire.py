@@ -241,7 +241,7 @@ for row, times in zip(rows, taken, strict=True):
 # | activations | 2 for each of 4,096 numbers of a token, in 32 layers: their inputs | 4 |
 # | loss | for each token, 14 for each of 128,256 words, and 6 for each of 4,096 numbers | 27.8 |
 #
-# Add 1.5 for CUDA and NCCL, and a *reserve* of 7.3 %: a margin, as ten published peaks were above their counts by that much at
+# Add 1.5 for CUDA and NCCL, and a *reserve* of 7.3 % of the table: a margin, as ten published peaks were above their counts by that much at
 # most. The sum is 53.2 GiB of 79.1. Does the planner say the same?
 
 # %%
