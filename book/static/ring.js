@@ -30,8 +30,8 @@ async function change(step = 0) {
   home.dataset.ready = "no";
   form.querySelector("output").textContent = P;
   fill(form.S, book.seq_lens[P].map((S) => [S, S]));
-  const file = await load(`ring-${P}-${form.S.value}`);
-  if (Number(form.P.value) !== P) return;
+  const S = form.S.value, file = await load(`ring-${P}-${S}`);
+  if (Number(form.P.value) !== P || form.S.value !== S) return; // a reader who is faster than the network has chosen others
   for (const radio of form.layout) {
     const refused = file.layouts[radio.value].refused;
     radio.disabled = Boolean(refused);

@@ -47,7 +47,9 @@ async function read(file) {
 /** Show the example that is chosen. */
 async function example() {
   document.querySelector("#xray").dataset.ready = "no";
-  show(await load(form.example.value));
+  const chosen = form.example.value, report = await load(chosen);
+  if (form.example.value !== chosen) return;
+  show(report);
   document.querySelector("#xray").dataset.ready = "yes";
 }
 
