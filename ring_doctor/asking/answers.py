@@ -40,6 +40,7 @@ class Answer:
     state: str  # OK, WRONG, REFUSED, FAILED, or LATE: some rank still computed when the time was over
     says: str = ""  # the reason, in a sentence
     raised: bool = False  # all ranks raised an exception
+    returned: bool = False  # that was the doctor's own: the patient returned what is no attention
     wrong: dict[str, float] = field(default_factory=dict)  # by wrong result, how many times too large its error is
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # (largest error, what rounding allows there)
     relative: dict[str, float] = field(default_factory=dict)  # the error of each result in norm, over the exact norm

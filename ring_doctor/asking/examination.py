@@ -91,9 +91,9 @@ def never_claimed(answer: Answer) -> bool:
 
 
 def _excused(answer: Answer) -> bool:
-    """Whether a fault does not count: an error with a feature; a hang does. An lse may be there to be read only."""
-    feature = answer.question.feature
-    return bool(feature) and ((answer.state == FAILED and not answer.hangs) or feature == LSE)
+    """Whether a fault does not count: an error of its own with a feature. An lse may be there to be read only."""
+    feature, loud = answer.question.feature, answer.state == FAILED and not (answer.hangs or answer.returned)
+    return bool(feature) and (loud or feature == LSE)
 
 
 def examination_of(
@@ -181,7 +181,7 @@ def _ask_everything(
     todo = {P: in_turn(patient, P, _dtype(found), seed, quick=quick) for P in patient.worlds}
     total, lost = len({key for groups in todo.values() for key in groups}), 0
     done: set[Hashable] = set()
-    lse_grad = False
+    lse_grad = keeps = False
     for world_size, groups in todo.items():
         for key, group in groups.items():
             refused: list[Answer] = []
@@ -193,12 +193,13 @@ def _ask_everything(
                     break
                 part = question.members is not None
                 job = jobs[world_size + part, part]
-                job.patient = patient
+                job.patient, job.keeps = patient, keeps
                 progress(f"{len(done) / total:4.0%}  {question.words()}")
                 answer = _as_wrong_as_it_is(ask_again(job, question), patient)
                 if answer.lost and question.feature != UNEQUAL and not _excused(answer):  # else it may answer all else
                     lost += 1
                 lse_grad = lse_grad or answer.lse_grad
+                keeps = keeps or (question.how == "after another length" and answer.bad and not found.faults)
                 if answer.state != REFUSED:
                     found.answers.append(answer)
                     done.add(key)

@@ -43,6 +43,13 @@ class Job:
         self.ranks = Ranks(size, START, device, Path(self._errors.name))
         self.ready, self.slowest = False, 0.0  # seconds of an answer, after the set-up
         self.called: set[Hashable] = set()  # the kinds of questions that were answered
+        self.keeps, self.length = False, 0  # whether a call spoils one of another length; the tokens of the last call
+
+    def restart(self) -> None:
+        """Let the next question have new processes."""
+        self.ranks.stop()
+        self.ready = False
+        self.called.clear()
 
     def ask(self, question: Question) -> Answer:
         """The answer to a question, whatever the ranks do. Raises CannotExamine when the set-up fails.
@@ -54,6 +61,9 @@ class Job:
             [question.case.positions(rank) for rank in range(question.case.world_size)]
         except Exception as error:  # a layout of the user may not take every length
             return Answer(question, REFUSED, f"{type(error).__name__}: {error}", raised=True)
+        if self.keeps and question.case.seq_len != self.length:
+            self.restart()
+        self.length = question.case.seq_len
         with TemporaryDirectory() as name:
             folder, members = Path(name), question.members or tuple(range(self.size))
             try:
@@ -70,8 +80,7 @@ class Job:
             except RuntimeError as error:
                 raise CannotExamine(f"its set-up fails: {str(error).splitlines()[-1]}") from error
             except LostRank as lost:
-                self.ready = False
-                self.called.clear()  # new processes
+                self.restart()
                 waits = bool(lost.silent) and all(each.lost_connection for each in lost.raised.values())
                 late = lost.silent and not lost.raised and not hang(folder, lost.silent)
                 lines, state = lines_of_ranks(folder), LATE if late else FAILED
@@ -82,16 +91,15 @@ class Job:
         if not raised:
             return judge(question, [of_ranks[rank] for rank in members])
         if any(each.kind != "ValueError" for each in raised.values()):
-            self.ready = False
-            self.called.clear()
-            self.ranks.stop()  # messages may be under way, and default arguments hold the old group
+            self.restart()  # messages may be under way, and default arguments hold the old group
         causes = {rank: each for rank, each in raised.items() if not each.lost_connection} or raised
         [cause, *_] = causes.values()
         if len(causes) < len(members):  # a ring never refuses on some ranks only
             return Answer(question, FAILED, _told(causes))
-        if cause.kind in REFUSALS or (question.feature and cause.kind != WrongResult.__name__):
+        returned = cause.kind == WrongResult.__name__
+        if cause.kind in REFUSALS or (question.feature and not returned):
             return Answer(question, REFUSED, _said(cause), raised=True)
-        return Answer(question, FAILED, _said(cause, place=True), raised=True)
+        return Answer(question, FAILED, _said(cause, place=True), raised=True, returned=returned)
 
     def _why_lost(
         self, lost: LostRank, waits: dict[Frame, list[int]], called: dict[Frame, Frame], members: Sequence[int]

@@ -190,6 +190,13 @@ def _some_heads(wrong: WrongAnswer, name: str) -> list[Fact] | None:
     return [Fact(words, look) for words, heads in known.items() if torch.equal(bad, heads)]
 
 
+def _some_sequences(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
+    """Which sequences of the batch are wrong, where the first is right."""
+    bad = wrong.bad(name).any(dim=2).any(dim=1)
+    if not bad[0] and bad[1:].all():
+        yield Fact("all but the first", "what is taken from the first sequence for all: an index 0, a view, an expand")
+
+
 OF_EACH_TOKEN = 3  # from this pattern on they look at the rows of tokens, which the gradient of a sink has not
 CONTENTS = (  # the first that holds says the most
     Pattern("In {x} numbers are NaN or infinite {words}", _not_finite),
@@ -199,4 +206,5 @@ CONTENTS = (  # the first that holds says the most
     Pattern("In {x} the right numbers are {words}", _another_place),
     Pattern("{x}: {words}", _rounded, clear=False),
     Pattern("In {x} the wrong heads are {words}", _some_heads, clear=False),
+    Pattern("In {x} the wrong sequences of the batch are {words}", _some_sequences, clear=False),
 )

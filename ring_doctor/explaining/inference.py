@@ -34,7 +34,10 @@ IN_A_PART = Finding(
     "get_rank(), get_world_size() and every message, at group=, group_src= and group_dst=, and at dist.get_global_rank",
     "a rank of the group is used as a rank of the job, or a group is left out",
 )
-ON_ONE_RANK = "the kernel: its scale, a softcap, its mask, and what is added or turned by positions inside"
+ON_ONE_RANK = (
+    "the kernel: its scale, a softcap, its mask, and what is added or turned by positions inside; and at collectives, "
+    "which one rank calls too"
+)
 OF_TAPS = "the tokens that a chunk gets from those before it, and what a document's start clears"
 OF_STATES = "the state with which a rank begins, the decays between two tokens, and what a document's start clears"
 LSE_IS_RIGHT = Finding(
@@ -89,12 +92,12 @@ def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
 
 
 def _of_one_rank(wrong: list[Answer], findings: list[Finding]) -> list[Finding]:
-    """The findings; before them, if one rank alone is wrong, that no message is to blame."""
+    """The findings; before them, if one rank alone is wrong, that no other rank is to blame."""
     alone = {name for answer in wrong if answer.case.world_size == 1 for name in answer.wrong}
     if not alone:
         return findings
-    said = f"One rank alone is wrong already ({_in_order(alone)}), so no message is to blame"
-    brief = f"wrong on one rank already, without a message: {findings[0].brief or findings[0].says}"
+    said = f"One rank alone is wrong already ({_in_order(alone)}), so no message between ranks is to blame"
+    brief = f"wrong on one rank already, with no message between ranks: {findings[0].brief or findings[0].says}"
     return [Finding(said, ON_ONE_RANK, brief), *findings]
 
 

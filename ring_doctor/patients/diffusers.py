@@ -52,7 +52,7 @@ def setup(context: RankContext) -> None:
 
 def forward_op(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any, _save_ctx: bool, **more: Any) -> tuple:
     _mask, _dropout, causal, ctx.scale, *_rest = options
-    out, lse, *_ = flash_attn_forward(q, k, v, 0.0, ctx.scale, causal)
+    out, lse, *_ = flash_attn_forward(q, k, v, softmax_scale=ctx.scale, causal=causal)
     if _save_ctx:
         ctx.save_for_backward(q, k, v)
     return out, lse.mT
@@ -60,7 +60,8 @@ def forward_op(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any, _save_c
 
 def backward_op(ctx: Any, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> list:
     dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
-    flash_attn_backward(d_out, query, key, value, out, lse.mT, dq, dk, dv, 0.0, ctx.scale, False)
+    inputs = d_out, query, key, value, out, lse.mT
+    flash_attn_backward(*inputs, dq, dk, dv, softmax_scale=ctx.scale, causal=False)
     return [dq, dk, dv]
 
 

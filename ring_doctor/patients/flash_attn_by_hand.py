@@ -4,7 +4,8 @@
 
 The kernels write their results where flash_attn 2.8 writes them: the forward pass returns (out, lse, None, None), the
 backward pass fills the buffers dq, dk and dv. Sums are in float64, results in q's dtype, lse in float32 or more.
-A mask is aligned at the lower right corner, as flash_attn does since its version 2.1.
+A mask is aligned at the lower right corner, as flash_attn does since its version 2.1. Other options than the scale and
+the causal mask are not looked at.
 
 Shapes: q (B, Sq, H, D), k and v (B, Sk, G, D), H a multiple of G, lse (B, H, Sq). The kernels for packed documents have
 no B: q (Sq, H, D), lse (H, Sq), and document i of q and k is between bounds i and i + 1 of cu_seqlens.
@@ -18,6 +19,7 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import torch
@@ -33,17 +35,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
 
 
 def flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, **others: Any
 ) -> tuple[Tensor, Tensor, None, None]:
     scores = _scores(q, k, softmax_scale, causal)
     lse = scores.logsumexp(dim=-1)
@@ -62,15 +54,10 @@ def flash_attn_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    dropout_p: float,
+    *,
     softmax_scale: float,
     causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    rng_state: Tensor | None = None,
+    **others: Any,
 ) -> None:
     group = q.shape[2] // k.shape[2]
     v_all = v.repeat_interleave(group, dim=2).double()
@@ -90,25 +77,12 @@ def _documents(*bounds: Tensor) -> list[list[slice]]:
 
 
 def flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, None, None]:
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     for mine, theirs in zip(*_documents(cu_seqlens_q, cu_seqlens_k), strict=True):
-        out, lse, *_ = flash_attn_forward(q[None, mine], k[None, theirs], v[None, theirs], 0.0, softmax_scale, causal)
+        out, lse, *_ = flash_attn_forward(q[None, mine], k[None, theirs], v[None, theirs], **options)
         outs, lses = [*outs, out[0]], [*lses, lse[0]]
     return torch.cat(outs), torch.cat(lses, dim=-1), None, None
 
@@ -125,20 +99,12 @@ def flash_attn_varlen_backward(
     dv: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    **options: Any,
 ) -> None:
     for mine, theirs in zip(*_documents(cu_seqlens_q, cu_seqlens_k), strict=True):
         rows, keys = (None, mine), (None, theirs)
         given = dout[rows], q[rows], k[keys], v[keys], out[rows], softmax_lse[None, :, mine]
-        flash_attn_backward(*given, dq[rows], dk[keys], dv[keys], 0.0, softmax_scale, causal)
+        flash_attn_backward(*given, dq[rows], dk[keys], dv[keys], **options)
 
 
 def module_of(package: str, name: str) -> ModuleType:

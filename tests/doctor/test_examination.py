@@ -64,6 +64,7 @@ def answer(question, state, error=0.1, **more):
         (answer(PLAIN, WRONG), "wrong"),
         (answer(GROUPED, REFUSED), "right"),
         (answer(GROUPED, FAILED), "right for what it takes"),
+        (answer(GROUPED, FAILED, returned=True), "wrong"),  # it took the input
         (answer(GROUPED, FAILED, lost=True), "right for what it takes"),  # it dies
         (answer(GROUPED, FAILED, lost=True, hangs=True), "wrong"),
         (answer(UNEQUAL_CHUNKS, FAILED, lost=True), "right for what it takes"),

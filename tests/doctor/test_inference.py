@@ -179,10 +179,20 @@ def test_the_heads_with_random_errors(where, of, says):
     assert told(with_one_head)[0] == sentences[0]
 
 
+@pytest.mark.parametrize(("wrong", "told_of"), [((1, 2), True), ((1,), False), ((0, 1, 2), False)])
+def test_all_sequences_but_the_first(wrong, told_of):
+    """An answer of one sequence that is wrong refutes it."""
+    where = noise("out", where=lambda case, x: torch.isin(torch.arange(3), torch.tensor(wrong)).view(3, 1, 1, 1))
+    answers = planted(where, cases(batch=3))
+    said = "In out the wrong sequences of the batch are all but the first. Look at what is taken from the first"
+    assert any(sentence.startswith(said) for sentence in told(answers)) == told_of
+    assert not any("sequences" in sentence for sentence in told(answers + planted(noise("out"))))
+
+
 def test_one_rank_alone_that_is_wrong_is_told_first():
     answers = planted(times(lambda P: 2, "dv"), cases((1, 2, 3)))
     first, second, *_ = infer(Examination(PATIENT, answers), NO_XRAY)
-    assert first.says == "One rank alone is wrong already (dv), so no message is to blame"
+    assert first.says == "One rank alone is wrong already (dv), so no message between ranks is to blame"
     assert first.brief.endswith(second.says)
     assert not any("One rank alone" in sentence for sentence in told(planted(times(lambda P: P, "dv"), cases((1, 2)))))
 

@@ -78,12 +78,13 @@ def test_flash_attn_by_hand_is_attention_of_a_batch_and_of_packed_documents(pack
     shape = (8,) if packed else (2, 5)
     q, k, v, d_out = (torch.randn(*shape, heads, 4, dtype=torch.float64) for heads in (4, 2, 2, 4))
     bounds = torch.tensor(ENDS, dtype=torch.int32)
-    options = (bounds, bounds, 5, 5, 0.0, 0.3, causal) if packed else (0.0, 0.3, causal)
+    options = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 5, "max_seqlen_k": 5} if packed else {}
+    options |= {"dropout_p": 0.0, "softmax_scale": 0.3, "causal": causal}  # by name, as its callers give them
     forward = flash_attn_varlen_forward if packed else flash_attn_forward
     backward = flash_attn_varlen_backward if packed else flash_attn_backward
-    out, lse, *_ = forward(q, k, v, *options)
+    out, lse, *_ = forward(q, k, v, **options)
     gradients = [torch.empty_like(x) for x in (q, k, v)]
-    backward(d_out, q, k, v, out, lse, *gradients, *options)
+    backward(d_out, q, k, v, out, lse, *gradients, **options)
     for document in map(slice, ENDS, ENDS[1:]) if packed else [slice(None)]:
         part = (None, document) if packed else ...
         right = exact_attention(*(x[part].transpose(1, 2) for x in (q, k, v, d_out)), causal=causal, scale=0.3)

@@ -6,6 +6,7 @@ The inputs for sums in 16 bits are tried on paper and by real rings, right ones 
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from ring_doctor.mistakes.paper_ring import RIGHT, block_out, compute
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import LAYOUTS
 from tests import every_way as ways
-from tests.doctor.examined import on_these
+from tests.doctor.examined import examined, on_these
 from tests.wrong import escaped_rings, odd_patients
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -533,6 +534,17 @@ def test_what_a_ring_may_refuse_is_no_fault(ranks, ring):
     answers = [answer for answer in answers if answer.state != OK]
     assert {answer.question.what() for answer in answers} == expected, told(answers)
     assert {answer.state for answer in answers} == {REFUSED}
+
+
+@pytest.mark.slow
+def test_what_a_longer_call_leaves_behind_spoils_no_later_answer(ranks):
+    """After this first fault each length gets processes of its own."""
+    asked = {"after another length, C = 12", "large scores, C = 6"}
+    ranks.stop()  # processes that have seen no other length
+    ring = partial(escaped_rings.padded_to_the_longest, least=0)
+    found = examined(ranks, ring, wanted=lambda it: it.what() in asked, worlds=3, unequal=False)
+    assert {answer.question.what() for answer in found.answers} == {"C = 6", *asked}
+    assert {answer.question.how for answer in found.wrong} == {"after another length"}
 
 
 def rounds_nothing(question):

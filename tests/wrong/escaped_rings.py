@@ -78,9 +78,9 @@ def shared_output(q, k, v):
 LONGEST = {"tokens": 0}
 
 
-def padded_to_the_longest(q, k, v):
-    """K and V lie in buffers as long as the longest so far; its empty places are keys too."""
-    if k.shape[2] < 12:
+def padded_to_the_longest(q, k, v, least=12):
+    """K and V, if they are not short, lie in buffers as long as the longest so far; its empty places are keys too."""
+    if k.shape[2] < least:
         return ring_flash_attention(q, k, v)
     LONGEST["tokens"] = max(LONGEST["tokens"], k.shape[2] % 128)
     more = max(0, LONGEST["tokens"] - k.shape[2])
