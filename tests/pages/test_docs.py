@@ -281,23 +281,36 @@ def preference(chosen):
     return -F.logsigmoid(chosen[0] - chosen[1])
 
 
-def sequences_on_rank(context, code, x, weight, labels, right):
-    names, P = {}, context.world_size
+def sequences_on_rank(context, code, x, weights, labels, right):
+    names = {}
     exec(code, names)
-    weight = weight.clone().requires_grad_()
-    x, labels = (ringlab.shard(each[:, None], "contiguous", context.rank, P)[:, 0] for each in (x, labels[..., None]))
-    (preference(names["sequence_log_probs"](x @ weight, labels[..., 0])) / P).backward()
-    dist.all_reduce(weight.grad)
-    torch.testing.assert_close(weight.grad, right)
+    weights = [weight.clone().requires_grad_() for weight in weights]
+    where = "contiguous", context.rank, context.world_size
+    x, labels = (ringlab.shard(each[:, None], *where)[:, 0] for each in (x, labels[..., None]))
+    logits = layer(x, *weights, partial(ringlab.ring_flash_attention, causal=True))
+    loss = preference(names["sequence_log_probs"](logits, labels[..., 0]))
+    loss.backward()
+    for weight in weights:
+        dist.all_reduce(weight.grad)
+    torch.testing.assert_close([loss.detach(), *(weight.grad for weight in weights)], right)
 
 
-def test_a_loss_of_whole_sequences_is_that_of_one_process(ranks):
+def layer(x, of_keys, of_logits, attention):
+    """Logits of one head of attention, whose keys are made by a weight."""
+    return attention(x[:, None], (x @ of_keys)[:, None], x[:, None])[:, 0] @ of_logits
+
+
+@pytest.mark.parametrize("P", [2, 3, 4])
+def test_a_loss_of_whole_sequences_is_that_of_one_process(ranks, P):
     (code,) = blocks_of(MODEL, "def sequence_log_probs")
-    x, weight = torch.randn(2, 9, 4, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
-    labels = torch.arange(18).view(2, 9) % 6 - 1  # some are -1: no label
-    seen = labels >= 0
-    preference((-F.cross_entropy((x @ weight).mT, labels.clamp(min=0), reduction="none") * seen).sum(dim=1)).backward()
-    ranks(3, sequences_on_rank, code, x, weight.detach(), labels, weight.grad)
+    x, *weights = (torch.randn(shape, dtype=torch.float64) for shape in ((2, 12, 4), (4, 4), (4, 5)))
+    labels = torch.arange(24).view(2, 12) % 6 - 1  # some are -1: no label
+    leaves = [weight.clone().requires_grad_() for weight in weights]
+    logits = layer(x, *leaves, partial(naive_attention, causal=True))
+    of_tokens = -F.cross_entropy(logits.mT, labels.clamp(min=0), reduction="none")
+    loss = preference((of_tokens * (labels >= 0)).sum(dim=1))
+    right = [loss.detach(), *torch.autograd.grad(loss, leaves)]
+    ranks(P, sequences_on_rank, code, x, weights, labels, right)
 
 
 @pytest.mark.slow
