@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from ring_doctor.asking import examination
-from ring_doctor.asking.answers import CANNOT_TELL, SAID
-from ring_doctor.asking.examination import SECONDS, Examination
+from ring_doctor.asking.answers import CANNOT_TELL, SAID, Examination
+from ring_doctor.asking.examination import SECONDS
 from ring_doctor.asking.job import CannotExamine, Job
 from ring_doctor.asking.patient import Patient, patient_of
 from ring_doctor.asking.questions import Question

@@ -9,6 +9,7 @@ Source: mistakes/README.md names who had each, where that is public; BY_WAY is w
 
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.names import module_named
+from ring_doctor.asking.questions import WAYS
 from ring_doctor.mistakes import CATALOGUE, backward, gradients, masks, merging, other_ways, told, travel
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.support.processes import place_of
@@ -17,20 +18,8 @@ TABLES = (other_ways, gradients, backward, masks, merging, travel)
 for table in TABLES:
     CATALOGUE.update(table.MISTAKES)
 
-# Rings that compute rightly when called plainly, and wrongly in another way. No number tells these mistakes, the way to
-# ask does: one is named when every wrong answer was asked in its way.
-WAYS = {  # of a Question: the mistake
-    "views": "strides_ignored",
-    "twice": "changed_by_a_call",
-    "interleaved": "buffers_shared_by_calls",
-    "after another length": "state_of_another_length",
-    "two backward passes": "gradients_kept_in_a_buffer",
-    "frozen keys": "frozen_keys_forgotten",
-    "frozen keys and values": "frozen_keys_and_values_forgotten",
-    "without gradients": "another_way_without_gradients",
-    "autocast": "autocast_forgotten",
-}
-BY_WAY = dict(zip(WAYS, told("Ways to ask", {name: () for name in WAYS.values()}).values(), strict=True))
+OF_WAYS = told("Ways to ask", {name: () for _, name in WAYS.values() if name})
+BY_WAY = {way: OF_WAYS[name] for way, (_, name) in WAYS.items() if name}
 
 
 def enter(name: str) -> None:

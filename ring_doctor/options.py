@@ -6,7 +6,6 @@ Before: asking/patient.py. After: __main__.py, the command.
 """
 
 import argparse
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -14,7 +13,7 @@ from ring_doctor.asking.case import LAYOUTS
 from ring_doctor.asking.examination import SECONDS
 from ring_doctor.asking.patient import MOST, Patient
 from ring_doctor.asking.signature import TENSORS
-from ringlab.options import Parser, new_file
+from ringlab.options import Parser, new_file, positive
 
 DESCRIPTION = """\
 Is your ring attention right, and if not, which mistake is it?
@@ -68,7 +67,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--equal-chunks", dest="unequal", action="store_const", const=False, help="all ranks have equally many tokens")
     add("--one-head-dim", dest="own_values", action="store_const", const=False, help="V has the head size of K")
     add("--dtype", dest="dtypes", metavar="DTYPE", help="ask in this dtype only (float64, then float32 and bfloat16)")
-    add("--worlds", type=_numbers("numbers of ranks, as 1,2,3,4"), metavar="1,2,3,4", help=f"ranks, {MOST} at most")
+    add("--worlds", type=_numbers, metavar="1,2,3,4", help=f"ranks, {MOST} at most")
 
     add = parser.add_argument_group("in which shapes").add_argument
     order = "the order of dimensions: b batch, s tokens of the rank, h heads, d head size (bhsd)"
@@ -80,7 +79,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--chunk", type=int, metavar="C", help="tokens of each rank (6)")
     large = "one more question in your sizes, S tokens in all, on the most ranks that can share them; the exact answer "
     large += "takes some ten seconds for each 10 million of B H S²"
-    add("--shape", type=_numbers("five sizes, as 1,8,2,4096,64", 5), metavar="B,H,G,S,D", help=large)
+    add("--shape", type=_numbers, metavar="B,H,G,S,D", help=large)
 
     add = parser.add_argument_group("how").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda: NCCL; ranks may share a GPU (auto)")
@@ -108,14 +107,6 @@ def claims_of(args: argparse.Namespace) -> dict[str, Any]:
     return {field.name: given[field.name] for field in fields(Patient) if field.name in given}
 
 
-def _numbers(what: str, count: int | None = None) -> Callable[[str], tuple[int, ...]]:
-    """A type for argparse: whole numbers, as many as `count`; or else a set, in order."""
-
-    def numbers(words: str) -> tuple[int, ...]:
-        each = words.split(",")
-        if not all(number.isdecimal() and int(number) for number in each) or count not in (None, len(each)):
-            raise argparse.ArgumentTypeError(f"{words!r} given, expected {what}")
-        found = tuple(map(int, each))
-        return found if count else tuple(sorted(set(found)))
-
-    return numbers
+def _numbers(text: str) -> tuple[int, ...]:
+    """A type for options: whole numbers with commas between them."""
+    return tuple(map(positive, text.split(",")))

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from ring_doctor.asking.answers import FAILED, IMPRECISE, OK, REFUSED, SAID, WRONG, Answer
-from ring_doctor.asking.examination import Examination
+from ring_doctor.asking.answers import FAILED, IMPRECISE, OK, REFUSED, SAID, WRONG, Answer, Examination
 from ring_doctor.asking.questions import UNEQUAL
 from ring_doctor.explaining.conditions import ALWAYS, separated
 from ring_doctor.explaining.diagnosis import FEW, Diagnosis, Explanation

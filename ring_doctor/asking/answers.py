@@ -1,4 +1,4 @@
-"""The answer to a question: what all ranks returned, beside full attention in float64; and how wrong a ring is by it.
+"""The answer to a question: what all ranks returned, beside full attention in float64; and how wrong a ring is by all.
 
     out, lse, dq, dk, dv of all ranks, joined:   right where each number is as near to the exact one as rounding allows
 
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import UNROUNDED, Case
-from ring_doctor.asking.questions import Question
+from ring_doctor.asking.patient import Patient
+from ring_doctor.asking.questions import LSE, STATE, UNEQUAL, VALUES, Question
 from ringlab.support.processes import Frame
 from ringlab.support.rounding import Right
 
@@ -176,26 +177,6 @@ def other_numbers(a: Answer, b: Answer) -> bool:
     return any(bool(((x - y).abs() > allowed[name]).any()) for name, (x, y) in pairs.items())
 
 
-def level_of(faults: list[Answer], *, limited: bool) -> str:
-    """How wrong a ring is by the answers that count; `limited`: it takes less than a ring may take."""
-    if faults:
-        return IMPRECISE if all(map(imprecise, faults)) else WRONG_RING
-    return RIGHT_AS_CLAIMED if limited else RIGHT
-
-
-def rounded_early(answers: list[Answer]) -> list[str]:
-    """That out is right in 16 bits, and would be nearer to the exact one if it were rounded at its end only."""
-    times = []
-    for answer in answers:
-        case = answer.case
-        if answer.results and (case.dtype.itemsize, answer.question.how, case.inputs) == (2, "plain", "normal"):
-            exact = case.right()["out"].exact
-            once = float((exact.to(case.dtype) - exact).norm() / exact.norm())
-            times.append(answer.relative["out"] / once)
-    mean = sum(times) / max(1, len(times))
-    return [ROUNDED.format(mean)] if mean > ON_THE_WAY else []
-
-
 def imprecise(answer: Answer) -> bool:
     """Whether an answer is wrong in 16 bits by no more than rounding at every step can do: never NaN, nor a failure.
 
@@ -204,3 +185,100 @@ def imprecise(answer: Answer) -> bool:
     step = torch.finfo(answer.case.dtype)
     most = ROUNDINGS * step.eps if answer.case.inputs == "normal" else torch.finfo(torch.float64).max
     return answer.state == WRONG and step.bits == 16 and all(answer.relative[name] <= most for name in answer.wrong)
+
+
+# All answers of a patient ---------------------------------------------------------------------------------------------
+
+OF_ATTENTION = {"window": "windows", "documents": "documents", "sinks": "attention sinks"}  # options in words
+OF_STATES = {"documents": "documents", "state": STATE}
+
+
+@dataclass
+class Examination:
+    """A patient, its answers, and what a reader must know about them."""
+
+    patient: Patient
+    answers: list[Answer] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)  # what the patient takes, where that is less than a ring may take
+
+    @property
+    def faults(self) -> list[Answer]:
+        """The wrong answers and the failures that count."""
+        return [answer for answer in self.answers if answer.bad and not excused(answer)]
+
+    @property
+    def wrong(self) -> list[Answer]:
+        """The wrong answers that tell of a mistake: always the same numbers, and if possible to what it must take."""
+        wrong = [it for it in self.answers if it.state == WRONG and it.results and not it.changes]
+        return [answer for answer in wrong if not never_claimed(answer)] or wrong
+
+    @property
+    def level(self) -> str:
+        """How wrong: one of those in STATUS."""
+        if self.faults:
+            return IMPRECISE if all(map(imprecise, self.faults)) else WRONG_RING
+        return RIGHT_AS_CLAIMED if self.limits or self.beyond else RIGHT
+
+    @property
+    def healthy(self) -> bool:
+        return not self.faults  # what the patient claims is right
+
+    @property
+    def beyond(self) -> dict[str, Answer]:
+        """What the patient never claimed to take, and the first failure or wrong answer with it."""
+        return {answer.question.feature: answer for answer in reversed(self.answers) if answer.bad and excused(answer)}
+
+    @property
+    def not_asked(self) -> list[str]:
+        """What a ring may take and this one was not asked, or refused, in words."""
+        patient, answers = self.patient, [(it.question.feature, it.state) for it in self.answers]
+        may = OF_STATES if patient.state else OF_ATTENTION
+        told = [words for option, words in may.items() if option not in patient.takes]
+        claimed = {"grouped queries": patient.grouped or patient.state, UNEQUAL: patient.unequal}
+        claimed |= {VALUES: patient.own_values or patient.state}
+        claimed |= {"gradients": patient.gradients, "a causal mask": True in patient.causal}
+        told += [words for words, claim in claimed.items() if not claim]
+        refused = [feature for feature, state in answers if state == REFUSED and (feature, OK) not in answers]
+        return list(dict.fromkeys(filter(None, [*told, *refused])))
+
+    @property
+    def lost(self) -> int:
+        """How many hangs and crashes count: with unequal chunks, or a feature, it may answer all else."""
+        lost = [answer for answer in self.answers if answer.lost and not excused(answer)]
+        return len([answer for answer in lost if answer.question.feature != UNEQUAL])
+
+    @property
+    def keeps(self) -> bool:
+        """Whether its first fault is what a call leaves behind for one of another length."""
+        return [answer.question.how for answer in self.faults[:1]] == ["after another length"]
+
+    @property
+    def rounded_early(self) -> list[str]:
+        """That out is right in 16 bits, and would be nearer to the exact one if it were rounded at its end only."""
+        times = []
+        for answer in self.answers:
+            case = answer.case
+            if answer.results and (case.dtype.itemsize, answer.question.how, case.inputs) == (2, "plain", "normal"):
+                exact = case.right()["out"].exact
+                once = float((exact.to(case.dtype) - exact).norm() / exact.norm())
+                times.append(answer.relative["out"] / once)
+        mean = sum(times) / max(1, len(times))
+        return [ROUNDED.format(mean)] if mean > ON_THE_WAY else []
+
+    @property
+    def changes(self) -> list[Answer]:
+        """The answers that were other ones when the patient was asked again."""
+        return [answer for answer in self.answers if answer.changes]
+
+
+def never_claimed(answer: Answer) -> bool:
+    """Whether an answer identifies no mistake: a failure with an optional feature, or any fault with these two."""
+    feature = answer.question.feature
+    return bool(feature) and (answer.state == FAILED or feature in (UNEQUAL, LSE))
+
+
+def excused(answer: Answer) -> bool:
+    """Whether a fault does not count: an error of its own with a feature. An lse may be there to be read only."""
+    feature, loud = answer.question.feature, answer.state == FAILED and not (answer.hangs or answer.returned)
+    return bool(feature) and (loud or feature == LSE)

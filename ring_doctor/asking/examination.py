@@ -6,17 +6,17 @@ Before: job.py. After: explaining/diagnosis.py, which names the mistake.
 """
 
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, level_of, other_numbers, rounded_early
+from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, Examination, other_numbers
 from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
 from ring_doctor.asking.patient import Patient, dtype_of
-from ring_doctor.asking.questions import LSE, STATE, UNEQUAL, VALUES, Question, in_turn, kind, questions
+from ring_doctor.asking.questions import LSE, Question, in_turn, kind, questions
 from ring_doctor.asking.signature import TENSORS
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
@@ -27,73 +27,6 @@ LEAST = 0.5  # of the kinds of questions that every ring must answer: with fewer
 LAST_DIGITS = "called again, it gives other numbers, all of them right, as where blocks are added as they come"
 DRAWS = "it takes random numbers from torch's generator, as dropout does"
 WHOLE = "each rank returns the whole gradient of what is learned, and not its part: nothing may sum it once more"
-OF_ATTENTION = {"window": "windows", "documents": "documents", "sinks": "attention sinks"}  # options in words
-OF_STATES = {"documents": "documents", "state": STATE}
-
-
-@dataclass
-class Examination:
-    """A patient, its answers, and what a reader must know about them."""
-
-    patient: Patient
-    answers: list[Answer] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    limits: list[str] = field(default_factory=list)  # what the patient takes, where that is less than a ring may take
-
-    @property
-    def faults(self) -> list[Answer]:
-        """The wrong answers and the failures that count."""
-        return [answer for answer in self.answers if answer.bad and not _excused(answer)]
-
-    @property
-    def wrong(self) -> list[Answer]:
-        """The wrong answers that tell of a mistake: always the same numbers, and if possible to what it must take."""
-        wrong = [it for it in self.answers if it.state == WRONG and it.results and not it.changes]
-        return [answer for answer in wrong if not never_claimed(answer)] or wrong
-
-    @property
-    def level(self) -> str:
-        """How wrong: one of those in answers.py."""
-        return level_of(self.faults, limited=bool(self.limits or self.beyond))
-
-    @property
-    def healthy(self) -> bool:
-        return not self.faults  # what the patient claims is right
-
-    @property
-    def beyond(self) -> dict[str, Answer]:
-        """What the patient never claimed to take, and the first failure or wrong answer with it."""
-        return {answer.question.feature: answer for answer in reversed(self.answers) if answer.bad and _excused(answer)}
-
-    @property
-    def not_asked(self) -> list[str]:
-        """What a ring may take and this one was not asked, or refused, in words."""
-        patient, answers = self.patient, [(it.question.feature, it.state) for it in self.answers]
-        may = OF_STATES if patient.state else OF_ATTENTION
-        told = [words for option, words in may.items() if option not in patient.takes]
-        claimed = {"grouped queries": patient.grouped or patient.state, UNEQUAL: patient.unequal}
-        claimed |= {VALUES: patient.own_values or patient.state}
-        claimed |= {"gradients": patient.gradients, "a causal mask": True in patient.causal}
-        told += [words for words, claim in claimed.items() if not claim]
-        refused = [feature for feature, state in answers if state == REFUSED and (feature, OK) not in answers]
-        return list(dict.fromkeys(filter(None, [*told, *refused])))
-
-    @property
-    def changes(self) -> list[Answer]:
-        """The answers that were other ones when the patient was asked again."""
-        return [answer for answer in self.answers if answer.changes]
-
-
-def never_claimed(answer: Answer) -> bool:
-    """Whether an answer identifies no mistake: a failure with an optional feature, or any fault with these two."""
-    feature = answer.question.feature
-    return bool(feature) and (answer.state == FAILED or feature in (UNEQUAL, LSE))
-
-
-def _excused(answer: Answer) -> bool:
-    """Whether a fault does not count: an error of its own with a feature. An lse may be there to be read only."""
-    feature, loud = answer.question.feature, answer.state == FAILED and not (answer.hangs or answer.returned)
-    return bool(feature) and (loud or feature == LSE)
 
 
 def examination_of(
@@ -124,7 +57,7 @@ def examination_of(
     for remark, noticed in ((LAST_DIGITS, "last_digits"), (DRAWS, "draws"), (WHOLE, "whole")):
         found.remarks += [remark] if any(getattr(answer, noticed) for answer in found.answers) else []
     _check_that_it_answers(found)
-    found.remarks += rounded_early(found.answers) if found.healthy else []
+    found.remarks += found.rounded_early if found.healthy else []
     if quick:
         every = sum(len(list(questions(found.patient, P, _dtype(found), seed))) for P in found.patient.worlds)
         share = f"quick: {len(found.answers)} of {every} questions"
@@ -179,33 +112,30 @@ def _ask_everything(
     """Ask the questions of each number of ranks. Parts of a job are asked of the job with a rank more."""
     patient = found.patient
     todo = {P: in_turn(patient, P, _dtype(found), seed, quick=quick) for P in patient.worlds}
-    total, lost = len({key for groups in todo.values() for key in groups}), 0
+    total = len({key for groups in todo.values() for key in groups})
     done: set[Hashable] = set()
-    lse_grad = keeps = False
     for world_size, groups in todo.items():
-        for key, group in groups.items():
+        for key in [key for key in groups if key not in done]:
             refused: list[Answer] = []
-            for question in group if key not in done else ():
-                if lost >= GIVE_UP:
+            for question in groups[key]:
+                if found.lost >= GIVE_UP:
                     found.remarks.append(f"after {GIVE_UP} hangs or crashes nothing more was asked")
                     return
+                lse_grad = any(answer.lse_grad for answer in found.answers)
                 if question.feature in found.beyond or (question.feature == LSE and not lse_grad):
                     break
                 part = question.members is not None
                 job = jobs[world_size + part, part]
-                job.patient, job.keeps = patient, keeps
+                job.patient, job.keeps = patient, found.keeps
                 progress(f"{len(done) / total:4.0%}  {question.words()}")
                 answer = _as_wrong_as_it_is(ask_again(job, question), patient)
-                if answer.lost and question.feature != UNEQUAL and not _excused(answer):  # else it may answer all else
-                    lost += 1
-                lse_grad = lse_grad or answer.lse_grad
-                keeps = keeps or (question.how == "after another length" and answer.bad and not found.faults)
                 if answer.state != REFUSED:
                     found.answers.append(answer)
                     done.add(key)
                     break
                 refused.append(answer)
-            found.answers += refused[:1] if key not in done else []
+            else:
+                found.answers += refused[:1]
         for job in (jobs[world_size, False], jobs[world_size + 1, True]):
             job.close()  # no larger number of ranks needs its processes
 
@@ -237,6 +167,9 @@ def _fails(answer: Answer) -> bool:
     return answer.state in (REFUSED, FAILED) and not answer.hangs
 
 
+Ask = Callable[..., Answer]  # of a patient, a way to ask, and what differs in the case
+
+
 def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], None]) -> bool:
     """Whether the patient takes any question on so many ranks. Then it loses what it refuses, and gets what it needs.
 
@@ -250,35 +183,14 @@ def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], No
         progress(f"starting: {question.words()}")
         return job.ask(question)
 
-    def first_taken(of_sizes: Patient) -> tuple[Patient, Answer, str]:
-        """In the first dtype and number of heads that it takes, and what it says of the first ones."""
-        reason = ""
-        for i, per_rank in itertools.product(range(len(of_sizes.dtypes)), (0, 2)):
-            asked = replace(of_sizes, heads_per_rank=per_rank, dtypes=of_sizes.dtypes[i:])
-            answer = ask(asked)
-            reason = reason or answer.says
-            if not answer.raised:
-                break
-        return asked, answer, reason
-
     patient = found.patient
-    asked, answer, reason = first_taken(patient)
-    if _fails(answer):  # in these sizes: are there others?
-        for n in reversed(SIZES if answer.raised else SIZES[-1:]):  # a process that died takes long to start again
-            larger, of_larger, _ = first_taken(replace(patient, head_dim=n, chunk=n))
-            if not _fails(of_larger):
-                break
-        if not _fails(of_larger):
-            asked = larger
-            for size in ("head_dim", "chunk"):
-                for n in (getattr(patient, size), *SIZES):  # the smallest that it takes
-                    smaller: dict[str, Any] = {size: n}
-                    answer = ask(replace(asked, **smaller))
-                    if not _fails(answer):
-                        break
-                asked = replace(asked, **smaller)
-            before, now = (f"C = {of.chunk}, D = {of.head_dim}" for of in (patient, asked))
+    asked, answer, reason = _first_taken(patient, ask)
+    if _fails(answer):
+        sizes = SIZES[::-1] if answer.raised else SIZES[-1:]  # a process that died takes long to start again
+        if larger := _in_larger_sizes(patient, ask, sizes):
+            before, now = (f"C = {of.chunk}, D = {of.head_dim}" for of in (patient, larger))
             found.remarks.append(f"with {before} it fails ({reason}): it is examined with {now}")
+            asked, answer = larger, ask(larger)
         elif answer.raised:
             return False
     dtype = asked.dtypes[0]
@@ -288,31 +200,68 @@ def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], No
     elif asked.heads_per_rank > patient.heads_per_rank:
         each = asked.heads_per_rank
         found.remarks.append(f"with {patient.heads} heads it refuses ({reason}): it got {each} for each rank")
-    found.patient = patient = asked
-    _check_that_it_is_in_time(patient.name, answer)
+    found.patient = asked
+    _check_that_it_is_in_time(asked.name, answer)
+    if not answer.lost:
+        _leave_out_masks(found, ask)
+        answer = _leave_out_gradients(found, ask) if asked.gradients else answer
+    if answer.in_float32 and asked.dtypes[1:]:
+        found.remarks.append("it takes float64 and computes in float32; it is examined in float32")
+        found.patient = replace(found.patient, dtypes=asked.dtypes[1:])
+    return True
+
+
+def _first_taken(patient: Patient, ask: Ask) -> tuple[Patient, Answer, str]:
+    """In the first dtype and number of heads that it takes, and what it says of the first ones."""
+    reason = ""
+    for i, per_rank in itertools.product(range(len(patient.dtypes)), (0, 2)):
+        asked = replace(patient, heads_per_rank=per_rank, dtypes=patient.dtypes[i:])
+        answer = ask(asked)
+        reason = reason or answer.says
+        if not answer.raised:
+            break
+    return asked, answer, reason
+
+
+def _in_larger_sizes(patient: Patient, ask: Ask, sizes: Sequence[int]) -> Patient | None:
+    """With the smallest head, and then the shortest chunk, that it takes; None where it takes none of the sizes."""
+    for n in sizes:
+        found, answer, _ = _first_taken(replace(patient, head_dim=n, chunk=n), ask)
+        if not _fails(answer):
+            break
+    else:
+        return None
+    heads = (replace(found, head_dim=n) for n in (patient.head_dim, *SIZES))
+    found = next((each for each in heads if not _fails(ask(each))), found)
+    chunks = (replace(found, chunk=n) for n in (patient.chunk, *SIZES))
+    return next((each for each in chunks if not _fails(ask(each))), found)
+
+
+def _leave_out_masks(found: Examination, ask: Ask) -> None:
+    """Masks and layouts that the patient refuses; if it refuses all, none."""
+    patient = found.patient
     takes: dict[bool, list[str]] = {}
-    for causal in patient.causal if not answer.lost else ():
+    for causal in patient.causal:
         for layout in patient.layouts if causal or len(patient.causal) == 1 else patient.layouts[:1]:
-            of_mask = ask(patient, causal=causal, layout=layout)
-            if of_mask.state != REFUSED:
+            answer = ask(patient, causal=causal, layout=layout)
+            if answer.state != REFUSED:
                 takes.setdefault(causal, []).append(layout)
                 continue
-            found.answers.append(of_mask)
-            mask = of_mask.case.mask()
-            found.remarks.append(f"with {mask} it refuses ({of_mask.says}): it was asked no more of this")
+            found.answers.append(answer)
+            found.remarks.append(f"with {answer.case.mask()} it refuses ({answer.says}): it was asked no more of this")
     if takes:
-        layouts = takes.get(True, takes.get(False, []))
-        found.patient = patient = replace(patient, causal=tuple(takes), layouts=tuple(layouts))
-    if patient.gradients and not answer.lost:
-        answer = ask(patient, "plain")
-        if answer.raised and not (forward := ask(patient)).raised:
-            if answer.says.startswith(REFUSALS):
-                found.limits.append(f"the forward pass only: with inputs that need gradients, {answer.says}")
-                found.patient = patient = replace(patient, gradients=False)
-            else:
-                found.remarks.append("it answers without gradients. For the forward pass only? Ask with --forward-only")
-            answer = forward
-    if answer.in_float32 and patient.dtypes[1:]:
-        found.remarks.append("it takes float64 and computes in float32; it is examined in float32")
-        found.patient = replace(patient, dtypes=patient.dtypes[1:])
-    return True
+        found.patient = replace(patient, causal=tuple(takes), layouts=tuple(takes.get(True, takes.get(False, []))))
+
+
+def _leave_out_gradients(found: Examination, ask: Ask) -> Answer:
+    """Gradients, if the patient refuses them. The answer with them, or the one without them if it gives only this."""
+    patient = found.patient
+    answer = ask(patient, "plain")
+    if not answer.raised or (forward := ask(patient)).raised:
+        return answer
+    if answer.says.startswith(REFUSALS):
+        found.limits.append(f"the forward pass only: with inputs that need gradients, {answer.says}")
+        found.patient = replace(patient, gradients=False)
+    else:
+        found.remarks.append("it answers without gradients. For the forward pass only? Ask with --forward-only")
+    return forward

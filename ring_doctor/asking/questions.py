@@ -22,18 +22,18 @@ from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.patient import LEAST, Patient, dtype_of
 from ring_doctor.asking.state_case import TAPS, Convolution, StateCase
 
-WAYS = {  # to ask: in words
-    "plain": "when called once, with gradients",
-    "views": "with views as input",  # transposed q, k and v; dO is one number for all tokens of a rank, expanded
-    "twice": "when called twice",  # the second answer is right too
-    "two backward passes": "in a second backward pass",  # over the same graph
-    "interleaved": "in two passes at a time",  # as of two layers
-    "after another length": "after a call with another length",  # a shorter and a longer one
-    "without gradients": "without gradients",
-    "frozen keys": "where K needs no gradient",
-    "frozen keys and values": "where K and V need no gradient",
-    "gradient of lse": "where the loss uses lse",  # asked where the function returns an lse that can be differentiated
-    "autocast": "under autocast",  # of float32 tensors
+WAYS = {  # to ask: in words, and the mistake of a ring that is wrong in this way alone, which no number tells
+    "plain": ("when called once, with gradients", ""),
+    "views": ("with views as input", "strides_ignored"),  # transposed q, k, v; dO is one number on a rank, expanded
+    "twice": ("when called twice", "changed_by_a_call"),  # the second answer is right too
+    "interleaved": ("in two passes at a time", "buffers_shared_by_calls"),  # as of two layers
+    "after another length": ("after a call with another length", "state_of_another_length"),  # a shorter, a longer one
+    "two backward passes": ("in a second backward pass", "gradients_kept_in_a_buffer"),  # over the same graph
+    "frozen keys": ("where K needs no gradient", "frozen_keys_forgotten"),
+    "frozen keys and values": ("where K and V need no gradient", "frozen_keys_and_values_forgotten"),
+    "without gradients": ("without gradients", "another_way_without_gradients"),
+    "autocast": ("under autocast", "autocast_forgotten"),  # of float32 tensors
+    "gradient of lse": ("where the loss uses lse", ""),  # asked where the lse that is returned can be differentiated
 }
 UNEQUAL, LSE = "chunks of unequal length", "a loss that uses lse"
 VALUES, STATE = "a V with a head dim of its own", "a state before the first token"

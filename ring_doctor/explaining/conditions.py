@@ -23,7 +23,7 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("in {}", lambda question: str(question.case.dtype).removeprefix("torch.")),
     ("{} grouped queries", lambda question: _with(question.case.heads != question.case.kv_heads)),
     ("with {}", lambda question: "one K/V head" if question.case.kv_heads == 1 else "more than one K/V head"),
-    ("{}", lambda question: WAYS[question.how]),
+    ("{}", lambda question: WAYS[question.how][0]),
     ("with a batch of {}", lambda question: question.case.batch),
     ("{} a given scale", lambda question: _with(question.case.scale is not None)),
     ("{} a window", lambda question: _with(question.case.window)),

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_doctor.asking.answers import WRONG, Answer, imprecise
+from ring_doctor.asking.answers import WRONG, Answer, Examination, imprecise, never_claimed
 from ring_doctor.asking.case import UNROUNDED, Case
-from ring_doctor.asking.examination import Examination, never_claimed
 from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import BY_WAY, CATALOGUE
 from ring_doctor.explaining.conditions import separated, when_it_shows

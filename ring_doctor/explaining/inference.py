@@ -20,8 +20,7 @@ from textwrap import fill
 
 import torch
 
-from ring_doctor.asking.answers import FAILED, Answer, imprecise
-from ring_doctor.asking.examination import Examination, never_claimed
+from ring_doctor.asking.answers import FAILED, Answer, Examination, imprecise, never_claimed
 from ring_doctor.asking.job import ranks_in_words
 from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, listed, of_gradients
 from ring_doctor.explaining.grids import XRay

@@ -19,7 +19,6 @@ from ring_doctor import examine
 from ring_doctor.asking.answers import FAILED, REFUSED, RIGHT, RIGHT_AS_CLAIMED, SAID, WRONG, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
 from ring_doctor.asking.patient import patient_of
-from ring_doctor.explaining.xray import XRay
 from ring_doctor.report import Report
 
 HERE = Path(__file__).parent
@@ -59,8 +58,6 @@ def of_report(report: Report) -> dict[str, Any]:
     if report.diagnosis:
         found |= {"mistake": [found.name for found in report.diagnosis.explanations], "when": report.diagnosis.when}
         found |= {"errors": errors(report)}
-    if isinstance(report.xray, XRay):
-        found |= {"X-ray": report.xray.text().splitlines()}
     says = {answer.says for answer in answers if answer.state in (FAILED, REFUSED)}
     return found | {"remarks": [*report.remarks, *sorted(says)]}
 

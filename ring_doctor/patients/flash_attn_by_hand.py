@@ -87,24 +87,12 @@ def flash_attn_varlen_forward(
     return torch.cat(outs), torch.cat(lses, dim=-1), None, None
 
 
-def flash_attn_varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    **options: Any,
-) -> None:
+def flash_attn_varlen_backward(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **given: Any) -> None:
     for mine, theirs in zip(*_documents(cu_seqlens_q, cu_seqlens_k), strict=True):
-        rows, keys = (None, mine), (None, theirs)
-        given = dout[rows], q[rows], k[keys], v[keys], out[rows], softmax_lse[None, :, mine]
-        flash_attn_backward(*given, dq[rows], dk[keys], dv[keys], **options)
+        of_document = {name: given[name][None, mine] for name in ("dout", "q", "out", "dq")}
+        of_document |= {name: given[name][None, theirs] for name in ("k", "v", "dk", "dv")}
+        of_document["softmax_lse"] = given["softmax_lse"][None, :, mine]
+        flash_attn_backward(**(given | of_document))
 
 
 def module_of(package: str, name: str) -> ModuleType:

@@ -279,7 +279,7 @@ def text_of_model(found: ModelExamination) -> str:
     """The report for a terminal."""
     clue, lines = found.clue, [found.verdict]
     if clue and not found.verdict.endswith(f": {clue.says}"):
-        lines.append(f"  {_in_words(clue)}")
+        lines.append(f"  {clue}")
     elif clue and clue.look:
         lines.append(f"  Look at {clue.look}.")
     lines += [*(f"  {words}" for words in found.remarks), *explained(found.mistakes), ""]
@@ -289,15 +289,11 @@ def text_of_model(found: ModelExamination) -> str:
     return "\n".join(lines)
 
 
-def _in_words(clue: Finding) -> str:
-    return f"{clue.says}: look at {clue.look}." if clue.look else f"{clue.says}."
-
-
 def json_of_model(found: ModelExamination) -> dict[str, Any]:
     """The report as numbers, strings, lists and dicts. An infinite error is null."""
     return summary(found.name, found) | {
         "mistakes": [list(each.names) for each in found.diagnoses],
-        "inference": [_in_words(found.clue)] if found.clue else [],
+        "inference": [str(found.clue)] if found.clue else [],
         "answers": [
             {
                 "question": world.asked,

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer
+from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer, Examination
 from ring_doctor.asking.case import UNROUNDED, Case
-from ring_doctor.asking.examination import Examination
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import Question
 from ring_doctor.asking.state_case import StateCase

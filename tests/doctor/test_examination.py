@@ -12,10 +12,10 @@ import torch
 
 from ring_doctor import assertion
 from ring_doctor.asking import examination
-from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, SAID, STATUS, WRONG, Answer
+from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, SAID, STATUS, WRONG, Answer, Examination
 from ring_doctor.asking.calls import written
 from ring_doctor.asking.case import Case
-from ring_doctor.asking.examination import Examination, ask_again, examination_of
+from ring_doctor.asking.examination import ask_again, examination_of
 from ring_doctor.asking.job import CannotExamine, Job, lines_of_ranks
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import LSE, UNEQUAL, Question, kind

@@ -21,10 +21,9 @@ import yaml
 import ring_doctor.__main__ as command
 from ring_doctor import assertion, pytest_plugin
 from ring_doctor.asking import examination
-from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG, Answer
+from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG, Answer, Examination
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import Case
-from ring_doctor.asking.examination import Examination
 from ring_doctor.asking.job import START, CannotExamine, Job
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import Question
@@ -361,7 +360,7 @@ def test_the_fixture_fails_with_one_sentence_and_nothing_of_ours(monkeypatch, er
     request = mock.Mock(**{"config.getoption.return_value": True})
     with pytest.raises(pytest.fail.Exception, match=r"^SICK$") as failed:
         pytest_plugin.ring_doctor.__wrapped__(request)(len, seed=1)
-    assert failed.value.__context__ is None  # pytest would show it
+    assert (failed.value.__cause__, failed.value.__suppress_context__) == (None, True)  # pytest shows no other error
     assertion.assert_ring.assert_called_once_with(len, seed=1, quick=True)
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer
+from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer, Examination
 from ring_doctor.asking.case import Case
-from ring_doctor.asking.examination import Examination
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import UNEQUAL, Question
 from ring_doctor.assertion import choose_question

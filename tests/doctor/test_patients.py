@@ -84,7 +84,8 @@ def test_flash_attn_by_hand_is_attention_of_a_batch_and_of_packed_documents(pack
     backward = flash_attn_varlen_backward if packed else flash_attn_backward
     out, lse, *_ = forward(q, k, v, **options)
     gradients = [torch.empty_like(x) for x in (q, k, v)]
-    backward(d_out, q, k, v, out, lse, *gradients, **options)
+    made = dict(zip(("dout", "out", "softmax_lse", "dq", "dk", "dv"), (d_out, out, lse, *gradients), strict=True))
+    backward(q=q, k=k, v=v, **made, **options)
     for document in map(slice, ENDS, ENDS[1:]) if packed else [slice(None)]:
         part = (None, document) if packed else ...
         right = exact_attention(*(x[part].transpose(1, 2) for x in (q, k, v, d_out)), causal=causal, scale=0.3)

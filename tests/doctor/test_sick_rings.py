@@ -8,10 +8,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn import ring_attention
-from ring_doctor.asking.answers import WRONG, judge
+from ring_doctor.asking.answers import WRONG, Examination, judge
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import UNROUNDED, Case
-from ring_doctor.asking.examination import Examination
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import Question
 from ring_doctor.catalogue import CATALOGUE

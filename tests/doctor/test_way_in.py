@@ -189,7 +189,7 @@ def given(signature, case=P3):
         ("--forward-only", {"gradients": False}),
         ("--equal-chunks", {"unequal": False}),
         ("--dtype float16", {"dtypes": ("float16",)}),
-        ("--worlds 5,3,5", {"worlds": (3, 5)}),
+        ("--worlds 3,5", {"worlds": (3, 5)}),
         ("--tensors sbhd --batch 2 --chunk 8", {"tensors": "sbhd", "batch": 2, "chunk": 8}),
         ("--heads 8 --kv-heads 2 --head-dim 64", {"heads": 8, "kv_heads": 2, "head_dim": 64}),
         ("--shape 1,8,2,4096,64", {"shape": (1, 8, 2, 4096, 64)}),
