@@ -236,8 +236,8 @@ class Examination:
         may = OF_STATES if patient.state else OF_ATTENTION
         told = [words for option, words in may.items() if option not in patient.takes]
         claimed = {"grouped queries": patient.grouped or patient.state, UNEQUAL: patient.unequal}
-        claimed |= {VALUES: patient.own_values or patient.state}
-        claimed |= {"gradients": patient.gradients, "a causal mask": True in patient.causal}
+        claimed |= {VALUES: patient.own_values or patient.state, "gradients": patient.gradients}
+        claimed |= {"a causal mask": True in patient.causal}
         told += [words for words, claim in claimed.items() if not claim]
         refused = [feature for feature, state in answers if state == REFUSED and (feature, OK) not in answers]
         return list(dict.fromkeys(filter(None, [*told, *refused])))

@@ -33,10 +33,7 @@ IN_A_PART = Finding(
     "get_rank(), get_world_size() and every message, at group=, group_src= and group_dst=, and at dist.get_global_rank",
     "a rank of the group is used as a rank of the job, or a group is left out",
 )
-ON_ONE_RANK = (
-    "the kernel: its scale, a softcap, its mask, and what is added or turned by positions inside; and at collectives, "
-    "which one rank calls too"
-)
+ON_ONE_RANK = "the kernel: scale, softcap, mask, what positions add or turn inside; and at collectives of one rank"
 OF_TAPS = "the tokens that a chunk gets from those before it, and what a document's start clears"
 OF_STATES = "the state with which a rank begins, the decays between two tokens, and what a document's start clears"
 LSE_IS_RIGHT = Finding(

@@ -6,6 +6,7 @@ ulysses              all-to-all, by `dispatch_attention_fn` with its native back
 ulysses_anything     the same for any number of heads and tokens, forward pass
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,7 @@ OPTIONS = {  # by configuration
 }
 
 
-def configure(context: RankContext, *names: str) -> None:
+def configure(names: Sequence[str], context: RankContext) -> None:
     for name in names:
         sizes = (1, context.world_size) if "ulysses" in name else (context.world_size, 1)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("ring", "ulysses"))
@@ -46,8 +47,7 @@ def configure(context: RankContext, *names: str) -> None:
         CONFIGS[name] = ParallelConfig(context_parallel_config=config)
 
 
-def setup(context: RankContext) -> None:
-    configure(context, "float64", "float32")
+setup = partial(configure, ("float64", "float32"))
 
 
 def forward_op(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any, _save_ctx: bool, **more: Any) -> tuple:
@@ -84,10 +84,6 @@ def ulysses_anything(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
     return dispatch_attention_fn(q, k, v, scale=scale, backend="native", parallel_config=CONFIGS["ulysses_anything"])
 
 
-def configure_only(name: str, context: RankContext) -> None:
-    configure(context, name)
-
-
 CLAIMS: dict[str, dict[str, Any]] = {
     "ring_anything": {
         "about": "TemplatedRingAnythingAttention of diffusers, unmodified; its forward_op is float64 math",
@@ -106,4 +102,4 @@ CLAIMS: dict[str, dict[str, Any]] = {
     },
 }
 for name, claims in CLAIMS.items():
-    claims["setup"] = partial(configure_only, name)
+    claims["setup"] = partial(configure, [name])

@@ -5,6 +5,7 @@ zigzag        zigzag layout, causal, packed documents       documents     packed
 distflash     causal, packed documents; busy ranks give work away
 """
 
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -40,10 +41,7 @@ def attention(
     return out.transpose(1, 2)
 
 
-def all_gather(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, group: ProcessGroup | None = None
-) -> Tensor:
-    return attention(q, k, v, causal, scale, group, RotateMethod.ALLGATHER)
+all_gather = partial(attention, rotation=RotateMethod.ALLGATHER)
 
 
 def find_kernels(context: RankContext) -> None:

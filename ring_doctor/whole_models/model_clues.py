@@ -12,10 +12,12 @@ Before: model_comparison.py. After: whole_model.py.
 """
 
 import torch
+from torch import Tensor
 
 from ring_doctor.explaining.facts import Finding, listed
 from ring_doctor.whole_models.model_calls import ModelPatient, Returned
 from ring_doctor.whole_models.model_comparison import LOSS, distance, error_of, errors, floors_of
+from ringlab.models.transformer import IGNORED
 
 FEW = 3  # weights in a sentence
 
@@ -34,8 +36,7 @@ def clue(
         return Finding(f"All gradients are right and the reported loss is wrong ({times} times)", "how it is reported")
     said = "The loss is right" if loss_is_right else f"The loss is {times} times the right one"
     if loss_is_right and clipped:
-        look = "the norm in the clipping, over all ranks and weights; or return the gradients as they are before the "
-        look += "clipping, to learn which of them are wrong"
+        look = "the norm in the clipping, over all ranks and weights; or return the gradients before it, to learn which"
         return Finding(f"{said}, and clipped gradients are wrong", look)
     if factors := _factors(bad, result, exact, allowed, P):
         names, which = list(factors), "every gradient is"
@@ -51,16 +52,10 @@ def clue(
         served = [name for name, x in exact.gradients.items() if name not in bad and float(x.norm()) > floors[name]]
         right = f"; right is the gradient of {listed(served[:FEW])}, so look at a loss without it" if served else ""
         right = f"; wrong is the gradient of {listed(bad)} alone" if len(bad) < min(FEW, len(served)) else right
-        shown, look = _of_tokens(patient.shards(P), result, exact, allowed)
-        if _counts_on_each_rank(wrong, exact, allowed):
-            shown, look = (
-                "a part of it counts P times",
-                "what a second loss or a penalty is divided by, and who adds it",
-            )
+        shown, look = _of_the_loss(patient, wrong, exact, allowed)
         shown = f"The loss is wrong, and with it the gradients; {shown}"
         return Finding(shown, look + right) if look else Finding(shown + right)
-    look = f"what happens to {bad[-1]}, the first wrong one on the way back from the last weight: a tied weight, a "
-    look += "hook, its place in the reduction, and the backward pass of its layer"
+    look = f"what happens to {bad[-1]}, the first wrong one on the way back: a tied weight, a hook, the reduction"
     return Finding(f"{said}, and the gradients of {listed(bad[-FEW:])}{_more(bad)} are wrong", look)
 
 
@@ -111,15 +106,46 @@ def _counts_on_each_rank(wrong: dict[int, list[Returned]], exact: Returned, allo
     return True
 
 
-def _of_tokens(shards: list[torch.Tensor], result: Returned, exact: Returned, allowed: float) -> tuple[str, str]:
-    """The wrong tokens, and where to look by what they see; "" where nothing tells."""
-    if not exact.loss.dim():
+def _losses(patient: ModelPatient, P: int, result: Returned, exact: Returned) -> tuple[Tensor, Tensor]:
+    """The losses of tokens on P ranks and on one process, (B, S); of a step that adds them up, (1, S).
+
+    Such a step is called again for each token, with the labels of this token alone.
+    """
+    if exact.loss.dim() or "targets" not in patient.takes:
+        return result.loss, exact.loss
+    losses = []
+    for token in torch.eye(patient.seq_len, dtype=torch.bool):
+        calls = [patient.ask(world_size, targets=patient.labels.where(token, IGNORED)) for world_size in (P, 1)]
+        if any(isinstance(call, str) for call in calls):
+            return result.loss, exact.loss
+        losses.append(torch.stack([call[0].loss for call in calls if not isinstance(call, str)]))
+    of_ranks, of_one = torch.stack(losses, dim=1).nan_to_num()  # NaN: it is divided by 0 labels
+    return of_ranks[None], of_one[None]
+
+
+def _of_the_loss(
+    patient: ModelPatient, wrong: dict[int, list[Returned]], exact: Returned, allowed: float
+) -> tuple[str, str]:
+    """The part of the loss or the tokens that are wrong, and where to look; "" where nothing tells."""
+    if _counts_on_each_rank(wrong, exact, allowed):
+        return "a part of it counts P times", "what a second loss or a penalty is divided by, and who adds it"
+    P, results = max(wrong.items())
+    losses, right = _losses(patient, P, results[0], exact)
+    if not right.dim():
         return "return the loss of each token, (B, C), to learn which tokens are wrong", ""
-    wrong = (result.loss - exact.loss).abs() > allowed * exact.loss.abs().mean()
-    bad = set(wrong.any(dim=0).nonzero().flatten().tolist())
+    off, least = losses - right, allowed * right.abs().mean()
+    bad = set((off.abs() > least).any(dim=0).nonzero().flatten().tolist())
     if not bad:
         return "the loss of each token is right", "how they are put together"
-    first, S = min(bad), wrong.shape[1]
+    if off.max() - off.min() <= least:
+        look = "what is added to it: a penalty, or a balance of experts, of a shard in the place of the whole batch"
+        return "the loss of each token is off by the same number", look
+    return _of_tokens(patient.shards(P), bad, patient.seq_len)
+
+
+def _of_tokens(shards: list[Tensor], bad: set[int], S: int) -> tuple[str, str]:
+    """The wrong tokens of S, and where to look by what they see."""
+    first = min(bad)
     own = next(shard.tolist() for shard in shards if first in shard)
     ends = {t for shard in shards for t in shard.tolist() if t + 1 < S and t + 1 not in shard}
     for n in range(1, FEW + 1):

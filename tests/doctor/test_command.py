@@ -33,7 +33,10 @@ BAD = [  # what is typed, and the sentence
     (f"{HERE}:not_a_function", f"ring-doctor: '{HERE}:not_a_function' is int; expected a function"),
     (f"{HERE}:right --worlds 1,2", "ring-doctor: 2 ranks at most; expected 3 or more: with 2, the next rank is also"),
     (f"{HERE}:right --worlds 1,x", "argument --worlds: 'x' given, expected a whole number"),
-    (f"{HERE}:right --shape 1,2,2,8", "shape is (1, 2, 2, 8); expected five whole numbers from 1 on: B, H, G, S, D"),
+    (
+        f"{HERE}:right --shape 1,2,2,8",
+        r"shape is \(1, 2, 2, 8\); expected five whole numbers from 1 on: B, H, G, S, D",
+    ),
     (f"{HERE}:right --catalogue {HERE}", f"{HERE} has no mistakes; expected functions under @mistake"),
     (f"{HERE}:right --dtype int8", "ring-doctor: dtype is 'int8'; expected float64"),
     (f"{HERE}:right --time-limit 0", "ring-doctor: --time-limit is 0; expected a number of seconds"),

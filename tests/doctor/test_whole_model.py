@@ -29,6 +29,7 @@ from ring_doctor.whole_models.whole_model import (
     json_of_model,
     text_of_model,
 )
+from ringlab.models.transformer import IGNORED
 from ringlab.support import processes
 from ringlab.support.processes import LostRank
 from tests.wrong import sick_models
@@ -141,14 +142,14 @@ def of_step(loss=2.0, **factors):
 def of_tokens(*wrong):
     """The loss of each of six tokens, and with some wrong ones wrong gradients."""
     losses = torch.arange(1.0, 7.0)
-    losses[list(wrong)] += 0.5
+    losses[list(wrong)] *= 1.5
     return of_step([losses.tolist()], **(ALL_TURNED if wrong else {}))
 
 
 def clue_of(*results, exact=None, clipped=False):
     """The clue for these results of ranks, two ranks with the same if there is one; tokens are dealt out in runs."""
     results = list(results) * (1 + (len(results) == 1))
-    shards = mock.Mock(shards=lambda P: list(torch.arange(6).chunk(P)))
+    shards = mock.Mock(shards=lambda P: list(torch.arange(6).chunk(P)), seq_len=6, takes=())
     found = clue(shards, {len(results): results}, exact or of_step(), 1e-9, clipped=clipped)
     return f"{found.says}: look at {found.look}" if found.look else found.says
 
@@ -167,6 +168,9 @@ SAYS = {
     "of embedding and head the gradient is 3 and 1.75 times": partial(clue_of, of_step(head=1.75, embedding=3)),
     "The loss is right, and clipped gradients are wrong": partial(clue_of, of_step(head=2), clipped=True),
     "The loss is wrong, and with it the gradients; return the loss": partial(clue_of, of_step(3.0, head=TURNED)),
+    "the loss of each token is off by the same number: look at what is added": TOKENS(
+        of_step([[*range(3, 9)]], head=TURNED)
+    ),
     "look at tokens, labels and the loss": TOKENS(of_tokens(0, 1, 2, 3, 4, 5)),
     "token 1 is wrong, which in a causal model sees keys of its own rank only": TOKENS(of_tokens(1, 2, 3, 4, 5)),
     "the first wrong token is 3, and tokens that see keys of their own": TOKENS(of_tokens(3, 4, 5)),
@@ -192,9 +196,25 @@ def test_a_part_of_the_loss_that_each_rank_counts_grows_with_them(too_much, each
     results = {
         P: of_step(2.0 + n, head=torch.tensor([1.0, 2.0]) + n * wide) for P, n in zip((2, 3, 4), too_much, strict=True)
     }
-    shards = mock.Mock(shards=lambda P: list(torch.arange(6).chunk(P)))
+    shards = mock.Mock(shards=lambda P: list(torch.arange(6).chunk(P)), seq_len=6, takes=())
     found = clue(shards, {P: [result] * P for P, result in results.items()}, of_step(), 1e-9, clipped=False)
     assert ("a part of it counts P times" in found.says) == each_rank
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"), [(False, "the first wrong token is 3, and tokens that see"), (True, "return the loss of each")]
+)
+def test_a_step_that_adds_the_losses_is_asked_with_the_labels_of_each_token_alone(fails, says):
+    """On two ranks the losses of the second one are wrong."""
+
+    def ask(P, targets):
+        seen = (targets != IGNORED)[0]
+        losses = torch.arange(1.0, 7.0) * torch.where(torch.arange(6) < 3 * (3 - P), 1.0, 1.5)
+        return "it has no labels" if fails and P == 2 else [of_step(float(losses[seen].mean()))] * P
+
+    shards = {"shards": lambda P: list(torch.arange(6).chunk(P)), "seq_len": 6, "labels": torch.ones(1, 6).long()}
+    patient = mock.Mock(ask=ask, takes={"targets"}, **shards)
+    assert says in clue(patient, {2: [of_step(3.0, **ALL_TURNED)] * 2}, of_step(), 1e-9, clipped=False).says
 
 
 @pytest.mark.parametrize("says", SAYS)
@@ -484,7 +504,7 @@ def test_a_report_says_first_where_to_look_and_lists_every_number_of_ranks():
         "WRONG  P = 3, some labels hidden: off by 5.0e-01 of the norm, rounding allows 1.0e-12",
     ]
     said = json_of_model(replace(found, name="<f>"))
-    assert (said["inference"], said["remarks"]) == (["It is wrong: look at the ring."], ["It has a note."])
+    assert (said["inference"], said["remarks"]) == (["It is wrong. Look at the ring."], ["It has a note."])
     assert [answer["labels_hidden"] for answer in said["answers"]] == [False, False, True]
     assert [answer["errors"]["largest"] for answer in said["answers"]] == [0.0, None, 0.5]  # JSON has no infinity
     shown = page(said, text_of_model(found))
