@@ -71,7 +71,7 @@ BLOCKS: dict[str, type[Schedule]] = {"messages": Ring, "memory": SharedMemory}
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; ends the process with status 2 and one message when one of them makes no sense by itself."""
-    parser = Parser(prog="ringlab.models.train", description=__doc__.splitlines()[0])
+    parser = Parser(prog="ring-train", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--dp", type=positive, default=1, help="rings, each with sequences of its own (1)")
     add("--cp", type=positive, help="ranks in a ring (all ranks / dp)")
@@ -251,7 +251,9 @@ class Progress:
         dist.all_reduce(memory, dist.ReduceOp.MAX)
         rate = (step - self.shown) / (time.perf_counter() - self.since)  # steps a second
         self.shown, self.since = step, time.perf_counter()
-        speed = f"{rate * self.tokens:,.0f} tokens/s, MFU {100 * rate * self.flops / self.peak:.0f}%"
+        mfu = rate * self.flops / self.peak
+        told = f"MFU {100 * mfu:.0f}%" if mfu <= 1 else "MFU unknown (the machine was busy when its peak was measured)"
+        speed = f"{rate * self.tokens:,.0f} tokens/s, {told}"
         bar = f"{step:>6}/{self.steps} [{'#' * (20 * step // self.steps):<20}]"
         return f"{bar} loss {loss:.4f}, {speed}, {memory.item() / 1e6:,.0f} MB a rank"
 
@@ -285,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             train(context, args)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":  # one complaint, not P of them
-            print(f"ringlab.models.train: {error}", file=sys.stderr)
+            print(f"ring-train: {error}", file=sys.stderr)
         if dist.is_initialized():  # every rank raised the same error, so none waits; left open, gloo may abort the end
             dist.destroy_process_group()
         return 2
