@@ -339,7 +339,7 @@ assert (real.flops, ideal.flops) == (652e12, 989e12)
 # computes $17.8 + 44.5$ ms and waits 1.3: 63.6 ms. An all-to-all waits for 280 MiB in each pass, and takes 74.0 ms.
 #
 # For 16K exchange heads. With an eighth of the tokens a block takes a 64th of the time, and a hop an eighth. So a ring cannot hide
-# its hops, and the bytes decide. In both passes a ring sends 224 MiB, an all-to-all 70. They take 4.73 ms and 2.44.
+# its hops, and the bytes decide. In both passes a ring sends 224 MiB and takes 4.73 ms, an all-to-all sends 70 MiB and takes 2.44.
 # </details>
 
 # %%

@@ -302,7 +302,7 @@ assert round(ours["products"] / 2 * 3 / 4, 2) == 0.53
 #
 # The hybrid of 8 again. The one NIC carries 16 GB for a layer, eight times the 2.01 of the table, and by the roofline that takes 334 ms
 # where computing takes 249. With costs a step takes 19.1 s in place of 17.2. Could a ring inside each host do without the NIC?
-# No: 1M tokens on 8 GPUs need 81 GiB of each, even with the loss in pieces.
+# No: 1M tokens on 8 GPUs need 81 GiB of each, even with the loss in pieces and the state shared by all 128.
 # </details>
 #
 # <details><summary>You have one host of 8 H100s, and sequences of 1M tokens. What do you change first?</summary>
