@@ -10,8 +10,8 @@
 # # 9 · Hidden communication, and how far it reaches
 #
 # Chapter 6 let messages travel while a [rank](../docs/glossary.md#rank) computes. Whether that hides them depends on one
-# number, the tokens of a rank's [chunk](../docs/glossary.md#chunk), $C = S/P$. This chapter counts one block, and chapters
-# 17 and 18 go on with its numbers until they are the seconds and the bytes of a whole training step. All three have the same
+# number, the tokens of a rank's [chunk](../docs/glossary.md#chunk), $C = S/P$. This chapter counts one block. Chapters
+# 17 and 18 go on with its numbers, up to the seconds and the bytes of a whole training step. All three chapters have the same
 # example: Llama 8B on H100s, with 131,072 tokens (128K) and with 1,048,576 (1M). After this chapter you can
 #
 # - compute the shortest chunk that hides its messages, from two numbers of a data sheet,
@@ -112,13 +112,13 @@ assert block < hop / nic
 # $$C \;\ge\; \frac w2 \cdot \frac GH \cdot \frac{\text{flops}}{\text{bandwidth}} \quad \text{without a mask, twice that with a
 # causal one.}$$
 #
-# In bfloat16 with $G = H$ and no mask it is flops / bandwidth: the [paper](https://arxiv.org/abs/2310.01889) writes
-# $c \ge F/B$. $D$ cancels out too, and so would a batch. Below that length the share $C$ / (that length) is hidden. Drawn over
-# $C$ it rises and then turns flat, so we call the length the *knee*.
+# In bfloat16 with $G = H$ and no mask this length is flops / bandwidth: the [paper](https://arxiv.org/abs/2310.01889) writes
+# $c \ge F/B$. $D$ cancels out too, and so would a batch. In a shorter chunk only the share $C$ / (that length) of a hop is hidden. Drawn
+# over $C$ this share rises and then turns flat, so we call the length the *knee*.
 #
-# **The backward pass** moves it only a little, because both sides grow. It has five products in place of two, so 2.5 times the
-# FLOPs; and the gradients of K and V travel with them in float32, so a hop has three times the bytes. The knee is $3/2.5 = 1.2$
-# times as long.
+# **The backward pass** moves the knee only a little, because computing and messages both grow. It has five products in place of two, so
+# 2.5 times the FLOPs. And the gradients of K and V travel with K and V, in float32, so a hop has three times the bytes. The knee is
+# $3/2.5 = 1.2$ times as long.
 
 # %%
 equal = AttentionLayer(heads=32, kv_heads=32, head_dim=128)
@@ -136,17 +136,17 @@ for name, factor, layer, options in (
 # %% [markdown]
 # The mask doubles the knee and grouped queries divide it by four, so for Llama 8B half of flops / bandwidth remains.
 #
-# In the backward pass one message stays exposed in every flat ring. In published ones it is the last hop of the gradients, which follows all computing. Ours
-# computes on the own block last, so that the gradients come home meanwhile. The first hop of K and V is exposed instead: fewer
-# bytes.
+# In the backward pass one message stays exposed in every flat ring. In published rings this is the last hop of the gradients, because
+# it follows all computing. Our ring computes on its own block last, and the gradients come home meanwhile. So it exposes the
+# first hop of K and V instead, which has fewer bytes.
 #
 # A [picture](../figures/hidden_communication.svg) has the machines of the paper's table 2; `python -m ring_planner.calibrate`
 # measures yours.
 #
 # ## The proof
 #
-# Is it so? The bench of the first cell measured two links, with seven or eight chunks each; flops and bandwidth come from the
-# same run. The line is the model, min(1, C / knee), and the measured knee is that of the line which fits best:
+# Is the condition right? The bench of the first cell measured two links, with seven or eight chunks each; flops and bandwidth come
+# from the same run. The line is the model, min(1, C / knee). The measured knee is the knee of the line that fits best:
 
 # %%
 for knee in bench["knees"]:
@@ -156,7 +156,7 @@ measured.overlap_threshold()
 
 # %% [markdown]
 # The model gives the right place and not the last digit, for two reasons: the rate of computing depends on the chunk, and a
-# message takes some time of the core that computes. The dashed lines count the second one.
+# message takes some time of the core that computes. The dashed lines count the second reason, too.
 #
 # ## One slow link
 #
@@ -166,13 +166,13 @@ measured.overlap_threshold()
 slow_hop.draw()
 
 # %% [markdown]
-# In round 0 only the two ranks of the slow link wait. But then they begin the next round late: rank 1 passes on its
+# In round 0 only the two ranks of the slow link wait. But then they begin the next round late, so rank 1 passes on its
 # block late, and rank 3 waits until rank 0 can receive. Soon every rank waits, and **the slowest hop rules**. The ring takes
 #
 # $$\text{computing} + (P-1) \cdot \max(\text{computing},\ \text{slowest hop}) .$$
 #
 # A second slow link costs nothing more. So 1M tokens on 128 H100s pay 0.67 ms for every hop, although seven of eight stay inside
-# a host. (A slow *rank* is worse, as no chunk hides its computing. `python -m ring_planner.unequal` has both.)
+# a host. (A slow *rank* is worse, because no chunk hides its computing. `python -m ring_planner.unequal` counts both.)
 #
 # ## How far does it reach?
 #
@@ -213,15 +213,15 @@ for times in max_context.linear(results):  # S of P devices / (P · S of one)
 measured.max_context()
 
 # %% [markdown]
-# P devices of a ring reach P times the sequence of one. That one reaches only half of what fused attention reaches without a ring:
-# in a training step in float32, fused attention holds 9 chunks and a ring 18. In a whole model each layer's input waits for the
-# backward pass on both sides, so the difference shrinks: with 32 layers, P devices reach $(32 + 9)/(32 + 18) = 0.82$ of P times
-# the sequence of one device without a ring.
+# P devices of a ring reach P times the sequence of a ring of one. A ring of one reaches only half of what fused attention reaches alone,
+# because in a training step in float32 it holds 18 chunks, and fused attention 9. In a whole model both also keep the input of each
+# layer, so the difference shrinks: with 32 layers, P devices reach $(32 + 9)/(32 + 18) = 0.82$ of P times the sequence of one
+# device without a ring.
 #
-# [Chapter 17](17_the_other_ways_round.ipynb) goes on with these numbers: which way to share the layer?
-# [Chapter 18](18_two_speeds_of_wire.ipynb) adds the slow wire, and all that a step has besides attention.
+# [Chapter 17](17_the_other_ways_round.ipynb) goes on with these numbers and asks which way shares a layer best.
+# [Chapter 18](18_two_speeds_of_wire.ipynb) adds the slow wire, and everything that a step has besides attention.
 #
-# > **One number to remember: half of flops / bandwidth, of the slowest link.** So many tokens must a chunk of Llama 8B have:
+# > **One number to remember: half of flops / bandwidth, of the slowest link.** A chunk of Llama 8B must have so many tokens:
 # > 1,100 on an H100's NVLink, 9,890 through its NIC. The memory of a chunk does not depend on P.
 #
 # ## Questions
@@ -229,14 +229,14 @@ measured.max_context()
 # <details><summary>A B200 computes 2,250 TFLOP/s. Its NVLink carries 900 GB/s, its NIC the same 50 GB/s as before. Does a ring of
 # Llama 8B still hide its messages?</summary>
 #
-# Inside a host yes: $2250/0.9 = 2{,}500$, and half of it is 1,250 tokens. Between hosts the knee grows with the FLOP/s, to
-# 22,500. A chunk of 8,192 tokens hides 36 % of its messages there, so the new GPUs are hardly faster than the old ones.
+# Inside a host yes: $2250/0.9 = 2{,}500$, and half of that is 1,250 tokens. Between hosts the knee grows with the FLOP/s, to
+# 22,500. A chunk of 8,192 tokens hides only 36 % of its messages there, so the new GPUs are hardly faster than the old ones.
 # </details>
 #
 # <details><summary>Llama 70B has 64 query heads on 8. You have 1M tokens and 64 H100s, in 8 hosts. Is a flat ring fast enough?</summary>
 #
-# For attention, yes. $C$ is 16,384. $2 \cdot G/H$ is a quarter, so the knee of the NIC is $19{,}780/4 = 4{,}945$ tokens, and 5,934
-# backward. A model with more query heads for each K/V head is easier to share.
+# For attention, yes. The factor $2 \cdot G/H$ is a quarter, so the knee of the NIC is $19{,}780/4 = 4{,}945$ tokens, and 5,934
+# backward. A chunk has 16,384. A model with more query heads for each K/V head is easier to share.
 # </details>
 #
 

@@ -41,7 +41,7 @@ P, S = 4, TEXT.shape[1] - 1
 # ## The failure
 #
 # First a small transformer learns one sentence by heart, so that any loss you see later is a mistake: 80 steps of
-# Adam in one process (`trained_model`). It reads bytes, so each letter is a token. It is called as
+# Adam in one process (`trained_model`). It reads bytes, so each letter is a token. You call it as
 # `model(tokens, at)`, where `at` says where the tokens stand in the sequence, for the
 # [rotary embedding](../docs/glossary.md#rotary-embedding). The loss of a token is −log of the probability that the
 # model gives to its label, the token that follows:
@@ -69,7 +69,7 @@ for rank in range(P):
 
 # %% [markdown]
 # On rank 0, the token after "Shif" is not the space of " out". That space is the first token of another piece. We give
-# these labels to the model in one process, so that nothing else can go wrong. `on_each_rank` makes them as four ranks
+# these labels to the model in one process, so that nothing else can go wrong. `on_each_rank` makes the labels as four ranks
 # would, and puts them back in the order of the sequence:
 
 # %%
@@ -107,7 +107,7 @@ for name, each in (("before training", untrained), ("after training", model)):
     assert abs(means[1] - means[0]) < 1e-3 if each is untrained else means[1] > means[0] + 1
 
 # %% [markdown]
-# Before training you cannot see it: an untrained model gives all keys about the same weight, wherever they stand, so
+# Before training you cannot see this mistake: an untrained model gives all keys about the same weight, wherever they stand, so
 # the two losses are nearly equal. The trained model finds the keys it needs by their distance, and the distances are
 # wrong now.
 #
@@ -127,8 +127,8 @@ token_loss.draw()
 print_source(Layer.attend, Layer.feed)
 
 # %% [markdown]
-# Everything except the line with `self.attention` works on each token by itself. So a rank computes it on its own
-# [chunk](../docs/glossary.md#chunk), and gets the rows that one process would get. Attention on the chunk alone is wrong:
+# Everything except the line with `self.attention` works on each token by itself. So a rank computes all of that on its own
+# [chunk](../docs/glossary.md#chunk), and gets the rows that one process would get. Only attention on the chunk alone is wrong:
 
 # %%
 layer, x = model.layers[0], model.embedding(TEXT[:, :-1]).detach()  # x (1, S, hidden)
@@ -169,14 +169,14 @@ print_source(shard_text)
 #
 # ## Memory: what a layer keeps
 #
-# With the ring, attention needs little memory. The largest tensors of a layer are now those inside the feedforward,
-# because its inner width is several times `hidden`. No token needs another one there, so a layer can take a piece of
+# With the ring, attention needs little memory. The largest tensors of a layer are now inside the feedforward,
+# because its inner width is several times `hidden`. No token needs another token there, so a layer can take a piece of
 # the tokens at a time: the *blockwise* transformer. In inference that is enough, but in training autograd keeps all
 # pieces for the [backward pass](../docs/glossary.md#backward-pass). So pieces need one more idea.
 #
 # **[Activation checkpointing](../docs/glossary.md#activation-checkpointing)**: the forward pass keeps the input of a function
 # and forgets what is inside. The backward pass calls the function again, and then has everything it needs. A layer does
-# this with the attention half and with each piece of the feedforward. It then keeps `x` and `h`, what enters the two.
+# this with the attention half and with each piece of the feedforward, so it keeps only their inputs, `x` and `h`.
 # `kept_bytes` counts the bytes of the tensors that autograd keeps:
 
 # %%
@@ -190,7 +190,7 @@ for name, each in (("keeps everything", layer), ("checkpointing", checkpointed))
 assert kept == 2 * unit + S * 8  # x, h, and the positions, which are 8 bytes a token
 
 # %% [markdown]
-# The price is time, because the forward pass of attention and of the feedforward is computed twice. A backward pass
+# The price is time, because attention and feedforward go forward twice. A backward pass
 # is about as much work as two forward passes, so a step takes 4 units of work instead of 3.
 #
 # ## How often does the ring turn?
@@ -233,8 +233,8 @@ assert kept == 2 * (S // P) * Config().hidden * 8 + S // P * 8  # x and h of C t
 # A rank of 4 keeps a quarter of the bytes of one process. Checkpointing changes the bytes and the hops, and no result.
 #
 # **One weight with two names.** With [tied embeddings](../docs/glossary.md#tied-embeddings), the embedding and the
-# head are one weight. It is used twice, and autograd adds up both gradients, so the ranks must sum `weight.grad`
-# **once**. `model.parameters()` gives the weight once; a loop over all *names* sums it twice and makes it $P$ times
+# head are one weight. A model uses it twice, and autograd adds up the two gradients, so the ranks must sum `weight.grad`
+# **once**. `model.parameters()` gives the weight once. But a loop over all *names* sums its gradient twice, and makes it $P$ times
 # too large.
 #
 # > **One number to remember: $2P - 1$.** So many tokens of a zigzag sequence get a wrong label when each rank shifts its

@@ -9,11 +9,11 @@
 # %% [markdown]
 # # 11 · Meshes: FSDP × ring
 #
-# A ring shares out the tokens of a sequence, but a large model must share out its weights too. Both go together on a
-# [mesh](../docs/glossary.md#mesh) of [ranks](../docs/glossary.md#rank). After this chapter you can
+# A ring shares out the tokens of a sequence, but a large model must share out its weights too. On a
+# [mesh](../docs/glossary.md#mesh) of [ranks](../docs/glossary.md#rank) you can share out both. After this chapter you can
 #
-# - say why a ring under [DDP](../docs/glossary.md#ddp) or [FSDP](../docs/glossary.md#fsdp) gets gradients that are too small, by
-#   which factor, and cure it in one line,
+# - say why and by which factor the gradients of a ring are too small under [DDP](../docs/glossary.md#ddp) or
+#   [FSDP](../docs/glossary.md#fsdp), and cure it in one line,
 # - say which sequences, which tokens and which slice of each weight a rank of a mesh holds,
 # - take the norm of a gradient whose slices lie on many ranks, and clip by it,
 # - train on one mesh, stop, and continue on another.
@@ -75,8 +75,8 @@ assert torch.allclose(copies.grad.sum(dim=0), exact)
 assert torch.allclose(copies.grad.mean(dim=0), exact / P)
 
 # %% [markdown]
-# A copy gets all that reaches it: from the losses of its own rank, and from the losses of later ranks, through its K and
-# V. (In the ring, dK and dV travel home: chapter 5.) So the four gradients are **parts of one gradient**, and their sum
+# A copy's gradient comes from the losses of its own rank, and through its K and V also from the losses of later ranks.
+# (In the ring, dK and dV travel home: chapter 5.) So the four gradients are **parts of one gradient**, and their sum
 # is right.
 #
 # DDP and `fully_shard`, which is PyTorch's FSDP, take the **average** instead, because they are made for ranks that
@@ -106,13 +106,13 @@ assert all(abs(cases[name][0] - 1 / P) < 1e-12 for name in summed)
 # %% [markdown]
 # **Why nobody notices.** AdamW divides each gradient by its usual size, so a factor that is the same in every step
 # drops out, and the losses are equal. The factor shows where a gradient meets another number: the limit of clipping,
-# eps, the weight decay of Adam, or SGD. So look for the gradient norm in your log, and compare it with that of one
-# process.
+# eps, the weight decay of Adam, or the learning rate of SGD. So look for the gradient norm in your log, and compare it with
+# the norm of one process.
 #
 # ## A second failure: a mean on each rank
 #
-# `F.cross_entropy` returns the mean over the labels that it is given. Let each rank take the mean over its own labels. The
-# average over the ranks is then no longer too small. But our ranks have 2, 2, 2 and 1 labels:
+# `F.cross_entropy` returns the mean over the labels that it is given. If each rank takes the mean over its own labels, the
+# average over the ranks is no longer too small. But our ranks have 2, 2, 2 and 1 labels:
 
 # %%
 copies.grad = None
@@ -155,7 +155,7 @@ assert abs(cases[own][0] - 1) < 0.1 < 0.4 < cases[own][1]
 print_source(mesh.batch_loss)
 
 # %% [markdown]
-# The last factor depends on what combines the gradients of the ranks. One line a case:
+# The last factor depends on what combines the gradients of the ranks:
 #
 # | combined by | which | loss of a rank |
 # | --- | --- | --- |
@@ -166,8 +166,8 @@ print_source(mesh.batch_loss)
 # | `fully_shard` with `set_gradient_divide_factor(1.0)` | adds up | sum / count |
 # | `fully_shard` over cp, beside tensor parallelism (below) | averages over cp ranks | sum / count · cp |
 #
-# The count is that of the whole batch, so the rings, too, have parts of one loss. Here are the small model with the factor
-# $P$, and two lines of the table on the four real processes:
+# The count is the number of labels of the whole batch, so several rings have parts of one loss, too. Here are the small model with
+# the factor $P$, and two lines of the table on the four real processes:
 
 # %%
 copies.grad = None
@@ -215,23 +215,23 @@ print_source(mesh.shard_weights)
 # `fully_shard` gathers the weights of a layer before it computes, and frees them after it. So two kinds of messages
 # travel in a layer, in different groups: slices of weights between all ranks, K and V inside a ring.
 #
-# Why not `fully_shard` over dp only? It would combine the gradients of a column of the table and never add up the
+# Why not `fully_shard` over dp only? It would combine the gradients of a column of the table, and would never add up the
 # parts that the ranks of a ring hold. So each column would train weights of its own.
 #
 # ## The norm of a gradient in slices
 #
 # Under `fully_shard` a rank has its own slice of each gradient. Weights and gradients are `DTensor`s: tensors of which
-# each process holds a part, `to_local()`. By which norm must gradients be clipped? By that of the whole gradient. Squares
+# each process holds a part, `to_local()`. But gradients must be clipped by the norm of the whole gradient. Squares
 # add up, so $\text{norm} = \sqrt{\sum_r \|\text{slices of rank } r\|^2}$.
 #
 # PyTorch's `clip_grad_norm_` knows DTensors, so it clips by the norm of the whole gradient, and returns it
 # (`.full_tensor()` makes a number of it). Code that takes the norm of what a rank holds gets another number on every
 # rank. It then scales the slices by different factors, and the clipped gradient points in another direction.
 #
-# **Tensor parallelism beside it.** [Tensor parallelism](../docs/glossary.md#tensor-parallelism) (tp) shares out the
+# **Tensor parallelism beside the ring.** [Tensor parallelism](../docs/glossary.md#tensor-parallelism) (tp) shares out the
 # [heads](../docs/glossary.md#head) and the inner width of the feedforward. **The ring does not change:** heads never meet in
-# attention, so a ring sends the K/V heads that its ranks have. The tp ranks have the *same* tokens and compute the same loss.
-# So the factor is cp, and not the number of all ranks.
+# attention, so a ring sends the K/V heads that its ranks have. The tp ranks have the *same* tokens and compute the same loss,
+# so the factor is cp, and not the number of all ranks.
 #
 # ## A run: train, stop, resume on another mesh
 #
@@ -244,9 +244,9 @@ print_source(mesh.shard_weights)
 # torchrun --nproc_per_node=2 -m ringlab.models.train --cp 2 --steps 16 --out run --resume  # a ring of 2
 # ```
 #
-# The job of 2 ranks reads two slices for each of its own, of weights and of moments. The losses are the same, because
-# every mesh computes the same function of the same tokens. See it over 100 steps on three meshes: the differences are
-# as small as the effect of one rounding error in the first weights:
+# A rank of the second job has slices twice as large, so it reads two slices of the first job for each, of weights and of moments.
+# The losses are the same, because every mesh computes the same function of the same tokens. Here are 100 steps on three meshes:
+# the differences are as small as the effect of one rounding error in the first weights.
 
 # %%
 measured_models.loss_curves()
@@ -264,8 +264,8 @@ measured_models.loss_curves()
 # <details><summary>My loss curve on 4 ranks lies on that of one process. Are the gradients right?</summary>
 #
 # Not necessarily. AdamW takes the same steps with a quarter of each gradient. Compare the gradient norm of the first
-# step with that of one process. Then compare the gradients themselves: a mean over each rank's own labels left the norm
-# nearly right.
+# step with the norm of one process. Then compare the gradients themselves, because a mean over each rank's own labels left the
+# norm nearly right.
 # </details>
 #
 # <details><summary>Why are the ranks of a ring neighbours, and not the ranks of a column?</summary>
@@ -273,6 +273,9 @@ measured_models.loss_curves()
 # The ranks of a host have neighbouring numbers, and the links inside a host are the fastest. Each hop of a ring must hide
 # behind the work on one [block](../docs/glossary.md#block) (chapter 6), so the ring needs fast links. PyTorch numbers the
 # ranks of a mesh row by row. So write `("dp", "cp")`, with cp last.
+#
+# Tensor parallelism needs the fast links even more, because nothing hides its messages. So beside a ring it takes the last place,
+# `("cp", "tp")`: with tp 8 on hosts of 8 GPUs, the ring goes from host to host.
 # </details>
 #
 # ## Your turn

@@ -80,8 +80,8 @@ assert wrong[60] < wrong[40] < wrong[20] < wrong[0]  # it falls, as it should
 assert used > 10 * wrong[60]
 
 # %% [markdown]
-# There is no error, and the loss falls. But each chunk was trained as a text of its own, so with the whole text this
-# model fails. The gradients show why: the logits of a token should depend on itself and on all earlier tokens.
+# There is no error, and the loss falls. But the model learned each chunk as a text of its own, so with the whole text it
+# fails. The gradients show why: the logits of a token should depend on this token and on all earlier ones.
 
 
 # %%
@@ -107,7 +107,7 @@ model_workers.picture_of_seen({"the whole text": should, "four chunks, ring not 
 
 # %% [markdown]
 # **A mask is dropped.** So you give the layers another attention. transformers has a place for that: a function
-# registered under a name, which a layer calls with q, k and v, with a mask, and with more arguments by name. This one
+# registered under a name, which a layer calls with q, k and v, with a mask, and with more arguments by name. This function
 # looks right, because it does what plain causal attention needs:
 
 # %%
@@ -151,7 +151,7 @@ assert abs(lost["4 tokens of padding"][0] - lost["4 tokens of padding"][1]) > 1e
 assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 1e-3
 
 # %% [markdown]
-# With a window the loss is that of a model without one. With padding on the left the tokens see the padding, and the
+# With a window the loss is the same as without a window. With padding on the left the tokens see the padding, and the
 # second of two packed documents sees the first. (transformers knows documents by positions that restart at 0, and
 # only without a mask and with `use_cache=False`.) Nobody warned you, because nothing was missing: the mask that the function
 # was given is `None`, and the window went into `**others`. Rings in use have dropped windows, documents and
@@ -168,23 +168,23 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 #
 # If the name is missing in the second register, the model hands on `None`. So `use_ring(model)` does four things:
 #
-# - It **registers both**. For a sliding window the layers get its length, and the ring takes `window=`. For the chunks of
-#   Llama 4 they get `documents=`: to a ring a chunk is a document.
-# - It **refuses** every argument that it does not understand, if it asks for something. A list of what is known to be wrong
-#   would miss what the next model brings, so there is only a list of what is understood.
-# - It **proves that the model may be cut.** A ring exchanges K and V, and nothing else. So with an attention by which each
-#   token sees itself only, the picture above must be a diagonal. What else mixes tokens is refused by name, unless the ring can
-#   hand it on: the convolution of lfm2 it can, the indexer of axk2 it cannot
+# - It **registers both**. For a sliding window the ring takes `window=`, its length. For the chunks of Llama 4 the ring takes
+#   `documents=`, because to a ring such a chunk is a document.
+# - It **refuses** every argument that it does not understand, if the argument asks for something. A list of what is known to be
+#   wrong would miss what the next model brings, so there is only a list of what is understood.
+# - It **proves that the model may be cut.** A ring exchanges K and V, and nothing else. So with an attention in which each
+#   token sees only itself, the picture above must be a diagonal. Another part that mixes tokens is refused by name, unless the
+#   ring can do its work: it can for the convolution of lfm2, and cannot for the indexer of axk2
 #   ([`hugging_face/proof.py`](../ringlab/hugging_face/proof.py)).
-# - It **counts the calls**: as many calls of the ring as layers, and one of the loss, or a ValueError.
+# - It **counts the calls**. Each layer must call the ring once, and the loss must be called once. Otherwise there is a ValueError.
 #
 # [EVERY_MODEL.md](../ringlab/hugging_face/EVERY_MODEL.md) shows what becomes of every causal language model of transformers.
 #
-# **The batch.** `shard_batch` does what chapter 10 found. Labels are shifted in the whole sequence; then each rank takes
+# **The batch.** `shard_batch` does what chapter 10 found. It shifts the labels in the whole sequence, and gives each rank
 # its part, with the positions of its tokens and the number of labels of the whole batch. A row may hold packed documents,
-# told by positions that restart at 0 or by `cu_seq_lens_q`. Then the first token of a document is no label, and the
-# layers get the lengths of all documents. The model's own loss would shift again, so another takes its place: the sum
-# over the rank's labels, divided by the labels of the batch. Rank 0 gets these tokens in the zigzag layout:
+# whose positions restart at 0 or whose lengths are in `cu_seq_lens_q`. Then the first token of a document is no label, and the
+# layers get the lengths of all documents. The model's own loss would shift the labels again, so another loss takes its place: the
+# sum over the rank's labels, divided by the labels of the batch. Rank 0 gets these tokens in the zigzag layout:
 
 
 # %%
@@ -207,7 +207,7 @@ assert text(target) == "eys ng.·"
 # ## The call
 #
 # The four processes have run the text of [`fsdp2.py`](../examples/fsdp2.py). It calls `use_ring(model)`, then `fully_shard`
-# on each layer and on the model. In the loop two lines are new. `shard_batch` makes this rank's shard of a batch that is the
+# on each layer and on the model. Two lines of its loop are new. `shard_batch` makes this rank's shard of a batch that is the
 # same on every rank. `backward` multiplies this rank's part of the loss by the number of ranks, because `fully_shard`
 # averages, and returns the loss of the whole batch:
 
@@ -230,13 +230,12 @@ for step, loss in enumerate(printed[0]):
 assert printed[0][-1] < printed[0][0]
 
 # %% [markdown]
-# **Trainer, accelerate, TRL and PEFT** work with this ring: [examples](../examples/README.md) has a script of each to
-# copy, with its error beside one process. Two mistakes are easy to make:
+# **Trainer, accelerate, TRL and PEFT** work with this ring: [examples](../examples/README.md) has a script to copy for
+# each, with its error beside one process. Two mistakes are easy to make:
 #
 # - `Trainer` alone raises no error: each process trains on batches of its own, and each holds whole sequences. Use
 #   `RingTrainer`. It gives all ranks of a ring the same batch and each rank its shard, and counts rings, not ranks.
-# - The option `cp_size` of Trainer and accelerate asks for another ring, that of PyTorch. On CPUs and with our ring it
-#   is refused.
+# - The option `cp_size` of Trainer and accelerate asks for PyTorch's own ring. On CPUs and with our ring it is refused.
 #
 # > **One number to remember: 2.** Two registers must know the ring: `AttentionInterface` for the attention,
 # > `AttentionMaskInterface` for the mask. With the first alone, every window, every document and every padding is
@@ -246,8 +245,8 @@ assert printed[0][-1] < printed[0][0]
 #
 # <details><summary>Your loss is finite and falls. How do you find out whether the ring is called?</summary>
 #
-# Count the calls: one for each layer in a forward pass. Or compare the loss of one batch with that of one process: they
-# must agree to rounding, not roughly. Or change token 0 and look at the logits of the last token: they must change. A
+# Count the calls: one for each layer in a forward pass. Or compare the loss of one batch with the loss of one process, which
+# must agree to rounding, not roughly. Or change token 0 and see whether the logits of the last token change, as they must. A
 # loss curve alone cannot tell.
 # </details>
 #

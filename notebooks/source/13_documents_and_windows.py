@@ -10,9 +10,9 @@
 # # 13 · Documents and windows
 #
 # Training data are many short documents, and several of them share one sequence:
-# [packed documents](../docs/glossary.md#packed-documents). Many models look back over a
-# [sliding window](../docs/glossary.md#sliding-window) only. Both are masks, and a ring that forgets them raises no
-# error. After this chapter you can
+# [packed documents](../docs/glossary.md#packed-documents). Many models look back only over a
+# [sliding window](../docs/glossary.md#sliding-window). Packed documents and windows are masks, and a ring that forgets them raises
+# no error. After this chapter you can
 #
 # - find a ring that forgets the boundaries of documents,
 # - cut a mask into rectangles and triangles that a [fused kernel](../docs/glossary.md#fused-kernel) computes,
@@ -43,9 +43,9 @@ P = 4
 # %% [markdown]
 # ## The failure
 #
-# Here is a model that needs no training: it reads letters, and asks what followed the present letter before. A query
-# is the present token. A key is the token before the key's own place, and its value is the token itself, so the
-# output is a guess of the next token. The first token of a document has no token before it, so its key is 0.
+# Here is a model that needs no training. It reads letters, and guesses the letter that followed the present one earlier in the
+# text. So a query is the present token. At each place the value is the token there, and the key is the token before it.
+# The first token of a document has no token before it, so its key is 0.
 
 # %%
 print_source(lookup, mean_loss)
@@ -95,7 +95,7 @@ assert loss_of(first, labels_of_first, torch.arange(len(first)), everything(len(
 print("a pack of one document: the loss of that document, to the last bit")
 
 # %% [markdown]
-# The later documents see the earlier ones and guess by their rules. Nothing stops, and a test with a single document
+# The later documents see the earlier documents, and guess by their rules. No error is raised, and a test with a single document
 # proves nothing. A training program with a ring had this mistake: its loss was 5.81 and not 3.17
 # ([axolotl, issue 3608](https://github.com/axolotl-ai-cloud/axolotl/issues/3608)).
 #
@@ -103,8 +103,7 @@ print("a pack of one document: the loss of that document, to the last bit")
 #
 # **Four things restart with each document:** the keys that a query sees, the positions, the labels, and what counts in
 # the loss. The cell above has made the last three, for the whole sequence. `pack` does the same, and fills up the
-# sequence with zeros: they are one more document, without labels. After that, the tokens are dealt out to the ranks as in
-# chapter 7.
+# sequence with zeros, which are one more document, without labels. Then the ranks get their tokens as in chapter 7.
 
 # %%
 tokens, labels, positions, lengths = pack(texts, 2 * P)
@@ -117,7 +116,7 @@ assert abs(loss_of(tokens, labels, positions, own) - right) < 1e-12
 print(f"the pack: loss {loss_of(tokens, labels, positions, own):.4f}")
 
 # %% [markdown]
-# What does the ring need of it? Only `lengths`, because under a causal mask a query sees one **run of keys**: from
+# What does the ring need of all this? Only `lengths`, because under a causal mask a query sees one **run of keys**: from
 # the first token of its document to itself. So two numbers for each query describe the whole mask:
 #
 # $$\text{query } p \text{ sees the keys } \text{first}(p) \le \text{position} < \text{end}(p).$$
@@ -136,19 +135,18 @@ print("end  ", *end.tolist())
 #
 # A mask knows nothing of ranks. So a [partition](../docs/glossary.md#partition), made from a mask, a layout and the
 # length of each chunk, says what each rank computes of each block. Take the queries of one rank and the keys of one
-# block. The visible pairs are a staircase: going down, both ends of the run move right or stay. It is cut into
-# [pieces](../docs/glossary.md#piece), stretches in which the ends move alike, by 0 or 1 from a query to the next.
-# Three shapes are enough:
+# block. The visible pairs are a staircase: from a query to the next, each end of the run moves right or stays. Cut the staircase into
+# [pieces](../docs/glossary.md#piece), in which an end always stays, or always moves by one key. Three shapes are enough:
 #
 # - a rectangle: all queries see all keys,
 # - a triangle: query $i$ sees keys $0 \dots i$, because the end moves,
 # - an upper triangle: query $i$ sees keys $i$ … to the last, because the first key moves.
 #
-# The kernel knows the first two (chapter 8), and they are enough: with queries and keys in reverse order, an upper
-# triangle is a triangle.
+# The kernel knows the rectangle and the triangle (chapter 8). An upper triangle becomes a triangle when queries and keys are in
+# reverse order, so the kernel needs no third shape.
 #
 # Here is a toy for the first two shapes. It looks for a stretch of queries in which the first key stays, and the end moves
-# by one key a query. What the first of these queries sees, without its last key, all of them see: a rectangle. The rest
+# by one key a query. All of these queries see what the first one sees without its last key: a rectangle. The rest
 # is a triangle:
 
 
@@ -182,11 +180,11 @@ assert ours == toy_cut(first, end)
 # %% [markdown]
 # `cut` of [`partition.py`](../ringlab/ring/partition.py) does this for moving first keys, too.
 #
-# The ring is that of chapter 8. In each round a rank computes the pieces of the block in hand, merges each into the rows
-# of its queries, and skips a block without pieces.
+# The ring stays as in chapter 8. In each round a rank computes the pieces of the block in hand, and merges each piece into the rows
+# of its queries. It skips a block without pieces.
 #
-# Here it runs on four real processes, with the pack of letters. `chunks_of_rank` runs an attention on the chunks of its rank, here the
-# trainable ring with `documents=lengths`:
+# Here the ring runs on four real processes, with the pack of letters and `documents=lengths`. `chunks_of_rank` calls an attention on
+# the chunks of its rank:
 
 # %%
 print_source(chunks_of_rank)
@@ -203,7 +201,8 @@ assert abs(loss - right) < 1e-12
 # %% [markdown]
 # ## The picture
 #
-# 32 tokens on 4 ranks. Left: four documents. Right: a window, and two tokens that all see; both come next.
+# Here are 32 tokens on 4 ranks. The left picture has four documents. The right one has a window, and two tokens that all queries see,
+# which come next.
 
 # %%
 masked_ring.draw()
@@ -228,16 +227,16 @@ for name, packed in (("8 of 8,192 tokens", (8192,) * 8), ("1 long, 18 shorter", 
     print(f"{name:<20}" + "".join(f"{cell:>20}" for cell in cells))
 
 # %% [markdown]
-# Which layout do you take? When every document lies on one rank, contiguous chunks, which need no message at all.
-# When one document is long, the striped layout, because it deals out each document evenly. Zigzag balances one
+# Which layout do you take? Take contiguous chunks when every document lies on one rank, because they need no message at all.
+# Take the striped layout when one document is long, because it deals out each document evenly. Zigzag balances one
 # document that fills the sequence, not a pack.
 #
 # Balance is not all: a layout whose staircases have many small stretches needs many calls of the kernel.
 #
 # ## A window
 #
-# With a window of $w$ tokens query $i$ sees the keys $i-w+1 \dots i$. In the contiguous layout these are on its own rank
-# and on the ranks just before it. The farthest is $w - 1$ tokens back, so
+# With a window of $w$ tokens query $i$ sees the keys $i-w+1 \dots i$. In the contiguous layout these keys are on the query's own rank
+# and on the ranks just before it. The farthest key is $w - 1$ tokens back, so
 #
 # $$\text{hops} = \left\lceil \frac{w-1}{C} \right\rceil, \text{ at most } P - 1.$$
 
@@ -251,7 +250,7 @@ for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
 
 # %% [markdown]
 # In the striped layout the token $n$ places back is $n$ hops away. In zigzag the late half chunks run the other way
-# round: the chunk just before is on rank $r + 1$, and from there the way is $P - 1$ hops long. And contiguous chunks
+# round: the chunk just before is on rank $r + 1$, and from there the way is $P - 1$ hops long. So take contiguous chunks. They
 # are balanced here anyway, because every query after the first $w - 1$ sees $w$ keys.
 #
 # ## Tokens that all see
@@ -259,13 +258,13 @@ for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
 # With a window nobody sees the beginning of a long text. The cure is
 # [global tokens](../docs/glossary.md#global-tokens) (Longformer), for example a question: every query sees the first
 # $g$ keys too. (StreamingLLM keeps the first tokens of any text and calls them attention sinks. Today a
-# [sink](../docs/glossary.md#learned-sink) usually is a learned number, and no token.) That is a second run of keys,
-# from 0 to $g$ but not into the window, and it is cut like the first one. The work stays small, but the hops are
+# [sink](../docs/glossary.md#learned-sink) usually is a learned number, and no token.) These keys are a second run,
+# from 0 to $g$ but not into the window, which is cut like the first run. The work stays small, but the hops are
 # $P - 1$ again, because the block with the first tokens must visit all ranks.
 #
 # So the ring of the paper, which computes full attention, also computes *sparse* attention, where sparse means runs of
-# keys. And nothing ties the queries to the keys when no mask does: in *cross-attention* the queries come from another
-# sequence. Q stays and K and V travel, so `ring_flash_attention` takes any number of queries on each rank.
+# keys. And without a mask the queries may even come from another sequence: *cross-attention*. Q stays and K and V
+# travel, so `ring_flash_attention` takes any number of queries on each rank.
 #
 # > **One number to remember: $\lceil (w-1)/C \rceil$ hops** for a window of $w$ tokens, in the contiguous layout.
 #
@@ -273,8 +272,8 @@ for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
 #
 # <details><summary>Rotary positions that run on from document to document: is the result wrong?</summary>
 #
-# No, but for rounding. A rotary score depends on the difference of two positions, and within a document differences are
-# the same. With learned positions, or with scaling that depends on the length, the result is wrong. And some
+# No, apart from rounding. A rotary score depends on the difference of two positions, and within a document the differences stay
+# the same. But with learned positions, or with scaling that depends on the length, the result is wrong. And some
 # libraries see a border where the position is 0, so restart positions in each document.
 # </details>
 #

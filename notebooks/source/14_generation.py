@@ -59,10 +59,10 @@ assert ring_bytes / 50e9 > 1000 * flops / 1e15
 
 # %% [markdown]
 # In the prefill, each [block](../docs/glossary.md#block) that arrives meets C queries, which is enough work to hide
-# the message (chapter 6). A new token is **one** query: there is nearly no work, so nothing hides the message.
+# the message (chapter 6). A new token is **one** query, which is nearly no work, so nothing hides the message.
 #
-# So let the keys stay and the query travel. It need not even travel: each rank knows the new token, computes its
-# query by itself, and attends to the keys that it has. That gives one result a rank. **How do they become one
+# So let the keys stay and the query travel. The query need not even travel: each rank knows the new token, computes its
+# query by itself, and attends to the keys that it has. That gives one result a rank. **How do these become one
 # result?**
 #
 # Here are our 8 tokens on 4 ranks, two on each, as in chapter 3. The new token is $(2, 3)$. It sees itself, too; let
@@ -93,10 +93,10 @@ assert (outs.mean(dim=0) - right[0]).abs().max() > 0.3
 
 # %% [markdown]
 # **The mean is wrong.** The weights of a softmax add up to 1 on each rank, also where all scores are small, so the
-# mean counts each rank as a quarter. But rank 1 has no key that the token looks at, and rank 3 has the best one.
+# mean counts each rank as a quarter. But rank 1 has no key that the token looks at, and rank 3 has the best key.
 #
-# Another try: add up what stands above and below in the softmax, $o = \sum e^{s - m} v$ and $l = \sum e^{s - m}$, then
-# divide. That is wrong too: each rank subtracts its own largest score $m$, so the weights of rank 1 are too large.
+# You could add up what stands above and below in the softmax, $o = \sum e^{s - m} v$ and $l = \sum e^{s - m}$, and then
+# divide. That is wrong too, because each rank subtracts its own largest score $m$, so the weights of rank 1 are too large.
 #
 # ## The idea
 #
@@ -130,9 +130,9 @@ print_source(generate.merge_over_ranks)
 # %% [markdown]
 # A rank that sees no key has $m = -\infty$. Its share is $e^{-\infty} = 0$, so it adds nothing.
 #
-# What did that send? In a layer, for each head of each prompt: 1 number for $m$, 1 number for $l$, and $D$ numbers for
-# $o$. So a rank gives $B \cdot H \cdot (D + 2)$ numbers, and **the length of the context does not appear**. They are
-# float32. In the model above:
+# What did a rank send? In a layer, for each head of each prompt, 1 number for $m$, 1 for $l$, and $D$ for
+# $o$. So a rank gives $B \cdot H \cdot (D + 2)$ numbers in float32, and **the length of the context does not appear**.
+# In the model above:
 
 # %%
 merge_bytes = layers * H * (D + 2) * 4
@@ -160,9 +160,9 @@ print_source(generate.SpreadCache.store)
 # ## Prompts of unequal lengths
 #
 # Prompts of 13 and 6 tokens go through the model together, both padded on the right to 16 tokens. Then they go on at
-# different positions: the first new token of one prompt is token 13, and that of the other is token 6. The slots of
-# padding must be hidden, and so must the empty slots. So both get the position $2^{62}$, which no token reaches. Then
-# one rule hides both, and it is the causal mask: **a token sees the slots whose position is not larger than its
+# different positions: the first new token of one prompt is token 13, and the first new token of the other prompt is token 6. Slots
+# of padding and empty slots must be hidden. So they get the position $2^{62}$, which no token reaches. Then
+# one rule hides all of them, the causal mask: **a token sees the slots whose position is not larger than its
 # own.**
 #
 # The attention that the model calls (`SpreadCache.attend`) is the ring while the prompt is read. For a new token it is
@@ -207,27 +207,27 @@ for i, prompt in enumerate(generate.PROMPTS):
 #
 # ## A Hugging Face model
 #
-# Its `generate` can do the same: `with spread_generation(model): tokens = model.generate(...)`, on every rank, with the same
-# prompts, padded on the left as transformers wants them. Sampling, penalties and stop words are transformers' own, and the
-# token of rank 0 counts. A model that was trained in a ring leaves it first: `stop_ring(model)`, then `model.eval()`. The
-# tokens are those of one process, as its tests check.
+# The `generate` of a Hugging Face model can do the same: write `with spread_generation(model): tokens = model.generate(...)` on every
+# rank, with the same prompts, padded on the left as transformers wants them. Sampling, penalties and stop words are transformers'
+# own, and all ranks take the token that rank 0 chose. A model that was trained in a ring leaves the ring first: `stop_ring(model)`,
+# then `model.eval()`. The tokens are those of one process, which tests check.
 #
 # ## What it costs
 #
-# The attention of one layer for one new token, measured on the CPU, with three ways in turn. Every result was compared
+# We measured the attention of one layer for one new token on the CPU, with three ways in turn. Every result was compared
 # with exact attention:
 
 # %%
 measured_models.generation()
 
 # %% [markdown]
-# The bytes of the merge are level; those of the ring grow with the context. The time of the merge grows too, because
-# each rank still reads its own keys; with a short context it mostly waits for its message. The one process is faster
+# The merge sends equally many bytes for every context, while the bytes of the ring grow with the context. The time of the merge grows
+# too, because each rank reads its own keys. With a short context a rank mostly waits for its message. One process is faster
 # here, because it sends nothing and has the cores of all ranks. On real devices each rank reads its part of the cache
 # with its own memory bandwidth, and a long context does not fit on one device at all.
 #
-# A third case lies between a prompt and a single token: 1,000 new tokens over a cache of 100,000. So few queries are
-# fewer bytes than all keys. So in *pass-Q* the queries go round, and partial results come home.
+# A third case lies between a prompt and a single token: 1,000 new tokens over a cache of 100,000. So few queries have
+# fewer bytes than all keys, so in *pass-Q* the queries go round, and partial results come home.
 #
 # For Llama 3 405B pass-Q sends less up to 6.2 % of new tokens, or 4.1 % if the results travel in float32, as they do
 # here. Meta measured that it is faster up to about 5 %. See [`pass_q.py`](../ringlab/models/pass_q.py), which also
@@ -248,7 +248,7 @@ measured_models.generation()
 # <details><summary>Each rank computes the same new token. Why does rank 0 send its choice to the others?</summary>
 #
 # Two ranks may round differently, for example on different devices. If two tokens are nearly equally probable, the
-# ranks would choose different ones and continue different texts. Their keys would no longer belong together, and no
+# ranks would choose different tokens and continue different texts. Their keys would no longer belong together, and no
 # error would tell. One number a token prevents that.
 # </details>
 #

@@ -33,8 +33,7 @@ from ringlab.support.processes import launch
 #
 # A text has lines, and each line has an id and a number. Then comes the id of one of the lines, and the model must
 # say its number. The paper's figure 3 asks this in texts of up to 512,000 tokens. Here an id is one token, and so is
-# a number. So that it learns faster, the model gets many questions at the end of a text: half as many as there are
-# lines.
+# a number. At the end of a text the model gets many questions, half as many as there are lines, so that it learns faster.
 
 # %%
 LINES, IDS = 8, 64
@@ -81,8 +80,8 @@ print(f"64 lines, positions divided by 8: {'many more lines found' if helps else
 assert helps
 
 # %% [markdown]
-# So most of what was lost was lost by distance, not by the number of lines. Squeezed positions are a known remedy
-# (*position interpolation*, Chen et al. 2023), and the picture below shows how good it is.
+# So the distance hid most of the lines, and not their number. Squeezed positions are a known remedy
+# (*position interpolation*, Chen et al. 2023), and the picture below shows how good this remedy is.
 #
 # ## The idea
 #
@@ -108,7 +107,7 @@ for rank, (tokens_of_rank, kept) in enumerate(ring):
 # %% [markdown]
 # ## What crosses the borders of chunks
 #
-# The model is that of chapter 10, with one change. To find a value by its id, a layer must know which id stood before a
+# We take the model of chapter 10, with one change. To find a value by its id, a layer must know which id stood before a
 # value. Large models learn that. To spare the small model this work, half of the numbers of an embedding are of the
 # token, and half are of the token before it:
 
@@ -116,8 +115,8 @@ for rank, (tokens_of_rank, kept) in enumerate(ring):
 print_source(retrieval.PairEmbedding)
 
 # %% [markdown]
-# In a ring the token before is often on another rank, so a rank takes it from the text, as it takes its labels
-# (chapter 10: shift first, share out then). Here are the ids of the first line and of the first question, on two
+# In a ring the token before is often on another rank. So a rank takes this token from the text, as it takes its labels
+# (chapter 10: shift first, then share out). Here are the ids of the first line and of the first question, on two
 # ranks:
 
 # %%
@@ -134,8 +133,8 @@ for rank in range(2):
 assert shard_texts(texts, 0, 2)[0][0, 0, 1] == START
 
 # %% [markdown]
-# IGNORED is −100: a line's id has no label. All else is a common training loop, `retrieval.train`.
-# `DistributedDataParallel` averages the gradients of the ranks, and so the loss is multiplied by P.
+# IGNORED is −100: a line's id has no label. Everything else is a common training loop, `retrieval.train`.
+# `DistributedDataParallel` averages the gradients of the ranks, so the loss is multiplied by P.
 #
 # ## The picture
 #
@@ -162,35 +161,35 @@ assert right["4 x, ring of 4"][at_128] > right["1 x, positions squeezed"][at_128
 assert right["4 x, ring of 4"][at_256] < right["1 x, positions squeezed"][at_256]
 
 # %% [markdown]
-# Both models find the lines of texts as long as their training. Beyond that, both fail in the same way: from the top of
+# Each model finds the lines of texts as long as those of its training. In longer texts each fails in the same way, from the top of
 # the text on. So the ring's model fails too, but at 4 times the length. The paper's figure 3
 # ([Liu et al. 2023](https://arxiv.org/abs/2310.01889)) shows the same for GPT-3.5-turbo-16K, Vicuna-13B-16K and
 # Claude-2-100K.
 #
 # **And squeezed positions?** They need no training. At 128 lines, the length of the ring's training, the ring's model
 # is better: 99.6 to 96.5. **At 256 lines squeezed positions win**: 92.0 to 74.9. There the ring's model reads with
-# positions that it has never met, and the other one does not. You could probably squeeze the positions of the ring's
-# model, too; we have not measured it. So take the ring up to the length of its training, and squeezing, which is
-# cheap, beyond.
+# positions that it has never met, and the first model does not. (You could probably squeeze the positions of the ring's
+# model, too. We have not measured that.) So take the ring up to the length of its training, and beyond that squeeze, which is
+# cheap.
 #
 # **More tries, too.** An agent that sees its earlier tries needs them in its [context](../docs/glossary.md#context): the
 # [appendix](appendix_bandit.md) measures what 4 times the context gains there, on a small bandit.
 #
 # > **One number to remember: 4 × the context in 1 × the memory of a rank**, on a ring of 4. The model finds lines at
-# > every depth of what it was trained on, and fails from the top of what is longer.
+# > every depth of texts as long as its training, and fails from the top of longer ones.
 #
 # ## Questions
 #
 # <details><summary>A model was trained on 4K tokens and must read 16K. Does a ring help when it reads?</summary>
 #
-# A ring makes it possible to read 16K tokens in the memory of 4K. It does not make the model good at it: the
-# first map was read without any limit of memory. Train on 16K tokens, in the ring, or squeeze the positions first.
+# A ring makes it possible to read 16K tokens in the memory of 4K. But it does not make the model good at them: the model of the
+# first map failed without any limit of memory. Train on 16K tokens, in the ring, or squeeze the positions first.
 # </details>
 #
 # <details><summary>Why does the model fail at the first lines, and not at the last ones?</summary>
 #
 # The questions are at the end. The last lines are at distances that the training had. The first lines are farther away
-# than any was, and [rotary embeddings](../docs/glossary.md#rotary-embedding) turn their keys by angles that the queries
+# than any line of the training was, and [rotary embeddings](../docs/glossary.md#rotary-embedding) turn their keys by angles that the queries
 # never met.
 # </details>
 #

@@ -78,7 +78,7 @@ def ring_gradients(q, k, v, d_out, P):
 
 # %% [markdown]
 # The library's own test runs two ranks, and asks whether all gradients are finite. You ask more: how large is the
-# error of each gradient in norm, as a share of the right one, in float64?
+# error of each gradient in norm, as a share of the right gradient, in float64?
 
 # %%
 S, D = 24, 4
@@ -99,7 +99,7 @@ assert max(off[1] + off[2]) < 1e-14
 assert all(off[P][0] < 1e-14 and min(off[P][1:]) > 0.1 for P in (3, 4))
 
 # %% [markdown]
-# We ran the library's class itself, unmodified, in float64: the same pattern ([report](../ring_doctor/patients/findings/README.md#diffusers)).
+# We ran the library's class itself, unmodified, in float64, and saw the same pattern ([report](../ring_doctor/patients/findings/README.md#diffusers)).
 # Which line of the loop is wrong?
 #
 # <details><summary>Guess first. Then open.</summary>
@@ -234,8 +234,8 @@ assert xray.matrices[0].sums is None  # every row sums to 1, so a look at the su
 #
 # <details><summary>Guess first. Then open.</summary>
 #
-# A mask is dropped without a word: the borders of the documents, and the window. Both rings then compute causal attention
-# over all that came before.
+# Each drops a mask without a word, one the borders of the documents and the other the window. Then both rings compute causal
+# attention over everything that came before.
 # </details>
 
 # %%
@@ -245,13 +245,13 @@ forgets = on_paper(packed, first("documents_ignored")(RIGHT))
 picture(weights_of(forgets), "Documents of 3 and 5 tokens, and a ring that ignores them")
 
 # %% [markdown]
-# "leak 4": the tile has 4 pairs that the mask hides. "mask": it has the pairs of another mask. *What would have caught
-# it:* a test for each mask that the function accepts, with more than one document and a window shorter than the
+# "leak 4" says that the tile has 4 pairs that the mask hides, and "mask" that the tile has the pairs of another mask. *What would have
+# caught it:* a test for each mask that the function accepts, with more than one document and a window shorter than the
 # sequence. A ring that cannot do a mask must refuse it.
 #
 # ## dV is exact, dQ and dK are not
 #
-# Two chunks of four keys. The forward pass is exact, and so is dV. dQ is off by 9.6 %, dK by 14.2 %
+# A ring has two chunks of four keys. Its forward pass is exact, and so is dV. But dQ is off by 9.6 %, and dK by 14.2 %
 # ([tt-metal, issue 53205](https://github.com/tenstorrent/tt-metal/issues/53205), by its own reproduction). A backward pass gets two numbers for each query, lse and
 # [δ](../docs/glossary.md#delta). Which of them is wrong?
 #
@@ -259,7 +259,7 @@ picture(weights_of(forgets), "Documents of 3 and 5 tokens, and a ring that ignor
 #
 # δ. The weights come from the lse alone, and $dV = W^\top dO$ needs nothing else. dV is exact, so the weights are
 # right, and so is the lse. $dS = W \circ (dP - \delta)$ needs δ, and dQ and dK need $dS$. That ring took δ from the
-# output of each block, not from that of the whole row: `steps.block_out(s, v)` in the place of `out` above.
+# output of each block, not from the output of the whole row: `steps.block_out(s, v)` in the place of `out` above.
 # </details>
 
 # %%
@@ -281,8 +281,8 @@ assert list(symptoms.values()) == [["dq", "dk"], ["dq", "dk", "dv"]]
 #
 # ## Which test sees which mistake?
 #
-# The five mistakes, and five tests. The first asks whether out and the gradients are finite. "All" compares out and every
-# gradient by itself. The last test asks for each mask that the function takes.
+# Here are the five mistakes and five tests. The first test asks whether out and the gradients are finite. "All" compares out and
+# every gradient by itself. The last test asks for each mask that the function takes.
 
 # %%
 FIVE = {
@@ -335,22 +335,22 @@ assert [sum(column) for column in zip(*seen.values(), strict=True)] == [0, 1, 2,
 # <details><summary>A ring's loss agrees with that of one process to four digits. Is its attention right?</summary>
 #
 # Not for sure. At the start of training the loss hardly depends on attention. And two of the five mistakes
-# leave the output exact; only the gradients are wrong.
+# leave the output exact and spoil only gradients.
 # </details>
 #
 # <details><summary>Each hop moves the blocks by two ranks, without a mask. With how many ranks does it show?</summary>
 #
-# With even numbers only. With 2 ranks each one meets its own block twice, with 4 it meets two blocks twice. With 3 ranks
-# two steps forward are one step back: all blocks come, in another order. So 3 ranks alone are not enough either: test
+# It shows with even numbers only. With 2 ranks each rank meets its own block twice, and with 4 ranks two blocks twice. With 3
+# ranks two steps forward are one step back, so all blocks come, in another order. So 3 ranks alone are not enough either: test
 # with 1, 2, 3 and 4.
 # </details>
 #
 # ## Your turn
 #
 # **Five sick rings**, on 4 ranks with 2 tokens each. D has a causal mask and the
-# [zigzag layout](../docs/glossary.md#zigzag-layout); the others have no mask. "twice": the tile's weights count twice.
-# "is KV2": it holds what belongs to block 2. "x 1.5-1.6": it is 1.5 to 1.6 times the right one. The names to choose from
-# stand below the X-rays.
+# [zigzag layout](../docs/glossary.md#zigzag-layout), and the others have no mask. "twice" says that the weights of a tile count twice,
+# "is KV2" that it holds what belongs to block 2, and "x 1.5-1.6" that its weights are 1.5 to 1.6 times the right ones. The names to
+# choose from stand below the X-rays.
 
 # %%
 for letter in SICK:

@@ -120,7 +120,7 @@ SAID = [  # a page, and its words: their numbers are those of the code, or anoth
     ("docs/memory.md", "| L + 1, L + 6 | [errata](../notebooks/appendix_errata.md) |"),
     (GENERATION, "sends less up to {:.1%} of new tokens, or {:.1%} if".format(*BY_BYTES).replace("%", " %")),
     (TRAINED, f"a ring of 4 trains on {RING:,} tokens, where one process with blockwise attention reaches {ALONE:,}"),
-    ("notebooks/source/12_your_own_model.py", "the convolution of lfm2 it can, the indexer of axk2 it cannot"),
+    ("notebooks/source/12_your_own_model.py", "it can for the convolution of lfm2, and cannot for the indexer of axk2"),
     ("ringlab/hugging_face/EVERY_MODEL.md", "| lfm2 with a convolution | equal |"),
     ("ringlab/hugging_face/EVERY_MODEL.md", "| axk2 | refused | AXK2ForCausalLM has a AXK2Indexer,"),
     ("notebooks/appendix_errata.md", "within what rounding allows: the doctor calls this ring healthy"),
