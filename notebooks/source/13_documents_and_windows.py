@@ -201,8 +201,8 @@ assert abs(loss - right) < 1e-12
 # %% [markdown]
 # ## The picture
 #
-# Here are 32 tokens on 4 ranks. The left picture has four documents. The right one has a window, and two tokens that all queries see,
-# which come next.
+# Here are 32 tokens on 4 ranks. The left picture has four documents. The right picture is for the last two sections: a window, and
+# two tokens that all queries see.
 
 # %%
 masked_ring.draw()
@@ -324,4 +324,5 @@ print(check_hops(my_hops))
 # </details>
 #
 # Open [`documents.py`](../ringlab/ring/documents.py) now: packed documents and windows, on processes. How
-# fast it is: [bench/results/README.md#masked_rings](../bench/results/README.md#masked_rings). Next: [14 · generation](14_generation.ipynb).
+# fast it is: [bench/results/README.md#masked_rings](../bench/results/README.md#masked_rings). Next: [14 · generation](14_generation.ipynb),
+# or on the tracks *plan* and *other ways* [17 · the other ways round](17_the_other_ways_round.ipynb).
