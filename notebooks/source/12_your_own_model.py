@@ -159,7 +159,8 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 #
 # ## The idea
 #
-# transformers asks two registers by the same name, and neither checks the other:
+# transformers asks two registers by the same name, and neither checks the other. In the first failure the ring stood in no register,
+# in the second failure only in the first one:
 #
 # | who asks | which register | the question |
 # | --- | --- | --- |
