@@ -136,7 +136,7 @@ print("end  ", *end.tolist())
 # A mask knows nothing of ranks. So a [partition](../docs/glossary.md#partition), made from a mask, a layout and the
 # length of each chunk, says what each rank computes of each block. Take the queries of one rank and the keys of one
 # block. The visible pairs are a staircase: from a query to the next, each end of the run moves right or stays. Cut the staircase into
-# [pieces](../docs/glossary.md#piece), in which an end always stays, or always moves by one key. Three shapes are enough:
+# [pieces](../docs/glossary.md#piece), in which each end always stays, or always moves by one key. Three shapes are enough:
 #
 # - a rectangle: all queries see all keys,
 # - a triangle: query $i$ sees keys $0 \dots i$, because the end moves,
@@ -183,8 +183,8 @@ assert ours == toy_cut(first, end)
 # The ring stays as in chapter 8. In each round a rank computes the pieces of the block in hand, and merges each piece into the rows
 # of its queries. It skips a block without pieces.
 #
-# Here the ring runs on four real processes, with the pack of letters and `documents=lengths`. `chunks_of_rank` calls an attention on
-# the chunks of its rank:
+# Here the ring runs on four real processes, on the pack of letters, without documents and with `documents=lengths`.
+# `chunks_of_rank` calls an attention on the chunks of its rank:
 
 # %%
 print_source(chunks_of_rank)
