@@ -136,9 +136,9 @@ for name, factor, layer, options in (
 # %% [markdown]
 # The mask doubles the knee and grouped queries divide it by four, so for Llama 8B half of flops / bandwidth remains.
 #
-# In the backward pass one message stays exposed in every flat ring. In published rings this is the last hop of the gradients, because
+# In the backward pass one message stays exposed in every *flat* ring, a ring of one circle. In published rings this is the last hop of the gradients, because
 # it follows all computing. Our ring computes on its own block last, and the gradients come home meanwhile. So it exposes the
-# first hop of K and V instead, which has fewer bytes.
+# first hop of K and V instead, which in bfloat16 has half as many bytes.
 #
 # A [picture](../figures/hidden_communication.svg) has the machines of the paper's table 2; `python -m ring_planner.calibrate`
 # measures yours.
@@ -213,9 +213,9 @@ for times in max_context.linear(results):  # S of P devices / (P · S of one)
 measured.max_context()
 
 # %% [markdown]
-# P devices of a ring reach P times the sequence of a ring of one. A ring of one reaches only half of what fused attention reaches alone,
-# because in a training step in float32 it holds 18 chunks, and fused attention 9. In a whole model both also keep the input of each
-# layer, so the difference shrinks: with 32 layers, P devices reach $(32 + 9)/(32 + 18) = 0.82$ of P times the sequence of one
+# P devices of a ring reach P times the sequence of a ring of one. A ring of one reaches only half of what fused attention reaches alone
+# (*blockwise* in the picture). In a training step in float32 fused attention holds 9 chunks, and a ring 18: the 17 of the list, and a
+# copy in the kernel. In a whole model both also keep the input of each layer, so the difference shrinks: with 32 layers, P devices reach $(32 + 9)/(32 + 18) = 0.82$ of P times the sequence of one
 # device without a ring.
 #
 # [Chapter 17](17_the_other_ways_round.ipynb) goes on with these numbers and asks which way shares a layer best.

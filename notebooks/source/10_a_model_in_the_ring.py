@@ -15,7 +15,7 @@
 #
 # - find two mistakes in the loss of each token that raise no error,
 # - say why the ring changes only one function of a transformer,
-# - choose between memory and time, and count how often the ring turns.
+# - choose between memory and time, and count how often K and V go round.
 #
 # Track *train*. Before it: chapters 1 to 8. 20 minutes to read, 15 for the exercises.
 
@@ -193,7 +193,7 @@ assert kept == 2 * unit + S * 8  # x, h, and the positions, which are 8 bytes a 
 # The price is time, because attention and feedforward go forward twice. A backward pass
 # is about as much work as two forward passes, so a step takes 4 units of work instead of 3.
 #
-# ## How often does the ring turn?
+# ## How often do K and V go round?
 #
 # Attention is computed again, so its [blocks](../docs/glossary.md#block) of K and V must go round again. A
 # [hop](../docs/glossary.md#hop) moves all blocks by one rank. In one layer and one step:
@@ -232,7 +232,9 @@ assert kept == 2 * (S // P) * Config().hidden * 8 + S // P * 8  # x and h of C t
 # %% [markdown]
 # A rank of 4 keeps a quarter of the bytes of one process. Checkpointing changes the bytes and the hops, and no result.
 #
-# **One weight with two names.** With [tied embeddings](../docs/glossary.md#tied-embeddings), the embedding and the
+# ## One weight with two names
+#
+# With [tied embeddings](../docs/glossary.md#tied-embeddings), the embedding and the
 # head are one weight. A model uses it twice, and autograd adds up the two gradients, so the ranks must sum `weight.grad`
 # **once**. `model.parameters()` gives the weight once. But a loop over all *names* sums its gradient twice, and makes it $P$ times
 # too large.
@@ -252,7 +254,7 @@ assert kept == 2 * (S // P) * Config().hidden * 8 + S // P * 8  # x and h of C t
 # <details><summary>Can the third turn of K and V be saved, and memory too?</summary>
 #
 # Yes. Keep q, k, v, the output of attention and its [log-sum-exp](../docs/glossary.md#log-sum-exp), and compute only the
-# feedforward again. The ring then turns as often as without checkpointing: $3P - 3$ hops. A layer keeps more tensors
+# feedforward again. Then there are as many hops as without checkpointing, $3P - 3$. A layer keeps more tensors
 # than `x` and `h`, but none of the inner width. (Li et al. 2023, DistFlashAttn, do it in this way.)
 # </details>
 #

@@ -106,7 +106,7 @@ assert torch.equal(does, torch.block_diag(*[torch.ones(8, 8).tril()] * P).bool()
 model_workers.picture_of_seen({"the whole text": should, "four chunks, ring not called": does})
 
 # %% [markdown]
-# **A mask is dropped.** So you give the layers another attention. transformers has a place for that: a function
+# **A mask is dropped.** To call the ring, you give the layers another attention. transformers has a place for that: a function
 # registered under a name, which a layer calls with q, k and v, with a mask, and with more arguments by name. This function
 # looks right, because it does what plain causal attention needs:
 
@@ -159,7 +159,8 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 #
 # ## The idea
 #
-# transformers asks two registers by the same name, and neither checks the other:
+# transformers asks two registers by the same name, and neither checks the other. In the first failure the ring stood in no register,
+# in the second failure only in the first one:
 #
 # | who asks | which register | the question |
 # | --- | --- | --- |
@@ -170,12 +171,12 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 #
 # - It **registers both**. For a sliding window the ring takes `window=`, its length. For the chunks of Llama 4 the ring takes
 #   `documents=`, because to a ring such a chunk is a document.
-# - It **refuses** every argument that it does not understand, if the argument asks for something. A list of what is known to be
-#   wrong would miss what the next model brings, so there is only a list of what is understood.
+# - It **refuses** every argument that it does not understand, unless its value asks for nothing (None, 0, False). A list of what is
+#   known to be wrong would miss what the next model brings, so there is only a list of what is understood.
 # - It **proves that the model may be cut.** A ring exchanges K and V, and nothing else. So with an attention in which each
 #   token sees only itself, the picture above must be a diagonal. Another part that mixes tokens is refused by name, unless the
-#   ring can do its work: it can for the convolution of lfm2, and cannot for the indexer of axk2
-#   ([`hugging_face/proof.py`](../ringlab/hugging_face/proof.py)).
+#   ring can do its work: it can for the convolution of lfm2, and cannot for the indexer of axk2, which picks keys from all
+#   tokens ([`hugging_face/proof.py`](../ringlab/hugging_face/proof.py)).
 # - It **counts the calls**. Each layer must call the ring once, and the loss must be called once. Otherwise there is a ValueError.
 #
 # [EVERY_MODEL.md](../ringlab/hugging_face/EVERY_MODEL.md) shows what becomes of every causal language model of transformers.
@@ -206,7 +207,7 @@ assert text(target) == "eys ng.·"
 # %% [markdown]
 # ## The call
 #
-# The four processes have run the text of [`fsdp2.py`](../examples/fsdp2.py). It calls `use_ring(model)`, then `fully_shard`
+# The four processes have run the script [`fsdp2.py`](../examples/fsdp2.py). It calls `use_ring(model)`, then `fully_shard`
 # on each layer and on the model. Two lines of its loop are new. `shard_batch` makes this rank's shard of a batch that is the
 # same on every rank. `backward` multiplies this rank's part of the loss by the number of ranks, because `fully_shard`
 # averages, and returns the loss of the whole batch:

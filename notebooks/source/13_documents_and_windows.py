@@ -136,7 +136,7 @@ print("end  ", *end.tolist())
 # A mask knows nothing of ranks. So a [partition](../docs/glossary.md#partition), made from a mask, a layout and the
 # length of each chunk, says what each rank computes of each block. Take the queries of one rank and the keys of one
 # block. The visible pairs are a staircase: from a query to the next, each end of the run moves right or stays. Cut the staircase into
-# [pieces](../docs/glossary.md#piece), in which an end always stays, or always moves by one key. Three shapes are enough:
+# [pieces](../docs/glossary.md#piece), in which each end always stays, or always moves by one key. Three shapes are enough:
 #
 # - a rectangle: all queries see all keys,
 # - a triangle: query $i$ sees keys $0 \dots i$, because the end moves,
@@ -183,8 +183,8 @@ assert ours == toy_cut(first, end)
 # The ring stays as in chapter 8. In each round a rank computes the pieces of the block in hand, and merges each piece into the rows
 # of its queries. It skips a block without pieces.
 #
-# Here the ring runs on four real processes, with the pack of letters and `documents=lengths`. `chunks_of_rank` calls an attention on
-# the chunks of its rank:
+# Here the ring runs on four real processes, on the pack of letters, without documents and with `documents=lengths`.
+# `chunks_of_rank` calls an attention on the chunks of its rank:
 
 # %%
 print_source(chunks_of_rank)
@@ -201,8 +201,8 @@ assert abs(loss - right) < 1e-12
 # %% [markdown]
 # ## The picture
 #
-# Here are 32 tokens on 4 ranks. The left picture has four documents. The right one has a window, and two tokens that all queries see,
-# which come next.
+# Here are 32 tokens on 4 ranks. The left picture has four documents. The right picture is for the last two sections: a window, and
+# two tokens that all queries see.
 
 # %%
 masked_ring.draw()
@@ -324,4 +324,5 @@ print(check_hops(my_hops))
 # </details>
 #
 # Open [`documents.py`](../ringlab/ring/documents.py) now: packed documents and windows, on processes. How
-# fast it is: [bench/results/README.md#masked_rings](../bench/results/README.md#masked_rings). Next: [14 · generation](14_generation.ipynb).
+# fast it is: [bench/results/README.md#masked_rings](../bench/results/README.md#masked_rings). Next: [14 · generation](14_generation.ipynb),
+# or on the tracks *plan* and *other ways* [17 · the other ways round](17_the_other_ways_round.ipynb).

@@ -148,7 +148,7 @@ assert merge_bytes == 532_480
 # If no rank stores it, the model forgets it. If all ranks store it, it counts four times. **Exactly one rank must
 # store it, and any rank will do:** a merge does not ask where a key is. So choose the rank by memory: one that stored
 # all new tokens would run out of it while the others have room. The ranks take turns: rank $n \bmod P$ stores new
-# token number $n$, and no rank has more than one token more than another.
+# token number $n$, so their numbers of new tokens differ by one at most.
 #
 # A cache has slots: some for the tokens of the prompt, some for new tokens. `at` has the position of the token in each
 # slot. `store` is called before a new token is computed:
@@ -227,11 +227,11 @@ measured_models.generation()
 # with its own memory bandwidth, and a long context does not fit on one device at all.
 #
 # A third case lies between a prompt and a single token: 1,000 new tokens over a cache of 100,000. So few queries have
-# fewer bytes than all keys, so in *pass-Q* the queries go round, and partial results come home.
+# fewer bytes than all keys and values. So in *pass-Q* the queries go round, and partial results come home.
 #
 # For Llama 3 405B pass-Q sends less up to 6.2 % of new tokens, or 4.1 % if the results travel in float32, as they do
-# here. Meta measured that it is faster up to about 5 %. See [`pass_q.py`](../ringlab/models/pass_q.py), which also
-# reads texts in parts, and [the count](../ring_planner/pass_q_or_kv.py).
+# here. By its modelled time pass-Q is faster up to 2.9 %, but Meta measured about 5 %
+# ([the count](../ring_planner/pass_q_or_kv.py)). [`pass_q.py`](../ringlab/models/pass_q.py) also reads texts in parts.
 #
 # > **One number to remember: D + 2** numbers a head. That is what a rank sends in a layer for a new token, whether the
 # > context has a thousand tokens or a million.

@@ -117,7 +117,7 @@ assert all(off[P][0] < 1e-14 and min(off[P][1:]) > 0.1 for P in (3, 4))
 # $$\text{out} = W V, \quad V = I \;\Rightarrow\; \text{out} = W \qquad\qquad
 # dV = W^\top dO, \quad dO = I \;\Rightarrow\; dV = W^\top$$
 #
-# Nobody needs to look inside the ring. Ten lines take the second X-ray, of the loop above, for 8 tokens on 4 ranks. For
+# Nobody needs to look inside the ring. Ten lines take this X-ray of the loop above, by $dV$, for 8 tokens on 4 ranks. For
 # each tile (the queries of a rank, the keys of a block) they ask whose weights it holds:
 
 # %%
@@ -225,7 +225,7 @@ assert xray.matrices[0].sums is None  # every row sums to 1, so a look at the su
 # *What would have caught it:* the merged output beside full attention, in float64. In bfloat16 an error of some percent
 # may pass for rounding.
 #
-# ## The loss is 1.83 times too high
+# ## The loss is 1.83 times as high
 #
 # The first loss of a training run is 3.17 on one rank and 5.81 on two. It has five documents in each sequence; with one
 # it is equal to the last bit ([axolotl, issue 3608](https://github.com/axolotl-ai-cloud/axolotl/issues/3608)). Another
@@ -259,7 +259,7 @@ picture(weights_of(forgets), "Documents of 3 and 5 tokens, and a ring that ignor
 #
 # δ. The weights come from the lse alone, and $dV = W^\top dO$ needs nothing else. dV is exact, so the weights are
 # right, and so is the lse. $dS = W \circ (dP - \delta)$ needs δ, and dQ and dK need $dS$. That ring took δ from the
-# output of each block, not from the output of the whole row: `steps.block_out(s, v)` in the place of `out` above.
+# output of each block, not from the output of the whole row.
 # </details>
 
 # %%
@@ -375,8 +375,8 @@ print(check_xrays(my_names))
 
 
 # %%
-# A mistake that the doctor does not know: return steps in which you replaced one, as the entries
-# above do. The names of the steps and their arguments are in ring_doctor/mistakes/paper_ring.py.
+# A mistake that the doctor does not know: return replace(steps, name=function), by dataclasses.replace.
+# The names of the steps and their arguments are in ring_doctor/mistakes/paper_ring.py.
 def my_mistake(steps):
     return ...
 

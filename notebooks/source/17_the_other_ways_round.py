@@ -271,16 +271,16 @@ for layout in ("contiguous", "zigzag", "striped"):
 # | hybrid, $n$ rows of $g$ | $\frac{g-1}{g} \cdot 2(H+G) \cdot CD + (n-1) \cdot 2G \cdot CD$ | $g \le H$ | two blocks of $gC$ tokens, $G/g$ heads |
 #
 # **How long does a rank wait?** Take Llama 8B of chapter 9, with 128K tokens on the 8 H100s of a host. K and V of a chunk are
-# 64 MiB, and q, k, v and out 320 MiB. Each way computes as much as eight blocks of 2.22 ms, so only the messages differ
-# that no computing hides. In the forward pass these are
+# 64 MiB, and q, k, v and out 320 MiB. Each way computes as much as eight blocks of 2.22 ms, so the ways differ only in the
+# messages that no computing hides. In the forward pass these are
 #
-# - in a ring none,
-# - in a gather the first of 8 K/V heads, $7 \cdot 64 / 8 = 56$ MiB,
-# - in an all-to-all all, because nobody computes during an exchange: $\frac78 \cdot 320 = 280$ MiB,
-# - in a hybrid its exchange.
+# - in a ring, none,
+# - in a gather, the first of 8 K/V heads: $7 \cdot 64 / 8 = 56$ MiB,
+# - in an all-to-all, every message, because nobody computes during an exchange: $\frac78 \cdot 320 = 280$ MiB,
+# - in a hybrid, its exchange.
 #
-# Divide by the 450 GB/s of NVLink. In the backward pass, 44.5 ms, a ring waits too, for its first hop, and a gather also for its last
-# sums of gradients. *Ideal* adds computing and waits:
+# Divide by the 450 GB/s of NVLink. The backward pass computes 44.5 ms. There a ring waits too, for its first hop, and a gather
+# also for the last sums of its gradients. The table has forward + backward, and *ideal* is the sum of computing and waits:
 
 # %%
 h100, llama = gpu_named("h100"), model_named("llama-3.1-8b")

@@ -304,8 +304,8 @@ assert round(ours["products"] / 2 * 3 / 4, 2) == 0.53
 #
 # <details><summary>16 hosts of 8 devices, and each host has only one NIC. Which way is the fastest for 1M tokens?</summary>
 #
-# The hybrid of 8 again. The one NIC carries 16 GB for a layer, eight times the 2.01 of the table, and by the roofline that takes 334 ms
-# where computing takes 249. With costs a step takes 19.1 s in place of 17.2. Could each host have a
+# The hybrid of 8 again. The one NIC carries 16 GB for a layer, eight times the 2.01 of the table. So the ideal time is 334 ms, where
+# computing takes 249. With costs a step takes 19.1 s in place of 17.2. Could each host have a
 # sequence of its own, in a ring that needs no NIC? No: a GPU would need 81 GiB of 79.1, even with the loss in pieces and the state
 # shared by all 128.
 # </details>

@@ -119,6 +119,7 @@ SAID = [  # a page, and its words: their numbers are those of the code, or anoth
     ("notebooks/appendix_errata.md", "holds L + 1 chunks and a device of the ring L + 6"),
     ("docs/memory.md", "| L + 1, L + 6 | [errata](../notebooks/appendix_errata.md) |"),
     (GENERATION, "sends less up to {:.1%} of new tokens, or {:.1%} if".format(*BY_BYTES).replace("%", " %")),
+    (GENERATION, f"modelled time pass-Q is faster up to {100 * published(1).share_for_keys:.1f} %"),
     (TRAINED, f"a ring of 4 trains on {RING:,} tokens, where one process with blockwise attention reaches {ALONE:,}"),
     ("notebooks/source/12_your_own_model.py", "it can for the convolution of lfm2, and cannot for the indexer of axk2"),
     ("ringlab/hugging_face/EVERY_MODEL.md", "| lfm2 with a convolution | equal |"),
