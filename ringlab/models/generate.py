@@ -198,7 +198,7 @@ def read(
         cache.grow(torch.where(real, at, EMPTY), room)
         cache.parts += 1
         last = real & (column == counts - 1)  # the rank with a text's last token knows what follows
-        logits = logits + (model(columns[:, column], at[:, None]) * last[..., None]).sum(dim=1)
+        logits = logits + model(columns[:, column], at[:, None], last)
     dist.all_reduce(logits, group=cache.group)
     cache.lengths = stored + counts
     return logits

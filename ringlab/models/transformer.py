@@ -152,7 +152,10 @@ class LinearLayer(Layer):
 
 
 class Transformer(nn.Module):
-    """tokens (B, C) at positions `at` (C,) -> logits (B, C, vocab) of the tokens that follow."""
+    """tokens (B, C) at positions `at` (C,) -> logits (B, C, vocab) of the tokens that follow.
+
+    With `last` (B, C), True for one token of a row or none: logits (B, vocab) after that token, or 0.
+    """
 
     def __init__(
         self,
@@ -174,11 +177,12 @@ class Transformer(nn.Module):
         if config.tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, at: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, at: Tensor, last: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)  # (B, C, hidden)
         for layer in self.layers:
             x = layer(x, at)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return self.head(x if last is None else (x * last[..., None]).sum(dim=1))
 
 
 def shard_text(text: Tensor, layout: str, rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:

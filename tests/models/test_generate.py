@@ -104,15 +104,28 @@ def slots_for(context, new):
     return cache.at.shape[1] - 1
 
 
+def rows_with_logits(context):
+    cache, rows = SpreadCache(), []
+    with mock.patch.object(module, "CONFIG", CONFIG):
+        model = seeded(cache)
+    model.head.register_forward_pre_hook(lambda head, args: rows.append(args[0].shape[:-1].numel()))
+    generate(model, cache, prompts_of(), 2)
+    return rows
+
+
+def test_of_a_prompt_only_the_last_token_gets_logits(ranks):
+    assert ranks(3, rows_with_logits) == [[len(LENGTHS)] * 2] * 3
+
+
 def with_other_logits(context):
     """Rank 1's logits of new tokens are others, as if it rounded otherwise."""
     cache, forward = SpreadCache(), Transformer.forward
 
-    def off(model, tokens, at):
+    def off(model, tokens, at, last=None):
         wrong = torch.zeros(CONFIG.vocab)
         if context.rank == 1 and cache.new is not None:
             wrong[7] = 1e6
-        return forward(model, tokens, at) + wrong
+        return forward(model, tokens, at, last) + wrong
 
     with mock.patch.object(module, "CONFIG", CONFIG), mock.patch.object(Transformer, "forward", off):
         return generate(seeded(cache), cache, prompts_of(), NEW).tolist()
