@@ -60,8 +60,8 @@ def _contiguous(seq_len: int, rank: int, world_size: int) -> Tensor:
 
 
 def _zigzag(seq_len: int, rank: int, world_size: int) -> Tensor:
-    halves = torch.arange(seq_len).chunk(2 * world_size)
-    return torch.cat([halves[rank], halves[2 * world_size - 1 - rank]])
+    half = seq_len // (2 * world_size)
+    return torch.cat([torch.arange(i * half, (i + 1) * half) for i in (rank, 2 * world_size - 1 - rank)])
 
 
 def _striped(seq_len: int, rank: int, world_size: int) -> Tensor:

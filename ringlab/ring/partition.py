@@ -26,7 +26,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ringlab.ring.layouts import LAYOUTS, NAMED, Layout, check_lengths, layout_of
 from ringlab.ring.masks import Mask
@@ -137,12 +139,17 @@ class Partition:
     @lru_cache(maxsize=64)  # noqa: B019 (the same)
     def hops(self) -> int:
         """How often the blocks must move on: until no rank further on sees a key of any of them."""
-        world_size = len(self.lengths)
-        for hops in range(world_size - 1, 0, -1):
-            for block in range(world_size):
-                if any((end > first).any() for first, end in self.runs((block + hops) % world_size, block)):
-                    return hops
-        return 0
+        world_size, hops = len(self.lengths), 0
+        blocks = [self.positions(block) for block in range(world_size)]
+        keys = pad_sequence(blocks, batch_first=True, padding_value=self.seq_len)  # (P, C)
+        for rank, at in enumerate(blocks):
+            for first, end in self.mask.visible_keys(at, self.seq_len):
+                apart = first[1:] > end[:-1]  # between them are keys that no query of this rank sees
+                first, end = first[F.pad(apart, (1, 0), value=True)], end[F.pad(apart, (0, 1), value=True)]
+                begun, ended = (torch.searchsorted(keys, x.repeat(world_size, 1)) for x in (first, end))
+                seen = (ended > begun).any(dim=1).nonzero().flatten()  # the blocks with a key in such a stretch
+                hops = max([hops, *((rank - seen) % world_size).tolist()])
+        return hops
 
 
 def every(step: int, offset: int, part: slice) -> slice:

@@ -31,7 +31,7 @@ all-gather of states in each direction, for linear attention without the delta r
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -190,12 +190,17 @@ def agree_on_runs(
         check_layout_of_states(layout)
         Mask(documents=documents)
 
-    given = {name: x for name, x in inputs.items() if x is not None}
-    same |= {"given": [*given], "layout": layout, "documents": lengths_of(documents)}
+    given, of_documents = {name: x for name, x in inputs.items() if x is not None}, lengths_of(documents)
+    same |= {"given": [*given], "layout": layout, "documents": of_documents}
     same |= {"gradients": [name for name, x in given.items() if needs_gradients(x)]}
     options: dict[str, Any] = {"function": function, "check": check_all, "settings": lambda: same}
     scale, lengths = agree_on_chunks(*chunks, scale, group, **options)
-    partition, rank = Partition(Mask(causal=True, documents=documents), layout, tuple(lengths)), neighbours(group)[0]
+    return runs_of(scale, of_documents, layout, tuple(lengths), neighbours(group)[0])
+
+
+@lru_cache(maxsize=64)  # every layer of a model asks for the same
+def runs_of(scale: float, documents: tuple[int, ...] | None, layout: str, lengths: tuple[int, ...], rank: int) -> Runs:
+    partition = Partition(Mask(causal=True, documents=documents), layout, lengths)
     owner = torch.empty(partition.seq_len, dtype=torch.int64)
     for r in range(len(lengths)):
         owner[partition.positions(r)] = r
