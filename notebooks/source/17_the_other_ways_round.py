@@ -44,7 +44,7 @@ P = 4
 # ## The failure
 #
 # There seems to be a simpler way than a ring. Heads never meet in [attention](../docs/glossary.md#attention), so let each rank
-# compute some of the heads, for **all** tokens. While it computes, nothing travels.
+# compute some of the heads, for **all** tokens. Meanwhile nothing travels.
 #
 # Here are our 8 tokens on 4 GPUs, with $H = 6$ query heads on $G = 2$ K/V heads
 # ([grouped queries](../docs/glossary.md#gqa)). Query head $h$ is the tokens, turned by $h \cdot 60°$. K/V head 0 is the tokens
@@ -212,8 +212,8 @@ for name, index in (("order of rank", torch.arange(8)), ("order of the sequence"
 assert torch.allclose(out, right, rtol=0, atol=1e-14)
 
 # %% [markdown]
-# After that, the rows of `out` travel back to the ranks of their tokens. Here is the whole way in a picture. A cell is one
-# head of one token, and its colour is the rank that holds it:
+# Then the rows of `out` travel back to the ranks of their tokens. In the picture a cell is one head of one token, and its
+# colour is the rank that holds it:
 
 # %%
 tokens_to_heads.draw()
@@ -334,8 +334,8 @@ assert (real.flops, real.backward_flops, ideal.flops) == (652e12, 590e12, 989e12
 #
 # <details><summary>With all-to-all, does the causal mask still need the zigzag layout?</summary>
 #
-# No. Between the exchanges each rank has all tokens of its heads, so the work is balanced in every layout. Contiguous
-# chunks are the simplest, because they arrive in order. A hybrid needs zigzag or striped chunks, because its rows form rings.
+# No. Between the exchanges each rank has all tokens of its heads, so the work is balanced in every layout. A
+# hybrid needs zigzag or striped chunks, because its rows form rings.
 # </details>
 #
 # <details><summary>Your 8 H100s stand in 8 hosts, so every message goes through a NIC of 50 GB/s. Which way for 128K tokens, and

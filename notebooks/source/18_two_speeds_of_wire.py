@@ -126,8 +126,7 @@ assert double_ring_seconds(16, 8, computing, fast, slow) == 128 * computing  # s
 assert 6 < 8 * computing / slow < 7
 
 # %% [markdown]
-# A turn lasts 4.45 ms and a slow hop 0.67 ms, so the hop is hidden more than six times over. If a slow hop took longer than a turn,
-# every rank would wait once a turn. In the picture (2 hosts of 4) a bar is a slow hop, which may take as long as four rounds:
+# A turn lasts 4.45 ms and a slow hop 0.67 ms, so the hop is hidden more than six times over. In the picture (2 hosts of 4) a bar is a slow hop, which may take as long as four rounds:
 
 # %%
 picture.draw()
@@ -190,8 +189,7 @@ assert paid["ring"] > 1.2 * paid["hybrid 16 x 8"]
 # The double ring has the best ideal time, because it exposes only two hops: the first one of K and V and the last one of the
 # gradients, both in the backward pass. But each of its 128 rounds has costs (chapter 17), and the hybrid of 8 has only 16 rounds.
 # Each of these computes as much as eight blocks, which hides the slow hop too. So **few rounds on long blocks win**: the hybrid takes
-# a fifth less time than the flat ring. (The gather and the hybrid of 16 have 8 rounds only, but wait longer for NICs. All-to-all is
-# not possible: 128 ranks cannot share 32 heads.)
+# a fifth less time than the flat ring. (The gather and the hybrid of 16 have 8 rounds only, but wait longer for NICs.)
 #
 # Is that so when measured? We never ran hosts with GPUs. But one machine played two hosts: two network namespaces, each with one core
 # for its 2 or 4 ranks, and a link of a set rate ([the numbers](../bench/results/README.md#five_ways)).
@@ -221,7 +219,7 @@ for row, times in zip(rows, taken, strict=True):
 #
 # ## A whole step
 #
-# How long does a whole training step take, and what does a GPU hold? You can now count both. Take 128K tokens on one host
+# How long does a whole training step take, and what does a GPU hold? Take 128K tokens on one host
 # again, so $C = 16{,}384$. There is no room to keep what the backward pass needs from the forward pass. So each
 # layer keeps only its input, and computes the rest again (*recompute full*): it goes forward twice and backward once.
 #
@@ -313,7 +311,7 @@ assert round(ours["products"] / 2 * 3 / 4, 2) == 0.53
 # <details><summary>You have one host of 8 H100s, and sequences of 1M tokens. What do you change first?</summary>
 #
 # The loss. A step needs 292 GiB of each GPU, and 222 of them are the loss. With `--loss pieces` the loss needs almost nothing, and
-# 94 GiB remain. That is still more than 79.1, because the layers' inputs take 32 and a layer at work takes 37. So rent a second host.
+# 94 GiB remain. That is still more than 79.1, so rent a second host.
 # </details>
 
 # %%

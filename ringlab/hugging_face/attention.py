@@ -14,7 +14,7 @@ Source: transformers 5.23, AttentionInterface and modeling_llama4.py, for the te
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,14 +52,15 @@ class LayerAttention:
     documents: tuple[int, ...] | None = None  # of this forward pass
     calls: int = 0  # in this forward pass, with its documents
     stand_in: Any = None  # a function of q, k and v in place of the ring: in the proof, and in generation
-    linear: list[nn.Module] = field(default_factory=list)  # the linear layers of the model
     at: Tensor | None = None  # in the proof: where the tokens of a shard stand in the row
     longest: int | None = None  # position in the whole sequence of this forward pass
 
-    def compute_by(self, stand_in: Callable[..., Tensor] | None, mixers: Mixers | None) -> None:
-        """Let layers of attention compute by this function in place of the ring, and linear layers by these."""
+    def compute_by(
+        self, stand_in: Callable[..., Tensor] | None, mixers: Mixers | None, linear: list[nn.Module]
+    ) -> None:
+        """Let layers of attention compute by `stand_in` in place of the ring, and `linear` layers by `mixers`."""
         self.stand_in = stand_in
-        spread(self.linear, mixers)
+        spread(linear, mixers)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Asked = None, **passed: Any

@@ -71,7 +71,8 @@ def shard_batch(
     The batch has input_ids and may have labels, not shifted; attention_mask, 0 for padding, on the right only and with
     labels of -100; position_ids, 0, 1, 2, ... in each document; cu_seq_lens_q and cu_seq_lens_k, (documents + 1,).
     All rows are packed alike. Padding after packed documents is one more document. `pad_to` adds padding up to so many
-    tokens, and as many more as the layout needs: 1 adds no others. A ContextParallel stands for mesh and layout.
+    tokens, and as many more as equal shards in this layout need: 1 adds no others. A ContextParallel stands for mesh
+    and layout.
 
     The result has input_ids and position_ids (1, C); with several documents in a row also documents, their lengths;
     with labels also labels and shift_labels, both shifted in each whole document, and num_items_in_batch, the labels of
@@ -89,6 +90,9 @@ def shard_batch(
     def check() -> tuple[tuple[int, ...], dict[str, Any]]:
         expect(sized, f"pad_to is {pad_to!r}", "a number of tokens, or None")
         number, documents = check_batch(batch, causal)
+        S = batch["input_ids"].shape[1]  # a model in a ring expects equal shards
+        given = f"{S} tokens in the {layout} layout on {world_size} ranks"
+        expect(S % multiple == 0, given, f"a multiple of {multiple}: pad_to=1 adds padding")
         return documents, {"the batch": number, "documents": documents}
 
     documents = agree_same(check, group, expected="one batch for all of a ring: use no sampler by rank")[0]

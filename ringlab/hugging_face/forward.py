@@ -102,9 +102,9 @@ class ModelInRing(LayerAttention):
     def prove(self, model: PreTrainedModel) -> None:
         """Prove `model`, and put it in the ring. Raises ValueError on every rank, also where their weights differ."""
         kept, self.proving = (self.documents, self.longest), True
-        known, self.linear = modules_of(model.base_model), linear_layers(model)
+        known, linear = modules_of(model.base_model), linear_layers(model)
         model.set_attn_implementation(self.own)
-        self.compute_by(None, None)
+        self.compute_by(None, None, linear)
         try:
             outcomes = agree(partial(attempt, self.proved, model), self.group)  # a checksum, or why not
         finally:
@@ -113,12 +113,12 @@ class ModelInRing(LayerAttention):
         if len(set(outcomes)) > 1 or isinstance(outcomes[0], str):
             raise ValueError(next((reason for reason in outcomes if isinstance(reason, str)), different))
         model.set_attn_implementation(self.name)
-        self.compute_by(None, in_ring(self))
+        self.compute_by(None, in_ring(self), linear)
         self.known, self.calls, (self.documents, self.longest) = known, 0, kept
 
     def proved(self, model: PreTrainedModel) -> int:
         check_kind(model)
-        if self.linear:
+        if linear_layers(model):
             check_layout_of_states(str(self.layout))
             has = f"{type(model).__name__} has linear layers"
             expect(not isinstance(self.group, DeviceMesh), has, "no mesh: their states go round a ring")

@@ -55,15 +55,15 @@ def prove(model: PreTrainedModel, attention: LayerAttention, name: str) -> None:
     The model's weights, mode and attention stay as they are. Raises ValueError with the reason if it cannot be cut.
     """
     ids = torch.randint(*ids_of(model), (S, S), generator=torch.Generator().manual_seed(0)).to(model.device)
-    attention.linear = linear_layers(model)
+    linear = linear_layers(model)
     with as_it_was(model) as checkpointed, without_zeros(model):
         try:
             model.eval()
-            right = of_each_call(model, attention.linear, ids[:1])
+            right = of_each_call(model, linear, ids[:1])
             model.set_attn_implementation(name)
-            attention.compute_by(own_token, CUT)
+            attention.compute_by(own_token, CUT, linear)
             attention.at = torch.arange(S)
-            count_calls(model, attention, ids[:1], len(right) - len(attention.linear))
+            count_calls(model, attention, ids[:1], len(right) - len(linear))
             attention.first = first_position(model, ids[:1])
             check_gradients(model, ids, attention.first)
             check_shards(model, attention)
@@ -76,11 +76,11 @@ def prove(model: PreTrainedModel, attention: LayerAttention, name: str) -> None:
                 with NoDropout():
                     check_shards(model, attention)
             model.eval()
-            attention.compute_by(full_attention, ALONE)
+            attention.compute_by(full_attention, ALONE, linear)
             attention.at, attention.longest = torch.arange(S), None
-            by_ring = of_each_call(model, attention.linear, ids[:1])
+            by_ring = of_each_call(model, linear, ids[:1])
         finally:
-            attention.compute_by(None, None)
+            attention.compute_by(None, None, linear)
             attention.at = attention.longest = attention.documents = None
     same = not any(far(x, y) for x, y in zip(by_ring, right, strict=True))
     other = f"{type(model).__name__} computes another attention than its layers tell AttentionInterface"

@@ -1,6 +1,8 @@
 """Hugging Face models in the ring: loss and gradients are those of sdpa on one process, or a refusal says why not."""
 
 import copy
+import gc
+import weakref
 from functools import lru_cache
 from unittest import mock
 
@@ -205,7 +207,7 @@ BATCHES = {  # how a batch is changed
     "segments": (with_(token_type_ids=torch.zeros(2, S)), "token_type_ids is a tensor"),
     "too short": (
         lambda b, rank: {name: x[:, 1:] for name, x in b.items()},
-        "23 tokens in the zigzag layout on 3 ranks",
+        "23 tokens in the zigzag layout on 3 ranks; expected a multiple of 6: pad_to=1 adds padding",
     ),
 }
 
@@ -453,6 +455,10 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
     "generation": (lambda rank: llama().generate(ROW[:, :4], max_new_tokens=2), "expected none"),
     "a document with padding": (a_document_with_padding, "documents of cu_seq_lens_q end behind"),
     "unequal padding": (lambda rank: shard_batch(batch_of(), causal=False), "the rows have padding of unequal lengths"),
+    "unequal shards": (
+        lambda rank: shard_batch({"input_ids": ROW[:, :23]}, layout="contiguous"),
+        "23 tokens in the contiguous layout on 3 ranks; expected a multiple of 3: pad_to=1",
+    ),
     "padded to nothing": (lambda rank: shard_batch(batch_of(), pad_to=0), "pad_to is 0; expected a number of tokens"),
     "a batch for an encoder": (lambda rank: in_use()(**shard_batch(padded_alike(), causal=False)), BEFORE_ONLY),
     "a causal batch for an encoder": (lambda rank: bert(True), "BertSelfAttention attends in both directions"),
@@ -616,3 +622,19 @@ def test_a_ring_can_be_changed_copied_and_stopped(ranks):
         for results, hooks, same in ranks(3, used_again, how):
             assert max(errors(results, exact)) <= (1e-6 if how == "stopped" else 1e-10)  # transformers' loss is float32
             assert (hooks, same) == (0 if how == "stopped" else 2, True)
+
+
+def layer_after_its_model(context, stopped):
+    model = model_of("Lfm2", {"layer_types": ["conv", "full_attention"]})
+    layer = weakref.ref(model.model.layers[0].conv)
+    use_ring(model, layout="contiguous")
+    if stopped:
+        stop_ring(model)
+    del model
+    gc.collect()
+    return layer()
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_ring_keeps_no_layer_of_a_model_that_is_gone(ranks, stopped):
+    assert ranks(1, layer_after_its_model, stopped) == [None]
