@@ -1,4 +1,4 @@
 """What a ring costs before you buy it: hidden communication, memory, the planner.
 
-Read hidden_communication.py first, then memory.py. The command ring-plan is command.py; plan.py ranks.
+README.md has the files in reading order. The command ring-plan is command.py; plan.py ranks.
 """

@@ -26,11 +26,11 @@ from ring_planner.round_costs import CARD_SHARE, FRAMEWORK, HOST_LATENCY, LATENC
 from ring_planner.seconds import Pass, pass_of
 from ring_planner.ways import Cluster
 
+W = 2  # bytes of an activation and of a gathered weight: bf16
+F32 = 4
 # The share of the peak that matrix products reach. Fitted on the six times of published.json that need it, one step and
 # five prefills, by a small mean of |error|; all are of Hopper GPUs. The mean is flat: 3.6 % here, 3.0 % at 0.8 and 0.5.
 # Ampere's is not fitted: Megatron's whole steps reach 56 % of the peak (arXiv 2205.05198, table 5); products: more.
-W = 2  # bytes of an activation and of a gathered weight: bf16
-F32 = 4
 MATMUL = {"bf16": 0.65, "fp8": 0.5}
 AMPERE = 0.7
 # Bytes a parameter: float32 master weights, and moments (adam-bf16: two of 16 bits, no master weights).

@@ -12,7 +12,7 @@ or a run that was resumed, reads the same sequences. Without a text of yours it 
 
 train.py runs it: a first reader may skip this file.
 Before: mesh.py, which sequences and positions a rank has. After: checkpoint.py.
-Source: the layouts of ringlab/ring/causal.py; transformer.py, where labels are shifted first.
+Source: the layouts of ringlab/ring/layouts.py; transformer.py, where labels are shifted first.
 """
 
 import json

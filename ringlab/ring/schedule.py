@@ -201,15 +201,18 @@ def agree_on_schedule(
     """
     given: list[Any] = [options.get(option) for option in ("layout", "schedule", "sinks", "softcap")]
     layout, schedule, sinks, softcap = given
-    mask = {field.name: options.get(field.name, field.default) for field in fields(Mask)}  # so that all compare all
+    asked = {field.name: options[field.name] for field in fields(Mask) if field.name in options}
+    mask = Mask()
 
     def check_all(q: Tensor, k: Tensor, v: Tensor) -> None:
         if check is not None:
             check(q, k, v)
         if not (isinstance(schedule, type) and issubclass(schedule, Schedule)):
             raise ValueError(f"schedule is {schedule!r}; expected the class of a way, such as Ring or SharedMemory")
+        nonlocal mask  # made here, once: it may refuse its options
+        mask = Mask(**asked)
         schedule.checked_group(group, q.shape[1:2].numel() if isinstance(q, Tensor) else 0)
-        any_queries = Mask(**mask).shows_all and schedule.cross_attention
+        any_queries = mask.shows_all and schedule.cross_attention
         check_grouped_chunks(q, k, v, same_tokens=not any_queries, same_head_dim=False)
         schedule.check_device(q.device)
         check_sinks(sinks, q)
@@ -219,7 +222,7 @@ def agree_on_schedule(
     def settings() -> dict[str, Any]:
         return {
             "layout": f"{layout}, one of its own" if is_own(layout) else layout,
-            **{field.name: getattr(Mask(**mask), field.name) for field in fields(Mask)},
+            **vars(mask),
             "schedule": schedule.__name__,
             "sinks": None if sinks is None else sinks.dtype,
             "softcap": softcap * 1.0 if isinstance(softcap, int) else softcap,
@@ -230,7 +233,7 @@ def agree_on_schedule(
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, function=name, settings=settings)
 
     def partition() -> Partition:
-        return known_partition(Mask(**mask), layout, tuple(lengths))
+        return known_partition(mask, layout, tuple(lengths))
 
     if is_own(layout):  # the ranks may have other functions of this name
 

@@ -41,8 +41,8 @@ def members(group: ProcessGroup | None = None) -> tuple[int, int]:
     """
     if not dist.is_initialized():
         raise ValueError(
-            "no process group here; start the script with torchrun and join its ranks with "
-            "ringlab.support.processes.join_ring, or start it with ringlab.support.processes.launch"
+            "no process group here; start the script with torchrun and join its ranks with ringlab.join_ring, or start "
+            "it with ringlab.support.processes.launch"
         )
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
