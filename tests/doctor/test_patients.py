@@ -121,7 +121,8 @@ def test_a_patient_file_may_have_several_functions(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", with_marks([name for name in names() if name in LINES and name != "blog"]))
 def test_the_doctor_finds_what_the_table_says(name):
     patient = patient_of(f"ring_doctor.patients.{name}")
-    report = examine(replace(patient, worlds=(4,) if name == "torch_loop" else patient.worlds[:-1]))  # quick, in CI
+    worlds = (4,) if name == "torch_loop" else tuple(P for P in patient.worlds if P < 5)  # quick, in CI
+    report = examine(replace(patient, worlds=worlds))
     assert report.healthy == (LINES[name]["level"] in ("right", "right for what it takes"))
     if name != "ring_flash_attn:in_float32":  # its errors change from run to run
         found = names_of(report.diagnosis) if report.diagnosis else set()
