@@ -18,7 +18,7 @@
 # - count the memory of a chunk, in the forward and in the [backward pass](../docs/glossary.md#backward-pass),
 # - say how long a sequence P devices reach.
 #
-# Track *plan*. Before it: chapters 1 to 8. 22 minutes to read, 15 for the exercises. Next:
+# Tracks *plan* and *other ways*. Before it: chapters 1 to 8. 22 minutes to read, 15 for the exercises. Next:
 # [13 · documents and windows](13_documents_and_windows.ipynb), and then [17 · the other ways round](17_the_other_ways_round.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -136,9 +136,9 @@ for name, factor, layer, options in (
 # %% [markdown]
 # The mask doubles the knee and grouped queries divide it by four, so for Llama 8B half of flops / bandwidth remains.
 #
-# In the backward pass one message stays exposed in every *flat* ring, a ring of one circle. In published rings this is the last hop of the gradients, because
-# it follows all computing. Our ring computes on its own block last, and the gradients come home meanwhile. So it exposes the
-# first hop of K and V instead, which in bfloat16 has half as many bytes.
+# In the backward pass one message stays exposed in every *flat* ring, a ring of one circle. In published rings this is the last hop of
+# the gradients, because it follows all computing. Our ring computes on its own block last, and the gradients come home meanwhile. So it
+# exposes the first hop of K and V instead, which in bfloat16 has half as many bytes.
 #
 # A [picture](../figures/hidden_communication.svg) has the machines of the paper's table 2; `python -m ring_planner.calibrate`
 # measures yours.
@@ -156,7 +156,8 @@ measured.overlap_threshold()
 
 # %% [markdown]
 # The model gives the right place and not the last digit, for two reasons: the rate of computing depends on the chunk, and a
-# message takes some time of the core that computes. The dashed lines count the second reason, too.
+# message takes some time of the core that computes. The dashed lines count the second reason, too. (The two shortest chunks of the
+# fast link hide more than both lines say. We do not know why.)
 #
 # ## One slow link
 #
@@ -214,15 +215,15 @@ measured.max_context()
 
 # %% [markdown]
 # P devices of a ring reach P times the sequence of a ring of one. A ring of one reaches only half of what fused attention reaches alone
-# (*blockwise* in the picture). In a training step in float32 fused attention holds 9 chunks, and a ring 18: the 17 of the list, and a
-# copy in the kernel. In a whole model both also keep the input of each layer, so the difference shrinks: with 32 layers, P devices reach $(32 + 9)/(32 + 18) = 0.82$ of P times the sequence of one
-# device without a ring.
+# (*blockwise* in the picture). In float32 the list above has 12 + 5 = 17 chunks, and the kernel makes one copy: 18. Fused attention
+# without a ring holds 9. In a whole model of 32 layers both also keep a chunk for each layer. So P devices reach $(32 + 9)/(32 + 18) =
+# 0.82$ of P times the sequence of one device without a ring.
 #
 # [Chapter 17](17_the_other_ways_round.ipynb) goes on with these numbers and asks which way shares a layer best.
 # [Chapter 18](18_two_speeds_of_wire.ipynb) adds the slow wire, and everything that a step has besides attention.
 #
 # > **One number to remember: half of flops / bandwidth, of the slowest link.** A chunk of Llama 8B must have so many tokens:
-# > 1,100 on an H100's NVLink, 9,890 through its NIC. The memory of a chunk does not depend on P.
+# > 1,100 on an H100's NVLink, 9,890 through its NIC, and a fifth more in the backward pass.
 #
 # ## Questions
 #
@@ -236,7 +237,7 @@ measured.max_context()
 # <details><summary>Llama 70B has 64 query heads on 8. You have 1M tokens and 64 H100s, in 8 hosts. Is a flat ring fast enough?</summary>
 #
 # For attention, yes. The factor $2 \cdot G/H$ is a quarter, so the knee of the NIC is $19{,}780/4 = 4{,}945$ tokens, and 5,934
-# backward. A chunk has 16,384. A model with more query heads for each K/V head is easier to share.
+# backward. A chunk has 16,384.
 # </details>
 #
 

@@ -17,7 +17,7 @@
 # - say why the ring changes only one function of a transformer,
 # - choose between memory and time, and count how often K and V go round.
 #
-# Track *train*. Before it: chapters 1 to 8. 20 minutes to read, 15 for the exercises.
+# Tracks *train* and *use*. Before it: chapters 1 to 8. 20 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -300,4 +300,5 @@ print(check_batch_loss(my_loss))
 # ```
 # </details>
 #
-# Open [`transformer.py`](../ringlab/models/transformer.py) now: the model of this page, whose attention is its only part that sends messages. Next: [11 · meshes](11_meshes.ipynb).
+# Open [`transformer.py`](../ringlab/models/transformer.py) now: the model of this page, whose attention is its only part that sends
+# messages. Next: [11 · meshes](11_meshes.ipynb), or on the track *use* [13 · documents and windows](13_documents_and_windows.ipynb).

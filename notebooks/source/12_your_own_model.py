@@ -159,8 +159,8 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 #
 # ## The idea
 #
-# transformers asks two registers by the same name, and neither checks the other. In the first failure the ring stood in no register,
-# in the second failure only in the first one:
+# transformers asks two registers by the same name, and neither checks the other. In the first failure no register knew the ring.
+# In the second failure only the first register knew `causal_only`:
 #
 # | who asks | which register | the question |
 # | --- | --- | --- |
@@ -177,7 +177,7 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 #   token sees only itself, the picture above must be a diagonal. Another part that mixes tokens is refused by name, unless the
 #   ring can do its work: it can for the convolution of lfm2, and cannot for the indexer of axk2, which picks keys from all
 #   tokens ([`hugging_face/proof.py`](../ringlab/hugging_face/proof.py)).
-# - It **counts the calls**. Each layer must call the ring once, and the loss must be called once. Otherwise there is a ValueError.
+# - It **counts the calls**. Each layer must call the ring once, and the loss must be called once.
 #
 # [EVERY_MODEL.md](../ringlab/hugging_face/EVERY_MODEL.md) shows what becomes of every causal language model of transformers.
 #
@@ -185,7 +185,10 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 # its part, with the positions of its tokens and the number of labels of the whole batch. A row may hold packed documents,
 # whose positions restart at 0 or whose lengths are in `cu_seq_lens_q`. Then the first token of a document is no label, and the
 # layers get the lengths of all documents. The model's own loss would shift the labels again, so another loss takes its place: the
-# sum over the rank's labels, divided by the labels of the batch. Rank 0 gets these tokens in the zigzag layout:
+# sum over the rank's labels, divided by the labels of the batch.
+#
+# The next cell starts four processes. Each cuts the batch into `shards`, and runs the training loop of the next section, whose losses are
+# `printed`. Rank 0 gets these tokens in the zigzag layout:
 
 
 # %%
@@ -194,7 +197,7 @@ def text(row):
 
 
 with tempfile.TemporaryDirectory() as folder:
-    tiny("llama").save_pretrained(folder)  # for the training loop below
+    tiny("llama").save_pretrained(folder)
     shards, printed = zip(*launch(model_workers.chapter, P, folder, [BATCH] * 4, device="cpu"), strict=True)
 at, mine, target = (shards[0][name][0] for name in ("position_ids", "input_ids", "shift_labels"))
 print("rank 0 holds the tokens at", at.tolist())
@@ -207,7 +210,7 @@ assert text(target) == "eys ng.·"
 # %% [markdown]
 # ## The call
 #
-# The four processes have run the script [`fsdp2.py`](../examples/fsdp2.py). It calls `use_ring(model)`, then `fully_shard`
+# The loop is the script [`fsdp2.py`](../examples/fsdp2.py). It calls `use_ring(model)`, then `fully_shard`
 # on each layer and on the model. Two lines of its loop are new. `shard_batch` makes this rank's shard of a batch that is the
 # same on every rank. `backward` multiplies this rank's part of the loss by the number of ranks, because `fully_shard`
 # averages, and returns the loss of the whole batch:
@@ -247,8 +250,7 @@ assert printed[0][-1] < printed[0][0]
 # <details><summary>Your loss is finite and falls. How do you find out whether the ring is called?</summary>
 #
 # Count the calls: one for each layer in a forward pass. Or compare the loss of one batch with the loss of one process, which
-# must agree to rounding, not roughly. Or change token 0 and see whether the logits of the last token change, as they must. A
-# loss curve alone cannot tell.
+# must agree to rounding, not roughly. Or change token 0 and see whether the logits of the last token change, as they must.
 # </details>
 #
 # <details><summary>Why is a rank's part of the loss divided by the labels of the whole batch, and why does <code>backward</code>
@@ -275,7 +277,8 @@ print(check_attention_function(my_attention))
 # %%
 # passed: what a layer passes besides q, k and v, by name, such as {"scaling": 0.125, "sliding_window": 4}.
 # Which of these names must a ring refuse that is causal and knows no windows and no documents? A list.
-# It uses scaling; position_ids were used before it
+# It uses scaling; position_ids were used before it. is_causal=True asks for what it does, False for what it cannot do.
+# A tensor always asks for something
 def my_refused(passed):
     return ...
 
@@ -302,7 +305,7 @@ print(check_what_is_refused(my_refused))
 # </details>
 #
 # Open [`hugging_face/use.py`](../ringlab/hugging_face/use.py) now: how the ring takes the place of a model's attention. Beside it are
-# [`hugging_face/batch.py`](../ringlab/hugging_face/batch.py) for labels, [`hugging_face/masks.py`](../ringlab/hugging_face/masks.py) for masks, and
-# [`hugging_face/proof.py`](../ringlab/hugging_face/proof.py), which refuses what mixes tokens. Then run the loop with a model of your own.
-# [The checklist](../docs/your_model.md) has, on one page, all that a model needs in a ring, and the symptom of what is forgotten.
-# Next: [13 · documents and windows](13_documents_and_windows.ipynb).
+# [`hugging_face/batch.py`](../ringlab/hugging_face/batch.py) for labels, [`hugging_face/masks.py`](../ringlab/hugging_face/masks.py)
+# for masks, and [`hugging_face/proof.py`](../ringlab/hugging_face/proof.py), which refuses what mixes tokens. [The
+# checklist](../docs/your_model.md) has, on one page, all that a model needs in a ring, and the symptom of what is forgotten. Next: [13
+# · documents and windows](13_documents_and_windows.ipynb).

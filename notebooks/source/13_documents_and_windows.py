@@ -18,7 +18,7 @@
 # - cut a mask into rectangles and triangles that a [fused kernel](../docs/glossary.md#fused-kernel) computes,
 # - say how many [hops](../docs/glossary.md#hop) a window needs, in each [layout](../docs/glossary.md#layout).
 #
-# Track *use*. Before it: chapters 1 to 8. 21 minutes to read, 15 for the exercises.
+# Tracks *plan*, *use* and *other ways*. Before it: chapters 1 to 8. 21 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -324,5 +324,5 @@ print(check_hops(my_hops))
 # </details>
 #
 # Open [`documents.py`](../ringlab/ring/documents.py) now: packed documents and windows, on processes. How
-# fast it is: [bench/results/README.md#masked_rings](../bench/results/README.md#masked_rings). Next: [14 · generation](14_generation.ipynb),
-# or on the tracks *plan* and *other ways* [17 · the other ways round](17_the_other_ways_round.ipynb).
+# fast it is: [bench/results/README.md#masked_rings](../bench/results/README.md#masked_rings). Next, on the track *use*:
+# [14 · generation](14_generation.ipynb), and on *plan* and *other ways*: [17 · the other ways round](17_the_other_ways_round.ipynb).

@@ -92,7 +92,7 @@ assert helps
 # $$S = P \cdot C$$
 #
 # tokens, and a rank keeps as much for the [backward pass](../docs/glossary.md#backward-pass) as one process keeps for $C$
-# tokens. `kept_by_a_step` counts the bytes that autograd keeps for a step (the `kept_bytes` of chapter 10):
+# tokens. `kept_by_a_step` counts the bytes that autograd keeps for a step on 16 texts (the `kept_bytes` of chapter 10):
 
 # %%
 ((tokens, one),) = launch(retrieval.kept_by_a_step, 1, LINES, 16, device="cpu")
@@ -118,7 +118,7 @@ print_source(retrieval.PairEmbedding)
 # %% [markdown]
 # In a ring the token before is often on another rank. So a rank takes this token from the text, as it takes its labels
 # (chapter 10: shift first, then share out). Here are the ids of the first line and of the first question, on two
-# ranks:
+# ranks (number n is token 256 + n, and START is 288):
 
 # %%
 print_source(shard_texts)
@@ -139,8 +139,9 @@ assert shard_texts(texts, 0, 2)[0][0, 0, 1] == START
 #
 # ## The picture
 #
-# The committed run (`python -m bench.retrieval`, some minutes) has 32 lines for one process and 128 lines for a ring of
-# 4. Both take the same number of steps, with three seeds. The columns are lengths of the text, the rows are the depths.
+# The committed run (`python -m bench.retrieval`, some minutes) trains one process on texts of up to 32 lines, and a ring of 4 on texts
+# of up to 128, in the same number of steps, with three seeds. So the ring's model also reads more tokens: we did not separate
+# longer texts from more training. The columns are lengths of the text, the rows are the depths.
 # The third map is the first model again, which reads with squeezed positions:
 
 # %%
@@ -167,11 +168,9 @@ assert right["4 x, ring of 4"][at_256] < right["1 x, positions squeezed"][at_256
 # ([Liu et al. 2023](https://arxiv.org/abs/2310.01889)) shows the same, by length only, for GPT-3.5-turbo-16K, Vicuna-13B-16K and
 # Claude-2-100K.
 #
-# **And squeezed positions?** They need no training. At 128 lines, the length of the ring's training, the ring's model
-# is better: 99.6 to 96.5. **At 256 lines squeezed positions win**: 92.0 to 74.9. There the ring's model reads with
-# positions that it has never met, and the first model does not. (You could probably squeeze the positions of the ring's
-# model, too. We have not measured that.) So take the ring up to the length of its training, and beyond that squeeze, which is
-# cheap.
+# **And squeezed positions?** They need no training. At 128 lines, the length of the ring's training, the ring's model is better: 99.6
+# to 96.5. **At 256 lines squeezed positions win**: 92.0 to 74.9. There the ring's model reads with positions that it has never met, and
+# the first model does not. So take the ring up to the length of its training, and beyond that squeeze, which is cheap.
 #
 # **More tries, too.** An agent that sees its earlier tries needs them in its [context](../docs/glossary.md#context): the
 # [appendix](appendix_bandit.md) measures what 4 times the context gains there, on a small bandit.

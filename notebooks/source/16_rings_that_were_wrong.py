@@ -99,8 +99,8 @@ assert max(off[1] + off[2]) < 1e-14
 assert all(off[P][0] < 1e-14 and min(off[P][1:]) > 0.1 for P in (3, 4))
 
 # %% [markdown]
-# We ran the library's class itself, unmodified, in float64, and saw the same pattern ([report](../ring_doctor/patients/findings/README.md#diffusers)).
-# Which line of the loop is wrong?
+# We ran the library's class itself, unmodified, in float64, and saw the same pattern
+# ([report](../ring_doctor/patients/findings/README.md#diffusers)). Which line of the loop is wrong?
 #
 # <details><summary>Guess first. Then open.</summary>
 #
@@ -166,13 +166,12 @@ picture(weights_of(xray), "Gradients that travel the other way")
 # %% [markdown]
 # ## How a mistake gets its name
 #
-# `on_paper` took the X-ray of a [ring on paper](../docs/glossary.md#ring-on-paper): all ranks in one process, in float64, in
-# small steps. **A mistake is a function that replaces a step.** One of the steps is `home`: what the queries of a rank add
-# to dK and dV of a block must end on the rank where the block began. The mistake of diffusers replaces it: rank r meets
-# block j after r − j hops, the sums go r − j ranks *further*, and so they end on rank 2r − j. (The loop above sends blocks and sums
-# the other way round; its sums end on the same rank.)
-# The doctor has a row for each mistake: its name, and the step with what replaces it. A page says
-# [what such a ring does, where to look, and who had it](../ring_doctor/mistakes/README.md#gradients_travel_other_way).
+# `on_paper` took the X-ray of a [ring on paper](../docs/glossary.md#ring-on-paper): all ranks in one process, in float64, in small
+# steps. **A mistake is a function that replaces a step.** One of the steps is `home`: what the queries of a rank add to dK and dV of a
+# block must end on the rank where the block began. The mistake of diffusers replaces it: rank r meets block j after r − j hops, so the
+# sums would have to go r − j ranks back. They go r − j ranks *further*, to rank 2r − j. (The loop above sends blocks and sums the other
+# way round; its sums end on the same rank.) The doctor has a row for each mistake: its name, and the step with what replaces it. A page
+# says [what such a ring does, where to look, and who had it](../ring_doctor/mistakes/README.md#gradients_travel_other_way).
 
 # %%
 print_row("gradients_travel_other_way")
@@ -251,9 +250,9 @@ picture(weights_of(forgets), "Documents of 3 and 5 tokens, and a ring that ignor
 #
 # ## dV is exact, dQ and dK are not
 #
-# A ring has two chunks of four keys. Its forward pass is exact, and so is dV. But dQ is off by 9.6 %, and dK by 14.2 %
-# ([tt-metal, issue 53205](https://github.com/tenstorrent/tt-metal/issues/53205), by its own reproduction). A backward pass gets two numbers for each query, lse and
-# [δ](../docs/glossary.md#delta). Which of them is wrong?
+# A ring has two chunks of four keys. Its forward pass is exact, and so is dV. But dQ is off by 9.6 %, and dK by 14.2 % ([tt-metal,
+# issue 53205](https://github.com/tenstorrent/tt-metal/issues/53205), by its own reproduction). A backward pass gets two numbers for
+# each query, lse and [δ](../docs/glossary.md#delta). Which of them is wrong?
 #
 # <details><summary>Guess first. Then open.</summary>
 #
@@ -402,6 +401,7 @@ print(check_new_mistake(my_mistake))
 # ```
 # </details>
 #
-# Open [`paper_ring.py`](../ring_doctor/mistakes/paper_ring.py) now: the steps that a mistake replaces. [`xray.py`](../ring_doctor/explaining/xray.py) makes the X-ray. What the doctor
-# found in public rings: [ring_doctor/patients/findings](../ring_doctor/patients/findings/README.md). Next:
-# [17 · the other ways round](17_the_other_ways_round.ipynb).
+# Open [`paper_ring.py`](../ring_doctor/mistakes/paper_ring.py) now: the steps that a mistake replaces.
+# [`xray.py`](../ring_doctor/explaining/xray.py) makes the X-ray. What the doctor found in public rings:
+# [ring_doctor/patients/findings](../ring_doctor/patients/findings/README.md). Next: [17 · the other ways
+# round](17_the_other_ways_round.ipynb).

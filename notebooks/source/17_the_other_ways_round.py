@@ -19,7 +19,7 @@
 # - say which tokens a row of a hybrid holds, in each [layout](../docs/glossary.md#layout),
 # - say what each way sends, holds and needs, and which is the fastest inside a host.
 #
-# Track *other ways*. Before it: chapters 1 to 9 and 13. 22 minutes to read, 10 for the exercises.
+# Tracks *plan* and *other ways*. Before it: chapters 1 to 9 and 13. 22 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -175,8 +175,7 @@ assert torch.allclose(unshard(total, "zigzag"), d_k, rtol=0, atol=1e-13)
 
 # %% [markdown]
 # The gradient of a gather is a [reduce-scatter](../docs/glossary.md#reduce-scatter): **add** the parts of all ranks, and give
-# each rank the sum for its own block. Without that sum, `out` and dq are right, and only dk and dv are wrong. (Llama 3 was trained
-# with an all-gather.)
+# each rank the sum for its own block. Without that sum, `out` and dq are right, and only dk and dv are wrong.
 #
 # The price is memory: a rank of a ring holds two blocks at a time, but here a rank holds the blocks of all ranks. So
 # [`all_gather.py`](../ringlab/ways/all_gather.py) gathers one K/V head at a time. While a rank computes with one head, the next head
@@ -271,16 +270,17 @@ for layout in ("contiguous", "zigzag", "striped"):
 # | hybrid, $n$ rows of $g$ | $\frac{g-1}{g} \cdot 2(H+G) \cdot CD + (n-1) \cdot 2G \cdot CD$ | $g \le H$ | two blocks of $gC$ tokens, $G/g$ heads |
 #
 # **How long does a rank wait?** Take Llama 8B of chapter 9, with 128K tokens on the 8 H100s of a host. K and V of a chunk are
-# 64 MiB, and q, k, v and out 320 MiB. Each way computes as much as eight blocks of 2.22 ms, so the ways differ only in the
-# messages that no computing hides. In the forward pass these are
+# 64 MiB, and q, k, v and out 320 MiB. Each way computes as much as eight blocks of 2.22 ms: 17.8 ms, and 2.5 times as much, 44.5 ms,
+# in the backward pass. So the ways differ only in the messages that no computing hides. In the forward pass these are
 #
 # - in a ring, none,
 # - in a gather, the first of 8 K/V heads: $7 \cdot 64 / 8 = 56$ MiB,
 # - in an all-to-all, every message, because nobody computes during an exchange: $\frac78 \cdot 320 = 280$ MiB,
 # - in a hybrid, its exchange.
 #
-# Divide by the 450 GB/s of NVLink. The backward pass computes 44.5 ms. There a ring waits too, for its first hop, and a gather
-# also for the last sums of its gradients. The table has forward + backward, and *ideal* is the sum of computing and waits:
+# Divide by the 450 GB/s of NVLink. In the backward pass a ring waits for its first hop of 64 MiB, because it computes on its own block
+# last (chapter 9). A gather waits for the first head, and at the end for the last head's gradients, in float32: 0.13 + 0.26 ms. The
+# table has forward + backward, and *ideal* is the sum of computing and waits:
 
 # %%
 h100, llama = gpu_named("h100"), model_named("llama-3.1-8b")
@@ -314,9 +314,9 @@ assert (real.flops, real.backward_flops, ideal.flops) == (652e12, 590e12, 989e12
 
 # %% [markdown]
 # **Why does the ring win without costs, and lose with them?** It waits the least, so its ideal time is the shortest:
-# 62.4 ms, where the gather takes 62.8. *With costs* the planner takes measured rates in place of the data sheet's. cuDNN's kernel
-# reaches 652 of the 989 TFLOP/s forward and 590 backward, which slows all ways alike. But in each of its eight rounds a ring also
-# rewrites its output, leaves a part of the GPU idle at the end of a kernel, and computes beside messages
+# 62.4 ms, where the gather takes 62.8. *With costs* the planner takes rates measured with cuDNN's kernel, 652 of the 989 TFLOP/s
+# forward and 590 backward. It assumes that messages reach 80 % of a link and 70 % of a NIC. Both slow all ways. But in each of its
+# eight rounds a ring also rewrites its output, leaves a part of the GPU idle at the end of a kernel, and computes beside messages
 # ([`round_costs.py`](../ring_planner/round_costs.py)). So the ring takes 114.9 ms, and the gather 107.4.
 #
 # **Which way do you take?** Inside one host with NVLink take a gather or an all-to-all, which differ by 2 %. Take an all-to-all
@@ -328,7 +328,7 @@ assert (real.flops, real.backward_flops, ideal.flops) == (652e12, 590e12, 989e12
 # hop**, and [chapter 18](18_two_speeds_of_wire.ipynb) needs that.
 #
 # > **One number to remember: $H$.** Tokens can be exchanged for heads among $H$ ranks at most, because each rank needs a
-# > query head; Llama 8B has 32. More ranks take another way.
+# > query head; Llama 8B has 32.
 #
 # ## Questions
 #
@@ -342,8 +342,8 @@ assert (real.flops, real.backward_flops, ideal.flops) == (652e12, 590e12, 989e12
 # which for 16K?</summary>
 #
 # For 128K take the ring. A chunk of 16,384 tokens is longer than the knee of chapter 9, so the ring exposes one hop only. It
-# computes 17.8 ms forward and 44.5 backward, and waits 1.3: 63.6 ms. A gather takes 67.0 ms. An all-to-all waits for 280 MiB in each
-# pass, and takes 74.0. (With costs the gather is 2 % ahead. That is too little to tell, so take the simplest.)
+# computes 62.3 ms, and waits 1.3: 63.6 ms. A gather takes 67.0 ms. An all-to-all waits for 280 MiB in each pass, and takes 74.0.
+# (With costs the gather is less than 2 % ahead, and the ring is simpler.)
 #
 # For 16K exchange heads. With an eighth of the tokens a block takes a 64th of the time, and a hop an eighth. So a ring cannot hide
 # its hops, and the bytes decide. In both passes a ring sends 224 MiB and takes 4.73 ms, an all-to-all sends 70 MiB and takes 2.44.

@@ -96,7 +96,7 @@ ALIKE, GROUPED = (AttentionLayer(heads=32, kv_heads=heads, head_dim=128, itemsiz
 IN_16, OF_4 = (round(peak_bytes_backward(layer, 1024) / (2 * 1024 * 32 * 128)) for layer in (ALIKE, GROUPED))
 IN_32 = round(peak_bytes_backward(replace(ALIKE, itemsize=4), 1024) / (4 * 1024 * 32 * 128))
 OF_A_WORD = F32 * kept_at_the_loss(0, 1)[1] + 2  # bytes at the loss: float32, and the logit
-BY_BYTES = [replace(published(1), flops=math.inf, partial=size).share_for_keys for size in (2, 4)]  # Q or K and V?
+BY_BYTES = replace(published(1), flops=math.inf).share_for_keys  # Q or K and V?
 LONGEST = record.load("longest_training")
 RING, ALONE = (longest_training.lengths(LONGEST, method, checkpointing=True)[-1] for method in ("ring", "blockwise"))
 PLAN, TRAINED = "notebooks/source/18_two_speeds_of_wire.py", "notebooks/source/11_meshes.py"
@@ -118,8 +118,7 @@ SAID = [  # a page, and its words: their numbers are those of the code, or anoth
     ("docs/memory.md", "| L + 9, L + 18 | [chapter 9](../notebooks/09_hidden_communication.ipynb) |"),
     ("notebooks/appendix_errata.md", "holds L + 1 chunks and a device of the ring L + 6"),
     ("docs/memory.md", "| L + 1, L + 6 | [errata](../notebooks/appendix_errata.md) |"),
-    (GENERATION, "sends less up to {:.1%} of new tokens, or {:.1%} if".format(*BY_BYTES).replace("%", " %")),
-    (GENERATION, f"modelled time pass-Q is faster up to {100 * published(1).share_for_keys:.1f} %"),
+    (GENERATION, f"below $G/H$: {100 * BY_BYTES:.1f} % for Llama 3 405B"),
     (TRAINED, f"a ring of 4 trains on {RING:,} tokens, where one process with blockwise attention reaches {ALONE:,}"),
     ("notebooks/source/12_your_own_model.py", "it can for the convolution of lfm2, and cannot for the indexer of axk2"),
     ("ringlab/hugging_face/EVERY_MODEL.md", "| lfm2 with a convolution | equal |"),
