@@ -31,10 +31,9 @@ from bench.overlap_threshold import check_ring
 from bench.record import in_turn
 from ring_planner.hidden_communication import AttentionLayer, block_flops
 from ring_planner.unequal import best_order, proportional_chunks, unequal_ring
-from ringlab.basics.ranks import neighbours
 from ringlab.ring import flash_ring
 from ringlab.ring.fused_block import fused_forward
-from ringlab.support.agreement import agree
+from ringlab.support.agreement import agree, members
 from ringlab.support.processes import RankContext
 from ringlab.support.timeline import laps
 
@@ -83,13 +82,13 @@ def device_of(flops: float, late: list[float]) -> Iterator[None]:
 def link_speeds(context: RankContext, size: int) -> list[float]:
     """Bytes/s of the link from each rank to the next, for one message of so many bytes while nothing else travels."""
     message, seconds = torch.zeros(size, dtype=torch.uint8), []
-    rank, P, _, previous = neighbours()
+    rank, P = members()
 
     def send_from(sender: int) -> None:
         if rank == sender:
             dist.send(message, (rank + 1) % P)
-        elif previous == sender:
-            dist.recv(message, previous)
+        elif rank == (sender + 1) % P:
+            dist.recv(message, sender)
 
     for sender in [0, *range(P)]:  # the first warms up
         seconds.append(laps(partial(send_from, sender), context.device)[(sender + 1) % P].seconds)

@@ -64,13 +64,12 @@ class Simulation:
 
         with ExitStack() as stack:
             for module in (overlap, schedule):
-                stack.enter_context(mock.patch.multiple(module, neighbours=self.neighbours, post=self.post))
+                stack.enter_context(mock.patch.multiple(module, members=self.members, post=self.post))
             stack.enter_context(mock.patch.object(flash_ring, "fused_backward", self.compute))
             return list(stack.enter_context(ThreadPoolExecutor(P)).map(on_rank, range(P)))
 
-    def neighbours(self, group: None = None) -> tuple[int, int, int, int]:
-        rank = self.here.rank
-        return rank, P, (rank + 1) % P, (rank - 1) % P
+    def members(self, group: None = None) -> tuple[int, int]:
+        return self.here.rank, P
 
     def note(self, rank: int, what: str, t: int, block: int, start: float, end: float) -> None:
         self.events.append(Event(rank, what, t, block, start, end, bytes=0))

@@ -67,12 +67,12 @@ class Record:
         host, device = self.get_coordinate()
         return range(device, P, DEVICES), range(host * DEVICES, (host + 1) * DEVICES)
 
-    def neighbours(self, group: range) -> tuple[int, int, int, int]:
-        place, size = group.index(self.rank), len(group)
-        return place, size, (place + 1) % size, (place - 1) % size
+    def members(self, group: range) -> tuple[int, int]:
+        return group.index(self.rank), len(group)
 
     def post(self, sent: Sequence[Tensor], received: Sequence[Tensor], group: range) -> list[SimpleNamespace]:
-        to, source = (group[place] for place in self.neighbours(group)[2:])
+        place, size = self.members(group)
+        to, source = group[(place + 1) % size], group[(place - 1) % size]
         self.under_way.setdefault((self.rank, to), []).append((self.t, [x.clone() for x in sent]))
 
         def wait() -> None:
@@ -88,8 +88,8 @@ def schedule() -> tuple[list[list[int]], list[Hop]]:
     """The number of the block in hand, by round and rank; and every message."""
     record, blocks = Record(), []
     ring = DoubleRing(Partition(Mask(), "contiguous", (1,) * P), 1.0, record)
-    patches = mock.patch.multiple(overlap, neighbours=record.neighbours, post=record.post)
-    with patches, mock.patch("ringlab.ring.schedule.neighbours", record.neighbours):
+    patches = mock.patch.multiple(overlap, members=record.members, post=record.post)
+    with patches, mock.patch("ringlab.ring.schedule.members", record.members):
         own = [torch.full((1, 1, 1, 1), float(rank)) for rank in range(P)]
         ranks = [ring.rounds(k, k) for k in own]
         for t in range(P):

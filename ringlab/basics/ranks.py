@@ -19,20 +19,10 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.support.agreement import agree, members
 from ringlab.support.processes import RankContext, launch
-
-
-def neighbours(group: ProcessGroup | None = None) -> tuple[int, int, int, int]:
-    """(rank, world_size, next_rank, prev_rank), all counted inside `group` (None: the whole job).
-
-    Raises ValueError when no process group exists or this process is not in `group`.
-    """
-    rank, world_size = members(group)
-    return rank, world_size, (rank + 1) % world_size, (rank - 1) % world_size
 
 
 def scatter(x: Tensor | None, context: RankContext) -> Tensor:
@@ -78,7 +68,8 @@ def gather(chunk: Tensor, context: RankContext) -> Tensor | None:
 
 
 def _show(context: RankContext) -> str:
-    rank, world_size, following, previous = neighbours()
+    rank, world_size = members()
+    following, previous = (rank + 1) % world_size, (rank - 1) % world_size
     chunk = scatter(TOKENS[None, None] if rank == 0 else None, context)  # (1, 1, C, 2)
     whole = gather(chunk, context)
     assert whole is None or torch.equal(whole, TOKENS[None, None])

@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.ring.documents import IGNORED
 from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.ring.layouts import positions, rotary
 from ringlab.states.linear_attention import linear_attention
@@ -51,7 +52,6 @@ from ringlab.states.state_ring import ring_linear_attention
 from ringlab.support.expect import expect
 from ringlab.support.processes import RankContext, launch
 
-IGNORED = -100  # the label of a token that has no loss
 TEXT = torch.tensor([list(b"Keys and values go round a ring. ")])  # (1, S + 1)
 S = TEXT.shape[1] - 1
 TAPS = 4  # tokens that the short convolution mixes

@@ -38,7 +38,7 @@ from ring_attn import hop, ring_forward
 from ringlab.basics.blockwise_attention import TILE
 from ringlab.basics.chunks import agree_on_chunks, check_chunks
 from ringlab.basics.naive_attention import TOKENS
-from ringlab.basics.ranks import neighbours
+from ringlab.support.agreement import members
 from ringlab.support.timeline import span
 
 
@@ -119,7 +119,7 @@ def ring_backward(
 
     `lengths` is the chunk length C of every rank. Every rank of `group` must call it. Liu et al. 2024, appendix A.
     """
-    rank, world_size, _, _ = neighbours(group)
+    rank, world_size = members(group)
     delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, C)
     block = torch.stack((k, v))  # (2, B, H, C, D)
     d_q, d_block = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (q, block))

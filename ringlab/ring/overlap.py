@@ -34,8 +34,9 @@ import ring_attn
 from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.chunks import agree_on_chunks, check_forward_only
 from ringlab.basics.online_softmax import finish, start
-from ringlab.basics.ranks import gather, neighbours, scatter
+from ringlab.basics.ranks import gather, scatter
 from ringlab.support import timeline
+from ringlab.support.agreement import members
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.timeline import span
 
@@ -53,7 +54,7 @@ def post(
     Receives come first. gloo sends only what the receiver has asked for. Where two ranks send to each other, asking
     after the own message has begun means asking when it has left: the two messages then take turns on the wire.
     """
-    rank, world_size, _, _ = neighbours(group)
+    rank, world_size = members(group)
     to, source = (rank + distance) % world_size, (rank - distance) % world_size
     sends = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent]
     receives = [dist.P2POp(dist.irecv, x, group=group, group_peer=source) for x in received]
@@ -99,7 +100,7 @@ def arriving_blocks(
     Meanwhile the next block travels. Consume each block before advancing: its buffer is reused. Do not write into it:
     it is being sent. `lengths` is the chunk length C of every rank. Liu et al. 2024, algorithm 1.
     """
-    rank, world_size, _, _ = neighbours(group)
+    rank, world_size = members(group)
     buffer = two_buffers(k, v, lengths, rank)
     here = k.contiguous(), v.contiguous()  # two messages: one message of both would cost a copy
     for t in range(world_size - 1 if hops is None else hops):

@@ -34,12 +34,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from ringlab.basics.chunks import agree_on_chunks, check_grouped_chunks, needs_gradients, under_autocast
-from ringlab.basics.ranks import neighbours
 from ringlab.ring.layouts import is_own, layout_of
 from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import arriving_blocks, keys_and_values, numbers_of_token, own_last, post, two_buffers
 from ringlab.ring.partition import BlockSlice, Partition
-from ringlab.support.agreement import Group, agree_same, flat_group
+from ringlab.support.agreement import Group, agree_same, flat_group, members
 from ringlab.support.processes import RankContext, launch
 
 Check = Callable[[Tensor, Tensor, Tensor], None] | None  # of q, k and v
@@ -122,7 +121,7 @@ class Ring(Schedule):
     """The schedule of the ring: in round t rank r has block j = (r - t) mod P in hand. Liu et al. 2024, algorithm 1."""
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        rank, world_size, _, _ = neighbours(self.group)
+        rank, world_size = members(self.group)
         lengths, hops = self.partition.lengths, self.partition.hops
         for t, (k_j, v_j) in enumerate(arriving_blocks(k, v, lengths=lengths, group=self.group, hops=hops)):
             yield t, k_j, v_j, self.partition.pieces(rank, (rank - t) % world_size)
@@ -145,7 +144,7 @@ class TravellingSums:
         self, k: Tensor, v: Tensor, dtype: torch.dtype, *, lengths: Sequence[int], group: ProcessGroup | None, hops: int
     ) -> None:
         """k and v are this rank's own block, `lengths` the chunk length C of every rank."""
-        rank, _, _, _ = neighbours(group)
+        rank, _ = members(group)
         self.buffer, self.group, self.hops = two_buffers(k, v, lengths, rank, dtype), group, hops
         self.k, self.v, self.dtype, self.length = k, v, dtype, lengths[rank]
         if hops:

@@ -40,7 +40,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ringlab.basics.chunks import agree_on_chunks, as_autocast, needs_gradients
-from ringlab.basics.ranks import neighbours
 from ringlab.ring.backward import differentiable_once
 from ringlab.ring.flash_ring import left_as_it_is
 from ringlab.ring.layouts import unshard
@@ -48,7 +47,7 @@ from ringlab.ring.masks import Mask, lengths_of
 from ringlab.ring.partition import Partition
 from ringlab.ring.schedule import Group
 from ringlab.states.linear_attention import Inputs, Map, checked_inputs, each_of, in_chunks, recurrence, states_along
-from ringlab.support.agreement import flat_group
+from ringlab.support.agreement import flat_group, members
 from ringlab.ways.all_gather import all_gather
 
 Chain = Sequence[int]  # the rank of each run of tokens, in the order of the sequence
@@ -63,7 +62,7 @@ def by_hops(maps: Sequence[Map], chain: Chain, h: Tensor, group: ProcessGroup | 
     """The state before each of this rank's runs, whose maps are given: it comes from the rank before, and goes on."""
     before: list[Tensor] = []
     for i, owner in enumerate(chain):
-        if owner == neighbours(group)[0]:
+        if owner == members(group)[0]:
             if i > 0:
                 h = torch.empty_like(h)
                 dist.recv(h, group=group, group_src=chain[i - 1])
@@ -75,7 +74,7 @@ def by_hops(maps: Sequence[Map], chain: Chain, h: Tensor, group: ProcessGroup | 
 
 def by_scan(maps: Sequence[Map], chain: Chain, h: Tensor, group: ProcessGroup | None) -> list[Tensor]:
     """The same, by maps of 1, 2, 4, ... runs: after each step a rank knows twice as many of those before it."""
-    rank, P, _, _ = neighbours(group)
+    rank, P = members(group)
     place, (total,), before = chain.index(rank), maps, None  # total: of this run and those in `before`
     distance = 1
     while distance < P:
@@ -96,7 +95,7 @@ def by_scan(maps: Sequence[Map], chain: Chain, h: Tensor, group: ProcessGroup | 
 
 def by_gather(maps: Sequence[Map], chain: Chain, h: Tensor, group: ProcessGroup | None) -> list[Tensor]:
     """The same, from the maps of all ranks."""
-    rank, P, _, _ = neighbours(group)
+    rank, P = members(group)
     most = max(map(chain.count, chain))  # runs of a rank: the messages of all are as long
     mine = torch.stack(([torch.cat(one, dim=-1) for one in maps] * most)[:most])
     everyone = mine.new_empty(P, *mine.shape)
@@ -142,7 +141,7 @@ class HandOn(torch.autograd.Function):
         ][::-1]
         zeros = torch.zeros_like(d_states[0][:, :, 0])
         behind = along(ctx.way, ctx.chain[::-1], ctx.group, runs, zeros)
-        d_h = runs[-1][-1](behind[-1][-1]) if ctx.chain[0] == neighbours(ctx.group)[0] else zeros
+        d_h = runs[-1][-1](behind[-1][-1]) if ctx.chain[0] == members(ctx.group)[0] else zeros
         d_maps: list[Tensor] = []
         for h, of_run in zip(states, behind[::-1], strict=True):
             d = torch.stack(of_run[::-1], dim=2)  # of the state behind each chunk
@@ -195,7 +194,7 @@ def agree_on_runs(
     same |= {"gradients": [name for name, x in given.items() if needs_gradients(x)]}
     options: dict[str, Any] = {"function": function, "check": check_all, "settings": lambda: same}
     scale, lengths = agree_on_chunks(*chunks, scale, group, **options)
-    return runs_of(scale, of_documents, layout, tuple(lengths), neighbours(group)[0])
+    return runs_of(scale, of_documents, layout, tuple(lengths), members(group)[0])
 
 
 @lru_cache(maxsize=64)  # every layer of a model asks for the same
@@ -260,7 +259,7 @@ def ring_linear_attention(
     outs = [read(h).flatten(2, 3)[:, :, :n] for read, h, n in zip(reads, states, runs.mine, strict=True)]
     last = Map(*(y[:, :, -1] for y in changes[-1]))
     out = torch.cat(outs, dim=2).to(q.dtype)
-    return out, last(states[-1][:, :, -1]) if runs.chain[-1] == neighbours(group)[0] else None
+    return out, last(states[-1][:, :, -1]) if runs.chain[-1] == members(group)[0] else None
 
 
 def main() -> int:

@@ -36,12 +36,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Work
 
-from ringlab.basics.ranks import neighbours
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import NAMED, layout_of
 from ringlab.ring.overlap import keys_and_values, numbers_of_token
 from ringlab.ring.partition import BlockSlice, Partition, cut, every
 from ringlab.ring.schedule import Round, Schedule
+from ringlab.support.agreement import members
 from ringlab.support.timeline import span
 
 # torch 2.13 gave both another name; older releases are supported too.
@@ -71,7 +71,7 @@ class AllGather(Schedule):
     """A round for each K/V head, with the keys of all ranks in the order of the sequence. Llama 3, section 3.3.2."""
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        rank, served = neighbours(self.group)[0], self.heads // self.kv_heads
+        rank, served = members(self.group)[0], self.heads // self.kv_heads
         buffers = [buffer_for_all(k, v, self.partition.lengths, k.dtype) for _ in range(2)]
         in_order = self.whole(k, v, k.dtype)  # K (B, 1, S, D) and V (B, 1, S, Dv) of the head in hand
         coming = self.gather(k[:, :1], v[:, :1], buffers[0])
@@ -92,7 +92,7 @@ class AllGather(Schedule):
 
     def gather(self, k: Tensor, v: Tensor, blocks: Tensor) -> Work:
         """Begin to gather k and v (B, 1, C, D) of every rank into `blocks`, from `buffer_for_all`. Return at once."""
-        rank = neighbours(self.group)[0]
+        rank = members(self.group)[0]
         for place, x in zip(self.block(k, v, blocks, rank), (k, v), strict=True):
             place.copy_(x)
         return all_gather(blocks.flatten(), blocks[rank], group=self.group, async_op=True)

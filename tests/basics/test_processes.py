@@ -1,4 +1,4 @@
-"""The processes of a ring: neighbours, agreement, chunks, and how a job ends when one of them fails."""
+"""The processes of a ring: places, agreement, chunks, and how a job ends when one of them fails."""
 
 import os
 import subprocess
@@ -12,29 +12,29 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringlab.basics.ranks import gather, neighbours, scatter
+from ringlab.basics.ranks import gather, scatter
+from ringlab.support.agreement import members
 from ringlab.support.devices import choose_device, cpu_cores
 from ringlab.support.processes import LostRank, Raised, Ranks, join_ring, launch
 from tests.commands import ROOT, TORCHRUN, ends_soon, run, wait_for
 from tests.wrong import failing_ring
 
 
-def my_neighbours(context):
-    return neighbours()
+def my_place(context):
+    return members()
 
 
-def test_neighbours(ranks, world_size):
-    P = world_size
-    assert ranks(P, my_neighbours) == [(rank, P, (rank + 1) % P, (rank - 1) % P) for rank in range(P)]
+def test_a_rank_knows_its_place(ranks, world_size):
+    assert ranks(world_size, my_place) == [(rank, world_size) for rank in range(world_size)]
 
 
-def my_neighbours_in(context, members):
-    group = dist.new_group(members)
-    return neighbours(group) if context.rank in members else None
+def my_place_in(context, several):
+    group = dist.new_group(several)
+    return members(group) if context.rank in several else None
 
 
-def test_neighbours_are_counted_inside_the_group(ranks):
-    assert ranks(5, my_neighbours_in, [1, 3, 4]) == [None, (0, 3, 1, 2), None, (1, 3, 2, 0), (2, 3, 0, 1)]
+def test_ranks_are_counted_inside_the_group(ranks):
+    assert ranks(5, my_place_in, [1, 3, 4]) == [None, (0, 3), None, (1, 3), (2, 3)]
 
 
 def there_and_back(context, x):

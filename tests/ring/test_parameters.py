@@ -24,9 +24,10 @@ from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.chunks import check_grouped_chunks
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import merge
-from ringlab.basics.ranks import neighbours, scatter
+from ringlab.basics.ranks import scatter
 from ringlab.ring import backward, flash_ring, grouped_query, overlap
 from ringlab.ring.layouts import shard, unshard
+from ringlab.support.agreement import members
 from tests.attention import assert_right, expected, gradients, grouped_inputs, random_qkv
 from tests.concepts import needed_by
 from tests.mistakes import all_of, refusal
@@ -244,7 +245,7 @@ BAD_ALONE = [  # in one process: function, arguments, options, words of the mess
     (merge, (OUT, LSE.bfloat16(), OUT, LSE), {}, ["lse_a has dtype torch.bfloat16", "float32 or", "keep the lse"]),
     (merge, (OUT, LSE, OUT, LSE.half()), {}, ["lse_b has dtype torch.float16", "float32 or float64", "keep the lse"]),
     (ring_attention, (X, X, X), {}, NO_GROUP),
-    (neighbours, (), {}, NO_GROUP),
+    (members, (), {}, NO_GROUP),
     (simulate_messages, ([[Send(0)], []],), {}, ["rank 0 has Send(to=0)", "expected another rank from 0 to 1"]),
     (simulate_messages, ([[Send(2)], []],), {}, ["rank 0 has Send(to=2)", "expected another rank from 0 to 1"]),
     (simulate_messages, ([[Recv(-1)], []],), {}, ["rank 0 has Recv(source=-1)", "expected another rank from 0 to 1"]),

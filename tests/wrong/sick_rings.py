@@ -19,12 +19,12 @@ import torch
 from bench.gradients_home import Circle
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import block_out
-from ringlab.basics.ranks import neighbours
 from ringlab.ring import flash_ring, schedule
 from ringlab.ring.flash_ring import flash_backward, ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
 from ringlab.ring.overlap import post
 from ringlab.ring.partition import Partition
+from ringlab.support.agreement import members
 from ringlab.ways import all_gather, all_to_all
 from ringlab.ways.all_to_all import Exchange
 from tests.mistakes import patch
@@ -105,7 +105,7 @@ def back_as_they_came(exchange, wholes):
 
 def not_added(total, parts, *, group, async_op):
     """Each rank keeps what its own queries found for its block."""
-    rank, world_size, _, _ = neighbours(group)
+    rank, world_size = members(group)
     total.copy_(parts.view(world_size, -1)[rank])
     return mock.Mock()
 
