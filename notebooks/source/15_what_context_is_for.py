@@ -69,10 +69,10 @@ assert found[8] > found[32] > found[64]
 # The model has learned the task: in texts as long as those of its training it finds nearly every line. In a text that
 # is 8 times as long it does not find the first lines.
 #
-# **Why? The distance.** The first lines are farther from the question than any line was in the training, so rotary
-# embeddings turn their keys by angles that the queries never met. If that is the reason, smaller distances must help.
-# So the same model reads the same texts with all positions divided by 8, and a text of 64 lines spans the positions
-# of 8:
+# **Why? The distance.** The first lines are farther from the question than any line was in the training, so [rotary
+# embeddings](../docs/glossary.md#rotary-embedding) turn their keys by angles that the queries never met. If that is the reason, smaller
+# distances must help. So the same model reads the same texts with all positions divided by 8, and a text of 64 lines spans the
+# positions of 8:
 
 # %%
 squeezed = accuracy_by_depth(weights, 64, 2048 // 64, 0, IDS, squeeze=8 / 64)
@@ -189,8 +189,7 @@ assert right["4 x, ring of 4"][at_256] < right["1 x, positions squeezed"][at_256
 # <details><summary>Why does the model fail at the first lines, and not at the last ones?</summary>
 #
 # The questions are at the end. The last lines are at distances that the training had. The first lines are farther away
-# than any line of the training was, and [rotary embeddings](../docs/glossary.md#rotary-embedding) turn their keys by angles that the queries
-# never met.
+# than any line of the training was.
 # </details>
 #
 # ## Your turn

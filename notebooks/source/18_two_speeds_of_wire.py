@@ -152,7 +152,7 @@ print("four processes had the blocks in hand that the table above says")
 # %% [markdown]
 # ## Which way to take
 #
-# A double ring hides its slow hops. Is it the fastest way? Compare the ways of chapter 17. In *hybrid 16 x 8*, the *hybrid of 8*, a row
+# A double ring hides its slow hops. Is it the fastest way? Compare the ways of chapter 17. In the *hybrid of 8* a row
 # is a host: its 8 ranks exchange tokens for heads, and rings of 16 ranks go from host to host. Here is a layer, forward and backward,
 # *ideal* and *with costs* as in chapter 17:
 
@@ -168,7 +168,7 @@ SHARED = [("ring", None), ("double ring", None), ("all-gather", None), *(("hybri
 def milliseconds(cluster, chunk, mask=None):
     """By way: ms of a layer, forward and backward."""
     return {
-        f"{way} {cluster.devices // split} x {split}" if split else way: 1e3
+        f"{way} of {split}" if split else way: 1e3
         * sum(pass_of(way, Pass(cluster, layer, chunk, backward, mask), split) for backward in (False, True))
         for way, split in SHARED
         if split is None or split < cluster.devices
@@ -182,9 +182,9 @@ for name, (way, split) in zip(ideal, SHARED, strict=True):
     sent = sum(traffic(way, layer, chunk, h100s(16), backward=backward, split=split)[1] for backward in (False, True))
     print(f"{name:<15}{ideal[name]:>10,.1f}{paid[name]:>17,.1f}{sent / 1e9:>14.2f}")
 assert min(ideal, key=ideal.get) == "double ring"
-assert min(paid, key=paid.get) == "hybrid 16 x 8" and max(paid, key=paid.get) == "ring"
+assert min(paid, key=paid.get) == "hybrid of 8" and max(paid, key=paid.get) == "ring"
 assert 1.3 < ideal["ring"] / ideal["double ring"] < 1.4
-assert paid["ring"] > 1.2 * paid["hybrid 16 x 8"]
+assert paid["ring"] > 1.2 * paid["hybrid of 8"]
 
 # %% [markdown]
 # The double ring has the best ideal time, because it exposes only two hops, both in the backward pass: the first hop of K and V, and
@@ -280,7 +280,7 @@ print(f"the planner: {planned.seconds:.3g} s, {planned.held / GIB:.3g} GiB; each
 # %%
 options = "--model llama-3.1-8b --gpu h100 --hosts 16 --seq-len 1048576 --cp 128 --tp 1"
 assert command.main(options.split()) == 0
-assert round(paid["hybrid 16 x 8"], 1) == 447.5 and round(32 * 1.15 * 0.4475, 1) == 16.5
+assert round(paid["hybrid of 8"], 1) == 447.5 and round(32 * 1.15 * 0.4475, 1) == 16.5
 assert round(ours["products"] / 2 * 3 / 4, 2) == 0.53
 
 # %% [markdown]
@@ -318,7 +318,7 @@ assert round(ours["products"] / 2 * 3 / 4, 2) == 0.53
 # </details>
 
 # %%
-assert round(milliseconds(h100s(16, nics=1), chunk)["hybrid 16 x 8"]) == 334
+assert round(milliseconds(h100s(16, nics=1), chunk)["hybrid of 8"]) == 334
 assert round(1e3 * 3.5 * 128 * computing) == 249  # the backward pass has 2.5 times the FLOPs
 plans = [Plan(Step(llama, h100, 1, 8, 2**20, cp=8, loss=it)) for it in ("whole", "pieces")]
 assert [round(plan.held / GIB) for plan in plans] == [292, 94]
