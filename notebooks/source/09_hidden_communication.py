@@ -216,8 +216,8 @@ measured.max_context()
 # %% [markdown]
 # P devices of a ring reach P times the sequence of a ring of one. A ring of one reaches only half of what fused attention reaches alone
 # (*blockwise* in the picture). In float32 the list above has 12 + 5 = 17 chunks, and the kernel makes one copy: 18. Fused attention
-# without a ring holds 9. In a whole model of 32 layers both also keep a chunk for each layer. So P devices reach $(32 + 9)/(32 + 18) =
-# 0.82$ of P times the sequence of one device without a ring.
+# without a ring holds 9. In a whole model of 32 layers both also keep a chunk for each layer. So P devices reach
+# $(32 + 9)/(32 + 18) = 0.82$ of P times the sequence of one device without a ring.
 #
 # [Chapter 17](17_the_other_ways_round.ipynb) goes on with these numbers and asks which way shares a layer best.
 # [Chapter 18](18_two_speeds_of_wire.ipynb) adds the slow wire, and everything that a step has besides attention.

@@ -226,13 +226,12 @@ measured_models.generation()
 # here, because it sends nothing and has the cores of all ranks. On real devices each rank reads its part of the cache
 # with its own memory bandwidth, and a long context does not fit on one device at all.
 #
-# A third case lies between a prompt and a single token: 1,000 new tokens over a cache of 100,000. So in *pass-Q* the queries go round,
+# A third case lies between a prompt and a single token: 1,000 new tokens over a cache of 100,000. In *pass-Q* the few queries go round,
 # and partial results come home.
 #
-# Of $S$ tokens let $T$ be new. The queries and results of a rank's share are about $2 \cdot T \cdot HD$ numbers, K and V $2 \cdot S
-# \cdot GD$. So pass-Q sends less while $T/S$ is below $G/H$: 6.2 % for Llama 3 405B with 8 of 128 heads. Nothing hides the results on
-# their way home, and Meta measured a border of about 5 % ([the count](../ring_planner/pass_q_or_kv.py)).
-# [`pass_q.py`](../ringlab/models/pass_q.py) also reads texts in parts.
+# Of $S$ tokens let $T$ be new. Queries and results are about $2T \cdot HD$ numbers, K and V $2S \cdot GD$. So pass-Q sends less while
+# $T/S$ is below $G/H$: 6.2 % for Llama 3 405B with 8 of 128 heads. Nothing hides the results on their way home, and Meta measured a
+# border of about 5 % ([the count](../ring_planner/pass_q_or_kv.py)). [`pass_q.py`](../ringlab/models/pass_q.py) also reads texts in parts.
 #
 # > **One number to remember: D + 2** numbers a head. That is what a rank sends in a layer for a new token, whether the
 # > context has a thousand tokens or a million.
