@@ -152,9 +152,8 @@ print("four processes had the blocks in hand that the table above says")
 # %% [markdown]
 # ## Which way to take
 #
-# A double ring hides its slow hops. Is it the fastest way? Compare the ways of chapter 17. In the *hybrid of 8* a row
-# is a host: its 8 ranks exchange tokens for heads, and rings of 16 ranks go from host to host. Here is a layer, forward and backward,
-# *ideal* and *with costs* as in chapter 17:
+# A double ring hides its slow hops. Is it the fastest way? In the *hybrid of 8* a row is a host: its 8 ranks exchange tokens for heads,
+# and rings of 16 ranks go from host to host. Here is a layer, forward and backward, *ideal* and *with costs* as in chapter 17:
 
 
 # %%
@@ -190,8 +189,7 @@ assert paid["ring"] > 1.2 * paid["hybrid of 8"]
 # The double ring has the best ideal time, because it exposes only two hops, both in the backward pass: the first hop of K and V, and
 # inside a host the last hop of the gradients, when all is computed. But each of its 128 rounds has costs (chapter 17), and the hybrid
 # of 8 has only 16 rounds. Each of these computes as much as eight blocks, which hides the slow hop too. So **few rounds on long blocks
-# win**: the hybrid takes a fifth less time than the flat ring. (The gather has only 8 rounds, one for each K/V head, but nothing hides
-# its first head.)
+# win**: the hybrid takes a fifth less time than the flat ring.
 #
 # Is that so when measured? We never ran hosts with GPUs. But one machine played two hosts: two network namespaces, each with one core
 # for its 2 or 4 ranks, and a link of a set rate ([the numbers](../bench/results/README.md#five_ways)).
@@ -215,11 +213,10 @@ for row, times in zip(rows, taken, strict=True):
     assert 0.1 < gain < 0.285 if short and rate < 125_000_000 else gain > -0.11
 
 # %% [markdown]
-# The flat ring is the fastest where a fast link or long chunks hide its messages too. The hybrid is far
-# behind in two cases only, on the slowest link with 4,096 tokens: no way hides its messages there, and the all-to-all sends the
-# fewest bytes. With 4,096 tokens on the two slower links the double ring takes 10 to 28 % less time than the flat ring, and elsewhere
-# up to 11 % more. The all-gather is the slowest in 11 cases, because gloo's reduce-scatter sends the gradients twice. So these cases
-# say little of a gather on GPUs.
+# The flat ring is the fastest where a fast link or long chunks hide its messages too. The hybrid is far behind in two cases only, on
+# the slowest link with 4,096 tokens: no way hides its messages there, and the all-to-all sends the fewest bytes. With 4,096 tokens on
+# the two slower links the double ring takes 10 to 28 % less time than the flat ring, and elsewhere up to 11 % more. The all-gather is
+# the slowest in 11 cases, because gloo's reduce-scatter sends the gradients twice. So these cases say little of a gather on GPUs.
 #
 # ## A whole step
 #
@@ -284,10 +281,10 @@ assert round(paid["hybrid of 8"], 1) == 447.5 and round(32 * 1.15 * 0.4475, 1) =
 assert round(ours["products"] / 2 * 3 / 4, 2) == 0.53
 
 # %% [markdown]
-# A step takes 17.2 s by the hybrid of 8, and 21.2 s by the flat ring. The advice names the fastest way, and the simplest way within 2 %
-# of it. Without `--cp 128 --tp 1` the planner may use *tensor parallelism*, or two sequences at once. For one sequence it then finds a
-# simpler way, also 17.5 s: a ring between hosts, with tensor parallelism inside (in the line *one sequence on all*). [Which way for
-# which wires](../docs/which_way.md#which-way-for-which-wires) has six clusters.
+# A step takes 17.2 s by the hybrid of 8, and 21.2 s by the flat ring. Without `--cp 128 --tp 1` the planner may use *tensor
+# parallelism*, or two sequences at once. For one sequence it then finds a simpler way, also 17.5 s: a ring between hosts, with tensor
+# parallelism inside (in the line *one sequence on all*). [Which way for which wires](../docs/which_way.md#which-way-for-which-wires)
+# has six clusters.
 #
 # How far off may this be? Half of 105 times that others published are within 4.3 % of the planner's, and half of the 52 on
 # which nothing was fitted within 5.0 %. In 67 of 71 pairs of ways the planner names the faster way, or one that loses by less than
