@@ -282,9 +282,9 @@ assert round(ours["products"] / 2 * 3 / 4, 2) == 0.53
 
 # %% [markdown]
 # A step takes 17.2 s by the hybrid of 8, and 21.2 s by the flat ring. Without `--cp 128 --tp 1` the planner may use *tensor
-# parallelism*, or two sequences at once. For one sequence it then finds a simpler way, also 17.5 s: a ring between hosts, with tensor
-# parallelism inside (in the line *one sequence on all*). [Which way for which wires](../docs/which_way.md#which-way-for-which-wires)
-# has six clusters.
+# parallelism*, or two sequences at once. For one sequence it then finds a simpler way than the all-gather, also 17.5 s: a ring between
+# hosts, with tensor parallelism inside (in the line *one sequence on all*). [Which way for which
+# wires](../docs/which_way.md#which-way-for-which-wires) has six clusters.
 #
 # How far off may this be? Half of 105 times that others published are within 4.3 % of the planner's, and half of the 52 on
 # which nothing was fitted within 5.0 %. In 67 of 71 pairs of ways the planner names the faster way, or one that loses by less than
