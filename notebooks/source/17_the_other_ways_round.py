@@ -275,7 +275,7 @@ for layout in ("contiguous", "zigzag", "striped"):
 #
 # - in a ring, none,
 # - in a gather, the first of 8 K/V heads: $7 \cdot 64 / 8 = 56$ MiB,
-# - in an all-to-all, every message, because nobody computes during an exchange: $\frac78 \cdot 320 = 280$ MiB,
+# - in an all-to-all, every message, because nobody computes during an exchange: $\frac{7}{8} \cdot 320 = 280$ MiB,
 # - in a hybrid, its exchange.
 #
 # Divide by the 450 GB/s of NVLink. In the backward pass a ring waits for its first hop of 64 MiB, because it computes on its own block
