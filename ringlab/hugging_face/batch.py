@@ -84,7 +84,7 @@ def shard_batch(
     group, layout, (rank, world_size) = where.mesh_or_group, where.layout, where.place
     sized = pad_to is None or (type(pad_to) is int and pad_to > 0)
     least, multiple = pad_to if sized else 0, max(1, layout_of(layout).multiple) * world_size
-    if least and isinstance(batch.get("input_ids"), Tensor):
+    if least and isinstance(batch.get("input_ids"), Tensor) and batch["input_ids"].dim() == 2:
         batch = padded(batch, least, multiple)
 
     def check() -> tuple[tuple[int, ...], dict[str, Any]]:

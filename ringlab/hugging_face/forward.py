@@ -40,7 +40,7 @@ with extra("hf", __name__):
 from ringlab.hugging_face.attention import UNDERSTOOD, LayerAttention
 from ringlab.hugging_face.batch import checksum_of_weights, loss_part, refuse, shape_of
 from ringlab.hugging_face.proof import prove
-from ringlab.hugging_face.seam import linear_layers
+from ringlab.hugging_face.seam import is_spread, linear_layers
 from ringlab.hugging_face.states import in_ring
 from ringlab.support.expect import attempt, expect
 
@@ -220,7 +220,7 @@ class ModelInRing(LayerAttention):
         if self.proving:
             return None
         self.passes += 1
-        if modules_of(part) != self.known:
+        if modules_of(part) != self.known or not is_spread(part):
             self.prove(part)
         return args, {**kwargs, "position_ids": kwargs["position_ids"] + self.first}
 

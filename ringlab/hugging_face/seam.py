@@ -93,6 +93,11 @@ def linear_layers(model: nn.Module) -> list[nn.Module]:
     return [part for part, code in codes if code and {*MIXERS} & {*code.co_names}]
 
 
+def is_spread(model: nn.Module) -> bool:
+    """Whether the names mean other functions in every linear layer: a layer that was replaced has its own again."""
+    return all("forward" in vars(layer) for layer in linear_layers(model))
+
+
 def spread(layers: list[nn.Module], mixers: Mixers | None) -> None:
     """Let the names mean these functions in linear layers; with None, those of transformers again.
 

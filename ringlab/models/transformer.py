@@ -182,7 +182,9 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = layer(x, at)
         x = self.norm(x)
-        return self.head(x if last is None else (x * last[..., None]).sum(dim=1))
+        if last is None:
+            return self.head(x)
+        return self.head((x * last[..., None]).sum(dim=1)) * last.any(dim=1, keepdim=True)
 
 
 def shard_text(text: Tensor, layout: str, rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -198,6 +198,7 @@ def agree_on_runs(
 
 
 @lru_cache(maxsize=64)  # every layer of a model asks for the same
+@torch.inference_mode(False)  # an evaluation may be the first to ask, and a backward pass cannot use its tensors
 def runs_of(scale: float, documents: tuple[int, ...] | None, layout: str, lengths: tuple[int, ...], rank: int) -> Runs:
     partition = Partition(Mask(causal=True, documents=documents), layout, lengths)
     owner = torch.empty(partition.seq_len, dtype=torch.int64)

@@ -459,6 +459,7 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
         lambda rank: shard_batch({"input_ids": ROW[:, :23]}, layout="contiguous"),
         "23 tokens in the contiguous layout on 3 ranks; expected a multiple of 3: pad_to=1",
     ),
+    "no batch": (lambda rank: shard_batch({"input_ids": torch.tensor(5)}, pad_to=1), "input_ids are (); expected"),
     "padded to nothing": (lambda rank: shard_batch(batch_of(), pad_to=0), "pad_to is 0; expected a number of tokens"),
     "a batch for an encoder": (lambda rank: in_use()(**shard_batch(padded_alike(), causal=False)), BEFORE_ONLY),
     "a causal batch for an encoder": (lambda rank: bert(True), "BertSelfAttention attends in both directions"),
@@ -545,6 +546,17 @@ def more_that_is_told(context, ring):
     return hf.summed(model, model(**shard_batch(batch)).loss)
 
 
+def replaced_layer(context, ring):
+    """A linear layer takes the place of another after use_ring: the model is proved once more."""
+    model, other = (model_of("Lfm2", {"layer_types": ["conv", "full_attention"]}) for _ in range(2))
+    if ring:
+        use_ring(model, layout="contiguous")
+    model.model.layers[0] = other.model.layers[0]
+    if not ring:
+        return hf.results_of(model, model(**batch_of()).loss)
+    return hf.summed(model, model(**shard_batch(batch_of(), layout="contiguous")).loss)
+
+
 def classified(context, ring):
     """The loss and gradients of a classification, from the row of the last token of each sequence."""
     torch.manual_seed(0)
@@ -586,7 +598,7 @@ def encoded(context, ring):
     return (hf.summed if ring else hf.results_of)(model, loss)
 
 
-@pytest.mark.parametrize("step", [lora_later, more_that_is_told, classified, encoded])
+@pytest.mark.parametrize("step", [lora_later, more_that_is_told, replaced_layer, classified, encoded])
 def test_other_losses_and_other_heads(ranks, step):
     """As on one process, where transformers' own losses are float32."""
     loss, *gradients = step(None, False)

@@ -207,6 +207,14 @@ def test_a_linear_layer_is_that_of_qwen():
         torch.testing.assert_close(layer.attend(x, torch.arange(S)), right, rtol=1e-4, atol=1e-5)
 
 
+def test_logits_after_one_token_of_each_text():
+    model, tokens, at = model_of(SMALL), text()[:, :-1], torch.arange(S)
+    model.head.bias = torch.nn.Parameter(torch.ones(SMALL.vocab, dtype=torch.float64))
+    found = model(tokens, at, at == torch.tensor([[3], [S]]))  # of the second text it is on another rank
+    torch.testing.assert_close(found[0], model(tokens, at)[0, 3])
+    assert not found[1].any()
+
+
 def test_pieces_of_the_feedforward_change_nothing():
     assert max(errors(one_process(replace(SMALL, piece=10 * S)), one_process(SMALL))) <= 1e-13
 

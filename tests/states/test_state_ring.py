@@ -175,6 +175,14 @@ def problems_of(world_size, count=12):
         yield Problem(seed, S, heads, one_of(True, False), one_of(0, 1, 1, D), options, lengths, dtype)
 
 
+def test_what_an_evaluation_leaves_in_the_cache_serves_a_backward_pass():
+    state_ring.runs_of.cache_clear()
+    with torch.inference_mode():
+        runs = state_ring.runs_of(1.0, (5, 11), "contiguous", (8, 8), 1)
+    assert not runs.since.is_inference()
+    assert not runs.first.is_inference()
+
+
 @pytest.mark.parametrize("P", range(1, 8))
 def test_the_ring_of_states_is_the_loop(ranks, P):
     problems = list(problems_of(P))
