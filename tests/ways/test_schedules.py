@@ -373,6 +373,9 @@ OTHER = [  # a way, its ranks, an option; what the first rank has, and what rank
     ("ring", 3, "sinks", None, torch.zeros(4), ["rank 0: sinks=None", "rank 1: sinks=torch.float32"]),
     ("ring", 3, "sinks", torch.zeros(4), torch.zeros(4).requires_grad_(), ["gradients=False", "gradients=True"]),
     ("ring", 3, "softcap", 50, None, ["rank 0: softcap=50.0", "rank 1: softcap=None"]),
+    ("ring", 3, "window", 3, 4, ["rank 0: window=3", "rank 1: window=4"]),
+    ("ring", 3, "documents", None, torch.tensor([5, 7]), ["rank 0: documents=None", "rank 1: documents=(5, 7)"]),
+    ("ring", 3, "window", 3, 0, ["rank 1: window is 0"]),  # wrong on one rank only
 ]
 # fmt: on
 
