@@ -10,12 +10,9 @@ from ringlab import RingTrainer                 transformers' Trainer in a ring;
 Is your ring right? `from ring_doctor import assert_ring`.
 """
 
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-
-from ringlab.moved import Moved
 
 if TYPE_CHECKING:
     from ring_attn import ring_attention
@@ -79,8 +76,6 @@ _HOMES = {  # of each name, and the package that it needs
     "unshard": ("ringlab.ring.layouts", "torch"),
     "use_ring": ("ringlab.hugging_face.use", "transformers"),
 }
-
-sys.meta_path.append(Moved)
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,6 @@ needs torch and numpy alone, and code does not grow unnoticed. All of it is read
 inside functions and those for type checkers count. A table of the lines of code: python -m tests.test_house"""
 
 import ast
-import importlib
 import io
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from ringlab.moved import MOVED
 from tests.commands import ROOT
 
 ORDER = (  # the reading order: a file imports from its own row and from the rows above it
@@ -237,31 +235,3 @@ def test_the_ring_loads_little():
 if __name__ == "__main__":
     for part, size in sizes(ROOT).items():
         print(f"{part:12} {size:6} lines of code, at most {1.1 * CODE[part][1]:.0f}   {CODE[part][0]}")
-
-
-# Old names -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("old", MOVED)
-def test_an_old_name_tells_the_new_one(old):
-    with pytest.raises(ImportError, match=f"^{old} is now {MOVED[old]}$"):
-        importlib.import_module(old)
-    places = [ROOT / f"{MOVED[old].replace('.', '/')}{end}" for end in (".py", "/__init__.py")]
-    assert any(place.exists() for place in places)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("from ringlab.training import flash_ring", "is now ringlab.ring.flash_ring"),
-        ("from ringlab.training.flash_ring import ring_flash_attention", "is now ringlab.ring.flash_ring"),
-        ("from ringlab.models import hugging_face", "is now ringlab.hugging_face.use"),
-        ("import ringlab.planning.cost_model", "is now ring_planner.command"),
-        ("import ringlab.training.none", "No module named 'ringlab.training.none'"),
-        ("import ringlab.none", "No module named 'ringlab.none'"),
-    ],
-)
-def test_every_form_of_import_is_answered(line, said):
-    done = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith(said)
