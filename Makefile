@@ -44,7 +44,6 @@ bench: $(READY)  # measure again; takes about an hour and a half and wants a qui
 	$(BIN)/python -m bench.overlap  # as root on Linux; elsewhere it says so
 	$(BIN)/python -m bench.overlap_threshold  # the same
 	$(BIN)/python -m bench.five_ways  # the same
-	$(BIN)/python -m bench.unequal_links  # the same
 	$(BIN)/python -m bench.gradients_home  # the same
 	$(BIN)/python -m bench.max_context  # on Linux; elsewhere it says so
 	$(BIN)/python -m bench.masked_rings

@@ -7,9 +7,6 @@
 A host sees its end of its link and its own loopback, nothing else. The ranks of a host talk over the loopback, which is
 as fast as the machine copies. All hosts share the machine's cores and memory.
 
-A link may be slower than the others, and so may the wire between two hosts: they then have a wire of their own, which
-does not pass the switch.
-
 A host lives as long as its processes. They all end with the process that made them, even if that is killed. The
 namespaces and the links end with them; they have no names, so nothing is left behind.
 
@@ -51,15 +48,13 @@ class Host:
 
 
 @contextmanager
-def hosts(count: int, rate: int, slow: dict[tuple[int, ...], int] | None = None) -> Iterator[list[Host]]:
+def hosts(count: int, rate: int) -> Iterator[list[Host]]:
     """`count` hosts on one switch, over links of `rate` bytes a second each way. They end with the body.
 
-    `slow` gives other rates: {(2,): rate} to the link of host 2, {(0, 1): rate} to a wire between hosts 0 and 1.
     Raises OSError with the reason when this machine or this user cannot have them.
     """
     if reason := why_no_network(*TOOLS):
         raise OSError(reason)
-    rates = slow or {}
     with ExitStack() as stack:
         switch, *holders = (stack.enter_context(_namespace()) for _ in range(1 + count))
         joined = [Host(f"10.77.0.{1 + i}", holder) for i, holder in enumerate(holders)]
@@ -67,16 +62,12 @@ def hosts(count: int, rate: int, slow: dict[tuple[int, ...], int] | None = None)
         for command in ("ip link add switch type bridge", "ip link set switch up"):
             _do(middle.inside(*command.split()))
         for i, host in enumerate(joined):
-            _connect((host, LINK), (middle, f"to{i}"), rates.get((i,), rate))
+            _connect((host, LINK), (middle, f"to{i}"), rate)
             _do(middle.inside(*f"ip link set to{i} master switch".split()))
             _do(host.inside(*f"ip address add {host.address}/24 dev {LINK}".split()))
             _do(host.inside("ip", "link", "set", "lo", "up"))
             # Every Linux has reno. bbr, the default of some, measures the link first and is slow meanwhile.
             _do(host.inside("sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control"))
-        for a, b in (pair for pair in rates if len(pair) == 2):
-            _connect((joined[a], f"to{b}"), (joined[b], f"to{a}"), rates[a, b])
-            for here, there, wire in ((joined[a], joined[b], f"to{b}"), (joined[b], joined[a], f"to{a}")):
-                _do(here.inside(*f"ip route add {there.address} dev {wire} src {here.address}".split()))
         yield joined
 
 

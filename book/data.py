@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bench.scoreboard import grades, questions, summary, times
 from figures.draw_all import NARROW, save
+from figures.slow_hop import duration, simulate_timeline
 from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.xray import on_paper
@@ -30,7 +31,6 @@ from ring_planner.hidden_communication import min_overlap_chunk
 from ring_planner.plan import Wish, best
 from ring_planner.presets import GIB, GPU, GPUS, MODELS, Model
 from ring_planner.step import Step
-from ring_planner.unequal import duration, simulate_timeline
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.basics.online_softmax import finish, start, update
 from ringlab.ring.backward import tile_backward

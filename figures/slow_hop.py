@@ -1,12 +1,15 @@
 """The effect of one slow link on a ring: at first its two ranks wait, a round later their neighbours, then all.
 
-Drawn from the events of ring_planner.unequal, with the FLOP/s and the links of its table: A100s, NVLink,
-InfiniBand.
+The FLOP/s and the links are those of the paper's table 2: A100s, NVLink, InfiniBand. The timeline is simulated:
+
+    rank r begins round t when      it has computed on the block of round t-1, sent it, and received that of round t
+    the hop r -> r+1 begins when    rank r and rank r+1 have both begun the round: one sends, one receives
 """
 
+from collections.abc import Sequence
+
 from figures import shapes
-from ring_planner.hidden_communication import LLAMA_7B, block_flops, hop_bytes
-from ring_planner.unequal import FAST, FLOPS, SLOW, duration, simulate_timeline
+from ring_planner.hidden_communication import LLAMA_7B, TABLE_2, block_flops, hop_bytes
 from ringlab.support import drawing
 from ringlab.support.timeline import Event
 
@@ -16,9 +19,46 @@ ALT = (
     "hatched, for that message; in the second round ranks 2 and 3 wait too, because their neighbours are late; the "
     "ring takes 2.5 times as long."
 )
+FLOPS, FAST = TABLE_2[0][1:3]  # FLOP/s of an A100, and bytes/s inside a host
+SLOW = TABLE_2[1][2]  # bytes/s between hosts
 P, CHUNK = 4, 8192
 HEIGHT, LANES = 700, 236  # pixels: the page, and the lanes of one ring
 TOPS = {"all links fast": 138, "the link from rank 0 to rank 1 slow": 412}  # of the lanes, from the top of the page
+
+
+def simulate_timeline(computing: Sequence[Sequence[float]], hops: Sequence[Sequence[float]]) -> list[Event]:
+    """The "compute", "send" and "wait" events of every rank of an overlapped ring; times in seconds.
+
+    In round t rank r computes for computing[t][r] seconds, and a block travels to rank r+1 in hops[t][r] seconds.
+    Raises ValueError unless there are P rounds of P times and P - 1 of P hops, none negative.
+    """
+    P = len(computing)
+    if P == 0 or [len(times) for times in (*computing, *hops)] != [P] * (2 * P - 1):
+        shapes = [[len(times) for times in table] for table in (computing, hops)]
+        raise ValueError(
+            f"computing and hops have rounds of {shapes}; expected P rounds of P ranks and P - 1 of P hops"
+        )
+    if min(min(times) for times in (*computing, *hops)) < 0:
+        raise ValueError("a time is negative; expected seconds")
+    events, begin = [], [0.0] * P
+    for t in range(P):
+        blocks = [(r - t) % P for r in range(P)]
+        done = [begin[r] + computing[t][r] for r in range(P)]
+        events += [Event(r, "compute", t, blocks[r], begin[r], done[r], bytes=0) for r in range(P) if computing[t][r]]
+        if t == P - 1:
+            break
+        left = [max(begin[r], begin[(r + 1) % P]) for r in range(P)]  # both ranks have begun the round
+        arrived = [left[r] + hops[t][r] for r in range(P)]
+        begin = [max(done[r], arrived[r], arrived[r - 1]) for r in range(P)]
+        events += [Event(r, "send", t, blocks[r], left[r], arrived[r], bytes=0) for r in range(P)]
+        waits = [r for r in range(P) if begin[r] > done[r]]
+        events += [Event(r, "wait", t, blocks[r - 1], done[r], begin[r], bytes=0) for r in waits]
+    return events
+
+
+def duration(events: list[Event]) -> float:
+    """Seconds from 0 to the last end; 0 without events."""
+    return max((event.end for event in events), default=0.0)
 
 
 def runs() -> dict[str, list[Event]]:

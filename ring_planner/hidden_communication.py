@@ -27,7 +27,7 @@ bench/overlap_threshold.py measures them.
     TPU v4                 275  268.0             1.0K   1.03K              6.2K    6.16K
     TPU v5e                196  186.0             1.1K   1.05K              6.3K    6.32K
 
-Before: flash_ring.py, the ring that this model describes. After: unequal.py, where ranks and links differ.
+Before: flash_ring.py, the ring that this model describes. After: ways.py, other ways to share a sequence.
 Source: Liu et al. 2024, section 3 and table 2.
 """
 

@@ -13,7 +13,7 @@ busiest device and NIC decide. Where g > G, ranks hold copies of K/V heads, as i
 
 A reader may skip this file: seconds.py has the times.
 
-Shapes: P = hosts · per_host ranks, C = S/P tokens on each. Before: unequal.py. After: round_costs.py.
+Shapes: P = hosts · per_host ranks, C = S/P tokens on each. Before: hidden_communication.py. After: round_costs.py.
 Source: Liu et al. 2024, section 3; Gu et al. 2024 (LoongTrain), double ring; Llama 3 (2024), section 3.3.2, all-gather;
 Jacobs et al. 2023 (Ulysses), section 3; Fang & Zhao 2024 (USP), section 3, hybrid.
 """

@@ -85,11 +85,6 @@ COMPARED = {  # the functions whose results main compares without `report`: a wr
     "ring_planner.hidden_communication": {
         "min_overlap_chunk": (lambda chunk: 0.9 * chunk, [0, 2, 3, 4])
     },  # 1: misprinted
-    "ring_planner.unequal": {
-        "ring_seconds": (lambda seconds: seconds * (1 + 1e-6), range(4)),
-        "unequal_ring": (lambda seconds: 1.01 * seconds, [1, 3]),  # chunks in proportion
-        "best_order": (lambda order: tuple(sorted(order)), [0]),
-    },
     "ring_planner.pass_q_or_kv": {
         "published": (
             lambda turn: SimpleNamespace(

@@ -173,7 +173,7 @@ slow_hop.draw()
 # $$\text{computing} + (P-1) \cdot \max(\text{computing},\ \text{slowest hop}) .$$
 #
 # A second slow link costs nothing more. So 1M tokens on 128 H100s pay 0.67 ms for every hop, although seven of eight stay inside
-# a host. (A slow *rank* is worse, because no chunk hides its computing. `python -m ring_planner.unequal` counts both.)
+# a host. (A slow *rank* is worse, because no chunk hides its computing.)
 #
 # ## How far does it reach?
 #

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from bench import five_ways_predicted as prediction
-from bench import hosts, overlap, overlap_threshold, record, unequal_links
+from bench import hosts, overlap, overlap_threshold, record
 from bench.overlap_threshold import knee, shares
 from ring_planner.hidden_communication import AttentionLayer, hidden_share
 from ringlab.support.processes import launch
@@ -36,19 +36,6 @@ def test_a_wrong_prediction_of_the_five_ways_is_seen():
         for each in machine["machine"]["computing"]:
             each["flops"] *= 2
     assert mean(abs(error) <= prediction.NEAR for error in prediction.errors(results)) < 0.5
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("_allowed")
-def test_unequal_links_bench_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "FOLDER", tmp_path)
-    size = {"seq_len": 64, "heads": 1, "head_dim": 8, "flops": 1e6, "repetitions": 1}
-    cured = "devices 1 and 3 at a third, chunks in proportion"
-    results = unequal_links.measure([cured], **size)
-    (row,) = results["rows"]
-    assert row["lengths"] == [24, 9, 23, 8]
-    assert len(row["bandwidths"]) == 4
-    assert "| 24 9 23 8 |" in unequal_links.table(results)
 
 
 # The hosts -----------------------------------------------------------------------------------------------------------
