@@ -11,6 +11,8 @@ Shapes: those of model_calls.py.
 Before: model_comparison.py. After: whole_model.py.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -50,11 +52,14 @@ def clue(
     if not loss_is_right:
         floors = floors_of(exact)
         served = [name for name, x in exact.gradients.items() if name not in bad and float(x.norm()) > floors[name]]
-        right = f"; right is the gradient of {listed(served[:FEW])}, so look at a loss without it" if served else ""
-        right = f"; wrong is the gradient of {listed(bad)} alone" if len(bad) < min(FEW, len(served)) else right
-        shown, look = _of_the_loss(patient, wrong, exact, allowed)
-        shown = f"The loss is wrong, and with it the gradients; {shown}"
-        return Finding(shown, look + right) if look else Finding(shown + right)
+        shown, look = _of_the_loss(patient, wrong, exact, allowed, attends=not served)
+        if served:  # with what leads to it: attention is right, and a loss beside it is not
+            known, where = f"right is the gradient of {listed(served[:FEW])}{_more(served)}", f"without {served[0]}"
+            if len(bad) < min(FEW, len(served)):
+                known, where = f"wrong is the gradient of {listed(bad)} alone", f"that {listed(bad)} alone serves"
+            more = f", and there at {look}" if look else ""
+            return Finding(f"The loss is wrong, and {known}; {shown}", f"a loss {where}{more}")
+        return Finding(f"The loss is wrong, and with it the gradients; {shown}", look)
     look = f"what happens to {bad[-1]}, the first wrong one on the way back: a tied weight, a hook, the reduction"
     return Finding(f"{said}, and the gradients of {listed(bad[-FEW:])}{_more(bad)} are wrong", look)
 
@@ -106,55 +111,86 @@ def _counts_on_each_rank(wrong: dict[int, list[Returned]], exact: Returned, allo
     return True
 
 
-def _losses(patient: ModelPatient, P: int, result: Returned, exact: Returned) -> tuple[Tensor, Tensor]:
-    """The losses of tokens on P ranks and on one process, (B, S); of a step that adds them up, (1, S).
+def _losses(patient: ModelPatient, wrong: dict[int, Returned], exact: Returned) -> tuple[dict[int, Tensor], Tensor]:
+    """The losses of tokens by the number of ranks, and on one process, (B, S); of a step that adds them up, (1, S).
 
     Such a step is called again for each token, with the labels of this token alone.
     """
+    as_returned = {P: result.loss for P, result in wrong.items()}, exact.loss
     if exact.loss.dim() or "targets" not in patient.takes:
-        return result.loss, exact.loss
-    losses = []
-    for token in torch.eye(patient.seq_len, dtype=torch.bool):
-        calls = [patient.ask(world_size, targets=patient.labels.where(token, IGNORED)) for world_size in (P, 1)]
-        if any(isinstance(call, str) for call in calls):
-            return result.loss, exact.loss
-        losses.append(torch.stack([call[0].loss for call in calls if not isinstance(call, str)]))
-    of_ranks, of_one = torch.stack(losses, dim=1).nan_to_num()  # NaN: it is divided by 0 labels
-    return of_ranks[None], of_one[None]
+        return as_returned
+    of_tokens = torch.eye(patient.seq_len, dtype=torch.bool)
+    losses: dict[int, Tensor] = {}
+    for P in (*wrong, 1):
+        calls = [patient.ask(P, targets=patient.labels.where(token, IGNORED)) for token in of_tokens]
+        found = [call[0].loss for call in calls if not isinstance(call, str)]
+        if len(found) < len(calls):
+            return as_returned
+        losses[P] = torch.stack(found)[None].nan_to_num()  # NaN: it is divided by 0 labels
+    return losses, losses[1]
 
 
 def _of_the_loss(
-    patient: ModelPatient, wrong: dict[int, list[Returned]], exact: Returned, allowed: float
+    patient: ModelPatient, wrong: dict[int, list[Returned]], exact: Returned, allowed: float, *, attends: bool
 ) -> tuple[str, str]:
-    """The part of the loss or the tokens that are wrong, and where to look; "" where nothing tells."""
+    """The part of the loss or the tokens that are wrong, and where to look; "" where nothing tells.
+
+    It is told if it is so with each number of ranks. With `attends` attention may be to blame.
+    """
     if _counts_on_each_rank(wrong, exact, allowed):
         return "a part of it counts P times", "what a second loss or a penalty is divided by, and who adds it"
-    P, results = max(wrong.items())
-    losses, right = _losses(patient, P, results[0], exact)
+    told: dict[tuple[int, ...], tuple[str, str]] = {}  # by the wrong tokens
+    worlds = sorted({P for P in wrong if P > 1} or wrong)
+    losses, right = _losses(patient, {P: wrong[P][0] for P in worlds}, exact)
     if not right.dim():
         return "return the loss of each token, (B, C), to learn which tokens are wrong", ""
-    off, least = losses - right, allowed * right.abs().mean()
-    bad = set((off.abs() > least).any(dim=0).nonzero().flatten().tolist())
+    for P in worlds:
+        off, least = losses[P] - right, allowed * right.abs().mean()
+        masks = off.abs() > least, (losses[P] == 0) & (right.abs() > least)
+        bad, unheard = (x.any(dim=0).nonzero().flatten().tolist() for x in masks)
+        if bad and off.max() - off.min() <= least:
+            look = "what is added to it: a penalty, or a balance of experts, of a shard in the place of the whole batch"
+            told[()] = "the loss of each token is off by the same number", look
+        else:
+            told[tuple(bad)] = _of_tokens(patient.shards(P), set(bad), unheard, patient.seq_len, attends)
+    (*_, of_last), (*_, last) = told, told.values()
+    with_ranks = f"with {listed(list(map(str, worlds)))} ranks"
+    if len(told) == 1 < len(worlds) and attends and min(of_last, default=0) > 0:
+        look = "what belongs to these tokens wherever the ranks begin: positions, documents, rows of a table, labels"
+        return f"{with_ranks} the same tokens are wrong: {_some(of_last)}", look
+    if len({look for _, look in told.values()}) > 1:
+        return (
+            f"the first wrong token is {', '.join(str(min(tokens, default='none')) for tokens in told)} {with_ranks}",
+            "",
+        )
+    return last
+
+
+def _some(tokens: Collection[int]) -> str:
+    """ "3, 4, 5, 6, 7, 8 and 10 more"."""
+    more = f" and {len(tokens) - 2 * FEW} more" if len(tokens) > 2 * FEW else ""
+    return ", ".join(map(str, sorted(tokens)[: 2 * FEW])) + more
+
+
+def _of_tokens(shards: list[Tensor], bad: set[int], unheard: list[int], S: int, attends: bool) -> tuple[str, str]:
+    """The wrong tokens of S, and where to look by what they see. The labels of the `unheard` change no loss."""
     if not bad:
         return "the loss of each token is right", "how they are put together"
-    if off.max() - off.min() <= least:
-        look = "what is added to it: a penalty, or a balance of experts, of a shard in the place of the whole batch"
-        return "the loss of each token is off by the same number", look
-    return _of_tokens(patient.shards(P), bad, patient.seq_len)
-
-
-def _of_tokens(shards: list[Tensor], bad: set[int], S: int) -> tuple[str, str]:
-    """The wrong tokens of S, and where to look by what they see."""
-    first = min(bad)
+    first, P = min(bad), len(shards)
+    later = bad == set(range(first, S))  # they and all behind them
     own = next(shard.tolist() for shard in shards if first in shard)
-    ends = {t for shard in shards for t in shard.tolist() if t + 1 < S and t + 1 not in shard}
+    starts = {t for shard in shards for t in shard.tolist() if t and t - 1 not in shard}
     for n in range(1, FEW + 1):
-        if bad - {*range(S - n, S)} == {t - i for t in ends for i in range(n)} != set(range(S - n)):
-            which = "token is" if n == 1 else f"{n} tokens are"
-            return f"of each run of a rank's tokens only the last {which} wrong", "labels that were shifted in it"
-    if bad != set(range(first, S)):
-        tokens = ", ".join(map(str, sorted(bad)[: 2 * FEW])) + (" ..." if len(bad) > 2 * FEW else "")
-        shown = f"of the tokens {tokens} are wrong and later ones right, so keys and values are right"
+        for which, run in (("last", range(-n, 0)), ("first", range(n))):
+            edges = {t + i for t in starts for i in run}
+            if not later and edges == bad - ({*range(S - n, S)} if which == "last" else set()):
+                which += " token is" if n == 1 else f" {n} tokens are"
+                return f"of each run of a rank's tokens only the {which} wrong", "labels that were shifted in it"
+    if unheard and attends:
+        look = "how the text is shared out: these tokens are on no rank, as where two parts of a program share it out"
+        return f"with {P} ranks the label of token {_some(unheard)} has no effect on any rank", look
+    if not attends or not later or first == S - 1:
+        shown = f"with {P} ranks wrong is token {_some(bad)}" + ("" if S - 1 in bad else ", and later ones are right")
         return shown, "what these tokens have for themselves: labels, their weight in the loss, queries"
     if first == 0:
         shown = "token 0 is wrong, which attends to itself only, so positions and masks do not matter there"

@@ -167,8 +167,10 @@ SAYS = {
     "The loss is right, and of head the gradient is -0.5 times the right one": partial(clue_of, of_step(head=-0.5)),
     "of embedding and head the gradient is 3 and 1.75 times": partial(clue_of, of_step(head=1.75, embedding=3)),
     "The loss is right, and clipped gradients are wrong": partial(clue_of, of_step(head=2), clipped=True),
-    "The loss is wrong, and with it the gradients; return the loss": partial(clue_of, of_step(3.0, head=TURNED)),
-    "the loss of each token is off by the same number: look at what is added": TOKENS(
+    "The loss is wrong, and with it the gradients; return the loss": partial(clue_of, of_step(3.0, **ALL_TURNED)),
+    "wrong is the gradient of head alone; return the loss of each token, (B, C), to learn which tokens are wrong: "
+    "look at a loss that head alone serves": partial(clue_of, of_step(3.0, head=TURNED)),
+    "off by the same number: look at a loss that head alone serves, and there at what is added": TOKENS(
         of_step([[*range(3, 9)]], head=TURNED)
     ),
     "look at tokens, labels and the loss": TOKENS(of_tokens(0, 1, 2, 3, 4, 5)),
@@ -176,13 +178,17 @@ SAYS = {
     "the first wrong token is 3, and tokens that see keys of their own": TOKENS(of_tokens(3, 4, 5)),
     "of each run of a rank's tokens only the last token is wrong: look at labels": TOKENS(of_tokens(2)),
     "only the last 2 tokens are wrong: look at labels": TOKENS(of_tokens(1, 2, 5)),
-    "of the tokens 1, 4 are wrong and later ones right": TOKENS(of_tokens(1, 4)),
+    "of each run of a rank's tokens only the first token is wrong: look at labels": TOKENS(of_tokens(3)),
+    "with 2 ranks wrong is token 1, 4, and later ones are right: look at what these": TOKENS(of_tokens(1, 4)),
+    "with 2 ranks wrong is token 5: look at what these": TOKENS(of_tokens(5)),
+    "label of token 1, 4, 5 has no effect on any rank: look at how the text is shared out": TOKENS(
+        of_step([[1.0, 0.0, 3.0, 9.0, 0.0, 0.0]], **ALL_TURNED)
+    ),
     "of wk the gradient is 2 (P) times the right one: look at what the loss that wk serves": partial(
         clue_of, of_step(3.0, **ALL_TURNED | {"wk": 2})
     ),
-    "right is the gradient of norm and head, so look at a loss": partial(
-        clue_of, of_step(3.0, **{name: TURNED for name in NAMES[:3]})
-    ),
+    "and right is the gradient of norm and head; return the loss of each token, (B, C), to learn which tokens are "
+    "wrong: look at a loss without norm": partial(clue_of, of_step(3.0, **{name: TURNED for name in NAMES[:3]})),
     f"{BACK} embedding are wrong: look at what happens to embedding": partial(clue_of, of_step(embedding=TURNED)),
     f"{BACK} wk, norm and head and 2 more are wrong: look": partial(clue_of, of_step(**ALL_TURNED)),
     f"{BACK} wq and wk are wrong: look at what happens to wk, the": partial(clue_of, of_step(wq=TURNED, wk=TURNED)),
@@ -199,6 +205,20 @@ def test_a_part_of_the_loss_that_each_rank_counts_grows_with_them(too_much, each
     shards = mock.Mock(shards=lambda P: list(torch.arange(6).chunk(P)), seq_len=6, takes=())
     found = clue(shards, {P: [result] * P for P, result in results.items()}, of_step(), 1e-9, clipped=False)
     assert ("a part of it counts P times" in found.says) == each_rank
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({2: (3, 4, 5), 3: (2, 3, 4, 5)}, "the first wrong token is 2, and tokens that see keys of their own"),
+        ({2: (4, 5), 3: (4, 5)}, "with 2 and 3 ranks the same tokens are wrong: 4, 5"),
+        ({2: (1, 2, 3, 4, 5), 3: (2, 3, 4, 5)}, "the first wrong token is 1, 2 with 2 and 3 ranks"),
+    ],
+)
+def test_what_tokens_show_is_told_if_it_is_so_with_each_number_of_ranks(wrong, says):
+    shards = mock.Mock(shards=lambda P: list(torch.arange(6).chunk(P)), seq_len=6, takes=())
+    results = {P: [of_tokens(*tokens)] * P for P, tokens in wrong.items()}
+    assert says in clue(shards, results, of_tokens(), 1e-9, clipped=False).says
 
 
 @pytest.mark.parametrize(
