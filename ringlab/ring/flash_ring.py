@@ -40,6 +40,7 @@ from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.ring.backward import differentiable_once
 from ringlab.ring.fused_block import fused_backward, fused_forward
+from ringlab.ring.gpu_kernels import in_one_order, without_cudnn
 from ringlab.ring.layouts import Layout
 from ringlab.ring.partition import BlockSlice
 from ringlab.ring.schedule import Group, Ring, Schedule, agree_on_schedule
@@ -158,7 +159,7 @@ class FlashRing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, sinks: Tensor | None = None) -> Tensor:
-        with one_pass(schedule.group, schedule.give_up):
+        with one_pass(schedule.group, schedule.give_up), without_cudnn(schedule.partition.mask.documents is not None):
             q, k, v = schedule.to_heads(q, k, v)
             out, lse = flash_forward(q, k, v, schedule, None if sinks is None else sinks[schedule.own_heads])
             ctx.schedule = schedule
@@ -170,7 +171,7 @@ class FlashRing(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         schedule, (q, k, v, out, lse, sinks) = ctx.schedule, ctx.saved_tensors
         agree(lambda: None, schedule.group, function=f"the backward pass of call {schedule.call}")
-        with one_pass(schedule.group, schedule.give_up):
+        with one_pass(schedule.group, schedule.give_up), without_cudnn(schedule.partition.mask.documents is not None):
             (d_out,) = schedule.to_heads(d_out)
             d_sinks = None
             if sinks is not None:
@@ -208,7 +209,8 @@ def nothing_seen(q: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Ten
 
     A sink is the score of one more key, whose value is 0.
     """
-    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=accumulation_dtype(q.dtype), device=q.device)
+    shape, dtype = (*q.shape[:3], v.shape[-1]), accumulation_dtype(q.dtype)
+    out = torch.zeros_like(q, dtype=dtype) if q.shape == shape else q.new_zeros(shape, dtype=dtype)  # in q's order
     lse = torch.full(q.shape[:3], -torch.inf, dtype=out.dtype, device=q.device)
     return out, lse if sinks is None else lse.copy_(sinks[:, None])
 
@@ -259,7 +261,9 @@ def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of this rank's chunks, shaped as q, k and v, in lse's dtype. Liu et al. 2024, appendix A."""
-    d_q = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+    if out.shape == q.shape:
+        q, out, d_out = in_one_order(q, out, d_out)  # once a pass; else the kernels would copy them for each block
+    d_q = torch.zeros_like(q, dtype=lse.dtype)
     sums = schedule.sums(k, v, lse.dtype)
     for t, k_j, v_j, pieces in schedule.rounds_back(k, v):
         for piece in pieces:

@@ -34,6 +34,7 @@ Attention, on FlashInfer and FlashMLA; its merge formula has a misprint: exp(lse
 exp(lse_1) + exp(lse_2). Gemma Team 2024 (Gemma 2), section 2, "logit soft-capping".
 """
 
+import math
 import sys
 from functools import partial
 
@@ -110,7 +111,8 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) ->
         out, lse = (torch.cat(parts, dim=2) for parts in zip(*strips, strict=True))
     else:
         out, lse = flash(q, k, v, 0.0, causal, scale=scale)
-    if (lse == 0).any():  # either Σ e^score is 1, or all scores are -inf: the plain block knows which
+    nothing = lse == 0  # Σ e^score is 1; or all scores are -inf, and out is 0 too: the plain block knows which
+    if nothing.any() and (out[nothing] == 0).all(dim=-1).any():
         return _plain_forward(q, k, v, scale, None, causal)
     return out, lse
 
@@ -135,7 +137,7 @@ def fused_backward(
     D, D_v, G = q.shape[-1], v.shape[-1], k.shape[1]
     q, k, v, out, d_out = _dense_rows(q, k, v, out, d_out)
     kernel, _ = choose_kernel(q, k, scale, softcap, causal)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that saw no key: e^(score - inf) is 0
+    lse = lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=math.inf)  # a row that saw no key: e^(score - inf) is 0
     if kernel == "cpu flash":
         d_q, d_k, d_v = _cpu_backward(q, k, v, out, lse, d_out, scale=scale, causal=causal)
     elif kernel == "plain":

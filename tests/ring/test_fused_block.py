@@ -2,9 +2,8 @@
 
 import sys
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.backends.cuda import cudnn_sdp_enabled
 from torch.nn.attention import SDPBackend
 
-from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.ring import flash_ring, fused_block, gpu_kernels
-from ringlab.ring.backward import block_backward
 from ringlab.ring.fused_block import choose_kernel, fused_backward, fused_forward
 from ringlab.ring.gpu_kernels import torch_choice
 from ringlab.support.rounding import exact_attention
@@ -36,6 +34,7 @@ from tests.attention import (
     rows_of_three_more,
     tokens_first,
 )
+from tests.fake_gpu import on_gpu
 
 
 def both_ways(q, k, v, d_out, *, scale, causal):
@@ -160,7 +159,7 @@ def test_the_plain_block_takes_over_where_the_kernel_cannot_tell():
 
 
 def stand_in(device, head_dim=64, heads=2, dtype=torch.bfloat16):
-    return SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype, shape=(2, heads, 8, head_dim))
+    return SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype, shape=(2, heads, 128, head_dim))
 
 
 @pytest.mark.parametrize(
@@ -195,11 +194,12 @@ def stand_in(device, head_dim=64, heads=2, dtype=torch.bfloat16):
 )
 def test_the_kernel_that_fits(device, choice, options, scale, softcap, kernel):
     q = stand_in(device, **options)
-    with mock.patch.object(gpu_kernels, "torch_choice", return_value=choice) as asked:
+    with mock.patch.object(gpu_kernels, "torch_choice") as asked:
+        asked.side_effect = lambda *_: choice if cudnn_sdp_enabled() else 1
         chosen, why = choose_kernel(q, q, scale, softcap, True)
     assert chosen == kernel
     assert why
-    assert asked.mock_calls == ([] if choice is None else [mock.call(q, q, scale, True)])
+    assert asked.mock_calls[:1] == ([] if choice is None else [mock.call(q, q, scale, True)])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -257,85 +257,6 @@ def test_shapes_and_dtypes_on_cuda(kernel, Sq, Sk, causal):
     assert all(x.dtype == dtype for x in results)
 
 
-class Kernels:
-    """The kernels of GPUs by plain code on a CPU, in place of torch.ops.aten. They compare every argument that they get
-    with what the real ones ask: by the names of their schemas, and by where a tensor lies in memory."""
-
-    def __init__(self, kernel, scale):
-        self.name = f"_scaled_dot_product_{kernel.removeprefix('cuda ')}_attention"
-        self.scale, self.random = scale, [torch.tensor(7), torch.tensor(8)]  # the state of random numbers
-        self.calls = []  # (backward?, causal?, Sq, Sk)
-
-    def __getattr__(self, name):
-        assert name in (self.name, f"{self.name}_backward")
-        return partial(self.call, name)
-
-    def call(self, name, *args, **options):
-        backward = name != self.name
-        schema = getattr(torch.ops.aten, name).default._schema.arguments
-        given = {each.name: each.default_value for each in schema if each.has_default_value()} | options
-        given |= zip([each.name for each in schema if not each.kwarg_only][: len(args)], args, strict=True)
-        assert given.keys() == {each.name for each in schema}
-        at = SimpleNamespace(**given)
-        q, k, v = at.query, at.key, at.value
-        for x in (q, k, v, *((at.out, given.get("grad_out", given.get("grad_out_"))) if backward else ())):
-            assert x.stride(-1) == 1
-            assert x.data_ptr() % 16 == 0
-            assert all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:-1])
-        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
-        assert (at.dropout_p, at.scale) == (0.0, self.scale)
-        assert given.get("attn_bias") is given.get("cum_seq_q") is given.get("cum_seq_k") is None
-        assert not given.get("return_debug_mask")
-        self.calls.append((backward, at.is_causal, q.shape[2], k.shape[2]))
-        return (self.backward if backward else self.forward)(at, q, k, v)
-
-    def wide(self, q, *tensors):
-        """K and V with a head for each query head. One kernel wants them like that."""
-        if "efficient" in self.name:
-            assert all(x.shape[1] == q.shape[1] for x in tensors)
-        return [x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in tensors]
-
-    def forward(self, at, q, k, v):
-        out, lse = blockwise_attention(q, *self.wide(q, k, v), block_size=64, causal=at.is_causal, scale=at.scale)
-        out, lse = out.to(q.dtype), lse.masked_fill(lse == -torch.inf, torch.inf)
-        assert getattr(at, "compute_log_sumexp", True)
-        lengths = None, None, q.shape[2], k.shape[2]
-        if "efficient" in self.name:  # its lse is longer, with numbers that mean nothing
-            return out, F.pad(lse, (0, -lse.shape[2] % 32), value=torch.nan), *self.random
-        return out, lse if "flash" in self.name else lse[..., None], *lengths, *self.random, None
-
-    def backward(self, at, q, k, v):
-        d_out, lse, S = vars(at).get("grad_out", vars(at).get("grad_out_")), at.logsumexp, q.shape[2]
-        assert lse.is_contiguous()
-        assert not (lse == -torch.inf).any()
-        random = [at.philox_seed, at.philox_offset]
-        if "cudnn" in self.name:
-            assert lse.shape == (*q.shape[:3], 1)
-            assert all(each.dtype == torch.int64 and each.device == q.device and each == 0 for each in random)
-        else:
-            assert all(mine is right for mine, right in zip(random, self.random, strict=True))
-        if "efficient" in self.name:
-            assert lse.shape[2] == S + -S % 32
-            assert (lse[:, :, S:] == torch.inf).all()  # so that what stands there has no weight
-            assert at.grad_input_mask == [True, True, True, False]
-        else:
-            assert (at.max_q, at.max_k) == (S, k.shape[2])
-        lse = lse[:, :, :S].reshape(q.shape[:3])
-        delta = (d_out.to(lse.dtype) * at.out.to(lse.dtype)).sum(dim=-1)
-        d_q, *rest = block_backward(q, *self.wide(q, k, v), d_out, lse, delta, at.scale, causal=at.is_causal)
-        d_k, d_v = (x.unflatten(1, (k.shape[1], -1)).sum(dim=2).to(q.dtype) for x in rest)
-        return d_q.to(q.dtype), d_k, d_v, *([None] if "efficient" in self.name else [])
-
-
-@contextmanager
-def on_gpu(kernel, scale=0.5):
-    """`fused_forward` and `fused_backward` take this kernel, by plain code."""
-    chosen = mock.patch.object(fused_block, "choose_kernel", return_value=(kernel, ""))
-    kernels = Kernels(kernel, scale)
-    with chosen as choose, mock.patch.object(gpu_kernels, "aten", kernels):
-        yield kernels, choose
-
-
 def expanded(x):
     return x[:1, :1, :1].expand_as(x)
 
@@ -344,9 +265,9 @@ def expanded(x):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [1, 32, 39])
 def test_a_block_on_a_gpu(kernel, causal, length):
-    with on_gpu(kernel) as (kernels, choose):
+    with on_gpu(kernel, 0.5) as kernels:
         assert_block(grouped_inputs(2, 4, 2, length, 8), causal=causal)
-    assert all(call.args[2:] == (0.5, None, causal) for call in choose.call_args_list)
+    assert all(call.args[2:] == (0.5, None, causal) for call in kernels.asked.call_args_list)
     whole = [(backward, causal, length, length) for backward in (False, True)]
     token = [] if kernel == "cuda cudnn" else [(False, False, 1, 1)]  # for its random numbers
     assert kernels.calls == [whole[0], *token, whole[1]]
@@ -359,7 +280,7 @@ def test_two_blocks_on_a_gpu(kernel, Sq, lengths):
     q, _, _, d_out = grouped_inputs(2, 4, 2, Sq, 8)
     _, k, v, _ = grouped_inputs(2, 4, 2, sum(lengths), 8)
     blocks = list(zip(k.split(lengths, dim=2), v.split(lengths, dim=2), strict=True))
-    with on_gpu(kernel) as (kernels, _):
+    with on_gpu(kernel, 0.5) as kernels:
         out, lse = merge(*(x for block in blocks for x in fused_forward(q, *block, scale=0.5)))
         whole = F.pad(lse, (0, 3))[..., :-3]  # a slice of rows
         parts = [fused_backward(q, *block, out, whole, d_out, scale=0.5) for block in blocks]
@@ -416,7 +337,7 @@ def test_the_efficient_kernel_gets_pieces_of_a_long_block(kernel, Sq, Sk, causal
     monkeypatch.setattr(gpu_kernels, "LONGEST", 16)
     q, _, _, d_out = grouped_inputs(2, 4, 2, Sq, 8, torch.bfloat16)
     _, k, v, _ = grouped_inputs(2, 4, 2, Sk, 8, torch.bfloat16)
-    with on_gpu(kernel) as (kernels, _):
+    with on_gpu(kernel, 0.5) as kernels:
         results, lse = both_ways(q, k, v, d_out, scale=0.5, causal=causal)
     assert [x.dtype for x in (*results, lse)] == [torch.bfloat16] * 4 + [torch.float32]
     assert_four(results, expected(q, k, v, d_out, causal=causal, scale=0.5))
