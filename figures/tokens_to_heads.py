@@ -41,7 +41,7 @@ class Table:
 def tables() -> list[Table]:
     """The tables before, between and after the exchanges. A column is a query head, the last G columns K/V heads."""
     partition = Partition(Mask(causal=True), LAYOUT, (S // P,) * P)
-    at = order(partition, range(P))
+    at = [places.at for places in order(partition, range(P))]
     tokens = torch.cat(at).tolist()
     owners = [rank for rank in range(P) for _ in at[rank]]
     columns = [

@@ -89,8 +89,9 @@ def ring_flash_attention(
 
     q (B, H, C, D), k (B, G, C, D) and v (B, G, C, Dv), H a multiple of G: this rank's chunks, as `ringlab.shard` cuts
     them in `layout`: "contiguous", "zigzag", "striped", or a `Layout` of your own. `scale` is 1/sqrt(D) unless given.
-    `documents` are the lengths of documents that are packed into the sequence, a list or a tensor: a query sees its own
-    document only. `ringlab.ring.documents.document_lengths(cu_seqlens)` gives them for FlashAttention's cu_seqlens.
+    `documents` are the lengths of documents that are packed into the sequence: a query sees its own document only. Give
+    a list, or a tensor on the CPU: for one on a GPU each layer waits until the GPU has computed it.
+    `ringlab.ring.documents.document_lengths(cu_seqlens)` gives the lengths for FlashAttention's cu_seqlens.
     With `window` and `causal` a query sees that many keys at most: its own token and those just before it. Besides, it
     sees the first `global_tokens` tokens of its document. Without a mask a rank may have another number of queries, q
     (B, H, Cq, D): cross-attention.

@@ -21,9 +21,10 @@ Source: Liu et al. 2024, section 3, leaves masks open; Brandon et al. 2023, sect
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,21 @@ from ringlab.ring.layouts import LAYOUTS, NAMED, Layout, check_lengths, layout_o
 from ringlab.ring.masks import Mask
 
 LARGEST_UPPER = 768  # rows of an upper triangle at most: the ring copies it in reverse order
+FEW = 2  # slices for which a tensor needs no index
+Result = TypeVar("Result")
+
+
+def kept(function: Callable[..., Result]) -> Callable[..., Result]:
+    """A function of an object and more: each result is kept in the object, and dies with it."""
+
+    @wraps(function)
+    def call(it: Any, *args: Any) -> Result:
+        known = vars(it).setdefault(f"results of {function.__qualname__}", {})
+        if args not in known:
+            known[args] = function(it, *args)
+        return known[args]
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -87,6 +103,48 @@ def pieces_of_run(i: int, stop: int, a: int, b: int, first_moves: int, end_moves
         i, a, b = i + n, a + n * first_moves, b + n * end_moves
 
 
+class Places:
+    """Where some tokens stand among those of a longer tensor (B, heads, S, D): in a few slices, or else by an index.
+
+    Slices need nothing on the device. An index is copied there, and the host waits for it: so it is copied once.
+    """
+
+    def __init__(self, at: Tensor) -> None:
+        """`at` (C,) are the places, int64, rising."""
+        self.at, self.slices = at, list[slice]()
+        begin, steps = 0, at.diff()
+        while begin < len(at) and len(self.slices) <= FEW:
+            step = int(steps[begin]) if begin < len(steps) else 1
+            others = (steps[begin:] != step).nonzero()
+            end = begin + 1 + (int(others[0]) if len(others) else len(steps) - begin)
+            self.slices.append(slice(int(at[begin]), int(at[end - 1]) + 1, step))
+            begin = end
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    @kept
+    def index(self, device: torch.device) -> Tensor:
+        """The places (C,) on a device."""
+        return self.at.to(device)
+
+    def take(self, x: Tensor) -> Tensor:
+        """These tokens of x (B, heads, S, D): (B, heads, C, D)."""
+        if len(self.slices) > FEW:
+            return x.index_select(2, self.index(x.device))
+        parts = [x[:, :, part] for part in self.slices]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def put(self, x: Tensor, tokens: Tensor) -> None:
+        """Write the tokens (B, heads, C, D) into x (B, heads, S, D)."""
+        if len(self.slices) > FEW:
+            x.index_copy_(2, self.index(x.device), tokens)
+            return
+        places = [x[:, :, part] for part in self.slices]
+        for place, part in zip(places, tokens.split([place.shape[2] for place in places], dim=2), strict=True):
+            place.copy_(part)
+
+
 @dataclass(frozen=True)
 class Partition:
     """What each rank computes of each block: from a mask, a layout and the chunk length C of every rank.
@@ -114,6 +172,17 @@ class Partition:
             return torch.arange(before, before + self.lengths[rank])
         return layout.positions(self.seq_len, rank, len(self.lengths)).contiguous()
 
+    @kept
+    def places(self, rank: int) -> Places:
+        """`positions`, to take the tokens of `rank` out of all, or to put them there."""
+        return Places(self.positions(rank))
+
+    @cached_property
+    def striped(self) -> bool:
+        """Whether each rank has every P-th token, whatever the layout is called."""
+        P = len(self.lengths)
+        return all(torch.equal(self.positions(rank), torch.arange(rank, self.seq_len, P)) for rank in range(P))
+
     def visible_keys(self, rank: int) -> list[tuple[Tensor, Tensor]]:
         """`Mask.visible_keys` of the queries of `rank`."""
         return self.mask.visible_keys(self.positions(rank), self.seq_len)
@@ -128,15 +197,14 @@ class Partition:
         """How many (query, key) pairs `rank` computes in all rounds."""
         return sum(int((end - first).clamp(min=0).sum()) for first, end in self.visible_keys(rank))
 
-    @lru_cache(maxsize=4096)  # noqa: B019 (every layer of a model asks the same; partitions are small)
+    @kept  # every layer of a model asks the same
     def pieces(self, rank: int, block: int) -> tuple[BlockSlice, ...]:
         """What `rank` computes of `block`. Where the mask shows all: the whole block, for any number of queries."""
         if self.mask.shows_all:
             return (BlockSlice(slice(None), slice(None), triangle=False),)
         return tuple(piece for run in self.runs(rank, block) for piece in cut(*run))
 
-    @property
-    @lru_cache(maxsize=64)  # noqa: B019 (the same)
+    @cached_property
     def hops(self) -> int:
         """How often the blocks must move on: until no rank further on sees a key of any of them."""
         world_size, hops = len(self.lengths), 0

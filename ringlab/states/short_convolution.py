@@ -65,7 +65,7 @@ def ring_short_convolution(
     runs = agree_on_runs(*called, inputs, 1.0, group, check, documents, layout, same)
 
     wide, taps = x.to(accumulation_dtype(x.dtype)), weight.to(accumulation_dtype(x.dtype))
-    mine, before, since = wide.split(runs.mine, dim=2), taps.shape[1] - 1, runs.since.to(x.device).split(runs.mine)
+    mine, before, since = wide.split(runs.mine, dim=2), taps.shape[1] - 1, runs.since.split(runs.mine)
     nothing = wide.new_zeros(len(x), 1, before, x.shape[1])
     maps = [y for run in mine for y in pushed(run, before)]
     states = HandOn.apply(by_gather, runs.chain, group, nothing, *maps)

@@ -194,12 +194,19 @@ def agree_on_runs(
     same |= {"gradients": [name for name, x in given.items() if needs_gradients(x)]}
     options: dict[str, Any] = {"function": function, "check": check_all, "settings": lambda: same}
     scale, lengths = agree_on_chunks(*chunks, scale, group, **options)
-    return runs_of(scale, of_documents, layout, tuple(lengths), members(group)[0])
+    return runs_of(scale, of_documents, layout, tuple(lengths), members(group)[0], chunks[0].device)
 
 
-@lru_cache(maxsize=64)  # every layer of a model asks for the same
+@lru_cache(maxsize=8)  # every layer of a model asks for the same: it is copied to the device once
 @torch.inference_mode(False)  # an evaluation may be the first to ask, and a backward pass cannot use its tensors
-def runs_of(scale: float, documents: tuple[int, ...] | None, layout: str, lengths: tuple[int, ...], rank: int) -> Runs:
+def runs_of(
+    scale: float,
+    documents: tuple[int, ...] | None,
+    layout: str,
+    lengths: tuple[int, ...],
+    rank: int,
+    device: torch.device | None = None,
+) -> Runs:
     partition = Partition(Mask(causal=True, documents=documents), layout, lengths)
     owner = torch.empty(partition.seq_len, dtype=torch.int64)
     for r in range(len(lengths)):
@@ -207,7 +214,7 @@ def runs_of(scale: float, documents: tuple[int, ...] | None, layout: str, length
     chain, tokens = (x.tolist() for x in torch.unique_consecutive(owner, return_counts=True))
     mine = [length for r, length in zip(chain, tokens, strict=True) if r == rank]
     at, ((begin, _),) = partition.positions(rank), partition.visible_keys(rank)
-    return Runs(scale, chain, mine, at - begin, (at == begin) & (at > 0))
+    return Runs(scale, chain, mine, (at - begin).to(device), ((at == begin) & (at > 0)).to(device))
 
 
 @left_as_it_is
@@ -252,7 +259,7 @@ def ring_linear_attention(
 
     x, h = checked_inputs(q, k, v, log_decay, beta, state)
     if documents is not None:  # a token that begins a document forgets everything before it
-        x = x._replace(log_decay=x.log_decay.masked_fill(runs.first.to(q.device)[:, None], -torch.inf))
+        x = x._replace(log_decay=x.log_decay.masked_fill(runs.first[:, None], -torch.inf))
     none = [None] * len(runs.mine)
     parts = zip(*(none if y is None else y.split(runs.mine, dim=2) for y in x), strict=True)  # the inputs of each run
     reads, changes = zip(*(in_chunks(Inputs(*part), runs.scale) for part in parts), strict=True)  # maps of its chunks

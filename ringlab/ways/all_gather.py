@@ -29,7 +29,7 @@ Source: Llama 3 (2024), section 3.3.2, context parallelism. It gathers K and V, 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,8 @@ from torch import Tensor
 from torch.distributed import Work
 
 from ringlab.ring.flash_ring import ring_flash_attention
-from ringlab.ring.layouts import NAMED, layout_of
 from ringlab.ring.overlap import keys_and_values, numbers_of_token
-from ringlab.ring.partition import BlockSlice, Partition, cut, every
+from ringlab.ring.partition import BlockSlice, Partition, cut, every, kept
 from ringlab.ring.schedule import Round, Schedule
 from ringlab.support.agreement import members
 from ringlab.support.timeline import span
@@ -54,13 +53,13 @@ def buffer_for_all(k: Tensor, v: Tensor, lengths: Sequence[int], dtype: torch.dt
     return torch.empty(len(lengths), max(lengths) * numbers_of_token(k[:, :1], v[:, :1]), dtype=dtype, device=k.device)
 
 
-@lru_cache(maxsize=4096)  # every head and layer of a model asks the same
+@kept  # every head and layer of a model asks the same
 def pieces_of_all(partition: Partition, rank: int) -> tuple[BlockSlice, ...]:
     """What `rank` computes of the K and V of all ranks, in the order of the sequence."""
     P = len(partition.lengths)
     if partition.mask.shows_all:
         return partition.pieces(rank, rank)
-    if layout_of(partition.layout) != NAMED["striped"]:
+    if not partition.striped:
         return tuple(piece for run in partition.visible_keys(rank) for piece in cut(*run))
     return tuple(  # rank j's keys are every P-th: a query that is one row down sees one key more of each stripe
         replace(piece, keys=every(P, j, piece.keys)) for j in range(P) for piece in partition.pieces(rank, j)
@@ -83,9 +82,8 @@ class AllGather(Schedule):
             with span("wait", head, k, v):
                 arriving.wait()
             for j in range(len(blocks)):
-                at = self.partition.positions(j).to(k.device)
                 for whole, block in zip(in_order, self.block(k, v, blocks, j), strict=True):
-                    whole.index_copy_(2, at, block)
+                    self.partition.places(j).put(whole, block)
             heads = slice(head * served, (head + 1) * served)
             pieces = pieces_of_all(self.partition, rank)
             yield head, *in_order, tuple(replace(piece, heads=heads) for piece in pieces)
@@ -130,9 +128,8 @@ class SumsOfHeads:
         schedule, (k, v) = self.schedule, (self.k, self.v)
         by_rank, parts = buffer_for_all(k, v, schedule.partition.lengths, self.dtype), self.of_round(t)
         for j in range(len(by_rank)):
-            at = schedule.partition.positions(j).to(k.device)
             for place, part in zip(schedule.block(k, v, by_rank, j), parts, strict=True):
-                place.copy_(part[:, :, at])
+                place.copy_(schedule.partition.places(j).take(part))
         self.wait()  # for the head before: so no more than two heads of sums take room
         total, self.parts = torch.empty_like(by_rank[0]), None
         self.adding = reduce_scatter(total, by_rank.flatten(), group=schedule.group, async_op=True)

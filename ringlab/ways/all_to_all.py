@@ -44,7 +44,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import accumulate, chain, groupby
 
 import torch
@@ -55,7 +55,7 @@ from torch.distributed import ProcessGroup
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import positions
-from ringlab.ring.partition import Partition
+from ringlab.ring.partition import Partition, Places, kept
 from ringlab.ring.schedule import Round, Schedule, Sums
 from ringlab.ways.heads import heads_of_ranks
 
@@ -163,7 +163,7 @@ class Exchange:
 
     queries: list[slice]  # the query heads of each rank
     keys: list[slice]  # the K/V heads that they use
-    order: tuple[Tensor, ...]  # of rank s: (C_s,), int64
+    order: tuple[Places, ...]  # of rank s: C_s
     group: ProcessGroup | None
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -172,11 +172,12 @@ class Exchange:
         shares = (self.queries, self.keys, self.keys)[: len(tensors)]
         mine = [(count(share[rank]), x.shape[-1]) for x, share in zip(tensors, shares, strict=True)]  # heads, and D
         parts = [[x[:, share[s]] for x, share in zip(tensors, shares, strict=True)] for s in range(len(self.order))]
-        shapes = [[(B, heads, len(at), D) for heads, D in mine] for at in self.order]
-        wholes = [tensors[0].new_empty(B, heads, sum(map(len, self.order)), D) for heads, D in mine]
-        for at, arrived in zip(self.order, swap(parts, shapes, self.group), strict=True):
+        lengths = [*map(len, self.order)]
+        shapes = [[(B, heads, C, D) for heads, D in mine] for C in lengths]
+        wholes = [tensors[0].new_empty(B, heads, sum(lengths), D) for heads, D in mine]
+        for places, arrived in zip(self.order, swap(parts, shapes, self.group), strict=True):
             for whole, part in zip(wholes, arrived, strict=True):
-                whole.index_copy_(2, at.to(whole.device), part)
+                places.put(whole, part)
         return wholes
 
     def to_tokens(self, wholes: Sequence[Tensor]) -> list[Tensor]:
@@ -184,7 +185,7 @@ class Exchange:
         B, shares = len(wholes[0]), (self.queries, self.keys, self.keys)[: len(wholes)]
         theirs = [(share, whole.shape[-1]) for whole, share in zip(wholes, shares, strict=True)]  # heads, and D
         C = len(self.order[dist.get_rank(self.group)])
-        parts = [[whole.index_select(2, at.to(whole.device)) for whole in wholes] for at in self.order]
+        parts = [[places.take(whole) for whole in wholes] for places in self.order]
         shapes = [[(B, count(share[s]), C, D) for share, D in theirs] for s in range(len(self.order))]
         wide = accumulation_dtype(wholes[0].dtype)
         sums = [wholes[0].new_zeros(B, share[-1].stop, C, D, dtype=wide) for share, D in theirs]
@@ -207,11 +208,11 @@ def swap(
     return [[next(arrived).view(shape) for shape in message] for message in shapes]
 
 
-@lru_cache(maxsize=64)  # every layer of a model asks the same
-def order(partition: Partition, ranks: range) -> tuple[Tensor, ...]:
-    """Of each of these ranks: where its tokens stand among the tokens of all of them, (C,), int64."""
+@kept  # every layer of a model asks the same
+def order(partition: Partition, ranks: range) -> tuple[Places, ...]:
+    """Of each of these ranks: where its tokens stand among the tokens of all of them."""
     at = [partition.positions(rank) for rank in ranks]
-    return torch.cat(at).argsort().argsort().split([len(of_rank) for of_rank in at])
+    return tuple(map(Places, torch.cat(at).argsort().argsort().split([len(of_rank) for of_rank in at])))
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ Source: Fang & Zhao 2024 (USP), section 3 and algorithm 1; Jacobs et al. 2023 (D
 
 import sys
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.ring.flash_ring import ring_flash_attention
-from ringlab.ring.layouts import NAMED, layout_of
-from ringlab.ring.partition import BlockSlice, Partition, every
+from ringlab.ring.partition import BlockSlice, Partition, every, kept
 from ringlab.ring.schedule import Group, Ring, Schedule
 from ringlab.support.agreement import check_mesh
 from ringlab.ways.all_to_all import AllToAll, Exchange, order
@@ -93,10 +92,10 @@ class Rows(Partition):
         """Where in the sequence the tokens of row `rank` stand: (g·C,), int64, rising."""
         return torch.cat([self.flat.positions(member) for member in self.ranks(rank)]).sort().values
 
-    @lru_cache(maxsize=4096)  # noqa: B019 (as in Partition)
+    @kept
     def pieces(self, rank: int, block: int) -> tuple[BlockSlice, ...]:
         """What row `rank` computes of the block of row `block`."""
-        if rank == block or self.mask.shows_all or layout_of(self.layout) != NAMED["striped"]:
+        if rank == block or self.mask.shows_all or not self.flat.striped:
             return super().pieces(rank, block)
         g = len(self.ranks(rank))  # a row has g stripes of every P: so the pieces of two stripes, g x g times
         return tuple(

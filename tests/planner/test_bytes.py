@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from ringlab.ring.partition import Places
 from ringlab.support import pipes
 from ringlab.support.messages import Watch
 from ringlab.ways import all_gather, all_to_all
@@ -155,7 +156,7 @@ def exchanged(context, problem):
 def sum_of_copies(context):
     """The gradient of the one K/V head, of which each of three ranks has computed a part, in bfloat16."""
     _, keys = heads_of_ranks(3, 1, 3)
-    exchange = all_to_all.Exchange(keys, keys, torch.arange(3).split(1), None)
+    exchange = all_to_all.Exchange(keys, keys, [Places(at) for at in torch.arange(3).split(1)], None)
     part = torch.full((1, 1, 3, 1), 1.0 if context.rank == 0 else 2.0**-8, dtype=torch.bfloat16)
     return exchange.to_tokens([part])[0].item()
 

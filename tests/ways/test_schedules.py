@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.ring.flash_ring import ring_flash_attention
-from ringlab.ring.layouts import Layout, check_layout, check_lengths, shard
+from ringlab.ring.layouts import LAYOUTS, Layout, check_layout, check_lengths, positions, shard
 from ringlab.ring.masks import Mask
-from ringlab.ring.partition import Partition
+from ringlab.ring.partition import Partition, Places
 from ringlab.ring.schedule import Ring, check_sinks, check_softcap
 from ringlab.support import agreement
-from ringlab.ways.all_gather import AllGather
+from ringlab.ways.all_gather import AllGather, pieces_of_all
 from ringlab.ways.all_to_all import AllToAll, Alone
 from tests.attention import DTYPES, assert_four, assert_right, expected, gradients, grouped_inputs
 from tests.every_way import (
@@ -243,6 +243,60 @@ def test_one_gradient_none_or_a_second_derivative(ranks, way, shape):
 # Other queries than keys ---------------------------------------------------------------------------------------------
 
 QUERIES, KEYS = (3, 1, 7, 2), (4, 2, 1, 6)  # tokens of each rank
+
+
+def to_the_device(context, way, layout, four):
+    """How often a pass and the next one copy whole numbers to the device of q: there the host would wait for a GPU."""
+    counted, right = [0], torch.Tensor.to
+
+    def to(x, *args, **options):
+        counted[0] += x.dtype == torch.int64 and isinstance(args[0], torch.device)
+        return right(x, *args, **options)
+
+    q, k, v, d_out = (shard(x, layout, context.rank, context.world_size) for x in four)
+    copies = []
+    with mock.patch.object(torch.Tensor, "to", to):
+        for _ in range(2):
+            qkv = [x.clone().requires_grad_() for x in (q, k, v)]
+            WAYS[way](*qkv, causal=True, layout=layout).backward(d_out)
+            copies.append(counted[0])
+    return copies
+
+
+@pytest.mark.parametrize("way", ["all-gather", "all-to-all"])
+def test_the_places_of_tokens_are_copied_to_the_device_once_or_never(ranks, way):
+    """The three layouts are a few slices. A layout of tokens here and there has an index for each of the 3 ranks."""
+    P, four = 3, grouped_inputs(1, 6, 2, 24, 4)
+    for layout in LAYOUTS:
+        assert ranks(P, to_the_device, way, layout, four) == [[0, 0]] * P
+    assert ranks(P, to_the_device, way, OWN, four) == [[P, P]] * P
+
+
+@pytest.mark.parametrize("P", [1, 3])
+@pytest.mark.parametrize("layout", ALL_LAYOUTS, ids=str)
+def test_places_take_and_put_as_an_index_does(P, layout):
+    x, whole = torch.randn(1, 2, 24, 3), torch.zeros(1, 2, 24, 3)
+    for rank in range(P):
+        at = positions(layout, 24, rank, P)
+        places = Places(at)
+        assert torch.equal(places.take(x), x[:, :, at])
+        places.put(whole, x[:, :, at])
+    assert torch.equal(whole, x)
+
+
+def test_stripes_are_known_by_their_positions():
+    """A layout of one's own is as fast as the striped one, if its tokens are the same; and a name makes no stripes."""
+    mine = Layout("mine", stripes)
+    for layout, striped in (("striped", True), ("zigzag", False), (mine, True), (OWN, False)):
+        lengths = tuple(len(positions(layout, 24, rank, 3)) for rank in range(3))
+        partition = Partition(Mask(causal=True), layout, lengths)
+        assert partition.striped == striped
+    as_named = [pieces_of_all(Partition(Mask(causal=True), it, (8,) * 3), 1) for it in ("striped", mine)]
+    assert as_named[0] == as_named[1]
+
+
+def stripes(seq_len, rank, world_size):
+    return torch.arange(rank, seq_len, world_size)
 
 
 def copies_home(context):

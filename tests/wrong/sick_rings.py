@@ -23,7 +23,7 @@ from ringlab.ring import flash_ring, schedule
 from ringlab.ring.flash_ring import flash_backward, ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
 from ringlab.ring.overlap import post
-from ringlab.ring.partition import Partition
+from ringlab.ring.partition import Partition, Places
 from ringlab.support.agreement import members
 from ringlab.ways import all_gather, all_to_all
 from ringlab.ways.all_to_all import Exchange
@@ -100,7 +100,8 @@ def back_as_they_came(exchange, wholes):
     if len(wholes) == 3:
         return right_to_tokens(exchange, wholes)
     lengths = [len(at) for at in exchange.order]
-    return right_to_tokens(replace(exchange, order=torch.arange(sum(lengths)).split(lengths)), wholes)
+    in_order = [*map(Places, torch.arange(sum(lengths)).split(lengths))]
+    return right_to_tokens(replace(exchange, order=in_order), wholes)
 
 
 def not_added(total, parts, *, group, async_op):
