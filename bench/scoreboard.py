@@ -45,7 +45,7 @@ from typing import Any
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.memory import step_bytes
 from ring_planner.plan import ERRORS, kind_of
-from ring_planner.presets import GIB, gpu_named, model_named
+from ring_planner.presets import GIB, Model, gpu_named, model_named
 from ring_planner.round_costs import FRAMEWORK, HOST_LATENCY, efficiency, realistic
 from ring_planner.seconds import Pass, pass_of
 from ring_planner.step import KERNELS, Step, step_seconds
@@ -118,8 +118,9 @@ def step_of(row: Row) -> Step:
     names = ("hosts", "per_host", "seq_len", "batch", "cp", "tp", "recompute", "linear_dtype", "way", "kernels", "loss")
     options: Row = {"ours": False, "eager": row.get("eager", False)}
     options |= {name: row[name] for name in names if row.get(name) is not None}
-    task = "train" if "recompute" in row else "prefill"
-    return Step(model_named(row["model"]), gpu, task=task, **options)
+    task, named = "train" if "recompute" in row else "prefill", row["model"]
+    model = model_named(named) if isinstance(named, str) else Model(source=row["source"], **named)
+    return Step(model, gpu, task=task, **options)
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,8 @@ class Grade:
             return f"{size:<9} {tokens:>5} {heads:>6} {row['pass']:<8} {row.get('layout') or 'zigzag':<10} {way}"
         gpus = f"{row['hosts'] * row['per_host']} GPUs" if row.get("hosts") else None
         shared = [f"{name.upper()} {row[name]}" for name in ("cp", "tp") if row.get(name)]
-        words = row.get("model"), row.get("message"), gpus, *shared, row.get("recompute"), row.get("linear_dtype")
+        model = step_of(row).model.name if row.get("model") else None
+        words = model, row.get("message"), gpus, *shared, row.get("recompute"), row.get("linear_dtype")
         return ", ".join(str(each) for each in words if each)
 
 

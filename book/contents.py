@@ -79,7 +79,11 @@ IN_CHAPTERS = {  # an explorer, its settings, and the heading before which it st
     "notebooks/04_the_ring": ("deadlock", "P=4&order=RSSS", "## The ring"),
     "notebooks/05_backward": ("ring", "pass=backward", "## Four mistakes"),
     "notebooks/07_causal_balance": ("ring", "causal=on&wire=fast", "## What must follow the layout"),
-    "docs/which_way": ("planner", "model=llama-3.1-8b&gpu=h100&hosts=1&seq_len=131072", "## One host with NVLink"),
+    "docs/which_way": (
+        "planner",
+        "model=llama-3.1-8b&gpu=h100&hosts=1&seq_len=131072",
+        "## Whole steps, by the planner",
+    ),
 }
 DRAWN_NARROW = {module.ALT: name for name, module in NARROW.items()}  # pictures that phones see in a narrow version
 BELOW = {  # pages that stand below a page in the contents

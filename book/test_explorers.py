@@ -284,17 +284,19 @@ def test_the_planner_says_what_its_command_prints(watched, numbers, capsys):
             page.select_option(f"[name={name}]", str(value))
         settle(page)
         assert len(rows(page, "ways")) == len(data.HOSTS) * len(data.LENGTHS)
-        assert planner.main(page.inner_text("#planner-command").split()[1:]) == 0
+        fits = planner.main(page.inner_text("#planner-command").split()[1:]) == 0
         said = capsys.readouterr().out
         its = numbers[f"planner-{model}"]
         found = its["answers"][gpu][data.HOSTS.index(hosts)][data.LENGTHS.index(seq_len)]
         advice = page.inner_text("#planner-status")
+        assert fits == (found is not None)
         if found is None:
             assert "does not fit" in said
             assert advice.startswith("Advice: nothing fits.")
         else:
             first = re.split("GiB  way;.*\n", said)[1].splitlines()[0].split(maxsplit=3)
-            assert first == [*(digits(found[name]) for name in ("speed", "seconds", "gib")), found["way"]]
+            many = {"speed": found["digits"], "seconds": found["digits"], "gib": 3}
+            assert first == [*(digits(found[name], count) for name, count in many.items()), found["way"]]
             assert advice.startswith(f"Fastest: {found['way']}: ")
         assert its["thresholds"]["h100"]["between"] > its["thresholds"]["h100"]["inside"] > 100
     page.reload()

@@ -3,18 +3,20 @@
     candidates  every cp, tp, recomputation and way of ways.py
     best        those that fit: a training step by tokens/s of a GPU, a prefill by its seconds
     changes     the planner is asked again with each change; nothing here is a rule of thumb
-    interval    of the seconds, from the measured rows of the same kind in errors.json; none: not known
+    evidence    what the seconds rest on: your own steps, or the measured rows of the same kind in errors.json
     padded      each of cp GPUs has two chunks of the same length (zigzag): S is padded to a multiple of 2 · cp
 
 A reader may skip this file: step.py predicts a step, and this file asks it many times. After: command.py.
 """
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ring_planner.memory import CONTEXT, RESERVE, step_bytes
 from ring_planner.step import RECOMPUTE, Step, step_seconds
@@ -28,14 +30,22 @@ ERRORS = Path(__file__).with_name("errors.json")
 HELD = "such intervals hold for 70 of 81 times of publishers left out"  # of every fit: bench/scoreboard.py
 
 
-def digits(number: float) -> str:
-    """Three digits of a number, or all before the point: 0.0179, 5.89, 3,804."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+def digits(number: float, count: int = 3) -> str:
+    """A number with so many digits: 0.0179, 5.89, 3,800."""
+    rounded = float(f"{number:.{count}g}")
+    return f"{rounded:,.0f}" if rounded >= 10 ** (count - 1) else f"{rounded:.{count}g}"
 
 
 def kind_of(task: str, kernels: str, hosts: int) -> str:
     """The name of a kind of measured row: its errors count for a question like it."""
     return f"{task}, {'best kernels' if kernels == 'best' else 'framework'}, {'one host' if hosts == 1 else 'hosts'}"
+
+
+def measured(step: Step, kind: str) -> dict[str, Any] | None:
+    """The row of errors.json for steps of this kind. Rows of other chips, or of smaller hosts, say nothing."""
+    row = json.loads(ERRORS.read_text()).get(kind)
+    same = row and step.gpu.multiprocessors in row["chips"] and step.per_host <= 8 and not step.model.linear
+    return row if same else None
 
 
 @dataclass(frozen=True)
@@ -108,13 +118,28 @@ class Plan:
 
     @property
     def interval(self) -> tuple[float, float, int] | None:
-        """The least and the most seconds by the measured rows of this kind, and how many there are; None: not known.
-        Rows of other chips, or of smaller hosts, say nothing."""
-        step, task = self.step, {"train": "step", "prefill": "prefill"}[self.step.task]
-        known = json.loads(ERRORS.read_text()).get(kind_of(task, step.kernels, step.hosts))
-        if not known or step.model.linear or step.per_host > 8 or step.gpu.multiprocessors not in known["chips"]:
-            return None
-        return known["low"] * self.seconds, known["high"] * self.seconds, known["rows"]
+        """The least and the most seconds by measured steps of this kind, and how many there are; None: not known."""
+        if known := self.step.known:
+            nine_in_ten = math.exp(1.645 * known.spread(self.terms))
+            return self.seconds / nine_in_ten, self.seconds * nine_in_ten, known.steps
+        task = {"train": "step", "prefill": "prefill"}[self.step.task]
+        row = measured(self.step, kind_of(task, self.step.kernels, self.step.hosts))
+        return (row["low"] * self.seconds, row["high"] * self.seconds, row["rows"]) if row else None
+
+    @property
+    def evidence(self) -> str:
+        """What the seconds rest on."""
+        if self.step.known:
+            return "your step"
+        if self.interval:
+            return "measured on this GPU and stack"
+        of_attention = measured(self.step, kind_of("attention", "best", self.step.hosts))
+        return "kernel measured, step modelled" if of_attention else "not graded"
+
+    @property
+    def digits(self) -> int:
+        """As many as the evidence has."""
+        return 3 if self.interval else 2
 
     @property
     def waits_for_the_host(self) -> bool:

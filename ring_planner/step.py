@@ -21,6 +21,7 @@ from functools import cached_property
 from math import gcd
 
 from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.known import Known
 from ring_planner.presets import GPU, Model
 from ring_planner.round_costs import CARD_SHARE, FRAMEWORK, HOST_LATENCY, LATENCY, MEMORY_SHARE, realistic
 from ring_planner.seconds import Pass, pass_of
@@ -78,6 +79,7 @@ class Step:
     trainable: float = 1.0
     weights: str = "bf16"
     machine: Cluster | None = None  # measured: what attention and messages cost; then `gpu` has its link and NIC
+    known: Known | None = None  # what measured steps say of the terms
 
     def __post_init__(self) -> None:
         names = ("recompute", "linear_dtype", "kernels", "task", "loss", "optimizer", "weights")
@@ -137,15 +139,16 @@ class Step:
         return nominal if gpu.ideal else realistic(nominal, gpu.card_share, gpu.link_share)
 
 
+def matmul_share(gpu: GPU, dtype: str) -> float:
+    """The share of the peak that matrix products of a dtype reach."""
+    if gpu.ideal:
+        return 1.0
+    return MATMUL[dtype] if "fp8" in gpu.peak else AMPERE
+
+
 def matmul_seconds(gpu: GPU, flops: float, dtype: str) -> float:
     """Seconds of matrix products of a dtype."""
-    if gpu.ideal:
-        share = 1.0
-    elif "fp8" in gpu.peak:
-        share = MATMUL[dtype]
-    else:
-        share = AMPERE
-    return flops / (share * gpu.peak[dtype])
+    return flops / (matmul_share(gpu, dtype) * gpu.peak[dtype])
 
 
 def memory_rate(gpu: GPU) -> float:
@@ -157,6 +160,8 @@ def attention_seconds(step: Step) -> tuple[float, float]:
     """Seconds of a layer's attention, forward and backward: the mean of all layers. Linear layers: state_ring.py."""
     way, split = step.way_of_cp
     times = step.batch * (KERNELS[step.kernels] if step.cp > 1 else 1.0)
+    if way == "all-to-all" and step.kernels == "framework":  # fitted on rings; here there is one call, and no round
+        times = step.batch * FRAMEWORK[2026]
     work = Pass(step.ring, step.share, step.seq_len / step.cp, mask="causal", ours=step.ours)  # in zigzag
     forward, backward = (times * pass_of(way, replace(work, backward=each), split) for each in (False, True))
     if (linear := step.model.linear) is None:
@@ -217,7 +222,8 @@ def layer_passes(step: Step) -> tuple[float, float]:
 
 def step_seconds(step: Step) -> dict[str, float]:
     """Seconds of each term of a step or a prefill; their sum is its time."""
-    return prefill_seconds(step) if step.task == "prefill" else training_seconds(step)
+    terms = prefill_seconds(step) if step.task == "prefill" else training_seconds(step)
+    return step.known.corrected(terms) if step.known else terms
 
 
 def training_seconds(step: Step) -> dict[str, float]:

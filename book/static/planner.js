@@ -7,7 +7,11 @@ const status = document.querySelector("#planner-status");
 const its = await load("planner");
 let model = null; // the answers and thresholds of the model that is chosen
 const count = (number) => Math.round(number).toLocaleString("en");
-const three = (number) => (number >= 100 ? count(number) : Number(number.toPrecision(3)).toString());
+/** A number with as many digits as its evidence has. */
+function digits(number, most = 3) {
+  const rounded = Number(number.toPrecision(most));
+  return rounded >= 100 ? count(rounded) : rounded.toString();
+}
 
 function options(select, names, first) {
   select.replaceChildren(...(first ? [make("option", { value: "" }, first)] : []), ...names.map((name) => make("option", { value: name }, name)));
@@ -20,7 +24,7 @@ const answers = () => model.answers[form.gpu.value];
 function all() {
   const rows = its.hosts.flatMap((hosts, i) => its.lengths.map((S, j) => {
     const found = answers()[i][j];
-    const cells = [`${hosts} x 8`, count(S), ...(found ? [three(found.speed), three(found.seconds), three(found.gib), found.way] : ["–", "–", "–", say("does not fit")])];
+    const cells = [`${hosts} x 8`, count(S), ...(found ? [digits(found.speed, found.digits), digits(found.seconds, found.digits), digits(found.gib), found.way] : ["–", "–", "–", say("does not fit")])];
     const chosen = String(hosts) === form.hosts.value && String(S) === form.seq_len.value;
     return { attributes: chosen ? { class: "now" } : {}, cells };
   }));
@@ -42,9 +46,9 @@ async function change() {
   model = loaded;
   const hosts = Number(form.hosts.value), S = Number(form.seq_len.value);
   const found = answers()[its.hosts.indexOf(hosts)][its.lengths.indexOf(S)];
-  const words = found ? { ...found, speed: three(found.speed), seconds: three(found.seconds), gib: three(found.gib) } : {};
+  const words = found ? { ...found, speed: digits(found.speed, found.digits), seconds: digits(found.seconds, found.digits), gib: digits(found.gib) } : {};
   status.replaceChildren(make("strong", {}, say(found ? "advice" : "nothing fits", words)));
-  const known = found?.interval ? say("interval", { low: three(found.interval[0]), high: three(found.interval[1]), rows: found.interval[2] }) : say("not known");
+  const known = found?.interval ? say("interval", { low: digits(found.interval[0]), high: digits(found.interval[1]), rows: found.interval[2] }) : say("not known");
   document.querySelector("#planner-facts").textContent = found ? known : "";
   document.querySelector("#planner-ways").replaceChildren(all());
   document.querySelector("#planner-thresholds").replaceChildren(thresholds());

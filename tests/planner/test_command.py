@@ -6,22 +6,29 @@ import json
 import math
 import random
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from itertools import groupby
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
+from bench.scoreboard import grades, kernel_flops, same_work, step_of
 from ring_planner import command, memory
 from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.known import KINDS, NOISE, SPREAD, fit
 from ring_planner.machine import MAKE, write_machine
 from ring_planner.memory import CONTEXT, RESERVE, step_bytes
-from ring_planner.plan import ERRORS, Plan, Wish, best, candidates, changes, gains, longest
+from ring_planner.plan import ERRORS, Plan, Wish, best, candidates, changes, digits, gains, longest, ways_of
 from ring_planner.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
+from ring_planner.request import OPTIONS
+from ring_planner.round_costs import realistic
 from ring_planner.step import Step, collective_seconds, step_seconds
-from ring_planner.ways import Cluster, traffic
+from ring_planner.ways import Cluster, splits, traffic
 from tests.commands import ROOT
 
 HOST = Step(model_named("llama-3.1-8b"), gpu_named("h100"), 1, 8, 32768, eager=False)
@@ -252,16 +259,123 @@ def test_ideal_numbers_are_a_gpu():
     assert "passes" not in printed.split("binds")[0].split("seconds  ")[1]
 
 
-def test_an_interval_is_of_rows_like_the_question():
-    assert "s, from 12 measured ones; such intervals hold for" in plan(LLAMA)
-    assert "not known: no measured times" in plan(f"{LLAMA} --kernels best")
+def test_the_evidence_is_of_rows_like_the_question():
+    assert "measured on this GPU and stack: 5.77 to 8.14 s, from 12 measured ones; such intervals" in plan(LLAMA)
+    assert "kernel measured, step modelled: no step of this kind was measured" in plan(f"{LLAMA} --kernels best")
     answer, known = Plan(replace(HOST, kernels="framework")), json.loads(ERRORS.read_text())
     ours = known["step, framework, one host"]
     assert answer.interval == (ours["low"] * answer.seconds, ours["high"] * answer.seconds, 12)
-    assert Plan(replace(HOST, kernels="framework", gpu=gpu_named("b200"))).interval is None  # of another chip
-    assert Plan(replace(HOST, kernels="framework", per_host=16)).interval is None  # larger hosts than were measured
+    for change, evidence in (
+        ({"gpu": gpu_named("b200")}, "kernel measured, step modelled"),  # no step of this chip
+        ({"gpu": gpu_named("l40")}, "not graded"),
+        ({"per_host": 16}, "not graded"),  # larger hosts than were measured
+    ):
+        unlike = Plan(replace(HOST, kernels="framework", **change))
+        assert (unlike.interval, unlike.evidence, unlike.digits) == (None, evidence, 2)
     short = "--model qwen3-0.6b --gpu l40s --per-host 2 --seq-len 8192 --task prefill"
-    assert "not known: a layer is so short that GPUs wait for their hosts" in plan(short)
+    assert "not graded: a layer is so short that GPUs wait for their hosts" in plan(short)
+
+
+def test_a_number_has_the_digits_of_its_evidence():
+    assert [digits(x) for x in (0.01789, 5.889, 99.96, 3804.0, 7.0)] == ["0.0179", "5.89", "100", "3,800", "7"]
+    assert [digits(x, 2) for x in (0.01789, 5.889, 99.96, 3804.0)] == ["0.018", "5.9", "100", "3,800"]
+
+
+MEGATRON = [each for each in grades(apart=True) if each.publisher == "MooreThreads"]
+SHORT, LONG = ([each for each in MEGATRON if (each.row["seq_len"] > 4096) == long] for long in (False, True))
+
+
+def known(*marked):
+    return fit([step_seconds(step_of(each.row)) for each in marked], [each.measured for each in marked])
+
+
+@pytest.mark.parametrize(
+    ("given", "within"), [((2,), 0.02), ((4,), 0.03), ((8,), 0.2), ((2, 8), 0.06), ((2, 4, 8), 0.08)]
+)
+def test_a_known_step_tells_the_others(given, within):
+    """Seven steps of Megatron on 8 B200, of which no constant was fitted: short ones on tp GPUs tell long ones."""
+    of = known(*(each for each in SHORT if each.row["tp"] in given))
+    assert of.steps == len(given)
+    for each in LONG:
+        terms = of.corrected(step_seconds(step_of(each.row)))
+        assert abs(sum(terms.values()) / each.measured - 1) < within
+        assert abs(math.log(each.measured / sum(terms.values()))) < 2 * of.spread(terms)
+    assert max(abs(each.error) for each in LONG) > 0.25  # without it
+
+
+def test_known_factors_by_hand():
+    """One step of computing alone: between what was measured and 1, as their variances are."""
+    alone = {"products": 2.0}
+    log = math.log(2.0) / NOISE**2 / (1 / NOISE**2 + 1 / SPREAD["computing"] ** 2)
+    of = fit([alone], [4.0])
+    assert of.factors == pytest.approx((1.0, math.exp(log), 1.0))
+    assert of.corrected({"attention": 3.0, "head": 1.0, "FSDP": 5.0}) == pytest.approx(
+        {"attention": 3.0, "head": math.exp(log), "FSDP": 5.0}
+    )
+    variance = 1 / (1 / NOISE**2 + 1 / SPREAD["computing"] ** 2)
+    assert of.spread(alone) == pytest.approx(math.sqrt(variance + NOISE**2))
+    assert fit([{"attention": 1.0, "products": 1.0, "FSDP": 2.0}], [4.0]).factors == pytest.approx((1, 1, 1))
+    for name, kind in (("passes", "computing"), ("tensor parallel", "messages"), ("attention", "attention")):
+        assert fit([{name: 1.0}], [1.1]).factors[[*KINDS].index(kind)] > 1.05
+    with pytest.raises(ValueError, match=r"contradict each other, by 3.%; expected steps of one machine"):
+        fit([alone, alone], [4.0, 8.0])
+
+
+def test_what_is_known_is_used():
+    """Every word of --known, moved to where it is seen; a known step is itself planned as it was measured."""
+    request = [*LLAMA.split(), "--known", "seq_len=8192 tp=8 seconds=0.25"]
+    step = command.request_of(request_options(request))[0]
+    assert Plan(replace(step, cp=1, tp=8, seq_len=8192, recompute="none")).seconds == pytest.approx(0.25, rel=0.02)
+    assert Plan(step).evidence == "your step"
+    low, high, rows = Plan(step).interval
+    assert (low < Plan(step).seconds < high, rows) == (True, 1)
+    by_rate = command.request_of(request_options([*request[:-1], f"seq_len=8192 tp=8 tokens_s={8192 / 8 / 0.25}"]))[0]
+    assert by_rate.known.factors == pytest.approx(step.known.factors)
+    for word in (
+        "cp=8 tp=1 way=ring",
+        "tp=4",
+        "tp=8 hosts=2",
+        "tp=8 batch=2",
+        "tp=8 recompute=full",
+        "tp=8 seq_len=4096",
+    ):
+        text = f"seq_len=8192 {word} seconds=0.25"
+        other = command.request_of(request_options([*request[:-1], text]))[0]
+        assert other.known.factors != pytest.approx(step.known.factors), word
+    two = command.request_of(request_options([*request, "--known", "seq_len=8192 cp=8 seconds=0.35"]))[0]
+    assert two.known.steps == 2
+
+
+def request_options(words):
+    return command.parser().parse_args(words)
+
+
+def plan_of(words):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert command.main(words) == 0
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tp=8 seconds=1", "expected seq_len=, seconds= or tokens_s="),
+        ("seq_len=8192 tp=8", "expected seq_len=, seconds= or tokens_s="),
+        ("seq_len=8192 seconds=1 tokens_s=1", "expected seq_len=, seconds= or tokens_s="),
+        ("seq_len=8192 seconds=1 colour=2", "expected seq_len=, seconds= or tokens_s="),
+        ("seq_len=8192 seconds=fast", "fast was given; expected 1e-09 to 1e+12: seconds of a known step"),
+        ("seq_len=8192 tp=3 seconds=1", "expected a step that these GPUs can share so"),
+        ("seq_len=8192 recompute=some seconds=1", "recompute is 'some'; expected one of none"),
+        ("seq_len=131072 tp=8 seconds=3", "and attention alone takes"),
+        ("seq_len=8192 tp=8 seconds=0.06", "or more: no products are faster than the data sheet"),
+        ("seq_len=8192 tp=8 seconds=250", "expected seconds, of a step of this batch"),
+    ],
+)
+def test_what_cannot_be_known_is_refused(text, said):
+    with contextlib.redirect_stderr(io.StringIO()) as printed, pytest.raises(SystemExit):
+        command.main([*LLAMA.split(), "--known", text])
+    (line,) = printed.getvalue().splitlines()
+    assert said in line
 
 
 def test_only_a_framework_is_not_ours():
@@ -272,7 +386,7 @@ def test_only_a_framework_is_not_ours():
 
 
 def test_a_tie_is_called_one():
-    """The first three are within 2 %: the advice is the fastest, and the simplest of them."""
+    """The first three are within 7 %: the advice is the simplest of them, and the fastest."""
     one, two, three, four = (
         Plan(replace(HOST, cp=8, seq_len=S, way=way, split=split))
         for S, way, split in (
@@ -282,13 +396,13 @@ def test_a_tie_is_called_one():
             (8192, "ring", None),
         )
     )
-    for each, seconds in ((one, 1.0), (two, 1.01), (three, 1.019), (four, 1.0)):
+    for each, seconds in ((one, 1.0), (two, 1.01), (three, 1.069), (four, 1.0)):
         vars(each)["terms"] = {"attention": seconds * each.step.tokens}
-    vars(four)["terms"] = {"attention": 1.03 * four.step.tokens}
+    vars(four)["terms"] = {"attention": 1.08 * four.step.tokens}
     for ranked, *said in (
-        ([one, two, three, four], "fastest: hybrid of 2, cp 8", "simplest of 3 within 2%: ring, cp 8"),
-        ([one, two, four], "fastest: hybrid of 2, cp 8", "simplest of 2 within 2%: all-to-all, cp 8"),
-        ([two, one], "fastest, and simplest of 2 within 2%: all-to-all, cp 8"),
+        ([one, two, three, four], "simplest of 3 that tie within 7%: ring, cp 8", "fastest: hybrid of 2, cp 8"),
+        ([one, two, four], "simplest of 2 that tie within 7%: all-to-all, cp 8", "fastest: hybrid of 2, cp 8"),
+        ([two, one], "simplest of 2 that tie within 7%: all-to-all, cp 8"),
         ([one, four], "fastest: hybrid of 2, cp 8"),
         ([],),
     ):
@@ -355,7 +469,7 @@ VALUES = {  # most of them fit together; every option, and for each what it must
     **{"kv-heads": (1, 8, 7), "vocab": (7, -7), "layers": (2, 0), "hidden": (64, 1e12), "feedforward": (96,)},
     **{"task": ("train", "prefill", "serve"), "loss": ("whole", "pieces"), "optimizer": ("adam", "none", "lion")},
     **{"recompute": ("none", "full"), "linear-dtype": ("bf16", "fp8", "fp4"), "trainable": (0.01, 2)},
-    **{"weights": ("4bit", "2bit")},
+    **{"weights": ("4bit", "2bit"), "known": ("seq_len=8192 seconds=2", "seq_len=8192 tp=2 tokens_s=900", "tp=2")},
     **{"kernels": ("best", "framework", "fa2", "cudnn", "torch"), "flops": (4e14, 990), "memory": (8e10, 3e9, 1e8)},
     **{"bandwidth": (5e9, "nan"), "host-bandwidth": (1e9, "inf"), "machine": ("MACHINE", "none.json")},
     **{"gpu": ("h9", ""), "model": ("none.json", "gpt-9"), "colour": ("red",)},
@@ -384,10 +498,13 @@ def test_no_options_end_in_a_traceback(seed, tmp_path):
                 status = command.main(words)
             except SystemExit as end:
                 status = end.code
-        planned += status == 0
+        planned += status < 2
         lines = said.getvalue().splitlines()
-        assert (status, len(lines)) in ((0, 0), (2, 1)), words
-        assert ("advice" in printed.getvalue()) == (status == 0), words
+        assert (status, len(lines)) in ((0, 0), (1, 0), (2, 1)), words
+        assert ("advice" in printed.getvalue()) == (status < 2), words
+        assert (status == 1) == (
+            "advice                does not fit" in printed.getvalue() or "no way to share" in printed.getvalue()
+        ), words
         assert all("expected" in line or MAKE in line for line in lines), (words, lines)
     assert len(seed) / 8 < planned < 7 / 8 * len(seed)
 
@@ -396,7 +513,7 @@ def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit, match="0"):
         command.main(["--help"])
     printed = capsys.readouterr().out
-    assert all(f"--{name} " in printed for name in command.OPTIONS)
+    assert all(f"--{name} " in printed for name in (*OPTIONS, "known"))
 
 
 def test_the_command_needs_no_torch_and_no_scoreboard():
@@ -407,66 +524,132 @@ def test_the_command_needs_no_torch_and_no_scoreboard():
 
 WHICH_WAY = (ROOT / "docs/which_way.md").read_text()
 SHOWN = {
-    command: block
+    words: block
     for page in (WHICH_WAY, (ROOT / "docs/use.md").read_text())
-    for command, block in re.findall(r"^\$ ring-plan (.*)\n([^`]*)```", page, re.MULTILINE)
+    for words, block in re.findall(r"^\$ ring-plan (.*)\n([^`]*)```", page, re.MULTILINE)
 }
 
 
-@pytest.mark.parametrize("command", SHOWN)
-def test_a_page_says_what_the_planner_says(command):
-    """docs/which_way.md: five users, and what an expert would tell them."""
-    said = plan(command).splitlines()
-    for line in SHOWN[command].splitlines():
+@pytest.mark.parametrize("words", SHOWN)
+def test_a_page_says_what_the_planner_says(words):
+    said = plan_of(shlex.split(words)).splitlines()
+    for line in SHOWN[words].splitlines():
         assert line in ("...", *said)
 
 
 def test_the_best_ring_is_always_shown():
-    """It is not among the five fastest here."""
+    """It is not among the five fastest here. Of 16 hosts with one NIC each the flat ring is shown beside the best."""
     said = plan("--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072").splitlines()
-    rows = [line for line in said if line.startswith("    ") and ", cp " in line]
+    rows = [line for line in said if line.startswith("    ") and ", cp " in line and "fastest" not in line]
     assert ["  ring, cp" in row for row in rows] == [False] * 5 + [True]
+    assert "flat ring" not in "".join(said)
+    of_hosts = plan("--model llama-3.1-8b --gpu h100 --hosts 16 --nics 1 --seq-len 1048576 --loss pieces")
+    (flat,) = re.findall(r"the flat ring +ring, cp 128, tp 1, recompute none: \S+ tokens/s a GPU, (\S+) s", of_hosts)
+    best_of_one = re.findall(r"tokens/s a GPU, (\S+) s", of_hosts.partition("one sequence on all ")[2])[1]
+    assert f"{flat} s for one sequence on all 128 GPUs, where the best way takes {best_of_one} s" in WHICH_WAY
 
 
-RULE = {  # of docs/which_way.md, by the anchor of a case, its ways in bold: the simplest, and the fastest if another
-    anchor: re.findall(r"\*\*(.*?)\*\*", said)
-    for anchor, said in re.findall(r"^- \[.*?\]\(#(.*?)\)(.*?)(?=\n-|\n\n)", WHICH_WAY, re.M | re.S)
-}
-QUESTIONS = {
-    re.sub(r"[^\w ]", "", heading.lower()).replace(" ", "-"): command
-    for heading, command in re.findall(r"^## (.*)\n[^#]*?\$ ring-plan (.*)", WHICH_WAY, re.M)
-}
+ADVICE = [row.split("|")[1:-1] for row in re.findall(r"^\| (?:the same )?`--.*", WHICH_WAY, re.M)]
 
 
-def test_every_question_is_in_the_rule():
-    assert QUESTIONS.keys() == RULE.keys()
-    assert len(RULE) == 6
+@pytest.mark.parametrize("case", range(7))
+def test_the_table_is_what_the_planner_says(case):
+    assert len(ADVICE) == 7
+    words, simplest, fastest = (cell.strip() for cell in ADVICE[case])
+    given = f"{ADVICE[case - 1][0]} {words.removeprefix('the same ')}" if "the same" in words else words
+    said = plan(given.replace("`", "")).partition("\nadvice ")[2].splitlines()
+    assert f"7%: {simplest}" in said[0]
+    assert [line.strip().split(", recompute")[0] for line in said[1:2] if "fastest" in line] == [f"fastest: {fastest}"][
+        : bool(fastest)
+    ]
 
 
-@pytest.mark.parametrize("anchor", RULE)
-def test_the_rule_is_what_the_planner_says(anchor):
-    """Of 16 hosts with many NICs and with one, and of many sequences as of one."""
-    many = anchor == "16-hosts-of-8"
-    for change in ("", " --nics 1")[: 1 + many]:
-        of_all, *of_one = re.split("one sequence on all ", plan(QUESTIONS[anchor] + change).partition("\nadvice ")[2])
-        for said in (of_all, *of_one[:many]):
-            lines = said.splitlines()
-            for line, way in ((lines[0], RULE[anchor][-1]), (lines[-1], RULE[anchor][0])):
-                assert set(way.split(", ")) <= set(re.split(", |: ", line)), (line, way)
+def rule(step):
+    """docs/which_way.md, as code: the way of a step whose cp GPUs are all, and hybrid's split."""
+    ring, share, P = step.ring, step.share, step.cp
+    C, work = step.seq_len / P, share.kv_heads / share.heads * step.ring.flops
+    nics = ring.nics * ring.host_bandwidth if ring.hosts > 1 else math.inf
+    if 5 * work / min(ring.bandwidth, nics) <= C or 1 + share.heads / share.kv_heads >= P:
+        return "all-gather", None
+    sizes = [
+        g for g in splits(share, ring) if share.kv_heads >= g > 1 and (ring.per_host % g == 0 or g % ring.per_host == 0)
+    ]
+    if not sizes:
+        return "all-gather", None
+    g = max(size for size in sizes if size <= ring.per_host or size == min(sizes))
+    for more in sizes if ring.hosts > 1 else []:
+        if more > g and g * C < 1.5 * work / (nics / ring.per_host):
+            g = more
+    return ("all-to-all", None) if g == P else ("hybrid", g)
 
 
-def test_how_far_a_ring_is_behind_on_one_host():
-    rows = re.findall(r"(\S+) +\S+  (\S+), cp 8, tp 1, recompute full\n", plan(f"{LLAMA} --cp 8 --tp 1"))
-    seconds = {way: float(s) for s, way in rows}
-    longer = f"{100 * (seconds['ring'] / seconds['all-gather'] - 1):.1f} %"
-    assert f"A step with a ring of 8 takes {longer} longer" in WHICH_WAY.replace("\n", " ")
+def a_cluster(pick):
+    """A step of all GPUs of 1 to 16 hosts on one sequence, at random."""
+    gpu, hosts, per_host = pick.choice([*GPUS.values()]), pick.choice([1, 1, 2, 4, 8, 16]), pick.choice([2, 4, 8, 8, 8])
+    gpu = replace(gpu, card=gpu.card * pick.choice([1, per_host, per_host]) / per_host)
+    model = pick.choice([model for model in MODELS.values() if not model.linear])
+    P, C = hosts * per_host, 2 ** pick.randint(10, 16)
+    return Step(model, gpu, hosts, per_host, P * C, cp=P, kernels=gpu.kernel)
+
+
+@pytest.mark.slow
+def test_the_rule_is_the_planners_best():
+    pick, near = random.Random(0), 0
+    for _ in range(1000):
+        step = a_cluster(pick)
+        seconds = {(each.way, each.split): sum(step_seconds(each).values()) for each in ways_of(step)}
+        near += seconds[rule(step)] <= 1.05 * min(seconds.values())
+    assert near >= 950
+
+
+def test_the_rule_and_the_planner_on_what_was_measured():
+    """The table of the page: every work that one source measured by two ways or more."""
+    rows, near, named = {}, 0, 0
+    for _, group in groupby(
+        sorted((each for each in grades() if each.section == "attention"), key=same_work), same_work
+    ):
+        ways = {each.row["way"]: each for each in group if (each.row.get("layout") or "zigzag") == "zigzag"}
+        if len(ways) < 2 or ways["ring"].row["kv_heads"] == 8 == ways["ring"].row["heads"]:
+            continue  # 8 A100: the rule's choice was not measured
+        row, fastest = ways["ring"].row, min(each.measured for each in ways.values())
+        forward, _ = kernel_flops(row)
+        cluster = realistic(Cluster(row["hosts"], row["per_host"], forward, row["link"], row["card"] or math.inf))
+        share = AttentionLayer(row["heads"], row["kv_heads"], 128)
+        work = SimpleNamespace(ring=cluster, share=share, cp=cluster.devices, seq_len=row["seq_len"])
+        chosen, _ = rule(work)
+        near += ways[chosen].measured <= 1.06 * fastest
+        named += min(ways.values(), key=lambda each: each.predicted).measured == fastest
+        cells = [
+            f"{ways[way].measured / fastest:.2f}" if way in ways else ""
+            for way in ("ring", "all-gather", "all-to-all", "hybrid")
+        ]
+        cells[("ring", "all-gather", "all-to-all", "hybrid").index(chosen)] += "**"
+        rows[f"{row['gpu']} {row['hosts'] * row['per_host']} {row['seq_len']} {row['pass']}"] = cells
+    assert (near, named, len(rows)) == (7, 8, 8)
+    for cells in rows.values():
+        said = " | ".join(f"**{cell}" if "**" in cell else cell for cell in cells)
+        assert re.sub(" +", " ", f"| {said} |") in re.sub(" +", " ", WHICH_WAY), said
+
+
+@pytest.mark.parametrize(("name", "nics"), [("a100", 8), ("h100", 8), ("b200", 8), ("rtx-4090", 8)])
+def test_the_rules_numbers(name, nics):
+    gpu = gpu_named(name)
+    flops, link, card = gpu.rates(gpu.kernel, 128)[0], gpu.link_share * gpu.link, gpu.card_share * gpu.card
+    work, two = flops / 4, partial(digits, count=2)
+    gathers = [two(5 * work / rate) for rate in (link, min(link, nics * card), min(link, card))]
+    cells = [
+        name,
+        f"{two(flops / 1e12)} TFLOP/s",
+        *gathers,
+        f"{two(1.5 * work / card / 8)}, one NIC: {two(1.5 * work / card)}",
+    ]
+    assert f"| {' | '.join(cells)} |".replace("| rtx-4090 |", "| rtx-4090 (PCIe) |") in WHICH_WAY
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "P"), [(32, 8, 4), (32, 8, 8), (8, 8, 2), (8, 8, 4), (64, 8, 8), (64, 8, 16)]
 )
 def test_who_sends_the_fewest_bytes(heads, kv_heads, P):
-    assert "An exchange sends the fewest if P is above H/G + 1" in WHICH_WAY
     host, layer = Cluster(1, P, 1e15, 1e11), AttentionLayer(heads, kv_heads, 128)
     exchange, ring = (traffic(way, layer, 1024, host)[0] for way in ("all-to-all", "ring"))
     assert (exchange < ring) == (heads / kv_heads + 1 < P)
@@ -475,7 +658,7 @@ def test_who_sends_the_fewest_bytes(heads, kv_heads, P):
 @pytest.mark.parametrize("nics", [8, 1])
 def test_the_seconds_of_16_hosts(nics):
     """One sequence of a million tokens on all of them, as in chapter 18."""
-    one = plan(f"{QUESTIONS['16-hosts-of-8']} --nics {nics}").partition("one sequence on all ")[2]
-    fastest, simplest = re.findall(r"tokens/s a GPU, (\S+) s,", one)
-    assert nics > 1 or f"one sequence takes {fastest} or {simplest} s" in WHICH_WAY
+    words = f"--model llama-3.1-8b --gpu h100 --hosts 16 --seq-len 1048576 --loss pieces --nics {nics}"
+    one = plan(words).partition("one sequence on all ")[2]
+    fastest = re.findall(r"tokens/s a GPU, (\S+) s,", one)[1]
     assert f"{fastest} s" in (ROOT / "notebooks/source/18_two_speeds_of_wire.py").read_text()

@@ -11,7 +11,7 @@ from bench.scoreboard import PUBLISHED, Grade, fitted, grades, interval, interva
 from ring_planner import step
 from ring_planner.memory import RESERVE
 from ring_planner.plan import ERRORS, HELD
-from ring_planner.presets import gpu_named, model_named
+from ring_planner.presets import gpu_named
 from ring_planner.round_costs import FRAMEWORK
 
 MARKED = grades()
@@ -96,7 +96,7 @@ def test_rows_can_be(section):
         for name, (least, most) in NUMBERS.items():
             assert section != "attention" or least <= row[name] <= most, name
         if section == "steps":
-            model_named(row["model"])
+            scoreboard.step_of(row)
             assert row["kernels"] != "best"
     assert all(len(each.row["apart"]) > 20 for each in grades(apart=True))
 
@@ -107,6 +107,9 @@ def test_the_page_says_what_the_scoreboard_says():
     errors, of_graded = (summary([each.error for each in rows]) for rows in (all_times, graded))
     memory = summary([each.error for each in MARKED if each.what == "peak_gib"])
     right = [right for *_, right in questions(MARKED)]
+    far = [(fast, slow) for fast, slow, _ in questions(MARKED) if slow.measured > 1.05 * fast.measured]
+    contests = {(fast.name, slow.name, slow.row["source"]): fast.predicted < slow.predicted for fast, slow in far}
+    layouts = sum(fast.row["way"] == slow.row["way"] for fast, slow in far)
     known = [of["low"] <= ratio <= of["high"] for _, ratio, of in left_out(all_times) if of]
     size = "{:.1f} %".format
     sources = len({each.row["source"] for each in all_times})
@@ -119,6 +122,7 @@ def test_the_page_says_what_the_scoreboard_says():
         f"holds for {sum(known)} of {len(known)} times |",
         f"within {size(100 * memory['worst'])} of the peak, which is {size(100 * RESERVE)} of the count: so much",
         f"{len(right)} pairs | right in {sum(right)}, or slower by less than 5 % |",
+        f"| the {len(contests)} of these pairs that differ by more | right in {sum(contests.values())}; {layouts} of",
     )
     page = (PUBLISHED.parent / "README.md").read_text()
     assert [row for row in rows if row not in page] == []

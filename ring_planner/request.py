@@ -1,0 +1,194 @@
+"""What a person asks of `ring-plan`: options -> a step to share, and what is fixed of it. Wrong ones end in one line.
+
+A reader may skip this file. Before: plan.py. After: command.py, which prints the answer.
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ring_planner.known import fit
+from ring_planner.machine import read_machine
+from ring_planner.plan import MOST, Wish, candidates, longest
+from ring_planner.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
+from ring_planner.step import KERNELS, LOSSES, OPTIMIZERS, RECOMPUTE, TASKS, WEIGHTS, Step, matmul_share, step_seconds
+from ringlab.options import Parser
+
+SHORT = 8192  # tokens
+OPTIMIZER_HOLDS = """what it holds of a parameter. adam: a float32 weight and two moments; adam8bit: its moments have 8
+bits; adam-bf16: two moments of 16 bits and no other weight; sgd: a float32 weight; none: nothing (default: adam)"""
+KNOWN = """a step that you measured, as "seq_len=4096 tp=8 seconds=0.557", or tokens_s= of a GPU; cp, tp, hosts, batch,
+recompute and way as in this plan unless given. A second one with other tp, cp or hosts tells messages from computing"""
+NUMBERS = ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab")  # of a model
+
+
+def number(least: float, most: float, meaning: str, whole: bool = False) -> Callable[[str], float]:
+    """A type for argparse. A smaller number than `least` has another unit, as 990 for 990e12."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most or (whole and not value.is_integer()):
+            times, digits = {"k": 2**10, "m": 2**20}.get(text[-1:].lower(), 0), text[:-1]
+            typed = f"type {int(digits) * times}; " if whole and times and digits.isdecimal() else ""
+            raise argparse.ArgumentTypeError(f"{text} was given; {typed}expected {least:g} to {most:g}: {meaning}")
+        return int(value) if whole else value
+
+    return read
+
+
+OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {  # name: its choices, or the least and the most; its meaning
+    "flops": ((1e9, 1e18), "FLOP/s that attention reaches on a GPU, 680e12 for 680 TFLOP/s"),
+    "bandwidth": ((1e6, 1e13), "bytes/s of a GPU's link inside its host, one way, 450e9 for 450 GB/s"),
+    "host-bandwidth": ((1e6, 2e11), "bytes/s of a NIC, one way, 50e9 for 400 Gbit/s"),
+    "memory": ((2e9, 1e15), "bytes of a GPU, 80e9 for 80 GB"),
+    "trainable": ((1e-6, 1.0), "share of the parameters that is trained, 0.01 for a LoRA of one percent (default: 1)"),
+    "hosts": ((), "hosts (default: 1)"),
+    "per-host": ((), "GPUs of a host (default: 8)"),
+    "nics": ((), "NICs of a host (default: one for each GPU)"),
+    "seq-len": ((), "tokens of a sequence, S (default: the longest that fits)"),
+    "batch": ((), "sequences of a replica (default: 1)"),
+    "cp": ((), "GPUs that share a sequence (default: the best that fits)"),
+    "tp": ((), "GPUs that share heads and feedforward (default: the best that fits)"),
+    "layers": ((), "layers of the model"),
+    "hidden": ((), "width of the model"),
+    "heads": ((), "query heads"),
+    "kv-heads": ((), "key/value heads"),
+    "feedforward": ((), "inner width of the feedforward, of three matrices"),
+    "vocab": ((), "words of the vocabulary"),
+    "task": (TASKS, "a training step, or a prefill (default: train)"),
+    "kernels": (tuple(KERNELS), "of attention; best: FlashAttention 3 or 4 (default: what PyTorch takes on the GPU)"),
+    "recompute": (tuple(RECOMPUTE), "what the backward pass computes again (default: the best that fits)"),
+    "linear-dtype": (("bf16", "fp8"), "dtype of the layers' products (default: bf16)"),
+    "loss": (LOSSES, "the logits of all tokens at once, or in pieces (default: whole)"),
+    "optimizer": (tuple(OPTIMIZERS), OPTIMIZER_HOLDS),
+    "weights": (tuple(WEIGHTS), "of the frozen layers; 4bit: QLoRA, with --trainable (default: bf16)"),
+}
+
+
+def parser() -> Parser:
+    """The options of a plan. Counts are whole numbers up to 1e12, and may be written as 1e6."""
+    it = Parser(prog="ring-plan", description="Plan training or a prefill of a long sequence.", allow_abbrev=False)
+    it.add_argument("--model", metavar="NAME", help=f"a config.json, or one of {', '.join(MODELS)}")
+    it.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}, or ideal: with the next three numbers")
+    it.add_argument("--machine", metavar="FILE", help="what ring_planner.calibrate measured on your machine")
+    it.add_argument("--known", metavar="STEP", action="append", default=[], help=KNOWN)
+    it.add_argument("--sources", action="store_true", help="say where the numbers of the model and the GPU come from")
+    for name, (known, meaning) in OPTIONS.items():
+        if known and isinstance(known[0], str):
+            it.add_argument(f"--{name}", choices=known, help=meaning)
+        else:
+            kind = number(known[0], known[1], meaning) if known else number(1, 1e12, "a whole number", whole=True)
+            it.add_argument(f"--{name}", metavar="X" if known else "N", type=kind, help=meaning)
+    return it
+
+
+def model_of(options: argparse.Namespace) -> Model:
+    """The model that is named, with the numbers that were given, or a model of numbers. Raises ValueError."""
+    given: dict[str, Any] = {name: getattr(options, name) for name in NUMBERS if getattr(options, name)}
+    if options.model:
+        known = model_named(options.model)
+        sized: dict[str, Any] = {"head_dim": 0} if {"hidden", "heads"} & given.keys() else {}
+        return replace(known, **sized, **given)
+    if missing := [f"--{name.replace('_', '-')}" for name in NUMBERS if name not in given]:
+        raise ValueError(f"no --model was given, nor {', '.join(missing)}; expected --model NAME, or all six numbers")
+    return Model("your model", "your numbers", **given)
+
+
+def gpu_of(options: argparse.Namespace, per_host: int) -> GPU:
+    """The GPU that is named, with the numbers that were given. Fewer NICs than GPUs are shared evenly."""
+    card = options.host_bandwidth
+    if options.gpu == "ideal":
+        if missing := [name for name in ("flops", "bandwidth", "memory") if not getattr(options, name)]:
+            raise ValueError(f"gpu is ideal without {', '.join(missing)}; expected --flops, --bandwidth and --memory")
+        flops, link = options.flops, options.bandwidth
+        rates, about = {"fa2": (flops, flops)}, "your numbers, all of which are reached"
+        numbers = options.memory, math.inf, link, card or link  # rounds cost nothing beside their products
+        gpu = GPU("ideal", about, {"bf16": flops}, rates, *numbers, card_share=1.0, link_share=1.0)
+    else:
+        gpu = gpu_named(options.gpu)
+        changed: dict[str, Any] = {"link": options.bandwidth, "memory": options.memory, "card": card}
+        if flops := options.flops:
+            if flops > 1.01 * (peak := gpu.peak["bf16"]):
+                given = f"flops is {flops:g} on {gpu.name}"
+                raise ValueError(f"{given}; expected {peak:g} at most, its peak in bf16: attention reaches less")
+            changed["attention"] = {name: (flops, flops * b / f) for name, (f, b) in gpu.attention.items()}
+        gpu = replace(gpu, **{name: value for name, value in changed.items() if value})
+    return replace(gpu, card=gpu.card * (options.nics or per_host) / per_host)
+
+
+def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
+    """A step to share, and what is fixed of it. Raises ValueError for options that do not fit together."""
+    if not options.gpu:
+        raise ValueError(f"no --gpu was given; expected one of {', '.join(GPUS)}, ideal")
+    machine = read_machine(options.machine) if options.machine else None
+    hosts = options.hosts or (machine.hosts if machine else 1)
+    per_host = options.per_host or (machine.per_host if machine else 8)
+    if hosts * per_host > MOST:
+        raise ValueError(f"hosts x per-host is {hosts * per_host:,}; expected {MOST:,} at most: give fewer hosts")
+    if options.nics and options.nics > per_host:
+        raise ValueError(f"nics is {options.nics}; expected {per_host} at most, one for each GPU of a host")
+    if options.task == "prefill":
+        for name in ("recompute", "loss", "optimizer", "trainable", "weights"):
+            if getattr(options, name):
+                given = f"{name} is {getattr(options, name)} for a prefill"
+                raise ValueError(f"{given}; expected --task train, or leave it out")
+    gpu = gpu_of(options, per_host)
+    if machine:
+        wires: dict[str, Any] = {"link": machine.bandwidth, "card": machine.host_bandwidth}
+        gpu = replace(gpu, **{name: rate for name, rate in wires.items() if rate < math.inf})
+        rates = {"flops": options.flops, "bandwidth": options.bandwidth, "host_bandwidth": options.host_bandwidth}
+        machine = replace(machine, **{name: rate for name, rate in rates.items() if rate})
+        if hosts > 1 and math.isinf(machine.host_bandwidth):
+            raise ValueError(f"{options.machine} is of one host, hosts is {hosts}; expected --host-bandwidth too")
+    names = ("task", "kernels", "linear_dtype", "loss", "optimizer", "trainable", "weights", "batch")
+    named: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name)}
+    named.setdefault("kernels", gpu.kernel)
+    named |= dict.fromkeys(("ours", "eager"), named["kernels"] != "framework")
+    wish = Wish(options.cp, options.tp, options.recompute)
+    fixed = {name: value for name, value in vars(wish).items() if value}
+    seq_len = options.seq_len or max(SHORT, (wish.cp or 1) * (wish.tp or 1))
+    step = Step(model_of(options), gpu, hosts, per_host, seq_len, machine=machine, **named, **fixed)
+    if options.known:
+        steps, seconds = zip(*(measured_step(text, step, wish) for text in options.known), strict=True)
+        step = replace(step, known=fit([step_seconds(each) for each in steps], seconds))
+    return step if options.seq_len else replace(step, seq_len=longest(step, wish) or step.seq_len), wish
+
+
+def measured_step(text: str, step: Step, wish: Wish) -> tuple[Step, float]:
+    """A step of --known and its seconds. Raises ValueError for one that cannot be read, shared, or so fast."""
+    words = dict(word.partition("=")[::2] for word in text.split())
+    names = {"seq_len", "cp", "tp", "hosts", "batch", "recompute", "way", "seconds", "tokens_s"}
+    if not words.keys() <= names or "seq_len" not in words or ("seconds" in words) == ("tokens_s" in words):
+        raise ValueError(
+            f"known is {text!r}; expected seq_len=, seconds= or tokens_s=, and of {', '.join(sorted(names))}"
+        )
+    numbers: dict[str, Any] = {}
+    for name in words.keys() - {"recompute", "way"}:
+        whole = name not in ("seconds", "tokens_s")
+        numbers[name] = number(1 if whole else 1e-9, 1e12, f"{name} of a known step", whole)(words[name])
+    wish = replace(wish, **{name: (words | numbers)[name] for name in ("cp", "tp", "recompute") if name in words})
+    asked = replace(
+        step, cp=1, tp=1, **{name: numbers[name] for name in ("seq_len", "hosts", "batch") if name in words}
+    )
+    plans = [plan for plan in candidates(asked, wish) if words.get("way", plan.step.way) == plan.step.way]
+    if not plans:
+        raise ValueError(f"known is {text!r}; expected a step that these GPUs can share so")
+    plan = max(plans, key=lambda plan: (plan.fits, plan.merit))
+    seconds = numbers.get("seconds") or plan.step.tokens / numbers["tokens_s"]
+    attention, products = plan.terms["attention"], plan.terms["products"] + plan.terms.get("head", 0.0)
+    least = attention + matmul_share(step.gpu, step.linear_dtype) * products
+    given = f"known is {text!r}: {seconds:.3g} s, planned are {plan.seconds:.3g} s as {plan.name}"
+    if seconds <= attention:
+        raise ValueError(
+            f"{given}, and attention alone takes {attention:.3g} s; expected more, or --flops of your kernel"
+        )
+    if seconds < least:
+        raise ValueError(f"{given}; expected {least:.3g} s or more: no products are faster than the data sheet")
+    if seconds > 100 * plan.seconds:
+        raise ValueError(f"{given}; expected seconds, of a step of this batch")
+    return plan.step, seconds
