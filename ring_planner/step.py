@@ -32,6 +32,8 @@ F32 = 4
 # The share of the peak that matrix products reach. Fitted on the six times of published.json that need it, one step and
 # five prefills, by a small mean of |error|; all are of Hopper GPUs. The mean is flat: 3.6 % here, 3.0 % at 0.8 and 0.5.
 # Ampere's is not fitted: Megatron's whole steps reach 56 % of the peak (arXiv 2205.05198, table 5); products: more.
+# Blackwell's is not fitted either, and no step on it is graded: Megatron's steps on B200 want 0.42, others want more.
+# Chip and framework are one factor here; a step of yours tells them: --known.
 MATMUL = {"bf16": 0.65, "fp8": 0.5}
 AMPERE = 0.7
 # Bytes a parameter: float32 master weights, and moments (adam-bf16: two of 16 bits, no master weights).
