@@ -286,8 +286,8 @@ def returns_nothing(q, k, v, lengths):
 
 
 WRONG_RINGS = [
-    (a_hop_short, "KV1 comes last: a hop or a round short"),
-    (no_round_for_one, "as if it had met no block"),
+    (a_hop_short, "The last block that arrives is never used. Look at the loop over the rounds"),
+    (no_round_for_one, "rank 0: "),
     (a_hop_too_many, "P rounds, but P - 1 hops"),
     (no_remainder, "rank 3 ends in ValueError: there is no rank 4; rank 3 has rank 0 as its next"),
     (backwards, "a rank sends to rank + 1, so the hop after round t brings"),

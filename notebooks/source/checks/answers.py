@@ -1,28 +1,31 @@
-"""What all checks share: open answers stay open, errors become hints, and answers of every kind are compared.
+"""What all exercises share. An exercise is a row: the right answer, the common wrong ones with a hint each, and cases.
 
-A check takes an answer and tries it. It raises `NotYet` with a hint when the answer is wrong. When the answer is
-right it returns None or a remark. `exercise` turns that into a line: "right", "right: remark", "not yet: hint", `OPEN`.
+    check_hops = Exercise(
+        right=lambda w, C, P: min(math.ceil((w - 1) / C), P - 1),
+        wrong={"that is a ring without a window": lambda w, C, P: P - 1, ...},
+        cases={"the farthest key is w - 1 tokens back": [(1, 8, 4), (2, 8, 4), ...]},
+        draw=lambda random: (random.randint(1, 300), random.randint(1, 40), random.randint(1, 12)),
+    )
 
-The same answer is right in many forms. `number`, `items` and `as_tensor` read them: a Python number, an array of numpy
-or JAX, a tensor; a list, tuple, set or generator. A check tries fixed cases first, because hints are written for them,
-and then cases that are drawn anew each time: a table of answers to the fixed cases is not enough.
+check_hops(answer) returns a line: "right", "right: remark", "not yet: hint" or `OPEN`. The tests give each wrong one as
+an answer, and expect its own hint. A number may be Python's, numpy's or a tensor; a list may be a tuple or an array.
+Cases are tried in order, then some that are drawn anew each time: a table of answers to the cases is not enough.
 Nothing guards against an answer that cheats: it would lie to its author only.
 """
 
 import copy
 import signal
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, ValuesView
-from contextlib import contextmanager
-from decimal import Decimal
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import wraps
 from inspect import Parameter, signature
 from itertools import islice, permutations
 from math import isclose
 from numbers import Integral, Real
 from random import Random
-from typing import Any, get_origin
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,42 +49,156 @@ class TimeUp(BaseException):
     """The time limit: an answer's own `except Exception` does not catch it."""
 
 
-def exercise(check: Callable[[Any], str | None]) -> Callable[[Any], str]:
-    """Turn a check into a function that returns one line and never raises.
+@dataclass(frozen=True)
+class Exercise:
+    """A value or a function that is asked for. A function is called with each case; a value has the case ()."""
+
+    right: Any  # a number, a tensor, a list or set of numbers, or a dict of several; or the function that returns it
+    cases: Mapping[str, Iterable[tuple]]  # what is said of an unknown mistake: the cases that show it, easy ones first
+    wrong: Mapping[str, Any] = field(default_factory=dict)  # by hint, as `right`; of a dict, the parts that are wrong
+    draw: Callable[[Random], tuple] | None = None
+    remark: str | None = None
+    decimals: int | None = None  # of a value: how exact it must be
+    then: Callable[[Callable[..., Any]], None] | None = None  # what else is asked of a function: raises NotYet
+
+    def __call__(self, answer: Any) -> str:
+        return line(self._judge, answer, callable(self.right))
+
+    def _judge(self, answer: Any) -> str | None:
+        for otherwise, cases in self.cases.items():
+            tried = [(case, *self.both(answer, case)) for case in cases]
+            for case, given, right in tried:
+                if problem := self.problem(given, right):
+                    raise NotYet(self._hint(tried) or f"{self._named(case)}{problem}: {otherwise}")
+        for random in draws() if self.draw else ():
+            case, otherwise = self.draw(random), next(iter(self.cases))
+            if problem := self.problem(*self.both(answer, case)):
+                raise NotYet(f"right in the cases before, but not here: {self._named(case)}{problem}: {otherwise}")
+        if self.then:
+            self.then(watched(answer))
+        return self.remark
+
+    def both(self, answer: Any, case: tuple) -> tuple[Any, Any]:
+        """What the answer gives in a case, and what is right; of several values, by name."""
+        right, given = returned(self.right, case), returned(answer, case)
+        if isinstance(right, dict):
+            given = several(given, tuple(right))
+            in_order(given, right)
+            given = dict(zip(right, given, strict=True))
+        return given, right
+
+    def problem(self, given: Any, right: Any) -> str | None:
+        """What is wrong with what was given, in words; None: nothing."""
+        if isinstance(right, dict):
+            parts = ((name, self.problem(given[name], x)) for name, x in right.items())
+            return next((f"{name}: {problem}" for name, problem in parts if problem), None)
+        if isinstance(right, Tensor):
+            return difference(given, right)
+        if self.near(given, right):
+            return None
+        if self.decimals and any(number(given) == round(right, fewer) for fewer in range(1, self.decimals)):
+            return f"{given} is right but not exact enough: give {self.decimals} decimals, or an expression"
+        return f"you say {f'{given:,}' if isinstance(given, Real) else given}"
+
+    def near(self, given: Any, value: Any) -> bool:
+        """Whether what was given is this value, up to rounding. Raises NotYet where it is of another kind."""
+        if isinstance(value, Tensor) and not value.ndim:
+            value = value.item()
+        if isinstance(value, Tensor):
+            given = as_tensor(given)
+            return given.shape == value.shape and near(given, value)
+        if isinstance(value, set):
+            found = items(given, "a set")
+            pairs = any(isinstance(x, tuple) for x in value)
+            return value == {tuple(numbers(x, "pairs")) for x in found} if pairs else value == set(numbers(found))
+        if isinstance(value, list):
+            found = numbers(given, what := f"a list of {len(value)} numbers")
+            if len(found) != len(value):
+                raise NotYet(f"expected {what}, got {given!r}")
+            return all(self.near(x, y) for x, y in zip(found, value, strict=True))
+        if value is None:
+            return given is None
+        given = number(given)
+        if self.decimals is not None:
+            return abs(given - value) <= 0.501 * 10**-self.decimals
+        whole = isinstance(given, int) and isinstance(value, int)
+        return given == value if whole else isclose(given, value, rel_tol=1e-6, abs_tol=1e-12)
+
+    def _hint(self, tried: list[tuple[tuple, Any, Any]]) -> str | None:
+        """The hint whose formula explains all these cases, so that two mistakes with one number are told apart; of what
+        is more than a number, the first case that is wrong may be enough.
+        """
+        first = next(each for each in tried if self.problem(*each[1:]))
+        part, right = None, first[2]
+        if isinstance(right, dict):
+            part = next(name for name in right if any(self.problem(x[name], value[name]) for _, x, value in tried))
+        alone = isinstance(right, Real) or part is not None
+
+        def explains(value: Any, given: Any) -> bool:
+            return self.near(given, value) if part is None else part in value and self.near(given[part], value[part])
+
+        for hint, some in ((hint, some) for some in ([tried] if alone else [tried, [first]]) for hint in self.wrong):
+            with suppress(ArithmeticError, NotYet):
+                if all(explains(returned(self.wrong[hint], case), given) for case, given, _ in some):
+                    return f"{part}: {hint}" if part else hint
+        return None
+
+    def _named(self, case: tuple) -> str:
+        """What the function was called with, in words."""
+        inputs = zip(signature(self.right).parameters, case, strict=True) if case else ()
+        said = [f"{name} = {_shown(x)}" for name, x in inputs if not callable(x)]
+        return f"{', '.join(said)}: " if said else ""
+
+
+def returned(answer: Any, case: tuple) -> Any:
+    return called(answer, *case) if callable(answer) else answer
+
+
+def _shown(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"{x.numpy().round(3).tolist()}" if x.numel() < 5 else f"a tensor {tuple(x.shape)}"
+    if isinstance(x, list) and x and not isinstance(x[0], Real):
+        return f"a list of {len(x)}"
+    return f"{x:,}" if isinstance(x, Real) else f"{x}"
+
+
+def line(check: Callable[[Any], str | None], answer: Any, wants_function: bool) -> str:
+    """What a check says of an answer: a line, and never an error.
 
     An answer that is `...` or returns `...` is open, not wrong: the notebooks run to their end with open exercises.
     """
-    (parameter,) = signature(check).parameters.values()
-    wants_function = get_origin(parameter.annotation) is Callable
+    if answer is ...:
+        return OPEN
+    if callable(answer) != wants_function:
+        expected = "a function" if wants_function else "a value, not a function"
+        return f"not yet: expected {expected}, got {type(answer).__name__}"
+    try:
+        remark = check(answer)
+    except StillOpen:
+        return OPEN
+    except NotYet as hint:
+        return f"not yet: {hint}"
+    except Exception as error:  # the check could not use what it was given
+        return f"not yet: this is not the kind of answer asked for ({type(error).__name__}: {error})"
+    return "right" if remark is None else f"right: {remark}"
+
+
+def exercise(check: Callable[[Any], str | None]) -> Callable[[Any], str]:
+    """A check that no row can say: it raises NotYet, or returns None or a remark. It is called with the function asked
+    for, whose calls are those of `called`, or with the value, if its parameter is called `value`.
+    """
+    wants_function = "value" not in signature(check).parameters
 
     @wraps(check)
     def checked(answer: Any) -> str:
-        if answer is ...:
-            return OPEN
-        if callable(answer) != wants_function:
-            expected = "a function" if wants_function else "a value, not a function"
-            return f"not yet: expected {expected}, got {type(answer).__name__}"
-        try:
-            remark = check(watched(answer) if wants_function else answer)
-        except StillOpen:
-            return OPEN
-        except NotYet as hint:
-            return f"not yet: {hint}"
-        except Exception as error:  # the check could not use what it was given
-            return f"not yet: this is not the kind of answer asked for ({type(error).__name__}: {error})"
-        return "right" if remark is None else f"right: {remark}"
+        return line(lambda given: check(watched(given) if wants_function else given), answer, wants_function)
 
     return checked
 
 
 def watched(answer: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, called by `called`."""
-
-    @wraps(answer)
-    def call(*args: Any) -> Any:
-        return called(answer, *args)
-
-    return call
+    return wraps(answer)(lambda *args: called(answer, *args))
 
 
 def called(answer: Callable[..., Any], *args: Any) -> Any:
@@ -91,10 +208,6 @@ def called(answer: Callable[..., Any], *args: Any) -> Any:
     try:
         with time_limit():
             given = answer(*args)
-            if isinstance(given, Iterator):
-                given = list(islice(given, MOST))
-            if isinstance(given, list | tuple) and any(isinstance(x, Iterator) for x in given):
-                given = [listed(x) if isinstance(x, Iterator) else x for x in given]
     except TimeUp:
         raise NotYet(f"your answer was still running after {SECONDS:g} s; expected some milliseconds") from None
     except (Exception, SystemExit) as error:
@@ -157,49 +270,31 @@ def as_tensor(given: Any, expected: str = "a tensor") -> Tensor:
         if isinstance(given, Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return given.detach().cpu().as_subclass(Tensor)
-        given = listed(given)
-        if isinstance(given, list) and any(isinstance(x, Tensor | Sequence) and not isinstance(x, str) for x in given):
+        if isinstance(given, list | tuple) and any(isinstance(x, Tensor | list | tuple) for x in given):
             return torch.stack([as_tensor(x, expected) for x in given])
-        array = np.asarray(given)
-        of_python = array.dtype == object and all(isinstance(x, Real | Decimal) for x in array.flat)
-        if of_python or array.dtype == np.longdouble:  # Fraction and Decimal; numbers that torch does not know
-            array = array.astype(float)
-        return torch.as_tensor(array.copy())
+        return torch.as_tensor(np.array(given))
     except (TypeError, ValueError, RuntimeError):
         raise NotYet(f"expected {expected}, got {type(given).__name__}") from None
-
-
-def listed(given: Any) -> Any:
-    """A list of what is in a sequence, an iterator or the values of a dict; other things stay."""
-    in_order = isinstance(given, Sequence | deque | Iterator | ValuesView) and not isinstance(given, str | bytes)
-    return list(islice(given, MOST)) if in_order else given
 
 
 def number(given: Any) -> float:
     """A number as Python's int or float: also one of numpy, or the only one of a tensor. Raises NotYet otherwise."""
     if given is ...:
         raise StillOpen
-    if isinstance(given, Tensor | np.ndarray | np.generic) or hasattr(given, "__array__"):
+    if isinstance(given, Tensor | np.ndarray | np.generic):
         tensor = as_tensor(given, "a number")
         if tensor.numel() != 1:
             raise NotYet(f"expected one number, got a {type(given).__name__} of shape {tuple(tensor.shape)}")
         given = tensor.item()
-    if isinstance(given, bool) or not isinstance(given, Real | Decimal):
+    if isinstance(given, bool) or not isinstance(given, Real):
         raise NotYet(f"expected a number, got {type(given).__name__}")
     return int(given) if isinstance(given, Integral) else float(given)
 
 
-def rounding(given: Any) -> float:
-    """The relative error that the dtype of a number makes in some operations."""
-    return 1e-6 if str(getattr(given, "dtype", "")).endswith("float32") else 1e-9
-
-
 def items(given: Any, expected: str = "a list") -> list[Any]:
     """What is in a list, tuple, set, range, array or tensor. Raises NotYet when it is nothing of the kind."""
-    if isinstance(given, Tensor):
-        given = as_tensor(given)
     if isinstance(given, Tensor | np.ndarray):
-        given = given.tolist()
+        given = as_tensor(given).tolist()
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         raise NotYet(f"expected {expected}, got {type(given).__name__}")
     found = list(islice(given, MOST))
@@ -218,18 +313,24 @@ def numbers(given: Any, expected: str = "a list of numbers") -> list[float]:
 
 def several(given: Any, names: Sequence[str]) -> list[Any]:
     """The values of an answer that must have one for each name. Raises NotYet when there are more or fewer."""
-    kind, given = type(given).__name__, listed(given)
     if isinstance(given, Tensor | np.ndarray) and given.ndim in (1, 2):
         given = list(given)
-    if not isinstance(given, list) or len(given) != len(names):
-        count = f"{len(given)} value(s)" if isinstance(given, list) else kind
+    if not isinstance(given, list | tuple) or len(given) != len(names):
+        count = f"{len(given)} value(s)" if isinstance(given, list | tuple) else type(given).__name__
         raise NotYet(f"expected {len(names)} values ({', '.join(names)}), got {count}")
     if any(x is ... for x in given):
         raise StillOpen
-    return given
+    return list(given)
 
 
 # What is right -----------------------------------------------------------------------------------------------------
+
+
+def near(given: Tensor, expected: Tensor, rtol: float = 1e-5) -> bool:
+    """Whether all numbers of two tensors of one shape are equal up to rounding; NaN is NaN."""
+    size = expected[expected.isfinite()].double().abs().max() if expected.isfinite().any() else 0.0
+    atol = rtol * max(0.1, float(size))  # a small number may be the difference of large ones
+    return torch.allclose(given.double(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
 
 
 def difference(given: Any, expected: Tensor, rtol: float = 1e-5) -> str | None:
@@ -244,95 +345,16 @@ def difference(given: Any, expected: Tensor, rtol: float = 1e-5) -> str | None:
         return "expected real numbers, got complex ones"
     if given.isnan().any():
         return "there are NaNs in it; look for inf - inf, inf/inf or 0/0"
-    size = expected[expected.isfinite()].double().abs().max() if expected.isfinite().any() else 0.0
-    atol = rtol * max(0.1, float(size))  # a small number may be the difference of large ones
-    if not torch.allclose(given.double(), expected.double(), rtol=rtol, atol=atol):
-        return f"off by up to {(given.double() - expected.double()).abs().max():.3g}"
-    return None
+    return (
+        None if near(given, expected, rtol) else f"off by up to {(given.double() - expected.double()).abs().max():.3g}"
+    )
 
 
-def in_order(given: Sequence[Any], expected: Mapping[str, Tensor]) -> None:
+def in_order(given: Sequence[Any], expected: Mapping[str, Any]) -> None:
     """Raise NotYet when these are the expected values in another order."""
-    for order in permutations(expected):  # the right order first
-        if all(difference(x, expected[name], 1e-3) is None for x, name in zip(given, order, strict=True)):
-            if order != tuple(expected):
-                raise NotYet(f"the right values in another order, {', '.join(order)}: return {', '.join(expected)}")
+    right = {name: torch.as_tensor(x) for name, x in expected.items() if x is not None}
+    for order in permutations(right):  # the right order first
+        if all(difference(x, right[name], 1e-3) is None for x, name in zip(given, order, strict=False)):
+            if order != tuple(right):
+                raise NotYet(f"the right values in another order, {', '.join(order)}: return {', '.join(right)}")
             return
-
-
-def compare_number(given: Any, right: float, hints: dict[float, str], otherwise: str, *, decimals: int = 0) -> None:
-    """Raise NotYet unless `given` is `right`, rounded to `decimals` decimals or more exact.
-
-    `hints` says what is wrong with each common wrong number, `otherwise` what to say of all others.
-    """
-    error = rounding(given)
-    given = number(given)
-    if error <= 1e-9:
-        error = 0.0
-
-    def near(value: float) -> bool:
-        return abs(given - value) <= 0.501 * 10**-decimals + error * abs(value)
-
-    if near(right):
-        return
-    for wrong, hint in hints.items():
-        if near(wrong):
-            raise NotYet(hint)
-    if 0 < right < 1 and abs(given - 100 * right) <= 0.5:
-        raise NotYet("give a share from 0 to 1, not per cent")
-    if any(given == round(right, fewer) for fewer in range(1, decimals)):
-        raise NotYet(f"{given} is right but not exact enough: give {decimals} decimals, or an expression")
-    raise NotYet(f"{otherwise}; you say {given:,}")
-
-
-def compare_formula(
-    answer: Callable[..., Any],
-    right: Callable[..., Any],
-    wrong: dict[str, Callable[..., Any]],
-    cases: Sequence[tuple[Any, ...]],
-    otherwise: str,
-    draw: Callable[[Random], tuple[Any, ...]] | None = None,
-) -> None:
-    """Raise NotYet unless `answer` gives what `right` gives in every case, and in others that `draw` draws.
-
-    They give a number or a list of numbers. A case is what both are called with. `wrong` has the formula behind each
-    hint. A hint is given when its formula explains the answer in every case: two mistakes with the same number in one
-    case are still told apart.
-    """
-
-    def said(case: tuple[Any, ...]) -> tuple[Any, float]:
-        given, expected = answer(*case), right(*case)
-        if not isinstance(expected, list):
-            return number(given), rounding(given)
-        what = f"a list of {len(expected)} numbers"
-        listed = numbers(given, what)
-        if len(listed) != len(expected):
-            raise NotYet(f"expected {what}, got {given!r}")
-        return listed, 1e-9
-
-    def is_value(said: tuple[Any, float], value: Any) -> bool:
-        values = value if isinstance(value, list) else [value]
-        given = said[0] if isinstance(value, list) else [said[0]]
-        return all(isclose(x, y, rel_tol=said[1], abs_tol=1e-12) for x, y in zip(given, values, strict=True))
-
-    def named(case: tuple[Any, ...]) -> str:
-        inputs = zip(signature(right).parameters, case, strict=True)
-        return ", ".join(f"{name} = {shown(x)}" for name, x in inputs)
-
-    def shown(value: Any) -> str:
-        return f"{value:,}" if isinstance(value, Real) else f"{value}"
-
-    given = [said(case) for case in cases]
-    failed = [(case, value) for case, value in zip(cases, given, strict=True) if not is_value(value, right(*case))]
-    if failed:
-        for hint, formula in wrong.items():
-            if all(is_value(value, formula(*case)) for case, value in zip(cases, given, strict=True)):
-                raise NotYet(hint)
-        case, (value, _) = failed[0]
-        raise NotYet(
-            f"wrong in {len(failed)} of {len(cases)} cases; with {named(case)} you say {shown(value)}: {otherwise}"
-        )
-    for random in draws() if draw else ():
-        case = draw(random)
-        if not is_value(value := said(case), right(*case)):
-            raise NotYet(f"right in {len(cases)} cases, but with {named(case)} you say {shown(value[0])}: {otherwise}")

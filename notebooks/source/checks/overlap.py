@@ -1,13 +1,10 @@
 """Checks of chapter 6: the order of the overlapped ring, the hidden share."""
 
-from collections.abc import Callable
-from typing import Any
-
-from notebooks.source.checks.answers import NotYet, compare_formula, draws, exercise, items, listed, number
+from notebooks.source.checks.answers import Exercise, NotYet, draws, exercise, items, number
 
 
 @exercise
-def check_overlap_order(answer: Callable[[int], list[tuple[str, int]]]) -> str | None:
+def check_overlap_order(answer):
     """P -> the ("post", t), ("compute", t), ("wait", t) of one rank of the overlapped ring, with two buffers."""
     idle = None  # told last: what is wrong comes first
     for world_size in (3, 4, 5, 2, 1, *(random.randint(6, 20) for random in draws())):
@@ -32,42 +29,40 @@ def check_overlap_order(answer: Callable[[int], list[tuple[str, int]]]) -> str |
             if t < world_size - 2 and place["post", t + 1] < compute:
                 raise NotYet(f"{where}('post', {t + 1}) fills the buffer of block {t}, which is not computed on yet")
             if not post < compute < wait:
-                idle = (
-                    idle
-                    or f"{where}this is exact and hides nothing: compute on block {t} between its post and its wait"
-                )
+                idle = idle or f"{where}this is exact and hides nothing: compute on block {t} between post and wait"
     if idle:
         raise NotYet(idle)
 
 
-def _step(given: Any) -> tuple[str, float]:
-    given = listed(given)
-    if not isinstance(given, list) or len(given) != 2 or not isinstance(given[0], str):
+def _step(given):
+    if not isinstance(given, list | tuple) or len(given) != 2 or not isinstance(given[0], str):
         raise NotYet(f'expected steps such as ("post", 0), got {given!r}')
     return given[0], number(given[1])
 
 
-@exercise
-def check_hidden_by_overlap(answer: Callable[[float, float], float]) -> str | None:
-    """(seconds of computing, seconds of messages) of a round -> the share of the messages' time that is hidden."""
-    compare_formula(
-        answer,
-        lambda computing, messages: min(1.0, computing / messages),
-        {
-            "no more than all of it can be hidden": lambda computing, messages: computing / messages,
-            "turned over: divide the computing by the messages": lambda computing, messages: messages / computing,
-            "turned over: the computing covers the messages": lambda computing, messages: min(1, messages / computing),
-            "give a share from 0 to 1, not per cent": lambda computing, messages: 100 * min(1.0, computing / messages),
-            "that is the share that is not hidden": lambda computing, messages: max(0.0, 1 - computing / messages),
-            "that is the time that is hidden; divide it by the messages' time": min,
-            "divide by the messages' time, not by the time of both": lambda computing, messages: (
-                min(computing, messages) / (computing + messages)
-            ),
-            "computing may cover a part of the messages; it need not be all or nothing": lambda computing, messages: (
-                float(computing >= messages)
-            ),
-        },
-        [(0.5, 2.0), (2.0, 2.0), (3.0, 2.0), (2.0, 5.0)],
-        "computing covers as many seconds of the messages as it lasts, and no more than there are",
-        lambda random: (random.uniform(0.1, 9), random.uniform(0.1, 9)),
-    )
+check_hidden_by_overlap = Exercise(  # seconds of a round -> the share of the messages' time that is hidden
+    right=lambda computing, messages: min(1.0, computing / messages),
+    wrong={
+        "no more than all of it can be hidden": lambda computing, messages: computing / messages,
+        "turned over: divide the computing by the messages": lambda computing, messages: messages / computing,
+        "turned over: the computing covers the messages": lambda computing, messages: min(1, messages / computing),
+        "give a share from 0 to 1, not per cent": lambda computing, messages: 100 * min(1.0, computing / messages),
+        "that is the share that is not hidden": lambda computing, messages: max(0.0, 1 - computing / messages),
+        "that is the time that is hidden; divide it by the messages' time": min,
+        "divide by the messages' time, not by the time of both": (
+            lambda computing, messages: min(computing, messages) / (computing + messages)
+        ),
+        "computing may cover a part of the messages; it need not be all or nothing": (
+            lambda computing, messages: float(computing >= messages)
+        ),
+    },
+    cases={
+        "computing covers as many seconds of the messages as it lasts, and no more than there are": [
+            (0.5, 2.0),
+            (2.0, 2.0),
+            (3.0, 2.0),
+            (2.0, 5.0),
+        ]
+    },
+    draw=lambda random: (random.uniform(0.1, 9), random.uniform(0.1, 9)),
+)

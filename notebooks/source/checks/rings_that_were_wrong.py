@@ -3,7 +3,7 @@
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -116,11 +116,11 @@ def contradiction(shown: XRay, guessed: XRay) -> str | None:
 
 
 @exercise
-def check_xrays(answer: dict[str, str]) -> str | None:
+def check_xrays(value):
     """{"A": name, ...}: the mistake in each of the five sick rings."""
-    if not isinstance(answer, dict) or set(answer) != set(SICK):
+    if not isinstance(value, dict) or set(value) != set(SICK):
         raise NotYet(f"expected a dict with the keys {', '.join(SICK)}")
-    given = {letter: name for letter, name in answer.items() if name is not ...}
+    given = {letter: name for letter, name in value.items() if name is not ...}
     if not given:
         raise StillOpen
     for letter, name in given.items():
@@ -138,7 +138,7 @@ def check_xrays(answer: dict[str, str]) -> str | None:
 
 
 @exercise
-def check_new_mistake(answer: Callable[[Steps], Steps]) -> str | None:
+def check_new_mistake(answer):
     """Steps -> Steps: a mistake that is not in the catalogue."""
     steps = answer(RIGHT)
     if not isinstance(steps, Steps):

@@ -1,66 +1,83 @@
 """Checks of chapter 12: an attention function for transformers, what must be refused."""
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from notebooks.source.checks.answers import NotYet, difference, draws, exercise, items, several
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+from notebooks.source.checks.answers import Exercise, NotYet, draws, exercise, items, torch_generator
 
 
-@exercise
-def check_attention_function(answer: Callable[..., tuple[Tensor, None]]) -> str | None:
-    """(ring, query, key, value, scaling) -> (out, weights), as transformers wants them."""
-    generator = torch.Generator().manual_seed(0)
-    cases: list[tuple[Any, ...]] = [(2, 4, 2, 3, 8, None, 1), (1, 6, 2, 5, 4, 0.25, 1), (2, 3, 1, 3, 3, 1.0, 1)]
-    for random in draws():
-        B, share, G, C, D = (random.randint(2, 6) for _ in range(5))
-        cases.append((B, share * G, G, C, D, random.choice((None, random.uniform(0.1, 2))), random.uniform(2, 3)))
-    for B, H, G, C, D, scaling, gain in cases:  # what the ring returns is so many times attention
-        q = torch.randn(B, H, C, D, generator=generator)
-        k, v = torch.randn(2, B, G, C, D, generator=generator).unbind()
-        heads = []
+def attention(q, k, v, *, scale=None, gain=1.0):
+    """A ring, for a check: what it returns is so many times attention."""
+    return gain * F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
-        def ring(
-            q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, heads: list[int] = heads, gain: float = gain
-        ) -> Tensor:
-            heads.append(k.shape[1])
-            return gain * attention(q, k, v, scale=scale)
 
-        out, weights = several(answer(ring, q, k, v, scaling), ("out", "weights"))
-        right = gain * attention(q, k, v, scale=scaling)  # (B, H, C, D)
-        where = f"B = {B}, H = {H}, G = {G}, C = {C}, D = {D}, scaling = {scaling}"
-        if not heads:
-            raise NotYet("the ring was not called: each rank sees its own chunk only, and no error says so")
-        if heads == [H]:
-            raise NotYet(f"{where}: K and V have {G} heads, and you send {H}; the ring takes them as they are")
-        if difference(out, right) is None:
-            raise NotYet(f"{where}: out is (B, H, C, D), as it leaves the ring; a layer expects (B, C, H, D)")
-        if difference(out, right.reshape(B, C, H, D)) is None:
-            raise NotYet(f"{where}: reshape mixes heads and tokens; transpose swaps the two axes")
-        right = right.transpose(1, 2)
-        wrong_scales = {
-            "scaling is not passed on: the ring takes 1/√D": gain * attention(q, k, v),
-            "scaled twice: by you, and by the ring with 1/√D": gain * attention(q * (scaling or D**-0.5), k, v),
-            "this is not what the ring returned: computed beside it, a rank sees its own chunk only": attention(
-                q, k, v, scale=scaling
-            ),
-        }
-        if problem := difference(out, right):
-            for hint, wrong in wrong_scales.items():
-                if difference(out, wrong.transpose(1, 2)) is None:
-                    raise NotYet(f"{where}: {hint}")
-            raise NotYet(f"{where}: {problem}")
-        if len(heads) != 1:
-            raise NotYet(f"the ring was called {len(heads)} times; once is enough")
-        if weights is not None:
-            raise NotYet("a ring never has the whole matrix of weights: return None in its place")
+def _inputs(B, H, G, C, D, scaling, gain, generator):
+    q = torch.randn(B, H, C, D, generator=generator)
+    return partial(attention, gain=gain), q, *torch.randn(2, B, G, C, D, generator=generator), scaling
+
+
+def _drawn(random):
+    B, share, G, C, D = (random.randint(2, 6) for _ in range(5))
+    rest = random.choice((None, random.uniform(0.1, 2))), random.uniform(2, 3), torch_generator(random)
+    return _inputs(B, share * G, G, C, D, *rest)
+
+
+def _called_once(answer):
+    """Raise NotYet unless the ring is called once, with the heads as they are."""
+    ring, *inputs = _inputs(2, 4, 2, 3, 8, None, 2.0, torch.Generator().manual_seed(0))
+    heads = []
+
+    def counting(q, k, v, *, scale=None):
+        heads.append(k.shape[1])
+        return ring(q, k, v, scale=scale)
+
+    if problem := check_attention_function.problem(*check_attention_function.both(answer, (counting, *inputs))):
+        raise NotYet(problem)
+    heads.pop(0)  # of the right one
+    if heads == [4]:
+        raise NotYet("K and V have 2 heads, and you send 4; the ring takes them as they are")
+    if len(heads) != 1:
+        raise NotYet(f"the ring was called {len(heads)} times; once is enough")
+
+
+def _out(change):
+    return lambda ring, q, k, v, scaling: {"out": change(ring, q, k, v, scaling)}
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+check_attention_function = Exercise(  # ring, query, key, value, scaling -> (out, weights), as transformers wants them
+    right=lambda ring, q, k, v, scaling: {"out": ring(q, k, v, scale=scaling).transpose(1, 2), "weights": None},
+    wrong={
+        "out is (B, H, C, D), as it leaves the ring; a layer expects (B, C, H, D)": _out(
+            lambda ring, q, k, v, scaling: ring(q, k, v, scale=scaling)
+        ),
+        "reshape mixes heads and tokens; transpose swaps the two axes": _out(
+            lambda ring, q, k, v, scaling: ring(q, k, v, scale=scaling).reshape(len(q), q.shape[2], -1, q.shape[3])
+        ),
+        "scaling is not passed on: the ring takes 1/√D": _out(
+            lambda ring, q, k, v, scaling: ring(q, k, v).transpose(1, 2)
+        ),
+        "scaled twice: by you, and by the ring with 1/√D": _out(
+            lambda ring, q, k, v, scaling: ring(q * (scaling or q.shape[3] ** -0.5), k, v).transpose(1, 2)
+        ),
+        "this is not what the ring returned, or the ring was not called: a rank sees its own chunk only": _out(
+            lambda ring, q, k, v, scaling: attention(q, k, v, scale=scaling).transpose(1, 2)
+        ),
+        "a ring never has the whole matrix of weights: return None in its place": (
+            lambda ring, q, k, v, scaling: {"weights": ring(q, k, v, scale=scaling).transpose(1, 2)}
+        ),
+    },
+    cases={
+        "the ring's out, with its axes H and C exchanged": [
+            _inputs(*case, GENERATOR)
+            for case in ((2, 4, 2, 3, 8, None, 2.0), (1, 6, 2, 5, 4, 0.25, 0.5), (2, 3, 1, 3, 3, 1.0, 3.0))
+        ]
+    },
+    draw=_drawn,
+    then=_called_once,
+)
 
 
 PASSED = [  # what layers pass besides q, k and v; what a causal ring would drop
@@ -90,7 +107,7 @@ LOST = {
 
 
 @exercise
-def check_what_is_refused(answer: Callable[[dict[str, Any]], list[str]]) -> str | None:
+def check_what_is_refused(answer):
     """What a layer passes, by name -> the names that a causal ring must refuse, sorted."""
     cases = list(PASSED)
     for random in draws():  # names that nobody has heard of
@@ -103,7 +120,7 @@ def check_what_is_refused(answer: Callable[[dict[str, Any]], list[str]]) -> str 
         given = items(answer(passed), "a list of names")
         if not all(isinstance(name, str) for name in given):
             raise NotYet(f"expected a list of names, got {given!r}")
-        shown = {name: f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else x for name, x in passed.items()}
+        shown = {name: f"a tensor {tuple(x.shape)}" if isinstance(x, torch.Tensor) else x for name, x in passed.items()}
         for name in given:
             if name not in right:
                 lost = NOTHING_LOST.get(name, "it was not passed")
