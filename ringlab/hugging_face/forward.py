@@ -1,7 +1,7 @@
 """A forward pass of a Hugging Face model in the ring: what is checked before it and after it, on all ranks together.
 
     before   what the caller passes       this shard's positions and documents, labels on all ranks or on none
-             in passes 1, 2, 4 and 8      the weights, the same on all ranks
+             in passes 1, 2, 4 and 8      with gradients, and after a change of mode: the weights, the same on all ranks
              a module that is new         the model is proved once more
     after    the calls of the ring        as many as proved
              the loss                     the one that the ring computed, not changed by a line that knows no ranks
@@ -44,7 +44,8 @@ from ringlab.hugging_face.seam import is_spread, linear_layers
 from ringlab.hugging_face.states import in_ring
 from ringlab.support.expect import attempt, expect
 
-DUE = (0, 1, 3, 7)  # after so many passes the weights are compared: a forgotten sum of gradients shows in the second
+# After so many passes with gradients the weights are compared: a forgotten sum of gradients shows in the second.
+DUE = (0, 1, 3, 7)
 EMBEDDINGS = (
     "embeddings in place of input_ids, as a vision model gives them to its language model; expected input_ids of this "
     "rank: the ring cannot tell which tokens embeddings are. For texts alone use_ring(the vision model)"
@@ -89,7 +90,8 @@ class ModelInRing(LayerAttention):
     proving: bool = False
     inside: bool = False  # a forward pass of the model
     known: int = 0  # a number that tells the modules of the base model apart, as proved
-    passes: int = 0
+    passes: int = 0  # with gradients
+    mode: bool | None = None  # of the last pass: whether in training
     losses: int = 0  # computed in this forward pass
     part: Any = None  # of the loss, a weakref: the last that was computed
     more: Tensor | None = None  # of extra_loss in this forward pass
@@ -166,7 +168,7 @@ class ModelInRing(LayerAttention):
         self.longest = max(self.documents or [ones.shape[1] * self.world_size]) - 1 + self.first
         return (), {**passed, "attention_mask": ones, "use_cache": False}
 
-    def check(self, part: nn.Module, passed: dict[str, Any]) -> tuple[bool, dict[str, int]]:
+    def check(self, part: Any, passed: dict[str, Any]) -> tuple[bool, dict[str, int]]:
         """Whether labels are not shifted; whether there are labels, and numbers that tell modules and weights apart.
 
         Raises ValueError for what the ring would drop or take for something else.
@@ -182,9 +184,11 @@ class ModelInRing(LayerAttention):
         if labels and "ring" in vars(part) and part.loss_function != self.loss:
             raise ValueError(f"{name} was given a loss_function; expected none: give the logits to loss_part")
         self.check_tokens(name, **passed)
-        weights = checksum_of_weights(part) if self.passes in DUE else 0
-        unshifted = self.passes in DUE and passed.get("causal", True) and themselves(**passed)
-        return unshifted, {"labels": labels, "modules": modules_of(part), "weights": weights}
+        due = part.base_model.training != self.mode or (torch.is_grad_enabled() and self.passes in DUE)
+        weights = checksum_of_weights(part) if due else 0
+        unshifted = due and passed.get("causal", True) and themselves(**passed)
+        same = {"labels": labels, "modules": modules_of(part), "weights": weights}
+        return unshifted, {**same, "gradients": torch.is_grad_enabled(), "training": part.training}
 
     def check_tokens(
         self, name: str, position_ids: Any = None, attention_mask: Any = None, documents: Any = None, **passed: Any
@@ -219,7 +223,8 @@ class ModelInRing(LayerAttention):
         """Before the base model: prove it again if it is another one, and give it its own numbers of the positions."""
         if self.proving:
             return None
-        self.passes += 1
+        self.passes += torch.is_grad_enabled()
+        self.mode = part.training
         if modules_of(part) != self.known or not is_spread(part):
             self.prove(part)
         return args, {**kwargs, "position_ids": kwargs["position_ids"] + self.first}

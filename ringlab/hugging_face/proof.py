@@ -42,7 +42,7 @@ with extra("hf", __name__):
 
 from ringlab.hugging_face.attention import LayerAttention, full_attention, own_token
 from ringlab.hugging_face.seam import as_it_was, linear_layers, watched
-from ringlab.hugging_face.states import ALONE, CUT
+from ringlab.hugging_face.states import ALONE, cut
 from ringlab.support.expect import expect
 
 S = 16
@@ -61,9 +61,10 @@ def prove(model: PreTrainedModel, attention: LayerAttention, name: str) -> None:
             model.eval()
             right = of_each_call(model, linear, ids[:1])
             model.set_attn_implementation(name)
-            attention.compute_by(own_token, CUT, linear)
+            told: list[Any] = []
+            attention.compute_by(own_token, cut(told), linear)
             attention.at = torch.arange(S)
-            count_calls(model, attention, ids[:1], len(right) - len(linear))
+            count_calls(model, attention, ids[:1], len(right) - len(linear), told)
             attention.first = first_position(model, ids[:1])
             check_gradients(model, ids, attention.first)
             check_shards(model, attention)
@@ -183,8 +184,11 @@ def of_each_call(model: PreTrainedModel, linear: list[nn.Module], ids: Tensor) -
 
 
 @torch.no_grad()
-def count_calls(model: PreTrainedModel, attention: LayerAttention, ids: Tensor, expected: int) -> None:
-    """Raise ValueError unless a pass calls `attention` as often as the model's own. Note if documents pass."""
+def count_calls(model: PreTrainedModel, attention: LayerAttention, ids: Tensor, expected: int, told: list[Any]) -> None:
+    """Raise ValueError unless a pass calls `attention` as often as the model's own. Note if documents pass.
+
+    Linear layers note in `told` which documents they were told.
+    """
     attention.calls, attention.documents = 0, None
     rows_of(model, ids)
     name, calls = type(model).__name__, attention.calls
@@ -193,9 +197,10 @@ def count_calls(model: PreTrainedModel, attention: LayerAttention, ids: Tensor, 
     asks = f"{name} asks AttentionInterface {expected} time(s) for its own attention, and {calls} time(s) for another"
     expect(expected == calls, asks, "the same number: else a part of it attends without the ring")
     attention.layers, attention.calls, attention.documents = expected, 0, (S,)
+    told.clear()
     with suppress(ValueError):  # it takes no documents
         rows_of(model, ids, documents=(S,))
-    attention.packs, attention.documents = attention.calls == expected, None
+    attention.packs, attention.documents = attention.calls == expected and {*told} <= {(S,)}, None
 
 
 @torch.no_grad()

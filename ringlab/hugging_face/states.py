@@ -5,9 +5,10 @@
     chunk_kimi_delta_attention       with a decay for each number of a key: Kimi linear
     mamba2_chunk_scan                without the delta rule: Bamba, Falcon-H1, Granite, Nemotron-H, Zamba2
 
-The forward pass of a layer finds all that mixes tokens by these names, and seam.py lets them mean ours. LFM2 has the
-convolution only. A layer that mixes tokens in another way is found by the proof, and refused: Mamba 1, lightning
-attention, and whatever comes next.
+The forward pass of a layer finds all that mixes tokens by these names, and seam.py lets them mean ours. A layer passes
+on what it was given beside its input. So documents arrive as an argument, also when activation checkpointing computes
+a layer again after other forward passes. LFM2 has the convolution only. A layer that mixes tokens in another way is
+found by the proof, and refused: Mamba 1, lightning attention, and whatever comes next.
 
 Shapes: hidden_states (B, N, C), N channels; query, key (B, C, H, D), value (B, C, Hv, Dv), g (B, C, Hv) or (B, C, Hv,
 D), beta (B, C, Hv), as transformers passes them. In the scan C and B (B, C, G, D) are query and key.
@@ -36,51 +37,53 @@ with extra("hf", __name__):
 from ringlab.hugging_face.attention import LayerAttention, own_token
 from ringlab.hugging_face.seam import ALL_IN_ONE, CONVOLUTION, KDA, RULE, SCAN, Mixers
 
+LinearOf = Callable[[Any], Linear]  # how the tokens of packed documents mix; None: of one document
 
-def convolution(compute: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Any = None, **passed: Any) -> Tensor:
-    """`causal_conv1d_fn` of transformers, but for the sum over tokens: `compute`(x, weight, bias)."""
-    out, activation = compute(x.to(weight.dtype), weight, bias), passed.get("activation")
+
+def convolution(linear_of: LinearOf, x: Tensor, weight: Tensor, bias: Any = None, **passed: Any) -> Tensor:
+    """`causal_conv1d_fn` of transformers, but for the sum over tokens: that of the Linear."""
+    out = linear_of(passed.get("documents")).convolution(x.to(weight.dtype), weight, bias)
+    activation = passed.get("activation")
     return (out if activation is None else ACT2FN[activation](out)).to(x.dtype)
 
 
 def rule(
-    compute: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **passed: Any
+    linear_of: LinearOf, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **passed: Any
 ) -> tuple[Tensor, None]:
-    """The gated delta rule and Kimi's, but for the recurrence: `compute`(q, k, v, g, beta) -> (out, state)."""
+    """The gated delta rule and Kimi's, but for the recurrence: that of the Linear."""
     dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     q, k, v, g, beta = (x.transpose(1, 2).to(wide) for x in (q, k, v, g, beta))
     if passed.get("use_qk_l2norm_in_kernel"):
         q, k = (x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6) for x in (q, k))
-    return compute(q, k, v, g, beta)[0].transpose(1, 2).contiguous().to(dtype), None
+    out, _ = linear_of(passed.get("documents")).rule(q, k, v, g, beta)
+    return out.transpose(1, 2).contiguous().to(dtype), None
 
 
-def scan(compute: Callable[..., Any], x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **passed: Any) -> Tensor:
+def scan(linear_of: LinearOf, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **passed: Any) -> Tensor:
     """`mamba2_chunk_scan`, but for the recurrence: linear attention of C, B and Δ x, with the decay e^(A Δ)."""
     wide, (least, most) = torch.promote_types(x.dtype, torch.float32), passed.get("dt_limit", (0.0, torch.inf))
     dt = dt if passed.get("dt_bias") is None else dt + passed["dt_bias"].to(dt.dtype)
     dt = (F.softplus(dt) if passed.get("dt_softplus") else dt).clamp(least, most).to(wide)  # (B, C, H)
     x = x.to(wide)
     inputs = (y.transpose(1, 2).to(wide) for y in (C, B, x * dt[..., None], A.to(wide) * dt))
-    out = compute(*inputs, None, scale=1.0)[0].transpose(1, 2).contiguous()
+    out, _ = linear_of(passed.get("documents")).rule(*inputs, None, scale=1.0)
+    out = out.transpose(1, 2).contiguous()
     return out if passed.get("D") is None else out + passed["D"][:, None] * x
 
 
 def in_ring(attention: LayerAttention) -> Mixers:
     """These functions over the ranks of a ring."""
-
-    def here() -> Linear:  # documents are those of the pass
-        return ring_of_states(documents=attention.documents, layout=attention.layout, group=attention.group)
-
-    return mixers(lambda *x: here().convolution(*x), lambda *x, **scale: here().rule(*x, **scale))
+    layout, group = attention.layout, attention.group
+    return mixers(lambda documents: ring_of_states(documents=documents, layout=layout, group=group))
 
 
-def mixers(convolve: Callable[..., Tensor], attend: Callable[..., Any]) -> Mixers:
-    """What the names mean, when tokens mix by these two functions of a `transformer.Linear`."""
+def mixers(linear_of: LinearOf) -> Mixers:
+    """What the names mean, when the tokens of these documents mix by `linear_of`(documents)."""
     return {
-        CONVOLUTION: partial(convolution, convolve),
-        RULE: partial(rule, attend),
-        KDA: partial(rule, attend),
-        SCAN: partial(scan, attend),
+        CONVOLUTION: partial(convolution, linear_of),
+        RULE: partial(rule, linear_of),
+        KDA: partial(rule, linear_of),
+        SCAN: partial(scan, linear_of),
         ALL_IN_ONE: lambda *inputs, **options: None,  # "there is no such kernel": else it would stay in its shard
     }
 
@@ -99,5 +102,14 @@ def attention_cut(
     return own_token(q, k, v if beta is None else v * beta[..., None]), None
 
 
-ALONE = mixers(*transformer.ALONE)  # on one process
-CUT = mixers(convolution_cut, attention_cut)
+def cut(told: list[Any]) -> Mixers:
+    """Each token sees itself only. The documents of each call are added to `told`."""
+
+    def linear_of(documents: Any) -> Linear:
+        told.append(documents)
+        return Linear(convolution_cut, attention_cut)
+
+    return mixers(linear_of)
+
+
+ALONE = mixers(lambda documents: transformer.ALONE)  # on one process

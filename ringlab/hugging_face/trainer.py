@@ -34,6 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from ringlab.ring.schedule import Ring
 from ringlab.support.agreement import agree, members
@@ -45,7 +47,7 @@ with extra("loops", __name__):
     from transformers import Trainer
 
 from ringlab.hugging_face.batch import shard_batch
-from ringlab.hugging_face.seam import give
+from ringlab.hugging_face.seam import give, take
 from ringlab.hugging_face.use import unwrapped, use_ring
 from ringlab.models.mesh import AnyLayout, Way
 from ringlab.support.expect import expect
@@ -74,13 +76,15 @@ WRONG_VALUES = {
 }
 
 
-def refuse_options(trainer: Trainer) -> None:
+def refuse_options(trainer: Any) -> None:
     """Raise ValueError for each option that would be wrong in a ring. All ranks have the same options."""
     given = {**vars(trainer), **vars(trainer.args), **vars(trainer.args.accelerator_config)}
     problems = [f"{name} is {given[name]!r}: {why}" for name, why in WRONG.items() if given.get(name)]
     problems += [f"{name} is {value!r}: {why}" for (name, value), why in WRONG_VALUES.items() if given[name] == value]
     kinds = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.trainer.")]
     problems += [f"{name} has a loss over whole texts" for name in kinds if name != "SFTTrainer" and name[0] != "_"]
+    if trainer.rings > 1 and not given["even_batches"]:
+        problems += ["even_batches is False: a ring with a batch less would leave the others waiting"]
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
         problems += ["fsdp is of version 1, which was never tried here: version 2 has the key 'version' in fsdp_config"]
     if problems:
@@ -96,6 +100,8 @@ class InRing(Base):
     `mesh` has the dimensions "dp" and "cp", and all ranks in rising order (None: one ring of the whole job). Raises
     ValueError, on every rank, for an option that would be wrong in a ring.
     """
+
+    model_wrapped: nn.Module  # Trainer's
 
     def __init__(
         self, *args: Any, mesh: DeviceMesh | None = None, layout: AnyLayout = "zigzag", way: Way = Ring, **kwargs: Any
@@ -116,6 +122,14 @@ class InRing(Base):
         give(self, compute_loss=partial(self.compared, self.compute_loss))  # whatever class it is of
         gather = self.accelerator.gather  # gather_for_metrics would drop ranks of a short last batch
         give(self.accelerator, prepare_data_loader=self.loader_of_ring, gather_for_metrics=gather)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of a Trainer; after an evaluation too, for which accelerate takes the model as it is, for good."""
+        if not sums_gradients(self.model_wrapped):
+            self.model_wrapped = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+            take(self.model, "_is_accelerate_prepared")
+            self.accelerator._models.clear()
+        return super().train(*args, **kwargs)
 
     def loader_of_ring(self, loader: DataLoader, **_: Any) -> DataLoader:
         """As accelerate prepares it, with rings in the place of processes."""
@@ -150,6 +164,9 @@ class InRing(Base):
         self, compute: Callable[..., Any], model: nn.Module, inputs: Any, return_outputs: bool = False, **options: Any
     ) -> Any:
         """The loss of `compute`, which a class of a user's own may have. The first of each mode is that of the ring."""
+        summed = not model.training or self.accelerator.num_processes == 1 or sums_gradients(model)
+        wanted = "DDP or fully_shard, as train() of this class gives them"
+        expect(summed, "the model in training is in nothing that sums gradients over the ranks", wanted)
         ring = unwrapped(self.model).ring[0]
         ring.value = None
         result = compute(model, inputs, return_outputs, **options)
@@ -184,6 +201,11 @@ class InRing(Base):
         instead = "evaluate, or args.prediction_loss_only=True"
         expect(prediction_loss_only, "predict would collect the logits of shards", instead)
         return super().prediction_step(model, self.shard(inputs), prediction_loss_only, ignore_keys)
+
+
+def sums_gradients(model: nn.Module) -> bool:
+    """Whether the model is in DDP or in fully_shard, compiled or not."""
+    return any(isinstance(part, DistributedDataParallel | FSDPModule) for part in model.modules())
 
 
 class RingTrainer(InRing, Trainer):

@@ -1,6 +1,7 @@
 """Every causal language model of transformers: in the ring it is one process's own, or a refusal says why not."""
 
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from unittest import mock
 
@@ -143,7 +144,8 @@ def alone(kind):
         return results(each, sum(losses) / sum(labels))
 
 
-def in_ring(context, kind, layout, mistake=None):
+def in_ring(context, kind, layout, mistake=None, between=False):
+    """`between`: a pass over other documents comes before the backward pass, which computes the layers again."""
     batch = {"input_ids": IDS, "labels": IDS}
     batch["position_ids"] = torch.cat([torch.arange(n) for n in DOCUMENTS]).expand(2, -1)
     with every_model.Exactly():
@@ -151,7 +153,14 @@ def in_ring(context, kind, layout, mistake=None):
         use_ring(each, layout=layout)
         if mistake:
             seam.spread(seam.linear_layers(each), OWN[mistake](each))
-        found = results(each, each(**shard_batch(batch, layout=layout)).loss)
+        if between:
+            again = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), every_model.Exactly())}
+            each.gradient_checkpointing_enable(again)
+        loss = each(**shard_batch(batch, layout=layout)).loss
+        if between:
+            batch["position_ids"] = torch.cat([torch.arange(n) for n in DOCUMENTS[::-1]]).expand(2, -1)
+            each(**shard_batch(batch, layout=layout))
+        found = results(each, loss)
     for x in found:
         dist.all_reduce(x)
     stop_ring(each)
@@ -168,8 +177,9 @@ def off(found, right):
 )
 def test_a_hybrid_model_in_the_ring_is_that_of_one_process(ranks, kind, P, layout):
     """Packed documents."""
-    for found in ranks(P, in_ring, kind, layout):
-        assert off(found, alone(kind)) <= every_model.TOLERANCE
+    for between in (False, True):
+        for found in ranks(P, in_ring, kind, layout, None, between):
+            assert off(found, alone(kind)) <= every_model.TOLERANCE
 
 
 OWN = {

@@ -351,12 +351,32 @@ def after(change, batch=batch_of, steps=1, name="Llama"):
     return work
 
 
+def trained_unsummed(rank):
+    """A rank that has weights of its own since a pass that compares none: a change of mode compares them."""
+    model = in_use()
+    for _ in range(2):
+        model(**shard_batch(batch_of()))
+    a_head_of_rank(model, rank)
+    model(**shard_batch(batch_of()))
+    model.eval()
+    model(**shard_batch(batch_of()))
+
+
 def a_second_time(rank):
     model = in_use()
     a_mixer(model, rank)
     shard = shard_batch(batch_of())
     assert "mixes tokens" in attempt(model, **shard)
     model(**shard)
+
+
+def evaluated(model, rank):
+    """As many passes as there are comparisons of weights, none of which is due then."""
+    model.eval()
+    with torch.no_grad():
+        for _ in range(8):
+            model(**shard_batch(batch_of()))
+    model.train()
 
 
 def another_attention_in_a_layer(model, rank):
@@ -449,6 +469,8 @@ STEPS = {  # what is done with a model after use_ring, or with its loss
     "a mixer, a second time": (a_second_time, "layers.0.mlp.1 (Sums) of LlamaModel mixes tokens"),
     "a head of each rank": (after(a_head_of_rank), WEIGHTS),
     "gradients that nobody sums": (after(lambda *_: None, steps=2), WEIGHTS),
+    "gradients that nobody sums, after an evaluation": (after(evaluated, steps=2), WEIGHTS),
+    "gradients that nobody sums, before an evaluation": (trained_unsummed, WEIGHTS),
     "packed for layers that are not told": (after(lambda *_: None, packed_batch, name="StableLm"), NOT_TOLD),
     "dropped documents": (after(layers_that_drop_documents, packed_batch), "the ring with its documents 0 time(s)"),
     "the base model": (lambda rank: llama().model(input_ids=ROW[:, :8]), "position_ids begin with None"),

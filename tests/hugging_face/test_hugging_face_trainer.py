@@ -136,9 +136,12 @@ def reported(trainer):
     return {name: [float(log[name]) for log in logs if name in log] for name in NUMBERS}, weights_of(trainer.model)
 
 
-def run(kind, case="", more=None, **options):
+def run(kind, case="", more=None, evaluated=0, **options):
+    """`evaluated`: so many evaluations come first."""
     with TemporaryDirectory() as folder:
         trainer = trainer_of(kind, folder, case, more=more, **options)
+        for _ in range(evaluated):
+            trainer.evaluate()
         trainer.train()
         return reported(trainer)
 
@@ -194,6 +197,12 @@ def sft(kind, case):
         return reported(trainer)
 
 
+class Unsummed(RingTrainer):
+    """Planted: accelerate takes the model for prepared since its evaluation, and gives it back without DDP."""
+
+    train = Trainer.train
+
+
 class OfPairs(InRing, Trainer):
     """A Trainer of TRL whose loss is of pairs of whole texts, by its module."""
 
@@ -210,6 +219,7 @@ def refusals():
         trainer.data_collator = lambda rows: {"input_ids": collate(rows)["input_ids"]}
         found["labels"] = attempt(trainer.evaluate)
         found |= {kind.__name__: attempt(run, kind) for kind in (ShiftsAgain, AddsToIt)}
+        found["unsummed"] = attempt(run, Unsummed, evaluated=1)
         found["model_init"] = attempt(
             RingTrainer, args=trainer.args, model_init=tiny.model, train_dataset=rows(), data_collator=collate
         )
@@ -222,6 +232,7 @@ def in_a_ring(context, folder):
     disable_progress_bars()
     found = {case: run(RingTrainer, case) for case in CASES} | {case: sft(RingSFTTrainer, case) for case in SFT}
     found["first"], found["again"] = (resumed(RingTrainer, folder, again) for again in (False, True))
+    found["evaluated"] = run(RingTrainer, evaluated=2)
     found["own ranks"] = run(CountsOwnRanks, "accumulation")
     return found | {"fsdp2": with_fsdp2()}, refusals()
 
@@ -239,7 +250,8 @@ def on_a_mesh(context, dp):
     if context.world_size == dp:
         return run(Trainer, "accumulation"), said
     mesh = init_device_mesh("cpu", (dp, context.world_size // dp), mesh_dim_names=("dp", "cp"))
-    return run(RingTrainer, "accumulation", more={"mesh": mesh}), said
+    unequal = attempt(run, RingTrainer, more={"mesh": mesh}, accelerator_config={"even_batches": False})
+    return run(RingTrainer, "accumulation", more={"mesh": mesh}), said, unequal
 
 
 def with_fsdp2():
@@ -300,6 +312,10 @@ def test_a_run_is_that_of_one_process(ring, case):
     same(ring[0][case], alone(case))
 
 
+def test_a_run_after_an_evaluation_is_that_of_one_process(ring):
+    same(ring[0]["evaluated"], run(Trainer, evaluated=2))
+
+
 def test_a_run_goes_on_from_a_checkpoint_and_a_model_without_a_ring_loads_it(ring, tmp_path):
     found, _, folder = ring
     exact = resumed(Trainer, tmp_path, again=False)
@@ -335,14 +351,16 @@ def test_sft_has_the_numbers_and_weights_of_one_process(ring):
 def test_what_shards_do_not_have_is_refused(ring):
     for name in ("ShiftsAgain", "AddsToIt"):
         assert f"compute_loss of {name} gives " in ring[1][name]
+    assert "the model in training is in nothing that sums gradients" in ring[1]["unsummed"]
     assert "predict would collect the logits of shards" in ring[1]["predict"]
     assert "expected input_ids and labels" in ring[1]["labels"]
 
 
 def test_two_rings_are_a_trainer_on_two_processes(pool):
-    (result, said), (exact, _) = pool(4, on_a_mesh, 2)[0], pool(2, on_a_mesh, 2)[0]
+    (result, said, unequal), (exact, _) = pool(4, on_a_mesh, 2)[0], pool(2, on_a_mesh, 2)[0]
     same(result, exact)
     assert "accelerate sees 1 process(es) of 4" in said
+    assert "a ring with a batch less would leave the others waiting" in unequal
 
 
 def test_weights_that_fsdp2_shares_out_are_those_of_one_process(ring):
