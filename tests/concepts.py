@@ -1,20 +1,15 @@
-"""The concept files and chapters: their names, one run of each main, which is kept, and which of them are slow."""
+"""The concept files and chapters: their names, a run of main, and which of them are slow."""
 
 import contextlib
-import functools
 import importlib
 import io
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from ringlab.ring import cases
-from ringlab.support import processes, rounding
 from ringlab.support.extras import install
 
 ROOT = Path(__file__).parent.parent
@@ -36,67 +31,12 @@ CONCEPTS = [
     if path.stem != "train"  # a run with files of its own: tests/models/test_train.py
     and is_concept(path)
 ]
-SLOW = ("launch", "gradients")  # functions that start processes or compile
-IN_MAIN = (rounding, processes, cases)  # what many concepts import in main
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run of main: its exit status, what it printed, and, by name, the results of what is slow."""
-
-    status: int
-    printed: str
-    results: dict[str, list]
-
-
-def home_of(module, name: str):
-    """The module whose function of this name the main of `module` calls, or None."""
-    return next((place for place in (module, *IN_MAIN) if hasattr(place, name)), None)
-
-
-def run(name: str, functions: dict[str, Callable]) -> tuple[int, str]:
-    """Run the main of a concept in this process, with some functions of its module replaced."""
-    module = importlib.import_module(name)
-    with contextlib.ExitStack() as stack, contextlib.redirect_stdout(io.StringIO()) as printed:
-        stack.enter_context(mock.patch.object(sys, "argv", [name]))  # no options
-        for each, function in functions.items():
-            stack.enter_context(mock.patch.object(home_of(module, each), each, function))
-        status = module.main()
-    return status, printed.getvalue()
-
-
-@functools.cache
-def run_concept(name: str) -> Run:
-    """Run the main of a concept, once."""
-    module, results = importlib.import_module(name), {}
-
-    def kept(each):
-        function, results[each] = getattr(home_of(module, each), each), []
-
-        def call(*args, **options):
-            results[each].append(function(*args, **options))
-            return results[each][-1]
-
-        return call
-
-    return Run(*run(name, {each: kept(each) for each in SLOW if home_of(module, each)}), results)
-
-
-def run_again(name: str, change: dict[str, Callable[[Callable], Callable]]) -> int:
-    """The exit status of main with functions changed: change[name](function) takes the place of a function.
-
-    What is slow is not run again: it returns its results of `run_concept`.
-    """
-
-    def again(results):
-        left = iter(results)
-        return lambda *args, **options: next(left)
-
-    module = importlib.import_module(name)
-    functions = {each: again(results) for each, results in run_concept(name).results.items()}
-    for each, changed in change.items():
-        functions[each] = changed(functions.get(each) or getattr(home_of(module, each), each))
-    return run(name, functions)[0]
+def run(name: str) -> tuple[int, str]:
+    """Run the main of a concept in this process: its exit status, and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(sys, "argv", [name]):  # no options
+        return importlib.import_module(name).main(), printed.getvalue()
 
 
 # Which are slow, and which need JAX or transformers and are skipped where these are missing --------------------------
@@ -128,7 +68,7 @@ EVER = "03"  # the chapters up to this one run in every `make test`
 LATER = {  # concepts of chapters 13, 17 and 18, of a planned cluster, and linear attention
     *("documents", "all_gather", "all_to_all", "hybrid", "double_ring"),
     *("linear_attention", "state_ring", "short_convolution"),
-    *("unequal", "pass_q_or_kv", "orders", "shared_memory"),
+    *("pass_q_or_kv", "orders", "shared_memory"),
 }
 AFTER = tuple(f"ringlab.{folder}." for folder in ("ways", "states", "models", "hugging_face"))
 

@@ -41,7 +41,7 @@ def world_size(request):
 LONG = ("hugging_face_trainer", "notebooks", "models_train", "foreign_project", "bench_on_hosts", "bench")
 LONG += ("doctor_whole_model", "doctor_command", "doctor_sick_rings", "doctor_in_ci", "verdicts", "figures", "pages")
 # The tests of these files share what takes seconds to make, so they run on one core.
-TOGETHER = {"figures": "figures", "verdicts": "concepts", "notebooks": "kernel", "house": "house"}
+TOGETHER = {"figures": "figures", "notebooks": "kernel", "house": "house"}
 TOGETHER |= {"bench_on_hosts": "hosts", "foreign_project": "environment", "hugging_face_trainer": "trainer"}
 
 
