@@ -156,8 +156,8 @@ def unused_random_state(kernel: str, device: torch.device) -> Sequence[Tensor]:
         return [torch.zeros((), dtype=torch.int64, device=device)] * 2
     token = torch.zeros(1, 1, 1, 8, dtype=torch.float16, device=device)
     if kernel == "cuda flash":
-        return aten._scaled_dot_product_flash_attention(token, token, token)[6:8]
-    return aten._scaled_dot_product_efficient_attention(token, token, token, None, True)[2:]
+        return aten._scaled_dot_product_flash_attention(token, token, token, scale=1.0)[6:8]
+    return aten._scaled_dot_product_efficient_attention(token, token, token, None, True, scale=1.0)[2:]
 
 
 def in_one_order(q: Tensor, *tensors: Tensor) -> list[Tensor]:

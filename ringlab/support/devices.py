@@ -7,13 +7,36 @@ import os
 import platform
 
 import torch
+from torch.distributed import Store
+
+# The number of this process on its host, and how many there are: torchrun's names, Slurm's, Open MPI's, others' of MPI.
+NUMBER = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+COUNT = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
-def choose_device(requested: str, local_world_size: int) -> tuple[str, str, str]:
-    """("cuda" or "cpu", "nccl" or "gloo", why) for so many processes of a host. "cuda" without a GPU: ValueError."""
+def on_this_host(names: tuple[str, ...], otherwise: int) -> int:
+    """The first of the environment's variables `NUMBER` or `COUNT` that is set."""
+    return next((int(os.environ[name]) for name in names if name in os.environ), otherwise)
+
+
+def sees_its_own(number: int, local_world_size: int, store: Store) -> bool:
+    """Whether each process of this host sees one GPU, and each another one, as srun's --gpus-per-task=1 gives them.
+
+    Every process of the host must ask. They compare the GPUs' names through `store`.
+    """
+    names = [f"GPU of process {i} of {platform.node()}" for i in range(local_world_size)]
+    store.set(names[number], str(torch.cuda.get_device_properties(0).uuid))
+    return len({store.get(name) for name in names}) == local_world_size
+
+
+def choose_device(requested: str, local_world_size: int, gpus: int | None = None) -> tuple[str, str, str]:
+    """("cuda" or "cpu", "nccl" or "gloo", why) for so many processes of a host. "cuda" without a GPU: ValueError.
+
+    `gpus` is how many they have together: those that this process sees, unless given.
+    """
     if requested not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device is {requested!r}; expected 'auto', 'cpu' or 'cuda'")
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if gpus is None else gpus
     count = f"{gpus} GPU(s) for {local_world_size} process(es) on this host"
     if requested == "cpu":
         return "cpu", "gloo", "as asked"
@@ -32,10 +55,11 @@ def share_gpus(number: int | None = None, local_world_size: int | None = None) -
 
     `join_ring` calls it. Call it where another library forms the group, as accelerate does: without arguments it reads
     torchrun's environment. NCCL refuses two processes of one host on one GPU. So each says that it is a host of its
-    own, and messages go through sockets, slowly. NCCL's authors do not support that: it is for learning and tests.
+    own, and messages go through sockets, slowly. NCCL's authors do not support that: it is for learning and tests. For
+    processes that see one GPU each, and another one, do not call it.
     """
-    number = int(os.environ.get("LOCAL_RANK", 0)) if number is None else number
-    size = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    number = on_this_host(NUMBER, 0) if number is None else number
+    size = local_world_size or on_this_host(COUNT, 1)
     if 0 < torch.cuda.device_count() < size:
         os.environ.setdefault("NCCL_HOSTID", f"{platform.node()}-{number}")
         if size >= int(os.environ.get("WORLD_SIZE", size)):

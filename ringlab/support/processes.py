@@ -34,8 +34,9 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from ringlab.support.devices import choose_device, cpu_cores, share_gpus
+from ringlab.support.devices import COUNT, NUMBER, choose_device, cpu_cores, on_this_host, sees_its_own, share_gpus
 
 # The longest wait for one message. When a rank ends, its connections close, and the others notice at once. The limit is
 # for a rank that hangs. It must exceed the time that a slow machine needs to compute on one block.
@@ -69,21 +70,29 @@ class RankContext:
 def join_ring(requested_device: str = "auto", local_world_size: int = 0, **init: Any) -> Iterator[RankContext]:
     """Join the job that started this process, yield this rank's RankContext, and leave in order.
 
-    Reads torchrun's environment, also for `local_world_size`, how many processes share this host; `init` goes to
-    init_process_group. Raises ValueError where neither says how many ranks there are, and as `choose_device` does.
+    Reads torchrun's environment, or Slurm's or MPI's, also for `local_world_size`, how many processes share this host;
+    `init` goes to init_process_group. Raises ValueError where neither says how many ranks there are, and as
+    `choose_device` does.
     Raises RuntimeError when the body ends by sys.exit(0): the job would count that as success, and other ranks wait.
     """
     if "WORLD_SIZE" not in os.environ and "world_size" not in init:
         raise ValueError(f"no WORLD_SIZE is set; expected it of torchrun: torchrun --nproc_per_node=4 {sys.argv[0]}")
     world_size = init.get("world_size") or int(os.environ["WORLD_SIZE"])
-    local_world_size = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    device_type, backend, why = choose_device(requested_device, local_world_size)
+    local_world_size = local_world_size or on_this_host(COUNT, world_size)
     one_host = local_world_size >= world_size
-    number = int(init["rank"] if one_host and "rank" in init else os.environ.get("LOCAL_RANK", 0))  # on this host
+    number = init["rank"] if one_host and "rank" in init else on_this_host(NUMBER, 0)
+    gpus = torch.cuda.device_count()
+    if requested_device != "cpu" and gpus == 1 < local_world_size and "init_method" not in init:
+        if "store" not in init:
+            init["store"], init["rank"], init["world_size"] = next(rendezvous("env://"))
+        gpus = local_world_size if sees_its_own(number, min(local_world_size, world_size), init["store"]) else 1
+    device_type, backend, why = choose_device(requested_device, local_world_size, gpus)
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", number % torch.cuda.device_count())
-        share_gpus(number, local_world_size)
+        if gpus < local_world_size:
+            share_gpus(number, local_world_size)
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # else messages wait until attention leaves an SM free
         torch.cuda.set_device(device)
         init = {"device_id": device, **init}  # else NCCL warns, and send and recv form communicators of their own
     if one_host:  # loopback always works

@@ -25,10 +25,18 @@ from torch.torch_version import TorchVersion
 
 from ringlab import support
 from ringlab.models.checkpoint import finished, last_checkpoint
-from ringlab.support import processes, timeline
+from ringlab.support import devices, processes, timeline
 from ringlab.support.devices import share_gpus
 from ringlab.support.processes import TIME_LIMIT, join_ring
 from tests.commands import LIMIT, ROOT, wait_for
+
+
+def store_of_hosts(*uuids):
+    """A store in which the other processes of this host have named their GPUs."""
+    store = dist.HashStore()
+    for i, uuid in enumerate(uuids or ["GPU-a"] * 4):
+        store.set(f"GPU of process {i} of {platform.node()}", uuid)
+    return store
 
 
 @pytest.fixture
@@ -41,7 +49,7 @@ def job_of_two_hosts(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     calls = mock.Mock()
     calls.dist.get_rank.return_value = 5
-    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "TORCH_NCCL_HIGH_PRIORITY"):
         monkeypatch.setenv(name, "as above")
         monkeypatch.delenv(name)
     for name in ("init_process_group", "destroy_process_group", "barrier", "get_rank"):
@@ -49,6 +57,9 @@ def job_of_two_hosts(monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", calls.set_num_threads)
     monkeypatch.setattr(torch.cuda, "set_device", calls.set_device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    uuids = iter(["GPU-a"] * 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mock.Mock(uuid=next(uuids)))
+    monkeypatch.setattr(processes, "rendezvous", lambda url: iter([(store_of_hosts(), 5, 8)]))
     monkeypatch.setattr(processes, "cpu_cores", lambda: 12)
     return calls
 
@@ -88,6 +99,40 @@ def test_ranks_that_share_gpus_are_hosts_to_nccl(
     assert seen["NCCL_HOSTID"] == f"here-{number}"
     assert seen.get("NCCL_SOCKET_IFNAME") == network
     assert job_of_two_hosts.dist.init_process_group.call_args.kwargs["device_id"] == context.device
+
+
+def test_each_process_may_see_its_own_gpu_alone(job_of_two_hosts, monkeypatch):
+    """As with srun's --gpus-per-task=1: nothing is shared, though there are fewer visible GPUs than processes."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    store = store_of_hosts("GPU-c", "", "GPU-b", "GPU-d")
+    monkeypatch.setattr(processes, "rendezvous", lambda url: iter([(store, 5, 8)]))
+    with join_ring() as context:
+        assert context.device == torch.device("cuda", 0)
+        assert context.why == "cuda with nccl: 4 GPU(s) for 4 process(es) on this host"
+    assert "NCCL_HOSTID" not in os.environ
+    init = job_of_two_hosts.dist.init_process_group.call_args.kwargs
+    assert (init["store"], init["rank"], init["world_size"]) == (store, 5, 8)
+
+
+@pytest.mark.parametrize(
+    "names", [("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), devices.NUMBER[2:3] + devices.COUNT[2:3]]
+)
+def test_slurm_and_mpi_number_processes_too(job_of_two_hosts, monkeypatch, names):
+    for name, value in zip((*names, "LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("2", "4", None, None), strict=True):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    with join_ring() as context:
+        assert context.device == torch.device("cuda", 2)
+
+
+@pytest.mark.parametrize("chosen", [None, "0"])
+def test_messages_go_first_on_a_gpu(job_of_two_hosts, monkeypatch, chosen):
+    """NCCL's kernels, before those of attention; unless somebody has said otherwise."""
+    if chosen:
+        monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", chosen)
+    seen = {}
+    job_of_two_hosts.dist.init_process_group.side_effect = lambda *args, **options: seen.update(os.environ)
+    with join_ring():
+        assert seen["TORCH_NCCL_HIGH_PRIORITY"] == (chosen or "1")
 
 
 def test_ranks_of_a_pool_share_gpus(job_of_two_hosts, monkeypatch):

@@ -147,10 +147,15 @@ def test_rows_that_see_no_key(causal, dtype, kernel, monkeypatch):
         assert_right(x[..., seen], part, name)
 
 
-def test_the_plain_block_takes_over_where_the_kernel_cannot_tell():
-    """The kernel returns lse 0 for a row that saw no key. A row whose lse really is 0 must come out right too."""
+@pytest.mark.parametrize("plain", [0, 1])
+def test_the_plain_block_takes_over_where_the_kernel_cannot_tell(plain):
+    """The kernel returns lse 0 and out 0 for a row that saw no key. Where both may be right, all is computed again. Lse
+    alone may be 0: of the first token, where its query is 0."""
     q, v = torch.zeros(1, 1, 3, 2), torch.randn(1, 1, 3, 2, generator=torch.Generator().manual_seed(SEED))
-    out, lse = fused_forward(q, q, v, scale=0.5, causal=True)
+    v[0, 0, 0] *= 1 - plain
+    with mock.patch.object(fused_block, "_plain_forward", side_effect=fused_block._plain_forward) as asked:
+        out, lse = fused_forward(q, q, v, scale=0.5, causal=True)
+    assert asked.call_count == plain
     assert_attention(out, q, q, v, causal=True, scale=0.5)
     assert lse[0, 0, 0] == 0
 
