@@ -38,9 +38,8 @@ def dropped(tree):
     main = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
     calls = [node.value for node in ast.walk(main) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
     found = [ast.unparse(call) for call in calls if ast.unparse(call.func).startswith("report")]
-    assigned = [
-        node for node in ast.walk(main) if isinstance(node, ast.Assign) and "ok" in ast.unparse(node.targets[0])
-    ]
+    assigned = [node for node in ast.walk(main) if isinstance(node, ast.Assign)]
+    assigned = [node for node in assigned if re.search(r"\bok\b", ast.unparse(node.targets[0]))]
     end = re.fullmatch(r"return 0 if (.+) else 1", ast.unparse(main.body[-1]))
     verdict = end is not None and (assigned == [] or re.search(r"\bok\b", end[1]))
     return found + [ast.unparse(node) for node in assigned[1:]] + ([] if verdict else [ast.unparse(main.body[-1])])
