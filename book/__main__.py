@@ -1,7 +1,7 @@
 """Build the book: `make site` writes site/, which any web server can serve, and which opens from a file too.
 
 python -m book                   the Chinese book is site/zh-CN/
-python -m book --translations    bring book/locale/ up to date with the English pages; then fill in what is empty
+python -m book --translations    bring book/locale/ up to date with the English pages, and say what is missing
 """
 
 import os
@@ -54,10 +54,13 @@ def main() -> int:
     if options.translations:
         from sphinx_intl.basic import update
 
+        from book.translations import report
+
         others = [language for language in LANGUAGES if language != "en"]
         status = max(sphinx("gettext", language, ROOT / "build/gettext") for language in others)
         (ROOT / "build/gettext/sphinx.pot").unlink()  # words of the theme and its templates: sphinx.po, by hand
         update(str(ROOT / "book/locale"), str(ROOT / "build/gettext"), others, line_width=120, ignore_obsolete=True)
+        print(*map(report, others), sep="\n")
         return status
     return build()
 
