@@ -238,44 +238,28 @@ class Cell:
     def function(self, names: dict[str, Any]) -> Callable[..., Any]:
         """Run the cell again in the namespace `names`. Raises ValueError when the name has another function there."""
         run_cell(self.source, self.name, names)
-        if plain(forms_of(names[self.name])).__code__.co_firstlineno != self.line:
+        if inspect.unwrap(names[self.name]).__code__.co_firstlineno != self.line:
             raise ValueError(f"the cell has more than one {self.name}: give each function its own name")
         return names[self.name]
 
 
-def forms_of(function: Any) -> list[Any]:
-    """A function and what is in it: that of a partial or of a decorator, and so on."""
-    forms = []
-    while function is not None:
-        forms.append(function)
-        function = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
-    return forms
-
-
-def plain(forms: list[Any]) -> Any:
-    """The function with the code; of an object, its __call__."""
-    return forms[-1] if hasattr(forms[-1], "__code__") else type(forms[-1]).__dict__.get("__call__")
-
-
 def cell_of(function: Any) -> Cell:
-    """The cell in which a function was made, as it was when the check was called.
+    """The cell in which a function was made, by def or lambda, as it was when the check was called.
 
-    The name is that of its def, or a name of the notebook: of a lambda, a partial or an object that can be called.
-    Raises ValueError when there is no source or no name, and on a rank: the call of the check may be in the cell.
+    Raises ValueError when it has no source or no name there, and on a rank: the call of the check may be in the cell.
     """
     if _on_a_rank:
         raise ValueError("a rank starts no ranks")
-    forms = forms_of(function)
-    code, known = (getattr(plain(forms), name, None) for name in ("__code__", "__globals__"))
-    source = run_so_far(code.co_filename) if code else ""
-    names = [name for form in forms for name, it in (known or {}).items() if it is form and name != "_"]
-    names += [form.__name__ for form in forms if getattr(form, "__qualname__", "<") == getattr(form, "__name__", "")]
-    names = [name for name in names if source and name in bound(ast.parse(source))]  # the outermost form's first
-    if not code or not names:
+    function = inspect.unwrap(function)
+    source = run_so_far(function.__code__.co_filename) if inspect.isfunction(function) else ""
+    names = [name for name, it in getattr(function, "__globals__", {}).items() if it is function and name != "_"]
+    names += [function.__name__] if source and function.__qualname__ == function.__name__ else []
+    names = [name for name in names if source and name in bound(ast.parse(source))]
+    if not names:
         raise ValueError(
             "the source of your function is not known: define it with def at the left margin, in a cell without %%magic"
         )
-    return Cell(source, names[0], code.co_firstlineno)
+    return Cell(source, names[0], function.__code__.co_firstlineno)
 
 
 def run_so_far(file: str) -> str:

@@ -18,7 +18,6 @@ slow = pytest.mark.slow  # they start processes
 RIGHT = [  # puzzle, schedule, stars
     (1, right.hop, 3),
     (1, tried.hop_of_arrays, 3),
-    (1, tried.hop_of_an_object, 3),
     (2, right.gather, 3),
     (2, tried.gather_arrays, 3),
     (3, right.reduce_scatter, 3),
@@ -78,7 +77,7 @@ def some(cases):
     return [
         pytest.param(
             *case,
-            id=f"{case[0]}-{getattr(case[1], '__name__', 'an_object')}",
+            id=f"{case[0]}-{case[1].__name__}",
             marks=slow if numbers[:i].count(case[0]) < 2 else pytest.mark.exhaustive,
         )
         for i, case in enumerate(cases)

@@ -5,7 +5,6 @@ This file is the "cell": its functions, imports and constants are run again on e
 
 import math
 import time
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -135,10 +134,20 @@ def ring(q, k, v, lengths, rounds=0, more_hops=0, seen=None, **kinds):
     return finish(state)[0]
 
 
-deadlock = partial(ring, all_send_first=True)
-no_round_for_one = partial(ring, rounds=-1)
-a_hop_too_many = partial(ring, rounds=1)
-backwards = partial(ring, to=-1)
+def deadlock(q, k, v, lengths):
+    return ring(q, k, v, lengths, all_send_first=True)
+
+
+def no_round_for_one(q, k, v, lengths):
+    return ring(q, k, v, lengths, rounds=-1)
+
+
+def a_hop_too_many(q, k, v, lengths):
+    return ring(q, k, v, lengths, rounds=1)
+
+
+def backwards(q, k, v, lengths):
+    return ring(q, k, v, lengths, to=-1)
 
 
 def a_rank_that_never_sends(q, k, v, lengths):

@@ -146,14 +146,6 @@ def rank_after_tensor(comm, x):
     comm.send(x, (comm.rank + 1) % comm.P)
 
 
-class Hop:
-    def __call__(self, comm, x):
-        return hop_of_arrays(comm, x)
-
-
-hop_of_an_object = Hop()
-
-
 def sends_for_ever(comm, x):
     right, left = around(comm)
     while True:
