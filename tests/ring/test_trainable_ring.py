@@ -1,0 +1,154 @@
+"""trainable_ring.py, copied alone into an empty folder: its numbers, its messages, what it refuses, and its own run."""
+
+import ast
+import runpy
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.attention import assert_four, expected_of_inputs, gradients, grouped_inputs
+from tests.commands import ROOT, TORCHRUN, run
+from tests.rings import messages_of_ring
+
+FILE = ROOT / "trainable_ring.py"
+SIZES = 2, 4, 2, 60, 6  # B, H, G, S and D: 60 tokens are equal chunks of an even length on 1, 2, 3, 5 ranks
+OPTIONS = [(causal, layout) for causal in (False, True) for layout in ("contiguous", "zigzag")]
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    return str(shutil.copy(FILE, tmp_path_factory.mktemp("alone")))
+
+
+def test_it_is_short_and_needs_torch_alone():
+    text = FILE.read_text()
+    assert len(text.splitlines()) <= 150
+    imports = [it for it in ast.walk(ast.parse(text)) if isinstance(it, ast.Import | ast.ImportFrom)]
+    assert [ast.unparse(it) for it in imports] == ["import torch", "import torch.distributed as dist"]
+
+
+def on_rank(context, path, sizes, dtype, group_of=None):
+    """Of each option this rank's positions and out, dq, dk, dv. Ranks outside the group of a larger job: nothing."""
+    group = dist.new_group(group_of) if group_of else None
+    if group_of and context.rank not in group_of:
+        return None
+    ring, whole, found = runpy.run_path(path), grouped_inputs(*sizes, dtype), {}
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    for causal, layout in OPTIONS:
+        at = ring["positions"](layout, whole[0].shape[2], rank, world_size)
+
+        def attention(q, k, v, causal=causal, layout=layout):
+            return ring["ring_attention"](q, k, v, causal=causal, layout=layout, group=group)
+
+        with torch.autocast("cpu", torch.bfloat16):  # it rounds no product of this ring, also in a backward pass
+            found[causal, layout] = at, gradients(attention, *(x[:, :, at] for x in whole))
+    return found
+
+
+def assert_whole(of_ranks, sizes, dtype):
+    for causal, layout in OPTIONS:
+        at, mine = zip(*(of_rank[causal, layout] for of_rank in of_ranks), strict=True)
+        order = torch.cat(at).argsort()
+        assert torch.equal(torch.cat(at)[order], torch.arange(sizes[3]))
+        results = [torch.cat(parts, dim=2)[:, :, order] for parts in zip(*mine, strict=True)]
+        assert {x.dtype for x in results} == {dtype}
+        assert_four(results, expected_of_inputs(*sizes, dtype, causal=causal, fused_blocks=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_out_and_gradients(ranks, copied, world_size, dtype):
+    sizes = SIZES if world_size != 4 else (*SIZES[:3], 16, 6)  # two tokens a rank: one in each half
+    assert_whole(ranks(world_size, on_rank, copied, sizes, dtype), sizes, dtype)
+
+
+def test_three_ranks_of_a_larger_job(ranks, copied):
+    of_ranks = ranks(5, on_rank, copied, SIZES, torch.float64, [1, 2, 4])
+    assert_whole([it for it in of_ranks if it], SIZES, torch.float64)
+
+
+WRONG = {  # a mistake in the file: the first of out, dq, dk, dv that shows it
+    "out_j, weight)": ("out_j, 0.5)", "out"),
+    "slice(C // 2), False)": ("slice(C // 2, C), False)", "out"),
+    "lse[..., rows], delta": ("lse[..., rows] + 0.01, delta", "dq"),
+    "ds, k), torch": ("ds, k), 2 * torch", "dk"),
+    "q.new_zeros(2, *k.shape)": ("q.new_ones(2, *k.shape)", "dk"),
+    "*dkv.to(k.dtype)": ("dkv[0], torch.zeros_like(k)", "dv"),
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_mistake_in_it_is_seen(ranks, tmp_path, line):
+    wrong, name = WRONG[line]
+    assert FILE.read_text().count(line) == 1
+    path = tmp_path / "wrong.py"
+    path.write_text(FILE.read_text().replace(line, wrong))
+    of_ranks = ranks(3, on_rank, str(path), SIZES, torch.float64)
+    with pytest.raises(AssertionError, match=rf"^{name}: "):
+        assert_whole(of_ranks, SIZES, torch.float64)
+
+
+def messages(context, path, whole):
+    return messages_of_ring(context, runpy.run_path(path)["ring_attention"], [4] * context.world_size, *whole)
+
+
+def test_p_minus_1_messages_a_way(ranks, copied):
+    B, H, G, D, P = 1, 4, 2, 6, 3
+    block = 2 * B * G * 4 * D  # the numbers of K and V, or of dK and dV, of 4 tokens
+    whole = grouped_inputs(B, H, G, 4 * P, D, torch.bfloat16)
+    for rank, (forward, backward) in enumerate(ranks(P, messages, copied, whole)):
+        sent = [[it for it in way if it.kind != "recv"] for way in (forward, backward)]
+        assert {it.peer for it in (*sent[0], *sent[1])} == {(rank + 1) % P}
+        assert [it.bytes for it in sent[0]] == [2 * block] * (P - 1)
+        assert sorted(it.bytes for it in sent[1]) == [2 * block] * (P - 1) + [4 * block] * (P - 1)  # sums: float32
+
+
+def bad(context, path, case):
+    q, k, v = torch.zeros(3, 1, 2, 6, 4)
+    changed = {
+        "the last rank has fewer tokens": [x[:, :, : 6 - context.rank // 2] for x in (q, k, v)],
+        "only one rank is wrong": [q, k, v[:, :, 1:] if context.rank == 1 else v],
+        "heads": [torch.zeros(1, 3, 6, 4), k, v],
+        "odd zigzag": [q[:, :, 1:], k[:, :, 1:], v[:, :, 1:]],
+    }
+    layout = {"odd zigzag": "zigzag", "layout": "zig-zag"}.get(case, "contiguous")
+    runpy.run_path(path)["ring_attention"](*changed.get(case, (q, k, v)), causal=True, layout=layout)
+
+
+@pytest.mark.parametrize(
+    "case", ["the last rank has fewer tokens", "only one rank is wrong", "heads", "odd zigzag", "layout"]
+)
+def test_what_would_be_silently_wrong_is_refused_on_every_rank(ranks, copied, case):
+    for outcome in ranks.outcomes(3, bad, copied, case):
+        assert outcome.kind == "ValueError"
+        assert "expected q (B, H, C, D)" in outcome.message
+
+
+def twice(context, path):
+    q = torch.ones(1, 1, 2, 2, requires_grad=True)
+    out = runpy.run_path(path)["ring_attention"](q, q, q)
+    torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_second_derivatives_are_refused(ranks, copied):
+    assert [it.kind for it in ranks.outcomes(2, twice, copied)] == ["AssertionError"] * 2
+
+
+@pytest.mark.parametrize(("world_size", "wrong"), [(1, False), (3, False), (3, True)])
+def test_its_own_run(tmp_path, world_size, wrong):
+    text = FILE.read_text()
+    (tmp_path / FILE.name).write_text(text.replace("out_j, weight)", "out_j, 0.5)") if wrong else text)
+    done = run(*TORCHRUN, f"--nproc_per_node={world_size}", tmp_path / FILE.name)
+    assert done.returncode == int(wrong), done.stderr
+    *steps, verdict = done.stdout.splitlines()
+    assert verdict == ("WRONG" if wrong else "ok")
+    assert [line.split(":")[0] for line in steps] == ["step  0", "step 10", "step 20", "step 30"]
+
+
+@pytest.mark.slow
+def test_the_doctor_finds_it_healthy():
+    done = run("ring-doctor trainable_ring:ring_attention --quick")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("HEALTHY: trainable_ring:ring_attention")

@@ -1,0 +1,150 @@
+"""Ring Attention that trains, in one file. Copy it: it needs PyTorch 2.6 or newer, and nothing else.
+
+P ranks share S tokens. Each keeps its C = S/P queries; K and V go round. In round t rank r has block j = (r - t) mod P,
+the K and V of rank j, and block j - 1 is on its way. In the backward pass the sums of dK and dV follow their block one
+round later, and a rank's own block comes last. Either way P - 1 hops are enough.
+Sources: Liu et al., arXiv 2310.01889; Dao et al., arXiv 2205.14135 (gradients); Llama 3, section 3.3.2 (zigzag).
+
+    torchrun --nproc_per_node=4 trainable_ring.py  # trains one layer, and compares it with one process
+    at = positions("zigzag", S, rank, P)  # this rank's tokens: to cut the sequence, and for rotary angles
+    out = ring_attention(q, k, v, causal=True, layout="zigzag")  # its q and out (B, H, C, D), k and v (B, G, C, D)
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def positions(layout, seq_len, rank, world_size):
+    """Where the tokens of a rank stand in the sequence: int64 (C,)."""
+    if layout == "contiguous":
+        return torch.arange(seq_len).view(world_size, -1)[rank]
+    return torch.arange(seq_len).view(2 * world_size, -1)[[rank, -1 - rank]].flatten()  # an early half and a late one
+
+
+def visible(r, j, C, causal, layout):
+    """What rank r computes of block j: which queries, which keys, and whether query i sees keys 0 to i of them only."""
+    if not causal or j == r:
+        return slice(C), slice(C), causal
+    if layout == "zigzag":  # half a block on every rank in every round: nobody waits
+        return (slice(C), slice(C // 2), False) if j < r else (slice(C // 2, C), slice(C), False)
+    return slice(C if j < r else 0), slice(C), False  # contiguous: no query sees a later block
+
+
+def scores(q, k, triangle):
+    s = torch.einsum("bgnqd,bgkd->bgnqk", q, k) * q.shape[-1] ** -0.5  # N = H/G query heads share a K/V head
+    return s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf) if triangle else s
+
+
+def block_forward(q, k, v, triangle):
+    """out and lse of one block. A fused kernel goes here, one that returns its log-sum-exp too, in base e."""
+    s = scores(q, k, triangle)  # (B, G, N, Sq, Sk)
+    lse = torch.logsumexp(s, dim=-1)  # (B, G, N, Sq)
+    return torch.einsum("bgnqk,bgkd->bgnqd", torch.exp(s - lse[..., None]), v), lse
+
+
+def block_backward(q, k, v, triangle, d_out, lse, delta):
+    """dq, dk, dv of one block. The kernel's backward goes here; like this one it takes the lse of the whole row."""
+    p = torch.exp(scores(q, k, triangle) - lse[..., None])  # (B, G, N, Sq, Sk): the softmax weights, recomputed
+    ds = p * (torch.einsum("bgnqd,bgkd->bgnqk", d_out, v) - delta[..., None]) * q.shape[-1] ** -0.5
+    dq, dk = torch.einsum("bgnqk,bgkd->bgnqd", ds, k), torch.einsum("bgnqk,bgnqd->bgkd", ds, q)
+    return dq, dk, torch.einsum("bgnqk,bgnqd->bgkd", p, d_out)
+
+
+def hop(x, group):
+    """Begin to send x to the next rank. The function returned waits, and gives what the previous rank sent."""
+    r, P, received = dist.get_rank(group), dist.get_world_size(group), torch.empty_like(x)
+    send = dist.P2POp(dist.isend, x, group=group, group_peer=(r + 1) % P)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(r - 1) % P)
+    works = dist.batch_isend_irecv([send, receive])  # both at once: ranks that all send first wait for ever
+    return lambda: [work.wait() for work in works] and received
+
+
+def blocks(kv, group, dtype, own_last=False):
+    """Yield j, and rank j's K and V in `dtype`, for all P blocks. While one is computed, the next is on its way."""
+    r, P, own = dist.get_rank(group), dist.get_world_size(group), kv
+    for t in range(P + own_last):  # own_last: the own block comes in round P, not in round 0
+        arrive = hop(kv, group) if t < P - 1 else None  # after the last round nobody needs another block
+        if t >= own_last:
+            yield (r - t) % P, kv.to(dtype)
+        kv = arrive() if arrive else own
+
+
+class Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal, layout, group):  # q (B, G, N, C, D), k and v (B, G, C, D)
+        r, C, ctx.options = dist.get_rank(group), q.shape[-2], (causal, layout, group)
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
+        for j, (k_j, v_j) in blocks(torch.stack((k, v)), group, q.dtype):  # the own block first: then no row is empty
+            rows, keys, triangle = visible(r, j, C, causal, layout)
+            out_j, lse_j = block_forward(q[..., rows, :], k_j[..., keys, :], v_j[..., keys, :], triangle)
+            weight = torch.sigmoid(lse_j - lse[..., rows])[..., None]  # e^lse_j / (e^lse + e^lse_j)
+            out[..., rows, :] = torch.lerp(out[..., rows, :], out_j, weight)  # averages merge, they do not add up
+            lse[..., rows] = torch.logaddexp(lse[..., rows], lse_j)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        assert not torch.is_grad_enabled(), "create_graph=True: messages have no second derivative"
+        (q, k, v, out, lse), (causal, layout, group) = ctx.saved_tensors, ctx.options
+        r, C, delta = dist.get_rank(group), q.shape[-2], (d_out * out).sum(-1)  # delta (B, G, N, C), of whole rows
+        dq, arrive = torch.zeros_like(q), None
+        for j, (k_j, v_j) in blocks(torch.stack((k, v)), group, q.dtype, own_last=True):
+            rows, keys, triangle = visible(r, j, C, causal, layout)
+            block = q[..., rows, :], k_j[..., keys, :], v_j[..., keys, :], triangle
+            with torch.autocast(q.device.type, enabled=False):
+                dq_j, *dkv_j = block_backward(*block, d_out[..., rows, :], lse[..., rows], delta[..., rows])
+            dq[..., rows, :] += dq_j
+            dkv = arrive() if arrive else q.new_zeros(2, *k.shape)  # block j's sums came while this rank computed
+            dkv[..., keys, :] += torch.stack(dkv_j)
+            if j != r:
+                arrive = hop(dkv, group)  # to where block j is next; the own block is last, and its sums are home
+        return dq, *dkv.to(k.dtype), None, None, None
+
+
+def ring_attention(q, k, v, causal=False, layout="contiguous", group=None):
+    """q (B, H, C, D), k and v (B, G, C, D) -> out (B, H, C, D), this rank's rows of softmax(QKᵀ/√D)V of all tokens."""
+    (B, H, C, D), G, multiple = q.shape, k.shape[1], {"contiguous": 1, "zigzag": 2}.get(layout)
+    right = k.shape == v.shape == (B, G, C, D) and H % G == 0 and multiple and C % multiple == 0
+    size = torch.tensor([k.nbytes, -k.nbytes if right else 0], device=q.device)
+    dist.all_reduce(size, dist.ReduceOp.MAX, group)  # a GPU is waited for: leave it out once your shapes are right
+    if size.sum() != 0:
+        wanted = "q (B, H, C, D), k and v (B, G, C, D), G divides H, C is the same on all ranks, and even in zigzag"
+        raise ValueError(f"expected {wanted}; got {[*q.shape]}, {[*k.shape]}, {[*v.shape]}, {layout}, or another rank")
+    wide = q.unflatten(1, (G, -1)).to(torch.promote_types(q.dtype, torch.float32))  # sums; K and V travel as they are
+    with torch.autocast(q.device.type, enabled=False):  # which would round products to 16 bits
+        return Ring.apply(wide, k, v, causal, layout, group).flatten(1, 2).to(q.dtype)
+
+
+def train(attention, at, S):
+    """The losses of one layer that must look back: each token has to name the first token of its sequence."""
+    torch.manual_seed(0)  # the same weights and sequences on every rank
+    word, place, to_qkv = weights = [torch.randn(n, 32).double().div(4).requires_grad_() for n in (8, S, 64)]
+    adam = torch.optim.Adam(weights, 0.03)
+    for _ in range(31):
+        tokens = torch.randint(8, (16, S))
+        qkv = ((word[tokens[:, at]] + place[at]) @ to_qkv.T).unflatten(2, (8, 8)).transpose(1, 2)  # (16, 8, C, 8)
+        guess = attention(*qkv.split((4, 2, 2), dim=1)).sum(1)  # (16, C, 8): 4 heads, on 2, vote for a word
+        loss = torch.nn.functional.cross_entropy(guess.mT, tokens[:, :1].expand(-1, len(at))) * len(at) / S
+        adam.zero_grad()
+        loss.backward()
+        for x in (loss.detach(), *(weight.grad for weight in weights)) if len(at) < S else ():
+            dist.all_reduce(x)  # a rank has its tokens' share of the loss, so its gradients are shares too
+        adam.step()
+        yield loss.item()
+
+
+if __name__ == "__main__":
+    dist.init_process_group()  # NCCL for GPUs, gloo for CPUs
+    rank, P, gpu = dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank()
+    dist.all_reduce(gpus := torch.tensor(torch.cuda.device_count() - gpu), dist.ReduceOp.MIN)
+    torch.set_default_device(f"cuda:{gpu}" if gpus > 0 else "cpu")  # GPUs where every rank has one
+    S, sdpa = 16 * P, torch.nn.functional.scaled_dot_product_attention
+    ring = list(train(lambda *qkv: ring_attention(*qkv, True, "zigzag"), positions("zigzag", S, rank, P), S))
+    one = list(train(lambda *qkv: sdpa(*qkv, is_causal=True, enable_gqa=True), torch.arange(S), S))
+    ok = max(abs(a - b) for a, b in zip(ring, one, strict=True)) < 1e-9 and ring[-1] < ring[0] / 2
+    lines = [f"step {i:2}: loss of the ring {ring[i]:.9f}, of one process {one[i]:.9f}" for i in (0, 10, 20, 30)]
+    if rank == 0:
+        print(*lines, "ok" if ok else "WRONG", sep="\n")
+    dist.destroy_process_group()
+    raise SystemExit(0 if ok else 1)
