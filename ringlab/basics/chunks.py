@@ -94,12 +94,12 @@ def agree_on_chunks(
     the same on every rank; C may differ.
     """
 
-    def facts() -> tuple[int, dict[str, str]]:
+    def facts() -> tuple[int, dict[str, Any]]:
         check(q, k, v)
         B, H, _, D = q.shape
-        same = {"B": B, "H": H, "G": k.shape[1], "D": D, "dtype": q.dtype, "scale": resolve_scale(scale, D)}
-        same |= {"head dim of v": v.shape[-1], "gradients": needs_gradients(q, k, v), **settings()}
-        return k.shape[2], {name: str(value) for name, value in same.items()}
+        same = {"B": B, "H": H, "G": k.shape[1], "D": D, "dtype": str(q.dtype), "scale": resolve_scale(scale, D)}
+        same |= {"head dim of v": v.shape[-1], "gradients": needs_gradients(q, k, v)}
+        return k.shape[2], same | settings()
 
     lengths = agree_same(facts, group, function=function)
     return resolve_scale(scale, q.shape[-1]), lengths

@@ -42,7 +42,10 @@ def lengths_of(documents: Any) -> Any:
     """The lengths of documents, a list, tuple, tensor or array (documents,), as a tuple: a cache's key. Or as it is."""
     if isinstance(documents, Tensor | np.ndarray) and documents.ndim == 1:
         documents = documents.tolist()
-    return tuple(map(whole, documents)) if isinstance(documents, list | tuple) else documents
+    if not isinstance(documents, list | tuple):
+        return documents
+    lengths = tuple(documents)  # thousands, in each layer: so no line of Python for each
+    return lengths if {*map(type, lengths)} == {int} else tuple(map(whole, lengths))
 
 
 def whole(number: Any) -> Any:
@@ -66,7 +69,7 @@ class Mask:
     def __post_init__(self) -> None:
         object.__setattr__(self, "causal", bool(self.causal))
         lengths = lengths_of(self.documents)
-        if lengths is not None and (not isinstance(lengths, tuple) or {type(n) for n in lengths} != {int}):
+        if lengths is not None and (not isinstance(lengths, tuple) or {*map(type, lengths)} != {int}):
             raise ValueError(
                 f"documents is {lengths!r}; expected a list of their lengths, whole numbers, or a tuple or tensor "
                 f"(documents,) of them, or None"

@@ -48,7 +48,7 @@ from ringlab.ring.partition import Partition
 from ringlab.ring.schedule import Group
 from ringlab.states.linear_attention import Inputs, Map, checked_inputs, each_of, in_chunks, recurrence, states_along
 from ringlab.support.agreement import flat_group, members
-from ringlab.ways.all_gather import all_gather
+from ringlab.support.exchange import all_gather
 
 Chain = Sequence[int]  # the rank of each run of tokens, in the order of the sequence
 

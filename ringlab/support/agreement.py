@@ -1,35 +1,33 @@
 """Agree before you send: every rank checks its input, and all raise the same ValueError or none does.
 
 A rank that raised alone would leave its neighbours waiting for a message that never comes. So the ranks exchange one
-small message each before the large ones: on one host through pipes, else by a collective. `Said` is what is in it. The
-pipes go to every rank of the host: so there ranks in other groups or meshes notice it too. Between hosts a group is the
-only way to its ranks, and that all give the same one is not checked. A GPU has no part in it: beside a group of NCCL
-there is one of gloo.
+small message each before the large ones: exchange.py. `Where` and `Said` are what is in it. On one host ranks in other
+groups or meshes notice it too. Between hosts a group is the only way to its ranks: that all give the same one is not
+checked.
 
     facts = agree(check)                        what `check` returns on each rank, by rank
     agree_same(check)                           `check` returns what may differ, and a dictionary of what may not
 """
 
+import hashlib
 import pickle
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringlab.support.pipes import FACTS, Inbox, inbox_of_job, time_limit
+from ringlab.support.exchange import SOON, all_expect, all_gather, in_full
+from ringlab.support.pipes import Inbox, inbox_of_job, time_limit
 
 LONG = 200  # letters of a fact in an error
 WRONG = -1  # in place of the call: this rank cannot go on, so no rank may
-SOON = timedelta(seconds=3)  # for the messages of ranks that may never come, once it is clear that none can go on
+MANY, LONG_FACTS = 64, 2**16  # what ranks said and may say again: so many things, of so many bytes on all ranks
 NEW_GROUP = "an error ended a pass in this group, and its messages may still be under way; expected a new process group"
 Group = ProcessGroup | DeviceMesh | None  # of ranks; None: the whole job
 
@@ -73,16 +71,20 @@ def flat_group(group: Group) -> ProcessGroup | None:
     return group.get_group()
 
 
+class Where(NamedTuple):
+    """Between which ranks an agreement is, as one of them sees it."""
+
+    ranks: tuple[int, ...] = ()  # of the job, which agree; () if this rank is in no group
+    groups: tuple[tuple[tuple[int, ...], str], ...] = ()  # those of this rank: the ranks of each, and its name
+    mesh: Any = None  # the rows of a mesh of more dimensions than one
+
+
 class Said(NamedTuple):
     """What a rank says in an agreement."""
 
-    ranks: tuple[int, ...]  # of the job, which agree; () if this rank is in no group
-    groups: dict[tuple[int, ...], str]  # this rank's groups: the name of each, by its ranks
-    mesh: Any  # the rows of a mesh of more dimensions than one
     function: str  # which was called; in a backward pass, of which call
-    number: int  # of this agreement, as this rank counts: the largest is taken
-    wrong: str  # why this rank cannot go on, or nothing
-    facts: Any  # what the function wants to know of every rank
+    wrong: str = ""  # why this rank cannot go on, or nothing
+    facts: Any = None  # what the function wants to know of every rank
 
 
 def groups_of(group: Group) -> list[ProcessGroup]:
@@ -112,41 +114,65 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
     """
     if not dist.is_initialized():
         members()
-    inbox, cause, function = inbox_of_job(), None, function or home_of(check)
-    mine, groups = Said((), {}, None, function, inbox.agreements + 1, "", None), []
+    inbox, where, mine, limit, cause = inbox_of_job(), Where(), Said(function or home_of(check)), SOON, None
     try:
         groups = groups_of(group)
-        names = {tuple(dist.get_process_group_ranks(one)): str(one.group_name) for one in groups}
-        mesh = group.mesh if isinstance(group, DeviceMesh) and group.ndim > 1 else None
-        ranks = next(iter(names)) if mesh is None else tuple(mesh.flatten().tolist())
-        mine = mine._replace(ranks=ranks, groups=names, mesh=None if mesh is None else mesh.tolist())
+        limit = min(map(time_limit, groups))
+        where = where_of(group, groups)
         if any(one in _ended for one in groups):
             raise ValueError(NEW_GROUP)
         mine = mine._replace(facts=check())
     except Exception as error:
         cause = error
         mine = mine._replace(wrong=str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
-    if mine.ranks and inbox.why_not(mine.ranks):
-        heard = [mine._replace(ranks=(), groups={}, mesh=None)]  # these are long, and the same on all
-        for of_row in reversed(groups):
-            row = tuple(dist.get_process_group_ranks(of_row))
-            if inbox.why_not(row):
-                parts: list[Any] = [None] * len(row)
-                dist.all_gather_object(parts, heard, group=without_gpus(of_row))
-            else:
-                answers = _through_pipes(inbox, mine._replace(ranks=row, facts=heard), time_limit(of_row))
-                parts = [answers[rank].facts for rank in row]
-            heard = [word for part in parts for word in part]
-        whole = {"ranks": mine.ranks, "groups": mine.groups, "mesh": mine.mesh}
-        said = {rank: word._replace(**whole) for rank, word in zip(mine.ranks, heard, strict=True)}
+    texts = pickle.dumps(where), pickle.dumps(mine)
+    keys = [fingerprint(text) for text in texts]
+    known = [inbox.known.get(key) for key in keys]
+    expected = fingerprint(*(then[0] if then else key for key, then in zip(keys, known, strict=True)))
+    if where.ranks and all_expect(inbox, where.ranks, int.from_bytes(expected, "little"), limit):
+        facts = known[1][1] if known[1] else dict.fromkeys(where.ranks, mine.facts)
+        reason = mine.wrong
     else:
-        said = _through_pipes(inbox, mine, min(map(time_limit, groups), default=SOON))
-    inbox.agreements = max(word.number for word in said.values())
-    if reason := _refusal(said):
+        heard = in_full(inbox, where.ranks, pickle.dumps(texts), limit)
+        of_ranks = {rank: pickle.loads(text) for rank, (_, text) in sorted(heard.items())}
+        said = {rank: (pickle.loads(its_place), pickle.loads(word)) for rank, (its_place, word) in of_ranks.items()}
+        reason, facts = _refusal(said), {rank: word.facts for rank, (_, word) in said.items()}
+        if not reason:
+            remember(inbox, keys, list(of_ranks.values()), facts)
+    if reason:
         raise ValueError(reason) from cause
-    agreed = Agreed(said[rank].facts for rank in mine.ranks)
+    agreed = Agreed(facts[rank] for rank in where.ranks)
     agreed.number = inbox.agreements
     return agreed
+
+
+def where_of(group: Group, groups: Sequence[ProcessGroup]) -> Where:
+    """Between which ranks it is. A mesh counts its ranks through row by row."""
+    names = tuple((tuple(dist.get_process_group_ranks(one)), str(one.group_name)) for one in groups)
+    if not isinstance(group, DeviceMesh) or group.ndim == 1:
+        return Where(names[0][0], names)
+    return Where(tuple(group.mesh.flatten().tolist()), names, group.mesh.tolist())
+
+
+def fingerprint(*texts: bytes) -> bytes:
+    """8 bytes in place of some texts, the same for the same. They are a number below 2^63."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for text in texts:
+        hashed.update(text)
+    return hashed.digest()[:-1] + bytes([hashed.digest()[-1] & 0x7F])
+
+
+def remember(inbox: Inbox, keys: Sequence[bytes], texts: Sequence[Sequence[bytes]], facts: dict[int, Any]) -> None:
+    """When this rank says the same once more, it expects that all do: then none needs to say it in full.
+
+    `texts` are where each rank is and what it says. What only this rank remembers, or no more, is no mistake: then
+    the ranks expect different things, and say all in full.
+    """
+    if len(inbox.known) > MANY:
+        inbox.known.clear()
+    for key, of_ranks, then in zip(keys, zip(*texts, strict=True), ({}, facts), strict=True):
+        if sum(map(len, of_ranks)) < LONG_FACTS:
+            inbox.known[key] = fingerprint(*of_ranks), then
 
 
 def agree_same(
@@ -162,8 +188,9 @@ def agree_same(
     """
     agreed = agree(check, group, function=function)
     facts = [same for _, same in agreed]
-    names = dict.fromkeys(name for same in facts for name in same)
-    if differ := [name for name in names if any(same.get(name) != facts[0].get(name) for same in facts)]:
+    if any(same != facts[0] for same in facts):
+        names = dict.fromkeys(name for same in facts for name in same)
+        differ = [name for name in names if any(same.get(name) != facts[0].get(name) for same in facts)]
         lines = [", ".join(f"{name}={same.get(name)!s:.{LONG}}" for name in differ) for same in facts]
         by_rank = "\n".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
         raise ValueError(f"the ranks disagree about {', '.join(differ)}; expected {expected}\n{by_rank}")
@@ -178,40 +205,23 @@ def home_of(check: Callable[..., Any]) -> str:
     return f"{check.__module__}.{check.__qualname__}".partition(".<locals>")[0]
 
 
-def without_gpus(group: ProcessGroup) -> ProcessGroup:
-    """The group; or beside one whose messages go through GPUs, as NCCL's, one of gloo with the same ranks, made once.
-
-    All ranks must ask for it. Through a GPU a few bytes would wait until it has computed what it was given before.
-    """
-    if any(device.type == "cpu" for device in group._device_types):
-        return group
-    if group not in _beside:
-        store = dist.PrefixStore("agreements of ringlab", group.get_group_store())
-        gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), time_limit(group))
-        _beside[group] = dist.ProcessGroup(store, group.rank(), group.size())
-        _beside[group]._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    return _beside[group]
-
-
-_beside: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
-
-
-def _refusal(said: dict[int, Said]) -> str:
+def _refusal(said: dict[int, tuple[Where, Said]]) -> str:
     """Why no rank may go on, the same words on all of them; or nothing."""
-    first, pairs = next(iter(said.values())), {pair for word in said.values() for pair in word.groups.items()}
-    apart = not first.ranks or len(dict(pairs)) < len(pairs)  # two groups of the same ranks
-    apart |= any((word.ranks, word.mesh) != (first.ranks, first.mesh) for word in said.values())
-    ranks = dict(sorted(said.items())) if apart else {i: said[rank] for i, rank in enumerate(first.ranks)}
-    if wrong := {rank: word.wrong for rank, word in ranks.items() if word.wrong}:
+    there, first = next(iter(said.values()))
+    pairs = {pair for it, _ in said.values() for pair in it.groups}
+    apart = not there.ranks or len(dict(pairs)) < len(pairs)  # two groups of the same ranks
+    apart |= any((it.ranks, it.mesh) != (there.ranks, there.mesh) for it, _ in said.values())
+    ranks = said if apart else {i: said[rank] for i, rank in enumerate(there.ranks)}
+    if wrong := {rank: word.wrong for rank, (_, word) in ranks.items() if word.wrong}:
         if len(wrong) == len(ranks) and len({*wrong.values()}) == 1:  # what all refuse alike is said once
             return wrong[min(wrong)]
         return "\n".join(f"rank {rank}: {line}" for rank, line in wrong.items())
     if apart:
         problem = "groups; expected the same group or mesh on each of them"
-        words = {rank: _where(word) for rank, word in ranks.items()}
-    elif any(word.function != first.function for word in ranks.values()):
+        words = {rank: _in_words(it) for rank, (it, _) in ranks.items()}
+    elif any(word.function != first.function for _, word in ranks.values()):
         problem = "functions; expected the same calls in the same order on each"
-        words = {rank: word.function for rank, word in ranks.items()}
+        words = {rank: word.function for rank, (_, word) in ranks.items()}
     else:
         return ""
     return "\n".join(
@@ -219,51 +229,27 @@ def _refusal(said: dict[int, Said]) -> str:
     )
 
 
-def _where(it: Said) -> str:
-    """The group or mesh of a rank, in words."""
-    names = " and ".join(f"{name!r} of ranks {ranks}" for ranks, name in it.groups.items())
+def _in_words(it: Where) -> str:
+    """The group or mesh of a rank."""
+    names = " and ".join(f"{name!r} of ranks {ranks}" for ranks, name in it.groups)
     return f"group {names}" if it.mesh is None else f"mesh {it.mesh} of groups {names}"
-
-
-def _through_pipes(inbox: Inbox, mine: Said, limit: timedelta) -> dict[int, Said]:
-    """What the ranks say, by their number in the job. Where they name different ranks: all that one of them names."""
-    text, heard = pickle.dumps(mine), {inbox.rank: mine}
-    asked: list[int] = []
-
-    def ask(ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            if rank not in asked and rank != inbox.rank:
-                asked.append(rank)
-                inbox.send(FACTS, rank, text)
-
-    ask(mine.ranks or inbox.within_reach(SOON))
-    apart = not mine.ranks
-    for rank in asked:  # `ask` adds to them
-        try:
-            heard[rank] = pickle.loads(inbox.wait(FACTS, rank, SOON if apart else limit))
-            while not (heard[rank].ranks or apart):
-                heard[rank] = pickle.loads(inbox.wait(FACTS, rank, SOON / 3))
-        except RuntimeError:
-            if not apart and rank not in heard:
-                raise
-        if rank in heard and heard[rank].ranks != mine.ranks:
-            apart = True
-            ask(sorted({*heard[rank].ranks}.intersection(inbox.within_reach(SOON))))
-    return heard
 
 
 def of_every_rank(mine: Tensor, group: ProcessGroup | None = None, call: int = 0) -> Tensor:
     """The tensors `mine` (...) of all ranks, in order of rank: (P, ...), the same bits on every rank.
 
+    The ranks agree on the host, and the numbers stay on their device: no host waits for them.
     Raises the same ValueError on every rank if one is in another call, gives other bytes, or says that it is WRONG."""
 
-    def give() -> Any:
+    def check() -> None:
         if call == WRONG:
             raise ValueError("other input than agreed; expected the same call on every rank")
-        return mine.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
-    given = agree(give, group, function=f"of_every_rank, call {call} with {mine.nbytes} bytes")
-    return torch.from_numpy(np.stack(given)).view(mine.dtype).view(len(given), *mine.shape).to(mine.device)
+    agree(check, group, function=f"of_every_rank, call {call} with {mine.nbytes} bytes")
+    everyone = mine.new_empty(members(group)[1], *mine.shape)
+    if mine.numel():
+        all_gather(everyone.flatten(), mine.detach().contiguous().flatten(), group=group)
+    return everyone
 
 
 _ended: "weakref.WeakSet[ProcessGroup]" = weakref.WeakSet()  # the groups in which an error has ended a pass

@@ -22,12 +22,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
-FACTS = 0  # the kind of message of an agreement; each memory of a host has KINDS more, one for each of its flags
+FACTS, REPLY = range(2)  # the kinds of messages of agreements; each memory of a host has KINDS more, its flags
 KINDS = 8
 HEAD = struct.Struct("<IH?H")  # of a part of a message: its kind, its sender, whether it is the last, how many bytes
 LONGEST = getattr(select, "PIPE_BUF", 512) - HEAD.size  # bytes of a part: written at once, or not at all
@@ -46,6 +47,8 @@ class Inbox:
         self.sinks: dict[int, int] = {}  # opened when this rank first sends to another
         self.hosts: dict[int, tuple[tuple[str, ...], str]] = {}
         self.agreements = 0  # the number of the last, as this rank knows
+        self.known: dict[bytes, tuple[bytes, dict[int, Any]]] = {}  # what all said when this rank last said this
+        self.speakers: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}  # between hosts, by its ranks
         self.fds: list[int] = []
         weakref.finalize(self, close, self.fds)
         place, why = ("", 0), ""
@@ -70,6 +73,20 @@ class Inbox:
             other = next(rank for rank, host in enumerate(hosts) if host != hosts[0])
             return f"rank 0 is on host {' '.join(hosts[0])} and rank {other} on {' '.join(hosts[other])}"
         return "; ".join(f"rank {i}: {self.hosts[rank][1]}" for i, rank in enumerate(ranks) if self.hosts[rank][1])
+
+    def hosts_of(self, ranks: Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
+        """Those of these ranks that are on this one's host, and the first rank of each host.
+
+        A rank that has no pipe is a host by itself.
+        """
+        hosts: dict[Any, list[int]] = {}
+        for rank in ranks:
+            if rank not in self.hosts:
+                self.hosts[rank] = pickle.loads(self.store.get(str(rank)))[:2]
+            host, why = self.hosts[rank]
+            hosts.setdefault(rank if why or not host else host, []).append(rank)
+        here = next((of_host for of_host in hosts.values() if self.rank in of_host), [])
+        return here, tuple(first for first, *_ in hosts.values())
 
     def within_reach(self, limit: timedelta) -> list[int]:
         """The other ranks of the job to which this one can send, or will be able to within the limit."""
@@ -123,7 +140,12 @@ class Inbox:
         return True
 
     def wait(self, kind: int, of: int, limit: timedelta, end: int = -1) -> bytes:
-        """The next message of this kind from rank `of`. A rank looks for it again and again at first, and then sleeps.
+        """The next message of this kind from rank `of`. Raises RuntimeError as `look` does."""
+        self.look(kind, of, limit, end)
+        return self.arrived[kind][of].popleft()
+
+    def look(self, kind: int, of: int, limit: timedelta, end: int = -1) -> None:
+        """Wait until there is such a message. A rank looks for it again and again at first, and then sleeps.
 
         Raises RuntimeError if the rank has ended, after the limit, and for a message of kind `end` from any rank.
         """
@@ -145,7 +167,6 @@ class Inbox:
                 raise RuntimeError(f"Timed out waiting for rank {of}, {limit} long")
             if self.fds[0] not in dict(ready):
                 raise RuntimeError(f"Connection closed by peer: rank {of} has ended")
-        return self.arrived[kind][of].popleft()
 
 
 def time_limit(group: ProcessGroup) -> timedelta:

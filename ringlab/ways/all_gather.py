@@ -41,10 +41,10 @@ from ringlab.ring.overlap import keys_and_values, numbers_of_token
 from ringlab.ring.partition import BlockSlice, Partition, cut, every, kept
 from ringlab.ring.schedule import Round, Schedule
 from ringlab.support.agreement import members
+from ringlab.support.exchange import all_gather
 from ringlab.support.timeline import span
 
-# torch 2.13 gave both another name; older releases are supported too.
-all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+# torch 2.13 gave it another name; older releases are supported too.
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 

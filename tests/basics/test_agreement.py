@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -12,14 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 import ring_attn
 from ringlab.ring import backward, flash_ring, grouped_query, overlap
 from ringlab.ring.layouts import Layout
-from ringlab.support import agreement
+from ringlab.support import agreement, exchange
 from ringlab.support.agreement import LONG, NEW_GROUP, SOON, WRONG, agree, agree_same, home_of, of_every_rank, one_pass
-from ringlab.support.pipes import FACTS, HEAD, LONGEST, Inbox, host_of_process, inbox_of_job, time_limit
+from ringlab.support.pipes import FACTS, HEAD, LONGEST, Inbox, host_of_process, inbox_of_job
 from ringlab.support.processes import Ranks
 from tests.every_way import FLAT, HERE, ON_MESH, ranks_of
 from tests.mistakes import as_on_hosts, refusal
@@ -127,10 +129,11 @@ def in_order(attention, options, inputs, step):
         (attention(*inputs[0], **options) if step == 0 else out).sum().backward()
 
 
-def calls_on_rank(context, seeds):
+def calls_on_rank(context, seeds, hosts=None):
     """Of each seed: what was other on one rank, what this rank raised, and how long it waited in vain at most."""
     P, said, waited = context.world_size, [], Inbox.wait
     groups = Groups(P)
+    groups.odd = groups.odd if hosts is None else []  # between hosts a rank without the group reaches nobody
     for seed in seeds:
         rng = random.Random(f"{P} {seed}")
         kind, call = one_call(rng, groups, odd=context.rank == rng.randrange(P))
@@ -143,7 +146,7 @@ def calls_on_rank(context, seeds):
                 in_vain.append(limit)
                 raise
 
-        with mock.patch.object(Inbox, "wait", wait):
+        with mock.patch.object(Inbox, "wait", wait), nullcontext() if hosts is None else as_on_hosts(hosts):
             try:
                 call()
                 said.append((kind, "no error", "", max(in_vain)))
@@ -155,8 +158,8 @@ def calls_on_rank(context, seeds):
     return said
 
 
-def assert_all_refuse(ranks, P, seeds):
-    for seed, of_ranks in zip(seeds, zip(*ranks(P, calls_on_rank, seeds), strict=True), strict=True):
+def assert_all_refuse(ranks, P, seeds, hosts=None):
+    for seed, of_ranks in zip(seeds, zip(*ranks(P, calls_on_rank, seeds, hosts), strict=True), strict=True):
         kinds, errors, messages, waits = zip(*of_ranks, strict=True)
         what = f"{P} ranks, seed {seed}: {kinds}: {messages}"
         assert set(errors) == {"ValueError"}, f"{errors} of {what}"
@@ -167,6 +170,35 @@ def assert_all_refuse(ranks, P, seeds):
 @pytest.mark.parametrize("P", [3, 4])
 def test_all_ranks_refuse_what_is_other_on_one(ranks, P):
     assert_all_refuse(ranks, P, range(16))
+
+
+@pytest.mark.parametrize("hosts", ["aab", "abab", "abcd"])
+def test_ranks_of_several_hosts_refuse_too(ranks, hosts):
+    assert_all_refuse(ranks, len(hosts), range(16), hosts)
+
+
+def without_one(context, hosts, who):
+    """Two agreements; to the second, one rank never comes. What the others say."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    with as_on_hosts(hosts):
+        agree(lambda: None, group)
+        if context.rank == who:
+            return "stays away"
+        try:
+            agree(lambda: None, group)
+        except RuntimeError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_a_rank_that_never_comes_ends_the_wait_of_all(who):
+    """Also of those of its host, and of the other hosts."""
+    pool = Ranks(3)
+    try:
+        said = pool(3, without_one, "aab", who)
+    finally:
+        pool.stop()
+    assert all(re.search("stays away|[Tt]imed out|Connection closed", words) for words in said), said
 
 
 @pytest.mark.exhaustive
@@ -193,42 +225,82 @@ def test_ranks_that_come_later_hear_of_one_in_no_group():
 
 
 def agree_on_facts(context, long, hosts, size):
-    """The facts of all, and how many collectives brought them."""
-    collective = mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object)
-    with as_on_hosts(hosts), collective as exchange:
-        facts = agree(lambda: (context.rank, "x" * size if context.rank in long else "x"))
-    return facts, exchange.call_count
+    """The facts of all, twice; and how many words went between hosts for each."""
+    between = mock.patch.object(exchange, "between_hosts", side_effect=exchange.between_hosts)
+    found = []
+    inbox_of_job().known.clear()
+    with as_on_hosts(hosts), between as gathers:
+        for _ in range(2):
+            before = gathers.call_count
+            facts = agree(lambda: (context.rank, "x" * size if context.rank in long else "x"))
+            found.append((facts, gathers.call_count - before))
+    return found
 
 
 @pytest.mark.parametrize("long", [(), (2,)], ids=str)
-@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+@pytest.mark.parametrize("hosts", ["aaa", "aba", "abb"])
 def test_facts_of_any_length_arrive_whole(ranks, long, hosts):
-    """On one host through pipes, even where they are longer than all pipes together; else by a collective."""
+    """Even where they are longer than all pipes together. What all said before, short, is not said again.
+
+    Between hosts the first rank of each says a word; and where it differs, how long it is in full, and that.
+    """
     facts = [(rank, "x" * 100_000 if rank in long else "x") for rank in range(3)]
-    for found, exchanges in ranks(3, agree_on_facts, long, hosts, 100_000):
-        assert (found, exchanges) == (facts, 1 if hosts == "aba" else 0)
+    for rank, found in enumerate(ranks(3, agree_on_facts, long, hosts, 100_000)):
+        speaks = rank in {hosts.index(host) for host in set(hosts)} and len(set(hosts)) > 1
+        assert found == [(facts, 3 * speaks), (facts, (3 if long else 1) * speaks)]
+
+
+def same_facts(context, hosts, watched):
+    """Two agreements on the same facts, in which no rank says anything in full."""
+    with as_on_hosts(hosts), mock.patch.object(agreement, "in_full", side_effect=AssertionError("said in full")):
+        return [list(agree(lambda: watched)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "aba", "abc", ["a", (), ()]])
+def test_the_same_facts_are_never_said_in_full(ranks, hosts):
+    assert ranks(3, same_facts, hosts, {"length": 7}) == [[[{"length": 7}] * 3] * 2] * 3
+
+
+def other_memories(context, forgets):
+    """Unequal facts, which some ranks have forgotten; and then facts that are other than those remembered."""
+    for _ in range(2):
+        found = [list(agree(lambda: context.rank))]
+    if context.rank in forgets:
+        inbox_of_job().known.clear()
+    found += [list(agree(lambda: context.rank)), list(agree(lambda: min(context.rank, 1)))]
+    return [*found, list(agree(lambda: context.rank))]
+
+
+@pytest.mark.parametrize("forgets", [(), (1,), (0, 2)])
+def test_what_a_rank_remembers_is_never_taken_for_what_is_said(ranks, forgets):
+    assert ranks(3, other_memories, forgets) == [[[0, 1, 2], [0, 1, 2], [0, 1, 1], [0, 1, 2]]] * 3
 
 
 def agree_beside_nccl(context, members):
-    """A group whose messages are for the memory of GPUs: what collectives went where, over three agreements."""
+    """A group whose messages are for the memory of GPUs, and its limit, with torch's own checks of collectives."""
     seconds = timedelta(seconds=77)
     both = [dist.new_group(ranks, timeout=seconds, backend="cuda:gloo") for ranks in members]
     (group,) = (each for each, ranks in zip(both, members, strict=True) if context.rank in ranks)
     assert [device.type for device in group._device_types] == ["cuda"]
-    collective = mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object)
-    with as_on_hosts("abcd"), collective as exchange:
+    limits = mock.patch.object(exchange, "between_hosts", side_effect=exchange.between_hosts)
+    detail = mock.patch.object(c10d, "get_debug_level", return_value=c10d.DebugLevel.DETAIL)
+    with (
+        as_on_hosts("abcd"),
+        limits as gathers,
+        detail,
+        mock.patch.object(c10d, "is_nccl_available", return_value=True),
+    ):
         facts = [agree(lambda x=x: (x, context.rank), group) for x in "xyz"]
-    used = {call.kwargs["group"] for call in exchange.call_args_list}
-    return facts, len(used), [(time_limit(each), [device.type for device in each._device_types]) for each in used]
+    return facts, {call.args[-1] for call in gathers.call_args_list}
 
 
 def test_between_hosts_no_gpu_has_a_part_in_an_agreement(ranks):
-    """Nor need there be one here. The group beside that of NCCL is made once, for each of two groups at a time."""
+    """Nor need there be one here; and TORCH_DISTRIBUTED_DEBUG=DETAIL does not end it."""
     members = [(0, 3), (1, 2)]
-    for rank, (facts, groups, seen) in enumerate(ranks(4, agree_beside_nccl, members)):
+    for rank, (facts, limits) in enumerate(ranks(4, agree_beside_nccl, members)):
         [mine] = [of_group for of_group in members if rank in of_group]
         assert facts == [[(x, each) for each in mine] for x in "xyz"]
-        assert (groups, seen) == (1, [(timedelta(seconds=77), ["cpu"])])
+        assert limits == {timedelta(seconds=77)}
 
 
 def numbers(context, hosts):
