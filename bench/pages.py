@@ -1,14 +1,10 @@
-"""Renew the measured numbers of bench/README.md from the results in bench/results.
+"""Write the measured tables of bench/README.md from the results in bench/results: each stands between two comments.
 
-    $ python -m bench.pages
-
-The sentences are written by hand. Here they stand once more, as far as a number needs words around it to be found, with
-each number in «». A sentence that changes on a page must change here too: the command says which words it cannot find.
+$ python -m bench.pages
 """
 
 import re
 import sys
-from collections.abc import Iterator
 from statistics import geometric_mean
 from typing import Any
 
@@ -23,163 +19,178 @@ from bench import (
     training_speed,
 )
 
-NUMBER = r"(\d+(?:[,.]\d+)*(?:e-\d+)?)"
-PAGES = [record.ROOT / "bench/README.md"]
+PAGE = record.ROOT / "bench/README.md"
+PEERS = {  # a row of the trainable ring's table: its case, the ring with messages and in shared memory
+    "forward": (against_peers.FORWARD, against_peers.FULL, against_peers.MEMORY),
+    "causal forward, zigzag": (against_peers.CAUSAL, against_peers.ZIGZAG, against_peers.ZIGZAG_MEMORY),
+    "causal forward and backward, zigzag": (against_peers.TRAIN, against_peers.ZIGZAG, against_peers.ZIGZAG_MEMORY),
+}
 
 
-def ring_to_learn_from() -> Iterator[str]:
-    results = record.load("ring_vs_full")
-    memory, speed = results["memory"], ring_vs_full.speed(results, 2, ring_vs_full.RING)
-    chunks, process = (
+def peers(shortest: int, **wanted: Any) -> list[float]:
+    """Speeds as a share of the limit, of all lengths from `shortest` on."""
+    results = record.load("against_peers")
+    lengths = sorted({row["seq_len"] for row in results["rows"] if shortest <= row["seq_len"]})
+    return [speed for S in lengths for speed in against_peers.speeds(results, seq_len=S, **wanted)]
+
+
+def slowest() -> dict[str, list[float]]:
+    """The slowest case from 8,192 tokens on: 2 ranks with messages, in memory, 4 ranks with messages, in memory."""
+    float32 = {"dtype": "float32"}
+    return {
+        row: [min(peers(8192, case=case, method=ring, world_size=P, **float32)) for P in (2, 4) for ring in rings]
+        for row, (case, *rings) in PEERS.items()
+    }
+
+
+def how_fast() -> str:
+    own, peer = record.load("ring_vs_full"), record.load("against_peers")["memory"]
+    memory, cells = own["memory"], list(slowest().values())
+    alive, kept = (
         max(row[peak] for row in memory["rows"]) / memory["chunk_bytes"]
         for peak in ("peak_bytes", "peak_bytes_as_it_comes")
     )
-    worlds = "«{}», «{}» or «{}» ranks alike".format(*(row["world_size"] for row in memory["rows"][1:]))
-    yield f"Two ranks, S = «{results['seq_len']:,}», float32"
-    yield f"«{speed:.2f}» of the speed of blockwise attention"
-    yield f"| `ring_attn.py` | «{speed:.2f}» | blockwise"
-    yield f"| «{chunks:.2f}» chunks, with {worlds} |"
-    yield f"at most «{chunks:.2f}» chunks of tensors alive, with {worlds}"
-    yield f"up to «{process:.1f}» chunks"
+    worlds = "{}, {} or {}".format(*(row["world_size"] for row in memory["rows"][1:]))
+    chunk = 4 * peer["heads"] * peer["chunk"] * peer["head_dim"]  # bytes
+    most = [max(max(row["peak_bytes"]) for row in peer["rows"] if row["shared"] == shared) for shared in (False, True)]
+    learned = f"{alive:.2f} chunks alive with {worlds} ranks, {kept:.1f} with what the allocator keeps"
+    rows = [["`ring_attn.py`", f"{ring_vs_full.speed(own, 2, ring_vs_full.RING):.2f}", "blockwise attention", learned]]
+    for i, name in enumerate(("the trainable ring", "the same in shared memory")):
+        speeds = [of_row[i] for of_row in cells]
+        fused = f"{min(speeds):.2f} to {max(speeds):.2f}", "PyTorch's fused attention"
+        rows.append([name, *fused, f"{most[i] / chunk:.1f} chunks, in training"])
+    return record.grid("<ring | speed | <as a share of, in one process | <memory of a rank", rows)
 
 
-def trainable_ring() -> Iterator[str]:
-    results = record.load("against_peers")
-    lengths = sorted({row["seq_len"] for row in results["rows"]})
-    yield f"float32, S ≥ «{8192:,}»"
-
-    def from_length(shortest: int, **wanted: Any) -> list[float]:
-        long = [S for S in lengths if shortest <= S]
-        return [speed for S in long for speed in against_peers.speeds(results, seq_len=S, **wanted)]
-
-    of_two, of_memory = [], []
-    for what, case, ring, in_memory in (
-        ("forward", against_peers.FORWARD, against_peers.FULL, against_peers.MEMORY),
-        ("causal forward, zigzag", against_peers.CAUSAL, against_peers.ZIGZAG, against_peers.ZIGZAG_MEMORY),
-        ("causal forward and backward, zigzag", against_peers.TRAIN, against_peers.ZIGZAG, against_peers.ZIGZAG_MEMORY),
-    ):
-        cells = [
-            min(from_length(8192, case=case, method=each, world_size=P, dtype="float32"))
-            for P in (2, 4)
-            for each in (ring, in_memory)
-        ]
-        of_two.append(cells[0])
-        of_memory.append(cells[1])
-        yield f"| {what} | {' | '.join(f'«{cell:.2f}»' for cell in cells)} |"
-    yield f"| the trainable ring | «{min(of_two):.2f}» to «{max(of_two):.2f}» |"
-    yield f"| the same in shared memory | «{min(of_memory):.2f}» to «{max(of_memory):.2f}» |"
-    shared, messages = (  # in float32 and in bfloat16
-        [against_peers.over_peer(results, against_peers.TORCH, dtype, shared=each) for dtype in against_peers.DTYPES]
-        for each in (True, False)
-    )
-    yield f"training, with «{lengths[0]:,}» to «{lengths[-1]:,}» tokens"
-    for blocks, speeds in (("travel as messages", messages), ("stay in shared memory", shared)):
-        wide, narrow = map(geometric_mean, speeds)
-        yield f"blocks {blocks} | «{wide:.2f}» | «{narrow:.2f}» |"
-    yield f"the slowest case has «{min(map(min, shared)):.2f}» of the loop's speed"
-    yield f"at least | «{min(against_peers.over_peer(results, against_peers.OWN, 'float32')):.1f}» |"
-    for P, words in ((2, "two ranks"), (4, "four ranks")):
-        train = {"case": against_peers.TRAIN, "method": against_peers.ZIGZAG_MEMORY, "world_size": P, "seq_len": 2048}
-        wide, narrow = (against_peers.speeds(results, dtype=dtype, **train)[0] for dtype in against_peers.DTYPES)
-        yield f"| {words} | «{wide:.2f}» | «{narrow:.2f}» |"
-    striped = from_length(2048, method=against_peers.STRIPED_MEMORY)
-    yield f"Striped chunks reach «{min(striped):.2f}» to «{max(striped):.2f}» (S ≥ 2,048)"
-    memory = results["memory"]
-    chunk = 4 * memory["heads"] * memory["chunk"] * memory["head_dim"]  # bytes
-    most = [
-        max(max(row["peak_bytes"]) for row in memory["rows"] if row["shared"] == shared) for shared in (False, True)
+def trainable_ring() -> str:
+    rows = [[name, *(f"{cell:.2f}" for cell in cells)] for name, cells in slowest().items()]
+    striped = [
+        [f"{min(speeds):.2f}"]
+        for P in (2, 4)
+        for speeds in [peers(2048, method=against_peers.STRIPED_MEMORY, world_size=P)]
     ]
-    for before, peak in zip(("attention in one process", "the same"), most, strict=True):
-        yield f"{before} | «{peak / chunk:.1f}» chunks, in training |"
+    rows.append(["causal forward, striped, both dtypes, S ≥ 2,048", "", *striped[0], "", *striped[1]])
+    return record.grid("< | two ranks, messages | two ranks, memory | four ranks, messages | four ranks, memory", rows)
 
 
-def whole_model() -> Iterator[str]:
+def against_others() -> str:
+    results = record.load("against_peers")
+    rows = []
+    for words, shared in (("blocks travel as messages", False), ("blocks stay in shared memory", True)):
+        of = [against_peers.over_peer(results, against_peers.TORCH, it, shared=shared) for it in against_peers.DTYPES]
+        each = (f"{geometric_mean(speeds):.2f} ({min(speeds):.2f})" for speeds in of)
+        rows.append([f"PyTorch's own context-parallel loop; {words}", *each])
+    own = min(against_peers.over_peer(results, against_peers.OWN, "float32"))
+    return record.grid("< | float32 | bfloat16", [*rows, ["`ring_attn.py`, at least", f"{own:.1f}", ""]])
+
+
+def short_sequences() -> str:
+    wanted = {"case": against_peers.TRAIN, "method": against_peers.ZIGZAG_MEMORY, "seq_len": 2048}
+    results, rows = record.load("against_peers"), []
+    for P, words in ((2, "two ranks"), (4, "four ranks")):
+        each = [against_peers.speeds(results, dtype=it, world_size=P, **wanted)[0] for it in against_peers.DTYPES]
+        rows.append([words, *(f"{speed:.2f}" for speed in each)])
+    return record.grid("< | float32 | bfloat16", rows)
+
+
+def losses() -> str:
     off = {run: each.max() for run, each in loss_curves.differences(record.load("loss_curves")).items()}
-    yield f"The largest difference is «{max(off['ring of 4'], off['2 x 2, dp x cp']):.1e}» of the loss"
-    yield f"off by one rounding error differs by «{off[loss_curves.ROUNDED]:.1e}»"
-    yield f"A ring in bfloat16 differs by «{off[loss_curves.BF16]:.1e}»"
+    rows = {
+        "a ring of 4, or a mesh of 2 × 2": max(off["ring of 4"], off["2 x 2, dp x cp"]),
+        "one process whose first weights are off by one rounding error": off[loss_curves.ROUNDED],
+        "a ring in bfloat16": off[loss_curves.BF16],
+    }
+    return record.grid("< | largest difference, of the loss", [[name, f"{each:.1e}"] for name, each in rows.items()])
 
-    results = record.load("longest_training")
-    yield f"sequence that trains with «{results['budget'] // 2**20}» MiB a rank"
-    for again, row, words in (
-        (False, "all activations kept", "the ring of 4 reaches"),
-        (True, "activation checkpointing", "nothing is free, and it reaches"),
-    ):
+
+def longest() -> str:
+    results, rows = record.load("longest_training"), []
+    for again, name in ((False, "all activations kept"), (True, "activation checkpointing")):
         naive, one, rings = (longest_training.lengths(results, way, again) for way in ("naive", "blockwise", "ring"))
-        yield f"| {row} | {' | '.join(f'«{S:,}»' for S in (*naive, *one, *rings))} |"
-        yield f"{words} «{rings[-1] / one[0]:.2f}» times as far"
-    most = max(abs(row["chunk"] / row["predicted_chunk"] - 1) for row in results["rows"])
-    yield f"predicts every length to «{100 * most:.1f}» %"
+        off = [
+            abs(row["chunk"] / row["predicted_chunk"] - 1) for row in results["rows"] if row["checkpointing"] == again
+        ]
+        cells = [f"{S:,}" for S in (*naive, *one, *rings)]
+        rows.append([name, *cells, f"{rings[-1] / one[0]:.2f} times", f"{100 * max(off):.1f} %"])
+    heads = "< | naive | blockwise | ring of 2 | ring of 4 | over blockwise | off its count, at most"
+    return record.grid(heads, rows)
 
-    results = record.load("training_speed")
-    one, ring, memory, loop = (getattr(training_speed, name) for name in ("ONE", "RING", "MEMORY", "TORCH"))
+
+def speed_of_training() -> str:
+    results, rows = record.load("training_speed"), []
+    one, *others = (getattr(training_speed, name) for name in ("ONE", "RING", "MEMORY", "TORCH"))
     for P in (2, 4):
         (peaks,) = (row["peak_bytes"] for row in results["rows"] if row["world_size"] == P)
-        alone, *speeds = (training_speed.speed(results, method, P) for method in (one, ring, memory, loop))
-        cells = [f"«{each / alone:.2f}»" for each in speeds] + [f"«{peaks[it] / 1e6:.1f}» MB" for it in (ring, one)]
-        yield f"| {P} | {' | '.join(cells)} |"
+        alone, *speeds = (training_speed.speed(results, method, P) for method in (one, *others))
+        memory = [f"{peaks[it] / 1e6:.1f} MB" for it in (others[0], one)]
+        rows.append([P, *(f"{each / alone:.2f}" for each in speeds), *memory])
+    heads = "ranks | ring | ring in shared memory | PyTorch's private loop | memory a rank, ring | memory, one process"
+    return record.grid(heads, rows)
 
 
-def documents_and_windows() -> Iterator[str]:
-    results = record.load("masked_rings")
-    worlds = results["worlds"]
-    for layouts, words in (
-        (("contiguous", "zigzag"), "contiguous or zigzag chunks reach"),
-        (("striped",), "Striped chunks need hops and reach"),
-    ):
-        speeds = [
-            masked_rings.speed(results, P, f"{masked_rings.DOCUMENTS}, {layout}", which)
+def documents_and_windows() -> str:
+    results, rows = record.load("masked_rings"), []
+    worlds, S = results["worlds"], results["seq_len"]
+
+    def between(found: list[float]) -> str:
+        return f"{min(found):.2f} to {max(found):.2f}"
+
+    for layouts, name in ((("contiguous", "zigzag"), "contiguous or zigzag"), (("striped",), "striped")):
+        of = [
+            (P, f"{masked_rings.DOCUMENTS}, {layout}", it)
             for P in worlds
             for layout in layouts
-            for which in masked_rings.PASSES
+            for it in masked_rings.PASSES
         ]
-        yield f"{words} «{min(speeds):.2f}» to «{max(speeds):.2f}»"
-    window, S = f"{masked_rings.WINDOW}, contiguous", results["seq_len"]
-    costs = [masked_rings.cost(results, P, window, which) for P in worlds for which in masked_rings.PASSES]
+        speeds = between([masked_rings.speed(results, *each) for each in of])
+        rows.append([f"eight documents, {name}: speed of one process", speeds])
+    window = f"{masked_rings.WINDOW}, contiguous"
     share = sum(masked_rings.pairs(masked_rings.cases(worlds[0], S)[window][0])) / S**2
-    yield f"leaves «{100 * share:.1f}»% of the pairs"
-    yield f"In contiguous chunks it takes «{min(costs):.2f}» to «{max(costs):.2f}» times this share"
-    kernel = [masked_rings.cost(results, worlds[-1], "one by one", which) for which in masked_rings.PASSES]
-    yield f"the documents one by one take «{min(kernel):.2f}» times their share or more"
+    costs = [masked_rings.cost(results, P, window, it) for P in worlds for it in masked_rings.PASSES]
+    kernel = [masked_rings.cost(results, worlds[-1], "one by one", it) for it in masked_rings.PASSES]
+    rows.append([f"a window that leaves {100 * share:.1f} % of the pairs: time over this share", between(costs)])
+    return record.grid("< | ", [*rows, ["documents one by one: time over their share", between(kernel)]])
 
 
-def new_token() -> Iterator[str]:
+def new_token() -> str:
     results = record.load("generation")
-    row = results["rows"][-1]
-    one, merge, ring = (
-        generation.milliseconds(results, way, 4)[-1] for way in (generation.ONE, generation.MERGE, generation.RING)
-    )
-    yield f"«{row['world_size']}» ranks, a context of «{row['context']:,}» tokens"
-    yield f"gives «{row['bytes'][generation.MERGE]:,}» bytes to the merge"
-    yield f"would send «{row['bytes'][generation.RING]:,}» bytes in a ring"
-    yield f"The ring takes «{ring / merge:.0f}» times as long as the merge"
-    yield f"merge takes «{merge / one:.1f}» times as long as one process"
+    row, ways = results["rows"][-1], (generation.ONE, generation.MERGE, generation.RING)
+    one, merge, ring = (generation.milliseconds(results, way, 4)[-1] for way in ways)
+    sent = [f"{row['bytes'][way]:,}" for way in ways[1:]]
+    found = [
+        ["one process", "0", "1"],
+        ["merge", sent[0], f"{merge / one:.1f}"],
+        ["ring", sent[1], f"{ring / one:.0f}"],
+    ]
+    where = f"{row['world_size']} ranks, {row['context']:,} tokens"
+    return record.grid(f"<{where} | bytes that a rank sends | time over one process", found)
 
 
-MEASURED = (ring_to_learn_from, trainable_ring, whole_model, documents_and_windows, new_token)
+BLOCKS = (
+    how_fast,
+    trainable_ring,
+    against_others,
+    short_sequences,
+    losses,
+    longest,
+    speed_of_training,
+    documents_and_windows,
+    new_token,
+)
 
 
-def renewed(texts: list[str]) -> list[str]:
-    """The texts with the numbers of the results, wherever the lines of a sentence are broken.
-
-    Raises ValueError when no text has the words around a number.
-    """
-    for said in (sentence for sentences in MEASURED for sentence in sentences()):
-        words = [r"\s+".join(map(re.escape, part.split(" "))) for part in re.split("«.*?»", said)]
-        numbers, pattern = re.findall("«(.*?)»", said), re.compile(NUMBER.join(f"({part})" for part in words))
-        if not any(map(pattern.search, texts)):
-            raise ValueError(f"no page has these words: {said}; expected them on a page, or not in bench/pages.py")
-
-        def with_numbers(found: re.Match, numbers: list[str] = numbers) -> str:
-            return "".join(numbers[i // 2] if i % 2 else part for i, part in enumerate(found.groups()))
-
-        texts = [pattern.sub(with_numbers, text) for text in texts]
-    return texts
+def renewed(text: str) -> str:
+    """The page with each table made anew. Raises ValueError when it has no place for one."""
+    for block in BLOCKS:
+        place = re.compile(rf"(<!-- {block.__name__} -->\n).*?(<!-- / -->)", re.S)
+        if not place.search(text):
+            raise ValueError(f"the page has no <!-- {block.__name__} --> ... <!-- / -->; expected one for each table")
+        text = place.sub(lambda found, block=block: f"{found[1]}{block()}\n{found[2]}", text)
+    return text
 
 
 def main() -> int:
-    for page, text in zip(PAGES, renewed([page.read_text() for page in PAGES]), strict=True):
-        page.write_text(text)
+    PAGE.write_text(renewed(PAGE.read_text()))
     return 0
 
 
