@@ -25,6 +25,7 @@ from tests.every_way import Problem, assert_right_results, masks_of, problems, r
 from tests.models import test_generate as generation
 from tests.models import test_mesh as mesh
 from tests.models.test_transformer import errors
+from tests.ring.test_gpu_plans import ORDERS, Near, ordered
 from tests.states import test_state_ring as states
 
 pytestmark = pytest.mark.gpu
@@ -55,18 +56,19 @@ def test_every_head_dim_dtype_and_shape(ranks, device):
     assert [row for row in rows if not row[1]] == []
 
 
-def error_of_block(context, *sizes):
-    """In float16, whose kernels are those of bfloat16."""
-    return gpu.block_error(*gpu.random_inputs(context.device, "float16", *sizes), causal=False)
+def error_of_block(context, *how):
+    return gpu.block_error(*gpu.random_inputs(context.device, *how), causal=False)
 
 
-LARGE = [(2**16 + 8, 2**16 + 8, 8, 8, 8), (1, 1, 40, 2**16 + 40, 64), (2, 1, 2**16 + 40, 40, 64)]  # H, G, Sq, Sk, D
+LARGE = [("float16", 2**16 + 8, 2**16 + 8, 8, 8, 8)]  # dtype, H, G, Sq, Sk, D
+LARGE += [(dtype, 1, 1, 40, 2**16 + 40, 64) for dtype in ("float16", "float32")]
+LARGE += [(dtype, 2, 1, 2**16 + 40, 40, 64) for dtype in ("float16", "float32")]
 
 
-@pytest.mark.parametrize("sizes", LARGE)
-def test_counts_beyond_16_bits(ranks, sizes):
-    """Heads, keys and queries."""
-    assert ranks(1, error_of_block, *sizes) <= [1]
+@pytest.mark.parametrize("how", LARGE)
+def test_counts_beyond_16_bits(ranks, how):
+    """Heads, keys and queries. float16 has the kernels of bfloat16; that of float32 gets such a block in pieces."""
+    assert ranks(1, error_of_block, *how) <= [1]
 
 
 # The ring and the other ways ------------------------------------------------------------------------------------------
@@ -86,6 +88,21 @@ def test_every_mask_and_layout(ranks, device, way, shape):
         for (mask, layout), dtype in zip(asked, dtypes, strict=False)
     ]
     assert_right_results(ranks, way, shape, each)
+
+
+def in_order(context, i, way, shape, problems):
+    with mock.patch.dict(ways.WAYS, {way: ordered(ways.WAYS[way], *ORDERS[i])}):
+        return results_on_rank(context, way, shape, problems)
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_a_plan_fits_every_later_call(ranks, device, i):
+    """What cuDNN keeps in a process: layers of two masks, tensors in other orders. And all scores near -100."""
+    S, D = (256 * P, 64) if device == "cuda" else (16 * P, 8)
+    options = [{"causal": True, "layout": "zigzag", "window": window} for window in (None, S // 2)]
+    few = [Problem(4, 2, S, each, dtype=torch.bfloat16, head_dim=D) for each in options]
+    few.append(Near(4, 2, S // 2, options[0], dtype=torch.bfloat16, head_dim=D))
+    assert_right_results(lambda n, work, *given: ranks(n, in_order, i, *given), "ring", P, few)
 
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))

@@ -153,7 +153,7 @@ def test_the_plain_block_takes_over_where_the_kernel_cannot_tell(plain):
     alone may be 0: of the first token, where its query is 0."""
     q, v = torch.zeros(1, 1, 3, 2), torch.randn(1, 1, 3, 2, generator=torch.Generator().manual_seed(SEED))
     v[0, 0, 0] *= 1 - plain
-    with mock.patch.object(fused_block, "_plain_forward", side_effect=fused_block._plain_forward) as asked:
+    with mock.patch.object(fused_block, "blockwise_attention", side_effect=fused_block.blockwise_attention) as asked:
         out, lse = fused_forward(q, q, v, scale=0.5, causal=True)
     assert asked.call_count == plain
     assert_attention(out, q, q, v, causal=True, scale=0.5)
