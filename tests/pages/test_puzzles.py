@@ -123,7 +123,7 @@ def test_an_open_puzzle_is_not_wrong(number, answer):
     assert checks.solve(number, answer).text.endswith(OPEN)
 
 
-@pytest.mark.parametrize("answer", [lambda comm, x: x, print, 3, tried.Hop(), tried.Hop().__call__])
+@pytest.mark.parametrize("answer", [lambda comm, x: x, print, 3])
 def test_what_has_no_source_is_told(answer):
     assert "define it with def" in checks.solve(1, answer).text
 
