@@ -26,6 +26,7 @@ from ring_planner.request import parser, request_of
 from ring_planner.step import Step
 
 SHOWN = 5  # rows of the table
+AGREEMENT = 0.4e-3  # seconds: between two network namespaces, with gloo, of one rank each; on two GPU hosts unmeasured
 NEAR = 1.07  # times as long is as fast: by so much does the planner err where two ways were measured, in the median
 SIMPLE = ("ring", "all-gather", "all-to-all", "double ring", "hybrid")  # the simplest way first
 
@@ -67,6 +68,8 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     print(f"seconds               {shares}: {first.utilisation:.0%} of the bf16 peak")
     print(f"binds                 {name}, {seconds / first.seconds:.0%} of the time\n{memory_of(first)}")
     print(f"evidence              {evidence_of(first)}")
+    if hosts_agree := agreements_of(first):
+        print(f"not counted           {hosts_agree}")
     if model.experts:
         print(f"experts               FSDP gathers all {model.experts} of a layer; expert parallelism is not planned")
     for gain, name, answer in [better for better in gains(step, wish) if better[0] > 1.005][:3]:
@@ -99,6 +102,16 @@ def evidence_of(answer: Plan) -> str:
     if known := answer.step.known:
         return f"{between}; {known.words()}, from {rows} known"
     return f"{between}, from {rows} measured ones; {HELD}"
+
+
+def agreements_of(answer: Plan) -> str:
+    """What hosts wait for each other because the ranks agree before each pass of a layer, or nothing on one host."""
+    step = answer.step
+    if step.cp == 1 or step.cp * step.tp <= step.per_host:
+        return ""
+    passes = step.model.layers * (1 if step.task == "prefill" else 2 + (step.recompute == "full"))
+    waits = f"{passes} waits of {1000 * AGREEMENT:.1f} ms of a host for the others, {digits(passes * AGREEMENT)} s"
+    return f"{waits}: its GPUs compute meanwhile what it launched before"
 
 
 def memory_of(answer: Plan) -> str:

@@ -422,6 +422,15 @@ def test_a_sequence_is_padded_to_two_chunks_a_gpu():
     assert tried[36].name.endswith(", 32 tokens padded")
 
 
+@pytest.mark.parametrize(
+    ("words", "passes"), [("--recompute full", 96), ("--recompute none", 64), ("--task prefill", 32)]
+)
+def test_the_agreements_of_hosts_are_told_and_not_counted(words, passes):
+    printed = plan(f"{LLAMA} --hosts 2 --loss pieces --cp 16 --tp 1 {words}")
+    assert f"not counted           {passes} waits of 0.4 ms of a host" in printed
+    assert "waits of" not in plan(f"{LLAMA} --seq-len 32768 --hosts 2 --loss pieces --cp 8 --tp 1 {words}")
+
+
 def test_sources_and_experts_are_told():
     words = "--model qwen3-30b-a3b --gpu h100 --seq-len 131072 --optimizer adam-bf16"
     assert "FSDP gathers all 128 of a layer; expert parallelism is not planned" in plan(words)
