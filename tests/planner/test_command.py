@@ -423,12 +423,13 @@ def test_a_sequence_is_padded_to_two_chunks_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("words", "passes"), [("--recompute full", 96), ("--recompute none", 64), ("--task prefill", 32)]
+    ("words", "passes"),
+    [("--loss pieces --recompute full", 96), ("--loss pieces --recompute none", 64), ("--task prefill", 32)],
 )
 def test_the_agreements_of_hosts_are_told_and_not_counted(words, passes):
-    printed = plan(f"{LLAMA} --hosts 2 --loss pieces --cp 16 --tp 1 {words}")
+    printed = plan(f"{LLAMA} --hosts 2 --cp 16 --tp 1 {words}")
     assert f"not counted           {passes} waits of 0.4 ms of a host" in printed
-    assert "waits of" not in plan(f"{LLAMA} --seq-len 32768 --hosts 2 --loss pieces --cp 8 --tp 1 {words}")
+    assert "waits of" not in plan(f"{LLAMA} --hosts 2 --cp 8 --tp 1 --seq-len 32768 {words}")
 
 
 def test_sources_and_experts_are_told():
