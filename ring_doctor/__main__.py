@@ -31,7 +31,8 @@ from ring_doctor.asking.names import by_name, named
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.assertion import examine
 from ring_doctor.explaining.xray import XRay
-from ring_doctor.options import claims_of, parse
+from ring_doctor.jobs.verdict import examine_job
+from ring_doctor.options import claims_of, parse, parse_run
 from ring_doctor.report import as_json, head, page
 from ring_doctor.whole_models.whole_model import examine_model, json_of_model, text_of_model
 from ringlab.support.devices import choose_device
@@ -165,16 +166,34 @@ def find_project(folder: Path) -> None:
     sys.path[:0] = [str(home) for home in homes if str(home) not in sys.path]
 
 
+def of_jobs(args: argparse.Namespace) -> int:
+    """`ring-doctor run`: examine two commands, print, write. Returns the exit status."""
+    try:
+        with telling() as tell:
+            found = examine_job(
+                args.one, args.many, steps=args.steps, exact=args.exact, seconds=args.time_limit, progress=tell
+            )
+    except CannotExamine as error:
+        print(f"{SAID[CANNOT_TELL]}: {error}")
+        return STATUS[CANNOT_TELL]
+    if args.json:
+        args.json.write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
+    print(found)
+    return STATUS[found.level]
+
+
 def main(argv: list[str] | None = None) -> int:
     """The exit status of the command."""
-    args = parse(argv)
+    words = sys.argv[1:] if argv is None else argv
+    jobs = words[:1] == ["run"]
+    args = parse_run(words[1:]) if jobs else parse(words)
     if os.environ.get("WORLD_SIZE"):
         said = "WORLD_SIZE is set, as torchrun and sbatch scripts set it; expected no torchrun, or WORLD_SIZE unset"
         print(f"ring-doctor: {said}: the doctor starts its own processes", file=sys.stderr)
         return BAD_INPUT
     for number in (signal.SIGTERM, signal.SIGINT):  # end by an exception: it ends the doctor's processes first
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    return run(args)
+    return of_jobs(args) if jobs else run(args)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ examples
   ring-doctor my_package.ring:attention --tensors bshd --heads 8 --kv-heads 2 --head-dim 64 --shape 1,8,2,4096,64
   ring-doctor my_package.ring:attention --layout my_package.ring:positions    your own layout: where tokens stand,
                                                               positions(seq_len, rank, world_size) -> (C,)
+  ring-doctor run "torchrun --nproc_per_node=1 train.py" "torchrun --nproc_per_node=4 train.py --cp 4"
+                                                              two runs of a training script: docs/running_jobs.md
   ring-doctor --model my_package.train:step --layout zigzag   a step of a whole model: labels, positions, loss and
                                                               gradients: ring_doctor/whole_models/whole_model.py
 
@@ -99,6 +101,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if not 0 < args.time_limit < float("inf"):
         parser.error(f"--time-limit is {args.time_limit:g}; expected a number of seconds")
     return args
+
+
+def parse_run(argv: list[str]) -> argparse.Namespace:
+    """The options of `ring-doctor run`. Bad options end the process as those of `parse` do."""
+    about = "Does the second command train as the first, which is trusted? docs/running_jobs.md says what is compared."
+    parser = Parser(prog="ring-doctor run", description=about)
+    add = parser.add_argument
+    add("one", metavar='"COMMAND"', help="a job that is right: one process, or any run that you trust")
+    add("many", metavar='"COMMAND"', help="the job that is asked: the same weights, batch and precision, on many ranks")
+    add("--steps", type=positive, default=1, metavar="N", help="compare steps 1 to N of the optimizer, then end (1)")
+    add("--exact", action="store_true", help="spare the third run, which measures what rounding may change")
+    add("--time-limit", type=positive, default=600, metavar="S", help="seconds for a run (600)")
+    add("--json", type=new_file(".json"), metavar="FILE", help="the verdict and every gradient, for other programs")
+    return parser.parse_args(argv)
 
 
 def claims_of(args: argparse.Namespace) -> dict[str, Any]:

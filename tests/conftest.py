@@ -43,6 +43,7 @@ LONG += ("doctor_whole_model", "doctor_command", "doctor_sick_rings", "doctor_in
 # The tests of these files share what takes seconds to make, so they run on one core.
 TOGETHER = {"figures": "figures", "notebooks": "kernel", "house": "house"}
 TOGETHER |= {"bench_on_hosts": "hosts", "foreign_project": "environment", "hugging_face_trainer": "trainer"}
+TOGETHER |= {"doctor_running_jobs": "jobs"}
 
 
 # Whole models are slow; so is JAX, which compiles programs, and the doctor, which asks hundreds of questions. What the

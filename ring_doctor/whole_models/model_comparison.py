@@ -14,7 +14,7 @@ Source: the bound is derived in `tolerance`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -132,11 +132,11 @@ def explain(results: list[Returned], predicted: Returned, allowed: float) -> Mod
 
     No mistakes where both are the same. None where no such mistake, nor two of them, turns one into the other.
     """
-    of_loss = _factors([result.loss for result in results], predicted.loss, 0.0, allowed)
+    of_loss = factors_of([result.loss for result in results], predicted.loss, 0.0, allowed)
     of_loss = [factor for factor in of_loss if "root" not in factor]  # √P is a mistake of norms
     floors = floors_of(predicted)
     fitting = {
-        name: _factors([result.gradients[name] for result in results], gradient, floors[name], allowed)
+        name: factors_of([result.gradients[name] for result in results], gradient, floors[name], allowed)
         for name, gradient in predicted.gradients.items()
     }
     if not of_loss or not all(fitting.values()):
@@ -153,16 +153,22 @@ def explain(results: list[Returned], predicted: Returned, allowed: float) -> Mod
     return ModelDiagnosis(tuple(names), "; ".join(details))
 
 
-def _factors(parts: list[Tensor], right: Tensor, floor: float, allowed: float) -> list[str]:
+def factors_of(
+    parts: list[Tensor], right: Tensor, floor: float, allowed: float, sizes: Sequence[int] = ()
+) -> list[str]:
     """The factors by which the ranks' results may differ from the right one. "" stands for no difference.
 
-    Several factors fit a gradient that is 0. The simplest factor comes first. An empty list: no factor fits.
+    Several factors fit a gradient that is 0. The simplest factor comes first. An empty list: no factor fits. `sizes`
+    are the numbers of ranks that a factor may come from, by default all ranks.
     """
-    P, total = len(parts), torch.stack(parts).sum(dim=0)
+    total, sizes = torch.stack(parts).sum(dim=0), sizes or [len(parts)]
     if all(distance(part, parts[0], floor) <= allowed for part in parts):
-        factors = {"": 1, "times_p": P, "over_p": 1 / P, "times_root_p": math.sqrt(P), "over_root_p": 1 / math.sqrt(P)}
-        return [name for name, factor in factors.items() if distance(parts[0], factor * right, floor) <= allowed]
-    reduced = any(distance(x, right, floor) <= allowed for x in (total, total / P))
+        factors = [("", 1.0)]
+        for P in sizes:
+            factors += [("times_p", P), ("over_p", 1 / P), ("times_root_p", P**0.5), ("over_root_p", P**-0.5)]
+        fits = [name for name, factor in factors if distance(parts[0], factor * right, floor) <= allowed]
+        return list(dict.fromkeys(fits))
+    reduced = any(distance(total / P, right, floor) <= allowed for P in (1, *sizes))
     return ["not_reduced"] if reduced else []
 
 

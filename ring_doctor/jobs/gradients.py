@@ -1,0 +1,100 @@
+"""The gradients of two jobs beside each other: how far each is from right, and what rounding may do.
+
+    gradients_of(one, many, moved, step, kind)    ->    Gradients: errors, allowed, factors, by weight
+
+What rounding may change is measured. `moved` is the first job with weights moved by one unit of the narrowest dtype
+that it computes in. One unit is twice the largest error of a rounding, and a weight's gradient passes some ten of them;
+both jobs round. So UNITS times this change is allowed, and for no weight less than for all of them in the mean.
+
+Shapes: a gradient is whole, as that of one process. One weight is in memory at a time, with the ranks' gradients of it.
+
+Before: seen.py. After: verdict.py.
+Source: Higham 2002, "Accuracy and Stability of Numerical Algorithms", sections 1.6 and 3.1.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ring_doctor.asking.job import CannotExamine
+from ring_doctor.jobs.job import Job
+from ring_doctor.jobs.seen import divisors
+from ring_doctor.whole_models.model_comparison import distance, factors_of
+
+UNITS = 8
+TERMS = 64  # roundings of eps that are allowed where nothing was measured
+SMALL = 0.01  # of the norm of an average gradient: a smaller one, as of the bias of keys, may be rounding only
+
+
+@dataclass
+class Gradients:
+    """The gradients of a step of the second job: by weight, how far they are from right, and what explains them."""
+
+    allowed: dict[str, float]
+    errors: dict[str, float] = field(default_factory=dict)  # the largest of a rank, as a share of the norm
+    factors: dict[str, list[str]] = field(default_factory=dict)  # model_comparison.factors_of
+    times: dict[str, float] = field(default_factory=dict)  # rank 0's gradient as the nearest multiple of the right one
+    wrong_ranks: set[int] = field(default_factory=set)
+
+    @property
+    def wrong(self) -> list[str]:
+        return [name for name, error in self.errors.items() if not error <= self.allowed[name]]
+
+    @property
+    def worst(self) -> str:
+        return max(self.errors, key=lambda name: self.errors[name] / self.allowed[name])
+
+
+def eps_of(dtype: str) -> float:
+    return torch.finfo(getattr(torch, dtype.removeprefix("torch."))).eps
+
+
+def dtypes_of(job: Job) -> list[str]:
+    """The dtypes that modules and losses of a job computed in, the one with the fewest digits first."""
+    found = {dtype for seen in job.ranks for step in seen["steps"] for one in step["passes"] for dtype in one["dtypes"]}
+    return sorted(found or {"torch.float32"}, key=eps_of, reverse=True)
+
+
+def pairs_of(one: Job, many: Job) -> list[tuple[str, int, int]]:
+    """(name, place in the first job, place in the second) of each weight; names may begin with other prefixes."""
+    names, others, found = one.ranks[0]["names"], many.ranks[0]["names"], []
+    for place, name in enumerate(names):
+        fits = [o for o in others if o == name] or [o for o in others if f".{o}".endswith(f".{name}")]
+        fits = fits or [o for o in others if f".{name}".endswith(f".{o}")]
+        if len(fits) != 1:
+            raise CannotExamine(f"the weight {name} of the first job is not in the second; expected one model in both")
+        found.append((name, place, others.index(fits[0])))
+    return found
+
+
+def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -> Gradients:
+    """Compare the gradients of a step: before clipping (`kind` "before"), or those that the optimizer gets."""
+    pairs, P = pairs_of(one, many), many.world_size
+    facts = {name: of for name, place, _ in pairs if (of := one.facts(kind, step, place))}
+    norm, count = math.hypot(*(norm for norm, _ in facts.values())), sum(n for _, n in facts.values())
+    floors = {name: SMALL * norm * math.sqrt(n / count) for name, (_, n) in facts.items()}
+    changes: dict[str, float] = {}
+    for name, place, _ in pairs if moved else []:
+        right, near = one.tensor(kind, step, place), moved and moved.tensor(kind, step, place)
+        if isinstance(right, Tensor) and isinstance(near, Tensor):
+            changes[name] = distance(near, right, floors[name])
+    usual = math.sqrt(sum(x * x for x in changes.values()) / len(changes)) if changes else 0.0
+    usual = max(usual, eps_of(dtypes_of(one)[0]) * (1 if moved else TERMS))
+    found = Gradients({name: UNITS * max(usual, changes.get(name, 0.0)) for name in facts})
+    for name, place, other in pairs:
+        if (right := one.tensor(kind, step, place)) is None:
+            continue
+        given = [many.tensor(kind, step, other, rank) for rank in range(P)]
+        parts = [torch.zeros_like(right) if part is None else part for part in given]
+        for part in parts:
+            if part.shape != right.shape:
+                said = f"the gradient of {name} has shape {tuple(part.shape)} in the second job"
+                raise CannotExamine(f"{said}; expected {tuple(right.shape)}: slices that are no DTensors stay apart")
+        off, allowed = [distance(part, right, floors[name]) for part in parts], found.allowed[name]
+        found.wrong_ranks |= {rank for rank, error in enumerate(off) if not error <= allowed}
+        found.errors[name] = max(off)
+        found.factors[name] = factors_of(parts, right, floors[name], allowed, divisors(P)[:0:-1])
+        found.times[name] = float((parts[0] * right).sum() / (right * right).sum().clamp(min=1e-300))
+    return found

@@ -1,0 +1,158 @@
+"""Run a user's command until its step N, with recorder.py in each of its processes, and end it.
+
+    run_job("torchrun --nproc_per_node=4 train.py", folder)    ->    Job: what each rank saw, and the files it wrote
+
+A `sitecustomize.py` in a folder of its own, first on PYTHONPATH, starts the recorder. A sitecustomize of the user's
+runs after it. When all ranks have written, or one has ended too early, or the time is over, every process is ended.
+
+Before: watching.py. After: seen.py, what the ranks saw.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_doctor.asking.job import CannotExamine
+
+STARTER = f"""\
+import importlib.machinery, importlib.util, os, sys
+def run(found):
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+for name in ("recorder", "watching"):
+    file = os.path.join({str(Path(__file__).parent)!r}, name + ".py")
+    module = run(importlib.util.spec_from_file_location("ring_doctor_" + name, file))
+module.begin()
+others = [path for path in sys.path if os.path.abspath(path) != os.path.dirname(os.path.abspath(__file__))]
+if theirs := importlib.machinery.PathFinder.find_spec("sitecustomize", others):
+    run(theirs)
+"""
+GRACE = 5.0  # seconds in which a launcher ends when its processes have ended
+TAIL = 12  # lines of a job that failed
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was seen of a command."""
+
+    command: str
+    folder: Path
+    ranks: list[dict[str, Any]]  # what each rank wrote: recorder.py
+    seconds: float
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    def tensor(self, kind: str, step: int, index: int, rank: int = 0) -> Tensor | None:
+        """A weight or a gradient, float64; of a rank that wrote none, because it is sharded, that of rank 0."""
+        for of in (rank, 0):
+            if (file := self.folder / f"{kind}-{step}-{index}-{of}.pt").exists():
+                found: Tensor = torch.load(file).double()
+                return found
+            if kind == "weight":
+                break
+        return None
+
+    def facts(self, kind: str, step: int, index: int) -> tuple[float, int] | None:
+        """(norm, how many numbers) of a gradient of rank 0, or None."""
+        found = self.tensor(kind, step, index)
+        return None if found is None else (float(found.norm()), found.numel())
+
+
+def run_job(
+    command: str,
+    folder: Path,
+    *,
+    steps: int = 1,
+    seconds: float = 600.0,
+    move: str = "",
+    tell: Callable[[str], None] = lambda words: None,
+) -> Job:
+    """Run `command` by the shell until its step `steps`. With `move`, a dtype, its weights begin one unit of it off.
+
+    Raises CannotExamine when a process fails, when no optimizer of torch.optim makes a step, or after `seconds`.
+    """
+    folder.mkdir()
+    (start := folder / "start").mkdir()
+    (start / "sitecustomize.py").write_text(STARTER, encoding="utf-8")
+    paths = [str(start), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"RING_DOCTOR_FOLDER": str(folder), "RING_DOCTOR_STEPS": str(steps), "RING_DOCTOR_PID": str(os.getpid())}
+    own |= {"RING_DOCTOR_MOVE": move, "PYTHONPATH": os.pathsep.join(paths)}
+    began, output = time.monotonic(), folder / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, shell=True, env={**os.environ, **own}, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            while process.poll() is None and not _all_wrote(folder):
+                passed = time.monotonic() - began
+                tell(f"{passed:.0f} s: {command}")
+                if passed > seconds:
+                    raise CannotExamine(f"after {seconds:g} s {_who_waits(folder, steps)}: {command}{_tail(output)}")
+                time.sleep(0.05)
+            (folder / "end").touch()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+        finally:
+            _end(process, folder)
+    if not _all_wrote(folder):
+        raise CannotExamine(
+            f"the job ended (status {process.returncode}) {_why(folder, steps)}: {command}{_tail(output)}"
+        )
+    ranks = [torch.load(file) for file in folder.glob("seen-*.pt")]
+    return Job(command, folder, sorted(ranks, key=lambda seen: seen["rank"]), time.monotonic() - began)
+
+
+def _all_wrote(folder: Path) -> bool:
+    wrote = [file.stem for file in folder.glob("seen-*-of-*.pt")]
+    return bool(wrote) and len(wrote) == int(wrote[0].rpartition("-")[2])
+
+
+def _who_waits(folder: Path, steps: int) -> str:
+    wrote = sorted(int(file.stem.split("-")[1]) for file in folder.glob("seen-*-of-*.pt"))
+    if not wrote:
+        return f"no process had made step {steps} of an optimizer of torch.optim"
+    return f"only rank {', '.join(map(str, wrote))} had made step {steps}"
+
+
+def _why(folder: Path, steps: int) -> str:
+    if not list(folder.glob("pid-*")):
+        return "and no process of Python that reads PYTHONPATH was seen (python -I and -E do not)"
+    return f"before step {steps}; {_who_waits(folder, steps)}"
+
+
+def _tail(output: Path) -> str:
+    lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    return "".join(f"\n  | {line:.160}" for line in lines[-TAIL:])
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """End every process of the job: those of its group, and those that wrote their number."""
+    pids = {int(file.name.split("-")[1]) for file in folder.glob("pid-*")}
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if _is_ours(pid, folder):
+                os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _is_ours(pid: int, folder: Path) -> bool:
+    """Whether this process still belongs to the job, and is not a later one that was given its number."""
+    try:
+        return str(folder).encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended, or this system has no /proc
+        return not Path("/proc/self").exists()

@@ -1,0 +1,267 @@
+"""What is seen of a training job from inside, until its step N: this file runs in each process of the user's job.
+
+    Python starts  ->  sitecustomize.py, which job.py put in front of PYTHONPATH, runs this file, then the user's own
+    import torch   ->  watching.py puts itself around backward, clipping, embeddings, losses, modules and messages
+    optimizer.step ->  the gradients go to files, one at a time; after step N the process waits for the others and ends
+
+Nothing is changed that a process computes. What `torch.compile` traces is left alone, so inside of it nothing is seen.
+This file imports nothing of this project: the job may run in another environment.
+
+Shapes: as in the job. A gradient is whole: a DTensor's shards are gathered.
+
+Before: nothing. After: watching.py, who calls this.
+"""
+
+import gc
+import inspect
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(os.environ["RING_DOCTOR_FOLDER"])
+STEPS = int(os.environ["RING_DOCTOR_STEPS"])
+MOVE = os.environ.get("RING_DOCTOR_MOVE", "")  # a dtype: weights are moved by one unit of it before the first step
+DOCTOR = int(os.environ["RING_DOCTOR_PID"])
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # in a weight's name
+OF_WEIGHTS = ("torch.distributed.fsdp", "torch.nn.parallel")  # whose messages carry weights and gradients
+KEPT = 200  # parts that may wait for a backward pass
+LARGEST = 2**24  # whole numbers that are kept of one argument
+
+
+def fresh() -> dict[str, Any]:
+    """What is noted of a part of a pass, or of a pass."""
+    return {"whole_numbers": {}, "messages": [], "labels": [], "sums": {}, "dtypes": set(), "drops": set()}
+
+
+class Recorder:
+    """What one process has seen. `passes` are the passes since the last step, each forward and backward.
+
+    A part is an outermost call of a module, or of a loss. Those parts belong to a pass whose results its loss comes
+    from, so nothing is noted of an evaluation, or of a trial of the model.
+    """
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self.steps: list[dict[str, Any]] = []
+        self.passes: list[dict[str, Any]] = []
+        self.parts: list[dict[str, Any]] = []
+        self.now = fresh()  # the part in hand
+        self.depth = self.backwards = 0  # calls of modules, and of backward, that have not returned
+        self.sums: dict[int, Any] = {}  # by module, its outputs since the last step: the sum of squares
+        self.names: dict[int, str] = {}  # of all weights so far; a weight's place in it is in the names of its files
+        self.norm: float | None = None  # that clipping took
+        self.moved = not MOVE
+
+    # While the model computes --------------------------------------------------------------------------------------
+
+    def looks(self) -> bool:
+        """Whether what is called now belongs to a forward pass of the training, and not to a graph that is traced."""
+        compiling = self.torch.compiler.is_compiling()
+        return not compiling and not self.backwards and (self.depth > 0 or self.torch.is_grad_enabled())
+
+    def whole_numbers(self, key: str, x: Any) -> None:
+        """Keep the whole numbers of an argument, if it has some."""
+        whole = isinstance(x, self.torch.Tensor) and x.dtype in (self.torch.int64, self.torch.int32)
+        if whole and x.dim() > 0 and x.numel() <= LARGEST and key not in self.now["whole_numbers"]:
+            self.now["whole_numbers"][key] = local(x).detach().to("cpu", copy=True)
+
+    def call(self, module: Any, original: Any, args: Any, kwargs: Any) -> Any:
+        """A call of a module: its whole numbers, and how large its output is."""
+        if not self.looks():
+            return original(module, *args, **kwargs)
+        if not self.moved and any(weight.requires_grad for weight in module.parameters()):
+            self.move(module)
+        kind = type(module)
+        names = list(inspect.signature(kind.forward).parameters)[1:]
+        for name, x in (*zip(names, args, strict=False), *kwargs.items()):
+            self.whole_numbers(f"{kind.__name__}.{name}", x)
+        self.depth += 1
+        try:
+            out = original(module, *args, **kwargs)
+        finally:
+            self.depth -= 1
+        parts = flat(list(out.values()) if hasattr(out, "values") and not isinstance(out, self.torch.Tensor) else out)
+        found = [x for x in parts if isinstance(x, self.torch.Tensor) and x.is_floating_point()]
+        if found:
+            x = max(found, key=lambda x: x.numel())
+            self.now["dtypes"].add(str(x.dtype))
+            square = self.torch.linalg.vector_norm(local(x.detach()), dtype=self.torch.float64) ** 2
+            self.now["sums"][id(module)] = self.now["sums"].get(id(module), 0.0) + square
+        if not self.depth:
+            self.close(found)
+        return out
+
+    def close(self, results: list[Any]) -> None:
+        """The part in hand has ended, with these results."""
+        self.parts = [*self.parts[-KEPT:], self.now | {"nodes": {x.grad_fn for x in results if x.grad_fn}}]
+        self.now = fresh()
+
+    def move(self, module: Any) -> None:
+        """Move each weight by one unit of the dtype: w (1 ± eps)."""
+        self.moved = True
+        torch, eps = self.torch, self.torch.finfo(getattr(self.torch, MOVE)).eps
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for weight in map(local, module.parameters()):
+                signs = torch.randint(0, 2, weight.shape, generator=draw).mul(2).sub(1).to(weight)
+                weight.add_(weight.abs() * signs * eps)
+
+    def message(self, name: str, args: Any) -> None:
+        """A message, unless it carries weights or gradients."""
+        frame: Any = sys._getframe(2)
+        for _ in range(12):
+            if not self.looks() or (frame and frame.f_globals.get("__name__", "").startswith(OF_WEIGHTS)):
+                return
+            frame = frame and frame.f_back
+        sizes = [x.numel() for x in flat(args) if isinstance(x, self.torch.Tensor) and x.is_floating_point()]
+        self.now["messages"].append((name, max(sizes, default=0)))
+
+    def backward(self, original: Any, tensors: Any, args: Any, kwargs: Any) -> Any:
+        """A backward pass ends a forward pass; one inside of it (checkpointing) belongs to it."""
+        if self.torch.compiler.is_compiling() or self.backwards:
+            return original(tensors, *args, **kwargs)
+        roots = [tensors] if isinstance(tensors, self.torch.Tensor) else list(tensors)
+        self.passes.append(self.pass_of(roots))
+        self.parts, self.now = [], fresh()
+        self.backwards += 1
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            self.backwards -= 1
+
+    def pass_of(self, roots: list[Any]) -> dict[str, Any]:
+        """All parts that these losses come from."""
+        graph, todo = set(), [x.grad_fn for x in roots]
+        while todo:
+            if (node := todo.pop()) is not None and node not in graph:
+                graph.add(node)
+                todo += [before for before, _ in node.next_functions]
+        one = fresh() | {"loss": sum(local(x.detach()).double().sum().item() for x in roots)}
+        for part in [*self.parts, self.now | {"nodes": graph}]:
+            if part["nodes"] & graph:
+                for key, x in part["whole_numbers"].items():
+                    while key in one["whole_numbers"]:
+                        key += "'"
+                    one["whole_numbers"][key] = x
+                for key in ("drops", "dtypes"):
+                    one[key] |= part[key]
+                for key in ("labels", "messages"):
+                    one[key] += part[key]
+                for module, x in part["sums"].items():
+                    self.sums[module] = self.sums.get(module, 0.0) + x
+        if self.torch.is_autocast_enabled(device := roots[0].device.type):
+            one["dtypes"].add(str(self.torch.get_autocast_dtype(device)))
+        return one
+
+    # At a step ----------------------------------------------------------------------------------------------------
+
+    def clip(self, original: Any, parameters: Any, args: Any, kwargs: Any) -> Any:
+        """clip_grad_norm_: the gradients before it, and its norm."""
+        parameters = [parameters] if isinstance(parameters, self.torch.Tensor) else list(parameters)
+        first = bool(self.passes and self.norm is None and parameters)
+        if first:
+            self.write_gradients(parameters, "before")
+        norm = original(parameters, *args, **kwargs)
+        if first:
+            self.norm = float(whole(norm))
+        return norm
+
+    def step(self, optimizer: Any, *_: Any) -> None:
+        """Before an optimizer's step: of several optimizers the first after a backward pass ends what is one step."""
+        if not self.passes:
+            return
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self.write_gradients(weights, "before" if self.norm is None else "gradient")
+        of_modules = {id(x): f"{at}{plain(n)}" for at, root in self.homes(weights) for n, x in root.named_modules()}
+        sums = [(of_modules[key] or "the model", float(x)) for key, x in self.sums.items() if key in of_modules]
+        for one in self.passes:
+            del one["sums"]
+        self.steps.append({"passes": self.passes, "norm": self.norm, "modules": sums})
+        self.passes, self.norm, self.sums = [], None, {}
+        if len(self.steps) == STEPS:
+            self.end()
+
+    def write_gradients(self, weights: list[Any], kind: str) -> None:
+        """Each gradient to a file; at the first step the weights too, and of the other ranks what they add up to."""
+        torch, at, rank = self.torch, len(self.steps), self.place()[0]
+        found: dict[int, tuple[str, Any]] = {}
+        for prefix, root in self.homes(weights):
+            found |= {id(x): (prefix + plain(name), x) for name, x in root.named_parameters()}
+        for n, x in enumerate(weights):
+            found.setdefault(id(x), (f"weight {n} of the optimizer", x))
+        for key, (name, weight) in found.items():
+            self.names.setdefault(key, name)
+            first, index = at == 0 and kind == "before" and not MOVE, list(self.names).index(key)
+            for what, x in ((kind, weight.grad), ("weight", weight if first else None)):
+                if x is None:
+                    continue
+                full, alike = whole(x).detach().to("cpu"), hasattr(x, "full_tensor")  # DTensors: on all ranks
+                if what == "weight" and rank:
+                    full = torch.stack([full.double().sum(), full.double().square().sum()])
+                if not rank or what == "weight" or not alike:
+                    torch.save(full.clone(), FOLDER / f"{what}-{at}-{index}-{rank}.pt")
+
+    def homes(self, weights: list[Any]) -> list[tuple[str, Any]]:
+        """The modules that hold these weights and are in no other module, without wrappers, and a prefix for names."""
+        order = {id(weight): n for n, weight in enumerate(weights)}
+        modules = [x for x in gc.get_objects() if issubclass(type(x), self.torch.nn.Module) and "_modules" in vars(x)]
+        inside = {id(child) for module in modules for child in module.children()}
+        found: dict[int, Any] = {}
+        for root in modules:
+            if id(root) in inside or not any(id(weight) in order for weight in root.parameters()):
+                continue
+            while len(children := list(root.children())) == 1 and not list(root.parameters(recurse=False)):
+                root = children[0]
+            found[id(root)] = root
+        roots = sorted(found.values(), key=lambda root: min(order.get(id(w), len(order)) for w in root.parameters()))
+        return [(f"{n}." if len(roots) > 1 else "", root) for n, root in enumerate(roots)]
+
+    def place(self) -> tuple[int, int]:
+        """(rank, number of ranks)"""
+        dist = self.torch.distributed
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+    def end(self) -> None:
+        """Write what was seen, wait until the doctor has it from all ranks, and end this process."""
+        rank, world = self.place()
+        seen = {"rank": rank, "steps": self.steps, "names": [*self.names.values()]}
+        self.torch.save(seen, FOLDER / f"seen-{rank}.tmp")
+        os.replace(FOLDER / f"seen-{rank}.tmp", FOLDER / f"seen-{rank}-of-{world}.pt")
+        while not (FOLDER / "end").exists() and alive(DOCTOR):
+            time.sleep(0.02)
+        sys.stdout.flush()
+        os._exit(0)  # no handler of the user's runs: it might write a file
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def plain(name: str) -> str:
+    """A name without those of wrappers."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def local(x: Any) -> Any:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def whole(x: Any) -> Any:
+    """All of a DTensor. Every rank must call."""
+    if hasattr(x, "full_tensor"):
+        x = (x.to(x.device_mesh.device_type) if x.device.type != x.device_mesh.device_type else x).full_tensor()
+    return x.to_dense() if getattr(x, "is_sparse", False) else x
+
+
+def flat(x: Any) -> list[Any]:
+    return [y for each in x for y in flat(each)] if isinstance(x, list | tuple) else [x]

@@ -1,0 +1,207 @@
+"""Which whole numbers went into model and loss: tokens, positions, labels. They tell mistakes without arithmetic.
+
+    whole_numbers(one, many, step)    the rows of both jobs; of which sequence, and at which places, is a rank's row
+    other_data(whole)                 why the data of the two jobs cannot be compared
+    told(whole)                       the names that wrong labels, positions and tokens have
+
+A trusted row has S tokens. A rank of the other job has rows of C tokens. They are looked for in all layouts; a row that
+was padded to a multiple of the ranks fits too.
+
+Before: job.py. After: verdict.py.
+Source: ringlab/ring/layouts.py for the layouts.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_doctor.asking.case import LAYOUTS
+from ring_doctor.jobs.job import Job
+from ringlab.models.transformer import IGNORED
+from ringlab.ring.layouts import positions
+
+ANY = -1  # the token of a place that a row does not have
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sequence of the trusted job, or what a rank of the other job has of one: (S,) or (C,) each, or None."""
+
+    tokens: Tensor
+    positions: Tensor | None
+    labels: Tensor | None
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _as_rows(x: Tensor | None, tokens: Tensor, fill: int | None = None) -> list[Tensor] | list[None]:
+    """x as a row for each row of `tokens`; `fill` is a last number that rows may lack. None where it does not fit."""
+    n, C = tokens.shape
+    if x is not None and fill is not None and x.numel() == n * (C - 1):
+        x = torch.nn.functional.pad(x.reshape(n, C - 1), (0, 1), value=fill)
+    if x is not None and x.numel() == C:
+        x = x.reshape(1, C).expand(n, C)
+    return list(x.reshape(n, C)) if x is not None and x.numel() == n * C else [None] * n
+
+
+def _counts(x: Tensor) -> bool:
+    """Whether each row counts 0, 1, 2, ..., and may begin again at 0: positions, of documents too."""
+    steps = x.diff(dim=-1)
+    return bool(x.shape[-1] > 1 and (x[..., 0] == 0).all() and ((steps == 1) | (x[..., 1:] == 0)).all() and x.max() > 0)
+
+
+def _keys(found: dict[str, Any]) -> tuple[str, str]:
+    """The arguments, by name, that are the tokens and the positions; "" for none."""
+    embedded = [key for key, x in found.items() if key.startswith("embedding") and not _counts(x)]
+    length = found[embedded[0]].shape[-1] if embedded else 0
+    counted = [key for key, x in found.items() if x.shape[-1] == length and x.dim() <= 2 and _counts(x)]
+    return (embedded or [""])[0], (counted or [""])[-1]
+
+
+def _rows(seen: dict[str, Any], step: int, keys: tuple[str, str]) -> list[Row]:
+    rows: list[Row] = []
+    for one in seen["steps"][step]["passes"]:
+        numbers, labels = one["whole_numbers"], one["labels"]
+        if keys[0] not in numbers:
+            continue
+        tokens = numbers[keys[0]].long()
+        tokens = tokens.reshape(-1, tokens.shape[-1])
+        of_labels = _as_rows(torch.cat(labels).long() if labels else None, tokens, IGNORED)
+        rows += map(Row, tokens, _as_rows(numbers.get(keys[1]), tokens), of_labels)
+    return rows
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The whole numbers of a step of both jobs."""
+
+    text: list[Row]  # the trusted job's
+    ranks: list[list[Row]]  # the other one's
+    layout: str  # in which every rank's rows are parts of the text, or ""
+    cp: int  # ranks that share a sequence
+    at: list[list[tuple[int, Tensor]]]  # for each rank's rows the sequence and the places (C,), if there is a layout
+
+
+def whole_numbers(one: Job, many: Job, step: int) -> Whole:
+    """What went into both models at a step."""
+    first = one.ranks[0]["steps"][step]["passes"][0]["whole_numbers"]
+    keys = _keys(first)
+    of_one = [_rows(seen, step, keys) for seen in one.ranks]
+    alike = all(len(rows) == len(of_one[0]) for rows in of_one) and all(
+        torch.equal(a.tokens, b.tokens) for rows in of_one for a, b in zip(rows, of_one[0], strict=True)
+    )
+    text = of_one[0] if alike else [row for rows in of_one for row in rows]
+    ranks = [_rows(seen, step, keys) for seen in many.ranks]
+    P = many.world_size
+    for cp in reversed(divisors(P)):
+        for layout in LAYOUTS if cp > 1 else ("contiguous",):
+            at = [[_find(row.tokens, text, layout, cp) for row in rows] for rows in ranks]
+            if ranks[0] and all(place is not None for places in at for place in places):
+                return Whole(text, ranks, layout, cp, [[x for x in places if x is not None] for places in at])
+    return Whole(text, ranks, "", 1, [])
+
+
+def _find(tokens: Tensor, text: list[Row], layout: str, cp: int) -> tuple[int, Tensor] | None:
+    C = len(tokens)
+    for rank in range(cp):
+        if layout not in _layouts(C):
+            return None
+        at = positions(layout, C * cp, rank, cp)
+        for n, row in enumerate(text):
+            S = len(row.tokens)
+            if C * cp < S:
+                continue
+            padded = torch.nn.functional.pad(row.tokens, (0, C * cp - S), value=ANY)[at]
+            if bool(((padded == tokens) | (padded == ANY)).all()) and bool((padded != ANY).any()):
+                return n, at
+    return None
+
+
+def other_data(whole: Whole) -> str:
+    """Why the data of the two jobs cannot be compared, or ""."""
+    if not whole.text or not whole.ranks[0] or whole.layout:
+        return ""
+    asked = Counter(int(t) for rows in whole.ranks for row in rows for t in row.tokens.tolist())
+    wanted = Counter(int(t) for row in whole.text for t in row.tokens.tolist())
+    lengths = {len(row.tokens) for row in whole.text}
+    copies = next((d for d in divisors(len(whole.ranks)) if asked.total() >= d * wanted.total() > 0), 1)
+    extra = asked - Counter({token: copies * n for token, n in wanted.items()})
+    rows = {len(row.tokens) for rows in whole.ranks for row in rows}
+    if len(extra) > 1 or (extra and asked.total() <= wanted.total()):
+        said = f"{extra.total()} of the {asked.total()} tokens of the second job are none of the first job's step"
+        return f"{said}: other data, or another order of it; expected the same {wanted.total()} tokens, unshuffled"
+    if asked.total() < wanted.total() and rows <= lengths:
+        return f"the step of the first job has {wanted.total()} tokens, that of the second {asked.total()}"
+    return ""
+
+
+def told(whole: Whole) -> list[tuple[str, str]]:
+    """(name, what was seen) of each mistake that the whole numbers show."""
+    found: list[tuple[str, str]] = []
+    if not whole.layout:
+        asked = Counter(int(t) for rows in whole.ranks for row in rows for t in row.tokens.tolist())
+        wanted = Counter(int(t) for row in whole.text for t in row.tokens.tolist())
+        if whole.text and asked and (lost := wanted - asked):
+            said = f"{lost.total()} of {wanted.total()} tokens are on no rank"
+            return [("tokens_missing", said)]
+        return []
+    wrong_labels: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []  # rank, labels, tokens, places, which are wrong
+    wrong_positions: list[tuple[Tensor, Tensor]] = []  # positions, places
+    for rank, (rows, at) in enumerate(zip(whole.ranks, whole.at, strict=True)):
+        for row, (n, places) in zip(rows, at, strict=True):
+            text = whole.text[n]
+            S = len(text.tokens)
+            real = places < S
+            if row.labels is not None and text.labels is not None:
+                right = torch.where(real, text.labels[places.clamp(max=S - 1)], IGNORED)
+                if bool((row.labels != right).any()):
+                    wrong_labels.append((rank, row.labels, row.tokens, places, row.labels != right))
+            if row.positions is not None and text.positions is not None:
+                right = torch.where(real, text.positions[places.clamp(max=S - 1)], row.positions)
+                if bool((row.positions != right).any()):
+                    wrong_positions.append((row.positions, places))
+    if wrong_labels:
+        rank, labels, _, places, bad = wrong_labels[0]
+        first = int(places[bad.nonzero()[0, 0]])
+        said = f"rank {rank}'s label of token {first} is {int(labels[bad][0])}"
+        inside = all(
+            bool(((own[:-1] == tokens[1:]) | (own[:-1] == IGNORED)).all()) for _, own, tokens, _, _ in wrong_labels
+        )
+        found.append(("labels_per_shard" if inside else "other_labels", said))
+    if wrong_positions:
+        begin = ", ".join(map(str, wrong_positions[-1][0][:4].tolist()))
+        found.append((_name_of(wrong_positions, whole), f"on the last rank positions begin {begin}"))
+    return found
+
+
+def _name_of(wrong: list[tuple[Tensor, Tensor]], whole: Whole) -> str:
+    """The name of positions that fits all wrong rows: (positions, places), (C,) each."""
+    C = len(wrong[0][1])
+    shards = {name: [positions(name, C * whole.cp, r, whole.cp) for r in range(whole.cp)] for name in _layouts(C)}
+
+    def fits(believed: Callable[[Tensor], Tensor]) -> bool:
+        return all(torch.equal(own.long(), believed(places)) for own, places in wrong)
+
+    def in_layout(name: str, places: Tensor) -> Tensor:
+        rank = next(r for r, at in enumerate(shards[whole.layout]) if torch.equal(at, places))
+        return shards[name][rank]
+
+    believed: dict[str, Callable[[Tensor], Tensor]] = {
+        "positions_missing": torch.zeros_like,
+        "rotated_twice": lambda places: 2 * places,
+        **{f"positions_of_{name}": partial(in_layout, name) for name in shards if name != whole.layout},
+        "positions_per_shard": lambda places: torch.arange(len(places)),
+    }
+    return next((name for name, of in believed.items() if fits(of)), "other_positions")
+
+
+def _layouts(C: int) -> list[str]:
+    """The layouts that ranks with C tokens can have."""
+    return [name for name in LAYOUTS if name != "zigzag" or C % 2 == 0]

@@ -1,0 +1,238 @@
+"""Two jobs beside each other: are the gradients those of the trusted one, and if not, which mistake is it?
+
+    examine_job(one, many)    ->    Verdict("SICK", "labels_per_shard; rank 0's label ...", names, lines)
+
+1. Each gradient of each rank, before clipping; the norm that clipping took; the gradients after it.
+2. Where all of them are right, the job is healthy. Else: are the jobs comparable at all? (weights, data, dropout)
+3. The name: a factor of the gradients; what the whole numbers tell; labels beside losses; messages. Else the module.
+
+Before: gradients.py. After: the command, __main__.py.
+Source: the names are those of ../whole_models/README.md.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ring_doctor.asking.answers import CANNOT_TELL, RIGHT, SAID, WRONG_RING
+from ring_doctor.asking.job import CannotExamine
+from ring_doctor.jobs.gradients import Gradients, dtypes_of, eps_of, gradients_of, pairs_of
+from ring_doctor.jobs.job import Job, run_job
+from ring_doctor.jobs.seen import Whole, divisors, other_data, told, whole_numbers
+from ring_doctor.report import explained
+from ring_doctor.whole_models.model_comparison import distance
+from ring_doctor.whole_models.model_mistakes import MISTAKES
+from ringlab.models.transformer import IGNORED
+
+COARSE, TOO_COARSE = 0.05, 0.5  # rounding that hides mistakes, and that hides most
+NEAR = 0.15  # a multiple of gradients that are wrong in another way too
+FEW = 4  # weights in a line
+
+
+@dataclass
+class Verdict:
+    """What is told of two jobs."""
+
+    level: str
+    says: str  # after HEALTHY or SICK
+    names: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """The verdict for other programs."""
+        said = {"level": self.level, "verdict": f"{SAID[self.level]}: {self.says}", "mistakes": self.names}
+        return said | {"remarks": self.lines} | self.numbers
+
+    def __str__(self) -> str:
+        lines = [f"{SAID[self.level]}: {self.says}", *(f"  {line}" for line in self.lines)]
+        return "\n".join(lines + explained([MISTAKES[name] for name in self.names if name in MISTAKES]))
+
+
+def sick(says: str, *names: str) -> Verdict:
+    return Verdict(WRONG_RING, " and ".join(names) + ("; " if names and says else "") + says, list(names))
+
+
+def compare(one: Job, many: Job, moved: Job | None, steps: int) -> Verdict:
+    """The verdict about the second job. Raises CannotExamine where there is none."""
+    for step in range(steps):
+        found, whole = gradients_of(one, many, moved, step, "before"), whole_numbers(one, many, step)
+        if not found.errors:
+            raise CannotExamine(f"no weight had a gradient in step {step + 1}: {one.command}")
+        if found.wrong and (why := not_comparable(one, many, whole, step)):
+            raise CannotExamine(why)
+        verdict = _named(one, many, found, whole, step) if found.wrong else _of_clipping(one, many, moved, step)
+        if verdict:
+            after = f"Step {step} was right and step {step + 1} is wrong: look for state that a step leaves behind."
+            verdict.lines += [after] if step else []
+            break
+    else:
+        coarse, which = max(found.allowed.values()), "step 1" if steps == 1 else f"steps 1 to {steps}"
+        hidden = f"in {dtypes_of(one)[0].removeprefix('torch.')}, rounding may change a gradient by {coarse:.0%}"
+        if coarse > TOO_COARSE:
+            raise CannotExamine(f"nothing is wrong, but {hidden}; expected float32 or float64, or a smaller model")
+        said = f"the gradients of {many.world_size} ranks are those of the first job, at {which}"
+        verdict = Verdict(RIGHT, said, lines=[f"Mistakes may hide: {hidden}."] if coarse > COARSE else [])
+    verdict.lines += _table(one, many, found, whole, step)
+    finite = {name: x if math.isfinite(x) else None for name, x in found.errors.items()}
+    verdict.numbers = {"layout": whole.layout, "errors": finite, "allowed": found.allowed}
+    return verdict
+
+
+def not_comparable(one: Job, many: Job, whole: Whole, step: int) -> str:
+    """Why another result of the second job is no mistake, or ""."""
+    slack = 4 * eps_of(dtypes_of(one)[0])
+    for name, place, other in pairs_of(one, many):
+        first, second = one.tensor("weight", 0, place), many.tensor("weight", 0, other)
+        if first is None or second is None or first.shape != second.shape:
+            continue
+        if distance(second, first, 1e-9) > slack:
+            return f"the jobs begin with other weights ({name}); expected one seed, or one checkpoint, in both"
+        sums = torch.stack([second.sum(), second.square().sum()])
+        for rank in range(1, many.world_size):
+            given = many.tensor("weight", 0, other, rank)
+            if given is not None and distance(given, sums, 1e-9) > slack:
+                return f"rank {rank} of the second job begins with other weights than rank 0 ({name}); seed them"
+    for job, which in ((one, "first"), (many, "second")):
+        if drops := sorted({x for seen in job.ranks for one_pass in passes(seen, step) for x in one_pass["drops"]}):
+            return f"the {which} job has a {drops[0]}, and two jobs draw other numbers; expected 0"
+    if dtypes_of(one)[-1] != dtypes_of(many)[-1]:
+        return f"the first job computes in {', '.join(dtypes_of(one))}, the second in {', '.join(dtypes_of(many))}"
+    return other_data(whole)
+
+
+def passes(seen: dict[str, Any], step: int) -> list[dict[str, Any]]:
+    """What a rank saw of the passes of a step."""
+    found: list[dict[str, Any]] = seen["steps"][step]["passes"]
+    return found
+
+
+def _of_clipping(one: Job, many: Job, moved: Job | None, step: int) -> Verdict | None:
+    """What is wrong where all gradients are right before clipping."""
+    right, *norms = (seen["steps"][step]["norm"] for seen in (one.ranks[0], *many.ranks))
+    if right is None or None in norms:
+        alone = "first" if right is not None else "second"
+        return None if right is norms[0] else sick(f"all gradients are right, and the {alone} job alone clips them")
+    after = gradients_of(one, many, moved, step, "gradient")
+    slack = max(after.allowed.values())
+    if not after.wrong and all(abs(norm / right - 1) <= slack for norm in norms):
+        return None
+    shown = ", ".join(f"{norm:.4g}" for norm in norms[:FEW])
+    shown = f"the norm for clipping is {shown}, and that of the whole gradient {right:.4g}"
+    if any(abs(norm / norms[0] - 1) > slack for norm in norms):
+        return sick(shown, "clipped_per_rank")
+    if any(abs(norms[0] / right / math.sqrt(d) - 1) <= slack for d in divisors(many.world_size)[1:]):
+        return sick(shown, "gradients_over_root_p")
+    return sick(f"the gradients are right before clipping and wrong after it; {shown}")
+
+
+def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Verdict:
+    """The name of what is wrong with the gradients, or where they begin to be wrong."""
+    P, wrong = many.world_size, found.wrong
+    if bad := [name for name in wrong if not math.isfinite(found.errors[name])]:
+        return sick(f"the gradient of {bad[0]} is not finite: look for 0/0, and for a query that sees no key")
+    if all(found.factors[name] for name in wrong):
+        common = [f for f in found.factors[wrong[0]] if all(f in fits for fits in found.factors.values())]
+        names = [f"gradients_{factor}" for factor in common[:1] or sorted({found.factors[name][0] for name in wrong})]
+        some = "all weights" if common else f"{len(wrong)} of {len(found.errors)} weights, {_some(wrong)}"
+        times = ", ".join(sorted({f"{found.times[name]:.4g}" for name in wrong})[:FEW])
+        return sick(some + ("" if "gradients_not_reduced" in names else f", × {times}"), *names)
+    seen = told(whole) or _mean_of_means(one, many, step)
+    sent = max((n for of in many.ranks for one_pass in passes(of, step) for _, n in one_pass["messages"]), default=0)
+    shard = min((len(row.tokens) for rows in whole.ranks for row in rows), default=0)
+    if whole.cp > 1 and sent < 2 * shard:
+        seen.append(("ring_not_called", "the forward pass sends no message with numbers of each token"))
+    near = sorted(found.times[name] for name in wrong)[len(wrong) // 2]
+    for factor, name in ((f, n) for d in divisors(P)[1:] for f, n in ((d, "times_p"), (1 / d, "over_p"))):
+        if seen and abs(near / factor - 1) < NEAR:
+            seen.append((f"gradients_{name}", f"the gradients are about × {near:.3g}"))
+    where = _first_module(one, many, step, max(found.allowed.values()))
+    if seen:
+        return sick("; ".join(shown for _, shown in seen), *(name for name, _ in seen))
+    ranks = ", ".join(map(str, sorted(found.wrong_ranks)))
+    only = f" on rank {ranks} only" if len(found.wrong_ranks) < P else ""
+    some = f"{len(wrong)} of {len(found.errors)} gradients are wrong{only} ({_some(wrong)})"
+    return sick(f"{where or 'every module that was seen has the right output'}; {some}")
+
+
+def _mean_of_means(one: Job, many: Job, step: int) -> list[tuple[str, str]]:
+    """Whether each rank divides its loss by the number of its own labels, told from losses and labels."""
+    counts = [sum(int((x != IGNORED).sum()) for p in passes(of, step) for x in p["labels"]) for of in many.ranks]
+    losses = [[p["loss"] for p in passes(of, step)] for of in many.ranks]
+    right, P = sum(p["loss"] for p in passes(one.ranks[0], step)), many.world_size
+    if len(set(counts)) == 1 or not right or any(len(of) > 1 for of in losses):
+        return []
+    mean = sum(n * of[0] for n, of in zip(counts, losses, strict=True)) / sum(counts)
+    if all(abs(mean / (right * d**sign) - 1) > 1e-3 for d in divisors(P) for sign in (1, -1)):
+        return []
+    shown = f"the ranks have {', '.join(map(str, counts))} labels, and each divides by its own number"
+    return [("mean_of_means", shown)]
+
+
+def _first_module(one: Job, many: Job, step: int, allowed: float) -> str:
+    """The first module, by the end of its call, whose outputs on all ranks together are no multiple of the right."""
+    sums: dict[str, float] = {}
+    for seen in many.ranks:
+        for name, x in seen["steps"][step]["modules"]:
+            sums[name] = sums.get(name, 0.0) + x
+    for name, x in one.ranks[0]["steps"][step]["modules"]:
+        if name in sums and x and all(abs(sums[name] / (d * x) - 1) > allowed for d in divisors(many.world_size)):
+            return f"the first module with another output is {name}"
+    return ""
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+
+
+def _table(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> list[str]:
+    """What was compared: a line of each kind."""
+    error, allowed = found.errors[found.worst], found.allowed[found.worst]
+    share = f"the worst, of {found.worst}, is off by {error:.1e} of its norm, rounding allows {allowed:.1e}"
+    how = "none was seen: no embedding was called outside of a compiled graph"
+    if whole.text:
+        how = f"{sum(len(row.tokens) for row in whole.text)}, "
+        how += f"{whole.layout} over {whole.cp} ranks" if whole.cp > 1 else "whole sequences" * bool(whole.layout)
+    first, *others = ("+".join(f"{p['loss']:.6g}" for p in passes(of, step)) for of in (one.ranks[0], *many.ranks))
+    lines = [f"gradients  {len(found.errors)}; {share}", f"tokens     {how}"]
+    lines.append(f"loss       {first}; by rank {', '.join(others[:8])}")
+    where = _first_module(one, many, step, max(found.allowed.values())) if found.wrong else ""
+    return lines + ([f"modules    {where}"] if where else [])
+
+
+def examine_job(
+    one: str,
+    many: str,
+    *,
+    steps: int = 1,
+    exact: bool = False,
+    seconds: float = 600.0,
+    progress: Callable[[str], None] = lambda words: None,
+) -> Verdict:
+    """Run two commands until step `steps`, and compare them. The first is trusted.
+
+    `exact` spares the third run, which measures what rounding may change: both jobs compute in float64, say. A run may
+    take `seconds`. Raises CannotExamine where a job fails, or where the two cannot be compared.
+    """
+    with tempfile.TemporaryDirectory(prefix="ring-doctor-", ignore_cleanup_errors=True) as home:
+        how: dict[str, Any] = {"steps": steps, "seconds": seconds, "tell": progress}
+        first = run_job(one, Path(home, "one"), **how)
+        second = run_job(many, Path(home, "many"), **how)
+        unit = dtypes_of(first)[0].removeprefix("torch.")
+        moved = None if exact else run_job(one, Path(home, "moved"), **how, move=unit)
+        return compare(first, second, moved, steps)
+
+
+def assert_job(one: str, many: str, **options: Any) -> None:
+    """Raise AssertionError with the report unless the second command trains as the first. Options: `examine_job`."""
+    try:
+        found = examine_job(one, many, **options)
+    except CannotExamine as error:
+        raise AssertionError(f"{SAID[CANNOT_TELL]}: {error}") from None
+    if found.level != RIGHT:
+        raise AssertionError(str(found))

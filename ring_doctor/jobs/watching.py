@@ -1,0 +1,127 @@
+"""Where the recorder looks: what is put around functions of torch as soon as the user's program has imported it.
+
+    begin()    ->    a finder of modules, which waits for torch; then `watch`
+
+Like recorder.py it runs in each process of the user's job, and imports nothing of this project but that file, by the
+name under which job.py has loaded it.
+
+Before: recorder.py. After: job.py, which starts and ends the job; seen.py reads what was written.
+"""
+
+import functools
+import importlib.util
+import os
+import sys
+from typing import Any
+
+import ring_doctor_recorder as recorder  # type: ignore[import-not-found]
+
+METHODS = "send allgather _allgather_base allgather_into_tensor_coalesced alltoall alltoall_base all_to_all_single"
+METHODS += " broadcast allreduce reduce_scatter _reduce_scatter_base"  # of a group of processes
+FUNCTIONS = "all_gather_tensor all_to_all_single permute_tensor all_reduce reduce_scatter_tensor"  # of FUNCTIONAL
+FUNCTIONAL = "torch.distributed._functional_collectives"
+
+
+def watch(torch: Any) -> None:
+    """Begin to note, in a process that has imported torch."""
+    seen = recorder.Recorder(torch)
+
+    def embedding(input: Any, *_: Any, **__: Any) -> None:
+        count = sum(key.startswith("embedding") for key in seen.now["whole_numbers"])
+        seen.whole_numbers(f"embedding {count}", input)
+
+    def loss(input: Any, target: Any, *_: Any, **options: Any) -> None:
+        seen.now["dtypes"].add(str(input.dtype))
+        if not target.is_floating_point():
+            ignored = target == options.get("ignore_index", -100)
+            seen.now["labels"].append(target.detach().masked_fill(ignored, -100).flatten().cpu())
+
+    def dropout(input: Any, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> None:
+        seen.now["drops"] |= {f"dropout of {p:g}"} if p and training else set()
+
+    def attention(*args: Any, dropout_p: float = 0.0, **_: Any) -> None:
+        p = args[4] if len(args) > 4 else dropout_p
+        seen.now["drops"] |= {f"dropout of {p:g} in the attention"} if p else set()
+
+    notes = {"embedding": embedding, "cross_entropy": loss, "nll_loss": loss, "dropout": dropout}
+    for name, note in (notes | {"scaled_dot_product_attention": attention}).items():
+        around(torch.nn.functional, name, functools.partial(noted, seen, note))
+    around(torch.autograd, "backward", lambda by, tensors, *args, **kw: seen.backward(by, tensors, args, kw))
+    for home in (torch.nn.utils, torch.nn.utils.clip_grad):
+        around(home, "clip_grad_norm_", lambda by, weights, *args, **kw: seen.clip(by, weights, args, kw))
+    if torch.distributed.is_available():
+        for name in METHODS.split():
+            around(torch._C._distributed_c10d.ProcessGroup, name, functools.partial(sent, seen, name))
+    call = torch.nn.Module.__call__
+
+    def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call(module, *args, **kwargs)
+        if FUNCTIONAL in sys.modules:  # imported when it is first used
+            for name in FUNCTIONS.split():
+                around(sys.modules[FUNCTIONAL], name, functools.partial(sent, seen, name))
+        return seen.call(module, call, args, kwargs)
+
+    torch.nn.Module.__call__ = called
+    sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(seen.step)
+
+
+def around(home: Any, name: str, wrapper: Any) -> None:
+    """Put `wrapper`, which gets the original first, in the place of a function; once."""
+    original = getattr(home, name, None)
+    if original is None or hasattr(original, "ring_doctor"):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    wrapped.ring_doctor = True  # type: ignore[attr-defined]
+    setattr(home, name, wrapped)
+
+
+def noted(seen: Any, note: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of which a note is taken; outside of a module it is a part of its own."""
+    if not seen.looks():
+        return original(*args, **kwargs)
+    note(*args, **kwargs)
+    out = original(*args, **kwargs)
+    if not seen.depth:
+        seen.close([out])
+    return out
+
+
+def sent(seen: Any, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    seen.message(name, (*args, *kwargs.values()))
+    return original(*args, **kwargs)
+
+
+class AfterTorch:
+    """Calls `watch` as soon as torch has been imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The module torch, which calls `watch` when it has been loaded."""
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        found = importlib.util.find_spec("torch")
+        if found and found.loader:
+            load = found.loader.exec_module
+
+            def load_and_watch(module: Any) -> None:
+                load(module)
+                watch(module)
+
+            found.loader.exec_module = load_and_watch  # type: ignore[method-assign]
+        return found
+
+
+def begin() -> None:
+    """Let job.py find this process, and wait for torch."""
+
+    def note() -> None:
+        (recorder.FOLDER / f"pid-{os.getpid()}").touch()
+
+    note()
+    os.register_at_fork(after_in_child=note)
+    sys.meta_path.insert(0, AfterTorch())

@@ -1,0 +1,150 @@
+"""A job that runs already: a line of a right training script is spoiled, and the doctor names what it has seen."""
+
+import sys
+
+import pytest
+
+from ring_doctor.asking.answers import RIGHT, WRONG_RING
+from ring_doctor.asking.job import CannotExamine
+from ring_doctor.jobs.job import run_job
+from ring_doctor.jobs.verdict import compare
+from tests.commands import ROOT
+
+SCRIPT = (ROOT / "tests/wrong/job.py").read_text()
+P = 3
+SUM = "    for weight in model.parameters():\n        dist.all_reduce(weight.grad)\n"
+AT = "    at = positions(LAYOUT, S, rank, P)\n"
+SHARDS = "labels[:, at]\n"
+COUNT = "    dist.all_reduce(count)\n"
+CALL = "wrapped(tokens, at)"
+RING = "scaled_dot_product_attention(q, k, v, layout=LAYOUT, **options)"
+CLIP = "model.parameters(), 0.5"
+WRAPPED = "wrapped = model\n"
+DDP = "wrapped = torch.nn.parallel.DistributedDataParallel(model)\n"
+BEHIND = f"{SUM}    one = model.head.weight.grad\n"
+MISTAKES = {  # what stands in the place of which lines, and the names; other words are in the first line of the report
+    "the labels of a shard": ([(SHARDS, "tokens.roll(-1, dims=1)\n")], "labels_per_shard"),
+    "its last label ignored": ([(SHARDS, "F.pad(tokens[:, 1:], (0, 1), value=IGNORED)\n")], "labels_per_shard"),
+    "the positions of a shard": ([(CALL, "wrapped(tokens, torch.arange(len(at)))")], "positions_per_shard"),
+    "those of another layout": (
+        [(CALL, "wrapped(tokens, positions('striped', S, rank, P))")],
+        "positions_of_striped",
+    ),
+    "none": ([(CALL, "wrapped(tokens, 0 * at)")], "positions_missing"),
+    "doubled": ([(CALL, "wrapped(tokens, 2 * at)")], "rotated_twice"),
+    "plain attention": ([(RING, "F.scaled_dot_product_attention(q, k, v, **options)")], "ring_not_called"),
+    "sharded twice": ([(AT, f"{AT}    at = at[rank * len(at) // P :][: len(at) // P]\n")], "tokens_missing"),
+    "means of means": ([(COUNT, "    count = count * P\n")], "mean_of_means"),
+    "no sum": ([(SUM, "")], "gradients_not_reduced"),
+    "two sums": ([(SUM, f"{SUM}{SUM}")], "gradients_times_p"),
+    "DDP's mean": ([(SUM, ""), (WRAPPED, DDP)], "gradients_over_p"),
+    "one weight is not summed": (
+        [(SUM, SUM.replace("        dist", "        if weight.dim() == 2:\n            dist"))],
+        "gradients_not_reduced; 3 of 12 weights",
+    ),
+    "one weight is summed twice": (
+        [(SUM, f"{BEHIND}    dist.all_reduce(one)\n")],
+        "gradients_times_p; 1 of 12 weights, head.weight, × 3",
+    ),
+    "one weight of one rank": (
+        [(SUM, f"{BEHIND}    one[0] *= -1 if rank == 1 else 1\n")],
+        "1 of 12 gradients are wrong, on rank 1 only (head.weight)",
+    ),
+    "the norm of a rank's weights": (
+        [(CLIP, "list(model.parameters())[rank::P], 0.5")],
+        "clipped_per_rank; the norm for clipping is",
+    ),
+    "the norm of copies": (
+        [(f"clip_grad_norm_({CLIP})", "clip_grads_with_norm_(model.parameters(), 0.5, torch.tensor(9 * P**0.5))")],
+        "gradients_over_root_p",
+    ),
+    "keys in 16 bits": ([(RING, RING.replace(" k,", " k.bfloat16().to(k.dtype),"))], "with another output is layers.0"),
+    "rotated once more": (
+        [(RING, RING.replace("(q, k", "(rotary(q, AT), rotary(k, AT)")), (AT, f"{AT}    global AT\n    AT = at\n")],
+        "with another output is layers.0",
+    ),
+    "two mistakes": (
+        [(SHARDS, "tokens.roll(-1, dims=1)\n"), (SUM, ""), (WRAPPED, DDP)],
+        "labels_per_shard and gradients_over_p",
+    ),
+}
+HEALTHY = {
+    "as it is": [],
+    "DDP, with the factor": [(SUM, ""), (WRAPPED, DDP), (" / count", " / count * P")],
+    "another layout": [('"zigzag"', '"striped"')],
+    "contiguous": [('"zigzag"', '"contiguous"')],
+    "another seed of the optimizer": [("lr=1e-2", "lr=1e-3")],
+    "two backward passes": [("loss.backward()", "(loss / 2).backward(retain_graph=True)\n    (loss / 2).backward()")],
+}
+CANNOT = {
+    "other weights": ([("manual_seed(3)", "manual_seed(4)")], "the jobs begin with other weights (embedding.weight)"),
+    "other weights on a rank": (
+        [("    model = build()\n", "    model = build()\n    model.head.weight.data += rank\n")],
+        "rank 1 of the second job begins with other weights than rank 0 (head.weight); seed them",
+    ),
+    "other data": ([("manual_seed(5)", "manual_seed(6)")], "tokens of the second job are none of the first job's"),
+    "half the batch": ([("B, S = 2, 24", "B, S = 1, 24")], "other data, or another order of it"),
+    "dropout": ([(CALL, f"F.dropout({CALL}, 0.1)")], "has a dropout of 0.1"),
+    "a rank that fails": ([(SUM, f"    assert rank < 2, 'no'\n{SUM}")], "AssertionError: no"),
+    "no optimizer": ([("optimizer.step()", "pass")], "no process had made step 1 of an optimizer of torch.optim"),
+}  # fmt: skip
+
+
+SOME = {"the labels of a shard", "plain attention", "sharded twice", "DDP's mean", "one weight of one rank", "as it is"}
+SOME |= {"means of means", "the norm of a rank's weights", "rotated once more", "DDP, with the factor", *CANNOT}
+
+
+def cases(table):
+    """The keys of a table; those that are not in SOME take `make exhaustive`."""
+    return [pytest.param(key, marks=() if key in SOME else pytest.mark.exhaustive) for key in table]
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    """Run the script, spoiled, on some ranks, in a folder of its own."""
+
+    def run(edits, ranks, **options):
+        text, home = SCRIPT, tmp_path_factory.mktemp("job")
+        for old, new in edits:
+            assert text.count(old) >= 1, old
+            text = text.replace(old, new, 1)
+        (home / "train.py").write_text(text)
+        command = f"cd {home} && PYTHONPATH=$PYTHONPATH:{ROOT} OMP_NUM_THREADS=1 {sys.executable} train.py {ranks}"
+        found = run_job(command, home / "seen", seconds=100, **options)
+        assert not (home / "trained").exists()
+        return found
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trusted(ask):
+    return ask([], 1, steps=2), ask([], 1, steps=2, move="float64")
+
+
+@pytest.mark.parametrize("mistake", cases(MISTAKES))
+def test_a_mistake_is_named(ask, trusted, mistake):
+    edits, says = MISTAKES[mistake]
+    found = compare(trusted[0], ask(edits, P), trusted[1], 1)
+    assert found.level == WRONG_RING
+    assert says in found.says
+
+
+@pytest.mark.parametrize("change", cases(HEALTHY))
+def test_a_right_job_is_healthy(ask, trusted, change):
+    found = compare(trusted[0], ask(HEALTHY[change], P), trusted[1], 1)
+    assert (found.level, found.names) == (RIGHT, [])
+
+
+@pytest.mark.parametrize("change", cases(CANNOT))
+def test_what_cannot_be_compared_is_said_by_name(ask, trusted, change):
+    edits, says = CANNOT[change]
+    with pytest.raises(CannotExamine) as error:
+        compare(trusted[0], ask(edits, P), trusted[1], 1)
+    assert says in str(error.value)
+
+
+def test_state_that_outlives_a_step_is_seen_at_step_2(ask, trusted):
+    found = compare(trusted[0], ask([("optimizer.zero_grad()", "pass")], P, steps=2), trusted[1], 2)
+    assert found.level == WRONG_RING
+    assert found.lines[0].startswith("Step 1 was right and step 2 is wrong")
