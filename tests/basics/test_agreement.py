@@ -276,6 +276,19 @@ def test_what_a_rank_remembers_is_never_taken_for_what_is_said(ranks, forgets):
     assert ranks(3, other_memories, forgets) == [[[0, 1, 2], [0, 1, 2], [0, 1, 1], [0, 1, 2]]] * 3
 
 
+def pairs_and_three(context):
+    """Two pairs, whose ranks say the same two things; then three ranks of both pairs say these, too."""
+    groups = [dist.new_group(members) for members in ([0, 1], [2, 3], [0, 1, 2])]
+    for group in groups:
+        if context.rank in dist.get_process_group_ranks(group):
+            found = [list(agree(lambda: context.rank % 2, group)) for _ in range(2)]
+    return found
+
+
+def test_what_was_said_in_one_group_is_not_taken_for_what_is_said_in_another(ranks):
+    assert ranks(4, pairs_and_three) == [[[0, 1, 0]] * 2] * 3 + [[[0, 1]] * 2]
+
+
 def agree_beside_nccl(context, members):
     """A group whose messages are for the memory of GPUs, and its limit, with torch's own checks of collectives."""
     seconds = timedelta(seconds=77)
