@@ -1,9 +1,12 @@
 """The processes of a ring: places, agreement, chunks, and how a job ends when one of them fails."""
 
+import math
 import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -13,9 +16,12 @@ import torch
 import torch.distributed as dist
 
 from ringlab.basics.ranks import gather, scatter
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.support import processes
 from ringlab.support.agreement import members
 from ringlab.support.devices import choose_device, cpu_cores
 from ringlab.support.processes import LostRank, Raised, Ranks, join_ring, launch
+from ringlab.ways.shared_memory import SharedMemory
 from tests.commands import ROOT, TORCHRUN, ends_soon, run, wait_for
 from tests.wrong import failing_ring
 
@@ -241,6 +247,57 @@ def test_the_pool_survives_what_its_ranks_do(monkeypatch):
         with pytest.raises(RuntimeError, match=r"(?s)rank 1 raised: .*OverflowError: too much"):
             ranks(2, misbehave, "raise")
         assert ranks(2, world_of) == [(0, 2, 0, 2), (1, 2, 1, 2)]
+    finally:
+        ranks.stop()
+
+
+def raise_and_hang(context):
+    """Rank 0 raises, rank 1 computes for ever, rank 2 answers in between."""
+    if context.rank == 0:
+        raise OverflowError("too much")
+    time.sleep((600, 0.3)[context.rank - 1])
+
+
+def test_the_grace_after_an_error_does_not_begin_anew(monkeypatch):
+    """Else the pool would wait as long as one rank computes, which may be for ever."""
+    monkeypatch.setattr(processes, "LOOK", 0.1)
+    monkeypatch.setattr(processes, "GRACE", 1.0)
+    ranks, looks = Ranks(3, math.inf), []
+
+    def hang(silent):
+        looks.append(silent)
+        assert len(looks) < 300, "it looked for 30 s"
+        return False
+
+    ranks.hang = hang
+    try:
+        with pytest.raises(LostRank, match=r"rank\(s\) \[1\] did not answer in time") as lost:
+            ranks(3, raise_and_hang)
+        assert lost.value.raised[0].kind == "OverflowError"
+    finally:
+        ranks.stop()
+
+
+def files_of_job(context):
+    """The open files of this rank, after an agreement and a pass in shared memory have opened some."""
+    q = torch.zeros(1, 1, 2, 2)
+    ring_flash_attention(q, q, q, schedule=SharedMemory)
+    kinds = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the list itself
+            kinds[os.readlink(f"/proc/self/fd/{fd}").partition(":")[0]] += 1
+    return kinds
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
+def test_a_destroyed_group_leaves_no_file_open():
+    """A rank is in six jobs, one after the other: pipes and memory of each are closed with its group."""
+    ranks = Ranks(size=3)
+    try:
+        counts = [ranks(world_size, files_of_job)[0] for world_size in (2, 3) * 3]
+        for name in ("pipe", "/memfd"):
+            assert counts[0][name] == counts[-2][name], (name, counts)
+            assert counts[1][name] == counts[-1][name], (name, counts)
     finally:
         ranks.stop()
 

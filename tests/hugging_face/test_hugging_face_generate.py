@@ -1,6 +1,8 @@
 """`model.generate` over a spread cache: tokens and logits of one process; what it sends; mistakes; and refusals."""
 
+import gc
 import re
+import weakref
 from contextlib import nullcontext
 from functools import lru_cache
 from unittest import mock
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from ringlab.models.generate import EMPTY
+from ringlab.models.generate import EMPTY, SpreadCache
 from ringlab.models.mesh import build_mesh
 from ringlab.support.expect import attempt
 from tests.concepts import MISSING
@@ -253,10 +255,19 @@ def test_in_other_precisions_the_error_is_that_of_one_process(ranks, kind):
 
 def left_as_it_was(context):
     model = evaluated("Llama")
-    before = model(**prompts_of()).logits
+    before, caches = model(**prompts_of()).logits, []
+
+    def noted(*args, **options):
+        cache = SpreadCache(*args, **options)
+        caches.append(weakref.ref(cache))
+        return cache
+
     with spread_generation(model):
         assert torch.equal(before, model(**prompts_of()).logits)
-        generated(model, 0, prompts_of())
+        with mock.patch.object(module, "SpreadCache", noted):
+            generated(model, 0, prompts_of())
+        gc.collect()
+        assert [cache() for cache in caches] == [None], "K and V stay in memory after generate"
         again = generated(model, 0, prompts_of())
         with pytest.raises(ValueError, match="generates by another function"), spread_generation(model):
             pass

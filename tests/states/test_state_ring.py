@@ -281,6 +281,7 @@ REFUSED = [
     ({"beta": (None, torch.ones(2, 2, 4))}, ["the ranks disagree", "rank 1: given="]),
     ({"documents": (None, [12])}, ["the ranks disagree", "documents=None", "documents=(12,)"]),
     ({"q": (NEEDS, NEEDS.detach())}, ["the ranks disagree", "gradients=['q']", "gradients=[]"]),
+    ({"layout": ("contiguous", "zigzag")}, ["the ranks disagree", "layout=contiguous", "layout=zigzag"]),
     ({"scale": (0.3, 0.4)}, ["the ranks disagree", "scale=0.3", "scale=0.4"]),
 ]
 
