@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringlab.ring.flash_ring import ring_flash_attention
@@ -248,3 +250,30 @@ def ring_gradients(context, q, k, v, d_out, options, lengths=None):
     """This rank's chunks of out, dq, dk, dv by the ring, for any whole q, k, v and d_out."""
     mine = cut(context, options.get("layout", "contiguous"), lengths, q, k, v, d_out)
     return checked_gradients(ring_flash_attention, mine, options)
+
+
+# Sequences of calls ---------------------------------------------------------------------------------------------------
+
+
+class Program(RuleBasedStateMachine):
+    """A machine that only notes its steps: ranks get all of them at once, for a message costs more than a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def add(self, step):
+        """Note a step. Returns its number."""
+        self.steps.append(step)
+        return len(self.steps) - 1
+
+    def teardown(self):
+        if self.steps:
+            self.run(self.steps)
+
+
+def assert_programs(machine, programs, run, steps=8):
+    """So many programs of a machine are right: `run`(steps) compares. A failure prints the shortest one."""
+    kind = type(machine.__name__, (machine,), {"run": lambda self, steps: run(steps)})
+    steady = settings(max_examples=programs, stateful_step_count=steps, deadline=None, derandomize=True, database=None)
+    run_state_machine_as_test(kind, settings=steady)

@@ -3,13 +3,17 @@
 import copy
 import gc
 import weakref
-from functools import lru_cache
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, consumes, multiple, rule
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -20,7 +24,7 @@ from ringlab.support.expect import attempt
 from ringlab.ways.double_ring import DoubleRing
 from ringlab.ways.hybrid import Hybrid
 from tests.concepts import MISSING
-from tests.every_way import FLAT, ON_MESH, SOME, ranks_of
+from tests.every_way import FLAT, ON_MESH, SOME, Program, assert_programs, ranks_of
 
 transformers = pytest.importorskip("transformers", reason=MISSING["transformers"])
 
@@ -658,6 +662,19 @@ def test_a_ring_can_be_changed_copied_and_stopped(ranks):
             assert (hooks, same) == (0 if how == "stopped" else 2, True)
 
 
+def refused_model(context):
+    """What a model has kept that use_ring has refused, although its rotary frequencies already had hooks."""
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model = model_of("Phi3", {"rope_parameters": longrope, "original_max_position_embeddings": 20})
+    a_mixer(model, context.rank)
+    said, hooks = attempt(use_ring, model), [part._forward_pre_hooks for part in model.modules()]
+    return "mixes tokens" in str(said), hasattr(model, "ring"), sum(map(len, hooks)), model.config._attn_implementation
+
+
+def test_a_refused_model_keeps_no_ring(ranks):
+    assert ranks(2, refused_model) == [(True, False, 0, "sdpa")] * 2
+
+
 def layer_after_its_model(context, stopped):
     model = model_of("Lfm2", {"layer_types": ["conv", "full_attention"]})
     layer = weakref.ref(model.model.layers[0].conv)
@@ -672,3 +689,120 @@ def layer_after_its_model(context, stopped):
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_ring_keeps_no_layer_of_a_model_that_is_gone(ranks, stopped):
     assert ranks(1, layer_after_its_model, stopped) == [None]
+
+
+# Sequences of passes --------------------------------------------------------------------------------------------------
+
+KINDS = {"Llama": {}, "Mistral": {"sliding_window": 4}, "Lfm2": {"layer_types": ["conv", "full_attention"]}}
+PACKINGS = ((24,), (12, 12), (7, 17), (5, 9, 1, 9))
+KEPT = weakref.WeakKeyDictionary()  # by the group of the job: models that are in a ring, whose proof takes long
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass of a model over packed documents of random tokens."""
+
+    kind: str
+    lengths: tuple
+    seed: int
+    labels: bool = True
+    how: str = "train"  # or "checkpointed", "no_grad", "eval"
+    before: str = ""  # what is done with the model before: "copy", or "refused", a call with a mistake
+
+
+@dataclass(frozen=True)
+class Back:
+    """The backward pass of pass number `of`."""
+
+    of: int
+
+
+PASSES = st.builds(
+    Pass,
+    st.sampled_from([*KINDS]),
+    st.sampled_from(PACKINGS),
+    st.integers(0, 2),
+    st.sampled_from([True, True, True, False]),
+    st.sampled_from(["train", "checkpointed", "checkpointed", "no_grad", "eval"]),
+    st.sampled_from(["", "", "", "", "copy", "refused"]),
+)
+
+
+class Passes(Program):
+    graphs = Bundle("graphs")
+
+    @rule(target=graphs, it=PASSES)
+    def call(self, it):
+        number = self.add(it)
+        return number if it.how in ("train", "checkpointed") else multiple()
+
+    @rule(of=consumes(graphs))
+    def back(self, of):
+        self.add(Back(of))
+
+
+def texts_of(it):
+    tokens = torch.randint(1, SIZES["vocab_size"], (1, S), generator=torch.Generator().manual_seed(it.seed))
+    labels = tokens.clone() if it.labels else torch.full_like(tokens, IGNORED)
+    places = torch.cat([torch.arange(n) for n in it.lengths])[None]
+    return {"input_ids": tokens, "labels": labels, "position_ids": places}
+
+
+def passes_on_rank(context, steps):
+    """Of each step this rank's part of the loss, or of all gradients in one row."""
+    models, graphs, results = KEPT.setdefault(dist.group.WORLD, {}), {}, []
+    for number, step in enumerate(steps):
+        if isinstance(step, Back):
+            loss, weights = graphs.pop(step.of)
+            parts = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+            results.append(torch.cat([x.flatten() for x in parts]))
+            continue
+        if step.kind not in models:
+            models[step.kind] = model_of(step.kind, KINDS[step.kind])
+            use_ring(models[step.kind])
+        model, shard = models[step.kind], shard_batch(texts_of(step))
+        if step.before == "copy":
+            model = models[step.kind] = copy.deepcopy(model)
+        if step.before == "refused":
+            assert "position_ids begin with" in str(
+                attempt(model, **{**shard, "position_ids": shard["position_ids"] + 1})
+            )
+        model.train(step.how != "eval")
+        model.gradient_checkpointing_disable()
+        if step.how == "checkpointed":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with torch.no_grad() if step.how in ("no_grad", "eval") else nullcontext():
+            loss = model(**shard).loss
+        graphs[number] = loss, [*model.parameters()]
+        results.append(loss.detach())
+    return results
+
+
+@cache
+def right_pass(kind, lengths, seed, labels):
+    """The loss and the gradients of each document alone, by sdpa on one process."""
+    model, tokens = model_of(kind, KINDS[kind]), texts_of(Pass(kind, lengths, seed))["input_ids"]
+    documents = [document for document in tokens.split(lengths, dim=1) if document.shape[1] > 1]
+    rows = [model(document, use_cache=False).logits[0, :-1] for document in documents]
+    parts = [F.cross_entropy(x, y[0, 1:], reduction="sum") for x, y in zip(rows, documents, strict=True)]
+    loss, *gradients = hf.results_of(model, sum(parts) / (S - len(lengths)) * labels)
+    return loss, torch.cat([x.flatten() for x in gradients])
+
+
+def run_passes(ranks, P, steps):
+    """Transformers computes norms in float32: two ways to sum round to numbers beside each other."""
+    for step, parts in zip(steps, zip(*ranks(P, passes_on_rank, steps), strict=True), strict=True):
+        it, back = (steps[step.of], True) if isinstance(step, Back) else (step, False)
+        right = right_pass(it.kind, it.lengths, it.seed, it.labels)[back]
+        assert (sum(parts) - right).norm() <= 1e-5 * right.norm(), step
+
+
+@pytest.mark.parametrize("P", [2, 3])
+def test_no_pass_remembers_another(ranks, P):
+    assert_programs(Passes, 15, partial(run_passes, ranks, P))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("P", [2, 3, 4])
+def test_no_pass_remembers_any_other(ranks, P):
+    assert_programs(Passes, 250, partial(run_passes, ranks, P))

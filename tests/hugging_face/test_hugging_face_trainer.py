@@ -17,6 +17,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -27,6 +29,7 @@ from ringlab.support.agreement import members
 from ringlab.support.processes import Ranks
 from tests.commands import ROOT
 from tests.concepts import MISSING
+from tests.every_way import Program, assert_programs
 
 for package in ("accelerate", "peft", "trl"):
     pytest.importorskip(package, reason=MISSING["trl"])
@@ -453,3 +456,51 @@ def test_an_example_is_short_and_says_how_it_is_started(name):
 def test_the_page_has_a_line_for_each_example():
     page = (EXAMPLES / "README.md").read_text()
     assert sorted({*re.findall(r"^\| \[(\w+)\.py\]", page, flags=re.MULTILINE)}) == SCRIPTS
+
+
+# Sequences of what a Trainer does -------------------------------------------------------------------------------------
+
+
+class Uses(Program):
+    @rule(what=st.sampled_from(["train", "evaluate", "train in eval mode"]))
+    def use(self, what):
+        self.add(what)
+
+
+def used(kind, steps):
+    """What a Trainer reports after these steps, and its weights."""
+    with TemporaryDirectory() as folder:
+        trainer = trainer_of(kind, folder, max_steps=2, optim="sgd", learning_rate=0.1)
+        for what in steps:
+            if what == "train in eval mode":
+                trainer.model.eval()  # train() undoes it
+            trainer.evaluate() if what == "evaluate" else trainer.train()
+        return reported(trainer)
+
+
+def used_on_rank(context, steps):
+    as_torchrun()
+    numbers, weights = used(RingTrainer, steps)
+    every = [torch.empty_like(weights) for _ in range(context.world_size)]
+    dist.all_gather(every, weights)
+    assert all(torch.equal(weights, other) for other in every), "the ranks have learned other weights"
+    return numbers, weights
+
+
+@cache
+def used_alone(steps):
+    return used(Trainer, steps)
+
+
+def run_uses(pool, P, steps):
+    same(pool(P, used_on_rank, steps)[0], used_alone(tuple(steps)))
+
+
+def test_no_use_of_a_trainer_remembers_another(pool):
+    assert_programs(Uses, 6, partial(run_uses, pool, 2), steps=3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("P", [2, 3])
+def test_no_use_of_a_trainer_remembers_any_other(pool, P):
+    assert_programs(Uses, 40, partial(run_uses, pool, P), steps=4)

@@ -4,13 +4,15 @@ import math
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.pass_q_or_kv import Prefill
@@ -20,8 +22,10 @@ from ringlab.models.generate import EMPTY, alone, seeded
 from ringlab.models.pass_q import GrowingCache, agree_on_places, cached_attention, reply
 from ringlab.models.transformer import Transformer
 from ringlab.ring.masks import Mask
+from ringlab.support.expect import attempt
 from ringlab.support.rounding import exact_attention
 from tests.attention import SEED, assert_right, dense, random_qkv
+from tests.every_way import Program, assert_programs
 from tests.mistakes import Mistakes, all_of, refusal
 from tests.models.test_generate import CONFIG, windowed
 
@@ -436,3 +440,83 @@ def test_a_layer_with_another_window_than_the_cache_is_refused():
     q = torch.zeros(1, 1, 1, 2)
     with pytest.raises(ValueError, match=r"window 3; expected that of the cache, None"):
         GrowingCache().attend(q, q, q, window=3)
+
+
+# Sequences of conversations -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is done with a cache: it begins anew, generates after prompts, or replies to texts of these lengths."""
+
+    what: str
+    lengths: tuple
+    part: int = 99
+
+    def texts(self):
+        generator = torch.Generator().manual_seed(sum(self.lengths))
+        return [torch.randint(CONFIG.vocab, (length,), generator=generator).tolist() for length in self.lengths]
+
+
+TURN = st.builds(
+    Turn,
+    st.sampled_from(["reply", "reply", "begin", "generate"]),
+    st.lists(st.integers(1, 9), min_size=1, max_size=2).map(tuple),
+    st.sampled_from([99, 4]),
+)
+
+
+class Conversations(Program):
+    @rule(turn=TURN)
+    def turn(self, turn):
+        self.add(turn)
+
+
+def conversations_on_rank(context, passing, turns):
+    """What each turn answers, or refuses."""
+    cache, said = GrowingCache(), []
+    cache.passing = passing
+    model = model_of(cache)
+    for turn in turns:
+        if turn.what == "begin":
+            said.append(cache.begin(torch.empty(len(turn.lengths), 0, dtype=torch.int64), room=0))
+        elif turn.what == "generate":
+            said.append(generate.generate(model, cache, turn.texts(), ANSWER).tolist())
+        else:
+            answers = attempt(reply, model, cache, turn.texts(), ANSWER, turn.part)
+            said.append(answers if isinstance(answers, str) else answers.tolist())
+    return said
+
+
+@cache
+def alone_after(text):
+    return alone(model_of(F.scaled_dot_product_attention), text, ANSWER)
+
+
+def run_conversations(ranks, P, passing, turns):
+    so_far = []  # of the conversation in hand, what was said in each text
+    for turn, answers in zip(turns, ranks(P, conversations_on_rank, passing, turns)[P - 1], strict=True):
+        if turn.what != "reply":
+            so_far = []
+        if turn.what == "begin":
+            continue
+        if so_far and len(so_far) != len(turn.lengths):
+            assert f"for {len(so_far)} conversations" in answers
+            continue
+        so_far = [
+            [*before, *text] for before, text in zip(so_far or [[]] * len(turn.lengths), turn.texts(), strict=True)
+        ]
+        right = [alone_after(tuple(text)) for text in so_far]
+        assert answers == right, turn
+        so_far = [text + answer for text, answer in zip(so_far, right, strict=True)] if turn.what == "reply" else []
+
+
+@pytest.mark.parametrize(("P", "passing"), [(2, "auto"), (3, "Q")])
+def test_no_conversation_remembers_another(ranks, P, passing):
+    assert_programs(Conversations, 12, partial(run_conversations, ranks, P, passing), steps=5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("P", "passing"), [(2, "Q"), (3, "KV"), (4, "auto")])
+def test_no_conversation_remembers_any_other(ranks, P, passing):
+    assert_programs(Conversations, 100, partial(run_conversations, ranks, P, passing), steps=5)
