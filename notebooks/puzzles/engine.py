@@ -20,7 +20,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from io import StringIO
@@ -283,6 +283,7 @@ def _on_rank(
             desk.memory = memory
             signal.setitimer(signal.ITIMER_REAL, desk.seconds)
             output = schedule(Comm(context.rank, context.world_size, desk), *inputs)
+            output = list(output) if isinstance(output, tuple | Iterator) else output
             memory.look()
             desk.unchanged()
         desk.tell("end", output, memory.most)

@@ -80,7 +80,7 @@ class Exercise:
 
     def both(self, answer: Any, case: tuple) -> tuple[Any, Any]:
         """What the answer gives in a case, and what is right; of several values, by name."""
-        right, given = returned(self.right, case), returned(answer, case)
+        right, given = of(self.right, case), called(answer, *case) if callable(answer) else answer
         if isinstance(right, dict):
             given = several(given, tuple(right))
             in_order(given, right)
@@ -139,7 +139,7 @@ class Exercise:
 
         for hint, some in ((hint, some) for some in ([tried] if alone else [tried, [first]]) for hint in self.wrong):
             with suppress(ArithmeticError, NotYet):
-                if all(explains(returned(self.wrong[hint], case), given) for case, given, _ in some):
+                if all(explains(of(self.wrong[hint], case), given) for case, given, _ in some):
                     return f"{part}: {hint}" if part else hint
         return None
 
@@ -150,8 +150,9 @@ class Exercise:
         return f"{', '.join(said)}: " if said else ""
 
 
-def returned(answer: Any, case: tuple) -> Any:
-    return called(answer, *case) if callable(answer) else answer
+def of(row: Any, case: tuple) -> Any:
+    """What a row of ours gives in a case: it changes no input, and needs no limit."""
+    return row(*case) if callable(row) else row
 
 
 def _shown(x: Any) -> str:
