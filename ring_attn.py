@@ -35,21 +35,6 @@ from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.online_softmax import finish, start
 
 
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, group: ProcessGroup | None = None
-) -> Tensor:
-    """This rank's rows of full attention over the whole sequence.
-
-    q, k, v: this rank's chunks (B, H, C, D). C may differ between ranks; B, H, D, dtype and scale may not. Returns out
-    (B, H, C, D) in q's dtype; statistics and sums are float32 at least. Every rank of `group` (None: the whole job)
-    must call it. Forward only. When the input of a rank is wrong, or the ranks disagree, every rank raises the same
-    ValueError before any block travels. Liu et al. 2024, algorithm 1.
-    """
-    scale, lengths = chunks.agree_on_chunks(q, k, v, scale, group, function=__name__, check=chunks.check_forward_only)
-    out, _ = ring_forward(q, k, v, scale=scale, lengths=lengths, group=group)
-    return out
-
-
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, lengths: list[int], group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -73,13 +58,28 @@ def hop(block: Tensor, length: int, group: ProcessGroup | None = None) -> Tensor
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     next_rank, prev_rank = (rank + 1) % world_size, (rank - 1) % world_size
     received = block.new_empty(*block.shape[:-2], length, block.shape[-1])
-    if rank % 2 == 0:  # if all ranks sent first, all would wait: ringlab/basics/blocking_messages.py
+    if rank % 2 == 0:  # if all ranks sent first, all could wait: ringlab/basics/blocking_messages.py
         dist.send(block, group_dst=next_rank, group=group)
         dist.recv(received, group_src=prev_rank, group=group)
     else:
         dist.recv(received, group_src=prev_rank, group=group)
         dist.send(block, group_dst=next_rank, group=group)
     return received
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, group: ProcessGroup | None = None
+) -> Tensor:
+    """This rank's rows of full attention over the whole sequence.
+
+    q, k, v: this rank's chunks (B, H, C, D). C may differ between ranks; B, H, D, dtype and scale may not. Returns out
+    (B, H, C, D) in q's dtype; statistics and sums are float32 at least. Every rank of `group` (None: the whole job)
+    must call it. Forward only. When the input of a rank is wrong, or the ranks disagree, every rank raises the same
+    ValueError before any block travels. Liu et al. 2024, algorithm 1.
+    """
+    scale, lengths = chunks.agree_on_chunks(q, k, v, scale, group, function=__name__, check=chunks.check_forward_only)
+    out, _ = ring_forward(q, k, v, scale=scale, lengths=lengths, group=group)
+    return out
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ Source: a published worked example (section 05 of a course on Ring Attention), r
 import argparse
 import math
 import os
+import signal
 import sys
 from dataclasses import dataclass
 
@@ -196,4 +197,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # where nobody reads on, as after `| head`, it ends
     sys.exit(main())

@@ -44,18 +44,22 @@ CLAIMS: dict[int, dict[str, Any]] = {  # of step 2 and later: what the doctor as
 TAKES = {4: ("causal",), 5: ("causal", "layout"), 6: ("causal", "layout")}  # arguments that `attention` must have
 
 
-FIRST_TRIES = {  # step: what is right in solution.py, and what somebody wrote first. Steps 1 and 2: files of their own
-    3: ("if P > 1:\n                d_kv = hop", "if t < P - 1:\n                d_kv = hop"),
-    4: (
-        "at, key_at = positions(rank, C, layout), positions((rank - t) % P, C, layout)",
-        "key_at = at = torch.arange(C)",
+SOLUTION = FOLDER.parents[1] / "trainable_ring.py"
+FIRST_TRIES = {  # step: what is right in SOLUTION, and what somebody wrote first. Steps 1 and 2: files of their own
+    3: ("arrive = hop(dkv, group)", "pass"),
+    4: ("if not causal or j == r:", "if True:"),
+    5: ('if layout == "zigzag":', 'if layout == "zig-zag":'),
+    6: (
+        "Ring.apply(wide, k, v,",
+        "Ring.apply(wide.flatten(1, 2).unsqueeze(2), *(x.repeat(1, H // G, 1, 1) for x in (k, v)),",
     ),
-    5: (
-        "positions(rank, C, layout), positions((rank - t) % P, C, layout)",
-        'positions(rank, C, "contiguous"), positions((rank - t) % P, C, "contiguous")',
-    ),
-    6: ("repeat_interleave(q.shape[1] // kv.shape[2], dim=2)", "repeat(1, 1, q.shape[1] // kv.shape[2], 1, 1)"),
 }
+
+
+def solution(right: str = "", wrong: str = "") -> str:
+    """The text of SOLUTION under the name that the steps call, with a mistake."""
+    text = SOLUTION.read_text().replace(right, wrong) if right else SOLUTION.read_text()
+    return text + "\n\nattention = ring_attention\n"
 
 
 class Said(str):
@@ -82,7 +86,7 @@ def first_try(number: int) -> Said:
     right, wrong = FIRST_TRIES[number]
     with TemporaryDirectory() as folder:
         path = Path(folder) / path.name
-        path.write_text((FOLDER / "solution.py").read_text().replace(right, wrong))
+        path.write_text(solution(right, wrong))
         return Said(step(number, path).replace(f"{folder}/", ""))
 
 

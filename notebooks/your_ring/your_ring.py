@@ -75,13 +75,12 @@ step(2, "my_ring.py")
 #
 # $$p = e^{\mathrm{scores} - \mathrm{lse}} \quad dV = p^\top dO \quad dS = p \circ (dO\, V^\top - \delta) \quad dQ = \mathrm{scale}\; dS\, K \quad dK = \mathrm{scale}\; dS^\top Q$$
 #
-# dQ stays. dK and dV travel with their block. The first try, in `backward`:
+# dQ stays. dK and dV travel with their block, P − 1 hops (chapter 5). In the first try only K and V travel, and each rank returns what it has found for its own block:
 #
 # ```python
-# if t < P - 1:
-#     kv = hop(kv)
-# if t < P - 1:
-#     d_kv = hop(d_kv)
+# dkv[..., keys, :] += torch.stack(dkv_j)
+# if j != r:
+#     pass
 # ```
 
 # %%
@@ -97,11 +96,11 @@ step(3, "my_ring.py")
 # ## Step 4 · a causal mask
 #
 # `attention(q, k, v, causal=False)`: with `causal=True` a query sees no later key. Rank r has the tokens C r … C (r + 1) − 1. In round t it has block j = (r − t) mod P: compare the *positions* of
-# its queries with those of the keys in hand. A row of a block may see no key at all: then out is 0 and lse is −inf, and no NaN may come of it. The first try:
+# its queries with those of the keys in hand. A row of a block may see no key at all: then out is 0 and lse is −inf, and no NaN may come of it. The first try hides the same
+# triangle of every block:
 #
 # ```python
-# key_at = at = torch.arange(C)
-# return key_at > at[:, None]  # hidden
+# return slice(C), slice(C), causal  # all queries, all keys, and query i sees keys 0 to i
 # ```
 
 # %%
@@ -117,10 +116,10 @@ step(4, "my_ring.py")
 # ## Step 5 · zigzag
 #
 # `attention(q, k, v, causal=False, layout="contiguous")`. With `layout="zigzag"` the sequence is cut into 2 P half chunks, and rank r has numbers r and 2 P − 1 − r (chapter 7). Only the positions change. (A fast ring
-# also leaves out the blocks that are wholly hidden. The doctor does not measure that.) The first try takes the argument and forgets it:
+# also leaves out the blocks that are wholly hidden. The doctor does not measure that.) The first try compares the numbers of chunks, as if the layout were contiguous:
 #
 # ```python
-# at, key_at = positions(rank, C, "contiguous"), positions((rank - t) % P, C, "contiguous")
+# return slice(C if j < r else 0), slice(C), False  # an earlier block is seen whole, a later one not at all
 # ```
 
 # %%
@@ -140,7 +139,7 @@ step(5, "my_ring.py")
 # The doctor now asks in bfloat16 too. Tensors that travel may be bfloat16, but all sums (out, lse, dQ, dK, dV) must be float32 until the end. The first try:
 #
 # ```python
-# wide(kv).repeat(1, 1, q.shape[1] // kv.shape[2], 1, 1)
+# k, v = (x.repeat(1, H // G, 1, 1) for x in (k, v))
 # ```
 
 # %%
@@ -153,5 +152,5 @@ first_try(6)
 step(6, "my_ring.py")
 
 # %% [markdown]
-# You have a ring that trains. Compare it with [`flash_ring.py`](../../ringlab/ring/flash_ring.py), which adds overlap, a fused kernel, documents and windows, and with
-# [one solution](solution.py). The whole examination takes some minutes: `ring-doctor my_ring.py:attention --layout zigzag --equal-chunks`. To send and compute at the same time: [chapter 6](../06_overlap.ipynb).
+# You have a ring that trains. Compare it with [one solution](../../trainable_ring.py), and with [`flash_ring.py`](../../ringlab/ring/flash_ring.py), which adds a fused kernel, documents and
+# windows. The whole examination takes some minutes: `ring-doctor my_ring.py:attention --layout zigzag --equal-chunks`. To send and compute at the same time: [chapter 6](../06_overlap.ipynb).

@@ -38,6 +38,22 @@ def run(context: RankContext, ring: Attention, args: argparse.Namespace) -> int:
     if out is None:
         return 0
 
+    try:
+        return tell(context, args, q, whole, out.cpu(), events)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes once more at its end
+        return 0
+
+
+def tell(
+    context: RankContext,
+    args: argparse.Namespace,
+    q: Tensor,
+    whole: list[Tensor],
+    out: Tensor,
+    events: list[timeline.Event],
+) -> int:
+    """Print what the record says, write the trace, and check `out`, the whole result. Returns the exit status."""
     print_run(context, q, args.seq_len, events)
     if args.trace:
         args.trace.write_text(json.dumps([asdict(event) for event in events], indent=0))
@@ -51,7 +67,7 @@ def run(context: RankContext, ring: Attention, args: argparse.Namespace) -> int:
             print(f"trace     {args.trace} and its picture {picture}")
         except ModuleNotFoundError as error:
             print(f"trace     {args.trace}, without a picture: {error}")
-    return check(out.cpu(), *whole)
+    return check(out, *whole)
 
 
 def print_run(context: RankContext, q: Tensor, seq_len: int, events: list[timeline.Event]) -> None:

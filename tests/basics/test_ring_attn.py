@@ -252,6 +252,11 @@ def test_every_option_is_read():
     )
 
 
+@pytest.mark.parametrize("command", ["worked_example.py", "ring_attn.py"])
+def test_where_nobody_reads_on_it_ends_without_a_word(command):
+    assert run(f"python {command} | head -2").stderr == ""
+
+
 @pytest.mark.parametrize("mistake", [1e-3, float("nan")])
 def test_the_check_of_the_result_can_fail(capsys, mistake):
     q, k, v = random_qkv((1, 2, 300, 4))

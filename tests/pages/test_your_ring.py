@@ -14,7 +14,7 @@ LONG = pytest.mark.exhaustive
 SAID = {  # step: words on its first try
     1: "lse: this is in base 2",
     2: "SICK: running_half",
-    3: "SICK: gradients_not_sent_home",
+    3: "SICK: own_queries_only",
     4: "SICK: causal_per_block",
     5: "SICK: chunk_index_under_zigzag",
     6: "SICK: heads_interleaved",
@@ -26,7 +26,7 @@ FIRST, SECOND = (
         (2, "(out_a + out_b) / 2", "torch.lerp(out_a, out_b, torch.sigmoid(lse_b - lse_a)[..., None])"),
     )
 )
-SIXTH = (checks.FOLDER / "solution.py").read_text()
+SIXTH = checks.solution()
 GATHERED = """
 import torch
 import torch.distributed as dist
@@ -42,8 +42,8 @@ P_HOPS = SECOND.replace("- 1):\n        kv = hop(kv)\n        out", "):\n       
     "*block(q, *kv))\n    return", "*block(q, *kv))\n        kv = hop(kv)\n    return"
 )
 NO_GROUPS = SIXTH.replace(
-    "    with torch.autocast",
-    "    if q.shape[1] != k.shape[1]:\n        raise ValueError('as many heads, please')\n    with torch.autocast",
+    "    wide = ",
+    "    if q.shape[1] != k.shape[1]:\n        raise ValueError('as many heads, please')\n    wide = ",
 )
 LSE_OF_SMALL = "lse = scores.exp().sum(-1).log()\n    return scores.softmax(-1) @ v, lse"
 WRONG = [  # step, file, what is said
