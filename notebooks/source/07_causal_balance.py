@@ -17,7 +17,7 @@
 # - name three things that must follow that [layout](../docs/glossary.md#layout).
 #
 # The road, 7 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
-# [8 · the trainable ring](08_the_fused_ring.ipynb).
+# [8 · the trainable ring](08_the_trainable_ring.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -326,4 +326,4 @@ print(check_idle_limit(my_idle))
 # </details>
 #
 # Open [`causal.py`](../ringlab/ring/causal.py) now: it has `visible_slice`, and counts the pairs of this page.
-# Next: [8 · the trainable ring](08_the_fused_ring.ipynb).
+# Next: [8 · the trainable ring](08_the_trainable_ring.ipynb).

@@ -1,6 +1,7 @@
 """What the notebooks run on other processes: a function defined in a notebook cell cannot be sent to one."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import trainable_ring
 from bench.longest_training import kept_bytes
 from ring_attn import ring_attention
 from ringlab.basics.ranks import gather, scatter
@@ -102,3 +104,33 @@ def ring_of_states(context: RankContext, whole: list[Tensor], forgets: bool) -> 
     with mock.patch.object(state_ring.HandOn, "backward", staticmethod(drop if forgets else right)):
         out, _ = state_ring.ring_linear_attention(*inputs)
         return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
+
+
+def changed_rings(context: RankContext, changes: list[tuple[str, str]]) -> list[list[float]]:
+    """trainable_ring.py with each of these changes: how far this rank's out, dq, dk and dv are off, in norm.
+
+    Causal, zigzag, 4 query heads on 2, 8 tokens a rank, float64. Against full attention.
+    """
+    P, S = context.world_size, 8 * context.world_size
+    q, d_out = torch.randn(2, 1, 4, S, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    k, v = torch.randn(2, 1, 2, S, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    at = trainable_ring.positions("zigzag", S, context.rank, P)
+
+    def results(attention: Any, *whole: Tensor) -> list[Tensor]:
+        *leaves, d_out = (x.clone().requires_grad_() for x in whole)
+        out = attention(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+    exact = results(
+        partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True), q, k, v, d_out
+    )
+    right, off = [x[:, :, at] for x in exact], []
+    for old, new in changes:
+        text = Path(trainable_ring.__file__).read_text()
+        assert text.count(old) == 1, old
+        names: dict[str, Any] = {"__name__": "changed"}
+        exec(text.replace(old, new), names)
+        ring = partial(names["ring_attention"], causal=True, layout="zigzag")
+        mine = results(ring, *(x[:, :, at] for x in (q, k, v, d_out)))
+        off.append([float((a - b).norm() / b.norm()) for a, b in zip(mine, right, strict=True)])
+    return off

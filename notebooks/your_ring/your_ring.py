@@ -13,7 +13,7 @@
 # and 16 bits. Each step adds one idea to the same file. The [doctor](../16_rings_that_were_wrong.ipynb) examines your ring after each step, on 3 and 4 real processes, in some
 # ten seconds. If it is wrong, the doctor says which mistake it is.
 #
-# You need chapters [1](../01_attention_to_online_softmax.ipynb) to [8](../08_the_fused_ring.ipynb). It takes two hours or three.
+# You need chapters [1](../01_attention_to_online_softmax.ipynb) to [8](../08_the_trainable_ring.ipynb). It takes two hours or three.
 #
 # Your file has one function that is called: `attention`. Use `torch` and `torch.distributed`, and nothing of `ringlab`. Keep functions small: a later step changes few lines then.
 #

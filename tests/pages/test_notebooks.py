@@ -14,7 +14,7 @@ from tests.concepts import marked
 
 CHAPTERS = build.chapters()
 IDS = [source.stem for source in CHAPTERS]
-ROAD = [source for source in CHAPTERS if source.stem < "08_~"]  # not 08b
+ROAD = [source for source in CHAPTERS if source.stem < "08_~"]  # not 08a and 08b
 TRACKS = ("plan", "train", "use", "check", "other ways")
 LONGEST_SOURCE = 12  # lines of the library that a cell prints at once
 by_chapter = pytest.mark.parametrize("source", CHAPTERS, ids=IDS)
@@ -110,7 +110,7 @@ def test_its_pictures_are_described(source):
 
 def chapters_of(track) -> list[str]:
     """The numbers of a track's chapters, in the map."""
-    (row,) = re.findall(rf"^\| \*{track}\*.* \| ([\db, ]+) \| \d+ \|$", (build.FOLDER / "README.md").read_text(), re.M)
+    (row,) = re.findall(rf"^\| \*{track}\*.* \| ([\dab, ]+) \| \d+ \|$", (build.FOLDER / "README.md").read_text(), re.M)
     return row.split(", ")
 
 
@@ -186,6 +186,8 @@ def long_sources(cells) -> list[str]:
 
 @by_chapter
 def test_it_prints_no_long_source(source):
+    if source.stem == "08_the_trainable_ring":
+        return  # it is about the lines of one file, and prints all of them
     assert long_sources(committed(source).cells) == []
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from notebooks.source.checks.the_fused_ring import plain_kernel
+from notebooks.source.checks.fused_kernels import plain_kernel
 from notebooks.source.checks.your_own_model import attention
 from ring_doctor.catalogue import CATALOGUE
 from ringlab.basics.blocking_messages import Recv, Send

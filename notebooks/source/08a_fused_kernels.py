@@ -7,18 +7,15 @@
 # ---
 
 # %% [markdown]
-# # 8 · The trainable ring, on fused kernels
+# # 8a · The ring on fused kernels
 #
-# The [trainable ring](../docs/glossary.md#trainable-ring) puts the last chapters together: it is exact, differentiable,
-# overlapped, and balanced under a [causal mask](../docs/glossary.md#causal-mask). It is also fast, because a
-# [fused kernel](../docs/glossary.md#fused-kernel) computes each [block](../docs/glossary.md#block). After this chapter you can
+# The ring of chapter 8 computes its blocks with plain tensor code. A [fused kernel](../docs/glossary.md#fused-kernel) computes each
+# [block](../docs/glossary.md#block) without writing its scores to memory. After this chapter you can
 #
 # - build a ring on any kernel that returns its [log-sum-exp](../docs/glossary.md#log-sum-exp),
-# - say what to ask such a kernel first,
-# - put the ring into a model, and combine its gradients in the right way.
+# - say what to ask such a kernel first.
 #
-# The road, 8 of 8. 20 minutes to read, 10 for the exercises. Before: [7 · causal balance](07_causal_balance.ipynb). Next:
-# one of the tracks, see the end.
+# Track *train*. Before it: chapters 1 to 8. 11 minutes to read, 10 for the exercises. Next: [8b · on a GPU](08b_on_a_gpu.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -29,24 +26,21 @@ import numpy as np
 import torch
 
 from bench import against_peers, record
-from figures import backward_timeline, measured
-from notebooks.source import workers
-from notebooks.source.checks.the_fused_ring import check_attention_on_a_kernel, check_merging_share, check_natural_lse
+from figures import measured
+from notebooks.source.checks.fused_kernels import check_merging_share, check_natural_lse
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import merge
-from ringlab.models.transformer import TEXT, Config, Transformer, summed_loss
 from ringlab.ring.causal import visible_slice
 from ringlab.ring.layouts import positions
-from ringlab.support.processes import launch
 
 np.set_printoptions(precision=4, floatmode="fixed")
 
 # %% [markdown]
 # ## The failure
 #
-# Our ring computes its blocks with `blockwise_attention` of chapter 2, or with the same steps. That is slow. Each
-# [tile](../docs/glossary.md#tile) of [scores](../docs/glossary.md#score) is written to memory and read again several times.
+# `blockwise_attention` of chapter 2 needs little memory, but it is slow beside a fused kernel. Each
+# [tile](../docs/glossary.md#tile) of [scores](../docs/glossary.md#score) is written and read again several times.
 # PyTorch's own attention runs one fused kernel, which keeps its tiles in registers and cache:
 
 # %%
@@ -133,30 +127,15 @@ assert off > 0.1
 # No error anywhere. So the trainable ring calls its kernels through `ringlab.ring.fused_block`. It checks these things,
 # chooses a kernel for the device, and takes the plain block of chapter 2 where no kernel can be trusted.
 #
-# ## Grouped queries
-#
-# With [grouped queries](../docs/glossary.md#gqa) there are fewer heads of K and V: $G < H$, and $H/G$ query heads share one
-# of them. The ring needs no change. To the shared head the queries of its group are just more rows. K and V travel with
-# their $G$ heads, so a [hop](../docs/glossary.md#hop) costs $G/H$ of the bytes.
-
-# %%
-H, G = 8, 2
-q = torch.randn(1, H, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-k, v = torch.randn(2, 1, G, 8, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-more_rows = q.unflatten(1, (G, H // G)).flatten(2, 3)  # the heads of a group, one below the other
-print("q:", tuple(q.shape), "  as rows:", tuple(more_rows.shape), "  k:", tuple(k.shape))
-grouped = naive_attention(more_rows, k, v).unflatten(2, (H // G, -1)).flatten(1, 2)
-repeated = naive_attention(q, *(x.repeat_interleave(H // G, dim=1) for x in (k, v)))  # the definition
-assert torch.allclose(grouped, repeated, rtol=0, atol=1e-14)
-assert torch.allclose(kernel(q, k, v)[0], repeated, rtol=0, atol=1e-14)  # this kernel groups by itself
-
-# %% [markdown]
 # ## The ring, in one process
 #
-# The ring of chapter 7 with this kernel, in the [zigzag layout](../docs/glossary.md#zigzag-layout) and with grouped queries:
+# The ring of chapter 8 with this kernel, in the [zigzag layout](../docs/glossary.md#zigzag-layout) and with grouped queries, which this
+# kernel knows:
 
 # %%
-P = 4
+P, H, G = 4, 8, 2
+q = torch.randn(1, H, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+k, v = torch.randn(2, 1, G, 8, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 at = [positions("zigzag", 8, r, P) for r in range(P)]
 result = torch.empty_like(q)
 for r in range(P):
@@ -175,19 +154,8 @@ assert torch.allclose(result, whole, rtol=0, atol=1e-14)
 print("zigzag, causal, grouped, on the fused kernel: exact")
 
 # %% [markdown]
-# ## What travels when
-#
-# The trainable ring sends real messages. In the forward pass the next block travels while a [rank](../docs/glossary.md#rank)
-# computes, as in chapter 6. In the backward pass dK and dV of a block must be hidden, too. A rank can send them on only
-# after it has added its share. So they travel one [round](../docs/glossary.md#round) after their block. The round of the
-# own block is the last one. What it adds need not travel, and meanwhile the other shares come home:
-
-# %%
-backward_timeline.draw()
-
-# %% [markdown]
-# While rank 2 computes on block 0 in round 2, the gradients of block 0 arrive from rank 1. Then rank 2 adds its share
-# and sends the sum on. Only the first hop of K and V is not hidden. Here it is in one process, without a mask:
+# The kernel's backward function takes a block with `out` and `lse` of the whole row. Here is the ring's backward pass in one process, without a
+# mask, in the order of chapter 8: the own block last.
 
 # %%
 leaves = [x.clone().requires_grad_() for _ in "qkv"]
@@ -213,65 +181,8 @@ for name, mine, right in zip(("dq", "dk", "dv"), (dq, *zip(*sums, strict=True)),
     print(f"{name} of the four ranks is autograd's")
 
 # %% [markdown]
-# After round $t$, rank $r - 1$ has the sums of block $(r - 1 - t) \bmod P$. That is the block of rank $r$ in round $t + 1$.
-# Rank $r$ needs them only when it has computed. So the hop of the sums may take as long as the computing.
-#
-# The trainable ring has the same steps. Its [schedule](../docs/glossary.md#schedule) says which block is where and where the sums
+# `ringlab.ring_flash_attention` is this ring, industrial. Its [schedule](../docs/glossary.md#schedule) says which block is where and where the sums
 # are. Of each block it computes what the mask leaves, in [pieces](../docs/glossary.md#piece): rectangles and triangles.
-#
-# ## In a model
-#
-# `ringlab.scaled_dot_product_attention` is the trainable ring with the signature of PyTorch's function. In a transformer,
-# tokens meet in attention only. So a model that calls it runs on $P$ ranks, each with its own tokens. These lines are all
-# that changes:
-#
-# ```python
-# attention = partial(ringlab.scaled_dot_product_attention, layout="zigzag")  # in place of PyTorch's
-# at = ringlab.positions("zigzag", seq_len, rank, world_size)                 # where this rank's tokens stand
-# tokens, labels = text[:, :-1][:, at], text[:, 1:][:, at]                    # shifted first, then dealt out
-# logits = model(tokens, at)                                                  # rotary positions of the same layout
-# loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens_of_the_whole_batch
-# loss.backward()
-# for weight in model.parameters():
-#     dist.all_reduce(weight.grad)                                            # the sum over the ranks
-# ```
-#
-# The last lines matter. A rank's loss is a **share** of the loss: a sum over its own tokens, divided by the number of
-# all tokens. So its gradients are shares, too, and must be **added up** over the ranks. `all_reduce` adds up.
-# [DDP](../docs/glossary.md#ddp) and [`fully_shard`](../docs/glossary.md#fsdp) take the average instead. What does that change?
-# Four real processes run a small transformer ([chapter 10](10_a_model_in_the_ring.ipynb)). Each returns the loss and the
-# gradients of its own tokens; below we take their sum, and their average.
-
-# %%
-shares = launch(workers.training_step, P, device="cpu")
-loss_of_the_ring = sum(loss for loss, _ in shares)
-
-torch.manual_seed(0)
-model = Transformer(Config(layers=1)).double()  # the same weights, all tokens, PyTorch's attention
-tokens, labels = TEXT[:, :-1], TEXT[:, 1:]
-loss = summed_loss(model(tokens, torch.arange(tokens.shape[1])), labels) / tokens.numel()
-loss.backward()
-exact = {name: weight.grad for name, weight in model.named_parameters()}
-print(f"loss of one process {loss:.6f}, of the ring {loss_of_the_ring:.6f}")
-assert abs(loss - loss_of_the_ring) < 1e-12
-
-# %%
-print("gradients of the ring, divided by those of one process:")
-for name, factor in (
-    ("all_reduce, which adds up", 1.0),
-    ("DDP and fully_shard, which take the average", 1 / P),
-    ("DDP and fully_shard, with the loss times P", P / P),
-):
-    combined = {weight: factor * sum(gradients[weight] for _, gradients in shares) for weight in exact}
-    ratio = combined["head.weight"].norm() / exact["head.weight"].norm()
-    print(f"    {name:<45}{ratio:.4f}")
-    for weight, right in exact.items():
-        assert torch.allclose(combined[weight], right * (factor if factor < 1 else 1), rtol=0, atol=1e-12)
-
-# %% [markdown]
-# So with DDP or `fully_shard`, multiply the loss by $P$ before `backward()`. If you forget it, every gradient comes out
-# at exactly $1/P$ of its value. Adam hides that, because it divides by the size of the gradients; the clipping of
-# gradients does not.
 #
 # ## How fast?
 #
@@ -300,10 +211,9 @@ assert slowest > 0.9
 #
 # ## Questions
 #
-# <details><summary>The forward pass of a block needs no lse but its own. Why must the backward pass get the lse of the whole row?</summary>
+# <details><summary>A kernel returns its output in 16 bits. What does the ring lose?</summary>
 #
-# A result of the forward pass is corrected afterwards: merging rescales it. Gradients are not corrected. With its own
-# lse, the weights of every block add up to 1, so those of a row would add up to the number of blocks.
+# Each block's output is rounded before it is merged, so the error grows with the number of blocks. The lse must stay in float32.
 # </details>
 #
 # <details><summary>Zigzag and striped give (nearly) the same work to every rank. Why is striped slower in the picture?</summary>
@@ -326,16 +236,6 @@ print(check_merging_share(my_share))
 
 
 # %%
-# Attention on any kernel(q, k, v) -> (out, lse): q, k, v (S, D) in one process, with K and V in `blocks` blocks
-def my_attention(kernel, q, k, v, blocks):
-    return ...
-
-
-print(check_attention_on_a_kernel(my_attention))
-
-
-# %%
-# For later.
 # Somebody gives you kernel(q, k, v) -> (out, lse), with scores q·k/√D. Its lse is natural or in base 2; nobody knows.
 # Find out (you may call it as often as you like), and return out and the natural lse of these q, k and v (S, D)
 def my_natural_kernel(kernel, q, k, v):
@@ -351,14 +251,6 @@ print(check_natural_lse(my_natural_kernel))
 # def my_share(lse, lse_j):
 #     return torch.sigmoid(lse_j - lse)  # e^lse_j / (e^lse + e^lse_j)
 #
-# def my_attention(kernel, q, k, v, blocks):
-#     out, lse = torch.zeros_like(q), torch.full_like(q[:, 0], -torch.inf)
-#     for k_j, v_j in zip(k.chunk(blocks), v.chunk(blocks)):
-#         out_j, lse_j = kernel(q, k_j, v_j)
-#         out = out.lerp(out_j, torch.sigmoid(lse_j - lse)[:, None])
-#         lse = torch.logaddexp(lse, lse_j)
-#     return out
-#
 # def my_natural_kernel(kernel, q, k, v):
 #     one = torch.ones(1, 1)
 #     natural = kernel(one, one, one)[1].item() < 1.2  # 1, or 1.4427
@@ -367,16 +259,4 @@ print(check_natural_lse(my_natural_kernel))
 # ```
 # </details>
 #
-# You have walked the road. Open [`flash_ring.py`](../ringlab/ring/flash_ring.py) now: the ring that you train with.
-# Then write your own: [the workshop](your_ring/your_ring.ipynb) begins with an empty file, and [the puzzles](puzzles/puzzles.ipynb) ask for schedules.
-# Take the track that you need, in its order:
-#
-# - *plan* a cluster: [9 · hidden communication](09_hidden_communication.ipynb), 13, 17,
-#   [18 · two speeds of wire](18_two_speeds_of_wire.ipynb)
-# - *train* a model: [8b · on a GPU](08b_on_a_gpu.ipynb), [10 · a model in the ring](10_a_model_in_the_ring.ipynb),
-#   [11 · meshes](11_meshes.ipynb), [12 · your own model](12_your_own_model.ipynb)
-# - *use* long contexts: 10, [13 · documents and windows](13_documents_and_windows.ipynb), [14 · generation](14_generation.ipynb),
-#   [15 · what context is for](15_what_context_is_for.ipynb)
-# - *check* a ring: [16 · rings that were wrong](16_rings_that_were_wrong.ipynb)
-# - *other ways*: 9, 13, [17 · the other ways round](17_the_other_ways_round.ipynb), [the ring in JAX](appendix_ring_in_jax.ipynb),
-#   [a ring of states](appendix_ring_of_states.ipynb)
+# Open [`flash_ring.py`](../ringlab/ring/flash_ring.py) now: the ring that you train with, in two loops. Next: [8b · on a GPU](08b_on_a_gpu.ipynb).

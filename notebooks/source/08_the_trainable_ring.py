@@ -1,0 +1,295 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 8 · The trainable ring, line by line
+#
+# [`trainable_ring.py`](../trainable_ring.py) puts the last chapters into one file of 150 lines. You can copy it into any project: it needs PyTorch
+# alone. After this chapter you can
+#
+# - say what each of its lines is for, and what goes wrong without it,
+# - put a [fused kernel](../docs/glossary.md#fused-kernel) into it,
+# - put the ring into a model, and combine its gradients in the right way.
+#
+# The road, 8 of 8. 20 minutes to read, 10 for the exercises. Before: [7 · causal balance](07_causal_balance.ipynb). Next:
+# one of the tracks, see the end.
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# %matplotlib inline
+import numpy as np
+import torch
+
+import trainable_ring as ring
+from figures import backward_timeline
+from notebooks.source import workers
+from notebooks.source.checks.the_trainable_ring import check_attention_on_a_kernel, check_group_gradient
+from notebooks.source.show import print_source
+from ringlab.basics.naive_attention import naive_attention
+from ringlab.models.transformer import TEXT, Config, Transformer, summed_loss
+from ringlab.support.processes import launch
+
+P = 4
+np.set_printoptions(precision=4, floatmode="fixed")
+
+# %% [markdown]
+# ## The failure
+#
+# The rings of chapters 4 to 7 are right, and none of them trains a language model: each lacks a mask, gradients or overlap. Putting them together
+# is where public rings went wrong. So here is the whole file on 4 processes, seven times: as it is, and with one line changed. The table is the
+# error of the output and of each gradient, as a share of its norm.
+
+# %%
+CHANGES = {
+    "as it is": ("", ""),
+    "1  the other half of the keys": ("(slice(C), slice(C // 2), False)", "(slice(C), slice(C // 2, C), False)"),
+    "2  results averaged, not merged": ("out_j, weight)", "out_j, 0.5)"),
+    "3  the lse of the block": (
+        "- lse[..., None])  # (B, G, N, Sq, Sk): the",
+        "- scores(q, k, triangle).logsumexp(-1)[..., None])  #",
+    ),
+    "4  no δ": ("(d_out * out).sum(-1)", "torch.zeros_like(lse)"),
+    "5  dK and dV stay where they are": ("arrive = hop(dkv, group)", "pass"),
+    "6  the own block first, backward too": ("own_last=True", "own_last=False"),
+}
+first = ring.__doc__.splitlines()[0]
+CHANGES["as it is"] = (first, first)
+of_ranks = launch(workers.changed_rings, P, list(CHANGES.values()), device="cpu")
+errors = torch.tensor(of_ranks).amax(dim=0)  # of the rank that is furthest off
+print(f"{'largest error of a rank':<38}" + "".join(f"{name:>8}" for name in ("out", "dQ", "dK", "dV")))
+for change, row in zip(CHANGES, errors.tolist(), strict=True):
+    print(f"{change:<38}" + "".join(f"{off:8.3f}" for off in row))
+    assert (max(row) < 1e-14) == (change == "as it is")
+
+# %% [markdown]
+# No change raises an error. Mistakes 3 to 6 leave the output exact: a test that looks at the forward pass only passes all of them.
+#
+# ## The idea
+#
+# A ring answers four questions, and the file has a part for each. What does this rank see of block j? What does it compute of it? What travels,
+# and when? What is kept? We read them in this order. Shapes are in the comments: B sequences, H query heads on G key/value heads, C tokens of a
+# rank, D numbers a head.
+#
+# ## What is seen
+#
+# `positions` says which tokens a rank has: you cut the sequence with it, and [rotary](../docs/glossary.md#rotary-embedding) angles need it. In zigzag a rank has an early half
+# [chunk](../docs/glossary.md#chunk) and the late one that is its mirror image. `visible` says what is left of a block under a
+# [causal mask](../docs/glossary.md#causal-mask): some queries, some keys, and for the own block a triangle (chapter 7). The rest is not computed at all.
+# With a dense mask it would be computed and thrown away, and zigzag would gain nothing.
+
+# %%
+print_source(ring.positions, ring.visible)
+
+# %% [markdown]
+# Mistake 1 takes the half that lies in the future. For contiguous chunks a later block leaves `slice(0)`: no query. The empty tensors run
+# through all lines below and change nothing, so no line asks for that case.
+#
+# ## What is computed
+#
+# Two functions, for a block's forward and backward pass. **A fused kernel goes here** and nowhere else. The letters of `einsum` are the shapes:
+# $N = H/G$ query heads `n` share a K/V head `g`. K and V are never repeated, and the sum over `n` in dK and dV happens by itself.
+
+# %%
+print_source(ring.scores, ring.block_forward, ring.block_backward)
+
+# %% [markdown]
+# `block_forward` returns the [log-sum-exp](../docs/glossary.md#log-sum-exp) (lse) of each row, because results of two blocks merge with it. `block_backward` gets the
+# lse of the **whole** row: only then is `p` the true weight. Mistake 3 gives it the lse of the block. `delta` is $\delta = \sum_D dO \circ O$, also of the
+# whole row (chapter 5); mistake 4 forgets it.
+#
+# ## What travels
+#
+# `hop` is the only place that sends. It posts the send and the receive together, so no order of ranks can block, and returns before either is
+# done. You get a function; call it when you need the block. `group_peer` is a rank *of the group*: a ring works in a part of a larger job.
+# `blocks` makes the ring of it: the [hop](../docs/glossary.md#hop) of the next block begins **before** `yield`, so it runs while the caller computes (chapter 6).
+
+# %%
+print_source(ring.hop, ring.blocks)
+
+# %% [markdown]
+# `kv` travels in the dtype of the model and is widened where it is used: 16 bits on the wire, float32 in the sums. For the backward pass, `own_last`
+# moves the own block from the first [round](../docs/glossary.md#round) to the last.
+#
+# ## What is kept: the forward pass
+#
+# `Ring` is one operation of autograd. Its output and lse grow block by block: `lerp` moves `out` towards the new block by the weight
+# $e^{\mathrm{lse}_j} / (e^{\mathrm{lse}} + e^{\mathrm{lse}_j})$, and `logaddexp` adds up the sums. Averages are merged; mistake 2 takes their mean. The own block comes first: in it every query
+# sees at least itself, so no row is ever empty and nothing becomes NaN.
+
+# %%
+print_source(ring.Ring.forward)
+
+# %% [markdown]
+# It saves q, k, v, out and lse: no weights, and no block of another rank.
+#
+# ## What is kept: the backward pass
+#
+# The blocks go round a second time. dQ stays. dK and dV of a block must be hidden, too. A rank can send them on only
+# after it has added its share. So they travel one [round](../docs/glossary.md#round) after their block. The round of the
+# own block is the last one. What it adds need not travel, and meanwhile the other shares come home:
+
+# %%
+backward_timeline.draw()
+
+# %% [markdown]
+# While rank 2 computes on block 0 in round 2, the gradients of block 0 arrive from rank 1. Then rank 2 adds its share
+# and sends the sum on. `arrive()` waits for them only after the block is computed:
+
+# %%
+print_source(ring.Ring.backward)
+
+# %% [markdown]
+# So dK and dV make P − 1 hops, as K and V do. Mistake 5 sends nothing: each rank returns what its own queries give to its own keys. Mistake 6 leaves
+# the own block first: then the sums of the last round are another rank's. The `assert` refuses a second derivative, which would be wrong
+# without an error: messages have no gradient.
+#
+# ## The door
+#
+# A wrong shape must not reach the messages: gloo would fill half a buffer and go on. So each rank says how large its block is, or that its input
+# is wrong, and one `all_reduce` tells all of them: every rank raises the error, or none. It costs a wait of the GPU; leave it out when your
+# shapes cannot differ. The sums are float32 at least, also under autocast, which would round each product to 16 bits.
+
+# %%
+print_source(ring.ring_attention)
+
+# %% [markdown]
+# How many bits do the sums need? Here is bfloat16, with float32 sums as in the file, and with sums of 16 bits:
+
+# %%
+x = torch.randn(3, 1, 2, 2048, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+exact = naive_attention(*x.double())
+off = {}
+for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+    q, k, v = x.to(dtype)
+    out, lse = torch.zeros_like(q)[:, :, None], torch.full(q[:, :, None].shape[:-1], -torch.inf, dtype=dtype)
+    for k_j, v_j in zip(k.chunk(16, dim=2), v.chunk(16, dim=2), strict=True):  # 16 blocks in one process
+        out_j, lse_j = ring.block_forward(q[:, :, None], k_j, v_j, False)
+        out = torch.lerp(out, out_j, torch.sigmoid(lse_j - lse)[..., None])
+        lse = torch.logaddexp(lse, lse_j)
+    off[name] = (out[:, :, 0].bfloat16() - exact).norm() / exact.norm()
+    print(f"sums in {name}: off by {off[name]:.3f} of the norm")
+assert off["bfloat16"] > 5 * off["float32"]
+
+# %% [markdown]
+# ## In a model
+#
+# In a transformer, tokens meet in attention only. So a model that calls the ring runs on $P$ ranks, each with its own tokens. These lines are all
+# that changes:
+#
+# ```python
+# at = positions("zigzag", seq_len, rank, P)                                  # where this rank's tokens stand
+# tokens, labels = text[:, :-1][:, at], text[:, 1:][:, at]                    # shifted first, then cut
+# logits = model(tokens, at)                                                  # rotary positions of the same layout
+# loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens_of_the_whole_batch
+# loss.backward()
+# for weight in model.parameters():
+#     dist.all_reduce(weight.grad)                                            # the sum over the ranks
+# ```
+#
+# The last lines matter. A rank's loss is a **share** of the loss: a sum over its own tokens, divided by the number of
+# all tokens. So its gradients are shares, too, and must be **added up** over the ranks. `all_reduce` adds up.
+# [DDP](../docs/glossary.md#ddp) and [`fully_shard`](../docs/glossary.md#fsdp) take the average instead. What does that change?
+# Four real processes run a small transformer ([chapter 10](10_a_model_in_the_ring.ipynb)). Each returns the loss and the
+# gradients of its own tokens; below we take their sum, and their average.
+
+# %%
+shares = launch(workers.training_step, P, device="cpu")
+loss_of_the_ring = sum(loss for loss, _ in shares)
+
+torch.manual_seed(0)
+model = Transformer(Config(layers=1)).double()  # the same weights, all tokens, PyTorch's attention
+tokens, labels = TEXT[:, :-1], TEXT[:, 1:]
+loss = summed_loss(model(tokens, torch.arange(tokens.shape[1])), labels) / tokens.numel()
+loss.backward()
+exact = {name: weight.grad for name, weight in model.named_parameters()}
+print(f"loss of one process {loss:.6f}, of the ring {loss_of_the_ring:.6f}")
+assert abs(loss - loss_of_the_ring) < 1e-12
+
+# %%
+print("gradients of the ring, divided by those of one process:")
+for name, factor in (
+    ("all_reduce, which adds up", 1.0),
+    ("DDP and fully_shard, which take the average", 1 / P),
+    ("DDP and fully_shard, with the loss times P", P / P),
+):
+    combined = {weight: factor * sum(gradients[weight] for _, gradients in shares) for weight in exact}
+    ratio = combined["head.weight"].norm() / exact["head.weight"].norm()
+    print(f"    {name:<45}{ratio:.4f}")
+    for weight, right in exact.items():
+        assert torch.allclose(combined[weight], right * (factor if factor < 1 else 1), rtol=0, atol=1e-12)
+
+# %% [markdown]
+# So with DDP or `fully_shard`, multiply the loss by $P$ before `backward()`. If you forget it, every gradient comes out
+# at exactly $1/P$ of its value. Adam hides that, because it divides by the size of the gradients; the clipping of
+# gradients does not.
+#
+# > **One number to remember: 150.** A ring that trains is 150 lines. Four of the six mistakes above leave its output exact: check each gradient.
+#
+# ## Questions
+#
+# <details><summary>Which line makes the messages hidden, and which hop is not hidden?</summary>
+#
+# `arrive = hop(kv, group)` stands before `yield`. In the backward pass the first hop has no block to hide behind: the own block comes last.
+# </details>
+#
+# <details><summary>The forward pass of a block needs no lse but its own. Why must the backward pass get the lse of the whole row?</summary>
+#
+# A result of the forward pass is corrected afterwards: merging rescales it. Gradients are not corrected. With its own
+# lse, the weights of every block add up to 1, so those of a row would add up to the number of blocks.
+# </details>
+#
+# ## Your turn
+
+
+# %%
+# Attention on any kernel(q, k, v) -> (out, lse): q, k, v (S, D) in one process, with K and V in `blocks` blocks
+def my_attention(kernel, q, k, v, blocks):
+    return ...
+
+
+print(check_attention_on_a_kernel(my_attention))
+
+
+# %%
+# A kernel that knows no groups got K and V repeated: query head h used head h // (H/G). It returns dk (B, H, S, D).
+# Return the gradient of the G heads that travel, (B, G, S, D)
+def my_group_gradient(dk, G):
+    return ...
+
+
+print(check_group_gradient(my_group_gradient))
+
+# %% [markdown]
+# <details><summary>Solutions</summary>
+#
+# ```python
+# def my_attention(kernel, q, k, v, blocks):
+#     out, lse = torch.zeros_like(q), torch.full_like(q[:, 0], -torch.inf)
+#     for k_j, v_j in zip(k.chunk(blocks), v.chunk(blocks)):
+#         out_j, lse_j = kernel(q, k_j, v_j)
+#         out = out.lerp(out_j, torch.sigmoid(lse_j - lse)[:, None])
+#         lse = torch.logaddexp(lse, lse_j)
+#     return out
+#
+# def my_group_gradient(dk, G):
+#     return dk.unflatten(1, (G, -1)).sum(dim=2)
+# ```
+# </details>
+#
+# You have walked the road. Open [`trainable_ring.py`](../trainable_ring.py) now, copy it, and train. Then write it from an empty file in
+# [the workshop](your_ring/your_ring.ipynb), or design schedules in [the puzzles](puzzles/puzzles.ipynb). [8a · fused kernels](08a_fused_kernels.ipynb) makes it fast.
+# Take the track that you need, in its order:
+#
+# - *plan* a cluster: [9 · hidden communication](09_hidden_communication.ipynb), 13, 17,
+#   [18 · two speeds of wire](18_two_speeds_of_wire.ipynb)
+# - *train* a model: 8a, [8b · on a GPU](08b_on_a_gpu.ipynb), [10 · a model in the ring](10_a_model_in_the_ring.ipynb),
+#   [11 · meshes](11_meshes.ipynb), [12 · your own model](12_your_own_model.ipynb)
+# - *use* long contexts: 10, [13 · documents and windows](13_documents_and_windows.ipynb), [14 · generation](14_generation.ipynb),
+#   [15 · what context is for](15_what_context_is_for.ipynb)
+# - *check* a ring: [16 · rings that were wrong](16_rings_that_were_wrong.ipynb)
+# - *other ways*: 9, 13, [17 · the other ways round](17_the_other_ways_round.ipynb), [the ring in JAX](appendix_ring_in_jax.ipynb),
+#   [a ring of states](appendix_ring_of_states.ipynb)
