@@ -169,7 +169,7 @@ _ = interact(tiles, n=(1, 16))
 
 # %% [markdown]
 # > **One number to remember: $256^2$.** A tile has that many scores for each head, whatever $S$ is. The whole matrix has $S^2$.
-# > In float32 a tile has 256 KiB. It fits into a processor's cache, so it is also fast.
+# > In float32 a tile has 256 KiB. It fits into a processor's cache.
 #
 # ## Questions
 #

@@ -52,14 +52,16 @@ P = 4
 layers, H, G, D, ranks = 32, 32, 8, 128, 8
 C = 131_072 // ranks
 ring_bytes = layers * (ranks - 1) * 2 * G * C * D * 2
-flops = layers * 4 * H * D * C * ranks
+cache_bytes = layers * 2 * G * C * D * 2  # of a rank: its K and V, which it reads once for each token
 print(f"a rank sends {ring_bytes / 1e9:.1f} GB for one token: {ring_bytes / 50e9:.2f} s at 50 GB/s")
-print(f"its attention is {flops / 1e9:.0f} GFLOP: {flops / 1e15:.5f} s at 1000 TFLOP/s")
-assert ring_bytes / 50e9 > 1000 * flops / 1e15
+print(
+    f"its attention reads {cache_bytes / 1e9:.1f} GB of cache on each rank: {cache_bytes / 3.35e12:.4f} s at 3.35 TB/s of an H100"
+)
+assert ring_bytes / 50e9 > 400 * cache_bytes / 3.35e12
 
 # %% [markdown]
 # In the prefill, each [block](../docs/glossary.md#block) that arrives meets C queries, which is enough work to hide
-# the message (chapter 6). A new token is **one** query, which is nearly no work, so nothing hides the message.
+# the message (chapter 6). A new token is **one** query: its work is to read the cache once, and nothing hides the message.
 #
 # So let the keys stay and the query travel. The query need not even travel: each rank knows the new token, computes its
 # query by itself, and attends to the keys that it has. That gives one result a rank. **How do these become one
