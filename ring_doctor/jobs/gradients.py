@@ -16,7 +16,6 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from ring_doctor.asking.job import CannotExamine
 from ring_doctor.jobs.job import Job
@@ -72,17 +71,19 @@ def pairs_of(one: Job, many: Job) -> list[tuple[str, int, int]]:
 def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -> Gradients:
     """Compare the gradients of a step: before clipping (`kind` "before"), or those that the optimizer gets."""
     pairs, P = pairs_of(one, many), many.world_size
-    facts = {name: of for name, place, _ in pairs if (of := one.facts(kind, step, place))}
-    norm, count = math.hypot(*(norm for norm, _ in facts.values())), sum(n for _, n in facts.values())
-    floors = {name: SMALL * norm * math.sqrt(n / count) for name, (_, n) in facts.items()}
+    sizes: dict[str, tuple[float, int]] = {}  # of the right gradients: the norm, and how many numbers
     changes: dict[str, float] = {}
-    for name, place, _ in pairs if moved else []:
-        right, near = one.tensor(kind, step, place), moved and moved.tensor(kind, step, place)
-        if isinstance(right, Tensor) and isinstance(near, Tensor):
-            changes[name] = distance(near, right, floors[name])
+    for name, place, _ in pairs:
+        if (right := one.tensor(kind, step, place)) is not None:
+            sizes[name] = float(right.norm()), right.numel()
+            near = moved.tensor(kind, step, place) if moved else None
+            changes |= {name: float((near - right).norm())} if near is not None else {}
+    norm, count = math.hypot(*(norm for norm, _ in sizes.values())), sum(n for _, n in sizes.values())
+    floors = {name: SMALL * norm * math.sqrt(n / count) for name, (_, n) in sizes.items()}
+    changes = {name: x / max(sizes[name][0], floors[name], 1e-300) for name, x in changes.items()}
     usual = math.sqrt(sum(x * x for x in changes.values()) / len(changes)) if changes else 0.0
     usual = max(usual, eps_of(dtypes_of(one)[0]) * (1 if moved else TERMS))
-    found = Gradients({name: UNITS * max(usual, changes.get(name, 0.0)) for name in facts})
+    found = Gradients({name: UNITS * max(usual, changes.get(name, 0.0)) for name in sizes})
     for name, place, other in pairs:
         if (right := one.tensor(kind, step, place)) is None:
             continue

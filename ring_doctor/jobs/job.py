@@ -10,6 +10,7 @@ Before: watching.py. After: seen.py, what the ranks saw.
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -38,7 +39,8 @@ if theirs := importlib.machinery.PathFinder.find_spec("sitecustomize", others):
     run(theirs)
 """
 GRACE = 5.0  # seconds in which a launcher ends when its processes have ended
-TAIL = 12  # lines of a job that failed
+TAIL = 6  # lines of a job before its error
+ERROR = re.compile(r"(\[rank\d+\]: )?(\w+\.)*\w+(Error|Exception)\b")
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,6 @@ class Job:
                 break
         return None
 
-    def facts(self, kind: str, step: int, index: int) -> tuple[float, int] | None:
-        """(norm, how many numbers) of a gradient of rank 0, or None."""
-        found = self.tensor(kind, step, index)
-        return None if found is None else (float(found.norm()), found.numel())
-
 
 def run_job(
     command: str,
@@ -87,7 +84,7 @@ def run_job(
     (start := folder / "start").mkdir()
     (start / "sitecustomize.py").write_text(STARTER, encoding="utf-8")
     paths = [str(start), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"RING_DOCTOR_FOLDER": str(folder), "RING_DOCTOR_STEPS": str(steps), "RING_DOCTOR_PID": str(os.getpid())}
+    own = {"RING_DOCTOR_FOLDER": str(folder), "RING_DOCTOR_STEPS": str(steps)}
     own |= {"RING_DOCTOR_MOVE": move, "PYTHONPATH": os.pathsep.join(paths)}
     began, output = time.monotonic(), folder / "output"
     with output.open("wb") as file:
@@ -134,8 +131,10 @@ def _why(folder: Path, steps: int) -> str:
 
 
 def _tail(output: Path) -> str:
+    """The first error that the job printed, and the lines before it; without one, its last lines."""
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    return "".join(f"\n  | {line:.160}" for line in lines[-TAIL:])
+    failed = [n for n, line in enumerate(lines) if ERROR.match(line)] or [len(lines) - 1]
+    return "".join(f"\n  | {line:.160}" for line in lines[max(0, failed[0] - TAIL) : failed[0] + 1])
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:

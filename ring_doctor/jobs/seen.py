@@ -124,20 +124,25 @@ def _find(tokens: Tensor, text: list[Row], layout: str, cp: int) -> tuple[int, T
     return None
 
 
+def _counters(whole: Whole) -> tuple[Counter[int], Counter[int]]:
+    """How often each token stands in the trusted rows, and on all ranks of the other job."""
+    of_ranks = (row for rows in whole.ranks for row in rows)
+    wanted, asked = (Counter(t for row in rows for t in row.tokens.tolist()) for rows in (whole.text, of_ranks))
+    return wanted, asked
+
+
 def other_data(whole: Whole) -> str:
     """Why the data of the two jobs cannot be compared, or ""."""
-    if not whole.text or not whole.ranks[0] or whole.layout:
+    wanted, asked = _counters(whole)
+    if not wanted or not asked or whole.layout:
         return ""
-    asked = Counter(int(t) for rows in whole.ranks for row in rows for t in row.tokens.tolist())
-    wanted = Counter(int(t) for row in whole.text for t in row.tokens.tolist())
-    lengths = {len(row.tokens) for row in whole.text}
-    copies = next((d for d in divisors(len(whole.ranks)) if asked.total() >= d * wanted.total() > 0), 1)
-    extra = asked - Counter({token: copies * n for token, n in wanted.items()})
-    rows = {len(row.tokens) for rows in whole.ranks for row in rows}
-    if len(extra) > 1 or (extra and asked.total() <= wanted.total()):
+    n, lengths = len(whole.ranks), {len(row.tokens) for row in whole.text}
+    copies = max(d for d in (1, *divisors(n)) if d == 1 or asked.total() >= d * wanted.total())
+    extra = asked - Counter({token: copies * count for token, count in wanted.items()})
+    if len(extra) > 1 or (extra and asked.total() <= wanted.total()):  # more of one token is padding
         said = f"{extra.total()} of the {asked.total()} tokens of the second job are none of the first job's step"
         return f"{said}: other data, or another order of it; expected the same {wanted.total()} tokens, unshuffled"
-    if asked.total() < wanted.total() and rows <= lengths:
+    if asked.total() < wanted.total() and {len(row.tokens) for rows in whole.ranks for row in rows} <= lengths:
         return f"the step of the first job has {wanted.total()} tokens, that of the second {asked.total()}"
     return ""
 
@@ -146,12 +151,11 @@ def told(whole: Whole) -> list[tuple[str, str]]:
     """(name, what was seen) of each mistake that the whole numbers show."""
     found: list[tuple[str, str]] = []
     if not whole.layout:
-        asked = Counter(int(t) for rows in whole.ranks for row in rows for t in row.tokens.tolist())
-        wanted = Counter(int(t) for row in whole.text for t in row.tokens.tolist())
-        if whole.text and asked and (lost := wanted - asked):
-            said = f"{lost.total()} of {wanted.total()} tokens are on no rank"
-            return [("tokens_missing", said)]
-        return []
+        wanted, asked = _counters(whole)
+        lost = wanted - asked
+        return (
+            [("tokens_missing", f"{lost.total()} of {wanted.total()} tokens are on no rank")] if lost and asked else []
+        )
     wrong_labels: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []  # rank, labels, tokens, places, which are wrong
     wrong_positions: list[tuple[Tensor, Tensor]] = []  # positions, places
     for rank, (rows, at) in enumerate(zip(whole.ranks, whole.at, strict=True)):

@@ -48,7 +48,7 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
     ),
     "one weight of one rank": (
         [(SUM, f"{BEHIND}    one[0] *= -1 if rank == 1 else 1\n")],
-        "1 of 12 gradients are wrong, on rank 1 only (head.weight)",
+        "1 of 12 gradients are wrong on rank 1 only (head.weight)",
     ),
     "the norm of a rank's weights": (
         [(CLIP, "list(model.parameters())[rank::P], 0.5")],
