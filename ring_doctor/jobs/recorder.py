@@ -158,15 +158,15 @@ class Recorder:
     # At a step ----------------------------------------------------------------------------------------------------
 
     def clip(self, original: Any, parameters: Any, args: Any, kwargs: Any) -> Any:
-        """clip_grad_norm_: the gradients before it, and its norm."""
+        """Clipping: the gradients before it, and the norm that it returns or is given."""
         parameters = [parameters] if isinstance(parameters, self.torch.Tensor) else list(parameters)
         first = bool(self.passes and self.norm is None and parameters)
         if first:
             self.write_gradients(parameters, "before")
-        norm = original(parameters, *args, **kwargs)
+        out = original(parameters, *args, **kwargs)
         if first:
-            self.norm = float(whole(norm))
-        return norm
+            self.norm = float(whole(kwargs.get("total_norm", args[-1]) if out is None else out))
+        return out
 
     def step(self, optimizer: Any, *_: Any) -> None:
         """Before an optimizer's step: of several optimizers the first after a backward pass ends what is one step."""

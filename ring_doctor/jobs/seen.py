@@ -134,28 +134,27 @@ def _counters(whole: Whole) -> tuple[Counter[int], Counter[int]]:
 def other_data(whole: Whole) -> str:
     """Why the data of the two jobs cannot be compared, or ""."""
     wanted, asked = _counters(whole)
-    if not wanted or not asked or whole.layout:
-        return ""
-    n, lengths = len(whole.ranks), {len(row.tokens) for row in whole.text}
-    copies = max(d for d in (1, *divisors(n)) if d == 1 or asked.total() >= d * wanted.total())
+    found = {n for places in whole.at for n, _ in places}
+    rows, lengths = ({len(x.tokens) for x in of} for of in (whole.text, [x for of in whole.ranks for x in of]))
+    fewer = len(found) < len(whole.text) if whole.layout else lengths <= rows
+    if asked and asked.total() < wanted.total() and fewer:
+        return f"the step of the first job has {wanted.total()} tokens, that of the second {asked.total()}"
+    copies = max(1, asked.total() // max(wanted.total(), 1))
     extra = asked - Counter({token: copies * count for token, count in wanted.items()})
-    if len(extra) > 1 or (extra and asked.total() <= wanted.total()):  # more of one token is padding
+    if not whole.layout and wanted and (len(extra) > 1 or (extra and copies == 1)):  # more of one token is padding
         said = f"{extra.total()} of the {asked.total()} tokens of the second job are none of the first job's step"
         return f"{said}: other data, or another order of it; expected the same {wanted.total()} tokens, unshuffled"
-    if asked.total() < wanted.total() and {len(row.tokens) for rows in whole.ranks for row in rows} <= lengths:
-        return f"the step of the first job has {wanted.total()} tokens, that of the second {asked.total()}"
     return ""
 
 
 def told(whole: Whole) -> list[tuple[str, str]]:
     """(name, what was seen) of each mistake that the whole numbers show."""
     found: list[tuple[str, str]] = []
+    wanted, asked = _counters(whole)
+    if asked and (lost := wanted - asked):
+        return [("tokens_missing", f"{lost.total()} of {wanted.total()} tokens are on no rank")]
     if not whole.layout:
-        wanted, asked = _counters(whole)
-        lost = wanted - asked
-        return (
-            [("tokens_missing", f"{lost.total()} of {wanted.total()} tokens are on no rank")] if lost and asked else []
-        )
+        return []
     wrong_labels: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []  # rank, labels, tokens, places, which are wrong
     wrong_positions: list[tuple[Tensor, Tensor]] = []  # positions, places
     for rank, (rows, at) in enumerate(zip(whole.ranks, whole.at, strict=True)):

@@ -30,7 +30,6 @@ from ring_doctor.whole_models.model_mistakes import MISTAKES
 from ringlab.models.transformer import IGNORED
 
 COARSE, TOO_COARSE = 0.05, 0.5  # rounding that hides mistakes, and that hides most
-NEAR = 0.15  # a multiple of gradients that are wrong in another way too
 FEW = 4  # weights in a line
 
 
@@ -133,7 +132,7 @@ def _of_clipping(one: Job, many: Job, moved: Job | None, step: int) -> Verdict |
 
 def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Verdict:
     """The name of what is wrong with the gradients, or where they begin to be wrong."""
-    P, wrong = many.world_size, found.wrong
+    wrong = found.wrong
     if bad := [name for name in wrong if not math.isfinite(found.errors[name])]:
         return sick(f"the gradient of {bad[0]} is not finite: look for 0/0, and for a query that sees no key")
     if all(found.factors[name] for name in wrong):
@@ -147,15 +146,11 @@ def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Ve
     shard = min((len(row.tokens) for rows in whole.ranks for row in rows), default=0)
     if whole.cp > 1 and sent < 2 * shard:
         seen.append(("ring_not_called", "the forward pass sends no message with numbers of each token"))
-    near = sorted(found.times[name] for name in wrong)[len(wrong) // 2]
-    for factor, name in ((f, n) for d in divisors(P)[1:] for f, n in ((d, "times_p"), (1 / d, "over_p"))):
-        if seen and abs(near / factor - 1) < NEAR:
-            seen.append((f"gradients_{name}", f"the gradients are about × {near:.3g}"))
     where = _first_module(one, many, step, max(found.allowed.values()))
     if seen:
         return sick("; ".join(shown for _, shown in seen), *(name for name, _ in seen))
     ranks = ", ".join(map(str, sorted(found.wrong_ranks)))
-    only = f" on rank {ranks} only" if len(found.wrong_ranks) < P else ""
+    only = f" on rank {ranks} only" if len(found.wrong_ranks) < many.world_size else ""
     some = f"{len(wrong)} of {len(found.errors)} gradients are wrong{only} ({_some(wrong)})"
     return sick(f"{where or 'every module that was seen has the right output'}; {some}")
 

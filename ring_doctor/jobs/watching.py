@@ -48,7 +48,8 @@ def watch(torch: Any) -> None:
         around(torch.nn.functional, name, functools.partial(noted, seen, note))
     around(torch.autograd, "backward", lambda by, tensors, *args, **kw: seen.backward(by, tensors, args, kw))
     for home in (torch.nn.utils, torch.nn.utils.clip_grad):
-        around(home, "clip_grad_norm_", lambda by, weights, *args, **kw: seen.clip(by, weights, args, kw))
+        for name in ("clip_grad_norm_", "clip_grads_with_norm_"):
+            around(home, name, lambda by, weights, *args, **kw: seen.clip(by, weights, args, kw))
     if torch.distributed.is_available():
         for name in METHODS.split():
             around(torch._C._distributed_c10d.ProcessGroup, name, functools.partial(sent, seen, name))

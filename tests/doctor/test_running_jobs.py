@@ -19,6 +19,7 @@ COUNT = "    dist.all_reduce(count)\n"
 CALL = "wrapped(tokens, at)"
 RING = "scaled_dot_product_attention(q, k, v, layout=LAYOUT, **options)"
 CLIP = "model.parameters(), 0.5"
+GRADS, BY = "[x.grad for x in model.parameters()]", f"torch.nn.utils.clip_grads_with_norm_({CLIP}, norm)"
 WRAPPED = "wrapped = model\n"
 DDP = "wrapped = torch.nn.parallel.DistributedDataParallel(model)\n"
 BEHIND = f"{SUM}    one = model.head.weight.grad\n"
@@ -55,17 +56,18 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
         "clipped_per_rank; the norm for clipping is",
     ),
     "the norm of copies": (
-        [(f"clip_grad_norm_({CLIP})", "clip_grads_with_norm_(model.parameters(), 0.5, torch.tensor(9 * P**0.5))")],
-        "gradients_over_root_p",
+        [
+            (
+                f"torch.nn.utils.clip_grad_norm_({CLIP})",
+                f"norm = torch.nn.utils.get_total_norm({GRADS}) * P**0.5\n    {BY}",
+            )
+        ],
+        "gradients_over_root_p; the norm for clipping is",
     ),
     "keys in 16 bits": ([(RING, RING.replace(" k,", " k.bfloat16().to(k.dtype),"))], "with another output is layers.0"),
     "rotated once more": (
         [(RING, RING.replace("(q, k", "(rotary(q, AT), rotary(k, AT)")), (AT, f"{AT}    global AT\n    AT = at\n")],
         "with another output is layers.0",
-    ),
-    "two mistakes": (
-        [(SHARDS, "tokens.roll(-1, dims=1)\n"), (SUM, ""), (WRAPPED, DDP)],
-        "labels_per_shard and gradients_over_p",
     ),
 }
 HEALTHY = {
@@ -79,11 +81,11 @@ HEALTHY = {
 CANNOT = {
     "other weights": ([("manual_seed(3)", "manual_seed(4)")], "the jobs begin with other weights (embedding.weight)"),
     "other weights on a rank": (
-        [("    model = build()\n", "    model = build()\n    model.head.weight.data += rank\n")],
+        [("    model = build()\n", "    model = build()\n    model.head.weight.data *= 1 + rank\n")],
         "rank 1 of the second job begins with other weights than rank 0 (head.weight); seed them",
     ),
     "other data": ([("manual_seed(5)", "manual_seed(6)")], "tokens of the second job are none of the first job's"),
-    "half the batch": ([("B, S = 2, 24", "B, S = 1, 24")], "other data, or another order of it"),
+    "half the batch": ([("B, S = 2, 24", "B, S = 1, 24")], "first job has 48 tokens, that of the second 24"),
     "dropout": ([(CALL, f"F.dropout({CALL}, 0.1)")], "has a dropout of 0.1"),
     "a rank that fails": ([(SUM, f"    assert rank < 2, 'no'\n{SUM}")], "AssertionError: no"),
     "no optimizer": ([("optimizer.step()", "pass")], "no process had made step 1 of an optimizer of torch.optim"),
