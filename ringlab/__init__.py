@@ -1,6 +1,7 @@
 """Ring Attention, step by step: the names that most people come for. Each is loaded when it is first used.
 
 from ringlab import ring_flash_attention        the trainable ring
+from ringlab import ring_latent_attention       a ring of latents (MLA); choose_keys, for sparse attention (DSA)
 from ringlab import ring_linear_attention       linear attention in a ring of states; its ring_short_convolution
 from ringlab import positions, shard, unshard   which tokens a rank has
 from ringlab import join_ring                   this process as a rank, in a script that torchrun starts; share_gpus
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from ringlab.hugging_face.trainer import RingSFTTrainer, RingTrainer
     from ringlab.hugging_face.use import stop_ring, use_ring
     from ringlab.models.mesh import ContextParallel
+    from ringlab.ring.chosen_keys import choose_keys
     from ringlab.ring.flash_ring import ring_flash_attention, scaled_dot_product_attention
+    from ringlab.ring.latent_ring import ring_latent_attention
     from ringlab.ring.layouts import Layout, positions, shard, unshard
     from ringlab.states.short_convolution import ring_short_convolution
     from ringlab.states.state_ring import ring_linear_attention
@@ -36,12 +39,14 @@ __all__ = [
     "RingSFTTrainer",
     "RingTrainer",
     "backward",
+    "choose_keys",
     "extra_loss",
     "join_ring",
     "loss_part",
     "positions",
     "ring_attention",
     "ring_flash_attention",
+    "ring_latent_attention",
     "ring_linear_attention",
     "ring_short_convolution",
     "scaled_dot_product_attention",
@@ -59,12 +64,14 @@ _HOMES = {  # of each name, and the package that it needs
     "RingSFTTrainer": ("ringlab.hugging_face.trainer", "trl"),
     "RingTrainer": ("ringlab.hugging_face.trainer", "accelerate"),
     "backward": ("ringlab.hugging_face.batch", "transformers"),
+    "choose_keys": ("ringlab.ring.chosen_keys", "torch"),
     "extra_loss": ("ringlab.hugging_face.forward", "transformers"),
     "join_ring": ("ringlab.support.processes", "torch"),
     "loss_part": ("ringlab.hugging_face.batch", "transformers"),
     "positions": ("ringlab.ring.layouts", "torch"),
     "ring_attention": ("ring_attn", "torch"),
     "ring_flash_attention": ("ringlab.ring.flash_ring", "torch"),
+    "ring_latent_attention": ("ringlab.ring.latent_ring", "torch"),
     "ring_linear_attention": ("ringlab.states.state_ring", "torch"),
     "ring_short_convolution": ("ringlab.states.short_convolution", "torch"),
     "scaled_dot_product_attention": ("ringlab.ring.flash_ring", "torch"),

@@ -34,14 +34,14 @@ ORDER = (  # the reading order: a file imports from its own row and from the row
 )
 TOOLS = {"ring_planner", "ring_doctor"}  # they stand beside each other
 CODE = {  # lines of code: what is in it, and how many there are. A tenth more is allowed: nobody packs a line for it
-    "the ring": ("worked_example.py ring_attn.py trainable_ring.py ringlab/basics ringlab/ring", 2260),
+    "the ring": ("worked_example.py ring_attn.py trainable_ring.py ringlab/basics ringlab/ring", 2470),
     "the package": ("ringlab/support ringlab/ways ringlab/states ringlab/models ringlab/hugging_face", 4521),
-    "the tools": ("ring_doctor ring_planner", 7377),
+    "the tools": ("ring_doctor ring_planner", 7450),
     "the tests": ("tests", 19225),
     "the pages": ("notebooks figures bench examples book", 12588),
 }
 LONGEST = 320  # lines of a file of the package
-README, FILES, TOP = 110, 520, 20  # lines; files in git; names at the top level but those that begin with a dot
+README, FILES, TOP = 110, 525, 20  # lines; files in git; names at the top level but those that begin with a dot
 LOADED = 1325  # lines of this project that `import ring_attn` loads
 OURS = {home.partition(".")[0] for row in ORDER for home in row}
 CORE = {"torch", "numpy", *OURS, *sys.stdlib_module_names}

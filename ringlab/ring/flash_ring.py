@@ -30,15 +30,16 @@ Source: Liu et al. 2024, algorithm 1 and appendix A; Brandon et al. 2023, sectio
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringlab.basics.chunks import as_autocast
+from ringlab.basics.chunks import as_autocast, left_as_it_is
 from ringlab.basics.naive_attention import accumulation_dtype
 from ringlab.ring.backward import differentiable_once
+from ringlab.ring.chosen_keys import facts_of_chosen, with_chosen
 from ringlab.ring.fused_block import fused_backward, fused_forward
 from ringlab.ring.gpu_kernels import in_one_order, without_cudnn
 from ringlab.ring.layouts import Layout
@@ -48,24 +49,6 @@ from ringlab.support.agreement import agree, one_pass
 from ringlab.support.timeline import span
 
 MANY_HEADS = 128  # no model has more
-Options = ParamSpec("Options")
-Result = TypeVar("Result")
-
-
-def left_as_it_is(attention: Callable[Options, Result]) -> Callable[Options, Result]:
-    """torch.compile ends its graph before the attention, runs it as it is, and begins another graph behind it.
-
-    What is in there are fused kernels, and messages at the right time: nothing for a compiler. fullgraph=True raises.
-    """
-
-    @wraps(attention)
-    def call(*args: Options.args, **options: Options.kwargs) -> Result:
-        if torch.compiler.is_compiling():  # asked first: else every rank would import the compiler, for a second
-            torch._dynamo.graph_break(msg="attention over ranks is not compiled; expected fullgraph=False")
-            return torch.compiler.disable(attention)(*args, **options)
-        return attention(*args, **options)
-
-    return call
 
 
 @left_as_it_is
@@ -79,6 +62,7 @@ def ring_flash_attention(
     documents: Sequence[int] | Tensor | None = None,
     window: int | None = None,
     global_tokens: int = 0,
+    chosen: Tensor | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
@@ -95,6 +79,8 @@ def ring_flash_attention(
     With `window` and `causal` a query sees that many keys at most: its own token and those just before it. Besides, it
     sees the first `global_tokens` tokens of its document. Without a mask a rank may have another number of queries, q
     (B, H, Cq, D): cross-attention.
+    With `chosen` (B, C, n), from `ringlab.choose_keys`, a query sees only the keys at these positions of the sequence,
+    in all heads; -1 stands for none. The mask must show it all of them, and the schedule is the ring.
     `sinks` (H,) are learned attention sinks: for each query head one more logit in every softmax, without a value. They
     must be the same on every rank. Each rank gets its part of their gradient: the sum over the ranks is the whole, as
     of every other weight. Their dtype may be another than q's.
@@ -113,7 +99,9 @@ def ring_flash_attention(
     q, k, v = as_autocast(q, k, v)
     mask = {"causal": causal, "documents": documents, "window": window, "global_tokens": global_tokens}
     options: dict[str, Any] = {"sinks": sinks, "softcap": softcap, "layout": layout, "schedule": schedule, **mask}
-    agreed = agree_on_schedule(q, k, v, scale, group, name="ring_flash_attention", **options)
+    name = "ring_flash_attention"
+    same = partial(facts_of_chosen, chosen, q, schedule)
+    agreed = with_chosen(agree_on_schedule(q, k, v, scale, group, name, same=same, **options), chosen, name)
     if q.shape[1] > max(MANY_HEADS, 8 * q.shape[2]):
         given = f"q has shape {tuple(q.shape)}, taken for (B, H, S, D): {q.shape[1]} heads of {q.shape[2]} tokens"
         warnings.warn(f"{given}. Is it (B, S, H, D)? Then give x.transpose(1, 2)", stacklevel=3)
@@ -193,15 +181,13 @@ def flash_forward(
                 if state is not None:  # the first block's out has q's dtype: with one block nothing is summed
                     state = state[0].to(accumulation_dtype(q.dtype)), state[1]
                 block = *queries_of(piece, q), *keys_of(piece, k_j, v_j)
-                out_j, lse_j = fused_forward(
-                    *reversed_rows(piece, *block), scale=schedule.scale, softcap=schedule.softcap, causal=piece.triangle
-                )
+                out_j, lse_j = fused_forward(*reversed_rows(piece, *block), **options_of(piece, schedule))
                 if state is None and lse_j.shape == q.shape[:3]:  # a piece with all queries needs no merge
                     state = reversed_rows(piece, out_j, lse_j)
                     continue
-                state = state or nothing_seen(q, v)
+                state = state or nothing_seen(q, v_j)
                 merge_into(*queries_of(piece, *state), *reversed_rows(piece, out_j, lse_j))
-    out, lse = state or nothing_seen(q, v)
+    out, lse = state or nothing_seen(q, v_j)
     return out.to(q.dtype), lse
 
 
@@ -224,6 +210,12 @@ def queries_of(piece: BlockSlice, *tensors: Tensor) -> list[Tensor]:
 def keys_of(piece: BlockSlice, *tensors: Tensor) -> list[Tensor]:
     """The piece's K/V heads and keys of tensors (B, G, C_j, D)."""
     return [x[:, piece.kv_heads, piece.keys] for x in tensors]
+
+
+def options_of(piece: BlockSlice, schedule: Schedule) -> dict[str, Any]:
+    """What `fused_forward` and `fused_backward` are told of a piece."""
+    mask = {"causal": piece.triangle, "hidden": piece.hidden}
+    return {"scale": schedule.scale, "softcap": schedule.softcap, **mask}
 
 
 def reversed_rows(piece: BlockSlice, *tensors: Tensor) -> Sequence[Tensor]:
@@ -291,9 +283,7 @@ def piece_backward(
     """What a piece adds to dq (B, H, Cq, D) of its queries, and to dk and dv (B, G, Ck, ...) of its keys."""
     rows, *of_rows = queries_of(piece, q, out, lse, d_out)
     block = reversed_rows(piece, rows, *keys_of(piece, k_j, v_j), *of_rows)
-    return reversed_rows(
-        piece, *fused_backward(*block, scale=schedule.scale, softcap=schedule.softcap, causal=piece.triangle)
-    )
+    return reversed_rows(piece, *fused_backward(*block, **options_of(piece, schedule)))
 
 
 def sinks_backward(sinks: Tensor, out: Tensor, lse: Tensor, d_out: Tensor) -> Tensor:

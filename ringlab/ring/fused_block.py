@@ -44,7 +44,7 @@ from torch import Tensor
 
 from ringlab.basics.blockwise_attention import TILE, attend_tile, blockwise_attention
 from ringlab.basics.naive_attention import TOKENS
-from ringlab.basics.online_softmax import State, merge, update
+from ringlab.basics.online_softmax import State, finish, merge, start, update
 from ringlab.ring.backward import block_backward, tile_backward
 from ringlab.ring.gpu_kernels import gpu_backward, gpu_forward, gpu_kernel, repeated, summed
 
@@ -70,31 +70,42 @@ def choose_kernel(
 
 
 def fused_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None = None, causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    causal: bool = False,
+    hidden: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One block: q (B, H, Sq, D), k (B, G, Sk, D), v (B, G, Sk, Dv) -> out (B, H, Sq, Dv) and lse (B, H, Sq).
 
     out has q's dtype. `causal` hides key j from query i when j > i, and needs Sq = Sk. A row that sees no key gives
-    out = 0, lse = -inf. The input must have passed `chunks.check_grouped_chunks`. Dao et al. 2022, algorithm 2.
+    out = 0, lse = -inf. `hidden` (B, 1, Sq, Sk), of one tile, is True where a query did not choose a key: no fused
+    kernel knows it. The input must have passed `chunks.check_grouped_chunks`. Dao et al. 2022, algorithm 2.
     """
     D_v = v.shape[-1]
     q, k, v = _dense_rows(q, k, v)
-    kernel, _ = choose_kernel(q, k, scale, softcap, causal)
+    kernel = "plain" if hidden is not None else choose_kernel(q, k, scale, softcap, causal)[0]
     if kernel == "cpu flash":
         out, lse = _cpu_forward(q, k, v, scale, causal)
     elif kernel == "plain":
-        out, lse = _plain_forward(q, k, v, scale, softcap, causal)
+        out, lse = _plain_forward(q, k, v, scale, softcap, causal, hidden)
     else:
         out, lse = gpu_forward(kernel, q, k, v, scale, causal)
     return out[..., :D_v], lse
 
 
 def _plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, causal: bool, hidden: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     k, v = (repeated(x, q) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):  # autocast would compute the scores in 16 bits
         tile = attend_tile if softcap is None else partial(capped_attend, softcap=softcap)
+        if hidden is not None:
+            out, lse = finish(tile(start(q), q, k, v, scale=scale, future=hidden))
+            return out.to(q.dtype), lse
         return blockwise_attention(q, k, v, block_size=TILE, causal=causal, scale=scale, tile=tile)
 
 
@@ -128,6 +139,7 @@ def fused_backward(
     scale: float,
     softcap: float | None = None,
     causal: bool = False,
+    hidden: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What one block adds to dq, dk and dv, shaped as q, k and v. out and lse are those of the *whole* rows.
 
@@ -136,7 +148,7 @@ def fused_backward(
     """
     D, D_v, G = q.shape[-1], v.shape[-1], k.shape[1]
     q, k, v, out, d_out = _dense_rows(q, k, v, out, d_out)
-    kernel, _ = choose_kernel(q, k, scale, softcap, causal)
+    kernel = "plain" if hidden is not None else choose_kernel(q, k, scale, softcap, causal)[0]
     lse = lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=math.inf)  # a row that saw no key: e^(score - inf) is 0
     if kernel == "cpu flash":
         d_q, d_k, d_v = _cpu_backward(q, k, v, out, lse, d_out, scale=scale, causal=causal)
@@ -145,7 +157,10 @@ def fused_backward(
         delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)  # (B, H, Sq)
         with torch.autocast(q.device.type, enabled=False):
             tile = tile_backward if softcap is None else partial(capped_backward, softcap=softcap)
-            d_q, d_k, d_v = block_backward(q, k, v, d_out, lse, delta, scale, causal=causal, tile=tile)
+            if hidden is None:
+                d_q, d_k, d_v = block_backward(q, k, v, d_out, lse, delta, scale, causal=causal, tile=tile)
+            else:
+                d_q, d_k, d_v = tile(q, k, v, d_out, lse, delta, scale, hidden)
         d_k, d_v = summed(d_k, d_v, kv_heads=G)
     else:
         d_q, d_k, d_v = gpu_backward(kernel, q, k, v, out, lse, d_out, scale, causal)

@@ -46,7 +46,8 @@ def post(
 ) -> list[Work]:
     """Begin to send tensors to the next rank, and to fill others from the previous rank. Return at once.
 
-    With another `distance` they go to the rank so many on, and come from the rank so many back.
+    With another `distance` they go to the rank so many on, and come from the rank so many back. An empty tensor
+    needs no message.
 
     No rank waits here, so the ranks need no order of sending. The tensors must be contiguous. Wait for every returned
     work before you write into what is `sent` or read what is `received`.
@@ -56,8 +57,8 @@ def post(
     """
     rank, world_size = members(group)
     to, source = (rank + distance) % world_size, (rank - distance) % world_size
-    sends = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent]
-    receives = [dist.P2POp(dist.irecv, x, group=group, group_peer=source) for x in received]
+    sends = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent if x.numel()]
+    receives = [dist.P2POp(dist.irecv, x, group=group, group_peer=source) for x in received if x.numel()]
     return dist.batch_isend_irecv(receives + sends)
 
 

@@ -62,6 +62,7 @@ class BlockSlice:
     upper: bool = False  # the triangle is the upper one: query i sees keys i ... (for windows)
     heads: slice = field(default_factory=lambda: slice(None))  # of the queries; other ways take some at a time
     kv_heads: slice = field(default_factory=lambda: slice(None))  # of the block
+    hidden: Tensor | None = None  # (B, 1, queries, keys), True where a query did not choose a key
 
 
 def cut(first: Tensor, end: Tensor) -> Iterator[BlockSlice]:

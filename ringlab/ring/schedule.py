@@ -191,12 +191,21 @@ class TravellingSums:
 
 
 def agree_on_schedule(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, group: Group, name: str, check: Check = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    group: Group,
+    name: str,
+    check: Check = None,
+    same: Callable[[], dict[str, Any]] = dict,
+    **options: Any,
 ) -> Schedule:
     """The schedule of this call; or the same ValueError on every rank before a block travels.
 
     q (B, H, C, D), k (B, G, C, D) and v (B, G, C, Dv) are this rank's chunks. `options` are those of the function of
-    this name. `check` raises ValueError for input that it does not take. On a mesh, ranks count host by host.
+    this name. `check` raises ValueError for input that it does not take. What `same` returns must be the same on all
+    ranks too. On a mesh, ranks count host by host.
     """
     given: list[Any] = [options.get(option) for option in ("layout", "schedule", "sinks", "softcap")]
     layout, schedule, sinks, softcap = given
@@ -227,6 +236,7 @@ def agree_on_schedule(
             "softcap": softcap * 1.0 if isinstance(softcap, int) else softcap,
             "autocast": under_autocast(q),
             "gradients": needs_gradients(q, k, v, *([] if sinks is None else [sinks])),
+            **same(),
         }
 
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, function=name, settings=settings)

@@ -25,7 +25,7 @@ from ringlab.basics.chunks import check_grouped_chunks
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.basics.ranks import scatter
-from ringlab.ring import backward, flash_ring, grouped_query, overlap
+from ringlab.ring import backward, flash_ring, grouped_query, latent_ring, overlap
 from ringlab.ring.layouts import shard, unshard
 from ringlab.support.agreement import members
 from tests.attention import assert_right, expected, gradients, grouped_inputs, random_qkv
@@ -100,8 +100,9 @@ def test_every_ring_and_parameter_is_here():
             )
             if function.__module__ == module.__name__ and name[0] != "_" and a_ring:
                 rings.add(function)
-    assert rings == set(RINGS.values())
-    assert {parameter for _, parameter in OPTIONS} == {*MOVED, *REFUSED}
+    elsewhere = {latent_ring.ring_latent_attention}  # and chosen keys: tests/ring/test_latent_ring.py
+    assert rings == {*RINGS.values(), *elsewhere}
+    assert {parameter for _, parameter in OPTIONS} == {*MOVED, *REFUSED, "chosen"}
 
 
 def inputs_of(name):
