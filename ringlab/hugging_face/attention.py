@@ -30,7 +30,7 @@ from ringlab.support.extras import extra
 
 with extra("hf", __name__):
     from ringlab.hugging_face.batch import refuse
-    from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, window_of
+    from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, PlainCausal, window_of
     from ringlab.hugging_face.seam import Mixers, spread
 
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
@@ -70,6 +70,7 @@ class LayerAttention:
         `attention_mask` is from `asked_mask`. What a layer passes is the same on every rank, so each rank refuses it
         before anything is sent.
         """
+        attention_mask = None if isinstance(attention_mask, PlainCausal) else attention_mask
         name, both_ways = type(module).__name__, isinstance(attention_mask, BothWays)
         named = ("scaling", "is_causal", "documents", "s_aux", "softcap")
         scale, causal, documents, sinks, softcap = (passed.pop(option, None) for option in named)
@@ -83,6 +84,10 @@ class LayerAttention:
         dropout = passed.pop("dropout", 0.0)
         none = "0 in training: set attention_dropout (GPT-2: attn_pdrop) to 0 in the config. Dropout elsewhere is fine"
         expect(not dropout or self.stand_in, f"dropout is {dropout} in {name}", none)  # the proof in training has none
+        chosen, index = passed.pop("indices", None), getattr(module, "indexer", None)
+        expect(
+            index is None or chosen is not None, f"{name} has a {type(index).__name__}, and passes no indices", "them"
+        )
         refuse(passed, UNDERSTOOD)
         self.calls += int(documents == self.documents)
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
@@ -91,7 +96,7 @@ class LayerAttention:
             documents = attention_mask.documents(documents or (query.shape[2] * self.world_size,))
         seen: dict[str, Any] = {"causal": not both_ways, "window": window, "documents": documents}
         seen |= {"scale": scale, "sinks": sinks, "softcap": softcap, "layout": self.layout, "group": self.group}
-        seen |= {"schedule": self.way}
+        seen |= {"schedule": self.way, "chosen": None if chosen is None else chosen.long()}
         out = (self.stand_in or ring_flash_attention)(query, key, value, **seen)
         return out.transpose(1, 2).contiguous(), None
 
@@ -151,7 +156,16 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         scores = softcap * torch.tanh(scores / softcap)
     keys = torch.arange(q.shape[2])
     seen = Mask(options["causal"], options["documents"], options["window"]).dense(keys, len(keys))
+    if options.get("chosen") is not None:
+        seen = seen & picked(options["chosen"].cpu(), len(keys))[:, None]
     scores = scores.masked_fill(~seen.to(q.device), -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], dim=3)
     return scores.softmax(dim=3)[..., : len(keys)] @ v
+
+
+def picked(chosen: Tensor, keys: int) -> Tensor:
+    """Whether a query chose each of so many keys: (B, C, keys), of chosen (B, C, n). -1 stands for none."""
+    places = chosen.long().masked_fill(chosen < 0, keys)
+    shape = (*places.shape[:2], keys + 1)
+    return torch.zeros(shape, dtype=torch.bool, device=chosen.device).scatter_(2, places, True)[..., :keys]

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringlab.models.transformer import IGNORED
 from ringlab.ring.documents import document_positions
 from ringlab.ring.layouts import positions
+from ringlab.ring.schedule import Ring
 from ringlab.states.state_ring import check_layout_of_states
 from ringlab.support.agreement import agree, agree_same
 from ringlab.support.extras import extra
@@ -40,7 +41,7 @@ with extra("hf", __name__):
 from ringlab.hugging_face.attention import UNDERSTOOD, LayerAttention
 from ringlab.hugging_face.batch import checksum_of_weights, loss_part, refuse, shape_of
 from ringlab.hugging_face.proof import prove
-from ringlab.hugging_face.seam import is_spread, linear_layers
+from ringlab.hugging_face.seam import indexers, is_spread, linear_layers, mixing_layers
 from ringlab.hugging_face.states import in_ring
 from ringlab.support.expect import attempt, expect
 
@@ -69,9 +70,11 @@ def check_kind(model: PreTrainedModel) -> None:
         state = "keeps a state over tokens and takes no position_ids; expected a model with layers of attention too"
         none = "takes no position_ids; expected it to: a shard's are not 0, 1, 2, ..."
         raise ValueError(f"{name} {state if model._is_stateful else none}")
-    for kind in (type(part).__name__ for part in model.modules()):
-        if "Indexer" in kind:
-            why = "picks keys from all tokens; expected none: a rank has the keys of its shard only"
+    for part in model.modules():
+        if "Indexer" in (kind := type(part).__name__) and part not in indexers(model):
+            why = (
+                "chooses keys by a rule of its own; expected one that asks its cache for index keys, by update_indexer"
+            )
             raise ValueError(f"{name} has a {kind}, which {why}")
     if drops := getattr(config, "layerdrop", None):
         why = "expected 0: the ranks would leave out different layers"
@@ -104,7 +107,7 @@ class ModelInRing(LayerAttention):
     def prove(self, model: PreTrainedModel) -> None:
         """Prove `model`, and put it in the ring. Raises ValueError on every rank, also where their weights differ."""
         kept, self.proving = (self.documents, self.longest), True
-        known, linear = modules_of(model.base_model), linear_layers(model)
+        known, linear = modules_of(model.base_model), mixing_layers(model)
         model.set_attn_implementation(self.own)
         self.compute_by(None, None, linear)
         try:
@@ -124,6 +127,9 @@ class ModelInRing(LayerAttention):
             check_layout_of_states(str(self.layout))
             has = f"{type(model).__name__} has linear layers"
             expect(not isinstance(self.group, DeviceMesh), has, "no mesh: their states go round a ring")
+        if indexers(model):
+            has = f"{type(model).__name__} has an indexer, and the way is {self.way.__name__}"
+            expect(self.way is Ring, has, "way=Ring: other ways know no chosen keys")
         with torch.autocast(model.device.type, enabled=False):  # a step may run under it when a module is new
             prove(model, self, self.name)
         its_loss, base = model.loss_function, type(model.base_model).__name__

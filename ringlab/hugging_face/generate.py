@@ -56,7 +56,7 @@ from ringlab.hugging_face.batch import checksum, checksum_of_weights
 from ringlab.hugging_face.forward import check_kind
 from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, asked_mask
 from ringlab.hugging_face.proof import prove
-from ringlab.hugging_face.seam import give, linear_layers, other_methods, registered, take
+from ringlab.hugging_face.seam import give, indexers, linear_layers, other_methods, registered, take
 from ringlab.hugging_face.use import BY_LENGTH, unwrapped
 from ringlab.models.mesh import MeshOrGroup, placed
 from ringlab.support.expect import expect
@@ -199,6 +199,8 @@ def spread_generation(
     if any(kind in rope for kind in BY_LENGTH):
         raise ValueError(f"{name} chooses its frequencies by the longest position; expected frequencies that stay")
     check_kind(model)
+    if indexers(model):
+        raise ValueError(f"{name} has an indexer; expected none: its keys are not in a spread cache")
     if linear_layers(model):
         raise ValueError(f"{name} has linear layers; expected attention in every layer: states are not spread")
     where = placed(mesh_or_group, layout)

@@ -61,11 +61,27 @@ class ChunkedAttention:
 
 
 @dataclass(frozen=True)
+class PlainCausal:
+    """Plain causal, for layers that take rows of their mask for an indexer, with the documents of this forward pass."""
+
+    documents: tuple[int, ...] | None
+
+    def __getitem__(self, rows: Any) -> "PlainCausal":
+        return self
+
+
+def mask_with_rows(attention: Any, **asked: Any) -> "Asked":
+    """`asked_mask` for a model with indexers, in the forward pass of a LayerAttention."""
+    mask = asked_mask(**asked)
+    return PlainCausal(attention.documents) if mask is None else mask
+
+
+@dataclass(frozen=True)
 class BothWays:
     """Every token sees every other token of its document: an encoder."""
 
 
-Asked = int | ChunkedAttention | BothWays | str | None  # a window, ..., a rule in words, plain causal
+Asked = int | ChunkedAttention | BothWays | PlainCausal | str | None  # a window, ..., a rule in words, plain causal
 
 
 def asked_mask(

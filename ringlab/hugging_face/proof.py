@@ -41,7 +41,8 @@ with extra("hf", __name__):
     from transformers import PreTrainedModel
 
 from ringlab.hugging_face.attention import LayerAttention, full_attention, own_token
-from ringlab.hugging_face.seam import as_it_was, linear_layers, watched
+from ringlab.hugging_face.indexers import check_indexers
+from ringlab.hugging_face.seam import as_it_was, mixing_layers, watched
 from ringlab.hugging_face.states import ALONE, cut
 from ringlab.support.expect import expect
 
@@ -55,10 +56,11 @@ def prove(model: PreTrainedModel, attention: LayerAttention, name: str) -> None:
     The model's weights, mode and attention stay as they are. Raises ValueError with the reason if it cannot be cut.
     """
     ids = torch.randint(*ids_of(model), (S, S), generator=torch.Generator().manual_seed(0)).to(model.device)
-    linear = linear_layers(model)
+    linear = mixing_layers(model)
     with as_it_was(model) as checkpointed, without_zeros(model):
         try:
             model.eval()
+            check_indexers(model, lambda: rows_of(model, ids[:1]))
             right = of_each_call(model, linear, ids[:1])
             model.set_attn_implementation(name)
             told: list[Any] = []
@@ -178,9 +180,14 @@ def of_each_call(model: PreTrainedModel, linear: list[nn.Module], ids: Tensor) -
     with ExitStack() as stack:
         stack.enter_context(watched(watch))
         for layer in linear:
-            stack.callback(layer.register_forward_hook(lambda *call: outs.append(call[2])).remove)
+            stack.callback(layer.register_forward_hook(lambda *call: outs.append(of_floats(call[2]))).remove)
         rows_of(model, ids)
     return outs
+
+
+def of_floats(x: Tensor) -> Tensor:
+    """x, or 0 in the place of positions: `check_indexers` compares these."""
+    return x if x.is_floating_point() else torch.zeros(1)
 
 
 @torch.no_grad()

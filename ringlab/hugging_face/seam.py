@@ -4,7 +4,9 @@
     watched         every attention that a layer asks for, while it is open                  goes through a function
     own_config      a model reads its attention from its config                              which no other model shares
     give, take      a name in an object, before that of its class                            until it is taken away
+    meanwhile       an attribute of an object                                                has another value
     spread          a forward pass of a linear layer, of the same code                       in which names mean ours
+                    and of an indexer                                                        which asks all ranks
     other_methods   while it is open, methods looked up in the class of a model              are ours
     as_it_was       modes, checkpointing, buffers and attention of a model                   are put back at the end
     stop_ring       attention, loss and hooks of a model in a ring                           are its own again
@@ -36,6 +38,7 @@ with extra("hf", __name__):
 CONVOLUTION, RULE, KDA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 SCAN, ALL_IN_ONE = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
 MIXERS = (CONVOLUTION, RULE, KDA, SCAN, ALL_IN_ONE)
+INDEXER = "update_indexer"  # of its cache: with this an indexer asks for the keys of other tokens
 Mixers = dict[str, Callable[..., Any]]  # what these names mean
 
 
@@ -82,6 +85,17 @@ def take(thing: Any, *names: str) -> None:
         vars(thing).pop(name, None)
 
 
+@contextmanager
+def meanwhile(thing: Any, **values: Any) -> Iterator[None]:
+    """While this is open, these names of `thing` mean these values."""
+    before = {name: vars(thing)[name] for name in values}
+    give(thing, **values)
+    try:
+        yield
+    finally:
+        give(thing, **before)
+
+
 def own_forward(part: nn.Module) -> Any:
     """The forward pass of its class, without decorators."""
     return inspect.unwrap(type(part).forward)
@@ -93,20 +107,35 @@ def linear_layers(model: nn.Module) -> list[nn.Module]:
     return [part for part, code in codes if code and {*MIXERS} & {*code.co_names}]
 
 
+def indexers(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model whose forward pass asks a cache for index keys."""
+    codes = [(part, getattr(own_forward(part), "__code__", None)) for part in model.modules()]
+    return [part for part, code in codes if code and INDEXER in code.co_names]
+
+
+def mixing_layers(model: nn.Module) -> list[nn.Module]:
+    """What `spread` takes: linear layers and indexers."""
+    return linear_layers(model) + indexers(model)
+
+
 def is_spread(model: nn.Module) -> bool:
-    """Whether the names mean other functions in every linear layer: a layer that was replaced has its own again."""
-    return all("forward" in vars(layer) for layer in linear_layers(model))
+    """Whether the names mean other functions in each of these layers: one that was replaced has its own again."""
+    return all("forward" in vars(layer) for layer in mixing_layers(model))
 
 
 def spread(layers: list[nn.Module], mixers: Mixers | None) -> None:
     """Let the names mean these functions in linear layers; with None, those of transformers again.
 
-    A layer gets the forward pass of its class with other globals: its file and other models keep theirs.
+    A layer gets the forward pass of its class with other globals: its file and other models keep theirs. An indexer
+    gets a function of itself and its arguments in place of its forward pass.
     """
     for layer in layers:
         take(layer, "forward")
         if mixers is not None:
             own = own_forward(layer)
+            if INDEXER in own.__code__.co_names:
+                give(layer, forward=MethodType(mixers[INDEXER], layer))
+                continue
             names = {**own.__globals__, **mixers}
             forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
             forward.__kwdefaults__ = own.__kwdefaults__
@@ -151,7 +180,7 @@ def stop_ring(model: PreTrainedModel) -> None:
     ring, implementation, model.loss_function = model.ring
     del model.ring
     model.set_attn_implementation(implementation)
-    spread(linear_layers(model), None)
+    spread(mixing_layers(model), None)
     for part in outer.modules():
         for hooks in (part._forward_pre_hooks, part._forward_hooks):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is ring]:

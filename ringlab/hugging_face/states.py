@@ -34,8 +34,9 @@ from ringlab.support.extras import extra
 with extra("hf", __name__):
     from transformers.activations import ACT2FN
 
+from ringlab.hugging_face import indexers
 from ringlab.hugging_face.attention import LayerAttention, own_token
-from ringlab.hugging_face.seam import ALL_IN_ONE, CONVOLUTION, KDA, RULE, SCAN, Mixers
+from ringlab.hugging_face.seam import ALL_IN_ONE, CONVOLUTION, INDEXER, KDA, RULE, SCAN, Mixers
 
 LinearOf = Callable[[Any], Linear]  # how the tokens of packed documents mix; None: of one document
 
@@ -74,16 +75,18 @@ def scan(linear_of: LinearOf, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Te
 def in_ring(attention: LayerAttention) -> Mixers:
     """These functions over the ranks of a ring."""
     layout, group = attention.layout, attention.group
-    return mixers(lambda documents: ring_of_states(documents=documents, layout=layout, group=group))
+    linear_of = partial(ring_of_states, layout=layout, group=group)
+    return mixers(lambda documents: linear_of(documents=documents), partial(indexers.in_ring, attention))
 
 
-def mixers(linear_of: LinearOf) -> Mixers:
-    """What the names mean, when the tokens of these documents mix by `linear_of`(documents)."""
+def mixers(linear_of: LinearOf, index: Callable[..., Tensor]) -> Mixers:
+    """What the names mean, when tokens of these documents mix by `linear_of`(documents), and indexers by `index`."""
     return {
         CONVOLUTION: partial(convolution, linear_of),
         RULE: partial(rule, linear_of),
         KDA: partial(rule, linear_of),
         SCAN: partial(scan, linear_of),
+        INDEXER: index,
         ALL_IN_ONE: lambda *inputs, **options: None,  # "there is no such kernel": else it would stay in its shard
     }
 
@@ -109,7 +112,7 @@ def cut(told: list[Any]) -> Mixers:
         told.append(documents)
         return Linear(convolution_cut, attention_cut)
 
-    return mixers(linear_of)
+    return mixers(linear_of, indexers.cut)
 
 
-ALONE = mixers(lambda documents: transformer.ALONE)  # on one process
+ALONE = mixers(lambda documents: transformer.ALONE, indexers.alone)  # on one process

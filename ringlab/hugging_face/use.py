@@ -21,6 +21,7 @@ Before: forward.py, what is checked in each pass. After: trainer.py, Trainer in 
 Source: transformers 5.23, AttentionInterface and AttentionMaskInterface; Liu et al. 2024, algorithm 1.
 """
 
+from functools import partial
 from typing import Any
 
 from ringlab.ring.schedule import Ring
@@ -30,8 +31,8 @@ with extra("hf", __name__):
     from transformers import PreTrainedModel
 
 from ringlab.hugging_face.forward import ModelInRing
-from ringlab.hugging_face.masks import asked_mask
-from ringlab.hugging_face.seam import own_config, registered, stop_ring
+from ringlab.hugging_face.masks import asked_mask, mask_with_rows
+from ringlab.hugging_face.seam import indexers, own_config, registered, stop_ring
 from ringlab.models.mesh import AnyLayout, MeshOrGroup, Way, placed
 
 WEIGHTS_ONLY = "an adapter of weights alone, such as LoRA"
@@ -61,7 +62,7 @@ def use_ring(
     ring = ModelInRing(where.layout, where.mesh_or_group, world_size, rank, where.way)
     ring.own = model.config._attn_implementation
     own_config(model)
-    ring.name = registered(ring.attend, asked_mask)
+    ring.name = registered(ring.attend, partial(mask_with_rows, ring) if indexers(model) else asked_mask)
     for part in model.modules():
         if any(kind in str(getattr(part, "rope_type", None)) for kind in BY_LENGTH):
             part.register_forward_pre_hook(ring.stretch, with_kwargs=True)

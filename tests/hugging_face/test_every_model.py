@@ -16,8 +16,10 @@ transformers = pytest.importorskip("transformers", reason=MISSING["transformers"
 from ringlab import shard_batch, stop_ring, use_ring  # noqa: E402
 from ringlab.hugging_face import attention as hugging_face_attention  # noqa: E402
 from ringlab.hugging_face import forward as hugging_face_pass  # noqa: E402
-from ringlab.hugging_face import seam, states  # noqa: E402
+from ringlab.hugging_face import indexers, seam, states  # noqa: E402
+from ringlab.hugging_face.seam import INDEXER  # noqa: E402
 from ringlab.hugging_face.states import CONVOLUTION, KDA, RULE, SCAN  # noqa: E402
+from ringlab.ring.layouts import positions  # noqa: E402
 from tests.hugging_face import every_model  # noqa: E402
 
 SOME = {
@@ -37,7 +39,9 @@ SOME = {
     "lfm3": "equal",  # convolutions
     "qwen3_next": "equal",  # states
     "kimi_linear": "equal",  # states with a decay for each number of a key
-    "deepseek_v32": "has a DeepseekV32Indexer, which picks keys from all tokens",
+    "deepseek_v32": "equal",  # an index chooses the keys of a query
+    "deepseek_v4": "has a DeepseekV4Indexer, which chooses keys by a rule of its own",
+    "qwen4_exp_text": "Qwen4ExpTextQSAIndexer chooses keys by another rule",
     "codegen": "does not ask AttentionInterface",
 }
 
@@ -105,7 +109,7 @@ def test_equal_without_the_ring_proves_nothing(processes):
         assert every_model.compared("llama", 2, right, processes).kind == "unproven"
 
 
-# Linear layers in packed rows: a ring of states -----------------------------------------------------------------------
+# Linear layers and indexers in packed rows ----------------------------------------------------------------------------
 
 KINDS = {  # of models, and what their config does not have by itself
     "qwen3_next": {},
@@ -114,6 +118,9 @@ KINDS = {  # of models, and what their config does not have by itself
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "kimi_linear": {},
     "bamba": {"time_step_limit": (0.1, 1.5)},
+    "hy_v4": {
+        "index_n_heads": 16
+    },  # an index, sinks; with few heads scores are 0, and torch.topk breaks ties by chance
 }
 IDS = torch.randint(every_model.FIRST, every_model.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
 DOCUMENTS = [5, 1, 18]
@@ -152,7 +159,7 @@ def in_ring(context, kind, layout, mistake=None, between=False):
         each = model(kind)
         use_ring(each, layout=layout)
         if mistake:
-            seam.spread(seam.linear_layers(each), OWN[mistake](each))
+            seam.spread(seam.mixing_layers(each), OWN[mistake](each))
         if between:
             again = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), every_model.Exactly())}
             each.gradient_checkpointing_enable(again)
@@ -173,7 +180,8 @@ def off(found, right):
 
 
 @pytest.mark.parametrize(
-    ("kind", "P", "layout"), [(k, 3, "zigzag") for k in KINDS] + [("qwen3_5_text", 4, "contiguous")]
+    ("kind", "P", "layout"),
+    [(k, 3, "zigzag") for k in KINDS] + [(k, 4, "contiguous") for k in ("qwen3_5_text", "hy_v4")],
 )
 def test_a_hybrid_model_in_the_ring_is_that_of_one_process(ranks, kind, P, layout):
     """Packed documents."""
@@ -182,12 +190,21 @@ def test_a_hybrid_model_in_the_ring_is_that_of_one_process(ranks, kind, P, layou
             assert off(found, alone(kind)) <= every_model.TOLERANCE
 
 
+def of_own_shard(part, *args, **passed):
+    chosen = indexers.alone(part, *args, **passed)
+    at, number = positions("zigzag", 24, dist.get_rank(), 3), torch.arange(3).repeat_interleave(torch.tensor(DOCUMENTS))
+    found = at[chosen.clamp(min=0)]
+    return found.where((chosen >= 0) & (number[found] == number[at][:, None]), -1)
+
+
 OWN = {
     "its own convolution": lambda each: states.in_ring(each.ring[0]) | {CONVOLUTION: states.ALONE[CONVOLUTION]},
     "its own rule": lambda each: states.in_ring(each.ring[0]) | {x: states.ALONE[x] for x in (RULE, KDA, SCAN)},
+    "the best keys of its own shard": lambda each: states.in_ring(each.ring[0]) | {INDEXER: of_own_shard},
 }
 SICK = [
     ("its own convolution", "qwen3_5_text"),
+    ("the best keys of its own shard", "hy_v4"),
     *(("its own rule", k) for k in ("qwen3_5_text", "kimi_linear", "bamba")),
 ]
 
