@@ -46,12 +46,21 @@ MISPRINTED = ["A100 InfiniBand"]  # 312 / 12.5 is 24.96, not 24.5; and 149.5 is 
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """The attention of a layer: H query heads, G key/value heads, head dim D, and w, the bytes of an element."""
+    """The attention of a layer: H query heads, G key/value heads, head dim D, and w, the bytes of an element.
+
+    `latents`: the numbers of a token that travel in place of K and V, where latents do: `ring_latent_attention`.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     itemsize: int = 2
+    latents: int = 0
+
+    @property
+    def sent(self) -> int:
+        """Numbers of a token that travel in a hop."""
+        return self.latents or 2 * self.kv_heads * self.head_dim
 
     @property
     def hidden(self) -> int:
@@ -72,7 +81,7 @@ def block_flops(layer: AttentionLayer, pairs: float, *, backward: bool = False) 
 
 def gradient_bytes(layer: AttentionLayer, chunk: float) -> float:
     """Bytes of the dK and dV of a block, in float32 at least. They make P hops in published rings, P - 1 in ours."""
-    return 2 * chunk * layer.kv_heads * layer.head_dim * max(layer.itemsize, 4)
+    return chunk * layer.sent * max(layer.itemsize, 4)
 
 
 def hop_bytes(layer: AttentionLayer, chunk: float, *, backward: bool = False) -> float:
@@ -81,7 +90,7 @@ def hop_bytes(layer: AttentionLayer, chunk: float, *, backward: bool = False) ->
     In flash_ring.py the gradients travel one round behind K and V, so the first hop of its backward pass carries none.
     This is the largest hop. Liu et al. 2024, section 3: 4cd, in bf16 with G = H.
     """
-    block = 2 * chunk * layer.kv_heads * layer.head_dim * layer.itemsize
+    block = chunk * layer.sent * layer.itemsize
     return block + gradient_bytes(layer, chunk) if backward else block
 
 

@@ -178,6 +178,6 @@ def prefill_bytes(step: Step) -> dict[str, float]:
     states = F32 * model.linear.layers * model.linear.state / step.tp if model.linear else 0
     return {
         "weights": weights / step.tp,
-        "K and V": W * rows * kv * model.softmax_layers + states,
+        "K and V": W * rows * (model.latents.sent if model.latents else kv) * model.softmax_layers + states,
         "a layer at work": W * rows * at_work,
     }

@@ -17,54 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.layers import Latents, LinearLayers
 from ring_planner.round_costs import CARD_SHARE, LINK_SHARE
 
 GIB = 2**30
-DELTA = 64  # tokens that the delta rule computes at once
 # The share of a kernel's FLOP/s that 64 numbers a head leave of 128, both ways: by hand on one H100, but for the best.
 NARROW = {"fa2": (0.88, 0.93), "cudnn": (0.73, 0.84), "best": (0.73, 0.84)}
-
-
-@dataclass(frozen=True)
-class LinearLayers:
-    """The layers of a hybrid that are a gated delta rule, in place of softmax attention: linear_attention.py.
-
-    Queries and keys have `key_heads` heads of `key_dim` numbers, values and gates `heads` of `value_dim`. A short
-    convolution of `kernel` tokens is over queries, keys and values.
-    """
-
-    layers: int
-    heads: int
-    key_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
-
-    @property
-    def values(self) -> int:
-        """Numbers of a token in v, in the gate, or in the output."""
-        return self.heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Numbers of a token in q, k and v."""
-        return 2 * self.key_heads * self.key_dim + self.values
-
-    @property
-    def state(self) -> int:
-        """Numbers of the state: it stands for all tokens so far."""
-        return self.heads * self.key_dim * self.value_dim
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of a token, forward, in pieces of `DELTA` tokens: the products of `in_chunks` and of the states."""
-        D, Dv = self.key_dim, self.value_dim
-        inside = 2 * DELTA * (3 * D + Dv) + DELTA * (D + Dv)  # scores, k kᵀ, scores · taken, scores · u; the solve
-        return self.heads * (inside + 2 * D * D + 4 * D * Dv + 2 * D * D * Dv // DELTA)
-
-    def projections(self, hidden: int) -> int:
-        """Weights of a layer's products: of q, k, v, the gate, decay and beta, and of the output."""
-        return hidden * (self.channels + 2 * self.values + 2 * self.heads)
 
 
 @dataclass(frozen=True)
@@ -73,8 +31,9 @@ class Model:
 
     With experts, a token uses `active` of the `experts` of each layer, and `shared` more that all tokens use, all of
     width `feedforward`. The first `dense` layers have none, but one feedforward of `dense_feedforward`. `gated`:
-    attention's output is multiplied by a gate, whose projection is as wide as that of the queries. Raises ValueError
-    for a model that cannot be.
+    attention's output is multiplied by a gate, whose projection is as wide as that of the queries. With `latents`
+    attention is that of whole heads, whose `head_dim` is the mean of a key's and a value's. Raises ValueError for a
+    model that cannot be.
     """
 
     name: str
@@ -94,6 +53,7 @@ class Model:
     dense_feedforward: int = 0
     gated: bool = False
     linear: LinearLayers | None = None
+    latents: Latents | None = None
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -125,6 +85,8 @@ class Model:
     def projections(self) -> int:
         """Weights of W_q, W_k, W_v and W_o, and of what stands in their place in linear layers, of all layers."""
         each = self.hidden * ((2 + self.gated) * self.heads + 2 * self.kv_heads) * self.head_dim
+        if self.latents:
+            each = self.latents.projections(self.hidden, self.heads)
         of_linear = self.linear.layers * self.linear.projections(self.hidden) if self.linear else 0
         return self.softmax_layers * each + of_linear
 
@@ -197,8 +159,9 @@ class GPU:
 
 
 KNOWN = json.loads(Path(__file__).with_name("presets.json").read_text())
+PARTS = {"linear": LinearLayers, "latents": Latents}
 MODELS = {
-    row["name"]: Model(**{**row, "linear": row.get("linear") and LinearLayers(**row["linear"])})
+    row["name"]: Model(**{name: PARTS[name](**value) if name in PARTS else value for name, value in row.items()})
     for row in KNOWN["models"]
 }
 GPUS = {row["name"]: GPU(**row) for row in KNOWN["gpus"]}
@@ -227,7 +190,7 @@ def model_named(name: str) -> Model:
 FIELDS = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size"}
 HYBRID = "a hybrid of attention and layers that are not counted; expected full_attention and linear_attention"
 UNLIKE = {  # fields of config.json, and what they say of a model that Model does not describe
-    "kv_lora_rank": "latent attention; expected keys and values of whole heads",
+    "compress_rates": "attention to compressed keys; expected a key and a value of each token",
     "interleave_moe_layer_step": "experts of two widths, in some layers; expected the same in all layers",
     "mlp_only_layers": "experts in some layers only; expected them in all layers after the first dense ones",
     "attention_chunk_size": "attention in pieces; expected every token to see all before it",
@@ -240,6 +203,15 @@ LINEAR = {  # the fields of a gated delta rule
     "key_dim": "linear_key_head_dim",
     "value_dim": "linear_value_head_dim",
     "kernel": "linear_conv_kernel_dim",
+}
+LATENTS = {  # the fields of latent attention, and of an index
+    "rank": "kv_lora_rank",
+    "rope": "qk_rope_head_dim",
+    "key": "qk_nope_head_dim",
+    "value": "v_head_dim",
+    "q_rank": "q_lora_rank",
+    "index_heads": "index_n_heads",
+    "index_dim": "index_head_dim",
 }
 GATED = ("qwen3_next", "qwen3_5")  # model types, by their beginning, whose attention has a gate
 TWO_MATRICES = ("bert", "gpt_neox", "nemotron", "phi", "roberta", "starcoder2")  # model types, by their code
@@ -316,4 +288,9 @@ def read_config(path: Path) -> Model:
         "kv_heads": field("num_key_value_heads", default=known["heads"]),
         "head_dim": field("head_dim", default=0),
     }
+    if config.get("kv_lora_rank"):
+        optional = ("q_rank", "index_heads", "index_dim")
+        sizes = {name: field(given, **{"default": 0} if name in optional else {}) for name, given in LATENTS.items()}
+        known["latents"] = latents = Latents(**sizes)
+        known |= {"kv_heads": known["heads"], "head_dim": (latents.key + latents.rope + latents.value) // 2}
     return Model(**known, tied=config.get("tie_word_embeddings", kind in TIED) is True)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ring_planner.hidden_communication import AttentionLayer, block_flops
+from ring_planner.hidden_communication import AttentionLayer, block_flops, hop_bytes
+from ring_planner.layers import LinearLayers
 from ring_planner.memory import step_bytes
 from ring_planner.plan import Plan
-from ring_planner.presets import GPUS, MODELS, NARROW, LinearLayers, Model, gpu_named, model_named
+from ring_planner.presets import GPUS, MODELS, NARROW, Model, gpu_named, model_named
 from ring_planner.round_costs import realistic
 from ring_planner.seconds import Pass, pass_of
 from ring_planner.step import Step, attention_seconds
@@ -39,6 +40,9 @@ BILLIONS = {  # as the model's owner states: all, and those of a token
     "mixtral-8x7b": (46.7, 12.9),
     "mixtral-8x22b": (141, 39),
     "deepseek-moe-16b": (16.4, 2.8),
+    "deepseek-v3": (671, 37),
+    "deepseek-v3.2": (672, 38),  # its page: 671B, 37B, and the index of each layer
+    "kimi-k2": (1026, 33),  # of its files
     "qwen3-next-80b-a3b": (79.7, 3.9),  # its page: 80B, 3B; all weights of its files, and those of a token
 }
 
@@ -154,6 +158,13 @@ DEEPSEEK = {
     **{"moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 1},
     **{"num_experts_per_tok": 6, "vocab_size": 102400},
 }
+DSA = {
+    **{"num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128, "num_key_value_heads": 128},
+    **{"intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1},
+    **{"first_k_dense_replace": 3, "num_experts_per_tok": 8, "vocab_size": 129280, "q_lora_rank": 1536},
+    **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "head_dim": 64},
+    **{"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048},
+}
 
 
 def written(tmp_path, content):
@@ -170,11 +181,23 @@ def written(tmp_path, content):
         ("mixtral-8x7b", MIXTRAL),
         ("qwen3-30b-a3b", QWEN),
         ("deepseek-moe-16b", DEEPSEEK),
+        ("deepseek-v3.2", DSA),
+        ("deepseek-v3", {name: value for name, value in DSA.items() if "index" not in name}),
     ],
 )
 def test_a_configuration_is_read(name, content, tmp_path):
     model = model_named(written(tmp_path, content))
     assert replace(model, name=name, source="") == replace(MODELS[name], source="")
+
+
+def test_latents_are_what_travels():
+    """71 times fewer numbers than K and V of all heads, whose products and bytes `head_dim` gives exactly."""
+    model, latents = MODELS["deepseek-v3"], MODELS["deepseek-v3"].latents
+    layer = model.attention()
+    assert hop_bytes(layer, 10) == 10 * 2 * 40_960
+    assert block_flops(layer, 7) == 2 * 7 * 128 * (192 + 128)
+    of_latents = replace(layer, latents=latents.sent)
+    assert [hop_bytes(of_latents, 10, backward=back) for back in (False, True)] == [10 * 2 * 576, 10 * (2 + 4) * 576]
 
 
 def test_a_tied_model_without_grouped_queries(tmp_path):
@@ -203,7 +226,8 @@ def test_a_field_that_is_missing_is_named(field, tmp_path):
     [
         ({**LLAMA, "hidden_size": "4096"}, "hidden_size is '4096'; expected a whole number"),
         ({**LLAMA, "vocab_size": -1}, "vocab_size is -1; expected a whole number"),
-        ({**LLAMA, "kv_lora_rank": 512}, "latent attention; expected keys and values of whole heads"),
+        ({**LLAMA, "kv_lora_rank": 512}, "has no field qk_rope_head_dim; add it"),
+        ({**LLAMA, "compress_rates": {"a": 4}}, "attention to compressed keys; expected a key"),
         ({**MIXTRAL, "num_experts_per_tok": None}, "has no field num_experts_per_tok"),
         ({**MIXTRAL, "num_experts_per_tok": 9}, "active is 9 of 8 experts; expected 1 to 8"),
         ({**LLAMA, "num_key_value_heads": 5}, "heads is 32, kv_heads 5; expected heads to be a multiple"),
