@@ -7,7 +7,8 @@
 One rank's memory allows texts of 32 lines. A ring of 4 trains on texts of 128 lines, with the same memory on each rank:
 as many tokens, and as many bytes kept for the backward pass (counted). Both take the same number of steps with the same
 number of texts. Then both read new texts, also longer ones than they were trained on. Figure 3 of the paper, in small.
-The first model also reads each text with its positions squeezed into those of 32 lines (Chen et al. 2023).
+The first model also reads each text with its positions squeezed into those of 32 lines (Chen et al. 2023). Longer texts
+are more tokens, too: another model reads as many, texts of 32 lines in 4 times as many steps.
 
 A value must be found by the id before it. So the embedding of a token also tells which token came before it. In a ring
 that one is often on another rank, so each rank takes it from the text. Without this, a model of this size learned
@@ -165,8 +166,8 @@ def kept_by_a_step(context: RankContext, lines: int, batch: int) -> tuple[int, i
     return labels.numel(), kept_bytes(model, lambda: summed_loss(model(tokens, at), labels))
 
 
-SQUEEZED = "1 x, positions squeezed"
-RUNS = {"1 x, one process": 1, "4 x, ring of 4": 4, SQUEEZED: 1}  # ranks; each has as many tokens
+SQUEEZED, LONGER = "1 x, positions squeezed", "1 x, 4 x the steps"
+RUNS = {"1 x, one process": 1, "4 x, ring of 4": 4, SQUEEZED: 1, LONGER: 1}  # ranks; each has as many tokens
 SIZES = {"lines": 32, "ids": IDS, "seeds": [0, 1, 2], "steps": 400, "batch": 16, "questions": 4096}
 QUICK = {"lines": 8, "ids": 64, "seeds": [0], "steps": 240, "batch": 16, "questions": 1024}
 
@@ -183,6 +184,7 @@ def work(context: RankContext, lines: int, steps: int, batch: int, seed: int, id
 
 def run(name: str, seed: int, *, lines: int, ids: int, steps: int, batch: int, questions: int, **_: Any) -> Any:
     """Train one model, and let it read new texts."""
+    steps *= 4 if name == LONGER else 1  # as many tokens in all as the ring
     ranks = launch(work, RUNS[name], lines * RUNS[name], steps, batch, seed, ids)
     read = []
     for n in lengths(lines):

@@ -12,7 +12,7 @@ from bench.in_context_rl import ARMS, BEST, CLONING, LEARNER, TRAJECTORY, reward
 from bench.in_context_rl import RUNS as LEARNERS
 from bench.loss_curves import BF16, ROUNDED, curves, differences
 from bench.loss_curves import ONE as ALONE
-from bench.retrieval import RUNS, SQUEEZED, accuracies, lengths
+from bench.retrieval import LONGER, RUNS, SQUEEZED, accuracies, lengths
 from figures import shapes
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
@@ -122,7 +122,8 @@ def retrieval() -> drawing.Picture:
     )
     pale, dark = "#D79BBB", "#8C1D40"  # no block: no block's colour
     shades = LinearSegmentedColormap.from_list("accuracy", [drawing.PAGE, pale, dark])
-    looks = dict(zip(RUNS, ((pale, "s", "-"), (dark, "o", "-"), (pale, "D", (0, (1, 1.4)))), strict=True))
+    drawn = {name: ranks for name, ranks in RUNS.items() if name != LONGER}
+    looks = dict(zip(drawn, ((pale, "s", "-"), (dark, "o", "-"), (pale, "D", (0, (1, 1.4)))), strict=True))
     results = record.load("retrieval")
     on, kept = results["machine"], results["rows"][0]["kept_bytes"][0] / 2**20
     said = f"right answers in %, mean of {len(results['seeds'])} seeds, {results['steps']} steps"
@@ -132,7 +133,7 @@ def retrieval() -> drawing.Picture:
     figure, _ = shapes.headed(840, alt, title, {65: said})
     lines, what = lengths(results["lines"]), "lines in the text; dashed: the longest texts of the training"
     below = shapes.numbers(figure, (0.075, 0.09, 0.905, 0.3), x=what, y="right answers, %")
-    for i, (name, ranks) in enumerate(RUNS.items()):
+    for i, (name, ranks) in enumerate(drawn.items()):
         seen = accuracies(results, name)  # (seeds, lengths, depths)
         mean = 100 * seen.mean(dim=0)
         place, depth = (0.075 + 0.313 * i, 0.505, 0.279, 0.34), "" if i else "depth of the line"

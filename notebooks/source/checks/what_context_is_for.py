@@ -1,71 +1,64 @@
-"""Checks of chapter 15: each token with the one before it, the longest text of a ring."""
+"""Checks of chapter 15: the best keys of blocks that arrive in turn, and what a layer with chosen keys sends."""
 
-import torch
-
-from notebooks.source.checks.answers import Exercise, torch_generator
-from ringlab.ring.layouts import LAYOUTS, positions
+from notebooks.source.checks.answers import Exercise
 
 
-def _pairs(before):
-    """The rank's tokens (B, C, 2), each with the one that before(texts, at) says stands before it."""
-    return lambda texts, at: torch.stack([texts[:, at + 1], before(texts, at)], dim=2)
+def _best(blocks, count):
+    keys = sorted((-score, at) for scores, places in blocks for score, at in zip(scores, places, strict=True))
+    return {at for _, at in keys[:count]}
 
 
-def _texts(layout, S, rank, P, generator):
-    return torch.randperm(1000, generator=generator)[: 2 * (1 + S)].view(2, -1), positions(layout, S, rank, P)
+def _late(blocks, count):
+    keys = [(score, at) for scores, places in blocks for score, at in zip(scores, places, strict=True)]
+    return {at for _, at in sorted(keys, key=lambda key: -key[0])[:count]}
 
 
 def _drawn(random):
-    P = random.randint(1, 7)
-    where = random.choice(list(LAYOUTS)), 2 * random.randint(1, 4) * P, random.randrange(P), P
-    return _texts(*where, torch_generator(random))
+    P, C = random.randint(1, 4), random.randint(1, 5)
+    blocks = [([float(random.randint(0, 3)) for _ in range(C)], [*range(j * C, j * C + C)]) for j in range(P)]
+    return blocks[::-1], random.randint(1, P * C)
 
 
-GENERATOR = torch.Generator().manual_seed(0)
-check_pairs = Exercise(  # texts (B, 1 + S), a rank's positions (C,) -> its tokens (B, C, 2), each with the one before
-    right=_pairs(lambda texts, at: texts[:, at]),
+check_merge = Exercise(  # (scores, positions) of a query by block, count -> the positions of its best keys
+    right=_best,
     wrong={
-        "that is the token and the one after it: with START in front, position s is token s + 1": (
-            lambda texts, at: torch.stack([texts[:, at], texts[:, at + 1]], dim=2)
+        "those are the best of the first block, the own one; others have better keys": (
+            lambda blocks, count: _best(blocks[:1], count)
         ),
-        "the token before the first one of a chunk is on another rank: take it from the text": _pairs(
-            lambda texts, at: texts[:, at + 1].roll(1, dims=1)
+        "that is a share of the keys from each block; the best may all be in one": (
+            lambda blocks, count: set().union(*(_best([block], max(1, count // len(blocks))) for block in blocks))
         ),
-        "the token before the first one of a chunk is START on one rank only": _pairs(
-            lambda texts, at: torch.cat([texts[:, :1], texts[:, at + 1][:, :-1]], dim=1)
-        ),
-        "the last token of the text, an answer, does not come before the first: START does": _pairs(
-            lambda texts, at: texts[:, 1:].roll(1, dims=1)[:, at]
+        "those are later keys of equal scores; the smaller positions win": _late,
+        "those are the keys with the smallest scores": (
+            lambda blocks, count: _best([([-x for x in scores], at) for scores, at in blocks], count)
         ),
     },
     cases={
-        "the token at position s is text[s + 1], and text[s] stands before it": [
-            *(_texts(layout, 12, rank, 3, GENERATOR) for layout in LAYOUTS for rank in range(3)),
-            _texts("contiguous", 6, 0, 1, GENERATOR),
+        "the largest scores of all blocks; of equal ones the smaller positions": [
+            ([([1.0, 5.0], [4, 5]), ([6.0, 3.0], [2, 3]), ([4.0, 2.0], [0, 1])], 3),
+            ([([2.0, 1.0], [4, 5]), ([1.0, 2.0], [2, 3]), ([2.0, 2.0], [0, 1])], 2),
+            ([([9.0, 8.0, 7.0], [3, 4, 5]), ([1.0, 1.0, 1.0], [0, 1, 2])], 2),
         ]
     },
     draw=_drawn,
-    remark="every rank has the whole text's ids here; a loader reads two tokens at each place instead",
+    remark="each rank keeps count candidates of a query, and no row of S scores",
 )
 
-check_longest_text = Exercise(  # memory and weights of a rank, bytes kept for a token, P -> tokens
-    right=lambda memory, weights, kept, P: P * ((memory - weights) // kept),
+check_sent = Exercise(  # C, L, R, E, P -> the numbers that a rank sends in the forward pass
+    right=lambda C, L, R, E, P: (P - 1) * C * (L + R + E),
     wrong={
-        "that is what one rank holds; a ring of P holds P times as many tokens": lambda m, w, k, P: (m - w) // k,
-        "the weights need memory too": lambda m, w, k, P: P * (m // k),
-        "every rank has all the weights: take them from the memory of each": lambda m, w, k, P: (P * m - w) // k,
-        "each rank has whole tokens, so round on a rank": lambda m, w, k, P: P * (m - w) // k,
-        "a rank keeps bytes for its own tokens only, and the ring adds P times the tokens": (
-            lambda m, w, k, P: (m - w) // (k * P)
-        ),
+        "the own block is there: P - 1 hops are enough": lambda C, L, R, E, P: P * C * (L + R + E),
+        "the index keys travel too": lambda C, L, R, E, P: (P - 1) * C * (L + R),
+        "the rotated numbers travel too": lambda C, L, R, E, P: (P - 1) * C * (L + E),
+        "one latent serves K and V": lambda C, L, R, E, P: (P - 1) * C * (2 * L + R + E),
+        "the rotated numbers are the same for all heads": lambda C, L, R, E, P: (P - 1) * C * (L + 128 * R + E),
+        "that is one hop": lambda C, L, R, E, P: C * (L + R + E),
     },
     cases={
-        "a rank has room for (memory - weights) // kept tokens, and there are P ranks": [
-            (1000, 90, 7, 4),
-            (500, 120, 11, 3),
-            (64, 1, 5, 1),
-            (10_000, 3_000, 33, 8),
+        "P - 1 hops of C tokens; an index key, a latent and the rotated numbers of each": [
+            (8, 5, 3, 2, 4),
+            (1024, 512, 64, 128, 8),
         ]
     },
-    draw=lambda random: (random.randint(5000, 9999), random.randint(1, 5000), *(random.randint(1, 99) for _ in "kP")),
+    draw=lambda random: tuple(random.randint(2, 99) for _ in range(5)),
 )
