@@ -9,6 +9,7 @@ Source: the bound is derived in ../../ringlab/support/rounding.py.
 """
 
 import math
+import re
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.patient import Patient
-from ring_doctor.asking.questions import LSE, STATE, UNEQUAL, VALUES, Question
+from ring_doctor.asking.questions import AFTER, LSE, STATE, UNEQUAL, VALUES, Question
 from ringlab.support.processes import Frame
 from ringlab.support.rounding import Right
 
@@ -27,6 +28,8 @@ WRONG_RING, CANNOT_TELL = "wrong", "cannot tell"
 STATUS = {RIGHT: 0, RIGHT_AS_CLAIMED: 0, IMPRECISE: 1, WRONG_RING: 1, CANNOT_TELL: 3}
 SAID = {RIGHT: "HEALTHY", RIGHT_AS_CLAIMED: "HEALTHY FOR WHAT IT TAKES", IMPRECISE: "IMPRECISE IN 16 BITS"}
 SAID |= {WRONG_RING: "SICK", CANNOT_TELL: "CANNOT TELL"}  # how a verdict begins
+TYPING_MISTAKES = ("NameError", "UnboundLocalError", "AttributeError", "ImportError", "ModuleNotFoundError")
+OF_NO_SIZE = re.compile(r"TypeError: .*(NoneType|argument)|CUDA|NVIDIA")  # a missing set-up, a wrong call, no GPU
 BAD_INPUT = 2  # the exit status for options that are no options
 ROUNDED = "in 16 bits out is within rounding. Blocks in float32 until the end would be {:.1f} times as exact"
 ON_THE_WAY = 1.2  # times the error of one rounding: something is rounded before
@@ -41,6 +44,8 @@ class Answer:
     state: str  # OK, WRONG, REFUSED, FAILED, or LATE: some rank still computed when the time was over
     says: str = ""  # the reason, in a sentence
     raised: bool = False  # all ranks raised an exception
+    kind: str = ""  # of the first exception: "ValueError", "NameError", ...
+    where: str = ""  # its line in the user's code
     returned: bool = False  # that was the doctor's own: the patient returned what is no attention
     wrong: dict[str, float] = field(default_factory=dict)  # by wrong result, how many times too large its error is
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # (largest error, what rounding allows there)
@@ -61,6 +66,11 @@ class Answer:
     @property
     def case(self) -> Case:
         return self.question.case
+
+    @property
+    def typing_mistake(self) -> bool:
+        """Whether it is an exception that neither sizes nor dtypes cause."""
+        return self.kind in TYPING_MISTAKES or bool(self.kind and OF_NO_SIZE.search(self.says))
 
     @property
     def bad(self) -> bool:
@@ -244,14 +254,14 @@ class Examination:
 
     @property
     def lost(self) -> int:
-        """How many hangs and crashes count: with unequal chunks, or a feature, it may answer all else."""
-        lost = [answer for answer in self.answers if answer.lost and not excused(answer)]
+        """How many hangs, crashes and typing mistakes count: with a feature, or unequal chunks, it may answer all."""
+        lost = [it for it in self.answers if (it.lost or it.typing_mistake) and not excused(it)]
         return len([answer for answer in lost if answer.question.feature != UNEQUAL])
 
     @property
     def keeps(self) -> bool:
         """Whether its first fault is what a call leaves behind for one of another length."""
-        return [answer.question.how for answer in self.faults[:1]] == ["after another length"]
+        return [answer.question.how for answer in self.faults[:1]] == [AFTER]
 
     @property
     def rounded_early(self) -> list[str]:
@@ -259,7 +269,8 @@ class Examination:
         times = []
         for answer in self.answers:
             case = answer.case
-            if answer.results and (case.dtype.itemsize, answer.question.how, case.inputs) == (2, "plain", "normal"):
+            usual = (case.dtype.itemsize, answer.question.how, case.inputs) == (2, "plain", "normal")
+            if answer.results and usual and not case.one_token_each:  # one value by itself rounds nothing
                 exact = case.right()["out"].exact
                 once = float((exact.to(case.dtype) - exact).norm() / exact.norm())
                 times.append(answer.relative["out"] / once)

@@ -15,9 +15,9 @@ import faulthandler
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from ring_doctor.asking.case import UNROUNDED, Case, layout_of
 from ring_doctor.asking.patient import Patient
-from ring_doctor.asking.questions import Question
+from ring_doctor.asking.questions import BESIDE, Question
 from ring_doctor.asking.signature import NAMES, OPTION, TENSORS, arguments_of
 from ringlab.support.processes import RankContext
 
@@ -133,13 +133,16 @@ def ask_on_rank(
             return None
         rank = question.members.index(rank)
     with written(folder / str(context.rank), seconds):  # so that a hang can be located
-        if question.how == "after another length":  # what a patient keeps from these calls does not fit the next one
-            for seq_len in (case.seq_len // 2, case.seq_len * 3 // 2):
-                other = replace(question, case=replace(case, seq_len=seq_len))
+
+        def ask_others() -> None:  # what a patient keeps from these calls does not fit the next one
+            for other in (Question(case) for case in question.others):
                 _results(patient, other, _chunks(context, patient, other, rank), group)
+
+        ask_others()
         chunks = _chunks(context, patient, question, rank)
         before, random = [x.clone() for x in chunks], _generator(context)
-        first = _results(patient, question, chunks, group)
+        between = ask_others if question.how.startswith(BESIDE) else lambda: None
+        first = _results(patient, question, chunks, group, between)
         first.draws = not torch.equal(_generator(context), random)
         for name, x, y in zip((*case.names, "dO"), chunks, before, strict=True):
             if not torch.equal(x, y):
@@ -167,9 +170,16 @@ def _chunks(context: RankContext, patient: Patient, question: Question, rank: in
 
 
 def _results(
-    patient: Patient, question: Question, chunks: list[Tensor], group: dist.ProcessGroup | None
+    patient: Patient,
+    question: Question,
+    chunks: list[Tensor],
+    group: dist.ProcessGroup | None,
+    between: Callable[[], None] = lambda: None,
 ) -> RankResults:
-    """The results of one forward pass and one backward pass; where two are asked for, those of the telling one."""
+    """The results of one forward pass and one backward pass; where two are asked for, those of the telling one.
+
+    `between` is called between the two passes.
+    """
     names, d_out = question.case.names, chunks[-1]
     frozen: Collection[str] = FROZEN.get(question.how, ())
     forward_only = question.how == "without gradients" or question.case.inputs == UNROUNDED[0]
@@ -187,6 +197,7 @@ def _results(
     if question.how == "interleaved":  # the passes of a second layer, between those of the first
         others = {name: x.detach().flip(-1).requires_grad_() for name, x in leaves.items()}
         _gradients(forward(others)[0], others, d_out)
+    between()
     found = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
     of_lse = lse if question.how == "gradient of lse" else None
     gradients = _gradients(out, leaves, d_out, of_lse, again=question.how == "two backward passes")

@@ -6,7 +6,7 @@ Before: job.py. After: explaining/diagnosis.py, which names the mistake.
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, Examination, other_numbers
 from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
 from ring_doctor.asking.patient import Patient, dtype_of
-from ring_doctor.asking.questions import LSE, Question, in_turn, kind, questions
+from ring_doctor.asking.questions import BESIDE, LSE, Question, in_turn, kind, questions
 from ring_doctor.asking.signature import TENSORS
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
@@ -49,10 +49,11 @@ def examination_of(
         # parts of a job have jobs of their own, in which rank 0 is never called
         sizes = itertools.product(range(1, max(patient.worlds) + 2), (False, True))
         jobs = {key: stack.enter_context(closing(Job(patient, key[0], seconds, device))) for key in sizes}
-        for P in reversed(patient.worlds):
-            if _takes(found, jobs[P, False], seed, progress):
-                break
-        _check_the_order(found, jobs[min(patient.worlds), False], seed)
+        reasons: set[str] = set()
+        taken = any(_takes(found, jobs[P, False], seed, progress, reasons) for P in reversed(patient.worlds))
+        answers = _check_the_order(found, jobs[min(patient.worlds), False], seed)
+        if not (taken or answers):
+            raise CannotExamine(f"{patient.name} answers no question: {'; '.join(sorted(reasons))}")
         _ask_everything(found, jobs, seed, quick, progress)
     for remark, noticed in ((LAST_DIGITS, "last_digits"), (DRAWS, "draws"), (WHOLE, "whole")):
         found.remarks += [remark] if any(getattr(answer, noticed) for answer in found.answers) else []
@@ -69,24 +70,27 @@ def _dtype(found: Examination) -> torch.dtype:
     return dtype_of(found.patient.dtypes[0])
 
 
-def _check_the_order(found: Examination, job: Job, seed: int) -> None:
-    """Raise CannotExamine where the patient is right with tensors in another order only: it is for these."""
+def _check_the_order(found: Examination, job: Job, seed: int) -> bool:
+    """Whether the patient answers. Raises CannotExamine where it is right with tensors in another order only."""
+    answers: list[Answer] = []
     first = next(questions(found.patient, job.size, _dtype(found), seed))
     asked = found.patient.tensors
     for order in (asked, *TENSORS):
         job.patient = replace(found.patient, tensors=order)
-        if job.ask(first).state == OK:
+        answers.append(job.ask(first))
+        if answers[-1].state == OK:
             if order != asked:
                 said = f"{found.patient.name} is right for tensors in the order {order}, and not in {asked}"
                 raise CannotExamine(f"{said}: ask with --tensors {order}")
-            return
+            break
+    return not all(answer.raised for answer in answers)
 
 
 def _check_that_it_answers(found: Examination) -> None:
     """Raise CannotExamine where nothing can be said: no mistake was seen, and too little was answered, or too late."""
     name, answers = found.patient.name, found.answers
     if all(answer.raised for answer in answers):
-        raise CannotExamine(f"{name} answers no question: {answers[-1].says}")
+        raise CannotExamine(f"{name} answers no question: {_reason(answers[-1])}")
     if not found.healthy:
         return
     _check_that_it_is_in_time(name, *answers)
@@ -111,24 +115,31 @@ def _ask_everything(
 ) -> None:
     """Ask the questions of each number of ranks. Parts of a job are asked of the job with a rank more."""
     patient = found.patient
-    todo = {P: in_turn(patient, P, _dtype(found), seed, quick=quick) for P in patient.worlds}
-    total = len({key for groups in todo.values() for key in groups})
+    in_turns = {P: in_turn(patient, P, _dtype(found), seed, quick=quick) for P in patient.worlds}
+    todo = [(P, key, groups[key]) for P, groups in in_turns.items() for key in groups]
+    todo.sort(key=lambda of: of[0] == 1 and of[2][0].case.seq_len != patient.chunk)  # one rank's options come last
+    total = len({key for _, key, _ in todo})
     done: set[Hashable] = set()
-    for world_size, groups in todo.items():
-        for key in [key for key in groups if key not in done]:
+    for world_size, turns in itertools.groupby(todo, key=lambda of: of[0]):
+        for key, group in ((key, group) for _, key, group in turns if key not in done):
             refused: list[Answer] = []
-            for question in groups[key]:
+            for question in group:
                 if found.lost >= GIVE_UP:
                     found.remarks.append(f"after {GIVE_UP} hangs or crashes nothing more was asked")
                     return
                 lse_grad = any(answer.lse_grad for answer in found.answers)
                 if question.feature in found.beyond or (question.feature == LSE and not lse_grad):
                     break
+                if _tells_nothing(found, question):
+                    break
                 part = question.members is not None
                 job = jobs[world_size + part, part]
                 job.patient, job.keeps = patient, found.keeps
                 progress(f"{len(done) / total:4.0%}  {question.words()}")
                 answer = _as_wrong_as_it_is(ask_again(job, question), patient)
+                progress(f"{len(done) / total:4.0%}  {question.words()}" + (f": {answer.says}" if answer.says else ""))
+                if answer.bad and question.how.startswith(BESIDE):
+                    job.restart()  # what is kept would spoil the next answers
                 if answer.state != REFUSED:
                     found.answers.append(answer)
                     done.add(key)
@@ -136,8 +147,16 @@ def _ask_everything(
                 refused.append(answer)
             else:
                 found.answers += refused[:1]
-        for job in (jobs[world_size, False], jobs[world_size + 1, True]):
+        for job in (jobs[world_size, False], jobs[world_size + 1, True]) if world_size > 1 else ():
             job.close()  # no larger number of ranks needs its processes
+
+
+def _tells_nothing(found: Examination, question: Question) -> bool:
+    """Calls with other options, where calls with the same ones do harm; an option, where one rank refuses all."""
+    beside, alone = question.how.startswith(BESIDE), question.case.world_size == 1
+    other_code = alone and question.case.seq_len != found.patient.chunk
+    refused = other_code and not any(answer.results for answer in found.answers if answer.case.world_size == 1)
+    return refused or (beside and any(answer.question.how == "interleaved" for answer in found.faults))
 
 
 def _as_wrong_as_it_is(answer: Answer, patient: Patient) -> Answer:
@@ -170,28 +189,34 @@ def _fails(answer: Answer) -> bool:
 Ask = Callable[..., Answer]  # of a patient, a way to ask, and what differs in the case
 
 
-def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], None]) -> bool:
+def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], None], reasons: set[str]) -> bool:
     """Whether the patient takes any question on so many ranks. Then it loses what it refuses, and gets what it needs.
 
     It is asked without gradients in each dtype, and with heads for each rank, as an all-to-all needs them; in larger
-    sizes, if it fails; under each mask and layout; with gradients.
+    sizes, if it fails; under each mask and layout; with gradients. `reasons` are those for which it failed on other
+    numbers of ranks, and get its own: neither dtypes nor sizes change them.
     """
 
     def ask(patient: Patient, how: str = "without gradients", **mask: Any) -> Answer:
         first = next(questions(patient, job.size, dtype_of(patient.dtypes[0]), seed))
         question = replace(first, how=how, case=replace(first.case, **mask))
         progress(f"starting: {question.words()}")
-        return job.ask(question)
+        answer = job.ask(question)
+        progress(f"starting: {question.words()}" + (f": {answer.says}" if answer.says else ""))
+        return answer
 
     patient = found.patient
-    asked, answer, reason = _first_taken(patient, ask)
+    asked, answer, reason = _first_taken(patient, ask, reasons)
+    if answer.raised and _reason(answer) in reasons:
+        return False
     if _fails(answer):
         sizes = SIZES[::-1] if answer.raised else SIZES[-1:]  # a process that died takes long to start again
-        if larger := _in_larger_sizes(patient, ask, sizes):
+        if larger := _in_larger_sizes(patient, ask, sizes, reason):
             before, now = (f"C = {of.chunk}, D = {of.head_dim}" for of in (patient, larger))
             found.remarks.append(f"with {before} it fails ({reason}): it is examined with {now}")
             asked, answer = larger, ask(larger)
         elif answer.raised:
+            reasons.add(_reason(answer))
             return False
     dtype = asked.dtypes[0]
     if dtype != patient.dtypes[0]:
@@ -211,21 +236,32 @@ def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], No
     return True
 
 
-def _first_taken(patient: Patient, ask: Ask) -> tuple[Patient, Answer, str]:
-    """In the first dtype and number of heads that it takes, and what it says of the first ones."""
+def _reason(answer: Answer) -> str:
+    """What it says, with the line of the user's code."""
+    return answer.says if not answer.where or answer.where in answer.says else f"{answer.says} ({answer.where})"
+
+
+def _first_taken(patient: Patient, ask: Ask, reasons: Collection[str] = ()) -> tuple[Patient, Answer, str]:
+    """In the first dtype and number of heads that it takes, and what it says of the first ones.
+
+    Raises CannotExamine where the reason is a typing mistake.
+    """
     reason = ""
     for i, per_rank in itertools.product(range(len(patient.dtypes)), (0, 2)):
         asked = replace(patient, heads_per_rank=per_rank, dtypes=patient.dtypes[i:])
         answer = ask(asked)
+        if answer.raised and answer.typing_mistake:
+            raise CannotExamine(f"{patient.name} answers no question: {_reason(answer)}")
         reason = reason or answer.says
-        if not answer.raised:
+        if not answer.raised or _reason(answer) in reasons:
             break
     return asked, answer, reason
 
 
-def _in_larger_sizes(patient: Patient, ask: Ask, sizes: Sequence[int]) -> Patient | None:
+def _in_larger_sizes(patient: Patient, ask: Ask, sizes: Sequence[int], reason: str) -> Patient | None:
     """With the smallest head, and then the shortest chunk, that it takes; None where it takes none of the sizes."""
-    for n in sizes:
+    first = {n: ask(replace(patient, head_dim=n, chunk=n)) for n in sizes}
+    for n in (n for n, answer in first.items() if answer.says != reason):  # else this size changes nothing
         found, answer, _ = _first_taken(replace(patient, head_dim=n, chunk=n), ask)
         if not _fails(answer):
             break

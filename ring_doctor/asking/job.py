@@ -94,12 +94,13 @@ class Job:
             self.restart()  # messages may be under way, and default arguments hold the old group
         causes = {rank: each for rank, each in raised.items() if not each.lost_connection} or raised
         [cause, *_] = causes.values()
+        told = {"kind": cause.kind, "where": cause.where}
         if len(causes) < len(members):  # a ring never refuses on some ranks only
-            return Answer(question, FAILED, _told(causes))
+            return Answer(question, FAILED, _told(causes), **told)
         returned = cause.kind == WrongResult.__name__
         if cause.kind in REFUSALS or (question.feature and not returned):
-            return Answer(question, REFUSED, _said(cause), raised=True)
-        return Answer(question, FAILED, _said(cause, place=True), raised=True, returned=returned)
+            return Answer(question, REFUSED, _said(cause), raised=True, **told)
+        return Answer(question, FAILED, _said(cause, place=True), raised=True, returned=returned, **told)
 
     def _why_lost(
         self, lost: LostRank, waits: dict[Frame, list[int]], called: dict[Frame, Frame], members: Sequence[int]

@@ -1,7 +1,8 @@
 """The questions to a ring: all masks and layouts plainly, and what showed the mistakes of public rings.
 
 A question is a `Case` and a way to ask: plainly, with views instead of contiguous tensors, twice, without gradients, in
-a part of the job. Three and four ranks are asked everything. Other numbers of ranks are asked the plain questions only.
+a part of the job. Three and four ranks are asked everything, and one rank every option, because its code is another
+one in many rings. Other numbers of ranks are asked the plain questions only.
 
 Some questions have a feature: what a function may not take, as grouped queries. It may refuse them. Every ring must
 answer the others.
@@ -22,12 +23,13 @@ from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.patient import LEAST, Patient, dtype_of
 from ring_doctor.asking.state_case import TAPS, Convolution, StateCase
 
+AFTER = "after another length"
 WAYS = {  # to ask: in words, and the mistake of a ring that is wrong in this way alone, which no number tells
     "plain": ("when called once, with gradients", ""),
     "views": ("with views as input", "strides_ignored"),  # transposed q, k, v; dO is one number on a rank, expanded
     "twice": ("when called twice", "changed_by_a_call"),  # the second answer is right too
     "interleaved": ("in two passes at a time", "buffers_shared_by_calls"),  # as of two layers
-    "after another length": ("after a call with another length", "state_of_another_length"),  # a shorter, a longer one
+    AFTER: ("after a call with another length", "state_of_another_length"),  # a shorter one, and a longer one
     "two backward passes": ("in a second backward pass", "gradients_kept_in_a_buffer"),  # over the same graph
     "frozen keys": ("where K needs no gradient", "frozen_keys_forgotten"),
     "frozen keys and values": ("where K and V need no gradient", "frozen_keys_and_values_forgotten"),
@@ -35,6 +37,9 @@ WAYS = {  # to ask: in words, and the mistake of a ring that is wrong in this wa
     "autocast": ("under autocast", "autocast_forgotten"),  # of float32 tensors
     "gradient of lse": ("where the loss uses lse", ""),  # asked where the lse that is returned can be differentiated
 }
+BESIDE = "beside other "  # and an option: calls in which it is another one come before, and one between the two passes
+KEPT = ("heads", "head dims", "batches", "dtypes", "masks", "layouts", "scales", "sinks", "windows", "documents")
+WAYS |= {BESIDE + option: (f"beside calls with other {option}", "kept_from_another_call") for option in KEPT}
 UNEQUAL, LSE = "chunks of unequal length", "a loss that uses lse"
 VALUES, STATE = "a V with a head dim of its own", "a state before the first token"
 FULL = (3, 4)  # ranks that are asked everything: 3 show what 2 cannot; 4 is even, and shows sums of 4 parts in 16 bits
@@ -50,6 +55,7 @@ class Question:
     how: str = "plain"  # a name in WAYS
     members: tuple[int, ...] | None = None  # the ranks of a larger job that are the group; None: the whole job
     feature: str = ""  # what a function may not take, in words: it may refuse; "": every ring must answer
+    others: tuple[Case, ...] = ()  # what is called before
 
     def words(self) -> str:
         """The question in words."""
@@ -78,8 +84,17 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
     if patient.shape and patient.world_of_shape == P:
         sizes: Any = dict(zip(("batch", "heads", "kv_heads", "seq_len", "head_dim"), patient.shape, strict=True))
         yield Question(replace(plain[-1], **sizes))
-    if P not in full:
-        return
+    if P in full:
+        yield from _of_options(patient, plain)
+    elif P == 1:
+        longer = [replace(case, seq_len=LEAST * case.seq_len) for case in plain]  # for documents and windows
+        for question in _of_options(patient, longer):
+            yield replace(question, feature=question.feature or FEW_OR_MANY[P])
+
+
+def _of_options(patient: Patient, plain: list[Case]) -> Iterator[Question]:
+    """Every option and way to ask, for the plain cases of a number of ranks."""
+    P = plain[0].world_size
     for case in plain:
         yield Question(replace(case, batch=case.batch + 1))
         for kv_heads in dict.fromkeys((case.heads, 2, 1)) if patient.grouped else ():
@@ -92,10 +107,36 @@ def questions(patient: Patient, world_size: int, dtype: torch.dtype, seed: int) 
                 yield from _unrounded(patient, case, name)
     for case in dict.fromkeys((plain[0], plain[-1])):
         for how, change, feature in _of_one_mask(patient, case):
-            yield Question(replace(case, **change), how, feature=feature)
-        if "group" in patient.takes and max(patient.worlds) > P:
+            changed, n = replace(case, **change), case.seq_len
+            others = tuple(replace(case, seq_len=length) for length in (n, 3 * n)) if how == AFTER else ()
+            yield Question(changed, how, feature=feature, others=others)
+        if "group" in patient.takes and max(patient.worlds) > P > 1:
             yield Question(case, members=tuple(range(1, P + 1)))
     yield from _of_masks(patient, plain)
+    yield from _beside(patient, plain[-1])
+
+
+def _beside(patient: Patient, case: Case) -> Iterator[Question]:
+    """Of each option one value, beside other values: what is kept from a call shows in another."""
+    C, S, (H, G) = patient.chunk, case.seq_len, (case.heads, case.kv_heads)
+    layouts = [{"layout": layout} for layout in patient.layouts if case.causal and layout != case.layout]
+    dtypes = [{"dtype": dtype_of(name)} for name in patient.dtypes if dtype_of(name) != case.dtype]
+    options: dict[str, list[dict[str, Any]]] = {  # the value, and the others
+        "heads": [{"heads": n * H, "kv_heads": n * G} for n in (2, 1, 3)],
+        "head dims": [{"head_dim": n * case.head_dim} for n in (2, 1, 4)],
+        "batches": [{"batch": case.batch + n} for n in (1, 0, 2)],
+        "dtypes": [{}, *dtypes],
+        "masks": [{}, *({"causal": causal} for causal in patient.causal if causal != case.causal)],
+        "layouts": [{}, *layouts],
+        "scales": [{"scale": scale} for scale in (0.3, None, 0.7) if "scale" in patient.takes],
+        "sinks": [{"sinks": sinks} for sinks in (True, False) if "sinks" in patient.takes],
+        "windows": [{"window": n} for n in (3, None, C + 2) if case.causal and "window" in patient.takes],
+        "documents": [{"documents": n and (n, S - n)} for n in (C + 1, None, C - 1) if "documents" in patient.takes],
+    }
+    for option, (value, *others) in ((option, values) for option, values in options.items() if values[1:]):
+        feature = f"calls of other {option}" if KEPT.index(option) < KEPT.index("masks") else ""
+        cases = tuple(replace(case, **other) for other in others)
+        yield Question(replace(case, **value), BESIDE + option, feature=feature, others=cases)
 
 
 def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -105,7 +146,7 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
     head_dim = LARGE_HEAD if case.head_dim == Patient.head_dim else case.head_dim
     yield "views", {}, ""
     yield "twice", {}, ""
-    yield "after another length", {"seq_len": 2 * case.seq_len}, ""
+    yield AFTER, {"seq_len": 2 * case.seq_len}, ""
     yield plain, {"seq_len": tiles * P, "head_dim": head_dim}, ""
     yield plain, {"inputs": "large"}, ""
     own = {"head_dim": 2 * case.head_dim, "value_dim": case.head_dim}
@@ -126,7 +167,7 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
     if case.layout != "zigzag":
         yield plain, {"seq_len": P}, "one token a rank"
         yield plain, {"seq_len": (patient.chunk + 1 | 1) * P}, "an odd number of tokens a rank"
-    if case.layout == "contiguous" and patient.unequal:
+    if case.layout == "contiguous" and patient.unequal and P > 1:
         yield plain, {"seq_len": case.seq_len + 1}, UNEQUAL
     if patient.gradients:
         yield "without gradients", {}, ""
@@ -183,8 +224,7 @@ def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:
 
 def _of_masks(patient: Patient, plain: list[Case]) -> Iterator[Question]:
     """Windows and documents: shorter and longer than a chunk C, and borders inside a chunk and between two."""
-    C = plain[0].seq_len // plain[0].world_size
-    causal = [case for case in plain if case.causal]
+    C, causal = patient.chunk, [case for case in plain if case.causal]
     for case in causal if "window" in patient.takes else ():
         for window in (1, 3, C + 2, 2 * C + 1):
             yield Question(replace(case, window=window))

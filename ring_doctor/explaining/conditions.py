@@ -85,7 +85,7 @@ def separated(right: Iterable[Question], wrong: Iterable[Question], most: int = 
 
 
 def _in_words(i: int, values: set[Any], between: str = " or ") -> str:
-    return FEATURES[i][0].format(between.join(map(str, sorted(values))))
+    return FEATURES[i][0].format(between.join(map(str, sorted(values)))).replace("with 1 ranks", "with one rank")
 
 
 def _features(question: Question) -> tuple[Any, ...]:

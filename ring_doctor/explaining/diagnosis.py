@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ring_doctor.asking.answers import WRONG, Answer, Examination, imprecise, never_claimed
 from ring_doctor.asking.case import UNROUNDED, Case
+from ring_doctor.asking.questions import BESIDE, KEPT
 from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import BY_WAY, CATALOGUE
 from ring_doctor.explaining.conditions import separated, when_it_shows
@@ -92,15 +93,17 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
         return Diagnosis((), tuple(wrong), "")  # right answers are right by luck
     when = when_it_shows(telling)
     ways = _ways([answer for answer in wrong if _bits(answer) > 16] or wrong, answered)
-    of_ways = [Explanation(tuple(BY_WAY[way] for way in BY_WAY if way in ways), lambda steps: steps)] if ways else []
+    kept = " and ".join(option for option in KEPT if BESIDE + option in ways)
+    of_ways = tuple(dict.fromkeys(BY_WAY[way] for way in BY_WAY if way in ways))
     if ways and "without gradients" not in ways:
-        return Diagnosis(tuple(of_ways), tuple(wrong), when)
+        return Diagnosis((Explanation(of_ways, lambda steps: steps, kept),), tuple(wrong), when)
     mistakes, on_paper = (STATES if examination.patient.state else CATALOGUE).values(), _telling(answered)
     found, part = _explain(on_paper, mistakes, progress)
     besides = _besides(found, on_paper, mistakes)
     if besides is not None:  # the others show in answers of their own
         when = when_it_shows([it for it in telling if it.state != WRONG or not set(FORWARD).isdisjoint(it.wrong)])
-    return Diagnosis(tuple(found or of_ways), tuple(wrong), when, part, besides)
+    found = found or ([Explanation(of_ways, lambda steps: steps, kept)] if ways else [])
+    return Diagnosis(tuple(found), tuple(wrong), when, part, besides)
 
 
 def _ways(wrong: list[Answer], answered: list[Answer]) -> set[str]:
@@ -159,6 +162,8 @@ def _explain(
     usual = [answer for answer in answers if not _special(answer.case)]
     usual = usual if any(answer.answer.wrong for answer in usual) else answers
     wrong = {name for answer in usual for name in answer.answer.wrong}
+    if wrong.isdisjoint(EVERYTHING):  # as dsinks: no entry says what it is
+        return [], ""
     right = tuple(name for name in EVERYTHING if name not in wrong)
     parts = [EVERYTHING, *(part + right for part in PARTS if set(part) < wrong)]
     if any(name in each.answer.wrong for each in usual if not imprecise(each.answer) for name in FORWARD):

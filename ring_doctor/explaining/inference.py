@@ -22,6 +22,7 @@ import torch
 
 from ring_doctor.asking.answers import FAILED, Answer, Examination, imprecise, never_claimed
 from ring_doctor.asking.job import ranks_in_words
+from ring_doctor.asking.questions import BESIDE
 from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, listed, of_gradients
 from ring_doctor.explaining.grids import XRay
 from ring_doctor.explaining.wrong_answer import WrongAnswer
@@ -117,7 +118,8 @@ def _of_rounding(wrong: list[Answer]) -> list[Finding]:
 def _comparable(wrong: list[Answer]) -> list[Answer]:
     """Wrong answers in 32 bits or more to random inputs; all wrong answers if there is none."""
     other_ways = ("views", "twice", "two backward passes", "autocast")
-    plain = [it for it in wrong if it.question.how not in other_ways and it.case.inputs in ("normal", "large")]
+    plain = [it for it in wrong if it.question.how not in other_ways and not it.question.how.startswith(BESIDE)]
+    plain = [answer for answer in plain if answer.case.inputs in ("normal", "large")]
     plain = [answer for answer in plain if torch.finfo(answer.case.dtype).bits > 16]
     return sorted(plain or wrong, key=lambda answer: answer.case.seq_len)  # a small one refutes in no time
 

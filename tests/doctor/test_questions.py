@@ -272,6 +272,22 @@ EXPECTED = {  # what is asked in float64 on 3 and 4 ranks: under which masks, an
     **dict.fromkeys(DOCUMENTS, (CAUSAL, "")),
     "documents of 7 and the other tokens, window of 3, C = 6": (CAUSAL, ""),
 }
+LAST = {"causal, striped"}
+BESIDE = {  # what the call has, where others have another
+    "heads": "",
+    "head dims": "",
+    "batches": "batch of 2, ",
+    "dtypes": "",
+    "masks": "",
+    "layouts": "",
+    "scales": "scale 0.3, ",
+    "sinks": "attention sinks, ",
+    "windows": "window of 3, ",
+    "documents": "documents of 7 and the other tokens, ",
+}
+for option, has in BESIDE.items():
+    feature = f"calls of other {option}" if option in ("heads", "head dims", "batches", "dtypes") else ""
+    EXPECTED[f"beside other {option}, {has}C = 6"] = LAST, feature
 F64, SHORT = "float64", ["float32", "bfloat16", "float16"]
 NARROW = {  # what is asked in other dtypes: under which masks, of how many ranks, and the dtypes
     "scale 0.3, C = 6": (FEW, (3, 4), SHORT),
@@ -283,6 +299,14 @@ NARROW = {  # what is asked in other dtypes: under which masks, of how many rank
 }
 
 
+def of_one_rank(what):
+    """One rank has as many tokens as three."""
+    return what.replace("C = 6", "C = 18").replace("C = 12", "C = 36")
+
+
+OF_SEVERAL = ("C = 6", "C = 6 or 7", "C = 6, part of a larger job")  # and yet the first is asked of one rank
+
+
 def all_questions(patient, dtype=torch.float64, seed=0):
     return [question for P in patient.worlds for question in questions(patient, P, dtype, seed)]
 
@@ -292,11 +316,20 @@ def test_everything_that_is_asked():
     expected = {
         **{(what, mask, F64, P): of for what, (masks, of) in EXPECTED.items() for mask in masks for P in (3, 4)},
         **{(it, mask, F64, P): "documents without a causal mask" for it in DOCUMENTS for mask in ALONE for P in (3, 4)},
+        **{
+            (of_one_rank(what), mask, F64, 1): of or "one rank"
+            for what, (masks, of) in EXPECTED.items()
+            for mask in masks
+            if what not in OF_SEVERAL
+        },
+        **{(of_one_rank(it), mask, F64, 1): "documents without a causal mask" for it in DOCUMENTS for mask in ALONE},
         **{("C = 6", mask, F64, P): of for mask in ALL for P, of in ((1, "one rank"), (2, ""), (5, "five ranks"))},
         **{
-            (what, mask, dtype, P): "autocast" if what.startswith("autocast") else dtype
+            (of_one_rank(what) if P == 1 else what, mask, dtype, P): "autocast"
+            if what.startswith("autocast")
+            else dtype
             for what, (masks, worlds, dtypes) in NARROW.items()
-            for mask, P, dtype in itertools.product(masks, worlds, dtypes)
+            for mask, P, dtype in itertools.product(masks, (1, *worlds) if len(worlds) > 1 else worlds, dtypes)
         },
     }
     found, asked = all_questions(RING), {}
@@ -323,6 +356,12 @@ def test_a_patient_is_not_asked_what_it_does_not_claim():
     of_forward = whats(replace(RING, gradients=False))
     assert not [what for what in of_forward if any(word in what for word in ("frozen", "interleaved", "backward"))]
     assert "inputs made for 16-bit sums, C = 8" in {what.removeprefix("without gradients, ") for what in of_forward}
+    few = patient_of(odd_patients.right, causal=True, layouts="zigzag", dtypes="float64")
+    assert {what.partition(",")[0] for what in whats(few) if what.startswith("beside other")} == {
+        "beside other heads",
+        "beside other head dims",
+        "beside other batches",
+    }
     assert "autocast, C = 6" not in whats(replace(RING, dtypes=("float64", "float32")))
 
 
@@ -331,7 +370,7 @@ def test_other_numbers_of_ranks():
     for worlds, full in [((1, 2, 3, 4, 5), {3, 4}), ((2, 3), {3}), ((6, 8), {8})]:
         found = all_questions(replace(RING, worlds=worlds))
         assert {q.case.world_size for q in found} == set(worlds)
-        assert {q.case.world_size for q in found if q.how == "views"} == full
+        assert {q.case.world_size for q in found if q.how == "views"} == full | ({1} & set(worlds))
         assert all(q.members == tuple(range(1, q.case.world_size + 1)) for q in found if q.members)  # not from rank 0
         assert {q.case.world_size for q in found if q.members} == {P for P in full if max(worlds) > P}
 
@@ -339,15 +378,18 @@ def test_other_numbers_of_ranks():
 def test_the_claims_of_a_patient_reach_every_kind_of_question():
     claims = {"heads": 6, "kv_heads": 3, "head_dim": 24, "chunk": 16, "batch": 2}
     found = all_questions(replace(RING, **claims))
-    assert len(found) == len(set(found)) == len(all_questions(RING)) + 2 * len(MASKS)  # groups of 6, 2 and 1
+    assert len(found) == len(set(found)) == len(all_questions(RING)) + 3 * len(MASKS)  # groups of 6, 2 and 1
     for question in found:
         case = question.case
         if case.inputs in UNROUNDED:
             assert (case.heads, case.kv_heads, case.head_dim, case.seq_len) == (6, 6, 64, 64)
             continue
         assert case.batch == (3 if "batch of 3" in question.what() else 2)
-        assert (case.heads, case.value_dim or case.head_dim) in ((6, 24), (12, 24))
-        assert case.seq_len / case.world_size in (1, 16, 17, 32, 272) or not case.equal_chunks
+        assert not question.others or all(replace(case, **vars(other)) != case for other in question.others)
+        wide = 48 if question.how == "beside other head dims" else 24
+        assert (case.heads, case.value_dim or case.head_dim) in ((6, wide), (12, 24))
+        more = (48, 96) if case.world_size == 1 else ()
+        assert case.seq_len / case.world_size in (1, 16, 17, 32, 272, *more) or not case.equal_chunks
     least = all_questions(replace(RING, chunk=4, head_dim=1))
     assert all(min(q.case.documents) > 0 for q in least if q.case.documents)
     assert {q.case.head_dim for q in least if q.case.inputs in UNROUNDED} == {4}
@@ -368,7 +410,8 @@ def test_a_ring_for_16_bits_only_is_asked_everything_in_16_bits(dtype):
     found = all_questions(replace(RING, dtypes=(name,)), dtype)
     assert {question.case.dtype for question in found} == {dtype}
     widest = whats(replace(RING, dtypes=("float64", name)))
-    assert {question.what() for question in found} == widest - {"autocast, C = 6"}
+    several = {"autocast, C = 6", "autocast, C = 18", "beside other dtypes, C = 6", "beside other dtypes, C = 18"}
+    assert {question.what() for question in found} == widest - several
 
 
 # What a quick examination asks ------------------------------------------------------------------------------------

@@ -75,6 +75,31 @@ def shared_output(q, k, v):
     return out
 
 
+class Recomputed(torch.autograd.Function):
+    """The backward pass computes the forward pass again, with the scale that the last call left."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return ring_flash_attention(*inputs, scale=BUFFER["scale"])
+
+    @staticmethod
+    def backward(ctx, d_out):
+        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            return torch.autograd.grad(ring_flash_attention(*leaves, scale=BUFFER["scale"]), leaves, d_out)
+
+
+def scale_of_the_last_call(q, k, v, scale=None):
+    BUFFER["scale"] = scale
+    return Recomputed.apply(q, k, v)
+
+
+def heads_of_the_first_call(q, k, v):
+    heads = torch.arange(k.shape[1]).clamp(max=BUFFER.setdefault("heads", k.shape[1]) - 1)
+    return ring_flash_attention(q, k[:, heads], v[:, heads])
+
+
 LONGEST = {"tokens": 0}
 
 
@@ -168,6 +193,8 @@ WRONG = {  # by ring: what it is asked where its answer is wrong
     shared_buffer: {"interleaved, C = 6"},
     shared_output: {"interleaved, C = 6"},
     padded_to_the_longest: {"after another length, C = 12"},
+    scale_of_the_last_call: {"beside other scales, scale 0.3, C = 6"},
+    heads_of_the_first_call: {"beside other heads, C = 6"},
     no_keys_under_autocast: {"autocast, C = 6"},
     other_kernel_without_gradients: {"without gradients, C = 6"},
     first_ranks: {"C = 6, part of a larger job"},
