@@ -85,6 +85,11 @@ class Case:
         """Where in the sequence the tokens of `rank` stand: (C,), int64."""
         return positions(self.layout, self.seq_len, rank, self.world_size)
 
+    def sizes(self) -> Tensor:
+        """(S,): 4^r for the tokens of rank r, numbers that round nothing."""
+        of_ranks = [torch.full((1, 1, len(self.positions(r))), 4.0**r) for r in range(self.world_size)]
+        return self.join(of_ranks)[0, 0].double()
+
     def cut(self, x: Tensor, rank: int) -> Tensor:
         """The chunk of `rank`, (B, H, C, ...), of a whole tensor (B, H, S, ...)."""
         return x[:, :, self.positions(rank).to(x.device)]
@@ -127,7 +132,9 @@ class Case:
 
     def numbers(self) -> str:
         """The kind of inputs in words."""
-        made_for = {"large": "large scores"} | {inputs: f"inputs made for {inputs}" for inputs in UNROUNDED}
+        made_for = {"large": "large scores", SIZES: SIZES} | {
+            inputs: f"inputs made for {inputs}" for inputs in UNROUNDED
+        }
         return made_for.get(self.inputs, f"{self.inputs} inputs")
 
     def words(self) -> str:
@@ -299,6 +306,13 @@ def _of_xray(case: Case, *_: Tensor) -> Iterable[Tensor]:
     return [x.expand(-1, n, -1, -1) for x, n in run]
 
 
+def _of_sizes(case: Case, *_: Tensor) -> Iterable[Tensor]:
+    """The second run of an X-ray, with V of another size on each rank. Its out is W with the sizes in its columns."""
+    q, k, v, d_out = _of_xray(replace(case, inputs=RUNS[1]))
+    return q, k, v * case.sizes()[:, None], d_out
+
+
+SIZES = "V of rank r times 4^r"
 UNROUNDED = ("16-bit sums", "16-bit gradients")
 INPUTS: dict[str, Callable[..., Iterable[Tensor]]] = {
     "normal": lambda case, q, k, v, d_out: (1.5 * q, k, v, d_out),
@@ -307,4 +321,5 @@ INPUTS: dict[str, Callable[..., Iterable[Tensor]]] = {
     "16-bit sums": _sums,
     "16-bit gradients": _gradients,
     **dict.fromkeys(RUNS, _of_xray),
+    SIZES: _of_sizes,
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ring_doctor.asking.case import Case
+from ring_doctor.asking.case import SIZES, Case
 from ring_doctor.asking.job import ranks_in_words
 from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.tiles import LOOK, Sheet, Tile
@@ -32,6 +32,7 @@ LOOKS = {  # by matrix and kind of a tile
     ("W backward", "keys"): "the way home of dk and dv of these keys, at a second sum over ranks",
 }
 OF_VALUES = "v of these keys, whose weights are right: at a sum over ranks in the place of a broadcast"
+OF_SIZES = "what a block is divided by before it is sent, and multiplied by when it has come: the numbers of two ranks"
 OF_BORDERS = "where documents and windows begin and end: in tokens of the whole sequence, whatever the chunk"
 HIDES = ("missing", "mask", "foreign")
 FOLLOWS = "wrong as a whole, as follows from these weights or this out"
@@ -170,6 +171,7 @@ class XRay:
             kind = next((kind for kind in kinds if LOOK.get(kind) and not held), "")
             look = LOOKS.get((matrix.name, kind), LOOK.get(kind, ""))
             look = OF_VALUES if (matrix.name, kind) == ("W forward", "keys") and matrix.sums is not None else look
+            look = OF_SIZES if kind == "scaled" and self.case.inputs == SIZES else look
             look = OF_BORDERS if kind in HIDES and (self.case.documents or self.case.window) else look
             shown = "; ".join(matrix.of_tiles) or matrix.of_rows
             full, title = f"X-ray ({self.case.words()}): {matrix.title}: {shown}", matrix.shows[0]

@@ -89,11 +89,13 @@ def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
 
 
 def _of_one_rank(wrong: list[Answer], findings: list[Finding]) -> list[Finding]:
-    """The findings; before them, if one rank alone is wrong, that no other rank is to blame."""
+    """The findings; before them, if one rank alone is wrong, that no other rank is to blame for these results."""
     alone = {name for answer in wrong if answer.case.world_size == 1 for name in answer.wrong}
     if not alone:
         return findings
     said = f"One rank alone is wrong already ({_in_order(alone)}), so no message between ranks is to blame"
+    if not alone.issuperset(name for answer in wrong for name in answer.wrong):  # others need two
+        return [*findings, Finding(f"{said} for {'it' if len(alone) == 1 else 'these'}", ON_ONE_RANK)]
     brief = f"wrong on one rank already, with no message between ranks: {findings[0].brief or findings[0].says}"
     return [Finding(said, ON_ONE_RANK, brief), *findings]
 
