@@ -87,8 +87,8 @@ class Case:
 
     def sizes(self) -> Tensor:
         """(S,): 4^r for the tokens of rank r, numbers that round nothing."""
-        of_ranks = [torch.full((1, 1, len(self.positions(r))), 4.0**r) for r in range(self.world_size)]
-        return self.join(of_ranks)[0, 0].double()
+        sizes = [torch.full((1, 1, len(self.positions(r))), 4.0**r) for r in range(self.world_size)]
+        return self.join(sizes)[0, 0].double()
 
     def cut(self, x: Tensor, rank: int) -> Tensor:
         """The chunk of `rank`, (B, H, C, ...), of a whole tensor (B, H, S, ...)."""
@@ -301,15 +301,11 @@ def _patterns(rows: Sequence[Sequence[float]], heads: int, columns: int) -> Tens
 
 
 def _of_xray(case: Case, *_: Tensor) -> Iterable[Tensor]:
-    heads = case.heads, case.kv_heads, case.kv_heads, case.heads
-    run = zip(probes(case.seq_len, case.head_dim, case.scale)[case.inputs], heads, strict=True)
-    return [x.expand(-1, n, -1, -1) for x, n in run]
-
-
-def _of_sizes(case: Case, *_: Tensor) -> Iterable[Tensor]:
-    """The second run of an X-ray, with V of another size on each rank. Its out is W with the sizes in its columns."""
-    q, k, v, d_out = _of_xray(replace(case, inputs=RUNS[1]))
-    return q, k, v * case.sizes()[:, None], d_out
+    """A run of an X-ray; with SIZES the second one, whose out is then W with the size of each rank in its columns."""
+    heads, name = (case.heads, case.kv_heads, case.kv_heads, case.heads), RUNS[case.inputs != RUNS[0]]
+    run = zip(probes(case.seq_len, case.head_dim, case.scale)[name], heads, strict=True)
+    q, k, v, d_out = (x.expand(-1, n, -1, -1) for x, n in run)
+    return q, k, v * case.sizes()[:, None] if case.inputs == SIZES else v, d_out
 
 
 SIZES = "V of rank r times 4^r"
@@ -320,6 +316,5 @@ INPUTS: dict[str, Callable[..., Iterable[Tensor]]] = {
     "silent rank": _silent_rank,
     "16-bit sums": _sums,
     "16-bit gradients": _gradients,
-    **dict.fromkeys(RUNS, _of_xray),
-    SIZES: _of_sizes,
+    **dict.fromkeys((*RUNS, SIZES), _of_xray),
 }

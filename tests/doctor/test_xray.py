@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
-from ring_doctor.asking.case import Case
+from ring_doctor.asking.case import SIZES, Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.grids import TITLES
 from ring_doctor.explaining.tiles import Sheet, likeliest
@@ -316,3 +316,18 @@ def test_a_forward_pass_alone_and_numbers_that_are_not_finite():
     assert len(picture(alone).axes[0].images) == 2
     broken = xray_of(run_1 | {"dv": run_1["dv"] * torch.nan}, run_2, case)
     assert "NaN" in words(picture(broken))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_another_size_of_v_on_each_rank_shows_a_block_that_two_ranks_scale(layout):
+    """A block of keys and values of one size is right, however it is divided and multiplied by its largest number."""
+    case = Case(3, 12, True, layout)
+    second, sized = cases(case)[1], replace(cases(case)[1], inputs=SIZES)
+    sizes = case.sizes()
+    weights = compute(sized)["out"] / sizes
+    assert torch.equal(weights, compute(second)["out"])
+    assert all((sizes[case.positions(rank)] == 4**rank).all() for rank in range(3))
+    assert xray_of({}, {"out": weights}, replace(case, inputs=SIZES)).right
+    scaled = xray_of({}, {"out": weights * sizes[:, None] / sizes}, replace(case, inputs=SIZES))
+    assert [tile.label for tile in scaled.matrices[0].tiles][3:5] == ["x 4", "ok"]
+    assert "the numbers of two ranks" in str(scaled.facts()[0])
