@@ -1,6 +1,6 @@
-"""The backward pass of the paper's ring: dK and dV travel with their block, grow on every rank, and go home.
+"""The backward pass of the ring: dK and dV travel with their block, grow on the other ranks, and go home.
 
-They make one hop more than K and V. Our trainable ring, whose own share stays at home, makes as many.
+They make as many hops as K and V: what a rank finds for its own block is at home already. In the paper it travels too.
 
 Drawn from a ring that computes, in one process, with ringlab/ring/backward.py's `block_backward`. The small boxes
 are the ranks that have added to the gradients in hand. The errors are those of the dK in hand.
@@ -19,10 +19,11 @@ from ringlab.support import drawing
 from ringlab.support.colours import ink_on
 
 ALT = (
-    "Four rounds by four ranks, and a fifth row: home. In round t rank r holds K/V block (r minus t) mod 4 and the "
-    "gradients dK and dV of that block, to which one rank has added in round 0, two in round 1, three in round 2 and "
-    "all four in round 3. Three hops carry K, V, dK and dV. The fourth carries only dK and dV and brings those of "
-    "block r to rank r. The error of a dK is zero when all four ranks have added to it, and not before."
+    "Four rounds by four ranks, and a fifth row: home. In round t rank r holds K/V block (r minus t) mod 4. What "
+    "it finds for its own block in round 0 stays. The dK and dV that travel have the shares of one rank in round "
+    "1, of two in round 2 and of three in round 3. The first hop carries K and V only, the next two K, V, dK and "
+    "dV, the last dK and dV only: home, to rank r, where its own share is added. The error of a dK is zero there,"
+    " and not before."
 )
 P = 4
 CELL, STEP = (152, 92), (174, 132)  # pixels: a cell, and from one to the next
@@ -62,8 +63,11 @@ def travel() -> list[list[InHand]]:
             _, d_k, d_v = block_backward(q, kv, kv, *of_rows, scale)
             hands[rank] = InHand(hand.block, [*hand.added, rank], hand.d_k + d_k, hand.d_v + d_v)
         record.append(hands)
+        if len(record) == 1:  # what a rank finds for its own block stays
+            own, hands = hands, [InHand(it.block, [], 0 * it.d_k, 0 * it.d_v) for it in hands]
         hands = hands[-1:] + hands[:-1]  # the hop: rank r + 1 gets what rank r had
-    return [*record, hands]
+    both = zip(hands, own, strict=True)
+    return [*record, [InHand(a.block, [*a.added, *b.added], a.d_k + b.d_k, a.d_v + b.d_v) for a, b in both]]
 
 
 def _cell(ax: Axes, x: float, y: float, hand: InHand, off: float, *, home: bool) -> None:
@@ -89,7 +93,7 @@ def draw() -> drawing.Picture:
     """Rounds downwards, ranks to the right, and home at the bottom."""
     record = travel()
     exact = problem()[2][1].chunk(P, 2)
-    title = f"The backward pass: dK and dV travel with their block, and hop {P} brings them home"
+    title = f"The backward pass: dK and dV follow their block from round 1 on; hop {P} brings them home"
     key = "Small boxes: ranks whose queries are in dK and dV so far.   off by: largest error against autograd"
     figure, ax = shapes.headed(776, ALT, title, {66: key})
     for rank in range(P):
@@ -118,6 +122,6 @@ def draw() -> drawing.Picture:
         if not home:
             middle = y + (STEP[1] + CELL[1]) / 2
             drawing.write(ax, 878, middle - 10, f"hop {t + 1}", weight="bold")
-            what = "dK, dV only" if t == P - 1 else "K, V, dK, dV"
+            what = {0: "K, V only", P - 1: "dK, dV only"}.get(t, "K, V, dK, dV")
             drawing.write(ax, 878, middle + 11, what, color=drawing.MUTED)
     return figure

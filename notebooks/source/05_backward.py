@@ -151,25 +151,29 @@ print(f"what rank 0 adds to dk of block 3: {dk.numpy().round(4).tolist()}")
 
 # %% [markdown]
 # **3. Let dK and dV travel with their block.** dQ belongs to the queries, and they stay: a rank adds up its dQ where it
-# is. dK and dV belong to the block. Each rank adds its share to them and then passes on all four: K, V, dK and dV. After
-# the last [round](../docs/glossary.md#round) the gradients of block $j$ are on rank $j - 1$, so in the paper's ring they make
-# one hop more than K and V. As in chapter 4, the ring in one process is a list that turns.
+# is. dK and dV belong to the block. What rank $j$ finds for its own block in [round](../docs/glossary.md#round) 0 is at home already. From round 1 on
+# each rank adds its share and then passes on all four: K, V, dK and dV. After the last round the sums of block $j$ are on rank $j - 1$, and one
+# more hop brings them home. As in chapter 4, the ring in one process is a list that turns.
 
 # %%
-block_in_hand = [(j, torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)) for j in range(P)]
-dq = torch.zeros(8, 2, dtype=torch.float64)  # stays
+nothing = torch.zeros(2, 2, dtype=torch.float64)
+block_in_hand = [(j, nothing, nothing) for j in range(P)]
+dq, own = torch.zeros(8, 2, dtype=torch.float64), []  # these stay
 for t in range(P):
     for rank in range(P):
         j, dk, dv = block_in_hand[rank]
         assert j == (rank - t) % P
         share = of(rank, j)
         dq[rows(rank)] += share[0]
-        block_in_hand[rank] = j, dk + share[1], dv + share[2]
+        if t == 0:
+            own.append(share)
+        else:
+            block_in_hand[rank] = j, dk + share[1], dv + share[2]
     one_hop_short = block_in_hand
-    block_in_hand = block_in_hand[-1:] + block_in_hand[:-1]  # a hop after every round, also after the last
+    block_in_hand = block_in_hand[-1:] + block_in_hand[:-1]  # a hop: of K and V, and of dK and dV from round 1 on
 
 assert [j for j, _, _ in block_in_hand] == [0, 1, 2, 3]  # each block is back on its rank
-dk, dv = (torch.cat([block[i] for block in block_in_hand]) for i in (1, 2))
+dk, dv = (torch.cat([block[i] + mine[i] for block, mine in zip(block_in_hand, own, strict=True)]) for i in (1, 2))
 for name, mine in (("dq", dq), ("dk", dk), ("dv", dv)):
     assert torch.allclose(mine, exact[name], rtol=0, atol=1e-14)
     print(f"{name} is autograd's; its last row: {mine[7].numpy()}")
@@ -177,36 +181,13 @@ for name, mine in (("dq", dq), ("dk", dk), ("dv", dv)):
 # %% [markdown]
 # ## The picture
 #
-# A closed circle has $P$ hops. K and V need only $P - 1$ of them, as in the forward pass. The last hop carries dK and dV
-# only and brings them home, to rank $j$.
+# K and V hop after all rounds but the last, dK and dV after all rounds but the first: $P - 1$ hops each. In the paper, and in most public rings, the own
+# share travels too, and comes back to the same rank: $P$ hops. With 2 ranks that is twice the bytes.
 
 # %%
 gradients_home.draw()
-# %% [markdown]
-# ## What of this need not travel?
-#
-# The paper closes the circle, and so do most rings. Look at round 0 in the picture. The share that rank $j$ finds for
-# its own block $j$ leaves its home there, and comes back to the same rank. It can stay. Then the sums that travel begin
-# on rank $j + 1$, in round 1: $P - 1$ hops, the last one home. There the own share is added.
-
-# %%
-own = [of(rank, rank)[1:] for rank in range(P)]  # round 0: dk and dv, which stay
-sums = [(torch.zeros(2, 2, dtype=torch.float64),) * 2 for _ in range(P)]  # of the block in hand
-hops = 0
-for t in range(1, P):
-    shares = [of(rank, (rank - t) % P)[1:] for rank in range(P)]
-    sums = [tuple(a + b for a, b in zip(sums[rank], shares[rank], strict=True)) for rank in range(P)]
-    sums, hops = sums[-1:] + sums[:-1], hops + 1
-
-assert hops == P - 1
-for i, name in ((0, "dk"), (1, "dv")):
-    mine = torch.cat([own[rank][i] + sums[rank][i] for rank in range(P)])
-    assert torch.allclose(mine, exact[name], rtol=0, atol=1e-14)
-    print(f"{name} is autograd's, with {hops} hops")
 
 # %% [markdown]
-# With 2 ranks that halves what the gradients send.
-#
 # ## Four mistakes
 #
 # All of them keep every shape, so nothing warns you. The first takes the log-sum-exp of the scores **in the block**
