@@ -68,7 +68,7 @@ def ring_short_convolution(
     mine, before, since = wide.split(runs.mine, dim=2), taps.shape[1] - 1, runs.since.split(runs.mine)
     nothing = wide.new_zeros(len(x), 1, before, x.shape[1])
     maps = [y for run in mine for y in pushed(run, before)]
-    states = HandOn.apply(by_gather, runs.chain, group, nothing, *maps)
+    states = HandOn.apply(by_gather, runs, group, nothing, *maps)
     ahead = [state[:, 0, 0].mT for state in states]  # (B, N, k - 1)
     out = torch.cat([convolved(*run, taps) for run in zip(ahead, mine, since, strict=True)], dim=2)
     return (out if bias is None else out + bias[:, None]).to(x.dtype)

@@ -46,7 +46,7 @@ from ringlab.ring.masks import Mask, lengths_of
 from ringlab.ring.partition import Partition
 from ringlab.ring.schedule import Group
 from ringlab.states.linear_attention import Inputs, Map, checked_inputs, each_of, in_chunks, recurrence, states_along
-from ringlab.support.agreement import flat_group, members
+from ringlab.support.agreement import agree, flat_group, members, one_pass
 from ringlab.support.exchange import all_gather
 
 Chain = Sequence[int]  # the rank of each run of tokens, in the order of the sequence
@@ -122,11 +122,12 @@ class HandOn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, way: Way, chain: Chain, group: Any, h: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, way: Way, where: "Runs", group: Any, h: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
         """`maps` are keep and add of each run's chunks; h (B, H, D, Dv) is the state before the sequence."""
         runs = [each_of(Map(*pair)) for pair in zip(maps[::2], maps[1::2], strict=True)]
-        states = tuple(torch.stack(of_run, dim=2) for of_run in along(way, chain, group, runs, h))
-        ctx.way, ctx.chain, ctx.group = way, chain, group
+        with one_pass(group, lambda: None):
+            states = tuple(torch.stack(of_run, dim=2) for of_run in along(way, where.chain, group, runs, h))
+        ctx.way, ctx.chain, ctx.group, ctx.call = way, where.chain, group, where.call
         ctx.save_for_backward(*maps[::2], *states)
         return states
 
@@ -139,7 +140,9 @@ class HandOn(torch.autograd.Function):
             each_of(Map(keep if numbers else keep.mT, d))[::-1] for keep, d in zip(keeps, d_states, strict=True)
         ][::-1]
         zeros = torch.zeros_like(d_states[0][:, :, 0])
-        behind = along(ctx.way, ctx.chain[::-1], ctx.group, runs, zeros)
+        agree(lambda: None, ctx.group, function=f"the backward pass of call {ctx.call}")
+        with one_pass(ctx.group, lambda: None):
+            behind = along(ctx.way, ctx.chain[::-1], ctx.group, runs, zeros)
         d_h = runs[-1][-1](behind[-1][-1]) if ctx.chain[0] == members(ctx.group)[0] else zeros
         d_maps: list[Tensor] = []
         for h, of_run in zip(states, behind[::-1], strict=True):
@@ -165,6 +168,7 @@ class Runs(NamedTuple):
     mine: list[int]  # the lengths of this rank's runs
     since: Tensor  # (C,): how many tokens of its document stand before each token of this rank
     first: Tensor  # (C,): whether a token begins a document, but the first
+    call: int = 0  # the number of the agreement on this call
 
 
 def agree_on_runs(
@@ -193,7 +197,8 @@ def agree_on_runs(
     same |= {"gradients": [name for name, x in given.items() if needs_gradients(x)]}
     options: dict[str, Any] = {"function": function, "check": check_all, "settings": lambda: same}
     scale, lengths = agree_on_chunks(*chunks, scale, group, **options)
-    return runs_of(scale, of_documents, layout, tuple(lengths), members(group)[0], chunks[0].device)
+    runs = runs_of(scale, of_documents, layout, tuple(lengths), members(group)[0], chunks[0].device)
+    return runs._replace(call=lengths.number)
 
 
 @lru_cache(maxsize=8)  # every layer of a model asks for the same: it is copied to the device once
@@ -262,7 +267,7 @@ def ring_linear_attention(
     none = [None] * len(runs.mine)
     parts = zip(*(none if y is None else y.split(runs.mine, dim=2) for y in x), strict=True)  # the inputs of each run
     reads, changes = zip(*(in_chunks(Inputs(*part), runs.scale) for part in parts), strict=True)  # maps of its chunks
-    states = HandOn.apply(WAYS[way], runs.chain, group, h, *(y for run in changes for y in run))  # (B, H, n, D, Dv)
+    states = HandOn.apply(WAYS[way], runs, group, h, *(y for run in changes for y in run))  # (B, H, n, D, Dv)
     outs = [read(h).flatten(2, 3)[:, :, :n] for read, h, n in zip(reads, states, runs.mine, strict=True)]
     last = Map(*(y[:, :, -1] for y in changes[-1]))
     out = torch.cat(outs, dim=2).to(q.dtype)

@@ -2,9 +2,11 @@
 
 import math
 import re
-from dataclasses import replace
+import weakref
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from unittest import mock
 
 import pytest
@@ -12,26 +14,35 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, multiple, precondition, rule
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
+from ringlab.ring import flash_ring
 from ringlab.ring.flash_ring import ring_flash_attention
-from ringlab.ring.layouts import LAYOUTS, Layout, check_layout, check_lengths, positions, shard
+from ringlab.ring.layouts import LAYOUTS, Layout, check_layout, check_lengths, positions, shard, unshard
 from ringlab.ring.masks import Mask
 from ringlab.ring.partition import Partition, Places
 from ringlab.ring.schedule import Ring, check_sinks, check_softcap
+from ringlab.states.state_ring import ring_linear_attention
 from ringlab.support import agreement
+from ringlab.support.agreement import NEW_GROUP, agree
+from ringlab.support.expect import attempt
 from ringlab.ways.all_gather import AllGather, pieces_of_all
 from ringlab.ways.all_to_all import AllToAll, Alone
-from tests.attention import DTYPES, assert_four, assert_right, expected, gradients, grouped_inputs
+from tests.attention import DTYPES, NAMES, assert_four, assert_right, expected, gradients, grouped_inputs
 from tests.every_way import (
     ALL_LAYOUTS,
     EVERY,
+    FLAT,
     HERE,
     ON_MESH,
     OWN,
     SOME,
     WAYS,
     Problem,
+    Program,
+    assert_programs,
     assert_right_results,
     attention_of,
     checked_gradients,
@@ -45,6 +56,7 @@ from tests.every_way import (
     whole,
 )
 from tests.mistakes import all_of, refusal
+from tests.states import test_state_ring as states
 
 STRIPED = {"causal": True, "layout": "striped"}
 every_way = pytest.mark.parametrize(("way", "shape"), EVERY, ids=name_of)
@@ -531,3 +543,213 @@ def test_a_way_is_right_between_two_graphs(ranks, way, backend):
         four = [chunks for chunks, _ in per_rank]
         assert_four(whole(four, COMPILED.layout), COMPILED.right())
         assert all(torch.equal(x, y) for pair in zip(four, uncompiled, strict=True) for x, y in zip(*pair, strict=True))
+
+
+# Sequences of calls --------------------------------------------------------------------------------------------------
+
+TOKENS = 24
+MASKS = [*masks_of(TOKENS).values(), {"causal": True, "documents": [7, 17]}, {"causal": True, "window": 3}]
+MODES = ("graph", "graph", "checkpointed", "autocast", "no_grad", "inference")
+
+
+class OutAlone(states.Problem):
+    """A problem of states in which the last state gets no gradient."""
+
+    @cached_property
+    def inputs(self):
+        x, (d_out, d_last) = super().inputs
+        return x, (d_out, 0 * d_last)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Attention by `way` on the ranks of `where`: the last so many of the job, or a mesh of the first ones."""
+
+    way: str
+    where: int | tuple
+    problem: Problem | states.Problem
+    mode: str = "graph"
+    error: type | None = None  # raised on all ranks in mid pass
+
+    @property
+    def graph(self):
+        return self.error is None and self.mode not in ("no_grad", "inference")
+
+
+@dataclass(frozen=True)
+class Back:
+    """The backward pass of call number `of`, which may be asked for again."""
+
+    of: int
+
+
+@st.composite
+def calls(draw, P):
+    way = draw(st.sampled_from(HERE))
+    sizes = [(rows, inside) for rows in range(1, P + 1) for inside in range(1, P + 1) if 1 < rows * inside <= P]
+    where = draw(st.sampled_from(sizes) if way in ON_MESH else st.integers(min(2, P), P))
+    options = {**draw(st.sampled_from(MASKS)), "layout": draw(st.sampled_from(LAYOUTS))}
+    options["scale"] = draw(st.sampled_from([None, None, 0.7]))
+    mode = draw(st.sampled_from(MODES))
+    dtype = torch.bfloat16 if mode == "autocast" else draw(st.sampled_from([torch.float32, torch.float64]))
+    kinds = {"dtype": dtype, "batch": draw(st.integers(1, 2))}
+    kinds["sinks"] = draw(st.sampled_from([None, torch.float32])) if mode != "autocast" else None  # which rounds them
+    problem = Problem(4, draw(st.sampled_from([1, 2, 4])), TOKENS, options, seed=draw(st.integers(0, 9)), **kinds)
+    return Call(way, where, problem, mode)
+
+
+@st.composite
+def calls_of_states(draw, P):
+    options = {
+        "layout": draw(st.sampled_from(["contiguous", "zigzag"])),
+        "way": draw(st.sampled_from(["hops", "gather"])),
+    }
+    if documents := draw(st.sampled_from([None, [1, 8, 15], [7, 17]])):
+        options["documents"] = documents
+    problem = OutAlone(draw(st.integers(0, 1)), TOKENS, options=options, delta=draw(st.booleans()))
+    return Call("states", draw(st.integers(2, P)), problem, draw(st.sampled_from(["graph", "checkpointed"])))
+
+
+def functions(P):
+    """The machine for P ranks."""
+
+    class Functions(Program):
+        graphs = Bundle("graphs")
+
+        @rule(target=graphs, call=calls(P) | calls_of_states(P))
+        def call(self, call):
+            number = self.add(call)
+            return number if call.graph else multiple()
+
+        @rule(of=graphs)
+        def back(self, of):
+            self.add(Back(of))
+
+        @precondition(lambda self: not any(getattr(step, "error", None) for step in self.steps))  # new groups take long
+        @rule(
+            call=calls(P).filter(lambda call: call.way in FLAT), error=st.sampled_from([MemoryError, KeyboardInterrupt])
+        )
+        def interrupt(self, call, error):
+            self.add(replace(call, error=error))
+
+    return Functions
+
+
+def new_group(where):
+    """A group or mesh, None on a rank that is not in it, and its ranks. Every rank of the job must call this."""
+    P, on_mesh = dist.get_world_size(), isinstance(where, tuple)
+    ranks = torch.arange(math.prod(where)).view(where) if on_mesh else torch.arange(P - where, P)
+    group = DeviceMesh("cpu", ranks) if on_mesh else dist.new_group(ranks.tolist())
+    return group if dist.get_rank() in ranks else None, ranks.flatten().tolist()
+
+
+MADE = (
+    weakref.WeakKeyDictionary()
+)  # the groups of programs, by the group of the job: to make them takes longer than calls
+
+
+def leaves_of(call, rank, P):
+    """This rank's chunks of the inputs by name, which want gradients if there is a graph; and its chunks of d_out."""
+    problem, layout = call.problem, call.problem.options["layout"]
+    if call.way == "states":
+        inputs, (d_out, _) = problem.inputs
+        mine = {n: x if n == "state" else shard(x, layout, rank, P) for n, x in inputs.items() if x is not None}
+    else:
+        *qkv, d_out = problem.inputs()
+        mine = {n: shard(x, layout, rank, P) for n, x in zip("qkv", qkv, strict=True)}
+        if problem.sinks:
+            mine["sinks"] = problem.logits()
+    if call.mode == "autocast":
+        mine = {n: x.float() for n, x in mine.items()}
+    return {n: x.detach().clone().requires_grad_(call.graph) for n, x in mine.items()}, shard(d_out, layout, rank, P)
+
+
+def called(call, mine, group):
+    """out of this rank."""
+    options = {**call.problem.options, "group": group}
+    if call.way == "states":
+        attention = partial(ring_linear_attention, **options)
+    else:
+        attention = partial(flash_ring.ring_flash_attention, schedule=(FLAT | ON_MESH)[call.way], **options)
+    about = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(call.mode, nullcontext)()
+    about = torch.autocast("cpu", torch.bfloat16) if call.mode == "autocast" else about
+
+    def compute(*inputs):
+        out = attention(**dict(zip(mine, inputs, strict=True)))
+        return out[0] if call.way == "states" else out
+
+    broken = mock.patch.object(flash_ring, "fused_forward", side_effect=call.error) if call.error else nullcontext()
+    with about, broken:
+        if call.mode == "checkpointed":
+            return checkpoint(compute, *mine.values(), use_reentrant=False, preserve_rng_state=False)
+        return compute(*mine.values())
+
+
+def functions_on_rank(context, steps):
+    """Of each step this rank's chunks of out, or of the gradients; None where it has no part, or none was expected."""
+    made, graphs, results = MADE.setdefault(dist.group.WORLD, {}), {}, [None] * len(steps)
+    for number, step in enumerate(steps):
+        call = steps[step.of] if isinstance(step, Back) else step
+        group, of_it = made[call.where] if call.where in made else made.setdefault(call.where, new_group(call.where))
+        if isinstance(step, Back) and group is not None:
+            out, mine, d_out, its_group = graphs[step.of]
+            back = partial(torch.autograd.grad, out, [*mine.values()], d_out, retain_graph=True)
+            if its_group is group:
+                results[number] = [x.detach() for x in back()]
+            else:
+                assert NEW_GROUP in str(attempt(back)), "a backward pass in a group that has ended"
+        elif group is not None:
+            mine, d_out = leaves_of(call, of_it.index(context.rank), len(of_it))
+            try:
+                out = called(call, mine, group)
+                graphs[number] = out, mine, d_out.to(out.dtype), group
+                results[number] = [out.detach()]
+            except (MemoryError, KeyboardInterrupt):
+                if NEW_GROUP not in str(attempt(agree, str, group)):
+                    raise
+        if isinstance(step, Call) and step.error:
+            made[call.where] = new_group(call.where)
+    return results
+
+
+class Known(dict):
+    """What calls must give, by the words of their problem: a loop over tokens takes a while."""
+
+    def of(self, problem):
+        if (words := repr(problem)) not in self:
+            if isinstance(problem, OutAlone):
+                self[words] = {name: right for name, right in problem.rights().items() if name != "last"}
+            else:
+                self[words] = dict(zip([*NAMES, "sinks"], problem.right(), strict=False))
+        return self[words]
+
+
+KNOWN = Known()
+
+
+def run_functions(ranks, P, steps):
+    """Run a program on P ranks, and compare each result with full attention, or a loop over tokens, of its own call."""
+    of_ranks = ranks(P, functions_on_rank, steps)
+    for step, of_members in zip(steps, zip(*of_ranks, strict=True), strict=True):
+        call = steps[step.of] if isinstance(step, Back) else step
+        found, problem = [x for x in of_members if x is not None], call.problem
+        if not found:
+            continue
+        layout, parts = problem.options["layout"], list(zip(*found, strict=True))
+        rights = KNOWN.of(problem)
+        for name, of_part in zip([*rights][1:] if isinstance(step, Back) else ["out"], parts, strict=True):
+            summed = name in ("sinks", "state")  # each rank has its part
+            x = sum(y.double() for y in of_part) if summed else unshard(list(of_part), layout)
+            assert_right(x.to(rights[name].dtype), rights[name], f"{name} of {step}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("P", [2, 3, 4])
+def test_no_call_remembers_another(ranks, P):
+    assert_programs(functions(P), 20, partial(run_functions, ranks, P))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("P", [2, 3, 4])
+def test_no_call_remembers_any_other(ranks, P):
+    assert_programs(functions(P), 400, partial(run_functions, ranks, P))
