@@ -251,6 +251,7 @@ STATE = {
     "ringlab/hugging_face/generate.py": {
         "SpreadGeneration: cache calls elsewhere ends lengths room": "of a call of generate, which drops K and V",
     },
+    "ringlab/hugging_face/indexers.py": {"Keys: own": "of a forward pass of an indexer, which makes it"},
     "ringlab/hugging_face/seam.py": {
         "AttentionInterface.register": "by the id of a ring, for good: the ring is kept, too",
         "AttentionMaskInterface.register": "the same",
