@@ -68,13 +68,13 @@ def _keys(found: dict[str, Any]) -> tuple[str, str]:
 def _rows(seen: dict[str, Any], step: int, keys: tuple[str, str]) -> list[Row]:
     rows: list[Row] = []
     for one in seen["steps"][step]["passes"]:
-        numbers, labels = one["whole_numbers"], one["labels"]
-        if keys[0] not in numbers:
-            continue
-        tokens = numbers[keys[0]].long()
-        tokens = tokens.reshape(-1, tokens.shape[-1])
-        of_labels = _as_rows(torch.cat(labels).long() if labels else None, tokens, IGNORED)
-        rows += map(Row, tokens, _as_rows(numbers.get(keys[1]), tokens), of_labels)
+        numbers, labels = one["whole_numbers"], torch.cat([torch.empty(0), *one["labels"]]).long()
+        again = [prime for n in range(len(numbers)) if keys[0] + (prime := "'" * n) in numbers]  # forward passes
+        for prime, of_pass in zip(again, labels.chunk(len(again) or 1), strict=False):
+            tokens = numbers[keys[0] + prime].long()
+            tokens = tokens.reshape(-1, tokens.shape[-1])
+            at = _as_rows(numbers.get(keys[1] + prime), tokens)
+            rows += map(Row, tokens, at, _as_rows(of_pass, tokens, IGNORED))
     return rows
 
 
