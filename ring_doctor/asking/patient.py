@@ -147,15 +147,17 @@ def _in_file(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     home, _, function_name = name.partition(":")
     function = by_name(f"{home}:{function_name or 'attention'}")
     said = vars(module_named(home))
-    of_this = said.get("CLAIMS", {}).get(function_name, {})
-    if function_name and not of_this:
-        return function, {}
+    of_this = said.get("CLAIMS", {}).get(function_name)
+    if function_name and of_this is None:
+        claims = ", ".join(sorted(CONSTANTS.intersection(said)))
+        unused = f"{claims} of its module hold for {home}, without :{function_name}, and are not used here"
+        return function, {"about": unused} if claims else {}
     for constant in filter(str.isupper, said):  # a misspelt claim would accuse a right ring
         near = difflib.get_close_matches(constant, CONSTANTS, n=1, cutoff=0.8)
         given, expected = f"{name} has a constant {constant}", f"{''.join(near)}, or another name"
         expect(constant in CONSTANTS or not near, given, expected)
     of_file = {constant.lower(): said[constant] for constant in CONSTANTS if constant in said}
-    return function, {"setup": said.get("setup"), **of_file, **of_this}
+    return function, {"setup": said.get("setup"), **of_file, **(of_this or {})}
 
 
 def dtype_of(name: str) -> torch.dtype:

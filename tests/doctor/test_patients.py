@@ -103,7 +103,9 @@ def other(q, k, v, causal=False): return q
 
 def unclaimed(q, k, v, causal=False): return q
 
-CLAIMS = {"other": {"about": "b", "layouts": ("striped",), "heads": 6}}
+def third(q, k, v, causal=False): return q
+
+CLAIMS = {"other": {"about": "b", "layouts": ("striped",), "heads": 6}, "third": {}}
 """
 
 
@@ -114,8 +116,13 @@ def test_a_patient_file_may_have_several_functions(tmp_path, monkeypatch):
     first, other, plain = (patient_of(f"several_adapters{of}") for of in ("", ":other", ":unclaimed"))
     assert (first.about, first.version, first.layouts, first.grouped, first.heads) == ("a", "1", ("zigzag",), False, 2)
     assert (other.about, other.version, other.layouts, other.grouped, other.heads) == ("b", "1", ("striped",), False, 6)
-    assert (plain.about, plain.layouts, plain.grouped) == ("", ("contiguous",), True)
+    assert plain.about.startswith(
+        "ABOUT, GROUPED, LAYOUTS, VERSION of its module hold for several_adapters, without :un"
+    )
+    assert (plain.layouts, plain.grouped) == (("contiguous",), True)
     assert patient_of("several_adapters:other", heads=8).heads == 8
+    third = patient_of("several_adapters:third")
+    assert (third.about, third.layouts, third.grouped) == ("a", ("zigzag",), False)  # a line that says nothing is one
 
 
 @pytest.mark.parametrize("name", with_marks([name for name in names() if name in LINES and name != "blog"]))
