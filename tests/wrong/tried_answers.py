@@ -202,6 +202,7 @@ WRONG_ANSWERS = {
         (without_max, "keep a running max"),
         (row_by_row, "you took 256 keys at once into a product"),
     ],
+    "check_visible_tiles": [(lambda n: n * n if n < 4 else 17, "row i sees tiles 0 to i")],  # a hint explains all cases
     "check_largest_tensor": [(17, "you say 17: out is")],
     "check_blocks_of_gpu": [(2, "expected a list of 4 numbers, got int"), ([2, 1, 0], "got [2, 1, 0]")],
     "check_token_two_in_round_two": [
