@@ -56,6 +56,8 @@ class Model:
     latents: Latents | None = None
 
     def __post_init__(self) -> None:
+        if self.latents:
+            object.__setattr__(self, "head_dim", (self.latents.key + self.latents.rope + self.latents.value) // 2)
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.hidden // max(1, self.heads))
         for name in ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab", "head_dim", "experts", "shared"):
@@ -291,6 +293,5 @@ def read_config(path: Path) -> Model:
     if config.get("kv_lora_rank"):
         optional = ("q_rank", "index_heads", "index_dim")
         sizes = {name: field(given, **{"default": 0} if name in optional else {}) for name, given in LATENTS.items()}
-        known["latents"] = latents = Latents(**sizes)
-        known |= {"kv_heads": known["heads"], "head_dim": (latents.key + latents.rope + latents.value) // 2}
+        known |= {"latents": Latents(**sizes), "kv_heads": known["heads"]}
     return Model(**known, tied=config.get("tie_word_embeddings", kind in TIED) is True)

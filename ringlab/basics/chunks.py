@@ -4,17 +4,13 @@ A reader of the ring may skip this file.
 """
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringlab.basics.naive_attention import check_qkv, check_tensors, resolve_scale
 from ringlab.support.agreement import Agreed, Group, agree_same
-
-Options = ParamSpec("Options")
-Result = TypeVar("Result")
 
 
 def check_chunks(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -71,22 +67,6 @@ def as_autocast(*inputs: Tensor) -> list[Tensor]:
 def under_autocast(x: Tensor) -> bool:
     """Whether autocast is on for the device of x. Some devices have none."""
     return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
-
-
-def left_as_it_is(attention: Callable[Options, Result]) -> Callable[Options, Result]:
-    """torch.compile ends its graph before the attention, runs it as it is, and begins another graph behind it.
-
-    What is in there are fused kernels, and messages at the right time: nothing for a compiler. fullgraph=True raises.
-    """
-
-    @wraps(attention)
-    def call(*args: Options.args, **options: Options.kwargs) -> Result:
-        if torch.compiler.is_compiling():  # asked first: else every rank would import the compiler, for a second
-            torch._dynamo.graph_break(msg="attention over ranks is not compiled; expected fullgraph=False")
-            return torch.compiler.disable(attention)(*args, **options)
-        return attention(*args, **options)
-
-    return call
 
 
 def check_forward_only(q: Tensor, k: Tensor, v: Tensor) -> None:

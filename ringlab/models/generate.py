@@ -34,10 +34,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ringlab.basics.blockwise_attention import attend_tile
-from ringlab.basics.chunks import as_autocast, left_as_it_is
+from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import State, finish, start, update
 from ringlab.models.transformer import ALONE, Config, Transformer
+from ringlab.ring.backward import left_as_it_is
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import capped_attend
 from ringlab.ring.layouts import Layout, layout_of, positions

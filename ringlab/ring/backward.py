@@ -28,7 +28,7 @@ Source: Liu et al. 2024, appendix A, `_ring_attention_bwd`; the steps within a b
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,9 @@ from ringlab.basics.chunks import agree_on_chunks, check_chunks
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.support.agreement import members
 from ringlab.support.timeline import span
+
+Options = ParamSpec("Options")
+Result = TypeVar("Result")
 
 
 def tile_backward(
@@ -155,6 +158,22 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *d_outs)
 
     return checked
+
+
+def left_as_it_is(attention: Callable[Options, Result]) -> Callable[Options, Result]:
+    """torch.compile ends its graph before the attention, runs it as it is, and begins another graph behind it.
+
+    What is in there are fused kernels, and messages at the right time: nothing for a compiler. fullgraph=True raises.
+    """
+
+    @wraps(attention)
+    def call(*args: Options.args, **options: Options.kwargs) -> Result:
+        if torch.compiler.is_compiling():  # asked first: else every rank would import the compiler, for a second
+            torch._dynamo.graph_break(msg="attention over ranks is not compiled; expected fullgraph=False")
+            return torch.compiler.disable(attention)(*args, **options)
+        return attention(*args, **options)
+
+    return call
 
 
 class RingAttention(torch.autograd.Function):

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from ringlab.basics.blockwise_attention import TILE
-from ringlab.basics.chunks import left_as_it_is
 from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.ring.backward import left_as_it_is
 from ringlab.ring.layouts import LAYOUTS, Layout, shard, unshard
 from ringlab.ring.partition import BlockSlice, Partition
 from ringlab.ring.schedule import Group, Ring, Schedule, agree_on_schedule

@@ -36,9 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringlab.basics.chunks import as_autocast, left_as_it_is
+from ringlab.basics.chunks import as_autocast
 from ringlab.basics.naive_attention import accumulation_dtype
-from ringlab.ring.backward import differentiable_once
+from ringlab.ring.backward import differentiable_once, left_as_it_is
 from ringlab.ring.chosen_keys import facts_of_chosen, with_chosen
 from ringlab.ring.fused_block import fused_backward, fused_forward
 from ringlab.ring.gpu_kernels import in_one_order, without_cudnn

@@ -32,9 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringlab.basics.chunks import as_autocast, left_as_it_is, needs_gradients
+from ringlab.basics.chunks import as_autocast, needs_gradients
 from ringlab.basics.naive_attention import naive_attention
-from ringlab.ring.backward import differentiable_once
+from ringlab.ring.backward import differentiable_once, left_as_it_is
 from ringlab.ring.chosen_keys import facts_of_chosen, with_chosen
 from ringlab.ring.flash_ring import flash_forward, keys_of, piece_backward, queries_of, ring_flash_attention
 from ringlab.ring.gpu_kernels import without_cudnn

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
-from ringlab.basics.chunks import left_as_it_is
 from ringlab.basics.naive_attention import accumulation_dtype
+from ringlab.ring.backward import left_as_it_is
 from ringlab.ring.schedule import Group
 from ringlab.states.linear_attention import Map
 from ringlab.states.state_ring import HandOn, agree_on_runs, by_gather

@@ -39,8 +39,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ringlab.basics.chunks import agree_on_chunks, as_autocast, left_as_it_is, needs_gradients
-from ringlab.ring.backward import differentiable_once
+from ringlab.basics.chunks import agree_on_chunks, as_autocast, needs_gradients
+from ringlab.ring.backward import differentiable_once, left_as_it_is
 from ringlab.ring.layouts import unshard
 from ringlab.ring.masks import Mask, lengths_of
 from ringlab.ring.partition import Partition
