@@ -179,6 +179,11 @@ class Partition:
         return Places(self.positions(rank))
 
     @cached_property
+    def order(self) -> int:
+        """A number for the positions of all ranks, the same where they are the same."""
+        return hash(tuple(torch.cat([self.positions(rank) for rank in range(len(self.lengths))]).tolist()))
+
+    @cached_property
     def striped(self) -> bool:
         """Whether each rank has every P-th token, whatever the layout is called."""
         P = len(self.lengths)

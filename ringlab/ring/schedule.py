@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from ringlab.basics.chunks import agree_on_chunks, check_grouped_chunks, needs_gradients, under_autocast
-from ringlab.ring.layouts import is_own, layout_of
+from ringlab.ring.layouts import Layout, is_own, layout_of
 from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import arriving_blocks, keys_and_values, numbers_of_token, own_last, post, two_buffers
 from ringlab.ring.partition import BlockSlice, Partition
@@ -190,6 +190,31 @@ class TravellingSums:
             self.arriving.pop(0).wait()
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a call asks for besides its tensors. It checks itself, and must be the same on every rank."""
+
+    mask: Mask
+    layout: Layout
+    way: type[Schedule]
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.way, type) and issubclass(self.way, Schedule)):
+            raise ValueError(f"schedule is {self.way!r}; expected the class of a way, such as Ring or SharedMemory")
+        check_softcap(self.softcap)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What it asks for, by the names of the options."""
+        layout = f"{self.layout}, one of its own" if is_own(self.layout) else self.layout.name
+        softcap = None if self.softcap is None else float(self.softcap)
+        return {"layout": layout, **vars(self.mask), "schedule": self.way.__name__, "softcap": softcap}
+
+
+known_partition = lru_cache(maxsize=64)(Partition)  # every layer of a model asks for the same
+
+
 def agree_on_schedule(
     q: Tensor,
     k: Tensor,
@@ -207,57 +232,42 @@ def agree_on_schedule(
     this name. `check` raises ValueError for input that it does not take. What `same` returns must be the same on all
     ranks too. On a mesh, ranks count host by host.
     """
-    given: list[Any] = [options.get(option) for option in ("layout", "schedule", "sinks", "softcap")]
-    layout, schedule, sinks, softcap = given
     asked = {field.name: options[field.name] for field in fields(Mask) if field.name in options}
-    mask = Mask()
+    sinks = options.get("sinks")
+    request: Request
+    taken: Group
 
     def check_all(q: Tensor, k: Tensor, v: Tensor) -> None:
+        nonlocal request, taken  # made here, once: they may refuse what is given
         if check is not None:
             check(q, k, v)
-        if not (isinstance(schedule, type) and issubclass(schedule, Schedule)):
-            raise ValueError(f"schedule is {schedule!r}; expected the class of a way, such as Ring or SharedMemory")
-        nonlocal mask  # made here, once: it may refuse its options
-        mask = Mask(**asked)
-        schedule.checked_group(group, q.shape[1:2].numel() if isinstance(q, Tensor) else 0)
-        any_queries = mask.shows_all and schedule.cross_attention
+        mask, layout = Mask(**asked), layout_of(options["layout"])
+        request = Request(mask, layout, options["schedule"], options.get("softcap"))
+        taken = request.way.checked_group(group, q.shape[1:2].numel() if isinstance(q, Tensor) else 0)
+        any_queries = mask.shows_all and request.way.cross_attention
         check_grouped_chunks(q, k, v, same_tokens=not any_queries, same_head_dim=False)
-        schedule.check_device(q.device)
+        request.way.check_device(q.device)
         check_sinks(sinks, q)
-        check_softcap(softcap)
-        layout_of(layout)
 
     def settings() -> dict[str, Any]:
-        return {
-            "layout": f"{layout}, one of its own" if is_own(layout) else layout,
-            **vars(mask),
-            "schedule": schedule.__name__,
-            "sinks": None if sinks is None else sinks.dtype,
-            "softcap": softcap * 1.0 if isinstance(softcap, int) else softcap,
-            "autocast": under_autocast(q),
-            "gradients": needs_gradients(q, k, v, *([] if sinks is None else [sinks])),
-            **same(),
-        }
+        gradients = needs_gradients(q, k, v, *([] if sinks is None else [sinks]))
+        of_tensors = {"sinks": None if sinks is None else str(sinks.dtype), "gradients": gradients}
+        return request.facts | of_tensors | {"autocast": under_autocast(q), **same()}
 
     scale, lengths = agree_on_chunks(q, k, v, scale, group, check=check_all, function=name, settings=settings)
 
     def partition() -> Partition:
-        return known_partition(mask, layout, tuple(lengths))
+        return known_partition(request.mask, request.layout, tuple(lengths))
 
-    if is_own(layout):  # the ranks may have other functions of this name
+    if is_own(request.layout):  # the ranks may have other functions of this name
 
         def places() -> tuple[None, dict[str, int]]:
-            whole = torch.cat([partition().positions(rank) for rank in range(len(lengths))])
-            return None, {f"the positions of the layout {layout}": hash(tuple(whole.tolist()))}
+            return None, {f"the positions of the layout {request.layout}": partition().order}
 
         agree_same(places, group, expected="one function")
-    group, heads, kv_heads = schedule.checked_group(group, q.shape[1]), q.shape[1], k.shape[1]
-    agreed = schedule(partition(), scale, group, heads, kv_heads, softcap, lengths.number)
+    agreed = request.way(partition(), scale, taken, q.shape[1], k.shape[1], request.softcap, lengths.number)
     agreed.prepare()
     return agreed
-
-
-known_partition = lru_cache(maxsize=64)(Partition)  # every layer of a model asks for the same
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:

@@ -252,8 +252,11 @@ def ring_linear_attention(
     group = flat_group(group)
     q, k, v = as_autocast(q, k, v)
 
+    checked: tuple[Inputs, Tensor]
+
     def check() -> None:
-        checked_inputs(q, k, v, log_decay, beta, state)
+        nonlocal checked  # made here, once: it may refuse what is given
+        checked = checked_inputs(q, k, v, log_decay, beta, state)
         if way not in WAYS or (way == "scan" and layout == "zigzag"):
             raise ValueError(f"way is {way!r}, layout {layout}; expected hops or gather, or scan for contiguous chunks")
 
@@ -261,7 +264,7 @@ def ring_linear_attention(
     same = {"heads of v": v.shape[1:2], "dim of log_decay": getattr(log_decay, "ndim", None), "way": way}
     runs = agree_on_runs("ring_linear_attention", (q, k, v), inputs, scale, group, check, documents, layout, same)
 
-    x, h = checked_inputs(q, k, v, log_decay, beta, state)
+    x, h = checked
     if documents is not None:  # a token that begins a document forgets everything before it
         x = x._replace(log_decay=x.log_decay.masked_fill(runs.first[:, None], -torch.inf))
     none = [None] * len(runs.mine)
