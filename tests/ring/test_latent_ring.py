@@ -359,7 +359,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("function", "rank", "changed", "words"), REFUSED, ids=str)
+@pytest.mark.parametrize(
+    ("function", "rank", "changed", "words"), REFUSED, ids=lambda it: getattr(it, "__name__", None)
+)
 def test_bad_input_is_refused_on_every_rank(ranks, function, rank, changed, words):
     message = refusal(ranks.outcomes(2, refused_on_rank, function, rank, changed))
     assert re.search(all_of(words), message), message
