@@ -51,6 +51,7 @@ NEED_MORE = (  # modules and folders that need an optional package as soon as th
     "ringlab.hugging_face",
     "ringlab.support.drawing",
     "ring_doctor.explaining.xray_picture",
+    "ring_doctor.jobs.watching",  # of the user's process, where recorder.py has another name
     "ring_doctor.patients",
     "ring_doctor.pytest_plugin",
 )
