@@ -557,6 +557,8 @@ def test_the_best_ring_is_always_shown():
     (flat,) = re.findall(r"the flat ring +ring, cp 128, tp 1, recompute none: \S+ tokens/s a GPU, (\S+) s", of_hosts)
     best_of_one = re.findall(r"tokens/s a GPU, (\S+) s", of_hosts.partition("one sequence on all ")[2])[1]
     assert f"{flat} s for one sequence on all 128 GPUs, where the best way takes {best_of_one} s" in WHICH_WAY
+    chapter = (ROOT / "notebooks/source/18_two_speeds_of_wire.py").read_text()
+    assert f"takes {flat} s with the flat ring, and {best_of_one} s with the best way" in chapter
 
 
 ADVICE = [row.split("|")[1:-1] for row in re.findall(r"^\| (?:the same )?`--.*", WHICH_WAY, re.M)]
