@@ -95,8 +95,8 @@ missing, one_sentence = {}, []
 packages = ringlab, ring_doctor, ring_planner
 walks = [pkgutil.walk_packages(package.__path__, f"{package.__name__}.") for package in packages]
 for module in itertools.chain(*walks):
-    if module.name.endswith(".pytest_plugin"):
-        continue  # pytest loads its plug-in by itself
+    if module.name.endswith((".pytest_plugin", ".jobs.recorder", ".jobs.watching")):
+        continue  # pytest loads its plug-in by itself, and the user's job the other two
     try:
         importlib.import_module(module.name)
     except ImportError as error:
@@ -219,6 +219,7 @@ def test_the_package_itself_imports_neither_torch_nor_numpy():
 @pytest.mark.slow
 def test_what_needs_an_optional_package_names_it_and_nothing_else_does(here, tmp_path):
     done = here(tmp_path, "python", "-c", MODULES)
+    assert done.returncode == 0, done.stderr
     said, one_sentence, pytest_too = json.loads(done.stdout)
     extras = {"jax": "jax", "transformers": "hf", "matplotlib": "plots", "trl": "loops", "triton": "triton"}
     paths = [path for folder in ("hugging_face", "ways/jax") for path in ROOT.glob(f"ringlab/{folder}/[!_]*.py")]

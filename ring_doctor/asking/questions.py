@@ -120,13 +120,14 @@ def _beside(patient: Patient, case: Case) -> Iterator[Question]:
     """Of each option one value, beside other values: what is kept from a call shows in another."""
     C, S, (H, G) = patient.chunk, case.seq_len, (case.heads, case.kv_heads)
     layouts = [{"layout": layout} for layout in patient.layouts if case.causal and layout != case.layout]
+    masks = [{"causal": mask} if mask else {"causal": mask, "layout": patient.layouts[0]} for mask in patient.causal]
     dtypes = [{"dtype": dtype_of(name)} for name in patient.dtypes if dtype_of(name) != case.dtype]
     options: dict[str, list[dict[str, Any]]] = {  # the value, and the others
         "heads": [{"heads": n * H, "kv_heads": n * G} for n in (2, 1, 3)],
         "head dims": [{"head_dim": n * case.head_dim} for n in (2, 1, 4)],
         "batches": [{"batch": case.batch + n} for n in (1, 0, 2)],
         "dtypes": [{}, *dtypes],
-        "masks": [{}, *({"causal": causal} for causal in patient.causal if causal != case.causal)],
+        "masks": [{}, *(mask for mask in masks if mask["causal"] != case.causal)],
         "layouts": [{}, *layouts],
         "scales": [{"scale": scale} for scale in (0.3, None, 0.7) if "scale" in patient.takes],
         "sinks": [{"sinks": sinks} for sinks in (True, False) if "sinks" in patient.takes],

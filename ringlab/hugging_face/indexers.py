@@ -21,13 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringlab.hugging_face.attention import LayerAttention, picked
-from ringlab.hugging_face.seam import indexers, meanwhile, own_forward
 from ringlab.ring.layouts import positions
 from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import arriving_blocks
 from ringlab.support.agreement import flat_group
 from ringlab.support.expect import expect
+from ringlab.support.extras import extra
+
+with extra("hf", __name__):
+    from ringlab.hugging_face.attention import LayerAttention, picked
+    from ringlab.hugging_face.seam import indexers, meanwhile, own_forward
 
 QUERIES = 64  # of which a rank has scores at a time: J·S numbers for each, where an indexer has J heads
 

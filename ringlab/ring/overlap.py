@@ -59,7 +59,7 @@ def post(
     to, source = (rank + distance) % world_size, (rank - distance) % world_size
     sends = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent if x.numel()]
     receives = [dist.P2POp(dist.irecv, x, group=group, group_peer=source) for x in received if x.numel()]
-    return dist.batch_isend_irecv(receives + sends)
+    return dist.batch_isend_irecv(receives + sends) if receives + sends else []  # ranks without tokens
 
 
 def numbers_of_token(k: Tensor, v: Tensor) -> int:
