@@ -606,12 +606,11 @@ def a_cluster(pick):
 
 @pytest.mark.slow
 def test_the_rule_is_the_planners_best():
-    pick, near = random.Random(0), 0
-    for _ in range(1000):
-        step = a_cluster(pick)
+    picks, near = [random.Random(seed) for seed in (0, 1)], 0
+    for step in (a_cluster(pick) for pick in picks for _ in range(1000)):
         seconds = {(each.way, each.split): sum(step_seconds(each).values()) for each in ways_of(step)}
         near += seconds[rule(step)] <= 1.05 * min(seconds.values())
-    assert near >= 950
+    assert near >= 1900
 
 
 def test_the_rule_and_the_planner_on_what_was_measured():
