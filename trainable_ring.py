@@ -36,14 +36,14 @@ def scores(q, k, triangle):
 
 
 def block_forward(q, k, v, triangle):
-    """out and lse of one block. A fused kernel goes here, one that returns its log-sum-exp too, in base e."""
+    """out and lse of one block. A fused kernel goes here, with its lse in base e. Let it skip an empty q."""
     s = scores(q, k, triangle)  # (B, G, N, Sq, Sk)
     lse = torch.logsumexp(s, dim=-1)  # (B, G, N, Sq)
     return torch.einsum("bgnqk,bgkd->bgnqd", torch.exp(s - lse[..., None]), v), lse
 
 
 def block_backward(q, k, v, triangle, d_out, lse, delta):
-    """dq, dk, dv of one block. The kernel's backward goes here; like this one it takes the lse of the whole row."""
+    """dq, dk, dv of one block, with the lse of whole rows. The kernel's backward goes here: it takes out, not delta."""
     p = torch.exp(scores(q, k, triangle) - lse[..., None])  # (B, G, N, Sq, Sk): the softmax weights, recomputed
     ds = p * (torch.einsum("bgnqd,bgkd->bgnqk", d_out, v) - delta[..., None]) * q.shape[-1] ** -0.5
     dq, dk = torch.einsum("bgnqk,bgkd->bgnqd", ds, k), torch.einsum("bgnqk,bgnqd->bgkd", ds, q)

@@ -105,7 +105,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def parse_run(argv: list[str]) -> argparse.Namespace:
     """The options of `ring-doctor run`. Bad options end the process as those of `parse` do."""
-    about = "Does the second command train as the first, which is trusted? docs/running_jobs.md says what is compared."
+    about = "Are the gradients of the second command those of the first? docs/running_jobs.md says what is compared."
     parser = Parser(prog="ring-doctor run", description=about)
     add = parser.add_argument
     add("one", metavar='"COMMAND"', help="a job that is right: one process, or any run that you trust")

@@ -100,7 +100,8 @@ def evidence_of(answer: Plan) -> str:
     low, high, rows = answer.interval
     between = f"{answer.evidence}: {digits(low)} to {digits(high)} s"
     if known := answer.step.known:
-        return f"{between}; {known.words()}, from {rows} known"
+        alone = "; one step hardly tells messages from computing" if rows == 1 else ""
+        return f"{between}; {known.words()}, from {rows} known{alone}"
     return f"{between}, from {rows} measured ones; {HELD}"
 
 

@@ -13,7 +13,7 @@
 # alone. After this chapter you can
 #
 # - say what each of its lines is for, and what goes wrong without it,
-# - put a [fused kernel](../docs/glossary.md#fused-kernel) into it,
+# - say where a [fused kernel](../docs/glossary.md#fused-kernel) goes, and what it needs there,
 # - put the ring into a model, and combine its gradients in the right way.
 #
 # The road, 8 of 8. 20 minutes to read, 10 for the exercises. Before: [7 · causal balance](07_causal_balance.ipynb). Next:
@@ -39,7 +39,7 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # %% [markdown]
 # ## The failure
 #
-# The rings of chapters 4 to 7 are right, and none of them trains a language model: each lacks a mask, gradients or overlap. Putting them together
+# The rings of chapters 4 to 7 are right, and none of them trains a language model well: each lacks a mask, gradients or overlap. Putting them together
 # is where public rings went wrong. So here is the whole file on 4 processes, seven times: as it is, and with one line changed. The table is the
 # error of the output and of each gradient, as a share of its norm.
 
@@ -86,11 +86,12 @@ print_source(ring.positions, ring.visible)
 
 # %% [markdown]
 # Mistake 1 takes the half that lies in the future. For contiguous chunks a later block leaves `slice(0)`: no query. The empty tensors run
-# through all lines below and change nothing, so no line asks for that case.
+# through all lines below and change nothing, so no line asks for that case. A fused kernel may end the process on them: skip them there.
 #
 # ## What is computed
 #
-# Two functions, for a block's forward and backward pass. **A fused kernel goes here** and nowhere else. The letters of `einsum` are the shapes:
+# Two functions, for a block's forward and backward pass. **A fused kernel goes here.** It computes in 16 bits, so it casts q, k and v; and its
+# backward pass takes `out` in place of `delta`, so hand it on. The letters of `einsum` are the shapes:
 # $N = H/G$ query heads `n` share a K/V head `g`. K and V are never repeated, and the sum over `n` in dK and dV happens by itself.
 
 # %%
@@ -128,7 +129,7 @@ print_source(ring.Ring.forward)
 #
 # ## What is kept: the backward pass
 #
-# The blocks go round a second time. dQ stays. dK and dV of a block must be hidden, too. A rank can send them on only
+# The blocks go round a second time. dQ stays. The messages of dK and dV must run beside computing, too. A rank can send them on only
 # after it has added its share. So they travel one [round](../docs/glossary.md#round) after their block. The round of the
 # own block is the last one. What it adds need not travel, and meanwhile the other shares come home:
 

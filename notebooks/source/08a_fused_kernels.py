@@ -124,7 +124,7 @@ assert torch.equal(gaps, x)
 assert off > 0.1
 
 # %% [markdown]
-# No error anywhere. So the trainable ring calls its kernels through `ringlab.ring.fused_block`. It checks these things,
+# No error anywhere. So `ringlab.ring_flash_attention` calls its kernels through `ringlab.ring.fused_block`. It checks these things,
 # chooses a kernel for the device, and takes the plain block of chapter 2 where no kernel can be trusted.
 #
 # ## The ring, in one process

@@ -76,7 +76,8 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int) -> Verdict:
         if coarse > TOO_COARSE:
             raise CannotExamine(f"nothing is wrong, but {hidden}; expected float32 or float64, or a smaller model")
         said = f"the gradients of {many.world_size} ranks are those of the first job, at {which}"
-        verdict = Verdict(RIGHT, said, lines=[f"Mistakes may hide: {hidden}."] if coarse > COARSE else [])
+        verdict = Verdict(RIGHT, said, lines=["What the optimizer makes of them was not compared."])
+        verdict.lines += [f"Mistakes may hide: {hidden}."] if coarse > COARSE else []
     verdict.lines += _table(one, many, found, whole, step)
     finite = {name: x if math.isfinite(x) else None for name, x in found.errors.items()}
     verdict.numbers = {"layout": whole.layout, "errors": finite, "allowed": found.allowed}
@@ -177,7 +178,7 @@ def _first_module(one: Job, many: Job, step: int, allowed: float) -> str:
             sums[name] = sums.get(name, 0.0) + x
     for name, x in one.ranks[0]["steps"][step]["modules"]:
         if name in sums and x and all(abs(sums[name] / (d * x) - 1) > allowed for d in divisors(many.world_size)):
-            return f"the first module with another output is {name}"
+            return f"the first module with another output is {name}: look there, and at what computes its input"
     return ""
 
 
@@ -224,7 +225,7 @@ def examine_job(
 
 
 def assert_job(one: str, many: str, **options: Any) -> None:
-    """Raise AssertionError with the report unless the second command trains as the first. Options: `examine_job`."""
+    """Raise AssertionError with the report unless both commands have the same gradients. Options: `examine_job`."""
     try:
         found = examine_job(one, many, **options)
     except CannotExamine as error:

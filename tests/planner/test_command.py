@@ -368,7 +368,7 @@ def plan_of(words):
         ("seq_len=8192 recompute=some seconds=1", "recompute is 'some'; expected one of none"),
         ("seq_len=131072 tp=8 seconds=3", "and attention alone takes"),
         ("seq_len=8192 tp=8 seconds=0.06", "or more: no products are faster than the data sheet"),
-        ("seq_len=8192 tp=8 seconds=250", "expected seconds, of a step of this batch"),
+        ("seq_len=8192 tp=8 seconds=5", "expected 10 times as long at most: seconds, of a step of this batch"),
     ],
 )
 def test_what_cannot_be_known_is_refused(text, said):
