@@ -106,10 +106,10 @@ def ring_attention(q, k, v, causal=False, layout="contiguous", group=None):
     """q (B, H, C, D), k and v (B, G, C, D) -> out (B, H, C, D), this rank's rows of softmax(QKᵀ/√D)V of all tokens."""
     (B, H, C, D), G, multiple = q.shape, k.shape[1], {"contiguous": 1, "zigzag": 2}.get(layout)
     right = k.shape == v.shape == (B, G, C, D) and H % G == 0 and multiple and C % multiple == 0
-    size = torch.tensor([k.nbytes, -k.nbytes if right else 0], device=q.device)
-    dist.all_reduce(size, dist.ReduceOp.MAX, group)  # a GPU is waited for: leave it out once your shapes are right
-    if size.sum() != 0:
-        wanted = "q (B, H, C, D), k and v (B, G, C, D), G divides H, C is the same on all ranks, and even in zigzag"
+    word = hash((*q.shape, *k.shape, *v.shape, torch.finfo(q.dtype).max, torch.finfo(k.dtype).max, causal, multiple))
+    dist.all_reduce(both := torch.tensor([word, -word], device=q.device), dist.ReduceOp.MAX, group)  # a GPU waits here
+    if not right or both.sum() != 0:
+        wanted = "q (B, H, C, D), k and v (B, G, C, D), G divides H, C is even in zigzag, and all ranks call alike"
         raise ValueError(f"expected {wanted}; got {[*q.shape]}, {[*k.shape]}, {[*v.shape]}, {layout}, or another rank")
     wide = q.unflatten(1, (G, -1)).to(torch.promote_types(q.dtype, torch.float32))  # sums; K and V travel as they are
     with torch.autocast(q.device.type, enabled=False):  # which would round products to 16 bits

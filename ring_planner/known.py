@@ -71,6 +71,6 @@ def fit(planned: Sequence[Mapping[str, float]], measured: Sequence[float]) -> Kn
         logs = logs + np.linalg.solve(precision, shares.T @ left / NOISE**2 - prior @ logs)
     if (off := max(abs(left))) > 3 * NOISE:
         raise ValueError(
-            f"known steps contradict each other, by {off:.0%}; expected steps of one machine and framework"
+            f"known steps contradict each other or the plan, {off:.0%} is left; expected steps of one machine"
         )
     return Known(tuple(np.exp(logs).tolist()), tuple(map(tuple, np.linalg.inv(precision).tolist())), len(measured))

@@ -150,9 +150,9 @@ print_source(ring.Ring.backward)
 #
 # ## The door
 #
-# A wrong shape must not reach the messages: gloo would fill half a buffer and go on. So each rank says how large its block is, or that its input
-# is wrong, and one `all_reduce` tells all of them: every rank raises the error, or none. It costs a wait of the GPU; leave it out when your
-# shapes cannot differ. The sums are float32 at least, also under autocast, which would round each product to 16 bits.
+# A wrong shape must not reach the messages: gloo would fill half a buffer and go on. So each rank makes one number of its shapes, dtypes, mask and
+# layout, and one `all_reduce` finds the largest and the smallest of them: if they differ, every rank raises the error. It costs a wait of the GPU;
+# leave it out when your calls cannot differ. The sums are float32 at least, also under autocast, which would round each product to 16 bits.
 
 # %%
 print_source(ring.ring_attention)

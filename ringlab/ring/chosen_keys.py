@@ -178,7 +178,8 @@ def with_chosen(schedule: Schedule, chosen: Tensor | None, function: str) -> Sch
     partition, group = schedule.partition, schedule.group
     hops = max(agree(partial(farthest, chosen, partition, group), group, function=f"{function}, chosen keys"))
     mask, layout, lengths = partition.mask, partition.layout, partition.lengths
-    return replace(schedule, partition=ChosenPartition(mask, layout, lengths, chosen, hops))
+    own = chosen.clone()  # the backward pass reads it too, and the caller may write into his
+    return replace(schedule, partition=ChosenPartition(mask, layout, lengths, own, hops))
 
 
 def farthest(chosen: Tensor, partition: Partition, group: Group) -> int:

@@ -249,8 +249,10 @@ def ring_on_rank(context, problem, chosen):
     """This rank's chunks of out, dq, dk, dv of the ring with its chosen keys, after a look at its messages."""
     mine = [x.requires_grad_() for x in cut(context, problem.layout, problem.lengths, *problem.inputs())]
     (chosen,) = cut(context, problem.layout, problem.lengths, chosen[:, None])
+    chosen = chosen[:, 0].clone()
     with Watch() as watch:
-        out = ring_flash_attention(*mine[:3], chosen=chosen[:, 0], **problem.options)
+        out = ring_flash_attention(*mine[:3], chosen=chosen, **problem.options)
+    chosen.fill_(-1)  # the caller may: the backward pass has its own
     sent = sum(it.bytes for it in watch.messages if it.kind == "send")
     return [out.detach(), *torch.autograd.grad(out, mine[:3], mine[3])], sent
 

@@ -112,14 +112,19 @@ def bad(context, path, case):
         "only one rank is wrong": [q, k, v[:, :, 1:] if context.rank == 1 else v],
         "heads": [torch.zeros(1, 3, 6, 4), k, v],
         "odd zigzag": [q[:, :, 1:], k[:, :, 1:], v[:, :, 1:]],
+        "as many bytes": [x.view(1, 2, 4, 6) if context.rank else x for x in (q, k, v)],
+        "dtypes": [x.to(torch.float16 if context.rank else torch.bfloat16) for x in (q, k, v)],
     }
     layout = {"odd zigzag": "zigzag", "layout": "zig-zag"}.get(case, "contiguous")
-    runpy.run_path(path)["ring_attention"](*changed.get(case, (q, k, v)), causal=True, layout=layout)
+    layout = "zigzag" if case == "layouts" and context.rank else layout
+    causal = case != "masks" or context.rank == 1
+    runpy.run_path(path)["ring_attention"](*changed.get(case, (q, k, v)), causal=causal, layout=layout)
 
 
-@pytest.mark.parametrize(
-    "case", ["the last rank has fewer tokens", "only one rank is wrong", "heads", "odd zigzag", "layout"]
-)
+DIFFER = ["the last rank has fewer tokens", "only one rank is wrong", "as many bytes", "dtypes", "masks", "layouts"]
+
+
+@pytest.mark.parametrize("case", [*DIFFER, "heads", "odd zigzag", "layout"])
 def test_what_would_be_silently_wrong_is_refused_on_every_rank(ranks, copied, case):
     for outcome in ranks.outcomes(3, bad, copied, case):
         assert outcome.kind == "ValueError"
