@@ -17,6 +17,8 @@ from ringlab.ring.layouts import LAYOUTS, unshard
 from ringlab.ring.masks import Mask
 from ringlab.support.messages import Watch
 from ringlab.support.rounding import Right, exact_attention, half_step
+from ringlab.ways.all_gather import AllGather
+from ringlab.ways.all_to_all import AllToAll
 from tests.attention import SEED, assert_right, dense, grouped_inputs
 from tests.every_way import Problem, cut
 from tests.mistakes import all_of, refusal
@@ -336,6 +338,17 @@ def keys(*numbers):
     return torch.tensor(numbers).expand(B, 3, -1)
 
 
+def other(L=L, R=R, D=D):
+    """Inputs of a ring of latents that fit each other."""
+    shapes = (B, H, 3, D + R), (B, 3, L), (B, 3, R), (H, D, L), (H, DV, L)
+    names = ("q", "latents", "rope_keys", "w_k", "w_v")
+    return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in zip(names, shapes, strict=True)}
+
+
+def index(J=3, E=4):
+    return {"index_q": torch.zeros(2, J, 3, E), "index_weights": torch.zeros(2, J, 3), "index_k": torch.zeros(2, 3, E)}
+
+
 K_OF_5 = torch.zeros(B, H, 5, D)
 REFUSED = [
     (ring_latent_attention, None, {"w_k": torch.zeros(H, D, L + 1)}, ["w_k is torch.float32", "q's dtype"]),
@@ -345,6 +358,16 @@ REFUSED = [
     (ring_latent_attention, None, {"scale": float("nan")}, ["scale is nan"]),
     (ring_latent_attention, 1, {"layout": "striped"}, ["disagree about layout"]),
     (ring_latent_attention, 1, {"chosen": keys(0)}, ["disagree about chosen", "rank 0: chosen=None"]),
+    (ring_latent_attention, 1, other(L=4), ["the ranks disagree about", "rank 0: ", "L=5"]),
+    (ring_latent_attention, 1, other(R=1, D=4), ["the ranks disagree about", "rank 0: ", "R=2"]),
+    (ring_latent_attention, 1, other(R=1, D=4, L=4), ["the ranks disagree about", "rank 0: ", "L=5, R=2"]),
+    (ring_latent_attention, None, {"chosen": keys(6)}, ["chosen has key 6 for the query at 0"]),
+    (ring_latent_attention, 1, {"chosen": keys(0, 5), "causal": True}, ["disagree about"]),
+    *(
+        (ring_flash_attention, None, {"chosen": keys(0), "schedule": way}, [f"schedule={way.__name__}", "the ring"])
+        for way in (AllGather, AllToAll)
+    ),
+    (ring_flash_attention, 1, {"chosen": keys(0, 1)}, ["disagree about chosen", "rank 0: chosen=None"]),
     (ring_flash_attention, None, {"chosen": keys(0.5)}, ["chosen is torch.float32", "expected int64"]),
     (
         ring_flash_attention,
@@ -359,6 +382,8 @@ REFUSED = [
     (ring_flash_attention, None, {"chosen": keys(0), "k": K_OF_5, "v": K_OF_5}, ["of 3 queries for 5 keys"]),
     (choose_keys, None, {"count": 0}, ["count is 0", "expected 1 key"]),
     (choose_keys, 1, {"count": 3}, ["disagree about count"]),
+    (choose_keys, 1, index(J=1), ["disagree about", "J=3"]),
+    (choose_keys, 1, index(E=5), ["disagree about", "E=4"]),
     (choose_keys, 1, {"index_weights": torch.zeros(2, 1, 3)}, ["rank 1: index_q has shape (2, 3, 3, 4)", "(B, J, C)"]),
     (choose_keys, 0, {"index_k": torch.zeros(2, 3)}, ["rank 0: index_k is torch.float32 of shape (2, 3)"]),
 ]
@@ -370,25 +395,6 @@ REFUSED = [
 def test_bad_input_is_refused_on_every_rank(ranks, function, rank, changed, words):
     message = refusal(ranks.outcomes(2, refused_on_rank, function, rank, changed))
     assert re.search(all_of(words), message), message
-
-
-def test_other_numbers_of_latents_rope_and_heads_on_a_rank_are_refused(ranks):
-    def other(L=L, R=R, D=D):
-        shapes = {
-            "q": (B, H, 3, D + R),
-            "latents": (B, 3, L),
-            "rope_keys": (B, 3, R),
-            "w_k": (H, D, L),
-            "w_v": (H, DV, L),
-        }
-        return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
-
-    for changed, fact in ((other(L=4), "L=5"), (other(R=1, D=4), "R=2"), (other(R=1, D=4, L=4), "L=5, R=2")):
-        message = refusal(ranks.outcomes(2, refused_on_rank, ring_latent_attention, 1, changed))
-        assert re.search(all_of(["the ranks disagree about", "rank 0: ", fact]), message), message
-    q, weights, k = torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3), torch.zeros(2, 3, 4)
-    changed = {"index_q": q, "index_weights": weights, "index_k": k}
-    assert "J=3" in refusal(ranks.outcomes(2, refused_on_rank, choose_keys, 1, changed))
 
 
 def test_absorbed_queries_meet_the_latents():
