@@ -2,8 +2,7 @@
 
 P ranks share S tokens. Each keeps its C = S/P queries; K and V go round. In round t rank r has block j = (r - t) mod P,
 the K and V of rank j, and block j - 1 is on its way. In the backward pass the sums of dK and dV follow their block one
-round later, and a rank's own block comes last. Either way P - 1 hops are enough.
-Sources: Liu et al., arXiv 2310.01889; Dao et al., arXiv 2205.14135 (gradients); Llama 3, section 3.3.2 (zigzag).
+round later, and a rank's own block comes last. Either way P - 1 hops are enough. Source: Liu et al., arXiv 2310.01889.
 
     torchrun --nproc_per_node=4 trainable_ring.py  # trains one layer, and compares it with one process
     at = positions("zigzag", S, rank, P)  # this rank's tokens: to cut the sequence, and for rotary angles
@@ -36,16 +35,16 @@ def scores(q, k, triangle):
 
 
 def block_forward(q, k, v, triangle):
-    """out and lse of one block. A fused kernel goes here, with its lse in base e. Let it skip an empty q."""
+    """out and lse of one block. A fused kernel goes here: chapter 8a has one. It must skip an empty q."""
     s = scores(q, k, triangle)  # (B, G, N, Sq, Sk)
     lse = torch.logsumexp(s, dim=-1)  # (B, G, N, Sq)
     return torch.einsum("bgnqk,bgkd->bgnqd", torch.exp(s - lse[..., None]), v), lse
 
 
-def block_backward(q, k, v, triangle, d_out, lse, delta):
-    """dq, dk, dv of one block, with the lse of whole rows. The kernel's backward goes here: it takes out, not delta."""
+def block_backward(q, k, v, triangle, d_out, out, lse):
+    """dq, dk, dv of one block, with out and lse of whole rows (Dao et al. 2022). The kernel's backward goes here."""
     p = torch.exp(scores(q, k, triangle) - lse[..., None])  # (B, G, N, Sq, Sk): the softmax weights, recomputed
-    ds = p * (torch.einsum("bgnqd,bgkd->bgnqk", d_out, v) - delta[..., None]) * q.shape[-1] ** -0.5
+    ds = p * (torch.einsum("bgnqd,bgkd->bgnqk", d_out, v) - (d_out * out).sum(-1, True)) * q.shape[-1] ** -0.5
     dq, dk = torch.einsum("bgnqk,bgkd->bgnqd", ds, k), torch.einsum("bgnqk,bgnqd->bgkd", ds, q)
     return dq, dk, torch.einsum("bgnqk,bgnqd->bgkd", p, d_out)
 
@@ -87,13 +86,12 @@ class Ring(torch.autograd.Function):
     def backward(ctx, d_out):
         assert not torch.is_grad_enabled(), "create_graph=True: messages have no second derivative"
         (q, k, v, out, lse), (causal, layout, group) = ctx.saved_tensors, ctx.options
-        r, C, delta = dist.get_rank(group), q.shape[-2], (d_out * out).sum(-1)  # delta (B, G, N, C), of whole rows
-        dq, arrive = torch.zeros_like(q), None
+        r, C, dq, arrive = dist.get_rank(group), q.shape[-2], torch.zeros_like(q), None
         for j, (k_j, v_j) in blocks(torch.stack((k, v)), group, q.dtype, own_last=True):
             rows, keys, triangle = visible(r, j, C, causal, layout)
             block = q[..., rows, :], k_j[..., keys, :], v_j[..., keys, :], triangle
             with torch.autocast(q.device.type, enabled=False):
-                dq_j, *dkv_j = block_backward(*block, d_out[..., rows, :], lse[..., rows], delta[..., rows])
+                dq_j, *dkv_j = block_backward(*block, d_out[..., rows, :], out[..., rows, :], lse[..., rows])
             dq[..., rows, :] += dq_j
             dkv = arrive() if arrive else q.new_zeros(2, *k.shape)  # block j's sums came while this rank computed
             dkv[..., keys, :] += torch.stack(dkv_j)
@@ -135,6 +133,8 @@ def train(attention, at, S):
 
 
 if __name__ == "__main__":
+    if not dist.is_torchelastic_launched():
+        raise SystemExit("start it with torchrun --nproc_per_node=4 trainable_ring.py")
     dist.init_process_group()  # NCCL for GPUs, gloo for CPUs
     rank, P, gpu = dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank()
     dist.all_reduce(gpus := torch.tensor(torch.cuda.device_count() - gpu), dist.ReduceOp.MIN)

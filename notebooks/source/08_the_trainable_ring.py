@@ -39,9 +39,9 @@ np.set_printoptions(precision=4, floatmode="fixed")
 # %% [markdown]
 # ## The failure
 #
-# The rings of chapters 4 to 7 are right, and none of them trains a language model well: each lacks a mask, gradients or overlap. Putting them together
-# is where public rings went wrong. So here is the whole file on 4 processes, seven times: as it is, and with one line changed. The table is the
-# error of the output and of each gradient, as a share of its norm.
+# The rings of chapters 4 to 7 are right, but each lacks a mask, gradients or overlap. Public rings went wrong where these were put together.
+# So here is the whole file on 4 processes, seven times: as it is, and with one line changed. The table shows
+# the error of the output and of each gradient, as a share of its norm.
 
 # %%
 CHANGES = {
@@ -52,7 +52,7 @@ CHANGES = {
         "- lse[..., None])  # (B, G, N, Sq, Sk): the",
         "- scores(q, k, triangle).logsumexp(-1)[..., None])  #",
     ),
-    "4  no δ": ("(d_out * out).sum(-1)", "torch.zeros_like(lse)"),
+    "4  no δ": (" - (d_out * out).sum(-1, True)", ""),
     "5  dK and dV stay where they are": ("arrive = hop(dkv, group)", "pass"),
     "6  the own block first, backward too": ("own_last=True", "own_last=False"),
 }
@@ -66,60 +66,58 @@ for change, row in zip(CHANGES, errors.tolist(), strict=True):
     assert (max(row) < 1e-14) == (change == "as it is")
 
 # %% [markdown]
-# No change raises an error. Mistakes 3 to 6 leave the output exact: a test that looks at the forward pass only passes all of them.
+# No change raises an error. Mistakes 3 to 6 leave the output exact: a test of the forward pass alone lets all four through.
 #
 # ## The idea
 #
-# A ring answers four questions, and the file has a part for each. What does this rank see of block j? What does it compute of it? What travels,
-# and when? What is kept? We read them in this order. Shapes are in the comments: B sequences, H query heads on G key/value heads, C tokens of a
-# rank, D numbers a head.
+# The file answers four questions, in this order. What does a rank see of block j? What does it compute? What travels, and when? What is kept?
+# Shapes are in the comments: B sequences, H query heads on G key/value heads, C tokens of a rank, D numbers a head.
 #
 # ## What is seen
 #
-# `positions` says which tokens a rank has: you cut the sequence with it, and [rotary](../docs/glossary.md#rotary-embedding) angles need it. In zigzag a rank has an early half
-# [chunk](../docs/glossary.md#chunk) and the late one that is its mirror image. `visible` says what is left of a block under a
-# [causal mask](../docs/glossary.md#causal-mask): some queries, some keys, and for the own block a triangle (chapter 7). The rest is not computed at all.
-# With a dense mask it would be computed and thrown away, and zigzag would gain nothing.
+# `positions` says which tokens a rank has. You cut the sequence with it, and [rotary](../docs/glossary.md#rotary-embedding) angles need it. In zigzag a
+# rank has two half [chunks](../docs/glossary.md#chunk), one early and one late. `visible` says what a [causal
+# mask](../docs/glossary.md#causal-mask) leaves of a block: some queries, some keys, and of the own block a triangle (chapter 7). The rest is never computed.
+# A dense mask would compute it and throw it away, and zigzag would gain nothing.
 
 # %%
 print_source(ring.positions, ring.visible)
 
 # %% [markdown]
-# Mistake 1 takes the half that lies in the future. For contiguous chunks a later block leaves `slice(0)`: no query. The empty tensors run
-# through all lines below and change nothing, so no line asks for that case. A fused kernel may end the process on them: skip them there.
+# Mistake 1 takes the half that lies in the future. In the contiguous layout a later block leaves `slice(0)`, no query. Empty tensors run
+# through all lines below and change nothing, so no line asks for that case.
 #
 # ## What is computed
 #
-# Two functions, for a block's forward and backward pass. **A fused kernel goes here.** It computes in 16 bits, so it casts q, k and v; and its
-# backward pass takes `out` in place of `delta`, so hand it on. The letters of `einsum` are the shapes:
-# $N = H/G$ query heads `n` share a K/V head `g`. K and V are never repeated, and the sum over `n` in dK and dV happens by itself.
+# Two functions compute a block, forward and backward. **A fused kernel goes here**: [8a](08a_fused_kernels.ipynb) replaces both. The letters of `einsum` are
+# the shapes: $N = H/G$ query heads `n` share a K/V head `g`. So K and V are never repeated, and dK and dV are summed over `n`.
 
 # %%
 print_source(ring.scores, ring.block_forward, ring.block_backward)
 
 # %% [markdown]
-# `block_forward` returns the [log-sum-exp](../docs/glossary.md#log-sum-exp) (lse) of each row, because results of two blocks merge with it. `block_backward` gets the
-# lse of the **whole** row: only then is `p` the true weight. Mistake 3 gives it the lse of the block. `delta` is $\delta = \sum_D dO \circ O$, also of the
-# whole row (chapter 5); mistake 4 forgets it.
+# `block_forward` returns the [log-sum-exp](../docs/glossary.md#log-sum-exp) (lse) of each row, with which the results of two blocks merge. `block_backward` gets
+# `out` and `lse` of the **whole** row: only then is `p` the true weight. Mistake 3 takes the lse of the block. The sum of `d_out * out` is the
+# $\delta$ of chapter 5; mistake 4 forgets it.
 #
 # ## What travels
 #
-# `hop` is the only place that sends. It posts the send and the receive together, so no order of ranks can block, and returns before either is
-# done. You get a function; call it when you need the block. `group_peer` is a rank *of the group*: a ring works in a part of a larger job.
-# `blocks` makes the ring of it: the [hop](../docs/glossary.md#hop) of the next block begins **before** `yield`, so it runs while the caller computes (chapter 6).
+# Only `hop` sends. It posts the send and the receive together, so no order of ranks can block. It returns at once, with a function that waits for the
+# block. `group_peer` is a rank *of the group*, so a ring works in a part of a larger job.
+# In `blocks` the [hop](../docs/glossary.md#hop) of the next block begins **before** `yield`, so it runs while the caller computes (chapter 6).
 
 # %%
 print_source(ring.hop, ring.blocks)
 
 # %% [markdown]
-# `kv` travels in the dtype of the model and is widened where it is used: 16 bits on the wire, float32 in the sums. For the backward pass, `own_last`
-# moves the own block from the first [round](../docs/glossary.md#round) to the last.
+# `kv` travels in the model's dtype and is widened where it is used: 16 bits on the wire, float32 in the sums. `own_last`
+# moves the own block from the first [round](../docs/glossary.md#round) to the last, for the backward pass.
 #
 # ## What is kept: the forward pass
 #
-# `Ring` is one operation of autograd. Its output and lse grow block by block: `lerp` moves `out` towards the new block by the weight
-# $e^{\mathrm{lse}_j} / (e^{\mathrm{lse}} + e^{\mathrm{lse}_j})$, and `logaddexp` adds up the sums. Averages are merged; mistake 2 takes their mean. The own block comes first: in it every query
-# sees at least itself, so no row is ever empty and nothing becomes NaN.
+# `Ring` is one operation of autograd. Each block changes its output and lse: `lerp` moves `out` towards the block's result by the weight
+# $e^{\mathrm{lse}_j} / (e^{\mathrm{lse}} + e^{\mathrm{lse}_j})$, and `logaddexp` adds up the sums. Mistake 2 takes the mean instead. The own block comes first,
+# because in it every query sees itself: no row is empty, and nothing becomes NaN.
 
 # %%
 print_source(ring.Ring.forward)
@@ -129,30 +127,28 @@ print_source(ring.Ring.forward)
 #
 # ## What is kept: the backward pass
 #
-# The blocks go round a second time. dQ stays. The messages of dK and dV must run beside computing, too. A rank can send them on only
-# after it has added its share. So they travel one [round](../docs/glossary.md#round) after their block. The round of the
-# own block is the last one. What it adds need not travel, and meanwhile the other shares come home:
+# The blocks go round a second time, and dQ stays. A rank can send dK and dV on only after it has added its share, so they travel
+# one [round](../docs/glossary.md#round) after their block. The own block comes last: what it adds need not travel, and meanwhile the other shares come home:
 
 # %%
 backward_timeline.draw()
 
 # %% [markdown]
-# While rank 2 computes on block 0 in round 2, the gradients of block 0 arrive from rank 1. Then rank 2 adds its share
-# and sends the sum on. `arrive()` waits for them only after the block is computed:
+# While rank 2 computes on block 0, the gradients of block 0 arrive from rank 1. Then rank 2 adds its share
+# and sends the sum on. `arrive()` waits only after the block is computed:
 
 # %%
 print_source(ring.Ring.backward)
 
 # %% [markdown]
-# So dK and dV make P − 1 hops, as K and V do. Mistake 5 sends nothing: each rank returns what its own queries give to its own keys. Mistake 6 leaves
-# the own block first: then the sums of the last round are another rank's. The `assert` refuses a second derivative, which would be wrong
-# without an error: messages have no gradient.
+# So dK and dV make P − 1 hops, as K and V do. Mistake 5 sends nothing: each rank returns what its own queries give to its own keys. Mistake 6 takes
+# the own block first: a rank then returns the sums of another one. A second derivative is refused, because messages have no gradient.
 #
 # ## The door
 #
 # A wrong shape must not reach the messages: gloo would fill half a buffer and go on. So each rank makes one number of its shapes, dtypes, mask and
-# layout, and one `all_reduce` finds the largest and the smallest of them: if they differ, every rank raises the error. It costs a wait of the GPU;
-# leave it out when your calls cannot differ. The sums are float32 at least, also under autocast, which would round each product to 16 bits.
+# layout. One `all_reduce` finds the largest and the smallest; if they differ, every rank raises the error. The GPU waits for it:
+# leave it out when your calls cannot differ. The sums are float32 at least, also under autocast.
 
 # %%
 print_source(ring.ring_attention)
@@ -178,8 +174,7 @@ assert off["bfloat16"] > 5 * off["float32"]
 # %% [markdown]
 # ## In a model
 #
-# In a transformer, tokens meet in attention only. So a model that calls the ring runs on $P$ ranks, each with its own tokens. These lines are all
-# that changes:
+# In a transformer, tokens meet in attention only. So a model that calls the ring runs on $P$ ranks, each with its own tokens. Only these lines change:
 #
 # ```python
 # at = positions("zigzag", seq_len, rank, P)                                  # where this rank's tokens stand
@@ -191,11 +186,11 @@ assert off["bfloat16"] > 5 * off["float32"]
 #     dist.all_reduce(weight.grad)                                            # the sum over the ranks
 # ```
 #
-# The last lines matter. A rank's loss is a **share** of the loss: a sum over its own tokens, divided by the number of
-# all tokens. So its gradients are shares, too, and must be **added up** over the ranks. `all_reduce` adds up.
-# [DDP](../docs/glossary.md#ddp) and [`fully_shard`](../docs/glossary.md#fsdp) take the average instead. What does that change?
-# Four real processes run a small transformer ([chapter 10](10_a_model_in_the_ring.ipynb)). Each returns the loss and the
-# gradients of its own tokens; below we take their sum, and their average.
+# A rank's loss is a **share** of the loss: a sum over its own tokens, divided by the number of
+# all tokens. So its gradients are shares too, and must be **added up**, as `all_reduce` does.
+# [DDP](../docs/glossary.md#ddp) and [`fully_shard`](../docs/glossary.md#fsdp) take the average. What does that change?
+# Four processes run a small transformer ([chapter 10](10_a_model_in_the_ring.ipynb)). Each returns the loss and the
+# gradients of its own tokens:
 
 # %%
 shares = launch(workers.training_step, P, device="cpu")
@@ -224,9 +219,8 @@ for name, factor in (
         assert torch.allclose(combined[weight], right * (factor if factor < 1 else 1), rtol=0, atol=1e-12)
 
 # %% [markdown]
-# So with DDP or `fully_shard`, multiply the loss by $P$ before `backward()`. If you forget it, every gradient comes out
-# at exactly $1/P$ of its value. Adam hides that, because it divides by the size of the gradients; the clipping of
-# gradients does not.
+# So with DDP or `fully_shard`, multiply the loss by $P$ before `backward()`. Else every gradient is $1/P$ of its value. Adam hides that,
+# because it divides by the size of the gradients; gradient clipping does not.
 #
 # > **One number to remember: 150.** A ring that trains is 150 lines. Four of the six mistakes above leave its output exact: check each gradient.
 #
@@ -239,7 +233,7 @@ for name, factor in (
 #
 # <details><summary>The forward pass of a block needs no lse but its own. Why must the backward pass get the lse of the whole row?</summary>
 #
-# A result of the forward pass is corrected afterwards: merging rescales it. Gradients are not corrected. With its own
+# Merging rescales a result of the forward pass. Nothing rescales a gradient. With its own
 # lse, the weights of every block add up to 1, so those of a row would add up to the number of blocks.
 # </details>
 #
@@ -281,8 +275,8 @@ print(check_group_gradient(my_group_gradient))
 # ```
 # </details>
 #
-# You have walked the road. Open [`trainable_ring.py`](../trainable_ring.py) now, copy it, and train. Then write it from an empty file in
-# [the workshop](your_ring/your_ring.ipynb), or design schedules in [the puzzles](puzzles/puzzles.ipynb). [8a · fused kernels](08a_fused_kernels.ipynb) makes it fast.
+# This is the end of the road. Copy [`trainable_ring.py`](../trainable_ring.py), and train. Then write it from an empty file in
+# [the workshop](your_ring/your_ring.ipynb), design schedules in [the puzzles](puzzles/puzzles.ipynb), or make it fast in [8a](08a_fused_kernels.ipynb).
 # Take the track that you need, in its order:
 #
 # - *plan* a cluster: [9 · hidden communication](09_hidden_communication.ipynb), 13, 17,

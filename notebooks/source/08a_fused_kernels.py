@@ -9,16 +9,17 @@
 # %% [markdown]
 # # 8a · The ring on fused kernels
 #
-# The ring of chapter 8 computes its blocks with plain tensor code. A [fused kernel](../docs/glossary.md#fused-kernel) computes each
-# [block](../docs/glossary.md#block) without writing its scores to memory. After this chapter you can
+# The ring of chapter 8 writes the scores of every [block](../docs/glossary.md#block) to memory. A [fused kernel](../docs/glossary.md#fused-kernel) never does.
+# After this chapter you can
 #
-# - build a ring on any kernel that returns its [log-sum-exp](../docs/glossary.md#log-sum-exp),
-# - say what to ask such a kernel first.
+# - put a kernel into the file that you copied, and say what to ask it first,
+# - cut any mask into the rectangles and triangles that a kernel computes.
 #
 # Track *train*. Before it: chapters 1 to 8. 11 minutes to read, 10 for the exercises. Next: [8b · on a GPU](08b_on_a_gpu.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
+import inspect
 import math
 import time
 
@@ -27,21 +28,21 @@ import torch
 
 from bench import against_peers, record
 from figures import measured
+from notebooks.source import workers
 from notebooks.source.checks.fused_kernels import check_merging_share, check_natural_lse
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import merge
-from ringlab.ring.causal import visible_slice
-from ringlab.ring.layouts import positions
+from ringlab.ring import partition
+from ringlab.support.processes import launch
 
 np.set_printoptions(precision=4, floatmode="fixed")
 
 # %% [markdown]
 # ## The failure
 #
-# `blockwise_attention` of chapter 2 needs little memory, but it is slow beside a fused kernel. Each
-# [tile](../docs/glossary.md#tile) of [scores](../docs/glossary.md#score) is written and read again several times.
-# PyTorch's own attention runs one fused kernel, which keeps its tiles in registers and cache:
+# `blockwise_attention` of chapter 2 saves memory, not time: it writes and reads each [tile](../docs/glossary.md#tile) of
+# [scores](../docs/glossary.md#score) several times. PyTorch's own attention is one fused kernel, which keeps its tiles in registers and cache:
 
 # %%
 q, k, v = torch.randn(3, 1, 8, 1024, 64, generator=torch.Generator().manual_seed(0)).unbind()
@@ -61,15 +62,13 @@ print(f"fused kernel:        {seconds(lambda: attention(q, k, v)):.4f} s")
 # %% [markdown]
 # ## The idea
 #
-# A ring asks one thing of a kernel: it must return the log-sum-exp (lse) of each row beside the output. Then the
+# A kernel fits into a ring if it returns the [log-sum-exp](../docs/glossary.md#log-sum-exp) (lse) of each row beside the output. Then the
 # results of two blocks [merge](../docs/glossary.md#merge), whatever the kernel does inside. `scaled_dot_product_attention`
-# keeps its lse to itself. The kernel behind it returns it. This is the one for CPUs:
+# hides its lse; the function behind it returns it. This is the one for CPUs:
 
 # %%
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 x = TOKENS[None, None]  # (B, H, S, D) = (1, 1, 8, 2)
-scale = 2**-0.5
 
 
 def kernel(q, k, v, causal=False):  # -> out (B, H, Sq, D) and lse (B, H, Sq); the 0.0 is for dropout
@@ -84,15 +83,10 @@ assert torch.allclose(out, naive_attention(x, x, x), rtol=0, atol=1e-14)
 print("four blocks, merged: row 0 =", out[0, 0, 0].numpy())
 
 # %% [markdown]
-# **The [backward pass](../docs/glossary.md#backward-pass)** takes one block at a time, too. The kernel's backward function
-# computes the weights again, as $e^{s - \mathrm{lse}}$ (chapter 5). Give it `out` and `lse` of the **whole** row. Then
-# the weights are the true ones, and the gradients of the blocks simply add up. Nothing is merged. We use it below.
-#
 # ## What to ask a kernel first
 #
-# **Is its lse natural?** `merge` needs $\log \sum e^s$. Some kernels return $\log_2 \sum e^s$, the logarithm in base 2
-# of the same sum, because a GPU computes $2^x$ faster than $e^x$. The two differ by a factor of
-# 1.44 only, so a wrong merge looks plausible. Here are two halves of our 8 tokens, merged with each:
+# **Is its lse natural?** `merge` needs $\log \sum e^s$. Some kernels return $\log_2 \sum e^s$, because a GPU computes $2^x$ faster
+# than $e^x$. The two differ by a factor of 1.44 only, so a wrong merge looks plausible. Here are two halves of our 8 tokens:
 
 # %%
 halves = [kernel(x, half, half) for half in x.chunk(2, dim=2)]
@@ -103,8 +97,8 @@ for name, factor in (("natural", 1.0), ("in base 2", 1 / math.log(2))):  # log2(
     assert (off < 1e-14) == (name == "natural")
 
 # %% [markdown]
-# One call tells which it is. Give the kernel one query and one key, with the score 1. Then the sum is $e^1$. Its
-# natural logarithm is 1; in base 2 it is 1.4427. Multiply a lse in base 2 by $\log 2$, and it is natural.
+# One call tells which it is. Give the kernel one query and one key, with the score 1. The natural lse is 1; in base 2 it is 1.4427.
+# Multiply that by $\log 2$.
 
 # %%
 one = torch.ones(1, 1, 1, 1)  # q, k and v; the score is 1 · 1 / √1
@@ -113,8 +107,7 @@ print(f"in base 2 it would be {1 / math.log(2):.4f}")
 assert kernel(one, one, one)[1].item() == 1
 
 # %% [markdown]
-# **What does the kernel not check?** It stands behind a public function and trusts its caller. Called by its own name, it
-# checks nothing:
+# **What does it not check?** It stands behind a public function and trusts its caller:
 
 # %%
 gaps = x.repeat_interleave(2, dim=3)[..., ::2]  # the same numbers, in every second place of the memory
@@ -124,71 +117,97 @@ assert torch.equal(gaps, x)
 assert off > 0.1
 
 # %% [markdown]
-# No error anywhere. So `ringlab.ring_flash_attention` calls its kernels through `ringlab.ring.fused_block`. It checks these things,
-# chooses a kernel for the device, and takes the plain block of chapter 2 where no kernel can be trusted.
+# No error is raised. Gradients often come with such strides, so call `.contiguous()` first.
 #
-# ## The ring, in one process
+# ## In the file that you copied
 #
-# The ring of chapter 8 with this kernel, in the [zigzag layout](../docs/glossary.md#zigzag-layout) and with grouped queries, which this
-# kernel knows:
+# Chapter 8 left a place for a kernel: `block_forward` and `block_backward`. These lines replace both, here for CPUs:
+
 
 # %%
-P, H, G = 4, 8, 2
-q = torch.randn(1, H, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-k, v = torch.randn(2, 1, G, 8, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-at = [positions("zigzag", 8, r, P) for r in range(P)]
-result = torch.empty_like(q)
-for r in range(P):
-    for t in range(P):
-        j = (r - t) % P
-        rows, keys, triangle = visible_slice("zigzag", r, j, 2)
-        part = q[:, :, at[r]][:, :, rows], k[:, :, at[j]][:, :, keys], v[:, :, at[j]][:, :, keys]
-        out_j, lse_j = kernel(*part, causal=triangle)
-        if t == 0:  # its own block: every query sees at least itself
-            out, lse = out_j, lse_j
-        else:
-            out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], out_j, lse_j)
-    result[:, :, at[r]] = out
-whole = naive_attention(q, *(x.repeat_interleave(H // G, dim=1) for x in (k, v)), causal=True)
-assert torch.allclose(result, whole, rtol=0, atol=1e-14)
-print("zigzag, causal, grouped, on the fused kernel: exact")
+def block_forward(q, k, v, triangle):  # q (B, G, N, Sq, D), k and v (B, G, Sk, D)
+    if q.shape[-2] == 0:  # no query sees this block
+        return q, q[..., 0]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(q.flatten(1, 2).contiguous(), k, v, 0.0, triangle)
+    return out.view_as(q), lse.view_as(q[..., 0])
+
+
+def block_backward(q, k, v, triangle, d_out, out, lse):  # out and lse of whole rows
+    if q.shape[-2] == 0:
+        return q, torch.zeros_like(k), torch.zeros_like(v)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    d_out, rows, out, lse = (x.flatten(1, 2).contiguous() for x in (d_out, q, out, lse))
+    dq, dk, dv = flash(d_out, rows, k, v, out, lse, 0.0, triangle)
+    return dq.view_as(q), dk, dv
+
+
+replaced = inspect.getsource(block_forward) + inspect.getsource(block_backward) + "class Ring("
+for layout in ("contiguous", "zigzag"):
+    off = torch.tensor(launch(workers.changed_rings, 4, [("class Ring(", replaced)], layout, device="cpu"))
+    assert off.max() < 1e-14
+    print(f"{layout:<11} causal, 4 heads on 2, 4 processes: out, dQ, dK, dV are those of full attention")
 
 # %% [markdown]
-# The kernel's backward function takes a block with `out` and `lse` of the whole row. Here is the ring's backward pass in one process, without a
-# mask, in the order of chapter 8: the own block last.
+# Five things can go wrong here, and only the first stops the program:
+#
+# - An empty `q` can end the process.
+# - `out` and `lse` of the block, in place of those of whole rows, give wrong gradients. With those of whole rows the blocks' gradients add up.
+# - A lse in base 2 must be made natural for the merge, and base 2 again for the backward call.
+# - Tensors with gaps give wrong numbers.
+# - A GPU's flash kernel knows 16 bits only. Cast q, k, v, `out` and `d_out`, and widen what comes back. Each block's output is then rounded before it is
+#   merged; the lse stays in float32.
+#
+# [`fused_block.py`](../ringlab/ring/fused_block.py) does this for CPUs and GPUs, and takes plain tiles where no kernel can be trusted.
+#
+# ## Any mask, in pieces
+#
+# Zigzag needs halves and one triangle. What of other masks, such as documents and windows (chapter 13)? Under all of them a query sees one run of
+# keys, `first` to `end`, and neither number falls from a query to the next. So the visible pairs of a block are a staircase. Cut it into
+# [pieces](../docs/glossary.md#piece) that a kernel knows:
+#
+# - a rectangle: all queries see all keys,
+# - a triangle: query $i$ sees keys $0 \dots i$, because the end moves by one key a query,
+# - an upper triangle: query $i$ sees keys $i$ … to the last, because the first key moves. With queries and keys in reverse order it is a triangle.
+#
+# This toy finds the first two shapes: where the end moves, all queries see what the first one sees without its last key, a rectangle. The
+# rest is a triangle. The example is the causal mask over documents of 3 and 5 tokens:
+
 
 # %%
-leaves = [x.clone().requires_grad_() for _ in "qkv"]
-d_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
-exact = torch.autograd.grad(naive_attention(*leaves), leaves, d_out)
+def toy_cut(first, end):
+    """Query i sees keys first[i] ... end[i] - 1. Pieces: (queries, keys, is it a triangle?)."""
+    pieces, i = [], 0
+    while i < len(first):
+        stop = i + 1
+        while stop < len(first) and first[stop] == first[i] and end[stop] == end[i] + stop - i:
+            stop += 1
+        triangle = stop > i + 1
+        right = end[i] - triangle  # all queries of the stretch see the keys first[i] ... right - 1
+        if right > first[i]:
+            pieces.append((range(i, stop), range(first[i], right), False))
+        if triangle:
+            pieces.append((range(i, stop), range(right, end[stop - 1]), True))
+        i = stop
+    return pieces
 
-out, lse = kernel(x, x, x)  # what the forward pass has saved, of whole rows
-of_ranks = [tensor.chunk(P, dim=2) for tensor in (d_out, x, out, lse)]
-dq, sums = [0] * P, [(0, 0)] * P  # dq[r] stays on rank r; sums[r] is the dK and dV that rank r has now
-for t in (*range(1, P), 0):
-    shares = []
-    for r in range(P):
-        my_d_out, my_q, my_out, my_lse = (tensors[r] for tensors in of_ranks)
-        block = x.chunk(P, dim=2)[(r - t) % P]  # while a rank computes on it, its sums arrive
-        shares.append(flash_backward(my_d_out, my_q, block, block, my_out, my_lse, 0.0, False, scale=scale))
-    dq = [total + share[0] for total, share in zip(dq, shares, strict=True)]
-    sums = [(dk + share[1], dv + share[2]) for (dk, dv), share in zip(sums, shares, strict=True)]
-    if t > 0:
-        sums = sums[-1:] + sums[:-1]  # the hop of the sums: they reach rank r + 1 while it computes on the same block
 
-for name, mine, right in zip(("dq", "dk", "dv"), (dq, *zip(*sums, strict=True)), exact, strict=True):
-    assert torch.allclose(torch.cat(mine, dim=2), right, rtol=0, atol=1e-14)
-    print(f"{name} of the four ranks is autograd's")
+first, end = [0, 0, 3, 3, 3], [2, 3, 4, 5, 6]  # queries 1 to 5 of our 8 tokens
+for queries, keys, triangle in toy_cut(first, end):
+    print(f"{'triangle' if triangle else 'rectangle':<10} queries {[1 + i for i in queries]}, keys {list(keys)}")
+ours = [
+    (range(5)[piece.queries], range(8)[piece.keys], piece.triangle)
+    for piece in partition.cut(*map(torch.tensor, (first, end)))
+]
+assert ours == toy_cut(first, end)
 
 # %% [markdown]
-# `ringlab.ring_flash_attention` is this ring, industrial. Its [schedule](../docs/glossary.md#schedule) says which block is where and where the sums
-# are. Of each block it computes what the mask leaves, in [pieces](../docs/glossary.md#piece): rectangles and triangles.
+# `ringlab.ring_flash_attention` is the ring of chapter 8 on such pieces; a [schedule](../docs/glossary.md#schedule) says which block is where.
 #
 # ## How fast?
 #
-# The limit is one process that runs the fused kernel on all cores. Messages, merges and waiting ranks cost a share of
-# that. Each point is measured in turn with the limit, on one machine; [the table](../bench/results/README.md#against_peers)
-# names it. The black line needs no messages: blocks stay in memory that all ranks of a host can read (chapter 17).
+# The limit is one process that runs the fused kernel on all cores. Each point is measured in turn with it, on [one
+# machine](../bench/results/README.md#against_peers). The black line needs no messages: blocks stay in memory that all ranks of a host can read.
 
 # %%
 measured.speed()
@@ -213,7 +232,7 @@ assert slowest > 0.9
 #
 # <details><summary>A kernel returns its output in 16 bits. What does the ring lose?</summary>
 #
-# Each block's output is rounded before it is merged, so the error grows with the number of blocks. The lse must stay in float32.
+# Each block's output is rounded before it is merged, so the error grows with the number of blocks.
 # </details>
 #
 # <details><summary>Zigzag and striped give (nearly) the same work to every rank. Why is striped slower in the picture?</summary>

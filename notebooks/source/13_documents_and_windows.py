@@ -15,7 +15,7 @@
 # no error. After this chapter you can
 #
 # - find a ring that forgets the boundaries of documents,
-# - cut a mask into rectangles and triangles that a [fused kernel](../docs/glossary.md#fused-kernel) computes,
+# - give a ring the documents and windows of your data,
 # - say how many [hops](../docs/glossary.md#hop) a window needs, in each [layout](../docs/glossary.md#layout).
 #
 # Tracks *plan*, *use* and *other ways*. Before it: chapters 1 to 8. 21 minutes to read, 15 for the exercises.
@@ -29,7 +29,7 @@ import torch
 from figures import masked_ring
 from notebooks.source.checks.documents_and_windows import check_first_key, check_hops
 from notebooks.source.show import print_source
-from ringlab.ring import documents, partition
+from ringlab.ring import documents
 from ringlab.ring.cases import chunks_of_rank
 from ringlab.ring.documents import letters, lookup, mean_loss, pack
 from ringlab.ring.flash_ring import ring_flash_attention
@@ -131,57 +131,12 @@ print("first", *first.tolist())
 print("end  ", *end.tolist())
 
 # %% [markdown]
-# ## The staircase, cut into pieces
+# ## The ring
 #
 # A mask knows nothing of ranks. So a [partition](../docs/glossary.md#partition), made from a mask, a layout and the
-# length of each chunk, says what each rank computes of each block. Take the queries of one rank and the keys of one
-# block. The visible pairs are a staircase: from a query to the next, each end of the run moves right or stays. Cut the staircase into
-# [pieces](../docs/glossary.md#piece), in which each end always stays, or always moves by one key. Three shapes are enough:
-#
-# - a rectangle: all queries see all keys,
-# - a triangle: query $i$ sees keys $0 \dots i$, because the end moves,
-# - an upper triangle: query $i$ sees keys $i$ … to the last, because the first key moves.
-#
-# The kernel knows the rectangle and the triangle (chapter 8). An upper triangle becomes a triangle when queries and keys are in
-# reverse order, so the kernel needs no third shape.
-#
-# Here is a toy for the first two shapes. It looks for a stretch of queries in which the first key stays, and the end moves
-# by one key a query. All of these queries see what the first one sees without its last key: a rectangle. The rest
-# is a triangle:
-
-
-# %%
-def toy_cut(first, end):
-    """Query i sees keys first[i] ... end[i] - 1. Pieces: (queries, keys, is it a triangle?)."""
-    pieces, i = [], 0
-    while i < len(first):
-        stop = i + 1
-        while stop < len(first) and first[stop] == first[i] and end[stop] == end[i] + stop - i:
-            stop += 1
-        triangle = stop > i + 1
-        right = end[i] - triangle  # all queries of the stretch see the keys first[i] ... right - 1
-        if right > first[i]:
-            pieces.append((range(i, stop), range(first[i], right), False))
-        if triangle:
-            pieces.append((range(i, stop), range(right, end[stop - 1]), True))
-        i = stop
-    return pieces
-
-
-first, end = [0, 0, 3, 3, 3], [2, 3, 4, 5, 6]  # queries 1 to 5 of our 8 tokens
-for queries, keys, triangle in toy_cut(first, end):
-    print(f"{'triangle' if triangle else 'rectangle':<10} queries {[1 + i for i in queries]}, keys {list(keys)}")
-ours = [
-    (range(5)[piece.queries], range(8)[piece.keys], piece.triangle)
-    for piece in partition.cut(*map(torch.tensor, (first, end)))
-]
-assert ours == toy_cut(first, end)
-
-# %% [markdown]
-# `cut` of [`partition.py`](../ringlab/ring/partition.py) does this for moving first keys, too.
-#
-# The ring stays as in chapter 8. In each round a rank computes the pieces of the block in hand, and merges each piece into the rows
-# of its queries. It skips a block without pieces.
+# length of each chunk, says what each rank computes of each block: the [pieces](../docs/glossary.md#piece) of its staircase
+# ([chapter 8a](08a_fused_kernels.ipynb); `cut` of [`partition.py`](../ringlab/ring/partition.py)). The rest stays as in chapter 8: a rank merges
+# each piece into the rows of its queries, and skips a block without pieces.
 #
 # Here the ring runs on four real processes, on the pack of letters, without documents and with `documents=lengths`.
 # `chunks_of_rank` calls an attention on the chunks of its rank:

@@ -107,15 +107,15 @@ def ring_of_states(context: RankContext, whole: list[Tensor], forgets: bool) -> 
         return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
 
 
-def changed_rings(context: RankContext, changes: list[tuple[str, str]]) -> list[list[float]]:
+def changed_rings(context: RankContext, changes: list[tuple[str, str]], layout: str = "zigzag") -> list[list[float]]:
     """trainable_ring.py with each of these changes: how far this rank's out, dq, dk and dv are off, in norm.
 
-    Causal, zigzag, 4 query heads on 2, 8 tokens a rank, float64. Against full attention.
+    Causal, 4 query heads on 2, 8 tokens a rank, float64. Against full attention.
     """
     P, S = context.world_size, 8 * context.world_size
     q, d_out = torch.randn(2, 1, 4, S, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     k, v = torch.randn(2, 1, 2, S, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    at = trainable_ring.positions("zigzag", S, context.rank, P)
+    at = trainable_ring.positions(layout, S, context.rank, P)
 
     def results(attention: Any, *whole: Tensor) -> list[Tensor]:
         *leaves, d_out = (x.clone().requires_grad_() for x in whole)
@@ -131,7 +131,7 @@ def changed_rings(context: RankContext, changes: list[tuple[str, str]]) -> list[
         assert text.count(old) == 1, old
         names: dict[str, Any] = {"__name__": "changed"}
         exec(text.replace(old, new), names)
-        ring = partial(names["ring_attention"], causal=True, layout="zigzag")
+        ring = partial(names["ring_attention"], causal=True, layout=layout)
         mine = results(ring, *(x[:, :, at] for x in (q, k, v, d_out)))
         off.append([float((a - b).norm() / b.norm()) for a, b in zip(mine, right, strict=True)])
     return off

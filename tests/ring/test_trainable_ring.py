@@ -72,7 +72,7 @@ def test_three_ranks_of_a_larger_job(ranks, copied):
 WRONG = {  # a mistake in the file: the first of out, dq, dk, dv that shows it
     "out_j, weight)": ("out_j, 0.5)", "out"),
     "slice(C // 2), False)": ("slice(C // 2, C), False)", "out"),
-    "lse[..., rows], delta": ("lse[..., rows] + 0.01, delta", "dq"),
+    "lse[..., rows])\n        ": ("lse[..., rows] + 0.01)\n        ", "dq"),
     "ds, k), torch": ("ds, k), 2 * torch", "dk"),
     "q.new_zeros(2, *k.shape)": ("q.new_ones(2, *k.shape)", "dk"),
     "*dkv.to(k.dtype)": ("dkv[0], torch.zeros_like(k)", "dv"),
