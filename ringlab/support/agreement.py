@@ -29,6 +29,10 @@ LONG = 200  # letters of a fact in an error
 WRONG = -1  # in place of the call: this rank cannot go on, so no rank may
 MANY, LONG_FACTS = 64, 2**16  # what ranks said and may say again: so many things, of so many bytes on all ranks
 NEW_GROUP = "an error ended a pass in this group, and its messages may still be under way; expected a new process group"
+WENT_ALONE = (
+    "this rank has made an earlier call in a group to which it does not belong, so its calls may be other ones than "
+    "those of the others; expected only members to call, and after this error a new job"
+)
 Group = ProcessGroup | DeviceMesh | None  # of ranks; None: the whole job
 
 
@@ -110,6 +114,7 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
     When `check` raises an error on one rank, every rank raises the same ValueError. So no rank waits for a message from
     a rank that has given up. They raise it, too, when one is in another `function` (unless given, the one in which
     `check` is defined), when an error has ended a pass in the group, and on one host when one is in another group.
+    After a call in a group to which it does not belong a rank may be a call behind the others: it agrees no more.
     Every rank of the group must call this. A mesh counts its ranks through row by row.
     """
     if not dist.is_initialized():
@@ -121,6 +126,9 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
         where = where_of(group, groups)
         if any(one in _ended for one in groups):
             raise ValueError(NEW_GROUP)
+        if inbox.went_alone:
+            limit = SOON  # the others may be a call ahead, and have no more to say
+            raise ValueError(WENT_ALONE)
         mine = mine._replace(facts=check())
     except Exception as error:
         cause = error
@@ -137,6 +145,7 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
         of_ranks = {rank: pickle.loads(text) for rank, (_, text) in sorted(heard.items())}
         said = {rank: (pickle.loads(its_place), pickle.loads(word)) for rank, (its_place, word) in of_ranks.items()}
         reason, facts = _refusal(said), {rank: word.facts for rank, (_, word) in said.items()}
+        inbox.went_alone |= not where.ranks
         if not reason:
             remember(inbox, keys, list(of_ranks.values()), facts)
     if reason:

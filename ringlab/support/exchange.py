@@ -105,7 +105,7 @@ def _on_this_host(inbox: Inbox, ranks: Ranks, here: Sequence[int], text: bytes, 
     apart = not ranks
     for rank in asked:  # `ask` adds to them
         try:
-            heard[rank] = pickle.loads(_hear(inbox, rank, SOON if apart else limit, full=True, old=not apart))
+            heard[rank] = pickle.loads(_hear(inbox, rank, SOON if apart else limit, full=True))
         except RuntimeError:
             if not apart:
                 raise
@@ -116,22 +116,11 @@ def _on_this_host(inbox: Inbox, ranks: Ranks, here: Sequence[int], text: bytes, 
     return heard
 
 
-def _hear(inbox: Inbox, rank: int, limit: timedelta, *, full: bool = False, old: bool = True) -> bytes:
-    """The next message of a rank. With `full`, the next one in full.
-
-    What a rank in no group said may be `old`: of a call that was refused there alone. Then its next one is waited for.
-    """
+def _hear(inbox: Inbox, rank: int, limit: timedelta, *, full: bool = False) -> bytes:
+    """The next message of a rank. With `full`, the next one in full."""
     while True:
         message = inbox.wait(FACTS, rank, limit)
-        if len(message) == WORD.size:
-            if not full:
-                return message
-            continue
-        if not old or pickle.loads(message)[0]:
-            return message
-        try:
-            inbox.look(FACTS, rank, SOON / 3)
-        except RuntimeError:
+        if not full or len(message) != WORD.size:
             return message
 
 
