@@ -275,7 +275,7 @@ print(check_group_gradient(my_group_gradient))
 # ```
 # </details>
 #
-# This is the end of the road. Copy [`trainable_ring.py`](../trainable_ring.py), and train. Then write it from an empty file in
+# Open [`trainable_ring.py`](../trainable_ring.py) now, copy it, and train. Then write it from an empty file in
 # [the workshop](your_ring/your_ring.ipynb), design schedules in [the puzzles](puzzles/puzzles.ipynb), or make it fast in [8a](08a_fused_kernels.ipynb).
 # Take the track that you need, in its order:
 #

@@ -145,7 +145,8 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
         of_ranks = {rank: pickle.loads(text) for rank, (_, text) in sorted(heard.items())}
         said = {rank: (pickle.loads(its_place), pickle.loads(word)) for rank, (its_place, word) in of_ranks.items()}
         reason, facts = _refusal(said), {rank: word.facts for rank, (_, word) in said.items()}
-        inbox.went_alone |= not where.ranks
+        together = len(said) == dist.get_world_size() and not any(place.ranks for place, _ in said.values())
+        inbox.went_alone |= not where.ranks and not together
         if not reason:
             remember(inbox, keys, list(of_ranks.values()), facts)
     if reason:
