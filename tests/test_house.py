@@ -72,8 +72,8 @@ def imports(tree, at_once=True):
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node, at_once
-        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or ast.unparse(node).startswith(
-            "if TYPE_CHECKING"
+        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
+            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         )
         yield from imports(node, at_once and not later)
 

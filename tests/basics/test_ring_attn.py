@@ -252,6 +252,7 @@ def test_every_option_is_read():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["worked_example.py", "ring_attn.py"])
 def test_where_nobody_reads_on_it_ends_without_a_word(command):
     assert run(f"python {command} | head -2").stderr == ""
