@@ -30,8 +30,8 @@ WRONG = -1  # in place of the call: this rank cannot go on, so no rank may
 MANY, LONG_FACTS = 64, 2**16  # what ranks said and may say again: so many things, of so many bytes on all ranks
 NEW_GROUP = "an error ended a pass in this group, and its messages may still be under way; expected a new process group"
 WENT_ALONE = (
-    "this rank has made an earlier call in a group to which it does not belong, so its calls may be other ones than "
-    "those of the others; expected only members to call, and after this error a new job"
+    "an earlier call of this rank was in no group of its own, and others may have gone on, so their calls may be other "
+    "ones; expected a group or mesh with this rank in it, and after this error a new job"
 )
 Group = ProcessGroup | DeviceMesh | None  # of ranks; None: the whole job
 
@@ -114,7 +114,7 @@ def agree(check: Callable[[], Any], group: Group = None, *, function: str = "") 
     When `check` raises an error on one rank, every rank raises the same ValueError. So no rank waits for a message from
     a rank that has given up. They raise it, too, when one is in another `function` (unless given, the one in which
     `check` is defined), when an error has ended a pass in the group, and on one host when one is in another group.
-    After a call in a group to which it does not belong a rank may be a call behind the others: it agrees no more.
+    A rank that called in no group of its own may be a call behind the others: unless all did, it agrees no more.
     Every rank of the group must call this. A mesh counts its ranks through row by row.
     """
     if not dist.is_initialized():

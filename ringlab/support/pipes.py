@@ -48,7 +48,7 @@ class Inbox:
         self.hosts: dict[int, tuple[tuple[str, ...], str]] = {}
         self.agreements = 0  # the number of the last, as this rank knows
         self.known: dict[bytes, tuple[bytes, dict[int, Any]]] = {}  # what all said when this rank last said this
-        self.went_alone = False  # this rank has called in a group to which it does not belong
+        self.went_alone = False  # this rank has called in no group of its own, and not all ranks did
         self.speakers: dict[tuple[int, ...], dist.ProcessGroupGloo] = {}  # between hosts, by its ranks
         self.fds: list[int] = []
         weakref.finalize(self, close, self.fds)

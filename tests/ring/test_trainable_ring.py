@@ -138,7 +138,7 @@ def twice(context, path):
 
 
 def test_second_derivatives_are_refused(ranks, copied):
-    assert [it.kind for it in ranks.outcomes(2, twice, copied)] == ["AssertionError"] * 2
+    assert [it.kind for it in ranks.outcomes(2, twice, copied)] == ["ValueError"] * 2
 
 
 @pytest.mark.slow
@@ -151,6 +151,13 @@ def test_its_own_run(tmp_path, world_size, wrong):
     *steps, verdict = done.stdout.splitlines()
     assert verdict == ("WRONG" if wrong else "ok")
     assert [line.split(":")[0] for line in steps] == ["step  0", "step 10", "step 20", "step 30"]
+
+
+@pytest.mark.slow
+def test_without_torchrun_it_says_what_starts_it():
+    done = run("python", FILE)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "start it with torchrun --nproc_per_node=4 trainable_ring.py\n"
 
 
 @pytest.mark.slow

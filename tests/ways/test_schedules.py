@@ -28,6 +28,7 @@ from ringlab.states.state_ring import ring_linear_attention
 from ringlab.support import agreement
 from ringlab.support.agreement import NEW_GROUP, agree
 from ringlab.support.expect import attempt
+from ringlab.support.processes import Ranks
 from ringlab.ways.all_gather import AllGather, pieces_of_all
 from ringlab.ways.all_to_all import AllToAll, Alone
 from tests.attention import DTYPES, NAMES, assert_four, assert_right, expected, gradients, grouped_inputs
@@ -503,9 +504,12 @@ def test_a_group_that_does_not_fit_is_refused(ranks, case):
     assert re.search(all_of(words), refusal(ranks.outcomes(4, on_group, way, ranks_of_mesh)))
 
 
-def test_a_rank_outside_the_mesh_is_refused_alone(ranks):
-    soon = timedelta(seconds=0.3)  # so long it waits for each of the others
-    *inside, outside = ranks.outcomes(3, on_group, "ring", [0, 1], soon)
+def test_a_rank_outside_the_mesh_is_refused_alone():
+    pool, soon = Ranks(3), timedelta(seconds=0.3)  # so long it waits for each of the others
+    try:
+        *inside, outside = pool.outcomes(3, on_group, "ring", [0, 1], soon)
+    finally:
+        pool.stop()
     assert all(torch.equal(out, X[:, :2]) for out in inside)
     assert re.search(all_of([r"not in the mesh [0, 1]", "expected only its members"]), outside.message)
 
