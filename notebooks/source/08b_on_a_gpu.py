@@ -48,7 +48,7 @@ for (H, S, D, mask), ((ours, _), (theirs, _)) in wrong_kernel.KERNELS.items():
 
 # %% [markdown]
 # Why did no test notice? A test asks whether the numbers are right, and two kernels give the same numbers, up to rounding. See
-# it on your machine, with the fused kernel of chapter 8 and the plain blocks of chapter 2:
+# it on your machine, with the fused kernel of chapter 8a and the plain blocks of chapter 2:
 
 # %%
 q, k, v = torch.randn(3, 1, 4, 1024, 64, generator=torch.Generator().manual_seed(0)).unbind()

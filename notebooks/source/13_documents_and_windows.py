@@ -18,7 +18,7 @@
 # - give a ring the documents and windows of your data,
 # - say how many [hops](../docs/glossary.md#hop) a window needs, in each [layout](../docs/glossary.md#layout).
 #
-# Tracks *plan*, *use* and *other ways*. Before it: chapters 1 to 8. 21 minutes to read, 15 for the exercises.
+# Tracks *plan*, *use* and *other ways*. Before it: chapters 1 to 8. 18 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
@@ -165,7 +165,7 @@ masked_ring.draw()
 # %% [markdown]
 # ## Work, and hops
 #
-# No rank computes a piece that the mask hides; on the edge of a triangle the kernel computes whole tiles (chapter 8). And
+# No rank computes a piece that the mask hides; on the edge of a triangle the kernel computes whole tiles. And
 # the blocks move on only as long as some rank needs one of them.
 # When no document crosses two borders between ranks, one hop is enough. The price is balance: the ranks' work
 # differs, and a ring is as slow as its busiest rank. Here are 65,536 tokens on 8 ranks:

@@ -184,6 +184,11 @@ def test_the_minutes_of_the_map_are_those_of_the_chapters_and_add_up():
     assert "It takes an hour to read, two with its exercises" in words(README)
 
 
+def test_every_chapter_stands_in_the_contents_of_the_book():
+    contents = (ROOT / "book/pages/index.md").read_text().split()
+    assert [path.stem for path in build.chapters() if f"notebooks/{path.stem}" not in contents] == []
+
+
 def test_every_concept_is_on_the_map():
     for path in [*(path for folder in HOMES for path in ROOT.glob(f"{folder}/[a-z]*.py")), *ROOT.glob("*.py")]:
         assert f"](../{path.relative_to(ROOT)})" in MAP or not is_concept(path), path
