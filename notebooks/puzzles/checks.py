@@ -19,7 +19,7 @@ from torch import Tensor
 
 from notebooks.puzzles import film, solutions
 from notebooks.puzzles.engine import Run, Wires, play
-from notebooks.source.checks.answers import OPEN, NotYet, StillOpen, as_tensor, numbers
+from notebooks.source.checks.answers import OPEN, NotYet, StillOpen, as_tensor, items, plain
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.support.drawing import Picture
 
@@ -454,7 +454,7 @@ def _dealt(tokens: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
     places = []
     for rank in range(P):
         try:
-            mine = numbers(run.outputs[rank], f"a list of tokens, 0 to {S - 1}")
+            mine = [plain(x) for x in items(run.outputs[rank], f"a list of tokens, 0 to {S - 1}")]
         except NotYet as problem:
             return run, f"rank {rank}: {problem}"
         if len(mine) != S // P:
@@ -470,7 +470,7 @@ def _dealt(tokens: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
         if len(ranks) != 1:
             return run, f"token {token} is on {f'ranks {ranks}' if ranks else 'no rank'}; expected exactly one"
     q, k, v = (_random(1, H, S, D) for _ in range(3))
-    at = [torch.tensor(mine) for mine in places]
+    at = [torch.tensor(mine).long() for mine in places]
     run = play(solutions.causal_ring, [(*(x[:, :, mine] for x in (q, k, v)), at) for mine in at], puzzle.wires(P))
     out = naive_attention(q, k, v, causal=True)
     return run, run.fault or _wrong(run, [out[:, :, mine] for mine in at])

@@ -1,44 +1,39 @@
 """Checks of chapter 6: the order of the overlapped ring, the hidden share."""
 
-from notebooks.source.checks.answers import Exercise, NotYet, draws, exercise, items, number
+from notebooks.source.checks.answers import Exercise
 
 
-@exercise
-def check_overlap_order(answer):
-    """P -> the ("post", t), ("compute", t), ("wait", t) of one rank of the overlapped ring, with two buffers."""
-    idle = None  # told last: what is wrong comes first
-    for world_size in (3, 4, 5, 2, 1, *(random.randint(6, 20) for random in draws())):
-        given, where = [_step(step) for step in items(answer(world_size))], f"P = {world_size}: "
-        place = {step: i for i, step in enumerate(given)}
-        for t in range(world_size):
-            needed = ("post", "compute", "wait") if t < world_size - 1 else ("compute",)
-            for what in ("post", "compute", "wait"):
-                if given.count((what, t)) != (what in needed):
-                    hint = "after the last round nobody sends" if what not in needed else "each step once"
-                    raise NotYet(f"{where}{(what, t)} is there {given.count((what, t))} times; {hint}")
-        if unknown := set(given) - {(what, t) for what in ("post", "compute", "wait") for t in range(world_size)}:
-            raise NotYet(f"{where}there is no step {min(unknown)}")
-        for t in range(world_size - 1):
-            post, compute, wait = (place[what, t] for what in ("post", "compute", "wait"))
-            if wait < post:
-                raise NotYet(f"{where}('wait', {t}) comes before ('post', {t}): it would wait for nothing")
-            if place["compute", t + 1] < wait:
-                raise NotYet(f"{where}('compute', {t + 1}) comes before ('wait', {t}): block {t + 1} may not be there")
-            if t < world_size - 2 and place["post", t + 1] < wait:
-                raise NotYet(f"{where}('post', {t + 1}) comes before ('wait', {t}): block {t + 1} cannot be sent yet")
-            if t < world_size - 2 and place["post", t + 1] < compute:
-                raise NotYet(f"{where}('post', {t + 1}) fills the buffer of block {t}, which is not computed on yet")
-            if not post < compute < wait:
-                idle = idle or f"{where}this is exact and hides nothing: compute on block {t} between post and wait"
-    if idle:
-        raise NotYet(idle)
+def _by_round(*whats, hops=-1):
+    """The steps of a round in this order, for P rounds and so many hops more, and the last block."""
+    return lambda P: [(what, t) for t in range(P + hops) for what in whats] + [("compute", P - 1)] * -hops
 
 
-def _step(given):
-    if not isinstance(given, list | tuple) or len(given) != 2 or not isinstance(given[0], str):
-        raise NotYet(f'expected steps such as ("post", 0), got {given!r}')
-    return given[0], number(given[1])
+def _first(*whats):
+    """All steps of one kind before all of the next."""
+    return lambda P: [(what, t) for what in whats for t in range(P if what == "compute" else P - 1)]
 
+
+check_overlap_order = Exercise(  # P -> the ("post", t), ("compute", t), ("wait", t) of one rank, with two buffers
+    right=_by_round("post", "compute", "wait"),
+    wrong={
+        "this is exact and hides nothing: compute on block t between post and wait": (
+            _by_round("post", "wait", "compute")
+        ),
+        "this is exact and hides nothing; compute on block t after its post, not before it": (
+            _by_round("compute", "post", "wait")
+        ),
+        "('wait', t) comes before ('post', t): it would wait for nothing": _by_round("wait", "post", "compute"),
+        "after the last round nobody sends: P - 1 hops": _by_round("post", "compute", "wait", hops=0),
+        "each block is computed on, too": _by_round("post", "wait"),
+        "('compute', t + 1) comes before ('wait', t): block t + 1 may not be there": _first("compute", "post", "wait"),
+        "('post', t + 1) comes before ('wait', t): block t + 1 cannot be sent yet": _first("post", "compute", "wait"),
+        "('post', t + 1) fills the buffer of block t, which is not computed on yet": (
+            lambda P: _by_round("post", "wait")(P)[:-1] + _first("compute")(P)
+        ),
+    },
+    cases={"in each round post, compute, wait, and after P - 1 hops the last block": [(P,) for P in (3, 4, 5, 2, 1)]},
+    draw=lambda random: (random.randint(6, 20),),
+)
 
 check_hidden_by_overlap = Exercise(  # seconds of a round -> the share of the messages' time that is hidden
     right=lambda computing, messages: min(1.0, computing / messages),
