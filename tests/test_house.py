@@ -238,97 +238,8 @@ if __name__ == "__main__":
         print(f"{part:12} {size:6} lines of code, at most {1.1 * CODE[part][1]:.0f}   {CODE[part][0]}")
 
 
-# State: what outlives a call, by its file. What it is keyed by, and who clears it -------------------------------------
+# State: what outlives a call. state.txt says what each is keyed by, and who clears it -------------------------------
 
-STATE = {
-    "ringlab/hugging_face/attention.py": {
-        "LayerAttention: calls stand_in": "of the pass in hand; `before` sets the one to 0, `prove` the other to None",
-    },
-    "ringlab/hugging_face/forward.py": {
-        "ModelInRing: known passes mode proving": "of a ring: what was proved, and how often it was used",
-        "ModelInRing: calls documents inside longest losses more": "of the pass in hand: `before` sets them",
-        "ModelInRing: part value": "of the last loss, one by a weak reference; the next loss takes its place",
-    },
-    "ringlab/hugging_face/generate.py": {
-        "SpreadGeneration: cache calls elsewhere ends lengths room": "of a call of generate, which drops K and V",
-    },
-    "ringlab/hugging_face/indexers.py": {"Keys: own": "of a forward pass of an indexer, which makes it"},
-    "ringlab/hugging_face/seam.py": {
-        "AttentionInterface.register": "by the id of a ring, for good: the ring is kept, too",
-        "AttentionMaskInterface.register": "the same",
-    },
-    "ringlab/hugging_face/trainer.py": {
-        "InRing: gather_function model_wrapped": "Trainer's own: evaluation_loop and train set them each time",
-        "InRingSFT: _total_train_tokens": "TRL's own sum over all steps, which it writes into checkpoints",
-        "of_trl": "a class, for no argument",
-    },
-    "ringlab/models/checkpoint.py": {"Checkpoints: _failure _writing": "of the write in hand; `finish` waits for it"},
-    "ringlab/models/generate.py": {
-        "SpreadCache: at blocks facts layer lengths new parts room slot stored": "`begin` clears them",
-    },
-    "ringlab/models/generate_states.py": {
-        "HybridCache: counts ends ring states": "of a conversation: `begin` and `grow`"
-    },
-    "ringlab/models/pass_q.py": {
-        "GrowingCache: at layer new order places room stored unread": "of a conversation: `begin` clears them",
-    },
-    "ringlab/models/train.py": {
-        "Progress: shown since": "of the line before; each line sets them",
-        "signal.signal": "in the process of a run, which ends after it",
-    },
-    "ringlab/ring/flash_ring.py": {"one_pass_merge": "a function, for no argument: whether Triton works here"},
-    "ringlab/ring/gpu_kernels.py": {"unused_random_state": "by kernel and device: numbers that nobody uses"},
-    "ringlab/ring/layouts.py": {
-        "_check_own_layout": "by the layout, S and P: a result that is always None; the last 64"
-    },
-    "ringlab/ring/overlap.py": {"buffer": "by the turn, in the call of two_buffers; dies with the pass"},
-    "ringlab/ring/schedule.py": {
-        "TravellingSums: arriving coming last": "of a backward pass, which makes it",
-        "known_partition": "by mask, layout and lengths, which are all of a Partition; the last 64",
-    },
-    "ringlab/states/state_ring.py": {
-        "runs_of": "by all that Runs are made of, the scale and the rank too; the last 64"
-    },
-    "ringlab/support/agreement.py": {
-        "inbox: known": "what all said, by the fingerprint of what this rank says and where; dies with the job",
-        "_ended": "the groups in which an error has ended a pass, for good; it dies with them",
-    },
-    "ringlab/support/exchange.py": {"inbox: speakers": "a group of gloo, by its ranks; dies with the job"},
-    "ringlab/support/host_memory.py": {
-        "HostMemory: fds": "of a group; the finalizer closes them",
-        "_memories": "by the group, with which it dies",
-        "weakref.finalize": "closes the files of a memory that dies",
-    },
-    "ringlab/support/pipes.py": {
-        "_inboxes": "by the group of the job, with which it dies",
-        "os.register_at_fork": "for good: a child closes the pipes of its parent",
-        "weakref.finalize": "closes the pipes of an inbox that dies",
-    },
-    "ringlab/support/processes.py": {
-        "Ranks: _pipes _store _workers _world _world_size": "of a pool of processes: `stop` clears them",
-        "signal.signal": "in a rank of a pool, for good",
-    },
-    "ringlab/support/timeline.py": {"_recording": "of the body of `record`, which clears it"},
-    "ringlab/ways/all_gather.py": {"SumsOfHeads: adding parts": "of a backward pass, which makes it"},
-    "ringlab/ways/double_ring.py": {"DoubleSums: ended turn u": "of a backward pass, which makes it"},
-    "ringlab/ways/shared_memory.py": {"SharedSums: at_home waited": "of a backward pass, which makes it"},
-    "ring_doctor/__main__.py": {"signal.signal": "in the process of the command, which ends after it"},
-    "ring_doctor/asking/case.py": {
-        "_right": "by the whole case; the last 512",
-        "_visible": "by all of a mask and S; the last 512",
-        "positions": "by the layout, S, rank and P; the last 512",
-    },
-    "ring_doctor/asking/state_case.py": {"_right": "by the whole case; the last 512"},
-    "ring_doctor/explaining/diagnosis.py": {"_expected": "by the case and the change; the last 4096"},
-    "ring_doctor/jobs/watching.py": {"os.register_at_fork": "for good, in the job that is watched"},
-    "ring_doctor/mistakes/__init__.py": {"CATALOGUE": "by name, while the rows are read; nobody changes it then"},
-    "ring_doctor/mistakes/states.py": {
-        "after": "by ranks, in one call: a local function",
-        "alone": "by the rank, in one call: a local function",
-    },
-    "ring_planner/command.py": {"signal.signal": "in the process of the command, which ends after it"},
-    "ring_planner/seconds.py": {"pass_of": "by the way, the frozen work and the split; the last 4096"},
-}
 CHANGES = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 FOR_GOOD = {"AttentionInterface.register", "AttentionMaskInterface.register", "weakref.finalize", "signal.signal"}
 FOR_GOOD |= {"os.register_at_fork", "atexit.register"}
@@ -383,11 +294,14 @@ def state_of(tree, objects=True):
 
 
 def test_all_that_outlives_a_call_is_known():
-    """Each has its line above: add one, or better an argument. The objects of the tools live as long as a command."""
+    """Each has its line in state.txt: add one, or better an argument. Objects of tools live as long as a command."""
     known, found = {}, {}
-    for file, lines_of_file in STATE.items():
-        parts = [name.partition(": ") for name in lines_of_file]
-        known[file] = {f"{kind}: {name}" if name else kind for kind, _, rest in parts for name in rest.split() or [""]}
+    for line in (ROOT / "tests/state.txt").read_text().splitlines()[1:]:
+        if not line.startswith(" "):
+            names = known[line] = set()
+            continue
+        kind, _, rest = line.strip().partition(" -- ")[0].partition(": ")
+        names |= {f"{kind}: {name}" if name else kind for name in rest.split() or [""]}
     for path in (path for top in ("ringlab", "ring_doctor", "ring_planner") for path in ROOT.glob(f"{top}/**/*.py")):
         name = path.relative_to(ROOT).as_posix()
         if "/patients/" not in name and (state := state_of(ast.parse(path.read_text()), name.startswith("ringlab/"))):

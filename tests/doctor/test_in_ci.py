@@ -43,6 +43,7 @@ BLOCKS = {  # by the name in its first line, the file
 SHOWN = dict(re.findall(r"^```console\n\$ ([^\n]+)\n(.*?)^```", PAGE, re.M | re.S))
 QUICK = "ring-doctor my_package.ring:attention --quick"
 JUNIT = "--junitxml ring.xml "
+PROJECT = ("my_package/ring.py", "tests/test_ring.py")
 
 
 @pytest.fixture(scope="module")
@@ -66,51 +67,21 @@ def run_pytest(folder, command):
     return subprocess.run(words, cwd=folder, env=plain, capture_output=True, text=True, timeout=3 * LIMIT)
 
 
-def commands(node):
-    """Every command of a file of CI."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            if key in ("run", "script", "entry"):
-                yield from value if isinstance(value, list) else [value]
-            yield from commands(value)
-    for value in node if isinstance(node, list) else ():
-        yield from commands(value)
-
-
-def test_the_page_has_the_files_that_these_tests_know():
-    assert set(BLOCKS) == {
-        *("my_package/ring.py", "tests/test_ring.py"),
-        *(".github/workflows/ring.yml", ".gitlab-ci.yml", ".pre-commit-config.yaml"),
-    }
-    assert len(SHOWN) == 2
-
-
-def test_the_files_of_ci_have_the_keys_that_these_programs_read():
-    workflow = yaml.safe_load(BLOCKS[".github/workflows/ring.yml"])
+def test_the_files_of_ci_are_read_and_have_commands_that_these_tests_run():
+    assert {*BLOCKS} - {".github/workflows/ring.yml", ".gitlab-ci.yml", ".pre-commit-config.yaml"} == {*PROJECT}
+    workflow, gitlab, hooks = (yaml.safe_load(body) for name, body in BLOCKS.items() if name not in PROJECT)
     assert set(workflow[True]) == {"push", "pull_request", "schedule"}  # YAML 1.1 reads `on` as True
-    [job] = workflow["jobs"].values()
-    assert all(("uses" in step) != ("run" in step) for step in job["steps"])
-    [job] = yaml.safe_load(BLOCKS[".gitlab-ci.yml"]).values()
-    assert f"--junitxml {job['artifacts']['reports']['junit']} " in job["script"][-1]
-    [repo] = yaml.safe_load(BLOCKS[".pre-commit-config.yaml"])["repos"]
+    ([job], [test], [repo]) = workflow["jobs"].values(), gitlab.values(), hooks["repos"]
     [hook] = repo["hooks"]
+    said = [step["run"] for step in job["steps"] if "uses" not in step] + test["script"] + [hook["entry"]]
+    first, second = SHOWN
+    assert first == f"GITHUB_ACTIONS=true {QUICK}"
+    whole = "ring-doctor my_package.ring:attention --html ring.html"
+    commands = {QUICK, whole, second.replace("tests/", f"{JUNIT}tests/")}
+    assert {command for command in said if not command.startswith("pip install")} == commands
+    assert f"--junitxml {test['artifacts']['reports']['junit']} " == JUNIT
     assert {"id", "name", "entry", "language"} <= set(hook)
     assert re.search(hook["files"], "my_package/ring.py")
-
-
-def ci_commands():
-    files = [yaml.safe_load(body) for name, body in BLOCKS.items() if name.endswith(("yml", "yaml"))]
-    said = dict.fromkeys(command for file in files for command in commands(file))
-    return [command for command in said if not command.startswith("pip install")]
-
-
-WHOLE = "ring-doctor my_package.ring:attention --html ring.html"
-
-
-def test_the_files_of_ci_have_commands_that_these_tests_run():
-    first, second = SHOWN
-    assert set(ci_commands()) == {QUICK, WHOLE, second.replace("tests/", f"{JUNIT}tests/")}
-    assert first == f"GITHUB_ACTIONS=true {QUICK}"
 
 
 @pytest.fixture
@@ -212,20 +183,6 @@ def test_the_exit_status_follows_from_the_level(capsys, level):
     assert capsys.readouterr().out.splitlines()[0] == verdict
 
 
-def parsed(line):
-    """(kind, properties, message) of a line, as GitHub's runner reads it."""
-    kind, listed, message = re.fullmatch(r"::(\w+) ([^:]*)::(.*)", line).groups()
-
-    def plain(words, codes):
-        for code, character in codes.items():
-            words = words.replace(code, character)
-        return words.replace("%25", "%")
-
-    codes = {"%0D": "\r", "%0A": "\n"}
-    pairs = [pair.split("=", 1) for pair in listed.split(",")]
-    return kind, {k: plain(v, codes | {"%3A": ":", "%2C": ","}) for k, v in pairs}, plain(message, codes)
-
-
 @pytest.fixture
 def on_github(monkeypatch, tmp_path):
     """The page of a run, in a workflow of GitHub."""
@@ -239,25 +196,22 @@ def on_github(monkeypatch, tmp_path):
 SAID = "SICK: a, b and 50% of c::d, in m:f\n  It shows\r\n  100%0A: everywhere, always"
 
 
+TITLE = "SICK%3A a%2C b and 50%25 of c%3A%3Ad%2C in m%3Af"  # as GitHub's runner reads it, and the message
+
+
 @pytest.mark.parametrize(
-    ("level", "said", "expected"),
+    ("level", "said", "title", "message"),
     [
-        ("wrong", SAID, (SAID.split("\n")[0], "It shows\r\n  100%0A: everywhere, always")),
-        ("imprecise in 16 bits", "SICK: f", ("SICK: f", "SICK: f")),
-        ("right", SAID, None),
-        ("right for what it takes", SAID, None),
+        ("wrong", SAID, TITLE, "It shows%0D%0A  100%250A: everywhere, always"),
+        ("imprecise in 16 bits", "SICK: f", "SICK%3A f", "SICK: f"),
+        ("right", SAID, "", ""),
+        ("right for what it takes", SAID, "", ""),
     ],
 )
-def test_a_note_says_file_line_and_verdict_whatever_they_hold(on_github, monkeypatch, level, said, expected):
-    place = {"file": "a,b/c:d%.py", "line": "12"}
-    monkeypatch.setattr(command, "line_of", lambda function, root: place)
-    note = command.tell_github(len, level, said, "report")
-    assert not set("\r\n") & set(note)
-    if expected is None:
-        assert note == ""
-    else:
-        title, message = expected
-        assert parsed(note) == ("error", place | {"title": title}, message)
+def test_a_note_says_file_line_and_verdict_whatever_they_hold(on_github, monkeypatch, level, said, title, message):
+    monkeypatch.setattr(command, "line_of", lambda function, root: {"file": "a,b/c:d%.py", "line": "12"})
+    note = f"::error file=a%2Cb/c%3Ad%25.py,line=12,title={title}::{message}" if title else ""
+    assert command.tell_github(len, level, said, "report") == note
     assert on_github.read_text() == f"of another step\n### ring-doctor: {level}\n\n```text\nreport\n```\n"
 
 
@@ -271,9 +225,7 @@ def test_github_is_told_where_it_runs_the_command(on_github, monkeypatch, capsys
     printed = capsys.readouterr().out.splitlines()
     assert printed[:3] == ["SICK: f", "head", "X-ray"]
     assert len(printed) == 3 + there
-    if there:
-        kind, properties, message = parsed(printed[3])
-        assert (kind, properties["file"], message) == ("error", "tests/wrong/odd_patients.py", "head")
+    assert not there or re.match(r"::error file=tests/wrong/odd_patients.py,line=\d+,title=.*::head$", printed[3])
     assert ("ring-doctor: wrong" in on_github.read_text()) == there
 
 

@@ -7,6 +7,7 @@ import itertools
 import math
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG, judge, right_
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.patient import patient_of
-from ring_doctor.asking.questions import LSE, UNEQUAL, VALUES, WAYS, Question, in_turn, kind, questions
+from ring_doctor.asking.questions import LSE, WAYS, Question, in_turn, kind, questions
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, block_out, compute
 from ringlab.ring.flash_ring import ring_flash_attention
@@ -29,7 +30,6 @@ from tests.wrong import escaped_rings, odd_patients
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
-IN_WORDS = ["no mask, contiguous", "causal, contiguous", "causal, zigzag", "causal, striped"]
 SIXTEEN = (torch.bfloat16, torch.float16)
 
 
@@ -240,104 +240,22 @@ def test_mistakes_under_autocast_are_seen():
 # What is asked -----------------------------------------------------------------------------------------------------
 
 RING = patient_of(ring_flash_attention, worlds=(1, 2, 3, 4, 5), dtypes=("float64", "float32", "bfloat16", "float16"))
-FEW = {"no mask, contiguous", "causal, striped"}  # the first and the last
-ALONE = {f"documents alone, {layout}" for layout in LAYOUTS}
-CAUSAL, ALL = set(IN_WORDS[1:]), set(IN_WORDS)
-DOCUMENTS = [f"documents of {first} and the other tokens, C = 6" for first in ("6", "7", "2, 1, 3, 8")]
-EXPECTED = {  # what is asked in float64 on 3 and 4 ranks: under which masks, and the feature that may be refused
-    "C = 6": (ALL, ""),
-    "batch of 2, C = 6": (ALL, ""),
-    "4 query heads on 2, C = 6": (ALL, "grouped queries"),
-    "4 query heads on 1, C = 6": (ALL, "one K/V head for all query heads"),
-    "attention sinks, C = 6": (ALL, ""),
-    "views, C = 6": (FEW, ""),
-    "twice, C = 6": (FEW, ""),
-    "after another length, C = 12": (FEW, ""),
-    "without gradients, C = 6": (FEW, ""),
-    "interleaved, C = 6": (FEW, ""),
-    "silent rank inputs, C = 6": (FEW, ""),
-    "two backward passes, C = 6": (FEW, "a second backward pass over the same graph"),
-    "frozen keys, C = 6": (FEW, "a K that needs no gradient"),
-    "frozen keys and values, C = 6": (FEW, "a K and a V that need no gradient"),
-    "gradient of lse, C = 6": (FEW, "a loss that uses lse"),
-    "large scores, C = 6": (FEW, ""),
-    "scale 0.3, C = 6": (FEW, ""),
-    **{f"{heads}V of D = 4 beside 8, C = 6": (FEW, VALUES) for heads in ("", "4 query heads on 2, ")},
-    "C = 1": (FEW, "one token a rank"),
-    "C = 7": (FEW, "an odd number of tokens a rank"),
-    "C = 6 or 7": ({"no mask, contiguous"}, UNEQUAL),
-    "D = 64, C = 258": (FEW, ""),
-    "C = 6, part of a larger job": (FEW, ""),
-    **{f"window of {window}, C = 6": (CAUSAL, "") for window in (1, 3, 8, 13)},
-    **dict.fromkeys(DOCUMENTS, (CAUSAL, "")),
-    "documents of 7 and the other tokens, window of 3, C = 6": (CAUSAL, ""),
-}
-LAST = {"causal, striped"}
-BESIDE = {  # what the call has, where others have another
-    "heads": "",
-    "head dims": "",
-    "batches": "batch of 2, ",
-    "dtypes": "",
-    "masks": "",
-    "layouts": "",
-    "scales": "scale 0.3, ",
-    "sinks": "attention sinks, ",
-    "windows": "window of 3, ",
-    "documents": "documents of 7 and the other tokens, ",
-}
-for option, has in BESIDE.items():
-    feature = f"calls of other {option}" if option in ("heads", "head dims", "batches", "dtypes") else ""
-    EXPECTED[f"beside other {option}, {has}C = 6"] = LAST, feature
-F64, SHORT = "float64", ["float32", "bfloat16", "float16"]
-NARROW = {  # what is asked in other dtypes: under which masks, of how many ranks, and the dtypes
-    "scale 0.3, C = 6": (FEW, (3, 4), SHORT),
-    "large scores, C = 6": (FEW, (3, 4), SHORT),
-    "autocast, C = 6": (FEW, (3, 4), SHORT[1:2]),
-    "without gradients, inputs made for 16-bit sums, C = 8": (ALL, (4,), SHORT[1:]),
-    "inputs made for 16-bit gradients, C = 8": (ALL, (4,), SHORT[1:]),
-    **{f"autocast, inputs made for 16-bit {of}, C = 8": (ALL, (4,), SHORT[1:2]) for of in ("sums", "gradients")},
-}
-
-
-def of_one_rank(what):
-    """One rank has as many tokens as three."""
-    return what.replace("C = 6", "C = 18").replace("C = 12", "C = 36")
-
-
-OF_SEVERAL = ("C = 6", "C = 6 or 7", "C = 6, part of a larger job")  # and yet the first is asked of one rank
+ASKED = Path(__file__).with_name("asked.txt")  # python -m tests.doctor.test_questions writes it
 
 
 def all_questions(patient, dtype=torch.float64, seed=0):
     return [question for P in patient.worlds for question in questions(patient, P, dtype, seed)]
 
 
+def in_words(question):
+    """A question, what is called before, and the feature that a ring may refuse."""
+    before = "".join(f"; after {case.words()}" for case in question.others)
+    return f"{question.words()}{before}" + (f"; may refuse: {question.feature}" if question.feature else "") + "\n"
+
+
 def test_everything_that_is_asked():
     """A question that is lost, or asked with fewer ranks, masks or dtypes, or that must be answered, is missed here."""
-    expected = {
-        **{(what, mask, F64, P): of for what, (masks, of) in EXPECTED.items() for mask in masks for P in (3, 4)},
-        **{(it, mask, F64, P): "documents without a causal mask" for it in DOCUMENTS for mask in ALONE for P in (3, 4)},
-        **{
-            (of_one_rank(what), mask, F64, 1): of or "one rank"
-            for what, (masks, of) in EXPECTED.items()
-            for mask in masks
-            if what not in OF_SEVERAL
-        },
-        **{(of_one_rank(it), mask, F64, 1): "documents without a causal mask" for it in DOCUMENTS for mask in ALONE},
-        **{("C = 6", mask, F64, P): of for mask in ALL for P, of in ((1, "one rank"), (2, ""), (5, "five ranks"))},
-        **{
-            (of_one_rank(what) if P == 1 else what, mask, dtype, P): "autocast"
-            if what.startswith("autocast")
-            else dtype
-            for what, (masks, worlds, dtypes) in NARROW.items()
-            for mask, P, dtype in itertools.product(masks, (1, *worlds) if len(worlds) > 1 else worlds, dtypes)
-        },
-    }
-    found, asked = all_questions(RING), {}
-    for question in found:
-        dtype = str(question.case.dtype).removeprefix("torch.")
-        asked[question.what(), question.case.mask(), dtype, question.case.world_size] = question.feature
-    assert asked == expected
-    assert len(found) == len(asked)
+    assert list(map(in_words, all_questions(RING))) == ASKED.read_text().splitlines(keepends=True)
 
 
 def whats(patient, dtype=torch.float64):
@@ -611,3 +529,7 @@ def test_a_ring_that_adds_up_in_16_bits_is_wrong_under_every_mask(ranks, ring):
     for answer in answers:
         expected = shows if answer.case.inputs == inputs else set()
         assert set(answer.wrong) == expected, answer.question.words()
+
+
+if __name__ == "__main__":
+    ASKED.write_text("".join(map(in_words, all_questions(RING))))
