@@ -8,7 +8,7 @@ with `--causal`, for causal attention only. Options that only its **options coul
 
 A patient file is a module that adapts a library to this. It has a function `attention` and, where they differ from what
 stands in `Patient`, its fields as constants in capitals. A function `setup(context)` is called once on each rank: there
-a way that needs a mesh of ranks builds it, as in ../patients/diffusers.py. Where it has several functions,
+a way that needs a mesh of ranks builds it, as in ../patients/libraries.py. Where it has several functions,
 CLAIMS says what differs for the others, by name.
 
 Before: signature.py. After: questions.py.

@@ -1,7 +1,7 @@
 """Examine the public rings that are installed, and write down what the doctor found: results.json and results.md.
 
-    $ python -m ring_doctor.patients                     all of them: some ten minutes
-    $ python -m ring_doctor.patients diffusers yunchang  these; the others' lines stay as they are
+    $ python -m ring_doctor.patients                     all of them: half an hour
+    $ python -m ring_doctor.patients torch_loop          this one; the others' lines stay as they are
 
 Before: ../assertion.py. After: findings/, the reports that can be filed.
 Source: the packages of ring_doctor/patients/requirements.txt.
@@ -18,7 +18,7 @@ import torch
 from ring_doctor import examine
 from ring_doctor.asking.answers import FAILED, REFUSED, RIGHT, RIGHT_AS_CLAIMED, SAID, WRONG, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
-from ring_doctor.asking.patient import patient_of
+from ring_doctor.asking.patient import Patient, patient_of
 from ring_doctor.report import Report
 
 HERE = Path(__file__).parent
@@ -33,14 +33,15 @@ def names() -> list[str]:
     return list(json.loads(RESULTS.read_text()))
 
 
-def examined(name: str) -> dict[str, Any]:
-    """What the doctor finds in a patient of this folder.
+def patient_named(name: str) -> Patient:
+    """A patient of this folder; its version is "" where its library is not installed."""
+    return patient_of(f"ring_doctor.patients.{name}")
 
-    Raises ValueError because of a ModuleNotFoundError when its library is not installed.
-    """
-    patient = patient_of(f"ring_doctor.patients.{name}")
+
+def examined(patient: Patient) -> dict[str, Any]:
+    """What the doctor finds in it."""
     today = datetime.now(timezone.utc).date().isoformat()
-    line = {"about": patient.about, "version": patient.version, "torch": torch.__version__, "date": today}
+    line = {"version": patient.version, "torch": torch.__version__, "date": today}
     try:
         report = examine(patient)
     except CannotExamine as error:
@@ -99,13 +100,11 @@ def table(lines: dict[str, dict[str, Any]]) -> str:
 
 def main() -> int:
     for name in sys.argv[1:] or names():
-        try:
-            line = examined(name)
-        except ValueError as error:
-            if not isinstance(error.__cause__, ModuleNotFoundError):
-                raise
-            print(f"{name}: left out ({error.__cause__}); ring_doctor/patients/README.md says how to install it")
+        patient = patient_named(name)
+        if not patient.version:
+            print(f"{name}: left out; ring_doctor/patients/README.md says how to install it")
             continue
+        line = examined(patient)
         print(f"{name}: {line['verdict']} {' or '.join(line.get('mistake', []))}", flush=True)
         lines = json.loads(RESULTS.read_text()) | {name: line}  # read now: another run may have written meanwhile
         RESULTS.write_text(json.dumps(dict(sorted(lines.items())), indent=1) + "\n")

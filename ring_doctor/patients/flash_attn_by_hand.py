@@ -10,23 +10,22 @@ the causal mask are not looked at.
 Shapes: q (B, Sq, H, D), k and v (B, Sk, G, D), H a multiple of G, lse (B, H, Sq). The kernels for packed documents have
 no B: q (Sq, H, D), lse (H, Sq), and document i of q and k is between bounds i and i + 1 of cu_seqlens.
 
-Before: nothing. After: the patients that import it.
+Before: nothing. After: libraries.py.
 Source: flash_attn/flash_attn_interface.py, version 2.8.3, for the signatures.
 """
 
 import math
 import sys
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
+def _scores(q, k, scale, causal):
     """Scaled and masked, (B, H, Sq, Sk) in float64."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = scale * torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double())
@@ -34,9 +33,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
     return scores.masked_fill(hidden, -math.inf) if causal else scores
 
 
-def flash_attn_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, **others: Any
-) -> tuple[Tensor, Tensor, None, None]:
+def flash_attn_forward(q, k, v, *, softmax_scale, causal, **others):
     scores = _scores(q, k, softmax_scale, causal)
     lse = scores.logsumexp(dim=-1)
     v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
@@ -44,21 +41,7 @@ def flash_attn_forward(
     return out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32)), None, None
 
 
-def flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool,
-    **others: Any,
-) -> None:
+def flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, *, softmax_scale, causal, **others):
     group = q.shape[2] // k.shape[2]
     v_all = v.repeat_interleave(group, dim=2).double()
     p = torch.exp(_scores(q, k, softmax_scale, causal) - softmax_lse.double().unsqueeze(-1))
@@ -71,23 +54,20 @@ def flash_attn_backward(
     dv.copy_(torch.einsum("bhqk,bqhd->bkhd", p, dout.double()).unflatten(2, (-1, group)).sum(dim=3))
 
 
-def _documents(*bounds: Tensor) -> list[list[slice]]:
+def _documents(*bounds):
     """The tokens of each document, in a tensor of tokens for each of the tensors of bounds (as cu_seqlens)."""
     return [[slice(*ends) for ends in zip(b.tolist(), b.tolist()[1:], strict=False)] for b in bounds]
 
 
-def flash_attn_varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **options: Any
-) -> tuple[Tensor, Tensor, None, None]:
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
+def flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, **options):
+    parts = []
     for mine, theirs in zip(*_documents(cu_seqlens_q, cu_seqlens_k), strict=True):
-        out, lse, *_ = flash_attn_forward(q[None, mine], k[None, theirs], v[None, theirs], **options)
-        outs, lses = [*outs, out[0]], [*lses, lse[0]]
-    return torch.cat(outs), torch.cat(lses, dim=-1), None, None
+        parts.append(flash_attn_forward(q[None, mine], k[None, theirs], v[None, theirs], **options))
+    outs, lses, *_ = zip(*parts, strict=True)
+    return torch.cat(outs, dim=1)[0], torch.cat(lses, dim=-1)[0], None, None
 
 
-def flash_attn_varlen_backward(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **given: Any) -> None:
+def flash_attn_varlen_backward(cu_seqlens_q, cu_seqlens_k, **given):
     for mine, theirs in zip(*_documents(cu_seqlens_q, cu_seqlens_k), strict=True):
         of_document = {name: given[name][None, mine] for name in ("dout", "q", "out", "dq")}
         of_document |= {name: given[name][None, theirs] for name in ("k", "v", "dk", "dv")}
@@ -95,7 +75,8 @@ def flash_attn_varlen_backward(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **giv
         flash_attn_backward(**(given | of_document))
 
 
-def module_of(package: str, name: str) -> ModuleType:
+@cache
+def module_of(package, name):
     """The module package.name of an installed package that imports flash_attn, with these kernels in place of it.
 
     The package's own __init__ is not run, because it may import more than this module needs (Triton, transformers).

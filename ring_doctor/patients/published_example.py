@@ -2,8 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ring_attn import hop
 from ringlab.basics.naive_attention import naive_attention
@@ -14,7 +12,7 @@ UNEQUAL = False
 LAYOUTS, CAUSAL, GROUPED, GRADIENTS = ("contiguous",), (False,), False, False
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, group: ProcessGroup | None = None) -> Tensor:
+def attention(q, k, v, scale=None, group=None):
     block, out = torch.stack((k, v)), naive_attention(q, k, v, scale=scale)
     for _ in range(dist.get_world_size(group) - 1):
         block = hop(block, k.shape[2], group)

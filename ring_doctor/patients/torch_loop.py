@@ -3,15 +3,12 @@
 Its dispatcher refuses a causal mask on CPUs. Here the two functions are called with the CPU's kernels.
 """
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as loop
 
 ABOUT = "torch's _templated_ring_attention and its backward pass, unmodified, rotation by all-gather"
@@ -23,7 +20,7 @@ kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 @contextmanager
-def switched(q: Tensor, layout: str, rotation: str) -> Iterator[None]:
+def switched(q, layout, rotation):
     """torch's switches: the layout, the rotation, and float32 sums unless the input is float64."""
     with mock.patch.multiple(
         loop._cp_options,
@@ -36,7 +33,7 @@ def switched(q: Tensor, layout: str, rotation: str) -> Iterator[None]:
 
 class Loop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, *where: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx, q, k, v, causal, *where):
         *ctx.where, ctx.group, scale = where
         ctx.options = {"is_causal": causal, "dropout_p": 0.0, "scale": scale}
         with switched(q, *ctx.where):
@@ -46,7 +43,7 @@ class Loop(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, d_out, _):
         names = ("query", "key", "value", "out", "logsumexp")
         options = dict(zip(names, ctx.saved_tensors, strict=True)) | ctx.options
         options |= {"grad_out": d_out, "grad_out_name": "grad_out"}
@@ -55,16 +52,7 @@ class Loop(torch.autograd.Function):
         return *gradients[:3], None, None, None, None, None
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool = False,
-    scale: float | None = None,
-    layout: str = "contiguous",
-    group: dist.ProcessGroup | None = None,
-    rotation: str = "ALL_GATHER",
-) -> tuple[Tensor, Tensor]:
+def attention(q, k, v, causal=False, scale=None, layout="contiguous", group=None, rotation="ALL_GATHER"):
     return Loop.apply(q, k, v, causal, layout, rotation, group or dist.group.WORLD, scale)
 
 

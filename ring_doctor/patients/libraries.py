@@ -1,0 +1,307 @@
+"""Public libraries, adapted to the doctor in some lines each: a function, and its line in CLAIMS.
+
+    $ ring-doctor ring_doctor.patients.libraries:ringmaster
+
+A library is imported when its ring is called. Where it calls flash_attn's kernels, which need a GPU, it gets those of
+flash_attn_by_hand.py. Nothing else of a library is replaced, but where its line says so.
+
+Before: flash_attn_by_hand.py. After: __main__.py, which examines them; README.md, what is not here and why.
+Source: the packages of requirements.txt.
+"""
+
+import contextlib
+import io
+import os
+import runpy
+from functools import partial
+from importlib import import_module, metadata
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention
+
+from ring_doctor.asking.case import positions
+from ring_doctor.patients.flash_attn_by_hand import flash_attn_backward, flash_attn_forward, module_of
+
+UNEQUAL, LAYOUTS = False, ("contiguous",)  # of all, where their lines say nothing else
+
+
+def bounds(q, documents, group, tokens, rows=1):
+    """Where documents begin, and their end, in the tokens of `rows` sequences; one document, if there are none."""
+    whole = (q.shape[tokens] * dist.get_world_size(group),)
+    return torch.tensor([0, *accumulate((documents or whole) * rows)], dtype=torch.int32)
+
+
+# zhuzilin/ring-flash-attention, in bfloat16: the input that flash_attn's kernels take ---------------------------------
+
+
+def ring_flash_attn(q, k, v, causal=False, scale=None, group=None, module="ring_flash_attn"):
+    function = getattr(module_of("ring_flash_attn", module), f"{module}_func")
+    return function(q, k, v, causal=causal, softmax_scale=scale, group=group)
+
+
+ring_flash_attn_in_float16 = ring_flash_attn_in_float32 = ring_flash_attn
+ring_flash_attn_zigzag = partial(ring_flash_attn, causal=True, module="zigzag_ring_flash_attn")
+ring_flash_attn_stripe = partial(ring_flash_attn, causal=True, module="stripe_flash_attn")
+
+
+def ring_flash_attn_llama3(q, k, v, causal=False, scale=None, documents=None, group=None):
+    library = module_of("ring_flash_attn", "llama3_flash_attn_varlen")
+    of_rank = causal, dist.get_rank(group), dist.get_world_size(group)
+    where = library.llama3_flash_attn_prepare_cu_seqlens(bounds(q, documents, group, tokens=1), *of_rank)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
+    options = dict(zip(names, where, strict=True)) | {"causal": causal, "softmax_scale": scale, "group": group}
+    rows = zip(q, k, v, strict=True)  # it takes no batch
+    return torch.stack([library.llama3_flash_attn_varlen_func(*row, heads_k_stride=1, **options) for row in rows])
+
+
+# axolotl-ai-cloud/ringmaster, which brings plain math for CPUs in float32 ---------------------------------------------
+
+
+def ringmaster(q, k, v, causal=False, scale=None, group=None, rotation="ALLTOALL"):
+    from ringmaster.config import RotateMethod
+    from ringmaster.ring.loop import ring_attention
+
+    options = {"provider": "math", "attn_implementation": "math", "rotate_method": RotateMethod[rotation]}
+    group = group or dist.group.WORLD
+    return ring_attention(q, k, v, group=group, causal=causal, scaling=scale, dropout=0.0, **options).transpose(1, 2)
+
+
+ringmaster_all_gather = partial(ringmaster, rotation="ALLGATHER")
+
+
+def ringmaster_distflash(q, k, v, causal=True, scale=None, documents=None, group=None):
+    from ringmaster.ring.distflash import distflash_attention
+
+    ends = bounds(q, documents, group, tokens=2) if documents else None
+    return distflash_attention(q, k, v, group=group or dist.group.WORLD, scaling=scale, cu_seqlens=ends).transpose(1, 2)
+
+
+def ringmaster_documents(q, k, v, causal=False, scale=None, documents=None, window=None, group=None):
+    from ringmaster.ring.loop import varlen_ring_attention
+
+    options = {"window": None if window is None else (window - 1, 0), "scaling": scale, "causal": causal}
+    ends = bounds(q, documents, group, tokens=2, rows=len(q))
+    return varlen_ring_attention(q, k, v, group=group or dist.group.WORLD, cu_seqlens=ends, **options).transpose(1, 2)
+
+
+def ringmaster_zigzag(q, k, v, causal=True, scale=None, documents=None, group=None):
+    """Without documents it needs a GPU: one document of the whole sequence takes the path that a CPU can run."""
+    from ringmaster.ring.zigzag import zigzag_ring_attention
+
+    options = {"scaling": scale, "cu_seqlens": bounds(q, documents, group, tokens=2)}
+    return zigzag_ring_attention(q, k, v, group=group or dist.group.WORLD, **options).transpose(1, 2)
+
+
+# lucidrains/ring-attention-pytorch: query head h uses K/V head h mod G, an order of its own ---------------------------
+
+
+def ring_attention_pytorch(q, k, v, causal=False, layout="contiguous"):
+    from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
+
+    return ring_flash_attn(q, k, v, causal=causal, ring_reduce_col=True, striped_ring_attn=layout == "striped")
+
+
+def ring_attention_pytorch_zigzag(q, k, v, causal=True):
+    from ring_attention_pytorch.zig_zag_attention import zig_zag_attn
+
+    P, C = dist.get_world_size(), q.shape[2]
+    of_ranks = [positions("zigzag", C * P, rank, P) for rank in range(P)]
+    return zig_zag_attn(q, k, v, attn_mask=of_ranks[dist.get_rank()].unsqueeze(-1) >= torch.cat(of_ranks))
+
+
+def ring_attention_pytorch_tree(q, k, v):
+    from ring_attention_pytorch.tree_attn_decoding import tree_attn_decode
+
+    P, r = dist.get_world_size(), dist.get_rank()
+    qs = [torch.empty_like(q, memory_format=torch.contiguous_format) for _ in range(P)]
+    dist.all_gather(qs, q.contiguous())
+    return tree_attn_decode(torch.cat(qs, dim=2), k, v, shard_kv_seq=False).chunk(P, dim=2)[r]
+
+
+# Hugging Face diffusers: its rings take their kernels as arguments ----------------------------------------------------
+
+CONFIG = []  # of this rank
+
+
+def configure(degree, context, **options):
+    from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+
+    P = context.world_size
+    sizes = (1, P) if degree == "ulysses_degree" else (P, 1)
+    config = ContextParallelConfig(**{degree: P}, **options)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("ring", "ulysses"))
+    config.setup(context.rank, P, context.device, mesh)
+    CONFIG[:] = [ParallelConfig(context_parallel_config=config)]
+
+
+def forward_op(ctx, q, k, v, *options, _save_ctx, **more):
+    _mask, _dropout, causal, ctx.scale, *_rest = options
+    out, lse, *_ = flash_attn_forward(q, k, v, softmax_scale=ctx.scale, causal=causal)
+    if _save_ctx:
+        ctx.save_for_backward(q, k, v)
+    return out, lse.mT
+
+
+def backward_op(ctx, d_out, query, key, value, out, lse):
+    gradients = [torch.empty_like(x) for x in (query, key, value)]
+    flash_attn_backward(d_out, query, key, value, out, lse.mT, *gradients, softmax_scale=ctx.scale, causal=False)
+    return gradients
+
+
+def diffusers(q, k, v, scale=None, ring="TemplatedRingAttention"):
+    CONFIG[0].context_parallel_config.convert_to_fp32 = q.dtype != torch.float64 and ring == "TemplatedRingAttention"
+    options = (None, 0.0, False, q.shape[-1] ** -0.5 if scale is None else scale, False, False)
+    function = getattr(import_module("diffusers.models.attention_dispatch"), ring)
+    return function.apply(q, k, v, *options, forward_op, backward_op, CONFIG[0])
+
+
+diffusers_ring_anything = partial(diffusers, ring="TemplatedRingAnythingAttention")
+
+
+def diffusers_ulysses(q, k, v, scale=None):
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    return dispatch_attention_fn(q, k, v, scale=scale, backend="native", parallel_config=CONFIG[0])
+
+
+diffusers_ulysses_anything = diffusers_ulysses
+
+
+# yunchang (feifeibear/long-context-attention), DeepSpeed, ParaAttention, a blog ---------------------------------------
+
+
+def yunchang(q, k, v, causal=False, scale=None, group=None):
+    from yunchang import ring_flash_attn_func
+    from yunchang.kernels import AttnType
+
+    options = {"causal": causal, "softmax_scale": scale, "group": group}
+    return ring_flash_attn_func(q, k, v, attn_type=AttnType.TORCH_MATH, **options)
+
+
+def local(q, k, v, causal, softmax_scale, **others):
+    """torch's attention, of tokens before heads."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+def yunchang_ulysses(q, k, v, causal=False, scale=None):
+    from yunchang import UlyssesAttention
+    from yunchang.kernels import AttnType
+
+    layer = UlyssesAttention(dist.group.WORLD, attn_type=AttnType.TORCH_MATH)
+    layer.attn_fn = local
+    return layer(q, k, v, causal=causal, softmax_scale=scale)
+
+
+def deepspeed_mesh(context):
+    """As deepspeed.initialize does with mesh_param: heads that the ranks do not divide need it."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    names = ("data_parallel", "sequence_parallel")
+    deepspeed.utils.groups.mesh_device = deepspeed.comm.initialize_mesh_device((1, context.world_size), names)
+
+
+def deepspeed_ulysses(q, k, v, causal=False, scale=None):
+    from deepspeed.sequence.layer import DistributedAttention
+
+    return DistributedAttention(local, dist.group.WORLD, gather_idx=1)(q, k, v, 0, None, causal, scale)
+
+
+deepspeed_ulysses_uneven = deepspeed_ulysses
+
+
+def para_attn_ulysses(q, k, v, causal=False, scale=None, group=None):
+    from para_attn.para_attn_interface import ulysses_attn_func
+
+    return ulysses_attn_func(q, k, v, is_causal=causal, scale=scale, mesh=group)
+
+
+def blog(q, k, v):
+    """The source of the even and odd ranks of ../../ring_attn.py, codes/ring_attn.py at RING_OF_THE_BLOG."""
+    ring, r, P = runpy.run_path(os.environ["RING_OF_THE_BLOG"]), dist.get_rank(), dist.get_world_size()
+    with contextlib.redirect_stdout(io.StringIO()):  # it tells each step
+        return ring["ring_attention_distributed_fwd"](q, k, v, r, P, (r - 1) % P, (r + 1) % P)
+
+
+# What each can do ----------------------------------------------------------------------------------------------------
+
+
+def version_of(library):
+    """The installed version, or "" if there is none."""
+    try:
+        return f"{library} {metadata.version(library)}"
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+FROM_2 = {"worlds": (2, 3, 4)}  # on one rank it sends to itself, which gloo refuses
+TWELVE = {"heads": 12, "worlds": (1, 2, 3, 4)}  # heads that every number of ranks divides
+BSHD, FULL, CAUSAL_ZIGZAG = {"tensors": "bshd"}, {"causal": (False,)}, {"causal": (True,), "layouts": ("zigzag",)}
+BLOG = "AndSonder/space.keter.top, commit 26c3a5e"
+FORWARD, ONE_TO_ONE = {"gradients": False}, {"grouped": False}
+LIBRARIES = {  # what all functions of a library claim, and each of them
+    "ring-flash-attn": (
+        BSHD | FROM_2 | {"dtypes": ("bfloat16",)},
+        {
+            "ring_flash_attn": {},
+            "ring_flash_attn_in_float16": {"dtypes": ("float16",)},
+            "ring_flash_attn_in_float32": {"dtypes": ("float32",)},
+            "ring_flash_attn_zigzag": CAUSAL_ZIGZAG,
+            "ring_flash_attn_stripe": CAUSAL_ZIGZAG | {"layouts": ("striped",)},
+            "ring_flash_attn_llama3": {"worlds": (1, 2, 3, 4, 5)},
+        },
+    ),
+    "axolotl-ringmaster": (
+        {"dtypes": ("float32", "bfloat16")},
+        {
+            "ringmaster": {},
+            "ringmaster_all_gather": {},
+            "ringmaster_distflash": {"causal": (True,)},
+            "ringmaster_documents": {"dtypes": ("float64", "float32", "bfloat16")},
+            "ringmaster_zigzag": CAUSAL_ZIGZAG | FROM_2,
+        },
+    ),
+    "ring-attention-pytorch": (
+        ONE_TO_ONE,
+        {
+            "ring_attention_pytorch": BSHD | FROM_2 | {"layouts": ("contiguous", "striped"), "dtypes": ("float32",)},
+            "ring_attention_pytorch_zigzag": CAUSAL_ZIGZAG,
+            "ring_attention_pytorch_tree": FULL | FORWARD,  # it decodes
+        },
+    ),
+    "diffusers": (
+        BSHD | FULL | ONE_TO_ONE | FROM_2,
+        {  # the backward pass of those for any number of tokens says that it is not implemented
+            "diffusers": {"setup": partial(configure, "ring_degree")},
+            "diffusers_ring_anything": FORWARD
+            | {"setup": partial(configure, "ring_degree", ring_anything=True), "unequal": True},
+            "diffusers_ulysses": {"setup": partial(configure, "ulysses_degree"), "heads": 12},
+            "diffusers_ulysses_anything": FORWARD
+            | {"setup": partial(configure, "ulysses_degree", ulysses_anything=True), "unequal": True, "heads": 7},
+        },
+    ),
+    "yunchang": (
+        BSHD,
+        {"yunchang": FORWARD | ONE_TO_ONE | {"dtypes": ("float32",)}, "yunchang_ulysses": TWELVE},
+    ),
+    "deepspeed": (
+        BSHD | {"setup": deepspeed_mesh},
+        {"deepspeed_ulysses": TWELVE, "deepspeed_ulysses_uneven": {"heads": 7}},
+    ),
+    "para_attn": (TWELVE, {"para_attn_ulysses": ONE_TO_ONE}),
+    "the blog": (
+        FULL | ONE_TO_ONE | FROM_2 | FORWARD,
+        {"blog": {"dtypes": ("float64", "float32"), "version": BLOG if "RING_OF_THE_BLOG" in os.environ else ""}},
+    ),
+}
+CLAIMS = {
+    name: {"version": version_of(library)} | common | own
+    for library, (common, functions) in LIBRARIES.items()
+    for name, own in functions.items()
+}
