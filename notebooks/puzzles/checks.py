@@ -19,7 +19,7 @@ from torch import Tensor
 
 from notebooks.puzzles import film, solutions
 from notebooks.puzzles.engine import Run, Wires, play
-from notebooks.source.checks.answers import OPEN, NotYet, StillOpen, as_tensor, items, plain
+from notebooks.source.checks.answers import OPEN, NotYet, StillOpen, difference, items, plain
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.support.drawing import Picture
 
@@ -56,7 +56,6 @@ class Puzzle:
     counts: tuple[Count, ...]
     block: str = "KV"  # what the film calls a block
     number_of: Callable[[float | None], int | None] | None = None  # of the block, from its first number; None: by owner
-    mistakes: Callable[[Inputs], dict[str, list[Any]]] = lambda inputs: {}  # what each rank returns after common ones
     trial: Callable[..., tuple[Run, str]] | None = None  # runs a schedule and says what is wrong; None: `played`
 
 
@@ -123,7 +122,7 @@ def _film(puzzle: Puzzle, run: Run, title: str) -> Callable[[], Picture]:
 def played(schedule: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
     P = len(inputs)
     run = play(schedule, inputs, puzzle.wires(P))
-    problem = run.fault or _wrong(run, puzzle.right(inputs), puzzle.mistakes(inputs))
+    problem = run.fault or _wrong(run, puzzle.right(inputs))
     return run, problem
 
 
@@ -157,7 +156,7 @@ def _short(values: list[float]) -> str:
     return written[0] if len(set(written)) == 1 else ", ".join(written)
 
 
-def _wrong(run: Run, right: list[Any], mistakes: dict[str, list[Any]] | None = None) -> str:
+def _wrong(run: Run, right: list[Any]) -> str:
     """What is wrong with the results, in a sentence; "": nothing."""
     for rank, expected in enumerate(right):
         if expected is None:
@@ -167,8 +166,7 @@ def _wrong(run: Run, right: list[Any], mistakes: dict[str, list[Any]] | None = N
             raise StillOpen
         if isinstance(expected, Tensor):
             if problem := _off(output, expected):
-                named = (words for words, results in (mistakes or {}).items() if not _off(output, results[rank]))
-                problem = next(named, "") or _of_another(run, output, rank, right) or problem
+                problem = _of_another(run, output, rank, right) or problem
                 return f"rank {rank} returns a wrong result: {problem}{_met(run, rank)}"
             continue
         several = isinstance(output, list | Tensor | ndarray)
@@ -201,19 +199,9 @@ def _met(run: Run, rank: int) -> str:
 
 
 def _off(x: Any, expected: Tensor) -> str:
-    try:
-        x = as_tensor(x, f"a tensor of shape {tuple(expected.shape)}")
-    except NotYet as problem:
-        return str(problem)
-    if x.shape != expected.shape:
-        return f"expected shape {tuple(expected.shape)}, got {tuple(x.shape)}"
-    if x.is_complex():
-        return "expected real numbers, got complex ones"
-    error = (x.double() - expected).abs().max().item()
-    if error <= NEAR:
-        return ""
-    digits = ". Some digits are lost: float32 on the way?" if error < 1e-5 else ""
-    return f"off by up to {error:.2g}{digits}"
+    problem = difference(x, expected, NEAR)
+    digits = ". Some digits are lost: float32 on the way?" if problem and not difference(x, expected) else ""
+    return f"{problem}{digits}" if problem else ""
 
 
 # What the puzzles share ---------------------------------------------------------------------------------------------
@@ -247,18 +235,6 @@ def _attention(inputs: Inputs) -> list[Tensor]:
     heads = q.shape[1] // k.shape[1]
     out = naive_attention(q, k.repeat_interleave(heads, 1), v.repeat_interleave(heads, 1))
     return _rows(out, len(inputs))
-
-
-def _mistaken(inputs: Inputs) -> dict[str, list[Any]]:
-    """Rows of attention whose blocks were put together wrongly. All ranks may have the same single query."""
-    P, same = len(inputs), inputs[0][0].shape[2] < inputs[0][1].shape[2]
-    q, copies = inputs[0][0] if same else _whole(inputs, 0), inputs[0][0].shape[1] // inputs[0][1].shape[1]
-    outs = torch.stack([naive_attention(q, *(x.repeat_interleave(copies, 1) for x in mine[1:3])) for mine in inputs])
-    wrong = {
-        "the blocks' averages were added: weigh each by its share of the sum of weights, as merge does": outs.sum(0),
-        "the mean of the blocks' averages: weigh each by its share of the sum of weights, as merge does": outs.mean(0),
-    }
-    return {words: [out] * P if same else _rows(out, P) for words, out in wrong.items()}
 
 
 def _sent(run: Run) -> float:
@@ -386,7 +362,6 @@ RING = Puzzle(
             goal=lambda P: 5 + 2 / D,
         ),
     ),
-    mistakes=_mistaken,
 )
 
 GROUPED = Puzzle(
@@ -395,7 +370,6 @@ GROUPED = Puzzle(
     right=_attention,
     wires=lambda P: replace(_blocks(P), block=2 * H * C * C),
     counts=(Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1)), _share(2)),
-    mistakes=_mistaken,
     trial=_computed,
 )
 
@@ -532,7 +506,6 @@ TWO_RINGS = Puzzle(
     right=_attention,
     wires=lambda P: replace(_blocks(P), neighbours=True),
     counts=(Count("time", _time, lambda P: P + (P - 1) / 2, goal=lambda P: P + math.ceil((P - 1) / 2)),),
-    mistakes=_mistaken,
     trial=_computed,
 )
 
@@ -569,7 +542,6 @@ TOKEN = Puzzle(
         ),
         Count("rounds", _time, lambda P: math.ceil(math.log2(P)), goal=lambda P: P - 1, proof=DOUBLING),
     ),
-    mistakes=_mistaken,
 )
 
 PUZZLES = (HOP, GATHER, SUM, RING, GROUPED, HOME, BALANCE, WINDOW, TWO_RINGS, TOKEN)

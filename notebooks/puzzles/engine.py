@@ -7,8 +7,7 @@ the numbers move from process to process through gloo. So nothing hangs: when al
 referee knows that this is a deadlock, and who waits for whom. The referee counts, in its own process: what a schedule
 does to `comm` changes no count.
 
-A message beside `comm`, of torch.distributed, is refused: it would not be counted. Nothing else guards against a
-schedule that cheats: it would lie to its author only.
+Nothing guards against a schedule that cheats, as by messages beside `comm`: it would lie to its author only.
 
 Time in the record is not measured but counted: a message begins when both its ranks are ready, and takes as long as
 `Wires` says. So a schedule has the same time on every machine.
@@ -30,7 +29,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from notebooks.source.trial import Cell, LiveTensors, cell_of, line_now, line_of
 from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
@@ -202,8 +200,7 @@ class _Desk:
                 x, move = torch.empty(shape, dtype=dtype), dist.irecv
                 received[peer] = x
             if x.numel():
-                with _disable_current_modes():  # _CommOnly
-                    moving.append(move(x, peer))
+                moving.append(move(x, peer))
         assert self.memory is not None
         self.memory.look()
         for each in moving:
@@ -245,19 +242,6 @@ def _first(x: Tensor) -> float:
         return float(x.flatten()[0])
 
 
-class _CommOnly(TorchDispatchMode):
-    """All that torch.distributed sends is an operation of torch's dispatcher, whichever function is called."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else each rank would import the compiler, for seconds
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in function.namespace:
-            raise ValueError(f"only messages of comm are counted: {function.overloadpacket.__name__} is closed")
-        return function(*args, **(kwargs or {}))
-
-
 def _too_long(*_: Any) -> NoReturn:
     raise _TooLong("it computes for seconds without a message: a loop without end?")
 
@@ -279,7 +263,7 @@ def _on_rank(
     torch.manual_seed(0)
     try:
         schedule = cell.function(dict(NAMES))
-        with _CommOnly(), LiveTensors(inputs) as memory, redirect_stdout(desk.printed):
+        with LiveTensors(inputs) as memory, redirect_stdout(desk.printed):
             desk.memory = memory
             signal.setitimer(signal.ITIMER_REAL, desk.seconds)
             output = schedule(Comm(context.rank, context.world_size, desk), *inputs)

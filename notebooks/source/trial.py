@@ -8,23 +8,17 @@ received, by whichever function of torch.distributed, and what it held in memory
 import __future__
 
 import ast
-import functools
 import inspect
 import io
-import json
 import linecache
 import math
 import sys
-import tempfile
 import threading
-import time
 import tracemalloc
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -37,8 +31,8 @@ from torch.utils._pytree import tree_leaves
 
 from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.online_softmax import finish, merge, start, update
-from ringlab.support.messages import Message
-from ringlab.support.processes import RankContext, launch
+from ringlab.support.messages import Message, Watch
+from ringlab.support.processes import LostRank, RankContext, Ranks
 
 NAMES = {
     "torch": torch,
@@ -54,33 +48,31 @@ SECONDS = 5.0  # a right ring on a few tokens needs some milliseconds
 CELL = "<your cell>"  # the file name of the cell's code on the ranks
 SHAPE = (2, 2, 4)  # B, H, D
 LONG = 1000  # then scores are some thousands, and their exp is inf or 0
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """Where a rank was when the time was up."""
-
-    line: str  # of the cell
-    operation: str  # that it waited for: "send", "recv" or a collective; "": none, it was computing
-    peer: int | None  # as in Message
-    unwaited: int  # how many of its sends have been posted, and nobody has waited for them
+LONGER = (
+    "A message that is longer than the tensor that receives it ends the rank. That tensor needs the dtype of q, and "
+    "the length of the block that comes: a rank sends to rank + 1, so the hop after round t brings "
+    "lengths[(rank - t - 1) % P] tokens"
+)
+_pool = Ranks(size=6)
 
 
 class RingFailed(Exception):
-    """A rank failed or was still waiting after the time limit; the message says which, and in which line."""
+    """A rank failed, or `waits` after the time limit; the message says which, and in which line."""
 
-    def __init__(self, reason: str, waiting: dict[int, Waiting] | None = None, ended: Sequence[int] = ()) -> None:
+    def __init__(self, reason: str, waits: bool = False) -> None:
         super().__init__(reason)
-        self.waiting, self.ended = waiting or {}, ended  # by rank; ranks that had returned
+        self.waits = waits
 
 
 @dataclass(frozen=True)
 class Ran:
     """What one rank returned and did."""
 
-    out: Any
-    messages: Counter[Message]  # and how many of each
-    held: int  # bytes of all tensors, arrays and lists beside its inputs, when a message began, at most
+    out: Any = None
+    messages: list[Message] = field(default_factory=list)
+    held: int = 0  # bytes of all tensors, arrays and lists beside its inputs, when a message began, at most
+    error: str = ""  # that ended it, and its line
+    waits: str = ""  # the line where it was when the time was up
 
 
 class LiveTensors(TorchFunctionMode):
@@ -107,59 +99,25 @@ class LiveTensors(TorchFunctionMode):
         self.most = max(self.most, sum(size for _, size in self._alive.values()) + more)
 
 
-class _Watch:
-    """Notes the messages of this process, what it holds when a message begins, and for which message it waits.
-
-    Whatever function of torch.distributed is called, a method of ProcessGroup moves the tensors, and its Work waits.
-    """
+class _Watch(Watch):
+    """Watch that also notes what is held when a message begins, and refuses one to a rank that is not there."""
 
     def __init__(self, memory: LiveTensors) -> None:
-        self.memory, self.messages = memory, Counter[Message]()
-        self.now: Message | None = None  # what this rank waits for
-        self._works: dict[int, Message] = {}  # by the id of a Work
-        self._sends_waited = 0
-        for name, method in inspect.getmembers(dist.ProcessGroup, callable):
-            if not name.startswith("__"):
-                setattr(dist.ProcessGroup, name, self._noted(name.strip("_"), method))
-        dist.Work.wait = self._waited(dist.Work.wait)
+        super().__init__()
+        self.memory = memory
+        tracemalloc.start()  # never stopped: while gloo's threads work, Python 3.11 crashes in stop()
+        self._before = tracemalloc.get_traced_memory()[0]
 
-    @property
-    def unwaited(self) -> int:
-        return sum(count for it, count in self.messages.items() if it.kind == "send") - self._sends_waited
-
-    def _noted(self, operation: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
-            peer = args[1] if operation in ("send", "recv") else None
-            if peer is not None and not 0 <= peer < group.size():  # gloo crashes or waits
-                last = group.size() - 1
-                raise ValueError(f"there is no rank {peer}; rank {last} has rank 0 as its next: (rank + 1) % P")
-            tensors = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
-            self.now = message = Message(operation, peer, sum(x.nbytes for x in tensors))
-            if tensors:
-                self.messages[message] += 1
-                self.look()
-            work = method(group, *args, **options)
-            self.now = None
-            self._works[id(work)] = message
-            return work
-
-        return call
-
-    def _waited(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(wait)
-        def call(work: dist.Work, *args: Any, **options: Any) -> Any:
-            self.now = self._works.pop(id(work), None)
-            if self.now and self.now.kind == "send":
-                self._sends_waited += 1
-            done = wait(work, *args, **options)
-            self.now = None
-            return done
-
-        return call
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            last = dist.get_world_size() - 1
+            if function.overloadpacket.__name__ in ("send", "recv_") and not 0 <= args[2] <= last:  # gloo would wait
+                raise ValueError(f"there is no rank {args[2]}; rank {last} has rank 0 as its next: (rank + 1) % P")
+            self.look()
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
     def look(self) -> None:
-        self.memory.look(tracemalloc.get_traced_memory()[0])  # arrays of numpy, and lists
+        self.memory.look(tracemalloc.get_traced_memory()[0] - self._before)  # arrays of numpy, and lists
 
 
 def whole_input(
@@ -202,103 +160,72 @@ def watch_ring(
     Rank i has lengths[i] tokens of `whole_input`. Raises RingFailed when a rank fails, or waits longer than `seconds`
     (None: SECONDS).
     """
+    where, seconds = f"P = {len(lengths)}, chunks of {lengths} tokens", SECONDS if seconds is None else seconds
     try:
-        cell = cell_of(ring)
+        ranks = _pool(len(lengths), _run, cell_of(ring), lengths, seconds, seed, shape, long)
     except ValueError as error:
         raise RingFailed(str(error)) from None
-    seconds = SECONDS if seconds is None else seconds
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            arguments = cell, lengths, seconds, Path(folder), seed, shape, long
-            return launch(_run, len(lengths), *arguments, device="cpu")
-        except (ValueError, RuntimeError) as error:
-            reason = str(error)
-            files = sorted(Path(folder).iterdir())  # one for each rank that waits, or has ended
-            ended = [int(path.stem) for path in files if path.suffix]
-            waiting = {int(path.name): Waiting(**json.loads(path.read_text())) for path in files if not path.suffix}
-            if waiting and not reason.startswith("rank "):  # no rank has failed before
-                reason = f"still waiting after {seconds:g} s"
-                for line in sorted({it.line for it in waiting.values()}):
-                    ranks = ", ".join(str(rank) for rank, it in waiting.items() if it.line == line)
-                    reason += f"; rank {ranks} in: {line}"
-            raise RingFailed(f"P = {len(lengths)}, chunks of {lengths} tokens: {reason}", waiting, ended) from error
-
-
-_on_a_rank = False  # whether a cell is being run again
+    except LostRank as lost:
+        raise RingFailed(f"{where}: {lost.reason}. {LONGER}") from None
+    except BaseException:  # Ctrl-C, or the stop button: what the ranks answer must not be taken for a later answer
+        _pool.stop()
+        raise
+    failed = next((rank for rank, ran in enumerate(ranks) if ran.error), None)
+    waiting: dict[str, list[str]] = {}
+    for rank, ran in enumerate(ranks):
+        if ran.waits:
+            waiting.setdefault(ran.waits, []).append(str(rank))
+    if failed is None and not waiting:
+        return ranks
+    _pool.stop()  # a rank that waits would wait in the next call, too
+    if failed is not None:
+        raise RingFailed(f"{where}: rank {failed} ends in {ranks[failed].error}")
+    lines = "; ".join(f"rank {', '.join(of)} in: {line}" for line, of in sorted(waiting.items()))
+    raise RingFailed(f"{where}: still waiting after {seconds:g} s; {lines}", waits=True)
 
 
 @dataclass(frozen=True)
 class Cell:
     """Where a function was made."""
 
-    source: str  # of the cell, up to the call of the check if that is in the cell too
+    source: str  # of the cell
     name: str  # of the function there
     line: int  # where its own code begins
 
     def function(self, names: dict[str, Any]) -> Callable[..., Any]:
         """Run the cell again in the namespace `names`. Raises ValueError when the name has another function there."""
-        run_cell(self.source, self.name, names)
+        run_cell(self.source, names)
         if inspect.unwrap(names[self.name]).__code__.co_firstlineno != self.line:
             raise ValueError(f"the cell has more than one {self.name}: give each function its own name")
         return names[self.name]
 
 
 def cell_of(function: Any) -> Cell:
-    """The cell in which a function was made, by def or lambda, as it was when the check was called.
-
-    Raises ValueError when it has no source or no name there, and on a rank: the call of the check may be in the cell.
-    """
-    if _on_a_rank:
-        raise ValueError("a rank starts no ranks")
+    """The cell in which a function was made by def. Raises ValueError when it has no source or no name there."""
     function = inspect.unwrap(function)
-    source = run_so_far(function.__code__.co_filename) if inspect.isfunction(function) else ""
-    names = [name for name, it in getattr(function, "__globals__", {}).items() if it is function and name != "_"]
-    names += [function.__name__] if source and function.__qualname__ == function.__name__ else []
-    names = [name for name in names if source and name in bound(ast.parse(source))]
-    if not names:
+    source = "".join(linecache.getlines(function.__code__.co_filename)) if inspect.isfunction(function) else ""
+    if not source or not function.__qualname__.isidentifier():
         raise ValueError(
             "the source of your function is not known: define it with def at the left margin, in a cell without %%magic"
         )
-    return Cell(source, names[0], function.__code__.co_firstlineno)
+    return Cell(source, function.__name__, function.__code__.co_firstlineno)
 
 
-def run_so_far(file: str) -> str:
-    """The source of a cell. If the call is in it, what is below the call is left out: it has not been run."""
-    source, frame = "".join(linecache.getlines(file)), sys._getframe()
-    while frame and (frame.f_code.co_filename, frame.f_code.co_name) != (file, "<module>"):
-        frame = frame.f_back
-    if not source or not frame:
-        return source
-    ends = [node.end_lineno for node in ast.parse(source).body if node.lineno <= frame.f_lineno]
-    return "".join(source.splitlines(keepends=True)[: ends[-1]])
-
-
-def bound(tree: ast.AST) -> set[str]:
-    """The names that a cell or a statement binds, at any depth."""
-    nodes = list(ast.walk(tree))
-    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    return defined | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-
-
-def run_cell(source: str, name: str, names: dict[str, Any]) -> None:
-    """Run the statements of a cell again, and bind their names in `names`: the function `name` and what it needs.
+def run_cell(source: str, names: dict[str, Any]) -> None:
+    """Run the statements of a cell again, and bind their names in `names`.
 
     A statement may need a name of another cell, as one that calls the check does. Then it is left out, if it defines
     nothing: the function may not need it. Annotations are not evaluated.
     """
-    global _on_a_rank
     names["__name__"] = "__main__"
     for node in ast.parse(source).body:
-        _on_a_rank = True
         try:
             with redirect_stdout(io.StringIO()):
                 flags = __future__.annotations.compiler_flag
                 exec(compile(ast.Module([node], []), CELL, "exec", flags=flags), names)
         except Exception:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom) or name in bound(node):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
                 raise
-        finally:
-            _on_a_rank = False
 
 
 def line_of(error: BaseException) -> int:
@@ -322,49 +249,40 @@ def _run(
     cell: Cell,
     lengths: list[int],
     seconds: float,
-    folder: Path,
     seed: int,
     shape: tuple[int, int, int],
     long: bool,
 ) -> Ran:
     """One rank. The ring runs in a thread of its own, so that this one can see that it waits."""
     q, k, v = (chunk_of(x, lengths, context.rank) for x in whole_input(sum(lengths), seed, shape, long))
-    watch = _Watch(LiveTensors((q, k, v)))
-    ring = cell.function(dict(NAMES))
-    outcome: list[Any] = []
-    dist.barrier()  # all ranks are here: the time begins
+    memory, lines = LiveTensors((q, k, v)), cell.source.splitlines()
+    watch, outcome = _Watch(memory), []
+
+    def failed(error: BaseException) -> Ran:
+        line = line_of(error)
+        where = f", in: {lines[line - 1].strip()}" if line else ""
+        longer = f". {LONGER}" if type(error) is RuntimeError else ""
+        return Ran(error=f"{type(error).__name__}: {error}{where}{longer}")
 
     def call() -> None:
         try:
-            with watch.memory:
+            with memory, watch:
                 out = ring(q, k, v, lengths)
                 watch.look()
-            outcome.append(out)
+            dist.monitored_barrier(timeout=timedelta(seconds=2 * seconds))  # its messages have ended, too
+            outcome.append(Ran(out, watch.messages, memory.most))
         except BaseException as error:  # SystemExit too
-            outcome.append(error)
+            outcome.append(failed(error))
 
+    try:
+        ring = cell.function(dict(NAMES))
+    except Exception as error:
+        return failed(error)
+    dist.barrier()  # all ranks are here: the time begins
     thread = threading.Thread(target=call, daemon=True)
-    tracemalloc.start()  # never stopped: while gloo's threads work, Python 3.11 crashes in stop()
     thread.start()
     thread.join(seconds)
-    lines = cell.source.splitlines()
     if not outcome:
-        now, line = watch.now, line_now(sys._current_frames()[thread.ident], lines) or "?"
-        if now and "send" in line and "recv" in line:  # which of the two?
-            line += f" (it waits in {now.kind})"
-        state = Waiting(line, now.kind if now else "", now.peer if now else None, watch.unwaited)
-        (folder / str(context.rank)).write_text(json.dumps(asdict(state)))
-        time.sleep(0.3)  # the first rank that raises ends the others, so let them write their line too
-        raise ValueError("waits")
-    if isinstance(outcome[0], BaseException):
-        line = line_of(outcome[0])
-        kind = type(outcome[0]).__name__
-        raise ValueError(f"rank {context.rank} ends in {kind}: {outcome[0]}, in: {lines[line - 1].strip()}")
-    (folder / f"{context.rank}.ended").touch()
-    try:  # a rank that ends closes its connections, and its neighbours may still need them
-        dist.monitored_barrier(timeout=timedelta(seconds=seconds + 1))  # ranks that wait tell it before
-    except RuntimeError as error:
-        raise ValueError(
-            "the ranks have ended, and their messages have not: wait() for each isend and irecv"
-        ) from error
-    return Ran(outcome[0], watch.messages, watch.memory.most)
+        frame = sys._current_frames().get(thread.ident)
+        return Ran(waits=line_now(frame, lines) or "its end: its messages are still under way")
+    return outcome[0]

@@ -2,14 +2,14 @@
 
     step(3, "my_ring.py")     ->     "step 3 · gradients: right: HEALTHY: ..." or what the doctor found
 
-Step 1 is one block in one process, so it is compared here. Steps 2 to 6 are examined by the doctor on 3 and 4
+Step 1 is one block in one process: an exercise like the others. Steps 2 to 6 are examined by the doctor on 3 and 4
 processes. The doctor judges numbers; what travels is judged here, from what three ranks are seen to send.
 """
 
 import importlib
 import inspect
+import math
 import sys
-from collections import Counter
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from notebooks.source.checks import answers
-from notebooks.source.checks.answers import TimeUp, difference, time_limit
+from notebooks.source.checks.answers import Exercise
+from notebooks.source.checks.the_ring import elsewhere
 from ring_doctor import examine
 from ring_doctor.asking.answers import REFUSED, RIGHT
 from ring_doctor.asking.calls import ask_on_rank
@@ -44,6 +44,37 @@ CLAIMS: dict[int, dict[str, Any]] = {  # of step 2 and later: what the doctor as
 TAKES = {4: ("causal",), 5: ("causal", "layout"), 6: ("causal", "layout")}  # arguments that `attention` must have
 
 
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+    scores = scale * (q @ k.mT) * q.shape[-1] ** -0.5
+    return {"out": torch.softmax(scores, -1) @ v, "lse": torch.logsumexp(scores, -1)}
+
+
+def _lse(of: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., dict[str, Tensor]]:
+    """A wrong lse, made of the right one and the largest scores."""
+    return lambda q, k, v: {"lse": of(_attention(q, k, v)["lse"], (q @ k.mT).amax(-1) * q.shape[-1] ** -0.5)}
+
+
+def _block(size: float) -> tuple[Tensor, Tensor, Tensor]:
+    """5 queries and 10 keys; the scores are about so large."""
+    q, k, v = torch.randn(3, 2, 3, 5, 4, dtype=torch.float64)
+    return size * q, torch.cat((k, k.flip(2)), dim=2), torch.cat((v, -v), dim=2)
+
+
+ONE_BLOCK = Exercise(  # step 1, in this process: q, k, v -> (out, lse) of one block
+    right=lambda q, k, v: _attention(q, k, v),
+    wrong={
+        "the scores are not divided by the root of D": lambda q, k, v: _attention(q, k, v, q.shape[-1] ** 0.5),
+        "this is l, the sum of e^score": _lse(lambda lse, m: lse.exp()),
+        "this is the largest score": _lse(lambda lse, m: m),
+        "this is in base 2: the natural logarithm is asked for": _lse(lambda lse, m: lse / math.log(2)),
+        "l is counted from the largest score m: lse = m + log l": _lse(lambda lse, m: lse - m),
+        "one dimension too many: expected (B, H, Sq)": _lse(lambda lse, m: lse[..., None]),
+    },
+    cases={
+        "out is softmax(scores) v, and lse is log of the sum of e^score": [_block(1.0)],
+        "scores of some thousands give another result: subtract the largest of the row before exp": [_block(1000.0)],
+    },
+)
 AGREED = 64  # bytes: a collective so small agrees on sizes, and carries no block
 SOLUTION = FOLDER.parents[1] / "trainable_ring.py"
 FIRST_TRIES = {  # step: what is right in SOLUTION, and what somebody wrote first. Steps 1 and 2: files of their own
@@ -105,7 +136,9 @@ def _said(number: int, path: Path) -> str:
     missing = [] if anything else [name for name in TAKES.get(number, ()) if name not in parameters]
     if missing:
         return f"{title}not yet: attention has no argument {' and no '.join(missing)}"
-    problem = _one_block(attention) if number == 1 else _examined(number, path)
+    if number == 1:
+        return title + ONE_BLOCK(attention)
+    problem = _examined(number, path)
     return f"{title}not yet: {problem}" if problem else f"{title}right"
 
 
@@ -115,44 +148,6 @@ def _forget(path: Path) -> None:
         if (getattr(module, "__file__", None) or "") == str(path.resolve()):
             del sys.modules[name]
     importlib.invalidate_caches()
-
-
-def _one_block(attention: Callable[..., Any]) -> str:
-    """Step 1: out and lse of one block, in this process."""
-    q, k, v = torch.randn(3, 2, 3, 5, 4, dtype=torch.float64)
-    k, v = torch.cat((k, k.flip(2)), dim=2), torch.cat((v, -v), dim=2)  # 5 queries, 10 keys
-    inputs = [x.clone() for x in (q, k, v)]
-    try:
-        with time_limit():
-            given, of_large = attention(*inputs), attention(1000 * q, k, v)
-    except TimeUp:
-        return f"it was still running after {answers.SECONDS:g} s; expected some milliseconds"
-    except (Exception, SystemExit) as error:
-        return f"it ends in {type(error).__name__}: {error}"
-    if any(not torch.equal(x, y) for x, y in zip(inputs, (q, k, v), strict=True)):
-        return "it changes its inputs, as q *= ... does: the caller still needs them"
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        return f"expected a pair (out, lse), got {type(given).__name__}"
-    scores = q @ k.mT / 2
-    lse, out = torch.logsumexp(scores, -1), torch.softmax(scores, -1) @ v
-    if problem := difference(given[0], out):
-        plain = torch.softmax(2 * scores, -1) @ v
-        unscaled = difference(given[0], plain) is None
-        return f"out: {'the scores are not divided by the root of D' if unscaled else problem}"
-    known: dict[str, Tensor] = {
-        "this is l, the sum of e^score": lse.exp(),
-        "this is the largest score": scores.amax(-1),
-        "this is in base 2: the natural logarithm is asked for": lse / torch.log(torch.tensor(2.0)),
-        "l is counted from the largest score m: lse = m + log l": lse - scores.amax(-1),
-        "one dimension too many: expected (B, H, Sq)": lse[..., None],
-    }
-    if problem := difference(given[1], lse):
-        return "lse: " + next((words for words, x in known.items() if difference(given[1], x) is None), problem)
-    large = {"out": torch.softmax(1000 * scores, -1) @ v, "lse": torch.logsumexp(1000 * scores, -1)}
-    for (name, right), x in zip(large.items(), of_large, strict=True):
-        if difference(x, right):
-            return f"{name}: scores of some thousands give another result: subtract the largest of the row before exp"
-    return ""
 
 
 def _examined(number: int, path: Path) -> str:
@@ -177,33 +172,6 @@ def _sent(context: RankContext, patient: Patient, question: Question) -> list[Me
     return watch.messages
 
 
-def _words(of_ranks: list[list[Message]]) -> str:
-    """What the ranks of a job send, in a sentence: "each rank r sends 4 messages of 384 bytes to rank r + 1"."""
-
-    def told(rank: int) -> str:
-        said = []
-        for message, count in Counter(of_ranks[rank]).items():
-            size = f"of {message.bytes:,} bytes"
-            if message.peer is None:
-                said.append(f"{count} x {message.kind} {size}")
-            else:
-                number = "1 message" if count == 1 else f"{count} messages"
-                said.append(f"{number} {size} to rank r + {(message.peer - rank) % len(of_ranks)}")
-        return "; ".join(said) or "nothing"
-
-    sent = [told(rank) for rank in range(len(of_ranks))]
-    if len(set(sent)) == 1:
-        return f"each rank r sends {sent[0]}"
-    return "; ".join(f"rank {rank} sends {what}" for rank, what in enumerate(sent))
-
-
-def _to_neighbours(of_ranks: list[list[Message]]) -> bool:
-    """Whether each message goes to the next rank or to the previous one, and there is no collective."""
-    P = len(of_ranks)
-    peers = [(rank, message.peer) for rank, messages in enumerate(of_ranks) for message in messages]
-    return all(peer is not None and (peer - rank) % P in (1, P - 1) for rank, peer in peers)
-
-
 def _no_ring(number: int, patient: Patient) -> str:
     """What is wrong with the messages of a ring whose numbers are right; "": nothing."""
     *_, question = takewhile(lambda it: it.what() == "C = 6", questions(patient, 3, torch.float64, 0))
@@ -216,11 +184,9 @@ def _no_ring(number: int, patient: Patient) -> str:
         [it for it in messages if it.kind != "recv" and (it.peer is not None or it.bytes > AGREED)]
         for messages in of_ranks
     ]
-    if not all(sent) or not _to_neighbours(sent):
-        return (
-            "the numbers are right, but this is no ring of sends to a neighbour: with "
-            f"{case.world_size} ranks, {_words(sent)}"
-        )
+    for rank, messages in enumerate(sent):
+        if problem := elsewhere(messages, rank, case.world_size):
+            return f"the numbers of rank {rank} are right. {problem}"
     hops = case.world_size - 1  # of K and V
     if number > 2:
         hops += 2 * case.world_size - 1  # and in the backward pass: of K and V again, and of dK and dV, which go home

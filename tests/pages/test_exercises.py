@@ -4,10 +4,9 @@ import ast
 import linecache
 import re
 import sys
-from collections import Counter
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from itertools import count
 
 import nbformat
 import numpy as np
@@ -17,7 +16,8 @@ import torch
 from notebooks.source import build, trial
 from notebooks.source.checks import answers, the_ring
 from notebooks.source.checks.answers import OPEN, Exercise, NotYet
-from notebooks.source.trial import Ran, RingFailed, Waiting, cell_of, run_cell, whole_input
+from notebooks.source.trial import Ran, cell_of, whole_input
+from notebooks.your_ring.checks import ONE_BLOCK
 from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
@@ -58,8 +58,11 @@ def cases(answers, names=CHECKS):
     return found
 
 
-ROWS = [
-    (name, hint) for name in EXERCISES if isinstance(check_named(name), Exercise) for hint in check_named(name).wrong
+ROWS = [(check, row) for check in EXERCISES if isinstance(row := check_named(check), Exercise)]
+HINTS = [
+    pytest.param(row, hint, id=f"{name}-{hint}")
+    for name, row in [*ROWS, ("one block", ONE_BLOCK)]
+    for hint in row.wrong
 ]
 
 # The solutions -----------------------------------------------------------------------------------------------------
@@ -107,7 +110,7 @@ def test_the_exercises_are_open(source):
 
 def test_every_check_has_an_exercise_and_wrong_answers():
     defined = {check for name in NAMES for check in vars(checks_of(name)) if check.startswith("check_")}
-    assert CHECKS.keys() == defined == WRONG_ANSWERS.keys() | {check for check, *_ in ROWS}
+    assert CHECKS.keys() == defined == WRONG_ANSWERS.keys() | dict(ROWS).keys()
 
 
 # Right answers ----------------------------------------------------------------------------------------------------
@@ -161,9 +164,8 @@ def as_answer(right, wrong):
     return tuple((right | wrong).values()) if isinstance(right, dict) else wrong
 
 
-@pytest.mark.parametrize(("check", "hint"), ROWS)
-def test_a_common_mistake_gets_its_own_hint(check, hint):
-    row = check_named(check)
+@pytest.mark.parametrize(("row", "hint"), HINTS)
+def test_a_common_mistake_gets_its_own_hint(row, hint):
     said = row(as_answer(row.right, row.wrong[hint]))
     assert re.fullmatch(rf"not yet: (\w+: )?{re.escape(hint)}", said)
 
@@ -270,19 +272,10 @@ def test_a_row_tells_right_from_wrong_in_every_form(row, answer, words, monkeypa
     assert words != "right" or said == words
 
 
-# What travels to the ranks of chapter 4, and what is said of ranks that wait -----------------------------------------
-
-MISTAKES = (
-    "averages_added",
-    "no_rescale",
-    "scale_missing",
-    "never_called",
-    "last_block_skipped",
-    "keys_without_values",
-)
+# What travels to the ranks of chapter 4, and what is said of a ring ---------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", ["averages_added", "last_block_skipped"])
 def test_a_mistake_in_a_ring_is_told_by_the_doctor(name):
     case = Case(4, 16)
     out = compute(case, CATALOGUE[name].variants[0](RIGHT), gradients=False)["out"]
@@ -297,150 +290,41 @@ def test_a_ring_without_a_max_is_told_where_scores_are_large():
     assert CATALOGUE["unstabilised"].what in the_ring.mistake(out[:, :, 4:8], 1, [4] * 4, whole)
 
 
-NUMBER = count()
-
-
-def notebook(cell, **known):
+def notebook(cell):
     """The names of a notebook in which this cell has been run."""
-    file = f"<cell {next(NUMBER)}>"
+    file, known = f"<cell {hash(cell)}>", {}
     linecache.cache[file] = len(cell), None, cell.splitlines(keepends=True), file
     exec(compile(cell, file, "exec"), known)
     return known
 
 
-USES = "def f():\n    return ROOT"
-CELLS = {  # f() is 2
-    "a constant that calls": "import math\nROOT = math.sqrt(4)",
-    "a table": "TABLE = {}\nfor i in range(3):\n    TABLE[i] = i\nROOT = TABLE[2]",
-    "a fallback": "try:\n    import no_such_module\nexcept ImportError:\n    ROOT = 2",
-    "a class": "class ROOT:\n    pass\nROOT.__eq__ = lambda self, other: True\nROOT = 2",
-}
+CELLS = [  # f() is 2, also without what needs another cell
+    "import math\nROOT = math.sqrt(4)",
+    "TABLE = {}\nfor i in range(3):\n    TABLE[i] = i\nROOT = TABLE[2]",
+    "try:\n    import no_such_module\nexcept ImportError:\n    ROOT = 2",
+    "class ROOT:\n    pass\nROOT = 2",
+]
 
 
-@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+@pytest.mark.parametrize("cell", CELLS)
 def test_a_function_takes_its_cell_along(cell):
     """A statement that needs another cell is left out, as the call of the check is."""
-    cell, names = cell_of(notebook(f"{cell}\n{USES}")["f"]), {}
-    name = cell.name
-    run_cell(f"{cell.source}\nprint(check_it(f))\nother = of_another_cell + 1", name, names)
-    assert names[name]() == 2
+    f = cell_of(notebook(f"{cell}\ndef f():\n    return ROOT")["f"])
+    assert replace(f, source=f"{f.source}\nprint(check_it(f))\nother = of_another_cell + 1").function({})() == 2
 
 
-def test_a_rank_does_not_try_the_function_again():
-    """The call of the check may stand in the same cell."""
-    cell = "from notebooks.source.checks.the_ring import check_ring\n"
-    cell += "def f(q, k, v, n):\n    return ...\nsaid = check_ring(f)"
-    names = {}
-    run_cell(cell, "f", names)
-    assert "a rank starts no ranks" in names["said"]
-
-
-@pytest.mark.parametrize("cell", ["@of_another_cell\ndef f():\n    pass", "f = of_another_cell(2)"])
-def test_what_the_function_cannot_do_without_is_told(cell):
-    with pytest.raises(NameError, match="of_another_cell"):
-        run_cell(cell, "f", {})
-
-
-FUNCTIONS = """
-def plain():
-    return 2
-
-def make():
-    def inner():
-        return 2
-
-    return inner
-
-short = lambda: 2
-made = make()
-"""
-
-
-@pytest.mark.parametrize("name", ["plain", "short", "made"])
-def test_a_function_may_have_any_form_that_has_a_name(name):
-    assert cell_of(notebook(FUNCTIONS)[name]).function({})() == 2
-
-
-TWICE = """
-def helper():
-    return 1
-
-def f():
-    return helper()
-
-first = see(f)
-
-def helper():
-    return 2
-
-def f():
-    return 10 * helper()
-
-second = see(f)
-"""
-
-
-def test_the_function_that_was_given_is_judged():
-    """With two definitions in one cell, the last was judged twice. What is below the call has not been run yet."""
-    names = notebook(TWICE, see=cell_of)
-    assert names["first"].function({"see": id})() == 1
-    assert names["second"].function({"see": id})() == 20
-
-
-def test_a_function_whose_name_has_another_is_refused():
-    cell = "kept = []\ndef f():\n    return 1\nkept.append(f)\ndef f():\n    return 2"
-    with pytest.raises(ValueError, match="more than one f: give each function its own name"):
-        cell_of(notebook(cell)["kept"][0]).function({})
-
-
-@pytest.mark.parametrize("form", [lambda: eval("lambda: 2"), notebook(FUNCTIONS)["make"], lambda: print])
-def test_a_function_without_a_name_is_told(form):
-    with pytest.raises(ValueError, match="define it with def at the left margin"):
-        cell_of(form())
-
-
-SENDS, RECEIVES, COMPUTES = "send", "recv", ""
-WAITING = {  # rank: (what it waits for, the other rank, its sends that nobody waits for); ranks that have ended; words
-    "all send": ({0: (SENDS, 1, 0), 1: (SENDS, 0, 0)}, (), "a send returns when its message is received"),
-    "all receive": ({0: (RECEIVES, 1, 0), 1: (RECEIVES, 0, 0)}, (), "waits for a message, and none sends"),
-    "isend without wait": ({0: (RECEIVES, 1, 1), 1: (RECEIVES, 0, 1)}, (), "Rank 0, 1 sent with isend and has not"),
-    "of any rank": ({0: ("recv_anysource", None, 0)}, (), "waits for a message, and none sends"),
-    "a loop": ({0: (COMPUTES, None, 0), 1: (RECEIVES, 0, 0)}, (), "Rank 0 did not wait for a message, but computed"),
-    "one has ended": ({0: (RECEIVES, 1, 0)}, (1,), "do not meet: rank 0 receives from 1, rank 1 has ended. Every"),
-    "other peers": ({0: (SENDS, 2, 0), 1: (RECEIVES, 0, 0)}, (), "rank 0 sends to 2, rank 1 receives from 0."),
-    "on its way": (
-        {0: (SENDS, 1, 0), 1: (RECEIVES, 0, 0), 2: (RECEIVES, 1, 0)},
-        (),
-        "Ranks 0 and 1 wait for a message between them",
-    ),
-    "a barrier": ({0: ("barrier", None, 0), 1: (SENDS, 0, 0)}, (), "rank 0 is in barrier, rank 1 sends to 0."),
-}
-
-
-@pytest.mark.parametrize(("waiting", "ended", "words"), WAITING.values(), ids=WAITING)
-def test_a_hint_is_about_calls_and_not_about_names(waiting, ended, words):
-    """Each rank stands in the same line, whose name says both."""
-    state = {rank: Waiting("resend_and_recv()", *each) for rank, each in waiting.items()}
-    said = the_ring.failure_hint(RingFailed("P = 2: still waiting after 5 s", state, ended))
-    assert words in said
-    assert ("This is a deadlock" in said) == (words.startswith(("a send returns", "waits for a message")))
-
-
-FAILED = {
-    "P = 4, chunks: rank 0 ends in ValueError: Tensors must be contiguous": "send k.contiguous()",
-    "P = 4, chunks: rank 0 ends in ValueError: this view is not contiguous": None,
-    "P = 4, chunks: rank 0 ends in NameError: name 'x' is not defined": "without the notebook",
-    "P = 4, chunks: rank 0 ends in UnboundLocalError: cannot access local variable 'x'": None,
-    "P = 4, chunks: rank 0 ends in ValueError: rank of the current process": "A rank has no message with itself",
-    "P = 1, chunks: rank 0 ends in ValueError: rank of the current process": "One rank needs no message",
-    "P = 4, chunks: rank 0 ends in RuntimeError: not connected": None,
-}
-
-
-@pytest.mark.parametrize(("failure", "words"), FAILED.items())
-def test_a_hint_fits_the_failure(failure, words):
-    said = the_ring.failure_hint(RingFailed(failure))
-    assert said is None if words is None else words in said
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        ("def f():\n    pass\ng = f\ndef f():\n    pass", "more than one f: give each function its own name"),
+        ("g = eval('lambda: 2')", "define it with def at the left margin"),
+        ("def make():\n    def g():\n        pass\n    return g\ng = make()", "define it with def at the left margin"),
+        ("g = print", "define it with def at the left margin"),
+    ],
+)
+def test_a_function_that_cannot_travel_is_told(cell, words):
+    with pytest.raises(ValueError, match=words):
+        cell_of(notebook(cell)["g"]).function({})
 
 
 def test_long_queries_have_scores_whose_exp_is_inf_or_0():
@@ -470,8 +354,8 @@ def test_one_rank_of_a_ring_may_have_wrong_messages(monkeypatch, wrong):
         whole, ran = whole_input(sum(lengths), seed, shape, long), []
         for rank, out in enumerate(naive_attention(*whole).split(lengths, dim=2)):
             came = 2 * whole[0][:, :, 0].nbytes * (sum(lengths) - lengths[rank])
-            gathers = {Message("allgather", None, 8): len(lengths) == 4 and rank == wrong}
-            ran.append(Ran(out, +Counter({Message("recv", None, came): 1, **gathers}), held=0))
+            gathers = [Message("allgather", None, 8)] * (len(lengths) == 4 and rank == wrong)
+            ran.append(Ran(out, [Message("recv", None, came), *gathers]))
         return ran
 
     monkeypatch.setattr(the_ring, "watch_ring", watched)

@@ -14,9 +14,6 @@ from tests.concepts import marked
 
 CHAPTERS = build.chapters()
 IDS = [source.stem for source in CHAPTERS]
-ROAD = [source for source in CHAPTERS if source.stem < "08_~"]  # not 08a and 08b
-TRACKS = ("plan", "train", "use", "check", "other ways")
-LONGEST_SOURCE = 12  # lines of the library that a cell prints at once
 by_chapter = pytest.mark.parametrize("source", CHAPTERS, ids=IDS)
 ALL = CHAPTERS + build.others()
 ALL_IDS = [source.stem for source in ALL]
@@ -108,91 +105,7 @@ def test_its_pictures_are_described(source):
     assert not re.search(r"!\[\]", source.read_text()), "a picture in a text cell needs a description too"
 
 
-def chapters_of(track) -> list[str]:
-    """The numbers of a track's chapters, in the map."""
-    (row,) = re.findall(rf"^\| \*{track}\*.* \| ([\dab, ]+) \| \d+ \|$", (build.FOLDER / "README.md").read_text(), re.M)
-    return row.split(", ")
-
-
-@by_chapter
-def test_its_head_names_its_door(source):
-    """Where on the road it is, or its tracks, as the map has them, and the chapters before it."""
-    head = next(cell.source for cell in committed(source).cells if cell.cell_type == "markdown")
-    if source in ROAD:
-        assert f"\nThe road, {int(source.stem[:2])} of {len(ROAD)}. " in head
-        return
-    found = re.search(r"^Tracks? (\*.*\*)\. Before it: chapters? (\d+(?:(?:, | to | and )\d+)*)\. ", head, re.M)
-    number = source.stem.split("_")[0].lstrip("0")
-    assert re.findall(r"\*([a-z ]+)\*", found[1]) == [track for track in TRACKS if number in chapters_of(track)]
-    assert all(f"{int(each):02}_" < source.stem for each in re.findall(r"\d+", found[2]))
-
-
-def needed(source) -> set[int]:
-    """The chapters before it, by its head, and those before them."""
-    text = source.read_text()
-    first = re.search(r"Before it: chapters? ([^.]*)\.", text)[1].replace("1 to 8", "8").replace("1 to 9", "8, 9")
-    numbers = {int(each) for each in re.findall(r"\d+", first)}
-    return numbers.union(*(needed(each) for each in CHAPTERS if int(each.stem[:2]) in numbers - {8}))
-
-
-@pytest.mark.parametrize("track", TRACKS)
-def test_a_track_has_what_its_chapters_need(track):
-    known = {8}
-    for number in chapters_of(track):
-        (source,) = [each for each in CHAPTERS if each.stem.lstrip("0").startswith(f"{number}_")]
-        assert needed(source) <= known, source.stem
-        known.add(int(source.stem[:2]))
-
-
-@pytest.mark.parametrize("source", [each for each in CHAPTERS if each not in ROAD], ids=lambda source: source.stem)
-def test_it_uses_only_the_chapters_that_it_needs(source):
-    used = {int(each) for each in re.findall(r"\bchapter (\d+)\b(?!\])", source.read_text())}
-    assert {each for each in used if each < int(source.stem[:2])} <= needed(source) | {*range(1, 9)}
-
-
 def stated(source):
     """The minutes that a chapter states: to read, and for its exercises."""
     found = re.search(r"(\d+) minutes to read, (\d+) for the exercises", source.read_text())
     return int(found[1]), int(found[2])
-
-
-@by_chapter
-def test_its_minutes_are_few(source):
-    read, more = stated(source)
-    assert (read + more if source in ROAD else read) <= 30
-
-
-def test_the_road_takes_four_and_a_half_hours_at_most():
-    """Half an hour of them is for the ring that a reader writes in chapter 4."""
-    assert sum(sum(stated(source)) for source in ROAD) + 30 <= 4.5 * 60
-
-
-def printed(cell) -> str:
-    """What a cell printed or returned as text."""
-    outputs = [output for output in cell.get("outputs", ()) if "image/png" not in output.get("data", {})]
-    return "".join(output.get("text") or output["data"]["text/plain"] for output in outputs)
-
-
-def long_sources(cells) -> list[str]:
-    """The cells that print more of the library than a reader takes in at once, or print it without a word above."""
-    wrong = []
-    for before, cell in zip([None, *cells], cells, strict=False):
-        if cell.cell_type == "code" and re.search(r"\b(print_source|getsource)\(", cell.source):
-            lines = [line for line in printed(cell).splitlines() if line.strip()]
-            if len(lines) > LONGEST_SOURCE or before is None or before.cell_type != "markdown":
-                wrong.append(f"{cell.source}: {len(lines)} lines")
-    return wrong
-
-
-@by_chapter
-def test_it_prints_no_long_source(source):
-    if source.stem == "08_the_trainable_ring":
-        return  # it is about the lines of one file, and prints all of them
-    assert long_sources(committed(source).cells) == []
-
-
-@by_chapter
-def test_it_says_once_which_file_to_open(source):
-    text = source.read_text()
-    assert text.count("Open [`") == 1
-    assert not re.findall(r"^# .*\bRead \[`", text, re.M)

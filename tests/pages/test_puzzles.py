@@ -1,7 +1,5 @@
 """The puzzles: right schedules get their stars, wrong ones are told why, and nothing hangs."""
 
-from math import inf
-
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
@@ -19,13 +17,11 @@ RIGHT = [  # puzzle, schedule, stars
     (1, right.hop, 3),
     (1, tried.hop_of_arrays, 3),
     (2, right.gather, 3),
-    (2, tried.gather_arrays, 3),
     (3, right.reduce_scatter, 3),
     (4, right.ring_in_pieces, 3),
     (4, right.ring, 2),
     (4, right.ring_in_one_message, 2),
     (4, tried.ring_by_hand, 1),
-    (4, tried.keys_of_all, 1),
     (5, right.grouped, 3),
     (5, tried.all_to_rank_0, 1),
     (6, right.home, 3),
@@ -41,7 +37,6 @@ WRONG = [  # puzzle, schedule, words of its sentence
     (1, tried.odd_ranks_only_wait, "rank 2 waits for rank 1, which has returned and never sends"),
     (1, tried.all_but_rank_0_send_first, "a deadlock: rank 1 waits for 2, 2 waits for 1, in a circle"),
     (1, tried.of_another_cell, "It knows the functions, imports and constants of its own cell, and torch, math"),
-    (1, tried.before_it_is_bound, "with a value, in: return got\nrank 0 printed: here"),
     (1, tried.rank_after_tensor, "a tensor (8,) is no rank: the rank comes first, comm.send(to, x)"),
     (1, tried.no_last_rank, "there is no rank 3: with P = 3"),
     (1, tried.a_hop_to_the_left, "rank 0 returns a wrong result: these are numbers of rank 1"),
@@ -51,8 +46,6 @@ WRONG = [  # puzzle, schedule, words of its sentence
     (1, tried.loop, "a loop without end?, in: "),
     (1, tried.sends_for_ever, "more than 600 messages"),
     (2, tried.a_hop_short, "rank 0 returns a list whose number 1 is wrong: these are numbers of rank 0"),
-    (2, tried.by_a_collective, "only messages of comm are counted: allgather_ is closed"),
-    (2, tried.with_an_imaginary_part, "expected real numbers"),
     (2, tried.two_at_once, "one wire out and one wire in"),
     (2, tried.in_float32, "float32 on the way?"),
     (3, tried.all_parts, "expected shape (8,), got (3, 8)"),
@@ -62,12 +55,10 @@ WRONG = [  # puzzle, schedule, words of its sentence
     (6, tried.never_home, "rank 0 returns a list whose number 1 is wrong: that is what rank 1 must return"),
     (7, tried.all_on_rank_0, "rank 0 takes 24 tokens; each of 3 ranks must take 8"),
     (7, tried.the_same_everywhere, "token 0 is on ranks [0, 1, 2]"),
-    (7, tried.beyond_the_end, "rank 2 takes token 24; there are tokens 0 to 23"),
-    (8, tried.no_first_rank, "there is no rank -1"),
     (8, tried.sends_what_nobody_takes, "rank 1 waits for rank 2, which has returned and never receives"),
     (9, tried.across_the_ring, "P = 4: rank 0 ends in ValueError: there is no wire between ranks 0 and 2"),
     (9, tried.off_the_clock, "computing elsewhere is not on the clock"),
-    (10, tried.averages_added, "rank 0 returns a wrong result: the blocks' averages were added"),
+    (10, tried.averages_added, "rank 0 returns a wrong result: off by up to"),
 ]
 
 
@@ -132,26 +123,6 @@ def test_what_has_no_source_is_told(answer):
 def test_a_puzzle_that_is_not_there_is_an_error(number):
     with pytest.raises(ValueError, match=f"there is no puzzle {number}; expected a number from 1 to 10"):
         checks.solve(number, right.hop)
-
-
-GOALS = [  # by puzzle: what is enough for two stars, and the best, of each count; with 3, 4 and 5 ranks
-    [([3, 2, 3], [3, 2, 3])],
-    [([2, 3, 4], [2, 3, 4])],
-    [([2, 3, 4], [2, 3, 4])],
-    [([4, 6, 8], [4, 6, 8]), ([5.125] * 3, [3.25] * 3)],
-    [([4, 6, 8], [4, 6, 8]), ([96, 128, 160], [96, 128, 160])],
-    [([10, 14, 18], [8, 12, 16]), ([48, 64, 80], [48, 64, 80])],
-    [([125, 165, 205], [100, 132, 164]), ([inf] * 3, [0] * 3)],
-    [([4, 8, 4], [2, 6, 3])],
-    [([4, 6, 7], [4, 5.5, 7])],
-    [([2, 3, 4], [2, 3, 4]), ([34] * 3, [34] * 3), ([2, 3, 4], [2, 2, 3])],
-]
-
-
-def test_goals_and_the_best_known():
-    for puzzle, goals in zip(checks.PUZZLES, GOALS, strict=True):
-        of_counts = [([of(P) for P in (3, 4, 5)] for of in (count.enough, count.best)) for count in puzzle.counts]
-        assert [tuple(each) for each in of_counts] == goals, puzzle.title
 
 
 def record_of(schedule):

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from notebooks.source.checks import answers
 from notebooks.your_ring import checks
 from ringlab.support.messages import Watch
 from tests.commands import ROOT
@@ -45,20 +44,9 @@ NO_GROUPS = SIXTH.replace(
     "    wide = ",
     "    if q.shape[1] != k.shape[1]:\n        raise ValueError('as many heads, please')\n    wide = ",
 )
-LSE_OF_SMALL = "lse = scores.exp().sum(-1).log()\n    return scores.softmax(-1) @ v, lse"
 WRONG = [  # step, file, what is said
-    (1, "def attention(q, k, v):\n    return ...", "expected a pair (out, lse), got ellipsis"),
-    (1, "def attention(q, k, v):\n    return (q @ k.mT).softmax(-1) @ v, q", "not divided by the root of D"),
     (1, "attention: int = 1", "expected a function"),
-    (1, FIRST.replace("    scores", "    q *= 0.5\n    scores", 1), "it changes its inputs"),
-    (
-        1,
-        FIRST.replace("torch.logsumexp(scores, dim=-1)", "scores.exp().sum(-1).log()"),
-        "subtract the largest of the row",
-    ),
-    (1, "def attention(q, k, v):\n    while True:\n        pass", "it was still running after 0.05 s"),
-    (1, FIRST.replace("lse = torch.logsumexp(scores, dim=-1)", LSE_OF_SMALL), "lse: scores of some thousands"),
-    (2, GATHERED, "this is no ring of sends to a neighbour: with 3 ranks, each rank r sends 1 x allgather"),
+    (2, GATHERED, "rank 0 are right. But it called a collective, allgather"),
     (2, P_HOPS, "a rank sends too much: "),
     pytest.param(6, NO_GROUPS, "it refuses P = 3, causal, zigzag, 4 query heads on 2", marks=LONG),
     (4, SECOND, "attention has no argument causal"),
@@ -91,9 +79,7 @@ def test_each_first_try_has_one_mistake():
 
 
 @pytest.mark.parametrize(("number", "file", "words"), WRONG, ids=lambda x: "file" if "\n" in str(x) else None)
-def test_a_wrong_file_is_told_why(number, file, words, tmp_path, monkeypatch):
-    if "while True" in file:
-        monkeypatch.setattr(answers, "SECONDS", 0.05)
+def test_a_wrong_file_is_told_why(number, file, words, tmp_path):
     path = tmp_path / f"of_{tmp_path.name}.py"  # Python keeps one module of a name
     path.write_text(file)
     said = checks.step(number, path)
@@ -105,7 +91,7 @@ def test_a_file_that_was_changed_is_read_again(tmp_path):
     path = tmp_path / "once_written.py"
     assert "once_written.py is not there" in checks.step(1, path)
     path.write_text("def attention(q, k, v):\n    return q")
-    assert "expected a pair (out, lse), got Tensor" in checks.step(1, path)
+    assert "expected 2 values (out, lse), got Tensor" in checks.step(1, path)
     path.write_text(FIRST)
     assert checks.step(1, path) == "step 1 · one block: right"
     with pytest.raises(ValueError, match="there is no step 7; expected a number from 1 to 6"):

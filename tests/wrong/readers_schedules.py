@@ -5,7 +5,6 @@ import os
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ringlab.basics.online_softmax import finish, start
 
@@ -58,15 +57,6 @@ def hop_of_arrays(comm: "Comm", x):  # noqa: F821
     got = comm.recv(left)
     comm.send(right, x)
     return got.tolist()
-
-
-def gather_arrays(comm, x):
-    """All messages of a round go the same way; a generator of arrays."""
-    blocks = {comm.rank: x}
-    for t in range(1, comm.P):
-        to, source = (comm.rank - t) % comm.P, (comm.rank + t) % comm.P
-        blocks[source] = comm.exchange(to, x, source)
-    return (blocks[rank].numpy() for rank in range(comm.P))
 
 
 def zigzag_of_numpy(comm, S):
@@ -135,13 +125,6 @@ def loop(comm, x):
         math.sqrt(2)
 
 
-def before_it_is_bound(comm, x):
-    print("here")
-    if comm.rank > comm.P:
-        got = x
-    return got
-
-
 def rank_after_tensor(comm, x):
     comm.send(x, (comm.rank + 1) % comm.P)
 
@@ -187,21 +170,6 @@ def in_float32(comm, x):
     return blocks
 
 
-def with_an_imaginary_part(comm, x):
-    return (block + 3j for block in map(torch.from_numpy, gather_arrays(comm, x)))
-
-
-class Tools:
-    gather = dist.all_gather
-
-
-def by_a_collective(comm, x):
-    """It is in a class at the top of the cell, and comm moves as much as a right schedule does."""
-    blocks = [torch.empty_like(x) for _ in range(comm.P)]
-    Tools.gather(blocks, x)
-    return gather_arrays(comm, x) and blocks
-
-
 # 3: sums
 
 
@@ -219,20 +187,6 @@ def all_parts(comm, xs):
 
 def a_round_short(comm, q, k, v):
     return ring(comm, q, k, v, hops=-1)
-
-
-KEYS = torch.zeros(2, 20, 16, dtype=torch.float64)
-
-
-def keys_of_all(comm, q, k, v, K=KEYS):
-    """They are kept in an argument's default, and in a tensor that comes from no function of torch."""
-    C, V = k.shape[2], torch.DoubleTensor(2, 20, 16)
-    for t in range(comm.P):
-        K[:, C * t : C * (t + 1)], V[:, C * t : C * (t + 1)] = k[0], v[0]
-        if t < comm.P - 1:
-            k, v = (comm.exchange((comm.rank + 1) % comm.P, x, (comm.rank - 1) % comm.P) for x in (k, v))
-    p = torch.softmax(torch.einsum("bhid,hjd->bhij", q, K)[..., : C * comm.P] / 4, -1)
-    return torch.einsum("bhij,hjd->bhid", torch.nn.functional.pad(p, (0, 20 - C * comm.P)), V.nan_to_num())
 
 
 def into_its_inputs(comm, q, k, v):
@@ -290,18 +244,7 @@ def the_same_everywhere(comm, S):
     return list(range(S // comm.P))
 
 
-def beyond_the_end(comm, S):
-    n = S // comm.P
-    return list(range(n * (comm.rank + 1), n * (comm.rank + 2)))
-
-
 # 8: a window
-
-
-def no_first_rank(comm, q, k, v, window):
-    """The last rank has nobody to send to."""
-    before = comm.exchange(comm.rank + 1, torch.stack((k, v)), comm.rank - 1)
-    return finish(comm.attend(start(q), q, *before))[0]
 
 
 def sends_what_nobody_takes(comm, q, k, v, window):

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from notebooks.source.checks.fused_kernels import plain_kernel
-from ring_doctor.catalogue import CATALOGUE
 from ringlab.basics.blocking_messages import Recv, Send
 from ringlab.basics.online_softmax import merge
 from tests.wrong.readers_rings import WRONG_RINGS
@@ -181,23 +180,17 @@ WRONG_ANSWERS = {
     ],
     "check_xrays": [
         (NAMES | {"A": "own_block_twice"}, "KV1 would be right, and the X-ray shows it as missing"),
-        (NAMES | {"A": "last_block_skipped"}, "KV0 would be right, and the X-ray shows it as counted twice"),
         (NAMES | {"B": "gradients_travel_other_way"}, "shows it as what belongs to KV(j + 1)"),
-        (NAMES | {"B": "stale_first_block"}, "W forward, rank 0, KV0 would be counted twice"),
         (NAMES | {"C": "averages_added"}, "rows would sum to another number, and the X-ray shows 1"),
-        (NAMES | {"C": "base_2_as_natural"}, "W backward, rank 0, KV0 would be scaled"),
         (NAMES | {"D": "causal_per_block"}, "KV1 would be a triangle instead of the last half of the queries"),
-        (NAMES | {"D": "never_called"}, "rank 1, KV0 would be missing"),
         (NAMES | {"E": "the merge"}, "'the merge' is not in the list"),
         (NAMES | {"E": ...}, "A, B, C, D right; E still open"),
         (list(NAMES.values()), "a dict with the keys A, B, C, D, E"),
-        (NAMES | {"A": 7}, "A: 7 is not in the list"),
     ],
     "check_new_mistake": [
         (lambda steps: steps, "you replaced no step"),
         (lambda steps: replace(steps, add_q=lambda case, total, part: steps.add_q(case, total, part)), "is right"),
         (lambda steps: replace(steps, scale=lambda case: 1.0), "the doctor knows it: scale_missing"),
-        (lambda steps: CATALOGUE["base_2_as_natural"].variants[0](steps), "the doctor knows it: base_2_as_natural"),
         (lambda steps: 1.0, "expected Steps"),
     ],
 }
@@ -238,19 +231,8 @@ def one_rank_receives_first(rank, P):
 
 
 RIGHT_ANSWERS = {
-    "check_safe_softmax": [
-        lambda s: s.sub_(s.max()).exp_().div_(s.sum()),  # in place
-        lambda s: 1 / torch.exp(s[None, :] - s[:, None]).sum(1),
-    ],
+    "check_safe_softmax": [lambda s: s.sub_(s.max()).exp_().div_(s.sum())],  # in place
     "check_blockwise": [blocks_in_numpy, blocks_on_a_kernel],
-    "check_ring_order": [
-        odd_ranks_send_first,
-        one_rank_receives_first,
-    ],
-    "check_zigzag_positions": [lambda r, S, P: np.arange(S).reshape(2 * P, -1)[[r, -1 - r]].flatten()],
+    "check_ring_order": [odd_ranks_send_first, one_rank_receives_first],
     "check_striped_mask": [lambda r, b, C: torch.ones(C, C, dtype=torch.int).tril(-int(b > r))],
-    "check_idle_limit": [0.467, 0.4667, torch.tensor(7 / 15)],
-    "check_merging_share": [lambda a, b: torch.exp(b - torch.logaddexp(a, b)), lambda a, b: 1 / (1 + torch.exp(a - b))],
-    "check_batch_loss": [lambda x, y: F.cross_entropy(torch.cat(x), torch.cat(y))[None]],  # of one element
-    "check_meshes": [lambda P, H, G: [[P // g, g] for g in range(math.gcd(P, G), 0, -1) if math.gcd(P, G) % g == 0]],
 }
