@@ -39,24 +39,8 @@ figures: $(READY)  # redraw every picture
 	$(BIN)/python -m figures.draw_all
 
 bench: $(READY)  # measure again; takes about an hour and a half and wants a quiet machine
-	$(BIN)/python -m bench.memory
-	$(BIN)/python -m bench.ring_vs_full
-	$(BIN)/python -m bench.overlap  # as root on Linux; elsewhere it says so
-	$(BIN)/python -m bench.overlap_threshold  # the same
-	$(BIN)/python -m bench.five_ways  # the same
-	$(BIN)/python -m bench.gradients_home  # the same
-	$(BIN)/python -m bench.max_context  # on Linux; elsewhere it says so
-	$(BIN)/python -m bench.masked_rings
-	$(BIN)/python -m bench.state_ring
-	$(BIN)/python -m bench.loss_curves
-	$(BIN)/python -m bench.longest_training  # on Linux; elsewhere it says so
-	$(BIN)/python -m bench.retrieval
-	$(BIN)/python -m bench.in_context_rl
-	$(BIN)/python -m bench.training_speed
-	$(BIN)/python -m bench.generation
 	$(BIN)/python -m bench.gpu  # with a CUDA GPU; elsewhere it says so
-	$(BIN)/python -m bench.against_peers  # most of that time
-	$(BIN)/python -m bench.pages  # writes the new numbers into bench/README.md
+	$(BIN)/python -m bench  # all the others. Some need Linux, some root; elsewhere they say so
 
 SITE := $(VENV)/site-ready
 site: $(SITE)  # the book, as pages in site/, in some minutes; nothing is fetched while it is built or read

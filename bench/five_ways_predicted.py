@@ -10,11 +10,11 @@ A host here has one core for all its ranks, unlike the planner's devices. Its co
 of the core are counted by bytes, in place of the planner's `slowdown`. gloo's reduce-scatter is an all-reduce, which
 sends everything twice.
 
-Shapes: a row is what five_ways.py measured on one mesh, link and S: seconds by way and pass.
+Shapes: a row is what wires.py measured on one mesh, link and S: seconds by way and pass.
 
 Below: predictions and measurements compared, in a table.
 
-Before: five_ways.py.
+Before: wires.py.
 """
 
 import math
@@ -228,10 +228,10 @@ def over_peers(results: record.Results) -> dict[str, list[float]]:
     return ratios
 
 
-def table(results: record.Results) -> str:
-    """The results as tables in markdown."""
+def tables(results: record.Results) -> list[str]:
+    """Median seconds; in brackets measured over predicted."""
     wrong, late = errors(results), [excess(results, row, which) for row, which in cells(results)]
-    names, tables = [*WAYS, *(peer(rotation) for rotation in ROTATIONS)], []
+    names, of_passes = [*WAYS, *(peer(rotation) for rotation in ROTATIONS)], []
     for which in (FORWARD, TRAIN):
         rows = []
         for row in results["rows"]:
@@ -241,24 +241,13 @@ def table(results: record.Results) -> str:
                 ratio = f" ({seconds / predicted(results, row, name, which):.2f})" if name in WAYS else ""
                 here.append(f"{seconds:.3f}{ratio}")
             rows.append(here)
-        tables += [f"{which.capitalize()}{' (forward and backward)' if which == TRAIN else ''}:"]
-        tables += [record.grid(" | ".join(["hosts x ranks | S | MB/s", *names]), rows)]
+        of_passes += [f"{which.capitalize()}{' (forward and backward)' if which == TRAIN else ''}:"]
+        of_passes += [record.grid(" | ".join(["hosts x ranks | S | MB/s", *names]), rows)]
     speeds = [[name, f"{min(x):.2f}", f"{geometric_mean(x):.2f}"] for name, x in over_peers(results).items()]
-    return record.page(
-        "Five ways to share a sequence, on two hosts with a slow link between them",
-        results,
-        f"B = 1, H = {results['heads']}, G = {results['kv_heads']}, D = {results['head_dim']}, causal, zigzag. Two "
-        "hosts: network namespaces, each with one core and one link. The ranks of "
-        "a host share the core, so 2 or 4 ranks compute on each core at a time: the machine is oversubscribed. MB/s: "
-        "what the link carries each way. Median seconds of 3 (S = 16,384) or more repetitions, in turn; in brackets "
-        "measured over predicted. Predicted: modelled by ring_planner.seconds, from a calibration of the same "
-        "hosts just before, by ring_planner.calibrate; five_ways_predicted.py adds what a shared core and gloo "
-        "cost.",
+    said = (
         f"- Ways in cells: {len(wrong)}. Measured is within 15 % of predicted in "
         f"{mean(abs(error) <= NEAR for error in wrong):.0%} of them; half are within {median(map(abs, wrong)):.0%}.\n"
         "- The way that is predicted to be the fastest is the fastest one, or takes at most 5 % longer, in "
-        f"{sum(share <= NOISE for share in late)} of {len(late)} cells (a mesh, a link, an S and a pass).",
-        *tables,
-        "Speed over the faster rotation of PyTorch's loop, in the same job, over all cells:",
-        record.grid("<way | slowest cell | geometric mean", speeds),
+        f"{sum(share <= NOISE for share in late)} of {len(late)} cells (a mesh, a link, an S and a pass)."
     )
+    return [said, "\n\n".join(of_passes), record.grid("<way | slowest cell | geometric mean", speeds)]

@@ -39,9 +39,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import record
-from bench.against_peers import torch_loop, torch_loops, with_gradients
 from bench.in_turn import dealt, ring_in_turn
-from bench.state_ring import DEFAULT, ONE, seconds_in_turn
+from bench.peers import torch_loop, torch_loops, with_gradients
+from bench.speed import DEFAULT, ONE, seconds_of_states
 from ring_planner import calibrate
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.memory import peak_bytes_backward
@@ -303,7 +303,7 @@ def overlap(context: RankContext, sizes: Sizes) -> Iterator[Row]:
 
 def states(context: RankContext, sizes: Sizes) -> Iterator[Row]:
     S, H, D = sizes.states
-    seconds = {name: median(turns) for name, turns in seconds_in_turn(context, DEFAULT, S, H, D, 2).items()}
+    seconds = {name: median(turns) for name, turns in seconds_of_states(context, DEFAULT, S, H, D, 2).items()}
     alone = seconds.pop(ONE)
     for way, mine in seconds.items():
         yield f"{way}, S = {S:,}, H = {H}", True, f"right; {alone / mine:.2f} of the speed of one process"
@@ -369,12 +369,14 @@ def examined(device: str, P: int, sizes: Sizes) -> Iterator[tuple[str, Row]]:
         pool.stop()
 
 
-def table(results: record.Results) -> str:
-    """The results as a table in markdown."""
+def tables(results: record.Results) -> list[str]:
+    """The results in markdown, for bench/results/README.md."""
     words = {True: "right", False: "**WRONG**", None: "not done"}
     rows = [(row["part"], row["what"], words[row["right"]], row["says"]) for row in results["rows"]]
-    how = f"{results['ranks']} ranks, {results['seconds']:.0f} s. Speeds are forward and backward."
-    return record.page(f"On {results['device']}", results, how, record.grid("<part | <what | < | <found", rows))
+    how = (
+        f"{results['ranks']} ranks of {results['device']}, {results['seconds']:.0f} s. Speeds are forward and backward."
+    )
+    return [how, record.grid("<part | <what | < | <found", rows)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -391,14 +393,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks = args.ranks or max(3, torch.cuda.device_count() if on_gpu else 0)
     name = torch.cuda.get_device_name() if on_gpu else "CPU with gloo: this tries the bench, not a GPU"
     print(f"{ranks} ranks, {name}, torch {torch.__version__}", flush=True)
-    made, begin = record.made("gpu", "bfloat16, float16 and float32"), time.monotonic()
+    made, begin = record.made("python -m bench.gpu", "bfloat16, float16 and float32"), time.monotonic()
     rows = [
         {"part": part, "what": what, "right": right, "says": says}
         for part, (what, right, says) in examined(args.device, ranks, ON[args.device])
     ]
     if on_gpu:
         more = {"device": name, "ranks": ranks, "seconds": time.monotonic() - begin}
-        record.save("gpu", {**made, **more, "rows": rows}, table)
+        record.save("gpu", {**made, **more, "rows": rows})
+        print("kept; python -m bench.pages writes it into bench/results/README.md")
     return 0 if all(row["right"] for row in rows) else 1
 
 

@@ -13,8 +13,10 @@ namespaces and the links end with them; they have no names, so nothing is left b
 Linux only, as root, with iproute2 and util-linux. Elsewhere `why_not` gives the reason.
 """
 
+import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,16 +25,49 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import IO, Any
 
-from bench import record
-from bench.overlap import throttle, why_no_network
 from ringlab.support.processes import join_ring
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "taskset")
 LINK = "eth0"  # what each host calls its end of its link
 GRACE = 10  # seconds that a node has to end by itself after another has failed, so that it can print its reason
+BURST = 128 * 1024  # bytes that pass at full speed: two packets of the loopback, 1 ms of the rate
+SEND_BUFFER = 256 * 1024  # bytes; with Linux's default, 4 MiB, a send returns long before its message has arrived
+CLONE_NEWNET = 0x40000000  # from sched.h
+
+
+def why_no_network(*tools: str) -> str | None:
+    """The reason why this process cannot make a network with the commands `tools`; None if it may try."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "only root, on Linux, may make a network of its own"
+    if missing := [tool for tool in tools if not shutil.which(tool)]:
+        return f"commands are missing: {', '.join(missing)}; install iproute2 and util-linux"
+    return None
+
+
+def throttle(device: str, rate: int) -> list[str]:
+    """The command that limits what leaves through a network device to `rate` bytes a second. Arrivals have no limit."""
+    return f"tc qdisc add dev {device} root tbf rate {8 * rate}bit burst {BURST} latency 100ms".split()
+
+
+def slow_loopback(rate: int) -> None:
+    """Give this process, and those it will start, a network of its own: a loopback that carries `rate` bytes a second.
+
+    Raises OSError with the reason when it fails. Call it before the first `launch`, because processes that run already
+    stay outside. Nothing is left behind: the network ends with its last process.
+    """
+    if reason := why_no_network("ip", "tc"):
+        raise OSError(reason)
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+        raise OSError(f"the system allows no network of its own: {os.strerror(ctypes.get_errno())}")
+    Path("/proc/sys/net/ipv4/tcp_wmem").write_text(f"4096 16384 {SEND_BUFFER}")  # of the new network only
+    for command in (throttle("lo", rate), ["ip", "link", "set", "lo", "up"]):
+        _do(command)
+    # else torch mentions that the new network has no names of hosts
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 @dataclass(frozen=True)
@@ -145,24 +180,18 @@ def torchrun(hosts: list[Host], *command: str, processes: Sequence[int] = ()) ->
         return _text(outs[0])
 
 
-def row_of(joined: list[Host], bench: str, sizes: dict[str, Any], processes: Sequence[int] = ()) -> dict[str, Any]:
-    """What `work(context, **sizes)` of `command` returns on rank 0, in a job on these hosts."""
-    return json.loads(torchrun(joined, "-m", f"bench.{bench}", json.dumps(sizes), processes=processes))
+def job(joined: list[Host], work: Callable[..., Any], sizes: dict[str, Any], processes: Sequence[int] = ()) -> Any:
+    """What work(context, **sizes) returns on rank 0, in a job on these hosts."""
+    name = f"{work.__module__}:{work.__name__}"
+    return json.loads(torchrun(joined, "-m", "bench.hosts", name, json.dumps(sizes), processes=processes))
 
 
-def command(
-    bench: str, work: Callable[..., Any], measure: Callable[[], record.Results], table: Callable[[record.Results], str]
-) -> None:
-    """What a bench on hosts does: measure, and keep the results; on a rank of its jobs, `work`. Or say why not."""
-    if "WORLD_SIZE" in os.environ:  # set by torchrun
-        with join_ring("cpu") as context:
-            row = work(context, **json.loads(sys.argv[1]))
-            if context.rank == 0:
-                print(json.dumps(row))
-    elif reason := why_not():
-        print(f"nothing measured: {reason}")
-    else:
-        record.save(bench, measure(), table)
+def on_a_rank(name: str, sizes: str) -> None:
+    """What each rank of a `job` does."""
+    with join_ring("cpu") as context:
+        found = resolve_name(name)(context, **json.loads(sizes))
+        if context.rank == 0:
+            print(json.dumps(found))
 
 
 def _text(file: IO[str]) -> str:
@@ -173,3 +202,7 @@ def _text(file: IO[str]) -> str:
 def _end(node: subprocess.Popen) -> None:
     node.terminate()  # torchrun then ends its ranks
     node.wait()
+
+
+if __name__ == "__main__":
+    on_a_rank(*sys.argv[1:])

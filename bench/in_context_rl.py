@@ -17,15 +17,14 @@ sorted by their return.
 Shapes: a pull is one token, 2 · arm + reward. A text is START and the pulls, (B, 1 + S); a rank has tokens and labels
 (B, C) at positions (C,). Tasks and probabilities are (B, ARMS), float64.
 
-    $ python -m bench.in_context_rl            # all seeds
-    $ python -m bench.in_context_rl --quick    # less than a minute, one seed, nothing is written
+    $ python -m bench in_context_rl            # all seeds
+    $ python -m bench in_context_rl --quick    # less than a minute, one seed, nothing is written
 
 Source: Laskin et al. 2023 (Algorithm Distillation), section 3; Liu et al. 2024, table 5; Thompson 1933.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import record
+from bench.record import Bench, Results
 from bench.retrieval import Shard, fit, init_weights
 from ringlab.models.transformer import Config, Transformer, shard_text
 from ringlab.ring.flash_ring import scaled_dot_product_attention
@@ -108,8 +108,6 @@ def cloned(histories: Tensor, texts: Tensor) -> Tensor:
 
 RUNS = {"n, one process": 1, "4n, ring of 4": 4}  # ranks; each has as many tokens
 LEARNER, CLONING, BEST = "Thompson sampling", "behaviour cloning", "the best arm"
-SIZES = {"trajectories": 4, "seeds": [0, 1, 2], "steps": 200, "batch": 32, "histories": 1024, "tasks": 128}
-QUICK = {"trajectories": 2, "seeds": [0], "steps": 80, "batch": 32, "histories": 512, "tasks": 64}
 
 
 def by_trajectory(expected: torch.Tensor) -> list[float]:
@@ -117,59 +115,54 @@ def by_trajectory(expected: torch.Tensor) -> list[float]:
     return expected.unflatten(1, (-1, TRAJECTORY)).mean(dim=(0, 2)).tolist()
 
 
-def run(
-    name: str, seed: int, *, trajectories: int, steps: int, batch: int, histories: int, tasks: int, **_: Any
-) -> Any:
-    """Train, or only play, and return the mean reward in each trajectory on new tasks."""
+def in_context_rl(seeds: list[int], **sizes: int) -> Results:
+    """A row for each player and seed."""
+    players = [*RUNS, LEARNER, CLONING, BEST]
+    every = [{"player": player, "seed": seed} for seed in seeds for player in players]
+    return {"rows": record.rows("in_context_rl", sizes, every, partial(reward_of, **sizes))}
+
+
+def reward_of(
+    player: str, seed: int, *, trajectories: int, steps: int, batch: int, histories: int, tasks: int
+) -> Results:
+    """Train, or only play: the mean reward in each trajectory on new tasks."""
     past_rng, rng = (np.random.default_rng([seed, i]) for i in range(2))
     pulls, new = 4 * trajectories * TRAJECTORY, draw_tasks(tasks, rng)
-    if name == BEST:
-        return by_trajectory(new.max(dim=1, keepdim=True).values.expand(-1, pulls))
-    if name == LEARNER:
-        return by_trajectory(play(partial(thompson, rng=rng), new, pulls, rng)[1])
-    past, _ = play(partial(thompson, rng=past_rng), draw_tasks(histories, past_rng), pulls, past_rng)
-    player = partial(cloned, past)
-    if name in RUNS:
-        window = RUNS[name] * trajectories * TRAJECTORY
-        all_steps = steps * 4 // RUNS[name]
-        weights, _ = launch(train, RUNS[name], past, window, all_steps, batch, seed)[0]
+    if player == BEST:
+        return {"reward": by_trajectory(new.max(dim=1, keepdim=True).values.expand(-1, pulls))}
+    choice = partial(thompson, rng=rng)
+    if player != LEARNER:
+        past, _ = play(partial(thompson, rng=past_rng), draw_tasks(histories, past_rng), pulls, past_rng)
+        choice = partial(cloned, past)
+    if player in RUNS:
+        window = RUNS[player] * trajectories * TRAJECTORY
+        weights, _ = launch(train, RUNS[player], past, window, steps * 4 // RUNS[player], batch, seed)[0]
         model = Transformer(CONFIG)
         model.load_state_dict(weights)
-        player = partial(choose, model, window)
-    return by_trajectory(play(player, new, pulls, rng)[1])
+        choice = partial(choose, model, window)
+    return {"reward": by_trajectory(play(choice, new, pulls, rng)[1])}
 
 
-def measure(**sizes: Any) -> record.Results:
-    """The whole bench, with a row for each player and seed."""
-    made = record.made("in_context_rl", "float32")
-    players = [*RUNS, LEARNER, CLONING, BEST]
-    steps = {f"{name}, seed {seed}": (name, seed) for seed in sizes["seeds"] for name in players}
-    found = record.in_steps("in_context_rl", sizes, steps, partial(run, **sizes))
-    rows = [{"player": steps[step][0], "seed": steps[step][1], "reward": reward} for step, reward in found.items()]
-    return {**made, **sizes, "rows": rows}
-
-
-def rewards(results: record.Results, player: str) -> torch.Tensor:
+def rewards(results: Results, player: str) -> torch.Tensor:
     """The mean reward of a pull: (seeds, trajectories)."""
     return torch.tensor([row["reward"] for row in results["rows"] if row["player"] == player], dtype=torch.float64)
 
 
-def table(results: record.Results) -> str:
-    """The results as a table in markdown."""
+def tables(results: Results) -> list[str]:
     n, rows = results["trajectories"], []
     for player in (CLONING, *RUNS, LEARNER, BEST):
         seen = rewards(results, player)
         columns = [seen[:, 0], seen[:, n - 1], seen[:, -1], seen.mean(dim=1)]
         rows.append([player, *(f"{x.mean():.3f} ± {x.std(correction=0):.3f}" for x in columns)])
-    return record.page(
-        "In-context reinforcement learning with n and with 4n trajectories in the context",
-        results,
-        f"n = {n}, {results['batch']} histories a step; 4n takes {results['steps']} steps, n 4 times as many. "
-        f"{results['tasks']} new tasks, seeds {results['seeds']}. The mean reward of a pull, and its standard "
-        "deviation over the seeds.",
-        record.grid(f"<player | first trajectory | trajectory {n} | trajectory {4 * n} | all {4 * n}", rows),
+    return [record.grid(f"<player | first trajectory | trajectory {n} | trajectory {4 * n} | all {4 * n}", rows)]
+
+
+BENCHES = [
+    Bench(
+        "in_context_rl",
+        in_context_rl,
+        tables,
+        {"trajectories": 4, "seeds": [0, 1, 2], "steps": 200, "batch": 32, "histories": 1024, "tasks": 128},
+        quick={"trajectories": 2, "seeds": [0], "steps": 80, "batch": 32, "histories": 512, "tasks": 64},
     )
-
-
-if __name__ == "__main__":
-    record.run("in_context_rl", measure, table, SIZES, QUICK)
+]

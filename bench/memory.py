@@ -1,25 +1,72 @@
-"""The peak memory of attention beyond its inputs: naive, blockwise and the ring (one rank of 4), counted and measured.
+"""Memory: the peak of a forward pass, and the longest sequence that trains in a memory that cannot grow.
+
+    memory              naive, blockwise, a rank of a ring of 4: the peak of a forward pass, counted and measured
+    max_context         the longest context of one attention layer; the paper's table 3 in small
+    longest_training    the longest sequence of a whole model in `ringlab.models.train`
+
+`memory`, in rows of D numbers:
 
 naive          3 squares of S x S: the scores, a masked copy, the weights
 blockwise      the output, in tiles and joined: 2·S rows; for a short sequence S rows and 3 tiles of scores
 ring, a rank   the K and V in hand, o, and the new o, in tiles and joined: 5·C rows, C = S/P; in a hop as many: the K
                and V in hand, the next K and V, and o
 
-$ python -m bench.memory
+In the other two a device is a process of one thread whose private memory may grow by a fixed number of bytes. The
+kernel refuses more (RLIMIT_DATA). Like a GPU's allocator it counts what is allocated, touched or not, and it leaves out
+the files of the libraries, which RLIMIT_AS would count. The limit is set after imports, connections and a small step,
+so that what libraries set up once does not count. All else counts: inputs, gradients, buffers, weights, optimizer.
+
+`max_context`: a length fits when one training step, forward and backward, completes on every rank and the results are
+right: rows of the output and of dq against float64, dk and dv by their sums. There is no mask; a causal one (zigzag)
+halves the pairs and needs the same memory. Its peak, in chunks of C = S/P tokens, each as large as q:
+
+naive        3 squares of S x S and 6 chunks          q, k, v, d_out, out, dv; two saved squares and a gradient
+blockwise    9 chunks                                 q, k, v, d_out, out; dq, dk, dv; a copy of d_out in the kernel
+ring         18 chunks for any P                      as many; K, V and dK, dV in two buffers each, 8; the sum of dq
+
+`longest_training`: a step of transformer, loss, gradients, clipping, AdamW. FSDP shares out weights and optimizer
+state. A short step comes first, which makes that state. That its numbers are right is what tests/models check.
+
+    peak = weights + what all layers keep + max(the loss, the attention of the last layer - its feedforward)
+
+The feedforward of the last layer is done when its attention runs backwards. Its memory is free again, so a ring's
+buffers fit in it. With activation checkpointing there is nothing to free, and the buffers add to the peak.
+
+    $ python -m bench memory max_context longest_training
 """
 
+import gc
+import resource
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, reduce
+from typing import Any
+
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from bench import record
+from bench.peers import with_gradients
+from bench.record import Bench, Results
 from ring_attn import ring_attention
+from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.memory import F32, kept_at_the_loss, kept_at_work, peak_bytes_backward
 from ringlab.basics.blockwise_attention import TILE, blockwise_attention
-from ringlab.basics.naive_attention import naive_attention
+from ringlab.basics.naive_attention import naive_attention, resolve_scale
+from ringlab.basics.online_softmax import merge
+from ringlab.models.mesh import build_mesh
+from ringlab.models.train import RATE, build, take_step
+from ringlab.models.transformer import Config
+from ringlab.ring.backward import block_backward
+from ringlab.ring.flash_ring import ring_flash_attention, scaled_dot_product_attention
+from ringlab.ring.layouts import positions
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
 
-LENGTHS = [512 * 2**i for i in range(6)]  # tokens
-NAIVE_LIMIT = 8192  # tokens; beyond it the squares need gigabytes
-HEADS, HEAD_DIM, WORLD_SIZE = 2, 64, 4
+# The peak of a forward pass -------------------------------------------------------------------------------------------
 
 
 def counted(method: str, seq_len: int, *, heads: int, head_dim: int, world_size: int = 1, itemsize: int = 4) -> int:
@@ -71,32 +118,354 @@ def measured_ring(
     return peaks[1:]
 
 
-def measure(lengths: list[int], *, heads: int, head_dim: int, world_size: int, naive_limit: int) -> record.Results:
-    """The whole bench, with a number for each length."""
-    made, size = record.made("memory", "float32"), {"heads": heads, "head_dim": head_dim}
+def memory(lengths: list[int], heads: int, head_dim: int, world_size: int, naive_limit: int) -> Results:
+    """A number for each length. Beyond `naive_limit` tokens the squares need gigabytes: they are not measured."""
     measured = launch(measured_alone, 1, lengths, heads, head_dim, naive_limit)[0]
-    chunks = [seq_len // world_size for seq_len in lengths]
+    chunks, sizes = [S // world_size for S in lengths], {"heads": heads, "head_dim": head_dim, "world_size": world_size}
     measured["ring"] = launch(measured_ring, world_size, chunks, heads, head_dim)[0]
-    count = {name: [counted(name, S, world_size=world_size, **size) for S in lengths] for name in measured}
-    return {**made, **size, "world_size": world_size, "lengths": lengths, "measured": measured, "counted": count}
+    return {"measured": measured, "counted": {name: [counted(name, S, **sizes) for S in lengths] for name in measured}}
 
 
-def table(results: record.Results) -> str:
-    """The results as markdown: MiB counted / MiB measured for each length."""
+def memory_tables(results: Results) -> list[str]:
+    """MiB counted / MiB measured for each length."""
     rows = []
     for i, seq_len in enumerate(results["lengths"]):
         pairs = [(results["counted"][name][i], results["measured"][name][i]) for name in results["counted"]]
         seen = ["not measured" if peak is None else f"{peak / 2**20:,.1f}" for _, peak in pairs]
         rows.append([f"{seq_len:,}", *(f"{n / 2**20:,.1f} / {peak}" for (n, _), peak in zip(pairs, seen, strict=True))])
-    return record.page(
-        "Peak memory beyond the inputs, in MiB: counted / measured",
-        results,
-        f"B = 1, H = {results['heads']}, D = {results['head_dim']}; the ring has P = {results['world_size']} ranks, "
-        "and the rank that needs most is shown.",
-        record.grid("S | naive | blockwise | ring, one rank", rows),
-    )
+    return [record.grid("S | naive | blockwise | ring, one rank", rows)]
 
 
-if __name__ == "__main__":
-    sizes = {"heads": HEADS, "head_dim": HEAD_DIM, "world_size": WORLD_SIZE, "naive_limit": NAIVE_LIMIT}
-    record.save("memory", measure(LENGTHS, **sizes), table)
+# A memory that cannot grow --------------------------------------------------------------------------------------------
+
+GRAIN = 16  # tokens; only multiples of it are tried as chunks
+TOO_LITTLE = "MemoryError: the budget"
+Case = dict[str, Any]  # method, world_size and whether activations are checkpointed
+
+
+def longest(fits: Callable[[int], bool], guess: int) -> int:
+    """The largest n with fits(n), or 0. It is searched in steps that double, up or down from `guess` >= 1, then halve.
+
+    `fits` is True up to some n and False beyond it.
+    """
+    low, high, n, step = 0, None, guess, 1
+    while high is None or high - low > 1:
+        if fits(n):
+            low = n
+        else:
+            high = n
+        if high is None:
+            n = low + step
+        elif low == 0:
+            n = max(1, high - step)
+        else:
+            n = (low + high) // 2
+        step *= 2
+    return low
+
+
+@contextmanager
+def at_most(budget: int) -> Iterator[None]:
+    """In its body this process cannot get more than `budget` bytes of private memory beyond what it has now (Linux).
+
+    Raises MemoryError when torch asks for more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (record.proc_status("VmData") + budget, hard))
+    try:
+        yield
+    except RuntimeError as error:  # torch's allocator has no error of its own on a CPU
+        if "can't allocate memory" not in str(error):
+            raise
+        raise MemoryError(f"the budget, {budget:,} bytes, is spent") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def within(work: Callable[..., Any], world_size: int, *args: Any) -> bool:
+    """Whether work(context, *args), on `world_size` new processes, stays within the budgets that it sets by `at_most`.
+
+    Any other failure is raised.
+    """
+    try:
+        launch(work, world_size, *args)
+    except RuntimeError as error:
+        if not str(error).strip().splitlines()[-1].startswith(TOO_LITTLE):
+            raise
+        return False
+    return True
+
+
+def searched(
+    step: Callable[..., None], method: str, world_size: int, counted: int, budget: int, *sizes: Any
+) -> dict[str, Any]:
+    """The longest chunk that fits, counted and measured, in tokens, and what was tried: [tokens, fits] each."""
+    probes = []
+
+    def fits(n: int) -> bool:
+        probes.append([n * GRAIN, within(step, world_size, method, n * GRAIN, budget, *sizes)])
+        return probes[-1][1]
+
+    chunk = GRAIN * longest(fits, max(1, counted // GRAIN))
+    return {"counted_chunk": counted, "chunk": chunk, "probes": probes}
+
+
+def lengths(results: Results, method: str, of: str = "chunk", **wanted: Any) -> list[int]:
+    """The longest S of a method for each P, in rising order. `of` is "chunk" (measured) or "counted_chunk"."""
+    rows = [row for row in results["rows"] if row["method"] == method and wanted.items() <= row.items()]
+    return [row["world_size"] * row[of] for row in rows]
+
+
+def no_limit_here() -> None:
+    """Raise OSError with the reason where this system cannot hold a process to a budget."""
+    if sys.platform != "linux":
+        raise OSError("a hard limit on a process's private memory needs Linux")
+    if within(_ask_for, 1, 2, 1):
+        raise OSError("this kernel does not hold a process to RLIMIT_DATA")
+
+
+def _ask_for(context: RankContext, MiB: int, budget_MiB: int) -> None:
+    record.return_freed_memory()
+    with at_most(budget_MiB * 2**20):
+        torch.empty(MiB * 2**20, dtype=torch.uint8)
+
+
+# One attention layer --------------------------------------------------------------------------------------------------
+
+METHODS = {"naive": naive_attention, "blockwise": F.scaled_dot_product_attention, "ring": ring_flash_attention}
+SCORES = 2 * 256 * 512 * 4  # bytes: the tiles of scores and of their gradients in the fused kernel of one thread
+CHECKED = 4  # rows of each rank
+
+
+def counted_training(method: str, chunk: int, *, heads: int, head_dim: int, world_size: int = 3) -> int:
+    """Peak memory of a training step on one device with `chunk` tokens, in float32: bytes, counted."""
+    rows = 4 * heads * chunk * head_dim  # as large as q, k, v or the output
+    lse = 4 * heads * chunk
+    if method == "naive":
+        return 3 * 4 * heads * chunk**2 + 6 * rows
+    if method == "blockwise":
+        return 9 * rows + lse + SCORES
+    return (15 if world_size == 2 else 18) * rows + 2 * lse + SCORES  # two ranks need one buffer of each kind
+
+
+def step_of_a_layer(context: RankContext, method: str, chunk: int, budget: int, heads: int, head_dim: int) -> None:
+    """One step on this rank's chunk, within the budget. Raises MemoryError, or RuntimeError when a result is wrong."""
+    torch.set_num_threads(1)  # a device has the same speed for any number of devices
+    record.return_freed_memory()
+    attention = METHODS[method]
+
+    def inputs(length: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(context.rank)
+        return [torch.randn(1, heads, length, head_dim, generator=generator) for _ in ("q", "k", "v", "d_out")]
+
+    alone = attention if context.world_size == 1 else F.scaled_dot_product_attention
+    for warm_up, length in ((alone, 1024), (attention, 64)):  # the libraries' own buffers; connections
+        with_gradients(warm_up, *inputs(length))
+    with at_most(budget):
+        mine = inputs(chunk)
+        results = with_gradients(attention, *mine)
+    check(*mine, *results)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, out: Tensor, *gradients: Tensor) -> None:
+    """Raise RuntimeError on every rank unless the chunks (1, H, C, D) of all ranks are right.
+
+    Some rows of out and dq are computed in float64: each rank attends to its own keys, and the parts are merged. The
+    sum of dv over all tokens is that of d_out, because the weights of a row sum to 1. The sum of dk is 0, because the
+    gradients of a row's scores sum to 0.
+    """
+    d_q, d_k, d_v = gradients
+    rows = torch.linspace(0, q.shape[2] - 1, CHECKED).long()
+    mine = [x[:, :, rows].double() for x in (q, d_out, out, d_q)]
+    queries, d_rows, out_rows, d_q_rows = (torch.cat(each, dim=2) for each in zip(*agree(lambda: mine), strict=True))
+    keys, values = k.double(), v.double()
+    parts = agree(lambda: blockwise_attention(queries, keys, values, block_size=TILE))  # (out, lse) of each rank's keys
+    exact, lse = reduce(lambda a, b: merge(*a, *b), parts)
+    of_rows = d_rows, lse, (d_rows * exact).sum(dim=-1), resolve_scale(None, q.shape[3])
+    exact_d_q = sum(agree(lambda: block_backward(queries, keys, values, *of_rows)[0]))
+    sums = agree(lambda: [x.double().sum(dim=2) for x in (d_v - d_out, d_v.abs(), d_k, d_k.abs())])
+    off_v, size_v, off_k, size_k = (sum(each) for each in zip(*sums, strict=True))
+    pairs = {"out": (out_rows - exact, exact), "dq": (d_q_rows - exact_d_q, exact_d_q)}
+    for name, (off, size) in {**pairs, "dv": (off_v, size_v), "dk": (off_k, size_k)}.items():
+        share = (off.abs().max() / size.abs().max()).item()
+        if not share <= 32 * torch.finfo(q.dtype).eps:  # NaN fails too
+            raise RuntimeError(f"{name} is wrong: off by {share:.1e} of the largest number")
+
+
+def max_context(worlds: list[int], budget: int, heads: int, head_dim: int) -> Results:
+    """A row for each method and P."""
+    no_limit_here()
+    size = {"heads": heads, "head_dim": head_dim}
+
+    def measure(method: str, world_size: int) -> Case:
+        count = partial(counted_training, method, **size, world_size=world_size)
+        modelled = GRAIN * longest(lambda n: count(n * GRAIN) <= budget, 1)
+        return searched(step_of_a_layer, method, world_size, modelled, budget, heads, head_dim)
+
+    steps = [{"method": method, "world_size": P} for method in METHODS for P in (worlds if method == "ring" else [1])]
+    return {"grain": GRAIN, "rows": record.rows("max_context", {"budget": budget, **size}, steps, measure)}
+
+
+def linear(results: Results) -> list[float]:
+    """The ring's longest S on P devices over P times that of one device; 1 is linear."""
+    ring, worlds = lengths(results, "ring"), results["worlds"]
+    return [S / P * worlds[0] / ring[0] for S, P in zip(ring, worlds, strict=True)]
+
+
+def max_context_tables(results: Results) -> list[str]:
+    """The results as a table in markdown."""
+    (one_device,), ring, rows = lengths(results, "blockwise"), lengths(results, "ring"), []
+    for row in results["rows"]:
+        P, S = row["world_size"], row["world_size"] * row["chunk"]
+        found = [f"{S:,}", f"{P * row['counted_chunk']:,}", f"{row['chunk']:,}", f"{S / one_device:.2f}"]
+        rows.append([row["method"], P, *found, f"{S / ring[0]:.2f}" if row["method"] == "ring" else ""])
+    heads = "<method | devices P | longest S, measured | modelled | tokens on a device | over blockwise's S"
+    return [record.grid(f"{heads} | over the ring's, P = {results['worlds'][0]}", rows)]
+
+
+# A whole model --------------------------------------------------------------------------------------------------------
+
+SHORT = 64  # tokens of a step that warms up
+
+
+def kept_by_a_layer(method: str, config: Config, chunk: int) -> tuple[int, int, int]:
+    """Numbers of a token: inputs of a layer, and what attention and feedforward keep, if not checkpointed."""
+    h, H, D = config.hidden, config.heads, config.hidden // config.heads
+    attention, feedforward = kept_at_work(AttentionLayer(H, config.kv_heads, D, F32), h, config.feedforward)
+    if method == "naive":
+        attention += 2 * H * chunk + chunk // F32 - (h + H)  # all heads' mask has a byte for each pair; no out, lse
+    return 2 * h, attention, feedforward
+
+
+def parameters(config: Config) -> tuple[int, int]:
+    """The parameters of a layer, and those outside the layers."""
+    h, F = config.hidden, config.feedforward
+    kv = config.kv_heads * (h // config.heads)
+    return 2 * h * h + 2 * h * kv + 3 * h * F + 2 * h, (1 if config.tied else 2) * config.vocab * h + h
+
+
+def peak_bytes(method: str, config: Config, chunk: int, world_size: int) -> int:
+    """Peak memory of a rank with `chunk` tokens in a step of `ringlab.models.train`, float32, batch 1, from the second
+    step on. `method` is "naive" or "blockwise" (scaled_dot_product_attention) on one process, or "ring".
+    """
+    inputs, attention, feedforward = kept_by_a_layer(method, config, chunk)
+    h, H, D = config.hidden, config.heads, config.hidden // config.heads
+    kv = config.kv_heads * D
+    at_work = {
+        "naive": H * chunk + h,  # the gradient of the weights, dv
+        "blockwise": 2 * h + 2 * kv,  # dq, dk, dv, the kernel's copy of d_out
+        # all that peak_bytes_backward counts but q, k, v, out, d_out; a copy of v, the kernel's of d_out
+        "ring": int(peak_bytes_backward(AttentionLayer(H, config.kv_heads, D, F32), 1)) // F32 - 2 * h - kv,
+    }[method]
+    whole = inputs if config.checkpointing else inputs + attention + feedforward
+    at_attention = attention + at_work if config.checkpointing else at_work - feedforward
+    of_a_token = config.layers * whole + max(sum(kept_at_the_loss(h, config.vocab)), at_attention)
+    layer, outside = parameters(config)
+    state = 3 * (config.layers * layer + outside) // world_size + 2 * (layer + outside)  # weights and moments; gathered
+    return F32 * (of_a_token * chunk + state)
+
+
+def longest_chunk(method: str, config: Config, world_size: int, budget: int) -> int:
+    """The largest multiple of `GRAIN` tokens on a rank whose peak is at most `budget` bytes; 0 if none is."""
+    most = range(GRAIN, 2**40, GRAIN)
+    return GRAIN * bisect_right(most, budget, key=lambda chunk: peak_bytes(method, config, chunk, world_size))
+
+
+def kept_bytes(module: nn.Module, work: Callable[[], Tensor]) -> int:
+    """The bytes that autograd keeps for the backward pass of `work`, each memory once, without the module's weights."""
+    kept = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = work()  # as long as it lives, all that was kept lives
+    for weight in module.parameters():
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    del out
+    return sum(kept.values())
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+    """`naive_attention`, called as a transformer calls its attention; as many heads of K and V as of Q."""
+    return naive_attention(q, k, v, causal=is_causal)
+
+
+def step_of_a_model(context: RankContext, method: str, chunk: int, budget: int, config: Config) -> None:
+    """Two steps within the budget, of SHORT and of `chunk` tokens on each rank. Raises MemoryError."""
+    torch.set_num_threads(1)  # a thread that starts within the limit takes its stack from it
+    record.return_freed_memory()
+    mesh, line = build_mesh(1, context.world_size, "cpu")
+    ring = partial(scaled_dot_product_attention, layout="zigzag", group=mesh["cp"].get_group())
+    attention = {"naive": naive, "blockwise": F.scaled_dot_product_attention, "ring": ring}[method]
+
+    def steps(*lengths: int) -> None:
+        model, optimizer = build(config, attention, line, torch.float32)
+        for length in lengths:
+            at = positions("zigzag", length * context.world_size, context.rank, context.world_size)
+            tokens = at[None] % config.vocab
+            loss = take_step(model, optimizer, tokens, tokens, at, rate=RATE)
+        if not loss.isfinite():
+            raise RuntimeError(f"the loss of rank {context.rank} is {loss}")
+
+    steps(
+        SHORT, SHORT if method == "naive" else 1024
+    )  # the fused kernel's own buffers have their full size from 512 on
+    gc.collect()  # FSDP's modules refer to each other
+    with at_most(budget):
+        steps(SHORT, chunk)
+
+
+def longest_training(worlds: list[int], budget: int, **model: int) -> Results:
+    """A row for each method, P and with or without activation checkpointing."""
+    no_limit_here()
+
+    def measure(method: str, world_size: int, checkpointing: bool) -> Case:
+        config = Config(**model, checkpointing=checkpointing)
+        counted = longest_chunk(method, config, world_size, budget)
+        return searched(step_of_a_model, method, world_size, counted, budget, config)
+
+    steps = [
+        {"method": method, "world_size": P, "checkpointing": again}
+        for again in (False, True)
+        for method in METHODS
+        for P in (worlds if method == "ring" else [1])
+    ]
+    return {"grain": GRAIN, "rows": record.rows("longest_training", {"budget": budget, **model}, steps, measure)}
+
+
+def longest_training_tables(results: Results) -> list[str]:
+    rows = []
+    for row in results["rows"]:
+        S, counted = (row["world_size"] * row[of] for of in ("chunk", "counted_chunk"))
+        (one,) = lengths(results, "blockwise", checkpointing=row["checkpointing"])
+        kept = "checkpointed" if row["checkpointing"] else "all kept"
+        numbers = [f"{S:,}", f"{counted:,}", f"{S / counted:.3f}", f"{S / one:.2f}"]
+        rows.append([kept, row["method"], row["world_size"], *numbers])
+    heads = "<activations | <attention | ranks P | longest S, measured | predicted | measured / predicted"
+    return [record.grid(f"{heads} | over blockwise's S", rows)]
+
+
+BUDGET = 64 * 2**20  # bytes
+MODEL = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "feedforward": 384}
+BENCHES = [
+    Bench(
+        "memory",
+        memory,
+        memory_tables,
+        {"lengths": [512 * 2**i for i in range(6)], "heads": 2, "head_dim": 64, "world_size": 4, "naive_limit": 8192},
+    ),
+    Bench(
+        "max_context",
+        max_context,
+        max_context_tables,
+        {"worlds": [1, 2, 4, 8], "budget": BUDGET, "heads": 8, "head_dim": 64},
+    ),
+    Bench(
+        "longest_training",
+        longest_training,
+        longest_training_tables,
+        {"worlds": [2, 4], "budget": BUDGET, **MODEL},
+    ),
+]

@@ -1,37 +1,32 @@
-"""Write the measured tables of bench/README.md from the results in bench/results: each stands between two comments.
+"""Write what was measured into its pages, each block between two comments: all results into bench/results/README.md,
+some of their numbers into bench/README.md.
 
 $ python -m bench.pages
 """
 
 import re
-import sys
 from statistics import geometric_mean
 from typing import Any
 
-from bench import (
-    against_peers,
-    generation,
-    longest_training,
-    loss_curves,
-    masked_rings,
-    record,
-    ring_vs_full,
-    training_speed,
-)
+from bench import gpu, in_context_rl, memory, models, record, retrieval, speed, wires
+from bench.memory import lengths
+from bench.models import MEMORY, ONE, RING, TORCH
 
 PAGE = record.ROOT / "bench/README.md"
+PARTS = (memory, speed, wires, models, retrieval, in_context_rl)
+BENCHES = {bench.name: bench for part in PARTS for bench in part.BENCHES}
 PEERS = {  # a row of the trainable ring's table: its case, the ring with messages and in shared memory
-    "forward": (against_peers.FORWARD, against_peers.FULL, against_peers.MEMORY),
-    "causal forward, zigzag": (against_peers.CAUSAL, against_peers.ZIGZAG, against_peers.ZIGZAG_MEMORY),
-    "causal forward and backward, zigzag": (against_peers.TRAIN, against_peers.ZIGZAG, against_peers.ZIGZAG_MEMORY),
+    "forward": (speed.FORWARD, speed.FULL, speed.MEMORY),
+    "causal forward, zigzag": (speed.CAUSAL, speed.ZIGZAG, speed.ZIGZAG_MEMORY),
+    "causal forward and backward, zigzag": (speed.TRAIN, speed.ZIGZAG, speed.ZIGZAG_MEMORY),
 }
 
 
 def peers(shortest: int, **wanted: Any) -> list[float]:
     """Speeds as a share of the limit, of all lengths from `shortest` on."""
     results = record.load("against_peers")
-    lengths = sorted({row["seq_len"] for row in results["rows"] if shortest <= row["seq_len"]})
-    return [speed for S in lengths for speed in against_peers.speeds(results, seq_len=S, **wanted)]
+    every = sorted({row["seq_len"] for row in results["rows"] if shortest <= row["seq_len"]})
+    return [share for S in every for share in speed.speeds(results, seq_len=S, **wanted)]
 
 
 def slowest() -> dict[str, list[float]]:
@@ -54,7 +49,7 @@ def how_fast() -> str:
     chunk = 4 * peer["heads"] * peer["chunk"] * peer["head_dim"]  # bytes
     most = [max(max(row["peak_bytes"]) for row in peer["rows"] if row["shared"] == shared) for shared in (False, True)]
     learned = f"{alive:.2f} chunks alive with {worlds} ranks, {kept:.1f} with what the allocator keeps"
-    rows = [["`ring_attn.py`", f"{ring_vs_full.speed(own, 2, ring_vs_full.RING):.2f}", "blockwise attention", learned]]
+    rows = [["`ring_attn.py`", f"{speed.speed_of_ring(own, 2, speed.RING):.2f}", "blockwise attention", learned]]
     for i, name in enumerate(("the trainable ring", "the same in shared memory")):
         speeds = [of_row[i] for of_row in cells]
         fused = f"{min(speeds):.2f} to {max(speeds):.2f}", "PyTorch's fused attention"
@@ -65,9 +60,7 @@ def how_fast() -> str:
 def trainable_ring() -> str:
     rows = [[name, *(f"{cell:.2f}" for cell in cells)] for name, cells in slowest().items()]
     striped = [
-        [f"{min(speeds):.2f}"]
-        for P in (2, 4)
-        for speeds in [peers(2048, method=against_peers.STRIPED_MEMORY, world_size=P)]
+        [f"{min(speeds):.2f}"] for P in (2, 4) for speeds in [peers(2048, method=speed.STRIPED_MEMORY, world_size=P)]
     ]
     rows.append(["causal forward, striped, both dtypes, S ≥ 2,048", "", *striped[0], "", *striped[1]])
     return record.grid("< | two ranks, messages | two ranks, memory | four ranks, messages | four ranks, memory", rows)
@@ -77,28 +70,28 @@ def against_others() -> str:
     results = record.load("against_peers")
     rows = []
     for words, shared in (("blocks travel as messages", False), ("blocks stay in shared memory", True)):
-        of = [against_peers.over_peer(results, against_peers.TORCH, it, shared=shared) for it in against_peers.DTYPES]
+        of = [speed.over_peer(results, speed.TORCH, it, shared=shared) for it in speed.DTYPES]
         each = (f"{geometric_mean(speeds):.2f} ({min(speeds):.2f})" for speeds in of)
         rows.append([f"PyTorch's own context-parallel loop; {words}", *each])
-    own = min(against_peers.over_peer(results, against_peers.OWN, "float32"))
+    own = min(speed.over_peer(results, speed.OWN, "float32"))
     return record.grid("< | float32 | bfloat16", [*rows, ["`ring_attn.py`, at least", f"{own:.1f}", ""]])
 
 
 def short_sequences() -> str:
-    wanted = {"case": against_peers.TRAIN, "method": against_peers.ZIGZAG_MEMORY, "seq_len": 2048}
+    wanted = {"case": speed.TRAIN, "method": speed.ZIGZAG_MEMORY, "seq_len": 2048}
     results, rows = record.load("against_peers"), []
     for P, words in ((2, "two ranks"), (4, "four ranks")):
-        each = [against_peers.speeds(results, dtype=it, world_size=P, **wanted)[0] for it in against_peers.DTYPES]
+        each = [speed.speeds(results, dtype=it, world_size=P, **wanted)[0] for it in speed.DTYPES]
         rows.append([words, *(f"{speed:.2f}" for speed in each)])
     return record.grid("< | float32 | bfloat16", rows)
 
 
 def losses() -> str:
-    off = {run: each.max() for run, each in loss_curves.differences(record.load("loss_curves")).items()}
+    off = {run: each.max() for run, each in models.differences(record.load("loss_curves")).items()}
     rows = {
         "a ring of 4, or a mesh of 2 × 2": max(off["ring of 4"], off["2 x 2, dp x cp"]),
-        "one process whose first weights are off by one rounding error": off[loss_curves.ROUNDED],
-        "a ring in bfloat16": off[loss_curves.BF16],
+        "one process whose first weights are off by one rounding error": off[models.ROUNDED],
+        "a ring in bfloat16": off[models.BF16],
     }
     return record.grid("< | largest difference, of the loss", [[name, f"{each:.1e}"] for name, each in rows.items()])
 
@@ -106,10 +99,8 @@ def losses() -> str:
 def longest() -> str:
     results, rows = record.load("longest_training"), []
     for again, name in ((False, "all activations kept"), (True, "activation checkpointing")):
-        naive, one, rings = (longest_training.lengths(results, way, again) for way in ("naive", "blockwise", "ring"))
-        off = [
-            abs(row["chunk"] / row["predicted_chunk"] - 1) for row in results["rows"] if row["checkpointing"] == again
-        ]
+        naive, one, rings = (lengths(results, way, checkpointing=again) for way in ("naive", "blockwise", "ring"))
+        off = [abs(row["chunk"] / row["counted_chunk"] - 1) for row in results["rows"] if row["checkpointing"] == again]
         cells = [f"{S:,}" for S in (*naive, *one, *rings)]
         rows.append([name, *cells, f"{rings[-1] / one[0]:.2f} times", f"{100 * max(off):.1f} %"])
     heads = "< | naive | blockwise | ring of 2 | ring of 4 | over blockwise | off its count, at most"
@@ -118,10 +109,10 @@ def longest() -> str:
 
 def speed_of_training() -> str:
     results, rows = record.load("training_speed"), []
-    one, *others = (getattr(training_speed, name) for name in ("ONE", "RING", "MEMORY", "TORCH"))
+    one, *others = ONE, RING, MEMORY, TORCH
     for P in (2, 4):
         (peaks,) = (row["peak_bytes"] for row in results["rows"] if row["world_size"] == P)
-        alone, *speeds = (training_speed.speed(results, method, P) for method in (one, *others))
+        alone, *speeds = (models.speed(results, method, P) for method in (one, *others))
         memory = [f"{peaks[it] / 1e6:.1f} MB" for it in (others[0], one)]
         rows.append([P, *(f"{each / alone:.2f}" for each in speeds), *memory])
     heads = "ranks | ring | ring in shared memory | PyTorch's private loop | memory a rank, ring | memory, one process"
@@ -136,26 +127,21 @@ def documents_and_windows() -> str:
         return f"{min(found):.2f} to {max(found):.2f}"
 
     for layouts, name in ((("contiguous", "zigzag"), "contiguous or zigzag"), (("striped",), "striped")):
-        of = [
-            (P, f"{masked_rings.DOCUMENTS}, {layout}", it)
-            for P in worlds
-            for layout in layouts
-            for it in masked_rings.PASSES
-        ]
-        speeds = between([masked_rings.speed(results, *each) for each in of])
+        of = [(P, f"{speed.DOCUMENTS}, {layout}", it) for P in worlds for layout in layouts for it in speed.PASSES]
+        speeds = between([speed.speed_of_documents(results, *each) for each in of])
         rows.append([f"eight documents, {name}: speed of one process", speeds])
-    window = f"{masked_rings.WINDOW}, contiguous"
-    share = sum(masked_rings.pairs(masked_rings.cases(worlds[0], S)[window][0])) / S**2
-    costs = [masked_rings.cost(results, P, window, it) for P in worlds for it in masked_rings.PASSES]
-    kernel = [masked_rings.cost(results, worlds[-1], "one by one", it) for it in masked_rings.PASSES]
+    window = f"{speed.WINDOW}, contiguous"
+    share = sum(speed.pairs(speed.cases(worlds[0], S)[window][0])) / S**2
+    costs = [speed.cost(results, P, window, it) for P in worlds for it in speed.PASSES]
+    kernel = [speed.cost(results, worlds[-1], "one by one", it) for it in speed.PASSES]
     rows.append([f"a window that leaves {100 * share:.1f} % of the pairs: time over this share", between(costs)])
     return record.grid("< | ", [*rows, ["documents one by one: time over their share", between(kernel)]])
 
 
 def new_token() -> str:
     results = record.load("generation")
-    row, ways = results["rows"][-1], (generation.ONE, generation.MERGE, generation.RING)
-    one, merge, ring = (generation.milliseconds(results, way, 4)[-1] for way in ways)
+    row, ways = results["rows"][-1], (models.ONE, models.MERGE, models.RING)
+    one, merge, ring = (models.milliseconds(results, way, 4)[-1] for way in ways)
     sent = [f"{row['bytes'][way]:,}" for way in ways[1:]]
     found = [
         ["one process", "0", "1"],
@@ -180,19 +166,37 @@ BLOCKS = (
 
 
 def renewed(text: str) -> str:
-    """The page with each table made anew. Raises ValueError when it has no place for one."""
-    for block in BLOCKS:
-        place = re.compile(rf"(<!-- {block.__name__} -->\n).*?(<!-- / -->)", re.S)
-        if not place.search(text):
-            raise ValueError(f"the page has no <!-- {block.__name__} --> ... <!-- / -->; expected one for each table")
-        text = place.sub(lambda found, block=block: f"{found[1]}{block()}\n{found[2]}", text)
+    """bench/README.md with each table made anew. Raises ValueError when it has no place for one."""
+    return filled(text, {block.__name__: block() for block in BLOCKS})
+
+
+def of_results(text: str) -> str:
+    """bench/results/README.md with the heading and the tables of all results made anew; new ones at its end."""
+    tables = {name: bench.tables for name, bench in BENCHES.items()} | {"gpu": gpu.tables}
+    for path in sorted(record.FOLDER.glob("*.json")):
+        name, results = path.stem, record.load(path.stem)
+        parts = [record.heading(results), *tables[name](results)]
+        blocks = {f"{name} {i}": part for i, part in enumerate(parts)}
+        if f"<!-- {name} 0 -->" not in text:
+            text += f"\n## {name}\n" + "".join(f"\n<!-- {block} -->\n<!-- / -->\n" for block in blocks)
+        text = filled(text, blocks)
     return text
 
 
-def main() -> int:
-    PAGE.write_text(renewed(PAGE.read_text()))
-    return 0
+def filled(text: str, blocks: dict[str, str]) -> str:
+    """The text with each block in its place. Raises ValueError when it has no place for one."""
+    for name, block in blocks.items():
+        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- / -->)", re.S)
+        if not place.search(text):
+            raise ValueError(f"the page has no <!-- {name} --> ... <!-- / -->; expected one for each block")
+        text = place.sub(lambda found, block=block: f"{found[1]}{block}\n{found[2]}", text)
+    return text
+
+
+def write() -> None:
+    for page, anew in ((PAGE, renewed), (record.FOLDER / "README.md", of_results)):
+        page.write_text(anew(page.read_text()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    write()

@@ -1,4 +1,4 @@
-"""What the benches share: machine, peak memory, methods in turn, runs in steps, results as JSON and table."""
+"""What the benches share: machine, peak memory, methods in turn, rows that outlive a stop, results as JSON."""
 
 import ctypes
 import hashlib
@@ -8,13 +8,12 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-from unittest import mock
 
 import torch
 from tqdm import tqdm
@@ -31,7 +30,25 @@ PAUSE = 0.05  # seconds before each turn, in which the threads of the last turn 
 Method = tuple[bool, Callable[[], Any]]  # (rank 0 only?, the function to time); rank 0 alone uses all the cores
 
 
-def made(name: str, dtype: str) -> Results:
+@dataclass(frozen=True)
+class Bench:
+    """What one result in bench/results is made of: `python -m bench NAME` measures it."""
+
+    name: str
+    measure: Callable[..., Results]  # what it found, for the sizes
+    tables: Callable[[Results], list[str]]  # the same in markdown, for bench/results/README.md
+    sizes: Results
+    quick: Results = field(default_factory=dict)  # in place of the sizes with --quick, which keeps nothing
+    dtype: str = "float32"
+
+    def run(self, **sizes: Any) -> Results:
+        """Measure, with these sizes in place of its own."""
+        on = made(f"python -m bench {self.name}", self.dtype)
+        sizes = {**self.sizes, **sizes}
+        return {**on, **sizes, **self.measure(**sizes)}
+
+
+def made(command: str, dtype: str) -> Results:
     """What all results begin with, and what a reader needs to judge them: the command, and the machine: cores, system,
     versions, date (UTC), and how busy it was, so call it before measuring.
     """
@@ -46,17 +63,16 @@ def made(name: str, dtype: str) -> Results:
         "torch": torch.__version__,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
-    return {"command": f"python -m bench.{name}", "machine": machine, "dtype": dtype}
+    return {"command": command, "machine": machine, "dtype": dtype}
 
 
-def page(title: str, results: Results, *parts: str) -> str:
-    """Results as markdown: a title, the command that made them, on what, and when, then texts and tables."""
+def heading(results: Results) -> str:
+    """The command that made the results, on what, and when."""
     on = results["machine"]
-    heading = (
+    return (
         f"Made by `{results['command']}` on {on['cores']} cores ({on['system']}, load {on['load']} before), "
         f"{results['dtype']}, torch {on['torch']}, Python {on['python']}, {on['date']}."
     )
-    return "\n\n".join([f"# {title}", heading, *parts]) + "\n"
 
 
 def grid(heads: str, rows: Iterable[Iterable[Any]]) -> str:
@@ -67,33 +83,11 @@ def grid(heads: str, rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def save(name: str, results: Results, table: Callable[[Results], str]) -> None:
-    """Write results/NAME.json, and the table made from it under its name in results/README.md."""
+def save(name: str, results: Results) -> None:
+    """Write results/NAME.json."""
     lists = re.compile(r"\[[^][{}]+\]")  # those that hold no others are a line each
     text = lists.sub(lambda found: re.sub(r"\n *", " ", found[0]), json.dumps(results, indent=1))
     FOLDER.joinpath(f"{name}.json").write_text(text + "\n")
-    readme = FOLDER / "README.md"
-    head, *parts = re.split(r"^(?=## )", readme.read_text(), flags=re.MULTILINE)
-    sections = {part.split(maxsplit=2)[1]: part for part in parts} | {name: section(name, table(results))}
-    readme.write_text(head + "".join(sections[each] for each in sorted(sections)))
-    print(table(results))
-
-
-def section(name: str, table: str) -> str:
-    """A table as a section of results/README.md, which is found by the name of its bench."""
-    title, rest = table.removeprefix("# ").split("\n", 1)
-    return f"## {name}\n\n**{title}.**\n{re.sub(r'^## ', '### ', rest, flags=re.MULTILINE).rstrip()}\n\n"
-
-
-def run(
-    name: str, measure: Callable[..., Results], table: Callable[[Results], str], sizes: Results, quick: Results
-) -> None:
-    """The command of a bench. With `--quick` it measures the small sizes, prints their table, and keeps nothing."""
-    if "--quick" not in sys.argv[1:]:
-        save(name, measure(**sizes), table)
-        return
-    with TemporaryDirectory() as folder, mock.patch(f"{__name__}.FOLDER", Path(folder)):
-        print(table(measure(**quick)))
 
 
 def load(name: str) -> Results:
@@ -101,28 +95,27 @@ def load(name: str) -> Results:
     return json.loads(FOLDER.joinpath(f"{name}.json").read_text())
 
 
-def in_steps(name: str, settings: Results, steps: dict[str, tuple], measure: Callable[..., Any]) -> Results:
-    """Call measure(*arguments) for every step and return the results by name of the step.
+def rows(name: str, settings: Results, cases: Sequence[Results], measure: Callable[..., Results]) -> list[Results]:
+    """A row for each case: the case, and what measure(**case) found.
 
-    A run that was stopped, by Ctrl-C, goes on where it was. Each result (JSON) is written to NAME.unfinished.json at
-    once. If the `settings` (JSON), the machine or a Python file of this project have changed since, all steps are
-    measured again. When all steps are done, the file is removed.
+    A run that was stopped, by Ctrl-C, goes on where it was. Each row (JSON) is written to NAME.unfinished.json at
+    once. If the cases, the `settings` (JSON), the machine or a Python file of this project have changed since, all are
+    measured again. When all are done, the file is removed.
     """
     path = FOLDER / f"{name}.unfinished.json"
     sources = sorted([*ROOT.glob("*.py"), *ROOT.glob("bench/*.py"), *ROOT.glob("ringlab/**/*.py")])
     code = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     on = cpu_cores(), torch.__version__
-    settings = json.loads(json.dumps({**settings, "steps": list(steps), "code": code, "on": on}))
+    settings = json.loads(json.dumps({**settings, "cases": cases, "code": code, "on": on}))
     seen = json.loads(path.read_text()) if path.exists() else {}
-    done: Results = seen["done"] if seen.get("settings") == settings else {}
-    with tqdm(steps, desc=name, unit="step", initial=len(done)) as bar:
-        for step in [step for step in steps if step not in done]:
-            bar.set_postfix_str(step)
-            done[step] = measure(*steps[step])
+    done: list[Results] = seen["done"] if seen.get("settings") == settings else []
+    with tqdm(cases[len(done) :], desc=name, total=len(cases), initial=len(done)) as bar:
+        for case in bar:
+            bar.set_postfix(case)
+            done.append({**case, **measure(**case)})
             path.write_text(json.dumps({"settings": settings, "done": done}))
-            bar.update()
     path.unlink(missing_ok=True)
-    return {step: done[step] for step in steps}
+    return done
 
 
 def return_freed_memory() -> None:

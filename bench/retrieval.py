@@ -17,8 +17,8 @@ nothing in 2,000 steps.
 Shapes: n lines and n/2 questions are S = 3n tokens, an id and a value each. A rank has tokens (B, C, 2), each with the
 token before it; labels (B, C), IGNORED except at the ids of questions; positions (C,).
 
-    $ python -m bench.retrieval            # all seeds
-    $ python -m bench.retrieval --quick    # a minute: a quarter of the lines and ids, one seed, nothing is written
+    $ python -m bench retrieval            # all seeds
+    $ python -m bench retrieval --quick    # a minute: a quarter of the lines and ids, one seed, nothing is written
 
 Source: Liu et al. 2024, figure 3; Li et al. 2023 (LongChat), for the task; Olsson et al. 2022, for the token before it.
 """
@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import record
-from bench.longest_training import kept_bytes
+from bench.memory import kept_bytes
+from bench.record import Bench, Results
 from ringlab.models.train import WARM_UP, take_step
 from ringlab.models.transformer import IGNORED, Config, Transformer, summed_loss
 from ringlab.ring.flash_ring import scaled_dot_product_attention
@@ -168,8 +169,6 @@ def kept_by_a_step(context: RankContext, lines: int, batch: int) -> tuple[int, i
 
 SQUEEZED, LONGER = "1 x, positions squeezed", "1 x, 4 x the steps"
 RUNS = {"1 x, one process": 1, "4 x, ring of 4": 4, SQUEEZED: 1, LONGER: 1}  # ranks; each has as many tokens
-SIZES = {"lines": 32, "ids": IDS, "seeds": [0, 1, 2], "steps": 400, "batch": 16, "questions": 4096}
-QUICK = {"lines": 8, "ids": 64, "seeds": [0], "steps": 240, "batch": 16, "questions": 1024}
 
 
 def lengths(lines: int) -> list[int]:
@@ -182,34 +181,31 @@ def work(context: RankContext, lines: int, steps: int, batch: int, seed: int, id
     return *train(context, lines, steps, batch, seed, ids), *kept_by_a_step(context, lines, batch)
 
 
-def run(name: str, seed: int, *, lines: int, ids: int, steps: int, batch: int, questions: int, **_: Any) -> Any:
-    """Train one model, and let it read new texts."""
-    steps *= 4 if name == LONGER else 1  # as many tokens in all as the ring
-    ranks = launch(work, RUNS[name], lines * RUNS[name], steps, batch, seed, ids)
-    read = []
-    for n in lengths(lines):
-        squeeze = lines / n if name == SQUEEZED else 1.0
-        read.append(accuracy_by_depth(ranks[0][0], n, 2 * questions // n, seed, ids, squeeze))
-    losses, tokens, kept = zip(*(of_rank[1:] for of_rank in ranks), strict=True)
-    mean = torch.tensor(losses).mean(dim=0).tolist()
-    return {"run": name, "seed": seed, "losses": mean, "tokens": tokens, "kept_bytes": kept, "accuracy": read}
+def retrieval(lines: int, ids: int, seeds: list[int], steps: int, batch: int, questions: int) -> Results:
+    """A row for each model and seed: it is trained, and reads new texts."""
+
+    def measure(run: str, seed: int) -> Results:
+        all_steps = steps * (4 if run == LONGER else 1)  # as many tokens in all as the ring
+        ranks = launch(work, RUNS[run], lines * RUNS[run], all_steps, batch, seed, ids)
+        read = []
+        for n in lengths(lines):
+            squeeze = lines / n if run == SQUEEZED else 1.0
+            read.append(accuracy_by_depth(ranks[0][0], n, 2 * questions // n, seed, ids, squeeze))
+        losses, tokens, kept = zip(*(of_rank[1:] for of_rank in ranks), strict=True)
+        mean = torch.tensor(losses).mean(dim=0).tolist()
+        return {"losses": mean, "tokens": tokens, "kept_bytes": kept, "accuracy": read}
+
+    sizes = {"lines": lines, "ids": ids, "steps": steps, "batch": batch, "questions": questions}
+    every = [{"run": name, "seed": seed} for seed in seeds for name in RUNS]
+    return {"rows": record.rows("retrieval", sizes, every, measure)}
 
 
-def measure(**sizes: Any) -> record.Results:
-    """The whole bench, with a row for each model and seed."""
-    made = record.made("retrieval", "float32")
-    steps = {f"{name}, seed {seed}": (name, seed) for seed in sizes["seeds"] for name in RUNS}
-    rows = list(record.in_steps("retrieval", sizes, steps, partial(run, **sizes)).values())
-    return {**made, **sizes, "rows": rows}
-
-
-def accuracies(results: record.Results, name: str) -> torch.Tensor:
+def accuracies(results: Results, name: str) -> torch.Tensor:
     """The share of right answers of a run: (seeds, lengths, depths)."""
     return torch.tensor([row["accuracy"] for row in results["rows"] if row["run"] == name], dtype=torch.float64)
 
 
-def table(results: record.Results) -> str:
-    """The results as a table in markdown."""
+def tables(results: Results) -> list[str]:
     rows = []
     for name in RUNS:
         row = next(row for row in results["rows"] if row["run"] == name)
@@ -222,14 +218,15 @@ def table(results: record.Results) -> str:
         "kept for the backward pass",
         *(f"{n} lines" for n in lengths(results["lines"])),
     ]
-    return record.page(
-        "Line retrieval with 1 x and with 4 x the context",
-        results,
-        f"{results['steps']} steps with {results['batch']} texts each, seeds {results['seeds']}. Right answers in new "
-        f"texts, in %: the mean over seeds, and the lowest and highest seed. A guess is right in {100 / VALUES:.0f} %.",
-        record.grid(" | ".join(heads), rows),
+    return [record.grid(" | ".join(heads), rows)]
+
+
+BENCHES = [
+    Bench(
+        "retrieval",
+        retrieval,
+        tables,
+        {"lines": 32, "ids": IDS, "seeds": [0, 1, 2], "steps": 400, "batch": 16, "questions": 4096},
+        quick={"lines": 8, "ids": 64, "seeds": [0], "steps": 240, "batch": 16, "questions": 1024},
     )
-
-
-if __name__ == "__main__":
-    record.run("retrieval", measure, table, SIZES, QUICK)
+]

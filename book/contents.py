@@ -29,6 +29,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 
 from bench.scoreboard import Grade, grades
 from book.data import WRONG_GRADIENTS, WRONG_OUT
+from figures import shapes
 from figures.draw_all import NARROW
 from ring_doctor.catalogue import CATALOGUE
 from ring_planner.plan import digits
@@ -85,7 +86,9 @@ IN_CHAPTERS = {  # an explorer, its settings, and the heading before which it st
         "## Whole steps, by the planner",
     ),
 }
-DRAWN_NARROW = {module.ALT: name for name, module in NARROW.items()}  # pictures that phones see in a narrow version
+DRAWN_NARROW = {
+    shapes.told(module.draw): name for name, module in NARROW.items()
+}  # pictures that phones see in a narrow version
 BELOW = {  # pages that stand below a page in the contents
     "bench/README": ("results/*",),
     "ring_doctor/patients/results": ("README", "findings/*"),

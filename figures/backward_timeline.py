@@ -29,12 +29,6 @@ from ringlab.ring.partition import Partition
 from ringlab.support import drawing
 from ringlab.support.timeline import Event
 
-ALT = (
-    "A timeline of four ranks in the backward pass: the first hop of the K/V blocks, which no computing hides, then "
-    "rounds 1, 2 and 3, and round 0 as the last one. In rounds 2 and 3, while rank r computes on block j, first the "
-    "gradients of this block j arrive from rank r minus 1, then the next K/V block. In round 0 every rank computes on "
-    "its own block. Meanwhile the gradients that the other ranks have added for block r arrive at rank r: home."
-)
 P = 4
 LASTS = {"compute": 1.0, "KV": 0.3, "dKV": 0.6}  # rounds: computing on a block, sending K and V, sending gradients
 LEFT, TOP, ROUND, LANE = 92, 150, 184, 104  # pixels: the first round and the first lane, and their sizes
@@ -145,13 +139,17 @@ def _bar(ax: Axes, event: Event, top: float, height: float, text: str) -> None:
 
 
 def draw() -> Figure:
-    """A lane for each rank: above what it computes, below what arrives meanwhile."""
+    """A timeline of four ranks in the backward pass: the first hop of the K/V blocks, which no computing hides, then
+    rounds 1, 2 and 3, and round 0 as the last one. In rounds 2 and 3, while rank r computes on block j, first the
+    gradients of this block j arrive from rank r minus 1, then the next K/V block. In round 0 every rank computes on its
+    own block. Meanwhile the gradients that the other ranks have added for block r arrive at rank r: home.
+    """
     events, _ = timeline()
     end = max(event.end for event in events)
     key = "Above: a rank computes on a block.   Below: what arrives meanwhile, KV (K and V) or dKV (their gradients)."
     sizes = f"A clock counts: computing on a block 1, a message KV {LASTS['KV']:g}, a message dKV {LASTS['dKV']:g}."
     figure, ax = shapes.headed(
-        TOP + P * LANE + 92, ALT, "The gradients of a block arrive one round after the block", {66: key, 90: sizes}
+        TOP + P * LANE + 92, draw, "The gradients of a block arrive one round after the block", {66: key, 90: sizes}
     )
     for n in range(P + 1):
         x = LEFT + ROUND * (end - P + n)

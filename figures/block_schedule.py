@@ -10,23 +10,21 @@ from figures import shapes
 from figures.ring_timeline import events
 from ringlab.support import drawing
 
-ALT = (
-    "A grid of four rounds by four ranks, coloured by K/V block. In round 0 rank r holds block r; in each later round "
-    "every block stands one rank further to the right, and that of rank 3 comes in again at rank 0. There is a hop "
-    "between any two rounds, three in all, and none after the last one."
-)
 CELL, STEP = (142, 64), (174, 116)  # pixels: a cell, and from one to the next
 LEFT, TOP = 168, 104
 
 
 def draw() -> drawing.Picture:
-    """Rounds downwards, ranks to the right."""
+    """A grid of four rounds by four ranks, coloured by K/V block. In round 0 rank r holds block r; in each later round
+    every block stands one rank further to the right, and that of rank 3 comes in again at rank 0. There is a hop
+    between any two rounds, three in all, and none after the last one.
+    """
     record = events()
     sent = [event for event in record if event.what == "send"]
     P = 1 + max(event.rank for event in record)
     hops = 1 + max(event.round for event in sent)
     title = f"The K/V block on which each rank computed: {P} rounds, {hops} hops"
-    figure, ax = shapes.headed(580, ALT, title)
+    figure, ax = shapes.headed(580, draw, title)
     for rank in range(P):
         drawing.write(ax, LEFT + STEP[0] * rank + CELL[0] / 2, 82, f"rank {rank}", weight="bold", ha="center")
     for t in range(P):

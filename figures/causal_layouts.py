@@ -12,18 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
+from figures import shapes
 from ringlab.ring.causal import idle_share, visible_pairs
 from ringlab.ring.layouts import LAYOUTS, positions
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
 
-ALT = (
-    "16 tokens on 4 ranks in three layouts. Above, the causal mask with rows and columns in the order in which the "
-    "ranks hold the tokens, coloured by K/V block. Contiguous: tiles below the diagonal are full, those above it are "
-    "empty. Zigzag: the left half of each tile below the diagonal, the lower half of each above it. Striped: a "
-    "triangle in every tile. Below, a bar for each rank: with contiguous chunks rank 0 waits in three of four rounds "
-    "and all ranks together 41 percent of the time, with zigzag none waits, with striped 15 percent."
-)
 S, P = 16, 4
 C = S // P
 CELL = 15  # pixels
@@ -93,9 +87,14 @@ def _bars(ax: Axes, x: float, y: float, layout: str) -> None:
 
 
 def draw(narrow: bool = False) -> drawing.Picture:
-    """The masks side by side, and under each what its ranks do; narrow, for phones, one layout below the other."""
+    """16 tokens on 4 ranks in three layouts. Above, the causal mask with rows and columns in the order in which the
+    ranks hold the tokens, coloured by K/V block. Contiguous: tiles below the diagonal are full, those above it are
+    empty. Zigzag: the left half of each tile below the diagonal, the lower half of each above it. Striped: a triangle
+    in every tile. Below, a bar for each rank: with contiguous chunks rank 0 waits in three of four rounds and all ranks
+    together 41 percent of the time, with zigzag none waits, with striped 15 percent.
+    """
     width, height = (NARROW, 204 + 3 * NEXT) if narrow else (1000, 648)
-    figure, ax = drawing.canvas(width, height, ALT)
+    figure, ax = drawing.canvas(width, height, shapes.told(draw))
     title = "A causal mask, as the ranks hold it: the same pairs, shared out in three ways"
     rows = f"{S} tokens. Rows: the queries of each rank. Columns: the keys of each block. "
     key = rows + f"In each tile: the round (r − j) mod {P}"

@@ -39,16 +39,15 @@ def asked() -> Tensor:
 
 
 def draw() -> drawing.Picture:
+    """A map of 64 queries, from top to bottom, and 64 keys, from left to right, in 8 chunks of 8. Dots in the colour of
+    their block are the 4 keys that each query chose. A query chose keys of its own topic, which lie in few blocks, near
+    and far. Of the 36 blocks of keys that the causal mask shows, 18 have a dot. The other 18 are grey: nobody asked for
+    them, so no rank computes them.
+    """
     wanted = asked()
     past, shown = P * (P + 1) // 2, int(wanted.sum())
-    alt = (
-        f"A map of {S} queries, from top to bottom, and {S} keys, from left to right, in {P} chunks of {C}. Dots in "
-        f"the colour of their block are the {COUNT} keys that each query chose. A query chose keys of its own topic, "
-        f"which lie in few blocks, near and far. Of the {past} blocks of keys that the causal mask shows, {shown} have "
-        f"a dot. The other {past - shown} are grey: nobody asked for them, so no rank computes them."
-    )
     said = f"{P} ranks of {C} tokens, {COUNT} keys a query. Grey: {past - shown} of {past} blocks that nobody asked for"
-    figure, _ = shapes.headed(760, alt, "Each query chooses its keys from the whole text", {65: said})
+    figure, _ = shapes.headed(760, draw, "Each query chooses its keys from the whole text", {65: said})
     ax = shapes.numbers(figure, (0.17, 0.09, 0.68, 0.79), x="position of the key", y="position of the query")
     ax.grid(visible=False)
     for rank in range(P):

@@ -20,13 +20,6 @@ from ringlab.ring.partition import Partition
 from ringlab.support import drawing
 from ringlab.ways.double_ring import DoubleRing
 
-ALT = (
-    "Eight ranks by eight rounds. Ranks 0 to 3 are host 0, ranks 4 to 7 are host 1. In rounds 0 to 3 the blocks KV0 to "
-    "KV3 go round the ranks of host 0, by one rank a round, and KV4 to KV7 round those of host 1. During these four "
-    "rounds each rank also sends its own block to the same device of the other host: eight long bars between the "
-    "hosts. In round 4 these blocks arrive: KV0 to KV3 at ranks 4 to 7, and KV4 to KV7 at ranks 0 to 3. In rounds 4 "
-    "to 7 they go round there, and nothing travels between the hosts."
-)
 HOSTS, DEVICES = 2, 4
 P = HOSTS * DEVICES
 LEFT, ROUND, CELL = 104, 110, (72, 32)  # pixels: the first round, from one to the next, a cell
@@ -129,12 +122,17 @@ def _fast_hop(ax: Axes, hop: Hop) -> None:
 
 
 def draw() -> drawing.Picture:
-    """Rows are ranks, columns are rounds, and between the hosts are the slow hops."""
+    """Eight ranks by eight rounds. Ranks 0 to 3 are host 0, ranks 4 to 7 are host 1. In rounds 0 to 3 the blocks KV0 to
+    KV3 go round the ranks of host 0, by one rank a round, and KV4 to KV7 round those of host 1. During these four
+    rounds each rank also sends its own block to the same device of the other host: eight long bars between the hosts.
+    In round 4 these blocks arrive: KV0 to KV3 at ranks 4 to 7, and KV4 to KV7 at ranks 0 to 3. In rounds 4 to 7 they go
+    round there, and nothing travels between the hosts.
+    """
     blocks, hops = schedule()
     width, height = CELL
     title = f"A double ring: {HOSTS} hosts of {DEVICES} devices, one slow hop a turn of {DEVICES} rounds"
     key = "Box: the block that a rank computes on. Thin arrow: a hop inside a host. Bar: a hop to the other host"
-    figure, ax = shapes.headed(796, ALT, title, {64: key})
+    figure, ax = shapes.headed(796, draw, title, {64: key})
     for t in range(P):
         x, _ = cell(0, t)
         drawing.write(ax, x + width / 2, 122, f"round {t}", weight="bold", ha="center")

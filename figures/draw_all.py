@@ -7,71 +7,28 @@ A chapter draws its own pictures: they are its outputs.
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
-from figures import (
-    FOLDER,
-    backward_timeline,
-    block_schedule,
-    causal_layouts,
-    chosen_keys,
-    double_ring,
-    gradients_home,
-    hidden_communication,
-    kv_rotation,
-    masked_ring,
-    measured,
-    measured_models,
-    mesh,
-    message_order,
-    overlap_timeline,
-    ring_timeline,
-    running_softmax,
-    scoreboard,
-    slow_hop,
-    state_ring,
-    token_loss,
-    tokens_to_heads,
-    wrong_kernel,
-)
+from figures import FOLDER, measured, measured_models
 from ringlab.support import drawing
 
-PAGES: dict[str, Callable[[], drawing.Picture]] = {  # pages show their SVG
-    "kv_rotation": kv_rotation.draw,
-    "message_order": message_order.draw,
-    "hidden_communication": hidden_communication.draw,
-    "scoreboard": scoreboard.draw,
-    "speed": measured.speed,
-    "crossover": measured.crossover,
-    "in_context_rl": measured_models.in_context_rl,
-}
-CHAPTERS: dict[str, Callable[[], drawing.Picture]] = {  # chapters draw them
-    "running_softmax": running_softmax.draw,
-    "memory": measured.memory,
-    "block_schedule": block_schedule.draw,
-    "ring_timeline": ring_timeline.draw,
-    "gradients_home": gradients_home.draw,
-    "overlap_timeline": overlap_timeline.draw,
-    "causal_layouts": causal_layouts.draw,
-    "backward_timeline": backward_timeline.draw,
-    "wrong_kernel": wrong_kernel.draw,
-    "overlap_threshold": measured.overlap_threshold,
-    "slow_hop": slow_hop.draw,
-    "max_context": measured.max_context,
-    "token_loss": token_loss.draw,
-    "mesh": mesh.draw,
-    "loss_curves": measured_models.loss_curves,
-    "masked_ring": masked_ring.draw,
-    "generation": measured_models.generation,
-    "retrieval": measured_models.retrieval,
-    "chosen_keys": chosen_keys.draw,
-    "tokens_to_heads": tokens_to_heads.draw,
-    "double_ring": double_ring.draw,
-    "state_ring": state_ring.draw,
-}
 
-# those that are drawn for phones, too
-NARROW = {"kv_rotation": kv_rotation, "message_order": message_order, "causal_layouts": causal_layouts}
+def pictures(names: str) -> dict[str, Callable[[], drawing.Picture]]:
+    """By name: `draw` of the file of this name, or a function of a file of charts."""
+    charts = vars(measured) | vars(measured_models)
+    return {name: charts[name] if name in charts else import_module(f"figures.{name}").draw for name in names.split()}
+
+
+PAGES = pictures("kv_rotation message_order hidden_communication scoreboard speed crossover in_context_rl")  # their SVG
+CHAPTERS = pictures(  # chapters draw them
+    "running_softmax memory block_schedule ring_timeline gradients_home overlap_timeline causal_layouts "
+    "backward_timeline wrong_kernel overlap_threshold slow_hop max_context token_loss mesh loss_curves "
+    "masked_ring generation retrieval chosen_keys tokens_to_heads double_ring state_ring"
+)
+NARROW = {
+    name: import_module(f"figures.{name}") for name in ("kv_rotation", "message_order", "causal_layouts")
+}  # phones
 
 
 def save(name: str, folder: Path = FOLDER, *, narrow: bool = False) -> None:
@@ -80,7 +37,7 @@ def save(name: str, folder: Path = FOLDER, *, narrow: bool = False) -> None:
     file = f"{name}-narrow.svg" if narrow else f"{name}.svg"
     folder.joinpath(file).write_text(drawing.svg(figure))
     if name == "kv_rotation":
-        kv_rotation.save_gif(folder, narrow=narrow)
+        NARROW[name].save_gif(folder, narrow=narrow)
 
 
 def main(names: list[str]) -> None:

@@ -18,13 +18,6 @@ from ringlab.ring.backward import block_backward
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
 
-ALT = (
-    "Four rounds by four ranks, and a fifth row: home. In round t rank r holds K/V block (r minus t) mod 4. What "
-    "it finds for its own block in round 0 stays. The dK and dV that travel have the shares of one rank in round "
-    "1, of two in round 2 and of three in round 3. The first hop carries K and V only, the next two K, V, dK and "
-    "dV, the last dK and dV only: home, to rank r, where its own share is added. The error of a dK is zero there,"
-    " and not before."
-)
 P = 4
 CELL, STEP = (152, 92), (174, 132)  # pixels: a cell, and from one to the next
 LEFT, TOP, SLOT = 142, 132, 22  # and from one small box to the next
@@ -90,12 +83,16 @@ def _cell(ax: Axes, x: float, y: float, hand: InHand, off: float, *, home: bool)
 
 
 def draw() -> drawing.Picture:
-    """Rounds downwards, ranks to the right, and home at the bottom."""
+    """Four rounds by four ranks, and a fifth row: home. In round t rank r holds K/V block (r minus t) mod 4. What it
+    finds for its own block in round 0 stays. The dK and dV that travel have the shares of one rank in round 1, of two
+    in round 2 and of three in round 3. The first hop carries K and V only, the next two K, V, dK and dV, the last dK
+    and dV only: home, to rank r, where its own share is added. The error of a dK is zero there, and not before.
+    """
     record = travel()
     exact = problem()[2][1].chunk(P, 2)
     title = f"The backward pass: dK and dV follow their block from round 1 on; hop {P} brings them home"
     key = "Small boxes: ranks whose queries are in dK and dV so far.   off by: largest error against autograd"
-    figure, ax = shapes.headed(776, ALT, title, {66: key})
+    figure, ax = shapes.headed(776, draw, title, {66: key})
     for rank in range(P):
         drawing.write(ax, LEFT + STEP[0] * rank + CELL[0] / 2, TOP - 20, f"rank {rank}", weight="bold", ha="center")
     for t, hands in enumerate(record):

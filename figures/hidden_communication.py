@@ -8,12 +8,6 @@ from ring_planner.hidden_communication import LLAMA_7B, TABLE_2, min_overlap_chu
 from ring_planner.presets import GPUS
 from ringlab.support import drawing
 
-ALT = (
-    "A row for each of seven pairs of a device and a link, with its FLOP/s and bytes/s, and a point at the smallest "
-    "chunk that hides its messages, on a logarithmic axis of tokens. The five fast links stand close together: TPU v3, "
-    "v4, v5e and A100 with NVLink near 1,000 tokens, H100 with NVLink at 2,200. The two links between hosts are far to "
-    "the right: H100 with a NIC at 19,780 and A100 with InfiniBand at 24,960 tokens."
-)
 FASTEST_NIC = 60e9  # bytes/s
 FAST, NIC = drawing.INK, "#A33B75"  # not those of blocks: these are links
 
@@ -33,14 +27,18 @@ def machines() -> list[tuple[str, float, float, float]]:
 
 
 def draw() -> drawing.Picture:
-    """A point for each machine."""
+    """A row for each of seven pairs of a device and a link, with its FLOP/s and bytes/s, and a point at the smallest
+    chunk that hides its messages, on a logarithmic axis of tokens. The five fast links stand close together: TPU v3,
+    v4, v5e and A100 with NVLink near 1,000 tokens, H100 with NVLink at 2,200. The two links between hosts are far to
+    the right: H100 with a NIC at 19,780 and A100 with InfiniBand at 24,960 tokens.
+    """
     title = "Over a NIC, chunks must be ten times as long to hide their messages"
     lines = {
         66: "FLOP/s over bytes/s: bf16, no mask, as many K/V heads as query heads. Llama 8B, causal, needs half of it"
     }
     rows, top, row = machines(), 140, 40
     height = top + row * len(rows) + 70
-    figure, page = shapes.headed(height, ALT, title, lines)
+    figure, page = shapes.headed(height, draw, title, lines)
     for x, colour, name in ((20, FAST, "NVLink, or a link of TPUs"), (260, NIC, "a NIC, between hosts")):
         page.plot([x + 8], [98], "o", color=colour, ms=8)
         drawing.write(page, x + 22, 98, name, color=colour)

@@ -18,12 +18,6 @@ from ringlab.support import drawing
 from ringlab.support.colours import ink_on
 from worked_example import P, Step, ring
 
-ALT = (
-    "Four GPUs in a ring, in four rounds. The queries of tokens 0 and 1 stay on GPU 0, those of 2 and 3 on GPU 1, "
-    "those of 4 and 5 on GPU 2, those of 6 and 7 on GPU 3. After each of the first three rounds every K/V block moves "
-    "on to the next GPU, so GPU 0 computes on blocks 0, 3, 2 and 1. Token 0's result goes from [0.6698, 0.3302] over "
-    "[2.6420, 1.7435] and [2.4530, 1.6718] to [2.2688, 1.6500]."
-)
 CARD, GAP = (196, 112), (64, 46)  # pixels: a GPU, and the space between two
 SLOT = (8, 40, 180, 64)  # where the block lies on the card: x, y, width, height
 FRAME, NARROW = (900, 424), (472, 736)  # pixels: of the animation, and of the one for phones
@@ -80,9 +74,13 @@ def _ring(ax: Axes, x: float, y: float, blocks: list[int], *, arrows: bool, move
 
 
 def draw(narrow: bool = False) -> drawing.Picture:
-    """The still: four rounds in two columns; narrow, for phones, in one."""
+    """Four GPUs in a ring, in four rounds. The queries of tokens 0 and 1 stay on GPU 0, those of 2 and 3 on GPU 1,
+    those of 4 and 5 on GPU 2, those of 6 and 7 on GPU 3. After each of the first three rounds every K/V block moves on
+    to the next GPU, so GPU 0 computes on blocks 0, 3, 2 and 1. Token 0's result goes from [0.6698, 0.3302] over
+    [2.6420, 1.7435] and [2.4530, 1.6718] to [2.2688, 1.6500].
+    """
     width, height, columns = (NARROW[0], 1528, 1) if narrow else (1000, 800, 2)
-    figure, ax = drawing.canvas(width, height, ALT)
+    figure, ax = drawing.canvas(width, height, shapes.told(draw))
     left, size, count = (8, 16, "") if narrow else (20, drawing.TITLE, ": 4 rounds, 3 hops")
     drawing.write(ax, left, 34, f"K/V blocks travel, queries stay{count}", size=size, weight="bold")
     for t, now in enumerate(ring()):
@@ -142,7 +140,7 @@ def save_gif(folder: Path, narrow: bool = False) -> None:
     """Write the animation as kv_rotation.gif or kv_rotation-narrow.gif. It stays a while on every round."""
     record, images, milliseconds = ring(), [], []
     for t, moved in frames(steps=10):
-        figure, ax = drawing.canvas(*(NARROW if narrow else FRAME), ALT)
+        figure, ax = drawing.canvas(*(NARROW if narrow else FRAME), shapes.told(draw))
         _frame(ax, record, t, moved, narrow)
         shown = FigureCanvasAgg(figure)
         shown.draw()

@@ -12,13 +12,6 @@ from ringlab.ring.masks import Mask
 from ringlab.ring.partition import BlockSlice, Partition
 from ringlab.support import drawing
 
-ALT = (
-    "Two squares of 32 queries by 32 keys, on 4 ranks with contiguous chunks of 8 tokens. Left: documents of 5, 11, 10 "
-    "and 6 tokens, a triangle for each along the diagonal, cut at the borders of ranks and blocks into smaller "
-    "triangles and rectangles; a rank computes on its own block and on the block before it, so there is 1 hop. Right: "
-    "a window of 6 tokens, a band along the diagonal, cut into triangles of both directions and rectangles; and 2 "
-    "global tokens, a narrow column at the left that all ranks compute from block KV0, so there are 3 hops."
-)
 P, C = 4, 8
 S = P * C
 MASKS = {
@@ -64,9 +57,14 @@ def _panel(ax: Axes, x: float, name: str, partition: Partition) -> None:
 
 
 def draw() -> drawing.Picture:
-    """The two masks side by side."""
+    """Two squares of 32 queries by 32 keys, on 4 ranks with contiguous chunks of 8 tokens. Left: documents of 5, 11, 10
+    and 6 tokens, a triangle for each along the diagonal, cut at the borders of ranks and blocks into smaller triangles
+    and rectangles; a rank computes on its own block and on the block before it, so there is 1 hop. Right: a window of 6
+    tokens, a band along the diagonal, cut into triangles of both directions and rectangles; and 2 global tokens, a
+    narrow column at the left that all ranks compute from block KV0, so there are 3 hops.
+    """
     key = "Rows: queries. Columns: keys, in the colour of their block. Each outlined part is one call of the kernel"
-    figure, ax = shapes.headed(596, ALT, "What each rank computes under a mask", {64: key})
+    figure, ax = shapes.headed(596, draw, "What each rank computes under a mask", {64: key})
     for x, (name, partition) in zip(PANELS, MASKS.items(), strict=True):
         _panel(ax, x, name, partition)
     return figure

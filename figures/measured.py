@@ -1,6 +1,6 @@
 """Pictures of attention that was measured, each drawn from the results of one bench in bench/results.
 
-$ python -m bench.memory        # measures again; memory is also the name of the picture
+$ python -m bench memory        # measures again; memory is also the name of the picture
 $ python -m figures.draw_all    # draws again
 """
 
@@ -8,10 +8,11 @@ from statistics import median
 
 from matplotlib.colors import to_hex, to_rgb
 
-from bench import against_peers, record
-from bench.against_peers import TORCH, ZIGZAG, ZIGZAG_MEMORY
+from bench import record
 from bench.five_ways_predicted import TRAIN, timed
-from bench.max_context import lengths as max_context_lengths
+from bench.memory import lengths as longest
+from bench.speed import TORCH, ZIGZAG, ZIGZAG_MEMORY, speeds
+from bench.speed import TRAIN as TRAINING
 from figures import shapes
 from ring_planner.hidden_communication import hidden_share
 from ring_planner.ways import WAYS
@@ -20,13 +21,11 @@ from ringlab.support.colours import ink_on
 
 
 def memory() -> drawing.Picture:
-    """Peak memory beyond the inputs against S: lines are counted by bench/memory.py, points are peaks of processes."""
-    alt = (
-        "Peak memory beyond the inputs against sequence length S from 512 to 16,384, both axes logarithmic. Naive "
-        "attention grows with the square of S, from 6 MiB to 6 GiB. Blockwise attention and one rank of a ring of 4 "
-        "need a few MiB of tiles when S is small and then grow in proportion to S, to 16 and 10 MiB. The measured "
-        "points lie on the lines."
-    )
+    """Peak memory beyond the inputs against sequence length S from 512 to 16,384, both axes logarithmic. Naive
+    attention grows with the square of S, from 6 MiB to 6 GiB. Blockwise attention and one rank of a ring of 4 need a
+    few MiB of tiles when S is small and then grow in proportion to S, to 16 and 10 MiB. The measured points lie on the
+    lines.
+    """
     methods = {  # label, colour (not that of a block: these are methods), marker, side of the label
         "naive": ("naive", "#8C1D40", "s", 0),
         "blockwise": ("blockwise", drawing.MUTED, "D", 1),
@@ -36,7 +35,7 @@ def memory() -> drawing.Picture:
     lengths = results["lengths"]
     title = "Peak memory beyond the inputs: S² becomes S, and S/P on a rank"
     shape = f"B = 1, H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"
-    figure, _ = shapes.headed(600, alt, title, {66: f"lines: counted   points: measured   {shape}"})
+    figure, _ = shapes.headed(600, memory, title, {66: f"lines: counted   points: measured   {shape}"})
     ax = shapes.numbers(figure, (0.08, 0.115, 0.72, 0.75), x="S, tokens")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
@@ -61,17 +60,12 @@ def memory() -> drawing.Picture:
 
 
 def overlap_threshold() -> drawing.Picture:
-    """The share of its messages that a ring between two hosts hides, against its chunk.
-
-    Lines are modelled by ring_planner/hidden_communication.py from the FLOP/s and bytes/s of the same run.
+    """The hidden share of the messages' time against the chunk, tokens a rank, on a logarithmic axis, for a fast and
+    for a slow link between two hosts. For each link a modelled line rises with the chunk up to 100% at the predicted
+    knee, and stays there. The measured points rise and stay at 100% in the same way, those of the slow link at chunks
+    about four times as long. On the fast link the measured knee is left of the predicted one, near a second, dashed
+    line, which is for the FLOP/s that computing reaches while messages travel.
     """
-    alt = (
-        "The hidden share of the messages' time against the chunk, tokens a rank, on a logarithmic axis, for a fast "
-        "and for a slow link between two hosts. For each link a modelled line rises with the chunk up to 100% at the "
-        "predicted knee, and stays there. The measured points rise and stay at 100% in the same way, those of the "
-        "slow link at chunks about four times as long. On the fast link the measured knee is left of the predicted "
-        "one, near a second, dashed line, which is for the FLOP/s that computing reaches while messages travel."
-    )
     looks = [("#8C1D40", "s"), (drawing.INK, "o")]  # fast link first; not the colour of a block: these are links
     results = record.load("overlap_threshold")
     title = "With chunks longer than the knee C*, a ring hides all its messages"
@@ -79,7 +73,7 @@ def overlap_threshold() -> drawing.Picture:
     on = results["machine"]
     shape = f"H = {results['heads']}, D = {results['head_dim']}, {results['dtype']}"
     machine = f"two hosts (network namespaces), a rank and a core each of {on['cores']}, {shape}, {on['date'][:10]}"
-    figure, _ = shapes.headed(600, alt, title, {64: key, 90: machine})
+    figure, _ = shapes.headed(600, overlap_threshold, title, {64: key, 90: machine})
     place = (0.075, 0.115, 0.895, 0.6)
     ax = shapes.numbers(figure, place, x="C, tokens a rank", y="hidden: 1 - wait / hop")
     ax.set_xscale("log", base=2)
@@ -109,13 +103,11 @@ def overlap_threshold() -> drawing.Picture:
 
 
 def max_context() -> drawing.Picture:
-    """The longest context that fits into a fixed memory per device, against the number of devices. Table 3 in small."""
-    alt = (
-        "The longest context that trains one attention layer, against the number of devices P, each with the same "
-        "hard memory limit. The ring's points for 1, 2, 4 and 8 devices lie on the modelled line, straight through "
-        "the origin: 2, 4 and 8 times the context of one device. Two level lines show what one device reaches without "
-        "a ring: naive attention the least, blockwise attention as much as a ring of two devices."
-    )
+    """The longest context that trains one attention layer, against the number of devices P, each with the same hard
+    memory limit. The ring's points for 1, 2, 4 and 8 devices lie on the modelled line, straight through the origin: 2,
+    4 and 8 times the context of one device. Two level lines show what one device reaches without a ring: naive
+    attention the least, blockwise attention as much as a ring of two devices.
+    """
     colours = {
         "naive": "#8C1D40",
         "blockwise": "#B0568A",
@@ -128,13 +120,13 @@ def max_context() -> drawing.Picture:
     limit = f"{results['budget'] / 2**20:g} MiB a device, a hard limit"
     limit += f"   one layer's attention, forward and backward, {shape}"
     on = f"points: measured, {machine['cores']} cores, {machine['date'][:10]}   lines: modelled by counting bytes"
-    figure, _ = shapes.headed(600, alt, title, {65: limit, 91: on})
+    figure, _ = shapes.headed(600, max_context, title, {65: limit, 91: on})
     ax = shapes.numbers(figure, (0.085, 0.115, 0.9, 0.695), x="devices P of the ring", y="longest S, tokens")
-    ring, modelled = max_context_lengths(results, "ring"), max_context_lengths(results, "ring", "counted_chunk")
+    ring, modelled = longest(results, "ring"), longest(results, "ring", "counted_chunk")
     right, look = 1.25 * worlds[-1], {"fontsize": 0.72 * drawing.TEXT, "textcoords": "offset points"}
     for method in ("naive", "blockwise"):
-        colour, (S,) = colours[method], max_context_lengths(results, method)
-        ax.plot([0, right], max_context_lengths(results, method, "counted_chunk") * 2, color=colour, lw=1.8)
+        colour, (S,) = colours[method], longest(results, method)
+        ax.plot([0, right], longest(results, method, "counted_chunk") * 2, color=colour, lw=1.8)
         ax.plot([1], [S], "s", color=colour, ms=8, mec=drawing.PAGE, mew=1.2)
         label = f"{method}, one device: {S:,}"
         ax.annotate(label, (right, S), (-4, 8), ha="right", color=colour, weight="bold", **look)
@@ -151,14 +143,11 @@ def max_context() -> drawing.Picture:
 
 
 def speed() -> drawing.Picture:
-    """The speed of training with the trainable ring and with torch's loop, as a share of what one process reaches."""
-    alt = (
-        "Two panels, for 2 and for 4 ranks on 2 cores: the speed of a causal forward and backward pass against the "
-        "sequence length from 1,024 to 16,384, as a share of what fused attention reaches in one process with both "
-        "cores. All three lines are near 1 from 8,192 tokens on. On shorter sequences the ring in shared memory stays "
-        "near it. The ring with messages falls to 0.86 with 2 ranks and to 0.59 with 4, PyTorch's own loop to 0.79 and "
-        "0.56."
-    )
+    """Two panels, for 2 and for 4 ranks on 2 cores: the speed of a causal forward and backward pass against the
+    sequence length from 1,024 to 16,384, as a share of what fused attention reaches in one process with both cores. All
+    three lines are near 1 from 8,192 tokens on. On shorter sequences the ring in shared memory stays near it. The ring
+    with messages falls to 0.86 with 2 ranks and to 0.59 with 4, PyTorch's own loop to 0.79 and 0.56.
+    """
     looks = {  # colours not those of blocks: these are methods
         ZIGZAG_MEMORY: ("this ring, in shared memory", drawing.INK, "o", "-"),
         ZIGZAG: ("this ring, messages", "#5B4B8A", "s", "-"),
@@ -167,20 +156,20 @@ def speed() -> drawing.Picture:
     results = record.load("against_peers")
     lengths = sorted({row["seq_len"] for row in results["rows"]})
     machine = f"{results['machine']['cores']} cores, float32, B = 1, H = {results['heads']}, D = {results['head_dim']}"
-    training = {"dtype": "float32", "case": against_peers.TRAIN}
+    training = {"dtype": "float32", "case": TRAINING}
     long = [S for S in lengths if S >= 8192]
-    ours = [against_peers.speeds(results, method=name, seq_len=S, **training) for name in list(looks)[:2] for S in long]
+    ours = [speeds(results, method=name, seq_len=S, **training) for name in list(looks)[:2] for S in long]
     least = min(share for shares in ours for share in shares)
     title = f"From 8,192 tokens on, this ring trains at {least:.0%} of the speed of one process, or more"
     line = f"causal, forward and backward   one process: fused attention, measured in turn   {machine}"
-    figure, page = shapes.headed(470, alt, title, {66: line})
+    figure, page = shapes.headed(470, speed, title, {66: line})
     for column, P in enumerate(results["worlds"]):
         place = 0.08 + 0.475 * column, 0.13, 0.43, 0.56
         y = "speed, one process = 1" if column == 0 else ""
         ax = shapes.numbers(figure, place, x="S, tokens", y=y, title=f"{P} ranks")
         ax.axhline(1, color=drawing.MUTED, lw=1.2)
         for name, (_, colour, marker, style) in looks.items():
-            seen = against_peers.speeds(results, method=name, world_size=P, **training)
+            seen = speeds(results, method=name, world_size=P, **training)
             ax.plot(lengths, seen, marker=marker, color=colour, lw=1.8, ls=style, ms=8, mec=drawing.PAGE, mew=1.2)
         ax.set_xscale("log", base=2)
         ax.set_xticks(lengths, [f"{S:,}" for S in lengths])
@@ -195,13 +184,11 @@ def speed() -> drawing.Picture:
 
 
 def crossover() -> drawing.Picture:
-    """How long five ways take between two hosts, over the fastest of them: by sequence, hosts and rate of the link."""
-    alt = (
-        "A grid of twelve columns: two sequences, two meshes of hosts, three rates of the link between the hosts. Each "
-        "of five rows is a way, each cell its time of a training step of attention over that of the fastest way in the "
-        "column. The hybrid has 1 to 1.02 in ten columns, and 1.21 and 1.30 on the slowest link with the short "
-        "sequence, where all-to-all is the fastest. All-gather takes up to 2.3 times as long, the ring 1.77 times."
-    )
+    """A grid of twelve columns: two sequences, two meshes of hosts, three rates of the link between the hosts. Each of
+    five rows is a way, each cell its time of a training step of attention over that of the fastest way in the column.
+    The hybrid has 1 to 1.02 in ten columns, and 1.21 and 1.30 on the slowest link with the short sequence, where
+    all-to-all is the fastest. All-gather takes up to 2.3 times as long, the ring 1.77 times.
+    """
     results = record.load("five_ways")
     cells = sorted(results["rows"], key=lambda row: (row["seq_len"], row["per_host"], row["rate"]))
     taken = [{way: median(timed(row, way, TRAIN)) for way in WAYS} for row in cells]
@@ -211,7 +198,7 @@ def crossover() -> drawing.Picture:
     what = "numbers: forward and backward, over the time of the column's fastest way   columns: MB/s between the hosts"
     on = f"measured on two hosts (network namespaces) on {results['machine']['cores']} cores, {results['dtype']}"
     shape = f"causal, H = {results['heads']}, D = {results['head_dim']}, {results['machine']['date'][:10]}"
-    figure, page = shapes.headed(460, alt, title, {65: what, 91: f"{on}   {shape}"})
+    figure, page = shapes.headed(460, crossover, title, {65: what, 91: f"{on}   {shape}"})
     for i, way in enumerate(WAYS):
         drawing.write(page, 20, 220 + 46 * i, way, weight="bold")
     for i, (row, each) in enumerate(zip(cells, over, strict=True)):

@@ -1,17 +1,15 @@
 """Pictures of models that were trained or wrote a token, each drawn from the results of one bench in bench/results.
 
-$ python -m bench.retrieval     # trains again; retrieval is also the name of the picture
+$ python -m bench retrieval     # trains again; retrieval is also the name of the picture
 $ python -m figures.draw_all    # draws again
 """
 
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 
 from bench import record
-from bench.generation import MERGE, ONE, RING, milliseconds
 from bench.in_context_rl import ARMS, BEST, CLONING, LEARNER, TRAJECTORY, rewards
 from bench.in_context_rl import RUNS as LEARNERS
-from bench.loss_curves import BF16, ROUNDED, curves, differences
-from bench.loss_curves import ONE as ALONE
+from bench.models import BF16, MERGE, ONE, RING, ROUNDED, curves, differences, milliseconds
 from bench.retrieval import LONGER, RUNS, SQUEEZED, accuracies, lengths
 from figures import shapes
 from ringlab.support import drawing
@@ -19,16 +17,13 @@ from ringlab.support.colours import ink_on
 
 
 def loss_curves() -> drawing.Picture:
-    """The losses of 100 steps on one process, in a ring, on a mesh and in bfloat16, and their differences."""
-    alt = (
-        "Two panels over 100 training steps. Above, the losses of one process, of a ring of 4, of a mesh of 2 x 2 and "
-        "of a ring of 4 in bfloat16 fall from 5.6 to 2.8 and lie on each other. Below, on a logarithmic axis, the "
-        "largest difference so far of each run from one process, as a share of the loss. The ring and the mesh stay "
-        "below 3e-7, as does a run on one process whose first weights are off by one rounding error. Bfloat16 reaches "
-        "3e-3."
-    )
+    """Two panels over 100 training steps. Above, the losses of one process, of a ring of 4, of a mesh of 2 x 2 and of a
+    ring of 4 in bfloat16 fall from 5.6 to 2.8 and lie on each other. Below, on a logarithmic axis, the largest
+    difference so far of each run from one process, as a share of the loss. The ring and the mesh stay below 3e-7, as
+    does a run on one process whose first weights are off by one rounding error. Bfloat16 reaches 3e-3.
+    """
     looks = {  # colour (not that of a block: these are runs), line style and width: each lies inside the one before it
-        ALONE: (drawing.FAINT, "-", 11.0),
+        ONE: (drawing.FAINT, "-", 11.0),
         "ring of 4": ("#8C1D40", "-", 7.0),
         "2 x 2, dp x cp": ("#D79BBB", "-", 3.6),
         BF16: (drawing.INK, (0, (1, 1.6)), 1.8),
@@ -39,7 +34,7 @@ def loss_curves() -> drawing.Picture:
     model = f"{results['layers']} layers, hidden {results['hidden']}"
     batch = f"{results['batch']} x {results['seq_len']} tokens a step"
     said = f"ringlab.models.train, {model}, {batch}, {dtype}   measured, {on['cores']} cores, {on['date'][:10]}"
-    figure, page = shapes.headed(800, alt, "The same losses on every mesh", {65: said})
+    figure, page = shapes.headed(800, loss_curves, "The same losses on every mesh", {65: said})
     what = "difference from one process, the largest so far"
     above = shapes.numbers(figure, (0.075, 0.5, 0.905, 0.37), y="loss, nats a byte", title="loss")
     below = shapes.numbers(figure, (0.075, 0.14, 0.905, 0.29), x="step", y="share of the loss", title=what)
@@ -69,15 +64,12 @@ def size(count: float) -> str:
 
 
 def generation() -> drawing.Picture:
-    """What a new token costs against the length of the context: a merge over ranks, a ring, and one process."""
-    alt = (
-        "Two panels against the length of the context, on logarithmic axes, for the attention of one layer and one "
-        "new token on 4 ranks. Left, the time: a ring that moves the cache takes longest, and its line rises with the "
-        "context; the merge over ranks is far below it; one process with the whole cache is the fastest, because its "
-        "cores have no messages to wait for, but with long contexts the merge is near it. Right, the bytes that a "
-        "rank sends: the ring's line rises with the context to tens of megabytes, the merge's line is level at two "
-        "kilobytes."
-    )
+    """Two panels against the length of the context, on logarithmic axes, for the attention of one layer and one new
+    token on 4 ranks. Left, the time: a ring that moves the cache takes longest, and its line rises with the context;
+    the merge over ranks is far below it; one process with the whole cache is the fastest, because its cores have no
+    messages to wait for, but with long contexts the merge is near it. Right, the bytes that a rank sends: the ring's
+    line rises with the context to tens of megabytes, the merge's line is level at two kilobytes.
+    """
     colours = {RING: "#8C1D40", MERGE: drawing.INK, ONE: "#B0568A"}  # not those of blocks: these are ways
     key = {
         RING: "ring: K and V of all ranks go round for each token",
@@ -90,7 +82,7 @@ def generation() -> drawing.Picture:
     on = f"measured, {machine['cores']} cores, {results['dtype']}, {machine['date'][:10]}"
     shape = f"B = 1, H = {results['heads']}, G = {results['kv_heads']}, D = {results['head_dim']}"
     what = f"attention of one layer for one token, {P} ranks   {shape}   {on}"
-    figure, page = shapes.headed(620, alt, title, {65: what})
+    figure, page = shapes.headed(620, generation, title, {65: what})
     rows = [row for row in results["rows"] if row["world_size"] == P]
     panels = {
         "milliseconds": {way: milliseconds(results, way, P) for way in colours},
@@ -111,15 +103,13 @@ def generation() -> drawing.Picture:
 
 
 def retrieval() -> drawing.Picture:
-    """Which lines two models find: one of texts that fit one rank, one of 4 times as long texts in a ring of 4."""
-    alt = (
-        "Three heat maps and a line chart: the share of right answers by the length of the text, 32 to 256 lines, and "
-        "by the depth of the line. The model trained on 32 lines in one process finds nearly all lines of such texts. "
-        "In longer texts it fails, first at the top of the text: with 256 lines it finds about 1 in 10 of the first "
-        "lines and about half of the last. The model that a ring of 4 trained on 128 lines finds nearly all lines of "
-        "texts up to 128 lines at every depth. With 256 lines it fails at the top as well. The first model, when its "
-        "positions are squeezed into those of 32 lines, still finds about 9 in 10 lines of texts of 256."
-    )
+    """Three heat maps and a line chart: the share of right answers by the length of the text, 32 to 256 lines, and by
+    the depth of the line. The model trained on 32 lines in one process finds nearly all lines of such texts. In longer
+    texts it fails, first at the top of the text: with 256 lines it finds about 1 in 10 of the first lines and about
+    half of the last. The model that a ring of 4 trained on 128 lines finds nearly all lines of texts up to 128 lines at
+    every depth. With 256 lines it fails at the top as well. The first model, when its positions are squeezed into those
+    of 32 lines, still finds about 9 in 10 lines of texts of 256.
+    """
     pale, dark = "#D79BBB", "#8C1D40"  # no block: no block's colour
     shades = LinearSegmentedColormap.from_list("accuracy", [drawing.PAGE, pale, dark])
     drawn = {name: ranks for name, ranks in RUNS.items() if name != LONGER}
@@ -130,7 +120,7 @@ def retrieval() -> drawing.Picture:
     said += f"   {kept:.0f} MiB kept for the backward pass on each rank"
     said += f"   {on['cores']} cores, {on['date'][:10]}"
     title = "Line retrieval: a ring of 4 trains on 4 times the context"
-    figure, _ = shapes.headed(840, alt, title, {65: said})
+    figure, _ = shapes.headed(840, retrieval, title, {65: said})
     lines, what = lengths(results["lines"]), "lines in the text; dashed: the longest texts of the training"
     below = shapes.numbers(figure, (0.075, 0.09, 0.905, 0.3), x=what, y="right answers, %")
     for i, (name, ranks) in enumerate(drawn.items()):
@@ -166,13 +156,11 @@ def retrieval() -> drawing.Picture:
 
 
 def in_context_rl() -> drawing.Picture:
-    """The reward of models that see n and 4n trajectories, on new tasks, beside the learner that they imitate."""
-    alt = (
-        "A chart of the mean reward of a pull in each of 16 trajectories on new tasks. Behaviour cloning stays at "
-        "0.5. The other three begin at about 0.55. The models with a context of n = 4 and of 16 trajectories are "
-        "level up to trajectory 4. Then the shorter context falls behind: it ends at 0.79. The longer one, from a "
-        "ring of 4, ends at 0.84, and Thompson sampling, from which both learned, at 0.86. The best arm gives 0.91."
-    )
+    """A chart of the mean reward of a pull in each of 16 trajectories on new tasks. Behaviour cloning stays at 0.5. The
+    other three begin at about 0.55. The models with a context of n = 4 and of 16 trajectories are level up to
+    trajectory 4. Then the shorter context falls behind: it ends at 0.79. The longer one, from a ring of 4, ends at
+    0.84, and Thompson sampling, from which both learned, at 0.86. The best arm gives 0.91.
+    """
     looks = {  # colour (not that of a block: these are players), line style, marker
         BEST: (drawing.MUTED, (0, (1, 1.6)), ""),
         LEARNER: (drawing.INK, (0, (5, 2)), ""),
@@ -185,7 +173,7 @@ def in_context_rl() -> drawing.Picture:
     on, what = results["machine"], f"{ARMS}-armed bandits, {TRAJECTORY} pulls in a trajectory, n = {n}"
     said = f"{what}, {results['tasks']} new tasks, {seeds} seeds   {on['cores']} cores, {on['date'][:10]}"
     title = "In-context reinforcement learning: n and 4n trajectories"
-    figure, page = shapes.headed(620, alt, title, {65: said})
+    figure, page = shapes.headed(620, in_context_rl, title, {65: said})
     ax = shapes.numbers(figure, (0.075, 0.235, 0.905, 0.62), x="trajectory", y="mean reward of a pull")
     for i, (player, (colour, dashes, marker)) in enumerate(looks.items()):
         seen = rewards(results, player)  # (seeds, trajectories)

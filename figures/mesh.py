@@ -13,12 +13,6 @@ from figures import shapes
 from ringlab.ring.layouts import positions
 from ringlab.support import drawing
 
-ALT = (
-    "Four ranks in two rows and two columns. The upper row is a ring with sequence 0, the lower row a ring with "
-    "sequence 1; in each, K and V go from the left rank to the right one and back. The left ranks hold tokens 0, 1, 6 "
-    "and 7, the right ranks tokens 2, 3, 4 and 5. Of the 8 rows of a weight, rank 0 holds rows 0 and 1, rank 1 rows 2 "
-    "and 3, rank 2 rows 4 and 5, rank 3 rows 6 and 7."
-)
 DP, CP, S, ROWS = 2, 2, 8, 8  # ROWS: of a weight
 LAYOUT = "zigzag"
 LEFT, TOP, WIDTH, HEIGHT = (150, 600), (128, 334), 370, 176  # of the four cards, in pixels
@@ -61,10 +55,14 @@ def _card(ax: Axes, x: float, y: float, held: Held) -> None:
 
 
 def draw() -> drawing.Picture:
-    """The four ranks, their rings, and what is done with the weights."""
+    """Four ranks in two rows and two columns. The upper row is a ring with sequence 0, the lower row a ring with
+    sequence 1; in each, K and V go from the left rank to the right one and back. The left ranks hold tokens 0, 1, 6 and
+    7, the right ranks tokens 2, 3, 4 and 5. Of the 8 rows of a weight, rank 0 holds rows 0 and 1, rank 1 rows 2 and 3,
+    rank 2 rows 4 and 5, rank 3 rows 6 and 7.
+    """
     title = "A mesh of 2 × 2: a ring shares out its sequence, all ranks share out the weights"
     key = f"{S} tokens a sequence, {LAYOUT} layout. A colour: one K/V block. Dark: the rows that a rank keeps"
-    figure, ax = shapes.headed(600, ALT, title, {66: key})
+    figure, ax = shapes.headed(600, draw, title, {66: key})
     for c, x in enumerate(LEFT):
         drawing.write(ax, x + WIDTH / 2, TOP[0] - 20, f"cp index {c}", weight="bold", ha="center")
     for held in placement():

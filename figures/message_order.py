@@ -12,26 +12,24 @@ from figures import shapes
 from ringlab.basics.blocking_messages import Outcome, Program, Send, ring_programs, simulate_messages
 from ringlab.support import drawing
 
-ALT = (
-    "Top: four ranks all send first; each waits for the next one to receive, rank 0 for 1, 1 for 2, 2 for 3, 3 for 0, "
-    "and no message ever moves. Bottom: even ranks send first and odd ranks receive first. Four ranks finish the hop "
-    "in two phases: 0 to 1 and 2 to 3, then 1 to 2 and 3 to 0. Five ranks need three phases, because the neighbours 4 "
-    "and 0 are both even."
-)
 LANE = 56  # pixels from one rank to the next
 
 
 def draw(narrow: bool = False) -> drawing.Picture:
-    """The deadlock above, the cure below for an even and an odd number of ranks; narrow, for phones, in one column."""
+    """Top: four ranks all send first; each waits for the next one to receive, rank 0 for 1, 1 for 2, 2 for 3, 3 for 0,
+    and no message ever moves. Bottom: even ranks send first and odd ranks receive first. Four ranks finish the hop in
+    two phases: 0 to 1 and 2 to 3, then 1 to 2 and 3 to 0. Five ranks need three phases, because the neighbours 4 and 0
+    are both even.
+    """
     stuck = simulate_messages(ring_programs(4, even_odd=False))
     moved = f"{len(stuck.transfers)} messages move" if stuck.transfers else "no message ever moves"
     order, found = "Even ranks send first, odd ranks receive first: ", "every message finds its receiver"
     if narrow:
-        figure, ax = drawing.canvas(498, 1240, ALT)
+        figure, ax = drawing.canvas(498, 1240, shapes.told(draw))
         left, circle, titles = 8, (249, 384), ((552, order[:-2]), (576, found))
         places, size, column, width = ((614, 4), (908, 5)), 16.0, 138, 116
     else:
-        figure, ax = drawing.canvas(1000, 732, ALT)
+        figure, ax = drawing.canvas(1000, 732, shapes.told(draw))
         left, circle, titles = 20, (856, 168), ((352, order + found),)
         places, size, column, width = ((394, 4), (394, 5)), drawing.TITLE, 160, 128
     drawing.write(ax, left, 34, f"All ranks send first: {moved}", size=size, weight="bold")

@@ -2,7 +2,7 @@
 
 Drawn from bench/results/overlap.json. To measure again (as root, on Linux):
 
-    $ python -m bench.overlap
+    $ python -m bench overlap
 """
 
 from dataclasses import replace
@@ -11,18 +11,12 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from bench import record
-from bench.overlap import TRACED, duration
+from bench.wires import TRACED, duration
 from figures import shapes
 from ringlab.ring.overlap import hidden_share
 from ringlab.support import drawing
 from ringlab.support.timeline import Event
 
-ALT = (
-    "Two timelines of two ranks on one time axis, measured. Blocking: each rank computes on its own K/V block, then a "
-    "gap in which it only sends its block and receives the other one, then it computes on that. Overlapped: the "
-    "messages, thin bars, travel beneath the first block's computing; of the gap only a hatched rest remains, in which "
-    "the rank waits, and the ring ends earlier."
-)
 HEIGHT, LANES = 620, 196  # pixels: the page, and the lanes of one ring
 TOPS = {"blocking": 138, "overlapped": 370}  # of the lanes, from the top of the page
 
@@ -56,7 +50,11 @@ def _say_what(ax: Axes, events: list[Event]) -> None:
 
 
 def draw() -> drawing.Picture:
-    """The timelines of ringlab/support/drawing.py above each other, each with its end marked."""
+    """Two timelines of two ranks on one time axis, measured. Blocking: each rank computes on its own K/V block, then a
+    gap in which it only sends its block and receives the other one, then it computes on that. Overlapped: the messages,
+    thin bars, travel beneath the first block's computing; of the gap only a hatched rest remains, in which the rank
+    waits, and the ring ends earlier.
+    """
     rings, chunk, rate = runs()
     share = hidden_share(rings["blocking"], rings["overlapped"])
     title = f"Overlap hides {share:.0%} of the messages' time behind the computing"
@@ -64,7 +62,7 @@ def draw() -> drawing.Picture:
     link = f"a link of {rate / 1e6:g} MB/s, which all messages share"
     what = f"Measured: {ranks} ranks, chunks of {chunk:,} tokens, {link}"
     key = "thick: computing on a block   thin: sending it, and below receiving the next one   hatched: waiting for it"
-    figure, page = shapes.headed(HEIGHT, ALT, title, {64: what, 90: key})
+    figure, page = shapes.headed(HEIGHT, draw, title, {64: what, 90: key})
     last = 1e3 * max(duration(events) for events in rings.values())
     for name, top in TOPS.items():
         zero = min(event.start for event in rings[name])

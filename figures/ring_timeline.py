@@ -14,12 +14,6 @@ from figures import FOLDER, shapes
 from ringlab.support import drawing
 from ringlab.support.timeline import Event
 
-ALT = (
-    "Four lanes over time, one for each rank. Each rank computes on four K/V blocks, one after the other, in long "
-    "thick bars of the blocks' colours; between two of them it sends its block and receives the next one, in short "
-    "thin bars. Hatched parts are the time in which it waited for the other end of the message."
-)
-
 
 def events() -> list[Event]:
     """The committed record of a run."""
@@ -42,12 +36,15 @@ def waits(record: list[Event]) -> list[tuple[Event, float]]:
 
 
 def draw() -> drawing.Picture:
-    """The timeline of ringlab/support/drawing.py, with the waiting marked."""
+    """Four lanes over time, one for each rank. Each rank computes on four K/V blocks, one after the other, in long
+    thick bars of the blocks' colours; between two of them it sends its block and receives the next one, in short thin
+    bars. Hatched parts are the time in which it waited for the other end of the message.
+    """
     record = events()
     P = 1 + max(event.rank for event in record)
     title = f"A ring of {P} processes at work, as it recorded itself"
     what = "thick: computing on a block   thin: sending it, and below receiving the next one"
-    figure, _ = shapes.headed(500, ALT, title, {68: f"{what}   hatched: waiting for the other end"})
+    figure, _ = shapes.headed(500, draw, title, {68: f"{what}   hatched: waiting for the other end"})
     ax = figure.add_axes((0.075, 0.13, 0.905, 0.69), facecolor=drawing.PAGE)
     drawing.draw_events(record, ax, size=16)
     bars = dict(zip(record, ax.patches, strict=True))

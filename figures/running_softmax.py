@@ -15,20 +15,18 @@ from ringlab.support import drawing
 from ringlab.support.colours import ink_on
 from worked_example import ring
 
-ALT = (
-    "Four stacked bars, one a round, each of height 1: the weights of token 0 over the keys seen so far. Block 0 "
-    "begins with all of it and ends with 0.095, block 3 takes 0.846 in round 1 and ends with 0.521, block 2 ends with "
-    "0.257, block 1 with 0.127. Below the bars the largest score m, the rescale factor, the sums l and o, and o / l, "
-    "which ends at [2.2688, 1.6500], as full attention does."
-)
 WIDTH, HEIGHT, STEP = 124, 290, 200  # pixels: a bar, and from one to the next
 LEFT, BOTTOM = 244, 400
 
 
 def draw() -> drawing.Picture:
-    """Bars above, the numbers of each round below them."""
+    """Four stacked bars, one a round, each of height 1: the weights of token 0 over the keys seen so far. Block 0
+    begins with all of it and ends with 0.095, block 3 takes 0.846 in round 1 and ends with 0.521, block 2 ends with
+    0.257, block 1 with 0.127. Below the bars the largest score m, the rescale factor, the sums l and o, and o / l,
+    which ends at [2.2688, 1.6500], as full attention does.
+    """
     title = "Token 0 meets one K/V block a round, and its weights always add up to 1"
-    figure, ax = shapes.headed(668, ALT, title)
+    figure, ax = shapes.headed(668, draw, title)
     drawing.write(ax, 20, 124, "weights so far", weight="bold")
     drawing.write(ax, 20, 148, "e^(score − m) / l", color=drawing.MUTED)
     drawing.write(ax, 20, 172, "summed over each block", color=drawing.MUTED)

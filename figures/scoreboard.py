@@ -7,12 +7,6 @@ from bench.scoreboard import Grade, grades, summary, times
 from figures import shapes
 from ringlab.support import drawing
 
-ALT = (
-    "Six rows of points, all 105 graded times: attention inside a host, attention between hosts, steps inside a host, "
-    "steps between hosts, prefills, single messages. A point's place is the error of its prediction, from -50 to +30 "
-    "percent. Nine in ten lie within a band of 13 percent to both sides of 0. Five are below -25 percent: three of 8 "
-    "L20 without NVLink, a ring of 8 A100, and a step."
-)
 ROWS = {  # a name, and the kinds of bench/scoreboard.py in it
     "attention, one host": ("attention, best kernels, one host", "attention, framework, one host"),
     "attention, hosts": ("attention, best kernels, hosts",),
@@ -42,7 +36,11 @@ def lanes(errors: list[float]) -> list[int]:
 
 
 def draw() -> drawing.Picture:
-    """A point for each graded time."""
+    """Six rows of points, all 105 graded times: attention inside a host, attention between hosts, steps inside a host,
+    steps between hosts, prefills, single messages. A point's place is the error of its prediction, from -50 to +30
+    percent. Nine in ten lie within a band of 13 percent to both sides of 0. Five are below -25 percent: three of 8 L20
+    without NVLink, a ring of 8 A100, and a step.
+    """
     by_row = rows()
     errors = [each.error for marked in by_row.values() for each in marked]
     found = summary(errors)
@@ -50,7 +48,7 @@ def draw() -> drawing.Picture:
     band = (
         f"band: nine in ten of them, {found['nine in ten']:.1%} off or less   a point: a time, or a speed in tokens/s"
     )
-    figure, page = shapes.headed(520, ALT, title, {65: band})
+    figure, page = shapes.headed(520, draw, title, {65: band})
     place = LEFT / 1000, 1 - (TOP + sum(HEIGHTS)) / 520, WIDE / 1000, sum(HEIGHTS) / 520
     ax = shapes.numbers(figure, place, x="predicted / measured - 1")
     ax.axvspan(-100 * found["nine in ten"], 100 * found["nine in ten"], color=drawing.CARD, zorder=0)

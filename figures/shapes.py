@@ -1,5 +1,6 @@
 """Shapes that the pictures of this folder and of the puzzles share: boxes, blocks, arrows, plain axes."""
 
+from collections.abc import Callable
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -36,9 +37,18 @@ def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], **opti
     ax.add_patch(FancyArrowPatch(start, end, **{**look, **options}))
 
 
-def headed(height: int, alt: str, title: str, lines: dict[int, str] | None = None) -> tuple[drawing.Picture, Axes]:
-    """A picture 1000 pixels wide with its title; below it, muted lines by their height. Returns it and its axes."""
-    figure, page = drawing.canvas(1000, height, alt)
+def told(draw: Callable[..., drawing.Picture]) -> str:
+    """What a picture shows, in words: the docstring of the function that draws it."""
+    return " ".join((draw.__doc__ or "").split())
+
+
+def headed(
+    height: int, draw: Callable[..., drawing.Picture], title: str, lines: dict[int, str] | None = None
+) -> tuple[drawing.Picture, Axes]:
+    """A picture 1000 pixels wide with its title; below it, muted lines by their height. Returns it and its axes.
+
+    `draw` is the function that draws it, whose docstring says what it shows."""
+    figure, page = drawing.canvas(1000, height, told(draw))
     drawing.write(page, 20, 34, title, size=drawing.TITLE, weight="bold")
     for y, line in (lines or {}).items():
         drawing.write(page, 20, y, line, color=drawing.MUTED)

@@ -13,12 +13,6 @@ from ring_planner.hidden_communication import LLAMA_7B, TABLE_2, block_flops, ho
 from ringlab.support import drawing
 from ringlab.support.timeline import Event
 
-ALT = (
-    "Two simulated timelines of four ranks on one time axis. All links fast: each rank computes on four K/V blocks "
-    "without a gap, its messages end early. The link from rank 0 to 1 slow: in the first round ranks 0 and 1 wait, "
-    "hatched, for that message; in the second round ranks 2 and 3 wait too, because their neighbours are late; the "
-    "ring takes 2.5 times as long."
-)
 FLOPS, FAST = TABLE_2[0][1:3]  # FLOP/s of an A100, and bytes/s inside a host
 SLOW = TABLE_2[1][2]  # bytes/s between hosts
 P, CHUNK = 4, 8192
@@ -72,14 +66,18 @@ def runs() -> dict[str, list[Event]]:
 
 
 def draw() -> drawing.Picture:
-    """The timelines of ringlab/support/drawing.py below each other, each with its end marked."""
+    """Two simulated timelines of four ranks on one time axis. All links fast: each rank computes on four K/V blocks
+    without a gap, its messages end early. The link from rank 0 to 1 slow: in the first round ranks 0 and 1 wait,
+    hatched, for that message; in the second round ranks 2 and 3 wait too, because their neighbours are late; the ring
+    takes 2.5 times as long.
+    """
     rings = runs()
     ends = [duration(events) for events in rings.values()]
     title = f"One slow link of {P}: every rank waits, and the ring takes {ends[1] / ends[0]:.1f} times as long"
     rates = f"links of {FAST / 1e9:g} GB/s, the slow one {SLOW / 1e9:g}"
     key = "thick: computing on a block   thin: sending it   hatched: waiting, to send or to receive"
     what = f"Simulated: {FLOPS / 1e12:g} TFLOP/s, C = {CHUNK:,}, {rates}"
-    figure, page = shapes.headed(HEIGHT, ALT, title, {64: what, 90: key})
+    figure, page = shapes.headed(HEIGHT, draw, title, {64: what, 90: key})
     for (name, events), top in zip(rings.items(), TOPS.values(), strict=True):
         drawing.write(page, 20, top - 14, name, size=16, weight="bold")
         ax = figure.add_axes((0.075, 1 - (top + LANES) / HEIGHT, 0.905, LANES / HEIGHT), facecolor=drawing.PAGE)

@@ -16,11 +16,6 @@ from ringlab.states.linear_attention import Map
 from ringlab.support import drawing
 from ringlab.support.processes import RankContext, launch
 
-ALT = (
-    "Two tables of 8 ranks. Each cell shows, as coloured strips, whose tokens are in the state before this rank's own. "
-    "By hops one rank more is ready after each step, and the last after seven: it has waited for all others. By a scan "
-    "all ranks work at the same time: each step doubles how far back a rank knows, so after three steps all are ready."
-)
 P = 8
 CELL, GAP = (46, 34), 6  # pixels
 
@@ -53,8 +48,11 @@ def known() -> dict[str, list[list[set[int]]]]:
 
 
 def draw() -> drawing.Picture:
-    """Ranks to the right, steps downwards."""
-    figure, ax = drawing.canvas(1000, 470, ALT)
+    """Two tables of 8 ranks. Each cell shows, as coloured strips, whose tokens are in the state before this rank's own.
+    By hops one rank more is ready after each step, and the last after seven: it has waited for all others. By a scan
+    all ranks work at the same time: each step doubles how far back a rank knows, so after three steps all are ready.
+    """
+    figure, ax = drawing.canvas(1000, 470, shapes.told(draw))
     title = "Whose tokens are in the state before a rank's own? Two ways to hand it on"
     drawing.write(ax, 20, 32, title, size=drawing.TITLE, weight="bold")
     for left, (name, steps) in zip((20, 520), known().items(), strict=True):

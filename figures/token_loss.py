@@ -19,12 +19,6 @@ from ringlab.ring.layouts import positions
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
 
-ALT = (
-    "Three rows of bars: the loss of each of 32 tokens, dealt out to 4 ranks in the zigzag layout. First row, right "
-    "labels and positions: no bar can be seen. Second row, labels shifted on each rank: 7 bars from 6 to 11, at the "
-    "last tokens of pieces, and no others. Third row, positions counted on each rank: bars of up to 10 in five of "
-    "the eight pieces, and none in the first."
-)
 TEXT = torch.tensor([list(b"Shift the labels, then share out!")])  # (1, S + 1)
 S, P, LAYOUT = TEXT.shape[1] - 1, 4, "zigzag"
 RIGHT_LABELS, RIGHT_POSITIONS = TEXT[0, 1:], torch.arange(S)
@@ -104,10 +98,14 @@ def _row(ax: Axes, top: int, name: str, labels: Tensor, at: Tensor) -> None:
 
 
 def draw() -> drawing.Picture:
-    """Three rows of bars, in the colours of the ranks that hold the tokens."""
+    """Three rows of bars: the loss of each of 32 tokens, dealt out to 4 ranks in the zigzag layout. First row, right
+    labels and positions: no bar can be seen. Second row, labels shifted on each rank: 7 bars from 6 to 11, at the last
+    tokens of pieces, and no others. Third row, positions counted on each rank: bars of up to 10 in five of the eight
+    pieces, and none in the first.
+    """
     title = "Two mistakes that raise no error, in the loss of each token"
     key = f"loss: −log of the label's probability. {S} tokens on {P} ranks, {LAYOUT}. A colour: one rank. Dark: wrong"
-    figure, ax = shapes.headed(722, ALT, title, {66: key})
+    figure, ax = shapes.headed(722, draw, title, {66: key})
     for top, (name, (labels, at)) in zip(TOPS, runs().items(), strict=True):
         _row(ax, top, name, labels, at)
     return figure

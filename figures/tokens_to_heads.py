@@ -16,13 +16,6 @@ from ringlab.support import drawing
 from ringlab.ways.all_to_all import order
 from ringlab.ways.heads import heads_of_ranks
 
-ALT = (
-    "Three tables of 8 tokens by 6 query heads and 2 K/V heads, on 4 ranks in the zigzag layout. A colour and a number "
-    "say which rank holds a cell. Before: rank 0 holds all heads of tokens 0 and 7, rank 1 of tokens 1 and 6, rank 2 "
-    "of tokens 2 and 5, rank 3 of tokens 3 and 4. Between: the tokens are in order, 0 to 7; of all of them, rank 0 "
-    "holds query heads 0 and 1, rank 1 query head 2, rank 2 query heads 3 and 4, rank 3 query head 5. K/V head 0 is on "
-    "ranks 0 and 1, K/V head 1 on ranks 2 and 3. After: the 6 heads of the output, held as before."
-)
 P, S, H, G = 4, 8, 6, 2
 LAYOUT = "zigzag"
 CELL, GAP = 34, 12  # pixels; the gap is between query heads and K/V heads
@@ -79,9 +72,14 @@ def _table(ax: Axes, left: float, table: Table) -> None:
 
 
 def draw() -> drawing.Picture:
-    """The three tables, side by side."""
+    """Three tables of 8 tokens by 6 query heads and 2 K/V heads, on 4 ranks in the zigzag layout. A colour and a number
+    say which rank holds a cell. Before: rank 0 holds all heads of tokens 0 and 7, rank 1 of tokens 1 and 6, rank 2 of
+    tokens 2 and 5, rank 3 of tokens 3 and 4. Between: the tokens are in order, 0 to 7; of all of them, rank 0 holds
+    query heads 0 and 1, rank 1 query head 2, rank 2 query heads 3 and 4, rank 3 query head 5. K/V head 0 is on ranks 0
+    and 1, K/V head 1 on ranks 2 and 3. After: the 6 heads of the output, held as before.
+    """
     title = f"An all-to-all exchanges tokens for heads: {S} tokens, {H} query heads on {G}, {P} ranks"
-    figure, ax = shapes.headed(500, ALT, title)
+    figure, ax = shapes.headed(500, draw, title)
     for left, table in zip(PANELS, tables(), strict=True):
         _table(ax, left, table)
     text = f"A number is the rank that holds the cell. {LAYOUT.capitalize()} layout; between, the tokens are in order."

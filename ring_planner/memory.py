@@ -14,7 +14,7 @@ Each rank needs memory for its own chunk only, so P devices hold P times the seq
 accounting: one device with blockwise attention stores L + 1 chunks, a ring L + 6.
 
 Shapes: h = H·D, C = S/P tokens on a rank, w bytes an element. Tests count the tensors of real rings, and what autograd
-keeps; bench/max_context.py measures a layer, bench/longest_training.py a model.
+keeps; bench/memory.py measures a layer and a model.
 
 A reader may skip this file. Before: step.py. After: plan.py.
 Source: Liu et al. 2024, section 3 and table 1; torchtitan's pages, eight steps; Korthikanti et al. 2022 (arXiv
@@ -48,7 +48,7 @@ def peak_bytes_backward(layer: AttentionLayer, chunk: float) -> float:
     """Peak memory of a rank of flash_ring.py in its backward pass, in bytes.
 
     q, k, v, out and the gradient of out; K and V in two buffers; dq, dk and dv of the block in hand. The sums are
-    float32 at least: dQ, and dK and dV in two buffers. bench/max_context.py measures it.
+    float32 at least: dQ, and dK and dV in two buffers. bench/memory.py measures it.
     """
     H, G = layer.heads, layer.kv_heads
     tensors, sums = (3 * H + 2 * G) + 4 * G + (H + 2 * G), H + 4 * G

@@ -67,7 +67,7 @@ for rank in range(P):  # no two things at once
 # %% [markdown]
 # It does one thing after the other. So a [round](../docs/glossary.md#round) takes **computing + messages**. Over a slow link
 # that is bad. Here are two ranks on a link of 125 MB/s, with [chunks](../docs/glossary.md#chunk) of $C$ tokens.
-# (`python -m bench.overlap` measured it.)
+# (`python -m bench overlap` measured it.)
 
 # %%
 bench = record.load("overlap")

@@ -26,7 +26,7 @@ import time
 import numpy as np
 import torch
 
-from bench import against_peers, record
+from bench import record, speed
 from figures import measured
 from notebooks.source import workers
 from notebooks.source.checks.fused_kernels import check_merging_share, check_natural_lse
@@ -215,8 +215,8 @@ measured.speed()
 # %%
 results = record.load("against_peers")
 slowest = min(
-    min(against_peers.speeds(results, dtype="float32", world_size=2, seq_len=seq_len, case=case, method=methods[0]))
-    for case, methods in against_peers.CASES.items()
+    min(speed.speeds(results, dtype="float32", world_size=2, seq_len=seq_len, case=case, method=methods[0]))
+    for case, methods in speed.CASES.items()
     for seq_len in (8192, 16_384)
 )
 print(f"black, two ranks on two cores, 8192 tokens or more: {slowest:.2f} of the limit, or faster")

@@ -25,7 +25,7 @@
 # %matplotlib inline
 from itertools import product
 
-from bench import max_context, record
+from bench import memory, record
 from figures import measured, slow_hop
 from notebooks.source.checks.hidden_communication import check_peak_memory_backward, check_smallest_chunk
 from ring_planner.hidden_communication import AttentionLayer, min_overlap_chunk
@@ -36,7 +36,7 @@ from ring_planner.presets import gpu_named, model_named
 # ## The failure
 #
 # Overlap alone hides nothing. Here the overlapping ring of chapter 6 runs in two network namespaces of one machine. They
-# play two hosts, which have one core each and a link of 50 MB/s between them (`python -m bench.overlap_threshold`):
+# play two hosts, which have one core each and a link of 50 MB/s between them (`python -m bench overlap_threshold`):
 
 # %%
 bench = record.load("overlap_threshold")
@@ -201,7 +201,7 @@ assert peak_bytes("ring", llama, C, 8) == 3 * q and peak_bytes_backward(llama, C
 print(f"a layer of 128K tokens on 8: {3 * q / 2**20:.0f} MiB forward, {10 * q / 2**20:,.0f} MiB backward")
 
 # %% [markdown]
-# **Measured.** In `python -m bench.max_context` each device is a process whose memory has a hard limit: an allocation of
+# **Measured.** In `python -m bench max_context` each device is a process whose memory has a hard limit: an allocation of
 # one byte more fails. What is the longest sequence on which one layer of attention completes a training step, with right
 # results?
 
@@ -209,7 +209,7 @@ print(f"a layer of 128K tokens on 8: {3 * q / 2**20:.0f} MiB forward, {10 * q / 
 results = record.load("max_context")
 for row in results["rows"]:
     assert abs(row["chunk"] / row["counted_chunk"] - 1) < 0.05  # measured and modelled
-for times in max_context.linear(results):  # S of P devices / (P · S of one)
+for times in memory.linear(results):  # S of P devices / (P · S of one)
     assert abs(times - 1) < 0.05
 measured.max_context()
 

@@ -65,7 +65,7 @@ for lines, squeeze in ((8, 1), (64, 1), (64, 8)):
 # In a text that is 8 times as long it loses the first lines. They are farther from the question than any line of the training was, so
 # [rotary embeddings](../docs/glossary.md#rotary-embedding) turn their keys by angles that the queries never met. A cheap remedy is to divide
 # the positions (*position interpolation*, Chen et al. 2023). The other is to train on longer texts, in a ring: $P$ ranks with $C$ tokens
-# each train on $S = P \cdot C$, with the memory of $C$ tokens on each. The committed run (`python -m bench.retrieval`, three seeds):
+# each train on $S = P \cdot C$, with the memory of $C$ tokens on each. The committed run (`python -m bench retrieval`, three seeds):
 
 # %%
 measured_models.retrieval()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import trainable_ring
-from bench.longest_training import kept_bytes
+from bench.memory import kept_bytes
 from ring_attn import ring_attention
 from ringlab.basics.ranks import gather, scatter
 from ringlab.models.transformer import TEXT, Config, Transformer, shard_text, summed_loss

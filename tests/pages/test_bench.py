@@ -1,8 +1,6 @@
 """The benches run and count what they should, and their committed tables show their numbers. Nothing is timed."""
 
-import importlib
 import itertools
-import json
 import os
 import re
 import resource
@@ -15,26 +13,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import (
-    against_peers,
-    five_ways,
-    generation,
-    in_context_rl,
-    loss_curves,
-    masked_rings,
-    max_context,
-    memory,
-    overlap,
-    overlap_threshold,
-    record,
-    retrieval,
-    ring_vs_full,
-    training_speed,
-)
+from bench import in_context_rl, memory, models, pages, record, retrieval, speed, wires
+from bench.pages import BENCHES
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.processes import RankContext
 
-BENCHES = sorted(path.stem for path in record.FOLDER.glob("*.json"))
+RESULTS = (record.FOLDER / "README.md").read_text()
 MiB = 2**20
 
 
@@ -51,10 +35,9 @@ def _in_the_pool(ranks, monkeypatch):
     def launch(work, world_size, *args):
         return ranks(world_size, without_pause, work, *args)
 
-    ours = (against_peers, generation, in_context_rl, loss_curves, masked_rings, overlap, retrieval)
-    for bench in (*ours, ring_vs_full, training_speed):
-        monkeypatch.setattr(bench, "launch", launch)
-    monkeypatch.setattr(against_peers, "pin", lambda cores: None)  # it would pin this process too
+    for part in (in_context_rl, models, retrieval, speed, wires):
+        monkeypatch.setattr(part, "launch", launch)
+    monkeypatch.setattr(speed, "pin", lambda cores: None)  # it would pin this process too
 
 
 @pytest.fixture
@@ -67,29 +50,29 @@ def alone():
 
 @pytest.fixture
 def run(_in_the_pool, tmp_path, monkeypatch):
-    """run(bench, part, ...): the results of a small run, which shows `part` in its table and leaves no file behind."""
+    """run(name, part, sizes): the results of a small run, which shows `part` in its table and leaves no file."""
 
     monkeypatch.setattr(record, "FOLDER", tmp_path)
 
-    def small(bench, part, *args, **sizes):
-        results = bench.measure(*args, **sizes)
-        assert part in bench.table(results)
+    def small(name, part, sizes):
+        results = BENCHES[name].run(**sizes)
+        assert part in "\n\n".join(BENCHES[name].tables(results))
         assert list(tmp_path.iterdir()) == []
         return results
 
     return small
 
 
-@pytest.mark.parametrize("name", BENCHES)
-def test_committed_results_name_their_machine_and_their_table_shows_them(name):
-    results = record.load(name)
-    assert results["command"] == f"python -m bench.{name}"
-    machine = results["machine"]
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", machine["date"])
-    table = importlib.import_module(f"bench.{name}").table(results)
-    assert record.section(name, table) in (record.FOLDER / "README.md").read_text()
-    for fact in (results["command"], f"{machine['cores']} cores", results["dtype"], machine["torch"], machine["date"]):
-        assert fact in table
+def test_committed_results_name_their_machine_and_their_page_shows_them():
+    assert pages.of_results(RESULTS) == RESULTS, "python -m bench.pages writes them"
+    assert {path.stem for path in record.FOLDER.glob("*.json")} == set(BENCHES)
+    for name in BENCHES:
+        results = record.load(name)
+        assert results["command"] == f"python -m bench {name}"
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", results["machine"]["date"])
+        assert record.heading(results) in RESULTS.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+    new = pages.of_results(RESULTS.replace("<!-- overlap 0 -->", "<!-- gone -->"))
+    assert new.endswith(f"<!-- overlap 1 -->\n{wires.overlap_tables(record.load('overlap'))[0]}\n<!-- / -->\n")
 
 
 @pytest.mark.parametrize(
@@ -121,36 +104,41 @@ def test_peak_extra_sees_what_was_freed_again():
 
 ONE = {"heads": 1, "head_dim": 8}
 SHORT = {"heads": 2, "head_dim": 8, "repetitions": 1}
-SPEED = {**SHORT, "worlds": [2], "seq_len": 64, "repetitions": 2}
-PEERS = {**SHORT, "worlds": [2], "lengths": [64], "heads": 4}
-TEXTS = {"lines": 8, "ids": 64, "seeds": [0], "steps": 2, "batch": 2, "questions": 256}
-GAMES = {"trajectories": 1, "seeds": [0, 1], "steps": 2, "batch": 2, "histories": 6, "tasks": 5}
-STEPS = {"chunk": 16, "steps": 1, "repetitions": 2, "layers": 1, "hidden": 16, "feedforward": 16}
-CURVES = {"steps": 2, "seq_len": 16, "batch": 2, "layers": 1, "hidden": 16}
-RUNS = {  # a small run of a bench: a part of its table, what it measures
+BESIDE = {"worlds": [1, 3], "chunk": 8, "heads": 4, "head_dim": 8}
+STEPS = {"worlds": [1, 2], "chunk": 16, "steps": 1, "repetitions": 2, "layers": 1, "hidden": 16, "feedforward": 16}
+RUNS = {  # a small run of a bench: a part of its table, its sizes
     "ring_vs_full": (
         "| P = 2 | ring_attention, P ranks |",
-        [],
-        {**SPEED, "memory": {"worlds": [3], "chunk": 64, **ONE}},
+        {**SHORT, "worlds": [2], "seq_len": 64, "repetitions": 2, "memory": {"worlds": [3], "chunk": 64, **ONE}},
     ),
-    "retrieval": ("| 4 x, ring of 4 | 48 |", [], TEXTS),
-    "in_context_rl": ("| Thompson sampling | 0.", [], GAMES),
+    "retrieval": (
+        "| 4 x, ring of 4 | 48 |",
+        {"lines": 8, "ids": 64, "seeds": [0], "steps": 2, "batch": 2, "questions": 256},
+    ),
+    "in_context_rl": (
+        "| Thompson sampling | 0.",
+        {"trajectories": 1, "seeds": [0, 1], "steps": 2, "batch": 2, "histories": 6, "tasks": 5},
+    ),
     "memory": (
         "\n| 2,048 | 48.0 / not measured |",
-        [[256, 1024, 2048]],
-        {"heads": 1, "head_dim": 64, "world_size": 2, "naive_limit": 1024},
+        {"lengths": [256, 1024, 2048], "heads": 1, "head_dim": 64, "world_size": 2, "naive_limit": 1024},
     ),
     "against_peers": (
         "| causal forward | flash ring, contiguous |",
-        [PEERS, {"worlds": [1, 3], "chunk": 8, "heads": 4, "head_dim": 8}],
-        {},
+        {**SHORT, "worlds": [2], "lengths": [64], "heads": 4, "beside": BESIDE},
     ),
-    "overlap": ("loopback, as fast as it can be", [[16, 32], 32], {"world_size": 3, "rate": None, **SHORT}),
-    "max_context": ("| ring | 2 |", [[2]], {"budget": 12 * MiB, "heads": 4, "head_dim": 64}),
-    "masked_rings": ("| 2 | window | contiguous | 1 |", [[2]], {"seq_len": 128, **SHORT}),
-    "loss_curves": ("| 2 x 2, dp x cp |", [], CURVES),
-    "training_speed": ("\n| 2 | 32 | PyTorch's loop |", [[1, 2]], {**STEPS, "heads": 2, "kv_heads": 2}),
-    "generation": ("\n| 3 | 48 |", [[1, 3, 4], [24, 48]], {**SHORT, "heads": 6, "kv_heads": 2, "repetitions": 2}),
+    "overlap": (
+        "\n| 32 |",
+        {"chunks": [16, 32], "traced": 32, "world_size": 3, "rate": None, **SHORT},
+    ),
+    "max_context": ("| ring | 2 |", {"worlds": [2], "budget": 12 * MiB, "heads": 4}),
+    "masked_rings": ("| 2 | window | contiguous | 1 |", {"worlds": [2], "seq_len": 128, **SHORT}),
+    "loss_curves": ("| 2 x 2, dp x cp |", {"steps": 2, "seq_len": 16, "batch": 2, "layers": 1, "hidden": 16}),
+    "training_speed": ("\n| 2 | 32 | PyTorch's loop |", {**STEPS, "heads": 2, "kv_heads": 2}),
+    "generation": (
+        "\n| 3 | 48 |",
+        {**SHORT, "worlds": [1, 3, 4], "contexts": [24, 48], "heads": 6, "repetitions": 2},
+    ),
 }
 
 
@@ -162,8 +150,7 @@ LONG = ("ring_vs_full", "retrieval", "in_context_rl", "memory", "loss_curves")  
 def test_a_small_run(run, name):
     if name == "max_context" and not hasattr(os, "memfd_create"):
         pytest.skip("needs Linux")
-    part, given, sizes = RUNS[name]
-    results = run(importlib.import_module(f"bench.{name}"), part, *given, **sizes)
+    results = run(name, *RUNS[name])
     counted = [row for row in results.get("bytes", results).get("rows", ()) if "formula" in row]
     assert all(row.get("sent", row.get("bytes")) == row["formula"] for row in counted)
     assert bool(counted) == (name in ("against_peers", "generation"))
@@ -172,26 +159,22 @@ def test_a_small_run(run, name):
 def test_results_are_kept_and_a_stopped_bench_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "FOLDER", tmp_path)
     monkeypatch.setattr(record, "ROOT", tmp_path)
-    (tmp_path / "README.md").write_text("# All\n\n## a\n\nold\n\n### a part\n\n## c\n\nkept\n")
-    for name in ("b", "a"):
-        record.save(name, {"x": 1}, lambda results: f"# Title of {results['x']}\n\n## Part\n\n| 1 |\n")
-    parts = [f"## {name}\n\n**Title of 1.**\n\n### Part\n\n| 1 |\n\n" for name in ("a", "b")]
-    assert (tmp_path / "README.md").read_text() == "# All\n\n" + "".join(parts) + "## c\n\nkept\n"
-    assert json.loads((tmp_path / "b.json").read_text()) == {"x": 1}
+    record.save("b", {"x": 1})
+    assert record.load("b") == {"x": 1}
 
     def stops_at_b(step):
         if step == "b":
             raise KeyboardInterrupt
-        return "old"
+        return {"seen": "old"}
 
     (tmp_path / "ringlab/support").mkdir(parents=True)
-    steps = {"a": ("a",), "b": ("b",)}
+    steps = [{"step": "a"}, {"step": "b"}]
     for cores, changed, kept in ((1, None, True), (2, None, False), (1, "ringlab/support/new.py", False)):
         with pytest.raises(KeyboardInterrupt):
-            record.in_steps("slow", {"cores": 1}, steps, stops_at_b)
+            record.rows("slow", {"cores": 1}, steps, stops_at_b)
         (tmp_path / (changed or "notes.md")).write_text("faster")
-        results = record.in_steps("slow", {"cores": cores}, steps, lambda step: "new")
-        assert results == {"a": "old" if kept else "new", "b": "new"}
+        rows = record.rows("slow", {"cores": cores}, steps, lambda step: {"seen": "new"})
+        assert rows == [{"step": "a", "seen": "old" if kept else "new"}, {"step": "b", "seen": "new"}]
     assert not list(tmp_path.glob("*unfinished*"))
 
 
@@ -225,16 +208,18 @@ def one_key_less(k, v, **options):
 
 TOKEN = (8, 1, {"heads": 2, "kv_heads": 1, "head_dim": 4})
 MISTAKES = [  # the name replaced and its mistake; the work of a rank and its sizes; words of the refusal
-    ("bench.against_peers.torch_loop", doubled, against_peers.measured_speed, ([16], 2, 8, 1), "forward, float32"),
-    ("bench.masked_rings.ring_flash_attention", too_large, masked_rings.seconds_in_turn, (64, 2, 8, 1), "no mask"),
-    ("ringlab.models.generate.merge_over_ranks", sum_too_large, generation.measured_on_ranks, TOKEN, generation.MERGE),
-    ("bench.overlap_threshold.ring_flash_attention", too_large, overlap_threshold.check_ring, (), "the ring between"),
-    ("bench.five_ways.ring_flash_attention", too_large, five_ways.measured, (1, 64, 1, 4, 4, 8), "ring: out is"),
-    ("bench.generation.arriving_blocks", one_key_less, generation.measured_on_ranks, TOKEN, generation.RING),
+    ("bench.speed.torch_loop", doubled, speed.measured_speed, ([16], 2, 8, 1), "forward, float32"),
+    ("bench.speed.ring_flash_attention", too_large, speed.seconds_of_masks, (64, 2, 8, 1), "no mask"),
+    ("ringlab.models.generate.merge_over_ranks", sum_too_large, models.measured_on_ranks, TOKEN, models.MERGE),
+    ("bench.wires.ring_flash_attention", too_large, wires.check_ring, (), "the ring between"),
+    ("bench.wires.ring_flash_attention", too_large, wires.measured_ways, (1, 64, 1, 4, 4, 8), "ring: out is"),
+    ("bench.models.arriving_blocks", one_key_less, models.measured_on_ranks, TOKEN, models.RING),
 ]
 
 
-@pytest.mark.parametrize(("name", "mistake", "work", "sizes", "says"), MISTAKES, ids=[name for name, *_ in MISTAKES])
+@pytest.mark.parametrize(
+    ("name", "mistake", "work", "sizes", "says"), MISTAKES, ids=[it[2].__name__ + it[4] for it in MISTAKES]
+)
 def test_a_bench_does_not_measure_what_is_wrong(monkeypatch, alone, name, mistake, work, sizes, says):
     monkeypatch.setattr(name, mistake)
     with pytest.raises(RuntimeError, match=f"{says}.*(is wrong|off by|differs)"):
@@ -251,12 +236,12 @@ def ask_again(context: RankContext) -> None:
     torch.set_num_threads(1)
     before = resource.getrlimit(resource.RLIMIT_DATA)
     record.return_freed_memory()
-    with max_context.at_most(16 * MiB):
+    with memory.at_most(16 * MiB):
         for _ in range(4):
             torch.ones(15 * MiB, dtype=torch.uint8)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
     for sizes in ((20 * MiB,), (9 * MiB, 9 * MiB)):
-        with pytest.raises(MemoryError, match="the budget, 16,777,216 bytes, is spent"), max_context.at_most(16 * MiB):
+        with pytest.raises(MemoryError, match="the budget, 16,777,216 bytes, is spent"), memory.at_most(16 * MiB):
             _ = [torch.ones(size, dtype=torch.uint8) for size in sizes]
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
     torch.ones(20 * MiB, dtype=torch.uint8)
@@ -264,20 +249,20 @@ def ask_again(context: RankContext) -> None:
 
 def fail(context: RankContext) -> None:
     """Rank 1 fails within its budget."""
-    with max_context.at_most(16 * MiB):
+    with memory.at_most(16 * MiB):
         if context.rank == 1:
             raise MemoryError("the network is down")
 
 
 @linux
 def test_the_limit_counts_what_is_alive_and_ends():
-    assert max_context.within(ask_again, 1)
+    assert memory.within(ask_again, 1)
 
 
 @linux
 def test_another_failure_is_not_a_spent_budget():
     with pytest.raises(RuntimeError, match="MemoryError: the network is down"):
-        max_context.within(fail, 2)
+        memory.within(fail, 2)
 
 
 @given(threshold=st.integers(0, 10_000), guess=st.integers(1, 10_000))
@@ -288,7 +273,7 @@ def test_the_search_finds_the_threshold_from_any_guess(threshold, guess):
         asked.append(n)
         return n <= threshold
 
-    assert max_context.longest(fits, guess) == threshold
+    assert memory.longest(fits, guess) == threshold
     assert threshold != guess or asked == [guess, guess + 1]
     assert len(set(asked)) == len(asked)  # no length is tried twice
     assert min(asked) >= 1

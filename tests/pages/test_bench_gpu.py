@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import against_peers, gpu, record
+from bench import gpu, pages, peers, record
 from ring_planner import calibrate
 from ringlab.ring import flash_ring, gpu_kernels
 from ringlab.ring.fused_block import fused_backward
@@ -97,7 +97,7 @@ COMPUTES = {  # what each part computes with; for the model, the model
     "model": "bench.gpu.deepcopy",
     "memory": "bench.gpu.ring_flash_attention",
     "overlap": "bench.gpu.arriving_blocks",
-    "states": "bench.state_ring.linear_attention",
+    "states": "bench.speed.linear_attention",
 }
 
 
@@ -176,7 +176,7 @@ def test_a_ring_in_turn_is_beside_sdpa_and_pytorchs_loop(monkeypatch, alone):
 
     monkeypatch.setattr(gpu, "typical", typical)
     assert told_of(gpu.ring(alone, SMALL)) == {(True, "0.750 of SDPA's speed, off its results; PyTorch's loop 0.500")}
-    monkeypatch.setattr(against_peers, "KERNELS", {})
+    monkeypatch.setattr(peers, "KERNELS", {})
     [(right, says)] = told_of(gpu.ring(alone, SMALL))
     assert (right, says.partition("; ")[2]) == (True, "PyTorch's loop fails: KeyError")
 
@@ -196,7 +196,7 @@ def test_the_preset_beside_a_machine_is_that_of_its_gpu(monkeypatch, name, prese
 @pytest.mark.parametrize("kernel", ["cuda flash", "cuda cudnn"])
 def test_pytorchs_loop_fits_the_kernels_of_gpus(monkeypatch, alone, kernel):
     """On meta tensors, which compute shapes."""
-    monkeypatch.setattr(against_peers, "choose_kernel", lambda *given, causal: (kernel, ""))
+    monkeypatch.setattr(peers, "choose_kernel", lambda *given, causal: (kernel, ""))
     chunks = [torch.empty(4, 1, 2, 64, 64, dtype=torch.bfloat16, device="meta").unbind() for _ in range(3)]
     gpu.loop_in_turn(chunks)
 
@@ -296,14 +296,15 @@ def test_the_command_runs_all_its_parts_on_the_cpu():
     }
 
 
-def test_the_page_shows_each_row(monkeypatch, capsys, tmp_path):
-    """And what was run on a GPU is kept."""
+def test_what_was_run_on_a_gpu_is_kept_and_its_page_shows_each_row(monkeypatch, tmp_path):
     monkeypatch.setattr(record, "FOLDER", tmp_path)
-    (tmp_path / "README.md").write_text("# All\n\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(gpu, "examined", lambda *how: iter([("states", ("hops", False, f"of {how[:2]}"))]))
     assert gpu.main([]) == 1
     assert [row["says"] for row in record.load("gpu")["rows"]] == ["of ('cuda', 3)"]
-    assert "| states | hops | **WRONG** | of ('cuda', 3) |" in (tmp_path / "README.md").read_text()
+    page = pages.of_results("# All\n")
+    assert "## gpu" in page
+    assert "| states | hops | **WRONG** | of ('cuda', 3) |" in page
+    assert pages.of_results(page) == page

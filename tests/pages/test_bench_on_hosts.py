@@ -12,9 +12,10 @@ from statistics import mean
 import psutil
 import pytest
 
+from bench import __main__ as command
 from bench import five_ways_predicted as prediction
-from bench import hosts, overlap, overlap_threshold, record
-from bench.overlap_threshold import knee, shares
+from bench import hosts, record, wires
+from bench.wires import knee, shares
 from ring_planner.hidden_communication import AttentionLayer, hidden_share
 from ringlab.support.processes import launch
 from tests.commands import LIMIT, ROOT, ends_soon, wait_for
@@ -136,21 +137,23 @@ def test_nothing_is_left_behind_by_a_bench_that_is_killed(tmp_path):
     assert links() == before
 
 
-def on_hosts():
-    hosts.command("five_ways", None, None, None)  # measuring would fail
-
-
-@pytest.mark.parametrize("command", [overlap.main, on_hosts])
+@pytest.mark.parametrize("network", [lambda: hosts.slow_loopback(RATE), lambda: hosts.hosts(2, RATE).__enter__()])
 @pytest.mark.parametrize(("root", "tool", "reason"), [(False, "/sbin/tc", "only root"), (True, None, "iproute2")])
-def test_a_bench_measures_nothing_without_a_slow_link(command, root, tool, reason, monkeypatch, capsys):
+def test_no_bench_without_a_slow_link(network, root, tool, reason, monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
     monkeypatch.setattr(shutil, "which", lambda name: tool)
-    monkeypatch.setattr(overlap, "measure", None)
-    command()
-    printed = capsys.readouterr().out
-    assert printed.startswith("nothing measured: ")
-    assert reason in printed
+    with pytest.raises(OSError, match=reason):
+        network()
+
+
+def test_a_bench_that_cannot_run_says_why_and_keeps_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
+    monkeypatch.setattr(hosts, "why_no_network", lambda *tools: "only root")
+    monkeypatch.setattr(sys, "argv", ["bench", "gradients_home"])
+    assert command.main() == 0
+    assert capsys.readouterr().out == "gradients_home: nothing measured: only root\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_of_the_bench():
@@ -162,7 +165,7 @@ def test_a_rank_of_the_bench():
 
 
 def one_hop(context):
-    return overlap_threshold.measure_hop(context, 32, heads=2, head_dim=8, repetitions=1)
+    return wires.measure_hop(context, 32, heads=2, head_dim=8, repetitions=1)
 
 
 def row_of(chunk, *, flops, bandwidth, layer, slower=1.0):

@@ -11,8 +11,16 @@ import torch
 from torch._subclasses import FakeTensor
 
 import ring_attn
-from bench import max_context, memory
-from bench.longest_training import GRAIN, kept_by_a_layer, kept_bytes, longest_chunk, peak_bytes
+from bench.memory import (
+    GRAIN,
+    SCORES,
+    counted,
+    counted_training,
+    kept_by_a_layer,
+    kept_bytes,
+    longest_chunk,
+    peak_bytes,
+)
 from ring_attn import hop, ring_attention
 from ring_planner import memory as planned
 from ring_planner.hidden_communication import LLAMA_7B, AttentionLayer
@@ -55,7 +63,7 @@ def test_the_peak_of_a_real_training_step_is_modelled(ranks, dtype, kv_heads):
     assert ranks(3, peak_in_training, layer, 64, dtype) == [peak_bytes_backward(layer, 64)] * 3
 
 
-# A training step in float32: the prediction of bench/longest_training.py ----------------------------------------------
+# A training step in float32: the prediction of bench/memory.py -------------------------------------------------------
 
 
 def bytes_in_the_graph(config, chunk, **attention):
@@ -222,13 +230,13 @@ def test_the_sums_are_those_of_the_code():
     sums = {name: column["sum"] for name, column in columns(PAGE).items()}
     size = {"heads": 8, "head_dim": 64}
     assert sums == {
-        "A": memory.counted("ring", 4 * C, world_size=4, **size) / (4 * CHUNK),
+        "A": counted("ring", 4 * C, world_size=4, **size) / (4 * CHUNK),
         "B": sums["A"] + 3,
         "C": planned.peak_bytes("ring", HALF, C, 8) / (2 * CHUNK),
         "D": 7,  # below
         "E": peak_bytes_backward(SINGLE, C) / (4 * CHUNK),
         "F": peak_bytes_backward(HALF, C) / (2 * CHUNK),
-        "G": round(max_context.counted("ring", C, **size) / (4 * CHUNK)),
+        "G": round(counted_training("ring", C, **size) / (4 * CHUNK)),
         "H": 13,  # below
     }
 
@@ -237,7 +245,7 @@ def test_the_measured_numbers_are_those_of_the_results():
     peers = result("against_peers")["memory"]
     chunk = 4 * peers["heads"] * peers["chunk"] * peers["head_dim"]
     forward, both = ([row["peak_bytes"][i] / chunk for row in peers["rows"] if not row["shared"]] for i in (0, 1))
-    tile = max_context.SCORES / chunk
+    tile = SCORES / chunk
     shared = [max(row["peak_bytes"][i] for row in peers["rows"] if row["shared"]) / chunk for i in (0, 1)]
     assert f"| {shared[0]:.2f}, {shared[1]:.2f} |" in PAGE
     for most, columns_say, instead in ((shared[0], "D", 2 - 4), (shared[1], "H", 2 - 4 + 2 - 4 + 1)):
@@ -259,5 +267,5 @@ def test_the_measured_numbers_are_those_of_the_results():
 
 def test_the_other_numbers():
     assert "| 9 |" in PAGE
-    assert round(max_context.counted("blockwise", C, heads=8, head_dim=64) / (4 * CHUNK)) == 9
+    assert round(counted_training("blockwise", C, heads=8, head_dim=64) / (4 * CHUNK)) == 9
     assert all(f"L + {chunks}" in PAGE for chunks in (1, 6, 9, 18))  # one device twice, and columns C and G

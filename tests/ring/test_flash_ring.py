@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bench.gradients_home import Circle
+from bench.wires import Circle
 from ringlab.ring.flash_ring import ring_flash_attention, scaled_dot_product_attention
 from ringlab.ring.layouts import pad, positions
 from ringlab.ring.masks import Mask

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from bench.gradients_home import Circle
+from bench.wires import Circle
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import block_out
 from ringlab.ring import flash_ring, schedule

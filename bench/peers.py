@@ -1,0 +1,106 @@
+"""Other implementations, beside which the benches measure ours, and both passes of any of them.
+
+PyTorch's own context-parallel loop is private; ring-attention-pytorch runs the forward pass only.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from ringlab.ring.fused_block import choose_kernel
+
+
+@contextmanager
+def torch_loops(layout: str, rotation: str) -> Iterator[ModuleType]:
+    """The module of PyTorch's own loops, set to this layout: contiguous, or zigzag under a causal mask.
+
+    `rotation` is how K and V go round: "all-to-all", from rank to rank, or "all-gather", all of them before round 1.
+
+    Raises ImportError or AttributeError in a version of PyTorch that keeps them elsewhere.
+    """
+    from torch.distributed.tensor.experimental._context_parallel import _attention as loop
+
+    method = {"all-to-all": loop._RotateMethod.ALL_TO_ALL, "all-gather": loop._RotateMethod.ALL_GATHER}[rotation]
+    switches = {"rotate_method": method, "enable_load_balance": layout == "zigzag"}
+    with mock.patch.multiple(loop._cp_options, **switches):
+        yield loop
+
+
+KERNELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by our name: torch's; what each pass takes besides
+    "cpu flash": ("flash_attention_for_cpu", {}, {}),
+    "cuda flash": ("flash_attention", {}, {}),
+    "cuda cudnn": ("cudnn_attention", {"attn_bias": None, "compute_log_sumexp": True}, {"attn_bias": None}),
+}
+FOR_BACKWARD = (
+    "cum_seq_q",
+    "cum_seq_k",
+    "max_q",
+    "max_k",
+    "philox_seed",
+    "philox_offset",
+)  # a GPU's kernels return them
+
+
+class TorchLoop(torch.autograd.Function):
+    """PyTorch's own loop as an operation of autograd, on the kernel that our ring takes."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, causal: bool, layout: str, rotation: str) -> Tensor:
+        name, besides, ctx.besides = KERNELS[choose_kernel(q, k, q.shape[-1] ** -0.5, causal=causal)[0]]
+        kernel, ctx.kernel = (getattr(torch.ops.aten, f"_scaled_dot_product_{name}{end}") for end in ("", "_backward"))
+        ctx.options = causal, layout, rotation
+        with torch_loops(layout, rotation) as loop:
+            forwards = loop._templated_ring_attention
+            out, lse, *rest = forwards(dist.group.WORLD, 2, kernel, q, k, v, is_causal=causal, dropout_p=0.0, **besides)
+        ctx.besides = {**ctx.besides, **dict(zip(FOR_BACKWARD, rest, strict=False))}
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        causal, *how = ctx.options
+        q, k, v, out, lse = ctx.saved_tensors
+        options = {"is_causal": causal, "dropout_p": 0.0, **ctx.besides}
+        options |= {"grad_out": d_out, "grad_out_name": "grad_out", "out": out, "logsumexp": lse}
+        with torch_loops(*how) as loop:
+            backwards = loop._templated_ring_attention_backward
+            return *backwards(dist.group.WORLD, 2, ctx.kernel, query=q, key=k, value=v, **options)[:3], None, None, None
+
+
+def torch_loop(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str, rotation: str = "all-to-all") -> Tensor:
+    """PyTorch's own loop on local chunks. Errors as `torch_loops`."""
+    return TorchLoop.apply(q, k, v, causal, layout, rotation)
+
+
+def pip_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """ring-attention-pytorch's forward pass with its own defaults. Its tensors are (B, C, H, D)."""
+    from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
+
+    with torch.no_grad():
+        return ring_flash_attn(*(x.transpose(1, 2) for x in (q, k, v)), ring_reduce_col=True).transpose(1, 2)
+
+
+Pass = tuple[Callable[[], Any], Callable[[Any], tuple[Tensor, ...]]]  # forward; backward, from the result of forward
+
+
+def passes(attention: Callable[..., Tensor], *inputs: Tensor) -> Pass:
+    """The forward pass of a differentiable attention, which returns out; and the backward pass, from that to out and
+    the gradients of all inputs but the last, which is the gradient of out.
+    """
+    *inputs, d_out = inputs
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return partial(attention, *leaves), lambda out: (out.detach(), *torch.autograd.grad(out, leaves, d_out))
+
+
+def with_gradients(attention: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Both of the `passes`: out and the gradients."""
+    forward, backward = passes(attention, *inputs)
+    return backward(forward())

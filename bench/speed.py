@@ -1,0 +1,614 @@
+"""The speed of attention over ranks, as a share of something measured in the same run, in turn; and its memory.
+
+ring_vs_full     ring_attn.py, beside blockwise attention in one process; memory when S and P grow together
+against_peers    the flash ring and other rings, beside the limit: fused attention in one process; bytes, memory
+masked_rings     documents and windows in the ring: the time against the pairs that are left, in each layout
+state_ring       a ring of states, beside one process that runs the same chunks, and beside softmax in a ring
+
+$ python -m pip install ring-attention-pytorch==0.5.20    # another ring; left out if it is not installed
+$ python -m bench ring_vs_full against_peers masked_rings state_ring
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench import record
+from bench.memory import measured_ring
+from bench.peers import pip_ring, torch_loop, with_gradients
+from bench.record import Bench, Method, Results, in_turn, pin
+from ring_attn import ring_attention
+from ringlab.basics.blockwise_attention import TILE, blockwise_attention
+from ringlab.basics.ranks import gather, scatter
+from ringlab.ring.cases import random_inputs
+from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.layouts import LAYOUTS, positions, shard, unshard
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
+from ringlab.ring.schedule import Ring
+from ringlab.states.linear_attention import linear_attention
+from ringlab.states.state_ring import WAYS, ring_linear_attention
+from ringlab.support.agreement import agree
+from ringlab.support.host_memory import has_memory, host_memory
+from ringlab.support.messages import Watch
+from ringlab.support.processes import RankContext, launch
+from ringlab.support.rounding import exact_attention
+from ringlab.ways.shared_memory import SharedMemory
+
+
+def of_world(results: Results, world_size: int) -> Results:
+    """The row of P ranks."""
+    (row,) = (row for row in results["rows"] if row["world_size"] == world_size)
+    return row
+
+
+def in_chunks(peak: int | None, chunk: int) -> str:
+    """A peak in chunks of so many bytes."""
+    return "not measured" if peak is None else f"{peak / chunk:.2f}"
+
+
+# ring_attn.py, beside blockwise attention in one process --------------------------------------------------------------
+
+RING = "ring_attention, P ranks"
+BLOCKWISE, SDPA = "blockwise_attention, one process", "scaled_dot_product_attention, one process"
+
+
+def seconds_of_ring(
+    context: RankContext, seq_len: int, heads: int, head_dim: int, repetitions: int
+) -> dict[str, list[float]] | None:
+    """The seconds of every repetition of every method (on rank 0, else None), on the same q, k, v in float32.
+
+    Raises RuntimeError when the results differ by more than rounding explains.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, heads, seq_len, head_dim)
+    whole = [torch.randn(shape, generator=generator) if context.rank == 0 else None for _ in "qkv"]
+    q, k, v = (scatter(x, context) for x in whole)
+    methods = {
+        RING: (False, lambda: ring_attention(q, k, v)),
+        BLOCKWISE: (True, lambda: blockwise_attention(*whole, block_size=TILE)[0]),
+        SDPA: (True, lambda: F.scaled_dot_product_attention(*whole)),
+    }
+    seconds, outs = in_turn(context, methods, repetitions)
+    outs[RING] = gather(outs[RING], context)
+    if context.rank > 0:
+        return None
+    right = exact_attention(*whole)["out"]
+    for method, out in outs.items():
+        if not right.accepts(out):
+            raise RuntimeError(f"{method} differs from full attention")
+    return seconds
+
+
+def ring_vs_full(
+    worlds: list[int], seq_len: int, heads: int, head_dim: int, repetitions: int, memory: Results
+) -> Results:
+    """A row for each P, with the seconds of each method; memory with the same chunk for each P."""
+    sizes = seq_len, heads, head_dim, repetitions
+    rows = [{"world_size": P, "seconds": launch(seconds_of_ring, P, *sizes)[0]} for P in worlds]
+    C, H, D = (memory[name] for name in ("chunk", "heads", "head_dim"))
+    peaks = [
+        {"world_size": P}
+        | {name: launch(measured_ring, P, [C], H, D, as_it_comes)[0][0] for name, as_it_comes in PEAKS}
+        for P in memory["worlds"]
+    ]
+    of_memory = {"chunk_bytes": 4 * H * C * D, "tile_bytes": 4 * H * min(C, TILE) ** 2, "rows": peaks}
+    return {"reference": BLOCKWISE, "block_size": TILE, "rows": rows, "memory": {**memory, **of_memory}}
+
+
+PEAKS = (("peak_bytes", False), ("peak_bytes_as_it_comes", True))
+
+
+def speed_of_ring(results: Results, world_size: int, method: str) -> float:
+    """The speed of a method over that of blockwise attention in one process."""
+    seconds = of_world(results, world_size)["seconds"]
+    return median(seconds[BLOCKWISE]) / median(seconds[method])
+
+
+def ring_vs_full_tables(results: Results) -> list[str]:
+    memory = results["memory"]
+    speeds = [
+        [f"P = {P}", method, f"{median(each):.3f}", f"{speed_of_ring(results, P, method):.2f}"]
+        for P, seconds in ((row["world_size"], row["seconds"]) for row in results["rows"])
+        for method, each in seconds.items()
+    ]
+    peaks = []
+    for row in memory["rows"]:
+        cells = [in_chunks(row[name], memory["chunk_bytes"]) for name, _ in PEAKS]
+        peaks.append([row["world_size"], f"{row['world_size'] * memory['chunk']:,}", *cells])
+    return [
+        record.grid("<run | <method | seconds | speed", speeds),
+        record.grid("P | S | tensors alive | as it comes", peaks),
+    ]
+
+
+# The flash ring, beside the limit of the machine and other rings ------------------------------------------------------
+
+CORES = 2
+LIMIT, TORCH, PIP, OWN = "limit", "torch's context-parallel loop", "ring-attention-pytorch", "ring_attn.py"
+FULL, ZIGZAG, STRIPED, CONTIGUOUS = "flash ring", "flash ring, zigzag", "flash ring, striped", "flash ring, contiguous"
+IN_MEMORY = "in shared memory"
+MEMORY, ZIGZAG_MEMORY, STRIPED_MEMORY = (f"{name} {IN_MEMORY}" for name in ("flash ring,", f"{ZIGZAG},", f"{STRIPED},"))
+FORWARD, CAUSAL, TRAIN = "forward", "causal forward", "causal forward and backward"
+CASES = {
+    FORWARD: [MEMORY, FULL, TORCH, PIP, OWN],
+    CAUSAL: [ZIGZAG_MEMORY, ZIGZAG, STRIPED_MEMORY, STRIPED, CONTIGUOUS, TORCH],
+    TRAIN: [ZIGZAG_MEMORY, ZIGZAG, TORCH],
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def layout_of(method: str, case: str) -> str:
+    """The layout of the method's tokens."""
+    if method == TORCH:
+        return "contiguous" if case == FORWARD else "zigzag"
+    return next((layout for layout in ("zigzag", "striped") if layout in method), "contiguous")
+
+
+def method(name: str, case: str, whole: list[Tensor], context: RankContext) -> Method:
+    """(rank 0 only?, the function to time). The function returns out or (out, dq, dk, dv)."""
+    causal, layout, alone = case != FORWARD, layout_of(name, case), name == LIMIT
+    chunks = whole if alone else [shard(x, layout, context.rank, context.world_size) for x in whole]
+    schedule = SharedMemory if IN_MEMORY in name else Ring
+    others: dict[str, Callable[..., Tensor]] = {
+        LIMIT: partial(F.scaled_dot_product_attention, is_causal=causal),
+        TORCH: partial(torch_loop, causal=causal, layout=layout),
+        PIP: pip_ring,
+        OWN: ring_attention,
+    }
+    ours = partial(ring_flash_attention, causal=causal, layout=layout, schedule=schedule)
+    attention = others.get(name, ours)
+    if case == TRAIN:
+        return alone, lambda: with_gradients(attention, *chunks)
+    return alone, lambda: (attention(*chunks[:3]),)
+
+
+def rings_of(case: str, dtype: str, seq_len: int) -> list[str]:
+    """The rings that are measured against the limit in this case: the two slow ones up to S = 4096 only."""
+    left_out = {OWN, PIP} if seq_len > 4096 else set()
+    if not find_spec("ring_attention_pytorch") or dtype != "float32":  # in bfloat16 it raises on a CPU
+        left_out |= {PIP}
+    return [name for name in CASES[case] if name not in left_out]
+
+
+def measured_speed(
+    context: RankContext, lengths: list[int], heads: int, head_dim: int, repetitions: int
+) -> list[dict[str, Any]]:
+    """A row for each dtype, S and case: the seconds of the limit and of all rings, in turn, and how far their results
+    are off.
+
+    Raises RuntimeError when a result differs from the limit's by more than rounding explains.
+    """
+    rows = []
+    for dtype in DTYPES:
+        for turn, seq_len in enumerate([lengths[0], *lengths]):  # the first turn warms up: connections, memory
+            generator = torch.Generator().manual_seed(0)
+            shape = (1, heads, seq_len, head_dim)
+            whole = [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for _ in ("q", "k", "v", "d_out")]
+            for case in CASES:
+                names = rings_of(case, dtype, seq_len)
+                methods = {name: method(name, case, whole, context) for name in (LIMIT, *names)}
+                more = min(4, max(1, 8192 // seq_len))  # short ones are noisy, and cheap
+                seconds, results = in_turn(context, methods, repetitions * more if turn else 1)
+                off = {}
+                for name in names:
+                    off[name] = differences(context, results[name], results.get(LIMIT), layout_of(name, case))
+                    if off[name] and max(off[name]) > 32 * torch.finfo(DTYPES[dtype]).eps:
+                        where = f"{name}, {case}, {dtype}, S = {seq_len}"
+                        raise RuntimeError(f"{where}: off by {off[name]} of the largest number")
+                if turn:
+                    row = {"world_size": context.world_size, "dtype": dtype, "seq_len": seq_len, "case": case}
+                    rows.append({**row, "off": off, "seconds": seconds})
+                    if context.rank == 0:
+                        print(f"{'  '.join(map(str, row.values()))}", flush=True)
+    return rows
+
+
+def differences(
+    context: RankContext, mine: tuple[Tensor, ...], limit: tuple[Tensor, ...] | None, layout: str
+) -> list[float] | None:
+    """The largest difference of each result from the limit's, as a share of its largest number; None but on rank 0."""
+    wholes = [gather(x.detach(), context) for x in mine]
+    if context.rank > 0:
+        return None
+    wholes = [unshard(list(x.chunk(context.world_size, dim=2)), layout) for x in wholes]
+    return [float((x - y).abs().max() / y.abs().max()) for x, y in zip(wholes, limit, strict=True)]
+
+
+def sent_bytes(context: RankContext, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
+    """The bytes that this rank sends in the forward pass and in the backward pass."""
+    shapes = ((1, n, chunk, head_dim) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (torch.randn(shape).to(DTYPES[dtype]).requires_grad_() for shape in shapes)
+    with Watch() as forward:
+        out = ring_flash_attention(q, k, v)
+    with Watch() as backward:
+        out.backward(torch.ones_like(out))
+    return [sum(sent.bytes for sent in watch.messages if sent.kind == "send") for watch in (forward, backward)]
+
+
+def formula_bytes(world_size: int, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
+    """The bytes that a rank sends in the forward and in the backward pass, by the formula of flash_ring.py."""
+    elements = (world_size - 1) * 2 * kv_heads * chunk * head_dim  # of K and V in the blocks that travel
+    forward = elements * DTYPES[dtype].itemsize
+    return [forward, forward + elements * 4]
+
+
+def peak_memory(context: RankContext, chunk: int, heads: int, head_dim: int, shared: bool) -> list[int | None]:
+    """The peak of this rank's memory beyond its inputs, in bytes: of a forward pass, and of forward and backward.
+
+    What a rank has in shared memory is there before and after, so it is added: pages of other ranks do not count twice.
+    """
+    record.return_freed_memory()
+    q, k, v, d_out = (torch.randn(1, heads, chunk, head_dim) for _ in ("q", "k", "v", "d_out"))
+    options: dict[str, Any] = {"causal": True, "layout": "zigzag", "schedule": SharedMemory if shared else Ring}
+    ring, peaks = partial(ring_flash_attention, **options), []
+    for work in (lambda: ring(q, k, v)), (lambda: with_gradients(ring, q, k, v, d_out)):
+        work()  # what libraries set up once, and shared memory
+        peak = record.peak_extra(work)
+        if peak is not None and has_memory(None):
+            memory = host_memory(None)
+            peak += sum(os.fstat(fd).st_size for fd in memory.fds[:2])  # its own parts
+        peaks.append(peak)
+    return peaks
+
+
+def against_peers(
+    worlds: list[int], lengths: list[int], heads: int, head_dim: int, repetitions: int, beside: Results
+) -> Results:
+    """A row for each P, dtype, S and case; bytes and memory of a rank with the chunk of `beside`, for each P there."""
+    pin(CORES)
+    rows = [row for P in worlds for row in launch(measured_speed, P, lengths, heads, head_dim, repetitions)[0]]
+    C, H, D = (beside[name] for name in ("chunk", "heads", "head_dim"))
+    sent, peaks = [], []
+    for P in beside["worlds"]:
+        for dtype in DTYPES:
+            for kv_heads in (H, H // 4):
+                seen = [max(each) for each in zip(*launch(sent_bytes, P, C, H, kv_heads, D, dtype), strict=True)]
+                row = {"world_size": P, "dtype": dtype, "kv_heads": kv_heads, "sent": seen}
+                sent.append({**row, "formula": formula_bytes(P, C, H, kv_heads, D, dtype)})
+        for shared in (False, True):
+            each = zip(*launch(peak_memory, P, C, H, D, shared), strict=True)
+            peaks.append({"world_size": P, "shared": shared, "peak_bytes": [most(seen) for seen in each]})
+    others = {"bytes": {**beside, "rows": sent}, "memory": {**beside, "rows": peaks}}
+    return {"reference": LIMIT, "rows": rows, **others}
+
+
+def most(peaks: Sequence[int | None]) -> int | None:
+    """The peak of the rank that needs most; None where it can't be measured."""
+    return None if None in peaks else max(peaks)
+
+
+def speeds(results: Results, *, method: str, **wanted: Any) -> list[float]:
+    """The speeds of this ring, as shares of the limit's, in the rows that have these values."""
+    rows = [row["seconds"] for row in results["rows"] if wanted.items() <= row.items() and method in row["seconds"]]
+    return [median(seconds[LIMIT]) / median(seconds[method]) for seconds in rows]
+
+
+def over_peer(results: Results, peer: str, dtype: str, *, shared: bool = False) -> list[float]:
+    """The speed of the flash ring over the peer's, for each of the peer's rows; causal ones against zigzag.
+
+    The ring moves its blocks by messages, or in shared memory.
+    """
+    ratios = []
+    for row in results["rows"]:
+        if peer in row["seconds"] and row["dtype"] == dtype:
+            by_message, in_memory = (FULL, MEMORY) if row["case"] == FORWARD else (ZIGZAG, ZIGZAG_MEMORY)
+            mine = row["seconds"][in_memory if shared else by_message]
+            ratios.append(median(row["seconds"][peer]) / median(mine))
+    return ratios
+
+
+def against_peers_tables(results: Results) -> list[str]:
+    memory, lengths = results["memory"], sorted({row["seq_len"] for row in results["rows"]})
+    chunk, parts = 4 * memory["heads"] * memory["chunk"] * memory["head_dim"], []
+    for dtype in DTYPES:
+        for P in results["worlds"]:
+            rows = []
+            for case, rings in CASES.items():
+                for name in rings:
+                    seen = speeds(results, dtype=dtype, world_size=P, case=case, method=name)
+                    if seen:
+                        cells = [f"{x:.3f}" for x in seen] + [""] * (len(lengths) - len(seen))
+                        rows.append([case, name, *cells])
+            heads = " | ".join(["<case | <ring", *(f"S = {S:,}" for S in lengths)])
+            parts.append(f"{dtype}, P = {P}:\n\n{record.grid(heads, rows)}")
+    sent = [
+        [row["world_size"], row["dtype"], row["kv_heads"]]
+        + [f"{x:,}" for pair in zip(row["sent"], row["formula"], strict=True) for x in pair]
+        for row in results["bytes"]["rows"]
+    ]
+    peaks = [
+        [row["world_size"], IN_MEMORY if row["shared"] else "by messages"]
+        + [in_chunks(peak, chunk) for peak in row["peak_bytes"]]
+        for row in memory["rows"]
+    ]
+    return [
+        "\n\n".join(parts),
+        record.grid("P | <dtype | G | forward | formula | backward | formula", sent),
+        record.grid("P | <blocks move | forward | forward and backward", peaks),
+    ]
+
+
+# Documents and windows ------------------------------------------------------------------------------------------------
+
+PASSES = (FORWARD, "forward and backward")
+PARTS = 8  # documents in the sequence; a window is as long as one of them
+NO_MASK, DOCUMENTS, WINDOW, GLOBAL = "no mask", "documents", "window", "window and 16 global tokens"
+
+
+def options_of(case: str, seq_len: int) -> dict[str, Any]:
+    """What the ring is told in this case."""
+    length = seq_len // PARTS
+    return {
+        NO_MASK: {},
+        DOCUMENTS: {"causal": True, "documents": (length,) * PARTS},
+        WINDOW: {"causal": True, "window": length},
+        GLOBAL: {"causal": True, "window": length, "global_tokens": 16},
+    }[case]
+
+
+def cases(world_size: int, seq_len: int) -> dict[str, tuple[Partition, dict[str, Any]]]:
+    """By "case, layout": its mask, and what the ring is told; without a mask all layouts are alike."""
+    lengths, found = (seq_len // world_size,) * world_size, {}
+    for case in (NO_MASK, DOCUMENTS, WINDOW, GLOBAL):
+        for layout in LAYOUTS[:1] if case == NO_MASK else LAYOUTS:
+            options = options_of(case, seq_len)
+            found[f"{case}, {layout}"] = Partition(Mask(**options), layout, lengths), {"layout": layout, **options}
+    return found
+
+
+def one_by_one(whole: list[torch.Tensor], which: str) -> list[Any]:
+    """The documents in one process, each by itself."""
+    fused = partial(F.scaled_dot_product_attention, is_causal=True)
+    each = zip(*(x.chunk(PARTS, dim=2) for x in whole), strict=True)
+    return [fused(*four[:3]) if which == FORWARD else with_gradients(fused, *four) for four in each]
+
+
+def seconds_of_masks(
+    context: RankContext, seq_len: int, heads: int, head_dim: int, repetitions: int
+) -> dict[str, list[float]]:
+    """The seconds of every repetition: of "one by one" and of the ring in every case, in both passes.
+
+    Raises RuntimeError when the ring's numbers are wrong.
+    """
+    P, whole = context.world_size, random_inputs(1, heads, heads, seq_len, head_dim)
+    methods: dict[str, Method] = {f"one by one, {which}": (True, partial(one_by_one, whole, which)) for which in PASSES}
+    found = cases(P, seq_len)
+    for name, (_, options) in found.items():
+        mine = [shard(x, options["layout"], context.rank, P) for x in whole]
+        ring = partial(ring_flash_attention, **options)
+        methods[f"{name}, {FORWARD}"] = False, partial(ring, *mine[:3])
+        methods[f"{name}, {PASSES[1]}"] = False, partial(with_gradients, ring, *mine)
+    seconds, results = in_turn(context, methods, repetitions)
+    for name, (_, options) in found.items():
+        check_rows(
+            name,
+            results[f"{name}, {PASSES[1]}"],
+            whole,
+            positions(options["layout"], seq_len, context.rank, P),
+            options,
+        )
+    return seconds
+
+
+def check_rows(
+    name: str, result: list[torch.Tensor], whole: list[torch.Tensor], at: torch.Tensor, options: dict[str, Any]
+) -> None:
+    """Raise RuntimeError unless the rows of this rank's last query are right in out and dq."""
+    q, k, v, d_out = whole
+    mask = {name: option for name, option in options.items() if name != "layout"}
+    query = at[-1:]
+    seen = Mask(**mask).dense(query, k.shape[2])
+    rights = exact_attention(q[:, :, query], k, v, d_out[:, :, query], visible=seen, fused_blocks=3 * PARTS)
+    for each, x in zip(("out", "dq"), result, strict=False):
+        if not rights[each].accepts(x[:, :, -1:]):
+            raise RuntimeError(f"{name}: {each} of the ring is wrong, by {rights[each].error(x[:, :, -1:]).max():.1e}")
+
+
+def memory_of_ring(
+    context: RankContext, seq_len: int, heads: int, head_dim: int, options: dict[str, Any]
+) -> int | None:
+    """The peak of this rank's memory in both passes, beyond its inputs: bytes."""
+    record.return_freed_memory()
+    layout, P = options["layout"], context.world_size
+    mine = [shard(x, layout, context.rank, P) for x in random_inputs(1, heads, heads, seq_len, head_dim)]
+    few = [x[:, :, : 2 * PARTS] for x in mine]
+    with_gradients(ring_flash_attention, *few)  # what libraries set up once
+    return record.peak_extra(lambda: with_gradients(partial(ring_flash_attention, **options), *mine))
+
+
+def masked_rings(worlds: list[int], seq_len: int, heads: int, head_dim: int, repetitions: int) -> Results:
+    """A row for each P; the memory of each case on the most ranks, contiguous, with and without a mask."""
+    sizes, last = (seq_len, heads, head_dim), worlds[-1]
+
+    def measure(world_size: int, name: str | None) -> Results:
+        if name is None:
+            return {"seconds": launch(seconds_of_masks, world_size, *sizes, repetitions)[0]}
+        return {"peak": most(launch(memory_of_ring, last, *sizes, cases(last, seq_len)[name][1]))}
+
+    contiguous = [name for name in cases(last, seq_len) if name.endswith("contiguous")]
+    steps = [{"world_size": P, "name": None} for P in worlds] + [{"world_size": last, "name": it} for it in contiguous]
+    rows = record.rows("masked_rings", {"sizes": sizes, "repetitions": repetitions}, steps, measure)
+    return {
+        "reference": f"one by one, {FORWARD}",
+        "rows": [{"world_size": row["world_size"], "seconds": row["seconds"]} for row in rows if "seconds" in row],
+        "chunk_bytes": heads * seq_len // last * head_dim * 4,
+        "peak_bytes": {row["name"]: row["peak"] for row in rows if "peak" in row},
+    }
+
+
+def seconds_of(results: Results, world_size: int, name: str, which: str) -> float:
+    """The median seconds of "case, layout", or of the documents "one by one", in a pass."""
+    return median(of_world(results, world_size)["seconds"][f"{name}, {which}"])
+
+
+def speed_of_documents(results: Results, world_size: int, name: str, which: str) -> float:
+    """The time of the documents one by one, over that of the ring in "case, layout"."""
+    return seconds_of(results, world_size, "one by one", which) / seconds_of(results, world_size, name, which)
+
+
+def cost(results: Results, world_size: int, name: str, which: str) -> float:
+    """The share of the unmasked ring's time, over the share of its pairs. `name` is "case, layout", or "one by one":
+    what PyTorch's causal kernel reaches on the documents in one process.
+    """
+    found = cases(world_size, results["seq_len"])
+    mask, _ = found[f"{DOCUMENTS}, contiguous" if name == "one by one" else name]
+    full = seconds_of(results, world_size, f"{NO_MASK}, contiguous", which)
+    return seconds_of(results, world_size, name, which) / full / (sum(pairs(mask)) / results["seq_len"] ** 2)
+
+
+def pairs(mask: Partition) -> list[int]:
+    """The pairs of a query and a key that each rank computes."""
+    return [mask.pairs(rank) for rank in range(len(mask.lengths))]
+
+
+def masked_rings_tables(results: Results) -> list[str]:
+    S, worlds = results["seq_len"], results["worlds"]
+    documents, windows = [], []
+    for P in worlds:
+        for name, (mask, options) in cases(P, S).items():
+            case, layout, of_ranks = name.rpartition(", ")[0], options["layout"], pairs(mask)
+            about = [layout, mask.hops, f"{max(of_ranks) * P / sum(of_ranks):.2f}"]
+            if case == DOCUMENTS:
+                documents.append(
+                    [P, *about, *(f"{speed_of_documents(results, P, name, which):.2f}" for which in PASSES)]
+                )
+            elif case in (WINDOW, GLOBAL):
+                share, cells = sum(of_ranks) / S**2, []
+                for which in PASSES:
+                    over = cost(results, P, name, which)
+                    cells += [f"{share * over:.1%}", f"{over:.2f}"]
+                windows.append([P, case, *about, f"{share:.1%}", *cells])
+    heads = "P | <mask | <layout | hops | busiest | pairs | forward: time | over pairs | both: time | over pairs"
+    kernel = [f"{cost(results, worlds[-1], 'one by one', which):.2f}" for which in PASSES]
+    peaks = {name.rpartition(", ")[0]: peak for name, peak in results["peak_bytes"].items()}
+    chunks = [f"{name} {peak / results['chunk_bytes']:.1f}" for name, peak in peaks.items() if peak is not None]
+    return [
+        record.grid("P | <layout | hops | busiest | forward | forward and backward", documents),
+        record.grid(heads, windows),
+        f"PyTorch's causal kernel costs, by the same measure, {' and '.join(kernel)} on the documents one by one "
+        "(forward, both passes).",
+        f"Memory of a rank in both passes beyond its inputs, P = {worlds[-1]}, contiguous, in chunks: "
+        f"{', '.join(chunks)}.",
+    ]
+
+
+# A ring of states -----------------------------------------------------------------------------------------------------
+
+ONE, KEYS = "one process", "ring of keys"
+KEPT, DEFAULT = "memory kept", "glibc's default"
+
+
+def keep_memory() -> None:
+    """Tell glibc to give nothing back to the system; nothing where there is another library.
+
+    The chunked code makes some 60 tensors a pass. By default glibc gives large ones back to the system at once (from 32
+    MiB on always, smaller ones by what was freed before), and each comes back page by page: at 2 us a page this takes
+    as long as computing.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            libc.mallopt(option, 2**31 - 1)
+
+
+def seconds_of_states(
+    context: RankContext, case: str, seq_len: int, heads: int, head_dim: int, repetitions: int
+) -> dict[str, list[float]]:
+    """Seconds of each way in turn. Raises ValueError where a rank's results are not those of one process."""
+    if case == KEPT:
+        keep_memory()
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_out = torch.randn(4, 1, heads, seq_len, head_dim, generator=generator).to(context.device)
+    beta, decay = torch.rand(2, 1, heads, seq_len, generator=generator).to(context.device)
+    whole = [q, k / k.norm(dim=-1, keepdim=True), v, (0.9 + 0.1 * decay).log(), beta]
+
+    def mine(layout: str) -> list[Tensor]:
+        return [shard(x, layout, context.rank, context.world_size) for x in (*whole, d_out)]
+
+    of_states, of_keys = mine("contiguous"), mine("zigzag")
+    softmax = partial(ring_flash_attention, causal=True, layout="zigzag")
+    methods: dict[str, Method] = {
+        ONE: (True, lambda: with_gradients(lambda *x: linear_attention(*x)[0], *whole, d_out))
+    }
+    for way in WAYS:
+        ring = partial(ring_linear_attention, way=way)
+        methods[way] = (False, partial(with_gradients, lambda *x, ring=ring: ring(*x)[0], *of_states))
+    if case == KEPT:
+        methods[KEYS] = (False, partial(with_gradients, softmax, *of_keys[:3], of_keys[-1]))
+    seconds, results = in_turn(context, methods, repetitions)
+    rights = [x.contiguous() for x in results.get(ONE, [torch.empty_like(x) for x in (v, *whole)])]
+    for right in rights:
+        dist.broadcast(right, 0)
+
+    def check() -> None:
+        for way in WAYS:
+            for x, right in zip(results[way], rights, strict=True):
+                mine = shard(right, "contiguous", context.rank, context.world_size)
+                off = (x - mine).norm() / mine.norm()
+                if not off < 1e-4:
+                    raise ValueError(f"{way}: a result is off by {off:.1e} from one process")
+
+    agree(check)
+    return seconds
+
+
+def state_ring(worlds: list[int], lengths: list[int], heads: int, head_dim: int, repetitions: int) -> Results:
+    """A row for each number of ranks and tokens, and of the first number of ranks with glibc's default."""
+    steps = [(KEPT, P, S) for P in worlds for S in lengths] + [(DEFAULT, worlds[0], S) for S in lengths[1:]]
+    rows = [
+        {"case": case, "world_size": P, "seq_len": S}
+        | {"seconds": launch(seconds_of_states, P, case, S, heads, head_dim, repetitions)[0]}
+        for case, P, S in steps
+    ]
+    return {"reference": ONE, "rows": rows}
+
+
+def state_ring_tables(results: Results) -> list[str]:
+    rows = []
+    for row in results["rows"]:
+        seconds = {name: median(each) for name, each in row["seconds"].items()}
+        shares = [f"{seconds[ONE] / seconds[way]:.2f}" if way in seconds else "" for way in (*WAYS, KEYS)]
+        rows.append([row["world_size"], f"{row['seq_len']:,}", row["case"], *shares])
+    return [record.grid(f"P | S | <memory | {' | '.join(WAYS)} | {KEYS}, causal", rows)]
+
+
+LAYER = {"heads": 8, "head_dim": 64}
+BENCHES = [
+    Bench(
+        "ring_vs_full",
+        ring_vs_full,
+        ring_vs_full_tables,
+        {"worlds": [2, 4], "seq_len": 8192, **LAYER, "repetitions": 7}
+        | {"memory": {"chunk": 2048, "heads": 8, "head_dim": 128, "worlds": [1, 2, 4, 8]}},  # a chunk is 8 MiB
+    ),
+    Bench(
+        "against_peers",
+        against_peers,
+        against_peers_tables,
+        {"worlds": [2, 4], "lengths": [256, 1024, 2048, 4096, 8192, 16384], **LAYER, "repetitions": 5}
+        | {"beside": {"worlds": [1, 2, 4, 8], "chunk": 2048, **LAYER}},
+        dtype="float32 and bfloat16",
+    ),
+    Bench(
+        "masked_rings",
+        masked_rings,
+        masked_rings_tables,
+        {"worlds": [2, 4], "seq_len": 8192, **LAYER, "repetitions": 3},
+    ),
+    Bench(
+        "state_ring",
+        state_ring,
+        state_ring_tables,
+        {"worlds": [2, 4], "lengths": [1024, 4096, 16384], **LAYER, "repetitions": 5},
+    ),
+]

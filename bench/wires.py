@@ -1,0 +1,531 @@
+"""Messages over slow wires: what a ring hides of them, how many it sends, and which of five ways wins.
+
+On one machine the cores that compute also copy the messages, so hiding them saves little time. So messages take time on
+a wire here, as in a cluster: a loopback that carries a set rate, or hosts (network namespaces, hosts.py) with links.
+
+overlap              the share of the messages' time that the overlapped ring of overlap.py hides, and should hide:
+                     a round takes  blocking: computing + messages     overlapped: max(computing, messages)
+                     so of the messages  min(1, computing / messages)  should be hidden
+
+overlap_threshold    the share that a ring between two hosts hides, against the chunk. One rank, thread and core each
+    flops            4·C²·H·D / seconds of computing on a block
+    bandwidth        2·C·H·D·w / seconds of a hop while no rank computes
+    predicted        min(1, C / C*), with the knee C* = w/2 · flops / bandwidth of the same run; w = 4 bytes
+    measured         1 - wait / hop, where the wait is what is left of the hop when the ring has computed its block
+
+gradients_home       a training pass with P - 1 messages of gradients, and with the P messages of other rings, in turn
+    now              a rank's own share of dK and dV stays at home: P - 1 messages (ringlab/ring/schedule.py)
+    P messages       the own share travels too, and the message home comes after all computing: so it was here before
+    torch's loop     PyTorch's own context-parallel loop: P messages
+    to learn from    backward.py: P - 1 messages, for which every rank waits, and no mask
+
+five_ways            five ways to share a sequence, and PyTorch's own loop, on hosts with a slow link
+    calibrated       the hosts, before the ways: ring_planner.calibrate
+    measured         seconds of the forward pass, and of forward and backward, of a causal layer in the zigzag layout
+    computing        the ring's pieces on the same ranks, without a message
+    predicted        five_ways_predicted.py: the planner's times, from the calibration alone
+
+In a job all ways are measured in turn, and before that compared with full attention in float64 on a short sequence.
+The ranks of a host share its core, so the machine has more ranks than cores.
+
+Linux only, as root, with iproute2 and util-linux. Elsewhere it gives the reason and measures nothing. The five ways
+take about half an hour.
+
+    $ sudo .venv/bin/python -m bench overlap overlap_threshold gradients_home five_ways
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from bench import five_ways_predicted, record
+from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, peer
+from bench.hosts import LINK, hosts, job, slow_loopback, torchrun
+from bench.peers import Pass, passes, torch_loop
+from bench.record import Bench, Method, Results, in_turn
+from ring_planner.hidden_communication import (
+    AttentionLayer,
+    block_flops,
+    hidden_share,
+    hop_bytes,
+    min_overlap_chunk,
+)
+from ring_planner.ways import WAYS
+from ringlab.basics.ranks import gather, scatter
+from ringlab.ring import overlap, schedule
+from ringlab.ring.backward import ring_attention
+from ringlab.ring.flash_ring import FlashRing, ring_flash_attention
+from ringlab.ring.fused_block import fused_forward
+from ringlab.ring.layouts import shard, unshard
+from ringlab.ring.masks import Mask
+from ringlab.ring.overlap import post, record_both, seconds
+from ringlab.ring.partition import BlockSlice, Partition
+from ringlab.ring.schedule import Ring, Round, Schedule, TravellingSums
+from ringlab.support import timeline
+from ringlab.support.agreement import agree
+from ringlab.support.processes import RankContext, launch
+from ringlab.support.rounding import exact_attention
+from ringlab.support.timeline import Event, laps
+from ringlab.ways.all_gather import AllGather
+from ringlab.ways.all_to_all import AllToAll, OwnSums
+from ringlab.ways.double_ring import DoubleRing
+from ringlab.ways.hybrid import Hybrid
+
+Row = dict[str, Any]
+
+# What the overlapped ring hides over a slow loopback ------------------------------------------------------------------
+
+RATE = 125_000_000  # bytes a second
+TRACED = 2048  # tokens: at this chunk messages take about as long as computing
+Rings = dict[str, list[Event]]  # the events of all ranks of the "blocking" and of the "overlapped" ring
+
+
+def rings_in_turn(context: RankContext, chunk: int, heads: int, head_dim: int, repetitions: int) -> list[Rings]:
+    """Run the blocking ring, the overlapped one, the blocking one, ... in float32, and return the record of each pair.
+
+    Raises RuntimeError when a result differs from full attention by more than rounding explains.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, heads, chunk * context.world_size, head_dim, generator=generator).unbind()
+    right = exact_attention(q, k, v)["out"] if context.rank == 0 else None
+    pairs = []
+    for _ in range(1 + repetitions):  # the first warms up
+        both = record_both(context, q, k, v)
+        pairs.append({name: events for name, (_, events) in both.items()})
+        for name, (out, _) in both.items():
+            if right and not right.accepts(out):
+                raise RuntimeError(f"the {name} ring differs from full attention")
+    return pairs[1:]
+
+
+def duration(events: list[Event]) -> float:
+    """Seconds from the first start to the last end."""
+    return max(event.end for event in events) - min(event.start for event in events)
+
+
+def summary(pairs: list[Rings], world_size: int) -> dict[str, float]:
+    """Medians over the repetitions, in seconds: of a whole ring; of a round's computing; of a hop's messages and wait.
+
+    Also the share of the messages' time that is hidden, and the share that should be.
+    """
+    seen = {
+        "blocking": [duration(pair["blocking"]) for pair in pairs],
+        "overlapped": [duration(pair["overlapped"]) for pair in pairs],
+        "computing": [seconds(pair["blocking"], "compute") / world_size for pair in pairs],
+        "messages": [seconds(pair["blocking"], "send", "receive") / (world_size - 1) for pair in pairs],
+        "waiting": [seconds(pair["overlapped"], "wait") / (world_size - 1) for pair in pairs],
+        "hidden": [overlap.hidden_share(pair["blocking"], pair["overlapped"]) for pair in pairs],
+    }
+    medians = {name: median(each) for name, each in seen.items()}
+    return {**medians, "predicted": min(1.0, medians["computing"] / medians["messages"])}
+
+
+def measure_overlap(
+    chunks: list[int], traced: int, heads: int, head_dim: int, world_size: int, repetitions: int, rate: int | None
+) -> Results:
+    """A row for each chunk length, and for the length `traced` the events of its median repetition. `rate` is that of
+    the loopback, None without a limit. It is a test that has none.
+    """
+    if rate:
+        slow_loopback(rate)
+    rows, events = [], {}
+    for chunk in chunks:
+        pairs = launch(rings_in_turn, world_size, chunk, heads, head_dim, repetitions)[0]
+        rows.append({"chunk": chunk, **summary(pairs, world_size)})
+        if chunk == traced:
+            by_share = sorted(pairs, key=lambda pair: overlap.hidden_share(pair["blocking"], pair["overlapped"]))
+            events = {name: [asdict(each) for each in ring] for name, ring in by_share[len(pairs) // 2].items()}
+    return {"rows": rows, "traced": events}
+
+
+def overlap_tables(results: Results) -> list[str]:
+    """Times in milliseconds."""
+    rows = []
+    for row in results["rows"]:
+        times = [row[name] for name in ("blocking", "overlapped", "computing", "messages", "waiting")]
+        shares = [f"{row[name]:.0%}" for name in ("hidden", "predicted")]
+        rows.append([f"{row['chunk']:,}", *(f"{1e3 * time:.1f}" for time in times), *shares])
+    return [record.grid("C | blocking | overlapped | computing | messages | wait | hidden | should be", rows)]
+
+
+# What a ring hides between two hosts ----------------------------------------------------------------------------------
+
+PREDICTIONS = {"flops": "predicted", "flops_meanwhile": "predicted_meanwhile"}  # the knee that each one predicts
+
+
+def check_ring(context: RankContext) -> None:
+    """Raise RuntimeError on rank 0 unless the ring between these hosts is full attention. Its chunks are not equal."""
+    whole = torch.randn(3, 1, 2, 100 * context.world_size + 1, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    out = gather(ring_flash_attention(*(scatter(x if context.rank == 0 else None, context) for x in whole)), context)
+    if out is not None and not exact_attention(*whole)["out"].accepts(out):
+        raise RuntimeError("the ring between the hosts differs from full attention")
+
+
+def measure_hop(context: RankContext, chunk: int, *, heads: int, head_dim: int, repetitions: int) -> Row:
+    """Mean seconds of the ranks, then the median of the repetitions: of computing on a block; of a hop by itself; of
+    the whole overlapped ring; and in this ring, of the wait and of computing on the block that travels. A repetition
+    measures all of them in turn. Raises RuntimeError on rank 0 when the ring is wrong.
+    """
+    check_ring(context)
+    q, k, v = torch.randn(3, 1, heads, chunk, head_dim, generator=torch.Generator().manual_seed(context.rank)).unbind()
+    received = [torch.empty_like(k), torch.empty_like(v)]
+
+    def compute() -> None:
+        fused_forward(q, k, v, scale=head_dim**-0.5)
+
+    def hop() -> None:
+        for work in post([k, v], received):
+            work.wait()
+
+    def ring() -> None:
+        ring_flash_attention(q, k, v)
+
+    def time_of(work: Callable[[], None]) -> float:
+        return mean(lap.seconds for lap in laps(work, context.device))
+
+    seen = []
+    for _ in range(1 + repetitions):  # the first warms up
+        row = {"computing": time_of(compute), "messages": time_of(hop)}
+        with timeline.record(k) as events:
+            row["ring"] = time_of(ring)
+        row["waiting"] = seconds(events, "wait")
+        row["computing_meanwhile"] = seconds([event for event in events if event.round == 0], "compute")
+        seen.append(row)
+    return {name: median(row[name] for row in seen[1:]) for name in seen[0]}
+
+
+def shares(row: Row) -> Row:
+    """The share of the hop that is hidden, and the overhead: the ring's time beyond that of its two blocks."""
+    return {"hidden": 1 - row["waiting"] / row["messages"], "overhead": row["ring"] / (2 * row["computing"]) - 1}
+
+
+def knee(rows: list[Row], layer: AttentionLayer) -> Row:
+    """FLOP/s, bytes/s and the knee that they predict, for the rows of one link, and the knee measured.
+
+    FLOP/s and bytes/s are medians over the chunks. The FLOP/s reached while messages travel predict a second knee. The
+    measured knee is the one whose line is nearest to the shares: the sum of the distances is smallest.
+    """
+
+    def reached(computing: str) -> float:
+        return median(block_flops(layer, row["chunk"] ** 2) / row[computing] for row in rows)
+
+    def distance(min_chunk: float) -> float:
+        return sum(abs(row["hidden"] - hidden_share(row["chunk"], min_chunk)) for row in rows)
+
+    flops, flops_meanwhile = reached("computing"), reached("computing_meanwhile")
+    bandwidth = median(hop_bytes(layer, row["chunk"]) / row["messages"] for row in rows)
+    candidates = [rows[0]["chunk"] * 1.01**i for i in range(600)]  # up to 390 times the first chunk
+    return {
+        "flops": flops,
+        "flops_meanwhile": flops_meanwhile,
+        "bandwidth": bandwidth,
+        "predicted": min_overlap_chunk(flops, bandwidth, layer),
+        "predicted_meanwhile": min_overlap_chunk(flops_meanwhile, bandwidth, layer),
+        "measured": min(candidates, key=distance),
+    }
+
+
+def overlap_threshold(chunks: dict[int, list[int]], **size: int) -> Results:
+    """A row for each link, in bytes a second, and chunk; a knee for each link."""
+
+    def measure(rate: int, chunk: int) -> Row:
+        with hosts(2, rate) as both:
+            row = job(both, measure_hop, {"chunk": chunk, **size})
+        return {**row, **shares(row)}
+
+    steps = [{"rate": rate, "chunk": chunk} for rate in chunks for chunk in chunks[rate]]
+    rows = record.rows("overlap_threshold", size, steps, measure)
+    layer = AttentionLayer(size["heads"], size["heads"], size["head_dim"], itemsize=torch.float32.itemsize)
+    knees = [{"rate": rate, **knee([row for row in rows if row["rate"] == rate], layer)} for rate in chunks]
+    return {"rows": rows, "knees": knees}
+
+
+def overlap_threshold_tables(results: Results) -> list[str]:
+    """Times in milliseconds."""
+    knees, rows = [], []
+    for row in results["knees"]:
+        speeds = [x for name, c in PREDICTIONS.items() for x in (f"{row[name] / 1e9:.0f} GFLOP/s", f"{row[c]:,.0f}")]
+        links = [f"{row[name] / 1e6:.0f} MB/s" for name in ("rate", "bandwidth")]
+        knees.append([*links, *speeds, f"{row['measured']:,.0f}"])
+    predicted = {row["rate"]: row["predicted"] for row in results["knees"]}
+    for row in results["rows"]:
+        times = [row[name] for name in ("computing", "computing_meanwhile", "messages", "waiting", "ring")]
+        parts = [row["hidden"], hidden_share(row["chunk"], predicted[row["rate"]]), row["overhead"]]
+        cells = [f"{row['rate'] / 1e6:g}", f"{row['chunk']:,}", *(f"{1e3 * time:.1f}" for time in times)]
+        rows.append([*cells, *(f"{part:.0%}" for part in parts)])
+    found = "link | bytes/s | FLOP/s | knee predicted | FLOP/s meanwhile | knee predicted from it | knee measured"
+    heads = "link, MB/s | C | computing | meanwhile | hop | wait | ring | hidden | should be | overhead"
+    return [record.grid(found, knees), record.grid(heads, rows)]
+
+
+# Messages of gradients ------------------------------------------------------------------------------------------------
+
+NOW, BEFORE, TORCH, LEARN = "now", "P messages", "torch's loop", "to learn from"
+SLOW = 12_500_000  # bytes a second of a link: 100 Mbit/s
+
+
+class CircleSums(TravellingSums):
+    """The sums begin on the rank of their block, and make a closed circle of P messages."""
+
+    def of_round(self, t: int) -> tuple[Tensor, Tensor]:
+        self.wait()
+        return self.sums_in(self.buffer(t).zero_() if t == 0 else self.buffer(t))
+
+    def send_on(self, t: int) -> None:
+        self.wait()
+        if t < self.hops:
+            self.arriving = schedule.post([self.buffer(t)], [self.buffer(t + 1)], self.group)
+        elif t > 0:
+            self.coming = torch.empty_like(self.at_home)
+            self.arriving = schedule.post([self.buffer(t)], [self.coming], self.group, distance=-t)
+        else:
+            self.coming = self.buffer(0)
+
+    def home(self) -> tuple[Tensor, Tensor]:
+        self.wait()
+        return self.sums_in(self.coming)
+
+
+class Circle(Ring):
+    """The ring with these sums. The own block is the first one, and has a piece in every round."""
+
+    rounds_back = Ring.rounds
+
+    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> CircleSums:
+        return CircleSums(k, v, dtype, lengths=self.partition.lengths, group=self.group, hops=self.partition.hops)
+
+
+OPTIONS: dict[str, Any] = {"causal": True, "layout": "zigzag"}
+METHODS: dict[str, Callable[..., Tensor]] = {
+    NOW: partial(ring_flash_attention, schedule=Ring, **OPTIONS),
+    BEFORE: partial(ring_flash_attention, schedule=Circle, **OPTIONS),
+    TORCH: partial(torch_loop, **OPTIONS),
+    LEARN: ring_attention,
+}
+
+
+def sent() -> int:
+    """The bytes that have left this host."""
+    (line,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith(LINK))
+    return int(line.partition(":")[2].split()[8])
+
+
+def measured_home(context: RankContext, chunk: int, heads: int, head_dim: int, repetitions: int) -> dict[str, Any]:
+    """By method: seconds of a forward and backward pass, and the bytes that this rank sends in each of them."""
+    generator = torch.Generator().manual_seed(context.rank)
+    inputs = torch.randn(4, 1, heads, chunk, head_dim, generator=generator).bfloat16().unbind()
+    of_method = {name: passes(attention, *inputs) for name, attention in METHODS.items()}
+    methods = {name: (False, lambda there=there, back=back: back(there())) for name, (there, back) in of_method.items()}
+    seconds, results = in_turn(context, methods, repetitions)
+    for mine, before in zip(results[NOW], results[BEFORE], strict=True):  # the sums have another order
+        assert (mine - before).abs().max() <= 2**-6 * before.abs().max()
+    bytes_sent = {}
+    for name, (there, back) in of_method.items():
+        counts = [sent()]
+        out = there()
+        dist.barrier()  # what others wait for is there, so all has left
+        counts.append(sent())
+        back(out)
+        dist.barrier()
+        counts.append(sent())
+        bytes_sent[name] = [counts[1] - counts[0], counts[2] - counts[1]]
+    return {"seconds": seconds, "sent": bytes_sent}
+
+
+def gradients_home(worlds: list[int], lengths: list[int], **size: int) -> Results:
+    """A row for each P and S."""
+
+    def measure(world_size: int, seq_len: int) -> Row:
+        with hosts(world_size, SLOW) as joined:
+            return job(joined, measured_home, {"chunk": seq_len // world_size, **size})
+
+    steps = [{"world_size": P, "seq_len": S} for P in worlds for S in lengths]
+    return {"reference": NOW, "rows": record.rows("gradients_home", size, steps, measure)}
+
+
+def gradients_home_tables(results: Results) -> list[str]:
+    rows = []
+    for row in results["rows"]:
+        for name, (forward, backward) in row["sent"].items():
+            seconds = median(row["seconds"][name])
+            counts = [f"{forward / 1e6:.2f}", f"{backward / 1e6:.2f}", f"{seconds:.3f}"]
+            times = f"{seconds / median(row['seconds'][NOW]):.2f} x"
+            rows.append([row["world_size"], f"{row['seq_len']:,}", name, *counts, times])
+    return [record.grid("P | S | <gradients | MB forward | MB backward | seconds | now is faster by", rows)]
+
+
+# Five ways ------------------------------------------------------------------------------------------------------------
+
+SCHEDULES: dict[str, type[Schedule]] = {  # of WAYS
+    "ring": Ring,
+    "double ring": DoubleRing,
+    "all-gather": AllGather,
+    "all-to-all": AllToAll,
+    "hybrid": Hybrid,
+}
+COMPUTING = "ring, computing"
+CHECKED = 16  # tokens a rank of the sequence on which each way is compared with full attention
+
+
+def attentions(mesh: DeviceMesh) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """The five ways and PyTorch's own loop, each a function of this rank's chunks q, k and v."""
+    groups = {"double ring": mesh, "hybrid": mesh}
+    options: dict[str, Any] = {"causal": True, "layout": "zigzag"}
+    ring, loop = partial(ring_flash_attention, **options), partial(torch_loop, **options)
+    ours = {way: partial(ring, schedule=SCHEDULES[way], group=groups.get(way)) for way in WAYS}
+    return ours | {peer(rotation): partial(loop, rotation=rotation) for rotation in ROTATIONS}
+
+
+@dataclass(frozen=True)
+class Unmoved(Schedule):
+    """Each round computes its pieces on the rank's own K and V: a way's computing, without its messages."""
+
+    pieces: tuple[tuple[BlockSlice, ...], ...] = ()  # of each round
+
+    def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
+        """The rounds, as in `ringlab.ring.flash_ring`."""
+        for t, pieces in enumerate(self.pieces):
+            yield t, k, v, pieces
+
+    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> OwnSums:
+        return OwnSums(k, v, dtype)
+
+
+def inputs(seq_len: int, heads: int, kv_heads: int, head_dim: int) -> list[Tensor]:
+    """The whole q, k, v and d_out, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, n, seq_len, head_dim, generator=generator) for n in (heads, kv_heads, kv_heads, heads)]
+
+
+def computing(mesh: DeviceMesh, seq_len: int, heads: int, kv_heads: int, head_dim: int) -> Pass:
+    """The computing of this rank in the ring, without messages."""
+    P, rank = mesh.size(), mesh.get_rank()
+    partition = Partition(Mask(causal=True), "zigzag", (seq_len // P,) * P)
+    pieces = tuple(partition.pieces(rank, (rank - t) % P) for t in range(P))
+    schedule = Unmoved(partition, head_dim**-0.5, pieces=pieces)
+    whole = inputs(seq_len // P, heads, kv_heads, head_dim)
+    return passes(lambda q, k, v: FlashRing.apply(q, k, v, schedule), *whole)
+
+
+def check_ways(context: RankContext, ways: dict[str, Pass], whole: list[Tensor]) -> None:
+    """Raise RuntimeError on every rank unless every way gives full attention's out, dq, dk and dv."""
+    right = exact_attention(*whole, causal=True, fused_blocks=context.world_size)
+    wrong = []
+    for name, (forward, backward) in ways.items():
+        for what, chunk in zip(("out", "dq", "dk", "dv"), backward(forward()), strict=True):
+            x = gather(chunk, context)
+            if x is not None:
+                x = unshard(list(x.chunk(context.world_size, dim=2)), "zigzag")
+                if not right[what].accepts(x):
+                    wrong.append(f"{name}: {what} is off by {right[what].error(x).max():.1e}")
+    if reason := "; ".join(agree(lambda: wrong)[0]):
+        raise RuntimeError(reason)
+
+
+def measured_ways(
+    context: RankContext, per_host: int, seq_len: int, repetitions: int, heads: int, kv_heads: int, head_dim: int
+) -> Row:
+    """Seconds of each way in both passes, and of the ring's computing alone."""
+    P, sizes = context.world_size, (heads, kv_heads, head_dim)
+    mesh = init_device_mesh("cpu", (P // per_host, per_host), mesh_dim_names=("hosts", "devices"))
+
+    def of_ways(whole: list[Tensor]) -> dict[str, Pass]:
+        chunks = [shard(x, "zigzag", context.rank, P) for x in whole]
+        return {name: passes(attention, *chunks) for name, attention in attentions(mesh).items()}
+
+    short = inputs(CHECKED * P, *sizes)
+    check_ways(context, of_ways(short), short)  # this opens the connections as well
+    every = of_ways(inputs(seq_len, *sizes))
+    unmoved = {COMPUTING: computing(mesh, seq_len, *sizes)}
+    states: dict[str, Any] = {}
+    methods: dict[str, Method] = {}
+
+    def forward(name: str, work: Callable[[], Any]) -> None:
+        states[name] = work()
+
+    for name, (forwards, backwards) in {**unmoved, **every}.items():
+        methods[f"{name}, {FORWARD}"] = False, partial(forward, name, forwards)
+        methods[f"{name}, {BACKWARD}"] = False, lambda name=name, backwards=backwards: backwards(states.pop(name))
+    seconds, _ = in_turn(context, methods, repetitions, warm_up=0)
+    return {"seconds": seconds}
+
+
+def five_ways(meshes: list[tuple[int, int]], rates: list[int], repetitions: dict[int, int], **size: int) -> Results:
+    """A row for each mesh (hosts, ranks of a host), rate of a link and S; by S, how many repetitions."""
+
+    def measure(count: int, per_host: int, rate: int, seq_len: int | None) -> Row:
+        with hosts(count, rate) as joined, TemporaryDirectory() as folder:
+            processes = [per_host] * count
+            if seq_len is None:
+                layer = f"--heads {size['heads']} --head-dim {size['head_dim']} --dtype float32".split()
+                words = "-m", "ring_planner.calibrate", "--device", "cpu", *layer, "--out", f"{folder}/machine.json"
+                torchrun(joined, *words, processes=processes)
+                return {"machine": json.loads(Path(folder, "machine.json").read_text())}
+            sizes = {"per_host": per_host, "seq_len": seq_len, "repetitions": repetitions[seq_len], **size}
+            return job(joined, measured_ways, sizes, processes)
+
+    steps = [
+        {"count": count, "per_host": per_host, "rate": rate, "seq_len": S}
+        for count, per_host in meshes
+        for rate in rates
+        for S in (None, *repetitions)  # None: the calibration, just before the ways
+    ]
+    found = record.rows("five_ways", {"repetitions": repetitions, **size}, steps, measure)
+    found = [{"hosts": row.pop("count"), **row} for row in found]
+    machines, rows = ([row for row in found if ("machine" in row) == calibrated] for calibrated in (True, False))
+    return {"reference": f"{COMPUTING}, {FORWARD}", "machines": machines, "rows": rows}
+
+
+LAYER = {"heads": 8, "head_dim": 64}
+BENCHES = [
+    Bench(
+        "overlap",
+        measure_overlap,
+        overlap_tables,
+        {"chunks": [256, 512, 1024, 2048, 4096], "traced": TRACED, **LAYER, "world_size": 2, "repetitions": 7}
+        | {"rate": RATE},  # a core for each rank; more ranks would share cores
+    ),
+    Bench(
+        "overlap_threshold",
+        overlap_threshold,
+        overlap_threshold_tables,
+        {
+            "chunks": {  # link's bytes a second: tokens of a rank, in steps of about √2 from below the knee on
+                200_000_000: [256, 362, 512, 724, 1024, 1448, 2048, 2896],
+                50_000_000: [1024, 1448, 2048, 2896, 4096, 5793, 8192],
+            },
+            **LAYER,
+            "repetitions": 7,
+        },
+    ),
+    Bench(
+        "gradients_home",
+        gradients_home,
+        gradients_home_tables,
+        {"worlds": [2, 4], "lengths": [1024], **LAYER, "repetitions": 3},
+        dtype="bfloat16",
+    ),
+    Bench(
+        "five_ways",
+        five_ways,
+        five_ways_predicted.tables,
+        {
+            "meshes": [(2, 2), (2, 4)],
+            "rates": [125_000_000, 50_000_000, 20_000_000],
+            "repetitions": {4096: 6, 16384: 3},
+            "heads": 8,
+            "kv_heads": 8,
+            "head_dim": 32,
+        },
+    ),
+]
