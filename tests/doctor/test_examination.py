@@ -2,9 +2,11 @@
 
 import importlib
 import re
+from collections import Counter
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import partial
+from itertools import count
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -196,200 +198,76 @@ def test_a_wrong_answer_and_a_large_one_are_asked_three_times(replies, state, ch
     assert (found.state, found.changes, job.asked) == (state, changes, asked)
 
 
-@pytest.fixture
-def by(monkeypatch):
-    """Examine where jobs reply by a function of the question and the job. Returns the examination and the jobs."""
+def told(reply, quick=False, **claims):
+    """What is told of a ring whose jobs reply so, what is asked of it, and how it is examined."""
+    made = []
 
-    def by(reply, quick=False, function=odd_patients.right, **claims):
-        made = []
+    class Fake:
+        def __init__(self, patient, size, *_):
+            self.patient, self.size, self.lost, self.asked, self.closed = patient, size, 0, 0, False
+            made.append(self)
 
-        class Fake:
-            def __init__(self, patient, size, *_):
-                self.patient, self.size, self.lost, self.asked = patient, size, 0, []
-                self.closed = False
-                made.append(self)
+        def ask(self, question):
+            assert self.size == question.case.world_size + (question.members is not None)
+            assert not self.closed
+            self.asked += 1
+            given = reply(question, self)
+            given = given if isinstance(given, Answer) else answer(question, given)
+            self.lost += given.lost
+            return given
 
-            def ask(self, question):
-                assert self.size == question.case.world_size + (question.members is not None)
-                assert not self.closed
-                self.asked.append(question)
-                given = reply(question, self)
-                given = given if isinstance(given, Answer) else answer(question, given)
-                self.lost += given.lost
-                return given
+        def close(self):
+            self.closed = True
 
-            def close(self):
-                self.closed = True
-
-        monkeypatch.setattr(examination, "Job", Fake)
-        found = examination_of(patient_of(function, **claims), quick=quick)
+    try:
+        with mock.patch.object(examination, "Job", Fake):
+            found = examination_of(patient_of(odd_patients.right, **claims), quick=quick)
+    except CannotExamine as error:
+        return [f"CANNOT TELL: {error}", f"asked: {sum(job.asked for job in made)}"]
+    finally:
         assert all(job.closed for job in made)
-        return found, made
+    patient, asked = found.patient, Counter((it.case.world_size, it.state) for it in found.answers)
+    sizes = f"C = {patient.chunk}, D = {patient.head_dim}, {patient.heads} heads, {', '.join(patient.dtypes)}"
+    return [
+        Report(found, None, "").verdict,
+        *(f"limit: {limit}" for limit in found.limits),
+        *(f"remark: {re.sub(r'[0-9.]+ times', 'n times', remark)}" for remark in Report(found, None, "").remarks),
+        "answers: " + ", ".join(f"P = {P} {n} {state}" for (P, state), n in sorted(asked.items())),
+        f"examined: {sizes}, {', '.join(patient.layouts)}, {'with' if patient.gradients else 'without'} gradients",
+        "not right: " + "; ".join(it.question.words() for it in found.faults[:3]),
+    ]
 
-    return by
+
+def which(wrong, state=REFUSED, **facts):
+    """OK, but for the questions of which `wrong` is true."""
+    return lambda question, job: answer(question, state, **facts) if wrong(question) else OK
+
+
+def needs(takes, state=REFUSED, **facts):
+    return which(lambda question: not takes(question.case), state, **facts)
 
 
 def always(**facts):
     return lambda question, job: answer(question, OK, **facts)
 
 
-def refuses(which):
-    return lambda question, job: REFUSED if which(question) else OK
+def raises(kind, says):
+    error = {"raised": True, "kind": kind, "where": "ring.py, line 3 in f"}
+    return lambda question, job: replace(answer(question, FAILED, **error), says=says)
 
 
-@pytest.mark.parametrize(
-    ("reply", "says"),
-    [
-        (refuses(lambda question: True), "answers no question: a reason"),
-        (refuses(lambda question: question.case.world_size > 2), r"answers 1 of \d+ kinds of questions that"),
-        (
-            refuses(lambda q: kind(q) != kind(Question(q.case))),
-            r"answers \d+ of \d+ kinds .*; expected 50% or more. With",
-        ),
-        (
-            lambda question, job: LATE if question.how == "views" else OK,
-            "is slow, or this machine is: with P = .*--time",
-        ),
-        (lambda question, job: LATE, "is slow, or this machine is"),
-        *(
-            (lambda _, job, other=other: OK if job.patient.tensors == "sbhd" else other, "in bhsd: .* --tensors sbhd")
-            for other in (REFUSED, WRONG, FAILED)
-        ),
-    ],
-)
-@pytest.mark.parametrize("quick", [False, True])
-def test_what_answers_too_little_or_too_late_is_no_healthy_ring(by, reply, says, quick):
-    with pytest.raises(CannotExamine, match=says):
-        by(reply, quick)
-
-
-@pytest.mark.parametrize("state", [FAILED, WRONG])
-def test_a_mistake_counts_whatever_else_is_refused(by, state):
-    assert by(lambda question, job: state if question.how == "plain" else REFUSED)[0].level == "wrong"
-
-
-@pytest.mark.parametrize("quick", [False, True])
-def test_a_layout_that_it_refuses_is_asked_no_more_and_all_else_is_answered(by, quick):
-    """It was asked in the layout that it refuses: 29 of 35 questions, and HEALTHY."""
-    found, _ = by(refuses(lambda question: question.case.layout == "striped"), quick)
-    assert [it.question.case.layout for it in found.answers if it.state == REFUSED] == ["striped"]
-    assert found.patient.layouts == ("contiguous", "zigzag")
-    assert any(remark.startswith("with causal, striped it refuses (a reason)") for remark in found.remarks)
-    everything, _ = by(lambda question, job: OK, quick)
-    kinds = [{kind(it.question) for it in of.answers if it.state == OK} for of in (found, everything)]
-    assert kinds[0] == kinds[1]
-
-
-@pytest.mark.parametrize(
-    ("takes", "level", "said"),
-    [
-        (lambda case: case.heads % case.world_size == 0, "right", "with 2 heads it refuses (a reason): it got 2 for"),
-        (lambda case: case.dtype == torch.float32, "right", "it refuses float64 (a reason); it is examined in float32"),
-        (lambda case: case.dtype == torch.bfloat16, "right for what it takes", "; it is examined in bfloat16"),
-    ],
-)
-def test_a_ring_gets_the_heads_and_the_dtype_that_it_needs(by, takes, level, said):
-    found, _ = by(refuses(lambda question: not takes(question.case)))
-    assert (found.level, found.limits) == (level, ["bfloat16 only"] * (level != "right"))
-    assert said in " ".join(found.remarks)
-
-
-@pytest.mark.parametrize(
-    ("state", "how"),
-    [(REFUSED, {}), (FAILED, {"raised": True}), (FAILED, {"lost": True}), (FAILED, {"lost": True, "hangs": True})],
-)
-@pytest.mark.parametrize(
-    ("takes", "sizes"),
-    [
-        (lambda case: case.head_dim % 8 == 0, "C = 6, D = 8"),
-        (lambda case: case.seq_len % (16 * case.world_size) == 0, "C = 16, D = 4"),
-        (lambda case: case.seq_len % (16 * case.world_size) == case.head_dim % 64 == 0, "C = 16, D = 64"),
-        (lambda case: False, ""),
-    ],
-)
-def test_a_ring_gets_the_sizes_that_it_needs(by, state, how, takes, sizes):
-    with nullcontext() if sizes or how.get("lost") else pytest.raises(CannotExamine):
-        found, _ = by(lambda question, job: OK if takes(question.case) else answer(question, state, **how))
-    if not sizes and not how.get("lost"):
-        return
-    fine = bool(sizes) and "hangs" not in how
-    assert found.healthy == fine
-    assert (
-        any(it == f"with C = 6, D = 4 it fails (a reason): it is examined with {sizes}" for it in found.remarks) == fine
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "says", "most"),
-    [
-        ("NameError", "NameError: no such name (ring.py, line 3 in f)", 1),
-        ("TypeError", "TypeError: 'NoneType' object has no length", 1),
-        ("AssertionError", "AssertionError: Torch not compiled with CUDA enabled", 1),
-        ("KeyError", "KeyError: 'a size'", 20),
-    ],
-)
-def test_what_neither_sizes_nor_dtypes_cause_is_told_at_once_with_its_line(by, kind, says, most):
-    asked = []
-
-    def reply(question, job):
-        asked.append(question)
-        error = {"raised": True, "kind": kind, "where": "ring.py, line 3 in f"}
-        return replace(answer(question, FAILED, **error), says=says)
-
-    told = rf"answers no question: {re.escape(says.partition(' (')[0])} \(ring.py, line 3 in f\)$"
-    with pytest.raises(CannotExamine, match=told):
-        by(reply)
-    assert len(asked) <= most
-
-
-def test_a_head_dim_that_is_one_of_few_is_found(by):
-    found, _ = by(refuses(lambda question: question.case.head_dim not in (16, 32, 64)))
-    assert (found.healthy, found.patient.head_dim, found.patient.chunk) == (True, 16, 6)
-
-
-def test_a_quick_examination_asks_a_kind_until_it_is_answered(by):
-    """A ring that refuses three ranks is asked on four; wrong answers of such a ring are seen."""
-    three = refuses(lambda question: question.case.world_size == 3 and question.members is None)
-    found, _ = by(three, quick=True)
-    assert {it.case.world_size for it in found.answers if it.question.how == "views" and it.state == OK} == {1, 4}
-    assert {it.case.world_size for it in found.answers if it.question.how == "plain"} == {1, 2, 3, 4, 5}
-    sick, _ = by(lambda q, job: WRONG if q.case.world_size == 4 and q.how == "views" else three(q, job), quick=True)
-    assert sick.level == "wrong"
-
-
-def test_the_gradient_of_lse_is_asked_where_there_is_one(by):
-    for fact in ({"lse_grad": True}, {}):
-        found, _ = by(always(**fact), quick=True)
-        assert any(it.question.how == "gradient of lse" for it in found.answers) == bool(fact)
-
-
-def test_random_numbers_and_last_digits_are_told(by):
-    for fact in ("draws", "last_digits"):
-        found, _ = by(always(**{fact: True}), worlds=(3,))
-        [remark] = [remark for remark in found.remarks if "dropout" in remark or "as they come" in remark]
-        assert ("dropout" in remark) == (fact == "draws")
-        assert found.level == "right"
-
-
-@pytest.mark.parametrize(("to", "said"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_out_in_16_bits_may_be_within_rounding_and_not_as_exact_as_it_could_be(by, to, said):
+def in_16_bits(to):
     steps = replace(RIGHT, block_out=lambda s, v: block_out(s, v).to(to).double())
-
-    def reply(question, job):
-        on_paper = question.case.dtype == torch.bfloat16 and question.how == "plain"
-        return answer_on_paper(question, steps) if on_paper else OK
-
-    found, _ = by(reply, unequal=False, grouped=False, own_values=False, worlds=(4,))
-    assert found.level == "right"
-    assert any(re.search(r"within rounding.* 1\.\d times", it) for it in found.remarks) == said
+    plain = lambda it: it.case.dtype == torch.bfloat16 and it.how == "plain"  # noqa: E731
+    return lambda question, job: answer_on_paper(question, steps) if plain(question) else OK
 
 
-def in_float32(which, numbers):
-    """As exact as float32 where `which` says so; each result holds one number. Float32 has 0.5, and not 0.1."""
+def in_float32(asked, numbers):
+    """As exact as float32 where `asked` says so; each result holds one number. Float32 has 0.5, and not 0.1."""
 
     def reply(question, job):
         found = answer(question, OK)
-        if question.case.dtype == torch.float64 and which(question):
+        if question.case.dtype == torch.float64 and asked(question):
             results = {name: torch.full_like(found.results["out"], x) for name, x in numbers.items()}
             ranks, errors = (dict.fromkeys(results, x) for x in ((0,), (1e-8, 1e-12)))
             return replace(found, results=results, in_float32=True, ranks=ranks, errors=errors)
@@ -398,76 +276,104 @@ def in_float32(which, numbers):
     return reply
 
 
-@pytest.mark.parametrize(
-    ("which", "numbers", "verdict", "said"),
-    [
-        (lambda question: True, {"out": 0.1}, "right", True),
-        (lambda question: question.case.causal, {"out": 0.1}, "wrong", False),  # as a softcap after the mask
-        (lambda question: question.case.causal, {"out": 0.5}, "right", False),
-        (lambda question: question.case.causal, {"out": 0.5, "dq": 0.1}, "wrong", False),
-    ],
-)
-def test_what_computes_in_float32_is_asked_in_float32(by, which, numbers, verdict, said):
-    found, _ = by(in_float32(which, numbers))
-    assert found.level == verdict
-    assert ("it takes float64 and computes in float32; it is examined in float32" in found.remarks) == said
-    assert all(it.case.dtype != torch.float64 for it in found.answers) == said
-    assert all(it.wrong == dict.fromkeys(it.wrong, 1e4) and it.wrong for it in found.faults)
-
-
-def test_after_two_hangs_nothing_more_is_asked(by):
-    found, _ = by(lambda question, job: answer(question, FAILED, lost=True, hangs=True))
-    assert [each.state for each in found.answers] == [FAILED] * 2
-    assert "after 2 hangs or crashes nothing more was asked" in found.remarks
-    found, _ = by(lambda question, job: answer(question, FAILED, raised=question.how == "views"))
-    assert len(found.answers) > 20  # errors go on
-
-
-def test_a_ring_that_dies_of_unequal_chunks_is_asked_all_else(by):
-    """It was asked nothing on 4 and 5 ranks. A hang counts, whatever was asked."""
-    for hangs in ({}, {"hangs": True}):
-        lost = partial(answer, state=FAILED, lost=True, **hangs)
-        found, _ = by(lambda question, job, lost=lost: lost(question) if question.feature == UNEQUAL else OK)
-        assert {it.case.world_size for it in found.answers if it.state == OK} == {1, 2, 3, 4, 5}
-        assert {it.question.feature for it in found.faults} == ({UNEQUAL} if hangs else set())
-        assert not any("nothing more was asked" in remark for remark in found.remarks)
-
-
-@pytest.mark.parametrize(
-    ("says", "limited"), [("NotImplementedError: no", True), ("ValueError: no", True), ("RuntimeError: no", False)]
-)
-def test_what_refuses_gradients_in_a_sentence_is_for_the_forward_pass(by, says, limited):
-    def forward_only(question, job):
+def forward_only(says):
+    def reply(question, job):
         fine = question.how == "without gradients" or not job.patient.gradients
         narrow = question.case.dtype == torch.float64
         return answer(question, OK, in_float32=narrow) if fine else Answer(question, FAILED, says, raised=True)
 
-    found, _ = by(forward_only, worlds=(3,), dtypes=("float64", "float32"))
-    assert found.patient.dtypes == ("float32",)
-    assert found.patient.gradients != limited
-    assert any("the forward pass only" in limit for limit in found.limits) == limited
-    assert found.level == ("right for what it takes" if limited else "wrong")
-    assert any("--forward-only" in remark for remark in found.remarks) != limited
+    return reply
 
 
-def test_parts_of_a_job_are_asked_of_a_larger_job(by):
-    _, jobs = by(lambda question, job: OK)
-    assert {job.size for job in jobs if any(question.members for question in job.asked)} == {4, 5}
+def changing(least):
+    """Wrong on so many ranks and more, with other numbers in each call."""
+    calls = count(1)
+    return lambda question, job: (
+        answer(question, WRONG, float(next(calls))) if question.case.world_size >= least else OK
+    )
 
 
-@pytest.mark.parametrize("random", [True, False])
-def test_one_rank_alone_tells_random_numbers_from_a_race(by, random):
-    calls = []
+def three(question):
+    return question.case.world_size == 3 and question.members is None
 
-    def changes(question, job):
-        calls.append(question)
-        wrong = question.case.world_size > 2 or random
-        return answer(question, WRONG, float(len(calls))) if wrong else OK
 
-    found, _ = by(changes, worlds=(1, 3), dtypes=("float64",))
-    said = " ".join(Report(found, None, "").remarks)
-    assert ("One rank alone does it too, so it is no race" in said) == random
-    assert ("read before its message is there" in said) != random
+def views(question):
+    return question.how == "views"
+
+
+def in_sbhd(other):
+    return lambda question, job: OK if job.patient.tensors == "sbhd" else other
+
+
+def plainly(state):
+    return lambda question, job: state if question.how == "plain" else REFUSED
+
+
+def wrong_views_on_4(question, job):
+    return WRONG if question.case.world_size == 4 and views(question) else which(three)(question, job)
+
+
+SIZES = {
+    "D is no multiple of 8": lambda case: case.head_dim % 8 == 0,
+    "C is no multiple of 16": lambda case: case.seq_len % (16 * case.world_size) == 0,
+    "C or D is odd": lambda case: case.seq_len % (16 * case.world_size) == case.head_dim % 64 == 0,
+    "it is called": lambda case: False,
+}
+ENDS = {"raises": {"raised": True}, "dies": {"lost": True}, "hangs": {"lost": True, "hangs": True}}
+UNEQUALLY, ANY = (lambda question: question.feature == UNEQUAL), (lambda question: True)
+MASKED, PLAINLY = (lambda question: question.case.causal), {"unequal": False, "grouped": False, "own_values": False}
+TWO_WORLDS = {"worlds": (1, 3), "dtypes": "float64"}
+RINGS = {  # what a ring does: the replies to questions, and what is claimed
+    **{f"refuses where {of}": (needs(takes), {}) for of, takes in SIZES.items()},
+    **{f"{end} where C or D is odd": (needs(SIZES["C or D is odd"], FAILED, **how), {}) for end, how in ENDS.items()},
+    **{f"{end} where it is called": (which(ANY, FAILED, **how), {}) for end, how in ENDS.items()},
+    "refuses 3 ranks and more": (needs(lambda case: case.world_size < 3), {}),
+    "refuses all but the plain questions": (which(lambda each: kind(each) != kind(Question(each.case))), {}),
+    "is late with views": (which(views, LATE), {}),
+    "is late": (which(ANY, LATE), {}),
+    **{f"is {other} but in another order": (in_sbhd(other), {}) for other in (REFUSED, WRONG, FAILED)},
+    **{f"is {state} plainly, and refuses all else": (plainly(state), {}) for state in (FAILED, WRONG)},
+    "refuses stripes": (needs(lambda case: case.layout != "striped"), {}),
+    "refuses fewer heads than ranks": (needs(lambda case: case.heads % case.world_size == 0), {}),
+    "takes float32 only": (needs(lambda case: case.dtype == torch.float32), {}),
+    "takes bfloat16 only": (needs(lambda case: case.dtype == torch.bfloat16), {}),
+    "takes D of 16, 32 and 64": (needs(lambda case: case.head_dim in (16, 32, 64)), {}),
+    "has no such name": (raises("NameError", "NameError: no such name (ring.py, line 3 in f)"), {}),
+    "has nothing": (raises("TypeError", "TypeError: 'NoneType' object has no length"), {}),
+    "has no GPU": (raises("AssertionError", "AssertionError: Torch not compiled with CUDA enabled"), {}),
+    "knows no such size": (raises("KeyError", "KeyError: 'a size'"), {}),
+    "refuses 3 ranks": (which(three), {}),
+    "refuses 3 ranks, and is wrong with views on 4": (wrong_views_on_4, {}),
+    "has an lse with a gradient": (always(lse_grad=True), {}),
+    "draws random numbers": (always(draws=True), {"worlds": 3}),
+    "has other last digits": (always(last_digits=True), {"worlds": 3}),
+    "returns blocks in bfloat16": (in_16_bits(torch.bfloat16), PLAINLY | {"worlds": 4}),
+    "returns blocks in float32": (in_16_bits(torch.float32), PLAINLY | {"worlds": 4}),
+    "computes in float32": (in_float32(ANY, {"out": 0.1}), {}),
+    "computes in float32 under a mask": (in_float32(MASKED, {"out": 0.1}), {}),
+    "computes in float32 under a mask, exactly": (in_float32(MASKED, {"out": 0.5}), {}),
+    "has gradients in float32 under a mask": (in_float32(MASKED, {"out": 0.5, "dq": 0.1}), {}),
+    "dies of unequal chunks": (which(UNEQUALLY, FAILED, lost=True), {}),
+    "hangs of unequal chunks": (which(UNEQUALLY, FAILED, lost=True, hangs=True), {}),
+    "refuses gradients": (forward_only("ValueError: no"), {"worlds": 3, "dtypes": ("float64", "float32")}),
+    "fails with gradients": (forward_only("RuntimeError: no"), {"worlds": 3, "dtypes": ("float64", "float32")}),
+    "changes on one rank": (changing(1), TWO_WORLDS),
+    "changes on 3 ranks": (changing(2), TWO_WORLDS),
+}
+TOLD = Path(__file__).with_name("told.txt")  # python -m tests.doctor.test_examination writes it
+
+
+def told_of(name):
+    """In full and quickly: what is told, where both tell the same once."""
+    reply, claims = RINGS[name]
+    full, quick = (told(reply, quick, **claims) for quick in (False, True))
+    lines = [name, *full, *(f"--quick: {line}" for line in quick if line not in full)]
+    return "\n    ".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_what_is_told_of_a_ring(name):
+    assert told_of(name) in TOLD.read_text()
 
 
 # Real processes ------------------------------------------------------------------------------------------------------
@@ -615,3 +521,7 @@ def test_a_layout_of_the_user(ranks, function, claims, healthy):
     assert (
         examined(ranks, function, **claims, **few, wanted=lambda question: question.how == "plain").healthy == healthy
     )
+
+
+if __name__ == "__main__":
+    TOLD.write_text("".join(map(told_of, RINGS)))

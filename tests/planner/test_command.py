@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import math
 import random
 import re
@@ -12,6 +11,7 @@ import sys
 from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -23,7 +23,7 @@ from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.known import KINDS, NOISE, SPREAD, fit
 from ring_planner.machine import MAKE, write_machine
 from ring_planner.memory import CONTEXT, RESERVE, step_bytes
-from ring_planner.plan import ERRORS, Plan, Wish, best, candidates, changes, digits, gains, longest, ways_of
+from ring_planner.plan import Plan, Wish, best, candidates, changes, digits, gains, longest, ways_of
 from ring_planner.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ring_planner.request import OPTIONS
 from ring_planner.round_costs import realistic
@@ -41,6 +41,36 @@ def plan(words):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert command.main(words.split()) == 0
     return printed.getvalue()
+
+
+ANSWERS = Path(__file__).with_name("answers.txt")  # python -m tests.planner.test_command writes it
+IDEAL_GPU = "--gpu ideal --flops 990e12 --bandwidth 450e9 --memory 80e9"
+ASKED = [  # each option, moved to where it shows; every kind of model, way and evidence
+    LLAMA,
+    f"{LLAMA} --sources --kernels best --task prefill",
+    f"{LLAMA} --hosts 2 --cp 16 --tp 1 --recompute full --loss pieces --bandwidth 5e9 --host-bandwidth 1e9",
+    f"{LLAMA} --hosts 2 --trainable 0.1 --weights 4bit --optimizer adam-bf16 --recompute selective",
+    f"{LLAMA} --hosts 4 --nics 2 --cp 4 --tp 4 --batch 3 --seq-len 32768 --optimizer sgd",
+    f"{LLAMA} --kernels framework --tp 8 --recompute none --linear-dtype fp8 --trainable 0.25",
+    f"{LLAMA} --known seq_len=8192,tp=8,seconds=0.25 --task train",
+    f"--model llama-3.1-8b {IDEAL_GPU} --hosts 2 --seq-len 32768 --optimizer adam8bit",
+    f"{IDEAL_GPU} --layers 4 --hidden 4096 --heads 32 --kv-heads 8 --feedforward 14336 --vocab 128256 --per-host 3",
+    "--model qwen3-30b-a3b --gpu gb200 --per-host 72 --seq-len 1048576 --optimizer adam-bf16 --tp 1 --cp 36",
+    "--model qwen3-0.6b --gpu l40s --per-host 2 --seq-len 8192 --task prefill --memory 4e9",
+    "--model qwen3-next-80b-a3b --gpu h200 --hosts 4 --seq-len 131072 --tp 2 --optimizer none",
+    "--model deepseek-v3 --gpu b200 --hosts 16 --nics 1 --seq-len 65536 --loss pieces --flops 1e15",
+    "--model mixtral-8x7b --gpu a100 --hosts 4 --per-host 4 --seq-len 65536 --trainable 0.01",
+    "--model llama-3.1-405b --gpu rtx-4090 --seq-len 131072",
+]
+
+
+def answered(words):
+    return f"$ ring-plan {words}\n{plan_of([word.replace(',', ' ') for word in words.split()], 2)}\n"
+
+
+@pytest.mark.parametrize("words", ASKED)
+def test_the_planner_answers_as_before(words):
+    assert answered(words) in ANSWERS.read_text()
 
 
 def refused(words):
@@ -83,21 +113,6 @@ def test_a_change_is_asked_and_its_gain_is_the_planners():
     assert dict((name, gain) for gain, name, _ in ranked)["FP8 products"] == by_hand > 1.05
     machine = Cluster(1, 8, 1e12, 4e11, 1e10, memory_bandwidth=1e12)
     assert changes(replace(HOST, hosts=2, machine=machine))["NICs twice as fast"].machine.host_bandwidth == 2e10
-
-
-def test_a_prefill_by_hand():
-    """2 of 4 experts, h = 8, 2 heads of 4 on 1, F = 6, 3 layers; 64 tokens on cp 2 x tp 2: a group has 32 rows."""
-    model = Model("tiny", "", 3, 8, 2, 1, 6, 10, experts=4, active=2)
-    step = Step(model, HOST.gpu, 1, 4, 64, cp=2, tp=2, way="ring", task="prefill", eager=False)
-    attention, experts, router = 8 * (2 * 2 + 2 * 1) * 4, 2 * 3 * 8 * 6, 8 * 4
-    seconds, rows = step_seconds(step), 32
-    assert seconds["products"] == pytest.approx(3 * 2 * rows / 2 * (attention + experts + router) / (0.65 * 989e12))
-    inside = 2 * (2 + 1) * 4 + 3 * 2 * 6  # rotary of q and k; silu of two experts: shared by tp, the rest is not
-    assert seconds["passes"] == pytest.approx(3 * 2 * rows * (9 * 8 + inside / 2) / (0.81 * 3.35e12))
-    assert step_seconds(replace(step, eager=True))["passes"] == pytest.approx(3.2 * seconds["passes"])
-    # two all-reduces in a layer: each gathers and scatters half of all rows of h numbers, from link to link
-    hop = 2 * rows * 8 / 2 / (0.8 * 450e9) + 5e-6
-    assert seconds["tensor parallel"] == pytest.approx(3 * 2 * 2 * hop)
 
 
 AGAIN = {"none": 0, "selective": 0.5, "full": 1}  # the share of its products that a layer computes once more
@@ -165,43 +180,6 @@ def test_collectives_by_hand():
         assert collective_seconds(step, 96.0, ranks, inside) == pytest.approx(seconds), (ranks, inside)
 
 
-def test_what_lora_spares_by_hand():
-    """The step by hand with a quarter of the parameters trained: the head and its moments, in the memory's time."""
-    gpu = replace(IDEAL, memory_bandwidth=100 / 0.81)
-    step = Step(TINY, gpu, 1, 4, 1024, batch=3, cp=2, tp=2, way="ring", optimizer="adam", eager=False)
-    whole, few = step_seconds(step), step_seconds(replace(step, trainable=0.25))
-    assert (whole["head"], few["head"]) == pytest.approx(
-        [each * 768 * 80 / 700 for each in (6, 4.5)]
-    )  # 0.7 of the peak
-    assert whole["passes"] - few["passes"] == pytest.approx(0.75 * 40 * TINY.parameters() / 4 / 100)
-
-
-def test_utilisation_of_lora_and_of_a_prefill_by_hand():
-    """FLOPs of a token: 2 a weight, and 4 · 512 · 8 a layer of attention; three passes, 2.25 of the weights, or one."""
-    step, weights, mixing = Step(TINY, IDEAL, 1, 4, 1024, batch=3, cp=2), TINY.matrices, 3 * 4 * 512 * 8
-    for change, flops in (
-        ({"trainable": 0.25}, 2 * 2.25 * (weights + 80) + 3 * mixing),
-        ({"task": "prefill", "recompute": "none"}, 2 * weights + mixing),
-    ):
-        made = Plan(replace(step, **change))
-        assert made.utilisation * 1e3 == pytest.approx(3 * 512 / made.seconds * flops)
-        assert made.speed == pytest.approx(3 * 512 / made.seconds)
-        assert made.merit == (made.speed if "trainable" in change else 1 / made.seconds)
-
-
-def test_the_hops_of_a_step_by_hand():
-    """cp 4 x tp 4 on 8 hosts of 2 GPUs: each hop of a ring of 4 hosts takes the NIC. Computing takes no time."""
-    fast = replace(IDEAL, attention={"fa2": (1e30, 1e30)}, peak={"bf16": 1e30})
-    step = Step(replace(TINY, heads=4, head_dim=2), fast, 8, 2, 1024, batch=3, cp=4, tp=4, way="ring", recompute="none")
-    assert (step.ring.hosts, step.ring.per_host) == (4, 1)
-    kv, sums = 3 * 2 * 256 * 2 * 2 / 4, 3 * 2 * 256 * 2 * 4 / 4
-    assert step_seconds(step)["attention"] == pytest.approx(3 * (3 * kv + 3 * (kv + sums)))
-    inside = replace(step, per_host=16, hosts=1)
-    assert step_seconds(inside)["attention"] == pytest.approx(3 * (3 * kv + 3 * (kv + sums)) * 4 / 64)
-    few = command.request_of(command.parser().parse_args(f"{LLAMA} --nics 2".split()))[0]
-    assert few.gpu.card == gpu_named("h100").card * 2 / 8
-
-
 def test_the_memory_of_a_step_by_hand():
     """The same step. At the loss there are no gradients yet; the first layer's work is beside all of them."""
     step = Step(TINY, IDEAL, 1, 4, 1024, batch=3, cp=2, tp=2, way="ring", optimizer="none")
@@ -250,35 +228,6 @@ def test_the_rings_of_a_measured_host_share_its_nics():
     for per_host, cp, tp, *right in ((8, 16, 1, 4, 1e10), (8, 8, 2, 4, 5e9), (8, 4, 4, 2, 5e9), (16, 32, 1, 4, 1e10)):
         ring = replace(HOST, hosts=2, per_host=per_host, cp=cp, tp=tp, machine=machine).ring
         assert [ring.devices, ring.nics, ring.host_bandwidth] == [cp, *right]
-
-
-def test_ideal_numbers_are_a_gpu():
-    words = "--gpu ideal --flops 990e12 --bandwidth 450e9 --memory 80e9 --hosts 1 --layers 32 --hidden 4096 --heads 32"
-    printed = plan(f"{words} --kv-heads 8 --feedforward 14336 --vocab 128256 --seq-len 32768")
-    assert "8.03 billion parameters" in printed
-    assert "passes" not in printed.split("binds")[0].split("seconds  ")[1]
-
-
-def test_the_evidence_is_of_rows_like_the_question():
-    assert "measured on this GPU and stack: 5.77 to 8.14 s, from 12 measured ones; such intervals" in plan(LLAMA)
-    assert "kernel measured, step modelled: no step of this kind was measured" in plan(f"{LLAMA} --kernels best")
-    answer, known = Plan(replace(HOST, kernels="framework")), json.loads(ERRORS.read_text())
-    ours = known["step, framework, one host"]
-    assert answer.interval == (ours["low"] * answer.seconds, ours["high"] * answer.seconds, 12)
-    for change, evidence in (
-        ({"gpu": gpu_named("b200")}, "kernel measured, step modelled"),  # no step of this chip
-        ({"gpu": gpu_named("l40")}, "not graded"),
-        ({"per_host": 16}, "not graded"),  # larger hosts than were measured
-    ):
-        unlike = Plan(replace(HOST, kernels="framework", **change))
-        assert (unlike.interval, unlike.evidence, unlike.digits) == (None, evidence, 2)
-    short = "--model qwen3-0.6b --gpu l40s --per-host 2 --seq-len 8192 --task prefill"
-    assert "not graded: a layer is so short that GPUs wait for their hosts" in plan(short)
-
-
-def test_a_number_has_the_digits_of_its_evidence():
-    assert [digits(x) for x in (0.01789, 5.889, 99.96, 3804.0, 7.0)] == ["0.0179", "5.89", "100", "3,800", "7"]
-    assert [digits(x, 2) for x in (0.01789, 5.889, 99.96, 3804.0)] == ["0.018", "5.9", "100", "3,800"]
 
 
 MEGATRON = [each for each in grades(apart=True) if each.publisher == "MooreThreads"]
@@ -352,9 +301,9 @@ def request_options(words):
     return command.parser().parse_args(words)
 
 
-def plan_of(words):
+def plan_of(words, most=1):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert command.main(words) == 0
+        assert command.main(words) < most
     return printed.getvalue()
 
 
@@ -378,13 +327,6 @@ def test_what_cannot_be_known_is_refused(text, said):
         command.main([*LLAMA.split(), "--known", text])
     (line,) = printed.getvalue().splitlines()
     assert said in line
-
-
-def test_only_a_framework_is_not_ours():
-    for kernels, own in (("framework", False), ("best", True), ("cudnn", True)):
-        options = command.parser().parse_args([*LLAMA.split(), "--kernels", kernels])
-        step, _ = command.request_of(options)
-        assert (step.ours, step.eager) == (own, own)
 
 
 def test_a_tie_is_called_one():
@@ -413,32 +355,6 @@ def test_a_tie_is_called_one():
     assert told == []
     assert command.told(replace(one, step=replace(one.step, hosts=4, batch=3))).endswith("GiB, 12 sequences at once")
     assert "at once" not in command.told(one)
-
-
-def test_a_sequence_is_padded_to_two_chunks_a_gpu():
-    """72 GPUs and 1,048,576 tokens: cp 36 needs a multiple of 72."""
-    rack = Step(HOST.model, gpu_named("gb200"), 1, 72, 2**20)
-    tried = {each.step.cp: each for each in candidates(rack, Wish(tp=1, recompute="full"))}
-    assert all(each.step.seq_len % (2 * cp) == 0 for cp, each in tried.items() if cp > 1)
-    assert (tried[36].padded, tried[8].padded) == (32, 0)
-    assert tried[36].name.endswith(", 32 tokens padded")
-
-
-@pytest.mark.parametrize(
-    ("words", "passes"),
-    [("--loss pieces --recompute full", 96), ("--loss pieces --recompute none", 64), ("--task prefill", 32)],
-)
-def test_the_agreements_of_hosts_are_told_and_not_counted(words, passes):
-    printed = plan(f"{LLAMA} --hosts 2 --cp 16 --tp 1 {words}")
-    assert f"not counted           {passes} waits of 0.4 ms of a host" in printed
-    assert "waits of" not in plan(f"{LLAMA} --hosts 2 --cp 8 --tp 1 --seq-len 32768 {words}")
-
-
-def test_sources_and_experts_are_told():
-    words = "--model qwen3-30b-a3b --gpu h100 --seq-len 131072 --optimizer adam-bf16"
-    assert "FSDP gathers all 128 of a layer; expert parallelism is not planned" in plan(words)
-    assert gpu_named("h100").source in plan(f"{words} --sources")
-    assert gpu_named("h100").source not in plan(words)
 
 
 @pytest.mark.parametrize("words", [f"{LLAMA}", "--help"])
@@ -496,7 +412,7 @@ def any_options(pick):
     return words[: len(words) - (pick.random() < 0.02)]  # the last one without its value
 
 
-@pytest.mark.parametrize("seed", [pytest.param(range(80)), pytest.param(range(80, 2000), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("seed", [pytest.param(range(40)), pytest.param(range(40, 2000), marks=pytest.mark.exhaustive)])
 def test_no_options_end_in_a_traceback(seed, tmp_path):
     """Every set of options is answered, or refused in one line that says what was expected."""
     write_machine(tmp_path / "machine.json", Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1))
@@ -675,3 +591,7 @@ def test_the_seconds_of_16_hosts(nics):
     one = plan(words).partition("one sequence on all ")[2]
     fastest = re.findall(r"tokens/s a GPU, (\S+) s,", one)[1]
     assert f"{fastest} s" in (ROOT / "notebooks/source/18_two_speeds_of_wire.py").read_text()
+
+
+if __name__ == "__main__":
+    ANSWERS.write_text("".join(map(answered, ASKED)))

@@ -79,6 +79,7 @@ DELTA = {
 }
 
 
+@pytest.mark.slow  # it imports transformers
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_a_hybrid_has_the_weights_of_transformers(kind, tmp_path):
     """But for what `parameters` leaves out: convolutions, decays, norms inside attention, the shared expert's gate."""

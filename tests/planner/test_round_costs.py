@@ -140,16 +140,6 @@ def test_masks_and_layouts():
     assert simulate("ring", slower, LAYER, LONG, mask="none") == simulate("ring", HOST, LAYER, LONG, mask="none")
 
 
-def test_a_batch_is_as_many_sequences():
-    """Twice the FLOPs and bytes; the calls and the latencies stay. FSDP's weights stay too."""
-    cluster = replace(TWO, memory_bandwidth=64.0)
-    for way in ("ring", "double ring", "all-gather", "all-to-all"):
-        one = simulate(way, cluster, LAYER, CHUNK, backward=True)
-        assert simulate(way, cluster, LAYER, CHUNK, backward=True, batch=3) == pytest.approx(3 * one)
-    still = replace(SEND, latency=1.0, host_latency=1.0, launch=1.0)
-    assert simulate("ring", still, LAYER, CHUNK, batch=3) == pytest.approx(simulate("ring", still, LAYER, CHUNK))
-
-
 def test_messages_slow_the_computing_beside_them():
     """A hop of 1 s, computing of 2 s a round: 2 s of each of the first three rounds last 1 s longer at slowdown 2."""
     host = Cluster(1, 4, 1024, 256, slowdown=1.5)
@@ -211,15 +201,6 @@ GPU = replace(HOST, multiprocessors=16)
 
 def waves(heads, tokens):
     return heads * tokens / TILE / GPU.multiprocessors
-
-
-def test_our_merge_on_a_gpu_is_one_pass():
-    """3 merges of 4; the first block is only converted. Each is a call in place of 4, and moves half of the bytes."""
-    for cluster, once in ((replace(MEMORY, hosts=1, per_host=4, multiprocessors=16), 0.5), (MEMORY, 1)):
-        published, ours = (simulate("ring", cluster, LAYER, CHUNK, ours=each) for each in (False, True))
-        assert published - ours == pytest.approx(3 * (1 - once) * merge_bytes(LAYER, CHUNK, CHUNK))
-    calls = replace(SEND, launch=1.0, multiprocessors=16)
-    assert [simulate("ring", calls, LAYER, CHUNK, ours=each) for each in (False, True)] == pytest.approx([20, 8])
 
 
 def test_every_call_waits():
