@@ -368,7 +368,7 @@ def told_of(name):
     reply, claims = RINGS[name]
     full, quick = (told(reply, quick, **claims) for quick in (False, True))
     lines = [name, *full, *(f"--quick: {line}" for line in quick if line not in full)]
-    return "\n    ".join(lines) + "\n"
+    return "\n    ".join(lines) + "\n\n"
 
 
 @pytest.mark.parametrize("name", RINGS)

@@ -1,6 +1,8 @@
 """A pattern that is planted into right numbers is told. Random numbers show no pattern, and right rings no sentence."""
 
 import linecache
+import os
+import tempfile
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -8,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer, Examination
+from ring_doctor.asking.answers import FAILED, WRONG, Answer, Examination
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import UNEQUAL, Question
 from ring_doctor.assertion import choose_question
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.explaining.facts import of_gradients
-from ring_doctor.explaining.inference import infer, text
+from ring_doctor.explaining.inference import infer
 from ring_doctor.explaining.inference import waiting as inferred
 from ring_doctor.explaining.xray import cases as cases_of_xray
 from ring_doctor.explaining.xray import on_paper, xray_of
@@ -36,10 +37,6 @@ def cases(worlds=(2, 3, 4), masks=((False, "contiguous"), (True, "zigzag")), chu
 def planted(change, of=None):
     """Answers with the right numbers, changed by change(case, results) -> {name: changed result}."""
     return [answer_on_paper(Question(case), change=lambda case, x: x | change(case, x)) for case in of or cases()]
-
-
-def told(answers, xray=NO_XRAY):
-    return list(map(str, infer(Examination(PATIENT, answers), xray)))
 
 
 def times(c, *names):
@@ -83,260 +80,201 @@ def one_nan(case, x):
     return {"out": x["out"].index_fill(2, torch.tensor(3), torch.nan)}
 
 
-SHUFFLED = torch.randperm(24, generator=torch.Generator().manual_seed(0))
-PLANTED = [  # what is told, what is planted, and in which cases
-    ("In dk and dv all numbers are P times the right numbers. Look at", times(lambda P: P, "dk", "dv"), {}),
-    ("In dk all numbers are 1/√P times the right", times(lambda P: P**-0.5, "dk"), {}),
-    ("In out all numbers are -1 times the right", times(lambda P: -1, "out"), {}),
-    ("In dq and dk all numbers are 1/scale or 2 times the right", times(lambda P: 2, "dq", "dk"), {}),
-    ("In dv all numbers are scale times the right", times(lambda P: 0.25, "dv"), {"head_dim": 16}),
-    ("In dv all numbers are H/G times the right", times(lambda P: 3, "dv"), {"worlds": (2, 4), "heads": 6}),
-    ("In dv all numbers are G/H times the right", times(lambda P: 1 / 3, "dv"), {"worlds": (2, 4), "heads": 6}),
-    (
-        "c times the right numbers. Look at what this result is multiplied by: by 0.222 with P = 2",
-        times(lambda P: P / 9, "dv"),
-        {},
-    ),
-    ("In dq, dk and dv all numbers are 0 times the right", times(lambda P: 0, *GRADIENTS), {}),
-    ("In lse all numbers are 1/log 2 times the right", times(lambda P: 1 / log(2), "lse"), {}),
-    ("The numbers of dk are those of the right dv.", lambda case, x: {"dk": x["dv"], "dv": x["dk"]}, {}),
-    ("In dk rank r has the right numbers of rank r + 1. Look at the hops", from_rank(lambda r, P: r + 1, "dk"), {}),
-    ("In out rank r has the right numbers of rank r - 1. Look at the rank", from_rank(lambda r, P: r - 1, "out"), {}),
-    ("the right numbers are in other places of their chunk. Look at", chunkwise(lambda x: x.flip(2), "dk"), {}),
-    ("In dq the right numbers are one row too late in each chunk", chunkwise(lambda x: x.roll(1, 2), "dq"), {}),
-    ("one row too early in each chunk", chunkwise(lambda x: x.roll(-1, 2), "dk"), {}),
-    ("are in other places of the whole", only("dv", lambda x: x[:, :, SHUFFLED]), {"worlds": (4,)}),
-    ("out: the errors are as small as roundings to 16 bits. Look at casts to 16 bits", small(2**-8), {}),
-    ("in some places. Look at the merge of a block of which a query", one_nan, {"masks": [(True, "zigzag")]}),
-    ("NaN or infinite in some places, without a mask too. Look at exp, sums", one_nan, {}),
-    ("NaN or infinite where scores are large.", times(lambda P: torch.nan, "out"), {"inputs": "large"}),
-    ("In dk numbers are NaN or infinite everywhere, without a mask too.", times(lambda P: torch.nan, "dk"), {}),
-    ("dq wrong, dk and dv right, so the weights p and dS are right. Look at dS K, and", noise("dq"), {}),
-    ("dk and dv wrong, dq right, so the weights p and dS are right. Look at dSᵀ Q, its way", noise("dk", "dv"), {}),
-    ("dq and dk wrong, dv right, so the weights p are right. Look at dS = p", noise("dq", "dk"), {}),
-    ("out is right and all gradients are wrong. Look at what the backward pass gets", noise(*GRADIENTS), {}),
-    ("out is right and lse is wrong", noise("lse"), {}),
-    ("lse is right, so each query has the right scores", noise("out"), {}),
-    ("out is wrong and all gradients are right", noise("out"), {}),
-    ("Look at out first: all other results depend", noise(*EVERYTHING), {}),
-]
-
-
-@pytest.mark.parametrize(("says", "change", "features"), PLANTED)
-def test_a_planted_pattern_is_told(says, change, features):
-    sentences = told(planted(change, cases(**features)))
-    assert any(says in sentence for sentence in sentences), text(sentences)
-
-
-def test_what_the_others_need_is_told_first():
-    """A pattern comes before which results are wrong. Gradients that follow from a wrong out come last."""
-    sentences = told(planted(times(lambda P: P, "dk", "dv")))
-    assert [sentence[:12] for sentence in sentences] == ["In dk and dv", "dk and dv wr"]
-    sentences = told(planted(lambda case, x: noise("out")(case, x) | {"dq": 3 * x["dq"]}))
-    assert "3 times" in sentences[-1]
-    assert sentences[0].startswith("out is wrong and lse is right")
-
-
-@pytest.mark.parametrize(
-    ("change", "alone"),
-    [
-        (
-            lambda case, x: {"dq": x["dq"] + 4 * replace(case, dtype=torch.float32).right()["dq"].allowed},
-            "right numbers",
-        ),
-        (lambda case, x: {"out": x["out"] + 4e-6 * noise("out")(case, {"out": 0 * x["out"]})["out"]}, "roundings"),
-        (small(2**-2), "roundings"),
-        (times(lambda P: 1.001 * P, "dq"), "P times"),
-        (times(lambda P: 1.001 * P**-0.5, "dq"), "√P times"),
-        (times(lambda P: 1e-3, "dq"), "are 0 "),
-    ],
-)
-def test_what_is_near_a_pattern_and_is_none(change, alone):
-    """Errors little more than rounding, between or beyond the roundings of two dtypes; factors off by a thousandth."""
-    answers = planted(change)
-    assert all(answer.state == WRONG for answer in answers)
-    assert not any(alone in sentence for sentence in told(answers)), text(told(answers))
-
-
 def heads(*numbers):
     """Where the query head is one of these."""
     return lambda case, x: torch.isin(torch.arange(x.shape[1]), torch.tensor(numbers))[:, None, None].expand_as(x)
 
 
-@pytest.mark.parametrize(
-    ("where", "of", "says"),
-    [
-        (heads(1, 2), cases(heads=3, kv_heads=3), "all but the first."),
-        (heads(1, 4), cases((3, 4), heads=6, kv_heads=2), "those whose h mod G is not h // (H/G)."),
-    ],
-)
-def test_the_heads_with_random_errors(where, of, says):
-    sentences = told(planted(noise("out", where=where), of))
-    assert sentences[0].startswith(f"In out the wrong heads are {says} Look at how heads"), text(sentences)
-    assert not any("heads" in sentence for sentence in told(planted(noise("out", where=heads(0)), of)))
-    with_one_head = planted(noise("out", where=where), of) + planted(noise("out"), cases(heads=1, kv_heads=1))
-    assert told(with_one_head)[0] == sentences[0]
+def sequences(*wrong):
+    of = torch.isin(torch.arange(3), torch.tensor(wrong)).view(3, 1, 1, 1)
+    return lambda: planted(noise("out", where=lambda case, x: of), cases(batch=3))
 
 
-@pytest.mark.parametrize(("wrong", "told_of"), [((1, 2), True), ((1,), False), ((0, 1, 2), False)])
-def test_all_sequences_but_the_first(wrong, told_of):
-    """An answer of one sequence that is wrong refutes it."""
-    where = noise("out", where=lambda case, x: torch.isin(torch.arange(3), torch.tensor(wrong)).view(3, 1, 1, 1))
-    answers = planted(where, cases(batch=3))
-    said = "In out the wrong sequences of the batch are all but the first. Look at what is taken from the first"
-    assert any(sentence.startswith(said) for sentence in told(answers)) == told_of
-    assert not any("sequences" in sentence for sentence in told(answers + planted(noise("out"))))
+def but_with(P, change):
+    """Random numbers on P ranks in place of the change."""
+    return lambda: planted(lambda case, x: (noise("dq") if case.world_size == P else change)(case, x))
 
 
-def test_one_rank_alone_that_is_wrong_is_told_first():
-    answers = planted(times(lambda P: 2, "dv"), cases((1, 2, 3)))
-    first, second, *_ = infer(Examination(PATIENT, answers), NO_XRAY)
-    assert first.says == "One rank alone is wrong already (dv), so no message between ranks is to blame"
-    assert first.brief.endswith(second.says)
-    assert not any("One rank alone" in sentence for sentence in told(planted(times(lambda P: P, "dv"), cases((1, 2)))))
+def more_than_rounding(case, x):
+    return {"dq": x["dq"] + 4 * replace(case, dtype=torch.float32).right()["dq"].allowed}
 
 
-def test_a_right_ring_gets_no_sentence():
-    answers = planted(lambda case, x: {})
-    assert all(answer.state == OK for answer in answers)
-    assert told(answers) == []
-    assert text(told(answers)) == ""
+def little_noise(case, x):
+    return {"out": x["out"] + 4e-6 * noise("out")(case, {"out": 0 * x["out"]})["out"]}
 
 
-@pytest.mark.parametrize(
-    ("names", "features"),
-    [
-        (("dq",), {"batch": 2}),
-        (("dk", "dv"), {"heads": 4}),
-        (GRADIENTS, {"chunk": 1}),
-        (EVERYTHING, {"dtype": torch.float32}),
-    ],
-)
-def test_random_errors_get_the_generic_sentence_alone(names, features):
-    mask = [(False, "contiguous"), (True, "striped")]
-    assert len(told(planted(noise(*names), cases((2, 3, 4), mask, **features)))) == 1
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        times(lambda P: P, "dq"),
-        chunkwise(lambda x: x.roll(1, dims=2), "dq"),
-        only("dq", lambda x: x.bfloat16().double()),
-        noise("dq", where=heads(1)),
-        lambda case, x: {"dq": x["dk"]},
-    ],
-)
-def test_a_pattern_of_some_answers_is_not_told_as_general(change):
-    everywhere = told(planted(change))
-    assert len(everywhere) == 2, text(everywhere)
-    for P in (2, 3, 4):
-        mixed = planted(lambda case, x, P=P: (noise("dq") if case.world_size == P else change)(case, x))
-        assert told(mixed) == [str(of_gradients(["dq"]))], text(told(mixed))
-
-
-def test_an_answer_that_cannot_show_a_pattern_does_not_refute_it():
-    answers = planted(from_rank(lambda r, P: r + 1, "dk")) + planted(noise("dk"), [Case(3, 19)])  # unequal chunks
-    assert any("rank r has the right numbers of rank r + 1" in sentence for sentence in told(answers))
-
-
-def test_two_ranks_do_not_tell_p_from_2():
-    twice = times(lambda P: 2, "dq")
-    assert "P or 1/scale or 2 times" in told(planted(twice, cases((2,))))[0]
-    assert "1/scale or 2 times" in told(planted(twice, cases((2,)) + cases((3,))))[0]
-    assert "P or" not in told(planted(twice, cases((2,)) + cases((3,))))[0]
-
-
-def test_numbers_of_patterns_do_not_count_where_they_are_right():
-    """dv is wrong with 3 ranks only. What is told of dv is true where dv is wrong."""
-
-    def change(case, x):
-        return {"dq": 2 * x["dq"]} | ({"dv": 0 * x["dv"]} if case.world_size == 3 else {})
-
-    sentences = told(planted(change))
-    assert any(sentence.startswith("In dv all numbers are 0 times") for sentence in sentences)
-    assert str(of_gradients(["dq", "dv"])) in sentences
+def zero_on_3_ranks(case, x):
+    return {"dq": 2 * x["dq"]} | ({"dv": 0 * x["dv"]} if case.world_size == 3 else {})
 
 
 def home(kept):
     return replace(RIGHT, home=lambda part: part.block if kept(part) else None)
 
 
-P3 = Case(3, 12)
+def seen(case, name):
+    """Random numbers, and the X-ray on paper of a ring with this mistake, or with these steps."""
+    steps = CATALOGUE[name].variants[0](RIGHT) if isinstance(name, str) else name
+    return lambda: (planted(noise(*EVERYTHING)), on_paper(case, steps))
 
 
-MASK = "the mask of these tiles"
-TWO_BLOCKS_ON = "round 2 on every rank: what belongs to KV(j + 1); round 1 on every rank: what belongs to KV(j + 2)"
+def changed_xray(change):
+    runs = cases_of_xray(P3)
+    return lambda: (planted(noise(*EVERYTHING)), xray_of(*(compute(run) | change(run) for run in runs), P3))
 
 
-@pytest.mark.parametrize(
-    ("name", "says", "look"),
-    [
-        ("last_block_skipped", "round 2 on every rank: missing", "the number of rounds, and at what"),
-        ("own_queries_only", "rounds 1, 2 on every rank: missing", "the number of rounds"),
-        ("gradients_travel_other_way", TWO_BLOCKS_ON, "the hops"),
-        ("lse_of_the_block", "all tiles: scaled, each query by its own factor: by 1.88 to 6.46", "the lse that the"),
-        ("own_block_twice", "round 0 on every rank: counted twice", "the number of rounds, and at the start"),
-        ("diagonal_hidden", "round 0 on every rank: a triangle without its diagonal instead of a triangle", MASK),
-        (
-            "key_lost_at_a_border",
-            "rounds 1, 2 on every rank: 4 pairs too few",
-            "what hides keys though no mask was asked",
-        ),
-        ("one rank of 3", "round 1 on rank 2; round 2 on rank 2: missing", "the number of rounds"),
-        ("one rank of 4", "3 tiles: missing", "the number of rounds"),
-    ],
-)
-def test_what_an_xray_shows_is_told_with_where_to_look(name, says, look):
-    steps = home(lambda part: part.rank < part.world_size - 1 or part.rank == part.block)
-    steps = steps if name not in CATALOGUE else CATALOGUE[name].variants[0](RIGHT)
-    case = Case(4, 16) if name == "one rank of 4" else replace(P3, causal=name == "diagonal_hidden")
-    sentences = told(planted(noise(*EVERYTHING)), on_paper(case, steps))
-    assert sentences[0].startswith(f"X-ray (P = {case.world_size}, ")
-    assert f"): {says}. Look at {look}" in sentences[0]
-    assert sum("X-ray" in sentence for sentence in sentences) == 1
+def key_0_thrice(case):
+    """dk and dv of key 0 are 3 times too large."""
+    results, factor = compute(case), 1 + 2 * (torch.arange(12) == 0)[:, None]
+    return {name: results[name] * factor for name in ("dk", "dv")}
 
 
-def test_where_to_look_for_hidden_pairs_and_for_keys_that_count_several_times():
-    lost = on_paper(Case(3, 12, documents=(5, 7)), CATALOGUE["documents_end_with_the_chunk"].variants[0](RIGHT))
-    assert "Look at where documents and windows begin" in str(lost.facts()[0])
-    key_0 = (torch.arange(12) == 0)[:, None]
-    for change, look in (
-        (lambda case, x: {"dk": x["dk"] * (1 + 2 * key_0), "dv": x["dv"] * (1 + 2 * key_0)}, "Look at the way home"),
-        (lambda case, x: {"out": compute(case, whole=thrice(case))["out"]}, "Look at v of these keys"),
-    ):
-        first, second = (compute(run) for run in cases_of_xray(P3))
-        runs = [x | change(run, x) for run, x in zip(cases_of_xray(P3), (first, second), strict=True)]
-        assert any(look in str(fact) for fact in xray_of(*runs, P3).facts()), look
-
-
-def thrice(case):
-    """The inputs with a v of key 0 that is 3 times too large."""
+def value_0_thrice(case):
     q, k, v, d_out = case.whole()
-    return q, k, torch.cat([3 * v[:, :, :1], v[:, :, 1:]], dim=2), d_out
+    return {"out": compute(case, whole=(q, k, torch.cat([3 * v[:, :, :1], v[:, :, 1:]], dim=2), d_out))["out"]}
 
 
-def test_each_matrix_of_the_backward_pass_that_is_wrong_in_its_own_way_is_told():
-    steps = replace(home(lambda part: part.round > 0), add_q=lambda case, total, part: part)
-    shown = [str(fact).partition("): ")[2] for fact in on_paper(P3, steps).facts()]
-    assert [matrix.partition(",")[0] for matrix in shown] == ["W backward", "dS in dQ"]
-    [forward] = on_paper(P3, CATALOGUE["averages_added"].variants[0](steps)).facts()
-    assert "): W forward, " in forward.says
-    without = [str(fact).partition("): ")[2] for fact in on_paper(P3, steps).facts(known={"dv", "dq"})]
-    assert without == [sentence.partition(" Look")[0] for sentence in shown]
+def imprecise(inputs, wrong):
+    """An answer in bfloat16 whose result `wrong` is off by some steps of its dtype; with "large", by a quarter."""
+    factor = 1.25 if inputs == "large" else 1 + 16 * torch.finfo(torch.bfloat16).eps
+    return planted(times(lambda P: factor, wrong), [Case(4, 32, inputs=inputs, dtype=torch.bfloat16)])[0]
 
 
-def test_answers_that_change_or_were_never_claimed_prove_nothing():
-    answers = planted(times(lambda P: 2, "dq"))
-    changing = [replace(answer, changes=True) for answer in planted(noise("dq"))]
-    assert told(answers + changing) == told(answers)
-    assert told(changing) == []
-    unequal = planted(noise(*EVERYTHING), [Case(3, 19)])
-    unequal = [replace(answer, question=replace(answer.question, feature=UNEQUAL), raised=True) for answer in unequal]
-    found = Examination(PATIENT, answers + unequal)
-    assert list(map(str, infer(found, NO_XRAY))) == told(
-        answers + [a for a in unequal if a.question.feature not in found.beyond]
-    )
+def unequal():
+    answers = planted(noise(*EVERYTHING), [Case(3, 19)])
+    return [replace(each, question=replace(each.question, feature=UNEQUAL), raised=True) for each in answers]
+
+
+P3, FULL, STRIPED = Case(3, 12), (False, "contiguous"), (True, "striped")
+LATER_RANK, LATE_ROW, TWICE = (
+    from_rank(lambda r, P: r + 1, "dk"),
+    chunkwise(lambda x: x.roll(1, 2), "dq"),
+    times(lambda P: 2, "dq"),
+)
+SHUFFLED = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+IN_PART, WHOLE = Question(Case(3, 18), members=(1, 2, 3)), Question(Case(3, 18))
+LAST_PART, OWN_PART = (lambda part: part.rank < part.world_size - 1), (lambda part: part.rank == part.block)
+TWO_WRONG = replace(home(lambda part: part.round > 0), add_q=lambda case, total, part: part)
+PLANTED = {  # what is planted, and in which cases
+    "dk and dv times P": (times(lambda P: P, "dk", "dv"), {}),
+    "dk over root P": (times(lambda P: P**-0.5, "dk"), {}),
+    "minus out": (times(lambda P: -1, "out"), {}),
+    "dq and dk over the scale": (times(lambda P: 2, "dq", "dk"), {}),
+    "dv times the scale": (times(lambda P: 0.25, "dv"), {"head_dim": 16}),
+    "dv times H/G": (times(lambda P: 3, "dv"), {"worlds": (2, 4), "heads": 6}),
+    "dv over H/G": (times(lambda P: 1 / 3, "dv"), {"worlds": (2, 4), "heads": 6}),
+    "dv times P/9": (times(lambda P: P / 9, "dv"), {}),
+    "no gradients": (times(lambda P: 0, *GRADIENTS), {}),
+    "lse in base 2": (times(lambda P: 1 / log(2), "lse"), {}),
+    "dk and dv exchanged": (lambda case, x: {"dk": x["dv"], "dv": x["dk"]}, {}),
+    "dk of the next rank": (LATER_RANK, {}),
+    "out of the rank before": (from_rank(lambda r, P: r - 1, "out"), {}),
+    "rows of dk from the last to the first": (chunkwise(lambda x: x.flip(2), "dk"), {}),
+    "dq a row too late": (LATE_ROW, {}),
+    "dk a row too early": (chunkwise(lambda x: x.roll(-1, 2), "dk"), {}),
+    "dv shuffled": (only("dv", lambda x: x[:, :, SHUFFLED]), {"worlds": (4,)}),
+    "out in 16 bits": (small(2**-8), {}),
+    "dq in bfloat16": (only("dq", lambda x: x.bfloat16().double()), {}),
+    "a NaN under a mask": (one_nan, {"masks": [(True, "zigzag")]}),
+    "a NaN": (one_nan, {}),
+    "NaN of large scores": (times(lambda P: torch.nan, "out"), {"inputs": "large"}),
+    "dk NaN": (times(lambda P: torch.nan, "dk"), {}),
+    **{
+        f"noise in {', '.join(names)}": (noise(*names), {})
+        for names in (("dq",), ("dk", "dv"), ("dq", "dk"), GRADIENTS)
+    },
+    **{f"noise in {', '.join(names)}": (noise(*names), {}) for names in (("lse",), ("out",), EVERYTHING)},
+    "noise in out, and dq times 3": (lambda case, x: noise("out")(case, x) | {"dq": 3 * x["dq"]}, {}),
+    "dq off by more than rounding in float32": (more_than_rounding, {}),
+    "out off by more than rounding": (little_noise, {}),
+    "out off by more than 16 bits": (small(2**-2), {}),
+    "dq nearly times P": (times(lambda P: 1.001 * P, "dq"), {}),
+    "dq nearly over root P": (times(lambda P: 1.001 * P**-0.5, "dq"), {}),
+    "dq nearly 0": (times(lambda P: 1e-3, "dq"), {}),
+    "noise in all heads but the first": (noise("out", where=heads(1, 2)), {"heads": 3, "kv_heads": 3}),
+    "noise in heads 1 and 4 of 6": (noise("out", where=heads(1, 4)), {"worlds": (3, 4), "heads": 6, "kv_heads": 2}),
+    "noise in head 0 of 3": (noise("out", where=heads(0)), {"heads": 3, "kv_heads": 3}),
+    "nothing": (lambda case, x: {}, {}),
+    "noise in dq of a batch": (noise("dq"), {"masks": [FULL, STRIPED], "batch": 2}),
+    "noise in dk and dv of 4 heads": (noise("dk", "dv"), {"masks": [FULL, STRIPED], "heads": 4}),
+    "noise in gradients of one token": (noise(*GRADIENTS), {"masks": [FULL, STRIPED], "chunk": 1}),
+    "noise in float32": (noise(*EVERYTHING), {"masks": [FULL, STRIPED], "dtype": torch.float32}),
+    "dv times 2 on one rank too": (times(lambda P: 2, "dv"), {"worlds": (1, 2, 3)}),
+    "dv times P on one rank too": (times(lambda P: P, "dv"), {"worlds": (1, 2)}),
+    "dq times 2 on two ranks": (TWICE, {"worlds": (2,)}),
+    "dq times 2, dv times 0 on 3 ranks": (zero_on_3_ranks, {}),
+}
+PATTERNS = {"P times": times(lambda P: P, "dq"), "a row too late": LATE_ROW, "dk": lambda case, x: {"dq": x["dk"]}}
+PATTERNS |= {"in bfloat16": PLANTED["dq in bfloat16"][0], "of head 1": noise("dq", where=heads(1))}
+XRAYED = ["last_block_skipped", "own_queries_only", "gradients_travel_other_way", "lse_of_the_block", "own_block_twice"]
+XRAYED += ["diagonal_hidden", "key_lost_at_a_border", "averages_added"]
+TOLD_OF = {  # the answers, or these and an X-ray
+    **{name: lambda row=row: planted(row[0], cases(**row[1])) for name, row in PLANTED.items()},
+    **{
+        f"dq is {name}, but with {P} ranks": but_with(P, change) for name, change in PATTERNS.items() for P in (2, 3, 4)
+    },
+    "all heads but the first, and one head": lambda: (
+        planted(noise("out", where=heads(1, 2)), cases(heads=3, kv_heads=3))
+        + planted(noise("out"), cases(heads=1, kv_heads=1))
+    ),
+    **{f"sequences {wrong} of 3": sequences(*wrong) for wrong in ((1, 2), (1,), (0, 1, 2))},
+    "sequences 1 and 2, and one alone": lambda: sequences(1, 2)() + planted(noise("out")),
+    "dk of the next rank, and unequal chunks": lambda: planted(LATER_RANK) + planted(noise("dk"), [Case(3, 19)]),
+    "dq times 2, and answers that change": lambda: (
+        planted(TWICE) + [replace(each, changes=True) for each in planted(noise("dq"))]
+    ),
+    "answers that change": lambda: [replace(each, changes=True) for each in planted(noise("dq"))],
+    "dq times 2, and what was never claimed": lambda: planted(TWICE) + unequal(),
+    "dq imprecise": lambda: [imprecise("normal", "dq")],
+    "dk and out imprecise": lambda: [imprecise("normal", "dk"), imprecise("normal", "out")],
+    "large out imprecise": lambda: [imprecise("large", "out")],
+    "large out and dv imprecise": lambda: [imprecise("large", "out"), imprecise("normal", "dv")],
+    "fails in a part of a job": lambda: [Answer(IN_PART, FAILED, "no")],
+    "fails everywhere": lambda: [Answer(IN_PART, FAILED, "no"), Answer(WHOLE, FAILED, "no")],
+    **{f"X-ray of {name}": seen(replace(P3, causal=name == "diagonal_hidden"), name) for name in XRAYED},
+    **{
+        f"X-ray of one rank of {P}": seen(Case(P, 4 * P), home(lambda it: LAST_PART(it) or OWN_PART(it)))
+        for P in (3, 4)
+    },
+    "X-ray of documents": seen(Case(3, 12, documents=(5, 7)), "documents_end_with_the_chunk"),
+    "X-ray of gradients of key 0": changed_xray(key_0_thrice),
+    "X-ray of v of key 0": changed_xray(value_0_thrice),
+    "X-ray of dq and dv, each in its own way": seen(P3, TWO_WRONG),
+    "X-ray of these, and averages added": seen(P3, CATALOGUE["averages_added"].variants[0](TWO_WRONG)),
+}
+SEND, RECEIVE, WAIT, SUM = ("dist.send(k, right)", "dist.recv(k, left)", "work.wait()", "dist.all_reduce(k)")
+HANGS = {  # which ranks wait where, and which are late
+    "all send": ({"012": SEND}, 0, 1, 2),
+    "all receive": ({"012": RECEIVE}, 0, 1, 2),
+    "one receives": ({"1": RECEIVE}, 1),
+    "two send": ({"12": SEND}, 1, 2),
+    "a collective and a receive": ({"02": SUM, "1": "dist.recv(k, 0)"}, 0, 1, 2),
+    "one gathers": ({"1": "dist.all_gather_into_tensor(k, k)"}, 1),
+    "two send, one receives": ({"01": SEND, "2": RECEIVE}, 0, 1, 2),
+    "all wait": ({"012": WAIT}, 0, 1, 2),
+    "two in a collective, one waits": ({"01": SUM, "2": WAIT}, 0, 1, 2),
+    "two of three late ones send": ({"01": SEND}, 0, 1, 2),
+    "isend": ({"012": "dist.isend(k, right).wait()"}, 0, 1, 2),
+    "send or receive": ({"012": "dist.send(k, 1) if even else dist.recv(k, 0)"}, 0, 1, 2),
+}
+INFERRED = Path(__file__).with_name("inferred.txt")  # python -m tests.doctor.test_inference writes it
+
+
+def told_of(name):
+    found = TOLD_OF[name]()
+    answers, xray = found if isinstance(found, tuple) else (found, NO_XRAY)
+    return "\n    ".join([name, *map(str, infer(Examination(PATIENT, answers), xray))]) + "\n\n"
+
+
+@pytest.mark.parametrize("name", TOLD_OF)
+def test_what_is_told(name):
+    """Patterns are told and no others, what the others need is told first, and a right ring gets no sentence."""
+    assert told_of(name) in INFERRED.read_text()
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_what_is_told_of_a_hang(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert f"{name}: {hang(*HANGS[name])}\n" in INFERRED.read_text()
 
 
 def of_states(*pairs):
@@ -361,61 +299,15 @@ def test_the_question_of_an_xray():
     assert wrong(Question(Case(3, 3 * 257))).case.seq_len == 12
 
 
-def hang(lines, late, P=3):
-    """What is told of ranks that wait in these lines of code."""
-    Path("ring.py").write_text("\n".join(lines.values()) + "\n")
+def hang(waits, *late):
+    """What is told of 3 ranks of which these wait in these lines of code, and of which some are late."""
+    Path("ring.py").write_text("\n".join(waits.values()) + "\n")
     linecache.clearcache()
-    waits = {("ring.py", i + 1, "attention"): list(map(int, ranks.split(", "))) for i, ranks in enumerate(lines)}
-    return str(inferred(Answer(Question(Case(P, 6 * P)), FAILED, silent=tuple(late), waits=waits)) or "")
+    lines = {("ring.py", i + 1, "attention"): list(map(int, ranks)) for i, ranks in enumerate(waits)}
+    return str(inferred(Answer(Question(Case(3, 18)), FAILED, silent=late, waits=lines)) or "-")
 
 
-@pytest.mark.parametrize(
-    ("lines", "late", "says"),
-    [
-        ({"0, 1, 2": "    dist.send(k, right)"}, [0, 1, 2], "Every rank waits in a send, and no rank receives"),
-        ({"0, 1, 2": "    dist.recv(k, left)"}, [0, 1, 2], "Every rank waits in a receive"),
-        ({"1": "    dist.recv(k, left)"}, [1], "Ranks 0, 2 returned, and rank 1 waits for a message that no"),
-        ({"1, 2": "    dist.send(k, right)"}, [1, 2], "Rank 0 returned, and ranks 1, 2 wait for a rank to receive its"),
-        ({"0, 2": "    dist.all_reduce(k)", "1": "dist.recv(k, 0)"}, [0, 1, 2], "Ranks 0, 2 wait in all_reduce,"),
-        ({"1": "    dist.all_gather_into_tensor(k, k)"}, [1], "Rank 1 waits in all_gather, and ranks 0, 2 are"),
-        ({"0, 1": "    dist.send(k, right)", "2": "    dist.recv(k, left)"}, [0, 1, 2], ""),
-        ({"0, 1, 2": "    work.wait()"}, [0, 1, 2], ""),
-        ({"0, 1": "    dist.all_reduce(k)", "2": "    work.wait()"}, [0, 1, 2], ""),
-        ({"0, 1": "    dist.send(k, right)"}, [0, 1, 2], ""),
-        ({"0, 1, 2": "    dist.isend(k, right).wait()"}, [0, 1, 2], ""),
-        ({"0, 1, 2": "    dist.send(k, 1) if even else dist.recv(k, 0)"}, [0, 1, 2], ""),
-    ],
-)
-def test_a_hang(tmp_path, monkeypatch, lines, late, says):
-    monkeypatch.chdir(tmp_path)
-    said = hang(lines, late)
-    assert said.startswith(says) if says and says[0].isupper() else says in said
-    assert bool(said) == bool(says)
-
-
-def imprecise(inputs, wrong):
-    """An answer in bfloat16 whose result `wrong` is off by some steps of its dtype; with "large", by a quarter."""
-    factor = 1.25 if inputs == "large" else 1 + 16 * torch.finfo(torch.bfloat16).eps
-    return planted(times(lambda P: factor, wrong), [Case(4, 32, inputs=inputs, dtype=torch.bfloat16)])[0]
-
-
-@pytest.mark.parametrize(
-    ("answers", "says"),
-    [
-        ([imprecise("normal", "dq")], ["dq is rounded to 16 bits too often. Look at the dtype of the sum of dQ"]),
-        ([imprecise("normal", "dk"), imprecise("normal", "out")], ["out is rounded", "dk is rounded"]),
-        ([imprecise("large", "out")], ["Scores of some hundreds show it"]),
-        ([imprecise("large", "out"), imprecise("normal", "dv")], ["Scores of some hundreds", "dv is rounded"]),
-    ],
-)
-def test_what_is_only_imprecise_is_told_as_rounding_and_nothing_else(answers, says):
-    assert all(answer.state == WRONG for answer in answers)
-    found = told(answers)
-    assert len(found) == len(says)
-    assert all(sentence.startswith(start) for sentence, start in zip(found, says, strict=True))
-
-
-def test_what_fails_in_a_part_of_the_job_only():
-    part, whole = Question(Case(3, 18), members=(1, 2, 3)), Question(Case(3, 18))
-    assert "only where its group is a part of the job" in told([Answer(part, FAILED, "no")])[0]
-    assert not told([Answer(part, FAILED, "no"), Answer(whole, FAILED, "no")])
+if __name__ == "__main__":
+    os.chdir(tempfile.mkdtemp())
+    hangs = [f"{name}: {hang(*how)}\n" for name, how in HANGS.items()]
+    INFERRED.write_text("".join([*map(told_of, TOLD_OF), *hangs]))

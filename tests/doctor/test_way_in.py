@@ -127,17 +127,36 @@ def test_a_name_that_names_nothing_is_answered_by_what_to_type(project, name):
             patient_of("the_ring")
 
 
+CLAIMS = {  # what a patient says, and the option of the command
+    **{"layouts": (("striped",), "--layout striped"), "causal": ((True,), "--causal"), "worlds": ((5,), "--worlds 5")},
+    **{"dtypes": (("float16",), "--dtype float16"), "tensors": ("sbhd", "--tensors sbhd"), "grouped": (False, "")},
+    **{"unequal": (False, "--equal-chunks"), "own_values": (False, "--one-head-dim")},
+    **{"gradients": (False, "--forward-only"), "batch": (3, "--batch 3"), "chunk": (10, "--chunk 10")},
+    **{"heads": (6, "--heads 6"), "kv_heads": (2, "--kv-heads 2"), "head_dim": (8, "--head-dim 8")},
+    **{"about": ("a", ""), "version": ("1", "")},
+}
+
+
+def takes_all(q, k, v, causal=False, layout="contiguous"):
+    return q
+
+
 @pytest.mark.parametrize("constant", sorted(CONSTANTS))
-def test_each_constant_of_a_patient_file_is_a_claim(project, constant):
-    claims = {
-        "LAYOUTS": ("striped",), "CAUSAL": (True,), "DTYPES": ("float16",), "WORLDS": (5,), "TENSORS": "sbhd",
-        "GROUPED": False, "UNEQUAL": False, "OWN_VALUES": False, "GRADIENTS": False, "BATCH": 3, "HEADS": 6,
-        "KV_HEADS": 2, "HEAD_DIM": 8, "CHUNK": 10, "ABOUT": "a", "VERSION": "1",
-    }  # fmt: skip
-    project(adapter=f"def attention(q, k, v): return q\n{constant} = {claims[constant]!r}\n")
-    default = patient_of("adapter:attention")
-    assert getattr(patient_of("adapter"), constant.lower()) == claims[constant]
-    assert getattr(default, constant.lower()) != claims[constant]
+def test_a_claim_is_a_constant_of_a_patient_file_or_an_option_of_the_command(project, constant):
+    name = constant.lower()
+    claim, words = CLAIMS[name]
+    project(adapter=f"def attention(q, k, v): return q\n{constant} = {claim!r}\n")
+    assert getattr(patient_of("adapter"), name) == claim != getattr(patient_of("adapter:attention"), name)
+    found = claims_of(parse(["module:function", *words.split()]))
+    assert set(found) == ({name} if words else set())
+    assert not words or getattr(patient_of(takes_all, **found), name) == claim
+
+
+def test_no_causal_and_a_shape_are_claims_too():
+    assert claims_of(parse(["m:f", "--no-causal", "--shape", "1,8,2,4096,64"])) == {
+        "causal": False,
+        "shape": (1, 8, 2, 4096, 64),
+    }
 
 
 def test_a_misspelt_claim_is_answered_by_its_name(project):
@@ -180,32 +199,6 @@ def given(signature, case=P3):
 
 
 @pytest.mark.parametrize(
-    ("words", "claims"),
-    [
-        ("", {}),
-        ("--causal", {"causal": (True,)}),
-        ("--no-causal", {"causal": (False,)}),
-        ("--layout striped", {"layouts": ("striped",)}),
-        ("--forward-only", {"gradients": False}),
-        ("--equal-chunks", {"unequal": False}),
-        ("--dtype float16", {"dtypes": ("float16",)}),
-        ("--worlds 3,5", {"worlds": (3, 5)}),
-        ("--tensors sbhd --batch 2 --chunk 8", {"tensors": "sbhd", "batch": 2, "chunk": 8}),
-        ("--heads 8 --kv-heads 2 --head-dim 64", {"heads": 8, "kv_heads": 2, "head_dim": 64}),
-        ("--shape 1,8,2,4096,64", {"shape": (1, 8, 2, 4096, 64)}),
-    ],
-)
-def test_an_option_of_the_command_is_a_claim(words, claims):
-    found = claims_of(parse(["module:function", *words.split()]))
-    assert set(found) == set(claims)
-    assert all(getattr(patient_of(takes_all, **found), name) == claim for name, claim in claims.items())
-
-
-def takes_all(q, k, v, causal=False, layout="contiguous"):
-    return q
-
-
-@pytest.mark.parametrize(
     ("signature", "case", "expected"),
     [
         ("q, k, v, is_causal", P3, {"is_causal": True}),
@@ -233,34 +226,6 @@ def test_documents_as_cumulative_lengths():
     assert given("q, k, v, cu_seqlens")["cu_seqlens"].tolist() == [0, 18]  # it must be there: one document
 
 
-@pytest.mark.parametrize(
-    ("signature", "says"),
-    [
-        (
-            "q, k, v, dropout",
-            r"^f\(q, k, v, dropout\) cannot be called as f\(q, k, v\): missing .* 'dropout'; the doctor",
-        ),
-        (
-            "q, k, v, *, mesh",
-            "missing .* 'mesh'; .* gives q, k, v of this rank, and any of causal, scale, .*: wrap the",
-        ),
-        ("q", "too many positional arguments; the doctor gives"),
-    ],
-)
-def test_a_signature_that_cannot_be_called_is_told_what_to_do(signature, says):
-    with pytest.raises(ValueError, match=says):
-        arguments_of("f", function_of(signature))
-
-
-def test_what_is_no_function_is_told_what_to_do():
-    with pytest.raises(ValueError, match="is a class; expected a function, or an object of the class"):
-        arguments_of("f", ByName(f"{ODD}:Accumulates"))
-    with pytest.raises(ValueError, match=r"has no signature .*; wrap it in a function"):
-        arguments_of("f", torch.nn.functional.scaled_dot_product_attention)
-    with pytest.raises(ValueError, match="is int; expected a function, or its name"):
-        patient_of(1)
-
-
 class Net(torch.nn.Module):
     def forward(self, q, k, v, causal=False, **more):
         return q
@@ -270,6 +235,26 @@ def test_a_module_shows_the_arguments_of_forward():
     assert set(arguments_of("net", Net())) == {"causal"}
     assert set(arguments_of("net", torch.compile(Net(), backend="eager"))) == {"causal"}
     assert set(arguments_of("part", functools.partial(Net().forward, causal=True))) == {"causal"}
+
+
+CANNOT_BE_CALLED = {  # a function, and what to do
+    function_of(
+        "q, k, v, dropout"
+    ): r"f\(q, k, v, dropout\) cannot be called as f\(q, k, v\): missing .* 'dropout'; the doc",
+    function_of(
+        "q, k, v, *, mesh"
+    ): "missing .* 'mesh'; .* gives q, k, v of this rank, and any of causal, .*: wrap the",
+    function_of("q"): "too many positional arguments; the doctor gives",
+    f"{ODD}:Accumulates": "is a class; expected a function, or an object of the class",
+    torch.nn.functional.scaled_dot_product_attention: r"has no signature .*; wrap it in a function",
+    1: "is int; expected a function, or its name",
+}
+
+
+@pytest.mark.parametrize("function", CANNOT_BE_CALLED)
+def test_what_cannot_be_called_is_told_what_to_do(function):
+    with pytest.raises(ValueError, match=CANNOT_BE_CALLED[function]):
+        patient_of(function)
 
 
 @pytest.mark.parametrize(
