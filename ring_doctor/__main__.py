@@ -21,22 +21,22 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ring_doctor.asking.answers import BAD_INPUT, CANNOT_TELL, SAID, STATUS
+from ring_doctor.asking.answers import BAD_INPUT, CANNOT_TELL, OK, SAID, STATUS, WRONG, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
-from ring_doctor.asking.names import by_name, named
+from ring_doctor.asking.names import named
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.assertion import examine
 from ring_doctor.explaining.xray import XRay
 from ring_doctor.jobs.verdict import examine_job
 from ring_doctor.options import claims_of, parse, parse_run
 from ring_doctor.report import as_json, head, page
-from ring_doctor.whole_models.whole_model import examine_model, json_of_model, text_of_model
+from ring_doctor.whole_models.whole_model import examine_model
 from ringlab.support.devices import choose_device
-from ringlab.support.processes import PRELOAD
 
 QUIET = 20.0  # seconds between two lines about how far it is, where stderr is a file or a pipe
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         find_project(Path.cwd())
         with telling() as tell:
-            said, report, first, picture = of_model(args) if args.model else of_attention(args, tell)
+            said, report, first, picture = of_model(args, tell) if args.model else of_attention(args, tell)
     except CannotExamine as error:
         level, report = CANNOT_TELL, f"{SAID[CANNOT_TELL]}: {error}"
         first = report
@@ -108,15 +108,20 @@ def of_attention(args: argparse.Namespace, tell: Callable[[str], None]) -> Told:
     return as_json(report), str(report), head(report), picture
 
 
-def of_model(args: argparse.Namespace) -> Told:
+def of_model(args: argparse.Namespace, tell: Callable[[str], None]) -> Told:
     """The examination of a training step of a whole model. Raises ValueError and CannotExamine."""
-    PRELOAD.append("torch._dynamo")  # optimizers, DDP and fully_shard import it, and each rank would take a second
-    how = {"name": args.patient, "layout": args.layouts or "contiguous", "vocab": args.vocab, "seed": args.seed}
+    how = {"layout": args.layouts or "contiguous", "vocab": args.vocab, "seed": args.seed, "device": args.device}
     try:
-        found = examine_model(by_name(args.patient), **how, seconds=args.time_limit, device=args.device)
+        found = examine_model(args.patient, **how, seconds=args.time_limit, progress=tell)
     except CannotExamine as reason:
         raise CannotExamine(f"{args.patient}: {reason}") from reason
-    return json_of_model(found), text_of_model(found), found.verdict, ""
+    answers = [
+        {"state": OK if error <= found.numbers["allowed"][name] else WRONG, "question": name, "found": f"{error:.1e}"}
+        for name, error in found.numbers.get("errors", {}).items()
+        if error is not None
+    ]
+    said = {"name": args.patient, "torch": version("torch"), "healthy": found.level != WRONG_RING, "answers": answers}
+    return said | found.as_json(), str(found), str(found).partition("\n")[0], ""
 
 
 def tell_github(function: Callable[..., Any], level: str, head: str, report: str) -> str:

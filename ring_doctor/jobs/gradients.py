@@ -13,14 +13,15 @@ Source: Higham 2002, "Accuracy and Stability of Numerical Algorithms", sections 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from ring_doctor.asking.job import CannotExamine
 from ring_doctor.jobs.job import Job
 from ring_doctor.jobs.seen import divisors
-from ring_doctor.whole_models.model_comparison import distance, factors_of
 
 UNITS = 8
 TERMS = 64  # roundings of eps that are allowed where nothing was measured
@@ -33,8 +34,9 @@ class Gradients:
 
     allowed: dict[str, float]
     errors: dict[str, float] = field(default_factory=dict)  # the largest of a rank, as a share of the norm
-    factors: dict[str, list[str]] = field(default_factory=dict)  # model_comparison.factors_of
+    factors: dict[str, list[str]] = field(default_factory=dict)  # factors_of
     times: dict[str, float] = field(default_factory=dict)  # rank 0's gradient as the nearest multiple of the right one
+    multiples: dict[str, bool] = field(default_factory=dict)  # whether all ranks' are this multiple
     wrong_ranks: set[int] = field(default_factory=set)
 
     @property
@@ -46,14 +48,39 @@ class Gradients:
         return max(self.errors, key=lambda name: self.errors[name] / self.allowed[name])
 
 
+def distance(x: Tensor, y: Tensor, floor: float = 0.0) -> float:
+    """How far x is from y, as a share of the norm of y. NaN is infinitely far from everything."""
+    share = (x - y).norm().item() / max(y.norm().item(), floor, torch.finfo(torch.float64).tiny)
+    return math.inf if math.isnan(share) else share
+
+
+def factors_of(
+    parts: list[Tensor], right: Tensor, floor: float, allowed: float, sizes: Sequence[int] = ()
+) -> list[str]:
+    """The factors by which the ranks' results may differ from the right one. "" stands for no difference.
+
+    Several factors fit a gradient that is 0. The simplest factor comes first. An empty list: no factor fits. `sizes`
+    are the numbers of ranks that a factor may come from, by default all ranks.
+    """
+    total, sizes = torch.stack(parts).sum(dim=0), sizes or [len(parts)]
+    if all(distance(part, parts[0], floor) <= allowed for part in parts):
+        factors = [("", 1.0)]
+        for P in sizes:
+            factors += [("times_p", P), ("over_p", 1 / P), ("times_root_p", P**0.5), ("over_root_p", P**-0.5)]
+        fits = [name for name, factor in factors if distance(parts[0], factor * right, floor) <= allowed]
+        return list(dict.fromkeys(fits))
+    reduced = any(distance(total / P, right, floor) <= allowed for P in (1, *sizes))
+    return ["not_reduced"] if reduced else []
+
+
 def eps_of(dtype: str) -> float:
     return torch.finfo(getattr(torch, dtype.removeprefix("torch."))).eps
 
 
 def dtypes_of(job: Job) -> list[str]:
-    """The dtypes that modules and losses of a job computed in, the one with the fewest digits first."""
-    found = {dtype for seen in job.ranks for step in seen["steps"] for one in step["passes"] for dtype in one["dtypes"]}
-    return sorted(found or {"torch.float32"}, key=eps_of, reverse=True)
+    """The dtypes of a job's gradients, and those that its modules and losses computed in: the narrowest first."""
+    seen = [part for of_rank in job.ranks for step in of_rank["steps"] for part in (step, *step["passes"])]
+    return sorted({dtype for part in seen for dtype in part["dtypes"]}, key=eps_of, reverse=True)
 
 
 def pairs_of(one: Job, many: Job) -> list[tuple[str, int, int]]:
@@ -82,7 +109,7 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
     floors = {name: SMALL * norm * math.sqrt(n / count) for name, (_, n) in sizes.items()}
     changes = {name: x / max(sizes[name][0], floors[name], 1e-300) for name, x in changes.items()}
     usual = math.sqrt(sum(x * x for x in changes.values()) / len(changes)) if changes else 0.0
-    usual = max(usual, eps_of(dtypes_of(one)[0]) * (1 if moved else TERMS))
+    usual = max(usual, eps_of(dtypes_of(one)[0]) * (1 if any(changes.values()) else TERMS))
     found = Gradients({name: UNITS * max(usual, changes.get(name, 0.0)) for name in sizes})
     for name, place, other in pairs:
         if (right := one.tensor(kind, step, place)) is None:
@@ -97,5 +124,6 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
         found.wrong_ranks |= {rank for rank, error in enumerate(off) if not error <= allowed}
         found.errors[name] = max(off)
         found.factors[name] = factors_of(parts, right, floors[name], allowed, divisors(P)[:0:-1])
-        found.times[name] = float((parts[0] * right).sum() / (right * right).sum().clamp(min=1e-300))
+        times = found.times[name] = float((parts[0] * right).sum() / (right * right).sum().clamp(min=1e-300))
+        found.multiples[name] = all(distance(x, times * right, floors[name]) <= allowed * abs(times) for x in parts)
     return found

@@ -43,6 +43,14 @@ TAIL = 6  # lines of a job before its error
 ERROR = re.compile(r"(\[rank\d+\]: )?(\w+\.)*\w+(Error|Exception)\b")
 
 
+class JobFailed(CannotExamine):
+    """A process of the job failed, or none came so far: `how` it ended, and what it printed."""
+
+    def __init__(self, how: str, why: str, command: str, tail: list[str]) -> None:
+        super().__init__("".join([f"the job {how} {why}: {command}", *(f"\n  {line}" for line in tail)]))
+        self.how, self.tail = how, tail
+
+
 @dataclass(frozen=True)
 class Job:
     """What was seen of a command."""
@@ -57,14 +65,15 @@ class Job:
         return len(self.ranks)
 
     def tensor(self, kind: str, step: int, index: int, rank: int = 0) -> Tensor | None:
-        """A weight or a gradient, float64; of a rank that wrote none, because it is sharded, that of rank 0."""
-        for of in (rank, 0):
+        """A weight or a gradient, float64; of a rank that wrote none, because it is sharded, that of rank 0.
+
+        The kinds: "weight"; "before", a gradient before clipping; "gradient", as the optimizer gets it.
+        """
+        for of in {"before": (rank, 0), "gradient": (rank, 0)}.get(kind, (rank,)):
             if (file := self.folder / f"{kind}-{step}-{index}-{of}.pt").exists():
                 found: Tensor = torch.load(file).double()
                 return found
-            if kind == "weight":
-                break
-        return None
+        return self.tensor("before", step, index, rank) if kind == "gradient" else None
 
 
 def run_job(
@@ -97,7 +106,8 @@ def run_job(
                 passed = time.monotonic() - began
                 tell(f"{passed:.0f} s: {command}")
                 if passed > seconds:
-                    raise CannotExamine(f"after {seconds:g} s {_who_waits(folder, steps)}: {command}{_tail(output)}")
+                    how, why = f"had not ended after {seconds:g} s", f"and {_who_waits(folder, steps)}"
+                    raise JobFailed(how, why, command, _tail(output))
                 time.sleep(0.05)
             (folder / "end").touch()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -105,9 +115,7 @@ def run_job(
         finally:
             _end(process, folder)
     if not _all_wrote(folder):
-        raise CannotExamine(
-            f"the job ended (status {process.returncode}) {_why(folder, steps)}: {command}{_tail(output)}"
-        )
+        raise JobFailed(f"ended (status {process.returncode})", _why(folder, steps), command, _tail(output))
     ranks = [torch.load(file) for file in folder.glob("seen-*.pt")]
     return Job(command, folder, sorted(ranks, key=lambda seen: seen["rank"]), time.monotonic() - began)
 
@@ -120,7 +128,7 @@ def _all_wrote(folder: Path) -> bool:
 def _who_waits(folder: Path, steps: int) -> str:
     wrote = sorted(int(file.stem.split("-")[1]) for file in folder.glob("seen-*-of-*.pt"))
     if not wrote:
-        return f"no process had made step {steps} of an optimizer of torch.optim"
+        return f"no process had made step {steps} of an optimizer of torch.optim after a backward pass"
     return f"only rank {', '.join(map(str, wrote))} had made step {steps}"
 
 
@@ -130,11 +138,11 @@ def _why(folder: Path, steps: int) -> str:
     return f"before step {steps}; {_who_waits(folder, steps)}"
 
 
-def _tail(output: Path) -> str:
+def _tail(output: Path) -> list[str]:
     """The first error that the job printed, and the lines before it; without one, its last lines."""
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
     failed = [n for n, line in enumerate(lines) if ERROR.match(line)] or [len(lines) - 1]
-    return "".join(f"\n  | {line:.160}" for line in lines[max(0, failed[0] - TAIL) : failed[0] + 1])
+    return [f"| {line:.160}" for line in lines[max(0, failed[0] - TAIL) : failed[0] + 1]]
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:

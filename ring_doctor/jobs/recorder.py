@@ -50,9 +50,11 @@ class Recorder:
         self.now = fresh()  # the part in hand
         self.depth = self.backwards = 0  # calls of modules, and of backward, that have not returned
         self.sums: dict[int, Any] = {}  # by module, its outputs since the last step: the sum of squares
-        self.names: dict[int, str] = {}  # of all weights so far; a weight's place in it is in the names of its files
+        self.names: dict[str, int] = {}  # of all weights so far: the place, which is in the names of files
+        self.called: list[Any] = []  # the outermost modules that were called since the last backward pass
+        self.of_modules: dict[int, str] = {}  # the names of modules in this step
         self.norm: float | None = None  # that clipping took
-        self.moved = not MOVE
+        self.of_a_function = False  # whose steps are those of step_job.py, not of an optimizer
 
     # While the model computes --------------------------------------------------------------------------------------
 
@@ -71,8 +73,10 @@ class Recorder:
         """A call of a module: its whole numbers, and how large its output is."""
         if not self.looks():
             return original(module, *args, **kwargs)
-        if not self.moved and any(weight.requires_grad for weight in module.parameters()):
-            self.move(module)
+        if not self.depth:
+            self.called.append(module)
+            if MOVE:
+                self.move(module)
         kind = type(module)
         names = list(inspect.signature(kind.forward).parameters)[1:]
         for name, x in (*zip(names, args, strict=False), *kwargs.items()):
@@ -99,12 +103,15 @@ class Recorder:
         self.now = fresh()
 
     def move(self, module: Any) -> None:
-        """Move each weight by one unit of the dtype: w (1 ± eps)."""
-        self.moved = True
+        """Move each weight by one unit of the dtype, once: w (1 ± eps)."""
         torch, eps = self.torch, self.torch.finfo(getattr(self.torch, MOVE)).eps
         draw = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for weight in map(local, module.parameters()):
+            for whole_weight in module.parameters():
+                if hasattr(whole_weight, "ring_doctor_moved") or not whole_weight.is_floating_point():
+                    continue
+                whole_weight.ring_doctor_moved = True
+                weight = local(whole_weight.data)
                 signs = torch.randint(0, 2, weight.shape, generator=draw).mul(2).sub(1).to(weight)
                 weight.add_(weight.abs() * signs * eps)
 
@@ -124,7 +131,11 @@ class Recorder:
             return original(tensors, *args, **kwargs)
         roots = [tensors] if isinstance(tensors, self.torch.Tensor) else list(tensors)
         self.passes.append(self.pass_of(roots))
-        self.parts, self.now = [], fresh()
+        if any(key not in self.of_modules for key in self.sums):
+            weights = [weight for module in self.called for weight in module.parameters()]
+            for at, root in self.homes(weights):
+                self.of_modules |= {id(x): f"{at}{plain(name)}" for name, x in root.named_modules()}
+        self.parts, self.now, self.called = [], fresh(), []
         self.backwards += 1
         try:
             return original(tensors, *args, **kwargs)
@@ -170,30 +181,34 @@ class Recorder:
 
     def step(self, optimizer: Any, *_: Any) -> None:
         """Before an optimizer's step: of several optimizers the first after a backward pass ends what is one step."""
-        if not self.passes:
-            return
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        self.write_gradients(weights, "before" if self.norm is None else "gradient")
-        of_modules = {id(x): f"{at}{plain(n)}" for at, root in self.homes(weights) for n, x in root.named_modules()}
-        sums = [(of_modules[key] or "the model", float(x)) for key, x in self.sums.items() if key in of_modules]
+        if self.passes and not self.of_a_function:
+            self.end_step([weight for group in optimizer.param_groups for weight in group["params"]])
+
+    def end_step(self, weights: list[Any], own: dict[int, str] | None = None, reported: float | None = None) -> None:
+        """What was seen of a step. Of a function, the names of weights that are no modules', and the reported loss."""
+        self.write_gradients(weights, "before" if self.norm is None else "gradient", own)
+        names = self.of_modules
+        sums = [(names[key] or "the model", float(x)) for key, x in self.sums.items() if key in names]
         for one in self.passes:
             del one["sums"]
-        self.steps.append({"passes": self.passes, "norm": self.norm, "modules": sums})
-        self.passes, self.norm, self.sums = [], None, {}
+        dtypes = {str(x.grad.dtype) for x in weights if x.grad is not None}
+        seen = {"passes": self.passes, "norm": self.norm, "modules": sums, "dtypes": dtypes}
+        self.steps.append(seen | {"reported": reported, "returned": [*(own or {}).values()]})
+        self.passes, self.norm, self.sums, self.of_modules = [], None, {}, {}
         if len(self.steps) == STEPS:
             self.end()
 
-    def write_gradients(self, weights: list[Any], kind: str) -> None:
+    def write_gradients(self, weights: list[Any], kind: str, own: dict[int, str] | None = None) -> None:
         """Each gradient to a file; at the first step the weights too, and of the other ranks what they add up to."""
         torch, at, rank = self.torch, len(self.steps), self.place()[0]
         found: dict[int, tuple[str, Any]] = {}
-        for prefix, root in self.homes(weights):
+        for prefix, root in [] if own else self.homes(weights):
             found |= {id(x): (prefix + plain(name), x) for name, x in root.named_parameters()}
         for n, x in enumerate(weights):
-            found.setdefault(id(x), (f"weight {n} of the optimizer", x))
-        for key, (name, weight) in found.items():
-            self.names.setdefault(key, name)
-            first, index = at == 0 and kind == "before" and not MOVE, list(self.names).index(key)
+            found.setdefault(id(x), ((own or {}).get(id(x), f"weight {n} of the optimizer"), x))
+        for name, weight in found.values():
+            index = self.names.setdefault(name, len(self.names))
+            first = at == 0 and kind == "before" and not MOVE and not self.of_a_function
             for what, x in ((kind, weight.grad), ("weight", weight if first else None)):
                 if x is None:
                     continue
@@ -228,7 +243,7 @@ class Recorder:
     def end(self) -> None:
         """Write what was seen, wait until the doctor has it from all ranks, and end this process."""
         rank, world = self.place()
-        seen = {"rank": rank, "steps": self.steps, "names": [*self.names.values()]}
+        seen = {"rank": rank, "steps": self.steps, "names": [*self.names]}
         self.torch.save(seen, FOLDER / f"seen-{rank}.tmp")
         os.replace(FOLDER / f"seen-{rank}.tmp", FOLDER / f"seen-{rank}-of-{world}.pt")
         until = time.monotonic() + LONGEST

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_doctor.asking.case import LAYOUTS
+from ring_doctor.asking.case import LAYOUTS, positions
 from ring_doctor.jobs.job import Job
 from ringlab.models.transformer import IGNORED
-from ringlab.ring.layouts import positions
 
 ANY = -1  # the token of a place that a row does not have
 
@@ -42,8 +41,13 @@ def divisors(n: int) -> list[int]:
 
 
 def _as_rows(x: Tensor | None, tokens: Tensor, fill: int | None = None) -> list[Tensor] | list[None]:
-    """x as a row for each row of `tokens`; `fill` is a last number that rows may lack. None where it does not fit."""
+    """x as a row for each row of `tokens`; `fill` is a last number that rows may lack. None where it does not fit.
+
+    A model of several losses has several labels for a token: a row of them is (losses, C).
+    """
     n, C = tokens.shape
+    if x is not None and fill is not None and x.numel() > n * C and x.numel() % (n * C) == 0:
+        return list(x.reshape(-1, n, C).transpose(0, 1))
     if x is not None and fill is not None and x.numel() == n * (C - 1):
         x = torch.nn.functional.pad(x.reshape(n, C - 1), (0, 1), value=fill)
     if x is not None and x.numel() == C:
@@ -89,10 +93,10 @@ class Whole:
     at: list[list[tuple[int, Tensor]]]  # for each rank's rows the sequence and the places (C,), if there is a layout
 
 
-def whole_numbers(one: Job, many: Job, step: int) -> Whole:
-    """What went into both models at a step."""
-    first = one.ranks[0]["steps"][step]["passes"][0]["whole_numbers"]
-    keys = _keys(first)
+def whole_numbers(one: Job, many: Job, step: int, layout: str = "") -> Whole:
+    """What went into both models at a step. `layout` is one of the user's own."""
+    seen = one.ranks[0]["steps"][step]["passes"]
+    keys = _keys(seen[0]["whole_numbers"] if seen else {})
     of_one = [_rows(seen, step, keys) for seen in one.ranks]
     alike = all(len(rows) == len(of_one[0]) for rows in of_one) and all(
         torch.equal(a.tokens, b.tokens) for rows in of_one for a, b in zip(rows, of_one[0], strict=True)
@@ -101,17 +105,17 @@ def whole_numbers(one: Job, many: Job, step: int) -> Whole:
     ranks = [_rows(seen, step, keys) for seen in many.ranks]
     P = many.world_size
     for cp in reversed(divisors(P)):
-        for layout in LAYOUTS if cp > 1 else ("contiguous",):
-            at = [[_find(row.tokens, text, layout, cp) for row in rows] for rows in ranks]
+        for tried in dict.fromkeys((*LAYOUTS, *filter(None, [layout]))) if cp > 1 else ("contiguous",):
+            at = [[_find(row.tokens, text, tried, cp) for row in rows] for rows in ranks]
             if ranks[0] and all(place is not None for places in at for place in places):
-                return Whole(text, ranks, layout, cp, [[x for x in places if x is not None] for places in at])
+                return Whole(text, ranks, tried, cp, [[x for x in places if x is not None] for places in at])
     return Whole(text, ranks, "", 1, [])
 
 
 def _find(tokens: Tensor, text: list[Row], layout: str, cp: int) -> tuple[int, Tensor] | None:
     C = len(tokens)
     for rank in range(cp):
-        if layout not in _layouts(C):
+        if layout == "zigzag" and C % 2:
             return None
         at = positions(layout, C * cp, rank, cp)
         for n, row in enumerate(text):
@@ -155,7 +159,7 @@ def told(whole: Whole) -> list[tuple[str, str]]:
         return [("tokens_missing", f"{lost.total()} of {wanted.total()} tokens are on no rank")]
     if not whole.layout:
         return []
-    wrong_labels: list[tuple[int, Tensor, Tensor, Tensor, Tensor]] = []  # rank, labels, tokens, places, which are wrong
+    wrong_labels: list[tuple[int, Tensor, Tensor, bool]] = []  # rank, labels, places of the wrong, those of the shard?
     wrong_positions: list[tuple[Tensor, Tensor]] = []  # positions, places
     for rank, (rows, at) in enumerate(zip(whole.ranks, whole.at, strict=True)):
         for row, (n, places) in zip(rows, at, strict=True):
@@ -163,21 +167,22 @@ def told(whole: Whole) -> list[tuple[str, str]]:
             S = len(text.tokens)
             real = places < S
             if row.labels is not None and text.labels is not None:
-                right = torch.where(real, text.labels[places.clamp(max=S - 1)], IGNORED)
-                if bool((row.labels != right).any()):
-                    wrong_labels.append((rank, row.labels, row.tokens, places, row.labels != right))
+                right = torch.where(real, text.labels[..., places.clamp(max=S - 1)], IGNORED)
+                C, alike = len(places), row.labels.shape == right.shape
+                pairs = zip(row.labels.reshape(-1, C), right.reshape(-1, C), strict=alike)
+                for n, (own, of_text) in enumerate(pairs, 1):
+                    if alike and not torch.equal(own, of_text):  # the labels of the n-th loss are n tokens later
+                        inside = (own[: C - n] == row.tokens[n:]) | (own[: C - n] == IGNORED)
+                        wrong = own != of_text
+                        wrong_labels.append((rank, own[wrong], places[wrong], bool(inside.all())))
             if row.positions is not None and text.positions is not None:
                 right = torch.where(real, text.positions[places.clamp(max=S - 1)], row.positions)
                 if bool((row.positions != right).any()):
                     wrong_positions.append((row.positions, places))
     if wrong_labels:
-        rank, labels, _, places, bad = wrong_labels[0]
-        first = int(places[bad.nonzero()[0, 0]])
-        said = f"rank {rank}'s label of token {first} is {int(labels[bad][0])}"
-        inside = all(
-            bool(((own[:-1] == tokens[1:]) | (own[:-1] == IGNORED)).all()) for _, own, tokens, _, _ in wrong_labels
-        )
-        found.append(("labels_per_shard" if inside else "other_labels", said))
+        rank, labels, places, _ = wrong_labels[0]
+        said = f"rank {rank}'s label of token {int(places[0])} is {int(labels[0])}"
+        found.append(("labels_per_shard" if all(inside for *_, inside in wrong_labels) else "other_labels", said))
     if wrong_positions:
         begin = ", ".join(map(str, wrong_positions[-1][0][:4].tolist()))
         found.append((_name_of(wrong_positions, whole), f"on the last rank positions begin {begin}"))
@@ -193,14 +198,15 @@ def _name_of(wrong: list[tuple[Tensor, Tensor]], whole: Whole) -> str:
         return all(torch.equal(own.long(), believed(places)) for own, places in wrong)
 
     def in_layout(name: str, places: Tensor) -> Tensor:
-        rank = next(r for r, at in enumerate(shards[whole.layout]) if torch.equal(at, places))
-        return shards[name][rank]
+        right = (positions(whole.layout, C * whole.cp, rank, whole.cp) for rank in range(whole.cp))
+        return shards[name][next(rank for rank, at in enumerate(right) if torch.equal(at, places))]
 
     believed: dict[str, Callable[[Tensor], Tensor]] = {
         "positions_missing": torch.zeros_like,
         "rotated_twice": lambda places: 2 * places,
         **{f"positions_of_{name}": partial(in_layout, name) for name in shards if name != whole.layout},
         "positions_per_shard": lambda places: torch.arange(len(places)),
+        "documents_lost": lambda places: places,  # where the right ones begin again
     }
     return next((name for name, of in believed.items() if fits(of)), "other_positions")
 

@@ -12,8 +12,8 @@ Source: the names are those of ../whole_models/README.md.
 
 import math
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,20 @@ import torch
 
 from ring_doctor.asking.answers import CANNOT_TELL, RIGHT, SAID, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
-from ring_doctor.jobs.gradients import Gradients, dtypes_of, eps_of, gradients_of, pairs_of
+from ring_doctor.jobs.gradients import (
+    TERMS,
+    UNITS,
+    Gradients,
+    distance,
+    dtypes_of,
+    eps_of,
+    factors_of,
+    gradients_of,
+    pairs_of,
+)
 from ring_doctor.jobs.job import Job, run_job
 from ring_doctor.jobs.seen import Whole, divisors, other_data, told, whole_numbers
 from ring_doctor.report import explained
-from ring_doctor.whole_models.model_comparison import distance
 from ring_doctor.whole_models.model_mistakes import MISTAKES
 from ringlab.models.transformer import IGNORED
 
@@ -57,34 +66,63 @@ def sick(says: str, *names: str) -> Verdict:
     return Verdict(WRONG_RING, " and ".join(names) + ("; " if names and says else "") + says, list(names))
 
 
-def compare(one: Job, many: Job, moved: Job | None, steps: int) -> Verdict:
-    """The verdict about the second job. Raises CannotExamine where there is none."""
+def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[str] = (), layout: str = "") -> Verdict:
+    """The verdict about the second job. Raises CannotExamine where there is none.
+
+    `calls` are steps in words, where each begins anew: whole_models/whole_model.py.
+    """
+    verdict, of_loss = None, None
     for step in range(steps):
-        found, whole = gradients_of(one, many, moved, step, "before"), whole_numbers(one, many, step)
+        clip = [of["steps"][step]["norm"] is not None for of in (*one.ranks, *many.ranks)]
+        kind = "gradient" if any(clip) and not all(clip) else "before"  # one of the jobs clips in another way
+        found, whole = gradients_of(one, many, moved, step, kind), whole_numbers(one, many, step, layout)
         if not found.errors:
             raise CannotExamine(f"no weight had a gradient in step {step + 1}: {one.command}")
-        if found.wrong and (why := not_comparable(one, many, whole, step)):
+        if found.wrong and (why := not_comparable(one, many, step) or ("" if calls else other_data(whole))):
             raise CannotExamine(why)
-        verdict = _named(one, many, found, whole, step) if found.wrong else _of_clipping(one, many, moved, step)
+        verdict = _named(one, many, found, whole, step) if found.wrong else None
+        verdict = verdict or (_of_clipping(one, many, moved, step) if all(clip) else None)
+        of_loss = of_loss or _of_reported(one, many, moved, step, max(found.allowed.values()))
         if verdict:
             after = f"Step {step} was right and step {step + 1} is wrong: look for state that a step leaves behind."
-            verdict.lines += [after] if step else []
+            verdict.says += f", {calls[step]}" if calls and calls[step] else ""
+            verdict.lines += [after] if step and not calls else []
             break
-    else:
+    if verdict and of_loss:
+        said = verdict.says.removeprefix(" and ".join(verdict.names)).removeprefix("; ")
+        verdict = replace(sick(said, *verdict.names, *of_loss.names), lines=verdict.lines)
+    if not verdict and not of_loss:
         coarse, which = max(found.allowed.values()), "step 1" if steps == 1 else f"steps 1 to {steps}"
         hidden = f"in {dtypes_of(one)[0].removeprefix('torch.')}, rounding may change a gradient by {coarse:.0%}"
-        if coarse > TOO_COARSE:
+        if coarse > (COARSE if calls else TOO_COARSE):  # a function can be asked in float64
             raise CannotExamine(f"nothing is wrong, but {hidden}; expected float32 or float64, or a smaller model")
         said = f"the gradients of {many.world_size} ranks are those of the first job, at {which}"
         verdict = Verdict(RIGHT, said, lines=["What the optimizer makes of them was not compared."])
         verdict.lines += [f"Mistakes may hide: {hidden}."] if coarse > COARSE else []
+    verdict = verdict or of_loss
+    assert verdict
     verdict.lines += _table(one, many, found, whole, step)
     finite = {name: x if math.isfinite(x) else None for name, x in found.errors.items()}
     verdict.numbers = {"layout": whole.layout, "errors": finite, "allowed": found.allowed}
     return verdict
 
 
-def not_comparable(one: Job, many: Job, whole: Whole, step: int) -> str:
+def _of_reported(one: Job, many: Job, moved: Job | None, step: int, allowed: float) -> Verdict | None:
+    """What is wrong with the reported loss, where it is known: of a job that is made of a step."""
+    right, near, *given = (of["steps"][step]["reported"] for of in (one.ranks[0], (moved or one).ranks[0], *many.ranks))
+    if right is None or not math.isfinite(right):
+        return None
+    allowed = max(allowed, TERMS * eps_of(dtypes_of(one)[0]), UNITS * abs(near / (right or 1.0) - 1))
+    parts = [torch.tensor(loss, dtype=torch.float64) for loss in given]
+    factors = factors_of(parts, torch.tensor(right, dtype=torch.float64), 0.0, allowed)
+    factors = [factor for factor in factors if "root" not in factor]
+    if "" in factors:
+        return None
+    said = f"the reported loss is {', '.join(f'{loss:.6g}' for loss in given)}, the right one {right:.6g}"
+    return sick(said, *(f"loss_{factor}" for factor in factors[:1]))
+
+
+def not_comparable(one: Job, many: Job, step: int) -> str:
     """Why another result of the second job is no mistake, or ""."""
     slack = 4 * eps_of(dtypes_of(one)[0])
     for name, place, other in pairs_of(one, many):
@@ -103,7 +141,7 @@ def not_comparable(one: Job, many: Job, whole: Whole, step: int) -> str:
             return f"the {which} job has a {drops[0]}, and two jobs draw other numbers; expected 0"
     if dtypes_of(one)[-1] != dtypes_of(many)[-1]:
         return f"the first job computes in {', '.join(dtypes_of(one))}, the second in {', '.join(dtypes_of(many))}"
-    return other_data(whole)
+    return ""
 
 
 def passes(seen: dict[str, Any], step: int) -> list[dict[str, Any]]:
@@ -115,9 +153,6 @@ def passes(seen: dict[str, Any], step: int) -> list[dict[str, Any]]:
 def _of_clipping(one: Job, many: Job, moved: Job | None, step: int) -> Verdict | None:
     """What is wrong where all gradients are right before clipping."""
     right, *norms = (seen["steps"][step]["norm"] for seen in (one.ranks[0], *many.ranks))
-    if right is None or None in norms:
-        alone = "first" if right is not None else "second"
-        return None if right is norms[0] else sick(f"all gradients are right, and the {alone} job alone clips them")
     after = gradients_of(one, many, moved, step, "gradient")
     slack = max(after.allowed.values())
     if not after.wrong and all(abs(norm / right - 1) <= slack for norm in norms):
@@ -143,16 +178,25 @@ def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Ve
         times = ", ".join(sorted({f"{found.times[name]:.4g}" for name in wrong})[:FEW])
         return sick(some + ("" if "gradients_not_reduced" in names else f", × {times}"), *names)
     seen = told(whole) or _mean_of_means(one, many, step)
+    if not seen and all(found.multiples.values()):
+        times = ", ".join(sorted({f"{x:.4g}" for x in found.times.values()})[:FEW])
+        look = "look at what the loss is divided by, and at clipping"
+        return sick(f"every gradient is {times} times the right one: {look}")
+    where = _first_module(one, many, step, max(found.allowed.values()))
     sent = max((n for of in many.ranks for one_pass in passes(of, step) for _, n in one_pass["messages"]), default=0)
     shard = min((len(row.tokens) for rows in whole.ranks for row in rows), default=0)
-    if whole.cp > 1 and sent < 2 * shard:
+    if where and whole.cp > 1 and sent < 2 * shard:
         seen.append(("ring_not_called", "the forward pass sends no message with numbers of each token"))
-    where = _first_module(one, many, step, max(found.allowed.values()))
     if seen:
         return sick("; ".join(shown for _, shown in seen), *(name for name, _ in seen))
     ranks = ", ".join(map(str, sorted(found.wrong_ranks)))
     only = f" on rank {ranks} only" if len(found.wrong_ranks) < many.world_size else ""
     some = f"{len(wrong)} of {len(found.errors)} gradients are wrong{only} ({_some(wrong)})"
+    first, *others = (
+        {key for p in passes(of, step) for key in p["whole_numbers"]} for of in (one.ranks[0], *many.ranks)
+    )
+    if lost := sorted(key for key in first.difference(*others) if "'" not in key and "embedding" not in key):
+        some += f"; the model gets no {lost[0]}, as that of the first job does"
     return sick(f"{where or 'every module that was seen has the right output'}; {some}")
 
 

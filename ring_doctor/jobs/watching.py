@@ -18,13 +18,14 @@ import ring_doctor_recorder as recorder  # type: ignore[import-not-found]
 
 METHODS = "send allgather _allgather_base allgather_into_tensor_coalesced alltoall alltoall_base all_to_all_single"
 METHODS += " broadcast allreduce reduce_scatter _reduce_scatter_base"  # of a group of processes
-FUNCTIONS = "all_gather_tensor all_to_all_single permute_tensor all_reduce reduce_scatter_tensor"  # of FUNCTIONAL
-FUNCTIONAL = "torch.distributed._functional_collectives"
+FUNCTIONAL = "torch.distributed._functional_collectives"  # imported when it is first used
+FUNCTIONS = "all_gather_tensor all_to_all_single permute_tensor all_reduce reduce_scatter_tensor all_gather_single"
+FUNCTIONS += " all_gather_tensor_autograd all_to_all_single_autograd all_gather_single_autograd"
 
 
 def watch(torch: Any) -> None:
     """Begin to note, in a process that has imported torch."""
-    seen = recorder.Recorder(torch)
+    seen = recorder.seen = recorder.Recorder(torch)
 
     def embedding(input: Any, *_: Any, **__: Any) -> None:
         count = sum(key.startswith("embedding") for key in seen.now["whole_numbers"])
@@ -52,15 +53,12 @@ def watch(torch: Any) -> None:
             around(home, name, lambda by, weights, *args, **kw: seen.clip(by, weights, args, kw))
     if torch.distributed.is_available():
         for name in METHODS.split():
-            around(torch._C._distributed_c10d.ProcessGroup, name, functools.partial(sent, seen, name))
+            around(torch._C._distributed_c10d.ProcessGroup, name, functools.partial(sent, name))
     call = torch.nn.Module.__call__
 
     def called(module: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return call(module, *args, **kwargs)
-        if FUNCTIONAL in sys.modules:  # imported when it is first used
-            for name in FUNCTIONS.split():
-                around(sys.modules[FUNCTIONAL], name, functools.partial(sent, seen, name))
         return seen.call(module, call, args, kwargs)
 
     torch.nn.Module.__call__ = called
@@ -92,26 +90,33 @@ def noted(seen: Any, note: Any, original: Any, *args: Any, **kwargs: Any) -> Any
     return out
 
 
-def sent(seen: Any, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
-    seen.message(name, (*args, *kwargs.values()))
+def sent(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    recorder.seen.message(name, (*args, *kwargs.values()))
     return original(*args, **kwargs)
 
 
+def watch_functional(module: Any) -> None:
+    """The same for collectives that return a tensor, before a program imports them from their module."""
+    for name in FUNCTIONS.split():
+        around(module, name, functools.partial(sent, name))
+
+
 class AfterTorch:
-    """Calls `watch` as soon as torch has been imported."""
+    """Calls `watch` as soon as torch has been imported, and `watch_functional`."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The module torch, which calls `watch` when it has been loaded."""
-        if name != "torch":
+        """One of the two modules, which calls what is above when it has been loaded."""
+        if name not in ("torch", FUNCTIONAL):
             return None
         sys.meta_path.remove(self)
-        found = importlib.util.find_spec("torch")
+        found = importlib.util.find_spec(name)
+        sys.meta_path.insert(0, self)
         if found and found.loader:
             load = found.loader.exec_module
 
             def load_and_watch(module: Any) -> None:
                 load(module)
-                watch(module)
+                (watch if name == "torch" else watch_functional)(module)
 
             found.loader.exec_module = load_and_watch  # type: ignore[method-assign]
         return found

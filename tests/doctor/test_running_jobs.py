@@ -3,10 +3,12 @@
 import sys
 
 import pytest
+import torch
 
 from ring_doctor.asking.answers import RIGHT, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
 from ring_doctor.jobs.job import run_job
+from ring_doctor.jobs.seen import Row, Whole, told
 from ring_doctor.jobs.verdict import compare
 from tests.commands import ROOT
 
@@ -150,3 +152,11 @@ def test_state_that_outlives_a_step_is_seen_at_step_2(ask, trusted):
     found = compare(trusted[0], ask([("optimizer.zero_grad()", "pass")], P, steps=2), trusted[1], 2)
     assert found.level == WRONG_RING
     assert found.lines[0].startswith("Step 1 was right and step 2 is wrong")
+
+
+def test_positions_that_do_not_begin_again_with_a_document_are_named():
+    """8 tokens in two documents, contiguous over 2 ranks; the positions are those of one document."""
+    places = torch.arange(8)
+    ranks = [[Row(at, at, None)] for at in places.chunk(2)]
+    whole = Whole([Row(places, places % 5, None)], ranks, "contiguous", 2, [[(0, at)] for at in places.chunk(2)])
+    assert told(whole) == [("documents_lost", "on the last rank positions begin 4, 5, 6, 7")]

@@ -5,6 +5,7 @@ from_table.py           what a sick ring is; rings from rows of the doctor's tab
 sick_rings.py           all sick rings: of the table, and by hand                       doctor/: examined.py, two more
 escaped_rings.py        rings wrong in one kind of question only                        doctor/test_questions.py
 odd_patients.py         rings that hang, crash, refuse, change their input              doctor/: most files
+job.py                  a right training script, whose lines a test spoils              doctor/test_running_jobs.py
 sick_models.py          steps of a whole model                                          doctor/test_whole_model.py
 readers_rings.py        rings of readers of chapter 4                                   pages/test_exercises.py
 readers_schedules.py    schedules of readers of the puzzles                             pages/test_puzzles.py
