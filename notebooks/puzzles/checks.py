@@ -1,6 +1,6 @@
 """The puzzles: what each asks, what it counts, the best known, and what is proved.
 
-    solve(4, my_ring)     runs my_ring on 3, 4 and 5 processes, and shows the verdict, the score and the film
+    solve(4, my_ring)     runs my_ring on 3, 4 and 5 ranks, and shows the verdict, the score and the film
 
 A result counts only if every rank returns what float64 attention of the whole sequence returns (or whatever the puzzle
 asks). The numbers are new in each run. Stars: 1 for a right result, 2 for the goal, 3 for the best known. A count below

@@ -10,7 +10,7 @@
 # # Puzzles: design the schedule
 #
 # A ring is one schedule of messages. There are others, and some are better. Here are ten puzzles. In each, you write what **one rank** does. Your function
-# then runs on 3, 4 and 5 real processes, all at the same time. You see whether the result is right, what it cost, and a film of what your ranks did.
+# then runs on 3, 4 and 5 ranks, all at the same time. You see whether the result is right, what it cost, and a film of what your ranks did.
 #
 # Puzzles 1, 2, 3, 7 and 10 can also be solved [in the page of the book](../../book/pages/solve.md), with nothing installed.
 #
@@ -19,7 +19,7 @@
 #
 # ## What a rank can do
 #
-# Your function gets `comm` and the tensors of its own rank. It knows nothing else: each rank is a process with its own memory.
+# Your function gets `comm` and the tensors of its own rank. Whatever else it needs must come by a message: a list that all ranks know is cheating.
 #
 # | | |
 # |---|---|
@@ -30,8 +30,8 @@
 # | `comm.attend(state, q, k, v, future=None)` | adds a block to `(m, l, o)`, as `attend` of chapter 4; `future` is True where a query may not look |
 # | `start(q)`, `finish(state)`, `merge(out_a, lse_a, out_b, lse_b)` | as in chapter 1; `finish` returns `(out, lse)` |
 #
-# All messages *block*: a send waits for its receiver. A rank has one wire out and one wire in. Helper functions and imports belong in the cell of your function,
-# because only this cell goes to the processes. `torch` and `math` are there already. What a rank prints is shown below its verdict.
+# All messages *block*: a send waits for its receiver. A rank has one wire out and one wire in. What a rank prints is shown below
+# its verdict.
 #
 # **Nothing hangs.** A referee sees each message before it moves. When all ranks wait, it ends the run and says who waits for whom.
 #

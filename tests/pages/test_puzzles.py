@@ -11,7 +11,7 @@ from ringlab.support.colours import BLOCK_COLOURS
 from tests.commands import assert_legible
 from tests.wrong import readers_schedules as tried
 
-slow = pytest.mark.slow  # they start processes
+pytestmark = pytest.mark.slow
 
 RIGHT = [  # puzzle, schedule, stars
     (1, right.hop, 3),
@@ -36,13 +36,11 @@ RIGHT = [  # puzzle, schedule, stars
 WRONG = [  # puzzle, schedule, words of its sentence
     (1, tried.odd_ranks_only_wait, "rank 2 waits for rank 1, which has returned and never sends"),
     (1, tried.all_but_rank_0_send_first, "a deadlock: rank 1 waits for 2, 2 waits for 1, in a circle"),
-    (1, tried.of_another_cell, "It knows the functions, imports and constants of its own cell, and torch, math"),
     (1, tried.rank_after_tensor, "a tensor (8,) is no rank: the rank comes first, comm.send(to, x)"),
     (1, tried.no_last_rank, "there is no rank 3: with P = 3"),
     (1, tried.a_hop_to_the_left, "rank 0 returns a wrong result: these are numbers of rank 1"),
     (1, tried.a_hop_to_the_left, "rank 0 printed: to 2\nrank 1 printed: to 0"),
     (1, tried.at_the_same_time, "send and recv only, no exchange, in: return comm.exchange(right, x, left)"),
-    (1, tried.ends, "rank 1 died (exit status 0)"),
     (1, tried.loop, "a loop without end?, in: "),
     (1, tried.sends_for_ever, "more than 600 messages"),
     (2, tried.a_hop_short, "rank 0 returns a list whose number 1 is wrong: these are numbers of rank 0"),
@@ -62,25 +60,12 @@ WRONG = [  # puzzle, schedule, words of its sentence
 ]
 
 
-def some(cases):
-    """The first two of each puzzle are slow, the others exhaustive."""
-    numbers = [number for number, *_ in cases]
-    return [
-        pytest.param(
-            *case,
-            id=f"{case[0]}-{case[1].__name__}",
-            marks=slow if numbers[:i].count(case[0]) < 2 else pytest.mark.exhaustive,
-        )
-        for i, case in enumerate(cases)
-    ]
-
-
 @pytest.fixture(autouse=True)
 def _a_new_score_card(monkeypatch):
     monkeypatch.setattr(checks, "_best", {})
 
 
-@pytest.mark.parametrize(("number", "schedule", "stars"), some(RIGHT))
+@pytest.mark.parametrize(("number", "schedule", "stars"), RIGHT, ids=str)
 def test_a_right_schedule_gets_its_stars(number, schedule, stars):
     verdict, ours = checks.solve(number, schedule), schedule.__module__ == right.__name__
     assert verdict.stars == stars, verdict.text
@@ -89,10 +74,10 @@ def test_a_right_schedule_gets_its_stars(number, schedule, stars):
     assert f"{number:>3}  {'★' * stars}{'☆' * (3 - stars)}" in checks.score_card().text
 
 
-@pytest.mark.parametrize(("number", "schedule", "words"), some(WRONG))
+@pytest.mark.parametrize(("number", "schedule", "words"), WRONG, ids=str)
 def test_a_wrong_schedule_is_told_why(number, schedule, words, monkeypatch):
     if schedule is tried.loop:
-        monkeypatch.setattr(engine, "SECONDS", 1)
+        monkeypatch.setattr(engine, "SECONDS", 0.1)
     verdict = checks.solve(number, schedule)
     assert verdict.stars == 0
     assert ": not yet. P = " in verdict.text
@@ -105,18 +90,12 @@ def test_every_puzzle_has_answers_of_each_kind():
     assert {number for number, _, stars in RIGHT if stars == 3} == {number for number, *_ in WRONG} == numbers
 
 
-@slow
 @pytest.mark.parametrize(
     ("number", "answer"),
     [(1, ...), (1, tried.nothing_yet), (2, tried.nothing_yet), (2, tried.a_list_of_nothing), (7, tried.nothing_yet)],
 )
 def test_an_open_puzzle_is_not_wrong(number, answer):
     assert checks.solve(number, answer).text.endswith(OPEN)
-
-
-@pytest.mark.parametrize("answer", [lambda comm, x: x, print, 3])
-def test_what_has_no_source_is_told(answer):
-    assert "define it with def" in checks.solve(1, answer).text
 
 
 @pytest.mark.parametrize("number", [0, 11])
@@ -129,7 +108,6 @@ def record_of(schedule):
     return engine.play(schedule, checks.RING.inputs(4), checks.RING.wires(4))
 
 
-@slow
 def test_the_record_is_the_same_in_every_run():
     """The ring of chapter 4: rank r computes on block r - t in round t, and sends it on. The numbers are new."""
     runs = [record_of(right.ring_in_one_message) for _ in range(2)]
@@ -144,17 +122,9 @@ def test_the_record_is_the_same_in_every_run():
         assert run.time == 7
 
 
-@slow
 def test_memory_is_all_tensors_alive_but_the_inputs():
     """Three chunks and the one that comes. A view takes nothing, nor do the numbers that are gone."""
     assert set(record_of(tried.holds_three_chunks).held.values()) == {4 * checks.CHUNK}
-
-
-@slow
-def test_a_rank_gets_no_memory_of_other_ranks():
-    """A view would come with all that it is a view of."""
-    sizes = engine.play(tried.sizes_of_inputs, checks.HOME.inputs(4), checks.HOME.wires(4)).outputs
-    assert {size for of_rank in sizes.values() for size in of_rank} == {checks.CHUNK, checks.CHUNK // checks.D}
 
 
 def texts(figure):
@@ -168,7 +138,6 @@ def film_of(run):
     return figure
 
 
-@slow
 def test_a_film_shows_each_block_in_its_colour():
     run = record_of(right.ring_in_one_message)
     figure = film_of(run)
@@ -183,7 +152,6 @@ def test_a_film_shows_each_block_in_its_colour():
     assert "0 to 1 from 1 to 2" in figure.alt
 
 
-@slow
 def test_a_film_of_a_deadlock_says_who_waits_for_whom():
     figure = film_of(engine.play(tried.odd_ranks_only_wait, checks.HOP.inputs(3), checks.HOP.wires(3)))
     assert "waits for 1" in {text.get_text() for text in texts(figure)}

@@ -1,7 +1,6 @@
-"""Other forms of right schedules, and wrong schedules. Each runs on the ranks, as a notebook's cell does."""
+"""Other forms of right schedules, and wrong schedules."""
 
 import math
-import os
 
 import numpy as np
 import torch
@@ -29,10 +28,6 @@ def nothing_yet(comm, x):
 
 def a_list_of_nothing(comm, x):
     return [...] * comm.P
-
-
-def sizes_of_inputs(comm, *inputs):
-    return [x.untyped_storage().nbytes() for x in inputs]
 
 
 def holds_three_chunks(comm, q, k, v):
@@ -114,12 +109,6 @@ def at_the_same_time(comm, x):
     return comm.exchange(right, x, left)
 
 
-def ends(comm, x):
-    if comm.rank == 1:
-        os._exit(0)
-    return comm.recv((comm.rank - 1) % comm.P)
-
-
 def loop(comm, x):
     while True:
         math.sqrt(2)
@@ -138,10 +127,6 @@ def sends_for_ever(comm, x):
         else:
             comm.send(right, x)
             x = comm.recv(left)
-
-
-def of_another_cell(comm, x):
-    return hop_of_another_cell(comm, x)  # noqa: F821
 
 
 # 2: everybody gets everything
