@@ -92,6 +92,9 @@ def masks_of(S):
     }
 
 
+RIGHT = {}  # by the words of a problem
+
+
 @dataclass(frozen=True)
 class Problem:
     """H query heads on G, S tokens, options of the attention, and contiguous chunks of some lengths, if given."""
@@ -125,12 +128,20 @@ class Problem:
         return self.sinks and (24 * torch.randn(self.heads, generator=generator)).round().to(self.sinks) / 8
 
     def right(self):
+        """`computed`, once for all layouts."""
+        options = {name: x for name, x in self.options.items() if name != "layout"}
+        same = replace(self, options=options, lengths=None)
+        if repr(same) not in RIGHT:
+            RIGHT[repr(same)] = same.computed()
+        return RIGHT[repr(same)]
+
+    def computed(self):
         """What out, dq, dk, dv, and with sinks dsinks, must be, with a few pieces of each of up to 8 blocks to merge.
 
         Zeros at the end of the rows of q and k, or of v and d_out, give all of them one length. A sink is the score of
         one more key, whose value is 0: this key is 1 in one more dimension, in which the other keys are 0.
         """
-        options = {name: x for name, x in self.options.items() if name not in ("layout", "scale", "softcap")}
+        options = {name: x for name, x in self.options.items() if name not in ("scale", "softcap")}
         at, (q, k, v, d_out), D = torch.arange(self.tokens), self.inputs(), self.head_dim
         visible = dense(Mask(**options), at, at) if options else None
         scale = D**-0.5 if self.options.get("scale") is None else self.options["scale"]
@@ -198,13 +209,16 @@ def whole(per_rank, layout, lengths=None):
     ]
 
 
+def mesh_of(shape, kind="cpu"):
+    """The mesh of these ranks, or of this shape; None for a number of ranks."""
+    if isinstance(shape, list):
+        return DeviceMesh(kind, shape)
+    return init_device_mesh(kind, shape) if isinstance(shape, tuple) else None
+
+
 def attention_of(context, way, shape):
     """The attention of a way, for ways on a mesh with that mesh as its group."""
-    if way in FLAT:
-        return WAYS[way]
-    kind = context.device.type
-    mesh = DeviceMesh(kind, shape) if isinstance(shape, list) else init_device_mesh(kind, shape)
-    return functools.partial(WAYS[way], group=mesh)
+    return functools.partial(WAYS[way], group=mesh_of(shape, context.device.type))
 
 
 def checked_gradients(attention, mine, options):

@@ -39,6 +39,12 @@ def refusal(outcomes):
     return outcomes[0].message
 
 
+def assert_refused(ranks, world_size, words, work, *args):
+    """Every rank raises one ValueError that has these words, in order: one text, or several."""
+    message = refusal(ranks.outcomes(world_size, work, *args))
+    assert re.search(all_of([words] if isinstance(words, str) else words), message), message
+
+
 def as_on_hosts(hosts):
     """As if each rank of the job were on the host of this name; () is one that has no pipes."""
     names = [host if isinstance(host, tuple) else (host,) for host in hosts]

@@ -235,23 +235,6 @@ def test_rotary_angles_are_not_rounded_to_the_dtype_of_x(dtype):
     assert (error <= 2 * torch.finfo(dtype).eps * length).all()
 
 
-@pytest.mark.parametrize(
-    ("call", "reason"),
-    [
-        (("spiral", 16, 0, 4), "expected one of contiguous, zigzag, striped"),
-        (("zigzag", 12, 0, 4), r"expected a multiple of 8: pad the tokens.*pad\(x, 8\)"),
-        (("striped", 15, 0, 4), r"expected a multiple of 4: pad the tokens.*pad\(x, 4\)"),
-        (("contiguous", 3, 0, 4), "a token for each"),
-        (("contiguous", 16, 4, 4), "expected 0 to 3"),
-        (("striped", 16, -1, 4), "expected 0 to 3"),
-        (("striped", 16, 0, 0), "one rank or more"),
-    ],
-)
-def test_bad_layouts_are_refused(call, reason):
-    with pytest.raises(ValueError, match=reason):
-        positions(*call)
-
-
 def test_idle_share_by_hand():
     assert idle_share(torch.tensor([[4, 4], [0, 4]])) == pytest.approx(0.25)
     assert math.isclose(idle_share(visible_pairs("contiguous", 8, 4)), 0.4)

@@ -19,10 +19,9 @@ from ringlab.ring.partition import Partition
 from ringlab.ring.schedule import Ring
 from ringlab.support.rounding import exact_attention
 from ringlab.ways.all_to_all import count, runs
-from ringlab.ways.heads import check_split, heads_of_ranks, meshes
+from ringlab.ways.heads import heads_of_ranks, meshes
 from tests.attention import NAMES, SEED, assert_four, expected, grouped_inputs
 from tests.every_way import CASES, Problem, checked_gradients, cut, ring_gradients, whole
-from tests.mistakes import all_of
 
 LENGTHS = {1: (3,), 3: (2, 5, 1), 5: (3, 1, 4, 1, 2)}
 WINDOW = {1: 1, 3: 2, 5: 4}  # such that the blocks make fewer hops than P - 1, where there are any
@@ -137,14 +136,6 @@ def test_meshes_are_those_that_heads_allow():
     assert meshes(8, 4) == "1 x 4, 2 x 2, 4 x 1"
 
 
-@pytest.mark.parametrize("split", [lambda: check_split(5, 6, 6), lambda: heads_of_ranks(5, 1, 6)])
-def test_more_ranks_than_heads_are_refused(split):
-    with pytest.raises(
-        ValueError, match=all_of(["among 6 ranks, and 5 query heads", "a head or more for each", "2 x 3"])
-    ):
-        split()
-
-
 # Rows that see no key, and numbers that are NaN -----------------------------------------------------------------------
 
 
@@ -228,6 +219,7 @@ def on_rank(context, x, d_out):
     return gradients_of_weights(x[:, at], d_out[:, at], attention, nn.parallel.DistributedDataParallel)
 
 
+@pytest.mark.slow
 def test_ddp_averages_so_the_loss_times_p_gives_the_right_gradients(ranks):
     """Without the factor P every gradient comes out at 1/P, as the docstring of flash_ring.py says."""
     x, d_out = torch.randn(2, 2, 24, 16, dtype=torch.float64).unbind()

@@ -26,8 +26,10 @@ from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.basics.ranks import scatter
 from ringlab.ring import backward, flash_ring, grouped_query, latent_ring, overlap
-from ringlab.ring.layouts import shard, unshard
+from ringlab.ring.layouts import Layout, check_layout, check_lengths, positions, shard, unshard
+from ringlab.ring.schedule import check_sinks, check_softcap
 from ringlab.support.agreement import members
+from ringlab.ways.heads import check_split, heads_of_ranks
 from tests.attention import assert_right, expected, gradients, grouped_inputs, random_qkv
 from tests.concepts import needed_by
 from tests.mistakes import all_of, refusal
@@ -222,6 +224,18 @@ BAD_TO_RINGS = [
 ]
 
 
+def without_the_first(seq_len, rank, world_size):
+    return torch.arange(1, seq_len).tensor_split(world_size)[rank]
+
+
+def of_halves(seq_len, rank, world_size):
+    return torch.arange(seq_len).tensor_split(world_size)[rank] / 2
+
+
+def falling(seq_len, rank, world_size):
+    return torch.arange(seq_len).tensor_split(world_size)[rank].flip(0)
+
+
 OUT, LSE = torch.zeros(2, 4, 3), torch.zeros(2, 4)
 ALONE = [naive_attention, functools.partial(blockwise_attention, block_size=2)]
 NO_GROUP = ["no process group", "torchrun", "ringlab.support.processes.launch"]
@@ -245,6 +259,28 @@ BAD_ALONE = [  # in one process: function, arguments, options, words of the mess
     (merge, (OUT, LSE, OUT[:, :2], LSE[:, :2]), {}, ["out_b has shape (2, 2, 3)", "beside out_a (2, 4, 3)"]),
     (merge, (OUT, LSE.bfloat16(), OUT, LSE), {}, ["lse_a has dtype torch.bfloat16", "float32 or", "keep the lse"]),
     (merge, (OUT, LSE, OUT, LSE.half()), {}, ["lse_b has dtype torch.float16", "float32 or float64", "keep the lse"]),
+    (check_layout, (Layout("nowhere", without_the_first), 16, 4), {}, ["gives token 0 to 0 of 4 ranks; expected"]),
+    (check_layout, (Layout("halves", of_halves), 16, 4), {}, ["the layout halves gives rank 0 ", "int64"]),
+    (check_layout, (Layout("falling", falling), 16, 4), {}, ["the layout falling gives rank 0 ", "rising order"]),
+    (check_lengths, ("striped", [4, 16]), {}, ["have [4, 16] tokens in the striped layout; expected ["]),
+    (check_sinks, (torch.arange(4), FOUR), {}, ["sinks is torch.int64 ", "a floating dtype"]),
+    (check_sinks, (torch.zeros(4, 1), FOUR), {}, ["shape (4, 1)"]),
+    (check_sinks, ([0.0] * 4, FOUR), {}, ["sinks is [0.0, 0.0, 0.0, 0.0]; expected a tensor"]),
+    *(
+        (check_softcap, (cap,), {}, [f"softcap is {cap!r}; expected a finite number above 0"])
+        for cap in (math.nan, "large", True)
+    ),
+    (positions, ("spiral", 16, 0, 4), {}, ["expected one of contiguous, zigzag, striped"]),
+    (positions, ("zigzag", 12, 0, 4), {}, ["expected a multiple of 8: pad the tokens", "pad(x, 8)"]),
+    (positions, ("striped", 15, 0, 4), {}, ["expected a multiple of 4: pad the tokens", "pad(x, 4)"]),
+    (positions, ("contiguous", 3, 0, 4), {}, ["a token for each"]),
+    (positions, ("contiguous", 16, 4, 4), {}, ["expected 0 to 3"]),
+    (positions, ("striped", 16, -1, 4), {}, ["expected 0 to 3"]),
+    (positions, ("striped", 16, 0, 0), {}, ["one rank or more"]),
+    *(
+        (split, args, {}, ["among 6 ranks, and 5 query heads", "a head or more for each", "2 x 3"])
+        for split, args in ((check_split, (5, 6, 6)), (heads_of_ranks, (5, 1, 6)))
+    ),
     (ring_attention, (X, X, X), {}, NO_GROUP),
     (members, (), {}, NO_GROUP),
     (simulate_messages, ([[Send(0)], []],), {}, ["rank 0 has Send(to=0)", "expected another rank from 0 to 1"]),

@@ -20,15 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ringlab.ring import flash_ring
 from ringlab.ring.flash_ring import ring_flash_attention
-from ringlab.ring.layouts import LAYOUTS, Layout, check_layout, check_lengths, positions, shard, unshard
+from ringlab.ring.layouts import LAYOUTS, Layout, positions, shard, unshard
 from ringlab.ring.masks import Mask
-from ringlab.ring.partition import Partition, Places
-from ringlab.ring.schedule import Ring, check_sinks, check_softcap
+from ringlab.ring.partition import Partition
+from ringlab.ring.schedule import Ring
 from ringlab.states.state_ring import ring_linear_attention
 from ringlab.support import agreement
 from ringlab.support.agreement import NEW_GROUP, agree
 from ringlab.support.expect import attempt
-from ringlab.support.processes import Ranks
 from ringlab.ways.all_gather import AllGather, pieces_of_all
 from ringlab.ways.all_to_all import AllToAll, Alone
 from tests.attention import DTYPES, NAMES, assert_four, assert_right, expected, gradients, grouped_inputs
@@ -56,7 +55,7 @@ from tests.every_way import (
     shapes,
     whole,
 )
-from tests.mistakes import all_of, refusal
+from tests.mistakes import all_of, assert_refused
 from tests.states import test_state_ring as states
 
 STRIPED = {"causal": True, "layout": "striped"}
@@ -136,29 +135,6 @@ def test_sinks_alone_are_learned_and_a_query_that_sees_no_key_gives_0(ranks):
     assert d_sinks[1:].all()
 
 
-def eager(q, k, v, sinks=None, softcap=None):
-    """As transformers writes it for GPT-OSS and Gemma 2: the cap, the mask, one more column that is cut off at last."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.mT * q.shape[-1] ** -0.5
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    return scores.softmax(dim=-1)[..., : k.shape[2]] @ v
-
-
-@pytest.mark.parametrize("softcap", [None, 0.1, 50.0])
-def test_the_oracle_of_sinks_and_softcaps_is_the_eager_formula(softcap):
-    problem = Problem(4, 2, 12, {"causal": True, "softcap": softcap}, dtype=torch.float64, times_q=3.0, value_dim=3)
-    assert_four(gradients(partial(eager, softcap=softcap), *problem.inputs()), problem.right())
-    if softcap != 0.1:  # else no score is as large as the sinks
-        problem = replace(problem, sinks=torch.float64)
-        *four, right = problem.right()
-        sinks = problem.logits().requires_grad_()
-        assert_four(gradients(partial(eager, sinks=sinks, softcap=softcap), *problem.inputs()), four)
-        assert_right(sinks.grad, right, "dsinks")
-
-
 @settings(max_examples=20)
 @given(data=st.data())
 def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
@@ -167,19 +143,6 @@ def test_any_heads_lengths_mask_layout_dtype_and_scale(ranks, data):
     shape = data.draw(st.sampled_from(shapes(way, P)), label="shape")
     split = {"all-to-all": P, "hybrid": shape[1] if way == "hybrid" else 1}.get(way, 1)  # a head or more for each
     assert_right_results(ranks, way, shape, [data.draw(problems(P, split), label="problem")])
-
-
-@pytest.mark.skipif("shared memory" not in HERE, reason="shared memory needs Linux")
-@settings(max_examples=5)
-@given(data=st.data())
-def test_memory_and_messages_give_the_same_bits(ranks, data):
-    """Both compute the same blocks in the same order, but in a backward pass: with messages the own one is the last."""
-    P = data.draw(st.integers(1, 5), label="P")
-    few = data.draw(st.lists(problems(P), min_size=1, max_size=3), label="problems")
-    few.append(replace(few[0], times_q=math.inf))  # inf - inf: the numbers of some rows are NaN
-    in_memory, by_messages = (ranks(P, results_on_rank, way, P, few) for way in ("shared memory", "ring"))
-    outs = ([[out for out, *_ in results] for results in of_ranks] for of_ranks in (in_memory, by_messages))
-    torch.testing.assert_close(*outs, rtol=0, atol=0, equal_nan=True)
 
 
 # Parts of a job ------------------------------------------------------------------------------------------------------
@@ -285,18 +248,6 @@ def test_the_places_of_tokens_are_copied_to_the_device_once_or_never(ranks, way)
     assert ranks(P, to_the_device, way, OWN, four) == [[P, P]] * P
 
 
-@pytest.mark.parametrize("P", [1, 3])
-@pytest.mark.parametrize("layout", ALL_LAYOUTS, ids=str)
-def test_places_take_and_put_as_an_index_does(P, layout):
-    x, whole = torch.randn(1, 2, 24, 3), torch.zeros(1, 2, 24, 3)
-    for rank in range(P):
-        at = positions(layout, 24, rank, P)
-        places = Places(at)
-        assert torch.equal(places.take(x), x[:, :, at])
-        places.put(whole, x[:, :, at])
-    assert torch.equal(whole, x)
-
-
 def test_stripes_are_known_by_their_positions():
     """A layout of one's own is as fast as the striped one, if its tokens are the same; and a name makes no stripes."""
     mine = Layout("mine", stripes)
@@ -350,74 +301,6 @@ def twice(seq_len, rank, world_size):
     return torch.arange(seq_len // world_size)
 
 
-def without_the_first(seq_len, rank, world_size):
-    return torch.arange(1, seq_len).tensor_split(world_size)[rank]
-
-
-def of_halves(seq_len, rank, world_size):
-    return torch.arange(seq_len).tensor_split(world_size)[rank] / 2
-
-
-def falling(seq_len, rank, world_size):
-    return torch.arange(seq_len).tensor_split(world_size)[rank].flip(0)
-
-
-# fmt: off
-BAD = {  # what is wrong: (q, k, v of rank 1 in a world where the others have X; options of all; words of the message)
-    "heads": ((X[:, :3], X[:, :2], X[:, :2]), {}, ["rank 1: q has shape (1, 3, 4, 3) and k (1, 2", "a multiple"]),
-    "k and v": ((X, X, X[:, :1]), {}, ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)", "same B, heads and"]),
-    "nothing in v": ((X, X, X[..., :0]), {}, ["rank 1: v has shape (1, 4, 4, 0)", "1 or more"]),
-    "three dimensions of v": ((X, X, X[0]), {}, ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
-    "head dims of v": ((X, X, X[..., :2]), {}, ["ranks disagree", "head dim of v=3", "rank 1: head dim of v=2"]),
-    "a token twice": ((X, X, X), {"layout": Layout("twice", twice)}, ["the layout twice gives token 0", "on one rank"]),
-    "not a multiple": ((X[:, :, :3],) * 3, {"layout": "zigzag"}, ["tokens in the zigzag layout on", "pad(x, "]),
-    "lengths": ((X[:, :, :1],) * 3, {"layout": OWN}, ["the ranks have [4, 1", "layout; expected [", "with shard"]),
-    "queries": ((X[:, :, :2], X, X), {"causal": True}, ["rank 1: q has shape (1, 4, 2, 3)", "of the same tokens"]),
-}
-ALONE = [  # the same of one process: what refuses it, the arguments, words
-    (check_layout, (Layout("nowhere", without_the_first), 16, 4), "gives token 0 to 0 of 4 ranks; expected"),
-    (check_layout, (Layout("halves", of_halves), 16, 4), r"the layout halves gives rank 0 .*int64"),
-    (check_layout, (Layout("falling", falling), 16, 4), "the layout falling gives rank 0 .*rising order"),
-    (check_lengths, ("striped", [4, 16]), r"have \[4, 16\] tokens in the striped layout; expected \["),
-    (check_sinks, (torch.arange(4), X), "sinks is torch.int64 .*a floating dtype"),
-    (check_sinks, (torch.zeros(4, 1), X), r"shape \(4, 1\)"),
-    (check_sinks, ([0.0] * 4, X), r"sinks is \[0.0, 0.0, 0.0, 0.0\]; expected a tensor"),
-    *((check_softcap, (cap,), f"softcap is {cap!r}; expected a finite number above 0")
-      for cap in (math.nan, "large", True)),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("refuses", "args", "words"), ALONE)
-def test_bad_options_are_refused(refuses, args, words):
-    with pytest.raises(ValueError, match=f"(?s){words}"):
-        refuses(*args)
-
-
-# All is refused in one function, before a way's own code: all cases on one way, and one on a few others.
-REFUSED = [("ring", 3, bad) for bad in BAD] + [(*each, "heads") for each in SOME[1:4]]
-
-
-def refused(context, way, shape, qkv_of_ranks, options):
-    """A rank's own q, k, v; a block or a head that travels anyway is an error."""
-    travels = mock.Mock(side_effect=AssertionError("something travels"))
-    with (
-        mock.patch.object(dist, "batch_isend_irecv", travels),
-        mock.patch("ringlab.ways.all_to_all.swap", travels),
-        mock.patch("ringlab.ways.all_gather.all_gather", travels),
-        mock.patch("ringlab.ways.shared_memory.host_memory", travels),
-    ):
-        attention_of(context, way, shape)(*qkv_of_ranks[context.rank], **options)
-
-
-@pytest.mark.parametrize(("way", "shape", "bad"), REFUSED, ids=name_of)
-def test_bad_input_is_refused_on_every_rank_before_anything_travels(ranks, way, shape, bad):
-    qkv, options, words = BAD[bad]
-    P = ranks_of(shape)
-    qkvs = [(X, X, X), qkv, *[(X, X, X)] * (P - 2)]
-    assert re.search(all_of(words), refusal(ranks.outcomes(P, refused, way, shape, qkvs, options)))
-
-
 def from_the_end(seq_len, rank, world_size):
     return torch.arange(world_size - 1 - rank, seq_len, world_size)
 
@@ -426,91 +309,84 @@ def reversed_chunks(seq_len, rank, world_size):
     return torch.arange(seq_len).tensor_split(world_size)[world_size - 1 - rank]
 
 
+def qkv(q, k=X, v=X):
+    return {"q": q, "k": k, "v": v}
+
+
+MINE, TWO, HEADS = Layout("mine", from_the_end), qkv(*[X[:, :2]] * 3), qkv(X[:, :3], X[:, :2], X[:, :2])
+# fmt: off
+BY_THE_RING = [  # what is given to all of 3 ranks, and what to rank 1 instead; words of the message
+    ({}, qkv(X, X, X[:, :1]), ["rank 1: k has shape (1, 4, 4, 3) and v (1, 1, 4, 3)", "same B, heads and"]),
+    ({}, qkv(X, X, X[..., :0]), ["rank 1: v has shape (1, 4, 4, 0)", "1 or more"]),
+    ({}, qkv(X, X, X[0]), ["rank 1: v has shape (4, 4, 3)", "expected (B, H, S, D)"]),
+    ({}, qkv(X, X, X[..., :2]), ["ranks disagree", "head dim of v=3", "rank 1: head dim of v=2"]),
+    ({"layout": Layout("twice", twice)}, {}, ["the layout twice gives token 0", "on one rank"]),
+    ({"layout": "zigzag"}, qkv(*[X[:, :, :3]] * 3), ["tokens in the zigzag layout on", "pad(x, "]),
+    ({"layout": OWN}, qkv(*[X[:, :, :1]] * 3), ["the ranks have [4, 1", "layout; expected [", "with shard"]),
+    ({"causal": True}, qkv(X[:, :, :2]), ["rank 1: q has shape (1, 4, 2, 3)", "of the same tokens"]),
+    ({"schedule": Alone}, {}, "Alone'>; expected the class of a way"),
+    ({"schedule": "memory"}, {}, "schedule is 'memory'; expected the class of a way, such as Ring or"),
+    ({"layout": MINE}, {"layout": Layout("mine", reversed_chunks)}, "positions of the"),
+    ({"layout": "striped"}, {"layout": Layout("striped", from_the_end)}, ["layout=striped", "its own"]),
+    ({"schedule": Ring}, {"schedule": AllGather}, ["schedule=Ring", "schedule=AllGather"]),
+    ({}, {"sinks": torch.zeros(4)}, ["rank 0: sinks=None", "rank 1: sinks=torch.float32"]),
+    ({"sinks": torch.zeros(4)}, {"sinks": torch.zeros(4).requires_grad_()}, ["gradients=False", "gradients=True"]),
+    ({"softcap": 50}, {"softcap": None}, ["rank 0: softcap=50.0", "rank 1: softcap=None"]),
+    ({"causal": True, "window": 3}, {"window": 4}, ["rank 0: window=3", "rank 1: window=4"]),
+    ({"causal": True, "window": 3}, {"window": 0}, "rank 1: window is 0"),  # wrong on one rank only
+    ({}, {"documents": torch.tensor([5, 7])}, ["rank 0: documents=None", "rank 1: documents=(5, 7)"]),
+]
+BY_OTHERS = [  # a way, its ranks or its mesh; and the same. All ways refuse in one function: one case on a few others
+    *((*each, {}, HEADS, ["rank 1: q has shape (1, 3, 4, 3) and k (1, 2", "a multiple"]) for each in SOME[:4]),
+    ("all-to-all", 3, {}, qkv(X[:, :, :2]), ["rank 1: q has shape (1, 4, 2, 3)", "of the same tokens"]),
+    ("hybrid", [0, 1, 2, 3], TWO, {}, ["mesh of shape (4,)", "all-to-all inside: 2 x 2, 4 x 1"]),
+    ("double ring", [[[0, 1], [2, 3]]], TWO, {}, ["mesh of shape (1, 2, 2)", "expected hosts x devices"]),
+    ("hybrid", 4, TWO, {}, ["mesh is None", "2 dimensions"]),
+    ("double ring", [[2, 3], [0, 1]], TWO, {}, ["mesh is [[2, 3], [0, 1]]", "ranks that rise in"]),
+    ("hybrid", [[0, 3, 2, 1]], TWO, {}, ["mesh is [[0, 3, 2, 1]]", "ranks that rise"]),
+    ("hybrid", [[0, 1, 2, 3]], TWO, {}, ["among 4 ranks, and 2 query heads", "of 2 x 2, 4 x 1"]),
+    ("all-to-all", 4, TWO, {}, ["among 4 ranks, and 2 query heads", "hybrid.py", "of 2 x 2, 4 x 1"]),
+    ("ring", [[0, 1], [2, 3]], TWO, {}, "mesh is a mesh of shape (2, 2); expected a group or"),
+    ("all-gather", [0, 2, 1, 3], TWO, {}, "mesh is [0, 2, 1, 3]; expected ranks that rise"),
+]
+# fmt: on
+
+
+def refused(context, way, shape, given, of_rank_1):
+    """A block or a head that travels anyway is an error."""
+    travels = mock.Mock(side_effect=AssertionError("something travels"))
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", travels),
+        mock.patch("ringlab.ways.all_to_all.swap", travels),
+        mock.patch("ringlab.ways.all_gather.all_gather", travels),
+        mock.patch("ringlab.ways.shared_memory.host_memory", travels),
+    ):
+        attention_of(context, way, shape)(**{**qkv(X), **given, **(of_rank_1 if context.rank == 1 else {})})
+
+
+@pytest.mark.parametrize(
+    ("way", "shape", "given", "of_rank_1", "words"), [*(("ring", 3, *row) for row in BY_THE_RING), *BY_OTHERS]
+)
+def test_bad_input_is_refused_on_every_rank_before_anything_travels(ranks, way, shape, given, of_rank_1, words):
+    P = 4 if isinstance(shape, list) else ranks_of(shape)
+    assert_refused(ranks, P, words, refused, way, shape, given, of_rank_1)
+
+
 @pytest.mark.parametrize(("way", "shape"), [("ring", 3), ("all-gather", 3), ("hybrid", (2, 2))], ids=name_of)
 def test_a_layout_of_ones_own_may_have_the_name_of_another(ranks, way, shape):
     options = {"causal": True, "layout": Layout("striped", from_the_end, 1)}
     assert_right_results(ranks, way, shape, [Problem(4, 2, 6 * ranks_of(shape), options)])
 
 
-# fmt: off
-OTHER = [  # a way, its ranks, an option; what the first rank has, and what rank 1 has; words
-    ("ring", 3, "layout", Layout("mine", from_the_end), Layout("mine", reversed_chunks), ["positions of the"]),
-    ("ring", 3, "layout", "striped", Layout("striped", from_the_end), ["layout=striped", "its own"]),
-    ("ring", 3, "schedule", Ring, AllGather, ["schedule=Ring", "schedule=AllGather"]),
-    ("ring", 3, "sinks", None, torch.zeros(4), ["rank 0: sinks=None", "rank 1: sinks=torch.float32"]),
-    ("ring", 3, "sinks", torch.zeros(4), torch.zeros(4).requires_grad_(), ["gradients=False", "gradients=True"]),
-    ("ring", 3, "softcap", 50, None, ["rank 0: softcap=50.0", "rank 1: softcap=None"]),
-    ("ring", 3, "window", 3, 4, ["rank 0: window=3", "rank 1: window=4"]),
-    ("ring", 3, "documents", None, torch.tensor([5, 7]), ["rank 0: documents=None", "rank 1: documents=(5, 7)"]),
-    ("ring", 3, "window", 3, 0, ["rank 1: window is 0"]),  # wrong on one rank only
-]
-# fmt: on
-
-
-def with_its_own(context, way, shape, name, options_of_ranks):
-    attention_of(context, way, shape)(X, X, X, causal=True, **{name: options_of_ranks[context.rank]})
-
-
-@pytest.mark.parametrize(("way", "shape", "name", "first", "other", "words"), OTHER)
-def test_ranks_that_disagree_are_refused(ranks, way, shape, name, first, other, words):
-    P = ranks_of(shape)
-    outcomes = ranks.outcomes(P, with_its_own, way, shape, name, [first, other, *[first] * (P - 2)])
-    assert re.search(all_of(words), refusal(outcomes))
-
-
-def test_an_exchange_needs_the_queries_of_the_same_tokens(ranks):
-    qkvs = [(X, X, X), (X[:, :, :2], X, X), (X, X, X)]
-    outcomes = ranks.outcomes(3, refused, "all-to-all", 3, qkvs, {})
-    assert re.search(all_of(["rank 1: q has shape (1, 4, 2, 3)", "of the same tokens"]), refusal(outcomes))
-
-
-def on_schedule(context, schedule):
-    return ring_flash_attention(X, X, X, schedule=schedule)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "words"),
-    [
-        (Alone, "Alone'>; expected the class of a way"),
-        ("memory", "schedule is 'memory'; expected the class of a way, such as Ring or"),
-    ],
-)
-def test_what_is_no_way_to_share_is_refused(ranks, schedule, words):
-    assert words in refusal(ranks.outcomes(3, on_schedule, schedule))
-
-
-MESHES = {  # of 4 ranks, with 2 query heads: (a way, a group, words)
-    "one dimension": ("hybrid", [0, 1, 2, 3], ["mesh of shape (4,)", "all-to-all inside: 2 x 2, 4 x 1"]),
-    "three dimensions": ("double ring", [[[0, 1], [2, 3]]], ["mesh of shape (1, 2, 2)", "expected hosts x devices"]),
-    "no mesh for a hybrid": ("hybrid", None, ["mesh is None", "2 dimensions"]),
-    "hosts in another order": ("double ring", [[2, 3], [0, 1]], ["mesh is [[2, 3], [0, 1]]", "ranks that rise in"]),
-    "devices in another order": ("hybrid", [[0, 3, 2, 1]], ["mesh is [[0, 3, 2, 1]]", "ranks that rise"]),
-    "few heads": ("hybrid", [[0, 1, 2, 3]], ["among 4 ranks, and 2 query heads", "of 2 x 2, 4 x 1"]),
-    "few heads, flat": ("all-to-all", None, ["among 4 ranks, and 2 query heads", "hybrid.py", "of 2 x 2, 4 x 1"]),
-    "a mesh for a flat way": ("ring", [[0, 1], [2, 3]], ["mesh is a mesh of shape (2, 2); expected a group or"]),
-    "ranks in another order": ("all-gather", [0, 2, 1, 3], ["mesh is [0, 2, 1, 3]; expected ranks that rise"]),
-}
-
-
-def on_group(context, way, ranks_of_mesh, soon=agreement.SOON):
-    group = None if ranks_of_mesh is None else DeviceMesh("cpu", ranks_of_mesh)
+def on_some(context, soon):
     with mock.patch.object(agreement, "SOON", soon):
-        return WAYS[way](*[X[:, :2]] * 3, group=group)
+        return WAYS["ring"](X, X, X, group=DeviceMesh("cpu", [0, 1]))
 
 
-@pytest.mark.parametrize("case", MESHES)
-def test_a_group_that_does_not_fit_is_refused(ranks, case):
-    way, ranks_of_mesh, words = MESHES[case]
-    assert re.search(all_of(words), refusal(ranks.outcomes(4, on_group, way, ranks_of_mesh)))
-
-
-def test_a_rank_outside_the_mesh_is_refused_alone():
-    pool, soon = Ranks(3), timedelta(seconds=0.3)  # so long it waits for each of the others
-    try:
-        *inside, outside = pool.outcomes(3, on_group, "ring", [0, 1], soon)
-    finally:
-        pool.stop()
-    assert all(torch.equal(out, X[:, :2]) for out in inside)
+def test_a_rank_outside_the_mesh_is_refused_alone(ranks):
+    """The others wait so long for it."""
+    *inside, outside = ranks.outcomes(3, on_some, timedelta(seconds=0.3))
+    assert all(torch.equal(out, X) for out in inside)
     assert re.search(all_of([r"not in the mesh [0, 1]", "expected only its members"]), outside.message)
 
 
