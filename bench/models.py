@@ -133,7 +133,7 @@ def training_speed(worlds: list[int], chunk: int, steps: int, repetitions: int, 
             row["seconds"][method] = [second for each, _ in of_turns for second in each]
             row["peak_bytes"][method] = found[P, method, None]
         rows.append(row)
-    return {"reference": ONE, "rows": rows}
+    return {"rows": rows}
 
 
 def speed(results: Results, method: str, world_size: int) -> float:
@@ -323,7 +323,7 @@ def generation(worlds: list[int], contexts: list[int], repetitions: int, **shape
 
     steps = [{"world_size": P, "context": S} for P in worlds for S in contexts]
     rows = record.rows("generation", {"repetitions": repetitions, **shape}, steps, measure)
-    return {"reference": ONE, "rows": rows}
+    return {"rows": rows}
 
 
 def milliseconds(results: Results, way: str, world_size: int) -> list[float]:

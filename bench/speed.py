@@ -102,7 +102,7 @@ def ring_vs_full(
         for P in memory["worlds"]
     ]
     of_memory = {"chunk_bytes": 4 * H * C * D, "tile_bytes": 4 * H * min(C, TILE) ** 2, "rows": peaks}
-    return {"reference": BLOCKWISE, "block_size": TILE, "rows": rows, "memory": {**memory, **of_memory}}
+    return {"block_size": TILE, "rows": rows, "memory": {**memory, **of_memory}}
 
 
 PEAKS = (("peak_bytes", False), ("peak_bytes_as_it_comes", True))
@@ -279,7 +279,7 @@ def against_peers(
             each = zip(*launch(peak_memory, P, C, H, D, shared), strict=True)
             peaks.append({"world_size": P, "shared": shared, "peak_bytes": [most(seen) for seen in each]})
     others = {"bytes": {**beside, "rows": sent}, "memory": {**beside, "rows": peaks}}
-    return {"reference": LIMIT, "rows": rows, **others}
+    return {"rows": rows, **others}
 
 
 def most(peaks: Sequence[int | None]) -> int | None:
@@ -439,7 +439,6 @@ def masked_rings(worlds: list[int], seq_len: int, heads: int, head_dim: int, rep
     steps = [{"world_size": P, "name": None} for P in worlds] + [{"world_size": last, "name": it} for it in contiguous]
     rows = record.rows("masked_rings", {"sizes": sizes, "repetitions": repetitions}, steps, measure)
     return {
-        "reference": f"one by one, {FORWARD}",
         "rows": [{"world_size": row["world_size"], "seconds": row["seconds"]} for row in rows if "seconds" in row],
         "chunk_bytes": heads * seq_len // last * head_dim * 4,
         "peak_bytes": {row["name"]: row["peak"] for row in rows if "peak" in row},
@@ -570,7 +569,7 @@ def state_ring(worlds: list[int], lengths: list[int], heads: int, head_dim: int,
         | {"seconds": launch(seconds_of_states, P, case, S, heads, head_dim, repetitions)[0]}
         for case, P, S in steps
     ]
-    return {"reference": ONE, "rows": rows}
+    return {"rows": rows}
 
 
 def state_ring_tables(results: Results) -> list[str]:

@@ -19,11 +19,8 @@ gradients_home       a training pass with P - 1 messages of gradients, and with 
     torch's loop     PyTorch's own context-parallel loop: P messages
     to learn from    backward.py: P - 1 messages, for which every rank waits, and no mask
 
-five_ways            five ways to share a sequence, and PyTorch's own loop, on hosts with a slow link
-    calibrated       the hosts, before the ways: ring_planner.calibrate
-    measured         seconds of the forward pass, and of forward and backward, of a causal layer in the zigzag layout
-    computing        the ring's pieces on the same ranks, without a message
-    predicted        five_ways_predicted.py: the planner's times, from the calibration alone
+five_ways            five ways to share a sequence, and PyTorch's own loop, on hosts with a slow link: seconds of the
+                     forward pass, and of forward and backward, of a causal layer in the zigzag layout
 
 In a job all ways are measured in turn, and before that compared with full attention in float64 on a short sequence.
 The ranks of a host share its core, so the machine has more ranks than cores.
@@ -34,13 +31,11 @@ take about half an hour.
     $ sudo .venv/bin/python -m bench overlap overlap_threshold gradients_home five_ways
 """
 
-import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
-from tempfile import TemporaryDirectory
+from statistics import geometric_mean, mean, median
 from typing import Any
 
 import torch
@@ -48,9 +43,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench import five_ways_predicted, record
-from bench.five_ways_predicted import BACKWARD, FORWARD, ROTATIONS, peer
-from bench.hosts import LINK, hosts, job, slow_loopback, torchrun
+from bench import record
+from bench.hosts import LINK, hosts, job, slow_loopback
 from bench.peers import Pass, passes, torch_loop
 from bench.record import Bench, Method, Results, in_turn
 from ring_planner.hidden_communication import (
@@ -64,20 +58,18 @@ from ring_planner.ways import WAYS
 from ringlab.basics.ranks import gather, scatter
 from ringlab.ring import overlap, schedule
 from ringlab.ring.backward import ring_attention
-from ringlab.ring.flash_ring import FlashRing, ring_flash_attention
+from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
 from ringlab.ring.layouts import shard, unshard
-from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import post, record_both, seconds
-from ringlab.ring.partition import BlockSlice, Partition
-from ringlab.ring.schedule import Ring, Round, Schedule, TravellingSums
+from ringlab.ring.schedule import Ring, Schedule, TravellingSums
 from ringlab.support import timeline
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
 from ringlab.support.timeline import Event, laps
 from ringlab.ways.all_gather import AllGather
-from ringlab.ways.all_to_all import AllToAll, OwnSums
+from ringlab.ways.all_to_all import AllToAll
 from ringlab.ways.double_ring import DoubleRing
 from ringlab.ways.hybrid import Hybrid
 
@@ -350,7 +342,7 @@ def gradients_home(worlds: list[int], lengths: list[int], **size: int) -> Result
             return job(joined, measured_home, {"chunk": seq_len // world_size, **size})
 
     steps = [{"world_size": P, "seq_len": S} for P in worlds for S in lengths]
-    return {"reference": NOW, "rows": record.rows("gradients_home", size, steps, measure)}
+    return {"rows": record.rows("gradients_home", size, steps, measure)}
 
 
 def gradients_home_tables(results: Results) -> list[str]:
@@ -373,8 +365,16 @@ SCHEDULES: dict[str, type[Schedule]] = {  # of WAYS
     "all-to-all": AllToAll,
     "hybrid": Hybrid,
 }
-COMPUTING = "ring, computing"
 CHECKED = 16  # tokens a rank of the sequence on which each way is compared with full attention
+
+
+ROTATIONS = ("all-to-all", "all-gather")  # of PyTorch's own loop
+FORWARD, BACKWARD, TRAIN = "forward", "backward", "training"
+
+
+def peer(rotation: str) -> str:
+    """The name of PyTorch's own loop with this rotation."""
+    return f"PyTorch's loop, {rotation}"
 
 
 def attentions(mesh: DeviceMesh) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -386,35 +386,10 @@ def attentions(mesh: DeviceMesh) -> dict[str, Callable[[Tensor, Tensor, Tensor],
     return ours | {peer(rotation): partial(loop, rotation=rotation) for rotation in ROTATIONS}
 
 
-@dataclass(frozen=True)
-class Unmoved(Schedule):
-    """Each round computes its pieces on the rank's own K and V: a way's computing, without its messages."""
-
-    pieces: tuple[tuple[BlockSlice, ...], ...] = ()  # of each round
-
-    def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
-        """The rounds, as in `ringlab.ring.flash_ring`."""
-        for t, pieces in enumerate(self.pieces):
-            yield t, k, v, pieces
-
-    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> OwnSums:
-        return OwnSums(k, v, dtype)
-
-
 def inputs(seq_len: int, heads: int, kv_heads: int, head_dim: int) -> list[Tensor]:
     """The whole q, k, v and d_out, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, n, seq_len, head_dim, generator=generator) for n in (heads, kv_heads, kv_heads, heads)]
-
-
-def computing(mesh: DeviceMesh, seq_len: int, heads: int, kv_heads: int, head_dim: int) -> Pass:
-    """The computing of this rank in the ring, without messages."""
-    P, rank = mesh.size(), mesh.get_rank()
-    partition = Partition(Mask(causal=True), "zigzag", (seq_len // P,) * P)
-    pieces = tuple(partition.pieces(rank, (rank - t) % P) for t in range(P))
-    schedule = Unmoved(partition, head_dim**-0.5, pieces=pieces)
-    whole = inputs(seq_len // P, heads, kv_heads, head_dim)
-    return passes(lambda q, k, v: FlashRing.apply(q, k, v, schedule), *whole)
 
 
 def check_ways(context: RankContext, ways: dict[str, Pass], whole: list[Tensor]) -> None:
@@ -435,7 +410,7 @@ def check_ways(context: RankContext, ways: dict[str, Pass], whole: list[Tensor])
 def measured_ways(
     context: RankContext, per_host: int, seq_len: int, repetitions: int, heads: int, kv_heads: int, head_dim: int
 ) -> Row:
-    """Seconds of each way in both passes, and of the ring's computing alone."""
+    """Seconds of each way in both passes."""
     P, sizes = context.world_size, (heads, kv_heads, head_dim)
     mesh = init_device_mesh("cpu", (P // per_host, per_host), mesh_dim_names=("hosts", "devices"))
 
@@ -445,15 +420,13 @@ def measured_ways(
 
     short = inputs(CHECKED * P, *sizes)
     check_ways(context, of_ways(short), short)  # this opens the connections as well
-    every = of_ways(inputs(seq_len, *sizes))
-    unmoved = {COMPUTING: computing(mesh, seq_len, *sizes)}
     states: dict[str, Any] = {}
     methods: dict[str, Method] = {}
 
     def forward(name: str, work: Callable[[], Any]) -> None:
         states[name] = work()
 
-    for name, (forwards, backwards) in {**unmoved, **every}.items():
+    for name, (forwards, backwards) in of_ways(inputs(seq_len, *sizes)).items():
         methods[f"{name}, {FORWARD}"] = False, partial(forward, name, forwards)
         methods[f"{name}, {BACKWARD}"] = False, lambda name=name, backwards=backwards: backwards(states.pop(name))
     seconds, _ = in_turn(context, methods, repetitions, warm_up=0)
@@ -463,27 +436,77 @@ def measured_ways(
 def five_ways(meshes: list[tuple[int, int]], rates: list[int], repetitions: dict[int, int], **size: int) -> Results:
     """A row for each mesh (hosts, ranks of a host), rate of a link and S; by S, how many repetitions."""
 
-    def measure(count: int, per_host: int, rate: int, seq_len: int | None) -> Row:
-        with hosts(count, rate) as joined, TemporaryDirectory() as folder:
-            processes = [per_host] * count
-            if seq_len is None:
-                layer = f"--heads {size['heads']} --head-dim {size['head_dim']} --dtype float32".split()
-                words = "-m", "ring_planner.calibrate", "--device", "cpu", *layer, "--out", f"{folder}/machine.json"
-                torchrun(joined, *words, processes=processes)
-                return {"machine": json.loads(Path(folder, "machine.json").read_text())}
-            sizes = {"per_host": per_host, "seq_len": seq_len, "repetitions": repetitions[seq_len], **size}
-            return job(joined, measured_ways, sizes, processes)
+    def measure(mesh: tuple[int, int], rate: int, seq_len: int) -> Row:
+        (count, per_host), turns = mesh, repetitions[seq_len]
+        with hosts(count, rate) as joined:
+            sizes = {"per_host": per_host, "seq_len": seq_len, "repetitions": turns, **size}
+            return {"hosts": count, "per_host": per_host, **job(joined, measured_ways, sizes, [per_host] * count)}
 
-    steps = [
-        {"count": count, "per_host": per_host, "rate": rate, "seq_len": S}
-        for count, per_host in meshes
-        for rate in rates
-        for S in (None, *repetitions)  # None: the calibration, just before the ways
-    ]
-    found = record.rows("five_ways", {"repetitions": repetitions, **size}, steps, measure)
-    found = [{"hosts": row.pop("count"), **row} for row in found]
-    machines, rows = ([row for row in found if ("machine" in row) == calibrated] for calibrated in (True, False))
-    return {"reference": f"{COMPUTING}, {FORWARD}", "machines": machines, "rows": rows}
+    steps = [{"mesh": mesh, "rate": rate, "seq_len": S} for mesh in meshes for rate in rates for S in repetitions]
+    return {"rows": record.rows("five_ways", {"repetitions": repetitions, **size}, steps, measure)}
+
+
+def timed(row: Row, name: str, which: str) -> list[float]:
+    """Seconds of each repetition of a way or of a peer: forward, or forward and backward."""
+    forward, backward = (row["seconds"][f"{name}, {each}"] for each in (FORWARD, BACKWARD))
+    return forward if which == FORWARD else [a + b for a, b in zip(forward, backward, strict=True)]
+
+
+def typical(row: Row, which: str) -> dict[str, float]:
+    """Median seconds of each of the five ways."""
+    return {way: median(timed(row, way, which)) for way in WAYS}
+
+
+def predicted(row: Row, which: str) -> dict[str, float]:
+    """Seconds that were predicted for each way. Only the committed results have them: the model is no longer here."""
+    found = row.get("predicted", {})
+    passes = [FORWARD] if which == FORWARD else [FORWARD, BACKWARD]
+    return {way: sum(found[f"{way}, {each}"] for each in passes) for way in WAYS} if found else {}
+
+
+def cells(results: Results) -> list[tuple[Row, str]]:
+    """(row, forward or training) of every cell. All ways are measured in each cell."""
+    return [(row, which) for which in (FORWARD, TRAIN) for row in results["rows"]]
+
+
+def errors(results: Results) -> list[float]:
+    """Measured / predicted - 1, for each way in each cell."""
+    return [typical(*cell)[way] / seconds - 1 for cell in cells(results) for way, seconds in predicted(*cell).items()]
+
+
+def excess(row: Row, which: str) -> float:
+    """The measured time of the way with the smallest predicted time, over that of the fastest way, less 1."""
+    measured, said = typical(row, which), predicted(row, which)
+    return measured[min(WAYS, key=said.__getitem__)] / min(measured.values()) - 1
+
+
+def five_ways_tables(results: Results) -> list[str]:
+    """Median seconds, in brackets measured over predicted; the speeds over the faster rotation of PyTorch's loop."""
+    peers, of_passes, said = [peer(rotation) for rotation in ROTATIONS], [], []
+    speeds: dict[str, list[float]] = {name: [] for name in (*WAYS, "fastest")}
+    for which in (FORWARD, TRAIN):
+        rows = []
+        for row in results["rows"]:
+            measured, others = typical(row, which), {name: median(timed(row, name, which)) for name in peers}
+            said_of = predicted(row, which)
+            ratios = {way: f" ({measured[way] / seconds:.2f})" for way, seconds in said_of.items()}
+            here = [f"{row['hosts']} x {row['per_host']}", f"{row['seq_len']:,}", f"{row['rate'] / 1e6:g}"]
+            rows.append(here + [f"{it:.3f}{ratios.get(name, '')}" for name, it in (measured | others).items()])
+            for name, took in {**measured, "fastest": min(measured.values())}.items():
+                speeds[name].append(min(others.values()) / took)
+        of_passes += [f"{which.capitalize()}{' (forward and backward)' if which == TRAIN else ''}:"]
+        of_passes += [record.grid(" | ".join(["hosts x ranks | S | MB/s", *WAYS, *peers]), rows)]
+    if wrong := errors(results):
+        late = [excess(*cell) for cell in cells(results)]
+        near, half = mean(abs(error) <= 0.15 for error in wrong), median(map(abs, wrong))
+        said = [
+            f"- Ways in cells: {len(wrong)}. Measured is within 15 % of predicted in {near:.0%} of them; "
+            f"half are within {half:.0%}.\n"
+            "- The way that is predicted to be the fastest is the fastest one, or takes at most 5 % longer, in "
+            f"{sum(share <= 0.05 for share in late)} of {len(late)} cells (a mesh, a link, an S and a pass)."
+        ]
+    over = [[name, f"{min(x):.2f}", f"{geometric_mean(x):.2f}"] for name, x in speeds.items()]
+    return [record.grid("<way | slowest cell | geometric mean", over), "\n\n".join(of_passes), *said]
 
 
 LAYER = {"heads": 8, "head_dim": 64}
@@ -518,7 +541,7 @@ BENCHES = [
     Bench(
         "five_ways",
         five_ways,
-        five_ways_predicted.tables,
+        five_ways_tables,
         {
             "meshes": [(2, 2), (2, 4)],
             "rates": [125_000_000, 50_000_000, 20_000_000],

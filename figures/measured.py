@@ -9,10 +9,10 @@ from statistics import median
 from matplotlib.colors import to_hex, to_rgb
 
 from bench import record
-from bench.five_ways_predicted import TRAIN, timed
 from bench.memory import lengths as longest
 from bench.speed import TORCH, ZIGZAG, ZIGZAG_MEMORY, speeds
 from bench.speed import TRAIN as TRAINING
+from bench.wires import TRAIN, timed
 from figures import shapes
 from ring_planner.hidden_communication import hidden_share
 from ring_planner.ways import WAYS

@@ -49,7 +49,6 @@ from ringlab.support.agreement import agree
 from ringlab.support.devices import choose_device, cpu_cores
 from ringlab.support.processes import RankContext, join_ring, launch
 from ringlab.support.timeline import Timed, laps
-from ringlab.ways.all_gather import all_gather
 
 LONG = 0.5  # seconds: lengths and bytes grow as long as a call will take less
 SHORT = 0.03  # seconds: shorter calls are repeated, because a clock begins when its rank gets a core
@@ -59,7 +58,7 @@ BYTES = [4**i for i in range(6, 16)]  # that a rank sends: 4 KiB to 1 GiB
 COPIED = {"cpu": 2**26, "cuda": 2**29}  # bytes, more than a cache holds
 QUIET = 0.5  # of a core, at least, while a rank computes
 LAYERS = {"cpu": (8, 64, "float32"), "cuda": (32, 128, "bfloat16")}  # heads, head dim and dtype unless given
-PASSES, MASKS, KINDS = ("forward", "backward"), ("none", "causal"), ("send", "all-gather", "all-to-all")
+PASSES, MASKS = ("forward", "backward"), ("none", "causal")
 
 Row = dict[str, Any]
 
@@ -136,19 +135,12 @@ def exchange(size: int, group: ProcessGroup | None, device: torch.device) -> Cal
     return lambda: post([sent], [received], group)
 
 
-def message(kind: str, group: ProcessGroup | None, device: torch.device) -> Callable[[int], Timed]:
-    """A function of the bytes that a rank sends: it gives what sends them, by send/receive or a collective."""
-    P = dist.get_world_size(group)
+def message(group: ProcessGroup, device: torch.device) -> Callable[[int], Timed]:
+    """A function of the bytes that a rank sends: it gives what sends them to the next rank."""
 
     def work(size: int) -> Timed:
-        if kind == "send":
-            begin = exchange(size, group, device)
-            return lambda: [work.wait() for work in begin()]
-        part = -(-size // (P - 1))
-        sent, received = torch.zeros(2, P * part, dtype=torch.uint8, device=device).unbind()
-        if kind == "all-gather":
-            return lambda: all_gather(received, sent[:part], group=group)
-        return lambda: dist.all_to_all_single(received, sent, group=group)
+        begin = exchange(size, group, device)
+        return lambda: [work.wait() for work in begin()]
 
     return work
 
@@ -197,17 +189,15 @@ def messages(watch: Stopwatch, hosts: int, per_host: int) -> tuple[dict[str, Any
     for place, sharing in (("inside", per_host), ("between", hosts)):
         if sharing == 1:
             continue
-        of_kind: dict[str, list[Row]] = {}
-        for kind in KINDS:  # collectives between hosts are of the whole job
-            group = mesh.get_group(place) if kind == "send" or place == "inside" else None
-            of_kind[kind] = watch.table("bytes", BYTES, 4, message(kind, group, device))
-            tables += [{"kind": kind, "place": place, **row} for row in of_kind[kind]]
-        latency, bandwidth = wire(of_kind["send"])
-        longest = {**of_kind["send"][-1], "group": mesh.get_group(place)}
+        group = mesh.get_group(place)
+        rows = watch.table("bytes", BYTES, 4, message(group, device))
+        tables += [{"kind": "send", "place": place, **row} for row in rows]
+        latency, bandwidth = wire(rows)
+        longest = {**rows[-1], "group": group}
         if place == "inside":
             numbers |= {"bandwidth": bandwidth, "latency": latency}
         else:
-            alone = message("send", longest["group"], device)(longest["bytes"])
+            alone = message(group, device)(longest["bytes"])
             seconds, _ = watch.typical(alone if rank % per_host == 0 else lambda: None)
             nics = min(per_host, max(1, round(per_host * seconds / longest["seconds"])))
             numbers |= {"host_bandwidth": per_host * bandwidth / nics, "host_latency": latency, "nics": nics}

@@ -2,7 +2,7 @@
 
     format, version   what the file is; another version is refused by name
     cluster           the fields of a Cluster of ways.py, which says what they mean; null: there is no such wire
-    computing         FLOP/s by pass, mask and block length; messages: seconds by kind, place and bytes: the tables
+    computing         FLOP/s by pass, mask and block length; messages: seconds by place and bytes: the tables
 
 A reader of the ring may skip this file.
 """

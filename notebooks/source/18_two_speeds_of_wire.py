@@ -26,7 +26,7 @@ from statistics import median
 import torch
 
 from bench import record
-from bench.five_ways_predicted import TRAIN, timed
+from bench.wires import TRAIN, timed
 from figures import double_ring as picture
 from figures import measured
 from notebooks.source.checks.two_speeds_of_wire import check_block, check_blocks_of_a_nic
