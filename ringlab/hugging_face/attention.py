@@ -13,54 +13,63 @@ Source: transformers 5.23, AttentionInterface and modeling_llama4.py, for the te
 
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ringlab.models.mesh import ContextParallel
 from ringlab.ring.documents import document_positions
 from ringlab.ring.flash_ring import ring_flash_attention
-from ringlab.ring.layouts import Layout, positions
+from ringlab.ring.layouts import positions
 from ringlab.ring.masks import Mask
-from ringlab.ring.schedule import Ring, Schedule
 from ringlab.support.expect import expect
 from ringlab.support.extras import extra
 
 with extra("hf", __name__):
     from ringlab.hugging_face.batch import refuse
     from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, PlainCausal, window_of
-    from ringlab.hugging_face.seam import Mixers, spread
 
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
 UNDERSTOOD |= {"num_items_in_batch", "is_causal", "output_hidden_states", "return_dict", "fused_lm_head", "causal"}
 
 
+@dataclass(frozen=True)
+class Proved:
+    """What the proof found in a model."""
+
+    layers: int = 0  # calls of its attention in a forward pass
+    first: int = 0  # its number of position 0
+    packs: bool = False  # whether all layers are told the documents
+    modules: int = 0  # a number that tells its modules apart
+
+
+@dataclass(eq=False)
+class Pass:
+    """A forward pass, made before it: what its layers must know beside what they are told, and what was counted."""
+
+    documents: tuple[int, ...] | None = None
+    longest: int | None = None  # position in the whole sequence; None before the first pass
+    stand_in: Any = None  # a function of q, k and v in place of the ring: in the proof, and in generation
+    proof: bool = False
+    at: Tensor | None = None  # in the proof: where the tokens of a shard stand in the row
+    calls: int = 0  # of its layers, with its documents
+    losses: int = 0  # computed
+    part: Any = None  # of the loss, a weakref: the last that was computed
+    value: Any = None  # of the loss
+    more: Tensor | None = None  # of extra_loss
+
+
 @dataclass(eq=False)
 class LayerAttention:
-    """What the layers of a model call in the place of their own attention, and what is known of the forward pass."""
+    """What the layers of a model call in the place of their own attention."""
 
-    layout: str | Layout
-    group: Any  # a process group, or a mesh of two dimensions for some ways; None: the whole job
-    world_size: int
+    where: ContextParallel
     rank: int = 0
-    way: type[Schedule] = Ring  # to share the sequence
-    layers: int = 0  # calls in a forward pass, as proved
-    first: int = 0  # the model's number of position 0, as proved
-    packs: bool = False  # whether all layers are told the documents, as proved
-    documents: tuple[int, ...] | None = None  # of this forward pass
-    calls: int = 0  # in this forward pass, with its documents
-    stand_in: Any = None  # a function of q, k and v in place of the ring: in the proof, and in generation
-    at: Tensor | None = None  # in the proof: where the tokens of a shard stand in the row
-    longest: int | None = None  # position in the whole sequence of this forward pass
-
-    def compute_by(
-        self, stand_in: Callable[..., Tensor] | None, mixers: Mixers | None, linear: list[nn.Module]
-    ) -> None:
-        """Let layers of attention compute by `stand_in` in place of the ring, and `linear` layers by `mixers`."""
-        self.stand_in = stand_in
-        spread(linear, mixers)
+    world_size: int = 1
+    proved: Proved = Proved()
+    now: Pass = field(default_factory=Pass)  # in hand, or the last one
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Asked = None, **passed: Any
@@ -71,7 +80,7 @@ class LayerAttention:
         before anything is sent.
         """
         attention_mask = None if isinstance(attention_mask, PlainCausal) else attention_mask
-        name, both_ways = type(module).__name__, isinstance(attention_mask, BothWays)
+        now, name, both_ways = self.now, type(module).__name__, isinstance(attention_mask, BothWays)
         named = ("scaling", "is_causal", "documents", "s_aux", "softcap")
         scale, causal, documents, sinks, softcap = (passed.pop(option, None) for option in named)
         window = attention_mask if isinstance(attention_mask, int) else None
@@ -83,21 +92,21 @@ class LayerAttention:
             expect(not scale.requires_grad and scale.numel() == 1, passes, one)
         dropout = passed.pop("dropout", 0.0)
         none = "0 in training: set attention_dropout (GPT-2: attn_pdrop) to 0 in the config. Dropout elsewhere is fine"
-        expect(not dropout or self.stand_in, f"dropout is {dropout} in {name}", none)  # the proof in training has none
+        expect(not dropout or now.stand_in, f"dropout is {dropout} in {name}", none)  # the proof in training has none
         chosen, index = passed.pop("indices", None), getattr(module, "indexer", None)
-        expect(
-            index is None or chosen is not None, f"{name} has a {type(index).__name__}, and passes no indices", "them"
-        )
+        told = index is None or chosen is not None
+        expect(told, f"{name} has a {type(index).__name__}, and passes no indices", "them")
+        chosen = None if chosen is None else chosen.long()
         refuse(passed, UNDERSTOOD)
-        self.calls += int(documents == self.documents)
+        now.calls += int(documents == now.documents)
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
             query = self.tuned(module, query, documents)
         if isinstance(attention_mask, ChunkedAttention):
             documents = attention_mask.documents(documents or (query.shape[2] * self.world_size,))
         seen: dict[str, Any] = {"causal": not both_ways, "window": window, "documents": documents}
-        seen |= {"scale": scale, "sinks": sinks, "softcap": softcap, "layout": self.layout, "group": self.group}
-        seen |= {"schedule": self.way, "chosen": None if chosen is None else chosen.long()}
-        out = (self.stand_in or ring_flash_attention)(query, key, value, **seen)
+        seen |= {"scale": scale, "sinks": sinks, "softcap": softcap, "layout": self.where.layout}
+        seen |= {"group": self.where.mesh_or_group, "schedule": self.where.way, "chosen": chosen}
+        out = (now.stand_in or ring_flash_attention)(query, key, value, **seen)
         return out.transpose(1, 2).contiguous(), None
 
     def check_direction(self, module: nn.Module, causal: bool | None, batch_is_causal: bool, both_ways: bool) -> None:
@@ -107,15 +116,15 @@ class LayerAttention:
         asked = "both directions" if both_ways else "the tokens before"
         expect(both_ways != causal, f"{name} has is_causal={both_ways}, and its mask shows {asked}", "the same of both")
         direction = "in both directions" if both_ways else "to the tokens before only"
-        fits = both_ways != batch_is_causal or self.stand_in
+        fits = both_ways != batch_is_causal or self.now.stand_in
         expect(fits, f"{name} attends {direction}", f"a batch of shard_batch(..., causal={not both_ways})")
 
     def tuned(self, module: Any, q: Tensor, documents: tuple[int, ...] | None) -> Tensor:
         """q (B, H, C, D) of Llama 4, which grows with the place of a token in its document, and not in the shard."""
-        here, at = torch.arange(q.shape[2]), self.at
+        here, at = torch.arange(q.shape[2]), self.now.at
         if at is None:
             S = q.shape[2] * self.world_size
-            at = document_positions(documents or (S,))[positions(self.layout, S, self.rank, self.world_size)]
+            at = document_positions(documents or (S,))[positions(self.where.layout, S, self.rank, self.world_size)]
         factor, wanted = (
             torch.log1p((x + 1.0).div(module.floor_scale).floor()) * module.attn_scale + 1 for x in (here, at)
         )
@@ -123,16 +132,16 @@ class LayerAttention:
 
     def stretch(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Before the rotary frequencies: show the longest position too. Some models choose frequencies by it."""
-        if self.longest is None:
+        if self.now.longest is None:
             return args, kwargs
         passed = inspect.signature(part.forward).bind(*args, **kwargs).arguments
         at = passed["position_ids"]
-        passed["position_ids"] = torch.cat([at, at.new_full((*at.shape[:-1], 1), self.longest)], dim=-1)
+        passed["position_ids"] = torch.cat([at, at.new_full((*at.shape[:-1], 1), self.now.longest)], dim=-1)
         return (), passed
 
     def shrink(self, part: nn.Module, args: tuple, result: Any) -> Any:
         """After them: leave out the row of that position."""
-        if self.longest is None:
+        if self.now.longest is None:
             return result
         return tuple(x[:, :-1] for x in result) if isinstance(result, tuple) else result[:, :-1]
 

@@ -6,6 +6,7 @@
     after    the calls of the ring        as many as proved
              the loss                     the one that the ring computed, not changed by a line that knows no ranks
     backward the loss                     nothing was added to it in place
+             the model                    it is in the same ring
 
 A loss of its own, beside that of the labels, goes through `extra_loss`: what all ranks have counts once.
 
@@ -17,7 +18,6 @@ Source: transformers 5.23, PreTrainedModel.loss_function; PyTorch, Tensor.regist
 
 import inspect
 import weakref
-import zlib
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,10 +38,10 @@ with extra("hf", __name__):
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from ringlab.hugging_face.attention import UNDERSTOOD, LayerAttention
+from ringlab.hugging_face.attention import UNDERSTOOD, LayerAttention, Pass, Proved
 from ringlab.hugging_face.batch import checksum_of_weights, loss_part, refuse, shape_of
-from ringlab.hugging_face.proof import prove
-from ringlab.hugging_face.seam import indexers, is_spread, linear_layers, mixing_layers
+from ringlab.hugging_face.proof import modules_of, prove
+from ringlab.hugging_face.seam import indexers, is_spread, linear_layers, mixing_layers, spread
 from ringlab.hugging_face.states import in_ring
 from ringlab.support.expect import attempt, expect
 
@@ -72,10 +72,8 @@ def check_kind(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} {state if model._is_stateful else none}")
     for part in model.modules():
         if "Indexer" in (kind := type(part).__name__) and part not in indexers(model):
-            why = (
-                "chooses keys by a rule of its own; expected one that asks its cache for index keys, by update_indexer"
-            )
-            raise ValueError(f"{name} has a {kind}, which {why}")
+            why = "expected one that asks its cache for index keys, by update_indexer"
+            raise ValueError(f"{name} has a {kind}, which chooses keys by a rule of its own; {why}")
     if drops := getattr(config, "layerdrop", None):
         why = "expected 0: the ranks would leave out different layers"
         raise ValueError(f"{name} has layerdrop={drops} in its config; {why}")
@@ -90,15 +88,8 @@ class ModelInRing(LayerAttention):
 
     name: str = ""  # by which layers find it
     own: str = ""  # the attention that the model had
-    proving: bool = False
-    inside: bool = False  # a forward pass of the model
-    known: int = 0  # a number that tells the modules of the base model apart, as proved
     passes: int = 0  # with gradients
     mode: bool | None = None  # of the last pass: whether in training
-    losses: int = 0  # computed in this forward pass
-    part: Any = None  # of the loss, a weakref: the last that was computed
-    more: Tensor | None = None  # of extra_loss in this forward pass
-    value: Any = None  # of the loss of the last forward pass
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelInRing":
         return self  # a copy of a model is in the same ring: a process group cannot be copied
@@ -106,50 +97,49 @@ class ModelInRing(LayerAttention):
     @torch.compiler.disable
     def prove(self, model: PreTrainedModel) -> None:
         """Prove `model`, and put it in the ring. Raises ValueError on every rank, also where their weights differ."""
-        kept, self.proving = (self.documents, self.longest), True
-        known, linear = modules_of(model.base_model), mixing_layers(model)
+        linear = mixing_layers(model)
         model.set_attn_implementation(self.own)
-        self.compute_by(None, None, linear)
+        spread(linear, None)
         try:
-            outcomes = agree(partial(attempt, self.proved, model), self.group)  # a checksum, or why not
+            outcomes = agree(partial(attempt, self.checked, model), self.where.mesh_or_group)  # else why not
         finally:
-            self.proving = False
+            model.set_attn_implementation(self.name)
+            spread(linear, in_ring(self))
         different = "the ranks disagree about weights; expected the same on each of them: set one seed before the model"
         if len(set(outcomes)) > 1 or isinstance(outcomes[0], str):
             raise ValueError(next((reason for reason in outcomes if isinstance(reason, str)), different))
-        model.set_attn_implementation(self.name)
-        self.compute_by(None, in_ring(self), linear)
-        self.known, self.calls, (self.documents, self.longest) = known, 0, kept
+        self.proved, _ = outcomes[0]
 
-    def proved(self, model: PreTrainedModel) -> int:
+    def checked(self, model: PreTrainedModel) -> tuple[Proved, int]:
+        """What was proved, and a checksum of the weights."""
         check_kind(model)
         if linear_layers(model):
-            check_layout_of_states(str(self.layout))
+            check_layout_of_states(str(self.where.layout))
             has = f"{type(model).__name__} has linear layers"
-            expect(not isinstance(self.group, DeviceMesh), has, "no mesh: their states go round a ring")
+            expect(not isinstance(self.where.mesh_or_group, DeviceMesh), has, "no mesh: their states go round a ring")
         if indexers(model):
-            has = f"{type(model).__name__} has an indexer, and the way is {self.way.__name__}"
-            expect(self.way is Ring, has, "way=Ring: other ways know no chosen keys")
+            has = f"{type(model).__name__} has an indexer, and the way is {self.where.way.__name__}"
+            expect(self.where.way is Ring, has, "way=Ring: other ways know no chosen keys")
         with torch.autocast(model.device.type, enabled=False):  # a step may run under it when a module is new
-            prove(model, self, self.name)
+            proved = prove(model, self, self.name)
         its_loss, base = model.loss_function, type(model.base_model).__name__
         known = its_loss in (ForCausalLMLoss, ForMaskedLMLoss, self.loss)  # loss_part can take the place of these
         wanted = "ForCausalLMLoss or ForMaskedLMLoss, with a label for each token"
         instead = f"use the ring in {base}, and compute the loss from the rows of all ranks"
         expect(known, f"{type(model).__name__} computes {its_loss.__name__}", f"{wanted}: {instead}")
-        return checksum_of_weights(model)
+        return proved, checksum_of_weights(model)
 
     def loss(self, *args: Any, **passed: Any) -> Tensor:
-        self.losses += 1
+        self.now.losses += 1
         part = loss_part(*args, **passed)
         self.note(part)
         return part
 
     @torch.compiler.disable
     def note(self, part: Tensor) -> None:
-        self.part, self.value = weakref.ref(part), part.detach().clone()
+        self.now.part, self.now.value = weakref.ref(part), part.detach().clone()
         if part.requires_grad:
-            part.register_hook(partial(only_multiplied, self.part, part._version))
+            part.register_hook(partial(only_multiplied, self.now.part, part._version))
 
     @torch.compiler.disable  # a check has nothing to compile, and a traced method is equal to no other
     def before(self, part: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -157,7 +147,7 @@ class ModelInRing(LayerAttention):
 
         With no mask of ones the model would take the gaps in the positions of a shard for packed documents.
         """
-        if self.proving:
+        if self.now.proof:
             return None
         signature = inspect.signature(part.forward)
         passed = signature.bind_partial(*args, **kwargs).arguments
@@ -165,13 +155,12 @@ class ModelInRing(LayerAttention):
             if parameter.kind is parameter.VAR_KEYWORD:
                 passed |= passed.pop(name, {})
         one = "the same on each of them: one seed before what was added, and the sum of all gradients in each step"
-        unshifted = agree_same(partial(self.check, part, passed), self.group, expected=one)
-        expect(
-            not all(unshifted), "the label of each token is the token itself", "the next one, as shard_batch gives it"
-        )
-        self.calls, self.losses, self.more, self.documents = 0, 0, None, passed.get("documents")
-        self.inside, ones = True, ones_of(**passed)
-        self.longest = max(self.documents or [ones.shape[1] * self.world_size]) - 1 + self.first
+        unshifted = agree_same(partial(self.check, part, passed), self.where.mesh_or_group, expected=one)
+        given = "the label of each token is the token itself"
+        expect(not all(unshifted), given, "the next one, as shard_batch gives it")
+        ones, documents = ones_of(**passed), passed.get("documents")
+        longest = max(documents or [ones.shape[1] * self.world_size]) - 1 + self.proved.first
+        self.now = Pass(documents, longest)
         return (), {**passed, "attention_mask": ones, "use_cache": False}
 
     def check(self, part: Any, passed: dict[str, Any]) -> tuple[bool, dict[str, int]]:
@@ -207,11 +196,13 @@ class ModelInRing(LayerAttention):
         documents = tuple(documents or (S,))
         if sum(documents) != S:
             raise ValueError(f"documents have {sum(documents)} tokens; expected {S}, as shard_batch gives them")
-        if (n := len(documents)) > 1 and not self.packs:
+        if (n := len(documents)) > 1 and not self.proved.packs:
             raise ValueError(f"a row has {n} documents, of which the layers of {name} are not told; expected one")
-        at = document_positions(documents)[positions(self.layout, S, self.rank, self.world_size)].to(ones)  # (C,)
+        at = document_positions(documents)[positions(self.where.layout, S, self.rank, self.world_size)].to(ones)  # (C,)
         if position_ids is None or position_ids.shape[-1] != len(at) or (position_ids != at).any():
-            ours = f"{ends_of(at)}, this rank's of {S} in the {self.layout} layout: use shard_batch, or RingTrainer"
+            ours = (
+                f"{ends_of(at)}, this rank's of {S} in the {self.where.layout} layout: use shard_batch, or RingTrainer"
+            )
             left = "Padding on the left is not supported"
             raise ValueError(f"position_ids begin with {ends_of(position_ids)}; expected {ours}. {left}")
         whole = isinstance(attention_mask, Tensor) and torch.equal(attention_mask.to(ones), ones)
@@ -221,41 +212,54 @@ class ModelInRing(LayerAttention):
 
     def embed(self, part: nn.Module, args: tuple) -> None:
         """Before the input embeddings: a vision model asks for them outside the language model that is in the ring."""
-        if not (self.proving or self.inside or torch.compiler.is_compiling()):
+        inside = self.now.longest is not None and self.now.calls < self.proved.layers  # a pass of the model
+        if not (inside or self.now.proof or torch.compiler.is_compiling()):
             raise ValueError(EMBEDDINGS)
 
     @torch.compiler.disable
     def enter(self, part: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         """Before the base model: prove it again if it is another one, and give it its own numbers of the positions."""
-        if self.proving:
+        if self.now.proof:
             return None
         self.passes += torch.is_grad_enabled()
         self.mode = part.training
-        if modules_of(part) != self.known or not is_spread(part):
+        if modules_of(part) != self.proved.modules or not is_spread(part):
             self.prove(part)
-        return args, {**kwargs, "position_ids": kwargs["position_ids"] + self.first}
+        return args, {**kwargs, "position_ids": kwargs["position_ids"] + self.proved.first}
 
     def after(self, part: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if self.proving:
+        if self.now.proof:
             return
-        name = type(part).__name__
-        self.inside = self.inside and "ring" not in vars(part)
-        ring = "the ring with its documents" if self.documents else "the ring"
-        called = f"{self.layers} layers called {ring} {self.calls} time(s)"
-        expect(self.calls == self.layers, called, "once each. Was its attention set again?")
+        name, now, layers = type(part).__name__, self.now, self.proved.layers
+        ring = "the ring with its documents" if now.documents else "the ring"
+        called = f"{layers} layers called {ring} {now.calls} time(s)"
+        expect(now.calls == layers, called, "once each. Was its attention set again?")
         inner = isinstance(part, PreTrainedModel) and "ring" not in vars(part)  # the base model computes no loss
+        if part is part.base_model and output[0].requires_grad:
+            self.stays(part, output[0])
         if kwargs.get("labels") is None or kwargs.get("fused_lm_head") or inner:
             return
         instead = "Pass no labels, and give the logits to loss_part"
-        called = f"{name} called its loss_function {self.losses} time(s)"
-        expect(self.losses == 1, called, f"once: another loss is computed from the labels of a shard. {instead}")
-        part_of_loss, value, loss = self.part(), self.value, output[0]
-        if self.more is None:
+        called = f"{name} called its loss_function {now.losses} time(s)"
+        expect(now.losses == 1, called, f"once: another loss is computed from the labels of a shard. {instead}")
+        part_of_loss, value, loss = now.part(), now.value, output[0]
+        if now.more is None:
             same = loss is part_of_loss and torch.equal(loss.detach(), value)
         else:
-            same = bool(torch.isclose(loss.detach(), value + self.more, rtol=1e-6, atol=0))
+            same = bool(torch.isclose(loss.detach(), value + now.more, rtol=1e-6, atol=0))
         expect(same, f"{name} adds to its loss, or changes it, after its loss_function", f"{LOSS_BESIDE}. {instead}")
-        self.value = loss.detach().clone()
+        now.value = loss.detach().clone()
+
+    @torch.compiler.disable
+    def stays(self, part: nn.Module, rows: Tensor) -> None:
+        """Let the backward pass of `rows` raise ValueError if the model is in this ring no more."""
+
+        def check(_: Tensor) -> None:
+            left = f"{type(part).__name__} has left the ring of this forward pass, or is in another ring"
+            later = "stop_ring and use_ring after the backward pass: activation checkpointing computes layers again"
+            expect(self.after in part._forward_hooks.values(), left, later)
+
+        rows.register_hook(check)
 
 
 def ones_of(input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **_: Any) -> Tensor:
@@ -279,11 +283,6 @@ def themselves(input_ids: Tensor | None = None, labels: Tensor | None = None, **
     return several and bool(real.any() and (labels == input_ids)[real].all())
 
 
-def modules_of(part: nn.Module) -> int:
-    """A number that tells its modules apart by their names."""
-    return zlib.crc32(" ".join(name for name, _ in part.named_modules()).encode())
-
-
 def only_multiplied(part: weakref.ref, version: int, _: Tensor) -> None:
     """In the backward pass: raise ValueError unless all that was done to the loss in place is a multiplication."""
     loss = part()
@@ -304,5 +303,5 @@ def extra_loss(model: nn.Module, of_tokens: Any = 0.0, of_weights: Any = 0.0) ->
     if ring is None:
         return of_tokens + of_weights
     part = of_tokens + of_weights / ring.world_size
-    ring.more = part.detach() + (0.0 if ring.more is None else ring.more)
+    ring.now.more = part.detach() + (0.0 if ring.now.more is None else ring.now.more)
     return part

@@ -32,7 +32,7 @@ Source: transformers 5.23, GenerationMixin.generate; Shyam et al. 2024 (Tree Att
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,7 @@ with extra("hf", __name__):
     from transformers.generation import StoppingCriteriaList
     from transformers.generation.configuration_utils import GenerationMode
 
-from ringlab.hugging_face.attention import LayerAttention
+from ringlab.hugging_face.attention import LayerAttention, Pass
 from ringlab.hugging_face.batch import checksum, checksum_of_weights
 from ringlab.hugging_face.forward import check_kind
 from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, asked_mask
@@ -102,12 +102,13 @@ class SpreadGeneration(LayerAttention):
     def generate(self, model: PreTrainedModel, name: str, *args: Any, **kwargs: Any) -> Any:
         """As the model's own. `name` is that of `attend`. The cache is not returned."""
         loop: dict[str, Any] = {}
-        agree_same(lambda: (None, arguments(model, self.layout, loop, args, kwargs, self.group)), self.group)
+        group: Any = self.where.mesh_or_group  # flat
+        agree_same(lambda: (None, arguments(model, self.where.layout, loop, args, kwargs, group)), group)
         self.lengths = loop.pop("lengths").to(model.device)  # (B, 1)
         self.room = -(-loop.pop("stored") // self.world_size)
-        self.cache, self.elsewhere = SpreadCache(self.layout, group=self.group), Elsewhere()
+        self.cache, self.elsewhere = SpreadCache(self.where.layout, group=group), Elsewhere()
         loop["past_key_values"] = self.elsewhere
-        loop["stopping_criteria"] = Together(loop["stopping_criteria"], model.device, self.group)
+        loop["stopping_criteria"] = Together(loop["stopping_criteria"], model.device, group)
         implementation = model.config._attn_implementation
         hooks = [model.register_forward_pre_hook(self.feed, with_kwargs=True), model.register_forward_hook(self.answer)]
         try:
@@ -126,7 +127,7 @@ class SpreadGeneration(LayerAttention):
         """Give the model this rank's chunk of the prompts, or the new token of each."""
         known = passed.get("past_key_values") is self.elsewhere
         expect(known, "the model was called with another cache", "only the calls of generate itself")
-        tokens, self.calls = passed["input_ids"], 0
+        tokens, self.now = passed["input_ids"], Pass(stand_in=self.over_cache)
         if self.elsewhere.length == 0:
             passed = {**passed, **self.chunk(tokens)}
         else:
@@ -136,10 +137,10 @@ class SpreadGeneration(LayerAttention):
 
     def chunk(self, tokens: Tensor) -> dict[str, Tensor]:
         """This rank's chunk of prompts (B, S), at positions (B, C), and where in it the prompts end, (B, 1)."""
-        multiple = max(1, layout_of(self.layout).multiple) * self.world_size
+        multiple = max(1, layout_of(self.where.layout).multiple) * self.world_size
         longest = int(self.lengths.max())
         seq_len = -(-longest // multiple) * multiple
-        at = positions(self.layout, seq_len, self.rank, self.world_size).to(tokens.device)  # (C,)
+        at = positions(self.where.layout, seq_len, self.rank, self.world_size).to(tokens.device)  # (C,)
         self.cache.begin(torch.where(at < self.lengths, at, EMPTY), self.room)
         self.ends = at == self.lengths - 1  # (B, C): the logits of these tokens say what follows
         last = tokens.shape[1] - 1
@@ -167,11 +168,11 @@ class SpreadGeneration(LayerAttention):
 
     def answer(self, model: nn.Module, args: tuple, output: Any) -> Any:
         """Give every rank the logits after each prompt, (B, 1, vocab)."""
-        called = f"{self.layers} layers called the spread cache {self.calls} time(s)"
-        expect(self.calls == self.layers, called, "once each")
+        layers, calls = self.proved.layers, self.now.calls
+        expect(calls == layers, f"{layers} layers called the spread cache {calls} time(s)", "once each")
         if self.elsewhere.length == 0:
             output.logits = output.logits.masked_fill(~self.ends.any(dim=1)[:, None, None], 0.0)
-            dist.all_reduce(output.logits, group=self.group)
+            dist.all_reduce(output.logits, group=self.where.mesh_or_group)
             self.elsewhere.length = int(self.lengths.max())
         else:
             self.elsewhere.length += 1
@@ -204,12 +205,10 @@ def spread_generation(
     if linear_layers(model):
         raise ValueError(f"{name} has linear layers; expected attention in every layer: states are not spread")
     where = placed(mesh_or_group, layout)
-    group = flat_group(where.mesh_or_group)
-    rank, world_size = members(group)
-    spread = SpreadGeneration(where.layout, group, world_size, rank)
+    where = replace(where, mesh_or_group=flat_group(where.mesh_or_group))
+    spread = SpreadGeneration(where, *where.place)
     name = registered(spread.attend, asked_mask)
-    prove(model, spread, name)
-    spread.stand_in = spread.over_cache
+    spread.proved = prove(model, spread, name)
     give(model, generate=partial(spread.generate, model, name))
     try:
         yield

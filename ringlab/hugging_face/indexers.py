@@ -90,7 +90,8 @@ def choose(
 
 def in_ring(attention: LayerAttention, part: nn.Module, hidden_states: Tensor, *args: Any, **kw: Any) -> Tensor:
     """`choose` over the ranks of a ring, in the documents of the pass."""
-    P, rank, layout, group = attention.world_size, attention.rank, attention.layout, flat_group(attention.group)
+    P, rank, layout = attention.world_size, attention.rank, attention.where.layout
+    group = flat_group(attention.where.mesh_or_group)
 
     def gather(keys: Tensor) -> Tensor:
         B, C, E = keys.shape
@@ -128,20 +129,16 @@ def check_indexers(model: nn.Module, run: Callable[[], Any]) -> None:
     """
 
     def check(part: Any, args: tuple, kw: dict[str, Any], result: Any) -> None:
-        kind, positions_of = (
-            type(part).__name__,
-            "positions (B, S, n) of the best index_topk keys, for AttentionInterface",
-        )
+        kind, best = type(part).__name__, "positions (B, S, n) of the best index_topk keys, for AttentionInterface"
         tokens = isinstance(result, Tensor) and result.dim() == 3 and not result.is_floating_point()
-        expect(tokens and hasattr(part, "index_topk"), f"{kind} chooses keys by another rule", positions_of)
+        expect(tokens and hasattr(part, "index_topk"), f"{kind} chooses keys by another rule", best)
         with meanwhile(part, index_topk=3):
             right, ours = own_forward(part)(part, *args, **kw), alone(part, *args, queries=5, **kw)
         S = right.shape[1]
         past = torch.ones(S, S, dtype=torch.bool, device=right.device).tril()
         same = torch.equal(picked(right, S) & past, picked(ours, S) & past)
-        expect(
-            same, f"{kind} chooses other keys for some queries than for all", "the same: else a shard chooses others"
-        )
+        other = f"{kind} chooses other keys for some queries than for all"
+        expect(same, other, "the same: else a shard chooses others")
 
     with torch.no_grad():
         hooks = [part.register_forward_hook(check, with_kwargs=True) for part in indexers(model)]

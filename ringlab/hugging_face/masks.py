@@ -73,7 +73,7 @@ class PlainCausal:
 def mask_with_rows(attention: Any, **asked: Any) -> "Asked":
     """`asked_mask` for a model with indexers, in the forward pass of a LayerAttention."""
     mask = asked_mask(**asked)
-    return PlainCausal(attention.documents) if mask is None else mask
+    return PlainCausal(attention.now.documents) if mask is None else mask
 
 
 @dataclass(frozen=True)

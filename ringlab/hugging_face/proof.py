@@ -23,6 +23,7 @@ Source: the definition of attention; transformers 5.23, AttentionInterface.
 """
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -40,9 +41,9 @@ from ringlab.support.extras import extra
 with extra("hf", __name__):
     from transformers import PreTrainedModel
 
-from ringlab.hugging_face.attention import LayerAttention, full_attention, own_token
+from ringlab.hugging_face.attention import LayerAttention, Pass, Proved, full_attention, own_token
 from ringlab.hugging_face.indexers import check_indexers
-from ringlab.hugging_face.seam import as_it_was, mixing_layers, watched
+from ringlab.hugging_face.seam import as_it_was, mixing_layers, spread, watched
 from ringlab.hugging_face.states import ALONE, cut
 from ringlab.support.expect import expect
 
@@ -50,13 +51,14 @@ S = 16
 LONG = 256  # tokens, or as many as the model has positions: some parts drop tokens only when there are many
 
 
-def prove(model: PreTrainedModel, attention: LayerAttention, name: str) -> None:
-    """Note how often `model` calls `attention`, registered as `name`, its number of position 0, and if rows are packed.
+def prove(model: PreTrainedModel, attention: LayerAttention, name: str) -> Proved:
+    """What is true of `model`, whose layers call `attention`, registered as `name`.
 
     The model's weights, mode and attention stay as they are. Raises ValueError with the reason if it cannot be cut.
     """
     ids = torch.randint(*ids_of(model), (S, S), generator=torch.Generator().manual_seed(0)).to(model.device)
-    linear = mixing_layers(model)
+    linear, before = mixing_layers(model), attention.now
+    attention.now = now = Pass(proof=True)
     with as_it_was(model) as checkpointed, without_zeros(model):
         try:
             model.eval()
@@ -64,30 +66,36 @@ def prove(model: PreTrainedModel, attention: LayerAttention, name: str) -> None:
             right = of_each_call(model, linear, ids[:1])
             model.set_attn_implementation(name)
             told: list[Any] = []
-            attention.compute_by(own_token, cut(told), linear)
-            attention.at = torch.arange(S)
-            count_calls(model, attention, ids[:1], len(right) - len(linear), told)
-            attention.first = first_position(model, ids[:1])
-            check_gradients(model, ids, attention.first)
-            check_shards(model, attention)
+            spread(linear, cut(told))
+            now.stand_in, now.at = own_token, torch.arange(S)
+            packs = count_calls(model, now, ids[:1], len(right) - len(linear), told)
+            first = first_position(model, ids[:1])
+            check_gradients(model, ids, first)
+            check_shards(model, now, first)
             for part in checkpointed:
                 part.gradient_checkpointing = False
             for part in model.modules():
                 part.training = True
             with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-                check_gradients(model, ids, attention.first)  # dropout mixes no tokens
+                check_gradients(model, ids, first)  # dropout mixes no tokens
                 with NoDropout():
-                    check_shards(model, attention)
+                    check_shards(model, now, first)
             model.eval()
-            attention.compute_by(full_attention, ALONE, linear)
-            attention.at, attention.longest = torch.arange(S), None
+            spread(linear, ALONE)
+            now.stand_in, now.at, now.longest = full_attention, torch.arange(S), None
             by_ring = of_each_call(model, linear, ids[:1])
         finally:
-            attention.compute_by(None, None, linear)
-            attention.at = attention.longest = attention.documents = None
+            spread(linear, None)
+            attention.now = before
     same = not any(far(x, y) for x, y in zip(by_ring, right, strict=True))
     other = f"{type(model).__name__} computes another attention than its layers tell AttentionInterface"
     expect(same, other, "the same: what they do not pass on, the ring would leave out")
+    return Proved(len(right) - len(linear), first, packs, modules_of(model.base_model))
+
+
+def modules_of(part: nn.Module) -> int:
+    """A number that tells its modules apart by their names."""
+    return zlib.crc32(" ".join(name for name, _ in part.named_modules()).encode())
 
 
 @contextmanager
@@ -191,23 +199,23 @@ def of_floats(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def count_calls(model: PreTrainedModel, attention: LayerAttention, ids: Tensor, expected: int, told: list[Any]) -> None:
-    """Raise ValueError unless a pass calls `attention` as often as the model's own. Note if documents pass.
+def count_calls(model: PreTrainedModel, now: Pass, ids: Tensor, expected: int, told: list[Any]) -> bool:
+    """Raise ValueError unless a pass calls the ring as often as the model's own attention. Returns if documents pass.
 
     Linear layers note in `told` which documents they were told.
     """
-    attention.calls, attention.documents = 0, None
     rows_of(model, ids)
-    name, calls = type(model).__name__, attention.calls
+    name, calls = type(model).__name__, now.calls
     inside = "it to in every layer: the ring has no other way in"
     expect(calls, f"{name} does not ask AttentionInterface for its attention", inside)
     asks = f"{name} asks AttentionInterface {expected} time(s) for its own attention, and {calls} time(s) for another"
     expect(expected == calls, asks, "the same number: else a part of it attends without the ring")
-    attention.layers, attention.calls, attention.documents = expected, 0, (S,)
+    now.calls, now.documents = 0, (S,)
     told.clear()
     with suppress(ValueError):  # it takes no documents
         rows_of(model, ids, documents=(S,))
-    attention.packs, attention.documents = attention.calls == expected and {*told} <= {(S,)}, None
+    now.documents = None
+    return now.calls == expected and {*told} <= {(S,)}
 
 
 @torch.no_grad()
@@ -225,27 +233,26 @@ def first_position(model: PreTrainedModel, ids: Tensor) -> int:
 
 
 @torch.no_grad()
-def check_shards(model: PreTrainedModel, attention: LayerAttention) -> None:
+def check_shards(model: PreTrainedModel, now: Pass, first: int) -> None:
     """Raise ValueError unless each quarter of the tokens, the last in reverse order, gets its rows of the whole.
 
     The positions grow by a factor up to the last that the model has. The first quarter has small positions only.
     A model that draws random numbers, other than those of dropout, has other rows each time: it is not asked.
     """
-    first = attention.first
     end = max(S, getattr(model.config.get_text_config(), "max_position_embeddings", None) or S)
     length = min(LONG, end)
     ids = torch.randint(*ids_of(model), (1, length), generator=torch.Generator().manual_seed(1)).to(model.device)
     for i, token in enumerate(special_ids(model)):  # in the first two quarters: a model might number texts by them
         ids[0, 1 + i :: length // 2] = token
     at = torch.logspace(0, 1, length, base=end - first).round().long() - 1 + first
-    attention.at, attention.longest = torch.arange(length), None
+    now.at, now.longest = torch.arange(length), None
     whole = rows_of(model, ids, at)
     if model.training and far(rows_of(model, ids, at), whole):
         return
-    attention.longest = int(at.max())
+    now.longest = int(at.max())
     *shards, last = torch.arange(length).chunk(4)
     for shard in (*shards, last.flip(0)):
-        attention.at = shard
+        now.at = shard
         same = not far(rows_of(model, ids[:, shard], at[shard]), whole[:, shard])
         other = f"{type(model).__name__} computes other values for tokens in a shard than for the same tokens, at the "
         why = "the same: something depends on the number of tokens, on their order or on the longest position"

@@ -74,8 +74,8 @@ def scan(linear_of: LinearOf, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Te
 
 def in_ring(attention: LayerAttention) -> Mixers:
     """These functions over the ranks of a ring."""
-    layout, group = attention.layout, attention.group
-    linear_of = partial(ring_of_states, layout=layout, group=group)
+    where = attention.where
+    linear_of = partial(ring_of_states, layout=where.layout, group=where.mesh_or_group)
     return mixers(lambda documents: linear_of(documents=documents), partial(indexers.in_ring, attention))
 
 

@@ -168,7 +168,7 @@ class InRing(Base):
         wanted = "DDP or fully_shard, as train() of this class gives them"
         expect(summed, "the model in training is in nothing that sums gradients over the ranks", wanted)
         ring = unwrapped(self.model).ring[0]
-        ring.value = None
+        before = ring.now
         result = compute(model, inputs, return_outputs, **options)
         if model.training not in self.seen:
             self.seen.add(model.training)
@@ -177,7 +177,8 @@ class InRing(Base):
             theirs = all(kind.partition(".")[0] in ("trl", "transformers", "ringlab") for kind in kinds)
 
             def check() -> None:
-                right = None if ring.value is None else (ring.value * self.accelerator.num_processes).item()
+                value = None if ring.now is before else ring.now.value
+                right = None if value is None else (value * self.accelerator.num_processes).item()
                 same = theirs if right is None else math.isclose(loss.item(), right, rel_tol=1e-4)
                 given = f"compute_loss of {name} gives {loss.item():.4f}, and the ring's loss is {right}"
                 expect(same, given, "the model's loss as Trainer scales it; more of it by extra_loss in its forward")

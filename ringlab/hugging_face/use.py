@@ -57,10 +57,8 @@ def use_ring(
     where = placed(mesh_or_group, layout, way)
     where.way.checked_group(where.mesh_or_group, getattr(model.config.get_text_config(), "num_attention_heads", 1))
     where.way.check_device(model.device)
-    rank, world_size = where.place
     stop_ring(outer)
-    ring = ModelInRing(where.layout, where.mesh_or_group, world_size, rank, where.way)
-    ring.own = model.config._attn_implementation
+    ring = ModelInRing(where, *where.place, own=model.config._attn_implementation)
     own_config(model)
     ring.name = registered(ring.attend, partial(mask_with_rows, ring) if indexers(model) else asked_mask)
     for part in model.modules():

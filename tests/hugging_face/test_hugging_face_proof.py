@@ -22,17 +22,18 @@ from ringlab.hugging_face import states as hugging_face_states  # noqa: E402
 from ringlab.hugging_face.attention import LayerAttention  # noqa: E402
 from ringlab.hugging_face.masks import asked_mask  # noqa: E402
 from ringlab.hugging_face.proof import prove  # noqa: E402
+from ringlab.models.mesh import ContextParallel  # noqa: E402
 from tests.hugging_face.hugging_face_models import SIZES, model_of  # noqa: E402
 
 DTYPES = (torch.float64, torch.bfloat16)
 
 
 def proved(model):
-    noted = LayerAttention("contiguous", None, 1)
+    noted = LayerAttention(ContextParallel())
     transformers.AttentionInterface.register("noted", noted.attend)
     transformers.AttentionMaskInterface.register("noted", asked_mask)
-    prove(model, noted, "noted")
-    return noted.layers, noted.first
+    found = prove(model, noted, "noted")
+    return found.layers, found.first
 
 
 def llama(dtype=torch.float64, **options):

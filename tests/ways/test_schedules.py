@@ -30,7 +30,7 @@ from ringlab.support.agreement import NEW_GROUP, agree
 from ringlab.support.expect import attempt
 from ringlab.ways.all_gather import AllGather, pieces_of_all
 from ringlab.ways.all_to_all import AllToAll, Alone
-from tests.attention import DTYPES, NAMES, assert_four, assert_right, expected, gradients, grouped_inputs
+from tests.attention import DTYPES, NAMES, assert_four, assert_right, expected, gradients, grouped_inputs, tokens_first
 from tests.every_way import (
     ALL_LAYOUTS,
     EVERY,
@@ -55,6 +55,7 @@ from tests.every_way import (
     shapes,
     whole,
 )
+from tests.fake_gpu import on_gpu
 from tests.mistakes import all_of, assert_refused
 from tests.states import test_state_ring as states
 
@@ -565,8 +566,13 @@ def called(call, mine, group):
         return compute(*mine.values())
 
 
-def functions_on_rank(context, steps):
+def functions_on_rank(context, steps, kernel=None):
     """Of each step this rank's chunks of out, or of the gradients; None where it has no part, or none was expected."""
+    with on_gpu(kernel) if kernel else nullcontext():  # in one for all steps: plans outlive a call
+        return results_of_steps(context, steps)
+
+
+def results_of_steps(context, steps):
     made, graphs, results = MADE.setdefault(dist.group.WORLD, {}), {}, [None] * len(steps)
     for number, step in enumerate(steps):
         call = steps[step.of] if isinstance(step, Back) else step
@@ -582,7 +588,8 @@ def functions_on_rank(context, steps):
             mine, d_out = leaves_of(call, of_it.index(context.rank), len(of_it))
             try:
                 out = called(call, mine, group)
-                graphs[number] = out, mine, d_out.to(out.dtype), group
+                order = tokens_first if call.problem.seed % 2 else torch.Tensor.contiguous
+                graphs[number] = out, mine, order(d_out.to(out.dtype)), group
                 results[number] = [out.detach()]
             except (MemoryError, KeyboardInterrupt):
                 if NEW_GROUP not in str(attempt(agree, str, group)):
@@ -607,9 +614,9 @@ class Known(dict):
 KNOWN = Known()
 
 
-def run_functions(ranks, P, steps):
+def run_functions(ranks, P, kernel, steps):
     """Run a program on P ranks, and compare each result with full attention, or a loop over tokens, of its own call."""
-    of_ranks = ranks(P, functions_on_rank, steps)
+    of_ranks = ranks(P, functions_on_rank, steps, kernel)
     for step, of_members in zip(steps, zip(*of_ranks, strict=True), strict=True):
         call = steps[step.of] if isinstance(step, Back) else step
         found, problem = [x for x in of_members if x is not None], call.problem
@@ -626,12 +633,13 @@ def run_functions(ranks, P, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("P", [2, 3, 4])
-def test_no_call_remembers_another(ranks, P):
-    assert_programs(functions(P), 20, partial(run_functions, ranks, P))
+@pytest.mark.parametrize(("P", "kernel"), [(2, None), (3, "cuda cudnn"), (4, None)])
+def test_no_call_remembers_another(ranks, P, kernel):
+    assert_programs(functions(P), 20, partial(run_functions, ranks, P, kernel))
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("kernel", [None, "cuda cudnn"])
 @pytest.mark.parametrize("P", [2, 3, 4])
-def test_no_call_remembers_any_other(ranks, P):
-    assert_programs(functions(P), 400, partial(run_functions, ranks, P))
+def test_no_call_remembers_any_other(ranks, P, kernel):
+    assert_programs(functions(P), 200, partial(run_functions, ranks, P, kernel))
