@@ -5,12 +5,7 @@ that only computing and messages move: computing on a block takes 1 round, K and
 gradients 0.6, because they are float32 where K and V have 16 bits. A link carries one message at a time.
 """
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from functools import partial
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,8 +16,9 @@ from torch import Tensor
 
 from figures import shapes
 from figures.gradients_home import problem
+from figures.simulated import Simulation
 from ringlab.basics.naive_attention import naive_attention
-from ringlab.ring import flash_ring, overlap, schedule
+from ringlab.ring import flash_ring, schedule
 from ringlab.ring.fused_block import fused_backward
 from ringlab.ring.masks import Mask
 from ringlab.ring.partition import Partition
@@ -34,86 +30,6 @@ LASTS = {"compute": 1.0, "KV": 0.3, "dKV": 0.6}  # rounds: computing on a block,
 LEFT, TOP, ROUND, LANE = 92, 150, 184, 104  # pixels: the first round and the first lane, and their sizes
 
 
-class Simulation:
-    """P threads that run the ring's code as P ranks, each with a clock that only computing and messages move.
-
-    `events` is what happened: "compute", and the messages "KV" and "dKV", each noted by the rank that receives it.
-    """
-
-    def __init__(self) -> None:
-        self.here = threading.local()  # its rank
-        self.clocks = [0.0] * P
-        self.sent = [[] for _ in range(P)]  # on the link from rank r to rank r + 1: when posted, and the tensors
-        self.awaited = [[] for _ in range(P)]
-        self.ends = [[] for _ in range(P)]
-        self.changed = threading.Condition()
-        self.events: list[Event] = []
-
-    def run(self, work: Callable[[int], Any]) -> list[Any]:
-        """work(rank) on every rank, with the clock in place of real messages. Returns what each rank returned."""
-
-        def on_rank(rank: int) -> Any:
-            self.here.rank = rank
-            return work(rank)
-
-        with ExitStack() as stack:
-            for module in (overlap, schedule):
-                stack.enter_context(mock.patch.multiple(module, members=self.members, post=self.post))
-            stack.enter_context(mock.patch.object(flash_ring, "fused_backward", self.compute))
-            return list(stack.enter_context(ThreadPoolExecutor(P)).map(on_rank, range(P)))
-
-    def members(self, group: None = None) -> tuple[int, int]:
-        return self.here.rank, P
-
-    def note(self, rank: int, what: str, t: int, block: int, start: float, end: float) -> None:
-        self.events.append(Event(rank, what, t, block, start, end, bytes=0))
-
-    def compute(self, *block: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """`fused_backward`, which takes one round."""
-        rank = self.here.rank
-        t = (1 + sum(event.what == "compute" and event.rank == rank for event in self.events)) % P  # the own block last
-        start = self.clocks[rank]
-        self.clocks[rank] += LASTS["compute"]
-        self.note(rank, "compute", t, (rank - t) % P, start, self.clocks[rank])
-        return fused_backward(*block, **options)
-
-    def post(
-        self, sent: Sequence[Tensor], received: Sequence[Tensor], group: None = None, *, distance: int = 1
-    ) -> list[Any]:
-        assert distance % P == 1, "without a mask all messages go to the next rank"
-        rank, works = self.here.rank, []
-        with self.changed:
-            for link, posted, tensors in ((rank, self.sent, sent), ((rank - 1) % P, self.awaited, received)):
-                works.append(SimpleNamespace(wait=partial(self.wait, link, len(posted[link]))))
-                posted[link].append((self.clocks[rank], tensors))
-            self.changed.notify_all()
-        return works
-
-    def wait(self, link: int, number: int) -> None:
-        """Move this rank's clock to the end of a message."""
-        rank, ends = self.here.rank, self.ends[link]
-        with self.changed:
-            if not self.changed.wait_for(lambda: min(len(self.sent[link]), len(self.awaited[link])) > number, 60):
-                raise TimeoutError(f"rank {rank} waits for message {number} of link {link}, which nobody posts")
-            while len(ends) <= number:
-                self.deliver(link)
-            self.clocks[rank] = max(self.clocks[rank], ends[number])
-
-    def deliver(self, link: int) -> None:
-        """The next message of a link: it starts when both ranks have posted it and the message before it has ended."""
-        ends, receiver = self.ends[link], (link + 1) % P
-        (ready, sent), (awaited, received) = self.sent[link][len(ends)], self.awaited[link][len(ends)]
-        for x, y in zip(sent, received, strict=True):
-            y.copy_(x)
-        what = "KV" if len(sent) == 2 else "dKV"  # K and V are two tensors, their gradients one
-        t = sum(event.what == what and event.rank == receiver for event in self.events)
-        if what == "dKV":  # the sums of round 0 stay
-            t += 1
-        start = max(ready, awaited, *ends[-1:])
-        ends.append(start + LASTS[what])
-        self.note(receiver, what, t, (link - t) % P, start, ends[-1])
-
-
 def timeline() -> tuple[list[Event], list[Tensor]]:
     """What the ranks did in the backward pass, and the whole dq, dk and dv (1, 1, 8, 2) that came out of it."""
     x, d_out, _ = problem()
@@ -121,10 +37,27 @@ def timeline() -> tuple[list[Event], list[Tensor]]:
     lse = torch.logsumexp(x @ x.transpose(-2, -1) * scale, dim=-1)  # from the forward pass
     chunks = [list(whole.chunk(P, dim=2)) for whole in (x, x, x, naive_attention(x, x, x), lse, d_out)]
     ring = schedule.Ring(Partition(Mask(), "contiguous", (x.shape[2] // P,) * P), scale)
-    simulation = Simulation()
-    per_rank = simulation.run(lambda rank: flash_ring.flash_backward(*(chunk[rank] for chunk in chunks), ring))
-    events = sorted(simulation.events, key=lambda event: (event.rank, event.start, event.what))
+    ranks, events = Simulation(P, lambda link, sent: LASTS[kind(sent)]), []
+
+    def compute(*block: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        rank = ranks.rank
+        t = (1 + sum(event.rank == rank for event in events)) % P  # the own block last
+        events.append(Event(rank, "compute", t, (rank - t) % P, *ranks.compute(LASTS["compute"]), bytes=0))
+        return fused_backward(*block, **options)
+
+    with mock.patch.object(flash_ring, "fused_backward", compute):
+        per_rank = ranks.run(lambda rank: flash_ring.flash_backward(*(chunk[rank] for chunk in chunks), ring))
+    for (source, to), messages in ranks.moved.items():
+        for what, first in (("KV", 0), ("dKV", 1)):  # the sums of round 0 stay
+            for t, it in enumerate((it for it in messages if kind(it.tensors) == what), first):
+                events.append(Event(to, what, t, (source - t) % P, it.begin, it.end, bytes=0))
+    events.sort(key=lambda event: (event.rank, event.start, event.what))
     return events, [torch.cat(parts, dim=2) for parts in zip(*per_rank, strict=True)]
+
+
+def kind(sent: Sequence[Tensor]) -> str:
+    """K and V are two tensors, their gradients one."""
+    return "KV" if len(sent) == 2 else "dKV"
 
 
 def _bar(ax: Axes, event: Event, top: float, height: float, text: str) -> None:

@@ -1,20 +1,16 @@
 """The schedule of a double ring of 2 hosts with 4 devices: fast hops inside a host, one slow hop a turn between hosts.
 
-Drawn from `DoubleRing.rounds` of ringlab/ways/double_ring.py, which runs here for all ranks in one process, round
+Drawn from `DoubleRing.rounds` of ringlab/ways/double_ring.py, which threads run here as ranks (simulated.py), round
 by round. Its messages are noted: who sends which block, in which round, and in which round the receiver waits for it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
-from unittest import mock
 
 import torch
 from matplotlib.axes import Axes
-from torch import Tensor
 
 from figures import shapes
-from ringlab.ring import overlap
+from figures.simulated import Simulation
 from ringlab.ring.masks import Mask
 from ringlab.ring.partition import Partition
 from ringlab.support import drawing
@@ -43,15 +39,10 @@ class Hop:
         return self.sender // DEVICES != self.receiver // DEVICES
 
 
-class Record:
-    """All ranks in one process: stands for the mesh, and for the functions that send and receive."""
+class Mesh(Simulation):
+    """The ranks as a mesh of hosts and devices: a slow hop may take as long as a turn."""
 
     shape = HOSTS, DEVICES
-
-    def __init__(self) -> None:
-        self.rank, self.t = 0, 0  # whose turn it is
-        self.under_way: dict[tuple[int, int], list[tuple[int, Sequence[Tensor]]]] = {}
-        self.hops: list[Hop] = []
 
     def get_coordinate(self) -> tuple[int, int]:
         return divmod(self.rank, DEVICES)
@@ -60,39 +51,24 @@ class Record:
         host, device = self.get_coordinate()
         return range(device, P, DEVICES), range(host * DEVICES, (host + 1) * DEVICES)
 
-    def members(self, group: range) -> tuple[int, int]:
-        return group.index(self.rank), len(group)
-
-    def post(self, sent: Sequence[Tensor], received: Sequence[Tensor], group: range) -> list[SimpleNamespace]:
-        place, size = self.members(group)
-        to, source = group[(place + 1) % size], group[(place - 1) % size]
-        self.under_way.setdefault((self.rank, to), []).append((self.t, [x.clone() for x in sent]))
-
-        def wait() -> None:
-            first, arrived = self.under_way[source, self.rank].pop(0)
-            for x, y in zip(received, arrived, strict=True):
-                x.copy_(y)
-            self.hops.append(Hop(source, self.rank, int(arrived[0]), first, self.t - 1))
-
-        return [SimpleNamespace(wait=wait)]
-
 
 def schedule() -> tuple[list[list[int]], list[Hop]]:
-    """The number of the block in hand, by round and rank; and every message."""
-    record, blocks = Record(), []
-    ring = DoubleRing(Partition(Mask(), "contiguous", (1,) * P), 1.0, record)
-    patches = mock.patch.multiple(overlap, members=record.members, post=record.post)
-    with patches, mock.patch("ringlab.ring.schedule.members", record.members):
-        own = [torch.full((1, 1, 1, 1), float(rank)) for rank in range(P)]
-        ranks = [ring.rounds(k, k) for k in own]
-        for t in range(P):
-            record.t = t
-            blocks.append([])
-            for rank, rounds in enumerate(ranks):
-                record.rank = rank
-                _, k_j, _, _ = next(rounds)
-                blocks[-1].append(int(k_j))
-    return blocks, record.hops
+    """The number of the block in hand, by round and rank; and every message. Computing on a block takes a round."""
+    mesh = Mesh(P, lambda link, sent: 1.0 if link[0] // DEVICES == link[1] // DEVICES else float(DEVICES))
+
+    def blocks_of(rank: int) -> list[int]:
+        k, blocks = torch.full((1, 1, 1, 1), float(rank)), []
+        ring = DoubleRing(Partition(Mask(), "contiguous", (1,) * P), 1.0, mesh)
+        for _, k_j, _, _ in ring.rounds(k, k):
+            blocks.append(int(k_j))
+            mesh.compute(1.0)
+        return blocks
+
+    blocks = mesh.run(blocks_of)
+    messages = [message for of_link in mesh.moved.values() for message in of_link]
+    messages.sort(key=lambda it: (it.waited, it.link[1], it.link[0]))
+    hops = [Hop(*it.link, int(it.tensors[0]), int(it.begin), int(it.waited) - 1) for it in messages]
+    return [list(of_round) for of_round in zip(*blocks, strict=True)], hops
 
 
 def cell(rank: int, t: int) -> tuple[int, int]:

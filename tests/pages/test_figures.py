@@ -147,7 +147,7 @@ def test_every_picture_is_shown_and_every_shown_picture_is_there():
     text = "".join(path.read_text() for path in [*pages, *build.chapters()])
     shown = set(re.findall(r"figures/(\w+)\.(?:svg|gif)", text))
     assert shown == PAGES.keys()
-    scripts = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "draw_all", "shapes"}
+    scripts = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "draw_all", "shapes", "simulated"}
     assert {draw.__module__.removeprefix("figures.") for draw in PICTURES.values()} == scripts
     assert ink_on(BLOCK_COLOURS[0]) == "#FFFFFF"  # blue
     assert ink_on(BLOCK_COLOURS[1]) == drawing.INK  # orange
