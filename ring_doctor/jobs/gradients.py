@@ -106,6 +106,8 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
             near = moved.tensor(kind, step, place) if moved else None
             changes |= {name: float((near - right).norm())} if near is not None else {}
     norm, count = math.hypot(*(norm for norm, _ in sizes.values())), sum(n for _, n in sizes.values())
+    if not math.isfinite(norm):
+        raise CannotExamine(f"a gradient of the first job is not finite: {one.command}")
     floors = {name: SMALL * norm * math.sqrt(n / count) for name, (_, n) in sizes.items()}
     changes = {name: x / max(sizes[name][0], floors[name], 1e-300) for name, x in changes.items()}
     usual = math.sqrt(sum(x * x for x in changes.values()) / len(changes)) if changes else 0.0

@@ -240,7 +240,7 @@ def _table(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> li
         how += f"{whole.layout} over {whole.cp} ranks" if whole.cp > 1 else "whole sequences" * bool(whole.layout)
     first, *others = ("+".join(f"{p['loss']:.6g}" for p in passes(of, step)) for of in (one.ranks[0], *many.ranks))
     lines = [f"gradients  {len(found.errors)}; {share}", f"tokens     {how}"]
-    lines.append(f"loss       {first}; by rank {', '.join(others[:8])}")
+    lines += [f"loss       {first}; by rank {', '.join(others[:8])}"] if first else []
     where = _first_module(one, many, step, max(found.allowed.values())) if found.wrong else ""
     return lines + ([f"modules    {where}"] if where else [])
 

@@ -22,13 +22,14 @@ Before: jobs/verdict.py, two commands. After: the command, __main__.py.
 """
 
 import inspect
-import math
 import os
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from ring_doctor.asking.answers import RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ring_doctor.asking.case import LAYOUTS, positions
@@ -133,13 +134,11 @@ def _failure(who: str, failed: JobFailed) -> str:
 def _changes(job: Job, step: int, other: int) -> bool:
     """Whether two calls on the same rank gave other numbers; a quarter of the digits may differ."""
     slack = 1e-3 if "16" in dtypes_of(job)[0] else 1e-5 if "32" in dtypes_of(job)[0] else 1e-11
-    for rank in range(job.world_size):
-        reported = [job.ranks[rank]["steps"][at]["reported"] for at in (step, other)]
-        if not math.isclose(*reported, rel_tol=slack) and any(map(math.isfinite, reported)):
-            return True
-        for index in range(len(job.ranks[0]["names"])):
-            for kind in ("before", "gradient"):
-                first, second = (job.tensor(kind, at, index, rank) for at in (step, other))
-                if first is not None and second is not None and distance(second, first, 1e-9) > slack:
-                    return True
+    for rank, of in enumerate(job.ranks):
+        reported = [torch.tensor(of["steps"][at]["reported"], dtype=torch.float64) for at in (step, other)]
+        names = range(len(of["names"]))
+        before, after = ([job.tensor("gradient", at, n, rank) for n in names] for at in (step, other))
+        for x, y in zip([*before, reported[0]], [*after, reported[1]], strict=True):
+            if x is not None and y is not None and distance(y.nan_to_num(), x.nan_to_num(), 1e-9) > slack:
+                return True
     return False
