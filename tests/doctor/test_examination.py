@@ -27,7 +27,7 @@ from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.inference import infer
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, block_out
-from ring_doctor.report import EQUAL_CHUNKS, Report, as_json
+from ring_doctor.report import Report, as_json
 from tests.doctor.examined import answer_on_paper, examined, names_of, on_these
 from tests.wrong import odd_patients
 
@@ -59,104 +59,99 @@ def answer(question, state, error=0.1, **more):
     return Answer(question, state, results={"out": x + error}, **wrong, **errors, **more)
 
 
-@pytest.mark.parametrize(
-    ("second", "level"),
-    [
-        (answer(PLAIN, OK), "right"),
-        (answer(PLAIN, WRONG), "wrong"),
-        (answer(GROUPED, REFUSED), "right"),
-        (answer(GROUPED, FAILED), "right for what it takes"),
-        (answer(GROUPED, FAILED, returned=True), "wrong"),  # it took the input
-        (answer(GROUPED, FAILED, lost=True), "right for what it takes"),  # it dies
-        (answer(GROUPED, FAILED, lost=True, hangs=True), "wrong"),
-        (answer(UNEQUAL_CHUNKS, FAILED, lost=True), "right for what it takes"),
-        (answer(UNEQUAL_CHUNKS, FAILED, lost=True, hangs=True), "wrong"),
-        (answer(PLAIN, FAILED, lost=True), "wrong"),
-        (answer(GROUPED, WRONG), "wrong"),
-        (answer(UNEQUAL_CHUNKS, WRONG), "wrong"),
-        (answer(OF_LSE, WRONG), "right for what it takes"),
-        (answer(IN_16_BITS, WRONG, 32 / 128), "imprecise in 16 bits"),
-        (answer(IN_16_BITS, WRONG, 33 / 128), "wrong"),  # more than 32 steps of bfloat16
-        (answer(IN_16_BITS, WRONG, float("inf")), "wrong"),
-        (answer(LARGE_IN_16_BITS, WRONG, 2.0), "imprecise in 16 bits"),
-        (answer(LARGE_IN_16_BITS, WRONG, float("inf")), "wrong"),
-        (answer(Question(replace(P3, dtype=torch.float32)), WRONG, 1e-4), "wrong"),
-    ],
-)
-def test_the_verdict_of_a_second_answer(second, level):
-    """And assert_ring follows from it; it raises without a diagnosis too, as for a ring that hangs."""
-    report = Report(Examination(PATIENT, [answer(PLAIN, OK), second]), None, "")
-    assert (report.level, report.healthy, as_json(report)["level"]) == (level, STATUS[level] == 0, level)
-    raises = nullcontext() if report.healthy else pytest.raises(AssertionError, match=f"^{SAID[level]}: ")
+def said(report):
+    """A report without its answers and its X-ray."""
+    remarks = (re.sub(r"[0-9.]+ times as exact", "n times as exact", remark) for remark in report.remarks)
+    mistakes = [f"mistakes: {', '.join(it.name for it in report.mistakes)}"] if report.mistakes else []
+    return [f"{report.level}: {report.verdict}", *(f"remark: {remark}" for remark in remarks), *mistakes]
+
+
+SECOND = [  # after a right one
+    answer(PLAIN, OK),
+    answer(PLAIN, WRONG),
+    answer(GROUPED, REFUSED),
+    answer(GROUPED, FAILED),
+    answer(GROUPED, FAILED, returned=True),  # it took the input
+    answer(GROUPED, FAILED, lost=True),  # it dies
+    answer(GROUPED, FAILED, lost=True, hangs=True),
+    answer(UNEQUAL_CHUNKS, FAILED, lost=True),
+    answer(UNEQUAL_CHUNKS, FAILED, lost=True, hangs=True),
+    answer(PLAIN, FAILED, lost=True),
+    answer(GROUPED, WRONG),
+    answer(UNEQUAL_CHUNKS, WRONG),
+    answer(OF_LSE, WRONG),
+    answer(IN_16_BITS, WRONG, 32 / 128),
+    answer(IN_16_BITS, WRONG, 33 / 128),  # more than 32 steps of bfloat16
+    answer(IN_16_BITS, WRONG, float("inf")),
+    answer(LARGE_IN_16_BITS, WRONG, 2.0),
+    answer(LARGE_IN_16_BITS, WRONG, float("inf")),
+    answer(Question(replace(P3, dtype=torch.float32)), WRONG, 1e-4),
+]
+RAISED = answer(PLAIN, FAILED, says="rank 1 raised X")
+HEADLINES = [  # how many mistakes are named, or none and no pattern is seen; and the answers
+    (1, [answer(PLAIN, WRONG)]),
+    (2, [answer(PLAIN, WRONG)]),
+    (3, [answer(PLAIN, WRONG)]),
+    (0, [answer(PLAIN, WRONG)]),
+    (None, [answer(PLAIN, WRONG)]),
+    (1, [answer(PLAIN, WRONG), RAISED]),
+    (3, [answer(PLAIN, WRONG), RAISED]),
+    (0, [answer(UNEQUAL_CHUNKS, FAILED), RAISED]),
+    (1, [answer(PLAIN, WRONG, changes=True), RAISED]),
+    (0, [answer(PLAIN, WRONG, changes=True, draws=True)]),
+    (None, [answer(IN_16_BITS, WRONG, 32 / 128), answer(PLAIN, WRONG)]),  # roundings beside a mistake are no excuse
+    (None, [answer(UNEQUAL_CHUNKS, FAILED, hangs=True), answer(PLAIN, WRONG)]),
+    (None, [answer(UNEQUAL_CHUNKS, WRONG), answer(PLAIN, WRONG)]),
+]
+CLAIMED = [  # a function, what is claimed, and the answers after a right one
+    (odd_patients.with_sinks, {}, []),
+    (odd_patients.own_chunk, {"causal": True}, []),
+    (odd_patients.own_chunk, {}, []),
+    (odd_patients.own_chunk, {}, [answer(PLAIN, WRONG)]),
+    (odd_patients.with_sinks, {"unequal": False}, []),
+    (odd_patients.with_sinks, {}, [answer(GROUPED, REFUSED)]),
+    (odd_patients.with_sinks, {}, [answer(GROUPED, REFUSED), answer(GROUPED, OK)]),
+    (with_everything, {}, []),
+]
+
+
+def headline(named, answers):
+    explanations = tuple(Explanation((mistake,), id) for mistake in list(CATALOGUE.values())[: named or 0])
+    found = Diagnosis(explanations, tuple(answers), "in zigzag" if named in (0, 3) else "in every question")
+    shown = Finding("X-ray (P = 3, no mask): W", "the number of rounds", "round 0 on every rank: counted twice")
+    return Report(Examination(PATIENT, answers), found, "", (shown, Finding("more")) if named in (0, 3) else ())
+
+
+REPORTS = {
+    **{f"second answer {i}": Report(Examination(PATIENT, [SECOND[0], it]), None, "") for i, it in enumerate(SECOND)},
+    **{f"headline {i}": headline(*it) for i, it in enumerate(HEADLINES)},
+    **{
+        f"claim {i}": Report(
+            Examination(patient_of(function, function.__name__, **claims), [SECOND[0], *answers]), None, ""
+        )
+        for i, (function, claims, answers) in enumerate(CLAIMED)
+    },
+}
+TOLD = Path(__file__).with_name("told.txt")  # python -m tests.doctor.test_examination writes it
+
+
+def verdict_of(name):
+    """What follows from answers: the level, the first line and the remarks."""
+    report = REPORTS[name]
+    asked = (f"{it.state}: {it.question.words()}" for it in report.examination.answers)
+    return "\n    ".join([name, *asked, *said(report)]) + "\n\n"
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_verdict_follows_from_the_answers_and_assert_ring_from_it(name):
+    """assert_ring raises without a diagnosis too, as for a ring that hangs."""
+    report = REPORTS[name]
+    assert verdict_of(name) in TOLD.read_text()
+    assert report.healthy == (STATUS[report.level] == 0)
+    assert as_json(report)["level"] == report.level
+    raises = nullcontext() if report.healthy else pytest.raises(AssertionError, match=f"^{SAID[report.level]}: ")
     with mock.patch.object(assertion, "examine", return_value=report), raises:
         assert_ring(odd_patients.right)
-    equal = second.question == UNEQUAL_CHUNKS and level != "wrong"
-    assert report.verdict.startswith(f"{EQUAL_CHUNKS if equal else SAID[level]}: ")
-    if second.question.feature not in ("", "bfloat16"):
-        told = report.healthy or second.state == FAILED or (second.question, second.state) == (UNEQUAL_CHUNKS, WRONG)
-        assert (second.question.feature in report.verdict) == told
-
-
-def test_roundings_beside_a_mistake_are_no_excuse():
-    found = Examination(PATIENT, [answer(IN_16_BITS, WRONG, 32 / 128), answer(PLAIN, WRONG)])
-    assert found.level == "wrong"
-
-
-NAMES = list(CATALOGUE)[:3]
-RAISED = answer(PLAIN, FAILED, says="rank 1 raised X")
-
-
-@pytest.mark.parametrize(
-    ("named", "answers", "verdict"),
-    [
-        (1, [answer(PLAIN, WRONG)], f"SICK: {NAMES[0]}, in NAME"),
-        (2, [answer(PLAIN, WRONG)], f"SICK: {NAMES[0]} or {NAMES[1]}, in NAME"),
-        (3, [answer(PLAIN, WRONG)], "SICK: NAME: round 0 on every rank: counted twice, in zigzag"),
-        (0, [answer(PLAIN, WRONG)], "SICK: NAME: round 0 on every rank: counted twice, in zigzag"),
-        (None, [answer(PLAIN, WRONG)], "SICK: NAME: wrong numbers with P = 3, no mask, contiguous, C = 6, float64"),
-        (1, [answer(PLAIN, WRONG), RAISED], f"SICK: NAME fails: rank 1 raised X; its numbers: {NAMES[0]}"),
-        (3, [answer(PLAIN, WRONG), RAISED], "SICK: NAME fails: rank 1 raised X"),
-        (0, [answer(UNEQUAL_CHUNKS, FAILED), RAISED], "SICK: NAME fails: rank 1 raised X"),
-        (1, [answer(PLAIN, WRONG, changes=True), RAISED], "SICK: NAME changes its answers from call to call"),
-        (0, [answer(PLAIN, WRONG, changes=True, draws=True)], "SICK: NAME draws random numbers and changes its .*"),
-    ],
-)
-def test_the_headline_is_an_error_or_at_most_two_names_or_what_the_numbers_show(named, answers, verdict):
-    explanations = tuple(Explanation((CATALOGUE[name],), lambda steps: steps) for name in NAMES[: named or 0])
-    diagnosis = Diagnosis(explanations, tuple(answers), "in zigzag" if named in (0, 3) else "in every question")
-    shown = Finding("X-ray (P = 3, no mask): W", "the number of rounds", "round 0 on every rank: counted twice")
-    report = Report(Examination(PATIENT, answers), diagnosis, "", (shown, Finding("more")) if named in (0, 3) else ())
-    assert re.fullmatch(verdict.replace("NAME", PATIENT.name), report.verdict)
-    assert len(report.mistakes) == (named if named in (1, 2) else 0)
-
-
-@pytest.mark.parametrize(
-    ("states", "told"),  # of chunks of unequal length, and of a plain question
-    [((WRONG, OK), True), ((FAILED, WRONG), True), ((WRONG, WRONG), False), ((OK, WRONG), False)],
-)
-def test_equal_chunks_are_advised_where_unequal_ones_are_the_fault(states, told):
-    answers = [answer(question, state) for question, state in zip((UNEQUAL_CHUNKS, PLAIN), states, strict=True)]
-    answers[0].hangs = states[0] == FAILED
-    assert any("--equal-chunks" in it for it in Report(Examination(PATIENT, answers), None, "").remarks) == told
-
-
-@pytest.mark.parametrize(
-    ("function", "claims", "answers", "told"),
-    [
-        (odd_patients.with_sinks, {}, [], "windows, documents"),
-        (odd_patients.own_chunk, {"causal": True}, [], "windows, documents, attention sinks"),
-        (odd_patients.own_chunk, {}, [], "windows, documents, attention sinks, a causal mask"),
-        (odd_patients.with_sinks, {"unequal": False}, [], f"windows, documents, {UNEQUAL}"),
-        (odd_patients.with_sinks, {}, [answer(GROUPED, REFUSED)], "windows, documents, grouped queries"),
-        (odd_patients.with_sinks, {}, [answer(GROUPED, REFUSED), answer(GROUPED, OK)], "windows, documents"),
-        (with_everything, {}, [], ""),
-    ],
-)
-def test_what_was_not_asked_stands_behind_healthy(function, claims, answers, told):
-    verdict = Report(Examination(patient_of(function, **claims), [answer(PLAIN, OK), *answers]), None, "").verdict
-    assert verdict.partition("; not asked: ")[2] == told
-    sick = Report(Examination(patient_of(function, **claims), [answer(PLAIN, WRONG)]), None, "")
-    assert any("asked for full attention only" in it for it in sick.remarks) == (told.endswith("a causal mask"))
 
 
 # What is asked, of which job -----------------------------------------------------------------------------------------
@@ -229,9 +224,8 @@ def told(reply, quick=False, **claims):
     patient, asked = found.patient, Counter((it.case.world_size, it.state) for it in found.answers)
     sizes = f"C = {patient.chunk}, D = {patient.head_dim}, {patient.heads} heads, {', '.join(patient.dtypes)}"
     return [
-        Report(found, None, "").verdict,
+        *said(Report(found, None, "")),
         *(f"limit: {limit}" for limit in found.limits),
-        *(f"remark: {re.sub(r'[0-9.]+ times', 'n times', remark)}" for remark in Report(found, None, "").remarks),
         "answers: " + ", ".join(f"P = {P} {n} {state}" for (P, state), n in sorted(asked.items())),
         f"examined: {sizes}, {', '.join(patient.layouts)}, {'with' if patient.gradients else 'without'} gradients",
         "not right: " + "; ".join(it.question.words() for it in found.faults[:3]),
@@ -360,7 +354,6 @@ RINGS = {  # what a ring does: the replies to questions, and what is claimed
     "changes on one rank": (changing(1), TWO_WORLDS),
     "changes on 3 ranks": (changing(2), TWO_WORLDS),
 }
-TOLD = Path(__file__).with_name("told.txt")  # python -m tests.doctor.test_examination writes it
 
 
 def told_of(name):
@@ -524,4 +517,4 @@ def test_a_layout_of_the_user(ranks, function, claims, healthy):
 
 
 if __name__ == "__main__":
-    TOLD.write_text("".join(map(told_of, RINGS)))
+    TOLD.write_text("".join([*map(verdict_of, REPORTS), *map(told_of, RINGS)]))

@@ -1,6 +1,5 @@
 """Real rings: a sick one is wrong exactly where it must be and has its name, a right one is healthy."""
 
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -10,25 +9,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_attn import ring_attention
 from ring_doctor.asking.answers import WRONG, Examination, judge
 from ring_doctor.asking.calls import RankResults
-from ring_doctor.asking.case import UNROUNDED, Case
+from ring_doctor.asking.case import Case
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import Question
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining import diagnosis
 from ring_doctor.explaining.diagnosis import diagnose
 from ring_doctor.mistakes.other_ways import hosts
-from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper
 from ringlab.ring import backward, grouped_query, overlap
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import LAYOUTS
 from ringlab.ways.double_ring import DoubleRing
 from ringlab.ways.hybrid import Hybrid
 from tests.attention import SEED
-from tests.doctor.examined import by_autograd, examined, examined_sick, names_of
+from tests.doctor.examined import examined, examined_sick, names_of
 from tests.every_way import WAYS
-from tests.wrong import from_table
-from tests.wrong.from_table import MASKED
-from tests.wrong.sick_rings import ALL, BY_HAND, OF_TABLE, UNKNOWN, Sick
+from tests.wrong.sick_rings import ALL, BY_HAND, MASKED, UNKNOWN, Sick
 
 
 def options_of(case, takes):
@@ -95,65 +91,6 @@ def test_a_sick_ring_is_wrong_exactly_where_it_must_be_and_its_entry_says_how(ra
         assert (names_of(found), found.part) == ({entry}, "")
 
 
-def right(q, k, v, **options):
-    return from_table.right(q, k, v, **options)
-
-
-def test_a_ring_of_the_table_without_a_mistake_is_right(ranks):
-    for case, wrong, _ in verdicts(ranks, 3, from_table.right, right):
-        assert not wrong, case.words()
-
-
-# From the rows of the catalogue --------------------------------------------------------------------------------------
-
-
-def asked_of_table(P, entry):
-    """Cases in which every entry but those of more tokens, large scores or 16 bits is wrong somewhere."""
-    full, causal = Case(P, 6 * P, heads=4, kv_heads=2), Case(P, 6 * P, True, heads=2 * P, kv_heads=P)
-    cases = [full, replace(full, scale=0.3, batch=2, kv_heads=4), replace(full, seq_len=6 * P + 1)]
-    cases += [replace(causal, layout=layout) for layout in LAYOUTS]
-    cases += [replace(causal, window=8), replace(causal, window=3, layout="zigzag")]
-    cases += [replace(causal, heads=4 * P, kv_heads=2 * P), replace(causal, documents=(7, 6 * P - 7))]
-    cases += [replace(causal, heads=12, kv_heads=3, layout="striped"), replace(full, value_dim=6)]
-    if entry == "last_tile_lost":
-        cases = [Case(P, 257 * P)]  # more than the largest of its tiles
-    elif entry == "unstabilised":
-        cases = [replace(full, inputs="large")]
-    elif "16_bits" in entry:
-        cases = [Case(P, 32, inputs=inputs, dtype=torch.bfloat16) for inputs in UNROUNDED] + cases[:1]
-    return cases
-
-
-def wrong_on_paper(cases, steps):
-    """Of these cases those in which a ring of these steps is wrong, with its results."""
-    for case in cases:
-        with contextlib.suppress(NotOnPaper):
-            results = by_autograd(case, steps)
-            if not all(right.accepts(results[name].to(right.dtype)) for name, right in case.right().items()):
-                yield case, results
-
-
-OTHERS = {name.partition("/")[0] for name in BY_HAND}  # entries with a ring that knows nothing of the table
-
-
-def in_ci(name):
-    entry, _, variant = name.partition(":")
-    return variant == "0" and entry not in OTHERS
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if in_ci(n) else pytest.mark.exhaustive) for n in OF_TABLE])
-def test_a_ring_from_the_table_returns_its_numbers(ranks, name):
-    """Over real messages, as the ring on paper without any: so it has this name, and maybe others too."""
-    entry, _, variant = name.partition(":")
-    steps = CATALOGUE[entry].variants[int(variant)](RIGHT)
-    case, on_paper = next(wrong_on_paper(asked_of_table(4, entry), steps))
-    per_rank = ranks(4, on_rank, Sick(name), [options_of(case, MASKED)], [case])
-    for key in per_rank[0][0]:
-        x = case.join([results[0][key] for results in per_rank])
-        near = max(1e-9, 2 * torch.finfo(x.dtype).eps)
-        assert torch.allclose(x, on_paper[key].to(x.dtype), rtol=near, atol=near, equal_nan=True), key
-
-
 # From all questions --------------------------------------------------------------------------------------------------
 
 
@@ -176,10 +113,9 @@ def test_float32_inside_is_a_remark_and_no_mistake(ranks):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_mistake_that_is_not_in_the_catalogue_gets_no_name_of_it(ranks, name):
-    """On rank 0 the ring without a merge is as one that was never called."""
     found = diagnose(examined_sick(ranks, name, worlds=(2, 3)))
     assert found
-    assert names_of(found) == ({"never_called"} if name == "no_merge_on_rank_0" else set())
+    assert not names_of(found)
 
 
 MESH = {}  # 2 x 2 for 4 ranks, and one row otherwise

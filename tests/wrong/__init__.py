@@ -1,8 +1,7 @@
 """Every wrong thing that the tests need, in one folder: rings, steps of models, answers, schedules.
 
 file                    what is wrong                                                   who reads it
-from_table.py           what a sick ring is; rings from rows of the doctor's table      sick_rings.py
-sick_rings.py           all sick rings: of the table, and by hand                       doctor/: examined.py, two more
+sick_rings.py           what a sick ring is; rings with mistakes                        doctor/: examined.py, two more
 escaped_rings.py        rings wrong in one kind of question only                        doctor/test_questions.py
 odd_patients.py         rings that hang, crash, refuse, change their input              doctor/: most files
 job.py                  a right training script, whose lines a test spoils              doctor/test_running_jobs.py
@@ -12,7 +11,7 @@ readers_schedules.py    schedules of readers of the puzzles                     
 tried_answers.py        answers to the exercises of all chapters                        pages/test_exercises.py
 failing_ring.py         a rank that fails, and a command with a wrong result            basics/test_processes.py
 
-The doctor's table (ring_doctor/catalogue.py) comes first: a ring that a row of it describes is made by from_table. What
-stands here by hand is another ring with the same mistake, so that the doctor does not only know its own drawing of it,
-or a mistake that the table does not hold. A mistake of one function only stays in the test of that function.
+The doctor's table (ring_doctor/catalogue.py) describes mistakes. What stands here is another ring with one of them, so
+that the doctor does not only know its own drawing of it, or a mistake that the table does not hold. A mistake of one
+function only stays in the test of that function.
 """

@@ -1,34 +1,88 @@
 """Real rings, over real messages, a mistake in each: what the doctor must recognise, and what it cannot know.
 
-    attention = Sick("two_seats:0")        # pickles; call it on every rank: attention(q, k, v, scale=..., group=...)
-    ALL["two_seats:0"].shows(case)         # whether its results must be wrong in this case of asking/case.py
+    attention = Sick("last_block_skipped")      # pickles; call it on every rank: attention(q, k, v, scale=, group=)
+    ALL["last_block_skipped"].shows(case)       # whether its results must be wrong in this case of asking/case.py
 
-BY_HAND are rings that share nothing with the doctor's catalogue: patches of this project's rings, and some more of each
-kind; "name/variant" is another ring with a mistake. OF_TABLE are rings from its rows, of mistakes of the forward pass:
-"name:0" from the first variant.
+BY_HAND are rings that share nothing with the doctor's catalogue: patches of this project's rings; "name/variant" is
+another ring with a mistake.
 """
 
 import inspect
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from bench.wires import Circle
-from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.mistakes.paper_ring import block_out
 from ringlab.ring import flash_ring, schedule
 from ringlab.ring.flash_ring import flash_backward, ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
 from ringlab.ring.overlap import post
 from ringlab.ring.partition import Partition, Places
-from ringlab.support.agreement import members
+from ringlab.support.agreement import agree, members
 from ringlab.ways import all_gather, all_to_all
 from ringlab.ways.all_to_all import Exchange
 from tests.mistakes import patch
-from tests.wrong.from_table import CAUSAL, MASKED, SickRing, always, from_2, from_table, moved
+
+MASKED = ("causal", "layout", "documents", "window")
+CAUSAL = ("causal", "layout")
+
+
+def always(case):
+    return True
+
+
+def from_2(case):
+    return case.world_size > 1
+
+
+@dataclass(frozen=True)
+class SickRing:
+    """A ring with a mistake. `shows` says in which cases its results must differ from right ones."""
+
+    base: Callable[..., Any]  # a right ring: (q, k, v, **options) -> out, or (out, lse)
+    patch: Callable[[], AbstractContextManager] = nullcontext  # makes it sick; a new one in each pass
+    shows: Callable[[Any], bool] = from_2
+    takes: tuple[str, ...] = ()  # besides scale and group: CAUSAL or MASKED
+    grouped: bool = True
+    heads: int = 2  # the least with which it is asked; an all-to-all needs one for each rank
+    equal_chunks: bool = False  # refuses chunks of different lengths
+    in_forward: bool = True  # and in the backward pass; False: in the backward pass only
+
+    def __call__(self, q, k, v, *, group=None, **options):
+        if self.equal_chunks and len(lengths := set(agree(lambda: k.shape[2], group))) > 1:
+            raise ValueError(f"chunks of {sorted(lengths)} tokens; expected one length on all ranks")
+        out, lse = Scoped.apply(q, k, v, self, {"group": group, **options})
+        return out if lse is None else (out, lse)
+
+
+class Scoped(torch.autograd.Function):
+    """The sick ring as one operation, so that its patch is there when the backward pass runs, and only then."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sick, options):
+        ctx.inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        ctx.sick = sick
+        with torch.enable_grad(), sick.patch() if sick.in_forward else nullcontext():
+            ctx.result = sick.base(*ctx.inputs, **options)
+        ctx.result, lse = ctx.result if isinstance(ctx.result, tuple) else (ctx.result, None)
+        if lse is not None:
+            lse = lse.detach()
+            ctx.mark_non_differentiable(lse)
+        return ctx.result.detach(), lse
+
+    @staticmethod
+    def backward(ctx, d_out, _):
+        with ctx.sick.patch():
+            gradients = torch.autograd.grad(ctx.result, ctx.inputs, d_out, retain_graph=True, allow_unused=True)
+        return *gradients, None, None
+
 
 all_gather_attention = partial(ring_flash_attention, schedule=all_gather.AllGather)
 all_to_all_attention = partial(ring_flash_attention, schedule=all_to_all.AllToAll)
@@ -114,13 +168,18 @@ def not_added(total, parts, *, group, async_op):
 # Mistakes that the catalogue does not hold ----------------------------------------------------------------------------
 
 
+def moved(x, shape, group, distance=1):
+    """x goes `distance` ranks on, and the tensor of that shape from `distance` ranks back arrives."""
+    if distance % dist.get_world_size(group) == 0:
+        return x.clone()
+    received = x.new_empty(shape)
+    for work in post([x.contiguous()], [received], group, distance=distance):
+        work.wait()
+    return received
+
+
 def d_out_of_another_rank(q, k, v, out, lse, d_out, ring):
     return flash_backward(q, k, v, out, lse, moved(d_out, d_out.shape, ring.group), ring)
-
-
-def softmax_twice(s, v):
-    p = torch.softmax(s, dim=-1).masked_fill(s == -torch.inf, -torch.inf)
-    return block_out(p, v)
 
 
 EQUAL = {"takes": CAUSAL, "equal_chunks": True}
@@ -149,20 +208,8 @@ BY_HAND = {
         heads=4,
     ),
 }
-UNKNOWN = {  # the catalogue does not hold these
-    "d_out_of_another_rank": SickRing(FLASH, flash("flash_backward", d_out_of_another_rank), **EQUAL),
-    "softmax_twice": from_table(lambda steps: replace(steps, block_out=softmax_twice), takes=CAUSAL),
-    "no_merge_on_rank_0": from_table(  # there it is as if the ring was never called
-        lambda steps: replace(steps, rounds=lambda case, rank: case.world_size if rank else 1), from_2, ()
-    ),
-}
-OF_TABLE = {
-    f"{name}:{i}": ring
-    for name, mistake in CATALOGUE.items()
-    for i, variant in enumerate(mistake.variants)
-    if name != "sinks_per_block" and (ring := from_table(variant))  # these rings take no sinks
-}
-ALL = {**OF_TABLE, **BY_HAND, **UNKNOWN}
+UNKNOWN = {"d_out_of_another_rank": SickRing(FLASH, flash("flash_backward", d_out_of_another_rank), **EQUAL)}
+ALL = {**BY_HAND, **UNKNOWN}
 OPTIONS = {"causal": False, "layout": "contiguous", "documents": None, "window": None, "scale": None, "group": None}
 ARGUMENTS = dict.fromkeys("qkv", inspect.Parameter.empty) | OPTIONS  # and their defaults
 
