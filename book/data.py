@@ -132,12 +132,7 @@ def _of_tokens(chunks: list[Tensor], places: list[Tensor]) -> Tensor:
 def timeline(pairs: list[list[int]], lengths: tuple[int, ...], factor: float) -> dict[str, Any]:
     """What each rank does when, in times of a pair, in a ring whose messages travel while it computes."""
     P, hop = len(lengths), factor * max(lengths) ** 2
-    full = [[float(n) for n in row] for row in pairs] + [[0.0] * P] * (P - len(pairs))
-    rounds = len(pairs)  # a ring stops where nobody needs the next block
-    events = []
-    for event in simulate_timeline(full, [[hop] * P] * (P - 1)):
-        if event.round < (rounds if event.what == "compute" else rounds - 1):
-            events.append(event)
+    events = simulate_timeline([[float(n) for n in row] for row in pairs], [hop] * P)
     end = duration(events)
     busy = [sum(row[r] for row in pairs) for r in range(P)]
     return {

@@ -1,53 +1,52 @@
 """The effect of one slow link on a ring: at first its two ranks wait, a round later their neighbours, then all.
 
-The FLOP/s and the links are those of the paper's table 2: A100s, NVLink, InfiniBand. The timeline is simulated:
-
-    rank r begins round t when      it has computed on the block of round t-1, sent it, and received that of round t
-    the hop r -> r+1 begins when    rank r and rank r+1 have both begun the round: one sends, one receives
+The FLOP/s and the links are those of the paper's table 2: A100s, NVLink, InfiniBand. The timeline is that of
+`arriving_blocks` of ringlab/ring/overlap.py, which threads run here as ranks (simulated.py).
 """
 
 from collections.abc import Sequence
 
+import torch
+
 from figures import shapes
+from figures.simulated import Simulation
 from ring_planner.hidden_communication import LLAMA_7B, TABLE_2, block_flops, hop_bytes
+from ringlab.ring.overlap import arriving_blocks
 from ringlab.support import drawing
 from ringlab.support.timeline import Event
 
 FLOPS, FAST = TABLE_2[0][1:3]  # FLOP/s of an A100, and bytes/s inside a host
 SLOW = TABLE_2[1][2]  # bytes/s between hosts
 P, CHUNK = 4, 8192
+ORDER = ("compute", "send", "wait")
 HEIGHT, LANES = 700, 236  # pixels: the page, and the lanes of one ring
 TOPS = {"all links fast": 138, "the link from rank 0 to rank 1 slow": 412}  # of the lanes, from the top of the page
 
 
-def simulate_timeline(computing: Sequence[Sequence[float]], hops: Sequence[Sequence[float]]) -> list[Event]:
+def simulate_timeline(computing: Sequence[Sequence[float]], hops: Sequence[float]) -> list[Event]:
     """The "compute", "send" and "wait" events of every rank of an overlapped ring; times in seconds.
 
-    In round t rank r computes for computing[t][r] seconds, and a block travels to rank r+1 in hops[t][r] seconds.
-    Raises ValueError unless there are P rounds of P times and P - 1 of P hops, none negative.
+    In round t rank r computes for computing[t][r] seconds; a block travels from rank r to rank r+1 in hops[r] seconds.
+    The ring ends with the last of these rounds.
     """
-    P = len(computing)
-    if P == 0 or [len(times) for times in (*computing, *hops)] != [P] * (2 * P - 1):
-        shapes = [[len(times) for times in table] for table in (computing, hops)]
-        raise ValueError(
-            f"computing and hops have rounds of {shapes}; expected P rounds of P ranks and P - 1 of P hops"
-        )
-    if min(min(times) for times in (*computing, *hops)) < 0:
-        raise ValueError("a time is negative; expected seconds")
-    events, begin = [], [0.0] * P
-    for t in range(P):
-        blocks = [(r - t) % P for r in range(P)]
-        done = [begin[r] + computing[t][r] for r in range(P)]
-        events += [Event(r, "compute", t, blocks[r], begin[r], done[r], bytes=0) for r in range(P) if computing[t][r]]
-        if t == P - 1:
-            break
-        left = [max(begin[r], begin[(r + 1) % P]) for r in range(P)]  # both ranks have begun the round
-        arrived = [left[r] + hops[t][r] for r in range(P)]
-        begin = [max(done[r], arrived[r], arrived[r - 1]) for r in range(P)]
-        events += [Event(r, "send", t, blocks[r], left[r], arrived[r], bytes=0) for r in range(P)]
-        waits = [r for r in range(P) if begin[r] > done[r]]
-        events += [Event(r, "wait", t, blocks[r - 1], done[r], begin[r], bytes=0) for r in waits]
-    return events
+    rounds, P = len(computing), len(hops)
+    ranks, block = Simulation(P, lambda link, sent: hops[link[0]]), torch.zeros(1, 1, 1, 1)
+
+    def on_rank(rank: int) -> list[tuple[float, float]]:
+        blocks = arriving_blocks(block, block, lengths=[1] * P, hops=rounds - 1)
+        return [ranks.compute(computing[t][rank]) for t, _ in enumerate(blocks)]
+
+    spans, events = ranks.run(on_rank), []
+    for r, (of_rank, messages) in enumerate(zip(spans, (ranks.moved[r, (r + 1) % P] for r in range(P)), strict=True)):
+        begins = [begin for begin, _ in of_rank[1:]]
+        events += [Event(r, "compute", t, (r - t) % P, *span, bytes=0) for t, span in enumerate(of_rank)]
+        events += [Event(r, "send", t, (r - t) % P, it.begin, it.end, bytes=0) for t, it in enumerate(messages)]
+        waits = zip(of_rank, begins, strict=False)
+        events += [
+            Event(r, "wait", t, (r - t - 1) % P, done, begin, bytes=0) for t, ((_, done), begin) in enumerate(waits)
+        ]
+    events = [event for event in events if event.end > event.start or event.what == "send"]
+    return sorted(events, key=lambda event: (event.round, ORDER.index(event.what), event.rank))
 
 
 def duration(events: list[Event]) -> float:
@@ -60,9 +59,7 @@ def runs() -> dict[str, list[Event]]:
     computing = block_flops(LLAMA_7B, CHUNK**2) / FLOPS
     fast, slow = (hop_bytes(LLAMA_7B, CHUNK) / bandwidth for bandwidth in (FAST, SLOW))
     hops = [fast] * P, [slow] + [fast] * (P - 1)
-    return {
-        name: simulate_timeline([[computing] * P] * P, [each] * (P - 1)) for name, each in zip(TOPS, hops, strict=True)
-    }
+    return {name: simulate_timeline([[computing] * P] * P, each) for name, each in zip(TOPS, hops, strict=True)}
 
 
 def draw() -> drawing.Picture:
