@@ -28,6 +28,7 @@ from ring_doctor.asking.answers import CANNOT_TELL, SAID, Examination
 from ring_doctor.asking.case import SIZES
 from ring_doctor.asking.examination import SECONDS
 from ring_doctor.asking.job import CannotExamine, Job
+from ring_doctor.asking.latent_case import LatentCase
 from ring_doctor.asking.patient import Patient, patient_of
 from ring_doctor.asking.questions import Question
 from ring_doctor.asking.state_case import StateCase
@@ -123,6 +124,8 @@ def _loses(question: Question) -> tuple[int, bool, bool, bool]:
 
 def take_xray(patient: Patient, question: Question, *, seconds: float = SECONDS, device: str = "cpu") -> XRay | str:
     """The X-ray, or why there is none."""
+    if isinstance(question.case, LatentCase):
+        return "none: it shows the weights of a ring of q, k and v"
     if isinstance(question.case, StateCase):
         if question.case.taps:
             return "none: a convolution has no weights of its own"

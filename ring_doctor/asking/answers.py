@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import UNROUNDED, Case
+from ring_doctor.asking.latent_case import INDEX, LATENTS
 from ring_doctor.asking.patient import Patient
 from ring_doctor.asking.questions import AFTER, LSE, STATE, UNEQUAL, VALUES, Question
 from ringlab.support.processes import Frame
@@ -200,6 +201,7 @@ def imprecise(answer: Answer) -> bool:
 # All answers of a patient ---------------------------------------------------------------------------------------------
 
 OF_ATTENTION = {"window": "windows", "documents": "documents", "sinks": "attention sinks"}  # options in words
+OF_LATENTS = {"documents": "documents"}
 OF_STATES = {"documents": "documents", "state": STATE}
 
 
@@ -243,11 +245,11 @@ class Examination:
     def not_asked(self) -> list[str]:
         """What a ring may take and this one was not asked, or refused, in words."""
         patient, answers = self.patient, [(it.question.feature, it.state) for it in self.answers]
-        may = OF_STATES if patient.state else OF_ATTENTION
+        may = OF_LATENTS if patient.state in (LATENTS, INDEX) else OF_STATES if patient.state else OF_ATTENTION
         told = [words for option, words in may.items() if option not in patient.takes]
         claimed = {"grouped queries": patient.grouped or patient.state, UNEQUAL: patient.unequal}
-        claimed |= {VALUES: patient.own_values or patient.state, "gradients": patient.gradients}
-        claimed |= {"a causal mask": True in patient.causal}
+        claimed |= {VALUES: patient.own_values or patient.state, "a causal mask": True in patient.causal}
+        claimed |= {"gradients": patient.gradients or patient.state == INDEX}
         told += [words for words, claim in claimed.items() if not claim]
         refused = [feature for feature, state in answers if state == REFUSED and (feature, OK) not in answers]
         return list(dict.fromkeys(filter(None, [*told, *refused])))

@@ -44,6 +44,7 @@ def options(patient: Patient, case: Case, inputs: dict[str, Tensor], group: Proc
     more = {name: theirs(patient, x) if name in case.names else x for name, x in inputs.items() if name not in "qkv"}
     ends = [0, *accumulate(case.documents or (case.seq_len,))]
     given: dict[str, Any] = {name: getattr(case, name) for name in ("causal", "scale", "documents", "window")}
+    given |= {"count": getattr(case, "count", None)}
     given |= {"group": group, "layout": case.layout if callable(layout) else layout, **more}
     forms = {  # of what is given, and of what must be given although the case has none
         "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
@@ -70,7 +71,7 @@ def call(
     patient: Patient, case: Case, inputs: dict[str, Tensor], group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """This rank's out (B, H, C, D), and lse (B, H, C) if it is returned. Raises WrongResult for other results."""
-    q, k, v = (theirs(patient, inputs[name]) for name in "qkv")
+    q, k, v = (theirs(patient, inputs[name]) for name in case.names[:3])
     returned = patient.function(q, k, v, **options(patient, case, inputs, group))
     out, lse = returned[:2] if isinstance(returned, tuple | list) and len(returned) > 1 else (returned, None)
     expected = (*q.shape[:-1], v.shape[-1])

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ring_doctor.asking.case import LAYOUTS, Case
+from ring_doctor.asking.latent_case import INDEX, OneHead, kind_of
 from ring_doctor.asking.names import by_name, module_named, name_of, portable
 from ring_doctor.asking.signature import OPTION, TENSORS, arguments_of
 from ring_doctor.asking.state_case import Convolution
@@ -47,7 +48,7 @@ class Patient:
     unequal: bool = True  # contiguous chunks may have different lengths
     own_values: bool = True  # V may have a head dim of its own
     gradients: bool = True
-    state: bool | str = False  # a ring of states or a short convolution, as in state_case.py; "each key": its decay too
+    state: bool | str = False  # state_case.py: True, or "each key" for its decay too; a kind of latent_case.py
     batch: int = 1
     heads: int = 2  # query heads; with grouped queries twice as many. A function that refuses so few is asked with more
     heads_per_rank: int = 0  # there are at least as many query heads: an all-to-all needs them
@@ -135,9 +136,13 @@ def patient_of(function: Callable[..., Any] | str, name: str = "", **claims: Any
         claims = {"causal": (True,), "grouped": False, "dtypes": ("float64", "float32")} | claims
         if [*inspect.signature(function).parameters][:2] == ["x", "weight"]:
             function = Convolution(portable(function))
-    takes = {OPTION[argument] for argument in arguments_of(name, function)}
+    arguments = arguments_of(name, function)
+    takes = {OPTION[argument] for argument in arguments}
+    if kind := kind_of(arguments):
+        few = {"grouped": False, "dtypes": ("float64", "float32"), "gradients": kind != INDEX}
+        function, claims = OneHead(portable(function)), few | claims | {"state": kind}
     default: dict[str, Any] = {} if "causal" in takes else {"causal": (False,)}
-    if "layout" not in takes or claims.get("state"):
+    if "layout" not in takes or (claims.get("state") and not kind):
         default["layouts"] = ("contiguous", "zigzag") if "layout" in takes else ("contiguous",)
     return Patient(name, portable(function), **default | claims)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ring_doctor.asking.case import UNROUNDED, Case
+from ring_doctor.asking.latent_case import INDEX, LATENTS, LatentCase
 from ring_doctor.asking.patient import LEAST, Patient, dtype_of
 from ring_doctor.asking.state_case import TAPS, Convolution, StateCase
 
@@ -181,18 +182,19 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
 
 
 def _of_states(patient: Patient, base: Case) -> Iterator[Question]:
-    """Three ranks and more are asked everything: short chunks, borders of documents, and float32."""
-    taps = TAPS if isinstance(patient.function, Convolution) else 0
-    given = tuple(name for name in ("log_decay", "beta") if name in patient.takes)
+    """Three ranks and more are asked everything: short chunks, borders of documents, and float32. So are latents."""
     P, C = base.world_size, patient.chunk
-    for layout in patient.layouts:
-        plain = vars(base) | {"causal": True, "layout": layout}
-        case = StateCase(**plain, given=given, taps=taps, each_key=patient.state == "each key")
+    for causal, layout in itertools.product(patient.causal, patient.layouts):
+        case = _case_of_states(patient, vars(base) | {"causal": causal, "layout": layout})
         yield Question(case)
         if P < LEAST:
             continue
         yield Question(replace(case, batch=2))
         yield Question(case, "without gradients")
+        if "chosen" in patient.takes:
+            yield Question(replace(case, choose=True))
+        if "scale" in patient.takes and patient.state == LATENTS:
+            yield Question(replace(case, scale=0.3))
         for first in ((C,), (C + 1,), (2, 1, C // 2, C)) if "documents" in patient.takes else ():
             if sum(first) < case.seq_len:
                 yield Question(replace(case, documents=(*first, case.seq_len - sum(first))))
@@ -205,6 +207,14 @@ def _of_states(patient: Patient, base: Case) -> Iterator[Question]:
                 yield Question(replace(case, seq_len=case.seq_len + 1), feature=UNEQUAL)
         for name in patient.dtypes[1:]:
             yield Question(replace(case, dtype=dtype_of(name)), feature=name)
+
+
+def _case_of_states(patient: Patient, plain: dict[str, Any]) -> Any:
+    if patient.state in (LATENTS, INDEX):
+        return LatentCase(**plain, index=patient.state == INDEX)
+    given = tuple(name for name in ("log_decay", "beta") if name in patient.takes)
+    taps = TAPS if isinstance(patient.function, Convolution) else 0
+    return StateCase(**plain, given=given, taps=taps, each_key=patient.state == "each key")
 
 
 def _unrounded(patient: Patient, case: Case, dtype: str) -> Iterator[Question]:

@@ -6,6 +6,7 @@ An option means what it means in ../../ringlab/ring/flash_ring.py, and has this 
     sinks          attention sinks, a learned logit (H,) in the softmax of each query head
     initial_state  of a state ring (B, H, D, D), what was there before the first token: the same on every rank
     log_decay, g   of a state ring (B, H, C), or k's shape if so claimed; decay is e^log_decay. Its beta is (B, H, C)
+    w_k, w_v, chosen, count    of a ring of latents and of an index, as in latent_case.py
 
 Before: case.py. After: patient.py, the claims; calls.py, the call.
 Source: the signatures of flash_attn_func, ring-flash-attention, torch.nn.functional.scaled_dot_product_attention.
@@ -29,6 +30,7 @@ NAMES = {  # an option: the names of it
     "beta": ("beta",),
     "state": ("state", "initial_state", "h0"),
     "weight": ("weight",),
+    **{name: (name,) for name in ("w_k", "w_v", "chosen", "count")},
 }
 OPTION = {name: option for option, names in NAMES.items() for name in names}
 TENSORS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}  # where their dimensions are in ours

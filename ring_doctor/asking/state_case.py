@@ -67,12 +67,23 @@ class StateCase(Case):
 
     def right(self) -> dict[str, Right]:
         """The right results, document by document, and how far rounding may move them."""
-        return _right(self)
+        return right_of(self, exact_states)
 
 
 @lru_cache(maxsize=512)
-def _right(case: StateCase) -> dict[str, Right]:
-    """No map of a state enlarges it, so each of S tokens adds one rounding of D + 3 operations to what it holds."""
+def right_of(case: Case, compute: Callable[[Any], dict[str, Tensor]]) -> dict[str, Right]:
+    """Its exact results, and their roundings: each of S tokens adds one of D + 3 operations to a sum.
+
+    No map of a state enlarges what it holds; a softmax is a mean.
+    """
+    exact = compute(case)
+    size = max(float(x.norm()) for x in exact.values())
+    wide = torch.promote_types(case.dtype, torch.float32)
+    rounding = case.seq_len * (case.head_dim + 3) * torch.finfo(wide).eps * size
+    return {name: Right(x, torch.full_like(x, rounding), case.dtype, "sums over tokens") for name, x in exact.items()}
+
+
+def exact_states(case: StateCase) -> dict[str, Tensor]:
     outs, (inputs, d_out) = [], leaves(case)
     of_tokens, learned = inputs[: len(case.names)], dict(zip(case.learned, inputs[len(case.names) :], strict=True))
     for part in zip(*(x.split(list(case.documents or (case.seq_len,)), dim=2) for x in of_tokens), strict=True):
@@ -83,21 +94,17 @@ def _right(case: StateCase) -> dict[str, Right]:
             more: dict[str, Any] = dict(zip(case.given, part[3:], strict=True))
             more |= {} if outs else learned  # the first document begins with the state
             outs.append(recurrence(*part[:3], **more)[0])
-    exact = with_gradients(case, torch.cat(outs, dim=2), inputs, d_out)
-    size = max(float(x.norm()) for x in exact.values())
-    wide = torch.promote_types(case.dtype, torch.float32)
-    rounding = case.seq_len * (case.head_dim + 3) * torch.finfo(wide).eps * size
-    return {name: Right(x, torch.full_like(x, rounding), case.dtype, "sums of states") for name, x in exact.items()}
+    return with_gradients(case, torch.cat(outs, dim=2), inputs, d_out)
 
 
-def leaves(case: StateCase) -> tuple[list[Tensor], Tensor]:
+def leaves(case: Case) -> tuple[list[Tensor], Tensor]:
     """The inputs, those that are learned last, which need gradients, and d_out; float64."""
     *inputs, d_out = (x.double() for x in case.whole())
     inputs += [x.double() for x in case.learned.values()]
     return [x.requires_grad_() for x in inputs], d_out
 
 
-def with_gradients(case: StateCase, out: Tensor, inputs: list[Tensor], d_out: Tensor) -> dict[str, Tensor]:
+def with_gradients(case: Case, out: Tensor, inputs: list[Tensor], d_out: Tensor) -> dict[str, Tensor]:
     """out and the gradients of the inputs, by name."""
     gradients = torch.autograd.grad(out, inputs, d_out, allow_unused=True, materialize_grads=True)
     names = [f"d{name}" for name in (*case.names, *case.learned)]

@@ -34,6 +34,7 @@ FEATURES: list[tuple[str, Callable[[Question], Any]]] = [
     ("with {} a rank", lambda question: "one token" if question.case.one_token_each else "more than one token"),
     ("with an {} number of tokens a rank", lambda question: "odd" if _tokens(question) % 2 else "even"),
     ("with {}", lambda question: "large sizes (C > 128)" if _tokens(question) > 128 else "small sizes"),
+    ("{} chosen keys", lambda question: _with(getattr(question.case, "choose", False))),
     ("{} a state before the first token", lambda question: _with(getattr(question.case, "from_state", False))),
     ("in {} job", lambda question: "a part of the" if question.members else "the whole"),
 ]

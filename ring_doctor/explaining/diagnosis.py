@@ -22,17 +22,20 @@ from torch import Tensor
 
 from ring_doctor.asking.answers import WRONG, Answer, Examination, imprecise, never_claimed
 from ring_doctor.asking.case import UNROUNDED, Case
+from ring_doctor.asking.latent_case import INDEX, LATENTS, LatentCase, LatentSteps, compute_latents
 from ring_doctor.asking.questions import BESIDE, KEPT
 from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import BY_WAY, CATALOGUE
 from ring_doctor.explaining.conditions import separated, when_it_shows
 from ring_doctor.explaining.wrong_answer import WrongAnswer
-from ring_doctor.mistakes import Change, Mistake
+from ring_doctor.mistakes import Change, Mistake, latents
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
 from ring_doctor.mistakes.states import MISTAKES as STATES
 from ring_doctor.mistakes.states import RIGHT_STATES, compute_states
 
-FORWARD, EVERYTHING = ("out", "lse"), ("out", "lse", "dq", "dk", "dv", "dlog_decay", "dbeta", "dstate", "dweight")
+FORWARD = ("out", "lse")
+OF_KINDS = ("dlog_decay", "dbeta", "dstate", "dweight", "drope_keys", "dlatents", "dw_k", "dw_v")  # of states, latents
+EVERYTHING = (*FORWARD, "dq", "dk", "dv", *OF_KINDS)
 PARTS = ("dk", "dv"), ("dq",), ("dk",), ("dv",)  # of gradients, which may be wrong by a mistake each
 LARGEST = 800  # tokens in an answer that is computed on paper for each entry
 FEW = 2  # explanations that a headline may name
@@ -97,7 +100,9 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
     of_ways = tuple(dict.fromkeys(BY_WAY[way] for way in BY_WAY if way in ways))
     if ways and "without gradients" not in ways:
         return Diagnosis((Explanation(of_ways, lambda steps: steps, kept),), tuple(wrong), when)
-    mistakes, on_paper = (STATES if examination.patient.state else CATALOGUE).values(), _telling(answered)
+    state, on_paper = examination.patient.state, _telling(answered)
+    of_kind = latents.MISTAKES if state in (LATENTS, INDEX) else STATES if state else CATALOGUE
+    mistakes = of_kind.values()
     found, part = _explain(on_paper, mistakes, progress)
     besides = _besides(found, on_paper, mistakes)
     if besides is not None:  # the others show in answers of their own
@@ -288,8 +293,10 @@ def _fits(explanation: Explanation, wrong: WrongAnswer, names: tuple[str, ...]) 
 @lru_cache(maxsize=4096)
 def _expected(case: Case, change: Change, gradients: bool, condition: str) -> dict[str, Tensor]:
     """What a ring with this mistake returns, on some ranks or on all. Raises NotOnPaper."""
+    steps: Any = change
+    if isinstance(case, LatentCase):
+        return compute_latents(case, steps(LatentSteps()))
     if isinstance(case, StateCase):
-        steps: Any = change
         return compute_states(case, steps(RIGHT_STATES))
     found = compute(case, change(RIGHT), gradients=gradients)
     if condition not in SOME_RANKS:

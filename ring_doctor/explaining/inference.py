@@ -22,6 +22,7 @@ import torch
 
 from ring_doctor.asking.answers import FAILED, Answer, Examination, imprecise, never_claimed
 from ring_doctor.asking.job import ranks_in_words
+from ring_doctor.asking.latent_case import LatentCase
 from ring_doctor.asking.questions import BESIDE
 from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, listed, of_gradients
 from ring_doctor.explaining.grids import XRay
@@ -36,6 +37,7 @@ IN_A_PART = Finding(
 )
 ON_ONE_RANK = "the kernel: scale, softcap, mask, what positions add or turn inside; and at collectives of one rank"
 OF_TAPS = "the tokens that a chunk gets from those before it, and what a document's start clears"
+OF_LATENTS = "which latents, rotated keys and positions a rank uses, and the gradients that travel or stay"
 OF_STATES = "the state with which a rank begins, the decays between two tokens, and what a document's start clears"
 LSE_IS_RIGHT = Finding(
     "out is wrong and lse is right, so each query has the right scores",
@@ -85,7 +87,8 @@ def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
     bad = list(dict.fromkeys(name for answer in wrong for name in answer.wrong))
     good = [name for name in wrong[0].results if name not in bad]
     right = f", {listed(good)} right" if good else ""
-    return [Finding(f"{listed(bad)} wrong{right}", OF_TAPS if getattr(wrong[0].case, "taps", 0) else OF_STATES)]
+    look = OF_TAPS if getattr(wrong[0].case, "taps", 0) else OF_STATES
+    return [Finding(f"{listed(bad)} wrong{right}", OF_LATENTS if isinstance(wrong[0].case, LatentCase) else look)]
 
 
 def _of_one_rank(wrong: list[Answer], findings: list[Finding]) -> list[Finding]:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ring_doctor.asking.examination import examination_of
+from ring_doctor.asking.latent_case import LatentCase, LatentSteps, compute_latents
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import questions
 from ring_doctor.asking.signature import OPTION
@@ -14,8 +15,11 @@ from ring_doctor.asking.state_case import Convolution, StateCase
 from ring_doctor.assertion import examine
 from ring_doctor.explaining import xray
 from ring_doctor.explaining.diagnosis import diagnose
+from ring_doctor.mistakes import latents
 from ring_doctor.mistakes.states import MISTAKES, RIGHT_STATES, compute_states
 from ring_doctor.report import Report, as_json, page
+from ringlab.ring.chosen_keys import choose_keys
+from ringlab.ring.latent_ring import ring_latent_attention
 from ringlab.states.linear_attention import Map, checked_inputs, each_of, in_chunks, states_along
 from ringlab.states.short_convolution import ring_short_convolution
 from ringlab.states.state_ring import ring_linear_attention
@@ -261,3 +265,81 @@ def test_what_has_no_name_is_told_by_what_the_numbers_are_multiplied_by(ranks):
 def unnamed(how, q, k, v, log_decay, beta):
     beta = beta.detach() if how == "dbeta" else beta
     return ring_linear_attention(q, k, v, log_decay, beta)[0] * (2 if how == "twice" else 1)
+
+
+# Latents and chosen keys ----------------------------------------------------------------------------------------------
+
+
+def latents_by_gather(how, q, latents, rope_keys, w_k, w_v, *, causal=False, chosen=None):
+    """All latents and rotated keys, gathered with their gradients. `how` names a mistake, or none."""
+    rank, P, C = dist.get_rank(), dist.get_world_size(), q.shape[2]
+    blocks, ropes = gathered(latents), gathered(rope_keys)
+    if how == "gradient dropped":
+        blocks, ropes = ([x if (rank - j) % P < 2 else x.detach() for j, x in enumerate(xs)] for xs in (blocks, ropes))
+    if how == "own rope":
+        ropes = [rope_keys + 0 * x for x in ropes]
+    c, rope = torch.cat(blocks, dim=1)[:, None], torch.cat(ropes, dim=1)[:, None]
+    if how == "dw":  # each rank scales its part: then the step adds the parts, too
+        w_k, w_v = (w / 2 + (w * (P - 0.5) - (w * (P - 0.5)).detach() + (w / 2).detach()) for w in (w_k, w_v))
+    k = torch.cat([c @ w_k.mT, rope.expand(-1, len(w_k), -1, -1)], dim=-1)
+    keys, queries = torch.arange(P * C), torch.arange(C) + rank * C
+    seen = keys <= queries[:, None] if causal else torch.ones(C, P * C, dtype=torch.bool)
+    if chosen is not None:
+        seen = seen & (chosen[..., None] == (keys % C if how == "local" else keys)).any(dim=2)[:, None]
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -1e4)
+    return (scores.softmax(dim=-1) * seen) @ (c @ w_v.mT)
+
+
+def index_by_gather(how, index_q, index_weights, index_k, count, causal=True):
+    rank, C = dist.get_rank(), index_q.shape[2]
+    keys = torch.cat([index_k] if how == "own shard" else gathered(index_k), dim=1)
+    at = torch.arange(keys.shape[1]) + (rank * C if how == "own shard" else 0)
+    scores = (index_weights[..., None] * (index_q @ keys[:, None].mT).relu()).sum(dim=1)
+    scores = scores.masked_fill(at > (torch.arange(C) + rank * C)[:, None], -torch.inf)
+    best, order = scores.sort(dim=-1, descending=True, stable=True)
+    chosen = (at % C if how == "local positions" else at)[order].masked_fill(best == -torch.inf, -1)[..., :count]
+    return torch.nn.functional.pad(chosen, (0, count - chosen.shape[-1]), value=-1)
+
+
+LATENTS = {  # a ring, and the mistake that it has
+    "own rope": (latents_by_gather, "rope_of_the_own_block"),
+    "gradient dropped": (latents_by_gather, "gradient_of_latents_dropped"),
+    "dw": (latents_by_gather, "dw_counted_once_a_rank"),
+    "local": (latents_by_gather, "chosen_positions_local"),
+    "own shard": (index_by_gather, "best_of_the_own_shard"),
+    "local positions": (index_by_gather, "chosen_positions_local"),
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "claims"),
+    [
+        (ring_latent_attention, {"layouts": ("contiguous", "zigzag", "striped")}),
+        (choose_keys, {"layouts": ("contiguous", "zigzag")}),
+        (partial(latents_by_gather, "right"), {"unequal": False}),
+        (partial(index_by_gather, "right"), {"unequal": False, "causal": True}),
+    ],
+)
+def test_a_right_ring_of_latents_is_healthy(ranks, function, claims):
+    report = examined(ranks, function, (1, 3), state=False, **claims)
+    assert report.level == "right", str(report)
+
+
+@pytest.mark.parametrize("how", LATENTS)
+def test_a_wrong_ring_of_latents_is_named(ranks, how):
+    function, name = LATENTS[how]
+    report = examined(ranks, partial(function, how), (3,), state=False, unequal=False, causal=True)
+    assert report.verdict.startswith(f"SICK: {name}, in "), str(report)
+
+
+def test_every_mistake_of_latents_shows_somewhere_and_no_two_are_alike():
+    kinds = ({}, {"choose": True}, {"index": True})
+    cases = [LatentCase(4, 16, True, layout, **kind) for kind in kinds for layout in ("contiguous", "zigzag")]
+    numbers = {}
+    for mistake in latents.MISTAKES.values():
+        for variant in mistake.variants:
+            found = [(case, compute_latents(case, variant(LatentSteps()))) for case in cases]
+            bad = [not case.right()[n].accepts(x) for case, results in found for n, x in results.items()]
+            assert any(bad), mistake.name
+            numbers.setdefault(tuple(float(x.sum()) for _, results in found for x in results.values()), mistake.name)
+    assert len(numbers) == sum(len(mistake.variants) for mistake in latents.MISTAKES.values())
