@@ -62,12 +62,17 @@ def telling() -> Iterator[Callable[[str], None]]:
             print(end="\r\x1b[K", file=sys.stderr, flush=True)
 
 
+Tell = Callable[[str], None]
+Told = tuple[dict[str, Any], str, str, str]  # a report for programs, as text, its head, and its X-ray as an SVG
+
+
 def run(args: argparse.Namespace) -> int:
     """Examine, print, write. Returns the exit status."""
+    examination = of_jobs if not args.patient else of_model if args.model else of_attention
     try:
         find_project(Path.cwd())
         with telling() as tell:
-            said, report, first, picture = of_model(args, tell) if args.model else of_attention(args, tell)
+            said, report, first, picture = examination(args, tell)
     except CannotExamine as error:
         level, report = CANNOT_TELL, f"{SAID[CANNOT_TELL]}: {error}"
         first = report
@@ -80,8 +85,10 @@ def run(args: argparse.Namespace) -> int:
             args.json.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
         if args.html:
             args.html.write_text(page(said, report, picture), encoding="utf-8")
-    function = named(args.patient if ":" in args.patient else f"{args.patient}:attention")
-    note = tell_github(function, level, first, report)
+    note = ""
+    if args.patient:
+        function = named(args.patient if ":" in args.patient else f"{args.patient}:attention")
+        note = tell_github(function, level, first, report)
     try:
         print(report, flush=True)
         if note:
@@ -91,10 +98,7 @@ def run(args: argparse.Namespace) -> int:
     return STATUS[level]
 
 
-Told = tuple[dict[str, Any], str, str, str]  # a report for programs, as text, its head, and its X-ray as an SVG
-
-
-def of_attention(args: argparse.Namespace, tell: Callable[[str], None]) -> Told:
+def of_attention(args: argparse.Namespace, tell: Tell) -> Told:
     """The examination of an attention. Raises ValueError and CannotExamine."""
     patient = patient_of(args.patient, **claims_of(args))
     choose_device(args.device, max(patient.worlds))
@@ -108,7 +112,7 @@ def of_attention(args: argparse.Namespace, tell: Callable[[str], None]) -> Told:
     return as_json(report), str(report), head(report), picture
 
 
-def of_model(args: argparse.Namespace, tell: Callable[[str], None]) -> Told:
+def of_model(args: argparse.Namespace, tell: Tell) -> Told:
     """The examination of a training step of a whole model. Raises ValueError and CannotExamine."""
     how = {"layout": args.layouts or "contiguous", "vocab": args.vocab, "seed": args.seed, "device": args.device}
     try:
@@ -122,6 +126,13 @@ def of_model(args: argparse.Namespace, tell: Callable[[str], None]) -> Told:
     ]
     said = {"name": args.patient, "torch": version("torch"), "healthy": found.level != WRONG_RING, "answers": answers}
     return said | found.as_json(), str(found), str(found).partition("\n")[0], ""
+
+
+def of_jobs(args: argparse.Namespace, tell: Tell) -> Told:
+    """The examination of two commands. Raises CannotExamine."""
+    how = {"steps": args.steps, "exact": args.exact, "seconds": args.time_limit}
+    found = examine_job(args.one, args.many, **how, progress=tell)
+    return found.as_json(), str(found), "", ""
 
 
 def tell_github(function: Callable[..., Any], level: str, head: str, report: str) -> str:
@@ -171,34 +182,17 @@ def find_project(folder: Path) -> None:
     sys.path[:0] = [str(home) for home in homes if str(home) not in sys.path]
 
 
-def of_jobs(args: argparse.Namespace) -> int:
-    """`ring-doctor run`: examine two commands, print, write. Returns the exit status."""
-    try:
-        with telling() as tell:
-            found = examine_job(
-                args.one, args.many, steps=args.steps, exact=args.exact, seconds=args.time_limit, progress=tell
-            )
-    except CannotExamine as error:
-        print(f"{SAID[CANNOT_TELL]}: {error}")
-        return STATUS[CANNOT_TELL]
-    if args.json:
-        args.json.write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
-    print(found)
-    return STATUS[found.level]
-
-
 def main(argv: list[str] | None = None) -> int:
     """The exit status of the command."""
     words = sys.argv[1:] if argv is None else argv
-    jobs = words[:1] == ["run"]
-    args = parse_run(words[1:]) if jobs else parse(words)
+    args = parse_run(words[1:]) if words[:1] == ["run"] else parse(words)
     if os.environ.get("WORLD_SIZE"):
         said = "WORLD_SIZE is set, as torchrun and sbatch scripts set it; expected no torchrun, or WORLD_SIZE unset"
         print(f"ring-doctor: {said}: the doctor starts its own processes", file=sys.stderr)
         return BAD_INPUT
     for number in (signal.SIGTERM, signal.SIGINT):  # end by an exception: it ends the doctor's processes first
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    return of_jobs(args) if jobs else run(args)
+    return run(args)
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ def parse_run(argv: list[str]) -> argparse.Namespace:
     """The options of `ring-doctor run`. Bad options end the process as those of `parse` do."""
     about = "Are the gradients of the second command those of the first? docs/running_jobs.md says what is compared."
     parser = Parser(prog="ring-doctor run", description=about)
+    parser.set_defaults(patient="", html=None)
     add = parser.add_argument
     add("one", metavar='"COMMAND"', help="a job that is right: one process, or any run that you trust")
     add("many", metavar='"COMMAND"', help="the job that is asked: the same weights, batch and precision, on many ranks")

@@ -195,6 +195,7 @@ class Recorder:
         seen = {"passes": self.passes, "norm": self.norm, "modules": sums, "dtypes": dtypes}
         self.steps.append(seen | {"reported": reported, "returned": [*(own or {}).values()]})
         self.passes, self.norm, self.sums, self.of_modules = [], None, {}, {}
+        self.now = fresh()  # without the messages of gradients
         if len(self.steps) == STEPS:
             self.end()
 
