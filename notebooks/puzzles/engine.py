@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from notebooks.source.trial import LiveTensors
 from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
@@ -148,7 +149,7 @@ class Comm:
 
     def unchanged(self) -> None:
         """Raise ValueError where an input is not as it was: what is held there is not counted."""
-        with torch._C.DisableTorchFunction():
+        with _disable_current_modes():
             if not all(torch.equal(x, was) for x, was in self._inputs):
                 raise ValueError("an input was changed in place, and whoever called you needs it again")
 
@@ -158,12 +159,11 @@ class Comm:
         self._check(sends, sources, how)
         self.unchanged()
         sends = {to: x.detach().contiguous() for to, x in sends.items()}
-        with torch._C.DisableTorchFunction():  # the copies that travel are not the rank's
+        with _disable_current_modes():  # the copies that travel are not the rank's
             came = self._referee.step(self.rank, sends, sources)
-            shapes = {source: (x.shape, x.dtype) for source, x in came.items()}
-        received = {source: torch.empty(shape, dtype=dtype) for source, (shape, dtype) in shapes.items()}
+        received = {source: torch.empty(x.shape, dtype=x.dtype) for source, x in came.items()}
         self._memory.look()
-        with torch._C.DisableTorchFunction():
+        with _disable_current_modes():
             for source, x in came.items():
                 received[source].copy_(x)
         return received
@@ -198,7 +198,7 @@ def _number(rank: Any) -> Any:
 
 def _first(x: Tensor) -> float:
     """Its first number. The counts of memory do not see that it is taken."""
-    with torch._C.DisableTorchFunction():
+    with _disable_current_modes():
         return float(x.flatten()[0])
 
 

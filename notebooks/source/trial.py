@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ringlab.basics.blockwise_attention import attend
@@ -75,7 +75,7 @@ class Ran:
     waits: str = ""  # the line where it was when the time was up
 
 
-class LiveTensors(TorchFunctionMode):
+class LiveTensors(TorchDispatchMode):
     """Counts the bytes of all tensors that a thread has made or used and that are alive, but for the inputs."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
@@ -84,8 +84,12 @@ class LiveTensors(TorchFunctionMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each rank would import the compiler, for seconds
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
         for x in tree_leaves((result, args, kwargs)):  # a tensor that was made elsewhere shows when it is used
             if isinstance(x, Tensor):
                 storage = StorageWeakRef(x.untyped_storage())

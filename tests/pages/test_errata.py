@@ -27,18 +27,6 @@ def test_it_shows_what_the_command_prints(capsys):
 
 # The published page of the worked example ----------------------------------------------------------------------------
 
-X = TOKENS[None, None]
-
-
-def run(capsys) -> str:
-    assert published.main() == 0
-    return capsys.readouterr().out
-
-
-def decimals(text: str) -> list[float]:
-    """The numbers with a decimal point, in order."""
-    return [float(number) for number in re.findall(r"\d+\.\d+", text)]
-
 
 def softmax(*scores: float) -> torch.Tensor:
     return torch.softmax(torch.tensor(scores, dtype=torch.float64), dim=0)

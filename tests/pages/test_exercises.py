@@ -68,6 +68,14 @@ HINTS = [
 # The solutions -----------------------------------------------------------------------------------------------------
 
 
+def run(cell, names):
+    """The names of a notebook in which this cell has been run; inspect finds its source."""
+    file = f"<cell {hash(cell)}>"
+    linecache.cache[file] = len(cell), None, cell.splitlines(keepends=True), file
+    exec(compile(cell, file, "exec"), names)
+    return names
+
+
 def namespace(chapter, code):
     """What the notebook gives to `code`: the names that it imports, of those that are in the code."""
     found = {"__name__": "__main__"}
@@ -88,10 +96,7 @@ def solution_code(chapter):
 def solutions(chapter):
     """The answers as they stand in the notebook, run with what the notebook has: nothing is added here."""
     code = solution_code(chapter)
-    found, file = namespace(chapter, code), f"<solutions of {chapter.stem}>"
-    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)  # where inspect finds their source
-    exec(compile(code, file, "exec"), found)
-    return found
+    return run(code, namespace(chapter, code))
 
 
 def solution(check):
@@ -290,14 +295,6 @@ def test_a_ring_without_a_max_is_told_where_scores_are_large():
     assert CATALOGUE["unstabilised"].what in the_ring.mistake(out[:, :, 4:8], 1, [4] * 4, whole)
 
 
-def notebook(cell):
-    """The names of a notebook in which this cell has been run."""
-    file, known = f"<cell {hash(cell)}>", {}
-    linecache.cache[file] = len(cell), None, cell.splitlines(keepends=True), file
-    exec(compile(cell, file, "exec"), known)
-    return known
-
-
 CELLS = [  # f() is 2, also without what needs another cell
     "import math\nROOT = math.sqrt(4)",
     "TABLE = {}\nfor i in range(3):\n    TABLE[i] = i\nROOT = TABLE[2]",
@@ -309,7 +306,7 @@ CELLS = [  # f() is 2, also without what needs another cell
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_function_takes_its_cell_along(cell):
     """A statement that needs another cell is left out, as the call of the check is."""
-    f = cell_of(notebook(f"{cell}\ndef f():\n    return ROOT")["f"])
+    f = cell_of(run(f"{cell}\ndef f():\n    return ROOT", {})["f"])
     assert replace(f, source=f"{f.source}\nprint(check_it(f))\nother = of_another_cell + 1").function({})() == 2
 
 
@@ -324,7 +321,7 @@ def test_a_function_takes_its_cell_along(cell):
 )
 def test_a_function_that_cannot_travel_is_told(cell, words):
     with pytest.raises(ValueError, match=words):
-        cell_of(notebook(cell)["g"]).function({})
+        cell_of(run(cell, {})["g"]).function({})
 
 
 def test_long_queries_have_scores_whose_exp_is_inf_or_0():

@@ -121,10 +121,8 @@ def test_every_concept_is_on_the_map():
         assert f"]({path.name})" in MAP, path
 
 
-# The glossary, and links ---------------------------------------------------------------------------------------------
+# Links ---------------------------------------------------------------------------------------------------------------
 
-GLOSSARY = (ROOT / "docs/glossary.md").read_text()
-TERMS = re.findall(r"^## (.+)$", GLOSSARY, re.M)
 # Whatever a reader may click; a notebook's .py source has the same links as its .ipynb.
 FOLDERS = ("", "bench/", "book/pages/", "docs/", "examples/", "notebooks/", "ringlab/**/", "ring_doctor/**/")
 PAGES = [path for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")] + [
@@ -149,18 +147,6 @@ def dead_links(page: Path, text: str) -> list[str]:
         if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
             dead.append(link)
     return dead
-
-
-def test_terms_are_in_alphabetical_order_and_each_appears_once():
-    assert len(TERMS) > 40
-    assert sorted(set(TERMS), key=str.lower) == TERMS
-
-
-def test_a_term_is_explained_briefly_and_names_the_file_that_teaches_it():
-    for term in TERMS:
-        entry = GLOSSARY.partition(f"\n## {term}\n")[2].partition("\n## ")[0]
-        assert 40 < len(entry) < 600, term
-        assert re.search(r"\]\([a-z_/0-9.]+\.(py|ipynb)\)|\]\((\.\./README|use)\.md#", entry), term
 
 
 def test_every_link_leads_somewhere():

@@ -4,28 +4,22 @@ import tracemalloc
 from random import Random
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from notebooks.source.checks.answers import Exercise, NotYet, difference, torch_generator
+from notebooks.source.trial import LiveTensors
 from ringlab.basics.naive_attention import naive_attention
 
 PRODUCTS = ("mm", "mv", "dot", "_attention", "_for_cpu")  # so end the names of torch's products, and of its attention
 
 
-class PeakMemory(TorchDispatchMode):
-    """Notes the most bytes that tensors had at once which were made inside the `with`.
+class PeakMemory(LiveTensors):
+    """Notes the most bytes at once, and the most rows of `keys` (S, D), or of `values`, in one product of matrices."""
 
-    It also notes the most rows of `keys` (S, D), or of `values`, that went into one product of matrices.
-    """
-
-    bytes = 0
     rows = 0
 
     def __init__(self, keys, values):
-        super().__init__()
+        super().__init__((keys, values))
         self.known = torch.cat((keys, values))
-        self.alive = {}  # two views of one storage count once
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         D = self.known.shape[1]
@@ -33,13 +27,8 @@ class PeakMemory(TorchDispatchMode):
             for way in (x, x.mT) if isinstance(x, torch.Tensor) and x.ndim > 1 else ():
                 if way.shape[-1] == D and x.numel() > self.rows * D:
                     self.rows = max(self.rows, int((way.reshape(-1, 1, D) == self.known).all(-1).any(-1).sum()))
-        result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
-        self.bytes = max(self.bytes, sum(size for _, size in self.alive.values()))
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        self.look()
         return result
 
 
@@ -56,7 +45,7 @@ def _one_block_at_a_time(answer):
     tracemalloc.start()  # the memory of numpy and of lists
     try:
         second = answer(q, k, v, block_size)
-        largest = max(seen.bytes, tracemalloc.get_traced_memory()[1])
+        largest = max(seen.most, tracemalloc.get_traced_memory()[1])
     finally:
         tracemalloc.stop()
     exact = _exact(q, k, v, block_size)
