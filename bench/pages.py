@@ -8,12 +8,12 @@ import re
 from statistics import geometric_mean
 from typing import Any
 
-from bench import gpu, in_context_rl, memory, models, record, retrieval, speed, wires
+from bench import gpu, memory, models, record, retrieval, speed, wires
 from bench.memory import lengths
 from bench.models import MEMORY, ONE, RING, TORCH
 
 PAGE = record.ROOT / "bench/README.md"
-PARTS = (memory, speed, wires, models, retrieval, in_context_rl)
+PARTS = (memory, speed, wires, models, retrieval)
 BENCHES = {bench.name: bench for part in PARTS for bench in part.BENCHES}
 PEERS = {  # a row of the trainable ring's table: its case, the ring with messages and in shared memory
     "forward": (speed.FORWARD, speed.FULL, speed.MEMORY),
@@ -173,8 +173,10 @@ def renewed(text: str) -> str:
 def of_results(text: str) -> str:
     """bench/results/README.md with the heading and the tables of all results made anew; new ones at its end."""
     tables = {name: bench.tables for name, bench in BENCHES.items()} | {"gpu": gpu.tables}
-    for path in sorted(record.FOLDER.glob("*.json")):
-        name, results = path.stem, record.load(path.stem)
+    for name in sorted(tables):
+        if not (record.FOLDER / f"{name}.json").exists():
+            continue
+        results = record.load(name)
         parts = [record.heading(results), *tables[name](results)]
         blocks = {f"{name} {i}": part for i, part in enumerate(parts)}
         if f"<!-- {name} 0 -->" not in text:

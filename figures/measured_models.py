@@ -4,11 +4,10 @@ $ python -m bench retrieval     # trains again; retrieval is also the name of th
 $ python -m figures.draw_all    # draws again
 """
 
+import torch
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 
 from bench import record
-from bench.in_context_rl import ARMS, BEST, CLONING, LEARNER, TRAJECTORY, rewards
-from bench.in_context_rl import RUNS as LEARNERS
 from bench.models import BF16, MERGE, ONE, RING, ROUNDED, curves, differences, milliseconds
 from bench.retrieval import LONGER, RUNS, SQUEEZED, accuracies, lengths
 from figures import shapes
@@ -162,23 +161,24 @@ def in_context_rl() -> drawing.Picture:
     0.84, and Thompson sampling, from which both learned, at 0.86. The best arm gives 0.91.
     """
     looks = {  # colour (not that of a block: these are players), line style, marker
-        BEST: (drawing.MUTED, (0, (1, 1.6)), ""),
-        LEARNER: (drawing.INK, (0, (5, 2)), ""),
+        "the best arm": (drawing.MUTED, (0, (1, 1.6)), ""),
+        "Thompson sampling": (drawing.INK, (0, (5, 2)), ""),
         "4n, ring of 4": ("#8C1D40", "-", "o"),
         "n, one process": ("#D79BBB", "-", "s"),
-        CLONING: (drawing.MUTED, "-", "^"),
+        "behaviour cloning": (drawing.MUTED, "-", "^"),
     }
     results = record.load("in_context_rl")
     n, seeds = results["trajectories"], len(results["seeds"])
-    on, what = results["machine"], f"{ARMS}-armed bandits, {TRAJECTORY} pulls in a trajectory, n = {n}"
+    on, what = results["machine"], f"10-armed bandits, 8 pulls in a trajectory, n = {n}"
     said = f"{what}, {results['tasks']} new tasks, {seeds} seeds   {on['cores']} cores, {on['date'][:10]}"
     title = "In-context reinforcement learning: n and 4n trajectories"
     figure, page = shapes.headed(620, in_context_rl, title, {65: said})
     ax = shapes.numbers(figure, (0.075, 0.235, 0.905, 0.62), x="trajectory", y="mean reward of a pull")
     for i, (player, (colour, dashes, marker)) in enumerate(looks.items()):
-        seen = rewards(results, player)  # (seeds, trajectories)
+        of_seeds = [row["reward"] for row in results["rows"] if row["player"] == player]
+        seen = torch.tensor(of_seeds, dtype=torch.float64)  # (seeds, trajectories)
         at = range(1, seen.shape[1] + 1)
-        bars = {"capsize": 3, "elinewidth": 1.2} if player in LEARNERS else {"elinewidth": 0}
+        bars = {"capsize": 3, "elinewidth": 1.2} if marker in ("o", "s") else {"elinewidth": 0}
         spread = seen.std(dim=0, correction=0)
         ax.errorbar(at, seen.mean(dim=0), spread, color=colour, ls=dashes, marker=marker, lw=2.2, ms=6, **bars)
         x, y = 75 + 320 * (i % 3), 556 + 30 * (i // 3)

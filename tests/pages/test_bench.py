@@ -1,6 +1,5 @@
 """The benches run and count what they should, and their committed tables show their numbers. Nothing is timed."""
 
-import itertools
 import os
 import re
 import resource
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import in_context_rl, memory, models, pages, record, retrieval, speed, wires
+from bench import memory, models, pages, record, retrieval, speed, wires
 from bench.pages import BENCHES
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.processes import RankContext
@@ -35,7 +34,7 @@ def _in_the_pool(ranks, monkeypatch):
     def launch(work, world_size, *args):
         return ranks(world_size, without_pause, work, *args)
 
-    for part in (in_context_rl, models, retrieval, speed, wires):
+    for part in (models, retrieval, speed, wires):
         monkeypatch.setattr(part, "launch", launch)
     monkeypatch.setattr(speed, "pin", lambda cores: None)  # it would pin this process too
 
@@ -65,7 +64,10 @@ def run(_in_the_pool, tmp_path, monkeypatch):
 
 def test_committed_results_name_their_machine_and_their_page_shows_them():
     assert pages.of_results(RESULTS) == RESULTS, "python -m bench.pages writes them"
-    assert {path.stem for path in record.FOLDER.glob("*.json")} == set(BENCHES)
+    assert {path.stem for path in record.FOLDER.glob("*.json")} == {
+        *BENCHES,
+        "in_context_rl",
+    }  # an experiment that is in the history
     for name in BENCHES:
         results = record.load(name)
         assert results["command"] == f"python -m bench {name}"
@@ -115,10 +117,6 @@ RUNS = {  # a small run of a bench: a part of its table, its sizes
         "| 4 x, ring of 4 | 48 |",
         {"lines": 8, "ids": 64, "seeds": [0], "steps": 2, "batch": 2, "questions": 256},
     ),
-    "in_context_rl": (
-        "| Thompson sampling | 0.",
-        {"trajectories": 1, "seeds": [0, 1], "steps": 2, "batch": 2, "histories": 6, "tasks": 5},
-    ),
     "memory": (
         "\n| 2,048 | 48.0 / not measured |",
         {"lengths": [256, 1024, 2048], "heads": 1, "head_dim": 64, "world_size": 2, "naive_limit": 1024},
@@ -142,7 +140,7 @@ RUNS = {  # a small run of a bench: a part of its table, its sizes
 }
 
 
-LONG = ("ring_vs_full", "retrieval", "in_context_rl", "memory", "loss_curves")  # five seconds or more
+LONG = ("ring_vs_full", "retrieval", "memory", "loss_curves")  # five seconds or more
 
 
 @pytest.mark.slow
@@ -176,17 +174,6 @@ def test_results_are_kept_and_a_stopped_bench_goes_on_where_it_was(tmp_path, mon
         rows = record.rows("slow", {"cores": cores}, steps, lambda step: {"seen": "new"})
         assert rows == [{"step": "a", "seen": "old" if kept else "new"}, {"step": "b", "seen": "new"}]
     assert not list(tmp_path.glob("*unfinished*"))
-
-
-# What the pages claim, of the committed results; their numbers are those of bench/pages.py
-
-
-def test_longer_contexts_get_more_reward():
-    """Chapter 15 shows and asserts the same of the lines that are found."""
-    games = record.load("in_context_rl")
-    players = (in_context_rl.CLONING, *in_context_rl.RUNS, in_context_rl.BEST)
-    rewards = [in_context_rl.rewards(games, player)[:, -1] for player in players]
-    assert all((worse < better).all() for worse, better in itertools.pairwise(rewards))
 
 
 def doubled(q, k, v, **options):
