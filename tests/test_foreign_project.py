@@ -168,13 +168,6 @@ def flat(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def nested(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("nested")
-    project(folder / "src")
-    return folder
-
-
 def torchrun(processes):
     return "python", "-m", "torch.distributed.run", f"--nproc_per_node={processes}"
 
@@ -241,15 +234,6 @@ def test_the_ring_trains_there(here, flat):
     done = here(flat, *torchrun(3), "train.py")
     said = re.findall(r"rank (\d) of 3 is right", done.stdout)  # ranks may share a line
     assert sorted(said) == ["0", "1", "2"], done.stderr
-
-
-@pytest.mark.exhaustive  # the next test asks it for the same mistake
-def test_the_doctor_finds_their_ring(here, nested):
-    page, few = nested / "ring.html", ("--dtype", "float32", "--forward-only")
-    done = here(nested, "ring-doctor", "theirs.models.ring:scaled_twice", "--worlds", "3", *few, "--html", page)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("SICK: scale_twice, in theirs.models.ring:scaled_twice\n")
-    assert "<svg" not in page.read_text()  # they have no matplotlib
 
 
 @pytest.mark.slow

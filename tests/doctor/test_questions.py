@@ -5,6 +5,7 @@ The inputs for sums in 16 bits are tried on paper and by real rings, right ones 
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,8 @@ from ring_doctor.asking import examination
 from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG, judge, right_results
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import UNROUNDED, Case
-from ring_doctor.asking.patient import patient_of
-from ring_doctor.asking.questions import LSE, WAYS, Question, in_turn, kind, questions
+from ring_doctor.asking.patient import dtype_of, patient_of
+from ring_doctor.asking.questions import AFTER, LSE, WAYS, Question, in_turn, kind, questions
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ringlab.ring.flash_ring import ring_flash_attention
@@ -253,64 +254,48 @@ def in_words(question):
     return f"{question.words()}{before}" + (f"; may refuse: {question.feature}" if question.feature else "") + "\n"
 
 
-def test_everything_that_is_asked():
-    """A question that is lost, or asked with fewer ranks, masks or dtypes, or that must be answered, is missed here."""
-    assert list(map(in_words, all_questions(RING))) == ASKED.read_text().splitlines(keepends=True)
-
-
-def whats(patient, dtype=torch.float64):
-    return {question.what() for question in all_questions(patient, dtype)}
-
-
 def plain_only(q, k, v):
     return ring_flash_attention(q, k, v)
 
 
-def test_a_patient_is_not_asked_what_it_does_not_claim():
-    assert not [what for what in whats(patient_of(plain_only)) if "window" in what or "scale" in what]
-    assert "C = 6 or 7" not in whats(replace(RING, unequal=False))
-    assert not [what for what in whats(replace(RING, grouped=False)) if "query heads" in what]
-    assert not [what for what in whats(replace(RING, own_values=False)) if "V of D" in what]
-    of_forward = whats(replace(RING, gradients=False))
-    assert not [what for what in of_forward if any(word in what for word in ("frozen", "interleaved", "backward"))]
-    assert "inputs made for 16-bit sums, C = 8" in {what.removeprefix("without gradients, ") for what in of_forward}
-    few = patient_of(odd_patients.right, causal=True, layouts="zigzag", dtypes="float64")
-    assert {what.partition(",")[0] for what in whats(few) if what.startswith("beside other")} == {
-        "beside other heads",
-        "beside other head dims",
-        "beside other batches",
+PATIENTS = {
+    "every argument": RING,
+    "no option": patient_of(plain_only),
+    "no groups, equal chunks, one head dim": replace(RING, grouped=False, unequal=False, own_values=False),
+    "forward only": replace(RING, gradients=False),
+    "zigzag in float64 only": patient_of(odd_patients.right, causal=True, layouts="zigzag", dtypes="float64"),
+    **{f"{', '.join(only)} only": replace(RING, dtypes=only) for only in (("float64", "float32"), ("float16",))},
+    **{f"{worlds} ranks": replace(RING, worlds=worlds) for worlds in ((1, 2, 3), (2, 3), (6, 8))},
+    "own sizes": replace(RING, heads=6, kv_heads=3, head_dim=24, chunk=16, batch=2),
+    "the least sizes": replace(RING, chunk=4, head_dim=1),
+}
+
+
+def asked_of(name):
+    """All questions to a ring with every argument; of other patients what is asked, in which sizes, how often."""
+    found = all_questions(PATIENTS[name], dtype_of(PATIENTS[name].dtypes[0]))
+    if name == "every argument":
+        return "".join(map(in_words, found))
+    cases = {
+        (it.batch, it.heads, it.kv_heads, it.head_dim, it.value_dim or it.head_dim) for it in (q.case for q in found)
     }
-    assert "autocast, C = 6" not in whats(replace(RING, dtypes=("float64", "float32")))
+    lines = [name, f"questions: {Counter(question.case.world_size for question in found)}"]
+    lines += [f"B, H, G, D, Dv: {sorted(cases)}"]
+    lines += [f"{what}: {n}" for what, n in sorted(Counter(question.what() for question in found).items())]
+    return "\n    ".join(lines) + "\n\n"
 
 
-def test_other_numbers_of_ranks():
-    """Everything is asked with 3 and 4 ranks, or else with the most."""
-    for worlds, full in [((1, 2, 3, 4, 5), {3, 4}), ((2, 3), {3}), ((6, 8), {8})]:
-        found = all_questions(replace(RING, worlds=worlds))
-        assert {q.case.world_size for q in found} == set(worlds)
-        assert {q.case.world_size for q in found if q.how == "views"} == full | ({1} & set(worlds))
-        assert all(q.members == tuple(range(1, q.case.world_size + 1)) for q in found if q.members)  # not from rank 0
-        assert {q.case.world_size for q in found if q.members} == {P for P in full if max(worlds) > P}
+@pytest.mark.parametrize("name", PATIENTS)
+def test_everything_that_is_asked(name):
+    """A question that is lost, or asked with fewer ranks, masks or dtypes, or that must be answered, is missed here."""
+    assert asked_of(name) in ASKED.read_text()
 
 
-def test_the_claims_of_a_patient_reach_every_kind_of_question():
-    claims = {"heads": 6, "kv_heads": 3, "head_dim": 24, "chunk": 16, "batch": 2}
-    found = all_questions(replace(RING, **claims))
-    assert len(found) == len(set(found)) == len(all_questions(RING)) + 3 * len(MASKS)  # groups of 6, 2 and 1
-    for question in found:
-        case = question.case
-        if case.inputs in UNROUNDED:
-            assert (case.heads, case.kv_heads, case.head_dim, case.seq_len) == (6, 6, 64, 64)
-            continue
-        assert case.batch == (3 if "batch of 3" in question.what() else 2)
-        assert not question.others or all(replace(case, **vars(other)) != case for other in question.others)
-        wide = 48 if question.how == "beside other head dims" else 24
-        assert (case.heads, case.value_dim or case.head_dim) in ((6, wide), (12, 24))
-        more = (48, 96) if case.world_size == 1 else ()
-        assert case.seq_len / case.world_size in (1, 16, 17, 32, 272, *more) or not case.equal_chunks
-    least = all_questions(replace(RING, chunk=4, head_dim=1))
-    assert all(min(q.case.documents) > 0 for q in least if q.case.documents)
-    assert {q.case.head_dim for q in least if q.case.inputs in UNROUNDED} == {4}
+def test_every_question_is_another_one():
+    for patient in PATIENTS.values():
+        found = all_questions(patient)
+        assert len(found) == len(set(found))
+        assert not any(vars(it.case) == vars(other) for it in found for other in it.others if it.how != AFTER)
 
 
 @pytest.mark.parametrize("head_dim", [1, 4, 5, 16, 17, 63, 64, 65, 256])
@@ -322,25 +307,10 @@ def test_the_scale_of_inputs_that_round_nothing_is_a_power_of_two(head_dim):
     assert found == 4 or found < 4 * head_dim
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN)
-def test_a_ring_for_16_bits_only_is_asked_everything_in_16_bits(dtype):
-    name = str(dtype).removeprefix("torch.")
-    found = all_questions(replace(RING, dtypes=(name,)), dtype)
-    assert {question.case.dtype for question in found} == {dtype}
-    widest = whats(replace(RING, dtypes=("float64", name)))
-    several = {"autocast, C = 6", "autocast, C = 18", "beside other dtypes, C = 6", "beside other dtypes, C = 18"}
-    assert {question.what() for question in found} == widest - several
-
-
 # What a quick examination asks ------------------------------------------------------------------------------------
 
-PATIENTS = {
-    "every argument": RING,
-    "three ranks": patient_of(odd_patients.right, worlds=(1, 2, 3)),
-}
 
-
-@pytest.mark.parametrize("name", PATIENTS)
+@pytest.mark.parametrize("name", ["every argument", "(1, 2, 3) ranks"])
 def test_every_kind_of_question_is_asked_and_each_mask_and_layout_on_each_number_of_ranks(name):
     """Of each kind the last question, which is causal, comes first; the others follow where it is refused."""
     patient = PATIENTS[name]
@@ -515,4 +485,4 @@ def test_a_ring_that_adds_up_in_16_bits_is_wrong_under_every_mask(ranks, ring):
 
 
 if __name__ == "__main__":
-    ASKED.write_text("".join(map(in_words, all_questions(RING))))
+    ASKED.write_text("".join(map(asked_of, PATIENTS)))

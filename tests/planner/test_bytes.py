@@ -89,6 +89,7 @@ def test_a_ring_sends_blocks_in_the_dtype_of_q_and_sums_in_float32_at_least(rank
         assert sorted(message.bytes for message in backward if message.kind == "send") == sorted(kv + d_kv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 3), (3, 1), (2, 3), (3, 2)], ids=name_of)
 @pytest.mark.parametrize("window", [None, 2])
 def test_a_double_ring_sends_few_blocks_to_another_host(ranks, shape, window):
@@ -107,6 +108,7 @@ def test_a_double_ring_sends_few_blocks_to_another_host(ranks, shape, window):
         assert sent(backward) == sum_of(*hops, *sums, *homes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "heads", "kv_heads"), [((3, 2), 6, 1), ((2, 3), 10, 2)], ids=name_of)
 def test_a_hybrid_sends_the_blocks_of_a_ring_between_rows(ranks, shape, heads, kv_heads):
     rows, inside = shape
@@ -120,6 +122,7 @@ def test_a_hybrid_sends_the_blocks_of_a_ring_between_rows(ranks, shape, heads, k
         assert sum(sent(backward).values()) == 3 * hops  # K and V again; their gradients in float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "heads", "kv_heads"), [(1, 4, 2), (4, 6, 2), (3, 10, 2), (5, 7, 1)])
 def test_all_to_all_sends_heads_once_each_way(ranks, size, heads, kv_heads):
     """D numbers of a token of q and k, Dv of v and out; backward as many of the gradients."""
@@ -161,6 +164,7 @@ def sum_of_copies(context):
     return exchange.to_tokens([part])[0].item()
 
 
+@pytest.mark.slow
 def test_gradients_of_copies_are_added_in_float32(ranks):
     """In bfloat16 1 + 2^-8 is 1, and once more."""
     assert ranks(3, sum_of_copies) == [1 + 2.0**-7] * 3
@@ -189,6 +193,7 @@ def watched_gathers(context, problem):
     return forward, sent[len(forward) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 3])
 def test_an_all_gather_sends_what_the_docstring_says(ranks, kv_heads):
     """(P-1)·B·G·C·(D + Dv) numbers for each collective, where C is the longest chunk."""
@@ -218,6 +223,7 @@ def on_hosts(context, shape, hosts):
     return [(each.kind, each.peer, each.bytes) for each in watch.messages]
 
 
+@pytest.mark.slow
 @needs_linux
 @pytest.mark.parametrize(("shape", "hosts"), [((3, 2), "aabbcc"), ((2, 3), "aaabbb")])
 def test_only_blocks_between_hosts_are_messages(ranks, shape, hosts):
@@ -230,6 +236,7 @@ def test_only_blocks_between_hosts_are_messages(ranks, shape, hosts):
         assert len(messages) == len(moves)
 
 
+@pytest.mark.slow
 @needs_linux
 def test_a_row_that_is_not_on_one_host_is_refused_on_every_rank(ranks):
     words = ["is on host", "shared memory needs ranks of one host"]

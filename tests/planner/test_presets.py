@@ -11,12 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ring_planner.hidden_communication import AttentionLayer, block_flops, hop_bytes
 from ring_planner.layers import LinearLayers
-from ring_planner.memory import step_bytes
-from ring_planner.plan import Plan
 from ring_planner.presets import GPUS, MODELS, NARROW, Model, gpu_named, model_named
 from ring_planner.round_costs import realistic
 from ring_planner.seconds import Pass, pass_of
-from ring_planner.step import Step, attention_seconds
 from ring_planner.ways import Cluster
 from ringlab.models.transformer import Config, Transformer
 from ringlab.states.linear_attention import linear_attention
@@ -111,33 +108,6 @@ def test_the_flops_of_a_linear_layer_are_those_that_torch_counts(chunks):
         linear_attention(q, k, v, torch.zeros(1, H, S), torch.ones(1, H, S))
     solve = 64 * (D + Dv) * H * S
     assert counted.get_total_flops() + solve == LinearLayers(1, H, H, D, Dv, 4).flops * S
-
-
-def test_a_hybrid_is_counted_layer_by_layer():
-    """Three of four layers are linear: their time grows with S, not S²; their messages do not; they keep no K and V."""
-    hybrid = model_named("qwen3-next-80b-a3b")
-    softmax = replace(hybrid, linear=None)
-
-    def step(model, S, **options):
-        return Step(model, gpu_named("h200"), 4, 8, S, cp=8, tp=2, way="ring", **options)
-
-    for S in (2**17, 2**20):
-        each, whole = (attention_seconds(step(model, S)) for model in (hybrid, softmax))
-        assert 0 < each[0] - whole[0] / 4 < 0.2 * whole[0]
-    message, work = (
-        [attention_seconds(step(replace(hybrid, linear=it), 2**17))[0] for it in (hybrid.linear, twice)]
-        for twice in (replace(hybrid.linear, key_dim=256), replace(hybrid.linear, value_dim=256))
-    )
-    assert message[1] > message[0]
-    assert work[1] > work[0]
-    kv, all_kv = (step_bytes(step(model, 2**20, task="prefill"))["K and V"] for model in (hybrid, softmax))
-    states = 36 * 32 * 128 * 128 * 4 / 2
-    assert kv == all_kv / 4 + states
-    kept, all_kept = (step_bytes(step(model, 2**17, recompute="none"))["activations"] for model in (hybrid, softmax))
-    linear = 4 * 2048 + 2 * 8192 + 3 * 4096 + 2 * 32  # x, h, x/rms, n; q, k, v twice; gate, out, gated; decay and beta
-    attention = 4 * 2048 + 2 * 4096 + 2 * 512 + 2 * 256 + 4096 + 16  # n; q, out; k, v; rotary; the kernel's out and lse
-    assert all_kept - kept == 2 * 2**17 / 16 * 36 * (attention - linear)
-    assert Plan(step(hybrid, 2**17)).interval is None  # no hybrid was measured
 
 
 LLAMA = {

@@ -120,26 +120,6 @@ def pairs(way="ring", **options):
     return 2 * simulate(way, HOST, LAYER, LONG, **options)
 
 
-def test_masks_and_layouts():
-    diagonal, block = LONG * (LONG + TILE) / 2, LONG**2
-    assert pairs(mask="none") == 4 * block
-    assert pairs(mask="causal", layout="contiguous") == diagonal + 3 * block  # of the last rank
-    assert pairs(mask="causal", layout="zigzag") == diagonal + 3 * block / 2
-    assert pairs(mask="causal", layout="striped") == 4 * diagonal
-    assert pairs() == 4 * block / 2
-    whole = 4 * LONG * (4 * LONG + TILE) / 2 / 4  # a quarter of the heads
-    assert all(pairs("all-to-all", mask="causal", layout=each) == whole for each in ("contiguous", "zigzag", "striped"))
-    assert pairs("all-gather", mask="causal") == 4 * block / 2
-    assert pairs("all-gather", mask="causal", layout="contiguous") == LONG * (4 * LONG - LONG / 2)
-    assert pairs(mask="none", backward=True) / 2 == 4 * block  # 10 · hidden FLOPs a pair, and as many a second
-    slower = replace(HOST, causal=2.0)
-    last = LONG * (4 * LONG - LONG / 2) + LONG**2 / 2  # only the diagonal block pays for the mask, as in a ring
-    assert 2 * simulate("all-gather", slower, LAYER, LONG, mask="causal", layout="contiguous") == last
-    zigzag = {"mask": "causal", "layout": "zigzag"}
-    assert 2 * simulate("ring", slower, LAYER, LONG, **zigzag) == 2 * diagonal + 3 * block / 2
-    assert simulate("ring", slower, LAYER, LONG, mask="none") == simulate("ring", HOST, LAYER, LONG, mask="none")
-
-
 def test_messages_slow_the_computing_beside_them():
     """A hop of 1 s, computing of 2 s a round: 2 s of each of the first three rounds last 1 s longer at slowdown 2."""
     host = Cluster(1, 4, 1024, 256, slowdown=1.5)

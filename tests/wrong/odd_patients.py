@@ -152,9 +152,6 @@ def sequence_first(q, k, v, causal=False):
     return out.permute(2, 0, 1, 3)
 
 
-not_a_function = 1
-
-
 def no_arguments():
     return None
 
