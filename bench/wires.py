@@ -1,4 +1,4 @@
-"""Messages over slow wires: what a ring hides of them, how many it sends, and which of five ways wins.
+"""Messages over slow wires: what a ring hides of them, and which of five ways wins.
 
 On one machine the cores that compute also copy the messages, so hiding them saves little time. So messages take time on
 a wire here, as in a cluster: a loopback that carries a set rate, or hosts (network namespaces, hosts.py) with links.
@@ -13,12 +13,6 @@ overlap_threshold    the share that a ring between two hosts hides, against the 
     predicted        min(1, C / C*), with the knee C* = w/2 · flops / bandwidth of the same run; w = 4 bytes
     measured         1 - wait / hop, where the wait is what is left of the hop when the ring has computed its block
 
-gradients_home       a training pass with P - 1 messages of gradients, and with the P messages of other rings, in turn
-    now              a rank's own share of dK and dV stays at home: P - 1 messages (ringlab/ring/schedule.py)
-    P messages       the own share travels too, and the message home comes after all computing: so it was here before
-    torch's loop     PyTorch's own context-parallel loop: P messages
-    to learn from    backward.py: P - 1 messages, for which every rank waits, and no mask
-
 five_ways            five ways to share a sequence, and PyTorch's own loop, on hosts with a slow link: seconds of the
                      forward pass, and of forward and backward, of a causal layer in the zigzag layout
 
@@ -28,23 +22,21 @@ The ranks of a host share its core, so the machine has more ranks than cores.
 Linux only, as root, with iproute2 and util-linux. Elsewhere it gives the reason and measures nothing. The five ways
 take about half an hour.
 
-    $ sudo .venv/bin/python -m bench overlap overlap_threshold gradients_home five_ways
+    $ sudo .venv/bin/python -m bench overlap overlap_threshold five_ways
 """
 
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from statistics import geometric_mean, mean, median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench import record
-from bench.hosts import LINK, hosts, job, slow_loopback
+from bench.hosts import hosts, job, slow_loopback
 from bench.peers import Pass, passes, torch_loop
 from bench.record import Bench, Method, Results, in_turn
 from ring_planner.hidden_communication import (
@@ -56,13 +48,12 @@ from ring_planner.hidden_communication import (
 )
 from ring_planner.ways import WAYS
 from ringlab.basics.ranks import gather, scatter
-from ringlab.ring import overlap, schedule
-from ringlab.ring.backward import ring_attention
+from ringlab.ring import overlap
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
 from ringlab.ring.layouts import shard, unshard
 from ringlab.ring.overlap import post, record_both, seconds
-from ringlab.ring.schedule import Ring, Schedule, TravellingSums
+from ringlab.ring.schedule import Ring, Schedule
 from ringlab.support import timeline
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
@@ -260,102 +251,6 @@ def overlap_threshold_tables(results: Results) -> list[str]:
     return [record.grid(found, knees), record.grid(heads, rows)]
 
 
-# Messages of gradients ------------------------------------------------------------------------------------------------
-
-NOW, BEFORE, TORCH, LEARN = "now", "P messages", "torch's loop", "to learn from"
-SLOW = 12_500_000  # bytes a second of a link: 100 Mbit/s
-
-
-class CircleSums(TravellingSums):
-    """The sums begin on the rank of their block, and make a closed circle of P messages."""
-
-    def of_round(self, t: int) -> tuple[Tensor, Tensor]:
-        self.wait()
-        return self.sums_in(self.buffer(t).zero_() if t == 0 else self.buffer(t))
-
-    def send_on(self, t: int) -> None:
-        self.wait()
-        if t < self.hops:
-            self.arriving = schedule.post([self.buffer(t)], [self.buffer(t + 1)], self.group)
-        elif t > 0:
-            self.coming = torch.empty_like(self.at_home)
-            self.arriving = schedule.post([self.buffer(t)], [self.coming], self.group, distance=-t)
-        else:
-            self.coming = self.buffer(0)
-
-    def home(self) -> tuple[Tensor, Tensor]:
-        self.wait()
-        return self.sums_in(self.coming)
-
-
-class Circle(Ring):
-    """The ring with these sums. The own block is the first one, and has a piece in every round."""
-
-    rounds_back = Ring.rounds
-
-    def sums(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> CircleSums:
-        return CircleSums(k, v, dtype, lengths=self.partition.lengths, group=self.group, hops=self.partition.hops)
-
-
-OPTIONS: dict[str, Any] = {"causal": True, "layout": "zigzag"}
-METHODS: dict[str, Callable[..., Tensor]] = {
-    NOW: partial(ring_flash_attention, schedule=Ring, **OPTIONS),
-    BEFORE: partial(ring_flash_attention, schedule=Circle, **OPTIONS),
-    TORCH: partial(torch_loop, **OPTIONS),
-    LEARN: ring_attention,
-}
-
-
-def sent() -> int:
-    """The bytes that have left this host."""
-    (line,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith(LINK))
-    return int(line.partition(":")[2].split()[8])
-
-
-def measured_home(context: RankContext, chunk: int, heads: int, head_dim: int, repetitions: int) -> dict[str, Any]:
-    """By method: seconds of a forward and backward pass, and the bytes that this rank sends in each of them."""
-    generator = torch.Generator().manual_seed(context.rank)
-    inputs = torch.randn(4, 1, heads, chunk, head_dim, generator=generator).bfloat16().unbind()
-    of_method = {name: passes(attention, *inputs) for name, attention in METHODS.items()}
-    methods = {name: (False, lambda there=there, back=back: back(there())) for name, (there, back) in of_method.items()}
-    seconds, results = in_turn(context, methods, repetitions)
-    for mine, before in zip(results[NOW], results[BEFORE], strict=True):  # the sums have another order
-        assert (mine - before).abs().max() <= 2**-6 * before.abs().max()
-    bytes_sent = {}
-    for name, (there, back) in of_method.items():
-        counts = [sent()]
-        out = there()
-        dist.barrier()  # what others wait for is there, so all has left
-        counts.append(sent())
-        back(out)
-        dist.barrier()
-        counts.append(sent())
-        bytes_sent[name] = [counts[1] - counts[0], counts[2] - counts[1]]
-    return {"seconds": seconds, "sent": bytes_sent}
-
-
-def gradients_home(worlds: list[int], lengths: list[int], **size: int) -> Results:
-    """A row for each P and S."""
-
-    def measure(world_size: int, seq_len: int) -> Row:
-        with hosts(world_size, SLOW) as joined:
-            return job(joined, measured_home, {"chunk": seq_len // world_size, **size})
-
-    steps = [{"world_size": P, "seq_len": S} for P in worlds for S in lengths]
-    return {"rows": record.rows("gradients_home", size, steps, measure)}
-
-
-def gradients_home_tables(results: Results) -> list[str]:
-    rows = []
-    for row in results["rows"]:
-        for name, (forward, backward) in row["sent"].items():
-            seconds = median(row["seconds"][name])
-            counts = [f"{forward / 1e6:.2f}", f"{backward / 1e6:.2f}", f"{seconds:.3f}"]
-            times = f"{seconds / median(row['seconds'][NOW]):.2f} x"
-            rows.append([row["world_size"], f"{row['seq_len']:,}", name, *counts, times])
-    return [record.grid("P | S | <gradients | MB forward | MB backward | seconds | now is faster by", rows)]
-
-
 # Five ways ------------------------------------------------------------------------------------------------------------
 
 SCHEDULES: dict[str, type[Schedule]] = {  # of WAYS
@@ -530,13 +425,6 @@ BENCHES = [
             **LAYER,
             "repetitions": 7,
         },
-    ),
-    Bench(
-        "gradients_home",
-        gradients_home,
-        gradients_home_tables,
-        {"worlds": [2, 4], "lengths": [1024], **LAYER, "repetitions": 3},
-        dtype="bfloat16",
     ),
     Bench(
         "five_ways",

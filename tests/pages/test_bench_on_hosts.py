@@ -146,9 +146,9 @@ def test_no_bench_without_a_slow_link(network, root, tool, reason, monkeypatch):
 def test_a_bench_that_cannot_run_says_why_and_keeps_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(record, "FOLDER", tmp_path)
     monkeypatch.setattr(hosts, "why_no_network", lambda *tools: "only root")
-    monkeypatch.setattr(sys, "argv", ["bench", "gradients_home"])
+    monkeypatch.setattr(sys, "argv", ["bench", "five_ways"])
     assert command.main() == 0
-    assert capsys.readouterr().out == "gradients_home: nothing measured: only root\n"
+    assert capsys.readouterr().out == "five_ways: nothing measured: only root\n"
     assert list(tmp_path.iterdir()) == []
 
 

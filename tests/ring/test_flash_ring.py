@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bench.wires import Circle
 from ringlab.ring.flash_ring import ring_flash_attention, scaled_dot_product_attention
 from ringlab.ring.layouts import pad, positions
 from ringlab.ring.masks import Mask
@@ -22,6 +21,7 @@ from ringlab.ways.all_to_all import count, runs
 from ringlab.ways.heads import heads_of_ranks, meshes
 from tests.attention import NAMES, SEED, assert_four, expected, grouped_inputs
 from tests.every_way import CASES, Problem, checked_gradients, cut, ring_gradients, whole
+from tests.rings import Circle
 
 LENGTHS = {1: (3,), 3: (2, 5, 1), 5: (3, 1, 4, 1, 2)}
 WINDOW = {1: 1, 3: 2, 5: 4}  # such that the blocks make fewer hops than P - 1, where there are any

@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from bench.wires import Circle
 from ringlab.ring import flash_ring, schedule
 from ringlab.ring.flash_ring import flash_backward, ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
@@ -29,6 +28,7 @@ from ringlab.support.agreement import agree, members
 from ringlab.ways import all_gather, all_to_all
 from ringlab.ways.all_to_all import Exchange
 from tests.mistakes import patch
+from tests.rings import Circle
 
 MASKED = ("causal", "layout", "documents", "window")
 CAUSAL = ("causal", "layout")
