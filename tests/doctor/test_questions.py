@@ -275,13 +275,11 @@ def asked_of(name):
     """All questions to a ring with every argument; of other patients what is asked, in which sizes, how often."""
     found = all_questions(PATIENTS[name], dtype_of(PATIENTS[name].dtypes[0]))
     if name == "every argument":
-        return "".join(map(in_words, found))
-    cases = {
-        (it.batch, it.heads, it.kv_heads, it.head_dim, it.value_dim or it.head_dim) for it in (q.case for q in found)
-    }
-    lines = [name, f"questions: {Counter(question.case.world_size for question in found)}"]
-    lines += [f"B, H, G, D, Dv: {sorted(cases)}"]
-    lines += [f"{what}: {n}" for what, n in sorted(Counter(question.what() for question in found).items())]
+        return "".join([f"{name}\n", *map(in_words, found), "\n"])
+    worlds, what = (Counter(map(of, found)) for of in (lambda it: it.case.world_size, Question.what))
+    shapes = {(it.batch, it.heads, it.kv_heads, it.head_dim, it.value_dim) for it in (each.case for each in found)}
+    asked = "; ".join(f"{n} x {words}" for words, n in sorted(what.items()))
+    lines = [f"{name}: {sorted(worlds.items())}", f"B, H, G, D, D of V: {sorted(shapes, key=str)}", asked]
     return "\n    ".join(lines) + "\n\n"
 
 
