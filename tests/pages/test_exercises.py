@@ -208,7 +208,7 @@ NUMBER = Exercise(
     remark="triple",
 )
 PARTS = Exercise(
-    right={"a": 1.5, "b": X}, wrong={"b has the other sign": {"b": -X}}, cases={"1.5 and x": [()]}, decimals=2
+    right={"a": 1.53, "b": X}, wrong={"b has the other sign": {"b": -X}}, cases={"1.53 and x": [()]}, decimals=2
 )
 PLACES = Exercise(right=[1, 2], cases={"two": [()]})
 PAIRS = Exercise(right=lambda n: {(n, 1), (n, 2)}, cases={"pairs": [(1,), (2,)]})
@@ -243,11 +243,12 @@ JUDGED = [  # an exercise, an answer, what is said of it
     (NUMBER, lambda n: n if n == 2 else 3 * n, "not yet: n = 2: you say 2: three times n"),
     (NUMBER, lambda n: True, "not yet: expected a number, got bool"),
     (NUMBER, lambda n: torch.ones(2), "not yet: expected one number, got a Tensor of shape (2,)"),
-    (PARTS, [np.float32(1.5), X.tolist()], "right"),
-    (PARTS, (1.5, -X), "not yet: b: b has the other sign"),
-    (PARTS, (1.49, X), "not yet: a: you say 1.49: 1.5 and x"),
-    (PARTS, (X, 1.5), "not yet: the right values in another order, b, a: return a, b"),
-    (PARTS, (1.5,), "not yet: expected 2 values (a, b), got 1 value(s)"),
+    (PARTS, [np.float32(1.53), X.tolist()], "right"),
+    (PARTS, (1.53, -X), "not yet: b: b has the other sign"),
+    (PARTS, (1.5, X), "not yet: a: 1.5 is right but not exact enough: give 2 decimals"),
+    (PARTS, (1.49, X), "not yet: a: you say 1.49: 1.53 and x"),
+    (PARTS, (X, 1.53), "not yet: the right values in another order, b, a: return a, b"),
+    (PARTS, (1.53,), "not yet: expected 2 values (a, b), got 1 value(s)"),
     (PARTS, lambda: 1, "not yet: expected a value, not a function, got function"),
     (PLACES, np.array([1, 2]), "right"),
     (PLACES, range(1, 3), "right"),
@@ -322,16 +323,6 @@ def test_a_function_takes_its_cell_along(cell):
 def test_a_function_that_cannot_travel_is_told(cell, words):
     with pytest.raises(ValueError, match=words):
         cell_of(run(cell, {})["g"]).function({})
-
-
-def test_long_queries_have_scores_whose_exp_is_inf_or_0():
-    """Each row, so a maximum that begins at 0 fails, too."""
-    for seed in range(20):
-        q, k, _ = whole_input(4, seed, (1, 3, 5), long=True)
-        scores = q @ k.mT / 5**0.5
-        assert scores[:, :, 0].amin() > 710
-        assert scores[:, :, 2].amax() < -746
-        assert scores[:, :, 1::2].abs().max() < 200
 
 
 @pytest.mark.slow

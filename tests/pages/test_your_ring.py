@@ -72,12 +72,6 @@ def test_a_first_try_is_told_its_mistake(number):
     assert "/tmp" not in said
 
 
-def test_each_first_try_has_one_mistake():
-    for right, wrong in checks.FIRST_TRIES.values():
-        assert SIXTH.count(right) == 1
-        assert SIXTH.replace(right, wrong) != SIXTH
-
-
 @pytest.mark.parametrize(("number", "file", "words"), WRONG, ids=lambda x: "file" if "\n" in str(x) else None)
 def test_a_wrong_file_is_told_why(number, file, words, tmp_path):
     path = tmp_path / f"of_{tmp_path.name}.py"  # Python keeps one module of a name
