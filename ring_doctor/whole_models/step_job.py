@@ -1,4 +1,4 @@
-"""The job that is made of a step: python -m ring_doctor.whole_models.step_job module:step VOCAB SEED ... RANKS
+"""The job that is made of a step: python -m ring_doctor.whole_models.step_job '{"name": "module:step", ...}' RANKS
 
 It forks its ranks, so torch is imported once. Each calls the step, and the recorder gets what it returns.
 
@@ -6,6 +6,7 @@ Before: whole_model.py, which starts it. After: jobs/recorder.py, which sees it.
 """
 
 import gc
+import json
 import os
 import sys
 from importlib import import_module
@@ -20,7 +21,7 @@ from torch import Tensor
 from ring_doctor.asking.names import named
 from ringlab.support.processes import PRELOAD, join_ring
 
-BATCH, SEQ_LEN = 2, 24
+BATCH, SEQ_LEN = 2, 24  # tokens that zigzag deals out to 2, 3 and 4 ranks
 EXPECTED = "expected (loss, gradients): a tensor, and a dict of the gradient of each weight by its name"
 
 
@@ -41,7 +42,7 @@ def end_step(recorder: Any, result: Any) -> None:
     recorder.end_step(weights, dict(zip(map(id, weights), result[1], strict=True)), loss.item())
 
 
-def call(name: str, vocab: int, seed: int, device: str, calls: int, hidden: list[int], rank: int, P: int) -> None:
+def call(rank: int, P: int, name: str, vocab: int, seed: int, device: str, calls: int, hidden: list[int]) -> None:
     """Call the step with a text, again, with some labels hidden, and with all labels of a rank hidden."""
     recorder = sys.modules["ring_doctor_recorder"].seen
     recorder.of_a_function = True
@@ -56,14 +57,13 @@ def call(name: str, vocab: int, seed: int, device: str, calls: int, hidden: list
 
 
 if __name__ == "__main__":
-    name, vocab, seed, device, calls, hidden, ranks = sys.argv[1:]
+    P = int(sys.argv[2])
     for module in PRELOAD:  # by one process, and not by each
         import_module(module)
     gc.freeze()
-    for rank in range(int(ranks)):
+    for rank in range(P):
         if not os.fork():
-            tokens = [int(t) for t in hidden.split(",")]
-            call(name, int(vocab), int(seed), device, int(calls), tokens, rank, int(ranks))
+            call(rank, P, **json.loads(sys.argv[1]))
             sys.exit()
     while not os.wait()[1]:  # one that fails ends the job
         pass

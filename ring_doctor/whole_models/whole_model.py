@@ -22,6 +22,7 @@ Before: jobs/verdict.py, two commands. After: the command, __main__.py.
 """
 
 import inspect
+import json
 import os
 import shlex
 import sys
@@ -39,10 +40,11 @@ from ring_doctor.asking.names import named
 from ring_doctor.jobs.gradients import distance, dtypes_of
 from ring_doctor.jobs.job import Job, JobFailed, run_job
 from ring_doctor.jobs.verdict import Verdict, compare
+from ring_doctor.whole_models import step_job
+from ring_doctor.whole_models.step_job import SEQ_LEN
 from ringlab.support.expect import expect
 
 WORLDS = (3, 2, 4)  # 3 first: its factors P and √P are no other's
-SEQ_LEN = 24  # tokens that zigzag deals out to 2, 3 and 4 ranks
 CALLS = ("", "called again", "some labels hidden", "a rank without labels")
 RACE = "returns other results when it is called again with the same text: look for a buffer that is written while it "
 RACE += "is being sent, for a wait that is missing, and for state that a call leaves behind"
@@ -69,10 +71,10 @@ def examine_model(
     expect(is_known, f"layout is {layout!r}", f"one of {', '.join(LAYOUTS)}, or module:function")
     expect(vocab > 0, f"vocab is {vocab}", "1 or more")
     calls = CALLS if _takes_targets(name) else CALLS[:2]
-    hidden = [",".join(str(int(t)) for P in sorted(WORLDS) for t in positions(layout, SEQ_LEN, 0, P))]
-    words = [name, str(vocab), str(seed), device, str(len(calls)), *hidden]
+    asked = {"name": name, "vocab": vocab, "seed": seed, "device": device, "calls": len(calls)}
+    asked["hidden"] = [t for P in WORLDS for t in positions(layout, SEQ_LEN, 0, P).tolist()]
     path = f'PYTHONPATH="$PYTHONPATH":{shlex.quote(os.pathsep.join(filter(None, sys.path)))}'
-    command = f"{path} {shlex.quote(sys.executable)} -m ring_doctor.whole_models.step_job {shlex.join(words)}"
+    command = f"{path} {shlex.join([sys.executable, '-m', step_job.__name__, json.dumps(asked)])}"
     with tempfile.TemporaryDirectory(prefix="ring-doctor-", ignore_cleanup_errors=True) as home:
 
         def run(P: int, move: str = "") -> Job:
