@@ -69,9 +69,7 @@ def seconds_of_ring(
 
     Raises RuntimeError when the results differ by more than rounding explains.
     """
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, heads, seq_len, head_dim)
-    whole = [torch.randn(shape, generator=generator) if context.rank == 0 else None for _ in "qkv"]
+    whole = random_inputs(1, heads, heads, seq_len, head_dim)[:3] if context.rank == 0 else [None] * 3
     q, k, v = (scatter(x, context) for x in whole)
     methods = {
         RING: (False, lambda: ring_attention(q, k, v)),
@@ -191,9 +189,7 @@ def measured_speed(
     rows = []
     for dtype in DTYPES:
         for turn, seq_len in enumerate([lengths[0], *lengths]):  # the first turn warms up: connections, memory
-            generator = torch.Generator().manual_seed(0)
-            shape = (1, heads, seq_len, head_dim)
-            whole = [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for _ in ("q", "k", "v", "d_out")]
+            whole = [x.to(DTYPES[dtype]) for x in random_inputs(1, heads, heads, seq_len, head_dim)]
             for case in CASES:
                 names = rings_of(case, dtype, seq_len)
                 methods = {name: method(name, case, whole, context) for name in (LIMIT, *names)}

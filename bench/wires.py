@@ -49,6 +49,7 @@ from ring_planner.hidden_communication import (
 from ring_planner.ways import WAYS
 from ringlab.basics.ranks import gather, scatter
 from ringlab.ring import overlap
+from ringlab.ring.cases import random_inputs
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
 from ringlab.ring.layouts import shard, unshard
@@ -78,8 +79,7 @@ def rings_in_turn(context: RankContext, chunk: int, heads: int, head_dim: int, r
 
     Raises RuntimeError when a result differs from full attention by more than rounding explains.
     """
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 1, heads, chunk * context.world_size, head_dim, generator=generator).unbind()
+    q, k, v, _ = random_inputs(1, heads, heads, chunk * context.world_size, head_dim)
     right = exact_attention(q, k, v)["out"] if context.rank == 0 else None
     pairs = []
     for _ in range(1 + repetitions):  # the first warms up
@@ -148,7 +148,7 @@ PREDICTIONS = {"flops": "predicted", "flops_meanwhile": "predicted_meanwhile"}  
 
 def check_ring(context: RankContext) -> None:
     """Raise RuntimeError on rank 0 unless the ring between these hosts is full attention. Its chunks are not equal."""
-    whole = torch.randn(3, 1, 2, 100 * context.world_size + 1, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    whole = random_inputs(1, 2, 2, 100 * context.world_size + 1, 8)[:3]
     out = gather(ring_flash_attention(*(scatter(x if context.rank == 0 else None, context) for x in whole)), context)
     if out is not None and not exact_attention(*whole)["out"].accepts(out):
         raise RuntimeError("the ring between the hosts differs from full attention")
@@ -281,12 +281,6 @@ def attentions(mesh: DeviceMesh) -> dict[str, Callable[[Tensor, Tensor, Tensor],
     return ours | {peer(rotation): partial(loop, rotation=rotation) for rotation in ROTATIONS}
 
 
-def inputs(seq_len: int, heads: int, kv_heads: int, head_dim: int) -> list[Tensor]:
-    """The whole q, k, v and d_out, the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, n, seq_len, head_dim, generator=generator) for n in (heads, kv_heads, kv_heads, heads)]
-
-
 def check_ways(context: RankContext, ways: dict[str, Pass], whole: list[Tensor]) -> None:
     """Raise RuntimeError on every rank unless every way gives full attention's out, dq, dk and dv."""
     right = exact_attention(*whole, causal=True, fused_blocks=context.world_size)
@@ -306,14 +300,14 @@ def measured_ways(
     context: RankContext, per_host: int, seq_len: int, repetitions: int, heads: int, kv_heads: int, head_dim: int
 ) -> Row:
     """Seconds of each way in both passes."""
-    P, sizes = context.world_size, (heads, kv_heads, head_dim)
+    P = context.world_size
     mesh = init_device_mesh("cpu", (P // per_host, per_host), mesh_dim_names=("hosts", "devices"))
 
     def of_ways(whole: list[Tensor]) -> dict[str, Pass]:
         chunks = [shard(x, "zigzag", context.rank, P) for x in whole]
         return {name: passes(attention, *chunks) for name, attention in attentions(mesh).items()}
 
-    short = inputs(CHECKED * P, *sizes)
+    short = random_inputs(1, heads, kv_heads, CHECKED * P, head_dim)
     check_ways(context, of_ways(short), short)  # this opens the connections as well
     states: dict[str, Any] = {}
     methods: dict[str, Method] = {}
@@ -321,7 +315,7 @@ def measured_ways(
     def forward(name: str, work: Callable[[], Any]) -> None:
         states[name] = work()
 
-    for name, (forwards, backwards) in of_ways(inputs(seq_len, *sizes)).items():
+    for name, (forwards, backwards) in of_ways(random_inputs(1, heads, kv_heads, seq_len, head_dim)).items():
         methods[f"{name}, {FORWARD}"] = False, partial(forward, name, forwards)
         methods[f"{name}, {BACKWARD}"] = False, lambda name=name, backwards=backwards: backwards(states.pop(name))
     seconds, _ = in_turn(context, methods, repetitions, warm_up=0)
