@@ -1,35 +1,26 @@
-"""Whole models over ranks: how fast they train, whether their losses agree, and a new token of a long context.
+"""Whole models over ranks: how fast they train, and a new token of a long context.
 
 training_speed    tokens per second and memory of `ringlab.models.train` on 1, 2 and 4 ranks with as many tokens each.
                   The ranks share the cores, so what counts is the speed of all ranks together, over that of one process
                   with all the cores on the same sequence. PyTorch's `context_parallel` does not train on a CPU: it has
                   no rule for the fused kernel. Its private loop takes the place of our ring in the same model.
 
-loss_curves       the same 100 steps on one process, in a ring, on a mesh, and in bfloat16. In float32 the runs differ
-                  in the order of their sums only, so their losses may differ by rounding errors, and by what training
-                  makes of these. How far is that? One more run on one process answers it: each of its weights starts
-                  off by one rounding error, up or down.
-
 generation        the attention of one layer for one new token, whose S keys and values are in the cache, in turn:
     merge over ranks   ringlab.models.generate: each rank attends to its C = S/P keys; a message of each joins the parts
     ring               each rank attends to the blocks of all ranks, which go round as in training: P - 1 hops
     one process        one process with all the cores and the whole cache: scaled_dot_product_attention
 
-    $ python -m bench training_speed loss_curves generation
+    $ python -m bench training_speed generation
 """
 
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
-from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench import record
 from bench.peers import torch_loop
@@ -37,7 +28,7 @@ from bench.record import Bench, Method, Results, in_turn
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import finish, start
-from ringlab.models import generate, train
+from ringlab.models import generate
 from ringlab.models.generate import SpreadCache
 from ringlab.models.loader import open_text, read_batch
 from ringlab.models.mesh import build_mesh
@@ -153,62 +144,9 @@ def training_speed_tables(results: Results) -> list[str]:
     return [record.grid("P | S | <attention | tokens/s, all ranks | over one process on this S | memory a rank", rows)]
 
 
-# The losses -----------------------------------------------------------------------------------------------------------
+# The losses on every mesh, which were measured once -------------------------------------------------------------------
 
-ROUNDED, BF16 = "one process, weights off by one rounding", "ring of 4, bf16"
-RUNS = {  # the number of ranks, and the options
-    ONE: (1, []),
-    "ring of 4": (4, ["--cp", "4"]),
-    "2 x 2, dp x cp": (4, ["--dp", "2", "--cp", "2"]),
-    ROUNDED: (1, []),
-    BF16: (4, ["--cp", "4", "--dtype", "bf16"]),
-}
-TEXT = Path(train.__file__).parent.parent / "ring"  # it changes with the code
-
-
-def off_by_one_rounding(model: nn.Module) -> None:
-    """Move every weight to the next float32, up or down."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            up = torch.randint(2, weight.shape, generator=generator).bool()
-            weight.copy_(torch.where(up, weight.nextafter(weight + 1), weight.nextafter(weight - 1)))
-
-
-def run_rounded(context: RankContext, arguments: list[str]) -> None:
-    """A run of `ringlab.models.train` whose weights start off by one rounding error."""
-    shard = train.shard_weights
-
-    def off_and_sharded(model: nn.Module, *args: Any) -> None:
-        off_by_one_rounding(model)
-        shard(model, *args)
-
-    with mock.patch.object(train, "shard_weights", off_and_sharded):
-        run_steps(context, arguments)
-
-
-def run_steps(context: RankContext, arguments: list[str]) -> None:
-    """One rank of `ringlab.models.train` with these options."""
-    train.train(context, train.parse(arguments))
-
-
-def losses(name: str, **sizes: int) -> list[float]:
-    """The loss of every step of a run."""
-    world_size, options = RUNS[name]
-    options = [*options, f"--data={TEXT}", *(f"--{size.replace('_', '-')}={value}" for size, value in sizes.items())]
-    with TemporaryDirectory() as folder:
-        launch(run_rounded if name == ROUNDED else run_steps, world_size, [*options, f"--out={folder}"])
-        return [json.loads(line)["loss"] for line in Path(folder, "loss.jsonl").read_text().splitlines()]
-
-
-def loss_curves(**sizes: int) -> Results:
-    """A row for each run."""
-
-    def measure(run: str, world_size: int) -> Results:
-        return {"losses": losses(run, **sizes)}
-
-    steps = [{"run": name, "world_size": world_size} for name, (world_size, _) in RUNS.items()]
-    return {"rows": record.rows("loss_curves", sizes, steps, measure)}
+ROUNDED, BF16 = "one process, weights off by one rounding", "ring of 4, bf16"  # runs, beside ONE
 
 
 def curves(results: Results) -> dict[str, torch.Tensor]:
@@ -220,14 +158,6 @@ def differences(results: Results) -> dict[str, torch.Tensor]:
     """For each other run, how far its losses are from those of one process, as a share of them."""
     each = curves(results)
     return {name: (losses / each[ONE] - 1).abs() for name, losses in each.items() if name != ONE}
-
-
-def loss_curves_tables(results: Results) -> list[str]:
-    off, rows = differences(results), []
-    for name, losses in curves(results).items():
-        drift = [f"{off[name][:10].max():.1e}", f"{off[name].max():.1e}"] if name in off else ["", ""]
-        rows.append([name, f"{losses[0]:.4f}", f"{losses[-1]:.4f}", *drift])
-    return [record.grid("<run | first loss | last loss | difference in steps 1 to 10 | in all steps", rows)]
 
 
 # A new token ----------------------------------------------------------------------------------------------------------
@@ -350,13 +280,6 @@ BENCHES = [
         training_speed,
         training_speed_tables,
         {"worlds": [1, 2, 4], "chunk": 1024, "steps": 3, "repetitions": 3, **SMALL},
-    ),
-    Bench(
-        "loss_curves",
-        loss_curves,
-        loss_curves_tables,
-        {"steps": 100, "seq_len": 256, "batch": 4, "layers": 2, "hidden": 64},
-        dtype="float32 and bfloat16",
     ),
     Bench(
         "generation",

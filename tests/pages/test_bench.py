@@ -18,7 +18,7 @@ from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.processes import RankContext
 
 RESULTS = (record.FOLDER / "README.md").read_text()
-HISTORY = ("gradients_home", "in_context_rl")  # results whose code is no longer here
+HISTORY = ("gradients_home", "in_context_rl", "loss_curves")  # results whose code is no longer here
 MiB = 2**20
 
 
@@ -129,7 +129,6 @@ RUNS = {  # a small run of a bench: a part of its table, its sizes
     ),
     "max_context": ("| ring | 2 |", {"worlds": [2], "budget": 12 * MiB, "heads": 4}),
     "masked_rings": ("| 2 | window | contiguous | 1 |", {"worlds": [2], "seq_len": 128, **SHORT}),
-    "loss_curves": ("| 2 x 2, dp x cp |", {"steps": 2, "seq_len": 16, "batch": 2, "layers": 1, "hidden": 16}),
     "training_speed": ("\n| 2 | 32 | PyTorch's loop |", {**STEPS, "heads": 2, "kv_heads": 2}),
     "generation": (
         "\n| 3 | 48 |",
@@ -138,7 +137,7 @@ RUNS = {  # a small run of a bench: a part of its table, its sizes
 }
 
 
-LONG = ("ring_vs_full", "retrieval", "memory", "loss_curves")  # five seconds or more
+LONG = ("ring_vs_full", "retrieval", "memory")  # five seconds or more
 
 
 @pytest.mark.slow
