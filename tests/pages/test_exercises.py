@@ -349,9 +349,3 @@ def test_one_rank_of_a_ring_may_have_wrong_messages(monkeypatch, wrong):
     monkeypatch.setattr(the_ring, "watch_ring", watched)
     said = check_named("check_ring")(lambda q, k, v, lengths: q)
     assert f"rank {wrong}: the result is right. But it called a collective, allgather (8 bytes)" in said
-
-
-@pytest.mark.parametrize(("more", "grows"), [(0, False), (2.9, False), (3, True), (6, True)])
-def test_memory_must_not_grow_with_the_ranks(more, grows):
-    """Rings that hold so many chunks more on 6 ranks than on 3; all keys, all values or all results are 3."""
-    assert the_ring.grows({3: 700, 6: 700 + more * 100}, chunk=100) == grows

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from notebooks.source.checks.overlap import check_overlap_order
+from notebooks.source.checks.your_own_model import check_what_is_refused
 from ringlab.basics.blocking_messages import Recv, Send
 from ringlab.basics.online_softmax import merge
 from tests.wrong.readers_rings import WRONG_RINGS
@@ -130,7 +132,7 @@ WRONG_ANSWERS = {
     ],
     "check_blockwise": [
         (lambda q, k, v, block_size: whole(q, k[:block_size], v[:block_size], 0), "block_size = 1: off by"),
-        (whole, "the scores of one block of keys at a time"),
+        (whole, "bytes at once. All scores have 262,144 bytes"),
         (without_max, "keep a running max"),
         (row_by_row, "you took 256 keys at once into a product"),
     ],
@@ -158,6 +160,13 @@ WRONG_ANSWERS = {
         (repeated, "K and V have 2 heads, and you send 4"),
         (twice_called, "called 2 times"),
     ],
+    "check_what_is_refused": [  # a list of the names that the check is known to try
+        (
+            lambda passed: {x for x in check_what_is_refused.right(passed) if not x[-1].isdigit()},
+            "right in the cases before",
+        ),
+    ],
+    "check_overlap_order": [(lambda P: check_overlap_order.right(min(P, 5)), "right in the cases before")],
     "check_xrays": [
         (NAMES | {"A": "own_block_twice"}, "KV1 would be right, and the X-ray shows it as missing"),
         (NAMES | {"B": "gradients_travel_other_way"}, "shows it as what belongs to KV(j + 1)"),

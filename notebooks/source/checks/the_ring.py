@@ -117,7 +117,7 @@ def check_ring(answer):
             if problem := wrong_messages(ranks[rank], rank, lengths, 2 * whole[0][:, :, 0].nbytes):
                 raise NotYet(f"{where} {rank}: the result is right. {problem}")
         held[len(lengths)] = max(ran.held for ran in ranks)
-    if grows(held, chunk=whole[1][:, :, :C].nbytes):
+    if held[6] - held[3] >= 3 * whole[1][:, :, :C].nbytes:  # all K, all V or all results of three chunks more
         raise NotYet(
             f"chunks of {C} tokens: the result is right. With 6 ranks, one held up to {held[6]:,} bytes beside its "
             f"input, and with 3 {held[3]:,}: the memory grows with the sequence, as that of an all-gather. Use each "
@@ -125,11 +125,6 @@ def check_ring(answer):
         )
     hops = "P - 1 hops on each rank"
     return f"full attention on 1, 4 and 5 processes and on others, in {hops}. You have written Ring Attention"
-
-
-def grows(held, chunk):
-    """Whether a rank of 6 holds all K, all V or all results of three chunks more than one of 3; `held`: bytes by P."""
-    return held[6] - held[3] >= 3 * chunk
 
 
 MEET = (
