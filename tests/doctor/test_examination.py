@@ -1,6 +1,7 @@
 """What is asked of which processes, and the verdict that follows from the answers. Most of it without processes."""
 
 import importlib
+import math
 import re
 from collections import Counter
 from contextlib import closing, nullcontext
@@ -27,7 +28,7 @@ from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.inference import infer
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, block_out
-from ring_doctor.report import Report, as_json
+from ring_doctor.report import Report, as_json, text
 from tests.doctor.examined import answer_on_paper, examined, names_of, on_these
 from tests.wrong import odd_patients
 
@@ -122,7 +123,20 @@ def headline(named, answers):
     return Report(Examination(PATIENT, answers), found, "", (shown, Finding("more")) if named in (0, 3) else ())
 
 
+def of_p3(**case):
+    return Question(replace(P3, **case))
+
+
+KINDS = [answer(of_p3(causal=causal), WRONG, 0.5) for causal in (False, True, True)]  # of wrong answers, and others
+KINDS += [answer(of_p3(dtype=torch.bfloat16), WRONG, 0.5), answer(of_p3(batch=2), WRONG, 0.25), SECOND[0], RAISED]
+KINDS += [answer(of_p3(batch=batch), REFUSED, says="ValueError: no") for batch in (1, 2)]
+TEXTS = {
+    "text of all kinds": KINDS,
+    "text of infinity": [answer(PLAIN, WRONG, math.inf)],
+    "text of 14 kinds": [answer(of_p3(batch=batch), WRONG) for batch in range(1, 15)],
+}
 REPORTS = {
+    **{name: Report(Examination(PATIENT, answers), None, "none was taken") for name, answers in TEXTS.items()},
     **{f"second answer {i}": Report(Examination(PATIENT, [SECOND[0], it]), None, "") for i, it in enumerate(SECOND)},
     **{f"headline {i}": headline(*it) for i, it in enumerate(HEADLINES)},
     **{
@@ -139,7 +153,8 @@ def verdict_of(name):
     """What follows from answers: the level, the first line and the remarks."""
     report = REPORTS[name]
     asked = (f"{it.state}: {it.question.words()}" for it in report.examination.answers)
-    return "\n    ".join([name, *asked, *said(report)]) + "\n\n"
+    lines = text(report).splitlines() if name in TEXTS else said(report)
+    return "\n    ".join([name, *asked, *lines]) + "\n\n"
 
 
 @pytest.mark.parametrize("name", REPORTS)

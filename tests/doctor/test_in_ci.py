@@ -5,7 +5,6 @@ is lost on its way.
 """
 
 import functools
-import math
 import os
 import re
 import subprocess
@@ -21,7 +20,7 @@ import yaml
 import ring_doctor.__main__ as command
 from ring_doctor import assertion, pytest_plugin
 from ring_doctor.asking import examination
-from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG, Answer, Examination
+from ring_doctor.asking.answers import FAILED, OK, REFUSED, Answer
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.job import START, CannotExamine, Job
@@ -29,7 +28,6 @@ from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import Question
 from ring_doctor.assertion import assert_ring
 from ring_doctor.options import parse
-from ring_doctor.report import Report, text
 from ringlab.support import processes
 from ringlab.support.processes import Raised
 from tests.commands import LIMIT, ROOT, check_shown
@@ -130,44 +128,6 @@ def test_the_plugin_costs_no_import_of_torch():
 
 
 RIGHT_RING = "tests.wrong.odd_patients:right"
-
-
-def answer(state, dtype=torch.float64, error=0.0, says="", feature="", **case):
-    """An answer whose out is off by `error` in norm."""
-    wrong = {"wrong": {"out": 9.0}, "ranks": {"out": (0,)}} if state == WRONG else {}
-    numbers = {"errors": {"out": (error, 1e-9)}, "relative": {"out": error}} if state in (OK, WRONG) else {}
-    return Answer(Question(Case(3, dtype=dtype, **case), feature=feature), state, says, **wrong, **numbers)
-
-
-def report(*answers, **claims):
-    patient = patient_of(odd_patients.right, RIGHT_RING, **claims)
-    return Report(Examination(patient, list(answers)), None, "none was taken")
-
-
-BF16 = torch.bfloat16
-
-
-def test_the_text_has_one_row_of_each_kind_of_wrong_answer():
-    """The first of them, and how many more; another dtype, another mistake in words, and a refusal are other kinds."""
-    wrong = [answer(WRONG, error=0.5, causal=causal) for causal in (False, True, True)]
-    others = [answer(WRONG, BF16, 0.5), answer(WRONG, error=0.25, batch=2), answer(OK)]
-    refused = [answer(REFUSED, says="ValueError: no", batch=batch) for batch in (1, 2)]
-    half = "off by out 50 % of the norm; one number of out is off by 5.0e-01, rounding allows 1.0e-09"
-    quarter = half.replace("50 %", "25 %").replace("5.0e", "2.5e")
-    lines = text(report(*wrong, *others, *refused, answer(FAILED, says="rank 1 died"))).splitlines()
-    assert "3 ranks            1        5        1        2" in lines
-    assert [line for line in lines if line.startswith("wrong ")] == [
-        f"wrong     P = 3, no mask, contiguous, C = 8, float64 and 2 more: {half}",
-        f"wrong     P = 3, no mask, contiguous, C = 8, bfloat16: {half}",
-        f"wrong     P = 3, no mask, contiguous, batch of 2, C = 8, float64: {quarter}",
-    ]
-    assert "failed    P = 3, no mask, contiguous, C = 8, float64: rank 1 died" in lines
-    assert "refused   P = 3, no mask, contiguous, C = 8, float64 and 1 more: ValueError: no" in lines
-    assert "wrong     P = 3, no mask, contiguous, C = 8, float64: out: NaN or infinite" in text(
-        report(answer(WRONG, error=math.inf))
-    )
-    many = [answer(WRONG, error=0.5, batch=batch) for batch in range(1, 15)]
-    assert "... and 2 more kinds: --json or --html lists them" in text(report(*many))
 
 
 STATUSES = {"right": 0, "right for what it takes": 0, "imprecise in 16 bits": 1, "wrong": 1, "cannot tell": 3}

@@ -1,14 +1,12 @@
-"""The bytes, the memory and the seconds of each way: by hand, by properties, and both at once played step by step."""
+"""The bytes, the memory and the seconds of each way, by hand."""
 
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.memory import peak_bytes_backward, training_bytes
-from ring_planner.seconds import Pass, beside, pass_of
+from ring_planner.seconds import Pass, pass_of
 from ring_planner.ways import Cluster, alike, busiest, exchanges, shares, splits, traffic
 
 # A block of 8 tokens: 2048 FLOPs forward under a causal mask, 5120 backward; K and V 256 bytes, their gradients 512.
@@ -136,20 +134,6 @@ def test_a_cluster_that_cannot_be(numbers, says):
 
 
 # Seconds -------------------------------------------------------------------------------------------------------------
-
-
-def played(computing, message, slowdown, steps=20_000):
-    """Seconds until both are done, in small steps: while the message travels, computing is slower."""
-    now, left, step = 0.0, computing, (computing + message) / steps
-    while left > 0 or now < message:
-        left -= step / (slowdown if now < message else 1)
-        now += step
-    return now
-
-
-@given(st.floats(0.1, 10), st.floats(0.1, 10), st.floats(1, 2))
-def test_both_at_once(computing, message, slowdown):
-    assert beside(computing, message, slowdown) == pytest.approx(played(computing, message, slowdown), rel=1e-3)
 
 
 # TWO: a block is computed in 2 s, 5 s backward; K and V are 256 bytes, 1 s or 4 s; their sums 512, 2 s or 8 s
