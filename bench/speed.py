@@ -60,6 +60,7 @@ def in_chunks(peak: int | None, chunk: int) -> str:
 
 RING = "ring_attention, P ranks"
 BLOCKWISE, SDPA = "blockwise_attention, one process", "scaled_dot_product_attention, one process"
+PEAKS = (("peak_bytes", False), ("peak_bytes_as_it_comes", True))  # a peak, and whether glibc keeps what is freed
 
 
 def seconds_of_ring(
@@ -101,9 +102,6 @@ def ring_vs_full(
     ]
     of_memory = {"chunk_bytes": 4 * H * C * D, "tile_bytes": 4 * H * min(C, TILE) ** 2, "rows": peaks}
     return {"block_size": TILE, "rows": rows, "memory": {**memory, **of_memory}}
-
-
-PEAKS = (("peak_bytes", False), ("peak_bytes_as_it_comes", True))
 
 
 def speed_of_ring(results: Results, world_size: int, method: str) -> float:
