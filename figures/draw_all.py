@@ -10,13 +10,13 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from figures import FOLDER, measured, measured_models
+from figures import FOLDER, measured
 from ringlab.support import drawing
 
 
 def pictures(names: str) -> dict[str, Callable[[], drawing.Picture]]:
-    """By name: `draw` of the file of this name, or a function of a file of charts."""
-    charts = vars(measured) | vars(measured_models)
+    """By name: a chart of measured.py, or `draw` of the file of this name."""
+    charts = vars(measured)
     return {name: charts[name] if name in charts else import_module(f"figures.{name}").draw for name in names.split()}
 
 

@@ -25,7 +25,7 @@
 import torch
 import torch.nn.functional as F
 
-from figures import measured_models
+from figures import measured
 from figures import mesh as picture
 from notebooks.source.checks.meshes import check_gradient_norm, check_rank_loss
 from notebooks.source.show import print_source
@@ -252,7 +252,7 @@ print_source(mesh.shard_weights)
 # in float32 the differences are as small as the effect of one rounding error in the first weights. (The run in bfloat16 rounds more.)
 
 # %%
-measured_models.loss_curves()
+measured.loss_curves()
 
 # %% [markdown]
 # **What is the ring for?** Not for speed but for length. In processes of 64 MiB each, weights and optimizer included, a ring of 4

@@ -22,7 +22,7 @@
 import torch
 import torch.nn.functional as F
 
-from figures import measured_models
+from figures import measured
 from notebooks.source.checks.generation import check_bytes_of_a_token, check_caches
 from notebooks.source.show import print_source
 from ringlab.basics.naive_attention import TOKENS
@@ -220,7 +220,7 @@ for i, prompt in enumerate(generate.PROMPTS):
 # with exact attention:
 
 # %%
-measured_models.generation()
+measured.generation()
 
 # %% [markdown]
 # The merge sends equally many bytes for every context, while the bytes of the ring grow with the context. The time of the merge grows

@@ -24,7 +24,7 @@ import torch
 from bench import record, retrieval
 from bench.retrieval import accuracy_by_depth, write_texts
 from figures import chosen_keys as topics
-from figures import measured_models
+from figures import measured
 from notebooks.source import workers
 from notebooks.source.checks.what_context_is_for import check_merge, check_sent
 from notebooks.source.show import print_source
@@ -68,7 +68,7 @@ for lines, squeeze in ((8, 1), (64, 1), (64, 8)):
 # each train on $S = P \cdot C$, with the memory of $C$ tokens on each. The committed run (`python -m bench retrieval`, three seeds):
 
 # %%
-measured_models.retrieval()
+measured.retrieval()
 
 # %% [markdown]
 # Each model fails from the top of texts that are longer than its training's. But the ring's model read 4 times as many tokens. Is it the
