@@ -189,15 +189,24 @@ def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Ve
         seen.append(("ring_not_called", "the forward pass sends no message with numbers of each token"))
     if seen:
         return sick("; ".join(shown for _, shown in seen), *(name for name, _ in seen))
-    ranks = ", ".join(map(str, sorted(found.wrong_ranks)))
+    return sick(f"{where or 'every module that was seen has the right output'}; {_located(one, many, found, step)}")
+
+
+def _located(one: Job, many: Job, found: Gradients, step: int) -> str:
+    """Which gradients are wrong, on which ranks, by how much, and what the model of the second job does not get."""
+    wrong, ranks = found.wrong, ", ".join(map(str, sorted(found.wrong_ranks)))
     only = f" on rank {ranks} only" if len(found.wrong_ranks) < many.world_size else ""
-    some = f"{len(wrong)} of {len(found.errors)} gradients are wrong{only} ({_some(wrong)})"
-    first, *others = (
-        {key for p in passes(of, step) for key in p["whole_numbers"]} for of in (one.ranks[0], *many.ranks)
-    )
-    if lost := sorted(key for key in first.difference(*others) if "'" not in key and "embedding" not in key):
-        some += f"; the model gets no {lost[0]}, as that of the first job does"
-    return sick(f"{where or 'every module that was seen has the right output'}; {some}")
+    said = [f"{len(wrong)} of {len(found.errors)} gradients are wrong{only} ({_some(wrong)})"]
+    largest, least = max(found.errors.values()), eps_of(dtypes_of(one)[0])
+    for dtype in ("float32", "float16", "bfloat16"):
+        if least < (eps := eps_of(dtype)) and eps / 16 < largest < 4 * eps:
+            said.append(f"rounding to {dtype} moves them as far: look for a cast")
+            break
+    got = {key for seen in many.ranks for p in passes(seen, step) for key in p["whole_numbers"]}
+    lost = [key for p in passes(one.ranks[0], step) for key in p["whole_numbers"] if key not in got]
+    lost = [key for key in lost if "'" not in key and "embedding" not in key]  # of other passes
+    said += [f"the model gets no {lost[0]}, as that of the first job does"] if lost else []
+    return "; ".join(said)
 
 
 def _mean_of_means(one: Job, many: Job, step: int) -> list[tuple[str, str]]:

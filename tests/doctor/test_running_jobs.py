@@ -66,7 +66,11 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
         ],
         "gradients_over_root_p; the norm for clipping is",
     ),
-    "keys in 16 bits": ([(RING, RING.replace(" k,", " k.bfloat16().to(k.dtype),"))], "with another output is layers.0"),
+    "keys in 16 bits": (
+        [(RING, RING.replace(" k,", " k.bfloat16().to(k.dtype),"))],
+        "; rounding to bfloat16 moves them as far",
+    ),
+    "doubled floats": ([(CALL, "wrapped(tokens, 2.0 * at.double())")], "; the model gets no Transformer.at, as"),
     "rotated once more": (
         [(RING, RING.replace("(q, k", "(rotary(q, AT), rotary(k, AT)")), (AT, f"{AT}    global AT\n    AT = at\n")],
         "with another output is layers.0",
