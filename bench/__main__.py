@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from unittest import mock
 
 from bench import pages, record
-from bench.pages import BENCHES
+from bench.record import BENCHES
 from ringlab.options import Parser
 
 

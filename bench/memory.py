@@ -50,7 +50,7 @@ from torch import Tensor, nn
 
 from bench import record
 from bench.peers import with_gradients
-from bench.record import Bench, Results
+from bench.record import Results, bench
 from ring_attn import ring_attention
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.memory import F32, kept_at_the_loss, kept_at_work, peak_bytes_backward
@@ -118,14 +118,6 @@ def measured_ring(
     return peaks[1:]
 
 
-def memory(lengths: list[int], heads: int, head_dim: int, world_size: int, naive_limit: int) -> Results:
-    """A number for each length. Beyond `naive_limit` tokens the squares need gigabytes: they are not measured."""
-    measured = launch(measured_alone, 1, lengths, heads, head_dim, naive_limit)[0]
-    chunks, sizes = [S // world_size for S in lengths], {"heads": heads, "head_dim": head_dim, "world_size": world_size}
-    measured["ring"] = launch(measured_ring, world_size, chunks, heads, head_dim)[0]
-    return {"measured": measured, "counted": {name: [counted(name, S, **sizes) for S in lengths] for name in measured}}
-
-
 def memory_tables(results: Results) -> list[str]:
     """MiB counted / MiB measured for each length."""
     rows = []
@@ -136,8 +128,18 @@ def memory_tables(results: Results) -> list[str]:
     return [record.grid("S | naive | blockwise | ring, one rank", rows)]
 
 
+@bench(memory_tables, lengths=[512 * 2**i for i in range(6)], heads=2, head_dim=64, world_size=4, naive_limit=8192)
+def memory(lengths: list[int], heads: int, head_dim: int, world_size: int, naive_limit: int) -> Results:
+    """A number for each length. Beyond `naive_limit` tokens the squares need gigabytes: they are not measured."""
+    measured = launch(measured_alone, 1, lengths, heads, head_dim, naive_limit)[0]
+    chunks, sizes = [S // world_size for S in lengths], {"heads": heads, "head_dim": head_dim, "world_size": world_size}
+    measured["ring"] = launch(measured_ring, world_size, chunks, heads, head_dim)[0]
+    return {"measured": measured, "counted": {name: [counted(name, S, **sizes) for S in lengths] for name in measured}}
+
+
 # A memory that cannot grow --------------------------------------------------------------------------------------------
 
+BUDGET = 64 * 2**20  # bytes
 GRAIN = 16  # tokens; only multiples of it are tried as chunks
 TOO_LITTLE = "MemoryError: the budget"
 Case = dict[str, Any]  # method, world_size and whether activations are checkpointed
@@ -292,20 +294,6 @@ def check(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, out: Tensor, *gradient
             raise RuntimeError(f"{name} is wrong: off by {share:.1e} of the largest number")
 
 
-def max_context(worlds: list[int], budget: int, heads: int, head_dim: int) -> Results:
-    """A row for each method and P."""
-    no_limit_here()
-    size = {"heads": heads, "head_dim": head_dim}
-
-    def measure(method: str, world_size: int) -> Case:
-        count = partial(counted_training, method, **size, world_size=world_size)
-        modelled = GRAIN * longest(lambda n: count(n * GRAIN) <= budget, 1)
-        return searched(step_of_a_layer, method, world_size, modelled, budget, heads, head_dim)
-
-    steps = [{"method": method, "world_size": P} for method in METHODS for P in (worlds if method == "ring" else [1])]
-    return {"grain": GRAIN, "rows": record.rows("max_context", {"budget": budget, **size}, steps, measure)}
-
-
 def linear(results: Results) -> list[float]:
     """The ring's longest S on P devices over P times that of one device; 1 is linear."""
     ring, worlds = lengths(results, "ring"), results["worlds"]
@@ -321,6 +309,21 @@ def max_context_tables(results: Results) -> list[str]:
         rows.append([row["method"], P, *found, f"{S / ring[0]:.2f}" if row["method"] == "ring" else ""])
     heads = "<method | devices P | longest S, measured | modelled | tokens on a device | over blockwise's S"
     return [record.grid(f"{heads} | over the ring's, P = {results['worlds'][0]}", rows)]
+
+
+@bench(max_context_tables, worlds=[1, 2, 4, 8], budget=BUDGET, heads=8, head_dim=64)
+def max_context(worlds: list[int], budget: int, heads: int, head_dim: int) -> Results:
+    """A row for each method and P."""
+    no_limit_here()
+    size = {"heads": heads, "head_dim": head_dim}
+
+    def measure(method: str, world_size: int) -> Case:
+        count = partial(counted_training, method, **size, world_size=world_size)
+        modelled = GRAIN * longest(lambda n: count(n * GRAIN) <= budget, 1)
+        return searched(step_of_a_layer, method, world_size, modelled, budget, heads, head_dim)
+
+    steps = [{"method": method, "world_size": P} for method in METHODS for P in (worlds if method == "ring" else [1])]
+    return {"grain": GRAIN, "rows": record.rows("max_context", {"budget": budget, **size}, steps, measure)}
 
 
 # A whole model --------------------------------------------------------------------------------------------------------
@@ -417,6 +420,21 @@ def step_of_a_model(context: RankContext, method: str, chunk: int, budget: int, 
         steps(SHORT, chunk)
 
 
+def longest_training_tables(results: Results) -> list[str]:
+    rows = []
+    for row in results["rows"]:
+        S, counted = (row["world_size"] * row[of] for of in ("chunk", "counted_chunk"))
+        (one,) = lengths(results, "blockwise", checkpointing=row["checkpointing"])
+        kept = "checkpointed" if row["checkpointing"] else "all kept"
+        numbers = [f"{S:,}", f"{counted:,}", f"{S / counted:.3f}", f"{S / one:.2f}"]
+        rows.append([kept, row["method"], row["world_size"], *numbers])
+    heads = "<activations | <attention | ranks P | longest S, measured | predicted | measured / predicted"
+    return [record.grid(f"{heads} | over blockwise's S", rows)]
+
+
+@bench(
+    longest_training_tables, worlds=[2, 4], budget=BUDGET, layers=4, hidden=128, heads=4, kv_heads=4, feedforward=384
+)
 def longest_training(worlds: list[int], budget: int, **model: int) -> Results:
     """A row for each method, P and with or without activation checkpointing."""
     no_limit_here()
@@ -433,39 +451,3 @@ def longest_training(worlds: list[int], budget: int, **model: int) -> Results:
         for P in (worlds if method == "ring" else [1])
     ]
     return {"grain": GRAIN, "rows": record.rows("longest_training", {"budget": budget, **model}, steps, measure)}
-
-
-def longest_training_tables(results: Results) -> list[str]:
-    rows = []
-    for row in results["rows"]:
-        S, counted = (row["world_size"] * row[of] for of in ("chunk", "counted_chunk"))
-        (one,) = lengths(results, "blockwise", checkpointing=row["checkpointing"])
-        kept = "checkpointed" if row["checkpointing"] else "all kept"
-        numbers = [f"{S:,}", f"{counted:,}", f"{S / counted:.3f}", f"{S / one:.2f}"]
-        rows.append([kept, row["method"], row["world_size"], *numbers])
-    heads = "<activations | <attention | ranks P | longest S, measured | predicted | measured / predicted"
-    return [record.grid(f"{heads} | over blockwise's S", rows)]
-
-
-BUDGET = 64 * 2**20  # bytes
-MODEL = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "feedforward": 384}
-BENCHES = [
-    Bench(
-        "memory",
-        memory,
-        memory_tables,
-        {"lengths": [512 * 2**i for i in range(6)], "heads": 2, "head_dim": 64, "world_size": 4, "naive_limit": 8192},
-    ),
-    Bench(
-        "max_context",
-        max_context,
-        max_context_tables,
-        {"worlds": [1, 2, 4, 8], "budget": BUDGET, "heads": 8, "head_dim": 64},
-    ),
-    Bench(
-        "longest_training",
-        longest_training,
-        longest_training_tables,
-        {"worlds": [2, 4], "budget": BUDGET, **MODEL},
-    ),
-]

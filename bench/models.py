@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bench import record
 from bench.peers import torch_loop
-from bench.record import Bench, Method, Results, in_turn
+from bench.record import Method, Results, bench, in_turn
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.basics.online_softmax import finish, start
@@ -98,6 +98,35 @@ def memory_of_steps(context: RankContext, method: str, seq_len: int, model: dict
     return record.peak_extra(work)
 
 
+def speed(results: Results, method: str, world_size: int) -> float:
+    """Tokens per second of all ranks together, on the sequence of `world_size` chunks."""
+    (row,) = (row for row in results["rows"] if row["world_size"] == world_size)
+    return world_size * results["chunk"] / median(row["seconds"][method])
+
+
+def training_speed_tables(results: Results) -> list[str]:
+    rows = []
+    for row in results["rows"]:
+        P = row["world_size"]
+        for method, peak in row["peak_bytes"].items():
+            fast, alone = speed(results, method, P), speed(results, ONE, P)
+            memory = "not measured" if peak is None else f"{peak / 1e6:,.1f} MB"
+            rows.append([P, f"{P * results['chunk']:,}", method, f"{fast:,.0f}", f"{fast / alone:.2f}", memory])
+    return [record.grid("P | S | <attention | tokens/s, all ranks | over one process on this S | memory a rank", rows)]
+
+
+@bench(
+    training_speed_tables,
+    worlds=[1, 2, 4],
+    chunk=1024,
+    steps=3,
+    repetitions=3,
+    layers=2,
+    hidden=128,
+    heads=4,
+    kv_heads=4,
+    feedforward=384,
+)
 def training_speed(worlds: list[int], chunk: int, steps: int, repetitions: int, **model: int) -> Results:
     """A row for each P. Raises RuntimeError when a loss is not that of one process."""
     pairs = [(P, method) for P in worlds for method in ATTENTION if P > 1 or method in (ONE, RING)]
@@ -125,23 +154,6 @@ def training_speed(worlds: list[int], chunk: int, steps: int, repetitions: int, 
             row["peak_bytes"][method] = found[P, method, None]
         rows.append(row)
     return {"rows": rows}
-
-
-def speed(results: Results, method: str, world_size: int) -> float:
-    """Tokens per second of all ranks together, on the sequence of `world_size` chunks."""
-    (row,) = (row for row in results["rows"] if row["world_size"] == world_size)
-    return world_size * results["chunk"] / median(row["seconds"][method])
-
-
-def training_speed_tables(results: Results) -> list[str]:
-    rows = []
-    for row in results["rows"]:
-        P = row["world_size"]
-        for method, peak in row["peak_bytes"].items():
-            fast, alone = speed(results, method, P), speed(results, ONE, P)
-            memory = "not measured" if peak is None else f"{peak / 1e6:,.1f} MB"
-            rows.append([P, f"{P * results['chunk']:,}", method, f"{fast:,.0f}", f"{fast / alone:.2f}", memory])
-    return [record.grid("P | S | <attention | tokens/s, all ranks | over one process on this S | memory a rank", rows)]
 
 
 # The losses on every mesh, which were measured once -------------------------------------------------------------------
@@ -243,19 +255,6 @@ def measured_on_ranks(
     return {name: [each / TOKENS for each in turns] for name, turns in seconds.items()}, sent
 
 
-def generation(worlds: list[int], contexts: list[int], repetitions: int, **shape: int) -> Results:
-    """A row for each P and S; `shape` has heads, kv_heads and head_dim."""
-
-    def measure(world_size: int, context: int) -> Results:
-        seconds, sent = zip(*launch(measured_on_ranks, world_size, context, repetitions, shape), strict=True)
-        most = {way: max(each[way] for each in sent) for way in (MERGE, RING)}
-        return {"seconds": seconds[0], "bytes": most, "formula": formula(world_size, context, **shape)}
-
-    steps = [{"world_size": P, "context": S} for P in worlds for S in contexts]
-    rows = record.rows("generation", {"repetitions": repetitions, **shape}, steps, measure)
-    return {"rows": rows}
-
-
 def milliseconds(results: Results, way: str, world_size: int) -> list[float]:
     """The median time of a token in a layer, for each context."""
     rows = [row for row in results["rows"] if row["world_size"] == world_size]
@@ -273,19 +272,23 @@ def generation_tables(results: Results) -> list[str]:
     return [record.grid(f"{heads} | of the ring | formula", rows)]
 
 
-SMALL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "feedforward": 384}
-BENCHES = [
-    Bench(
-        "training_speed",
-        training_speed,
-        training_speed_tables,
-        {"worlds": [1, 2, 4], "chunk": 1024, "steps": 3, "repetitions": 3, **SMALL},
-    ),
-    Bench(
-        "generation",
-        generation,
-        generation_tables,
-        {"worlds": [2, 4], "contexts": [1024, 4096, 16384, 65536], "repetitions": 9}
-        | {"heads": 8, "kv_heads": 2, "head_dim": 64},
-    ),
-]
+@bench(
+    generation_tables,
+    worlds=[2, 4],
+    contexts=[1024, 4096, 16384, 65536],
+    repetitions=9,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+)
+def generation(worlds: list[int], contexts: list[int], repetitions: int, **shape: int) -> Results:
+    """A row for each P and S; `shape` has heads, kv_heads and head_dim."""
+
+    def measure(world_size: int, context: int) -> Results:
+        seconds, sent = zip(*launch(measured_on_ranks, world_size, context, repetitions, shape), strict=True)
+        most = {way: max(each[way] for each in sent) for way in (MERGE, RING)}
+        return {"seconds": seconds[0], "bytes": most, "formula": formula(world_size, context, **shape)}
+
+    steps = [{"world_size": P, "context": S} for P in worlds for S in contexts]
+    rows = record.rows("generation", {"repetitions": repetitions, **shape}, steps, measure)
+    return {"rows": rows}

@@ -8,13 +8,12 @@ import re
 from statistics import geometric_mean
 from typing import Any
 
-from bench import gpu, memory, models, record, retrieval, speed, wires
+from bench import gpu, models, record, retrieval, speed, wires  # noqa: F401  each names its benches
 from bench.memory import lengths
 from bench.models import MEMORY, ONE, RING, TORCH
+from bench.record import BENCHES
 
 PAGE = record.ROOT / "bench/README.md"
-PARTS = (memory, speed, wires, models, retrieval)
-BENCHES = {bench.name: bench for part in PARTS for bench in part.BENCHES}
 PEERS = {  # a row of the trainable ring's table: its case, the ring with messages and in shared memory
     "forward": (speed.FORWARD, speed.FULL, speed.MEMORY),
     "causal forward, zigzag": (speed.CAUSAL, speed.ZIGZAG, speed.ZIGZAG_MEMORY),

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -34,18 +34,32 @@ Method = tuple[bool, Callable[[], Any]]  # (rank 0 only?, the function to time);
 class Bench:
     """What one result in bench/results is made of: `python -m bench NAME` measures it."""
 
-    name: str
     measure: Callable[..., Results]  # what it found, for the sizes
     tables: Callable[[Results], list[str]]  # the same in markdown, for bench/results/README.md
+    dtype: str
+    quick: Results  # in place of the sizes with --quick, which keeps nothing
     sizes: Results
-    quick: Results = field(default_factory=dict)  # in place of the sizes with --quick, which keeps nothing
-    dtype: str = "float32"
 
     def run(self, **sizes: Any) -> Results:
         """Measure, with these sizes in place of its own."""
-        on = made(f"python -m bench {self.name}", self.dtype)
+        on = made(f"python -m bench {self.measure.__name__}", self.dtype)
         sizes = {**self.sizes, **sizes}
         return {**on, **sizes, **self.measure(**sizes)}
+
+
+BENCHES: dict[str, Bench] = {}  # by name, when the files of bench/ are imported
+
+
+def bench(
+    tables: Callable[[Results], list[str]], *, dtype: str = "float32", quick: Results | None = None, **sizes: Any
+) -> Callable[[Callable[..., Results]], Callable[..., Results]]:
+    """Make a function that measures the Bench of its name."""
+
+    def known(measure: Callable[..., Results]) -> Callable[..., Results]:
+        BENCHES[measure.__name__] = Bench(measure, tables, dtype, quick or {}, sizes)
+        return measure
+
+    return known
 
 
 def made(command: str, dtype: str) -> Results:

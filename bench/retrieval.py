@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench import record
 from bench.memory import kept_bytes
-from bench.record import Bench, Results
+from bench.record import Results, bench
 from ringlab.models.train import WARM_UP, take_step
 from ringlab.models.transformer import IGNORED, Config, Transformer, summed_loss
 from ringlab.ring.flash_ring import scaled_dot_product_attention
@@ -181,25 +181,6 @@ def work(context: RankContext, lines: int, steps: int, batch: int, seed: int, id
     return *train(context, lines, steps, batch, seed, ids), *kept_by_a_step(context, lines, batch)
 
 
-def retrieval(lines: int, ids: int, seeds: list[int], steps: int, batch: int, questions: int) -> Results:
-    """A row for each model and seed: it is trained, and reads new texts."""
-
-    def measure(run: str, seed: int) -> Results:
-        all_steps = steps * (4 if run == LONGER else 1)  # as many tokens in all as the ring
-        ranks = launch(work, RUNS[run], lines * RUNS[run], all_steps, batch, seed, ids)
-        read = []
-        for n in lengths(lines):
-            squeeze = lines / n if run == SQUEEZED else 1.0
-            read.append(accuracy_by_depth(ranks[0][0], n, 2 * questions // n, seed, ids, squeeze))
-        losses, tokens, kept = zip(*(of_rank[1:] for of_rank in ranks), strict=True)
-        mean = torch.tensor(losses).mean(dim=0).tolist()
-        return {"losses": mean, "tokens": tokens, "kept_bytes": kept, "accuracy": read}
-
-    sizes = {"lines": lines, "ids": ids, "steps": steps, "batch": batch, "questions": questions}
-    every = [{"run": name, "seed": seed} for seed in seeds for name in RUNS]
-    return {"rows": record.rows("retrieval", sizes, every, measure)}
-
-
 def accuracies(results: Results, name: str) -> torch.Tensor:
     """The share of right answers of a run: (seeds, lengths, depths)."""
     return torch.tensor([row["accuracy"] for row in results["rows"] if row["run"] == name], dtype=torch.float64)
@@ -221,12 +202,30 @@ def tables(results: Results) -> list[str]:
     return [record.grid(" | ".join(heads), rows)]
 
 
-BENCHES = [
-    Bench(
-        "retrieval",
-        retrieval,
-        tables,
-        {"lines": 32, "ids": IDS, "seeds": [0, 1, 2], "steps": 400, "batch": 16, "questions": 4096},
-        quick={"lines": 8, "ids": 64, "seeds": [0], "steps": 240, "batch": 16, "questions": 1024},
-    )
-]
+@bench(
+    tables,
+    quick={"lines": 8, "ids": 64, "seeds": [0], "steps": 240, "batch": 16, "questions": 1024},
+    lines=32,
+    ids=IDS,
+    seeds=[0, 1, 2],
+    steps=400,
+    batch=16,
+    questions=4096,
+)
+def retrieval(lines: int, ids: int, seeds: list[int], steps: int, batch: int, questions: int) -> Results:
+    """A row for each model and seed: it is trained, and reads new texts."""
+
+    def measure(run: str, seed: int) -> Results:
+        all_steps = steps * (4 if run == LONGER else 1)  # as many tokens in all as the ring
+        ranks = launch(work, RUNS[run], lines * RUNS[run], all_steps, batch, seed, ids)
+        read = []
+        for n in lengths(lines):
+            squeeze = lines / n if run == SQUEEZED else 1.0
+            read.append(accuracy_by_depth(ranks[0][0], n, 2 * questions // n, seed, ids, squeeze))
+        losses, tokens, kept = zip(*(of_rank[1:] for of_rank in ranks), strict=True)
+        mean = torch.tensor(losses).mean(dim=0).tolist()
+        return {"losses": mean, "tokens": tokens, "kept_bytes": kept, "accuracy": read}
+
+    sizes = {"lines": lines, "ids": ids, "steps": steps, "batch": batch, "questions": questions}
+    every = [{"run": name, "seed": seed} for seed in seeds for name in RUNS]
+    return {"rows": record.rows("retrieval", sizes, every, measure)}

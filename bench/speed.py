@@ -25,7 +25,7 @@ from torch import Tensor
 from bench import record
 from bench.memory import measured_ring
 from bench.peers import pip_ring, torch_loop, with_gradients
-from bench.record import Bench, Method, Results, in_turn, pin
+from bench.record import Method, Results, bench, in_turn, pin
 from ring_attn import ring_attention
 from ringlab.basics.blockwise_attention import TILE, blockwise_attention
 from ringlab.basics.ranks import gather, scatter
@@ -60,6 +60,7 @@ def in_chunks(peak: int | None, chunk: int) -> str:
 
 RING = "ring_attention, P ranks"
 BLOCKWISE, SDPA = "blockwise_attention, one process", "scaled_dot_product_attention, one process"
+MEMORY_OF = {"worlds": [1, 2, 4, 8], "chunk": 2048, "heads": 8, "head_dim": 128}  # a chunk is 8 MiB
 PEAKS = (("peak_bytes", False), ("peak_bytes_as_it_comes", True))  # a peak, and whether glibc keeps what is freed
 
 
@@ -88,22 +89,6 @@ def seconds_of_ring(
     return seconds
 
 
-def ring_vs_full(
-    worlds: list[int], seq_len: int, heads: int, head_dim: int, repetitions: int, memory: Results
-) -> Results:
-    """A row for each P, with the seconds of each method; memory with the same chunk for each P."""
-    sizes = seq_len, heads, head_dim, repetitions
-    rows = [{"world_size": P, "seconds": launch(seconds_of_ring, P, *sizes)[0]} for P in worlds]
-    C, H, D = (memory[name] for name in ("chunk", "heads", "head_dim"))
-    peaks = [
-        {"world_size": P}
-        | {name: launch(measured_ring, P, [C], H, D, as_it_comes)[0][0] for name, as_it_comes in PEAKS}
-        for P in memory["worlds"]
-    ]
-    of_memory = {"chunk_bytes": 4 * H * C * D, "tile_bytes": 4 * H * min(C, TILE) ** 2, "rows": peaks}
-    return {"block_size": TILE, "rows": rows, "memory": {**memory, **of_memory}}
-
-
 def speed_of_ring(results: Results, world_size: int, method: str) -> float:
     """The speed of a method over that of blockwise attention in one process."""
     seconds = of_world(results, world_size)["seconds"]
@@ -127,9 +112,27 @@ def ring_vs_full_tables(results: Results) -> list[str]:
     ]
 
 
+@bench(ring_vs_full_tables, worlds=[2, 4], seq_len=8192, heads=8, head_dim=64, repetitions=7, memory=MEMORY_OF)
+def ring_vs_full(
+    worlds: list[int], seq_len: int, heads: int, head_dim: int, repetitions: int, memory: Results
+) -> Results:
+    """A row for each P, with the seconds of each method; memory with the same chunk for each P."""
+    sizes = seq_len, heads, head_dim, repetitions
+    rows = [{"world_size": P, "seconds": launch(seconds_of_ring, P, *sizes)[0]} for P in worlds]
+    C, H, D = (memory[name] for name in ("chunk", "heads", "head_dim"))
+    peaks = [
+        {"world_size": P}
+        | {name: launch(measured_ring, P, [C], H, D, as_it_comes)[0][0] for name, as_it_comes in PEAKS}
+        for P in memory["worlds"]
+    ]
+    of_memory = {"chunk_bytes": 4 * H * C * D, "tile_bytes": 4 * H * min(C, TILE) ** 2, "rows": peaks}
+    return {"block_size": TILE, "rows": rows, "memory": {**memory, **of_memory}}
+
+
 # The flash ring, beside the limit of the machine and other rings ------------------------------------------------------
 
 CORES = 2
+BESIDE = {"worlds": [1, 2, 4, 8], "chunk": 2048, "heads": 8, "head_dim": 64}  # bytes and memory
 LIMIT, TORCH, PIP, OWN = "limit", "torch's context-parallel loop", "ring-attention-pytorch", "ring_attn.py"
 FULL, ZIGZAG, STRIPED, CONTIGUOUS = "flash ring", "flash ring, zigzag", "flash ring, striped", "flash ring, contiguous"
 IN_MEMORY = "in shared memory"
@@ -255,27 +258,6 @@ def peak_memory(context: RankContext, chunk: int, heads: int, head_dim: int, sha
     return peaks
 
 
-def against_peers(
-    worlds: list[int], lengths: list[int], heads: int, head_dim: int, repetitions: int, beside: Results
-) -> Results:
-    """A row for each P, dtype, S and case; bytes and memory of a rank with the chunk of `beside`, for each P there."""
-    pin(CORES)
-    rows = [row for P in worlds for row in launch(measured_speed, P, lengths, heads, head_dim, repetitions)[0]]
-    C, H, D = (beside[name] for name in ("chunk", "heads", "head_dim"))
-    sent, peaks = [], []
-    for P in beside["worlds"]:
-        for dtype in DTYPES:
-            for kv_heads in (H, H // 4):
-                seen = [max(each) for each in zip(*launch(sent_bytes, P, C, H, kv_heads, D, dtype), strict=True)]
-                row = {"world_size": P, "dtype": dtype, "kv_heads": kv_heads, "sent": seen}
-                sent.append({**row, "formula": formula_bytes(P, C, H, kv_heads, D, dtype)})
-        for shared in (False, True):
-            each = zip(*launch(peak_memory, P, C, H, D, shared), strict=True)
-            peaks.append({"world_size": P, "shared": shared, "peak_bytes": [most(seen) for seen in each]})
-    others = {"bytes": {**beside, "rows": sent}, "memory": {**beside, "rows": peaks}}
-    return {"rows": rows, **others}
-
-
 def most(peaks: Sequence[int | None]) -> int | None:
     """The peak of the rank that needs most; None where it can't be measured."""
     return None if None in peaks else max(peaks)
@@ -330,6 +312,37 @@ def against_peers_tables(results: Results) -> list[str]:
         record.grid("P | <dtype | G | forward | formula | backward | formula", sent),
         record.grid("P | <blocks move | forward | forward and backward", peaks),
     ]
+
+
+@bench(
+    against_peers_tables,
+    dtype="float32 and bfloat16",
+    worlds=[2, 4],
+    lengths=[256, 1024, 2048, 4096, 8192, 16384],
+    heads=8,
+    head_dim=64,
+    repetitions=5,
+    beside=BESIDE,
+)
+def against_peers(
+    worlds: list[int], lengths: list[int], heads: int, head_dim: int, repetitions: int, beside: Results
+) -> Results:
+    """A row for each P, dtype, S and case; bytes and memory of a rank with the chunk of `beside`, for each P there."""
+    pin(CORES)
+    rows = [row for P in worlds for row in launch(measured_speed, P, lengths, heads, head_dim, repetitions)[0]]
+    C, H, D = (beside[name] for name in ("chunk", "heads", "head_dim"))
+    sent, peaks = [], []
+    for P in beside["worlds"]:
+        for dtype in DTYPES:
+            for kv_heads in (H, H // 4):
+                seen = [max(each) for each in zip(*launch(sent_bytes, P, C, H, kv_heads, D, dtype), strict=True)]
+                row = {"world_size": P, "dtype": dtype, "kv_heads": kv_heads, "sent": seen}
+                sent.append({**row, "formula": formula_bytes(P, C, H, kv_heads, D, dtype)})
+        for shared in (False, True):
+            each = zip(*launch(peak_memory, P, C, H, D, shared), strict=True)
+            peaks.append({"world_size": P, "shared": shared, "peak_bytes": [most(seen) for seen in each]})
+    others = {"bytes": {**beside, "rows": sent}, "memory": {**beside, "rows": peaks}}
+    return {"rows": rows, **others}
 
 
 # Documents and windows ------------------------------------------------------------------------------------------------
@@ -420,25 +433,6 @@ def memory_of_ring(
     return record.peak_extra(lambda: with_gradients(partial(ring_flash_attention, **options), *mine))
 
 
-def masked_rings(worlds: list[int], seq_len: int, heads: int, head_dim: int, repetitions: int) -> Results:
-    """A row for each P; the memory of each case on the most ranks, contiguous, with and without a mask."""
-    sizes, last = (seq_len, heads, head_dim), worlds[-1]
-
-    def measure(world_size: int, name: str | None) -> Results:
-        if name is None:
-            return {"seconds": launch(seconds_of_masks, world_size, *sizes, repetitions)[0]}
-        return {"peak": most(launch(memory_of_ring, last, *sizes, cases(last, seq_len)[name][1]))}
-
-    contiguous = [name for name in cases(last, seq_len) if name.endswith("contiguous")]
-    steps = [{"world_size": P, "name": None} for P in worlds] + [{"world_size": last, "name": it} for it in contiguous]
-    rows = record.rows("masked_rings", {"sizes": sizes, "repetitions": repetitions}, steps, measure)
-    return {
-        "rows": [{"world_size": row["world_size"], "seconds": row["seconds"]} for row in rows if "seconds" in row],
-        "chunk_bytes": heads * seq_len // last * head_dim * 4,
-        "peak_bytes": {row["name"]: row["peak"] for row in rows if "peak" in row},
-    }
-
-
 def seconds_of(results: Results, world_size: int, name: str, which: str) -> float:
     """The median seconds of "case, layout", or of the documents "one by one", in a pass."""
     return median(of_world(results, world_size)["seconds"][f"{name}, {which}"])
@@ -493,6 +487,26 @@ def masked_rings_tables(results: Results) -> list[str]:
         f"Memory of a rank in both passes beyond its inputs, P = {worlds[-1]}, contiguous, in chunks: "
         f"{', '.join(chunks)}.",
     ]
+
+
+@bench(masked_rings_tables, worlds=[2, 4], seq_len=8192, heads=8, head_dim=64, repetitions=3)
+def masked_rings(worlds: list[int], seq_len: int, heads: int, head_dim: int, repetitions: int) -> Results:
+    """A row for each P; the memory of each case on the most ranks, contiguous, with and without a mask."""
+    sizes, last = (seq_len, heads, head_dim), worlds[-1]
+
+    def measure(world_size: int, name: str | None) -> Results:
+        if name is None:
+            return {"seconds": launch(seconds_of_masks, world_size, *sizes, repetitions)[0]}
+        return {"peak": most(launch(memory_of_ring, last, *sizes, cases(last, seq_len)[name][1]))}
+
+    contiguous = [name for name in cases(last, seq_len) if name.endswith("contiguous")]
+    steps = [{"world_size": P, "name": None} for P in worlds] + [{"world_size": last, "name": it} for it in contiguous]
+    rows = record.rows("masked_rings", {"sizes": sizes, "repetitions": repetitions}, steps, measure)
+    return {
+        "rows": [{"world_size": row["world_size"], "seconds": row["seconds"]} for row in rows if "seconds" in row],
+        "chunk_bytes": heads * seq_len // last * head_dim * 4,
+        "peak_bytes": {row["name"]: row["peak"] for row in rows if "peak" in row},
+    }
 
 
 # A ring of states -----------------------------------------------------------------------------------------------------
@@ -555,17 +569,6 @@ def seconds_of_states(
     return seconds
 
 
-def state_ring(worlds: list[int], lengths: list[int], heads: int, head_dim: int, repetitions: int) -> Results:
-    """A row for each number of ranks and tokens, and of the first number of ranks with glibc's default."""
-    steps = [(KEPT, P, S) for P in worlds for S in lengths] + [(DEFAULT, worlds[0], S) for S in lengths[1:]]
-    rows = [
-        {"case": case, "world_size": P, "seq_len": S}
-        | {"seconds": launch(seconds_of_states, P, case, S, heads, head_dim, repetitions)[0]}
-        for case, P, S in steps
-    ]
-    return {"rows": rows}
-
-
 def state_ring_tables(results: Results) -> list[str]:
     rows = []
     for row in results["rows"]:
@@ -575,33 +578,13 @@ def state_ring_tables(results: Results) -> list[str]:
     return [record.grid(f"P | S | <memory | {' | '.join(WAYS)} | {KEYS}, causal", rows)]
 
 
-LAYER = {"heads": 8, "head_dim": 64}
-BENCHES = [
-    Bench(
-        "ring_vs_full",
-        ring_vs_full,
-        ring_vs_full_tables,
-        {"worlds": [2, 4], "seq_len": 8192, **LAYER, "repetitions": 7}
-        | {"memory": {"chunk": 2048, "heads": 8, "head_dim": 128, "worlds": [1, 2, 4, 8]}},  # a chunk is 8 MiB
-    ),
-    Bench(
-        "against_peers",
-        against_peers,
-        against_peers_tables,
-        {"worlds": [2, 4], "lengths": [256, 1024, 2048, 4096, 8192, 16384], **LAYER, "repetitions": 5}
-        | {"beside": {"worlds": [1, 2, 4, 8], "chunk": 2048, **LAYER}},
-        dtype="float32 and bfloat16",
-    ),
-    Bench(
-        "masked_rings",
-        masked_rings,
-        masked_rings_tables,
-        {"worlds": [2, 4], "seq_len": 8192, **LAYER, "repetitions": 3},
-    ),
-    Bench(
-        "state_ring",
-        state_ring,
-        state_ring_tables,
-        {"worlds": [2, 4], "lengths": [1024, 4096, 16384], **LAYER, "repetitions": 5},
-    ),
-]
+@bench(state_ring_tables, worlds=[2, 4], lengths=[1024, 4096, 16384], heads=8, head_dim=64, repetitions=5)
+def state_ring(worlds: list[int], lengths: list[int], heads: int, head_dim: int, repetitions: int) -> Results:
+    """A row for each number of ranks and tokens, and of the first number of ranks with glibc's default."""
+    steps = [(KEPT, P, S) for P in worlds for S in lengths] + [(DEFAULT, worlds[0], S) for S in lengths[1:]]
+    rows = [
+        {"case": case, "world_size": P, "seq_len": S}
+        | {"seconds": launch(seconds_of_states, P, case, S, heads, head_dim, repetitions)[0]}
+        for case, P, S in steps
+    ]
+    return {"rows": rows}

@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from bench import record
 from bench.hosts import hosts, job, slow_loopback
 from bench.peers import Pass, passes, torch_loop
-from bench.record import Bench, Method, Results, in_turn
+from bench.record import Method, Results, bench, in_turn
 from ring_planner.hidden_communication import (
     AttentionLayer,
     block_flops,
@@ -48,11 +48,11 @@ from ring_planner.hidden_communication import (
 )
 from ring_planner.ways import WAYS
 from ringlab.basics.ranks import gather, scatter
-from ringlab.ring import overlap
 from ringlab.ring.cases import random_inputs
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
 from ringlab.ring.layouts import shard, unshard
+from ringlab.ring.overlap import hidden_share as share_hidden
 from ringlab.ring.overlap import post, record_both, seconds
 from ringlab.ring.schedule import Ring, Schedule
 from ringlab.support import timeline
@@ -107,28 +107,10 @@ def summary(pairs: list[Rings], world_size: int) -> dict[str, float]:
         "computing": [seconds(pair["blocking"], "compute") / world_size for pair in pairs],
         "messages": [seconds(pair["blocking"], "send", "receive") / (world_size - 1) for pair in pairs],
         "waiting": [seconds(pair["overlapped"], "wait") / (world_size - 1) for pair in pairs],
-        "hidden": [overlap.hidden_share(pair["blocking"], pair["overlapped"]) for pair in pairs],
+        "hidden": [share_hidden(pair["blocking"], pair["overlapped"]) for pair in pairs],
     }
     medians = {name: median(each) for name, each in seen.items()}
     return {**medians, "predicted": min(1.0, medians["computing"] / medians["messages"])}
-
-
-def measure_overlap(
-    chunks: list[int], traced: int, heads: int, head_dim: int, world_size: int, repetitions: int, rate: int | None
-) -> Results:
-    """A row for each chunk length, and for the length `traced` the events of its median repetition. `rate` is that of
-    the loopback, None without a limit. It is a test that has none.
-    """
-    if rate:
-        slow_loopback(rate)
-    rows, events = [], {}
-    for chunk in chunks:
-        pairs = launch(rings_in_turn, world_size, chunk, heads, head_dim, repetitions)[0]
-        rows.append({"chunk": chunk, **summary(pairs, world_size)})
-        if chunk == traced:
-            by_share = sorted(pairs, key=lambda pair: overlap.hidden_share(pair["blocking"], pair["overlapped"]))
-            events = {name: [asdict(each) for each in ring] for name, ring in by_share[len(pairs) // 2].items()}
-    return {"rows": rows, "traced": events}
 
 
 def overlap_tables(results: Results) -> list[str]:
@@ -141,8 +123,40 @@ def overlap_tables(results: Results) -> list[str]:
     return [record.grid("C | blocking | overlapped | computing | messages | wait | hidden | should be", rows)]
 
 
+@bench(
+    overlap_tables,
+    chunks=[256, 512, 1024, 2048, 4096],
+    traced=TRACED,
+    heads=8,
+    head_dim=64,
+    world_size=2,
+    repetitions=7,
+    rate=RATE,
+)
+def overlap(
+    chunks: list[int], traced: int, heads: int, head_dim: int, world_size: int, repetitions: int, rate: int | None
+) -> Results:
+    """A row for each chunk length, and for the length `traced` the events of its median repetition. `rate` is that of
+    the loopback, None without a limit. It is a test that has none.
+    """
+    if rate:
+        slow_loopback(rate)
+    rows, events = [], {}
+    for chunk in chunks:
+        pairs = launch(rings_in_turn, world_size, chunk, heads, head_dim, repetitions)[0]
+        rows.append({"chunk": chunk, **summary(pairs, world_size)})
+        if chunk == traced:
+            by_share = sorted(pairs, key=lambda pair: share_hidden(pair["blocking"], pair["overlapped"]))
+            events = {name: [asdict(each) for each in ring] for name, ring in by_share[len(pairs) // 2].items()}
+    return {"rows": rows, "traced": events}
+
+
 # What a ring hides between two hosts ----------------------------------------------------------------------------------
 
+CHUNKS = {  # link's bytes a second: tokens of a rank, in steps of about √2 from below the knee on
+    200_000_000: [256, 362, 512, 724, 1024, 1448, 2048, 2896],
+    50_000_000: [1024, 1448, 2048, 2896, 4096, 5793, 8192],
+}
 PREDICTIONS = {"flops": "predicted", "flops_meanwhile": "predicted_meanwhile"}  # the knee that each one predicts
 
 
@@ -218,21 +232,6 @@ def knee(rows: list[Row], layer: AttentionLayer) -> Row:
     }
 
 
-def overlap_threshold(chunks: dict[int, list[int]], **size: int) -> Results:
-    """A row for each link, in bytes a second, and chunk; a knee for each link."""
-
-    def measure(rate: int, chunk: int) -> Row:
-        with hosts(2, rate) as both:
-            row = job(both, measure_hop, {"chunk": chunk, **size})
-        return {**row, **shares(row)}
-
-    steps = [{"rate": rate, "chunk": chunk} for rate in chunks for chunk in chunks[rate]]
-    rows = record.rows("overlap_threshold", size, steps, measure)
-    layer = AttentionLayer(size["heads"], size["heads"], size["head_dim"], itemsize=torch.float32.itemsize)
-    knees = [{"rate": rate, **knee([row for row in rows if row["rate"] == rate], layer)} for rate in chunks]
-    return {"rows": rows, "knees": knees}
-
-
 def overlap_threshold_tables(results: Results) -> list[str]:
     """Times in milliseconds."""
     knees, rows = [], []
@@ -249,6 +248,22 @@ def overlap_threshold_tables(results: Results) -> list[str]:
     found = "link | bytes/s | FLOP/s | knee predicted | FLOP/s meanwhile | knee predicted from it | knee measured"
     heads = "link, MB/s | C | computing | meanwhile | hop | wait | ring | hidden | should be | overhead"
     return [record.grid(found, knees), record.grid(heads, rows)]
+
+
+@bench(overlap_threshold_tables, chunks=CHUNKS, heads=8, head_dim=64, repetitions=7)
+def overlap_threshold(chunks: dict[int, list[int]], **size: int) -> Results:
+    """A row for each link, in bytes a second, and chunk; a knee for each link."""
+
+    def measure(rate: int, chunk: int) -> Row:
+        with hosts(2, rate) as both:
+            row = job(both, measure_hop, {"chunk": chunk, **size})
+        return {**row, **shares(row)}
+
+    steps = [{"rate": rate, "chunk": chunk} for rate in chunks for chunk in chunks[rate]]
+    rows = record.rows("overlap_threshold", size, steps, measure)
+    layer = AttentionLayer(size["heads"], size["heads"], size["head_dim"], itemsize=torch.float32.itemsize)
+    knees = [{"rate": rate, **knee([row for row in rows if row["rate"] == rate], layer)} for rate in chunks]
+    return {"rows": rows, "knees": knees}
 
 
 # Five ways ------------------------------------------------------------------------------------------------------------
@@ -322,19 +337,6 @@ def measured_ways(
     return {"seconds": seconds}
 
 
-def five_ways(meshes: list[tuple[int, int]], rates: list[int], repetitions: dict[int, int], **size: int) -> Results:
-    """A row for each mesh (hosts, ranks of a host), rate of a link and S; by S, how many repetitions."""
-
-    def measure(mesh: tuple[int, int], rate: int, seq_len: int) -> Row:
-        (count, per_host), turns = mesh, repetitions[seq_len]
-        with hosts(count, rate) as joined:
-            sizes = {"per_host": per_host, "seq_len": seq_len, "repetitions": turns, **size}
-            return {"hosts": count, "per_host": per_host, **job(joined, measured_ways, sizes, [per_host] * count)}
-
-    steps = [{"mesh": mesh, "rate": rate, "seq_len": S} for mesh in meshes for rate in rates for S in repetitions]
-    return {"rows": record.rows("five_ways", {"repetitions": repetitions, **size}, steps, measure)}
-
-
 def timed(row: Row, name: str, which: str) -> list[float]:
     """Seconds of each repetition of a way or of a peer: forward, or forward and backward."""
     forward, backward = (row["seconds"][f"{name}, {each}"] for each in (FORWARD, BACKWARD))
@@ -398,39 +400,23 @@ def five_ways_tables(results: Results) -> list[str]:
     return [record.grid("<way | slowest cell | geometric mean", over), "\n\n".join(of_passes), *said]
 
 
-LAYER = {"heads": 8, "head_dim": 64}
-BENCHES = [
-    Bench(
-        "overlap",
-        measure_overlap,
-        overlap_tables,
-        {"chunks": [256, 512, 1024, 2048, 4096], "traced": TRACED, **LAYER, "world_size": 2, "repetitions": 7}
-        | {"rate": RATE},  # a core for each rank; more ranks would share cores
-    ),
-    Bench(
-        "overlap_threshold",
-        overlap_threshold,
-        overlap_threshold_tables,
-        {
-            "chunks": {  # link's bytes a second: tokens of a rank, in steps of about √2 from below the knee on
-                200_000_000: [256, 362, 512, 724, 1024, 1448, 2048, 2896],
-                50_000_000: [1024, 1448, 2048, 2896, 4096, 5793, 8192],
-            },
-            **LAYER,
-            "repetitions": 7,
-        },
-    ),
-    Bench(
-        "five_ways",
-        five_ways,
-        five_ways_tables,
-        {
-            "meshes": [(2, 2), (2, 4)],
-            "rates": [125_000_000, 50_000_000, 20_000_000],
-            "repetitions": {4096: 6, 16384: 3},
-            "heads": 8,
-            "kv_heads": 8,
-            "head_dim": 32,
-        },
-    ),
-]
+@bench(
+    five_ways_tables,
+    meshes=[(2, 2), (2, 4)],
+    rates=[125_000_000, 50_000_000, 20_000_000],
+    repetitions={4096: 6, 16384: 3},
+    heads=8,
+    kv_heads=8,
+    head_dim=32,
+)
+def five_ways(meshes: list[tuple[int, int]], rates: list[int], repetitions: dict[int, int], **size: int) -> Results:
+    """A row for each mesh (hosts, ranks of a host), rate of a link and S; by S, how many repetitions."""
+
+    def measure(mesh: tuple[int, int], rate: int, seq_len: int) -> Row:
+        (count, per_host), turns = mesh, repetitions[seq_len]
+        with hosts(count, rate) as joined:
+            sizes = {"per_host": per_host, "seq_len": seq_len, "repetitions": turns, **size}
+            return {"hosts": count, "per_host": per_host, **job(joined, measured_ways, sizes, [per_host] * count)}
+
+    steps = [{"mesh": mesh, "rate": rate, "seq_len": S} for mesh in meshes for rate in rates for S in repetitions]
+    return {"rows": record.rows("five_ways", {"repetitions": repetitions, **size}, steps, measure)}
