@@ -67,10 +67,13 @@ class Job:
     def tensor(self, kind: str, step: int, index: int, rank: int = 0) -> Tensor | None:
         """A weight or a gradient, float64; of a rank that wrote none, because it is sharded, that of rank 0.
 
-        The kinds: "weight"; "before", a gradient before clipping; "gradient", as the optimizer gets it.
+        The kinds: "weight"; "before", a gradient before clipping; "gradient", as the optimizer gets it. `index` is a
+        place among the names of rank 0; other ranks may have another order.
         """
+        name = self.ranks[0]["names"][index]
         for of in {"before": (rank, 0), "gradient": (rank, 0)}.get(kind, (rank,)):
-            if (file := self.folder / f"{kind}-{step}-{index}-{of}.pt").exists():
+            places = {name: place for place, name in enumerate(self.ranks[of]["names"])}
+            if (file := self.folder / f"{kind}-{step}-{places.get(name)}-{of}.pt").exists():
                 found: Tensor = torch.load(file).double()
                 return found
         return self.tensor("before", step, index, rank) if kind == "gradient" else None

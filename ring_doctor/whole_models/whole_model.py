@@ -138,7 +138,7 @@ def _changes(job: Job, step: int, other: int) -> bool:
     slack = 1e-3 if "16" in dtypes_of(job)[0] else 1e-5 if "32" in dtypes_of(job)[0] else 1e-11
     for rank, of in enumerate(job.ranks):
         reported = [torch.tensor(of["steps"][at]["reported"], dtype=torch.float64) for at in (step, other)]
-        names = range(len(of["names"]))
+        names = range(len(job.ranks[0]["names"]))
         before, after = ([job.tensor("gradient", at, n, rank) for n in names] for at in (step, other))
         for x, y in zip([*before, reported[0]], [*after, reported[1]], strict=True):
             if x is not None and y is not None and distance(y.nan_to_num(), x.nan_to_num(), 1e-9) > slack:
