@@ -37,7 +37,6 @@ class Bench:
     measure: Callable[..., Results]  # what it found, for the sizes
     tables: Callable[[Results], list[str]]  # the same in markdown, for bench/results/README.md
     dtype: str
-    quick: Results  # in place of the sizes with --quick, which keeps nothing
     sizes: Results
 
     def run(self, **sizes: Any) -> Results:
@@ -51,12 +50,12 @@ BENCHES: dict[str, Bench] = {}  # by name, when the files of bench/ are imported
 
 
 def bench(
-    tables: Callable[[Results], list[str]], *, dtype: str = "float32", quick: Results | None = None, **sizes: Any
+    tables: Callable[[Results], list[str]], *, dtype: str = "float32", **sizes: Any
 ) -> Callable[[Callable[..., Results]], Callable[..., Results]]:
     """Make a function that measures the Bench of its name."""
 
     def known(measure: Callable[..., Results]) -> Callable[..., Results]:
-        BENCHES[measure.__name__] = Bench(measure, tables, dtype, quick or {}, sizes)
+        BENCHES[measure.__name__] = Bench(measure, tables, dtype, sizes)
         return measure
 
     return known

@@ -17,8 +17,9 @@ nothing in 2,000 steps.
 Shapes: n lines and n/2 questions are S = 3n tokens, an id and a value each. A rank has tokens (B, C, 2), each with the
 token before it; labels (B, C), IGNORED except at the ids of questions; positions (C,).
 
-    $ python -m bench retrieval            # all seeds
-    $ python -m bench retrieval --quick    # a minute: a quarter of the lines and ids, one seed, nothing is written
+    $ python -m bench retrieval
+
+In a minute: BENCHES["retrieval"].run(lines=8, ids=64, seeds=[0], steps=240, questions=1024).
 
 Source: Liu et al. 2024, figure 3; Li et al. 2023 (LongChat), for the task; Olsson et al. 2022, for the token before it.
 """
@@ -204,7 +205,6 @@ def tables(results: Results) -> list[str]:
 
 @bench(
     tables,
-    quick={"lines": 8, "ids": 64, "seeds": [0], "steps": 240, "batch": 16, "questions": 1024},
     lines=32,
     ids=IDS,
     seeds=[0, 1, 2],
