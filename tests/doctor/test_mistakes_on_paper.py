@@ -6,7 +6,6 @@ All other entries give the numbers of mistakes.json; `python -m tests.doctor.tes
 """
 
 import json
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -206,17 +205,6 @@ def test_a_query_has_other_keys(name):
     for case in cases:
         for number, counts in enumerate(variants):
             assert_same(on_paper(case, name, number), dense(case, counts(Pairs(case)).double()))
-
-
-def test_a_query_that_sees_no_key_of_a_block_is_nan():
-    """Where another query of its rank sees one, or in any block."""
-    for case in ALL_LAYOUTS:
-        x, right = Pairs(case), compute(case)
-        blind = x.seen.double() @ x.own.double() == 0  # query p sees no key of the block of key c
-        for number, blocks in enumerate((x.met(x.seen), x.past | True)):
-            rows = (blind & blocks).any(dim=1, keepdim=True)
-            expected = {"out": right["out"].masked_fill(rows, math.nan), "lse": right["lse"]}
-            assert_same(on_paper(case, "nan_of_unseen_rows", number), expected)
 
 
 # All others: their numbers, as they were when each stood beside a second definition ----------------------------------

@@ -31,7 +31,6 @@ from tests.wrong import escaped_rings, odd_patients
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
-SIXTEEN = (torch.bfloat16, torch.float16)
 
 
 # The judge ---------------------------------------------------------------------------------------------------------
