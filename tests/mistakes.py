@@ -6,6 +6,7 @@ Each mistake is planted for a while: on each rank, with MISTAKES["stale_block"](
 import re
 from unittest import mock
 
+from ringlab.support.expect import attempt
 from ringlab.support.pipes import inbox_of_job
 
 
@@ -39,10 +40,16 @@ def refusal(outcomes):
     return outcomes[0].message
 
 
+def said(context, work, *args):
+    """What `work` refuses on this rank."""
+    return attempt(work, context, *args)
+
+
 def assert_refused(ranks, world_size, words, work, *args):
     """Every rank raises one ValueError that has these words, in order: one text, or several."""
-    message = refusal(ranks.outcomes(world_size, work, *args))
-    assert re.search(all_of([words] if isinstance(words, str) else words), message), message
+    first, *others = ranks(world_size, said, work, *args)
+    assert re.search(all_of([words] if isinstance(words, str) else words), str(first)), first
+    assert others == [first] * (world_size - 1)
 
 
 def as_on_hosts(hosts):

@@ -194,16 +194,13 @@ def spread_generation(
     name = type(model).__name__
     if hasattr(model, "ring") or "generate" in vars(model):
         raise ValueError(f"{name} is in a ring, or generates by another function; expected stop_ring(model) first")
-    if not model.can_generate():
-        raise ValueError(f"{name} has no `generate`; expected a causal language model")
+    expect(model.can_generate(), f"{name} has no `generate`", "a causal language model")
     rope = str(getattr(model.config.get_text_config(), "rope_parameters", None))
     if any(kind in rope for kind in BY_LENGTH):
         raise ValueError(f"{name} chooses its frequencies by the longest position; expected frequencies that stay")
     check_kind(model)
-    if indexers(model):
-        raise ValueError(f"{name} has an indexer; expected none: its keys are not in a spread cache")
-    if linear_layers(model):
-        raise ValueError(f"{name} has linear layers; expected attention in every layer: states are not spread")
+    expect(not indexers(model), f"{name} has an indexer", "none: its keys are not in a spread cache")
+    expect(not linear_layers(model), f"{name} has linear layers", "attention in every layer: states are not spread")
     where = placed(mesh_or_group, layout)
     where = replace(where, mesh_or_group=flat_group(where.mesh_or_group))
     spread = SpreadGeneration(where, *where.place)
@@ -229,8 +226,7 @@ def arguments(
     Returns what must be the same on all ranks. Raises ValueError for what a spread cache cannot do.
     """
     layout_of(layout)
-    if model.training:
-        raise ValueError("the model is in training mode; expected model.eval(): dropout would differ from rank to rank")
+    expect(not model.training, "the model is in training mode", "model.eval(): dropout would differ from rank to rank")
     loop |= prepared(model, args, kwargs)
     tokens, config = loop["input_ids"], loop["generation_config"]
     unknown = sorted(name for name, x in loop.items() if name not in LOOP and x is not None and x != {})  # of pictures

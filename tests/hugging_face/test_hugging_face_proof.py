@@ -1,7 +1,12 @@
-"""The proof that a model may be cut into shards: planted mixtures are found and named, right models are accepted."""
+"""The proof that a model may be cut into shards: planted mixtures are found and named, right models are accepted.
 
+And the seam.
+"""
+
+import ast
 import copy
 import re
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -10,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.commands import ROOT
 from tests.concepts import MISSING
 from tests.mistakes import all_of
 
@@ -18,6 +24,7 @@ transformers = pytest.importorskip("transformers", reason=MISSING["transformers"
 from transformers.models.llama import modeling_llama  # noqa: E402
 
 from ringlab.hugging_face import proof as hugging_face_proof  # noqa: E402
+from ringlab.hugging_face import seam  # noqa: E402
 from ringlab.hugging_face import states as hugging_face_states  # noqa: E402
 from ringlab.hugging_face.attention import LayerAttention  # noqa: E402
 from ringlab.hugging_face.masks import asked_mask  # noqa: E402
@@ -157,15 +164,6 @@ REFUSED = {  # what is done to a Llama, and what is said of it
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_part_that_mixes_tokens_is_named(name):
-    change, words = REFUSED[name]
-    model = llama(torch.bfloat16 if name in ("embeddings of a batch", "k, distant", "a little") else torch.float64)
-    change(model)
-    with pytest.raises(ValueError, match=all_of(words)):
-        proved(model)
-
-
 class Hidden(nn.Module):
     """Mixes tokens behind a weight that is 0 until it is trained: a gate, a convolution, the rise of an adapter."""
 
@@ -266,24 +264,28 @@ def positions_of_the_shard(model):
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}  # nothing shows the longest position; the ring does
-OTHER_VALUES = {
-    "a choice": of_mlp(choose),
-    "in training only": in_training_only,
-    "16 tokens behind": of_mlp(from_before(16)),
-    "full experts": of_mlp(of_full_experts),
-    "numbered texts": embedded(texts_before),
-    "the order of a shard": embedded(twice_where_positions_fall),
-    "shards in the middle": embedded(lambda ids, at: 1 + (at is not None and 0 < at[0, 0] < at[0, -1])),
-    "positions of the shard": positions_of_the_shard,
-    "the longest position": lambda model: None,
+OTHER_VALUES = ["computes other values for tokens in a shard"]
+REFUSED |= {
+    "a choice": (of_mlp(choose), OTHER_VALUES),
+    "in training only": (in_training_only, OTHER_VALUES),
+    "16 tokens behind": (of_mlp(from_before(16)), OTHER_VALUES),
+    "full experts": (of_mlp(of_full_experts), OTHER_VALUES),
+    "numbered texts": (embedded(texts_before), OTHER_VALUES),
+    "the order of a shard": (embedded(twice_where_positions_fall), OTHER_VALUES),
+    "shards in the middle": (embedded(lambda ids, at: 1 + (at is not None and 0 < at[0, 0] < at[0, -1])), OTHER_VALUES),
+    "positions of the shard": (positions_of_the_shard, OTHER_VALUES),
+    "the longest position": (lambda model: None, OTHER_VALUES),
 }
+OPTIONS = {"the longest position": {"rope_parameters": LONGROPE}, "numbered texts": {"eos_token_id": 2}}
 
 
-@pytest.mark.parametrize("name", OTHER_VALUES)
-def test_other_values_in_a_shard_are_found(name):
-    model = llama(eos_token_id=2, **({"rope_parameters": LONGROPE} if name == "the longest position" else {}))
-    OTHER_VALUES[name](model)
-    with pytest.raises(ValueError, match="computes other values for tokens in a shard"):
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_proved_is_named(name):
+    change, words = REFUSED[name]
+    dtype = torch.bfloat16 if name in ("embeddings of a batch", "k, distant", "a little") else torch.float64
+    model = llama(dtype, **OPTIONS.get(name, {}))
+    change(model)
+    with pytest.raises(ValueError, match=all_of(words)):
         proved(model)
 
 
@@ -371,3 +373,46 @@ def test_what_stands_in_for_a_layer_sees_its_own_token_only_and_all_of_it():
             for x in torch.autograd.grad(out[:, :, token].sum(), inputs, retain_graph=True):
                 assert (x[:, :, token] != 0).all()
                 assert x[:, :, torch.arange(4) != token].abs().max() == 0
+
+
+# The seam: what is swapped inside transformers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_methods_of_a_class_are_ours_while_it_is_open(fails):
+    model, other, own = model_of("Llama", {}), model_of("Llama", {}), transformers.LlamaForCausalLM
+    end = pytest.raises(KeyError) if fails else nullcontext()
+    with end, seam.other_methods(model, can_generate=lambda model: "ours") as kind:
+        assert kind is own
+        assert isinstance(model, own)
+        assert type(model).can_generate(model) == "ours"
+        assert other.can_generate() is True
+        if fails:
+            raise KeyError
+    assert type(model) is own
+
+
+REACHES = {"__class__", "__dict__", "__globals__", "__code__", "get_interface", "register", "setattr", "globals"}
+THEIRS = {"model", "part", "layer", "module", "accelerator", "config"}  # what we call a thing of transformers
+KNOWN = {"ring", "loss_function", "training", "gradient_checkpointing"}  # attributes that may be set
+
+
+def reaching(tree):
+    """Where code swaps what is not its own: a name of REACHES, or an attribute of a thing of THEIRS."""
+    for node in ast.walk(tree):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        if name in REACHES:
+            yield node.lineno, name
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        for target in (x for each in targets for x in ast.walk(each) if isinstance(x, ast.Attribute)):
+            owner = target.value
+            owner = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+            if owner in THEIRS and target.attr not in KNOWN:
+                yield node.lineno, f"{owner}.{target.attr}"
+
+
+def test_only_the_seam_reaches_into_transformers():
+    folder = ROOT / "ringlab/hugging_face"
+    found = {path.name: list(reaching(ast.parse(path.read_text()))) for path in folder.glob("*.py")}
+    assert len(found.pop("seam.py")) >= 6
+    assert {name: places for name, places in found.items() if places} == {}

@@ -22,7 +22,7 @@ from ringlab.models.transformer import (
 )
 from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.ring.layouts import LAYOUTS
-from ringlab.states.linear_attention import linear_attention, recurrence
+from ringlab.states.linear_attention import recurrence
 from ringlab.states.short_convolution import short_convolution
 from tests.attention import SEED
 from tests.concepts import MISSING
@@ -69,16 +69,10 @@ def one_process(config, dtype=torch.float64):
     return [loss.detach(), *(weight.grad for weight in model.parameters())]
 
 
-def in_a_ring(context, config, layout, dtype=torch.float64, mistake=None):
-    """The same from the ranks of a ring, or with a layer that stays in its shard."""
+def in_a_ring(context, config, layout, dtype=torch.float64):
+    """The same from the ranks of a ring."""
     attention = partial(scaled_dot_product_attention, layout=layout)
-    of_states = ring_of_states(layout=layout)
-    if mistake == "states not handed on":
-        of_states = of_states._replace(rule=linear_attention)
-    if mistake == "convolution of each shard":
-        of_states = of_states._replace(convolution=short_convolution)
-    attention = F.scaled_dot_product_attention if mistake == "ring not called" else attention
-    model = model_of(config, dtype, attention, of_states)
+    model = model_of(config, dtype, attention, ring_of_states(layout=layout))
     tokens, labels, at = shard_text(text(), layout, context.rank, context.world_size)
     labels = hide_labels(labels, at)
     count = (labels != IGNORED).sum()
@@ -133,19 +127,6 @@ def test_a_new_model_by_hand():
     x = torch.full((1, 2, 128), 1e-2)  # 0.01 / sqrt(0.0001 + 0.00001)
     for norm in (model.norm, model.layers[0].norm1, model.layers[1].norm2):
         assert norm(x).mean().item() == pytest.approx(0.9535, rel=1e-3)
-
-
-MISTAKES = ("ring not called", "states not handed on", "convolution of each shard")  # of losses: sick_models.py
-
-
-def every_mistake(context):
-    return [in_a_ring(context, HYBRID, "zigzag", mistake=mistake) for mistake in MISTAKES]
-
-
-def test_a_layer_that_stays_in_its_shard_is_seen(ranks):
-    exact = one_process(HYBRID)
-    for mistake, result in zip(MISTAKES, ranks(3, every_mistake)[0], strict=True):
-        assert max(errors(result, exact)) > 1e-3, mistake
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason=MISSING["transformers"])
@@ -231,19 +212,6 @@ def test_the_feedforward_takes_a_piece_at_a_time(checkpointing):
     with mock.patch.object(Layer, "feed", noted):
         one_process(replace(SMALL, layers=1, piece=10, checkpointing=checkpointing))
     assert seen == [10, 10, 4] + [4, 10, 10] * checkpointing
-
-
-def hops(context, checkpointing):
-    with mock.patch.object(dist, "batch_isend_irecv", side_effect=dist.batch_isend_irecv) as hop:
-        in_a_ring(context, CHECKPOINTED if checkpointing else SMALL, "zigzag")
-    return hop.call_count
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_checkpointing_turns_the_ring_once_more(ranks, world_size):
-    P, layers = world_size, SMALL.layers
-    assert set(ranks(P, hops, False)) == {layers * 3 * (P - 1)}  # K and V twice, and their gradients
-    assert set(ranks(P, hops, True)) == {layers * 4 * (P - 1)}
 
 
 @pytest.mark.parametrize(

@@ -61,34 +61,6 @@ def test_any_staircase_is_cut(steps, width, largest):
     assert all(it.queries.stop - it.queries.start <= largest for it in pieces if it.upper)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"documents": (3, 4)}, "documents of 3, 4 tokens, 7 in all, for a sequence of 8; expected .* 8 in all"),
-        ({"documents": [4.0, 4.0]}, r"documents is \(4.0, 4.0\); expected .*whole numbers"),
-        ({"documents": [True, 7]}, r"documents is \(True, 7\); expected"),
-        ({"documents": torch.tensor([4.0, 4.0])}, r"documents is \(4.0, 4.0\); expected .*tensor"),
-        ({"documents": torch.ones(2, 4, dtype=int)}, r"documents is tensor\(\[\[1"),
-        ({"documents": "8"}, "documents is '8'; expected a list of their lengths"),
-        ({"documents": []}, r"documents is \(\); expected"),
-        ({"causal": True, "window": 2.0}, "window is 2.0; expected a whole number"),
-        ({"causal": True, "window": 2, "global_tokens": True}, "global_tokens is True; expected a whole number"),
-        ({"documents": (8, 0)}, "documents of 8, 0 tokens.* expected 1 token or more in each"),
-        ({"causal": True, "window": 0}, "window is 0 with causal=True; expected 1 token or more"),
-        ({"window": 4}, "window is 4 with causal=False; expected .* causal=True"),
-        ({"causal": True, "window": 4, "global_tokens": -1}, "global_tokens is -1 with window=4; expected 0 or more"),
-        ({"causal": True, "global_tokens": 2}, "global_tokens is 2 with window=None; expected .* a window"),
-        ({"layout": "spiral"}, "layout is 'spiral'"),
-        ({"lengths": (3, 5), "layout": "zigzag"}, r"the ranks have \[3, 5\] tokens .* expected \[4, 4\]"),
-    ],
-)
-def test_a_mask_that_makes_no_sense_is_refused(options, message):
-    layout, lengths = options.get("layout", "contiguous"), options.get("lengths", (4, 4))
-    mask = {name: value for name, value in options.items() if name not in ("layout", "lengths")}
-    with pytest.raises(ValueError, match=message):
-        Partition(Mask(**mask), layout, lengths)
-
-
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor, np.array])
 def test_documents_and_windows_may_be_of_any_kind_and_size(kind):
     mask = Mask(True, kind([3, 5]), np.int64(2**62), 2**70)
@@ -143,28 +115,6 @@ def test_a_pack_is_its_documents_and_padding_that_counts_in_no_loss(sizes, multi
 def test_lengths_of_cu_seqlens(kind):
     assert document_lengths(kind([0, 5, 17, 24])) == [5, 12, 7]
     assert document_lengths(kind([0, 3])) == [3]
-
-
-@pytest.mark.parametrize(
-    ("cu_seqlens", "message"),
-    [
-        ([0], r"cu_seqlens is \(0,\); expected a list or tensor \(documents \+ 1,\)"),
-        ([0, 4.0], r"cu_seqlens is \(0, 4.0\); expected .* whole numbers"),
-        (torch.tensor([0.0, 4.0]), r"cu_seqlens is \(0.0, 4.0\); expected .* whole numbers"),
-        (torch.tensor([[0, 4]]), r"cu_seqlens is tensor\(\[\[0, 4\]\]\); expected"),
-        ([5, 17, 24], "cu_seqlens begins with 5, .*; expected 0"),
-        ([0, 5, 5, 24], "document 1 goes from 5 to 5; expected .* a token or more"),
-    ],
-)
-def test_cu_seqlens_that_are_none_are_refused(cu_seqlens, message):
-    with pytest.raises(ValueError, match=message):
-        document_lengths(cu_seqlens)
-
-
-@pytest.mark.parametrize("texts", [[], [torch.arange(3), torch.arange(0)]])
-def test_an_empty_document_is_refused(texts):
-    with pytest.raises(ValueError, match="expected one or more, none empty"):
-        pack(texts)
 
 
 # Windows --------------------------------------------------------------------------------------------------------------

@@ -26,13 +26,16 @@ from ringlab.basics.naive_attention import naive_attention
 from ringlab.basics.online_softmax import merge
 from ringlab.basics.ranks import scatter
 from ringlab.ring import backward, flash_ring, grouped_query, latent_ring, overlap
+from ringlab.ring.documents import document_lengths, pack
 from ringlab.ring.layouts import Layout, check_layout, check_lengths, positions, shard, unshard
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
 from ringlab.ring.schedule import check_sinks, check_softcap
 from ringlab.support.agreement import members
 from ringlab.ways.heads import check_split, heads_of_ranks
 from tests.attention import assert_right, expected, gradients, grouped_inputs, random_qkv
 from tests.concepts import needed_by
-from tests.mistakes import all_of, refusal
+from tests.mistakes import all_of, assert_refused, refusal
 from tests.rings import assert_ring
 
 RINGS = {
@@ -77,12 +80,7 @@ REFUSED = {  # of the ring or the drop-in, a parameter: (a value that no ring ta
     "dropout_p": (0.1, ["dropout_p is 0.1", "expected 0.0"]),
     "enable_gqa": (False, ["query has 4 heads and key 2", "expected enable_gqa=True"]),
 }
-OPTIONS = [
-    (name, option)
-    for name, ring in RINGS.items()
-    for option in inspect.signature(ring).parameters
-    if option not in INPUTS
-]
+OPTIONS = [(name, it) for name, ring in RINGS.items() for it in inspect.signature(ring).parameters if it not in INPUTS]
 
 
 def those_of(table):
@@ -157,8 +155,7 @@ def test_a_wrong_value_is_refused(ranks, name, parameter):
     value, words = REFUSED[parameter]
     for wrong, causal in itertools.product(value if isinstance(value, tuple) else [value], (False, True)):
         options = options_of(name, causal=causal, is_causal=causal, **{parameter: wrong})
-        outcomes = ranks.outcomes(2, outcome_on_rank, name, inputs_of(name), options)
-        assert re.search(all_of(words), refusal(outcomes)), options
+        assert_refused(ranks, 2, words, outcome_on_rank, name, inputs_of(name), options)
 
 
 # Bad input: what came, what was expected and what to do; on every rank, before any block travels ---------------------
@@ -184,26 +181,14 @@ BAD = {  # what is wrong: ((q, k, v), scale, words of the message)
     "scale of inf": ((X, X, X), -math.inf, ["scale is -inf", "finite", "None for 1/sqrt(D)"]),
 }
 GRADIENTS = (X, X.clone().requires_grad_(), X), None, ["requires gradients", "forward only", "torch.no_grad()"]
-FOUR = torch.ones(1, 4, 4, 3)  # query heads
+FOUR, BSHD = torch.ones(1, 4, 4, 3), torch.zeros(1, 6, 4, 3)  # 4 query heads; 6 tokens of 4 heads
 BAD_GROUPS = {
     "no multiple": ((FOUR[:, :3], X, X), None, ["q has shape (1, 3, 4, 3) and k (1, 2, 4, 3)", "3 heads to be a mul"]),
-    "fewer heads": (
-        (X[:, :1], X, X),
-        None,
-        ["q has shape (1, 1, 4, 3) and k (1, 2, 4, 3)", "1 heads to be a mul"],
-    ),
+    "fewer heads": ((X[:, :1], X, X), None, ["q has shape (1, 1, 4, 3) and k (1, 2, 4, 3)", "1 heads to be a"]),
     "tokens": ((FOUR, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 4, 4, 3) and k (1, 2, 3, 3)", "same tokens"]),
-    "order of dimensions": (
-        (torch.zeros(1, 6, 4, 3), *[torch.zeros(1, 6, 2, 3)] * 2),
-        None,
-        ["q has shape (1, 6, 4, 3) and k (1, 6, 2, 3)", "they would fit as (B, S, H, D)"],
-    ),
+    "order of dimensions": ((BSHD, *[BSHD[:, :, :2]] * 2), None, ["and k (1, 6, 2, 3)", "would fit as (B, S, H, D)"]),
     "D of q and k": ((FOUR, *[X[..., :2]] * 2), None, ["q has shape (1, 4, 4, 3) and k (1, 2, 4, 2)", "same B and D"]),
-    "B of q and k": (
-        (torch.cat([FOUR] * 2), X, X),
-        None,
-        ["q has shape (2, 4, 4, 3) and k (1, 2, 4, 3)", "same B a"],
-    ),
+    "B of q and k": ((torch.cat([FOUR] * 2), X, X), None, ["q has shape (2, 4, 4, 3) and k (1, 2", "same B a"]),
     "H of k and v": ((FOUR, X, X[:, :1]), None, ["k has shape (1, 2, 4, 3) and v (1, 1, 4, 3)", "one shape"]),
     "D of k and v": ((FOUR, X, X[..., :2]), None, ["k has shape (1, 2, 4, 3) and v (1, 2, 4, 2)", "one shape"]),
     "no heads": ((FOUR, X[:, :0], X[:, :0]), None, ["k has shape (1, 0, 4, 3)", "every size to be 1 or more"]),
@@ -211,10 +196,7 @@ BAD_GROUPS = {
 # All rings check their input in one function, that of ALONE below: some cases on the first of each kind, one on others.
 BAD_TO_RINGS = [
     *((ring_attention, BAD[bad]) for bad in ("k and v", "two dtypes", "three dimensions", "scale of nan")),
-    (
-        ring_attention,
-        ((X, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 2, 4, 3) and k (1, 2, 3, 3)", "one shape"]),
-    ),
+    (ring_attention, ((X, X[:, :, :3], X[:, :, :3]), None, ["q has shape (1, 2, 4, 3) and k (1, 2, 3", "one shape"])),
     (ring_attention, GRADIENTS),
     (overlap.ring_attention, GRADIENTS),
     (overlap.ring_attention, BAD["k and v"]),
@@ -236,6 +218,28 @@ def falling(seq_len, rank, world_size):
     return torch.arange(seq_len).tensor_split(world_size)[rank].flip(0)
 
 
+def partition_of_8(layout="contiguous", lengths=(4, 4), **mask):
+    return Partition(Mask(**mask), layout, lengths)
+
+
+BAD_MASKS = [
+    ({"documents": (3, 4)}, ["documents of 3, 4 tokens, 7 in all, for a sequence of 8; expected ", "8 in all"]),
+    ({"documents": [4.0, 4.0]}, ["documents is (4.0, 4.0); expected ", "whole numbers"]),
+    ({"documents": [True, 7]}, ["documents is (True, 7); expected"]),
+    ({"documents": torch.tensor([4.0, 4.0])}, ["documents is (4.0, 4.0); expected ", "tensor"]),
+    ({"documents": torch.ones(2, 4, dtype=int)}, ["documents is tensor([[1"]),
+    ({"documents": "8"}, ["documents is '8'; expected a list of their lengths"]),
+    ({"documents": []}, ["documents is (); expected"]),
+    ({"causal": True, "window": 2.0}, ["window is 2.0; expected a whole number"]),
+    ({"causal": True, "window": 2, "global_tokens": True}, ["global_tokens is True; expected a whole number"]),
+    ({"documents": (8, 0)}, ["documents of 8, 0 tokens", " expected 1 token or more in each"]),
+    ({"causal": True, "window": 0}, ["window is 0 with causal=True; expected 1 token or more"]),
+    ({"window": 4}, ["window is 4 with causal=False; expected ", " causal=True"]),
+    ({"causal": True, "window": 4, "global_tokens": -1}, ["global_tokens is -1 with window=4; expected 0 or more"]),
+    ({"causal": True, "global_tokens": 2}, ["global_tokens is 2 with window=None; expected ", " a window"]),
+    ({"layout": "spiral"}, ["layout is 'spiral'"]),
+    ({"lengths": (3, 5), "layout": "zigzag"}, ["the ranks have [3, 5] tokens ", " expected [4, 4]"]),
+]
 OUT, LSE = torch.zeros(2, 4, 3), torch.zeros(2, 4)
 ALONE = [naive_attention, functools.partial(blockwise_attention, block_size=2)]
 NO_GROUP = ["no process group", "torchrun", "ringlab.support.processes.launch"]
@@ -266,10 +270,7 @@ BAD_ALONE = [  # in one process: function, arguments, options, words of the mess
     (check_sinks, (torch.arange(4), FOUR), {}, ["sinks is torch.int64 ", "a floating dtype"]),
     (check_sinks, (torch.zeros(4, 1), FOUR), {}, ["shape (4, 1)"]),
     (check_sinks, ([0.0] * 4, FOUR), {}, ["sinks is [0.0, 0.0, 0.0, 0.0]; expected a tensor"]),
-    *(
-        (check_softcap, (cap,), {}, [f"softcap is {cap!r}; expected a finite number above 0"])
-        for cap in (math.nan, "large", True)
-    ),
+    *((check_softcap, (x,), {}, [f"softcap is {x!r}; expected a finite num"]) for x in (math.nan, "large", True)),
     (positions, ("spiral", 16, 0, 4), {}, ["expected one of contiguous, zigzag, striped"]),
     (positions, ("zigzag", 12, 0, 4), {}, ["expected a multiple of 8: pad the tokens", "pad(x, 8)"]),
     (positions, ("striped", 15, 0, 4), {}, ["expected a multiple of 4: pad the tokens", "pad(x, 4)"]),
@@ -281,6 +282,14 @@ BAD_ALONE = [  # in one process: function, arguments, options, words of the mess
         (split, args, {}, ["among 6 ranks, and 5 query heads", "a head or more for each", "2 x 3"])
         for split, args in ((check_split, (5, 6, 6)), (heads_of_ranks, (5, 1, 6)))
     ),
+    (document_lengths, ([0],), {}, ["cu_seqlens is (0,); expected a list or tensor (documents + 1,)"]),
+    (document_lengths, ([0, 4.0],), {}, ["cu_seqlens is (0, 4.0); expected ", "whole numbers"]),
+    (document_lengths, (torch.tensor([0.0, 4.0]),), {}, ["cu_seqlens is (0.0, 4.0); expected ", "whole numbers"]),
+    (document_lengths, (torch.tensor([[0, 4]]),), {}, ["cu_seqlens is tensor([[0, 4]]); expected"]),
+    (document_lengths, ([5, 17, 24],), {}, ["cu_seqlens begins with 5, ", "; expected 0"]),
+    (document_lengths, ([0, 5, 5, 24],), {}, ["document 1 goes from 5 to 5; expected ", "a token or more"]),
+    *((pack, (texts,), {}, ["expected one or more, none empty"]) for texts in ([], [torch.arange(3), torch.arange(0)])),
+    *((partition_of_8, (), options, words) for options, words in BAD_MASKS),
     (ring_attention, (X, X, X), {}, NO_GROUP),
     (members, (), {}, NO_GROUP),
     (simulate_messages, ([[Send(0)], []],), {}, ["rank 0 has Send(to=0)", "expected another rank from 0 to 1"]),
@@ -307,20 +316,14 @@ def ring_on(context, ring, inputs):
         ring(q, k, v, scale=scale)
 
 
-def refused_by(ranks, ring, inputs):
-    """The message of the ValueError, the same one on every rank. Then the same processes must run a right ring."""
-    message = refusal(ranks.outcomes(len(inputs), ring_on, ring, inputs))
-    assert_ring(ranks, len(inputs), *random_qkv((1, 1, 8, 2)))
-    return message
-
-
 @pytest.mark.parametrize(("ring", "bad"), BAD_TO_RINGS)
 def test_one_rank_of_three(ranks, ring, bad):
+    """Nothing is wrong on the other two. Then the same processes must run a right ring."""
     qkv, scale, words = bad
-    message = refused_by(ranks, ring, [((X, X, X), None), (qkv, scale), ((X, X, X), None)])
+    message = refusal(ranks.outcomes(3, ring_on, ring, [((X, X, X), None), (qkv, scale), ((X, X, X), None)]))
     assert re.match(all_of(["rank 1: ", *words]), message)
-    assert "rank 0" not in message  # nothing is wrong there
-    assert "rank 2" not in message
+    assert not {"rank 0", "rank 2"} & {*re.findall(r"rank \d", message)}
+    assert_ring(ranks, 3, *random_qkv((1, 1, 8, 2)))
 
 
 def scatter_from_the_first(context, x):
@@ -328,6 +331,5 @@ def scatter_from_the_first(context, x):
 
 
 def test_fewer_tokens_than_ranks(ranks):
-    outcomes = ranks.outcomes(5, scatter_from_the_first, X)
-    message = "rank 0: 4 tokens for 5 ranks; expected at least one token for each rank"
-    assert [(it.kind, it.message) for it in outcomes] == [("ValueError", message)] * 5
+    words = "rank 0: 4 tokens for 5 ranks; expected at least one token for each rank"
+    assert_refused(ranks, 5, words, scatter_from_the_first, X)

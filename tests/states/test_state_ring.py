@@ -6,8 +6,6 @@ counted in ROUNDINGS. The short convolution is compared with conv1d.
 """
 
 import functools
-import re
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
@@ -23,7 +21,7 @@ from ringlab.states.short_convolution import ring_short_convolution
 from ringlab.states.state_ring import ring_linear_attention
 from ringlab.support.rounding import Right
 from tests.attention import SEED, assert_right
-from tests.mistakes import all_of, refusal
+from tests.mistakes import assert_refused
 
 D, DV = 3, 2
 ROUNDINGS = 6 * (D + DV + 4)  # of a product, for each token that it passes: two sums over D or Dv, and a few factors
@@ -105,10 +103,9 @@ class Problem:
         }
 
 
-def on_rank(context, problems, wrong=None):
+def on_rank(context, problems):
     """For each problem this rank's positions, and by name its chunks of out and of the gradients; the last state."""
-    with mock.patch.object(*MISTAKES[wrong]) if wrong else nullcontext():
-        return [results_on_rank(problem, context.rank, context.world_size, context.device) for problem in problems]
+    return [results_on_rank(problem, context.rank, context.world_size, context.device) for problem in problems]
 
 
 def in_group(context, members, problem):
@@ -222,38 +219,6 @@ def test_scale_moves_and_without_a_state_it_is_zero():
     assert last.untyped_storage().nbytes() == last.nbytes
 
 
-# Mistakes, each of which the check above must see ---------------------------------------------------------------------
-
-
-def decay_forgotten(way, *rest, right=state_ring.along):
-    """In the maps that are handed on."""
-    return right(lambda maps, *on: way([one._replace(keep=0 * one.keep[..., :1] + 1) for one in maps], *on), *rest)
-
-
-def without_documents(*args, right=state_ring.agree_on_runs, **options):
-    runs = right(*args, **options)
-    return runs._replace(first=runs.first & False)
-
-
-def no_gradient(ctx, *d_states, right=state_ring.HandOn.backward):
-    ctx.way = lambda maps, chain, h, group: [h] * len(maps)  # zeros
-    return right(ctx, *d_states)
-
-
-MISTAKES = {
-    "the decay of the run forgotten": (state_ring, "along", decay_forgotten),
-    "no gradient of the state": (state_ring.HandOn, "backward", staticmethod(no_gradient)),
-    "documents forgotten": (state_ring, "agree_on_runs", without_documents),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_seen(ranks, name):
-    problem = Problem(5, options={"layout": "zigzag", "documents": [7, 5]})
-    with pytest.raises(AssertionError, match="are wrong"):
-        assert_problem(problem, [results for (results,) in ranks(3, on_rank, [problem], name)])
-
-
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
@@ -288,7 +253,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "words"), REFUSED, ids=lambda it: "+".join(it) if isinstance(it, dict) else "")
 def test_a_bad_call_is_refused_on_every_rank(ranks, changes, words):
-    assert re.search(all_of(words), refusal(ranks.outcomes(3, call, changes)))
+    assert_refused(ranks, 3, words, call, changes)
 
 
 # The short convolution over ranks against conv1d of each document alone ----------------------------------------------
@@ -372,4 +337,4 @@ def convolve(context, changes):
     ],
 )
 def test_a_bad_call_of_the_convolution_is_refused_on_every_rank(ranks, changes, words):
-    assert re.search(all_of(words), refusal(ranks.outcomes(3, convolve, changes)))
+    assert_refused(ranks, 3, words, convolve, changes)

@@ -74,7 +74,10 @@ def test_every_mask_and_layout(ranks, way, shape):
 
 @pytest.mark.parametrize(
     ("way", "shape", "dtype"),
-    [("ring", 3, dtype) for dtype in DTYPES[1:]] + [(*each, torch.bfloat16) for each in SOME if each != ("ring", 3)],
+    [
+        *(("ring", 3, dtype) for dtype in DTYPES[1:]),
+        *(pytest.param(*each, torch.bfloat16, marks=pytest.mark.slow) for each in SOME[1:]),
+    ],
     ids=name_of,
 )
 def test_other_dtypes_scales_and_batches(ranks, way, shape, dtype):

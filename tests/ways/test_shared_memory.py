@@ -2,7 +2,6 @@
 
 import gc
 import os
-import re
 import signal
 import time
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from ringlab.ways import shared_memory
 from ringlab.ways.shared_memory import SharedMemory, memory_or_messages
 from tests.attention import assert_four, expected, grouped_inputs
 from tests.every_way import WAYS, cut, whole
-from tests.mistakes import all_of, as_on_hosts, refusal
+from tests.mistakes import as_on_hosts, assert_refused
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs Linux")
 FOUR = (1, 4, 2, 24, 8)  # B, H, G, S, D
@@ -115,8 +114,7 @@ def on_another_device(context):
 
 
 def test_another_device_is_refused_on_every_rank(ranks):
-    words = ["rank 1: q is on cuda", "tensors on CPUs", "Ring"]
-    assert re.search(all_of(words), refusal(ranks.outcomes(2, on_another_device)))
+    assert_refused(ranks, 2, ["rank 1: q is on cuda", "tensors on CPUs", "Ring"], on_another_device)
 
 
 # What is left --------------------------------------------------------------------------------------------------------
