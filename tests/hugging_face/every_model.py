@@ -333,7 +333,7 @@ def in_the_ring(name: str) -> Results:
     loss.backward()
     results = torch.cat([loss.detach()[None], gradient_of(model)])
     dist.all_reduce(results)
-    return results[0].item(), results[1:], model.ring[0].packs
+    return results[0].item(), results[1:], model.ring[0].proved.packs
 
 
 def on_rank(context: RankContext, step: Callable[..., Results], *args: str | int) -> Results | None:
