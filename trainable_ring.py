@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 def positions(layout, seq_len, rank, world_size):
     """Where the tokens of a rank stand in the sequence: int64 (C,)."""
-    if layout == "contiguous":
-        return torch.arange(seq_len).view(world_size, -1)[rank]
-    return torch.arange(seq_len).view(2 * world_size, -1)[[rank, -1 - rank]].flatten()  # an early half and a late one
+    if layout not in ("contiguous", "zigzag"):
+        raise ValueError(f"layout is {layout!r}; expected contiguous or zigzag")
+    n = 2 if layout == "zigzag" else 1  # pieces of a rank: in zigzag an early one and a late one
+    return torch.arange(seq_len).view(n * world_size, -1)[[rank, -1 - rank][:n]].flatten()
 
 
 def visible(r, j, C, causal, layout):
@@ -95,16 +96,15 @@ class Ring(torch.autograd.Function):
             dq[..., rows, :] += dq_j
             dkv = arrive() if arrive else q.new_zeros(2, *k.shape)  # block j's sums came while this rank computed
             dkv[..., keys, :] += torch.stack(dkv_j)
-            if j != r:
-                arrive = hop(dkv, group)  # to where block j is next; the own block is last, and its sums are home
+            arrive = hop(dkv, group) if j != r else None  # to where block j is next; the own block is last: home
         return dq, *dkv.to(k.dtype), None, None, None
 
 
 def ring_attention(q, k, v, causal=False, layout="contiguous", group=None):
     """q (B, H, C, D), k and v (B, G, C, D) -> out (B, H, C, D), this rank's rows of softmax(QKᵀ/√D)V of all tokens."""
-    (B, H, C, D), G, multiple = q.shape, k.shape[1], {"contiguous": 1, "zigzag": 2}.get(layout)
-    right = k.shape == v.shape == (B, G, C, D) and H % G == 0 and multiple and C % multiple == 0
-    word = hash((*q.shape, *k.shape, *v.shape, torch.finfo(q.dtype).max, torch.finfo(k.dtype).max, causal, multiple))
+    (B, H, C, D), G, n = (*q.shape, 1, 1, 1, 1)[:4], (*k.shape, 1, 1)[1], {"contiguous": 1, "zigzag": 2}.get(layout)
+    right = q.dim() == 4 and k.shape == v.shape == (B, G, C, D) and H % G == 0 and n and C % n == 0
+    word = hash((q.shape, k.shape, v.shape, torch.finfo(q.dtype).max, torch.finfo(k.dtype).max, causal, n))
     dist.all_reduce(both := torch.tensor([word, -word], device=q.device), dist.ReduceOp.MAX, group)  # a GPU waits here
     if not right or both.sum() != 0:
         wanted = "q (B, H, C, D), k and v (B, G, C, D), G divides H, C is even in zigzag, and all ranks call alike"

@@ -53,7 +53,7 @@ CHANGES = {
         "- scores(q, k, triangle).logsumexp(-1)[..., None])  #",
     ),
     "4  no δ": (" - (d_out * out).sum(-1, True)", ""),
-    "5  dK and dV stay where they are": ("arrive = hop(dkv, group)", "pass"),
+    "5  dK and dV stay where they are": ("arrive = hop(dkv, group) if j != r else None", "pass"),
     "6  the own block first, backward too": ("own_last=True", "own_last=False"),
 }
 first = ring.__doc__.splitlines()[0]

@@ -89,6 +89,7 @@ def bad(context, path, case):
     changed = {
         "the last rank has fewer tokens": [x[:, :, : 6 - context.rank // 2] for x in (q, k, v)],
         "only one rank is wrong": [q, k, v[:, :, 1:] if context.rank == 1 else v],
+        "dimensions": [x.flatten(0, context.rank // 2) for x in (q, k, v)],
         "heads": [torch.zeros(1, 3, 6, 4), k, v],
         "odd zigzag": [q[:, :, 1:], k[:, :, 1:], v[:, :, 1:]],
         "as many bytes": [x.view(1, 2, 4, 6) if context.rank else x for x in (q, k, v)],
@@ -100,7 +101,8 @@ def bad(context, path, case):
     runpy.run_path(path)["ring_attention"](*changed.get(case, (q, k, v)), causal=causal, layout=layout)
 
 
-DIFFER = ["the last rank has fewer tokens", "only one rank is wrong", "as many bytes", "dtypes", "masks", "layouts"]
+DIFFER = ["the last rank has fewer tokens", "only one rank is wrong", "as many bytes"]
+DIFFER += ["dtypes", "masks", "layouts", "dimensions"]
 
 
 @pytest.mark.parametrize("case", [*DIFFER, "heads", "odd zigzag", "layout"])
@@ -108,6 +110,11 @@ def test_what_would_be_silently_wrong_is_refused_on_every_rank(ranks, copied, ca
     for outcome in ranks.outcomes(3, bad, copied, case):
         assert outcome.kind == "ValueError"
         assert "expected q (B, H, C, D)" in outcome.message
+
+
+def test_positions_of_no_layout_are_refused(copied):
+    with pytest.raises(ValueError, match="layout is 'zig-zag'; expected contiguous or zigzag"):
+        runpy.run_path(copied)["positions"]("zig-zag", 8, 0, 2)
 
 
 def twice(context, path):
