@@ -94,8 +94,8 @@ def on_ranks(name: str, world_size: int) -> Result:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]  # which takes a free port
     command = [*torchrun, f"--nproc_per_node={world_size}", HERE / f"{name}.py"]
     with TemporaryDirectory() as folder:
-        kept = Path(folder, "kept.pt")
-        subprocess.run([*map(str, command), str(kept)], check=True, capture_output=True, text=True, timeout=300)
+        kept, run = Path(folder, "kept.pt"), Path(folder, "run")
+        subprocess.run([*map(str, (*command, kept, run))], check=True, capture_output=True, text=True, timeout=300)
         return torch.load(kept)
 
 

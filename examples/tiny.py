@@ -4,6 +4,7 @@ All is in float64, and no layer of Starcoder2 computes in float32. So a differen
 """
 
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from transformers import Starcoder2Config, Starcoder2ForCausalLM
 from ringlab import share_gpus
 
 share_gpus()  # where there are fewer than ranks: then NCCL must know before there is a group
+FOLDER = Path(sys.argv[2] if sys.argv[2:] else "run")  # of checkpoints; all hosts must see it
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS, B = 4, 2
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}

@@ -394,7 +394,7 @@ def small():
         yield
 
 
-def example(context, name):
+def example(context, name, folder, steps=2):
     """The losses and the weights of a script, which runs as it stands on ranks that have joined already."""
     as_torchrun()
     kept = []
@@ -405,6 +405,7 @@ def example(context, name):
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(tiny, "keep", keep))
         stack.enter_context(small())
+        stack.enter_context(mock.patch.multiple(tiny, STEPS=steps, FOLDER=folder))
         stack.enter_context(mock.patch.object(processes, "join_ring", return_value=nullcontext(context)))
         stack.enter_context(mock.patch.object(dist, "destroy_process_group"))
         quick = partial(torch.compile, backend="eager")  # traced as always, and no kernel is made of it
@@ -414,12 +415,16 @@ def example(context, name):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_an_example_trains_as_one_process_does(pool, name):
+def test_an_example_trains_as_one_process_does(pool, name, tmp_path):
     function, arguments, allowed = compare.ALONE[name]
     with small():
         exact, start = function(**arguments), compare.weights_of(tiny.model())
-    seen = compare.errors(pool(3, example, name)[0], exact, start)
+    seen = compare.errors(pool(3, example, name, tmp_path)[0], exact, start)
     assert all(error <= most for error, most in zip(seen, allowed, strict=True)), seen
+    if name == "fsdp2":  # it goes on where 2 ranks stopped
+        pool(2, example, name, tmp_path / "stopped", 1)
+        seen = compare.errors(pool(3, example, name, tmp_path / "stopped")[0], exact, start)
+        assert all(error <= most for error, most in zip(seen, allowed, strict=True)), seen
 
 
 def test_the_one_process_computes_where_the_ranks_do(monkeypatch):
