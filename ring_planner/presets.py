@@ -138,8 +138,9 @@ class GPU:
     memory: float  # bytes
     memory_bandwidth: float
     link: float  # to other GPUs of the host
-    card: float  # a NIC for each GPU
+    card: float  # a GPU's share of the NICs
     multiprocessors: int = 0
+    nics: int = 0  # of a host; 0: one for each GPU
     card_share: float = CARD_SHARE  # of the NIC's bytes/s: what a message to another host reaches; collectives: more
     link_share: float = LINK_SHARE  # of the link's bytes/s
 

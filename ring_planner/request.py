@@ -118,7 +118,7 @@ def gpu_of(options: argparse.Namespace, per_host: int) -> GPU:
                 raise ValueError(f"{given}; expected {peak:g} at most, its peak in bf16: attention reaches less")
             changed["attention"] = {name: (flops, flops * b / f) for name, (f, b) in gpu.attention.items()}
         gpu = replace(gpu, **{name: value for name, value in changed.items() if value})
-    return replace(gpu, card=gpu.card * (options.nics or per_host) / per_host)
+    return replace(gpu, card=gpu.card * (options.nics or per_host) / per_host, nics=options.nics or 0)
 
 
 def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:

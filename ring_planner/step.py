@@ -129,16 +129,16 @@ class Step:
         """The cluster that one GPU of each tp group sees: cp GPUs that share a sequence."""
         inside, gpu = gcd(self.cp, max(1, self.per_host // self.tp)), self.gpu
         hosts = self.cp // inside
-        if self.machine:
-            nics = min(self.machine.nics, inside)
-            # A host's NICs are shared by all its rings: of several GPUs of tp, or of several sequences.
-            mine = self.machine.nics * inside / self.machine.per_host / nics
-            rate = min(1.0, mine) * self.machine.host_bandwidth
-            return replace(self.machine, hosts=hosts, per_host=inside, nics=nics, host_bandwidth=rate)
-        forward, backward = gpu.rates(self.kernels, self.model.head_dim)
-        nominal = Cluster(hosts, inside, forward, gpu.link, gpu.card, memory_bandwidth=gpu.memory_bandwidth)
-        nominal = replace(nominal, backward_flops=backward, multiprocessors=gpu.multiprocessors)
-        return nominal if gpu.ideal else realistic(nominal, gpu.card_share, gpu.link_share)
+        if (host := self.machine) is None:
+            (forward, backward), nics = gpu.rates(self.kernels, self.model.head_dim), gpu.nics or self.per_host
+            card = gpu.card * self.per_host / nics
+            host = Cluster(1, self.per_host, forward, gpu.link, card, nics, memory_bandwidth=gpu.memory_bandwidth)
+            host = replace(host, backward_flops=backward, multiprocessors=gpu.multiprocessors)
+            host = host if gpu.ideal else realistic(host, gpu.card_share, gpu.link_share)
+        nics = min(host.nics, inside)
+        # A host's NICs are shared by all its rings: of several GPUs of tp, or of several sequences.
+        rate = min(1.0, host.nics * inside / host.per_host / nics) * host.host_bandwidth
+        return replace(host, hosts=hosts, per_host=inside, nics=nics, host_bandwidth=rate)
 
 
 def matmul_share(gpu: GPU, dtype: str) -> float:

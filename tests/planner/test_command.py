@@ -489,7 +489,8 @@ def rule(step):
 def a_cluster(pick):
     """A step of all GPUs of 1 to 16 hosts on one sequence, at random."""
     gpu, hosts, per_host = pick.choice([*GPUS.values()]), pick.choice([1, 1, 2, 4, 8, 16]), pick.choice([2, 4, 8, 8, 8])
-    gpu = replace(gpu, card=gpu.card * pick.choice([1, per_host, per_host]) / per_host)
+    nics = pick.choice([1, per_host, per_host])
+    gpu = replace(gpu, card=gpu.card * nics / per_host, nics=nics)
     model = pick.choice([model for model in MODELS.values() if not model.linear])
     P, C = hosts * per_host, 2 ** pick.randint(10, 16)
     return Step(model, gpu, hosts, per_host, P * C, cp=P, kernels=gpu.kernel)
