@@ -18,11 +18,11 @@ from matplotlib.text import Text
 from PIL import Image
 
 from bench.scoreboard import grades, times
-from figures import FOLDER, hidden_communication, kv_rotation, scoreboard, token_loss
+from figures import FOLDER, flat_ring, kv_rotation, scoreboard, slow_hop, token_loss
 from figures.draw_all import CHAPTERS, NARROW, PAGES
 from figures.slow_hop import duration, simulate_timeline
 from notebooks.source import build
-from ring_planner.hidden_communication import TABLE_2, ring_seconds
+from ring_planner.hidden_communication import ring_seconds
 from ringlab.ring.causal import visible_pairs
 from ringlab.support import drawing
 from ringlab.support.colours import BLOCK_COLOURS, ink_on
@@ -158,21 +158,21 @@ def test_every_picture_is_shown_and_every_shown_picture_is_there():
     assert drawing.colour(len(BLOCK_COLOURS) + 1) == BLOCK_COLOURS[1]
 
 
-def test_pictures_have_the_rows_of_their_tables():
-    """The machines of the paper's table 2 and chapter 9's two links; all times that the scoreboard grades."""
-    shown = {(flops, bandwidth): chunk for _, flops, bandwidth, chunk in hidden_communication.machines()}
-    assert shown.keys() == {(flops, bandwidth) for _, flops, bandwidth, *_ in TABLE_2} | {
-        (989e12, 450e9),
-        (989e12, 50e9),
-    }
-    (points,) = [[line.get_xdata()[0] for line in axes.lines] for axes in hidden_communication.draw().axes[1:]]
-    assert points == sorted(shown.values())
-    assert [hidden_communication.tokens(chunk) for chunk in (31.4, 1000, 24_960, 1098)] == [
-        "31",
-        "1K",
-        "24.96K",
-        "1.1K",
-    ]
+def test_a_flat_ring_waits_as_a_simulated_one_does():
+    """Of 16 hosts of 8 ranks, the hops between hosts are slow."""
+    layer, C, P = flat_ring.LAYER, flat_ring.CHUNK, flat_ring.P
+    for flops, share in flat_ring.POINTS.values():
+        block, slow = (
+            4 * layer.heads * 128 * C**2 / 2 / flops,
+            2 * layer.kv_heads * 128 * C * 2 / (share * flat_ring.GPU.card),
+        )
+        hops = [[slow if r % 8 == 7 else 0.0 for r in range(P)]] * (P - 1)
+        lasts = slow_hop.duration(slow_hop.simulate_timeline([[block] * P] * P, hops))
+        assert flat_ring.waiting(flops, share) == pytest.approx(1 - P * block / lasts)
+        assert f"{flat_ring.waiting(flops, share):.0%}".replace("%", " %") in flat_ring.ALT
+
+
+def test_the_scoreboards_picture_has_all_times():
     graded = [each.error for each in times(grades())]
     (board,) = scoreboard.draw().axes[1:]
     drawn_errors = [error / 100 for line in board.lines if line.get_marker() == "o" for error in line.get_xdata()]
