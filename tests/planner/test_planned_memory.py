@@ -185,7 +185,6 @@ def peak_in_training(context, layer, chunk, dtype):
 
 
 PAGE = (ROOT / "docs/memory.md").read_text()
-INPUTS = {"q", "its own K and V", "the gradient of the output"}
 SINGLE, HALF = (AttentionLayer(heads=8, kv_heads=8, head_dim=64, itemsize=itemsize) for itemsize in (4, 2))
 C = 2**16  # tokens of a chunk: so many that a tile of scores is nothing beside it
 CHUNK = C * 8 * 64  # numbers
@@ -207,65 +206,53 @@ def result(name: str):
     return json.loads((ROOT / f"bench/results/{name}.json").read_text())
 
 
-def said(letter: str) -> str:
-    """What the second table says of a column."""
-    return re.search(rf"^\| {letter} \|.*$", PAGE, re.M)[0]
-
-
 def test_the_columns_add_up():
     assert wrong_sums(PAGE) == set()
-    assert wrong_sums(PAGE.replace("| q | | 1 |", "| q | | 2 |")) == {"B"}
+    assert wrong_sums(PAGE.replace("| q | 1 |", "| q | 2 |")) == {"forward"}
 
 
 def test_the_example_is_what_the_code_counts():
     """A model with grouped queries in bfloat16; each row in bytes."""
     llama = AttentionLayer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
-    rows = re.findall(r"^\| .*\| \**([\d,]+)\**( \|)$", PAGE.split("## The table")[0], re.M)
-    *parts, total = (int(number.replace(",", "")) for number, _ in rows)
+    example = PAGE.partition("## One example")[2].partition("## What was")[0]
+    *parts, total = (int(it.replace(",", "")) for it in re.findall(r"^\| .*\| \**([\d,]+)\** \|$", example, re.M))
     assert sum(parts) == total == peak_bytes_backward(llama, 131072 // 8) / 2**20
     assert peak_bytes_backward(replace(llama, kv_heads=32), 131072 // 8) / 2**30 == 2.75
 
 
 def test_the_sums_are_those_of_the_code():
-    sums = {name: column["sum"] for name, column in columns(PAGE).items()}
-    size = {"heads": 8, "head_dim": 64}
-    assert sums == {
-        "A": counted("ring", 4 * C, world_size=4, **size) / (4 * CHUNK),
-        "B": sums["A"] + 3,
-        "C": planned.peak_bytes("ring", HALF, C, 8) / (2 * CHUNK),
-        "D": 7,  # below
-        "E": peak_bytes_backward(SINGLE, C) / (4 * CHUNK),
-        "F": peak_bytes_backward(HALF, C) / (2 * CHUNK),
-        "G": round(counted_training("ring", C, **size) / (4 * CHUNK)),
-        "H": 13,  # below
+    assert {name: column["sum"] for name, column in columns(PAGE).items()} == {
+        "forward": planned.peak_bytes("ring", HALF, C, 8) / (2 * CHUNK),
+        "training, float32": peak_bytes_backward(SINGLE, C) / (4 * CHUNK),
+        "training, 16 bits": peak_bytes_backward(HALF, C) / (2 * CHUNK),
     }
 
 
+def chunks_of(what: str) -> list[float]:
+    """What the table of measurements says: the numbers in the row that begins with this."""
+    numbers = re.search(rf"^\| {re.escape(what)}[^|]*\| ([^|]+) \|", PAGE, re.M)[1]
+    return [float(number) for number in numbers.split(", ")]
+
+
 def test_the_measured_numbers_are_those_of_the_results():
-    peers = result("against_peers")["memory"]
+    peers, ring, masked = (result(name) for name in ("against_peers", "ring_vs_full", "masked_rings"))
+    peers, ring = peers["memory"], ring["memory"]
     chunk = 4 * peers["heads"] * peers["chunk"] * peers["head_dim"]
     forward, both = ([row["peak_bytes"][i] / chunk for row in peers["rows"] if not row["shared"]] for i in (0, 1))
-    tile = SCORES / chunk
     shared = [max(row["peak_bytes"][i] for row in peers["rows"] if row["shared"]) / chunk for i in (0, 1)]
-    assert f"| {shared[0]:.2f}, {shared[1]:.2f} |" in PAGE
-    for most, columns_say, instead in ((shared[0], "D", 2 - 4), (shared[1], "H", 2 - 4 + 2 - 4 + 1)):
-        assert 0 <= most - (columns(PAGE)[columns_say]["sum"] + instead) <= 1.5 * tile
-    for letter, peaks in (("D", forward), ("H", both)):
-        assert f"{max(peaks):.2f}" in said(letter)
-        assert 0 <= max(peaks) - columns(PAGE)[letter]["sum"] <= 1.5 * tile
-    ring = result("ring_vs_full")["memory"]
-    alone = max(row["peak_bytes"] for row in ring["rows"]) / ring["chunk_bytes"]
-    assert f"{alone:.2f} at most" in said("A")
-    kept = max(row["peak_bytes_as_it_comes"] for row in ring["rows"]) / ring["chunk_bytes"]
-    assert f"| {kept:.1f} |" in PAGE
-    assert f"| {6 + ring['tile_bytes'] / ring['chunk_bytes']:g} |" in PAGE
-    masked = result("masked_rings")
     whole = masked["peak_bytes"]["no mask, contiguous"] / masked["chunk_bytes"]
-    assert f"{whole:.1f} chunks" in PAGE
-    assert 14 <= whole <= 14 + 1.5 * tile
-
-
-def test_the_other_numbers():
-    assert "| 9 |" in PAGE
-    assert round(counted_training("blockwise", C, heads=8, head_dim=64) / (4 * CHUNK)) == 9
-    assert all(f"L + {chunks}" in PAGE for chunks in (1, 6, 9, 18))  # one device twice, and columns C and G
+    assert chunks_of("the [trainable ring]") == [round(max(forward), 2)]
+    assert chunks_of("the same in training") == [round(max(both), 2)]
+    assert chunks_of("both in [shared memory]") == [round(most, 2) for most in shared]
+    assert chunks_of("the same [without a mask]") == [round(whole, 1)]
+    counted = {max(forward): 7, max(both): 13, shared[0]: 5, shared[1]: 10, whole: 14}  # all but the tile of scores
+    assert all(0 <= most - count <= 1.5 * SCORES / chunk for most, count in counted.items())
+    alone, kept = (max(row[peak] for row in ring["rows"]) for peak in ("peak_bytes", "peak_bytes_as_it_comes"))
+    assert chunks_of("`ring_attn.py`") == [round(alone / ring["chunk_bytes"], 2)]
+    assert chunks_of("the same as a process") == [round(kept / ring["chunk_bytes"], 1)]
+    assert counted("ring", 4 * C, world_size=4, heads=8, head_dim=64) == 5 * 4 * CHUNK
+    for method, chunks in (("ring", 18), ("blockwise", 9)):
+        assert round(counted_training(method, C, heads=8, head_dim=64) / (4 * CHUNK)) == chunks
+        assert f"| {chunks} |" in PAGE
+        assert f"L + {chunks}" in PAGE
+    assert all(f"L + {chunks}" in PAGE for chunks in (1, 6))
