@@ -9,8 +9,8 @@
 # %% [markdown]
 # # 1 · From attention to online softmax
 #
-# You know [attention](../docs/glossary.md#attention): $\mathrm{softmax}(QK^\top/\sqrt D)\,V$. A softmax needs all scores of a row. Ring Attention
-# never has all scores of a row in one place. This chapter shows the trick that makes it possible. After this chapter you can
+# You know [attention](../docs/glossary.md#attention): $\mathrm{softmax}(QK^\top/\sqrt D)\,V$. A softmax needs all scores of a row, and Ring Attention
+# never has them in one place. This is the trick that makes it possible. After this chapter you can
 #
 # - compute the attention of a row from a few keys at a time,
 # - merge two results over different keys into one,
@@ -59,8 +59,8 @@ assert torch.allclose(shifted, torch.softmax(scores, 0))
 # The cure is to subtract the largest score $m$ first. This multiplies the numerator and the denominator by the same $e^{-m}$, so the
 # result does not change. Now no exponent is above 0.
 #
-# But the cure has a price. To know the largest score, we need **all** scores of the row first. Attention has $S$ rows (one for each query), and each
-# row has $S$ scores (one for each key). For all rows at once, as a GPU computes them, these are $S^2$ numbers, which soon fill any memory:
+# But to know the largest score, we need **all** scores of the row first. Attention has $S$ rows (one for each query) of $S$ scores (one for each
+# key). For all rows at once, as a GPU computes them, these are $S^2$ numbers, which soon fill any memory:
 
 # %%
 for S in (8, 1024, 32 * 1024, 1024 * 1024):
@@ -127,16 +127,19 @@ for rescaled in ("nothing", "only l", "only o"):
 # ## The picture
 #
 # Each colour is one [block](../docs/glossary.md#block): two keys and their values. A block keeps its colour in all chapters. Here token 0 reads the
-# blocks in the order 0, 3, 2, 1. (This is the order in which the ring will bring them.) The intermediate numbers differ from the table above,
-# but the result is the same. Each part of a bar is the weight of one block, $\sum e^{s-m}/l$. When a new block arrives, $l$ grows and the older
-# parts shrink.
+# blocks in the order 0, 3, 2, 1, in which the ring will bring them. The result is the same. Each part of a bar is the weight of one block,
+# $\sum e^{s-m}/l$. When a new block arrives, $l$ grows and the older parts shrink.
 
 # %%
 running_softmax.draw()
 
 # %% [markdown]
-# The next cell has two sliders, for one token and the keys it has seen. (Sliders need a running kernel.) Which token gives the largest share
-# of its attention to the last two keys? (Token 7: 98%.)
+# The next cell has two sliders, for one token and the keys it has seen. (Sliders need a running kernel.)
+#
+# <details><summary>Which token gives the largest share of its attention to the last two keys?</summary>
+#
+# Token 7: 98%.
+# </details>
 
 
 # %%
@@ -179,17 +182,15 @@ print_source(finish)
 # %% [markdown]
 # ## Merge two results
 #
-# One machine computes attention over keys 0 and 1, another one over keys 2 to 7. Each has an output that is already divided by its own
-# $l$. How do we get the attention over all 8 keys?
-#
-# Each output is a weighted average of values, and the weights of each add up to 1. In the average over all keys, part $a$ has the share
+# One machine computes attention over keys 0 and 1, another one over keys 2 to 7. Each output is already divided by its own
+# $l$, so it is a weighted average of values. In the average over all keys, part $a$ has the share
 # $e^{\mathrm{lse}_a}$ of the whole sum $e^{\mathrm{lse}}$. So:
 #
 # $$\mathrm{lse} = \log\left(e^{\mathrm{lse}_a} + e^{\mathrm{lse}_b}\right) \qquad
 # \mathrm{out} = e^{\mathrm{lse}_a - \mathrm{lse}}\,\mathrm{out}_a + e^{\mathrm{lse}_b - \mathrm{lse}}\,\mathrm{out}_b$$
 #
-# This is [`merge`](../docs/glossary.md#merge). These are its last five lines; the others check the input. The first line takes the larger lse. The second
-# subtracts it before `exp`, for the same reason as above. The third and fourth average the two outputs, and the last returns the lse of both.
+# This is [`merge`](../docs/glossary.md#merge). These are its last five lines; the others check the input. The first line takes the larger lse, and the second
+# subtracts it before `exp`.
 
 # %%
 print_source(merge, last=5)
@@ -223,8 +224,7 @@ assert torch.equal(merge(*nothing, *nothing)[0], nothing[0])  # and two of them 
 print("a part without keys changes nothing")
 
 # %% [markdown]
-# The order does not matter, and a part without keys does no harm. Remember this: in a ring of machines, each machine gets the keys in a different
-# order.
+# The order does not matter, and a part without keys does no harm. In a ring, each machine gets the keys in another order.
 #
 # > **One number to remember: $D + 2$.** A query keeps $D$ numbers of `o`, one `m` and one `l`, however many keys it has read.
 # > For $D = 64$ these are 66 numbers. A row of scores has $S$ of them.
@@ -300,6 +300,6 @@ print(check_merge_two(my_merge))
 # ```
 # </details>
 #
-# Open [`online_softmax.py`](../ringlab/basics/online_softmax.py) now: it has the running values and the merge, and runs by itself.
-# Next: [2 · blockwise attention and memory](02_blockwise_attention.ipynb), without the $S \times S$ scores. On the shortest path to the ring, go on
-# with [3 · the worked example](03_worked_example.ipynb).
+# Open [`online_softmax.py`](../ringlab/basics/online_softmax.py) now: it has the running values and the merge.
+# Next: [2 · blockwise attention and memory](02_blockwise_attention.ipynb), or on the shortest road [3 · the worked
+# example](03_worked_example.ipynb).

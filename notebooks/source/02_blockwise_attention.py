@@ -9,8 +9,7 @@
 # %% [markdown]
 # # 2 · Blockwise attention and memory
 #
-# [Chapter 1](01_attention_to_online_softmax.ipynb) computed one row of attention from a few keys at a time. This chapter does it for all rows, one
-# block of keys at a time. After this chapter you can
+# Chapter 1 computed one row of attention from a few keys at a time. This chapter does it for all rows. After it you can
 #
 # - write exact attention that never stores the $S \times S$ scores,
 # - say how much memory it needs,
@@ -39,8 +38,7 @@ _ = torch.manual_seed(0)
 # %% [markdown]
 # ## The failure
 #
-# How much memory does attention need when it is computed as it is defined? PyTorch can report every tensor that it makes. We keep the size of
-# the largest one.
+# How much memory does attention need when it is computed as it is defined? PyTorch can report every tensor that it makes.
 
 
 # %%
@@ -76,7 +74,7 @@ assert largest(lambda: naive_attention(q, k, v)) == 4 * 2048**2 / 2**20
 #
 # ## The idea
 #
-# The whole matrix is not needed. Take some queries. Read the keys [block](../docs/glossary.md#block) by block, update `(m, l, o)` with each block, and divide at
+# Take some queries. Read the keys [block](../docs/glossary.md#block) by block, update `(m, l, o)` with each block, and divide at
 # the end. One step of this is `attend_tile`. It computes one [tile](../docs/glossary.md#tile) of scores, some queries by some keys, in the dtype of `m`.
 # Where `future` is True, a causal mask hides the key (see below), and the score becomes −inf. Then the `update` of chapter 1 follows.
 
@@ -138,8 +136,8 @@ for _ in range(3):
 # ## The picture
 #
 # Lines are counted from the shapes. Points are measured in a real run. The memory of naive attention grows with $S^2$, that of blockwise attention
-# with $S$, and that of a rank with $S/P$. But a rank of a ring holds five chunks, so it gains little on 4 ranks, and
-# more with every rank that you add.
+# with $S$, and that of a rank with $S/P$. But a rank of a ring holds [six chunks](../docs/memory.md) (the picture has the five besides q), so it
+# gains little on 4 ranks, and more with every rank that you add.
 
 # %%
 measured.memory()
@@ -186,8 +184,7 @@ _ = interact(tiles, n=(1, 16))
 #
 # <details><summary>Why can each row of queries be computed on a different device?</summary>
 #
-# No row of the softmax needs another row. So devices can share the queries. They cannot share the keys in the same way: every query needs all of them. This is
-# why in a ring Q stays, and K and V travel.
+# No row of the softmax needs another row. But every query needs all keys. So in a ring Q stays, and K and V travel.
 # </details>
 #
 # ## Your turn

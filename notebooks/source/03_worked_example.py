@@ -18,8 +18,8 @@
 # The road, 3 of 8. 15 minutes to read, 15 for the exercises. Before: [1 · online softmax](01_attention_to_online_softmax.ipynb).
 # Next: [4 · the ring](04_the_ring.ipynb).
 #
-# The numbers are those of a worked example in a course on the paper, to which we know no permanent link. It ends in 3.731,
-# because it adds two averages: a mistake we have seen. [`published_example.py`](source/published_example.py) compares all 36 rows of that page with the exact values.
+# The numbers are those of a worked example in a course on the paper. It ends in 3.731, because it adds two averages.
+# [`published_example.py`](source/published_example.py) compares all 36 rows of that page with the exact values.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import math
@@ -48,8 +48,8 @@ example.print_setup()
 # %% [markdown]
 # ## The failure
 #
-# The published page computes the attention of token 0 over each block alone, and then adds the outputs: `Output += block output`. Let us do the same
-# with the two blocks of its first two rounds.
+# The published page computes the attention of token 0 over each block alone, and then adds the outputs: `Output += block output`. Here are
+# its first two rounds.
 
 # %%
 block_outputs = []
@@ -67,10 +67,10 @@ assert total[0] > example.TOKENS.max()  # so the sum is no average of the values
 assert not np.allclose(shares, 0.25, atol=0.1)  # so the blocks do not count equally
 
 # %% [markdown]
-# The first number, 3.67, is larger than every value in the example. An average of values cannot be that large. The weights of each output add up to
-# 1, so the weights of the sum add up to 2. (The page prints 3.731. It also forgot to divide by $\sqrt 2$ in round 0.)
+# The first number, 3.67, is larger than every value in the example, which no average can be: the weights of each output add up to
+# 1, so those of the sum add up to 2. (The page also forgot to divide by $\sqrt 2$ in round 0.)
 #
-# Dividing the sum by the number of blocks does not help either. Then each block counts equally, and the last line shows that it must not.
+# Dividing the sum by the number of blocks does not help: then each block counts equally, and the last line shows that it must not.
 #
 # ## The idea
 #
@@ -111,8 +111,12 @@ for t in (0, 1):
     example.print_round(t, steps[t], range(4), causal=False)
 
 # %% [markdown]
-# The next cell has sliders for all rounds and GPUs, with and without a [causal mask](../docs/glossary.md#causal-mask). (Sliders need a running kernel.) Which GPUs have nothing to compute in round
-# 3 of the causal ring? (GPUs 0, 1 and 2. All keys of their block come after their tokens.)
+# The next cell has sliders for all rounds and GPUs, with and without a [causal mask](../docs/glossary.md#causal-mask).
+#
+# <details><summary>Which GPUs have nothing to compute in round 3 of the causal ring?</summary>
+#
+# GPUs 0, 1 and 2. All keys of their block come after their tokens.
+# </details>
 
 # %%
 _ = interact(
@@ -132,8 +136,8 @@ assert example.print_result(steps, range(4), causal=False)
 # %% [markdown]
 # ## The same by merging
 #
-# There is a second right way. A GPU computes the output and the [lse](../docs/glossary.md#log-sum-exp) of each block alone, and combines them with `merge` from
-# chapter 1. The inputs are the block outputs of the failure above; now the result is right.
+# There is a second right way. A GPU computes the output and the [lse](../docs/glossary.md#log-sum-exp) of each block alone, as in the failure, and combines
+# them with `merge` from chapter 1.
 
 # %%
 scores = torch.tensor(example.TOKENS[0] @ example.TOKENS.T / math.sqrt(2))  # of token 0, (8,)
@@ -165,9 +169,8 @@ assert np.allclose(out[0], example.full_attention()[0])
 #
 # <details><summary>How much does a GPU hold at most, counted in chunks?</summary>
 #
-# The [paper](https://arxiv.org/abs/2310.01889) counts six: Q, the K and V in use, the K and V that arrive, and the output. `ring_attn.py` holds eight,
-# because the caller keeps its own K and V. [One table](../docs/memory.md) explains all such counts. The published page counts one, and says that no
-# block is ever on two GPUs. During a hop it is: the sender and the receiver both hold it.
+# Six: Q, the K and V in use, the K and V that arrive, and the output ([all pages count like this](../docs/memory.md)). The published page says
+# that no block is ever on two GPUs. During a hop it is: the sender and the receiver both hold it.
 # </details>
 #
 # ## Your turn

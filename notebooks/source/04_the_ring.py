@@ -77,8 +77,7 @@ block_schedule.draw()
 # %% [markdown]
 # ## Processes and messages
 #
-# A real ring runs as $P$ processes, one for each GPU (or, here, some CPU cores). All run the same program. PyTorch connects them to a
-# [process group](../docs/glossary.md#process-group):
+# A real ring runs as $P$ processes of the same program. PyTorch connects them to a [process group](../docs/glossary.md#process-group):
 #
 # ```python
 # dist.init_process_group("gloo")  # join the other processes; "gloo" is for CPUs, "nccl" for GPUs
@@ -98,7 +97,7 @@ block_schedule.draw()
 # - `dist.recv(y, source)` waits for a message from rank `source` and writes its numbers into `y`. The tensor `y` must exist before, with the right
 #   shape and dtype: `y = torch.empty(2, 3, dtype=torch.float64)`.
 #
-# A message has numbers only: no shape, no dtype, no name. Two things follow from this.
+# A message has numbers only: no shape, no dtype, no name. So:
 #
 # **A tensor that is sent must be [contiguous](../docs/glossary.md#contiguous-tensor):** its numbers must lie in memory one after the other. In a model,
 # `k` and `v` are usually transposed views: the same memory, read in another order. `.contiguous()` makes a copy in the right order, if necessary.
@@ -145,8 +144,7 @@ print(outcome)
 assert "still waiting after 2 s; rank 0, 1, 2, 3 in: dist.send" in outcome
 
 # %% [markdown]
-# This is a [deadlock](../docs/glossary.md#deadlock). Each send waits for a rank that receives. No rank receives, because each rank still sends.
-#
+# This is a [deadlock](../docs/glossary.md#deadlock): no rank receives, because each rank still sends.
 # A simulator of blocking messages shows who waits for whom. A program is a list of `Send(to)` and `Recv(source)` for each rank:
 
 # %%
@@ -160,8 +158,8 @@ assert stuck.cycle == [0, 1, 2, 3]
 # %% [markdown]
 # ## The idea
 #
-# **Even ranks send first, odd ranks receive first.** Then each sender has a receiver that waits for its message. This is the
-# [even/odd order](../docs/glossary.md#evenodd-order). A *phase* below is all messages that can move at the same time.
+# **Even ranks send first, odd ranks receive first** ([even/odd order](../docs/glossary.md#evenodd-order)). Then each sender has a receiver that
+# waits for its message. A *phase* below is all messages that can move at the same time.
 
 # %%
 for world_size in (4, 5):
@@ -180,9 +178,9 @@ message_order.draw()
 #
 # ## The ring
 #
-# You have seen all parts. This is the hop of `ring_attn.py`. A rank finds its two neighbours, and makes an empty tensor like `block`, but with
-# `length` tokens. Then an even rank sends and receives; an odd rank receives and sends. (A job can have several rings. `group` says which ranks
-# form this one; `None` stands for all ranks. `group_dst` and `group_src` are ranks within the group.)
+# This is the hop of `ring_attn.py`. A rank finds its two neighbours, and makes an empty tensor like `block`, but with
+# `length` tokens. (A job can have several rings. `group` says which ranks form this one, `None` all ranks;
+# `group_dst` and `group_src` are ranks within the group.)
 
 # %%
 print_source(ring_attn.hop)
@@ -195,8 +193,6 @@ print_source(ring_attn.hop)
 print_source(ring_attn.ring_forward)
 
 # %% [markdown]
-# `ring_attention` in the same file first compares the input of all ranks, so that wrong input ends in one clear error, and then calls `ring_forward`.
-#
 # Here it runs on four real processes with our 8 tokens. `launch(work, P, x)` starts $P$ processes, calls `work(context, x)` on each and returns what each
 # returned. `whole_ring` cuts the tokens into chunks (`scatter`), runs the ring, and collects the result on rank 0 (`gather`). `context` knows the rank:
 
@@ -229,9 +225,8 @@ ring_timeline.draw()
 #
 # <details><summary>Why is there no deadlock when P is odd, and ranks P − 1 and 0 both send first?</summary>
 #
-# Rank P − 1 sends to rank 0 and waits. Rank 0 sends to rank 1. Rank 1 is odd, so it receives first, and rank 0 finishes its send. Then rank 0
-# receives. A deadlock needs a closed circle of ranks that wait for each other. One odd rank opens the circle.
-# The tests check every order of the steps that real ranks may take ([every_order](../tests/orders/every_order.py)): none ends in a deadlock.
+# A deadlock needs a closed circle of ranks that wait for each other. One odd rank opens the circle: rank 1 receives first, so rank 0 finishes its
+# send, and then receives. (The tests check [every order](../tests/orders/every_order.py) of the steps that real ranks may take.)
 # </details>
 #
 # <details><summary>What moves, what stays, and why not the other way round?</summary>

@@ -85,8 +85,7 @@ for rank, (dq, dk, dv) in enumerate(alone):
     assert min(off["dk"], off["dv"]) > 0.01
 
 # %% [markdown]
-# dQ is right. dK and dV are not, and no error was raised. Block $j$ was used on **every** rank, so each rank knows only
-# its own share of dK and dV. The four shares add up to the right gradient:
+# dQ is right. dK and dV are not, and no error was raised: each rank knows only its own share. The four shares add up to the right gradient:
 
 # %%
 assert torch.allclose(sum(dk for _, dk, _ in alone), exact["dk"], rtol=0, atol=1e-14)
@@ -94,8 +93,8 @@ assert torch.allclose(sum(dv for _, _, dv in alone), exact["dv"], rtol=0, atol=1
 print("the sum of the four shares of dk, and of dv, is right")
 
 # %% [markdown]
-# So something must add up shares that lie on four ranks. There is a second problem. Autograd kept the weights of all
-# keys on each rank: $C \times S$ numbers, where $C = S/P$ is the length of a [chunk](../docs/glossary.md#chunk). A ring is
+# So something must add up shares that lie on four ranks. And autograd kept the weights of all
+# keys on each rank, $C \times S$ numbers, where $C = S/P$ is the length of a [chunk](../docs/glossary.md#chunk). A ring is
 # built to avoid just that.
 #
 # ## The idea
@@ -226,11 +225,9 @@ print("one x for q, k and v: the test passes with dk and dv swapped")
 #
 # ## On real processes
 #
-# `ringlab.ring.backward` makes the ring one operation of autograd. Its forward pass saves q, k, v, out and lse. Its
-# backward pass, `ring_backward`, computes the six lines in each round: `d_q_j`, `d_k_j` and `d_v_j`. Then dQ grows, and
-# stays. So does `d_own`, the dK and dV of round 0. In the later rounds `d_block` grows, with dK and dV of the block in
-# hand. The next block has `length` tokens. `hop`, that of chapter 4, passes on K and V after each round but the last, and
-# `d_block` after each but the first:
+# `ringlab.ring.backward` makes the ring one operation of autograd. Its backward pass, `ring_backward`, computes the six lines in each round.
+# dQ and `d_own`, the dK and dV of round 0, stay; `d_block` has dK and dV of the block in hand. `hop`, that of chapter 4, passes on K and V after
+# each round but the last, and `d_block` after each but the first:
 
 # %%
 print_source(ring_backward, last=12)
@@ -255,8 +252,6 @@ assert sum(backward) == (P - 1) * 2 * numbers * 2 + (P - 1) * 2 * numbers * 4
 assert sum(backward) == 3 * sum(forward)
 
 # %% [markdown]
-# K and V travel in bfloat16, 2 bytes a number. Their gradients are sums, so they travel in float32, 4 bytes a number.
-#
 # > **One number to remember: 3.** In bfloat16 a rank sends 3 times as many bytes in the backward pass as in the forward
 # > pass: K and V with 2 bytes a number, dK and dV with 4.
 #

@@ -65,9 +65,8 @@ for rank in range(P):  # no two things at once
     assert all(this.end <= following.start for this, following in pairwise(what_it_did("blocking", rank)))
 
 # %% [markdown]
-# It does one thing after the other. So a [round](../docs/glossary.md#round) takes **computing + messages**. Over a slow link
-# that is bad. Here are two ranks on a link of 125 MB/s, with [chunks](../docs/glossary.md#chunk) of $C$ tokens.
-# (`python -m bench overlap` measured it.)
+# It does one thing after the other. So a [round](../docs/glossary.md#round) takes **computing + messages**.
+# Here are two ranks on a link of 125 MB/s, with [chunks](../docs/glossary.md#chunk) of $C$ tokens (`python -m bench overlap`):
 
 # %%
 bench = record.load("overlap")
@@ -80,8 +79,7 @@ assert bench["world_size"] * bench["rows"][0]["computing"] < bench["rows"][0]["b
 # %% [markdown]
 # ## The idea
 #
-# A rank sends the block on which it computes now. Sending only reads the block, and so does computing. So a rank can do
-# both at once. A round has three steps:
+# Sending only reads the block, and so does computing. So a rank can do both at once. A round has three steps:
 #
 # 1. **post**: tell the network to send the block in hand and to receive the next one. This call returns at once.
 # 2. **compute** on the block in hand. The messages travel meanwhile.
@@ -126,8 +124,7 @@ for buffers in (1, 2):
 # and wrong under load.
 #
 # With two buffers the rank **reads** one (it computes on it and sends it) while the network **fills** the other. After
-# the wait they change roles. A third buffer is not needed: the block of round $t + 2$ is stored where that of round $t$
-# was, which by then was computed on and sent.
+# the wait they change roles.
 #
 # ### Why no even/odd order
 #
@@ -137,9 +134,8 @@ for buffers in (1, 2):
 #
 # ## The code
 #
-# `post` starts one send and one receive of each tensor. `to` and `source` are the neighbours of this rank (`distance` is
-# 1 in a ring). `isend` and `irecv` are the send and the receive of `torch.distributed` that do not wait. All of them start
-# together. Each gives a `Work`, and `work.wait()` waits for it. Receives come first in the list: gloo sends what the
+# `post` starts one send and one receive of each tensor, `isend` and `irecv`, which do not wait. `to` and `source` are the neighbours of this
+# rank (`distance` is 1 in a ring). Each gives a `Work`, and `work.wait()` waits for it. Receives come first in the list: gloo sends what the
 # receiver has asked for. Otherwise two ranks that send to each other take turns: twice the time.
 
 # %%
@@ -147,9 +143,8 @@ print_source(overlap.post, last=5)
 
 # %% [markdown]
 # `arriving_blocks` is a generator. These are its last lines. In each round it takes the buffer that is free (`coming`),
-# posts the messages, and hands out the block in hand with `yield`. The caller computes. When it asks for the next block,
-# the generator waits, and the block that came is the block in hand (`here`). So the caller must use a block before it
-# asks for the next one. The last block is handed out without a message. (`hops` is None here. `span` records the trace.)
+# posts the messages, and yields the block in hand (`here`). The caller computes. When it asks for the next block,
+# the generator waits. So use a block before you ask for the next one. (`hops` is None here. `span` records the trace.)
 
 # %%
 print_source(overlap.arriving_blocks, last=10)
@@ -182,9 +177,8 @@ for rank in range(P):
 #
 # ## What it saves
 #
-# On one machine a message is a copy in memory, made by the cores that also compute. Overlap hides the waiting, but not
-# that copying. In a cluster the network carries the bytes. The bench imitates a cluster: it limits the rate of the
-# machine's loopback, the network on which its processes talk to each other. A message then takes time and hardly any
+# On one machine a message is a copy in memory, made by the cores that also compute. In a cluster the network carries the bytes. The bench
+# imitates a cluster: it limits the rate of the machine's loopback, so a message takes time and hardly any
 # work. Two ranks recorded themselves there:
 
 # %%
@@ -208,9 +202,6 @@ assert hidden[-1] > 0.99
 # %% [markdown]
 # Long chunks hide everything; short ones hide little. The reason: with twice the tokens a block has twice the bytes,
 # but four times the work. Chapter 9 computes the length from which on all messages are hidden.
-#
-# The measured share can be larger than the predicted one. While a message travels, the core also copies it, so
-# computing takes a bit longer, and that covers a bit more. It is not a gain.
 #
 # > **One number to remember: 2.** Two buffers, one read and one filled, turn a round of computing + messages into one
 # > of max(computing, messages).

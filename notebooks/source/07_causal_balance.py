@@ -13,7 +13,7 @@
 # tokens. Half of the work is gone, and yet the ring hardly gets faster. After this chapter you can
 #
 # - say which [ranks](../docs/glossary.md#rank) wait, and for how long,
-# - deal the tokens to the ranks in such a way that no rank waits,
+# - distribute the tokens in such a way that no rank waits,
 # - name three things that must follow that [layout](../docs/glossary.md#layout).
 #
 # The road, 7 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
@@ -70,8 +70,7 @@ table(visible_pairs(contiguous))
 assert abs(idle_share(visible_pairs(contiguous)) - 0.40) < 1e-6
 
 # %% [markdown]
-# Rank 0 computes in round 0 and never again: all other blocks lie in its future. Rank 3 has a full block in every later
-# round.
+# Rank 0 computes in round 0 and never again. Rank 3 has a full block in every later round.
 #
 # Do longer sequences help? Let a [chunk](../docs/glossary.md#chunk) have $C$ tokens. Round 0 takes $C(C+1)/2$ pairs on every
 # rank, a triangle. Each later round takes $C^2$ pairs, because rank $P - 1$ always has a full block. So all rounds
@@ -104,12 +103,11 @@ for world_size in (2, 4, 8):
 #
 # - **[zigzag](../docs/glossary.md#zigzag-layout)**: cut the sequence into $2P$ half chunks. Rank $r$ holds the half chunks
 #   $r$ and $2P-1-r$, one early and one late.
-# - **[striped](../docs/glossary.md#striped-layout)**: deal out the tokens like cards. Rank $r$ holds tokens
+# - **[striped](../docs/glossary.md#striped-layout)**: distribute the tokens one by one (round-robin). Rank $r$ holds tokens
 #   $r, r+P, r+2P, \dots$
 #
 # The old layout is called **[contiguous](../docs/glossary.md#contiguous-layout)**. Each of the three is a function of a line
-# or two, which says where in the sequence the tokens of a rank stand. Contiguous cuts the sequence into P parts. Zigzag
-# cuts it into 2P half chunks and takes two of them. Striped takes every P-th token. `positions` calls them by name.
+# or two, which says where in the sequence the tokens of a rank stand. `positions` calls them by name.
 
 # %%
 print_source(*[layout.positions for layout in NAMED.values()])
@@ -123,9 +121,7 @@ for layout in ("zigzag", "striped"):
 assert idle_share(visible_pairs(at["zigzag"])) == 0
 
 # %% [markdown]
-# In zigzag no rank waits. In striped they wait, because our chunks are so short: see below. (A
-# [layout object](../docs/glossary.md#layout-object) is a layout of your own, such as one that deals out the tokens back and
-# forth: chapter 13.)
+# In zigzag no rank waits. In striped they wait, because our chunks are so short: see below.
 #
 # In each layout every rank still meets every block. But the mask leaves another part of each block to each rank (the
 # picture below shows them):
@@ -137,8 +133,7 @@ assert idle_share(visible_pairs(at["zigzag"])) == 0
 # | striped | a triangle | a triangle with its diagonal: $C(C+1)/2$ pairs | a triangle without its diagonal: $C(C-1)/2$ pairs |
 #
 # The ring computes only these parts. `visible_slice` writes the table as code: it returns a slice of the rank's queries,
-# a slice of the block's keys, and whether a triangle of them is left; or None. `blockwise_attention` of chapter 2 returns
-# the result of a part and its [log-sum-exp](../docs/glossary.md#log-sum-exp), and `merge` of chapter 1 puts the parts
+# a slice of the block's keys, and whether a triangle of them is left; or None. `merge` of chapter 1 puts the parts
 # together, for the queries that took part:
 
 
@@ -232,7 +227,7 @@ for name, place in {
     assert (off < 1e-14) == (name == "positions of the layout")
 
 # %% [markdown]
-# **2. Labels.** The label of token $i$ is token $i + 1$ of the *sequence*. So shift first, and deal out the labels
+# **2. Labels.** The label of token $i$ is token $i + 1$ of the *sequence*. So shift first, and distribute the labels
 # after that. In a zigzag chunk the next token may be far away.
 #
 # **3. Padding.** Zigzag needs a multiple of $2P$ tokens, so short sequences are padded with zeros. Put them on the

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 8b · On a GPU
 #
-# The ring of chapter 8 is written for GPUs, too. It ran on one, once: what that run found is mended, and the mended code has not
+# The ring of chapter 8 is written for GPUs, too. It ran on one, once: what that run found is fixed, and the fixed code has not
 # run on a GPU ([what was run](../docs/cluster.md#what-was-run-on-a-gpu)). Three things differ there: which
 # [kernel](../docs/glossary.md#fused-kernel) computes a [block](../docs/glossary.md#block), who waits for whom, and how
 # messages travel. After this chapter you can

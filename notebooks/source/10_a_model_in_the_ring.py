@@ -57,7 +57,7 @@ print(f"{S} tokens of {bytes(TEXT[0].tolist()).decode()!r}: mean loss {right.mea
 assert right.max() < 0.05
 
 # %% [markdown]
-# The model knows the sentence. Now four ranks share out its tokens in the
+# The model knows the sentence. Now four ranks divide its tokens in the
 # [zigzag layout](../docs/glossary.md#zigzag-layout): each holds two pieces of 4 tokens. A data loader that knows only its own
 # rank makes the labels from its own tokens:
 
@@ -154,7 +154,7 @@ for name, half in (
 # | --- | --- | --- |
 # | attention | `F.scaled_dot_product_attention` | `ringlab.scaled_dot_product_attention` |
 # | positions | $0, 1, \dots, S-1$ | those of its tokens **in the whole sequence** |
-# | labels | shifted by one | shifted by one **first**, then shared out |
+# | labels | shifted by one | shifted by one **first**, then cut |
 # | loss | a mean | a **sum**, divided by the number of labels **of the whole batch** |
 #
 # Positions and labels take two lines:
@@ -240,7 +240,7 @@ assert kept == 2 * (S // P) * Config().hidden * 8 + S // P * 8  # x and h of C t
 # too large.
 #
 # > **One number to remember: $2P - 1$.** So many tokens of a zigzag sequence get a wrong label when each rank shifts its
-# > own labels. The mean hides them; the loss of each token shows them. Shift first, then share out.
+# > own labels. The mean hides them; the loss of each token shows them. Shift first, then cut.
 #
 # ## Questions
 #

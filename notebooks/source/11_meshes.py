@@ -9,8 +9,8 @@
 # %% [markdown]
 # # 11 · Meshes: FSDP × ring
 #
-# A ring shares out the tokens of a sequence, but a large model must share out its weights too. On a
-# [mesh](../docs/glossary.md#mesh) of [ranks](../docs/glossary.md#rank) you can share out both. After this chapter you can
+# A ring divides the tokens of a sequence among ranks, but a large model must shard its weights too. A
+# [mesh](../docs/glossary.md#mesh) of [ranks](../docs/glossary.md#rank) does both. After this chapter you can
 #
 # - say why and by which factor the gradients of a ring are too small under [DDP](../docs/glossary.md#ddp) or
 #   [FSDP](../docs/glossary.md#fsdp), and cure it in one line,
@@ -166,8 +166,7 @@ print_source(mesh.batch_loss)
 # | `fully_shard` with `set_gradient_divide_factor(1.0)` | adds up | sum / count |
 # | `fully_shard` over cp, beside tensor parallelism (below) | averages over cp ranks | sum / count · cp |
 #
-# The count is the number of labels of the whole batch, also when several rings share out the batch. So all ranks of all rings have
-# parts of one loss. Here are the small model with the factor $P$, and two lines of the table on the four real processes:
+# The count is the number of labels of the whole batch, also when several rings divide the batch. Here are the small model with the factor $P$, and two lines of the table on the four real processes:
 
 # %%
 copies.grad = None
@@ -184,10 +183,10 @@ assert all(cases[name][1] < 1e-12 for name in right)
 #
 # The ranks form a table of dp rows and cp columns: rank = dp index · cp + cp index.
 #
-# - **A row is a ring.** Its cp ranks share out the tokens of their sequences (*cp*:
+# - **A row is a ring.** Its cp ranks divide the tokens of their sequences (*cp*:
 #   [context parallel](../docs/glossary.md#context-parallelism)). K and V travel inside the row.
-# - **The rows share out the batch** (*dp*: data parallel). A ring has B / dp of its B sequences.
-# - **All ranks share out the weights.** For them the table is one line of dp · cp ranks, and each rank keeps
+# - **The rows divide the batch** (*dp*: data parallel). A ring has B / dp of its B sequences.
+# - **All ranks shard the weights.** For them the table is one line of dp · cp ranks, and each rank keeps
 #   1 / (dp · cp) of every weight.
 #
 # The picture of 2 × 2. Each ring has one sequence of 8 tokens, and a weight has 8 rows:
@@ -230,7 +229,7 @@ print_source(mesh.shard_weights)
 #
 # ## Tensor parallelism beside the ring
 #
-# [Tensor parallelism](../docs/glossary.md#tensor-parallelism) (tp) shares out the
+# [Tensor parallelism](../docs/glossary.md#tensor-parallelism) (tp) divides the
 # [heads](../docs/glossary.md#head) and the inner width of the feedforward. **The ring does not change:** heads never meet in
 # attention, so a ring sends the K/V heads that its ranks have. With tp 8, a rank of Llama 8B has 4 of 32 query heads and 1 of 8 K/V
 # heads, for all tokens of its chunk. The tp ranks have the *same* tokens and compute the same loss, so the factor is cp, and not

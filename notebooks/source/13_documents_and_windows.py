@@ -186,7 +186,7 @@ for layout, calls in (("contiguous", 8), ("striped", 152)):
 
 # %% [markdown]
 # Which layout do you take? Take contiguous chunks when every document lies on one rank, because they need no message at all.
-# Take the striped layout when one document is long, because it deals out each document evenly. Zigzag balances one
+# Take the striped layout when one document is long, because it spreads each document evenly. Zigzag balances one
 # document that fills the sequence, not a pack.
 #
 # Balance is not all. With the long document a rank calls the kernel 152 times in the striped layout, and 8 times at most in the

@@ -45,23 +45,21 @@ P = 4
 # [chunk](../docs/glossary.md#chunk).
 #
 # Could the ring go on with the new tokens? For one new token, it would move the whole cache past every rank. Count
-# that for the sizes of LLaMA 3 8B: 32 layers, H = 32 query heads, G = 8 K/V heads, D = 128. The context has 131,072
-# tokens on 8 ranks, and each number of K and V has 2 bytes:
+# that for Llama 8B: 32 layers, H = 32 query heads, G = 8 K/V heads, D = 128. The context has 131,072
+# tokens on 8 ranks, and each number of K and V has 2 bytes. Messages reach 35 GB/s through a NIC, and reading reaches 2.7 TB/s of an H100's memory:
 
 # %%
 layers, H, G, D, ranks = 32, 32, 8, 128, 8
 C = 131_072 // ranks
 ring_bytes = layers * (ranks - 1) * 2 * G * C * D * 2
 cache_bytes = layers * 2 * G * C * D * 2  # of a rank: its K and V, which it reads once for each token
-print(f"a rank sends {ring_bytes / 1e9:.1f} GB for one token: {ring_bytes / 50e9:.2f} s at 50 GB/s")
-print(
-    f"its attention reads {cache_bytes / 1e9:.1f} GB of cache on each rank: {cache_bytes / 3.35e12:.4f} s at 3.35 TB/s of an H100"
-)
-assert ring_bytes / 50e9 > 400 * cache_bytes / 3.35e12
+print(f"a rank sends {ring_bytes / 1e9:.1f} GB for one token: {ring_bytes / 35e9:.2f} s")
+print(f"its attention reads {cache_bytes / 1e9:.1f} GB of cache on each rank: {cache_bytes / 2.7e12:.4f} s")
+assert ring_bytes / 35e9 > 500 * cache_bytes / 2.7e12
 
 # %% [markdown]
-# In the prefill, each [block](../docs/glossary.md#block) that arrives meets C queries, which is enough work to hide
-# the message (chapter 6). A new token is **one** query: its work is to read the cache once, and nothing hides the message.
+# In the prefill, each [block](../docs/glossary.md#block) that arrives meets C queries, which hide
+# the message (chapter 6). A new token is **one** query, and nothing hides the message.
 #
 # So let the keys stay and the query travel. The query need not even travel: each rank knows the new token, computes its
 # query by itself, and attends to the keys that it has. That gives one result a rank. **How do these become one
@@ -97,13 +95,9 @@ assert (outs.mean(dim=0) - right[0]).abs().max() > 0.3
 # **The mean is wrong.** The weights of a softmax add up to 1 on each rank, also where all scores are small, so the
 # mean counts each rank as a quarter. But rank 1 has no key that the token looks at, and rank 3 has the best key.
 #
-# You could add up what stands above and below in the softmax, $o = \sum e^{s - m} v$ and $l = \sum e^{s - m}$, and then
-# divide. That is wrong too, because each rank subtracts its own largest score $m$, so the weights of rank 1 are too large.
-#
 # ## The idea
 #
-# Chapter 1 has the cure. Partial results with different $m$ **merge**: first bring all of them to one $m$, then add up.
-# Here the parts are on $P$ ranks. With $M$ for the largest $m$ of all ranks:
+# Chapter 1 has the cure: partial results **merge**. First bring all of them to one maximum, $M$, then add up:
 #
 # $$M = \max_r m_r \qquad l = \sum_r e^{m_r - M}\, l_r \qquad o = \sum_r e^{m_r - M}\, o_r \qquad
 # \text{out} = \frac{o}{l}$$
@@ -121,17 +115,13 @@ print(f"merged:                     {digits(out)}")
 assert torch.allclose(out, right[0], rtol=0, atol=1e-14)
 
 # %% [markdown]
-# Now rank 3 counts for most of the result, and rank 1 for nearly nothing.
-#
-# Over real ranks, each rank gives its part to all others, an **[all-gather](../docs/glossary.md#all-gather)** of few numbers.
-# Then every rank has all $P$ parts and merges them itself:
+# Over real ranks, each rank gives its part to all others, an **[all-gather](../docs/glossary.md#all-gather)** of few numbers, and then
+# merges all parts itself (*decode context parallelism*, DCP):
 
 # %%
 print_source(generate.merge_over_ranks)
 
 # %% [markdown]
-# A rank that sees no key has $m = -\infty$. Its share is $e^{-\infty} = 0$, so it adds nothing.
-#
 # What did a rank send? In a layer, for each head of each prompt, 1 number for $m$, 1 for $l$, and $D$ for
 # $o$. So a rank gives $B \cdot H \cdot (D + 2)$ numbers in float32, and **the length of the context does not appear**.
 # In the model above:
@@ -146,11 +136,9 @@ assert merge_bytes == 532_480
 # ## Which rank stores the new token?
 #
 # The next token needs K and V of this one, and every rank has computed them.
-#
 # If no rank stores it, the model forgets it. If all ranks store it, it counts four times. **Exactly one rank must
-# store it, and any rank will do:** a merge does not ask where a key is. So choose the rank by memory: one that stored
-# all new tokens would run out of it while the others have room. The ranks take turns: rank $n \bmod P$ stores new
-# token number $n$, so their numbers of new tokens differ by one at most.
+# store it, and any rank will do:** a merge does not ask where a key is. To use the memory of all, the ranks take turns: rank $n \bmod P$
+# stores new token number $n$.
 #
 # A cache has slots: some for the tokens of the prompt, some for new tokens. `at` has the position of the token in each
 # slot. `store` is called before a new token is computed:
@@ -162,13 +150,9 @@ print_source(generate.SpreadCache.store)
 # ## Prompts of unequal lengths
 #
 # Prompts of 13 and 6 tokens go through the model together, both padded on the right to 16 tokens. Then they go on at
-# different positions: the first new token of one prompt is token 13, and the first new token of the other prompt is token 6. Slots
-# of padding and empty slots must be hidden. So they get the position $2^{62}$, which no token reaches. Then
+# positions 13 and 6. Slots of padding and empty slots get the position $2^{62}$, which no token reaches. Then
 # one rule hides all of them, the causal mask: **a token sees the slots whose position is not larger than its
 # own.**
-#
-# The attention that the model calls (`SpreadCache.attend`) is the ring while the prompt is read. For a new token it is
-# what you saw above: `attend_tile` over the slots of this rank, with `hidden = at > position`, and then the merge.
 #
 # Now the whole model, on four real processes. `seeded` is a small transformer with large random weights. `answers` lets
 # it write 12 tokens after each prompt:
@@ -190,9 +174,8 @@ assert lengths == {7}
 
 # %% [markdown]
 # A dot is padding, or an empty slot. Each rank has 7 slots: 4 for the prompt, in the
-# [zigzag layout](../docs/glossary.md#zigzag-layout), and 3 for new tokens. Read the last three columns of the left half: the
-# new tokens 13, 14, 15 and 16 are on ranks 0, 1, 2 and 3. Token 23 is the last one that is stored, on rank 2. The
-# twelfth new token is token 24. It is returned and never computed, so it has no K and V.
+# [zigzag layout](../docs/glossary.md#zigzag-layout), and 3 for new tokens: 13, 14, 15 and 16 are on ranks 0, 1, 2 and 3. The
+# twelfth new token, 24, is returned and never computed, so it has no K and V.
 #
 # Are the tokens right? One process without a cache reads the whole text again for each token:
 
@@ -223,10 +206,9 @@ for i, prompt in enumerate(generate.PROMPTS):
 measured.generation()
 
 # %% [markdown]
-# The merge sends equally many bytes for every context, while the bytes of the ring grow with the context. The time of the merge grows
-# too, because each rank reads its own keys. With a short context a rank mostly waits for its message. One process is faster
-# here, because it sends nothing and has the cores of all ranks. On real devices each rank reads its part of the cache
-# with its own memory bandwidth, and a long context does not fit on one device at all.
+# The merge sends equally many bytes for every context; its time grows, because each rank reads its own keys. One process is faster
+# here, because it sends nothing and has the cores of all ranks. On real devices each rank has its own memory bandwidth,
+# and a long context does not fit on one device at all.
 #
 # A third case lies between a prompt and a single token: 1,000 new tokens over a cache of 100,000. In *pass-Q* the few queries go round,
 # and partial results come home.
@@ -242,16 +224,14 @@ measured.generation()
 #
 # <details><summary>Why is the prompt read in a ring, and not with the merge?</summary>
 #
-# A merge sends $D + 2$ numbers for each query and head, and a prompt has as many queries as keys. Every rank would have
-# to compute the queries of all tokens, and the sums would be as large as the output of the whole sequence. The ring
-# sends K and V, which have G heads and not H, and hides the messages behind the work.
+# A prompt has as many queries as keys. Every rank would have to compute the queries of all tokens, and the sums would be as large as the
+# output of the whole sequence. The ring sends K and V, which have G heads and not H, and hides the messages.
 # </details>
 #
 # <details><summary>Each rank computes the same new token. Why does rank 0 send its choice to the others?</summary>
 #
-# Two ranks may round differently, for example on different devices. If two tokens are nearly equally probable, the
-# ranks would choose different tokens and continue different texts. Their keys would no longer belong together, and no
-# error would tell. One number a token prevents that.
+# Two ranks may round differently. If two tokens are nearly equally probable, the ranks would choose different tokens and continue
+# different texts, and no error would tell. One number a token prevents that.
 # </details>
 #
 # ## Your turn

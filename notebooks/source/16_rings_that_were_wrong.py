@@ -178,7 +178,7 @@ print_row("gradients_travel_other_way")
 
 # %% [markdown]
 # All entries together are the catalogue. So the doctor can compute what a ring *with* each mistake would return, and
-# **it names the mistake whose numbers are the patient's numbers**, in every question that it asked. Try it: does the
+# **it names the mistake whose numbers are those of the ring that it tests**, in every question that it asked. Try it: does the
 # ring on paper return the numbers of our loop?
 
 # %%

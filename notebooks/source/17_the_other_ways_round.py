@@ -11,8 +11,7 @@
 #
 # A [ring](../docs/glossary.md#ring) is one of several exact ways to share a sequence. Other ways
 # [gather](../docs/glossary.md#all-gather) all keys, [exchange](../docs/glossary.md#all-to-all) tokens for
-# [heads](../docs/glossary.md#head), or [join such an exchange with a ring](../docs/glossary.md#hybrid). Eight tokens show how each
-# works, and Llama 8B of chapter 9 shows which one to take. After this chapter you can
+# [heads](../docs/glossary.md#head) (Ulysses), or [join such an exchange with a ring](../docs/glossary.md#hybrid) (USP). After this chapter you can
 #
 # - gather K and V, and bring their gradients home,
 # - exchange tokens for heads, also when the heads do not divide,
@@ -24,6 +23,7 @@
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
 import math
+from dataclasses import replace
 
 import torch
 
@@ -43,7 +43,7 @@ P = 4
 # %% [markdown]
 # ## The failure
 #
-# There seems to be a simpler way than a ring. Heads never meet in [attention](../docs/glossary.md#attention), so let each rank
+# Heads never meet in [attention](../docs/glossary.md#attention), so let each rank
 # compute some of the heads, for **all** tokens. Meanwhile nothing travels.
 #
 # Here are our 8 tokens on 4 GPUs, with $H = 6$ query heads on $G = 2$ K/V heads
@@ -111,10 +111,10 @@ assert torch.equal(computed(even, lambda r, h: h // 3), right)
 
 # %% [markdown]
 # In the first line nobody computes heads 4 and 5. In the second rank 3 has nothing to do, and in the third ranks 1 and 2
-# use the wrong keys. No error is raised, and all results have the right shape.
+# use the wrong keys. No error is raised.
 #
-# The last line is right and shares the work evenly. But look at the gradient of the keys, too. Ranks 0 and 1 each have a copy of K/V
-# head 0, and ranks 2 and 3 each have a copy of K/V head 1, so every copy gets a gradient of its own:
+# The last line is right. But ranks 0 and 1 each have a copy of K/V head 0, and ranks 2 and 3 of K/V head 1, so every copy gets a
+# gradient of its own:
 
 # %%
 owner = [0, 0, 1, 1]  # the K/V head that rank r has a copy of
@@ -134,8 +134,8 @@ assert torch.allclose(of_heads.sum(dim=2), d_k, rtol=0, atol=1e-14)
 #
 # ## The idea
 #
-# **A query needs all keys, and no other query.** So you can share out the tokens and let K and V travel, one block after the
-# other (ring) or all at once (all-gather). But also **a head needs no other head**, so you can share out the heads and let
+# **A query needs all keys, and no other query.** So you can divide the tokens among the ranks and let K and V travel, one block after the
+# other (ring) or all at once (all-gather). But also **a head needs no other head**, so you can divide the heads and let
 # tokens travel: the all-to-all.
 #
 # **All ways begin and end with the same chunks.** Rank $r$ has all heads of the tokens `positions(layout, S, r, P)`. So a model
@@ -175,11 +175,10 @@ assert torch.allclose(unshard(total, "zigzag"), d_k, rtol=0, atol=1e-13)
 
 # %% [markdown]
 # The gradient of a gather is a [reduce-scatter](../docs/glossary.md#reduce-scatter): **add** the parts of all ranks, and give
-# each rank the sum for its own block. Without that sum, `out` and dq are right, and only dk and dv are wrong.
+# each rank the sum for its own block.
 #
-# The price is memory: a rank of a ring holds two blocks at a time, but here a rank holds the blocks of all ranks. So
-# [`all_gather.py`](../ringlab/ways/all_gather.py) gathers one K/V head at a time. While a rank computes with one head, the next head
-# arrives.
+# The price is memory: a rank holds the blocks of all ranks. So [`all_gather.py`](../ringlab/ways/all_gather.py) gathers one K/V head at a
+# time, and computes with one head while the next arrives.
 #
 # ## 2 · All-to-all
 #
@@ -234,9 +233,8 @@ except ValueError as error:
 # The message names the cure: a [mesh](../docs/glossary.md#mesh) of $n$ rows with $g$ ranks each, $P = n \cdot g$. Rank
 # $\text{row} \cdot g + i$ is number $i$ of its row.
 #
-# Inside a row the ranks exchange tokens for heads, so that rank number $i$ of a row has its heads for all tokens of the row.
-# Then the ranks number $i$ of all rows form a ring, in which K and V of these heads go round in $n - 1$ hops. ([Fang & Zhao
-# 2024](https://arxiv.org/abs/2405.07719) call this way USP.)
+# Inside a row the ranks exchange tokens for heads. Then the ranks number $i$ of all rows form a ring, in which K and V of their heads go
+# round in $n - 1$ hops ([Fang & Zhao 2024](https://arxiv.org/abs/2405.07719)).
 #
 # Which tokens does a row hold? Those of its ranks, in order. Here are rows of 2 ranks, beside the chunks of a ring of 2:
 
@@ -251,11 +249,8 @@ for layout in ("contiguous", "zigzag", "striped"):
 # Rows of contiguous or zigzag chunks are a ring in the same layout. Rows of striped chunks are not, so
 # [`hybrid.py`](../ringlab/ways/hybrid.py) cuts pieces of its own there (chapter 13).
 #
-# ## One function for all ways
-#
-# Each way is `ring_flash_attention` with another `schedule=`. A [schedule](../docs/glossary.md#schedule) says which block is in hand
-# when, and where the sums of its gradients go. The function computes what the mask leaves of that block (chapter 13), so each
-# way takes every mask and layout.
+# Each way is `ring_flash_attention` with another `schedule=`: a [schedule](../docs/glossary.md#schedule) says which block is in hand
+# when, and where the sums of its gradients go. So each way takes every mask and layout.
 #
 # ## What each way costs
 #
@@ -270,23 +265,22 @@ for layout in ("contiguous", "zigzag", "striped"):
 # | hybrid, $n$ rows of $g$ | $\frac{g-1}{g} \cdot 2(H+G) \cdot CD + (n-1) \cdot 2G \cdot CD$ | $g \le H$ | two blocks of $gC$ tokens, $G/g$ heads |
 #
 # **How long does a rank wait?** Take Llama 8B of chapter 9, with 128K tokens on the 8 H100s of a host. K and V of a chunk are
-# 64 MiB, and q, k, v and out 320 MiB. Each way computes as much as eight blocks of 2.22 ms: 17.8 ms, and 2.5 times as much, 44.5 ms,
-# in the backward pass. So the ways differ only in the messages that no computing hides. In the forward pass these are
+# 64 MiB, and q, k, v and out 320 MiB. Each way computes as much as eight blocks of 3.37 ms: 27.0 ms, and in the backward pass 74.5 ms.
+# So the ways differ only in the messages that no computing hides. In the forward pass these are
 #
 # - in a ring, none,
 # - in a gather, the first of 8 K/V heads: $7 \cdot 64 / 8 = 56$ MiB,
 # - in an all-to-all, every message, because nobody computes during an exchange: $\frac{7}{8} \cdot 320 = 280$ MiB,
 # - in a hybrid, its exchange.
 #
-# Divide by the 450 GB/s of NVLink. In the backward pass a ring waits for its first hop of 64 MiB, because it computes on its own block
-# last (chapter 9). A gather waits for the first head, and at the end for the last head's gradients, in float32: 0.13 + 0.26 ms. The
-# table has forward + backward, and *ideal* is the sum of computing and waits:
+# Divide by the 360 GB/s that NVLink reaches. In the backward pass a ring waits for its first hop, a gather for the first head, and at the
+# end for the last head's gradients, in float32. The table has forward + backward; *without costs* is the sum of computing and waits:
 
 # %%
 h100, llama = gpu_named("h100"), model_named("llama-3.1-8b")
 layer, C = llama.attention(), 2**17 / 8
-ideal = Cluster(1, 8, flops=h100.peak["bf16"], bandwidth=h100.link)
 real = Step(llama, h100, 1, 8, 2**17, cp=8, kernels="cudnn").ring  # what the planner takes for these GPUs
+ideal = Cluster(1, 8, flops=real.flops, backward_flops=real.backward_flops, bandwidth=real.bandwidth)  # no other costs
 
 
 def milliseconds(way, g, cluster, mask=None):
@@ -297,37 +291,35 @@ def milliseconds(way, g, cluster, mask=None):
 waits = {("ring", None): 0, ("all-gather", None): 7 * 64 / 8, ("all-to-all", None): 7 / 8 * 320}  # for so many MiB
 waits |= {("hybrid", g): (g - 1) / g * 320 for g in (2, 4)}
 both = {}
-print("way           MiB sent forward   waits, ms      ideal, ms   with costs, ms")
+print("way           MiB sent forward   waits, ms  without costs, ms   with costs, ms")
 for way, size in waits.items():
-    sent, waited = traffic(way[0], layer, C, ideal, split=way[1])[0] / 2**20, 1e3 * size * 2**20 / h100.link
+    sent, waited = traffic(way[0], layer, C, ideal, split=way[1])[0] / 2**20, 1e3 * size * 2**20 / real.bandwidth
     (forward, backward), costs = milliseconds(*way, ideal), milliseconds(*way, real, "causal")
-    computing = 8e3 * block_flops(layer, C**2 / 2) / h100.peak["bf16"]
+    computing = 8e3 * block_flops(layer, C**2 / 2) / real.flops
+    computing_back = 2.5 * computing * real.flops / real.backward_flops
     assert abs(forward - waited - computing) < 1e-9  # the planner agrees
     name = f"hybrid {8 // way[1]} x {way[1]}" if way[1] else way[0]
     print(
-        f"{name:<14}{sent:>16.0f}   {waited:.2f} + {backward - 2.5 * computing:.2f}{forward + backward:>12.1f}   "
+        f"{name:<14}{sent:>16.0f}   {waited:.2f} + {backward - computing_back:.2f}{forward + backward:>16.1f}   "
         f"{costs[0]:.1f} + {costs[1]:.1f} = {sum(costs):.1f}"
     )
     both[name] = [round(forward + backward, 1), round(sum(costs), 1)]
-assert (both["ring"], both["all-gather"]) == ([62.4, 114.9], [62.8, 107.4])
-assert (real.flops, real.backward_flops, ideal.flops) == (652e12, 590e12, 989e12)
+assert (both["ring"], both["all-gather"]) == ([101.7, 114.9], [102.2, 107.4])
 
 # %% [markdown]
-# **Why does the ring win without costs, and lose with them?** It waits the least, so its ideal time is the shortest:
-# 62.4 ms, where the gather takes 62.8. *With costs* the planner takes rates measured with cuDNN's kernel, 652 of the 989 TFLOP/s
-# forward and 590 backward. It assumes that messages reach 80 % of a link and 70 % of a NIC. Both slow all ways. But in each of its
-# eight rounds a ring also rewrites its output, leaves a part of the GPU idle at the end of a kernel, and computes beside messages
+# **Why does the ring win without costs, and lose with them?** It waits the least. But in each of its
+# eight rounds it also rewrites its output, leaves a part of the GPU idle at the end of a kernel, and computes beside messages
 # ([`round_costs.py`](../ring_planner/round_costs.py)). So the ring takes 114.9 ms, and the gather 107.4.
 #
-# **Which way do you take?** The modelled times differ by less than the model's error. Six measured pairs of one publisher agree with them: the
+# **Which way do you take?** These times differ by less than the model's error. But six measured pairs of one publisher agree: the
 # gather was 1.43 and 1.19 times as fast as the ring on 8 H100s, and 1.04 to 1.08 times on 8 to 64 B200s
-# ([published.json](../bench/published.json)). So inside one host with NVLink take a gather or an all-to-all. Take an all-to-all
+# ([published.json](../bench/published.json)). So inside one host with NVLink take a gather or an all-to-all, the latter
 # only where $P$ divides the heads: of our 4 ranks with 6 heads, the two with one head would wait for the others.
 # [Which way for which wires](../docs/which_way.md#which-way-for-which-wires) has the rule for whole steps.
 #
 # Between hosts the hybrid has an advantage. A hop of its ring carries $gC$ tokens of $G/g$ heads, as many bytes as a hop of the flat
-# ring. But a round computes $gC$ queries on $gC$ keys with $H/g$ heads, $g$ times the work. So **$g$ times shorter chunks hide the
-# hop**, and [chapter 18](18_two_speeds_of_wire.ipynb) needs that.
+# ring. But a round computes $g$ times the work. So **$g$ times shorter chunks hide the
+# hop** ([chapter 18](18_two_speeds_of_wire.ipynb)).
 #
 # > **One number to remember: $H$.** Tokens can be exchanged for heads among $H$ ranks at most, because each rank needs a
 # > query head; Llama 8B has 32.
@@ -340,21 +332,20 @@ assert (real.flops, real.backward_flops, ideal.flops) == (652e12, 590e12, 989e12
 # hybrid needs zigzag or striped chunks, because its rows form rings.
 # </details>
 #
-# <details><summary>Your 8 H100s stand in 8 hosts, so every message goes through a NIC of 50 GB/s. Which way for 128K tokens, and
-# which for 16K?</summary>
+# <details><summary>Your 8 H100s stand in 8 hosts, so every message goes through a NIC that reaches 35 GB/s. Which way for 128K tokens,
+# and which for 16K?</summary>
 #
-# For 128K take the ring. A chunk of 16,384 tokens is longer than the knee of chapter 9, so the ring exposes one hop only. It
-# computes 62.3 ms, and waits 1.3: 63.6 ms. A gather takes 67.0 ms. An all-to-all waits for 280 MiB in each pass, and takes 74.0.
-# (With costs the gather is less than 2 % ahead, and the ring is simpler.)
+# For 128K take the ring. A chunk of 16,384 tokens is longer than the knee of chapter 9, so the ring exposes one hop only: 103 ms.
+# A gather takes 108 ms, and an all-to-all, which waits for 280 MiB in each pass, 118. (With costs ring and gather tie, and the ring is simpler.)
 #
-# For 16K exchange heads. With an eighth of the tokens a block takes a 64th of the time, and a hop an eighth. So a ring cannot hide
-# its hops, and the bytes decide. In both passes a ring sends 224 MiB and takes 4.73 ms, an all-to-all sends 70 MiB and takes 2.44.
+# For 16K exchange heads. A block takes a 64th of the time, and a hop an eighth. So a ring cannot hide
+# its hops, and the bytes decide: a ring sends 224 MiB and takes 6.76 ms, an all-to-all sends 70 MiB and takes 3.68.
 # </details>
 
 # %%
-for S, times in ((2**17, [63.6, 67.0, 74.0]), (2**14, [4.73, 4.73, 2.44])):
-    C, apart = S / 8, Cluster(8, 1, flops=h100.peak["bf16"], bandwidth=h100.link, host_bandwidth=h100.card)
+for S, times in ((2**17, [103, 108, 118]), (2**14, [6.76, 6.76, 3.68])):
     with_costs = Step(llama, h100, 8, 1, S, cp=8, kernels="cudnn").ring
+    C, apart = S / 8, replace(ideal, hosts=8, per_host=1, nics=1, host_bandwidth=with_costs.host_bandwidth)
     ways = ("ring", "all-gather", "all-to-all")
     assert [float(f"{sum(milliseconds(way, None, apart)):.3g}") for way in ways] == times
     ring, gather, exchange = (sum(milliseconds(way, None, with_costs, "causal")) for way in ways)
@@ -397,5 +388,4 @@ print(check_meshes(my_meshes))
 # ```
 # </details>
 #
-# Open [`all_to_all.py`](../ringlab/ways/all_to_all.py) now: heads for tokens, and back. [`all_gather.py`](../ringlab/ways/all_gather.py) and
-# [`hybrid.py`](../ringlab/ways/hybrid.py) are the other two. Next: [18 · two speeds of wire](18_two_speeds_of_wire.ipynb).
+# Open [`all_to_all.py`](../ringlab/ways/all_to_all.py) now: heads for tokens, and back. Next: [18 · two speeds of wire](18_two_speeds_of_wire.ipynb).

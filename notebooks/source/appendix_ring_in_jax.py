@@ -251,7 +251,7 @@ assert (in_loops, len(hops)) == (6, 10)
 # cut = PartitionSpec("data", "ring")
 #
 # @partial(jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(), cut), out_specs=...)
-# def loss(weights, tokens):  # tokens (batch / data, C), dealt out in the layout
+# def loss(weights, tokens):  # tokens (batch / data, C), in the order of the layout
 #     ...
 #     out = ring_attention(q, k, v, axis_name="ring", causal=True, layout="zigzag")
 # ```
