@@ -245,8 +245,8 @@ def test_the_measured_numbers_are_those_of_the_results():
     assert chunks_of("the same in training") == [round(max(both), 2)]
     assert chunks_of("both in [shared memory]") == [round(most, 2) for most in shared]
     assert chunks_of("the same [without a mask]") == [round(whole, 1)]
-    counted = {max(forward): 7, max(both): 13, shared[0]: 5, shared[1]: 10, whole: 14}  # all but the tile of scores
-    assert all(0 <= most - count <= 1.5 * SCORES / chunk for most, count in counted.items())
+    of_page = {max(forward): 7, max(both): 13, shared[0]: 5, shared[1]: 10, whole: 14}  # all but the tile of scores
+    assert all(0 <= most - count <= 1.5 * SCORES / chunk for most, count in of_page.items())
     alone, kept = (max(row[peak] for row in ring["rows"]) for peak in ("peak_bytes", "peak_bytes_as_it_comes"))
     assert chunks_of("`ring_attn.py`") == [round(alone / ring["chunk_bytes"], 2)]
     assert chunks_of("the same as a process") == [round(kept / ring["chunk_bytes"], 1)]
