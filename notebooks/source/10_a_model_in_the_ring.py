@@ -9,9 +9,8 @@
 # %% [markdown]
 # # 10 · A model in the ring
 #
-# In chapter 8 a ring computed gradients on four processes, so a [transformer](../ringlab/models/transformer.py) can
-# train with it. Now look at the whole model: what each [rank](../docs/glossary.md#rank) must be given, what it
-# computes alone, and what it keeps. After this chapter you can
+# A [transformer](../ringlab/models/transformer.py) trains with the ring of chapter 8. What must each [rank](../docs/glossary.md#rank) be
+# given, what does it compute alone, and what does it keep? After this chapter you can
 #
 # - find two mistakes in the loss of each token that raise no error,
 # - say why the ring changes only one function of a transformer,
@@ -88,11 +87,10 @@ assert (shifted != labels).sum() == 2 * P - 1
 # %% [markdown]
 # Zigzag cuts the sequence into $2P$ pieces, and the last token of a piece gets a wrong label, because the next token
 # lies on another rank. One piece is an exception: rank $P - 1$ holds the two pieces in the middle, which follow each
-# other. So there are $2P - 1$ wrong labels. Some loaders leave out the last label of a rank instead, and then that
-# token has no loss at all.
+# other. So there are $2P - 1$ wrong labels.
 #
 # Our sentence is short, so the mean shows it. In a sequence of 131,072 tokens on 8 ranks, 15 wrong labels are 0.011 %, and
-# the mean hides them. (In the striped layout every label is wrong, and everybody sees it at once.)
+# the mean hides them.
 #
 # The second mistake: each rank counts the positions of its tokens from 0. Labels are right this time.
 
@@ -107,9 +105,8 @@ for name, each in (("before training", untrained), ("after training", model)):
     assert abs(means[1] - means[0]) < 1e-3 if each is untrained else means[1] > means[0] + 1
 
 # %% [markdown]
-# Before training you cannot see this mistake: an untrained model gives all keys about the same weight, wherever they stand, so
-# the two losses are nearly equal. The trained model finds the keys it needs by their distance, and the distances are
-# wrong now.
+# Before training you cannot see this mistake: an untrained model gives all keys about the same weight. The trained model finds the keys it
+# needs by their distance, and the distances are wrong now.
 #
 # Here are both mistakes, token by token:
 
@@ -127,8 +124,8 @@ token_loss.draw()
 print_source(Layer.attend, Layer.feed)
 
 # %% [markdown]
-# Everything except the line with `self.attention` works on each token by itself. So a rank computes all of that on its own
-# [chunk](../docs/glossary.md#chunk), and gets the rows that one process would get. Only attention on the chunk alone is wrong:
+# Everything except the line with `self.attention` works on each token by itself. So only attention on the
+# [chunk](../docs/glossary.md#chunk) alone is wrong:
 
 # %%
 layer, x = model.layers[0], model.embedding(TEXT[:, :-1]).detach()  # x (1, S, hidden)
@@ -190,8 +187,7 @@ for name, each in (("keeps everything", layer), ("checkpointing", checkpointed))
 assert kept == 2 * unit + S * 8  # x, h, and the positions, which are 8 bytes a token
 
 # %% [markdown]
-# The price is time, because attention and feedforward go forward twice. A backward pass
-# is about as much work as two forward passes, so a step takes 4 units of work instead of 3.
+# The price is time: a backward pass is about as much work as two forward passes, so a step takes 4 units of work instead of 3.
 #
 # ## How often do K and V go round?
 #
@@ -205,8 +201,7 @@ assert kept == 2 * unit + S * 8  # x, h, and the positions, which are 8 bytes a 
 # | backward pass | K and V | $P - 1$ | 3 |
 # | backward pass | dK and dV, the last time home | $P - 1$ | 3 |
 #
-# Only checkpointing needs the second line. With it the ring makes $4P - 4$ hops instead of $3P - 3$: with 4 ranks, 12
-# instead of 9.
+# Only checkpointing needs the second line: $4P - 4$ hops instead of $3P - 3$.
 #
 # ## Four real processes
 #

@@ -38,9 +38,9 @@ P = 4
 # %% [markdown]
 # ## The failure
 #
-# Chapter 8 warned you: with DDP or FSDP, multiply the loss by $P$. To see why, take a model of one weight, a 2 × 2
+# With DDP or FSDP, multiply the loss by $P$ (chapter 8). To see why, take a model of one weight, a 2 × 2
 # matrix $W$. It multiplies our 8 tokens by $W$, they attend to each other, and each token guesses the next one. The
-# last token has no next one, so the loss is the mean over 7 labels.
+# loss is the mean over 7 labels.
 #
 # In a ring, each rank has a copy of $W$ for its own [chunk](../docs/glossary.md#chunk). We do the same in one process:
 # `copies[r]` is the copy of rank $r$. What is the gradient of each copy?
@@ -137,8 +137,7 @@ show(own)
 assert abs(cases[own][0] - 1) < 0.1 < 0.4 < cases[own][1]
 
 # %% [markdown]
-# A check of the norm alone would accept this gradient: the norm is nearly right, but the error is half as large as
-# the gradient.
+# The norm is nearly right, but the error is half as large as the gradient.
 #
 # ## The idea
 #
@@ -214,8 +213,7 @@ print_source(mesh.shard_weights)
 # `fully_shard` gathers the weights of a layer before it computes, and frees them after it. So two kinds of messages
 # travel in a layer, in different groups: slices of weights between all ranks, K and V inside a ring.
 #
-# Why not `fully_shard` over dp only? It would combine the gradients of a column of the table, and would never add up the
-# parts that the ranks of a ring hold. So each column would train weights of its own.
+# Over dp only, `fully_shard` would never add up the parts that the ranks of a ring hold: each column would train weights of its own.
 #
 # ## The norm of a gradient in slices
 #
@@ -223,9 +221,8 @@ print_source(mesh.shard_weights)
 # each process holds a part, `to_local()`. But gradients must be clipped by the norm of the whole gradient. Squares
 # add up, so $\text{norm} = \sqrt{\sum_r \|\text{slices of rank } r\|^2}$.
 #
-# PyTorch's `clip_grad_norm_` knows DTensors, so it clips by the norm of the whole gradient, and returns it
-# (`.full_tensor()` makes a number of it). Code that takes the norm of what a rank holds gets another number on every
-# rank. It then scales the slices by different factors, and the clipped gradient points in another direction.
+# PyTorch's `clip_grad_norm_` knows DTensors, and clips by the norm of the whole gradient. Code that takes the norm of what a rank holds
+# scales the slices by different factors, and the clipped gradient points in another direction.
 #
 # ## Tensor parallelism beside the ring
 #
@@ -247,8 +244,7 @@ print_source(mesh.shard_weights)
 # ```
 #
 # A rank of the second job has slices twice as large, so it reads two slices of the first job for each, of weights and of moments.
-# The losses are the same, because every mesh computes the same function of the same tokens. Here are 100 steps on three meshes:
-# in float32 the differences are as small as the effect of one rounding error in the first weights. (The run in bfloat16 rounds more.)
+# Here are 100 steps on three meshes: in float32 the differences are as small as the effect of one rounding error in the first weights.
 
 # %%
 measured.loss_curves()
@@ -265,15 +261,14 @@ measured.loss_curves()
 #
 # <details><summary>My loss curve on 4 ranks lies on that of one process. Are the gradients right?</summary>
 #
-# Not necessarily. AdamW takes the same steps with a quarter of each gradient. Compare the gradient norm of the first
-# step with the norm of one process. Then compare the gradients themselves, because a mean over each rank's own labels left the
-# norm nearly right.
+# Not necessarily. AdamW takes the same steps with a quarter of each gradient. Compare the gradients of the first step with those of one
+# process; the norm alone does not show a mean over each rank's own labels.
 # </details>
 #
 # <details><summary>Why are the ranks of a ring neighbours, and not the ranks of a column?</summary>
 #
-# The ranks of a host have neighbouring numbers, and the links inside a host are the fastest. Each hop of a ring must hide
-# behind the work on one [block](../docs/glossary.md#block) (chapter 6), so the ring needs fast links. PyTorch numbers the
+# The ranks of a host have neighbouring numbers and the fastest links, and each hop of a ring must hide
+# behind the work on one [block](../docs/glossary.md#block). PyTorch numbers the
 # ranks of a mesh row by row. So write `("dp", "cp")`, with cp last.
 #
 # Tensor parallelism needs the fast links even more, because nothing hides its messages. So beside a ring it takes the last place,

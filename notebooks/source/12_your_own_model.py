@@ -42,9 +42,8 @@ tokens, labels = TEXT[:, :-1], TEXT[:, 1:]  # the 32 bytes "Keys and values go r
 # ## The failure
 #
 # **The ring is not called.** We cut the text into four [chunks](../docs/glossary.md#chunk) of 8 tokens, one for each
-# [rank](../docs/glossary.md#rank). Each rank gets its tokens, their labels (shifted in the whole text) and their
-# positions. All of that is right, but the layers still call their own attention, which knows this chunk only. This
-# process plays the four ranks one after another.
+# [rank](../docs/glossary.md#rank), with the right labels and positions. But the layers still call their own attention, which knows this chunk
+# only. This process plays the four ranks one after another.
 
 
 # %%
@@ -80,7 +79,7 @@ assert wrong[60] < wrong[40] < wrong[20] < wrong[0]  # it falls, as it should
 assert used > 10 * wrong[60]
 
 # %% [markdown]
-# There is no error, and the loss falls. But the model learned each chunk as a text of its own, so with the whole text it
+# The loss falls. But the model learned each chunk as a text of its own, so with the whole text it
 # fails. The gradients show why: the logits of a token should depend on this token and on all earlier ones.
 
 
@@ -153,9 +152,8 @@ assert abs(lost["two packed documents"][0] - lost["two packed documents"][1]) > 
 # %% [markdown]
 # With a window the loss is the same as without a window. With padding on the left the tokens see the padding, and the
 # second of two packed documents sees the first. (transformers knows documents by positions that restart at 0, and
-# only without a mask and with `use_cache=False`.) Nobody warned you, because nothing was missing: the mask that the function
-# was given is `None`, and the window went into `**others`. Rings in use have dropped windows, documents and
-# [learned sinks](../docs/glossary.md#learned-sink) in this way: [symptoms](../docs/symptoms.md) names them.
+# only without a mask and with `use_cache=False`.) Nobody warned you: the mask that the function
+# was given is `None`, and the window went into `**others`. [Rings in use](../docs/symptoms.md) have dropped masks in this way.
 #
 # ## The idea
 #
@@ -304,8 +302,6 @@ print(check_what_is_refused(my_refused))
 # ```
 # </details>
 #
-# Open [`hugging_face/use.py`](../ringlab/hugging_face/use.py) now: how the ring takes the place of a model's attention. Beside it are
-# [`hugging_face/batch.py`](../ringlab/hugging_face/batch.py) for labels, [`hugging_face/masks.py`](../ringlab/hugging_face/masks.py)
-# for masks, and [`hugging_face/proof.py`](../ringlab/hugging_face/proof.py), which refuses what mixes tokens. [The
+# Open [`hugging_face/use.py`](../ringlab/hugging_face/use.py) now: how the ring takes the place of a model's attention. [The
 # checklist](../docs/your_model.md) has, on one page, all that a model needs in a ring, and the symptom of what is forgotten. Next: [13
 # · documents and windows](13_documents_and_windows.ipynb).

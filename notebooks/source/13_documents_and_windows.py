@@ -9,9 +9,8 @@
 # %% [markdown]
 # # 13 · Documents and windows
 #
-# Training data are many short documents, and several of them share one sequence:
-# [packed documents](../docs/glossary.md#packed-documents). Many models look back only over a
-# [sliding window](../docs/glossary.md#sliding-window). Packed documents and windows are masks, and a ring that forgets them raises
+# Several short documents share one sequence ([packed documents](../docs/glossary.md#packed-documents)), and many models look back only over
+# a [sliding window](../docs/glossary.md#sliding-window). Both are masks, and a ring that forgets them raises
 # no error. After this chapter you can
 #
 # - find a ring that forgets the boundaries of documents,
@@ -95,7 +94,7 @@ assert loss_of(first, labels_of_first, torch.arange(len(first)), everything(len(
 print("a pack of one document: the loss of that document, to the last bit")
 
 # %% [markdown]
-# The later documents see the earlier documents, and guess by their rules. No error is raised, and a test with a single document
+# The later documents see the earlier ones, and guess by their rules. A test with a single document
 # proves nothing. A training program with a ring had this mistake: its loss was 5.81 and not 3.17
 # ([axolotl, issue 3608](https://github.com/axolotl-ai-cloud/axolotl/issues/3608)).
 #
@@ -189,8 +188,7 @@ for layout, calls in (("contiguous", 8), ("striped", 152)):
 # Take the striped layout when one document is long, because it spreads each document evenly. Zigzag balances one
 # document that fills the sequence, not a pack.
 #
-# Balance is not all. With the long document a rank calls the kernel 152 times in the striped layout, and 8 times at most in the
-# contiguous one.
+# With the long document a rank calls the kernel 152 times in the striped layout, and 8 times at most in the contiguous one.
 #
 # ## A window
 #
@@ -221,9 +219,8 @@ for w in (1, 2, 3, C + 1, C + 2, 4 * C + 1, 8 * C):
 # from 0 to $g$ but not into the window, which is cut like the first run. The work stays small, but the hops are
 # $P - 1$ again, because the block with the first tokens must visit all ranks.
 #
-# So the ring of the paper, which computes full attention, also computes *sparse* attention, where sparse means runs of
-# keys. And without a mask the queries may even come from another sequence: *cross-attention*. Q stays and K and V
-# travel, so `ring_flash_attention` takes any number of queries on each rank.
+# Without a mask the queries may even come from another sequence (*cross-attention*): `ring_flash_attention` takes any number of queries on
+# each rank.
 #
 # > **One number to remember: $\lceil (w-1)/C \rceil$ hops** for a window of $w$ tokens, in the contiguous layout.
 #

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 16 · Rings that were wrong
 #
-# A wrong ring seldom stops. It returns numbers, the loss falls, and the tests pass. Here are five mistakes of public
+# A wrong ring seldom stops: the loss falls, and the tests pass. Here are five mistakes of public
 # libraries: the symptom, your guess, the cause. After this chapter you can
 #
 # - read the [X-ray](../docs/glossary.md#x-ray) of a ring: which weights it used, rank by rank and
@@ -140,9 +140,8 @@ for r in range(P):
 # one rank, and its sums by one rank the other way, so after one round they are two ranks apart, after two rounds
 # four. With 4 ranks, four apart is together again.
 #
-# `ring_doctor/explaining/xray.py` does this for any ring. Its numbers are all different, so that each weight is recognised. Here is
-# its picture of the same mistake. A ring computes its weights twice, forward and backward, and the two can differ. (It
-# also takes an X-ray of the gradients of the scores: with $K = I$, dQ is $dS$, times the scale.)
+# `ring_doctor/explaining/xray.py` does this for any ring. Here is
+# its picture of the same mistake. A ring computes its weights twice, forward and backward, and the two can differ.
 
 
 # %%
