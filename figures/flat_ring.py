@@ -11,12 +11,6 @@ from ring_planner.presets import gpu_named, model_named
 from ring_planner.round_costs import CARD_SHARE
 from ringlab.support import drawing
 
-ALT = (
-    "Axes: the share of a NIC that messages reach, 0.4 to 1, and the FLOP/s that attention reaches, 300 to 1,000 "
-    "TFLOP/s. Below a line through the origin, 0 %, nothing waits; above it the flat ring waits, for half of its time "
-    "in the upper left. At the planner's 652 TFLOP/s and 0.7 it waits for 12 %, at the 0.566 of a NIC that one machine "
-    "reached for 29 %, and with the data sheet's 989 TFLOP/s and a whole NIC for 17 %."
-)
 P, GPU, LAYER = 128, gpu_named("h100"), model_named("llama-3.1-8b").attention()
 CHUNK, REACHED = 2**20 // P, GPU.attention["cudnn"][0]
 POINTS = {"the planner's": (REACHED, CARD_SHARE), "one machine's": (REACHED, 0.566)}
@@ -31,10 +25,14 @@ def waiting(flops: float, share: float) -> float:
 
 
 def draw(yours: tuple[float, float] | None = None) -> drawing.Picture:
-    """`yours`: the FLOP/s that attention reaches on your GPU, and the share of an H100's NIC of your messages."""
+    """Axes: the share of a NIC that messages reach, 0.4 to 1, and the FLOP/s that attention reaches, 300 to 1,000
+    TFLOP/s. Below a line through the origin, 0 %, nothing waits; above it the flat ring waits, for half of its time in
+    the upper left. At the planner's 652 TFLOP/s and 0.7 it waits for 12 %, at the 0.566 of a NIC that one machine
+    reached for 29 %, and with the data sheet's 989 TFLOP/s and a whole NIC for 17 %.
+    """
     title = "The same flat ring waits not at all, or for half of its time"
     lines = {66: "1M tokens on 16 hosts of 8 H100s, Llama 8B, forward: the share of the time in which a rank waits"}
-    figure, _ = shapes.headed(620, ALT, title, lines)
+    figure, _ = shapes.headed(620, draw, title, lines)
     axes = "share of a NIC's 50 GB/s that messages reach", "TFLOP/s that attention reaches"
     ax = shapes.numbers(figure, (0.09, 0.13, 0.86, 0.71), x=axes[0], y=axes[1])
     shares, flops = np.linspace(0.4, 1, 61), np.linspace(300, 1000, 71)
