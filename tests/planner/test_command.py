@@ -214,6 +214,10 @@ def test_the_rings_of_a_measured_host_share_its_nics():
     for per_host, cp, tp, *right in ((8, 16, 1, 4, 1e10), (8, 8, 2, 4, 5e9), (8, 4, 4, 2, 5e9), (16, 32, 1, 4, 1e10)):
         ring = replace(HOST, hosts=2, per_host=per_host, cp=cp, tp=tp, machine=machine).ring
         assert [ring.devices, ring.nics, ring.host_bandwidth] == [cp, *right]
+    named = replace(HOST, hosts=2, gpu=replace(HOST.gpu, card=HOST.gpu.card / 8, nics=1))  # --nics 1
+    for cp, tp, rate in ((16, 1, 35e9), (2, 8, 35e9 / 8)):
+        ring = replace(named, cp=cp, tp=tp).ring
+        assert [ring.devices, ring.nics, ring.host_bandwidth] == [cp, 1, pytest.approx(rate)]
 
 
 MEGATRON = [each for each in grades(apart=True) if each.publisher == "MooreThreads"]
