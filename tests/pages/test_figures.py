@@ -18,7 +18,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from bench.scoreboard import grades, times
-from figures import FOLDER, flat_ring, kv_rotation, scoreboard, slow_hop, token_loss
+from figures import FOLDER, flat_ring, kv_rotation, scoreboard, token_loss
 from figures.draw_all import CHAPTERS, NARROW, PAGES
 from figures.slow_hop import duration, simulate_timeline
 from notebooks.source import build
@@ -164,7 +164,7 @@ def test_a_flat_ring_waits_as_a_simulated_one_does():
     for flops, share in flat_ring.POINTS.values():
         block = 4 * layer.heads * 128 * C**2 / 2 / flops
         slow = 2 * layer.kv_heads * 128 * C * 2 / (share * flat_ring.GPU.card)
-        lasts = slow_hop.duration(slow_hop.simulate_timeline([[block] * P] * P, [0.0] * (P - 1) + [slow]))
+        lasts = duration(simulate_timeline([[block] * P] * P, [0.0] * (P - 1) + [slow]))
         rounds = (lasts - block) / (P - 1)  # each but the first
         assert flat_ring.waiting(flops, share) == pytest.approx(1 - 128 * block / (block + 127 * rounds))
         assert f"{100 * flat_ring.waiting(flops, share):.0f} %" in flat_ring.draw.__doc__
