@@ -70,6 +70,7 @@ LATER = {  # concepts of chapters 13, 17 and 18, of a planned cluster, and linea
     *("linear_attention", "state_ring", "short_convolution"),
     *("pass_q_or_kv", "orders", "shared_memory"),
 }
+RUNS = {"latent_ring", "chosen_keys"}  # of chapter 8a: slow is their main only, and not their tests
 AFTER = tuple(f"ringlab.{folder}." for folder in ("ways", "states", "models", "hugging_face"))
 
 
@@ -82,7 +83,7 @@ def marked(names):
     for name in names:
         short = name.stem if isinstance(name, Path) else name.rpartition(".")[2]
         needed, marks = needed_by(name.stem if isinstance(name, Path) else name), []
-        later = short[:2] > EVER if isinstance(name, Path) else name.startswith(AFTER) or short in LATER
+        later = short[:2] > EVER if isinstance(name, Path) else name.startswith(AFTER) or short in LATER | RUNS
         if needed or later:
             marks = [pytest.mark.slow]
         if short in RARELY:

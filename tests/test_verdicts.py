@@ -79,15 +79,14 @@ def test_each_of_four_results_counts(wrong):
     ("name", "table", "column"),
     [("ring_planner.hidden_communication", "TABLE_2", 3), ("notebooks.source.paper_tables", "TABLE_3", 5)],
 )
-def test_a_row_of_a_table_counts(name, table, column):
+def test_every_row_of_a_table_counts(name, table, column):
     module = importlib.import_module(name)
     rows = getattr(module, table)
-    right = [i for i, row in enumerate(rows) if row[0] not in getattr(module, "MISPRINTED", ())]
-    for i in (right[0], right[len(right) // 2], right[-1]):
-        row = rows[i]
-        changed = (*row[:column], row[column] + 1, *row[column + 1 :])
-        with mock.patch.object(module, table, [*rows[:i], changed, *rows[i + 1 :]]):
-            assert run(module.__name__)[0] == 1, f"row {row[:3]} is wrong, and main returns 0"
+    for i, row in enumerate(rows):
+        if row[0] not in getattr(module, "MISPRINTED", ()):
+            changed = (*row[:column], row[column] + 1, *row[column + 1 :])
+            with mock.patch.object(module, table, [*rows[:i], changed, *rows[i + 1 :]]):
+                assert run(module.__name__)[0] == 1, f"row {row[:3]} is wrong, and main returns 0"
 
 
 def test_the_exit_status_of_a_script_is_what_its_main_returns():
