@@ -70,7 +70,7 @@ LATER = {  # concepts of chapters 13, 17 and 18, of a planned cluster, and linea
     *("linear_attention", "state_ring", "short_convolution"),
     *("pass_q_or_kv", "orders", "shared_memory"),
 }
-RUNS = {"latent_ring", "chosen_keys"}  # of chapter 8a: slow is their main only, and not their tests
+RUNS = {"latent_ring", "chosen_keys"}  # of these the main is slow, and not their tests
 AFTER = tuple(f"ringlab.{folder}." for folder in ("ways", "states", "models", "hugging_face"))
 
 
