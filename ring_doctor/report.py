@@ -83,11 +83,12 @@ class Report:
         names = " or ".join(found.words for found in (self.diagnosis.told if self.diagnosis else ()))
         shown = f"{names}, in {name}" if names else f"{name}: {self.finding}"
         if failed := [answer for answer in self.examination.faults if answer.state == FAILED]:
-            first = min(failed, key=lambda answer: bool(answer.question.feature))
+            first = min(failed, key=lambda answer: (bool(answer.question.feature), answer.question.how != "plain"))
             feature, fine = first.question.feature, [answer.question for answer in answers if answer.state == OK]
             where = f"with {feature}" if feature else fine and separated(fine, [it.question for it in failed], 1)
             fails = f"fails {where}: {first.says}" if where else f"fails: {first.says}"
-            if feature and self.examination.wrong and (names or self.inference):  # a ring may lack the feature
+            special = feature or first.question.how != "plain"  # a ring may lack it, and numbers count more
+            if special and self.examination.wrong and (names or self.inference):
                 return f"SICK: {shown}; it {fails}"
             return f"SICK: {name} {fails}" + (f"; its numbers: {names}" if names else "")
         if not names and {answer.question.feature for answer in self.examination.faults} == {UNEQUAL}:
@@ -132,13 +133,16 @@ class Report:
                 f"{CHANGES.format(len(changes), changes[0].question.words())}; wrong in {', '.join(bad)}. {where}"
             )
         if self.level == IMPRECISE:
-            said.append("it is right in float64 and float32, and imprecise in 16 bits")
+            right = {answer.case.dtype for answer in self.examination.answers if answer.state == OK}
+            wide = " and ".join(name for name in ("float64", "float32") if getattr(torch, name) in right)
+            said.append(f"it is right in {wide}, and imprecise in 16 bits" if wide else "it is imprecise in 16 bits")
         if diagnosis and diagnosis.when:
             said.append(f"it shows {diagnosis.when}")
         said += [*self.examination.remarks, *([] if self.healthy else self.limits)]
         faults = self.examination.faults
         unequal = [answer for answer in faults if answer.question.feature == UNEQUAL]
-        if unequal and (len(unequal) == len(faults) or any(answer.state == FAILED for answer in unequal)):
+        others = [answer for answer in faults if answer.state == WRONG and answer not in unequal]
+        if unequal and (not others or any(answer.state == FAILED for answer in unequal)):
             said.append("where all ranks always have equally many tokens, ask with --equal-chunks, or unequal=False")
         if not self.healthy and "causal" not in patient.takes and patient.causal == (False,):
             said.append("its signature has no causal=, so it was asked for full attention only")

@@ -262,8 +262,8 @@ class Examination:
 
     @property
     def keeps(self) -> bool:
-        """Whether its first fault is what a call leaves behind for one of another length."""
-        return [answer.question.how for answer in self.faults[:1]] == [AFTER]
+        """Whether it fails first where a call comes after one of another length."""
+        return [answer.question.how for answer in self.answers if answer.bad or answer.raised][:1] == [AFTER]
 
     @property
     def rounded_early(self) -> list[str]:

@@ -148,7 +148,7 @@ def _of_one_mask(patient: Patient, case: Case) -> Iterator[tuple[str, dict[str, 
     head_dim = LARGE_HEAD if case.head_dim == Patient.head_dim else case.head_dim
     yield "views", {}, ""
     yield "twice", {}, ""
-    yield AFTER, {"seq_len": 2 * case.seq_len}, ""
+    yield AFTER, {"seq_len": 2 * case.seq_len}, "a call with another length than the first"
     yield plain, {"seq_len": tiles * P, "head_dim": head_dim}, ""
     yield plain, {"inputs": "large"}, ""
     own = {"head_dim": 2 * case.head_dim, "value_dim": case.head_dim}

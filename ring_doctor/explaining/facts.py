@@ -120,7 +120,10 @@ def _not_finite(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
 
 def _another_result(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     look = "the order in which the results are returned or unpacked, and buffers that two of them share"
-    return (Fact(f"the right {other}", look, wrong.exact(other)) for other in wrong.right if other != name)
+    yield from (Fact(f"the right {other}", look, wrong.exact(other)) for other in wrong.right if other != name)
+    if wrong.exact(name).dim() > 2:
+        look = "a buffer that is not set to zero before each head"
+        yield Fact("head 0 in head 0, of heads 0 and 1 added in head 1, and so on", look, wrong.exact(name).cumsum(1))
 
 
 def _factor(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
@@ -187,7 +190,10 @@ def _some_heads(wrong: WrongAnswer, name: str) -> list[Fact] | None:
         return None
     look = "how heads are split and broadcast; the K/V head of query head h is h // (H/G)"
     known = {"all but the first": h > 0, "those whose h mod G is not h // (H/G)": h % G != h // (len(h) // G)}
-    return [Fact(words, look) for words, heads in known.items() if torch.equal(bad, heads)]
+    of_rank_0 = h.tensor_split(wrong.case.world_size)[0]
+    known["those of the other ranks than rank 0 after an all-to-all"] = h >= len(of_rank_0)
+    same = [words for words, heads in known.items() if torch.equal(bad, heads)]
+    return [Fact(words, look, order=list(known).index(words)) for words in same]
 
 
 def _some_sequences(wrong: WrongAnswer, name: str) -> Iterator[Fact]:

@@ -85,6 +85,8 @@ class Matrix:
             blocks = {tile.block for tile in tiles}
             if len(tiles) == P * P:
                 where = "all tiles"
+            elif len(tiles) == P * (P - 1) / 2 > 1 and all(tile.block > tile.rank for tile in tiles):
+                where = "the keys of all later ranks"
             elif len(tiles) == P > 1 == len(blocks):
                 where = f"KV{min(blocks)} on every rank"
             elif len(tiles) == P * len(rounds) and len(rounds) > 1:

@@ -121,6 +121,12 @@ def double_ring(early: int, **more: Callable[..., object]) -> Change:
     return but(believed=lambda steps, *at: of_double_ring(*at), in_hand=held, **more)
 
 
+def rank_by_rank(steps: Steps, keys: list[Tensor], values: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """K and V of rank 0, K and V of rank 1, ..., of which the first half is taken for K."""
+    stack = [x for pair in zip(*steps.gathered(keys, values), strict=True) for x in pair]
+    return stack[: len(keys)], stack[len(keys) :]
+
+
 CHANGES = {
     "heads_permuted_after_all_to_all": [
         returned(lambda case, out: out[:, dealt_in_turn(case, case.heads)]),
@@ -132,6 +138,7 @@ CHANGES = {
         returned(lambda case, out: in_runs(case, in_runs(case, out))),
     ],
     "keys_in_gathered_order": [sees(lambda x: x.case.visible()[x.p[:, 0]][:, as_gathered(x.case, x.j)])],
+    "stack_viewed_in_the_wrong_order": [but(gathered=rank_by_rank)],
     "gathered_in_order_of_arrival": [in_hand(lambda r, t, P: t), in_hand(lambda r, t, P: 2 * r - t)],
     "causal_from_the_first_gathered_key": [
         *(triangle_of_gathered(at, from_the_end=False) for at in (as_gathered, Case.positions))

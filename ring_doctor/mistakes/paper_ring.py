@@ -102,6 +102,7 @@ class Steps:
     in_hand: Callable = lambda case, rank, t: (believed(case, rank, t), believed(case, rank, t))
     believed: Callable = believed
     sees: Callable = sees
+    gathered: Callable = lambda keys, values: (keys, values)  # the chunks of all ranks
     keys_and_values: Callable = lambda t, k, v: (k, v)  # what is used as K and as V in round t
     scale: Callable = lambda case: 1 / math.sqrt(case.head_dim) if case.scale is None else case.scale
     # (H,) int64: the K/V head of each query head
@@ -137,6 +138,7 @@ def compute(
     """
     q, k, v, d_out = (x.double() for x in (case.whole() if whole is None else whole))
     queries, keys, values = (case.chunks(x) for x in (q, k, v))
+    keys, values = steps.gathered(keys, values)
     forward = []  # (out, lse) of each rank
     for rank in range(case.world_size):
         rows = 0 * queries[rank], torch.full_like(queries[rank][..., 0], -math.inf)  # of a ring of no rounds

@@ -113,7 +113,10 @@ def one_token_late(steps: StateSteps, decay: Tensor) -> Tensor:
 
 
 CHANGES = {
-    "state_not_handed_on": [but(begins=lambda steps, rank, P, after: after())],
+    "state_not_handed_on": [
+        but(begins=lambda steps, rank, P, after: after()),
+        but(begins=lambda steps, rank, P, after: after(*range(rank)[-1:])),  # of one rank only
+    ],
     "state_of_the_wrong_neighbour": [
         but(begins=lambda steps, rank, P, after: after(*range(P - 1, rank, -1))),
         but(begins=lambda steps, rank, P, after: after(*range(rank - 1))),

@@ -111,6 +111,7 @@ CHANGES = {
         in_hand(lambda r, t, P: r - min(t + 1, P - 1)),
         in_hand(lambda r, t, P: r - (min(t + 1, P - 1) if t else 0)),  # the own block lies elsewhere
     ],
+    "last_hop_missing": [in_hand(lambda r, t, P: r - min(t, max(0, P - 2)))],
     "opposite_block_twice": [two_ways(lambda P: P // 2 * 2 + 1)],
     "opposite_block_missed": [two_ways(lambda P: (P - 1) // 2 * 2 + 1)],
     "sent_in_16_bits": [sent_as(torch.bfloat16), sent_as(torch.float16)],
