@@ -89,21 +89,7 @@ def overlapped(chunk_q, chunk_k, chunk_v, sizes):
     return finish(state)[0]
 
 
-def both_ways(q, k, v, lengths):
-    """The first head goes round one way, the others the other way."""
-    rank, P = dist.get_rank(), dist.get_world_size()
-    outs = []
-    for heads, to in ((slice(0, 1), 1), (slice(1, None), -1)):
-        state, block = start(q[:, heads]), torch.stack((k, v))[:, :, heads]
-        for t in range(P):
-            state = attend(state, q[:, heads], *block, scale=q.shape[-1] ** -0.5)
-            if t < P - 1:
-                block = exchange(block, lengths[(rank - to * (t + 1)) % P], to)
-        outs.append(finish(state)[0])
-    return torch.cat(outs, dim=1)
-
-
-RIGHT_RINGS = [k_and_v_apart, overlapped, both_ways]
+RIGHT_RINGS = [k_and_v_apart, overlapped]
 
 
 # Wrong, or they only look right ------------------------------------------------------------------------------------
