@@ -10,7 +10,7 @@ of each token of this rank (B, C). `gradients` is a dict: the name of a weight a
 get it; DTensors are gathered. With targets (B, S), the labels of the whole text in place of text[:, 1:], where -100 is
 a token without a loss, the function is also asked with some labels hidden, and with all labels of a rank hidden.
 
-The job (step_job.py) calls the function CALLS times, and gives the gradients to an optimizer. It runs on 1 process,
+The job (step_job.py) calls the function with each of CALLS; the recorder gets what it returns. It runs on 1 process,
 where no ring can be wrong, once more with weights moved by a unit, and on 3, 2 and 4. ../jobs compares them.
 
 What it cannot see, by design: one process is the judge, so a model that is wrong there too looks right; with dropout
