@@ -81,18 +81,8 @@ def short_sequences() -> str:
     results, rows = record.load("against_peers"), []
     for P, words in ((2, "two ranks"), (4, "four ranks")):
         each = [speed.speeds(results, dtype=it, world_size=P, **wanted)[0] for it in speed.DTYPES]
-        rows.append([words, *(f"{speed:.2f}" for speed in each)])
+        rows.append([words, *(f"{share:.2f}" for share in each)])
     return record.grid("< | float32 | bfloat16", rows)
-
-
-def losses() -> str:
-    off = {run: each.max() for run, each in models.differences(record.load("loss_curves")).items()}
-    rows = {
-        "a ring of 4, or a mesh of 2 × 2": max(off["ring of 4"], off["2 x 2, dp x cp"]),
-        "one process whose first weights are off by one rounding error": off[models.ROUNDED],
-        "a ring in bfloat16": off[models.BF16],
-    }
-    return record.grid("< | largest difference, of the loss", [[name, f"{each:.1e}"] for name, each in rows.items()])
 
 
 def longest() -> str:
@@ -156,7 +146,6 @@ BLOCKS = (
     trainable_ring,
     against_others,
     short_sequences,
-    losses,
     longest,
     speed_of_training,
     documents_and_windows,
