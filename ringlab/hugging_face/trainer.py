@@ -167,7 +167,8 @@ class InRing(Base):
         summed = not model.training or self.accelerator.num_processes == 1 or sums_gradients(model)
         wanted = "DDP or fully_shard, as train() of this class gives them"
         expect(summed, "the model in training is in nothing that sums gradients over the ranks", wanted)
-        ring = unwrapped(self.model).ring[0]
+        ring = vars(unwrapped(self.model)).get("ring", [None])[0]
+        expect(ring, "the model has left its ring", "use_ring(trainer.model, ...) with the Trainer's mesh and layout")
         before = ring.now
         result = compute(model, inputs, return_outputs, **options)
         if model.training not in self.seen:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, consumes, multiple, rule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ringlab.models.mesh import ContextParallel, build_mesh
 from ringlab.models.transformer import IGNORED
@@ -354,6 +355,9 @@ def a_second_time(rank):
     a_mixer(model, rank)
     shard = shard_batch(batch_of())
     assert "mixes tokens" in attempt(model, **shard)
+    mixer, model.model.layers[0].mlp = model.model.layers[0].mlp, model.model.layers[0].mlp[0]
+    model(**shard)  # without it, it is in the ring as before
+    model.model.layers[0].mlp = mixer
     model(**shard)
 
 
@@ -672,6 +676,7 @@ def test_a_ring_keeps_no_layer_of_a_model_that_is_gone(ranks, stopped):
 # Sequences of passes --------------------------------------------------------------------------------------------------
 
 KINDS = {"Llama": {}, "Mistral": {"sliding_window": 4}, "Lfm2": {"layer_types": ["conv", "full_attention"]}}
+KINDS["Lfm2 in fully_shard"] = KINDS["Lfm2"]
 PACKINGS = ((24,), (12, 12), (7, 17), (5, 9, 1, 9))
 KEPT = weakref.WeakKeyDictionary()  # by the group of the job: models that are in a ring, whose proof takes long
 
@@ -700,6 +705,8 @@ def passes(kind):
     """The machine for models of one kind: of two kinds few programs would have two passes of one."""
     hows = ["train", "checkpointed", "checkpointed", "no_grad", "eval"]
     befores, layouts = ["", "", "", "", "copy", "refused", "generate"], ["zigzag", "zigzag", "contiguous"]
+    if "fully_shard" in kind:  # it is not copied, and stays in its ring
+        befores, layouts = ["", "refused"], ["zigzag"]
     parts = [[kind], PACKINGS, [0, 1, 2], [True, True, True, False], hows, befores, layouts]
 
     class Passes(Program):
@@ -717,6 +724,10 @@ def passes(kind):
     return Passes
 
 
+def model_for(kind):
+    return model_of(kind.partition(" ")[0], KINDS[kind])
+
+
 def texts_of(it):
     tokens = torch.randint(1, SIZES["vocab_size"], (1, S), generator=torch.Generator().manual_seed(it.seed))
     labels = tokens.clone() if it.labels else torch.full_like(tokens, IGNORED)
@@ -730,21 +741,28 @@ def passes_on_rank(context, steps):
     for number, step in enumerate(steps):
         if isinstance(step, Back):
             loss, model, ring = graphs.pop(step.of)
-            back = partial(torch.autograd.grad, loss, [*model.parameters()], allow_unused=True, materialize_grads=True)
             if model.ring[0] is ring:
-                results.append(torch.cat([x.flatten() for x in back()]))
+                loss.backward()
+                parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in model.parameters()]
+                parts = [x.full_tensor() if isinstance(x, DTensor) else x for x in parts]  # a mean over the ranks
+                results.append(torch.cat([x.flatten() for x in parts]))
             else:
-                assert "has left the ring" in str(attempt(back))
+                assert "has left the ring" in str(attempt(loss.backward))
                 results.append(None)
+            model.zero_grad()
             continue
         if step.kind not in models:
-            models[step.kind] = model_of(step.kind, KINDS[step.kind])
+            models[step.kind] = model_for(step.kind)
+            if "fully_shard" in step.kind:
+                use_ring(models[step.kind])
+                for part in (*models[step.kind].model.layers, models[step.kind]):
+                    fully_shard(part)
         model, shard = models[step.kind], shard_batch(texts_of(step), layout=step.layout)
         if step.before == "generate":
             stop_ring(model)
             alone = step.kind == "Lfm2"  # states are not spread
             with nullcontext() if alone else spread_generation(model.eval()):
-                assert written(model) == written(model_of(step.kind, KINDS[step.kind]))
+                assert written(model) == written(model_for(step.kind))
         if not hasattr(model, "ring") or model.ring[0].where.layout != step.layout:
             use_ring(model, layout=step.layout)
         if step.before == "copy":
@@ -771,7 +789,7 @@ def written(model):
 @cache
 def right_pass(kind, lengths, seed, labels):
     """The loss and the gradients of each document alone, by sdpa on one process."""
-    model, tokens = model_of(kind, KINDS[kind]), texts_of(Pass(kind, lengths, seed))["input_ids"]
+    model, tokens = model_for(kind), texts_of(Pass(kind, lengths, seed))["input_ids"]
     documents = [document for document in tokens.split(lengths, dim=1) if document.shape[1] > 1]
     rows = [model(document, use_cache=False).logits[0, :-1] for document in documents]
     parts = [F.cross_entropy(x, y[0, 1:], reduction="sum") for x, y in zip(rows, documents, strict=True)]
@@ -788,7 +806,7 @@ def run_passes(ranks, P, steps):
             assert (sum(parts) - right).norm() <= 1e-5 * right.norm(), step
 
 
-@pytest.mark.parametrize(("P", "kind"), [(2, "Llama"), (2, "Lfm2"), (3, "Mistral"), (3, "Lfm2")])
+@pytest.mark.parametrize(("P", "kind"), [(2, "Llama"), (3, "Mistral"), (3, "Lfm2"), (2, "Lfm2 in fully_shard")])
 def test_no_pass_remembers_another(ranks, P, kind):
     assert_programs(passes(kind), 10, partial(run_passes, ranks, P))
 

@@ -51,7 +51,9 @@ from transformers import (  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from ringlab.hugging_face.batch import padded, shifted  # noqa: E402
+from ringlab.hugging_face.generate import spread_generation  # noqa: E402
 from ringlab.hugging_face.trainer import InRing, RingSFTTrainer, RingTrainer  # noqa: E402
+from ringlab.hugging_face.use import stop_ring, use_ring  # noqa: E402
 from ringlab.support.expect import attempt  # noqa: E402
 
 EXAMPLES = ROOT / "examples"
@@ -212,6 +214,9 @@ def refusals():
     found |= {name: attempt(run, RingTrainer, more={name: print}) for name in FUNCTIONS}
     with TemporaryDirectory() as folder:
         trainer = trainer_of(RingTrainer, folder)
+        stop_ring(trainer.model)
+        found["left"] = attempt(trainer.evaluate)
+        use_ring(trainer.model)
         found["predict"] = attempt(trainer.predict, rows())
         trainer.data_collator = lambda rows: {"input_ids": collate(rows)["input_ids"]}
         found["labels"] = attempt(trainer.evaluate)
@@ -343,6 +348,7 @@ def test_what_shards_do_not_have_is_refused(ring):
     for name in ("ShiftsAgain", "AddsToIt"):
         assert f"compute_loss of {name} gives " in ring[1][name]
     assert "the model in training is in nothing that sums gradients" in ring[1]["unsummed"]
+    assert "the model has left its ring; expected use_ring" in ring[1]["left"]
     assert "predict would collect the logits of shards" in ring[1]["predict"]
     assert "expected input_ids and labels" in ring[1]["labels"]
 
@@ -455,20 +461,36 @@ def test_the_page_has_a_line_for_each_example():
 
 
 class Uses(Program):
-    @rule(what=st.sampled_from(["train", "evaluate", "train in eval mode"]))
+    @rule(what=st.sampled_from(["train", "evaluate", "train in eval mode", "generate"]))
     def use(self, what):
         self.add(what)
 
 
 def used(kind, steps):
     """What a Trainer reports after these steps, and its weights."""
+    written = []
     with TemporaryDirectory() as folder:
         trainer = trainer_of(kind, folder, max_steps=2, optim="sgd", learning_rate=0.1)
         for what in steps:
             if what == "train in eval mode":
                 trainer.model.eval()  # train() undoes it
-            trainer.evaluate() if what == "evaluate" else trainer.train()
-        return reported(trainer)
+            if what == "generate":
+                written += generated(trainer.model, kind is RingTrainer)
+            else:
+                trainer.evaluate() if what == "evaluate" else trainer.train()
+        numbers, weights = reported(trainer)
+        return {**numbers, "tokens": written}, weights
+
+
+def generated(model, ring):
+    """The tokens of a model that leaves its ring for them."""
+    if ring:
+        stop_ring(model)
+    with spread_generation(model.eval()) if ring else nullcontext():
+        tokens = model.generate(collate(rows()[:1])["input_ids"], max_new_tokens=3, do_sample=False)
+    if ring:
+        use_ring(model)
+    return tokens[0].tolist()
 
 
 def used_on_rank(context, steps):
