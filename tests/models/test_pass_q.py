@@ -358,15 +358,6 @@ def test_parts_and_turns_give_what_one_forward_pass_gives(ranks, size, settings,
             assert (passed[0], passed[-1]) == (settings.get("passing", "KV"), settings.get("passing", "Q"))
 
 
-def generated(context):
-    cache = GrowingCache()
-    return generate.generate(model_of(cache), cache, texts_of(0), ANSWER).tolist()
-
-
-def test_generate_takes_this_cache_too(ranks):
-    assert ranks(3, generated) == [right()[0][0]] * 3
-
-
 def turn_refused(context, change, part=5):
     rank = context.rank
     cache = GrowingCache()
