@@ -379,17 +379,22 @@ def test_what_stands_in_for_a_layer_sees_its_own_token_only_and_all_of_it():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_methods_of_a_class_are_ours_while_it_is_open(fails):
+def test_attention_and_methods_are_ours_while_they_are_open(fails):
     model, other, own = model_of("Llama", {}), model_of("Llama", {}), transformers.LlamaForCausalLM
+    calls, theirs = [], transformers.AttentionInterface.get_interface
+    watched = seam.watched(lambda attention: calls.append(attention) or attention)
     end = pytest.raises(KeyError) if fails else nullcontext()
-    with end, seam.other_methods(model, can_generate=lambda model: "ours") as kind:
+    with end, watched, seam.other_methods(model, can_generate=lambda model: "ours") as kind:
         assert kind is own
         assert isinstance(model, own)
         assert type(model).can_generate(model) == "ours"
         assert other.can_generate() is True
+        other(torch.arange(1, 9)[None])
         if fails:
             raise KeyError
     assert type(model) is own
+    assert len(calls) == 2
+    assert transformers.AttentionInterface.get_interface is theirs
 
 
 REACHES = {"__class__", "__dict__", "__globals__", "__code__", "get_interface", "register", "setattr", "globals"}
