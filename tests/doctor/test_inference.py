@@ -20,6 +20,7 @@ from ring_doctor.explaining.inference import infer
 from ring_doctor.explaining.inference import waiting as inferred
 from ring_doctor.explaining.xray import cases as cases_of_xray
 from ring_doctor.explaining.xray import on_paper, xray_of
+from ring_doctor.mistakes.masks import sees
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from tests.doctor.examined import answer_on_paper
 from tests.wrong.odd_patients import right
@@ -193,6 +194,8 @@ PLANTED = {  # what is planted, and in which cases
     "noise in all heads but the first": (noise("out", where=heads(1, 2)), {"heads": 3, "kv_heads": 3}),
     "noise in heads 1 and 4 of 6": (noise("out", where=heads(1, 4)), {"worlds": (3, 4), "heads": 6, "kv_heads": 2}),
     "noise in head 0 of 3": (noise("out", where=heads(0)), {"heads": 3, "kv_heads": 3}),
+    "noise in heads 2 to 5 of 6": (noise("out", where=heads(2, 3, 4, 5)), {"worlds": (3,), "heads": 6}),
+    "heads added up": (only("out", lambda x: x.cumsum(1)), {"heads": 3, "kv_heads": 3}),
     "nothing": (lambda case, x: {}, {}),
     "noise in dq of a batch": (noise("dq"), {"masks": [FULL, STRIPED], "batch": 2}),
     "noise in dk and dv of 4 heads": (noise("dk", "dv"), {"masks": [FULL, STRIPED], "heads": 4}),
@@ -239,6 +242,7 @@ TOLD_OF = {  # the answers, or these and an X-ray
     "X-ray of gradients of key 0": changed_xray(key_0_thrice),
     "X-ray of v of key 0": changed_xray(value_0_thrice),
     "X-ray of dq and dv, each in its own way": seen(P3, TWO_WRONG),
+    "X-ray without later ranks": seen(P3, sees(lambda x: x.seen & (not x.after))(RIGHT)),
     "X-ray of these, and averages added": seen(P3, CATALOGUE["averages_added"].variants[0](TWO_WRONG)),
 }
 SEND, RECEIVE, WAIT, SUM = ("dist.send(k, right)", "dist.recv(k, left)", "work.wait()", "dist.all_reduce(k)")
