@@ -203,6 +203,10 @@ def in_float32(q, k, v, lengths):
     return ring(q.float(), k.float(), v.float(), lengths)
 
 
+def float32_on_the_way(q, k, v, lengths):
+    return in_float32(q, k, v, lengths).double()
+
+
 def three_arguments(q, k, v):
     return q
 
@@ -225,6 +229,7 @@ WRONG_RINGS = [
     (keeps_all_blocks, "the memory grows with the sequence"),
     (q_travels_too, "nothing else travels"),
     (in_float32, "right, but in torch.float32"),
+    (float32_on_the_way, "as float32 rounds"),
     (three_arguments, "rank 0 ends in TypeError: three_arguments() takes 3 positional arguments but 4 were given"),
 ]
 WAITING_RINGS = [  # they wait for ever
