@@ -214,7 +214,7 @@ assert text(target) == "eys ng.·"
 # averages, and returns the loss of the whole batch:
 
 # %%
-start = model_workers.LOOP.index("    for batch in")
+start = model_workers.LOOP.index("    for step, batch in")
 print(model_workers.LOOP[start : model_workers.LOOP.index("    tiny.keep", start)])
 
 # %%

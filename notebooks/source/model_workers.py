@@ -42,7 +42,9 @@ def run_loop(context: RankContext, folder: str, loader: list) -> list[float]:
     def keep(losses: list[float], model: PreTrainedModel) -> None:
         kept.extend(losses)
 
-    tiny = SimpleNamespace(model=model, batches=lambda: loader, keep=keep, DEVICE="cpu")
+    steps = Path(folder) / f"steps on {context.world_size}"  # a run of its own, which begins anew
+    steps.mkdir(exist_ok=True)
+    tiny = SimpleNamespace(model=model, batches=lambda: loader, keep=keep, DEVICE="cpu", FOLDER=steps)
     joined = mock.patch.object(processes, "join_ring", return_value=contextlib.nullcontext(context))  # it has joined
     with joined, mock.patch.dict(sys.modules, tiny=tiny):
         exec(LOOP, {})
