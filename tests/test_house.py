@@ -31,15 +31,15 @@ ORDER = (  # the reading order: a file imports from its own row and from the row
     ("figures", "notebooks", "bench", "tests", "book"),  # they import from each other: pages show what a bench measured
 )
 TOOLS = {"ring_planner", "ring_doctor"}  # they stand beside each other
-CODE = {  # lines of code: what is in it, and how many there are. A tenth more is allowed: nobody packs a line for it
-    "the ring": ("worked_example.py ring_attn.py trainable_ring.py ringlab/basics ringlab/ring", 2470),
-    "the package": ("ringlab/support ringlab/ways ringlab/states ringlab/models ringlab/hugging_face", 4521),
-    "the tools": ("ring_doctor ring_planner", 7510),
-    "the tests": ("tests", 19225),
-    "the pages": ("notebooks figures bench examples book", 12544),
+CODE = {  # what is in it, and how many lines of code at most: some more than there are, so that nobody packs a line
+    "the ring": ("worked_example.py ring_attn.py trainable_ring.py ringlab/basics ringlab/ring", 2740),
+    "the package": ("ringlab/support ringlab/ways ringlab/states ringlab/models ringlab/hugging_face", 4940),
+    "the tools": ("ring_doctor ring_planner", 7580),
+    "the tests": ("tests", 18100),
+    "the pages": ("notebooks figures bench examples book", 11420),
 }
 LONGEST = 320  # lines of a file of the package
-README, FILES, TOP = 110, 525, 20  # lines; files in git; names at the top level but those that begin with a dot
+README, FILES, TOP = 110, 512, 20  # lines; files in git; names at the top level but those that begin with a dot
 LOADED = 1335  # lines of this project that `import ring_attn` loads
 OURS = {home.partition(".")[0] for row in ORDER for home in row}
 CORE = {"torch", "numpy", *OURS, *sys.stdlib_module_names}
@@ -204,7 +204,7 @@ def sizes(root):
 
 
 def test_the_code_does_not_grow_unnoticed():
-    assert {part: size for part, size in sizes(ROOT).items() if size > 1.1 * CODE[part][1]} == {}
+    assert {part: size for part, size in sizes(ROOT).items() if size > CODE[part][1]} == {}
     package = [path for top in ("ringlab", "ring_doctor", "ring_planner") for path in ROOT.glob(f"{top}/**/*.py")]
     assert [path for path in [ROOT / "ring_attn.py", *package] if lines(path) > LONGEST] == []
     assert lines(ROOT / "README.md") <= README
@@ -233,7 +233,7 @@ def test_the_ring_loads_little():
 
 if __name__ == "__main__":
     for part, size in sizes(ROOT).items():
-        print(f"{part:12} {size:6} lines of code, at most {1.1 * CODE[part][1]:.0f}   {CODE[part][0]}")
+        print(f"{part:12} {size:6} lines of code, at most {CODE[part][1]}   {CODE[part][0]}")
 
 
 # State: what outlives a call. state.txt says what each is keyed by, and who clears it -------------------------------

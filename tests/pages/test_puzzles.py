@@ -65,7 +65,7 @@ def _a_new_score_card(monkeypatch):
     monkeypatch.setattr(checks, "_best", {})
 
 
-@pytest.mark.parametrize(("number", "schedule", "stars"), RIGHT, ids=str)
+@pytest.mark.parametrize(("number", "schedule", "stars"), RIGHT)
 def test_a_right_schedule_gets_its_stars(number, schedule, stars):
     verdict, ours = checks.solve(number, schedule), schedule.__module__ == right.__name__
     assert verdict.stars == stars, verdict.text
@@ -74,7 +74,7 @@ def test_a_right_schedule_gets_its_stars(number, schedule, stars):
     assert f"{number:>3}  {'★' * stars}{'☆' * (3 - stars)}" in checks.score_card().text
 
 
-@pytest.mark.parametrize(("number", "schedule", "words"), WRONG, ids=str)
+@pytest.mark.parametrize(("number", "schedule", "words"), WRONG)
 def test_a_wrong_schedule_is_told_why(number, schedule, words, monkeypatch):
     if schedule is tried.loop:
         monkeypatch.setattr(engine, "SECONDS", 0.1)
