@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from ringlab import backward, join_ring, shard_batch, use_ring
-from ringlab.models.checkpoint import Checkpoints, last_checkpoint
+from ringlab.models.checkpoint import Checkpoints, last_checkpoint, locked
 from ringlab.support.processes import RankContext
 
 
@@ -35,5 +35,5 @@ def train(context: RankContext) -> None:
     tiny.keep(losses, model)
 
 
-with join_ring(tiny.DEVICE) as context:
+with join_ring(tiny.DEVICE) as context, locked(tiny.FOLDER):  # its folder is made, and other runs are kept out
     train(context)  # the model is freed before the group: the other order may hang at the end

@@ -331,7 +331,8 @@ def test_a_function_that_cannot_travel_is_told(cell, words):
 )
 def test_arrays_and_lists_are_memory_too(ring, blocks):
     """With 4 ranks. In the last hop 3 copies are there, and 2 blocks travel; a number in a list is 4 of a tensor."""
-    ran = trial.watch_ring(ring, [8] * 4, shape=(1, 2, 200), seconds=60)
+    for _ in range(2):  # the first call also fills torch's caches: 100 kB, 2 blocks
+        ran = trial.watch_ring(ring, [8] * 4, shape=(1, 2, 200), seconds=60)
     held = max(it.held for it in ran) / (2 * 8 * 2 * 200 * 8)
     assert held > blocks if blocks else held < 4
 

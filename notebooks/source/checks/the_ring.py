@@ -86,7 +86,7 @@ check_bytes_sent = Exercise(  # by one rank: P = 8, S = 1,048,576, B = 1, H = 32
 def check_ring(answer):
     """(q, k, v, lengths) -> the rank's rows of full attention, on real processes, against float64 full attention."""
     random = Random()
-    C, D = random.randint(8, 12), random.randint(400, 500)
+    C, D = random.randint(8, 12), random.randint(800, 1000)  # torch's caches of a first call, 100 kB, are little then
     drawn = ([random.randint(2, 4), random.randint(2, 4)], (1, 3, 5)), ([C] * 3, (1, 2, D)), ([C] * 6, (1, 2, D))
     held = {}  # by P: bytes of the rank that holds most
     for lengths, shape in (([4], SHAPE), ([2] * 4, SHAPE), ([3, 3, 2, 2], SHAPE), ([3, 3, 3, 2, 2], SHAPE), *drawn):
