@@ -77,11 +77,12 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     on_all = [plan for plan in ranked if plan.at_once == step.batch]
     flat = [plan for plan in on_all if plan.step.way == "ring" and plan.step.cp > step.per_host]
     widest = max((plan.step.cp for plan in flat), default=1)
-    behind = [plan for plan in flat if plan.step.cp == widest and NEAR * plan.merit < on_all[0].merit]
+    flat = [plan for plan in flat if plan.step.cp == widest][:1]  # the best
+    behind = [plan for plan in flat if NEAR * plan.merit < on_all[0].merit]
     for name, lines in (
         ("advice", advice(ranked)),
         ("one sequence on all", advice(on_all) if first not in on_all else []),
-        ("the flat ring", [told(plan) for plan in behind[:1]]),
+        ("the flat ring", [told(plan) for plan in behind]),
     ):
         for line in lines:
             print(f"{name:<22}{line}")

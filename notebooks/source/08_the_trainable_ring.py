@@ -142,7 +142,8 @@ print_source(ring.Ring.backward)
 
 # %% [markdown]
 # So dK and dV make P − 1 hops, as K and V do. Mistake 5 sends nothing: each rank returns what its own queries give to its own keys. Mistake 6 takes
-# the own block first: a rank then returns the sums of another one. A second derivative is refused, because messages have no gradient.
+# the own block first: a rank then returns the sums of another one. (Chapter 5 kept the share of its own block apart. This file has no
+# place for it, so the own block comes last.) A second derivative is refused, because messages have no gradient.
 #
 # ## The door
 #

@@ -235,7 +235,7 @@ assert slowest > 0.9
 # Each block's output is rounded before it is merged, so the error grows with the number of blocks.
 # </details>
 #
-# <details><summary>Zigzag and striped give (nearly) the same work to every rank. Why is striped slower in the picture?</summary>
+# <details><summary>Zigzag and striped give (nearly) the same work to every rank. Why is striped slower?</summary>
 #
 # A kernel works in tiles. It computes a tile on the edge of a triangle whole and throws half of it away. Zigzag has a
 # triangle in the first round only, striped in every round.

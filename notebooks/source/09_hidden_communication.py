@@ -184,7 +184,7 @@ slow_hop.draw()
 # So chunks should be long, and memory says how long they can be. On GPU 0 of the worked example there are q0, out0, k0, v0 and the arriving
 # k3, v3: six tensors, as in every later round. With all heads, the [peak memory](../docs/glossary.md#peak-memory) of a device in
 # attention's forward pass is $(2H + 4G) \cdot C D w$ bytes. $P$ does not appear, and $S$ appears only in $C = S/P$. So **P devices hold P
-# times the sequence.** The [backward pass](../docs/glossary.md#backward-pass) of the [trainable ring](../docs/glossary.md#trainable-ring)
+# times the sequence.** The [backward pass](../docs/glossary.md#backward-pass) of the [`ring_flash_attention`](../ringlab/ring/flash_ring.py)
 # needs more:
 #
 # - q, k, v, out and the gradient of out; K and V in two buffers; dq, dk and dv of the block in hand: all in the model's

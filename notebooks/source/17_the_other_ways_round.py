@@ -340,6 +340,7 @@ assert (both["ring"], both["all-gather"]) == ([101.7, 114.9], [102.2, 107.4])
 #
 # For 16K exchange heads. A block takes a 64th of the time, and a hop an eighth. So a ring cannot hide
 # its hops, and the bytes decide: a ring sends 224 MiB and takes 6.76 ms, an all-to-all sends 70 MiB and takes 3.68.
+# That is attention alone. In a whole step other messages may bind: ask `ring-plan`.
 # </details>
 
 # %%

@@ -283,7 +283,7 @@ assert round(paid["hybrid of 8"], 1) == 447.5
 # A step takes 17.2 s by the hybrid of 8, and 21.2 s by the flat ring. **With one NIC a host** (`--nics 1`) it
 # takes 21.2 s with the flat ring, and 19.1 s with the best way: the flat ring never used the other seven NICs. Without `--cp 128 --tp 1` the
 # planner may use *tensor parallelism*, and finds a ring between hosts with tensor parallelism inside, as fast and simpler.
-# [Which way for which wires](../docs/which_way.md#which-way-for-which-wires) has a rule of three lines and what was measured, and
+# [Which way for which wires](../docs/which_way.md#which-way-for-which-wires) has three rules and what was measured, and
 # [the scoreboard](../bench/README.md#published-times) says how far off the planner is.
 #
 # > **One number to remember: the number of NICs of a host.** With 8 of them the double ring and the hybrid of 8 hide slow hops with
