@@ -45,12 +45,12 @@ def draw(yours: tuple[float, float] | None = None) -> drawing.Picture:
         at = min(1000 / ratio, 1.0) - 0.08
         look = {"ha": "right", "va": "bottom", "fontsize": 0.72 * drawing.TEXT, "color": drawing.INK}
         ax.annotate(f"{level:.0f} %", (at, at * ratio), (-6, 0), textcoords="offset points", **look)
-    for name, (rate, share) in POINTS.items() | ({"yours": yours} if yours else {}).items():
+    for name, (rate, share) in (POINTS | ({"yours": yours} if yours else {})).items():
         ax.plot([share], [rate / 1e12], "o", color=COLOUR, ms=10, clip_on=False)
         look = {"weight": "bold", "fontsize": 0.72 * drawing.TEXT, "color": drawing.INK, "ha": "center", "va": "top"}
         text = f"{name}: {waiting(rate, share):.0%}"
         ax.annotate(text, (min(share, 0.94), rate / 1e12), (0, -9), textcoords="offset points", **look)
-    ax.set(xlim=(0.4, 1), ylim=(300, 1000))
+    ax.set(xlim=(0.4, 1), ylim=(300, 1000), yticks=range(400, 1001, 100))
     return figure
 
 

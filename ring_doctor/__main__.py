@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
         said = "WORLD_SIZE is set, as torchrun and sbatch scripts set it; expected no torchrun, or WORLD_SIZE unset"
         print(f"ring-doctor: {said}: the doctor starts its own processes", file=sys.stderr)
         return BAD_INPUT
-    for number in (signal.SIGTERM, signal.SIGINT):  # end by an exception: it ends the doctor's processes first
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # an exception ends the doctor's processes first
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     return run(args)
 

@@ -171,7 +171,8 @@ class Recorder:
     def clip(self, original: Any, parameters: Any, args: Any, kwargs: Any) -> Any:
         """Clipping: the gradients before it, and the norm that it returns or is given."""
         parameters = [parameters] if isinstance(parameters, self.torch.Tensor) else list(parameters)
-        first = bool(self.passes and self.norm is None and parameters)
+        most = float(kwargs["max_norm"] if "max_norm" in kwargs else args[0])  # inf: it only measures
+        first = bool(self.passes and self.norm is None and parameters) and most < float("inf")
         if first:
             self.write_gradients(parameters, "before")
         out = original(parameters, *args, **kwargs)

@@ -104,7 +104,8 @@ def test_a_model_is_examined_by_the_command(capsys):
     assert printed.startswith("SICK: every module that was seen has the right output; 1 of 3 gradients are wrong")
 
 
-def test_a_signal_ends_all_processes_at_once(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_processes_at_once(tmp_path, number):
     psutil = pytest.importorskip("psutil")
     command = [sys.executable, "-m", "ring_doctor", f"{HERE}:leaves_its_number", "--worlds", "3"]
     environment = {**os.environ, "NUMBERS": str(tmp_path)}
@@ -112,11 +113,11 @@ def test_a_signal_ends_all_processes_at_once(tmp_path):
     wait_for(lambda: list(tmp_path.iterdir()), 3)
     others = psutil.Process(doctor.pid).children(recursive=True)
     assert {int(path.name) for path in tmp_path.iterdir()} <= {other.pid for other in others}
-    doctor.send_signal(signal.SIGTERM)
+    doctor.send_signal(number)
     with ends_soon():
         printed, said = doctor.communicate()
         wait_for(lambda: [other for other in others if not other.is_running()], len(others))
-    assert doctor.returncode == 128 + signal.SIGTERM
+    assert doctor.returncode == 128 + number
     assert printed == b""
     assert b"Traceback" not in said
 

@@ -44,6 +44,7 @@ def step(text, mistakes=(), layers=0, dtype=torch.float64, per_token=False, *, t
         count = torch.tensor(text[:, 1:].numel())
     loss = losses.sum() / count
     loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf)  # for a log: it clips nothing
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
     for gradient in gradients.values() if "DDP" not in mistakes else ():
         dist.all_reduce(gradient)
