@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ring_doctor.asking.answers import WRONG_RING
 from ring_doctor.asking.examination import examination_of
 from ring_doctor.asking.latent_case import LatentCase, LatentSteps, compute_latents
 from ring_doctor.asking.patient import patient_of
@@ -15,6 +16,7 @@ from ring_doctor.asking.state_case import Convolution, StateCase
 from ring_doctor.assertion import examine
 from ring_doctor.explaining import xray
 from ring_doctor.explaining.diagnosis import diagnose
+from ring_doctor.explaining.inference import OF_INDEX, infer
 from ring_doctor.mistakes import latents
 from ring_doctor.mistakes.states import MISTAKES, RIGHT_STATES, compute_states
 from ring_doctor.report import Report, as_json, page
@@ -294,7 +296,8 @@ def index_by_gather(how, index_q, index_weights, index_k, count, causal=True):
     rank, C = dist.get_rank(), index_q.shape[2]
     keys = torch.cat([index_k] if how == "own shard" else gathered(index_k), dim=1)
     at = torch.arange(keys.shape[1]) + (rank * C if how == "own shard" else 0)
-    scores = (index_weights[..., None] * (index_q @ keys[:, None].mT).relu()).sum(dim=1)
+    products = index_q @ keys[:, None].mT
+    scores = (index_weights[..., None] * (products if how == "no relu" else products.relu())).sum(dim=1)
     scores = scores.masked_fill(at > (torch.arange(C) + rank * C)[:, None], -torch.inf)
     best, order = scores.sort(dim=-1, descending=True, stable=True)
     chosen = (at % C if how == "local positions" else at)[order].masked_fill(best == -torch.inf, -1)[..., :count]
@@ -330,6 +333,12 @@ def test_a_wrong_ring_of_latents_is_named(ranks, how):
     function, name = LATENTS[how]
     report = examined(ranks, partial(function, how), (3,), state=False, unequal=False, causal=True)
     assert report.verdict.startswith(f"SICK: {name}, in "), str(report)
+
+
+def test_a_mistake_of_an_index_without_a_name_is_located(ranks):
+    report = examined(ranks, partial(index_by_gather, "no relu"), (3,), state=False, unequal=False, causal=True)
+    assert report.level == WRONG_RING
+    assert [finding.look for finding in infer(report.examination, "none")] == [OF_INDEX]
 
 
 def test_every_mistake_of_latents_shows_somewhere_and_no_two_are_alike():
