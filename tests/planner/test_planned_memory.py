@@ -240,7 +240,7 @@ def test_the_measured_numbers_are_those_of_the_results():
     forward, both = ([row["peak_bytes"][i] / chunk for row in peers["rows"] if not row["shared"]] for i in (0, 1))
     shared = [max(row["peak_bytes"][i] for row in peers["rows"] if row["shared"]) / chunk for i in (0, 1)]
     whole = masked["peak_bytes"]["no mask, contiguous"] / masked["chunk_bytes"]
-    assert chunks_of("the [trainable ring]") == [round(max(forward), 2)]
+    assert chunks_of("`ring_flash_attention`") == [round(max(forward), 2)]
     assert chunks_of("the same in training") == [round(max(both), 2)]
     assert chunks_of("both in [shared memory]") == [round(most, 2) for most in shared]
     assert chunks_of("the same [without a mask]") == [round(whole, 1)]
