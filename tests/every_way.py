@@ -218,7 +218,8 @@ def mesh_of(shape, kind="cpu"):
 
 def attention_of(context, way, shape):
     """The attention of a way, for ways on a mesh with that mesh as its group."""
-    return functools.partial(WAYS[way], group=mesh_of(shape, context.device.type))
+    mesh = mesh_of(shape, context.device.type)
+    return functools.partial(WAYS[way], group=mesh) if mesh is not None else WAYS[way]  # which may have a group
 
 
 def checked_gradients(attention, mine, options):
