@@ -79,7 +79,7 @@ for (const film of document.querySelectorAll("picture:has(img[src$='.gif'])")) {
   const stop = button(WORDS[plays ? 2 : 3], film.closest("figure, p"));
   stop.onclick = () => {
     plays = !plays;
-    const now = image.currentSrc.replace(/\.\w+$/, plays ? ".gif" : ".svg"); // in the width that is shown
+    const now = (image.currentSrc || image.src).replace(/\.\w+$/, plays ? ".gif" : ".svg"); // the width that is shown; no currentSrc while it loads
     for (const source of film.querySelectorAll("source")) source.remove();
     image.src = now;
     stop.textContent = WORDS[plays ? 2 : 3];
