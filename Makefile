@@ -38,7 +38,7 @@ notebooks: $(READY)  # run them from their .py sources and keep the outputs
 figures: $(READY)  # redraw every picture
 	$(BIN)/python -m figures.draw_all
 
-bench: $(READY)  # measure again; takes about an hour and a half and wants a quiet machine
+bench: $(READY)  # measure again; takes about an hour and wants a quiet machine
 	$(BIN)/python -m bench.gpu  # with a CUDA GPU; elsewhere it says so
 	$(BIN)/python -m bench  # all the others. Some need Linux, some root; elsewhere they say so
 

@@ -1,4 +1,4 @@
-"""Measure, keep the results in bench/results, and write them into the pages. Without names: everything, in 90 minutes.
+"""Measure, keep the results in bench/results, and write them into the pages. Without names: everything, in an hour.
 
 $ python -m bench [NAME ...]
 """

@@ -161,7 +161,7 @@ class Here:
 def no_messages(world_size: int) -> Iterator[Callable[[int], Any]]:
     """PyTorch's loop of so many ranks in one process. What it gets makes a patch: "this is rank r"."""
     ranks = mock.patch.object(dist, "get_world_size", return_value=world_size)
-    with torch_loops("zigzag", "all-to-all") as loop, mock.patch.object(loop, "_create_rotater", Here), ranks:
+    with torch_loops("zigzag") as loop, mock.patch.object(loop, "_create_rotater", Here), ranks:
         yield lambda rank: mock.patch.object(dist, "get_rank", return_value=rank)
 
 

@@ -180,10 +180,10 @@ def torchrun(hosts: list[Host], *command: str, processes: Sequence[int] = ()) ->
         return _text(outs[0])
 
 
-def job(joined: list[Host], work: Callable[..., Any], sizes: dict[str, Any], processes: Sequence[int] = ()) -> Any:
-    """What work(context, **sizes) returns on rank 0, in a job on these hosts."""
+def job(joined: list[Host], work: Callable[..., Any], sizes: dict[str, Any]) -> Any:
+    """What work(context, **sizes) returns on rank 0, in a job with a rank on each of these hosts."""
     name = f"{work.__module__}:{work.__name__}"
-    return json.loads(torchrun(joined, "-m", "bench.hosts", name, json.dumps(sizes), processes=processes))
+    return json.loads(torchrun(joined, "-m", "bench.hosts", name, json.dumps(sizes)))
 
 
 def on_a_rank(name: str, sizes: str) -> None:

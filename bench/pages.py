@@ -108,25 +108,6 @@ def speed_of_training() -> str:
     return record.grid(heads, rows)
 
 
-def documents_and_windows() -> str:
-    results, rows = record.load("masked_rings"), []
-    worlds, S = results["worlds"], results["seq_len"]
-
-    def between(found: list[float]) -> str:
-        return f"{min(found):.2f} to {max(found):.2f}"
-
-    for layouts, name in ((("contiguous", "zigzag"), "contiguous or zigzag"), (("striped",), "striped")):
-        of = [(P, f"{speed.DOCUMENTS}, {layout}", it) for P in worlds for layout in layouts for it in speed.PASSES]
-        speeds = between([speed.speed_of_documents(results, *each) for each in of])
-        rows.append([f"eight documents, {name}: speed of one process", speeds])
-    window = f"{speed.WINDOW}, contiguous"
-    share = sum(speed.pairs(speed.cases(worlds[0], S)[window][0])) / S**2
-    costs = [speed.cost(results, P, window, it) for P in worlds for it in speed.PASSES]
-    kernel = [speed.cost(results, worlds[-1], "one by one", it) for it in speed.PASSES]
-    rows.append([f"a window that leaves {100 * share:.1f} % of the pairs: time over this share", between(costs)])
-    return record.grid("< | ", [*rows, ["documents one by one: time over their share", between(kernel)]])
-
-
 def new_token() -> str:
     results = record.load("generation")
     row, ways = results["rows"][-1], (models.ONE, models.MERGE, models.RING)
@@ -148,7 +129,6 @@ BLOCKS = (
     short_sequences,
     longest,
     speed_of_training,
-    documents_and_windows,
     new_token,
 )
 

@@ -5,7 +5,6 @@ PyTorch's own context-parallel loop is private; ring-attention-pytorch runs the 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -19,17 +18,15 @@ from ringlab.ring.fused_block import choose_kernel
 
 
 @contextmanager
-def torch_loops(layout: str, rotation: str) -> Iterator[ModuleType]:
-    """The module of PyTorch's own loops, set to this layout: contiguous, or zigzag under a causal mask.
-
-    `rotation` is how K and V go round: "all-to-all", from rank to rank, or "all-gather", all of them before round 1.
+def torch_loops(layout: str) -> Iterator[ModuleType]:
+    """The module of PyTorch's own loops, set to this layout: contiguous, or zigzag under a causal mask. K and V go from
+    rank to rank, by all-to-all.
 
     Raises ImportError or AttributeError in a version of PyTorch that keeps them elsewhere.
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention as loop
 
-    method = {"all-to-all": loop._RotateMethod.ALL_TO_ALL, "all-gather": loop._RotateMethod.ALL_GATHER}[rotation]
-    switches = {"rotate_method": method, "enable_load_balance": layout == "zigzag"}
+    switches = {"rotate_method": loop._RotateMethod.ALL_TO_ALL, "enable_load_balance": layout == "zigzag"}
     with mock.patch.multiple(loop._cp_options, **switches):
         yield loop
 
@@ -53,11 +50,11 @@ class TorchLoop(torch.autograd.Function):
     """PyTorch's own loop as an operation of autograd, on the kernel that our ring takes."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, causal: bool, layout: str, rotation: str) -> Tensor:
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, causal: bool, layout: str) -> Tensor:
         name, besides, ctx.besides = KERNELS[choose_kernel(q, k, q.shape[-1] ** -0.5, causal=causal)[0]]
         kernel, ctx.kernel = (getattr(torch.ops.aten, f"_scaled_dot_product_{name}{end}") for end in ("", "_backward"))
-        ctx.options = causal, layout, rotation
-        with torch_loops(layout, rotation) as loop:
+        ctx.options = causal, layout
+        with torch_loops(layout) as loop:
             forwards = loop._templated_ring_attention
             out, lse, *rest = forwards(dist.group.WORLD, 2, kernel, q, k, v, is_causal=causal, dropout_p=0.0, **besides)
         ctx.besides = {**ctx.besides, **dict(zip(FOR_BACKWARD, rest, strict=False))}
@@ -66,18 +63,18 @@ class TorchLoop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        causal, *how = ctx.options
+        causal, layout = ctx.options
         q, k, v, out, lse = ctx.saved_tensors
         options = {"is_causal": causal, "dropout_p": 0.0, **ctx.besides}
         options |= {"grad_out": d_out, "grad_out_name": "grad_out", "out": out, "logsumexp": lse}
-        with torch_loops(*how) as loop:
+        with torch_loops(layout) as loop:
             backwards = loop._templated_ring_attention_backward
-            return *backwards(dist.group.WORLD, 2, ctx.kernel, query=q, key=k, value=v, **options)[:3], None, None, None
+            return *backwards(dist.group.WORLD, 2, ctx.kernel, query=q, key=k, value=v, **options)[:3], None, None
 
 
-def torch_loop(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str, rotation: str = "all-to-all") -> Tensor:
+def torch_loop(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: str) -> Tensor:
     """PyTorch's own loop on local chunks. Errors as `torch_loops`."""
-    return TorchLoop.apply(q, k, v, causal, layout, rotation)
+    return TorchLoop.apply(q, k, v, causal, layout)
 
 
 def pip_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -88,19 +85,9 @@ def pip_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ring_flash_attn(*(x.transpose(1, 2) for x in (q, k, v)), ring_reduce_col=True).transpose(1, 2)
 
 
-Pass = tuple[Callable[[], Any], Callable[[Any], tuple[Tensor, ...]]]  # forward; backward, from the result of forward
-
-
-def passes(attention: Callable[..., Tensor], *inputs: Tensor) -> Pass:
-    """The forward pass of a differentiable attention, which returns out; and the backward pass, from that to out and
-    the gradients of all inputs but the last, which is the gradient of out.
-    """
+def with_gradients(attention: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """out of a differentiable attention, and the gradients of all inputs but the last, which is the gradient of out."""
     *inputs, d_out = inputs
     leaves = [x.detach().requires_grad_() for x in inputs]
-    return partial(attention, *leaves), lambda out: (out.detach(), *torch.autograd.grad(out, leaves, d_out))
-
-
-def with_gradients(attention: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Both of the `passes`: out and the gradients."""
-    forward, backward = passes(attention, *inputs)
-    return backward(forward())
+    out = attention(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, d_out)

@@ -168,12 +168,12 @@ def pin(cores: int) -> None:
 
 
 def in_turn(
-    context: RankContext, methods: dict[str, Method], repetitions: int, *, warm_up: int = 1
+    context: RankContext, methods: dict[str, Method], repetitions: int
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Time all methods in turn. Returns the seconds of every repetition by method, and each method's last result.
 
-    Methods take turns, A B A B ..., so that a disturbance of the machine affects all. The first `warm_up` repetitions
-    do not count. A repetition ends when its last rank is done. Ranks that have nothing to do sleep until a message
+    Methods take turns, A B A B ..., so that a disturbance of the machine affects all. The first repetition does
+    not count. A repetition ends when its last rank is done. Ranks that have nothing to do sleep until a message
     comes.
     """
     together = torch.get_num_threads()
@@ -182,7 +182,7 @@ def in_turn(
     def note(name: str, work: Callable[[], Any]) -> None:
         results[name] = work()
 
-    for _ in range(warm_up + repetitions):
+    for _ in range(1 + repetitions):
         for name, (alone, work) in methods.items():
             torch.set_num_threads(cpu_cores() if alone else together)
             time.sleep(PAUSE)
@@ -190,4 +190,4 @@ def in_turn(
             its_turn = (lambda: None) if idle else partial(note, name, work)
             seconds[name].append(max(laps(its_turn, context.device)).seconds)
     torch.set_num_threads(together)
-    return {name: each[warm_up:] for name, each in seconds.items()}, results
+    return {name: each[1:] for name, each in seconds.items()}, results

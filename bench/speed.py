@@ -2,11 +2,10 @@
 
 ring_vs_full     ring_attn.py, beside blockwise attention in one process; memory when S and P grow together
 against_peers    the flash ring and other rings, beside the limit: fused attention in one process; bytes, memory
-masked_rings     documents and windows in the ring: the time against the pairs that are left, in each layout
 state_ring       a ring of states, beside one process that runs the same chunks, and beside softmax in a ring
 
 $ python -m pip install ring-attention-pytorch==0.5.20    # another ring; left out if it is not installed
-$ python -m bench ring_vs_full against_peers masked_rings state_ring
+$ python -m bench ring_vs_full against_peers state_ring
 """
 
 import ctypes
@@ -31,9 +30,7 @@ from ringlab.basics.blockwise_attention import TILE, blockwise_attention
 from ringlab.basics.ranks import gather, scatter
 from ringlab.ring.cases import random_inputs
 from ringlab.ring.flash_ring import ring_flash_attention
-from ringlab.ring.layouts import LAYOUTS, positions, shard, unshard
-from ringlab.ring.masks import Mask
-from ringlab.ring.partition import Partition
+from ringlab.ring.layouts import shard, unshard
 from ringlab.ring.schedule import Ring
 from ringlab.states.linear_attention import linear_attention
 from ringlab.states.state_ring import WAYS, ring_linear_attention
@@ -343,170 +340,6 @@ def against_peers(
             peaks.append({"world_size": P, "shared": shared, "peak_bytes": [most(seen) for seen in each]})
     others = {"bytes": {**beside, "rows": sent}, "memory": {**beside, "rows": peaks}}
     return {"rows": rows, **others}
-
-
-# Documents and windows ------------------------------------------------------------------------------------------------
-
-PASSES = (FORWARD, "forward and backward")
-PARTS = 8  # documents in the sequence; a window is as long as one of them
-NO_MASK, DOCUMENTS, WINDOW, GLOBAL = "no mask", "documents", "window", "window and 16 global tokens"
-
-
-def options_of(case: str, seq_len: int) -> dict[str, Any]:
-    """What the ring is told in this case."""
-    length = seq_len // PARTS
-    return {
-        NO_MASK: {},
-        DOCUMENTS: {"causal": True, "documents": (length,) * PARTS},
-        WINDOW: {"causal": True, "window": length},
-        GLOBAL: {"causal": True, "window": length, "global_tokens": 16},
-    }[case]
-
-
-def cases(world_size: int, seq_len: int) -> dict[str, tuple[Partition, dict[str, Any]]]:
-    """By "case, layout": its mask, and what the ring is told; without a mask all layouts are alike."""
-    lengths, found = (seq_len // world_size,) * world_size, {}
-    for case in (NO_MASK, DOCUMENTS, WINDOW, GLOBAL):
-        for layout in LAYOUTS[:1] if case == NO_MASK else LAYOUTS:
-            options = options_of(case, seq_len)
-            found[f"{case}, {layout}"] = Partition(Mask(**options), layout, lengths), {"layout": layout, **options}
-    return found
-
-
-def one_by_one(whole: list[torch.Tensor], which: str) -> list[Any]:
-    """The documents in one process, each by itself."""
-    fused = partial(F.scaled_dot_product_attention, is_causal=True)
-    each = zip(*(x.chunk(PARTS, dim=2) for x in whole), strict=True)
-    return [fused(*four[:3]) if which == FORWARD else with_gradients(fused, *four) for four in each]
-
-
-def seconds_of_masks(
-    context: RankContext, seq_len: int, heads: int, head_dim: int, repetitions: int
-) -> dict[str, list[float]]:
-    """The seconds of every repetition: of "one by one" and of the ring in every case, in both passes.
-
-    Raises RuntimeError when the ring's numbers are wrong.
-    """
-    P, whole = context.world_size, random_inputs(1, heads, heads, seq_len, head_dim)
-    methods: dict[str, Method] = {f"one by one, {which}": (True, partial(one_by_one, whole, which)) for which in PASSES}
-    found = cases(P, seq_len)
-    for name, (_, options) in found.items():
-        mine = [shard(x, options["layout"], context.rank, P) for x in whole]
-        ring = partial(ring_flash_attention, **options)
-        methods[f"{name}, {FORWARD}"] = False, partial(ring, *mine[:3])
-        methods[f"{name}, {PASSES[1]}"] = False, partial(with_gradients, ring, *mine)
-    seconds, results = in_turn(context, methods, repetitions)
-    for name, (_, options) in found.items():
-        check_rows(
-            name,
-            results[f"{name}, {PASSES[1]}"],
-            whole,
-            positions(options["layout"], seq_len, context.rank, P),
-            options,
-        )
-    return seconds
-
-
-def check_rows(
-    name: str, result: list[torch.Tensor], whole: list[torch.Tensor], at: torch.Tensor, options: dict[str, Any]
-) -> None:
-    """Raise RuntimeError unless the rows of this rank's last query are right in out and dq."""
-    q, k, v, d_out = whole
-    mask = {name: option for name, option in options.items() if name != "layout"}
-    query = at[-1:]
-    seen = Mask(**mask).dense(query, k.shape[2])
-    rights = exact_attention(q[:, :, query], k, v, d_out[:, :, query], visible=seen, fused_blocks=3 * PARTS)
-    for each, x in zip(("out", "dq"), result, strict=False):
-        if not rights[each].accepts(x[:, :, -1:]):
-            raise RuntimeError(f"{name}: {each} of the ring is wrong, by {rights[each].error(x[:, :, -1:]).max():.1e}")
-
-
-def memory_of_ring(
-    context: RankContext, seq_len: int, heads: int, head_dim: int, options: dict[str, Any]
-) -> int | None:
-    """The peak of this rank's memory in both passes, beyond its inputs: bytes."""
-    record.return_freed_memory()
-    layout, P = options["layout"], context.world_size
-    mine = [shard(x, layout, context.rank, P) for x in random_inputs(1, heads, heads, seq_len, head_dim)]
-    few = [x[:, :, : 2 * PARTS] for x in mine]
-    with_gradients(ring_flash_attention, *few)  # what libraries set up once
-    return record.peak_extra(lambda: with_gradients(partial(ring_flash_attention, **options), *mine))
-
-
-def seconds_of(results: Results, world_size: int, name: str, which: str) -> float:
-    """The median seconds of "case, layout", or of the documents "one by one", in a pass."""
-    return median(of_world(results, world_size)["seconds"][f"{name}, {which}"])
-
-
-def speed_of_documents(results: Results, world_size: int, name: str, which: str) -> float:
-    """The time of the documents one by one, over that of the ring in "case, layout"."""
-    return seconds_of(results, world_size, "one by one", which) / seconds_of(results, world_size, name, which)
-
-
-def cost(results: Results, world_size: int, name: str, which: str) -> float:
-    """The share of the unmasked ring's time, over the share of its pairs. `name` is "case, layout", or "one by one":
-    what PyTorch's causal kernel reaches on the documents in one process.
-    """
-    found = cases(world_size, results["seq_len"])
-    mask, _ = found[f"{DOCUMENTS}, contiguous" if name == "one by one" else name]
-    full = seconds_of(results, world_size, f"{NO_MASK}, contiguous", which)
-    return seconds_of(results, world_size, name, which) / full / (sum(pairs(mask)) / results["seq_len"] ** 2)
-
-
-def pairs(mask: Partition) -> list[int]:
-    """The pairs of a query and a key that each rank computes."""
-    return [mask.pairs(rank) for rank in range(len(mask.lengths))]
-
-
-def masked_rings_tables(results: Results) -> list[str]:
-    S, worlds = results["seq_len"], results["worlds"]
-    documents, windows = [], []
-    for P in worlds:
-        for name, (mask, options) in cases(P, S).items():
-            case, layout, of_ranks = name.rpartition(", ")[0], options["layout"], pairs(mask)
-            about = [layout, mask.hops, f"{max(of_ranks) * P / sum(of_ranks):.2f}"]
-            if case == DOCUMENTS:
-                documents.append(
-                    [P, *about, *(f"{speed_of_documents(results, P, name, which):.2f}" for which in PASSES)]
-                )
-            elif case in (WINDOW, GLOBAL):
-                share, cells = sum(of_ranks) / S**2, []
-                for which in PASSES:
-                    over = cost(results, P, name, which)
-                    cells += [f"{share * over:.1%}", f"{over:.2f}"]
-                windows.append([P, case, *about, f"{share:.1%}", *cells])
-    heads = "P | <mask | <layout | hops | busiest | pairs | forward: time | over pairs | both: time | over pairs"
-    kernel = [f"{cost(results, worlds[-1], 'one by one', which):.2f}" for which in PASSES]
-    peaks = {name.rpartition(", ")[0]: peak for name, peak in results["peak_bytes"].items()}
-    chunks = [f"{name} {peak / results['chunk_bytes']:.1f}" for name, peak in peaks.items() if peak is not None]
-    return [
-        record.grid("P | <layout | hops | busiest | forward | forward and backward", documents),
-        record.grid(heads, windows),
-        f"PyTorch's causal kernel costs, by the same measure, {' and '.join(kernel)} on the documents one by one "
-        "(forward, both passes).",
-        f"Memory of a rank in both passes beyond its inputs, P = {worlds[-1]}, contiguous, in chunks: "
-        f"{', '.join(chunks)}.",
-    ]
-
-
-@bench(masked_rings_tables, worlds=[2, 4], seq_len=8192, heads=8, head_dim=64, repetitions=3)
-def masked_rings(worlds: list[int], seq_len: int, heads: int, head_dim: int, repetitions: int) -> Results:
-    """A row for each P; the memory of each case on the most ranks, contiguous, with and without a mask."""
-    sizes, last = (seq_len, heads, head_dim), worlds[-1]
-
-    def measure(world_size: int, name: str | None) -> Results:
-        if name is None:
-            return {"seconds": launch(seconds_of_masks, world_size, *sizes, repetitions)[0]}
-        return {"peak": most(launch(memory_of_ring, last, *sizes, cases(last, seq_len)[name][1]))}
-
-    contiguous = [name for name in cases(last, seq_len) if name.endswith("contiguous")]
-    steps = [{"world_size": P, "name": None} for P in worlds] + [{"world_size": last, "name": it} for it in contiguous]
-    rows = record.rows("masked_rings", {"sizes": sizes, "repetitions": repetitions}, steps, measure)
-    return {
-        "rows": [{"world_size": row["world_size"], "seconds": row["seconds"]} for row in rows if "seconds" in row],
-        "chunk_bytes": heads * seq_len // last * head_dim * 4,
-        "peak_bytes": {row["name"]: row["peak"] for row in rows if "peak" in row},
-    }
 
 
 # A ring of states -----------------------------------------------------------------------------------------------------

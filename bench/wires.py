@@ -1,4 +1,4 @@
-"""Messages over slow wires: what a ring hides of them, and which of five ways wins.
+"""Messages over slow wires: what a ring hides of them.
 
 On one machine the cores that compute also copy the messages, so hiding them saves little time. So messages take time on
 a wire here, as in a cluster: a loopback that carries a set rate, or hosts (network namespaces, hosts.py) with links.
@@ -13,32 +13,21 @@ overlap_threshold    the share that a ring between two hosts hides, against the 
     predicted        min(1, C / C*), with the knee C* = w/2 · flops / bandwidth of the same run; w = 4 bytes
     measured         1 - wait / hop, where the wait is what is left of the hop when the ring has computed its block
 
-five_ways            five ways to share a sequence, and PyTorch's own loop, on hosts with a slow link: seconds of the
-                     forward pass, and of forward and backward, of a causal layer in the zigzag layout
+Linux only, as root, with iproute2 and util-linux. Elsewhere it gives the reason and measures nothing.
 
-In a job all ways are measured in turn, and before that compared with full attention in float64 on a short sequence.
-The ranks of a host share its core, so the machine has more ranks than cores.
-
-Linux only, as root, with iproute2 and util-linux. Elsewhere it gives the reason and measures nothing. The five ways
-take about half an hour.
-
-    $ sudo .venv/bin/python -m bench overlap overlap_threshold five_ways
+    $ sudo .venv/bin/python -m bench overlap overlap_threshold
 """
 
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
-from statistics import geometric_mean, mean, median
+from statistics import mean, median
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bench import record
 from bench.hosts import hosts, job, slow_loopback
-from bench.peers import Pass, passes, torch_loop
-from bench.record import Method, Results, bench, in_turn
+from bench.record import Results, bench
 from ring_planner.hidden_communication import (
     AttentionLayer,
     block_flops,
@@ -46,24 +35,16 @@ from ring_planner.hidden_communication import (
     hop_bytes,
     min_overlap_chunk,
 )
-from ring_planner.ways import WAYS
 from ringlab.basics.ranks import gather, scatter
 from ringlab.ring.cases import random_inputs
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
-from ringlab.ring.layouts import shard, unshard
 from ringlab.ring.overlap import hidden_share as share_hidden
 from ringlab.ring.overlap import post, record_both, seconds
-from ringlab.ring.schedule import Ring, Schedule
 from ringlab.support import timeline
-from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
 from ringlab.support.timeline import Event, laps
-from ringlab.ways.all_gather import AllGather
-from ringlab.ways.all_to_all import AllToAll
-from ringlab.ways.double_ring import DoubleRing
-from ringlab.ways.hybrid import Hybrid
 
 Row = dict[str, Any]
 
@@ -266,157 +247,12 @@ def overlap_threshold(chunks: dict[int, list[int]], **size: int) -> Results:
     return {"rows": rows, "knees": knees}
 
 
-# Five ways ------------------------------------------------------------------------------------------------------------
+# Five ways, which were measured once --------------------------------------------------------------------------------
 
-SCHEDULES: dict[str, type[Schedule]] = {  # of WAYS
-    "ring": Ring,
-    "double ring": DoubleRing,
-    "all-gather": AllGather,
-    "all-to-all": AllToAll,
-    "hybrid": Hybrid,
-}
-CHECKED = 16  # tokens a rank of the sequence on which each way is compared with full attention
-
-
-ROTATIONS = ("all-to-all", "all-gather")  # of PyTorch's own loop
 FORWARD, BACKWARD, TRAIN = "forward", "backward", "training"
-
-
-def peer(rotation: str) -> str:
-    """The name of PyTorch's own loop with this rotation."""
-    return f"PyTorch's loop, {rotation}"
-
-
-def attentions(mesh: DeviceMesh) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """The five ways and PyTorch's own loop, each a function of this rank's chunks q, k and v."""
-    groups = {"double ring": mesh, "hybrid": mesh}
-    options: dict[str, Any] = {"causal": True, "layout": "zigzag"}
-    ring, loop = partial(ring_flash_attention, **options), partial(torch_loop, **options)
-    ours = {way: partial(ring, schedule=SCHEDULES[way], group=groups.get(way)) for way in WAYS}
-    return ours | {peer(rotation): partial(loop, rotation=rotation) for rotation in ROTATIONS}
-
-
-def check_ways(context: RankContext, ways: dict[str, Pass], whole: list[Tensor]) -> None:
-    """Raise RuntimeError on every rank unless every way gives full attention's out, dq, dk and dv."""
-    right = exact_attention(*whole, causal=True, fused_blocks=context.world_size)
-    wrong = []
-    for name, (forward, backward) in ways.items():
-        for what, chunk in zip(("out", "dq", "dk", "dv"), backward(forward()), strict=True):
-            x = gather(chunk, context)
-            if x is not None:
-                x = unshard(list(x.chunk(context.world_size, dim=2)), "zigzag")
-                if not right[what].accepts(x):
-                    wrong.append(f"{name}: {what} is off by {right[what].error(x).max():.1e}")
-    if reason := "; ".join(agree(lambda: wrong)[0]):
-        raise RuntimeError(reason)
-
-
-def measured_ways(
-    context: RankContext, per_host: int, seq_len: int, repetitions: int, heads: int, kv_heads: int, head_dim: int
-) -> Row:
-    """Seconds of each way in both passes."""
-    P = context.world_size
-    mesh = init_device_mesh("cpu", (P // per_host, per_host), mesh_dim_names=("hosts", "devices"))
-
-    def of_ways(whole: list[Tensor]) -> dict[str, Pass]:
-        chunks = [shard(x, "zigzag", context.rank, P) for x in whole]
-        return {name: passes(attention, *chunks) for name, attention in attentions(mesh).items()}
-
-    short = random_inputs(1, heads, kv_heads, CHECKED * P, head_dim)
-    check_ways(context, of_ways(short), short)  # this opens the connections as well
-    states: dict[str, Any] = {}
-    methods: dict[str, Method] = {}
-
-    def forward(name: str, work: Callable[[], Any]) -> None:
-        states[name] = work()
-
-    for name, (forwards, backwards) in of_ways(random_inputs(1, heads, kv_heads, seq_len, head_dim)).items():
-        methods[f"{name}, {FORWARD}"] = False, partial(forward, name, forwards)
-        methods[f"{name}, {BACKWARD}"] = False, lambda name=name, backwards=backwards: backwards(states.pop(name))
-    seconds, _ = in_turn(context, methods, repetitions, warm_up=0)
-    return {"seconds": seconds}
 
 
 def timed(row: Row, name: str, which: str) -> list[float]:
     """Seconds of each repetition of a way or of a peer: forward, or forward and backward."""
     forward, backward = (row["seconds"][f"{name}, {each}"] for each in (FORWARD, BACKWARD))
     return forward if which == FORWARD else [a + b for a, b in zip(forward, backward, strict=True)]
-
-
-def typical(row: Row, which: str) -> dict[str, float]:
-    """Median seconds of each of the five ways."""
-    return {way: median(timed(row, way, which)) for way in WAYS}
-
-
-def predicted(row: Row, which: str) -> dict[str, float]:
-    """Seconds that were predicted for each way. Only the committed results have them: the model is no longer here."""
-    found = row.get("predicted", {})
-    passes = [FORWARD] if which == FORWARD else [FORWARD, BACKWARD]
-    return {way: sum(found[f"{way}, {each}"] for each in passes) for way in WAYS} if found else {}
-
-
-def cells(results: Results) -> list[tuple[Row, str]]:
-    """(row, forward or training) of every cell. All ways are measured in each cell."""
-    return [(row, which) for which in (FORWARD, TRAIN) for row in results["rows"]]
-
-
-def errors(results: Results) -> list[float]:
-    """Measured / predicted - 1, for each way in each cell."""
-    return [typical(*cell)[way] / seconds - 1 for cell in cells(results) for way, seconds in predicted(*cell).items()]
-
-
-def excess(row: Row, which: str) -> float:
-    """The measured time of the way with the smallest predicted time, over that of the fastest way, less 1."""
-    measured, said = typical(row, which), predicted(row, which)
-    return measured[min(WAYS, key=said.__getitem__)] / min(measured.values()) - 1
-
-
-def five_ways_tables(results: Results) -> list[str]:
-    """Median seconds, in brackets measured over predicted; the speeds over the faster rotation of PyTorch's loop."""
-    peers, of_passes, said = [peer(rotation) for rotation in ROTATIONS], [], []
-    speeds: dict[str, list[float]] = {name: [] for name in (*WAYS, "fastest")}
-    for which in (FORWARD, TRAIN):
-        rows = []
-        for row in results["rows"]:
-            measured, others = typical(row, which), {name: median(timed(row, name, which)) for name in peers}
-            said_of = predicted(row, which)
-            ratios = {way: f" ({measured[way] / seconds:.2f})" for way, seconds in said_of.items()}
-            here = [f"{row['hosts']} x {row['per_host']}", f"{row['seq_len']:,}", f"{row['rate'] / 1e6:g}"]
-            rows.append(here + [f"{it:.3f}{ratios.get(name, '')}" for name, it in (measured | others).items()])
-            for name, took in {**measured, "fastest": min(measured.values())}.items():
-                speeds[name].append(min(others.values()) / took)
-        of_passes += [f"{which.capitalize()}{' (forward and backward)' if which == TRAIN else ''}:"]
-        of_passes += [record.grid(" | ".join(["hosts x ranks | S | MB/s", *WAYS, *peers]), rows)]
-    if wrong := errors(results):
-        late = [excess(*cell) for cell in cells(results)]
-        near, half = mean(abs(error) <= 0.15 for error in wrong), median(map(abs, wrong))
-        said = [
-            f"- Ways in cells: {len(wrong)}. Measured is within 15 % of predicted in {near:.0%} of them; "
-            f"half are within {half:.0%}.\n"
-            "- The way that is predicted to be the fastest is the fastest one, or takes at most 5 % longer, in "
-            f"{sum(share <= 0.05 for share in late)} of {len(late)} cells (a mesh, a link, an S and a pass)."
-        ]
-    over = [[name, f"{min(x):.2f}", f"{geometric_mean(x):.2f}"] for name, x in speeds.items()]
-    return [record.grid("<way | slowest cell | geometric mean", over), "\n\n".join(of_passes), *said]
-
-
-@bench(
-    five_ways_tables,
-    meshes=[(2, 2), (2, 4)],
-    rates=[125_000_000, 50_000_000, 20_000_000],
-    repetitions={4096: 6, 16384: 3},
-    heads=8,
-    kv_heads=8,
-    head_dim=32,
-)
-def five_ways(meshes: list[tuple[int, int]], rates: list[int], repetitions: dict[int, int], **size: int) -> Results:
-    """A row for each mesh (hosts, ranks of a host), rate of a link and S; by S, how many repetitions."""
-
-    def measure(mesh: tuple[int, int], rate: int, seq_len: int) -> Row:
-        (count, per_host), turns = mesh, repetitions[seq_len]
-        with hosts(count, rate) as joined:
-            sizes = {"per_host": per_host, "seq_len": seq_len, "repetitions": turns, **size}
-            return {"hosts": count, "per_host": per_host, **job(joined, measured_ways, sizes, [per_host] * count)}
-
-    steps = [{"mesh": mesh, "rate": rate, "seq_len": S} for mesh in meshes for rate in rates for S in repetitions]
-    return {"rows": record.rows("five_ways", {"repetitions": repetitions, **size}, steps, measure)}

@@ -18,7 +18,7 @@ from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.processes import RankContext
 
 RESULTS = (record.FOLDER / "README.md").read_text()
-HISTORY = ("gradients_home", "in_context_rl", "loss_curves")  # results whose code is no longer here
+HISTORY = ("five_ways", "gradients_home", "in_context_rl", "loss_curves", "masked_rings")  # results without their code
 MiB = 2**20
 
 
@@ -128,7 +128,6 @@ RUNS = {  # a small run of a bench: a part of its table, its sizes
         {"chunks": [16, 32], "traced": 32, "world_size": 3, "rate": None, **SHORT},
     ),
     "max_context": ("| ring | 2 |", {"worlds": [2], "budget": 12 * MiB, "heads": 4}),
-    "masked_rings": ("| 2 | window | contiguous | 1 |", {"worlds": [2], "seq_len": 128, **SHORT}),
     "training_speed": ("\n| 2 | 32 | PyTorch's loop |", {**STEPS, "heads": 2, "kv_heads": 2}),
     "generation": (
         "\n| 3 | 48 |",
@@ -193,10 +192,8 @@ def one_key_less(k, v, **options):
 TOKEN = (8, 1, {"heads": 2, "kv_heads": 1, "head_dim": 4})
 MISTAKES = [  # the name replaced and its mistake; the work of a rank and its sizes; words of the refusal
     ("bench.speed.torch_loop", doubled, speed.measured_speed, ([16], 2, 8, 1), "forward, float32"),
-    ("bench.speed.ring_flash_attention", too_large, speed.seconds_of_masks, (64, 2, 8, 1), "no mask"),
     ("ringlab.models.generate.merge_over_ranks", sum_too_large, models.measured_on_ranks, TOKEN, models.MERGE),
     ("bench.wires.ring_flash_attention", too_large, wires.check_ring, (), "the ring between"),
-    ("bench.wires.ring_flash_attention", too_large, wires.measured_ways, (1, 64, 1, 4, 4, 8), "ring: out is"),
     ("bench.models.arriving_blocks", one_key_less, models.measured_on_ranks, TOKEN, models.RING),
 ]
 
