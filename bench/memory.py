@@ -1,8 +1,7 @@
 """Memory: the peak of a forward pass, and the longest sequence that trains in a memory that cannot grow.
 
-    memory              naive, blockwise, a rank of a ring of 4: the peak of a forward pass, counted and measured
-    max_context         the longest context of one attention layer; the paper's table 3 in small
-    longest_training    the longest sequence of a whole model in `ringlab.models.train`
+    memory         naive, blockwise, a rank of a ring of 4: the peak of a forward pass, counted and measured
+    max_context    the longest context of one attention layer; the paper's table 3 in small
 
 `memory`, in rows of D numbers:
 
@@ -11,12 +10,12 @@ blockwise      the output, in tiles and joined: 2·S rows; for a short sequence 
 ring, a rank   the K and V in hand, o, and the new o, in tiles and joined: 5·C rows, C = S/P; in a hop as many: the K
                and V in hand, the next K and V, and o
 
-In the other two a device is a process of one thread whose private memory may grow by a fixed number of bytes. The
+In `max_context` a device is a process of one thread whose private memory may grow by a fixed number of bytes. The
 kernel refuses more (RLIMIT_DATA). Like a GPU's allocator it counts what is allocated, touched or not, and it leaves out
 the files of the libraries, which RLIMIT_AS would count. The limit is set after imports, connections and a small step,
-so that what libraries set up once does not count. All else counts: inputs, gradients, buffers, weights, optimizer.
+so that what libraries set up once does not count. All else counts: inputs, gradients, buffers.
 
-`max_context`: a length fits when one training step, forward and backward, completes on every rank and the results are
+A length fits when one training step, forward and backward, completes on every rank and the results are
 right: rows of the output and of dq against float64, dk and dv by their sums. There is no mask; a causal one (zigzag)
 halves the pairs and needs the same memory. Its peak, in chunks of C = S/P tokens, each as large as q:
 
@@ -24,21 +23,11 @@ naive        3 squares of S x S and 6 chunks          q, k, v, d_out, out, dv; t
 blockwise    9 chunks                                 q, k, v, d_out, out; dq, dk, dv; a copy of d_out in the kernel
 ring         18 chunks for any P                      as many; K, V and dK, dV in two buffers each, 8; the sum of dq
 
-`longest_training`: a step of transformer, loss, gradients, clipping, AdamW. FSDP shares out weights and optimizer
-state. A short step comes first, which makes that state. That its numbers are right is what tests/models check.
-
-    peak = weights + what all layers keep + max(the loss, the attention of the last layer - its feedforward)
-
-The feedforward of the last layer is done when its attention runs backwards. Its memory is free again, so a ring's
-buffers fit in it. With activation checkpointing there is nothing to free, and the buffers add to the peak.
-
-    $ python -m bench memory max_context longest_training
+    $ python -m bench memory max_context
 """
 
-import gc
 import resource
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, reduce
@@ -52,17 +41,11 @@ from bench import record
 from bench.peers import with_gradients
 from bench.record import Results, bench
 from ring_attn import ring_attention
-from ring_planner.hidden_communication import AttentionLayer
-from ring_planner.memory import F32, kept_at_the_loss, kept_at_work, peak_bytes_backward
 from ringlab.basics.blockwise_attention import TILE, blockwise_attention
 from ringlab.basics.naive_attention import naive_attention, resolve_scale
 from ringlab.basics.online_softmax import merge
-from ringlab.models.mesh import build_mesh
-from ringlab.models.train import RATE, build, take_step
-from ringlab.models.transformer import Config
 from ringlab.ring.backward import block_backward
-from ringlab.ring.flash_ring import ring_flash_attention, scaled_dot_product_attention
-from ringlab.ring.layouts import positions
+from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.agreement import agree
 from ringlab.support.processes import RankContext, launch
 
@@ -326,52 +309,7 @@ def max_context(worlds: list[int], budget: int, heads: int, head_dim: int) -> Re
     return {"grain": GRAIN, "rows": record.rows("max_context", {"budget": budget, **size}, steps, measure)}
 
 
-# A whole model --------------------------------------------------------------------------------------------------------
-
-SHORT = 64  # tokens of a step that warms up
-
-
-def kept_by_a_layer(method: str, config: Config, chunk: int) -> tuple[int, int, int]:
-    """Numbers of a token: inputs of a layer, and what attention and feedforward keep, if not checkpointed."""
-    h, H, D = config.hidden, config.heads, config.hidden // config.heads
-    attention, feedforward = kept_at_work(AttentionLayer(H, config.kv_heads, D, F32), h, config.feedforward)
-    if method == "naive":
-        attention += 2 * H * chunk + chunk // F32 - (h + H)  # all heads' mask has a byte for each pair; no out, lse
-    return 2 * h, attention, feedforward
-
-
-def parameters(config: Config) -> tuple[int, int]:
-    """The parameters of a layer, and those outside the layers."""
-    h, F = config.hidden, config.feedforward
-    kv = config.kv_heads * (h // config.heads)
-    return 2 * h * h + 2 * h * kv + 3 * h * F + 2 * h, (1 if config.tied else 2) * config.vocab * h + h
-
-
-def peak_bytes(method: str, config: Config, chunk: int, world_size: int) -> int:
-    """Peak memory of a rank with `chunk` tokens in a step of `ringlab.models.train`, float32, batch 1, from the second
-    step on. `method` is "naive" or "blockwise" (scaled_dot_product_attention) on one process, or "ring".
-    """
-    inputs, attention, feedforward = kept_by_a_layer(method, config, chunk)
-    h, H, D = config.hidden, config.heads, config.hidden // config.heads
-    kv = config.kv_heads * D
-    at_work = {
-        "naive": H * chunk + h,  # the gradient of the weights, dv
-        "blockwise": 2 * h + 2 * kv,  # dq, dk, dv, the kernel's copy of d_out
-        # all that peak_bytes_backward counts but q, k, v, out, d_out; a copy of v, the kernel's of d_out
-        "ring": int(peak_bytes_backward(AttentionLayer(H, config.kv_heads, D, F32), 1)) // F32 - 2 * h - kv,
-    }[method]
-    whole = inputs if config.checkpointing else inputs + attention + feedforward
-    at_attention = attention + at_work if config.checkpointing else at_work - feedforward
-    of_a_token = config.layers * whole + max(sum(kept_at_the_loss(h, config.vocab)), at_attention)
-    layer, outside = parameters(config)
-    state = 3 * (config.layers * layer + outside) // world_size + 2 * (layer + outside)  # weights and moments; gathered
-    return F32 * (of_a_token * chunk + state)
-
-
-def longest_chunk(method: str, config: Config, world_size: int, budget: int) -> int:
-    """The largest multiple of `GRAIN` tokens on a rank whose peak is at most `budget` bytes; 0 if none is."""
-    most = range(GRAIN, 2**40, GRAIN)
-    return GRAIN * bisect_right(most, budget, key=lambda chunk: peak_bytes(method, config, chunk, world_size))
+# What autograd keeps --------------------------------------------------------------------------------------------------
 
 
 def kept_bytes(module: nn.Module, work: Callable[[], Tensor]) -> int:
@@ -388,66 +326,3 @@ def kept_bytes(module: nn.Module, work: Callable[[], Tensor]) -> int:
         kept.pop(weight.untyped_storage().data_ptr(), None)
     del out
     return sum(kept.values())
-
-
-def naive(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-    """`naive_attention`, called as a transformer calls its attention; as many heads of K and V as of Q."""
-    return naive_attention(q, k, v, causal=is_causal)
-
-
-def step_of_a_model(context: RankContext, method: str, chunk: int, budget: int, config: Config) -> None:
-    """Two steps within the budget, of SHORT and of `chunk` tokens on each rank. Raises MemoryError."""
-    torch.set_num_threads(1)  # a thread that starts within the limit takes its stack from it
-    record.return_freed_memory()
-    mesh, line = build_mesh(1, context.world_size, "cpu")
-    ring = partial(scaled_dot_product_attention, layout="zigzag", group=mesh["cp"].get_group())
-    attention = {"naive": naive, "blockwise": F.scaled_dot_product_attention, "ring": ring}[method]
-
-    def steps(*lengths: int) -> None:
-        model, optimizer = build(config, attention, line, torch.float32)
-        for length in lengths:
-            at = positions("zigzag", length * context.world_size, context.rank, context.world_size)
-            tokens = at[None] % config.vocab
-            loss = take_step(model, optimizer, tokens, tokens, at, rate=RATE)
-        if not loss.isfinite():
-            raise RuntimeError(f"the loss of rank {context.rank} is {loss}")
-
-    steps(
-        SHORT, SHORT if method == "naive" else 1024
-    )  # the fused kernel's own buffers have their full size from 512 on
-    gc.collect()  # FSDP's modules refer to each other
-    with at_most(budget):
-        steps(SHORT, chunk)
-
-
-def longest_training_tables(results: Results) -> list[str]:
-    rows = []
-    for row in results["rows"]:
-        S, counted = (row["world_size"] * row[of] for of in ("chunk", "counted_chunk"))
-        (one,) = lengths(results, "blockwise", checkpointing=row["checkpointing"])
-        kept = "checkpointed" if row["checkpointing"] else "all kept"
-        numbers = [f"{S:,}", f"{counted:,}", f"{S / counted:.3f}", f"{S / one:.2f}"]
-        rows.append([kept, row["method"], row["world_size"], *numbers])
-    heads = "<activations | <attention | ranks P | longest S, measured | predicted | measured / predicted"
-    return [record.grid(f"{heads} | over blockwise's S", rows)]
-
-
-@bench(
-    longest_training_tables, worlds=[2, 4], budget=BUDGET, layers=4, hidden=128, heads=4, kv_heads=4, feedforward=384
-)
-def longest_training(worlds: list[int], budget: int, **model: int) -> Results:
-    """A row for each method, P and with or without activation checkpointing."""
-    no_limit_here()
-
-    def measure(method: str, world_size: int, checkpointing: bool) -> Case:
-        config = Config(**model, checkpointing=checkpointing)
-        counted = longest_chunk(method, config, world_size, budget)
-        return searched(step_of_a_model, method, world_size, counted, budget, config)
-
-    steps = [
-        {"method": method, "world_size": P, "checkpointing": again}
-        for again in (False, True)
-        for method in METHODS
-        for P in (worlds if method == "ring" else [1])
-    ]
-    return {"grain": GRAIN, "rows": record.rows("longest_training", {"budget": budget, **model}, steps, measure)}

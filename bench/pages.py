@@ -9,7 +9,6 @@ from statistics import geometric_mean
 from typing import Any
 
 from bench import gpu, models, record, retrieval, speed, wires  # noqa: F401  each names its benches
-from bench.memory import lengths
 from bench.models import MEMORY, ONE, RING, TORCH
 from bench.record import BENCHES
 
@@ -85,17 +84,6 @@ def short_sequences() -> str:
     return record.grid("< | float32 | bfloat16", rows)
 
 
-def longest() -> str:
-    results, rows = record.load("longest_training"), []
-    for again, name in ((False, "all activations kept"), (True, "activation checkpointing")):
-        naive, one, rings = (lengths(results, way, checkpointing=again) for way in ("naive", "blockwise", "ring"))
-        off = [abs(row["chunk"] / row["counted_chunk"] - 1) for row in results["rows"] if row["checkpointing"] == again]
-        cells = [f"{S:,}" for S in (*naive, *one, *rings)]
-        rows.append([name, *cells, f"{rings[-1] / one[0]:.2f} times", f"{100 * max(off):.1f} %"])
-    heads = "< | naive | blockwise | ring of 2 | ring of 4 | over blockwise | off its count, at most"
-    return record.grid(heads, rows)
-
-
 def speed_of_training() -> str:
     results, rows = record.load("training_speed"), []
     one, *others = ONE, RING, MEMORY, TORCH
@@ -127,7 +115,6 @@ BLOCKS = (
     trainable_ring,
     against_others,
     short_sequences,
-    longest,
     speed_of_training,
     new_token,
 )

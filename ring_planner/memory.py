@@ -14,7 +14,7 @@ Each rank needs memory for its own chunk only, so P devices hold P times the seq
 accounting: one device with blockwise attention stores L + 1 chunks, a ring L + 6.
 
 Shapes: h = H·D, C = S/P tokens on a rank, w bytes an element. Tests count the tensors of real rings, and what autograd
-keeps; bench/memory.py measures a layer and a model.
+keeps; bench/memory.py measures a layer.
 
 A reader may skip this file. Before: step.py. After: plan.py.
 Source: Liu et al. 2024, section 3 and table 1; torchtitan's pages, eight steps; Korthikanti et al. 2022 (arXiv

@@ -18,7 +18,7 @@ from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.processes import RankContext
 
 RESULTS = (record.FOLDER / "README.md").read_text()
-HISTORY = ("five_ways", "gradients_home", "in_context_rl", "loss_curves", "masked_rings")  # results without their code
+HISTORY = ("five_ways", "gradients_home", "in_context_rl", "longest_training", "loss_curves", "masked_rings")
 MiB = 2**20
 
 

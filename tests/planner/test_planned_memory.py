@@ -1,4 +1,4 @@
-"""The planner's memory: peaks by hand, those of real rings, what autograd keeps, the bench's count; docs/memory.md."""
+"""The planner's memory: peaks by hand, those of real rings, what autograd keeps; docs/memory.md."""
 
 import gc
 import json
@@ -10,28 +10,17 @@ import pytest
 import torch
 
 import ring_attn
-from bench.memory import (
-    GRAIN,
-    SCORES,
-    counted,
-    counted_training,
-    kept_by_a_layer,
-    kept_bytes,
-    longest_chunk,
-    peak_bytes,
-)
+from bench.memory import SCORES, counted, counted_training, kept_bytes
 from ring_attn import hop, ring_attention
 from ring_planner import memory as planned
 from ring_planner.hidden_communication import LLAMA_7B, AttentionLayer
-from ring_planner.memory import peak_bytes_backward
-from ringlab.basics.naive_attention import naive_attention
+from ring_planner.memory import kept_at_the_loss, kept_at_work, peak_bytes_backward
 from ringlab.models.transformer import Config, Transformer, summed_loss
 from ringlab.ring import flash_ring
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import fused_backward
 from tests.commands import ROOT
 
-MiB = 2**20
 SMALL = AttentionLayer(heads=4, kv_heads=2, head_dim=3, itemsize=2)  # h = 12
 
 
@@ -62,12 +51,12 @@ def test_the_peak_of_a_real_training_step_is_modelled(ranks, dtype, kv_heads):
     assert ranks(3, peak_in_training, layer, 64, dtype) == [peak_bytes_backward(layer, 64)] * 3
 
 
-# A training step in float32: the prediction of bench/memory.py -------------------------------------------------------
+# What autograd keeps of a model in float32 ---------------------------------------------------------------------------
 
 
-def bytes_in_the_graph(config, chunk, **attention):
+def bytes_in_the_graph(config, chunk):
     """Bytes that autograd keeps for the backward pass of a model on one process, without the weights."""
-    model, tokens = Transformer(config, **attention), torch.zeros(1, chunk, dtype=torch.int64)
+    model, tokens = Transformer(config), torch.zeros(1, chunk, dtype=torch.int64)
     return kept_bytes(model, lambda: summed_loss(model(tokens, torch.arange(chunk)), tokens))
 
 
@@ -80,60 +69,15 @@ SIZES = [
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_layer_keeps_what_autograd_keeps(size, checkpointing):
-    C = 512
+    """And the loss its last x, x/rms and n, and log-softmax; two gradients of it come later."""
+    N, h, H = 512, size["hidden"], size["heads"]
     one, three = (Config(layers=n, checkpointing=checkpointing, **size) for n in (1, 3))
-    inputs, attention, feedforward = kept_by_a_layer("blockwise", one, C)
-    expected = 4 * (inputs if checkpointing else inputs + attention + feedforward)
-    seen = (bytes_in_the_graph(three, C) - bytes_in_the_graph(one, C)) / 2 / C
-    assert expected <= seen <= expected + 4 * 2 + 0.1  # and 1/rms, a number for each of two norms
-
-
-def test_naive_attention_keeps_two_squares_a_head_and_a_mask():
-    C, naive = 256, lambda q, k, v, is_causal, enable_gqa: naive_attention(q, k, v, causal=True)
-    size = {"hidden": 32, "heads": 4, "kv_heads": 4, "feedforward": 80}
-    two, one = (bytes_in_the_graph(Config(layers=n, **size), C, attention=naive) for n in (2, 1))
-    seen = two - one
-    expected = 4 * C * sum(kept_by_a_layer("naive", Config(**size), C))
-    assert expected > 2 * 4 * 4 * C * C
-    assert expected <= seen <= expected + 16 * 4 * C  # 1/rms, and which rows see nothing
-
-
-def test_peaks_by_hand():
-    """h = 8, H = G = 2, D = 4, F = 16, a vocabulary of 4, 2 layers, 10 tokens: numbers of 4 bytes."""
-    size = {"layers": 2, "hidden": 8, "heads": 2, "kv_heads": 2, "feedforward": 16, "vocab": 4}
-    layer, outside = 4 * 64 + 3 * 8 * 16 + 16, 2 * 4 * 8 + 8
-    state, gathered = 3 * (2 * layer + outside), 2 * (layer + outside)
-    plain, again = Config(**size), Config(**size, checkpointing=True)
-    attention = 2 * 8 + 3 * 8 + 8 + 8 + (8 + 2)  # x/rms, n; q, k, v; cos and sin; out for W_o; out and lse
-    whole = 2 * 8 + attention + (2 * 8 + 4 * 16)
-    loss = 3 * 8 + 3 * 4
-    assert peak_bytes("blockwise", plain, 10, 1) == 4 * (10 * (2 * whole + loss) + state + gathered)
-    assert peak_bytes("ring", plain, 10, 4) == 4 * (10 * (2 * whole + max(loss, 14 * 8 - 80)) + state // 4 + gathered)
-    at_work = 3 * 8 + 8  # dq, dk, dv, a copy of d_out
-    assert peak_bytes("blockwise", again, 10, 1) == 4 * (10 * (2 * 16 + attention + at_work) + state + gathered)
-    at_work += 8 + 4 * 8 + 4 * 8 + 8  # dQ, two buffers of K and V, two of dK and dV, a copy of v
-    assert peak_bytes("ring", again, 10, 2) == 4 * (10 * (2 * 16 + attention + at_work) + state // 2 + gathered)
-    naive = attention - (8 + 2) + 2 * 2 * 10 + 10 // 4  # two squares, a mask
-    at_work = 2 * 10 + 8  # a square, dv
-    assert peak_bytes("naive", again, 10, 1) == 4 * (10 * (2 * 16 + naive + at_work) + state + gathered)
-
-
-def test_the_longest_chunk_fits_and_the_next_does_not():
-    config = Config(layers=3, hidden=64, checkpointing=True)
-    for method, P in (("naive", 1), ("blockwise", 1), ("ring", 4)):
-        C = longest_chunk(method, config, P, 16 * MiB)
-        assert C % GRAIN == 0
-        assert peak_bytes(method, config, C, P) <= 16 * MiB < peak_bytes(method, config, C + GRAIN, P)
-    assert longest_chunk("ring", config, 1, 1000) == 0
-    plain = Config(layers=3, hidden=64)
-    assert longest_chunk("ring", plain, 2, 16 * MiB) < longest_chunk("ring", config, 2, 16 * MiB)
-
-
-def test_the_loss_keeps_its_last_rows_and_log_softmax():
-    """x, x/rms and n, and log-softmax; the two gradients of it come later."""
-    config, C = Config(layers=1, **SIZES[0]), 512
-    layer = 4 * sum(kept_by_a_layer("blockwise", config, C))
-    assert 0 <= bytes_in_the_graph(config, C) / C - layer - 4 * (3 * 32 + 50) <= 4 * 5 + 8 + 0.1  # 1/rms; token, label
+    inputs, parts = 2 * h, kept_at_work(AttentionLayer(H, size["kv_heads"], h // H, 4), h, size["feedforward"])
+    layer = 4 * (inputs if checkpointing else inputs + sum(parts))
+    of_one, of_three = (bytes_in_the_graph(config, N) / N for config in (one, three))
+    assert 0 <= (of_three - of_one) / 2 - layer <= 4 * 2 + 0.1  # and 1/rms, a number for each of two norms
+    rows, words = kept_at_the_loss(h, size["vocab"])
+    assert 0 <= of_one - layer - 4 * (rows + words / 3) <= 4 * 5 + 8 + 0.1  # 1/rms; token, label
 
 
 def alive():
