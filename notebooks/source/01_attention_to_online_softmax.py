@@ -26,11 +26,7 @@ import torch
 from ipywidgets import interact
 
 from figures import running_softmax
-from notebooks.source.checks.attention_to_online_softmax import (
-    check_merge_two,
-    check_running_update,
-    check_safe_softmax,
-)
+from notebooks.source.checks.softmax_and_blocks import check_merge_two, check_running_update, check_safe_softmax
 from notebooks.source.show import print_source
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import finish, merge, start, update

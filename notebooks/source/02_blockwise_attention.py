@@ -26,7 +26,7 @@ from ipywidgets import interact
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from figures import measured
-from notebooks.source.checks.blockwise_attention import check_blockwise, check_largest_tensor, check_visible_tiles
+from notebooks.source.checks.softmax_and_blocks import check_blockwise, check_largest_tensor, check_visible_tiles
 from notebooks.source.show import print_source
 from ringlab.basics.blockwise_attention import TILE, attend, attend_tile, blockwise_attention
 from ringlab.basics.naive_attention import naive_attention

@@ -30,7 +30,11 @@ from ipywidgets import interact
 
 import worked_example as example
 from figures import kv_rotation
-from notebooks.source.checks.worked_example import check_blocks_of_gpu, check_mended_sum, check_token_two_in_round_two
+from notebooks.source.checks.softmax_and_blocks import (
+    check_blocks_of_gpu,
+    check_mended_sum,
+    check_token_two_in_round_two,
+)
 from ringlab.basics.online_softmax import merge
 
 np.set_printoptions(precision=4, floatmode="fixed")

@@ -29,7 +29,7 @@ import torch
 from bench import record, speed
 from figures import measured
 from notebooks.source import workers
-from notebooks.source.checks.fused_kernels import check_merging_share, check_natural_lse
+from notebooks.source.checks.kernels_and_wires import check_merging_share, check_natural_lse
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import merge

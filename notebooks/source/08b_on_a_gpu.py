@@ -28,7 +28,7 @@ import time
 import torch
 
 from figures import wrong_kernel
-from notebooks.source.checks.on_a_gpu import check_end, check_tflops
+from notebooks.source.checks.kernels_and_wires import check_end, check_tflops
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import naive_attention
 

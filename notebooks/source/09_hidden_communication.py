@@ -26,7 +26,7 @@ from itertools import product
 
 from bench import memory, record
 from figures import measured, slow_hop
-from notebooks.source.checks.hidden_communication import check_peak_memory_backward, check_smallest_chunk
+from notebooks.source.checks.kernels_and_wires import check_peak_memory_backward, check_smallest_chunk
 from ring_planner.hidden_communication import AttentionLayer, min_overlap_chunk
 from ring_planner.memory import peak_bytes, peak_bytes_backward
 from ring_planner.presets import gpu_named, model_named

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from figures import token_loss
 from figures.token_loss import TEXT, on_each_rank, token_losses, trained_model
 from notebooks.source import workers
-from notebooks.source.checks.a_model_in_the_ring import check_batch_loss, check_rank_input
+from notebooks.source.checks.models import check_batch_loss, check_rank_input
 from notebooks.source.show import print_source
 from ringlab.models.transformer import Config, Layer, Transformer, shard_text, summed_loss
 from ringlab.ring.layouts import positions

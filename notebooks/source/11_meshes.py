@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from figures import measured
 from figures import mesh as picture
-from notebooks.source.checks.meshes import check_gradient_norm, check_rank_loss
+from notebooks.source.checks.models import check_gradient_norm, check_rank_loss
 from notebooks.source.show import print_source
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.models import mesh

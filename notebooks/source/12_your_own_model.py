@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from notebooks.source import model_workers
-from notebooks.source.checks.your_own_model import check_attention_function, check_what_is_refused
+from notebooks.source.checks.models import check_attention_function, check_what_is_refused
 from notebooks.source.model_workers import tiny
 from ringlab.hugging_face.batch import BATCH, shifted
 from ringlab.models.transformer import TEXT

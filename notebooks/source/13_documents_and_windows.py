@@ -26,7 +26,7 @@ from functools import partial
 import torch
 
 from figures import masked_ring
-from notebooks.source.checks.documents_and_windows import check_first_key, check_hops
+from notebooks.source.checks.masks_and_ways import check_first_key, check_hops
 from notebooks.source.show import print_source
 from ringlab.ring import documents
 from ringlab.ring.cases import chunks_of_rank

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from figures import measured
-from notebooks.source.checks.generation import check_bytes_of_a_token, check_caches
+from notebooks.source.checks.models import check_bytes_of_a_token, check_caches
 from notebooks.source.show import print_source
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.models import generate

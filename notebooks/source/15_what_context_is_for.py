@@ -26,7 +26,7 @@ from bench.retrieval import accuracy_by_depth, write_texts
 from figures import chosen_keys as topics
 from figures import measured
 from notebooks.source import workers
-from notebooks.source.checks.what_context_is_for import check_merge, check_sent
+from notebooks.source.checks.masks_and_ways import check_merge, check_sent
 from notebooks.source.show import print_source
 from ringlab.ring import chosen_keys, latent_ring
 from ringlab.support.processes import launch

@@ -28,7 +28,7 @@ from dataclasses import replace
 import torch
 
 from figures import tokens_to_heads
-from notebooks.source.checks.the_other_ways_round import check_copies, check_meshes
+from notebooks.source.checks.masks_and_ways import check_copies, check_meshes
 from ring_planner.hidden_communication import block_flops
 from ring_planner.presets import gpu_named, model_named
 from ring_planner.seconds import Pass, pass_of

@@ -29,7 +29,7 @@ from bench import record
 from bench.wires import TRAIN, timed
 from figures import double_ring as picture
 from figures import flat_ring, measured
-from notebooks.source.checks.two_speeds_of_wire import check_block, check_blocks_of_a_nic
+from notebooks.source.checks.kernels_and_wires import check_block, check_blocks_of_a_nic
 from notebooks.source.show import print_source
 from ring_planner import command
 from ring_planner.hidden_communication import block_flops, hop_bytes, ring_seconds

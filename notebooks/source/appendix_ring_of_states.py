@@ -25,7 +25,7 @@ import torch
 
 from figures import state_ring as picture
 from notebooks.source import workers
-from notebooks.source.checks.ring_of_states import check_state_gradient, check_two_maps
+from notebooks.source.checks.masks_and_ways import check_state_gradient, check_two_maps
 from notebooks.source.show import print_source
 from ringlab.basics.naive_attention import TOKENS
 from ringlab.states.linear_attention import Map, linear_attention, recurrence

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from notebooks.source.checks.blockwise_attention import PeakMemory
+from notebooks.source.checks.softmax_and_blocks import PeakMemory
 from ringlab.basics import blockwise_attention as module
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import accumulation_dtype, naive_attention

@@ -39,12 +39,8 @@ ASKS = "check_new_mistake"  # the doctor: a second for each answer
 EACH = [pytest.param(name, marks=pytest.mark.slow) if name == ASKS else name for name in EXERCISES]
 
 
-def checks_of(name):
-    return import_module(f"notebooks.source.checks.{name}")
-
-
-def check_named(name):
-    return getattr(checks_of(CHECKS[name][0].stem.partition("_")[2]), name)
+MODULES = [import_module(f"notebooks.source.checks.{path.stem}") for path in build.SOURCES.glob("checks/[a-z]*.py")]
+DEFINED = {name: check for module in MODULES for name, check in vars(module).items() if name.startswith("check_")}
 
 
 def cases(answers, names=CHECKS):
@@ -58,7 +54,7 @@ def cases(answers, names=CHECKS):
     return found
 
 
-ROWS = [(check, row) for check in EXERCISES if isinstance(row := check_named(check), Exercise)]
+ROWS = [(check, row) for check in EXERCISES if isinstance(row := DEFINED[check], Exercise)]
 HINTS = [
     pytest.param(row, hint, id=f"{name}-{hint}")
     for name, row in [*ROWS, ("one block", ONE_BLOCK)]
@@ -114,8 +110,7 @@ def test_the_exercises_are_open(source):
 
 
 def test_every_check_has_an_exercise_and_wrong_answers():
-    defined = {check for name in NAMES for check in vars(checks_of(name)) if check.startswith("check_")}
-    assert CHECKS.keys() == defined == WRONG_ANSWERS.keys() | dict(ROWS).keys()
+    assert CHECKS.keys() == DEFINED.keys() == WRONG_ANSWERS.keys() | dict(ROWS).keys()
 
 
 # Right answers ----------------------------------------------------------------------------------------------------
@@ -123,7 +118,7 @@ def test_every_check_has_an_exercise_and_wrong_answers():
 
 @pytest.mark.parametrize("check", EACH)
 def test_the_solution_is_right_and_what_is_not_answered_is_open(check):
-    right, judge = solution(check), check_named(check)
+    right, judge = solution(check), DEFINED[check]
     assert judge(right).startswith("right")
     assert judge((lambda *args: ...) if callable(right) else ...) == OPEN
     if isinstance(right, list | tuple):
@@ -134,12 +129,12 @@ def test_the_solution_is_right_and_what_is_not_answered_is_open(check):
 @pytest.mark.parametrize("ring", [None, *RIGHT_RINGS])
 def test_right_rings_are_right(ring, monkeypatch):
     monkeypatch.setattr(trial, "SECONDS", 1e6)  # a busy machine is no mistake
-    assert check_named("check_ring")(ring or solution("check_ring")).startswith("right: full attention")
+    assert DEFINED["check_ring"](ring or solution("check_ring")).startswith("right: full attention")
 
 
 @pytest.mark.parametrize("check", RIGHT_ANSWERS)
 def test_other_right_answers_are_right(check):
-    said = [check_named(check)(answer) for answer in RIGHT_ANSWERS[check]]
+    said = [DEFINED[check](answer) for answer in RIGHT_ANSWERS[check]]
     assert all(line.startswith("right") for line in said), said
 
 
@@ -147,9 +142,9 @@ def test_other_right_answers_are_right(check):
 
 
 def test_an_order_in_which_messages_wait_in_a_row_is_no_deadlock_and_slow():
-    said = check_named("check_ring_order")(one_rank_receives_first)
+    said = DEFINED["check_ring_order"](one_rank_receives_first)
     assert said.startswith("right: no deadlock, but 4 ranks need 4 phases")
-    assert check_named("check_ring_order")(solution("check_ring_order")) == "right"
+    assert DEFINED["check_ring_order"](solution("check_ring_order")) == "right"
 
 
 # Wrong answers ------------------------------------------------------------------------------------------------------
@@ -157,7 +152,7 @@ def test_an_order_in_which_messages_wait_in_a_row_is_no_deadlock_and_slow():
 
 @pytest.mark.parametrize(("check", "answer", "words"), cases(WRONG_ANSWERS))
 def test_a_wrong_answer_is_told_why(check, answer, words):
-    said = check_named(check)(answer)
+    said = DEFINED[check](answer)
     assert said.startswith("not yet: ")
     assert words in said
 
@@ -178,7 +173,7 @@ def test_a_common_mistake_gets_its_own_hint(row, hint):
 @pytest.mark.parametrize(("check", "answer", "words"), cases({"check_ring": WAITING_RINGS}))
 def test_a_ring_that_waits_for_ever_is_told_why(check, answer, words, monkeypatch):
     monkeypatch.setattr(trial, "SECONDS", 1.0)
-    assert words in check_named(check)(answer)
+    assert words in DEFINED[check](answer)
 
 
 # What a row says of answers of every kind ---------------------------------------------------------------------------
@@ -348,5 +343,5 @@ def test_one_rank_of_a_ring_may_have_wrong_messages(monkeypatch, wrong):
         return ran
 
     monkeypatch.setattr(the_ring, "watch_ring", watched)
-    said = check_named("check_ring")(lambda q, k, v, lengths: q)
+    said = DEFINED["check_ring"](lambda q, k, v, lengths: q)
     assert f"rank {wrong}: the result is right. But it called a collective, allgather (8 bytes)" in said

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from notebooks.source.checks.overlap import check_overlap_order
-from notebooks.source.checks.your_own_model import check_what_is_refused
+from notebooks.source.checks.models import check_what_is_refused
+from notebooks.source.checks.trainable_ring import check_overlap_order
 from ringlab.basics.blocking_messages import Recv, Send
 from ringlab.basics.online_softmax import merge
 from tests.wrong.readers_rings import WRONG_RINGS

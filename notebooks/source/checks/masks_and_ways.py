@@ -1,0 +1,288 @@
+"""Checks of chapters 13, 15 and 17, and of the appendix on states."""
+
+import math
+from itertools import accumulate
+
+import torch
+
+from notebooks.source.checks.answers import Exercise, torch_generator
+
+# Chapter 13: the first key that a query sees, the hops of a window ---------------------------------------------------
+
+
+def _start(position, lengths):
+    return max(start for start in [0, *accumulate(lengths)] if start <= position)
+
+
+def _first(position, lengths, window, move=0):
+    """The first key; where there is a window, `move` away from where it begins."""
+    start = _start(position, lengths)
+    return start if window is None else max(start, position + 1 - window + move)
+
+
+def _query(random):
+    lengths = [random.randint(1, 6) for _ in range(random.randint(1, 6))]
+    return random.randrange(sum(lengths)), lengths, random.choice((None, random.randint(1, 9)))
+
+
+OTHER = "that key is of another document"
+LENGTHS = (([3, 5], None), ([3, 5], 2), ([1, 1, 4], 3), ([8], 5), ([2, 6, 4], 20))
+check_first_key = Exercise(  # -> the first key that the query sees, under a causal mask
+    right=lambda position, lengths, window: _first(position, lengths, window),
+    wrong={
+        "the first query of a document sees itself only": lambda p, lengths, window: (
+            _first(p - 1, lengths, window) if p and _start(p, lengths) == p else _first(p, lengths, window)
+        ),
+        "that is the query's place in its own document; a key stands in the whole sequence": (
+            lambda p, lengths, window: p - _start(p, lengths)
+        ),
+        "that is one key too many: the window counts the query's own": lambda *query: _first(*query, move=-1),
+        "that is one key too few; the window counts the query's own": lambda *query: _first(*query, move=1),
+        OTHER: lambda p, lengths, window: 0,
+        f"{OTHER}: a window ends where a document begins": (
+            lambda p, lengths, window: _start(p, lengths) if window is None else max(0, p + 1 - window)
+        ),
+        f"{OTHER}, or there is none: a window ends where a document begins": (
+            lambda p, lengths, window: _start(p, lengths) if window is None else p + 1 - window
+        ),
+        "a window does not reach back before key 0": lambda p, lengths, window: (
+            p + 1 - window if window and _start(p, lengths) == 0 else _first(p, lengths, window)
+        ),
+        "that is the start of its document; the window begins later": lambda p, lengths, window: _start(p, lengths),
+    },
+    cases={
+        "it is the first token of the query's document, or the first of its window, whichever is later": [
+            (p, lengths, window) for lengths, window in LENGTHS for p in reversed(range(sum(lengths)))
+        ]
+    },
+    draw=_query,
+)
+
+check_hops = Exercise(  # of a window of w tokens in the contiguous layout
+    right=lambda w, C, P: min(math.ceil((w - 1) / C), P - 1),
+    wrong={
+        "the query's own key is no way back: the farthest key is w - 1 tokens away": (
+            lambda w, C, P: min(math.ceil(w / C), P - 1)
+        ),
+        "round up: one key in the next block needs the whole hop": lambda w, C, P: min((w - 1) // C, P - 1),
+        "round up, and the farthest key is w - 1 tokens away": lambda w, C, P: min(w // C, P - 1),
+        "after P - 1 hops every rank has seen all blocks": lambda w, C, P: math.ceil((w - 1) / C),
+        "that is a ring without a window": lambda w, C, P: P - 1,
+        "P - 1 hops bring all P blocks": lambda w, C, P: min(math.ceil((w - 1) / C), P),
+        "these are the blocks a rank computes; it has its own without a hop": (
+            lambda w, C, P: min(math.ceil((w - 1) / C) + 1, P)
+        ),
+    },
+    cases={
+        "the farthest key is w - 1 tokens back, and a hop reaches C tokens further": [
+            *((w, 8, 4) for w in (1, 2, 8, 9, 10, 100, 17)),
+            (5, 8, 1),
+            (16, 8, 8),
+        ]
+    },
+    draw=lambda random: (random.randint(1, 300), random.randint(1, 40), random.randint(1, 12)),
+    remark="with a window of C + 1 tokens or fewer, one hop is enough for any number of ranks",
+)
+
+
+# Chapter 15: the best keys of blocks that arrive in turn, and what a layer with chosen keys sends --------------------
+
+
+def _best(blocks, count):
+    keys = sorted((-score, at) for scores, places in blocks for score, at in zip(scores, places, strict=True))
+    return {at for _, at in keys[:count]}
+
+
+def _late(blocks, count):
+    keys = [(score, at) for scores, places in blocks for score, at in zip(scores, places, strict=True)]
+    return {at for _, at in sorted(keys, key=lambda key: -key[0])[:count]}
+
+
+def _drawn_blocks(random):
+    P, C = random.randint(1, 4), random.randint(1, 5)
+    blocks = [([float(random.randint(0, 3)) for _ in range(C)], [*range(j * C, j * C + C)]) for j in range(P)]
+    return blocks[::-1], random.randint(1, P * C)
+
+
+check_merge = Exercise(  # (scores, positions) of a query by block, count -> the positions of its best keys
+    right=_best,
+    wrong={
+        "those are the best of the first block, the own one; others have better keys": (
+            lambda blocks, count: _best(blocks[:1], count)
+        ),
+        "that is a share of the keys from each block; the best may all be in one": (
+            lambda blocks, count: set().union(*(_best([block], max(1, count // len(blocks))) for block in blocks))
+        ),
+        "those are later keys of equal scores; the smaller positions win": _late,
+        "those are the keys with the smallest scores": (
+            lambda blocks, count: _best([([-x for x in scores], at) for scores, at in blocks], count)
+        ),
+    },
+    cases={
+        "the largest scores of all blocks; of equal ones the smaller positions": [
+            ([([1.0, 5.0], [4, 5]), ([6.0, 3.0], [2, 3]), ([4.0, 2.0], [0, 1])], 3),
+            ([([2.0, 1.0], [4, 5]), ([1.0, 2.0], [2, 3]), ([2.0, 2.0], [0, 1])], 2),
+            ([([9.0, 8.0, 7.0], [3, 4, 5]), ([1.0, 1.0, 1.0], [0, 1, 2])], 2),
+        ]
+    },
+    draw=_drawn_blocks,
+    remark="each rank keeps count candidates of a query, and no row of S scores",
+)
+
+check_sent = Exercise(  # C, L, R, E, P -> the numbers that a rank sends in the forward pass
+    right=lambda C, L, R, E, P: (P - 1) * C * (L + R + E),
+    wrong={
+        "the own block is there: P - 1 hops are enough": lambda C, L, R, E, P: P * C * (L + R + E),
+        "the index keys travel too": lambda C, L, R, E, P: (P - 1) * C * (L + R),
+        "the rotated numbers travel too": lambda C, L, R, E, P: (P - 1) * C * (L + E),
+        "one latent serves K and V": lambda C, L, R, E, P: (P - 1) * C * (2 * L + R + E),
+        "the rotated numbers are the same for all heads": lambda C, L, R, E, P: (P - 1) * C * (L + 128 * R + E),
+        "that is one hop": lambda C, L, R, E, P: C * (L + R + E),
+    },
+    cases={
+        "P - 1 hops of C tokens; an index key, a latent and the rotated numbers of each": [
+            (8, 5, 3, 2, 4),
+            (1024, 512, 64, 128, 8),
+        ]
+    },
+    draw=lambda random: tuple(random.randint(2, 99) for _ in range(5)),
+)
+
+
+# Chapter 17: gradients of copies, meshes of a hybrid -----------------------------------------------------------------
+
+
+def _copies(P, G, generator):
+    return torch.randn(P, 5, 4, 3, generator=generator, dtype=torch.float64), G
+
+
+def _grouped(of):
+    """The gradients of the heads (B, G, S, D) that `of` makes of copies (G, P/G, B, S, D)."""
+    return lambda copies, G: of(copies.unflatten(0, (G, -1))).transpose(0, 1)
+
+
+def _drawn_copies(random):
+    G = random.randint(1, 5)
+    return _copies(G * random.randint(2, 4), G, torch_generator(random))
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+check_copies = Exercise(  # gradients of copies (P, B, S, D), and G -> the gradients of the heads (B, G, S, D)
+    right=lambda copies, G: copies.unflatten(0, (G, -1)).sum(dim=1).transpose(0, 1),
+    wrong={
+        "the numbers are right; B is the first dimension, then the heads": (
+            lambda copies, G: copies.unflatten(0, (G, -1)).sum(dim=1)
+        ),
+        "the copies' gradients are parts of one gradient: add them, do not average": _grouped(lambda x: x.mean(dim=1)),
+        "that is the gradient of the first copy; the other copies' queries count too": _grouped(lambda x: x[:, 0]),
+        "that is the gradient of the last copy; the other copies' queries count too": _grouped(lambda x: x[:, -1]),
+        "the copies of a head are on neighbouring ranks: 0, 0, 1, 1, not 0, 1, 0, 1": (
+            lambda copies, G: copies.unflatten(0, (-1, G)).sum(dim=0).transpose(0, 1)
+        ),
+        "each head is summed over its own copies only": (
+            lambda copies, G: copies.sum(dim=0)[:, None].expand(-1, G, -1, -1)
+        ),
+    },
+    cases={
+        "a head has the sum of its copies' gradients": [
+            _copies(P, G, GENERATOR) for P, G in ((6, 2), (4, 2), (6, 3), (4, 4), (3, 1))
+        ]
+    },
+    draw=_drawn_copies,
+    remark="to_tokens adds them in this way",
+)
+
+
+def _meshes(possible):
+    """The meshes (rows, ranks of a row) of P ranks whose rows have a length g that is possible(H, G, g)."""
+    return lambda P, H, G: {(P // g, g) for g in range(1, P + 1) if P % g == 0 and possible(H, G, g)}
+
+
+def _cluster(random):
+    G = random.randint(1, 24)
+    return random.randint(1, 48), random.randint(1, 6) * G, G
+
+
+RIGHT = _meshes(lambda H, G, g: G % g == 0)
+check_meshes = Exercise(  # -> meshes (rows, ranks of a row) with equal query heads on each rank, no copies of K/V heads
+    right=lambda P, H, G: RIGHT(P, H, G),
+    wrong={
+        "a mesh is (rows, ranks of a row); yours are the wrong way round": (
+            lambda P, H, G: {(g, n) for n, g in RIGHT(P, H, G)}
+        ),
+        "rows of 1 rank count too: that is the flat ring": _meshes(lambda H, G, g: G % g == 0 and g > 1),
+        "these are all meshes that work; in some of them the heads are not equal, or K/V heads are copied": _meshes(
+            lambda H, G, g: g <= H
+        ),
+        "the query heads are equal, but in some of them a K/V head is needed by several ranks of a row": _meshes(
+            lambda H, G, g: H % g == 0
+        ),
+        "it is not enough that g is at most G: where g does not divide G, two ranks need the same K/V head": _meshes(
+            lambda H, G, g: g <= G
+        ),
+    },
+    cases={
+        "rows times ranks of a row must be P, and every g that divides both P and G is there": [
+            (8, 6, 2),
+            (16, 40, 8),
+            (12, 30, 10),
+            (6, 8, 8),
+            (24, 24, 4),
+            (5, 4, 2),
+            (8, 8, 8),
+        ]
+    },
+    draw=_cluster,
+    remark="a row may be as long as the largest number that divides both P and G",
+)
+
+
+# The appendix on states: two maps in one, the gradient that goes the other way ---------------------------------------
+
+
+def _maps(generator, D=2, Dv=3):
+    """keep (D, D), add (D, Dv), and the same once more."""
+    return tuple(torch.randn(D, n, generator=generator, dtype=torch.float64) for n in (D, Dv, D, Dv))
+
+
+def _drawn(random):
+    return _maps(torch_generator(random), random.randint(2, 4), random.randint(3, 4))
+
+
+def _gradients(maps):
+    keep, d_after, _, d_read = maps
+    return keep, d_after, d_read
+
+
+ORDER = "the state goes through a first, so a's matrix stands next to the state: on the right"
+check_two_maps = Exercise(  # keep and add of a, and of b -> of a, then b
+    right=lambda keep_a, add_a, keep_b, add_b: {"keep": keep_b @ keep_a, "add": keep_b @ add_a + add_b},
+    wrong={
+        ORDER: lambda keep_a, add_a, keep_b, add_b: {"keep": keep_a @ keep_b, "add": keep_a @ add_b + add_a},
+        "that is for numbers; these are matrices": lambda keep_a, add_a, keep_b, add_b: {"keep": keep_a * keep_b},
+        "what a has added goes through b too: b keeps only a part of it": (
+            lambda keep_a, add_a, keep_b, add_b: {"add": add_a + add_b}
+        ),
+    },
+    cases={"state -> keep_b @ (keep_a @ state + add_a) + add_b": [_maps(torch.Generator().manual_seed(0))]},
+    draw=_drawn,
+    remark="with it, maps of 1, 2, 4, ... ranks become one",
+)
+
+check_state_gradient = Exercise(  # of the state before a rank: keep, the one after it, and what its own tokens give
+    right=lambda keep, d_after, d_read: keep.mT @ d_after + d_read,
+    wrong={
+        "then nothing comes back from later ranks, as in the failure above": lambda keep, d_after, d_read: d_read,
+        "the rank's own tokens read this state too": lambda keep, d_after, d_read: keep.mT @ d_after,
+        "the gradient goes back through the transposed matrix": lambda keep, d_after, d_read: keep @ d_after + d_read,
+        "d_read is the gradient of the state before the rank: it goes through no map of this rank": (
+            lambda keep, d_after, d_read: keep.mT @ (d_after + d_read)
+        ),
+        "what later ranks find goes back through this rank's map": lambda keep, d_after, d_read: d_after + d_read,
+    },
+    cases={
+        "what later ranks find, and what its own tokens read": [_gradients(_maps(torch.Generator().manual_seed(0)))]
+    },
+    draw=lambda random: _gradients(_drawn(random)),
+    remark="an affine map again, so hops, scan and gather serve the gradient too",
+)

@@ -1,0 +1,319 @@
+"""Checks of chapters 1 to 3."""
+
+import math
+import tracemalloc
+from random import Random
+
+import torch
+
+from notebooks.source.checks.answers import Exercise, NotYet, difference, torch_generator
+from notebooks.source.trial import LiveTensors
+from ringlab.basics.naive_attention import TOKENS, naive_attention
+from ringlab.basics.online_softmax import merge
+
+# Chapter 1: a softmax that does not overflow, one running update, a merge of two results -----------------------------
+
+
+def _scores(*scores):
+    return [(torch.tensor(each, dtype=torch.float64),) for each in scores]  # float32 would round large ones
+
+
+def _many_scores(random):
+    n, place = random.randint(1, 9), random.choice((5000, -5000, 0, 10**6))
+    return (place + 3 * torch.randn(n, dtype=torch.float64, generator=torch_generator(random)),)
+
+
+STILL = "the largest score still overflows; subtract the largest score, not the smallest, the mean or the"
+check_safe_softmax = Exercise(  # scores (n,) of any size -> weights (n,)
+    right=lambda scores: torch.softmax(scores, 0),
+    cases={
+        "each weight is e^score, divided by the sum of all e^score, already for the small scores": _scores(
+            [0.0, 1.0, 2.0], [1.0, 0.5, 0.0, -1.0], [2.0]
+        ),
+        "e^1000 overflows; subtract the largest score from all scores before exp": _scores([1000.0, 1001.0, 1002.0]),
+        "e^-1000 is 0, so the sum is 0; subtract the largest score itself, which is -1000 (its absolute value, or a "
+        "fixed number, does not help here)": _scores([-1000.0, -1001.0, -1002.0]),
+        f"{STILL} first": _scores([0.0, 1.0, 2.0, 1000.0]),
+        f"{STILL} last": _scores([1000.0, 2.0, 1.0, 0.0]),
+    },
+    draw=_many_scores,
+)
+
+
+def _update(sums):
+    """A running update whose new l and o are sums(old, new, f)."""
+
+    def update(m, l, o, scores, v):
+        m_new = torch.maximum(m, scores.max())
+        p, f = torch.exp(scores - m_new), torch.exp(m - m_new)
+        return {"m": m_new, "l": sums(l, p.sum(), f), "o": sums(o, p @ v, f)}
+
+    return update
+
+
+def _more_keys(random):
+    (n, D), generator = (random.randint(1, 7), random.randint(1, 6)), torch_generator(random)
+    m, l, o, scores = (torch.randn(size, generator=generator) for size in ((), (), D, n))
+    return m, 1 + l.abs(), o, 2 * scores, torch.randn(n, D, generator=generator)
+
+
+VALUES = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 5.0]])
+OLD = torch.tensor(1.0), torch.tensor(2.5), torch.tensor([3.0, 4.0])
+RIGHT = _update(lambda old, new, f: f * old + new)
+ONLY = "only the old part is rescaled by e^(m - m_new); the new part has the new max already"
+check_running_update = Exercise(  # (m, l, o), scores (n,), v (n, D) -> (m, l, o), for one query
+    right=lambda m, l, o, scores, v: RIGHT(m, l, o, scores, v),
+    wrong={
+        "m is the largest score of all so far: compare the old m with the new scores": (
+            lambda m, l, o, scores, v: {"m": scores.max()}
+        ),
+        "the old part is not rescaled: multiply it by e^(m - m_new)": _update(lambda old, new, f: old + new),
+        "the old part is lost: add it, rescaled by e^(m - m_new)": _update(lambda old, new, f: new),
+        "the old part is rescaled the wrong way round: e^(m - m_new), not e^(m_new - m)": _update(
+            lambda old, new, f: old / f + new
+        ),
+        ONLY: _update(lambda old, new, f: f * (old + new)),
+        "the new part of o is p @ v: the values, each times its weight": lambda m, l, o, scores, v: {
+            "o": RIGHT(m, l, o, scores, torch.ones_like(v))["o"]
+        },
+        "o stays unnormalised; divide by l at the end only": lambda m, l, o, scores, v: {
+            "o": RIGHT(m, l, o, scores, v)["o"] / RIGHT(m, l, o, scores, v)["l"]
+        },
+    },
+    cases={
+        "the max stays at 1": [(*OLD, torch.tensor([0.0, 0.5]), VALUES[:2])],
+        "the max grows": [
+            (*OLD, torch.tensor([3.0, 2.0]), VALUES[:2]),
+            (*OLD, torch.tensor([4.0, -1.0, 2.0]), VALUES),
+        ],
+        "these are the first keys, so m was -inf": [
+            (torch.tensor(-math.inf), torch.tensor(0.0), torch.zeros(2), torch.tensor([3.0, 2.0]), VALUES[:2])
+        ],
+    },
+    draw=_more_keys,
+)
+
+
+def _two_parts(n, keys, D, generator, shift=0.0):
+    """(out, lse) of the first key, and of the others; the scores are so much larger."""
+    scores, v = (torch.randn(*size, dtype=torch.float64, generator=generator) for size in ((n, keys), (keys, D)))
+    parts = ((scores[:, k], v[k]) for k in (slice(0, 1), slice(1, keys)))
+    return [x for s, values in parts for x in (torch.softmax(s, 1) @ values, s.logsumexp(1) + shift)]
+
+
+def _merged(out_a, lse_a, out_b, lse_b):
+    return dict(zip(("out", "lse"), merge(out_a, lse_a, out_b, lse_b), strict=True))
+
+
+def _drawn_parts(random):
+    size = random.randint(1, 6), random.randint(2, 9), 5
+    return tuple(_two_parts(*size, torch_generator(random), random.choice((0, -1, 1)) * random.uniform(800, 9000)))
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+PART, NOTHING = _two_parts(3, 5, 2, GENERATOR)[:2], [torch.zeros(3, 2).double(), torch.full((3,), -math.inf).double()]
+STABLE = "use torch.logaddexp, or subtract the larger lse before exp"
+check_merge_two = Exercise(  # (out (n, D), lse (n,)) of two sets of keys -> (out, lse) of both
+    right=_merged,
+    wrong={
+        "out is the plain average; a part with more weight, a larger lse, counts more": (
+            lambda out_a, lse_a, out_b, lse_b: {"out": (out_a + out_b) / 2}
+        ),
+        "out is the plain sum, so its weights add up to 2": lambda out_a, lse_a, out_b, lse_b: {"out": out_a + out_b},
+        "the two shares are swapped: out_a has the share e^(lse_a - lse)": lambda out_a, lse_a, out_b, lse_b: {
+            "out": _merged(out_b, lse_a, out_a, lse_b)["out"]
+        },
+        "divide by the sum of both, e^lse": lambda out_a, lse_a, out_b, lse_b: {
+            "out": lse_a.exp()[:, None] * out_a + lse_b.exp()[:, None] * out_b
+        },
+    },
+    cases={
+        "weigh out_a by e^(lse_a - lse) and out_b by e^(lse_b - lse); lse is log(e^lse_a + e^lse_b)": [
+            tuple(_two_parts(*size, GENERATOR)) for size in ((3, 5, 2), (4, 9, 3), (1, 2, 1))
+        ],
+        f"right for small lse, but e^1000 overflows; {STABLE}": [tuple(_two_parts(3, 5, 2, GENERATOR, 1000.0))],
+        f"right for small lse, but e^-1000 is 0; {STABLE}": [tuple(_two_parts(3, 5, 2, GENERATOR, -1000.0))],
+        "a part that saw no key (out = 0, lse = -inf) changes nothing": [(*PART, *NOTHING), (*NOTHING, *PART)],
+        "twice no key (lse = -inf for both): -inf - (-inf) is NaN; the result is out = 0 and lse = -inf": [
+            (*NOTHING, *NOTHING)
+        ],
+    },
+    draw=_drawn_parts,
+)
+
+
+# Chapter 2: attention in blocks, tiles under a causal mask, the largest tensor ---------------------------------------
+
+PRODUCTS = ("mm", "mv", "dot", "_attention", "_for_cpu")  # so end the names of torch's products, and of its attention
+
+
+class PeakMemory(LiveTensors):
+    """Notes the most bytes at once, and the most rows of `keys` (S, D), or of `values`, in one product of matrices."""
+
+    rows = 0
+
+    def __init__(self, keys, values):
+        super().__init__((keys, values))
+        self.known = torch.cat((keys, values))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        D = self.known.shape[1]
+        for x in args if function.__name__.partition(".")[0].endswith(PRODUCTS) else ():
+            for way in (x, x.mT) if isinstance(x, torch.Tensor) and x.ndim > 1 else ():
+                if way.shape[-1] == D and x.numel() > self.rows * D:
+                    self.rows = max(self.rows, int((way.reshape(-1, 1, D) == self.known).all(-1).any(-1).sum()))
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        self.look()
+        return result
+
+
+def _exact(q, k, v, block_size):
+    return naive_attention(q[None, None], k[None, None], v[None, None])[0, 0]
+
+
+def _one_block_at_a_time(answer):
+    """Raise NotYet when it computes all scores, or takes more keys at once. (How many numpy takes is not seen.)"""
+    S, D, block_size = 256, 4, Random().randint(5, 16)
+    q, k, v = torch.randn(3, S, D)
+    with PeakMemory(k, v) as seen:
+        first = answer(q, k, v, block_size)
+    tracemalloc.start()  # the memory of numpy and of lists
+    try:
+        second = answer(q, k, v, block_size)
+        largest = max(seen.most, tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
+    exact = _exact(q, k, v, block_size)
+    if problem := difference(first, exact) or difference(second, exact):
+        raise NotYet(f"{problem}, with {S} keys in blocks of {block_size}, D = {D}")
+    if largest > S * S * 4:
+        raise NotYet(
+            f"right result, but with {S} tokens and blocks of {block_size} you held {largest:,} bytes at once. All "
+            f"scores have {S * S * 4:,} bytes, one block of them {S * block_size * 4:,}: compute "
+            "the scores of one block of keys at a time, and keep none of them"
+        )
+    if seen.rows > block_size:
+        raise NotYet(
+            f"right result, but with blocks of {block_size} you took {seen.rows} keys at once into a product: compute "
+            "the scores of one block of keys at a time, for all queries or for some of them"
+        )
+
+
+def _tokens(S, D, block_size, generator):
+    return *torch.randn(3, S, D, generator=generator), block_size
+
+
+LARGE = 20 * torch.tensor([[1.0, 2, 0, 3], [3, 1, 2, 0], [0, 2, 1, 1], [2, 0, 3, 1], [1, 1, 2, 3]], dtype=torch.float64)
+check_blockwise = Exercise(  # q, k, v (S, D) -> (S, D)
+    right=_exact,
+    wrong={"the scores are not divided by sqrt(D)": lambda q, k, v, block_size: torch.softmax(q @ k.T, dim=1) @ v},
+    cases={
+        "full attention, a block of keys at a time": [
+            _tokens(*sizes, GENERATOR) for sizes in ((7, 4, 7), (7, 4, 1), (7, 4, 3), (12, 2, 4))
+        ],
+        "scores of 400 to 2800: keep a running max m and subtract it before exp": [(LARGE, LARGE, LARGE, 2)],
+    },
+    draw=lambda r: _tokens(r.randint(1, 20), r.randint(1, 6), r.randint(1, 6), torch_generator(r)),
+    then=_one_block_at_a_time,
+)
+
+check_visible_tiles = Exercise(  # how many of n x n square tiles have a pair that a causal mask leaves visible
+    right=lambda n: n * (n + 1) // 2,
+    wrong={
+        "that is all of them": lambda n: n * n,
+        "the n tiles on the diagonal count too": lambda n: n * (n - 1) // 2,
+        "half of all tiles, and half of the diagonal more": lambda n: n * n / 2,
+        "half of all tiles, rounded; half of the diagonal is more": lambda n: n * n // 2,
+        "those are the tiles on the diagonal; row i sees those before it too": lambda n: n,
+    },
+    cases={"row i sees tiles 0 to i": [(1,), (2,), (3,), (4,), (5,), (32,)]},
+    draw=lambda random: (random.randint(6, 500),),
+)
+
+WHOLE = 8 * 1_000_000 * 64 * 4
+check_largest_tensor = Exercise(  # bytes, of blockwise attention with S = 1,000,000, H = 8, D = 64, block 256, float32
+    right=WHOLE,
+    wrong={
+        "that is the tile of scores, 2 MiB; one of q, k, v and out is larger": 8 * 256 * 256 * 4,
+        "that is the square of scores, which is never made": 8 * 1_000_000 * 1_000_000 * 4,
+        "that is how many numbers it has; each is 4 bytes": WHOLE // 4,
+        "that is one head of 8": WHOLE // 8,
+        "that is q, k, v and out together; the largest single one": 4 * WHOLE,
+    },
+    cases={"out is (B, H, S, D) of 4 bytes each": [()]},
+    remark="q, k, v and out are the large tensors now; one tile of scores has only 2 MiB",
+)
+
+
+# Chapter 3: the blocks of a GPU, one round by hand, block outputs merged rightly -------------------------------------
+
+check_blocks_of_gpu = Exercise(  # the blocks that GPU 2 computes on in rounds 0, 1, 2, 3
+    right=[2, 1, 0, 3],
+    wrong={
+        "that is a ring that turns the other way; GPU 2 receives from GPU 1": [2, 3, 0, 1],
+        "there is no block -1: after KV0 comes KV3, which went round": [2, 1, 0, -1],
+        "that is its own block in all rounds; the blocks move on": [2, 2, 2, 2],
+    },
+    cases={"GPU 2 starts with its own block and then takes what GPU 1 had": [()]},
+)
+
+OLD_L, OLD_M, M = 1.979, 3 / math.sqrt(2), 6 / math.sqrt(2)
+F, NEW = math.exp(OLD_M - M), math.exp(4 / math.sqrt(2) - M) + 1
+check_token_two_in_round_two = Exercise(  # three decimals
+    right={"f": F, "m": M, "l": F * OLD_L + NEW},
+    wrong={
+        "turned over; the old sums get smaller, f = e^(old m - new m)": {"f": 1 / F},
+        "that is the first of the two scores; m is the larger one": {"m": 4 / math.sqrt(2)},
+        "divide by sqrt(2)": {"m": 6},
+        "rescale the old l = 1.979 by f first": {"l": OLD_L + NEW},
+        "add the old l too, rescaled by f": {"l": NEW},
+        "that is the old part; add e^(2.828 - m) and e^(4.243 - m)": {"l": F * OLD_L},
+    },
+    cases={
+        "the scores are [1 1].[3 1]/sqrt(2) and [1 1].[3 3]/sqrt(2), and m is the largest so far; f = e^(2.121 - m); "
+        "rescale the old l = 1.979 by f, then add e^(2.828 - m) and e^(4.243 - m)": [()]
+    },
+    decimals=3,
+)
+
+
+def _parts(scores, values, chunk):
+    """The outs and lses of blocks of so many keys."""
+    pairs = zip(scores.split(chunk), values.split(chunk), strict=True)
+    return torch.stack([torch.softmax(s, 0) @ v for s, v in pairs]), torch.stack(
+        [s.logsumexp(0) for s in scores.split(chunk)]
+    )
+
+
+def _drawn(r):
+    chunk = r.randint(1, 4)
+    x = torch.randn(chunk * r.randint(1, 9), 5, dtype=torch.float64, generator=torch_generator(r))
+    return _parts(3 * x[:, 0], x[:, 1:], chunk)
+
+
+X = torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+SHARE = "the share of a block is e^lse over the sum of all e^lse, not lse itself"
+check_mended_sum = Exercise(  # outs (P, D) and lses (P,) of the blocks of one query -> its attention (D,)
+    right=lambda outs, lses: torch.softmax(lses, 0) @ outs,
+    wrong={
+        "that is the published sum of averages; each block counts by its share e^lse of the whole": (
+            lambda outs, lses: outs.sum(0)
+        ),
+        "that is the average of averages; each block counts by its share e^lse of the whole": (
+            lambda outs, lses: outs.mean(0)
+        ),
+        SHARE: lambda outs, lses: lses @ outs,
+        f"{SHARE}; divided by their sum neither": lambda outs, lses: lses / lses.sum() @ outs,
+        "divide by the sum of all e^lse: the shares must add up to 1": lambda outs, lses: lses.exp() @ outs,
+    },
+    cases={
+        "the shares are softmax(lses)": [
+            _parts(TOKENS[0] @ TOKENS.T / 2**0.5, TOKENS, 2),
+            _parts(X[:, 0], X[:, 1:], 3),
+        ],
+        "right for small lses, but e^1000 overflows: torch.softmax(lses, 0) does not": [
+            _parts(1000 + X[:, 0], X[:, 1:], 3)
+        ],
+    },
+    draw=_drawn,
+)
