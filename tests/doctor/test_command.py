@@ -98,12 +98,6 @@ def test_a_sick_ring_on_the_terminal_in_json_and_on_the_page(ranks, tmp_path, ca
     assert ("<svg" in text) == (find_spec("matplotlib") is not None)
 
 
-def test_a_model_is_examined_by_the_command(capsys):
-    assert command.main(["--model", "tests.wrong.sick_models:unknown_mistake", "--layout", "zigzag"]) == 1
-    printed = capsys.readouterr().out
-    assert printed.startswith("SICK: every module that was seen has the right output; 1 of 3 gradients are wrong")
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_processes_at_once(tmp_path, number):
     psutil = pytest.importorskip("psutil")

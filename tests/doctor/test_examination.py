@@ -29,7 +29,7 @@ from ring_doctor.explaining.inference import infer
 from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, block_out
 from ring_doctor.report import Report, as_json, text
-from tests.doctor.examined import answer_on_paper, examined, names_of, on_these
+from tests.doctor.examined import answer_on_paper, examined, on_these
 from tests.wrong import odd_patients
 
 P3 = Case(3, 18)
@@ -452,14 +452,6 @@ def test_reading_stacks_kills_no_rank_that_imports_and_compiles(tmp_path):
     assert line[0] == __file__
 
 
-def test_other_last_digits_are_right_and_other_numbers_are_not(ranks):
-    for function, state in [(odd_patients.other_digits, OK), (odd_patients.other_numbers_each_time, WRONG)]:
-        few = {"worlds": (3,), "dtypes": "float64", "wanted": lambda question: question.how == "twice"}
-        found = examined(ranks, function, **few)
-        assert {it.state for it in found.answers if it.question.how == "twice"} == {state}
-        assert any("gives other numbers, all of them right" in remark for remark in found.remarks) == (state == OK)
-
-
 @pytest.mark.parametrize("quick", [False, True])
 def test_where_every_wrong_answer_changes_there_is_nothing_to_explain(ranks, quick):
     with on_these(ranks):
@@ -469,66 +461,35 @@ def test_where_every_wrong_answer_changes_there_is_nothing_to_explain(ranks, qui
     assert (report.xray, report.inference) == ("none was taken", ())
 
 
-def test_the_gradient_of_lse_is_compared(ranks):
-    for function, verdict in [
-        (odd_patients.lse_with_gradient, "right"),
-        (odd_patients.lse_without_gradient, "right for what it takes"),
-    ]:
-        few = {"worlds": (3,), "dtypes": "float64", "unequal": False}
-        found = examined(ranks, function, **few, wanted=lambda it: it.how == "gradient of lse")
-        asked = [it for it in found.answers if it.question.how == "gradient of lse"]
-        assert {it.state for it in asked} == {OK if verdict == "right" else WRONG}
-        assert found.level == verdict
-    assert "wrong gradients, and no error, of a loss that uses lse" in Report(found, None, "").verdict
+OWN = {
+    name: {"layouts": f"tests.wrong.odd_patients:{name}", "causal": True} for name in ("PAIRS", "reversed_positions")
+}
+LSE_ALONE = {"unequal": False}
+ODD = [  # a ring, how the questions begin that it is asked, its claims; the level, and words of the report
+    ("other_digits", "twice", {}, "right", "gives other numbers, all of them right"),
+    ("other_numbers_each_time", "twice", {}, "wrong", "changes its answers from call to call"),
+    ("lse_with_gradient", "gradient of lse", LSE_ALONE, "right", ""),
+    ("lse_without_gradient", "gradient of lse", LSE_ALONE, "right for what it takes", "error, of a loss that uses lse"),
+    ("refuses_grouped_queries", "4 query heads", {}, "right", "3 questions refused"),
+    ("with_sinks", "attention sinks", {}, "right", ""),
+    ("sinks_reduced", "attention sinks", {}, "right", "nothing may sum it once more"),
+    ("sinks_per_block", "attention sinks", {}, "wrong", "SICK: sinks_per_block, in "),
+    ("sinks_detached", "attention sinks", {}, "wrong", "In dsinks all numbers are 0 times"),
+    ("sinks_times_p", "attention sinks", {}, "wrong", "In dsinks all numbers are P times"),
+    ("contiguous", "C = 6", OWN["PAIRS"], "wrong", ""),
+    ("reversed_ring", "C = 6", OWN["reversed_positions"] | {"gradients": False}, "right", ""),
+]
 
 
-def test_grouped_queries_may_be_refused(ranks):
-    found = examined(ranks, odd_patients.refuses_grouped_queries, worlds=(3,), dtypes="float64")
-    refused = [answer.case for answer in found.answers if answer.state == REFUSED]
-    assert (found.level, [(case.heads, case.kv_heads) for case in refused]) == ("right", [(4, 2), (4, 1), (4, 2)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "shows"),
-    [
-        ("with_sinks", ""),
-        ("sinks_reduced", ""),
-        ("sinks_per_block", "sinks_per_block"),
-        ("sinks_detached", "In dsinks all numbers are 0 times"),
-        ("sinks_times_p", "In dsinks all numbers are P times"),
-    ],
-)
-def test_attention_sinks(ranks, name, shows):
-    """Each rank returns its part of their gradient, or all of them the whole."""
-    few = {"worlds": (3,), "grouped": False, "unequal": False, "dtypes": ("float64",)}
-    found = examined(ranks, getattr(odd_patients, name), **few, wanted=lambda it: it.case.sinks)
-    assert found.healthy == (not shows)
-    assert any("nothing may sum it once more" in remark for remark in found.remarks) == (name == "sinks_reduced")
-    if shows:
-        diagnosis = diagnose(found)
-        assert names_of(diagnosis) == ({shows} if shows == name else set())
-        assert diagnosis.when == "with attention sinks only"
-        assert shows == name or str(infer(found, "")[0]).startswith(shows)
-
-
-PAIRS, REVERSED = (
-    {"layouts": f"tests.wrong.odd_patients:{name}", "causal": True} for name in ("PAIRS", "reversed_positions")
-)
-
-
-@pytest.mark.parametrize(
-    ("function", "claims", "healthy"),
-    [
-        (odd_patients.contiguous, PAIRS, False),
-        (odd_patients.reversed_ring, REVERSED, True),
-    ],
-)
-def test_a_layout_of_the_user(ranks, function, claims, healthy):
-    few = {"worlds": (3,), "dtypes": "float64", "gradients": False, "grouped": False}
-    assert (
-        examined(ranks, function, **claims, **few, wanted=lambda question: question.how == "plain").healthy == healthy
-    )
+@pytest.mark.parametrize(("name", "asked", "claims", "level", "words"), ODD)
+def test_what_is_told_of_an_odd_ring(ranks, name, asked, claims, level, words):
+    few = {"worlds": (3,), "dtypes": "float64", "wanted": lambda question: question.what().startswith(asked)}
+    found = examined(ranks, getattr(odd_patients, name), **few, **claims)
+    diagnosis = None if found.healthy else diagnose(found)
+    report = str(Report(found, diagnosis, "none", () if found.healthy else tuple(infer(found, "none"))))
+    assert (found.level, words in report) == (level, True), report
+    assert ("nothing may sum" in report) == (name == "sinks_reduced")
+    assert diagnosis is None or not asked.endswith("sinks") or diagnosis.when == "with attention sinks only"
 
 
 if __name__ == "__main__":

@@ -130,63 +130,35 @@ def test_the_plugin_costs_no_import_of_torch():
 RIGHT_RING = "tests.wrong.odd_patients:right"
 
 
-STATUSES = {"right": 0, "right for what it takes": 0, "imprecise in 16 bits": 1, "wrong": 1, "cannot tell": 3}
-
-
-@pytest.mark.parametrize("level", STATUSES)
-def test_the_exit_status_follows_from_the_level(capsys, level):
-    outcome = {"level": level}, f"{level.upper()}: f\nmore", "head", ""
-    outcome = CannotExamine("it answers nothing") if level == "cannot tell" else outcome
-    with mock.patch.object(command, "of_attention", side_effect=[outcome]):
-        assert command.run(parse([RIGHT_RING])) == STATUSES[level]
-    verdict = "CANNOT TELL: it answers nothing" if level == "cannot tell" else f"{level.upper()}: f"
-    assert capsys.readouterr().out.splitlines()[0] == verdict
-
-
-@pytest.fixture
-def on_github(monkeypatch, tmp_path):
-    """The page of a run, in a workflow of GitHub."""
-    there = {"ACTIONS": "true", "STEP_SUMMARY": str(tmp_path / "summary.md"), "WORKSPACE": str(ROOT)}
-    for name, value in there.items():
-        monkeypatch.setenv(f"GITHUB_{name}", value)
-    (tmp_path / "summary.md").write_text("of another step\n")
-    return tmp_path / "summary.md"
-
-
 SAID = "SICK: a, b and 50% of c::d, in m:f\n  It shows\r\n  100%0A: everywhere, always"
-
-
 TITLE = "SICK%3A a%2C b and 50%25 of c%3A%3Ad%2C in m%3Af"  # as GitHub's runner reads it, and the message
-
-
-@pytest.mark.parametrize(
-    ("level", "said", "title", "message"),
-    [
-        ("wrong", SAID, TITLE, "It shows%0D%0A  100%250A: everywhere, always"),
-        ("imprecise in 16 bits", "SICK: f", "SICK%3A f", "SICK: f"),
-        ("right", SAID, "", ""),
-        ("right for what it takes", SAID, "", ""),
-    ],
-)
-def test_a_note_says_file_line_and_verdict_whatever_they_hold(on_github, monkeypatch, level, said, title, message):
-    monkeypatch.setattr(command, "line_of", lambda function, root: {"file": "a,b/c:d%.py", "line": "12"})
-    note = f"::error file=a%2Cb/c%3Ad%25.py,line=12,title={title}::{message}" if title else ""
-    assert command.tell_github(len, level, said, "report") == note
-    assert on_github.read_text() == f"of another step\n### ring-doctor: {level}\n\n```text\nreport\n```\n"
+NOTED = [  # the level and the first lines of a report; the exit status; the title and the message of the note
+    ("wrong", SAID, 1, TITLE, "It shows%0D%0A  100%250A: everywhere, always"),
+    ("imprecise in 16 bits", "SICK: f", 1, "SICK%3A f", "SICK: f"),
+    ("right", SAID, 0, "", ""),
+    ("right for what it takes", SAID, 0, "", ""),
+    ("cannot tell", "CANNOT TELL: no", 3, "CANNOT TELL%3A no", "CANNOT TELL: no"),
+]
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_github_is_told_where_it_runs_the_command(on_github, monkeypatch, capsys, tmp_path, there):
-    monkeypatch.setenv("GITHUB_ACTIONS", "true" if there else "false")
-    monkeypatch.chdir(tmp_path)
-    told = {"level": "wrong"}, "SICK: f\nhead\nX-ray", "SICK: f\nhead", ""
-    with mock.patch.object(command, "of_attention", return_value=told):
-        assert command.run(parse(["tests.wrong.odd_patients:hangs"])) == 1
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[:3] == ["SICK: f", "head", "X-ray"]
-    assert len(printed) == 3 + there
-    assert not there or re.match(r"::error file=tests/wrong/odd_patients.py,line=\d+,title=.*::head$", printed[3])
-    assert ("ring-doctor: wrong" in on_github.read_text()) == there
+@pytest.mark.parametrize(("level", "head", "status", "title", "message"), NOTED)
+def test_the_exit_status_and_a_note_on_github(
+    monkeypatch, capsys, tmp_path, there, level, head, status, title, message
+):
+    summary, at = tmp_path / "summary.md", {("right", tmp_path): {"file": "a,b/c:d%.py", "line": "12"}}
+    for name, value in {"ACTIONS": str(there).lower(), "STEP_SUMMARY": summary, "WORKSPACE": tmp_path}.items():
+        monkeypatch.setenv(f"GITHUB_{name}", str(value))
+    summary.write_text("of another step\n")
+    monkeypatch.setattr(command, "line_of", lambda function, root: at[function.__name__, root])
+    outcome = CannotExamine("no") if level == "cannot tell" else ({"level": level}, "report\nX-ray", head, "")
+    with mock.patch.object(command, "of_attention", side_effect=[outcome]):
+        assert command.run(parse([RIGHT_RING])) == status
+    report = head if level == "cannot tell" else "report\nX-ray"
+    note = f"::error file=a%2Cb/c%3Ad%25.py,line=12,title={title}::{message}\n" if title and there else ""
+    assert capsys.readouterr().out == f"{report}\n{note}"
+    told = f"### ring-doctor: {level}\n\n```text\n{report}\n```\n" if there else ""
+    assert summary.read_text() == f"of another step\n{told}"
 
 
 @functools.wraps(odd_patients.hangs)
@@ -203,33 +175,23 @@ def test_the_line_of_a_function():
     assert command.line_of(len, ROOT) == {}
 
 
-class Answers(Job):
-    """Ranks that answer everything rightly, at once; each job and each question is noted."""
+def asked(how):
+    """The jobs of an examination of `right`, whose ranks answer everything rightly, at once; and all cases."""
+    made, asked = [], []
 
-    made: tuple = ()
+    class Answers(Job):
+        def __init__(self, patient, size, seconds, device):
+            super().__init__(patient, size, seconds, device)
+            self.ready, self.device = True, device
+            made.append(self)
 
-    def __init__(self, patient, size, seconds, device):
-        super().__init__(patient, size, seconds, device)
-        self.ready, self.device, self.asked = True, device, []
-        Answers.made += (self,)
+        def ask(self, question):
+            asked.append(question.case)
+            return Answer(question, OK)
 
-    def ask(self, question):
-        self.asked.append(question)
-        return Answer(question, OK)
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """A function of how `right` is examined. It returns the jobs, and the cases of all questions."""
-    monkeypatch.setattr(examination, "Job", Answers)
-    monkeypatch.setattr(Answers, "made", ())
-
-    def ask(how):
-        Answers.made = ()
+    with mock.patch.object(examination, "Job", Answers):
         how()
-        return Answers.made, [question.case for job in Answers.made for question in job.asked]
-
-    return ask
+    return made, asked
 
 
 def by_command(*options):
@@ -250,7 +212,7 @@ OPTIONS = {  # by option: the same as an argument of assert_ring, and what it ch
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_reaches_the_questions(asked, option):
+def test_an_option_reaches_the_questions(option):
     """And without it things are otherwise, so that an option that is ignored is seen."""
     claims, seen = OPTIONS[option]
     with mock.patch.object(command, "choose_device"), mock.patch.object(processes, "choose_device"):  # there is no GPU
