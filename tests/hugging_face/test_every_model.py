@@ -94,9 +94,13 @@ def test_equal_without_the_ring_proves_nothing(processes):
         assert every_model.compared("llama", 2, right, processes).kind == "unproven"
 
 
-# Linear layers and indexers in packed rows ----------------------------------------------------------------------------
+# Packed rows: windows, chunks, linear layers, indexers ---------------------------------------------------------------
 
 KINDS = {  # of models, and what their config does not have by itself
+    "mistral": {},
+    "gpt2": {},
+    "gemma2": {"attn_logit_softcapping": None},  # windows in some layers; sdpa knows no softcap
+    "llama4_text": {"floor_scale": 3, "attn_scale": 1.0},  # chunks; queries grow with their place in a document
     "qwen3_next": {},
     "qwen3_5_text": {},
     "olmo_hybrid": {},
@@ -162,10 +166,10 @@ def off(found, right):
 
 @pytest.mark.parametrize(
     ("kind", "P", "layout"),
-    [(k, 3, "zigzag") for k in KINDS] + [(k, 4, "contiguous") for k in ("qwen3_5_text", "hy_v4")],
+    [(k, 3, "striped" if k == "gpt2" else "zigzag") for k in KINDS]
+    + [("mistral", 1, "zigzag"), *((k, 4, "contiguous") for k in ("qwen3_5_text", "hy_v4", "llama4_text"))],
 )
-def test_a_hybrid_model_in_the_ring_is_that_of_one_process(ranks, kind, P, layout):
-    """Packed documents."""
+def test_packed_documents_in_the_ring_are_each_document_on_one_process(ranks, kind, P, layout):
     for between in (False, True):
         for found in ranks(P, in_ring, kind, layout, between):
             assert off(found, alone(kind)) <= every_model.TOLERANCE

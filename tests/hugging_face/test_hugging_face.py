@@ -39,6 +39,12 @@ from tests.hugging_face import hugging_face_models as hf  # noqa: E402
 from tests.hugging_face.hugging_face_models import SIZES, S, batch_of, errors, model_of, packed_batch  # noqa: E402
 
 
+def taken(ring, model, batch, **sharding):
+    """The model's loss and every gradient: of one process, or of a model in the ring, summed over the ranks."""
+    batch = shard_batch(batch, **sharding) if ring else batch
+    return (hf.summed if ring else hf.results_of)(model, model(**batch).loss)
+
+
 def autocast(context, ring):
     """A float32 model whose matrix products are in bfloat16: after rotary q and k are float32, and v is bfloat16."""
     model, batch = model_of("Llama", {}, torch.float32), batch_of()
@@ -538,20 +544,15 @@ def test_what_would_be_wrong_in_a_ring_is_refused_on_every_rank(ranks, table):
 def lora_later(context, ring):
     """Adapters that are added after use_ring: the model is proved once more."""
     pytest.importorskip("peft", reason=MISSING["trl"])
-    if not ring:
-        model = adapted(model_of("Llama", {}), "Lora", **Q)
-        return hf.results_of(model, model(**batch_of()).loss)
-    model = adapted(in_use(), "Lora", **Q)
-    return hf.summed(model, model(**shard_batch(batch_of())).loss)
+    return taken(ring, adapted(in_use() if ring else model_of("Llama", {}), "Lora", **Q), batch_of())
 
 
 def more_that_is_told(context, ring):
-    model, batch = with_more("told"), batch_of()
-    batch = {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
-    if not ring:
-        return hf.results_of(model, model(**batch, num_items_in_batch=2 * (S - 1)).loss)
-    use_ring(model)
-    return hf.summed(model, model(**shard_batch(batch)).loss)
+    model, tokens = with_more("told"), batch_of()["input_ids"]
+    if ring:
+        use_ring(model)
+    counted = {} if ring else {"num_items_in_batch": 2 * (S - 1)}
+    return taken(ring, model, {"input_ids": tokens, "labels": tokens} | counted)
 
 
 def replaced_layer(context, ring):
@@ -560,9 +561,7 @@ def replaced_layer(context, ring):
     if ring:
         use_ring(model, layout="contiguous")
     model.model.layers[0] = other.model.layers[0]
-    if not ring:
-        return hf.results_of(model, model(**batch_of()).loss)
-    return hf.summed(model, model(**shard_batch(batch_of(), layout="contiguous")).loss)
+    return taken(ring, model, batch_of(), layout="contiguous")
 
 
 def classified(context, ring):

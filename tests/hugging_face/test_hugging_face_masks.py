@@ -14,30 +14,11 @@ from transformers import masking_utils  # noqa: E402
 
 from ringlab.hugging_face.batch import shard_batch  # noqa: E402
 from ringlab.hugging_face.masks import BothWays, ChunkedAttention, asked_mask, rule_in_words, window_of  # noqa: E402
-from ringlab.hugging_face.use import use_ring  # noqa: E402
 from tests.hugging_face import hugging_face_models as hf  # noqa: E402
-
-BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
-ROUNDED = dict.fromkeys(("Gemma2", "Llama4Text"), 1e-6)  # they compute norms in float32
-
 
 # Documents ----------------------------------------------------------------------------------------------------------
 
 WINDOWED = {"sliding_window": 4}
-LLAMA_4 = {**hf.HEAD, **hf.EXPERTS, "num_experts_per_tok": 1, "intermediate_size_mlp": 40, "attention_chunk_size": 40}
-LLAMA_4 |= {"floor_scale": 3, "attn_scale": 1.0}  # its queries grow with their place in a document
-CASES = [(1, "Mistral", WINDOWED, "zigzag"), (3, "GPT2", hf.NO_DROPOUT, "striped")]
-CASES += [(2, "Llama4Text", LLAMA_4, "contiguous")]
-CASES += [(3, "Gemma2", {**hf.HEAD, **BOTH, "attn_logit_softcapping": None, "sliding_window": 8}, "zigzag")]
-
-
-@pytest.mark.parametrize(("world_size", "name", "options", "layout"), CASES)
-def test_packed_documents_are_each_document_by_itself(ranks, world_size, name, options, layout):
-    exact = hf.documents_alone(name, options)
-    for results in ranks(world_size, hf.in_the_ring, name, options, layout, hf.packed_batch()):
-        assert max(hf.errors(results, exact)) <= ROUNDED.get(name, 1e-10)
-
-
 BOUNDARIES = (
     {name: x for name, x in hf.boundaries(hf.packed_batch()).items() if name != "attention_mask"},
     {**hf.boundaries(hf.packed_batch()), "position_ids": hf.packed_batch()["position_ids"]},
@@ -50,22 +31,6 @@ def test_documents_are_told_by_cumulative_lengths_too_and_rows_are_packed_alike(
             assert max(hf.errors(results, hf.documents_alone("Llama", {}))) <= 1e-10
     for results in ranks(3, hf.in_the_ring, "Mistral", WINDOWED, "zigzag", hf.packed_batch(rows=2)):
         assert max(hf.errors(results, hf.documents_alone("Mistral", WINDOWED, rows=2))) <= 1e-10
-
-
-def two_batches(context):
-    """Two forward passes before one backward pass, which computes the layers of both again."""
-    model = hf.model_of("Mistral", WINDOWED)
-    model.activation_checkpointing_enable()
-    use_ring(model)
-    parts = [model(**shard_batch(batch)).loss for batch in (hf.packed_batch(), hf.batch_of())]
-    return hf.summed(model, sum(parts))
-
-
-def test_activation_checkpointing_keeps_the_documents_of_its_pass(ranks):
-    both = zip(hf.documents_alone("Mistral", WINDOWED), hf.one_process("Mistral", WINDOWED)[0], strict=True)
-    exact = [a + b for a, b in both]
-    for results in ranks(3, two_batches):
-        assert max(hf.errors(results, exact)) <= 1e-10
 
 
 # Rules --------------------------------------------------------------------------------------------------------------
@@ -81,14 +46,13 @@ def causal_mask_function(batch_idx, head_idx, q_idx, kv_idx):
 
 
 def test_the_rules_that_a_ring_knows():
-    assert asked_mask(mask_function=CAUSAL) is None
-    assert asked_mask(mask_function=WINDOW, local_size=3) == 3
+    """The pairs that each shows: below."""
     assert asked_mask(mask_function=WINDOW, local_size=3, attention_mask=torch.ones(2, 8)) == 3
+    assert asked_mask(mask_function=CAUSAL, attention_mask=torch.ones(2, 8).tril(5)) == "a mask of padding"
     assert asked_mask(mask_function=CHUNKS, local_size=3) == ChunkedAttention(3)
     assert asked_mask(mask_function=WINDOW, local_size=3)[:, :, slice(-0, None), :] == 3  # all rows of it
     with pytest.raises(TypeError, match="no rows"):
         asked_mask(mask_function=WINDOW, local_size=3)[:, :, -1:, :]
-    assert asked_mask(mask_function=masking_utils.bidirectional_mask_function) == BothWays()
 
 
 @pytest.mark.parametrize("rule", [CAUSAL, WINDOW, CHUNKS, masking_utils.bidirectional_mask_function])
@@ -124,10 +88,6 @@ def test_other_rules_are_told_in_words(text, local_size):
     assert (
         rule_in_words(OTHER_RULES[text]) == asked_mask(mask_function=OTHER_RULES[text], local_size=local_size) == text
     )
-
-
-def test_padding_is_told_in_words():
-    assert asked_mask(mask_function=CAUSAL, attention_mask=torch.ones(2, 8).tril(5)) == "a mask of padding"
 
 
 def test_the_window_of_a_layer_is_that_of_its_mask():
