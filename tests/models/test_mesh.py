@@ -15,6 +15,7 @@ from figures import mesh as picture
 from ringlab.models.mesh import batch_loss, build_mesh, shard_weights, share_heads
 from ringlab.models.transformer import IGNORED, Config, Transformer, shard_text, summed_loss
 from ringlab.ring.flash_ring import scaled_dot_product_attention
+from ringlab.support.expect import attempt
 from tests.attention import SEED
 from tests.models.test_transformer import CHECKPOINTED, HYBRID, SMALL, S, errors, model_of
 
@@ -85,23 +86,19 @@ def test_loss_gradients_and_their_norm_are_those_of_one_process(ranks):
 
 def refusals(context):
     """What is said of bad inputs, by the functions that a user calls first."""
-
-    def said(function, *args):
-        with pytest.raises(ValueError) as error:  # noqa: PT011 (the caller compares the text)
-            function(*args)
-        return str(error.value)
-
     tp = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    linear = model_of(replace(HYBRID, kv_heads=6))
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))["tp"]
-    return [said(build_mesh, 3, 2, "cpu"), said(share_heads, model_of(SMALL), tp), said(share_heads, linear, two)]
+    calls = (build_mesh, 3, 2, "cpu"), (share_heads, model_of(SMALL), tp)
+    return [attempt(*call) for call in (*calls, (share_heads, model_of(replace(HYBRID, kv_heads=6)), two))]
 
 
 def test_what_does_not_fit_is_refused_on_every_rank(ranks):
-    for said in ranks(4, refusals):
-        assert said[0] == "dp · cp is 3 · 2 on 4 process(es); expected as many processes"
-        assert said[1] == "kv_heads is 2 for tp = 4; expected a multiple of tp"
-        assert said[2] == "linear is 1; expected 0: tp shares out no heads of linear layers"
+    said = [
+        "dp · cp is 3 · 2 on 4 process(es); expected as many processes",
+        "kv_heads is 2 for tp = 4; expected a multiple of tp",
+        "linear is 1; expected 0: tp shares out no heads of linear layers",
+    ]
+    assert ranks(4, refusals) == [said] * 4
 
 
 def held(context):

@@ -1,8 +1,7 @@
 """Attention over a spread cache, whether Q or K and V travel: exact; what it sends; what it refuses; and mistakes."""
 
-import math
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from unittest import mock
 
 import pytest
@@ -270,122 +269,12 @@ def test_a_call_that_does_not_fit_is_refused_on_every_rank_before_anything_trave
         assert_refused(ranks, 3, words, call_refused, change)
 
 
-# A conversation: logits and tokens of one forward pass over all, in parts, whatever travels --------------------------
-
 ANSWER = 4
-LENGTHS = ((13, 4), (1, 9), (3, 2))  # of the texts of two conversations, in three turns
-
-
-def texts_of(turn):
-    generator = torch.Generator().manual_seed(turn + 10 * SEED)
-    return [torch.randint(CONFIG.vocab, (length,), generator=generator).tolist() for length in LENGTHS[turn]]
 
 
 def model_of(attention):
     with mock.patch.object(generate, "CONFIG", CONFIG):
         return seeded(attention).double()
-
-
-def talk(context, settings, part=5):
-    """For each turn the answers, and the logits after each text; what travelled; the positions in this rank's slots."""
-    cache = GrowingCache(**{name: x for name, x in settings.items() if name != "passing"})
-    cache.passing = settings.get("passing", "auto")
-    model, turns, passed, right_attention = model_of(cache), [], [], module.cached_attention
-
-    def noted(*args, **options):
-        results = right_attention(*args, **options)
-        passed.append(results[1])
-        return results
-
-    with mock.patch.object(module, "cached_attention", noted):
-        for turn in range(len(LENGTHS)):
-            logits = []
-            with mock.patch.object(module, "write", side_effect=partial(keep, logits, module.write)):
-                turns.append((reply(model, cache, texts_of(turn), ANSWER, part).tolist(), logits[0]))
-    return turns, passed[:: CONFIG.layers], cache.at
-
-
-def keep(logits, write, model, cache, those, *args):
-    logits.append(those)
-    return write(model, cache, those, *args)
-
-
-@lru_cache
-def right(window=None):
-    """For each turn, the answers and the logits of one forward pass over everything said before them."""
-    model = model_of(partial(windowed, window=window) if window else F.scaled_dot_product_attention)
-    said, turns = [[], []], []
-    for turn in range(len(LENGTHS)):
-        said = [before + text for before, text in zip(said, texts_of(turn), strict=True)]
-        with torch.no_grad():
-            logits = torch.cat([model(torch.tensor([text]), torch.arange(len(text)))[:, -1] for text in said])
-        answers = [alone(model, text, ANSWER) for text in said]
-        turns.append((answers, logits))
-        said = [text + answer for text, answer in zip(said, answers, strict=True)]
-    return turns
-
-
-def assert_answers(of_ranks, window=None):
-    """The tokens are equal; the logits are as near as float64 rounds a model of two layers."""
-    for turns, _, _ in of_ranks:
-        for (answers, logits), (right_answers, right_logits) in zip(turns, right(window), strict=True):
-            assert answers == right_answers
-            assert (logits - right_logits).norm() < 1e-10 * right_logits.norm()
-
-
-@pytest.mark.parametrize(
-    ("size", "settings", "part"),
-    [
-        (1, {}, 5),
-        (3, {}, 5),
-        (4, {"passing": "KV", "layout": "contiguous"}, 7),
-        (5, {"window": 4, "layout": "striped", "passing": "Q"}, 6),
-    ],
-)
-def test_parts_and_turns_give_what_one_forward_pass_gives(ranks, size, settings, part):
-    of_ranks = ranks(size, talk, settings, part)
-    assert_answers(of_ranks, settings.get("window"))
-    for text in range(2):
-        said = sum(lengths[text] for lengths in LENGTHS) + len(LENGTHS) * ANSWER - 1  # the last token is not computed
-        stored = torch.cat([at[text] for _, _, at in of_ranks])
-        assert stored[stored < EMPTY].sort().values.tolist() == list(range(said))
-    longest = [max(lengths) for lengths in LENGTHS]
-    longest[1:] = [n + 1 for n in longest[1:]]  # with the last token of the answer before
-    parts = sum(math.ceil(n / part) for n in longest)
-    for _, passed, _ in of_ranks:
-        assert len(passed) == parts
-        if size > 1:  # auto moves K and V for the first part, and queries for late short ones
-            assert (passed[0], passed[-1]) == (settings.get("passing", "KV"), settings.get("passing", "Q"))
-
-
-def turn_refused(context, change, part=5):
-    rank = context.rank
-    cache = GrowingCache()
-    model, texts = model_of(cache), texts_of(0)
-    if change == "texts":
-        reply(model, cache, texts, ANSWER)
-        texts = texts[:1]
-    part = {"part": 0, "another part": 5 + rank % 2}.get(change, part)
-    with mock.patch.object(Transformer, "forward", side_effect=AssertionError("computed before all ranks agreed")):
-        return reply(model, cache, texts, ANSWER, part)
-
-
-TURNS = {
-    "texts": ["1 texts for 2 conversations", "expected one for each"],
-    "part": ["part is 0", "expected 1 token or more"],
-    "another part": ["disagree about part"],
-}
-
-
-def test_a_turn_that_makes_no_sense_is_refused_on_every_rank_before_the_model_runs(ranks):
-    for change, words in TURNS.items():
-        assert_refused(ranks, 3, words, turn_refused, change)
-
-
-def test_a_layer_with_another_window_than_the_cache_is_refused():
-    q = torch.zeros(1, 1, 1, 2)
-    with pytest.raises(ValueError, match=r"window 3; expected that of the cache, None"):
-        GrowingCache().attend(q, q, q, window=3)
 
 
 # Sequences of conversations -------------------------------------------------------------------------------------------
@@ -418,9 +307,9 @@ class Conversations(Program):
         self.add(turn)
 
 
-def conversations_on_rank(context, passing, turns):
+def conversations_on_rank(context, passing, turns, settings):
     """What each turn answers, or refuses."""
-    cache, said = GrowingCache(), []
+    cache, said = GrowingCache(**settings), []
     cache.passing = passing
     model = model_of(cache)
     for turn in turns:
@@ -435,13 +324,15 @@ def conversations_on_rank(context, passing, turns):
 
 
 @cache
-def alone_after(text):
-    return alone(model_of(F.scaled_dot_product_attention), text, ANSWER)
+def alone_after(text, window=None):
+    """The answer of one process, which reads everything that was said before at once."""
+    attention = partial(windowed, window=window) if window else F.scaled_dot_product_attention
+    return alone(model_of(attention), text, ANSWER)
 
 
-def run_conversations(ranks, P, passing, turns):
+def run_conversations(ranks, P, passing, turns, **settings):
     so_far = []  # of the conversation in hand, what was said in each text
-    for turn, answers in zip(turns, ranks(P, conversations_on_rank, passing, turns)[P - 1], strict=True):
+    for turn, answers in zip(turns, ranks(P, conversations_on_rank, passing, turns, settings)[P - 1], strict=True):
         if turn.what != "reply":
             so_far = []
         if turn.what == "begin":
@@ -452,9 +343,20 @@ def run_conversations(ranks, P, passing, turns):
         so_far = [
             [*before, *text] for before, text in zip(so_far or [[]] * len(turn.lengths), turn.texts(), strict=True)
         ]
-        right = [alone_after(tuple(text)) for text in so_far]
+        right = [alone_after(tuple(text), settings.get("window")) for text in so_far]
         assert answers == right, turn
         so_far = [text + answer for text, answer in zip(so_far, right, strict=True)] if turn.what == "reply" else []
+
+
+THREE = [Turn("reply", lengths, part=5) for lengths in ((13, 4), (1, 9), (3, 2))]
+
+
+@pytest.mark.parametrize(
+    ("P", "passing", "settings"),
+    [(1, "auto", {}), (4, "KV", {"layout": "contiguous"}), (5, "Q", {"window": 4, "layout": "striped"})],
+)
+def test_parts_and_turns_give_what_one_forward_pass_gives(ranks, P, passing, settings):
+    run_conversations(ranks, P, passing, THREE, **settings)
 
 
 @pytest.mark.parametrize(("P", "passing"), [(2, "auto"), (3, "Q")])
@@ -466,3 +368,33 @@ def test_no_conversation_remembers_another(ranks, P, passing):
 @pytest.mark.parametrize(("P", "passing"), [(2, "Q"), (3, "KV"), (4, "auto")])
 def test_no_conversation_remembers_any_other(ranks, P, passing):
     assert_programs(Conversations, 100, partial(run_conversations, ranks, P, passing), steps=5)
+
+
+def turn_refused(context, change, part=5):
+    rank = context.rank
+    cache = GrowingCache()
+    model, texts = model_of(cache), THREE[0].texts()
+    if change == "texts":
+        reply(model, cache, texts, ANSWER)
+        texts = texts[:1]
+    part = {"part": 0, "another part": 5 + rank % 2}.get(change, part)
+    with mock.patch.object(Transformer, "forward", side_effect=AssertionError("computed before all ranks agreed")):
+        return reply(model, cache, texts, ANSWER, part)
+
+
+TURNS = {
+    "texts": ["1 texts for 2 conversations", "expected one for each"],
+    "part": ["part is 0", "expected 1 token or more"],
+    "another part": ["disagree about part"],
+}
+
+
+def test_a_turn_that_makes_no_sense_is_refused_on_every_rank_before_the_model_runs(ranks):
+    for change, words in TURNS.items():
+        assert_refused(ranks, 3, words, turn_refused, change)
+
+
+def test_a_layer_with_another_window_than_the_cache_is_refused():
+    q = torch.zeros(1, 1, 1, 2)
+    with pytest.raises(ValueError, match=r"window 3; expected that of the cache, None"):
+        GrowingCache().attend(q, q, q, window=3)
