@@ -94,6 +94,10 @@ def bad(context, path, case):
         "odd zigzag": [q[:, :, 1:], k[:, :, 1:], v[:, :, 1:]],
         "as many bytes": [x.view(1, 2, 4, 6) if context.rank else x for x in (q, k, v)],
         "dtypes": [x.to(torch.float16 if context.rank else torch.bfloat16) for x in (q, k, v)],
+        "integers on one rank": [x.long() if context.rank == 1 else x for x in (q, k, v)],
+        "integers": [x.long() for x in (q, k, v)],
+        "v in float64 on one rank": [q, k, v.double() if context.rank == 1 else v],
+        "no head of K and V on one rank": [q, *(x[:, : context.rank != 1] for x in (k, v))],
     }
     layout = {"odd zigzag": "zigzag", "layout": "zig-zag"}.get(case, "contiguous")
     layout = "zigzag" if case == "layouts" and context.rank else layout
@@ -101,11 +105,11 @@ def bad(context, path, case):
     runpy.run_path(path)["ring_attention"](*changed.get(case, (q, k, v)), causal=causal, layout=layout)
 
 
-DIFFER = ["the last rank has fewer tokens", "only one rank is wrong", "as many bytes"]
-DIFFER += ["dtypes", "masks", "layouts", "dimensions"]
+BAD = ["the last rank has fewer tokens", "only one rank is wrong", "as many bytes", "heads", "odd zigzag", "layout"]
+BAD += ["dtypes", "masks", "layouts", "dimensions", "integers", "integers on one rank", "v in float64 on one rank"]
 
 
-@pytest.mark.parametrize("case", [*DIFFER, "heads", "odd zigzag", "layout"])
+@pytest.mark.parametrize("case", [*BAD, "no head of K and V on one rank"])
 def test_what_would_be_silently_wrong_is_refused_on_every_rank(ranks, copied, case):
     for outcome in ranks.outcomes(3, bad, copied, case):
         assert outcome.kind == "ValueError"
