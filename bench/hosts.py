@@ -13,7 +13,6 @@ namespaces and the links end with them; they have no names, so nothing is left b
 Linux only, as root, with iproute2 and util-linux. Elsewhere `why_not` gives the reason.
 """
 
-import ctypes
 import json
 import os
 import shutil
@@ -34,9 +33,7 @@ ROOT = Path(__file__).parents[1]
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "taskset")
 LINK = "eth0"  # what each host calls its end of its link
 GRACE = 10  # seconds that a node has to end by itself after another has failed, so that it can print its reason
-BURST = 128 * 1024  # bytes that pass at full speed: two packets of the loopback, 1 ms of the rate
-SEND_BUFFER = 256 * 1024  # bytes; with Linux's default, 4 MiB, a send returns long before its message has arrived
-CLONE_NEWNET = 0x40000000  # from sched.h
+BURST = 128 * 1024  # bytes that pass at full speed: 1 ms of the rate
 
 
 def why_no_network(*tools: str) -> str | None:
@@ -51,23 +48,6 @@ def why_no_network(*tools: str) -> str | None:
 def throttle(device: str, rate: int) -> list[str]:
     """The command that limits what leaves through a network device to `rate` bytes a second. Arrivals have no limit."""
     return f"tc qdisc add dev {device} root tbf rate {8 * rate}bit burst {BURST} latency 100ms".split()
-
-
-def slow_loopback(rate: int) -> None:
-    """Give this process, and those it will start, a network of its own: a loopback that carries `rate` bytes a second.
-
-    Raises OSError with the reason when it fails. Call it before the first `launch`, because processes that run already
-    stay outside. Nothing is left behind: the network ends with its last process.
-    """
-    if reason := why_no_network("ip", "tc"):
-        raise OSError(reason)
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
-        raise OSError(f"the system allows no network of its own: {os.strerror(ctypes.get_errno())}")
-    Path("/proc/sys/net/ipv4/tcp_wmem").write_text(f"4096 16384 {SEND_BUFFER}")  # of the new network only
-    for command in (throttle("lo", rate), ["ip", "link", "set", "lo", "up"]):
-        _do(command)
-    # else torch mentions that the new network has no names of hosts
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,7 @@
-"""Messages over slow wires: what a ring hides of them.
+"""Messages over a slow wire: what a ring hides of them.
 
 On one machine the cores that compute also copy the messages, so hiding them saves little time. So messages take time on
-a wire here, as in a cluster: a loopback that carries a set rate, or hosts (network namespaces, hosts.py) with links.
-
-overlap              the share of the messages' time that the overlapped ring of overlap.py hides, and should hide:
-                     a round takes  blocking: computing + messages     overlapped: max(computing, messages)
-                     so of the messages  min(1, computing / messages)  should be hidden
+a wire here, as in a cluster: hosts (network namespaces, hosts.py) with links of a set rate.
 
 overlap_threshold    the share that a ring between two hosts hides, against the chunk. One rank, thread and core each
     flops            4·C²·H·D / seconds of computing on a block
@@ -15,18 +11,17 @@ overlap_threshold    the share that a ring between two hosts hides, against the 
 
 Linux only, as root, with iproute2 and util-linux. Elsewhere it gives the reason and measures nothing.
 
-    $ sudo .venv/bin/python -m bench overlap overlap_threshold
+    $ sudo .venv/bin/python -m bench overlap_threshold
 """
 
 from collections.abc import Callable
-from dataclasses import asdict
 from statistics import mean, median
 from typing import Any
 
 import torch
 
 from bench import record
-from bench.hosts import hosts, job, slow_loopback
+from bench.hosts import hosts, job
 from bench.record import Results, bench
 from ring_planner.hidden_communication import (
     AttentionLayer,
@@ -39,98 +34,13 @@ from ringlab.basics.ranks import gather, scatter
 from ringlab.ring.cases import random_inputs
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
-from ringlab.ring.overlap import hidden_share as share_hidden
-from ringlab.ring.overlap import post, record_both, seconds
+from ringlab.ring.overlap import post, seconds
 from ringlab.support import timeline
-from ringlab.support.processes import RankContext, launch
+from ringlab.support.processes import RankContext
 from ringlab.support.rounding import exact_attention
-from ringlab.support.timeline import Event, laps
+from ringlab.support.timeline import laps
 
 Row = dict[str, Any]
-
-# What the overlapped ring hides over a slow loopback ------------------------------------------------------------------
-
-RATE = 125_000_000  # bytes a second
-TRACED = 2048  # tokens: at this chunk messages take about as long as computing
-Rings = dict[str, list[Event]]  # the events of all ranks of the "blocking" and of the "overlapped" ring
-
-
-def rings_in_turn(context: RankContext, chunk: int, heads: int, head_dim: int, repetitions: int) -> list[Rings]:
-    """Run the blocking ring, the overlapped one, the blocking one, ... in float32, and return the record of each pair.
-
-    Raises RuntimeError when a result differs from full attention by more than rounding explains.
-    """
-    q, k, v, _ = random_inputs(1, heads, heads, chunk * context.world_size, head_dim)
-    right = exact_attention(q, k, v)["out"] if context.rank == 0 else None
-    pairs = []
-    for _ in range(1 + repetitions):  # the first warms up
-        both = record_both(context, q, k, v)
-        pairs.append({name: events for name, (_, events) in both.items()})
-        for name, (out, _) in both.items():
-            if right and not right.accepts(out):
-                raise RuntimeError(f"the {name} ring differs from full attention")
-    return pairs[1:]
-
-
-def duration(events: list[Event]) -> float:
-    """Seconds from the first start to the last end."""
-    return max(event.end for event in events) - min(event.start for event in events)
-
-
-def summary(pairs: list[Rings], world_size: int) -> dict[str, float]:
-    """Medians over the repetitions, in seconds: of a whole ring; of a round's computing; of a hop's messages and wait.
-
-    Also the share of the messages' time that is hidden, and the share that should be.
-    """
-    seen = {
-        "blocking": [duration(pair["blocking"]) for pair in pairs],
-        "overlapped": [duration(pair["overlapped"]) for pair in pairs],
-        "computing": [seconds(pair["blocking"], "compute") / world_size for pair in pairs],
-        "messages": [seconds(pair["blocking"], "send", "receive") / (world_size - 1) for pair in pairs],
-        "waiting": [seconds(pair["overlapped"], "wait") / (world_size - 1) for pair in pairs],
-        "hidden": [share_hidden(pair["blocking"], pair["overlapped"]) for pair in pairs],
-    }
-    medians = {name: median(each) for name, each in seen.items()}
-    return {**medians, "predicted": min(1.0, medians["computing"] / medians["messages"])}
-
-
-def overlap_tables(results: Results) -> list[str]:
-    """Times in milliseconds."""
-    rows = []
-    for row in results["rows"]:
-        times = [row[name] for name in ("blocking", "overlapped", "computing", "messages", "waiting")]
-        shares = [f"{row[name]:.0%}" for name in ("hidden", "predicted")]
-        rows.append([f"{row['chunk']:,}", *(f"{1e3 * time:.1f}" for time in times), *shares])
-    return [record.grid("C | blocking | overlapped | computing | messages | wait | hidden | should be", rows)]
-
-
-@bench(
-    overlap_tables,
-    chunks=[256, 512, 1024, 2048, 4096],
-    traced=TRACED,
-    heads=8,
-    head_dim=64,
-    world_size=2,
-    repetitions=7,
-    rate=RATE,
-)
-def overlap(
-    chunks: list[int], traced: int, heads: int, head_dim: int, world_size: int, repetitions: int, rate: int | None
-) -> Results:
-    """A row for each chunk length, and for the length `traced` the events of its median repetition. `rate` is that of
-    the loopback, None without a limit. It is a test that has none.
-    """
-    if rate:
-        slow_loopback(rate)
-    rows, events = [], {}
-    for chunk in chunks:
-        pairs = launch(rings_in_turn, world_size, chunk, heads, head_dim, repetitions)[0]
-        rows.append({"chunk": chunk, **summary(pairs, world_size)})
-        if chunk == traced:
-            by_share = sorted(pairs, key=lambda pair: share_hidden(pair["blocking"], pair["overlapped"]))
-            events = {name: [asdict(each) for each in ring] for name, ring in by_share[len(pairs) // 2].items()}
-    return {"rows": rows, "traced": events}
-
 
 # What a ring hides between two hosts ----------------------------------------------------------------------------------
 

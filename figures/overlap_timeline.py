@@ -1,8 +1,6 @@
 """The same ring twice, as its ranks recorded themselves over a slow link: blocking above, overlapped below.
 
-Drawn from bench/results/overlap.json. To measure again (as root, on Linux):
-
-    $ python -m bench overlap
+Drawn from bench/results/overlap.json.
 """
 
 from dataclasses import replace
@@ -11,13 +9,13 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from bench import record
-from bench.wires import TRACED, duration
 from figures import shapes
 from ringlab.ring.overlap import hidden_share
 from ringlab.support import drawing
 from ringlab.support.timeline import Event
 
 HEIGHT, LANES = 620, 196  # pixels: the page, and the lanes of one ring
+TRACED = 2048  # tokens: at this chunk messages take about as long as computing
 TOPS = {"blocking": 138, "overlapped": 370}  # of the lanes, from the top of the page
 
 
@@ -25,6 +23,11 @@ def runs() -> tuple[dict[str, list[Event]], int, int]:
     """The committed records of "blocking" and "overlapped", the chunk length, and the link's bytes a second."""
     results = record.load("overlap")
     return {name: [Event(**event) for event in results["traced"][name]] for name in TOPS}, TRACED, results["rate"]
+
+
+def duration(events: list[Event]) -> float:
+    """Seconds from the first start to the last end."""
+    return max(event.end for event in events) - min(event.start for event in events)
 
 
 def _say_what(ax: Axes, events: list[Event]) -> None:

@@ -31,6 +31,13 @@ NEAR = 1.07  # times as long is as fast: by so much does the planner err where t
 SIMPLE = ("ring", "all-gather", "all-to-all", "double ring", "hybrid")  # the simplest way first
 
 
+def say(name: str, *lines: str) -> None:
+    """Print lines below each other, behind their name."""
+    for line in lines:
+        print(f"{name:<22}{line}")
+        name = ""
+
+
 def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     """Print the answers, the advice last. Does the step fit?"""
     gpu, model = step.gpu, step.model
@@ -38,10 +45,10 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     print(f"{model.name}: {digits(model.parameters() / 1e9)} billion parameters{active}; modelled, not measured")
     print(f"{step.hosts} x {step.per_host} {gpu.name} of {digits(gpu.memory / GIB)} GiB")
     if sources:
-        print(f"sources               {model.name}: {model.source}\n{' ' * 22}{gpu.name}: {gpu.source}")
+        say("sources", *(f"{it.name}: {it.source}" for it in (model, gpu)))
     most = longest(step, wish)
     length = f"{most:,} tokens{' or more' if most == LONGEST else ''}" if most else "no sequence fits"
-    print(f"longest context       {length}{wish.words()}")
+    say("longest context", f"{length}{wish.words()}")
     how = f"{step.linear_dtype} products, {step.kernels} kernels"
     if step.task == "train":
         trained = f"{step.trainable:.2%} trained, " if step.trainable < 1 else ""
@@ -53,7 +60,7 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     if not ranked:
         show_what_is_missing(step, wish)
         return False
-    print(f"    tokens/s a GPU        s     GiB  way; GiB, {RESERVE:.1%} kept free")
+    print(f"    tokens/s a GPU        s     GiB  way; GiB with a reserve of {RESERVE:.1%}")
     rings, shown = [plan for plan in ranked if plan.name.startswith("ring")], list(ranked[:SHOWN])
     if rings and rings[0] not in shown:  # the best ring is always shown
         shown.append(rings[0])
@@ -65,77 +72,74 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     shares = ", ".join(
         f"{term} {digits(s, first.digits)}" for term, s in first.terms.items() if s > 0.005 * first.seconds
     )
-    print(f"seconds               {shares}: {first.utilisation:.0%} of the bf16 peak")
-    print(f"binds                 {name}, {seconds / first.seconds:.0%} of the time\n{memory_of(first)}")
-    print(f"evidence              {evidence_of(first)}")
-    if hosts_agree := agreements_of(first):
-        print(f"not counted           {hosts_agree}")
+    say("seconds", f"{shares}: {first.utilisation:.0%} of the bf16 peak")
+    say("binds", f"{name}, {seconds / first.seconds:.0%} of the time")
+    say("GiB of a GPU", memory_of(first))
+    say("evidence", *evidence_of(first))
+    say("not counted", *agreements_of(first))
     if model.experts:
-        print(f"experts               FSDP gathers all {model.experts} of a layer; expert parallelism is not planned")
+        say("experts", f"FSDP gathers all {model.experts} of a layer; expert parallelism is not planned")
     for gain, name, answer in [better for better in gains(step, wish) if better[0] > 1.005][:3]:
         print(f"with {name:<34} {gain - 1:+.0%} {'tokens/s' if step.task == 'train' else 'speed'}: {answer.name}")
     on_all = [plan for plan in ranked if plan.at_once == step.batch]
     flat = [plan for plan in on_all if plan.step.way == "ring" and plan.step.cp > step.per_host]
     widest = max((plan.step.cp for plan in flat), default=1)
     flat = [plan for plan in flat if plan.step.cp == widest][:1]  # the best
-    behind = [plan for plan in flat if NEAR * plan.merit < on_all[0].merit]
-    for name, lines in (
-        ("advice", advice(ranked)),
-        ("one sequence on all", advice(on_all) if first not in on_all else []),
-        ("the flat ring", [told(plan) for plan in behind]),
-    ):
-        for line in lines:
-            print(f"{name:<22}{line}")
-            name = ""
+    say("advice", *advice(ranked))
+    say("one sequence on all", *(advice(on_all) if first not in on_all else []))
+    say("the flat ring", *(told(plan) for plan in flat if NEAR * plan.merit < on_all[0].merit))
     return True
 
 
-def evidence_of(answer: Plan) -> str:
+def evidence_of(answer: Plan) -> list[str]:
     """What the seconds rest on, and between what they lie nine times in ten."""
     if answer.waits_for_the_host:
-        return (
-            "not graded: a layer is so short that GPUs wait for their hosts, so the times are the least that it takes"
-        )
+        return ["not graded: layers are so short that GPUs wait for their hosts; expect longer times"]
     if answer.interval is None:
-        return f"{answer.evidence}: no step of this kind was measured"
+        return [f"{answer.evidence}: no step of this kind was measured"]
     low, high, rows = answer.interval
-    between = f"{answer.evidence}: {digits(low)} to {digits(high)} s"
-    if known := answer.step.known:
-        alone = "; one step hardly tells messages from computing" if rows == 1 else ""
-        return f"{between}; {known.words()}, from {rows} known{alone}"
-    return f"{between}, from {rows} measured ones; {HELD}"
+    of = f"{'step' if answer.step.task == 'train' else 'prefill'}{'s' if rows > 1 else ''}"
+    between = f"{digits(low)} to {digits(high)} s, nine times in ten"
+    if not (known := answer.step.known):
+        return [f"{answer.evidence}, {rows} {of}: {between}", HELD]
+    alone = ["one step hardly tells messages from computing; give another --known"] if rows == 1 else []
+    return [
+        f"{rows} {of} of yours: {between}",
+        f"the plan is corrected: {known.words()}",
+        *alone,
+    ]
 
 
-def agreements_of(answer: Plan) -> str:
-    """What hosts wait for each other because the ranks agree before each pass of a layer, or nothing on one host."""
+def agreements_of(answer: Plan) -> list[str]:
+    """What hosts wait for each other because the ranks agree before each pass of a layer; nothing on one host."""
     step = answer.step
     if step.cp == 1 or step.cp * step.tp <= step.per_host:
-        return ""
+        return []
     passes = step.model.layers * (1 if step.task == "prefill" else 2 + (step.recompute == "full"))
-    waits = f"{passes} waits of {1000 * AGREEMENT:.1f} ms of a host for the others, {digits(passes * AGREEMENT)} s"
-    return f"{waits}: its GPUs compute meanwhile what it launched before"
+    waits = f"hosts wait for each other {passes} times, {1000 * AGREEMENT:.1f} ms each: {digits(passes * AGREEMENT)} s"
+    return [f"{waits}; their GPUs compute queued work meanwhile"]
 
 
 def memory_of(answer: Plan) -> str:
-    """A line: what the memory of a GPU holds at the peak."""
-    sizes = [f"{name} {digits(size / GIB)}" for name, size in answer.memory.items() if size]
-    return f"GiB of a GPU          {', '.join(sizes)}"
+    """What the memory of a GPU holds at the peak, in GiB."""
+    return ", ".join(f"{name} {digits(size / GIB)}" for name, size in answer.memory.items() if size)
 
 
 def show_what_is_missing(step: Step, wish: Wish) -> None:
     """Print how much memory the nearest candidate takes, what would make it fit, and how many hosts would."""
     nearest = min(candidates(step, wish), key=lambda plan: plan.held, default=None)
     if nearest is None:
-        print(f"advice                no way to share it{wish.words()}: give another --cp or --tp, or leave them out")
+        say("advice", f"no way to share it{wish.words()}: give another --cp or --tp, or leave them out")
         return
-    print(f"nearest               {nearest.name}: {digits(nearest.held / GIB)} GiB\n{memory_of(nearest)}")
+    say("nearest", f"{nearest.name}: {digits(nearest.held / GIB)} GiB")
+    say("GiB of a GPU", memory_of(nearest))
     free = [(name, plan) for _, name, plan in gains(step, wish) if name not in ("twice the memory", "twice the batch")]
     for name, plan in free[:2]:
         print(f"with {name:<34} fits: {plan.name}, {digits(plan.held / GIB)} GiB")
     hosts = hosts_that_hold(step, wish)
     more = f"it fits on {hosts} hosts of {step.per_host}" if hosts else f"nor on {MOST:,} GPUs{wish.words()}"
     first = f"change first: {free[0][0]}; or " if free else ""
-    print(f"advice                does not fit; {first}{more}")
+    say("advice", f"does not fit; {first}{more}")
 
 
 def advice(ranked: Sequence[Plan]) -> list[str]:

@@ -66,7 +66,7 @@ for rank in range(P):  # no two things at once
 
 # %% [markdown]
 # It does one thing after the other. So a [round](../docs/glossary.md#round) takes **computing + messages**.
-# Here are two ranks on a link of 125 MB/s, with [chunks](../docs/glossary.md#chunk) of $C$ tokens (`python -m bench overlap`):
+# Here are two ranks on a link of 125 MB/s, with [chunks](../docs/glossary.md#chunk) of $C$ tokens ([measured](../bench/results/README.md#overlap)):
 
 # %%
 bench = record.load("overlap")

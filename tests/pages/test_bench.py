@@ -18,7 +18,7 @@ from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.processes import RankContext
 
 RESULTS = (record.FOLDER / "README.md").read_text()
-HISTORY = ("five_ways", "gradients_home", "in_context_rl", "longest_training", "loss_curves", "masked_rings")
+HISTORY = ("five_ways", "gradients_home", "in_context_rl", "longest_training", "loss_curves", "masked_rings", "overlap")
 MiB = 2**20
 
 
@@ -35,7 +35,7 @@ def _in_the_pool(ranks, monkeypatch):
     def launch(work, world_size, *args):
         return ranks(world_size, without_pause, work, *args)
 
-    for part in (models, retrieval, speed, wires):
+    for part in (models, retrieval, speed):
         monkeypatch.setattr(part, "launch", launch)
     monkeypatch.setattr(speed, "pin", lambda cores: None)  # it would pin this process too
 
@@ -71,8 +71,8 @@ def test_committed_results_name_their_machine_and_their_page_shows_them():
         assert results["command"] == f"python -m bench {name}"
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", results["machine"]["date"])
         assert record.heading(results) in RESULTS.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-    new = pages.of_results(RESULTS.replace("<!-- overlap 0 -->", "<!-- gone -->"))
-    assert new.endswith(f"<!-- overlap 1 -->\n{wires.overlap_tables(record.load('overlap'))[0]}\n<!-- / -->\n")
+    new = pages.of_results(RESULTS.replace("<!-- memory 0 -->", "<!-- gone -->"))
+    assert new.endswith(f"<!-- memory 1 -->\n{BENCHES['memory'].tables(record.load('memory'))[0]}\n<!-- / -->\n")
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,6 @@ RUNS = {  # a small run of a bench: a part of its table, its sizes
     "against_peers": (
         "| causal forward | flash ring, contiguous |",
         {**SHORT, "worlds": [2], "lengths": [64], "heads": 4, "beside": BESIDE},
-    ),
-    "overlap": (
-        "\n| 32 |",
-        {"chunks": [16, 32], "traced": 32, "world_size": 3, "rate": None, **SHORT},
     ),
     "max_context": ("| ring | 2 |", {"worlds": [2], "budget": 12 * MiB, "heads": 4}),
     "training_speed": ("\n| 2 | 32 | PyTorch's loop |", {**STEPS, "heads": 2, "kv_heads": 2}),
