@@ -36,11 +36,11 @@ GRACE = 10  # seconds that a node has to end by itself after another has failed,
 BURST = 128 * 1024  # bytes that pass at full speed: 1 ms of the rate
 
 
-def why_no_network(*tools: str) -> str | None:
-    """The reason why this process cannot make a network with the commands `tools`; None if it may try."""
+def why_no_network() -> str | None:
+    """The reason why this process cannot make a network; None if it may try."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "only root, on Linux, may make a network of its own"
-    if missing := [tool for tool in tools if not shutil.which(tool)]:
+    if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
         return f"commands are missing: {', '.join(missing)}; install iproute2 and util-linux"
     return None
 
@@ -68,7 +68,7 @@ def hosts(count: int, rate: int) -> Iterator[list[Host]]:
 
     Raises OSError with the reason when this machine or this user cannot have them.
     """
-    if reason := why_no_network(*TOOLS):
+    if reason := why_no_network():
         raise OSError(reason)
     with ExitStack() as stack:
         switch, *holders = (stack.enter_context(_namespace()) for _ in range(1 + count))

@@ -96,27 +96,12 @@ def speed_of_training() -> str:
     return record.grid(heads, rows)
 
 
-def new_token() -> str:
-    results = record.load("generation")
-    row, ways = results["rows"][-1], (models.ONE, models.MERGE, models.RING)
-    one, merge, ring = (models.milliseconds(results, way, 4)[-1] for way in ways)
-    sent = [f"{row['bytes'][way]:,}" for way in ways[1:]]
-    found = [
-        ["one process", "0", "1"],
-        ["merge", sent[0], f"{merge / one:.1f}"],
-        ["ring", sent[1], f"{ring / one:.0f}"],
-    ]
-    where = f"{row['world_size']} ranks, {row['context']:,} tokens"
-    return record.grid(f"<{where} | bytes that a rank sends | time over one process", found)
-
-
 BLOCKS = (
     how_fast,
     trainable_ring,
     against_others,
     short_sequences,
     speed_of_training,
-    new_token,
 )
 
 

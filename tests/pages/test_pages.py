@@ -86,8 +86,8 @@ def words(text: str) -> str:
 def test_the_measured_tables_are_those_of_the_committed_results():
     assert pages.renewed(MEASURED) == MEASURED, "python -m bench.pages writes them"
     assert pages.renewed(MEASURED.replace("| 0.99 |", "| 1.02 |")) == MEASURED
-    with pytest.raises(ValueError, match="the page has no <!-- new_token -->"):
-        pages.renewed(MEASURED.replace("new_token", ""))
+    with pytest.raises(ValueError, match="the page has no <!-- how_fast -->"):
+        pages.renewed(MEASURED.replace("how_fast", ""))
 
 
 def test_the_numbers_of_the_published_page_are_those_of_its_check():
