@@ -84,7 +84,7 @@ class Job:
                 waits = bool(lost.silent) and all(each.lost_connection for each in lost.raised.values())
                 late = lost.silent and not lost.raised and not hang(folder, lost.silent)
                 lines, state = lines_of_ranks(folder), LATE if late else FAILED
-                says, silent = self._why_lost(lost, lines, callers(folder), members), tuple(lost.silent)
+                says, silent = why_lost(lost, folder, members, Path(self._errors.name)), tuple(lost.silent)
                 return Answer(question, state, says, lost=True, hangs=waits, silent=silent, waits=lines)
         self.called.add(kind(question))
         raised = {rank: of_ranks[rank] for rank in members if isinstance(of_ranks[rank], Raised)}
@@ -94,42 +94,46 @@ class Job:
             self.restart()  # messages may be under way, and default arguments hold the old group
         causes = {rank: each for rank, each in raised.items() if not each.lost_connection} or raised
         [cause, *_] = causes.values()
-        told = {"kind": cause.kind, "where": cause.where}
+        where = {"kind": cause.kind, "where": cause.where}
         if len(causes) < len(members):  # a ring never refuses on some ranks only
-            return Answer(question, FAILED, _told(causes), **told)
+            return Answer(question, FAILED, told(causes), **where)
         returned = cause.kind == WrongResult.__name__
         if cause.kind in REFUSALS or (question.feature and not returned):
-            return Answer(question, REFUSED, _said(cause), raised=True, **told)
-        return Answer(question, FAILED, _said(cause, place=True), raised=True, returned=returned, **told)
-
-    def _why_lost(
-        self, lost: LostRank, waits: dict[Frame, list[int]], called: dict[Frame, Frame], members: Sequence[int]
-    ) -> str:
-        """Which rank died or waits, in which line of code, as far as the ranks could write it, and which returned."""
-        if causes := {rank: each for rank, each in lost.raised.items() if not each.lost_connection}:
-            return f"{_told(causes)}; {lost.reason}"
-        said = [lost.reason, "" if lost.silent else self._last_words()]
-        for line, ranks in waits.items():
-            caller = f", called by {place(called[line])}" if line in called else ""
-            said.append(f"{ranks_in_words(ranks)} in {place(line)}{caller}")
-        returned = [rank for rank in members if rank not in (*lost.silent, *lost.raised)]
-        if lost.silent and returned:
-            said.append(ranks_in_words(returned, "has returned", "have returned"))
-        return "; ".join(filter(None, said))
-
-    def _last_words(self) -> str:
-        """What a C++ library wrote when it ended its process."""
-        texts = (path.read_text(errors="replace") for path in sorted(Path(self._errors.name).iterdir()))
-        lines = (line.partition("what():")[2].strip() for text in texts for line in text.splitlines())
-        return OTHER_SIZE.sub(r"a message of \1 bytes came for a buffer of \2", next(filter(None, lines), ""))
+            return Answer(question, REFUSED, _said(cause), raised=True, **where)
+        return Answer(question, FAILED, _said(cause, place=True), raised=True, returned=returned, **where)
 
     def close(self) -> None:
         self.ranks.stop()
         self._errors.cleanup()
 
 
-def _told(causes: dict[int, Raised]) -> str:
-    """Which ranks raised, and what the first of them says."""
+def why_lost(lost: LostRank, folder: Path, members: Sequence[int], errors: Path) -> str:
+    """Which rank died or waits, in which line of code, as far as the ranks could write it, and which returned.
+
+    `folder` has the ranks' stacks, and `errors` what they wrote to stderr.
+    """
+    if causes := {rank: each for rank, each in lost.raised.items() if not each.lost_connection}:
+        return f"{told(causes)}; {lost.reason}"
+    said, called = [lost.reason, "" if lost.silent else _last_words(errors)], callers(folder)
+    for line, ranks in lines_of_ranks(folder).items():
+        caller = f", called by {place(called[line])}" if line in called else ""
+        said.append(f"{ranks_in_words(ranks)} in {place(line)}{caller}")
+    returned = [rank for rank in members if rank not in (*lost.silent, *lost.raised)]
+    if lost.silent and returned:
+        said.append(ranks_in_words(returned, "has returned", "have returned"))
+    return "; ".join(filter(None, said))
+
+
+def _last_words(errors: Path) -> str:
+    """What a C++ library wrote when it ended its process."""
+    texts = (path.read_text(errors="replace") for path in sorted(errors.glob("stderr*")))
+    lines = (line.partition("what():")[2].strip() for text in texts for line in text.splitlines())
+    return OTHER_SIZE.sub(r"a message of \1 bytes came for a buffer of \2", next(filter(None, lines), ""))
+
+
+def told(raised: dict[int, Raised]) -> str:
+    """Which ranks raised, without those that lost others thereby, and what the first of them says."""
+    causes = {rank: each for rank, each in raised.items() if not each.lost_connection} or raised
     [first, *_] = causes.values()
     return f"{ranks_in_words(list(causes))} raised {_said(first, place=True)}"
 

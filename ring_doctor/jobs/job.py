@@ -11,7 +11,6 @@ Before: watching.py. After: seen.py, what the ranks saw.
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -38,17 +37,17 @@ others = [path for path in sys.path if os.path.abspath(path) != os.path.dirname(
 if theirs := importlib.machinery.PathFinder.find_spec("sitecustomize", others):
     run(theirs)
 """
+# A shell that ends every process of the job, when the doctor closes a pipe or was killed: those of the job's group, and
+# those that wrote their number, unless a later process was given it. Without /proc this is not looked at.
+GUARD = """\
+read _
+kill -9 -"$1"
+for file in "$2"/pid-*; do
+  if [ ! -e /proc/self ] || grep -qsF "$2" "/proc/${file##*-}/environ"; then kill -9 "${file##*-}"; fi
+done"""
 GRACE = 5.0  # seconds in which a launcher ends when its processes have ended
 TAIL = 6  # lines of a job before its error
 ERROR = re.compile(r"(\[rank\d+\]: )?(\w+\.)*\w+(Error|Exception)\b")
-
-
-class JobFailed(CannotExamine):
-    """A process of the job failed, or none came so far: `how` it ended, and what it printed."""
-
-    def __init__(self, how: str, why: str, command: str, tail: list[str]) -> None:
-        super().__init__("".join([f"the job {how} {why}: {command}", *(f"\n  {line}" for line in tail)]))
-        self.how, self.tail = how, tail
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,6 @@ class Job:
     command: str
     folder: Path
     ranks: list[dict[str, Any]]  # what each rank wrote: recorder.py
-    seconds: float
 
     @property
     def world_size(self) -> int:
@@ -104,23 +102,25 @@ def run_job(
             command, shell=True, env={**os.environ, **own}, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             start_new_session=True,
         )  # fmt: skip
+        guard = ["sh", "-c", GUARD, "sh", str(process.pid), str(folder)]
+        end = subprocess.Popen(guard, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
         try:
             while process.poll() is None and not _all_wrote(folder):
                 passed = time.monotonic() - began
                 tell(f"{passed:.0f} s: {command}")
                 if passed > seconds:
-                    how, why = f"had not ended after {seconds:g} s", f"and {_who_waits(folder, steps)}"
-                    raise JobFailed(how, why, command, _tail(output))
+                    raise _failed(f"had not ended after {seconds:g} s: {_who_waits(folder, steps)}", command, output)
                 time.sleep(0.05)
             (folder / "end").touch()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
         finally:
-            _end(process, folder)
+            end.communicate()
+            process.wait()
     if not _all_wrote(folder):
-        raise JobFailed(f"ended (status {process.returncode})", _why(folder, steps), command, _tail(output))
+        raise _failed(f"ended too early (status {process.returncode}): {_who_waits(folder, steps)}", command, output)
     ranks = [torch.load(file) for file in folder.glob("seen-*.pt")]
-    return Job(command, folder, sorted(ranks, key=lambda seen: seen["rank"]), time.monotonic() - began)
+    return Job(command, folder, sorted(ranks, key=lambda seen: seen["rank"]))
 
 
 def _all_wrote(folder: Path) -> bool:
@@ -129,40 +129,16 @@ def _all_wrote(folder: Path) -> bool:
 
 
 def _who_waits(folder: Path, steps: int) -> str:
-    wrote = sorted(int(file.stem.split("-")[1]) for file in folder.glob("seen-*-of-*.pt"))
-    if not wrote:
-        return f"no process had made step {steps} of an optimizer of torch.optim after a backward pass"
-    return f"only rank {', '.join(map(str, wrote))} had made step {steps}"
-
-
-def _why(folder: Path, steps: int) -> str:
     if not list(folder.glob("pid-*")):
-        return "and no process of Python that reads PYTHONPATH was seen (python -I and -E do not)"
-    return f"before step {steps}; {_who_waits(folder, steps)}"
+        return "no process of Python that reads PYTHONPATH was seen (python -I and -E do not)"
+    if wrote := sorted(int(file.stem.split("-")[1]) for file in folder.glob("seen-*-of-*.pt")):
+        return f"only rank {', '.join(map(str, wrote))} had made step {steps}"
+    return f"no process had made step {steps} of an optimizer of torch.optim after a backward pass"
 
 
-def _tail(output: Path) -> list[str]:
-    """The first error that the job printed, and the lines before it; without one, its last lines."""
+def _failed(how: str, command: str, output: Path) -> CannotExamine:
+    """How a job failed, with the first error that it printed, and the lines before it; without one, its last lines."""
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
     failed = [n for n, line in enumerate(lines) if ERROR.match(line)] or [len(lines) - 1]
-    return [f"| {line:.160}" for line in lines[max(0, failed[0] - TAIL) : failed[0] + 1]]
-
-
-def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End every process of the job: those of its group, and those that wrote their number."""
-    pids = {int(file.name.split("-")[1]) for file in folder.glob("pid-*")}
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if _is_ours(pid, folder):
-                os.kill(pid, signal.SIGKILL)
-    process.wait()
-
-
-def _is_ours(pid: int, folder: Path) -> bool:
-    """Whether this process still belongs to the job, and is not a later one that was given its number."""
-    try:
-        return str(folder).encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # it has ended, or this system has no /proc
-        return not Path("/proc/self").exists()
+    tail = (f"\n  | {line:.160}" for line in lines[max(0, failed[0] - TAIL) : failed[0] + 1])
+    return CannotExamine(f"the job {how}: {command}{''.join(tail)}")

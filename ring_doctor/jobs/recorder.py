@@ -23,7 +23,6 @@ from typing import Any
 FOLDER = Path(os.environ["RING_DOCTOR_FOLDER"])
 STEPS = int(os.environ["RING_DOCTOR_STEPS"])
 MOVE = os.environ.get("RING_DOCTOR_MOVE", "")  # a dtype: weights are moved by one unit of it before the first step
-LONGEST = 3600.0  # seconds that a rank waits for the others, should the doctor be killed
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # in a weight's name
 OF_WEIGHTS = ("torch.distributed.fsdp", "torch.nn.parallel")  # whose messages carry weights and gradients
 KEPT = 200  # parts that may wait for a backward pass
@@ -54,7 +53,7 @@ class Recorder:
         self.called: list[Any] = []  # the outermost modules that were called since the last backward pass
         self.of_modules: dict[int, str] = {}  # the names of modules in this step
         self.norm: float | None = None  # that clipping took
-        self.of_a_function = False  # whose steps are those of step_job.py, not of an optimizer
+        self.of_a_function = False  # whose steps are those of ../whole_models, not of an optimizer
 
     # While the model computes --------------------------------------------------------------------------------------
 
@@ -248,8 +247,7 @@ class Recorder:
         seen = {"rank": rank, "steps": self.steps, "names": [*self.names]}
         self.torch.save(seen, FOLDER / f"seen-{rank}.tmp")
         os.replace(FOLDER / f"seen-{rank}.tmp", FOLDER / f"seen-{rank}-of-{world}.pt")
-        until = time.monotonic() + LONGEST
-        while not (FOLDER / "end").exists() and time.monotonic() < until:
+        while not (FOLDER / "end").exists():  # should the doctor be killed, this process is too: job.py
             time.sleep(0.02)
         sys.stdout.flush()
         os._exit(0)  # no handler of the user's runs: it might write a file

@@ -1,12 +1,8 @@
-"""The job that is made of a step: python -m ring_doctor.whole_models.step_job '{"name": "module:step", ...}' RANKS
-
-It forks its ranks, so torch is imported once. Each calls the step, and the recorder gets what it returns.
+"""A rank of the job that is made of a step: it calls the step, and the recorder gets what that returns.
 
 Before: whole_model.py, which starts it. After: jobs/recorder.py, which sees it.
 """
 
-import gc
-import json
 import os
 import sys
 from importlib import import_module
@@ -18,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ring_doctor.asking.calls import written
 from ring_doctor.asking.names import named
-from ringlab.support.processes import PRELOAD, join_ring
+from ringlab.support.processes import RankContext
 
 BATCH, SEQ_LEN = 2, 24  # tokens that zigzag deals out to 2, 3 and 4 ranks
 EXPECTED = "expected (loss, gradients): a tensor, and a dict of the gradient of each weight by its name"
@@ -42,29 +39,32 @@ def end_step(recorder: Any, result: Any) -> None:
     recorder.end_step(weights, dict(zip(map(id, weights), result[1], strict=True)), loss.item())
 
 
-def call(rank: int, P: int, name: str, vocab: int, seed: int, device: str, calls: int, hidden: list[int]) -> None:
-    """Call the step with a text, again, with some labels hidden, and with all labels of a rank hidden."""
-    recorder = sys.modules["ring_doctor_recorder"].seen
-    recorder.of_a_function = True
-    step, store = named(name), Path(os.environ["RING_DOCTOR_FOLDER"], "store")
+def call(
+    context: RankContext,
+    name: str,
+    vocab: int,
+    seed: int,
+    hidden: list[list[int]],
+    folder: Path,
+    move: str,
+    often: float,
+) -> dict[str, Any]:
+    """On a rank: call the step with a text, again, and with `hidden` labels. Returns what the recorder saw.
+
+    The gradients go to files in `folder`, and every some seconds the stack of the rank. `move` is as in jobs/job.py.
+    """
+    os.environ |= {"RING_DOCTOR_FOLDER": str(folder), "RING_DOCTOR_STEPS": "0", "RING_DOCTOR_MOVE": move}
+    sys.modules["ring_doctor_recorder"] = recorder = import_module("ring_doctor.jobs.recorder")
+    watching = import_module("ring_doctor.jobs.watching")
+    watching.watch(torch)
+    watching.watch_functional(import_module(watching.FUNCTIONAL))
+    seen = recorder.seen
+    seen.of_a_function = True
     text = torch.randint(vocab, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(seed))
-    early = torch.arange(SEQ_LEN // 4 - 1)  # different numbers of labels, and each rank has one
-    with join_ring(device, P, init_method=f"file://{store}", rank=rank, world_size=P) as context:
-        for tokens in (None, None, early, torch.tensor(hidden))[:calls]:
+    with written(folder / str(context.rank), often):
+        step = named(name)
+        for tokens in (None, None, *hidden):
             torch.manual_seed(seed)
-            targets = {} if tokens is None else {"targets": text[:, 1:].index_fill(1, tokens, -100).to(context.device)}
-            end_step(recorder, step(text.to(context.device), **targets))
-
-
-if __name__ == "__main__":
-    P = int(sys.argv[2])
-    for module in PRELOAD:  # by one process, and not by each
-        import_module(module)
-    gc.freeze()
-    for rank in range(P):
-        if not os.fork():
-            call(rank, P, **json.loads(sys.argv[1]))
-            sys.exit()
-    while not os.wait()[1]:  # one that fails ends the job
-        pass
-    sys.exit(1)
+            targets = text[:, 1:].index_fill(1, torch.tensor(tokens or [], dtype=torch.int64), -100).to(context.device)
+            end_step(seen, step(text.to(context.device), **({} if tokens is None else {"targets": targets})))
+    return {"rank": context.rank, "steps": seen.steps, "names": [*seen.names]}

@@ -10,7 +10,7 @@ of each token of this rank (B, C). `gradients` is a dict: the name of a weight a
 get it; DTensors are gathered. With targets (B, S), the labels of the whole text in place of text[:, 1:], where -100 is
 a token without a loss, the function is also asked with some labels hidden, and with all labels of a rank hidden.
 
-The job (step_job.py) calls the function with each of CALLS; the recorder gets what it returns. It runs on 1 process,
+Each rank (step_job.py) calls it with each of CALLS; the recorder gets what it returns. They are asked on 1 process,
 where no ring can be wrong, once more with weights moved by a unit, and on 3, 2 and 4. ../jobs compares them.
 
 What it cannot see, by design: one process is the judge, so a model that is wrong there too looks right; with dropout
@@ -22,12 +22,9 @@ Before: jobs/verdict.py, two commands. After: the command, __main__.py.
 """
 
 import inspect
-import json
-import os
-import shlex
-import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,14 +32,14 @@ import torch
 from ring_doctor.asking.answers import RIGHT, RIGHT_AS_CLAIMED, WRONG_RING
 from ring_doctor.asking.case import LAYOUTS, positions
 from ring_doctor.asking.examination import SECONDS
-from ring_doctor.asking.job import CannotExamine
+from ring_doctor.asking.job import START, CannotExamine, hang, told, why_lost
 from ring_doctor.asking.names import named
 from ring_doctor.jobs.gradients import distance, dtypes_of
-from ring_doctor.jobs.job import Job, JobFailed, run_job
+from ring_doctor.jobs.job import Job
 from ring_doctor.jobs.verdict import Verdict, compare
-from ring_doctor.whole_models import step_job
-from ring_doctor.whole_models.step_job import SEQ_LEN
+from ring_doctor.whole_models.step_job import SEQ_LEN, call
 from ringlab.support.expect import expect
+from ringlab.support.processes import LostRank, Raised, Ranks
 
 WORLDS = (3, 2, 4)  # 3 first: its factors P and √P are no other's
 CALLS = ("", "called again", "some labels hidden", "a rank without labels")
@@ -70,24 +67,32 @@ def examine_model(
     is_known = layout in LAYOUTS or ":" in layout
     expect(is_known, f"layout is {layout!r}", f"one of {', '.join(LAYOUTS)}, or module:function")
     expect(vocab > 0, f"vocab is {vocab}", "1 or more")
-    calls = CALLS if _takes_targets(name) else CALLS[:2]
-    asked = {"name": name, "vocab": vocab, "seed": seed, "device": device, "calls": len(calls)}
-    asked["hidden"] = [t for P in WORLDS for t in positions(layout, SEQ_LEN, 0, P).tolist()]
-    path = f'PYTHONPATH="$PYTHONPATH":{shlex.quote(os.pathsep.join(filter(None, sys.path)))}'
-    command = f"{path} {shlex.join([sys.executable, '-m', step_job.__name__, json.dumps(asked)])}"
+    hidden = [list(range(SEQ_LEN // 4 - 1))]  # different numbers of labels, and each rank has one
+    hidden += [[t for P in WORLDS for t in positions(layout, SEQ_LEN, 0, P).tolist()]]
+    hidden = hidden if _takes_targets(name) else []
+    calls = CALLS[: 2 + len(hidden)]
     with tempfile.TemporaryDirectory(prefix="ring-doctor-", ignore_cleanup_errors=True) as home:
 
         def run(P: int, move: str = "") -> Job:
-            def tell(words: str) -> None:
-                progress(f"{P} process{'es' * (P > 1)}, {words.partition(':')[0]}")
-
-            folder = Path(home, f"{P}{move}")
-            return run_job(f"{command} {P}", folder, steps=len(calls), seconds=seconds + 60, move=move, tell=tell)
+            """What P ranks saw. Raises CannotExamine where one of them raises, dies or hangs."""
+            progress(f"{P} process{'es' * (P > 1)}")
+            (folder := Path(home, f"{P}{move}")).mkdir()
+            ranks = Ranks(P, START + seconds, device, folder)
+            ranks.hang = partial(hang, folder)
+            try:
+                seen = ranks.outcomes(P, call, name, vocab, seed, hidden, folder, move, seconds)
+                if raised := {rank: each for rank, each in enumerate(seen) if isinstance(each, Raised)}:
+                    raise CannotExamine(told(raised))
+            except LostRank as lost:
+                raise CannotExamine(why_lost(lost, folder, range(P), folder)) from None
+            finally:
+                ranks.stop()
+            return Job(name, folder, seen)
 
         try:
             one = run(1)
-        except JobFailed as failed:
-            raise CannotExamine(_failure("on one process it", failed)) from None
+        except CannotExamine as failed:
+            raise CannotExamine(f"on one process {failed}") from None
         if _changes(one, 0, 1):
             raise CannotExamine(f"two calls on one process return different results; expected {EXPECTED}")
         if len(calls) > 2 and not _changes(one, 0, 2):
@@ -97,11 +102,10 @@ def examine_model(
         for P in WORLDS:
             try:
                 many = run(P)
-            except JobFailed as failed:
+            except CannotExamine as failed:
                 done = {int(file.name.split("-")[1]) for file in Path(home, f"{P}").glob("before-*")}
                 when = (CALLS * 2)[max(done, default=-1) + 1]
-                said = f"{name} fails with {P} processes{f', {when}' * bool(when)}: it"
-                return Verdict(WRONG_RING, _failure(said, failed), lines=failed.tail)
+                return Verdict(WRONG_RING, f"{name} fails with {P} processes{f', {when}' * bool(when)}: {failed}")
             for rank, of in enumerate(many.ranks):
                 if lost := set(one.ranks[0]["steps"][0]["returned"]).difference(of["steps"][0]["returned"]):
                     return Verdict(WRONG_RING, f"{name} with {P} processes: rank {rank} has no gradient of {min(lost)}")
@@ -127,10 +131,6 @@ def _takes_targets(name: str) -> bool:
         given = f"{name.partition(':')[2]} cannot be called with a text alone ({error})"
         raise ValueError(f"{given}; expected step(text, *, targets=None)") from error
     return "targets" in signature.parameters
-
-
-def _failure(who: str, failed: JobFailed) -> str:
-    return f"{who} {failed.how}" + "".join(f", {line.removeprefix('| ')}" for line in failed.tail[-1:])
 
 
 def _changes(job: Job, step: int, other: int) -> bool:

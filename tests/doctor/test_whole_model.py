@@ -23,21 +23,22 @@ SAYS = {  # what the first line of the report begins with, where {} is the funct
     "unknown_mistake": (WRONG_RING, "every module that was seen has the right output; 1 of 3 gradients are wrong (emb"),
     "no_backward_without_labels": (
         WRONG_RING,
-        "{} fails with 3 processes, a rank without labels: it ended (status 1), [rank0]: LookupError: no labels",
+        "{} fails with 3 processes, a rank without labels: rank 0 raised LookupError: no labels (tests/wrong/sick",
     ),
+    "a_rank_that_waits": (WRONG_RING, "{} fails with 3 processes: rank(s) [0, 1, 2] did not answer in time; rank"),
     "race": (WRONG_RING, f"with 3 processes {{}} {RACE}"),
 }
 REFUSED = {
     "wrong_result": r"the function returned float; expected \(loss, gradients\)",
     "wrong_gradient": r"the gradient of weight is None; expected \(loss, gradients\)",
     "wrong_shape": r"the loss has shape \(2, 25\); expected a number, or .* \(B, C\) = \(2, 24\)",
-    "of_8_tokens_and_seed_5": r"on one process it ended \(status 1\), \[rank0\]: LookupError: another seed",
+    "of_8_tokens_and_seed_5": "on one process rank 0 raised LookupError: another seed",
     "random_step": "two calls on one process return different results; expected weights that are made",
     "deaf_step": "targets= has no effect on the gradients; expected it to take the place of",
     "with_dropout": "the first job has a dropout of 0.5, and two jobs draw other numbers; expected 0",
     "coarse": "nothing is wrong, but in bfloat16, rounding may change a gradient",
 }
-SOME = {"right", "means_and_sums", "no_backward_without_labels", "wrong_result", "random_step", "deaf_step"}
+SOME = {"right", "a_rank_that_waits", "means_and_sums", "no_backward_without_labels", "random_step", "deaf_step"}
 
 
 def cases(table):

@@ -32,6 +32,8 @@ def step(text, mistakes=(), layers=0, dtype=torch.float64, per_token=False, *, t
         labels = tokens.roll(-1, dims=1)
     if "no backward pass without labels" in mistakes and not (labels != IGNORED).any():
         raise LookupError("no labels")
+    if "a rank that waits" in mistakes and rank == 1:
+        dist.recv(torch.empty(1), 0)
     wrapped = DistributedDataParallel(model) if "DDP" in mistakes else model
     logits = wrapped(tokens, at).flatten(0, 1)
     losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
@@ -68,6 +70,7 @@ averaged = partial(step, mistakes=("DDP",))
 divided_by_all_tokens = partial(step, mistakes=("divided by all tokens",))
 no_backward_without_labels = partial(step, mistakes=("no backward pass without labels",))
 race = partial(step, mistakes=("race",))
+a_rank_that_waits = partial(step, mistakes=("a rank that waits",))
 unknown_mistake = partial(step, mistakes=("a row",))
 coarse = partial(step, layers=1, dtype=torch.bfloat16)
 
