@@ -104,7 +104,7 @@ def whole_numbers(one: Job, many: Job, step: int, layout: str = "") -> Whole:
     text = of_one[0] if alike else [row for rows in of_one for row in rows]
     ranks = [_rows(seen, step, keys) for seen in many.ranks]
     P = many.world_size
-    for cp in reversed(divisors(P)):
+    for cp in divisors(P):
         for tried in dict.fromkeys((*LAYOUTS, *filter(None, [layout]))) if cp > 1 else ("contiguous",):
             at = [[_find(row.tokens, text, tried, cp) for row in rows] for rows in ranks]
             if ranks[0] and all(place is not None for places in at for place in places):
@@ -192,7 +192,8 @@ def told(whole: Whole) -> list[tuple[str, str]]:
 def _name_of(wrong: list[tuple[Tensor, Tensor]], whole: Whole) -> str:
     """The name of positions that fits all wrong rows: (positions, places), (C,) each."""
     C = len(wrong[0][1])
-    shards = {name: [positions(name, C * whole.cp, r, whole.cp) for r in range(whole.cp)] for name in _layouts(C)}
+    names = [name for name in LAYOUTS if name != "zigzag" or C % 2 == 0]
+    shards = {name: [positions(name, C * whole.cp, r, whole.cp) for r in range(whole.cp)] for name in names}
 
     def fits(believed: Callable[[Tensor], Tensor]) -> bool:
         return all(torch.equal(own.long(), believed(places)) for own, places in wrong)
@@ -209,8 +210,3 @@ def _name_of(wrong: list[tuple[Tensor, Tensor]], whole: Whole) -> str:
         "documents_lost": lambda places: places,  # where the right ones begin again
     }
     return next((name for name, of in believed.items() if fits(of)), "other_positions")
-
-
-def _layouts(C: int) -> list[str]:
-    """The layouts that ranks with C tokens can have."""
-    return [name for name in LAYOUTS if name != "zigzag" or C % 2 == 0]

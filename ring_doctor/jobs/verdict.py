@@ -11,6 +11,7 @@ Source: the names are those of ../whole_models/README.md.
 """
 
 import math
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ from ringlab.models.transformer import IGNORED
 
 COARSE, TOO_COARSE = 0.05, 0.5  # rounding that hides mistakes, and that hides most
 FEW = 4  # weights in a line
+APART = re.compile(r"mask|cu_seq|document|segment|length")  # arguments that separate documents, or mask padding
 
 
 @dataclass
@@ -146,8 +148,7 @@ def not_comparable(one: Job, many: Job, step: int) -> str:
 
 def passes(seen: dict[str, Any], step: int) -> list[dict[str, Any]]:
     """What a rank saw of the passes of a step."""
-    found: list[dict[str, Any]] = seen["steps"][step]["passes"]
-    return found
+    return list(seen["steps"][step]["passes"])
 
 
 def _of_clipping(one: Job, many: Job, moved: Job | None, step: int) -> Verdict | None:
@@ -187,6 +188,8 @@ def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Ve
     shard = min((len(row.tokens) for rows in whole.ranks for row in rows), default=0)
     if where and whole.cp > 1 and sent < 2 * shard:
         seen.append(("ring_not_called", "the forward pass sends no message with numbers of each token"))
+    if where and not seen and (lost := [key for key in _lost(one, many, step) if APART.search(key)]):
+        seen.append(("documents_lost", f"the model gets no {lost[0]}, as that of the first job does"))
     if seen:
         return sick("; ".join(shown for _, shown in seen), *(name for name, _ in seen))
     return sick(f"{where or 'every module that was seen has the right output'}; {_located(one, many, found, step)}")
@@ -197,30 +200,40 @@ def _located(one: Job, many: Job, found: Gradients, step: int) -> str:
     wrong, ranks = found.wrong, ", ".join(map(str, sorted(found.wrong_ranks)))
     only = f" on rank {ranks} only" if len(found.wrong_ranks) < many.world_size else ""
     said = [f"{len(wrong)} of {len(found.errors)} gradients are wrong{only} ({_some(wrong)})"]
+    if scaled := [name for name in wrong if found.factors[name]]:
+        said.append(f"{len(scaled)} of them by gradients_{found.factors[scaled[0]][0]} only ({_some(scaled)})")
     largest, least = max(found.errors.values()), eps_of(dtypes_of(one)[0])
     for dtype in ("float32", "float16", "bfloat16"):
         if least < (eps := eps_of(dtype)) and eps / 16 < largest < 4 * eps:
             said.append(f"rounding to {dtype} moves them as far: look for a cast")
             break
+    lost = _lost(one, many, step)[:1]
+    return "; ".join(said + [f"the model gets no {key}, as that of the first job does" for key in lost])
+
+
+def _lost(one: Job, many: Job, step: int) -> list[str]:
+    """The arguments with whole numbers that the model of the first job gets, and that of the second does not."""
     got = {key for seen in many.ranks for p in passes(seen, step) for key in p["whole_numbers"]}
     lost = [key for p in passes(one.ranks[0], step) for key in p["whole_numbers"] if key not in got]
-    lost = [key for key in lost if "'" not in key and "embedding" not in key]  # of other passes
-    said += [f"the model gets no {lost[0]}, as that of the first job does"] if lost else []
-    return "; ".join(said)
+    return [key for key in lost if "'" not in key and "embedding" not in key]  # those are of other passes
 
 
 def _mean_of_means(one: Job, many: Job, step: int) -> list[tuple[str, str]]:
-    """Whether each rank divides its loss by the number of its own labels, told from losses and labels."""
-    counts = [sum(int((x != IGNORED).sum()) for p in passes(of, step) for x in p["labels"]) for of in many.ranks]
-    losses = [[p["loss"] for p in passes(of, step)] for of in many.ranks]
-    right, P = sum(p["loss"] for p in passes(one.ranks[0], step)), many.world_size
-    if len(set(counts)) == 1 or not right or any(len(of) > 1 for of in losses):
-        return []
-    mean = sum(n * of[0] for n, of in zip(counts, losses, strict=True)) / sum(counts)
-    if all(abs(mean / (right * d**sign) - 1) > 1e-3 for d in divisors(P) for sign in (1, -1)):
-        return []
-    shown = f"the ranks have {', '.join(map(str, counts))} labels, and each divides by its own number"
-    return [("mean_of_means", shown)]
+    """Whether each rank, or each pass, divides its loss by the number of its own labels: told from both."""
+    parts = [
+        [(sum(int((x != IGNORED).sum()) for x in p["labels"]), p["loss"]) for p in passes(of, step)]
+        for of in many.ranks
+    ]
+    by_rank = [tuple(map(sum, zip(*of, strict=True))) for of in parts if of]
+    right = sum(p["loss"] for p in passes(one.ranks[0], step))
+    for who, pairs in (("ranks", by_rank), ("passes", [pair for of in parts for pair in of])):
+        counts = [n for n, _ in pairs]
+        mean = sum(n * loss for n, loss in pairs) / max(sum(counts), 1)
+        factors = [d**sign for d in divisors(len(pairs) or 1) for sign in (1, -1)]
+        if len(set(counts)) > 1 and any(abs(mean - right * f) < 1e-3 * abs(right * f) for f in factors):
+            shown = ", ".join(map(str, counts[:8]))
+            return [("mean_of_means", f"the {who} have {shown} labels, and each divides by its own number")]
+    return []
 
 
 def _first_module(one: Job, many: Job, step: int, allowed: float) -> str:
@@ -245,8 +258,10 @@ def _table(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> li
     share = f"the worst, of {found.worst}, is off by {error:.1e} of its norm, rounding allows {allowed:.1e}"
     how = "none was seen: no embedding was called outside of a compiled graph"
     if whole.text:
-        how = f"{sum(len(row.tokens) for row in whole.text)}, "
-        how += f"{whole.layout} over {whole.cp} ranks" if whole.cp > 1 else "whole sequences" * bool(whole.layout)
+        shards = f"{whole.layout} over {whole.cp} ranks" if whole.cp > 1 else "whole sequences"
+        how = (
+            f"{sum(len(row.tokens) for row in whole.text)}, {shards if whole.layout else 'in no layout that is known'}"
+        )
     first, *others = ("+".join(f"{p['loss']:.6g}" for p in passes(of, step)) for of in (one.ranks[0], *many.ranks))
     lines = [f"gradients  {len(found.errors)}; {share}", f"tokens     {how}"]
     lines += [f"loss       {first}; by rank {', '.join(others[:8])}"] if first else []
