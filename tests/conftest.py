@@ -61,7 +61,6 @@ SLOW = (
 
 # These tests of the doctor start no processes, or few.
 QUICK = (
-    "doctor_paper_ring",
     "doctor_questions",
     "doctor_inference",
     "doctor_mistakes_on_paper",

@@ -59,7 +59,7 @@ def examined_sick(ranks, name, **claims):
     """The examination of a ring of sick_rings.py."""
     ring = ALL[name]
     layouts = LAYOUTS if "layout" in ring.takes else LAYOUTS[:1]
-    return examined(ranks, Sick(name), layouts=layouts, grouped=ring.grouped, heads=ring.heads, **claims)
+    return examined(ranks, Sick(name), layouts=layouts, **claims)
 
 
 def by_autograd(case, steps):

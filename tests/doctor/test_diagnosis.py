@@ -256,12 +256,5 @@ def test_when_a_mistake_shows():
     assert when((causal, OK), (replace(causal, layout="zigzag"), WRONG)) == "in the zigzag layout only"
 
 
-def test_many_explanations_are_counted():
-    entries = tuple(Explanation((Mistake(name, "", "", 1),), lambda steps: steps) for name in "abcdefgh")
-    wrong = Answer(Question(Case(3, 18)), WRONG, wrong={"out": 9.0}, relative={"out": 0.5})
-    [said] = Report(Examination(PATIENT, [wrong]), Diagnosis(entries, (wrong,), ""), "").remarks
-    assert said == "No question tells 8 known mistakes apart."
-
-
 if __name__ == "__main__":
     DIAGNOSED.write_text("".join(map(diagnosed, EXAMINED)))

@@ -103,6 +103,7 @@ HEADLINES = [  # how many mistakes are named, or none and no pattern is seen; an
     (None, [answer(IN_16_BITS, WRONG, 32 / 128), answer(PLAIN, WRONG)]),  # roundings beside a mistake are no excuse
     (None, [answer(UNEQUAL_CHUNKS, FAILED, hangs=True), answer(PLAIN, WRONG)]),
     (None, [answer(UNEQUAL_CHUNKS, WRONG), answer(PLAIN, WRONG)]),
+    (8, [answer(PLAIN, WRONG)]),
 ]
 CLAIMED = [  # a function, what is claimed, and the answers after a right one
     (odd_patients.with_sinks, {}, []),

@@ -1,21 +1,123 @@
-"""Each entry of the catalogue computes what its sentence says.
+"""On paper a right ring is full attention, each entry of the catalogue computes what its sentence says, none twice.
 
 COUNTS: who sees what. Beside the ring on paper stands one dense softmax; a row is an entry, and the mistake in a line
 that knows nothing of rounds, tiles or merges. An entry with variants has a line for each of them, in their order.
 All other entries give the numbers of mistakes.json; `python -m tests.doctor.test_mistakes_on_paper` writes it.
 """
 
+import itertools
 import json
+import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ring_doctor.asking.case import Case
+from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.mistakes import PAGE, told, words
+from ring_doctor.mistakes import backward as mistakes_of_backward
+from ring_doctor.mistakes import states as mistakes_of_states
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
 from ringlab.ring.layouts import LAYOUTS, positions
+from tests.doctor.examined import by_autograd
+
+ROOT, OF_MODELS = PAGE.parents[2], PAGE.parents[1] / "whole_models" / PAGE.name
+MASKS = [(False, "contiguous"), *((True, layout) for layout in LAYOUTS)]
+CASES = [
+    *(Case(3, 18, causal, layout, heads=4, kv_heads=2) for causal, layout in MASKS),
+    Case(4, 24, True, "zigzag", window=5, heads=8, kv_heads=2),
+    Case(3, 18, True, "contiguous", documents=(7, 11)),
+    Case(3, 18, True, "striped", documents=(7, 11)),
+    Case(3, 19, True, heads=4, kv_heads=4),
+    Case(3, 18, True, "zigzag", sinks=True),
+    Case(3, 18, True, sinks=True),
+    Case(3, 18, scale=0.3),
+    Case(3, 18, True, window=8),
+    Case(2, 12, batch=2),
+    Case(2, 12, head_dim=8, value_dim=4),
+    Case(4, 24, True, "striped", inputs="large"),
+    *(Case(4, 32, inputs=inputs, dtype=torch.bfloat16) for inputs in UNROUNDED),
+]
+
+
+@given(
+    st.integers(1, 5),
+    st.sampled_from(MASKS),
+    st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    st.sampled_from(["nothing", "documents", "window", "sinks"]),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_a_right_ring_on_paper_is_full_attention(world_size, mask, heads, more, autograd, seed):
+    case = Case(world_size, 6 * world_size, *mask, heads=heads[0], kv_heads=heads[1], seed=seed)
+    if more == "documents":
+        case = replace(case, documents=(2, case.seq_len - 2))
+    elif more == "window" and case.causal:
+        case = replace(case, window=1 + seed % case.seq_len)
+    elif more == "sinks":
+        case = replace(case, sinks=True, kv_heads=case.heads)
+    results = by_autograd(case, RIGHT) if autograd else compute(case)
+    for name, right in case.right().items():
+        assert name == "dsinks" or right.accepts(results[name]), name  # which is not computed on paper
+
+
+def test_chunks_of_unequal_lengths():
+    case = Case(4, 25, True)
+    for name, right in case.right().items():
+        assert right.accepts(compute(case)[name])
+    for name in ("two_seats", "gathered_in_order_of_arrival", "wrong_slice_of_the_gradient", "delta_of_another_rank"):
+        with pytest.raises(NotOnPaper):
+            compute(case, CATALOGUE[name].variants[0](RIGHT))
+
+
+def same(a, b):
+    """Whether two answers are one, or one of them cannot be computed."""
+    return a is None or b is None or all(torch.allclose(a[name], b[name], equal_nan=True) for name in a)
+
+
+@pytest.mark.slow
+def test_every_mistake_shows_somewhere_and_no_two_entries_are_one():
+    changes = [("right", lambda steps: steps)]
+    changes += [(name, variant) for name, mistake in CATALOGUE.items() for variant in mistake.variants]
+    alike = [(a, b) for a, b in itertools.combinations(range(len(changes)), 2) if changes[a][0] != changes[b][0]]
+    for case in CASES:
+        found = {}
+        for n in {n for pair in alike for n in pair}:
+            with suppress(NotOnPaper, RuntimeError):  # keys and values of two head dims
+                found[n] = compute(case, changes[n][1](RIGHT))
+        alike = [(a, b) for a, b in alike if same(found.get(a), found.get(b))]
+    names = {(changes[a][0], changes[b][0]) for a, b in alike}
+    assert names == {("right", "last_tile_lost")}  # these are less than a tile
+
+
+def test_every_entry_of_the_page_says_what_where_and_which_chapter():
+    for page in (PAGE, OF_MODELS):
+        text = page.read_text()
+        entries = [entry for section in re.findall(r"^## (.+)$", text, re.M) for entry in words(section, page).values()]
+        assert [entry.name for entry in entries] == re.findall(r"^#{3} *(.+)$", text, re.M)
+        assert page == OF_MODELS or len({entry.what for entry in entries}) == len(entries)
+        for entry in entries:
+            assert entry.what[0].isupper() or entry.what.startswith(("dQ", "dK", "δ"))
+            assert (entry.what[-1], entry.look[-1] == ".") == (".", False)
+            chapters = list(ROOT.glob(f"notebooks/{entry.chapter:02}_*.ipynb"))
+            assert len(chapters) == 1 or entry.name in mistakes_of_states.MISTAKES
+    assert CATALOGUE["sums_in_16_bits"].wild[1:] == ("ring-flash-attention #67",)
+
+
+def test_a_name_without_its_words_or_without_a_change_is_an_error():
+    table = mistakes_of_backward.CHANGES
+    with pytest.raises(ValueError, match=r"new, newer given once; expected words in README\.md, ## Backward"):
+        told("Backward", {"newer": [], **table, "new": []})
+    with pytest.raises(ValueError, match="delta_missing given once; expected words"):
+        told("Backward", {name: changes for name, changes in table.items() if name != "delta_missing"})
+
+
+# Each entry, by a line of its own -------------------------------------------------------------------------------------
 
 FULL, CAUSAL = Case(4, 24, heads=4), Case(4, 24, True, heads=4)
 ALL_LAYOUTS = [replace(CAUSAL, layout=layout) for layout in LAYOUTS]

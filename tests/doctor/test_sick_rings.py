@@ -1,121 +1,65 @@
-"""Real rings: a sick one is wrong exactly where it must be and has its name, a right one is healthy."""
+"""Real rings: a sick one is wrong exactly where it must be and has its name, a right one is healthy. And public rings:
+those that need torch only are found as they are, the others where they are installed."""
 
+import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn import ring_attention
-from ring_doctor.asking.answers import WRONG, Examination, judge
-from ring_doctor.asking.calls import RankResults
-from ring_doctor.asking.case import Case
-from ring_doctor.asking.patient import patient_of
-from ring_doctor.asking.questions import Question
+from ring_doctor import examine
+from ring_doctor.asking.answers import OK, WRONG, judge
+from ring_doctor.asking.calls import ask_on_rank
+from ring_doctor.asking.patient import dtype_of, patient_of
+from ring_doctor.asking.questions import questions
 from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.explaining import diagnosis
 from ring_doctor.explaining.diagnosis import diagnose
 from ring_doctor.mistakes.other_ways import hosts
+from ring_doctor.patients.__main__ import RESULTS, TABLE, names, patient_named, table
+from ring_doctor.patients.flash_attn_by_hand import (
+    flash_attn_backward,
+    flash_attn_forward,
+    flash_attn_varlen_backward,
+    flash_attn_varlen_forward,
+)
 from ringlab.ring import backward, grouped_query, overlap
 from ringlab.ring.flash_ring import ring_flash_attention
-from ringlab.ring.layouts import LAYOUTS
+from ringlab.support.rounding import exact_attention
 from ringlab.ways.double_ring import DoubleRing
 from ringlab.ways.hybrid import Hybrid
 from tests.attention import SEED
 from tests.doctor.examined import examined, examined_sick, names_of
 from tests.every_way import WAYS
-from tests.wrong.sick_rings import ALL, BY_HAND, MASKED, UNKNOWN, Sick
+from tests.wrong.sick_rings import ALL
+
+ASKED = {"C = 6", "large scores, C = 6", "4 query heads on 2, C = 6", "scale 0.3, C = 6"}
 
 
-def options_of(case, takes):
-    each = {"causal": case.causal, "layout": case.layout, "documents": case.documents, "window": case.window}
-    return {**{name: value for name, value in each.items() if name in takes}, "scale": case.scale}
-
-
-def on_rank(context, attention, options, cases):
-    """This rank's results of each case: out, lse if there is one, and the gradients."""
-    return [_one(context, attention, option, case) for option, case in zip(options, cases, strict=True)]
-
-
-def _one(context, attention, options, case):
-    q, k, v, d_out = (case.cut(x, context.rank).contiguous() for x in case.whole())
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = attention(*leaves, **options)
-    out, lse = out if isinstance(out, tuple) else (out, None)
-    gradients = torch.autograd.grad(out, leaves, d_out, allow_unused=True, materialize_grads=True)
-    results = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
-    return {name: x.detach() for name, x in results.items() if x is not None}
-
-
-def cases_of(ring, world_size):
-    """Some cases in which a ring can be asked, with and without its mistake to be seen."""
-    case = Case(world_size, seed=world_size, heads=ring.heads, kv_heads=ring.heads)
-    cases = [case, replace(case, inputs="large", head_dim=8), replace(case, dtype=torch.bfloat16)]
-    if ring.grouped:
-        cases.append(replace(case, heads=2 * ring.heads, kv_heads=2, scale=0.7))
-    if not ring.equal_chunks:
-        cases.append(replace(case, seq_len=25))
-    if ring.takes:
-        cases += [replace(case, causal=True, layout=layout) for layout in LAYOUTS]
-        cases += [replace(case, layout=LAYOUTS[-1])]
-    if ring.takes == MASKED:
-        cases.append(replace(case, causal=True, layout="striped", window=5))
-        cases.append(replace(case, causal=True, window=5, documents=(7, 9, 8)))
-        cases.append(replace(case, layout="zigzag", documents=(7, 9, 8)))
-    return cases
-
-
-def verdicts(ranks, world_size, ring, attention):
-    """For each case: the names of the results that are wrong, and the answer."""
-    cases = cases_of(ring, world_size)
-    per_rank = ranks(world_size, on_rank, attention, [options_of(case, ring.takes) for case in cases], cases)
-    for n, case in enumerate(cases):
-        right = case.right()
-        whole = {name: case.join([results[n][name] for results in per_rank]) for name in per_rank[0][n]}
-        answer = judge(Question(case), [RankResults(results[n]) for results in per_rank])
-        yield case, [name for name, x in whole.items() if not right[name].accepts(x)], answer
-
-
-@pytest.mark.parametrize("name", {**BY_HAND, **UNKNOWN})
-@pytest.mark.parametrize("size", [3, *(pytest.param(P, marks=pytest.mark.exhaustive) for P in (1, 2, 4))])
-def test_a_sick_ring_is_wrong_exactly_where_it_must_be_and_its_entry_says_how(ranks, size, name, monkeypatch):
-    """That no other entry gives its numbers is asked in test_a_mistake_is_named."""
-    answers = []
-    for case, wrong, answer in verdicts(ranks, size, ALL[name], Sick(name)):
-        assert bool(wrong) == ALL[name].shows(case), f"{case.words()}: wrong are {wrong}"
-        answers += [answer] if case.dtype == torch.float64 else []
-    entry = name.partition("/")[0]
-    if entry in CATALOGUE and any(answer.state == WRONG for answer in answers):
-        monkeypatch.setattr(diagnosis, "CATALOGUE", {entry: CATALOGUE[entry]})
-        found = diagnose(Examination(patient_of(Sick(name), name=name), answers))
-        assert (names_of(found), found.part) == ({entry}, "")
-
-
-# From all questions --------------------------------------------------------------------------------------------------
-
-
-NAMED = [name for name in BY_HAND if name != "float32_inside"]
-IN_CI = "base_2_as_natural"  # it has gradients that float32 cannot hold
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == IN_CI else pytest.mark.exhaustive) for n in NAMED])
-def test_a_mistake_is_named(ranks, name):
-    found = diagnose(examined_sick(ranks, name, worlds=(4,)))
-    assert (names_of(found), found.part) == ({name.split("/")[0]}, "")
-
-
-def test_float32_inside_is_a_remark_and_no_mistake(ranks):
-    found = examined_sick(ranks, "float32_inside", worlds=(1, 3))
-    assert diagnose(found) is None
-    assert any("computes in float32" in remark for remark in found.remarks)
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("worlds", [(3,), pytest.param((1, 2, 3, 4), marks=pytest.mark.exhaustive)])
+def test_a_sick_ring_is_wrong_exactly_where_it_must_be_and_has_its_name(ranks, worlds, name):
+    """Or, if the catalogue does not hold its mistake, no name."""
+    found = examined_sick(ranks, name, worlds=worlds, wanted=lambda question: question.what() in ASKED)
+    answered = [answer for answer in found.answers if answer.state in (OK, WRONG)]
+    assert {it.question.what() for it in answered} == ASKED
+    shown = [answer.question.words() for answer in answered if (answer.state == WRONG) != ALL[name].shows(answer.case)]
+    assert shown == []
+    diagnosis = diagnose(found)
+    assert (names_of(diagnosis), diagnosis.part) == ({name.partition("/")[0]} & {*CATALOGUE}, "")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_a_mistake_that_is_not_in_the_catalogue_gets_no_name_of_it(ranks, name):
-    found = diagnose(examined_sick(ranks, name, worlds=(2, 3)))
-    assert found
-    assert not names_of(found)
+@pytest.mark.parametrize("name", [name for name in ALL if name.partition("/")[0] in CATALOGUE])
+def test_a_mistake_is_named_from_all_questions(ranks, name):
+    found = diagnose(examined_sick(ranks, name, worlds=(4,)))
+    assert (names_of(found), found.part) == ({name.partition("/")[0]}, "")
 
 
 MESH = {}  # 2 x 2 for 4 ranks, and one row otherwise
@@ -136,7 +80,7 @@ def double_ring(q, k, v, *, causal=False, layout="contiguous", scale=None):
 
 
 FORWARD = {"gradients": False, "grouped": False}
-HEALTHY = {  # PyTorch's loop is in test_patients.py
+HEALTHY = {  # PyTorch's loop is among the public ones
     "hybrid": (hybrid, {"setup": setup}),
     "flash_ring": (ring_flash_attention, {}),
     "ring_attn": (ring_attention, FORWARD),
@@ -158,3 +102,118 @@ def test_a_right_ring_is_healthy(ranks, name):
     sick = [answer for answer in found.answers if answer.state not in ("ok", "refused")]
     assert found.healthy, "\n".join(f"{answer.question.words()}: {answer.says or answer.wrong}" for answer in sick)
     assert diagnose(found) is None
+
+
+# Public rings ---------------------------------------------------------------------------------------------------------
+
+LINES = json.loads(RESULTS.read_text())
+FINDINGS = Path(__file__).parents[2] / "ring_doctor" / "patients" / "findings"
+NEEDS = "needs ring_doctor/patients/requirements.txt: see ring_doctor/patients/README.md"
+
+
+def with_marks(installed):
+    """Names as parameters, by whether what they need is installed. By hand, but for one that takes seconds."""
+    marks = {
+        name: [pytest.mark.exhaustive, pytest.mark.skipif(not there, reason=NEEDS)] for name, there in installed.items()
+    }
+    return [pytest.param(name, marks=[] if name == "torch_loop" else marks[name]) for name in installed]
+
+
+def test_the_table_is_that_of_the_results():
+    assert TABLE.read_text() == table(LINES)
+    assert list(LINES) == sorted(LINES) == names()
+    for line in LINES.values():
+        assert {mistake for names in line.get("mistake", []) for mistake in names.split(" and ")} <= set(CATALOGUE)
+
+
+def test_every_finding_has_a_report_and_is_shown():
+    page = (FINDINGS / "README.md").read_text()
+    rows = re.findall(r"^\| \[(.*)\]\(#.*\) \| .* \| `(.*)` \|$", page, re.M)
+    scripts = {path.name for path in FINDINGS.glob("*.py")}
+    assert (
+        scripts < {shown for _, shown in rows} <= scripts | {name for name in LINES if LINES[name]["verdict"] == "sick"}
+    )
+    assert [title for title, _ in rows] == re.findall(r"^## (.*)$", page, re.M)[:-1]
+
+
+def test_a_right_patient_answers_rightly(ranks, tmp_path):
+    patient = patient_of("ring_doctor.patients.all_gather")
+    asked = questions(patient, 3, dtype_of("float64"), 0)
+    for question in [question for question in asked if question.how == "plain"][:3]:
+        assert judge(question, ranks(3, ask_on_rank, patient, question, tmp_path, 60.0)).state == OK
+
+
+ENDS = (0, 3, 8)  # of two documents, packed
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_flash_attn_by_hand_is_attention_of_a_batch_and_of_packed_documents(packed, causal):
+    torch.manual_seed(0)
+    shape = (8,) if packed else (2, 5)
+    q, k, v, d_out = (torch.randn(*shape, heads, 4, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    bounds = torch.tensor(ENDS, dtype=torch.int32)
+    options = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 5, "max_seqlen_k": 5} if packed else {}
+    options |= {"dropout_p": 0.0, "softmax_scale": 0.3, "causal": causal}  # by name, as its callers give them
+    forward = flash_attn_varlen_forward if packed else flash_attn_forward
+    backward = flash_attn_varlen_backward if packed else flash_attn_backward
+    out, lse, *_ = forward(q, k, v, **options)
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    made = dict(zip(("dout", "out", "softmax_lse", "dq", "dk", "dv"), (d_out, out, lse, *gradients), strict=True))
+    backward(q=q, k=k, v=v, **made, **options)
+    for document in map(slice, ENDS, ENDS[1:]) if packed else [slice(None)]:
+        part = (None, document) if packed else ...
+        right = exact_attention(*(x[part].transpose(1, 2) for x in (q, k, v, d_out)), causal=causal, scale=0.3)
+        assert right["lse"].accepts(lse[None, :, document] if packed else lse)
+        for name, x in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
+            assert right[name].accepts(x[part].transpose(1, 2))
+
+
+CLAIMED = """
+ABOUT, VERSION, LAYOUTS, GROUPED = "a", "1", ("zigzag",), False
+
+def attention(q, k, v, causal=False): return q
+
+def other(q, k, v, causal=False): return q
+
+def unclaimed(q, k, v, causal=False): return q
+
+def third(q, k, v, causal=False): return q
+
+CLAIMS = {"other": {"about": "b", "layouts": ("striped",), "heads": 6}, "third": {}}
+"""
+
+
+def test_a_patient_file_may_have_several_functions(tmp_path, monkeypatch):
+    """What CLAIMS does not say of one is as for the first; a function without a line there is a plain function."""
+    (tmp_path / "several_adapters.py").write_text(CLAIMED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    first, other, plain = (patient_of(f"several_adapters{of}") for of in ("", ":other", ":unclaimed"))
+    assert (first.about, first.version, first.layouts, first.grouped, first.heads) == ("a", "1", ("zigzag",), False, 2)
+    assert (other.about, other.version, other.layouts, other.grouped, other.heads) == ("b", "1", ("striped",), False, 6)
+    assert plain.about.startswith(
+        "ABOUT, GROUPED, LAYOUTS, VERSION of its module hold for several_adapters, without :un"
+    )
+    assert (plain.layouts, plain.grouped) == (("contiguous",), True)
+    assert patient_of("several_adapters:other", heads=8).heads == 8
+    third = patient_of("several_adapters:third")
+    assert (third.about, third.layouts, third.grouped) == ("a", ("zigzag",), False)  # a line that says nothing is one
+
+
+@pytest.mark.parametrize("name", with_marks({name: patient_named(name).version for name in names()}))
+def test_the_doctor_finds_what_the_table_says(name):
+    patient = patient_named(name)
+    worlds = (4,) if name == "torch_loop" else tuple(P for P in patient.worlds if P < 5)  # quick, in CI
+    report = examine(replace(patient, worlds=worlds))
+    assert report.healthy == (LINES[name]["level"] in ("right", "right for what it takes"))
+    if not name.endswith("in_float32"):  # its errors change from run to run
+        found = names_of(report.diagnosis) if report.diagnosis else set()
+        assert set(LINES[name].get("mistake", [])) <= found
+
+
+@pytest.mark.parametrize("name", with_marks({"megatron_core": find_spec("megatron"), "torch_all_gather": True}))
+def test_a_reproduction_shows_its_mistake(name, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=3", FINDINGS / f"{name}.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "relative error" in done.stdout or "WRONG" in done.stdout  # it ended by its own verdict

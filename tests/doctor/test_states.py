@@ -154,18 +154,6 @@ def test_a_wrong_ring_of_states_is_named(ranks, how):
         )
 
 
-def test_a_mistake_that_is_not_in_the_table_gets_no_name(ranks):
-    report = examined(ranks, twice_as_much, (3,), unequal=False)
-    assert report.verdict.startswith(f"SICK: {__name__}:twice_as_much: wrong numbers with P = 3, state and log_decay")
-    said = as_json(report)
-    assert (said["level"], said["mistakes"]) == ("wrong", [])
-    assert "P = 3, state and log_decay" in page(said, str(report))
-
-
-def twice_as_much(q, k, v, log_decay):
-    return 2 * ring_linear_attention(q, k, v, log_decay)[0]
-
-
 def state_detached(q, k, v, log_decay, initial_state=None):
     return ring_linear_attention(q, k, v, log_decay, state=None if initial_state is None else initial_state.detach())
 
@@ -216,17 +204,6 @@ def test_on_paper_a_ring_without_a_mistake_is_right():
             assert case.right()[name].accepts(x), f"{name} of {case.words()}"
 
 
-def test_every_mistake_shows_somewhere_and_no_two_are_alike():
-    numbers = {}
-    for mistake in MISTAKES.values():
-        for variant in mistake.variants:
-            found = [(case, compute_states(case, variant(RIGHT_STATES))) for case in cases()]
-            bad = [not case.right()[n].accepts(x) for case, results in found for n, x in results.items()]
-            assert any(bad), mistake.name
-            numbers.setdefault(tuple(float(x.sum()) for _, results in found for x in results.values()), mistake.name)
-    assert len(numbers) == sum(len(mistake.variants) for mistake in MISTAKES.values())
-
-
 def test_what_a_function_of_states_is_given():
     patient = patient_of(in_zigzag, state=True)
     assert (patient.takes, patient.layouts) == ({"log_decay", "layout"}, ("contiguous", "zigzag"))
@@ -262,6 +239,9 @@ def test_what_has_no_name_is_told_by_what_the_numbers_are_multiplied_by(ranks):
         with on_these(ranks):
             report = examine(partial(unnamed, how), state=True, worlds=3, quick=True, unequal=False, dtypes="float64")
         assert f": {says}" in report.verdict
+        said = as_json(report)
+        assert (said["level"], said["mistakes"]) == ("wrong", [])
+        assert "P = 3, state and log_decay and beta" in page(said, str(report))
 
 
 def unnamed(how, q, k, v, log_decay, beta):
@@ -341,14 +321,26 @@ def test_a_mistake_of_an_index_without_a_name_is_located(ranks):
     assert [finding.look for finding in infer(report.examination, "none")] == [OF_INDEX]
 
 
-def test_every_mistake_of_latents_shows_somewhere_and_no_two_are_alike():
-    kinds = ({}, {"choose": True}, {"index": True})
-    cases = [LatentCase(4, 16, True, layout, **kind) for kind in kinds for layout in ("contiguous", "zigzag")]
+OF_LATENTS = [
+    LatentCase(4, 16, True, layout, **kind)
+    for kind in ({}, {"choose": True}, {"index": True})
+    for layout in ("contiguous", "zigzag")
+]
+
+
+@pytest.mark.parametrize(
+    ("mistakes", "compute", "right", "cases"),
+    [
+        (MISTAKES, compute_states, RIGHT_STATES, list(cases())),
+        (latents.MISTAKES, compute_latents, LatentSteps(), OF_LATENTS),
+    ],
+)
+def test_every_mistake_shows_somewhere_and_no_two_are_alike(mistakes, compute, right, cases):
     numbers = {}
-    for mistake in latents.MISTAKES.values():
+    for mistake in mistakes.values():
         for variant in mistake.variants:
-            found = [(case, compute_latents(case, variant(LatentSteps()))) for case in cases]
+            found = [(case, compute(case, variant(right))) for case in cases]
             bad = [not case.right()[n].accepts(x) for case, results in found for n, x in results.items()]
             assert any(bad), mistake.name
             numbers.setdefault(tuple(float(x.sum()) for _, results in found for x in results.values()), mistake.name)
-    assert len(numbers) == sum(len(mistake.variants) for mistake in latents.MISTAKES.values())
+    assert len(numbers) == sum(len(mistake.variants) for mistake in mistakes.values())

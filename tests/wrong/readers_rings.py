@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.online_softmax import finish, start
 
-HALF = 2  # a constant of the cell, and a class
+LAST = 1  # round has no hop: a constant of the cell; and a class
 
 
 class Neighbours:
@@ -46,50 +46,29 @@ def exchange(block, length, to=1, all_send_first=False):
 # Right -------------------------------------------------------------------------------------------------------------
 
 
-def k_and_v_apart(q, k, v, lengths):
-    """Two messages a hop, in blocking order; the sums by hand; returns an array of numpy."""
-    at = Neighbours()
-    m, l, o = torch.full(q.shape[:-1], -torch.inf, dtype=q.dtype), 0, torch.zeros_like(q)
-    k, v = k.contiguous(), v.contiguous()
-    for t in range(at.P):
-        s = scores_of(q, k)
-        m_new = torch.maximum(m, s.amax(-1))
-        f, p = torch.exp(m - m_new), torch.exp(s - m_new[..., None])
-        m, l, o = m_new, f * l + p.sum(-1), f[..., None] * o + p @ v
-        if t < at.P - 1:
-            new = [x.new_empty(*x.shape[:2], lengths[(at.rank - t - 1) % at.P], x.shape[3]) for x in (k, v)]
-            for x, y in zip((k, v), new, strict=True):
-                if at.rank % HALF == 0:
-                    dist.send(x, at.next), dist.recv(y, at.before)
-                else:
-                    dist.recv(y, at.before), dist.send(x, at.next)
-            k, v = new
-    return (o / l[..., None]).numpy()
-
-
 def overlapped(chunk_q, chunk_k, chunk_v, sizes):
-    """The next block comes while this one is computed on; two buffers; messages without a source; in place."""
+    """A block leaves while it is computed on; two buffers; a message without a source; in place; an array of numpy."""
     at = Neighbours()
     chunk_q *= chunk_q.shape[-1] ** -0.5
     buffers = [chunk_k.new_empty(2, *chunk_k.shape[:2], max(sizes) * chunk_k.shape[3]) for _ in "ab"]
     block = torch.stack((chunk_k, chunk_v))
     state = start(chunk_q)
     for t in range(at.P):
-        works = []
-        if t < at.P - 1:
+        if t < at.P - LAST:
             size = sizes[(at.rank - t - 1) % at.P]
             shape = 2, *chunk_k.shape[:2], size, chunk_k.shape[3]
             received = buffers[t % 2].view(-1)[: math.prod(shape)].view(shape)
-            works = [dist.isend(block, at.next), dist.irecv(received)]
+            work = dist.isend(block, at.next)
         state = attend(state, chunk_q, *block, scale=1.0)
-        for work in works:
+        if t < at.P - LAST:
+            dist.recv(received)
             work.wait()
-        block = received if works else block
+            block = received
     dist.barrier()
-    return finish(state)[0]
+    return finish(state)[0].numpy()
 
 
-RIGHT_RINGS = [k_and_v_apart, overlapped]
+RIGHT_RINGS = [overlapped]
 
 
 # Wrong, or they only look right ------------------------------------------------------------------------------------

@@ -3,34 +3,34 @@
     attention = Sick("last_block_skipped")      # pickles; call it on every rank: attention(q, k, v, scale=, group=)
     ALL["last_block_skipped"].shows(case)       # whether its results must be wrong in this case of asking/case.py
 
-BY_HAND are rings that share nothing with the doctor's catalogue: patches of this project's rings; "name/variant" is
+ALL are rings that share nothing with the doctor's catalogue: patches of this project's rings; "name/variant" is
 another ring with a mistake.
+
+ESCAPED are rings that are wrong in one kind of question only: each shows that this kind is asked. IN_16_BITS add up so.
 """
 
 import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from ringlab.ring import flash_ring, schedule
 from ringlab.ring.flash_ring import flash_backward, ring_flash_attention
 from ringlab.ring.fused_block import fused_forward
 from ringlab.ring.overlap import post
-from ringlab.ring.partition import Partition, Places
-from ringlab.support.agreement import agree, members
-from ringlab.ways import all_gather, all_to_all
-from ringlab.ways.all_to_all import Exchange
+from ringlab.ring.partition import Partition
+from ringlab.support.agreement import agree
+from ringlab.ways.all_gather import AllGather
 from tests.mistakes import patch
 from tests.rings import Circle
 
-MASKED = ("causal", "layout", "documents", "window")
 CAUSAL = ("causal", "layout")
 
 
@@ -49,9 +49,7 @@ class SickRing:
     base: Callable[..., Any]  # a right ring: (q, k, v, **options) -> out, or (out, lse)
     patch: Callable[[], AbstractContextManager] = nullcontext  # makes it sick; a new one in each pass
     shows: Callable[[Any], bool] = from_2
-    takes: tuple[str, ...] = ()  # besides scale and group: CAUSAL or MASKED
-    grouped: bool = True
-    heads: int = 2  # the least with which it is asked; an all-to-all needs one for each rank
+    takes: tuple[str, ...] = ()  # besides scale and group: nothing, or CAUSAL
     equal_chunks: bool = False  # refuses chunks of different lengths
     in_forward: bool = True  # and in the backward pass; False: in the backward pass only
 
@@ -84,10 +82,8 @@ class Scoped(torch.autograd.Function):
         return *gradients, None, None
 
 
-all_gather_attention = partial(ring_flash_attention, schedule=all_gather.AllGather)
-all_to_all_attention = partial(ring_flash_attention, schedule=all_to_all.AllToAll)
 FLASH = partial(ring_flash_attention, schedule=Circle)  # as other rings send sums: the catalogue tells their mistakes
-right_pieces, right_to_tokens = Partition.pieces, Exchange.to_tokens
+right_pieces = Partition.pieces
 
 
 def flash(name, mistake):
@@ -108,10 +104,6 @@ def unstabilised(out, lse, out_j, lse_j):
     a, b = lse.exp(), lse_j.exp()
     out.copy_((a[..., None] * out + b[..., None] * out_j.to(out.dtype)) / (a + b)[..., None])
     lse.copy_((a + b).log())
-
-
-def in_float32(q, k, v, **options):
-    return ring_flash_attention(*(x.float() for x in (q, k, v)), **options).to(q.dtype)
 
 
 # The blocks that arrive ----------------------------------------------------------------------------------------------
@@ -142,29 +134,6 @@ def received_and_sent(sent, received, group, *, distance=1):
     return []
 
 
-def own_kv(k, v, *, hops, **_):
-    return ((k, v) for _ in range(hops + 1))
-
-
-# The other ways -----------------------------------------------------------------------------------------------------
-
-
-def back_as_they_came(exchange, wholes):
-    """Out goes back as if its tokens were in order of rank."""
-    if len(wholes) == 3:
-        return right_to_tokens(exchange, wholes)
-    lengths = [len(at) for at in exchange.order]
-    in_order = [*map(Places, torch.arange(sum(lengths)).split(lengths))]
-    return right_to_tokens(replace(exchange, order=in_order), wholes)
-
-
-def not_added(total, parts, *, group, async_op):
-    """Each rank keeps what its own queries found for its block."""
-    rank, world_size = members(group)
-    total.copy_(parts.view(world_size, -1)[rank])
-    return mock.Mock()
-
-
 # Mistakes that the catalogue does not hold ----------------------------------------------------------------------------
 
 
@@ -183,34 +152,21 @@ def d_out_of_another_rank(q, k, v, out, lse, d_out, ring):
 
 
 EQUAL = {"takes": CAUSAL, "equal_chunks": True}
-BY_HAND = {
+ALL = {
     "base_2_as_natural": SickRing(ring_flash_attention, flash("fused_forward", base_2_forward), always, CAUSAL),
     "unstabilised": SickRing(
         ring_flash_attention,
         flash("merge_into", unstabilised),
         lambda case: case.world_size > 1 and case.inputs == "large",
     ),
-    "float32_inside": SickRing(in_float32, shows=lambda case: case.dtype == torch.float64, takes=MASKED),
     "last_block_skipped": SickRing(ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL),
     "received_and_sent": SickRing(FLASH, flash("post", received_and_sent), **EQUAL),
-    "own_queries_only/all_gather": SickRing(
-        all_gather_attention, patch(all_gather, "reduce_scatter", not_added), takes=CAUSAL
-    ),
-    "keys_of_hop_0": SickRing(FLASH, patch(schedule, "arriving_blocks", own_kv), in_forward=False, **EQUAL),
     "block_left_out_in_backward/pieces": SickRing(
         ring_flash_attention, pieces(last_block_skipped), takes=CAUSAL, in_forward=False
     ),
-    "all_to_all_back_in_wrong_token_order": SickRing(
-        all_to_all_attention,
-        patch(Exchange, "to_tokens", back_as_they_came),
-        lambda case: case.layout != "contiguous" and case.world_size > 1,
-        CAUSAL,
-        heads=4,
-    ),
+    "d_out_of_another_rank": SickRing(FLASH, flash("flash_backward", d_out_of_another_rank), **EQUAL),  # it has no name
 }
-UNKNOWN = {"d_out_of_another_rank": SickRing(FLASH, flash("flash_backward", d_out_of_another_rank), **EQUAL)}
-ALL = {**BY_HAND, **UNKNOWN}
-OPTIONS = {"causal": False, "layout": "contiguous", "documents": None, "window": None, "scale": None, "group": None}
+OPTIONS = {"causal": False, "layout": "contiguous", "scale": None, "group": None}
 ARGUMENTS = dict.fromkeys("qkv", inspect.Parameter.empty) | OPTIONS  # and their defaults
 
 
@@ -229,3 +185,239 @@ class Sick:
 
     def __call__(self, q, k, v, **options):
         return ALL[self.name](q, k, v, **options)
+
+
+# Wrong in one kind of question only -----------------------------------------------------------------------------------
+
+
+class InBackward(torch.autograd.Function):
+    """out as it is, and another gradient of out."""
+
+    @staticmethod
+    def forward(ctx, out, change):
+        ctx.change = change
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return ctx.change(d_out), None
+
+
+def first_of_the_batch(q, k, v):
+    return InBackward.apply(ring_flash_attention(q, k, v), lambda d_out: d_out[:1].expand_as(d_out))
+
+
+def normalised(q, k, v):
+    """The gradient is divided by its norm and multiplied again: NaN where it is 0."""
+    return InBackward.apply(ring_flash_attention(q, k, v), lambda d_out: d_out / d_out.norm() * d_out.norm())
+
+
+def one_head_turned(q, k, v):
+    return ring_flash_attention(q.flip(1) if k.shape[1] == 1 else q, k, v)
+
+
+def two_tiles(q, k, v):
+    """Two tiles of 128 queries; the queries behind them are lost."""
+    out = ring_flash_attention(q, k, v)
+    return torch.where(torch.arange(out.shape[2])[:, None] < 256, out, 0.0)
+
+
+BUFFER = {}
+
+
+class Shared(torch.autograd.Function):
+    """The keys for the backward pass are in a buffer that all calls share."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        BUFFER["k"] = k
+        ctx.save_for_backward(q, v)
+        return ring_flash_attention(q, k, v)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        q, v = ctx.saved_tensors
+        leaves = [x.detach().requires_grad_() for x in (q, BUFFER["k"], v)]
+        with torch.enable_grad():
+            return torch.autograd.grad(ring_flash_attention(*leaves), leaves, d_out)
+
+
+def shared_buffer(q, k, v):
+    return Shared.apply(q, k, v)
+
+
+def shared_output(q, k, v):
+    """What is returned is overwritten by the next call."""
+    out = ring_flash_attention(q, k, v)
+    if torch.is_grad_enabled():
+        BUFFER.setdefault((out.shape, out.dtype), torch.empty_like(out.detach())).copy_(out.detach())
+        out.data = BUFFER[out.shape, out.dtype]
+    return out
+
+
+class Recomputed(torch.autograd.Function):
+    """The backward pass computes the forward pass again, with the scale that the last call left."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return ring_flash_attention(*inputs, scale=BUFFER["scale"])
+
+    @staticmethod
+    def backward(ctx, d_out):
+        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            return torch.autograd.grad(ring_flash_attention(*leaves, scale=BUFFER["scale"]), leaves, d_out)
+
+
+def scale_of_the_last_call(q, k, v, scale=None):
+    BUFFER["scale"] = scale
+    return Recomputed.apply(q, k, v)
+
+
+def heads_of_the_first_call(q, k, v):
+    heads = torch.arange(k.shape[1]).clamp(max=BUFFER.setdefault("heads", k.shape[1]) - 1)
+    return ring_flash_attention(q, k[:, heads], v[:, heads])
+
+
+LONGEST = {"tokens": 0}
+
+
+def padded_to_the_longest(q, k, v, least=12):
+    """K and V, if they are not short, lie in buffers as long as the longest so far; its empty places are keys too."""
+    if k.shape[2] < least:
+        return ring_flash_attention(q, k, v)
+    LONGEST["tokens"] = max(LONGEST["tokens"], k.shape[2] % 128)
+    more = max(0, LONGEST["tokens"] - k.shape[2])
+    return ring_flash_attention(q, F.pad(k, (0, 0, 0, more)), F.pad(v, (0, 0, 0, more)))
+
+
+def values_as_keys(q, k, v):
+    torch.stack((k, v))
+    return ring_flash_attention(q, k, v)
+
+
+def all_need_gradients(q, k, v):
+    if q.requires_grad and not (k.requires_grad and v.requires_grad):
+        raise RuntimeError("element 1 of tensors does not require grad")
+    return ring_flash_attention(q, k, v)
+
+
+def no_keys_under_autocast(q, k, v):
+    return ring_flash_attention(q, 0 * k if torch.is_autocast_enabled("cpu") else k, v)
+
+
+def once(q, k, v):
+    """Each backward pass empties what the forward pass saved."""
+    saved = [None]
+
+    def change(d_out):
+        if not saved:
+            raise RuntimeError("trying to backward a second time")
+        saved.clear()
+        return d_out
+
+    return InBackward.apply(ring_flash_attention(q, k, v), change)
+
+
+def other_kernel_without_gradients(q, k, v):
+    return ring_flash_attention(q, k, v) * (1 if torch.is_grad_enabled() else 2)
+
+
+def first_ranks(q, k, v, group=None):
+    """The ranks of the group are counted from 0."""
+    size = dist.get_world_size(group)
+    part = dist.get_process_group_ranks(group or dist.group.WORLD) != list(range(size))
+    return ring_flash_attention(q, k, v, group=group) * (2 if part else 1)
+
+
+def scale_of_values(q, k, v):
+    return ring_flash_attention(q, k, v, scale=v.shape[-1] ** -0.5)
+
+
+def out_as_its_queries(q, k, v):
+    """The output gets the head dim of the queries."""
+    return ring_flash_attention(q, k, v).repeat(1, 1, 1, q.shape[-1] // v.shape[-1])
+
+
+def scale_forgotten_in_16_bits(q, k, v, scale=None):
+    return ring_flash_attention(q, k, v, scale=scale if q.dtype.itemsize > 2 else None)
+
+
+class Receive(torch.autograd.Function):
+    """A tensor that comes into a leaf: its gradient must be sent home, though it leads to no input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        if BUFFER.get("gradient is due"):
+            raise RuntimeError("no gradient was sent home")
+        BUFFER["gradient is due"] = x.requires_grad
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, d_x):
+        BUFFER["gradient is due"] = False
+        return d_x
+
+
+def receives_into_a_leaf(q, k, v):
+    return ring_flash_attention(q, k, v) + Receive.apply(torch.zeros((), requires_grad=q.requires_grad))
+
+
+OF_VALUES = {f"{heads}V of D = 4 beside 8, C = 6" for heads in ("", "4 query heads on 2, ")}
+ESCAPED = {  # by ring: what it is asked where its answer is wrong, or where it refuses
+    first_of_the_batch: {"batch of 2, C = 6"},
+    normalised: {"silent rank inputs, C = 6"},
+    one_head_turned: {"4 query heads on 1, C = 6"},
+    two_tiles: {"D = 64, C = 258"},
+    shared_buffer: {"interleaved, C = 6"},
+    shared_output: {"interleaved, C = 6"},
+    padded_to_the_longest: {"after another length, C = 12"},
+    scale_of_the_last_call: {"beside other scales, scale 0.3, C = 6"},
+    heads_of_the_first_call: {"beside other heads, C = 6"},
+    no_keys_under_autocast: {"autocast, C = 6"},
+    other_kernel_without_gradients: {"without gradients, C = 6"},
+    first_ranks: {"C = 6, part of a larger job"},
+    scale_of_values: OF_VALUES,
+    scale_forgotten_in_16_bits: {"scale 0.3, C = 6"},
+    receives_into_a_leaf: set(),  # it is right
+    out_as_its_queries: OF_VALUES,  # it fails
+    all_need_gradients: {"frozen keys, C = 6", "frozen keys and values, C = 6"},
+    once: {"two backward passes, C = 6"},
+    values_as_keys: OF_VALUES,
+}
+REFUSED = (all_need_gradients, once, values_as_keys)
+
+
+# In 16 bits --------------------------------------------------------------------------------------------------------
+
+
+def in_16_bits(sent, received, group, *, distance=1):
+    return post([x.bfloat16().to(x.dtype) for x in sent], received, group, distance=distance)
+
+
+SENT_IN_16_BITS = SickRing(FLASH, flash("post", in_16_bits), in_forward=False)
+
+
+def gradients_sent_in_16_bits(q, k, v, causal=False, layout="contiguous"):
+    return SENT_IN_16_BITS(q, k, v, causal=causal, layout=layout)
+
+
+def merged_in_16_bits(out, lse, out_j, lse_j, right=flash_ring.merge_into):
+    right(out, lse, out_j, lse_j)
+    out.copy_(out.bfloat16())
+
+
+MERGED_IN_16_BITS = SickRing(FLASH, flash("merge_into", merged_in_16_bits))
+
+
+def sums_in_16_bits(q, k, v, causal=False, layout="contiguous"):
+    return MERGED_IN_16_BITS(q, k, v, causal=causal, layout=layout)
+
+
+IN_16_BITS = {  # by ring: the inputs that show its mistake, and the results that are wrong
+    ring_flash_attention: ("", set()),
+    partial(ring_flash_attention, schedule=AllGather): ("", set()),
+    sums_in_16_bits: ("16-bit sums", {"out"}),
+    gradients_sent_in_16_bits: ("16-bit gradients", {"dk", "dv"}),
+}
