@@ -1,6 +1,5 @@
 """The GPU bench without a GPU: what it computes on, when it reads clocks, what it divides by, what it calls wrong."""
 
-import itertools
 import re
 import sys
 import time
@@ -13,10 +12,8 @@ import torch.distributed as dist
 
 from bench import gpu, pages, peers, record
 from ring_planner import calibrate
-from ringlab.ring import flash_ring, gpu_kernels
+from ringlab.ring import flash_ring
 from ringlab.ring.fused_block import fused_backward
-from ringlab.ring.masks import Mask
-from ringlab.ring.partition import Partition
 from ringlab.support.processes import LostRank, RankContext
 from tests.commands import ROOT, run
 
@@ -247,40 +244,7 @@ def test_nan_is_not_close():
     assert gpu.apart([torch.ones(3), torch.tensor([1.0, torch.nan])], [torch.ones(3), torch.ones(2)]) == torch.inf
 
 
-# Three minutes --------------------------------------------------------------------------------------------------------
-
-PLAN = 0.95  # seconds: one forward and one backward plan of cuDNN, on an H100
-
-
-def planned(*shapes):
-    """Those of (Sq, Sk, causal) that cuDNN gets."""
-    return {shape for shape in shapes if not any(n % gpu_kernels.PLANNED for n in shape[:2])}
-
-
-def shapes_of_ring(S, P):
-    """Of all ranks, zigzag and causal."""
-    partition = Partition(Mask(True), "zigzag", (S // P,) * P)
-    for rank, block in itertools.product(range(P), repeat=2):
-        for piece in partition.pieces(rank, block):
-            sizes = (len(range(*each.indices(S // P))) for each in (piece.queries, piece.keys))
-            yield *sizes, piece.triangle
-
-
-def test_the_plans_of_cudnn_leave_time_to_measure():
-    """Seconds for them in the longest of this bench's processes: a third of its time at most."""
-    sizes, plans = gpu.ON["cuda"], {}
-    dims = sum(D % 64 == 0 for D in sizes.head_dims)
-    plans["kernels"] = 2 * dims * len(planned(*gpu.SHAPES, *gpu.PLANNED))  # in two dtypes
-    plans["ring"] = 0
-    for S, _, _, worlds in sizes.rings:
-        of_rings = [planned(*shapes_of_ring(S, P)) for P in worlds]
-        plans["ring"] += 1 + sum(map(len, of_rings)) + sum(map(len, of_rings))  # SDPA, ours, PyTorch's loop
-    plans["model"] = 1
-    plans["machine"] = 2 * len(calibrate.LENGTHS)
-    assert plans == {"kernels": 16, "ring": 32, "model": 1, "machine": 22}
-    assert PLAN * sum(plans.values()) < gpu.SECONDS / 2
-    of_ranks = planned(*shapes_of_ring(3 * sizes.layer[3], 3))
-    assert PLAN * (sum(plans.values()) + len(of_ranks)) < 0.6 * gpu.SECONDS
+# The whole command ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive

@@ -134,7 +134,7 @@ def test_no_bench_without_a_slow_link(root, tool, reason, monkeypatch):
 
 def test_a_bench_that_cannot_run_says_why_and_keeps_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(record, "FOLDER", tmp_path)
-    monkeypatch.setattr(hosts, "why_no_network", lambda *tools: "only root")
+    monkeypatch.setattr(hosts, "why_no_network", lambda: "only root")
     monkeypatch.setattr(sys, "argv", ["bench", "overlap_threshold"])
     assert command.main() == 0
     assert capsys.readouterr().out == "overlap_threshold: nothing measured: only root\n"
@@ -153,32 +153,21 @@ def one_hop(context):
     return wires.measure_hop(context, 32, heads=2, head_dim=8, repetitions=1)
 
 
-def row_of(chunk, *, flops, bandwidth, layer, slower=1.0):
-    """A row as it would be on a machine of `flops`, `slower` while messages travel, and a link of `bandwidth`."""
-    computing = 4 * chunk**2 * layer.heads * layer.head_dim / flops
-    messages = 2 * chunk * layer.heads * layer.head_dim * 4 / bandwidth
-    meanwhile = slower * computing
-    waiting = max(0.0, messages - meanwhile)
-    seen = {"chunk": chunk, "computing": computing, "messages": messages, "computing_meanwhile": meanwhile}
-    seen |= {"waiting": waiting, "ring": meanwhile + waiting + computing}
-    return {**seen, **shares(seen)}
-
-
 @pytest.mark.parametrize("slower", [1.0, 1.25])
 def test_knee_of_a_machine_by_hand(slower):
-    layer = AttentionLayer(8, 8, 64, itemsize=4)
-    rows = [
-        row_of(chunk, flops=1e11, bandwidth=1e8, layer=layer, slower=slower) for chunk in (256, 512, 1024, 2048, 4096)
-    ]
-    found = knee(rows, layer)
-    assert found["flops"] == pytest.approx(1e11)
-    assert found["bandwidth"] == pytest.approx(1e8)
-    assert found["predicted"] == pytest.approx(2000)  # 4/2 · flops / bandwidth
-    assert found["flops_meanwhile"] == pytest.approx(1e11 / slower)
-    assert found["predicted_meanwhile"] == pytest.approx(2000 / slower)
-    assert found["measured"] == pytest.approx(2000 / slower, rel=0.01)
-    for it in rows:
-        assert it["hidden"] == pytest.approx(hidden_share(it["chunk"], 2000 / slower))
+    """A machine of 1e11 FLOP/s, slower while messages travel, and a link of 1e8 bytes/s: 4/2 · 1e11 / 1e8 is 2,000."""
+    layer, rows = AttentionLayer(8, 8, 64, itemsize=4), []
+    for C in (256, 512, 1024, 2048, 4096):
+        row = {"chunk": C, "computing": 4 * C**2 * 512 / 1e11, "messages": 2 * C * 512 * 4 / 1e8}
+        row["computing_meanwhile"] = slower * row["computing"]
+        row["waiting"] = max(0.0, row["messages"] - row["computing_meanwhile"])
+        row["ring"] = row["computing_meanwhile"] + row["waiting"] + row["computing"]
+        rows.append({**row, **shares(row)})
+        assert rows[-1]["hidden"] == pytest.approx(hidden_share(C, 2000 / slower))
     assert rows[-1]["overhead"] == pytest.approx((slower - 1) / 2)  # nobody waits, but one of two blocks takes longer
+    found = knee(rows, layer)
     rows[1]["hidden"] = -1.0  # a repetition disturbed
-    assert knee(rows, layer)["measured"] == pytest.approx(2000 / slower, rel=0.01)
+    for measured in (found.pop("measured"), knee(rows, layer)["measured"]):
+        assert measured == pytest.approx(2000 / slower, rel=0.01)
+    right = {"flops": 1e11, "flops_meanwhile": 1e11 / slower, "bandwidth": 1e8}
+    assert found == pytest.approx({**right, "predicted": 2000, "predicted_meanwhile": 2000 / slower})
