@@ -61,7 +61,8 @@ class Cluster:
             raise ValueError(f"nics is {self.nics}; expected 1 to {self.per_host}, the devices of a host")
         costs = self.latency, self.host_latency, self.launch, self.backward_flops, self.multiprocessors
         factors = self.slowdown, self.causal
-        if not self.memory_bandwidth > 0 or not min(costs) >= 0 or not 1 <= min(factors) <= max(factors) < math.inf:
+        possible = self.memory_bandwidth > 0 and all(cost >= 0 for cost in costs)  # NaN is not
+        if not possible or not all(1 <= factor < math.inf for factor in factors):
             rest = "latencies, launch, backward_flops, multiprocessors of 0 or more, slowdown and causal of 1 or more"
             raise ValueError(f"the cluster is {self}; expected memory_bandwidth above 0, {rest}")
 

@@ -116,18 +116,13 @@ LONG = 1024
 HOST = Cluster(1, 4, 2 * 4 * LAYER.hidden, math.inf, backward_flops=10 * LAYER.hidden)  # pairs/s: 2, backward 1
 
 
-def pairs(way="ring", **options):
-    return 2 * simulate(way, HOST, LAYER, LONG, **options)
-
-
 def test_messages_slow_the_computing_beside_them():
     """A hop of 1 s, computing of 2 s a round: 2 s of each of the first three rounds last 1 s longer at slowdown 2."""
     host = Cluster(1, 4, 1024, 256, slowdown=1.5)
     # In 1 s of messages 2/3 s of computing are done; 4/3 s follow: a round takes 7/3 s, the last one 2 s.
     assert simulate("ring", host, LAYER, CHUNK) == pytest.approx(3 * 7 / 3 + 2)
-    assert simulate("all-to-all", host, LAYER, CHUNK) == simulate(
-        "all-to-all", replace(host, slowdown=1.0), LAYER, CHUNK
-    )
+    one, other = (simulate("all-to-all", replace(host, slowdown=each), LAYER, CHUNK) for each in (1.0, 1.5))
+    assert one == other
     cards = Pass(Cluster(2, 4, 1.0, 1.0, 1.0, 2), LAYER, CHUNK)  # 4 devices share 2; in a hop of 1 only the last leaves
     assert [cards.between(10.0, stride) for stride in (1, 2, 4)] == [10, 20, 20]
 
@@ -144,23 +139,17 @@ def test_bad_input(options, says):
         simulate("ring", TWO, LAYER, CHUNK, **options)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *({"memory_bandwidth": 0.0}, {"latency": -1.0}, {"host_latency": -1.0}, {"launch": -1.0}),
-        *(
-            {"backward_flops": -1.0},
-            {"multiprocessors": -1},
-            {"slowdown": 0.9},
-            {"causal": 0.0},
-            {"slowdown": math.inf},
-        ),
-        *({"latency": math.nan}, {"memory_bandwidth": math.nan}),
-    ],
-)
-def test_a_cost_that_cannot_be(wrong):
-    with pytest.raises(ValueError, match="expected memory_bandwidth above 0, latencies"):
-        replace(TWO, **wrong)
+@pytest.mark.parametrize("value", [0.0, 0.9, -1.0, math.nan, math.inf])
+def test_a_cost_that_cannot_be(value):
+    """Each cost has a least value: what is refused of the others, and of infinity."""
+    least = {"memory_bandwidth": 1e-9, "slowdown": 1.0, "causal": 1.0}
+    least |= dict.fromkeys(("latency", "host_latency", "launch", "backward_flops", "multiprocessors"), 0.0)
+    for name, smallest in least.items():
+        if value >= smallest and not (value == math.inf and smallest == 1.0):
+            replace(TWO, **{name: value})
+            continue
+        with pytest.raises(ValueError, match="expected memory_bandwidth above 0, latencies"):
+            replace(TWO, **{name: value})
 
 
 # Waves --------------------------------------------------------------------------------------------------------------
@@ -185,28 +174,22 @@ def waves(heads, tokens):
 
 def test_every_call_waits():
     """4 heads on 4 devices, 1,024 tokens on each: 2 waves of queries; zigzag's half block has 1 wave of keys."""
-    diagonal, block, few, half = LONG * (LONG + TILE) / 2, LONG**2, waves(4, LONG), waves(4, LONG / 2)
-
-    def seconds(way="ring", **options):
-        return 2 * simulate(way, GPU, LAYER, LONG, mask="causal", **options)
-
+    triangle, block, few, half = LONG * (LONG + TILE) / 2, LONG**2, waves(4, LONG), waves(4, LONG / 2)
     assert (few, half) == (2, 1)
-    causal = (few + 3 / 2) / few * diagonal
-    assert seconds(layout="striped") == 4 * causal
-    assert seconds(layout="contiguous") == causal + 3 * (few + 1 / 2) / few * block
-    assert seconds() == causal + 3 * (few + 1 / 2) / few * block / 2
-    back = 2 * (causal + 3 * (half + 1 / 2) / half * block / 2)  # 10 · hidden FLOPs, at half the rate
-    assert seconds(backward=True) == back
-    one = waves(1, 4 * LONG)  # all-to-all: a head of all tokens
-    assert seconds("all-to-all") == pytest.approx((one + 3 / 2) / one * 4 * LONG * (4 * LONG + TILE) / 2 / 4)
-    assert seconds("all-gather") == pytest.approx(
-        (few + 3 / 2) / few * 4 * block / 2
-    )  # all heads, though one at a time
-    assert seconds("all-gather", layout="contiguous") == pytest.approx(
-        (few + 1 / 2) / few * LONG * (4 * LONG - LONG / 2)
-    )
-    two = waves(8, LONG)  # of two sequences
-    assert seconds(layout="striped", batch=2) == pytest.approx(2 * 4 * (two + 3 / 2) / two * diagonal)
+    causal, one, two = ((n + 3 / 2) / n for n in (few, waves(1, 4 * LONG), waves(8, LONG)))  # all-to-all; two sequences
+    whole, of_keys = (few + 1 / 2) / few, (half + 1 / 2) / half
+    for options, right in (
+        ({"layout": "striped"}, 4 * causal * triangle),
+        ({"layout": "contiguous"}, causal * triangle + 3 * whole * block),
+        ({}, causal * triangle + 3 * whole * block / 2),
+        ({"backward": True}, 2 * (causal * triangle + 3 * of_keys * block / 2)),  # 10 · hidden FLOPs, at half the rate
+        ({"way": "all-to-all"}, one * 4 * LONG * (4 * LONG + TILE) / 2 / 4),  # a head of all tokens
+        ({"way": "all-gather"}, causal * 4 * block / 2),  # all heads, though one at a time
+        ({"way": "all-gather", "layout": "contiguous"}, whole * LONG * (4 * LONG - LONG / 2)),
+        ({"layout": "striped", "batch": 2}, 2 * 4 * two * triangle),
+    ):
+        way = options.pop("way", "ring")
+        assert 2 * simulate(way, GPU, LAYER, LONG, mask="causal", **options) == pytest.approx(right), (way, options)
 
 
 # Closed forms: by hand, and as torch counts. Real rings send these bytes: test_bytes. The paper's tables: by themselves
