@@ -39,19 +39,12 @@ def messages(context, way, shape, problem):
 
 def sent(of_pass):
     """The bytes sent, by the rank that they go to."""
-    total = Counter()
-    for message in of_pass:
-        if message.kind == "send":
-            total[message.peer] += message.bytes
-    return dict(total)
+    return sum_of(*({message.peer: message.bytes} for message in of_pass if message.kind == "send"))
 
 
 def sum_of(*parts):
     """{rank: bytes} of several, without those to whom nothing goes."""
-    total = Counter()
-    for part in parts:
-        total.update(part)
-    return {rank: size for rank, size in total.items() if size}
+    return dict(sum(map(Counter, parts), Counter()))
 
 
 HOPS = [  # of 4 ranks with 6 tokens each

@@ -171,19 +171,22 @@ def test_latents_are_what_travels():
     assert [hop_bytes(of_latents, 10, backward=back) for back in (False, True)] == [10 * 2 * 576, 10 * (2 + 4) * 576]
 
 
-def test_a_tied_model_without_grouped_queries(tmp_path):
-    content = {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": None}
-    model = model_named(written(tmp_path, content))
-    assert (model.kv_heads, model.tied) == (32, True)
-    assert [model_named(written(tmp_path, {**LLAMA, "model_type": name})).tied for name in ("gemma", "llama")] == [1, 0]
+USUAL = {"sliding_window": 131072, "use_sliding_window": False, "layer_types": ["full_attention"] * 32}
+READ = [  # fields beside those of a Llama, or in their place; what a Model then is
+    ({"tie_word_embeddings": True, "num_key_value_heads": None}, {"kv_heads": 32, "tied": True}),
+    ({"model_type": "gemma"}, {"tied": True}),
+    ({"model_type": "llama"}, {"tied": False}),
+    ({**USUAL, "decoder_sparse_step": 1, "mlp_only_layers": [], "model_type": None}, {"layers": 32}),  # as in Qwen's
+    ({"attn_type_list": [1] * 32}, {"layers": 32}),  # MiniMax M2: each is a layer of softmax attention
+]
 
 
-def test_fields_that_say_what_is_counted_anyway(tmp_path):
-    """As they stand in the files of Qwen 2.5 and Qwen 3."""
-    usual = {"sliding_window": 131072, "use_sliding_window": False, "layer_types": ["full_attention"] * 32}
-    same = {**LLAMA, **usual, "decoder_sparse_step": 1, "mlp_only_layers": [], "model_type": None}
-    assert model_named(written(tmp_path, same)).layers == 32
-    assert model_named(written(tmp_path, same)).name == tmp_path.name
+@pytest.mark.parametrize(("fields", "expected"), READ)
+def test_a_field_is_understood(fields, expected, tmp_path):
+    model = model_named(written(tmp_path, {**LLAMA, **fields}))
+    assert {name: getattr(model, name) for name in expected} == expected
+    assert model_named(str(tmp_path)) == model  # a folder will do
+    assert fields.get("model_type") or model.name == tmp_path.name
 
 
 @pytest.mark.parametrize("field", [name for name in LLAMA if name != "num_key_value_heads"])
@@ -218,6 +221,7 @@ def test_a_field_that_is_missing_is_named(field, tmp_path):
         ({**LLAMA, "layer_types": ["full_attention", "mamba"]}, "mamba.*; expected full_attention only"),
         ({**LLAMA, "full_attention_interval": 4}, "has no field linear_num_value_heads; add it"),
         ({**LLAMA, "model_type": "gpt_neox"}, "model_type gpt_neox: a feedforward of two matrices; expected a gated"),
+        ({**LLAMA, "attn_type_list": [1, 0] * 16}, "attn_type_list: a hybrid of attention"),
         ({**QWEN, "decoder_sparse_step": 2}, "decoder_sparse_step: experts in some layers only"),
         (
             {**MIXTRAL, "attn_layer_period": 8},
@@ -287,12 +291,3 @@ def test_a_head_of_any_width_has_a_rate():
             assert gpu.rates(kernel, head_dim) == pytest.approx(expected)
     assert [*gpu_named("a100").rates("best", 128)] == gpu_named("a100").attention["fa2"]
     assert [*replace(gpu, memory_bandwidth=math.inf).rates("fa2", 64)] == gpu.attention["fa2"]
-
-
-def test_minimax_m2_is_no_hybrid(tmp_path):
-    """Each 1 of its attn_type_list is a layer of softmax attention; a 0 is not counted. A folder will do."""
-    written(tmp_path, {**MIXTRAL, "attn_type_list": [1] * 32})
-    assert model_named(str(tmp_path)).layers == 32
-    written(tmp_path, {**MIXTRAL, "attn_type_list": [1, 0] * 16})
-    with pytest.raises(ValueError, match="attn_type_list: a hybrid of attention"):
-        model_named(str(tmp_path))
