@@ -35,11 +35,21 @@ FREE = Wish()
 LLAMA = "--model llama-3.1-8b --gpu h100 --hosts 1 --seq-len 131072"
 
 
+def asked(words):
+    """The exit status of ring-plan, what it prints, and the lines in which it refuses."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            status = command.main(shlex.split(words) if isinstance(words, str) else words)
+        except SystemExit as end:
+            status = end.code
+    return status, printed.getvalue(), said.getvalue().splitlines()
+
+
 @cache
 def plan(words):
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert command.main(words.split()) == 0
-    return printed.getvalue()
+    status, printed, _ = asked(words)
+    assert status == 0
+    return printed
 
 
 ANSWERS = Path(__file__).with_name("answers.txt")  # python -m tests.planner.test_command writes it
@@ -51,7 +61,7 @@ ASKED = [  # each option, moved to where it shows; every kind of model, way and 
     f"{LLAMA} --hosts 2 --trainable 0.1 --weights 4bit --optimizer adam-bf16 --recompute selective",
     f"{LLAMA} --hosts 4 --nics 2 --cp 4 --tp 4 --batch 3 --seq-len 32768 --optimizer sgd",
     f"{LLAMA} --kernels framework --tp 8 --recompute none --linear-dtype fp8 --trainable 0.25",
-    f"{LLAMA} --known seq_len=8192,tp=8,seconds=0.25 --task train",
+    f"{LLAMA} --known 'seq_len=8192 tp=8 seconds=0.25' --task train",
     f"--model llama-3.1-8b {IDEAL_GPU} --hosts 2 --seq-len 32768 --optimizer adam8bit",
     f"{IDEAL_GPU} --layers 4 --hidden 4096 --heads 32 --kv-heads 8 --feedforward 14336 --vocab 128256 --per-host 3",
     "--model qwen3-30b-a3b --gpu gb200 --per-host 72 --seq-len 1048576 --optimizer adam-bf16 --tp 1 --cp 36",
@@ -64,20 +74,12 @@ ASKED = [  # each option, moved to where it shows; every kind of model, way and 
 
 
 def answered(words):
-    return f"$ ring-plan {words}\n{plan_of([word.replace(',', ' ') for word in words.split()], 2)}\n"
+    return f"$ ring-plan {words}\n{asked(words)[1]}\n"
 
 
 @pytest.mark.parametrize("words", ASKED)
 def test_the_planner_answers_as_before(words):
     assert answered(words) in ANSWERS.read_text()
-
-
-def refused(words):
-    with contextlib.redirect_stderr(io.StringIO()) as printed, pytest.raises(SystemExit) as end:
-        command.main([word.replace(",", " ") for word in words.split()])
-    assert end.value.code == 2
-    (line,) = printed.getvalue().splitlines()
-    return line
 
 
 def test_every_way_to_share_a_host_is_tried():
@@ -283,12 +285,6 @@ def request_options(words):
     return command.parser().parse_args(words)
 
 
-def plan_of(words, most=1):
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert command.main(words) < most
-    return printed.getvalue()
-
-
 def test_a_tie_is_called_one():
     """The first three are within 7 %: the advice is the simplest of them, and the fastest."""
     hybrid, heads, ring, slow = plans = [
@@ -319,7 +315,7 @@ def test_a_closed_pipe_is_no_traceback(words):
     assert done.stderr == ""
 
 
-REFUSED = {  # commas of --known are blanks
+REFUSED = {
     "--model llama-3.1-8b": "no --gpu was given; expected one of h100",
     "--gpu h100": "no --model was given, nor --layers",
     "--model llama-9 --gpu h100": "model is 'llama-9'; expected a config.json, its folder, or one of",
@@ -336,20 +332,22 @@ REFUSED = {  # commas of --known are blanks
     "--model llama-3.1-8b --gpu h100 --hosts 9999": "expected 16,384 at most",
     "--model llama-3.1-8b --gpu a100 --linear-dtype fp8": "linear_dtype is 'fp8' on a100-80; expected one of bf16",
     "--model llama-3.1-8b --gpu ideal": "gpu is ideal without flops, bandwidth, memory",
-    f"{LLAMA} --known tp=8,seconds=1": "expected seq_len=, seconds= or tokens_s=",
-    f"{LLAMA} --known seq_len=8192,seconds=1,tokens_s=1": "expected seq_len=, seconds= or tokens_s=",
-    f"{LLAMA} --known seq_len=8192,seconds=fast": "fast was given; expected 1e-09 to 1e+12: seconds of a known step",
-    f"{LLAMA} --known seq_len=8192,tp=3,seconds=1": "expected a step that these GPUs can share so",
-    f"{LLAMA} --known seq_len=8192,recompute=some,seconds=1": "recompute is 'some'; expected one of none",
-    f"{LLAMA} --known seq_len=131072,tp=8,seconds=3": "and attention alone takes",
-    f"{LLAMA} --known seq_len=8192,tp=8,seconds=0.06": "or more: no products are faster than the data sheet",
-    f"{LLAMA} --known seq_len=8192,tp=8,seconds=5": "expected 10 times as long at most: seconds, of a step",
+    f"{LLAMA} --known 'tp=8 seconds=1'": "expected seq_len=, seconds= or tokens_s=",
+    f"{LLAMA} --known 'seq_len=8192 seconds=1 tokens_s=1'": "expected seq_len=, seconds= or tokens_s=",
+    f"{LLAMA} --known 'seq_len=8192 seconds=fast'": "fast was given; expected 1e-09 to 1e+12: seconds of a known step",
+    f"{LLAMA} --known 'seq_len=8192 tp=3 seconds=1'": "expected a step that these GPUs can share so",
+    f"{LLAMA} --known 'seq_len=8192 recompute=some seconds=1'": "recompute is 'some'; expected one of none",
+    f"{LLAMA} --known 'seq_len=131072 tp=8 seconds=3'": "and attention alone takes",
+    f"{LLAMA} --known 'seq_len=8192 tp=8 seconds=0.06'": "or more: no products are faster than the data sheet",
+    f"{LLAMA} --known 'seq_len=8192 tp=8 seconds=5'": "expected 10 times as long at most: seconds, of a step",
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_refusal_is_one_line(words):
-    assert REFUSED[words] in refused(words)
+    status, _, (line,) = asked(words)
+    assert status == 2
+    assert REFUSED[words] in line
 
 
 VALUES = {  # most of them fit together; every option, and for each what it must refuse
@@ -379,29 +377,20 @@ def test_no_options_end_in_a_traceback(seed, tmp_path):
     write_machine(tmp_path / "machine.json", Cluster(2, 4, 1e12, 4e11, 12.5e9, 2, 2e12, 1e-5, 2e-5, 8e11, 3e-6, 1.1))
     planned = 0
     for number in seed:
-        words = [
-            f"{tmp_path}/machine.json" if word == "MACHINE" else word for word in any_options(random.Random(number))
-        ]
-        with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()) as printed:
-            try:
-                status = command.main(words)
-            except SystemExit as end:
-                status = end.code
+        words = any_options(random.Random(number))
+        status, printed, lines = asked([f"{tmp_path}/machine.json" if word == "MACHINE" else word for word in words])
         planned += status < 2
-        lines = said.getvalue().splitlines()
         assert (status, len(lines)) in ((0, 0), (1, 0), (2, 1)), words
-        assert ("advice" in printed.getvalue()) == (status < 2), words
-        assert (status == 1) == (
-            "advice                does not fit" in printed.getvalue() or "no way to share" in printed.getvalue()
-        ), words
+        assert ("advice" in printed) == (status < 2), words
+        nothing = "advice                does not fit" in printed or "no way to share" in printed
+        assert (status == 1) == nothing, words
         assert all("expected" in line or MAKE in line for line in lines), (words, lines)
     assert len(seed) / 8 < planned < 7 / 8 * len(seed)
 
 
-def test_help_names_every_option(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        command.main(["--help"])
-    printed = capsys.readouterr().out
+def test_help_names_every_option():
+    status, printed, _ = asked("--help")
+    assert status == 0
     assert all(f"--{name} " in printed for name in (*OPTIONS, "known"))
 
 
@@ -421,9 +410,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("words", SHOWN)
 def test_a_page_says_what_the_planner_says(words):
-    said = plan_of(shlex.split(words)).splitlines()
-    for line in SHOWN[words].splitlines():
-        assert line in ("...", *said)
+    assert {*SHOWN[words].splitlines()} <= {"...", *plan(words).splitlines()}
 
 
 def test_pages_have_the_seconds_of_the_flat_ring():

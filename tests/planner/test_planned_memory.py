@@ -145,30 +145,19 @@ def wrong_sums(page: str) -> set[str]:
     return {name for name, column in columns(page).items() if sum(column.values()) != 2 * column["sum"]}
 
 
-def result(name: str):
-    return json.loads((ROOT / f"bench/results/{name}.json").read_text())
-
-
-def test_the_columns_add_up():
-    assert wrong_sums(PAGE) == set()
-    assert wrong_sums(PAGE.replace("| q | 1 |", "| q | 2 |")) == {"forward"}
-
-
-def test_the_example_is_what_the_code_counts():
-    """A model with grouped queries in bfloat16; each row in bytes."""
-    llama = AttentionLayer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
-    example = PAGE.partition("## One example")[2].partition("## What was")[0]
-    *parts, total = (int(it.replace(",", "")) for it in re.findall(r"^\| .*\| \**([\d,]+)\** \|$", example, re.M))
-    assert sum(parts) == total == peak_bytes_backward(llama, 131072 // 8) / 2**20
-    assert peak_bytes_backward(replace(llama, kv_heads=32), 131072 // 8) / 2**30 == 2.75
-
-
-def test_the_sums_are_those_of_the_code():
+def test_the_page_counts_as_the_code_does():
+    """Its columns add up to the sums of the code. One example: grouped queries in bfloat16, each row in bytes."""
+    assert (wrong_sums(PAGE), wrong_sums(PAGE.replace("| q | 1 |", "| q | 2 |"))) == (set(), {"forward"})
     assert {name: column["sum"] for name, column in columns(PAGE).items()} == {
         "forward": planned.peak_bytes("ring", HALF, C, 8) / (2 * CHUNK),
         "training, float32": peak_bytes_backward(SINGLE, C) / (4 * CHUNK),
         "training, 16 bits": peak_bytes_backward(HALF, C) / (2 * CHUNK),
     }
+    llama = AttentionLayer(heads=32, kv_heads=8, head_dim=128, itemsize=2)
+    example = PAGE.partition("## One example")[2].partition("## What was")[0]
+    *parts, total = (int(it.replace(",", "")) for it in re.findall(r"^\| .*\| \**([\d,]+)\** \|$", example, re.M))
+    assert sum(parts) == total == peak_bytes_backward(llama, 131072 // 8) / 2**20
+    assert peak_bytes_backward(replace(llama, kv_heads=32), 131072 // 8) / 2**30 == 2.75
 
 
 def chunks_of(what: str) -> list[float]:
@@ -178,7 +167,8 @@ def chunks_of(what: str) -> list[float]:
 
 
 def test_the_measured_numbers_are_those_of_the_results():
-    peers, ring, masked = (result(name) for name in ("against_peers", "ring_vs_full", "masked_rings"))
+    names = ("against_peers", "ring_vs_full", "masked_rings")
+    peers, ring, masked = (json.loads((ROOT / f"bench/results/{name}.json").read_text()) for name in names)
     peers, ring = peers["memory"], ring["memory"]
     chunk = 4 * peers["heads"] * peers["chunk"] * peers["head_dim"]
     forward, both = ([row["peak_bytes"][i] / chunk for row in peers["rows"] if not row["shared"]] for i in (0, 1))
