@@ -97,7 +97,7 @@ def attention_seconds(row: Row) -> float:
     gpu, card = gpu_named(row["gpu"]), row.get("card") or math.inf
     nominal = Cluster(row["hosts"], row["per_host"], forward, row["link"], card, memory_bandwidth=row["hbm"])
     nominal = replace(nominal, backward_flops=backward, multiprocessors=gpu.multiprocessors)
-    cluster = realistic(nominal, gpu.card_share, gpu.link_share)
+    cluster = realistic(nominal, gpu.host_share, gpu.bandwidth_share)
     work = Pass(
         cluster,
         layer_of(row),
@@ -159,7 +159,7 @@ class Grade:
             return attention_seconds(row)
         if "megabytes" in row:
             gpu = gpu_named(row["gpu"])
-            return HOST_LATENCY + 1e6 * row["megabytes"] / (gpu.card_share * gpu.card)
+            return HOST_LATENCY + 1e6 * row["megabytes"] / (gpu.host_share * gpu.host_bandwidth)
         terms = step_seconds(step_of(row))
         times = framework[self.year] / FRAMEWORK[self.year] if self.year else 1.0
         return sum(terms.values()) + (times - 1) * terms["attention"]

@@ -216,7 +216,7 @@ def answer(model: Model, gpu: GPU, hosts: int, seq_len: int) -> dict[str, Any] |
 
 def thresholds(model: Model, gpu: GPU) -> dict[str, float]:
     """The chunks from which on a hop of a ring is hidden in training, inside a host and between hosts."""
-    flops, wires = gpu.rates(gpu.kernel, model.head_dim)[1], {"inside": gpu.link, "between": gpu.card}
+    flops, wires = gpu.rates(gpu.kernel, model.head_dim)[1], {"inside": gpu.bandwidth, "between": gpu.host_bandwidth}
     layer = model.attention()
     return {name: min_overlap_chunk(flops, rate, layer, visible=1 / 2, backward=True) for name, rate in wires.items()}
 

@@ -8,12 +8,12 @@ import numpy as np
 from figures import shapes
 from ring_planner.hidden_communication import block_flops, hop_bytes, ring_seconds
 from ring_planner.presets import gpu_named, model_named
-from ring_planner.round_costs import CARD_SHARE
+from ring_planner.round_costs import HOST_SHARE
 from ringlab.support import drawing
 
 P, GPU, LAYER = 128, gpu_named("h100"), model_named("llama-3.1-8b").attention()
 CHUNK, REACHED = 2**20 // P, GPU.attention["cudnn"][0]
-POINTS = {"the planner's": (REACHED, CARD_SHARE), "one machine's": (REACHED, 0.566)}
+POINTS = {"the planner's": (REACHED, HOST_SHARE), "one machine's": (REACHED, 0.566)}
 POINTS["data sheet"] = GPU.peak["bf16"], 1.0
 COLOUR = "#A33B75"  # not that of a block
 
@@ -21,7 +21,7 @@ COLOUR = "#A33B75"  # not that of a block
 def waiting(flops: float, share: float) -> float:
     """The share of a layer's forward pass in which a rank of the flat ring waits."""
     computing = block_flops(LAYER, CHUNK**2 / 2) / flops  # causal: half of the pairs
-    return 1 - P * computing / ring_seconds(P, computing, hop_bytes(LAYER, CHUNK) / (share * GPU.card))
+    return 1 - P * computing / ring_seconds(P, computing, hop_bytes(LAYER, CHUNK) / (share * GPU.host_bandwidth))
 
 
 def draw(yours: tuple[float, float] | None = None) -> drawing.Picture:

@@ -216,16 +216,16 @@ def changes(step: Step) -> dict[str, Step]:
     """What could be changed, and the step with the change."""
     gpu = step.gpu
 
-    def twice(of_gpu: str, of_machine: str) -> Step:  # a rate of the GPU, and of a measured machine
-        machine = step.machine and replace(step.machine, **{of_machine: 2 * getattr(step.machine, of_machine)})
-        return replace(step, gpu=replace(gpu, **{of_gpu: 2 * getattr(gpu, of_gpu)}), machine=machine)
+    def twice(rate: str) -> Step:  # of the GPU, and of a measured machine
+        machine = step.machine and replace(step.machine, **{rate: 2 * getattr(step.machine, rate)})
+        return replace(step, gpu=replace(gpu, **{rate: 2 * getattr(gpu, rate)}), machine=machine)
 
     changed = {
-        "links inside a host twice as fast": twice("link", "bandwidth"),
+        "links inside a host twice as fast": twice("bandwidth"),
         "twice the memory": replace(step, gpu=replace(gpu, memory=2 * gpu.memory)),
     }
     if not gpu.ideal:
-        changed["memory twice as fast"] = twice("memory_bandwidth", "memory_bandwidth")
+        changed["memory twice as fast"] = twice("memory_bandwidth")
     if step.task == "train":
         changed["twice the batch"] = replace(step, batch=2 * step.batch)
         if step.loss == "whole":
@@ -233,7 +233,7 @@ def changes(step: Step) -> dict[str, Step]:
         if step.optimizer == "adam":
             changed["8-bit Adam"] = replace(step, optimizer="adam8bit")
     if step.hosts > 1:
-        changed["NICs twice as fast"] = twice("card", "host_bandwidth")
+        changed["NICs twice as fast"] = twice("host_bandwidth")
     if step.linear_dtype != "fp8" and "fp8" in gpu.peak:
         changed["FP8 products"] = replace(step, linear_dtype="fp8")
     return changed

@@ -18,7 +18,7 @@ from typing import Any
 
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.layers import Latents, LinearLayers
-from ring_planner.round_costs import CARD_SHARE, LINK_SHARE
+from ring_planner.round_costs import BANDWIDTH_SHARE, HOST_SHARE
 
 GIB = 2**30
 # The share of a kernel's FLOP/s that 64 numbers a head leave of 128, both ways: by hand on one H100, but for the best.
@@ -137,12 +137,12 @@ class GPU:
     attention: dict[str, tuple[float, float]]
     memory: float  # bytes
     memory_bandwidth: float
-    link: float  # to other GPUs of the host
-    card: float  # a GPU's share of the NICs
+    bandwidth: float  # of its link to other GPUs of the host
+    host_bandwidth: float  # of its share of the NICs
     multiprocessors: int = 0
     nics: int = 0  # of a host; 0: one for each GPU
-    card_share: float = CARD_SHARE  # of the NIC's bytes/s: what a message to another host reaches; collectives: more
-    link_share: float = LINK_SHARE  # of the link's bytes/s
+    host_share: float = HOST_SHARE  # of the NIC's bytes/s: what a message to another host reaches; collectives: more
+    bandwidth_share: float = BANDWIDTH_SHARE  # of the link's bytes/s
 
     @property
     def ideal(self) -> bool:

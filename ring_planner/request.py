@@ -17,6 +17,7 @@ from ring_planner.step import KERNELS, LOSSES, OPTIMIZERS, RECOMPUTE, TASKS, WEI
 from ringlab.options import Parser
 
 SHORT = 8192  # tokens
+WIRES = ("bandwidth", "host_bandwidth")  # inside a host, and of a NIC
 OPTIMIZER_HOLDS = """what it holds of a parameter. adam: a float32 weight and two moments; adam8bit: its moments have 8
 bits; adam-bf16: two moments of 16 bits and no other weight; sgd: a float32 weight; none: nothing (default: adam)"""
 KNOWN = """a step that you measured, as "seq_len=4096 tp=8 seconds=0.557", or tokens_s= of a GPU; cp, tp, hosts, batch,
@@ -101,24 +102,25 @@ def model_of(options: argparse.Namespace) -> Model:
 
 def gpu_of(options: argparse.Namespace, per_host: int) -> GPU:
     """The GPU that is named, with the numbers that were given. Fewer NICs than GPUs are shared evenly."""
-    card = options.host_bandwidth
     if options.gpu == "ideal":
         if missing := [name for name in ("flops", "bandwidth", "memory") if not getattr(options, name)]:
             raise ValueError(f"gpu is ideal without {', '.join(missing)}; expected --flops, --bandwidth and --memory")
-        flops, link = options.flops, options.bandwidth
+        flops, bandwidth = options.flops, options.bandwidth
         rates, about = {"fa2": (flops, flops)}, "your numbers, all of which are reached"
-        numbers = options.memory, math.inf, link, card or link  # rounds cost nothing beside their products
-        gpu = GPU("ideal", about, {"bf16": flops}, rates, *numbers, card_share=1.0, link_share=1.0)
+        wires = bandwidth, options.host_bandwidth or bandwidth
+        numbers = options.memory, math.inf, *wires  # rounds cost nothing beside their products
+        gpu = GPU("ideal", about, {"bf16": flops}, rates, *numbers, host_share=1.0, bandwidth_share=1.0)
     else:
         gpu = gpu_named(options.gpu)
-        changed: dict[str, Any] = {"link": options.bandwidth, "memory": options.memory, "card": card}
+        changed: dict[str, Any] = {name: getattr(options, name) for name in ("memory", *WIRES)}
         if flops := options.flops:
             if flops > 1.01 * (peak := gpu.peak["bf16"]):
                 given = f"flops is {flops:g} on {gpu.name}"
                 raise ValueError(f"{given}; expected {peak:g} at most, its peak in bf16: attention reaches less")
             changed["attention"] = {name: (flops, flops * b / f) for name, (f, b) in gpu.attention.items()}
         gpu = replace(gpu, **{name: value for name, value in changed.items() if value})
-    return replace(gpu, card=gpu.card * (options.nics or per_host) / per_host, nics=options.nics or 0)
+    nics = options.nics or per_host
+    return replace(gpu, host_bandwidth=gpu.host_bandwidth * nics / per_host, nics=options.nics or 0)
 
 
 def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
@@ -139,9 +141,9 @@ def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
                 raise ValueError(f"{given}; expected --task train, or leave it out")
     gpu = gpu_of(options, per_host)
     if machine:
-        wires: dict[str, Any] = {"link": machine.bandwidth, "card": machine.host_bandwidth}
-        gpu = replace(gpu, **{name: rate for name, rate in wires.items() if rate < math.inf})
-        rates = {"flops": options.flops, "bandwidth": options.bandwidth, "host_bandwidth": options.host_bandwidth}
+        measured: dict[str, Any] = {name: getattr(machine, name) for name in WIRES}
+        gpu = replace(gpu, **{name: rate for name, rate in measured.items() if rate < math.inf})
+        rates: dict[str, Any] = {name: getattr(options, name) for name in ("flops", *WIRES)}
         machine = replace(machine, **{name: rate for name, rate in rates.items() if rate})
         if hosts > 1 and math.isinf(machine.host_bandwidth):
             raise ValueError(f"{options.machine} is of one host, hosts is {hosts}; expected --host-bandwidth too")

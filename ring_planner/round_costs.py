@@ -36,8 +36,8 @@ MEMORY_SHARE = 0.81  # of the nominal bytes/s of memory: a copy on one H100 reac
 HOST_LATENCY = 5e-5  # seconds of a message to another host, before its bytes flow
 
 # Assumed: the times of one host and of long chunks hardly depend on these.
-CARD_SHARE = 0.7  # of a NIC's bytes/s; on the one machine where single messages were measured, they reach 0.566
-LINK_SHARE = 0.8  # of the nominal bytes/s inside a host
+HOST_SHARE = 0.7  # of a NIC's bytes/s; on the one machine where single messages were measured, they reach 0.566
+BANDWIDTH_SHARE = 0.8  # of the nominal bytes/s inside a host
 LATENCY = 5e-6  # seconds of a message inside a host, or of a step of a collective
 LAUNCH = 1e-5  # seconds of an operation of PyTorch
 # By the year of a framework, how many times longer its attention among several GPUs takes than its kernels do: fitted
@@ -46,16 +46,16 @@ FRAMEWORK = {2024: 1.45, 2026: 1.15}
 SLOWDOWN = 1.1  # NCCL has a tenth of an H100: pytorch issue 143988; at most 1.3 to 1.4 (pytorch PR 179937)
 
 
-def realistic(nominal: Cluster, card_share: float = CARD_SHARE, link_share: float = LINK_SHARE) -> Cluster:
+def realistic(nominal: Cluster, host_share: float = HOST_SHARE, bandwidth_share: float = BANDWIDTH_SHARE) -> Cluster:
     """What the rates of a data sheet become: shares of them, latencies, and messages that slow the computing.
 
-    `card_share`: that of a card's bytes/s which a message to another host reaches; other than CARD_SHARE if measured.
+    `host_share`: that of a NIC's bytes/s which a message to another host reaches; other than HOST_SHARE if measured.
     `flops` and `backward_flops` stay: a data sheet does not know them, a run of the kernel does.
     """
     return replace(
         nominal,
-        bandwidth=link_share * nominal.bandwidth,
-        host_bandwidth=card_share * nominal.host_bandwidth,
+        bandwidth=bandwidth_share * nominal.bandwidth,
+        host_bandwidth=host_share * nominal.host_bandwidth,
         memory_bandwidth=MEMORY_SHARE * nominal.memory_bandwidth,
         latency=LATENCY,
         host_latency=HOST_LATENCY,

@@ -23,7 +23,7 @@ from math import gcd
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.known import Known
 from ring_planner.presets import GPU, Model
-from ring_planner.round_costs import CARD_SHARE, FRAMEWORK, HOST_LATENCY, LATENCY, MEMORY_SHARE, realistic
+from ring_planner.round_costs import FRAMEWORK, HOST_LATENCY, HOST_SHARE, LATENCY, MEMORY_SHARE, realistic
 from ring_planner.seconds import Pass, pass_of
 from ring_planner.ways import Cluster
 
@@ -131,10 +131,10 @@ class Step:
         hosts = self.cp // inside
         if (host := self.machine) is None:
             (forward, backward), nics = gpu.rates(self.kernels, self.model.head_dim), gpu.nics or self.per_host
-            card = gpu.card * self.per_host / nics
-            host = Cluster(1, self.per_host, forward, gpu.link, card, nics, memory_bandwidth=gpu.memory_bandwidth)
+            of_nic = gpu.host_bandwidth * self.per_host / nics
+            host = Cluster(1, self.per_host, forward, gpu.bandwidth, of_nic, nics, gpu.memory_bandwidth)
             host = replace(host, backward_flops=backward, multiprocessors=gpu.multiprocessors)
-            host = host if gpu.ideal else realistic(host, gpu.card_share, gpu.link_share)
+            host = host if gpu.ideal else realistic(host, gpu.host_share, gpu.bandwidth_share)
         nics = min(host.nics, inside)
         # A host's NICs are shared by all its rings: of several GPUs of tp, or of several sequences.
         rate = min(1.0, host.nics * inside / host.per_host / nics) * host.host_bandwidth
@@ -185,14 +185,14 @@ def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> floa
     gpu, machine = step.gpu, step.machine
     if ranks == 1:
         return 0.0
-    link, card, near, far = gpu.link_share * gpu.link, CARD_SHARE * gpu.card, LATENCY, HOST_LATENCY
+    shares, near, far = (gpu.bandwidth_share, HOST_SHARE), LATENCY, HOST_LATENCY
     if gpu.ideal or machine:  # measured: the GPU's numbers are what its wires reach
-        link, card = gpu.link, gpu.card
+        shares = 1.0, 1.0
         near, far = (machine.latency, machine.host_latency) if machine else (0.0, 0.0)
     travel, inside = (ranks - 1) / ranks * size, min(inside, ranks)
-    seconds = travel / link if inside > 1 else 0.0
+    seconds = travel / (shares[0] * gpu.bandwidth) if inside > 1 else 0.0
     if ranks > inside:
-        seconds = max(seconds, travel / (inside * card))
+        seconds = max(seconds, travel / (inside * shares[1] * gpu.host_bandwidth))
     return seconds + near * (ranks - ranks // inside) + far * (ranks // inside - 1)
 
 

@@ -163,7 +163,7 @@ def test_a_flat_ring_waits_as_a_simulated_one_does():
     layer, C, P = flat_ring.LAYER, flat_ring.CHUNK, 5
     for flops, share in flat_ring.POINTS.values():
         block = 4 * layer.heads * 128 * C**2 / 2 / flops
-        slow = 2 * layer.kv_heads * 128 * C * 2 / (share * flat_ring.GPU.card)
+        slow = 2 * layer.kv_heads * 128 * C * 2 / (share * flat_ring.GPU.host_bandwidth)
         lasts = duration(simulate_timeline([[block] * P] * P, [0.0] * (P - 1) + [slow]))
         rounds = (lasts - block) / (P - 1)  # each but the first
         assert flat_ring.waiting(flops, share) == pytest.approx(1 - 128 * block / (block + 127 * rounds))

@@ -135,7 +135,7 @@ def test_what_fsdp_exposes_by_hand(recompute):
         528 + 3 * (528 - 100 + 528 + 528 - hidden + 50)
     )
     for card, gather in ((0.25, 1056), (4.0, 528)):  # of two hosts the cards may be the slowest wire, or the links
-        two = step_seconds(replace(step, gpu=replace(gpu, card=card), hosts=2, per_host=2))
+        two = step_seconds(replace(step, gpu=replace(gpu, host_bandwidth=card), hosts=2, per_host=2))
         assert two["FSDP"] == pytest.approx(gather + 3 * (gather - 100 + 3 * gather - hidden))
     # tp = 2, 4 tokens, 3.125 s: the messages of tp hide 128 s more in each pass, and where all is computed again twice
     of_tp = step_seconds(replace(step, tp=2, seq_len=4))["FSDP"]
@@ -215,7 +215,7 @@ def test_the_rings_of_a_measured_host_share_its_nics():
     for per_host, cp, tp, *right in ((8, 16, 1, 4, 1e10), (8, 8, 2, 4, 5e9), (8, 4, 4, 2, 5e9), (16, 32, 1, 4, 1e10)):
         ring = replace(HOST, hosts=2, per_host=per_host, cp=cp, tp=tp, machine=machine).ring
         assert [ring.devices, ring.nics, ring.host_bandwidth] == [cp, *right]
-    named = replace(HOST, hosts=2, gpu=replace(HOST.gpu, card=HOST.gpu.card / 8, nics=1))  # --nics 1
+    named = replace(HOST, hosts=2, gpu=replace(HOST.gpu, host_bandwidth=50e9 / 8, nics=1))  # --nics 1
     for cp, tp, rate in ((16, 1, 35e9), (2, 8, 35e9 / 8)):
         ring = replace(named, cp=cp, tp=tp).ring
         assert [ring.devices, ring.nics, ring.host_bandwidth] == [cp, 1, pytest.approx(rate)]
@@ -468,7 +468,7 @@ def test_the_rule_is_the_planners_best():
             gpu, hosts = pick.choice([*GPUS.values()]), pick.choice([1, 1, 2, 4, 8, 16])
             per_host = pick.choice([2, 4, 8, 8, 8])
             nics = pick.choice([1, per_host, per_host])
-            gpu, P = replace(gpu, card=gpu.card * nics / per_host, nics=nics), hosts * per_host
+            gpu, P = replace(gpu, host_bandwidth=gpu.host_bandwidth * nics / per_host, nics=nics), hosts * per_host
             model = pick.choice(softmax)
             step = Step(model, gpu, hosts, per_host, P * 2 ** pick.randint(10, 16), cp=P, kernels=gpu.kernel)
             seconds = {(each.way, each.split): sum(step_seconds(each).values()) for each in ways_of(step)}
@@ -499,7 +499,8 @@ def test_the_rule_and_the_planner_on_what_was_measured():
 @pytest.mark.parametrize("name", ["a100", "h100", "b200", "rtx-4090"])
 def test_the_rules_numbers(name):
     gpu, nics = gpu_named(name), 8
-    flops, link, card = gpu.rates(gpu.kernel, 128)[0], gpu.link_share * gpu.link, gpu.card_share * gpu.card
+    flops, link = gpu.rates(gpu.kernel, 128)[0], gpu.bandwidth_share * gpu.bandwidth
+    card = gpu.host_share * gpu.host_bandwidth
     work, two = flops / 4, partial(digits, count=2)
     gathers = [two(5 * work / rate) for rate in (link, min(link, nics * card), min(link, card))]
     cells = [

@@ -249,8 +249,8 @@ def test_a_gpu_has_a_source_and_rates_that_can_be(gpu):
     assert len(gpu.source) > 20
     for forward, backward in gpu.attention.values():
         assert 0.2 * gpu.peak["bf16"] < backward <= forward < gpu.peak["bf16"]
-    assert gpu.card < gpu.link < gpu.memory_bandwidth
-    assert 0 < gpu.link_share <= 1
+    assert gpu.host_bandwidth < gpu.bandwidth < gpu.memory_bandwidth
+    assert 0 < gpu.bandwidth_share <= 1
     assert all(flops == pytest.approx(2 * gpu.peak["bf16"], rel=0.03) for flops in [gpu.peak.get("fp8", 0)] if flops)
     assert 23e9 < gpu.memory < 289e9
 
@@ -273,7 +273,7 @@ def test_a_kernel_reaches_what_was_measured(work, fa2, cudnn):
     pairs = tokens**2 / (1 if mask == "none" else 2)
     for kernel, measured in (("fa2", fa2), ("cudnn", cudnn)):
         forward, backward = gpu.rates(kernel, head_dim)
-        alone = Cluster(1, 1, forward, gpu.link, memory_bandwidth=gpu.memory_bandwidth, backward_flops=backward)
+        alone = Cluster(1, 1, forward, gpu.bandwidth, memory_bandwidth=gpu.memory_bandwidth, backward_flops=backward)
         alone = realistic(replace(alone, multiprocessors=gpu.multiprocessors))
         call = Pass(alone, AttentionLayer(heads, kv_heads, head_dim), tokens, mask=mask)
         for each, speed in zip((False, True), measured, strict=True):
