@@ -306,7 +306,7 @@ def max_context(worlds: list[int], budget: int, heads: int, head_dim: int) -> Re
         return searched(step_of_a_layer, method, world_size, modelled, budget, heads, head_dim)
 
     steps = [{"method": method, "world_size": P} for method in METHODS for P in (worlds if method == "ring" else [1])]
-    return {"grain": GRAIN, "rows": record.rows("max_context", {"budget": budget, **size}, steps, measure)}
+    return {"grain": GRAIN, "rows": record.rows("max_context", steps, measure)}
 
 
 # What autograd keeps --------------------------------------------------------------------------------------------------

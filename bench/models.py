@@ -15,6 +15,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tqdm import tqdm
 
 from bench import record
 from bench.peers import torch_loop
@@ -114,30 +115,19 @@ def training_speed_tables(results: Results) -> list[str]:
 )
 def training_speed(worlds: list[int], chunk: int, steps: int, repetitions: int, **model: int) -> Results:
     """A row for each P. Raises RuntimeError when a loss is not that of one process."""
-    pairs = [(P, method) for P in worlds for method in ATTENTION if P > 1 or method in (ONE, RING)]
-
-    def measure(world_size: int, method: str, turn: int | None) -> Results:
-        ranks = 1 if method == ONE else world_size
-        if turn is not None:
-            return {"found": launch(seconds_of_steps, ranks, method, world_size * chunk, steps, model)[0]}
-        each = launch(memory_of_steps, ranks, method, world_size * chunk, model)
-        return {"found": None if None in each else max(each)}
-
-    turns = (None, *range(repetitions))
-    every = [{"world_size": P, "method": method, "turn": i} for i in turns for P, method in pairs]
-    settings = {"chunk": chunk, "steps": steps, **model}
-    seen = record.rows("training_speed", settings, every, measure)
-    found = {(row["world_size"], row["method"], row["turn"]): row["found"] for row in seen}
     rows = []
-    for P in worlds:
-        row: Results = {"world_size": P, "seconds": {}, "peak_bytes": {}}
-        for method in [method for ranks, method in pairs if ranks == P]:
-            of_turns, right = [found[P, method, i] for i in range(repetitions)], found[P, ONE, 0][1]
-            if any(abs(loss / right - 1) > 1e-5 for _, loss in of_turns):
-                raise RuntimeError(f"{method}, P = {P}: the loss is {of_turns[0][1]}; that of one process is {right}")
-            row["seconds"][method] = [second for each, _ in of_turns for second in each]
-            row["peak_bytes"][method] = found[P, method, None]
-        rows.append(row)
+    for P in tqdm(worlds, desc="training_speed"):
+        ranks = {method: 1 if method == ONE else P for method in ATTENTION if P > 1 or method in (ONE, RING)}
+        peaks = {name: record.most(launch(memory_of_steps, n, name, P * chunk, model)) for name, n in ranks.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in ranks}
+        losses: dict[str, float] = {}
+        for _ in range(repetitions):  # methods take turns
+            for name, n in ranks.items():
+                more, losses[name] = launch(seconds_of_steps, n, name, P * chunk, steps, model)[0]
+                seconds[name] += more
+                if abs(losses[name] / losses[ONE] - 1) > 1e-5:
+                    raise RuntimeError(f"{name}, P = {P}: the loss is {losses[name]}; of one process {losses[ONE]}")
+        rows.append({"world_size": P, "seconds": seconds, "peak_bytes": peaks})
     return {"rows": rows}
 
 

@@ -1,7 +1,6 @@
-"""What the benches share: machine, peak memory, methods in turn, rows that outlive a stop, results as JSON."""
+"""What the benches share: machine, peak memory, methods in turn, results as JSON."""
 
 import ctypes
-import hashlib
 import json
 import os
 import platform
@@ -108,27 +107,9 @@ def load(name: str) -> Results:
     return json.loads(FOLDER.joinpath(f"{name}.json").read_text())
 
 
-def rows(name: str, settings: Results, cases: Sequence[Results], measure: Callable[..., Results]) -> list[Results]:
-    """A row for each case: the case, and what measure(**case) found.
-
-    A run that was stopped, by Ctrl-C, goes on where it was. Each row (JSON) is written to NAME.unfinished.json at
-    once. If the cases, the `settings` (JSON), the machine or a Python file of this project have changed since, all are
-    measured again. When all are done, the file is removed.
-    """
-    path = FOLDER / f"{name}.unfinished.json"
-    sources = sorted([*ROOT.glob("*.py"), *ROOT.glob("bench/*.py"), *ROOT.glob("ringlab/**/*.py")])
-    code = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
-    on = cpu_cores(), torch.__version__
-    settings = json.loads(json.dumps({**settings, "cases": cases, "code": code, "on": on}))
-    seen = json.loads(path.read_text()) if path.exists() else {}
-    done: list[Results] = seen["done"] if seen.get("settings") == settings else []
-    with tqdm(cases[len(done) :], desc=name, total=len(cases), initial=len(done)) as bar:
-        for case in bar:
-            bar.set_postfix(case)
-            done.append({**case, **measure(**case)})
-            path.write_text(json.dumps({"settings": settings, "done": done}))
-    path.unlink(missing_ok=True)
-    return done
+def rows(name: str, cases: Sequence[Results], measure: Callable[..., Results]) -> list[Results]:
+    """A row for each case: the case, and what measure(**case) found."""
+    return [{**case, **measure(**case)} for case in tqdm(cases, desc=name)]
 
 
 def return_freed_memory() -> None:
@@ -154,6 +135,11 @@ def peak_extra(work: Callable[[], Any]) -> int | None:
     before = proc_status("VmRSS")
     work()
     return proc_status("VmHWM") - before
+
+
+def most(peaks: Sequence[int | None]) -> int | None:
+    """The peak of the rank that needs most; None where it can't be measured."""
+    return None if None in peaks else max(peaks)
 
 
 def proc_status(field: str) -> int:

@@ -226,6 +226,5 @@ def retrieval(lines: int, ids: int, seeds: list[int], steps: int, batch: int, qu
         mean = torch.tensor(losses).mean(dim=0).tolist()
         return {"losses": mean, "tokens": tokens, "kept_bytes": kept, "accuracy": read}
 
-    sizes = {"lines": lines, "ids": ids, "steps": steps, "batch": batch, "questions": questions}
     every = [{"run": name, "seed": seed} for seed in seeds for name in RUNS]
-    return {"rows": record.rows("retrieval", sizes, every, measure)}
+    return {"rows": record.rows("retrieval", every, measure)}

@@ -10,7 +10,7 @@ $ python -m bench ring_vs_full against_peers state_ring
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
@@ -255,11 +255,6 @@ def peak_memory(context: RankContext, chunk: int, heads: int, head_dim: int, sha
     return peaks
 
 
-def most(peaks: Sequence[int | None]) -> int | None:
-    """The peak of the rank that needs most; None where it can't be measured."""
-    return None if None in peaks else max(peaks)
-
-
 def speeds(results: Results, *, method: str, **wanted: Any) -> list[float]:
     """The speeds of this ring, as shares of the limit's, in the rows that have these values."""
     rows = [row["seconds"] for row in results["rows"] if wanted.items() <= row.items() and method in row["seconds"]]
@@ -337,7 +332,7 @@ def against_peers(
                 sent.append({**row, "formula": formula_bytes(P, C, H, kv_heads, D, dtype)})
         for shared in (False, True):
             each = zip(*launch(peak_memory, P, C, H, D, shared), strict=True)
-            peaks.append({"world_size": P, "shared": shared, "peak_bytes": [most(seen) for seen in each]})
+            peaks.append({"world_size": P, "shared": shared, "peak_bytes": [record.most(seen) for seen in each]})
     others = {"bytes": {**beside, "rows": sent}, "memory": {**beside, "rows": peaks}}
     return {"rows": rows, **others}
 

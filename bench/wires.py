@@ -151,7 +151,7 @@ def overlap_threshold(chunks: dict[int, list[int]], **size: int) -> Results:
         return {**row, **shares(row)}
 
     steps = [{"rate": rate, "chunk": chunk} for rate in chunks for chunk in chunks[rate]]
-    rows = record.rows("overlap_threshold", size, steps, measure)
+    rows = record.rows("overlap_threshold", steps, measure)
     layer = AttentionLayer(size["heads"], size["heads"], size["head_dim"], itemsize=torch.float32.itemsize)
     knees = [{"rate": rate, **knee([row for row in rows if row["rate"] == rate], layer)} for rate in chunks]
     return {"rows": rows, "knees": knees}

@@ -35,48 +35,41 @@ def test_without_a_gpu_nothing_is_claimed(monkeypatch, capsys):
     assert ("no run of it is committed yet" in page) != (record.FOLDER / "gpu.json").exists()
 
 
-class Pool:
-    """Stands for `Ranks`: notes how it was made and called, and answers as the test says."""
-
-    made, called, answers = [], [], {}
-
-    def __init__(self, size, seconds, device):
-        self.made.append((size, device))
-
-    def __call__(self, world_size, work, part, sizes):
-        self.called.append((world_size, work, part, 0 < self.seconds <= gpu.SECONDS))
-        answer = self.answers.get(part, [("it", True, "fine")])
-        if isinstance(answer, BaseException):
-            raise answer
-        return [answer, "of another rank"]
-
-    def stop(self):
-        self.called.append("stop")
-
-
 def test_parts_run_on_the_ranks_of_the_device_and_a_failure_ends_no_other(monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "Ranks", Pool)
-    monkeypatch.setattr(Pool, "made", [])
-    monkeypatch.setattr(Pool, "called", [])
+    made, called = set(), []
     answers = {"kernels": [("D 8", False, "off")], "memory": LostRank("rank 1 died", {}), "ring": ValueError("x")}
-    monkeypatch.setattr(Pool, "answers", answers | {"states": LostRank("no answer", {}, [2])})
+    answers["states"] = LostRank("no answer", {}, [2])
+
+    class Pool:
+        """Stands for `Ranks`: notes how it was made and called, and answers as the test says."""
+
+        def __init__(self, size, seconds, device):
+            made.add((size, device))
+
+        def __call__(self, world_size, work, part, sizes):
+            called.append((world_size, part))
+            assert work is gpu.rows_of_rank
+            assert 0 < self.seconds <= gpu.SECONDS
+            if isinstance(answer := answers.get(part, [("it", True, "fine")]), BaseException):
+                raise answer
+            return [answer, "of another rank"]
+
+        def stop(self):
+            called.append("stop")
+
+    monkeypatch.setattr(gpu, "Ranks", Pool)
     found = list(gpu.examined("cuda", 3, SMALL))
-    assert set(Pool.made) == {(1, "cuda"), (3, "cuda")}
-    assert [(each[0], each[2]) for each in Pool.called if each != "stop"] == [
-        *((1, part) for part in ("kernels", "ring", "model")),
-        *((3, part) for part in ("memory", "overlap", "states")),
-        (1, "machine"),
-    ]
-    assert all(each[1] is gpu.rows_of_rank and each[3] for each in Pool.called if each != "stop")
-    assert Pool.called.count("stop") == 2
+    assert made == {(1, "cuda"), (3, "cuda")}
+    parts = {1: ("kernels", "ring", "model"), 3: ("memory", "overlap", "states")}
+    in_order = [(ranks, part) for ranks in parts for part in parts[ranks]]
+    assert called == [*in_order, (1, "machine"), "stop", "stop"]
     assert [part for part, (_, right, _) in found if right is False] == ["kernels", "ring", "memory"]
     printed = capsys.readouterr().out
     assert "WRONG memory: all of it: it failed: rank 1 died" in printed
     assert "LATE  states: all of it: not done in time: no answer" in printed
     monkeypatch.setattr(gpu, "SECONDS", -1.0)
-    assert {row[1:] for _, row in gpu.examined("cuda", 3, SMALL)} == {
-        (None, "not done in time: not begun, because -1 s are over")
-    }
+    late = {row[1:] for _, row in gpu.examined("cuda", 3, SMALL)}
+    assert late == {(None, "not done in time: not begun, because -1 s are over")}
 
 
 class Seen(Exception):
