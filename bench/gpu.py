@@ -29,7 +29,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -41,7 +40,6 @@ from torch import Tensor
 from bench import record
 from bench.in_turn import dealt, ring_in_turn
 from bench.peers import torch_loop, torch_loops, with_gradients
-from bench.speed import DEFAULT, ONE, seconds_of_states
 from ring_planner import calibrate
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.memory import peak_bytes_backward
@@ -51,6 +49,9 @@ from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.fused_block import choose_kernel, fused_backward, fused_forward
 from ringlab.ring.layouts import shard, unshard
 from ringlab.ring.overlap import arriving_blocks
+from ringlab.states.linear_attention import linear_attention
+from ringlab.states.state_ring import WAYS, ring_linear_attention
+from ringlab.support.agreement import agree
 from ringlab.support.processes import LostRank, RankContext, Ranks
 from ringlab.support.rounding import exact_attention
 
@@ -302,11 +303,21 @@ def overlap(context: RankContext, sizes: Sizes) -> Iterator[Row]:
 
 
 def states(context: RankContext, sizes: Sizes) -> Iterator[Row]:
-    S, H, D = sizes.states
-    seconds = {name: median(turns) for name, turns in seconds_of_states(context, DEFAULT, S, H, D, 2).items()}
-    alone = seconds.pop(ONE)
-    for way, mine in seconds.items():
-        yield f"{way}, S = {S:,}, H = {H}", True, f"right; {alone / mine:.2f} of the speed of one process"
+    """Both passes of a gated delta rule, of the whole sequence on rank 0, and by each way on all ranks."""
+    (S, H, D), P, generator = sizes.states, context.world_size, torch.Generator().manual_seed(0)
+    q, k, v, d_out = torch.randn(4, 1, H, S, D, generator=generator).to(context.device)
+    beta, decay = torch.rand(2, 1, H, S, generator=generator).to(context.device)
+    whole = [q, k / k.norm(dim=-1, keepdim=True), v, (0.9 + 0.1 * decay).log(), beta, d_out]
+
+    def mine(x: Tensor) -> Tensor:
+        return shard(x, "contiguous", context.rank, P)
+
+    chunks, alone = [mine(x) for x in whole], partial(with_gradients, lambda *x: linear_attention(*x)[0], *whole)
+    seconds, rights = typical(context, alone if context.rank == 0 else lambda: None), [mine(x) for x in alone()]
+    for way in WAYS:
+        work = partial(with_gradients, lambda *x, way=way: ring_linear_attention(*x, way=way)[0], *chunks)
+        speed, off = seconds / typical(context, work), max(agree(partial(apart, work(), rights)))
+        yield f"{way}, S = {S:,}, H = {H}", off < 1e-4, f"{off:.1e} from one process; {speed:.2f} of its speed"
 
 
 def machine(context: RankContext, sizes: Sizes) -> Iterator[Row]:

@@ -2,13 +2,11 @@
 
 ring_vs_full     ring_attn.py, beside blockwise attention in one process; memory when S and P grow together
 against_peers    the flash ring and other rings, beside the limit: fused attention in one process; bytes, memory
-state_ring       a ring of states, beside one process that runs the same chunks, and beside softmax in a ring
 
 $ python -m pip install ring-attention-pytorch==0.5.20    # another ring; left out if it is not installed
-$ python -m bench ring_vs_full against_peers state_ring
+$ python -m bench ring_vs_full against_peers
 """
 
-import ctypes
 import os
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +15,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,9 +29,6 @@ from ringlab.ring.cases import random_inputs
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import shard, unshard
 from ringlab.ring.schedule import Ring
-from ringlab.states.linear_attention import linear_attention
-from ringlab.states.state_ring import WAYS, ring_linear_attention
-from ringlab.support.agreement import agree
 from ringlab.support.host_memory import has_memory, host_memory
 from ringlab.support.messages import Watch
 from ringlab.support.processes import RankContext, launch
@@ -335,84 +329,3 @@ def against_peers(
             peaks.append({"world_size": P, "shared": shared, "peak_bytes": [record.most(seen) for seen in each]})
     others = {"bytes": {**beside, "rows": sent}, "memory": {**beside, "rows": peaks}}
     return {"rows": rows, **others}
-
-
-# A ring of states -----------------------------------------------------------------------------------------------------
-
-ONE, KEYS = "one process", "ring of keys"
-KEPT, DEFAULT = "memory kept", "glibc's default"
-
-
-def keep_memory() -> None:
-    """Tell glibc to give nothing back to the system; nothing where there is another library.
-
-    The chunked code makes some 60 tensors a pass. By default glibc gives large ones back to the system at once (from 32
-    MiB on always, smaller ones by what was freed before), and each comes back page by page: at 2 us a page this takes
-    as long as computing.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            libc.mallopt(option, 2**31 - 1)
-
-
-def seconds_of_states(
-    context: RankContext, case: str, seq_len: int, heads: int, head_dim: int, repetitions: int
-) -> dict[str, list[float]]:
-    """Seconds of each way in turn. Raises ValueError where a rank's results are not those of one process."""
-    if case == KEPT:
-        keep_memory()
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, d_out = torch.randn(4, 1, heads, seq_len, head_dim, generator=generator).to(context.device)
-    beta, decay = torch.rand(2, 1, heads, seq_len, generator=generator).to(context.device)
-    whole = [q, k / k.norm(dim=-1, keepdim=True), v, (0.9 + 0.1 * decay).log(), beta]
-
-    def mine(layout: str) -> list[Tensor]:
-        return [shard(x, layout, context.rank, context.world_size) for x in (*whole, d_out)]
-
-    of_states, of_keys = mine("contiguous"), mine("zigzag")
-    softmax = partial(ring_flash_attention, causal=True, layout="zigzag")
-    methods: dict[str, Method] = {
-        ONE: (True, lambda: with_gradients(lambda *x: linear_attention(*x)[0], *whole, d_out))
-    }
-    for way in WAYS:
-        ring = partial(ring_linear_attention, way=way)
-        methods[way] = (False, partial(with_gradients, lambda *x, ring=ring: ring(*x)[0], *of_states))
-    if case == KEPT:
-        methods[KEYS] = (False, partial(with_gradients, softmax, *of_keys[:3], of_keys[-1]))
-    seconds, results = in_turn(context, methods, repetitions)
-    rights = [x.contiguous() for x in results.get(ONE, [torch.empty_like(x) for x in (v, *whole)])]
-    for right in rights:
-        dist.broadcast(right, 0)
-
-    def check() -> None:
-        for way in WAYS:
-            for x, right in zip(results[way], rights, strict=True):
-                mine = shard(right, "contiguous", context.rank, context.world_size)
-                off = (x - mine).norm() / mine.norm()
-                if not off < 1e-4:
-                    raise ValueError(f"{way}: a result is off by {off:.1e} from one process")
-
-    agree(check)
-    return seconds
-
-
-def state_ring_tables(results: Results) -> list[str]:
-    rows = []
-    for row in results["rows"]:
-        seconds = {name: median(each) for name, each in row["seconds"].items()}
-        shares = [f"{seconds[ONE] / seconds[way]:.2f}" if way in seconds else "" for way in (*WAYS, KEYS)]
-        rows.append([row["world_size"], f"{row['seq_len']:,}", row["case"], *shares])
-    return [record.grid(f"P | S | <memory | {' | '.join(WAYS)} | {KEYS}, causal", rows)]
-
-
-@bench(state_ring_tables, worlds=[2, 4], lengths=[1024, 4096, 16384], heads=8, head_dim=64, repetitions=5)
-def state_ring(worlds: list[int], lengths: list[int], heads: int, head_dim: int, repetitions: int) -> Results:
-    """A row for each number of ranks and tokens, and of the first number of ranks with glibc's default."""
-    steps = [(KEPT, P, S) for P in worlds for S in lengths] + [(DEFAULT, worlds[0], S) for S in lengths[1:]]
-    rows = [
-        {"case": case, "world_size": P, "seq_len": S}
-        | {"seconds": launch(seconds_of_states, P, case, S, heads, head_dim, repetitions)[0]}
-        for case, P, S in steps
-    ]
-    return {"rows": rows}

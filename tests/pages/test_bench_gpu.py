@@ -87,7 +87,7 @@ COMPUTES = {  # what each part computes with; for the model, the model
     "model": "bench.gpu.deepcopy",
     "memory": "bench.gpu.ring_flash_attention",
     "overlap": "bench.gpu.arriving_blocks",
-    "states": "bench.speed.linear_attention",
+    "states": "bench.gpu.linear_attention",
 }
 
 
