@@ -128,9 +128,7 @@ class Plan:
 
     @property
     def evidence(self) -> str:
-        """What the seconds rest on."""
-        if self.step.known:
-            return "your step"
+        """What the seconds rest on, but for steps of your own."""
         if self.interval:
             return "measured on this GPU and stack"
         of_attention = measured(self.step, kind_of("attention", "best", self.step.hosts))

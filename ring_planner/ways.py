@@ -55,13 +55,14 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.nics == 0:
             object.__setattr__(self, "nics", self.per_host)
-        if min(self.hosts, self.per_host) < 1 or min(self.flops, self.bandwidth, self.host_bandwidth) <= 0:
+        rates = self.flops, self.bandwidth, self.host_bandwidth
+        if not (self.hosts >= 1 and self.per_host >= 1 and all(rate > 0 for rate in rates)):  # NaN is not
             raise ValueError(f"the cluster is {self}; expected a host and a device or more, and rates above 0")
         if not 1 <= self.nics <= self.per_host:
             raise ValueError(f"nics is {self.nics}; expected 1 to {self.per_host}, the devices of a host")
         costs = self.latency, self.host_latency, self.launch, self.backward_flops, self.multiprocessors
         factors = self.slowdown, self.causal
-        possible = self.memory_bandwidth > 0 and all(cost >= 0 for cost in costs)  # NaN is not
+        possible = self.memory_bandwidth > 0 and all(cost >= 0 for cost in costs)
         if not possible or not all(1 <= factor < math.inf for factor in factors):
             rest = "latencies, launch, backward_flops, multiprocessors of 0 or more, slowdown and causal of 1 or more"
             raise ValueError(f"the cluster is {self}; expected memory_bandwidth above 0, {rest}")

@@ -17,7 +17,6 @@ from ring_planner.seconds import Pass, pass_of
 from ring_planner.ways import Cluster
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.ring.backward import block_backward
-from ringlab.ring.flash_ring import merge_into
 from tests.planner.test_ways import CHUNK, LAYER, TWO
 
 
@@ -26,44 +25,6 @@ def simulate(way, cluster, layer, chunk, split=None, **options):
 
 
 ROWS, KEYS = 6, 4
-SHAPES = {"q": (ROWS, 4, 4), "kv": (2, KEYS, 2, 4)}  # LAYER: 4 query heads on 2, D = 4
-
-
-class Moved(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the bytes of all inputs and results of operations: each is read or written once."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for each in (*args, result):
-            self.bytes += each.nbytes if isinstance(each, torch.Tensor) else 0
-        return result
-
-
-@pytest.mark.parametrize(("dtype", "merged", "added"), [(torch.bfloat16, 18, 10), (torch.float32, 12, 12)])
-def test_a_merge_moves_the_bytes_of_its_operations(dtype, merged, added):
-    """It was measured to take as long as 24 and 12 bytes of a number, so no fewer than its operations move."""
-    layer = replace(LAYER, itemsize=dtype.itemsize)
-    bytes_of_heads = []
-    for D in (4, 8):  # what lse costs does not depend on D
-        ours, found = torch.zeros(1, 4, ROWS, D), torch.zeros(1, 4, ROWS, D, dtype=dtype)
-        with Moved() as moved:
-            merge_into(ours, torch.zeros(1, 4, ROWS), found, torch.zeros(1, 4, ROWS))
-        bytes_of_heads.append(moved.bytes)
-    queries, keys = 4 * ROWS * 4, 2 * 2 * KEYS * 4
-    assert bytes_of_heads[1] - bytes_of_heads[0] == queries * merged <= merge_bytes(layer, ROWS, KEYS)
-    gradients = [torch.zeros(SHAPES["q"]), torch.zeros(SHAPES["kv"])]
-    blocks = [torch.zeros_like(each, dtype=dtype) for each in gradients]
-    with Moved() as moved:
-        for total, each in zip(gradients, blocks, strict=True):
-            total += each
-    backward = merge_bytes(layer, ROWS, KEYS, backward=True)
-    assert moved.bytes == (queries + keys) * added == pytest.approx(backward / 1.2)
-    with Moved() as moved:
-        first = blocks[0].to(torch.float32).to(dtype)
-    assert moved.bytes == merge_bytes(layer, ROWS, KEYS, first=True)
-    assert first.dtype == dtype
 
 
 def test_bytes_by_hand():
@@ -137,19 +98,6 @@ def test_messages_slow_the_computing_beside_them():
 def test_bad_input(options, says):
     with pytest.raises(ValueError, match=says):
         simulate("ring", TWO, LAYER, CHUNK, **options)
-
-
-@pytest.mark.parametrize("value", [0.0, 0.9, -1.0, math.nan, math.inf])
-def test_a_cost_that_cannot_be(value):
-    """Each cost has a least value: what is refused of the others, and of infinity."""
-    least = {"memory_bandwidth": 1e-9, "slowdown": 1.0, "causal": 1.0}
-    least |= dict.fromkeys(("latency", "host_latency", "launch", "backward_flops", "multiprocessors"), 0.0)
-    for name, smallest in least.items():
-        if value >= smallest and not (value == math.inf and smallest == 1.0):
-            replace(TWO, **{name: value})
-            continue
-        with pytest.raises(ValueError, match="expected memory_bandwidth above 0, latencies"):
-            replace(TWO, **{name: value})
 
 
 # Waves --------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The bytes, the memory and the seconds of each way, by hand."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -117,20 +118,21 @@ def test_a_split_that_is_not_possible(call, says):
     assert splits(AttentionLayer(64, 8, 1), cluster) == [1, 2, 3, 4, 6, 12]
 
 
-@pytest.mark.parametrize(
-    ("numbers", "says"),
-    [
-        ((0, 1, 1, 1), "expected a host and a device or more"),
-        ((1, 0, 1, 1), "expected a host and a device or more"),
-        ((1, 1, 0, 1), "rates above 0"),
-        ((1, 1, 1, 1, -1), "rates above 0"),
-        ((2, 4, 1, 1, 1, 5), "nics is 5; expected 1 to 4"),
-        ((2, 4, 1, 1, 1, -1), "nics is -1; expected 1 to 4"),
-    ],
-)
-def test_a_cluster_that_cannot_be(numbers, says):
-    with pytest.raises(ValueError, match=says):
-        Cluster(*numbers)
+LEAST = {"hosts": 1, "per_host": 2, "nics": 0, "memory_bandwidth": 1e-9, "slowdown": 1.0, "causal": 1.0}
+LEAST |= dict.fromkeys(("flops", "bandwidth", "host_bandwidth"), 1e-9)
+LEAST |= dict.fromkeys(("latency", "host_latency", "launch", "backward_flops", "multiprocessors"), 0.0)
+
+
+@pytest.mark.parametrize("value", [0, -1, 3, math.nan, math.inf])
+@pytest.mark.parametrize("name", LEAST)
+def test_a_cluster_that_cannot_be(name, value):
+    """Each number has a least value. Two devices of a host have no third NIC, and infinity is no factor."""
+    most = {"nics": 2, "slowdown": 1e9, "causal": 1e9}.get(name, math.inf)
+    if LEAST[name] <= value <= most:
+        replace(TWO, **{name: value})
+        return
+    with pytest.raises(ValueError, match=r"expected (a host and a device|1 to -?\w+, the|memory_bandwidth above 0)"):
+        replace(TWO, **{name: value})
 
 
 # Seconds -------------------------------------------------------------------------------------------------------------
