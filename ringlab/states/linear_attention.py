@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from ringlab.basics.naive_attention import accumulation_dtype, resolve_scale
+from ringlab.support.expect import expect
 
 CHUNK, CHUNK_OF_KEYS = 64, 16  # tokens; where each number of a key has its own decay
 
@@ -60,27 +61,23 @@ def checked_inputs(
 
     Raises ValueError when they do not fit each other.
     """
-    if not (q.dim() == k.dim() == v.dim() == 4 and q.shape[::2] == k.shape[::2] == v.shape[::2] and q.numel()):
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ValueError(f"q, k and v have the shapes {shapes}; expected (B, H, S, D), with one B and one S")
+    of_tokens = q.dim() == k.dim() == v.dim() == 4 and q.shape[::2] == k.shape[::2] == v.shape[::2] and q.numel()
+    given = f"q, k and v have the shapes {', '.join(str(tuple(x.shape)) for x in (q, k, v))}"
+    expect(of_tokens, given, "(B, H, S, D), with one B and one S")
     H = max(x.shape[1] for x in (q, k, v))
-    if q.shape[3] != k.shape[3] or any(H % x.shape[1] for x in (q, k, v)):
-        raise ValueError(
-            f"q, k and v have {q.shape[1]}, {k.shape[1]} and {v.shape[1]} heads of {q.shape[3]}, {k.shape[3]} and "
-            f"{v.shape[3]} numbers; expected numbers of heads that divide the largest, and q and k of one size"
-        )
+    fits = q.shape[3] == k.shape[3] and not any(H % x.shape[1] for x in (q, k, v))
+    expect(fits, given, "numbers of heads that divide the largest, and q and k of one size")
     per_token, of_state = (len(q), H, q.shape[2]), (len(q), H, k.shape[3], v.shape[3])
     for name, x, shapes_of, words in (
         ("log_decay", log_decay, (per_token, (*per_token, q.shape[3])), "(B, H, S) or (B, H, S, D)"),
         ("beta", beta, (per_token,), "(B, H, S)"),
         ("state", state, (of_state,), "(B, H, D, Dv)"),
     ):
-        if x is not None and x.shape not in shapes_of:
-            fits = " or ".join(map(str, shapes_of))
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {words}, {fits}")
-    kinds = {(x.dtype, x.device) for x in (q, k, v)}
-    if len(kinds) > 1 or not q.is_floating_point():
-        raise ValueError(f"q, k and v are {kinds}; expected one floating dtype and one device: use x.to(q)")
+        if x is not None:
+            expected = f"{words}, {' or '.join(map(str, shapes_of))}"
+            expect(x.shape in shapes_of, f"{name} has shape {tuple(x.shape)}", expected)
+    kinds, one = {(x.dtype, x.device) for x in (q, k, v)}, "one floating dtype and one device: use x.to(q)"
+    expect(len(kinds) == 1 and q.is_floating_point(), f"q, k and v are {kinds}", one)
     wide = accumulation_dtype(q.dtype)
     q, k, v = (x.to(wide) for x in (q, k, v))
     q, k, v = (x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1) for x in (q, k, v))

@@ -30,6 +30,7 @@ from ringlab.ring.schedule import Group
 from ringlab.states.linear_attention import Map
 from ringlab.states.state_ring import HandOn, agree_on_runs, by_gather
 from ringlab.support.agreement import flat_group
+from ringlab.support.expect import expect
 
 
 @left_as_it_is
@@ -52,10 +53,8 @@ def ring_short_convolution(
     group = flat_group(group)
 
     def check() -> None:
-        if x.dim() != 3 or weight.dim() != 2 or len(weight) != x.shape[1] or 0 in (*x.shape, *weight.shape):
-            raise ValueError(
-                f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}; expected (B, N, C) and (N, k)"
-            )
+        fits = x.dim() == 3 and weight.dim() == 2 and len(weight) == x.shape[1] and 0 not in (*x.shape, *weight.shape)
+        expect(fits, f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}", "(B, N, C) and (N, k)")
         if bias is not None and bias.shape != x.shape[1:2]:
             raise ValueError(f"bias has shape {tuple(bias.shape)}; expected (N,), {tuple(x.shape[1:2])}")
 

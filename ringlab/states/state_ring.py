@@ -41,13 +41,14 @@ from torch.distributed import ProcessGroup
 
 from ringlab.basics.chunks import agree_on_chunks, as_autocast, needs_gradients
 from ringlab.ring.backward import differentiable_once, left_as_it_is
-from ringlab.ring.layouts import unshard
+from ringlab.ring.layouts import layout_of, unshard
 from ringlab.ring.masks import Mask, lengths_of
 from ringlab.ring.partition import Partition
-from ringlab.ring.schedule import Group
+from ringlab.ring.schedule import Group, known_partition
 from ringlab.states.linear_attention import Inputs, Map, checked_inputs, each_of, in_chunks, recurrence, states_along
 from ringlab.support.agreement import agree, flat_group, members, one_pass
 from ringlab.support.exchange import all_gather
+from ringlab.support.expect import expect
 
 Chain = Sequence[int]  # the rank of each run of tokens, in the order of the sequence
 
@@ -153,11 +154,8 @@ class HandOn(torch.autograd.Function):
 
 def check_layout_of_states(layout: str) -> None:
     """Raise ValueError for a layout that cuts the sequence at every token."""
-    if layout not in ("contiguous", "zigzag"):
-        raise ValueError(
-            f"layout is {layout}; expected contiguous or zigzag: the state passes every border between two ranks, and "
-            f"in the striped layout each token has one"
-        )
+    few = "contiguous or zigzag: the state passes every border between two ranks, and striped tokens have one each"
+    expect(layout in ("contiguous", "zigzag"), f"layout is {layout}", few)
 
 
 class Runs(NamedTuple):
@@ -197,23 +195,15 @@ def agree_on_runs(
     same |= {"gradients": [name for name, x in given.items() if needs_gradients(x)]}
     options: dict[str, Any] = {"function": function, "check": check_all, "settings": lambda: same}
     scale, lengths = agree_on_chunks(*chunks, scale, group, **options)
-    runs = runs_of(scale, of_documents, layout, tuple(lengths), members(group)[0], chunks[0].device)
-    return runs._replace(call=lengths.number)
+    partition = known_partition(Mask(True, of_documents), layout_of(layout), tuple(lengths))
+    return runs_of(scale, partition, members(group)[0], chunks[0].device)._replace(call=lengths.number)
 
 
 @lru_cache(maxsize=8)  # every layer of a model asks for the same: it is copied to the device once
 @torch.inference_mode(False)  # an evaluation may be the first to ask, and a backward pass cannot use its tensors
-def runs_of(
-    scale: float,
-    documents: tuple[int, ...] | None,
-    layout: str,
-    lengths: tuple[int, ...],
-    rank: int,
-    device: torch.device | None = None,
-) -> Runs:
-    partition = Partition(Mask(causal=True, documents=documents), layout, lengths)
+def runs_of(scale: float, partition: Partition, rank: int, device: torch.device | None = None) -> Runs:
     owner = torch.empty(partition.seq_len, dtype=torch.int64)
-    for r in range(len(lengths)):
+    for r in range(len(partition.lengths)):
         owner[partition.positions(r)] = r
     chain, tokens = (x.tolist() for x in torch.unique_consecutive(owner, return_counts=True))
     mine = [length for r, length in zip(chain, tokens, strict=True) if r == rank]
@@ -257,8 +247,8 @@ def ring_linear_attention(
     def check() -> None:
         nonlocal checked  # made here, once: it may refuse what is given
         checked = checked_inputs(q, k, v, log_decay, beta, state)
-        if way not in WAYS or (way == "scan" and layout == "zigzag"):
-            raise ValueError(f"way is {way!r}, layout {layout}; expected hops or gather, or scan for contiguous chunks")
+        fits = way in WAYS and (way != "scan" or layout != "zigzag")
+        expect(fits, f"way is {way!r}, layout {layout}", "hops or gather, or scan for contiguous chunks")
 
     inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": state}
     same = {"heads of v": v.shape[1:2], "dim of log_decay": getattr(log_decay, "ndim", None), "way": way}

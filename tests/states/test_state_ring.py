@@ -15,6 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ringlab.ring.layouts import positions
+from ringlab.ring.masks import Mask
+from ringlab.ring.partition import Partition
 from ringlab.states import linear_attention as alone
 from ringlab.states import state_ring
 from ringlab.states.short_convolution import ring_short_convolution
@@ -175,7 +177,7 @@ def problems_of(world_size, count=12):
 def test_what_an_evaluation_leaves_in_the_cache_serves_a_backward_pass():
     state_ring.runs_of.cache_clear()
     with torch.inference_mode():
-        runs = state_ring.runs_of(1.0, (5, 11), "contiguous", (8, 8), 1)
+        runs = state_ring.runs_of(1.0, Partition(Mask(True, (5, 11)), "contiguous", (8, 8)), 1)
     assert not runs.since.is_inference()
     assert not runs.first.is_inference()
 
@@ -217,43 +219,6 @@ def test_scale_moves_and_without_a_state_it_is_zero():
     torch.testing.assert_close(alone.recurrence(**{**x, "state": None}), alone.recurrence(**empty))
     assert last.dtype == torch.float64
     assert last.untyped_storage().nbytes() == last.nbytes
-
-
-# What is refused ------------------------------------------------------------------------------------------------------
-
-
-def call(context, changes):
-    """The ring on 4 tokens a rank, with these inputs and options; those of a pair on the other ranks, and on rank 1."""
-    x, _ = Problem(tokens=4).inputs
-    changes = {n: each[context.rank == 1] if isinstance(each, tuple) else each for n, each in changes.items()}
-    return ring_linear_attention(**{**x, **changes})
-
-
-NEEDS = torch.zeros(2, 2, 4, 3, dtype=torch.float64, requires_grad=True)
-REFUSED = [
-    ({"layout": "striped"}, ["layout is striped", "expected contiguous or zigzag"]),
-    ({"way": "rings"}, ["way is 'rings'", "expected hops or gather"]),
-    ({"way": "scan", "layout": "zigzag"}, ["way is 'scan', layout zigzag", "for contiguous chunks"]),
-    ({"v": torch.zeros(2, 2, 5, 2)}, ["shapes", "expected (B, H, S, D)"]),
-    ({"v": torch.zeros(2, 3, 4, 2).double()}, ["2, 2 and 3 heads", "divide the largest"]),
-    ({"log_decay": torch.zeros(2, 2, 4, 2)}, ["log_decay has shape (2, 2, 4, 2)", "(2, 2, 4) or (2, 2, 4, 3)"]),
-    ({"log_decay": (torch.zeros(2, 2, 4), torch.zeros(2, 2, 4, 3))}, ["the ranks disagree", "dim of log_decay=4"]),
-    ({"beta": torch.zeros(2, 2, 3)}, ["beta has shape (2, 2, 3)", "expected (B, H, S), (2, 2, 4)"]),
-    ({"state": torch.zeros(2, 2, 3, 3)}, ["state has shape (2, 2, 3, 3)", "expected (B, H, D, Dv)", "(2, 2, 3, 2)"]),
-    ({"q": torch.zeros(2, 2, 4, 3)}, ["expected one floating dtype"]),
-    ({"documents": [5, 2]}, ["documents of 5, 2 tokens", "12 in all"]),
-    ({"way": ("hops", "gather")}, ["the ranks disagree", "way=hops", "way=gather"]),
-    ({"beta": (None, torch.ones(2, 2, 4))}, ["the ranks disagree", "rank 1: given="]),
-    ({"documents": (None, [12])}, ["the ranks disagree", "documents=None", "documents=(12,)"]),
-    ({"q": (NEEDS, NEEDS.detach())}, ["the ranks disagree", "gradients=['q']", "gradients=[]"]),
-    ({"layout": ("contiguous", "zigzag")}, ["the ranks disagree", "layout=contiguous", "layout=zigzag"]),
-    ({"scale": (0.3, 0.4)}, ["the ranks disagree", "scale=0.3", "scale=0.4"]),
-]
-
-
-@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=lambda it: "+".join(it) if isinstance(it, dict) else "")
-def test_a_bad_call_is_refused_on_every_rank(ranks, changes, words):
-    assert_refused(ranks, 3, words, call, changes)
 
 
 # The short convolution over ranks against conv1d of each document alone ----------------------------------------------
@@ -320,21 +285,52 @@ def test_the_convolution_is_that_of_each_document_alone(ranks, case):
         assert_right(found, Right(right, bound, dtype, ""), name)
 
 
-def convolve(context, changes):
-    x, weight, bias, _ = inputs(4, 3, torch.float32)
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+NEEDS = torch.zeros(2, 2, 4, 3, dtype=torch.float64, requires_grad=True)
+OF_STATES = [  # on 4 tokens a rank; of a pair the first is given on the other ranks, and the second on rank 1
+    ({"layout": "striped"}, ["layout is striped", "expected contiguous or zigzag"]),
+    ({"way": "rings"}, ["way is 'rings'", "expected hops or gather"]),
+    ({"way": "scan", "layout": "zigzag"}, ["way is 'scan', layout zigzag", "for contiguous chunks"]),
+    ({"v": torch.zeros(2, 2, 5, 2)}, ["shapes", "expected (B, H, S, D)"]),
+    ({"v": torch.zeros(2, 3, 4, 2).double()}, ["(2, 3, 4, 2)", "divide the largest"]),
+    ({"log_decay": torch.zeros(2, 2, 4, 2)}, ["log_decay has shape (2, 2, 4, 2)", "(2, 2, 4) or (2, 2, 4, 3)"]),
+    ({"log_decay": (torch.zeros(2, 2, 4), torch.zeros(2, 2, 4, 3))}, ["the ranks disagree", "dim of log_decay=4"]),
+    ({"beta": torch.zeros(2, 2, 3)}, ["beta has shape (2, 2, 3)", "expected (B, H, S), (2, 2, 4)"]),
+    ({"state": torch.zeros(2, 2, 3, 3)}, ["state has shape (2, 2, 3, 3)", "expected (B, H, D, Dv)", "(2, 2, 3, 2)"]),
+    ({"q": torch.zeros(2, 2, 4, 3)}, ["expected one floating dtype"]),
+    ({"documents": [5, 2]}, ["documents of 5, 2 tokens", "12 in all"]),
+    ({"way": ("hops", "gather")}, ["the ranks disagree", "way=hops", "way=gather"]),
+    ({"beta": (None, torch.ones(2, 2, 4))}, ["the ranks disagree", "rank 1: given="]),
+    ({"documents": (None, [12])}, ["the ranks disagree", "documents=None", "documents=(12,)"]),
+    ({"q": (NEEDS, NEEDS.detach())}, ["the ranks disagree", "gradients=['q']", "gradients=[]"]),
+    ({"layout": ("contiguous", "zigzag")}, ["the ranks disagree", "layout=contiguous", "layout=zigzag"]),
+    ({"scale": (0.3, 0.4)}, ["the ranks disagree", "scale=0.3", "scale=0.4"]),
+]
+OF_TAPS = [
+    ({"weight": torch.zeros(2, 3)}, ["weight (2, 3)", "expected (B, N, C) and (N, k)"]),
+    ({"weight": torch.zeros(3)}, ["weight (3,)", "expected (B, N, C) and (N, k)"]),
+    ({"bias": torch.zeros(2)}, ["bias has shape (2,)", "expected (N,), (3,)"]),
+    ({"weight": (torch.zeros(3, 3), torch.zeros(3, 4))}, ["the ranks disagree", "shape of weight"]),
+    ({"bias": (None, torch.zeros(3))}, ["the ranks disagree", "given=['x', 'weight', 'bias']"]),
+]
+
+
+def call(context, function, x, changes):
     changes = {n: each[context.rank == 1] if isinstance(each, tuple) else each for n, each in changes.items()}
-    return ring_short_convolution(**{"x": x, "weight": weight, "bias": bias, **changes})
+    return function(**{**x, **changes})
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("function", "changes", "words"),
     [
-        ({"weight": torch.zeros(2, 3)}, ["weight (2, 3)", "expected (B, N, C) and (N, k)"]),
-        ({"weight": torch.zeros(3)}, ["weight (3,)", "expected (B, N, C) and (N, k)"]),
-        ({"bias": torch.zeros(2)}, ["bias has shape (2,)", "expected (N,), (3,)"]),
-        ({"weight": (torch.zeros(3, 3), torch.zeros(3, 4))}, ["the ranks disagree", "shape of weight"]),
-        ({"bias": (None, torch.zeros(3))}, ["the ranks disagree", "given=['x', 'weight', 'bias']"]),
+        *((ring_linear_attention, *row) for row in OF_STATES),
+        *((ring_short_convolution, *row) for row in OF_TAPS),
     ],
+    ids=lambda it: "+".join(it) if isinstance(it, dict) else "",
 )
-def test_a_bad_call_of_the_convolution_is_refused_on_every_rank(ranks, changes, words):
-    assert_refused(ranks, 3, words, convolve, changes)
+def test_a_bad_call_is_refused_on_every_rank(ranks, function, changes, words):
+    taps = dict(zip(("x", "weight", "bias"), inputs(4, 3, torch.float32), strict=False))
+    x = taps if function is ring_short_convolution else Problem(tokens=4).inputs[0]
+    assert_refused(ranks, 3, words, call, function, x, changes)
