@@ -1,6 +1,6 @@
-"""The house: imports point back along the reading order and in no circle, private names stay in their file, the core
-needs torch and numpy alone, and code does not grow unnoticed. All of it is read from the text of the files, so imports
-inside functions and those for type checkers count. A table of the lines of code: python -m tests.test_house"""
+"""The house: imports point back along the reading order and in no circle, private names stay in their file, and code
+does not grow unnoticed. All of it is read from the text of the files, so imports inside functions and those for type
+checkers count. A table of the lines of code: python -m tests.test_house"""
 
 import ast
 import subprocess
@@ -42,17 +42,6 @@ LONGEST = 320  # lines of a file of the package
 README, FILES, TOP = 110, 512, 20  # lines; files in git; names at the top level but those that begin with a dot
 LOADED = 1335  # lines of this project that `import ring_attn` loads
 OURS = {home.partition(".")[0] for row in ORDER for home in row}
-CORE = {"torch", "numpy", *OURS, *sys.stdlib_module_names}
-NEED_MORE = (  # modules and folders that need an optional package as soon as they are imported
-    "ringlab.ring.fused_merge",
-    "ringlab.ways.jax",
-    "ringlab.hugging_face",
-    "ringlab.support.drawing",
-    "ring_doctor.explaining.xray_picture",
-    "ring_doctor.jobs.watching",  # of the user's process, where recorder.py has another name
-    "ring_doctor.patients",
-    "ring_doctor.pytest_plugin",
-)
 
 
 @dataclass(frozen=True)
@@ -62,18 +51,6 @@ class Use:
     source: str  # the module that the file is
     target: str  # the module that it imports
     name: str  # the name that it takes from there, or ""
-    at_once: bool  # when the file is imported, not when a function is called
-
-
-def imports(tree, at_once=True):
-    """Every import statement, and whether it runs when the file is imported."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node, at_once
-        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
-            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        )
-        yield from imports(node, at_once and not later)
 
 
 def uses(root):
@@ -83,7 +60,7 @@ def uses(root):
     found = []
     for source, path in names.items():
         tree, modules = ast.parse(path.read_text()), {}  # modules: what the file calls them, and their names
-        for node, at_once in imports(tree):
+        for node in (each for each in ast.walk(tree) if isinstance(each, ast.Import | ast.ImportFrom)):
             for alias in node.names:
                 if isinstance(node, ast.Import):
                     target, name = alias.name, ""
@@ -91,12 +68,12 @@ def uses(root):
                     target, name = f"{node.module}.{alias.name}", ""
                 else:
                     target, name = node.module, alias.name
-                found.append(Use(source, target, name, at_once))
+                found.append(Use(source, target, name))
                 if target in names and not name:
                     modules[alias.asname or alias.name] = target
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules:
-                found.append(Use(source, modules[ast.unparse(node.value)], node.attr, at_once=False))
+                found.append(Use(source, modules[ast.unparse(node.value)], node.attr))
             assert not getattr(node, "level", 0), f"{source} imports by dots: write the whole name"
     return found
 
@@ -148,19 +125,6 @@ def private(found):
     return {f"{use.source}: {use.name}" for use in ours if use.name.startswith("_") and not use.name.endswith("__")}
 
 
-def needing_more(found):
-    """The modules of all rows but the last that need more than torch and numpy, or a module that does."""
-    needing, before = set(), None
-    while needing != before:
-        before = set(needing)
-        needing |= {
-            use.source
-            for use in found
-            if use.at_once and (use.target in needing or use.target.partition(".")[0] not in CORE)
-        }
-    return {module for module in needing if row(module) < len(ORDER) - 1}
-
-
 @pytest.fixture(scope="module")
 def found():
     return uses(ROOT)
@@ -169,12 +133,6 @@ def found():
 @pytest.mark.parametrize("rule", [pointing_on, across, for_tests, in_a_circle, private])
 def test_the_house_is_in_order(found, rule):
     assert rule(found) == set()
-
-
-def test_only_these_modules_need_an_optional_package(found):
-    homes = {module: [home for home in NEED_MORE if is_in(module, home)] for module in needing_more(found)}
-    assert {module for module, of in homes.items() if not of} == set()
-    assert {home for of in homes.values() for home in of} == set(NEED_MORE)
 
 
 def lines(path):
@@ -305,24 +263,3 @@ def test_all_that_outlives_a_call_is_known():
         if "/patients/" not in name and (state := state_of(ast.parse(path.read_text()), name.startswith("ringlab/"))):
             found[name] = state
     assert found == known
-
-
-@pytest.mark.parametrize(
-    ("text", "state"),
-    [
-        ("KNOWN = {}\ndef f(x):\n    KNOWN[x] = 1", {"KNOWN"}),
-        ("KNOWN = {}\ndef f(KNOWN):\n    KNOWN[1] = 1", set()),
-        ("last = None\ndef f(x):\n    global last\n    last = x", {"last"}),
-        ("@functools.lru_cache(maxsize=1)\ndef f(x):\n    return x", {"f"}),
-        ("class A:\n    def f(self):\n        self.x = 1", {"A: x"}),
-        ("weakref.finalize(f, g)", {"weakref.finalize"}),
-        ("def f(it, x):\n    it.known[x] = x", {"it: known"}),
-    ],
-)
-def test_state_is_seen(text, state):
-    assert state_of(ast.parse(text)) == state
-
-
-def test_a_cache_of_a_method_is_refused():
-    with pytest.raises(AssertionError, match="keeps the object"):
-        state_of(ast.parse("class A:\n    @cache\n    def f(self):\n        return 1"))

@@ -20,12 +20,12 @@ from ring_doctor import examine
 from ringlab.ring.layouts import LAYOUTS
 from ringlab.support.processes import Ranks
 from tests import every_way as ways
-from tests.attention import VIEWS
+from tests.attention import VIEWS, at_element_3, rows_of_three_more
 from tests.every_way import Problem, assert_right_results, masks_of, problems, results_on_rank
 from tests.models import test_generate as generation
 from tests.models import test_mesh as mesh
 from tests.models.test_transformer import errors
-from tests.ring.test_gpu_plans import ORDERS, Near, ordered
+from tests.ring.test_fused_block import ORDERS, Near, ordered
 from tests.states import test_state_ring as states
 
 pytestmark = pytest.mark.gpu
@@ -143,17 +143,8 @@ def viewed(view):
     return lambda attention: lambda *qkv, **options: attention(*map(view, qkv), **options)
 
 
-def from_element_3(x):
-    """Memory that begins at no multiple of 16 bytes."""
-    return torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape)
-
-
-def rows_of_3_more(x):
-    return torch.nn.functional.pad(x, (0, 3))[..., :-3]
-
-
 CALLS = {"checkpointed": checkpointed, "under autocast": under_autocast, "documents there": documents_there}
-CALLS |= {view.__name__: viewed(view) for view in (*VIEWS, from_element_3, rows_of_3_more)}
+CALLS |= {view.__name__: viewed(view) for view in (*VIEWS, at_element_3, rows_of_three_more)}
 
 
 def called(context, call, way, shape, problems):

@@ -158,23 +158,24 @@ def calls_on_rank(context, seeds, hosts=None):
     return said
 
 
-def assert_all_refuse(ranks, P, seeds, hosts=None):
+PARTS = [(P, range(25 * part, 25 * (part + 1)), None) for P in (2, 3, 4) for part in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("P", "seeds", "hosts"),
+    [
+        *((P, range(16), None) for P in (3, 4)),
+        *((len(hosts), range(16), hosts) for hosts in ("aab", "abab", "abcd")),
+        *(pytest.param(*part, marks=pytest.mark.exhaustive) for part in PARTS),
+    ],
+)
+def test_all_ranks_refuse_what_is_other_on_one(ranks, P, seeds, hosts):
     for seed, of_ranks in zip(seeds, zip(*ranks(P, calls_on_rank, seeds, hosts), strict=True), strict=True):
         kinds, errors, messages, waits = zip(*of_ranks, strict=True)
         what = f"{P} ranks, seed {seed}: {kinds}: {messages}"
         assert set(errors) == {"ValueError"}, f"{errors} of {what}"
         assert len(set(messages)) == 1, what
         assert max(waits) <= SOON, f"{max(waits)} for {what}"
-
-
-@pytest.mark.parametrize("P", [3, 4])
-def test_all_ranks_refuse_what_is_other_on_one(ranks, P):
-    assert_all_refuse(ranks, P, range(16))
-
-
-@pytest.mark.parametrize("hosts", ["aab", "abab", "abcd"])
-def test_ranks_of_several_hosts_refuse_too(ranks, hosts):
-    assert_all_refuse(ranks, len(hosts), range(16), hosts)
 
 
 def without_one(context, hosts, who):
@@ -199,13 +200,6 @@ def test_a_rank_that_never_comes_ends_the_wait_of_all(who):
     finally:
         pool.stop()
     assert all(re.search("stays away|[Tt]imed out|Connection closed", words) for words in said), said
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("P", [2, 3, 4])
-@pytest.mark.parametrize("part", range(40))
-def test_all_ranks_refuse_whatever_is_other_on_one(ranks, P, part):
-    assert_all_refuse(ranks, P, range(25 * part, 25 * (part + 1)))
 
 
 def first_of_a_job(context):
@@ -492,18 +486,6 @@ def two_kinds(context):
 @pytest.mark.skipif(not host_of_process(), reason="pipes need Linux")
 def test_parts_of_messages_of_two_kinds_are_told_apart(ranks):
     assert ranks(2, two_kinds) == [None, True]
-
-
-def as_in_another(kind):
-    """The host of this process when its namespace of this kind is another one."""
-    real = os.readlink
-    with mock.patch.object(os, "readlink", lambda path: "other" if path.endswith(kind) else real(path)):
-        return host_of_process()
-
-
-@pytest.mark.skipif(not host_of_process(), reason="pipes need Linux")
-def test_a_container_is_another_host():
-    assert len({host_of_process(), *map(as_in_another, ("pid", "net", "user"))}) == 4
 
 
 def limits_in_a_mesh(context):

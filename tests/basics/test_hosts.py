@@ -39,19 +39,19 @@ def store_of_hosts(*uuids):
     return store
 
 
+OURS = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "TORCH_NCCL_HIGH_PRIORITY", "GLOO_SOCKET_IFNAME")
+
+
 @pytest.fixture
 def job_of_two_hosts(monkeypatch):
     """This process looks like rank 5 of 8, the second of 4 on its host of 12 cores and 4 GPUs; nothing is sent."""
     environment = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "noted, so that it is restored after the test")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    for name in (*environment, *OURS):
+        monkeypatch.setenv(name, str(environment.get(name, "noted, so that it is restored after the test")))
+    for name in OURS:
+        monkeypatch.delenv(name)
     calls = mock.Mock()
     calls.dist.get_rank.return_value = 5
-    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "TORCH_NCCL_HIGH_PRIORITY"):
-        monkeypatch.setenv(name, "as above")
-        monkeypatch.delenv(name)
     for name in ("init_process_group", "destroy_process_group", "barrier", "get_rank"):
         monkeypatch.setattr(dist, name, getattr(calls.dist, name))
     monkeypatch.setattr(torch, "set_num_threads", calls.set_num_threads)
@@ -59,46 +59,63 @@ def job_of_two_hosts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     uuids = iter(["GPU-a"] * 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mock.Mock(uuid=next(uuids)))
+    monkeypatch.setattr(platform, "node", lambda: "here")
     monkeypatch.setattr(processes, "rendezvous", lambda url: iter([(store_of_hosts(), 5, 8)]))
     monkeypatch.setattr(processes, "cpu_cores", lambda: 12)
     return calls
 
 
-def test_the_cores_of_a_host_are_shared_by_the_ranks_of_that_host(job_of_two_hosts):
-    with join_ring("cpu"):
-        job_of_two_hosts.set_num_threads.assert_called_once_with(3)  # 12 cores, 4 ranks
+ALONE, WHOLE = "4 GPU(s) for 4 process(es) on this host", {"LOCAL_WORLD_SIZE": "8"}
+NOBODY = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))  # of a pool: nothing of torchrun
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-@pytest.mark.parametrize("init", [{}, {"rank": 5, "world_size": 8}], ids=str)
-def test_a_gpu_is_chosen_by_the_rank_on_its_host(job_of_two_hosts, init):
-    with join_ring(**init) as context:
-        assert context.device == torch.device("cuda", 1)
-        assert (context.rank, context.world_size) == (5, 8)
-        assert context.why == "cuda with nccl: 4 GPU(s) for 4 process(es) on this host"
-    job_of_two_hosts.set_device.assert_called_once_with(torch.device("cuda", 1))
-    assert "NCCL_HOSTID" not in os.environ
+def numbered(number, size):
+    """As another launcher numbers the processes."""
+    return {"LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None, number: "2", size: "4"}
 
 
-@pytest.mark.parametrize(
-    ("gpus", "world_size", "number", "index", "network"),
-    [(1, 8, 1, 0, None), (3, 8, 3, 0, None), (3, 4, 1, 1, "lo"), (1, 4, 2, 0, "lo")],
-)
-def test_ranks_that_share_gpus_are_hosts_to_nccl(
-    job_of_two_hosts, monkeypatch, gpus, world_size, number, index, network
-):
-    """It refuses two on one GPU of a host. Each says so before it forms the group, and NCCL reads it there."""
+# fmt: off
+JOINS = [  # the environment, the GPUs that are seen, what join_ring is given; the device, why, the environment at init
+    ({}, 4, "auto", {}, "cuda:1", ALONE, {"NCCL_HOSTID": None, "TORCH_NCCL_HIGH_PRIORITY": "1"}),
+    ({}, 4, "auto", {"rank": 5, "world_size": 8}, "cuda:1", ALONE, {"NCCL_HOSTID": None}),
+    ({"TORCH_NCCL_HIGH_PRIORITY": "0"}, 4, "auto", {}, "cuda:1", ALONE, {"TORCH_NCCL_HIGH_PRIORITY": "0"}),
+    # NCCL refuses two ranks on one GPU of a host: each says that it is a host of its own
+    ({}, 1, "cuda", {}, "cuda:0", "4 ranks share 1 GPU", {"NCCL_HOSTID": "here-1", "NCCL_SOCKET_IFNAME": None}),
+    ({"LOCAL_RANK": "3"}, 3, "cuda", {}, "cuda:0", "3 GPUs", {"NCCL_HOSTID": "here-3", "NCCL_SOCKET_IFNAME": None}),
+    ({"WORLD_SIZE": "4"}, 3, "cuda", {}, "cuda:1", "3 GPUs", {"NCCL_HOSTID": "here-1", "NCCL_SOCKET_IFNAME": "lo"}),
+    ({"WORLD_SIZE": "4", "LOCAL_RANK": "2"}, 1, "cuda", {}, "cuda:0", "share 1 GPU", {"NCCL_SOCKET_IFNAME": "lo"}),
+    (NOBODY, 2, "cuda", {"local_world_size": 8, "rank": 3, "world_size": 4}, "cuda:1", "share 2 GPUs",
+     {"NCCL_HOSTID": "here-3", "NCCL_SOCKET_IFNAME": "lo"}),
+    (numbered("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), 4, "auto", {}, "cuda:2", ALONE, {}),
+    (numbered(devices.NUMBER[2], devices.COUNT[2]), 4, "auto", {}, "cuda:2", ALONE, {}),
+    # messages stay in a host only when the whole job is on it, unless the user knows another network
+    ({}, 4, "cpu", {}, "cpu", "cpu with gloo: as asked", {"GLOO_SOCKET_IFNAME": None}),
+    (WHOLE, 4, "cpu", {}, "cpu", "", {"GLOO_SOCKET_IFNAME": LOOPBACK}),
+    ({"GLOO_SOCKET_IFNAME": "eth7"}, 4, "cpu", {}, "cpu", "", {"GLOO_SOCKET_IFNAME": "eth7"}),
+    (WHOLE | {"GLOO_SOCKET_IFNAME": "eth7"}, 4, "cpu", {}, "cpu", "", {"GLOO_SOCKET_IFNAME": "eth7"}),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("environment", "gpus", "asked", "init", "device", "why", "seen"), JOINS)
+def test_a_rank_joins_its_job(job_of_two_hosts, monkeypatch, environment, gpus, asked, init, device, why, seen):
+    """The cores and the GPUs of a host are shared by the ranks of that host."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(platform, "node", lambda: "here")
-    monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    monkeypatch.setenv("LOCAL_RANK", str(number))
-    seen = {}
-    job_of_two_hosts.dist.init_process_group.side_effect = lambda *args, **options: seen.update(os.environ)
-    with join_ring("cuda") as context:
-        assert context.device == torch.device("cuda", index)
-        assert context.why.startswith(f"cuda with nccl: 4 ranks share {gpus} GPU")
-    assert seen["NCCL_HOSTID"] == f"here-{number}"
-    assert seen.get("NCCL_SOCKET_IFNAME") == network
-    assert job_of_two_hosts.dist.init_process_group.call_args.kwargs["device_id"] == context.device
+    at_init = {}
+    job_of_two_hosts.dist.init_process_group.side_effect = lambda *args, **options: at_init.update(os.environ)
+    with join_ring(asked, **init) as context:
+        assert context.device == torch.device(device)
+        assert context.rank == 5
+        assert why in context.why
+    assert {name: at_init.get(name) for name in seen} == seen
+    local_ranks = int(environment.get("LOCAL_WORLD_SIZE") or init.get("local_world_size", 4))
+    job_of_two_hosts.set_num_threads.assert_called_once_with(12 // local_ranks)
+    if device != "cpu":
+        job_of_two_hosts.set_device.assert_called_once_with(context.device)
+        assert job_of_two_hosts.dist.init_process_group.call_args.kwargs["device_id"] == context.device
 
 
 def test_each_process_may_see_its_own_gpu_alone(job_of_two_hosts, monkeypatch):
@@ -108,42 +125,10 @@ def test_each_process_may_see_its_own_gpu_alone(job_of_two_hosts, monkeypatch):
     monkeypatch.setattr(processes, "rendezvous", lambda url: iter([(store, 5, 8)]))
     with join_ring() as context:
         assert context.device == torch.device("cuda", 0)
-        assert context.why == "cuda with nccl: 4 GPU(s) for 4 process(es) on this host"
+        assert context.why == f"cuda with nccl: {ALONE}"
     assert "NCCL_HOSTID" not in os.environ
     init = job_of_two_hosts.dist.init_process_group.call_args.kwargs
     assert (init["store"], init["rank"], init["world_size"]) == (store, 5, 8)
-
-
-@pytest.mark.parametrize(
-    "names", [("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"), devices.NUMBER[2:3] + devices.COUNT[2:3]]
-)
-def test_slurm_and_mpi_number_processes_too(job_of_two_hosts, monkeypatch, names):
-    for name, value in zip((*names, "LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("2", "4", None, None), strict=True):
-        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
-    with join_ring() as context:
-        assert context.device == torch.device("cuda", 2)
-
-
-@pytest.mark.parametrize("chosen", [None, "0"])
-def test_messages_go_first_on_a_gpu(job_of_two_hosts, monkeypatch, chosen):
-    """NCCL's kernels, before those of attention; unless somebody has said otherwise."""
-    if chosen:
-        monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", chosen)
-    seen = {}
-    job_of_two_hosts.dist.init_process_group.side_effect = lambda *args, **options: seen.update(os.environ)
-    with join_ring():
-        assert seen["TORCH_NCCL_HIGH_PRIORITY"] == (chosen or "1")
-
-
-def test_ranks_of_a_pool_share_gpus(job_of_two_hosts, monkeypatch):
-    """It has no environment of torchrun."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(platform, "node", lambda: "here")
-    with join_ring("cuda", 8, rank=3, world_size=4) as context:
-        assert context.device == torch.device("cuda", 1)
-    assert (os.environ["NCCL_HOSTID"], os.environ["NCCL_SOCKET_IFNAME"]) == ("here-3", "lo")
 
 
 @pytest.mark.usefixtures("job_of_two_hosts")
@@ -153,7 +138,6 @@ def test_ranks_of_a_pool_share_gpus(job_of_two_hosts, monkeypatch):
 )
 def test_other_libraries_may_share_gpus_too(monkeypatch, gpus, processes, chosen, said):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(platform, "node", lambda: "here")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     if processes:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
@@ -174,19 +158,6 @@ def test_no_message_is_waited_for_longer_than_the_limit(job_of_two_hosts, device
     assert 60 <= TIME_LIMIT.total_seconds() <= 600
     with join_ring(device, timeout="mine"):
         assert job_of_two_hosts.dist.init_process_group.call_args.kwargs["timeout"] == "mine"
-
-
-@pytest.mark.usefixtures("job_of_two_hosts")
-@pytest.mark.parametrize(
-    ("on_this_host", "chosen", "expected"),
-    [(4, None, None), (8, None, "lo0" if sys.platform == "darwin" else "lo"), (4, "eth7", "eth7"), (8, "eth7", "eth7")],
-)
-def test_messages_stay_in_a_host_only_when_the_whole_job_is_on_it(monkeypatch, on_this_host, chosen, expected):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_host))
-    if chosen:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)  # the user knows this network
-    with join_ring("cpu"):
-        assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 
 def record_on_hosts(context, hosts, clocks):

@@ -1,4 +1,7 @@
-"""The ring, on real processes, against full attention, what it sends; its command: what that prints, how it ends."""
+"""The ring, on real processes, against full attention; the simulator of what it sends, its record, its command.
+
+The record has which block each rank used, sent and received in each round, in what order, and the bytes.
+"""
 
 import io
 import json
@@ -7,23 +10,31 @@ import os
 import re
 import sys
 from argparse import ArgumentTypeError, Namespace
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 import ring_attn
 from ring_attn import ring_attention
 from ringlab.basics import command
-from ringlab.basics.blocking_messages import Recv, Send, ring_programs
+from ringlab.basics.blocking_messages import Recv, Send, Transfer, ring_programs, simulate_messages
 from ringlab.basics.naive_attention import naive_attention
 from ringlab.options import new_file
+from ringlab.ring import overlap
 from ringlab.support import timeline
+from ringlab.support.colours import BLOCK_COLOURS
+from ringlab.support.drawing import draw_events
 from ringlab.support.processes import RankContext
+from ringlab.support.timeline import Event
 from tests.attention import DTYPES, WORLDS, assert_attention, assert_lse, random_qkv
 from tests.commands import run
 from tests.rings import assert_ring, even_lengths, messages_of_ring, ring, ring_and_events, ring_lse
@@ -34,13 +45,14 @@ def ring_of(ranks, world_size, *args):
     return torch.cat(ranks(world_size, ring, *args), dim=2)
 
 
+@pytest.mark.parametrize("ring", [ring_attention, overlap.ring_attention])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((1, 2, 120, 8), torch.bfloat16), ((3, 1, 13, 5), torch.float64)],  # the first: equal chunks in every world
     ids=str,
 )
-def test_full_attention(ranks, world_size, dtype, shape):
-    assert_ring(ranks, world_size, *random_qkv(shape, dtype))
+def test_full_attention(ranks, world_size, dtype, shape, ring):
+    assert_ring(ranks, world_size, *random_qkv(shape, dtype), ring=ring)
 
 
 def test_one_token_a_rank_and_chunks_longer_than_a_tile(ranks):
@@ -115,6 +127,155 @@ def test_a_ring_with_other_hops_is_rejected(ranks, hops, says):
         assert_ring(lambda P, _, *args: ranks(P, with_hops, hops, *args), 3, *random_qkv((1, 2, 12, 4)))
 
 
+# The simulator of blocking messages, and real gloo processes that do what it says ----------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 9])
+@pytest.mark.parametrize("hops", [1, 3])
+def test_all_send_first_deadlocks(world_size, hops):
+    outcome = simulate_messages(ring_programs(world_size, hops=hops, even_odd=False))
+    assert outcome.transfers == []
+    assert outcome.waits_for == {rank: (rank + 1) % world_size for rank in range(world_size)}
+    assert outcome.cycle == list(range(world_size))
+
+
+@pytest.mark.parametrize("world_size", range(2, 10))
+@pytest.mark.parametrize("hops", [0, 1, 7])
+def test_even_odd_delivers_every_message_once(world_size, hops):
+    outcome = simulate_messages(ring_programs(world_size, hops=hops))
+    assert (outcome.waits_for, outcome.cycle) == ({}, [])
+    one_hop = [(rank, (rank + 1) % world_size) for rank in range(world_size)]
+    assert sorted((it.source, it.to) for it in outcome.transfers) == sorted(one_hop * hops)
+    for phase in range(outcome.phases):  # a rank takes part in one message at a time
+        busy = [rank for it in outcome.transfers if it.phase == phase for rank in (it.source, it.to)]
+        assert len(set(busy)) == len(busy) > 0
+    if hops == 1:
+        assert outcome.phases == (3 if world_size % 2 else 2)
+
+
+def test_a_hop_of_three_ranks_in_full():
+    assert ring_programs(3) == [[Send(1), Recv(2)], [Recv(0), Send(2)], [Send(0), Recv(1)]]
+    assert simulate_messages(ring_programs(3)).transfers == [Transfer(0, 0, 1), Transfer(1, 2, 0), Transfer(2, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("programs", "waits_for", "cycle"),
+    [
+        ([[Send(1)], []], {0: 1}, []),  # rank 1 has ended: nobody will receive
+        ([[Recv(1)], [Recv(2)], []], {0: 1, 1: 2}, []),
+        ([[Recv(1)], [Recv(2)], [Recv(1)]], {0: 1, 1: 2, 2: 1}, [1, 2]),  # rank 0 only leads into the circle
+        ([[Send(1)], [Send(0)], [Recv(1)]], {0: 1, 1: 0, 2: 1}, [0, 1]),
+        ([[Recv(2)], [Send(2)], [Recv(1), Send(1)]], {0: 2, 2: 1}, []),  # a message moves before the rest is stuck
+        ([[Send(2)], [], [Recv(1)]], {0: 2, 2: 1}, []),  # rank 2 receives, but not from the one that sends
+    ],
+    ids=["ended", "chain", "tail into circle", "circle with tail", "partly", "another sender"],
+)
+def test_who_waits_for_whom(programs, waits_for, cycle):
+    outcome = simulate_messages(programs)
+    assert outcome.waits_for == waits_for
+    assert outcome.cycle == cycle
+
+
+def do(context, programs, seconds):
+    """Run this rank's program with real messages. Returns None at its end, or the error that stopped it."""
+    group = dist.new_group()  # one that may break
+    x = torch.zeros(1)
+    try:
+        for step in programs[context.rank]:
+            if isinstance(step, Send):
+                work = dist.isend(x, group_dst=step.to, group=group)
+            else:
+                work = dist.irecv(x, group_src=step.source, group=group)
+            work.wait(timedelta(seconds=seconds))  # dist.send and dist.recv are these two lines without the limit
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_real_processes_do_as_the_simulator_says(ranks, world_size):
+    assert ranks(world_size, do, ring_programs(world_size), ranks.seconds) == [None] * world_size
+    errors = ranks(world_size, do, ring_programs(world_size, even_odd=False), 1)
+    assert None not in errors  # not one message moved
+    assert any("Timed out" in error for error in errors)  # whoever loses patience first closes his connections
+
+
+# The record of a ring ------------------------------------------------------------------------------------------------
+
+
+B, H, D = 2, 3, 5
+
+
+def expected_events(rank, world_size):
+    """(what, round, block) of one rank: it computes, then hops in the simulator's order, P - 1 times."""
+    hop = ring_programs(world_size)[rank] if world_size > 1 else []
+    for t in range(world_size):
+        in_hand, next_block = (rank - t) % world_size, (rank - t - 1) % world_size
+        yield "compute", t, in_hand
+        if t < world_size - 1:
+            for step in hop:
+                yield ("send", t, in_hand) if isinstance(step, Send) else ("receive", t, next_block)
+
+
+def test_who_does_what_with_which_block(ranks, world_size):
+    S = 17
+    lengths = even_lengths(S, world_size)
+    events_seen_by = [events for _, events in ranks(world_size, ring_and_events, *random_qkv((B, H, S, D)), lengths)]
+    assert events_seen_by == [events_seen_by[0]] * world_size  # every rank knows all of them
+    for rank in range(world_size):
+        mine = [it for it in events_seen_by[0] if it.rank == rank]
+        assert [(it.what, it.round, it.block) for it in mine] == list(expected_events(rank, world_size))
+        times = [time for it in mine for time in (it.start, it.end)]
+        assert times == sorted(times)  # one thing after the other: this ring overlaps nothing
+        assert times[0] >= 0
+        sent = sum(it.bytes for it in mine if it.what == "send")
+        never_sent = lengths[(rank + 1) % world_size]  # the block that comes last
+        assert sent == 2 * B * H * (S - never_sent) * D * 4  # K and V, float32
+
+
+def odd_records(context, parts):
+    """What is recorded after an error; of a block that is nobody's; in each part of the job, of its own blocks."""
+    mine, foreign = (torch.full((1, 1, 1, 2), float(x)) for x in (context.rank, 7))
+    with suppress(OverflowError), timeline.record(mine):
+        raise OverflowError
+    with timeline.span("compute", 0):  # nobody records: in a recording it would look for a tensor
+        pass
+    with timeline.record(mine) as nothing:
+        pass
+    with timeline.record(mine) as of_nobody, timeline.span("compute", 0, foreign):
+        pass
+    seen = nothing, of_nobody[0].block
+    for group in [dist.new_group(part) for part in parts]:
+        if dist.get_rank(group) >= 0:
+            with timeline.record(mine, group) as events, timeline.span("compute", 0, mine):
+                pass
+            seen = *seen, [(event.rank, event.block) for event in events]
+    return seen
+
+
+def test_nothing_is_recorded_after_an_error_and_a_block_is_a_rank_of_its_part_or_minus_one(ranks):
+    parts = [[2, 4], [0, 1]]
+    assert ranks(5, odd_records, parts) == [([], -1, [(0, 0), (1, 1)])[: 2 if rank == 3 else 3] for rank in range(5)]
+
+
+def test_every_event_is_drawn_in_its_blocks_colour():
+    ax = Figure().subplots()
+    draw_events([Event(0, "compute", 0, 1, 0.25, 0.5, 96), Event(1, "send", 2, 9, 1e-7, 0.125, 7)], ax)
+    draw_events([Event(0, "wait", 0, 1, 0, 1, 8)], hatched := Figure().subplots())
+    assert [(bar.get_hatch(), bar.get_facecolor()[3]) for bar in hatched.patches] == [("//////", 0)]
+    assert [to_hex(bar.get_facecolor()).upper() for bar in ax.patches] == [BLOCK_COLOURS[1], BLOCK_COLOURS[9 % 8]]
+    assert [bar.get_x() for bar in ax.patches] == pytest.approx([250, 1e-4])  # milliseconds
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx([250, 125])
+
+
+def test_blocks_that_begin_alike_are_told_apart(ranks):
+    """With few numbers in a key, two blocks may share their first one: the record looks at more than that."""
+    x = torch.tensor([7.0, 0, 7, 1, 7, 2, 7, 3]).reshape(1, 1, 8, 1)
+    _, events = ranks(4, ring_and_events, x, x, x, [2] * 4)[0]
+    used = {(it.rank, it.round): it.block for it in events if it.what == "compute"}
+    assert used == {(r, t): (r - t) % 4 for r in range(4) for t in range(4)}
+
+
 # The command ---------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +299,7 @@ def test_by_itself_it_starts_four_processes_and_writes_their_trace(tmp_path):
     assert f"torch {torch.__version__}" in done.stdout
     assert table(done.stdout) == blocks(4)
     assert "ok    against full attention in float64" in done.stdout
-    events = [timeline.Event(**event) for event in json.loads(trace.read_text())]
+    events = [Event(**event) for event in json.loads(trace.read_text())]
     assert {(it.round, it.rank): it.block for it in events if it.what == "compute"} == {
         (t, rank): block for t, row in enumerate(blocks(4)) for rank, block in enumerate(row)
     }
@@ -186,7 +347,7 @@ def test_what_the_record_says_by_hand(capsys):
         (1, "send", 0, 3.5, 5.0, 40),
         (1, "compute", 1, 5.0, 9.0, 8),
     ]
-    events = [timeline.Event(rank, what, t, 0, start, end, size) for rank, what, t, start, end, size in spans]
+    events = [Event(rank, what, t, 0, start, end, size) for rank, what, t, start, end, size in spans]
     context = RankContext(0, 2, torch.device("cpu"), "a test")
     command.print_run(context, torch.ones(1, 2, 3, 4), 5, events)
     printed = capsys.readouterr().out

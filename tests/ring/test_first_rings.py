@@ -1,7 +1,6 @@
 """The rings before the kernels: overlap, the backward pass, causal layouts."""
 
 import math
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -17,14 +16,7 @@ from ringlab.ring.layouts import LAYOUTS, positions, rotary, shard, unshard
 from ringlab.ring.overlap import hidden_share, seconds
 from ringlab.support.timeline import Event
 from tests.attention import grouped_inputs, random_qkv
-from tests.rings import assert_gradients, assert_ring, chunks, even_lengths, messages_of_ring
-
-assert_overlapped = partial(assert_ring, ring=overlap.ring_attention)
-
-
-@pytest.mark.parametrize(("shape", "dtype"), [((1, 2, 24, 8), torch.bfloat16), ((3, 1, 13, 5), torch.float64)], ids=str)
-def test_full_attention(ranks, world_size, dtype, shape):
-    assert_overlapped(ranks, world_size, *random_qkv(shape, dtype))
+from tests.rings import assert_gradients, chunks, even_lengths, messages_of_ring
 
 
 class Watched:
@@ -95,13 +87,18 @@ def test_the_hidden_share_by_hand(waited, share):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((2, 3, 37, 5), torch.float64), ((1, 2, 300, 32), torch.float32), ((1, 2, 300, 32), torch.bfloat16)],
+    ("ring", "sizes", "dtype"),
+    [
+        (backward.ring_attention, (2, 3, 3, 37, 5), torch.float64),
+        (backward.ring_attention, (1, 2, 2, 300, 32), torch.bfloat16),
+        (grouped_query.ring_attention, (2, 8, 1, 37, 6), torch.float32),
+        (grouped_query.ring_attention, (2, 8, 4, 37, 6), torch.bfloat16),
+        (grouped_query.ring_attention, (2, 8, 2, 37, 6), torch.float64),
+    ],
     ids=str,
 )
-def test_gradients(ranks, world_size, shape, dtype):
-    B, H, S, D = shape
-    assert_gradients(ranks, world_size, B, H, H, S, D, dtype, ring=backward.ring_attention)
+def test_gradients(ranks, world_size, ring, sizes, dtype):
+    assert_gradients(ranks, world_size, *sizes, dtype, ring=ring)
 
 
 def test_a_row_that_saw_no_key_has_no_gradient():
@@ -115,15 +112,6 @@ def test_a_row_that_saw_no_key_has_no_gradient():
 
 
 # Grouped queries -----------------------------------------------------------------------------------------------------
-
-assert_grouped = partial(assert_gradients, ring=grouped_query.ring_attention)
-
-
-@pytest.mark.parametrize(
-    ("kv_heads", "dtype"), [(8, torch.float32), (4, torch.bfloat16), (2, torch.float64), (1, torch.bfloat16)], ids=str
-)
-def test_any_number_of_kv_heads(ranks, world_size, kv_heads, dtype):
-    assert_grouped(ranks, world_size, 2, 8, kv_heads, 37, 6, dtype)
 
 
 @pytest.mark.parametrize(
