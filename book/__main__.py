@@ -5,13 +5,15 @@ python -m book --translations    bring book/locale/ up to date with the English 
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from book.contents import ARCHIVE, LANGUAGES, REPOSITORY, ROOT, folder, stage
+from book.contents import ARCHIVE, LANGUAGES, NO_WORDS, REPOSITORY, ROOT, folder, stage
 from book.data import write
 from ringlab.options import Parser
 
@@ -47,14 +49,30 @@ def build() -> int:
     return max(each.result() for each in built)
 
 
+def kept(piece: str) -> Counter[str]:
+    """What a translation must keep: code, formulas, links, tags, numbers, and names that a page fills in."""
+    numbers = re.findall(r"(?<![A-Za-z_])\d+(?:[.,]\d+)*|\{\w+\}", NO_WORDS.sub(" ", piece))
+    return Counter([*numbers, *(each.split("](")[-1] for each in NO_WORDS.findall(piece))])  # of a picture, its place
+
+
+def report(language: str) -> str:
+    """What a translation lacks, for who translates: a piece without words of its own is shown in English."""
+    from babel.messages.pofile import read_po
+
+    with (ROOT / f"book/locale/{language}/LC_MESSAGES/book.po").open("rb") as file:
+        pieces = [piece for piece in read_po(file, language) if piece.id]
+    empty = [piece.id for piece in pieces if piece.fuzzy or not piece.string]
+    wrong = [piece.string for piece in pieces if piece.string and kept(piece.id) != kept(piece.string)]
+    count = f"{language}: {len(empty)} of {len(pieces)} pieces are shown in English"
+    return "\n    ".join([count, *empty, f"{len(wrong)} have other numbers, code or links:", *wrong])
+
+
 def main() -> int:
     parser = Parser(prog="python -m book", description="Build the book into site/.")
     parser.add_argument("--translations", action="store_true", help="bring book/locale/ up to date, and build nothing")
     options = parser.parse_args()
     if options.translations:
         from sphinx_intl.basic import update
-
-        from book.translations import report
 
         others = [language for language in LANGUAGES if language != "en"]
         status = max(sphinx("gettext", language, ROOT / "build/gettext") for language in others)

@@ -16,7 +16,7 @@
 # - explain every line of `ring_forward` and `hop`, the ring of `ring_attn.py`,
 # - **write Ring Attention yourself**. The last exercise runs your ring on real processes.
 #
-# The road, 4 of 8. 20 minutes to read, 10 for the exercises. Half an hour more, when you like, for the last one: the ring.
+# The road, 4 of 8. 18 minutes to read, 10 for the exercises. Half an hour more, when you like, for the last one: the ring.
 # Before: [3 · the worked example](03_worked_example.ipynb). Next: [5 · the backward pass](05_backward.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]

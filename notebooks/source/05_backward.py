@@ -15,7 +15,7 @@
 # - say why dK and dV travel and dQ does not,
 # - count the [hops](../docs/glossary.md#hop) and the bytes of the [backward pass](../docs/glossary.md#backward-pass).
 #
-# The road, 5 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
+# The road, 5 of 8. 19 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
 # [6 · overlap](06_overlap.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]

@@ -16,7 +16,7 @@
 # - say why that takes two buffers, and why it needs no [even/odd order](../docs/glossary.md#evenodd-order),
 # - tell from two times which part of the messages is hidden.
 #
-# The road, 6 of 8. 20 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
+# The road, 6 of 8. 15 minutes to read, 10 for the exercises. Before: [4 · the ring](04_the_ring.ipynb). Next:
 # [7 · causal balance](07_causal_balance.ipynb).
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]

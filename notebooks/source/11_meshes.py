@@ -18,7 +18,7 @@
 # - take the norm of a gradient whose slices lie on many ranks, and clip by it,
 # - train on one mesh, stop, and continue on another.
 #
-# Track *train*. Before it: chapters 1 to 8 and 10. 22 minutes to read, 15 for the exercises.
+# Track *train*. Before it: chapters 1 to 8 and 10. 21 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

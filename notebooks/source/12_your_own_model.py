@@ -14,7 +14,7 @@
 # - find out whether a model calls the ring, and whether it dropped a mask,
 # - put the ring into the model without changing its code, and train it.
 #
-# Track *train*. Before it: chapters 10 and 11. 18 minutes to read, 10 for the exercises. It needs transformers:
+# Track *train*. Before it: chapters 10 and 11. 19 minutes to read, 10 for the exercises. It needs transformers:
 # `pip install -e '.[hf]'`.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]

@@ -17,7 +17,7 @@
 # - give a ring the documents and windows of your data,
 # - say how many [hops](../docs/glossary.md#hop) a window needs, in each [layout](../docs/glossary.md#layout).
 #
-# Tracks *plan*, *use* and *other ways*. Before it: chapters 1 to 8. 18 minutes to read, 15 for the exercises.
+# Tracks *plan*, *use* and *other ways*. Before it: chapters 1 to 8. 16 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

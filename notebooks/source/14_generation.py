@@ -15,7 +15,7 @@
 # - merge what the [ranks](../docs/glossary.md#rank) computed over different keys, with one message a layer,
 # - say which rank stores which token, also for prompts of unequal lengths.
 #
-# Track *use*. Before it: chapters 1 to 8 and 10. 22 minutes to read, 10 for the exercises.
+# Track *use*. Before it: chapters 1 to 8 and 10. 17 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

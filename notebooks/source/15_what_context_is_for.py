@@ -15,7 +15,7 @@
 # - choose a query's few keys among those of all [ranks](../docs/glossary.md#rank), and say why the best of each rank are not the best,
 # - count what the layers of this year's models send a token: keys and values, latents, index keys, states.
 #
-# Track *use*. Before it: chapters 1 to 8 and 10. 16 minutes to read, 15 for the exercises.
+# Track *use*. Before it: chapters 1 to 8 and 10. 15 minutes to read, 15 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline

@@ -18,7 +18,7 @@
 # - say which tokens a row of a hybrid holds, in each [layout](../docs/glossary.md#layout),
 # - say what each way sends, holds and needs, and which is the fastest inside a host.
 #
-# Tracks *plan* and *other ways*. Before it: chapters 1 to 9 and 13. 22 minutes to read, 10 for the exercises.
+# Tracks *plan* and *other ways*. Before it: chapters 1 to 9 and 13. 26 minutes to read, 10 for the exercises.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 # %matplotlib inline
