@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench.scoreboard import grades, questions, summary, times
 from figures.draw_all import NARROW, save
-from figures.slow_hop import duration, simulate_timeline
+from figures.timelines import duration, simulate_timeline
 from ring_doctor.asking.case import Case
 from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.xray import on_paper

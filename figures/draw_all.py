@@ -10,13 +10,13 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from figures import FOLDER, measured
+from figures import FOLDER, kv_rotation, measured, planned, timelines
 from ringlab.support import drawing
 
 
 def pictures(names: str) -> dict[str, Callable[[], drawing.Picture]]:
-    """By name: a chart of measured.py, or `draw` of the file of this name."""
-    charts = vars(measured)
+    """By name: the function of this name, or `draw` of the file of this name."""
+    charts = vars(kv_rotation) | vars(measured) | vars(planned) | vars(timelines)
     return {name: charts[name] if name in charts else import_module(f"figures.{name}").draw for name in names.split()}
 
 

@@ -1,7 +1,8 @@
 """The rotation of the K/V blocks: the worked example's 8 tokens on 4 GPUs, 4 rounds, 3 hops; a still and an animation.
 
 Drawn from the ring of worked_example.py. The blocks in the picture are those that were in hand. The numbers of token 0
-are the (m, l, o) that it had.
+are the (m, l, o) that it had. running_softmax shows its weights over the keys seen so far, e^(score - m) / l with the m
+and l of a round: when a block is added, the parts of the older blocks shrink.
 """
 
 import math
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.patches import Polygon, Rectangle
 from PIL import Image
 
 from figures import shapes
@@ -21,7 +23,7 @@ from worked_example import P, Step, ring
 CARD, GAP = (196, 112), (64, 46)  # pixels: a GPU, and the space between two
 SLOT = (8, 40, 180, 64)  # where the block lies on the card: x, y, width, height
 FRAME, NARROW = (900, 424), (472, 736)  # pixels: of the animation, and of the one for phones
-
+BAR, STEP, FIRST = (124, 290), 200, (244, 400)  # pixels: a bar of running_softmax, to the next, the foot of the first
 
 Round = list[Step]  # what every GPU computed, by GPU
 
@@ -151,3 +153,57 @@ def save_gif(folder: Path, narrow: bool = False) -> None:
     images = [image.quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
     name = f"kv_rotation{'-narrow' if narrow else ''}.gif"
     images[0].save(folder / name, save_all=True, append_images=images[1:], duration=milliseconds, loop=0)
+
+
+def running_softmax() -> drawing.Picture:
+    """Four stacked bars, one a round, each of height 1: the weights of token 0 over the keys seen so far. Block 0
+    begins with all of it and ends with 0.095, block 3 takes 0.846 in round 1 and ends with 0.521, block 2 ends with
+    0.257, block 1 with 0.127. Below the bars the largest score m, the rescale factor, the sums l and o, and o / l,
+    which ends at [2.2688, 1.6500], as full attention does.
+    """
+    title = "Token 0 meets one K/V block a round, and its weights always add up to 1"
+    figure, ax = shapes.headed(668, running_softmax, title)
+    drawing.write(ax, 20, 124, "weights so far", weight="bold")
+    drawing.write(ax, 20, 148, "e^(score − m) / l", color=drawing.MUTED)
+    drawing.write(ax, 20, 172, "summed over each block", color=drawing.MUTED)
+    names = ("m: largest score", "rescale: e^(m before − m)", "l: sum of e^(score − m)", "o: sum of e^(score − m) v")
+    for row, name in enumerate((*names, "o / l: result so far")):
+        drawing.write(ax, 20, 436 + 36 * row, name, weight="bold" if row == len(names) else "normal")
+
+    record = ring()
+    order = [now[0].block for now in record]  # the blocks in the order in which GPU 0 held them
+    m_before, before = -math.inf, []
+    for t, now in enumerate(record):
+        m, l, result = token_0(now)
+        x, y, shares = (
+            FIRST[0] + STEP * t,
+            FIRST[1],
+            [],
+        )  # shares: the ends of each block's part of the bar
+        for block in order[: t + 1]:
+            scores = (TOKENS[2 * block : 2 * block + 2] @ TOKENS[0] / math.sqrt(2)).tolist()
+            weight = sum(math.exp(score - m) / l for score in scores)
+            fill, ink = drawing.colour(block), ink_on(drawing.colour(block))
+            ax.add_patch(Rectangle((x, y), BAR[0], -BAR[1] * weight, fc=fill, ec=drawing.PAGE))
+            drawing.write(ax, x + 10, y - BAR[1] * weight / 2, f"KV{block}", weight="bold", color=ink)
+            drawing.write(ax, x + BAR[0] - 10, y - BAR[1] * weight / 2, f"{weight:.3f}", color=ink, ha="right")
+            top = y - BAR[1] * weight
+            shares.append((y, top))
+            y = top
+        for block, old, new in zip(order, before, shares, strict=False):
+            corners = [(x - STEP + BAR[0], old[0]), (x - STEP + BAR[0], old[1]), (x, new[1]), (x, new[0])]
+            ax.add_patch(Polygon(corners, fc=shapes.tint(block), lw=0, zorder=0))
+
+        middle = x + BAR[0] / 2
+        drawing.write(ax, middle, 86, f"Round {t}: KV{order[t]}", size=16, weight="bold", ha="center")
+        o = now[0].o[0].tolist()
+        numbers = [f"{m:.4f}", f"{math.exp(m_before - m):.4f}", f"{l:.4f}", pair(o), pair(result)]
+        for row, number in enumerate(numbers):
+            drawing.write(ax, middle, 436 + 36 * row, number, ha="center", weight="bold" if row == 4 else "normal")
+        m_before, before = m, shares
+
+    exact = naive_attention(*[TOKENS[None, None]] * 3)[0, 0, 0].tolist()
+    ax.plot([20, 980], [604, 604], color=drawing.FAINT, lw=1)
+    drawing.write(ax, 20, 634, "full attention, all 8 tokens at once", color=drawing.MUTED)
+    drawing.write(ax, FIRST[0] + 3 * STEP + BAR[0] / 2, 634, pair(exact), ha="center")
+    return figure

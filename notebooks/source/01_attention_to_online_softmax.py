@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from ipywidgets import interact
 
-from figures import running_softmax
+from figures import kv_rotation
 from notebooks.source.checks.softmax_and_blocks import check_merge_two, check_running_update, check_safe_softmax
 from notebooks.source.show import print_source
 from ringlab.basics.naive_attention import TOKENS, naive_attention
@@ -127,7 +127,7 @@ for rescaled in ("nothing", "only l", "only o"):
 # $\sum e^{s-m}/l$. When a new block arrives, $l$ grows and the older parts shrink.
 
 # %%
-running_softmax.draw()
+kv_rotation.running_softmax()
 
 # %% [markdown]
 # The next cell has two sliders, for one token and the keys it has seen. (Sliders need a running kernel.)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
-from figures import block_schedule, message_order, ring_timeline
+from figures import message_order, timelines
 from notebooks.source import workers
 from notebooks.source.checks.the_ring import check_block_in_hand, check_bytes_sent, check_ring, check_ring_order
 from notebooks.source.show import print_source
@@ -72,7 +72,7 @@ print("after 4 rounds and 3 hops: full attention, row 0 =", out[0, 0, 0].numpy()
 # The picture shows the same schedule, as a real run recorded it: 8,192 tokens, 8 heads and D = 64 in float32. A rank sends 8.4 MB in each hop.
 
 # %%
-block_schedule.draw()
+timelines.block_schedule()
 
 # %% [markdown]
 # ## Processes and messages
@@ -208,7 +208,7 @@ print(out[0, 0].numpy())
 # and when. This is the record of a real run:
 
 # %%
-ring_timeline.draw()
+timelines.ring_timeline()
 
 # %% [markdown]
 # While a message travels, the ranks do not compute. A faster ring starts to send before it computes: [chapter 6](06_overlap.ipynb).

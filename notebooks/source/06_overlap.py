@@ -26,7 +26,7 @@ from itertools import pairwise
 import torch
 
 from bench import record
-from figures import overlap_timeline
+from figures import timelines
 from notebooks.source.checks.trainable_ring import check_hidden_by_overlap, check_overlap_order
 from notebooks.source.show import print_source
 from ringlab.basics.blockwise_attention import attend
@@ -182,7 +182,7 @@ for rank in range(P):
 # work. Two ranks recorded themselves there:
 
 # %%
-overlap_timeline.draw()
+timelines.overlap_timeline()
 # %% [markdown]
 # How much can be hidden? In a round, computing covers as much of the messages as it lasts: the share min(1, computing /
 # messages). Here is that share, from the times of the blocking ring, beside the share that the overlapped ring really

@@ -27,7 +27,7 @@ import time
 
 import torch
 
-from figures import wrong_kernel
+from figures import measured
 from notebooks.source.checks.kernels_and_wires import check_end, check_tflops
 from ringlab.basics.blockwise_attention import blockwise_attention
 from ringlab.basics.naive_attention import naive_attention
@@ -42,7 +42,7 @@ from ringlab.basics.naive_attention import naive_attention
 
 # %%
 print("H         S       D   mask     ring's kernel   PyTorch's choice   share")
-for (H, S, D, mask), ((ours, _), (theirs, _)) in wrong_kernel.KERNELS.items():
+for (H, S, D, mask), ((ours, _), (theirs, _)) in measured.KERNELS.items():
     print(f"{H:<8}{S:>6,}{D:>6}   {mask:<8}{ours:>10}{theirs:>18}{ours / theirs:>13.2f}")
     assert ours / theirs < 0.75
 
@@ -84,7 +84,7 @@ assert choice == SDPBackend.FLASH_ATTENTION.value  # on a CPU; on an H100 it is 
 # refuses a kernel where PyTorch's own is wrong, and takes the plain block instead. The picture shows both kernels:
 
 # %%
-wrong_kernel.draw()
+measured.wrong_kernel()
 
 # %% [markdown]
 # On the right each rank of a [zigzag](../docs/glossary.md#zigzag-layout) ring computed in turn on the one GPU, without

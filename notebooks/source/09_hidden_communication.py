@@ -25,7 +25,7 @@
 from itertools import product
 
 from bench import memory, record
-from figures import measured, slow_hop
+from figures import measured, timelines
 from notebooks.source.checks.kernels_and_wires import check_peak_memory_backward, check_smallest_chunk
 from ring_planner.hidden_communication import AttentionLayer, min_overlap_chunk
 from ring_planner.memory import peak_bytes, peak_bytes_backward
@@ -168,7 +168,7 @@ measured.overlap_threshold()
 # What does one slow link among fast ones cost? Here is a simulation of 4 ranks:
 
 # %%
-slow_hop.draw()
+timelines.slow_hop()
 
 # %% [markdown]
 # In round 0 only the two ranks of the slow link wait. But then they begin the next round late, so rank 1 passes on its

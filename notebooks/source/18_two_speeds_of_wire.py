@@ -28,7 +28,7 @@ import torch
 from bench import record
 from bench.wires import TRAIN, timed
 from figures import double_ring as picture
-from figures import flat_ring, measured
+from figures import measured, planned
 from notebooks.source.checks.kernels_and_wires import check_block, check_blocks_of_a_nic
 from notebooks.source.show import print_source
 from ring_planner import command
@@ -54,7 +54,7 @@ from ringlab.ways import double_ring
 
 # %%
 yours = None  # your point: (FLOP/s that attention reaches, the share of a NIC that messages reach)
-flat_ring.draw(yours)
+planned.flat_ring(yours)
 
 # %% [markdown]
 # **The same ring waits not at all, or for half of its time.** So measure both numbers (`python -m ring_planner.calibrate`) before you
