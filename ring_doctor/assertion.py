@@ -117,9 +117,10 @@ def choose_question(examination: Examination) -> Question:
 
 def _loses(question: Question) -> tuple[int, bool, bool, bool]:
     """How many features an X-ray has not; whether a question is in 16 bits, of two ranks, and without gradients."""
-    case, plain = question.case, question.how in ("plain", "without gradients")
-    features = len(case.features()) - bool(case.documents) - bool(case.window) + bool(question.members) + (not plain)
-    return features, torch.finfo(case.dtype).bits <= 16, case.world_size < 3, question.how != "plain"
+    case, alone = question.case, question.how == "without gradients"
+    features = len(case.features()) - bool(case.documents) - bool(case.window) + bool(question.members)
+    features += question.how not in ("plain", "without gradients")
+    return features, torch.finfo(case.dtype).bits <= 16, case.world_size < 3, alone
 
 
 def take_xray(patient: Patient, question: Question, *, seconds: float = SECONDS, device: str = "cpu") -> XRay | str:
@@ -138,9 +139,8 @@ def take_xray(patient: Patient, question: Question, *, seconds: float = SECONDS,
     with closing(Job(patient, question.case.world_size, seconds, device)) as job:
         runs = [replace(run, heads=heads, kv_heads=heads) for run in cases(question.case)]
         first, second, third = (job.ask(replace(question, case=run)) for run in (*runs, replace(runs[1], inputs=SIZES)))
-    for answer in (first, second):
-        if not answer.results:
-            return f"none, because with {question.words()} it fails: {answer.says}"
+    if not first.results:
+        return f"none, because with {question.words()} it fails: {first.says}"
     xray = xray_of(first.results, second.results, question.case)
     if xray.right and "out" in third.wrong:
         out = third.results["out"][..., : third.case.seq_len].double() / third.case.sizes()

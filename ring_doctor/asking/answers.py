@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ring_doctor.asking.calls import RankResults
+from ring_doctor.asking.calls import RankResults, under_autocast
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.latent_case import INDEX, LATENTS
 from ring_doctor.asking.patient import Patient
@@ -33,6 +33,11 @@ TYPING_MISTAKES = ("NameError", "UnboundLocalError", "AttributeError", "ImportEr
 OF_NO_SIZE = re.compile(r"TypeError: .*(NoneType|argument)|CUDA|NVIDIA")  # a missing set-up, a wrong call, no GPU
 BAD_INPUT = 2  # the exit status for options that are no options
 ROUNDED = "in 16 bits out is within rounding. Blocks in float32 until the end would be {:.1f} times as exact"
+PRODUCTS = (
+    "under autocast torch multiplies in 16 bits, and what is summed of such products is in 16 bits too: it is then as "
+    "exact as plain attention. With autocast disabled inside, or torch.amp.custom_fwd, its sums would stay in float32"
+)
+ONE_BIT = 2  # times the error of plain attention: as exact but for a bit
 ON_THE_WAY = 1.2  # times the error of one rounding: something is rounded before
 ROUNDINGS = 32  # steps between two numbers of 16 bits: a ring of 4 that rounds at every step is off by less
 
@@ -278,6 +283,21 @@ class Examination:
                 times.append(answer.relative["out"] / once)
         mean = sum(times) / max(1, len(times))
         return [ROUNDED.format(mean)] if mean > ON_THE_WAY else []
+
+    def compared_under_autocast(self) -> list[str]:
+        """Take sums in 16 bits under autocast only for right, where plain attention is no more exact; say so."""
+        under = [answer for answer in self.answers if answer.question.how == "autocast"]
+        right = [answer.case for answer in self.answers if answer.state == OK and answer not in under]
+        wrong = [answer for answer in under if answer.state == WRONG]
+        usual = [answer for answer in under if answer.state == OK and answer.case.inputs == "normal"]
+        if not (wrong and usual) or any(answer.case not in right for answer in wrong):
+            return []  # the same numbers in 16 bits are wrong too: its own sums are to blame
+        errors = [(its.relative, judge(its.question, under_autocast(its.case)).relative) for its in usual]
+        if sum(its[name] - ONE_BIT * of[name] for its, of in errors for name in its.keys() & of.keys()) > 0:
+            return []
+        for answer in wrong:
+            answer.state, answer.wrong, answer.says = OK, {}, "as exact as plain attention under autocast"
+        return [PRODUCTS]
 
     @property
     def changes(self) -> list[Answer]:

@@ -226,6 +226,18 @@ def _gradients(
     return found
 
 
+def under_autocast(case: Case) -> list[RankResults]:
+    """What plain attention, softmax(scale Q Kᵀ) V of the whole sequence, gives each rank under autocast on a CPU."""
+    *inputs, d_out = (x.float() for x in case.whole())
+    leaves = dict(zip(case.names, (x.requires_grad_() for x in inputs), strict=True))
+    with torch.autocast("cpu", case.dtype):
+        q, k, v = (x.repeat_interleave(case.heads // x.shape[1], dim=1) for x in leaves.values())
+        scores = q @ k.mT * case.head_dim**-0.5
+        out = scores.masked_fill(~case.visible(), float("-inf")).softmax(dim=-1) @ v
+    results = {"out": out.detach()} | _gradients(out, leaves, d_out.to(out.dtype))
+    return [RankResults({name: case.cut(x, rank) for name, x in results.items()}) for rank in range(case.world_size)]
+
+
 @contextmanager
 def written(path: Path, seconds: float) -> Iterator[None]:
     """While the body runs, the stack of this thread goes into the file, again and again, and when a signal ends it.

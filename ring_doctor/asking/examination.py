@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, Examination, other_numbers
+from ring_doctor.asking.answers import (
+    FAILED,
+    LATE,
+    OK,
+    REFUSED,
+    WRONG,
+    Answer,
+    Examination,
+    other_numbers,
+)
 from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
 from ring_doctor.asking.patient import Patient, dtype_of
 from ring_doctor.asking.questions import BESIDE, LSE, Question, in_turn, kind, questions
@@ -55,6 +64,7 @@ def examination_of(
         if not (taken or answers):
             raise CannotExamine(f"{patient.name} answers no question: {'; '.join(sorted(reasons))}")
         _ask_everything(found, jobs, seed, quick, progress)
+    found.remarks += found.compared_under_autocast()
     for remark, noticed in ((LAST_DIGITS, "last_digits"), (DRAWS, "draws"), (WHOLE, "whole")):
         found.remarks += [remark] if any(getattr(answer, noticed) for answer in found.answers) else []
     _check_that_it_answers(found)

@@ -112,12 +112,11 @@ def diagnose(examination: Examination, progress: Callable[[str], None] = lambda 
 
 
 def _ways(wrong: list[Answer], answered: list[Answer]) -> set[str]:
-    """The ways to ask, if they are what the wrong answers have in common: asked plainly, the same inputs are right."""
+    """The ways to ask, if they are what the wrong answers have in common: asked as usual, the same inputs are right."""
     ways = {answer.question.how for answer in wrong}
-    plain = {answer.case.inputs for answer in answered if answer.question.how == "plain"}  # all of them right
-    inputs = {answer.case.inputs for answer in wrong}
-    sums = "autocast" in ways and inputs <= set(UNROUNDED)  # the sums are rounded: that has names of its own
-    return ways if ways <= set(BY_WAY) and plain >= inputs and not sums else set()
+    usual = {"plain", "without gradients"} - ways  # all of them right
+    right = {answer.case.inputs for answer in answered if answer.question.how in usual}
+    return ways if ways <= set(BY_WAY) and right >= {answer.case.inputs for answer in wrong} else set()
 
 
 def _wrong(answers: Iterable[Answer]) -> list[Answer]:

@@ -87,6 +87,11 @@ def one_nan():
     return but(examined(), lambda case, x: x | {"out": x["out"] * torch.nan}, odd)
 
 
+def tile_lost():
+    """Two tiles and a part of one: the smallest question that shows it."""
+    return Examination(PATIENT, [answer_on_paper(Question(Case(3, 774)), variant("last_tile_lost")(RIGHT))])
+
+
 def changing():
     found = examined(variant("last_block_skipped"))
     return replace(found, answers=[replace(answer, changes=True) for answer in found.answers])
@@ -139,6 +144,7 @@ KNOWN = (
     "scale_twice",
     "no_rescale",
     "delta_missing",
+    "last_tile_lost",
     *NAMES,
 )
 EXAMINED = {  # what needs no other entries than KNOWN, or what is known
@@ -152,6 +158,8 @@ EXAMINED = {  # what needs no other entries than KNOWN, or what is known
         for of, it in (("odd chunks", ODD), ("grouped queries", GROUPED))
     },
     "another everywhere": unknown(NAMES[0], lambda question: True),
+    "another but without gradients": unknown(NAMES[0], lambda question: question.how == "plain"),
+    "last_tile_lost": tile_lost,
     "last_block_skipped on rank 0": on_ranks("last_block_skipped", lambda P: {0}),
     "scale_missing on the last rank": on_ranks("scale_missing", lambda P: {P - 1}),
     "no_rescale on odd ranks": on_ranks("no_rescale", lambda P: set(range(1, P, 2))),

@@ -121,7 +121,7 @@ def test_a_name_without_its_words_or_without_a_change_is_an_error():
 
 FULL, CAUSAL = Case(4, 24, heads=4), Case(4, 24, True, heads=4)
 ALL_LAYOUTS = [replace(CAUSAL, layout=layout) for layout in LAYOUTS]
-ZIGZAG, STRIPED = ALL_LAYOUTS[1:]
+ZIGZAG = ALL_LAYOUTS[1]
 EVERY = [FULL, replace(FULL, world_size=3), *ALL_LAYOUTS]
 
 
@@ -166,7 +166,8 @@ class Pairs:
         self.r, self.j = rank[:, None], rank[None]  # the rank of the query, and the block of the key
         self.i, self.n = place[:, None], place[None]
         self.p, self.c = torch.arange(S)[:, None], torch.arange(S)[None]
-        self.far, self.own, self.striped = self.r != self.j, self.r == self.j, self.case.layout == "striped"
+        self.far, self.own = self.r != self.j, self.r == self.j
+        self.zigzag, self.striped = (self.case.layout == layout for layout in ("zigzag", "striped"))
         self.past = self.c <= self.p
         every, W = replace(self.case, causal=False, window=None), self.w or S
         self.document = every.visible()
@@ -198,8 +199,8 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
     "own_block_skipped": ([FULL], lambda x: x.far),
     "never_called": (EVERY, lambda x: x.seen & x.own),
     "chunk_index_under_zigzag": (ALL_LAYOUTS, lambda x: torch.where(x.own, x.n <= x.i, x.j < x.r)),
-    "striped_diagonal_kept": ([STRIPED], lambda x: torch.where(x.j > x.r, x.n <= x.i, x.past)),
-    "other_half_of_the_keys": ([ZIGZAG], lambda x: torch.where(x.j < x.r, x.n >= x.C // 2, x.past)),
+    "striped_diagonal_kept": (ALL_LAYOUTS, lambda x: torch.where(x.striped & (x.j > x.r), x.n <= x.i, x.past)),
+    "other_half_of_the_keys": (ALL_LAYOUTS, lambda x: torch.where(x.zigzag & (x.j < x.r), x.n >= x.C // 2, x.past)),
     "opposite_block_twice": (EVERY, lambda x: x.seen * (1 + (2 * x.round == x.P).int())),
     "opposite_block_missed": (EVERY, lambda x: x.seen & (2 * x.round != x.P)),
     "next_host_missing": (EVERY, lambda x: x.seen & ((x.r // 2 == x.j // 2) | (x.P != 4))),
@@ -245,8 +246,8 @@ COUNTS = {  # the entry: its cases, and for each variant how often a query has a
         lambda x: torch.where(x.own, x.past, (x.n < x.i) & (x.j < x.r)) & x.beside,
         lambda x: torch.where(x.own, x.past, (x.n < x.i) & x.past) & x.beside,
     ),
-    "other_half_of_the_queries": ([ZIGZAG], lambda x: torch.where(x.j > x.r, x.i < x.C // 2, x.past)),
-    "striped_diagonal_lost": ([STRIPED], lambda x: x.past & ~((x.j < x.r) & (x.n == x.i))),
+    "other_half_of_the_queries": (ALL_LAYOUTS, lambda x: torch.where(x.zigzag & (x.j > x.r), x.i < x.C // 2, x.past)),
+    "striped_diagonal_lost": (ALL_LAYOUTS, lambda x: x.past & ~(x.striped & (x.j < x.r) & (x.n == x.i))),
     **{f"positions_of_{layout}": (ALL_LAYOUTS, lambda x, to=layout: x.of_layout(to)) for layout in LAYOUTS},
     "window_ignored": (WINDOWED, lambda x: x.past),
     "window_one_more": (

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ring_doctor.asking import examination
-from ring_doctor.asking.answers import FAILED, OK, REFUSED, WRONG, judge, right_results
+from ring_doctor.asking.answers import FAILED, OK, PRODUCTS, REFUSED, WRONG, Examination, judge, right_results
 from ring_doctor.asking.calls import RankResults
 from ring_doctor.asking.case import UNROUNDED, Case
 from ring_doctor.asking.patient import dtype_of, patient_of
@@ -90,6 +90,8 @@ def test_the_threshold_is_what_rounding_allows(name, dtype, inputs):
     assert (within.state, within.in_float32) == (OK, False)
     if dtype == torch.float64:  # as exact as float32 is excused there
         assert (beyond.state, beyond.in_float32) == (OK, True)
+        in_float32 = right_results(Question(QUESTION.case))[name].allowed / right.allowed
+        assert judged(question, results | {name: off_by(3 * in_float32.max(), right)}).state == WRONG
         return
     assert (beyond.state, set(beyond.wrong), beyond.in_float32) == (WRONG, {name}, False)
     assert beyond.wrong[name] > 1
@@ -233,6 +235,24 @@ def test_mistakes_under_autocast_are_seen():
         assert set(judged(AUTOCAST, results | {name: 2 * x}).wrong) == {name}
         assert set(judged(AUTOCAST, results | {name: 0 * x}).wrong) == {name}
     assert judged(AUTOCAST, results | {"out": results["out"].double()}).state == FAILED
+
+
+@pytest.mark.parametrize(
+    ("in_16_bits", "times", "state"), [("", 1.9, OK), ("", 2.1, WRONG), ("too", 1.9, WRONG), ("", None, WRONG)]
+)
+def test_sums_in_16_bits_under_autocast_alone_are_right_if_plain_attention_is_no_more_exact(in_16_bits, times, state):
+    """Wrong without autocast too, or so many times the error of plain attention; None: only such sums are asked."""
+    sums, usual = Case(4, 32, dtype=torch.bfloat16, inputs=UNROUNDED[0]), AUTOCAST.case
+    steps = CATALOGUE["sums_in_16_bits"].variants[0](RIGHT)
+    rounded, right = ({"out": compute(sums, of)["out"].bfloat16()} for of in (steps, RIGHT))
+    answers = [judged(Question(sums, "without gradients"), rounded if in_16_bits else right)]
+    answers.append(judged(Question(sums, "autocast"), rounded))
+    if times:
+        exact = {name: right.exact for name, right in usual.right().items()}
+        found = {name: exact[name] + times * (x - exact[name]) for name, x in of_torch(usual).items()}
+        answers.append(judged(AUTOCAST, {name: x.float() for name, x in found.items()}))
+    said = Examination(patient_of(ring_flash_attention), answers).compared_under_autocast()
+    assert (answers[1].state, said) == (state, [PRODUCTS] if state == OK else [])
 
 
 # What is asked -----------------------------------------------------------------------------------------------------
