@@ -14,6 +14,7 @@ Source: transformers 5.23, AttentionInterface and modeling_llama4.py, for the te
 import inspect
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from ringlab.models.mesh import ContextParallel
 from ringlab.ring.documents import document_positions
 from ringlab.ring.flash_ring import ring_flash_attention
+from ringlab.ring.latent_ring import LatentRing
 from ringlab.ring.layouts import positions
 from ringlab.ring.masks import Mask
 from ringlab.support.expect import expect
@@ -29,6 +31,7 @@ from ringlab.support.extras import extra
 
 with extra("hf", __name__):
     from ringlab.hugging_face.batch import refuse
+    from ringlab.hugging_face.latents import attend_to_latents
     from ringlab.hugging_face.masks import Asked, BothWays, ChunkedAttention, PlainCausal, window_of
 
 UNDERSTOOD = {"input_ids", "inputs_embeds", "position_ids", "documents", "attention_mask", "labels", "shift_labels"}
@@ -106,7 +109,9 @@ class LayerAttention:
         seen: dict[str, Any] = {"causal": not both_ways, "window": window, "documents": documents}
         seen |= {"scale": scale, "sinks": sinks, "softcap": softcap, "layout": self.where.layout}
         seen |= {"group": self.where.mesh_or_group, "schedule": self.where.way, "chosen": chosen}
-        out = (now.stand_in or ring_flash_attention)(query, key, value, **seen)
+        # with LatentRing key and value are latents and rotated keys
+        attention = partial(attend_to_latents, module) if self.where.way is LatentRing else ring_flash_attention
+        out = (now.stand_in or attention)(query, key, value, **seen)
         return out.transpose(1, 2).contiguous(), None
 
     def check_direction(self, module: nn.Module, causal: bool | None, batch_is_causal: bool, both_ways: bool) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringlab.models.transformer import IGNORED
 from ringlab.ring.documents import document_positions
+from ringlab.ring.latent_ring import LatentRing
 from ringlab.ring.layouts import positions
 from ringlab.ring.schedule import Ring
 from ringlab.states.state_ring import check_layout_of_states
@@ -40,8 +41,9 @@ with extra("hf", __name__):
 
 from ringlab.hugging_face.attention import UNDERSTOOD, LayerAttention, Pass, Proved
 from ringlab.hugging_face.batch import checksum_of_weights, loss_part, refuse, shape_of
+from ringlab.hugging_face.latents import check_latents
 from ringlab.hugging_face.proof import modules_of, prove
-from ringlab.hugging_face.seam import indexers, is_spread, linear_layers, mixing_layers, spread
+from ringlab.hugging_face.seam import indexers, is_spread, linear_layers, mixing_layers, send_latents, spread
 from ringlab.hugging_face.states import in_ring
 from ringlab.support.expect import attempt, expect
 
@@ -100,11 +102,13 @@ class ModelInRing(LayerAttention):
         linear = mixing_layers(model)
         model.set_attn_implementation(self.own)
         spread(linear, None)
+        send_latents(model, False)
         try:
             outcomes = agree(partial(attempt, self.checked, model), self.where.mesh_or_group)  # else why not
         finally:
             model.set_attn_implementation(self.name)
             spread(linear, in_ring(self))
+            send_latents(model, self.where.way is LatentRing)
         different = "the ranks disagree about weights; expected the same on each of them: set one seed before the model"
         if len(set(outcomes)) > 1 or isinstance(outcomes[0], str):
             raise ValueError(next((reason for reason in outcomes if isinstance(reason, str)), different))
@@ -119,7 +123,9 @@ class ModelInRing(LayerAttention):
             expect(not isinstance(self.where.mesh_or_group, DeviceMesh), has, "no mesh: their states go round a ring")
         if indexers(model):
             has = f"{type(model).__name__} has an indexer, and the way is {self.where.way.__name__}"
-            expect(self.where.way is Ring, has, "way=Ring: other ways know no chosen keys")
+            expect(issubclass(self.where.way, Ring), has, "way=Ring or LatentRing: other ways know no chosen keys")
+        if self.where.way is LatentRing:
+            check_latents(model)
         with torch.autocast(model.device.type, enabled=False):  # a step may run under it when a module is new
             proved = prove(model, self, self.name)
         its_loss, base = model.loss_function, type(model.base_model).__name__

@@ -16,6 +16,7 @@ Source: transformers 5.23, DeepseekV32Indexer and Cache.update_indexer; DeepSeek
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -140,10 +141,7 @@ def check_indexers(model: nn.Module, run: Callable[[], Any]) -> None:
         other = f"{kind} chooses other keys for some queries than for all"
         expect(same, other, "the same: else a shard chooses others")
 
-    with torch.no_grad():
-        hooks = [part.register_forward_hook(check, with_kwargs=True) for part in indexers(model)]
-        try:
-            run()
-        finally:
-            for hook in hooks:
-                hook.remove()
+    with torch.no_grad(), ExitStack() as stack:
+        for part in indexers(model):
+            stack.callback(part.register_forward_hook(check, with_kwargs=True).remove)
+        run()

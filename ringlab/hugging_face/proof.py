@@ -272,17 +272,12 @@ def check_gradients(model: PreTrainedModel, ids: Tensor, first: int) -> None:
             result.requires_grad_()
         seen.extend((name, x) for x in (result if isinstance(result, tuple) else [result]) if is_of_tokens(x))
 
-    embedding, hooks = model.get_input_embeddings(), []
-    for name, part in model.named_modules():
-        hooks.append(part.register_forward_pre_hook(partial(before, name), with_kwargs=True))
-        hooks.append(part.register_forward_hook(partial(after, name)))
-    try:
-        with torch.enable_grad():
-            rows = rows_of(model, ids, torch.arange(S) + first)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    kind = type(model).__name__
+    with ExitStack() as stack, torch.enable_grad():
+        for name, part in model.named_modules():
+            stack.callback(part.register_forward_pre_hook(partial(before, name), with_kwargs=True).remove)
+            stack.callback(part.register_forward_hook(partial(after, name)).remove)
+        rows = rows_of(model, ids, torch.arange(S) + first)
+    embedding, kind = model.get_input_embeddings(), type(model).__name__
     by_itself = torch.equal(embedding(ids.view(-1, 1)).view(S, S, -1), embedding(ids))
     expect(by_itself, f"the input embeddings of {kind} mix tokens", "a row for each token id")
     embedded = [x for name, x in seen if model.get_submodule(name) is embedding]

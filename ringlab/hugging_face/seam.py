@@ -7,6 +7,7 @@
     meanwhile       an attribute of an object                                                has another value
     spread          a forward pass of a linear layer, of the same code                       in which names mean ours
                     and of an indexer                                                        which asks all ranks
+    send_latents                         a layer makes K and V of its latents         and passes the latents on
     other_methods   while it is open, methods looked up in the class of a model              are ours
     as_it_was       modes, checkpointing, buffers and attention of a model                   are put back at the end
     stop_ring       attention, loss and hooks of a model in a ring                           are its own again
@@ -39,6 +40,7 @@ CONVOLUTION, RULE, KDA = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "ch
 SCAN, ALL_IN_ONE = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
 MIXERS = (CONVOLUTION, RULE, KDA, SCAN, ALL_IN_ONE)
 INDEXER = "update_indexer"  # of its cache: with this an indexer asks for the keys of other tokens
+EXPAND = "expand_kv"  # with this a layer makes K and V of all heads from latents
 Mixers = dict[str, Callable[..., Any]]  # what these names mean
 
 
@@ -101,16 +103,31 @@ def own_forward(part: nn.Module) -> Any:
     return inspect.unwrap(type(part).forward)
 
 
-def linear_layers(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model whose forward pass calls one of these functions."""
+def parts_with(model: nn.Module, *names: str) -> list[nn.Module]:
+    """The parts of a model whose forward pass uses one of these names."""
     codes = [(part, getattr(own_forward(part), "__code__", None)) for part in model.modules()]
-    return [part for part, code in codes if code and {*MIXERS} & {*code.co_names}]
+    return [part for part, code in codes if code and {*names} & {*code.co_names}]
+
+
+def linear_layers(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model whose forward pass calls one of the MIXERS."""
+    return parts_with(model, *MIXERS)
 
 
 def indexers(model: nn.Module) -> list[nn.Module]:
     """The parts of a model whose forward pass asks a cache for index keys."""
-    codes = [(part, getattr(own_forward(part), "__code__", None)) for part in model.modules()]
-    return [part for part, code in codes if code and INDEXER in code.co_names]
+    return parts_with(model, INDEXER)
+
+
+def latent_layers(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model whose forward pass makes K and V from latents."""
+    return parts_with(model, EXPAND)
+
+
+def send_latents(model: nn.Module, wanted: bool) -> None:
+    """Let these layers pass latents and rotated keys to their attention, or K and V again."""
+    for layer in latent_layers(model):
+        give(layer, **{EXPAND: lambda *latents: latents}) if wanted else take(layer, EXPAND)
 
 
 def mixing_layers(model: nn.Module) -> list[nn.Module]:
@@ -181,6 +198,7 @@ def stop_ring(model: PreTrainedModel) -> None:
     del model.ring
     model.set_attn_implementation(implementation)
     spread(mixing_layers(model), None)
+    send_latents(model, False)
     for part in outer.modules():
         for hooks in (part._forward_pre_hooks, part._forward_hooks):
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is ring]:

@@ -8,7 +8,8 @@
 DeepSeek-V3 has 128 heads with D = 128, R = 64, Dv = 128, and L = 512. Its K and V are 40,960 numbers a token. Its block
 has 576: 71 times fewer. The price: every rank makes K and V of every block again, 2·L·H·(D + Dv) operations a token.
 That is as much as attention to L·(D + Dv)/(D + R + Dv) = 410 keys more. So it pays where messages of K and V would not
-be hidden: where a query meets fewer keys in a block than FLOP/s reached / bytes/s of the link.
+be hidden: in 16 bits, where a query meets fewer keys in a block than FLOP/s reached / bytes/s of the link - 410.
+bench/wires.py measures it; `ring-plan` counts, for a cluster, that hidden messages slow the computing too.
 
 For decoding, `absorbed` makes no K and V at all: the queries meet the latents, one K/V head of L + R numbers.
 
@@ -25,7 +26,7 @@ Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1, equations 9 to 19, and appe
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +113,18 @@ def heads_of(block: Tensor, w: Tensor, D: int) -> tuple[Tensor, Tensor]:
     return torch.cat([heads[..., :D], rope.expand(-1, len(w), -1, -1)], dim=-1), heads[..., D:]
 
 
+@torch.no_grad()
+def expands(function: Callable[[Tensor, Tensor], Sequence[Tensor]], weights: Sequence[Tensor], R: int) -> bool:
+    """Whether K, V = function(latents (1, 1, C, L), rope_keys (1, 1, C, R)) are those of weights w_k and w_v.
+
+    It is asked with a 1 for each number of a latent. Then every sum has one product, and the results are equal.
+    """
+    w, D = torch.cat([*weights], dim=1), weights[0].shape[1]
+    L = w.shape[2]
+    c, rope = torch.eye(L).to(w)[None, None], torch.arange(L * R).remainder(251).to(w).view(1, 1, L, R)
+    return all(map(torch.equal, heads_of(torch.cat([c, rope], dim=-1), w, D), function(c, rope)))
+
+
 def heads_backward(d_k: Tensor, d_v: Tensor, block: Tensor, w: Tensor, D: int) -> tuple[Tensor, Tensor]:
     """The gradients of block and w, in d_k's dtype, from those of K and V of all heads. The products have w's dtype."""
     d_heads = torch.cat([d_k[..., :D], d_v], dim=-1).transpose(1, 2).flatten(2).to(w.dtype)  # (B, C, H·(D + Dv))
@@ -125,6 +138,9 @@ class LatentRing(Ring):
     """A ring of blocks (B, 1, C, L + R), of which each round makes K and V of all heads. w stands in place of V."""
 
     D: int = 0  # numbers of a key without R
+
+    def prepare(self) -> None:
+        raise ValueError("schedule is LatentRing, for K and V; expected ring_latent_attention, or use_ring for a model")
 
     def rounds(self, k: Tensor, v: Tensor) -> Iterator[Round]:
         for t, block, _, pieces in super().rounds(k, k[..., :0]):

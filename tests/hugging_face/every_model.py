@@ -41,6 +41,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ringlab.hugging_face.batch import shard_batch, shifted
 from ringlab.hugging_face.use import use_ring
+from ringlab.models.mesh import ContextParallel
 from ringlab.models.transformer import IGNORED, summed_loss
 from ringlab.ring.layouts import positions
 from ringlab.support.processes import LostRank, Raised, RankContext, Ranks
@@ -325,11 +326,11 @@ def apart(name: str, world_size: int) -> Results:
     return total, gradient_of(model), True
 
 
-def in_the_ring(name: str) -> Results:
+def in_the_ring(name: str, where: ContextParallel | None = None) -> Results:
     """The loss and the gradient, summed over the ranks."""
     model = small_model(name)
-    use_ring(model)
-    loss = model(**shard_batch(batch_of(model))).loss
+    use_ring(model, where)
+    loss = model(**shard_batch(batch_of(model), where)).loss
     loss.backward()
     results = torch.cat([loss.detach()[None], gradient_of(model)])
     dist.all_reduce(results)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from unittest import mock
 
 import pytest
@@ -15,6 +15,8 @@ transformers = pytest.importorskip("transformers", reason=MISSING["transformers"
 
 from ringlab import shard_batch, stop_ring, use_ring  # noqa: E402
 from ringlab.hugging_face import attention as hugging_face_attention  # noqa: E402
+from ringlab.models.mesh import ContextParallel  # noqa: E402
+from ringlab.ring.latent_ring import LatentRing  # noqa: E402
 from tests.hugging_face import every_model  # noqa: E402
 
 SOME = {
@@ -36,6 +38,11 @@ SOME = {
     "qwen4_exp_text": "Qwen4ExpTextQSAIndexer chooses keys by another rule",
     "codegen": "does not ask AttentionInterface",
 }
+
+LATENTS = (  # all models with latents, but for those with windows or sinks
+    *("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"),
+    *("kimi_linear", "longcat_flash", "minicpm3", "youtu"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +99,77 @@ def test_equal_without_the_ring_proves_nothing(processes):
     right = every_model.answer(processes.alone, 1, every_model.exact, "llama")
     with mock.patch.object(every_model, "TOLD_APART", 10.0):
         assert every_model.compared("llama", 2, right, processes).kind == "unproven"
+
+
+# Latents in place of K and V ------------------------------------------------------------------------------------------
+
+
+def sending_latents(name, layout):
+    with mock.patch.object(hugging_face_attention, "ring_flash_attention", None):  # no K and V travel
+        return every_model.in_the_ring(name, ContextParallel(None, layout, LatentRing))
+
+
+@pytest.mark.parametrize(
+    ("name", "P", "layout"),
+    [
+        ("deepseek_v3", 2, "contiguous"),
+        ("deepseek_v32", 3, "zigzag"),  # chosen keys
+        *(
+            pytest.param(name, P, layout, marks=pytest.mark.exhaustive)
+            for name in LATENTS
+            for P in (2, 3)
+            for layout in ("contiguous", "zigzag")
+        ),
+    ],
+)
+def test_a_model_whose_latents_travel_is_that_of_one_process(processes, name, P, layout):
+    right = every_model.answer(processes.alone, 1, every_model.exact, name)
+    found = every_model.compared(name, P, right, processes, partial(sending_latents, layout=layout))
+    assert found.kind == "equal", found
+
+
+class Twice(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def other_values(layer):
+    own = type(layer)
+    layer.__class__ = type("Other", (own,), {"expand_kv": lambda it, c, rope: own.expand_kv(it, 2 * c, rope)})
+
+
+def adapted(layer):
+    layer.kv_b_proj.__class__ = Twice
+
+
+def put_back(layer):
+    del layer.expand_kv
+
+
+def changed(name, before, after):
+    each = every_model.small_model(name)
+    layer = each.model.layers[1].self_attn
+    before(layer)
+    use_ring(each, way=LatentRing)
+    after(layer)
+    each(**shard_batch(every_model.batch_of(each)))
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "said"),
+    [
+        ("llama", id, id, "LlamaForCausalLM has no layer with latents (expand_kv); expected way=Ring: keys and values"),
+        ("hy_v4", id, id, "HYV4Attention has sinks, which the ring of latents does not know"),
+        ("dots3_note_text", id, id, "Dots3NoteTextAttention has window, which"),
+        ("deepseek_v3", other_values, id, "Other makes other keys and values from its latents than kv_b_proj"),
+        ("deepseek_v3", adapted, id, "kv_b_proj of DeepseekV3Attention is a Twice of a Parameter; expected a Linear"),
+        ("deepseek_v3", id, adapted, "kv_b_proj of DeepseekV3Attention is a Twice of a Parameter; expected a Linear"),
+        ("deepseek_v3", id, put_back, "DeepseekV3Attention passes no latents; expected way=Ring"),
+    ],
+)
+def test_what_the_ring_of_latents_would_leave_out_is_refused(processes, name, before, after, said):
+    found = every_model.answer(processes.ring, 2, partial(changed, before=before, after=after), name)
+    assert (found.kind, said in found.sentence) == ("refused", True), found
 
 
 # Packed rows: windows, chunks, linear layers, indexers ---------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 
 from ringlab import choose_keys, ring_flash_attention, ring_latent_attention
 from ringlab.ring import chosen_keys
+from ringlab.ring.latent_ring import LatentRing
 from ringlab.ring.layouts import LAYOUTS, unshard
 from ringlab.ring.masks import Mask
 from ringlab.support.messages import Watch
@@ -358,6 +359,7 @@ REFUSED = [
         (ring_flash_attention, None, {"chosen": keys(0), "schedule": way}, [f"schedule={way.__name__}", "the ring"])
         for way in (AllGather, AllToAll)
     ),
+    (ring_flash_attention, None, {"schedule": LatentRing}, ["schedule is LatentRing, for K and V; expected ring_lat"]),
     (ring_flash_attention, 1, {"chosen": keys(0, 1)}, ["disagree about chosen", "rank 0: chosen=None"]),
     (ring_flash_attention, None, {"chosen": keys(0.5)}, ["chosen is torch.float32", "expected int64"]),
     (ring_flash_attention, None, {"chosen": keys(0)[:, :2]}, ["chosen has shape (2, 2, 1)", "expected (2, 3, 1 or"]),
