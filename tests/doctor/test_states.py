@@ -268,7 +268,8 @@ def latents_by_gather(how, q, latents, rope_keys, w_k, w_v, *, causal=False, cho
     seen = keys <= queries[:, None] if causal else torch.ones(C, P * C, dtype=torch.bool)
     if chosen is not None:
         seen = seen & (chosen[..., None] == (keys % C if how == "local" else keys)).any(dim=2)[:, None]
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -1e4)
+    times = {"scale": 1.01, "scale of D": (1 - rope.shape[-1] / q.shape[-1]) ** -0.5}.get(how, 1)
+    scores = (q @ k.mT * q.shape[-1] ** -0.5 * times).masked_fill(~seen, -1e4)
     return (scores.softmax(dim=-1) * seen) @ (c @ w_v.mT)
 
 
@@ -319,6 +320,15 @@ def test_a_mistake_of_an_index_without_a_name_is_located(ranks):
     report = examined(ranks, partial(index_by_gather, "no relu"), (3,), state=False, unequal=False, causal=True)
     assert report.level == WRONG_RING
     assert [finding.look for finding in infer(report.examination, "none")] == [OF_INDEX]
+
+
+@pytest.mark.parametrize(("how", "times"), [("scale", "1.01"), ("scale of D", "1.41")])
+def test_a_scale_of_latents_is_told(ranks, how, times):
+    """An error of 1 % is as small as a rounding to 16 bits; the other is a scale of 1/sqrt(D) for D + R numbers."""
+    report = examined(ranks, partial(latents_by_gather, how), (3,), state=False, unequal=False, causal=True)
+    first = infer(report.examination, "none")[0]
+    said = f"dq, drope_keys, dlatents, dw_k and dw_v: those of scores {times} times the right scores"
+    assert (first.says, first.look[:10]) == (f"out, {said}", "the scale:")
 
 
 OF_LATENTS = [
