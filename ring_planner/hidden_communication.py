@@ -48,7 +48,8 @@ MISPRINTED = ["A100 InfiniBand"]  # 312 / 12.5 is 24.96, not 24.5; and 149.5 is 
 class AttentionLayer:
     """The attention of a layer: H query heads, G key/value heads, head dim D, and w, the bytes of an element.
 
-    `latents`: the numbers of a token that travel in place of K and V, where latents do: `ring_latent_attention`.
+    `latents`: the numbers of a token that travel in place of K and V, where latents do: `ring_latent_attention`. Then
+    `made`: the FLOPs of a token that make K and V of all heads again.
     """
 
     heads: int
@@ -56,6 +57,7 @@ class AttentionLayer:
     head_dim: int
     itemsize: int = 2
     latents: int = 0
+    made: int = 0
 
     @property
     def sent(self) -> int:

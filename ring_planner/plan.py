@@ -246,6 +246,20 @@ def gains(step: Step, wish: Wish) -> list[tuple[float, str, Plan]]:
     return sorted(gained, key=lambda gain: -gain[0])
 
 
+def of_latents(ring: Plan) -> tuple[float, int | None]:
+    """Seconds of attention if latents travel in this ring. It is faster so up to how many tokens a GPU; None: any."""
+    step = ring.step
+
+    def faster(tokens: int) -> bool:
+        heads = replace(step, seq_len=tokens * step.cp)
+        of_heads, of_latents = (step_seconds(each)["attention"] for each in (heads, replace(heads, latents=True)))
+        return of_latents < of_heads
+
+    lengths = range(GRAIN, LONGEST // step.cp, GRAIN)
+    up_to = bisect_left(lengths, True, key=lambda tokens: not faster(tokens))
+    return step_seconds(replace(step, latents=True))["attention"], None if up_to == len(lengths) else GRAIN * up_to
+
+
 def hosts_that_hold(step: Step, wish: Wish) -> int | None:
     """The fewest hosts, this number times a power of two, on which the step fits; None: on none up to `MOST` GPUs."""
     tried = (step.hosts * 2**i for i in range(MOST.bit_length()))

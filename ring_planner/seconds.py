@@ -83,9 +83,15 @@ class Pass:
         return tokens, keys, tokens * keys, False
 
     def computing(self, share: AttentionLayer, tokens: float, t: int, rounds: int) -> float:
-        """Seconds of round t on a block of `tokens` keys, for the heads of `share`: a call, and in a ring a merge."""
+        """Seconds of round t on a block of `tokens` keys, for the heads of `share`: a call, and in a ring a merge.
+
+        A ring of latents makes K and V of each block, again in the backward pass, and two gradients of each. Those of
+        the own block are made once in other ways too.
+        """
         rows, keys, pairs, causal = self.block(tokens, t)
+        made = (3 if self.backward else 1) - (0 if t else 1 + self.backward)
         seconds = self.call(share, rows, keys, pairs, causal)
+        seconds += self.batch * made * share.made * tokens / self.cluster.rate(self.backward)
         if rounds == 1:
             return seconds
         fused = self.ours and self.cluster.multiprocessors > 0  # our merge on a GPU: fused_merge.py

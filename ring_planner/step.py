@@ -82,6 +82,7 @@ class Step:
     weights: str = "bf16"
     machine: Cluster | None = None  # measured: what attention and messages cost; then `gpu` has its link and NIC
     known: Known | None = None  # what measured steps say of the terms
+    latents: bool = False  # a ring of latents, of a model that has them
 
     def __post_init__(self) -> None:
         names = ("recompute", "linear_dtype", "kernels", "task", "loss", "optimizer", "weights")
@@ -122,7 +123,10 @@ class Step:
     def share(self) -> AttentionLayer:
         """The attention of a layer that a GPU of tp has; K/V heads are copied where tp has more GPUs."""
         layer = self.model.attention(W)
-        return replace(layer, heads=layer.heads // self.tp, kv_heads=max(1, layer.kv_heads // self.tp))
+        share = replace(layer, heads=layer.heads // self.tp, kv_heads=max(1, layer.kv_heads // self.tp))
+        if (its := self.model.latents) is None or not self.latents:
+            return share
+        return replace(share, latents=its.sent, made=2 * its.rank * share.heads * (its.key + its.value))
 
     @cached_property
     def ring(self) -> Cluster:

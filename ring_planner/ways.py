@@ -21,7 +21,7 @@ Jacobs et al. 2023 (Ulysses), section 3; Fang & Zhao 2024 (USP), section 3, hybr
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ring_planner.hidden_communication import AttentionLayer, gradient_bytes, hop_bytes
 from ringlab.ways.heads import check_split, heads_of_ranks
@@ -109,7 +109,7 @@ def exchange_ranks(way: str, layer: AttentionLayer, cluster: Cluster, split: int
 def shares(layer: AttentionLayer, ranks: int) -> list[AttentionLayer]:
     """The share of the layer that each rank has after the exchange: its query heads, and the K/V heads they need."""
     heads = zip(*heads_of_ranks(layer.heads, layer.kv_heads, ranks), strict=True)
-    return [AttentionLayer(q.stop - q.start, k.stop - k.start, layer.head_dim, layer.itemsize) for q, k in heads]
+    return [replace(layer, heads=q.stop - q.start, kv_heads=k.stop - k.start) for q, k in heads]
 
 
 def exchanged_bytes(

@@ -14,6 +14,7 @@ from ring_planner.layers import LinearLayers
 from ring_planner.presets import GPUS, MODELS, NARROW, Model, gpu_named, model_named
 from ring_planner.round_costs import realistic
 from ring_planner.seconds import Pass, pass_of
+from ring_planner.step import Step
 from ring_planner.ways import Cluster
 from ringlab.models.transformer import Config, Transformer
 from ringlab.states.linear_attention import linear_attention
@@ -169,6 +170,20 @@ def test_latents_are_what_travels():
     assert block_flops(layer, 7) == 2 * 7 * 128 * (192 + 128)
     of_latents = replace(layer, latents=latents.sent)
     assert [hop_bytes(of_latents, 10, backward=back) for back in (False, True)] == [10 * 2 * 576, 10 * (2 + 4) * 576]
+
+
+def test_latents_are_faster_where_a_query_meets_few_keys():
+    """Fewer than FLOP/s over bytes/s, 1000, less the 410 whose attention is as much work as K and V made again."""
+    made = 2 * 512 * 128 * (128 + 128)
+    step = Step(MODELS["deepseek-v3"], GPUS["h100"], 1, 4, 512, cp=4)
+    assert replace(step, latents=True).share == replace(step.share, latents=576, made=made)
+    for chunk, faster in ((570, True), (610, False)):
+        work = Pass(Cluster(1, 4, 1e15, 1e12), step.share, chunk, mask="none")
+        of_latents = replace(work, layer=replace(step, latents=True).share)
+        assert (pass_of("ring", of_latents) < pass_of("ring", work)) == faster
+    for backward, products in ((False, 3), (True, 3 * 3 + 1)):  # in four rounds, where no message takes time
+        heads, latents = (replace(x, backward=backward, cluster=Cluster(1, 4, 1e15, 1e30)) for x in (work, of_latents))
+        assert pass_of("ring", latents) - pass_of("ring", heads) == pytest.approx(products * made * 610 / 1e15)
 
 
 USUAL = {"sliding_window": 131072, "use_sliding_window": False, "layer_types": ["full_attention"] * 32}
