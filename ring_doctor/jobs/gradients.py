@@ -90,7 +90,8 @@ def pairs_of(one: Job, many: Job) -> list[tuple[str, int, int]]:
         fits = [o for o in others if o == name] or [o for o in others if f".{o}".endswith(f".{name}")]
         fits = fits or [o for o in others if f".{name}".endswith(f".{o}")]
         if len(fits) != 1:
-            raise CannotExamine(f"the weight {name} of the first job is not in the second; expected one model in both")
+            flat = " and no flat weights of FSDP 1: take fully_shard" * any("_flat_param" in x for x in names + others)
+            raise CannotExamine(f"the weight {name} is not in both jobs; expected one model in both{flat}")
         found.append((name, place, others.index(fits[0])))
     return found
 

@@ -13,7 +13,7 @@ Source: ringlab/ring/layouts.py for the layouts.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from ring_doctor.asking.case import LAYOUTS, positions
 from ring_doctor.jobs.job import Job
 from ringlab.models.transformer import IGNORED
 
-ANY = -1  # the token of a place that a row does not have
+ANY = -1  # the token of a place that a row does not have, and of padding
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,16 @@ def _rows(seen: dict[str, Any], step: int, keys: tuple[str, str]) -> list[Row]:
     return rows
 
 
+def _marked(row: Row) -> Row:
+    """The row with ANY for its padding: at its end one token again and again, and no label, nor before it."""
+    S = len(row.tokens)
+    labels = row.labels if row.labels is not None else torch.zeros(S)
+    kept = ((row.tokens != row.tokens[-1]) | (labels != IGNORED).reshape(-1, S).any(0)).nonzero()
+    end = int(kept[-1]) + 1 if len(kept) else S
+    is_padded = end < S and bool((labels[..., end - 1] == IGNORED).all())
+    return replace(row, tokens=torch.where(torch.arange(S) < end, row.tokens, ANY)) if is_padded else row
+
+
 @dataclass(frozen=True)
 class Whole:
     """The whole numbers of a step of both jobs."""
@@ -98,10 +108,8 @@ def whole_numbers(one: Job, many: Job, step: int, layout: str = "") -> Whole:
     seen = one.ranks[0]["steps"][step]["passes"]
     keys = _keys(seen[0]["whole_numbers"] if seen else {})
     of_one = [_rows(seen, step, keys) for seen in one.ranks]
-    alike = all(len(rows) == len(of_one[0]) for rows in of_one) and all(
-        torch.equal(a.tokens, b.tokens) for rows in of_one for a, b in zip(rows, of_one[0], strict=True)
-    )
-    text = of_one[0] if alike else [row for rows in of_one for row in rows]
+    alike = len({str([row.tokens.tolist() for row in rows]) for rows in of_one}) == 1  # each rank has all of the batch
+    text = [_marked(row) for rows in (of_one[:1] if alike else of_one) for row in rows]
     ranks = [_rows(seen, step, keys) for seen in many.ranks]
     P = many.world_size
     for cp in divisors(P):
@@ -119,11 +127,11 @@ def _find(tokens: Tensor, text: list[Row], layout: str, cp: int) -> tuple[int, T
             return None
         at = positions(layout, C * cp, rank, cp)
         for n, row in enumerate(text):
-            S = len(row.tokens)
-            if C * cp < S:
+            if bool((row.tokens[C * cp :] != ANY).any()):
                 continue
-            padded = torch.nn.functional.pad(row.tokens, (0, C * cp - S), value=ANY)[at]
-            if bool(((padded == tokens) | (padded == ANY)).all()) and bool((padded != ANY).any()):
+            padded = torch.nn.functional.pad(row.tokens[: C * cp], (0, max(0, C * cp - len(row.tokens))), value=ANY)[at]
+            fits = bool(((padded == tokens) | (padded == ANY)).all())
+            if fits and bool((padded != ANY).any() or (tokens == tokens[0]).all()):
                 return n, at
     return None
 
@@ -132,6 +140,7 @@ def _counters(whole: Whole) -> tuple[Counter[int], Counter[int]]:
     """How often each token stands in the trusted rows, and on all ranks of the other job."""
     of_ranks = (row for rows in whole.ranks for row in rows)
     wanted, asked = (Counter(t for row in rows for t in row.tokens.tolist()) for rows in (whole.text, of_ranks))
+    del wanted[ANY]
     return wanted, asked
 
 
@@ -165,7 +174,7 @@ def told(whole: Whole) -> list[tuple[str, str]]:
         for row, (n, places) in zip(rows, at, strict=True):
             text = whole.text[n]
             S = len(text.tokens)
-            real = places < S
+            real = (places < S) & (text.tokens[places.clamp(max=S - 1)] != ANY)
             if row.labels is not None and text.labels is not None:
                 right = torch.where(real, text.labels[..., places.clamp(max=S - 1)], IGNORED)
                 C, alike = len(places), row.labels.shape == right.shape

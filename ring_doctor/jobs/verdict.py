@@ -101,6 +101,8 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
         said = f"the gradients of {many.world_size} ranks are those of the first job, at {which}"
         verdict = Verdict(RIGHT, said, lines=["What the optimizer makes of them was not compared."])
         verdict.lines += [f"Mistakes may hide: {hidden}."] if coarse > COARSE else []
+        copies = [len({n for n, _ in at}) == len(whole.text) for at in whole.at] if whole.cp == 1 else [False]
+        verdict.lines += ["Every rank has all tokens: no sequence is shared out."] if all(copies) and copies[1:] else []
     verdict = verdict or of_loss
     assert verdict
     verdict.lines += _table(one, many, found, whole, step)

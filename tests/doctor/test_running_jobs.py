@@ -1,15 +1,18 @@
 """A job that runs already: a line of a right training script is spoiled, and the doctor names what it has seen."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ring_doctor.asking.answers import RIGHT, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
-from ring_doctor.jobs.job import run_job
-from ring_doctor.jobs.seen import Row, Whole, told
+from ring_doctor.jobs.job import Job, run_job
+from ring_doctor.jobs.seen import Row, Whole, told, whole_numbers
 from ring_doctor.jobs.verdict import compare
+from ringlab.models.transformer import IGNORED
 from tests.commands import ROOT
 
 SCRIPT = (ROOT / "tests/wrong/job.py").read_text()
@@ -24,6 +27,7 @@ CLIP = "model.parameters(), 0.5"
 GRADS, BY = "[x.grad for x in model.parameters()]", f"torch.nn.utils.clip_grads_with_norm_({CLIP}, norm)"
 WRAPPED = "wrapped = model\n"
 DDP = "wrapped = torch.nn.parallel.DistributedDataParallel(model)\n"
+TWICE = ("loss.backward()", "(loss / 2).backward(retain_graph=True)\n    (loss / 2).backward()")
 BEHIND = f"{SUM}    one = model.head.weight.grad\n"
 MISTAKES = {  # what stands in the place of which lines, and the names; other words are in the first line of the report
     "the labels of a shard": ([(SHARDS, "tokens.roll(-1, dims=1)\n")], "labels_per_shard"),
@@ -38,6 +42,7 @@ MISTAKES = {  # what stands in the place of which lines, and the names; other wo
     "plain attention": ([(RING, "F.scaled_dot_product_attention(q, k, v, **options)")], "ring_not_called"),
     "sharded twice": ([(AT, f"{AT}    at = at[rank * len(at) // P :][: len(at) // P]\n")], "tokens_missing"),
     "means of means": ([(COUNT, "    count = count * P\n")], "mean_of_means"),
+    "means of means, in two passes": ([(COUNT, "    count = count * P\n"), TWICE], "mean_of_means"),
     "no sum": ([(SUM, "")], "gradients_not_reduced"),
     "two sums": ([(SUM, f"{SUM}{SUM}")], "gradients_times_p"),
     "DDP's mean": ([(SUM, ""), (WRAPPED, DDP)], "gradients_over_p"),
@@ -82,7 +87,11 @@ HEALTHY = {
     "another layout": [('"zigzag"', '"striped"')],
     "contiguous": [('"zigzag"', '"contiguous"')],
     "another seed of the optimizer": [("lr=1e-2", "lr=1e-3")],
-    "two backward passes": [("loss.backward()", "(loss / 2).backward(retain_graph=True)\n    (loss / 2).backward()")],
+    "two backward passes": [TWICE],
+    "nothing is shared out": [
+        (AT, "    at = torch.arange(S)\n"),
+        (RING, "F.scaled_dot_product_attention(q, k, v, **options)"),
+    ],
 }
 CANNOT = {
     "other weights": ([("manual_seed(3)", "manual_seed(4)")], "the jobs begin with other weights (embedding.weight)"),
@@ -99,7 +108,8 @@ CANNOT = {
 
 
 SOME = {"the labels of a shard", "plain attention", "sharded twice", "DDP's mean", "one weight of one rank", "as it is"}
-SOME |= {"means of means", "the norm of a rank's weights", "rotated once more", "DDP, with the factor", *CANNOT}
+SOME |= {"means of means, in two passes", "nothing is shared out", "the norm of a rank's weights", *CANNOT}
+SOME |= {"rotated once more", "DDP, with the factor"}
 
 
 def cases(table):
@@ -142,6 +152,7 @@ def test_a_mistake_is_named(ask, trusted, mistake):
 def test_a_right_job_is_healthy(ask, trusted, change):
     found = compare(trusted[0], ask(HEALTHY[change], P), trusted[1], 1)
     assert (found.level, found.names) == (RIGHT, [])
+    assert ("Every rank has all tokens" in str(found)) == (change == "nothing is shared out")
 
 
 @pytest.mark.parametrize("change", cases(CANNOT))
@@ -156,6 +167,18 @@ def test_state_that_outlives_a_step_is_seen_at_step_2(ask, trusted):
     found = compare(trusted[0], ask([("optimizer.zero_grad()", "pass")], P, steps=2), trusted[1], 2)
     assert found.level == WRONG_RING
     assert found.lines[0].startswith("Step 1 was right and step 2 is wrong")
+
+
+def test_rows_without_the_padding_of_others_are_found():
+    """One process pads two rows to 6 tokens; a rank of two has the short row alone, without padding."""
+    long, short = torch.tensor([[1, 2, 3, 4, 5, 6]]), torch.tensor([[6, 5, 7]])
+    labels = torch.tensor([2, 3, 4, 5, 6, IGNORED, 5, 7, *[IGNORED] * 4])
+    both = torch.cat([long, F.pad(short, (0, 3))])
+    parts = [(both, labels)], [(long, labels[:6]), (short, labels[6:9])]
+    jobs = ([{"whole_numbers": {"embedding 0": x}, "labels": [y]} for x, y in of] for of in parts)
+    one, many = (Job("", Path(), [{"steps": [{"passes": [seen]}]} for seen in of]) for of in jobs)
+    whole = whole_numbers(one, many, 0)
+    assert (whole.layout, whole.cp, told(whole)) == ("contiguous", 1, [])
 
 
 def test_positions_that_do_not_begin_again_with_a_document_are_named():
