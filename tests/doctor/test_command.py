@@ -60,16 +60,13 @@ def test_bad_input_is_one_sentence_and_status_2(capsys, typed, sentence):
     assert re.search(sentence, said)
 
 
-def test_the_help_has_examples_and_the_exit_status(capsys):
+def test_the_help_says_the_exit_status(capsys):
     with pytest.raises(SystemExit) as end:
         parse(["--help"])
     assert end.value.code == 0
     said = capsys.readouterr().out
     assert "0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell" in said
-    assert "docs/doctor_in_ci.md" in said
     assert max(map(len, said.splitlines())) <= 120
-    examples = re.findall(r"(?:ring-doctor|-m ring_doctor) (my_package\S* .*|my_package\S*)", said)
-    assert len(examples) == 4
 
 
 def test_a_sick_ring_on_the_terminal_in_json_and_on_the_page(ranks, tmp_path, capsys):

@@ -5,8 +5,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 
-from ringlab.hugging_face.batch import shard_batch
-from ringlab.hugging_face.use import use_ring
 from ringlab.models.transformer import IGNORED
 from tests.attention import SEED
 
@@ -59,11 +57,10 @@ def boundaries(batch):
 
 
 def one_process(name, options):
-    """The loss of `batch_of` and every gradient by sdpa, and the loss that the model itself computes."""
+    """The loss of `batch_of` and every gradient by sdpa."""
     model, batch = model_of(name, options), batch_of()
-    out = model(**batch)
-    loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
-    return results_of(model, loss), out.loss.item()
+    logits = model(**batch).logits[:, :-1].flatten(0, 1)
+    return results_of(model, F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), ignore_index=IGNORED))
 
 
 def documents_alone(name, options, rows=1):
@@ -93,10 +90,3 @@ def summed(model, loss):
         if result is not None:
             dist.all_reduce(result)
     return results
-
-
-def in_the_ring(context, name, options, layout, batch):
-    """The loss and every gradient, summed over the ranks."""
-    model = model_of(name, options)
-    use_ring(model, layout=layout)
-    return summed(model, model(**shard_batch(batch, layout=layout)).loss)

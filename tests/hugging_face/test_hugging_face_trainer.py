@@ -175,7 +175,7 @@ class AddsToIt(RingTrainer):
         return (out.loss + 1e-2) * self.accelerator.num_processes
 
 
-SFT = {"padded": {}, "packed": {"packing": True, "eval_packing": False}, "loss_type dft": {"loss_type": "dft"}}
+SFT = {"packed": {"packing": True, "eval_packing": False}, "padded, loss_type dft": {"loss_type": "dft"}}
 
 
 def tokenizer():

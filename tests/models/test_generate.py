@@ -225,39 +225,6 @@ def refused(context, prompts_of_ranks, new_tokens=2, layouts=("zigzag",) * 3, wi
         return generate(model, cache, prompts_of_ranks[context.rank], new_tokens)
 
 
-GOOD = [[[1]]] * 3
-
-
-REFUSED = [
-    (([[[1, 2], []]] * 3,), ["prompts of [2, 0] tokens", "expected", "1 token or more each"]),
-    (([[[1]], [[1], []], [[1]]],), ["rank 1: prompts of [1, 0] tokens", "expected"]),
-    ((GOOD, 0), ["0 new ones", "expected", "1 new token or more"]),
-    (([[[1, 61]]] * 3,), ["61 is in a prompt", "expected tokens", "from 0 to 60"]),
-    ((["words"] * 3,), ["'w' is in a prompt", "expected tokens: Python integers"]),
-    (([[[1]], [[2]], [[1]]],), ["disagree about prompts;", "expected the same on each"]),
-    ((GOOD, 2, ("zigzag", "striped", "zigzag")), ["disagree about layout;", "expected the same on each"]),
-    ((GOOD, 2, ("zigzag", "zag", "zigzag")), ["rank 1: layout is 'zag'", "expected one of"]),
-    ((GOOD, 2, ("zigzag",) * 3, 0), ["window is 0", "expected 1 token or more"]),
-    ((GOOD, 2, ("zigzag",) * 3, None, True), ["rank 1: the model has another attention", "expected this cache"]),
-]
-
-
-def test_input_that_makes_no_sense_is_refused_on_every_rank_before_the_model_runs(ranks):
-    for arguments, words in REFUSED:
-        assert_refused(ranks, 3, words, refused, *arguments)
-
-
-def stored_too_often(context):
-    cache = SpreadCache()
-    cache.begin(torch.zeros(1, 1, dtype=torch.int64), room=1)
-    for step in range(context.world_size + 1):
-        cache.store(torch.tensor([[1 + step]]))
-
-
-def test_a_full_cache_is_refused_on_every_rank(ranks):
-    assert_refused(ranks, 3, ["full after 3 new tokens", "expected `begin` with more room"], stored_too_often)
-
-
 # With linear layers: in constant memory -------------------------------------------------------------------------------
 
 HYBRID = {"vocab": 61, "layers": 4, "linear": 1, "hidden": 48, "heads": 6, "kv_heads": 2, "feedforward": 40}
@@ -298,8 +265,33 @@ def without_states(context):
     generate(seeded(cache, **HYBRID), cache, [[1]], 2)
 
 
-def test_a_cache_without_states_is_refused(ranks):
-    assert_refused(ranks, 3, "with linear layers by Transformer(..., cache, cache)", without_states)
+def stored_too_often(context):
+    cache = SpreadCache()
+    cache.begin(torch.zeros(1, 1, dtype=torch.int64), room=1)
+    for step in range(context.world_size + 1):
+        cache.store(torch.tensor([[1 + step]]))
+
+
+GOOD = [[[1]]] * 3
+REFUSED = [  # what is done on each rank, and what all say
+    (["prompts of [2, 0] tokens", "expected", "1 token or more each"], refused, [[[1, 2], []]] * 3),
+    (["rank 1: prompts of [1, 0] tokens", "expected"], refused, [[[1]], [[1], []], [[1]]]),
+    (["0 new ones", "expected", "1 new token or more"], refused, GOOD, 0),
+    (["61 is in a prompt", "expected tokens", "from 0 to 60"], refused, [[[1, 61]]] * 3),
+    (["'w' is in a prompt", "expected tokens: Python integers"], refused, ["words"] * 3),
+    (["disagree about prompts;", "expected the same on each"], refused, [[[1]], [[2]], [[1]]]),
+    (["disagree about layout;", "expected the same on each"], refused, GOOD, 2, ("zigzag", "striped", "zigzag")),
+    (["rank 1: layout is 'zag'", "expected one of"], refused, GOOD, 2, ("zigzag", "zag", "zigzag")),
+    (["window is 0", "expected 1 token or more"], refused, GOOD, 2, ("zigzag",) * 3, 0),
+    (["rank 1: the model has another", "expected this cache"], refused, GOOD, 2, ("zigzag",) * 3, None, True),
+    (["with linear layers by Transformer(..., cache, cache)"], without_states),
+    (["full after 3 new tokens", "expected `begin` with more room"], stored_too_often),
+]
+
+
+def test_input_that_makes_no_sense_is_refused_on_every_rank_before_the_model_runs(ranks):
+    for words, work, *arguments in REFUSED:
+        assert_refused(ranks, 3, words, work, *arguments)
 
 
 def written(context):
