@@ -157,16 +157,19 @@ def test_a_wrong_answer_is_told_why(check, answer, words):
     assert words in said
 
 
-def as_answer(right, wrong):
+def as_answer(row, wrong):
     """The wrong value of a row, or its function, as a reader would give it: of several values, the others are right."""
-    if callable(right):
-        return lambda *case: as_answer(right(*case), wrong(*case))
-    return tuple((right | wrong).values()) if isinstance(right, dict) else wrong
+
+    def answer(*case):
+        right, given = row.of(row.right, case), row.of(wrong, case)
+        return tuple((right | given).values()) if isinstance(right, dict) else given
+
+    return answer if callable(row.right) else answer()
 
 
 @pytest.mark.parametrize(("row", "hint"), HINTS)
 def test_a_common_mistake_gets_its_own_hint(row, hint):
-    said = row(as_answer(row.right, row.wrong[hint]))
+    said = row(as_answer(row, row.wrong[hint]))
     assert re.fullmatch(rf"not yet: (\w+: )?{re.escape(hint)}", said)
 
 
@@ -199,15 +202,14 @@ GROWS = Exercise(
 NUMBER = Exercise(
     right=lambda n: 3 * n,
     wrong={"that is n": lambda n: n, "that is its square": lambda n: n * n, "no value": lambda n: n / 0},
-    cases={"three times n": [(3,), (2,), (1,)]},
+    said="three times n",
+    cases=[(3,), (2,), (1,)],
     remark="triple",
 )
-PARTS = Exercise(
-    right={"a": 1.53, "b": X}, wrong={"b has the other sign": {"b": -X}}, cases={"1.53 and x": [()]}, decimals=2
-)
-PLACES = Exercise(right=[1, 2], cases={"two": [()]})
-PAIRS = Exercise(right=lambda n: {(n, 1), (n, 2)}, cases={"pairs": [(1,), (2,)]})
-CAPPED = Exercise(right=lambda: 1.0, cases={"one": [()]}, then=lambda answer: check_again(answer()))
+PARTS = Exercise(right={"a": 1.53, "b": X}, wrong={"b has the other sign": {"b": -X}}, said="1.53 and x", decimals=2)
+PLACES = Exercise(right=[1, 2], said="two")
+PAIRS = Exercise(right=lambda n: {(n, 1), (n, 2)}, said="pairs", cases=[(1,), (2,)])
+CAPPED = Exercise(right=lambda: 1.0, said="one", then=lambda answer: check_again(answer()))
 JUDGED = [  # an exercise, an answer, what is said of it
     (GROWS, lambda x: (2 * x + 2).numpy(), "right"),
     (GROWS, lambda x: [2 * each + 2 for each in x.tolist()], "right"),

@@ -2,8 +2,9 @@
 
     check_hops = Exercise(
         right=lambda w, C, P: min(math.ceil((w - 1) / C), P - 1),
-        wrong={"that is a ring without a window": lambda w, C, P: P - 1, ...},
-        cases={"the farthest key is w - 1 tokens back": [(1, 8, 4), (2, 8, 4), ...]},
+        wrong={"that is a ring without a window": "P - 1", ...},
+        said="the farthest key is w - 1 tokens back",
+        cases=[(1, 8, 4), (2, 8, 4), ...],
         draw=lambda random: (random.randint(1, 300), random.randint(1, 40), random.randint(1, 12)),
     )
 
@@ -54,8 +55,11 @@ class Exercise:
     """A value or a function that is asked for. A function is called with each case; a value has the case ()."""
 
     right: Any  # a number, a tensor, a list or set of numbers, or a dict of several; or the function that returns it
-    cases: Mapping[str, Iterable[tuple]]  # what is said of an unknown mistake: the cases that show it, easy ones first
-    wrong: Mapping[str, Any] = field(default_factory=dict)  # by hint, as `right`; of a dict, the parts that are wrong
+    said: str = ""  # of an unknown mistake
+    cases: Iterable[tuple] | Mapping[str, Iterable[tuple]] = ((),)  # easy ones first; or by what is said in their place
+    wrong: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # by hint: as `right`, or a formula; of a dict, what is wrong
     draw: Callable[[Random], tuple] | None = None
     remark: str | None = None
     decimals: int | None = None  # of a value: how exact it must be
@@ -65,22 +69,30 @@ class Exercise:
         return line(self._judge, answer, callable(self.right))
 
     def _judge(self, answer: Any) -> str | None:
-        for otherwise, cases in self.cases.items():
+        groups = self.cases if isinstance(self.cases, Mapping) else {self.said: self.cases}
+        for otherwise, cases in groups.items():
             tried = [(case, *self.both(answer, case)) for case in cases]
             for case, given, right in tried:
                 if problem := self.problem(given, right):
                     raise NotYet(self._hint(tried) or f"{self._named(case)}{problem}: {otherwise}")
         for random in draws() if self.draw else ():
-            case, otherwise = self.draw(random), next(iter(self.cases))
+            case, otherwise = self.draw(random), next(iter(groups))
             if problem := self.problem(*self.both(answer, case)):
                 raise NotYet(f"right in the cases before, but not here: {self._named(case)}{problem}: {otherwise}")
         if self.then:
             self.then(watched(answer))
         return self.remark
 
+    def of(self, row: Any, case: tuple) -> Any:
+        """What a row of ours gives in a case; it needs no limit. A formula knows the names of `right`."""
+        if isinstance(row, str):
+            names = dict(zip(signature(self.right).parameters, case, strict=True))
+            return eval(row, self.right.__globals__ | names)
+        return row(*case) if callable(row) else row
+
     def both(self, answer: Any, case: tuple) -> tuple[Any, Any]:
         """What the answer gives in a case, and what is right; of several values, by name."""
-        right, given = of(self.right, case), called(answer, *case) if callable(answer) else answer
+        right, given = self.of(self.right, case), called(answer, *case) if callable(answer) else answer
         if isinstance(right, dict):
             given = several(given, tuple(right))
             in_order(given, right)
@@ -134,7 +146,7 @@ class Exercise:
 
         for hint, some in ((hint, some) for some in ([tried] if alone else [tried, [first]]) for hint in self.wrong):
             with suppress(ArithmeticError, RuntimeError, NotYet):  # it may have no value in a case
-                if all(explains(of(self.wrong[hint], case), given) for case, given, _ in some):
+                if all(explains(self.of(self.wrong[hint], case), given) for case, given, _ in some):
                     return f"{part}: {hint}" if part else hint
         return None
 
@@ -143,11 +155,6 @@ class Exercise:
         inputs = zip(signature(self.right).parameters, case, strict=True) if case else ()
         said = [f"{name} = {_shown(x)}" for name, x in inputs if not callable(x)]
         return f"{', '.join(said)}: " if said else ""
-
-
-def of(row: Any, case: tuple) -> Any:
-    """What a row of ours gives in a case: it changes no input, and needs no limit."""
-    return row(*case) if callable(row) else row
 
 
 def _shown(x: Any) -> str:

@@ -30,11 +30,9 @@ DEPENDS = "the share depends on the difference of the two only"
 check_merging_share = Exercise(  # (lse, lse_j), both (Sq,) -> the share that the second has of the merged result
     right=lambda lse, lse_j: torch.sigmoid(lse_j - lse),
     wrong={
-        "that is the share of what was merged before; lerp wants that of the new block": (
-            lambda lse, lse_j: torch.sigmoid(lse - lse_j)
-        ),
-        "divide by the sum of both, e^lse + e^lse_j": lambda lse, lse_j: lse_j.exp(),
-        "that is e^lse_j / e^lse; divide by the sum of both, e^lse + e^lse_j": lambda lse, lse_j: (lse_j - lse).exp(),
+        "that is the share of what was merged before; lerp wants that of the new block": "torch.sigmoid(lse - lse_j)",
+        "divide by the sum of both, e^lse + e^lse_j": "lse_j.exp()",
+        "that is e^lse_j / e^lse; divide by the sum of both, e^lse + e^lse_j": "(lse_j - lse).exp()",
     },
     cases={
         "it is e^lse_j / (e^lse + e^lse_j)": [(LSE, LSE_J)],
@@ -62,16 +60,12 @@ NATURAL = "it was natural already; ask the kernel before you change its lse"
 check_natural_lse = Exercise(  # kernel, q, k, v -> (out, natural lse), for a kernel whose lse is natural or in base 2
     right=_named,
     wrong={
-        NATURAL: lambda kernel, q, k, v: {"lse": kernel(q, k, v)[1] * math.log(2)},
-        "you return it as it came; ask the kernel, with one key of score 1": (
-            lambda kernel, q, k, v: {"lse": kernel(q, k, v)[1]}
-        ),
+        NATURAL: "{'lse': kernel(q, k, v)[1] * math.log(2)}",
+        "you return it as it came; ask the kernel, with one key of score 1": "{'lse': kernel(q, k, v)[1]}",
         "multiply by log 2, do not divide: log2(a) = log(a) / log(2)": lambda kernel, q, k, v: {
             "lse": kernel(q, k, v)[1] / math.log(kernel.keywords["base"])
         },
-        "this is not what the kernel returns, whose causal mask is its own": lambda kernel, q, k, v: {
-            "out": plain_kernel(q, k, v)[0]
-        },
+        "this is not what the kernel returns, whose causal mask is its own": "{'out': plain_kernel(q, k, v)[0]}",
     },
     cases={
         "a kernel whose lse is natural": [_of(*size, math.e, GENERATOR) for size in ((6, 4), (3, 2), (5, 9))],
@@ -89,33 +83,20 @@ check_natural_lse = Exercise(  # kernel, q, k, v -> (out, natural lse), for a ke
 check_end = Exercise(  # seconds of a launch, of a kernel, and how many -> when the last is done, on one stream
     right=lambda launch, work, n: launch + work + (n - 1) * max(launch, work),
     wrong={
-        "the host does not wait: while a kernel computes, it launches the next": lambda launch, work, n: (
-            n * (launch + work)
-        ),
-        "a kernel begins when it has been launched: nothing computes during the first launch": (
-            lambda launch, work, n: n * work
-        ),
+        "the host does not wait: while a kernel computes, it launches the next": "n * (launch + work)",
+        "a kernel begins when it has been launched: nothing computes during the first launch": "n * work",
         "so it is where kernels are longer than launches; a short one ends before the next is launched": (
-            lambda launch, work, n: launch + n * work
+            "launch + n * work"
         ),
-        "then the host has launched all of them; the last one still computes": lambda launch, work, n: n * launch,
-        "so it is where launches are longer; long kernels wait for each other, in one stream": (
-            lambda launch, work, n: n * launch + work
-        ),
+        "then the host has launched all of them; the last one still computes": "n * launch",
+        "so it is where launches are longer; long kernels wait for each other, in one stream": "n * launch + work",
         "nothing computes during the first launch, and nothing is launched during the last kernel": (
-            lambda launch, work, n: n * max(launch, work)
+            "n * max(launch, work)"
         ),
-        "a stream runs one kernel after the other, not all at once": lambda launch, work, n: launch + work,
+        "a stream runs one kernel after the other, not all at once": "launch + work",
     },
-    cases={
-        "the first launch, n - 1 times the longer of the two, and the last kernel": [
-            (82.0, 10.0, 8),
-            (82.0, 3400.0, 8),
-            (5.0, 5.0, 3),
-            (2.0, 7.0, 1),
-            (9.0, 4.0, 20),
-        ]
-    },
+    said="the first launch, n - 1 times the longer of the two, and the last kernel",
+    cases=[(82.0, 10.0, 8), (82.0, 3400.0, 8), (5.0, 5.0, 3), (2.0, 7.0, 1), (9.0, 4.0, 20)],
     draw=lambda random: (random.uniform(1, 99), random.uniform(1, 99), random.randint(1, 30)),
     remark="a kernel shorter than its launch is free: the host is what takes the time",
 )
@@ -137,13 +118,8 @@ check_tflops = Exercise(  # of causal attention
         "in TFLOP/s: divide by 1e12": _tflops(per=1),
         "a pair is a query and a key: S² of them": lambda H, S, *rest: _tflops()(H, S, *rest) / S,
     },
-    cases={
-        "4 H S² D, half of it, 2.5 times in the backward pass, over the seconds": [
-            (32, 16384, 128, False, 3.43e-3),
-            (32, 16384, 128, True, 9.68e-3),
-            (16, 4096, 64, False, 1e-3),
-        ]
-    },
+    said="4 H S² D, half of it, 2.5 times in the backward pass, over the seconds",
+    cases=[(32, 16384, 128, False, 3.43e-3), (32, 16384, 128, True, 9.68e-3), (16, 4096, 64, False, 1e-3)],
     draw=lambda r: (r.randint(1, 64), r.randint(99, 9999), 64, r.random() < 0.5, r.random() + 0.1),
     remark="the first case is 641 TFLOP/s: cuDNN. At half of that, ask which kernel ran",
 )
@@ -169,14 +145,8 @@ check_smallest_chunk = Exercise(  # that hides its messages, in tokens
         "a multiplication and an addition are two FLOPs": lambda f, b, H, G, w: w * G / H * f / b,
         "turned over: a fast link needs shorter chunks": lambda f, b, H, G, w: w / 2 * G / H * b / f,
     },
-    cases={
-        "4 C C H D / flops seconds of computing, 2 C G D itemsize / bandwidth seconds of messages": [
-            (312e12, 12.5e9, 32, 32, 4),
-            (312e12, 25e9, 32, 8, 2),
-            (1e12, 1e9, 6, 3, 8),
-            (2e12, 1e9, 9, 1, 4),
-        ]
-    },
+    said="4 C C H D / flops seconds of computing, 2 C G D itemsize / bandwidth seconds of messages",
+    cases=[(312e12, 12.5e9, 32, 32, 4), (312e12, 25e9, 32, 8, 2), (1e12, 1e9, 6, 3, 8), (2e12, 1e9, 9, 1, 4)],
     draw=lambda r: (r.uniform(1e12, 1e15), r.uniform(1e9, 1e11), *_heads(r), r.choice((2, 4, 8))),
     remark="with 312 TFLOP/s, 25 GB/s, 32 heads on 8 and bfloat16 that is 3,120 tokens",
 )
@@ -204,14 +174,8 @@ check_peak_memory_backward = Exercise(  # bytes that a device of the trainable r
         "the gradient of out takes room too": _peak((3, 8), (1, 4)),
         "that is the forward pass": _peak((2, 4), (0, 0)),
     },
-    cases={
-        "count the list: heads of q, out, d_out, dq; heads of k, v, dk, dv, in buffers; then the sums in float32": [
-            (32, 8, 1000, 128, 2),
-            (6, 3, 7, 64, 4),
-            (5, 5, 10, 8, 8),
-            (9, 1, 33, 16, 2),
-        ]
-    },
+    said="count the list: heads of q, out, d_out, dq; heads of k, v, dk, dv, in buffers; then the sums in float32",
+    cases=[(32, 8, 1000, 128, 2), (6, 3, 7, 64, 4), (5, 5, 10, 8, 8), (9, 1, 33, 16, 2)],
     draw=lambda r: (*_heads(r), r.randint(1, 5000), r.randint(1, 128), r.choice((2, 4, 8))),
     remark="with G = H and bfloat16 that is 22 chunks",
 )
@@ -272,11 +236,8 @@ check_block = Exercise(  # rank, round, hosts, devices of a host -> the block in
             (rank % n - t // g) % n * g + (rank // n - t) % g
         ),
     },
-    cases={
-        "(host - turn) % n * g + (device - round of the turn) % g": [
-            (rank, t, n, g) for n, g in ((2, 4), (3, 2), (1, 3), (4, 1)) for t in range(n * g) for rank in range(n * g)
-        ]
-    },
+    said="(host - turn) % n * g + (device - round of the turn) % g",
+    cases=[(rank, t, n, g) for n, g in ((2, 4), (3, 2), (1, 3), (4, 1)) for t in range(n * g) for rank in range(n * g)],
     draw=_place,
     remark="every rank has every block in hand once, and each block of another host at the right time",
 )
@@ -291,25 +252,16 @@ def _cluster(random):
 check_blocks_of_a_nic = Exercise(  # hosts, devices of a host, NICs of a host -> blocks that a NIC sends forward
     right=lambda n, g, nics: (n - 1) * g / nics,
     wrong={
-        "that is the flat ring, all of whose blocks leave the host at one device": lambda n, g, nics: n * g - 1,
-        "a ring of n hosts has n - 1 slow hops: after the last turn nobody needs another block": (
-            lambda n, g, nics: n * g / nics
-        ),
-        "that is one NIC for each device; with fewer NICs several devices share one": lambda n, g, nics: n - 1,
-        "that is the whole host; it has several NICs": lambda n, g, nics: (n - 1) * g,
-        "most hops stay inside the host: only the slow hops use a NIC": lambda n, g, nics: (n * g - 1) / nics,
-        "that is a slow hop; a pass has n - 1 of them": lambda n, g, nics: g / nics,
-        "fewer NICs have more to send, not less": lambda n, g, nics: (n - 1) * nics / g,
+        "that is the flat ring, all of whose blocks leave the host at one device": "n * g - 1",
+        "a ring of n hosts has n - 1 slow hops: after the last turn nobody needs another block": "n * g / nics",
+        "that is one NIC for each device; with fewer NICs several devices share one": "n - 1",
+        "that is the whole host; it has several NICs": "(n - 1) * g",
+        "most hops stay inside the host: only the slow hops use a NIC": "(n * g - 1) / nics",
+        "that is a slow hop; a pass has n - 1 of them": "g / nics",
+        "fewer NICs have more to send, not less": "(n - 1) * nics / g",
     },
-    cases={
-        "n - 1 slow hops, in each of which g devices share the NICs": [
-            (16, 8, 8),
-            (16, 8, 4),
-            (2, 4, 1),
-            (5, 6, 3),
-            (1, 8, 2),
-        ]
-    },
+    said="n - 1 slow hops, in each of which g devices share the NICs",
+    cases=[(16, 8, 8), (16, 8, 4), (2, 4, 1), (5, 6, 3), (1, 8, 2)],
     draw=_cluster,
     remark="16 hosts of 8 with a NIC for each device: 15 blocks; the one NIC that a flat ring uses sends 127",
 )

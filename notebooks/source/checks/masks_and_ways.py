@@ -50,36 +50,24 @@ check_first_key = Exercise(  # -> the first key that the query sees, under a cau
         ),
         "that is the start of its document; the window begins later": lambda p, lengths, window: _start(p, lengths),
     },
-    cases={
-        "it is the first token of the query's document, or the first of its window, whichever is later": [
-            (p, lengths, window) for lengths, window in LENGTHS for p in reversed(range(sum(lengths)))
-        ]
-    },
+    said="it is the first token of the query's document, or the first of its window, whichever is later",
+    cases=[(p, lengths, window) for lengths, window in LENGTHS for p in reversed(range(sum(lengths)))],
     draw=_query,
 )
 
 check_hops = Exercise(  # of a window of w tokens in the contiguous layout
     right=lambda w, C, P: min(math.ceil((w - 1) / C), P - 1),
     wrong={
-        "the query's own key is no way back: the farthest key is w - 1 tokens away": (
-            lambda w, C, P: min(math.ceil(w / C), P - 1)
-        ),
-        "round up: one key in the next block needs the whole hop": lambda w, C, P: min((w - 1) // C, P - 1),
-        "round up, and the farthest key is w - 1 tokens away": lambda w, C, P: min(w // C, P - 1),
-        "after P - 1 hops every rank has seen all blocks": lambda w, C, P: math.ceil((w - 1) / C),
-        "that is a ring without a window": lambda w, C, P: P - 1,
-        "P - 1 hops bring all P blocks": lambda w, C, P: min(math.ceil((w - 1) / C), P),
-        "these are the blocks a rank computes; it has its own without a hop": (
-            lambda w, C, P: min(math.ceil((w - 1) / C) + 1, P)
-        ),
+        "the query's own key is no way back: the farthest key is w - 1 tokens away": "min(math.ceil(w / C), P - 1)",
+        "round up: one key in the next block needs the whole hop": "min((w - 1) // C, P - 1)",
+        "round up, and the farthest key is w - 1 tokens away": "min(w // C, P - 1)",
+        "after P - 1 hops every rank has seen all blocks": "math.ceil((w - 1) / C)",
+        "that is a ring without a window": "P - 1",
+        "P - 1 hops bring all P blocks": "min(math.ceil((w - 1) / C), P)",
+        "these are the blocks a rank computes; it has its own without a hop": "min(math.ceil((w - 1) / C) + 1, P)",
     },
-    cases={
-        "the farthest key is w - 1 tokens back, and a hop reaches C tokens further": [
-            *((w, 8, 4) for w in (1, 2, 8, 9, 10, 100, 17)),
-            (5, 8, 1),
-            (16, 8, 8),
-        ]
-    },
+    said="the farthest key is w - 1 tokens back, and a hop reaches C tokens further",
+    cases=[*((w, 8, 4) for w in (1, 2, 8, 9, 10, 100, 17)), (5, 8, 1), (16, 8, 8)],
     draw=lambda random: (random.randint(1, 300), random.randint(1, 40), random.randint(1, 12)),
     remark="with a window of C + 1 tokens or fewer, one hop is enough for any number of ranks",
 )
@@ -107,24 +95,21 @@ def _drawn_blocks(random):
 check_merge = Exercise(  # (scores, positions) of a query by block, count -> the positions of its best keys
     right=_best,
     wrong={
-        "those are the best of the first block, the own one; others have better keys": (
-            lambda blocks, count: _best(blocks[:1], count)
-        ),
+        "those are the best of the first block, the own one; others have better keys": "_best(blocks[:1], count)",
         "that is a share of the keys from each block; the best may all be in one": (
-            lambda blocks, count: set().union(*(_best([block], max(1, count // len(blocks))) for block in blocks))
+            "set().union(*(_best([block], max(1, count // len(blocks))) for block in blocks))"
         ),
         "those are later keys of equal scores; the smaller positions win": _late,
         "those are the keys with the smallest scores": (
-            lambda blocks, count: _best([([-x for x in scores], at) for scores, at in blocks], count)
+            "_best([([-x for x in scores], at) for scores, at in blocks], count)"
         ),
     },
-    cases={
-        "the largest scores of all blocks; of equal ones the smaller positions": [
-            ([([1.0, 5.0], [4, 5]), ([6.0, 3.0], [2, 3]), ([4.0, 2.0], [0, 1])], 3),
-            ([([2.0, 1.0], [4, 5]), ([1.0, 2.0], [2, 3]), ([2.0, 2.0], [0, 1])], 2),
-            ([([9.0, 8.0, 7.0], [3, 4, 5]), ([1.0, 1.0, 1.0], [0, 1, 2])], 2),
-        ]
-    },
+    said="the largest scores of all blocks; of equal ones the smaller positions",
+    cases=[
+        ([([1.0, 5.0], [4, 5]), ([6.0, 3.0], [2, 3]), ([4.0, 2.0], [0, 1])], 3),
+        ([([2.0, 1.0], [4, 5]), ([1.0, 2.0], [2, 3]), ([2.0, 2.0], [0, 1])], 2),
+        ([([9.0, 8.0, 7.0], [3, 4, 5]), ([1.0, 1.0, 1.0], [0, 1, 2])], 2),
+    ],
     draw=_drawn_blocks,
     remark="each rank keeps count candidates of a query, and no row of S scores",
 )
@@ -132,19 +117,15 @@ check_merge = Exercise(  # (scores, positions) of a query by block, count -> the
 check_sent = Exercise(  # C, L, R, E, P -> the numbers that a rank sends in the forward pass
     right=lambda C, L, R, E, P: (P - 1) * C * (L + R + E),
     wrong={
-        "the own block is there: P - 1 hops are enough": lambda C, L, R, E, P: P * C * (L + R + E),
-        "the index keys travel too": lambda C, L, R, E, P: (P - 1) * C * (L + R),
-        "the rotated numbers travel too": lambda C, L, R, E, P: (P - 1) * C * (L + E),
-        "one latent serves K and V": lambda C, L, R, E, P: (P - 1) * C * (2 * L + R + E),
-        "the rotated numbers are the same for all heads": lambda C, L, R, E, P: (P - 1) * C * (L + 128 * R + E),
-        "that is one hop": lambda C, L, R, E, P: C * (L + R + E),
+        "the own block is there: P - 1 hops are enough": "P * C * (L + R + E)",
+        "the index keys travel too": "(P - 1) * C * (L + R)",
+        "the rotated numbers travel too": "(P - 1) * C * (L + E)",
+        "one latent serves K and V": "(P - 1) * C * (2 * L + R + E)",
+        "the rotated numbers are the same for all heads": "(P - 1) * C * (L + 128 * R + E)",
+        "that is one hop": "C * (L + R + E)",
     },
-    cases={
-        "P - 1 hops of C tokens; an index key, a latent and the rotated numbers of each": [
-            (8, 5, 3, 2, 4),
-            (1024, 512, 64, 128, 8),
-        ]
-    },
+    said="P - 1 hops of C tokens; an index key, a latent and the rotated numbers of each",
+    cases=[(8, 5, 3, 2, 4), (1024, 512, 64, 128, 8)],
     draw=lambda random: tuple(random.randint(2, 99) for _ in range(5)),
 )
 
@@ -170,24 +151,17 @@ GENERATOR = torch.Generator().manual_seed(0)
 check_copies = Exercise(  # gradients of copies (P, B, S, D), and G -> the gradients of the heads (B, G, S, D)
     right=lambda copies, G: copies.unflatten(0, (G, -1)).sum(dim=1).transpose(0, 1),
     wrong={
-        "the numbers are right; B is the first dimension, then the heads": (
-            lambda copies, G: copies.unflatten(0, (G, -1)).sum(dim=1)
-        ),
+        "the numbers are right; B is the first dimension, then the heads": "copies.unflatten(0, (G, -1)).sum(dim=1)",
         "the copies' gradients are parts of one gradient: add them, do not average": _grouped(lambda x: x.mean(dim=1)),
         "that is the gradient of the first copy; the other copies' queries count too": _grouped(lambda x: x[:, 0]),
         "that is the gradient of the last copy; the other copies' queries count too": _grouped(lambda x: x[:, -1]),
         "the copies of a head are on neighbouring ranks: 0, 0, 1, 1, not 0, 1, 0, 1": (
-            lambda copies, G: copies.unflatten(0, (-1, G)).sum(dim=0).transpose(0, 1)
+            "copies.unflatten(0, (-1, G)).sum(dim=0).transpose(0, 1)"
         ),
-        "each head is summed over its own copies only": (
-            lambda copies, G: copies.sum(dim=0)[:, None].expand(-1, G, -1, -1)
-        ),
+        "each head is summed over its own copies only": "copies.sum(dim=0)[:, None].expand(-1, G, -1, -1)",
     },
-    cases={
-        "a head has the sum of its copies' gradients": [
-            _copies(P, G, GENERATOR) for P, G in ((6, 2), (4, 2), (6, 3), (4, 4), (3, 1))
-        ]
-    },
+    said="a head has the sum of its copies' gradients",
+    cases=[_copies(P, G, GENERATOR) for P, G in ((6, 2), (4, 2), (6, 3), (4, 4), (3, 1))],
     draw=_drawn_copies,
     remark="to_tokens adds them in this way",
 )
@@ -207,9 +181,7 @@ RIGHT = _meshes(lambda H, G, g: G % g == 0)
 check_meshes = Exercise(  # -> meshes (rows, ranks of a row) with equal query heads on each rank, no copies of K/V heads
     right=lambda P, H, G: RIGHT(P, H, G),
     wrong={
-        "a mesh is (rows, ranks of a row); yours are the wrong way round": (
-            lambda P, H, G: {(g, n) for n, g in RIGHT(P, H, G)}
-        ),
+        "a mesh is (rows, ranks of a row); yours are the wrong way round": "{(g, n) for n, g in RIGHT(P, H, G)}",
         "rows of 1 rank count too: that is the flat ring": _meshes(lambda H, G, g: G % g == 0 and g > 1),
         "these are all meshes that work; in some of them the heads are not equal, or K/V heads are copied": _meshes(
             lambda H, G, g: g <= H
@@ -221,17 +193,8 @@ check_meshes = Exercise(  # -> meshes (rows, ranks of a row) with equal query he
             lambda H, G, g: g <= G
         ),
     },
-    cases={
-        "rows times ranks of a row must be P, and every g that divides both P and G is there": [
-            (8, 6, 2),
-            (16, 40, 8),
-            (12, 30, 10),
-            (6, 8, 8),
-            (24, 24, 4),
-            (5, 4, 2),
-            (8, 8, 8),
-        ]
-    },
+    said="rows times ranks of a row must be P, and every g that divides both P and G is there",
+    cases=[(8, 6, 2), (16, 40, 8), (12, 30, 10), (6, 8, 8), (24, 24, 4), (5, 4, 2), (8, 8, 8)],
     draw=_cluster,
     remark="a row may be as long as the largest number that divides both P and G",
 )
@@ -258,13 +221,12 @@ ORDER = "the state goes through a first, so a's matrix stands next to the state:
 check_two_maps = Exercise(  # keep and add of a, and of b -> of a, then b
     right=lambda keep_a, add_a, keep_b, add_b: {"keep": keep_b @ keep_a, "add": keep_b @ add_a + add_b},
     wrong={
-        ORDER: lambda keep_a, add_a, keep_b, add_b: {"keep": keep_a @ keep_b, "add": keep_a @ add_b + add_a},
-        "that is for numbers; these are matrices": lambda keep_a, add_a, keep_b, add_b: {"keep": keep_a * keep_b},
-        "what a has added goes through b too: b keeps only a part of it": (
-            lambda keep_a, add_a, keep_b, add_b: {"add": add_a + add_b}
-        ),
+        ORDER: "{'keep': keep_a @ keep_b, 'add': keep_a @ add_b + add_a}",
+        "that is for numbers; these are matrices": "{'keep': keep_a * keep_b}",
+        "what a has added goes through b too: b keeps only a part of it": "{'add': add_a + add_b}",
     },
-    cases={"state -> keep_b @ (keep_a @ state + add_a) + add_b": [_maps(torch.Generator().manual_seed(0))]},
+    said="state -> keep_b @ (keep_a @ state + add_a) + add_b",
+    cases=[_maps(torch.Generator().manual_seed(0))],
     draw=_drawn,
     remark="with it, maps of 1, 2, 4, ... ranks become one",
 )
@@ -272,17 +234,16 @@ check_two_maps = Exercise(  # keep and add of a, and of b -> of a, then b
 check_state_gradient = Exercise(  # of the state before a rank: keep, the one after it, and what its own tokens give
     right=lambda keep, d_after, d_read: keep.mT @ d_after + d_read,
     wrong={
-        "then nothing comes back from later ranks, as in the failure above": lambda keep, d_after, d_read: d_read,
-        "the rank's own tokens read this state too": lambda keep, d_after, d_read: keep.mT @ d_after,
-        "the gradient goes back through the transposed matrix": lambda keep, d_after, d_read: keep @ d_after + d_read,
+        "then nothing comes back from later ranks, as in the failure above": "d_read",
+        "the rank's own tokens read this state too": "keep.mT @ d_after",
+        "the gradient goes back through the transposed matrix": "keep @ d_after + d_read",
         "d_read is the gradient of the state before the rank: it goes through no map of this rank": (
-            lambda keep, d_after, d_read: keep.mT @ (d_after + d_read)
+            "keep.mT @ (d_after + d_read)"
         ),
-        "what later ranks find goes back through this rank's map": lambda keep, d_after, d_read: d_after + d_read,
+        "what later ranks find goes back through this rank's map": "d_after + d_read",
     },
-    cases={
-        "what later ranks find, and what its own tokens read": [_gradients(_maps(torch.Generator().manual_seed(0)))]
-    },
+    said="what later ranks find, and what its own tokens read",
+    cases=[_gradients(_maps(torch.Generator().manual_seed(0)))],
     draw=lambda random: _gradients(_drawn(random)),
     remark="an affine map again, so hops, scan and gather serve the gradient too",
 )

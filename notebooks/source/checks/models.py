@@ -74,13 +74,12 @@ check_rank_input = Exercise(  # text (S + 1,), rank, P -> this rank's (S / P,) i
         ),
         "off by one: these are the places of the labels; the first token stands at 0": _places(lambda at, rank: at + 1),
     },
-    cases={
-        "the label of text[i] is text[i + 1], and its position is i": [
-            (_text(S, torch.Generator().manual_seed(S)), rank, P)
-            for S, P in ((16, 4), (30, 5), (12, 2), (18, 3), (6, 1))
-            for rank in reversed(range(P))
-        ]
-    },
+    said="the label of text[i] is text[i + 1], and its position is i",
+    cases=[
+        (_text(S, torch.Generator().manual_seed(S)), rank, P)
+        for S, P in ((16, 4), (30, 5), (12, 2), (18, 3), (6, 1))
+        for rank in reversed(range(P))
+    ],
     draw=_drawn_text,
 )
 
@@ -110,22 +109,20 @@ check_batch_loss = Exercise(  # logits [(C, vocab)] and labels [(C,)] of each ra
     right=lambda logits, labels: F.cross_entropy(torch.cat(logits), torch.cat(labels)).item(),
     wrong={
         "that is the mean of the ranks' means; a rank with few labels weighs too much": (
-            lambda logits, labels: _losses(logits, labels, "mean").mean()
+            "_losses(logits, labels, 'mean').mean()"
         ),
         "that is the sum of the ranks' means; divide by the number of labels of all ranks, once": (
-            lambda logits, labels: _losses(logits, labels, "mean").sum()
+            "_losses(logits, labels, 'mean').sum()"
         ),
-        "that is the sum; divide it by the number of labels of all ranks": (
-            lambda logits, labels: _losses(logits, labels).sum()
-        ),
+        "that is the sum; divide it by the number of labels of all ranks": "_losses(logits, labels).sum()",
         "you divided by all tokens; some of them have no label": (
-            lambda logits, labels: _losses(logits, labels).sum() / torch.cat(labels).numel()
+            "_losses(logits, labels).sum() / torch.cat(labels).numel()"
         ),
         "you divided by the labels of rank 0; divide by those of all ranks": (
-            lambda logits, labels: _losses(logits, labels).sum() / _real(labels[:1])
+            "_losses(logits, labels).sum() / _real(labels[:1])"
         ),
-        AS_0: lambda logits, labels: _losses(logits, labels, zero=True).sum() / torch.cat(labels).numel(),
-        f"{AS_0}, in the sum": lambda logits, labels: _losses(logits, labels, zero=True).sum() / _real(labels),
+        AS_0: "_losses(logits, labels, zero=True).sum() / torch.cat(labels).numel()",
+        f"{AS_0}, in the sum": "_losses(logits, labels, zero=True).sum() / _real(labels)",
     },
     cases={
         "the sum of all losses, over the number of labels of all ranks": [
@@ -190,25 +187,22 @@ def _norms(slices):
 check_gradient_norm = Exercise(  # the slices of all gradients, rank by rank -> the norm of the whole gradient
     right=lambda slices: torch.cat([part for mine in slices for part in mine]).norm().item(),
     wrong={
-        "that is the norm of the slices of rank 0": lambda slices: _norms(slices)[0],
-        "that is the norm of the slices of the last rank": lambda slices: _norms(slices)[-1],
-        "that is the largest norm of a rank": lambda slices: _norms(slices).max(),
-        "norms do not add up; their squares do": lambda slices: _norms(slices).sum(),
+        "that is the norm of the slices of rank 0": "_norms(slices)[0]",
+        "that is the norm of the slices of the last rank": "_norms(slices)[-1]",
+        "that is the largest norm of a rank": "_norms(slices).max()",
+        "norms do not add up; their squares do": "_norms(slices).sum()",
         "norms do not add up, those of slices neither; their squares do": (
-            lambda slices: sum(part.norm() for mine in slices for part in mine)
+            "sum(part.norm() for mine in slices for part in mine)"
         ),
         "that is the mean of the norms of the ranks; each rank has its own part of the squares": (
-            lambda slices: _norms(slices).mean()
+            "_norms(slices).mean()"
         ),
-        "the square root is missing": lambda slices: _norms(slices).square().sum(),
-        "the squares of the ranks are added up, not averaged": lambda slices: _norms(slices).square().mean().sqrt(),
-        "norms are squared before they are added": lambda slices: _norms(slices).sum().sqrt(),
+        "the square root is missing": "_norms(slices).square().sum()",
+        "the squares of the ranks are added up, not averaged": "_norms(slices).square().mean().sqrt()",
+        "norms are squared before they are added": "_norms(slices).sum().sqrt()",
     },
-    cases={
-        "take every number of every slice of every rank once: the root of the sum of their squares": [
-            _slices(P, rows, GENERATOR) for P, rows in product((4, 3, 1), ([8, 7, 6], [12, 3, 5]))
-        ]
-    },
+    said="take every number of every slice of every rank once: the root of the sum of their squares",
+    cases=[_slices(P, rows, GENERATOR) for P, rows in product((4, 3, 1), ([8, 7, 6], [12, 3, 5]))],
     draw=lambda r: _slices(r.randint(1, 9), [r.randint(1, 12) for _ in range(r.randint(1, 5))], torch_generator(r)),
     remark="this is one all_reduce of one number: the sum of squares of each rank",
 )
@@ -277,12 +271,11 @@ check_attention_function = Exercise(  # ring, query, key, value, scaling -> (out
             lambda ring, q, k, v, scaling: {"weights": ring(q, k, v, scale=scaling).transpose(1, 2)}
         ),
     },
-    cases={
-        "the ring's out, with its axes H and C exchanged": [
-            _inputs(*case, GENERATOR)
-            for case in ((2, 4, 2, 3, 8, None, 2.0), (1, 6, 2, 5, 4, 0.25, 0.5), (2, 3, 1, 3, 3, 1.0, 3.0))
-        ]
-    },
+    said="the ring's out, with its axes H and C exchanged",
+    cases=[
+        _inputs(*case, GENERATOR)
+        for case in ((2, 4, 2, 3, 8, None, 2.0), (1, 6, 2, 5, 4, 0.25, 0.5), (2, 3, 1, 3, 3, 1.0, 3.0))
+    ],
     draw=_drawn,
     then=_called_once,
 )
@@ -341,7 +334,8 @@ check_what_is_refused = Exercise(  # what a layer passes, by name -> the names t
             _refused(lambda name, x: _lost(name, x) and name in (*KNOWN, "is_causal"))
         ),
     },
-    cases={"refuse what asks for something that a causal ring does not do": [(each,) for each in PASSED]},
+    said="refuse what asks for something that a causal ring does not do",
+    cases=[(each,) for each in PASSED],
     draw=_unknown,
     remark=f"{len(PASSED)} models, and nothing dropped",
 )
@@ -357,26 +351,19 @@ def _in_turn(C, N, P):
 check_caches = Exercise(  # how many tokens each rank holds after N new tokens
     right=_in_turn,
     wrong={
-        "the last new token is returned and never computed: it has no K and V": lambda C, N, P: _in_turn(C, N + 1, P),
-        "rank 0 stores the first new token, so the first ranks have one more": lambda C, N, P: _in_turn(C, N, P)[::-1],
-        "rank 0 stores new token number 0": lambda C, N, P: _in_turn(C, N, P)[-1:] + _in_turn(C, N, P)[:-1],
-        "then rank 0 fills up alone; they store in turn": lambda C, N, P: [C + N - 1] + [C] * (P - 1),
-        "then the last rank fills up alone; they store in turn": lambda C, N, P: [C] * (P - 1) + [C + N - 1],
-        "if all ranks store a token, it counts P times": lambda C, N, P: [C + N - 1] * P,
-        "if all ranks store a token, it counts P times; and the last one is not stored": lambda C, N, P: [C + N] * P,
-        "new tokens are stored, too": lambda C, N, P: [C] * P,
-        "that is the number of slots; count the tokens in them": lambda C, N, P: [C - (-(N - 1) // P)] * P,
-        "N - 1 is not always a multiple of P: some ranks have one more": lambda C, N, P: [C + (N - 1) // P] * P,
+        "the last new token is returned and never computed: it has no K and V": "_in_turn(C, N + 1, P)",
+        "rank 0 stores the first new token, so the first ranks have one more": "_in_turn(C, N, P)[::-1]",
+        "rank 0 stores new token number 0": "_in_turn(C, N, P)[-1:] + _in_turn(C, N, P)[:-1]",
+        "then rank 0 fills up alone; they store in turn": "[C + N - 1] + [C] * (P - 1)",
+        "then the last rank fills up alone; they store in turn": "[C] * (P - 1) + [C + N - 1]",
+        "if all ranks store a token, it counts P times": "[C + N - 1] * P",
+        "if all ranks store a token, it counts P times; and the last one is not stored": "[C + N] * P",
+        "new tokens are stored, too": "[C] * P",
+        "that is the number of slots; count the tokens in them": "[C - (-(N - 1) // P)] * P",
+        "N - 1 is not always a multiple of P: some ranks have one more": "[C + (N - 1) // P] * P",
     },
-    cases={
-        "rank n mod P stores new token number n, for n = 0 ... N - 2": [
-            (4, 12, 4),
-            (4, 8, 3),
-            (10, 7, 5),
-            (3, 1, 2),
-            (2, 5, 1),
-        ]
-    },
+    said="rank n mod P stores new token number n, for n = 0 ... N - 2",
+    cases=[(4, 12, 4), (4, 8, 3), (10, 7, 5), (3, 1, 2), (2, 5, 1)],
     draw=lambda random: (random.randint(0, 99), random.randint(1, 99), random.randint(1, 12)),
     remark="no rank has more than one token more than another",
 )
@@ -404,17 +391,12 @@ check_bytes_of_a_token = Exercise(  # one new token of each prompt, float32
         "a rank gives its own part once, for any P": _bytes(lambda B, H, G, D, C, P: B * H * (D + 2) * P),
         "a rank gives its own part once, not P - 1 times": _bytes(lambda B, H, G, D, C, P: B * H * (D + 2) * (P - 1)),
         "one sequence has that; there are B of them": _bytes(lambda B, H, G, D, C, P: H * (D + 2)),
-        "one layer has that": lambda layers, B, H, G, D, C, P: B * H * (D + 2) * 4,
-        "these are numbers; a float32 has 4 bytes": lambda layers, B, H, G, D, C, P: layers * B * H * (D + 2),
-        "m, l and o are float32, 4 bytes each, not 2": lambda layers, B, H, G, D, C, P: layers * B * H * (D + 2) * 2,
+        "one layer has that": "B * H * (D + 2) * 4",
+        "these are numbers; a float32 has 4 bytes": "layers * B * H * (D + 2)",
+        "m, l and o are float32, 4 bytes each, not 2": "layers * B * H * (D + 2) * 2",
     },
-    cases={
-        "for each head of each prompt: m, l, and the D numbers of o": [
-            (32, 1, 32, 8, 128, 16_384, 8),
-            (2, 3, 6, 2, 16, 10, 5),
-            (4, 2, 8, 4, 64, 1000, 3),
-        ]
-    },
+    said="for each head of each prompt: m, l, and the D numbers of o",
+    cases=[(32, 1, 32, 8, 128, 16_384, 8), (2, 3, 6, 2, 16, 10, 5), (4, 2, 8, 4, 64, 1000, 3)],
     draw=lambda random: tuple(random.randint(1, 99) for _ in range(7)),
     remark="C, G and P do not appear",
 )

@@ -64,9 +64,7 @@ ONLY = "only the old part is rescaled by e^(m - m_new); the new part has the new
 check_running_update = Exercise(  # (m, l, o), scores (n,), v (n, D) -> (m, l, o), for one query
     right=lambda m, l, o, scores, v: RIGHT(m, l, o, scores, v),
     wrong={
-        "m is the largest score of all so far: compare the old m with the new scores": (
-            lambda m, l, o, scores, v: {"m": scores.max()}
-        ),
+        "m is the largest score of all so far: compare the old m with the new scores": "{'m': scores.max()}",
         "the old part is not rescaled: multiply it by e^(m - m_new)": _update(lambda old, new, f: old + new),
         "the old part is lost: add it, rescaled by e^(m - m_new)": _update(lambda old, new, f: new),
         "the old part is rescaled the wrong way round: e^(m - m_new), not e^(m_new - m)": _update(
@@ -116,16 +114,12 @@ STABLE = "use torch.logaddexp, or subtract the larger lse before exp"
 check_merge_two = Exercise(  # (out (n, D), lse (n,)) of two sets of keys -> (out, lse) of both
     right=_merged,
     wrong={
-        "out is the plain average; a part with more weight, a larger lse, counts more": (
-            lambda out_a, lse_a, out_b, lse_b: {"out": (out_a + out_b) / 2}
-        ),
-        "out is the plain sum, so its weights add up to 2": lambda out_a, lse_a, out_b, lse_b: {"out": out_a + out_b},
+        "out is the plain average; a part with more weight, a larger lse, counts more": "{'out': (out_a + out_b) / 2}",
+        "out is the plain sum, so its weights add up to 2": "{'out': out_a + out_b}",
         "the two shares are swapped: out_a has the share e^(lse_a - lse)": lambda out_a, lse_a, out_b, lse_b: {
             "out": _merged(out_b, lse_a, out_a, lse_b)["out"]
         },
-        "divide by the sum of both, e^lse": lambda out_a, lse_a, out_b, lse_b: {
-            "out": lse_a.exp()[:, None] * out_a + lse_b.exp()[:, None] * out_b
-        },
+        "divide by the sum of both, e^lse": "{'out': lse_a.exp()[:, None] * out_a + lse_b.exp()[:, None] * out_b}",
     },
     cases={
         "weigh out_a by e^(lse_a - lse) and out_b by e^(lse_b - lse); lse is log(e^lse_a + e^lse_b)": [
@@ -206,7 +200,7 @@ def _tokens(S, D, block_size, generator):
 LARGE = 20 * torch.tensor([[1.0, 2, 0, 3], [3, 1, 2, 0], [0, 2, 1, 1], [2, 0, 3, 1], [1, 1, 2, 3]], dtype=torch.float64)
 check_blockwise = Exercise(  # q, k, v (S, D) -> (S, D)
     right=_exact,
-    wrong={"the scores are not divided by sqrt(D)": lambda q, k, v, block_size: torch.softmax(q @ k.T, dim=1) @ v},
+    wrong={"the scores are not divided by sqrt(D)": "torch.softmax(q @ k.T, dim=1) @ v"},
     cases={
         "full attention, a block of keys at a time": [
             _tokens(*sizes, GENERATOR) for sizes in ((7, 4, 7), (7, 4, 1), (7, 4, 3), (12, 2, 4))
@@ -220,13 +214,14 @@ check_blockwise = Exercise(  # q, k, v (S, D) -> (S, D)
 check_visible_tiles = Exercise(  # how many of n x n square tiles have a pair that a causal mask leaves visible
     right=lambda n: n * (n + 1) // 2,
     wrong={
-        "that is all of them": lambda n: n * n,
-        "the n tiles on the diagonal count too": lambda n: n * (n - 1) // 2,
-        "half of all tiles, and half of the diagonal more": lambda n: n * n / 2,
-        "half of all tiles, rounded; half of the diagonal is more": lambda n: n * n // 2,
-        "those are the tiles on the diagonal; row i sees those before it too": lambda n: n,
+        "that is all of them": "n * n",
+        "the n tiles on the diagonal count too": "n * (n - 1) // 2",
+        "half of all tiles, and half of the diagonal more": "n * n / 2",
+        "half of all tiles, rounded; half of the diagonal is more": "n * n // 2",
+        "those are the tiles on the diagonal; row i sees those before it too": "n",
     },
-    cases={"row i sees tiles 0 to i": [(1,), (2,), (3,), (4,), (5,), (32,)]},
+    said="row i sees tiles 0 to i",
+    cases=[(1,), (2,), (3,), (4,), (5,), (32,)],
     draw=lambda random: (random.randint(6, 500),),
 )
 
@@ -240,7 +235,7 @@ check_largest_tensor = Exercise(  # bytes, of blockwise attention with S = 1,000
         "that is one head of 8": WHOLE // 8,
         "that is q, k, v and out together; the largest single one": 4 * WHOLE,
     },
-    cases={"out is (B, H, S, D) of 4 bytes each": [()]},
+    said="out is (B, H, S, D) of 4 bytes each",
     remark="q, k, v and out are the large tensors now; one tile of scores has only 2 MiB",
 )
 
@@ -254,7 +249,7 @@ check_blocks_of_gpu = Exercise(  # the blocks that GPU 2 computes on in rounds 0
         "there is no block -1: after KV0 comes KV3, which went round": [2, 1, 0, -1],
         "that is its own block in all rounds; the blocks move on": [2, 2, 2, 2],
     },
-    cases={"GPU 2 starts with its own block and then takes what GPU 1 had": [()]},
+    said="GPU 2 starts with its own block and then takes what GPU 1 had",
 )
 
 OLD_L, OLD_M, M = 1.979, 3 / math.sqrt(2), 6 / math.sqrt(2)
@@ -269,10 +264,10 @@ check_token_two_in_round_two = Exercise(  # three decimals
         "add the old l too, rescaled by f": {"l": NEW},
         "that is the old part; add e^(2.828 - m) and e^(4.243 - m)": {"l": F * OLD_L},
     },
-    cases={
+    said=(
         "the scores are [1 1].[3 1]/sqrt(2) and [1 1].[3 3]/sqrt(2), and m is the largest so far; f = e^(2.121 - m); "
-        "rescale the old l = 1.979 by f, then add e^(2.828 - m) and e^(4.243 - m)": [()]
-    },
+        "rescale the old l = 1.979 by f, then add e^(2.828 - m) and e^(4.243 - m)"
+    ),
     decimals=3,
 )
 
@@ -296,15 +291,11 @@ SHARE = "the share of a block is e^lse over the sum of all e^lse, not lse itself
 check_mended_sum = Exercise(  # outs (P, D) and lses (P,) of the blocks of one query -> its attention (D,)
     right=lambda outs, lses: torch.softmax(lses, 0) @ outs,
     wrong={
-        "that is the published sum of averages; each block counts by its share e^lse of the whole": (
-            lambda outs, lses: outs.sum(0)
-        ),
-        "that is the average of averages; each block counts by its share e^lse of the whole": (
-            lambda outs, lses: outs.mean(0)
-        ),
-        SHARE: lambda outs, lses: lses @ outs,
-        f"{SHARE}; divided by their sum neither": lambda outs, lses: lses / lses.sum() @ outs,
-        "divide by the sum of all e^lse: the shares must add up to 1": lambda outs, lses: lses.exp() @ outs,
+        "that is the published sum of averages; each block counts by its share e^lse of the whole": "outs.sum(0)",
+        "that is the average of averages; each block counts by its share e^lse of the whole": "outs.mean(0)",
+        SHARE: "lses @ outs",
+        f"{SHARE}; divided by their sum neither": "lses / lses.sum() @ outs",
+        "divide by the sum of all e^lse: the shares must add up to 1": "lses.exp() @ outs",
     },
     cases={
         "the shares are softmax(lses)": [

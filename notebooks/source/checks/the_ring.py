@@ -27,14 +27,11 @@ def _place(random):
 check_block_in_hand = Exercise(  # that the rank computes on in a round
     right=lambda rank, t, P: (rank - t) % P,
     wrong={
-        "your ring turns the other way: blocks come from rank r - 1": lambda rank, t, P: (rank + t) % P,
-        "blocks have the numbers 0 to P - 1: take the remainder by P": lambda rank, t, P: rank - t,
+        "your ring turns the other way: blocks come from rank r - 1": "(rank + t) % P",
+        "blocks have the numbers 0 to P - 1: take the remainder by P": "rank - t",
     },
-    cases={
-        "each hop brings the block of the rank before": [
-            (rank, t, P) for P in (4, 5, 1, 2, 3) for t in range(P) for rank in range(P)
-        ]
-    },
+    said="each hop brings the block of the rank before",
+    cases=[(rank, t, P) for P in (4, 5, 1, 2, 3) for t in range(P) for rank in range(P)],
     draw=_place,
 )
 
@@ -77,7 +74,7 @@ check_bytes_sent = Exercise(  # by one rank: P = 8, S = 1,048,576, B = 1, H = 32
         "a block is one chunk, S/P tokens, not the whole sequence (or did you add up all ranks?)": 56 * HOP,
         "bytes, please, not GiB": 14,
     },
-    cases={"hops x (K and V) x H x C x D x bytes of a number": [()]},
+    said="hops x (K and V) x H x C x D x bytes of a number",
     remark=f"{7 * HOP / 2**30:g} GiB",
 )
 

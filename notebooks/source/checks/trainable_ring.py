@@ -57,20 +57,13 @@ check_softmax_backward = Exercise(  # p, dp (n, c), out, d_out (n, D) -> ds (n, 
 check_added_so_far = Exercise(  # -> the ranks that have added to the gradients in hand, this one included
     right=lambda rank, t, P: {(rank - i) % P for i in range(max(t, 1))},
     wrong={
-        "the share of the block's own rank stays at home": lambda rank, t, P: {(rank - i) % P for i in range(t + 1)},
-        "your ring turns the other way: the block came from rank r - 1": (
-            lambda rank, t, P: {(rank + i) % P for i in range(max(t, 1))}
-        ),
-        "this rank has just computed, so it has added its share too": (
-            lambda rank, t, P: {(rank - i) % P for i in range(1, max(t, 1))}
-        ),
-        "ranks go from 0 to P - 1: take the remainder by P": lambda rank, t, P: {rank - i for i in range(max(t, 1))},
+        "the share of the block's own rank stays at home": "{(rank - i) % P for i in range(t + 1)}",
+        "your ring turns the other way: the block came from rank r - 1": "{(rank + i) % P for i in range(max(t, 1))}",
+        "this rank has just computed, so it has added its share too": "{(rank - i) % P for i in range(1, max(t, 1))}",
+        "ranks go from 0 to P - 1: take the remainder by P": "{rank - i for i in range(max(t, 1))}",
     },
-    cases={
-        "the block came from rank r - 1, and before that from the rank before it": [
-            (rank, t, P) for P in (4, 5, 1, 2, 3, 8) for t in range(P) for rank in range(P)
-        ]
-    },
+    said="the block came from rank r - 1, and before that from the rank before it",
+    cases=[(rank, t, P) for P in (4, 5, 1, 2, 3, 8) for t in range(P) for rank in range(P)],
     draw=lambda random: (random.randint(0, 8), random.randint(0, 8), random.randint(9, 12)),
 )
 
@@ -82,30 +75,24 @@ def _wide(itemsize):
 check_bytes_sent_back = Exercise(  # P, the numbers of a chunk, the bytes of one -> bytes that a rank sends
     right=lambda P, n, w: (P - 1) * 2 * n * (w + _wide(w)),
     wrong={
-        "that is the forward pass; dK and dV travel too": lambda P, n, w: (P - 1) * 2 * n * w,
-        "that is dK and dV; K and V travel too": lambda P, n, w: (P - 1) * 2 * n * _wide(w),
+        "that is the forward pass; dK and dV travel too": "(P - 1) * 2 * n * w",
+        "that is dK and dV; K and V travel too": "(P - 1) * 2 * n * _wide(w)",
         "that is the paper's closed circle; what a rank adds to its own dK and dV need not travel: P - 1 hops": (
-            lambda P, n, w: (P - 1) * 2 * n * w + P * 2 * n * _wide(w)
+            "(P - 1) * 2 * n * w + P * 2 * n * _wide(w)"
         ),
         "nothing needs P hops: K and V need not come home, and sums begin on the next rank": (
-            lambda P, n, w: P * 2 * n * (w + _wide(w))
+            "P * 2 * n * (w + _wide(w))"
         ),
-        "the message home counts too: P - 1 hops": lambda P, n, w: 2 * n * ((P - 1) * w + (P - 2) * _wide(w)),
-        "dK and dV are sums in float32 at least: never fewer than 4 bytes": lambda P, n, w: (P - 1) * 4 * n * w,
-        "K and V travel in their own dtype": lambda P, n, w: (P - 1) * 4 * n * _wide(w),
-        "sums of float64 are float64: 8 bytes, not 4": lambda P, n, w: (P - 1) * 2 * n * (w + 4),
-        "K and V travel, and dK and dV: count both of each": lambda P, n, w: (P - 1) * n * (w + _wide(w)),
-        "dQ does not travel": lambda P, n, w: (P - 1) * n * (2 * w + 3 * _wide(w)),
-        "Q and dQ stay on their rank": lambda P, n, w: (P - 1) * 3 * n * (w + _wide(w)),
+        "the message home counts too: P - 1 hops": "2 * n * ((P - 1) * w + (P - 2) * _wide(w))",
+        "dK and dV are sums in float32 at least: never fewer than 4 bytes": "(P - 1) * 4 * n * w",
+        "K and V travel in their own dtype": "(P - 1) * 4 * n * _wide(w)",
+        "sums of float64 are float64: 8 bytes, not 4": "(P - 1) * 2 * n * (w + 4)",
+        "K and V travel, and dK and dV: count both of each": "(P - 1) * n * (w + _wide(w))",
+        "dQ does not travel": "(P - 1) * n * (2 * w + 3 * _wide(w))",
+        "Q and dQ stay on their rank": "(P - 1) * 3 * n * (w + _wide(w))",
     },
-    cases={
-        "P - 1 hops of K and V in their dtype, P - 1 hops of dK and dV in float32 at least": [
-            (8, 2**29, 2),
-            (5, 96, 4),
-            (4, 96, 8),
-            (3, 40, 2),
-        ]
-    },
+    said="P - 1 hops of K and V in their dtype, P - 1 hops of dK and dV in float32 at least",
+    cases=[(8, 2**29, 2), (5, 96, 4), (4, 96, 8), (3, 40, 2)],
     draw=lambda random: (random.randint(1, 64), random.randint(1, 10**6), random.choice((2, 4, 8))),
     remark="with P = 8, 2^29 numbers and bfloat16 that is 42 GiB, where the forward pass sends 14 GiB",
 )
@@ -142,34 +129,25 @@ check_overlap_order = Exercise(  # P -> the ("post", t), ("compute", t), ("wait"
             lambda P: _by_round("post", "wait")(P)[:-1] + _first("compute")(P)
         ),
     },
-    cases={"in each round post, compute, wait, and after P - 1 hops the last block": [(P,) for P in (3, 4, 5, 2, 1)]},
+    said="in each round post, compute, wait, and after P - 1 hops the last block",
+    cases=[(P,) for P in (3, 4, 5, 2, 1)],
     draw=lambda random: (random.randint(6, 20),),
 )
 
 check_hidden_by_overlap = Exercise(  # seconds of a round -> the share of the messages' time that is hidden
     right=lambda computing, messages: min(1.0, computing / messages),
     wrong={
-        "no more than all of it can be hidden": lambda computing, messages: computing / messages,
-        "turned over: divide the computing by the messages": lambda computing, messages: messages / computing,
-        "turned over: the computing covers the messages": lambda computing, messages: min(1, messages / computing),
-        "give a share from 0 to 1, not per cent": lambda computing, messages: 100 * min(1.0, computing / messages),
-        "that is the share that is not hidden": lambda computing, messages: max(0.0, 1 - computing / messages),
+        "no more than all of it can be hidden": "computing / messages",
+        "turned over: divide the computing by the messages": "messages / computing",
+        "turned over: the computing covers the messages": "min(1, messages / computing)",
+        "give a share from 0 to 1, not per cent": "100 * min(1.0, computing / messages)",
+        "that is the share that is not hidden": "max(0.0, 1 - computing / messages)",
         "that is the time that is hidden; divide it by the messages' time": min,
-        "divide by the messages' time, not by the time of both": (
-            lambda computing, messages: min(computing, messages) / (computing + messages)
-        ),
-        "computing may cover a part of the messages; it need not be all or nothing": (
-            lambda computing, messages: float(computing >= messages)
-        ),
+        "divide by the messages' time, not by the time of both": "min(computing, messages) / (computing + messages)",
+        "computing may cover a part of the messages; it need not be all or nothing": "float(computing >= messages)",
     },
-    cases={
-        "computing covers as many seconds of the messages as it lasts, and no more than there are": [
-            (0.5, 2.0),
-            (2.0, 2.0),
-            (3.0, 2.0),
-            (2.0, 5.0),
-        ]
-    },
+    said="computing covers as many seconds of the messages as it lasts, and no more than there are",
+    cases=[(0.5, 2.0), (2.0, 2.0), (3.0, 2.0), (2.0, 5.0)],
     draw=lambda random: (random.uniform(0.1, 9), random.uniform(0.1, 9)),
 )
 
@@ -204,11 +182,8 @@ check_zigzag_positions = Exercise(  # -> where the tokens of this rank stand in 
         "that is the contiguous layout": _positions("contiguous"),
         "that is the striped layout": _positions("striped"),
     },
-    cases={
-        "a rank holds as many early as late tokens: halves r and 2P - 1 - r": [
-            (rank, S, P) for S, P in ((16, 4), (24, 3), (30, 5), (4, 1), (12, 2)) for rank in range(P)
-        ]
-    },
+    said="a rank holds as many early as late tokens: halves r and 2P - 1 - r",
+    cases=[(rank, S, P) for S, P in ((16, 4), (24, 3), (30, 5), (4, 1), (12, 2)) for rank in range(P)],
     draw=_place,
 )
 
@@ -226,25 +201,20 @@ check_striped_mask = Exercise(  # -> (C, C) bool: which pairs the causal mask le
     wrong={
         "where a key comes after its query, in a later block, the diagonal is hidden": _tril,
         "on its own block a query sees itself, and an earlier block comes before it: the diagonal is visible": (
-            lambda rank, block, C: _tril(rank, block, C, -1)
+            "_tril(rank, block, C, -1)"
         ),
         "key i of an earlier block comes before query i: the diagonal is visible": (
-            lambda rank, block, C: _tril(rank, block, C, -int(block != rank))
+            "_tril(rank, block, C, -int(block != rank))"
         ),
         "True means computed here; yours is True for the hidden pairs": lambda *case: ~_striped(*case),
         "rows are queries and columns are keys; yours is turned over": lambda *case: _striped(*case).T,
-        "all or nothing is the contiguous layout; here every tile is a triangle": (
-            lambda rank, block, C: torch.ones(C, C, dtype=torch.bool)
-        ),
+        "all or nothing is the contiguous layout; here every tile is a triangle": "torch.ones(C, C, dtype=torch.bool)",
         "return True for the pairs that are computed and False for others, not numbers to add to scores": (
             lambda *case: torch.zeros_like(_striped(*case), dtype=float).masked_fill(~_striped(*case), -torch.inf)
         ),
     },
-    cases={
-        "query i stands at rank + i P and key i at block + i P; a key must not be later": [
-            (rank, block, C) for P, C in ((3, 4), (4, 5), (2, 1), (5, 2)) for rank in range(P) for block in range(P)
-        ]
-    },
+    said="query i stands at rank + i P and key i at block + i P; a key must not be later",
+    cases=[(rank, block, C) for P, C in ((3, 4), (4, 5), (2, 1), (5, 2)) for rank in range(P) for block in range(P)],
     draw=lambda random: (random.randrange(3), random.randrange(3), random.randint(6, 20)),
 )
 
@@ -258,7 +228,7 @@ check_idle_limit = Exercise(  # the idle share of 8 ranks with long contiguous c
         "that is the limit of 4 ranks": 3 / 7,
         "give a share from 0 to 1, not per cent": 700 / 15,
     },
-    cases={"count in full blocks: 8 ranks for 7 1/2 rounds, and 32 blocks of work": [()]},
+    said="count in full blocks: 8 ranks for 7 1/2 rounds, and 32 blocks of work",
     decimals=3,
     remark="7/15 of the time; with zigzag this ring is 15/8 times as fast",
 )
@@ -304,7 +274,7 @@ check_attention_on_a_kernel = Exercise(  # kernel, q, k, v (S, D), blocks -> att
             lambda *case: torch.stack(_outs(*case)).mean(dim=0)
         ),
         "this is not the attention of the kernel, whose scale is its own; merge what it returns": (
-            lambda kernel, q, k, v, blocks: plain_kernel(q, k, v)[0]
+            "plain_kernel(q, k, v)[0]"
         ),
     },
     cases={
@@ -328,11 +298,9 @@ def _heads(B, G, N, S, D, generator):
 check_group_gradient = Exercise(  # dk (B, H, S, D) of repeated heads, G -> dk (B, G, S, D)
     right=lambda dk, G: dk.unflatten(1, (G, -1)).sum(dim=2),
     wrong={
-        "query head h used head h // (H/G), so neighbours share a head": lambda dk, G: dk.unflatten(1, (-1, G)).sum(
-            dim=1
-        ),
-        "each query head adds its part: a sum, not the mean": lambda dk, G: dk.unflatten(1, (G, -1)).mean(dim=2),
-        "that is the part of the first query head of each group": lambda dk, G: dk.unflatten(1, (G, -1))[:, :, 0],
+        "query head h used head h // (H/G), so neighbours share a head": "dk.unflatten(1, (-1, G)).sum(dim=1)",
+        "each query head adds its part: a sum, not the mean": "dk.unflatten(1, (G, -1)).mean(dim=2)",
+        "that is the part of the first query head of each group": "dk.unflatten(1, (G, -1))[:, :, 0]",
     },
     cases={
         "the sum over the query heads that share a head": [
