@@ -65,7 +65,7 @@ def examine(
     """Examine a ring, name its mistake, and return the report. It starts processes of its own.
 
     function(q, k, v, ...) is called on every rank with its chunks, q (B, H, C, D), k and v (B, G, C, D). It returns out
-    or (out, lse); asking/signature.py says which other arguments it may take. A name, "my_package.ring:attention" or
+    or (out, lse); asking/patient.py says which other arguments it may take. A name, "my_package.ring:attention" or
     "path/to/ring.py:attention", is imported by each process. `claims` restrict what is asked, as the options of the
     command do: causal=True, layouts="zigzag", worlds=(1, 2, 3), dtypes="float32", tensors="bshd", heads=8, kv_heads=2,
     head_dim=64, batch=2, chunk=16, shape=(B, H, G, S, D), grouped=False, unequal=False, own_values=False,

@@ -11,8 +11,7 @@ from typing import Any
 
 from ring_doctor.asking.case import LAYOUTS
 from ring_doctor.asking.examination import SECONDS
-from ring_doctor.asking.patient import MOST, Patient
-from ring_doctor.asking.signature import TENSORS
+from ring_doctor.asking.patient import MOST, TENSORS, Patient
 from ringlab.options import Parser, new_file, positive
 
 DESCRIPTION = """\

@@ -3,7 +3,7 @@
     attention(q, k, v, is_causal=False, softmax_scale=None, process_group=None)    takes causal, scale and group
     q, k, v, dO of rank r    ->    out, lse, dq, dk, dv of rank r, and what the function did that no ring may do
 
-The options are those of signature.py.
+The options are those of patient.py.
 
 Shapes: q (B, H, C, D), k and v (B, G, C, D) of this rank's tokens; out like q; lse (B, H, C), natural, or in another of
 the shapes that `lse_of` knows. With tensors "bshd" they are (B, C, H, D) and (B, C, G, D), with "sbhd" (C, B, H, D).
@@ -28,9 +28,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ring_doctor.asking.case import UNROUNDED, Case, layout_of
-from ring_doctor.asking.patient import Patient
+from ring_doctor.asking.patient import NAMES, OPTION, TENSORS, Patient, arguments_of
 from ring_doctor.asking.questions import BESIDE, Question
-from ring_doctor.asking.signature import NAMES, OPTION, TENSORS, arguments_of
 from ringlab.support.processes import RankContext
 
 

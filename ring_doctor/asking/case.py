@@ -18,7 +18,7 @@ Two runs with the same scores, scale X, and the same dO Vᵀ, which is Y, have t
 Shapes: the whole q and d_out (B, H, S, D), k and v (B, G, S, D); in an X-ray B = H = G = 1 and D ≥ S. Rank r has the
 tokens at `positions(r)`.
 
-Before: names.py. After: signature.py, what a ring may take; explaining/xray.py, which reads the results of an X-ray.
+Before: names.py. After: patient.py, what a ring may take; explaining/xray.py, which reads the results of an X-ray.
 Source: Liu et al. 2024, equation 1; Dao et al. 2022, algorithm 4, for the X-ray.
 """
 

@@ -24,9 +24,8 @@ from ring_doctor.asking.answers import (
     other_numbers,
 )
 from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
-from ring_doctor.asking.patient import Patient, dtype_of
+from ring_doctor.asking.patient import TENSORS, Patient, dtype_of
 from ring_doctor.asking.questions import BESIDE, LSE, Question, in_turn, kind, questions
-from ring_doctor.asking.signature import TENSORS
 
 SECONDS = 10.0  # for one question; a right ring needs some milliseconds
 GIVE_UP = 2  # hangs or crashes: then nothing more is asked

@@ -2,17 +2,24 @@
 
     out = f(q, k, v)            or      out, lse = f(q, k, v)
 
-f gets those options that its signature has, under any of the names in signature.py: causal, scale, group, layout,
-documents, window, sinks. What f cannot do is not asked: a function without `causal` is asked for full attention, or,
-with `--causal`, for causal attention only. Options that only its **options could take are not given.
+f gets those options that its signature has, under any of the names in NAMES: causal, scale, group, layout, documents,
+window, sinks. What f cannot do is not asked: a function without `causal` is asked for full attention, or, with
+`--causal`, for causal attention only. Options that only its **options could take are not given.
+An option means what it means in ../../ringlab/ring/flash_ring.py, and has this form:
+    window_size    flash-attn's pair (left, right): a window of w keys is (w - 1, 0), no window (-1, -1)
+    cu_seqlens     the documents of the whole sequence by where each begins, and its end: int32, documents + 1 numbers
+    sinks          attention sinks, a learned logit (H,) in the softmax of each query head
+    initial_state  of a state ring (B, H, D, D), what was there before the first token: the same on every rank
+    log_decay, g   of a state ring (B, H, C), or k's shape if so claimed; decay is e^log_decay. Its beta is (B, H, C)
+    w_k, w_v, chosen, count    of a ring of latents and of an index, as in latent_case.py
 
 A patient file is a module that adapts a library to this. It has a function `attention` and, where they differ from what
 stands in `Patient`, its fields as constants in capitals. A function `setup(context)` is called once on each rank: there
 a way that needs a mesh of ranks builds it, as in ../patients/libraries.py. Where it has several functions,
 CLAIMS says what differs for the others, by name.
 
-Before: signature.py. After: questions.py.
-Source: the interface of torch.nn.functional.scaled_dot_product_attention.
+Before: case.py. After: questions.py.
+Source: the signatures of flash_attn_func, ring-flash-attention, torch.nn.functional.scaled_dot_product_attention.
 """
 
 import difflib
@@ -26,10 +33,27 @@ import torch
 from ring_doctor.asking.case import LAYOUTS, Case
 from ring_doctor.asking.latent_case import INDEX, OneHead, kind_of
 from ring_doctor.asking.names import by_name, module_named, name_of, portable
-from ring_doctor.asking.signature import OPTION, TENSORS, arguments_of
 from ring_doctor.asking.state_case import Convolution
 from ringlab.support.expect import expect
 
+NAMES = {  # an option: the names of it
+    "causal": ("causal", "is_causal"),
+    "scale": ("scale", "softmax_scale", "sm_scale", "scaling"),
+    "group": ("group", "process_group", "pg", "cp_group", "sp_group"),
+    "layout": ("layout",),
+    "documents": ("documents", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"),
+    "window": ("window", "window_size"),
+    "sinks": ("sinks",),
+    "log_decay": ("log_decay", "g", "decay"),
+    "beta": ("beta",),
+    "state": ("state", "initial_state", "h0"),
+    "weight": ("weight",),
+    **{name: (name,) for name in ("w_k", "w_v", "chosen", "count")},
+}
+OPTION = {name: option for option, names in NAMES.items() for name in names}
+TENSORS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}  # where their dimensions are in ours
+ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+GIVES = f"gives q, k, v of this rank, and any of {', '.join(NAMES)}: wrap the function, or use functools.partial"
 LEAST, MOST = 3, 16  # ranks: with 2, the next rank is also the previous rank; each rank is a process here
 
 
@@ -163,6 +187,29 @@ def _in_file(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
         expect(constant in CONSTANTS or not near, given, expected)
     of_file = {constant.lower(): said[constant] for constant in CONSTANTS if constant in said}
     return function, {"setup": said.get("setup"), **of_file, **(of_this or {})}
+
+
+def arguments_of(name: str, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function that the doctor can give. Raises ValueError when it cannot be called."""
+    if inspect.isclass(inspect.unwrap(function)):
+        raise ValueError(f"{name} is a class; expected a function, or an object of the class that its module makes")
+    try:
+        signature = inspect.signature(_callee(function))
+    except ValueError as error:
+        raise ValueError(f"{name} has no signature ({error}); wrap it in a function attention(q, k, v)") from error
+    given = {each: of for each, of in signature.parameters.items() if each in OPTION and of.kind not in ANY}
+    try:
+        signature.bind(*"qkv", **dict.fromkeys(given))
+    except TypeError as error:
+        raise ValueError(f"{name}{signature} cannot be called as f(q, k, v): {error}; the doctor {GIVES}") from error
+    return given
+
+
+def _callee(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Whose signature counts: a torch.nn.Module shows that of its `forward`, also when torch.compile has wrapped it."""
+    function = inspect.unwrap(function)
+    function = getattr(function, "_orig_mod", function)
+    return function.forward if isinstance(function, torch.nn.Module) else function
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -27,7 +27,7 @@ from ring_doctor.asking.questions import BESIDE, KEPT
 from ring_doctor.asking.state_case import StateCase
 from ring_doctor.catalogue import BY_WAY, CATALOGUE
 from ring_doctor.explaining.conditions import separated, when_it_shows
-from ring_doctor.explaining.wrong_answer import WrongAnswer
+from ring_doctor.explaining.facts import WrongAnswer
 from ring_doctor.mistakes import Change, Mistake, latents
 from ring_doctor.mistakes.paper_ring import RIGHT, NotOnPaper, compute
 from ring_doctor.mistakes.states import MISTAKES as STATES

@@ -5,7 +5,7 @@
 A sentence is told only if it is true of every wrong answer that can show it. So a pattern of one answer by chance, or
 of P = 2 alone, is not told as general. If no pattern holds, what is left is which results are wrong.
 
-Shapes: those of wrong_answer.py.
+Shapes: those of facts.py.
 
 Before: facts.py and grids.py. After: report.py.
 Source: Dao et al. 2022, algorithm 4, for what follows from what. The PyTorch manual, torch.distributed: a blocking send
@@ -24,9 +24,8 @@ from ring_doctor.asking.answers import FAILED, Answer, Examination, imprecise, n
 from ring_doctor.asking.job import ranks_in_words
 from ring_doctor.asking.latent_case import LatentCase
 from ring_doctor.asking.questions import BESIDE
-from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, listed, of_gradients
+from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, WrongAnswer, listed, of_gradients
 from ring_doctor.explaining.grids import XRay
-from ring_doctor.explaining.wrong_answer import WrongAnswer
 
 WIDTH = 110
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")

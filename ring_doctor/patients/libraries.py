@@ -9,10 +9,6 @@ Before: flash_attn_by_hand.py. After: __main__.py, which examines them; README.m
 Source: the packages of requirements.txt.
 """
 
-import contextlib
-import io
-import os
-import runpy
 from functools import partial
 from importlib import import_module, metadata
 from itertools import accumulate
@@ -170,7 +166,7 @@ def diffusers_ulysses(q, k, v, scale=None):
 diffusers_ulysses_anything = diffusers_ulysses
 
 
-# yunchang (feifeibear/long-context-attention), DeepSpeed, ParaAttention, a blog ---------------------------------------
+# yunchang (feifeibear/long-context-attention), DeepSpeed, ParaAttention -----------------------------------------------
 
 
 def yunchang(q, k, v, causal=False, scale=None, group=None):
@@ -222,13 +218,6 @@ def para_attn_ulysses(q, k, v, causal=False, scale=None, group=None):
     return ulysses_attn_func(q, k, v, is_causal=causal, scale=scale, mesh=group)
 
 
-def blog(q, k, v):
-    """The source of the even and odd ranks of ../../ring_attn.py, codes/ring_attn.py at RING_OF_THE_BLOG."""
-    ring, r, P = runpy.run_path(os.environ["RING_OF_THE_BLOG"]), dist.get_rank(), dist.get_world_size()
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells each step
-        return ring["ring_attention_distributed_fwd"](q, k, v, r, P, (r - 1) % P, (r + 1) % P)
-
-
 # What each can do ----------------------------------------------------------------------------------------------------
 
 
@@ -243,7 +232,6 @@ def version_of(library):
 FROM_2 = {"worlds": (2, 3, 4)}  # on one rank it sends to itself, which gloo refuses
 TWELVE = {"heads": 12, "worlds": (1, 2, 3, 4)}  # heads that every number of ranks divides
 BSHD, FULL, CAUSAL_ZIGZAG = {"tensors": "bshd"}, {"causal": (False,)}, {"causal": (True,), "layouts": ("zigzag",)}
-BLOG = "AndSonder/space.keter.top, commit 26c3a5e"
 FORWARD, ONE_TO_ONE = {"gradients": False}, {"grouped": False}
 LIBRARIES = {  # what all functions of a library claim, and each of them
     "ring-flash-attn": (
@@ -295,10 +283,6 @@ LIBRARIES = {  # what all functions of a library claim, and each of them
         {"deepspeed_ulysses": TWELVE, "deepspeed_ulysses_uneven": {"heads": 7}},
     ),
     "para_attn": (TWELVE, {"para_attn_ulysses": ONE_TO_ONE}),
-    "the blog": (
-        FULL | ONE_TO_ONE | FROM_2 | FORWARD,
-        {"blog": {"dtypes": ("float64", "float32"), "version": BLOG if "RING_OF_THE_BLOG" in os.environ else ""}},
-    ),
 }
 CLAIMS = {
     name: {"version": version_of(library)} | common | own

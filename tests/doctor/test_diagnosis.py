@@ -18,7 +18,7 @@ from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining import diagnosis
 from ring_doctor.explaining.conditions import when_it_shows
 from ring_doctor.explaining.diagnosis import Diagnosis, Explanation, diagnose
-from ring_doctor.explaining.wrong_answer import WrongAnswer
+from ring_doctor.explaining.facts import WrongAnswer
 from ring_doctor.mistakes import Mistake
 from ring_doctor.mistakes.paper_ring import RIGHT, compute
 from ring_doctor.report import Report

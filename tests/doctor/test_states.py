@@ -9,9 +9,8 @@ import torch.distributed as dist
 from ring_doctor.asking.answers import WRONG_RING
 from ring_doctor.asking.examination import examination_of
 from ring_doctor.asking.latent_case import LatentCase, LatentSteps, compute_latents
-from ring_doctor.asking.patient import patient_of
+from ring_doctor.asking.patient import OPTION, patient_of
 from ring_doctor.asking.questions import questions
-from ring_doctor.asking.signature import OPTION
 from ring_doctor.asking.state_case import Convolution, StateCase
 from ring_doctor.assertion import examine
 from ring_doctor.explaining import xray

@@ -15,9 +15,8 @@ from ring_doctor.asking.calls import call, lse_of, options, ours, theirs
 from ring_doctor.asking.case import Case, positions
 from ring_doctor.asking.job import hang, lines_of_ranks
 from ring_doctor.asking.names import ByName, by_name, named, portable
-from ring_doctor.asking.patient import CONSTANTS, Patient, patient_of
+from ring_doctor.asking.patient import CONSTANTS, Patient, arguments_of, patient_of
 from ring_doctor.asking.questions import questions
-from ring_doctor.asking.signature import arguments_of
 from ring_doctor.catalogue import enter
 from ring_doctor.mistakes import CATALOGUE, PAGE
 from ring_doctor.options import claims_of, parse
