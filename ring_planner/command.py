@@ -21,7 +21,6 @@ from collections.abc import Sequence
 
 from ring_planner.memory import RESERVE
 from ring_planner.plan import HELD, LONGEST, MOST, Plan, Wish, best, candidates, digits, gains, hosts_that_hold, longest
-from ring_planner.plan import of_latents as seconds_of_latents
 from ring_planner.presets import GIB
 from ring_planner.request import parser, request_of
 from ring_planner.step import Step
@@ -79,7 +78,7 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     say("evidence", *evidence_of(first))
     say("not counted", *agreements_of(first))
     if model.latents and rings:
-        say("latents", *latents_of(rings[0], model.latents.sent))
+        say("latents", *rings[0].latents(model.latents.sent))
     if model.experts:
         say("experts", f"FSDP gathers all {model.experts} of a layer; expert parallelism is not planned")
     for gain, name, answer in [better for better in gains(step, wish) if better[0] > 1.005][:3]:
@@ -121,15 +120,6 @@ def agreements_of(answer: Plan) -> list[str]:
     passes = step.model.layers * (1 if step.task == "prefill" else 2 + (step.recompute == "full"))
     waits = f"hosts wait for each other {passes} times, {1000 * AGREEMENT:.1f} ms each: {digits(passes * AGREEMENT)} s"
     return [f"{waits}; their GPUs compute queued work meanwhile"]
-
-
-def latents_of(ring: Plan, latents: int) -> list[str]:
-    """How long attention takes if heads travel in this ring, and if latents do; and where latents are faster."""
-    (seconds, most), sent = seconds_of_latents(ring), ring.step.model.attention().sent
-    where = {None: "at any length", 0: "at no length"}.get(most, f"up to {most or 0:,} tokens of a GPU")
-    of_heads, of_latents = (digits(each, ring.digits) for each in (ring.terms["attention"], seconds))
-    times = f"attention {of_heads} s with K and V of all heads, {of_latents} s with latents"
-    return [f"{ring.name}: {times}", f"{sent:,} numbers a token, or {latents:,}; latents are faster {where}"]
 
 
 def memory_of(answer: Plan) -> str:

@@ -145,6 +145,19 @@ class Plan:
         passes = self.seconds if self.step.task == "prefill" else self.seconds / 4
         return passes / self.step.model.layers < HOST_CALLS and not self.step.gpu.ideal
 
+    def latents(self, sent: int) -> list[str]:
+        """How long attention takes if K and V travel in this ring, or `sent` numbers; where latents are faster."""
+        step, lengths = self.step, range(GRAIN, LONGEST // self.step.cp, GRAIN)
+
+        def attention(tokens: int, latents: bool) -> float:
+            return step_seconds(replace(step, seq_len=tokens * step.cp, latents=latents))["attention"]
+
+        of = [digits(attention(step.seq_len // step.cp, latents), self.digits) for latents in (False, True)]
+        up_to = bisect_left(lengths, True, key=lambda tokens: attention(tokens, True) >= attention(tokens, False))
+        at = {0: "at no length", len(lengths): "at any length"}.get(up_to, f"up to {GRAIN * up_to:,} tokens of a GPU")
+        times = f"{self.name}: attention {of[0]} s with K and V of all heads, {of[1]} s with latents"
+        return [times, f"{step.model.attention().sent:,} numbers a token, or {sent:,}; latents are faster {at}"]
+
 
 def ways_of(step: Step) -> Iterator[Step]:
     """The step with each way that can be, among its cp GPUs."""
@@ -244,20 +257,6 @@ def gains(step: Step, wish: Wish) -> list[tuple[float, str, Plan]]:
     merit = now[0].merit if now else 1.0
     gained = [(plans[0].merit / merit, name, plans[0]) for name, plans in ranked.items() if plans]
     return sorted(gained, key=lambda gain: -gain[0])
-
-
-def of_latents(ring: Plan) -> tuple[float, int | None]:
-    """Seconds of attention if latents travel in this ring. It is faster so up to how many tokens a GPU; None: any."""
-    step = ring.step
-
-    def faster(tokens: int) -> bool:
-        heads = replace(step, seq_len=tokens * step.cp)
-        of_heads, of_latents = (step_seconds(each)["attention"] for each in (heads, replace(heads, latents=True)))
-        return of_latents < of_heads
-
-    lengths = range(GRAIN, LONGEST // step.cp, GRAIN)
-    up_to = bisect_left(lengths, True, key=lambda tokens: not faster(tokens))
-    return step_seconds(replace(step, latents=True))["attention"], None if up_to == len(lengths) else GRAIN * up_to
 
 
 def hosts_that_hold(step: Step, wish: Wish) -> int | None:

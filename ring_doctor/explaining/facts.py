@@ -230,9 +230,8 @@ def _at_the_nearest_scale(wrong: WrongAnswer) -> tuple[float, dict[str, Tensor]]
     scale, times, width = RIGHT.scale(case), 1.0, 1e-4
     for _ in range(8):
         x, more = (compute_latents(replace(case, scale=each * scale)) for each in (times, times + width))
-        slope = (more["out"] - x["out"]) / width
-        step = ((wrong.seen("out") - x["out"]) * slope).sum() / slope.square().sum().clamp(1e-300)
-        times = min(max(times + float(step), 0.1), 10.0)  # NaN: 0.1
+        slope, off = (more["out"] - x["out"]) / width, wrong.seen("out") - x["out"]
+        times = min(max(times + float((off * slope).sum() / slope.square().sum()), 0.1), 10.0)
     return times, compute_latents(replace(case, scale=times * scale))
 
 

@@ -24,9 +24,7 @@ def own_tokens(steps: LatentSteps, case: LatentCase, rank: int) -> Tensor:
 def detached_after(hops: int, steps: LatentSteps, case: LatentCase, rank: int, x: Tensor) -> Tensor:
     """The blocks that made more hops to this rank bring no gradient home."""
     near = torch.cat([case.positions((rank - t) % case.world_size) for t in range(min(hops + 1, case.world_size))])
-    there = torch.zeros(case.seq_len, 1, dtype=torch.bool)
-    there[near] = True
-    return torch.where(there, x, x.detach())
+    return x.detach().index_copy(2, near, x[:, :, near])
 
 
 def of_own_block(steps: LatentSteps, case: LatentCase, rank: int, x: Tensor) -> Tensor:
