@@ -165,48 +165,64 @@ def test_the_plain_block_takes_over_where_the_kernel_cannot_tell(plain):
 # Which kernel ---------------------------------------------------------------------------------------------------------
 
 
-def stand_in(device, head_dim=64, heads=2, dtype=torch.bfloat16):
-    return SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype, shape=(2, heads, 128, head_dim))
+def stand_in(device, S, D, heads, dtype):
+    return SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype, shape=(2, heads, S, D))
+
+
+NONE = {"device": "cpu", "choice": None}  # PyTorch is not asked
+TAKEN, AGAIN = "fused, PyTorch's choice for this GPU", "PyTorch's choice without cuDNN"
+UNTRIED, NO_KERNEL = "no fused CUDA kernel was tried", "PyTorch takes no fused CUDA kernel"
 
 
 @pytest.mark.parametrize(
-    ("device", "choice", "options", "scale", "softcap", "kernel"),
-    [
-        ("cpu", None, {}, 0.1, None, "cpu flash"),
-        ("cpu", None, {"head_dim": 7, "dtype": torch.float64}, 0.1, None, "cpu flash"),
-        ("cpu", None, {}, 0.0, None, "plain"),
-        ("cpu", None, {}, -0.1, None, "plain"),
-        ("cpu", None, {}, 0.1, 2.0, "plain"),
-        ("mps", None, {}, 0.1, None, "plain"),
-        ("cuda", None, {}, -0.1, None, "plain"),
-        ("cuda", None, {}, 0.1, 2.0, "plain"),
-        *(("cuda", choice, {}, 0.1, None, "plain") for choice in (-1, 0, 4)),  # none, math, of another maker
-        ("cuda", 1, {"head_dim": 8}, 0.1, None, "cuda flash"),
-        ("cuda", 1, {"head_dim": 256}, 0.1, None, "cuda flash"),
-        ("cuda", 1, {"head_dim": 264}, 0.1, None, "plain"),
-        ("cuda", 1, {"head_dim": 60}, 0.1, None, "plain"),
-        ("cuda", 2, {"head_dim": 8, "dtype": torch.float32}, 0.1, None, "cuda efficient"),
-        ("cuda", 2, {"head_dim": 128}, 0.1, None, "cuda efficient"),
-        ("cuda", 2, {"head_dim": 136}, 0.1, None, "plain"),
-        ("cuda", 2, {"head_dim": 124}, 0.1, None, "plain"),
-        ("cuda", 3, {"head_dim": 56}, 0.1, None, "cuda flash"),
-        ("cuda", 3, {"head_dim": 60}, 0.1, None, "plain"),
-        ("cuda", 3, {"head_dim": 64}, 0.1, None, "cuda cudnn"),
-        ("cuda", 3, {"head_dim": 256}, 0.1, None, "cuda cudnn"),
-        ("cuda", 3, {"head_dim": 264}, 0.1, None, "plain"),
-        ("cuda", 3, {"head_dim": 68}, 0.1, None, "plain"),
-        ("cuda", 3, {"heads": 2**15 - 1}, 0.1, None, "cuda cudnn"),
-        ("cuda", 3, {"heads": 2**15}, 0.1, None, "plain"),  # of two sequences
+    ("options", "kernel", "why"),
+    [  # `choice` is PyTorch's, and `without` what it takes where cuDNN is switched off
+        (NONE, "cpu flash", "any head dim"),
+        ({**NONE, "D": 7, "dtype": torch.float64}, "cpu flash", "any floating dtype"),
+        ({**NONE, "scale": 0.0}, "plain", "scale is 0; "),
+        ({**NONE, "scale": -0.1}, "plain", "scale is -0.1; "),
+        ({**NONE, "softcap": 2.0}, "plain", "caps scores"),
+        ({**NONE, "device": "mps"}, "plain", "no fused kernel for mps"),
+        ({**NONE, "device": "cuda", "scale": -0.1}, "plain", "scale is -0.1; "),
+        ({**NONE, "device": "cuda", "softcap": 2.0}, "plain", "caps scores"),
+        *(({"choice": choice}, "plain", NO_KERNEL) for choice in (-1, 0, 4)),  # none, math, of another maker
+        ({"choice": 1, "D": 8}, "cuda flash", TAKEN),
+        ({"choice": 1, "D": 256}, "cuda flash", TAKEN),
+        ({"choice": 1, "D": 264}, "plain", UNTRIED),
+        ({"choice": 1, "D": 60}, "plain", UNTRIED),
+        ({"choice": 2, "D": 8, "dtype": torch.float32}, "cuda efficient", TAKEN),
+        ({"choice": 2, "D": 128}, "cuda efficient", TAKEN),
+        ({"choice": 2, "D": 136}, "plain", UNTRIED),
+        ({"choice": 2, "D": 124}, "plain", UNTRIED),
+        ({}, "cuda cudnn", TAKEN),
+        ({"D": 256, "S": (2048, 4096)}, "cuda cudnn", TAKEN),
+        ({"D": 264}, "plain", UNTRIED),
+        ({"D": 68}, "plain", UNTRIED),
+        ({"heads": 2**15 - 1}, "cuda cudnn", TAKEN),
+        ({"heads": 2**15}, "plain", UNTRIED),  # of two sequences
+        ({"S": (4096, 4096), "D": 56}, "cuda flash", AGAIN),
+        ({"D": 60}, "plain", UNTRIED),
+        ({"S": (1, 4096)}, "cuda flash", AGAIN),  # a new token
+        ({"S": (128, 1)}, "cuda flash", AGAIN),
+        ({"S": (576, 1152)}, "cuda flash", AGAIN),  # S = 9,216 on 8 ranks: 64 mod 128
+        ({"S": (1152, 576)}, "cuda flash", AGAIN),
+        ({"S": (4095, 4095)}, "cuda flash", AGAIN),  # striped
+        ({"S": (768, 511)}, "cuda flash", AGAIN),  # of a window
+        ({"S": (4095, 4095), "without": 2}, "cuda efficient", AGAIN),  # a PyTorch without flash
+        ({"S": (4095, 4095), "without": 2, "D": 192}, "plain", UNTRIED),
+        ({"S": (4095, 4095), "without": 0}, "plain", NO_KERNEL),  # flash is switched off
     ],
 )
-def test_the_kernel_that_fits(device, choice, options, scale, softcap, kernel):
-    q = stand_in(device, **options)
+def test_the_kernel_that_fits(options, kernel, why):
+    given = {"device": "cuda", "choice": 3, "without": 1, "S": (128, 128), "D": 64, "heads": 2, "scale": 0.1, **options}
+    sizes = given["D"], given["heads"], given.get("dtype", torch.bfloat16)
+    q, k = (stand_in(given["device"], S, *sizes) for S in given["S"])
     with mock.patch.object(gpu_kernels, "torch_choice") as asked:
-        asked.side_effect = lambda *_: choice if cudnn_sdp_enabled() else 1
-        chosen, why = choose_kernel(q, q, scale, softcap, True)
+        asked.side_effect = lambda *_: given["choice"] if cudnn_sdp_enabled() else given["without"]
+        chosen, reason = choose_kernel(q, k, given["scale"], given.get("softcap"), True)
     assert chosen == kernel
-    assert why
-    assert asked.mock_calls[:1] == ([] if choice is None else [mock.call(q, q, scale, True)])
+    assert why in reason
+    assert asked.mock_calls[:1] == ([] if given["choice"] is None else [mock.call(q, k, given["scale"], True)])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -513,35 +529,6 @@ def test_a_plan_reads_by_the_strides_that_it_was_made_for():
 
 
 # Which blocks cuDNN gets ----------------------------------------------------------------------------------------------
-
-AGAIN = "PyTorch's choice without cuDNN"
-
-
-@pytest.mark.parametrize(
-    ("Sq", "Sk", "D", "without", "kernel", "why"),
-    [  # `without`: what PyTorch takes where cuDNN is switched off
-        (128, 128, 64, 1, "cuda cudnn", "PyTorch's choice for this GPU"),
-        (4096, 2048, 128, 1, "cuda cudnn", "PyTorch's choice for this GPU"),
-        (2048, 4096, 256, 1, "cuda cudnn", "PyTorch's choice for this GPU"),
-        (1, 4096, 128, 1, "cuda flash", AGAIN),  # a new token
-        (1, 1, 128, 1, "cuda flash", AGAIN),
-        (128, 1, 128, 1, "cuda flash", AGAIN),
-        (576, 1152, 128, 1, "cuda flash", AGAIN),  # S = 9,216 on 8 ranks: 64 mod 128
-        (1152, 576, 128, 1, "cuda flash", AGAIN),
-        (4095, 4095, 128, 1, "cuda flash", AGAIN),  # striped
-        (768, 511, 128, 1, "cuda flash", AGAIN),  # of a window
-        (4096, 4096, 56, 1, "cuda flash", AGAIN),
-        (4095, 4095, 128, 2, "cuda efficient", AGAIN),  # a PyTorch without flash
-        (4095, 4095, 192, 2, "plain", "no fused CUDA kernel was tried"),
-        (4095, 4095, 128, 0, "plain", "PyTorch takes no fused CUDA kernel"),  # flash is switched off
-    ],
-)
-def test_the_kernel_of_a_shape(Sq, Sk, D, without, kernel, why):
-    q, k = (torch.empty(1, 8, S, D, dtype=torch.bfloat16, device="meta") for S in (Sq, Sk))
-    with mock.patch.object(gpu_kernels, "torch_choice", side_effect=lambda *_: 3 if cudnn_sdp_enabled() else without):
-        chosen, reason = gpu_kernels.gpu_kernel(q, k, 0.1, Sq == Sk)
-    assert chosen == kernel
-    assert why in reason
 
 
 def test_pytorch_is_asked_about_aligned_memory_and_may_take_nothing():
