@@ -85,14 +85,10 @@ check_end = Exercise(  # seconds of a launch, of a kernel, and how many -> when 
     wrong={
         "the host does not wait: while a kernel computes, it launches the next": "n * (launch + work)",
         "a kernel begins when it has been launched: nothing computes during the first launch": "n * work",
-        "so it is where kernels are longer than launches; a short one ends before the next is launched": (
-            "launch + n * work"
-        ),
+        "so it is for long kernels; a short one ends before the next is launched": "launch + n * work",
         "then the host has launched all of them; the last one still computes": "n * launch",
         "so it is where launches are longer; long kernels wait for each other, in one stream": "n * launch + work",
-        "nothing computes during the first launch, and nothing is launched during the last kernel": (
-            "n * max(launch, work)"
-        ),
+        "nothing computes in the first launch, and nothing is launched in the last kernel": "n * max(launch, work)",
         "a stream runs one kernel after the other, not all at once": "launch + work",
     },
     said="the first launch, n - 1 times the longer of the two, and the last kernel",
@@ -218,9 +214,7 @@ check_block = Exercise(  # rank, round, hosts, devices of a host -> the block in
             lambda a, *_: a, _inside
         ),
         "the blocks must turn inside the host, too": _block(_turn, lambda a, i, *_: i),
-        "the first block of a host has the number host * g": lambda rank, t, n, g: (
-            (rank // g - t // g) % n + (rank % g - t) % g
-        ),
+        "the first block of a host has the number host * g": "(rank // g - t // g) % n + (rank % g - t) % g",
         "blocks go to the next rank, so they come from the one before: minus": _block(
             lambda a, i, u, *_: a + u, lambda a, i, u, s, n, g: i + s
         ),
@@ -232,9 +226,7 @@ check_block = Exercise(  # rank, round, hosts, devices of a host -> the block in
         "there the block that ends a turn goes on, and the slow hop has the time of one round only": _block(
             _turn, lambda a, i, u, s, n, g: i - s - u * (g - 1)
         ),
-        "rank = host * g + device: the host is rank // g, not rank % n": lambda rank, t, n, g: (
-            (rank % n - t // g) % n * g + (rank // n - t) % g
-        ),
+        "the host of a rank is rank // g, not rank % n": "(rank % n - t // g) % n * g + (rank // n - t) % g",
     },
     said="(host - turn) % n * g + (device - round of the turn) % g",
     cases=[(rank, t, n, g) for n, g in ((2, 4), (3, 2), (1, 3), (4, 1)) for t in range(n * g) for rank in range(n * g)],

@@ -33,9 +33,7 @@ check_first_key = Exercise(  # -> the first key that the query sees, under a cau
         "the first query of a document sees itself only": lambda p, lengths, window: (
             _first(p - 1, lengths, window) if p and _start(p, lengths) == p else _first(p, lengths, window)
         ),
-        "that is the query's place in its own document; a key stands in the whole sequence": (
-            lambda p, lengths, window: p - _start(p, lengths)
-        ),
+        "that is the place in its document; a key stands in the sequence": "position - _start(position, lengths)",
         "that is one key too many: the window counts the query's own": lambda *query: _first(*query, move=-1),
         "that is one key too few; the window counts the query's own": lambda *query: _first(*query, move=1),
         OTHER: lambda p, lengths, window: 0,
@@ -100,9 +98,7 @@ check_merge = Exercise(  # (scores, positions) of a query by block, count -> the
             "set().union(*(_best([block], max(1, count // len(blocks))) for block in blocks))"
         ),
         "those are later keys of equal scores; the smaller positions win": _late,
-        "those are the keys with the smallest scores": (
-            "_best([([-x for x in scores], at) for scores, at in blocks], count)"
-        ),
+        "those have the smallest scores": "_best([([-x for x in scores], at) for scores, at in blocks], count)",
     },
     said="the largest scores of all blocks; of equal ones the smaller positions",
     cases=[
@@ -155,9 +151,7 @@ check_copies = Exercise(  # gradients of copies (P, B, S, D), and G -> the gradi
         "the copies' gradients are parts of one gradient: add them, do not average": _grouped(lambda x: x.mean(dim=1)),
         "that is the gradient of the first copy; the other copies' queries count too": _grouped(lambda x: x[:, 0]),
         "that is the gradient of the last copy; the other copies' queries count too": _grouped(lambda x: x[:, -1]),
-        "the copies of a head are on neighbouring ranks: 0, 0, 1, 1, not 0, 1, 0, 1": (
-            "copies.unflatten(0, (-1, G)).sum(dim=0).transpose(0, 1)"
-        ),
+        "copies of a head are neighbours: 0, 0, 1, 1": "copies.unflatten(0, (-1, G)).sum(dim=0).transpose(0, 1)",
         "each head is summed over its own copies only": "copies.sum(dim=0)[:, None].expand(-1, G, -1, -1)",
     },
     said="a head has the sum of its copies' gradients",
@@ -237,9 +231,7 @@ check_state_gradient = Exercise(  # of the state before a rank: keep, the one af
         "then nothing comes back from later ranks, as in the failure above": "d_read",
         "the rank's own tokens read this state too": "keep.mT @ d_after",
         "the gradient goes back through the transposed matrix": "keep @ d_after + d_read",
-        "d_read is the gradient of the state before the rank: it goes through no map of this rank": (
-            "keep.mT @ (d_after + d_read)"
-        ),
+        "d_read belongs to the state before the rank: it goes through no map of it": "keep.mT @ (d_after + d_read)",
         "what later ranks find goes back through this rank's map": "d_after + d_read",
     },
     said="what later ranks find, and what its own tokens read",

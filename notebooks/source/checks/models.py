@@ -108,19 +108,11 @@ GENERATOR = torch.Generator().manual_seed(0)
 check_batch_loss = Exercise(  # logits [(C, vocab)] and labels [(C,)] of each rank -> the loss of the batch
     right=lambda logits, labels: F.cross_entropy(torch.cat(logits), torch.cat(labels)).item(),
     wrong={
-        "that is the mean of the ranks' means; a rank with few labels weighs too much": (
-            "_losses(logits, labels, 'mean').mean()"
-        ),
-        "that is the sum of the ranks' means; divide by the number of labels of all ranks, once": (
-            "_losses(logits, labels, 'mean').sum()"
-        ),
+        "that is the mean of means: a rank with few labels weighs too much": "_losses(logits, labels, 'mean').mean()",
+        "that is the sum of means; divide once, by the labels of all ranks": "_losses(logits, labels, 'mean').sum()",
         "that is the sum; divide it by the number of labels of all ranks": "_losses(logits, labels).sum()",
-        "you divided by all tokens; some of them have no label": (
-            "_losses(logits, labels).sum() / torch.cat(labels).numel()"
-        ),
-        "you divided by the labels of rank 0; divide by those of all ranks": (
-            "_losses(logits, labels).sum() / _real(labels[:1])"
-        ),
+        "you divided by all tokens; some have no label": "_losses(logits, labels).sum() / torch.cat(labels).numel()",
+        "you divided by the labels of rank 0, not of all ranks": "_losses(logits, labels).sum() / _real(labels[:1])",
         AS_0: "_losses(logits, labels, zero=True).sum() / torch.cat(labels).numel()",
         f"{AS_0}, in the sum": "_losses(logits, labels, zero=True).sum() / _real(labels)",
     },
@@ -152,9 +144,7 @@ check_rank_loss = Exercise(  # whose gradients fully_shard averages over dp · c
             lambda dp, cp, tp: dp * cp * tp
         ),
         "in a mean over the rank's own labels, labels weigh more on a rank that has few": lambda s, n, *_: s / n,
-        "a mean over the rank's own labels is wrong, and no factor cures it": (
-            lambda s, n, N, dp, cp, tp: s / n * dp * cp
-        ),
+        "a mean over its own labels is wrong, and no factor cures it": lambda s, n, N, dp, cp, tp: s / n * dp * cp,
         "labels are not counted: a larger batch would take larger steps": lambda s, n, N, dp, cp, tp: s * dp * cp,
         "a sum alone: a larger batch would take larger steps": lambda s, *_: s,
     },
@@ -191,12 +181,8 @@ check_gradient_norm = Exercise(  # the slices of all gradients, rank by rank -> 
         "that is the norm of the slices of the last rank": "_norms(slices)[-1]",
         "that is the largest norm of a rank": "_norms(slices).max()",
         "norms do not add up; their squares do": "_norms(slices).sum()",
-        "norms do not add up, those of slices neither; their squares do": (
-            "sum(part.norm() for mine in slices for part in mine)"
-        ),
-        "that is the mean of the norms of the ranks; each rank has its own part of the squares": (
-            "_norms(slices).mean()"
-        ),
+        "norms of slices do not add up; their squares do": "sum(part.norm() for mine in slices for part in mine)",
+        "that is the mean of the ranks' norms; each has its own part of the squares": "_norms(slices).mean()",
         "the square root is missing": "_norms(slices).square().sum()",
         "the squares of the ranks are added up, not averaged": "_norms(slices).square().mean().sqrt()",
         "norms are squared before they are added": "_norms(slices).sum().sqrt()",
@@ -324,9 +310,7 @@ check_what_is_refused = Exercise(  # what a layer passes, by name -> the names t
         "a sink of 0 is a sink: it adds exp(0) to every sum of weights. Only None is no sink": (
             _refused(lambda name, x: _lost(name, x) and not (isinstance(x, torch.Tensor) and not x.any()))
         ),
-        "is_causal is False asks for both directions; this ring has one": (
-            _refused(lambda name, x: _lost(name, x) and name != "is_causal")
-        ),
+        "is_causal=False asks for both directions": _refused(lambda name, x: _lost(name, x) and name != "is_causal"),
         "is_causal is None, so nothing is lost": _refused(
             lambda name, x: _lost(name, x) or (name, x) == ("is_causal", None)
         ),

@@ -77,12 +77,8 @@ check_bytes_sent_back = Exercise(  # P, the numbers of a chunk, the bytes of one
     wrong={
         "that is the forward pass; dK and dV travel too": "(P - 1) * 2 * n * w",
         "that is dK and dV; K and V travel too": "(P - 1) * 2 * n * _wide(w)",
-        "that is the paper's closed circle; what a rank adds to its own dK and dV need not travel: P - 1 hops": (
-            "(P - 1) * 2 * n * w + P * 2 * n * _wide(w)"
-        ),
-        "nothing needs P hops: K and V need not come home, and sums begin on the next rank": (
-            "P * 2 * n * (w + _wide(w))"
-        ),
+        "that is the paper's circle; own dK and dV need not travel": "(P - 1) * 2 * n * w + P * 2 * n * _wide(w)",
+        "nothing needs P hops: K and V stay away, and sums begin on the next rank": "P * 2 * n * (w + _wide(w))",
         "the message home counts too: P - 1 hops": "2 * n * ((P - 1) * w + (P - 2) * _wide(w))",
         "dK and dV are sums in float32 at least: never fewer than 4 bytes": "(P - 1) * 4 * n * w",
         "K and V travel in their own dtype": "(P - 1) * 4 * n * _wide(w)",
@@ -114,20 +110,14 @@ def _first(*whats):
 check_overlap_order = Exercise(  # P -> the ("post", t), ("compute", t), ("wait", t) of one rank, with two buffers
     right=_by_round("post", "compute", "wait"),
     wrong={
-        "this is exact and hides nothing: compute on block t between post and wait": (
-            _by_round("post", "wait", "compute")
-        ),
-        "this is exact and hides nothing; compute on block t after its post, not before it": (
-            _by_round("compute", "post", "wait")
-        ),
+        "exact, and hides nothing: compute on block t between post and wait": _by_round("post", "wait", "compute"),
+        "exact, and hides nothing: compute on block t after its post": _by_round("compute", "post", "wait"),
         "('wait', t) comes before ('post', t): it would wait for nothing": _by_round("wait", "post", "compute"),
         "after the last round nobody sends: P - 1 hops": _by_round("post", "compute", "wait", hops=0),
         "each block is computed on, too": _by_round("post", "wait"),
         "('compute', t + 1) comes before ('wait', t): block t + 1 may not be there": _first("compute", "post", "wait"),
         "('post', t + 1) comes before ('wait', t): block t + 1 cannot be sent yet": _first("post", "compute", "wait"),
-        "('post', t + 1) fills the buffer of block t, which is not computed on yet": (
-            lambda P: _by_round("post", "wait")(P)[:-1] + _first("compute")(P)
-        ),
+        "('post', t + 1) fills a buffer still in use": "_by_round('post', 'wait')(P)[:-1] + _first('compute')(P)",
     },
     said="in each round post, compute, wait, and after P - 1 hops the last block",
     cases=[(P,) for P in (3, 4, 5, 2, 1)],
@@ -200,12 +190,8 @@ check_striped_mask = Exercise(  # -> (C, C) bool: which pairs the causal mask le
     right=_striped,
     wrong={
         "where a key comes after its query, in a later block, the diagonal is hidden": _tril,
-        "on its own block a query sees itself, and an earlier block comes before it: the diagonal is visible": (
-            "_tril(rank, block, C, -1)"
-        ),
-        "key i of an earlier block comes before query i: the diagonal is visible": (
-            "_tril(rank, block, C, -int(block != rank))"
-        ),
+        "a query sees itself and what is before it: the diagonal is visible": "_tril(rank, block, C, -1)",
+        "key i of an earlier block comes before query i": "_tril(rank, block, C, -int(block != rank))",
         "True means computed here; yours is True for the hidden pairs": lambda *case: ~_striped(*case),
         "rows are queries and columns are keys; yours is turned over": lambda *case: _striped(*case).T,
         "all or nothing is the contiguous layout; here every tile is a triangle": "torch.ones(C, C, dtype=torch.bool)",
@@ -270,12 +256,8 @@ check_attention_on_a_kernel = Exercise(  # kernel, q, k, v (S, D), blocks -> att
     right=lambda kernel, q, k, v, blocks: kernel(q, k, v)[0],
     wrong={
         "that is the sum of the blocks; each has the share e^lse_j of the whole": lambda *case: sum(_outs(*case)),
-        "that is the average of the blocks; each has the share e^lse_j of the whole": (
-            lambda *case: torch.stack(_outs(*case)).mean(dim=0)
-        ),
-        "this is not the attention of the kernel, whose scale is its own; merge what it returns": (
-            "plain_kernel(q, k, v)[0]"
-        ),
+        "that is the average; each has the share e^lse_j": lambda *case: torch.stack(_outs(*case)).mean(dim=0),
+        "this kernel has a scale of its own; merge what it returns": "plain_kernel(q, k, v)[0]",
     },
     cases={
         "after each merge lse becomes log(e^lse + e^lse_j)": [
