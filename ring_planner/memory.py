@@ -31,17 +31,12 @@ CONTEXT = 1.5 * GIB  # bytes that CUDA and NCCL take for themselves: assumed
 RESERVE = 0.073  # of what is counted, kept free: by so much ten published peaks are above their counts, at most
 
 
-def peak_bytes(method: str, layer: AttentionLayer, chunk: float, world_size: int) -> float:
-    """Peak memory of a rank in attention's forward pass, in bytes, by "ring" or "all-gather".
+def peak_bytes(layer: AttentionLayer, chunk: float) -> float:
+    """Peak memory of a rank in attention's forward pass, in bytes: q, out, the K and V in hand, and those that arrive.
 
-    ring: q, out, the K and V in hand, and those that arrive, the paper's count (section 3). all-gather: q, out, and
-    every K and V. Raises ValueError for another method. For a backward pass a rank keeps its own K and V too.
+    The paper's count (section 3). For a backward pass a rank keeps its own K and V too.
     """
-    H, G = layer.heads, layer.kv_heads
-    heads = {"ring": 2 * H + 4 * G, "all-gather": 2 * H + 2 * G * world_size}
-    if method not in heads:
-        raise ValueError(f"method is {method!r}; expected {', '.join(heads)}")
-    return heads[method] * chunk * layer.head_dim * layer.itemsize
+    return (2 * layer.heads + 4 * layer.kv_heads) * chunk * layer.head_dim * layer.itemsize
 
 
 def peak_bytes_backward(layer: AttentionLayer, chunk: float) -> float:

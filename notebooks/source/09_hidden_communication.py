@@ -197,8 +197,8 @@ timelines.slow_hop()
 # %%
 C = 2**17 // 8  # 128K tokens on 8
 q = C * H * D * w
-assert peak_bytes("ring", equal, C, 8) == 6 * q and peak_bytes_backward(equal, C) == 22 * q
-assert peak_bytes("ring", llama, C, 8) == 3 * q and peak_bytes_backward(llama, C) == 10 * q
+assert peak_bytes(equal, C) == 6 * q and peak_bytes_backward(equal, C) == 22 * q
+assert peak_bytes(llama, C) == 3 * q and peak_bytes_backward(llama, C) == 10 * q
 print(f"a layer of 128K tokens on 8: {3 * q / 2**20:.0f} MiB forward, {10 * q / 2**20:,.0f} MiB backward")
 
 # %% [markdown]

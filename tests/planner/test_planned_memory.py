@@ -26,22 +26,18 @@ SMALL = AttentionLayer(heads=4, kv_heads=2, head_dim=3, itemsize=2)  # h = 12
 
 def test_peaks_of_attention_by_hand():
     """4 heads on 2, D = 3, 2 bytes, chunks of 5 tokens: a head of a chunk has 30 bytes."""
-    for P in (1, 2, 8):
-        assert planned.peak_bytes("ring", SMALL, 5, P) == 30 * (4 + 4 + 4 * 2)  # q, out, two K and two V
-        assert planned.peak_bytes("all-gather", SMALL, 5, P) == 30 * (4 + 4 + P * 4)  # q, out, P K and V
+    assert planned.peak_bytes(SMALL, 5) == 30 * (4 + 4 + 4 * 2)  # q, out, two K and two V
     # q, out, d_out, dq; k, v, two buffers of both, dk, dv; in 4 bytes dQ, and two buffers of dK and dV
     assert peak_bytes_backward(SMALL, 5) == 30 * (4 * 4 + 2 + 2 + 8 + 4) + 60 * (4 + 8)
-    assert planned.peak_bytes("ring", LLAMA_7B, 1, 8) == 6 * 2 * 4096  # table 1: 12bch
+    assert planned.peak_bytes(LLAMA_7B, 1) == 6 * 2 * 4096  # table 1: 12bch
     assert peak_bytes_backward(LLAMA_7B, 1) == 22 * 2 * 4096
     assert peak_bytes_backward(AttentionLayer(4, 4, 16, 4), 1) == 17 * 4 * 64
     assert peak_bytes_backward(AttentionLayer(4, 4, 16, 8), 1) == 17 * 8 * 64  # float64 sums for float64
-    with pytest.raises(ValueError, match="method is 'tree'; expected ring, all-gather"):
-        planned.peak_bytes("tree", SMALL, 5, 2)
 
 
 def test_the_peak_of_a_real_hop_is_modelled(ranks):
     layer, C = AttentionLayer(heads=4, kv_heads=4, head_dim=16, itemsize=4), 64
-    assert ranks(3, peak_in_a_hop, layer, C) == [planned.peak_bytes("ring", layer, C, 3)] * 3
+    assert ranks(3, peak_in_a_hop, layer, C) == [planned.peak_bytes(layer, C)] * 3
 
 
 @pytest.mark.slow
@@ -149,7 +145,7 @@ def test_the_page_counts_as_the_code_does():
     """Its columns add up to the sums of the code. One example: grouped queries in bfloat16, each row in bytes."""
     assert (wrong_sums(PAGE), wrong_sums(PAGE.replace("| q | 1 |", "| q | 2 |"))) == (set(), {"forward"})
     assert {name: column["sum"] for name, column in columns(PAGE).items()} == {
-        "forward": planned.peak_bytes("ring", HALF, C, 8) / (2 * CHUNK),
+        "forward": planned.peak_bytes(HALF, C) / (2 * CHUNK),
         "training, float32": peak_bytes_backward(SINGLE, C) / (4 * CHUNK),
         "training, 16 bits": peak_bytes_backward(HALF, C) / (2 * CHUNK),
     }
