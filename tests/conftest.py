@@ -6,9 +6,10 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
-from ringlab.support.processes import PRELOAD, Ranks
+from ringlab.support.processes import PRELOAD, RankContext, Ranks
 from tests.attention import WORLDS
 from tests.concepts import LATER
 
@@ -30,6 +31,14 @@ def ranks():
     pool = Ranks()
     yield pool
     pool.stop()
+
+
+@pytest.fixture
+def alone():
+    """A world of one rank in this process: what differs is the mistake, not the number of ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield RankContext(0, 1, torch.device("cpu"), "alone")
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=WORLDS)  # tests of a module are grouped by world: to form another takes a while

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,41 +24,6 @@ def without_pause(context, work, *args):
     """`work` on a rank that other tests use too: turns follow at once, and the allocator stays as it is."""
     with mock.patch.object(record, "PAUSE", 0.0), mock.patch.object(record, "return_freed_memory"):
         return work(context, *args)
-
-
-@pytest.fixture
-def _in_the_pool(ranks, monkeypatch):
-    """The benches run on the ranks that stay alive between tests."""
-
-    def launch(work, world_size, *args):
-        return ranks(world_size, without_pause, work, *args)
-
-    for part in (models, retrieval, speed):
-        monkeypatch.setattr(part, "launch", launch)
-    monkeypatch.setattr(speed, "pin", lambda cores: None)  # it would pin this process too
-
-
-@pytest.fixture
-def alone():
-    """A world of one rank: what differs is the mistake, not the number of ranks."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield RankContext(0, 1, torch.device("cpu"), "alone")
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def run(_in_the_pool, tmp_path, monkeypatch):
-    """run(name, part, sizes): the results of a small run, which shows `part` in its table and leaves no file."""
-
-    monkeypatch.setattr(record, "FOLDER", tmp_path)
-
-    def small(name, part, sizes):
-        results = BENCHES[name].run(**sizes)
-        assert part in "\n\n".join(BENCHES[name].tables(results))
-        assert list(tmp_path.iterdir()) == []
-        return results
-
-    return small
 
 
 def test_committed_results_name_their_machine_and_their_page_shows_them():
@@ -136,10 +100,16 @@ LONG = ("ring_vs_full", "retrieval", "memory")  # five seconds or more
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(it, marks=pytest.mark.exhaustive if it in LONG else ()) for it in RUNS])
-def test_a_small_run(run, name):
+def test_a_small_run(ranks, monkeypatch, name):
+    """On the ranks that stay alive between tests."""
     if name == "max_context" and not hasattr(os, "memfd_create"):
         pytest.skip("needs Linux")
-    results = run(name, *RUNS[name])
+    for part in (models, retrieval, speed):
+        monkeypatch.setattr(part, "launch", lambda work, P, *args: ranks(P, without_pause, work, *args))
+    monkeypatch.setattr(speed, "pin", lambda cores: None)  # it would pin this process too
+    shown, sizes = RUNS[name]
+    results = BENCHES[name].run(**sizes)
+    assert shown in "\n\n".join(BENCHES[name].tables(results))
     assert ("bytes" in results) == (name == "against_peers")
     assert all(row["sent"] == row["formula"] for row in results.get("bytes", {"rows": []})["rows"])
 

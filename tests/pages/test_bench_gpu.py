@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from bench import gpu, pages, peers, record
 from ring_planner import calibrate
@@ -18,13 +17,6 @@ from ringlab.support.processes import LostRank, RankContext
 from tests.commands import ROOT, run
 
 SMALL = replace(gpu.ON["cpu"], head_dims=(8,), dtypes=("float32",))
-
-
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield RankContext(0, 1, torch.device("cpu"), "alone")
-    dist.destroy_process_group()
 
 
 def test_without_a_gpu_nothing_is_claimed(monkeypatch, capsys):
