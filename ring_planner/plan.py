@@ -27,7 +27,7 @@ LONGEST = 2**30 - GRAIN  # tokens: longer ones are not sought
 MOST = 16_384  # GPUs of a plan
 HOST_CALLS = 40 * 82e-6  # seconds: a layer's operations on the host, 40 of 82 µs, measured by hand for a fused call
 ERRORS = Path(__file__).with_name("errors.json")
-HELD = "tested: of 81 times whose publisher was left out, 70 fell into such an interval"  # bench/scoreboard.py
+HELD = "tested on 81 published times, their publisher left out: 70 fell into such an interval"  # bench/scoreboard.py
 
 
 def digits(number: float, count: int = 3) -> str:
