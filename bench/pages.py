@@ -96,13 +96,7 @@ def speed_of_training() -> str:
     return record.grid(heads, rows)
 
 
-BLOCKS = (
-    how_fast,
-    trainable_ring,
-    against_others,
-    short_sequences,
-    speed_of_training,
-)
+BLOCKS = (how_fast, trainable_ring, against_others, short_sequences, speed_of_training)
 
 
 def renewed(text: str) -> str:

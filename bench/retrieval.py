@@ -203,15 +203,7 @@ def tables(results: Results) -> list[str]:
     return [record.grid(" | ".join(heads), rows)]
 
 
-@bench(
-    tables,
-    lines=32,
-    ids=IDS,
-    seeds=[0, 1, 2],
-    steps=400,
-    batch=16,
-    questions=4096,
-)
+@bench(tables, lines=32, ids=IDS, seeds=[0, 1, 2], steps=400, batch=16, questions=4096)
 def retrieval(lines: int, ids: int, seeds: list[int], steps: int, batch: int, questions: int) -> Results:
     """A row for each model and seed: it is trained, and reads new texts."""
 

@@ -23,13 +23,7 @@ import torch
 from bench import record
 from bench.hosts import hosts, job
 from bench.record import Results, bench
-from ring_planner.hidden_communication import (
-    AttentionLayer,
-    block_flops,
-    hidden_share,
-    hop_bytes,
-    min_overlap_chunk,
-)
+from ring_planner.hidden_communication import AttentionLayer, block_flops, hidden_share, hop_bytes, min_overlap_chunk
 from ringlab.basics.ranks import gather, scatter
 from ringlab.ring.cases import random_inputs
 from ringlab.ring.flash_ring import ring_flash_attention
