@@ -38,8 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import record
-from bench.in_turn import dealt, ring_in_turn
-from bench.peers import torch_loop, torch_loops, with_gradients
+from bench.peers import dealt, ring_in_turn, torch_loop, torch_loops, with_gradients
 from ring_planner import calibrate
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.memory import peak_bytes_backward

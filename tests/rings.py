@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import ring_attn
-from bench.in_turn import dealt, ring_in_turn
+from bench.peers import dealt, ring_in_turn
 from ring_attn import ring_attention
 from ringlab.basics import blockwise_attention
 from ringlab.ring import schedule
