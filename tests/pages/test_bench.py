@@ -60,6 +60,7 @@ def test_counted_memory(method, seq_len, world_size, expected):
 @pytest.mark.skipif(sys.platform != "linux", reason="a process can reset its peak on Linux only")
 def test_peak_extra_sees_what_was_freed_again():
     kept = torch.ones(8 * MiB)  # 32 MiB before the start do not count
+    torch.ones(64 * MiB)  # nor does a higher peak before it
 
     def work():
         torch.ones(16 * MiB)
