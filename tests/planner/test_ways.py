@@ -256,6 +256,8 @@ def test_messages_slow_the_computing_beside_them():
     assert one == other
     cards = Pass(Cluster(2, 4, 1.0, 1.0, 1.0, 2), LAYER, CHUNK)  # 4 devices share 2; in a hop of 1 only the last leaves
     assert [cards.between(10.0, stride) for stride in (1, 2, 4)] == [10, 20, 20]
+    slow = Pass(Cluster(2, 4, 1.0, 0.1, 1.0), LAYER, CHUNK)  # links that a hop to another host does not use
+    assert [slow.hop(10.0, stride) for stride in (1, 4)] == [100, 10]
 
 
 @pytest.mark.parametrize(
