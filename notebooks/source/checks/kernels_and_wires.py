@@ -62,9 +62,7 @@ check_natural_lse = Exercise(  # kernel, q, k, v -> (out, natural lse), for a ke
     wrong={
         NATURAL: "{'lse': kernel(q, k, v)[1] * math.log(2)}",
         "you return it as it came; ask the kernel, with one key of score 1": "{'lse': kernel(q, k, v)[1]}",
-        "multiply by log 2, do not divide: log2(a) = log(a) / log(2)": lambda kernel, q, k, v: {
-            "lse": kernel(q, k, v)[1] / math.log(kernel.keywords["base"])
-        },
+        "multiply by log 2, do not divide": "{'lse': kernel(q, k, v)[1] / math.log(kernel.keywords['base'])}",
         "this is not what the kernel returns, whose causal mask is its own": "{'out': plain_kernel(q, k, v)[0]}",
     },
     cases={
@@ -207,25 +205,15 @@ check_block = Exercise(  # rank, round, hosts, devices of a host -> the block in
     right=_block(_turn, _inside),
     wrong={
         "that is the flat ring, whose blocks leave the host in every round": lambda rank, t, n, g: (rank - t) % (n * g),
-        "the host part changes once a turn of g rounds, not in every round": _block(
-            lambda a, i, u, s, n, g: a - u * g - s, _inside
-        ),
-        "that never leaves the host: after a turn the blocks of the host before are due": _block(
-            lambda a, *_: a, _inside
-        ),
+        "the host changes once a turn, not in every round": _block(lambda a, i, u, s, n, g: a - u * g - s, _inside),
+        "that never leaves the host: after a turn other blocks are due": _block(lambda a, *_: a, _inside),
         "the blocks must turn inside the host, too": _block(_turn, lambda a, i, *_: i),
         "the first block of a host has the number host * g": "(rank // g - t // g) % n + (rank % g - t) % g",
-        "blocks go to the next rank, so they come from the one before: minus": _block(
-            lambda a, i, u, *_: a + u, lambda a, i, u, s, n, g: i + s
-        ),
+        "blocks come from the rank before: minus": _block(lambda a, i, u, *_: a + u, lambda a, i, u, s, n, g: i + s),
         "the turns go the wrong way: blocks come from the host before": _block(lambda a, i, u, *_: a + u, _inside),
         "a turn has g rounds, not n": _block(lambda a, i, u, s, n, g: a - (u * g + s) // n, _inside),
-        "the blocks of the next host come a round too early": _block(
-            lambda a, i, u, s, n, g: a - (u * g + s + 1) // g, _inside
-        ),
-        "there the block that ends a turn goes on, and the slow hop has the time of one round only": _block(
-            _turn, lambda a, i, u, s, n, g: i - s - u * (g - 1)
-        ),
+        "the next host's blocks come a round early": _block(lambda a, i, u, s, n, g: a - (u * g + s + 1) // g, _inside),
+        "there the slow hop has the time of one round": _block(_turn, lambda a, i, u, s, n, g: i - s - u * (g - 1)),
         "the host of a rank is rank // g, not rank % n": "(rank % n - t // g) % n * g + (rank // n - t) % g",
     },
     said="(host - turn) % n * g + (device - round of the turn) % g",

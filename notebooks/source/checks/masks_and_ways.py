@@ -177,15 +177,9 @@ check_meshes = Exercise(  # -> meshes (rows, ranks of a row) with equal query he
     wrong={
         "a mesh is (rows, ranks of a row); yours are the wrong way round": "{(g, n) for n, g in RIGHT(P, H, G)}",
         "rows of 1 rank count too: that is the flat ring": _meshes(lambda H, G, g: G % g == 0 and g > 1),
-        "these are all meshes that work; in some of them the heads are not equal, or K/V heads are copied": _meshes(
-            lambda H, G, g: g <= H
-        ),
-        "the query heads are equal, but in some of them a K/V head is needed by several ranks of a row": _meshes(
-            lambda H, G, g: H % g == 0
-        ),
-        "it is not enough that g is at most G: where g does not divide G, two ranks need the same K/V head": _meshes(
-            lambda H, G, g: g <= G
-        ),
+        "all of these work; in some, heads are unequal or K/V heads copied": _meshes(lambda H, G, g: g <= H),
+        "query heads are equal, but in some a K/V head is on several ranks": _meshes(lambda H, G, g: H % g == 0),
+        "g at most G is not enough: g must divide G, or two ranks need a head": _meshes(lambda H, G, g: g <= G),
     },
     said="rows times ranks of a row must be P, and every g that divides both P and G is there",
     cases=[(8, 6, 2), (16, 40, 8), (12, 30, 10), (6, 8, 8), (24, 24, 4), (5, 4, 2), (8, 8, 8)],

@@ -52,26 +52,14 @@ check_rank_input = Exercise(  # text (S + 1,), rank, P -> this rank's (S / P,) i
         "these are the tokens of the contiguous layout": _tokens("contiguous"),
         "these are the tokens of the striped layout": _tokens("striped"),
         "the tokens are text[:-1]; yours begin with text[1]": _tokens("zigzag", shift=1),
-        f"you shifted inside the shard, so the end of a piece got a token of another piece; {FIRST}": _labels(
-            lambda text, at: text[at].roll(-1)
-        ),
-        f"you shifted inside the shard, and its last token lost its label; {FIRST}": _labels(
-            lambda text, at: F.pad(text[at][1:], (0, 1), value=IGNORED)
-        ),
-        "the label of a token is the token after it; yours are the tokens themselves": _labels(
-            lambda text, at: text[at]
-        ),
-        "you shifted twice: the label is the next token, not the one after": _labels(
-            lambda text, at: text[(at + 2).clamp(max=len(text) - 1)]
-        ),
+        f"the end of a piece has another's token; {FIRST}": _labels(lambda text, at: text[at].roll(-1)),
+        f"the last token lost its label; {FIRST}": _labels(lambda text, at: F.pad(text[at][1:], (0, 1), value=IGNORED)),
+        "yours are the tokens themselves; the label is the token after": _labels(lambda text, at: text[at]),
+        "you shifted twice: the label is the next": _labels(lambda text, at: text[(at + 2).clamp(max=len(text) - 1)]),
         BEFORE: _labels(lambda text, at: text[(at - 1).clamp(min=0)]),
         f"{BEFORE}; and {FIRST}": _labels(lambda text, at: text[at].roll(1)),
-        "you counted from 0 on this rank; positions are places in the whole sequence": _places(
-            lambda at, rank: torch.arange(len(at))
-        ),
-        "you counted on from r · C, as for contiguous chunks; the tokens are dealt out in zigzag": _places(
-            lambda at, rank: torch.arange(len(at)) + rank * len(at)
-        ),
+        "you counted from 0 here; places are of the whole sequence": _places(lambda at, rank: torch.arange(len(at))),
+        "you counted from r · C, as if contiguous": _places(lambda at, rank: torch.arange(len(at)) + rank * len(at)),
         "off by one: these are the places of the labels; the first token stands at 0": _places(lambda at, rank: at + 1),
     },
     said="the label of text[i] is text[i + 1], and its position is i",
@@ -140,9 +128,7 @@ check_rank_loss = Exercise(  # whose gradients fully_shard averages over dp · c
         "fully_shard divides already: undo that, do not do it twice": _times(lambda dp, cp, tp: 1 / (dp * cp)),
         "fully_shard averages over the rings too: cp alone is too little": _times(lambda dp, cp, tp: cp),
         "fully_shard averages over the ranks of a ring too: dp alone is too little": _times(lambda dp, cp, tp: dp),
-        "tp ranks have the same tokens, and fully_shard does not average over them": _times(
-            lambda dp, cp, tp: dp * cp * tp
-        ),
+        "tp ranks have the same tokens: no average over them": _times(lambda dp, cp, tp: dp * cp * tp),
         "in a mean over the rank's own labels, labels weigh more on a rank that has few": lambda s, n, *_: s / n,
         "a mean over its own labels is wrong, and no factor cures it": lambda s, n, N, dp, cp, tp: s / n * dp * cp,
         "labels are not counted: a larger batch would take larger steps": lambda s, n, N, dp, cp, tp: s * dp * cp,
@@ -231,31 +217,19 @@ def _called_once(answer):
         raise NotYet(f"the ring was called {len(heads)} times; once is enough")
 
 
-def _out(change):
-    return lambda ring, q, k, v, scaling: {"out": change(ring, q, k, v, scaling)}
-
-
 check_attention_function = Exercise(  # ring, query, key, value, scaling -> (out, weights), as transformers wants them
     right=lambda ring, q, k, v, scaling: {"out": ring(q, k, v, scale=scaling).transpose(1, 2), "weights": None},
     wrong={
-        "out is (B, H, C, D), as it leaves the ring; a layer expects (B, C, H, D)": _out(
-            lambda ring, q, k, v, scaling: ring(q, k, v, scale=scaling)
+        "out is (B, H, C, D) still; a layer expects (B, C, H, D)": "{'out': ring(q, k, v, scale=scaling)}",
+        "reshape mixes heads and tokens; transpose swaps the two axes": (
+            "{'out': ring(q, k, v, scale=scaling).reshape(len(q), q.shape[2], -1, q.shape[3])}"
         ),
-        "reshape mixes heads and tokens; transpose swaps the two axes": _out(
-            lambda ring, q, k, v, scaling: ring(q, k, v, scale=scaling).reshape(len(q), q.shape[2], -1, q.shape[3])
+        "scaling is not passed on: the ring takes 1/√D": "{'out': ring(q, k, v).transpose(1, 2)}",
+        "scaled twice: by you, and by the ring with 1/√D": (
+            "{'out': ring(q * (scaling or q.shape[3] ** (-0.5)), k, v).transpose(1, 2)}"
         ),
-        "scaling is not passed on: the ring takes 1/√D": _out(
-            lambda ring, q, k, v, scaling: ring(q, k, v).transpose(1, 2)
-        ),
-        "scaled twice: by you, and by the ring with 1/√D": _out(
-            lambda ring, q, k, v, scaling: ring(q * (scaling or q.shape[3] ** -0.5), k, v).transpose(1, 2)
-        ),
-        "this is not what the ring returned, or the ring was not called: a rank sees its own chunk only": _out(
-            lambda ring, q, k, v, scaling: attention(q, k, v, scale=scaling).transpose(1, 2)
-        ),
-        "a ring never has the whole matrix of weights: return None in its place": (
-            lambda ring, q, k, v, scaling: {"weights": ring(q, k, v, scale=scaling).transpose(1, 2)}
-        ),
+        "a rank sees its own chunk: call the ring": "{'out': attention(q, k, v, scale=scaling).transpose(1, 2)}",
+        "a ring has no matrix of weights: return None": "{'weights': ring(q, k, v, scale=scaling).transpose(1, 2)}",
     },
     said="the ring's out, with its axes H and C exchanged",
     cases=[
@@ -311,9 +285,7 @@ check_what_is_refused = Exercise(  # what a layer passes, by name -> the names t
             _refused(lambda name, x: _lost(name, x) and not (isinstance(x, torch.Tensor) and not x.any()))
         ),
         "is_causal=False asks for both directions": _refused(lambda name, x: _lost(name, x) and name != "is_causal"),
-        "is_causal is None, so nothing is lost": _refused(
-            lambda name, x: _lost(name, x) or (name, x) == ("is_causal", None)
-        ),
+        "is_causal=None loses nothing": _refused(lambda name, x: _lost(name, x) or (name, x) == ("is_causal", None)),
         "no list of what is wrong is complete; list what the ring understands, refuse all other names": (
             _refused(lambda name, x: _lost(name, x) and name in (*KNOWN, "is_causal"))
         ),
@@ -353,28 +325,17 @@ check_caches = Exercise(  # how many tokens each rank holds after N new tokens
 )
 
 
-def _bytes(count):
-    """The bytes of so many numbers a layer."""
-    return lambda layers, *case: 4 * layers * count(*case)
-
-
 check_bytes_of_a_token = Exercise(  # one new token of each prompt, float32
     right=lambda layers, B, H, G, D, C, P: layers * B * H * (D + 2) * 4,
     wrong={
-        "o alone is not enough: m and l of each head travel too": _bytes(lambda B, H, G, D, C, P: B * H * D),
-        "one of m and l is missing": _bytes(lambda B, H, G, D, C, P: B * H * (D + 1)),
-        "m, l and o belong to a query head: there are H of them, not G": _bytes(
-            lambda B, H, G, D, C, P: B * G * (D + 2)
-        ),
-        "that is a ring, which moves K and V; here they stay": _bytes(
-            lambda B, H, G, D, C, P: (P - 1) * 2 * B * G * C * D
-        ),
-        "the number of keys does not matter: o is a sum over them": _bytes(
-            lambda B, H, G, D, C, P: B * H * (D + 2) * C
-        ),
-        "a rank gives its own part once, for any P": _bytes(lambda B, H, G, D, C, P: B * H * (D + 2) * P),
-        "a rank gives its own part once, not P - 1 times": _bytes(lambda B, H, G, D, C, P: B * H * (D + 2) * (P - 1)),
-        "one sequence has that; there are B of them": _bytes(lambda B, H, G, D, C, P: H * (D + 2)),
+        "o alone is not enough: m and l of each head travel too": "4 * layers * B * H * D",
+        "one of m and l is missing": "4 * layers * B * H * (D + 1)",
+        "m, l and o belong to a query head: there are H of them, not G": "4 * layers * B * G * (D + 2)",
+        "that is a ring, which moves K and V; here they stay": "4 * layers * (P - 1) * 2 * B * G * C * D",
+        "the number of keys does not matter: o is a sum over them": "4 * layers * B * H * (D + 2) * C",
+        "a rank gives its own part once, for any P": "4 * layers * B * H * (D + 2) * P",
+        "a rank gives its own part once, not P - 1 times": "4 * layers * B * H * (D + 2) * (P - 1)",
+        "one sequence has that; there are B of them": "4 * layers * H * (D + 2)",
         "one layer has that": "B * H * (D + 2) * 4",
         "these are numbers; a float32 has 4 bytes": "layers * B * H * (D + 2)",
         "m, l and o are float32, 4 bytes each, not 2": "layers * B * H * (D + 2) * 2",

@@ -67,16 +67,10 @@ check_running_update = Exercise(  # (m, l, o), scores (n,), v (n, D) -> (m, l, o
         "m is the largest score of all so far: compare the old m with the new scores": "{'m': scores.max()}",
         "the old part is not rescaled: multiply it by e^(m - m_new)": _update(lambda old, new, f: old + new),
         "the old part is lost: add it, rescaled by e^(m - m_new)": _update(lambda old, new, f: new),
-        "the old part is rescaled the wrong way round: e^(m - m_new), not e^(m_new - m)": _update(
-            lambda old, new, f: old / f + new
-        ),
+        "rescaled the wrong way round: e^(m - m_new), not e^(m_new - m)": _update(lambda old, new, f: old / f + new),
         ONLY: _update(lambda old, new, f: f * (old + new)),
-        "the new part of o is p @ v: the values, each times its weight": lambda m, l, o, scores, v: {
-            "o": RIGHT(m, l, o, scores, torch.ones_like(v))["o"]
-        },
-        "o stays unnormalised; divide by l at the end only": lambda m, l, o, scores, v: {
-            "o": RIGHT(m, l, o, scores, v)["o"] / RIGHT(m, l, o, scores, v)["l"]
-        },
+        "the new part of o is p @ v, values and weights": "{'o': RIGHT(m, l, o, scores, torch.ones_like(v))['o']}",
+        "divide o by l at the end only": "{'o': RIGHT(m, l, o, scores, v)['o'] / RIGHT(m, l, o, scores, v)['l']}",
     },
     cases={
         "the max stays at 1": [(*OLD, torch.tensor([0.0, 0.5]), VALUES[:2])],
@@ -116,9 +110,7 @@ check_merge_two = Exercise(  # (out (n, D), lse (n,)) of two sets of keys -> (ou
     wrong={
         "out is the plain average; a part with more weight, a larger lse, counts more": "{'out': (out_a + out_b) / 2}",
         "out is the plain sum, so its weights add up to 2": "{'out': out_a + out_b}",
-        "the two shares are swapped: out_a has the share e^(lse_a - lse)": lambda out_a, lse_a, out_b, lse_b: {
-            "out": _merged(out_b, lse_a, out_a, lse_b)["out"]
-        },
+        "shares are swapped: out_a has e^(lse_a - lse)": "{'out': _merged(out_b, lse_a, out_a, lse_b)['out']}",
         "divide by the sum of both, e^lse": "{'out': lse_a.exp()[:, None] * out_a + lse_b.exp()[:, None] * out_b}",
     },
     cases={

@@ -35,9 +35,7 @@ check_softmax_backward = Exercise(  # p, dp (n, c), out, d_out (n, D) -> ds (n, 
         "delta is missing; when one weight goes up, softmax pulls the others down": _with(lambda p, dp, x: 0),
         "multiply by the weights": lambda p, dp, out, d_out: dp - _of_rows(p, dp, d_out * out),
         "delta is subtracted": _with(lambda p, dp, x: -_of_rows(p, dp, x)),
-        "your delta sums over the keys of this block only; take all keys: row sums of d_out * out": _with(
-            lambda p, dp, x: (p * dp).sum(dim=1, keepdim=True)
-        ),
+        "delta sums over all keys, not over this block's": _with(lambda p, dp, x: (p * dp).sum(dim=1, keepdim=True)),
         "delta is the sum over D of d_out * out, not the mean": _with(lambda p, dp, x: x.mean(dim=1, keepdim=True)),
         "you took one delta for all rows; sum over D only, each row for itself": _with(lambda p, dp, x: x.sum()),
         "delta belongs to rows, and you subtract it from columns: keepdim=True": _with(lambda p, dp, x: x.sum(dim=1)),
