@@ -13,6 +13,7 @@ from bench import gpu, pages, peers, record
 from ring_planner import calibrate
 from ringlab.ring import flash_ring
 from ringlab.ring.fused_block import fused_backward
+from ringlab.states.state_ring import ring_linear_attention
 from ringlab.support.processes import LostRank, RankContext
 from tests.commands import ROOT, run
 
@@ -213,7 +214,12 @@ def half_of_dk(*given, **options):
     return d_q, d_k / 2, d_v
 
 
-@pytest.mark.parametrize("part", ["ring", "model"])
+def too_large(*given, **options):
+    out, state = ring_linear_attention(*given, **options)
+    return 1.001 * out, state
+
+
+@pytest.mark.parametrize("part", ["ring", "model", "states"])
 def test_wrong_gradients_of_a_ring_are_seen(monkeypatch, alone, part):
     """Those of k. The loss of a model that was never trained would be the same without any attention."""
     if part == "model":
@@ -222,6 +228,7 @@ def test_wrong_gradients_of_a_ring_are_seen(monkeypatch, alone, part):
     monkeypatch.setattr(gpu, "peak", lambda context, work: 1)
     assert {right for _, right, _ in gpu.PARTS[part](alone, SMALL)} == {True}
     monkeypatch.setattr(flash_ring, "fused_backward", half_of_dk)
+    monkeypatch.setattr(gpu, "ring_linear_attention", too_large)
     assert {right for _, right, _ in gpu.PARTS[part](alone, SMALL)} == {False}
 
 
