@@ -124,9 +124,9 @@ class ModelInRing(LayerAttention):
         if indexers(model):
             has = f"{type(model).__name__} has an indexer, and the way is {self.where.way.__name__}"
             expect(issubclass(self.where.way, Ring), has, "way=Ring or LatentRing: other ways know no chosen keys")
-        if self.where.way is LatentRing:
-            check_latents(model)
         with torch.autocast(model.device.type, enabled=False):  # a step may run under it when a module is new
+            if self.where.way is LatentRing:
+                check_latents(model)
             proved = prove(model, self, self.name)
         its_loss, base = model.loss_function, type(model.base_model).__name__
         known = its_loss in (ForCausalLMLoss, ForMaskedLMLoss, self.loss)  # loss_part can take the place of these
