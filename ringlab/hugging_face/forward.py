@@ -262,7 +262,8 @@ class ModelInRing(LayerAttention):
 
         def check(_: Tensor) -> None:
             left = f"{type(part).__name__} has left the ring of this forward pass, or is in another ring"
-            later = "stop_ring and use_ring after the backward pass: activation checkpointing computes layers again"
+            # activation checkpointing would compute layers in the other ring
+            later = "stop_ring and use_ring after the backward pass, and zero_grad now: some gradients may be there"
             expect(self.after in part._forward_hooks.values(), left, later)
 
         rows.register_hook(check)
