@@ -7,12 +7,13 @@ import functools
 import math
 import os
 from dataclasses import dataclass, field, replace
+from random import Random
 
 import torch
 import torch.nn.functional as F
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringlab.ring.flash_ring import ring_flash_attention
@@ -271,24 +272,39 @@ def ring_gradients(context, q, k, v, d_out, options, lengths=None):
 
 
 class Program(RuleBasedStateMachine):
-    """A machine that only notes its steps: ranks get all of them at once, for a message costs more than a call."""
+    """A machine that only notes its steps: ranks get all of them at once, for a message costs more than a call.
+
+    A step is made of a seed, below 2^24: so much alike is what Hypothesis draws else that few steps meet another.
+    """
 
     def __init__(self):
         super().__init__()
-        self.steps = []
+        self.steps, self.graphs, self.last = [], [], None
 
-    def add(self, step):
-        """Note a step. Returns its number."""
+    @rule(seed=st.integers(0, 2**23))
+    def step(self, seed):
+        self.draw(self, Random(seed + (len(self.steps) << 23)))
+
+    def add(self, step, graph=False):
+        """Note a step, and if its backward pass may be asked for."""
+        self.graphs += [len(self.steps)] if graph else []
         self.steps.append(step)
-        return len(self.steps) - 1
+
+    def chosen(self, random, **choices):
+        """One of each of these. Half of the time only one of them is another than before."""
+        names = [random.choice([*choices])] if self.last and random.random() < 0.5 else choices
+        self.last = {**(self.last or {}), **{name: random.choice(choices[name]) for name in names}}
+        return self.last
 
     def teardown(self):
-        if self.steps:
+        try:
             self.run(self.steps)
+        except Exception as error:
+            raise AssertionError("\n".join(["a program is wrong:", *map(repr, self.steps)])) from error
 
 
-def assert_programs(machine, programs, run, steps=8):
-    """So many programs of a machine are right: `run`(steps) compares. A failure prints the shortest one."""
-    kind = type(machine.__name__, (machine,), {"run": lambda self, steps: run(steps)})
+def assert_programs(draw, programs, run, steps=12):
+    """So many programs, whose steps `draw`(program, random) adds, are right. `run`(steps) compares."""
+    functions = {"draw": staticmethod(draw), "run": staticmethod(run)}
     steady = settings(max_examples=programs, stateful_step_count=steps, deadline=None, derandomize=True, database=None)
-    run_state_machine_as_test(kind, settings=steady)
+    run_state_machine_as_test(type("Drawn", (Program,), functions), settings=steady)

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import strategies as st
-from hypothesis.stateful import rule
 
 from ring_planner.hidden_communication import AttentionLayer
 from ring_planner.pass_q_or_kv import Prefill
@@ -22,7 +20,7 @@ from ringlab.ring.masks import Mask
 from ringlab.support.expect import attempt
 from ringlab.support.rounding import exact_attention
 from tests.attention import SEED, assert_right, dense, random_qkv
-from tests.every_way import Program, assert_programs
+from tests.every_way import assert_programs
 from tests.mistakes import assert_refused
 from tests.models.test_generate import CONFIG, windowed
 
@@ -293,18 +291,9 @@ class Turn:
         return [torch.randint(CONFIG.vocab, (length,), generator=generator).tolist() for length in self.lengths]
 
 
-TURN = st.builds(
-    Turn,
-    st.sampled_from(["reply", "reply", "begin", "generate"]),
-    st.lists(st.integers(1, 9), min_size=1, max_size=2).map(tuple),
-    st.sampled_from([99, 4]),
-)
-
-
-class Conversations(Program):
-    @rule(turn=TURN)
-    def turn(self, turn):
-        self.add(turn)
+def any_turn(program, random):
+    lengths = tuple(random.randint(1, 9) for _ in range(random.randint(1, 2)))
+    program.add(Turn(random.choice(["reply", "reply", "begin", "generate"]), lengths, random.choice([99, 4])))
 
 
 def conversations_on_rank(context, passing, turns, settings):
@@ -361,37 +350,25 @@ def test_parts_and_turns_give_what_one_forward_pass_gives(ranks, P, passing, set
 
 @pytest.mark.parametrize(("P", "passing"), [(2, "auto"), (3, "Q")])
 def test_no_conversation_remembers_another(ranks, P, passing):
-    assert_programs(Conversations, 12, partial(run_conversations, ranks, P, passing), steps=5)
+    assert_programs(any_turn, 12, partial(run_conversations, ranks, P, passing), steps=5)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("P", "passing"), [(2, "Q"), (3, "KV"), (4, "auto")])
 def test_no_conversation_remembers_any_other(ranks, P, passing):
-    assert_programs(Conversations, 100, partial(run_conversations, ranks, P, passing), steps=5)
+    assert_programs(any_turn, 100, partial(run_conversations, ranks, P, passing), steps=5)
 
 
-def turn_refused(context, change, part=5):
-    rank = context.rank
+def turn_refused(context, parts):
     cache = GrowingCache()
     model, texts = model_of(cache), THREE[0].texts()
-    if change == "texts":
-        reply(model, cache, texts, ANSWER)
-        texts = texts[:1]
-    part = {"part": 0, "another part": 5 + rank % 2}.get(change, part)
     with mock.patch.object(Transformer, "forward", side_effect=AssertionError("computed before all ranks agreed")):
-        return reply(model, cache, texts, ANSWER, part)
-
-
-TURNS = {
-    "texts": ["1 texts for 2 conversations", "expected one for each"],
-    "part": ["part is 0", "expected 1 token or more"],
-    "another part": ["disagree about part"],
-}
+        return reply(model, cache, texts, ANSWER, parts[context.rank])
 
 
 def test_a_turn_that_makes_no_sense_is_refused_on_every_rank_before_the_model_runs(ranks):
-    for change, words in TURNS.items():
-        assert_refused(ranks, 3, words, turn_refused, change)
+    assert_refused(ranks, 3, ["part is 0", "expected 1 token or more"], turn_refused, (0, 0, 0))
+    assert_refused(ranks, 3, ["disagree about part"], turn_refused, (5, 6, 5))
 
 
 def test_a_layer_with_another_window_than_the_cache_is_refused():
