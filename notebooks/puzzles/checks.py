@@ -8,6 +8,7 @@ a proved bound means that data took another way than the messages; it is refused
 """
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +32,7 @@ NEAR = 1e-10  # float64 rounds sums of some hundred numbers to 1e-13; float32 an
 WINDOWS = {3: 3, 4: 7, 5: 4}  # puzzle 8: keys that a query sees
 Inputs = list[tuple[Any, ...]]  # by rank
 Schedule = Callable[..., Any]
+Best = Callable[[int], float]  # P -> a count
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,9 @@ class Count:
 
     name: str
     of: Callable[[Run], float]
-    best: Callable[[int], float]  # P -> the fewest that we know
+    best: Best  # the fewest that we know
     proof: str = ""  # why no schedule needs fewer; "": perhaps one does
-    goal: Callable[[int], float] | None = None  # P -> enough for two stars; None: the best
+    goal: Best | None = None  # enough for two stars; None: the best
 
     def enough(self, world_size: int) -> float:
         return (self.goal or self.best)(world_size)
@@ -98,9 +100,8 @@ def solve(number: int, schedule: Schedule) -> Verdict:
             title = f"puzzle {number}, P = {world_size}: {'up to the fault' if run.fault else 'not right yet'}"
             return Verdict(f"{head}not yet. P = {world_size}: {problem}{_printed(run)}", 0, _film(puzzle, run, title))
         runs[world_size] = run
-    stars = (
-        3 if _reach(puzzle, runs, lambda count: count.best) else 1 + _reach(puzzle, runs, lambda count: count.enough)
-    )
+    enough, best = (_reach(puzzle, runs, operator.attrgetter(name)) for name in ("enough", "best"))
+    stars = 3 if best else 1 + enough
     ours = getattr(schedule, "__module__", "") == solutions.__name__
     if not ours:
         _best[number] = max(stars, _best.get(number, 0))
@@ -126,7 +127,7 @@ def played(schedule: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str
     return run, problem
 
 
-def _reach(puzzle: Puzzle, runs: dict[int, Run], wanted: Callable[[Count], Callable[[int], float]]) -> bool:
+def _reach(puzzle: Puzzle, runs: dict[int, Run], wanted: Callable[[Count], Best]) -> bool:
     return all(
         count.of(run) <= wanted(count)(world_size) + 1e-9 for world_size, run in runs.items() for count in puzzle.counts
     )
@@ -237,15 +238,20 @@ def _attention(inputs: Inputs) -> list[Tensor]:
     return _rows(out, len(inputs))
 
 
-def _sent(run: Run) -> float:
+def _chunks(best: Best, **more: Any) -> Count:
     """Chunks (of K, or of V) that the busiest rank sends."""
-    return max(sum(it.size for it in run.messages if it.source == rank) for rank in range(run.world_size)) / CHUNK
+
+    def sent(run: Run) -> float:
+        return max(sum(it.size for it in run.messages if it.source == rank) for rank in range(run.world_size)) / CHUNK
+
+    return Count("chunks that a rank sends", sent, best, **more)
 
 
-def _time(run: Run) -> float:
-    return run.time
+def _timed(best: Best, proof: str = "", name: str = "time", **more: Any) -> Count:
+    return Count(name, lambda run: run.time, best, proof, **more)
 
 
+SHARED = "all ranks compute all pairs together, so one of P has at least a P-th of them."
 DOUBLING = "a message joins what two ranks know, so after t rounds a result depends on at most 2^t ranks."
 
 # 1 to 3: messages alone -----------------------------------------------------------------------------------------------
@@ -255,14 +261,7 @@ HOP = Puzzle(
     inputs=_one_each,
     right=lambda inputs: [inputs[rank - 1][0] for rank in range(len(inputs))],
     wires=lambda P: Wires(blocking=True),
-    counts=(
-        Count(
-            "time",
-            _time,
-            lambda P: 2 + P % 2,
-            proof="a blocking rank is in one message at a time, so at most P // 2 messages move at once, and P must.",
-        ),
-    ),
+    counts=(_timed(lambda P: 2 + P % 2, "of P messages, P // 2 move at once: a blocking rank is in one at a time."),),
     block="x",
 )
 
@@ -272,12 +271,7 @@ GATHER = Puzzle(
     right=lambda inputs: [[mine[0] for mine in inputs]] * len(inputs),
     wires=lambda P: Wires(time=lambda source, to, size: size / 64),
     counts=(
-        Count(
-            "time",
-            _time,
-            lambda P: P - 1,
-            proof="a rank lacks P - 1 blocks, and its one wire in brings a block in a unit of time.",
-        ),
+        _timed(lambda P: P - 1, "a rank lacks P - 1 blocks, and its one wire in brings a block in a unit of time."),
     ),
     block="x",
 )
@@ -304,13 +298,7 @@ SUM = Puzzle(
     right=lambda inputs: list(torch.stack([mine[0] for mine in inputs]).sum(dim=0)),
     wires=lambda P: Wires(time=lambda source, to, size: size / 64),
     counts=(
-        Count(
-            "time",
-            _time,
-            lambda P: P - 1,
-            proof="P - 1 other parts need numbers that only this rank has, and its one wire out takes a part in a unit "
-            "of time.",
-        ),
+        _timed(lambda P: P - 1, "P - 1 other parts need its numbers, and its wire out takes a part in a unit of time."),
     ),
     block="sum ",
     number_of=_summed,
@@ -331,8 +319,7 @@ def _pairs(run: Run) -> float:
 
 def _share(heads: int) -> Count:
     """With so many query heads on a head of keys."""
-    proof = "all ranks compute all pairs together, so one of P has at least a P-th of them."
-    return Count("pairs of the busiest rank", _pairs, lambda P: heads * C * C * P, proof)
+    return Count("pairs of the busiest rank", _pairs, lambda P: heads * C * C * P, SHARED)
 
 
 def _computed(schedule: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, str]:
@@ -348,19 +335,18 @@ def _computed(schedule: Schedule, inputs: Inputs, puzzle: Puzzle) -> tuple[Run, 
     return run, problem
 
 
+def _held(run: Run) -> float:
+    return max(run.held.values()) / CHUNK
+
+
 RING = Puzzle(
     "the ring",
     inputs=_qkv,
     right=_attention,
     wires=_blocks,
     counts=(
-        Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1)),
-        Count(
-            "chunks held",
-            lambda run: max(run.held.values()) / CHUNK,
-            lambda P: 3 + 2 / D + 1 / (H * C),
-            goal=lambda P: 5 + 2 / D,
-        ),
+        _chunks(lambda P: 2 * (P - 1)),
+        Count("chunks held", _held, lambda P: 3 + 2 / D + 1 / (H * C), goal=lambda P: 5 + 2 / D),
     ),
 )
 
@@ -369,7 +355,7 @@ GROUPED = Puzzle(
     inputs=partial(_qkv, heads=(2 * H, H, H)),
     right=_attention,
     wires=lambda P: replace(_blocks(P), block=2 * H * C * C),
-    counts=(Count("chunks that a rank sends", _sent, lambda P: 2 * (P - 1)), _share(2)),
+    counts=(_chunks(lambda P: 2 * (P - 1)), _share(2)),
     trial=_computed,
 )
 
@@ -393,10 +379,7 @@ HOME = Puzzle(
     inputs=_for_gradients,
     right=_gradients,
     wires=_blocks,
-    counts=(
-        Count("chunks that a rank sends", _sent, lambda P: 4 * (P - 1), goal=lambda P: 4 * P - 2),
-        _share(1),
-    ),
+    counts=(_chunks(lambda P: 4 * (P - 1), goal=lambda P: 4 * P - 2), _share(1)),
     trial=_computed,
 )
 
@@ -461,11 +444,9 @@ BALANCE = Puzzle(
             _pairs,
             lambda P: TOKENS * (TOKENS * P + 1) / 2,
             goal=lambda P: 1.25 * TOKENS * (TOKENS * P + 1) / 2,
-            proof="all ranks compute S (S + 1) / 2 pairs together, so one of P has at least a P-th of them.",
+            proof=SHARED,
         ),
-        Count(
-            "time that ranks are idle", _idle, lambda P: 0, goal=lambda P: math.inf, proof="no time is less than none."
-        ),
+        Count("time that ranks are idle", _idle, lambda P: 0, "no time is less than none.", goal=lambda P: math.inf),
     ),
     trial=_dealt,
 )
@@ -490,10 +471,7 @@ WINDOW = Puzzle(
     wires=_blocks,
     counts=(
         Count(
-            "keys that come to a rank",
-            _keys_in,
-            lambda P: WINDOWS[P] - 1,
-            goal=lambda P: C * math.ceil((WINDOWS[P] - 1) / C),
+            "keys that come to a rank", _keys_in, lambda P: WINDOWS[P] - 1, goal=lambda P: -(-(WINDOWS[P] - 1) // C) * C
         ),
     ),
 )
@@ -505,7 +483,7 @@ TWO_RINGS = Puzzle(
     inputs=_qkv,
     right=_attention,
     wires=lambda P: replace(_blocks(P), neighbours=True),
-    counts=(Count("time", _time, lambda P: P + (P - 1) / 2, goal=lambda P: P + math.ceil((P - 1) / 2)),),
+    counts=(_timed(lambda P: P + (P - 1) / 2, goal=lambda P: P + math.ceil((P - 1) / 2)),),
     trial=_computed,
 )
 
@@ -540,7 +518,7 @@ TOKEN = Puzzle(
             lambda run: max((it.size / 8 for it in run.messages), default=0),
             lambda P: H * (D + 1),
         ),
-        Count("rounds", _time, lambda P: math.ceil(math.log2(P)), goal=lambda P: P - 1, proof=DOUBLING),
+        _timed(lambda P: math.ceil(math.log2(P)), DOUBLING, "rounds", goal=lambda P: P - 1),
     ),
 )
 
