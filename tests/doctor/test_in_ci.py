@@ -286,11 +286,10 @@ def test_a_set_up_that_fails_cannot_be_examined():
         job.ask(Question(Case(3)))
 
 
-NO, ODD, PEER = (
-    Raised("ValueError", "no", ""),
-    Raised("KeyError", "k", "", "ring.py, line 3 in f"),
-    Raised("RuntimeError", "Connection closed by peer", ""),
-)
+NO, ODD = Raised("ValueError", "no", ""), Raised("KeyError", "k", "", "ring.py, line 3 in f")
+CLOSED = "[enforce fail] Connection closed by peer [127.0.0.1]:1"
+KINDS = (("RuntimeError", CLOSED), ("ValueError", CLOSED), ("RuntimeError", "shape"))
+PEER, OF_USER, SHAPE = (Raised(kind, said, "") for kind, said in KINDS)  # of a lost connection, and of none
 FINE = RankResults({"out": torch.zeros(1, 2, 8, 4)})
 
 
@@ -301,6 +300,8 @@ FINE = RankResults({"out": torch.zeros(1, 2, 8, 4)})
         ((NO, FINE, FINE), "", FAILED, "rank 0 raised ValueError: no"),  # of one rank: no refusal
         ((FINE, NO, NO), "grouped queries", FAILED, "ranks 1, 2 raised ValueError: no"),
         ((PEER, NO, PEER), "", FAILED, "rank 1 raised ValueError: no"),  # the others lost their connection to it
+        ((OF_USER, NO, NO), "", REFUSED, f"ValueError: {CLOSED}"),
+        ((SHAPE, NO, NO), "", FAILED, "RuntimeError: shape"),
         ((ODD, ODD, ODD), "", FAILED, "KeyError: k (ring.py, line 3 in f)"),
         ((ODD, ODD, ODD), "grouped queries", REFUSED, "KeyError: k"),  # a feature may be refused by any error
     ],
@@ -308,5 +309,6 @@ FINE = RankResults({"out": torch.zeros(1, 2, 8, 4)})
 def test_only_an_error_of_every_rank_may_be_a_refusal(outcomes, feature, state, says):
     job = job_of(*outcomes)
     answer = job.ask(Question(Case(3), feature=feature))
-    assert (answer.state, answer.says, answer.raised) == (state, says, len({id(each) for each in outcomes}) == 1)
-    assert job.ready == (not job.ranks.stopped) == (ODD not in outcomes and PEER not in outcomes)
+    assert (answer.state, answer.says) == (state, says)
+    assert answer.raised == (FINE not in outcomes and PEER not in outcomes)
+    assert job.ready == (not job.ranks.stopped) == all(each not in outcomes for each in (ODD, PEER, SHAPE))

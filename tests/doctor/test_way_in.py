@@ -20,7 +20,7 @@ from ring_doctor.asking.questions import questions
 from ring_doctor.catalogue import enter
 from ring_doctor.mistakes import CATALOGUE, PAGE
 from ring_doctor.options import claims_of, parse
-from ringlab.support.processes import Raised, own_frame, place
+from ringlab.support.processes import own_frame, place
 from tests.wrong.odd_patients import own_chunk
 
 P3 = Case(3, 18, causal=True, head_dim=16)
@@ -344,18 +344,6 @@ def test_a_place_is_a_line_of_the_user():
     assert place(own_frame([library, *stack])) == "ring.py, line 4 in attention"
     assert place(own_frame([*stack[:3], library])) == "core.py, line 5 in step"
     assert place(own_frame(stack[:3])) == ""
-
-
-@pytest.mark.parametrize(
-    ("kind", "message", "lost"),
-    [
-        ("RuntimeError", "[enforce fail] Connection closed by peer [127.0.0.1]:1", True),
-        ("RuntimeError", "shape '[2]' is invalid", False),
-        ("ValueError", "Connection closed by peer", False),
-    ],
-)
-def test_a_lost_connection_is_told_from_an_error(kind, message, lost):
-    assert Raised(kind, message, "").lost_connection == lost
 
 
 WAITS = f"""Stack
