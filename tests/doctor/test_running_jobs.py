@@ -181,6 +181,30 @@ def test_rows_without_the_padding_of_others_are_found():
     assert (whole.layout, whole.cp, told(whole)) == ("contiguous", 1, [])
 
 
+@pytest.mark.parametrize("lost", ["attention_mask", "weights"])
+def test_an_argument_that_separates_documents_is_missed(lost, tmp_path):
+    """The model of the second job, on one rank, does not get it, and its output and its gradient are others."""
+    folders, text = [tmp_path / "one", tmp_path / "many"], torch.arange(8).flip(0)[None]
+    numbers = [{"embedding 0": text, f"Model.{lost}": text > 2}, {"embedding 0": text}]
+    jobs = []
+    for folder, x, size in zip(folders, numbers, (1.0, 2.0), strict=True):
+        folder.mkdir()
+        torch.save(torch.tensor([size, 3.0]), folder / "before-0-0-0.pt")
+        seen = {
+            "whole_numbers": x,
+            "labels": [],
+            "loss": size,
+            "drops": set(),
+            "messages": [],
+            "dtypes": {"torch.float64"},
+        }
+        step = {"passes": [seen], "norm": None, "modules": [("layer", size)], "dtypes": set(), "reported": None}
+        jobs.append(Job("", folder, [{"names": ["weight"], "steps": [step]}]))
+    found = compare(*jobs, None, 1)
+    assert found.names == (["documents_lost"] if lost == "attention_mask" else [])
+    assert f"the model gets no Model.{lost}, as that of the first job does" in found.says
+
+
 def test_positions_that_do_not_begin_again_with_a_document_are_named():
     """8 tokens in two documents, contiguous over 2 ranks; the positions are those of one document."""
     places = torch.arange(8)
