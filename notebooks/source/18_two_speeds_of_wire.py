@@ -28,7 +28,8 @@ import torch
 from bench import record
 from bench.wires import TRAIN, timed
 from figures import double_ring as picture
-from figures import measured, planned
+from figures import measured
+from figures.planned import flat_ring
 from notebooks.source.checks.kernels_and_wires import check_block, check_blocks_of_a_nic
 from notebooks.source.show import print_source
 from ring_planner import command
@@ -54,7 +55,7 @@ from ringlab.ways import double_ring
 
 # %%
 yours = None  # your point: (FLOP/s that attention reaches, the share of a NIC that messages reach)
-planned.flat_ring(yours)
+flat_ring(yours)
 
 # %% [markdown]
 # **The same ring waits not at all, or for half of its time.** So measure both numbers (`python -m ring_planner.calibrate`) before you
