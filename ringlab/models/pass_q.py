@@ -25,7 +25,7 @@ Source: Yang et al. 2025 (arXiv 2411.01783v3), section 3.5: algorithm 2 is pass-
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ from ringlab.ring.flash_ring import keys_of, merge_into, nothing_seen, queries_o
 from ringlab.ring.fused_block import fused_forward
 from ringlab.ring.masks import Mask
 from ringlab.ring.overlap import arriving_blocks
-from ringlab.ring.partition import BlockSlice, cut
+from ringlab.ring.partition import BlockSlice, cut, kept
 from ringlab.ring.schedule import check_sinks, check_softcap
 from ringlab.support.agreement import agree_same, members
 from ringlab.support.expect import expect
@@ -65,19 +65,16 @@ class Places:
     queries: tuple[Tensor, ...]
     keys: tuple[Tensor, ...]
     group: Group
-    known: dict[tuple[int, int], Pieces] = field(init=False, default_factory=dict)  # every layer asks for the same
 
+    @kept  # every layer asks for the same
     def pieces(self, rank: int, block: int) -> Pieces:
         """What the new tokens of `rank` see of the keys of `block`, in each text."""
-        if (rank, block) in self.known:
-            return self.known[rank, block]
         texts = []
         for at, keys_at, tokens in zip(self.queries[rank], self.keys[block], torch.cat(self.keys, dim=1), strict=True):
             runs = self.mask.visible_keys(at[at < EMPTY], int((tokens < EMPTY).sum()))
             runs = [(torch.searchsorted(keys_at, first), torch.searchsorted(keys_at, end)) for first, end in runs]
             texts.append(tuple(piece for run in runs for piece in cut(*run)))
-        self.known[rank, block] = tuple(texts)
-        return self.known[rank, block]
+        return tuple(texts)
 
 
 def cached_attention(

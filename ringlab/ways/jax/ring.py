@@ -38,6 +38,7 @@ from ringlab.basics.chunks import check_grouped_chunks
 from ringlab.basics.naive_attention import resolve_scale
 from ringlab.ring.cases import random_inputs, report_ranks
 from ringlab.ring.layouts import check_layout, positions, shard
+from ringlab.support.expect import expect
 from ringlab.support.extras import extra
 from ringlab.support.rounding import exact_attention
 
@@ -165,8 +166,7 @@ def on_mesh(mesh: Mesh, **settings: Any) -> Callable[[Array, Array, Array], Arra
     Raises ValueError for a mesh of two axes or more. The function raises it as `ring_attention` does, and when P does
     not divide S.
     """
-    if len(mesh.axis_names) != 1:
-        raise ValueError(f"the mesh has axes {mesh.axis_names}; expected one: use your own shard_map for more")
+    expect(len(mesh.axis_names) == 1, f"the mesh has axes {mesh.axis_names}", "one: use your own shard_map for more")
     spec = PartitionSpec(None, None, *mesh.axis_names)
     on_device = partial(ring_attention, axis_name=mesh.axis_names[0], **settings)
     ring = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -174,11 +174,8 @@ def on_mesh(mesh: Mesh, **settings: Any) -> Callable[[Array, Array, Array], Arra
     @jax.jit
     def attention(q: Array, k: Array, v: Array) -> Array:
         check_chunks(q, k, v)
-        if q.shape[2] % mesh.size:
-            raise ValueError(
-                f"{q.shape[2]} tokens on {mesh.size} devices; expected a multiple: pad on the right, with causal=True "
-                f"(without a mask the padding would be seen)"
-            )
+        pad = "a multiple: pad on the right, with causal=True (without a mask the padding would be seen)"
+        expect(q.shape[2] % mesh.size == 0, f"{q.shape[2]} tokens on {mesh.size} devices", pad)
         return ring(q, k, v)
 
     return attention
@@ -199,8 +196,8 @@ def virtual_devices(number: int) -> Mesh:
     with contextlib.suppress(RuntimeError):  # JAX is at work: it keeps the devices that it has
         jax.config.update("jax_num_cpu_devices", max(number, jax.config.jax_num_cpu_devices))
     devices = jax.devices("cpu")
-    if len(devices) < number:
-        raise ValueError(f"JAX is at work with {len(devices)} CPU device(s); expected {number}: call this first of all")
+    given = f"JAX is at work with {len(devices)} CPU device(s)"
+    expect(len(devices) >= number, given, f"{number}: call this first of all")
     return Mesh(np.array(devices[:number]), ("ring",))
 
 
