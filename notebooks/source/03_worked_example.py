@@ -18,8 +18,8 @@
 # The road, 3 of 8. 12 minutes to read, 15 for the exercises. Before: [1 · online softmax](01_attention_to_online_softmax.ipynb).
 # Next: [4 · the ring](04_the_ring.ipynb).
 #
-# The numbers are those of a worked example in a course on the paper. That page adds two averages, so for token 0 it ends with a
-# first number of 3.731. The right one is 2.269. [`published_example.py`](source/published_example.py) compares all its 36 rows with the exact values.
+# The numbers are those of a worked example in a course on the paper. It adds two averages: token 0 ends at 3.731, and 2.269 is
+# right. [`published_example.py`](source/published_example.py) compares all 36 rows with the exact values.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import math
