@@ -269,8 +269,9 @@ class Examination:
 
     @property
     def keeps(self) -> bool:
-        """Whether it fails first where a call comes after one of another length."""
-        return [answer.question.how for answer in self.answers if answer.bad or answer.raised][:1] == [AFTER]
+        """Whether it fails first where a call comes after one of another length, whatever else it refuses."""
+        failed = [it.question.how for it in self.answers if it.bad or (it.raised and it.question.how == AFTER)]
+        return failed[:1] == [AFTER]
 
     @property
     def rounded_early(self) -> list[str]:

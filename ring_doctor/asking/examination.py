@@ -208,7 +208,7 @@ def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], No
 
     def ask(patient: Patient, how: str = "without gradients", **mask: Any) -> Answer:
         first = next(questions(patient, job.size, dtype_of(patient.dtypes[0]), seed))
-        question = replace(first, how=how, case=replace(first.case, **mask))
+        question = replace(first, how=how, feature="", case=replace(first.case, **mask))  # an error is no refusal
         progress(f"starting: {question.words()}")
         answer = job.ask(question)
         progress(f"starting: {question.words()}" + (f": {answer.says}" if answer.says else ""))

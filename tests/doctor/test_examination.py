@@ -21,7 +21,7 @@ from ring_doctor.asking.case import Case
 from ring_doctor.asking.examination import ask_again, examination_of
 from ring_doctor.asking.job import CannotExamine, Job, lines_of_ranks
 from ring_doctor.asking.patient import patient_of
-from ring_doctor.asking.questions import LSE, UNEQUAL, Question, kind
+from ring_doctor.asking.questions import AFTER, LSE, UNEQUAL, Question, kind
 from ring_doctor.assertion import assert_ring, examine
 from ring_doctor.explaining.diagnosis import Diagnosis, Explanation, diagnose
 from ring_doctor.explaining.facts import Finding
@@ -266,6 +266,20 @@ def raises(kind, says):
     return lambda question, job: replace(answer(question, FAILED, **error), says=says)
 
 
+def raises_under_a_mask(question, job):
+    """With an optional feature, as five ranks, an error of all ranks is a refusal."""
+    error = answer(question, REFUSED if question.feature else FAILED, raised=True)
+    return error if question.case.causal else OK
+
+
+def made_for_a_length(question, job):
+    """Right in new processes, which a ring gets that is known to keep a length."""
+    case = question.case
+    if case.heads != case.kv_heads or question.how == AFTER:
+        return answer(question, REFUSED, raised=True)
+    return OK if case.seq_len == 6 * case.world_size or job.keeps else answer(question, FAILED, raised=True)
+
+
 def in_16_bits(to):
     steps = replace(RIGHT, block_out=lambda s, v: block_out(s, v).to(to).double())
     plain = lambda it: it.case.dtype == torch.bfloat16 and it.how == "plain"  # noqa: E731
@@ -351,6 +365,8 @@ RINGS = {  # what a ring does: the replies to questions, and what is claimed
     "has no such name": (raises("NameError", "NameError: no such name (ring.py, line 3 in f)"), {}),
     "has nothing": (raises("TypeError", "TypeError: 'NoneType' object has no length"), {}),
     "has no GPU": (raises("AssertionError", "AssertionError: Torch not compiled with CUDA enabled"), {}),
+    "raises under a causal mask": (raises_under_a_mask, {}),
+    "is made for its first length, and refuses grouped queries": (made_for_a_length, {}),
     "has no such key": (raises("KeyError", "KeyError: 'LOCAL_RANK'"), {}),
     "knows no such size": (raises("KeyError", "KeyError: 6"), {}),
     "refuses 3 ranks": (which(three), {}),
