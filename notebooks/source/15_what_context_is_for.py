@@ -165,8 +165,8 @@ for name, sent in launch(workers.latents_sent, 4, device="cpu")[0].items():
 # | a state (linear attention) | 0 | ⌈log₂ P⌉ of a state | work S |
 #
 # Making K and V again costs as much as attention to 410 more keys. Messages of expanded heads are hidden when a query meets more keys of
-# a block than FLOP/s reached over bytes/s. From there on expanded heads are a little faster, below latents are. (Ours computes whole
-# tiles of chosen keys.) The gradient of a latent goes home; that of the weights stays, a part on each rank.
+# a block than FLOP/s reached over bytes/s. Latents are faster up to 410 keys less, expanded heads beyond. (Ours
+# computes whole tiles of chosen keys.) The gradient of a latent goes home; that of the weights stays, a part on each rank.
 
 # %%
 heads, D, R, L = 128, 128, 64, 512
