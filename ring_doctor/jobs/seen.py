@@ -188,10 +188,13 @@ def told(whole: Whole) -> list[tuple[str, str]]:
                 right = torch.where(real, text.positions[places.clamp(max=S - 1)], row.positions)
                 if bool((row.positions != right).any()):
                     wrong_positions.append((row.positions, places))
-    if wrong_labels:
+    of_rows = (whole.text, [row for rows in whole.ranks for row in rows])
+    counts = [Counter(t for x in rows if x.labels is not None for t in x.labels.flatten().tolist()) for rows in of_rows]
+    of_shard = all(inside for *_, inside in wrong_labels)
+    if wrong_labels and (of_shard or counts[0] != counts[1]):  # else the same labels, gathered in another way
         rank, labels, places, _ = wrong_labels[0]
         said = f"rank {rank}'s label of token {int(places[0])} is {int(labels[0])}"
-        found.append(("labels_per_shard" if all(inside for *_, inside in wrong_labels) else "other_labels", said))
+        found.append(("labels_per_shard" if of_shard else "other_labels", said))
     if wrong_positions:
         begin = ", ".join(map(str, wrong_positions[-1][0][:4].tolist()))
         found.append((_name_of(wrong_positions, whole), f"on the last rank positions begin {begin}"))
