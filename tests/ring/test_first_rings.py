@@ -96,7 +96,6 @@ def test_the_hidden_share_by_hand(waited, share):
         (grouped_query.ring_attention, (2, 8, 2, 37, 6), torch.float64),
     ],
     ids=["mha", "mha in 16 bits", "mqa", "gqa in 16 bits", "gqa"],
-    ids=str,
 )
 def test_gradients(ranks, world_size, ring, sizes, dtype):
     assert_gradients(ranks, world_size, *sizes, dtype, ring=ring)
