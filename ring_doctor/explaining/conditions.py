@@ -63,7 +63,7 @@ def when_it_shows(answers: Sequence[Answer]) -> str:
         others = {features[:i] + features[i + 1 :] for features in wrong}
         healthy = {x[i] for x in right if x[i] not in sick and x[:i] + x[i + 1 :] in others}
         if healthy and words == RANKS:
-            worlds = f"from {min(sick)} ranks on" if max(healthy) < min(sick) else _in_words(i, sick, ", ")
+            worlds = f"from {min(sick)} ranks on" if max(healthy) + 1 == min(sick) else _in_words(i, sick, ", ")
             said.append(f"{worlds} (right with {', '.join(map(str, sorted(healthy)))})")
         elif healthy:
             but = "but not" if said else "everywhere but"

@@ -181,24 +181,24 @@ def waiting(answer: Answer) -> Finding | None:
     The answer names the line of code in which each rank waits. The call in this line says whether the rank sends,
     receives or waits in a collective.
     """
-    P, silent = answer.case.world_size, answer.silent
+    silent, members = answer.silent, answer.question.members or range(answer.case.world_size)
     lines = [(ranks, linecache.getline(path, line)) for (path, line, _), ranks in answer.waits.items()]
     calls = {rank: set(CALL.findall(line)) for ranks, line in lines for rank in ranks}
     if not silent or set(calls) < set(silent) or any(len(of_rank) != 1 for of_rank in calls.values()):
         return None  # a line that shows no call, or two
     kinds = set.union(*calls.values())
     collectives = kinds - set(ALL_WAIT)
-    inside = [rank for rank in range(P) if collectives & calls.get(rank, set())]
-    outside = [rank for rank in range(P) if rank not in inside]
+    inside = [rank for rank in members if collectives & calls.get(rank, set())]
+    outside = [rank for rank in members if rank not in inside]
     if len(collectives) == 1 and outside:
         waits, missing = ranks_in_words(inside, "waits", "wait"), ranks_in_words(outside, "is", "are")
         said = f"{waits.capitalize()} in {min(collectives)}, and {missing} not in it"
         return Finding(f"{said}: every rank of the group must call it, equally often")
-    if len(kinds) > 1 or collectives or P == 1:
+    if len(kinds) > 1 or collectives or len(members) == 1:
         return None
-    if len(silent) == P:
+    if len(silent) == len(members):
         return ALL_WAIT[min(kinds)]
-    back = ranks_in_words([rank for rank in range(P) if rank not in silent]).capitalize()
+    back = ranks_in_words([rank for rank in members if rank not in silent]).capitalize()
     what = "for a message that no rank sends" if kinds == {"recv"} else "for a rank to receive its message"
     said = f"{back} returned, and {ranks_in_words(silent, 'waits', 'wait')} {what}"
     return Finding(said, "the number of sends and receives, and at a rank that leaves the loop early")

@@ -252,6 +252,8 @@ HANGS = {  # which ranks wait where, and which are late
     "one receives": ({"1": RECEIVE}, 1),
     "two send": ({"12": SEND}, 1, 2),
     "a collective and a receive": ({"02": SUM, "1": "dist.recv(k, 0)"}, 0, 1, 2),
+    "all of a part gather": ({"123": "dist.all_gather(n, m)"}, 1, 2, 3),
+    "one of a part receives": ({"3": RECEIVE}, 3),
     "one gathers": ({"1": "dist.all_gather_into_tensor(k, k)"}, 1),
     "two send, one receives": ({"01": SEND, "2": RECEIVE}, 0, 1, 2),
     "all wait": ({"012": WAIT}, 0, 1, 2),
@@ -304,11 +306,11 @@ def test_the_question_of_an_xray():
 
 
 def hang(waits, *late):
-    """What is told of 3 ranks of which these wait in these lines of code, and of which some are late."""
+    """What is told of 3 ranks, 0 to 2 or 1 to 3, of which these wait in these lines of code, and some are late."""
     Path("ring.py").write_text("\n".join(waits.values()) + "\n")
     linecache.clearcache()
     lines = {("ring.py", i + 1, "attention"): list(map(int, ranks)) for i, ranks in enumerate(waits)}
-    return str(inferred(Answer(Question(Case(3, 18)), FAILED, silent=late, waits=lines)) or "-")
+    return str(inferred(Answer(IN_PART if 3 in late else WHOLE, FAILED, silent=late, waits=lines)) or "-")
 
 
 if __name__ == "__main__":
