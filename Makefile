@@ -62,7 +62,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# uv chooses PyTorch's build by the machine: without an NVIDIA GPU, no CUDA. (Tried but for the index of PyTorch: where we work there is no internet.)
+# uv chooses PyTorch's build by the machine: without an NVIDIA GPU, no CUDA. (Not tried with PyTorch's own index.)
 $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 10) else f"Python {v.major}.{v.minor} found, 3.10 or newer needed: make PYTHON=python3.12 ...")'
 	@echo "== setting up $(VENV): installing requirements.txt (once, a few minutes; to watch: tail -f $(VENV)/*.log)"

@@ -18,8 +18,8 @@
 # The road, 3 of 8. 12 minutes to read, 15 for the exercises. Before: [1 · online softmax](01_attention_to_online_softmax.ipynb).
 # Next: [4 · the ring](04_the_ring.ipynb).
 #
-# The numbers are those of a worked example in a course on the paper. It adds two averages: token 0 ends at 3.731, and 2.269 is
-# right. [`published_example.py`](source/published_example.py) compares all 36 rows with the exact values.
+# The numbers are those of a worked example in a course on the paper. It adds averages: after two rounds
+# it has 3.731 for token 0, and 2.269 is right. [`published_example.py`](source/published_example.py) compares all 36 rows with the exact values.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import math
@@ -72,7 +72,8 @@ assert not np.allclose(shares, 0.25, atol=0.1)  # so the blocks do not count equ
 
 # %% [markdown]
 # The first number, 3.67, is larger than every value in the example, which no average can be: the weights of each output add up to
-# 1, so those of the sum add up to 2. (The page also forgot to divide by $\sqrt 2$ in round 0.)
+# 1, so those of the sum add up to 2. (The page also forgot to divide by
+# $\sqrt 2$ in round 0, so its sum is 3.73.)
 #
 # Dividing the sum by the number of blocks does not help: then each block counts equally, and the last line shows that it must not.
 #

@@ -12,7 +12,7 @@
 # [`trainable_ring.py`](../trainable_ring.py) puts the last chapters into one file of 150 lines. You can copy it into any project: it needs PyTorch
 # alone. After this chapter you can
 #
-# - say what each of its lines is for, and what goes wrong without it,
+# - say what each line of the ring is for, and what goes wrong without it,
 # - say where a [fused kernel](../docs/glossary.md#fused-kernel) goes, and what it needs there,
 # - put the ring into a model, and combine its gradients in the right way.
 #

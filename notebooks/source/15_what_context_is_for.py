@@ -11,7 +11,7 @@
 #
 # A ring trains on longer texts. What does a model gain by that, and what must travel for it? After this chapter you can
 #
-# - show in which part of a text a model fails that was trained on shorter texts, also if it read as many tokens,
+# - show in which part of a text a model fails that was trained on shorter texts, even on as many tokens,
 # - choose a query's few keys among those of all [ranks](../docs/glossary.md#rank), and say why the best of each rank are not the best,
 # - count what the layers of this year's models send a token: keys and values, latents, index keys, states.
 #
@@ -83,13 +83,13 @@ for name, share in right.items():
 assert right["4 x, ring of 4"] > right[retrieval.SQUEEZED] > right[retrieval.LONGER]
 
 # %% [markdown]
-# It is the length. Beyond the ring's training squeezed positions win. **More tries, too:** the [appendix](appendix_bandit.md) measures what
-# 4 times the [context](../docs/glossary.md#context) gains an agent that sees its earlier tries, after training on as many.
+# It is the length. Beyond the ring's training squeezed positions win. **More tries, too:** the [appendix](appendix_bandit.md) measures what an agent
+# that sees its earlier tries gains by 4 times the [context](../docs/glossary.md#context), trained on as many tokens.
 #
 # ## The idea: a question needs few keys
 #
-# The newest open models let each query choose 2,048 **keys** (DeepSeek-V3.2, GLM 5). A small *index* gives each key a score, from $J$
-# index heads of $E$ numbers, and one index key a token:
+# The newest open models let each query choose 2,048 **keys** (DeepSeek-V3.2, GLM 5). A small *index* gives key $t$ a score for query $s$, from $J$
+# index heads of $E$ numbers, each with a weight $w$, and one index key a token:
 #
 # $$I_{s,t} = \sum_j w_{s,j} \cdot \mathrm{relu}(q_{s,j} \cdot k_t)$$
 #
@@ -131,7 +131,7 @@ topics.draw()
 
 # %% [markdown]
 # The choice has no gradient, so the index gets a loss of its own: the Kullback-Leibler divergence of the softmax of its scores from the
-# weights `p` that attention gave the chosen keys:
+# weights `p` of attention over the chosen keys (here made from the index keys, for want of a layer):
 
 # %%
 q_index = q.clone().requires_grad_()
@@ -147,7 +147,7 @@ assert loss > 0
 #
 # These models keep no keys and values. A layer keeps a **latent** of $L = 512$ numbers a token, and $R = 64$ rotated numbers for all
 # heads. So the latent can travel, and every rank makes K and V of all heads itself. `block` is latents beside rotated numbers, `w` the
-# weights of all heads:
+# weights of all heads. The small ring below has 16 heads of 32 + 8 numbers and latents of 32:
 
 # %%
 print_source(latent_ring.heads_of)
@@ -164,9 +164,9 @@ for name, sent in launch(workers.latents_sent, 4, device="cpu")[0].items():
 # | DSA: index keys, latents | 128 + 576 | twice P − 1 | the index's work S²; attention's 2,048 · S |
 # | a state (linear attention) | 0 | ⌈log₂ P⌉ of a state | work S |
 #
-# Making K and V again costs as much as attention to 410 more keys. Messages of expanded heads are hidden when a query meets more keys of
-# a block than FLOP/s reached over bytes/s. Latents are faster up to 410 keys less, expanded heads beyond. (Ours
-# computes whole tiles of chosen keys.) The gradient of a latent goes home; that of the weights stays, a part on each rank.
+# **Which is faster?** A rank makes K and V again in each round, which costs as much as attention to 410 more keys. Expanded heads cost
+# nothing where their messages are hidden: where a query meets more keys of a block than FLOP/s over bytes/s. At 400 TFLOP/s and
+# 40 GB/s these are 10,000 keys. So there latents are faster in blocks of up to 9,590 keys. (Ours computes whole tiles of chosen keys.) The gradient of a latent goes home; that of the weights stays, a part on each rank.
 
 # %%
 heads, D, R, L = 128, 128, 64, 512

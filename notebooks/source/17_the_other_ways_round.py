@@ -343,7 +343,8 @@ assert (both["ring"], both["all-gather"]) == ([101.7, 114.9], [102.2, 107.4])
 # That is attention alone. In a whole step other messages may bind: ask `ring-plan`.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# the numbers of the last answer
 for S, times in ((2**17, [103, 108, 118]), (2**14, [6.76, 6.76, 3.68])):
     with_costs = Step(llama, h100, 8, 1, S, cp=8, kernels="cudnn").ring
     C, apart = S / 8, replace(ideal, hosts=8, per_host=1, nics=1, host_bandwidth=with_costs.host_bandwidth)

@@ -310,7 +310,8 @@ assert round(paid["hybrid of 8"], 1) == 447.5
 # (37 GiB) is the worst moment, and a step needs 94 GiB. That is still more than 79.1, so rent a second host.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+# the numbers of the answers
 assert round(milliseconds(h100s(16, nics=1), chunk)["hybrid of 8"]) == 485
 block = 128e3 * block_flops(layer, chunk**2 / 2)
 assert round(block / real.flops + 2.5 * block / real.backward_flops) == 406  # 2.5 times the FLOPs in the backward pass
