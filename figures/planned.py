@@ -18,6 +18,7 @@ CHUNK, REACHED = 2**20 // P, GPU.attention["cudnn"][0]
 POINTS = {"the planner's": (REACHED, HOST_SHARE), "one machine's": (REACHED, 0.566)}
 POINTS["data sheet"] = GPU.peak["bf16"], 1.0
 COLOUR = "#A33B75"  # not that of a block
+LABEL = {"facecolor": drawing.PAGE, "edgecolor": "none", "pad": 2}  # behind words that stand on lines
 
 
 def waiting(flops: float, share: float) -> float:
@@ -37,21 +38,19 @@ def flat_ring(yours: tuple[float, float] | None = None) -> drawing.Picture:
     figure, _ = shapes.headed(620, flat_ring, title, lines)
     axes = "share of a NIC's 50 GB/s that messages reach", "TFLOP/s that attention reaches"
     ax = shapes.numbers(figure, (0.09, 0.13, 0.86, 0.71), x=axes[0], y=axes[1])
-    shares, flops = np.linspace(0.4, 1, 61), np.linspace(300, 1000, 71)
-    waits = [[100 * waiting(1e12 * rate, share) for share in shares] for rate in flops]
     levels = [0.01, 10, 20, 30, 40, 50]
-    ax.contourf(shares, flops, waits, levels=[*levels, 100], colors=[(*rgb, 1.0) for rgb in shades(len(levels))])
-    for level in levels:
+    for level, shade in zip(levels, shades(len(levels)), strict=True):
         ratio = next(rate for rate in range(300, 4000) if 100 * waiting(1e12 * rate, 1.0) >= level)  # at a whole NIC
+        ax.fill_between([0.4, 1.0], [0.4 * ratio, ratio], 4000, color=shade, lw=0)
         ax.plot([300 / ratio, 1000 / ratio], [300, 1000], color=drawing.MUTED, lw=1)
         at = min(1000 / ratio, 1.0) - 0.08
-        look = {"ha": "right", "va": "bottom", "fontsize": 0.72 * drawing.TEXT, "color": drawing.INK}
-        ax.annotate(f"{level:.0f} %", (at, at * ratio), (-6, 0), textcoords="offset points", **look)
+        look = {"ha": "center", "va": "center", "fontsize": 0.72 * drawing.TEXT, "color": drawing.INK}
+        ax.text(at, at * ratio, f"{level:.0f} %", bbox=LABEL, **look)
     for name, (rate, share) in (POINTS | ({"yours": yours} if yours else {})).items():
         ax.plot([share], [rate / 1e12], "o", color=COLOUR, ms=10, clip_on=False)
         look = {"weight": "bold", "fontsize": 0.72 * drawing.TEXT, "color": drawing.INK, "ha": "center", "va": "top"}
         text = f"{name}: {waiting(rate, share):.0%}"
-        ax.annotate(text, (min(share, 0.94), rate / 1e12), (0, -9), textcoords="offset points", **look)
+        ax.annotate(text, (min(share, 0.94), rate / 1e12), (0, -11), textcoords="offset points", bbox=LABEL, **look)
     ax.set(xlim=(0.4, 1), ylim=(300, 1000), yticks=range(400, 1001, 100))
     return figure
 
