@@ -20,10 +20,10 @@ from textwrap import fill
 
 import torch
 
-from ring_doctor.asking.answers import FAILED, Answer, Examination, imprecise, never_claimed
+from ring_doctor.asking.answers import FAILED, OK, WRONG, Answer, Examination, imprecise, never_claimed
 from ring_doctor.asking.job import ranks_in_words
 from ring_doctor.asking.latent_case import LatentCase
-from ring_doctor.asking.questions import BESIDE
+from ring_doctor.asking.questions import BESIDE, kind
 from ring_doctor.explaining.facts import CONTENTS, OF_EACH_TOKEN, Fact, Finding, WrongAnswer, listed, of_gradients
 from ring_doctor.explaining.grids import XRay
 
@@ -77,7 +77,7 @@ def infer(examination: Examination, xray: XRay | str) -> list[Finding]:
     out_is_wrong = any("out" in each.answer.wrong for each in told)  # then gradients may follow from it
     follows = [said for names, said in held.items() if out_is_wrong and names[0].startswith("d")]
     first = [said for said in held.values() if said not in follows]
-    return _of_one_rank(wrong, [*in_a_part, *first, *shown, *_which(told), *follows]) + hangs
+    return _of_one_rank(examination, [*in_a_part, *first, *shown, *_which(told), *follows]) + hangs
 
 
 def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
@@ -94,14 +94,21 @@ def _of_states(wrong: list[Answer], xray: XRay | str) -> list[Finding]:
     return [Finding(f"{listed(bad)} wrong{right}", look)]
 
 
-def _of_one_rank(wrong: list[Answer], findings: list[Finding]) -> list[Finding]:
-    """The findings; before them, if one rank alone is wrong, that no other rank is to blame for these results."""
-    alone = {name for answer in wrong if answer.case.world_size == 1 for name in answer.wrong}
-    if not alone:
+def _of_one_rank(examination: Examination, findings: list[Finding]) -> list[Finding]:
+    """The findings; before them, if one rank alone is wrong, that no other rank is to blame for these results.
+
+    After them, where other results, or questions that one rank answers rightly, are wrong with more ranks only.
+    """
+    wrong = examination.wrong
+    if not (alone := [answer for answer in wrong if answer.case.world_size == 1]):
         return findings
-    said = f"One rank alone is wrong already ({_in_order(alone)}), so no message between ranks is to blame"
-    if not alone.issuperset(name for answer in wrong for name in answer.wrong):  # others need two
-        return [*findings, Finding(f"{said} for {'it' if len(alone) == 1 else 'these'}", ON_ONE_RANK)]
+    names = {name for answer in alone for name in answer.wrong}
+    said = f"One rank alone is wrong already ({_in_order(names)}), so no message between ranks is to blame"
+    if not names.issuperset(name for answer in wrong for name in answer.wrong):  # others need two
+        return [*findings, Finding(f"{said} for {'it' if len(names) == 1 else 'these'}", ON_ONE_RANK)]
+    asked = [(kind(it.question), it.case.causal, it.case.world_size == 1, it.state) for it in examination.answers]
+    if any((what, causal, True, OK) in asked for what, causal, _, state in asked if state == WRONG):
+        return [*findings, Finding(f"{said} for this: {alone[0].question.words()}", ON_ONE_RANK)]
     brief = f"wrong on one rank already, with no message between ranks: {findings[0].brief or findings[0].says}"
     return [Finding(said, ON_ONE_RANK, brief), *findings]
 

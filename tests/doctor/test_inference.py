@@ -221,6 +221,10 @@ TOLD_OF = {  # the answers, or these and an X-ray
     ),
     **{f"sequences {wrong} of 3": sequences(*wrong) for wrong in ((1, 2), (1,), (0, 1, 2))},
     "sequences 1 and 2, and one alone": lambda: sequences(1, 2)() + planted(noise("out")),
+    "one rank with grouped queries, three always": lambda: (
+        planted(noise(*EVERYTHING), [Case(1, 18, heads=4, kv_heads=2), Case(3, 18)])
+        + planted(lambda case, x: {}, [Case(1, 6)])
+    ),
     "dk of the next rank, and unequal chunks": lambda: planted(LATER_RANK) + planted(noise("dk"), [Case(3, 19)]),
     "dq times 2, and answers that change": lambda: (
         planted(TWICE) + [replace(each, changes=True) for each in planted(noise("dq"))]
