@@ -34,6 +34,7 @@ Source: every row says where it was printed.
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -256,15 +257,15 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def intervals(marked: Sequence[Grade], ratio: Callable[[Grade], float]) -> dict[str, Row]:
-    """By kind of row: how many rows there are, the interval of their ratios, and their chips: the multiprocessors. A
-    single row has none."""
+    """By kind of row: how many rows there are, the interval of their ratios, and how many are of each GPU. A single
+    row has none."""
     found = {}
     for kind in sorted({grade.kind for grade in marked}):
         ratios = [ratio(grade) for grade in marked if grade.kind == kind]
         if len(ratios) > 1:
             low, high = interval(ratios)
-            chips = sorted({gpu_named(grade.row["gpu"]).multiprocessors for grade in marked if grade.kind == kind})
-            found[kind] = {"rows": len(ratios), "low": round(low, 3), "high": round(high, 3), "chips": chips}
+            gpus = Counter(sorted(gpu_named(grade.row["gpu"]).name for grade in marked if grade.kind == kind))
+            found[kind] = {"rows": len(ratios), "low": round(low, 3), "high": round(high, 3), "gpus": gpus}
     return found
 
 

@@ -56,15 +56,16 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
         how = f"{how}, loss {step.loss}, {trained}{step.optimizer}{base}"
     what = "a step" if step.task == "train" else "a prefill"
     print(f"{what} at S = {step.seq_len:,}, batch {step.batch} of each replica: {how}")
+    if (its := model.latents) and its.index_heads:
+        say("attention", f"to all keys is planned; the indexer, which chooses {its.index_keys:,}, is not modelled")
     ranked = best(step, wish)
     if not ranked:
         show_what_is_missing(step, wish)
         return False
     print(f"    tokens/s a GPU        s     GiB  way; GiB with a reserve of {RESERVE:.1%}")
-    rings, shown = [plan for plan in ranked if plan.name.startswith("ring")], list(ranked[:SHOWN])
-    if rings and rings[0] not in shown:  # the best ring is always shown
-        shown.append(rings[0])
-    for plan in shown:
+    rings = [plan for plan in ranked if plan.name.startswith("ring")]
+    always = (*rings[:1], *simplest_first(ranked)[:1])  # the best ring, and what is advised
+    for plan in ranked[:SHOWN] + [plan for plan in ranked[SHOWN:] if plan in always]:
         speed, time = (digits(each, plan.digits) for each in (plan.speed, plan.seconds))
         print(f"    {speed:>14} {time:>8} {digits(plan.held / GIB):>7}  {plan.name}")
     first = ranked[0]
@@ -78,7 +79,7 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     say("evidence", *evidence_of(first))
     say("not counted", *agreements_of(first))
     if model.latents and rings:
-        say("latents", *rings[0].latents(model.latents.sent))
+        say("latents", *rings[0].latents())
     if model.experts:
         say("experts", f"FSDP gathers all {model.experts} of a layer; expert parallelism is not planned")
     for gain, name, answer in [better for better in gains(step, wish) if better[0] > 1.005][:3]:
@@ -100,16 +101,12 @@ def evidence_of(answer: Plan) -> list[str]:
     if answer.interval is None:
         return [f"{answer.evidence}: no step of this kind was measured"]
     low, high, rows = answer.interval
-    of = f"{'step' if answer.step.task == 'train' else 'prefill'}{'s' if rows > 1 else ''}"
     between = f"{digits(low)} to {digits(high)} s, nine times in ten"
     if not (known := answer.step.known):
-        return [f"{answer.evidence}, {rows} {of}: {between}", HELD]
+        return [f"{answer.evidence}: {between}", HELD]
     alone = ["one step hardly tells messages from computing; give another --known"] if rows == 1 else []
-    return [
-        f"{rows} {of} of yours: {between}",
-        f"the plan is corrected: {known.words()}",
-        *alone,
-    ]
+    of = f"{'step' if answer.step.task == 'train' else 'prefill'}{'s' if rows > 1 else ''} of yours"
+    return [f"{rows} {of}: {between}", f"the plan is corrected: {known.words()}", *alone]
 
 
 def agreements_of(answer: Plan) -> list[str]:
@@ -144,14 +141,19 @@ def show_what_is_missing(step: Step, wish: Wish) -> None:
     say("advice", f"does not fit; {first}{more}")
 
 
-def advice(ranked: Sequence[Plan]) -> list[str]:
-    """The simplest of the ways that are as fast, as far as the planner can tell, and the fastest. They may be one."""
+def simplest_first(ranked: Sequence[Plan]) -> list[Plan]:
+    """The ways that are as fast as the first, as far as the planner can tell."""
     tied = [plan for plan in ranked if NEAR * plan.merit >= ranked[0].merit]
+    return sorted(tied, key=lambda plan: (plan.step.cp > 1, SIMPLE.index(plan.step.way)))
+
+
+def advice(ranked: Sequence[Plan]) -> list[str]:
+    """The simplest of the ways that are as fast, and the fastest. They may be one."""
+    tied = simplest_first(ranked)
     if len(tied) < 2:
         return [f"fastest: {told(plan)}" for plan in tied]
-    simplest = min(tied, key=lambda plan: (plan.step.cp > 1, SIMPLE.index(plan.step.way)))
-    first = f"simplest of {len(tied)} that tie within {NEAR - 1:.0%}: {told(simplest)}"
-    return [first] if simplest is tied[0] else [first, f"fastest: {told(tied[0])}"]
+    first = f"simplest of {len(tied)} that tie within {NEAR - 1:.0%}: {told(tied[0])}"
+    return [first] if tied[0] is ranked[0] else [first, f"fastest: {told(ranked[0])}"]
 
 
 def told(plan: Plan) -> str:

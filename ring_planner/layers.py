@@ -68,6 +68,7 @@ class Latents:
     q_rank: int = 0
     index_heads: int = 0
     index_dim: int = 0
+    index_keys: int = 2048  # that an index chooses for a query
 
     @property
     def sent(self) -> int:

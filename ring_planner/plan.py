@@ -27,6 +27,7 @@ LONGEST = 2**30 - GRAIN  # tokens: longer ones are not sought
 MOST = 16_384  # GPUs of a plan
 HOST_CALLS = 40 * 82e-6  # seconds: a layer's operations on the host, 40 of 82 µs, measured by hand for a fused call
 ERRORS = Path(__file__).with_name("errors.json")
+NOUNS = {"train": "step", "prefill": "prefill"}  # of a task
 HELD = "tested on 81 published times, their publisher left out: 70 fell into such an interval"  # bench/scoreboard.py
 
 
@@ -39,13 +40,6 @@ def digits(number: float, count: int = 3) -> str:
 def kind_of(task: str, kernels: str, hosts: int) -> str:
     """The name of a kind of measured row: its errors count for a question like it."""
     return f"{task}, {'best kernels' if kernels == 'best' else 'framework'}, {'one host' if hosts == 1 else 'hosts'}"
-
-
-def measured(step: Step, kind: str) -> dict[str, Any] | None:
-    """The row of errors.json for steps of this kind. Rows of other chips, or of smaller hosts, say nothing."""
-    row = json.loads(ERRORS.read_text()).get(kind)
-    same = row and step.gpu.multiprocessors in row["chips"] and step.per_host <= 8 and not step.model.linear
-    return row if same else None
 
 
 @dataclass(frozen=True)
@@ -116,23 +110,30 @@ class Plan:
         padded = f", {self.padded} tokens padded" if self.padded else ""
         return f"{way}, cp {step.cp}, tp {step.tp}{again}{padded}"
 
+    def measured(self, what: str, kernels: str) -> dict[str, Any] | None:
+        """The row of errors.json for such steps: None if none is of this GPU, for larger hosts, and for latents and
+        states, since all its steps send keys and values."""
+        step, model = self.step, self.step.model
+        row = json.loads(ERRORS.read_text()).get(kind_of(what, kernels, step.hosts))
+        same = row and step.gpu.name in row["gpus"] and step.per_host <= 8 and not (model.linear or model.latents)
+        return row if same else None
+
     @property
     def interval(self) -> tuple[float, float, int] | None:
         """The least and the most seconds by measured steps of this kind, and how many there are; None: not known."""
         if known := self.step.known:
             nine_in_ten = math.exp(1.645 * known.spread(self.terms))
             return self.seconds / nine_in_ten, self.seconds * nine_in_ten, known.steps
-        task = {"train": "step", "prefill": "prefill"}[self.step.task]
-        row = measured(self.step, kind_of(task, self.step.kernels, self.step.hosts))
+        row = self.measured(NOUNS[self.step.task], self.step.kernels)
         return (row["low"] * self.seconds, row["high"] * self.seconds, row["rows"]) if row else None
 
     @property
     def evidence(self) -> str:
         """What the seconds rest on, but for steps of your own."""
-        if self.interval:
-            return "measured on this GPU and stack"
-        of_attention = measured(self.step, kind_of("attention", "best", self.step.hosts))
-        return "kernel measured, step modelled" if of_attention else "not graded"
+        noun = NOUNS[self.step.task]
+        if row := self.measured(noun, self.step.kernels):
+            return f"{row['rows']} measured {noun}s of this kind, {row['gpus'][self.step.gpu.name]} on this GPU"
+        return "kernel measured, step modelled" if self.measured("attention", "best") else "not graded"
 
     @property
     def digits(self) -> int:
@@ -145,18 +146,19 @@ class Plan:
         passes = self.seconds if self.step.task == "prefill" else self.seconds / 4
         return passes / self.step.model.layers < HOST_CALLS and not self.step.gpu.ideal
 
-    def latents(self, sent: int) -> list[str]:
-        """How long attention takes if K and V travel in this ring, or `sent` numbers; where latents are faster."""
+    def latents(self) -> list[str]:
+        """How long this ring takes if K and V travel, as in all plans, or latents; where latents are faster."""
         step, lengths = self.step, range(GRAIN, LONGEST // self.step.cp, GRAIN)
 
         def attention(tokens: int, latents: bool) -> float:
             return step_seconds(replace(step, seq_len=tokens * step.cp, latents=latents))["attention"]
 
-        of = [digits(attention(step.seq_len // step.cp, latents), self.digits) for latents in (False, True)]
+        two = self, Plan(replace(step, latents=True))
+        sent = [f"{it.step.share.sent:,} numbers a token, {digits(it.seconds, self.digits)} s" for it in two]
         up_to = bisect_left(lengths, True, key=lambda tokens: attention(tokens, True) >= attention(tokens, False))
         at = {0: "at no length", len(lengths): "at any length"}.get(up_to, f"up to {GRAIN * up_to:,} tokens of a GPU")
-        times = f"{self.name}: attention {of[0]} s with K and V of all heads, {of[1]} s with latents"
-        return [times, f"{step.model.attention().sent:,} numbers a token, or {sent:,}; latents are faster {at}"]
+        planned = f"table and advice send K and V of whole heads: {self.name}, {sent[0]}"
+        return [planned, f"the same ring with latents: {sent[1]}; attention is faster {at}"]
 
 
 def ways_of(step: Step) -> Iterator[Step]:

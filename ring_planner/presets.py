@@ -215,6 +215,7 @@ LATENTS = {  # the fields of latent attention, and of an index
     "q_rank": "q_lora_rank",
     "index_heads": "index_n_heads",
     "index_dim": "index_head_dim",
+    "index_keys": "index_topk",
 }
 GATED = ("qwen3_next", "qwen3_5")  # model types, by their beginning, whose attention has a gate
 TWO_MATRICES = ("bert", "gpt_neox", "nemotron", "phi", "roberta", "starcoder2")  # model types, by their code
@@ -292,7 +293,6 @@ def read_config(path: Path) -> Model:
         "head_dim": field("head_dim", default=0),
     }
     if config.get("kv_lora_rank"):
-        optional = ("q_rank", "index_heads", "index_dim")
-        sizes = {name: field(given, **{"default": 0} if name in optional else {}) for name, given in LATENTS.items()}
+        sizes = {name: field(given, default=getattr(Latents, name, None)) for name, given in LATENTS.items()}
         known |= {"latents": Latents(**sizes), "kv_heads": known["heads"]}
     return Model(**known, tied=config.get("tie_word_embeddings", kind in TIED) is True)

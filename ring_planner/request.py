@@ -75,7 +75,7 @@ def parser() -> Parser:
     """The options of a plan. Counts are whole numbers up to 1e12, and may be written as 1e6."""
     it = Parser(prog="ring-plan", description="Plan training or a prefill of a long sequence.", allow_abbrev=False)
     it.add_argument("--model", metavar="NAME", help=f"a config.json, or one of {', '.join(MODELS)}")
-    it.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}, or ideal: with the next three numbers")
+    it.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}; ideal: --flops, --bandwidth, --memory")
     it.add_argument("--machine", metavar="FILE", help="what ring_planner.calibrate measured on your machine")
     it.add_argument("--known", metavar="STEP", action="append", default=[], help=KNOWN)
     it.add_argument("--sources", action="store_true", help="say where the numbers of the model and the GPU come from")

@@ -68,6 +68,7 @@ ASKED = [  # each option, moved to where it shows; every kind of model, way and 
     "--model qwen3-0.6b --gpu l40s --per-host 2 --seq-len 8192 --task prefill --memory 4e9",
     "--model qwen3-next-80b-a3b --gpu h200 --hosts 4 --seq-len 131072 --tp 2 --optimizer none",
     "--model deepseek-v3 --gpu b200 --hosts 16 --nics 1 --seq-len 65536 --loss pieces --flops 1e15",
+    "--model deepseek-v3.2 --gpu h800 --hosts 64 --seq-len 131072 --optimizer adam8bit --loss pieces --tp 8",
     "--model mixtral-8x7b --gpu a100 --hosts 4 --per-host 4 --seq-len 65536 --trainable 0.01",
     "--model llama-3.1-405b --gpu rtx-4090 --seq-len 131072",
 ]
@@ -305,6 +306,17 @@ def test_a_tie_is_called_one():
     many = replace(hybrid, step=replace(hybrid.step, hosts=4, batch=3))
     assert command.told(many).endswith("GiB, 12 sequences at once")
     assert "at once" not in command.told(ring)
+
+
+def test_evidence_is_of_this_gpu_and_of_keys_and_values():
+    """published.json has steps of several hosts of H100 (8), H100 of 500 W (7) and H200 (2), none with latents."""
+    for name, own in (("h100", 8), ("h200", 2), ("h800", None)):
+        step = replace(HOST, gpu=gpu_named(name), hosts=2, kernels="cudnn")
+        said = f"17 measured steps of this kind, {own} on this GPU" if own else "not graded"
+        assert (Plan(step).evidence, Plan(step).interval is None) == (said, own is None)
+        assert Plan(replace(step, model=model_named("deepseek-v3"))).evidence == "not graded"
+    assert Plan(replace(step, hosts=1)).evidence == "kernel measured, step modelled"
+    assert Plan(replace(step, hosts=1, model=model_named("deepseek-v3"))).evidence == "not graded"
 
 
 @pytest.mark.parametrize("words", [f"{LLAMA}", "--help"])
