@@ -103,11 +103,11 @@ class Ring(torch.autograd.Function):
 def ring_attention(q, k, v, causal=False, layout="contiguous", group=None):
     """q (B, H, C, D), k and v (B, G, C, D) -> out (B, H, C, D), this rank's rows of softmax(QKᵀ/√D)V of all tokens."""
     (B, H, C, D), G, n = (*q.shape, 1, 1, 1, 1)[:4], (*k.shape, 1, 1)[1], {"contiguous": 1, "zigzag": 2}.get(layout)
-    right = q.dim() == 4 and k.shape == v.shape == (B, G, C, D) and G and H % G == 0 and n and C % n == 0
+    right = q.dim() == 4 and k.shape == v.shape == (B, G, C, D) and q.numel() and G and H % G == 0 and n and C % n == 0
     word = hash(tuple(f"{q.shape} {k.shape} {v.shape} {q.dtype} {k.dtype} {v.dtype} {bool(causal)} {n}".encode()))
     dist.all_reduce(both := torch.tensor([word, -word], device=q.device), dist.ReduceOp.MAX, group)  # a GPU waits here
-    if not (right and q.is_floating_point() and k.is_floating_point()) or both.sum() != 0:
-        wanted = "q (B, H, C, D), k and v (B, G, C, D), G divides H, C is even in zigzag, and all ranks call alike"
+    if not (right and q.is_floating_point() and q.dtype == k.dtype == v.dtype) or both.sum() != 0:
+        wanted = "q (B, H, C, D), k and v (B, G, C, D) in one float dtype, G divides H, even C in zigzag, alike on all"
         raise ValueError(f"expected {wanted}; got {[*q.shape]}, {[*k.shape]}, {[*v.shape]}, {layout}, or another rank")
     wide = q.unflatten(1, (G, -1)).to(torch.promote_types(q.dtype, torch.float32))  # sums; K and V travel as they are
     with torch.autocast(q.device.type, enabled=False):  # which would round products to 16 bits

@@ -96,6 +96,8 @@ def bad(context, path, case):
         "dtypes": [x.to(torch.float16 if context.rank else torch.bfloat16) for x in (q, k, v)],
         "integers on one rank": [x.long() if context.rank == 1 else x for x in (q, k, v)],
         "integers": [x.long() for x in (q, k, v)],
+        "k and v in float64": [q, k.double(), v.double()],
+        "no numbers": [x[..., :0] for x in (q, k, v)],
         "v in float64 on one rank": [q, k, v.double() if context.rank == 1 else v],
         "no head of K and V on one rank": [q, *(x[:, : context.rank != 1] for x in (k, v))],
     }
@@ -107,6 +109,7 @@ def bad(context, path, case):
 
 BAD = ["the last rank has fewer tokens", "only one rank is wrong", "as many bytes", "heads", "odd zigzag", "layout"]
 BAD += ["dtypes", "masks", "layouts", "dimensions", "integers", "integers on one rank", "v in float64 on one rank"]
+BAD += ["k and v in float64", "no numbers"]
 
 
 @pytest.mark.parametrize("case", [*BAD, "no head of K and V on one rank"])
