@@ -130,8 +130,7 @@ class Plan:
     @property
     def evidence(self) -> str:
         """What the seconds rest on, but for steps of your own."""
-        noun = NOUNS[self.step.task]
-        if row := self.measured(noun, self.step.kernels):
+        if row := self.measured(noun := NOUNS[self.step.task], self.step.kernels):
             return f"{row['rows']} measured {noun}s of this kind, {row['gpus'][self.step.gpu.name]} on this GPU"
         return "kernel measured, step modelled" if self.measured("attention", "best") else "not graded"
 
