@@ -182,6 +182,8 @@ class Recorder:
     def step(self, optimizer: Any, *_: Any) -> None:
         """Before an optimizer's step: of several optimizers the first after a backward pass ends what is one step."""
         if self.passes and not self.of_a_function:
+            if self.backwards:
+                raise RuntimeError("an optimizer steps during backward; ring-doctor sees only steps after backward")
             self.end_step([weight for group in optimizer.param_groups for weight in group["params"]])
 
     def end_step(self, weights: list[Any], own: dict[int, str] | None = None, reported: float | None = None) -> None:
@@ -220,18 +222,21 @@ class Recorder:
                     torch.save(full.clone(), FOLDER / f"{what}-{at}-{index}-{rank}.pt")
 
     def homes(self, weights: list[Any]) -> list[tuple[str, Any]]:
-        """The modules that hold these weights and are in no other module, without wrappers, and a prefix for names."""
-        order = {id(weight): n for n, weight in enumerate(weights)}
+        """The modules that hold these weights, or gradients for another optimizer, and are in no other module.
+
+        They are without wrappers, in the order of these weights, then of their calls; each with a prefix for names.
+        """
+        order = {key: n for n, key in enumerate([*map(id, weights), *self.sums])}
         modules = [x for x in gc.get_objects() if issubclass(type(x), self.torch.nn.Module) and "_modules" in vars(x)]
         inside = {id(child) for module in modules for child in module.children()}
         found: dict[int, Any] = {}
         for root in modules:
-            if id(root) in inside or not any(id(weight) in order for weight in root.parameters()):
+            if id(root) in inside or not any(id(x) in order or x.grad is not None for x in root.parameters()):
                 continue
             while len(children := list(root.children())) == 1 and not list(root.parameters(recurse=False)):
                 root = children[0]
             found[id(root)] = root
-        roots = sorted(found.values(), key=lambda root: min(order.get(id(w), len(order)) for w in root.parameters()))
+        roots = sorted(found.values(), key=lambda x: min(order.get(id(w), len(order)) for w in (x, *x.parameters())))
         return [(f"{n}." if len(roots) > 1 else "", root) for n, root in enumerate(roots)]
 
     def place(self) -> tuple[int, int]:
