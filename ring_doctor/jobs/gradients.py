@@ -32,6 +32,7 @@ SMALL = 0.01  # of the norm of an average gradient: a smaller one, as of the bia
 class Gradients:
     """The gradients of a step of the second job: by weight, how far they are from right, and what explains them."""
 
+    pairs: list[tuple[str, int, int]]  # pairs_of
     allowed: dict[str, float]
     errors: dict[str, float] = field(default_factory=dict)  # the largest of a rank, as a share of the norm
     factors: dict[str, list[str]] = field(default_factory=dict)  # factors_of
@@ -113,7 +114,12 @@ def gradients_of(one: Job, many: Job, moved: Job | None, step: int, kind: str) -
     changes = {name: x / max(sizes[name][0], floors[name], 1e-300) for name, x in changes.items()}
     usual = math.sqrt(sum(x * x for x in changes.values()) / len(changes)) if changes else 0.0
     usual = max(usual, eps_of(dtypes_of(one)[0]) * (1 if any(changes.values()) else TERMS))
-    found = Gradients({name: UNITS * max(usual, changes.get(name, 0.0)) for name in sizes})
+    found = Gradients(pairs, {name: UNITS * max(usual, changes.get(name, 0.0)) for name in sizes})
+    trained = {other for name, _, other in pairs if name in sizes}
+    for other, name in enumerate(many.ranks[0]["names"]):
+        given = [] if other in trained else [many.tensor(kind, step, other, rank) for rank in range(P)]
+        if any(part is not None and part.any() for part in given):
+            raise CannotExamine(f"{name} has a gradient in the second job only; expected the same frozen weights")
     for name, place, other in pairs:
         if (right := one.tensor(kind, step, place)) is None:
             continue

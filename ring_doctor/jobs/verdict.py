@@ -22,17 +22,7 @@ import torch
 
 from ring_doctor.asking.answers import CANNOT_TELL, RIGHT, SAID, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
-from ring_doctor.jobs.gradients import (
-    TERMS,
-    UNITS,
-    Gradients,
-    distance,
-    dtypes_of,
-    eps_of,
-    factors_of,
-    gradients_of,
-    pairs_of,
-)
+from ring_doctor.jobs.gradients import TERMS, UNITS, Gradients, distance, dtypes_of, eps_of, factors_of, gradients_of
 from ring_doctor.jobs.job import Job, run_job
 from ring_doctor.jobs.seen import Whole, divisors, other_data, told, whole_numbers
 from ring_doctor.report import explained
@@ -80,7 +70,7 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
         found, whole = gradients_of(one, many, moved, step, kind), whole_numbers(one, many, step, layout)
         if not found.errors:
             raise CannotExamine(f"no weight had a gradient in step {step + 1}: {one.command}")
-        if found.wrong and (why := not_comparable(one, many, step) or ("" if calls else other_data(whole))):
+        if found.wrong and (why := not_comparable(one, many, found, step) or ("" if calls else other_data(whole))):
             raise CannotExamine(why)
         verdict = _named(one, many, found, whole, step) if found.wrong else None
         verdict = verdict or (_of_clipping(one, many, moved, step) if all(clip) else None)
@@ -126,10 +116,10 @@ def _of_reported(one: Job, many: Job, moved: Job | None, step: int, allowed: flo
     return sick(said, *(f"loss_{factor}" for factor in factors[:1]))
 
 
-def not_comparable(one: Job, many: Job, step: int) -> str:
+def not_comparable(one: Job, many: Job, found: Gradients, step: int) -> str:
     """Why another result of the second job is no mistake, or ""."""
     slack = 4 * eps_of(dtypes_of(one)[0])
-    for name, place, other in pairs_of(one, many):
+    for name, place, other in found.pairs:
         first, second = one.tensor("weight", 0, place), many.tensor("weight", 0, other)
         if first is None or second is None or first.shape != second.shape:
             continue

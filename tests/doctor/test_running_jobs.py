@@ -1,7 +1,9 @@
 """A job that runs already: a line of a right training script is spoiled, and the doctor names what it has seen."""
 
+import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,28 +183,53 @@ def test_rows_without_the_padding_of_others_are_found():
     assert (whole.layout, whole.cp, told(whole)) == ("contiguous", 1, [])
 
 
+TEXT = torch.arange(8).flip(0)[None]
+
+
+def small_job(folder, size, names=("weight",), numbers=(), dtypes=("torch.float64",)):
+    """What is seen of a job of one rank: the gradient of its last weight is `size`, 3."""
+    folder.mkdir()
+    torch.save(torch.tensor([size, 3.0]), folder / f"before-0-{len(names) - 1}-0.pt")
+    seen = {"whole_numbers": {"embedding 0": TEXT, **dict(numbers)}, "labels": [], "loss": size, "drops": set()}
+    seen |= {"messages": [], "dtypes": set(dtypes)}
+    step = {"passes": [seen], "norm": None, "modules": [("layer", size)], "dtypes": set(), "reported": None}
+    return Job("", folder, [{"names": list(names), "steps": [step]}])
+
+
 @pytest.mark.parametrize("lost", ["attention_mask", "weights"])
 def test_an_argument_that_separates_documents_is_missed(lost, tmp_path):
     """The model of the second job, on one rank, does not get it, and its output and its gradient are others."""
-    folders, text = [tmp_path / "one", tmp_path / "many"], torch.arange(8).flip(0)[None]
-    numbers = [{"embedding 0": text, f"Model.{lost}": text > 2}, {"embedding 0": text}]
-    jobs = []
-    for folder, x, size in zip(folders, numbers, (1.0, 2.0), strict=True):
-        folder.mkdir()
-        torch.save(torch.tensor([size, 3.0]), folder / "before-0-0-0.pt")
-        seen = {
-            "whole_numbers": x,
-            "labels": [],
-            "loss": size,
-            "drops": set(),
-            "messages": [],
-            "dtypes": {"torch.float64"},
-        }
-        step = {"passes": [seen], "norm": None, "modules": [("layer", size)], "dtypes": set(), "reported": None}
-        jobs.append(Job("", folder, [{"names": ["weight"], "steps": [step]}]))
-    found = compare(*jobs, None, 1)
+    one = small_job(tmp_path / "one", 1.0, numbers={f"Model.{lost}": TEXT > 2})
+    found = compare(one, small_job(tmp_path / "many", 2.0), None, 1)
     assert found.names == (["documents_lost"] if lost == "attention_mask" else [])
     assert f"the model gets no Model.{lost}, as that of the first job does" in found.says
+
+
+@pytest.mark.parametrize("names", [["weight", "adapter"], ["weight"]])
+def test_a_weight_that_only_the_second_job_trains_is_told(names, tmp_path):
+    one = small_job(tmp_path / "one", 1.0, names=["weight", "frozen", "head"])
+    many = small_job(tmp_path / "many", 1.0, names=["head", "frozen", *names])
+    torch.save(torch.tensor([1.0, 3.0]), many.folder / "before-0-0-0.pt")
+    with pytest.raises(CannotExamine, match=f"{names[-1]} has a gradient in the second job only"):
+        compare(one, many, None, 1)
+
+
+def test_the_recorder_asks_each_optimizer(tmp_path, monkeypatch):
+    """Before the first one steps it sees the gradients of the other, whose module is another; none during backward."""
+    monkeypatch.setenv("RING_DOCTOR_FOLDER", str(tmp_path))
+    monkeypatch.setenv("RING_DOCTOR_STEPS", "2")
+    recorder = SimpleNamespace(**runpy.run_path(str(ROOT / "ring_doctor/jobs/recorder.py")))
+    seen, body, head = recorder.Recorder(torch), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    head(body(torch.ones(2))).sum().backward()
+    seen.passes, seen.backwards = [recorder.fresh()], 1
+    optimizer = torch.optim.SGD(body.parameters())
+    with pytest.raises(RuntimeError, match="an optimizer steps during backward"):
+        seen.step(optimizer)
+    seen.backwards = 0
+    seen.step(optimizer)
+    files = [torch.load(file) for file in tmp_path.glob("before-*.pt")]
+    for weight in (*body.parameters(), *head.parameters()):
+        assert any(torch.equal(weight.grad, x) for x in files)
 
 
 def test_positions_that_do_not_begin_again_with_a_document_are_named():
