@@ -124,10 +124,26 @@ def latent_layers(model: nn.Module) -> list[nn.Module]:
     return parts_with(model, EXPAND)
 
 
+def latents_alone(*latents: Any) -> tuple[Any, ...]:
+    """What EXPAND means in a layer that passes its latents on."""
+    return latents
+
+
+def passes_latents(layer: nn.Module) -> bool:
+    """Whether EXPAND means `latents_alone` in this layer: a new layer, or one that was changed, has its own."""
+    return vars(layer).get(EXPAND) is latents_alone
+
+
 def send_latents(model: nn.Module, wanted: bool) -> None:
-    """Let these layers pass latents and rotated keys to their attention, or K and V again."""
+    """Let these layers pass latents and rotated keys to their attention, or K and V again.
+
+    A layer that was given an EXPAND of its own keeps it: with `wanted`, check_latents refuses it.
+    """
     for layer in latent_layers(model):
-        give(layer, **{EXPAND: lambda *latents: latents}) if wanted else take(layer, EXPAND)
+        if passes_latents(layer):
+            take(layer, EXPAND)
+        if wanted:
+            vars(layer).setdefault(EXPAND, latents_alone)
 
 
 def mixing_layers(model: nn.Module) -> list[nn.Module]:

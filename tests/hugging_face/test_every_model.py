@@ -1,8 +1,10 @@
 """Every causal language model of transformers: in the ring it is one process's own, or a refusal says why not."""
 
+import inspect
 from collections import Counter
 from contextlib import nullcontext
 from functools import cache, partial
+from types import FunctionType
 from unittest import mock
 
 import pytest
@@ -137,18 +139,41 @@ def other_values(layer):
     layer.__class__ = type("Other", (own,), {"expand_kv": lambda it, c, rope: own.expand_kv(it, 2 * c, rope)})
 
 
+def own_expand(layer):
+    layer.expand_kv = partial(type(layer).expand_kv, layer)
+
+
 def adapted(layer):
     layer.kv_b_proj.__class__ = Twice
+
+
+def clamped(*passed):
+    return passed[-1].clamp(-0.5, 0.5) if isinstance(passed[-1], torch.Tensor) else None
+
+
+def hooked(kind, layer):
+    getattr(layer.kv_b_proj, f"register_{kind}_hook")(clamped)
+
+
+def by_another_name(layer):
+    own = inspect.unwrap(type(layer).forward)
+    names = tuple(name.replace("expand_kv", "expand_all") for name in own.__code__.co_names)
+    layer.expand_all = partial(type(layer).expand_kv, layer)
+    layer.forward = partial(FunctionType(own.__code__.replace(co_names=names), own.__globals__), layer)
 
 
 def put_back(layer):
     del layer.expand_kv
 
 
+HOOKED = "expected a Linear of a Parameter, without adapter, hook, bias or slices, for latents; or way=Ring"
+
+
 def changed(name, before, after):
     each = every_model.small_model(name)
     layer = each.model.layers[1].self_attn
     before(layer)
+    use_ring(each)  # takes each of them, and leaves it as it is
     use_ring(each, way=LatentRing)
     after(layer)
     each(**shard_batch(every_model.batch_of(each)))
@@ -163,6 +188,14 @@ def changed(name, before, after):
         ("deepseek_v3", other_values, id, "Other makes other keys and values from its latents than kv_b_proj"),
         ("deepseek_v3", adapted, id, "kv_b_proj of DeepseekV3Attention is a Twice of a Parameter; expected a Linear"),
         ("deepseek_v3", id, adapted, "kv_b_proj of DeepseekV3Attention is a Twice of a Parameter; expected a Linear"),
+        ("deepseek_v3", partial(hooked, "forward"), id, HOOKED),
+        *(
+            ("deepseek_v3", id, partial(hooked, kind), HOOKED)
+            for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")
+        ),
+        ("deepseek_v3", own_expand, id, "DeepseekV3Attention has an expand_kv of its own; expected way=Ring"),
+        ("deepseek_v3", id, own_expand, "DeepseekV3Attention passes no latents; expected way=Ring"),
+        ("deepseek_v3", id, by_another_name, "DeepseekV3Attention passes no latents; expected way=Ring"),
         ("deepseek_v3", id, put_back, "DeepseekV3Attention passes no latents; expected way=Ring"),
     ],
 )
