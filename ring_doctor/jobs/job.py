@@ -38,13 +38,15 @@ if theirs := importlib.machinery.PathFinder.find_spec("sitecustomize", others):
     run(theirs)
 """
 # A shell that ends every process of the job, when the doctor closes a pipe or was killed: those of the job's group, and
-# those that wrote their number, unless a later process was given it. Without /proc this is not looked at.
+# those that wrote their number, unless a later process was given it. Without /proc this is not looked at. A doctor that
+# was killed leaves its temporary folder: that is removed.
 GUARD = """\
-read _
+read _; killed=$?; home=${2%/*}
 kill -9 -"$1"
 for file in "$2"/pid-*; do
   if [ ! -e /proc/self ] || grep -qsF "$2" "/proc/${file##*-}/environ"; then kill -9 "${file##*-}"; fi
-done"""
+done
+case $killed${home##*/} in 1ring-doctor-????????) rm -rf "$home"; esac"""
 GRACE = 5.0  # seconds in which a launcher ends when its processes have ended
 TAIL = 6  # lines of a job before its error
 ERROR = re.compile(r"(\[rank\d+\]: )?(\w+\.)*\w+(Error|Exception)\b")
@@ -115,7 +117,7 @@ def run_job(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
         finally:
-            end.communicate()
+            end.communicate(b"\n")
             process.wait()
     if not _all_wrote(folder):
         raise _failed(f"ended too early (status {process.returncode}): {_who_waits(folder, steps)}", command, output)

@@ -1,6 +1,7 @@
 """A job that runs already: a line of a right training script is spoiled, and the doctor names what it has seen."""
 
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 from ring_doctor.asking.answers import RIGHT, WRONG_RING
 from ring_doctor.asking.job import CannotExamine
-from ring_doctor.jobs.job import Job, run_job
+from ring_doctor.jobs.job import GUARD, Job, run_job
 from ring_doctor.jobs.seen import Row, Whole, told, whole_numbers
 from ring_doctor.jobs.verdict import compare
 from ringlab.models.transformer import IGNORED
@@ -212,6 +213,15 @@ def test_a_weight_that_only_the_second_job_trains_is_told(names, tmp_path):
     torch.save(torch.tensor([1.0, 3.0]), many.folder / "before-0-0-0.pt")
     with pytest.raises(CannotExamine, match=f"{names[-1]} has a gradient in the second job only"):
         compare(one, many, None, 1)
+
+
+@pytest.mark.parametrize("doctor", [b"", b"\n"], ids=["was killed", "ends the job"])
+@pytest.mark.parametrize("name", ["ring-doctor-abc_1234", "mine"])
+def test_the_guard_removes_the_temporary_folder_of_a_killed_doctor(doctor, name, tmp_path):
+    (folder := tmp_path / name / "one").mkdir(parents=True)
+    nobody = str(10**9)
+    subprocess.run(["sh", "-c", GUARD, "sh", nobody, str(folder)], input=doctor, stderr=subprocess.DEVNULL)
+    assert folder.exists() == (name == "mine" or doctor == b"\n")
 
 
 def test_the_recorder_asks_each_optimizer(tmp_path, monkeypatch):
