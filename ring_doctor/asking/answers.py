@@ -296,7 +296,7 @@ class Examination:
         if not (wrong and usual) or any(answer.case not in right for answer in wrong):
             return []  # the same numbers in 16 bits are wrong too: its own sums are to blame
         errors = [(its.relative, judge(its.question, under_autocast(its.case)).relative) for its in usual]
-        if sum(its[name] - ONE_BIT * of[name] for its, of in errors for name in its.keys() & of.keys()) > 0:
+        if any(sum(its[x] - ONE_BIT * of[x] for its, of in errors) > 0 for x in errors[0][0].keys() & errors[0][1]):
             return []
         for answer in wrong:
             answer.state, answer.wrong, answer.says = OK, {}, "as exact as plain attention under autocast"
