@@ -96,9 +96,8 @@ def judge(question: Question, of_ranks: list[RankResults]) -> Answer:
         chunks, learned = [each.results[name].cpu() for each in of_ranks], name[1:] in case.learned
         exact = [right[name].exact if learned else case.cut(right[name].exact, r) for r in range(case.world_size)]
         shapes = [tuple(x.shape) for x in exact]
-        other = [rank for rank, x in enumerate(chunks) if x.shape != shapes[rank]]
-        if other:
-            r = other[0]
+        r = next((rank for rank, x in enumerate(chunks) if x.shape != shapes[rank]), None)
+        if r is not None:
             faults += [f"its {name} has shape {tuple(chunks[r].shape)} on rank {r}; expected {shapes[r]}"]
             continue
         whole = learned and all(x.dtype == right[name].dtype and right[name].accepts(x) for x in chunks)
