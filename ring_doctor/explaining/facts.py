@@ -60,7 +60,7 @@ class WrongAnswer:
         return numbers.any(dim=3) if numbers.dim() == 4 else numbers
 
     @cached_property
-    def _allowed(self) -> dict[str, tuple[float, float]]:
+    def allowed(self) -> dict[str, tuple[float, float]]:
         """How far the numbers of a wrong ring may be from what is expected, and the largest right number.
 
         The ring may compute in float32.
@@ -92,7 +92,7 @@ class WrongAnswer:
         most = float(expected.abs().max())
         if self.case.inputs in UNROUNDED:  # nothing but the last rounding
             return bool(((seen - expected).abs() <= half_step(expected, self.right[name].dtype) + 1e-6 * most).all())
-        allowed, largest = self._allowed[name]
+        allowed, largest = self.allowed[name]
         return bool((seen - expected).abs().max() <= allowed * max(1.0, most / largest))
 
     def clear(self, name: str) -> bool:
@@ -207,6 +207,8 @@ def _another_result(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
 def _factor(wrong: WrongAnswer, name: str) -> Iterator[Fact]:
     """Factors with a meaning. P times is 2 times where P = 2: all that fit are found, and other answers decide."""
     exact, case = wrong.exact(name), wrong.case
+    if 4 * wrong.allowed[name][0] >= wrong.allowed[name][1]:
+        return  # any factor fits
     P, n, scale = case.world_size, case.heads // case.kv_heads, RIGHT.scale(case)
     known = [("P", P, COPIES), ("√P", P**0.5, COPIES), ("scale", scale, SCALES), ("log 2", math.log(2), BASE)]
     unfilled = "detach, no_grad, .data, and a buffer that is returned before it is filled"

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_doctor.asking.answers import FAILED, WRONG, Answer, Examination
+from ring_doctor.asking.answers import FAILED, WRONG, Answer, Examination, right_results
 from ring_doctor.asking.case import Case
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import UNEQUAL, Question
 from ring_doctor.assertion import choose_question
 from ring_doctor.catalogue import CATALOGUE
+from ring_doctor.explaining.facts import CONTENTS, WrongAnswer
 from ring_doctor.explaining.inference import infer
 from ring_doctor.explaining.inference import waiting as inferred
 from ring_doctor.explaining.xray import cases as cases_of_xray
@@ -289,6 +290,15 @@ def test_what_is_told_of_a_hang(name, tmp_path, monkeypatch):
 
 def of_states(*pairs):
     return Examination(PATIENT, [Answer(question, state, results={"out": torch.zeros(1)}) for question, state in pairs])
+
+
+@pytest.mark.parametrize(("inputs", "told"), [("normal", ["scale", "1/2"]), ("large", [])])
+def test_no_factor_is_told_where_any_would_fit(inputs, told):
+    """With large scores rounding may move dq by more than its largest number."""
+    question = Question(Case(3, 18, inputs=inputs))
+    half = Answer(question, WRONG, wrong={"dq": 9.0}, results={"dq": right_results(question)["dq"].exact / 2})
+    factors = next(pattern for pattern in CONTENTS if "times the right numbers" in pattern.says)
+    assert [fact.words for fact in replace(factors, clear=False).common([WrongAnswer(half)], "dq")] == told
 
 
 def test_the_question_of_an_xray():
