@@ -107,9 +107,8 @@ def _of_reported(one: Job, many: Job, moved: Job | None, step: int, allowed: flo
     if right is None or not math.isfinite(right):
         return None
     allowed = max(allowed, TERMS * eps_of(dtypes_of(one)[0]), UNITS * abs(near / (right or 1.0) - 1))
-    parts = [torch.tensor(loss, dtype=torch.float64) for loss in given]
-    factors = factors_of(parts, torch.tensor(right, dtype=torch.float64), 0.0, allowed)
-    factors = [factor for factor in factors if "root" not in factor]
+    wanted, *parts = torch.tensor([right, *given], dtype=torch.float64)
+    factors = [factor for factor in factors_of(parts, wanted, 0.0, allowed) if "root" not in factor]
     if "" in factors:
         return None
     said = f"the reported loss is {', '.join(f'{loss:.6g}' for loss in given)}, the right one {right:.6g}"
@@ -175,6 +174,8 @@ def _named(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> Ve
         times = ", ".join(sorted({f"{x:.4g}" for x in found.times.values()})[:FEW])
         look = "look at what the loss is divided by, and at clipping"
         return sick(f"every gradient is {times} times the right one: {look}")
+    if not seen and eps_of(narrow := dtypes_of(many)[0]) > eps_of(dtypes_of(one)[0]):
+        raise CannotExamine(f"only the second job computes in {narrow}; expected the same dtypes, or autocast, in both")
     where = _first_module(one, many, step, max(found.allowed.values()))
     sent = max((n for of in many.ranks for one_pass in passes(of, step) for _, n in one_pass["messages"]), default=0)
     shard = min((len(row.tokens) for rows in whole.ranks for row in rows), default=0)
@@ -251,9 +252,8 @@ def _table(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> li
     how = "none was seen: no embedding was called outside of a compiled graph"
     if whole.text:
         shards = f"{whole.layout} over {whole.cp} ranks" if whole.cp > 1 else "whole sequences"
-        how = (
-            f"{sum(len(row.tokens) for row in whole.text)}, {shards if whole.layout else 'in no layout that is known'}"
-        )
+        count = sum(len(row.tokens) for row in whole.text)
+        how = f"{count}, {shards if whole.layout else 'in no layout that is known'}"
     first, *others = ("+".join(f"{p['loss']:.6g}" for p in passes(of, step)) for of in (one.ranks[0], *many.ranks))
     lines = [f"gradients  {len(found.errors)}; {share}", f"tokens     {how}"]
     lines += [f"loss       {first}; by rank {', '.join(others[:8])}"] if first else []

@@ -206,6 +206,12 @@ def test_an_argument_that_separates_documents_is_missed(lost, tmp_path):
     assert f"the model gets no Model.{lost}, as that of the first job does" in found.says
 
 
+def test_a_narrower_dtype_in_the_second_job_is_told(tmp_path):
+    many = small_job(tmp_path / "many", 1.01, dtypes=["torch.float64", "torch.bfloat16"])
+    with pytest.raises(CannotExamine, match=r"only the second job computes in .*bfloat16"):
+        compare(small_job(tmp_path / "one", 1.0), many, None, 1)
+
+
 @pytest.mark.parametrize("names", [["weight", "adapter"], ["weight"]])
 def test_a_weight_that_only_the_second_job_trains_is_told(names, tmp_path):
     one = small_job(tmp_path / "one", 1.0, names=["weight", "frozen", "head"])
