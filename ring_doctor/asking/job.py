@@ -97,9 +97,9 @@ class Job:
         where = {"kind": cause.kind, "where": cause.where}
         if len(causes) < len(members):  # a ring never refuses on some ranks only
             return Answer(question, FAILED, told(causes), **where)
-        if cause.kind in REFUSALS:
-            return Answer(question, REFUSED, _said(cause), raised=True, **where)
         returned = cause.kind == WrongResult.__name__
+        if cause.kind in REFUSALS or (question.feature and not returned):
+            return Answer(question, REFUSED, _said(cause), raised=True, **where)
         return Answer(question, FAILED, _said(cause, place=True), raised=True, returned=returned, **where)
 
     def close(self) -> None:

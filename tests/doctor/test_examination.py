@@ -267,7 +267,7 @@ def raises(kind, says):
 
 
 def raises_under_a_mask(question, job):
-    """It fails, or refuses an optional feature, as five ranks."""
+    """With an optional feature, as five ranks, an error of all ranks is a refusal."""
     error = answer(question, REFUSED if question.feature else FAILED, raised=True)
     return error if question.case.causal else OK
 
