@@ -13,16 +13,7 @@ from typing import Any
 
 import torch
 
-from ring_doctor.asking.answers import (
-    FAILED,
-    LATE,
-    OK,
-    REFUSED,
-    WRONG,
-    Answer,
-    Examination,
-    other_numbers,
-)
+from ring_doctor.asking.answers import FAILED, LATE, OK, REFUSED, WRONG, Answer, Examination, other_numbers
 from ring_doctor.asking.job import REFUSALS, CannotExamine, Job
 from ring_doctor.asking.patient import TENSORS, Patient, dtype_of
 from ring_doctor.asking.questions import BESIDE, LSE, Question, in_turn, kind, questions
