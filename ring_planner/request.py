@@ -94,6 +94,11 @@ def model_of(options: argparse.Namespace) -> Model:
     if options.model:
         known = model_named(options.model)
         sized: dict[str, Any] = {"head_dim": 0} if {"hidden", "heads"} & given.keys() else {}
+        if known.latents:
+            if options.kv_heads:
+                told = f"kv_heads is {options.kv_heads}, and {known.name} makes K and V of all heads from latents"
+                raise ValueError(f"{told}; expected no --kv-heads")
+            sized["kv_heads"] = given.get("heads", known.heads)
         return replace(known, **sized, **given)
     if missing := [f"--{name.replace('_', '-')}" for name in NUMBERS if name not in given]:
         raise ValueError(f"no --model was given, nor {', '.join(missing)}; expected --model NAME, or all six numbers")

@@ -327,6 +327,7 @@ def test_a_closed_pipe_is_no_traceback(words):
 
 
 REFUSED = {
+    "--model deepseek-v3 --gpu h200 --seq-len 32768 --kv-heads 1": "deepseek-v3 makes K and V of all heads",
     "--model llama-3.1-8b": "no --gpu was given; expected one of h100",
     "--gpu h100": "no --model was given, nor --layers",
     "--model llama-9 --gpu h100": "model is 'llama-9'; expected a config.json, its folder, or one of",
