@@ -77,7 +77,14 @@ ONE_BLOCK = Exercise(  # step 1, in this process: q, k, v -> (out, lse) of one b
 )
 AGREED = 64  # bytes: a collective so small agrees on sizes, and carries no block
 SOLUTION = FOLDER.parents[1] / "trainable_ring.py"
-FIRST_TRIES = {  # step: what is right in SOLUTION, and what somebody wrote first. Steps 1 and 2: files of their own
+ALONE = """
+def attention(q, k, v):
+    out, lse = block_forward(q[:, :, None], k, v, False)
+    return out[:, :, 0], lse[:, :, 0]
+"""
+FIRST_TRIES = {  # step: what is right in SOLUTION, and what somebody wrote first
+    1: ("torch.logsumexp(s, dim=-1)", "torch.logsumexp(s, dim=-1) / 0.6931472"),
+    2: ("weight = torch.sigmoid(lse_j - lse[..., rows])[..., None]", "weight = 1.0 if j == r else 0.5"),
     3: ("arrive = hop(dkv, group) if j != r else None", "pass"),
     4: ("if not causal or j == r:", "if True:"),
     5: ('if layout == "zigzag":', 'if layout == "zig-zag":'),
@@ -88,10 +95,9 @@ FIRST_TRIES = {  # step: what is right in SOLUTION, and what somebody wrote firs
 }
 
 
-def solution(right: str = "", wrong: str = "") -> str:
-    """The text of SOLUTION under the name that the steps call, with a mistake."""
-    text = SOLUTION.read_text().replace(right, wrong) if right else SOLUTION.read_text()
-    return text + "\n\nattention = ring_attention\n"
+def solution(number: int, right: str = "", wrong: str = "") -> str:
+    """The text of SOLUTION under the name that this step calls, with a mistake."""
+    return SOLUTION.read_text().replace(right, wrong) + (ALONE if number == 1 else "\nattention = ring_attention\n")
 
 
 class Said(str):
@@ -112,13 +118,9 @@ def step(number: int, path: str | Path) -> Said:
 
 def first_try(number: int) -> Said:
     """What is said of somebody's first try at this step: a program with the mistake that the notebook shows."""
-    path = FOLDER / f"first_try_{number}.py"
-    if path.exists():
-        return step(number, path)
-    right, wrong = FIRST_TRIES[number]
     with TemporaryDirectory() as folder:
-        path = Path(folder) / path.name
-        path.write_text(solution(right, wrong))
+        path = Path(folder) / f"first_try_{number}.py"
+        path.write_text(solution(number, *FIRST_TRIES[number]))
         return Said(step(number, path).replace(f"{folder}/", ""))
 
 

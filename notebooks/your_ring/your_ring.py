@@ -29,9 +29,7 @@ from notebooks.your_ring.checks import first_try, step
 # mask, scale $1/\sqrt D$. A part of somebody's first try:
 #
 # ```python
-# scores = q @ k.mT * q.shape[-1] ** -0.5
-# lse = torch.logsumexp(scores, dim=-1)
-# return torch.exp(scores - lse[..., None]) @ v, lse / math.log(2)  # the kernel that I know counts in base 2
+# lse = torch.logsumexp(scores, dim=-1) / 0.6931472  # log 2, because the kernel that I know counts in base 2
 # ```
 
 # %%
@@ -51,11 +49,12 @@ step(1, "my_ring.py")
 #
 # $$\mathrm{lse} = \log(e^{\mathrm{lse}_a} + e^{\mathrm{lse}_b}) \qquad \mathrm{out} = e^{\mathrm{lse}_a - \mathrm{lse}}\, \mathrm{out}_a + e^{\mathrm{lse}_b - \mathrm{lse}}\, \mathrm{out}_b$$
 #
-# Use `dist.send` and `dist.recv`, P − 1 hops, and the even/odd order of chapter 4. This first try merges in another way:
+# Use `dist.send` and `dist.recv`, P − 1 hops, and the even/odd order of chapter 4. This first try gives a new block the weight of all blocks before it:
 #
 # ```python
-# def merge(out_a, lse_a, out_b, lse_b):
-#     return (out_a + out_b) / 2, torch.logaddexp(lse_a, lse_b)
+# weight = 1.0 if j == r else 0.5  # of the new block; the own one, j == r, is the first
+# out = torch.lerp(out, out_j, weight)
+# lse = torch.logaddexp(lse, lse_j)
 # ```
 
 # %%
