@@ -117,6 +117,8 @@ class ModelInRing(LayerAttention):
     def checked(self, model: PreTrainedModel) -> tuple[Proved, int]:
         """What was proved, and a checksum of the weights."""
         check_kind(model)
+        for kind in (type(layer).__name__ for layer in mixing_layers(model) if "forward" in vars(layer)):
+            expect(False, f"{kind} has a forward that was set by hand", "that of its class, whose code the ring takes")
         if linear_layers(model):
             check_layout_of_states(str(self.where.layout))
             has = f"{type(model).__name__} has linear layers"

@@ -41,6 +41,7 @@ SCAN, ALL_IN_ONE = "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"
 MIXERS = (CONVOLUTION, RULE, KDA, SCAN, ALL_IN_ONE)
 INDEXER = "update_indexer"  # of its cache: with this an indexer asks for the keys of other tokens
 EXPAND = "expand_kv"  # with this a layer makes K and V of all heads from latents
+OURS = "ring_forward"  # the name in a layer of the forward pass that `spread` gave it
 Mixers = dict[str, Callable[..., Any]]  # what these names mean
 
 
@@ -153,26 +154,29 @@ def mixing_layers(model: nn.Module) -> list[nn.Module]:
 
 def is_spread(model: nn.Module) -> bool:
     """Whether the names mean other functions in each of these layers: one that was replaced has its own again."""
-    return all("forward" in vars(layer) for layer in mixing_layers(model))
+    return all(vars(layer).get("forward", 0) == vars(layer).get(OURS) for layer in mixing_layers(model))
 
 
 def spread(layers: list[nn.Module], mixers: Mixers | None) -> None:
     """Let the names mean these functions in linear layers; with None, those of transformers again.
 
     A layer gets the forward pass of its class with other globals: its file and other models keep theirs. An indexer
-    gets a function of itself and its arguments in place of its forward pass.
+    gets a function of itself and its arguments in place of its forward pass. A layer that was given a forward pass by
+    hand keeps it: ModelInRing refuses it.
     """
     for layer in layers:
-        take(layer, "forward")
+        if vars(layer).get("forward") not in (None, vars(layer).get(OURS)):
+            continue
+        take(layer, "forward", OURS)
         if mixers is not None:
             own = own_forward(layer)
-            if INDEXER in own.__code__.co_names:
-                give(layer, forward=MethodType(mixers[INDEXER], layer))
-                continue
-            names = {**own.__globals__, **mixers}
-            forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-            forward.__kwdefaults__ = own.__kwdefaults__
-            give(layer, forward=MethodType(forward, layer))  # a copy of the model gets one of its own
+            forward = mixers.get(INDEXER) if INDEXER in own.__code__.co_names else None
+            if forward is None:
+                names = {**own.__globals__, **mixers}
+                forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+                forward.__kwdefaults__ = own.__kwdefaults__
+            ours = MethodType(forward, layer)  # a copy of the model gets one of its own
+            give(layer, **{"forward": ours, OURS: ours})
 
 
 @contextmanager

@@ -162,6 +162,10 @@ def by_another_name(layer):
     layer.forward = partial(FunctionType(own.__code__.replace(co_names=names), own.__globals__), layer)
 
 
+def indexer_by_hand(layer):
+    layer.indexer.forward = partial(layer.indexer.forward)
+
+
 def put_back(layer):
     del layer.expand_kv
 
@@ -196,6 +200,7 @@ def changed(name, before, after):
         ("deepseek_v3", own_expand, id, "DeepseekV3Attention has an expand_kv of its own; expected way=Ring"),
         ("deepseek_v3", id, own_expand, "DeepseekV3Attention passes no latents; expected way=Ring"),
         ("deepseek_v3", id, by_another_name, "DeepseekV3Attention passes no latents; expected way=Ring"),
+        ("deepseek_v32", id, indexer_by_hand, "DeepseekV32Indexer has a forward that was set by hand"),
         ("deepseek_v3", id, put_back, "DeepseekV3Attention passes no latents; expected way=Ring"),
     ],
 )

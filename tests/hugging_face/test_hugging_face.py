@@ -290,6 +290,16 @@ def states_in_a_mesh(rank):
     return in_use("Lfm2", where=where, layer_types=["conv", "full_attention"])
 
 
+def a_forward_by_hand(rank):
+    model = model_of("Lfm2", {"layer_types": ["conv", "full_attention"]})
+    layer = model.model.layers[0].conv
+    layer.forward = by_hand = partial(type(layer).forward, layer)
+    try:
+        use_ring(model)
+    finally:
+        assert layer.forward is by_hand
+
+
 def with_pictures(rank):
     """Each rank has its tokens, and the pictures of all: in Llava itself this is an error on some ranks only."""
     vision = transformers.CLIPVisionConfig(**SIZES, image_size=16, patch_size=8)
@@ -350,6 +360,7 @@ MODELS = {  # what is given to use_ring
     "a way of a mesh": (lambda rank: in_use(where=ContextParallel(way=Hybrid)), "mesh is None; expected 2 dimensions"),
     "a mesh of two": (lambda rank: in_use(where=ContextParallel(mesh_of((3, 1)))), "a mesh of one dimension: a double"),
     "states in a mesh": (states_in_a_mesh, "has linear layers; expected no mesh"),
+    "a forward by hand": (a_forward_by_hand, "Lfm2ShortConv has a forward that was set by hand; expected that of its"),
     "the language model of a vision model": (with_pictures, "embeddings in place of input_ids, as a vision model"),
     "weights on the meta device": (on_meta, "weights on the meta device"),
     "weights of a rank": (weights_of_rank(1.0), "the ranks disagree about weights"),
