@@ -99,8 +99,9 @@ def pytest_runtest_setup(item):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Files of slow tests are not even imported where none of them is wanted. None: ask the other plug-ins."""
-    return ("not slow" in config.option.markexpr and is_slow(collection_path)) or None
+    """Files of slow tests, or of a GPU, are not even imported where none is wanted. None: ask the other plug-ins."""
+    asked, on_gpus = config.option.markexpr, collection_path.name == "test_on_a_gpu.py"
+    return ("not slow" in asked and is_slow(collection_path)) or ("not gpu" in asked and on_gpus) or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are left out

@@ -4,10 +4,9 @@ checkers count. A table of the lines of code: python -m tests.test_house"""
 
 import ast
 import subprocess
-import sys
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
@@ -51,6 +50,12 @@ class Use:
     source: str  # the module that the file is
     target: str  # the module that it imports
     name: str  # the name that it takes from there, or ""
+    inside: bool = False  # of a function or a condition: it is not loaded with the file
+
+
+@cache
+def tree_of(path):
+    return ast.parse(path.read_text())
 
 
 def uses(root):
@@ -59,7 +64,7 @@ def uses(root):
     names = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
     found = []
     for source, path in names.items():
-        tree, modules = ast.parse(path.read_text()), {}  # modules: what the file calls them, and their names
+        tree, modules = tree_of(path), {}  # modules: what the file calls them, and their names
         for node in (each for each in ast.walk(tree) if isinstance(each, ast.Import | ast.ImportFrom)):
             for alias in node.names:
                 if isinstance(node, ast.Import):
@@ -68,12 +73,12 @@ def uses(root):
                     target, name = f"{node.module}.{alias.name}", ""
                 else:
                     target, name = node.module, alias.name
-                found.append(Use(source, target, name))
+                found.append(Use(source, target, name, node not in tree.body))
                 if target in names and not name:
                     modules[alias.asname or alias.name] = target
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules:
-                found.append(Use(source, modules[ast.unparse(node.value)], node.attr))
+                found.append(Use(source, modules[ast.unparse(node.value)], node.attr, True))
             assert not getattr(node, "level", 0), f"{source} imports by dots: write the whole name"
     return found
 
@@ -143,7 +148,7 @@ def code_lines(path):
     """How many lines hold code: no docstrings, comments or blank lines. Inside of a string there are none of these."""
     text, told = path.read_text(), set()
     held = {i for i, line in enumerate(text.split("\n"), 1) if line.strip() and not line.lstrip().startswith("#")}
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno > node.lineno:
             held.update(range(node.lineno, node.end_lineno + 1))
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
@@ -176,15 +181,19 @@ def test_files_and_names_are_few():
     assert len({name.split("/")[0] for name in names if name and not name.startswith(".")}) <= TOP
 
 
-def loaded_by(module):
-    """The files of the packages that are loaded when `module` is imported."""
-    script = f"import sys, {module}; print(*(getattr(m, '__file__', '') for m in sys.modules.values()), sep='\\n')"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    return [Path(name) for name in done.stdout.split("\n") if name.startswith(f"{ROOT}/ring")]
+def loaded_by(module, found):
+    """The files of the packages that are loaded when `module` is imported, and the folders that they are in."""
+    more, loaded = {module}, set()
+    while more:
+        loaded |= more
+        more = {use.target for use in found if use.source in loaded and not use.inside}
+        more = (more | {name.rpartition(".")[0] for name in loaded | more}) - loaded
+    paths = [ROOT / name.replace(".", "/") for name in loaded if name.startswith("ring")]
+    return [path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py" for path in paths]
 
 
-def test_the_ring_loads_little():
-    ours = loaded_by("ring_attn")
+def test_the_ring_loads_little(found):
+    ours = loaded_by("ring_attn", found)
     assert ROOT / "ring_attn.py" in ours
     assert sum(map(lines, ours)) <= LOADED
 
@@ -260,6 +269,6 @@ def test_all_that_outlives_a_call_is_known():
         names |= {f"{kind}: {name}" if name else kind for name in rest.split() or [""]}
     for path in (path for top in ("ringlab", "ring_doctor", "ring_planner") for path in ROOT.glob(f"{top}/**/*.py")):
         name = path.relative_to(ROOT).as_posix()
-        if "/patients/" not in name and (state := state_of(ast.parse(path.read_text()), name.startswith("ringlab/"))):
+        if "/patients/" not in name and (state := state_of(tree_of(path), name.startswith("ringlab/"))):
             found[name] = state
     assert found == known

@@ -31,7 +31,7 @@ from ringlab.ring.partition import Partition
 from ringlab.ring.schedule import Ring
 from ringlab.states import state_ring
 from ringlab.states.state_ring import ring_linear_attention
-from ringlab.support import agreement
+from ringlab.support import exchange
 from ringlab.support.agreement import NEW_GROUP, agree
 from ringlab.support.expect import attempt
 from ringlab.support.rounding import exact_attention
@@ -391,14 +391,13 @@ def test_a_layout_of_ones_own_may_have_the_name_of_another(ranks, way, shape):
     assert_right_results(ranks, way, shape, [Problem(4, 2, 6 * ranks_of(shape), options)])
 
 
-def on_some(context, soon):
-    with mock.patch.object(agreement, "SOON", soon):
+def on_some(context):
+    with mock.patch.object(exchange, "SOON", timedelta(seconds=0.5)):
         return WAYS["ring"](X, X, X, group=DeviceMesh("cpu", [0, 1]))
 
 
 def test_a_rank_outside_the_mesh_is_refused_alone(ranks):
-    """The others wait so long for it."""
-    *inside, outside = ranks.outcomes(3, on_some, timedelta(seconds=0.3))
+    *inside, outside = ranks.outcomes(3, on_some)
     ranks(1, repr)  # so that the next call forms a job of its own: in this one rank 2 is believed no more
     assert all(torch.equal(out, X) for out in inside)
     assert re.search(all_of([r"not in the mesh [0, 1]", "expected only its members"]), outside.message)
