@@ -1,15 +1,20 @@
 """trainable_ring.py, copied alone into an empty folder: its numbers, its messages, what it refuses, and its own run."""
 
 import ast
+import io
 import runpy
 import shutil
+from contextlib import ExitStack, redirect_stdout
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ring_doctor import __main__ as doctor
 from tests.attention import assert_four, expected_of_inputs, gradients, grouped_inputs
 from tests.commands import ROOT, TORCHRUN, run
+from tests.doctor.examined import on_these
 from tests.rings import messages_of_ring
 
 FILE = ROOT / "trainable_ring.py"
@@ -134,27 +139,45 @@ def test_second_derivatives_are_refused(ranks, copied):
     assert [it.kind for it in ranks.outcomes(2, twice, copied)] == ["ValueError"] * 2
 
 
+def own_run(context, path):
+    """The exit status of the file's own run, and what it prints, on a rank that has joined already."""
+    names = {"init_process_group": None, "destroy_process_group": None, "get_node_local_rank": context.rank}
+    with ExitStack() as stack:
+        for name, value in names.items():
+            stack.enter_context(mock.patch.object(dist, name, return_value=value))
+        stack.callback(torch.set_default_device, None)
+        printed = stack.enter_context(redirect_stdout(io.StringIO()))
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(path, run_name="__main__")
+    return end.value.code, printed.getvalue()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "wrong"), [(1, False), (3, False), (3, True)])
-def test_its_own_run(tmp_path, world_size, wrong):
+def test_its_own_run(ranks, tmp_path, world_size, wrong):
     text = FILE.read_text()
     (tmp_path / FILE.name).write_text(text.replace("out_j, weight)", "out_j, 0.5)") if wrong else text)
-    done = run(*TORCHRUN, f"--nproc_per_node={world_size}", tmp_path / FILE.name)
-    assert done.returncode == int(wrong), done.stderr
-    *steps, verdict = done.stdout.splitlines()
+    (status, printed), *others = ranks(world_size, own_run, str(tmp_path / FILE.name))
+    assert others == [(status, "")] * (world_size - 1)
+    assert status == int(wrong)
+    *steps, verdict = printed.splitlines()
     assert verdict == ("WRONG" if wrong else "ok")
     assert [line.split(":")[0] for line in steps] == ["step  0", "step 10", "step 20", "step 30"]
 
 
 @pytest.mark.slow
+def test_torchrun_starts_it(copied):
+    done = run(*TORCHRUN, "--nproc_per_node=2", copied)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["ok"]), done.stderr
+
+
 def test_without_torchrun_it_says_what_starts_it():
-    done = run("python", FILE)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "start it with torchrun --nproc_per_node=4 trainable_ring.py\n"
+    with pytest.raises(SystemExit, match=r"^start it with torchrun --nproc_per_node=4 trainable_ring.py$"):
+        runpy.run_path(str(FILE), run_name="__main__")
 
 
 @pytest.mark.slow
-def test_the_doctor_finds_it_healthy():
-    done = run("ring-doctor trainable_ring:ring_attention --quick")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("HEALTHY: trainable_ring:ring_attention")
+def test_the_doctor_finds_it_healthy(ranks, capsys):
+    with on_these(ranks):
+        assert doctor.main(["trainable_ring:ring_attention", "--quick"]) == 0
+    assert capsys.readouterr().out.startswith("HEALTHY: trainable_ring:ring_attention")
