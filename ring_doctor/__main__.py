@@ -103,7 +103,7 @@ def of_attention(args: argparse.Namespace, tell: Tell) -> Told:
     patient = patient_of(args.patient, **claims_of(args))
     choose_device(args.device, max(patient.worlds))
     how = {"seconds": args.time_limit, "device": args.device, "seed": args.seed, "quick": args.quick}
-    report = examine(patient, **how, catalogue=args.catalogue, progress=tell)
+    report = examine(patient, **how, progress=tell)
     picture = ""
     if args.html and isinstance(report.xray, XRay) and find_spec("matplotlib"):
         from ring_doctor.explaining.xray_picture import svg

@@ -32,7 +32,6 @@ from ring_doctor.asking.latent_case import LatentCase
 from ring_doctor.asking.patient import Patient, patient_of
 from ring_doctor.asking.questions import Question
 from ring_doctor.asking.state_case import StateCase
-from ring_doctor.catalogue import enter
 from ring_doctor.explaining.diagnosis import diagnose
 from ring_doctor.explaining.inference import infer
 from ring_doctor.explaining.xray import XRay, cases, of_states, xray_of
@@ -58,7 +57,6 @@ def examine(
     device: str = "cpu",
     seed: int = 0,
     quick: bool = False,
-    catalogue: str = "",
     progress: Callable[[str], None] = lambda words: None,
     **claims: Any,
 ) -> Report:
@@ -71,14 +69,11 @@ def examine(
     head_dim=64, batch=2, chunk=16, shape=(B, H, G, S, D), grouped=False, unequal=False, own_values=False,
     gradients=False. state=True: it is a ring of states, f(q, k, v, log_decay, beta), or a short convolution
     f(x, weight); state="each key": with a log_decay shaped as k. A question may take `seconds`. `quick` asks less
-    (asking/questions.py). `catalogue`: a module or a file with mistakes of your own. `progress` is told what is done,
-    in words.
+    (asking/questions.py). `progress` is told what is done, in words.
 
     Raises ValueError for a function that cannot be examined, or that no other process can import, and CannotExamine
     where it answers no question at all.
     """
-    if catalogue:
-        enter(catalogue)
     patient = function if isinstance(function, Patient) else patient_of(function, **claims)
     how: dict[str, Any] = {"seconds": seconds, "device": device}
     found = examination.examination_of(patient, **how, seed=seed, quick=quick, progress=progress)

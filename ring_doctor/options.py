@@ -40,8 +40,6 @@ examples
   ring-doctor --model my_package.train:step --layout zigzag   a step of a whole model: labels, positions, loss and
                                                               gradients: ring_doctor/whole_models/whole_model.py
 
-a catalogue of your own, --catalogue my.py: ring_doctor/mistakes/README.md shows an entry
-
 exit status
   0 healthy, or healthy for what it takes    1 sick    2 bad input    3 cannot tell
   docs/doctor_in_ci.md has workflows to copy, and JUnit XML by pytest."""
@@ -87,7 +85,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--time-limit", type=float, default=SECONDS, metavar="S", help=f"seconds for a question ({SECONDS:g})")
     add("--seed", type=int, default=0, help="of the random inputs (0)")
     add("--quick", action="store_true", help="ask each kind of question until one is answered")
-    add("--catalogue", metavar="my.py", default="", help="mistakes of your own, to be named too: see below")
     add("--vocab", type=int, default=32, metavar="V", help="tokens of a --model are below V (32)")
 
     add = parser.add_argument_group("what to write, besides the report on the terminal").add_argument

@@ -8,6 +8,7 @@ Before: diagnosis.py and inference.py in explaining/. After: assertion.py, which
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -67,12 +68,15 @@ class Report:
         name, answers = self.examination.patient.name, self.examination.answers
         if self.healthy:
             right = [answer.case.world_size for answer in answers if answer.state == OK]
-            refused = len([answer for answer in answers if answer.state == REFUSED])
+            refused = [answer.question.feature for answer in answers if answer.state == REFUSED]
+            never = set(refused) - {answer.question.feature for answer in answers if answer.state == OK}
             equal = list(self.examination.beyond) == [UNEQUAL] and not self.examination.limits
             level, worlds = EQUAL_CHUNKS if equal else SAID[self.level], ", ".join(map(str, sorted(set(right))))
             counts = f"{len(right)} right answers with {worlds} ranks"
             if refused:
-                counts += f", {refused} question{'s' if refused > 1 else ''} refused"
+                features = ", ".join(dict.fromkeys(feature for feature in refused if feature in never - {""}))
+                counts += f", {len(refused)} question{'s' if refused[1:] else ''} refused"
+                counts += f" ({features})" if features else ""
             said = [f"{level}: {name}, {counts}", *self.limits]
             if not_asked := self.examination.not_asked:
                 said.append(f"not asked: {', '.join(not_asked)}")
@@ -223,9 +227,12 @@ def _table(answers: list[Answer]) -> list[str]:
     for state in states[1:]:
         kinds: dict[tuple[str, ...], list[Answer]] = {}
         for answer in (answer for answer in answers if answer.state == state):
-            what = "" if state == REFUSED else answer.question.what()  # a refusal is one kind, whatever was asked
-            numbers = (str(answer.case.dtype), *answer.wrong) if state == WRONG else ()
-            kinds.setdefault((what, answer.says, *numbers), []).append(answer)
+            kind: tuple[str, ...] = (answer.question.what(), answer.says)
+            if state == WRONG:
+                kind += (str(answer.case.dtype), *answer.wrong)
+            elif state == REFUSED:  # in one line of code, with one sentence: one kind, whatever was asked
+                kind = (answer.where, re.split(r"\d", answer.says)[0])
+            kinds.setdefault(kind, []).append(answer)
         for first, *others in list(kinds.values())[:LISTED]:
             more = f" and {len(others)} more" if others else ""
             lines.append(f"{state:<10}{first.question.words()}{more}: {found_in(first)}")

@@ -249,16 +249,14 @@ class Examination:
 
     @property
     def not_asked(self) -> list[str]:
-        """What a ring may take and this one was not asked, or refused, in words."""
-        patient, answers = self.patient, [(it.question.feature, it.state) for it in self.answers]
+        """What a ring may take and this one was not asked, in words."""
+        patient = self.patient
         may = OF_LATENTS if patient.state in (LATENTS, INDEX) else OF_STATES if patient.state else OF_ATTENTION
         told = [words for option, words in may.items() if option not in patient.takes]
         claimed = {"grouped queries": patient.grouped or patient.state, UNEQUAL: patient.unequal}
         claimed |= {VALUES: patient.own_values or patient.state, "a causal mask": True in patient.causal}
         claimed |= {"gradients": patient.gradients or patient.state == INDEX}
-        told += [words for words, claim in claimed.items() if not claim]
-        refused = [feature for feature, state in answers if state == REFUSED and (feature, OK) not in answers]
-        return list(dict.fromkeys(filter(None, [*told, *refused])))
+        return told + [words for words, claim in claimed.items() if not claim]
 
     @property
     def lost(self) -> int:

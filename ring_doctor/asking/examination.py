@@ -231,7 +231,7 @@ def _takes(found: Examination, job: Job, seed: int, progress: Callable[[str], No
         _leave_out_masks(found, ask)
         answer = _leave_out_gradients(found, ask) if asked.gradients else answer
     if answer.in_float32 and asked.dtypes[1:]:
-        found.remarks.append("it takes float64 and computes in float32; it is examined in float32")
+        found.remarks.append("with float64 it is only as exact as with float32; it is examined in float32")
         found.patient = replace(found.patient, dtypes=asked.dtypes[1:])
     return True
 

@@ -5,8 +5,7 @@ any mask and number of ranks. The tables are the other files of this folder, by 
 
     "own_block_skipped": [but(sees=lambda steps, case, rank, block: ...)]    the steps as they were, then the arguments
 
-Some mistakes can be made in several ways whose numbers differ. They are further changes of one row. In a file of one's
-own, a catalogue for --catalogue, a mistake is a function under @mistake: the page shows one.
+Some mistakes can be made in several ways whose numbers differ. They are further changes of one row.
 
 Before: paper_ring.py. After: merging.py, the first entries.
 Source: the page names who had a mistake, where that is public.
@@ -15,7 +14,7 @@ Source: the page names who had a mistake, where that is public.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,6 @@ class Mistake:
     variants: tuple[Change, ...] = field(default=(), compare=False)
 
 
-CATALOGUE: dict[str, Mistake] = {}
-
-
 def words(section: str, page: Path = PAGE) -> dict[str, Mistake]:
     """The mistakes under a heading of a page, by name, without their changes."""
     text = page.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
@@ -68,7 +64,6 @@ def told(section: str, changes: Mapping[str, Sequence[Change]]) -> dict[str, Mis
 def but(**wrong: Callable[..., Any]) -> Change:
     """Some steps are wrong: by the name of a step, a function of the steps as they were and of its own arguments."""
 
-    @wraps(next(iter(wrong.values())))
     def change(steps: Steps) -> Steps:
         changed: dict[str, Any] = {step: partial(function, steps) for step, function in wrong.items()}
         return replace(steps, **changed)
@@ -84,18 +79,3 @@ def in_the_end(wrong: Callable[[Steps, Case, Results], Results], of: str = "dq")
         return results | wrong(steps, case, results) if of in results else results
 
     return but(at_the_end=at_the_end)
-
-
-def replaces(step: str) -> Callable[[Callable[..., Any]], Change]:
-    """`but` as a decorator: make a mistake of a wrong step."""
-    return lambda wrong: but(**{step: wrong})
-
-
-def mistake(what: str, *, look: str, chapter: int, wild: tuple[str, ...] = ()) -> Callable[[Change], Change]:
-    """Enter a function into the catalogue, under its own name."""
-
-    def enter(change: Change) -> Change:
-        CATALOGUE[change.__name__] = Mistake(change.__name__, what, look, chapter, wild, (change,))
-        return change
-
-    return enter

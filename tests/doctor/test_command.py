@@ -35,7 +35,6 @@ BAD = [  # what is typed, and the sentence
         f"{HERE}:right --shape 1,2,2,8",
         r"shape is \(1, 2, 2, 8\); expected five whole numbers from 1 on: B, H, G, S, D",
     ),
-    (f"{HERE}:right --catalogue {HERE}", f"{HERE} has no mistakes; expected functions under @mistake"),
     (f"{HERE}:right --time-limit 0", "ring-doctor: --time-limit is 0; expected a number of seconds"),
     (f"{HERE}:right --json /nowhere/x.json", "expected a name ending in .json of a file, in a folder that exists"),
     (f"{HERE}:right --html x.htm", "'x.htm' given, expected a name ending in .html"),

@@ -23,10 +23,10 @@ from ring_doctor.asking.job import CannotExamine, Job, lines_of_ranks
 from ring_doctor.asking.patient import patient_of
 from ring_doctor.asking.questions import AFTER, LSE, UNEQUAL, Question, kind
 from ring_doctor.assertion import assert_ring, examine
+from ring_doctor.catalogue import CATALOGUE
 from ring_doctor.explaining.diagnosis import Diagnosis, Explanation, diagnose
 from ring_doctor.explaining.facts import Finding
 from ring_doctor.explaining.inference import infer
-from ring_doctor.mistakes import CATALOGUE
 from ring_doctor.mistakes.paper_ring import RIGHT, block_out
 from ring_doctor.report import Report, as_json, text
 from tests.doctor.examined import answer_on_paper, examined, on_these

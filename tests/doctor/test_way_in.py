@@ -3,7 +3,6 @@
 import functools
 import importlib
 import inspect
-import re
 import sys
 from contextlib import nullcontext
 
@@ -17,8 +16,6 @@ from ring_doctor.asking.job import hang, lines_of_ranks
 from ring_doctor.asking.names import ByName, by_name, named, portable
 from ring_doctor.asking.patient import CONSTANTS, Patient, arguments_of, patient_of
 from ring_doctor.asking.questions import questions
-from ring_doctor.catalogue import enter
-from ring_doctor.mistakes import CATALOGUE, PAGE
 from ring_doctor.options import claims_of, parse
 from ringlab.support.processes import own_frame, place
 from tests.wrong.odd_patients import own_chunk
@@ -368,24 +365,3 @@ def test_ranks_hang_when_all_wait_where_they_waited(tmp_path, dumps, silent, han
         (tmp_path / str(rank)).write_text("".join(texts))
     assert hang(tmp_path, silent) == hangs
     assert lines_of_ranks(tmp_path)["/home/me/ring.py", 12, "attention"][0] == 0
-
-
-[MINE] = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-
-
-CATALOGUES = {  # a file of the user, and what is said of it
-    MINE: "",
-    "": "my.py has no mistakes; expected functions under @mistake",
-    MINE.replace("steps.sees(", "steps.seen("): "raises AttributeError: .*'seen'.*my.py, line 7.*; expected a step of",
-    MINE.replace('("sees")', '("see")'): "own_block_left_out of my.py raises TypeError: .*'see'.*; expected a step of",
-}
-
-
-@pytest.mark.parametrize("text", CATALOGUES)
-def test_a_catalogue_of_the_user(project, text):
-    project(my=text)
-    with pytest.raises(ValueError, match=CATALOGUES[text]) if CATALOGUES[text] else nullcontext():
-        for _ in range(2):  # again in the same process
-            enter("my.py")
-    found = CATALOGUE.pop("own_block_left_out", None)
-    assert CATALOGUES[text] or found.chapter == 4

@@ -153,7 +153,7 @@ def check_new_mistake(answer):
         raise NotYet(f"the doctor knows it: {' or '.join(names)}")
     return (
         f"wrong in {', '.join(wrong)}, and no entry returns its numbers. To be known it needs an entry: your function "
-        f"under @mistake(what, look=..., chapter=...), or a row of a table in ring_doctor/mistakes/"
+        f"in a row of a table in ring_doctor/mistakes/, and its words in the README.md there"
     )
 
 
