@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from notebooks.source.trial import LiveTensors
+from notebooks.source.live_tensors import LiveTensors
 from ringlab.basics.blocking_messages import Program, Recv, Send, simulate_messages
 from ringlab.basics.blockwise_attention import attend_tile
 from ringlab.basics.online_softmax import State

@@ -14,7 +14,7 @@
 #
 # - say why a ring of blocking sends deadlocks, and how even and odd ranks avoid it,
 # - explain every line of `ring_forward` and `hop`, the ring of `ring_attn.py`,
-# - **write Ring Attention yourself**. The last exercise runs your ring on real processes.
+# - **write Ring Attention yourself**. The last exercise runs your ring on real processes, and the doctor examines it.
 #
 # The road, 4 of 8. 18 minutes to read, 10 for the exercises. Half an hour more, when you like, for the last one: the ring.
 # Before: [3 · the worked example](03_worked_example.ipynb). Next: [5 · the backward pass](05_backward.ipynb).
@@ -22,19 +22,18 @@
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 import numpy as np
 import torch
-import torch.distributed as dist
 
 import ring_attn
 from figures import message_order, timelines
 from notebooks.source import workers
-from notebooks.source.checks.the_ring import check_block_in_hand, check_bytes_sent, check_ring, check_ring_order
+from notebooks.source.checks.softmax_and_blocks import check_block_in_hand, check_bytes_sent, check_ring_order
 from notebooks.source.show import print_source
-from notebooks.source.trial import RingFailed, try_ring
+from notebooks.your_ring.checks import step
 from ringlab.basics.blocking_messages import Recv, Send, ring_programs, simulate_messages
 from ringlab.basics.blockwise_attention import attend
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import finish, start
-from ringlab.support.processes import launch
+from ringlab.support.processes import LostRank, Ranks, launch
 
 np.set_printoptions(precision=4, floatmode="fixed")
 
@@ -88,7 +87,7 @@ timelines.block_schedule()
 # ```
 #
 # `init_process_group` waits until all $P$ processes have called it. $P$ is called the [world size](../docs/glossary.md#world-size).
-# [`torchrun`](../docs/glossary.md#torchrun) starts the processes and gives each its rank. In this notebook, `launch` and `try_ring` do this.
+# [`torchrun`](../docs/glossary.md#torchrun) starts the processes and gives each its rank. In this notebook, `launch` and `Ranks` do this.
 #
 # Two functions move tensors:
 #
@@ -122,26 +121,21 @@ for rank in range(3):
 # %% [markdown]
 # ## The failure
 #
-# Now the hop. Each rank sends its block to the next rank, and then receives the block of the previous rank. `try_ring` runs this function on 4 real
-# processes with 2 tokens each, and ends them after 2 seconds.
-
+# Now the hop. Each rank sends its block to the next rank, and then receives the block of the previous rank:
 
 # %%
-def all_ranks_send_first(q, k, v, lengths):
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    block = torch.stack((k, v))  # K and V as one message
-    received = torch.empty_like(block)
-    dist.send(block, (rank + 1) % world_size)
-    dist.recv(received, (rank - 1) % world_size)
-    return received
+print_source(workers.all_ranks_send_first)
 
+# %% [markdown]
+# `Ranks` runs it on 4 real processes, and gives up after 2 seconds:
 
+# %%
 try:
-    outcome = try_ring(all_ranks_send_first, [2, 2, 2, 2], seconds=2)
-except RingFailed as failure:
-    outcome = str(failure)
-print(outcome)
-assert "still waiting after 2 s; rank 0, 1, 2, 3 in: dist.send" in outcome
+    Ranks(4, seconds=2)(4, workers.all_ranks_send_first, chunks[0])
+except LostRank as lost:
+    waiting = lost.silent
+    print(lost)
+assert waiting == [0, 1, 2, 3]
 
 # %% [markdown]
 # This is a [deadlock](../docs/glossary.md#deadlock): no rank receives, because each rank still sends.
@@ -265,24 +259,22 @@ print(check_bytes_sent(my_bytes))
 # %% [markdown]
 # **The ring itself.** Write Ring Attention. Your function runs on every rank, and all ranks run it at the same time:
 #
-# - `q`, `k` and `v` are the chunks of this rank, (B, H, C, D), in float64. They are views that are not contiguous.
-# - `lengths` is a list: rank `i` has `lengths[i]` tokens. Chunks may be uneven.
+# - `q`, `k` and `v` are the chunks of this rank, (B, H, C, D), in float64. All chunks have the same length.
 # - Return the rows of full attention for the queries of this rank: (B, H, C, D), in float64. No causal mask; the scale is $1/\sqrt D$.
 # - Q stays. K and V go from neighbour to neighbour, in $P - 1$ hops. No rank keeps all blocks.
 #
-# You may use `dist`, `torch`, `math`, and `start`, `update`, `attend`, `finish` and `merge`: you have met all of them above and in chapter 1. Helper functions belong in the
-# same cell, because only this cell is sent to the processes. The check runs your ring on 1, 4 and 5 processes and on another number of them, and compares with
-# full attention in float64. Some scores are some thousands. Then it counts the messages, bytes and memory of each rank.
-# It never hangs: after 5 seconds it ends the processes and says in which line each rank waits.
+# You may use `dist`, `torch`, `math`, and `start`, `update`, `attend`, `finish` and `merge`: you have met all of them above and in chapter 1. Write one function, its helper
+# functions inside of it. The [doctor](16_rings_that_were_wrong.ipynb) examines your ring on 3 and 4 processes, in some ten seconds, a deadlock in half a minute. It compares with full
+# attention in float64, and says which mistake it finds, or in which line each rank waits.
 
 
 # %%
 # The goal of this chapter: your own ring. Take half an hour.
-def my_ring(q, k, v, lengths):
+def my_ring(q, k, v):
     return ...
 
 
-print(check_ring(my_ring))
+step(2, my_ring)
 
 # %% [markdown]
 # <details><summary>Solutions</summary>
@@ -297,16 +289,15 @@ print(check_ring(my_ring))
 #
 # my_bytes = (8 - 1) * 2 * 1 * 32 * (1_048_576 // 8) * 128 * 2
 #
-# def my_ring(q, k, v, lengths):
+# def my_ring(q, k, v):
 #     rank, world_size = dist.get_rank(), dist.get_world_size()
 #     next_rank, prev_rank = (rank + 1) % world_size, (rank - 1) % world_size
-#     B, H, C, D = q.shape
 #     state = start(q)  # m, l, o: these stay
 #     block = torch.stack((k, v))  # this moves, (2, B, H, C, D); a new tensor, so it is contiguous
 #     for t in range(world_size):
-#         state = attend(state, q, block[0], block[1], scale=D**-0.5)
+#         state = attend(state, q, block[0], block[1], scale=q.shape[-1] ** -0.5)
 #         if t < world_size - 1:  # after the last round nobody needs another block
-#             received = torch.empty(2, B, H, lengths[(rank - t - 1) % world_size], D, dtype=q.dtype)
+#             received = torch.empty_like(block)
 #             if rank % 2 == 0:
 #                 dist.send(block, next_rank)
 #                 dist.recv(received, prev_rank)
@@ -319,5 +310,5 @@ print(check_ring(my_ring))
 # ```
 # </details>
 #
-# You have the ring. Open [`ring_attn.py`](../ring_attn.py) now: you know every line of `ring_forward` and `hop`. Next:
+# This is step 2 of the [workshop](your_ring/your_ring.ipynb): its other steps make your ring one that trains. Open [`ring_attn.py`](../ring_attn.py) now: you know every line of `ring_forward` and `hop`. Next:
 # [5 · the backward pass](05_backward.ipynb), for a ring that trains.

@@ -27,6 +27,14 @@ def whole_ring(context: RankContext, x: Tensor) -> Tensor | None:
     return gather(ring_attention(chunk, chunk, chunk), context)
 
 
+def all_ranks_send_first(context: RankContext, x: Tensor) -> Tensor:
+    rank, world_size = context.rank, context.world_size
+    received = torch.empty_like(x)
+    dist.send(x, (rank + 1) % world_size)
+    dist.recv(received, (rank - 1) % world_size)
+    return received
+
+
 def ring_gradients(context: RankContext, x: Tensor, d_out: Tensor, dtypes: list[torch.dtype]) -> list[dict[str, Any]]:
     """Self-attention of x (B, H, S, D) on the ring and its gradients, once in each dtype.
 

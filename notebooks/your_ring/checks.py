@@ -1,9 +1,10 @@
 """The six steps of the workshop: what each asks of the reader's file, and what the doctor is asked.
 
     step(3, "my_ring.py")     ->     "step 3 · gradients: right: HEALTHY: ..." or what the doctor found
+    step(2, my_ring)          the same of a function of a notebook's cell
 
 Step 1 is one block in one process: an exercise like the others. Steps 2 to 6 are examined by the doctor on 3 and 4
-processes. The doctor judges numbers; what travels is judged here, from what three ranks are seen to send.
+processes. The doctor judges numbers; what travels is judged here, from what four ranks are seen to send.
 """
 
 import importlib
@@ -19,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from notebooks.source.checks.answers import Exercise
-from notebooks.source.checks.the_ring import elsewhere
+from notebooks.source.checks.answers import OPEN, Exercise
 from ring_doctor import examine
 from ring_doctor.asking.answers import REFUSED, RIGHT
 from ring_doctor.asking.calls import ask_on_rank
@@ -77,6 +77,14 @@ ONE_BLOCK = Exercise(  # step 1, in this process: q, k, v -> (out, lse) of one b
 )
 AGREED = 64  # bytes: a collective so small agrees on sizes, and carries no block
 SOLUTION = FOLDER.parents[1] / "trainable_ring.py"
+MET = """
+import math
+import torch
+import torch.distributed as dist
+from ringlab.basics.blockwise_attention import attend
+from ringlab.basics.online_softmax import finish, merge, start, update
+
+"""  # what a function of a cell may use
 ALONE = """
 def attention(q, k, v):
     out, lse = block_forward(q[:, :, None], k, v, False)
@@ -109,23 +117,39 @@ class Said(str):
         return str(self)
 
 
-def step(number: int, path: str | Path) -> Said:
-    """What is said of the file at this step. A path that is not absolute begins in this folder."""
+def step(number: int, ring: str | Path | Callable[..., Any], seconds: float = 5.0) -> Said:
+    """What is said at this step of a file, or of a function that was defined in a cell, in one piece.
+
+    A path that is not absolute begins in this folder. A question may take so many `seconds`.
+    """
     if number not in range(1, len(TITLES) + 1):
         raise ValueError(f"there is no step {number!r}; expected a number from 1 to {len(TITLES)}")
-    return Said(_said(number, FOLDER / path).replace(f"{FOLDER}/", ""))
+    if callable(ring):
+        source = inspect.getsource(ring)
+        if source.rstrip().endswith("return ..."):
+            return Said(_title(number) + OPEN)
+        return _of_text(number, f"{MET}{source}\nattention = {ring.__name__}\n", ring.__name__, seconds)
+    return Said(_said(number, FOLDER / ring, seconds).replace(f"{FOLDER}/", ""))
 
 
 def first_try(number: int) -> Said:
     """What is said of somebody's first try at this step: a program with the mistake that the notebook shows."""
+    return _of_text(number, solution(number, *FIRST_TRIES[number]), f"first_try_{number}", 30.0)
+
+
+def _of_text(number: int, text: str, name: str, seconds: float) -> Said:
     with TemporaryDirectory() as folder:
-        path = Path(folder) / f"first_try_{number}.py"
-        path.write_text(solution(number, *FIRST_TRIES[number]))
-        return Said(step(number, path).replace(f"{folder}/", ""))
+        path = Path(folder) / f"{name}.py"
+        path.write_text(text)
+        return Said(_said(number, path, seconds).replace(f"{folder}/", ""))
 
 
-def _said(number: int, path: Path) -> str:
-    title = f"step {number} · {TITLES[number - 1]}: "
+def _title(number: int) -> str:
+    return f"step {number} · {TITLES[number - 1]}: "
+
+
+def _said(number: int, path: Path, seconds: float) -> str:
+    title = _title(number)
     if not path.exists():
         return f"{title}not answered yet: {path.name} is not there. Write it, and run this cell again"
     _forget(path)
@@ -140,7 +164,7 @@ def _said(number: int, path: Path) -> str:
         return f"{title}not yet: attention has no argument {' and no '.join(missing)}"
     if number == 1:
         return title + ONE_BLOCK(attention)
-    problem = _examined(number, path)
+    problem = _examined(number, path, seconds)
     return f"{title}not yet: {problem}" if problem else f"{title}right"
 
 
@@ -152,10 +176,11 @@ def _forget(path: Path) -> None:
     importlib.invalidate_caches()
 
 
-def _examined(number: int, path: Path) -> str:
+def _examined(number: int, path: Path, seconds: float) -> str:
     """Steps 2 to 6: what the doctor found, and what travelled."""
     try:
-        report = examine(f"{path}:attention", quick=True, unequal=False, worlds=(3, 4), seconds=30, **CLAIMS[number])
+        asked = {"quick": True, "unequal": False, "worlds": (3, 4), "seconds": seconds}
+        report = examine(f"{path}:attention", **asked, **CLAIMS[number])
     except (CannotExamine, ValueError) as error:
         return str(error)
     refused = [it for it in report.examination.answers if it.state == REFUSED and it.question.feature != VALUES]
@@ -176,10 +201,10 @@ def _sent(context: RankContext, patient: Patient, question: Question) -> list[Me
 
 def _no_ring(number: int, patient: Patient) -> str:
     """What is wrong with the messages of a ring whose numbers are right; "": nothing."""
-    *_, question = takewhile(lambda it: it.what() == "C = 6", questions(patient, 3, torch.float64, 0))
-    case, ranks = question.case, Ranks(3, START)
+    *_, question = takewhile(lambda it: it.what() == "C = 6", questions(patient, 4, torch.float64, 0))
+    case, ranks = question.case, Ranks(4, START)
     try:
-        of_ranks = ranks(3, _sent, patient, question)
+        of_ranks = ranks(4, _sent, patient, question)
     finally:
         ranks.stop()
     sent = [
@@ -199,4 +224,20 @@ def _no_ring(number: int, patient: Patient) -> str:
             f"the numbers are right, but a rank sends too much: {total:,} bytes, and {hops} hops of a block take "
             f"{hops * block:,}. After the last round nobody needs K and V"
         )
+    return ""
+
+
+def elsewhere(messages: list[Message], rank: int, P: int) -> str:
+    """What is wrong with the messages of a rank that go not to a neighbour; "": nothing."""
+    for message in messages:
+        if message.peer is None and not message.kind.startswith("recv"):
+            return (
+                f"But it called a collective, {message.kind} ({message.bytes:,} bytes): one that gathers blocks "
+                "needs memory for all of them. In a ring a rank sends to the next rank and receives from the one before"
+            )
+        if message.peer not in ((rank + 1) % P, (rank - 1) % P, None):
+            return (
+                f"But it exchanged a message with rank {message.peer} ({message.bytes:,} bytes). In a ring a rank "
+                f"sends to rank {(rank + 1) % P} and receives from rank {(rank - 1) % P}, and passes on what comes"
+            )
     return ""

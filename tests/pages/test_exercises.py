@@ -4,7 +4,6 @@ import ast
 import linecache
 import re
 import sys
-from dataclasses import replace
 from functools import cache
 from importlib import import_module
 
@@ -13,28 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from notebooks.source import build, trial
-from notebooks.source.checks import answers, the_ring
+from notebooks.source import build
+from notebooks.source.checks import answers
 from notebooks.source.checks.answers import OPEN, Exercise, NotYet
-from notebooks.source.trial import Ran, cell_of, whole_input
-from notebooks.your_ring.checks import ONE_BLOCK
-from ring_doctor.asking.case import Case
-from ring_doctor.catalogue import CATALOGUE
-from ring_doctor.mistakes.paper_ring import RIGHT, compute
-from ringlab.basics.naive_attention import naive_attention
-from ringlab.support.messages import Message
-from tests.wrong import readers_rings
-from tests.wrong.readers_rings import QUICK, RIGHT_RINGS, WAITING_RINGS
+from notebooks.your_ring.checks import ONE_BLOCK, step
 from tests.wrong.tried_answers import RIGHT_ANSWERS, WRONG_ANSWERS, one_rank_receives_first
 
 CHAPTERS = [*build.chapters(), build.SOURCES / "appendix_ring_of_states.py"]
 NAMES = [source.stem.partition("_")[2] for source in CHAPTERS]  # 04_the_ring -> the_ring
-PROCESSES = {"check_ring"}  # its answers travel to other processes
 CHECKS = {}  # name of a check -> the chapter and the name of its answer
 for chapter in CHAPTERS:
     for check, answer in re.findall(r"print\((check_\w+)\((\w+)\)\)", chapter.read_text()):
         CHECKS[check] = chapter, answer
-EXERCISES = sorted(CHECKS.keys() - PROCESSES)
+EXERCISES = sorted(CHECKS)
 ASKS = "check_new_mistake"  # the doctor: a second for each answer
 EACH = [pytest.param(name, marks=pytest.mark.slow) if name == ASKS else name for name in EXERCISES]
 
@@ -44,12 +34,11 @@ DEFINED = {name: check for module in MODULES for name, check in vars(module).ite
 
 
 def cases(answers, names=CHECKS):
-    """(check, answer, words) of each answer; slow are the doctor and, but for some, rings on other processes."""
+    """(check, answer, words) of each answer; the doctor is slow."""
     found = []
     for name in names:
         for i, (answer, words) in enumerate(answers.get(name, ())):
-            slow = name == ASKS or (name in PROCESSES and not any(answer is ring for ring in QUICK))
-            marks = pytest.mark.slow if slow else ()
+            marks = pytest.mark.slow if name == ASKS else ()
             found.append(pytest.param(name, answer, words, id=f"{name}-{i}-{words}", marks=marks))
     return found
 
@@ -132,10 +121,9 @@ def test_the_solution_is_right_and_what_is_not_answered_is_open(check):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring", [None, *RIGHT_RINGS])
-def test_right_rings_are_right(ring, monkeypatch):
-    monkeypatch.setattr(trial, "SECONDS", 1e6)  # a busy machine is no mistake
-    assert DEFINED["check_ring"](ring or solution("check_ring")).startswith("right: full attention")
+def test_the_ring_of_chapter_4_passes_its_step_of_the_workshop():
+    chapter = build.SOURCES / "04_the_ring.py"
+    assert step(2, solutions(chapter)["my_ring"], 60) == "step 2 · a ring of messages: right"
 
 
 @pytest.mark.parametrize("check", RIGHT_ANSWERS)
@@ -177,12 +165,6 @@ def as_answer(row, wrong):
 def test_a_common_mistake_gets_its_own_hint(row, hint):
     said = row(as_answer(row, row.wrong[hint]))
     assert re.fullmatch(rf"not yet: (\w+: )?{re.escape(hint)}", said)
-
-
-@pytest.mark.parametrize(("check", "answer", "words"), cases({"check_ring": WAITING_RINGS}))
-def test_a_ring_that_waits_for_ever_is_told_why(check, answer, words, monkeypatch):
-    monkeypatch.setattr(trial, "SECONDS", 1.0)
-    assert words in DEFINED[check](answer)
 
 
 # What a row says of answers of every kind ---------------------------------------------------------------------------
@@ -279,77 +261,3 @@ def test_a_row_tells_right_from_wrong_in_every_form(row, answer, words, monkeypa
         monkeypatch.setattr(answers, "SECONDS", 0.05)
     assert (said := row(answer)).startswith(words)
     assert words != "right" or said == words
-
-
-# What travels to the ranks of chapter 4, and what is said of a ring ---------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["averages_added", "last_block_skipped"])
-def test_a_mistake_in_a_ring_is_told_by_the_doctor(name):
-    case = Case(4, 16)
-    out = compute(case, CATALOGUE[name].variants[0](RIGHT), gradients=False)["out"]
-    said = the_ring.mistake(out.chunk(4, dim=2)[3], 3, [4] * 4, case.whole()[:3])
-    assert said == f"{CATALOGUE[name].what} Look at {CATALOGUE[name].look}"
-
-
-def test_a_ring_without_a_max_is_told_where_scores_are_large():
-    whole = whole_input(16, long=True)
-    steps = CATALOGUE["unstabilised"].variants[0](RIGHT)
-    out = compute(Case(4, 16, batch=2), steps, (*whole, whole[0]), gradients=False)["out"]
-    assert CATALOGUE["unstabilised"].what in the_ring.mistake(out[:, :, 4:8], 1, [4] * 4, whole)
-
-
-CELLS = [  # f() is 2, also without what needs another cell
-    "import math\nROOT = math.sqrt(4)",
-    "TABLE = {}\nfor i in range(3):\n    TABLE[i] = i\nROOT = TABLE[2]",
-    "try:\n    import no_such_module\nexcept ImportError:\n    ROOT = 2",
-    "class ROOT:\n    pass\nROOT = 2",
-]
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_function_takes_its_cell_along(cell):
-    """A statement that needs another cell is left out, as the call of the check is."""
-    f = cell_of(run(f"{cell}\ndef f():\n    return ROOT", {})["f"])
-    assert replace(f, source=f"{f.source}\nprint(check_it(f))\nother = of_another_cell + 1").function({})() == 2
-
-
-@pytest.mark.parametrize(
-    ("cell", "words"),
-    [
-        ("def f():\n    pass\ng = f\ndef f():\n    pass", "more than one f: give each function its own name"),
-        ("g = eval('lambda: 2')", "define it with def at the left margin"),
-        ("def make():\n    def g():\n        pass\n    return g\ng = make()", "define it with def at the left margin"),
-        ("g = print", "define it with def at the left margin"),
-    ],
-)
-def test_a_function_that_cannot_travel_is_told(cell, words):
-    with pytest.raises(ValueError, match=words):
-        cell_of(run(cell, {})["g"]).function({})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ring", "blocks"), [(readers_rings.ring, 0), (readers_rings.keeps_arrays, 5), (readers_rings.keeps_lists, 12)]
-)
-def test_arrays_and_lists_are_memory_too(ring, blocks):
-    """With 4 ranks. In the last hop 3 copies are there, and 2 blocks travel; a number in a list is 4 of a tensor."""
-    for _ in range(2):  # the first call also fills torch's caches: 100 kB, 2 blocks
-        ran = trial.watch_ring(ring, [8] * 4, shape=(1, 2, 200), seconds=60)
-    held = max(it.held for it in ran) / (2 * 8 * 2 * 200 * 8)
-    assert held > blocks if blocks else held < 4
-
-
-@pytest.mark.parametrize("wrong", range(4))
-def test_one_rank_of_a_ring_may_have_wrong_messages(monkeypatch, wrong):
-    def watched(ring, lengths, *, seed, shape, long):
-        whole, ran = whole_input(sum(lengths), seed, shape, long), []
-        for rank, out in enumerate(naive_attention(*whole).split(lengths, dim=2)):
-            came = 2 * whole[0][:, :, 0].nbytes * (sum(lengths) - lengths[rank])
-            gathers = [Message("allgather", None, 8)] * (len(lengths) == 4 and rank == wrong)
-            ran.append(Ran(out, [Message("recv", None, came), *gathers]))
-        return ran
-
-    monkeypatch.setattr(the_ring, "watch_ring", watched)
-    said = DEFINED["check_ring"](lambda q, k, v, lengths: q)
-    assert f"rank {wrong}: the result is right. But it called a collective, allgather (8 bytes)" in said

@@ -5,7 +5,6 @@ sick_rings.py           what a sick ring is; rings with mistakes                
 odd_patients.py         rings that hang, crash, refuse, change their input              doctor/: most files
 job.py                  a right training script, whose lines a test spoils              doctor/test_running_jobs.py
 sick_models.py          steps of a whole model                                          doctor/test_whole_model.py
-readers_rings.py        rings of readers of chapter 4                                   pages/test_exercises.py
 readers_schedules.py    schedules of readers of the puzzles                             pages/test_puzzles.py
 tried_answers.py        answers to the exercises of all chapters                        pages/test_exercises.py
 failing_ring.py         a rank that fails, and a command with a wrong result            basics/test_processes.py

@@ -1,13 +1,12 @@
-"""Checks of chapters 1 to 3."""
+"""Checks of chapters 1 to 4."""
 
 import math
-import tracemalloc
-from random import Random
 
 import torch
 
-from notebooks.source.checks.answers import Exercise, NotYet, difference, torch_generator
-from notebooks.source.trial import LiveTensors
+from notebooks.source.checks.answers import Exercise, NotYet, exercise, items, torch_generator
+from notebooks.source.live_tensors import LiveTensors
+from ringlab.basics.blocking_messages import Recv, Send, simulate_messages
 from ringlab.basics.naive_attention import TOKENS, naive_attention
 from ringlab.basics.online_softmax import merge
 
@@ -130,24 +129,11 @@ check_merge_two = Exercise(  # (out (n, D), lse (n,)) of two sets of keys -> (ou
 
 # Chapter 2: attention in blocks, tiles under a causal mask, the largest tensor ---------------------------------------
 
-PRODUCTS = ("mm", "mv", "dot", "_attention", "_for_cpu")  # so end the names of torch's products, and of its attention
 
-
-class PeakMemory(LiveTensors):
-    """Notes the most bytes at once, and the most rows of `keys` (S, D), or of `values`, in one product of matrices."""
-
-    rows = 0
-
-    def __init__(self, keys, values):
-        super().__init__((keys, values))
-        self.known = torch.cat((keys, values))
+class Peak(LiveTensors):
+    """Looks after each operation."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        D = self.known.shape[1]
-        for x in args if function.__name__.partition(".")[0].endswith(PRODUCTS) else ():
-            for way in (x, x.mT) if isinstance(x, torch.Tensor) and x.ndim > 1 else ():
-                if way.shape[-1] == D and x.numel() > self.rows * D:
-                    self.rows = max(self.rows, int((way.reshape(-1, 1, D) == self.known).all(-1).any(-1).sum()))
         result = super().__torch_dispatch__(function, types, args, kwargs)
         self.look()
         return result
@@ -158,30 +144,16 @@ def _exact(q, k, v, block_size):
 
 
 def _one_block_at_a_time(answer):
-    """Raise NotYet when it computes all scores, or takes more keys at once. (How many numpy takes is not seen.)"""
-    S, D, block_size = 256, 4, Random().randint(5, 16)
+    """Raise NotYet when it holds all scores at once. (What numpy holds is not seen.)"""
+    S, D, block_size = 256, 4, 8
     q, k, v = torch.randn(3, S, D)
-    with PeakMemory(k, v) as seen:
-        first = answer(q, k, v, block_size)
-    tracemalloc.start()  # the memory of numpy and of lists
-    try:
-        second = answer(q, k, v, block_size)
-        largest = max(seen.most, tracemalloc.get_traced_memory()[1])
-    finally:
-        tracemalloc.stop()
-    exact = _exact(q, k, v, block_size)
-    if problem := difference(first, exact) or difference(second, exact):
-        raise NotYet(f"{problem}, with {S} keys in blocks of {block_size}, D = {D}")
-    if largest > S * S * 4:
+    with Peak((q, k, v)) as seen:
+        answer(q, k, v, block_size)
+    if seen.most > S * S * 4:
         raise NotYet(
-            f"right result, but with {S} tokens and blocks of {block_size} you held {largest:,} bytes at once. All "
+            f"right result, but with {S} tokens and blocks of {block_size} you held {seen.most:,} bytes at once. All "
             f"scores have {S * S * 4:,} bytes, one block of them {S * block_size * 4:,}: compute "
             "the scores of one block of keys at a time, and keep none of them"
-        )
-    if seen.rows > block_size:
-        raise NotYet(
-            f"right result, but with blocks of {block_size} you took {seen.rows} keys at once into a product: compute "
-            "the scores of one block of keys at a time, for all queries or for some of them"
         )
 
 
@@ -299,4 +271,67 @@ check_mended_sum = Exercise(  # outs (P, D) and lses (P,) of the blocks of one q
         ],
     },
     draw=_drawn,
+)
+
+
+# Chapter 4: the block in hand, the order of messages, the bytes sent ------------------------------------------------
+
+
+def _place(random):
+    P = random.randint(6, 40)
+    return random.randrange(P), random.randrange(P), P
+
+
+check_block_in_hand = Exercise(  # that the rank computes on in a round
+    right=lambda rank, t, P: (rank - t) % P,
+    wrong={
+        "your ring turns the other way: blocks come from rank r - 1": "(rank + t) % P",
+        "blocks have the numbers 0 to P - 1: take the remainder by P": "rank - t",
+    },
+    said="each hop brings the block of the rank before",
+    cases=[(rank, t, P) for P in (4, 5, 1, 2, 3) for t in range(P) for rank in range(P)],
+    draw=_place,
+)
+
+
+@exercise
+def check_ring_order(answer):
+    """(rank, P) -> the rank's [Send, Recv] of one hop, in an order that does not deadlock."""
+    slow = ""
+    for world_size in (2, 3, 4, 5, 6, 9, 16):
+        programs = [_steps(answer(rank, world_size)) for rank in range(world_size)]
+        for rank, program in enumerate(programs):
+            send, receive = Send((rank + 1) % world_size), Recv((rank - 1) % world_size)
+            if len(program) != 2 or set(program) != {send, receive}:
+                raise NotYet(f"rank {rank} of {world_size}: expected one {send} and one {receive}, got {program}")
+        outcome = simulate_messages(programs)
+        if outcome.waits_for:
+            raise NotYet(f"{world_size} ranks deadlock; these wait for each other in a circle: {outcome.cycle}")
+        if outcome.phases > 2 + world_size % 2:
+            slow = slow or f"{world_size} ranks need {outcome.phases} phases"
+    few = "When even ranks send first, 2 phases are enough, 3 with an odd number of ranks"
+    return f"no deadlock, but {slow}: messages wait for each other in a row. {few}" if slow else None
+
+
+def _steps(given):
+    steps = items(given, "a list of one Send and one Recv")
+    for step in steps:
+        if not isinstance(step, Send | Recv):
+            raise NotYet(f"expected a list of one Send and one Recv, got a {type(step).__name__} in it")
+    return [Send(int(step.to)) if isinstance(step, Send) else Recv(int(step.source)) for step in steps]
+
+
+HOP = 2 * 32 * (1_048_576 // 8) * 128 * 2
+check_bytes_sent = Exercise(  # by one rank: P = 8, S = 1,048,576, B = 1, H = 32, D = 128, bfloat16
+    right=7 * HOP,
+    wrong={
+        "that is 8 hops; after the last round no rank sends": 8 * HOP,
+        "K and V travel, not one of them (or did you count 1 byte a number?)": 7 * HOP // 2,
+        "that is one hop": HOP,
+        "a bfloat16 has 2 bytes, not 4": 14 * HOP,
+        "a block is one chunk, S/P tokens, not the whole sequence (or did you add up all ranks?)": 56 * HOP,
+        "bytes, please, not GiB": 14,
+    },
+    said="hops x (K and V) x H x C x D x bytes of a number",
+    remark=f"{7 * HOP / 2**30:g} GiB",
 )

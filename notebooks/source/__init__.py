@@ -1,1 +1,0 @@
-"""The chapters, in reading order, and what their exercises and processes need."""
