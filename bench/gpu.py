@@ -7,7 +7,7 @@
     overlap    the ring on several GPUs: the hidden share of its messages, with and without priority for their kernels;
                its speed as a share of P times one GPU's
     states     the ring of states, beside one process
-    machine    what `calibrate` measures, beside the planner's preset of this GPU
+    machine    FLOP/s of attention and bytes/s of memory, beside the planner's preset: --flops of `ring-plan`
 
 Each line is printed as soon as it is known. Three ranks share the GPU where there are fewer than three. Without a CUDA
 GPU nothing is measured and nothing is claimed. With `--device cpu` the same code runs with gloo on small sizes.
@@ -29,6 +29,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -39,8 +40,7 @@ from torch import Tensor
 
 from bench import record
 from bench.peers import dealt, ring_in_turn, torch_loop, torch_loops, with_gradients
-from ring_planner import calibrate
-from ring_planner.hidden_communication import AttentionLayer
+from ring_planner.hidden_communication import AttentionLayer, block_flops
 from ring_planner.memory import peak_bytes_backward
 from ring_planner.presets import GPUS
 from ringlab.options import Parser, positive
@@ -53,10 +53,12 @@ from ringlab.states.state_ring import WAYS, ring_linear_attention
 from ringlab.support.agreement import agree
 from ringlab.support.processes import LostRank, RankContext, Ranks
 from ringlab.support.rounding import exact_attention
+from ringlab.support.timeline import laps
 
 SECONDS = 150.0  # of the whole bench: a part that is not done by then ends, and the next ones are not begun
 SHAPES = ((57, 57, True), (100, 37, False), (1, 64, False), (96, 129, False))  # Sq, Sk, causal
 PLANNED = ((128, 128, True), (128, 256, False))  # cuDNN gets these, and needs a second for each: at few head dims
+SHORT = 0.03  # seconds: shorter work is repeated until it takes as long
 BLIND = 5  # rows of the first block, at most, that see no key of theirs
 
 CLOSE = 2**-6  # how far apart results in bfloat16 may be, in norm: each is rounded some times, by 2^-9 or less
@@ -73,9 +75,8 @@ class Sizes:
     rings: tuple[tuple[int, int, int, tuple[int, ...]], ...]  # S, H, D and the numbers of ranks, in turn
     model: dict[str, int]
     tokens: int  # of the model
-    layer: tuple[int, int, int, int]  # H, G, D and tokens of a rank: memory, overlap
+    layer: tuple[int, int, int, int]  # H, G, D and tokens of a rank: memory, overlap, machine
     states: tuple[int, int, int]  # S, H and D
-    calibrated: tuple[int, int, str]  # H, D and dtype
 
 
 LLAMA = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -91,7 +92,6 @@ ON = {
         tokens=16_384,
         layer=(32, 8, 128, 16_384),
         states=(4096, 16, 128),
-        calibrated=calibrate.LAYERS["cuda"],
     ),
     "cpu": Sizes(
         head_dims=(8, 24),
@@ -101,7 +101,6 @@ ON = {
         tokens=48,
         layer=(4, 2, 8, 48),
         states=(48, 2, 8),
-        calibrated=(1, 8, "float32"),
     ),
 }
 
@@ -174,8 +173,9 @@ def loop_in_turn(chunks: list[list[Tensor]]) -> None:
 
 
 def typical(context: RankContext, work: Callable[[], Any]) -> float:
-    """Seconds until the last rank's device has done the work."""
-    return calibrate.Stopwatch(context).typical(work)[0]
+    """Seconds until the last rank's device has done the work: the median of five times, after a call to warm up."""
+    calls = max(1, round(SHORT / max(laps(work, context.device))))
+    return median(max(laps(work, context.device, calls)) for _ in range(5))
 
 
 def apart(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
@@ -320,17 +320,24 @@ def states(context: RankContext, sizes: Sizes) -> Iterator[Row]:
 
 
 def machine(context: RankContext, sizes: Sizes) -> Iterator[Row]:
-    found = calibrate.measured(context, *sizes.calibrated)["cluster"]
+    (H, G, D, C), layer = sizes.layer, AttentionLayer(*sizes.layer[:3])
+    q, k, v, d_out = random_inputs(context.device, "bfloat16", H, G, C, C, D)
+    out, lse = fused_forward(q, k, v, scale=D**-0.5)
+    back = partial(fused_backward, q, k, v, out, lse, d_out, scale=D**-0.5)
+    works: dict[str, tuple[float, Callable[[], Any]]] = {  # FLOPs or bytes, and what they are of
+        "flops": (block_flops(layer, C**2), partial(fused_forward, q, k, v, scale=D**-0.5)),
+        "backward_flops": (block_flops(layer, C**2, backward=True), back),
+        "memory_bandwidth": (2 * q.nbytes, partial(torch.empty_like(q).copy_, q)),
+    }
     name = torch.cuda.get_device_name().lower() if context.device.type == "cuda" else ""
     here = max((key for key in GPUS if key.replace("-", " ") in name), key=len, default="")
     known: dict[str, float] = {}
     if here:
-        rates = GPUS[here].rates(GPUS[here].kernel, sizes.calibrated[1])
-        known = dict(zip(("flops", "backward_flops"), rates, strict=True))
-        known["memory_bandwidth"] = GPUS[here].memory_bandwidth
-    for field in ("flops", "backward_flops", "memory_bandwidth", "launch"):
+        rates = *GPUS[here].rates(GPUS[here].kernel, D), GPUS[here].memory_bandwidth
+        known = dict(zip(works, rates, strict=True))
+    for field, (size, work) in works.items():
         preset = f"; the preset has {known[field]:.3g}" if field in known else ""
-        yield field, True, f"{getattr(found, field):.3g}{preset}"
+        yield field, True, f"{size / typical(context, work):.3g}{preset}"
 
 
 def rows_of_rank(context: RankContext, part: str, sizes: Sizes) -> list[Row]:

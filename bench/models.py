@@ -67,7 +67,7 @@ def seconds_of_steps(
     first = step().item()
     loss, seconds = sum(agree(lambda: first)) / context.world_size, []
     for _ in range(steps):
-        seconds.append(max(laps(step, context.device)).seconds)
+        seconds.append(max(laps(step, context.device)))
     return seconds, loss
 
 

@@ -174,6 +174,6 @@ def in_turn(
             time.sleep(PAUSE)
             idle = alone and context.rank > 0
             its_turn = (lambda: None) if idle else partial(note, name, work)
-            seconds[name].append(max(laps(its_turn, context.device)).seconds)
+            seconds[name].append(max(laps(its_turn, context.device)))
     torch.set_num_threads(together)
     return {name: each[1:] for name, each in seconds.items()}, results

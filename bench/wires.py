@@ -81,7 +81,7 @@ def measure_hop(context: RankContext, chunk: int, *, heads: int, head_dim: int, 
         ring_flash_attention(q, k, v)
 
     def time_of(work: Callable[[], None]) -> float:
-        return mean(lap.seconds for lap in laps(work, context.device))
+        return mean(laps(work, context.device))
 
     seen = []
     for _ in range(1 + repetitions):  # the first warms up

@@ -99,7 +99,7 @@ def evidence_of(answer: Plan) -> list[str]:
     if answer.waits_for_the_host:
         return ["not graded: layers are so short that GPUs wait for their hosts; expect longer times"]
     if answer.interval is None:
-        return [f"{answer.evidence}: no step of this kind was measured"]
+        return [f"{answer.evidence}: no step of this kind was measured on such a GPU"]
     low, high, rows = answer.interval
     between = f"{digits(low)} to {digits(high)} s, nine times in ten"
     if not (known := answer.step.known):

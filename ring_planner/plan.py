@@ -228,14 +228,10 @@ def changes(step: Step) -> dict[str, Step]:
     """What could be changed, and the step with the change."""
     gpu = step.gpu
 
-    def twice(rate: str) -> Step:  # of the GPU, and of a measured machine
-        machine = step.machine and replace(step.machine, **{rate: 2 * getattr(step.machine, rate)})
-        return replace(step, gpu=replace(gpu, **{rate: 2 * getattr(gpu, rate)}), machine=machine)
+    def twice(what: str) -> Step:
+        return replace(step, gpu=replace(gpu, **{what: 2 * getattr(gpu, what)}))
 
-    changed = {
-        "links inside a host twice as fast": twice("bandwidth"),
-        "twice the memory": replace(step, gpu=replace(gpu, memory=2 * gpu.memory)),
-    }
+    changed = {"links inside a host twice as fast": twice("bandwidth"), "twice the memory": twice("memory")}
     if not gpu.ideal:
         changed["memory twice as fast"] = twice("memory_bandwidth")
     if step.task == "train":

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from ring_planner.known import fit
-from ring_planner.machine import read_machine
 from ring_planner.plan import MOST, Wish, candidates, longest
 from ring_planner.presets import GPU, GPUS, MODELS, Model, gpu_named, model_named
 from ring_planner.step import KERNELS, LOSSES, OPTIMIZERS, RECOMPUTE, TASKS, WEIGHTS, Step, matmul_share, step_seconds
@@ -76,7 +75,6 @@ def parser() -> Parser:
     it = Parser(prog="ring-plan", description="Plan training or a prefill of a long sequence.", allow_abbrev=False)
     it.add_argument("--model", metavar="NAME", help=f"a config.json, or one of {', '.join(MODELS)}")
     it.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}; ideal: --flops, --bandwidth, --memory")
-    it.add_argument("--machine", metavar="FILE", help="what ring_planner.calibrate measured on your machine")
     it.add_argument("--known", metavar="STEP", action="append", default=[], help=KNOWN)
     it.add_argument("--sources", action="store_true", help="say where the numbers of the model and the GPU come from")
     for name, (known, meaning) in OPTIONS.items():
@@ -114,16 +112,18 @@ def gpu_of(options: argparse.Namespace, per_host: int) -> GPU:
         rates, about = {"fa2": (flops, flops)}, "your numbers, all of which are reached"
         wires = bandwidth, options.host_bandwidth or bandwidth
         numbers = options.memory, math.inf, *wires  # rounds cost nothing beside their products
-        gpu = GPU("ideal", about, {"bf16": flops}, rates, *numbers, host_share=1.0, bandwidth_share=1.0)
+        gpu = GPU("ideal", about, {"bf16": flops}, rates, *numbers)
     else:
         gpu = gpu_named(options.gpu)
-        changed: dict[str, Any] = {name: getattr(options, name) for name in ("memory", *WIRES)}
+        changed: dict[str, Any] = {name: rate for name in WIRES if (rate := getattr(options, name))}
         if flops := options.flops:
             if flops > 1.01 * (peak := gpu.peak["bf16"]):
                 given = f"flops is {flops:g} on {gpu.name}"
                 raise ValueError(f"{given}; expected {peak:g} at most, its peak in bf16: attention reaches less")
             changed["attention"] = {name: (flops, flops * b / f) for name, (f, b) in gpu.attention.items()}
-        gpu = replace(gpu, **{name: value for name, value in changed.items() if value})
+        if changed:  # no measured step is of such a GPU
+            changed["name"] = f"{gpu.name} (your numbers)"
+        gpu = replace(gpu, memory=options.memory or gpu.memory, **changed)
     nics = options.nics or per_host
     return replace(gpu, host_bandwidth=gpu.host_bandwidth * nics / per_host, nics=options.nics or 0)
 
@@ -132,9 +132,7 @@ def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
     """A step to share, and what is fixed of it. Raises ValueError for options that do not fit together."""
     if not options.gpu:
         raise ValueError(f"no --gpu was given; expected one of {', '.join(GPUS)}, ideal")
-    machine = read_machine(options.machine) if options.machine else None
-    hosts = options.hosts or (machine.hosts if machine else 1)
-    per_host = options.per_host or (machine.per_host if machine else 8)
+    hosts, per_host = options.hosts or 1, options.per_host or 8
     if hosts * per_host > MOST:
         raise ValueError(f"hosts x per-host is {hosts * per_host:,}; expected {MOST:,} at most: give fewer hosts")
     if options.nics and options.nics > per_host:
@@ -145,13 +143,6 @@ def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
                 given = f"{name} is {getattr(options, name)} for a prefill"
                 raise ValueError(f"{given}; expected --task train, or leave it out")
     gpu = gpu_of(options, per_host)
-    if machine:
-        measured: dict[str, Any] = {name: getattr(machine, name) for name in WIRES}
-        gpu = replace(gpu, **{name: rate for name, rate in measured.items() if rate < math.inf})
-        rates: dict[str, Any] = {name: getattr(options, name) for name in ("flops", *WIRES)}
-        machine = replace(machine, **{name: rate for name, rate in rates.items() if rate})
-        if hosts > 1 and math.isinf(machine.host_bandwidth):
-            raise ValueError(f"{options.machine} is of one host, hosts is {hosts}; expected --host-bandwidth too")
     names = ("task", "kernels", "linear_dtype", "loss", "optimizer", "trainable", "weights", "batch")
     named: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name)}
     named.setdefault("kernels", gpu.kernel)
@@ -159,7 +150,7 @@ def request_of(options: argparse.Namespace) -> tuple[Step, Wish]:
     wish = Wish(options.cp, options.tp, options.recompute)
     fixed = {name: value for name, value in vars(wish).items() if value}
     seq_len = options.seq_len or max(SHORT, (wish.cp or 1) * (wish.tp or 1))
-    step = Step(model_of(options), gpu, hosts, per_host, seq_len, machine=machine, **named, **fixed)
+    step = Step(model_of(options), gpu, hosts, per_host, seq_len, **named, **fixed)
     if options.known:
         steps, seconds = zip(*(measured_step(text, step, wish) for text in options.known), strict=True)
         step = replace(step, known=fit([step_seconds(each) for each in steps], seconds))

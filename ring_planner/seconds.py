@@ -71,14 +71,11 @@ class Pass:
         return cluster.launch + self.batch * (flops + moved)
 
     def block(self, tokens: float, t: int) -> tuple[float, float, float, bool]:
-        """Queries, keys, pairs of the call of round t, and is it causal? On the rank with the most work: r = P - 1.
-
-        A causal call counts as many pairs as a call without a mask computes in the same time.
-        """
+        """Queries, keys, pairs of the call of round t, and is it causal? On the rank with the most work: r = P - 1."""
         if self.mask is None:
             return tokens, tokens, tokens**2 / 2, False
         if self.mask == "causal" and (t == 0 or self.layout == "striped"):
-            return tokens, tokens, self.cluster.causal * causal_pairs(tokens), True
+            return tokens, tokens, causal_pairs(tokens), True
         keys = tokens / 2 if self.mask == "causal" and self.layout == "zigzag" else tokens
         return tokens, keys, tokens * keys, False
 
@@ -180,12 +177,12 @@ class Pass:
 
     def all_gather(self) -> float:
         """One K/V head after the other, or, published, all heads at once."""
-        layer, P, causal = self.layer, self.cluster.devices, self.cluster.causal
+        layer, P = self.layer, self.cluster.devices
         parts = layer.kv_heads if self.ours else 1
         S, one = P * self.chunk, replace(layer, heads=layer.heads // parts, kv_heads=layer.kv_heads // parts)
-        pairs = self.chunk * {None: S / 2, "none": S, "causal": causal * S / 2}[self.mask]
+        pairs = self.chunk * (S if self.mask == "none" else S / 2)
         if self.mask == "causal" and self.layout == "contiguous":
-            pairs = self.chunk * (S - self.chunk) + causal * self.chunk**2 / 2  # of the last rank
+            pairs = self.chunk * (S - self.chunk / 2)  # of the last rank
         uneven = self.mask == "causal" and self.layout != "contiguous"  # queries from the begin and from the end of S
         order = 2 * self.batch * hop_bytes(one, S) / self.cluster.memory_bandwidth  # chunks that arrived, in order
         work = self.call(one, self.chunk, S, pairs, uneven, heads=layer.heads) + order

@@ -80,7 +80,6 @@ class Step:
     optimizer: str = "adam"
     trainable: float = 1.0
     weights: str = "bf16"
-    machine: Cluster | None = None  # measured: what attention and messages cost; then `gpu` has its link and NIC
     known: Known | None = None  # what measured steps say of the terms
     latents: bool = False  # a ring of latents, of a model that has them
 
@@ -132,17 +131,14 @@ class Step:
     def ring(self) -> Cluster:
         """The cluster that one GPU of each tp group sees: cp GPUs that share a sequence."""
         inside, gpu = gcd(self.cp, max(1, self.per_host // self.tp)), self.gpu
-        hosts = self.cp // inside
-        if (host := self.machine) is None:
-            (forward, backward), nics = gpu.rates(self.kernels, self.model.head_dim), gpu.nics or self.per_host
-            of_nic = gpu.host_bandwidth * self.per_host / nics
-            host = Cluster(1, self.per_host, forward, gpu.bandwidth, of_nic, nics, gpu.memory_bandwidth)
-            host = replace(host, backward_flops=backward, multiprocessors=gpu.multiprocessors)
-            host = host if gpu.ideal else realistic(host, gpu.host_share, gpu.bandwidth_share)
-        nics = min(host.nics, inside)
+        forward, backward = gpu.rates(self.kernels, self.model.head_dim)
+        all_nics = gpu.nics or self.per_host
+        nics = min(all_nics, inside)
         # A host's NICs are shared by all its rings: of several GPUs of tp, or of several sequences.
-        rate = min(1.0, host.nics * inside / host.per_host / nics) * host.host_bandwidth
-        return replace(host, hosts=hosts, per_host=inside, nics=nics, host_bandwidth=rate)
+        rate = min(self.per_host / all_nics, inside / nics) * gpu.host_bandwidth
+        ring = Cluster(self.cp // inside, inside, forward, gpu.bandwidth, rate, nics, gpu.memory_bandwidth)
+        ring = replace(ring, backward_flops=backward, multiprocessors=gpu.multiprocessors)
+        return ring if gpu.ideal else realistic(ring, gpu.host_share, gpu.bandwidth_share)
 
 
 def matmul_share(gpu: GPU, dtype: str) -> float:
@@ -186,17 +182,14 @@ def collective_seconds(step: Step, size: float, ranks: int, inside: int) -> floa
 
     In rings through all NICs of these ranks.
     """
-    gpu, machine = step.gpu, step.machine
     if ranks == 1:
         return 0.0
-    shares, near, far = (gpu.bandwidth_share, HOST_SHARE), LATENCY, HOST_LATENCY
-    if gpu.ideal or machine:  # measured: the GPU's numbers are what its wires reach
-        shares = 1.0, 1.0
-        near, far = (machine.latency, machine.host_latency) if machine else (0.0, 0.0)
-    travel, inside = (ranks - 1) / ranks * size, min(inside, ranks)
-    seconds = travel / (shares[0] * gpu.bandwidth) if inside > 1 else 0.0
+    gpu, travel, inside = step.gpu, (ranks - 1) / ranks * size, min(inside, ranks)
+    known = gpu.bandwidth_share, HOST_SHARE, LATENCY, HOST_LATENCY
+    share, host_share, near, far = (1.0, 1.0, 0.0, 0.0) if gpu.ideal else known
+    seconds = travel / (share * gpu.bandwidth) if inside > 1 else 0.0
     if ranks > inside:
-        seconds = max(seconds, travel / (inside * shares[1] * gpu.host_bandwidth))
+        seconds = max(seconds, travel / (inside * host_share * gpu.host_bandwidth))
     return seconds + near * (ranks - ranks // inside) + far * (ranks // inside - 1)
 
 

@@ -49,7 +49,6 @@ class Cluster:
     backward_flops: float = 0.0  # FLOP/s in the backward pass; 0: as `flops`
     launch: float = 0.0  # seconds of each call of a kernel, beside its FLOPs and bytes
     slowdown: float = 1.0  # how many times longer computing takes while messages of the device travel
-    causal: float = 1.0  # how many times longer a call takes for a pair under a causal mask: measured, on any device
     multiprocessors: int = 0  # of a GPU: a kernel with few blocks does not fill them; 0: blocks cost nothing
 
     def __post_init__(self) -> None:
@@ -61,10 +60,9 @@ class Cluster:
         if not 1 <= self.nics <= self.per_host:
             raise ValueError(f"nics is {self.nics}; expected 1 to {self.per_host}, the devices of a host")
         costs = self.latency, self.host_latency, self.launch, self.backward_flops, self.multiprocessors
-        factors = self.slowdown, self.causal
         possible = self.memory_bandwidth > 0 and all(cost >= 0 for cost in costs)
-        if not possible or not all(1 <= factor < math.inf for factor in factors):
-            rest = "latencies, launch, backward_flops, multiprocessors of 0 or more, slowdown and causal of 1 or more"
+        if not possible or not 1 <= self.slowdown < math.inf:
+            rest = "latencies, launch, backward_flops, multiprocessors of 0 or more, slowdown of 1 or more"
             raise ValueError(f"the cluster is {self}; expected memory_bandwidth above 0, {rest}")
 
     def rate(self, backward: bool) -> float:

@@ -145,7 +145,7 @@ for name, factor, layer, options in (
 # one message stays exposed in every *flat* ring, a ring of one circle: in ours the first hop of K and V (chapter 8), in published rings
 # the last hop of the gradients, which in bfloat16 has twice the bytes.
 #
-# `python -m ring_planner.calibrate` measures your machine.
+# On your GPU, `python -m bench.gpu` measures flops.
 #
 # ## The proof
 #

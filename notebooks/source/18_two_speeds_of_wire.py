@@ -58,7 +58,7 @@ yours = None  # your point: (FLOP/s that attention reaches, the share of a NIC t
 flat_ring(yours)
 
 # %% [markdown]
-# **The same ring waits not at all, or for half of its time.** So measure both numbers (`python -m ring_planner.calibrate`) before you
+# **The same ring waits not at all, or for half of its time.** So measure both numbers before you
 # choose a way. Where the ring waits, all ranks wait, although seven of eight hops are fast. Only one device of a host sends to the
 # next host, so one NIC carries all blocks and seven carry nothing.
 #

@@ -227,7 +227,7 @@ def measured_peak(context: RankContext, dtype: torch.dtype) -> float:
     """FLOP/s of all ranks together, when each multiplies matrices of 512 x 512 eight times: the best of 3 rounds."""
     a = torch.ones(512, 512, dtype=dtype, device=context.device)
     rounds = [max(laps(lambda: a @ a, context.device, 8)) for _ in range(3)]  # ranks may take turns on the same cores
-    return context.world_size * 2 * 512**3 / min(rounds).seconds
+    return context.world_size * 2 * 512**3 / min(rounds)
 
 
 def peak_memory(device: torch.device) -> int:

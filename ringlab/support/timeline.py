@@ -4,7 +4,7 @@
         ring_attention(q, k, v)
     with span("compute", t, k):                        # or: one line inside the ring
         ...
-    max(laps(work, device)).seconds                    # how long some work takes, when all ranks do it at once
+    max(laps(work, device))                            # how long some work takes, when all ranks do it at once
 
 Shapes: a block is identified by its content, its first keys (B, H, 64, D). So the record exposes a stale block or a
 wrong neighbour. Times are seconds; the ranks of one host share a clock. `ring_attn.py --trace` draws such a record.
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -119,27 +119,18 @@ def record(
             events.append(Event(rank, what, t, block, start - zero, end - zero, size))
 
 
-class Lap(NamedTuple):
-    """Seconds of a call on one rank, and those in which one of its cores was busy. The longest lap is `max` of them."""
-
-    seconds: float
-    core: float
-
-
-def laps(work: Timed, device: torch.device, calls: int = 1, after: Timed | None = None) -> list[Lap]:
-    """The lap of each rank, by rank: of one of some calls, until its device has done them. Then `after` runs.
+def laps(work: Timed, device: torch.device, calls: int = 1) -> list[float]:
+    """The seconds of each rank, by rank: of one of some calls, until its device has done them.
 
     The ranks begin together. Every rank must call this.
     """
     wait_for(device)
     dist.barrier()
-    begin, busy = time.perf_counter(), time.process_time()
+    begin = time.perf_counter()
     for _ in range(calls):
         work()
     wait_for(device)
-    mine = Lap((time.perf_counter() - begin) / calls, (time.process_time() - busy) / calls)
-    if after:
-        after()
+    mine = (time.perf_counter() - begin) / calls
     return agree(lambda: mine)
 
 

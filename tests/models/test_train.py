@@ -31,7 +31,6 @@ from ringlab.ring.flash_ring import scaled_dot_product_attention
 from ringlab.states.linear_attention import recurrence
 from ringlab.states.short_convolution import short_convolution
 from ringlab.support.processes import Raised, launch
-from ringlab.support.timeline import Lap
 from ringlab.ways.shared_memory import SharedMemory
 
 ROOT = Path(__file__).parents[2]
@@ -460,7 +459,7 @@ def numbers_of_progress(context):
 
     def of_ranks(work, device, calls):
         slower = next(of_round)
-        return [Lap(slower * (rank + 1) / calls, 0.0) for rank in range(context.world_size)]
+        return [slower * (rank + 1) / calls for rank in range(context.world_size)]
 
     with mock.patch.object(train, "laps", side_effect=of_ranks):
         peak = train.measured_peak(context, torch.float32)

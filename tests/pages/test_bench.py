@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import sys
+import time
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from bench import memory, models, pages, record, retrieval, speed, wires
 from bench.pages import BENCHES
 from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.support.processes import RankContext
+from ringlab.support.timeline import laps
 
 RESULTS = (record.FOLDER / "README.md").read_text()
 MiB = 2**20
@@ -113,6 +115,16 @@ def test_a_small_run(ranks, monkeypatch, name):
     assert shown in "\n\n".join(BENCHES[name].tables(results))
     assert ("bytes" in results) == (name == "against_peers")
     assert all(row["sent"] == row["formula"] for row in results.get("bytes", {"rows": []})["rows"])
+
+
+def seconds_of_ranks(context):
+    return laps(lambda: time.sleep(0.02 * context.rank), context.device, 3)
+
+
+def test_a_call_ends_with_its_last_rank(ranks):
+    for seconds in ranks(3, seconds_of_ranks):
+        assert len(seconds) == 3
+        assert max(seconds) >= 0.04  # of one call of three: not less, however fast the machine is
 
 
 def test_results_are_kept(tmp_path, monkeypatch):

@@ -126,7 +126,7 @@ def test_a_split_that_is_not_possible(call, says):
     assert splits(AttentionLayer(64, 8, 1), cluster) == [1, 2, 3, 4, 6, 12]
 
 
-LEAST = {"hosts": 1, "per_host": 2, "nics": 0, "memory_bandwidth": 1e-9, "slowdown": 1.0, "causal": 1.0}
+LEAST = {"hosts": 1, "per_host": 2, "nics": 0, "memory_bandwidth": 1e-9, "slowdown": 1.0}
 LEAST |= dict.fromkeys(("flops", "bandwidth", "host_bandwidth"), 1e-9)
 LEAST |= dict.fromkeys(("latency", "host_latency", "launch", "backward_flops", "multiprocessors"), 0.0)
 
@@ -135,7 +135,7 @@ LEAST |= dict.fromkeys(("latency", "host_latency", "launch", "backward_flops", "
 @pytest.mark.parametrize("name", LEAST)
 def test_a_cluster_that_cannot_be(name, value):
     """Each number has a least value. Two devices of a host have no third NIC, and infinity is no factor."""
-    most = {"nics": 2, "slowdown": 1e9, "causal": 1e9}.get(name, math.inf)
+    most = {"nics": 2, "slowdown": 1e9}.get(name, math.inf)
     if LEAST[name] <= value <= most:
         replace(TWO, **{name: value})
         return
