@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from notebooks.source import build
-from notebooks.source.checks import answers
 from notebooks.source.checks.answers import OPEN, Exercise, NotYet
 from notebooks.your_ring.checks import ONE_BLOCK, step
 from tests.wrong.tried_answers import RIGHT_ANSWERS, WRONG_ANSWERS, one_rank_receives_first
@@ -49,11 +48,6 @@ HINTS = [
     for name, row in [*ROWS, ("one block", ONE_BLOCK)]
     for hint in row.wrong
 ]
-
-
-@pytest.fixture(autouse=True)
-def _a_busy_machine_is_no_mistake(monkeypatch):
-    monkeypatch.setattr(answers, "SECONDS", 500.0)
 
 
 # The solutions -----------------------------------------------------------------------------------------------------
@@ -170,11 +164,6 @@ def test_a_common_mistake_gets_its_own_hint(row, hint):
 # What a row says of answers of every kind ---------------------------------------------------------------------------
 
 
-def endless(*args):
-    while True:
-        pass
-
-
 def in_place(x):
     x += 1
     return x.add_(x)
@@ -185,7 +174,6 @@ GROWS = Exercise(
     right=lambda x: 2 * x + 2,
     wrong={"the 2 is missing": lambda x: 2 * x, "that is half of it": lambda x: x + 1},
     cases={"twice x and 2": [(X,), (X[:1],)], "large ones": [(100 * X,)], "infinite ones": [(X / 0,)]},
-    draw=lambda random: (torch.tensor([random.uniform(9, 99)]),),
 )
 NUMBER = Exercise(
     right=lambda n: 3 * n,
@@ -208,8 +196,6 @@ JUDGED = [  # an exercise, an answer, what is said of it
     (GROWS, lambda x: 2.1 * x + 2, "not yet: x = [1.0, -2.0]: off by up to 0.2: twice x and 2"),
     (GROWS, lambda x: 2 * x + 2 if x.abs().max() < 9 else x, "not yet: x = [100.0, -200.0]: off by up to 198: large"),
     (GROWS, lambda x: (2 * x + 2).clamp(-1e9, 1e9), "not yet: x = [inf, -inf]: off by up to inf: infinite"),
-    (GROWS, lambda x: 2 * x + (2 if X.dot(x[:1].repeat(2)) in (-1, -100) else 0), "not yet: "),
-    (GROWS, lambda x: 2 * x + (x.abs().max() in (1, 2, 200, torch.inf)) * 2, "not yet: right in the cases before, but"),
     (GROWS, lambda x: 2 * x[:1] + 2, "not yet: x = [1.0, -2.0]: expected shape (2,), got (1,)"),
     (GROWS, lambda x: x / 0 - x / 0, "not yet: x = [1.0, -2.0]: there are NaNs in it"),
     (GROWS, lambda x: 1j * x, "not yet: x = [1.0, -2.0]: expected real numbers, got complex ones"),
@@ -218,7 +204,6 @@ JUDGED = [  # an exercise, an answer, what is said of it
     (GROWS, lambda: X, "not yet: your answer ends in TypeError"),
     (GROWS, lambda x: {}[0], "not yet: your answer ends in KeyError"),
     (GROWS, lambda x: sys.exit(), "not yet: your answer ends in SystemExit"),
-    (GROWS, endless, "not yet: your answer was still running after 0.05 s"),
     (GROWS, X, "not yet: expected a function, got Tensor"),
     (NUMBER, lambda n: np.int64(3 * n), "right: triple"),
     (NUMBER, lambda n: torch.tensor([3.0 * n]), "right: triple"),
@@ -256,8 +241,6 @@ def check_again(given):
 @pytest.mark.parametrize(
     ("row", "answer", "words"), JUDGED, ids=[f"{i}-{words}" for i, (*_, words) in enumerate(JUDGED)]
 )
-def test_a_row_tells_right_from_wrong_in_every_form(row, answer, words, monkeypatch):
-    if answer is endless:
-        monkeypatch.setattr(answers, "SECONDS", 0.05)
+def test_a_row_tells_right_from_wrong_in_every_form(row, answer, words):
     assert (said := row(answer)).startswith(words)
     assert words != "right" or said == words

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from notebooks.source.checks.answers import Exercise, as_tensor, torch_generator
+from notebooks.source.checks.answers import Exercise, as_tensor
 
 # Chapter 8a: the share of a merge, a kernel's lse made natural -------------------------------------------------------
 
@@ -17,11 +17,6 @@ def plain_kernel(q, k, v, scale=1.0, causal=False, base=math.e):
     if causal:  # the last query sees all keys
         scores = scores.masked_fill(torch.ones_like(scores).tril(max(0, len(k) - len(q))) == 0, -math.inf)
     return torch.softmax(scores, dim=1) @ v, scores.logsumexp(dim=1) / math.log(base)
-
-
-def _lses(random):
-    size, place = (2, random.randint(1, 9)), random.uniform(-2e3, 2e3)
-    return tuple(place + 3 * torch.randn(size, dtype=torch.float64, generator=torch_generator(random)))
 
 
 LSE, LSE_J = torch.tensor([0.0, 1.0, -2.0]).double(), torch.tensor([0.0, 3.0, -2.5]).double()
@@ -40,7 +35,6 @@ check_merging_share = Exercise(  # (lse, lse_j), both (Sq,) -> the share that th
         f"lse near -1000: e^-1000 is 0; {DEPENDS}": [(LSE - 1000, LSE_J - 1000)],
         "with 7 queries": [(MANY, -MANY)],
     },
-    draw=_lses,
 )
 
 
@@ -72,7 +66,6 @@ check_natural_lse = Exercise(  # kernel, q, k, v -> (out, natural lse), for a ke
         ],
         "a kernel with a causal mask": [_of(4, 3, base, GENERATOR, causal=True) for base in (2, math.e)],
     },
-    draw=lambda r: _of(r.randint(1, 9), r.randint(1, 12), r.choice((2, math.e)), torch_generator(r), r.random() < 0.5),
 )
 
 
@@ -91,7 +84,6 @@ check_end = Exercise(  # seconds of a launch, of a kernel, and how many -> when 
     },
     said="the first launch, n - 1 times the longer of the two, and the last kernel",
     cases=[(82.0, 10.0, 8), (82.0, 3400.0, 8), (5.0, 5.0, 3), (2.0, 7.0, 1), (9.0, 4.0, 20)],
-    draw=lambda random: (random.uniform(1, 99), random.uniform(1, 99), random.randint(1, 30)),
     remark="a kernel shorter than its launch is free: the host is what takes the time",
 )
 
@@ -114,18 +106,11 @@ check_tflops = Exercise(  # of causal attention
     },
     said="4 H S² D, half of it, 2.5 times in the backward pass, over the seconds",
     cases=[(32, 16384, 128, False, 3.43e-3), (32, 16384, 128, True, 9.68e-3), (16, 4096, 64, False, 1e-3)],
-    draw=lambda r: (r.randint(1, 64), r.randint(99, 9999), 64, r.random() < 0.5, r.random() + 0.1),
     remark="the first case is 641 TFLOP/s: cuDNN. At half of that, ask which kernel ran",
 )
 
 
 # Chapter 9: the chunk that hides its messages, peak memory -----------------------------------------------------------
-
-
-def _heads(random):
-    """H heads of queries, G of K and V."""
-    G = random.randint(1, 16)
-    return random.randint(1, 8) * G, G
 
 
 check_smallest_chunk = Exercise(  # that hides its messages, in tokens
@@ -141,7 +126,6 @@ check_smallest_chunk = Exercise(  # that hides its messages, in tokens
     },
     said="4 C C H D / flops seconds of computing, 2 C G D itemsize / bandwidth seconds of messages",
     cases=[(312e12, 12.5e9, 32, 32, 4), (312e12, 25e9, 32, 8, 2), (1e12, 1e9, 6, 3, 8), (2e12, 1e9, 9, 1, 4)],
-    draw=lambda r: (r.uniform(1e12, 1e15), r.uniform(1e9, 1e11), *_heads(r), r.choice((2, 4, 8))),
     remark="with 312 TFLOP/s, 25 GB/s, 32 heads on 8 and bfloat16 that is 3,120 tokens",
 )
 
@@ -170,7 +154,6 @@ check_peak_memory_backward = Exercise(  # bytes that a device of the trainable r
     },
     said="count the list: heads of q, out, d_out, dq; heads of k, v, dk, dv, in buffers; then the sums in float32",
     cases=[(32, 8, 1000, 128, 2), (6, 3, 7, 64, 4), (5, 5, 10, 8, 8), (9, 1, 33, 16, 2)],
-    draw=lambda r: (*_heads(r), r.randint(1, 5000), r.randint(1, 128), r.choice((2, 4, 8))),
     remark="with G = H and bfloat16 that is 22 chunks",
 )
 
@@ -186,11 +169,6 @@ def _block(host, device):
         return host(*numbers) % n * g + device(*numbers) % g
 
     return answer
-
-
-def _place(random):
-    n, g = random.randint(1, 9), random.randint(1, 9)
-    return random.randrange(n * g), random.randrange(n * g), n, g
 
 
 def _turn(a, i, u, s, n, g):
@@ -218,15 +196,8 @@ check_block = Exercise(  # rank, round, hosts, devices of a host -> the block in
     },
     said="(host - turn) % n * g + (device - round of the turn) % g",
     cases=[(rank, t, n, g) for n, g in ((2, 4), (3, 2), (1, 3), (4, 1)) for t in range(n * g) for rank in range(n * g)],
-    draw=_place,
     remark="every rank has every block in hand once, and each block of another host at the right time",
 )
-
-
-def _cluster(random):
-    """Hosts, devices of a host, and NICs, each of which as many devices share."""
-    nics = random.randint(1, 8)
-    return random.randint(1, 99), nics * random.randint(1, 8), nics
 
 
 check_blocks_of_a_nic = Exercise(  # hosts, devices of a host, NICs of a host -> blocks that a NIC sends forward
@@ -242,6 +213,5 @@ check_blocks_of_a_nic = Exercise(  # hosts, devices of a host, NICs of a host ->
     },
     said="n - 1 slow hops, in each of which g devices share the NICs",
     cases=[(16, 8, 8), (16, 8, 4), (2, 4, 1), (5, 6, 3), (1, 8, 2)],
-    draw=_cluster,
     remark="16 hosts of 8 with a NIC for each device: 15 blocks; the one NIC that a flat ring uses sends 127",
 )

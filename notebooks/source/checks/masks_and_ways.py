@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import torch
 
-from notebooks.source.checks.answers import Exercise, torch_generator
+from notebooks.source.checks.answers import Exercise
 
 # Chapter 13: the first key that a query sees, the hops of a window ---------------------------------------------------
 
@@ -18,11 +18,6 @@ def _first(position, lengths, window, move=0):
     """The first key; where there is a window, `move` away from where it begins."""
     start = _start(position, lengths)
     return start if window is None else max(start, position + 1 - window + move)
-
-
-def _query(random):
-    lengths = [random.randint(1, 6) for _ in range(random.randint(1, 6))]
-    return random.randrange(sum(lengths)), lengths, random.choice((None, random.randint(1, 9)))
 
 
 OTHER = "that key is of another document"
@@ -50,7 +45,6 @@ check_first_key = Exercise(  # -> the first key that the query sees, under a cau
     },
     said="it is the first token of the query's document, or the first of its window, whichever is later",
     cases=[(p, lengths, window) for lengths, window in LENGTHS for p in reversed(range(sum(lengths)))],
-    draw=_query,
 )
 
 check_hops = Exercise(  # of a window of w tokens in the contiguous layout
@@ -66,7 +60,6 @@ check_hops = Exercise(  # of a window of w tokens in the contiguous layout
     },
     said="the farthest key is w - 1 tokens back, and a hop reaches C tokens further",
     cases=[*((w, 8, 4) for w in (1, 2, 8, 9, 10, 100, 17)), (5, 8, 1), (16, 8, 8)],
-    draw=lambda random: (random.randint(1, 300), random.randint(1, 40), random.randint(1, 12)),
     remark="with a window of C + 1 tokens or fewer, one hop is enough for any number of ranks",
 )
 
@@ -82,12 +75,6 @@ def _best(blocks, count):
 def _late(blocks, count):
     keys = [(score, at) for scores, places in blocks for score, at in zip(scores, places, strict=True)]
     return {at for _, at in sorted(keys, key=lambda key: -key[0])[:count]}
-
-
-def _drawn_blocks(random):
-    P, C = random.randint(1, 4), random.randint(1, 5)
-    blocks = [([float(random.randint(0, 3)) for _ in range(C)], [*range(j * C, j * C + C)]) for j in range(P)]
-    return blocks[::-1], random.randint(1, P * C)
 
 
 check_merge = Exercise(  # (scores, positions) of a query by block, count -> the positions of its best keys
@@ -106,7 +93,6 @@ check_merge = Exercise(  # (scores, positions) of a query by block, count -> the
         ([([2.0, 1.0], [4, 5]), ([1.0, 2.0], [2, 3]), ([2.0, 2.0], [0, 1])], 2),
         ([([9.0, 8.0, 7.0], [3, 4, 5]), ([1.0, 1.0, 1.0], [0, 1, 2])], 2),
     ],
-    draw=_drawn_blocks,
     remark="each rank keeps count candidates of a query, and no row of S scores",
 )
 
@@ -122,7 +108,6 @@ check_sent = Exercise(  # C, L, R, E, P -> the numbers that a rank sends in the 
     },
     said="P - 1 hops of C tokens; an index key, a latent and the rotated numbers of each",
     cases=[(8, 5, 3, 2, 4), (1024, 512, 64, 128, 8)],
-    draw=lambda random: tuple(random.randint(2, 99) for _ in range(5)),
 )
 
 
@@ -138,11 +123,6 @@ def _grouped(of):
     return lambda copies, G: of(copies.unflatten(0, (G, -1))).transpose(0, 1)
 
 
-def _drawn_copies(random):
-    G = random.randint(1, 5)
-    return _copies(G * random.randint(2, 4), G, torch_generator(random))
-
-
 GENERATOR = torch.Generator().manual_seed(0)
 check_copies = Exercise(  # gradients of copies (P, B, S, D), and G -> the gradients of the heads (B, G, S, D)
     right=lambda copies, G: copies.unflatten(0, (G, -1)).sum(dim=1).transpose(0, 1),
@@ -156,7 +136,6 @@ check_copies = Exercise(  # gradients of copies (P, B, S, D), and G -> the gradi
     },
     said="a head has the sum of its copies' gradients",
     cases=[_copies(P, G, GENERATOR) for P, G in ((6, 2), (4, 2), (6, 3), (4, 4), (3, 1))],
-    draw=_drawn_copies,
     remark="to_tokens adds them in this way",
 )
 
@@ -164,11 +143,6 @@ check_copies = Exercise(  # gradients of copies (P, B, S, D), and G -> the gradi
 def _meshes(possible):
     """The meshes (rows, ranks of a row) of P ranks whose rows have a length g that is possible(H, G, g)."""
     return lambda P, H, G: {(P // g, g) for g in range(1, P + 1) if P % g == 0 and possible(H, G, g)}
-
-
-def _cluster(random):
-    G = random.randint(1, 24)
-    return random.randint(1, 48), random.randint(1, 6) * G, G
 
 
 RIGHT = _meshes(lambda H, G, g: G % g == 0)
@@ -183,7 +157,6 @@ check_meshes = Exercise(  # -> meshes (rows, ranks of a row) with equal query he
     },
     said="rows times ranks of a row must be P, and every g that divides both P and G is there",
     cases=[(8, 6, 2), (16, 40, 8), (12, 30, 10), (6, 8, 8), (24, 24, 4), (5, 4, 2), (8, 8, 8)],
-    draw=_cluster,
     remark="a row may be as long as the largest number that divides both P and G",
 )
 
@@ -194,10 +167,6 @@ check_meshes = Exercise(  # -> meshes (rows, ranks of a row) with equal query he
 def _maps(generator, D=2, Dv=3):
     """keep (D, D), add (D, Dv), and the same once more."""
     return tuple(torch.randn(D, n, generator=generator, dtype=torch.float64) for n in (D, Dv, D, Dv))
-
-
-def _drawn(random):
-    return _maps(torch_generator(random), random.randint(2, 4), random.randint(3, 4))
 
 
 def _gradients(maps):
@@ -215,7 +184,6 @@ check_two_maps = Exercise(  # keep and add of a, and of b -> of a, then b
     },
     said="state -> keep_b @ (keep_a @ state + add_a) + add_b",
     cases=[_maps(torch.Generator().manual_seed(0))],
-    draw=_drawn,
     remark="with it, maps of 1, 2, 4, ... ranks become one",
 )
 
@@ -230,6 +198,5 @@ check_state_gradient = Exercise(  # of the state before a rank: keep, the one af
     },
     said="what later ranks find, and what its own tokens read",
     cases=[_gradients(_maps(torch.Generator().manual_seed(0)))],
-    draw=lambda random: _gradients(_drawn(random)),
     remark="an affine map again, so hops, scan and gather serve the gradient too",
 )

@@ -6,7 +6,7 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
-from notebooks.source.checks.answers import Exercise, NotYet, torch_generator
+from notebooks.source.checks.answers import Exercise, NotYet
 from ringlab.ring.layouts import positions
 
 # Chapter 10: what a rank gets of a text, the loss of the batch -------------------------------------------------------
@@ -41,11 +41,6 @@ def _text(S, generator):
     return torch.randperm(1000, generator=generator)[: S + 1]  # no token comes twice
 
 
-def _drawn_text(random):
-    P = random.randint(1, 9)
-    return _text(2 * P * random.randint(1, 4), torch_generator(random)), random.randrange(P), P
-
-
 check_rank_input = Exercise(  # text (S + 1,), rank, P -> this rank's (S / P,) in the zigzag layout
     right=_input,
     wrong={
@@ -68,7 +63,6 @@ check_rank_input = Exercise(  # text (S + 1,), rank, P -> this rank's (S / P,) i
         for S, P in ((16, 4), (30, 5), (12, 2), (18, 3), (6, 1))
         for rank in reversed(range(P))
     ],
-    draw=_drawn_text,
 )
 
 
@@ -110,7 +104,6 @@ check_batch_loss = Exercise(  # logits [(C, vocab)] and labels [(C,)] of each ra
         ],
         "a rank without labels has no mean: 0/0; sum the losses first": [_labelled((2, 0, 3, 3), 3, GENERATOR)],
     },
-    draw=lambda r: _labelled([1, *(r.randint(0, 6) for _ in range(r.randint(1, 6)))], 8, torch_generator(r)),
 )
 
 
@@ -143,7 +136,6 @@ check_rank_loss = Exercise(  # whose gradients fully_shard averages over dp · c
         ],
         "a rank may hold only padding; its loss is 0": [(0.0, 0, 9, 2, 2, 1)],
     },
-    draw=lambda r: (r.uniform(0.1, 99), r.randint(1, 50), r.randint(50, 999), *(r.randint(1, 9) for _ in range(3))),
     remark="tp does not appear, and labels_here is needed only for the count of the batch",
 )
 
@@ -175,7 +167,6 @@ check_gradient_norm = Exercise(  # the slices of all gradients, rank by rank -> 
     },
     said="take every number of every slice of every rank once: the root of the sum of their squares",
     cases=[_slices(P, rows, GENERATOR) for P, rows in product((4, 3, 1), ([8, 7, 6], [12, 3, 5]))],
-    draw=lambda r: _slices(r.randint(1, 9), [r.randint(1, 12) for _ in range(r.randint(1, 5))], torch_generator(r)),
     remark="this is one all_reduce of one number: the sum of squares of each rank",
 )
 
@@ -191,12 +182,6 @@ def attention(q, k, v, *, scale=None, gain=1.0):
 def _inputs(B, H, G, C, D, scaling, gain, generator):
     q = torch.randn(B, H, C, D, generator=generator)
     return partial(attention, gain=gain), q, *torch.randn(2, B, G, C, D, generator=generator), scaling
-
-
-def _drawn(random):
-    B, share, G, C, D = (random.randint(2, 6) for _ in range(5))
-    rest = random.choice((None, random.uniform(0.1, 2))), random.uniform(2, 3), torch_generator(random)
-    return _inputs(B, share * G, G, C, D, *rest)
 
 
 def _called_once(answer):
@@ -236,7 +221,6 @@ check_attention_function = Exercise(  # ring, query, key, value, scaling -> (out
         _inputs(*case, GENERATOR)
         for case in ((2, 4, 2, 3, 8, None, 2.0), (1, 6, 2, 5, 4, 0.25, 0.5), (2, 3, 1, 3, 3, 1.0, 3.0))
     ],
-    draw=_drawn,
     then=_called_once,
 )
 
@@ -251,7 +235,7 @@ PASSED = (  # what layers pass besides q, k and v
     {"cu_seq_lens_q": torch.tensor([0, 3, 8]), "max_length_q": 5},
     {"is_causal": False},
     {"is_causal": None, "scaling": None, "s_aux": None},
-    {"position_bias": torch.zeros(1, 4, 8, 8), "scaling": 1.0},
+    {"position_bias": torch.zeros(1, 4, 8, 8), "scaling": 1.0, "soft_1": None, "length_9": 3},
 )
 KNOWN = ("sliding_window", "softcap", "dropout", "attention_mask", "s_aux", "cu_seq_lens_q", "max_length_q")
 
@@ -265,13 +249,6 @@ def _lost(name, x):
 
 def _refused(of):
     return lambda passed: {name for name, x in passed.items() if of(name, x)}
-
-
-def _unknown(random):
-    """Names that nobody has heard of."""
-    names = [f"{word}_{random.randrange(1000)}" for word in ("sink", "bias", "window", "length")]
-    values = [random.choice((None, 1.5, 3, True, torch.ones(2), "soft")) for _ in names]
-    return ({"scaling": 0.5, **dict(zip(names, values, strict=True)), "is_causal": random.choice((True, False))},)
 
 
 check_what_is_refused = Exercise(  # what a layer passes, by name -> the names that a causal ring must refuse
@@ -292,7 +269,6 @@ check_what_is_refused = Exercise(  # what a layer passes, by name -> the names t
     },
     said="refuse what asks for something that a causal ring does not do",
     cases=[(each,) for each in PASSED],
-    draw=_unknown,
     remark=f"{len(PASSED)} models, and nothing dropped",
 )
 
@@ -320,7 +296,6 @@ check_caches = Exercise(  # how many tokens each rank holds after N new tokens
     },
     said="rank n mod P stores new token number n, for n = 0 ... N - 2",
     cases=[(4, 12, 4), (4, 8, 3), (10, 7, 5), (3, 1, 2), (2, 5, 1)],
-    draw=lambda random: (random.randint(0, 99), random.randint(1, 99), random.randint(1, 12)),
     remark="no rank has more than one token more than another",
 )
 
@@ -342,6 +317,5 @@ check_bytes_of_a_token = Exercise(  # one new token of each prompt, float32
     },
     said="for each head of each prompt: m, l, and the D numbers of o",
     cases=[(32, 1, 32, 8, 128, 16_384, 8), (2, 3, 6, 2, 16, 10, 5), (4, 2, 8, 4, 64, 1000, 3)],
-    draw=lambda random: tuple(random.randint(1, 99) for _ in range(7)),
     remark="C, G and P do not appear",
 )

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from notebooks.source.checks.answers import Exercise, NotYet, exercise, items, torch_generator
+from notebooks.source.checks.answers import Exercise, NotYet, exercise, items
 from notebooks.source.live_tensors import LiveTensors
 from ringlab.basics.blocking_messages import Recv, Send, simulate_messages
 from ringlab.basics.naive_attention import TOKENS, naive_attention
@@ -17,11 +17,6 @@ def _scores(*scores):
     return [(torch.tensor(each, dtype=torch.float64),) for each in scores]  # float32 would round large ones
 
 
-def _many_scores(random):
-    n, place = random.randint(1, 9), random.choice((5000, -5000, 0, 10**6))
-    return (place + 3 * torch.randn(n, dtype=torch.float64, generator=torch_generator(random)),)
-
-
 STILL = "the largest score still overflows; subtract the largest score, not the smallest, the mean or the"
 check_safe_softmax = Exercise(  # scores (n,) of any size -> weights (n,)
     right=lambda scores: torch.softmax(scores, 0),
@@ -29,13 +24,14 @@ check_safe_softmax = Exercise(  # scores (n,) of any size -> weights (n,)
         "each weight is e^score, divided by the sum of all e^score, already for the small scores": _scores(
             [0.0, 1.0, 2.0], [1.0, 0.5, 0.0, -1.0], [2.0]
         ),
-        "e^1000 overflows; subtract the largest score from all scores before exp": _scores([1000.0, 1001.0, 1002.0]),
+        "e^1000 overflows; subtract the largest score from all scores before exp": _scores(
+            [1000.0, 1001.0, 1002.0], [9001.0, 9000.0]
+        ),
         "e^-1000 is 0, so the sum is 0; subtract the largest score itself, which is -1000 (its absolute value, or a "
         "fixed number, does not help here)": _scores([-1000.0, -1001.0, -1002.0]),
         f"{STILL} first": _scores([0.0, 1.0, 2.0, 1000.0]),
         f"{STILL} last": _scores([1000.0, 2.0, 1.0, 0.0]),
     },
-    draw=_many_scores,
 )
 
 
@@ -48,12 +44,6 @@ def _update(sums):
         return {"m": m_new, "l": sums(l, p.sum(), f), "o": sums(o, p @ v, f)}
 
     return update
-
-
-def _more_keys(random):
-    (n, D), generator = (random.randint(1, 7), random.randint(1, 6)), torch_generator(random)
-    m, l, o, scores = (torch.randn(size, generator=generator) for size in ((), (), D, n))
-    return m, 1 + l.abs(), o, 2 * scores, torch.randn(n, D, generator=generator)
 
 
 VALUES = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 5.0]])
@@ -81,7 +71,6 @@ check_running_update = Exercise(  # (m, l, o), scores (n,), v (n, D) -> (m, l, o
             (torch.tensor(-math.inf), torch.tensor(0.0), torch.zeros(2), torch.tensor([3.0, 2.0]), VALUES[:2])
         ],
     },
-    draw=_more_keys,
 )
 
 
@@ -94,11 +83,6 @@ def _two_parts(n, keys, D, generator, shift=0.0):
 
 def _merged(out_a, lse_a, out_b, lse_b):
     return dict(zip(("out", "lse"), merge(out_a, lse_a, out_b, lse_b), strict=True))
-
-
-def _drawn_parts(random):
-    size = random.randint(1, 6), random.randint(2, 9), 5
-    return tuple(_two_parts(*size, torch_generator(random), random.choice((0, -1, 1)) * random.uniform(800, 9000)))
 
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -123,7 +107,6 @@ check_merge_two = Exercise(  # (out (n, D), lse (n,)) of two sets of keys -> (ou
             (*NOTHING, *NOTHING)
         ],
     },
-    draw=_drawn_parts,
 )
 
 
@@ -171,7 +154,6 @@ check_blockwise = Exercise(  # q, k, v (S, D) -> (S, D)
         ],
         "scores of 400 to 2800: keep a running max m and subtract it before exp": [(LARGE, LARGE, LARGE, 2)],
     },
-    draw=lambda r: _tokens(r.randint(1, 20), r.randint(1, 6), r.randint(1, 6), torch_generator(r)),
     then=_one_block_at_a_time,
 )
 
@@ -186,7 +168,6 @@ check_visible_tiles = Exercise(  # how many of n x n square tiles have a pair th
     },
     said="row i sees tiles 0 to i",
     cases=[(1,), (2,), (3,), (4,), (5,), (32,)],
-    draw=lambda random: (random.randint(6, 500),),
 )
 
 WHOLE = 8 * 1_000_000 * 64 * 4
@@ -244,12 +225,6 @@ def _parts(scores, values, chunk):
     )
 
 
-def _drawn(r):
-    chunk = r.randint(1, 4)
-    x = torch.randn(chunk * r.randint(1, 9), 5, dtype=torch.float64, generator=torch_generator(r))
-    return _parts(3 * x[:, 0], x[:, 1:], chunk)
-
-
 X = torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 SHARE = "the share of a block is e^lse over the sum of all e^lse, not lse itself"
 check_mended_sum = Exercise(  # outs (P, D) and lses (P,) of the blocks of one query -> its attention (D,)
@@ -270,16 +245,10 @@ check_mended_sum = Exercise(  # outs (P, D) and lses (P,) of the blocks of one q
             _parts(1000 + X[:, 0], X[:, 1:], 3)
         ],
     },
-    draw=_drawn,
 )
 
 
 # Chapter 4: the block in hand, the order of messages, the bytes sent ------------------------------------------------
-
-
-def _place(random):
-    P = random.randint(6, 40)
-    return random.randrange(P), random.randrange(P), P
 
 
 check_block_in_hand = Exercise(  # that the rank computes on in a round
@@ -289,8 +258,7 @@ check_block_in_hand = Exercise(  # that the rank computes on in a round
         "blocks have the numbers 0 to P - 1: take the remainder by P": "rank - t",
     },
     said="each hop brings the block of the rank before",
-    cases=[(rank, t, P) for P in (4, 5, 1, 2, 3) for t in range(P) for rank in range(P)],
-    draw=_place,
+    cases=[(rank, t, P) for P in (4, 5, 1, 2, 3, 7) for t in range(P) for rank in range(P)],
 )
 
 
