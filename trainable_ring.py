@@ -104,7 +104,7 @@ def ring_attention(q, k, v, causal=False, layout="contiguous", group=None):
     """q (B, H, C, D), k and v (B, G, C, D) -> out (B, H, C, D), this rank's rows of softmax(QKᵀ/√D)V of all tokens."""
     (B, H, C, D), G, n = (*q.shape, 1, 1, 1, 1)[:4], (*k.shape, 1, 1)[1], {"contiguous": 1, "zigzag": 2}.get(layout)
     right = q.dim() == 4 and k.shape == v.shape == (B, G, C, D) and q.numel() and G and H % G == 0 and n and C % n == 0
-    word = hash(tuple(f"{q.shape} {k.shape} {v.shape} {q.dtype} {k.dtype} {v.dtype} {bool(causal)} {n}".encode()))
+    word = hash(tuple(f"{[(x.shape, x.dtype, x.requires_grad) for x in (q, k, v)]} {bool(causal)} {n}".encode()))
     dist.all_reduce(both := torch.tensor([word, -word], device=q.device), dist.ReduceOp.MAX, group)  # a GPU waits here
     if not (right and q.is_floating_point() and q.dtype == k.dtype == v.dtype) or both.sum() != 0:
         wanted = "q (B, H, C, D), k and v (B, G, C, D) in one float dtype, G divides H, even C in zigzag, alike on all"

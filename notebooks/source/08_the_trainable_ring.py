@@ -147,7 +147,7 @@ print_source(ring.Ring.backward)
 #
 # ## The door
 #
-# A wrong shape must not reach the messages: gloo would fill half a buffer and go on. So each rank makes one number of its shapes, dtypes, mask and
+# A wrong shape must not reach the messages: gloo would fill half a buffer and go on. So each rank makes one number of its shapes, dtypes, gradients wanted, mask and
 # layout: a hash of bytes, for Python's hash of a text differs between processes. One `all_reduce` finds the largest and the smallest. If
 # they differ, every rank raises the error. The GPU waits for it: leave it out when your calls cannot differ. The sums are float32 at least, also under autocast.
 

@@ -103,6 +103,7 @@ def bad(context, path, case):
         "integers": [x.long() for x in (q, k, v)],
         "k and v in float64": [q, k.double(), v.double()],
         "no numbers": [x[..., :0] for x in (q, k, v)],
+        "gradients": [q, k.requires_grad_(context.rank == 1), v],
         "v in float64 on one rank": [q, k, v.double() if context.rank == 1 else v],
         "no head of K and V on one rank": [q, *(x[:, : context.rank != 1] for x in (k, v))],
     }
@@ -114,7 +115,7 @@ def bad(context, path, case):
 
 BAD = ["the last rank has fewer tokens", "only one rank is wrong", "as many bytes", "heads", "odd zigzag", "layout"]
 BAD += ["dtypes", "masks", "layouts", "dimensions", "integers", "integers on one rank", "v in float64 on one rank"]
-BAD += ["k and v in float64", "no numbers"]
+BAD += ["k and v in float64", "no numbers", "gradients"]
 
 
 @pytest.mark.parametrize("case", [*BAD, "no head of K and V on one rank"])
