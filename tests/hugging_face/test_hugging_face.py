@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed import PrefixStore, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from ringlab.models.mesh import ContextParallel, build_mesh
 from ringlab.models.transformer import IGNORED
 from ringlab.ring.flash_ring import ring_flash_attention
-from ringlab.support.agreement import agree
+from ringlab.ring.schedule import Ring
+from ringlab.support.agreement import NEW_GROUP, agree
 from ringlab.support.expect import attempt
 from ringlab.ways.double_ring import DoubleRing
 from ringlab.ways.hybrid import Hybrid
@@ -725,10 +727,9 @@ class Pass:
     seed: int
     labels: bool = True
     how: str = "train"  # or "checkpointed", "no_grad", "eval"
-    before: str = (
-        ""  # what is done with the model before: "copy", "reload", "generate", "refused" (a call with a mistake)
-    )
+    before: str = ""  # what is done with the model: "copy", "reload", "generate", "refused" (a call with a mistake)
     layout: str = "zigzag"
+    error: type | None = None  # of rank 1 in mid pass
 
 
 @dataclass(frozen=True)
@@ -736,6 +737,7 @@ class Back:
     """The backward pass of pass number `of`, which is refused if its model is in another ring by then."""
 
     of: int
+    error: type | None = None
 
 
 CHOICES = {
@@ -748,15 +750,16 @@ CHOICES = {
 
 def any_pass(kind, program, random):
     """Add a pass of a model of this kind to a program, or the backward pass of an earlier one."""
+    error = random.choice([None] * 8 + [MemoryError, KeyboardInterrupt]) if "fully_shard" not in kind else None
     if program.graphs and random.random() < 0.4:
-        program.add(Back(program.graphs.pop(random.choice([0, -1]))))
+        program.add(Back(program.graphs.pop(random.choice([0, -1])), error))
         return
     befores = ["", "refused", "reload"]
     layouts = ["zigzag"] * 5
     if "fully_shard" not in kind:  # else it is not copied, and stays in its ring
         befores, layouts = [*befores, "copy", "generate"], [*layouts, "contiguous" if kind == "Lfm2" else "striped"]
-    it = Pass(kind, **program.chosen(random, before=[""] * 8 + befores, layout=layouts, **CHOICES))
-    program.add(it, it.how in ("train", "checkpointed"))
+    it = Pass(kind, **program.chosen(random, before=[""] * 8 + befores, layout=layouts, **CHOICES), error=error)
+    program.add(it, it.how in ("train", "checkpointed") and not error)
 
 
 def model_for(kind):
@@ -795,19 +798,40 @@ def texts_of(it):
     return {"input_ids": tokens, "labels": labels, "position_ids": places}
 
 
+def with_an_error(run, error, rank):
+    """An error of rank 1 between two layers ends `run` on every rank, and the job. All form a new one."""
+    broken, told = mock.patch.object(Ring, "to_tokens", side_effect=error) if rank == 1 else nullcontext(), ""
+    try:
+        with broken:
+            run()
+    except (MemoryError, KeyboardInterrupt):
+        assert rank == 1
+    except ValueError as refused:
+        told = str(refused)
+    assert NEW_GROUP in (told or str(attempt(agree, str)))
+    models, store = KEPT[dist.group.WORLD], PrefixStore("again", distributed_c10d._get_default_store())
+    place = {"rank": rank, "world_size": dist.get_world_size()}
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, **place)
+    dist.barrier()
+    KEPT[dist.group.WORLD] = models
+
+
 def passes_on_rank(context, steps):
     """Of each step this rank's part of the loss, or of all gradients in one row."""
-    models, graphs, results = KEPT.setdefault(dist.group.WORLD, {}), {}, []
+    models, graphs, results = KEPT.setdefault(dist.group.WORLD, {}), {}, [None] * len(steps)
     for number, step in enumerate(steps):
         if isinstance(step, Back):
             loss, model, ring = graphs.pop(step.of)
-            if model.ring[0] is ring:
+            if model.ring[0] is not ring:
+                assert "has left the ring" in str(attempt(loss.backward))
+            elif step.error:
+                with_an_error(loss.backward, step.error, context.rank)
+            else:
                 loss.backward()
                 parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in model.parameters()]
-                results.append(torch.cat([whole_of(x).flatten() for x in parts]))  # DTensors: a mean over the ranks
-            else:
-                assert "has left the ring" in str(attempt(loss.backward))
-                results.append(None)
+                results[number] = torch.cat([whole_of(x).flatten() for x in parts])  # DTensors: a mean over the ranks
             model.zero_grad()
             continue
         if step.kind not in models:
@@ -833,9 +857,12 @@ def passes_on_rank(context, steps):
         if step.how == "checkpointed":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         with torch.no_grad() if step.how in ("no_grad", "eval") else nullcontext():
+            if step.error:
+                with_an_error(partial(model, **shard), step.error, context.rank)
+                continue
             loss = model(**shard).loss
         graphs[number] = loss, model, model.ring[0]
-        results.append(loss.detach())
+        results[number] = loss.detach()
     return results
 
 
