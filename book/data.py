@@ -228,10 +228,16 @@ def planner() -> dict[str, Any]:
 
 
 def planned(model: str) -> dict[str, Any]:
-    """The planner's answers for a model, by GPU, hosts and length; and its thresholds."""
+    """The planner's answers for a model, by GPU, hosts and length; its indexer and its thresholds."""
     planned_for, gpus = MODELS[model], planner()["gpus"]
+    its = planned_for.latents
+    indexer = its.index_keys if its and its.index_heads else None  # keys that it chooses
     answers = {gpu: [[answer(planned_for, GPUS[gpu], hosts, S) for S in LENGTHS] for hosts in HOSTS] for gpu in gpus}
-    return {"answers": answers, "thresholds": {gpu: thresholds(planned_for, GPUS[gpu]) for gpu in gpus}}
+    return {
+        "answers": answers,
+        "indexer": indexer,
+        "thresholds": {gpu: thresholds(planned_for, GPUS[gpu]) for gpu in gpus},
+    }
 
 
 def scoreboard() -> dict[str, Any]:

@@ -274,7 +274,11 @@ def test_the_xray_shows_every_tile_of_a_report_and_refuses_other_files(watched):
         page.set_input_files("[name=file]", [])
 
 
-PLANS = [("llama-3.1-8b", "h100", 1, 131072), ("llama-3.1-405b", "h200", 2, 131072)]
+PLANS = [
+    ("llama-3.1-8b", "h100", 1, 131072),
+    ("deepseek-v3.2", "b200", 8, 32768),
+    ("llama-3.1-405b", "h200", 2, 131072),
+]
 
 
 def test_the_planner_says_what_its_command_prints(watched, numbers, capsys):
@@ -290,6 +294,8 @@ def test_the_planner_says_what_its_command_prints(watched, numbers, capsys):
         found = its["answers"][gpu][data.HOSTS.index(hosts)][data.LENGTHS.index(seq_len)]
         advice = page.inner_text("#planner-status")
         assert fits == (found is not None)
+        of_indexer = "the indexer, which chooses 2,048, is not modelled"
+        assert (of_indexer in page.inner_text("#planner-facts")) == (of_indexer in said) == (model == "deepseek-v3.2")
         if found is None:
             assert "does not fit" in said
             assert advice.startswith("Advice: nothing fits.")

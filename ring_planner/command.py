@@ -1,7 +1,7 @@
 """ring-plan: what a cluster will do with a long sequence, before you rent it. One request, one answer.
 
     the ways that fit      the fastest first: tokens/s of a GPU, or seconds of a prefill, and GiB of a GPU
-    binds                  the largest term
+    bottleneck             the largest term
     evidence               what the seconds rest on, and the interval of nine in ten
     advice                 the simplest of the ways that are as fast, within 7 %, and the fastest
 
@@ -43,7 +43,8 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     gpu, model = step.gpu, step.model
     active = f" ({digits(model.parameters(active=True) / 1e9)} active)" if model.experts else ""
     print(f"{model.name}: {digits(model.parameters() / 1e9)} billion parameters{active}; modelled, not measured")
-    print(f"{step.hosts} x {step.per_host} {gpu.name} of {digits(gpu.memory / GIB)} GiB")
+    hosts = f"{step.hosts} hosts" if step.hosts > 1 else "1 host"
+    print(f"{hosts} of {step.per_host} {gpu.name}, {digits(gpu.memory / GIB)} GiB each")
     if sources:
         say("sources", *(f"{it.name}: {it.source}" for it in (model, gpu)))
     most = longest(step, wish)
@@ -53,16 +54,17 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     if step.task == "train":
         trained = f"{step.trainable:.2%} trained, " if step.trainable < 1 else ""
         base = ", base of 4 bits" if step.weights == "4bit" else ""
-        how = f"{how}, loss {step.loss}, {trained}{step.optimizer}{base}"
-    what = "a step" if step.task == "train" else "a prefill"
-    print(f"{what} at S = {step.seq_len:,}, batch {step.batch} of each replica: {how}")
+        how = f"{how}, loss {step.loss}, {trained}optimizer {step.optimizer}{base}"
+    what = "a training step" if step.task == "train" else "a prefill"
+    many = f"{step.batch} sequences" if step.batch > 1 else "1 sequence"
+    print(f"{what} of {many} for each cp x tp GPUs, S = {step.seq_len:,} tokens: {how}")
     if (its := model.latents) and its.index_heads:
         say("attention", f"to all keys is planned; the indexer, which chooses {its.index_keys:,}, is not modelled")
     ranked = best(step, wish)
     if not ranked:
         show_what_is_missing(step, wish)
         return False
-    print(f"    tokens/s a GPU        s     GiB  way; GiB with a reserve of {RESERVE:.1%}")
+    print(f"    tokens/s a GPU  seconds     GiB  way; --help explains the words; GiB with a reserve of {RESERVE:.1%}")
     rings = [plan for plan in ranked if plan.name.startswith("ring")]
     always = (*rings[:1], *simplest_first(ranked)[:1])  # the best ring, and what is advised
     for plan in ranked[:SHOWN] + [plan for plan in ranked[SHOWN:] if plan in always]:
@@ -73,8 +75,8 @@ def show(step: Step, wish: Wish, *, sources: bool = False) -> bool:
     shares = ", ".join(
         f"{term} {digits(s, first.digits)}" for term, s in first.terms.items() if s > 0.005 * first.seconds
     )
-    say("seconds", f"{shares}: {first.utilisation:.0%} of the bf16 peak")
-    say("binds", f"{name}, {seconds / first.seconds:.0%} of the time")
+    say("seconds", f"{shares}; {first.utilisation:.0%} of the bf16 peak (MFU)")
+    say("bottleneck", f"{name}, {seconds / first.seconds:.0%} of the time")
     say("GiB of a GPU", memory_of(first))
     say("evidence", *evidence_of(first))
     say("not counted", *agreements_of(first))

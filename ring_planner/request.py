@@ -19,6 +19,19 @@ SHORT = 8192  # tokens
 WIRES = ("bandwidth", "host_bandwidth")  # inside a host, and of a NIC
 OPTIMIZER_HOLDS = """what it holds of a parameter. adam: a float32 weight and two moments; adam8bit: its moments have 8
 bits; adam-bf16: two moments of 16 bits and no other weight; sgd: a float32 weight; none: nothing (default: adam)"""
+KERNELS_ARE = """of attention. fa2: FlashAttention 2; best: FlashAttention 3 or 4; framework: a training framework's
+(default: what PyTorch takes on the GPU)"""
+RECOMPUTED = """what of a layer the backward pass computes again. selective: every other matrix product; full: all
+(default: the best that fits)"""
+WORDS = """words of an answer:
+  way            how cp GPUs share a sequence; hybrid of 4: all-to-all among 4, rings join these; no ring: cp is 1;
+                 the flat ring: one circle of all GPUs, through one NIC of each host; docs/which_way.md
+  seconds        products: of matrices; head: the logits; passes: norms, activations, loss, optimizer; tensor parallel,
+                 FSDP: messages that nothing hides; MFU: the model's FLOP/s over the peak
+  GiB of a GPU   state: weights and what the optimizer holds; gathered: weights that FSDP brings; activations: what
+                 layers keep; loss, a layer at work: what is alive at the peak; reserve: the error of this count
+  evidence       published steps of the same task, kernels and number of hosts, on the same GPU or others too
+  advice         ways that differ by less than the planner errs tie; the simplest of them is named first"""
 KNOWN = """a step that you measured, as "seq_len=4096 tp=8 seconds=0.557", or tokens_s= of a GPU; cp, tp, hosts, batch,
 recompute and way as in this plan unless given. A second one with other tp, cp or hosts tells messages from computing"""
 NUMBERS = ("layers", "hidden", "heads", "kv_heads", "feedforward", "vocab")  # of a model
@@ -43,27 +56,27 @@ def number(least: float, most: float, meaning: str, whole: bool = False) -> Call
 
 OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {  # name: its choices, or the least and the most; its meaning
     "flops": ((1e9, 1e18), "FLOP/s that attention reaches on a GPU, 680e12 for 680 TFLOP/s"),
-    "bandwidth": ((1e6, 1e13), "bytes/s of a GPU's link inside its host, one way, 450e9 for 450 GB/s"),
-    "host-bandwidth": ((1e6, 2e11), "bytes/s of a NIC, one way, 50e9 for 400 Gbit/s"),
+    "bandwidth": ((1e6, 1e13), "bytes/s of a GPU's link inside its host, one way, by data sheet: 450e9 for 450 GB/s"),
+    "host-bandwidth": ((1e6, 2e11), "bytes/s of a network card (NIC), one way, by data sheet: 50e9 for 400 Gbit/s"),
     "memory": ((2e9, 1e15), "bytes of a GPU, 80e9 for 80 GB"),
     "trainable": ((1e-6, 1.0), "share of the parameters that is trained, 0.01 for a LoRA of one percent (default: 1)"),
     "hosts": ((), "hosts (default: 1)"),
     "per-host": ((), "GPUs of a host (default: 8)"),
     "nics": ((), "NICs of a host (default: one for each GPU)"),
     "seq-len": ((), "tokens of a sequence, S (default: the longest that fits)"),
-    "batch": ((), "sequences of a replica (default: 1)"),
-    "cp": ((), "GPUs that share a sequence (default: the best that fits)"),
-    "tp": ((), "GPUs that share heads and feedforward (default: the best that fits)"),
+    "batch": ((), "sequences that cp x tp GPUs compute at once (default: 1)"),
+    "cp": ((), "GPUs that share a sequence, context parallelism (default: the best that fits)"),
+    "tp": ((), "GPUs that share heads and feedforward, tensor parallelism (default: the best that fits)"),
     "layers": ((), "layers of the model"),
     "hidden": ((), "width of the model"),
     "heads": ((), "query heads"),
     "kv-heads": ((), "key/value heads"),
     "feedforward": ((), "inner width of the feedforward, of three matrices"),
-    "vocab": ((), "words of the vocabulary"),
+    "vocab": ((), "tokens of the vocabulary"),
     "task": (TASKS, "a training step, or a prefill (default: train)"),
-    "kernels": (tuple(KERNELS), "of attention; best: FlashAttention 3 or 4 (default: what PyTorch takes on the GPU)"),
-    "recompute": (tuple(RECOMPUTE), "what the backward pass computes again (default: the best that fits)"),
-    "linear-dtype": (("bf16", "fp8"), "dtype of the layers' products (default: bf16)"),
+    "kernels": (tuple(KERNELS), KERNELS_ARE),
+    "recompute": (tuple(RECOMPUTE), RECOMPUTED),
+    "linear-dtype": (("bf16", "fp8"), "dtype of the layers' matrix products (default: bf16)"),
     "loss": (LOSSES, "the logits of all tokens at once, or in pieces (default: whole)"),
     "optimizer": (tuple(OPTIMIZERS), OPTIMIZER_HOLDS),
     "weights": (tuple(WEIGHTS), "of the frozen layers; 4bit: QLoRA, with --trainable (default: bf16)"),
@@ -72,9 +85,10 @@ OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {  # name: its choices, or the
 
 def parser() -> Parser:
     """The options of a plan. Counts are whole numbers up to 1e12, and may be written as 1e6."""
-    it = Parser(prog="ring-plan", description="Plan training or a prefill of a long sequence.", allow_abbrev=False)
+    kinds: dict[str, Any] = {"epilog": WORDS, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    it = Parser(prog="ring-plan", description="Plan a training step or a prefill.", allow_abbrev=False, **kinds)
     it.add_argument("--model", metavar="NAME", help=f"a config.json, or one of {', '.join(MODELS)}")
-    it.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}; ideal: --flops, --bandwidth, --memory")
+    it.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)}; ideal: of --flops, --bandwidth, --memory")
     it.add_argument("--known", metavar="STEP", action="append", default=[], help=KNOWN)
     it.add_argument("--sources", action="store_true", help="say where the numbers of the model and the GPU come from")
     for name, (known, meaning) in OPTIONS.items():

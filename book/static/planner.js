@@ -49,7 +49,8 @@ async function change() {
   const words = found ? { ...found, speed: digits(found.speed, found.digits), seconds: digits(found.seconds, found.digits), gib: digits(found.gib) } : {};
   status.replaceChildren(make("strong", {}, say(found ? "advice" : "nothing fits", words)));
   const known = found?.interval ? say("interval", { low: digits(found.interval[0]), high: digits(found.interval[1]), rows: found.interval[2] }) : say("not known");
-  document.querySelector("#planner-facts").textContent = found ? known : "";
+  const indexer = model.indexer ? say("indexer", { keys: count(model.indexer) }) : "";
+  document.querySelector("#planner-facts").textContent = `${found ? known : ""} ${indexer}`.trim();
   document.querySelector("#planner-ways").replaceChildren(all());
   document.querySelector("#planner-thresholds").replaceChildren(thresholds());
   document.querySelector("#planner-command").textContent =

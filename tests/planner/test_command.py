@@ -337,7 +337,7 @@ REFUSED = {
     f"{LLAMA} --tp 3": "tp is 3, GPUs of a host 8",
     f"{LLAMA} --nics 9": "nics is 9; expected 8 at most",
     f"{LLAMA} --seq-len 128K": "128K was given; type 131072; expected",
-    f"{LLAMA} --host-bandwidth 400e9": "400e9 was given; expected 1e+06 to 2e+11: bytes/s of a NIC, one way, 50e9 for",
+    f"{LLAMA} --host-bandwidth 400e9": "400e9 was given; expected 1e+06 to 2e+11: bytes/s of a network card (NIC)",
     f"{LLAMA} --weights 4bit": "trainable is 1.0 with weights in 4bit; expected",
     f"{LLAMA} --gpu a100 --kernels cudnn": "kernels is 'cudnn' on a100-80; expected one of fa2, framework, best",
     f"{LLAMA} --flops 990": "990 was given; expected 1e+09 to 1e+18",
