@@ -98,7 +98,7 @@ def solve(number: int, schedule: Schedule) -> Verdict:
             return Verdict(head + OPEN, 0)
         if problem:
             title = f"puzzle {number}, P = {world_size}: {'up to the fault' if run.fault else 'not right yet'}"
-            return Verdict(f"{head}not yet. P = {world_size}: {problem}{_printed(run)}", 0, _film(puzzle, run, title))
+            return Verdict(f"{head}not yet. P = {world_size}: {problem}", 0, _film(puzzle, run, title))
         runs[world_size] = run
     enough, best = (_reach(puzzle, runs, operator.attrgetter(name)) for name in ("enough", "best"))
     stars = 3 if best else 1 + enough
@@ -111,9 +111,7 @@ def solve(number: int, schedule: Schedule) -> Verdict:
     if stars == 3 and better:
         word = "solved, and better than our best"
     word += " (it is ours, of solutions.py, and counts in no score)" if ours else ""
-    return Verdict(
-        f"{head}{word}  {'★' * stars}{'☆' * (3 - stars)}\n{_table(puzzle, runs)}{_printed(runs[SHOWN])}", stars, shown
-    )
+    return Verdict(f"{head}{word}  {'★' * stars}{'☆' * (3 - stars)}\n{_table(puzzle, runs)}", stars, shown)
 
 
 def _film(puzzle: Puzzle, run: Run, title: str) -> Callable[[], Picture]:
@@ -143,11 +141,6 @@ def _table(puzzle: Puzzle, runs: dict[int, Run]) -> str:
         lines.append(f"{count.name:{width}}{got}    {goal:<21}{best}{', proved' if count.proof else ', no proof'}")
     lines += [f"proof, {count.name}: {count.proof}" for count in puzzle.counts if count.proof]
     return "\n".join(lines)
-
-
-def _printed(run: Run) -> str:
-    """What the ranks printed, for readers who look for their mistake."""
-    return "".join(f"\nrank {rank} printed: {text.rstrip()}" for rank, text in sorted(run.printed.items()) if text)
 
 
 def _short(values: list[float]) -> str:

@@ -18,9 +18,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from io import StringIO
 from types import FrameType
 from typing import Any
 
@@ -88,7 +86,6 @@ class Run:
     clocks: list[float] = field(default_factory=list)  # by rank: when it ended
     fault: str = ""  # a sentence; "": all ranks came to their end
     where: int | None = None  # the rank that failed
-    printed: dict[int, str] = field(default_factory=dict)  # by rank
     owners: dict[float | None, int] = field(default_factory=dict)  # a number of an input -> the rank that has it
 
     @property
@@ -222,22 +219,6 @@ class _Step:
         return (*self.sends, *self.sources)
 
 
-class _Prints(StringIO):
-    """What each thread of a rank prints; what others print goes where it went before."""
-
-    def __init__(self, printed: dict[int, str]) -> None:
-        super().__init__()
-        self.ranks: dict[int, int] = {}  # by the number of the thread
-        self._printed, self._before = printed, sys.stdout
-
-    def write(self, text: str) -> int:
-        rank = self.ranks.get(threading.get_ident())
-        if rank is None:
-            return self._before.write(text)
-        self._printed[rank] = (self._printed.get(rank, "") + text)[:1000]
-        return len(text)
-
-
 class _Referee:
     """Pairs sends with receives, keeps the clocks, and sees when nothing can move any more."""
 
@@ -253,9 +234,8 @@ class _Referee:
 
     # Of each rank, in its thread
 
-    def rank(self, rank: int, prints: _Prints) -> None:
+    def rank(self, rank: int) -> None:
         """Run the reader's schedule, and note how it ended."""
-        prints.ranks[threading.get_ident()] = rank
         memory, output, error = LiveTensors(self._inputs[rank]), None, ""
         comm = Comm(rank, self, memory, self._inputs[rank])
         try:
@@ -416,16 +396,15 @@ def play(schedule: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], wires:
     """Run schedule(comm, *inputs[r]) on each rank r and return the record, up to the fault if there is one."""
     inputs = [tuple(x.clone() if isinstance(x, Tensor) else x for x in mine) for mine in inputs]
     referee = _Referee(inputs, wires, schedule)
-    run, prints = referee.run, _Prints(referee.run.printed)
-    threads = [threading.Thread(target=referee.rank, args=(rank, prints), daemon=True) for rank in range(len(inputs))]
-    with redirect_stdout(prints):
-        for thread in threads:
-            thread.start()
-        try:
-            referee.watch(threads)
-        except BaseException:
-            referee.stop(threads)
-            raise
+    run = referee.run
+    threads = [threading.Thread(target=referee.rank, args=(rank,), daemon=True) for rank in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    try:
+        referee.watch(threads)
+    except BaseException:
+        referee.stop(threads)
+        raise
     run.messages.sort(key=lambda message: (message.begin, message.source, message.to))
     run.works.sort(key=lambda work: (work.begin, work.rank))
     return run

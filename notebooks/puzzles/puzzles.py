@@ -30,8 +30,7 @@
 # | `comm.attend(state, q, k, v, future=None)` | adds a block to `(m, l, o)`, as `attend` of chapter 4; `future` is True where a query may not look |
 # | `start(q)`, `finish(state)`, `merge(out_a, lse_a, out_b, lse_b)` | as in chapter 1; `finish` returns `(out, lse)` |
 #
-# All messages *block*: a send waits for its receiver. A rank has one wire out and one wire in. What a rank prints is shown below
-# its verdict.
+# All messages *block*: a send waits for its receiver. A rank has one wire out and one wire in.
 #
 # **Nothing hangs.** A referee sees each message before it moves. When all ranks wait, it ends the run and says who waits for whom.
 #

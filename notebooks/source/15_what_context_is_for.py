@@ -83,8 +83,7 @@ for name, share in right.items():
 assert right["4 x, ring of 4"] > right[retrieval.SQUEEZED] > right[retrieval.LONGER]
 
 # %% [markdown]
-# It is the length. Beyond the ring's training squeezed positions win. **More tries, too:** the [appendix](appendix_bandit.md) measures what an agent
-# that sees its earlier tries gains by 4 times the [context](../docs/glossary.md#context), trained on as many tokens.
+# It is the length. Beyond the ring's training squeezed positions win.
 #
 # ## The idea: a question needs few keys
 #

@@ -95,7 +95,6 @@ def no_last_rank(comm, x):
 
 def a_hop_to_the_left(comm, x):
     right, left = around(comm)
-    print("to", left)
     if comm.rank % 2 == 0:
         comm.send(left, x)
         return comm.recv(right)
