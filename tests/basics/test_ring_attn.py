@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import sys
 from argparse import ArgumentTypeError, Namespace
 from contextlib import redirect_stdout, suppress
 from datetime import timedelta
@@ -289,25 +288,6 @@ def blocks(world_size):
     return [[(rank - t) % world_size for rank in range(world_size)] for t in range(world_size)]
 
 
-def test_by_itself_it_starts_four_processes_and_writes_their_trace(tmp_path):
-    trace = tmp_path / "trace.json"
-    sizes = ["--seq-len", "38", "--batch", "2", "--heads", "3", "--head-dim", "5"]
-    done = run(sys.executable, "ring_attn.py", *sizes, "--seed", "1", "--trace", trace)
-    assert done.returncode == 0, done.stderr
-    assert "P = 4 ranks, S = 38 tokens in chunks of 9 or 10" in done.stdout
-    assert "B = 2, H = 3, D = 5, float32" in done.stdout
-    assert f"torch {torch.__version__}" in done.stdout
-    assert table(done.stdout) == blocks(4)
-    assert "ok    against full attention in float64" in done.stdout
-    events = [Event(**event) for event in json.loads(trace.read_text())]
-    assert {(it.round, it.rank): it.block for it in events if it.what == "compute"} == {
-        (t, rank): block for t, row in enumerate(blocks(4)) for rank, block in enumerate(row)
-    }
-    most_sent = 2 * (38 - 9) * 2 * 3 * 5 * 4  # K and V of all tokens but those of the shortest chunk, float32
-    assert f"{most_sent:,} bytes" in done.stdout
-    assert "<svg" in trace.with_suffix(".svg").read_text()
-
-
 def given_to_the_ring(context, options):
     """The chunk of q that the command gives to the ring, and the status that it ends with."""
     seen = []
@@ -320,6 +300,25 @@ def given_to_the_ring(context, options):
     with mock.patch.object(ring_attn, "ring_forward", ring_forward), redirect_stdout(io.StringIO()) as printed:
         status = command.run(context, ring_attention, args)
     return seen[-1], status, printed.getvalue()
+
+
+def test_the_command_prints_and_writes_what_was_recorded(ranks, tmp_path):
+    trace = tmp_path / "trace.json"
+    sizes = "--seq-len 38 --batch 2 --heads 3 --head-dim 5"
+    (_, status, printed), *others = ranks(4, given_to_the_ring, f"{sizes} --seed 1 --trace {trace}")
+    assert [(status, printed)] + [other[1:] for other in others] == [(0, printed)] + [(0, "")] * 3
+    assert "P = 4 ranks, S = 38 tokens in chunks of 9 or 10" in printed
+    assert "B = 2, H = 3, D = 5, float32" in printed
+    assert f"torch {torch.__version__}" in printed
+    assert table(printed) == blocks(4)
+    assert "ok    against full attention in float64" in printed
+    events = [Event(**event) for event in json.loads(trace.read_text())]
+    assert {(it.round, it.rank): it.block for it in events if it.what == "compute"} == {
+        (t, rank): block for t, row in enumerate(blocks(4)) for rank, block in enumerate(row)
+    }
+    most_sent = 2 * (38 - 9) * 2 * 3 * 5 * 4  # K and V of all tokens but those of the shortest chunk, float32
+    assert f"{most_sent:,} bytes" in printed
+    assert "<svg" in trace.with_suffix(".svg").read_text()
 
 
 def test_seed_and_dtype_are_those_of_the_data(ranks):
@@ -413,10 +412,14 @@ def test_every_option_is_read():
     )
 
 
+BY_ITSELF = {"worked_example.py": "", "ring_attn.py": "ring      P = 4 ranks, S = 2048 tokens in chunks of 512"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["worked_example.py", "ring_attn.py"])
-def test_where_nobody_reads_on_it_ends_without_a_word(command):
-    assert run(f"python {command} | head -2").stderr == ""
+@pytest.mark.parametrize("command", BY_ITSELF)
+def test_by_itself_it_starts_its_processes_and_where_nobody_reads_on_it_ends_without_a_word(command):
+    done = run(f"python {command} | head -2")
+    assert (done.stderr, done.stdout.splitlines()[0].startswith(BY_ITSELF[command])) == ("", True)
 
 
 @pytest.mark.parametrize("mistake", [1e-3, float("nan")])
