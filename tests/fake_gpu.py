@@ -138,9 +138,11 @@ class Kernels:
 
 
 @contextmanager
-def on_gpu(kernel=None, scale=None):
-    """The ring's blocks by a kernel of GPUs, on a CPU: this one, or the one that the ring chooses beside cuDNN."""
-    kernels = Kernels(scale, faulty=kernel is None)
+def on_gpu(kernel=None, scale=None, kernels=None):
+    """The ring's blocks by a kernel of GPUs, on a CPU: this one, or the one that the ring chooses beside cuDNN.
+
+    With `kernels`, the plans are those that they have kept."""
+    kernels = kernels or Kernels(scale, faulty=kernel is None)
 
     def choose(q, k, scale, softcap=None, causal=False):
         if softcap is not None or scale <= 0:

@@ -66,6 +66,7 @@ from tests.every_way import (
     shapes,
     whole,
 )
+from tests.fake_gpu import Kernels, on_gpu
 from tests.mistakes import all_of, assert_refused
 from tests.rings import Circle
 from tests.states import test_state_ring as states
@@ -616,6 +617,7 @@ class Call:
     where: int | tuple
     problem: Problem | states.Problem
     mode: str = "graph"
+    kernel: str | None = None  # of an emulated GPU
     error: type | None = None  # raised on all ranks in mid pass
 
     @property
@@ -628,6 +630,7 @@ class Back:
     """The backward pass of call number `of`, which may be asked for again."""
 
     of: int
+    turned: bool = False  # d_out lies in memory as models have it: (B, C, H, D)
 
 
 CHOICES = {
@@ -638,6 +641,7 @@ CHOICES = {
     "scale": [None, None, 0.7],
     "mode": ["graph", "graph", "checkpointed", "autocast", "no_grad", "inference"],
     "dtype": [torch.float32, torch.float64],
+    "kernel": [None, None, "cuda cudnn", "cuda cudnn", "cuda flash", "cuda efficient"],
     "sinks": [None, torch.float32],
     "kv_heads": [1, 2, 4],
     "batch": [1, 2],
@@ -650,7 +654,7 @@ CHOICES = {
 def any_call(P, program, random):
     """Add a call on some of P ranks to a program, or the backward pass of an earlier one, perhaps once more."""
     if program.graphs and random.random() < 0.4:
-        program.add(Back(random.choice(program.graphs)))
+        program.add(Back(random.choice(program.graphs), random.random() < 0.5))
         return
     meshes = [(rows, inside) for rows in range(1, P + 1) for inside in range(1, P + 1) if 1 < rows * inside <= P]
     it = program.chosen(random, flat=range(2, P + 1), mesh=meshes, **CHOICES)
@@ -667,6 +671,7 @@ def any_call(P, program, random):
         kinds = {"dtype": it["dtype"], "sinks": it["sinks"], "batch": it["batch"], "seed": it["seed"]}
         kinds |= {"dtype": torch.bfloat16, "sinks": None} if mode == "autocast" else {}  # which rounds sinks
         call = Call(way, where, Problem(4, it["kv_heads"], S, options, **kinds), mode)
+        call = replace(call, kernel=None if mode == "autocast" else it["kernel"])  # rows of 4 numbers are too short
     ends_job = way in ON_MESH and P in where  # a row of all ranks is the group of the job
     once = any(isinstance(step, Call) and step.error for step in program.steps)  # new groups take long
     if not (ends_job or once) and random.random() < 0.05:
@@ -682,9 +687,7 @@ def new_group(where):
     return group if dist.get_rank() in ranks else None, ranks.flatten().tolist()
 
 
-MADE = (
-    weakref.WeakKeyDictionary()
-)  # the groups of programs, by the group of the job: to make them takes longer than calls
+MADE = weakref.WeakKeyDictionary()  # by the group of the job: the groups of programs, and kernels with their plans
 
 
 def leaves_of(call, rank, P):
@@ -730,18 +733,23 @@ def functions_on_rank(context, steps):
     made, graphs, results = MADE.setdefault(dist.group.WORLD, {}), {}, [None] * len(steps)
     for number, step in enumerate(steps):
         call = steps[step.of] if isinstance(step, Back) else step
+        kernels = made.setdefault("kernels", Kernels())
+        gpu = on_gpu(call.kernel, kernels=kernels) if call.kernel else nullcontext()
         group, of_it = made[call.where] if call.where in made else made.setdefault(call.where, new_group(call.where))
         if isinstance(step, Back) and group is not None:
             out, mine, d_out, its_group = graphs[step.of]
+            d_out = d_out.transpose(1, 2).contiguous().transpose(1, 2) if step.turned else d_out
             back = partial(torch.autograd.grad, out, [*mine.values()], d_out, retain_graph=True)
             if its_group is group:
-                results[number] = [x.detach() for x in back()]
+                with gpu:
+                    results[number] = [x.detach() for x in back()]
             else:
                 assert NEW_GROUP in str(attempt(back)), "a backward pass in a group that has ended"
         elif group is not None:
             mine, d_out = leaves_of(call, of_it.index(context.rank), len(of_it))
             try:
-                out = called(call, mine, group)
+                with gpu:
+                    out = called(call, mine, group)
                 graphs[number] = out, mine, d_out.to(out.dtype), group
                 results[number] = [out.detach()]
             except (MemoryError, KeyboardInterrupt):
