@@ -11,6 +11,7 @@ Before: watching.py. After: seen.py, what the ranks saw.
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -23,19 +24,14 @@ from torch import Tensor
 
 from ring_doctor.asking.job import CannotExamine
 
-STARTER = f"""\
+STARTER = """\
 import importlib.machinery, importlib.util, os, sys
-def run(found):
-    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-for name in ("recorder", "watching"):
-    file = os.path.join({str(Path(__file__).parent)!r}, name + ".py")
-    module = run(importlib.util.spec_from_file_location("ring_doctor_" + name, file))
-module.begin()
+import ring_doctor_watching
+ring_doctor_watching.begin()
 others = [path for path in sys.path if os.path.abspath(path) != os.path.dirname(os.path.abspath(__file__))]
 if theirs := importlib.machinery.PathFinder.find_spec("sitecustomize", others):
-    run(theirs)
+    sys.modules["sitecustomize"] = importlib.util.module_from_spec(theirs)
+    theirs.loader.exec_module(sys.modules["sitecustomize"])
 """
 # A shell that ends every process of the job, when the doctor closes a pipe or was killed: those of the job's group, and
 # those that wrote their number, unless a later process was given it. Without /proc this is not looked at. A doctor that
@@ -65,13 +61,13 @@ class Job:
         return len(self.ranks)
 
     def tensor(self, kind: str, step: int, index: int, rank: int = 0) -> Tensor | None:
-        """A weight or a gradient, float64; of a rank that wrote none, because it is sharded, that of rank 0.
+        """A gradient, float64; of a rank that wrote none, because it is sharded, that of rank 0.
 
-        The kinds: "weight"; "before", a gradient before clipping; "gradient", as the optimizer gets it. `index` is a
-        place among the names of rank 0; other ranks may have another order.
+        The kinds: "before", before clipping; "gradient", as the optimizer gets it. `index` is a place among the names
+        of rank 0; other ranks may have another order.
         """
         name = self.ranks[0]["names"][index]
-        for of in {"before": (rank, 0), "gradient": (rank, 0)}.get(kind, (rank,)):
+        for of in (rank, 0):
             places = {name: place for place, name in enumerate(self.ranks[of]["names"])}
             if (file := self.folder / f"{kind}-{step}-{places.get(name)}-{of}.pt").exists():
                 found: Tensor = torch.load(file).double()
@@ -95,6 +91,8 @@ def run_job(
     folder.mkdir()
     (start := folder / "start").mkdir()
     (start / "sitecustomize.py").write_text(STARTER, encoding="utf-8")
+    for name in ("recorder", "watching"):
+        shutil.copy(Path(__file__).with_name(f"{name}.py"), start / f"ring_doctor_{name}.py")
     paths = [str(start), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"RING_DOCTOR_FOLDER": str(folder), "RING_DOCTOR_STEPS": str(steps)}
     own |= {"RING_DOCTOR_MOVE": move, "PYTHONPATH": os.pathsep.join(paths)}

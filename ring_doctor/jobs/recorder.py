@@ -44,16 +44,26 @@ class Recorder:
     def __init__(self, torch: Any) -> None:
         self.torch = torch
         self.steps: list[dict[str, Any]] = []
-        self.passes: list[dict[str, Any]] = []
         self.parts: list[dict[str, Any]] = []
         self.now = fresh()  # the part in hand
         self.depth = self.backwards = 0  # calls of modules, and of backward, that have not returned
-        self.sums: dict[int, Any] = {}  # by module, its outputs since the last step: the sum of squares
         self.names: dict[str, int] = {}  # of all weights so far: the place, which is in the names of files
+        self.weights: dict[str, Any] = {}  # by name, what it and its squares added up to, when it was first seen
         self.called: list[Any] = []  # the outermost modules that were called since the last backward pass
-        self.of_modules: dict[int, str] = {}  # the names of modules in this step
-        self.norm: float | None = None  # that clipping took
+        self.optimizers: list[Any] = []
+        self.new_step()
         self.of_a_function = False  # whose steps are those of ../whole_models, not of an optimizer
+
+    def new_step(self) -> None:
+        """Forget what was of the last step."""
+        self.passes: list[dict[str, Any]] = []
+        self.sums: dict[int, Any] = {}  # by module, its outputs: the sum of squares
+        self.of_modules: dict[int, str] = {}  # the names of modules in this step
+        self.norm: float | None = None  # that the first clipping took
+        self.clipped: set[str] = set()  # weights whose gradients were seen before clipping
+        self.read: set[int] = set()  # weights whose optimizer has begun its step
+        self.left: list[str] = []  # other weights with a gradient
+        self.dtypes: set[str] = set()  # of gradients
 
     # While the model computes --------------------------------------------------------------------------------------
 
@@ -128,6 +138,7 @@ class Recorder:
         """A backward pass ends a forward pass; one inside of it (checkpointing) belongs to it."""
         if self.torch.compiler.is_compiling() or self.backwards:
             return original(tensors, *args, **kwargs)
+        self.end_read_step()
         roots = [tensors] if isinstance(tensors, self.torch.Tensor) else list(tensors)
         self.passes.append(self.pass_of(roots))
         if any(key not in self.of_modules for key in self.sums):
@@ -171,62 +182,83 @@ class Recorder:
         """Clipping: the gradients before it, and the norm that it returns or is given."""
         parameters = [parameters] if isinstance(parameters, self.torch.Tensor) else list(parameters)
         most = float(kwargs["max_norm"] if "max_norm" in kwargs else args[0])  # inf: it only measures
-        first = bool(self.passes and self.norm is None and parameters) and most < float("inf")
-        if first:
-            self.write_gradients(parameters, "before")
+        counts = bool(self.passes and parameters) and most < float("inf")
+        if counts:
+            self.clipped |= self.write_gradients(parameters)
         out = original(parameters, *args, **kwargs)
-        if first:
+        if counts and self.norm is None:
             self.norm = float(whole(kwargs.get("total_norm", args[-1]) if out is None else out))
         return out
 
     def step(self, optimizer: Any, *_: Any) -> None:
-        """Before an optimizer's step: of several optimizers the first after a backward pass ends what is one step."""
-        if self.passes and not self.of_a_function:
-            if self.backwards:
-                raise RuntimeError("an optimizer steps during backward; ring-doctor sees only steps after backward")
-            self.end_step([weight for group in optimizer.param_groups for weight in group["params"]])
+        """Before an optimizer's step: its gradients are read. Those of others may be unfinished, or left by a pass
+        that was not for them. So a step of the job ends when no other has any, or when the next backward pass begins.
+        """
+        if not self.passes or self.of_a_function:
+            return
+        if self.backwards:
+            raise RuntimeError("an optimizer steps during backward; ring-doctor sees only steps after backward")
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self.write_gradients([weight for weight in weights if id(weight) not in self.read])
+        self.read |= set(map(id, weights))
+        left = {id(x): name for name, x in self.named if x.grad is not None and id(x) not in self.read}
+        self.left = [*left.values()]
+        if not left.keys() & set(map(id, self.of_optimizers([]))):
+            self.end_step()
 
-    def end_step(self, weights: list[Any], own: dict[int, str] | None = None, reported: float | None = None) -> None:
-        """What was seen of a step. Of a function, the names of weights that are no modules', and the reported loss."""
-        self.write_gradients(weights, "before" if self.norm is None else "gradient", own)
+    def of_optimizers(self, others: list[Any]) -> list[Any]:
+        """The weights of all optimizers, in the order in which these were made, then other ones."""
+        own = [weight for each in self.optimizers for group in each.param_groups for weight in group["params"]]
+        return list({id(weight): weight for weight in [*own, *others]}.values())
+
+    def end_read_step(self) -> None:
+        """The step ends in which one optimizer made its own, and others none."""
+        if self.read:
+            self.end_step()
+
+    def end_step(self, reported: float | None = None, returned: Any = ()) -> None:
+        """What was seen of a step; of a function, the reported loss, and the names of the gradients it returned."""
         names = self.of_modules
         sums = [(names[key] or "the model", float(x)) for key, x in self.sums.items() if key in names]
         for one in self.passes:
             del one["sums"]
-        dtypes = {str(x.grad.dtype) for x in weights if x.grad is not None}
-        seen = {"passes": self.passes, "norm": self.norm, "modules": sums, "dtypes": dtypes}
-        self.steps.append(seen | {"reported": reported, "returned": [*(own or {}).values()]})
-        self.passes, self.norm, self.sums, self.of_modules = [], None, {}, {}
-        self.now = fresh()  # without the messages of gradients
+        seen = {"passes": self.passes, "norm": self.norm, "modules": sums, "dtypes": self.dtypes, "left": self.left}
+        self.steps.append(seen | {"reported": reported, "returned": [*returned]})
+        self.new_step()
         if len(self.steps) == STEPS:
             self.end()
 
-    def write_gradients(self, weights: list[Any], kind: str, own: dict[int, str] | None = None) -> None:
-        """Each gradient to a file; at the first step the weights too, and of the other ranks what they add up to."""
-        torch, at, rank = self.torch, len(self.steps), self.place()[0]
+    def write_gradients(self, weights: list[Any], own: dict[int, str] | None = None) -> set[str]:
+        """Each gradient to a file, and what each weight adds up to at first. Returns which have a gradient."""
+        torch, at, (self.rank, self.world) = self.torch, len(self.steps), self.place()
         found: dict[int, tuple[str, Any]] = {}
         for prefix, root in [] if own else self.homes(weights):
             found |= {id(x): (prefix + plain(name), x) for name, x in root.named_parameters()}
-        for n, x in enumerate(weights):
+        for n, x in enumerate(weights if own else self.of_optimizers(weights)):
             found.setdefault(id(x), ((own or {}).get(id(x), f"weight {n} of the optimizer"), x))
-        for name, weight in found.values():
+        self.named, given, written = list(found.values()), set(map(id, weights)), set()
+        for name, weight in self.named:
             index = self.names.setdefault(name, len(self.names))
-            first = at == 0 and kind == "before" and not MOVE and not self.of_a_function
-            for what, x in ((kind, weight.grad), ("weight", weight if first else None)):
-                if x is None:
-                    continue
-                full, alike = whole(x).detach().to("cpu"), hasattr(x, "full_tensor")  # DTensors: on all ranks
-                if what == "weight" and rank:
-                    full = torch.stack([full.double().sum(), full.double().square().sum()])
-                if not rank or what == "weight" or not alike:
-                    torch.save(full.clone(), FOLDER / f"{what}-{at}-{index}-{rank}.pt")
+            if at == 0 and not own and name not in self.weights:
+                x = whole(weight).detach().double()
+                self.weights[name] = torch.stack([x.sum(), x.square().sum()]).cpu()
+            if (x := weight.grad) is None or id(weight) not in given:
+                continue
+            written.add(name)
+            self.dtypes.add(str(x.dtype))
+            kind = "gradient" if name in self.clipped or (own and self.norm is not None) else "before"
+            full, alike = whole(x).detach().to("cpu"), hasattr(x, "full_tensor")  # DTensors: on all ranks
+            if not self.rank or not alike:
+                torch.save(full.clone(), FOLDER / f"{kind}-{at}-{index}-{self.rank}.pt")
+        self.now = fresh()  # without the messages of gradients
+        return written
 
     def homes(self, weights: list[Any]) -> list[tuple[str, Any]]:
-        """The modules that hold these weights, or gradients for another optimizer, and are in no other module.
+        """The modules that hold these weights, or those of optimizers, or gradients, and are in no other module.
 
-        They are without wrappers, in the order of these weights, then of their calls; each with a prefix for names.
+        They are without wrappers, in the order of optimizers, these weights and calls; each with a prefix for names.
         """
-        order = {key: n for n, key in enumerate([*map(id, weights), *self.sums])}
+        order = {key: n for n, key in enumerate([*map(id, self.of_optimizers(weights)), *self.sums])}
         modules = [x for x in gc.get_objects() if issubclass(type(x), self.torch.nn.Module) and "_modules" in vars(x)]
         inside = {id(child) for module in modules for child in module.children()}
         found: dict[int, Any] = {}
@@ -248,8 +280,8 @@ class Recorder:
 
     def end(self) -> None:
         """Write what was seen, wait until the doctor has it from all ranks, and end this process."""
-        rank, world = self.place()
-        seen = {"rank": rank, "steps": self.steps, "names": [*self.names]}
+        rank, world = self.rank, self.world
+        seen = {"rank": rank, "steps": self.steps, "names": [*self.names], "weights": self.weights}
         self.torch.save(seen, FOLDER / f"seen-{rank}.tmp")
         os.replace(FOLDER / f"seen-{rank}.tmp", FOLDER / f"seen-{rank}-of-{world}.pt")
         while not (FOLDER / "end").exists():  # should the doctor be killed, this process is too: job.py

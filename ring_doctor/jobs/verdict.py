@@ -30,6 +30,7 @@ from ring_doctor.whole_models.model_mistakes import MISTAKES
 from ringlab.models.transformer import IGNORED
 
 COARSE, TOO_COARSE = 0.05, 0.5  # rounding that hides mistakes, and that hides most
+SAME = 1e-6  # another share of what a weight and its squares add up to is another weight
 FEW = 4  # weights in a line
 APART = re.compile(r"mask|cu_seq|document|segment|length")  # arguments that separate documents, or mask padding
 
@@ -63,11 +64,12 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
 
     `calls` are steps in words, where each begins anew: whole_models/whole_model.py.
     """
-    verdict, of_loss = None, None
+    verdict, of_loss, read = None, None, set[str]()
     for step in range(steps):
         clip = [of["steps"][step]["norm"] is not None for of in (*one.ranks, *many.ranks)]
         kind = "gradient" if any(clip) and not all(clip) else "before"  # one of the jobs clips in another way
         found, whole = gradients_of(one, many, moved, step, kind), whole_numbers(one, many, step, layout)
+        read |= found.errors.keys()
         if not found.errors:
             raise CannotExamine(f"no weight had a gradient in step {step + 1}: {one.command}")
         if found.wrong and (why := not_comparable(one, many, found, step) or ("" if calls else other_data(whole))):
@@ -90,6 +92,9 @@ def compare(one: Job, many: Job, moved: Job | None, steps: int, calls: Sequence[
             raise CannotExamine(f"nothing is wrong, but {hidden}; expected float32 or float64, or a smaller model")
         said = f"the gradients of {many.world_size} ranks are those of the first job, at {which}"
         verdict = Verdict(RIGHT, said, lines=["What the optimizer makes of them was not compared."])
+        left = [name for of in one.ranks for n in range(steps) for name in of["steps"][n]["left"] if name not in read]
+        last = f"No optimizer used the gradients of {_some(sorted(set(left)))} until then, so they were not compared."
+        verdict.lines += [last] if left else []
         verdict.lines += [f"Mistakes may hide: {hidden}."] if coarse > COARSE else []
         copies = [len({n for n, _ in at}) == len(whole.text) for at in whole.at] if whole.cp == 1 else [False]
         verdict.lines += ["Every rank has all tokens: no sequence is shared out."] if all(copies) and copies[1:] else []
@@ -117,18 +122,14 @@ def _of_reported(one: Job, many: Job, moved: Job | None, step: int, allowed: flo
 
 def not_comparable(one: Job, many: Job, found: Gradients, step: int) -> str:
     """Why another result of the second job is no mistake, or ""."""
-    slack = 4 * eps_of(dtypes_of(one)[0])
-    for name, place, other in found.pairs:
-        first, second = one.tensor("weight", 0, place), many.tensor("weight", 0, other)
-        if first is None or second is None or first.shape != second.shape:
-            continue
-        if distance(second, first, 1e-9) > slack:
+    names = many.ranks[0]["names"]
+    for name, _, other in found.pairs:
+        sums = [of["weights"].get(at) for of, at in ((one.ranks[0], name), *((of, names[other]) for of in many.ranks))]
+        off = [x is not None and sums[0] is not None and distance(x, sums[0]) > SAME for x in sums[1:]]
+        if off and off[0]:
             return f"the jobs begin with other weights ({name}); expected one seed, or one checkpoint, in both"
-        sums = torch.stack([second.sum(), second.square().sum()])
-        for rank in range(1, many.world_size):
-            given = many.tensor("weight", 0, other, rank)
-            if given is not None and distance(given, sums, 1e-9) > slack:
-                return f"rank {rank} of the second job begins with other weights than rank 0 ({name}); seed them"
+        if any(off):
+            return f"rank {off.index(True)} of the second job begins with other weights than rank 0 ({name}); seed them"
     for job, which in ((one, "first"), (many, "second")):
         if drops := sorted({x for seen in job.ranks for one_pass in passes(seen, step) for x in one_pass["drops"]}):
             return f"the {which} job has a {drops[0]}, and two jobs draw other numbers; expected 0"
@@ -256,9 +257,7 @@ def _table(one: Job, many: Job, found: Gradients, whole: Whole, step: int) -> li
         how = f"{count}, {shards if whole.layout else 'in no layout that is known'}"
     first, *others = ("+".join(f"{p['loss']:.6g}" for p in passes(of, step)) for of in (one.ranks[0], *many.ranks))
     lines = [f"gradients  {len(found.errors)}; {share}", f"tokens     {how}"]
-    lines += [f"loss       {first}; by rank {', '.join(others[:8])}"] if first else []
-    where = _first_module(one, many, step, max(found.allowed.values())) if found.wrong else ""
-    return lines + ([f"modules    {where}"] if where else [])
+    return lines + ([f"loss       {first}; by rank {', '.join(others[:8])}"] if first else [])
 
 
 def examine_job(

@@ -8,7 +8,9 @@ name under which job.py has loaded it.
 Before: recorder.py. After: job.py, which starts and ends the job; seen.py reads what was written.
 """
 
+import atexit
 import functools
+import importlib
 import importlib.util
 import os
 import sys
@@ -18,7 +20,7 @@ import ring_doctor_recorder as recorder  # type: ignore[import-not-found]
 
 METHODS = "send allgather _allgather_base allgather_into_tensor_coalesced alltoall alltoall_base all_to_all_single"
 METHODS += " broadcast allreduce reduce_scatter _reduce_scatter_base"  # of a group of processes
-FUNCTIONAL = "torch.distributed._functional_collectives"  # imported when it is first used
+FUNCTIONAL = "torch.distributed._functional_collectives"  # which return a tensor
 FUNCTIONS = "all_gather_tensor all_to_all_single permute_tensor all_reduce reduce_scatter_tensor all_gather_single"
 FUNCTIONS += " all_gather_tensor_autograd all_to_all_single_autograd all_gather_single_autograd"
 
@@ -54,6 +56,8 @@ def watch(torch: Any) -> None:
     if torch.distributed.is_available():
         for name in METHODS.split():
             around(torch._C._distributed_c10d.ProcessGroup, name, functools.partial(sent, name))
+        for name in FUNCTIONS.split():  # before a program imports them from their module
+            around(importlib.import_module(FUNCTIONAL), name, functools.partial(sent, name))
     call = torch.nn.Module.__call__
 
     def called(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +66,10 @@ def watch(torch: Any) -> None:
         return seen.call(module, call, args, kwargs)
 
     torch.nn.Module.__call__ = called
-    sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(seen.step)
+    optim = sys.modules["torch.optim.optimizer"]
+    around(optim.Optimizer, "__init__", lambda by, x, *args, **kw: (by(x, *args, **kw), seen.optimizers.append(x))[1])
+    optim.register_optimizer_step_pre_hook(seen.step)
+    atexit.register(seen.end_read_step)
 
 
 def around(home: Any, name: str, wrapper: Any) -> None:
@@ -95,28 +102,21 @@ def sent(name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def watch_functional(module: Any) -> None:
-    """The same for collectives that return a tensor, before a program imports them from their module."""
-    for name in FUNCTIONS.split():
-        around(module, name, functools.partial(sent, name))
-
-
 class AfterTorch:
-    """Calls `watch` as soon as torch has been imported, and `watch_functional`."""
+    """Calls `watch` as soon as torch has been imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """One of the two modules, which calls what is above when it has been loaded."""
-        if name not in ("torch", FUNCTIONAL):
+        """The module torch, which calls what is above when it has been loaded."""
+        if name != "torch":
             return None
         sys.meta_path.remove(self)
         found = importlib.util.find_spec(name)
-        sys.meta_path.insert(0, self)
         if found and found.loader:
             load = found.loader.exec_module
 
             def load_and_watch(module: Any) -> None:
                 load(module)
-                (watch if name == "torch" else watch_functional)(module)
+                watch(module)
 
             found.loader.exec_module = load_and_watch  # type: ignore[method-assign]
         return found

@@ -171,9 +171,7 @@ def call(
     """
     os.environ |= {"RING_DOCTOR_FOLDER": str(folder), "RING_DOCTOR_STEPS": "0", "RING_DOCTOR_MOVE": move}
     sys.modules["ring_doctor_recorder"] = recorder = import_module("ring_doctor.jobs.recorder")
-    watching = import_module("ring_doctor.jobs.watching")
-    watching.watch(torch)
-    watching.watch_functional(import_module(watching.FUNCTIONAL))
+    import_module("ring_doctor.jobs.watching").watch(torch)
     seen = recorder.seen
     seen.of_a_function = True
     text = torch.randint(vocab, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(seed))
@@ -183,7 +181,7 @@ def call(
             torch.manual_seed(seed)
             targets = text[:, 1:].index_fill(1, torch.tensor(tokens or [], dtype=torch.int64), -100).to(context.device)
             end_step(seen, step(text.to(context.device), **({} if tokens is None else {"targets": targets})))
-    return {"rank": context.rank, "steps": seen.steps, "names": [*seen.names]}
+    return {"rank": context.rank, "steps": seen.steps, "names": [*seen.names], "weights": seen.weights}
 
 
 def end_step(recorder: Any, result: Any) -> None:
@@ -200,4 +198,6 @@ def end_step(recorder: Any, result: Any) -> None:
             raise TypeError(f"the loss has shape {tuple(loss.shape)}; {expected}")
         dist.all_reduce(loss := loss.sum())
     weights = [SimpleNamespace(grad=gradient) for gradient in result[1].values()]
-    recorder.end_step(weights, dict(zip(map(id, weights), result[1], strict=True)), loss.item())
+    recorder.write_gradients(weights, dict(zip(map(id, weights), result[1], strict=True)))
+    recorder.end_step(loss.item(), result[1])
+    recorder.optimizers.clear()  # of this call

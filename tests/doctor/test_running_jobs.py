@@ -3,6 +3,7 @@
 import runpy
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -193,8 +194,8 @@ def small_job(folder, size, names=("weight",), numbers=(), dtypes=("torch.float6
     torch.save(torch.tensor([size, 3.0]), folder / f"before-0-{len(names) - 1}-0.pt")
     seen = {"whole_numbers": {"embedding 0": TEXT, **dict(numbers)}, "labels": [], "loss": size, "drops": set()}
     seen |= {"messages": [], "dtypes": set(dtypes)}
-    step = {"passes": [seen], "norm": None, "modules": [("layer", size)], "dtypes": set(), "reported": None}
-    return Job("", folder, [{"names": list(names), "steps": [step]}])
+    step = {"passes": [seen], "norm": None, "modules": [("layer", size)], "dtypes": set(), "reported": None, "left": []}
+    return Job("", folder, [{"names": list(names), "weights": {}, "steps": [step]}])
 
 
 @pytest.mark.parametrize("lost", ["attention_mask", "weights"])
@@ -230,22 +231,59 @@ def test_the_guard_removes_the_temporary_folder_of_a_killed_doctor(doctor, name,
     assert folder.exists() == (name == "mine" or doctor == b"\n")
 
 
-def test_the_recorder_asks_each_optimizer(tmp_path, monkeypatch):
-    """Before the first one steps it sees the gradients of the other, whose module is another; none during backward."""
+def test_the_recorder_reads_the_gradients_of_each_optimizer_at_its_own_step(tmp_path, monkeypatch):
+    """Those of the other, whose module is another, may change until then. None steps during backward."""
     monkeypatch.setenv("RING_DOCTOR_FOLDER", str(tmp_path))
     monkeypatch.setenv("RING_DOCTOR_STEPS", "2")
     recorder = SimpleNamespace(**runpy.run_path(str(ROOT / "ring_doctor/jobs/recorder.py")))
     seen, body, head = recorder.Recorder(torch), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     head(body(torch.ones(2))).sum().backward()
     seen.passes, seen.backwards = [recorder.fresh()], 1
-    optimizer = torch.optim.SGD(body.parameters())
+    optimizers = seen.optimizers = [torch.optim.SGD(x.parameters()) for x in (body, head)]
     with pytest.raises(RuntimeError, match="an optimizer steps during backward"):
-        seen.step(optimizer)
+        seen.step(optimizers[0])
     seen.backwards = 0
-    seen.step(optimizer)
-    files = [torch.load(file) for file in tmp_path.glob("before-*.pt")]
-    for weight in (*body.parameters(), *head.parameters()):
-        assert any(torch.equal(weight.grad, x) for x in files)
+    for module, optimizer in zip((body, head), optimizers, strict=True):
+        assert not seen.steps
+        for weight in module.parameters():
+            weight.grad *= 3  # as ranks' gradients are summed
+        seen.step(optimizer)
+    assert ([*seen.names], len(seen.steps)) == (["0.weight", "0.bias", "1.weight", "1.bias"], 1)
+    for n, weight in enumerate((*body.parameters(), *head.parameters())):
+        assert torch.equal(weight.grad, torch.load(tmp_path / f"before-0-{n}-0.pt"))
+
+
+LOSS = SCRIPT[SCRIPT.index("    logits =") : SCRIPT.index(SUM)]
+STEP = """\
+        for weight in one.param_groups[0]["params"]:
+            dist.all_reduce(weight.grad)
+        one.step()
+"""
+TWO = {  # steps with two optimizers, none of the embedding
+    "the second's are summed after the first's step": f"    model.zero_grad()\n{LOSS}    for one in optimizer:\n{STEP}",
+    "the first's pass leaves some to the second, as a GAN's": (
+        f"    for one in optimizer:\n        one.zero_grad()\n{textwrap.indent(LOSS, '    ')}{STEP}"
+    ),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("step", TWO)
+def test_gradients_that_no_optimizer_uses_are_not_judged(ask, step):
+    made = "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
+    edits = [(SCRIPT[SCRIPT.index(LOSS) : SCRIPT.index("\n\ndef train")], TWO[step])]
+    edits += [(made, "optimizer = [torch.optim.SGD(x.parameters(), lr=1e-2) for x in (model.layers, model.head)]\n")]
+    wrong = [
+        (
+            "            dist.all_reduce",
+            "            if weight is not model.head.weight:\n                dist.all_reduce",
+        )
+    ]
+    one, *of_three = (ask([*edits, *more], ranks, steps=2) for ranks, more in ((1, []), (P, []), (P, wrong)))
+    found, wrong = (compare(one, many, None, 2) for many in of_three)
+    assert (found.level, len(found.numbers["errors"])) == (RIGHT, 1 if "GAN" in step else 10)
+    assert "No optimizer used the gradients of embedding.weight, norm.weight until then" in str(found)
+    assert wrong.names == ["gradients_not_reduced"]
 
 
 def test_positions_that_do_not_begin_again_with_a_document_are_named():
