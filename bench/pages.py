@@ -8,8 +8,7 @@ import re
 from statistics import geometric_mean
 from typing import Any
 
-from bench import gpu, models, record, retrieval, speed, wires  # noqa: F401  each names its benches
-from bench.models import MEMORY, ONE, RING, TORCH
+from bench import gpu, record, retrieval, speed, wires  # noqa: F401  each names its benches
 from bench.record import BENCHES
 
 PAGE = record.ROOT / "bench/README.md"
@@ -84,19 +83,7 @@ def short_sequences() -> str:
     return record.grid("< | float32 | bfloat16", rows)
 
 
-def speed_of_training() -> str:
-    results, rows = record.load("training_speed"), []
-    one, *others = ONE, RING, MEMORY, TORCH
-    for P in (2, 4):
-        (peaks,) = (row["peak_bytes"] for row in results["rows"] if row["world_size"] == P)
-        alone, *speeds = (models.speed(results, method, P) for method in (one, *others))
-        memory = [f"{peaks[it] / 1e6:.1f} MB" for it in (others[0], one)]
-        rows.append([P, *(f"{each / alone:.2f}" for each in speeds), *memory])
-    heads = "ranks | ring | ring in shared memory | PyTorch's private loop | memory a rank, ring | memory, one process"
-    return record.grid(heads, rows)
-
-
-BLOCKS = (how_fast, trainable_ring, against_others, short_sequences, speed_of_training)
+BLOCKS = (how_fast, trainable_ring, against_others, short_sequences)
 
 
 def renewed(text: str) -> str:

@@ -1,7 +1,7 @@
 """The speed of attention over ranks, as a share of something measured in the same run, in turn; and its memory.
 
 ring_vs_full     ring_attn.py, beside blockwise attention in one process; memory when S and P grow together
-against_peers    the flash ring and other rings, beside the limit: fused attention in one process; bytes, memory
+against_peers    the flash ring and other rings, beside the limit: fused attention in one process; memory
 
 $ python -m pip install ring-attention-pytorch==0.5.20    # another ring; left out if it is not installed
 $ python -m bench ring_vs_full against_peers
@@ -30,7 +30,6 @@ from ringlab.ring.flash_ring import ring_flash_attention
 from ringlab.ring.layouts import shard, unshard
 from ringlab.ring.schedule import Ring
 from ringlab.support.host_memory import has_memory, host_memory
-from ringlab.support.messages import Watch
 from ringlab.support.processes import RankContext, launch
 from ringlab.support.rounding import exact_attention
 from ringlab.ways.shared_memory import SharedMemory
@@ -123,7 +122,7 @@ def ring_vs_full(
 # The flash ring, beside the limit of the machine and other rings ------------------------------------------------------
 
 CORES = 2
-BESIDE = {"worlds": [1, 2, 4, 8], "chunk": 2048, "heads": 8, "head_dim": 64}  # bytes and memory
+BESIDE = {"worlds": [1, 2, 4, 8], "chunk": 2048, "heads": 8, "head_dim": 64}  # memory
 LIMIT, TORCH, PIP, OWN = "limit", "torch's context-parallel loop", "ring-attention-pytorch", "ring_attn.py"
 FULL, ZIGZAG, STRIPED, CONTIGUOUS = "flash ring", "flash ring, zigzag", "flash ring, striped", "flash ring, contiguous"
 IN_MEMORY = "in shared memory"
@@ -195,7 +194,7 @@ def measured_speed(
                         raise RuntimeError(f"{where}: off by {off[name]} of the largest number")
                 if turn:
                     row = {"world_size": context.world_size, "dtype": dtype, "seq_len": seq_len, "case": case}
-                    rows.append({**row, "off": off, "seconds": seconds})
+                    rows.append({**row, "seconds": seconds})
                     if context.rank == 0:
                         print(f"{'  '.join(map(str, row.values()))}", flush=True)
     return rows
@@ -210,24 +209,6 @@ def differences(
         return None
     wholes = [unshard(list(x.chunk(context.world_size, dim=2)), layout) for x in wholes]
     return [float((x - y).abs().max() / y.abs().max()) for x, y in zip(wholes, limit, strict=True)]
-
-
-def sent_bytes(context: RankContext, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
-    """The bytes that this rank sends in the forward pass and in the backward pass."""
-    shapes = ((1, n, chunk, head_dim) for n in (heads, kv_heads, kv_heads))
-    q, k, v = (torch.randn(shape).to(DTYPES[dtype]).requires_grad_() for shape in shapes)
-    with Watch() as forward:
-        out = ring_flash_attention(q, k, v)
-    with Watch() as backward:
-        out.backward(torch.ones_like(out))
-    return [sum(sent.bytes for sent in watch.messages if sent.kind == "send") for watch in (forward, backward)]
-
-
-def formula_bytes(world_size: int, chunk: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[int]:
-    """The bytes that a rank sends in the forward and in the backward pass, by the formula of flash_ring.py."""
-    elements = (world_size - 1) * 2 * kv_heads * chunk * head_dim  # of K and V in the blocks that travel
-    forward = elements * DTYPES[dtype].itemsize
-    return [forward, forward + elements * 4]
 
 
 def peak_memory(context: RankContext, chunk: int, heads: int, head_dim: int, shared: bool) -> list[int | None]:
@@ -283,11 +264,6 @@ def against_peers_tables(results: Results) -> list[str]:
                         rows.append([case, name, *cells])
             heads = " | ".join(["<case | <ring", *(f"S = {S:,}" for S in lengths)])
             parts.append(f"{dtype}, P = {P}:\n\n{record.grid(heads, rows)}")
-    sent = [
-        [row["world_size"], row["dtype"], row["kv_heads"]]
-        + [f"{x:,}" for pair in zip(row["sent"], row["formula"], strict=True) for x in pair]
-        for row in results["bytes"]["rows"]
-    ]
     peaks = [
         [row["world_size"], IN_MEMORY if row["shared"] else "by messages"]
         + [in_chunks(peak, chunk) for peak in row["peak_bytes"]]
@@ -295,7 +271,6 @@ def against_peers_tables(results: Results) -> list[str]:
     ]
     return [
         "\n\n".join(parts),
-        record.grid("P | <dtype | G | forward | formula | backward | formula", sent),
         record.grid("P | <blocks move | forward | forward and backward", peaks),
     ]
 
@@ -313,19 +288,13 @@ def against_peers_tables(results: Results) -> list[str]:
 def against_peers(
     worlds: list[int], lengths: list[int], heads: int, head_dim: int, repetitions: int, beside: Results
 ) -> Results:
-    """A row for each P, dtype, S and case; bytes and memory of a rank with the chunk of `beside`, for each P there."""
+    """A row for each P, dtype, S and case; memory of a rank with the chunk of `beside`, for each P there."""
     pin(CORES)
     rows = [row for P in worlds for row in launch(measured_speed, P, lengths, heads, head_dim, repetitions)[0]]
     C, H, D = (beside[name] for name in ("chunk", "heads", "head_dim"))
-    sent, peaks = [], []
+    peaks = []
     for P in beside["worlds"]:
-        for dtype in DTYPES:
-            for kv_heads in (H, H // 4):
-                seen = [max(each) for each in zip(*launch(sent_bytes, P, C, H, kv_heads, D, dtype), strict=True)]
-                row = {"world_size": P, "dtype": dtype, "kv_heads": kv_heads, "sent": seen}
-                sent.append({**row, "formula": formula_bytes(P, C, H, kv_heads, D, dtype)})
         for shared in (False, True):
             each = zip(*launch(peak_memory, P, C, H, D, shared), strict=True)
             peaks.append({"world_size": P, "shared": shared, "peak_bytes": [record.most(seen) for seen in each]})
-    others = {"bytes": {**beside, "rows": sent}, "memory": {**beside, "rows": peaks}}
-    return {"rows": rows, **others}
+    return {"rows": rows, "memory": {**beside, "rows": peaks}}

@@ -10,7 +10,6 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 
 from bench import record
 from bench.memory import lengths as longest
-from bench.models import BF16, MERGE, ONE, RING, ROUNDED, curves, differences, milliseconds
 from bench.retrieval import LONGER, RUNS, SQUEEZED, accuracies, lengths
 from bench.speed import TORCH, ZIGZAG, ZIGZAG_MEMORY, speeds
 from bench.speed import TRAIN as TRAINING
@@ -20,6 +19,9 @@ from ring_planner.hidden_communication import hidden_share
 from ring_planner.ways import WAYS
 from ringlab.support import drawing
 from ringlab.support.colours import ink_on
+
+ONE, RING, MERGE = "one process", "ring", "merge over ranks"
+ROUNDED, BF16 = "one process, weights off by one rounding", "ring of 4, bf16"
 
 
 def memory() -> drawing.Picture:
@@ -249,13 +251,14 @@ def loss_curves() -> drawing.Picture:
     above = shapes.numbers(figure, (0.075, 0.5, 0.905, 0.37), y="loss, nats a byte", title="loss")
     below = shapes.numbers(figure, (0.075, 0.14, 0.905, 0.29), x="step", y="share of the loss", title=what)
     steps = range(1, results["steps"] + 1)
-    for name, losses in curves(results).items():
+    curves = {row["run"]: torch.tensor(row["losses"], dtype=torch.float64) for row in results["rows"]}
+    for name, losses in curves.items():
         colour, dashes, width = looks[name]
         if name != ROUNDED:
             above.plot(steps, losses, color=colour, ls=dashes, lw=width)
-    for name, off in differences(results).items():
-        colour, dashes, width = looks[name]
-        largest = off.cummax(dim=0).values.tolist()
+        if name == ONE:
+            continue
+        largest = (losses / curves[ONE] - 1).abs().cummax(dim=0).values.tolist()
         below.plot(steps, [x or None for x in largest], color=colour, ls=dashes, lw=min(width, 4))  # 0 has no logarithm
     below.set_yscale("log")
     for ax in (above, below):
@@ -295,7 +298,7 @@ def generation() -> drawing.Picture:
     figure, page = shapes.headed(620, generation, title, {65: what})
     rows = [row for row in results["rows"] if row["world_size"] == P]
     panels = {
-        "milliseconds": {way: milliseconds(results, way, P) for way in colours},
+        "milliseconds": {way: [1e3 * median(row["seconds"][way]) for row in rows] for way in colours},
         "bytes that a rank sends": {way: [row["bytes"][way] for row in rows] for way in (RING, MERGE)},
     }
     for left, (name, lines) in zip((0.07, 0.575), panels.items(), strict=True):
